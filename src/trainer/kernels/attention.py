@@ -1,0 +1,118 @@
+"""The contract of attention, the table of its implementations, and the one place that chooses among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import jax
+from jax.sharding import Mesh
+
+from trainer.kernels import attention_cpu
+from trainer.kernels.attention_xla import dot_product
+
+Function = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@dataclass(frozen=True)
+class Shape:
+  """What is known of a model's attention before it is traced: global sizes, and the mesh it runs on."""
+
+  platform: str
+  mesh: Mesh | None
+  head_dim: int
+  seq_len: int
+  num_q_heads: int
+  num_kv_heads: int
+
+  def axis(self, name: str) -> int:
+    """Size of mesh axis `name`; 1 without a mesh."""
+    return 1 if self.mesh is None else self.mesh.shape.get(name, 1)
+
+
+@dataclass(frozen=True)
+class Attention:
+  """A chosen implementation: `attention(q, k, v, q_segment_ids, kv_segment_ids)`.
+
+  q [B, T, N, H], k and v [B, S, K, H], segment ids [B, T] and [B, S] int32; returns [B, T, N, H] in q.dtype. Causal
+  by index, and a position sees its own segment alone; the scale H**-0.5 is applied inside; K divides N and neither k
+  nor v is repeated. What the backward pass needs of the forward pass is named "context" for remat, so the caller
+  names nothing more.
+  """
+
+  name: str
+  reason: str
+  function: Function
+
+  def __call__(
+    self, q: jax.Array, k: jax.Array, v: jax.Array, q_segment_ids: jax.Array, kv_segment_ids: jax.Array
+  ) -> jax.Array:
+    with jax.named_scope(f"attention_{self.name}"):
+      return self.function(q, k, v, q_segment_ids, kv_segment_ids)
+
+
+class Unsupported(ValueError):
+  """An implementation cannot serve a shape; the message has the value, the rule and the remedy."""
+
+
+def _dot_product(shape: Shape) -> Function:
+  del shape
+  return dot_product
+
+
+def _cpu_flash(shape: Shape) -> Function:
+  if shape.axis("context") > 1:
+    raise Unsupported(
+      f"attention=flash on CPU does not shard the sequence, and mesh axis context is {shape.axis('context')}: "
+      "set ici_context_parallelism=1 or attention=dot_product."
+    )
+  return attention_cpu.flash
+
+
+def _absent(shape: Shape) -> Function:
+  raise Unsupported(f"attention=flash has no kernel for platform '{shape.platform}' yet: set attention=dot_product.")
+
+
+# Platform -> flash kernel. dot_product serves every platform.
+IMPLEMENTATIONS: Mapping[str, Callable[[Shape], Function]] = MappingProxyType(
+  {"cpu": _cpu_flash, "tpu": _absent, "gpu": _absent}
+)
+
+# Below these lengths dot_product is as fast: a platform's own measurements (CPU: end_to_end/benchmarks).
+SHORT: Mapping[str, int] = MappingProxyType({"cpu": 512, "tpu": 256, "gpu": 256})
+
+
+def choose(
+  name: str,
+  *,
+  platform: str,
+  mesh: Mesh | None,
+  head_dim: int,
+  seq_len: int,
+  num_q_heads: int,
+  num_kv_heads: int,
+) -> Attention:
+  """Returns the implementation of `name` (dot_product, flash, autoselected) for a platform ("cpu", "tpu", "gpu").
+
+  flash raises ValueError where the platform's kernel cannot serve the sizes; autoselected then takes dot_product and
+  says why in `.reason`.
+  """
+  shape = Shape(platform, mesh, head_dim, seq_len, num_q_heads, num_kv_heads)
+  if num_q_heads % num_kv_heads:
+    raise ValueError(f"base_num_query_heads={num_q_heads} must be a multiple of base_num_kv_heads={num_kv_heads}.")
+  if platform not in IMPLEMENTATIONS:
+    raise ValueError(f"Attention knows the platforms {', '.join(IMPLEMENTATIONS)}, not '{platform}'.")
+  if name == "dot_product":
+    return Attention(name, "asked for", _dot_product(shape))
+  if name == "flash":
+    return Attention(name, "asked for", IMPLEMENTATIONS[platform](shape))
+  if name != "autoselected":
+    raise ValueError(f"attention='{name}' is not one of dot_product, flash, autoselected.")
+  if seq_len < SHORT[platform]:
+    reason = f"sequences of {seq_len} are shorter than {SHORT[platform]}, where flash starts to pay on {platform}"
+    return Attention("dot_product", reason, dot_product)
+  try:
+    return Attention("flash", f"the flash kernel of {platform} serves these sizes", IMPLEMENTATIONS[platform](shape))
+  except Unsupported as refusal:
+    return Attention("dot_product", str(refusal), dot_product)

@@ -1,0 +1,185 @@
+"""Cross-entropy fused with the output projection: the logits of one chunk of the sequence exist at a time."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Constrain = Callable[[jax.Array, tuple[str, ...]], jax.Array]
+
+
+def unconstrained(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+  """The hook of an unsharded program: returns the array as it is."""
+  del axes
+  return array
+
+
+def linear_cross_entropy(
+  x: jax.Array,
+  w: jax.Array,
+  targets: jax.Array,
+  weights: jax.Array,
+  *,
+  z_loss: float,
+  num_chunks: int,
+  valid_vocab: int | None = None,
+  constrain: Constrain = unconstrained,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns (loss_sum, z_sum), float32 scalars: sums over tokens of weight * CE and of weight * z_loss * logZ**2.
+
+  x [B, T, D] in the compute dtype; w [V, D], cast to x.dtype for the matmuls; targets [B, T] int32 < V; weights
+  [B, T] float32. `valid_vocab`: logits from there on are padding and count as -inf. `num_chunks`: parts of T computed
+  one after the other, 0 chooses. Differentiable once, in x and w. The gradient of `loss_sum` is that of
+  loss_sum + z_sum, and z_sum carries none: add them and differentiate, or log z_sum alone, both are right.
+
+  The gradients are made in the forward pass, chunk by chunk, from the logits at hand: three matmuls in all, nothing
+  of size V kept but dw, which is accumulated in float32. `constrain(array, axes)` is asked to shard the pieces:
+  an x chunk ("loss_batch", "loss_length", "embed"), logits ("loss_batch", "loss_length", "vocab"), w and dw
+  ("vocab", "embed"), a dx chunk ("batch", "length", "embed").
+  """
+  vocab = w.shape[0] if valid_vocab is None else valid_vocab
+  if not 0 < vocab <= w.shape[0]:
+    raise ValueError(f"valid_vocab={valid_vocab} must lie in 1..{w.shape[0]}, the rows of the output projection.")
+  chunks = num_chunks or choose_chunks(x.shape[0], x.shape[1], w.shape[0])
+  return _fused(x, w, targets, weights, z_loss, min(chunks, x.shape[1]), vocab, constrain)
+
+
+def choose_chunks(batch: int, length: int, vocab: int) -> int:
+  """Returns a number of chunks of `length` whose float32 logits are at most 64 MiB, or one token per row."""
+  rows = max(1, (64 << 20) // (4 * batch * vocab))
+  return math.ceil(length / rows)
+
+
+def reference(
+  x: jax.Array,
+  w: jax.Array,
+  targets: jax.Array,
+  weights: jax.Array,
+  *,
+  z_loss: float,
+  valid_vocab: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """The oracle: as `linear_cross_entropy`, from [B, T, V] logits, with z_sum differentiable on its own."""
+  logits = jnp.einsum("btd,vd->btv", x, w.astype(x.dtype), preferred_element_type=jnp.float32)
+  logits = logits[..., : valid_vocab or w.shape[0]]
+  log_z = jax.nn.logsumexp(logits, axis=-1)
+  target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+  return jnp.sum(weights * (log_z - target)), z_loss * jnp.sum(weights * jnp.square(log_z))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+def _fused(
+  x: jax.Array,
+  w: jax.Array,
+  targets: jax.Array,
+  weights: jax.Array,
+  z_loss: float,
+  chunks: int,
+  vocab: int,
+  constrain: Constrain,
+) -> tuple[jax.Array, jax.Array]:
+  return _sums(x, w, targets, weights, z_loss, chunks, vocab, constrain, with_grads=False)[0]
+
+
+def _fused_fwd(
+  x: jax.Array,
+  w: jax.Array,
+  targets: jax.Array,
+  weights: jax.Array,
+  z_loss: float,
+  chunks: int,
+  vocab: int,
+  constrain: Constrain,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+  return _sums(x, w, targets, weights, z_loss, chunks, vocab, constrain, with_grads=True)
+
+
+def _fused_bwd(
+  z_loss: float,
+  chunks: int,
+  vocab: int,
+  constrain: Constrain,
+  grads: tuple[jax.Array, jax.Array],
+  cotangents: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array, None, None]:
+  del z_loss, chunks, vocab, constrain
+  dx, dw = grads
+  scale = cotangents[0]
+  return (dx * scale).astype(dx.dtype), (dw * scale).astype(dw.dtype), None, None
+
+
+_fused.defvjp(_fused_fwd, _fused_bwd)
+
+
+def _split(array: jax.Array, chunks: int) -> jax.Array:
+  """Returns [chunks, B, t, ...] of an array [B, T, ...], padded with zeros. Chunk c has the tokens c, c + chunks, ...
+
+  Taking every `chunks`-th token, not a run of them, leaves T sharded as it was when it is sharded over devices.
+  """
+  length = math.ceil(array.shape[1] / chunks)
+  pad = length * chunks - array.shape[1]
+  if pad:
+    array = jnp.pad(array, [(0, 0), (0, pad)] + [(0, 0)] * (array.ndim - 2))
+  return jnp.moveaxis(array.reshape(array.shape[0], length, chunks, *array.shape[2:]), 2, 0)
+
+
+def _join(array: jax.Array, length: int) -> jax.Array:
+  """Inverse of `_split`: returns [B, T, ...] of [chunks, B, t, ...]."""
+  array = jnp.moveaxis(array, 0, 2)
+  return array.reshape(array.shape[0], -1, *array.shape[3:])[:, :length]
+
+
+def _sums(
+  x: jax.Array,
+  w: jax.Array,
+  targets: jax.Array,
+  weights: jax.Array,
+  z_loss: float,
+  chunks: int,
+  vocab: int,
+  constrain: Constrain,
+  *,
+  with_grads: bool,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, Any]]:
+  """Returns ((loss_sum, z_sum), (dx, dw)); the gradients are None without `with_grads`."""
+  rows = constrain(w.astype(x.dtype), ("vocab", "embed"))
+  is_column = jnp.arange(w.shape[0], dtype=jnp.int32)
+
+  def one(carry: Any, chunk: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Any, jax.Array | None]:
+    x, targets, weights = chunk
+    loss, z, dw = carry
+    x = constrain(x, ("loss_batch", "loss_length", "embed"))
+    logits = jnp.einsum("btd,vd->btv", x, rows, preferred_element_type=jnp.float32)
+    logits = constrain(logits, ("loss_batch", "loss_length", "vocab"))
+    if vocab < w.shape[0]:
+      logits = jnp.where(is_column < vocab, logits, -jnp.inf)
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    exponents = jnp.exp(logits - largest)
+    total = jnp.sum(exponents, axis=-1, keepdims=True)
+    log_z = (jnp.log(total) + largest)[..., 0]
+    hit = is_column == targets[..., None]
+    # A masked sum, not a gather: it needs no communication but a sum where the vocabulary is sharded.
+    target = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
+    loss += jnp.sum(weights * (log_z - target))
+    z += z_loss * jnp.sum(weights * jnp.square(log_z))
+    if not with_grads:
+      return (loss, z, dw), None
+    scale = (weights * (1 + 2 * z_loss * log_z))[..., None] / total
+    dlogits = (exponents * scale - jnp.where(hit, weights[..., None], 0.0)).astype(x.dtype)
+    dw += constrain(jnp.einsum("btv,btd->vd", dlogits, x, preferred_element_type=jnp.float32), ("vocab", "embed"))
+    dx = jnp.einsum("btv,vd->btd", dlogits, rows, preferred_element_type=jnp.float32).astype(x.dtype)
+    return (loss, z, dw), constrain(dx, ("batch", "length", "embed"))
+
+  zero = jnp.zeros((), jnp.float32)
+  start = (zero, zero, constrain(jnp.zeros(w.shape, jnp.float32), ("vocab", "embed")) if with_grads else None)
+  with jax.named_scope("linear_cross_entropy"):
+    (loss, z, dw), dx = jax.lax.scan(one, start, tuple(_split(a, chunks) for a in (x, targets, weights)))
+  if not with_grads:
+    return (loss, z), (None, None)
+  assert dx is not None
+  return (loss, z), (_join(dx, x.shape[1]), dw.astype(w.dtype))

@@ -1,0 +1,87 @@
+"""Which activations of a decoder layer are kept for the backward pass.
+
+The model names its activations with `jax.ad_checkpoint.checkpoint_name`; a policy is a set of those names to save on
+the device and a set to move to pinned host memory. Everything else in the layer is recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+
+from trainer.config.schema import ModelSection, RematPolicy
+
+NAMES = (
+  "decoder_layer_input",
+  "query_proj",
+  "key_proj",
+  "value_proj",
+  "context",
+  "out_proj",
+  "mlpwi_0",
+  "mlpwi_1",
+  "mlpwo",
+)
+
+
+class Kept(NamedTuple):
+  """Names of activations kept on the device and of those kept in pinned host memory."""
+
+  device: tuple[str, ...] = ()
+  host: tuple[str, ...] = ()
+
+
+_QKV = ("query_proj", "key_proj", "value_proj")
+_WI = ("mlpwi_0", "mlpwi_1")
+_DOTS = (*_QKV, "out_proj", *_WI, "mlpwo")
+
+# The layer's input is a residual of `jax.checkpoint` itself, so no policy names it; `custom` can offload it.
+TABLE: Mapping[RematPolicy, Kept] = MappingProxyType(
+  {
+    RematPolicy.FULL: Kept(),
+    RematPolicy.SAVE_OUT_PROJ: Kept(("out_proj",)),
+    RematPolicy.SAVE_QKV_PROJ: Kept(_QKV),
+    RematPolicy.SAVE_DOT_EXCEPT_MLP: Kept((*_QKV, "out_proj")),
+    RematPolicy.SAVE_DOT_EXCEPT_MLPWI: Kept((*_QKV, "out_proj", "mlpwo")),
+    RematPolicy.SAVE_DOT_WITH_CONTEXT_EXCEPT_MLP: Kept((*_QKV, "context", "out_proj")),
+    RematPolicy.MINIMAL: Kept(_DOTS),
+    RematPolicy.MINIMAL_WITH_CONTEXT: Kept((*_DOTS, "context")),
+    RematPolicy.QKV_PROJ_OFFLOADED: Kept(host=_QKV),
+    RematPolicy.MINIMAL_OFFLOADED: Kept(host=_DOTS),
+  }
+)
+
+
+def kept(cfg: ModelSection) -> Kept:
+  """Returns what `cfg.remat_policy` keeps of each layer; not defined for `none`, which keeps everything."""
+  assert cfg.remat_policy is not RematPolicy.NONE, "none keeps everything and has no names"
+  if cfg.remat_policy is not RematPolicy.CUSTOM:
+    return TABLE[cfg.remat_policy]
+  choices = {name: getattr(cfg, name) for name in NAMES}
+  return Kept(
+    tuple(name for name, choice in choices.items() if choice == "device"),
+    tuple(name for name, choice in choices.items() if choice == "offload"),
+  )
+
+
+def policy(cfg: ModelSection) -> tuple[bool, Callable[..., Any] | None]:
+  """Returns (use_remat, policy): wrap each layer with `jax.checkpoint(layer, policy=policy)` where use_remat is true.
+
+  A policy of None saves the layer's inputs alone.
+  """
+  if cfg.remat_policy is RematPolicy.NONE:
+    return False, None
+  device, host = kept(cfg)
+  if host:
+    return True, jax.checkpoint_policies.save_and_offload_only_these_names(
+      names_which_can_be_saved=list(device),
+      names_which_can_be_offloaded=list(host),
+      offload_src="device",
+      offload_dst="pinned_host",
+    )
+  if device:
+    return True, jax.checkpoint_policies.save_only_these_names(*device)
+  return True, None

@@ -1,0 +1,263 @@
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from trainer import cluster
+from trainer.cluster.simulated import SimulatedCluster
+from trainer.config.schema import ClusterSection
+
+
+class Clock:
+  """A clock that moves only by sleeping."""
+
+  def __init__(self):
+    self.now = 0.0
+
+  def __call__(self):
+    return self.now
+
+  def sleep(self, seconds):
+    self.now += seconds
+
+
+def make(num_slices=4, clock=None):
+  devices = jax.devices()
+  per = len(devices) // num_slices
+  slices = {i: tuple(devices[i * per : (i + 1) * per]) for i in range(num_slices)}
+  clock = clock or Clock()
+  return SimulatedCluster(slices, clock=clock, sleep=clock.sleep)
+
+
+def sharded_step(view):
+  """A jitted step with a collective over all devices, its weight and its batch."""
+  mesh = Mesh(np.array(view.devices), ("data", "fsdp"))
+  weight = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, PartitionSpec(None, "fsdp")))
+  batch = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, PartitionSpec("data")))
+
+  @jax.jit
+  def step(w, batch):
+    loss, grad = jax.value_and_grad(lambda w: jnp.mean((batch["x"] @ w) ** 2))(w)
+    return w - 0.01 * grad, loss
+
+  return step, weight, {"x": batch}
+
+
+def test_start_groups_the_devices_that_are_there():
+  started = cluster.start(ClusterSection(num_slices=2, enable_single_controller=True))
+  assert started.kind == "simulated"
+  assert (started.num_slices, started.devices_per_slice) == (2, 4)
+  assert [d for group in started.slices.values() for d in group] == jax.devices()
+  assert cluster.start(ClusterSection()).num_slices == 1
+  part = cluster.start(ClusterSection(num_slices=3, devices_per_slice=2))
+  view = part.view(part.alive())
+  assert view.slices == (0, 1, 2) and view.num_slices_total == 3 and view.is_full
+  assert [len(group) for group in view.devices] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+  ("section", "message"),
+  [
+    (ClusterSection(num_slices=3), "8 cpu devices cannot be cut into num_slices=3"),
+    (ClusterSection(num_slices=3, devices_per_slice=4), "num_slices=3 x devices_per_slice=4 does not fit the 8 cpu"),
+    (ClusterSection(num_slices=9), "num_slices=9 x devices_per_slice=any does not fit"),
+    (ClusterSection(cluster="multiprocess"), "comes later"),
+    (ClusterSection(cluster="pathways"), "needs JAX_PLATFORMS=proxy"),
+  ],
+)
+def test_start_refuses_what_cannot_be(section, message):
+  with pytest.raises(ValueError, match=message):
+    cluster.start(section)
+
+
+@pytest.mark.parametrize(
+  ("environment", "message"),
+  [
+    ({"JAX_NUM_PROCESSES": "2"}, "several processes need all of"),
+    ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "two numbers"),
+    ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "must be from 0"),
+  ],
+)
+def test_start_refuses_half_a_world(environment, message):
+  with pytest.raises(ValueError, match=message):
+    SimulatedCluster.start(ClusterSection(), environment)
+
+
+def test_single_controller_means_one_process():
+  environment = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
+  with pytest.raises(ValueError, match="one process"):
+    SimulatedCluster.start(ClusterSection(enable_single_controller=True), environment)
+
+
+def test_unequal_slices_are_refused():
+  with pytest.raises(ValueError, match="equally many"):
+    SimulatedCluster({0: tuple(jax.devices()[:2]), 1: tuple(jax.devices()[2:3])})
+
+
+def test_a_lost_slice_fails_the_step_asynchronously_and_only_that_step():
+  simulated = make()
+  view = simulated.view(simulated.alive())
+  step, weight, batch = sharded_step(view)
+  assert simulated.poison(batch, view) is batch
+  simulated.lose(2)
+  new_weight, loss = step(weight, simulated.poison(batch, view))  # dispatched like any other step
+  with pytest.raises(jax.errors.JaxRuntimeError, match=r"DATA_LOSS: simulated loss of slice \[2\]") as caught:
+    simulated.block_until_ready((new_weight, loss), view)
+  assert simulated.is_slice_loss(caught.value)
+  with pytest.raises(jax.errors.JaxRuntimeError):  # what was computed from it stays lost
+    simulated.block_until_ready(step(new_weight, batch), view)
+  np.testing.assert_array_equal(weight, np.ones((8, 8)))  # the input was not harmed
+
+  rest = simulated.view(simulated.alive())
+  assert rest.slices == (0, 1, 3) and not rest.is_full
+  simulated.give_back(2)
+  step, weight, batch = sharded_step(simulated.view(simulated.alive()))
+  simulated.block_until_ready(step(weight, simulated.poison(batch, view)), view)
+
+
+def test_other_errors_are_not_slice_losses():
+  simulated = make()
+  for error in (ValueError("DATA_LOSS: simulated loss of slice [1]"), jax.errors.JaxRuntimeError("INTERNAL: kernel")):
+    assert not simulated.is_slice_loss(error)
+
+
+def test_a_slice_outside_the_view_does_not_harm_it():
+  simulated = make()
+  simulated.lose(1)
+  view = simulated.view(simulated.alive())
+  batch = {"x": jnp.ones(3)}
+  assert simulated.poison(batch, view) is batch
+  assert simulated.returned(view) == frozenset()
+  simulated.give_back(1)
+  assert simulated.returned(view) == {1}
+
+
+def test_a_slice_returns_after_its_time():
+  clock = Clock()
+  simulated = make(clock=clock)
+  simulated.lose(3, seconds=5)
+  clock.sleep(4.9)
+  assert simulated.alive() == {0, 1, 2}
+  clock.sleep(0.2)
+  assert simulated.alive() == {0, 1, 2, 3}
+
+
+def test_waiting_brings_a_replacement_unless_the_slice_has_its_own_time():
+  clock = Clock()
+  simulated = make(clock=clock)
+  simulated.lose(0)
+  assert simulated.wait_for(3, timeout=1) == {1, 2, 3} and clock.now == 0
+  assert simulated.wait_for(4, timeout=10) == {0, 1, 2, 3}
+  assert 0 < clock.now < 2
+  simulated.lose(1, seconds=float("inf"))
+  with pytest.raises(TimeoutError, match=r"waited 10 s for 4 slices; only \[0, 2, 3\]"):
+    simulated.wait_for(4, timeout=10)
+
+
+def test_a_hung_slice_blocks_the_step_until_it_returns():
+  simulated = make()
+  view = simulated.view(simulated.alive())
+  simulated.hang(1)
+  assert simulated.alive() == {0, 2, 3}
+  batch = {"x": jnp.ones(3)}
+  assert simulated.poison(batch, view) is batch  # no error: that is what makes it a hang
+  raised = []
+
+  def wait():
+    try:
+      simulated.block_until_ready(batch, view)
+    except RuntimeError as error:
+      raised.append(str(error))
+
+  thread = threading.Thread(target=wait, daemon=True)
+  thread.start()
+  thread.join(0.2)
+  assert thread.is_alive()
+  simulated.block_until_ready(batch, simulated.view({0, 2}))  # others are not touched
+  simulated.give_back(1)
+  thread.join(5)
+  assert not thread.is_alive() and "stopped answering" in raised[0]
+
+
+def run_python(code, **environment):
+  """stdout of a fresh interpreter that runs `code`; fails with its stderr."""
+  return subprocess.Popen(
+    [sys.executable, "-c", textwrap.dedent(code)],
+    env={k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")} | environment,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def output(process):
+  try:
+    out, err = process.communicate(timeout=60)
+  finally:
+    process.kill()
+  assert process.returncode == 0, err
+  return out.strip().splitlines()[-1]  # gloo prints lines of its own before
+
+
+START = """
+  from trainer import cluster
+  from trainer.config.schema import ClusterSection
+"""
+
+
+def test_start_forces_host_devices_in_a_fresh_process():
+  code = START + "  c = cluster.start(ClusterSection(num_slices=3, devices_per_slice=2)); print(c.slices)"
+  assert output(run_python(code)).count("CpuDevice") == 6
+
+
+def test_start_respects_the_devices_that_the_user_forces():
+  code = START + "  c = cluster.start(ClusterSection(num_slices=2)); print(c.devices_per_slice)"
+  assert output(run_python(code, XLA_FLAGS="--xla_force_host_platform_device_count=6")) == "3"
+  assert output(run_python(code, JAX_NUM_CPU_DEVICES="4")) == "2"
+
+
+def test_multiprocess_is_refused_before_jax_is_imported():
+  code = (
+    START
+    + """
+  import sys
+  try:
+    cluster.start(ClusterSection(cluster="multiprocess"))
+  except ValueError:
+    print("jax" in sys.modules)
+"""
+  )
+  assert output(run_python(code)) == "False"
+
+
+def test_two_processes_share_the_slices():
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{s.getsockname()[1]}"
+  code = (
+    START
+    + """
+  c = cluster.start(ClusterSection(num_slices=2, devices_per_slice=2))
+  import jax, jax.numpy as jnp, numpy as np
+  from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+  view = c.view(c.alive())
+  mesh = Mesh(np.array(view.devices), ("data", "fsdp"))
+  x = jax.make_array_from_callback((4,), NamedSharding(mesh, P(("data", "fsdp"))), lambda i: np.arange(4.)[i])
+  total = float(jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))(x))
+  print(view.process_index, view.process_count, [d.process_index for s in view.devices for d in s], total)
+  c.stop()
+"""
+  )
+  environment = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+  processes = [run_python(code, **environment, JAX_PROCESS_ID=str(i)) for i in range(2)]
+  assert [output(p) for p in processes] == ["0 2 [0, 0, 1, 1] 6.0", "1 2 [0, 0, 1, 1] 6.0"]

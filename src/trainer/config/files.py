@@ -1,0 +1,83 @@
+"""Configuration files: where they are found, and a YAML mapping of scalars read with its line numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from trainer.config.errors import ConfigError, did_you_mean
+
+PARENT_KEY = "base_config"
+
+
+def repository_root() -> Path:
+  """The folder that holds configs/ in a checkout (the package is at src/trainer)."""
+  return Path(__file__).resolve().parents[3]
+
+
+def search_folders() -> list[Path]:
+  """Where a relative path is looked for, in order: here, beside the repository, beside the package."""
+  return [Path.cwd(), repository_root(), repository_root() / "src"]
+
+
+def find(path: str, folders: Sequence[Path], what: str) -> Path:
+  """The first existing file `folder/path`; ConfigError naming similar files when there is none."""
+  candidates = [folder / Path(path).expanduser() for folder in folders]
+  for candidate in candidates:
+    if candidate.is_file():
+      return candidate
+  for candidate in candidates:
+    if candidate.is_dir():
+      raise ConfigError(f"{path}: the {what} must be a YAML file, and this is a folder.\nGive a file in it.")
+  siblings = {
+    str(Path(path).parent / entry.name): None
+    for candidate in candidates
+    if candidate.parent.is_dir()
+    for entry in sorted(candidate.parent.iterdir())
+    if entry.suffix in (".yml", ".yaml")
+  }
+  hint = did_you_mean(path, siblings) or (f"YAML files there: {', '.join(list(siblings)[:8])}. " if siblings else "")
+  raise ConfigError(f"{path}: there is no such {what}.\n{hint}A relative path starts here or at the repository's root.")
+
+
+def shown(path: Path) -> str:
+  """The path as a person would write it: relative to here or to the repository where it lies below."""
+  for root in (Path.cwd(), repository_root()):
+    if path.is_relative_to(root):
+      return str(path.relative_to(root))
+  return str(path)
+
+
+def read_yaml(path: Path) -> dict[str, tuple[str, str]]:
+  """{key: (text, origin)} of a flat YAML mapping; origin names file and line. Null is the empty text."""
+  name = shown(path)
+  try:
+    root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+  except yaml.MarkedYAMLError as error:
+    line = error.problem_mark.line + 1 if error.problem_mark else 1
+    problem = error.problem or error.context
+    raise ConfigError(f"{name} line {line}: not valid YAML: {problem}.\nWrite one `key: value` on a line.") from None
+  except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+    reason = str(error).splitlines()[0]
+    raise ConfigError(f"{name}: cannot be read as YAML text: {reason}.\nGive a UTF-8 text file.") from None
+  if root is None:
+    return {}
+  if not isinstance(root, yaml.MappingNode):
+    raise ConfigError(f"{name}: holds no `key: value` lines.\nA configuration is a flat mapping; see configs/base.yml.")
+  return _flat_mapping(root, name)
+
+
+def _flat_mapping(root: yaml.MappingNode, name: str) -> dict[str, tuple[str, str]]:
+  result: dict[str, tuple[str, str]] = {}
+  for key_node, value_node in root.value:
+    origin = f"{name} line {key_node.start_mark.line + 1}"
+    key = str(key_node.value)
+    if key in result:
+      raise ConfigError(f"{key} is given twice: {result[key][1]} and line {key_node.start_mark.line + 1}.\nRemove one.")
+    if not isinstance(value_node, yaml.ScalarNode):
+      raise ConfigError(f"{origin}: {key} holds a list or a mapping.\nKeys are flat: write `key: value` for each.")
+    null = value_node.style is None and value_node.value in ("", "~", "null", "Null", "NULL")
+    result[key] = ("" if null else value_node.value, origin)
+  return result

@@ -1,0 +1,130 @@
+"""A background thread that prepares the items of the next steps while the current one runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+from trainer.data.batch import DataError
+
+X = TypeVar("X")
+
+
+class Prefetcher(Generic[X]):
+  """Iterates over (step, fn(step)) for step in range(first_step, last_step), up to `depth` items ahead.
+
+  One thread calls fn, in order, at most once per step; at most `depth` finished items wait besides the one being
+  used. depth=0: no thread, fn runs inside next(). An exception of fn comes out of next() at its step, after the
+  items before it, as DataError from the original (a DataError as it is), and again at every later next().
+  Close it, or use it as a context manager: the thread lives until then or until the last step is prepared.
+  """
+
+  def __init__(self, fn: Callable[[int], X], first_step: int, last_step: int, depth: int) -> None:
+    """`last_step` is excluded, as in range()."""
+    self.waited_seconds = 0.0
+    """How long the last next() waited for its item."""
+    self._fn = fn
+    self._steps = range(first_step, last_step)
+    self._next = first_step
+    self._depth = depth
+    self._ready: deque[tuple[int, X]] = deque()
+    self._error: DataError | None = None
+    self._closed = False
+    self._changed = threading.Condition()
+    self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True) if depth else None
+    if self._thread:
+      self._thread.start()
+
+  def __iter__(self) -> Iterator[tuple[int, X]]:
+    return self
+
+  def __next__(self) -> tuple[int, X]:
+    started = time.perf_counter()
+    try:
+      return self._take() if self._thread else self._make()
+    finally:
+      self.waited_seconds = time.perf_counter() - started
+
+  def _take(self) -> tuple[int, X]:
+    """The next item from the thread."""
+    with self._changed:
+      self._changed.wait_for(lambda: self._ready or self._error or self._closed or self._next not in self._steps)
+      if self._closed or not (self._ready or self._error):
+        raise StopIteration
+      if not self._ready:
+        assert self._error is not None
+        raise self._error
+      item = self._ready.popleft()
+      self._next += 1
+      self._changed.notify_all()
+      return item
+
+  def _make(self) -> tuple[int, X]:
+    """The next item, made here (depth=0)."""
+    if self._error is None and (self._closed or self._next not in self._steps):
+      raise StopIteration
+    if self._error is None:
+      try:
+        item = self._next, self._fn(self._next)
+      except Exception as error:  # noqa: BLE001  (raised below)
+        self._error = _as_data_error(self._next, error)
+      else:
+        self._next += 1
+        return item
+    raise self._error
+
+  def _work(self) -> None:
+    """The thread: fn of each step in order, until closed, done or failed."""
+    for step in self._steps:
+      with self._changed:
+        self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
+        if self._closed:
+          return
+      try:
+        item = self._fn(step)
+      except BaseException as error:  # noqa: BLE001  (whatever ends the thread must wake the consumer)
+        with self._changed:
+          self._error = _as_data_error(step, error)
+          self._changed.notify_all()
+        return
+      with self._changed:
+        if self._closed:
+          return
+        self._ready.append((step, item))
+        self._changed.notify_all()
+
+  def close(self, timeout_seconds: float = 10.0) -> bool:
+    """End the thread and drop what it prepared; a consumer that waits sees the end of the iteration.
+
+    Idempotent, from any thread. Waits for a call of fn that is under way up to `timeout_seconds` and returns whether
+    the thread has ended; one that has not is a daemon and ends with that call.
+    """
+    with self._changed:
+      self._closed = True
+      self._ready.clear()
+      self._changed.notify_all()
+    if self._thread is None or self._thread is threading.current_thread():
+      return True
+    self._thread.join(timeout_seconds)
+    return not self._thread.is_alive()
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(
+    self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+  ) -> None:
+    self.close()
+
+
+def _as_data_error(step: int, error: BaseException) -> DataError:
+  """`error` itself if it is a DataError, else a DataError of this step that has it as its cause."""
+  if isinstance(error, DataError):
+    return error
+  wrapped = DataError(step, f"preparing the batch failed: {type(error).__name__}: {error}")
+  wrapped.__cause__ = error
+  return wrapped

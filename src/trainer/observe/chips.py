@@ -1,0 +1,61 @@
+"""What each accelerator can do at best: the denominators of MFU and of preflight's roofline.
+
+Numbers are per JAX device, which is a chip except on TPU7x, where a chip is two devices. Peak is dense bf16.
+Sources: Cloud TPU documentation, pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU7x (Ironwood)"
+(docs.cloud.google.com/tpu/docs/...), tables of key specifications; NVIDIA data sheets of A100, H100, H200 (SXM) and of
+DGX B200 (an eighth of the system), dense figures: half of those printed "with sparsity".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+GiB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """Peaks of one JAX device."""
+
+  name: str
+  kinds: tuple[str, ...]  # values, or beginnings of values, of jax.Device.device_kind
+  peak_flops: float  # bf16 FLOP/s, dense
+  hbm_bytes: int
+  hbm_bandwidth: float  # bytes/s
+  link_bandwidth: float  # bytes/s between chips of a slice (ICI, NVLink), both directions together
+  devices_per_chip: int = 1
+
+
+CHIPS = (
+  # v4: 275 TFLOPs, 32 GiB, 1200 GBps; ICI six links of 50 GBps each way.
+  Chip("v4", ("TPU v4",), 275e12, 32 * GiB, 1.2e12, 600e9),
+  # v5e: 197 TFLOPs, 16 GB, 819 GBps, ICI 400 GBps bidirectional.
+  Chip("v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 16 * GiB, 819e9, 400e9),
+  # v5p: 459 TFLOPs, 95 GiB, 2765 GBps, ICI 1200 GBps bidirectional.
+  Chip("v5p", ("TPU v5p", "TPU v5"), 459e12, 95 * GiB, 2765e9, 1200e9),
+  # v6e: 918 TFLOPs, 32 GB, 1638 GBps, ICI 800 GBps bidirectional.
+  Chip("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32 * GiB, 1638e9, 800e9),
+  # TPU7x: 2307 TFLOPs, 192 GiB, 7380 GBps, ICI 1200 GBps bidirectional per chip; JAX sees each of its two chiplets.
+  Chip("7x", ("TPU7x", "TPU v7x", "TPU7"), 2307e12 / 2, 96 * GiB, 7380e9 / 2, 1200e9 / 2, devices_per_chip=2),
+  # A100 SXM: 312 TFLOPS; 80 GB, 2039 GB/s or 40 GB, 1555 GB/s; NVLink 600 GB/s.
+  Chip("A100-40GB", ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"), 312e12, 40 * GiB, 1555e9, 600e9),
+  Chip("A100", ("NVIDIA A100",), 312e12, 80 * GiB, 2039e9, 600e9),
+  # H100 SXM: 989.4 TFLOPS, 80 GB, 3.35 TB/s, NVLink 900 GB/s. The PCIe card: 756 TFLOPS, 2.0 TB/s, 600 GB/s bridge.
+  Chip("H100-PCIe", ("NVIDIA H100 PCIe",), 756e12, 80 * GiB, 2.0e12, 600e9),
+  Chip("H100", ("NVIDIA H100",), 989.4e12, 80 * GiB, 3.35e12, 900e9),
+  # H200 SXM: the same cores, 141 GB, 4.8 TB/s.
+  Chip("H200", ("NVIDIA H200",), 989.4e12, 141 * 10**9, 4.8e12, 900e9),
+  # DGX B200 / 8: 2250 TFLOPS, 180 GB, 8 TB/s, NVLink 1.8 TB/s.
+  Chip("B200", ("NVIDIA B200",), 2250e12, 180 * 10**9, 8.0e12, 1800e9),
+)
+
+
+def find(device_kind: str) -> Chip | None:
+  """The chip of a jax device_kind ("TPU v5 lite", "NVIDIA H100 80GB HBM3") or of a name ("v5e"); None if unknown."""
+  wanted = device_kind.strip().lower()
+  for chip in CHIPS:
+    if wanted == chip.name.lower() or any(wanted == kind.lower() for kind in chip.kinds):
+      return chip
+  # GPU kinds carry memory size and form factor after the name. TPU kinds are exact: "TPU v4 lite" is not a v4.
+  gpus = (chip for chip in CHIPS if chip.name[0] in "AHB")
+  return next((chip for chip in gpus if any(wanted.startswith(kind.lower()) for kind in chip.kinds)), None)

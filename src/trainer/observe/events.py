@@ -1,0 +1,107 @@
+"""events.jsonl: what happened in a run, one JSON object per line. Goodput and the report are computed from it.
+
+Every record has
+  kind        one of the kinds below
+  run         name of the run
+  process     short random id of the process's life; changes when the job is restarted
+  attempt     elastic attempt inside that process, from 1
+  time        UTC, ISO 8601 with microseconds;   wall: the same moment in epoch seconds
+  monotonic   seconds of the process's monotonic clock; differences inside one `process` are exact
+A record is written when the thing has ended; `seconds` is how long it took, so it covers [monotonic - seconds,
+monotonic]. Only time in which the training loop stood still counts: what a background thread does carries
+`background=True`. Unknown kinds and fields are kept and ignored by readers.
+
+Life of the process
+  run_start     first record of a process: steps, num_slices, devices, devices_per_slice, platform, device_kind,
+                global_batch_size, tokens_per_step, parameters, flops_per_token, vocab_size, unigram_entropy (nats per
+                token or null), config (flat dict), versions (dict)
+  attempt_start attempt, step (next to do), slices (ids alive)
+  init_done     seconds (from the start of the process or of the attempt until the first step could be dispatched)
+  compile       seconds, what, cached (from the persistent cache), compilations, background
+  attempt_end   attempt, step (last completed), outcome ("complete", "slice_down", "slice_up", "preempted", "failed")
+  run_end       exit (code), step
+Time spent
+  restore           tier ("snapshot", "emergency", "persistent", "none"), step, seconds
+  wait_slices       seconds, wanted, alive
+  checkpoint_save   step, tier, blocking_seconds (the loop stood still), seconds (until it returned or committed)
+  checkpoint_commit step, tier, seconds (in the background)
+  checkpoint_skip   step, tier, reason (an uncommitted, corrupt or non-finite checkpoint was passed over)
+  snapshot          step, blocking_seconds, bytes
+  eval              step, seconds, loss
+  profile           step, seconds, directory
+  sample            step, prompt, text
+Faults and recovery
+  fault_injected slice, fault, step
+  slice_down     step (last completed), slice, slices (alive now), error, detect_seconds
+  slice_up       step, slice, slices
+  resize         step, slices_before, slices_after (counts)
+  preemption     step, signal
+  hang           step, silent_seconds
+  nonfinite      step, loss, grad_norm
+  recovery       once per slice_down or slice_up, when the first new step has completed:
+                 event ("slice_down", "slice_up"), slice, step_before, step_after, steps_lost, tokens_lost,
+                 slices_before, slices_after, detect_seconds, wait_seconds, restore_seconds, compile_seconds,
+                 first_step_seconds, seconds (from fault to the first new step), tier, compilations
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from trainer.observe import files
+
+EVENTS_FILE = "events.jsonl"
+
+
+class EventLog:
+  """Writes events.jsonl; made once per process and passed around. Safe in threads; only process 0 writes."""
+
+  def __init__(
+    self,
+    run_directory: str | None,
+    run_name: str = "",
+    *,
+    process_index: int = 0,
+    wall: Callable[[], float] = time.time,
+    monotonic: Callable[[], float] = time.monotonic,
+  ) -> None:
+    """run_directory: local or gs://; None: nothing is kept (`emit` still returns the record)."""
+    self.directory = run_directory if process_index == 0 else None
+    self.run_name = run_name
+    self.process = uuid.uuid4().hex[:8]
+    self.attempt = 1
+    self._clocks = (wall, monotonic)
+    self._lines = files.open_lines(self.directory, EVENTS_FILE)
+    self._lock = threading.Lock()
+
+  def stamp(self) -> dict[str, Any]:
+    """Who and when, as every record of events.jsonl and metrics.jsonl carries them."""
+    wall, monotonic = (clock() for clock in self._clocks)
+    return {"process": self.process, "attempt": self.attempt, "wall": wall, "monotonic": monotonic}
+
+  def emit(self, kind: str, **fields: Any) -> dict[str, Any]:
+    """Appends one record and returns it. `attempt_start` with attempt=n sets the attempt of all that follow."""
+    with self._lock:
+      if kind == "attempt_start":
+        self.attempt = int(fields.get("attempt", self.attempt))
+      stamp = self.stamp()
+      time_utc = datetime.datetime.fromtimestamp(stamp["wall"], datetime.UTC).isoformat(timespec="microseconds")
+      record = {"kind": kind, "run": self.run_name, "time": time_utc} | stamp | fields
+      self._lines.append(files.dump_json(record))
+    return record
+
+  def flush(self) -> None:
+    self._lines.flush()
+
+  def close(self) -> None:
+    self._lines.close()
+
+
+def read_events(run_directory: str) -> list[dict[str, Any]]:
+  """All records of a run in the order in which they were written; a line cut short by a kill is skipped."""
+  return list(files.read_json_lines(run_directory, EVENTS_FILE))

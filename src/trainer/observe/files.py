@@ -1,0 +1,215 @@
+"""Append-only line files that survive being killed, on local folders and on object stores.
+
+Local: one write(2) with O_APPEND per line, nothing buffered in Python, so a kill loses at most the line that is being
+written. Object stores cannot append: lines go to numbered part objects `{name}.000000`, `{name}.000001`, ...; only the
+newest part of this process is ever rewritten (every `period` seconds, from a thread), so a kill loses at most the last
+`period` seconds. Readers see both forms as one sequence of lines.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class LineFile(Protocol):
+  """Where lines go. All methods may be called from any thread."""
+
+  def append(self, line: str) -> None:
+    """Adds one line (without its newline). An I/O error is reported on stderr, never raised: a full disk under the
+    log must not end the training."""
+
+  def flush(self) -> None:
+    """Returns when all lines so far are where a reader finds them."""
+
+  def close(self) -> None:
+    """Flushes and releases the file. Closing twice is allowed; appending afterwards does nothing."""
+
+
+class NullLines:
+  """Keeps nothing: the line file of a process that does not record."""
+
+  def append(self, line: str) -> None:
+    pass
+
+  def flush(self) -> None:
+    pass
+
+  def close(self) -> None:
+    pass
+
+
+def is_object_store(path: str) -> bool:
+  return "://" in path
+
+
+def open_lines(directory: str | None, name: str) -> LineFile:
+  """The line file `name` of a run directory, made if needed and continued if it exists; None: keeps nothing."""
+  if directory is None:
+    return NullLines()
+  return ObjectLines(directory, name) if is_object_store(directory) else LocalLines(Path(directory) / name)
+
+
+class LocalLines:
+  """A local file, one write per line."""
+
+  def __init__(self, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    self._path = path
+    self._lock = threading.Lock()
+    self._failing = False
+    self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    size = os.fstat(self._fd).st_size
+    # A process killed inside a write leaves half a line; the newline keeps ours from being glued to it.
+    self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+
+  def append(self, line: str) -> None:
+    data = _encode(line)
+    with self._lock:
+      if self._fd < 0:
+        return
+      if self._torn:
+        data = b"\n" + data
+      try:
+        written = os.write(self._fd, data)
+      except OSError as error:
+        self._report(error)
+        return
+      self._torn = written != len(data)
+      self._failing = False
+
+  def _report(self, error: OSError) -> None:
+    if not self._failing:  # once per outage, not once per line
+      print(f"warning: cannot write {self._path}: {error}; its lines are lost until it works again", file=sys.stderr)
+    self._failing = True
+
+  def flush(self) -> None:
+    pass  # every line is already with the kernel
+
+  def close(self) -> None:
+    with self._lock:
+      if self._fd >= 0:
+        os.close(self._fd)
+        self._fd = -1
+
+
+class ObjectLines:
+  """Part objects under an etils path; a thread rewrites the newest one while it has new lines."""
+
+  def __init__(self, directory: str, name: str, *, period: float = 10.0, part_bytes: int = 4 << 20) -> None:
+    from etils import epath  # slow to import, and only needed for object stores
+
+    self._stem = f"{directory.rstrip('/')}/{name}"
+    self._open = epath.Path
+    self._part_bytes = part_bytes
+    self._part = 1 + max((part for part, _ in _parts(directory, name)), default=-1)
+    self._data = bytearray()
+    self._dirty = False
+    self._failing = False
+    self._lock = threading.Lock()  # guards the buffer
+    self._upload_lock = threading.Lock()  # one upload at a time, in order
+    self._stop = threading.Event()
+    self._thread = threading.Thread(target=self._run, args=(period,), name=f"upload {name}", daemon=True)
+    self._thread.start()
+
+  def append(self, line: str) -> None:
+    with self._lock:
+      if not self._stop.is_set():
+        self._data += _encode(line)
+        self._dirty = True
+
+  def flush(self) -> None:
+    with self._upload_lock:
+      with self._lock:
+        if not self._dirty:
+          return
+        data, part = bytes(self._data), self._part
+        self._dirty = False
+        if len(data) >= self._part_bytes:
+          self._data, self._part = bytearray(), part + 1
+      try:
+        path = self._open(f"{self._stem}.{part:06d}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        self._failing = False
+      except Exception as error:  # noqa: BLE001 - each storage library raises its own types; the run must outlive them
+        if not self._failing:
+          print(f"warning: cannot write {self._stem}.{part:06d}: {error}; will try again", file=sys.stderr)
+        self._failing = True
+        with self._lock:
+          if self._part != part:  # the part was closed: put its lines back in front
+            self._data, self._part = bytearray(data) + self._data, part
+          self._dirty = True
+
+  def close(self) -> None:
+    self._stop.set()
+    self._thread.join()
+    self.flush()
+
+  def _run(self, period: float) -> None:
+    while not self._stop.wait(period):
+      self.flush()
+
+
+def _encode(line: str) -> bytes:
+  # A sampled text may hold lone surrogates: they are escaped, never an error.
+  return line.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _parts(directory: str, name: str) -> list[tuple[int, Any]]:
+  """(number, path) of the part objects of `name`, in order."""
+  from etils import epath
+
+  root = epath.Path(directory)
+  if not root.exists():
+    return []
+  found = [(path.name[len(name) + 1 :], path) for path in root.glob(f"{name}.*")]
+  return sorted(((int(number), path) for number, path in found if number.isdigit()), key=lambda item: item[0])
+
+
+def read_lines(directory: str, name: str) -> Iterator[str]:
+  """Lines of the line file `name` in the order in which they were appended; none if there is no such file."""
+  if is_object_store(directory):
+    paths = [path for _, path in _parts(directory, name)]
+  else:
+    local = Path(directory) / name
+    paths = [local] if local.exists() else []
+  for path in paths:
+    # Not splitlines(): sampled text may hold other line separators.
+    yield from path.read_bytes().decode("utf-8", "replace").removesuffix("\n").split("\n")
+
+
+def dump_json(record: dict[str, Any]) -> str:
+  """One line of strict JSON. Floats keep every bit (repr); nan and infinities become strings "nan", "inf", "-inf"."""
+  return json.dumps(_plain(record), allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+  if isinstance(value, dict):
+    return {str(key): _plain(item) for key, item in value.items()}
+  if isinstance(value, list | tuple | set | frozenset):
+    return [_plain(item) for item in (sorted(value) if isinstance(value, set | frozenset) else value)]
+  if hasattr(value, "item") and not isinstance(value, str | bytes):  # numpy and jax scalars
+    value = value.item()
+  if isinstance(value, float) and not math.isfinite(value):
+    return repr(value)
+  if value is None or isinstance(value, bool | int | float | str):
+    return value
+  return str(value)
+
+
+def read_json_lines(directory: str, name: str) -> Iterator[dict[str, Any]]:
+  """The records of a line file of JSON objects. Lines that a kill cut short are skipped."""
+  for line in read_lines(directory, name):
+    try:
+      record = json.loads(line)
+    except json.JSONDecodeError:
+      continue
+    if isinstance(record, dict):
+      yield record

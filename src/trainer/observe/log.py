@@ -1,0 +1,76 @@
+"""The run's plain-text log: every line on stdout and in {run}/log.txt, word for word the same."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+from trainer.observe import files
+
+LOG_FILE = "log.txt"
+
+
+class Log:
+  """Prints and records lines; made once per process by `get` and passed to whoever has something to say.
+
+  Lines carry no prefix: scripts read them (`completed step: 8, ...`). Each line is flushed. Only process 0 prints.
+  """
+
+  def __init__(self, lines: files.LineFile, *, quiet: bool = False) -> None:
+    self._lines = lines
+    self._quiet = quiet
+    self._lock = threading.Lock()
+    self._print: Callable[[str], None] = _print
+
+  def line(self, text: str) -> None:
+    """One line (or a block of lines) for the person who watches and for the file."""
+    if self._quiet:
+      return
+    with self._lock:
+      self._lines.append(text)
+      self._print(text)
+
+  def record(self, text: str) -> None:
+    """A line for the file only, where the screen shows the same in another form (the progress bar)."""
+    if not self._quiet:
+      self._lines.append(text)
+
+  def warning(self, text: str) -> None:
+    """A line that starts with `warning: `; also printed, on stderr, by processes that are otherwise silent."""
+    if self._quiet:
+      print(f"warning: {text}", file=sys.stderr, flush=True)
+    else:
+      self.line(f"warning: {text}")
+
+  def redirect(self, printer: Callable[[str], None] | None) -> None:
+    """Sends the screen's share of the lines to `printer` (a live display); None: to stdout again."""
+    with self._lock:
+      self._print = printer or _print
+
+  def flush(self) -> None:
+    self._lines.flush()
+
+  def close(self) -> None:
+    self._lines.close()
+
+
+def get(run_directory: str | None, process_index: int = 0) -> Log:
+  """The log of a run directory (local or gs://; None: stdout only). Continues an existing log.txt."""
+  directory = run_directory if process_index == 0 else None
+  return Log(files.open_lines(directory, LOG_FILE), quiet=process_index != 0)
+
+
+def _print(text: str) -> None:
+  encoding = sys.stdout.encoding or "utf-8"
+  try:
+    # A terminal that cannot show a character gets its escape, not an exception in the middle of the training.
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+    sys.stdout.flush()
+  except BrokenPipeError:
+    # Whoever read stdout has gone (`| head`, a closed terminal). The file goes on; stdout leads nowhere from here, or
+    # what it has buffered would fail again at exit and turn exit code 0 into 120.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

@@ -1,0 +1,249 @@
+"""What every step prints and records: the log line, metrics.jsonl, TensorBoard, metrics objects."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from trainer.config.schema import ObserveSection
+from trainer.observe import files
+from trainer.observe.events import EventLog
+from trainer.observe.log import Log
+
+METRICS_FILE = "metrics.jsonl"
+
+# StepRecord field -> TensorBoard tag
+_TENSORBOARD = {
+  "loss": "learning/loss",
+  "grad_norm": "learning/grad_norm",
+  "lr": "learning/learning_rate",
+  "tokens": "learning/tokens",
+  "weights": "learning/loss_tokens",
+  "seconds": "perf/step_seconds",
+  "tflops_per_device": "perf/tflops_per_device",
+  "tokens_per_second_per_device": "perf/tokens_per_second_per_device",
+  "mfu": "perf/mfu",
+  "data_wait": "perf/data_wait_seconds",
+  "slices": "elastic/slices",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+  """One completed optimizer step. All numbers are host numbers (numpy and jax scalars are accepted)."""
+
+  step: int  # counted from 0; the step that has just completed
+  seconds: float  # wall time of the step, data wait included
+  loss: float  # nats per weighted token of the global batch
+  grad_norm: float  # global norm before clipping
+  lr: float
+  tokens: int  # trained on since the beginning of the run, this step included
+  slices: int  # alive during the step
+  weights: float = 0.0  # sum of the loss weights of the step: the tokens that counted
+  data_wait: float = 0.0  # seconds the loop waited for the batch
+  tflops_per_device: float = 0.0  # model TFLOP/s per living device
+  tokens_per_second_per_device: float = 0.0
+  mfu: float | None = None  # 0..1; None: no peak is known for the device
+  eta: float = 0.0  # seconds until the last step
+  skipped: bool = False  # non-finite: the update was not applied
+
+
+def format_step_line(record: StepRecord) -> str:
+  """`completed step: 8, seconds: 0.159, TFLOP/s/device: 43.430, loss: 9.774, tokens/s/device: ...`, in fixed order."""
+  mfu = "n/a" if record.mfu is None else f"{100 * record.mfu:.1f}%"
+  return (
+    f"completed step: {record.step}, seconds: {record.seconds:.3f}, TFLOP/s/device: {record.tflops_per_device:.3f}, "
+    f"loss: {record.loss:.3f}, tokens/s/device: {record.tokens_per_second_per_device:.0f}, MFU: {mfu}, "
+    f"lr: {record.lr:.2e}, grad_norm: {record.grad_norm:.3f}, tokens: {record.tokens}, slices: {record.slices}, "
+    f"data_wait: {record.data_wait:.3f}, eta: {format_duration(record.eta)}"
+  )
+
+
+def format_duration(seconds: float) -> str:
+  """`0:01:02`; hours are not folded into days, so that there is never a comma inside."""
+  whole = max(0, round(seconds))
+  return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+class Metrics:
+  """Writes step records; made once per process. A step that is done again (resume, rewind) is simply written again."""
+
+  def __init__(self, run_directory: str | None, cfg: ObserveSection, events: EventLog, log: Log) -> None:
+    """run_directory: None writes nothing (all processes but the first)."""
+    self._events = events
+    self._lines = files.open_lines(run_directory, METRICS_FILE)
+    self._tensorboard: TensorBoard | None = None
+    self._objects: MetricsObjects | None = None
+    if run_directory is not None and cfg.enable_tensorboard:
+      self._tensorboard = TensorBoard(f"{run_directory}/tensorboard", events.process, log)
+    if run_directory is not None and cfg.gcs_metrics:
+      self._objects = MetricsObjects(f"{run_directory}/metrics", cfg.log_period, log)
+
+  def write(self, record: StepRecord) -> None:
+    """Records one completed step. Does no I/O to object stores on the caller's thread."""
+    fields = dataclasses.asdict(record) | self._events.stamp()
+    line = files.dump_json(fields)
+    self._lines.append(line)
+    if self._tensorboard is not None:
+      self._tensorboard.write(record.step, {tag: fields[key] for key, tag in _TENSORBOARD.items()}, fields["wall"])
+    if self._objects is not None:
+      self._objects.write(record.step, line)
+
+  def write_eval(self, step: int, eval_loss: float, seconds: float = 0.0) -> None:
+    """Records an evaluation after `step` (nats per weighted token)."""
+    fields = {"step": step, "eval_loss": eval_loss, "eval_seconds": seconds} | self._events.stamp()
+    self._lines.append(files.dump_json(fields))
+    if self._tensorboard is not None:
+      self._tensorboard.write(step, {"evaluation/loss": eval_loss}, fields["wall"])
+
+  def flush(self) -> None:
+    self._lines.flush()
+
+  def close(self) -> None:
+    """Writes out what is pending. Closing twice is allowed."""
+    self._lines.close()
+    if self._tensorboard is not None:
+      self._tensorboard.close()
+    if self._objects is not None:
+      self._objects.close()
+    self._tensorboard = self._objects = None
+
+
+class TensorBoard:
+  """TensorBoard event files. A step at or before the last one starts a new file that purges the steps it replaces.
+
+  Everything happens on a thread of its own: tensorboardX takes seconds to import where torch is installed.
+  """
+
+  def __init__(self, directory: str, process: str, log: Log) -> None:
+    self._directory, self._process, self._log = directory, process, log
+    self._files = 0
+    self._writer: Any = None
+    self._last = -1
+    self._failed = False
+    self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensorboard")
+    self._submit(self._import)
+
+  def write(self, step: int, scalars: dict[str, float | None], wall: float) -> None:
+    if not self._failed:
+      self._submit(self._write, step, scalars, wall)
+
+  def close(self) -> None:
+    self._submit(self._close_file)
+    self._thread.shutdown(wait=True)
+
+  def _submit(self, function: Callable[..., None], *args: Any) -> None:
+    self._thread.submit(function, *args).add_done_callback(self._report)
+
+  def _report(self, done: Future[None]) -> None:
+    error = done.exception()
+    if error is not None and not self._failed:
+      self._failed = True
+      self._log.warning(f"no TensorBoard files from here on: {error} (enable_tensorboard=false turns them off)")
+
+  def _import(self) -> None:
+    import tensorboardX  # noqa: F401
+
+  def _write(self, step: int, scalars: dict[str, float | None], wall: float) -> None:
+    is_train = "learning/loss" in scalars
+    if self._writer is None or (is_train and step <= self._last):
+      self._open_file(step)
+    for tag, value in scalars.items():
+      if value is not None:
+        self._writer.add_scalar(tag, float(value), step, walltime=wall)
+    if is_train:
+      self._last = step
+
+  def _open_file(self, step: int) -> None:
+    from tensorboardX import SummaryWriter
+
+    self._close_file()
+    # tensorboardX names its files by the second: without the suffix a quick rewind would overwrite the file before.
+    suffix = f".{self._files:04d}.{self._process}"
+    self._writer = SummaryWriter(self._directory, purge_step=step, flush_secs=10, filename_suffix=suffix)
+    self._files += 1
+
+  def _close_file(self) -> None:
+    if self._writer is not None:
+      self._writer.close()
+      self._writer = None
+
+
+class MetricsObjects:
+  """One immutable object per `period` steps: {directory}/metrics_step_000000_to_step_000009.txt, JSON lines."""
+
+  def __init__(self, directory: str, period: int, log: Log) -> None:
+    self._directory, self._period, self._log = directory, period, log
+    self._pending: list[tuple[int, str]] = []
+    self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="metrics objects")
+
+  def write(self, step: int, line: str) -> None:
+    if self._pending and step != self._pending[-1][0] + 1:  # a rewind: what we have is an object of its own
+      self._put()
+    self._pending.append((step, line))
+    if (step + 1) % self._period == 0:
+      self._put()
+
+  def _put(self) -> None:
+    if not self._pending:
+      return
+    first, last = self._pending[0][0], self._pending[-1][0]
+    text = "".join(f"{line}\n" for _, line in self._pending)
+    self._pending = []
+    self._writer.submit(
+      _put_object, self._directory, f"metrics_step_{first:06d}_to_step_{last:06d}", text
+    ).add_done_callback(self._report)
+
+  def _report(self, done: Future[None]) -> None:
+    error = done.exception()
+    if error is not None:
+      self._log.warning(f"cannot write a metrics object under {self._directory}: {error}")
+
+  def close(self) -> None:
+    self._put()
+    self._writer.shutdown(wait=True)
+
+
+def _put_object(directory: str, stem: str, text: str) -> None:
+  """Writes {stem}.txt, or {stem}.1.txt and so on where steps are done again: an object is never replaced."""
+  from etils import epath
+
+  root = epath.Path(directory)
+  root.mkdir(parents=True, exist_ok=True)
+  path, again = root / f"{stem}.txt", 0
+  while path.exists():
+    again += 1
+    path = root / f"{stem}.{again}.txt"
+  path.write_text(text)
+
+
+def read_records(run_directory: str) -> list[dict[str, Any]]:
+  """Every record of metrics.jsonl in the order in which it was written, steps that were done again included."""
+  numeric = {field.name for field in dataclasses.fields(StepRecord)} | {"eval_loss"}
+  records = []
+  for record in files.read_json_lines(run_directory, METRICS_FILE):
+    for key in numeric & record.keys():
+      if isinstance(record[key], str):  # "nan", "inf"
+        record[key] = float(record[key])
+    records.append(record)
+  return records
+
+
+def read_metrics(run_directory: str) -> list[dict[str, Any]]:
+  """The run's history as it stands: one dict per step in order, the last time that the step was done.
+
+  A step that is done again takes everything after it out of the history: that future was given up. `eval_loss` is in
+  the dict of the step after which it was measured.
+  """
+  history: dict[int, dict[str, Any]] = {}
+  for record in read_records(run_directory):
+    step = record["step"]
+    if "loss" in record:
+      for later in [known for known in history if known >= step]:
+        del history[later]
+      history[step] = record
+    else:
+      history.setdefault(step, {"step": step}).update({"eval_loss": record["eval_loss"]})
+  return [history[step] for step in sorted(history)]

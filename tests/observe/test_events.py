@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import datetime
+import signal
+import subprocess
+import sys
+import textwrap
+
+from trainer.observe import events
+
+
+def test_records_say_who_when_and_what(tmp_path):
+  log = events.EventLog(str(tmp_path), "demo")
+  first = log.emit("run_start", steps=10, slices={2, 0, 1})
+  log.emit("attempt_start", attempt=2, slices=(0, 2), step=5)
+  log.emit("slice_down", slice=1, step=4, error=ValueError("boom"))
+  log.close()
+  start, attempt, down = events.read_events(str(tmp_path))
+  assert start["kind"] == "run_start" and start["run"] == "demo" and start["slices"] == [0, 1, 2]
+  assert (start["attempt"], attempt["attempt"], down["attempt"]) == (1, 2, 2)
+  assert down["error"] == "boom" and len({r["process"] for r in (start, attempt, down)}) == 1
+  assert start["monotonic"] <= attempt["monotonic"] <= down["monotonic"]
+  moment = datetime.datetime.fromisoformat(start["time"])
+  assert moment.utcoffset() == datetime.timedelta(0) and abs(moment.timestamp() - start["wall"]) < 1e-5
+  assert first["kind"] == "run_start"
+
+
+def test_a_new_process_appends_under_a_new_id(tmp_path):
+  for _ in range(2):
+    log = events.EventLog(str(tmp_path), "demo")
+    log.emit("run_start")
+    log.close()
+  one, two = events.read_events(str(tmp_path))
+  assert one["process"] != two["process"]
+
+
+def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  assert events.EventLog(None).emit("eval", loss=1.0)["loss"] == 1.0
+  assert events.EventLog(str(tmp_path), process_index=1).emit("eval")["kind"] == "eval"
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kill_leaves_a_readable_file(tmp_path):
+  code = f"""
+    import itertools
+    from trainer.observe import events
+    log = events.EventLog({str(tmp_path)!r})
+    for i in itertools.count():
+      log.emit("eval", step=i, text="x" * 2000)
+      print(i, flush=True)
+  """
+  with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as process:
+    last = [int(process.stdout.readline()) for _ in range(200)][-1]
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=30)
+  events.EventLog(str(tmp_path)).emit("run_start")
+  records = events.read_events(str(tmp_path))
+  steps = [r["step"] for r in records if r["kind"] == "eval"]
+  assert steps == list(range(len(steps))) and len(steps) > last
+  assert records[-1]["kind"] == "run_start"

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import io
+import signal
+import subprocess
+import sys
+import textwrap
+
+from trainer.observe import files, log
+
+
+def test_a_line_is_the_same_on_stdout_and_in_the_file(tmp_path, capsys):
+  out = log.get(str(tmp_path / "run"))
+  out.line("completed step: 8, seconds: 0.159")
+  out.warning("a slice is slow")
+  out.record("only in the file")
+  printed = capsys.readouterr().out
+  assert printed == "completed step: 8, seconds: 0.159\nwarning: a slice is slow\n"
+  assert (tmp_path / "run" / "log.txt").read_text() == printed + "only in the file\n"
+  out.close()
+
+
+def test_a_second_log_continues_the_file(tmp_path, capsys):
+  for text in ("first life", "second life"):
+    out = log.get(str(tmp_path))
+    out.line(text)
+    out.close()
+  assert (tmp_path / "log.txt").read_text() == "first life\nsecond life\n"
+
+
+def test_other_processes_are_silent_but_for_warnings(tmp_path, capsys):
+  out = log.get(str(tmp_path), process_index=3)
+  out.line("not mine to say")
+  out.warning("trouble")
+  captured = capsys.readouterr()
+  assert captured.out == "" and captured.err == "warning: trouble\n"
+  assert not (tmp_path / "log.txt").exists()
+
+
+def test_redirect_moves_only_the_screen(tmp_path, capsys):
+  out, shown = log.get(str(tmp_path)), []
+  out.redirect(shown.append)
+  out.line("one")
+  out.redirect(None)
+  out.line("two")
+  assert shown == ["one"] and capsys.readouterr().out == "two\n"
+  assert (tmp_path / "log.txt").read_text() == "one\ntwo\n"
+
+
+def test_a_terminal_without_the_character_gets_an_escape(tmp_path, monkeypatch):
+  raw = io.BytesIO()
+  monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+  out = log.get(str(tmp_path))
+  out.line("a \u2713 and a lone \udc80")
+  assert raw.getvalue() == b"a \\u2713 and a lone \\udc80\n"
+  assert (tmp_path / "log.txt").read_bytes() == "a \u2713 and a lone \\udc80\n".encode()
+
+
+def test_a_closed_pipe_does_not_end_the_run(tmp_path):
+  code = f"""
+    from trainer.observe import log
+    out = log.get({str(tmp_path)!r})
+    for i in range(20000):
+      out.line(f"line {{i}}")
+  """
+  with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as process:
+    assert process.stdout.readline() == "line 0\n"
+    process.stdout.close()
+    assert process.wait(timeout=60) == 0
+  assert (tmp_path / "log.txt").read_text().endswith("line 19999\n")
+
+
+def test_every_line_printed_before_a_kill_is_in_the_file(tmp_path):
+  code = f"""
+    import itertools
+    from trainer.observe import log
+    out = log.get({str(tmp_path)!r})
+    for i in itertools.count():
+      out.line(f"line {{i}}")
+  """
+  with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as process:
+    for _ in range(500):
+      process.stdout.readline()
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=30)
+  lines = (tmp_path / "log.txt").read_text().split("\n")[:-1]
+  assert len(lines) >= 500 and lines == [f"line {i}" for i in range(len(lines))]
+
+
+def test_half_a_line_is_not_glued_to_the_next(tmp_path):
+  path = tmp_path / "x.jsonl"
+  path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')
+  lines = files.open_lines(str(tmp_path), "x.jsonl")
+  lines.append('{"step": 2}')
+  lines.append('{"step": 3}')
+  lines.close()
+  assert [record["step"] for record in files.read_json_lines(str(tmp_path), "x.jsonl")] == [1, 2, 3]
+
+
+def test_a_full_disk_is_reported_once_and_does_not_raise(capsys):
+  lines = files.LocalLines(files.Path("/dev/full"))
+  for _ in range(3):
+    lines.append("text")
+  assert capsys.readouterr().err.count("No space left on device") == 1

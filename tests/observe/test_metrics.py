@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from trainer.config.schema import ObserveSection
+from trainer.observe import chips, events, log, metrics, throughput
+
+
+def record(step: int, **changes) -> metrics.StepRecord:
+  fields = {"step": step, "seconds": 0.159, "loss": 9.774, "grad_norm": 1.234, "lr": 3e-4, "tokens": 73728, "slices": 3}
+  return metrics.StepRecord(**(fields | changes))
+
+
+def open_metrics(path, **cfg) -> metrics.Metrics:
+  section = ObserveSection(**({"enable_tensorboard": False} | cfg))
+  return metrics.Metrics(str(path), section, events.EventLog(str(path), "r"), log.get(None))
+
+
+def test_the_step_line_word_for_word():
+  line = metrics.format_step_line(
+    record(8, tflops_per_device=43.43, tokens_per_second_per_device=1234.4, mfu=0.1234, eta=62.3)
+  )
+  assert line == (
+    "completed step: 8, seconds: 0.159, TFLOP/s/device: 43.430, loss: 9.774, tokens/s/device: 1234, MFU: 12.3%, "
+    "lr: 3.00e-04, grad_norm: 1.234, tokens: 73728, slices: 3, data_wait: 0.000, eta: 0:01:02"
+  )
+  assert ", MFU: n/a, " in metrics.format_step_line(record(8))
+  assert metrics.format_duration(3 * 86400) == "72:00:00"
+
+
+def test_numbers_come_back_with_every_bit(tmp_path):
+  rng = np.random.default_rng(0)
+  losses = rng.normal(size=50)
+  out = open_metrics(tmp_path)
+  for step, loss in enumerate(losses):
+    out.write(record(step, loss=loss, grad_norm=np.float32(loss)))
+  out.close()
+  history = metrics.read_metrics(str(tmp_path))
+  assert [r["loss"] for r in history] == losses.tolist()
+  assert [r["grad_norm"] for r in history] == losses.astype(np.float32).tolist()
+  assert history[3].keys() >= {"attempt", "wall", "monotonic", "process", "weights", "data_wait", "slices", "seconds"}
+
+
+def test_nan_is_strict_json_and_comes_back(tmp_path):
+  out = open_metrics(tmp_path)
+  out.write(record(0, loss=float("nan"), grad_norm=np.float32("inf"), skipped=True))
+  out.close()
+  json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda name: pytest.fail(name))
+  (only,) = metrics.read_metrics(str(tmp_path))
+  assert math.isnan(only["loss"]) and only["grad_norm"] == math.inf and only["skipped"] is True
+
+
+def test_the_history_is_the_last_time_each_step_was_done(tmp_path):
+  out = open_metrics(tmp_path)
+  for step, loss in [(0, 5.0), (1, 4.0), (2, 3.0), (3, 2.0)]:
+    out.write(record(step, loss=loss))
+  out.write_eval(3, 2.5)
+  for step, loss in [(1, 4.5), (2, 3.5)]:  # a rewind to step 1, not yet back at step 3
+    out.write(record(step, loss=loss))
+  out.write_eval(2, 3.25)
+  out.close()
+  history = metrics.read_metrics(str(tmp_path))
+  assert [(r["step"], r["loss"], r.get("eval_loss")) for r in history] == [
+    (0, 5.0, None),
+    (1, 4.5, None),
+    (2, 3.5, 3.25),
+  ]
+  assert [r["step"] for r in metrics.read_records(str(tmp_path))] == [0, 1, 2, 3, 3, 1, 2, 2]
+
+
+def test_metrics_objects_are_one_per_period_and_never_replaced(tmp_path):
+  out = open_metrics(tmp_path, gcs_metrics=True, log_period=10)
+  for step in [*range(15), *range(10, 23)]:  # a rewind from 15 to 10
+    out.write(record(step, loss=float(step)))
+  out.close()
+  steps = {
+    path.name: [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    for path in (tmp_path / "metrics").iterdir()
+  }
+  assert steps == {
+    "metrics_step_000000_to_step_000009.txt": [*range(10)],
+    "metrics_step_000010_to_step_000014.txt": [*range(10, 15)],
+    "metrics_step_000010_to_step_000019.txt": [*range(10, 20)],
+    "metrics_step_000020_to_step_000022.txt": [*range(20, 23)],
+  }
+  again = open_metrics(tmp_path, gcs_metrics=True, log_period=10)
+  again.write(record(20))
+  again.close()
+  once_more = open_metrics(tmp_path, gcs_metrics=True, log_period=10)
+  once_more.write(record(20))
+  once_more.close()
+  assert (tmp_path / "metrics" / "metrics_step_000020_to_step_000020.1.txt").exists()
+
+
+def test_tensorboard_has_the_numbers_and_purges_what_a_rewind_replaces(tmp_path):
+  from tensorboardX.proto import event_pb2
+
+  out = open_metrics(tmp_path, enable_tensorboard=True)
+  for step in [0, 1, 2, 1, 2]:
+    out.write(record(step, loss=10.0 - step, mfu=None))
+  out.write_eval(2, 7.5)
+  out.close()
+  paths = sorted((tmp_path / "tensorboard").iterdir(), key=lambda path: path.name)
+  found, purges = [], []
+  for path in paths:
+    data, at = path.read_bytes(), 0
+    while at < len(data):  # TFRecord: length, crc, payload, crc
+      size = int.from_bytes(data[at : at + 8], "little")
+      event = event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
+      at += 16 + size
+      found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+      if event.session_log.status == event.session_log.START:
+        purges.append(event.step)
+  assert [(step, value) for step, tag, value in found if tag == "learning/loss"] == [
+    (0, 10),
+    (1, 9),
+    (2, 8),
+    (1, 9),
+    (2, 8),
+  ]
+  assert (2, "evaluation/loss", 7.5) in found
+  assert not any(tag == "perf/mfu" for _, tag, _ in found)
+  assert purges == [0, 1]
+
+
+def test_rates_and_time_to_the_end():
+  rates = throughput.Throughput(flops_per_token=6e9, tokens_per_step=8192, total_steps=101, peak_flops=197e12)
+  at = rates.rates(0.5, 4)
+  assert at.tokens_per_second_per_device == 4096
+  assert at.tflops_per_device == pytest.approx(24.576) and at.mfu == pytest.approx(24.576 / 197)
+  rates.eta(0, 60.0)  # a compile
+  for step in range(1, 10):
+    left = rates.eta(step, 0.5)
+  assert left == pytest.approx(91 * 0.5)
+  assert rates.eta(100, 0.5) == 0
+  unknown = throughput.Throughput(flops_per_token=1.0, tokens_per_step=1, total_steps=1, peak_flops=None)
+  assert unknown.rates(1.0, 1).mfu is None
+
+
+@pytest.mark.parametrize(
+  ("kind", "name", "tflops"),
+  [
+    ("TPU v4", "v4", 275),
+    ("TPU v5 lite", "v5e", 197),
+    ("TPU v5", "v5p", 459),
+    ("TPU v6 lite", "v6e", 918),
+    ("TPU7x", "7x", 1153.5),
+    ("NVIDIA A100-SXM4-80GB", "A100", 312),
+    ("NVIDIA A100-SXM4-40GB", "A100-40GB", 312),
+    ("NVIDIA H100 80GB HBM3", "H100", 989.4),
+    ("NVIDIA H100 PCIe", "H100-PCIe", 756),
+    ("NVIDIA H200", "H200", 989.4),
+    ("NVIDIA B200", "B200", 2250),
+    ("v5e", "v5e", 197),
+  ],
+)
+def test_chips_are_found_by_their_device_kind(kind, name, tflops):
+  chip = chips.find(kind)
+  assert chip.name == name and chip.peak_flops == pytest.approx(tflops * 1e12)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "TPU v4 lite", "TPU v9", ""])
+def test_unknown_devices_have_no_peak(kind):
+  assert chips.find(kind) is None

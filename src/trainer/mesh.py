@@ -1,0 +1,62 @@
+"""The device mesh: axes data (across slices), fsdp, tensor and context (inside a slice)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from jax import Device
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from trainer.config.schema import ParallelismSection
+
+DATA, FSDP, TENSOR, CONTEXT = "data", "fsdp", "tensor", "context"
+AXES = (DATA, FSDP, TENSOR, CONTEXT)
+
+
+def axis_sizes(cfg: ParallelismSection, group: str, devices: int) -> tuple[int, ...]:
+  """Sizes of AXES for `group` ("dcn": across slices, "ici": inside one), with -1 filled so that they multiply to
+  `devices` (slices or devices per slice).
+
+  Raises ValueError where that cannot be.
+  """
+  keys = [f"{group}_{axis}_parallelism" for axis in AXES]
+  sizes = [getattr(cfg, key) for key in keys]
+  of_what = "slices" if group == "dcn" else "devices per slice"
+  if 0 in sizes:
+    raise ValueError(f"{keys[sizes.index(0)]}=0: a parallelism is at least 1, or -1 to fill.")
+  if sizes.count(-1) > 1:
+    raise ValueError(f"{' and '.join(k for k, s in zip(keys, sizes) if s == -1)} are both -1: only one can be filled.")
+  fixed = math.prod(size for size in sizes if size != -1)
+  if devices % fixed or (-1 not in sizes and fixed != devices):
+    given = ", ".join(f"{key}={size}" for key, size in zip(keys, sizes))
+    raise ValueError(
+      f"{given}: the product is {fixed}, but there are {devices} {of_what}. "
+      f"Make the product {devices}, or leave one of them at -1 to be filled."
+    )
+  return tuple(devices // fixed if size == -1 else size for size in sizes)
+
+
+def make(cfg: ParallelismSection, slices: Sequence[Sequence[Device]]) -> Mesh:
+  """The mesh over `slices` (the living ones, in order; each the devices of one slice).
+
+  Along every axis the DCN factor is outermost, so that a slice's devices stay neighbours inside it.
+  Raises ValueError where the configured parallelisms do not fit the devices.
+  """
+  dcn = axis_sizes(cfg, "dcn", len(slices))
+  ici = axis_sizes(cfg, "ici", len(slices[0]))
+  inside = np.stack([_slice_mesh(ici, devices) for devices in slices])  # [slice, *ici]
+  blocks = inside.reshape(*dcn, *ici)
+  # [dcn_data, dcn_fsdp, .., ici_data, ici_fsdp, ..] -> [dcn_data, ici_data, dcn_fsdp, ici_fsdp, ..]
+  order = [position for pair in zip(range(len(AXES)), range(len(AXES), 2 * len(AXES))) for position in pair]
+  devices = blocks.transpose(order).reshape([outer * inner for outer, inner in zip(dcn, ici)])
+  return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _slice_mesh(ici: tuple[int, ...], devices: Sequence[Device]) -> np.ndarray:
+  """One slice's devices arranged as [data, fsdp, tensor, context]; on TPU along the torus so neighbours are linked."""
+  if devices[0].platform == "tpu":
+    return mesh_utils.create_device_mesh(ici, devices=list(devices), allow_split_physical_axes=True)
+  return np.array(devices).reshape(ici)

@@ -1,0 +1,120 @@
+"""The decoder of Qwen3 and Llama: one module for both, which differ only in their configuration."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trainer.config.schema import ModelSection
+from trainer.kernels import remat
+from trainer.models import rope
+from trainer.models.layers import AttentionFn, DecoderLayer, RMSNorm, normal_param
+from trainer.sharding import constrain
+
+# A nested dict of arrays; `layers` is stacked on a leading dim L when scanned, else {"0": .., "1": ..}.
+Params = dict[str, Any]
+
+
+class Decoder(nnx.Module):
+  """Token embedding, L layers, final norm, output head; the weights are drawn from `key`.
+
+  The step does not keep the module: it keeps the weights as `Params` (see `split`) and merges them for a call.
+  """
+
+  def __init__(self, cfg: ModelSection, attention: AttentionFn, *, key: jax.Array):
+    V, D, L = cfg.vocab_size, cfg.emb_dim, cfg.num_decoder_layers
+    embedding_key, layers_key, head_key = jax.random.split(key, 3)
+    layer_keys = jax.random.split(layers_key, L)
+    # Both standard deviations are capped so that a fresh model's loss is ln(V): logits of an untied head have the
+    # standard deviation sqrt(D) * std, and a tied head sees the input token's own embedding again (up to D * std).
+    tied = cfg.logits_via_embedding
+    table_std = min(cfg.initializer_range, 2.0 / D) if tied else cfg.initializer_range
+    self.embedding = normal_param(embedding_key, (V, D), ("vocab", "table_embed"), table_std, cfg)
+    make_layer = functools.partial(_layer, cfg, attention)
+    if cfg.scan_layers:
+      self.layers = nnx.vmap(make_layer)(layer_keys)
+    else:
+      self.layers = nnx.Dict({str(i): make_layer(layer_keys[i]) for i in range(L)})
+    self.final_norm = RMSNorm(D, cfg)
+    if not tied:
+      head_std = min(cfg.initializer_range, 0.25 / D**0.5)
+      self.lm_head = normal_param(head_key, (V, D), ("vocab", "table_embed"), head_std, cfg)
+    self.cfg = cfg
+
+  def hidden(self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+    """The residual stream after the final norm, [B, T, D] in cfg.dtype; segment id 0 is padding."""
+    cos, sin = rope.tables(positions_BT, rope.inverse_frequencies(self.cfg))
+    x_BTD = constrain(self._embed(tokens_BT), "batch", "length", "embed")
+    use_remat, policy = remat.policy(self.cfg)
+    # prevent_cse is needed only outside of a scan, where the compiler could undo the recomputation.
+    wrap = functools.partial(jax.checkpoint, policy=policy, prevent_cse=not self.cfg.scan_layers)
+
+    def run_layer(graphdef: Any, x: jax.Array, weights: Any) -> jax.Array:
+      return nnx.merge(graphdef, weights)(x, cos, sin, segment_ids_BT)
+
+    if self.cfg.scan_layers:
+      graphdef, stacked = nnx.split(self.layers)
+      body = functools.partial(run_layer, graphdef)
+      body = wrap(body) if use_remat else body
+      x_BTD, _ = jax.lax.scan(lambda x, w: (body(x, w), None), x_BTD, stacked, unroll=self.cfg.scan_unroll)
+    else:
+      for i in range(self.cfg.num_decoder_layers):
+        graphdef, weights = nnx.split(self.layers[str(i)])
+        body = functools.partial(run_layer, graphdef)
+        x_BTD = (wrap(body) if use_remat else body)(x_BTD, weights)
+    return self.final_norm(x_BTD)
+
+  def head(self) -> jax.Array:
+    """The output head's weights [V, D] in weight_dtype; the embedding table itself where tied."""
+    return (self.embedding if self.cfg.logits_via_embedding else self.lm_head)[...]
+
+  def logits(self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+    """Logits [B, T, V] in float32: for tests and sampling. Training never makes them whole (see cross_entropy)."""
+    x_BTD = self.hidden(tokens_BT, positions_BT, segment_ids_BT)
+    return jnp.einsum("btd,vd->btv", x_BTD, self.head().astype(x_BTD.dtype), preferred_element_type=jnp.float32)
+
+  def _embed(self, tokens_BT: jax.Array) -> jax.Array:
+    dtype = jnp.dtype(self.cfg.dtype)
+    if self.cfg.use_iota_embed:
+      one_hot = tokens_BT[..., None] == jnp.arange(self.cfg.vocab_size, dtype=tokens_BT.dtype)
+      return jnp.einsum("btv,vd->btd", one_hot.astype(dtype), self.embedding[...].astype(dtype))
+    # Rows are taken in float32 and then cast: casting the whole table first would write it once more.
+    return jnp.take(self.embedding[...], tokens_BT, axis=0).astype(dtype)
+
+
+def _layer(cfg: ModelSection, attention: AttentionFn, key: jax.Array) -> DecoderLayer:
+  return DecoderLayer(cfg, attention, key=key)
+
+
+class Functional:
+  """The decoder as pure functions of `Params`: what the step, the sampler and the converter use."""
+
+  def __init__(self, cfg: ModelSection, attention: AttentionFn):
+    self._build = functools.partial(Decoder, cfg, attention)
+    self._graphdef, self._state = nnx.split(nnx.eval_shape(lambda: self._build(key=jax.random.key(0))))
+
+  def init(self, key: jax.Array) -> Params:
+    """Fresh weights drawn from `key`."""
+    return nnx.to_pure_dict(nnx.state(self._build(key=key)))
+
+  def abstract(self) -> Params:
+    """The weights' shapes and dtypes (ShapeDtypeStruct)."""
+    return nnx.to_pure_dict(self._state)
+
+  def logical_axes(self) -> Params:
+    """For every weight the tuple of its dims' logical axes; a stacked layer's first is "layers"."""
+
+    def axes(variable: Any) -> tuple[str, ...]:
+      declared = variable.get_metadata()["axes"]
+      return ("layers",) * (len(variable.shape) - len(declared)) + declared
+
+    return nnx.to_pure_dict(jax.tree.map(axes, self._state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
+
+  def merge(self, params: Params) -> Decoder:
+    """The module with these weights, to be called inside a traced function."""
+    state = jax.tree.unflatten(jax.tree.structure(self._state), jax.tree.leaves(params))
+    return nnx.merge(self._graphdef, state)

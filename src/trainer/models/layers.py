@@ -1,0 +1,112 @@
+"""The parts of a decoder layer: norm, attention, feed-forward. Shapes in the letters of docs/notation.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from trainer.config.schema import ModelSection
+from trainer.models import rope
+from trainer.sharding import constrain
+
+# (q [B,T,N,H], k [B,S,K,H], v [B,S,K,H], q_segment_ids [B,T], kv_segment_ids [B,S]) -> [B,T,N,H]
+AttentionFn = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def normal_param(
+  key: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], std: float, cfg: ModelSection
+) -> nnx.Param:
+  """A weight of `shape` drawn from N(0, std^2), with its logical `axes` as metadata."""
+  values = std * jax.random.normal(key, shape, jnp.float32)
+  return nnx.Param(values.astype(cfg.weight_dtype), axes=axes)
+
+
+class RMSNorm(nnx.Module):
+  """x / rms(x) * scale over the last dim, in float32, returned in x's dtype (Zhang & Sennrich, 2019)."""
+
+  def __init__(self, size: int, cfg: ModelSection):
+    self.scale = nnx.Param(jnp.ones((size,), cfg.weight_dtype), axes=("norm",))
+    self.epsilon = cfg.normalization_layer_epsilon
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.epsilon)
+    return (normed * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+  """Grouped-query attention with rotary positions, and RMSNorm on each query and key head where `use_qk_norm`."""
+
+  def __init__(self, cfg: ModelSection, attention: AttentionFn, out_std: float, *, key: jax.Array):
+    D, N, K, H = cfg.emb_dim, cfg.num_query_heads, cfg.num_kv_heads, cfg.head_dim
+    std = cfg.initializer_range
+    query_key, key_key, value_key, out_key = jax.random.split(key, 4)
+    self.query = normal_param(query_key, (D, N, H), ("embed", "heads", "head_dim"), std, cfg)
+    self.key = normal_param(key_key, (D, K, H), ("embed", "kv_heads", "head_dim"), std, cfg)
+    self.value = normal_param(value_key, (D, K, H), ("embed", "kv_heads", "head_dim"), std, cfg)
+    self.out = normal_param(out_key, (N, H, D), ("heads", "head_dim", "embed"), out_std, cfg)
+    if cfg.use_qk_norm:
+      self.query_norm = RMSNorm(H, cfg)
+      self.key_norm = RMSNorm(H, cfg)
+    self.use_qk_norm = cfg.use_qk_norm
+    self.attention = attention
+
+  def __call__(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+    dtype = x_BTD.dtype
+    q = jnp.einsum("btd,dnh->btnh", x_BTD, self.query[...].astype(dtype))
+    k = jnp.einsum("btd,dkh->btkh", x_BTD, self.key[...].astype(dtype))
+    v = jnp.einsum("btd,dkh->btkh", x_BTD, self.value[...].astype(dtype))
+    q = checkpoint_name(constrain(q, "batch", "length", "heads", "head_dim"), "query_proj")
+    k = checkpoint_name(constrain(k, "batch", "length", "kv_heads", "head_dim"), "key_proj")
+    v = checkpoint_name(constrain(v, "batch", "length", "kv_heads", "head_dim"), "value_proj")
+    if self.use_qk_norm:
+      q, k = self.query_norm(q), self.key_norm(k)
+    q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+    context = self.attention(q, k, v, segment_ids_BT, segment_ids_BT)
+    context = checkpoint_name(constrain(context, "batch", "length", "heads", "head_dim"), "context")
+    out = jnp.einsum("btnh,nhd->btd", context, self.out[...].astype(dtype))
+    return checkpoint_name(constrain(out, "batch", "length", "embed"), "out_proj")
+
+
+class FeedForward(nnx.Module):
+  """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
+
+  def __init__(self, cfg: ModelSection, out_std: float, *, key: jax.Array):
+    D, F = cfg.emb_dim, cfg.mlp_dim
+    gate_key, up_key, down_key = jax.random.split(key, 3)
+    self.gate = normal_param(gate_key, (D, F), ("embed", "mlp"), cfg.initializer_range, cfg)
+    self.up = normal_param(up_key, (D, F), ("embed", "mlp"), cfg.initializer_range, cfg)
+    self.down = normal_param(down_key, (F, D), ("mlp", "embed"), out_std, cfg)
+
+  def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    dtype = x_BTD.dtype
+    gate = jnp.einsum("btd,df->btf", x_BTD, self.gate[...].astype(dtype))
+    up = jnp.einsum("btd,df->btf", x_BTD, self.up[...].astype(dtype))
+    gate = checkpoint_name(constrain(gate, "batch", "length", "mlp"), "mlpwi_0")
+    up = checkpoint_name(constrain(up, "batch", "length", "mlp"), "mlpwi_1")
+    out = jnp.einsum("btf,fd->btd", nnx.silu(gate) * up, self.down[...].astype(dtype))
+    return checkpoint_name(constrain(out, "batch", "length", "embed"), "mlpwo")
+
+
+class DecoderLayer(nnx.Module):
+  """Pre-norm residual layer: x + attention(norm(x)), then + feed_forward(norm(x))."""
+
+  def __init__(self, cfg: ModelSection, attention: AttentionFn, *, key: jax.Array):
+    # Matrices that write to the residual stream start smaller, so that its variance does not grow with depth (GPT-2).
+    out_std = cfg.initializer_range / (2 * cfg.num_decoder_layers) ** 0.5
+    attention_key, feed_forward_key = jax.random.split(key)
+    self.attention_norm = RMSNorm(cfg.emb_dim, cfg)
+    self.attention = Attention(cfg, attention, out_std, key=attention_key)
+    self.feed_forward_norm = RMSNorm(cfg.emb_dim, cfg)
+    self.feed_forward = FeedForward(cfg, out_std, key=feed_forward_key)
+
+  def __call__(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+    x_BTD = checkpoint_name(constrain(x_BTD, "batch", "length", "embed"), "decoder_layer_input")
+    with jax.named_scope("attention"):
+      x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos, sin, segment_ids_BT)
+    with jax.named_scope("feed_forward"):
+      return x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))

@@ -1,0 +1,99 @@
+"""Optimizers and learning-rate schedules, from optax.
+
+Every optimizer here is built for a learning rate of 1: its updates are the step that `apply_gradients` multiplies by
+the schedule's value at `state.step`. The schedule thus depends on the step alone, not on how often an optimizer ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax import contrib
+
+from trainer.config.schema import OptimizerSection
+
+# Logical axes whose presence makes a weight a table of embeddings (or the head that reads them).
+_TABLE = "vocab"
+
+
+def schedule(cfg: OptimizerSection, steps: int) -> Callable[[jax.Array], jax.Array]:
+  """step (int32 scalar, from 0) -> learning rate (float32).
+
+  Linear warm-up from 0 over warmup_steps_fraction of the schedule, then cosine, constant, or wsd; after the
+  schedule's last step the rate stays at its final value. Step 0 already has 1/warm-up of the peak.
+  """
+  total = steps if cfg.learning_rate_schedule_steps == -1 else cfg.learning_rate_schedule_steps
+  warmup = round(total * cfg.warmup_steps_fraction)
+  peak, final = cfg.learning_rate, cfg.learning_rate * cfg.learning_rate_final_fraction
+  decay = round(total * cfg.wsd_decay_steps_fraction) if cfg.lr_schedule_type == "wsd" else total - warmup
+
+  def rate(step: jax.Array) -> jax.Array:
+    step = step.astype(jnp.float32)
+    warm = (step + 1) / max(warmup, 1)
+    progress = jnp.clip((step - (total - decay)) / max(decay, 1), 0.0, 1.0)
+    if cfg.lr_schedule_type == "constant":
+      after = jnp.float32(peak)
+    elif cfg.lr_schedule_type == "cosine" or cfg.wsd_decay_style == "cosine":
+      after = final + (peak - final) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
+    else:
+      after = peak + (final - peak) * progress
+    return jnp.where(step < warmup, peak * jnp.minimum(warm, 1.0), after)
+
+  return rate
+
+
+def build(cfg: OptimizerSection, logical_axes: Any) -> optax.GradientTransformation:
+  """The optimizer for parameters with these `logical_axes` (a pytree of tuples of names, one per dim).
+
+  Its `update` takes gradients already clipped and returns the descent step for a learning rate of 1, decoupled weight
+  decay included (so decay is multiplied by the learning rate, as in AdamW).
+  """
+  is_axes = lambda x: isinstance(x, tuple)
+  matrix = jax.tree.map(lambda axes: _is_matrix(axes), logical_axes, is_leaf=is_axes)
+  mask = matrix if cfg.weight_decay_mask == "matrices" else None
+  mu_dtype = cfg.mu_dtype or None
+  decay = optax.add_decayed_weights(cfg.adam_weight_decay, mask)
+  if cfg.opt_type == "adamw":
+    adam = optax.scale_by_adam(b1=cfg.adam_b1, b2=cfg.adam_b2, eps=cfg.adam_eps, mu_dtype=mu_dtype)
+    return optax.chain(adam, decay, optax.scale(-1.0))
+  if cfg.opt_type == "sgd":
+    return optax.chain(optax.trace(decay=cfg.adam_b1, accumulator_dtype=mu_dtype), decay, optax.scale(-1.0))
+  if cfg.opt_type == "adafactor":
+    # Ends with its own change of sign; weight decay joins before it.
+    rate = cfg.adam_weight_decay or None
+    return optax.adafactor(learning_rate=None, weight_decay_rate=rate, weight_decay_mask=mask or True)
+  dims = jax.tree.map(_muon_dims, logical_axes, is_leaf=is_axes)
+  return contrib.muon(
+    learning_rate=1.0,
+    beta=cfg.adam_b1,
+    weight_decay=cfg.adam_weight_decay,
+    weight_decay_mask=mask,
+    adam_b1=cfg.adam_b1,
+    adam_b2=cfg.adam_b2,
+    adam_weight_decay=cfg.adam_weight_decay if cfg.weight_decay_mask == "all" else 0.0,
+    mu_dtype=mu_dtype,
+    muon_weight_dimension_numbers=dims,
+    # Moonlight's scale: the update's root mean square is that of Adam, so one learning rate serves both parts
+    # (Liu et al., "Muon is scalable for LLM training", 2025).
+    consistent_rms=0.2,
+  )
+
+
+def _is_matrix(axes: tuple[str, ...]) -> bool:
+  """Whether a weight is a projection: not a norm's scale, not an embedding table."""
+  return _TABLE not in axes and "norm" not in axes
+
+
+def _muon_dims(axes: tuple[str, ...]) -> contrib.MuonDimensionNumbers | None:
+  """How Muon sees a projection as a matrix (None: Adam's part). Heads and head_dim are one side; layers are a batch."""
+  if not _is_matrix(axes):
+    return None
+  own = [i for i, axis in enumerate(axes) if axis != "layers"]
+  reads_residual = axes[own[0]] == "embed"
+  split = own[:1] if reads_residual else own[:-1]
+  rest = [i for i in own if i not in split]
+  return contrib.MuonDimensionNumbers(reduction_axis=tuple(split), output_axis=tuple(rest))

@@ -1,0 +1,203 @@
+"""The training step as pure functions: per-slice sums of gradients, then one optimizer update.
+
+`loss_and_grads` never looks at another slice: it returns sums over this slice's tokens with their weight. What the
+slices exchange is those sums, once per step; on a single controller by one psum over the mesh axis `data`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from trainer.config.schema import OptimizerSection
+from trainer.data import Batch
+from trainer.kernels.cross_entropy import linear_cross_entropy
+from trainer.mesh import DATA, FSDP, TENSOR
+from trainer.models.decoder import Functional, Params
+from trainer.sharding import constrain
+from trainer.state import TrainState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sums:
+  """Sums over tokens, float32: gradients of loss + z_loss (like params), cross-entropy, z-loss, and token weight."""
+
+  grads: Params
+  loss: jax.Array
+  z_loss: jax.Array
+  weight: jax.Array
+
+
+def batch_spec() -> PartitionSpec:
+  """Sharding of a batch's arrays [A, rows, T]: A micro-batches one after the other, rows over slices and fsdp."""
+  return PartitionSpec(None, (DATA, FSDP), None)
+
+
+def token_losses(model: Functional, cfg: OptimizerSection, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+  """(sum of weighted cross-entropy, sum of weighted z-loss) of one micro-batch [B, T], float32 scalars."""
+  decoder = model.merge(params)
+  x_BTD = decoder.hidden(batch.tokens, batch.positions, batch.segment_ids)
+  head_VD = decoder.head()
+  vocab = head_VD.shape[0]
+  ways = _vocab_ways()
+  if vocab % ways:
+    # A vocabulary that does not divide by the chips of a slice (151936 on 256) is padded for the loss only.
+    head_VD = jnp.pad(head_VD, ((0, -vocab % ways), (0, 0)))
+  with jax.named_scope("loss"):
+    return linear_cross_entropy(
+      x_BTD,
+      head_VD,
+      batch.targets,
+      batch.weights,
+      z_loss=cfg.z_loss_multiplier,
+      num_chunks=cfg.num_vocab_tiling,
+      constrain=lambda array, axes: constrain(array, *axes),
+      valid_vocab=vocab,
+    )
+
+
+def loss_and_grads(model: Functional, cfg: OptimizerSection, params: Params, batch: Batch) -> Sums:
+  """Sums over the micro-batches of one slice; the batch's arrays are [A, B, T]."""
+
+  def total(params: Params, micro: Batch) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    loss, z_loss = token_losses(model, cfg, params, micro)
+    return loss + z_loss, (loss, z_loss)
+
+  def one(micro: Batch) -> Sums:
+    (_, (loss, z_loss)), grads = jax.value_and_grad(total, has_aux=True)(params, micro)
+    # float32 from here on: sums of many micro-batches and slices lose bits in bfloat16.
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    return Sums(grads, loss, z_loss, jnp.sum(micro.weights, dtype=jnp.float32))
+
+  if batch.tokens.shape[0] == 1:
+    return one(jax.tree.map(lambda x: x[0], batch))
+  zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+  nothing = Sums(zeros, *(jnp.zeros((), jnp.float32) for _ in range(3)))
+  sums, _ = jax.lax.scan(lambda acc, micro: (jax.tree.map(jnp.add, acc, one(micro)), None), nothing, batch)
+  return sums
+
+
+def apply_gradients(
+  cfg: OptimizerSection,
+  optimizer: optax.GradientTransformation,
+  schedule: Callable[[jax.Array], jax.Array],
+  state: TrainState,
+  sums: Sums,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+  """The next state and the step's metrics (float32 scalars): loss and z_loss per token, grad_norm before clipping,
+  lr, weight, and skipped (non-finite steps in a row, this one included).
+
+  A step whose loss or gradient is not finite leaves weights and optimizer as they are.
+  """
+  weight = jnp.maximum(sums.weight, 1.0)
+  grads = jax.tree.map(lambda g: g / weight, sums.grads)
+  norm = optax.global_norm(grads)
+  loss = sums.loss / weight
+  finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+  if cfg.gradient_clipping_threshold > 0:
+    scale = jnp.minimum(1.0, cfg.gradient_clipping_threshold / jnp.maximum(norm, 1e-12))
+    grads = jax.tree.map(lambda g: g * scale, grads)
+  rate = schedule(state.step)
+  updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+  params = jax.tree.map(lambda p, u: (p.astype(jnp.float32) + rate * u).astype(p.dtype), state.params, updates)
+  keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+  skipped = jnp.where(finite, 0, state.skipped + 1)
+  new_state = TrainState(
+    step=state.step + 1,
+    params=keep(params, state.params),
+    opt_state=keep(opt_state, state.opt_state),
+    skipped=skipped,
+  )
+  metrics = {
+    "loss": loss,
+    "z_loss": sums.z_loss / weight,
+    "grad_norm": norm,
+    "lr": rate,
+    "weight": sums.weight,
+    "skipped": skipped,
+  }
+  return new_state, metrics
+
+
+def build_train_step(
+  model: Functional,
+  cfg: OptimizerSection,
+  optimizer: optax.GradientTransformation,
+  schedule: Callable[[jax.Array], jax.Array],
+  mesh: Mesh,
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+  """train_step(state, batch) -> (state, metrics) on `mesh`, to be jitted with the state donated.
+
+  The batch's arrays are [A, rows of all slices, T] with `batch_spec`.
+  """
+
+  def slice_sums(params: Params, batch: Batch) -> Sums:
+    # Manual over `data`: the arrays here are one slice's, and the one psum below is all the traffic between slices.
+    return jax.lax.psum(loss_and_grads(model, cfg, params, batch), DATA)
+
+  def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    over_slices = _per_slice(mesh, slice_sums)
+    return apply_gradients(cfg, optimizer, schedule, state, over_slices(state.params, batch))
+
+  return train_step
+
+
+def build_eval_step(
+  model: Functional, cfg: OptimizerSection, mesh: Mesh
+) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
+  """eval_step(params, batch [A, rows, T]) -> (sum of weighted cross-entropy, sum of weights), float32 scalars."""
+
+  def slice_losses(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    losses = jax.lax.map(lambda micro: token_losses(model, cfg, params, micro)[0], batch)
+    return jax.lax.psum((jnp.sum(losses), jnp.sum(batch.weights, dtype=jnp.float32)), DATA)
+
+  return lambda params, batch: _per_slice(mesh, slice_losses)(params, batch)
+
+
+def compile_train_step(
+  train_step: Callable[..., Any], state: TrainState, batch: Batch, mesh: Mesh
+) -> jax.stages.Compiled:
+  """`train_step` compiled for an abstract `state` and `batch`; the state is donated and keeps its shardings."""
+  state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+  metrics = NamedSharding(mesh, PartitionSpec())
+  jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, metrics))
+  with jax.set_mesh(mesh):
+    return jitted.lower(state, batch).compile()
+
+
+def abstract_batch(mesh: Mesh, accumulation: int, rows: int, length: int) -> Batch:
+  """The ShapeDtypeStructs of a batch with `rows` rows of all slices in each of `accumulation` micro-batches.
+
+  Raises ValueError where the rows do not divide over slices and fsdp.
+  """
+  ways = mesh.shape[DATA] * mesh.shape[FSDP]
+  if rows % ways:
+    raise ValueError(
+      f"A micro-batch of {rows} examples does not divide over data={mesh.shape[DATA]} x fsdp={mesh.shape[FSDP]} "
+      f"ways. Choose per_device_batch_size so that it is a multiple of {ways}."
+    )
+  where = NamedSharding(mesh, batch_spec())
+  shape = (accumulation, rows, length)
+  dtypes = Batch(jnp.int32, jnp.int32, jnp.float32, jnp.int32, jnp.int32)
+  return Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=where) for dtype in dtypes))
+
+
+def _per_slice(mesh: Mesh, fn: Callable[..., Any]) -> Callable[..., Any]:
+  """fn(params, batch) run once per index of `data`, on that slice's rows, with params whole; results agree."""
+  # check_vma is off because custom_vjp kernels do not declare what varies over `data`.
+  specs = (PartitionSpec(), PartitionSpec(None, DATA))
+  return jax.shard_map(fn, mesh=mesh, axis_names={DATA}, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+
+
+def _vocab_ways() -> int:
+  """Parts into which the loss splits the vocabulary on the mesh of the surrounding trace."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in (FSDP, TENSOR))

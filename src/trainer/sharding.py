@@ -100,5 +100,3 @@ def check_replication(shapes: Any, shardings: Any, tolerance: float) -> None:
       f"{share:.1%} of the parameters would be replicated on each of {ways} devices, more than "
       f"sharding_tolerance={tolerance:.1%}: {worst}. Choose parallelisms that divide them, or raise sharding_tolerance."
     )
-
-

@@ -140,12 +140,11 @@ def build_train_step(
   """
 
   def slice_sums(params: Params, batch: Batch) -> Sums:
-    # Manual over `data`: the arrays here are one slice's, and the one psum below is all the traffic between slices.
-    return jax.lax.psum(loss_and_grads(model, cfg, params, batch), DATA)
+    return loss_and_grads(model, cfg, params, batch)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    over_slices = _per_slice(mesh, slice_sums)
-    return apply_gradients(cfg, optimizer, schedule, state, over_slices(state.params, batch))
+    sums = _sum_over_slices(mesh, slice_sums)(state.params, batch)
+    return apply_gradients(cfg, optimizer, schedule, state, sums)
 
   return train_step
 
@@ -157,9 +156,9 @@ def build_eval_step(
 
   def slice_losses(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
     losses = jax.lax.map(lambda micro: token_losses(model, cfg, params, micro)[0], batch)
-    return jax.lax.psum((jnp.sum(losses), jnp.sum(batch.weights, dtype=jnp.float32)), DATA)
+    return jnp.sum(losses), jnp.sum(batch.weights, dtype=jnp.float32)
 
-  return lambda params, batch: _per_slice(mesh, slice_losses)(params, batch)
+  return _sum_over_slices(mesh, slice_losses)
 
 
 def compile_train_step(
@@ -190,11 +189,19 @@ def abstract_batch(mesh: Mesh, accumulation: int, rows: int, length: int) -> Bat
   return Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=where) for dtype in dtypes))
 
 
-def _per_slice(mesh: Mesh, fn: Callable[..., Any]) -> Callable[..., Any]:
-  """fn(params, batch) run once per index of `data`, on that slice's rows, with params whole; results agree."""
-  # check_vma is off because custom_vjp kernels do not declare what varies over `data`.
+def _sum_over_slices(mesh: Mesh, fn: Callable[[Params, Batch], Any]) -> Callable[[Params, Batch], Any]:
+  """fn(params, batch) on each slice's own rows, params whole, and the sum of its results over the slices.
+
+  Inside `fn` the mesh axis `data` is manual: its arrays are one slice's, the compiler cannot spread anything over
+  slices, and the one psum here is all the traffic between them.
+  """
+  if mesh.shape[DATA] == 1:
+    # Nothing to sum; and XLA's partitioner refuses a psum over a manual axis of size 1 beside automatic ones.
+    return fn
   specs = (PartitionSpec(), PartitionSpec(None, DATA))
-  return jax.shard_map(fn, mesh=mesh, axis_names={DATA}, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+  summed = lambda params, batch: jax.lax.psum(fn(params, batch), DATA)
+  # check_vma is off because custom_vjp kernels do not declare what varies over `data`.
+  return jax.shard_map(summed, mesh=mesh, axis_names={DATA}, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
 
 
 def _vocab_ways() -> int:

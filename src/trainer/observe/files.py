@@ -169,7 +169,7 @@ def _parts(directory: str, name: str) -> list[tuple[int, Any]]:
   root = epath.Path(directory)
   if not root.exists():
     return []
-  found = [(path.name[len(name) + 1 :], path) for path in root.glob(f"{name}.*")]
+  found = [(path.name[len(name) + 1 :], path) for path in root.iterdir() if path.name.startswith(f"{name}.")]
   return sorted(((int(number), path) for number, path in found if number.isdigit()), key=lambda item: item[0])
 
 
@@ -183,6 +183,25 @@ def read_lines(directory: str, name: str) -> Iterator[str]:
   for path in paths:
     # Not splitlines(): sampled text may hold other line separators.
     yield from path.read_bytes().decode("utf-8", "replace").removesuffix("\n").split("\n")
+
+
+def write_text(directory: str, name: str, text: str) -> None:
+  """Writes a whole file of a run directory, local (atomically) or on an object store."""
+  write_bytes(directory, name, text.encode("utf-8", "backslashreplace"))
+
+
+def write_bytes(directory: str, name: str, data: bytes) -> None:
+  """Like write_text, for bytes."""
+  if is_object_store(directory):
+    from etils import epath
+
+    epath.Path(f"{directory.rstrip('/')}/{name}").write_bytes(data)
+    return
+  path = Path(directory) / name
+  path.parent.mkdir(parents=True, exist_ok=True)
+  new = path.with_name(f"{path.name}.new")
+  new.write_bytes(data)
+  new.replace(path)
 
 
 def dump_json(record: dict[str, Any]) -> str:

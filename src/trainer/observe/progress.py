@@ -1,0 +1,85 @@
+"""What the person who watches sees of the steps: a live bar in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from trainer.observe.log import Log
+from trainer.observe.metrics import StepRecord, format_duration, format_step_line
+
+_UPDATE_SECONDS = 0.2
+
+
+class Progress:
+  """Shows each step once. In both forms the step's line is in log.txt; with the bar the screen shows it as the bar.
+
+  The step path only hands over numbers, at most five times a second; rich draws on a thread of its own. All other
+  lines of the log appear above the bar.
+  """
+
+  def __init__(
+    self, log: Log, *, total_steps: int, total_slices: int, log_period: int, terminal: bool | None = None
+  ) -> None:
+    """terminal: whether to draw the bar; None: if stdout is a terminal."""
+    self._log = log
+    self._total_steps, self._total_slices, self._log_period = total_steps, total_slices, log_period
+    self._terminal = sys.stdout.isatty() if terminal is None else terminal
+    self._bar: Any = None
+    self._task: Any = None
+    self._drawn = 0.0
+
+  def __enter__(self) -> Self:
+    if self._terminal:
+      self._open()
+    return self
+
+  def __exit__(
+    self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+  ) -> None:
+    self.close()
+
+  def step(self, record: StepRecord, *other_lines: str) -> None:
+    """Shows a completed step: every log_period-th one, the first and the last; `other_lines` are shown every time."""
+    shown = record.step % self._log_period == 0 or record.step == self._total_steps - 1
+    lines = [*other_lines, *([format_step_line(record)] if shown else [])]
+    for line in lines:
+      if self._bar is None:
+        self._log.line(line)
+      else:
+        self._log.record(line)
+    if self._bar is not None:
+      self._draw(record)
+
+  def _open(self) -> None:
+    from rich import progress  # slow to import, and only needed in a terminal
+
+    columns = (
+      progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+      progress.BarColumn(bar_width=None),
+      progress.TextColumn("{task.fields[text]}"),
+    )
+    self._bar = progress.Progress(*columns, refresh_per_second=5, expand=True)
+    self._task = self._bar.add_task("train", total=self._total_steps, text="")
+    console = self._bar.console
+    self._log.redirect(lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True))
+    self._bar.start()
+
+  def _draw(self, record: StepRecord) -> None:
+    now, last = time.monotonic(), record.step == self._total_steps - 1
+    if now - self._drawn < _UPDATE_SECONDS and not last:
+      return
+    self._drawn = now
+    slices = f" | slices {record.slices}/{self._total_slices}" if self._total_slices > 1 else ""
+    speed = f"{record.tokens_per_second_per_device:,.0f} tokens/s/device"
+    text = f"loss {record.loss:.3f} | {speed}{slices} | eta {format_duration(record.eta)}"
+    self._bar.update(self._task, completed=record.step + 1, text=text)
+
+  def close(self) -> None:
+    """Leaves the bar as it is on the screen and gives the screen back. Closing twice is allowed."""
+    if self._bar is not None:
+      self._bar.stop()
+      self._log.redirect(None)
+      self._bar = None

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trainer.observe.compiles import CompileCounter
+
+
+def compile_something(seed: float) -> None:
+  jax.jit(lambda x: jnp.sin(x) * seed)(np.ones((3,), np.float32)).block_until_ready()
+
+
+def test_it_counts_what_xla_compiles_and_nothing_else():
+  step = jax.jit(lambda x: x * 2 + 1)
+  x = np.ones((4,), np.float32)
+  with CompileCounter() as counter:
+    assert counter.read().compilations == 0
+    step(x).block_until_ready()
+    first = counter.read()
+    step(x).block_until_ready()  # the same shape again
+    assert counter.read() == first
+    step(np.ones((5,), np.float32)).block_until_ready()
+    difference = counter.read() - first
+  assert (first.compilations, first.cached, first.background) == (1, 0, 0) and first.seconds > 0
+  assert (difference.compilations, difference.cached) == (1, 0)
+  compile_something(3.0)
+  assert counter.read() - first == difference  # unregistered
+
+
+def test_other_threads_are_the_background():
+  with CompileCounter() as counter:
+    thread = threading.Thread(target=compile_something, args=(5.0,))
+    thread.start()
+    thread.join()
+    got = counter.read()
+  assert (got.compilations, got.background, got.seconds) == (0, 1, 0.0) and got.background_seconds > 0
+
+
+def test_two_counters_do_not_disturb_each_other():
+  with CompileCounter() as outer:
+    with CompileCounter() as inner:
+      compile_something(7.0)
+    compile_something(8.0)
+  assert (outer.read().compilations, inner.read().compilations) == (2, 1)
+
+
+def test_a_hit_in_the_persistent_cache_is_not_a_compilation(tmp_path):
+  code = f"""
+    import jax, numpy as np
+    from trainer.observe.compiles import CompileCounter
+    jax.config.update("jax_compilation_cache_dir", {str(tmp_path)!r})
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    with CompileCounter() as counter:
+      jax.jit(lambda x: x * 3 - 1)(np.ones((8,), np.float32)).block_until_ready()
+      got = counter.read()
+    print(got.compilations, got.cached)
+  """
+  command = [sys.executable, "-c", textwrap.dedent(code)]
+  runs = [subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout for _ in range(2)]
+  assert runs == ["1 0\n", "0 1\n"]

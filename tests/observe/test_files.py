@@ -1,0 +1,117 @@
+"""The object-store side of the line files, through etils and a bucket that refuses what real ones refuse."""
+
+from __future__ import annotations
+
+import time
+
+import fsspec
+import pytest
+from etils.epath import backend
+from fsspec.implementations.local import LocalFileSystem
+
+from trainer.config.schema import ObserveSection
+from trainer.observe import events, files, goodput, log, metrics
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+  """gs:// is a folder whose objects are written whole; appending is an error, and `broken` makes every write one."""
+
+  class Bucket(LocalFileSystem):
+    protocol = ("gcs", "gs")
+    broken = False
+    writes = 0
+    cachable = False
+
+    @classmethod
+    def _strip_protocol(cls, path):
+      path = str(path)
+      return str(tmp_path / path.removeprefix("gs://")) if path.startswith("gs://") else path
+
+    def open(self, path, mode="rb", **options):
+      assert mode in ("r", "rb", "w", "wb"), f"object stores cannot open with {mode}"
+      if "w" in mode:
+        if Bucket.broken:
+          raise RuntimeError("503 backend error")
+        Bucket.writes += 1
+      return super().open(path, mode, **options)
+
+  fsspec.register_implementation("gcs", Bucket, clobber=True)
+  monkeypatch.setattr(backend.fsspec_backend, "_get_filesystem", lambda name: Bucket())
+  return Bucket
+
+
+def test_lines_go_to_numbered_parts_and_come_back_in_order(bucket, tmp_path):
+  lines = files.ObjectLines("gs://b/run", "log.txt", period=60, part_bytes=100)
+  for i in range(20):
+    lines.append(f"line {i:03d}")
+    if i % 3 == 0:
+      lines.flush()
+  lines.close()
+  parts = sorted(path.name for path in (tmp_path / "b/run").iterdir())
+  assert parts == ["log.txt.000000", "log.txt.000001"]
+  assert list(files.read_lines("gs://b/run", "log.txt")) == [f"line {i:03d}" for i in range(20)]
+
+
+def test_a_restart_never_touches_the_parts_before_it(bucket, tmp_path):
+  for life in range(3):
+    out = log.get("gs://b/run")
+    out.line(f"life {life}")
+    out.close()
+  assert (tmp_path / "b/run/log.txt.000000").read_text() == "life 0\n"
+  assert list(files.read_lines("gs://b/run", "log.txt")) == ["life 0", "life 1", "life 2"]
+
+
+def test_lines_arrive_without_being_asked_for(bucket):
+  lines = files.ObjectLines("gs://b/run", "x", period=0.05)
+  lines.append("soon")
+  deadline = time.monotonic() + 10
+  while list(files.read_lines("gs://b/run", "x")) != ["soon"] and time.monotonic() < deadline:
+    time.sleep(0.02)
+  assert list(files.read_lines("gs://b/run", "x")) == ["soon"]
+  writes = bucket.writes
+  time.sleep(0.2)
+  assert bucket.writes == writes  # nothing new, nothing written
+  lines.close()
+
+
+def test_an_outage_loses_nothing_and_is_reported_once(bucket, capsys):
+  lines = files.ObjectLines("gs://b/run", "x", period=60, part_bytes=10)
+  lines.append("before")
+  bucket.broken = True
+  for i in range(3):
+    lines.append(f"during {i}")
+    lines.flush()
+  bucket.broken = False
+  lines.append("after")
+  lines.close()
+  assert list(files.read_lines("gs://b/run", "x")) == ["before", "during 0", "during 1", "during 2", "after"]
+  assert capsys.readouterr().err.count("503 backend error") == 1
+
+
+def test_a_whole_run_on_an_object_store(bucket, tmp_path):
+  out, record = log.get("gs://b/run"), events.EventLog("gs://b/run", "run")
+  section = ObserveSection(enable_tensorboard=False, gcs_metrics=True, log_period=2)
+  writer = metrics.Metrics("gs://b/run", section, record, out)
+  record.emit("run_start", num_slices=1)
+  for step in range(3):
+    writer.write(
+      metrics.StepRecord(step=step, seconds=0.001, loss=2.0 - step, grad_norm=1.0, lr=0.1, tokens=8, slices=1)
+    )
+  record.emit("run_end", exit=0)
+  writer.close()
+  record.close()
+  assert [r["loss"] for r in metrics.read_metrics("gs://b/run")] == [2.0, 1.0, 0.0]
+  assert [r["kind"] for r in events.read_events("gs://b/run")] == ["run_start", "run_end"]
+  assert sorted(path.name for path in (tmp_path / "b/run/metrics").iterdir()) == [
+    "metrics_step_000000_to_step_000001.txt",
+    "metrics_step_000002_to_step_000002.txt",
+  ]
+  goodput.write("gs://b/run", out)
+  out.close()
+  assert next(files.read_lines("gs://b/run", "log.txt")).startswith("goodput: ")
+
+
+def test_a_missing_file_has_no_lines(bucket, tmp_path):
+  assert list(files.read_lines("gs://b/nothing", "x")) == []
+  assert list(files.read_lines(str(tmp_path / "nothing"), "x")) == []

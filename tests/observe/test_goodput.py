@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from trainer.config.schema import ObserveSection
+from trainer.observe import events, goodput, log, metrics
+
+
+class Life:
+  """One process writing the real files under a clock that the test moves."""
+
+  def __init__(self, path, wall: float, monotonic: float = 100.0):
+    self.wall, self.now = wall - monotonic, monotonic
+    self.events = events.EventLog(str(path), "r", wall=lambda: self.wall + self.now, monotonic=lambda: self.now)
+    self.metrics = metrics.Metrics(str(path), ObserveSection(enable_tensorboard=False), self.events, log.get(None))
+
+  def after(self, pause: float, kind: str, /, **fields) -> None:
+    self.now += pause
+    self.events.emit(kind, **fields)
+
+  def step(self, step: int, seconds: float = 1.0, wait: float = 0.0, slices: int = 3) -> None:
+    self.now += seconds
+    self.metrics.write(
+      metrics.StepRecord(
+        step=step, seconds=seconds, loss=1.0, grad_norm=1.0, lr=0.1, tokens=step, slices=slices, data_wait=wait
+      )
+    )
+
+
+def seconds(path) -> dict[str, float]:
+  result = goodput.compute(str(path))
+  assert sum(round(1e6 * s) for s in result["seconds"].values()) == round(1e6 * result["wall_seconds"])
+  assert sum(round(100 * p) for p in result["percent"].values()) == 10000
+  return {name: value for name, value in result["seconds"].items() if value}
+
+
+def test_each_kind_of_time_has_its_bucket(tmp_path):
+  life = Life(tmp_path, wall=1000.0)
+  life.after(0, "run_start", num_slices=3)
+  life.after(1, "restore", seconds=1, tier="none", step=0)
+  life.after(4, "compile", seconds=2.5, what="train_step")
+  life.after(0.5, "init_done", seconds=5.5)
+  life.step(0, seconds=2, wait=0.25)
+  life.after(0.5, "checkpoint_save", blocking_seconds=0.5, seconds=9.0, step=0, tier="persistent")
+  life.after(0.125, "snapshot", blocking_seconds=0.125, step=0)
+  life.after(0, "compile", seconds=50, background=True, what="two slices")
+  life.after(3, "eval", seconds=2, loss=1.0, step=0)
+  life.after(1, "run_end", exit=0)
+  assert seconds(tmp_path) == {
+    "compile": 2.5,
+    "restore": 1.0,
+    "checkpoint": 0.5,
+    "snapshot": 0.125,
+    "eval": 2.0,
+    "data_wait": 0.25,
+    "steps": 1.75,
+    "init": 2.0,
+    "other": 2.0,  # one before the evaluation, one at the end
+  }
+
+
+def test_a_compile_or_save_inside_a_step_is_taken_out_of_it(tmp_path):
+  life = Life(tmp_path, wall=0.0)
+  life.after(0, "run_start")
+  life.after(4, "compile", seconds=3, what="train_step")
+  life.now -= 4
+  life.step(0, seconds=5)
+  assert seconds(tmp_path) == {"compile": 3.0, "steps": 2.0}
+
+
+def test_an_elastic_rewind(tmp_path):
+  life = Life(tmp_path, wall=50.0)
+  life.after(0, "run_start", num_slices=3)
+  life.after(0, "attempt_start", attempt=1)
+  for step in range(4):
+    life.step(step)
+  life.after(0.75, "slice_down", slice=1, step=3)
+  life.after(0, "attempt_start", attempt=2)
+  life.after(2, "wait_slices", seconds=2)
+  life.after(0.5, "restore", seconds=0.5, tier="snapshot", step=2)
+  for step in (3, 4):
+    life.step(step, slices=2)
+  life.after(0, "run_end", exit=0)
+  assert seconds(tmp_path) == {"steps": 5.0, "steps_lost": 1.75, "wait_slices": 2.0, "restore": 0.5}
+  result = goodput.compute(str(tmp_path))
+  assert (result["steps"], result["steps_lost"], result["attempts"], result["processes"]) == (5, 1, 2, 1)
+  assert result["slice_percent"] == round(100 * (3 * 3 + 2 * 2) / 15, 2)
+  assert result["goodput_percent"] == pytest.approx(100 * 5 / 9.25, abs=0.01)
+
+
+def test_a_restart_of_the_process(tmp_path):
+  first = Life(tmp_path, wall=1000.0, monotonic=7.0)
+  first.after(0, "run_start")
+  for step in range(10):
+    first.step(step)  # then killed
+  second = Life(tmp_path, wall=1030.0, monotonic=90000.0)  # another boot: its monotonic clock means nothing here
+  second.after(2, "run_start", seconds=2)
+  second.after(1, "restore", seconds=1, step=7, tier="persistent")
+  for step in range(8, 12):
+    second.step(step)
+  assert seconds(tmp_path) == {"steps": 12.0, "steps_lost": 2.0, "down": 20.0, "init": 2.0, "restore": 1.0}
+  assert goodput.compute(str(tmp_path))["processes"] == 2
+
+
+def test_a_wall_clock_that_is_set_back_does_not_make_lives_overlap(tmp_path):
+  first = Life(tmp_path, wall=1000.0)
+  first.step(0, seconds=100)
+  second = Life(tmp_path, wall=1050.0)
+  second.step(1, seconds=1)
+  assert seconds(tmp_path) == {"steps": 101.0}
+
+
+def test_a_wall_clock_that_jumps_inside_a_life_changes_nothing(tmp_path):
+  life = Life(tmp_path, wall=1000.0)
+  life.step(0)
+  life.wall += 3600
+  life.step(1)
+  assert seconds(tmp_path) == {"steps": 2.0}
+
+
+def test_any_history_sums_to_the_wall_time(tmp_path):
+  rng = random.Random(0)
+  kinds = [*goodput._TIMED, "slice_down", "attempt_start", "hang", "nonsense"]
+  for case in range(30):
+    path, wall, step = tmp_path / str(case), 1e9, 0
+    for _ in range(rng.randint(1, 4)):
+      life = Life(path, wall=wall, monotonic=rng.uniform(0, 1e6))
+      for _ in range(rng.randint(1, 40)):
+        if rng.random() < 0.5:
+          step = max(0, step + rng.choice([1, 1, 1, 1, -3]))
+          life.step(step, seconds=rng.expovariate(1), wait=rng.expovariate(3))
+        else:
+          took = rng.expovariate(0.5)
+          life.after(rng.expovariate(1), rng.choice(kinds), seconds=took, blocking_seconds=took)
+      wall += life.now + rng.uniform(-5, 5)
+    seconds(path)
+
+
+def test_write_leaves_a_file_and_a_line(tmp_path, capsys):
+  life = Life(tmp_path, wall=0.0)
+  life.after(0, "run_start")
+  life.step(0, seconds=62)
+  life.after(20.67, "run_end", exit=0)
+  result = goodput.write(str(tmp_path), log.get(None))
+  assert json.loads((tmp_path / "goodput.json").read_text()) == result
+  assert capsys.readouterr().out == "goodput: 75.00% of 0:01:23 (other 25.00%), steps lost: 0\n"
+
+
+def test_a_directory_without_a_run_is_an_error(tmp_path):
+  with pytest.raises(ValueError, match="not the directory of a run"):
+    goodput.compute(str(tmp_path))

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+import textwrap
+
+from trainer.observe import log
+from trainer.observe.metrics import StepRecord, format_step_line
+from trainer.observe.progress import Progress
+
+
+def record(step: int) -> StepRecord:
+  return StepRecord(step=step, seconds=0.1, loss=9.0 - step, grad_norm=1.0, lr=1e-3, tokens=64, slices=2, eta=9.0)
+
+
+def test_without_a_terminal_every_period_and_the_last_step_are_plain_lines(tmp_path, capsys):
+  with Progress(log.get(str(tmp_path)), total_steps=6, total_slices=3, log_period=2) as progress:
+    for step in range(6):
+      progress.step(record(step), f"step={step} elastic_manager.good_slice_count=2")
+  lines = capsys.readouterr().out.splitlines()
+  assert [line for line in lines if line.startswith("completed")] == [format_step_line(record(s)) for s in (0, 2, 4, 5)]
+  assert sum(line.startswith("step=") for line in lines) == 6
+  assert (tmp_path / "log.txt").read_text().splitlines() == lines
+  assert "rich" not in str(capsys.readouterr().err)
+
+
+def test_in_a_terminal_a_bar_is_drawn_and_the_file_has_the_plain_lines(tmp_path):
+  code = f"""
+    import time
+    from trainer.observe import log
+    from trainer.observe.metrics import StepRecord
+    from trainer.observe.progress import Progress
+    out = log.get({str(tmp_path)!r})
+    with Progress(out, total_steps=40, total_slices=3, log_period=1) as progress:
+      for step in range(40):
+        time.sleep(0.02)
+        progress.step(StepRecord(step=step, seconds=0.02, loss=9.0 - step / 10, grad_norm=1.0, lr=1e-3, tokens=64,
+                                 slices=3 if step < 20 else 2, tokens_per_second_per_device=1234.0, eta=7.0))
+        if step == 20:
+          out.line("Slice down event detected. Retrying. [bold]not markup[/bold]")
+    out.line("after the bar")
+  """
+  main, terminal = pty.openpty()
+  environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "150", "LINES": "40"}
+  command = [sys.executable, "-c", textwrap.dedent(code)]
+  with subprocess.Popen(command, stdout=terminal, stderr=subprocess.PIPE, env=environment) as process:
+    os.close(terminal)
+    screen = b""
+    while True:
+      try:
+        chunk = os.read(main, 65536)
+      except OSError:  # the other end is closed
+        break
+      if not chunk:
+        break
+      screen += chunk
+    assert process.wait(timeout=30) == 0, process.stderr.read()
+  os.close(main)
+  text = screen.decode()
+  assert "step 40/40" in text and "slices 3/3" in text and "slices 2/3" in text and "1,234 tokens/s/device" in text
+  assert "[bold]not markup[/bold]" in text and text.rstrip().endswith("after the bar")
+  assert "completed step" not in text
+  assert text.count("eta 0:00:07") < 25  # five times a second, not every step
+  lines = (tmp_path / "log.txt").read_text().splitlines()
+  assert sum(line.startswith("completed step: ") for line in lines) == 40
+  assert lines[21] == "Slice down event detected. Retrying. [bold]not markup[/bold]" and lines[-1] == "after the bar"

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+from trainer.observe import events
+
+HEADER = """
+import sys, threading, time
+from trainer.observe import events, log, watchdog
+out = log.get(sys.argv[1])
+dog = watchdog.Watchdog(float(sys.argv[2]), out, events.EventLog(sys.argv[1]))
+dog.start()
+"""
+
+
+def start(path, code: str, timeout: float) -> subprocess.Popen:
+  command = [sys.executable, "-c", HEADER + textwrap.dedent(code), str(path), str(timeout)]
+  return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_hung_process_dumps_its_stacks_and_exits_with_134(tmp_path):
+  code = """
+    def stuck_in_a_collective():
+      threading.Event().wait()
+    def other_thread():
+      time.sleep(600)
+    threading.Thread(target=other_thread, daemon=True).start()
+    dog.beat(step=7)
+    stuck_in_a_collective()
+  """
+  with start(tmp_path, code, 0.5) as process:
+    out, err = process.communicate(timeout=30)
+  assert process.returncode == 134
+  log = (tmp_path / "log.txt").read_text()
+  for text in (err, log):
+    assert "stuck_in_a_collective" in text and "other_thread" in text
+  assert "warning: no step completed for" in out and "last completed step: 7" in log
+  (hang,) = events.read_events(str(tmp_path))
+  assert hang["kind"] == "hang" and hang["step"] == 7 and 0.5 <= hang["silent_seconds"] < 5
+
+
+def test_it_aborts_even_when_stdout_is_what_hangs(tmp_path):
+  code = """
+    dog.beat(step=3)
+    while True:
+      out.line("x" * 1000)  # nobody reads: the pipe fills and the lock of the log is held for ever
+  """
+  with start(tmp_path, code, 0.5) as process:
+    assert process.wait(timeout=30) == 134
+  assert [record["kind"] for record in events.read_events(str(tmp_path))] == ["hang"]
+
+
+def test_beats_and_pauses_keep_it_quiet(tmp_path):
+  code = """
+    for step in range(10):
+      time.sleep(0.1)
+      dog.beat(step)
+    with dog.paused():
+      with dog.paused():
+        time.sleep(1.0)
+      time.sleep(1.0)
+    time.sleep(0.2)
+    dog.stop()
+    time.sleep(1.2)
+  """
+  with start(tmp_path, code, 1.0) as process:
+    process.communicate(timeout=30)
+  assert process.returncode == 0 and events.read_events(str(tmp_path)) == []
+
+
+def test_a_process_that_was_stopped_and_continued_is_not_hung(tmp_path):
+  code = """
+    print("ready", flush=True)
+    for step in range(30):
+      time.sleep(0.05)
+      dog.beat(step)
+  """
+  with start(tmp_path, code, 1.0) as process:
+    assert process.stdout.readline() == "ready\n"
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(2.5)
+    os.kill(process.pid, signal.SIGCONT)
+    process.communicate(timeout=30)
+  assert process.returncode == 0 and events.read_events(str(tmp_path)) == []
+
+
+def test_zero_turns_it_off(tmp_path):
+  with start(tmp_path, "time.sleep(0.5)\ndog.stop()", 0) as process:
+    process.communicate(timeout=30)
+  assert process.returncode == 0

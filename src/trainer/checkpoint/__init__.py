@@ -1,0 +1,6 @@
+"""Checkpoints of pytrees of jax.Arrays in three tiers. Start reading at tiers.py. Importing this imports no Orbax."""
+
+from trainer.checkpoint.errors import CheckpointError, ConfigMismatch, NoGoodCheckpoint, NonFiniteState
+from trainer.checkpoint.tiers import Restored, Tiers
+
+__all__ = ["CheckpointError", "ConfigMismatch", "NoGoodCheckpoint", "NonFiniteState", "Restored", "Tiers"]

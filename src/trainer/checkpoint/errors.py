@@ -1,0 +1,23 @@
+"""What can go wrong with a checkpoint, and what each error means for the run."""
+
+from __future__ import annotations
+
+
+class CheckpointError(RuntimeError):
+  """A checkpoint could not be written or read: storage, space, permissions. The run cannot promise its progress."""
+
+
+class NonFiniteState(CheckpointError):
+  """The state to be saved has infinities or NaNs; it was not committed."""
+
+
+class NoGoodCheckpoint(CheckpointError):
+  """There are checkpoints, and none of them can be trusted: starting anew in silence would hide the loss."""
+
+
+class ConfigMismatch(ValueError):
+  """A key that changes the model or the order of data differs from the checkpoint's."""
+
+
+class Rejected(Exception):
+  """Why one checkpoint cannot be used. Never leaves the package: the next older one is tried."""

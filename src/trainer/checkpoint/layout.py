@@ -1,0 +1,129 @@
+"""Layers stacked or apart: the same state stored as `layers.w` [L, ...] or as `layers.0.w` ... `layers.{L-1}.w`.
+
+Works on names and shapes only, so that parameters and optimizer moments follow one rule. A restore reads the stored
+form group by group and turns each group into the wanted one, so that never more than one group exists twice.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from trainer.checkpoint.errors import Rejected
+
+LAYER = re.compile(r"^((?:.*\.)?layers)\.(\d+)\.(.+)$")
+
+
+@dataclass(frozen=True)
+class Move:
+  """Stored arrays that become wanted ones: one to one, one to its L layers, or L layers to one."""
+
+  sources: tuple[str, ...]
+  targets: tuple[str, ...]
+
+
+def plan(saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Any]) -> list[Move]:
+  """Moves that make every wanted array (ShapeDtypeStruct) of saved ones ({name: {"shape", "dtype"}}).
+
+  Raises Rejected where an array is missing, left over or has another shape. Types may differ: they are cast.
+  """
+  stacked: dict[str, dict[int, str]] = {}
+  for name in [*saved, *wanted]:
+    if match := LAYER.match(name):
+      stacked.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = name
+  moves: list[Move] = []
+  done: set[str] = set()
+  used: set[str] = set()
+  for name in wanted:
+    if name in done:
+      continue
+    match = LAYER.match(name)
+    whole = f"{match[1]}.{match[3]}" if match else name
+    layers = tuple(stacked.get(whole, {})[i] for i in sorted(stacked.get(whole, {})))
+    if name in saved:
+      move = Move((name,), (name,))
+    elif whole in saved and match:
+      move = Move((whole,), layers)
+    elif layers and all(layer in saved for layer in layers):
+      move = Move(layers, (name,))
+    else:
+      raise Rejected(f"it has no array {name}")
+    _check_shapes(move, saved, wanted)
+    moves.append(move)
+    done.update(move.targets)
+    used.update(move.sources)
+  if extra := [name for name in saved if name not in used]:
+    raise Rejected(f"it has {len(extra)} arrays that the state lacks: {', '.join(extra[:3])}")
+  return moves
+
+
+def _check_shapes(move: Move, saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Any]) -> None:
+  have = [tuple(saved[name]["shape"]) for name in move.sources]
+  want = [tuple(wanted[name].shape) if name in wanted else None for name in move.targets]
+  if len(want) > 1:  # one to L layers
+    want = [(len(want), *want[0])] if want[0] is not None and len(set(want)) == 1 else [None]
+  if len(have) > 1:  # L layers to one
+    have = [(len(have), *have[0])] if len(set(have)) == 1 else [()]
+  if have != want:
+    raise Rejected(f"{move.sources[0]} has shape {list(have[0])} where the state wants {list(want[0] or ())}")
+
+
+def _respec(sharding: Sharding, leading: bool) -> Sharding:
+  """The sharding for an array with one more (leading=True) or one less unsharded first dimension."""
+  if not isinstance(sharding, NamedSharding):
+    return sharding
+  spec = (None, *sharding.spec) if leading else tuple(sharding.spec)[1:]
+  return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+
+
+def stored(move: Move, saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Any]) -> dict[str, Any]:
+  """{source name: ShapeDtypeStruct} in the stored shape and type, sharded as the target will be."""
+  sharding = wanted[move.targets[0]].sharding
+  if len(move.targets) > len(move.sources):
+    sharding = _respec(sharding, leading=True)
+  elif len(move.sources) > len(move.targets):
+    sharding = _respec(sharding, leading=False)
+  return {
+    name: jax.ShapeDtypeStruct(tuple(saved[name]["shape"]), jnp.dtype(saved[name]["dtype"]), sharding=sharding)
+    for name in move.sources
+  }
+
+
+def convert(move: Move, arrays: Mapping[str, jax.Array], wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
+  """{target name: array} in the wanted shapes, types and shardings."""
+  sources = [arrays[name] for name in move.sources]
+  targets = [wanted[name] for name in move.targets]
+  dtype = targets[0].dtype
+  if len(move.sources) == len(move.targets) and sources[0].dtype == dtype:
+    return dict(zip(move.targets, sources))
+
+  def change(sources: Sequence[jax.Array]) -> list[jax.Array]:
+    if len(move.targets) > len(sources):
+      sources = [sources[0][i] for i in range(len(move.targets))]
+    elif len(sources) > len(move.targets):
+      sources = [jnp.stack(sources)]
+    return [x.astype(dtype) for x in sources]
+
+  return dict(zip(move.targets, jax.jit(change, out_shardings=[t.sharding for t in targets])(sources)))
+
+
+def batches(moves: Iterable[Move], wanted: Mapping[str, Any], limit: int) -> Iterator[list[Move]]:
+  """The moves in order, in lists of at most `limit` bytes (a larger move is alone)."""
+  batch: list[Move] = []
+  size = 0
+  for move in moves:
+    need = sum(math.prod(wanted[name].shape) * wanted[name].dtype.itemsize for name in move.targets)
+    if batch and size + need > limit:
+      yield batch
+      batch, size = [], 0
+    batch.append(move)
+    size += need
+  if batch:
+    yield batch

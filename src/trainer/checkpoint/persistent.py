@@ -1,0 +1,354 @@
+"""The persistent tier: Orbax in {run}/checkpoints/{step}, local or gs://, sealed so that damage is noticed.
+
+A step's folder has Orbax's `state/`, our `meta.json` and `manifest.json` (a CRC-32 of every file), and the marker
+`commit_success.txt`. All of it is in place before Orbax commits: locally by renaming the folder, on an object store
+by writing the marker last. A step without the marker was never finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Literal
+
+import jax
+
+from trainer.checkpoint import agree, fingerprint, layout, retention, sealed, trees
+from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
+from trainer.config.schema import CheckpointSection
+
+COMMIT = "commit_success.txt"
+META = "meta.json"
+MANIFEST = "manifest.json"
+DELETED = "DELETED"
+UNFINISHED = ".orbax-checkpoint-tmp"
+# Orbax touches these two after the manifest is written. The first is only its own bookkeeping (a restore does not
+# read it), the second is checked by its text.
+UNSEALED = frozenset({"_CHECKPOINT_METADATA", COMMIT, MANIFEST})
+# An object store keeps and checks a checksum of every object itself, and reading all twice would double a restore:
+# there only files up to this size have a CRC of ours, the others their length; array data has its fingerprints.
+OBJECT_STORE_CRC_LIMIT = 1 << 20
+# What a restore may hold besides the state: an eighth of it, or this where the state is small.
+MIN_BATCH_BYTES = 64 << 20
+# Words in an error of the storage that speak against the storage and not against the checkpoint.
+OUTAGES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "trainer")
+
+Log = Callable[[str], None]
+Emit = Callable[..., None]
+
+
+def versions() -> dict[str, str]:
+  """Versions of the installed libraries on which a checkpoint may depend."""
+  found = {}
+  for package in PACKAGES:
+    try:
+      found[package] = metadata.version(package)
+    except metadata.PackageNotFoundError:
+      found[package] = "not installed"
+  return found
+
+
+@dataclass
+class _Save:
+  """A save under way: what the background needs to seal and finish it."""
+
+  step: int
+  meta: dict[str, Any]
+  started: dict[str, jax.Array]
+  clock: float
+  blocked: float = 0.0
+
+
+class Persistent:
+  """Saves and restores {directory}/{step}. One save is in flight at most; errors of it surface in the next call."""
+
+  def __init__(
+    self,
+    directory: str,
+    cfg: CheckpointSection,
+    *,
+    log: Log = lambda line: None,
+    emit: Emit = lambda kind, **fields: None,
+    atomicity: Literal["auto", "commit_file"] = "auto",
+  ) -> None:
+    """atomicity="commit_file" makes a local directory behave as an object store does."""
+    from etils import epath
+
+    self.directory = epath.Path(directory)
+    self._cfg, self._log, self._emit, self._atomicity = cfg, log, emit, atomicity
+    self._writer: Any = None
+    self._thread: threading.Thread | None = None
+    self._error: BaseException | None = None
+    self._save: _Save | None = None
+    self._losses: dict[int, float | None] | None = None
+
+  # ---- saving ----
+
+  def save(
+    self,
+    step: int,
+    state: Any,
+    meta: Mapping[str, Any],
+    *,
+    metric: float | None = None,
+    force: bool = False,
+  ) -> bool:
+    """Starts (async_checkpointing) or does a save of `state`, a pytree of jax.Arrays; False where the step exists.
+
+    Returns when the state has been copied to the host: its buffers may then be donated. `meta` is JSON; `metric` is
+    the evaluation loss, for checkpoint_keep_best. force overwrites. Raises CheckpointError for this and for the save
+    before it, NonFiniteState where the state has infinities or NaNs (from `wait` or the next call).
+    """
+    self.wait()
+    begin = time.monotonic()
+    exists = agree.from_primary(self._committed(str(step)))
+    if exists and not force:
+      return False
+    flat = trees.flatten(state)
+    sealed_meta = dict(meta, step=step, metric=metric, versions=versions(), arrays=trees.describe(flat))
+    self._save = _Save(step, sealed_meta, fingerprint.dispatch(flat), begin)
+    try:
+      self.directory.mkdir(parents=True, exist_ok=True)
+      self._orbax_writer().save(self.directory / str(step), args=_save_args(flat), force=True)
+    except jax.errors.JaxRuntimeError:
+      raise
+    except Exception as error:
+      raise self._failure(step, error) from error
+    self._save.blocked = time.monotonic() - begin
+    self._thread = threading.Thread(target=self._finish, args=(self._save,), name=f"checkpoint-{step}", daemon=True)
+    self._thread.start()
+    if not self._cfg.async_checkpointing:
+      self.wait()
+    return True
+
+  def wait(self) -> None:
+    """Returns when the save in flight is committed. Raises CheckpointError where it failed."""
+    if self._thread is not None:
+      self._thread.join()
+    self.check()
+
+  def check(self) -> None:
+    """Raises CheckpointError where a save in the background has failed; does not wait."""
+    if self._thread is None or self._thread.is_alive():
+      return
+    self._thread, error, self._error = None, self._error, None
+    if error is not None:
+      raise error
+
+  def close(self) -> None:
+    """Waits for the save in flight and frees Orbax's threads."""
+    try:
+      self.wait()
+    finally:
+      if self._writer is not None:
+        self._writer.close()
+        self._writer = None
+
+  def _orbax_writer(self) -> Any:
+    if self._writer is None:
+      import orbax.checkpoint as ocp
+      from orbax.checkpoint.options import AtomicityMode, AtomicityOptions
+
+      barrier = ocp.multihost.get_barrier_sync_fn()
+
+      def finite_barrier(*, key: str, timeout_ms: int) -> None:
+        self._prints()  # raises on every process alike: were it only process 0, the others would wait for it here
+        barrier(key=key, timeout_ms=timeout_ms)
+
+      self._writer = ocp.AsyncCheckpointer(
+        _handler(ocp.options.MultiprocessingOptions()),
+        async_options=ocp.AsyncOptions(post_finalization_callback=self._seal, barrier_sync_fn=finite_barrier),
+        atomicity_options=AtomicityOptions(mode=AtomicityMode(self._atomicity)),
+      )
+    return self._writer
+
+  def _prints(self) -> dict[str, str]:
+    """The fingerprints of the save in flight. Raises NonFiniteState."""
+    save = self._save
+    assert save is not None
+    prints, bad = fingerprint.collect(save.started)
+    if bad:
+      raise NonFiniteState(
+        f"the state of step {save.step} is not finite ({len(bad)} arrays, the first {bad[0]}): not saved. "
+        "Resume from the last checkpoint with a lower learning_rate or other data"
+      )
+    return prints
+
+  def _seal(self) -> None:
+    """Orbax calls this on process 0 when all arrays are written, before the commit; an exception prevents it."""
+    save, prints = self._save, self._prints()
+    assert save is not None
+    for name, value in prints.items():
+      save.meta["arrays"][name]["fingerprint"] = value
+    root = self.directory / f"{save.step}{UNFINISHED}"
+    if not root.exists():
+      root = self.directory / str(save.step)
+    (root / META).write_bytes(sealed.dump(save.meta))
+    limit = OBJECT_STORE_CRC_LIMIT if "://" in str(self.directory) else None
+    (root / MANIFEST).write_bytes(sealed.dump(sealed.manifest(root, UNSEALED, limit)))
+
+  def _finish(self, save: _Save) -> None:
+    """Background: waits for the commit, then deletes what retention does not keep."""
+    try:
+      self._writer.wait_until_finished()
+      self._emit("checkpoint_saved", step=save.step, tier="persistent", path=str(self.directory / str(save.step)),
+                 blocking_seconds=save.blocked, seconds=time.monotonic() - save.clock)  # fmt: skip
+      if jax.process_index() == 0:
+        self._prune(save)
+    except BaseException as error:  # noqa: BLE001 - handed to the training thread by check()
+      self._error = self._failure(save.step, error)
+
+  def _failure(self, step: int, error: BaseException) -> BaseException:
+    """The error to raise for `error`; what is left of the unfinished save is removed, its space may be what lacked."""
+    self._save = None
+    for name in (f"{step}{UNFINISHED}", str(step)):
+      path = self.directory / name
+      if jax.process_index() == 0 and path.exists() and not self._committed(name):
+        with contextlib.suppress(OSError):  # the error at hand is the one to report
+          path.rmtree()
+    if isinstance(error, CheckpointError | jax.errors.JaxRuntimeError):
+      return error
+    return CheckpointError(
+      f"step {step} could not be saved in {self.directory}: {_first_line(error)}. Earlier checkpoints are untouched; "
+      "check space and permissions there and start again to resume"
+    )
+
+  def _prune(self, save: _Save) -> None:
+    if self._losses is None:
+      self._losses = {step: self._read_meta(step).get("metric") for step in self.steps()}
+    self._losses[save.step] = save.meta["metric"]
+    for step in sorted(set(self._losses) - retention.kept(self._losses, self._cfg)):
+      self._delete(str(step))
+      del self._losses[step]
+
+  def _delete(self, name: str) -> None:
+    """Marks, uncommits, then removes: killed anywhere in between, the rest is never taken for a checkpoint."""
+    path = self.directory / name
+    (path / DELETED).write_text("being deleted by retention\n")
+    (path / COMMIT).unlink(missing_ok=True)
+    path.rmtree()
+
+  # ---- reading ----
+
+  def _committed(self, name: str) -> bool:
+    path = self.directory / name
+    return name.isdigit() and (path / COMMIT).exists() and not (path / DELETED).exists()
+
+  def steps(self) -> list[int]:
+    """Committed steps, oldest first. Says nothing about damage: `verify` does."""
+    if not self.directory.exists():
+      return []
+    return sorted(int(path.name) for path in self.directory.iterdir() if self._committed(path.name))
+
+  def unfinished(self) -> dict[str, bool]:
+    """{folder name: it had been sealed} of folders that are no committed checkpoints; sweeps half-deleted ones."""
+    found = {}
+    for path in self.directory.iterdir() if self.directory.exists() else ():
+      if (path / DELETED).exists():
+        path.rmtree()
+      elif path.name.partition(UNFINISHED)[0].isdigit() and not self._committed(path.name):
+        found[path.name] = (path / MANIFEST).exists()
+    return found
+
+  def _read_meta(self, step: int) -> dict[str, Any]:
+    return sealed.parse((self.directory / str(step) / META).read_bytes(), META)
+
+  def verify(self, step: int, part: int = 0, parts: int = 1) -> dict[str, Any]:
+    """The meta of a committed step. Raises Rejected where a file is missing or damaged.
+
+    With parts > 1 only every parts-th file is read: several processes share the work.
+    """
+    root = self.directory / str(step)
+    for name in (COMMIT, MANIFEST, META):
+      if not (root / name).exists():
+        raise Rejected(f"{name} is missing")
+    if b"success" not in (root / COMMIT).read_bytes():
+      raise Rejected(f"{COMMIT} is damaged")
+    entries = sealed.parse((root / MANIFEST).read_bytes(), MANIFEST)
+    sealed.check(root, dict(list(entries.items())[part::parts]))
+    meta = self._read_meta(step)
+    if meta["step"] != step:
+      raise Rejected(f"it is of step {meta['step']}")
+    return meta
+
+  def restore(self, step: int, abstract: Any, meta: Mapping[str, Any]) -> Any:
+    """The state of `step` (meta: as from `verify`) with the shapes, types and shardings of `abstract`.
+
+    Takes no part in collectives: each process reads alone, so one that fails does not leave the others waiting.
+    Raises Rejected where the arrays are not those that were saved, CheckpointError where the storage fails.
+    """
+    wanted = trees.flatten(abstract)
+    saved = meta["arrays"]
+    limit = max(trees.state_bytes(abstract) // 8, MIN_BATCH_BYTES)
+    result: dict[str, jax.Array] = {}
+    for batch in layout.batches(layout.plan(saved, wanted), wanted, limit):
+      targets: dict[str, Any] = {}
+      for move in batch:
+        targets.update(layout.stored(move, saved, wanted))
+      arrays = self._read(step, targets)
+      expected = {name: saved[name]["fingerprint"] for name in arrays}
+      if wrong := fingerprint.differing(arrays, expected):
+        raise Rejected(f"{wrong[0]} does not have its fingerprint ({len(wrong)} arrays)")
+      for move in batch:
+        result.update(layout.convert(move, arrays, wanted))
+    return trees.unflatten(abstract, result)
+
+  def _read(self, step: int, targets: Mapping[str, Any]) -> dict[str, jax.Array]:
+    import orbax.checkpoint as ocp
+
+    alone = ocp.options.MultiprocessingOptions(primary_host=None, active_processes={jax.process_index()})
+    args = ocp.args.PyTreeRestore(
+      item=dict(targets),
+      restore_args=ocp.checkpoint_utils.construct_restore_args(dict(targets)),
+      partial_restore=True,
+    )
+    try:
+      with ocp.Checkpointer(_handler(alone), multiprocessing_options=alone) as reader:
+        arrays = reader.restore(self.directory / str(step), args=ocp.args.Composite(state=args)).state
+        return jax.block_until_ready(arrays)
+    except jax.errors.JaxRuntimeError:
+      raise
+    except Exception as error:
+      text = " ".join(str(e) for e in (error, error.__cause__) if e is not None)
+      if any(word in text for word in OUTAGES) or isinstance(error, PermissionError):
+        raise CheckpointError(f"{self.directory / str(step)} cannot be read: {_first_line(error)}") from error
+      raise Rejected(f"its arrays cannot be read: {_first_line(error)}") from error
+
+  def set_aside(self, name: str, reason: str) -> str:
+    """Moves a folder to {run}/checkpoints_rejected, with the reason in a file beside it; returns where it is now."""
+    aside = self.directory.parent / f"{self.directory.name}_rejected"
+    aside.mkdir(parents=True, exist_ok=True)
+    target = aside / name
+    for copy in range(1, 1000):
+      if not target.exists():
+        break
+      target = aside / f"{name}.{copy}"
+    (self.directory / name).rename(target)
+    (aside / f"{target.name}.reason.txt").write_text(reason + "\n")
+    return str(target)
+
+
+def _handler(multiprocessing: Any) -> Any:
+  """Orbax's handler for a step: zarr3 in OCDBT (few files), without compression (fp32 gains 8 % and costs 2x time)."""
+  import orbax.checkpoint as ocp
+
+  state = ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False, multiprocessing_options=multiprocessing)
+  return ocp.CompositeCheckpointHandler(state=state)
+
+
+def _save_args(flat: Mapping[str, jax.Array]) -> Any:
+  import orbax.checkpoint as ocp
+
+  return ocp.args.Composite(state=ocp.args.PyTreeSave(dict(flat)))
+
+
+def _first_line(error: BaseException) -> str:
+  """The innermost cause in one line: Orbax wraps what happened in exceptions without a type."""
+  while error.__cause__ is not None:
+    error = error.__cause__
+  return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"[:500]

@@ -1,0 +1,22 @@
+"""Which persistent checkpoints stay: a pure function of their steps and evaluation losses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trainer.config.schema import CheckpointSection
+
+
+def kept(losses: Mapping[int, float | None], cfg: CheckpointSection) -> set[int]:
+  """Of the steps in `losses` ({step: evaluation loss or None}), those that stay.
+
+  The newest max_num_checkpoints_to_keep, every multiple of checkpoint_keep_period, and the checkpoint_keep_best of
+  lowest loss (the older one of two equals).
+  """
+  steps = sorted(losses)
+  keep = set(steps[-cfg.max_num_checkpoints_to_keep :])
+  if cfg.checkpoint_keep_period:
+    keep.update(step for step in steps if step % cfg.checkpoint_keep_period == 0)
+  measured = [(loss, step) for step, loss in losses.items() if loss is not None]
+  keep.update(step for _, step in sorted(measured)[: cfg.checkpoint_keep_best])
+  return keep

@@ -1,0 +1,59 @@
+"""A run resumes only from a checkpoint of the same model and data, and says what else differs."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.checkpoint import ConfigMismatch, meta
+from trainer.config.schema import Config
+
+IDENTITY = {"data": "abc", "global_batch_size": 8}
+
+
+def saved(**changes):
+  config = Config().flat() | changes
+  return meta.build(tokens=1, cursor={}, config=config, identity=IDENTITY) | {"step": 3}
+
+
+def test_every_key_is_classified_once():
+  sets = [meta.CHANGES_MODEL, meta.CHANGES_DATA_ORDER, frozenset(meta.JUDGED_BY), meta.FREE]
+  judged = {*Config().model.model_dump(), *Config().data.model_dump(), *Config().optimizer.model_dump()}
+  everywhere = judged | {"init_weights_seed"}
+  assert set().union(*sets) == everywhere
+  assert sum(map(len, sets)) == len(everywhere)
+
+
+def test_same_config_is_accepted():
+  assert meta.check_config(saved(), Config().flat(), IDENTITY) == []
+
+
+def test_harmless_changes_are_named():
+  lines = meta.check_config(saved(steps=10, learning_rate=0.1), Config().flat(), IDENTITY)
+  assert lines == ["steps: 10 in the checkpoint, now 1000", "learning_rate: 0.1 in the checkpoint, now 0.0003"]
+
+
+@pytest.mark.parametrize("key", sorted(meta.CHANGES_MODEL | meta.CHANGES_DATA_ORDER))
+def test_each_key_that_matters_is_refused_and_can_be_allowed(key):
+  other = saved(**{key: "other"})
+  with pytest.raises(ConfigMismatch, match=rf"step 3(.|\n)*{key} +'other' -> .*changes the (model|data order)"):
+    meta.check_config(other, Config().flat(), IDENTITY)
+  assert len(meta.check_config(other, Config().flat(), IDENTITY, f" {key}, vocab_size")) == 1
+
+
+def test_identity_is_compared_and_its_cause_named():
+  other = saved(per_device_batch_size=2.0)
+  assert len(meta.check_config(other, Config().flat(), IDENTITY)) == 1
+  with pytest.raises(ConfigMismatch, match=r"global_batch_size(.|\n)*per_device_batch_size +2.0 -> 1.0 +a cause of it"):
+    meta.check_config(other, Config().flat(), IDENTITY | {"global_batch_size": 4})
+  meta.check_config(other, Config().flat(), IDENTITY | {"global_batch_size": 4}, "global_batch_size")
+
+
+def test_unknown_allowed_key_is_refused():
+  with pytest.raises(ValueError, match="allow_config_change names stepps"):
+    meta.check_config(saved(), Config().flat(), IDENTITY, "stepps")
+
+
+def test_a_key_that_one_side_does_not_know_is_no_difference():
+  older = saved(removed_key=1)
+  del older["config"]["attention"]
+  assert meta.check_config(older, Config().flat(), IDENTITY) == []

@@ -1,0 +1,162 @@
+"""The persistent tier: what is saved comes back bit by bit, on whatever mesh and layout is asked for."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+
+from trainer.checkpoint import CheckpointError, NonFiniteState
+from trainer.checkpoint.errors import Rejected
+from trainer.checkpoint.persistent import Persistent
+
+MODES = ["auto", "commit_file"]
+
+
+def restore(tier, step, abstract):
+  return tier.restore(step, abstract, tier.verify(step))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_round_trip(tmp_path, mode, asynchronous):
+  tier = Persistent(str(tmp_path / "c"), toys.config(async_checkpointing=asynchronous), atomicity=mode)
+  assert tier.save(7, toys.state(1), {"tokens": 70, "cursor": {"next_example": 5}})
+  if asynchronous:
+    tier.wait()
+  assert tier.steps() == [7]
+  meta = tier.verify(7)
+  assert meta["tokens"] == 70 and meta["cursor"] == {"next_example": 5} and meta["step"] == 7
+  assert meta["versions"]["jax"] == jax.__version__
+  toys.assert_same_bits(tier.restore(7, toys.abstract(toys.values(1), toys.mesh(2, 4)), meta), toys.values(1))
+  tier.close()
+
+
+@pytest.mark.parametrize("data,fsdp", [(1, 1), (2, 1), (1, 4), (4, 2), (1, 8)])
+@pytest.mark.parametrize("scanned", [True, False])
+def test_restores_onto_other_meshes_and_layer_layouts(tmp_path, data, fsdp, scanned):
+  tier = Persistent(str(tmp_path / "c"), toys.config())
+  tier.save(1, toys.state(1), {})
+  tier.save(2, toys.state(2, scanned=False), {})
+  tier.wait()
+  for step in (1, 2):
+    want = toys.values(step, scanned)
+    target = toys.abstract(want, toys.mesh(data, fsdp))
+    got = restore(tier, step, target)
+    toys.assert_same_bits(got, want)
+    assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, target)
+  tier.close()
+
+
+def test_state_may_be_donated_while_it_is_written(tmp_path):
+  tier = Persistent(str(tmp_path / "c"), toys.config())
+  state = toys.state(3)
+  destroy = jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree), donate_argnums=0)
+  for step in (1, 2, 3):
+    tier.save(step, state, {})
+    destroy(state)
+    state = toys.state(3)
+  tier.wait()
+  for step in (1, 2, 3):
+    toys.assert_same_bits(restore(tier, step, toys.abstract(toys.values(3), toys.mesh(2, 4))), toys.values(3))
+  tier.close()
+
+
+def test_retention_keeps_newest_multiples_and_best(tmp_path):
+  cfg = toys.config(max_num_checkpoints_to_keep=2, checkpoint_keep_period=4, checkpoint_keep_best=1)
+  state, losses = toys.state(), {1: 3.0, 2: 1.0, 3: 2.0, 4: None, 5: 5.0, 6: None, 7: None}
+  tier = Persistent(str(tmp_path / "c"), cfg)
+  for step, loss in losses.items():
+    tier.save(step, state, {}, metric=loss)
+    if step == 3:  # a resumed run reads the losses back
+      tier.close()
+      tier = Persistent(str(tmp_path / "c"), cfg)
+  tier.wait()
+  assert tier.steps() == [2, 4, 6, 7]
+  assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["2", "4", "6", "7"]
+  tier.close()
+
+
+def test_a_step_is_written_once(tmp_path):
+  tier = Persistent(str(tmp_path / "c"), toys.config())
+  assert tier.save(1, toys.state(1), {})
+  assert not tier.save(1, toys.state(2), {})
+  toys.assert_same_bits(restore(tier, 1, toys.abstract(toys.values(), toys.mesh(1, 1))), toys.values(1))
+  assert tier.save(1, toys.state(2), {}, force=True)
+  tier.wait()
+  toys.assert_same_bits(restore(tier, 1, toys.abstract(toys.values(), toys.mesh(1, 1))), toys.values(2))
+  tier.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_state_that_is_not_finite_is_never_committed(tmp_path, mode, value):
+  tier = Persistent(str(tmp_path / "c"), toys.config(), atomicity=mode)
+  tier.save(1, toys.state(), {})
+  state = toys.state(2)
+  state["opt_state"][0]["nu"]["embedding"] = state["opt_state"][0]["nu"]["embedding"].at[3, 1].set(value)
+  tier.save(2, state, {})
+  with pytest.raises(NonFiniteState, match=r"step 2 is not finite \(1 arrays, the first opt_state.0.nu.embedding\)"):
+    tier.wait()
+  assert tier.steps() == [1] and [p.name for p in (tmp_path / "c").iterdir()] == ["1"]
+  tier.close()
+
+
+def test_wrong_shape_and_missing_array_are_rejected_with_their_names(tmp_path):
+  tier = Persistent(str(tmp_path / "c"), toys.config())
+  tier.save(1, toys.state(), {})
+  tier.wait()
+  wide = toys.values()
+  wide["params"]["embedding"] = np.zeros((16, 16), np.float32)
+  with pytest.raises(Rejected, match=r"params.embedding has shape \[16, 8\] where the state wants \[16, 16\]"):
+    restore(tier, 1, toys.abstract(wide, toys.mesh(2, 4)))
+  more = toys.values() | {"new": np.zeros(3)}
+  with pytest.raises(Rejected, match="it has no array new"):
+    restore(tier, 1, toys.abstract(more, toys.mesh(2, 4)))
+  less = toys.values()
+  del less["low"]
+  with pytest.raises(Rejected, match="1 arrays that the state lacks: low"):
+    restore(tier, 1, toys.abstract(less, toys.mesh(2, 4)))
+  tier.close()
+
+
+def test_a_type_may_change_and_is_cast(tmp_path):
+  tier = Persistent(str(tmp_path / "c"), toys.config())
+  tier.save(1, toys.state(), {})
+  tier.wait()
+  want = toys.values()
+  want["params"]["embedding"] = want["params"]["embedding"].astype(jnp.bfloat16)
+  toys.assert_same_bits(restore(tier, 1, toys.abstract(want, toys.mesh(1, 2))), want)
+  tier.close()
+
+
+def test_unwritable_directory_is_an_error_and_earlier_checkpoints_stay(tmp_path):
+  tier = Persistent(str(tmp_path / "c"), toys.config())
+  tier.save(1, toys.state(), {})
+  tier.wait()
+  (tmp_path / "c").rename(tmp_path / "kept")
+  (tmp_path / "c").write_text("no folder")  # root ignores permissions, not this
+  with pytest.raises(CheckpointError, match=r"step 2 could not be saved in .*Earlier checkpoints are untouched"):
+    tier.save(2, toys.state(), {})
+    tier.wait()
+  (tmp_path / "c").unlink()
+  (tmp_path / "kept").rename(tmp_path / "c")
+  assert tier.steps() == [1]
+  toys.assert_same_bits(restore(tier, 1, toys.abstract(toys.values(), toys.mesh(1, 1))), toys.values())
+  tier.close()
+
+
+def test_orbax_itself_reads_what_is_written(tmp_path):
+  import orbax.checkpoint as ocp
+
+  tier = Persistent(str(tmp_path / "c"), toys.config())
+  tier.save(1, toys.state(1), {})
+  tier.close()
+  with ocp.PyTreeCheckpointer() as reader:
+    tree = reader.restore(tmp_path / "c" / "1" / "state")
+  assert np.array_equal(tree["params.embedding"], toys.values(1)["params"]["embedding"])
+  assert json.loads((tmp_path / "c" / "1" / "state" / "_METADATA").read_text())["use_zarr3"]

@@ -1,0 +1,116 @@
+"""Who saves when, and that the newest good state is found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import toys
+
+from trainer.checkpoint import ConfigMismatch, NoGoodCheckpoint, Tiers
+
+
+def make(path, recorder=None, **changes):
+  recorder = recorder or toys.Recorder()
+  return Tiers(toys.config(**({"checkpoint_period": 2} | changes)), str(path), log=recorder.log, emit=recorder.emit)
+
+
+def target(seed=0):
+  return toys.abstract(toys.values(seed), toys.mesh(1, 2))
+
+
+def run(path, steps, **changes):
+  tiers = make(path, **changes)
+  saved = [step for step in range(1, steps + 1) if tiers.maybe_save(step, toys.state(step), {}, last=step == steps)]
+  tiers.close()
+  return saved
+
+
+def test_saves_at_the_period_and_at_the_end(tmp_path):
+  assert run(tmp_path, 5) == [2, 4, 5]
+  assert run(tmp_path / "even", 4) == [2, 4]
+
+
+def test_off_means_no_files(tmp_path):
+  assert run(tmp_path, 4, enable_checkpointing=False) == []
+  assert make(tmp_path, enable_checkpointing=False).restore_newest(target()) is None
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_first_start_restores_nothing(tmp_path):
+  assert make(tmp_path).restore_newest(target()) is None
+
+
+def test_restores_the_newest(tmp_path):
+  run(tmp_path, 5)
+  recorder = toys.Recorder()
+  restored = make(tmp_path, recorder).restore_newest(target())
+  path = f"{tmp_path}/checkpoints/5"
+  assert (restored.step, restored.tier, restored.path) == (5, "persistent", path)
+  toys.assert_same_bits(restored.state, toys.values(5))
+  assert recorder.lines == [f"Found commit_success file. Keeping {path}/.", f"Restoring checkpoint from {path}."]
+
+
+def test_falls_back_past_damage_and_keeps_it_aside(tmp_path):
+  run(tmp_path, 6)
+  root = tmp_path / "checkpoints"
+  (root / "6" / "meta.json").unlink()
+  (root / "8.orbax-checkpoint-tmp").mkdir()
+  recorder = toys.Recorder()
+  tiers = make(tmp_path, recorder)
+  restored = tiers.restore_newest(target())
+  assert restored.step == 4
+  toys.assert_same_bits(restored.state, toys.values(4))
+  aside = tmp_path / "checkpoints_rejected"
+  assert sorted(p.name for p in aside.iterdir()) == [
+    "6", "6.reason.txt", "8.orbax-checkpoint-tmp", "8.orbax-checkpoint-tmp.reason.txt",
+  ]  # fmt: skip
+  assert (aside / "6.reason.txt").read_text() == "meta.json is missing\n"
+  assert "checkpoint_rejected" in recorder.kinds()
+  assert tiers.maybe_save(6, toys.state(60), {})  # the step is free again
+  tiers.close()
+  toys.assert_same_bits(make(tmp_path).restore_newest(target()).state, toys.values(60))
+
+
+def test_nothing_good_is_an_error_and_nothing_is_moved(tmp_path):
+  run(tmp_path, 4)
+  for step in ("2", "4"):
+    (tmp_path / "checkpoints" / step / "manifest.json").unlink()
+  with pytest.raises(NoGoodCheckpoint, match=r"none can be restored:\n  4: manifest.json is missing\n  2: manifest"):
+    make(tmp_path).restore_newest(target())
+  assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["2", "4"]
+
+
+def test_a_lost_commit_marker_is_no_first_start(tmp_path):
+  run(tmp_path, 2)
+  (tmp_path / "checkpoints" / "2" / "commit_success.txt").unlink()
+  with pytest.raises(NoGoodCheckpoint, match=r"2: it was sealed and has lost its commit_success.txt"):
+    make(tmp_path).restore_newest(target())
+
+
+def test_only_an_unfinished_first_save_is_a_first_start(tmp_path):
+  (tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp").mkdir(parents=True)
+  recorder = toys.Recorder()
+  assert make(tmp_path, recorder).restore_newest(target()) is None
+  assert "its save did not finish" in recorder.lines[0]
+  assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_accept_refuses_before_anything_is_loaded(tmp_path):
+  run(tmp_path, 2)
+
+  def refuse(meta):
+    raise ConfigMismatch("other model")
+
+  with pytest.raises(ConfigMismatch, match="other model"):
+    make(tmp_path).restore_newest(target(), refuse)
+  assert (tmp_path / "checkpoints" / "2").exists()
+
+
+def test_import_is_light():
+  code = (
+    "import sys, trainer.checkpoint; print([m for m in sys.modules if m.split('.')[0] in ('orbax', 'tensorstore')])"
+  )
+  out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+  assert out.stdout.strip() == "[]"

@@ -1,0 +1,96 @@
+"""Small states for the tests of the checkpoint package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from trainer.config.schema import CheckpointSection
+
+LAYERS = 3
+
+
+def mesh(data: int, fsdp: int, first: int = 0) -> Mesh:
+  devices = np.array(jax.devices()[first : first + data * fsdp]).reshape(data, fsdp)
+  return Mesh(devices, ("data", "fsdp"))
+
+
+def _numbers(seed: int, shape: tuple[int, ...]) -> np.ndarray:
+  return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def values(seed: int = 0, scanned: bool = True) -> dict[str, Any]:
+  """A state in numpy with every kind of leaf: stacked layers, moments, bf16, int8, bool, scalars."""
+
+  def params(offset: int) -> dict[str, Any]:
+    stack = {"mlp": {"w": _numbers(offset, (LAYERS, 8, 4))}, "norm": _numbers(offset + 1, (LAYERS, 8))}
+    layers = stack if scanned else {str(i): jax.tree.map(lambda x, i=i: x[i], stack) for i in range(LAYERS)}
+    return {"embedding": _numbers(offset + 2, (16, 8)), "layers": layers}
+
+  seed *= 100
+  return {
+    "params": params(seed),
+    "opt_state": ({"mu": params(seed + 10), "nu": params(seed + 20)}, {}),
+    "low": _numbers(seed + 30, (8,)).astype(jnp.bfloat16),
+    "bytes": np.arange(16, dtype=np.int8) - 8,
+    "flags": np.array([True, False, True, True]),
+    "zeros": np.array([0.0, -0.0], np.float32),
+    "step": np.int32(seed),
+  }
+
+
+def _spec(x: Any) -> PartitionSpec:
+  if x.ndim == 3:
+    return PartitionSpec(None, "fsdp")
+  if x.ndim == 2 and x.shape[0] % 8 == 0:
+    return PartitionSpec("fsdp")
+  return PartitionSpec()
+
+
+def place(tree: Any, on: Mesh) -> Any:
+  return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(on, _spec(np.asarray(x)))), tree)
+
+
+def abstract(tree: Any, on: Mesh) -> Any:
+  def one(x: Any) -> jax.ShapeDtypeStruct:
+    x = np.asarray(x)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(on, _spec(x)))
+
+  return jax.tree.map(one, tree)
+
+
+def state(seed: int = 0, on: Mesh | None = None, scanned: bool = True) -> Any:
+  return place(values(seed, scanned), on or mesh(2, 4))
+
+
+def assert_same_bits(got: Any, want: Any) -> None:
+  assert jax.tree.structure(got) == jax.tree.structure(want)
+  for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want)):
+    a, b = np.asarray(a), np.asarray(b)
+    assert a.dtype == b.dtype and a.shape == b.shape, (path, a.dtype, b.dtype, a.shape, b.shape)
+    assert a.tobytes() == b.tobytes(), f"{jax.tree_util.keystr(path)} differs"
+
+
+def config(**changes: Any) -> CheckpointSection:
+  return CheckpointSection(**changes)
+
+
+class Recorder:
+  """log and emit that keep what they are given."""
+
+  def __init__(self) -> None:
+    self.lines: list[str] = []
+    self.events: list[tuple[str, dict[str, Any]]] = []
+
+  def log(self, line: str) -> None:
+    self.lines.append(line)
+
+  def emit(self, kind: str, **fields: Any) -> None:
+    self.events.append((kind, fields))
+
+  def kinds(self) -> list[str]:
+    return [kind for kind, _ in self.events]

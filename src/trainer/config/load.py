@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from trainer.config import files, validate
+from trainer.config import files, paths, validate
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.keys import Given, all_keys, convert, resolve
 from trainer.config.schema import Config, ModelSection
@@ -34,7 +34,7 @@ def load(argv: list[str], *, check_paths: bool = True) -> Config:
   config = _build(given)
   validate.check(config)
   if check_paths:
-    validate.check_paths(config)
+    paths.check_paths(config)
   return config
 
 

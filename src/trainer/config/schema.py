@@ -233,7 +233,9 @@ class ParallelismSection(Section):
 class OptimizerSection(Section):
   """Optimizer, schedule and what guards a step."""
 
-  opt_type: Literal["adamw", "adafactor", "muon", "sgd"] = Field("adamw", description="Optimizer.")
+  opt_type: Literal["adamw", "adafactor", "muon", "sgd"] = Field(
+    "adamw", description="The optimizer of all parameters; muon takes adamw for embeddings, head and norms."
+  )
   learning_rate: float = Field(3e-4, ge=0, description="Peak learning rate.")
   lr_schedule_type: Literal["cosine", "wsd", "constant"] = Field(
     "cosine", description="Schedule after warm-up; wsd: warm-up, stable, decay."

@@ -1,0 +1,232 @@
+"""Where a value comes from: precedence, model files, spelling of values and keys, and every way to get it wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.config import Config, ConfigError, load
+from trainer.config.files import repository_root
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+  """write(name, text) puts a file below an empty working directory and returns its name."""
+  monkeypatch.chdir(tmp_path)
+
+  def put(name: str, text: str) -> str:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(text)
+    return name
+
+  return put
+
+
+def failure(*argv: str) -> str:
+  with pytest.raises(ConfigError) as caught:
+    load(list(argv))
+  message = str(caught.value)
+  assert len(message.splitlines()) <= 4, message
+  assert len(message) < 600, message
+  assert "pydantic" not in message, message
+  return message
+
+
+def test_an_empty_file_is_the_defaults(write):
+  expected = Config().flat() | {"run_name": "empty"}
+  assert load([write("empty.yml", "")]).flat() == expected
+
+
+def test_base_yml_is_the_defaults():
+  assert load(["configs/base.yml"]).flat() == Config().flat() | {"run_name": "base"}
+
+
+def test_precedence_from_parents_to_the_command_line(write):
+  write("models/m.yml", "head_dim: 32\nvocab_size: 100\n")
+  write("conf/grandparent.yml", "steps: 1\nlog_period: 1\neval_steps: 1\nsample_tokens: 1\nhead_dim: 32\n")
+  write("conf/parent.yml", "base_config: grandparent.yml\nlog_period: 2\neval_steps: 2\nsample_tokens: 2\n")
+  child = write(
+    "conf/child.yml", "base_config: parent.yml\neval_steps: 3\nsample_tokens: 3\nmodel_name: ../models/m.yml\n"
+  )
+  config = load([child, "sample_tokens=4"])
+  assert config.run.steps == 1
+  assert config.observe.log_period == 2
+  assert config.observe.eval_steps == 3
+  assert config.observe.sample_tokens == 4
+  assert (config.model.head_dim, config.model.vocab_size) == (32, 100)
+  assert config.run.run_name == "child"
+
+
+def test_base_yml_serves_as_a_parent_from_anywhere(write):
+  config = load([write("mine.yml", "base_config: base.yml\nmodel_name: qwen3-0.6b\nsteps: 7\n")])
+  assert (config.model.head_dim, config.run.steps) == (128, 7)
+
+
+def test_restated_defaults_of_base_yml_do_not_conflict_with_a_model():
+  config = load(["configs/base.yml", "model_name=qwen3-0.6b"])
+  assert config.model.base_emb_dim == 1024
+  assert config.model.logits_via_embedding
+  assert config.model.rope_max_timescale == 1e6
+
+
+def test_an_edited_copy_of_base_yml_conflicts_only_where_it_was_edited(write):
+  text = (repository_root() / "configs/base.yml").read_text()
+  copy = write("copy.yml", text.replace("vocab_size: 32000", "vocab_size: 4096"))
+  assert load([copy]).model.vocab_size == 4096
+  message = failure(copy, "model_name=qwen3-0.6b")
+  assert "vocab_size=4096 (copy.yml line" in message
+  assert "head_dim" not in message
+
+
+def test_a_default_value_in_the_users_own_yaml_is_a_choice(write):
+  own = write("own.yml", f"model_name: qwen3-0.6b\nhead_dim: {Config().model.head_dim}\n")
+  assert "head_dim=64 (own.yml line 2), 128 there" in failure(own)
+  assert load([own, "override_model_config=true"]).model.head_dim == 64
+
+
+@pytest.mark.parametrize("given", ["head_dim=64", "model.head_dim=64"])
+def test_command_line_against_the_model_is_a_conflict_unless_overridden(given):
+  message = failure("configs/base.yml", "model_name=qwen3-0.6b", given)
+  assert "head_dim=64 (command line), 128 there" in message
+  assert "override_model_config=true" in message
+  config = load(["configs/base.yml", "model_name=qwen3-0.6b", given, "override_model_config=true"])
+  assert (config.model.head_dim, config.model.base_emb_dim) == (64, 1024)
+
+
+def test_repeating_the_models_value_is_no_conflict():
+  assert load(["configs/base.yml", "model_name=qwen3-0.6b", "head_dim=128"]).model.head_dim == 128
+
+
+def test_a_model_of_ones_own_is_a_yaml_file(write):
+  write("m/mine.yml", "base_emb_dim: 96\nbase_num_query_heads: 6\nbase_num_kv_heads: 2\n")
+  assert load(["configs/base.yml", "model_name=m/mine.yml"]).model.base_emb_dim == 96
+  write("m/other.yml", "base_emb_dim: 96\nsteps: 3\n")
+  assert "steps is not a key of the model" in failure("configs/base.yml", "model_name=m/other.yml")
+
+
+def test_spelling_of_values():
+  words = ["learning_rate=1e-3", "elastic_enabled=True", "enable_checkpointing=FALSE", "run_name=007", "steps=2e3"]
+  words += ["remat_policy=none", "sample_prompt=def f(x): # 'a=b'", "eval_interval=-1", "profiler=", "dtype=Float32"]
+  config = load(["configs/base.yml", *words])
+  assert config.optimizer.learning_rate == 1e-3
+  assert config.elastic.elastic_enabled is True
+  assert config.checkpoint.enable_checkpointing is False
+  assert config.model.remat_policy == "none"
+  assert config.run.run_name == "007"
+  assert config.run.steps == 2000
+  assert config.observe.sample_prompt == "def f(x): # 'a=b'"
+  assert config.observe.profiler == ""
+  assert config.model.dtype == "float32"
+
+
+def test_spelling_of_values_in_yaml(write):
+  text = "run_name: 2026-01-01\nlearning_rate: 1e-3\nprofiler: null\nsample_prompt: 'a: b'\nadam_b1: .9\n"
+  config = load([write("x.yml", text)])
+  assert config.run.run_name == "2026-01-01"
+  assert config.optimizer.learning_rate == 1e-3
+  assert config.observe.profiler == ""
+  assert config.observe.sample_prompt == "a: b"
+  assert config.optimizer.adam_b1 == 0.9
+
+
+def test_a_dot_names_the_section_or_stands_for_an_underscore():
+  argv = ["configs/base.yml", "preflight.search=true", "elastic.elastic_enabled=true", "elastic.timeout_seconds=5"]
+  config = load([*argv, "optimizer.learning_rate=0.5", "snapshot.period=4"])
+  assert config.preflight.preflight_search
+  assert config.elastic.elastic_enabled
+  assert config.elastic.elastic_timeout_seconds == 5
+  assert config.elastic.snapshot_period == 4
+  assert config.optimizer.learning_rate == 0.5
+  assert "given twice" in failure("configs/base.yml", "preflight.search=true", "preflight_search=true")
+
+
+def test_configs_are_found_beside_the_repository(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  assert load(["configs/base.yml", "model_name=llama3.2-1b"]).model.rope_scaling_factor == 32
+
+
+def test_loading_creates_nothing(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  load(["configs/base.yml", "base_output_directory=out", "run_name=r", "dataset_cache_directory=cache"])
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_keys_get_the_nearest_name(write):
+  assert "Did you mean learning_rate?" in failure("configs/base.yml", "learning_rat=1e-3")
+  assert "Did you mean checkpoint_period?" in failure("configs/base.yml", "checkpoint.perod=5")
+  message = failure(write("typo.yml", "steps: 5\n\nlearningrate: 1\n"))
+  assert "learningrate (typo.yml line 3)" in message
+  assert "Did you mean learning_rate?" in message
+
+
+@pytest.mark.parametrize(
+  ("argument", "words"),
+  [
+    ("steps=abc", "steps=abc (command line): steps must be a whole number"),
+    ("steps=1.5", "must be a whole number"),
+    ("steps=", "must be a whole number"),
+    ("steps=0", "must be at least 1"),
+    ("learning_rate=fast", "must be a finite number"),
+    ("learning_rate=nan", "must be a finite number"),
+    ("learning_rate=-1", "must be at least 0"),
+    ("per_device_batch_size=0", "must be above 0"),
+    ("eval_fraction=2", "must be at least 0 and at most 1"),
+    ("elastic_enabled=1", "must be true or false"),
+    ("elastic_enabled=yes", "must be true or false"),
+    ("attention=flsh", "Did you mean flash? Choices: autoselected, dot_product, flash"),
+    ("remat_policy=minimal_wth_context", "Did you mean minimal_with_context?"),
+    ("dataset_type=tfds", "Choices: synthetic, text"),
+    ("opt_type=adam", "Did you mean adamw?"),
+    ("max_num_local_checkpoints_to_keep=1", "must be at least 2"),
+  ],
+)
+def test_wrong_values_name_value_and_rule(argument, words):
+  message = failure("configs/base.yml", argument)
+  assert argument in message or argument.startswith(("learning_rate=-", "per_", "eval_"))
+  assert words in message
+
+
+def test_wrong_values_in_yaml_name_file_and_line(write):
+  assert "steps=many (x.yml line 2): steps must be a whole number" in failure(
+    write("x.yml", "run_name: a\nsteps: many\n")
+  )
+  assert "steps= (x.yml line 1)" in failure(write("x.yml", "steps:\n"))
+  assert "steps=0 (x.yml line 1)" in failure(write("x.yml", "steps: 0\n"))
+
+
+def test_broken_yaml_names_the_line(write):
+  assert "x.yml line 2: not valid YAML" in failure(write("x.yml", "steps: 5\n  log_period: 3: 4\n"))
+  assert "steps is given twice: x.yml line 1 and line 3" in failure(write("x.yml", "steps: 5\n\nsteps: 6\n"))
+  assert "steps is given twice" in failure(write("x.yml", "steps: 5\nrun.steps: 6\n"))
+  assert "model holds a list or a mapping" in failure(write("x.yml", "model:\n  head_dim: 4\n"))
+  assert "flat mapping" in failure(write("x.yml", "- steps\n"))
+
+
+def test_a_file_that_is_not_text_is_refused(write, tmp_path):
+  (tmp_path / "bytes.yml").write_bytes(b"\xff\xfe\x00steps")
+  assert "bytes.yml: cannot be read as YAML text" in failure("bytes.yml")
+
+
+def test_missing_files_name_what_is_near(write):
+  write("runs/first.yml", "steps: 5\n")
+  assert "Did you mean runs/first.yml?" in failure("runs/frst.yml")
+  assert "first argument must be a config file" in failure()
+  assert "first argument must be a config file" in failure("steps=5")
+  assert "this is a folder" in failure("runs")
+  assert "there is no such base_config" in failure(write("x.yml", "base_config: gone.yml\n"))
+  assert "leads back to itself" in failure(write("x.yml", "base_config: x.yml\n"))
+  assert "Did you mean qwen3-0.6b?" in failure("configs/base.yml", "model_name=qwen-0.6b")
+  assert "there is no such model file" in failure("configs/base.yml", "model_name=models/gone.yml")
+
+
+def test_arguments_that_are_no_assignments():
+  assert "expected key=value" in failure("configs/base.yml", "steps")
+  assert "expected key=value" in failure("configs/base.yml", "--verbose")
+  assert load(["configs/base.yml", "--steps=5"]).run.steps == 5
+  assert "steps is given twice on the command line" in failure("configs/base.yml", "steps=5", "steps=6")
+  assert "belongs in a YAML file" in failure("configs/base.yml", "base_config=x.yml")
+
+
+def test_the_config_is_frozen():
+  config = load(["configs/base.yml"])
+  with pytest.raises(ValueError, match="frozen"):
+    config.run.steps = 5

@@ -1,0 +1,109 @@
+"""Combinations of keys that cannot work are refused at the start, and their neighbours that can are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.config import ConfigError, load
+
+ELASTIC = ["elastic_enabled=true", "num_slices=3"]
+EMERGENCY = [
+  "enable_emergency_checkpoint=true",
+  "local_checkpoint_directory=ramdisk",
+  "local_checkpoint_period=5",
+]
+
+REFUSED = [
+  (["global_parameter_scale=6"], "must be a power of two"),
+  (["base_num_query_heads=6", "base_num_kv_heads=4"], "multiple of the second"),
+  (["head_dim=33"], "must be even"),
+  (["scan_unroll=3"], "must divide the 8 layers"),
+  (["scan_unroll=2", "scan_layers=false"], "has no effect"),
+  (["rope_type=llama3", "rope_high_freq_factor=1"], "must be above rope_low_freq_factor"),
+  (["query_proj=device"], "only with remat_policy=custom"),
+  (["model_name=llama3-8b", "max_target_length=8193"], "model llama3-8b allows at most 8192"),
+  (["reuse_example_batch=2"], "must be 0 or 1"),
+  (["tokenizer_path=t.json"], "no effect with tokenizer_type=byte"),
+  (["eval_fraction=1"], "nothing to train on"),
+  (["learning_rate_schedule_steps=0"], "must be positive"),
+  (["lr_schedule_type=wsd", "warmup_steps_fraction=0.6", "wsd_decay_steps_fraction=0.5"], "exceed the schedule"),
+  (["adam_b2=1"], "must be below 1"),
+  (["cluster=multiprocess", "enable_single_controller=true"], "contradicts cluster=multiprocess"),
+  (["ici_tensor_parallelism=0"], "must be a positive size"),
+  (["ici_tensor_parallelism=-1"], "ici_fsdp_parallelism and ici_tensor_parallelism are -1"),
+  (["dcn_fsdp_parallelism=-1"], "dcn_data_parallelism and dcn_fsdp_parallelism are -1"),
+  (["num_slices=3", "dcn_data_parallelism=2"], "dcn_data_parallelism=2: the product 2 must be num_slices=3"),
+  (["num_slices=3", "dcn_tensor_parallelism=2"], "the product 2 must divide num_slices=3"),
+  (["devices_per_slice=8", "ici_tensor_parallelism=3"], "the product 3 must divide devices_per_slice=8"),
+  (
+    ["devices_per_slice=8", "ici_fsdp_parallelism=1"],
+    "every ici_* size is 1: the product 1 must be devices_per_slice=8",
+  ),
+  (["devices_per_slice=4", "per_device_batch_size=0.3"], "1.2 examples per slice, which must be whole"),
+  (["devices_per_slice=4", "per_device_batch_size=0.5"], "do not split over ici_data x ici_fsdp = 4"),
+  (["enable_emergency_checkpoint=true"], "needs local_checkpoint_directory"),
+  ([*EMERGENCY[:2]], "needs a local_checkpoint_period above 0"),
+  ([*EMERGENCY, "enable_checkpointing=false"], "needs enable_checkpointing=true"),
+  ([EMERGENCY[0], "local_checkpoint_directory=gs://bucket/x", EMERGENCY[2]], "must be a folder of this machine"),
+  (["local_checkpoint_period=5"], "no effect without enable_emergency_checkpoint"),
+  (["local_checkpoint_directory=/tmp"], "no effect without enable_emergency_checkpoint"),
+  (["checkpoint_keep_best=2"], "needs evaluations to compare"),
+  ([*ELASTIC, "elastic_min_slice_count=0"], "must be at least 1"),
+  ([*ELASTIC, "elastic_min_slice_count=4"], "there are only 3 slices"),
+  ([*ELASTIC, "dcn_data_parallelism=3", "elastic_min_slice_count=2"], "could never work"),
+  ([*ELASTIC, "dcn_fsdp_parallelism=3"], "a slice that survives alone must hold it all"),
+  ([*ELASTIC, "dcn_tensor_parallelism=3"], "a slice that survives alone must hold it all"),
+  ([*ELASTIC, "dcn_context_parallelism=3"], "a slice that survives alone must hold it all"),
+  ([*ELASTIC, "elastic_backup_kind=checkpoint", "enable_checkpointing=false"], "needs enable_checkpointing=true"),
+  (["fault_injection=slice_down@12:1, slice_up@30:1"], "slice_down just ends a run that is not elastic"),
+  (["fault_injection=random:seed=1,rate=0.05"], "random just ends a run that is not elastic"),
+  (["fault_injection=ckpt_kill@50", "enable_checkpointing=false"], "interrupts a checkpoint"),
+  (["profiler=xplane", "steps=5"], "do not fit in steps=5"),
+  (["eval_interval=5", "eval_steps=0"], "no effect with eval_steps=0"),
+  (["eval_interval=5", "eval_fraction=0"], "no effect with eval_fraction=0"),
+]
+
+ACCEPTED = [
+  ["global_parameter_scale=8"],
+  ["scan_unroll=4"],
+  ["query_proj=device", "remat_policy=custom"],
+  ["model_name=llama3-8b", "max_target_length=8192"],
+  ["learning_rate_schedule_steps=5"],
+  ["ici_tensor_parallelism=-1", "ici_fsdp_parallelism=2"],
+  ["num_slices=3", "dcn_data_parallelism=3"],
+  ["num_slices=4", "dcn_fsdp_parallelism=2"],
+  ["devices_per_slice=8", "ici_tensor_parallelism=2", "ici_context_parallelism=2"],
+  ["devices_per_slice=4", "per_device_batch_size=0.5", "ici_tensor_parallelism=2"],
+  ["devices_per_slice=4", "per_device_batch_size=0.25", "ici_tensor_parallelism=-1", "ici_fsdp_parallelism=1"],
+  ["per_device_batch_size=0.3"],
+  EMERGENCY,
+  ["checkpoint_keep_best=2", "eval_interval=5"],
+  [*ELASTIC, "elastic_min_slice_count=1"],
+  [*ELASTIC, "dcn_data_parallelism=3"],
+  [*ELASTIC, "enable_checkpointing=false"],
+  [*ELASTIC, "fault_injection=slice_down@12:1, slice_up@30:1"],
+  ["dcn_fsdp_parallelism=3", "num_slices=3"],
+  ["fault_injection=ckpt_kill@50"],
+  ["profiler=xplane", "steps=6"],
+  ["eval_fraction=0"],
+]
+
+
+@pytest.mark.parametrize(("keys", "words"), REFUSED, ids=[" ".join(keys) for keys, _ in REFUSED])
+def test_refused(keys, words):
+  with pytest.raises(ConfigError) as caught:
+    load(["configs/base.yml", *keys])
+  message = str(caught.value)
+  assert words in message
+  assert 2 <= len(message.splitlines()) <= 4, "a message has the remedy on a line of its own"
+
+
+@pytest.mark.parametrize("keys", ACCEPTED, ids=" ".join)
+def test_accepted(keys):
+  load(["configs/base.yml", *keys])
+
+
+def test_quantization_needs_its_extra(monkeypatch):
+  monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+  with pytest.raises(ConfigError, match=r"needs the package qwix"):
+    load(["configs/base.yml", "quantization=int8"])

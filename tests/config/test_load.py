@@ -99,6 +99,9 @@ def test_repeating_the_models_value_is_no_conflict():
 def test_a_model_of_ones_own_is_a_yaml_file(write):
   write("m/mine.yml", "base_emb_dim: 96\nbase_num_query_heads: 6\nbase_num_kv_heads: 2\n")
   assert load(["configs/base.yml", "model_name=m/mine.yml"]).model.base_emb_dim == 96
+  write("m/wider.yml", "base_config: mine.yml\nbase_emb_dim: 192\n")
+  wider = load(["configs/base.yml", "model_name=m/wider.yml"]).model
+  assert (wider.base_emb_dim, wider.base_num_query_heads) == (192, 6)
   write("m/other.yml", "base_emb_dim: 96\nsteps: 3\n")
   assert "steps is not a key of the model" in failure("configs/base.yml", "model_name=m/other.yml")
 

@@ -94,7 +94,7 @@ def _model_values(given: dict[str, Given], config_path: Path) -> dict[str, Given
   if name == "default":
     return {}
   path = _find_model(name, given["model_name"].origin, config_path)
-  model = _typed(files.read_yaml(path))
+  model = _read_with_parents(path, ())
   allowed = ModelSection.model_fields.keys() - {"model_name", "override_model_config"}
   for key, value in model.items():
     if key not in allowed:

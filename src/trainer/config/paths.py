@@ -95,7 +95,9 @@ def _check_text(name: str, value: str) -> None:
     if path.stat().st_size == 0:
       raise ConfigError(f"{name}={value}: is an empty file.\nGive a file or folder with text in it.")
     return
-  for root, _, names in os.walk(path, followlinks=True):
-    if any(entry.endswith(TEXT_SUFFIXES) and os.path.getsize(os.path.join(root, entry)) for entry in names):
+  for root, folders, names in os.walk(path, followlinks=True):
+    folders[:] = [folder for folder in folders if not folder.startswith(".")]
+    visible = [entry for entry in names if entry.endswith(TEXT_SUFFIXES) and not entry.startswith(".")]
+    if any(os.path.getsize(os.path.join(root, entry)) for entry in visible):
       return
   raise ConfigError(f"{name}={value}: holds no file of {kinds} with text in it.\nGive another folder.")

@@ -44,6 +44,7 @@ def check(config: Config) -> None:
   _check_checkpoint(config.checkpoint, config.observe)
   _check_elastic(config.elastic, config.cluster, config.parallelism, config.checkpoint)
   _check_observe(config.observe, config.data, config.run.steps)
+  _check_shards(config)
 
 
 def _check_model(model: ModelSection) -> None:
@@ -174,6 +175,34 @@ def _check_batch(data: DataSection, parallelism: ParallelismSection, cluster: Cl
       f"over ici_data x ici_fsdp = {shards}.\nRaise per_device_batch_size, ici_tensor_parallelism or "
       "ici_context_parallelism."
     )
+
+
+def _check_shards(config: Config) -> None:
+  """The sizes that an axis must split, where the axis's size follows from the keys alone."""
+  ways = {axis: _ways(config.parallelism, config.cluster, axis) for axis in AXES}
+  model = config.model
+  for axis, name, size in (
+    ("tensor", "base_num_query_heads", model.num_query_heads),
+    ("tensor", "base_num_kv_heads", model.num_kv_heads),
+    ("tensor", "base_mlp_dim", model.mlp_dim),
+    ("fsdp", "base_emb_dim", model.emb_dim),
+    ("context", "max_target_length", config.data.max_target_length),
+  ):
+    if size % ways[axis]:
+      raise ConfigError(
+        f"{name}={size}: does not split over the {ways[axis]} ways of the {axis} axis.\n"
+        f"Choose ici_{axis}_parallelism so that the axis divides {size}."
+      )
+
+
+def _ways(parallelism: ParallelismSection, cluster: ClusterSection, axis: str) -> int:
+  """Size of a mesh axis; a factor that is filled from an unknown number of devices counts as 1."""
+  ways = 1
+  for group, total in (("dcn", cluster.num_slices), ("ici", cluster.devices_per_slice)):
+    sizes = _sizes(parallelism, group)
+    size = sizes[f"{group}_{axis}_parallelism"]
+    ways *= max(1, total // math.prod(s for s in sizes.values() if s > 0)) if size == -1 else size
+  return ways
 
 
 def _check_checkpoint(checkpoint: CheckpointSection, observe: ObserveSection) -> None:

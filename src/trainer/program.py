@@ -1,0 +1,123 @@
+"""The program of one topology: mesh, model, shardings and step, built from the configuration and a set of devices.
+
+Everything here is abstract: no array is made and nothing is written. Training runs it, preflight compiles it for
+devices that are not there, and a configuration that cannot work is refused here, before the run's folder exists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax import Device
+from jax.sharding import Mesh
+
+from trainer import mesh as mesh_lib
+from trainer import optimizers, state, step
+from trainer.config.schema import Config
+from trainer.data import Batch
+from trainer.elastic import batch_plan
+from trainer.elastic.batch_plan import BatchPlan
+from trainer.kernels import attention
+from trainer.kernels.attention import Attention
+from trainer.models.decoder import Functional
+from trainer.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """What an attempt executes on one set of slices."""
+
+  mesh: Mesh
+  model: Functional
+  attention: Attention
+  optimizer: optax.GradientTransformation
+  plan: BatchPlan  # which rows of the global batch each slice computes
+  state: TrainState  # abstract, with shardings
+  batch: Batch  # abstract [A, rows, T], with shardings
+  train_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+  eval_step: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
+
+  def compile(self) -> Any:
+    """The compiled training step: (state, batch) -> (state, metrics), the state donated."""
+    return step.compile_train_step(self.train_step, self.state, self.batch, self.mesh)
+
+  def init(self, key: jax.Array) -> TrainState:
+    """A fresh state, sharded, from `key`: the same numbers on every mesh."""
+    create = functools.partial(state.create, self.model, self.optimizer)
+    with jax.set_mesh(self.mesh):
+      return jax.jit(create, out_shardings=state.shardings(self.state))(key)
+
+  @functools.cached_property
+  def evaluate(self) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
+    """`eval_step`, jitted once."""
+    return jax.jit(self.eval_step)
+
+
+def rows_per_micro_batch(config: Config, devices_per_slice: int) -> int:
+  """Examples in one slice's micro-batch. Raises ValueError where that is not a whole number of at least 1."""
+  rows = config.data.per_device_batch_size * devices_per_slice
+  if rows != int(rows) or rows < 1:
+    raise ValueError(
+      f"per_device_batch_size={config.data.per_device_batch_size:g} x {devices_per_slice} devices per slice is "
+      f"{rows:g} examples, and a slice's micro-batch must be a whole number of at least 1. Choose a multiple of "
+      f"1/{devices_per_slice}."
+    )
+  return int(rows)
+
+
+def global_batch_size(config: Config, num_slices: int, devices_per_slice: int) -> int:
+  """Examples per optimizer step: a property of the full topology, never of the slices that live."""
+  accumulation = config.optimizer.gradient_accumulation_steps
+  return rows_per_micro_batch(config, devices_per_slice) * num_slices * accumulation
+
+
+def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int) -> Program:
+  """The program for the living `slices` of `num_slices_total`. Raises ValueError where sizes do not fit the devices."""
+  cfg = config.model
+  length = config.data.max_target_length
+  rows = rows_per_micro_batch(config, len(slices[0]))
+  plan = batch_plan.plan(num_slices_total, len(slices), config.optimizer.gradient_accumulation_steps, rows)
+  mesh = mesh_lib.make(config.parallelism, slices)
+  context = mesh.shape[mesh_lib.CONTEXT]
+  if length % context:
+    raise ValueError(
+      f"max_target_length={length} does not divide by the {context} ways of the mesh axis 'context'. Choose a multiple."
+    )
+  kernel = attention.choose(
+    cfg.attention,
+    platform=slices[0][0].platform,
+    mesh=mesh,
+    head_dim=cfg.head_dim,
+    seq_len=length,
+    num_q_heads=cfg.num_query_heads,
+    num_kv_heads=cfg.num_kv_heads,
+  )
+  model = Functional(cfg, kernel)
+  optimizer = optimizers.build(config.optimizer, model.logical_axes())
+  schedule = optimizers.schedule(config.optimizer, config.run.steps)
+  return Program(
+    mesh=mesh,
+    model=model,
+    attention=kernel,
+    optimizer=optimizer,
+    plan=plan,
+    state=state.abstract(model, optimizer, mesh, config.parallelism.sharding_tolerance),
+    batch=step.abstract_batch(mesh, plan.micro_batches, len(slices) * rows, length),
+    train_step=step.build_train_step(model, config.optimizer, optimizer, schedule, mesh),
+    eval_step=step.build_eval_step(model, config.optimizer, mesh),
+  )
+
+
+def place(batch: Batch, like: Batch) -> Batch:
+  """Host rows [A * rows, T] as global arrays [A, rows, T] on the mesh of `like`; each process puts its own shards."""
+
+  def put(host: Any, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+    whole = host.reshape(abstract.shape)
+    return jax.make_array_from_callback(abstract.shape, abstract.sharding, lambda index: whole[index])
+
+  return Batch(*(put(host, abstract) for host, abstract in zip(batch, like)))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax import Device
 from jax.sharding import Mesh
@@ -19,7 +20,7 @@ from jax.sharding import Mesh
 from trainer import mesh as mesh_lib
 from trainer import optimizers, state, step
 from trainer.config.schema import Config
-from trainer.data import Batch
+from trainer.data import Batch, Loader
 from trainer.elastic import batch_plan
 from trainer.elastic.batch_plan import BatchPlan
 from trainer.kernels import attention
@@ -113,11 +114,26 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
   )
 
 
-def place(batch: Batch, like: Batch) -> Batch:
-  """Host rows [A * rows, T] as global arrays [A, rows, T] on the mesh of `like`; each process puts its own shards."""
+class Feed:
+  """index -> the batch of step index + 1 on the program's mesh: each process reads and places its own rows only."""
 
-  def put(host: Any, abstract: jax.ShapeDtypeStruct) -> jax.Array:
-    whole = host.reshape(abstract.shape)
-    return jax.make_array_from_callback(abstract.shape, abstract.sharding, lambda index: whole[index])
+  def __init__(self, loader: Loader, prog: Program):
+    self._loader, self._batch = loader, prog.batch
+    rounds, rows, _ = prog.batch.tokens.shape
+    local = np.zeros((rounds, rows), bool)
+    for index in prog.batch.tokens.sharding.addressable_devices_indices_map(prog.batch.tokens.shape).values():
+      local[index[:2]] = True
+    self._local = np.flatnonzero(local)
+    self._rows = prog.plan.rows.reshape(-1)[self._local]
 
-  return Batch(*(put(host, abstract) for host, abstract in zip(batch, like)))
+  def __call__(self, index: int) -> Batch:
+    """Arrays [A, rows, T]; what is another process's stays unread there and is never touched here."""
+    own = self._loader.batch(index, self._rows)
+    return Batch(*(self._place(host, abstract) for host, abstract in zip(own, self._batch)))
+
+  def _place(self, host: np.ndarray, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+    rounds, rows, length = abstract.shape
+    whole = np.empty((rounds * rows, length), host.dtype)
+    whole[self._local] = host
+    whole = whole.reshape(abstract.shape)
+    return jax.make_array_from_callback(abstract.shape, abstract.sharding, lambda part: whole[part])

@@ -1,22 +1,27 @@
-"""What belongs to the process and not to one set of living slices: records, data, the watchdog."""
+"""What belongs to the process and not to one set of living slices: records, data, the watchdog, the signal handler."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import time
 from collections.abc import Iterator
-from trainer.cluster import Cluster
+
+from trainer import program
+from trainer.checkpoint.preemption import Preemption
+from trainer.cluster import Cluster, View
+from trainer.config import counts
 from trainer.config.schema import Config
 from trainer.data import Loader, make_loader
-from trainer import program
-from trainer.program import Program
+from trainer.observe import goodput
 from trainer.observe import log as log_lib
-from trainer.observe.compiles import CompileCounter
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
 from trainer.observe.metrics import Metrics
 from trainer.observe.progress import Progress
 from trainer.observe.watchdog import Watchdog
+from trainer.program import Program
 
 
 @dataclasses.dataclass
@@ -28,25 +33,72 @@ class Session:
   metrics: Metrics
   progress: Progress
   watchdog: Watchdog
-  compiles: CompileCounter
+  preemption: Preemption
   loader: Loader
   eval_loader: Loader | None
   global_batch_size: int  # examples per step, fixed for the life of the run
-  programs: dict[tuple[int, ...], Program] = dataclasses.field(default_factory=dict)  # by View.slices
+  tokens_per_step: int
+  process_index: int
+  process_count: int
+  started: float  # time.monotonic() at the start of the process or of the last attempt
+  programs: dict[tuple[int, ...], Program]  # by View.slices
+
+  def program(self, config: Config, view: View) -> Program:
+    """The program for the slices of `view`, built once."""
+    if view.slices not in self.programs:
+      self.programs[view.slices] = program.build(config, view.devices, view.num_slices_total)
+    return self.programs[view.slices]
+
+  def ready(self, step: int) -> None:
+    """The next step can be dispatched; says how long that took."""
+    now = time.monotonic()
+    self.events.emit("init_done", step=step, seconds=now - self.started)
+    self.started = now
+
+  def finish(self, config: Config, code: int) -> None:
+    """Records the end of the process with its exit code; of a complete run also goodput and the report."""
+    self.events.emit("run_end", exit=code)
+    for record in (self.progress, self.metrics, self.events):
+      record.close()
+    if self.process_index != 0:
+      return
+    if config.observe.enable_pathways_goodput:
+      self.log.line(goodput.write(config.run_directory))
+    if code == 0 and config.observe.enable_report:
+      from trainer.observe import report  # matplotlib: seconds to import
+
+      for path in report.write(config.run_directory):
+        self.log.line(f"wrote {path}")
+
+
+def enable_compilation_cache(directory: str) -> None:
+  """Lets XLA keep compiled programs in `directory` (empty: not at all), so that the next start need not compile."""
+  import jax
+
+  if directory:
+    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 @contextlib.contextmanager
-def open_session(config: Config, cluster: Cluster) -> Iterator[Session]:
-  """Opens the run's folder, its records and its data, and closes them at the end."""
-  first = cluster.process_index == 0
-  directory = config.run_directory
+def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[Session]:
+  """Checks that the program fits the devices, opens the data and the run's folder, and closes all at the end.
+
+  Raises ValueError for what the user can mend, before the run's folder is created.
+  """
+  full = cluster.view(cluster.slices)
+  programs = {full.slices: program.build(config, full.devices, full.num_slices_total)}
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
-  loaders = [
-    make_loader(config.data, vocab_size=config.model.vocab_size, global_batch_size=batch, split=split)
-    for split in ("train", "eval")
-    if split == "train" or config.observe.eval_steps > 0
-  ]
   with contextlib.ExitStack() as stack:
+    splits = ["train"] + ["eval"] * _evaluates(config)
+    loaders = [
+      make_loader(config.data, vocab_size=config.model.vocab_size, global_batch_size=batch, split=split)
+      for split in splits
+    ]
+    for loader in loaders:
+      stack.callback(loader.close)
+    directory = config.run_directory
+    first = cluster.process_index == 0
     log = log_lib.get(directory, cluster.process_index)
     stack.callback(log.close)
     events = EventLog(directory, config.run.run_name, process_index=cluster.process_index)
@@ -60,14 +112,70 @@ def open_session(config: Config, cluster: Cluster) -> Iterator[Session]:
       log_period=config.observe.log_period,
       terminal=None if first else False,
     )
-    stack.enter_context(progress)
     watchdog = Watchdog(config.observe.watchdog_timeout_seconds, log, events)
     stack.callback(watchdog.stop)
-    compiles = stack.enter_context(CompileCounter())
-    for loader in loaders:
-      stack.callback(loader.close)
-    watchdog.start()
-    yield Session(
-      log, events, metrics, progress, watchdog, compiles, loaders[0], loaders[1] if len(loaders) > 1 else None, batch
+    preemption = stack.enter_context(Preemption(config.checkpoint, log.line))
+    session = Session(
+      log=log,
+      events=events,
+      metrics=metrics,
+      progress=progress,
+      watchdog=watchdog,
+      preemption=preemption,
+      loader=loaders[0],
+      eval_loader=loaders[1] if len(loaders) > 1 else None,
+      global_batch_size=batch,
+      tokens_per_step=batch * config.data.max_target_length,
+      process_index=cluster.process_index,
+      process_count=cluster.process_count,
+      started=started,
+      programs=programs,
     )
+    _announce(config, session, cluster, programs[full.slices])
+    stack.enter_context(progress)
+    watchdog.start()
+    yield session
 
+
+def _evaluates(config: Config) -> bool:
+  """Random tokens have nothing to evaluate unless it is asked for."""
+  observe = config.observe
+  return observe.eval_steps > 0 and (config.data.dataset_type != "synthetic" or observe.eval_interval > 0)
+
+
+def _announce(config: Config, session: Session, cluster: Cluster, full: Program) -> None:
+  """Prints what is about to run, and records it as the first event of the process."""
+  import jax
+
+  device = full.mesh.devices.flat[0]
+  model, length = config.model, config.data.max_target_length
+  parameters = counts.parameter_count(model)
+  mesh = ", ".join(f"{axis}={size}" for axis, size in full.mesh.shape.items() if size > 1) or "one device"
+  lines = [
+    f"Run {config.run_directory}: {config.run.steps} steps of {session.global_batch_size} x {length} tokens",
+    f"Model {model.model_name}: {parameters:,} parameters, {model.num_decoder_layers} layers, "
+    f"remat_policy={model.remat_policy}, {model.dtype}",
+    f"Devices: {cluster.num_slices} slices x {cluster.devices_per_slice} {device.device_kind} ({cluster.kind}), "
+    f"mesh {mesh}, jax {jax.__version__}",
+    f"Attention: {full.attention.name} ({full.attention.reason})",
+  ]
+  for line in lines:
+    session.log.line(line)
+  session.events.emit(
+    "run_start",
+    steps=config.run.steps,
+    num_slices=cluster.num_slices,
+    devices=cluster.num_slices * cluster.devices_per_slice,
+    devices_per_slice=cluster.devices_per_slice,
+    platform=device.platform,
+    device_kind=device.device_kind,
+    global_batch_size=session.global_batch_size,
+    tokens_per_step=session.tokens_per_step,
+    parameters=parameters,
+    flops_per_token=counts.flops_per_token(model, length),
+    vocab_size=model.vocab_size,
+    unigram_entropy=session.loader.unigram_entropy(),
+    unigram_eval_loss=session.loader.unigram_eval_loss(),
+    config=config.flat(),
+    versions={"jax": jax.__version__},
+  )

@@ -10,21 +10,21 @@ and a run that resumes from it completes step 101 next.
 
 from __future__ import annotations
 
-import functools
+import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from trainer import program
+from trainer import generate, program
 from trainer.checkpoint import meta as checkpoint_meta
 from trainer.checkpoint.tiers import Tiers
 from trainer.cluster import View
 from trainer.config import counts
 from trainer.config.schema import Config
-from trainer.data import Batch, Loader, Prefetcher
+from trainer.data import Prefetcher
 from trainer.elastic.attempt import Carry, Outcome
+from trainer.models.decoder import Params
 from trainer.observe import chips
 from trainer.observe.metrics import StepRecord
 from trainer.observe.profiler import Profiler
@@ -35,63 +35,210 @@ from trainer.state import TrainState
 
 
 class TrainingDiverged(RuntimeError):
-  """More steps in a row than max_nonfinite_steps had a non-finite loss or gradient."""
+  """More steps in a row than max_nonfinite_steps had a loss or gradient that was not finite."""
 
 
 def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
   """Trains on the slices of `view` from the newest good state; returns how the attempt ended.
 
-  Raises TrainingDiverged, DataError and CheckpointError where going on makes no sense, and whatever the runtime raises
-  when a slice is lost.
+  Raises TrainingDiverged, DataError, CheckpointError or ConfigMismatch where going on makes no sense, and whatever the
+  runtime raises when a slice is lost.
   """
-  # ---- the program of these slices
-  prog = session.program(config, view)
+  # ---- the program of these slices, and the state: the newest tier that can be trusted, or a fresh one
+  tiers = Tiers(config.checkpoint, config.run_directory, log=session.log.line, emit=session.events.emit)
   with session.watchdog.paused():
+    prog = session.program(config, view)
+    state, step = _restore(config, session, prog, tiers, carry)
     compiled = carry.compiled_step(lambda wanted: session.program(config, wanted).compile())
 
-  # ---- the state: snapshot, emergency tier, persistent tier, or fresh
-  tiers = session.tiers(config)
-  with session.watchdog.paused():
-    state, step, tokens = _restore(config, session, prog, tiers, carry)
-
   # ---- data: step n trains on batch n-1, dealt out to the living slices by the plan
-  rows = prog.plan.rows.reshape(-1)
-  fetch = lambda index: program.place(session.loader.batch(index, rows), prog.batch)
-  prefetch = Prefetcher(fetch, step, config.run.steps, config.data.prefetch_buffer_size)
-  records = _Records(config, session, view, carry, step, tokens)
+  feed = program.Feed(session.loader, prog)
+  prefetch = Prefetcher(feed, step, config.run.steps, config.data.prefetch_buffer_size)
+  records = Records(config, session, view, carry)
   profiler = Profiler(config.run_directory, config.observe, session.log, session.events)
-  session.started(step)
+  session.ready(step)
 
   # ---- the loop
+  first = step
   try:
     for index, batch in prefetch:
       step = index + 1
-      profiler.before_step(step - records.first_step, lambda: jax.block_until_ready(state))
-      state, metrics = compiled(state, carry.before_step(step, batch))
+      profiler.before_step(index - first, lambda: jax.block_until_ready(state))
+      batch = carry.before_step(step, batch)
+      state, metrics = compiled(state, batch)
       records.dispatched(step, metrics, prefetch.waited_seconds)
-      if carry.snapshot_due(step):
-        carry.snapshot(step, state, records.meta(step))
-      if step == records.first_step + 2:
+      if step == first + 2:
         carry.prepare(lambda wanted: session.program(config, wanted).compile())
-      stop = session.preemption.requested(step)
+
       last = step == config.run.steps
-      evaluate = _due(config.observe.eval_interval, step) or (last and config.observe.eval_interval != 0)
-      if stop or last or evaluate or tiers.due(step) or carry.wants_resize(step):
-        records.finish()
-        loss = _evaluate(config, session, prog, state.params, step) if evaluate and not stop else None
-        carry.at("save", step) if tiers.due(step) or stop or last else None
-        tiers.maybe_save(step, state, records.meta(step), last=stop or last, metric=loss)
+      stop = session.preemption.requested(step)
+      grow = not last and carry.wants_resize(step)
+      evaluate = session.eval_loader is not None and (last or _due(config.observe.eval_interval, step))
+      if not (last or stop or grow or evaluate or tiers.due(step)):
+        continue
+      records.finish()  # nothing is saved before it is known to be good
+      loss = _evaluate(config, session, prog, state.params, step) if evaluate and not stop else None
+      if tiers.due(step) or last or stop:
+        carry.at("save", step)
+      tiers.maybe_save(step, state, _meta(config, session, step), last=last or stop, metric=loss)
       if stop and not last:
         tiers.wait()
         return Outcome("preempted", step)
-      if not last and carry.wants_resize(step):
-        carry.snapshot(step, state, records.meta(step))
+      if grow:
         return Outcome("slice_up", step)
-    records.finish()
     tiers.wait()
-    session.final_state = state
+    _sample(config, session, prog, state.params, step)
     return Outcome("complete", step)
   finally:
     prefetch.close()
     profiler.close()
     tiers.close()
+
+
+def _restore(
+  config: Config, session: Session, prog: Program, tiers: Tiers, carry: Carry
+) -> tuple[TrainState, int]:
+  """The state to start from and its completed steps."""
+  start = time.monotonic()
+
+  def accept(meta: dict[str, Any]) -> None:
+    identity = _identity(session)
+    changes = checkpoint_meta.check_config(meta, config.flat(), identity, config.run.allow_config_change)
+    for change in changes:
+      session.log.line(f"Changed since the checkpoint: {change}")
+
+  restored = tiers.restore_newest(prog.state, accept)
+  if restored is None:
+    state, step, tier = prog.init(jax.random.key(config.run.init_weights_seed)), 0, "none"
+  else:
+    state, step, tier = restored.state, restored.step, restored.tier
+  jax.block_until_ready(state)
+  seconds = time.monotonic() - start
+  session.events.emit("restore", tier=tier, step=step, seconds=seconds)
+  carry.restored(step, tier, seconds)
+  return state, step
+
+
+def _identity(session: Session) -> dict[str, Any]:
+  return {"data": session.loader.fingerprint(), "global_batch_size": session.global_batch_size}
+
+
+def _meta(config: Config, session: Session, step: int) -> dict[str, Any]:
+  """What a checkpoint of `step` says besides the state."""
+  return checkpoint_meta.build(
+    tokens=step * session.tokens_per_step,
+    cursor=session.loader.cursor(step),
+    config=config.flat(),
+    identity=_identity(session),
+  )
+
+
+def _due(period: int, step: int) -> bool:
+  return period > 0 and step % period == 0
+
+
+def _evaluate(config: Config, session: Session, prog: Program, params: Params, step: int) -> float:
+  """Mean loss in nats per token over the first eval_steps batches of the evaluation split, each once."""
+  assert session.eval_loader is not None
+  start = time.monotonic()
+  feed = program.Feed(session.eval_loader, prog)
+  examples = session.eval_loader.num_examples
+  batches = config.observe.eval_steps
+  if examples is not None:
+    batches = min(batches, math.ceil(examples / session.global_batch_size))
+  with session.watchdog.paused(), jax.set_mesh(prog.mesh):
+    sums = [prog.evaluate(params, feed(index)) for index in range(batches)]
+    total, weight = (sum(float(value) for value in values) for values in zip(*sums))
+  loss, seconds = total / weight, time.monotonic() - start
+  session.metrics.write_eval(step, loss, seconds)
+  session.events.emit("eval", step=step, seconds=seconds, loss=loss)
+  session.log.line(f"eval at step {step}: loss {loss:.4f} nats per token over {weight:.0f} tokens, {seconds:.2f} s")
+  return loss
+
+
+def _sample(config: Config, session: Session, prog: Program, params: Params, step: int) -> None:
+  """Prints what the trained model makes of sample_prompt, for a person to see that it has learned."""
+  tokenizer = session.loader.tokenizer
+  if not config.observe.sample_prompt or tokenizer is None or session.process_count > 1:
+    return
+  start = time.monotonic()
+  with session.watchdog.paused():
+    text = generate.continue_text(
+      prog.model,
+      jax.device_put(params, prog.mesh.devices.flat[0]),
+      tokenizer,
+      config.observe.sample_prompt,
+      tokens=config.observe.sample_tokens,
+      seed=config.run.init_weights_seed,
+    )
+  session.log.line(f"--- sample after step {step} ---\n{config.observe.sample_prompt}{text}\n--- end of sample ---")
+  session.events.emit(
+    "sample", step=step, seconds=time.monotonic() - start, prompt=config.observe.sample_prompt, text=text
+  )
+
+
+class Records:
+  """Turns each step's metrics into a line and a record, one step behind, so that the devices never wait for the host."""
+
+  def __init__(self, config: Config, session: Session, view: View, carry: Carry):
+    self._session, self._view, self._carry = session, view, carry
+    self._limit = config.optimizer.max_nonfinite_steps
+    self._devices = sum(len(devices) for devices in view.devices)
+    chip = chips.find(view.devices[0][0].device_kind)
+    self._throughput = Throughput(
+      flops_per_token=counts.flops_per_token(config.model, config.data.max_target_length),
+      tokens_per_step=session.tokens_per_step,
+      total_steps=config.run.steps,
+      peak_flops=chip.peak_flops if chip else None,
+    )
+    self._pending: tuple[int, dict[str, jax.Array], float] | None = None
+    self._last = time.monotonic()
+
+  def dispatched(self, step: int, metrics: dict[str, jax.Array], data_wait: float) -> None:
+    """`step` has been dispatched; the one before it is waited for and recorded."""
+    self.finish()
+    self._pending = (step, metrics, data_wait)
+
+  def finish(self) -> None:
+    """Waits for the last dispatched step and records it. What the runtime raises comes out here."""
+    if self._pending is None:
+      return
+    (step, arrays, data_wait), self._pending = self._pending, None
+    self._carry.wait(arrays)
+    values = {key: float(value) for key, value in jax.device_get(arrays).items()}
+    now = time.monotonic()
+    seconds, self._last = now - self._last, now
+    rates = self._throughput.rates(seconds, self._devices)
+    skipped = int(values["skipped"])
+    record = StepRecord(
+      step=step,
+      seconds=seconds,
+      loss=values["loss"],
+      grad_norm=values["grad_norm"],
+      lr=values["lr"],
+      tokens=step * self._session.tokens_per_step,
+      slices=self._view.num_alive,
+      weights=values["weight"],
+      data_wait=data_wait,
+      tflops_per_device=rates.tflops_per_device,
+      tokens_per_second_per_device=rates.tokens_per_second_per_device,
+      mfu=rates.mfu,
+      eta=self._throughput.eta(step, seconds),
+      skipped=skipped > 0,
+    )
+    self._session.progress.step(record)
+    self._session.metrics.write(record)
+    self._session.watchdog.beat(step)
+    self._carry.completed(step)
+    if skipped:
+      self._nonfinite(record, skipped)
+
+  def _nonfinite(self, record: StepRecord, skipped: int) -> None:
+    self._session.events.emit("nonfinite", step=record.step, loss=record.loss, grad_norm=record.grad_norm)
+    text = f"step {record.step}: loss {record.loss} and gradient norm {record.grad_norm} are not both finite"
+    if skipped > self._limit:
+      raise TrainingDiverged(
+        f"{text}, for the {skipped}th step in a row (max_nonfinite_steps={self._limit}). The weights are those before "
+        "the first of them. Lower learning_rate, clip harder (gradient_clipping_threshold), or look at the data."
+      )
+    self._session.log.warning(f"{text}; the update is skipped ({skipped} in a row, {self._limit} allowed)")

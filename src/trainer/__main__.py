@@ -1,0 +1,71 @@
+"""`python -m trainer CONFIG.yml key=value ...`: argv -> configuration -> cluster -> elastic_retry(train) -> exit code."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+
+from trainer.config import ConfigError, load
+from trainer.config.schema import Config
+
+# What a scheduler reads (docs/architecture.md). The fifth, 134 for a hung process, is the watchdog's own.
+COMPLETE, FAILED, BAD_INPUT, PREEMPTED = 0, 1, 2, 42
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Runs the command and returns its exit code."""
+  started = time.monotonic()
+  arguments = sys.argv[1:] if argv is None else argv
+  if not arguments or {"--help", "-h"} & set(arguments):
+    from trainer.config import cli
+
+    print(cli.help_text())
+    return COMPLETE if arguments else BAD_INPUT
+  try:
+    config = load([argument for argument in arguments if argument != "--print-config"])
+    if "--print-config" in arguments:
+      from trainer.config import cli
+
+      print(cli.print_config(config), end="")
+      return COMPLETE
+    return _run(config, started)
+  except ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def _run(config: Config, started: float) -> int:
+  """The run of a valid configuration. jax is imported here and not above, so that --help stays fast."""
+  import functools
+
+  from trainer import cluster as cluster_lib
+  from trainer import session as session_lib
+  from trainer import train
+  from trainer.checkpoint.errors import ConfigMismatch
+  from trainer.elastic.attempt import Job
+  from trainer.elastic.retry import elastic_retry
+
+  session_lib.enable_compilation_cache(config.run.jax_cache_dir)
+  cluster = cluster_lib.start(config.cluster, config.elastic.elastic_poll_seconds)
+  code = FAILED
+  try:
+    with session_lib.open_session(config, cluster, started) as session:
+      job = Job(config.run.steps, config.optimizer.gradient_accumulation_steps, session.tokens_per_step)
+      attempt = functools.partial(train.run, config, session)
+      try:
+        outcome = elastic_retry(attempt, cluster, config.elastic, session.events, session.log, job=job)
+        code = COMPLETE if outcome.kind == "complete" else PREEMPTED
+      except ConfigMismatch as error:
+        code = BAD_INPUT
+        session.log.line(f"error: {error}")
+      except Exception:  # noqa: BLE001 -- the one place where an error becomes an exit code
+        session.log.line(traceback.format_exc())
+      session.finish(config, code)
+  finally:
+    cluster.stop()
+  return code
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -63,12 +63,11 @@ class Session:
     if self.process_index != 0:
       return
     if config.observe.enable_pathways_goodput:
-      self.log.line(goodput.write(config.run_directory))
+      goodput.write(config.run_directory, self.log)
     if code == 0 and config.observe.enable_report:
       from trainer.observe import report  # matplotlib: seconds to import
 
-      for path in report.write(config.run_directory):
-        self.log.line(f"wrote {path}")
+      self.log.line(f"Report: {report.write(config.run_directory)}")
 
 
 def enable_compilation_cache(directory: str) -> None:

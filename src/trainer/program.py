@@ -117,7 +117,7 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
 class Feed:
   """index -> the batch of step index + 1 on the program's mesh: each process reads and places its own rows only."""
 
-  def __init__(self, loader: Loader, prog: Program):
+  def __init__(self, loader: Loader, prog: Program) -> None:
     self._loader, self._batch = loader, prog.batch
     rounds, rows, _ = prog.batch.tokens.shape
     local = np.zeros((rounds, rows), bool)

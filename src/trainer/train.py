@@ -95,9 +95,7 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
     tiers.close()
 
 
-def _restore(
-  config: Config, session: Session, prog: Program, tiers: Tiers, carry: Carry
-) -> tuple[TrainState, int]:
+def _restore(config: Config, session: Session, prog: Program, tiers: Tiers, carry: Carry) -> tuple[TrainState, int]:
   """The state to start from and its completed steps."""
   start = time.monotonic()
 
@@ -180,7 +178,7 @@ def _sample(config: Config, session: Session, prog: Program, params: Params, ste
 class Records:
   """Turns each step's metrics into a line and a record, one step behind, so that the devices never wait for the host."""
 
-  def __init__(self, config: Config, session: Session, view: View, carry: Carry):
+  def __init__(self, config: Config, session: Session, view: View, carry: Carry) -> None:
     self._session, self._view, self._carry = session, view, carry
     self._limit = config.optimizer.max_nonfinite_steps
     self._devices = sum(len(devices) for devices in view.devices)

@@ -25,7 +25,7 @@ class Decoder(nnx.Module):
   The step does not keep the module: it keeps the weights as `Params` (see `split`) and merges them for a call.
   """
 
-  def __init__(self, cfg: ModelSection, attention: AttentionFn, *, key: jax.Array):
+  def __init__(self, cfg: ModelSection, attention: AttentionFn, *, key: jax.Array) -> None:
     V, D, L = cfg.vocab_size, cfg.emb_dim, cfg.num_decoder_layers
     embedding_key, layers_key, head_key = jax.random.split(key, 3)
     layer_keys = jax.random.split(layers_key, L)
@@ -93,7 +93,7 @@ def _layer(cfg: ModelSection, attention: AttentionFn, key: jax.Array) -> Decoder
 class Functional:
   """The decoder as pure functions of `Params`: what the step, the sampler and the converter use."""
 
-  def __init__(self, cfg: ModelSection, attention: AttentionFn):
+  def __init__(self, cfg: ModelSection, attention: AttentionFn) -> None:
     self._build = functools.partial(Decoder, cfg, attention)
     self._graphdef, self._state = nnx.split(nnx.eval_shape(lambda: self._build(key=jax.random.key(0))))
 

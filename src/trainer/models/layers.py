@@ -28,7 +28,7 @@ def normal_param(
 class RMSNorm(nnx.Module):
   """x / rms(x) * scale over the last dim, in float32, returned in x's dtype (Zhang & Sennrich, 2019)."""
 
-  def __init__(self, size: int, cfg: ModelSection):
+  def __init__(self, size: int, cfg: ModelSection) -> None:
     self.scale = nnx.Param(jnp.ones((size,), cfg.weight_dtype), axes=("norm",))
     self.epsilon = cfg.normalization_layer_epsilon
 
@@ -41,7 +41,7 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
   """Grouped-query attention with rotary positions, and RMSNorm on each query and key head where `use_qk_norm`."""
 
-  def __init__(self, cfg: ModelSection, attention: AttentionFn, out_std: float, *, key: jax.Array):
+  def __init__(self, cfg: ModelSection, attention: AttentionFn, out_std: float, *, key: jax.Array) -> None:
     D, N, K, H = cfg.emb_dim, cfg.num_query_heads, cfg.num_kv_heads, cfg.head_dim
     std = cfg.initializer_range
     query_key, key_key, value_key, out_key = jax.random.split(key, 4)
@@ -75,7 +75,7 @@ class Attention(nnx.Module):
 class FeedForward(nnx.Module):
   """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
 
-  def __init__(self, cfg: ModelSection, out_std: float, *, key: jax.Array):
+  def __init__(self, cfg: ModelSection, out_std: float, *, key: jax.Array) -> None:
     D, F = cfg.emb_dim, cfg.mlp_dim
     gate_key, up_key, down_key = jax.random.split(key, 3)
     self.gate = normal_param(gate_key, (D, F), ("embed", "mlp"), cfg.initializer_range, cfg)
@@ -95,7 +95,7 @@ class FeedForward(nnx.Module):
 class DecoderLayer(nnx.Module):
   """Pre-norm residual layer: x + attention(norm(x)), then + feed_forward(norm(x))."""
 
-  def __init__(self, cfg: ModelSection, attention: AttentionFn, *, key: jax.Array):
+  def __init__(self, cfg: ModelSection, attention: AttentionFn, *, key: jax.Array) -> None:
     # Matrices that write to the residual stream start smaller, so that its variance does not grow with depth (GPT-2).
     out_std = cfg.initializer_range / (2 * cfg.num_decoder_layers) ** 0.5
     attention_key, feed_forward_key = jax.random.split(key)

@@ -43,6 +43,14 @@ def test_a_new_output_folder_is_fine_and_is_not_created(tmp_path):
   assert list(tmp_path.iterdir()) == []
 
 
+def test_the_home_folder_is_meant_by_a_tilde(monkeypatch, tmp_path):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  config = load(["configs/base.yml", "base_output_directory=~/runs/", "run_name=r"])
+  assert config.run_directory == f"{tmp_path}/runs/r"
+  (tmp_path / "file").write_text("x")
+  assert "is a file, not a folder" in failure("base_output_directory=~/file")
+
+
 @pytest.mark.parametrize(
   "keys",
   [
@@ -53,6 +61,8 @@ def test_a_new_output_folder_is_fine_and_is_not_created(tmp_path):
     ["base_output_directory=${OUTPUT_PATH?}"],
     ["run_name=../elsewhere"],
     ["run_name=/absolute"],
+    ["run_name=."],
+    ["run_name=" + 300 * "a"],
     ["run_name=a\tb"],
     ["run_name=pathways-<USER>"],
   ],

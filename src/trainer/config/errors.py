@@ -10,6 +10,11 @@ class ConfigError(ValueError):
   """A mistake of the user's: the value given, the rule, the remedy, in a few lines. The program exits with code 2."""
 
 
+def shorten(text: str) -> str:
+  """`text` as a message repeats it: its beginning where it is long."""
+  return text if len(text) <= 80 else f"{text[:60]}..."
+
+
 def nearest(word: str, names: Iterable[str]) -> str | None:
   """The name most like `word`, or None when nothing is close."""
   lowered = {name.lower(): name for name in names}

@@ -73,7 +73,9 @@ def _flat_mapping(root: yaml.MappingNode, name: str) -> dict[str, tuple[str, str
   result: dict[str, tuple[str, str]] = {}
   for key_node, value_node in root.value:
     origin = f"{name} line {key_node.start_mark.line + 1}"
-    key = str(key_node.value)
+    if not isinstance(key_node, yaml.ScalarNode):
+      raise ConfigError(f"{origin}: the key is a list or a mapping.\nWrite one `key: value` on a line.")
+    key = key_node.value
     if key in result:
       raise ConfigError(f"{key} is given twice: {result[key][1]} and line {key_node.start_mark.line + 1}.\nRemove one.")
     if not isinstance(value_node, yaml.ScalarNode):

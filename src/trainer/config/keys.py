@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, get_args, get_origin
 
-from trainer.config.errors import ConfigError, did_you_mean
+from trainer.config.errors import ConfigError, did_you_mean, shorten
 from trainer.config.maxtext import reason_for
 from trainer.config.schema import Config
 
@@ -85,7 +85,9 @@ def resolve(name: str, origin: str) -> Key:
   if reason:
     raise ConfigError(f"{name} ({origin}): MaxText's key {name} has no meaning here.\n{reason}")
   hint = did_you_mean(name.replace(".", "_"), keys) or did_you_mean(rest, keys)
-  raise ConfigError(f"{name} ({origin}): there is no such key.\n{hint}Every key is in configs/base.yml and --help.")
+  raise ConfigError(
+    f"{shorten(name)} ({origin}): there is no such key.\n{hint}Every key is in configs/base.yml and --help."
+  )
 
 
 def convert(key: Key, text: str, origin: str) -> Given:
@@ -96,7 +98,7 @@ def convert(key: Key, text: str, origin: str) -> Given:
     if isinstance(error, ConfigError):
       raise
     rule, example = _RULES[key.kind]
-    message = f"{key.name}={text} ({origin}): {key.name} must be {rule}.\nWrite {key.name}={example}."
+    message = f"{key.name}={shorten(text)} ({origin}): {key.name} must be {rule}.\nWrite {key.name}={example}."
     raise ConfigError(message) from None
 
 
@@ -107,7 +109,7 @@ def _choice(key: Key, text: str, origin: str) -> Given:
     return Given(text.lower(), origin)
   shown = ", ".join(choice or "'' (empty)" for choice in key.choices)
   raise ConfigError(
-    f"{key.name}={text} ({origin}): {key.name} has no value '{text}'.\n"
+    f"{key.name}={shorten(text)} ({origin}): {key.name} has no such value.\n"
     f"{did_you_mean(text, [choice for choice in key.choices if choice])}Choices: {shown}."
   )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from trainer.config import files, paths, validate
-from trainer.config.errors import ConfigError, did_you_mean
+from trainer.config.errors import ConfigError, did_you_mean, shorten
 from trainer.config.keys import Given, all_keys, convert, resolve
 from trainer.config.schema import Config, ModelSection
 
@@ -41,7 +41,7 @@ def load(argv: list[str], *, check_paths: bool = True) -> Config:
 def _split(argv: list[str]) -> tuple[Path, dict[str, Given]]:
   """The config file and the command line's values by key."""
   if not argv or "=" in argv[0]:
-    found = f"{argv[0]}: the first argument" if argv else "The first argument"
+    found = f"{shorten(argv[0])}: the first argument" if argv else "The first argument"
     raise ConfigError(f"{found} must be a config file.\n{USAGE}; start from configs/base.yml.")
   path = files.find(argv[0], files.search_folders(), "config file")
   command: dict[str, Given] = {}
@@ -49,12 +49,12 @@ def _split(argv: list[str]) -> tuple[Path, dict[str, Given]]:
     name, equals, text = argument.partition("=")
     name = name.lstrip("-") if equals else name
     if not equals:
-      raise ConfigError(f"{argument}: expected key=value after the config file.\n{USAGE}")
+      raise ConfigError(f"{shorten(argument)}: expected key=value after the config file.\n{USAGE}")
     if name == files.PARENT_KEY:
       raise ConfigError(f"{argument}: {name} belongs in a YAML file, not here.\nWrite it in {argv[0]}.")
     key = resolve(name, "command line")
     if key.name in command:
-      raise ConfigError(f"{argument}: {key.name} is given twice on the command line.\nRemove one of the two.")
+      raise ConfigError(f"{shorten(argument)}: {key.name} is given twice on the command line.\nRemove one of the two.")
     command[key.name] = convert(key, text, "command line")
   return path, command
 
@@ -137,5 +137,6 @@ def _build(given: dict[str, Given]) -> Config:
     name = str(error.errors()[0]["loc"][-1])
     key, value = all_keys()[name], given[name]
     raise ConfigError(
-      f"{name}={value.value} ({value.origin}): {name} must be {key.bounds}.\nDefault: {key.default}. {key.description}"
+      f"{name}={shorten(str(value.value))} ({value.origin}): {name} must be {key.bounds}.\n"
+      f"Default: {key.default}. {key.description}"
     ) from None

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, shorten
 from trainer.config.schema import Config
 
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
@@ -39,9 +39,12 @@ def _check_placeholder(name: str, value: str) -> None:
 
 def _check_run_name(name: str) -> None:
   _check_placeholder("run_name", name)
-  if name.startswith(("/", "~")) or ".." in Path(name).parts or "://" in name or not name.isprintable():
+  parts = Path(name).parts
+  elsewhere = not parts or ".." in parts or name.startswith(("/", "~")) or "://" in name
+  if elsewhere or not name.isprintable() or max(map(len, parts)) > 200:
     raise ConfigError(
-      f"run_name={name!r}: must be a folder name below base_output_directory.\nUse letters, digits, '-', '_' and '.'."
+      f"run_name={shorten(name)!r}: must be a folder name below base_output_directory.\n"
+      "Use up to 200 letters, digits, '-', '_' and '.'."
     )
 
 
@@ -54,7 +57,7 @@ def _check_output(name: str, value: str, folder: str) -> None:
     if scheme == "gs" and not re.fullmatch(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]", bucket):
       raise ConfigError(f"{name}={value}: '{bucket}' is not a bucket's name.\nWrite gs://BUCKET/FOLDER.")
     return
-  path = Path(folder).absolute()
+  path = Path(folder).expanduser().absolute()
   existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
   if not existing.is_dir():
     raise ConfigError(f"{name}={value}: {existing} is a file, not a folder.\nChoose another {name} or run_name.")

@@ -6,6 +6,7 @@ receives its own section. Names follow MaxText wherever MaxText has the key. No 
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -439,5 +440,5 @@ class Config(Section):
 
   @property
   def run_directory(self) -> str:
-    """{base_output_directory}/{run_name}, local or gs://."""
-    return f"{self.run.base_output_directory.rstrip('/')}/{self.run.run_name}"
+    """{base_output_directory}/{run_name}, local (with ~ expanded) or gs://."""
+    return f"{os.path.expanduser(self.run.base_output_directory).rstrip('/')}/{self.run.run_name}"

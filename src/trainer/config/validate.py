@@ -17,20 +17,12 @@ from trainer.config.schema import (
   ObserveSection,
   OptimizerSection,
   ParallelismSection,
+  Section,
 )
 
 AXES = ("data", "fsdp", "tensor", "context")
-CUSTOM_REMAT = (
-  "decoder_layer_input",
-  "query_proj",
-  "key_proj",
-  "value_proj",
-  "context",
-  "out_proj",
-  "mlpwi_0",
-  "mlpwi_1",
-  "mlpwo",
-)
+_CUSTOM_REMAT = "decoder_layer_input query_proj key_proj value_proj context out_proj mlpwi_0 mlpwi_1 mlpwo"
+_ROPE_SCALING = "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_position_embeddings"
 
 
 def check(config: Config) -> None:
@@ -72,18 +64,20 @@ def _check_model(model: ModelSection) -> None:
     )
   if model.quantization and importlib.util.find_spec("qwix") is None:
     raise ConfigError(f"quantization={model.quantization}: needs the package qwix.\nInstall the extra: trainer[quant].")
-  _check_remat(model)
+  _check_effect(model, "remat_policy", "custom", _CUSTOM_REMAT)
+  _check_effect(model, "rope_type", "llama3", _ROPE_SCALING)
 
 
-def _check_remat(model: ModelSection) -> None:
-  if model.remat_policy == "custom":
+def _check_effect(section: Section, choice: str, needed: str, names: str) -> None:
+  """Refuses other values than the default for keys that only one value of the key `choice` looks at."""
+  if getattr(section, choice) == needed:
     return
-  for name in CUSTOM_REMAT:
-    value = getattr(model, name)
-    if value != ModelSection.model_fields[name].default:
+  for name in names.split():
+    value = getattr(section, name)
+    if value != type(section).model_fields[name].default:
       raise ConfigError(
-        f"{name}={value}: has an effect only with remat_policy=custom, and it is {model.remat_policy}.\n"
-        f"Use remat_policy=custom, or leave {name} out."
+        f"{name}={value}: has an effect only with {choice}={needed}, and it is {getattr(section, choice)}.\n"
+        f"Use {choice}={needed}, or leave {name} out."
       )
 
 
@@ -110,6 +104,7 @@ def _check_data(data: DataSection, model: ModelSection) -> None:
 def _check_optimizer(optimizer: OptimizerSection) -> None:
   if optimizer.learning_rate_schedule_steps == 0:
     raise ConfigError("learning_rate_schedule_steps=0: must be positive, or -1 for steps.\nUse -1.")
+  _check_effect(optimizer, "lr_schedule_type", "wsd", "wsd_decay_steps_fraction wsd_decay_style")
   share = optimizer.warmup_steps_fraction + optimizer.wsd_decay_steps_fraction
   if optimizer.lr_schedule_type == "wsd" and share > 1:
     raise ConfigError(
@@ -253,7 +248,9 @@ def _check_elastic(
   replicas = parallelism.dcn_data_parallelism
   slices = cluster.num_slices or max(replicas, 0)
   if slices and least > slices:
-    raise ConfigError(f"elastic_min_slice_count={least}: there are only {slices} slices.\nUse at most {slices}.")
+    raise ConfigError(
+      f"elastic_min_slice_count={least}: is more than the {slices} slices of the run.\nUse at most {slices}."
+    )
   if replicas != -1 and 0 < least < replicas:
     raise ConfigError(
       f"dcn_data_parallelism={replicas}: fixes the slice count, so elastic_min_slice_count={least} could never work.\n"

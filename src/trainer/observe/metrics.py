@@ -61,6 +61,14 @@ def format_step_line(record: StepRecord) -> str:
   )
 
 
+def format_elastic_line(step: int, down_event_count: int, good_slice_count: int) -> str:
+  """The line of every step of an elastic run from which scripts read when the number of slices changed."""
+  return (
+    f"step={step} elastic_manager.elastic_down_event_count={down_event_count} "
+    f"elastic_manager.good_slice_count={good_slice_count}"
+  )
+
+
 def format_duration(seconds: float) -> str:
   """`0:01:02`; hours are not folded into days, so that there is never a comma inside."""
   whole = max(0, round(seconds))

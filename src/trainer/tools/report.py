@@ -1,0 +1,35 @@
+"""`python -m trainer.tools.report RUN_DIR`: writes report.html and loss.png of a run, finished or not.
+
+`python -m trainer.tools.report RUN_DIR OTHER_RUN_DIR --compare PICTURE.png` draws both loss curves in one picture and
+prints how far they differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from trainer.observe import report
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Returns the exit code: 0, or 2 with one line on stderr where the directory holds no run."""
+  parser = argparse.ArgumentParser(prog="python -m trainer.tools.report", description=__doc__.split("\n\n")[0])
+  parser.add_argument("run_directory", nargs="+", help="{base_output_directory}/{run_name}, local or gs://")
+  parser.add_argument("--compare", metavar="PICTURE.png", help="compare two runs instead, and draw them here")
+  arguments = parser.parse_args(argv)
+  try:
+    if arguments.compare:
+      print(report.compare(arguments.run_directory, arguments.compare))
+      print(arguments.compare)
+    else:
+      for directory in arguments.run_directory:
+        print(report.write(directory))
+  except ValueError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,15 @@ USED_BY_LOADING = {"override_model_config", "max_position_embeddings"}
 
 
 def names_read(tree: ast.AST) -> set[str]:
-  """Attributes that are read, and strings, in a module that looks attributes up by name."""
+  """Attributes that are read, and strings (f-strings however filled), in a module that looks attributes up by name."""
   nodes = list(ast.walk(tree))
   names = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
   if any(isinstance(node, ast.Name) and node.id == "getattr" for node in nodes):
     names |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    for node in nodes:
+      if isinstance(node, ast.JoinedStr):
+        parts = [re.escape(part.value) if isinstance(part, ast.Constant) else r"[a-z]+" for part in node.values]
+        names |= {key for key in all_keys() if "_" in "".join(parts) and re.fullmatch("".join(parts), key)}
   return names
 
 

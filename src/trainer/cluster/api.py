@@ -18,6 +18,7 @@ class View:
   slices: tuple[int, ...]
   devices: tuple[tuple[Device, ...], ...]  # one tuple per slice, in the order of `slices`
   num_slices_total: int  # of the full topology
+  lives: tuple[int, ...]  # per slice: how often it had died before the view was made
   process_index: int = 0
   process_count: int = 1
 
@@ -54,7 +55,17 @@ class Cluster(ABC):
     ids = tuple(sorted(alive))
     assert ids and set(ids) <= set(self.slices), f"slices {ids} are not all among {sorted(self.slices)}"
     devices = tuple(self.slices[i] for i in ids)
-    return View(ids, devices, self.num_slices, self.process_index, self.process_count)
+    lives = tuple(self.deaths(i) for i in ids)
+    return View(ids, devices, self.num_slices, lives, self.process_index, self.process_count)
+
+  def survivors(self, view: View) -> frozenset[int]:
+    """Ids of the slices of `view` that have lived, with their memories, ever since the view was made."""
+    alive = self.alive()
+    return frozenset(i for i, died in zip(view.slices, view.lives) if i in alive and self.deaths(i) == died)
+
+  def deaths(self, slice_id: int) -> int:
+    """How often the slice has died, as far as the cluster can know."""
+    return 0
 
   @abstractmethod
   def alive(self) -> frozenset[int]:

@@ -40,6 +40,7 @@ class SimulatedCluster(Cluster):
     self._clock = clock
     self._sleep = sleep
     self._lost: dict[int, float | None] = {}  # slice -> when it returns by itself; None: when it is waited for
+    self._deaths = dict.fromkeys(self.slices, 0)
     self._hung: set[int] = set()
     self._resume_hung = threading.Event()
     self._lock = threading.Lock()
@@ -56,6 +57,7 @@ class SimulatedCluster(Cluster):
     assert slice_id in self.slices, f"no slice {slice_id} among {sorted(self.slices)}"
     with self._lock:
       self._lost[slice_id] = None if seconds is None else self._clock() + seconds
+      self._deaths[slice_id] += 1
 
   def hang(self, slice_id: int, seconds: float | None = None) -> None:
     """The slice stops answering: steps on it never finish, and the health check misses it."""
@@ -93,6 +95,9 @@ class SimulatedCluster(Cluster):
       alive = self.alive()
     return alive
 
+  def deaths(self, slice_id: int) -> int:
+    return self._deaths[slice_id]
+
   def returned(self, view: View) -> frozenset[int]:
     return self.alive() - frozenset(view.slices)
 
@@ -100,7 +105,7 @@ class SimulatedCluster(Cluster):
     return isinstance(error, jax.errors.JaxRuntimeError) and f"DATA_LOSS: {_MARK}" in str(error)
 
   def poison(self, batch: Any, view: View) -> Any:
-    down = sorted(frozenset(view.slices) - self.alive() - self._hung)
+    down = sorted(frozenset(view.slices) - self.survivors(view) - self._hung)
     if not down:
       return batch
     # Every shard must fail: with a part of them the living devices would wait in the collective for ever.

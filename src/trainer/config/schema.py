@@ -343,6 +343,11 @@ class ElasticSection(Section):
     ge=0,
     description="First pause before another attempt after one without progress; doubles each time, at most 60.",
   )
+  elastic_hang_check_seconds: float = Field(
+    60.0,
+    ge=0,
+    description="Time after which a step that has not finished makes us check the slices' health, and again each such time; 0: never.",
+  )
   snapshot_period: NonNegative = Field(
     0,
     description="Steps between snapshots; 0: chosen so that they cost at most snapshot_max_overhead of the step time.",
@@ -352,7 +357,7 @@ class ElasticSection(Section):
   )
   fault_injection: str = Field(
     "",
-    description="Faults to rehearse: 'slice_down@12:1, slice_up@30:1, hang@40:2, ckpt_kill@50' or 'random:seed=1,rate=0.05'.",
+    description="Faults to rehearse: 'slice_down@12:1, slice_up@30:1, hang@40:2, ckpt_kill@50' or 'random:seed=1,rate=0.05'; docs/elastic.md has the whole grammar.",
   )
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import re
 
 from trainer.config.errors import ConfigError
+from trainer.config.faults import RandomFaults
+from trainer.config.faults import parse as parse_faults
 from trainer.config.schema import (
   CheckpointSection,
   ClusterSection,
@@ -264,10 +265,10 @@ def _check_elastic(
 
 
 def _check_faults(faults: str, elastic_enabled: bool, enable_checkpointing: bool) -> None:
-  """Refuses faults that the run could not answer; their grammar is the injector's."""
-  kinds = re.findall(r"([a-z_]+)@", faults) or ([faults.partition(":")[0].strip()] if faults else [])
-  for kind in kinds:
-    if kind in ("slice_down", "slice_up", "random") and not elastic_enabled:
+  """Refuses faults outside the grammar, and those that the run could not answer."""
+  for fault in parse_faults(faults):
+    kind = "random" if isinstance(fault, RandomFaults) else fault.kind
+    if kind != "ckpt_kill" and not elastic_enabled:
       raise ConfigError(
         f"fault_injection={faults}: {kind} just ends a run that is not elastic.\nAdd elastic_enabled=true."
       )

@@ -1,0 +1,91 @@
+"""The grammar of the key fault_injection: faults to rehearse.
+
+  slice_down@STEP:SLICE[:MOMENT][/SECONDS]   the slice dies; it returns after SECONDS (inf: never), at its slice_up, or,
+                                             without either, one second after training cannot go on without it
+  slice_up@STEP:SLICE[:MOMENT]               a dead slice returns
+  hang@STEP:SLICE[/SECONDS]                  the slice stops answering, without an error
+  ckpt_kill@STEP                             the process kills itself (SIGKILL) while that checkpoint is being written
+  random:seed=S,rate=R                       each step has a fault with probability R; one slice, drawn by the seed, is
+                                             spared
+
+MOMENT says when: `step` (the default: before STEP is computed), `snapshot`, `save` (while one is made), `recovery`
+(while a state is restored to go on with STEP). A fault happens at the first such moment of step STEP or later.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+from trainer.config.errors import ConfigError
+
+Moment = Literal["step", "snapshot", "save", "recovery"]
+Kind = Literal["slice_down", "slice_up", "hang", "ckpt_kill"]
+
+_EXAMPLE = "Write for example fault_injection='slice_down@12:1, slice_up@30:1, hang@40:2, ckpt_kill@50'."
+_FAULT = re.compile(
+  r"(?P<kind>slice_down|slice_up|hang|ckpt_kill)@(?P<step>\d+)(:(?P<slice>\d+))?"
+  r"(:(?P<moment>[a-z]+))?(/(?P<seconds>\d+(\.\d+)?|inf))?"
+)
+_RANDOM = re.compile(r"random:seed=(?P<seed>\d+),rate=(?P<rate>\d*\.?\d+)")
+
+
+@dataclass(frozen=True)
+class Fault:
+  """One fault. str() gives it back in the grammar."""
+
+  kind: Kind
+  step: int
+  slice: int | None = None
+  moment: Moment = "step"
+  seconds: float | None = None
+
+  def __str__(self) -> str:
+    moment = "" if self.kind == "ckpt_kill" or self.moment == "step" else f":{self.moment}"
+    seconds = "" if self.seconds is None else f"/{self.seconds:g}"
+    return f"{self.kind}@{self.step}" + ("" if self.slice is None else f":{self.slice}") + moment + seconds
+
+
+@dataclass(frozen=True)
+class RandomFaults:
+  """Faults drawn from a seed, each step with probability `rate`."""
+
+  seed: int
+  rate: float
+
+
+def parse(text: str) -> tuple[Fault | RandomFaults, ...]:
+  """The faults that `text` names, in its order; ConfigError when it is not in the grammar."""
+  parts = re.split(r",\s*(?=[a-z_]+[@:])", text.strip())
+  return tuple(_parse_one(part.strip()) for part in parts if part.strip())
+
+
+def _parse_one(text: str) -> Fault | RandomFaults:
+  given = f"fault_injection={text}:"
+  if match := _RANDOM.fullmatch(text):
+    faults = RandomFaults(int(match["seed"]), float(match["rate"]))
+    if not 0 < faults.rate <= 1:
+      raise ConfigError(f"{given} the rate is a probability.\nUse a rate above 0 and at most 1.")
+    return faults
+  match = _FAULT.fullmatch(text)
+  if match is None:
+    raise ConfigError(
+      f"{given} is neither KIND@STEP[:SLICE][:MOMENT][/SECONDS] with KIND slice_down, slice_up, hang or ckpt_kill, nor "
+      f"random:seed=S,rate=R.\n{_EXAMPLE}"
+    )
+  kind = cast(Kind, match["kind"])
+  moment = match["moment"] or ("save" if kind == "ckpt_kill" else "step")
+  if moment not in get_args(Moment):
+    raise ConfigError(f"{given} no moment is called {moment}.\nUse one of {', '.join(get_args(Moment))}.")
+  if kind == "ckpt_kill" and (match["slice"] or match["moment"] or match["seconds"]):
+    raise ConfigError(f"{given} ckpt_kill kills the whole process and takes only a step.\nWrite ckpt_kill@STEP.")
+  if kind != "ckpt_kill" and match["slice"] is None:
+    raise ConfigError(f"{given} does not say which slice.\nWrite {kind}@STEP:SLICE.")
+  if kind == "slice_up" and match["seconds"]:
+    raise ConfigError(f"{given} only slice_down and hang take /SECONDS.\nLeave it out.")
+  if kind == "hang" and moment != "step":
+    raise ConfigError(f"{given} a slice hangs in a step, at no other moment.\nWrite hang@STEP:SLICE.")
+  seconds = float(match["seconds"]) if match["seconds"] else None
+  slice_id = int(match["slice"]) if match["slice"] else None
+  return Fault(kind, int(match["step"]), slice_id, cast(Moment, moment), seconds)

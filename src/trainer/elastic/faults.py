@@ -1,0 +1,101 @@
+"""Makes the faults of fault_injection happen, each once, each at its moment."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol, cast, get_args
+
+from trainer.config.errors import ConfigError
+from trainer.config.faults import Fault, Moment, RandomFaults
+
+
+class Slices(Protocol):
+  """What an injector does to a cluster (cluster.SimulatedCluster)."""
+
+  def lose(self, slice_id: int, seconds: float | None = None) -> None: ...
+  def hang(self, slice_id: int, seconds: float | None = None) -> None: ...
+  def give_back(self, slice_id: int) -> None: ...
+
+
+def expand(faults: Iterable[Fault | RandomFaults], num_slices: int, steps: int) -> list[Fault]:
+  """All faults of a run, random ones drawn; ConfigError for one that could never happen."""
+  listed: list[Fault] = []
+  for fault in faults:
+    if isinstance(fault, RandomFaults):
+      listed += draw(fault, num_slices, steps)
+      continue
+    if fault.slice is not None and fault.slice >= num_slices:
+      raise ConfigError(
+        f"fault_injection={fault}: the last slice is {num_slices - 1}.\nRaise num_slices, or name another."
+      )
+    if fault.step > steps:
+      raise ConfigError(f"fault_injection={fault}: would never happen with steps={steps}.\nUse an earlier step.")
+    listed.append(fault)
+  return listed
+
+
+def draw(faults: RandomFaults, num_slices: int, steps: int) -> list[Fault]:
+  """Losses at all moments, returns, double faults and flapping; never the slice that the seed spares."""
+  generator = random.Random(faults.seed)
+  spared = generator.randrange(num_slices)
+  down: set[int] = set()
+  drawn: list[Fault] = []
+  for step in range(1, steps + 1):
+    while generator.random() < faults.rate:  # a second one at the same step is a double fault
+      alive = sorted(set(range(num_slices)) - down - {spared})
+      if down and (not alive or generator.random() < 0.5):
+        slice_id = generator.choice(sorted(down))
+        down.discard(slice_id)
+        drawn.append(Fault("slice_up", step, slice_id))
+      elif alive:
+        slice_id = generator.choice(alive)
+        down.add(slice_id)
+        moment = generator.choice(("step", "step", *get_args(Moment)))
+        drawn.append(Fault("slice_down", step, slice_id, cast(Moment, moment)))
+      else:
+        break  # a single slice: nothing may be lost
+  return drawn
+
+
+@dataclass
+class FaultInjector:
+  """Makes every fault happen once, at its moment. `record` is told of each fault before it happens."""
+
+  faults: list[Fault]
+  slices: Slices | None = None
+  record: Callable[[Fault, int], None] = lambda fault, step: None
+  kill: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGKILL)
+  clock: Callable[[], float] = time.monotonic
+  fired: list[Fault] = field(default_factory=list)
+  last_fired_at: float = -float("inf")  # on the clock
+
+  def at(self, moment: Moment, step: int) -> None:
+    """Called when `moment` of `step` has come."""
+    due = [f for f in self.faults if f.moment == moment and f.step <= step]
+    for fault in due:
+      self.faults.remove(fault)
+      self.fired.append(fault)
+      self.last_fired_at = self.clock()
+      self.record(fault, step)
+      self._make(fault)
+
+  def assert_all_fired(self) -> None:
+    """Raises AssertionError with the faults whose moment never came."""
+    assert not self.faults, f"these faults never happened: {', '.join(map(str, self.faults))}"
+
+  def _make(self, fault: Fault) -> None:
+    if fault.kind == "ckpt_kill":
+      self.kill()
+      return
+    assert self.slices is not None and fault.slice is not None
+    if fault.kind == "slice_down":
+      self.slices.lose(fault.slice, fault.seconds)
+    elif fault.kind == "hang":
+      self.slices.hang(fault.slice, fault.seconds)
+    else:
+      self.slices.give_back(fault.slice)

@@ -1,0 +1,142 @@
+"""Real error texts, and what each must be taken for."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trainer.cluster.simulated import SimulatedCluster
+from trainer.elastic.events import Kind, SliceHang, classify
+
+LOSS = [
+  "DATA_LOSS: simulated loss of slice [2]",
+  "INTERNAL: Error dispatching computation: DATA_LOSS: simulated loss of slice [1]",
+  "DATA_LOSS: The TPU slice 0 has been lost. Worker 10.4.1.7:8471 disconnected.",
+]
+NEVER = [
+  "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.",
+  "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 18.21G of"
+  " 15.48G hbm. Exceeded hbm capacity by 2.73G.",
+  "INTERNAL: RET_CHECK failure (third_party/xla/service/hlo_verifier.cc:412) Expected instruction to have shape",
+  "INTERNAL: Mosaic failed to compile TPU kernel: unsupported shape cast",
+  "INTERNAL: Failed to compile Triton kernel",
+  "INVALID_ARGUMENT: Executable expected parameter 0 of size 8192 but got buffer with incompatible size 4096",
+  "INVALID_ARGUMENT: Invalid buffer passed: buffer has been deleted or donated.",
+  "FAILED_PRECONDITION: Buffer Definition Event: the program continuator has halted unexpectedly",
+  "UNIMPLEMENTED: Dynamic shapes are not supported",
+  "PERMISSION_DENIED: caller does not have storage.objects.create access",
+  "INTERNAL: Invalid value (nan) encountered in jit(train_step)",
+]
+MAYBE = [
+  "UNAVAILABLE: failed to connect to all addresses; last error: UNKNOWN: ipv4:10.4.0.12:29000: Connection refused",
+  "UNAVAILABLE: Socket closed",
+  "ABORTED: Aborted connect attempt as there is a request for shutdown",
+  "CANCELLED: Cancelled by the peer",
+  "DEADLINE_EXCEEDED: Deadline of 60s exceeded while waiting for the completion of launch 132",
+  "DEADLINE_EXCEEDED: Gloo ReduceScatter timed out: [external/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out"
+  " waiting 30000ms for recv operation to complete",
+  "NOT_FOUND: Buffer 7134 is not present on the worker",
+  "INTERNAL: an unexpected error occurred on device ordinal 3",
+  "INTERNAL: CustomCall kernel returned an error: flash_attention_bwd",
+  "UNKNOWN: Gloo all-reduce failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by"
+  " peer [127.0.0.1]:2196",
+  "UNKNOWN: [external/gloo/gloo/transport/tcp/pair.cc:538] Read error [10.0.0.2]:4711: Connection reset by peer",
+  "something that no version of the runtime has said before",
+]
+
+
+@pytest.fixture
+def cluster():
+  devices = jax.devices()
+  return SimulatedCluster({i: tuple(devices[2 * i : 2 * i + 2]) for i in range(4)})
+
+
+def runtime_error(text):
+  return jax.errors.JaxRuntimeError(text)
+
+
+@pytest.mark.parametrize("text", LOSS)
+def test_lost_memory_is_a_lost_slice_even_when_it_is_back_already(cluster, text):
+  view = cluster.view(cluster.alive())
+  assert classify(runtime_error(text), cluster, view).kind is Kind.SLICE_DOWN
+  cluster.lose(2)
+  event = classify(runtime_error(text), cluster, view)
+  assert event.is_slice_loss and event.lost == {2}
+
+
+@pytest.mark.parametrize("text", NEVER)
+@pytest.mark.parametrize("slice_missing", [False, True])
+def test_deterministic_errors_are_never_a_lost_slice(cluster, text, slice_missing):
+  view = cluster.view(cluster.alive())
+  if slice_missing:
+    cluster.lose(1)
+  event = classify(runtime_error(text), cluster, view)
+  assert event.kind is Kind.DETERMINISTIC and not event.is_slice_loss
+
+
+@pytest.mark.parametrize("text", MAYBE)
+def test_ambiguous_errors_need_a_missing_slice(cluster, text):
+  view = cluster.view(cluster.alive())
+  event = classify(runtime_error(text), cluster, view)
+  assert event.kind is Kind.UNKNOWN and "every slice is alive" in event.reason
+  cluster.lose(1)
+  assert classify(runtime_error(text), cluster, view).kind is Kind.SLICE_DOWN
+  rest = cluster.view(cluster.alive())  # a slice that was not in the view explains nothing
+  assert classify(runtime_error(text), cluster, rest).kind is Kind.UNKNOWN
+
+
+@pytest.mark.parametrize(
+  "error", [ValueError("DATA_LOSS"), TypeError("x"), OSError(28, "No space left"), KeyError("a")]
+)
+def test_errors_of_the_program_are_fatal(cluster, error):
+  cluster.lose(0)
+  assert classify(error, cluster, cluster.view({0, 1})).kind is Kind.FATAL
+
+
+def test_a_wrapped_runtime_error_is_found(cluster):
+  view = cluster.view(cluster.alive())
+  try:
+    try:
+      raise runtime_error(LOSS[0])
+    except jax.errors.JaxRuntimeError as cause:
+      raise ValueError("the background save failed") from cause
+  except ValueError as error:
+    assert classify(error, cluster, view).kind is Kind.SLICE_DOWN
+
+
+def test_nan_is_deterministic(cluster):
+  assert classify(FloatingPointError("loss is nan"), cluster, cluster.view({0})).kind is Kind.DETERMINISTIC
+
+
+def test_a_hang_names_the_silent_slices(cluster):
+  view = cluster.view(cluster.alive())
+  cluster.hang(3)
+  event = classify(SliceHang("step 4 ..."), cluster, view)
+  assert event.kind is Kind.HANG and event.is_slice_loss and event.lost == {3}
+
+
+def test_real_errors_of_this_jax(cluster):
+  """The texts that this very version raises for what a laptop can provoke."""
+  view = cluster.view(cluster.alive())
+
+  def failure(call):
+    with pytest.raises(Exception) as caught:
+      jax.block_until_ready(call())
+    return classify(caught.value, cluster, view).kind
+
+  donated = jnp.ones(4)
+  jax.block_until_ready(jax.jit(lambda x: x + 1, donate_argnums=0)(donated))
+  shapes = jax.jit(lambda x, y: x @ y)
+  compiled = jax.jit(lambda x: x * 2).lower(jnp.ones(3)).compile()
+
+  def raising(x):
+    raise RuntimeError("a kernel failed")
+
+  assert failure(lambda: shapes(jnp.ones((2, 3)), jnp.ones((2, 3)))) is Kind.FATAL
+  assert failure(lambda: compiled(jnp.ones(4))) is Kind.FATAL
+  assert failure(lambda: donated + 1) in (Kind.FATAL, Kind.DETERMINISTIC)
+  assert failure(lambda: jnp.zeros(1 << 46, jnp.int8)) in (Kind.DETERMINISTIC, Kind.FATAL)
+  callback = jax.jit(lambda x: jax.pure_callback(raising, jax.ShapeDtypeStruct((), np.float32), x))
+  assert failure(lambda: callback(jnp.float32(1))) in (Kind.UNKNOWN, Kind.DETERMINISTIC)

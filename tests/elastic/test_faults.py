@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.config.errors import ConfigError
+from trainer.config.faults import Fault, RandomFaults, parse
+from trainer.elastic.faults import FaultInjector, draw, expand
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+class Slices:
+  def __init__(self):
+    self.calls = []
+
+  def lose(self, slice_id, seconds=None):
+    self.calls.append(("lose", slice_id, seconds))
+
+  def hang(self, slice_id, seconds=None):
+    self.calls.append(("hang", slice_id, seconds))
+
+  def give_back(self, slice_id):
+    self.calls.append(("give_back", slice_id))
+
+
+def test_the_example_of_the_key_is_understood():
+  assert parse("slice_down@12:1, slice_up@30:1, hang@40:2, ckpt_kill@50") == (
+    Fault("slice_down", 12, 1),
+    Fault("slice_up", 30, 1),
+    Fault("hang", 40, 2),
+    Fault("ckpt_kill", 50, None, "save"),
+  )
+  assert parse("random:seed=1,rate=0.05,slice_down@3:0") == (RandomFaults(1, 0.05), Fault("slice_down", 3, 0))
+  assert parse("slice_down@3:0:recovery/1.5,slice_down@4:1/inf") == (
+    Fault("slice_down", 3, 0, "recovery", 1.5),
+    Fault("slice_down", 4, 1, "step", float("inf")),
+  )
+  assert parse("") == ()
+
+
+FAULTS = st.one_of(
+  st.builds(Fault, st.just("ckpt_kill"), st.integers(0, 999), st.none(), st.just("save")),
+  st.builds(Fault, st.just("hang"), st.integers(0, 999), st.integers(0, 99)),
+  st.builds(
+    Fault,
+    st.just("slice_down"),
+    st.integers(0, 999),
+    st.integers(0, 99),
+    st.sampled_from(["step", "snapshot", "save", "recovery"]),
+    st.sampled_from([None, 0.0, 2.5, float("inf")]),
+  ),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(FAULTS, max_size=5))
+def test_text_and_faults_are_inverse(faults):
+  assert list(parse(", ".join(map(str, faults)))) == faults
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("slice_dwn@3:1", "is neither KIND@STEP"),
+    ("slice_down@:1", "is neither KIND@STEP"),
+    ("slice_down@3", r"does not say which slice.\nWrite slice_down@STEP:SLICE"),
+    ("slice_down@3:1:save:x", "is neither"),
+    ("slice_down@3:1:backup", "no moment is called backup.\nUse one of step, snapshot, save, recovery"),
+    ("slice_up@3:1/4", "only slice_down and hang take /SECONDS"),
+    ("hang@3:1:save", "Write hang@STEP:SLICE"),
+    ("ckpt_kill@3:1", "Write ckpt_kill@STEP"),
+    ("random:seed=1", "is neither"),
+    ("random:seed=1,rate=0", "Use a rate above 0"),
+    ("random:seed=1,rate=1.5", "Use a rate above 0"),
+    ("slice_down@3:1 slice_up@4:1", "is neither"),
+  ],
+)
+def test_mistakes_are_explained(text, message):
+  with pytest.raises(ConfigError, match=message):
+    parse(text)
+
+
+def test_parsing_needs_no_jax():
+  code = "import sys; from trainer.config.faults import parse; parse('hang@1:0'); assert 'jax' not in sys.modules"
+  subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=ENVIRONMENT)
+
+
+def test_faults_that_cannot_happen_are_refused():
+  with pytest.raises(ConfigError, match="the last slice is 2"):
+    expand(parse("slice_down@3:3"), num_slices=3, steps=10)
+  with pytest.raises(ConfigError, match="would never happen with steps=10"):
+    expand(parse("slice_down@11:0"), num_slices=3, steps=10)
+
+
+def test_each_fault_happens_once_at_the_first_moment_of_its_kind():
+  slices, records = Slices(), []
+  faults = list(parse("slice_down@3:1, slice_up@5:1, slice_down@4:2:save/7, hang@6:0"))
+  injector = FaultInjector(faults, slices, record=lambda fault, step: records.append((str(fault), step)))
+  for step in range(1, 8):
+    injector.at("step", step)
+    if step in (3, 6):
+      injector.at("save", step)
+    if step == 5:  # steps 4 and 5 are computed once more
+      injector.at("step", 4)
+      injector.at("step", 5)
+  assert slices.calls == [("lose", 1, None), ("give_back", 1), ("hang", 0, None), ("lose", 2, 7.0)]
+  assert records == [("slice_down@3:1", 3), ("slice_up@5:1", 5), ("hang@6:0", 6), ("slice_down@4:2:save/7", 6)]
+  injector.assert_all_fired()
+
+
+def test_faults_that_never_happened_are_named():
+  injector = FaultInjector(list(parse("slice_down@3:1, ckpt_kill@9")), Slices())
+  injector.at("step", 5)
+  with pytest.raises(AssertionError, match="ckpt_kill@9"):
+    injector.assert_all_fired()
+
+
+def test_ckpt_kill_is_a_real_sigkill():
+  code = (
+    "from trainer.config.faults import parse; from trainer.elastic.faults import FaultInjector\n"
+    "i = FaultInjector(list(parse('ckpt_kill@2')), None, record=lambda f, s: print(f, flush=True))\n"
+    "i.at('step', 2); i.at('save', 1); i.at('save', 2); print('alive')"
+  )
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+  assert (done.returncode, done.stdout) == (-signal.SIGKILL, "ckpt_kill@2\n")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**6), st.floats(0.01, 0.9), st.integers(1, 8))
+def test_random_faults_are_reproducible_and_spare_one_slice(seed, rate, num_slices):
+  faults = draw(RandomFaults(seed, rate), num_slices, 50)
+  assert faults == draw(RandomFaults(seed, rate), num_slices, 50)
+  lost = {f.slice for f in faults if f.kind == "slice_down"}
+  assert len(lost) < num_slices
+  down = set()
+  for fault in faults:
+    (down.add if fault.kind == "slice_down" else down.remove)(fault.slice)  # never lost twice, never given back alive
+  assert [f.step for f in faults] == sorted(f.step for f in faults)
+
+
+def test_the_rate_is_the_rate():
+  steps = 2000
+  with_fault = {f.step for seed in range(10) for f in draw(RandomFaults(seed, 0.1), 4, steps)}
+  per_run = [len({f.step for f in draw(RandomFaults(seed, 0.1), 4, steps)}) for seed in range(10)]
+  assert with_fault and 0.08 < sum(per_run) / (10 * steps) < 0.12

@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+import subprocess
+import time
+
+import jax
+import numpy as np
+import pytest
+from tests.elastic.toy import Clock, Toy, cut, train
+
+from trainer.elastic.attempt import Outcome
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+  toy = Toy()
+  assert train(toy) == Outcome("complete", 20)
+  return toy
+
+
+def records(toy, kind):
+  return [r for r in toy.records if r["kind"] == kind]
+
+
+def same_run(toy, undisturbed, relative=1e-6):
+  """Every step used the same examples, with the same loss up to the order of sums."""
+  assert toy.rows == undisturbed.rows
+  for step, loss in undisturbed.losses.items():
+    assert toy.losses[step] == pytest.approx(loss, rel=relative), f"step {step}"
+
+
+def test_an_undisturbed_run_is_one_attempt(undisturbed):
+  assert undisturbed.lines[:2] == ["Elastic utils: Elastic training enabled.", "Elastic Retry Enabled"]
+  assert undisturbed.lines[2] == (
+    "step=1 elastic_manager.elastic_down_event_count=0 elastic_manager.good_slice_count=4"
+  )
+  assert [r["kind"] for r in undisturbed.records if r["kind"].startswith("attempt")] == ["attempt_start", "attempt_end"]
+  assert undisturbed.restores == [(0, "none")]
+
+
+def test_degrade_and_grow_loses_nothing(undisturbed):
+  toy = Toy()
+  assert train(toy, "slice_down@7:1, slice_up@12:1").kind == "complete"
+  same_run(toy, undisturbed)
+  assert toy.restores == [(0, "none"), (6, "snapshot"), (12, "snapshot")]
+  down, up = records(toy, "recovery")
+  assert (down["event"], down["slice"], down["step_before"], down["step_after"]) == ("slice_down", [1], 6, 6)
+  assert (down["slices_before"], down["slices_after"], down["tier"], down["steps_lost"]) == (4, 3, "snapshot", 0)
+  assert (up["event"], up["slice"], up["slices_before"], up["slices_after"], up["steps_lost"]) == (
+    "slice_up",
+    [1],
+    3,
+    4,
+    0,
+  )
+  assert up["compilations"] == 0  # back to a topology that was seen
+  counts = [line.split("good_slice_count=")[1] for line in toy.lines if "good_slice_count" in line]
+  assert counts == ["4"] * 6 + ["3"] * 6 + ["4"] * 8
+  retry = toy.lines.index("Slice down event detected. Retrying.")
+  assert toy.lines[retry + 1] == "Elastic attempt 2 out of 10"
+
+
+AWK = r"""
+  /step=/ && /elastic_manager\.elastic_down_event_count=/ {
+    split($0, fields, " ")
+    step = ""
+    good_slice_count = ""
+    for (i in fields) {
+      split(fields[i], kv, "=")
+      if (kv[1] == "step") {
+        step = kv[2]
+      } else if (kv[1] == "elastic_manager.good_slice_count") {
+        good_slice_count = kv[2]
+      }
+    }
+    if (prev_good_slice_count != "" && prev_good_slice_count != good_slice_count) {
+      print "Step: " step ", Old Slice Count: " prev_good_slice_count ", New Slice Count: " good_slice_count
+    }
+    prev_step = step
+    prev_good_slice_count = good_slice_count
+  }
+"""
+
+
+def test_the_log_can_be_read_by_the_guides_awk_script(tmp_path):
+  train(Toy(), "slice_down@7:1, slice_up@12:1", directory=str(tmp_path))
+  out = subprocess.run(
+    ["awk", AWK, tmp_path / "log.txt"], capture_output=True, text=True, check=True, timeout=20
+  ).stdout
+  assert out.splitlines() == [
+    "Step: 7, Old Slice Count: 4, New Slice Count: 3",
+    "Step: 13, Old Slice Count: 3, New Slice Count: 4",
+  ]
+
+
+def test_fixed_mesh_waits_for_the_replacement_and_is_bit_identical(undisturbed):
+  toy, clock = Toy(), Clock()
+  assert train(toy, "slice_down@7:1", clock=clock, elastic_min_slice_count=-1).kind == "complete"
+  assert toy.losses == undisturbed.losses
+  np.testing.assert_array_equal(toy.state, undisturbed.state)
+  (recovery,) = records(toy, "recovery")
+  assert (recovery["slices_after"], recovery["compilations"], recovery["tier"]) == (4, 0, "snapshot")
+  assert 0.9 < recovery["wait_seconds"] < 1.2
+  assert [r["wanted"] for r in records(toy, "wait_slices")] == [4]
+
+
+def test_backup_in_checkpoints_goes_back_to_the_last_one(undisturbed):
+  toy = Toy(backup="checkpoint")
+  train(toy, "slice_down@14:2", elastic_min_slice_count=-1, elastic_backup_kind="checkpoint")
+  assert toy.losses == undisturbed.losses
+  (recovery,) = records(toy, "recovery")
+  assert (recovery["step_before"], recovery["step_after"], recovery["steps_lost"]) == (13, 10, 3)
+  assert (recovery["tokens_lost"], recovery["tier"]) == (300, "persistent")
+
+
+def test_no_replacement_in_time_ends_the_run():
+  toy = Toy()
+  with pytest.raises(TimeoutError, match="waited 50 s for 4 slices"):
+    train(toy, "slice_down@7:1/inf", elastic_min_slice_count=-1, elastic_timeout_seconds=50)
+
+
+@pytest.mark.parametrize(
+  "faults",
+  [
+    "slice_down@7:1, slice_down@7:2",  # two at once
+    "slice_down@7:1, slice_down@8:2",  # one after the other
+    "slice_down@7:1, slice_down@7:2:recovery",  # during the recovery
+    "slice_down@7:1, slice_down@7:2:recovery, slice_down@7:3:recovery",
+    "slice_down@7:1:snapshot",
+    "slice_down@10:1:save",
+    "slice_down@7:1, slice_up@7:1",  # back before anybody noticed, but with empty memory
+    "slice_down@7:1, slice_up@7:1:recovery",
+    "slice_down@3:1, slice_up@5:1, slice_down@6:1, slice_up@8:1, slice_down@9:1, slice_up@9:1",  # flapping
+    "slice_down@7:0, slice_down@9:1, slice_down@11:2, slice_up@13:0, slice_up@14:1, slice_up@15:2",
+    "slice_down@20:3",
+  ],
+)
+def test_fault_histories_keep_every_step(undisturbed, faults):
+  toy = Toy()
+  assert train(toy, faults, elastic_backoff_seconds=0.0) == Outcome("complete", 20)
+  same_run(toy, undisturbed)
+  assert not any("never happened" in line for line in toy.lines)
+  assert all(r["steps_lost"] <= 1 for r in records(toy, "recovery"))
+  assert len(records(toy, "recovery")) == len(records(toy, "slice_down")) + len(records(toy, "slice_up"))
+
+
+def test_all_replicas_lost_falls_back_to_the_checkpoint(undisturbed):
+  toy = Toy()
+  faults = "slice_down@13:0, slice_down@13:1, slice_down@13:2, slice_down@13:3"
+  assert train(toy, faults).kind == "complete"
+  assert toy.restores[1] == (10, "persistent")
+  same_run(toy, undisturbed)
+
+
+def test_slices_prepared_in_the_background_cost_no_compilation():
+  toy, cluster = Toy(cache={}), cut(4, Clock())
+  real = toy.attempt
+
+  def patient(view, carry):
+    if carry.preparation is None:
+      inner = carry.prepare
+      carry.prepare = lambda compile: (inner(compile), carry.preparation.wait(60))
+    return real(view, carry)
+
+  toy.attempt = patient
+  train(toy, "slice_down@7:2, slice_down@12:0", cluster=cluster)
+  assert [r["compilations"] for r in records(toy, "recovery")] == [0, 0]
+  background = [r["what"] for r in records(toy, "compile") if r["background"]]
+  assert background[:4] == [f"slices {s}" for s in ([1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2])]
+  assert background[4:7] == [f"slices {s}" for s in ([1, 3], [0, 3], [0, 1])]
+
+
+def test_an_unprepared_topology_is_compiled_once_and_counted():
+  toy = Toy(cache={})
+  train(toy, "slice_down@1:2", elastic_hang_check_seconds=0.0)
+  (recovery,) = records(toy, "recovery")
+  assert recovery["compilations"] >= 1
+
+
+def test_a_hang_is_found_by_the_health_check(undisturbed):
+  toy = Toy()
+  train(toy, "hang@7:2", elastic_hang_check_seconds=0.1)
+  same_run(toy, undisturbed)
+  assert records(toy, "hang")[0]["step"] == 6
+  assert records(toy, "recovery")[0]["slice"] == [2]
+
+
+def test_a_slow_step_on_healthy_slices_is_waited_for(undisturbed):
+  toy, cluster = Toy(steps=3), cut(4, Clock())
+  block, slow = cluster.block_until_ready, [True]
+
+  def blocking(arrays, view):
+    if slow.pop() if slow else False:
+      time.sleep(0.35)
+    block(arrays, view)
+
+  cluster.block_until_ready = blocking
+  assert train(toy, cluster=cluster, elastic_hang_check_seconds=0.1).kind == "complete"
+  assert not records(toy, "slice_down")
+  assert any("all its slices answer" in line for line in toy.lines)
+
+
+def test_deterministic_errors_are_not_retried():
+  for error in (
+    ValueError("shapes differ"),
+    jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
+    FloatingPointError("loss is nan"),
+  ):
+    toy = Toy()
+    toy.fail_at[7] = error
+    with pytest.raises(type(error)) as caught:
+      train(toy)
+    assert caught.value is error
+    assert any("not retried" in note for note in error.__notes__)
+    assert len(toy.restores) == 1
+    assert records(toy, "attempt_end")[-1]["outcome"] == "failed"
+
+
+def test_an_unknown_error_is_tried_once_more_and_then_raised():
+  toy = Toy()
+  toy.fail_at[7] = jax.errors.JaxRuntimeError("INTERNAL: CustomCall kernel returned an error")
+  with pytest.raises(jax.errors.JaxRuntimeError, match="CustomCall"):
+    train(toy)
+  assert toy.restores == [(0, "none"), (6, "snapshot")]
+
+
+def test_an_accident_is_survived(undisturbed):
+  toy = Toy()
+  toy.fail_at[7] = jax.errors.JaxRuntimeError("INTERNAL: an unexpected error occurred")
+  real = toy.restore
+
+  def once(carry):
+    if toy.restores:
+      toy.fail_at.clear()
+    return real(carry)
+
+  toy.restore = once
+  assert train(toy).kind == "complete"
+  assert toy.losses == undisturbed.losses
+  assert not records(toy, "slice_down")
+
+
+def test_attempts_without_progress_end_the_run():
+  toy, clock = Toy(), Clock()
+  cluster = cut(4, clock)
+  before_step = toy.example
+
+  def dies_at_once(step, rows):
+    cluster.lose(1, seconds=0.001)
+    return before_step(step, rows)
+
+  toy.example = dies_at_once
+  with pytest.raises(jax.errors.JaxRuntimeError, match="DATA_LOSS"):
+    train(toy, cluster=cluster, clock=clock, elastic_max_retries=4, elastic_min_slice_count=-1)
+  attempts = [line for line in toy.lines if line.startswith("Elastic attempt")]
+  assert attempts == [f"Elastic attempt {i} out of 4" for i in (2, 3, 4)]
+  pauses = [line for line in toy.lines if "pausing" in line]
+  assert [p.split("pausing ")[1] for p in pauses] == ["1 s.", "2 s.", "4 s."]
+
+
+def test_many_faults_with_progress_never_exhaust_the_attempts(undisturbed):
+  toy = Toy(steps=20)
+  faults = ", ".join(f"slice_down@{step}:1, slice_up@{step}:1" for step in range(2, 21, 2))
+  assert train(toy, faults, elastic_max_retries=3, elastic_retry_reset_steps=2).kind == "complete"
+  same_run(toy, undisturbed)
+
+
+def test_a_flapping_slice_is_not_taken_back_before_the_interval():
+  toy, clock = Toy(), Clock()
+  train(toy, "slice_down@3:1, slice_up@5:1", clock=clock, elastic_min_resize_interval_seconds=30.0)
+  assert not records(toy, "slice_up")  # 20 steps take 20 s here
+
+
+def test_a_step_that_would_not_get_faster_is_not_interrupted():
+  """6 of 8 slices need two rounds, as 4 to 7 do: only the eighth is worth a resize."""
+  toy = Toy(num_slices=8)
+  train(toy, "slice_down@3:1, slice_down@3:2, slice_up@6:1", num_slices=8)
+  assert not records(toy, "slice_up")
+  toy = Toy(num_slices=8)
+  train(toy, "slice_down@3:1, slice_down@3:2, slice_up@6:1, slice_up@8:2", num_slices=8)
+  assert [r["slice"] for r in records(toy, "slice_up")] == [[1, 2]]
+
+
+def test_without_elastic_a_lost_slice_ends_the_run():
+  toy, cluster = Toy(), cut(4, Clock())
+  cluster.lose(1)
+  with pytest.raises(jax.errors.JaxRuntimeError, match="DATA_LOSS"):
+    train(toy, cluster=cluster, elastic_enabled=False)
+  assert not any("lastic" in line for line in toy.lines)
+  toy = Toy()
+  assert train(toy, elastic_enabled=False).kind == "complete"
+  assert not any("lastic" in line for line in toy.lines)
+
+
+def test_the_dead_attempts_arrays_are_dropped():
+  toy = Toy(steps=12)
+  counts = []
+  real = toy.restore
+  toy.restore = lambda carry: counts.append(len(jax.live_arrays())) or real(carry)
+  train(toy, "slice_down@3:1, slice_up@3:1, slice_down@6:1, slice_up@6:1, slice_down@9:1, slice_up@9:1")
+  assert len(counts) == 4
+  assert counts[3] == counts[1], f"live arrays at the start of each attempt: {counts}"
+
+
+def test_faults_happen_once_per_run_not_once_per_process(tmp_path):
+  train(Toy(), "slice_down@7:1, slice_up@9:1", directory=str(tmp_path))
+  again = Toy()
+  train(again, "slice_down@7:1, slice_up@9:1, slice_down@11:2", directory=str(tmp_path))
+  assert [r["fault"] for r in records(again, "fault_injected")] == ["slice_down@11:2"]
+
+
+def test_what_cannot_work_is_refused_before_the_first_attempt():
+  toy = Toy()
+  with pytest.raises(ValueError, match="there are only 4 slices"):
+    train(toy, elastic_min_slice_count=5)
+  with pytest.raises(ValueError, match="the last slice is 3"):
+    train(toy, "slice_down@3:4")
+  cluster = cut(4, Clock())
+  cluster.process_count = 2
+  with pytest.raises(ValueError, match="share one JAX world"):
+    train(toy, cluster=cluster)
+  assert not toy.restores
+
+
+def test_a_returned_outcome_of_preemption_ends_the_loop():
+  toy = Toy()
+  toy.attempt = lambda view, carry: Outcome("preempted", 3)
+  assert train(toy) == Outcome("preempted", 3)
+  assert records(toy, "attempt_end")[0]["outcome"] == "preempted"

@@ -1,0 +1,166 @@
+"""A toy training run with the calls that train.py makes, on simulated slices: small enough for many fault histories.
+
+State: one weight matrix, replicated over slices and sharded inside one. Every step uses rows that are a function of
+the step only, dealt out by batch_plan. Snapshots are numpy copies, one per slice's simulated host.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from trainer.cluster.simulated import SimulatedCluster
+from trainer.config.schema import ElasticSection
+from trainer.elastic import batch_plan
+from trainer.elastic.attempt import Carry, Job, Outcome
+from trainer.elastic.retry import elastic_retry
+from trainer.observe.events import EventLog
+from trainer.observe.log import get
+
+WIDTH, ROWS_PER_MICRO = 8, 2
+CACHE: dict = {}
+
+
+class Clock:
+  """A clock that moves only by sleeping, so that waits cost nothing."""
+
+  def __init__(self):
+    self.now = 0.0
+
+  def __call__(self):
+    return self.now
+
+  def sleep(self, seconds):
+    self.now += seconds
+
+
+class Toy:
+  """One run: `attempt` is handed to elastic_retry; `losses` and `rows` record what every completed step used."""
+
+  def __init__(self, num_slices=4, micro_batches=1, steps=20, save_period=5, backup="snapshot", cache=CACHE):
+    """cache: steps compiled by earlier toys; {} where a test counts compilations."""
+    self.steps, self.micro_batches, self.save_period, self.backup = steps, micro_batches, save_period, backup
+    self.cache = cache
+    self.rows_total = num_slices * micro_batches * ROWS_PER_MICRO
+    self.losses: dict[int, float] = {}
+    self.rows: dict[int, list[int]] = {}
+    self.saved: tuple[int, np.ndarray] | None = None  # the checkpoint tier
+    self.fail_at: dict[int, Exception] = {}  # raised when the step is dispatched
+    self.restores: list[tuple[int, str]] = []
+    self.state: np.ndarray | None = None
+
+  def example(self, step, rows):
+    """Rows [.., WIDTH] and weights [..] of a step: a pure function of the step and the row."""
+    rows = np.asarray(rows)
+    x = np.cos(np.arange(WIDTH) + 0.37 * step + 1.3 * rows[..., None]).astype(np.float32)
+    weight = (rows != batch_plan.PADDING).astype(np.float32)
+    return x, weight
+
+  def compile(self, view):
+    key = view.slices, view.num_slices_total, self.micro_batches
+    if key not in self.cache:
+      self.cache[key] = self.compile_now(view)
+    return self.cache[key]
+
+  def compile_now(self, view):
+    mesh = Mesh(np.array(view.devices), ("data", "fsdp"))
+    plan = batch_plan.plan(view.num_slices_total, view.num_alive, self.micro_batches, ROWS_PER_MICRO)
+    sharded = NamedSharding(mesh, P(None, "fsdp"))
+
+    def loss(w, micro):
+      x, weight = micro
+      return jnp.sum(weight * jnp.sum((jnp.tanh(x @ w) - 0.5) ** 2, -1))
+
+    def step(w, batch):
+      grads = jax.lax.map(lambda micro: jax.value_and_grad(loss)(w, micro), batch)
+      value, grad = jax.tree.map(lambda g: g.sum(0), grads)
+      return w - 0.01 * grad / self.rows_total, value / self.rows_total
+
+    x = jax.ShapeDtypeStruct((plan.micro_batches, view.num_alive * ROWS_PER_MICRO, WIDTH), np.float32)
+    place = NamedSharding(mesh, P(None, ("data", "fsdp")))
+    batch = (
+      jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+      jax.ShapeDtypeStruct(x.shape[:2], x.dtype, sharding=place),
+    )
+    state = jax.ShapeDtypeStruct((WIDTH, WIDTH), np.float32, sharding=sharded)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(sharded, NamedSharding(mesh, P())))
+    return jitted.lower(state, batch).compile(), plan, sharded, place
+
+  def restore(self, carry: Carry):
+    """(step, weights, tier) from the newest tier that is left."""
+    snapshots = carry.snapshots or {}
+    carry.snapshots = {i: s for i, s in snapshots.items() if i in carry.survivors}
+    if self.backup == "snapshot" and carry.snapshots:
+      step, w = max(carry.snapshots.values(), key=lambda s: s[0])
+      return step, w, "snapshot"
+    if self.saved is not None:
+      return *self.saved, "persistent"
+    return 0, np.eye(WIDTH, dtype=np.float32), "none"
+
+  def attempt(self, view, carry: Carry) -> Outcome:
+    compiled, plan, sharded, place = carry.compiled_step(self.compile)
+    step, w, tier = self.restore(carry)
+    state = jax.device_put(w, sharded)
+    self.restores.append((step, tier))
+    carry.restored(step, tier, 0.0)
+    first = step + 1
+    while step < self.steps:
+      step += 1
+      rows = plan.rows.reshape(plan.micro_batches, -1)
+      batch = carry.before_step(step, jax.device_put(self.example(step, rows), place))
+      if step in self.fail_at:
+        raise self.fail_at[step]
+      state, loss = compiled(state, batch)
+      carry.wait((state, loss))
+      if isinstance(carry.clock, Clock):
+        carry.clock.sleep(1)  # a step takes a second
+      used = sorted(int(r) for r in rows.ravel() if r != batch_plan.PADDING)
+      self.losses[step], self.rows[step] = float(loss), used
+      self.snapshot(carry, step, np.asarray(state))
+      carry.completed(step)
+      if step == first:
+        carry.prepare(self.compile)
+      if carry.wants_resize(step):
+        return Outcome("slice_up", step)
+    self.state = np.asarray(state)
+    return Outcome("complete", step)
+
+  def snapshot(self, carry, step, w):
+    carry.at("snapshot", step)
+    living = carry.cluster.survivors(carry.view)
+    carry.snapshots = {i: (step, w) for i in carry.view.slices if i in living}
+    if self.save_period and step % self.save_period == 0:
+      carry.at("save", step)
+      self.saved = (step, w)
+
+
+def cut(num_slices, clock=None):
+  """A simulated cluster of `num_slices` slices of equal size from this process's CPU devices."""
+  devices = jax.devices()
+  per = len(devices) // num_slices
+  slices = {i: tuple(devices[i * per : (i + 1) * per]) for i in range(num_slices)}
+  return SimulatedCluster(slices, clock=clock, sleep=clock.sleep) if clock else SimulatedCluster(slices)
+
+
+def train(toy, faults="", num_slices=4, directory=None, cluster=None, clock=None, **keys):
+  """Outcome, log lines and events of a run with these elastic keys."""
+  clock = clock or Clock()
+  keys = {"elastic_enabled": True, "elastic_min_slice_count": 1, "elastic_min_resize_interval_seconds": 0.0} | keys
+  cfg = ElasticSection(fault_injection=faults, **keys)
+  lines, records = [], []
+  log, events = get(directory), EventLog(directory)
+  log.redirect(lines.append)
+  emit = events.emit
+  events.emit = lambda kind, **fields: records.append(emit(kind, **fields)) or records[-1]
+  job = Job(toy.steps, toy.micro_batches, 100)
+  cluster = cluster or cut(num_slices, clock)
+  try:
+    outcome = elastic_retry(toy.attempt, cluster, cfg, events, log, job=job, clock=clock, sleep=clock.sleep)
+  finally:
+    toy.lines, toy.records = lines, records
+    log.close()
+    events.close()
+  return outcome

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -119,7 +117,7 @@ def test_unreadable_example_is_a_data_error_with_the_step():
   assert caught.value.step == 9 and isinstance(caught.value.__cause__, OSError)
 
 
-def test_import_and_synthetic_batches_load_nothing_heavy():
+def test_import_and_synthetic_batches_load_nothing_heavy(python):
   code = """
 import sys
 from trainer.config.schema import DataSection
@@ -128,5 +126,4 @@ cfg = DataSection(dataset_type="synthetic", max_target_length=16)
 trainer.data.make_loader(cfg, vocab_size=9, global_batch_size=2, split="train").batch(0)
 print([name for name in ("jax", "tensorflow", "grain", "tokenizers", "array_record") if name in sys.modules])
 """
-  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-  assert done.stdout.strip() == "[]"
+  assert python(code).communicate(timeout=60)[0].strip() == "[]"

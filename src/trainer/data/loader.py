@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from trainer.config.schema import DataSection
+from trainer.data import text
 from trainer.data.batch import Batch, DataError, empty_example, stack
 from trainer.data.source import Source
 from trainer.data.synthetic import SyntheticSource
 from trainer.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+  from trainer.config.schema import DataSection  # pydantic is slow to import and not needed here
 
 Split = Literal["train", "eval"]
 
@@ -62,8 +66,8 @@ class Loader:
 
   def fingerprint(self) -> str:
     """Identity of the map from (step, row) to examples: data, tokenizer, packing, order, batch size (64 hex digits)."""
-    text = f"{self._source.fingerprint()} batch={self._global_batch_size} reuse={self._reuse_first}"
-    return hashlib.sha256(text.encode()).hexdigest()
+    order = f"{self._source.fingerprint()} batch={self._global_batch_size} reuse={self._reuse_first}"
+    return hashlib.sha256(order.encode()).hexdigest()
 
   def unigram_entropy(self) -> float | None:
     """Entropy of the training targets' frequencies, nats per token: the training loss that counting can reach."""
@@ -78,17 +82,24 @@ class Loader:
     self._source.close()
 
 
-def make_loader(cfg: DataSection, *, vocab_size: int, global_batch_size: int, split: Split) -> Loader:
+def make_loader(
+  cfg: DataSection, *, vocab_size: int, global_batch_size: int, split: Split, log: Callable[[str], None] = print
+) -> Loader:
   """The loader of a split. `vocab_size` is the model's V, which no token reaches.
 
-  Tokenises the corpus first if its tokens are not cached. Raises ValueError when the data cannot serve.
+  Tokenises the corpus first if its tokens are not cached, and tells `log` so. Raises ValueError when the data cannot
+  serve: too little text, a tokenizer larger than V, no held-out text although `split` is eval.
   """
   assert global_batch_size >= 1, global_batch_size
-  if cfg.dataset_type != "synthetic":
-    raise ValueError(f"dataset_type={cfg.dataset_type} cannot be read yet: use dataset_type=synthetic")
-  source = SyntheticSource(
-    vocab_size=vocab_size, length=cfg.max_target_length, seed=cfg.data_shuffle_seed, stream=int(split == "eval")
-  )
+  source: Source
+  if cfg.dataset_type == "synthetic":
+    stream = int(split == "eval")
+    source = SyntheticSource(
+      vocab_size=vocab_size, length=cfg.max_target_length, seed=cfg.data_shuffle_seed, stream=stream
+    )
+  else:
+    min_examples = global_batch_size if split == "train" else 0
+    source = text.open_source(cfg, vocab_size=vocab_size, min_examples=min_examples, split=split, log=log)
   return Loader(
     source,
     global_batch_size=global_batch_size,
@@ -96,3 +107,8 @@ def make_loader(cfg: DataSection, *, vocab_size: int, global_batch_size: int, sp
     seed=cfg.data_shuffle_seed,
     reuse_first=split == "train" and cfg.reuse_example_batch > 0,
   )
+
+
+def has_eval(cfg: DataSection) -> bool:
+  """Whether the configuration provides for evaluation data: then make_loader(split="eval") is worth a call."""
+  return cfg.dataset_type == "synthetic" or cfg.eval_dataset_path != "" or cfg.eval_fraction > 0

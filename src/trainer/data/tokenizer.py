@@ -1,22 +1,136 @@
-"""Text to token ids and back."""
+"""Text to token ids and back: bytes, or byte-level BPE by the `tokenizers` library."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Protocol
+
+import numpy as np
+
+_BOS, _EOS = "<|bos|>", "<|eos|>"
+# Names under which published tokenizers (Llama, Qwen, GPT-2, Mistral, Gemma) keep these two.
+_BOS_NAMES = (_BOS, "<|begin_of_text|>", "<s>", "<bos>")
+_EOS_NAMES = (_EOS, "<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 
 
 class Tokenizer(Protocol):
-  """Ids are in [0, vocab_size). Encoding puts no special ids anywhere: who joins documents does that."""
+  """Ids are in [0, vocab_size). Encoding yields no special ids, whatever the text: who joins documents adds them.
+
+  decode(encode(text)) == text for every text that UTF-8 can hold, unless a given tokenizer file normalises text.
+  """
 
   name: str
   vocab_size: int
   bos_id: int | None
   eos_id: int
+  fingerprint: str
+  """Equal exactly when encode is the same function."""
 
   def encode(self, text: str) -> list[int]:
     """The ids of any text; characters that UTF-8 cannot hold (lone surrogates) become '?'."""
     ...
 
-  def decode(self, ids: list[int]) -> str:
+  def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    """The ids of each text, int32, using all cores where that helps."""
+    ...
+
+  def decode(self, ids: Iterable[int]) -> str:
     """The text of any ids. Never raises: special and unknown ids are left out, broken UTF-8 becomes U+FFFD."""
     ...
+
+
+class ByteTokenizer:
+  """Ids 0 to 255 are the bytes of UTF-8; two specials follow."""
+
+  name = "byte"
+  vocab_size = 258
+  bos_id: int | None = 256
+  eos_id = 257
+  fingerprint = "byte-1"
+
+  def encode(self, text: str) -> list[int]:
+    return list(text.encode("utf-8", "replace"))
+
+  def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32) for text in texts]
+
+  def decode(self, ids: Iterable[int]) -> str:
+    return bytes(int(token) for token in ids if 0 <= token < 256).decode("utf-8", "replace")
+
+
+class BpeTokenizer:
+  """A tokenizer of the `tokenizers` library, from its JSON."""
+
+  name = "bpe"
+
+  def __init__(self, json_text: str) -> None:
+    """Raises ValueError when the JSON is no tokenizer or has no end-of-text token."""
+    import tokenizers
+
+    try:
+      self._tokenizer = tokenizers.Tokenizer.from_str(json_text)
+    except Exception as error:  # the library raises Exception itself
+      raise ValueError(f"not a tokenizers JSON file: {error}") from error
+    # Text that spells a special token is text: it must not end a document.
+    self._tokenizer.encode_special_tokens = True
+    vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+    eos_id = next((vocabulary[name] for name in _EOS_NAMES if name in vocabulary), None)
+    if eos_id is None:
+      raise ValueError(f"the tokenizer has no end-of-text token: one of {', '.join(_EOS_NAMES)} must be in it")
+    self.vocab_size = max(vocabulary.values()) + 1
+    self.bos_id = next((vocabulary[name] for name in _BOS_NAMES if name in vocabulary), None)
+    self.eos_id = eos_id
+    self.fingerprint = f"bpe-{hashlib.sha256(json_text.encode()).hexdigest()}"
+
+  def encode(self, text: str) -> list[int]:
+    return self._tokenizer.encode(_encodable(text), add_special_tokens=False).ids
+
+  def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    encodings = self._tokenizer.encode_batch_fast([_encodable(text) for text in texts], add_special_tokens=False)
+    return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+  def decode(self, ids: Iterable[int]) -> str:
+    return self._tokenizer.decode([int(token) for token in ids if 0 <= token < self.vocab_size])
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
+  """The JSON of a byte-level BPE with at most `vocab_size` ids, learned from `texts`; the same for the same texts.
+
+  It can encode every text: all bytes are in it. Raises ValueError when vocab_size does not hold them.
+  """
+  smallest = 256 + 2
+  if vocab_size < smallest:
+    raise ValueError(
+      f"vocab_size={vocab_size} is too small for tokenizer_type=bpe: it holds 256 bytes and 2 specials, "
+      f"so set vocab_size to at least {smallest}"
+    )
+  import tokenizers
+  from tokenizers import decoders, models, pre_tokenizers, trainers
+
+  tokenizer = tokenizers.Tokenizer(models.BPE())
+  tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = decoders.ByteLevel()
+  trainer = trainers.BpeTrainer(
+    vocab_size=vocab_size,
+    min_frequency=2,
+    special_tokens=[_BOS, _EOS],
+    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
+  )
+  tokenizer.train_from_iterator((_encodable(text) for text in texts), trainer)
+  return tokenizer.to_str()
+
+
+def load_bpe(path: str) -> BpeTokenizer:
+  """The tokenizer of a tokenizers JSON file. Raises ValueError, naming the file, when it is none."""
+  try:
+    return BpeTokenizer(Path(path).expanduser().read_text(encoding="utf-8"))
+  except (OSError, ValueError) as error:
+    raise ValueError(f"tokenizer_path={path}: {error}") from error
+
+
+def _encodable(text: str) -> str:
+  """`text` with '?' in place of lone surrogates, which the library refuses (JSON can hold them)."""
+  return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,191 @@
+"""Which text there is: local files in a fixed order, the held-out share of them, and the documents inside."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+SUFFIXES = (".jsonl", ".md", ".py", ".txt")
+# Not the library itself, or text that is broken on purpose.
+_NOT_LIBRARY = frozenset({"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"})
+
+
+@dataclass(frozen=True)
+class Piece:
+  """A file, or a part of it that begins and ends at line ends."""
+
+  name: str
+  """Path below the dataset's folder, with '/': what order and held-out share depend on, wherever the folder lies."""
+  path: Path
+  start: int
+  stop: int  # in bytes; excluded
+
+  @property
+  def size(self) -> int:
+    return self.stop - self.start
+
+
+def find(key: str, path: str) -> list[Piece]:
+  """The non-empty text files at `path` in the order of their names; empty path: the standard library's sources.
+
+  `key` is the configuration key to name in errors. Hidden files and folders are left out. Raises ValueError when
+  there is no such path or nothing usable in it.
+  """
+  if not path:
+    return _standard_library(key)
+  root = Path(path).expanduser()
+  if root.is_file():
+    if root.suffix not in SUFFIXES:
+      raise ValueError(f"{key}={path} ends in {root.suffix!r}: give a file that ends in one of {', '.join(SUFFIXES)}")
+    files = [root]
+  elif root.is_dir():
+    files = [file for file in _walk(root, frozenset()) if file.suffix in SUFFIXES]
+  else:
+    raise ValueError(f"{key}={path} does not exist: give a local file or folder of {', '.join(SUFFIXES)}")
+  pieces = _pieces(files, root if root.is_dir() else root.parent)
+  if not pieces:
+    raise ValueError(f"{key}={path} holds no text: no file of {', '.join(SUFFIXES)} that is not empty")
+  return pieces
+
+
+def hold_out(pieces: Sequence[Piece], fraction: float) -> tuple[list[Piece], list[Piece]]:
+  """(training, evaluation) pieces. Whole files are held out, by the hash of their names; of a single file, its end.
+
+  A file's side depends on nothing but its name and `fraction`, except that each side gets at least one file.
+  Raises ValueError when nothing is left to train on.
+  """
+  if fraction == 0:
+    return list(pieces), []
+  if fraction == 1:
+    raise ValueError("eval_fraction=1 leaves nothing to train on: it must be below 1")
+  if len(pieces) == 1:
+    return _cut(pieces[0], fraction)
+  ranked = sorted(pieces, key=_place)
+  held_out = {piece for piece in ranked[1:-1] if _place(piece) < fraction} | {ranked[0]}
+  return [piece for piece in pieces if piece not in held_out], [piece for piece in pieces if piece in held_out]
+
+
+def documents(piece: Piece) -> Iterator[str]:
+  """The texts in a piece, in order, empty ones left out: the file's text, or each line's field "text" of a .jsonl.
+
+  Raises ValueError, naming file and line, for what is not UTF-8 or not such a line.
+  """
+  if piece.path.suffix == ".jsonl":
+    yield from _json_lines(piece)
+    return
+  with piece.path.open("rb") as file:
+    file.seek(piece.start)
+    data = file.read(piece.size)
+  try:
+    text = data.decode("utf-8")
+  except UnicodeDecodeError as error:
+    line = _line_number(piece.path, piece.start + error.start)
+    raise ValueError(f"{piece.path}:{line}: not UTF-8 ({error.reason}): convert the file or take it away") from error
+  if text:
+    yield text
+
+
+def digest(pieces: Sequence[Piece]) -> str:
+  """Identity of the pieces: names, places and contents (64 hex digits). Reads them all."""
+  total = hashlib.sha256()
+  for piece in pieces:
+    content = hashlib.sha256()
+    with piece.path.open("rb") as file:
+      file.seek(piece.start)
+      left = piece.size
+      while left and (block := file.read(min(left, 2**20))):
+        content.update(block)
+        left -= len(block)
+    total.update(json.dumps([piece.name, piece.start, piece.stop, content.hexdigest()]).encode())
+  return total.hexdigest()
+
+
+def _standard_library(key: str) -> list[Piece]:
+  root = Path(sysconfig.get_path("stdlib"))
+  files = [file for file in _walk(root, _NOT_LIBRARY) if file.suffix == ".py" and _is_utf8(file)]
+  pieces = _pieces(files, root)
+  if not pieces:
+    raise ValueError(f"{key} is empty, and the interpreter has no library sources in {root}: give {key}")
+  return pieces
+
+
+def _walk(root: Path, skip: frozenset[str]) -> Iterator[Path]:
+  """All files below root but hidden ones and those in folders named in `skip`."""
+  for folder, names, files in os.walk(root):
+    names[:] = [name for name in names if name not in skip and not name.startswith(".")]
+    yield from (Path(folder, file) for file in files if not file.startswith("."))
+
+
+def _pieces(files: Sequence[Path], root: Path) -> list[Piece]:
+  """The non-empty files as pieces, sorted by name."""
+  pieces = [Piece(file.relative_to(root).as_posix(), file, 0, file.stat().st_size) for file in files]
+  return sorted((piece for piece in pieces if piece.size), key=lambda piece: piece.name)
+
+
+def _is_utf8(file: Path) -> bool:
+  try:
+    file.read_bytes().decode("utf-8")
+  except UnicodeDecodeError:
+    return False
+  return True
+
+
+def _place(piece: Piece) -> float:
+  """Where in [0, 1) the hash of the name falls."""
+  return int(hashlib.sha256(piece.name.encode("utf-8", "surrogateescape")).hexdigest()[:13], 16) / 16**13
+
+
+def _cut(piece: Piece, fraction: float) -> tuple[list[Piece], list[Piece]]:
+  """The piece without, and its last `fraction` of bytes, cut at the nearest following line end, else preceding.
+
+  A piece of one line is not cut: all of it is for training.
+  """
+  with piece.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    middle = min(max(1, round(piece.size * (1 - fraction))), piece.size - 1)
+    end = data.find(b"\n", middle - 1, piece.size - 1)
+    if end < 0:
+      end = data.rfind(b"\n", 0, middle)
+  if end < 0:
+    return [piece], []
+  return [replace(piece, stop=end + 1)], [replace(piece, start=end + 1)]
+
+
+def _json_lines(piece: Piece) -> Iterator[str]:
+  place = piece.start
+  with piece.path.open("rb") as file:
+    file.seek(place)
+    while place < piece.stop and (line := file.readline()):
+      try:
+        text = _text_of(line)
+      except ValueError as error:
+        number = _line_number(piece.path, place)
+        raise ValueError(f'{piece.path}:{number}: {error}; every line must be like {{"text": "..."}}') from error
+      place += len(line)
+      if text:
+        yield text
+
+
+def _text_of(line: bytes) -> str:
+  """The field "text" of a line of JSON; empty for a blank line. Raises ValueError when it has none."""
+  if not line.strip():
+    return ""
+  record = json.loads(line)
+  if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+    raise ValueError('no field "text" with a string')
+  return record["text"]
+
+
+def _line_number(path: Path, offset: int) -> int:
+  """The number, from 1, of the line that byte `offset` is in."""
+  count = 1
+  with path.open("rb") as file:
+    while offset > 0 and (block := file.read(min(offset, 2**20))):
+      count += block.count(b"\n")
+      offset -= len(block)
+  return count

@@ -1,0 +1,147 @@
+"""A tokenised corpus on disk: for each split an ArrayRecord file of windows, and what is known about them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.data import cache, corpus, windows
+from trainer.data.tokenizer import Tokenizer
+
+# Changing what is written, or how text becomes windows, needs another number.
+FORMAT = 1
+META = "meta.json"
+# Characters that are tokenised at a time; the library needs some 100 bytes of memory for each.
+_GROUP = 2_000_000
+_PART = 250_000
+
+
+def build(
+  folder: Path,
+  *,
+  key: str,
+  parts: dict[str, list[corpus.Piece]],
+  tokenizer: Tokenizer,
+  length: int,
+  log: cache.Log,
+) -> None:
+  """Fills the folder of a corpus: one file of windows for each split, and what is known about them."""
+  dtype = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
+  splits, counts = {}, {}
+  for split, pieces in parts.items():
+    log(f"tokenising {sum(piece.size for piece in pieces) / 1e6:.1f} MB of text for {split} ({tokenizer.name})")
+    counts[split] = np.zeros(tokenizer.vocab_size, np.int64)
+    groups = _documents(pieces, tokenizer, counts[split])
+    path = folder / file_name(split)
+    count = _write(path, (windows.pack(window, np.dtype(dtype)) for window in windows.cut(groups, length)))
+    splits[split] = {"windows": count, "bytes": path.stat().st_size, "targets": int(counts[split].sum())}
+  meta = {
+    "format": FORMAT,
+    "key": key,
+    "length": length,
+    "dtype": dtype,
+    "tokenizer": tokenizer.fingerprint,
+    "splits": splits,
+    "unigram_entropy": _cross_entropy(counts["train"], counts["train"]),
+    "unigram_eval_loss": _cross_entropy(counts["eval"], counts["train"] + 1) if "eval" in counts else None,
+  }
+  (folder / META).write_text(json.dumps(meta, indent=2))
+
+
+def _documents(
+  pieces: Sequence[corpus.Piece], tokenizer: Tokenizer, target_counts: np.ndarray
+) -> Iterator[list[np.ndarray]]:
+  """All documents in groups: each is its ids between the tokenizer's bos (if it has one) and eos, int32.
+
+  Adds to `target_counts` [vocab_size] how often each id is a target: all but the first of a document.
+  """
+  head = [] if tokenizer.bos_id is None else [np.array([tokenizer.bos_id], np.int32)]
+  tail = [np.array([tokenizer.eos_id], np.int32)]
+  unfinished: list[np.ndarray] = []
+  for group in _groups(_parts(pieces)):
+    finished = []
+    for ids, (_, is_last) in zip(tokenizer.encode_batch([text for text, _ in group]), group):
+      unfinished.append(ids)
+      if is_last:
+        finished.append(np.concatenate([*head, *unfinished, *tail]))
+        unfinished = []
+        target_counts += np.bincount(finished[-1][1:], minlength=len(target_counts))
+    yield finished
+
+
+def _parts(pieces: Sequence[corpus.Piece]) -> Iterator[tuple[str, bool]]:
+  """The documents, long ones in parts that end after a line where they can: (text, whether it ends the document)."""
+  for piece in pieces:
+    for document in corpus.documents(piece):
+      place = 0
+      while len(document) - place > _PART:
+        end = document.rfind("\n", place, place + _PART) + 1 or place + _PART
+        yield document[place:end], False
+        place = end
+      yield document[place:], True
+
+
+def _groups(parts: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+  """The parts in lists of about _GROUP characters."""
+  group, size = [], 0
+  for part in parts:
+    group.append(part)
+    size += len(part[0])
+    if size >= _GROUP:
+      yield group
+      group, size = [], 0
+  yield group
+
+
+def _cross_entropy(counts: np.ndarray, model_counts: np.ndarray) -> float | None:
+  """Mean of -log(share in model_counts) over the items counted in `counts`, nats; None when there are none."""
+  seen = counts > 0
+  if not seen.any():
+    return None
+  log_share = np.log(model_counts[seen]) - math.log(model_counts.sum())
+  return float(-(counts[seen] * log_share).sum() / counts.sum())
+
+
+def _write(path: Path, records: Iterable[bytes]) -> int:
+  """Writes an ArrayRecord file, one record to a chunk for random access, and returns the number of records."""
+  from array_record.python import array_record_module
+
+  writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1,uncompressed")
+  count = 0
+  for record in records:
+    writer.write(record)
+    count += 1
+  writer.close()
+  return count
+
+
+def open_reader(path: Path) -> Any:
+  """The ArrayRecord file for reading at random; what it reads raises RuntimeError when it is damaged or absent."""
+  from array_record.python import array_record_module
+
+  return array_record_module.ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
+
+
+def fault(folder: Path) -> str | None:
+  """What is wrong with the folder of a corpus at first sight; a damaged record shows when it is read."""
+  try:
+    meta = json.loads((folder / META).read_text())
+    for split, known in meta["splits"].items():
+      path = folder / file_name(split)
+      if path.stat().st_size != known["bytes"]:
+        return f"{path.name} has {path.stat().st_size} bytes, not {known['bytes']}"
+      if open_reader(path).num_records() != known["windows"]:
+        return f"{path.name} does not hold {known['windows']} records"
+  except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    return f"{type(error).__name__}: {error}"
+  return None
+
+
+def file_name(split: str) -> str:
+  """The file of a split inside the folder."""
+  return f"{split}.array_record"

@@ -1,0 +1,73 @@
+"""Packing by concatenation: documents in a row, cut in windows of T + 1 tokens that overlap by one.
+
+Every token of the stream but the first is the target of exactly one position of exactly one window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from trainer.data.batch import Example
+
+
+class Window(NamedTuple):
+  """A part of the stream: n + 1 tokens, 1 <= n <= T (n < T only in the last window of a stream)."""
+
+  tokens: np.ndarray  # [n + 1] int32
+  starts: np.ndarray  # [boundaries] int64: offsets in 1..n at which a document begins, ascending
+
+
+def cut(groups: Iterable[Sequence[np.ndarray]], length: int) -> Iterator[Window]:
+  """The windows of `length` (T) inputs of the concatenation of the documents, given in groups of non-empty arrays."""
+  rest, rest_starts = np.zeros(0, np.int32), np.zeros(0, np.int64)
+  for group in groups:
+    lengths = [len(rest)] + [len(document) for document in group]
+    starts = np.concatenate([rest_starts, np.cumsum(lengths)[:-1]])
+    stream = np.concatenate([rest, *group])
+    place = 0
+    while place + length < len(stream):
+      first, last = np.searchsorted(starts, [place, place + length], side="right")
+      yield Window(stream[place : place + length + 1], starts[first:last] - place)
+      place += length
+    rest, rest_starts = stream[place:], starts[starts > place] - place
+  if len(rest) > 1:
+    yield Window(rest, rest_starts)
+
+
+def example(window: Window, length: int) -> Example:
+  """The window as `length` (T) positions: documents are segments, a target in another document weighs nothing."""
+  tokens, targets, weights, segment_ids, positions = (
+    np.zeros(length, np.int32),
+    np.zeros(length, np.int32),
+    np.zeros(length, np.float32),
+    np.zeros(length, np.int32),
+    np.zeros(length, np.int32),
+  )
+  n = len(window.tokens) - 1
+  tokens[:n] = window.tokens[:-1]
+  targets[:n] = window.tokens[1:]
+  weights[:n] = 1
+  weights[window.starts - 1] = 0
+  begins = window.starts[window.starts < n]
+  segment_ids[begins] = 1
+  segment_ids[:n] = np.cumsum(segment_ids[:n]) + 1
+  index = np.arange(n, dtype=np.int32)
+  positions[begins] = begins
+  positions[:n] = index - np.maximum.accumulate(positions[:n])
+  return Example(tokens, targets, weights, positions, segment_ids)
+
+
+def pack(window: Window, dtype: np.dtype) -> bytes:
+  """A window as bytes, little-endian: number of starts, starts (uint32), tokens (`dtype`)."""
+  head = np.array([len(window.starts), *window.starts], "<u4")
+  return head.tobytes() + window.tokens.astype(dtype).tobytes()
+
+
+def unpack(data: bytes, dtype: np.dtype) -> Window:
+  """The inverse of `pack`."""
+  count = int(np.frombuffer(data, "<u4", count=1)[0])
+  starts = np.frombuffer(data, "<u4", count=count, offset=4).astype(np.int64)
+  return Window(np.frombuffer(data, dtype, offset=4 + 4 * count).astype(np.int32), starts)

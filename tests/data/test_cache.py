@@ -1,0 +1,114 @@
+"""Cache entries: made once, whole or not at all, by processes that race and die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from trainer.data import cache
+
+
+def made(root, build=None, fault=lambda folder: None, log=print):
+  build = build or (lambda folder: (folder / "value").write_text("made"))
+  return cache.entry(str(root), "thing", build=build, fault=fault, log=log)
+
+
+def visible(root) -> list[str]:
+  return sorted(name for name in os.listdir(root) if not name.endswith(".lock"))
+
+
+def test_is_built_once(tmp_path):
+  builds = []
+
+  def build(folder):
+    builds.append(folder)
+    (folder / "value").write_text("made")
+
+  root = tmp_path / "new" / "cache"
+  assert made(root, build) == made(root, build) == root / "thing"
+  assert len(builds) == 1 and (root / "thing" / "value").read_text() == "made"
+  assert visible(root) == ["thing"]
+
+
+def test_a_failed_build_leaves_nothing(tmp_path):
+  def build(folder):
+    (folder / "value").write_text("half")
+    raise RuntimeError("stop")
+
+  with pytest.raises(RuntimeError, match="stop"):
+    made(tmp_path, build)
+  assert visible(tmp_path) == []
+  assert (made(tmp_path) / "value").read_text() == "made"
+
+
+def test_a_damaged_entry_is_made_again(tmp_path):
+  def fault(folder):
+    return None if (folder / "value").read_text() == "made" else "the value is wrong"
+
+  (made(tmp_path) / "value").write_text("spoilt")
+  lines = []
+  assert (made(tmp_path, fault=fault, log=lines.append) / "value").read_text() == "made"
+  assert len(lines) == 1 and "damaged (the value is wrong): making it again" in lines[0]
+  assert visible(tmp_path) == ["thing"]
+
+
+def test_a_good_entry_needs_no_right_to_write(tmp_path, monkeypatch):
+  folder = made(tmp_path)
+  monkeypatch.setattr(cache.tempfile, "mkdtemp", lambda **_: pytest.fail("wrote to the cache"))
+  monkeypatch.setattr(cache, "_locked", lambda path: pytest.fail("took the lock"))
+  assert made(tmp_path) == folder
+
+
+def test_an_unusable_directory_is_refused(tmp_path):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(ValueError, match=r"dataset_cache_directory=.*file.* cannot be written: .*; give another folder"):
+    made(tmp_path / "file")
+  with pytest.raises(ValueError, match="dataset_cache_directory=gs://bucket is not local"):
+    cache.entry("gs://bucket", "thing", build=lambda folder: None, fault=lambda folder: None, log=print)
+
+
+def test_another_host_that_was_first_wins(tmp_path):
+  def build(folder):  # a host that does not see the lock finishes while this one builds
+    (folder / "value").write_text("late")
+    (tmp_path / "thing").mkdir()
+    (tmp_path / "thing" / "value").write_text("first")
+
+  assert (made(tmp_path, build) / "value").read_text() == "first"
+  assert visible(tmp_path) == ["thing"]
+
+
+CHILD = """
+import os, pathlib, sys, time
+from trainer.data import cache
+root, pause = sys.argv[1], float(sys.argv[2])
+def build(folder):
+  print("building", flush=True)
+  (folder / "value").write_text("half")
+  time.sleep(pause)
+  (folder / "value").write_text(f"made by {os.getpid()}")
+folder = cache.entry(root, "thing", build=build, fault=lambda folder: None, log=print)
+print((folder / "value").read_text(), flush=True)
+"""
+
+
+def test_racing_processes_build_once(tmp_path, python):
+  children = [python(CHILD, str(tmp_path), "0.3") for _ in range(4)]
+  outputs = [process.communicate(timeout=60)[0].splitlines() for process in children]
+  assert [process.returncode for process in children] == [0] * 4
+  assert sum(lines.count("building") for lines in outputs) == 1
+  assert len({lines[-1] for lines in outputs}) == 1 and outputs[0][-1].startswith("made by")
+  assert visible(tmp_path) == ["thing"]
+
+
+def test_a_killed_builder_holds_nobody_up(tmp_path, python):
+  first = python(CHILD, str(tmp_path), "60")
+  assert first.stdout.readline() == "building\n"
+  second = python(CHILD, str(tmp_path), "0")
+  time.sleep(0.3)
+  assert second.poll() is None  # it waits for the first one
+  first.send_signal(signal.SIGKILL)
+  first.communicate(timeout=60)
+  assert second.communicate(timeout=60)[0].splitlines() == ["building", f"made by {second.pid}"]

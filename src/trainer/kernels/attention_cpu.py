@@ -1,116 +1,236 @@
 """Flash attention for CPUs: one block of queries at a time against the keys that it may see.
 
-XLA's dot is fast on a CPU and everything between two dots is a pass over memory, so a block is chosen such that its
-scores stay in the cache and the loop is over blocks of queries alone: each sees all of its keys at once, no online
-rescaling is needed, and the blocks above the diagonal are never computed. FlashAttention's backward (Dao 2022,
-section 3.1): scores are recomputed from the saved log-sum-exp.
+On a CPU the dots are fast and every pass over memory between them is slow, so a block's scores must stay in the cache
+and the next block must use the same buffers again. Hence loops, not batched operations: an iteration takes one block
+of queries of one example and sees all of its keys at once, so that no online rescaling is needed. Blocks are put into
+at most four bands; a band's keys end with its last query, a static length, so what lies above the diagonal is not
+computed but for the rest of the band (up to 512 positions nothing but half a block, at most an eighth of the square).
+Scores are kept transposed, [keys, queries]: the products with them are then row-major and sums over keys run along
+the slow dim. The backward pass recomputes scores from the saved log-sum-exp (FlashAttention, Dao et al. 2022, section
+3.1). All arithmetic is float32: XLA's bfloat16 dots on a CPU are slower than the casts.
+The numbers behind these choices come from end_to_end/benchmarks/attention_cpu.py.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 MASKED = float(jnp.finfo(jnp.float32).min)
+LARGEST_BLOCK = 128
+SMALLEST_BLOCK = 32
+BANDS = 4
 
 
 def flash(
-  q: jax.Array, k: jax.Array, v: jax.Array, q_segment_ids: jax.Array, kv_segment_ids: jax.Array, *, block: int = 128
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  q_segment_ids: jax.Array,
+  kv_segment_ids: jax.Array,
+  offset: jax.Array | None = None,
 ) -> jax.Array:
-  """Returns what `attention_xla.dot_product` returns, for T = S, with memory linear in T in both passes."""
-  if q.shape[1] != k.shape[1]:
-    raise ValueError(f"CPU flash attention is self-attention: query length {q.shape[1]}, key length {k.shape[1]}.")
-  return _flash(q, k, v, q_segment_ids, kv_segment_ids, min(block, q.shape[1]))
+  """Returns what `attention_xla.dot_product` returns, with memory linear in the length in both passes.
+
+  `offset`, an int32 scalar: q holds the positions offset.. of a sequence whose S keys are all here (a shard of the
+  sequence); every key is then computed and masked. Without it T must equal S.
+  """
+  length = q.shape[1]
+  square = offset is None
+  if square and length != k.shape[1]:
+    raise ValueError(f"Without an offset, query length {length} must equal key length {k.shape[1]}.")
+  blocks = max(-(-length // LARGEST_BLOCK), min(BANDS, -(-length // SMALLEST_BLOCK)))
+  block = -(-length // (8 * blocks)) * 8
+  pad = -length % block
+  if pad:
+    # Padded keys come after every query, so the causal mask hides them; the rows of padded queries are cut off.
+    q, q_segment_ids = _pad(q, pad), _pad(q_segment_ids, pad)
+    if square:
+      k, v, kv_segment_ids = _pad(k, pad), _pad(v, pad), _pad(kv_segment_ids, pad)
+  out = _flash(q, k, v, q_segment_ids, kv_segment_ids, jnp.int32(0) if offset is None else offset, block, square)
+  return out[:, :length] if pad else out
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _pad(x: jax.Array, pad: int) -> jax.Array:
+  return jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _flash(
-  q: jax.Array, k: jax.Array, v: jax.Array, q_segment_ids: jax.Array, kv_segment_ids: jax.Array, block: int
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  q_segment_ids: jax.Array,
+  kv_segment_ids: jax.Array,
+  offset: jax.Array,
+  block: int,
+  square: bool,
 ) -> jax.Array:
-  return _forward(q, k, v, q_segment_ids, kv_segment_ids, block)[0]
+  return _flash_fwd(q, k, v, q_segment_ids, kv_segment_ids, offset, block, square)[0]
+
+
+def _flash_fwd(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  q_segment_ids: jax.Array,
+  kv_segment_ids: jax.Array,
+  offset: jax.Array,
+  block: int,
+  square: bool,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+  work = _work(q, k, v, q_segment_ids, kv_segment_ids, offset)
+  out, log_sum = jnp.zeros_like(work.q), jnp.zeros(work.q.shape[:4], jnp.float32)
+  for band in _bands(q.shape[1] // block, k.shape[1], block, square):
+    out, log_sum = _forward_band(band, work, out, log_sum)
+  # Both under the name of the output: with it saved, a remat policy recomputes nothing of the forward pass.
+  out, log_sum = checkpoint_name(_ungroup(out).astype(q.dtype), "context"), checkpoint_name(log_sum, "context")
+  return out, (q, k, v, q_segment_ids, kv_segment_ids, offset, out, log_sum)
+
+
+def _flash_bwd(
+  block: int, square: bool, residuals: tuple[jax.Array, ...], dout: jax.Array
+) -> tuple[jax.Array | None, ...]:
+  q, k, v, q_segment_ids, kv_segment_ids, offset, out, log_sum = residuals
+  work = _work(q, k, v, q_segment_ids, kv_segment_ids, offset)
+  dout = dout.astype(jnp.float32)
+  # Sums over keys of P * dP, from the output: no pass over scores.
+  delta = _group(jnp.sum(dout * out, axis=-1), k.shape[2])
+  douts = _group(dout, k.shape[2])
+  dq, dk, dv = jnp.zeros_like(work.q), jnp.zeros_like(work.k), jnp.zeros_like(work.v)
+  for band in _bands(q.shape[1] // block, k.shape[1], block, square):
+    dq, dk, dv = _backward_band(band, work, (douts, log_sum, delta), (dq, dk, dv))
+  dq = _ungroup(dq * q.shape[-1] ** -0.5).astype(q.dtype)
+  return dq, dk.swapaxes(1, 2).astype(k.dtype), dv.swapaxes(1, 2).astype(v.dtype), None, None, None
+
+
+_flash.defvjp(_flash_fwd, _flash_bwd)
+
+
+class _Work(NamedTuple):
+  """Operands in the loops' layout, float32: q [B, K, G, T, H] scaled, k and v [B, K, S, H]."""
+
+  q: jax.Array
+  k: jax.Array
+  v: jax.Array
+  q_segment_ids: jax.Array
+  kv_segment_ids: jax.Array
+  offset: jax.Array
+
+
+class _Band(NamedTuple):
+  """Query blocks first .. first + blocks - 1, which see the keys 0 .. keys - 1."""
+
+  first: int
+  blocks: int
+  keys: int
+  block: int
+
+  def place(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (example, first query) of iteration i."""
+    return i // self.blocks, (self.first + i % self.blocks) * self.block
+
+
+def _work(
+  q: jax.Array, k: jax.Array, v: jax.Array, q_segment_ids: jax.Array, kv_segment_ids: jax.Array, offset: jax.Array
+) -> _Work:
+  scaled = _group(q.astype(jnp.float32) * q.shape[-1] ** -0.5, k.shape[2])
+  k, v = (x.swapaxes(1, 2).astype(jnp.float32) for x in (k, v))
+  return _Work(scaled, k, v, q_segment_ids, kv_segment_ids, offset)
 
 
 def _group(x: jax.Array, kv_heads: int) -> jax.Array:
-  """[B, T, N, H] -> [B, K, G, T, H]."""
-  b, t, n, h = x.shape
-  return jnp.transpose(x.reshape(b, t, kv_heads, n // kv_heads, h), (0, 2, 3, 1, 4))
+  """[B, T, N, ...] -> [B, K, G, T, ...] with G = N / K query heads to a key head."""
+  return jnp.moveaxis(x.reshape(*x.shape[:2], kv_heads, -1, *x.shape[3:]), 1, 3)
 
 
 def _ungroup(x: jax.Array) -> jax.Array:
   """[B, K, G, T, H] -> [B, T, N, H]."""
   b, kv_heads, g, t, h = x.shape
-  return jnp.transpose(x, (0, 3, 1, 2, 4)).reshape(b, t, kv_heads * g, h)
+  return jnp.moveaxis(x, 3, 1).reshape(b, t, kv_heads * g, h)
 
 
-def _scores(q: jax.Array, k: jax.Array, q_segment_ids: jax.Array, kv_segment_ids: jax.Array, start: int) -> jax.Array:
-  """Masked float32 scores [B, K, G, t, s] of the queries start.. against the keys 0.."""
-  scores = jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-  causal = (jnp.arange(q.shape[3]) + start)[:, None] >= jnp.arange(k.shape[2])[None, :]
-  same = q_segment_ids[:, :, None] == kv_segment_ids[:, None, :]
-  return jnp.where((causal & same)[:, None, None], scores, MASKED)
+def _bands(blocks: int, keys: int, block: int, square: bool) -> Iterator[_Band]:
+  if not square:
+    yield _Band(0, blocks, keys, block)
+    return
+  bands = min(blocks, BANDS)
+  edges = [i * blocks // bands for i in range(bands + 1)]
+  for first, last in itertools.pairwise(edges):
+    yield _Band(first, last - first, last * block, block)
 
 
-def _forward(
-  q: jax.Array, k: jax.Array, v: jax.Array, q_segment_ids: jax.Array, kv_segment_ids: jax.Array, block: int
-) -> tuple[jax.Array, jax.Array]:
-  """Returns the output [B, T, N, H] and the log-sum-exp of the scores [B, K, G, T] in float32."""
-  length, kv_heads = q.shape[1], k.shape[2]
-  grouped = _group(q, kv_heads)
-  k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-  outs, sums = [], []
-  for start in range(0, length, block):
-    end = min(start + block, length)
-    scores = _scores(
-      grouped[..., start:end, :], k[:, :, :end], q_segment_ids[:, start:end], kv_segment_ids[:, :end], start
-    )
-    largest = jnp.max(scores, axis=-1, keepdims=True)
+def _slice(x: jax.Array, example: jax.Array, axis: int, start: jax.Array | int, size: int) -> jax.Array:
+  """Returns x[example, ..., start : start + size, ...] with the slice on dim `axis` of x."""
+  starts = [example if i == 0 else (start if i == axis else 0) for i in range(x.ndim)]
+  sizes = [1 if i == 0 else (size if i == axis else n) for i, n in enumerate(x.shape)]
+  return jax.lax.dynamic_slice(x, starts, sizes)[0]
+
+
+def _store(x: jax.Array, part: jax.Array, example: jax.Array, axis: int, start: jax.Array | int) -> jax.Array:
+  """Returns x with `part` where `_slice` reads."""
+  starts = [example if i == 0 else (start if i == axis else 0) for i in range(x.ndim)]
+  return jax.lax.dynamic_update_slice(x, part[None], starts)
+
+
+def _scores(work: _Work, band: _Band, example: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns masked scores [K, s, G, t] of one block, its queries [K, G, t, H] and its keys [K, s, H]."""
+  q, k = _slice(work.q, example, 3, start, band.block), _slice(work.k, example, 2, 0, band.keys)
+  q_ids = _slice(work.q_segment_ids, example, 1, start, band.block)
+  kv_ids = _slice(work.kv_segment_ids, example, 1, 0, band.keys)
+  causal = jnp.arange(band.keys)[:, None] <= work.offset + start + jnp.arange(band.block)[None, :]
+  seen = causal & (kv_ids[:, None] == q_ids[None, :])
+  # A finite value: a query sees its own key at least, so a masked score never wins and never makes a NaN.
+  return jnp.where(seen[None, :, None, :], jnp.einsum("ksh,kgth->ksgt", k, q), MASKED), q, k
+
+
+def _forward_band(band: _Band, work: _Work, out: jax.Array, log_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns out [B, K, G, T, H] and log_sum [B, K, G, T] with the rows of the band filled in."""
+
+  def one(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    out, log_sum = carry
+    example, start = band.place(i)
+    scores, _, _ = _scores(work, band, example, start)
+    v = _slice(work.v, example, 2, 0, band.keys)
+    largest = jnp.max(scores, axis=1, keepdims=True)
     exponents = jnp.exp(scores - largest)
-    total = jnp.sum(exponents, axis=-1, keepdims=True)
-    out = jnp.einsum("bkgts,bksh->bkgth", exponents.astype(v.dtype), v[:, :, :end], preferred_element_type=jnp.float32)
-    outs.append((out / total).astype(q.dtype))
-    sums.append((jnp.log(total) + largest)[..., 0])
-  return _ungroup(jnp.concatenate(outs, axis=3)), jnp.concatenate(sums, axis=3)
+    total = jnp.sum(exponents, axis=1, keepdims=True)
+    rows = jnp.moveaxis(jnp.einsum("ksgt,ksh->khgt", exponents, v) / total, 1, -1)
+    sums = (jnp.log(total) + largest)[:, 0]
+    return _store(out, rows, example, 3, start), _store(log_sum, sums, example, 3, start)
+
+  return jax.lax.fori_loop(0, out.shape[0] * band.blocks, one, (out, log_sum))
 
 
-def _flash_fwd(
-  q: jax.Array, k: jax.Array, v: jax.Array, q_segment_ids: jax.Array, kv_segment_ids: jax.Array, block: int
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  out, log_sum = _forward(q, k, v, q_segment_ids, kv_segment_ids, block)
-  # Both under the name of the output: with it saved, a remat policy recomputes nothing of the forward pass.
-  out, log_sum = checkpoint_name(out, "context"), checkpoint_name(log_sum, "context")
-  return out, (q, k, v, q_segment_ids, kv_segment_ids, out, log_sum)
+def _backward_band(
+  band: _Band,
+  work: _Work,
+  rows: tuple[jax.Array, jax.Array, jax.Array],
+  grads: tuple[jax.Array, jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns grads (dq [B, K, G, T, H] of the scaled queries, dk and dv [B, K, S, H]) with the band's part in them.
 
+  rows: dout [B, K, G, T, H], the log-sum-exp and delta [B, K, G, T].
+  """
+  dout, log_sum, delta = rows
 
-def _flash_bwd(
-  block: int, residuals: tuple[jax.Array, ...], dout: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
-  q, k, v, q_segment_ids, kv_segment_ids, out, log_sum = residuals
-  length, kv_heads, scale = q.shape[1], k.shape[2], q.shape[-1] ** -0.5
-  # Row sums of dP * P, from the output: no pass over scores.
-  delta = jnp.einsum("btnh,btnh->btn", dout, out, preferred_element_type=jnp.float32)
-  delta = _group(delta[..., None], kv_heads)
-  grouped, dgrouped = _group(q, kv_heads), _group(dout, kv_heads)
-  keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
-  dqs = []
-  dk = jnp.zeros(keys.shape, jnp.float32)
-  dv = jnp.zeros(values.shape, jnp.float32)
-  for start in range(0, length, block):
-    end = min(start + block, length)
-    q_block, d_block = grouped[..., start:end, :], dgrouped[..., start:end, :]
-    k_block, v_block = keys[:, :, :end], values[:, :, :end]
-    scores = _scores(q_block, k_block, q_segment_ids[:, start:end], kv_segment_ids[:, :end], start)
-    p = jnp.exp(scores - log_sum[..., start:end, None])
-    dp = jnp.einsum("bkgth,bksh->bkgts", d_block, v_block, preferred_element_type=jnp.float32)
-    ds = (p * (dp - delta[..., start:end, :]) * scale).astype(q.dtype)
-    p = p.astype(q.dtype)
-    dqs.append(jnp.einsum("bkgts,bksh->bkgth", ds, k_block, preferred_element_type=jnp.float32).astype(q.dtype))
-    dk = dk.at[:, :, :end].add(jnp.einsum("bkgts,bkgth->bksh", ds, q_block, preferred_element_type=jnp.float32))
-    dv = dv.at[:, :, :end].add(jnp.einsum("bkgts,bkgth->bksh", p, d_block, preferred_element_type=jnp.float32))
-  dq = _ungroup(jnp.concatenate(dqs, axis=3))
-  return dq, dk.swapaxes(1, 2).astype(k.dtype), dv.swapaxes(1, 2).astype(v.dtype), None, None
+  def one(i: jax.Array, grads: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    dq, dk, dv = grads
+    example, start = band.place(i)
+    scores, q, k = _scores(work, band, example, start)
+    v, d = _slice(work.v, example, 2, 0, band.keys), _slice(dout, example, 3, start, band.block)
+    p = jnp.exp(scores - _slice(log_sum, example, 3, start, band.block)[:, None])
+    dp = jnp.einsum("ksh,kgth->ksgt", v, d)
+    ds = p * (dp - _slice(delta, example, 3, start, band.block)[:, None])
+    dq = _store(dq, jnp.moveaxis(jnp.einsum("ksgt,ksh->khgt", ds, k), 1, -1), example, 3, start)
+    dk_sum = _slice(dk, example, 2, 0, band.keys) + jnp.einsum("ksgt,kgth->ksh", ds, q)
+    dv_sum = _slice(dv, example, 2, 0, band.keys) + jnp.einsum("ksgt,kgth->ksh", p, d)
+    return dq, _store(dk, dk_sum, example, 2, 0), _store(dv, dv_sum, example, 2, 0)
 
-
-_flash.defvjp(_flash_fwd, _flash_bwd)
+  return jax.lax.fori_loop(0, dout.shape[0] * band.blocks, one, grads)

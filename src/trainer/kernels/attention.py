@@ -9,7 +9,7 @@ from types import MappingProxyType
 import jax
 from jax.sharding import Mesh
 
-from trainer.kernels import attention_cpu
+from trainer.kernels import attention_cpu, attention_shard
 from trainer.kernels.attention_xla import dot_product
 
 Function = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -52,35 +52,31 @@ class Attention:
       return self.function(q, k, v, q_segment_ids, kv_segment_ids)
 
 
-class Unsupported(ValueError):
-  """An implementation cannot serve a shape; the message has the value, the rule and the remedy."""
-
-
-def _dot_product(shape: Shape) -> Function:
-  del shape
-  return dot_product
-
-
 def _cpu_flash(shape: Shape) -> Function:
-  if shape.axis("context") > 1:
-    raise Unsupported(
-      f"attention=flash on CPU does not shard the sequence, and mesh axis context is {shape.axis('context')}: "
-      "set ici_context_parallelism=1 or attention=dot_product."
-    )
-  return attention_cpu.flash
+  if shape.mesh is None or shape.mesh.size == 1:
+    return attention_cpu.flash
+  return attention_shard.per_device(lambda _, *arrays: attention_cpu.flash_shard(*arrays), shape.mesh)
+
+
+def _splash(shape: Shape) -> Function:
+  # Imported here: Pallas takes a second to import, and only a TPU needs it.
+  from trainer.kernels import attention_splash
+
+  return attention_splash.build(mesh=shape.mesh, seq_len=shape.seq_len, num_q_heads=shape.num_q_heads)
 
 
 def _absent(shape: Shape) -> Function:
-  raise Unsupported(f"attention=flash has no kernel for platform '{shape.platform}' yet: set attention=dot_product.")
+  raise ValueError(f"attention=flash has no kernel for platform '{shape.platform}' yet: set attention=dot_product.")
 
 
-# Platform -> flash kernel. dot_product serves every platform.
+# Platform -> its flash kernel, or a ValueError with the reason; dot_product serves every platform.
 IMPLEMENTATIONS: Mapping[str, Callable[[Shape], Function]] = MappingProxyType(
-  {"cpu": _cpu_flash, "tpu": _absent, "gpu": _absent}
+  {"cpu": _cpu_flash, "tpu": _splash, "gpu": _absent}
 )
 
-# Below these lengths dot_product is as fast: a platform's own measurements (CPU: end_to_end/benchmarks).
-SHORT: Mapping[str, int] = MappingProxyType({"cpu": 512, "tpu": 256, "gpu": 256})
+# Shorter sequences go to dot_product under autoselected. CPU: where flash stops being faster in
+# end_to_end/benchmarks/attention_cpu.py; TPU: one block of the kernel.
+SHORTEST: Mapping[str, int] = MappingProxyType({"cpu": 128, "tpu": 128, "gpu": 128})
 
 
 def choose(
@@ -101,18 +97,23 @@ def choose(
   shape = Shape(platform, mesh, head_dim, seq_len, num_q_heads, num_kv_heads)
   if num_q_heads % num_kv_heads:
     raise ValueError(f"base_num_query_heads={num_q_heads} must be a multiple of base_num_kv_heads={num_kv_heads}.")
+  if num_kv_heads % shape.axis("tensor"):
+    raise ValueError(
+      f"base_num_kv_heads={num_kv_heads} does not divide over tensor parallelism {shape.axis('tensor')}: choose "
+      "ici_tensor_parallelism that divides it."
+    )
   if platform not in IMPLEMENTATIONS:
     raise ValueError(f"Attention knows the platforms {', '.join(IMPLEMENTATIONS)}, not '{platform}'.")
   if name == "dot_product":
-    return Attention(name, "asked for", _dot_product(shape))
+    return Attention(name, "asked for", dot_product)
   if name == "flash":
     return Attention(name, "asked for", IMPLEMENTATIONS[platform](shape))
   if name != "autoselected":
     raise ValueError(f"attention='{name}' is not one of dot_product, flash, autoselected.")
-  if seq_len < SHORT[platform]:
-    reason = f"sequences of {seq_len} are shorter than {SHORT[platform]}, where flash starts to pay on {platform}"
+  if seq_len < SHORTEST[platform]:
+    reason = f"sequences of {seq_len} are shorter than {SHORTEST[platform]}, where flash starts to pay on {platform}"
     return Attention("dot_product", reason, dot_product)
   try:
     return Attention("flash", f"the flash kernel of {platform} serves these sizes", IMPLEMENTATIONS[platform](shape))
-  except Unsupported as refusal:
+  except ValueError as refusal:
     return Attention("dot_product", str(refusal), dot_product)

@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from trainer.kernels.attention_shard import CONTEXT
+
 MASKED = float(jnp.finfo(jnp.float32).min)
 LARGEST_BLOCK = 128
 SMALLEST_BLOCK = 32
@@ -55,6 +57,15 @@ def flash(
       k, v, kv_segment_ids = _pad(k, pad), _pad(v, pad), _pad(kv_segment_ids, pad)
   out = _flash(q, k, v, q_segment_ids, kv_segment_ids, jnp.int32(0) if offset is None else offset, block, square)
   return out[:, :length] if pad else out
+
+
+def flash_shard(
+  q: jax.Array, k: jax.Array, v: jax.Array, q_segment_ids: jax.Array, kv_segment_ids: jax.Array
+) -> jax.Array:
+  """`flash` of the queries of one device of a mesh, inside `jax.shard_map`: k and v have all keys."""
+  whole = q.shape[1] == k.shape[1]
+  offset = None if whole else jax.lax.axis_index(CONTEXT) * q.shape[1]
+  return flash(q, k, v, q_segment_ids, kv_segment_ids, offset)
 
 
 def _pad(x: jax.Array, pad: int) -> jax.Array:

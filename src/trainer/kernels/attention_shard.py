@@ -1,0 +1,60 @@
+"""Runs an attention kernel on every device's own part of the arrays.
+
+XLA cannot partition a Pallas kernel, nor a loop over blocks, so a kernel is called inside a `jax.shard_map` that is
+manual over every mesh axis that the caller has not made manual already: B is split over data and fsdp, heads over
+tensor, T over context. Keys and values are gathered over context; their gradients are scattered back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+BATCH, TENSOR, CONTEXT = ("data", "fsdp"), "tensor", "context"
+
+# (operand, q, k, v, q_segment_ids, kv_segment_ids) -> out: local shapes, but S, which is global.
+Local = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def per_device(local: Local, mesh: Mesh, operand: Any = None, operand_specs: Any = None) -> Callable[..., jax.Array]:
+  """Returns attention on whole arrays which calls `local` with each device's part.
+
+  `operand` is handed on to `local` split by `operand_specs`. May be called under `jax.jit`, inside a `jax.shard_map`
+  that is manual over some of the axes of `mesh`, or outside of both.
+  """
+
+  def call(q: jax.Array, k: jax.Array, v: jax.Array, q_segment_ids: jax.Array, kv_segment_ids: jax.Array) -> jax.Array:
+    context = jax.sharding.get_abstract_mesh()
+    manual = set() if context.empty else set(context.manual_axes)
+    batch = tuple(axis for axis in BATCH if axis in mesh.axis_names and axis not in manual)
+    heads = PartitionSpec(batch, CONTEXT, TENSOR)
+    ids = PartitionSpec(batch, CONTEXT)
+    mapped = jax.shard_map(
+      lambda operand, *arrays: _gathered(local, mesh, operand, *arrays),
+      mesh=mesh if context.empty else None,
+      axis_names=set(mesh.axis_names) - manual,
+      in_specs=(operand_specs, heads, heads, heads, ids, ids),
+      out_specs=heads,
+      check_vma=False,
+    )
+    return mapped(operand, q, k, v, q_segment_ids, kv_segment_ids)
+
+  return call
+
+
+def _gathered(
+  local: Local,
+  mesh: Mesh,
+  operand: Any,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  q_segment_ids: jax.Array,
+  kv_segment_ids: jax.Array,
+) -> jax.Array:
+  if mesh.shape[CONTEXT] > 1:
+    k, v, kv_segment_ids = (jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True) for x in (k, v, kv_segment_ids))
+  return local(operand, q, k, v, q_segment_ids, kv_segment_ids)

@@ -1,0 +1,163 @@
+"""Every attention implementation that a CPU can run, forward and backward, against float64 from the definition."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from trainer.kernels import attention, attention_cpu, attention_splash
+from trainer.kernels.attention_xla import dot_product
+
+from .oracle import assert_close, exact, inputs, with_grads
+
+AXES = ("data", "fsdp", "tensor", "context")
+FLOAT32 = 1e-5  # of the largest value
+BFLOAT16 = 1.5e-2  # inputs are exact, the output and the gradients are rounded to 8 bits
+
+
+def mesh_of(*shape):
+  devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+  return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 4)
+
+
+def check(function, sizes, dtype=jnp.float32, tolerance=FLOAT32):
+  arrays = inputs(*sizes, dtype)
+  got = jax.jit(with_grads(function))(*arrays)
+  assert all(x.dtype == dtype for x in got)
+  assert_close(got, exact(*arrays), tolerance)
+
+
+# T: one block, blocks that divide, blocks that do not, several blocks to a band.
+SIZES = [
+  (2, 16, 4, 2, 16),
+  (2, 37, 3, 1, 8),
+  (3, 131, 4, 4, 16),
+  (1, 256, 4, 1, 32),
+  (1, 777, 4, 2, 16),
+  (1, 1, 2, 1, 8),
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_cpu_flash_equals_attention_by_definition(sizes):
+  check(attention_cpu.flash, sizes)
+
+
+@pytest.mark.parametrize("sizes", [(2, 37, 3, 1, 8), (1, 64, 4, 2, 16)], ids=str)
+def test_dot_product_equals_attention_by_definition(sizes):
+  check(dot_product, sizes)
+
+
+@pytest.mark.parametrize("function", [dot_product, attention_cpu.flash])
+def test_bfloat16_is_rounded_only_at_the_ends(function):
+  check(function, (2, 150, 4, 2, 16), jnp.bfloat16, BFLOAT16)
+
+
+def test_cpu_flash_survives_scores_that_overflow_exp():
+  q, k, v, ids, dout = inputs(1, 70, 2, 1, 8)
+  arrays = q * 20, k * 20, v, ids, dout
+  assert float(jnp.max(jnp.einsum("btnh,bskh->btnsk", q * 20, k * 20))) * 8**-0.5 > 1000  # exp ends at 88
+  assert_close(jax.jit(with_grads(attention_cpu.flash))(*arrays), exact(*arrays), 1e-3)  # scores are 1e-4 off
+
+
+def test_cpu_flash_never_holds_the_scores_of_one_head():
+  arrays = inputs(1, 2048, 2, 1, 16)
+  memory = jax.jit(with_grads(attention_cpu.flash)).lower(*arrays).compile().memory_analysis()
+  assert memory.temp_size_in_bytes < 2048 * 2048 * 4 * 0.8
+
+
+@pytest.mark.parametrize("sizes", [(2, 256, 4, 2, 64), (1, 384, 2, 1, 128)], ids=str)
+def test_splash_equals_attention_by_definition(sizes):
+  check(attention_splash.build(mesh=None, seq_len=sizes[1], num_q_heads=sizes[2], interpret=True), sizes)
+
+
+def test_splash_in_bfloat16():
+  function = attention_splash.build(mesh=None, seq_len=256, num_q_heads=4, interpret=True)
+  check(function, (1, 256, 4, 2, 64), jnp.bfloat16, BFLOAT16)
+
+
+def cpu(mesh, length, heads):
+  return attention.choose(
+    "flash", platform="cpu", mesh=mesh, head_dim=16, seq_len=length, num_q_heads=heads, num_kv_heads=2
+  )
+
+
+def splash(mesh, length, heads):
+  return attention_splash.build(mesh=mesh, seq_len=length, num_q_heads=heads, interpret=True)
+
+
+@pytest.mark.parametrize(
+  "build, length, shape",
+  [
+    (cpu, 100, (2, 2, 2, 1)),
+    (cpu, 150, (1, 2, 1, 2)),
+    (cpu, 152, (2, 1, 2, 2)),
+    (splash, 256, (2, 1, 2, 2)),
+    (splash, 256, (1, 4, 2, 1)),
+  ],
+)
+def test_sharded_equals_definition_inside_a_region_manual_over_data(build, length, shape):
+  mesh, arrays = mesh_of(*shape), inputs(4, length, 4, 2, 16)
+  per_slice = jax.shard_map(
+    with_grads(build(mesh, length, 4)),
+    mesh=mesh,
+    axis_names={"data"},
+    in_specs=PartitionSpec("data"),
+    out_specs=PartitionSpec("data"),
+    check_vma=False,
+  )
+  assert_close(jax.jit(per_slice)(*arrays), exact(*arrays), FLOAT32)
+
+
+@pytest.mark.parametrize("context", [False, True])
+def test_sharded_equals_definition_outside_of_any_region(context):
+  mesh, arrays = mesh_of(2, 2, 1, 2), inputs(4, 100, 4, 2, 16)
+  run = jax.jit(with_grads(cpu(mesh, 100, 4)))
+  if context:
+    with jax.set_mesh(mesh):
+      got = run(*arrays)
+  else:
+    got = run(*arrays)
+  assert_close(got, exact(*arrays), FLOAT32)
+
+
+def choose(name, platform="cpu", mesh=None, seq_len=256, num_kv_heads=2):
+  return attention.choose(
+    name, platform=platform, mesh=mesh, head_dim=64, seq_len=seq_len, num_q_heads=4, num_kv_heads=num_kv_heads
+  )
+
+
+@pytest.mark.parametrize(
+  "name, platform, seq_len, chosen",
+  [
+    ("dot_product", "tpu", 256, "dot_product"),
+    ("flash", "cpu", 16, "flash"),
+    ("flash", "tpu", 256, "flash"),
+    ("autoselected", "cpu", 128, "flash"),
+    ("autoselected", "cpu", 64, "dot_product"),
+    ("autoselected", "tpu", 256, "flash"),
+    ("autoselected", "tpu", 200, "dot_product"),
+  ],
+)
+def test_choose(name, platform, seq_len, chosen):
+  assert choose(name, platform, seq_len=seq_len).name == chosen
+
+
+def test_what_cannot_be_served_is_refused_with_the_remedy():
+  with pytest.raises(ValueError, match=r"max_target_length=200 .* multiple of 128.*attention=dot_product"):
+    choose("flash", "tpu", seq_len=200)
+  with pytest.raises(ValueError, match="ici_tensor_parallelism"):
+    choose("flash", mesh=mesh_of(1, 1, 4, 1), num_kv_heads=2)
+  with pytest.raises(ValueError, match="multiple of base_num_kv_heads"):
+    choose("flash", num_kv_heads=3)
+  with pytest.raises(ValueError, match="not 'npu'"):
+    choose("flash", platform="npu")
+  assert "multiple of 128" in choose("autoselected", "tpu", seq_len=200).reason
+
+
+@pytest.mark.parametrize("length, limit, block", [(128, 512, 128), (640, 512, 128), (1024, 512, 512), (1152, 512, 384)])
+def test_splash_blocks_divide_the_length(length, limit, block):
+  assert attention_splash.largest_block(length, limit) == block

@@ -1,0 +1,113 @@
+"""The fused loss and its gradients against jax.grad of the plain formula."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from trainer.kernels.cross_entropy import choose_chunks, linear_cross_entropy, reference
+
+
+def inputs(b=3, t=16, d=8, v=61, dtype=jnp.float32, valid=None):
+  rng = np.random.default_rng(0)
+  x = jnp.asarray(rng.normal(size=(b, t, d)), dtype)
+  w = jnp.asarray(rng.normal(size=(v, d)), jnp.float32)
+  targets = jnp.asarray(rng.integers(0, valid or v, (b, t)), jnp.int32)
+  weights = jnp.asarray(rng.integers(0, 3, (b, t)) / 2, jnp.float32)
+  return x, w, targets, weights
+
+
+def grads(function, arrays, **options):
+  """((loss_sum, z_sum), (dx, dw)) of loss_sum + z_sum."""
+  x, w, targets, weights = arrays
+
+  def total(x, w):
+    loss, z = function(x, w, targets, weights, **options)
+    return loss + z, (loss, z)
+
+  (_, sums), got = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(x, w)
+  return sums, got
+
+
+def assert_same(got, want, tolerance):
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    assert a.dtype == b.dtype
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
+
+
+@pytest.mark.parametrize("t, chunks", [(16, 1), (16, 4), (17, 4), (5, 8), (7, 0)])
+@pytest.mark.parametrize("valid", [None, 50])
+def test_equals_the_plain_formula(t, chunks, valid):
+  arrays = inputs(t=t, valid=valid)
+  got = grads(linear_cross_entropy, arrays, z_loss=0.1, num_chunks=chunks, valid_vocab=valid)
+  assert_same(got, grads(reference, arrays, z_loss=0.1, valid_vocab=valid), 1e-5)
+
+
+def test_rows_beyond_the_valid_vocabulary_get_no_gradient():
+  _, (_, dw) = grads(linear_cross_entropy, inputs(valid=50), z_loss=0.1, num_chunks=2, valid_vocab=50)
+  assert np.all(np.asarray(dw)[50:] == 0) and np.any(np.asarray(dw)[:50] != 0)
+
+
+def test_bfloat16_inputs_keep_a_float32_gradient_of_the_weights():
+  arrays = inputs(t=64, dtype=jnp.bfloat16)
+  got = grads(linear_cross_entropy, arrays, z_loss=0.0, num_chunks=4)
+  want = grads(reference, arrays, z_loss=0.0)
+  assert got[1][0].dtype == jnp.bfloat16 and got[1][1].dtype == jnp.float32
+  np.testing.assert_allclose(got[0][0], want[0][0], rtol=1e-6)
+  assert_same(got[1], want[1], 1e-2)  # dlogits are rounded to 8 bits before the matmuls
+
+
+def test_the_cotangent_scales_both_gradients():
+  arrays = inputs()
+  _, one = grads(linear_cross_entropy, arrays, z_loss=0.1, num_chunks=2)
+  scaled = lambda *a, **o: tuple(3.0 * x for x in linear_cross_entropy(*a, **o))
+  _, three = grads(scaled, arrays, z_loss=0.1, num_chunks=2)
+  assert_same(three, jax.tree.map(lambda g: 3 * g, one), 1e-6)
+
+
+def test_never_holds_the_logits_of_the_whole_sequence():
+  arrays = inputs(b=2, t=256, d=8, v=4096)
+  step = lambda x, w: jax.grad(lambda *a: linear_cross_entropy(*a, *arrays[2:], z_loss=0.0, num_chunks=16)[0], (0, 1))(
+    x, w
+  )
+  memory = jax.jit(step).lower(*arrays[:2]).compile().memory_analysis()
+  assert memory.temp_size_in_bytes < 2 * 256 * 4096 * 4 / 4
+
+
+def test_the_hook_shards_the_vocabulary():
+  mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+  rules = {"vocab": ("fsdp", "tensor"), "batch": "fsdp"}
+  seen = set()
+
+  def constrain(array, axes):
+    seen.add(axes)
+    spec = PartitionSpec(*(rules.get(axis) for axis in axes))
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
+
+  arrays = inputs(b=4, v=64)
+  placed = jax.device_put(arrays[0], NamedSharding(mesh, PartitionSpec("fsdp")))
+  got = grads(linear_cross_entropy, (placed, *arrays[1:]), z_loss=0.1, num_chunks=4, constrain=constrain)
+  assert got[1][1].sharding.spec[0] == ("fsdp", "tensor")
+  assert_same(got, grads(reference, arrays, z_loss=0.1), 1e-5)
+  assert seen == {
+    ("vocab", "embed"),
+    ("loss_batch", "loss_length", "embed"),
+    ("loss_batch", "loss_length", "vocab"),
+    ("batch", "length", "embed"),
+  }
+
+
+def test_refuses_a_valid_vocabulary_larger_than_the_weights():
+  with pytest.raises(ValueError, match=r"valid_vocab=62 must lie in 1\.\.61"):
+    linear_cross_entropy(*inputs(), z_loss=0.0, num_chunks=1, valid_vocab=62)
+
+
+def test_chunks_bound_the_logits():
+  assert choose_chunks(8, 512, 4096) == 1
+  b, t, v = 1, 2048, 151936
+  chunks = choose_chunks(b, t, v)
+  assert b * -(-t // chunks) * v * 4 <= 64 << 20

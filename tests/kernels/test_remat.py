@@ -1,0 +1,87 @@
+"""What every policy keeps of a layer, read from the program that jax makes of it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+from trainer.config.schema import ModelSection, RematPolicy
+from trainer.kernels import remat
+
+EXPECTED = {
+  "full": "",
+  "save_out_proj": "out_proj",
+  "save_qkv_proj": "query_proj key_proj value_proj",
+  "save_dot_except_mlp": "query_proj key_proj value_proj out_proj",
+  "save_dot_except_mlpwi": "query_proj key_proj value_proj out_proj mlpwo",
+  "save_dot_with_context_except_mlp": "query_proj key_proj value_proj context out_proj",
+  "minimal": "query_proj key_proj value_proj out_proj mlpwi_0 mlpwi_1 mlpwo",
+  "minimal_with_context": "query_proj key_proj value_proj context out_proj mlpwi_0 mlpwi_1 mlpwo",
+  "qkv_proj_offloaded": "query_proj key_proj value_proj",
+  "minimal_offloaded": "query_proj key_proj value_proj out_proj mlpwi_0 mlpwi_1 mlpwo",
+}
+# Every activation of the toy layer has a size of its own, by which it is recognised among the residuals.
+SIZES = {name: 11 + i for i, name in enumerate(remat.NAMES)}
+
+
+def layer(x, matrices):
+  """A chain of nonlinear maps whose outputs have the names and sizes of SIZES: each is wanted by the backward pass."""
+  for name in remat.NAMES:
+    x = jnp.sin(checkpoint_name(x @ matrices[name], name))
+  return x
+
+
+def saved(cfg):
+  """Names of the activations that the backward pass of one layer keeps, and where."""
+  use, policy = remat.policy(cfg)
+  assert use
+  sizes = [7, *SIZES.values()]
+  matrices = {name: jnp.ones((sizes[i], sizes[i + 1])) for i, name in enumerate(remat.NAMES)}
+  _, pull = jax.vjp(lambda x: jax.checkpoint(layer, policy=policy)(x, matrices), jnp.ones((3, 7)))
+  kept = {leaf.shape[-1] for leaf in jax.tree.leaves(pull) if leaf.ndim == 2 and leaf.shape[0] == 3}
+  return {name for name, size in SIZES.items() if size in kept}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_policy_keeps_its_table(name):
+  cfg = ModelSection(remat_policy=name)
+  assert saved(cfg) == set(EXPECTED[name].split())
+  assert set(remat.kept(cfg).host) == (set(EXPECTED[name].split()) if name.endswith("offloaded") else set())
+
+
+def test_every_policy_of_the_schema_is_covered():
+  assert set(EXPECTED) | {"none", "custom"} == {policy.value for policy in RematPolicy}
+  assert set(remat.NAMES) <= set(ModelSection.model_fields)
+
+
+def test_none_does_not_rematerialise():
+  assert remat.policy(ModelSection(remat_policy="none")) == (False, None)
+
+
+def test_custom_takes_each_name_from_its_key():
+  cfg = ModelSection(
+    remat_policy="custom", decoder_layer_input="offload", context="device", mlpwo="device", out_proj="offload"
+  )
+  assert remat.kept(cfg) == remat.Kept(("context", "mlpwo"), ("decoder_layer_input", "out_proj"))
+  assert saved(cfg) == {"context", "mlpwo", "decoder_layer_input", "out_proj"}
+
+
+def test_offloaded_activations_are_in_pinned_host_memory():
+  _, policy = remat.policy(ModelSection(remat_policy="qkv_proj_offloaded"))
+  matrices = {name: jnp.ones((8, 8)) for name in remat.NAMES}
+  run = lambda x: jax.checkpoint(layer, policy=policy)(x, matrices).sum()
+  text = str(jax.make_jaxpr(jax.grad(run))(jnp.ones((3, 8))))
+  assert text.count("device_put") == 2 * 3  # to the host and back, for each of three
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_gradients_do_not_depend_on_the_policy(name):
+  _, policy = remat.policy(ModelSection(remat_policy=name))
+  keys = jax.random.split(jax.random.key(0), len(remat.NAMES))
+  matrices = {name: jax.random.normal(key, (8, 8)) for name, key in zip(remat.NAMES, keys, strict=True)}
+  x = jax.random.normal(jax.random.key(1), (3, 8))
+  loss = lambda layer: jax.jit(jax.grad(lambda m: layer(x, m).sum()))(matrices)
+  for a, b in zip(*map(jax.tree.leaves, (loss(layer), loss(jax.checkpoint(layer, policy=policy)))), strict=True):
+    assert jnp.allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,152 @@
+"""The model's maths against Hugging Face transformers: logits and the gradient of every weight, float32 on CPU."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trainer.config.schema import ModelSection
+from trainer.kernels import attention
+from trainer.models.decoder import Functional
+from trainer.models.huggingface import from_hugging_face, to_hugging_face
+
+torch = pytest.importorskip("torch", reason="the oracle needs torch (CPU)")
+transformers = pytest.importorskip("transformers", reason="the oracle is transformers")
+
+TINY = {
+  "base_emb_dim": 64,
+  "base_num_decoder_layers": 3,
+  "base_num_query_heads": 4,
+  "base_num_kv_heads": 2,
+  "base_mlp_dim": 96,
+  "head_dim": 16,
+  "vocab_size": 199,
+  "dtype": "float32",
+  "remat_policy": "none",
+  # Larger than the default, so that the layers and not the embedding decide the logits.
+  "initializer_range": 0.2,
+}
+LLAMA31 = {
+  "use_qk_norm": False,
+  "rope_max_timescale": 500000.0,
+  "rope_type": "llama3",
+  "rope_original_max_position_embeddings": 24,  # shorter than the sequence: all three branches of the rule are used
+}
+MODELS = {
+  "qwen3": {"use_qk_norm": True, "rope_max_timescale": 1e6},
+  "qwen3-tied": {"use_qk_norm": True, "rope_max_timescale": 1e6, "logits_via_embedding": True, "head_dim": 32},
+  "llama2": {"use_qk_norm": False, "base_num_kv_heads": 4, "normalization_layer_epsilon": 1e-5},
+  "llama3": {"use_qk_norm": False, "rope_max_timescale": 500000.0, "normalization_layer_epsilon": 1e-5},
+  "llama3.1": LLAMA31,
+  "llama3.2": {**LLAMA31, "rope_scaling_factor": 32.0, "logits_via_embedding": True},
+}
+T = 96
+
+
+def config(name: str, **changes) -> ModelSection:
+  return ModelSection(**{**TINY, **MODELS[name], **changes})
+
+
+def oracle(cfg: ModelSection):
+  """The transformers model of the same shape."""
+  rope = {"rope_type": "default", "rope_theta": cfg.rope_max_timescale}
+  if cfg.rope_type == "llama3":
+    rope |= {
+      "rope_type": "llama3",
+      "factor": cfg.rope_scaling_factor,
+      "low_freq_factor": cfg.rope_low_freq_factor,
+      "high_freq_factor": cfg.rope_high_freq_factor,
+      "original_max_position_embeddings": cfg.rope_original_max_position_embeddings,
+    }
+  shared = {
+    "vocab_size": cfg.vocab_size,
+    "hidden_size": cfg.emb_dim,
+    "intermediate_size": cfg.mlp_dim,
+    "num_hidden_layers": cfg.num_decoder_layers,
+    "num_attention_heads": cfg.num_query_heads,
+    "num_key_value_heads": cfg.num_kv_heads,
+    "head_dim": cfg.head_dim,
+    "rms_norm_eps": cfg.normalization_layer_epsilon,
+    "tie_word_embeddings": cfg.logits_via_embedding,
+    "max_position_embeddings": 4096,
+    "rope_theta": cfg.rope_max_timescale,
+    "rope_scaling": rope,
+    "attn_implementation": "eager",
+  }
+  if cfg.use_qk_norm:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shared)).float()
+  return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shared)).float()
+
+
+def relative(ours: np.ndarray, theirs: np.ndarray) -> float:
+  return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+@pytest.mark.parametrize(
+  ("kernel", "scan"), [("dot_product", True), ("dot_product", False), ("flash", True)], ids=["scan", "loop", "flash"]
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients(name, scan, kernel):
+  cfg = config(name, scan_layers=scan)
+  attn = attention.choose(
+    kernel, platform="cpu", mesh=None, head_dim=cfg.head_dim, seq_len=T, num_q_heads=4, num_kv_heads=cfg.num_kv_heads
+  )
+  model = Functional(cfg, attn)
+  params = jax.jit(model.init)(jax.random.key(7))
+  rng = np.random.default_rng(0)
+  # Norm scales away from 1, so that a wrong one shows.
+  params = jax.tree.map(lambda p: p * jnp.asarray(rng.uniform(0.5, 1.5, p.shape), p.dtype), params)
+  tokens = rng.integers(0, cfg.vocab_size, (2, T + 1))
+  inputs, targets = tokens[:, :-1], tokens[:, 1:]
+  positions = np.broadcast_to(np.arange(T), inputs.shape)
+
+  theirs = oracle(cfg)
+  weights = {key: torch.from_numpy(np.array(value)) for key, value in to_hugging_face(params, cfg).items()}
+  missing, unexpected = theirs.load_state_dict(weights, strict=False)
+  assert not unexpected and set(missing) <= {"lm_head.weight"}
+  output = theirs(torch.from_numpy(inputs)).logits
+  loss = torch.nn.functional.cross_entropy(output.flatten(0, 1), torch.from_numpy(targets).flatten())
+  loss.backward()
+
+  @jax.jit
+  def run(params):
+    def mean_loss(params):
+      logits = model.merge(params).logits(jnp.asarray(inputs), jnp.asarray(positions), jnp.ones(inputs.shape, jnp.int32))
+      log_probs = jax.nn.log_softmax(logits)
+      return -jnp.mean(jnp.take_along_axis(log_probs, jnp.asarray(targets)[..., None], axis=-1)), logits
+
+    (value, logits), grads = jax.value_and_grad(mean_loss, has_aux=True)(params)
+    return value, logits, grads
+
+  value, logits, grads = run(params)
+  assert relative(np.asarray(logits), output.detach().numpy()) < 1e-4
+  assert abs(float(value) - loss.item()) < 1e-5 * loss.item()
+  ours = to_hugging_face(grads, cfg)
+  for key, parameter in theirs.named_parameters():
+    if key == "lm_head.weight" and cfg.logits_via_embedding:
+      continue
+    assert relative(ours[key], parameter.grad.numpy()) < 1e-4, key
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scan", "loop"])
+@pytest.mark.parametrize("name", MODELS)
+def test_conversion_is_its_own_inverse(name, scan):
+  cfg = config(name, scan_layers=scan, base_num_decoder_layers=11)  # two digits: "10" sorts before "2"
+  model = Functional(cfg, None)
+  params = jax.jit(model.init)(jax.random.key(0))
+  back = from_hugging_face(to_hugging_face(params, cfg), cfg)
+  assert jax.tree.structure(back) == jax.tree.structure(params)
+  jax.tree.map(np.testing.assert_array_equal, back, params)
+
+
+def test_conversion_names_what_does_not_fit():
+  cfg = config("qwen3")
+  tensors = to_hugging_face(jax.jit(Functional(cfg, None).init)(jax.random.key(0)), cfg)
+  with pytest.raises(ValueError, match="model.norm.weight is missing"):
+    from_hugging_face({k: v for k, v in tensors.items() if k != "model.norm.weight"}, cfg)
+  with pytest.raises(ValueError, match="have no place"):
+    from_hugging_face({**tensors, "model.extra": tensors["model.norm.weight"]}, cfg)
+  with pytest.raises(ValueError, match=r"lm_head.weight has shape .* needs \(199, 64\)"):
+    from_hugging_face({**tensors, "lm_head.weight": tensors["lm_head.weight"][:-1]}, cfg)

@@ -113,7 +113,9 @@ def test_logits_and_gradients(name, scan, kernel):
   @jax.jit
   def run(params):
     def mean_loss(params):
-      logits = model.merge(params).logits(jnp.asarray(inputs), jnp.asarray(positions), jnp.ones(inputs.shape, jnp.int32))
+      logits = model.merge(params).logits(
+        jnp.asarray(inputs), jnp.asarray(positions), jnp.ones(inputs.shape, jnp.int32)
+      )
       log_probs = jax.nn.log_softmax(logits)
       return -jnp.mean(jnp.take_along_axis(log_probs, jnp.asarray(targets)[..., None], axis=-1)), logits
 

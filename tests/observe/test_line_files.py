@@ -94,9 +94,9 @@ def test_a_whole_run_on_an_object_store(bucket, tmp_path):
   section = ObserveSection(enable_tensorboard=False, gcs_metrics=True, log_period=2)
   writer = metrics.Metrics("gs://b/run", section, record, out)
   record.emit("run_start", num_slices=1)
-  for step in range(3):
+  for step in range(1, 4):
     writer.write(
-      metrics.StepRecord(step=step, seconds=0.001, loss=2.0 - step, grad_norm=1.0, lr=0.1, tokens=8, slices=1)
+      metrics.StepRecord(step=step, seconds=0.001, loss=3.0 - step, grad_norm=1.0, lr=0.1, tokens=8, slices=1)
     )
   record.emit("run_end", exit=0)
   writer.close()
@@ -104,8 +104,8 @@ def test_a_whole_run_on_an_object_store(bucket, tmp_path):
   assert [r["loss"] for r in metrics.read_metrics("gs://b/run")] == [2.0, 1.0, 0.0]
   assert [r["kind"] for r in events.read_events("gs://b/run")] == ["run_start", "run_end"]
   assert sorted(path.name for path in (tmp_path / "b/run/metrics").iterdir()) == [
-    "metrics_step_000000_to_step_000001.txt",
-    "metrics_step_000002_to_step_000002.txt",
+    "metrics_step_000001_to_step_000002.txt",
+    "metrics_step_000003_to_step_000003.txt",
   ]
   goodput.write("gs://b/run", out)
   out.close()

@@ -74,7 +74,7 @@ def test_the_history_is_the_last_time_each_step_was_done(tmp_path):
 
 def test_metrics_objects_are_one_per_period_and_never_replaced(tmp_path):
   out = open_metrics(tmp_path, gcs_metrics=True, log_period=10)
-  for step in [*range(15), *range(10, 23)]:  # a rewind from 15 to 10
+  for step in [*range(1, 16), *range(11, 24)]:  # a rewind from 15 to 10
     out.write(record(step, loss=float(step)))
   out.close()
   steps = {
@@ -82,10 +82,10 @@ def test_metrics_objects_are_one_per_period_and_never_replaced(tmp_path):
     for path in (tmp_path / "metrics").iterdir()
   }
   assert steps == {
-    "metrics_step_000000_to_step_000009.txt": [*range(10)],
-    "metrics_step_000010_to_step_000014.txt": [*range(10, 15)],
-    "metrics_step_000010_to_step_000019.txt": [*range(10, 20)],
-    "metrics_step_000020_to_step_000022.txt": [*range(20, 23)],
+    "metrics_step_000001_to_step_000010.txt": [*range(1, 11)],
+    "metrics_step_000011_to_step_000015.txt": [*range(11, 16)],
+    "metrics_step_000011_to_step_000020.txt": [*range(11, 21)],
+    "metrics_step_000021_to_step_000023.txt": [*range(21, 24)],
   }
   again = open_metrics(tmp_path, gcs_metrics=True, log_period=10)
   again.write(record(20))
@@ -128,7 +128,7 @@ def test_tensorboard_has_the_numbers_and_purges_what_a_rewind_replaces(tmp_path)
 
 
 def test_rates_and_time_to_the_end():
-  rates = throughput.Throughput(flops_per_token=6e9, tokens_per_step=8192, total_steps=101, peak_flops=197e12)
+  rates = throughput.Throughput(flops_per_token=6e9, tokens_per_step=8192, total_steps=100, peak_flops=197e12)
   at = rates.rates(0.5, 4)
   assert at.tokens_per_second_per_device == 4096
   assert at.tflops_per_device == pytest.approx(24.576) and at.mfu == pytest.approx(24.576 / 197)

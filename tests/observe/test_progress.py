@@ -16,12 +16,12 @@ def record(step: int) -> StepRecord:
 
 
 def test_without_a_terminal_every_period_and_the_last_step_are_plain_lines(tmp_path, capsys):
-  with Progress(log.get(str(tmp_path)), total_steps=6, total_slices=3, log_period=2) as progress:
-    for step in range(6):
+  with Progress(log.get(str(tmp_path)), total_steps=5, total_slices=3, log_period=2) as progress:
+    for step in range(1, 6):
       progress.step(record(step), f"step={step} elastic_manager.good_slice_count=2")
   lines = capsys.readouterr().out.splitlines()
-  assert [line for line in lines if line.startswith("completed")] == [format_step_line(record(s)) for s in (0, 2, 4, 5)]
-  assert sum(line.startswith("step=") for line in lines) == 6
+  assert [line for line in lines if line.startswith("completed")] == [format_step_line(record(s)) for s in (2, 4, 5)]
+  assert sum(line.startswith("step=") for line in lines) == 5
   assert (tmp_path / "log.txt").read_text().splitlines() == lines
   assert "rich" not in str(capsys.readouterr().err)
 
@@ -34,7 +34,7 @@ def test_in_a_terminal_a_bar_is_drawn_and_the_file_has_the_plain_lines(tmp_path)
     from trainer.observe.progress import Progress
     out = log.get({str(tmp_path)!r})
     with Progress(out, total_steps=40, total_slices=3, log_period=1) as progress:
-      for step in range(40):
+      for step in range(1, 41):
         time.sleep(0.02)
         progress.step(StepRecord(step=step, seconds=0.02, loss=9.0 - step / 10, grad_norm=1.0, lr=1e-3, tokens=64,
                                  slices=3 if step < 20 else 2, tokens_per_second_per_device=1234.0, eta=7.0))
@@ -65,4 +65,4 @@ def test_in_a_terminal_a_bar_is_drawn_and_the_file_has_the_plain_lines(tmp_path)
   assert text.count("eta 0:00:07") < 25  # five times a second, not every step
   lines = (tmp_path / "log.txt").read_text().splitlines()
   assert sum(line.startswith("completed step: ") for line in lines) == 40
-  assert lines[21] == "Slice down event detected. Retrying. [bold]not markup[/bold]" and lines[-1] == "after the bar"
+  assert lines[20] == "Slice down event detected. Retrying. [bold]not markup[/bold]" and lines[-1] == "after the bar"

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fake_run
+from tests.observe import fake_run
 import pytest
 
 from trainer.observe import history, report

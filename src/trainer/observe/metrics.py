@@ -34,7 +34,7 @@ _TENSORBOARD = {
 class StepRecord:
   """One completed optimizer step. All numbers are host numbers (numpy and jax scalars are accepted)."""
 
-  step: int  # counted from 0; the step that has just completed
+  step: int  # completed steps, this one included: the first is 1
   seconds: float  # wall time of the step, data wait included
   loss: float  # nats per weighted token of the global batch
   grad_norm: float  # global norm before clipping
@@ -180,7 +180,7 @@ class TensorBoard:
 
 
 class MetricsObjects:
-  """One immutable object per `period` steps: {directory}/metrics_step_000000_to_step_000009.txt, JSON lines."""
+  """One immutable object per `period` steps: {directory}/metrics_step_000001_to_step_000010.txt, JSON lines."""
 
   def __init__(self, directory: str, period: int, log: Log) -> None:
     self._directory, self._period, self._log = directory, period, log
@@ -191,7 +191,7 @@ class MetricsObjects:
     if self._pending and step != self._pending[-1][0] + 1:  # a rewind: what we have is an object of its own
       self._put()
     self._pending.append((step, line))
-    if (step + 1) % self._period == 0:
+    if step % self._period == 0:
       self._put()
 
   def _put(self) -> None:

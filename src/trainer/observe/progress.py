@@ -43,7 +43,7 @@ class Progress:
 
   def step(self, record: StepRecord, *other_lines: str) -> None:
     """Shows a completed step: every log_period-th one, the first and the last; `other_lines` are shown every time."""
-    shown = record.step % self._log_period == 0 or record.step == self._total_steps - 1
+    shown = record.step % self._log_period == 0 or record.step == self._total_steps
     lines = [*other_lines, *([format_step_line(record)] if shown else [])]
     for line in lines:
       if self._bar is None:
@@ -68,14 +68,14 @@ class Progress:
     self._bar.start()
 
   def _draw(self, record: StepRecord) -> None:
-    now, last = time.monotonic(), record.step == self._total_steps - 1
+    now, last = time.monotonic(), record.step == self._total_steps
     if now - self._drawn < _UPDATE_SECONDS and not last:
       return
     self._drawn = now
     slices = f" | slices {record.slices}/{self._total_slices}" if self._total_slices > 1 else ""
     speed = f"{record.tokens_per_second_per_device:,.0f} tokens/s/device"
     text = f"loss {record.loss:.3f} | {speed}{slices} | eta {format_duration(record.eta)}"
-    self._bar.update(self._task, completed=record.step + 1, text=text)
+    self._bar.update(self._task, completed=record.step, text=text)
 
   def close(self) -> None:
     """Leaves the bar as it is on the screen and gives the screen back. Closing twice is allowed."""

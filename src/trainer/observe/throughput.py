@@ -38,4 +38,4 @@ class Throughput:
   def eta(self, step: int, seconds: float) -> float:
     """Seconds until the last step, from the median of the last 50 step times (a compile does not upset it)."""
     self._recent.append(seconds)
-    return max(0, self._total_steps - 1 - step) * statistics.median(self._recent)
+    return max(0, self._total_steps - step) * statistics.median(self._recent)

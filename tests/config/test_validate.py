@@ -66,6 +66,7 @@ REFUSED = [
   ([*ELASTIC, "elastic_backup_kind=checkpoint", "enable_checkpointing=false"], "needs enable_checkpointing=true"),
   (["fault_injection=slice_down@12:1, slice_up@30:1"], "slice_down just ends a run that is not elastic"),
   (["fault_injection=random:seed=1,rate=0.05"], "random just ends a run that is not elastic"),
+  ([*ELASTIC, "fault_injection=slice_dwn@12:1"], "slice_down, slice_up, hang or ckpt_kill"),
   (["fault_injection=ckpt_kill@50", "enable_checkpointing=false"], "interrupts a checkpoint"),
   (["profiler=xplane", "steps=5"], "do not fit in steps=5"),
   (["eval_interval=5", "eval_steps=0"], "no effect with eval_steps=0"),

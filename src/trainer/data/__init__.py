@@ -1,4 +1,4 @@
-"""Examples, batches, tokenizers. Cheap to import: NumPy only; grain, tokenizers and array_record load when used."""
+"""Examples, batches, tokenizers. Cheap to import (NumPy only): what reads text loads grain and the like when used."""
 
 from trainer.data.batch import Batch, DataError, Example
 from trainer.data.loader import Loader, has_eval, make_loader

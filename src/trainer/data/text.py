@@ -6,7 +6,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,26 +34,22 @@ class TextSource:
     meta = json.loads((folder / store.META).read_text())
     self.tokenizer: Tokenizer | None = tokenizer
     self.num_examples: int | None = meta["splits"][split]["windows"]
-    self.num_targets: int = meta["splits"][split]["targets"]
     self._meta = meta
     self._split = split
     # Evaluations of runs with different seeds stay comparable. Any integer is a seed here; grain takes 32 bits.
     self._seed = int(hashlib.sha256(str(seed).encode()).hexdigest()[:8], 16) if split == "train" else 0
     self._records = _Records(folder / store.file_name(split), meta["splits"][split]["windows"])
+    # Not at the first use: that is in the prefetch thread, while this one may be importing what grain imports.
+    import grain
+
+    ordered = grain.MapDataset.source(self._records).shuffle(seed=self._seed)
+    self._ordered = ordered.repeat() if split == "train" else ordered
 
   def example(self, index: int) -> Example:
     """The window at `index` in the order of the split. Raises OSError, naming the file, when it cannot be read."""
     if self._split == "eval" and index >= len(self._records):
       return empty_example(self._meta["length"])
     return windows.example(windows.unpack(self._ordered[index], np.dtype(self._meta["dtype"])), self._meta["length"])
-
-  @cached_property
-  def _ordered(self) -> Any:
-    """The grain dataset of records by global index. Made at the first use: by then a background thread may do it."""
-    import grain
-
-    ordered = grain.MapDataset.source(self._records).shuffle(seed=self._seed)
-    return ordered.repeat() if self._split == "train" else ordered
 
   def fingerprint(self) -> str:
     # The first records in their order: another version of the library that shuffles otherwise must not go unnoticed.
@@ -115,12 +111,26 @@ def open_source(cfg: DataSection, *, vocab_size: int, min_examples: int, split: 
   `min_examples` is how many windows the text must be able to fill; without any text it never serves. Raises ValueError
   when it cannot serve.
   """
-  parts = _parts(cfg)
-  text = f"{split} text of {cfg.eval_dataset_path * (split == 'eval') or cfg.dataset_path or 'the standard library'}"
-  if not parts.get(split):
+  folder, tokenizer = tokenised(cfg, vocab_size=vocab_size, log=log)
+  known = json.loads((folder / store.META).read_text())["splits"].get(split, {"targets": 0})
+  if known["targets"] < max(1, min_examples * cfg.max_target_length):
+    path = cfg.eval_dataset_path * (split == "eval") or cfg.dataset_path or "the standard library"
+    remedy = f"give eval_dataset_path or eval_steps=0 (eval_fraction={cfg.eval_fraction:g})"
+    if split == "train":
+      remedy = "give more text, or make the batch or the length smaller"
     raise ValueError(
-      f"there is no {text} (eval_fraction={cfg.eval_fraction:g}): give eval_dataset_path or eval_steps=0"
+      f"the {split} text of {path} has {known['targets']} tokens to learn, and {max(1, min_examples)} examples of "
+      f"max_target_length={cfg.max_target_length} are needed: {remedy}"
     )
+  return TextSource(folder, split=split, seed=cfg.data_shuffle_seed, tokenizer=tokenizer)
+
+
+def tokenised(cfg: DataSection, *, vocab_size: int, log: cache.Log) -> tuple[Path, Tokenizer]:
+  """The folder with the windows of all splits (see `store`), from the cache or made now, and what tokenised them.
+
+  Raises ValueError when the text cannot be found or read, or the tokenizer has more than `vocab_size` ids.
+  """
+  parts = _parts(cfg)
   digests = {name: corpus.digest(pieces) for name, pieces in parts.items()}
   tokenizer = _tokenizer(cfg, vocab_size, parts["train"], digests["train"], log)
   if tokenizer.vocab_size > vocab_size:
@@ -132,13 +142,7 @@ def open_source(cfg: DataSection, *, vocab_size: int, min_examples: int, split: 
   key = _hash(store.FORMAT, digests, tokenizer.fingerprint, length)
   build = partial(store.build, key=key, parts=parts, tokenizer=tokenizer, length=length, log=log)
   folder = cache.entry(cfg.dataset_cache_directory, f"corpus-{key[:32]}", build=build, fault=store.fault, log=log)
-  source = TextSource(folder, split=split, seed=cfg.data_shuffle_seed, tokenizer=tokenizer)
-  if source.num_targets < max(1, min_examples * length):
-    raise ValueError(
-      f"the {text} has {source.num_targets} tokens to learn, and {min_examples} examples of max_target_length={length} "
-      "are needed: give more text, or make the batch or the length smaller"
-    )
-  return source
+  return folder, tokenizer
 
 
 def _parts(cfg: DataSection) -> dict[str, list[corpus.Piece]]:

@@ -26,3 +26,8 @@ def gather(value: Any) -> list[Any]:
 def from_primary(value: Any) -> Any:
   """Process 0's JSON value, on every process; what the others pass is ignored."""
   return gather(value if jax.process_index() == 0 else None)[0]
+
+
+def veto(reason: str) -> str:
+  """The first reason against going on that a process has; "" where none has one."""
+  return next((told for told in gather(reason) if told), "")

@@ -8,7 +8,7 @@ by writing the marker last. A step without the marker was never finished.
 from __future__ import annotations
 
 import contextlib
-import threading
+import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 import jax
 
-from trainer.checkpoint import agree, fingerprint, layout, retention, sealed, trees
+from trainer.checkpoint import agree, fingerprint, loading, replica, retention, sealed, trees
+from trainer.checkpoint.background import Background
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
 from trainer.config.schema import CheckpointSection
 
@@ -32,8 +33,6 @@ UNSEALED = frozenset({"_CHECKPOINT_METADATA", COMMIT, MANIFEST})
 # An object store keeps and checks a checksum of every object itself, and reading all twice would double a restore:
 # there only files up to this size have a CRC of ours, the others their length; array data has its fingerprints.
 OBJECT_STORE_CRC_LIMIT = 1 << 20
-# What a restore may hold besides the state: an eighth of it, or this where the state is small.
-MIN_BATCH_BYTES = 64 << 20
 # Words in an error of the storage that speak against the storage and not against the checkpoint.
 OUTAGES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "trainer")
@@ -82,8 +81,7 @@ class Persistent:
     self.directory = epath.Path(directory)
     self._cfg, self._log, self._emit, self._atomicity = cfg, log, emit, atomicity
     self._writer: Any = None
-    self._thread: threading.Thread | None = None
-    self._error: BaseException | None = None
+    self._background = Background("persistent-checkpoint")
     self._save: _Save | None = None
     self._losses: dict[int, float | None] | None = None
 
@@ -120,25 +118,19 @@ class Persistent:
     except Exception as error:
       raise self._failure(step, error) from error
     self._save.blocked = time.monotonic() - begin
-    self._thread = threading.Thread(target=self._finish, args=(self._save,), name=f"checkpoint-{step}", daemon=True)
-    self._thread.start()
+    save = self._save
+    self._background.start(lambda: self._finish(save))
     if not self._cfg.async_checkpointing:
       self.wait()
     return True
 
   def wait(self) -> None:
     """Returns when the save in flight is committed. Raises CheckpointError where it failed."""
-    if self._thread is not None:
-      self._thread.join()
-    self.check()
+    self._background.wait()
 
   def check(self) -> None:
     """Raises CheckpointError where a save in the background has failed; does not wait."""
-    if self._thread is None or self._thread.is_alive():
-      return
-    self._thread, error, self._error = None, self._error, None
-    if error is not None:
-      raise error
+    self._background.check()
 
   def close(self) -> None:
     """Waits for the save in flight and frees Orbax's threads."""
@@ -157,8 +149,8 @@ class Persistent:
       barrier = ocp.multihost.get_barrier_sync_fn()
 
       def finite_barrier(*, key: str, timeout_ms: int) -> None:
-        self._prints()  # raises on every process alike: were it only process 0, the others would wait for it here
         barrier(key=key, timeout_ms=timeout_ms)
+        self._prints()  # raises on every process alike: were it only process 0, the others would wait for its commit
 
       self._writer = ocp.AsyncCheckpointer(
         _handler(ocp.options.MultiprocessingOptions()),
@@ -200,15 +192,19 @@ class Persistent:
                  blocking_seconds=save.blocked, seconds=time.monotonic() - save.clock)  # fmt: skip
       if jax.process_index() == 0:
         self._prune(save)
-    except BaseException as error:  # noqa: BLE001 - handed to the training thread by check()
-      self._error = self._failure(save.step, error)
+    except Exception as error:
+      raise self._failure(save.step, error) from error
 
   def _failure(self, step: int, error: BaseException) -> BaseException:
-    """The error to raise for `error`; what is left of the unfinished save is removed, its space may be what lacked."""
+    """The error to raise for `error`; what is left of the unfinished save is removed, its space may be what lacked.
+
+    (Of several processes others may still be writing there: then it stays until the next start sets it aside.)
+    """
     self._save = None
+    alone = jax.process_count() == 1 or isinstance(error, NonFiniteState)
     for name in (f"{step}{UNFINISHED}", str(step)):
       path = self.directory / name
-      if jax.process_index() == 0 and path.exists() and not self._committed(name):
+      if alone and jax.process_index() == 0 and path.exists() and not self._committed(name):
         with contextlib.suppress(OSError):  # the error at hand is the one to report
           path.rmtree()
     if isinstance(error, CheckpointError | jax.errors.JaxRuntimeError):
@@ -279,26 +275,17 @@ class Persistent:
   def restore(self, step: int, abstract: Any, meta: Mapping[str, Any]) -> Any:
     """The state of `step` (meta: as from `verify`) with the shapes, types and shardings of `abstract`.
 
-    Takes no part in collectives: each process reads alone, so one that fails does not leave the others waiting.
-    Raises Rejected where the arrays are not those that were saved, CheckpointError where the storage fails.
+    A collective. Raises, on every process alike, Rejected where the arrays are not those that were saved and
+    CheckpointError where the storage fails.
     """
-    wanted = trees.flatten(abstract)
-    saved = meta["arrays"]
-    limit = max(trees.state_bytes(abstract) // 8, MIN_BATCH_BYTES)
-    result: dict[str, jax.Array] = {}
-    for batch in layout.batches(layout.plan(saved, wanted), wanted, limit):
-      targets: dict[str, Any] = {}
-      for move in batch:
-        targets.update(layout.stored(move, saved, wanted))
-      arrays = self._read(step, targets)
-      expected = {name: saved[name]["fingerprint"] for name in arrays}
-      if wrong := fingerprint.differing(arrays, expected):
-        raise Rejected(f"{wrong[0]} does not have its fingerprint ({len(wrong)} arrays)")
-      for move in batch:
-        result.update(layout.convert(move, arrays, wanted))
-    return trees.unflatten(abstract, result)
+    read = functools.partial(self._read, step)
+    if self._cfg.enable_single_replica_ckpt_restoring:
+      read = functools.partial(replica.read_one, read)
+    return loading.load(read, meta["arrays"], abstract)
 
   def _read(self, step: int, targets: Mapping[str, Any]) -> dict[str, jax.Array]:
+    if not targets:
+      return {}
     import orbax.checkpoint as ocp
 
     alone = ocp.options.MultiprocessingOptions(primary_host=None, active_processes={jax.process_index()})
@@ -311,9 +298,9 @@ class Persistent:
       with ocp.Checkpointer(_handler(alone), multiprocessing_options=alone) as reader:
         arrays = reader.restore(self.directory / str(step), args=ocp.args.Composite(state=args)).state
         return jax.block_until_ready(arrays)
-    except jax.errors.JaxRuntimeError:
-      raise
-    except Exception as error:
+    except (jax.errors.JaxRuntimeError, TypeError, AttributeError, AssertionError, MemoryError):
+      raise  # says nothing about the checkpoint
+    except Exception as error:  # Orbax reports lost data as a bare Exception
       text = " ".join(str(e) for e in (error, error.__cause__) if e is not None)
       if any(word in text for word in OUTAGES) or isinstance(error, PermissionError):
         raise CheckpointError(f"{self.directory / str(step)} cannot be read: {_first_line(error)}") from error

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+from jax import Device
+
 from trainer.checkpoint import agree
+from trainer.checkpoint.emergency import Candidate, Emergency
 from trainer.checkpoint.errors import NoGoodCheckpoint, Rejected
 from trainer.checkpoint.persistent import Emit, Log, Persistent
 from trainer.config.schema import CheckpointSection
 
+Accept = Callable[[dict[str, Any]], None]
+
 
 @dataclass(frozen=True)
 class Restored:
-  """A state that has been verified, and where it came from."""
+  """A state that has been verified, and where it came from: tier is "emergency" or "persistent"."""
 
   step: int
   state: Any
@@ -34,42 +40,65 @@ class Tiers:
     cfg: CheckpointSection,
     run_directory: str,
     *,
+    slices: Mapping[int, Sequence[Device]] | None = None,
     log: Log = lambda line: None,
     emit: Emit = lambda kind, **fields: None,
   ) -> None:
-    """log takes a line for people; emit a kind and fields for events.jsonl. Both may be called from a thread."""
+    """slices: {id: devices} of the living slices (default: all devices are one). log takes a line for people; emit a
+    kind and fields for events.jsonl; both may be called from a thread. Raises ValueError where the emergency tier is
+    wanted and could not write."""
     self._cfg, self._log, self._emit = cfg, log, emit
     self._persistent = Persistent(f"{run_directory}/checkpoints", cfg, log=log, emit=emit)
+    self._emergency: Emergency | None = None
+    if cfg.enable_checkpointing and cfg.enable_emergency_checkpoint:
+      self._emergency = Emergency(cfg, run_directory, slices or {0: jax.devices()}, log=log, emit=emit)
 
-  def due(self, step: int) -> bool:
-    """Whether maybe_save(step, ...) without `last` would save."""
-    return self._cfg.enable_checkpointing and step > 0 and step % self._cfg.checkpoint_period == 0
+  # ---- saving ----
+
+  def _due(self, step: int, period: int) -> bool:
+    return self._cfg.enable_checkpointing and step > 0 and step % period == 0
 
   def maybe_save(
     self, step: int, state: Any, meta: Mapping[str, Any], *, last: bool = False, metric: float | None = None
   ) -> bool:
-    """Saves where a period ends at `step`, or where it is the last step of this process; whether it did.
+    """Saves in the tiers whose period ends at `step`; where it is the last step of this process, in the persistent
+    one. Whether it saved. Returns as soon as the state may be donated.
 
-    meta: of meta.build; metric: evaluation loss of this state, if known. Returns as soon as the state may be donated.
+    meta: of meta.build; metric: evaluation loss of this state, if known.
     """
     if not self._cfg.enable_checkpointing:
       return False
+    self.check()
+    saved = False
+    if self._emergency is not None and self._due(step, self._cfg.local_checkpoint_period):
+      self._emergency.save(step, state, meta)
+      saved = True
+    if last or self._due(step, self._cfg.checkpoint_period):
+      saved |= self._persistent.save(step, state, meta, metric=metric)
+    return saved
+
+  def check(self) -> None:
+    """Raises CheckpointError where a save in the background has failed; does not wait."""
     self._persistent.check()
-    if not (last or self.due(step)):
-      return False
-    return self._persistent.save(step, state, meta, metric=metric)
+    if self._emergency is not None:
+      self._emergency.check()
 
   def wait(self) -> None:
     """Returns when everything that was started is committed. Raises CheckpointError where it is not."""
     self._persistent.wait()
+    if self._emergency is not None:
+      self._emergency.wait()
 
   def close(self) -> None:
     """wait, and free the threads."""
-    self._persistent.close()
+    try:
+      self.wait()
+    finally:
+      self._persistent.close()
 
-  def restore_newest(
-    self, abstract: Any, accept: Callable[[dict[str, Any]], None] = lambda meta: None
-  ) -> Restored | None:
+  # ---- restoring ----
+
+  def restore_newest(self, abstract: Any, accept: Accept = lambda meta: None) -> Restored | None:
     """The newest state that can be trusted, in the shapes, types and shardings of `abstract`; None on a first start.
 
     accept(meta) may raise to refuse a checkpoint that is good but not of this run (ConfigMismatch): that ends the
@@ -78,20 +107,30 @@ class Tiers:
     """
     if not self._cfg.enable_checkpointing:
       return None
+    if self._emergency is not None:
+      self._emergency.parts(abstract)  # raises before training where no slice holds a full copy
     found = agree.from_primary({"steps": self._persistent.steps(), "unfinished": self._persistent.unfinished()})
+    local = self._emergency.candidates() if self._emergency is not None else []
     rejected = {
       name: "it was sealed and has lost its commit_success.txt" if sealed else "its save did not finish"
       for name, sealed in found["unfinished"].items()
     }
-    for step in reversed(found["steps"]):
+    # Newest first; of one step the local copy first. (A step may have several candidates, of different histories.)
+    choices: list[tuple[int, Candidate | None]] = [(step, None) for step in found["steps"]]
+    choices += [(candidate.step, candidate) for candidate in local]
+    for step, candidate in sorted(choices, key=lambda c: (c[0], c[1] is not None), reverse=True):
       try:
-        restored = self._attempt(step, abstract, accept)
+        restored = self._try(step, candidate, abstract, accept)
       except Rejected as reason:
-        rejected[str(step)] = str(reason)
-        self._log(f"Checkpoint {self._persistent.directory / str(step)} is not used: {reason}")
-        self._emit("checkpoint_rejected", step=step, tier="persistent", reason=str(reason))
+        where = self._persistent.directory / str(step) if candidate is None else f"{step} (emergency)"
+        tier = "persistent" if candidate is None else "emergency"
+        self._log(f"Checkpoint {where} is not used: {reason}.")
+        self._emit("checkpoint_rejected", step=step, tier=tier, reason=str(reason))
+        if candidate is None:
+          rejected[str(step)] = str(reason)
         continue
       self._set_aside(rejected)
+      self._emit("checkpoint_restored", step=step, tier=restored.tier, path=restored.path)
       return restored
     if found["steps"] or any(found["unfinished"].values()):
       reasons = "".join(f"\n  {name}: {reason}" for name, reason in rejected.items())
@@ -102,38 +141,31 @@ class Tiers:
     self._set_aside(rejected)
     return None
 
-  def _attempt(self, step: int, abstract: Any, accept: Callable[[dict[str, Any]], None]) -> Restored:
+  def _try(self, step: int, candidate: Candidate | None, abstract: Any, accept: Accept) -> Restored:
+    """Raises Rejected, on every process alike."""
+    if candidate is not None:
+      assert self._emergency is not None
+      state, meta = self._emergency.restore(candidate, abstract, accept)
+      return Restored(step, state, meta, "emergency", f"{self._emergency.root}/{step}")
     path = str(self._persistent.directory / str(step))
-    reasons, meta = self._verify(step)
-    if any(reasons):
-      raise Rejected(next(reason for reason in reasons if reason))
+    meta = self._verify(step)
     self._log(f"Found commit_success file. Keeping {path}/.")
     accept(meta)
     self._log(f"Restoring checkpoint from {path}.")
-    reason, state = "", None
-    try:
-      state = self._persistent.restore(step, abstract, meta)
-    except Rejected as rejection:
-      reason = str(rejection)
-    if any(reasons := agree.gather(reason)):
-      raise Rejected(next(reason for reason in reasons if reason))
-    self._emit("checkpoint_restored", step=step, tier="persistent", path=path)
-    return Restored(step, state, meta, "persistent", path)
+    return Restored(step, self._persistent.restore(step, abstract, meta), meta, "persistent", path)
 
-  def _verify(self, step: int) -> tuple[list[str], dict[str, Any]]:
-    """(each process's reason against the step or "", the meta): the processes share the reading of the files."""
-    import jax
-
+  def _verify(self, step: int) -> dict[str, Any]:
+    """The meta of a persistent step whose files are as they were written; the processes share the reading."""
     reason, meta = "", {}
     try:
       meta = self._persistent.verify(step, jax.process_index(), jax.process_count())
     except Rejected as rejection:
       reason = str(rejection)
-    return agree.gather(reason), meta
+    if reason := agree.veto(reason):
+      raise Rejected(reason)
+    return meta
 
   def _set_aside(self, rejected: Mapping[str, str]) -> None:
-    import jax
-
     moved = {}
     if jax.process_index() == 0:
       moved = {name: self._persistent.set_aside(name, reason) for name, reason in rejected.items()}

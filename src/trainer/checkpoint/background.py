@@ -1,0 +1,43 @@
+"""One piece of work at a time in a background thread, whose error reaches the training thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class Background:
+  """start(work) after wait(); check() at every step raises what the work raised, once."""
+
+  def __init__(self, name: str) -> None:
+    self._name = name
+    self._thread: threading.Thread | None = None
+    self._error: BaseException | None = None
+
+  def start(self, work: Callable[[], None]) -> None:
+    assert self._thread is None, "wait() first: one piece of work at a time"
+
+    def run() -> None:
+      try:
+        work()
+      except BaseException as error:  # noqa: BLE001 -- handed to the training thread
+        self._error = error
+
+    self._thread = threading.Thread(target=run, name=self._name, daemon=True)
+    self._thread.start()
+
+  @property
+  def busy(self) -> bool:
+    return self._thread is not None and self._thread.is_alive()
+
+  def wait(self) -> None:
+    if self._thread is not None:
+      self._thread.join()
+    self.check()
+
+  def check(self) -> None:
+    if self._thread is None or self._thread.is_alive():
+      return
+    self._thread, error, self._error = None, self._error, None
+    if error is not None:
+      raise error

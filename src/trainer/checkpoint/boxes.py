@@ -1,0 +1,96 @@
+"""Boxes: the parts of arrays that devices hold, as ((start, stop), ...) per dim, and how to put an array together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Device
+
+Box = tuple[tuple[int, int], ...]
+
+
+def of_devices(sharding: Any, shape: Sequence[int]) -> dict[Device, Box]:
+  """The box of an array of `shape` that each device of the sharding holds."""
+  return {
+    device: tuple(part.indices(size)[:2] for part, size in zip(index, shape))
+    for device, index in sharding.devices_indices_map(tuple(shape)).items()
+  }
+
+
+def volume(box: Box) -> int:
+  return math.prod(stop - start for start, stop in box)
+
+
+def owners(name: str, x: Any, devices: Sequence[Device]) -> dict[Box, Device]:
+  """{box: the first of `devices` that holds it}: one full copy of x (an array or ShapeDtypeStruct with sharding).
+
+  Raises ValueError where the devices together do not hold all of it.
+  """
+  held = of_devices(x.sharding, x.shape)
+  found: dict[Box, Device] = {}
+  for device in devices:
+    if device in held:
+      found.setdefault(held[device], device)
+  if sum(map(volume, found)) != math.prod(x.shape):
+    raise ValueError(
+      f"{name} {list(x.shape)} is sharded across slices ({x.sharding}), so that no slice holds a full copy: emergency "
+      "checkpoints and snapshots need one. Set dcn_fsdp_parallelism, dcn_tensor_parallelism and "
+      "dcn_context_parallelism to 1 and dcn_data_parallelism to -1"
+    )
+  return found
+
+
+def _grids(held: Iterable[Box]) -> Iterable[set[Box]]:
+  """Boxes of equal size together. Shardings cut an array into equal boxes; those of different meshes are not mixed."""
+  grids: dict[tuple[int, ...], set[Box]] = {}
+  for box in held:
+    grids.setdefault(tuple(stop - start for start, stop in box), set()).add(box)
+  return grids.values()
+
+
+def complete(shape: Sequence[int], held: Iterable[Box]) -> set[Box]:
+  """Boxes among `held` that make up the whole of an array of `shape` without overlap; empty where there are none."""
+  return covering(tuple((0, size) for size in shape), held)
+
+
+def covering(box: Box, held: Iterable[Box]) -> set[Box]:
+  """Boxes among `held` that overlap with `box` and cover it without overlap; empty where there are none."""
+  for grid in _grids(held):
+    touching = {other: volume(common) for other in grid if (common := overlap(box, other)) is not None}
+    if sum(touching.values()) == volume(box) and (touching or volume(box) == 0):
+      return set(touching) or grid
+  return set()
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+  """What two boxes have in common, or None."""
+  common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b))
+  return common if all(start < stop for start, stop in common) else None
+
+
+def inside(box: Box, origin: Box) -> tuple[slice, ...]:
+  """Where `box` lies in an array that holds `origin`."""
+  return tuple(slice(start - base[0], stop - base[0]) for (start, stop), base in zip(box, origin))
+
+
+def assemble(box: Box, parts: Mapping[Box, np.ndarray], dtype: Any) -> np.ndarray:
+  """A fresh array with the content of `box` out of `parts`, which cover it without overlap."""
+  result = np.empty([stop - start for start, stop in box], dtype)
+  filled = 0
+  for held, data in parts.items():
+    if (common := overlap(box, held)) is not None:
+      result[inside(common, box)] = data[inside(common, held)]
+      filled += volume(common)
+  assert filled == result.size, f"{list(parts)} do not cover {box}"
+  return result
+
+
+def host_copy(array: jax.Array, device: Device) -> np.ndarray:
+  """The shard of `array` on a local device, as an array of the host's own that survives donation."""
+  shard = next(s for s in array.addressable_shards if s.device == device)
+  # On the CPU np.asarray would be the device's buffer itself, which the next step overwrites.
+  return np.array(shard.data) if device.platform == "cpu" else np.asarray(shard.data)

@@ -1,0 +1,71 @@
+"""Arrays of which each part is known somewhere, made known wherever it is wanted: bit by bit, over the network.
+
+Sums unsigned words of which all but one are zero. (Summing the values themselves, as Orbax does, turns -0.0 into 0.0
+and int8 into int32.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Device
+from jax.sharding import NamedSharding, PartitionSpec
+
+# Words of the same size as the elements; a sum of one word and zeros is that word.
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+PIECE_BYTES = 64 << 20
+
+
+def spare_axes(sharding: NamedSharding) -> tuple[str, ...]:
+  """The mesh axes along which the array is replicated."""
+  used: set[str] = set()
+  for entry in sharding.spec:
+    used.update((entry,) if isinstance(entry, str) else entry or ())
+  return tuple(name for name in sharding.mesh.axis_names if name not in used)
+
+
+def share(target: Any, parts: Mapping[Device, np.ndarray]) -> jax.Array:
+  """The array of target's shape, type and NamedSharding; a collective of all processes of its mesh.
+
+  parts: for local devices, the content of their shard. Of the devices that hold the same shard exactly one, in all
+  processes together, must be given.
+  """
+  sharding, dtype = target.sharding, np.dtype(target.dtype)
+  spare, word = spare_axes(sharding), UNSIGNED[dtype.itemsize]
+  copies = math.prod(sharding.mesh.shape[axis] for axis in spare)
+  spread = NamedSharding(sharding.mesh, PartitionSpec(spare, *sharding.spec))
+  shape = (copies, *target.shape)
+  local = spread.shard_shape(shape)
+  buffers = []
+  for device in spread.addressable_devices:
+    data = parts[device].view(word).reshape(local) if device in parts else np.zeros(local, word)
+    buffers.append(jax.device_put(data, device))
+  stack = jax.make_array_from_single_device_arrays(shape, spread, buffers)
+
+  def merge(words: jax.Array) -> jax.Array:
+    words = jnp.sum(words, axis=0, dtype=words.dtype)
+    return words != 0 if dtype == jnp.bool_ else jax.lax.bitcast_convert_type(words, dtype)
+
+  return jax.jit(merge, out_shardings=sharding, donate_argnums=0)(stack)
+
+
+def to_all_hosts(data: np.ndarray | None, size: int, source: int) -> np.ndarray:
+  """`size` bytes (uint8) of process `source` on every process; a collective of all of them."""
+  if jax.process_count() == 1:
+    assert data is not None
+    return data
+  from jax.experimental import multihost_utils
+
+  result = np.empty(size, np.uint8)
+  for start in range(0, size, PIECE_BYTES):
+    stop = min(start + PIECE_BYTES, size)
+    piece = data[start:stop] if data is not None else np.zeros(stop - start, np.uint8)
+    result[start:stop] = np.asarray(
+      multihost_utils.broadcast_one_to_all(piece, is_source=jax.process_index() == source)
+    )
+  return result

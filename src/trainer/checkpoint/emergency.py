@@ -1,0 +1,316 @@
+"""The emergency tier: frequent saves to a local folder (ramdisk), one full copy of the state per slice.
+
+Every process writes what its devices hold of each of its slices, alone and without barriers:
+  {local_checkpoint_directory}/{run name}/{step}.s{slice}.p{process}.bin   the parts of the arrays
+  {local_checkpoint_directory}/{run name}/{step}.s{slice}.p{process}.json  what is where, with a CRC-32 each; last
+After a failure the processes tell each other which parts they still have. The newest step is taken of which every
+part is left somewhere, be it in different slices, and what a replaced host lost comes from the others' copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Device
+
+from trainer.checkpoint import agree, boxes, exchange, fingerprint, loading, sealed, trees
+from trainer.checkpoint.background import Background
+from trainer.checkpoint.boxes import Box
+from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
+from trainer.config.schema import CheckpointSection
+
+ENTRY = re.compile(r"^(\d+)\.s(\d+)\.p(\d+)\.(json|bin)(\.tmp)?$")
+ALIGNMENT = 64  # bytes: parts can be viewed as any type in place
+
+Log = Callable[[str], None]
+Emit = Callable[..., None]
+
+
+@dataclass(frozen=True, order=True)
+class Candidate:
+  """A save of which every part is left somewhere. Saves with equal digests are equal bit by bit."""
+
+  step: int
+  digest: str
+
+
+@dataclass(frozen=True)
+class _Copy:
+  """What one process wrote of one slice at one step."""
+
+  step: int
+  slice: int
+  process: int
+
+  def path(self, root: Path, kind: str) -> Path:
+    return root / f"{self.step}.s{self.slice}.p{self.process}.{kind}"
+
+
+class Emergency:
+  """Saves and restores in a local folder. Every process calls every method, in the same order."""
+
+  def __init__(
+    self,
+    cfg: CheckpointSection,
+    run_directory: str,
+    slices: Mapping[int, Sequence[Device]],
+    *,
+    log: Log = lambda line: None,
+    emit: Emit = lambda kind, **fields: None,
+  ) -> None:
+    """slices: {id: devices} of the living ones. Raises ValueError where the tier could not write, with the reason."""
+    if not cfg.local_checkpoint_directory:
+      raise ValueError(
+        "enable_emergency_checkpoint=true and local_checkpoint_directory is empty: give a local folder, best a ramdisk"
+      )
+    if cfg.local_checkpoint_period == 0:
+      raise ValueError(
+        "enable_emergency_checkpoint=true and local_checkpoint_period=0: give the steps between local saves, fewer "
+        f"than checkpoint_period={cfg.checkpoint_period}"
+      )
+    if "://" in cfg.local_checkpoint_directory:
+      raise ValueError(
+        f"local_checkpoint_directory={cfg.local_checkpoint_directory} is not local: the emergency tier is for a "
+        "folder of this host, best a ramdisk; checkpoints in storage are the persistent tier's"
+      )
+    self._cfg, self._run, self._log, self._emit = cfg, run_directory, log, emit
+    self._slices = {i: tuple(devices) for i, devices in slices.items()}
+    self._me = jax.process_index()
+    self.root = Path(cfg.local_checkpoint_directory).expanduser() / run_directory.rstrip("/").rsplit("/", 1)[-1]
+    self._background = Background("emergency-checkpoint")
+    self._probe()
+
+  def _probe(self) -> None:
+    probe = self.root / f"probe.p{self._me}"
+    try:
+      self.root.mkdir(parents=True, exist_ok=True)
+      probe.write_bytes(b"x")
+      probe.unlink()
+    except OSError as error:
+      raise ValueError(
+        f"local_checkpoint_directory={self._cfg.local_checkpoint_directory} cannot be written ({error}): mount the "
+        "ramdisk there, make it writable, or set enable_emergency_checkpoint=false"
+      ) from error
+
+  # ---- saving ----
+
+  def parts(self, state: Any) -> dict[int, list[tuple[str, Box, Device]]]:
+    """{slice: (array, box, local device that has it)} that this process writes of a state or its abstract form.
+
+    Raises ValueError where a slice does not hold a full copy.
+    """
+    flat = trees.flatten(state)
+    return {
+      i: [
+        (name, box, device)
+        for name, x in flat.items()
+        for box, device in boxes.owners(name, x, devices).items()
+        if device.process_index == self._me
+      ]
+      for i, devices in self._slices.items()
+      if any(device.process_index == self._me for device in devices)
+    }
+
+  def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
+    """Starts a save; returns when the state has been copied to the host, so that its buffers may be donated.
+
+    Raises CheckpointError or NonFiniteState for the save before this one.
+    """
+    self.wait()
+    begin = time.monotonic()
+    flat = trees.flatten(state)
+    started = fingerprint.dispatch(flat)
+    copies = {
+      _Copy(step, i, self._me): [(name, box, boxes.host_copy(flat[name], device)) for name, box, device in parts]
+      for i, parts in self.parts(state).items()
+    }
+    full_meta = dict(meta, step=step, arrays=trees.describe(flat))
+    blocked = time.monotonic() - begin
+
+    def work() -> None:
+      try:
+        self._collect_garbage(step)
+        self._write(copies, started, full_meta)
+      except OSError as error:
+        with contextlib.suppress(OSError):  # the error at hand is the one to report
+          self._remove(list(copies))
+        raise CheckpointError(
+          f"step {step} could not be saved in {self.root}: {error}. Give local_checkpoint_directory the space that "
+          "trainer.tools.preflight prints, or raise local_checkpoint_period and set enable_emergency_checkpoint=false"
+        ) from error
+      self._emit("checkpoint_saved", step=step, tier="emergency", path=str(self.root), blocking_seconds=blocked,
+                 seconds=time.monotonic() - begin)  # fmt: skip
+
+    self._background.start(work)
+    if not self._cfg.async_checkpointing:
+      self.wait()
+
+  def _write(
+    self,
+    copies: Mapping[_Copy, Sequence[tuple[str, Box, np.ndarray]]],
+    started: Mapping[str, jax.Array],
+    meta: dict[str, Any],
+  ) -> None:
+    prints, bad = fingerprint.collect(started)
+    if bad:
+      raise NonFiniteState(f"the state of step {meta['step']} is not finite ({bad[0]}): no emergency checkpoint of it")
+    for name, value in prints.items():
+      meta["arrays"][name]["fingerprint"] = value
+    digest = hashlib.sha256("".join(f"{name}{value}" for name, value in sorted(prints.items())).encode()).hexdigest()
+    for copy, parts in copies.items():
+      index: list[dict[str, Any]] = []
+      binary = copy.path(self.root, "bin")
+      with binary.open("wb") as file:
+        for name, box, data in parts:
+          file.seek(-(-file.tell() // ALIGNMENT) * ALIGNMENT)
+          raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+          index.append({"array": name, "box": box, "offset": file.tell(), "crc32": zlib.crc32(raw.data)})
+          file.write(raw.data)
+      entry = {"run": self._run, "digest": digest[:16], "meta": meta, "parts": index, "slice": copy.slice}
+      final = copy.path(self.root, "json")
+      temporary = Path(f"{final}.tmp")
+      temporary.write_bytes(sealed.dump(entry))
+      os.replace(temporary, final)
+
+  def _entries(self, kind: str) -> list[_Copy]:
+    found = [ENTRY.match(path.name) for path in self.root.iterdir()]
+    return [_Copy(int(m[1]), int(m[2]), int(m[3])) for m in found if m and m[4] == kind and not m[5]]
+
+  def _collect_garbage(self, step: int) -> None:
+    """Makes room for `step`: with it, max_num_local_checkpoints_to_keep copies of each slice are here at most.
+
+    Steps from `step` on are left from before a fallback. Copies of slices and processes that are gone stay until they
+    are older than all of ours.
+    """
+    entries = {*self._entries("json"), *self._entries("bin")}
+    mine = {entry for entry in entries if entry.process == self._me and entry.slice in self._slices}
+    past = sorted({entry.step for entry in mine if entry.step < step and entry.path(self.root, "json").exists()})
+    kept = set(past[-(self._cfg.max_num_local_checkpoints_to_keep - 1) :])
+    oldest = min(kept, default=step)
+    gone = [e for e in entries if e.slice not in self._slices or e.process >= jax.process_count()]
+    self._remove([entry for entry in mine if entry.step not in kept] + [e for e in gone if e.step < oldest])
+
+  def _remove(self, copies: Sequence[_Copy]) -> None:
+    for copy in copies:
+      for kind in ("json", "json.tmp", "bin"):  # the json first: without it the rest is no checkpoint
+        copy.path(self.root, kind).unlink(missing_ok=True)
+
+  def wait(self) -> None:
+    """Returns when the save in flight is complete on this process. Raises CheckpointError where it failed."""
+    self._background.wait()
+
+  def check(self) -> None:
+    """Raises CheckpointError where a save in the background has failed; does not wait."""
+    self._background.check()
+
+  # ---- restoring ----
+
+  def candidates(self) -> list[Candidate]:
+    """Saves that may be put together, newest first, from what all processes have (their data not yet read)."""
+    have: dict[Candidate, dict[str, set[Box]]] = {}
+    shapes: dict[Candidate, dict[str, Any]] = {}
+    told = []
+    for entry in self._read_entries():
+      told.append([
+        entry["meta"]["step"],
+        entry["digest"],
+        {name: x["shape"] for name, x in entry["meta"]["arrays"].items()},
+        [(part["array"], part["box"]) for part in entry["parts"]],
+      ])  # fmt: skip
+    for step, digest, arrays, parts in [entry for told_by in agree.gather(told) for entry in told_by]:
+      candidate = Candidate(step, digest)
+      shapes[candidate] = arrays
+      for name, box in parts:
+        have.setdefault(candidate, {}).setdefault(name, set()).add(_box(box))
+    whole = [
+      candidate
+      for candidate, arrays in shapes.items()
+      if all(boxes.complete(shape, have[candidate].get(name, ())) for name, shape in arrays.items())
+    ]
+    for step in sorted({c.step for c in shapes} - {c.step for c in whole}, reverse=True):
+      self._log(f"Emergency checkpoint {step} is not used: parts of it are missing on every slice.")
+    return sorted(whole, reverse=True)
+
+  def _read_entries(self) -> list[dict[str, Any]]:
+    """The indices of this host that are intact and of this run, each with "file", the path of its data."""
+    entries = []
+    for copy in sorted(self._entries("json"), key=lambda c: (c.step, c.slice, c.process)):
+      path = copy.path(self.root, "json")
+      try:
+        entry = sealed.parse(path.read_bytes(), path.name)
+      except Rejected as reason:
+        self._log(f"Emergency checkpoint {path} is not used: {reason}")
+        continue
+      if entry["run"] == self._run and entry["meta"]["step"] == copy.step:
+        entries.append(entry | {"file": copy.path(self.root, "bin")})
+    return entries
+
+  def restore(
+    self, candidate: Candidate, abstract: Any, accept: Callable[[dict[str, Any]], None]
+  ) -> tuple[Any, dict[str, Any]]:
+    """(state as `abstract` wants it, meta). Raises Rejected, on every process alike, where too much is damaged."""
+    held, meta = self._held(candidate)
+    counts = [bool(m) for m in agree.gather(bool(meta))]
+    if not any(counts):
+      raise Rejected("all its copies are damaged")
+    meta = agree.gather(meta if counts.index(True) == self._me else None)[counts.index(True)]
+    accept(meta)
+    table = [
+      {name: set(map(_box, found)) for name, found in told.items()}
+      for told in agree.gather({name: list(parts) for name, parts in held.items()})
+    ]
+    for name, x in meta["arrays"].items():
+      if not boxes.complete(x["shape"], set().union(*[told.get(name, set()) for told in table])):
+        raise Rejected(f"a part of {name} is damaged or missing in every copy")
+    self._log(f"Restoring checkpoint from {self.root}/{candidate.step}.")
+
+    def read(targets: Mapping[str, Any]) -> dict[str, jax.Array]:
+      return {name: exchange.gather(name, x, held.get(name, {}), table) for name, x in targets.items()}
+
+    return loading.load(read, meta["arrays"], abstract), meta
+
+  def _held(self, candidate: Candidate) -> tuple[dict[str, dict[Box, np.ndarray]], dict[str, Any]]:
+    """({array: {box: its data, mapped from the file}} of this host whose CRC is right, meta or {})."""
+    held: dict[str, dict[Box, np.ndarray]] = {}
+    meta: dict[str, Any] = {}
+    for entry in self._read_entries():
+      if (entry["meta"]["step"], entry["digest"]) != (candidate.step, candidate.digest):
+        continue
+      damaged = []
+      for part in entry["parts"]:
+        dtype = jnp.dtype(entry["meta"]["arrays"][part["array"]]["dtype"])
+        box = _box(part["box"])
+        data = _map(entry["file"], part["offset"], boxes.volume(box) * dtype.itemsize)
+        if data is None or zlib.crc32(data.data) != part["crc32"]:
+          damaged.append(part["array"])
+          continue
+        shape = [stop - start for start, stop in box]
+        held.setdefault(part["array"], {})[box] = data.view(dtype).reshape(shape)
+        meta = entry["meta"]
+      if damaged:
+        self._log(f"Emergency checkpoint {entry['file']} is damaged: {len(damaged)} parts, the first of {damaged[0]}.")
+        self._emit("checkpoint_rejected", step=candidate.step, tier="emergency", reason=f"{damaged[0]} is damaged")
+    return held, meta
+
+
+def _box(value: Any) -> Box:
+  return tuple((start, stop) for start, stop in value)
+
+
+def _map(path: Path, offset: int, size: int) -> np.ndarray | None:
+  """`size` bytes of the file from `offset`, mapped into memory; None where the file does not have them."""
+  if not path.exists() or path.stat().st_size < offset + size:
+    return None
+  return np.memmap(path, np.uint8, "r", offset, (size,)) if size else np.empty(0, np.uint8)

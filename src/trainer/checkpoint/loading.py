@@ -1,0 +1,56 @@
+"""A state out of stored arrays: layer layout, memory and fingerprints are the same for every tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from trainer.checkpoint import agree, fingerprint, layout, trees
+from trainer.checkpoint.errors import CheckpointError, Rejected
+
+# What a restore may hold besides the state: an eighth of it, or this where the state is small.
+MIN_BATCH_BYTES = 64 << 20
+
+
+Read = Callable[[Mapping[str, Any]], Mapping[str, jax.Array]]
+
+
+def load(read: Read, saved: Mapping[str, Any], abstract: Any) -> Any:
+  """The state of abstract's structure, shapes, types and shardings; a collective: what one process raises all raise.
+
+  read: gives the arrays for {name: ShapeDtypeStruct with sharding} in their stored shapes and types. saved: {name:
+  {"shape", "dtype", "fingerprint"}}. Raises Rejected where they do not fit or are not what was saved.
+  """
+  wanted = trees.flatten(abstract)
+  limit = max(trees.state_bytes(abstract) // 8, MIN_BATCH_BYTES)
+  result: dict[str, jax.Array] = {}
+  for batch in layout.batches(layout.plan(saved, wanted), wanted, limit):
+    targets: dict[str, Any] = {}
+    for move in batch:
+      targets.update(layout.stored(move, saved, wanted))
+    arrays = _read_together(read, targets)
+    expected = {name: saved[name]["fingerprint"] for name in targets}
+    if wrong := fingerprint.differing(arrays, expected):
+      raise Rejected(f"{wrong[0]} does not have the fingerprint it was saved with ({len(wrong)} such arrays)")
+    for move in batch:
+      result.update(layout.convert(move, arrays, wanted))
+    del arrays  # before the next batch is read
+  return trees.unflatten(abstract, result)
+
+
+def _read_together(read: Read, targets: Mapping[str, Any]) -> Mapping[str, jax.Array]:
+  """read(targets) where it works on every process; what one process raises is raised on all."""
+  rejected, failed, arrays = "", "", {}
+  try:
+    arrays = dict(read(targets))
+  except Rejected as reason:
+    rejected = str(reason)
+  except CheckpointError as error:
+    failed = str(error)
+  if failed := agree.veto(failed):
+    raise CheckpointError(failed)
+  if rejected := agree.veto(rejected):
+    raise Rejected(rejected)
+  return arrays

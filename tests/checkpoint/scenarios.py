@@ -1,0 +1,181 @@
+"""What the processes of a world do. Slices are pairs of processes: with four, 0 and 1 are slice 0, 2 and 3 slice 1."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import toys
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from trainer.checkpoint import NonFiniteState, Tiers
+
+PER_SLICE = 4  # devices
+
+
+def slices() -> dict[int, list[jax.Device]]:
+  devices = jax.devices()
+  return {i: devices[i * PER_SLICE : (i + 1) * PER_SLICE] for i in range(max(1, len(devices) // PER_SLICE))}
+
+
+def mesh() -> Mesh:
+  per_slice = min(PER_SLICE, len(jax.devices()))
+  return Mesh(np.array(jax.devices()).reshape(-1, per_slice), ("data", "fsdp"))
+
+
+def host(path: Path, index: int | None = None) -> Path:
+  """The local disk of one host."""
+  return path / f"host{jax.process_index() if index is None else index}"
+
+
+def tiers(path: Path, recorder: toys.Recorder | None = None, **changes) -> Tiers:
+  recorder = recorder or toys.Recorder()
+  cfg = toys.config(
+    **{
+      "checkpoint_period": 2,
+      "enable_emergency_checkpoint": True,
+      "local_checkpoint_directory": str(host(path)),
+      "local_checkpoint_period": 1,
+    }
+    | changes
+  )
+  return Tiers(cfg, str(path / "run"), slices=slices(), log=recorder.log, emit=recorder.emit)
+
+
+def expect(path: Path, step: int, tier: str, **changes) -> toys.Recorder:
+  recorder = toys.Recorder()
+  restored = tiers(path, recorder, **changes).restore_newest(toys.abstract(toys.values(), mesh()))
+  assert restored is not None, recorder.lines
+  assert (restored.step, restored.tier) == (step, tier), (restored.step, restored.tier, recorder.lines)
+  toys.assert_same_bits(restored.state, toys.values(step))
+  assert restored.meta["tokens"] == step
+  return recorder
+
+
+def together(name: str) -> None:
+  multihost_utils.sync_global_devices(name)
+
+
+def wipe(path: Path, *hosts: int) -> None:
+  together("before wipe")
+  if jax.process_index() in hosts:
+    shutil.rmtree(host(path))
+  together("after wipe")
+
+
+def refill(path: Path) -> None:
+  """Every host has again what it had saved."""
+  together("before refill")
+  shutil.rmtree(host(path), ignore_errors=True)
+  shutil.copytree(path / f"copy{jax.process_index()}", host(path))
+  together("after refill")
+
+
+def losses(path: Path) -> None:
+  """Saves up to step 3 (persistent: 2), then every kind of loss of local copies."""
+  t = tiers(path)
+  for step in (1, 2, 3):
+    assert t.maybe_save(step, toys.state(step, mesh()), {"tokens": step})
+  t.close()
+  shutil.copytree(host(path), path / f"copy{jax.process_index()}")
+  expect(path, 3, "emergency")
+  for lost in [(3,), (0,), (2, 3), (0, 1), (0, 3), (1, 2)]:  # hosts, slices, different parts on different slices
+    wipe(path, *lost)
+    expect(path, 3, "emergency")
+    refill(path)
+  wipe(path, 1, 3)  # both copies of the same parts
+  expect(path, 2, "persistent")
+  wipe(path, 0, 2)  # and with these every local copy
+  expect(path, 2, "persistent")
+  refill(path)
+  swap(path)
+  damage(path)
+
+
+def swap(path: Path) -> None:
+  """Hosts come back in another order: what a process finds on its disk is another process's part."""
+  me, count = jax.process_index(), jax.process_count()
+  shutil.rmtree(host(path))
+  together("swap")
+  shutil.copytree(path / f"copy{(me + 1) % count}", host(path))
+  together("swapped")
+  expect(path, 3, "emergency")
+  refill(path)
+
+
+def damage(path: Path) -> None:
+  if jax.process_index() == 1:
+    file = host(path) / "run" / "3.s0.p1.bin"
+    data = bytearray(file.read_bytes())
+    data[0] ^= 1
+    file.write_bytes(data)
+  together("damaged")
+  expect(path, 3, "emergency")
+
+
+def persistent(path: Path) -> None:
+  """Persistent only: round trip, one replica reading, one process failing to read, a state that is not finite."""
+  only = {"enable_emergency_checkpoint": False}
+  t = tiers(path, **only)
+  for step in (2, 4, 6):
+    t.maybe_save(step, toys.state(step, mesh()), {"tokens": step})
+  bad = toys.state(8, mesh())
+  bad["low"] = jax.jit(lambda x: x.at[0].set(np.inf))(bad["low"])
+  t.maybe_save(8, bad, {"tokens": 8})
+  try:
+    t.wait()
+    raise AssertionError("the infinite state was saved")
+  except NonFiniteState:
+    pass
+  t.close()
+  expect(path, 6, "persistent", **only)
+  expect(path, 6, "persistent", enable_single_replica_ckpt_restoring=True, **only)
+  together("read")
+  if jax.process_index() == 0:
+    victim = max((path / "run" / "checkpoints" / "6").rglob("d/*"), key=lambda p: p.stat().st_size)
+    victim.write_bytes(victim.read_bytes()[:-1])
+  together("damaged")
+  recorder = expect(path, 4, "persistent", **only)
+  assert any("bytes instead of" in line for line in recorder.lines), recorder.lines
+
+
+def big_state(step: int) -> dict[str, jax.Array]:
+  values = {"w": np.random.default_rng(step).standard_normal((1024, 1024)).astype(np.float32)}
+  return toys.place(values, mesh())
+
+
+def count_bytes(path: Path) -> None:
+  """Prints what each process reads in a restore of 4 MiB, with every replica reading and with one."""
+  for single in (False, True):
+    run = path / str(single)
+    t = tiers(run, enable_emergency_checkpoint=False, enable_single_replica_ckpt_restoring=single)
+    t.maybe_save(2, big_state(2), {})
+    t.close()
+    meta = t._persistent.verify(2)
+    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), big_state(2))
+    before = toys.bytes_read()
+    state = t._persistent.restore(2, target, meta)
+    print(f"single={single} read={toys.bytes_read() - before}", flush=True)
+    toys.assert_same_bits(state, {"w": np.random.default_rng(2).standard_normal((1024, 1024)).astype(np.float32)})
+
+
+def resume(path: Path) -> None:
+  """A world of another size finds what another one saved on disks that it shares."""
+  shared = {"local_checkpoint_directory": str(path / "shared")}
+  for lost, step, tier in [("none", 3, "emergency"), ("3.*.p[02].*", 2, "emergency"), ("2.*", 2, "persistent")]:
+    together(f"before {lost}")
+    if jax.process_index() == 0:
+      for file in (path / "shared" / "run").glob(lost):
+        file.unlink()
+    together(f"after {lost}")
+    expect(path, step, tier, **shared)
+
+
+def save_shared(path: Path) -> None:
+  t = tiers(path, local_checkpoint_directory=str(path / "shared"))
+  for step in (1, 2, 3):
+    t.maybe_save(step, toys.state(step, mesh()), {"tokens": step})
+  t.close()

@@ -1,0 +1,43 @@
+"""Both tiers over four processes joined by jax.distributed: lost hosts, lost slices, other worlds, bytes read."""
+
+from __future__ import annotations
+
+import re
+
+import toys
+from world import World
+
+from trainer.checkpoint import Tiers
+
+
+def test_lost_hosts_and_slices(tmp_path):
+  World("losses", tmp_path, 4).finish()
+
+
+def test_persistent_tier(tmp_path):
+  World("persistent", tmp_path, 4).finish()
+
+
+def test_one_replica_reads(tmp_path):
+  counts = {}
+  for process, text in enumerate(World("count_bytes", tmp_path, 4).finish()):
+    for single, count in re.findall(r"single=(\w+) read=(\d+)", text):
+      counts[single, process] = int(count)
+  size = 4 << 20
+  everybody = [counts["False", process] for process in range(4)]
+  one = [counts["True", process] for process in range(4)]
+  assert sum(everybody) >= 2 * size
+  assert size <= sum(one) <= 1.2 * size
+  assert max(one[2:]) < 0.1 * size
+
+
+def test_worlds_of_other_sizes_resume(tmp_path):
+  World("save_shared", tmp_path, 4).finish()
+  cfg = toys.config(
+    enable_emergency_checkpoint=True, local_checkpoint_directory=str(tmp_path / "shared"), local_checkpoint_period=1
+  )
+  tiers = Tiers(cfg, str(tmp_path / "run"))  # one process with eight devices: this one
+  restored = tiers.restore_newest(toys.abstract(toys.values(), toys.mesh(4, 2)))
+  assert (restored.step, restored.tier) == (3, "emergency")
+  toys.assert_same_bits(restored.state, toys.values(3))
+  World("resume", tmp_path, 2).finish()

@@ -1,0 +1,75 @@
+"""Several real processes joined by jax.distributed, each of which runs one function of scenarios.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES = HERE.parent.parent / "src"
+DEVICES = 2  # of each process
+
+
+def free_port() -> int:
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    return s.getsockname()[1]
+
+
+class World:
+  """Running processes; `finish` waits for all, kills what is left, and shows the output of one that failed."""
+
+  def __init__(self, scenario: str, path: Path, processes: int, arguments: tuple[str, ...] = ()) -> None:
+    port = str(free_port())
+    env = os.environ | {"PYTHONPATH": f"{SOURCES}:{HERE}", "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    env.pop("XLA_FLAGS", None)
+    self.logs = [path / f"{scenario}.{processes}.{i}.log" for i in range(processes)]
+    self.processes = []
+    for i, log in enumerate(self.logs):
+      command = [sys.executable, str(HERE / "world.py"), scenario, str(i), str(processes), port, str(path), *arguments]
+      with log.open("wb") as file:
+        self.processes.append(subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT))
+
+  def finish(self, timeout: float = 240) -> list[str]:
+    """The output of every process. Raises AssertionError where one did not exit with 0."""
+    try:
+      codes = [process.wait(timeout) for process in self.processes]
+    except subprocess.TimeoutExpired:
+      codes = [process.poll() for process in self.processes]
+    finally:
+      self.kill()
+    texts = [log.read_text(errors="replace") for log in self.logs]
+    failed = [f"process {i} exited with {code}:\n{texts[i][-4000:]}" for i, code in enumerate(codes) if code != 0]
+    assert not failed, "\n".join(failed)
+    return texts
+
+  def kill(self) -> None:
+    for process in self.processes:
+      if process.poll() is None:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def main() -> None:
+  scenario, index, count, port, path, *arguments = sys.argv[1:]
+  import jax
+
+  jax.config.update("jax_num_cpu_devices", DEVICES)
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index), heartbeat_timeout_seconds=20)
+  import scenarios
+
+  try:
+    getattr(scenarios, scenario)(Path(path), *arguments)
+  except BaseException:  # noqa: BLE001 -- printed, and the process ends
+    traceback.print_exc()
+    os._exit(1)  # the others must not wait at the exit barrier for a process that has failed
+
+
+if __name__ == "__main__":
+  main()

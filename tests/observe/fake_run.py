@@ -37,7 +37,7 @@ class FakeRun:
 
   def loss(self, step: int) -> float:
     noise = random.Random(step).gauss(0, 0.05)
-    return 1.9 + (math.log(320) - 1.9) * math.exp(-step / (0.18 * self.steps)) + noise * (step > 0)
+    return 1.9 + (math.log(320) - 1.9) * math.exp(-step / (0.18 * self.steps)) + noise * (step > 1)
 
   def step(self, step: int, *, error: float = 0.0) -> None:
     seconds = 0.35 * self.total / self.slices
@@ -47,19 +47,18 @@ class FakeRun:
       seconds=seconds,
       loss=self.loss(step) * (1 + error),
       grad_norm=1.5 * math.exp(-step / self.steps) + 0.2 * random.Random(-step).random(),
-      lr=1e-3 * min(1, (step + 1) / (0.1 * self.steps)) * (0.55 + 0.45 * math.cos(math.pi * step / self.steps)),
-      tokens=6144 * (step + 1),
+      lr=1e-3 * min(1, step / (0.1 * self.steps)) * (0.55 + 0.45 * math.cos(math.pi * step / self.steps)),
+      tokens=6144 * step,
       slices=self.slices,
       tokens_per_second_per_device=6144 / seconds / (2 * self.slices),
-      eta=(self.steps - 1 - step) * seconds,
+      eta=(self.steps - step) * seconds,
       data_wait=0.002,
     )
     self.metrics.write(record)
     self.log.line(metrics.format_elastic_line(step, self.down, self.slices))
     self.log.line(metrics.format_step_line(record))
-    if step % 20 == 19:
-      self.after(0.01, "checkpoint_save", step=step, tier="persistent", blocking_seconds=0.01)
-      self.after(0.0, "checkpoint_commit", step=step, tier="persistent", seconds=0.3)
+    if step % 20 == 0:
+      self.after(0.01, "checkpoint_saved", step=step, tier="persistent", blocking_seconds=0.01, seconds=0.01)
       self.metrics.write_eval(step, self.loss(step) + 0.1)
 
   def lose(self, slice_id: int, step: int, *, resume: int) -> None:
@@ -78,7 +77,7 @@ class FakeRun:
 
   def _recovered(self, event: str, slice_id: int, step: int, resume: int, tier: str) -> None:
     lost = step + 1 - resume
-    fields = {"event": event, "slice": slice_id, "step_before": step, "step_after": resume, "tier": tier}
+    fields = {"event": event, "slice": [slice_id], "step_before": step, "step_after": resume, "tier": tier}
     fields |= {"steps_lost": lost, "tokens_lost": lost * 6144, "slices_after": self.slices, "detect_seconds": 0.2}
     fields |= {"wait_seconds": 0.0, "restore_seconds": 0.1, "compile_seconds": 0.0, "first_step_seconds": 0.4}
     self.events.emit("recovery", **(fields | {"seconds": 0.7, "compilations": 0}))
@@ -95,23 +94,23 @@ class FakeRun:
 
 
 def elastic_run(path, *, steps: int = 60, error: float = 0.0, **start) -> FakeRun:
-  """3 slices, 2 after step 11 (one step lost), 3 again after step 30, then to the end."""
+  """3 slices, 2 from step 12 on (which is done twice), 3 again from step 31 on, then to the end."""
   run = FakeRun(path, steps=steps, **start)
-  for step in range(13):
+  for step in range(1, 13):
     run.step(step)
   run.lose(1, 12, resume=12)
   for step in range(12, 31):
     run.step(step, error=error)
   run.gain(1, 30)
-  for step in range(31, steps):
+  for step in range(31, steps + 1):
     run.step(step)
-  run.end(step=steps - 1)
+  run.end(step=steps)
   return run
 
 
 def plain_run(path, *, steps: int = 60, **start) -> FakeRun:
   run = FakeRun(path, steps=steps, **start)
-  for step in range(steps):
+  for step in range(1, steps + 1):
     run.step(step)
-  run.end(step=steps - 1)
+  run.end(step=steps)
   return run

@@ -44,7 +44,6 @@ def test_each_kind_of_time_has_its_bucket(tmp_path):
   life.after(4, "compile", seconds=2.5, what="train_step")
   life.after(0.5, "init_done", seconds=5.5)
   life.step(0, seconds=2, wait=0.25)
-  life.after(0.5, "checkpoint_save", blocking_seconds=0.5, seconds=9.0, step=0, tier="persistent")
   life.after(0.125, "snapshot", blocking_seconds=0.125, step=0)
   life.after(0, "compile", seconds=50, background=True, what="two slices")
   life.after(3, "eval", seconds=2, loss=1.0, step=0)
@@ -52,7 +51,6 @@ def test_each_kind_of_time_has_its_bucket(tmp_path):
   assert seconds(tmp_path) == {
     "compile": 2.5,
     "restore": 1.0,
-    "checkpoint": 0.5,
     "snapshot": 0.125,
     "eval": 2.0,
     "data_wait": 0.25,
@@ -69,6 +67,30 @@ def test_a_compile_or_save_inside_a_step_is_taken_out_of_it(tmp_path):
   life.now -= 4
   life.step(0, seconds=5)
   assert seconds(tmp_path) == {"compile": 3.0, "steps": 2.0}
+
+
+def test_a_checkpoint_costs_its_block_and_the_wait_at_the_end(tmp_path):
+  life = Life(tmp_path, wall=0.0)
+  life.step(1, seconds=2)
+  life.now += 0.5  # the loop stands still for the copy, the commit follows in the background
+  for step in (2, 3):
+    life.step(step, seconds=2)
+  life.after(0, "checkpoint_saved", blocking_seconds=0.5, seconds=4.5, step=1, tier="persistent")
+  life.now += 0.5
+  life.after(3, "checkpoint_saved", blocking_seconds=0.5, seconds=3.5, step=3, tier="persistent")
+  life.after(0.25, "run_end", exit=0)
+  assert seconds(tmp_path) == {"steps": 6.0, "checkpoint": 4.0, "other": 0.25}
+
+
+def test_a_second_start_cannot_have_begun_before_the_first_ended(tmp_path):
+  life = Life(tmp_path, wall=0.0)
+  life.step(1)
+  life.now += 1  # nothing is known of this second
+  life.step(2)
+  life.after(0, "attempt_end", step=2, outcome="slice_up")
+  life.after(1, "init_done", seconds=4, step=2)
+  life.step(3)
+  assert seconds(tmp_path) == {"steps": 3.0, "other": 1.0, "init": 1.0}
 
 
 def test_an_elastic_rewind(tmp_path):
@@ -123,7 +145,7 @@ def test_a_wall_clock_that_jumps_inside_a_life_changes_nothing(tmp_path):
 
 def test_any_history_sums_to_the_wall_time(tmp_path):
   rng = random.Random(0)
-  kinds = [*goodput._TIMED, "slice_down", "attempt_start", "hang", "nonsense"]
+  kinds = [*goodput._TIMED, *goodput._BLOCKING, "attempt_end", "slice_down", "attempt_start", "hang", "nonsense"]
   for case in range(30):
     path, wall, step = tmp_path / str(case), 1e9, 0
     for _ in range(rng.randint(1, 4)):
@@ -134,7 +156,7 @@ def test_any_history_sums_to_the_wall_time(tmp_path):
           life.step(step, seconds=rng.expovariate(1), wait=rng.expovariate(3))
         else:
           took = rng.expovariate(0.5)
-          life.after(rng.expovariate(1), rng.choice(kinds), seconds=took, blocking_seconds=took)
+          life.after(rng.expovariate(1), rng.choice(kinds), seconds=took, blocking_seconds=rng.random() * took)
       wall += life.now + rng.uniform(-5, 5)
     seconds(path)
 

@@ -94,7 +94,7 @@ def test_a_whole_run_on_an_object_store(bucket, tmp_path):
   section = ObserveSection(enable_tensorboard=False, gcs_metrics=True, log_period=2)
   writer = metrics.Metrics("gs://b/run", section, record, out)
   record.emit("run_start", num_slices=1)
-  for step in range(1, 4):
+  for step in (1, 2, 3):
     writer.write(
       metrics.StepRecord(step=step, seconds=0.001, loss=3.0 - step, grad_norm=1.0, lr=0.1, tokens=8, slices=1)
     )

@@ -13,9 +13,10 @@ def test_a_line_is_the_same_on_stdout_and_in_the_file(tmp_path, capsys):
   out = log.get(str(tmp_path / "run"))
   out.line("completed step: 8, seconds: 0.159")
   out.warning("a slice is slow")
+  out.detail("of every step")
   out.record("only in the file")
   printed = capsys.readouterr().out
-  assert printed == "completed step: 8, seconds: 0.159\nwarning: a slice is slow\n"
+  assert printed == "completed step: 8, seconds: 0.159\nwarning: a slice is slow\nof every step\n"
   assert (tmp_path / "run" / "log.txt").read_text() == printed + "only in the file\n"
   out.close()
 
@@ -41,10 +42,11 @@ def test_redirect_moves_only_the_screen(tmp_path, capsys):
   out, shown = log.get(str(tmp_path)), []
   out.redirect(shown.append)
   out.line("one")
+  out.detail("shown by the display itself")
   out.redirect(None)
   out.line("two")
   assert shown == ["one"] and capsys.readouterr().out == "two\n"
-  assert (tmp_path / "log.txt").read_text() == "one\ntwo\n"
+  assert (tmp_path / "log.txt").read_text() == "one\nshown by the display itself\ntwo\n"
 
 
 def test_a_terminal_without_the_character_gets_an_escape(tmp_path, monkeypatch):

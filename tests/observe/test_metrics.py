@@ -88,12 +88,12 @@ def test_metrics_objects_are_one_per_period_and_never_replaced(tmp_path):
     "metrics_step_000021_to_step_000023.txt": [*range(21, 24)],
   }
   again = open_metrics(tmp_path, gcs_metrics=True, log_period=10)
-  again.write(record(20))
+  again.write(record(21))
   again.close()
   once_more = open_metrics(tmp_path, gcs_metrics=True, log_period=10)
-  once_more.write(record(20))
+  once_more.write(record(21))
   once_more.close()
-  assert (tmp_path / "metrics" / "metrics_step_000020_to_step_000020.1.txt").exists()
+  assert (tmp_path / "metrics" / "metrics_step_000021_to_step_000021.1.txt").exists()
 
 
 def test_tensorboard_has_the_numbers_and_purges_what_a_rewind_replaces(tmp_path):

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.observe import fake_run
 import pytest
+from tests.observe import fake_run
 
 from trainer.observe import history, report
 from trainer.tools import report as tool
@@ -61,17 +61,17 @@ def test_the_report_stands_alone_and_says_what_happened(tmp_path):
 def test_the_history_of_an_elastic_run(tmp_path):
   fake_run.elastic_run(tmp_path / "demo")
   run = history.load(str(tmp_path / "demo"))
-  assert [record["step"] for record in run.steps] == list(range(60))
+  assert [record["step"] for record in run.steps] == list(range(1, 61))
   assert [record["step"] for record in run.lost] == [12]
-  assert [record["slices"] for record in run.steps] == [3] * 12 + [2] * 19 + [3] * 29
-  assert [record["step"] for record in run.evals] == [19, 39, 59]
+  assert [record["slices"] for record in run.steps] == [3] * 11 + [2] * 19 + [3] * 30
+  assert [record["step"] for record in run.evals] == [20, 40, 60]
   speeds = run.tokens_per_second()
   assert speeds[0] == pytest.approx(6144 / 0.35) and speeds[20] == pytest.approx(6144 / 0.35 * 2 / 3)
 
 
 def test_a_run_that_is_still_going_on_and_knows_little(tmp_path):
   run = fake_run.FakeRun(tmp_path / "young", slices=1, vocab_size=None, unigram_entropy=None, config=None)
-  run.step(0)
+  run.step(1)
   run.close()
   page = Page(Path(report.write(str(tmp_path / "young"))).read_text())
   assert "not ended" in page.text and "Not recorded." in page.text
@@ -80,14 +80,14 @@ def test_a_run_that_is_still_going_on_and_knows_little(tmp_path):
 
 def test_many_steps_restarts_and_bad_losses_are_drawn(tmp_path):
   first = fake_run.FakeRun(tmp_path / "long", steps=8000, slices=1)
-  for step in range(4000):
+  for step in range(1, 4000):
     first.step(step)
   first.step(4000, error=float("nan"))
   first.close()
   second = fake_run.FakeRun(tmp_path / "long", steps=8000, slices=1, wall=1.8e9 + 9000)
-  for step in range(3900, 8000):
+  for step in range(3900, 8001):
     second.step(step)
-  second.end(42, step=7999)
+  second.end(42, step=8000)
   page = Page(Path(report.write(str(tmp_path / "long"))).read_text())
   assert "exit code 42" in page.text and "8,000 of 8,000" in page.text
 
@@ -108,11 +108,11 @@ def test_equal_runs_are_equal_and_nan_differs_from_a_number(tmp_path):
   same = report.compare([str(tmp_path / "a"), str(tmp_path / "b")])
   assert same.largest == 0 and str(same) == "all 5 losses equal to the last bit"
   broken = fake_run.FakeRun(tmp_path / "c", steps=5)
-  broken.step(0)
-  broken.step(1, error=float("nan"))
+  broken.step(1)
+  broken.step(2, error=float("nan"))
   broken.close()
   result = report.compare([str(tmp_path / "a"), str(tmp_path / "c")], str(tmp_path / "both.png"))
-  assert result.largest == float("inf") and result.at_step == 1 and result.common_steps == 2
+  assert result.largest == float("inf") and result.at_step == 2 and result.common_steps == 2
 
 
 def test_the_tool(tmp_path, capsys):

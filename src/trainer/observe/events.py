@@ -14,8 +14,9 @@ monotonic]. Only time in which the training loop stood still counts: what a back
 Life of the process
   run_start     first record of a process: steps, num_slices, devices, devices_per_slice, platform, device_kind,
                 global_batch_size, tokens_per_step, parameters, flops_per_token, vocab_size, unigram_entropy (nats per
-                token or null), config (flat dict), versions (dict)
-  attempt_start attempt, step (next to do), slices (ids alive)
+                token or null), unigram_eval_loss (the same model's loss on the evaluation split, or null), config
+                (flat dict), versions (dict)
+  attempt_start attempt, step (completed so far), slices (ids alive)
   init_done     seconds (from the start of the process or of the attempt until the first step could be dispatched)
   compile       seconds, what, cached (from the persistent cache), compilations, background
   attempt_end   attempt, step (last completed), outcome ("complete", "slice_down", "slice_up", "preempted", "failed")
@@ -23,18 +24,17 @@ Life of the process
 Time spent
   restore           tier ("snapshot", "emergency", "persistent", "none"), step, seconds
   wait_slices       seconds, wanted, alive
-  checkpoint_save   step, tier, blocking_seconds (the loop stood still), seconds (until it returned or committed)
-  checkpoint_commit step, tier, seconds (in the background)
-  checkpoint_skip   step, tier, reason (an uncommitted, corrupt or non-finite checkpoint was passed over)
-  snapshot          step, blocking_seconds, bytes
+  checkpoint_saved  step, tier, path, seconds (from the start of the save to its commit), blocking_seconds (of these, at
+                    the beginning, the loop stood still)
+  checkpoint_restored step, tier, path; checkpoint_rejected step, tier, reason (damaged: passed over)
+  snapshot          step, seconds, blocking_seconds, bytes
   eval              step, seconds, loss
-  profile           step, seconds, directory
-  sample            step, prompt, text
+  profile           seconds, directory
+  sample            step, seconds, prompt, text
 Faults and recovery
   fault_injected slice, fault, step
-  slice_down     step (last completed), slice, slices (alive now), error, detect_seconds
-  slice_up       step, slice, slices
-  resize         step, slices_before, slices_after (counts)
+  slice_down     step (last completed), slice (ids lost), slices (ids alive now), error, detect_seconds
+  slice_up       step, slice (ids returned), slices
   preemption     step, signal
   hang           step, silent_seconds
   nonfinite      step, loss, grad_norm

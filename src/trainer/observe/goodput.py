@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import math
 from typing import Any
 
 from trainer.observe import files
@@ -25,7 +26,7 @@ BUCKETS = {
   "compile": "XLA compilation in the foreground",
   "restore": "restoring state from any tier",
   "wait_slices": "waiting for slices to be there",
-  "checkpoint": "saving checkpoints, the part that blocks the loop",
+  "checkpoint": "saving checkpoints, as far as nothing else was done meanwhile",
   "snapshot": "copying state to host memory, the part that blocks the loop",
   "eval": "evaluation",
   "steps_lost": "steps that had to be done again, and the time from the last good step until the fault was seen",
@@ -35,28 +36,33 @@ BUCKETS = {
   "down": "no process was running",
   "other": "everything else",
 }
-_ORDER = list(BUCKETS)
+# Claims in order of precedence, and the bucket of each. A checkpoint that is committed in the background costs only
+# the time in which nothing else was done: the wait for it at the end of a run.
+_BACKGROUND = "checkpoint in the background"
+_RANKS = {name: name for name in BUCKETS if name not in ("down", "other")}
+_RANKS |= {_BACKGROUND: "checkpoint", "down": "down", "other": "other"}
 
-# Event kind -> (bucket, the field that says how long the loop stood still)
+# Event kind -> bucket of the `seconds` before it, in which the loop stood still.
 _TIMED = {
-  "compile": ("compile", "seconds"),
-  "restore": ("restore", "seconds"),
-  "wait_slices": ("wait_slices", "seconds"),
-  "checkpoint_save": ("checkpoint", "blocking_seconds"),
-  "snapshot": ("snapshot", "blocking_seconds"),
-  "eval": ("eval", "seconds"),
-  "init_done": ("init", "seconds"),
-  "run_start": ("init", "seconds"),
+  "compile": "compile",
+  "restore": "restore",
+  "wait_slices": "wait_slices",
+  "eval": "eval",
+  "sample": "eval",
+  "init_done": "init",
+  "run_start": "init",
 }
+# The same where the loop stood still only for the first `blocking_seconds` of the `seconds`.
+_BLOCKING = {"checkpoint_saved": "checkpoint", "snapshot": "snapshot"}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Claim:
-  """[start, end) in microseconds belongs to `bucket` unless a bucket of higher precedence claims it too."""
+  """[start, end) in microseconds belongs to `rank` unless one of higher precedence claims it too."""
 
   start: int
   end: int
-  bucket: str
+  rank: str
 
 
 def compute(run_directory: str) -> dict[str, Any]:
@@ -81,7 +87,7 @@ def compute(run_directory: str) -> dict[str, Any]:
       begin = first
     elif first + shift > at:
       claims.append(_Claim(at, first + shift, "down"))
-    claims.extend(_Claim(c.start + shift, c.end + shift, c.bucket) for c in found)
+    claims.extend(_Claim(c.start + shift, c.end + shift, c.rank) for c in found)
     at = last + shift
   assert begin is not None
   claims.append(_Claim(begin, at, "other"))
@@ -149,40 +155,49 @@ def _claims_of_life(life: list[dict[str, Any]]) -> tuple[list[_Claim], int, int]
   wall, monotonic = life[0]["wall"], life[0]["monotonic"]
   claims: list[_Claim] = []
   last_step: int | None = None
+  attempt_ended = -math.inf
 
-  def claim(end: int, seconds: float, bucket: str) -> None:
-    claims.append(_Claim(end - max(0, round(seconds * 1e6)), end, bucket))
+  def claim(start: float, end: float, rank: str) -> None:
+    claims.append(_Claim(min(round(start), round(end)), round(end), rank))
 
   for record in life:
-    now = round((wall + record["monotonic"] - monotonic) * 1e6)
-    if "loss" in record and "kind" not in record:
-      claim(now, record["seconds"], "steps_lost" if record["lost"] else "steps")
-      waited = min(record["data_wait"], record["seconds"])
-      claim(now - round((record["seconds"] - waited) * 1e6), waited, "data_wait")
-      last_step = now
-    elif record.get("kind") in _TIMED and not record.get("background"):
-      bucket, field = _TIMED[record["kind"]]
-      claim(now, float(record.get(field) or 0.0), bucket)
-    elif record.get("kind") in ("slice_down", "hang") and last_step is not None:
-      claims.append(_Claim(last_step, now, "steps_lost"))
+    now = (wall + record["monotonic"] - monotonic) * 1e6
+    kind = record.get("kind", "step" if "loss" in record else "")
+    began = now - 1e6 * float(record.get("seconds") or 0.0)
+    if kind == "step":
+      claim(began, now, "steps_lost" if record["lost"] else "steps")
+      claim(began, min(now, began + 1e6 * record["data_wait"]), "data_wait")
+      last_step = round(now)
+    elif kind in _BLOCKING:
+      blocked = 1e6 * float(record.get("blocking_seconds") or 0.0)
+      began = min(began, now - blocked)
+      claim(began, began + blocked, _BLOCKING[kind])
+      claim(began, now, _BACKGROUND)
+    elif kind in _TIMED and not record.get("background"):
+      claim(max(began, attempt_ended), now, _TIMED[kind])
+    elif kind in ("slice_down", "hang") and last_step is not None:
+      claim(last_step, now, "steps_lost")
       last_step = None
+    elif kind == "attempt_end":
+      attempt_ended = now  # what is timed after it cannot have begun before it
   end = round((wall + life[-1]["monotonic"] - monotonic) * 1e6)
   return claims, min([round(wall * 1e6), *(c.start for c in claims)]), end
 
 
 def _partition(claims: list[_Claim]) -> dict[str, int]:
-  """Microseconds of each bucket: every moment goes to the claiming bucket of highest precedence."""
-  edges = sorted(
-    [(c.start, 1, _ORDER.index(c.bucket)) for c in claims] + [(c.end, -1, _ORDER.index(c.bucket)) for c in claims]
-  )
-  active, micros = [0] * len(_ORDER), [0] * len(_ORDER)
+  """Microseconds of each bucket: every moment goes to the claim of highest precedence."""
+  ranks = list(_RANKS)
+  edges = [(c.start, 1, ranks.index(c.rank)) for c in claims] + [(c.end, -1, ranks.index(c.rank)) for c in claims]
+  edges.sort()
+  active, micros = [0] * len(ranks), dict.fromkeys(BUCKETS, 0)
   before = edges[0][0] if edges else 0
-  for moment, change, bucket in edges:
+  for moment, change, rank in edges:
     if moment > before:
-      micros[next(i for i, count in enumerate(active) if count)] += moment - before
+      first = next(i for i, count in enumerate(active) if count)
+      micros[_RANKS[ranks[first]]] += moment - before
       before = moment
-    active[bucket] += change
-  return dict(zip(_ORDER, micros, strict=True))
+    active[rank] += change
+  return micros
 
 
 def _percent(micros: dict[str, int]) -> dict[str, float]:

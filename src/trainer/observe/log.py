@@ -32,8 +32,17 @@ class Log:
       self._lines.append(text)
       self._print(text)
 
+  def detail(self, text: str) -> None:
+    """A line of every step: like `line`, but on the screen only where no live display says the same."""
+    if self._quiet:
+      return
+    with self._lock:
+      self._lines.append(text)
+      if self._print is _print:
+        self._print(text)
+
   def record(self, text: str) -> None:
-    """A line for the file only, where the screen shows the same in another form (the progress bar)."""
+    """Text for the file only. Takes no lock of its own, so that a watchdog can use it when the screen is stuck."""
     if not self._quiet:
       self._lines.append(text)
 

@@ -34,7 +34,7 @@ _TENSORBOARD = {
 class StepRecord:
   """One completed optimizer step. All numbers are host numbers (numpy and jax scalars are accepted)."""
 
-  step: int  # completed steps, this one included: the first is 1
+  step: int  # optimizer steps completed with this one: the first is 1
   seconds: float  # wall time of the step, data wait included
   loss: float  # nats per weighted token of the global batch
   grad_norm: float  # global norm before clipping

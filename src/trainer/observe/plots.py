@@ -46,7 +46,8 @@ _ROWS = (
   ("process restarted", "restart", BLACK, "P", True),
   ("preempted", "preemption", PURPLE, "s", True),
   ("hung", "hang", BLACK, "X", True),
-  ("checkpoint", "checkpoint_commit", GREY, "|", False),
+  ("checkpoint", "saved_persistent", GREY, "|", False),
+  ("local checkpoint", "saved_emergency", GREY, "|", False),
 )
 
 _REFERENCES = (("log_vocab", "uniform: ln V"), ("unigram_entropy", "unigram model"))
@@ -157,7 +158,7 @@ def goodput_bar(run: Run) -> bytes:
 def comparison(runs: Sequence[Run], difference: list[tuple[int, float]], summary: str) -> bytes:
   """Losses of two runs over steps with the events of both, and beneath their relative difference per step."""
   with matplotlib.rc_context(_STYLE):
-    figure, strip, axes = _stack(_marks(runs, hidden="checkpoint_commit"), _step_of, heights=(3.8, 1.5))
+    figure, strip, axes = _stack(_marks(runs, hidden="saved_"), _step_of, heights=(3.8, 1.5))
     strip.set_title(summary, pad=8)
     looks = ((BLUE, 4.0, 0.45, "-"), (BLACK, 1.2, 1.0, "--"))
     for run, (color, width, alpha, line) in zip(runs, looks, strict=True):
@@ -209,14 +210,19 @@ def _stack(
 
 
 def _marks(runs: Sequence[Run], hidden: str = "") -> list[_Mark]:
-  """The rows of the strip that have events, without those of kind `hidden`."""
+  """The rows of the strip that have events, but for kinds that begin with `hidden`."""
   events: Records = []
   for run in runs:
     events += [event for event in run.events if event["kind"] != "restore" or event.get("tier") != "none"]
+    events += [event | {"kind": f"saved_{event.get('tier')}"} for event in run.of_kind("checkpoint_saved")]
     # A second run_start is a restart; its step is the first that was done after it.
     events += [event | {"kind": "restart", "step": _next_step(run, event)} for event in run.of_kind("run_start")[1:]]
-  found = ((row, [event for event in events if event["kind"] == row[1] != hidden]) for row in _ROWS)
-  return [_Mark(f"{row[0]} ({len(events)})", *row[2:], events) for row, events in found if events]
+  found = ((row, [event for event in events if event["kind"] == row[1]]) for row in _ROWS)
+  return [
+    _Mark(f"{row[0]} ({len(events)})", *row[2:], events)
+    for row, events in found
+    if events and not (hidden and row[1].startswith(hidden))
+  ]
 
 
 def _next_step(run: Run, event: dict[str, Any]) -> int | None:

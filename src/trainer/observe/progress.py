@@ -41,15 +41,10 @@ class Progress:
   ) -> None:
     self.close()
 
-  def step(self, record: StepRecord, *other_lines: str) -> None:
-    """Shows a completed step: every log_period-th one, the first and the last; `other_lines` are shown every time."""
-    shown = record.step % self._log_period == 0 or record.step == self._total_steps
-    lines = [*other_lines, *([format_step_line(record)] if shown else [])]
-    for line in lines:
-      if self._bar is None:
-        self._log.line(line)
-      else:
-        self._log.record(line)
+  def step(self, record: StepRecord) -> None:
+    """Shows a completed step: as a line every log_period-th one and the last, in the bar each one."""
+    if record.step % self._log_period == 0 or record.step == self._total_steps:
+      self._log.detail(format_step_line(record))
     if self._bar is not None:
       self._draw(record)
 

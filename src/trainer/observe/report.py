@@ -163,11 +163,13 @@ def _numbers(run: Run) -> str:
   last = run.steps[-1]
   speeds = sorted(speed for speed in run.tokens_per_second() if math.isfinite(speed))
   numbers = [
-    ("steps", f"{last['step'] + 1:,}" + (f" of {run.start['steps']:,}" if run.start.get("steps") else "")),
+    ("steps", f"{last['step']:,}" + (f" of {run.start['steps']:,}" if run.start.get("steps") else "")),
     ("training loss", f"{last['loss']:.4f}"),
   ]
   if run.evals:
     numbers.append(("evaluation loss", f"{run.evals[-1]['eval_loss']:.4f}"))
+  if run.start.get("unigram_eval_loss"):
+    numbers.append(("unigram model, evaluation", f"{run.start['unigram_eval_loss']:.4f}"))
   numbers.append(("tokens", f"{last['tokens']:,}"))
   if speeds:
     numbers.append(("tokens/s (median)", f"{speeds[len(speeds) // 2]:,.0f}"))
@@ -197,6 +199,8 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _cell(value: Any) -> str:
   if value is None:
     return ""
+  if isinstance(value, list):
+    return ", ".join(map(_cell, value))
   return f"{value:.3f}" if isinstance(value, float) and abs(value) >= 1e-3 else str(value)
 
 

@@ -36,6 +36,6 @@ class Throughput:
     return Rates(tokens, flops / 1e12, None if not self._peak_flops else flops / self._peak_flops)
 
   def eta(self, step: int, seconds: float) -> float:
-    """Seconds until the last step, from the median of the last 50 step times (a compile does not upset it)."""
+    """Seconds until the last step when `step` steps are done: by the median of the last 50, which no compile upsets."""
     self._recent.append(seconds)
     return max(0, self._total_steps - step) * statistics.median(self._recent)

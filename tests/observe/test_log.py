@@ -40,7 +40,7 @@ def test_other_processes_are_silent_but_for_warnings(tmp_path, capsys):
 
 def test_redirect_moves_only_the_screen(tmp_path, capsys):
   out, shown = log.get(str(tmp_path)), []
-  out.redirect(shown.append)
+  out.redirect(shown.append, details=False)
   out.line("one")
   out.detail("shown by the display itself")
   out.redirect(None)

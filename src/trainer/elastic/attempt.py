@@ -23,6 +23,7 @@ from trainer.elastic.prepare import Preparation, next_views
 from trainer.observe.compiles import CompileCounter, Compiles
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
+from trainer.observe.metrics import format_elastic_line
 
 
 @dataclass(frozen=True)
@@ -171,10 +172,7 @@ class Carry:
       self._recovered(recovery, now)
     self.recoveries.clear()
     if self.cfg.elastic_enabled:
-      self.log.line(
-        f"step={step} elastic_manager.elastic_down_event_count={self.down_events} "
-        f"elastic_manager.good_slice_count={self.view.num_alive}"
-      )
+      self.log.detail(format_elastic_line(step, self.down_events, self.view.num_alive))
 
   def wants_resize(self, step: int) -> bool:
     """Whether the attempt should snapshot `step` and return Outcome("slice_up", step), to go on with more slices."""

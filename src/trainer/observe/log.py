@@ -23,6 +23,7 @@ class Log:
     self._quiet = quiet
     self._lock = threading.Lock()
     self._print: Callable[[str], None] = _print
+    self._details = True
 
   def line(self, text: str) -> None:
     """One line (or a block of lines) for the person who watches and for the file."""
@@ -38,7 +39,7 @@ class Log:
       return
     with self._lock:
       self._lines.append(text)
-      if self._print is _print:
+      if self._details:
         self._print(text)
 
   def record(self, text: str) -> None:
@@ -53,10 +54,10 @@ class Log:
     else:
       self.line(f"warning: {text}")
 
-  def redirect(self, printer: Callable[[str], None] | None) -> None:
-    """Sends the screen's share of the lines to `printer` (a live display); None: to stdout again."""
+  def redirect(self, printer: Callable[[str], None] | None, *, details: bool = True) -> None:
+    """Sends the screen's share of the lines to `printer`, if so told without those of `detail`; None: to stdout."""
     with self._lock:
-      self._print = printer or _print
+      self._print, self._details = printer or _print, details
 
   def flush(self) -> None:
     self._lines.flush()

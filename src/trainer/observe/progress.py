@@ -59,7 +59,7 @@ class Progress:
     self._bar = progress.Progress(*columns, refresh_per_second=5, expand=True)
     self._task = self._bar.add_task("train", total=self._total_steps, text="")
     console = self._bar.console
-    self._log.redirect(lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True))
+    self._log.redirect(lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True), details=False)
     self._bar.start()
 
   def _draw(self, record: StepRecord) -> None:

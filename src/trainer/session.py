@@ -54,6 +54,7 @@ class Session:
     now = time.monotonic()
     self.events.emit("init_done", step=step, seconds=now - self.started)
     self.started = now
+    self.watchdog.beat(step)
 
   def finish(self, config: Config, code: int) -> None:
     """Records the end of the process with its exit code; of a complete run also goodput and the report."""
@@ -111,6 +112,10 @@ def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[S
       log_period=config.observe.log_period,
       terminal=None if first else False,
     )
+    if first and config.checkpoint.enable_checkpoint_cloud_logger:
+      from trainer.observe.cloud_logger import CheckpointTimings
+
+      stack.enter_context(CheckpointTimings(directory, config.run.run_name, log))
     watchdog = Watchdog(config.observe.watchdog_timeout_seconds, log, events)
     stack.callback(watchdog.stop)
     preemption = stack.enter_context(Preemption(config.checkpoint, log.line))

@@ -80,16 +80,18 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
       loss = _evaluate(config, session, prog, state.params, step) if evaluate and not stop else None
       if tiers.due(step) or last or stop:
         carry.at("save", step)
-      tiers.maybe_save(step, state, _meta(config, session, step), last=last or stop, metric=loss)
+      with session.watchdog.paused():  # a save waits for the one before it, as long as that takes
+        tiers.maybe_save(step, state, _meta(config, session, step), last=last or stop, metric=loss)
+        if last or stop:
+          tiers.wait()
       if stop and not last:
-        tiers.wait()
         return Outcome("preempted", step)
       if grow:
         return Outcome("slice_up", step)
-    tiers.wait()
     _sample(config, session, prog, state.params, step)
     return Outcome("complete", step)
   finally:
+    session.watchdog.rest()
     prefetch.close()
     profiler.close()
     tiers.close()

@@ -89,7 +89,25 @@ def test_a_process_that_was_stopped_and_continued_is_not_hung(tmp_path):
   assert process.returncode == 0 and events.read_events(str(tmp_path)) == []
 
 
+def test_it_counts_from_the_first_beat_to_the_rest(tmp_path):
+  code = """
+    time.sleep(1.0)  # starting up
+    dog.beat(0)
+    dog.rest()
+    with dog.paused():
+      pass
+    time.sleep(1.0)  # waiting for slices
+    dog.beat(1)
+    time.sleep(30)
+  """
+  begin = time.monotonic()
+  with start(tmp_path, code, 0.5) as process:
+    process.communicate(timeout=30)
+  assert process.returncode == 134 and time.monotonic() - begin > 2.5
+  assert [record["step"] for record in events.read_events(str(tmp_path))] == [1]
+
+
 def test_zero_turns_it_off(tmp_path):
-  with start(tmp_path, "time.sleep(0.5)\ndog.stop()", 0) as process:
+  with start(tmp_path, "dog.beat(0)\ntime.sleep(0.5)\ndog.stop()", 0) as process:
     process.communicate(timeout=30)
   assert process.returncode == 0

@@ -18,7 +18,9 @@ EXIT_CODE = 134  # 128 + SIGABRT, what schedulers show for an aborted process
 
 
 class Watchdog:
-  """A thread that ends the process when no `beat` has come for `timeout` seconds. One per process.
+  """A thread that ends the process when `timeout` seconds have passed since the last `beat`. One per process.
+
+  It counts from a beat to the next one or to `rest`, and not inside `paused`.
 
   A process that was stopped and continued (SIGSTOP, a suspended machine) is not hung: the thread counts only time in
   which it ran itself, in ticks. For the same reason it cannot see code that hangs while holding the GIL; that only an
@@ -34,13 +36,13 @@ class Watchdog:
     monotonic: Callable[[], float] = time.monotonic,
     end: Callable[[int], None] = os._exit,
   ) -> None:
-    """timeout: seconds; 0 turns the watchdog off. Starts counting at `start`."""
+    """timeout: seconds; 0 turns the watchdog off. Nothing is counted before `start` and the first beat."""
     self._timeout = timeout
     self._log, self._events = log, events
     self._monotonic, self._end = monotonic, end
     self._tick = min(1.0, timeout / 20)
     self._lock = threading.Lock()
-    self._silent = 0.0
+    self._silent: float | None = None  # seconds since the last beat; None: at rest
     self._step: int | None = None
     self._paused = 0
     self._stop = threading.Event()
@@ -55,9 +57,14 @@ class Watchdog:
     with self._lock:
       self._silent, self._step = 0.0, step
 
+  def rest(self) -> None:
+    """Does not count until the next beat: the loop has ended, and whoever waits for slices has a timeout of its own."""
+    with self._lock:
+      self._silent = None
+
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
-    """Does not count inside the block (a compile, a restore, waiting for slices); counts anew after it. Nests."""
+    """Does not count inside the block (a compile, a save, an evaluation); counts anew after it. Nests."""
     with self._lock:
       self._paused += 1
     try:
@@ -65,7 +72,8 @@ class Watchdog:
     finally:
       with self._lock:
         self._paused -= 1
-        self._silent = 0.0
+        if self._silent is not None:
+          self._silent = 0.0
 
   def stop(self) -> None:
     """Ends the thread. Stopping twice, or before `start`, is allowed."""
@@ -78,13 +86,12 @@ class Watchdog:
     while not self._stop.wait(self._tick):
       now = self._monotonic()
       with self._lock:
-        if not self._paused:
+        if not self._paused and self._silent is not None:
           # A tick that took much longer than asked for: the whole process stood still, not only the loop.
           self._silent += min(now - before, 2 * self._tick)
-        hung = self._silent >= self._timeout
         silent, step = self._silent, self._step
       before = now
-      if hung:
+      if silent is not None and silent >= self._timeout:
         self._abort(silent, step)
         return
 

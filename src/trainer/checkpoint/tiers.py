@@ -55,6 +55,11 @@ class Tiers:
 
   # ---- saving ----
 
+  def due(self, step: int) -> bool:
+    """Whether maybe_save(step, ...) without `last` would save."""
+    local = self._emergency is not None and self._due(step, self._cfg.local_checkpoint_period)
+    return local or self._due(step, self._cfg.checkpoint_period)
+
   def _due(self, step: int, period: int) -> bool:
     return self._cfg.enable_checkpointing and step > 0 and step % period == 0
 

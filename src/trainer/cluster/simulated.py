@@ -18,7 +18,6 @@ from jax.experimental import transfer
 from trainer.cluster.api import Cluster, View
 from trainer.config.schema import ClusterSection
 
-_REPLACEMENT_SECONDS = 1.0  # how long the simulated scheduler takes to replace a slice that is waited for
 _POLL_SECONDS = 0.01
 _MARK = "simulated loss of slice"
 
@@ -33,10 +32,14 @@ class SimulatedCluster(Cluster):
     slices: Mapping[int, tuple[jax.Device, ...]],
     process_index: int = 0,
     process_count: int = 1,
+    *,
+    replacement_seconds: float = 1.0,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
   ) -> None:
+    """replacement_seconds: how long the simulated scheduler takes to replace a slice that is waited for."""
     super().__init__(slices, process_index, process_count)
+    self._replacement_seconds = replacement_seconds
     self._clock = clock
     self._sleep = sleep
     self._lost: dict[int, float | None] = {}  # slice -> when it returns by itself; None: when it is waited for
@@ -85,7 +88,7 @@ class SimulatedCluster(Cluster):
       with self._lock:
         for slice_id, when in self._lost.items():
           if when is None:
-            self._lost[slice_id] = start + _REPLACEMENT_SECONDS
+            self._lost[slice_id] = start + self._replacement_seconds
       if self._clock() - start >= timeout:
         raise TimeoutError(
           f"waited {timeout:g} s for {count} slices; only {sorted(alive)} of {sorted(self.slices)} are alive. "

@@ -12,8 +12,10 @@ that does not exits with 1 and prints the command that repeats it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
+import io
 import shutil
 import sys
 import tempfile
@@ -100,8 +102,7 @@ class Harness:
     devices = jax.devices()
     slices = {i: (devices[i],) for i in range(NUM_SLICES)}
     cluster = SimulatedCluster(slices, replacement_seconds=0.05)
-    with open_session(config, cluster, time.monotonic()) as session:
-      session.log.redirect(lambda line: None)
+    with contextlib.redirect_stdout(io.StringIO()), open_session(config, cluster, time.monotonic()) as session:
       recorder = Recorder(session.loader)
       session.loader = recorder  # type: ignore[assignment]
       self._programs |= session.programs
@@ -111,7 +112,8 @@ class Harness:
       outcome = elastic_retry(attempt, cluster, config.elastic, session.events, session.log, job=job)
     losses = {record["step"]: record["loss"] for record in read_metrics(config.run_directory) if "loss" in record}
     events = read_events(config.run_directory)
-    state = sealed.read(Path(config.run_directory) / "checkpoints" / str(STEPS) / "meta.json")["arrays"]
+    meta = Path(config.run_directory) / "checkpoints" / str(STEPS) / "meta.json"
+    state = sealed.parse(meta.read_bytes(), meta.name)["arrays"]
     shutil.rmtree(config.run_directory)
     return History(faults, fixed_mesh, outcome, losses, recorder.used, state, events)
 

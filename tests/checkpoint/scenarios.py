@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import jax
 import numpy as np
-import toys
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
+from tests.checkpoint import toys
 
 from trainer.checkpoint import NonFiniteState, Tiers
+from trainer.checkpoint.preemption import Preemption
 
 PER_SLICE = 4  # devices
 
@@ -179,3 +181,33 @@ def save_shared(path: Path) -> None:
   for step in (1, 2, 3):
     t.maybe_save(step, toys.state(step, mesh()), {"tokens": step})
   t.close()
+
+
+def preempted(path: Path) -> None:
+  """Steps until SIGTERM to any process, then one checkpoint at the agreed step."""
+  t = tiers(path, enable_emergency_checkpoint=False, checkpoint_period=10**6)
+  preemption = Preemption(25.0, log=print)
+  preemption.install()
+  state = toys.state(0, mesh())
+  add = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1 if x.dtype == np.int32 else x, tree))
+  for step in range(1, 10**6):
+    state = add(state)
+    jax.block_until_ready(state)
+    print(f"step {step}", flush=True)
+    if preemption.requested(step):
+      t.maybe_save(step, state, {"tokens": step}, last=True)
+      t.close()
+      restored = tiers(path, enable_emergency_checkpoint=False).restore_newest(toys.abstract(toys.values(), mesh()))
+      assert restored is not None and int(restored.state["step"]) == step == restored.step
+      print(f"stopped at {step}, committed {restored.step}", flush=True)
+      return
+
+
+def ignoring_preemption(path: Path) -> None:
+  preemption = Preemption(25.0)
+  preemption.install()
+  print("ready", flush=True)
+  for step in range(1, 10**6):
+    time.sleep(0.01)
+    if preemption.requested(step):
+      print("asked", flush=True)

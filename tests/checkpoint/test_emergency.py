@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toys
 from jax.sharding import NamedSharding, PartitionSpec
+from tests.checkpoint import toys
 
 from trainer.checkpoint import CheckpointError, NonFiniteState, Tiers
 from trainer.checkpoint.emergency import Emergency

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toys
+from tests.checkpoint import toys
 
 from trainer.checkpoint import CheckpointError, NonFiniteState
 from trainer.checkpoint.errors import Rejected

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-import toys
-from world import World
+from tests.checkpoint import toys
+from tests.checkpoint.world import World
 
 from trainer.checkpoint import Tiers
 

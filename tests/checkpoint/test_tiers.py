@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-import toys
+from tests.checkpoint import toys
 
 from trainer.checkpoint import ConfigMismatch, NoGoodCheckpoint, Tiers
 

@@ -10,8 +10,8 @@ import sys
 import traceback
 from pathlib import Path
 
-HERE = Path(__file__).parent
-SOURCES = HERE.parent.parent / "src"
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "src"
 DEVICES = 2  # of each process
 
 
@@ -26,12 +26,12 @@ class World:
 
   def __init__(self, scenario: str, path: Path, processes: int, arguments: tuple[str, ...] = ()) -> None:
     port = str(free_port())
-    env = os.environ | {"PYTHONPATH": f"{SOURCES}:{HERE}", "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    env = os.environ | {"PYTHONPATH": f"{SOURCES}:{ROOT}", "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
     env.pop("XLA_FLAGS", None)
     self.logs = [path / f"{scenario}.{processes}.{i}.log" for i in range(processes)]
     self.processes = []
     for i, log in enumerate(self.logs):
-      command = [sys.executable, str(HERE / "world.py"), scenario, str(i), str(processes), port, str(path), *arguments]
+      command = [sys.executable, __file__, scenario, str(i), str(processes), port, str(path), *arguments]
       with log.open("wb") as file:
         self.processes.append(subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT))
 
@@ -62,7 +62,7 @@ def main() -> None:
   jax.config.update("jax_num_cpu_devices", DEVICES)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index), heartbeat_timeout_seconds=20)
-  import scenarios
+  from tests.checkpoint import scenarios
 
   try:
     getattr(scenarios, scenario)(Path(path), *arguments)

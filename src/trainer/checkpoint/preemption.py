@@ -1,71 +1,119 @@
-"""SIGTERM: the first asks for a save after the step under way, the second ends the process at once."""
+"""SIGTERM: the first asks for a checkpoint and an orderly end, the second ends the process at once."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
 
-from trainer.config.schema import CheckpointSection
+import jax
 
-_SECOND_SIGTERM = 143  # 128 + SIGTERM: what a shell reports for a process that the signal killed
+AT_ONCE = 128 + signal.SIGTERM  # exit code of the second signal: what a shell reports for a process that SIGTERM ended
 
 
 class Preemption:
-  """Listens for SIGTERM inside `with`. One per process, entered in the main thread after jax.distributed.
+  """The notice that this run is to end. install() from the main thread, after jax.distributed is initialised.
 
-  Several processes agree on the step through JAX's preemption service, which has its own listener (one of our own
-  would take its place); a single process needs no service.
+  With several processes a signal to one is a notice to all, and all agree on the step: JAX's preemption service does
+  that, but it listens by a signal handler of its own, which ours replaces and calls.
   """
 
-  def __init__(self, cfg: CheckpointSection, log: Callable[[str], None]) -> None:
-    self._enabled = cfg.enable_autocheckpoint and cfg.enable_checkpointing
-    self._grace_seconds = cfg.autocheckpoint_grace_seconds
-    self._log = log
-    self._received: float | None = None
-    self._previous: Any = None
-    self._several = False
+  def __init__(self, grace_seconds: float, log: Callable[[str], None] = lambda line: None) -> None:
+    """grace_seconds: from SIGTERM to the kill. log takes a line."""
+    self._grace, self._log = grace_seconds, log
+    self._noticed: float | None = None  # time.monotonic() of the first signal, or of learning of another process's
+    self._agreed = False
+    self._told = False
+    self._seen_by_handler = 0
+    self._forward: Callable[[int], None] | None = None
+    self._pipe: tuple[int, int] | None = None
+    self._before: tuple[object, int] | None = None
 
-  def __enter__(self) -> Self:
-    import jax
+  def install(self) -> None:
+    """Takes SIGTERM over until `uninstall`."""
+    assert self._pipe is None, "installed twice"
+    if jax.process_count() > 1:
+      self._forward = _native_handler(signal.SIGTERM)
+    self._pipe = os.pipe()
+    os.set_blocking(self._pipe[1], False)
+    # Python runs a handler only between two bytecodes of the main thread, which may sit in a compilation or a hung
+    # collective for minutes. The wakeup descriptor is written in the C handler, at once, and a thread reads it.
+    threading.Thread(target=self._listen, args=(self._pipe[0],), name="preemption", daemon=True).start()
+    before = signal.signal(signal.SIGTERM, self._handle)
+    self._before = before, signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
 
-    self._several = jax.process_count() > 1
-    if self._enabled and not self._several:
-      self._previous = signal.signal(signal.SIGTERM, self._on_signal)
-    return self
-
-  def __exit__(
-    self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-  ) -> None:
-    if self._previous is not None:
-      signal.signal(signal.SIGTERM, self._previous)
+  def uninstall(self) -> None:
+    """Gives SIGTERM back to whoever had it. (JAX's own handler, which Python cannot reinstall, becomes the default.)"""
+    if self._pipe is None or self._before is None:
+      return
+    before, descriptor = self._before
+    signal.set_wakeup_fd(descriptor)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)  # type: ignore[arg-type]
+    os.close(self._pipe[1])  # ends the thread, which closes the other end
+    self._pipe = self._before = None
 
   def requested(self, step: int) -> bool:
-    """Whether to save after `step` and stop. To be asked once for every step; the same answer on all processes."""
-    if not self._enabled:
-      return False
-    if self._several and self._received is None:
+    """Whether to save and end after `step` completed steps; once true, always true.
+
+    Every process must call it at every step, with the same steps: the answer is the same on all of them.
+    """
+    if self._agreed:
+      return True
+    if jax.process_count() == 1:
+      self._agreed = self._noticed is not None
+    else:
       from jax.experimental import multihost_utils
 
-      if multihost_utils.reached_preemption_sync_point(step):
-        self._received = time.monotonic()
-        # The service has done its work: from here on a signal is the second one.
-        self._previous = signal.signal(signal.SIGTERM, self._on_signal)
-    if self._received is None:
-      return False
-    self._log(f"SIGTERM: saving after step {step} and stopping; {self.seconds_left:.0f} s of grace left")
-    return True
+      self._agreed = bool(multihost_utils.reached_preemption_sync_point(step))
+    if self._agreed and self._noticed is None:
+      self._noticed = time.monotonic()
+    if self._noticed is not None and not self._told:  # not in the handler, which may have interrupted a print
+      self._told = True
+      self._log(f"SIGTERM received: saving a checkpoint and exiting within {self._grace:g} s.")
+    return self._agreed
 
   @property
-  def seconds_left(self) -> float:
-    """Time until the kill that the scheduler has announced; only meaningful once `requested`."""
-    assert self._received is not None
-    return max(0.0, self._received + self._grace_seconds - time.monotonic())
+  def deadline(self) -> float | None:
+    """time.monotonic() at which the kill is to be expected; None before a notice."""
+    return None if self._noticed is None else self._noticed + self._grace
 
-  def _on_signal(self, number: int, frame: FrameType | None) -> None:
-    if self._received is not None:
-      os._exit(_SECOND_SIGTERM)
-    self._received = time.monotonic()
+  def _notice(self, count: int) -> None:
+    if count > 1:
+      with contextlib.suppress(OSError):
+        os.write(2, b"second SIGTERM: exiting at once\n")
+      os._exit(AT_ONCE)
+    if self._noticed is None:
+      self._noticed = time.monotonic()
+      if self._forward is not None:
+        self._forward(signal.SIGTERM)
+
+  def _listen(self, descriptor: int) -> None:
+    count = 0
+    while number := os.read(descriptor, 1):
+      if number[0] == signal.SIGTERM:
+        count += 1
+        self._notice(count)
+    os.close(descriptor)
+
+  def _handle(self, number: int, frame: FrameType | None) -> None:
+    """For when somebody else (an event loop) has taken the wakeup descriptor over. Counts for itself: no signal is
+    counted twice."""
+    self._seen_by_handler += 1
+    self._notice(self._seen_by_handler)
+
+
+def _native_handler(number: int) -> Callable[[int], None] | None:
+  """The C function that handles the signal now, if it is neither the default, nor ignored, nor Python's."""
+  if not isinstance(signal.getsignal(number), signal.Handlers):
+    return None  # Python's (or none); of handlers set from C it does not know and says SIG_DFL
+  library = ctypes.CDLL(None, use_errno=True)
+  action = ctypes.create_string_buffer(512)  # struct sigaction; its first member is the handler
+  if library.sigaction(number, None, action) != 0:
+    raise OSError(ctypes.get_errno(), "sigaction")
+  address = ctypes.c_void_p.from_buffer(action).value
+  return ctypes.CFUNCTYPE(None, ctypes.c_int)(address) if address else None

@@ -1,0 +1,100 @@
+"""SIGTERM to real processes: one, one that is stuck, and four of which one is told."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from tests.checkpoint.world import SOURCES, World
+
+LOOP = """
+import sys, time
+from trainer.checkpoint.preemption import Preemption
+p = Preemption(25.0, log=print)
+p.install()
+print("ready", p.deadline, flush=True)
+for step in range(1, 2000):
+  if p.requested(step):
+    break
+  time.sleep(0.02)
+left = p.deadline - time.monotonic()
+print("stopped", 20 < left <= 25, p.requested(step + 1), flush=True)
+{after}
+"""
+STUCK = "import jax\njax.block_until_ready(jax.jit(lambda x: jax.lax.fori_loop(0, 2**31 - 1, lambda i, y: jax.numpy.sin(y), x))(jax.numpy.ones(9999)))"  # noqa: E501
+
+
+def start(code: str) -> subprocess.Popen:
+  env = os.environ | {"PYTHONPATH": str(SOURCES), "JAX_PLATFORMS": "cpu"}
+  process = subprocess.Popen([sys.executable, "-uc", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+  assert process.stdout.readline() == b"ready None\n"
+  return process
+
+
+@pytest.fixture
+def running():
+  processes = []
+  yield lambda code: processes.append(start(code)) or processes[-1]
+  for process in processes:
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_first_signal_is_a_request(running):
+  process = running(LOOP.format(after="sys.exit(42)"))
+  process.send_signal(signal.SIGTERM)
+  text = process.stdout.read()
+  assert process.wait(60) == 42
+  assert text == b"SIGTERM received: saving a checkpoint and exiting within 25 s.\nstopped True True\n"
+
+
+@pytest.mark.parametrize("after", ["time.sleep(1000)", STUCK], ids=["interruptible", "in a device computation"])
+def test_second_signal_ends_at_once(running, after):
+  process = running(LOOP.format(after=after))
+  process.send_signal(signal.SIGTERM)
+  assert b"SIGTERM received" in process.stdout.readline()
+  assert b"stopped" in process.stdout.readline()
+  time.sleep(0.3)
+  assert process.poll() is None
+  begin = time.monotonic()
+  process.send_signal(signal.SIGTERM)
+  assert process.wait(30) == 143
+  assert time.monotonic() - begin < 15
+  assert b"second SIGTERM" in process.stdout.read()
+
+
+def test_uninstall_gives_the_signal_back(running):
+  process = running(LOOP.format(after="").replace("print(\"ready", "p.uninstall()\nprint(\"ready"))
+  process.send_signal(signal.SIGTERM)
+  assert process.wait(60) == -signal.SIGTERM
+
+
+def test_four_processes_agree_on_the_step(tmp_path):
+  world = World("preempted", tmp_path, 4)
+  deadline = time.monotonic() + 180
+  while "step 5\n" not in world.logs[2].read_text() and time.monotonic() < deadline:
+    time.sleep(0.05)
+  world.processes[2].send_signal(signal.SIGTERM)  # one of them, as when a single host is reclaimed
+  texts = world.finish()
+  stops = [re.findall(r"stopped at (\d+), committed (\d+)", text) for text in texts]
+  assert stops[0] and all(stop == stops[0] for stop in stops)
+  assert stops[0][0][0] == stops[0][0][1]
+
+
+def test_second_signal_ends_one_of_several_at_once(tmp_path):
+  world = World("ignoring_preemption", tmp_path, 2)
+  try:
+    for line in ("ready", "asked"):
+      deadline = time.monotonic() + 180
+      while line not in world.logs[1].read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+      world.processes[1].send_signal(signal.SIGTERM)
+    assert world.processes[1].wait(30) == 143
+  finally:
+    world.kill()

@@ -186,8 +186,7 @@ def save_shared(path: Path) -> None:
 def preempted(path: Path) -> None:
   """Steps until SIGTERM to any process, then one checkpoint at the agreed step."""
   t = tiers(path, enable_emergency_checkpoint=False, checkpoint_period=10**6)
-  preemption = Preemption(25.0, log=print)
-  preemption.install()
+  preemption = Preemption(toys.config(), log=print).__enter__()
   state = toys.state(0, mesh())
   add = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1 if x.dtype == np.int32 else x, tree))
   for step in range(1, 10**6):
@@ -204,8 +203,7 @@ def preempted(path: Path) -> None:
 
 
 def ignoring_preemption(path: Path) -> None:
-  preemption = Preemption(25.0)
-  preemption.install()
+  preemption = Preemption(toys.config()).__enter__()
   print("ready", flush=True)
   for step in range(1, 10**6):
     time.sleep(0.01)

@@ -15,8 +15,9 @@ from tests.checkpoint.world import SOURCES, World
 LOOP = """
 import sys, time
 from trainer.checkpoint.preemption import Preemption
-p = Preemption(25.0, log=print)
-p.install()
+from trainer.config.schema import CheckpointSection
+p = Preemption(CheckpointSection({changes}), log=print)
+p.__enter__()
 print("ready", p.deadline, flush=True)
 for step in range(1, 2000):
   if p.requested(step):
@@ -47,7 +48,7 @@ def running():
 
 
 def test_first_signal_is_a_request(running):
-  process = running(LOOP.format(after="sys.exit(42)"))
+  process = running(LOOP.format(after="sys.exit(42)", changes=""))
   process.send_signal(signal.SIGTERM)
   text = process.stdout.read()
   assert process.wait(60) == 42
@@ -56,7 +57,7 @@ def test_first_signal_is_a_request(running):
 
 @pytest.mark.parametrize("after", ["time.sleep(1000)", STUCK], ids=["interruptible", "in a device computation"])
 def test_second_signal_ends_at_once(running, after):
-  process = running(LOOP.format(after=after))
+  process = running(LOOP.format(after=after, changes=""))
   process.send_signal(signal.SIGTERM)
   assert b"SIGTERM received" in process.stdout.readline()
   assert b"stopped" in process.stdout.readline()
@@ -69,8 +70,16 @@ def test_second_signal_ends_at_once(running, after):
   assert b"second SIGTERM" in process.stdout.read()
 
 
-def test_uninstall_gives_the_signal_back(running):
-  process = running(LOOP.format(after="").replace("print(\"ready", "p.uninstall()\nprint(\"ready"))
+def test_switched_off_the_signal_ends_the_process(running):
+  process = running(LOOP.format(after="", changes="enable_autocheckpoint=False"))
+  process.send_signal(signal.SIGTERM)
+  assert process.wait(60) == -signal.SIGTERM
+
+
+def test_leaving_gives_the_signal_back(running):
+  process = running(
+    LOOP.format(after="", changes="").replace('print("ready', 'p.__exit__(None, None, None)\nprint("ready')
+  )
   process.send_signal(signal.SIGTERM)
   assert process.wait(60) == -signal.SIGTERM
 

@@ -9,23 +9,27 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import Self
 
 import jax
+
+from trainer.config.schema import CheckpointSection
 
 AT_ONCE = 128 + signal.SIGTERM  # exit code of the second signal: what a shell reports for a process that SIGTERM ended
 
 
 class Preemption:
-  """The notice that this run is to end. install() from the main thread, after jax.distributed is initialised.
+  """Listens for SIGTERM inside `with`. One per process, entered in the main thread after jax.distributed.
 
   With several processes a signal to one is a notice to all, and all agree on the step: JAX's preemption service does
   that, but it listens by a signal handler of its own, which ours replaces and calls.
   """
 
-  def __init__(self, grace_seconds: float, log: Callable[[str], None] = lambda line: None) -> None:
-    """grace_seconds: from SIGTERM to the kill. log takes a line."""
-    self._grace, self._log = grace_seconds, log
+  def __init__(self, cfg: CheckpointSection, log: Callable[[str], None] = lambda line: None) -> None:
+    """log takes a line. With enable_autocheckpoint or enable_checkpointing off a signal ends the process as usual."""
+    self._enabled = cfg.enable_autocheckpoint and cfg.enable_checkpointing
+    self._grace, self._log = cfg.autocheckpoint_grace_seconds, log
     self._noticed: float | None = None  # time.monotonic() of the first signal, or of learning of another process's
     self._agreed = False
     self._told = False
@@ -34,9 +38,9 @@ class Preemption:
     self._pipe: tuple[int, int] | None = None
     self._before: tuple[object, int] | None = None
 
-  def install(self) -> None:
-    """Takes SIGTERM over until `uninstall`."""
-    assert self._pipe is None, "installed twice"
+  def __enter__(self) -> Self:
+    if not self._enabled:
+      return self
     if jax.process_count() > 1:
       self._forward = _native_handler(signal.SIGTERM)
     self._pipe = os.pipe()
@@ -46,8 +50,11 @@ class Preemption:
     threading.Thread(target=self._listen, args=(self._pipe[0],), name="preemption", daemon=True).start()
     before = signal.signal(signal.SIGTERM, self._handle)
     self._before = before, signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+    return self
 
-  def uninstall(self) -> None:
+  def __exit__(
+    self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+  ) -> None:
     """Gives SIGTERM back to whoever had it. (JAX's own handler, which Python cannot reinstall, becomes the default.)"""
     if self._pipe is None or self._before is None:
       return
@@ -62,8 +69,8 @@ class Preemption:
 
     Every process must call it at every step, with the same steps: the answer is the same on all of them.
     """
-    if self._agreed:
-      return True
+    if self._agreed or not self._enabled:
+      return self._agreed
     if jax.process_count() == 1:
       self._agreed = self._noticed is not None
     else:

@@ -47,12 +47,14 @@ def test_each_kind_of_time_has_its_bucket(tmp_path):
   life.after(0.125, "snapshot", blocking_seconds=0.125, step=0)
   life.after(0, "compile", seconds=50, background=True, what="two slices")
   life.after(3, "eval", seconds=2, loss=1.0, step=0)
+  life.after(0.25, "profile", seconds=0.25)
   life.after(1, "run_end", exit=0)
   assert seconds(tmp_path) == {
     "compile": 2.5,
     "restore": 1.0,
     "snapshot": 0.125,
     "eval": 2.0,
+    "profile": 0.25,
     "data_wait": 0.25,
     "steps": 1.75,
     "init": 2.0,

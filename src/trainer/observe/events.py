@@ -29,7 +29,7 @@ Time spent
   checkpoint_restored step, tier, path; checkpoint_rejected step, tier, reason (damaged: passed over)
   snapshot          step, seconds, blocking_seconds, bytes
   eval              step, seconds, loss
-  profile           seconds, directory
+  profile           seconds (for writing it), directory
   sample            step, seconds, prompt, text
 Faults and recovery
   fault_injected slice, fault, step

@@ -28,7 +28,8 @@ BUCKETS = {
   "wait_slices": "waiting for slices to be there",
   "checkpoint": "saving checkpoints, as far as nothing else was done meanwhile",
   "snapshot": "copying state to host memory, the part that blocks the loop",
-  "eval": "evaluation",
+  "eval": "evaluation, and the sample at the end",
+  "profile": "writing profiles",
   "steps_lost": "steps that had to be done again, and the time from the last good step until the fault was seen",
   "data_wait": "steps that waited for data",
   "steps": "steps that count: goodput",
@@ -49,6 +50,7 @@ _TIMED = {
   "wait_slices": "wait_slices",
   "eval": "eval",
   "sample": "eval",
+  "profile": "profile",
   "init_done": "init",
   "run_start": "init",
 }

@@ -128,6 +128,7 @@ def goodput_bar(run: Run) -> bytes:
     "compile": SKY,
     "init": BLUE,
     "eval": PURPLE,
+    "profile": "#5E3C99",
     "checkpoint": YELLOW,
     "snapshot": "#F7EE9C",
     "restore": ORANGE,
@@ -138,7 +139,12 @@ def goodput_bar(run: Run) -> bytes:
     "other": LIGHT,
   }
   names = {"steps": "steps that count (goodput)", "steps_lost": "steps lost", "data_wait": "data wait"}
-  names |= {"wait_slices": "waiting for slices", "checkpoint": "checkpoint (blocking)", "down": "no process"}
+  names |= {
+    "eval": "evaluation",
+    "wait_slices": "waiting for slices",
+    "checkpoint": "checkpoint (blocking)",
+    "down": "no process",
+  }
   shares = [(bucket, run.goodput["percent"][bucket]) for bucket in colors if run.goodput["percent"][bucket] > 0]
   with matplotlib.rc_context(_STYLE):
     figure = Figure(figsize=(10, 1.15 + 0.2 * math.ceil(len(shares) / 3)), layout="constrained")

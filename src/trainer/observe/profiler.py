@@ -22,7 +22,7 @@ class Profiler:
     first = cfg.skip_first_n_steps_for_profiler
     self._window = range(first, first + cfg.profiler_steps) if cfg.profiler == "xplane" else range(0)
     self._log, self._events = log, events
-    self._began: float | None = None
+    self._running = False
     self._ended = False
 
   def before_step(self, index: int, wait: Callable[[], object] = lambda: None) -> None:
@@ -31,28 +31,27 @@ class Profiler:
     `wait` returns when all work dispatched so far is done (steps run asynchronously; without it the window would hold
     other steps than it says). It is called at the window's two ends only; what it raises is the loop's own error.
     """
-    if self._began is None and index in self._window and not self._ended:
+    if not self._running and index in self._window and not self._ended:
       wait()
       self._start()
-    elif self._began is not None and index >= self._window.stop:
+    elif self._running and index >= self._window.stop:
       wait()
       self.close()
 
   def close(self) -> None:
     """Ends the attempt's profile if it is running. May be called at any time and any number of times."""
-    if self._began is None:
-      self._ended = True
+    running, self._running, self._ended = self._running, False, True
+    if not running:
       return
-    began, self._began, self._ended = self._began, None, True
     import jax
 
+    began = time.monotonic()
     try:
       jax.profiler.stop_trace()
     except (RuntimeError, ValueError, OSError) as error:
       self._log.warning(f"the profile was lost: {error}")
       return
-    seconds = time.monotonic() - began
-    self._events.emit("profile", seconds=seconds, directory=self._directory)
+    self._events.emit("profile", seconds=time.monotonic() - began, directory=self._directory)
     self._log.line(f"profile written to {self._directory}")
 
   def _start(self) -> None:
@@ -64,4 +63,4 @@ class Profiler:
       self._ended = True
       self._log.warning(f"no profile of this attempt: {error}")
       return
-    self._began = time.monotonic()
+    self._running = True

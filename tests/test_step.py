@@ -1,0 +1,255 @@
+"""The step against itself: layouts, remat, accumulation, sharding, packing and missing slices must not change it.
+
+Tolerances are relative, in float32, and stated at each test; sums in another order are the only difference allowed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trainer import program, step
+from trainer.config.schema import Config, RematPolicy
+from trainer.data import Batch
+from trainer.state import TrainState
+
+V, T, ROWS = 96, 32, 16
+BASE = {
+  "model": {
+    "base_emb_dim": 32,
+    "base_num_decoder_layers": 2,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 2,
+    "base_mlp_dim": 64,
+    "head_dim": 8,
+    "vocab_size": V,
+    "dtype": "float32",
+    "initializer_range": 0.2,
+    "attention": "dot_product",
+    "remat_policy": "none",
+  },
+  "data": {"max_target_length": T, "per_device_batch_size": ROWS},
+  "optimizer": {"learning_rate": 1e-2, "z_loss_multiplier": 1e-3, "warmup_steps_fraction": 0.0},
+  "run": {"steps": 10},
+}
+
+
+def config(**changes) -> Config:
+  """BASE with `section={key: value}` changes."""
+  sections = {name: {**BASE.get(name, {}), **changes.get(name, {})} for name in {*BASE, *changes}}
+  return Config.model_validate(sections)
+
+
+def packed_batch(rows: int = ROWS, seed: int = 0) -> Batch:
+  """Random documents packed into rows, with padding at the end of some, as numpy arrays [rows, T]."""
+  rng = np.random.default_rng(seed)
+  batch = Batch(*(np.zeros((rows, T), dtype) for dtype in (np.int32, np.int32, np.float32, np.int32, np.int32)))
+  for row in range(rows):
+    start, segment = 0, 1
+    while start < T - 3 * (row % 3):
+      end = min(T, start + int(rng.integers(4, 20)))
+      n = end - start
+      document = rng.integers(1, V, n + 1)
+      batch.tokens[row, start:end], batch.targets[row, start:end] = document[:-1], document[1:]
+      batch.weights[row, start:end] = 1.0
+      batch.positions[row, start:end] = np.arange(n)
+      batch.segment_ids[row, start:end] = segment
+      start, segment = end, segment + 1
+  return batch
+
+
+def slices(shape: tuple[int, int]) -> list[list[jax.Device]]:
+  """shape = (slices, devices of each)."""
+  devices = jax.devices()[: shape[0] * shape[1]]
+  return [devices[i * shape[1] : (i + 1) * shape[1]] for i in range(shape[0])]
+
+
+def run(
+  cfg: Config, where: tuple[int, int] = (1, 1), total: int | None = None, steps: int = 2
+) -> tuple[list, TrainState]:
+  """Metrics of each of `steps` steps on packed batches, and the final state on the host."""
+  prog = program.build(cfg, slices(where), total or where[0])
+  state = prog.init(jax.random.key(3))
+  compiled = prog.compile()
+  history = []
+  for index in range(steps):
+    host = packed_batch(seed=index)
+    rows = prog.plan.rows.reshape(-1)
+    dealt = Batch(*(np.where((rows >= 0)[:, None], field[rows], 0) for field in host))
+    placed = Batch(*(jax.device_put(x.reshape(a.shape), a.sharding) for x, a in zip(dealt, prog.batch)))
+    state, metrics = compiled(state, placed)
+    history.append({key: float(value) for key, value in metrics.items()})
+  return history, jax.device_get(state)
+
+
+@functools.cache
+def reference(optimizer: str = "adamw") -> tuple[list, TrainState]:
+  """One device, one micro-batch, scanned layers, no remat."""
+  return run(config(optimizer={"opt_type": optimizer}))
+
+
+def assert_close(got: tuple[list, TrainState], want: tuple[list, TrainState], tolerance: float) -> None:
+  for ours, theirs in zip(got[0], want[0], strict=True):
+    for key in ("loss", "z_loss", "grad_norm", "lr", "weight"):
+      assert ours[key] == pytest.approx(theirs[key], rel=tolerance), key
+  for ours, theirs in zip(jax.tree.leaves(got[1].params), jax.tree.leaves(want[1].params), strict=True):
+    # Adam turns a gradient of rounding noise into a full step: compare where the weights are, not bit by bit.
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-3 * np.abs(theirs).max() + 1e-6)
+
+
+def test_unrolled_layers_equal_scanned_ones():
+  got = run(config(model={"scan_layers": False}))
+  want = reference()
+  stacked = jax.tree.map(lambda *layers: np.stack(layers), *(got[1].params["layers"][str(i)] for i in range(2)))
+  state = TrainState(got[1].step, {**got[1].params, "layers": stacked}, got[1].opt_state, got[1].skipped)
+  assert_close((got[0], state), want, 2e-6)
+
+
+def test_an_unrolled_scan_changes_nothing():
+  assert_close(run(config(model={"scan_unroll": 2})), reference(), 2e-6)
+
+
+# The offloading policies need a memory space that the CPU compiler lacks; they are compiled for TPU in tests/tpu.
+@pytest.mark.parametrize("policy", [p for p in RematPolicy if "offloaded" not in p and p != RematPolicy.NONE])
+def test_recomputation_changes_nothing(policy):
+  assert_close(run(config(model={"remat_policy": policy})), reference(), 2e-6)
+
+
+@pytest.mark.parametrize("accumulation", [2, 16])
+def test_accumulation_equals_the_big_batch(accumulation):
+  changes = {
+    "data": {"per_device_batch_size": ROWS / accumulation},
+    "optimizer": {"gradient_accumulation_steps": accumulation},
+  }
+  assert_close(run(config(**changes)), reference(), 2e-6)
+
+
+MESHES = {
+  "fsdp": ((1, 8), {}),
+  "tensor": ((1, 2), {"ici_tensor_parallelism": 2}),
+  "context": ((1, 2), {"ici_context_parallelism": 2}),
+  "data-inside": ((1, 8), {"ici_data_parallelism": 4}),
+  "slices": ((4, 2), {}),
+  "all": ((2, 4), {"ici_tensor_parallelism": 2, "ici_context_parallelism": 2}),
+  "fsdp-across": ((2, 2), {"dcn_data_parallelism": 1, "dcn_fsdp_parallelism": 2}),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_sharded_equals_unsharded(name):
+  where, parallelism = MESHES[name]
+  changes = {"data": {"per_device_batch_size": ROWS / math.prod(where)}, "parallelism": parallelism}
+  assert_close(run(config(**changes), where), reference(), 5e-6)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "slices"])
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon", "sgd"])
+def test_other_optimizers_sharded_equal_unsharded(optimizer, name):
+  where, _ = MESHES[name]
+  changes = {"data": {"per_device_batch_size": ROWS / math.prod(where)}, "optimizer": {"opt_type": optimizer}}
+  assert_close(run(config(**changes), where), reference(optimizer), 5e-6)
+
+
+@pytest.mark.parametrize("alive", [1, 2, 3])
+def test_fewer_slices_train_on_the_same_batch(alive):
+  got = run(config(data={"per_device_batch_size": 2}), (alive, 2), total=4)
+  assert_close(got, reference(), 5e-6)
+
+
+def test_a_vocabulary_that_does_not_divide_is_padded_for_the_loss_only():
+  odd = {"model": {"vocab_size": 97, "logits_via_embedding": True}}
+  want = run(config(**odd))
+  got = run(config(**odd, data={"per_device_batch_size": ROWS / 8}), (1, 8))
+  assert got[1].params["embedding"].shape == (97, 32)
+  assert_close(got, want, 5e-6)
+
+
+def test_packed_documents_equal_documents_alone():
+  """Each document in a row of its own, padded: the same sums of loss and the same gradients, within 1e-6."""
+  cfg = config()
+  prog = program.build(cfg, slices((1, 1)), 1)
+  params = jax.jit(prog.model.init)(jax.random.key(1))
+  packed = packed_batch(4)
+  alone = []
+  for row in range(4):
+    for segment in range(1, packed.segment_ids[row].max() + 1):
+      where = packed.segment_ids[row] == segment
+      document = Batch(*(np.zeros(T, field.dtype) for field in packed))
+      for field, source in zip(document, packed):
+        field[: where.sum()] = source[row, where]
+      document.segment_ids[: where.sum()] = 1
+      alone.append(document)
+  single = Batch(*(np.stack(field) for field in zip(*alone)))
+  sums = jax.jit(functools.partial(step.loss_and_grads, prog.model, cfg.optimizer))
+  got, want = (sums(params, jax.tree.map(lambda x: x[None], batch)) for batch in (packed, single))
+  assert float(got.weight) == float(want.weight) == packed.weights.sum()
+  assert float(got.loss) == pytest.approx(float(want.loss), rel=1e-6)
+  for ours, theirs in zip(jax.tree.leaves(got.grads), jax.tree.leaves(want.grads), strict=True):
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * np.abs(theirs).max())
+
+
+def test_a_step_that_is_not_finite_changes_nothing_but_the_counters():
+  prog = program.build(config(), slices((1, 1)), 1)
+  compiled = prog.compile()
+  place = lambda batch: Batch(*(jax.device_put(x[None], a.sharding) for x, a in zip(batch, prog.batch)))
+  good = packed_batch()
+  bad = good._replace(weights=np.where(good.weights > 0, np.inf, 0).astype(np.float32))
+  before = jax.device_get(prog.init(jax.random.key(3)))
+  state, metrics = compiled(prog.init(jax.random.key(3)), place(bad))
+  assert int(metrics["skipped"]) == 1 and int(state.step) == 1
+  jax.tree.map(
+    np.testing.assert_array_equal, jax.device_get((state.params, state.opt_state)), (before.params, before.opt_state)
+  )
+  state, metrics = compiled(state, place(bad))
+  assert int(metrics["skipped"]) == 2
+  state, metrics = compiled(state, place(good))
+  assert int(metrics["skipped"]) == 0 and math.isfinite(float(metrics["loss"]))
+  assert not np.array_equal(state.params["embedding"], before.params["embedding"])
+
+
+def test_padding_weighs_nothing():
+  """Rows of padding beside the batch leave loss and gradients as they are: the loss is per weighted token."""
+  prog = program.build(config(), slices((1, 1)), 1)
+  params = jax.jit(prog.model.init)(jax.random.key(1))
+  batch = packed_batch(4)
+  padded = Batch(*(np.concatenate([field, np.zeros_like(field)]) for field in batch))
+  sums = jax.jit(functools.partial(step.loss_and_grads, prog.model, config().optimizer))
+  got, want = (sums(params, jax.tree.map(lambda x: x[None], b)) for b in (padded, batch))
+  assert float(got.weight) == float(want.weight)
+  assert float(got.loss) == pytest.approx(float(want.loss), rel=1e-6)
+  for ours, theirs in zip(jax.tree.leaves(got.grads), jax.tree.leaves(want.grads), strict=True):
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6 * np.abs(theirs).max())
+
+
+def test_the_iota_embedding_is_the_same_lookup():
+  assert_close(run(config(model={"use_iota_embed": True})), reference(), 2e-6)
+
+
+def test_sizes_that_do_not_fit_are_refused():
+  with pytest.raises(ValueError, match=r"'embed' of size 32 .* 'fsdp' \(3 ways\)"):
+    program.build(config(data={"per_device_batch_size": 3}), slices((1, 3)), 1)
+  with pytest.raises(ValueError, match="does not divide over data=1 x fsdp=4"):
+    program.build(config(data={"per_device_batch_size": 0.5}), slices((1, 4)), 1)
+  with pytest.raises(ValueError, match=r"product is 3, but there are 2 devices per slice"):
+    program.build(config(parallelism={"ici_fsdp_parallelism": 3}), slices((1, 2)), 1)
+  with pytest.raises(ValueError, match="whole number"):
+    program.build(config(data={"per_device_batch_size": 0.3}), slices((1, 2)), 1)
+
+
+def test_weights_that_nothing_shards_are_refused(monkeypatch):
+  from trainer import sharding
+
+  monkeypatch.setitem(sharding.PARAMETER_RULES, "embed", ())
+  with pytest.raises(ValueError, match=r"of the parameters would be replicated .* sharding_tolerance=2.0%"):
+    program.build(config(data={"per_device_batch_size": 2}), slices((1, 2)), 1)
+
+
+def test_bfloat16_compute_keeps_float32_weights_and_loss():
+  history, state = run(config(model={"dtype": "bfloat16"}))
+  assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
+  assert history[0]["loss"] == pytest.approx(reference()[0][0]["loss"], rel=2e-2)

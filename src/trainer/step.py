@@ -99,7 +99,7 @@ def apply_gradients(
   """
   weight = jnp.maximum(sums.weight, 1.0)
   grads = jax.tree.map(lambda g: g / weight, sums.grads)
-  norm = optax.global_norm(grads)
+  norm = optax.tree.norm(grads)
   loss = sums.loss / weight
   finite = jnp.isfinite(norm) & jnp.isfinite(loss)
   if cfg.gradient_clipping_threshold > 0:

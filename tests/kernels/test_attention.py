@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from trainer.kernels import attention, attention_cpu, attention_splash
+from trainer.kernels import attention, attention_cpu, attention_gpu, attention_splash
 from trainer.kernels.attention_xla import dot_product
 
 from .oracle import assert_close, exact, inputs, with_grads
@@ -79,6 +79,32 @@ def test_splash_in_bfloat16():
   check(function, (1, 256, 4, 2, 64), jnp.bfloat16, BFLOAT16)
 
 
+def gpu(mesh, length, heads, implementation="xla", dtype=jnp.bfloat16):
+  del heads
+  return attention_gpu.build(mesh=mesh, head_dim=16, seq_len=length, dtype=dtype, implementation=implementation)
+
+
+@pytest.mark.parametrize("documents", [1, 3])
+def test_gpu_flash_calls_equal_attention_by_definition(documents):
+  q, k, v, ids, dout = inputs(2, 64, 4, 2, 16, documents=documents)
+  if documents == 1:
+    ids = jnp.ones_like(ids)  # takes the kernel without a mask
+  arrays = q, k, v, ids, dout  # float32, which plain XLA takes where cuDNN would not
+  assert_close(jax.jit(with_grads(gpu(None, 64, 4)))(*arrays), exact(*arrays), FLOAT32)
+
+
+def test_gpu_flash_lowers_to_cudnn_with_and_without_a_mask(monkeypatch):
+  from jax._src.cudnn import fused_attention_stablehlo
+
+  monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900)
+  arrays = inputs(2, 64, 4, 2, 16, jnp.bfloat16)
+  run = jax.jit(with_grads(gpu(None, 64, 4, "cudnn")))
+  text = run.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+  for call in ("Softmax", "SoftmaxBackward", "ScaleBiasSoftmax", "ScaleBiasSoftmaxBackward"):
+    assert f"@__cudnn$fmha{call}(" in text
+  assert "2x4x64x64" not in text and "2x2x2x64x64" not in text  # no scores outside of the kernel
+
+
 def cpu(mesh, length, heads):
   return attention.choose(
     "flash", platform="cpu", mesh=mesh, head_dim=16, seq_len=length, num_q_heads=heads, num_kv_heads=2
@@ -97,6 +123,8 @@ def splash(mesh, length, heads):
     (cpu, 152, (2, 1, 2, 2)),
     (splash, 256, (2, 1, 2, 2)),
     (splash, 256, (1, 4, 2, 1)),
+    (gpu, 64, (1, 2, 1, 2)),
+    (gpu, 64, (2, 2, 2, 1)),
   ],
 )
 def test_sharded_equals_definition_inside_a_region_manual_over_data(build, length, shape):
@@ -140,6 +168,8 @@ def choose(name, platform="cpu", mesh=None, seq_len=256, num_kv_heads=2):
     ("autoselected", "cpu", 64, "dot_product"),
     ("autoselected", "tpu", 256, "flash"),
     ("autoselected", "tpu", 200, "dot_product"),
+    ("flash", "gpu", 256, "flash"),
+    ("autoselected", "gpu", 257, "dot_product"),
   ],
 )
 def test_choose(name, platform, seq_len, chosen):
@@ -155,6 +185,10 @@ def test_what_cannot_be_served_is_refused_with_the_remedy():
     choose("flash", num_kv_heads=3)
   with pytest.raises(ValueError, match="not 'npu'"):
     choose("flash", platform="npu")
+  with pytest.raises(ValueError, match=r"dtype=float32.*choose dtype=bfloat16"):
+    gpu(None, 64, 4, dtype=jnp.float32)
+  with pytest.raises(ValueError, match="head_dim=20"):
+    attention_gpu.build(mesh=None, head_dim=20, seq_len=64, dtype=jnp.bfloat16)
   assert "multiple of 128" in choose("autoselected", "tpu", seq_len=200).reason
 
 

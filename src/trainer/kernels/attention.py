@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from trainer.kernels import attention_cpu, attention_shard
@@ -25,6 +27,7 @@ class Shape:
   seq_len: int
   num_q_heads: int
   num_kv_heads: int
+  dtype: jnp.dtype
 
   def axis(self, name: str) -> int:
     """Size of mesh axis `name`; 1 without a mesh."""
@@ -65,13 +68,15 @@ def _splash(shape: Shape) -> Function:
   return attention_splash.build(mesh=shape.mesh, seq_len=shape.seq_len, num_q_heads=shape.num_q_heads)
 
 
-def _absent(shape: Shape) -> Function:
-  raise ValueError(f"attention=flash has no kernel for platform '{shape.platform}' yet: set attention=dot_product.")
+def _cudnn(shape: Shape) -> Function:
+  from trainer.kernels import attention_gpu
+
+  return attention_gpu.build(mesh=shape.mesh, head_dim=shape.head_dim, seq_len=shape.seq_len, dtype=shape.dtype)
 
 
 # Platform -> its flash kernel, or a ValueError with the reason; dot_product serves every platform.
 IMPLEMENTATIONS: Mapping[str, Callable[[Shape], Function]] = MappingProxyType(
-  {"cpu": _cpu_flash, "tpu": _splash, "gpu": _absent}
+  {"cpu": _cpu_flash, "tpu": _splash, "gpu": _cudnn}
 )
 
 # Shorter sequences go to dot_product under autoselected. CPU: where flash stops being faster in
@@ -88,13 +93,14 @@ def choose(
   seq_len: int,
   num_q_heads: int,
   num_kv_heads: int,
+  dtype: Any = jnp.bfloat16,
 ) -> Attention:
   """Returns the implementation of `name` (dot_product, flash, autoselected) for a platform ("cpu", "tpu", "gpu").
 
-  flash raises ValueError where the platform's kernel cannot serve the sizes; autoselected then takes dot_product and
-  says why in `.reason`.
+  `dtype` is that of q, k and v. flash raises ValueError where the platform's kernel cannot serve the type or the
+  sizes; autoselected then takes dot_product and says why in `.reason`.
   """
-  shape = Shape(platform, mesh, head_dim, seq_len, num_q_heads, num_kv_heads)
+  shape = Shape(platform, mesh, head_dim, seq_len, num_q_heads, num_kv_heads, jnp.dtype(dtype))
   if num_q_heads % num_kv_heads:
     raise ValueError(f"base_num_query_heads={num_q_heads} must be a multiple of base_num_kv_heads={num_kv_heads}.")
   if num_kv_heads % shape.axis("tensor"):

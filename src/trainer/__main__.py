@@ -1,7 +1,8 @@
-"""`python -m trainer CONFIG.yml key=value ...`: argv -> configuration -> cluster -> elastic_retry(train) -> exit code."""
+"""The command `python -m trainer`: argv -> configuration -> cluster -> elastic_retry(train) -> exit code."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 import traceback
@@ -47,23 +48,26 @@ def _run(config: Config, started: float) -> int:
   from trainer.elastic.retry import elastic_retry
 
   session_lib.enable_compilation_cache(config.run.jax_cache_dir)
-  cluster = cluster_lib.start(config.cluster, config.elastic.elastic_poll_seconds)
-  code = FAILED
-  try:
-    with session_lib.open_session(config, cluster, started) as session:
-      job = Job(config.run.steps, config.optimizer.gradient_accumulation_steps, session.tokens_per_step)
-      attempt = functools.partial(train.run, config, session)
-      try:
-        outcome = elastic_retry(attempt, cluster, config.elastic, session.events, session.log, job=job)
-        code = COMPLETE if outcome.kind == "complete" else PREEMPTED
-      except ConfigMismatch as error:
-        code = BAD_INPUT
-        session.log.line(f"error: {error}")
-      except Exception:  # noqa: BLE001 -- the one place where an error becomes an exit code
-        session.log.line(traceback.format_exc())
-      session.finish(config, code)
-  finally:
-    cluster.stop()
+  with contextlib.ExitStack() as stack:
+    try:
+      cluster = cluster_lib.start(config.cluster, config.elastic.elastic_poll_seconds)
+      stack.callback(cluster.stop)
+      session = stack.enter_context(session_lib.open_session(config, cluster, started))
+    except ValueError as error:  # a configuration that does not fit the machine or the data; nothing is written yet
+      print(f"error: {error}", file=sys.stderr)
+      return BAD_INPUT
+    job = Job(config.run.steps, config.optimizer.gradient_accumulation_steps, session.tokens_per_step)
+    attempt = functools.partial(train.run, config, session)
+    code = FAILED
+    try:
+      outcome = elastic_retry(attempt, cluster, config.elastic, session.events, session.log, job=job)
+      code = COMPLETE if outcome.kind == "complete" else PREEMPTED
+    except (ConfigError, ConfigMismatch) as error:
+      code = BAD_INPUT
+      session.log.error(f"error: {error}")
+    except Exception:  # noqa: BLE001 -- the one place where an error becomes an exit code
+      session.log.error(traceback.format_exc())
+    session.finish(config, code)
   return code
 
 

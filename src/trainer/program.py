@@ -104,6 +104,7 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
   model = Functional(cfg, kernel)
   optimizer = optimizers.build(config.optimizer, model.logical_axes())
   schedule = optimizers.schedule(config.optimizer, config.run.steps)
+  precisely = functools.partial(_with_precision, cfg.matmul_precision)
   return Program(
     mesh=mesh,
     model=model,
@@ -112,9 +113,20 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     plan=plan,
     state=state.abstract(model, optimizer, mesh, config.parallelism.sharding_tolerance),
     batch=step.abstract_batch(mesh, plan.micro_batches, len(slices) * rows, length),
-    train_step=step.build_train_step(model, config.optimizer, optimizer, schedule, mesh),
-    eval_step=step.build_eval_step(model, config.optimizer, mesh),
+    train_step=precisely(step.build_train_step(model, config.optimizer, optimizer, schedule, mesh)),
+    eval_step=precisely(step.build_eval_step(model, config.optimizer, mesh)),
   )
+
+
+def _with_precision(precision: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+  """`fn` traced with this JAX matmul precision."""
+
+  @functools.wraps(fn)
+  def traced(*args: Any) -> Any:
+    with jax.default_matmul_precision(precision):
+      return fn(*args)
+
+  return traced
 
 
 class Feed:

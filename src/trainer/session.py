@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from trainer import program
 from trainer.checkpoint.preemption import Preemption
 from trainer.cluster import Cluster, View
-from trainer.config import counts
+from trainer.config import cli, counts
 from trainer.config.schema import Config
 from trainer.data import Loader, make_loader
-from trainer.observe import goodput
+from trainer.observe import files, goodput
 from trainer.observe import log as log_lib
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
@@ -91,8 +91,11 @@ def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[S
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
   with contextlib.ExitStack() as stack:
     splits = ["train"] + ["eval"] * _evaluates(config)
+    prepared: list[str] = []  # what the loaders have to say, until there is a log to keep it
     loaders = [
-      make_loader(config.data, vocab_size=config.model.vocab_size, global_batch_size=batch, split=split)
+      make_loader(
+        config.data, vocab_size=config.model.vocab_size, global_batch_size=batch, split=split, log=prepared.append
+      )
       for split in splits
     ]
     for loader in loaders:
@@ -135,6 +138,8 @@ def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[S
       started=started,
       programs=programs,
     )
+    for line in prepared:
+      log.line(line)
     _announce(config, session, cluster, programs[full.slices])
     stack.enter_context(progress)
     watchdog.start()
@@ -165,6 +170,8 @@ def _announce(config: Config, session: Session, cluster: Cluster, full: Program)
   ]
   for line in lines:
     session.log.line(line)
+  if session.process_index == 0:
+    _write_config(config, session.log)
   session.events.emit(
     "run_start",
     steps=config.run.steps,
@@ -183,3 +190,15 @@ def _announce(config: Config, session: Session, cluster: Cluster, full: Program)
     config=config.flat(),
     versions={"jax": jax.__version__},
   )
+
+
+def _write_config(config: Config, log: Log) -> None:
+  """Writes {run}/config.yml with every key, and prints those that are not at their default."""
+  path = f"{config.run_directory}/config.yml"
+  files.write_text(config.run_directory, "config.yml", cli.print_config(config))
+  if config.run.log_config:
+    defaults = Config().flat()
+    chosen = {key: value for key, value in config.flat().items() if value != defaults[key]}
+    log.line(f"Configuration (every key is in {path}; not at their default):")
+    for key, value in chosen.items():
+      log.line(f"  {key}: {value}")

@@ -10,8 +10,10 @@ and a run that resumes from it completes step 101 next.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -46,10 +48,15 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
   """
   # ---- the program of these slices, and the state: the newest tier that can be trusted, or a fresh one
   tiers = Tiers(config.checkpoint, config.run_directory, log=session.log.line, emit=session.events.emit)
-  with session.watchdog.paused():
+  with session.watchdog.paused(), ThreadPoolExecutor(1, thread_name_prefix="restore") as beside:
     prog = session.program(config, view)
-    state, step = _restore(config, session, prog, tiers, carry)
+    restored = beside.submit(
+      _restore, config, session, prog, tiers
+    )  # reading and compiling need not wait for each other
     compiled = carry.compiled_step(lambda wanted: session.program(config, wanted).compile())
+    start = restored.result()
+  state, step = start.state, start.step
+  carry.restored(step, start.tier, start.seconds)
 
   # ---- data: step n trains on batch n-1, dealt out to the living slices by the plan
   feed = program.Feed(session.loader, prog)
@@ -97,9 +104,19 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
     tiers.close()
 
 
-def _restore(config: Config, session: Session, prog: Program, tiers: Tiers, carry: Carry) -> tuple[TrainState, int]:
-  """The state to start from and its completed steps."""
-  start = time.monotonic()
+@dataclasses.dataclass(frozen=True)
+class _Start:
+  """The state that an attempt starts from, after `step` completed steps; tier "none": a fresh one."""
+
+  state: TrainState
+  step: int
+  tier: str
+  seconds: float
+
+
+def _restore(config: Config, session: Session, prog: Program, tiers: Tiers) -> _Start:
+  """The newest state that can be trusted, or a fresh one."""
+  begin = time.monotonic()
 
   def accept(meta: dict[str, Any]) -> None:
     identity = _identity(session)
@@ -113,10 +130,9 @@ def _restore(config: Config, session: Session, prog: Program, tiers: Tiers, carr
   else:
     state, step, tier = restored.state, restored.step, restored.tier
   jax.block_until_ready(state)
-  seconds = time.monotonic() - start
+  seconds = time.monotonic() - begin
   session.events.emit("restore", tier=tier, step=step, seconds=seconds)
-  carry.restored(step, tier, seconds)
-  return state, step
+  return _Start(state, step, tier, seconds)
 
 
 def _identity(session: Session) -> dict[str, Any]:

@@ -54,6 +54,11 @@ class Log:
     else:
       self.line(f"warning: {text}")
 
+  def error(self, text: str) -> None:
+    """What ended the run: recorded, and printed on stderr by whichever process it ended."""
+    self.record(text)
+    print(text, file=sys.stderr, flush=True)
+
   def redirect(self, printer: Callable[[str], None] | None, *, details: bool = True) -> None:
     """Sends the screen's share of the lines to `printer`, if so told without those of `detail`; None: to stdout."""
     with self._lock:

@@ -39,7 +39,7 @@ class Program:
   optimizer: optax.GradientTransformation
   plan: BatchPlan  # which rows of the global batch each slice computes
   state: TrainState  # abstract, with shardings
-  batch: Batch  # abstract [A, rows, T], with shardings
+  batch: Any  # a Batch of ShapeDtypeStructs [A, rows, T], with shardings
   train_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
   eval_step: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
 

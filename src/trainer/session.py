@@ -14,6 +14,7 @@ from trainer.cluster import Cluster, View
 from trainer.config import cli, counts
 from trainer.config.schema import Config
 from trainer.data import Loader, make_loader
+from trainer.data.loader import Split
 from trainer.observe import files, goodput
 from trainer.observe import log as log_lib
 from trainer.observe.events import EventLog
@@ -90,7 +91,7 @@ def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[S
   programs = {full.slices: program.build(config, full.devices, full.num_slices_total)}
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
   with contextlib.ExitStack() as stack:
-    splits = ["train"] + ["eval"] * _evaluates(config)
+    splits: list[Split] = ["train", "eval"] if _evaluates(config) else ["train"]
     prepared: list[str] = []  # what the loaders have to say, until there is a log to keep it
     loaders = [
       make_loader(

@@ -11,6 +11,7 @@ and a run that resumes from it completes step 101 next.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -70,7 +71,7 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
   try:
     for index, batch in prefetch:
       step = index + 1
-      profiler.before_step(index - first, lambda: jax.block_until_ready(state))
+      profiler.before_step(index - first, functools.partial(jax.block_until_ready, state))
       batch = carry.before_step(step, batch)
       state, metrics = compiled(state, batch)
       records.dispatched(step, metrics, prefetch.waited_seconds)
@@ -194,7 +195,7 @@ def _sample(config: Config, session: Session, prog: Program, params: Params, ste
 
 
 class Records:
-  """Turns each step's metrics into a line and a record, one step behind, so that the devices never wait for the host."""
+  """Turns each step's metrics into a line and a record, one step behind: the devices never wait for the host."""
 
   def __init__(self, config: Config, session: Session, view: View, carry: Carry) -> None:
     self._session, self._view, self._carry = session, view, carry

@@ -35,7 +35,7 @@ ENTRY = re.compile(r"^(\d+)\.s(\d+)\.p(\d+)\.(json|bin)(\.tmp)?$")
 ALIGNMENT = 64  # bytes: parts can be viewed as any type in place
 
 Log = Callable[[str], None]
-Emit = Callable[..., None]
+Emit = Callable[..., Any]
 
 
 @dataclass(frozen=True, order=True)

@@ -38,7 +38,7 @@ OUTAGES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTIC
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "trainer")
 
 Log = Callable[[str], None]
-Emit = Callable[..., None]
+Emit = Callable[..., Any]
 
 
 def versions() -> dict[str, str]:

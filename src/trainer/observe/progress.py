@@ -63,7 +63,7 @@ class Progress:
     self._bar.start()
 
   def _draw(self, record: StepRecord) -> None:
-    now, last = time.monotonic(), record.step == self._total_steps
+    now, last = time.monotonic(), record.step in (1, self._total_steps)
     if now - self._drawn < _UPDATE_SECONDS and not last:
       return
     self._drawn = now

@@ -15,12 +15,12 @@ def record(step: int) -> StepRecord:
   return StepRecord(step=step, seconds=0.1, loss=9.0 - step, grad_norm=1.0, lr=1e-3, tokens=64, slices=2, eta=9.0)
 
 
-def test_without_a_terminal_every_period_and_the_last_step_are_plain_lines(tmp_path, capsys):
+def test_without_a_terminal_the_first_every_period_and_the_last_step_are_plain_lines(tmp_path, capsys):
   with Progress(log.get(str(tmp_path)), total_steps=7, total_slices=3, log_period=2) as progress:
     for step in range(1, 8):
       progress.step(record(step))
   lines = capsys.readouterr().out.splitlines()
-  assert lines == [format_step_line(record(step)) for step in (2, 4, 6, 7)]
+  assert lines == [format_step_line(record(step)) for step in (1, 2, 4, 6, 7)]
   assert (tmp_path / "log.txt").read_text().splitlines() == lines
 
 

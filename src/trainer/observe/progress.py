@@ -42,8 +42,8 @@ class Progress:
     self.close()
 
   def step(self, record: StepRecord) -> None:
-    """Shows a completed step: as a line every log_period-th one and the last, in the bar each one."""
-    if record.step % self._log_period == 0 or record.step == self._total_steps:
+    """Shows a completed step: as a line the first, every log_period-th and the last one, in the bar each one."""
+    if record.step % self._log_period == 0 or record.step in (1, self._total_steps):
       self._log.detail(format_step_line(record))
     if self._bar is not None:
       self._draw(record)
@@ -63,7 +63,7 @@ class Progress:
     self._bar.start()
 
   def _draw(self, record: StepRecord) -> None:
-    now, last = time.monotonic(), record.step in (1, self._total_steps)
+    now, last = time.monotonic(), record.step == self._total_steps
     if now - self._drawn < _UPDATE_SECONDS and not last:
       return
     self._drawn = now

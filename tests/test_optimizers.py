@@ -1,0 +1,120 @@
+"""Schedules and optimizers: values against optax's own, what decays, what Muon orthogonalises."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from trainer import optimizers
+from trainer.config.schema import OptimizerSection
+
+AXES = {
+  "embedding": ("vocab", "table_embed"),
+  "layers": {
+    "query": ("layers", "embed", "heads", "head_dim"),
+    "out": ("layers", "heads", "head_dim", "embed"),
+    "norm": {"scale": ("layers", "norm")},
+  },
+}
+SHAPES = {"embedding": (12, 8), "layers": {"query": (3, 8, 2, 4), "out": (3, 2, 4, 8), "norm": {"scale": (3, 8)}}}
+is_tuple = lambda x: isinstance(x, tuple)
+
+
+def tree(seed: int):
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32), SHAPES, is_leaf=is_tuple)
+
+
+def one_update(**keys):
+  cfg = OptimizerSection(**keys)
+  optimizer = optimizers.build(cfg, AXES)
+  params, grads = tree(0), tree(1)
+  updates, _ = optimizer.update(grads, optimizer.init(params), params)
+  return params, grads, updates
+
+
+def rates(steps: int, at, **keys) -> list[float]:
+  rate = optimizers.schedule(OptimizerSection(**keys), steps)
+  return [float(rate(jnp.int32(step))) for step in at]
+
+
+def test_cosine_is_optax_cosine_after_a_linear_warm_up():
+  got = rates(100, range(100), learning_rate=2.0, warmup_steps_fraction=0.1, learning_rate_final_fraction=0.25)
+  cosine = optax.cosine_decay_schedule(2.0, 90, alpha=0.25)
+  want = [2.0 * (step + 1) / 10 for step in range(10)] + [float(cosine(step)) for step in range(90)]
+  np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_warm_up_stable_decay():
+  keys = {"learning_rate": 1.0, "lr_schedule_type": "wsd", "warmup_steps_fraction": 0.1}
+  keys |= {"wsd_decay_steps_fraction": 0.2, "learning_rate_final_fraction": 0.0}
+  assert rates(100, [0, 9, 10, 50, 80, 90, 100], **keys) == pytest.approx([0.1, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0])
+  assert rates(100, [85], **keys, wsd_decay_style="cosine") == pytest.approx([0.5 * (1 + np.cos(np.pi / 4))])
+
+
+def test_constant_and_beyond_the_schedule():
+  assert rates(10, [0, 1, 99], learning_rate=0.5, lr_schedule_type="constant", warmup_steps_fraction=0.0) == [0.5] * 3
+  # steps beyond learning_rate_schedule_steps stay at the final value
+  keys = {"learning_rate": 1.0, "learning_rate_schedule_steps": 10, "learning_rate_final_fraction": 0.1}
+  assert rates(1000, [10, 500], **keys) == pytest.approx([0.1, 0.1])
+
+
+def test_adamw_is_optax_adamw():
+  params, grads, updates = one_update(opt_type="adamw", adam_weight_decay=0.1, weight_decay_mask="all")
+  oracle = optax.adamw(1.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+  want, _ = oracle.update(grads, oracle.init(params), params)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), updates, want)
+
+
+@pytest.mark.parametrize("opt_type", ["adamw", "adafactor", "muon", "sgd"])
+def test_matrices_decay_and_tables_and_norms_do_not(opt_type):
+  with_decay = one_update(opt_type=opt_type, adam_weight_decay=0.5)
+  without = one_update(opt_type=opt_type, adam_weight_decay=0.0)
+  params = with_decay[0]
+  moved = jax.tree.map(lambda a, b: np.asarray(a - b), with_decay[2], without[2])
+  np.testing.assert_allclose(moved["layers"]["query"], -0.5 * params["layers"]["query"], atol=1e-5)
+  np.testing.assert_allclose(moved["layers"]["out"], -0.5 * params["layers"]["out"], atol=1e-5)
+  assert not moved["embedding"].any() and not moved["layers"]["norm"]["scale"].any()
+
+
+@pytest.mark.parametrize("opt_type", ["adamw", "adafactor", "muon", "sgd"])
+def test_everything_decays_where_asked(opt_type):
+  keys = {"opt_type": opt_type, "weight_decay_mask": "all"}
+  with_decay, without = one_update(**keys, adam_weight_decay=0.5), one_update(**keys, adam_weight_decay=0.0)
+  moved = jax.tree.map(lambda a, b: a - b, with_decay[2], without[2])
+  jax.tree.map(lambda m, p: np.testing.assert_allclose(m, -0.5 * p, atol=1e-5), moved, with_decay[0])
+
+
+def test_muon_orthogonalises_each_layer_and_leaves_the_rest_to_adam():
+  _, _, updates = one_update(opt_type="muon", adam_weight_decay=0.0)
+  for name, shape in (("query", (8, 8)), ("out", (8, 8))):
+    for layer in updates["layers"][name]:
+      singular = np.linalg.svd(np.asarray(layer).reshape(shape), compute_uv=False)
+      assert singular.max() / singular.min() < 3, name  # five Newton-Schulz steps bring them near to each other
+  _, _, adam = one_update(opt_type="adamw", adam_weight_decay=0.0)
+  want = adam["embedding"]
+  np.testing.assert_allclose(np.sign(updates["embedding"]), np.sign(want))
+
+
+def test_stacked_and_single_layers_get_the_same_muon_update():
+  optimizer = optimizers.build(
+    OptimizerSection(opt_type="muon", adam_weight_decay=0.0), {"query": AXES["layers"]["query"]}
+  )
+  single = optimizers.build(
+    OptimizerSection(opt_type="muon", adam_weight_decay=0.0), {"query": AXES["layers"]["query"][1:]}
+  )
+  params, grads = ({"query": tree(seed)["layers"]["query"]} for seed in (0, 1))
+  stacked, _ = optimizer.update(grads, optimizer.init(params), params)
+  for i in range(3):
+    one = jax.tree.map(lambda x, i=i: x[i], (params, grads))
+    alone, _ = single.update(one[1], single.init(one[0]), one[0])
+    np.testing.assert_allclose(stacked["query"][i], alone["query"], rtol=1e-4, atol=1e-6)
+
+
+def test_the_first_moment_in_bfloat16():
+  optimizer = optimizers.build(OptimizerSection(mu_dtype="bfloat16"), AXES)
+  moments = [leaf.dtype for leaf in jax.tree.leaves(optimizer.init(tree(0))) if leaf.ndim]
+  assert moments.count(jnp.bfloat16) == moments.count(jnp.float32) == 4

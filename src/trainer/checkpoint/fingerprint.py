@@ -7,13 +7,14 @@ the resharding in between.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 # Knuth's multiplicative hash constant (2**32 / golden ratio): neighbouring elements get very different weights.
 GOLDEN = 2654435761
@@ -40,18 +41,32 @@ def _fingerprint(x: jax.Array) -> jax.Array:
   return jnp.stack([jnp.sum(words, dtype=jnp.uint32), jnp.sum(words * weight, dtype=jnp.uint32), bad])
 
 
+@functools.lru_cache(maxsize=4096)
+def _program(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> Any:
+  """The compiled fingerprint of such an array: parameters and their moments share one."""
+  replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+  abstract = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+  return jax.jit(_fingerprint, out_shardings=replicated).lower(abstract).compile()
+
+
+def prepare(abstract: Any) -> None:
+  """Compiles what `dispatch` will need for a state of these shapes, types and shardings. From any thread."""
+  for x in jax.tree.leaves(abstract):
+    _program(tuple(x.shape), x.dtype, x.sharding)
+
+
 def dispatch(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
   """Starts the fingerprints of `arrays` and returns at once; the arrays may be donated right after."""
-  started = {}
-  for name, x in arrays.items():
-    replicated = NamedSharding(x.sharding.mesh, PartitionSpec()) if isinstance(x.sharding, NamedSharding) else None
-    started[name] = jax.jit(_fingerprint, out_shardings=replicated)(x)
-  return started
+  return {name: _program(x.shape, x.dtype, x.sharding)(x) for name, x in arrays.items()}
 
 
 def collect(started: Mapping[str, jax.Array]) -> tuple[dict[str, str], list[str]]:
   """({name: 16 hex digits}, names with non-finite values) of what `dispatch` started. Waits for the devices."""
-  values = {name: np.asarray(x) for name, x in started.items()}
+  return summarize({name: np.asarray(x) for name, x in started.items()})
+
+
+def summarize(values: Mapping[str, np.ndarray]) -> tuple[dict[str, str], list[str]]:
+  """`collect` of values that have already been fetched."""
   prints = {name: f"{int(v[0]):08x}{int(v[1]):08x}" for name, v in values.items()}
   return prints, [name for name, v in values.items() if v[2]]
 

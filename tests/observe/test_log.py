@@ -64,6 +64,7 @@ def test_a_closed_pipe_does_not_end_the_run(tmp_path):
     out = log.get({str(tmp_path)!r})
     for i in range(20000):
       out.line(f"line {{i}}")
+    print("by a library")
   """
   with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as process:
     assert process.stdout.readline() == "line 0\n"

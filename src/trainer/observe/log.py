@@ -85,7 +85,7 @@ def _print(text: str) -> None:
     sys.stdout.flush()
   except BrokenPipeError:
     # Whoever read stdout has gone (`| head`, a closed terminal). The file goes on; stdout leads nowhere from here, or
-    # what it has buffered would fail again at exit and turn exit code 0 into 120.
+    # what it has buffered would fail again in somebody else's print, or at exit.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -69,7 +69,7 @@ class Session:
     if code == 0 and config.observe.enable_report:
       from trainer.observe import report  # matplotlib: seconds to import
 
-      self.log.line(f"Report: {report.write(config.run_directory)}")
+      report.write_or_warn(config.run_directory, self.log)
 
 
 def enable_compilation_cache(directory: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.observe import fake_run
 
-from trainer.observe import history, report
+from trainer.observe import history, log, report
 from trainer.tools import report as tool
 
 
@@ -76,6 +76,17 @@ def test_a_run_that_is_still_going_on_and_knows_little(tmp_path):
   page = Page(Path(report.write(str(tmp_path / "young"))).read_text())
   assert "not ended" in page.text and "Not recorded." in page.text
   assert "Recoveries" not in page.text and "Sample" not in page.text
+
+
+def test_a_report_that_fails_is_a_warning(tmp_path, monkeypatch, capsys):
+  fake_run.plain_run(tmp_path / "a", steps=3)
+  report.write_or_warn(str(tmp_path / "a"), log.get(None))
+  assert capsys.readouterr().out == f"Report: {tmp_path}/a/report.html\n"
+  monkeypatch.setitem(sys.modules, "matplotlib", None)
+  monkeypatch.delitem(sys.modules, "trainer.observe.plots")
+  monkeypatch.delattr("trainer.observe.plots")
+  report.write_or_warn(str(tmp_path / "a"), log.get(None))
+  assert capsys.readouterr().out.startswith("warning: no report: ModuleNotFoundError")
 
 
 def test_many_steps_restarts_and_bad_losses_are_drawn(tmp_path):

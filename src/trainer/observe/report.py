@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer.observe import files, history
 from trainer.observe.history import Run
+from trainer.observe.log import Log
 from trainer.observe.metrics import format_duration
 
 REPORT_FILE = "report.html"
@@ -65,6 +66,14 @@ def write(run_directory: str) -> str:
   }
   files.write_text(run_directory, REPORT_FILE, _page(run, pictures))
   return f"{run_directory.rstrip('/')}/{REPORT_FILE}"
+
+
+def write_or_warn(run_directory: str, log: Log) -> None:
+  """`write` at the end of a run, with a line in the log. Whatever fails becomes a warning: the run is what counts."""
+  try:
+    log.line(f"Report: {write(run_directory)}")
+  except Exception as error:  # noqa: BLE001 - a picture must not turn a complete run into a failed one
+    log.warning(f"no report: {error!r}; `python -m trainer.tools.report {run_directory}` tries again")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,7 @@ def test_round_trip(tmp_path, mode, asynchronous):
   assert meta["tokens"] == 70 and meta["cursor"] == {"next_example": 5} and meta["step"] == 7
   assert meta["versions"]["jax"] == jax.__version__
   toys.assert_same_bits(tier.restore(7, toys.abstract(toys.values(1), toys.mesh(2, 4)), meta), toys.values(1))
+  tier.wait()
   tier.close()
 
 
@@ -49,6 +50,7 @@ def test_restores_onto_other_meshes_and_layer_layouts(tmp_path, data, fsdp, scan
     got = restore(tier, step, target)
     toys.assert_same_bits(got, want)
     assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, target)
+  tier.wait()
   tier.close()
 
 
@@ -63,6 +65,7 @@ def test_state_may_be_donated_while_it_is_written(tmp_path):
   tier.wait()
   for step in (1, 2, 3):
     toys.assert_same_bits(restore(tier, step, toys.abstract(toys.values(3), toys.mesh(2, 4))), toys.values(3))
+  tier.wait()
   tier.close()
 
 
@@ -73,11 +76,13 @@ def test_retention_keeps_newest_multiples_and_best(tmp_path):
   for step, loss in losses.items():
     tier.save(step, state, {}, metric=loss)
     if step == 3:  # a resumed run reads the losses back
+      tier.wait()
       tier.close()
       tier = Persistent(str(tmp_path / "c"), cfg)
   tier.wait()
   assert tier.steps() == [2, 4, 6, 7]
   assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["2", "4", "6", "7"]
+  tier.wait()
   tier.close()
 
 
@@ -89,6 +94,7 @@ def test_a_step_is_written_once(tmp_path):
   assert tier.save(1, toys.state(2), {}, force=True)
   tier.wait()
   toys.assert_same_bits(restore(tier, 1, toys.abstract(toys.values(), toys.mesh(1, 1))), toys.values(2))
+  tier.wait()
   tier.close()
 
 
@@ -103,6 +109,7 @@ def test_a_state_that_is_not_finite_is_never_committed(tmp_path, mode, value):
   with pytest.raises(NonFiniteState, match=r"step 2 is not finite \(1 arrays, the first opt_state.0.nu.embedding\)"):
     tier.wait()
   assert tier.steps() == [1] and [p.name for p in (tmp_path / "c").iterdir()] == ["1"]
+  tier.wait()
   tier.close()
 
 
@@ -121,6 +128,7 @@ def test_wrong_shape_and_missing_array_are_rejected_with_their_names(tmp_path):
   del less["low"]
   with pytest.raises(Rejected, match="1 arrays that the state lacks: low"):
     restore(tier, 1, toys.abstract(less, toys.mesh(2, 4)))
+  tier.wait()
   tier.close()
 
 
@@ -131,6 +139,7 @@ def test_a_type_may_change_and_is_cast(tmp_path):
   want = toys.values()
   want["params"]["embedding"] = want["params"]["embedding"].astype(jnp.bfloat16)
   toys.assert_same_bits(restore(tier, 1, toys.abstract(want, toys.mesh(1, 2))), want)
+  tier.wait()
   tier.close()
 
 
@@ -147,6 +156,7 @@ def test_unwritable_directory_is_an_error_and_earlier_checkpoints_stay(tmp_path)
   (tmp_path / "kept").rename(tmp_path / "c")
   assert tier.steps() == [1]
   toys.assert_same_bits(restore(tier, 1, toys.abstract(toys.values(), toys.mesh(1, 1))), toys.values())
+  tier.wait()
   tier.close()
 
 
@@ -155,6 +165,7 @@ def test_orbax_itself_reads_what_is_written(tmp_path):
 
   tier = Persistent(str(tmp_path / "c"), toys.config())
   tier.save(1, toys.state(1), {})
+  tier.wait()
   tier.close()
   with ocp.PyTreeCheckpointer() as reader:
     tree = reader.restore(tmp_path / "c" / "1" / "state")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 from tests.checkpoint import toys
 
-from trainer.checkpoint import ConfigMismatch, NoGoodCheckpoint, Tiers
+from trainer.checkpoint import ConfigMismatch, NoGoodCheckpoint, NonFiniteState, Tiers
 
 
 def make(path, recorder=None, **changes):
@@ -106,6 +107,29 @@ def test_accept_refuses_before_anything_is_loaded(tmp_path):
   with pytest.raises(ConfigMismatch, match="other model"):
     make(tmp_path).restore_newest(target(), refuse)
   assert (tmp_path / "checkpoints" / "2").exists()
+
+
+def test_close_raises_what_a_save_met(tmp_path):
+  tiers = make(tmp_path)
+  state = toys.state(2)
+  state["low"] = state["low"] * jnp.nan
+  tiers.maybe_save(2, state, {})
+  with pytest.raises(NonFiniteState):
+    tiers.close()
+
+
+def test_close_does_not_hide_why_the_attempt_ends(tmp_path):
+  recorder = toys.Recorder()
+  tiers = make(tmp_path, recorder)
+  state = toys.state(2)
+  state["low"] = state["low"] * jnp.nan
+  tiers.maybe_save(2, state, {})
+  with pytest.raises(KeyError, match="a slice was lost"):
+    try:
+      raise KeyError("a slice was lost")
+    finally:
+      tiers.close()
+  assert "The save that was under way is lost: the state of step 2 is not finite" in recorder.lines[-1]
 
 
 def test_import_is_light():

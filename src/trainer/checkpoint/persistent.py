@@ -133,13 +133,11 @@ class Persistent:
     self._background.check()
 
   def close(self) -> None:
-    """Waits for the save in flight and frees Orbax's threads."""
-    try:
-      self.wait()
-    finally:
-      if self._writer is not None:
+    """Frees Orbax's threads. Call `wait` before: an error of a save in flight is not raised here."""
+    if self._writer is not None:
+      with contextlib.suppress(Exception):  # wait() has raised it
         self._writer.close()
-        self._writer = None
+      self._writer = None
 
   def _orbax_writer(self) -> Any:
     if self._writer is None:

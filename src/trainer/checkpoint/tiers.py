@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import jax
 from jax import Device
 
-from trainer.checkpoint import agree
+from trainer.checkpoint import agree, fingerprint
+from trainer.checkpoint.background import Background
 from trainer.checkpoint.emergency import Candidate, Emergency
 from trainer.checkpoint.errors import NoGoodCheckpoint, Rejected
 from trainer.checkpoint.persistent import Emit, Log, Persistent
@@ -50,6 +52,7 @@ class Tiers:
     self._cfg, self._log, self._emit = cfg, log, emit
     self._persistent = Persistent(f"{run_directory}/checkpoints", cfg, log=log, emit=emit)
     self._emergency: Emergency | None = None
+    self._warm = Background("checkpoint-preparation")
     if cfg.enable_checkpointing and cfg.enable_emergency_checkpoint:
       self._emergency = Emergency(cfg, run_directory, slices or {0: jax.devices()}, log=log, emit=emit)
 
@@ -95,9 +98,19 @@ class Tiers:
       self._emergency.wait()
 
   def close(self) -> None:
-    """wait, and free the threads."""
+    """Waits for what was started and frees the threads.
+
+    Raises CheckpointError like wait, except while another exception is on its way (`finally`): that one tells why the
+    attempt ends and must not be replaced, so the checkpoint's is logged.
+    """
+    ending = sys.exception() is not None
     try:
+      self._warm.wait()
       self.wait()
+    except Exception as error:
+      if not ending:
+        raise
+      self._log(f"The save that was under way is lost: {error}")
     finally:
       self._persistent.close()
 
@@ -144,6 +157,7 @@ class Tiers:
         "Put a good copy of one there, or, to start again from step 0, move the folder away or choose another run_name"
       )
     self._set_aside(rejected)
+    self._warm.start(lambda: _prepare(abstract))
     return None
 
   def _try(self, step: int, candidate: Candidate | None, abstract: Any, accept: Accept) -> Restored:
@@ -176,3 +190,10 @@ class Tiers:
       moved = {name: self._persistent.set_aside(name, reason) for name, reason in rejected.items()}
     for name, target in agree.from_primary(moved).items():
       self._log(f"Moved checkpoint {name} to {target}: {rejected[name]}")
+
+
+def _prepare(abstract: Any) -> None:
+  """What the first save would otherwise wait for: compiled fingerprints and the import of Orbax (a second each)."""
+  import orbax.checkpoint  # noqa: F401
+
+  fingerprint.prepare(abstract)

@@ -36,6 +36,7 @@ def values(seed: int = 0, scanned: bool = True) -> dict[str, Any]:
   return {
     "params": params(seed),
     "opt_state": ({"mu": params(seed + 10), "nu": params(seed + 20)}, {}),
+    "big": _numbers(seed + 40, (64, 32)),  # Orbax keeps what is smaller in its compressed index
     "low": _numbers(seed + 30, (8,)).astype(jnp.bfloat16),
     "bytes": np.arange(16, dtype=np.int8) - 8,
     "flags": np.array([True, False, True, True]),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ from trainer.checkpoint.background import Background
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
 from trainer.config.schema import CheckpointSection
 
+UNFINISHED = ".orbax-checkpoint-tmp"
 COMMIT = "commit_success.txt"
+# Orbax's words, and the path at which it committed (a run's folder may have moved since).
+COMMIT_TEXT = rf"Checkpoint commit was successful to .*/[0-9]+({re.escape(UNFINISHED)})?"
 META = "meta.json"
 MANIFEST = "manifest.json"
 DELETED = "DELETED"
-UNFINISHED = ".orbax-checkpoint-tmp"
 # Orbax touches these two after the manifest is written. The first is only its own bookkeeping (a restore does not
 # read it), the second is checked by its text.
 UNSEALED = frozenset({"_CHECKPOINT_METADATA", COMMIT, MANIFEST})
@@ -261,7 +264,7 @@ class Persistent:
     for name in (COMMIT, MANIFEST, META):
       if not (root / name).exists():
         raise Rejected(f"{name} is missing")
-    if b"success" not in (root / COMMIT).read_bytes():
+    if not re.fullmatch(COMMIT_TEXT, (root / COMMIT).read_bytes().decode(errors="replace")):
       raise Rejected(f"{COMMIT} is damaged")
     entries = sealed.parse((root / MANIFEST).read_bytes(), MANIFEST)
     sealed.check(root, dict(list(entries.items())[part::parts]))

@@ -1,0 +1,213 @@
+"""Damage to any file of any tier is noticed before training, and the newest good state is used."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.checkpoint import toys
+
+from trainer.checkpoint import NoGoodCheckpoint, Tiers, sealed
+
+LOCAL = {"enable_emergency_checkpoint": True, "local_checkpoint_period": 1}
+# What a restore reads, and Orbax's own bookkeeping that it does not read but that is sealed all the same.
+PERSISTENT = {
+  "commit_success.txt": "commit_success.txt",
+  "meta.json": "meta.json",
+  "manifest.json": "manifest.json",
+  "tree metadata": "state/_METADATA",
+  "sharding": "state/_sharding",
+  "array metadata": "state/array_metadatas/process_0",
+  "item commit": "state/commit_success.txt",
+  "root manifest": "state/manifest.ocdbt",
+  "root data": "state/d/*",
+  "process manifest": "state/ocdbt.process_0/manifest.ocdbt",
+  "array data": "state/ocdbt.process_0/d/*",
+}
+EMERGENCY = {"index": "*.json", "parts": "*.bin"}
+
+
+def tiers(path: Path, recorder: toys.Recorder | None = None, *, local: bool = False) -> Tiers:
+  recorder = recorder or toys.Recorder()
+  cfg = toys.config(checkpoint_period=1, **(LOCAL | {"local_checkpoint_directory": f"{path}/ram"} if local else {}))
+  return Tiers(cfg, "run" if local else f"{path}/run", log=recorder.log, emit=recorder.emit)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+  """Steps 1 and 2 in both tiers."""
+  path = tmp_path_factory.mktemp("saved")
+  persistent = tiers(path)
+  local = Tiers(toys.config(checkpoint_period=10, **LOCAL, local_checkpoint_directory=f"{path}/ram"), "run")
+  for step in (1, 2):
+    for t in (persistent, local):
+      assert t.maybe_save(step, toys.state(step), {"tokens": step})
+      t.wait()
+  return path
+
+
+def truncate(data: bytearray) -> bytes:
+  return bytes(data[: len(data) // 2])
+
+
+def flip(data: bytearray) -> bytes:
+  data[len(data) // 2] ^= 1 << 5
+  return bytes(data)
+
+
+def flip_first(data: bytearray) -> bytes:
+  data[0] ^= 1
+  return bytes(data)
+
+
+def flip_last(data: bytearray) -> bytes:
+  data[-1] ^= 1 << 7
+  return bytes(data)
+
+
+def zero(data: bytearray) -> bytes:
+  start = next(i for i in range(len(data) // 3, len(data)) if data[i])
+  data[start : start + 64] = bytes(len(data[start : start + 64]))
+  return bytes(data)
+
+
+def delete(data: bytearray) -> None:
+  return None
+
+
+DAMAGES = [truncate, delete, flip, flip_first, flip_last, zero]
+
+
+def damage(file: Path, how) -> None:
+  before = file.read_bytes()
+  after = how(bytearray(before))
+  assert after != before
+  if after is None:
+    file.unlink()
+  else:
+    file.write_bytes(after)
+
+
+def biggest(root: Path, pattern: str) -> Path:
+  return max(root.glob(pattern), key=lambda p: p.stat().st_size)
+
+
+def restore(path: Path, local: bool = False):
+  recorder = toys.Recorder()
+  restored = tiers(path, recorder, local=local).restore_newest(toys.abstract(toys.values(), toys.mesh(1, 2)))
+  toys.assert_same_bits(restored.state, toys.values(restored.step))
+  assert restored.meta["tokens"] == restored.step
+  return restored.step, recorder
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("kind", PERSISTENT)
+def test_persistent(tmp_path, saved, kind, how):
+  shutil.copytree(saved / "run", tmp_path / "run")
+  file = biggest(tmp_path / "run" / "checkpoints" / "2", PERSISTENT[kind])
+  if kind == "commit_success.txt" and how is flip:
+    how = flip_last  # its middle is the path of the run when it was committed, which nothing depends on
+  damage(file, how)
+  step, recorder = restore(tmp_path)
+  assert step == 1
+  rejected = tmp_path / "run" / "checkpoints_rejected"
+  assert (rejected / "2").is_dir() and (rejected / "2.reason.txt").read_text()
+  lost_marker = kind == "commit_success.txt" and how is delete
+  assert lost_marker or "checkpoint_rejected" in recorder.kinds()
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_orbax_bookkeeping_that_nothing_reads_does_no_harm(tmp_path, saved, how):
+  shutil.copytree(saved / "run", tmp_path / "run")
+  damage(tmp_path / "run" / "checkpoints" / "2" / "_CHECKPOINT_METADATA", how)
+  assert restore(tmp_path)[0] == 2
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_flipped_bit_anywhere_in_array_data(tmp_path, saved, seed):
+  shutil.copytree(saved / "run", tmp_path / "run")
+  rng = random.Random(seed)
+  files = sorted((tmp_path / "run" / "checkpoints" / "2" / "state").rglob("d/*"))
+
+  def anywhere(data: bytearray) -> bytes:
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return bytes(data)
+
+  damage(rng.choice(files), anywhere)
+  assert restore(tmp_path)[0] == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_fingerprints_alone_notice_changed_values(tmp_path, saved, seed):
+  """As on an object store, where large files have no CRC of ours: the manifest is made anew after the damage."""
+  shutil.copytree(saved / "run", tmp_path / "run")
+  root = tmp_path / "run" / "checkpoints" / "2"
+  row = toys.values(2)["big"][0].tobytes()
+  file = next(path for path in root.glob(PERSISTENT["array data"]) if row in path.read_bytes())
+  start = file.read_bytes().index(row)
+
+  def in_row(data: bytearray) -> bytes:
+    data[start + 5 * seed] ^= 1 << seed
+    return bytes(data)
+
+  damage(file, in_row)
+  entries = sealed.parse((root / "manifest.json").read_bytes(), "")
+  name = str(file.relative_to(root))
+  entries[name]["crc32"] = sealed.file_crc(file)[1]
+  (root / "manifest.json").write_bytes(sealed.dump(entries))
+  step, recorder = restore(tmp_path)
+  assert step == 1
+  assert any("big does not have the fingerprint it was saved with" in line for line in recorder.lines)
+
+
+def test_a_renamed_step_is_not_taken_for_another(tmp_path, saved):
+  shutil.copytree(saved / "run", tmp_path / "run")
+  (tmp_path / "run" / "checkpoints" / "1").rename(tmp_path / "run" / "checkpoints" / "3")
+  step, recorder = restore(tmp_path)
+  assert step == 2
+  assert any("it is of step 1" in line for line in recorder.lines)
+
+
+def test_files_of_two_steps_mixed(tmp_path, saved):
+  shutil.copytree(saved / "run", tmp_path / "run")
+  root = tmp_path / "run" / "checkpoints"
+  shutil.copytree(root / "1" / "state", root / "2" / "state", dirs_exist_ok=True)
+  assert restore(tmp_path)[0] == 1
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("kind", EMERGENCY)
+def test_emergency(tmp_path, saved, kind, how):
+  shutil.copytree(saved / "ram", tmp_path / "ram")
+  damage(tmp_path / "ram" / "run" / f"2.s0.p0{EMERGENCY[kind][1:]}", how)
+  step, recorder = restore(tmp_path, local=True)
+  assert step == 1
+  assert recorder.lines
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_flipped_bit_anywhere_in_local_files(tmp_path, saved, seed):
+  shutil.copytree(saved / "ram", tmp_path / "ram")
+  rng = random.Random(seed)
+  root = tmp_path / "ram" / "run"
+  if seed % 2:
+    file, size = root / "2.s0.p0.json", (root / "2.s0.p0.json").stat().st_size
+    positions = range(size)
+  else:  # not in the padding between the parts, which nothing reads
+    file = root / "2.s0.p0.bin"
+    parts = sealed.parse((root / "2.s0.p0.json").read_bytes(), "")["parts"]
+    positions = [part["offset"] for part in parts]
+  data = bytearray(file.read_bytes())
+  data[rng.choice(positions)] ^= 1 << rng.randrange(8)
+  file.write_bytes(data)
+  assert restore(tmp_path, local=True)[0] == 1
+
+
+def test_both_tiers_damaged_beyond_use(tmp_path, saved):
+  shutil.copytree(saved / "run", tmp_path / "run")
+  for step in ("1", "2"):
+    damage(biggest(tmp_path / "run" / "checkpoints" / step, PERSISTENT["array data"]), flip)
+  with pytest.raises(NoGoodCheckpoint, match=r"2: (.|\n)*1: (.|\n)*choose another run_name"):
+    restore(tmp_path)

@@ -92,6 +92,7 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
         tiers.maybe_save(step, state, _meta(config, session, step), last=last or stop, metric=loss)
         if last or stop:
           tiers.wait()
+      records.resume()
       if stop and not last:
         return Outcome("preempted", step)
       if grow:
@@ -209,6 +210,10 @@ class Records:
       peak_flops=chip.peak_flops if chip else None,
     )
     self._pending: tuple[int, dict[str, jax.Array], float] | None = None
+    self._last = time.monotonic()
+
+  def resume(self) -> None:
+    """The next step's time counts from here: evaluations and saves are no part of it."""
     self._last = time.monotonic()
 
   def dispatched(self, step: int, metrics: dict[str, jax.Array], data_wait: float) -> None:

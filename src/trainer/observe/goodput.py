@@ -70,9 +70,10 @@ class _Claim:
 def compute(run_directory: str) -> dict[str, Any]:
   """Goodput of a run. ValueError if it has no records.
 
-  Returns wall_seconds; seconds and percent {bucket: value} with every bucket of BUCKETS, summing to wall_seconds
-  and to 100 (percent in steps of 0.01, largest remainder); goodput_percent; steps (that count), steps_lost, processes,
-  attempts; and slice_percent: slices alive, averaged over the time of the steps that count, of the slices of the run.
+  Returns began (epoch seconds); wall_seconds; seconds and percent {bucket: value} with every bucket of BUCKETS,
+  summing to wall_seconds and to 100 (percent in steps of 0.01, largest remainder); goodput_percent; steps (that
+  count), steps_lost, processes, attempts; and slice_percent: slices alive, averaged over the time of the steps that
+  count, of the slices of the run.
   """
   events, steps = read_events(run_directory), read_records(run_directory)
   if not events and not steps:
@@ -101,6 +102,7 @@ def compute(run_directory: str) -> dict[str, Any]:
   weighted = sum(s["seconds"] * s["slices"] for s in done)
   percent = _percent(micros)
   return {
+    "began": begin / 1e6,
     "wall_seconds": (at - begin) / 1e6,
     "goodput_percent": percent["steps"],
     "percent": percent,

@@ -29,11 +29,6 @@ class Run:
   def total_slices(self) -> int:
     return max([int(self.start.get("num_slices") or 0), *(s["slices"] for s in self.steps)], default=0)
 
-  @property
-  def begin(self) -> float:
-    """Epoch seconds of the first record."""
-    return min(record["wall"] for record in [*self.events, *self.lost, *self.steps])
-
   def of_kind(self, *kinds: str) -> Records:
     return [event for event in self.events if event["kind"] in kinds]
 

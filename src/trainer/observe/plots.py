@@ -9,6 +9,7 @@ import dataclasses
 import io
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,18 +82,17 @@ def loss_over_steps(run: Run) -> bytes:
 def over_time(run: Run) -> bytes:
   """Loss, speed and slices alive over wall time."""
   unit, name = _time_unit(run)
-  begin = run.begin
 
   def when(record: dict[str, Any]) -> float:
-    return (record["wall"] - begin) / unit
+    return (record["wall"] - run.goodput["began"]) / unit
 
   with matplotlib.rc_context(_STYLE):
     heights = (3.2, 1.6, 0.8 if run.total_slices > 1 else 0)
     figure, strip, axes = _stack(_marks([run]), when, heights=heights)
     _draw_loss(axes[0], run, when)
     _title(strip, "the same over wall time", axes[0])
-    for part in _lives(run, when, run.tokens_per_second()):
-      axes[1].step(*_thin(*part), where="mid", color=BLUE, linewidth=1.2)
+    axes[1].plot(*_speed(run, when, unit), color=BLUE, linewidth=1.4)
+    axes[0].set_xlim(0, run.goodput["wall_seconds"] / unit)
     axes[1].set_ylabel("tokens/s")
     axes[1].set_ylim(bottom=0)
     axes[1].grid(axis="y")
@@ -292,7 +292,8 @@ def _draw_reference(axis: Axes, run: Run, key: str, name: str) -> float | None:
     return None
   axis.axhline(value, color=GREY, linewidth=1, linestyle=":", zorder=0)
   place, where = (0.995, value), ("axes fraction", "data")
-  style: dict[str, Any] = {"ha": "right", "va": "bottom", "color": GREY, "fontsize": 9}
+  style: dict[str, Any] = {"ha": "right", "va": "bottom", "color": GREY, "fontsize": 9, "zorder": 5}
+  style["bbox"] = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.5}  # readable also on a curve
   axis.annotate(f"{name} = {value:.2f}", place, (0, 2), where, "offset points", **style)
   return value
 
@@ -311,6 +312,27 @@ def _draw_slices(axis: Axes, run: Run, x: Callable[[dict[str, Any]], float | Non
   axis.set_ylim(0, run.total_slices + 0.4)
   axis.set_yticks(sorted({0, run.total_slices}))
   axis.set_ylabel("slices\nalive")
+
+
+def _speed(run: Run, when: Callable[[dict[str, Any]], float], unit: float) -> tuple[list[float], list[float]]:
+  """Tokens per second, level for as long as a step took (or a group of steps), with gaps where there was no step."""
+  group = math.ceil(len(run.steps) / _MAX_POINTS)
+  pairs = itertools.groupby(zip(run.steps, run.tokens_per_second(), strict=True), key=lambda pair: pair[0]["process"])
+  xs: list[float] = []
+  ys: list[float] = []
+  for _, life in pairs:
+    steps = list(life)
+    for part in (steps[i : i + group] for i in range(0, len(steps), group)):
+      begin, end = when(part[0][0]) - part[0][0]["seconds"] / unit, when(part[-1][0])
+      if xs and begin - xs[-1] > end - begin:
+        xs.append(math.nan)
+        ys.append(math.nan)
+      elif xs:  # a short pause: upright, not slanting, to the next level
+        xs.append(begin)
+        ys.append(ys[-1])
+      xs += [begin, end]
+      ys += [statistics.fmean(speed for _, speed in part)] * 2
+  return xs, ys
 
 
 def _label_steps(axis: Axes) -> None:

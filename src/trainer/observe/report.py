@@ -159,7 +159,10 @@ def _subtitle(run: Run) -> str:
     parts.append(f"{start['parameters'] / 1e6:,.1f} million parameters")
   if start.get("devices"):
     kind = start.get("device_kind") or start.get("platform") or ""
-    parts.append(f"{start['devices']} {kind} devices in {run.total_slices} slice{'s' if run.total_slices != 1 else ''}")
+    devices, slices = (
+      f"{n} {what}{'s' * (n != 1)}" for n, what in ((start["devices"], "device"), (run.total_slices, "slice"))
+    )
+    parts.append(f"{devices} ({kind}) in {slices}")
   if start.get("time"):
     parts.append(f"last started {start['time'][:19]} UTC")
   ends = run.of_kind("run_end")
@@ -195,7 +198,7 @@ def _numbers(run: Run) -> str:
 def _details(values: dict[str, Any] | None) -> str:
   if not values:
     return "<p>Not recorded.</p>"
-  rows = ((key, _cell(value)) for key, value in values.items())
+  rows = ((key, str(value)) for key, value in values.items())
   return f"<details><summary>{len(values)} entries</summary>{_table(('key', 'value'), rows)}</details>"
 
 

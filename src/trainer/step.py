@@ -185,7 +185,7 @@ def abstract_batch(mesh: Mesh, accumulation: int, rows: int, length: int) -> Bat
     )
   where = NamedSharding(mesh, batch_spec())
   shape = (accumulation, rows, length)
-  dtypes = Batch(jnp.int32, jnp.int32, jnp.float32, jnp.int32, jnp.int32)
+  dtypes = (jnp.int32, jnp.int32, jnp.float32, jnp.int32, jnp.int32)
   return Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=where) for dtype in dtypes))
 
 

@@ -97,6 +97,7 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
         return Outcome("preempted", step)
       if grow:
         return Outcome("slice_up", step)
+      records.resume()
     _sample(config, session, prog, state.params, step)
     return Outcome("complete", step)
   finally:
@@ -254,6 +255,10 @@ class Records:
     self._carry.completed(step)
     if skipped:
       self._nonfinite(record, skipped)
+
+  def resume(self) -> None:
+    """The loop goes on after an evaluation or a save, whose time is no step's."""
+    self._last = time.monotonic()
 
   def _nonfinite(self, record: StepRecord, skipped: int) -> None:
     self._session.events.emit("nonfinite", step=record.step, loss=record.loss, grad_norm=record.grad_norm)

@@ -146,7 +146,7 @@ def test_conversion_is_its_own_inverse(name, scan):
 def test_conversion_names_what_does_not_fit():
   cfg = config("qwen3")
   tensors = to_hugging_face(jax.jit(Functional(cfg, None).init)(jax.random.key(0)), cfg)
-  with pytest.raises(ValueError, match="model.norm.weight is missing"):
+  with pytest.raises(ValueError, match=r"model\.norm\.weight is missing"):
     from_hugging_face({k: v for k, v in tensors.items() if k != "model.norm.weight"}, cfg)
   with pytest.raises(ValueError, match="have no place"):
     from_hugging_face({**tensors, "model.extra": tensors["model.norm.weight"]}, cfg)

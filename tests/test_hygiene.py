@@ -1,0 +1,126 @@
+"""What a tracked file may not contain, and that the lock, the README and CI tell the same story."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import re
+import subprocess
+import tomllib
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = pathlib.Path(__file__).parents[1]
+LARGEST_FILE = 300_000  # bytes: a plot or a short log, not a data set
+BINARY = {".png"}
+# Hosts that a reader may be sent to. A package index or a mirror is a matter of the machine, not of the project.
+HOSTS = {"arxiv.org", "github.com", "www.apache.org", "www.w3.org"}
+
+
+@functools.cache
+def tracked() -> tuple[pathlib.Path, ...]:
+  """Every file under version control."""
+  listing = subprocess.run(["git", "-C", ROOT, "ls-files", "-z"], capture_output=True, text=True, timeout=60)
+  if listing.returncode != 0:
+    pytest.skip("not a git checkout: there are no tracked files to look at")
+  files = tuple(ROOT / name for name in listing.stdout.split("\0") if name and (ROOT / name).is_file())
+  assert ROOT / "pyproject.toml" in files
+  return files
+
+
+def found(pattern: str) -> list[str]:
+  """Where the text files match `pattern`: "path:line: match"."""
+  matcher = re.compile(pattern)
+  return [
+    f"{path.relative_to(ROOT)}:{number}: {match.group()}"
+    for path in tracked()
+    if path.suffix not in BINARY
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    for match in matcher.finditer(line)
+  ]
+
+
+def test_text_is_ascii():
+  assert found(r"[^\x00-\x7f]") == []
+
+
+def test_no_path_of_one_machine():
+  assert found(r"(?<![\w./~])/(" + "|".join(["work", "root", "Users", r"home/\w"]) + r")(?=/|\b)(?!\w)") == []
+
+
+def test_urls_lead_to_known_places():
+  hosts = found(r"https?://[^\s/)>\"'`]+")
+  assert [hit for hit in hosts if hit.rpartition("//")[2] not in HOSTS] == []
+
+
+def test_an_unfinished_thought_has_an_owner():
+  assert found(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX)\b(?!\(\w+\))") == []
+
+
+def test_files_are_small():
+  assert [str(path) for path in tracked() if path.stat().st_size > LARGEST_FILE] == []
+
+
+# ---- the lock
+
+LOCK = (ROOT / "requirements.lock").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def pins(python: str) -> dict[str, str]:
+  """Package -> pinned version, as `python` on Linux gets them."""
+  environment = {"python_version": python[: python.rindex(".")], "python_full_version": python, "sys_platform": "linux"}
+  chosen = {}
+  for line in LOCK.splitlines():
+    if line and not line.startswith("#"):
+      requirement = Requirement(line)
+      (specifier,) = requirement.specifier
+      assert specifier.operator == "==" and not requirement.url, line
+      if requirement.marker is None or requirement.marker.evaluate(environment):
+        name = requirement.name.lower().replace("_", "-")
+        assert name not in chosen, f"{name} is pinned twice for Python {python}"
+        chosen[name] = specifier.version
+  return chosen
+
+
+def test_the_lock_names_versions_and_nothing_else():
+  assert "://" not in LOCK and "--hash" not in LOCK
+  assert not re.search(r"^-", LOCK, re.MULTILINE), "an option such as an index belongs to the machine"
+
+
+@pytest.mark.parametrize("python", ["3.11.0", "3.12.1", "3.13.0"])
+def test_the_lock_pins_what_pyproject_asks_for(python):
+  chosen = pins(python)
+  extras = {name: needs for name, needs in PROJECT["optional-dependencies"].items() if name != "hf"}
+  for text in [*PROJECT["dependencies"], *(text for needs in extras.values() for text in needs)]:
+    requirement = Requirement(text)
+    name = requirement.name.lower().replace("_", "-")
+    assert name in chosen, f"{text} is not in requirements.lock: its head says how to renew it"
+    assert requirement.specifier.contains(chosen[name]), f"{text} but the lock has {chosen[name]}"
+
+
+# ---- the two commands
+
+FIRST = "bash setup.sh && .venv/bin/python -m trainer configs/quickstart.yml"
+SECOND = "bash setup.sh --dev && .venv/bin/python -m pytest"
+
+
+@pytest.mark.parametrize("command", [FIRST, SECOND])
+def test_the_readme_has_the_two_commands_on_lines_of_their_own(command):
+  assert command in (ROOT / "README.md").read_text().splitlines()
+
+
+def test_ci_runs_the_second_command():
+  assert SECOND in [line.strip() for line in (ROOT / ".ci" / "run").read_text().splitlines()]
+
+
+def test_every_path_that_the_documents_name_exists():
+  """`src/...`, `configs/...` and the like in README.md, CONTRIBUTING.md and docs/, in backquotes or as a link."""
+  missing = []
+  for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    text = page.read_text()
+    linked = [(page.parent, target) for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text)]
+    quoted = [(ROOT, path) for path in re.findall(r"`((?:src|configs|docs|tests|\.ci)/[\w./-]*\w)`", text)]
+    missing += [f"{page.name}: {path}" for base, path in linked + quoted if not (base / path).exists()]
+  assert missing == []

@@ -1,0 +1,109 @@
+"""Imports point down, only cluster/ reads the environment, and no module needs itself."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import pathlib
+
+import pytest
+
+SOURCE = pathlib.Path(__file__).parents[1] / "src"
+
+# From the bottom up. A part may import those of the rows below it, and never one of its own row.
+LAYERS = (
+  {"config"},
+  {"observe"},
+  {"mesh", "cluster"},
+  {"sharding"},
+  {"kernels", "data", "checkpoint", "elastic", "optimizers"},
+  {"models"},
+  {"state", "generate"},
+  {"step"},
+  {"program"},
+  {"session"},
+  {"train"},
+  {"__main__", "tools"},
+)
+
+
+@functools.cache
+def modules() -> dict[str, ast.Module]:
+  """Module name -> syntax tree, of the whole package."""
+  found = {}
+  for path in sorted((SOURCE / "trainer").rglob("*.py")):
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text())
+  return found
+
+
+def imports(tree: ast.AST, known: dict[str, ast.Module]) -> set[str]:
+  """The trainer modules that `tree` imports, those inside functions included."""
+  names = set()
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Import):
+      names |= {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom):
+      assert node.level == 0, f"line {node.lineno}: imports are absolute here"
+      parent = node.module or ""
+      names |= {f"{parent}.{alias.name}" if f"{parent}.{alias.name}" in known else parent for alias in node.names}
+  return {name for name in names if name == "trainer" or name.startswith("trainer.")}
+
+
+def part(module: str) -> str:
+  """trainer.data.loader -> data"""
+  return module.split(".")[1]
+
+
+def violations(importer: str, imported: set[str]) -> list[str]:
+  """What is wrong with the imports of one module, in words."""
+  rank = {name: i for i, layer in enumerate(LAYERS) for name in layer}
+  assert part(importer) in rank, f"{importer} is new: give its part a place in LAYERS"
+  mine = part(importer)
+  return [
+    f"{importer} imports {name}: {part(name)} is {'beside' if rank[part(name)] == rank[mine] else 'above'} {mine}"
+    for name in sorted(imported)
+    if name != "trainer" and part(name) != mine and rank[part(name)] >= rank[mine]
+  ]
+
+
+def test_imports_point_down():
+  known = modules()
+  wrong = [line for name, tree in known.items() if name != "trainer" for line in violations(name, imports(tree, known))]
+  assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+  "importer, text, complaint",
+  [
+    ("trainer.data.loader", "from trainer import train", "train is above data"),
+    ("trainer.data.loader", "def f():\n  from trainer.kernels import remat", "kernels is beside data"),
+    ("trainer.config.load", "import trainer.observe.log", "observe is above config"),
+  ],
+)
+def test_the_check_sees_upward_and_sideways_imports(importer, text, complaint):
+  known = modules()
+  assert importer in known
+  (line,) = violations(importer, imports(ast.parse(text), known))
+  assert line.endswith(complaint)
+
+
+def test_no_module_needs_itself():
+  """No cycles, inside a part either. Imports under TYPE_CHECKING and inside functions count."""
+  known = modules()
+  graph = {name: imports(tree, known) - {name} for name, tree in known.items()}
+  while leaves := [name for name, needs in graph.items() if not needs & graph.keys()]:
+    for name in leaves:
+      del graph[name]
+  assert not graph, f"these import each other in a circle: {graph}"
+
+
+def test_only_the_cluster_reads_the_environment():
+  readers = {
+    name
+    for name, tree in modules().items()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") and ast.unparse(node.value) == "os"
+  }
+  assert readers, "somebody must look for the launcher"
+  assert {part(name) for name in readers} == {"cluster"}, readers

@@ -1,0 +1,100 @@
+"""The quickstart, shrunk in size and corpus: what it prints and writes, and that the same seed gives the same bits."""
+
+from __future__ import annotations
+
+import email
+import json
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import trainer
+
+CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "quickstart.yml"
+SHRUNK = (
+  "base_emb_dim=64 base_num_decoder_layers=2 base_num_query_heads=2 base_num_kv_heads=1 head_dim=32 base_mlp_dim=128 "
+  "per_device_batch_size=4 max_target_length=64 steps=6 eval_interval=3 eval_steps=2 checkpoint_period=3 "
+  "sample_tokens=8 jax_cache_dir="
+).split()
+TIMED = {
+  *("seconds", "eval_seconds", "data_wait", "eta", "wall", "monotonic"),
+  *("tflops_per_device", "tokens_per_second_per_device"),
+}
+
+
+def quickstart(folder: pathlib.Path, name: str) -> subprocess.Popen[str]:
+  """Starts the shrunk quickstart, with a cache of its own: the tokenizer is trained anew as well."""
+  paths = [f"base_output_directory={folder}", f"run_name={name}", f"dataset_cache_directory={folder}/cache_{name}"]
+  paths.append(f"dataset_path={pathlib.Path(email.__file__).parent}")  # half a megabyte of the standard library
+  environment = os.environ | {"PYTHONPATH": str(pathlib.Path(trainer.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
+  command = [sys.executable, "-m", "trainer", str(CONFIG), *SHRUNK, *paths]
+  return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, tuple[pathlib.Path, str]]:
+  """Run directory and stdout of two runs that differ in their names only."""
+  folder = tmp_path_factory.mktemp("quickstart")
+  processes = {name: quickstart(folder, name) for name in ("one", "two")}
+  results = {}
+  try:
+    for name, process in processes.items():
+      out, err = process.communicate(timeout=500)
+      assert process.returncode == 0, out + err
+      results[name] = folder / name, out
+  finally:
+    for process in processes.values():
+      process.kill()
+  return results
+
+
+def records(directory: pathlib.Path) -> list[dict]:
+  return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_it_learns_from_ln_v_and_writes_what_the_readme_says(runs):
+  directory, out = runs["one"]
+  losses = [float(loss) for loss in re.findall(r"completed step: \d+, .*? loss: ([\d.]+)", out)]
+  assert len(losses) == 6
+  assert losses[0] == pytest.approx(math.log(4096), abs=0.1)
+  assert losses[-1] < losses[0] - 0.2
+  assert [int(step) for step in re.findall(r"eval at step (\d+): loss", out)] == [3, 6]
+  assert re.search(r"sample after step 6 ---\n\S+ ", out)
+  assert (directory / "log.txt").read_text().splitlines()[-1] == out.splitlines()[-1]
+  assert (directory / "loss.png").read_bytes().startswith(b"\x89PNG")
+  assert "data:image/png" in (directory / "report.html").read_text()
+  assert list((directory / "tensorboard").glob("events.out.tfevents.*"))
+  assert {path.name for path in (directory / "checkpoints").iterdir()} == {"3", "6"}
+
+
+def test_the_time_of_an_evaluation_is_no_steps(runs):
+  """Step 4 follows the first evaluation, whose compilation takes many times as long as a step."""
+  by_step = {(record["step"], "eval_loss" in record): record for record in records(runs["one"][0])}
+  assert by_step[4, False]["seconds"] < by_step[3, True]["eval_seconds"]
+
+
+def test_two_runs_with_the_same_seed_are_bit_identical(runs):
+  one, two = (directory for directory, _ in runs.values())
+  ignored = TIMED | {"process"}
+  numbers = [
+    [{key: value for key, value in record.items() if key not in ignored} for record in records(run)]
+    for run in (one, two)
+  ]
+  assert len(numbers[0]) >= 6
+  assert numbers[0] == numbers[1]
+  states = [ocp.PyTreeCheckpointer().restore(run / "checkpoints" / "6" / "state") for run in (one, two)]
+  assert states[0].keys() == states[1].keys() and len(states[0]) > 10
+  for name, array in states[0].items():
+    assert np.array_equal(np.asarray(array), np.asarray(states[1][name])), name
+  samples = [out[out.index("--- sample") : out.index("--- end of sample")] for _, out in runs.values()]
+  assert samples[0] == samples[1]

@@ -1,0 +1,57 @@
+"""What a run leaves unimported: libraries that cost seconds and that only a report or a test needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+import trainer
+from trainer import __main__
+
+# tensorflow comes with tensorflow-datasets' sources, torch with transformers, matplotlib with the report.
+HEAVY = ("matplotlib", "tensorflow", "tensorflow_datasets", "torch", "transformers")
+TINY = (
+  "base_emb_dim=32 base_num_decoder_layers=1 base_num_query_heads=2 base_num_kv_heads=1 head_dim=16 base_mlp_dim=64 "
+  "vocab_size=300 dtype=float32 steps=2 max_target_length=32 log_config=false enable_report=false"
+).split()
+PROGRAM = """
+import json, sys
+from trainer.__main__ import main
+code = main(sys.argv[1:])
+print(json.dumps({"code": code, "modules": sorted({name.split(".")[0] for name in sys.modules})}))
+"""
+
+
+@pytest.mark.parametrize("dataset_type", ["synthetic", "text"])
+def test_a_run_imports_nothing_that_it_does_not_need(tmp_path, dataset_type):
+  (tmp_path / "corpus").mkdir()
+  for i in range(4):
+    (tmp_path / "corpus" / f"{i}.txt").write_text(f"{i} lines of text are enough to train on for two steps.\n" * 20)
+  data = [f"dataset_path={tmp_path}/corpus", f"dataset_cache_directory={tmp_path}/cache"]
+  config = tmp_path / "tiny.yml"
+  config.write_text(f"dataset_type: {dataset_type}\n")
+  argv = [str(config), *TINY, *(data if dataset_type == "text" else []), f"base_output_directory={tmp_path}/runs"]
+  environment = os.environ | {"PYTHONPATH": str(pathlib.Path(trainer.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
+  run = subprocess.run(
+    [sys.executable, "-c", PROGRAM, *argv], capture_output=True, text=True, timeout=280, env=environment
+  )
+  assert run.returncode == 0, run.stderr
+  assert "completed step: 2," in run.stdout
+  end = json.loads(run.stdout.splitlines()[-1])
+  assert end["code"] == 0, run.stdout
+  assert {"jax", "orbax"} <= set(end["modules"]), "the list of modules is not one of a run"
+  assert not set(HEAVY) & set(end["modules"])
+
+
+def test_the_console_script_is_the_command():
+  """The entry point that pyproject.toml declares is what `python -m trainer` runs."""
+  root = pathlib.Path(__file__).parents[1]
+  scripts = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]
+  module, name = scripts["trainer"].split(":")
+  assert (module, getattr(__main__, name)) == ("trainer.__main__", __main__.main)

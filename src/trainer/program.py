@@ -23,9 +23,10 @@ from trainer.config.schema import Config
 from trainer.data import Batch, Loader
 from trainer.elastic import batch_plan
 from trainer.elastic.batch_plan import BatchPlan
-from trainer.kernels import attention
+from trainer.kernels import attention, projection
 from trainer.kernels.attention import Attention
 from trainer.models.decoder import Functional
+from trainer.models.layers import Kernels
 from trainer.state import TrainState
 
 
@@ -101,7 +102,7 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     num_q_heads=cfg.num_query_heads,
     num_kv_heads=cfg.num_kv_heads,
   )
-  model = Functional(cfg, kernel)
+  model = Functional(cfg, Kernels(kernel, projection.choose(slices[0][0].platform)))
   optimizer = optimizers.build(config.optimizer, model.logical_axes())
   schedule = optimizers.schedule(config.optimizer, config.run.steps)
   precisely = functools.partial(_with_precision, cfg.matmul_precision)

@@ -171,7 +171,13 @@ def _sums(
       return (loss, z, dw), None
     scale = (weights * (1 + 2 * z_loss * log_z))[..., None] / total
     dlogits = (exponents * scale - jnp.where(hit, weights[..., None], 0.0)).astype(x.dtype)
-    dw += constrain(jnp.einsum("btv,btd->vd", dlogits, x, preferred_element_type=jnp.float32), ("vocab", "embed"))
+    if x.dtype == jnp.float32:
+      # The narrow x is what gets transposed for this contraction, not dlogits: on a CPU that is a slow copy. (For
+      # bfloat16 the CPU runtime has no kernel of this form.)
+      dw_chunk = jnp.einsum("btd,btv->dv", x, dlogits, preferred_element_type=jnp.float32).T
+    else:
+      dw_chunk = jnp.einsum("btv,btd->vd", dlogits, x, preferred_element_type=jnp.float32)
+    dw += constrain(dw_chunk, ("vocab", "embed"))
     dx = jnp.einsum("btv,vd->btd", dlogits, rows, preferred_element_type=jnp.float32).astype(x.dtype)
     return (loss, z, dw), constrain(dx, ("batch", "length", "embed"))
 

@@ -12,7 +12,7 @@ from flax import nnx
 from trainer.config.schema import ModelSection
 from trainer.kernels import remat
 from trainer.models import rope
-from trainer.models.layers import AttentionFn, DecoderLayer, RMSNorm, normal_param
+from trainer.models.layers import DecoderLayer, Kernels, RMSNorm, normal_param
 from trainer.sharding import constrain
 
 # A nested dict of arrays; `layers` is stacked on a leading dim L when scanned, else {"0": .., "1": ..}.
@@ -25,7 +25,7 @@ class Decoder(nnx.Module):
   The step does not keep the module: it keeps the weights as `Params` (see `split`) and merges them for a call.
   """
 
-  def __init__(self, cfg: ModelSection, attention: AttentionFn, *, key: jax.Array) -> None:
+  def __init__(self, cfg: ModelSection, kernels: Kernels, *, key: jax.Array) -> None:
     V, D, L = cfg.vocab_size, cfg.emb_dim, cfg.num_decoder_layers
     embedding_key, layers_key, head_key = jax.random.split(key, 3)
     layer_keys = jax.random.split(layers_key, L)
@@ -34,7 +34,7 @@ class Decoder(nnx.Module):
     tied = cfg.logits_via_embedding
     table_std = min(cfg.initializer_range, 2.0 / D) if tied else cfg.initializer_range
     self.embedding = normal_param(embedding_key, (V, D), ("vocab", "table_embed"), table_std, cfg)
-    make_layer = functools.partial(_layer, cfg, attention)
+    make_layer = functools.partial(_layer, cfg, kernels)
     if cfg.scan_layers:
       self.layers = nnx.vmap(make_layer)(layer_keys)
     else:
@@ -86,15 +86,15 @@ class Decoder(nnx.Module):
     return jnp.take(self.embedding[...], tokens_BT, axis=0).astype(dtype)
 
 
-def _layer(cfg: ModelSection, attention: AttentionFn, key: jax.Array) -> DecoderLayer:
-  return DecoderLayer(cfg, attention, key=key)
+def _layer(cfg: ModelSection, kernels: Kernels, key: jax.Array) -> DecoderLayer:
+  return DecoderLayer(cfg, kernels, key=key)
 
 
 class Functional:
   """The decoder as pure functions of `Params`: what the step, the sampler and the converter use."""
 
-  def __init__(self, cfg: ModelSection, attention: AttentionFn) -> None:
-    self._build = functools.partial(Decoder, cfg, attention)
+  def __init__(self, cfg: ModelSection, kernels: Kernels) -> None:
+    self._build = functools.partial(Decoder, cfg, kernels)
     self._graphdef, self._state = nnx.split(nnx.eval_shape(lambda: self._build(key=jax.random.key(0))))
 
   def init(self, key: jax.Array) -> Params:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -10,11 +12,21 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from trainer.config.schema import ModelSection
+from trainer.kernels import projection
+from trainer.kernels.projection import Project
 from trainer.models import rope
 from trainer.sharding import constrain
 
 # (q [B,T,N,H], k [B,S,K,H], v [B,S,K,H], q_segment_ids [B,T], kv_segment_ids [B,S]) -> [B,T,N,H]
 AttentionFn = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+  """The implementations that the model is built with, chosen once for a platform."""
+
+  attention: AttentionFn
+  project: Project = projection.plain
 
 
 def normal_param(
@@ -25,23 +37,40 @@ def normal_param(
   return nnx.Param(values.astype(cfg.weight_dtype), axes=axes)
 
 
-class RMSNorm(nnx.Module):
+# Elementwise parts keep their inputs for the backward pass and compute the rest again: reading five stored arrays costs
+# more time than that, on every platform. CSE is allowed, it can only save work.
+_cheap = functools.partial(jax.checkpoint, prevent_cse=False)
+
+
+@_cheap
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+  """silu(gate) * up."""
+  return nnx.silu(gate) * up
+
+
+@functools.partial(_cheap, static_argnums=2)
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
   """x / rms(x) * scale over the last dim, in float32, returned in x's dtype (Zhang & Sennrich, 2019)."""
+  x32 = x.astype(jnp.float32)
+  normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
+  return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+  """`rms_norm` with a scale of its own."""
 
   def __init__(self, size: int, cfg: ModelSection) -> None:
     self.scale = nnx.Param(jnp.ones((size,), cfg.weight_dtype), axes=("norm",))
     self.epsilon = cfg.normalization_layer_epsilon
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.epsilon)
-    return (normed * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+    return rms_norm(x, self.scale[...], self.epsilon)
 
 
 class Attention(nnx.Module):
   """Grouped-query attention with rotary positions, and RMSNorm on each query and key head where `use_qk_norm`."""
 
-  def __init__(self, cfg: ModelSection, attention: AttentionFn, out_std: float, *, key: jax.Array) -> None:
+  def __init__(self, cfg: ModelSection, kernels: Kernels, out_std: float, *, key: jax.Array) -> None:
     D, N, K, H = cfg.emb_dim, cfg.num_query_heads, cfg.num_kv_heads, cfg.head_dim
     std = cfg.initializer_range
     query_key, key_key, value_key, out_key = jax.random.split(key, 4)
@@ -53,56 +82,53 @@ class Attention(nnx.Module):
       self.query_norm = RMSNorm(H, cfg)
       self.key_norm = RMSNorm(H, cfg)
     self.use_qk_norm = cfg.use_qk_norm
-    self.attention = attention
+    self.kernels = kernels
 
   def __call__(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
-    dtype = x_BTD.dtype
-    q = jnp.einsum("btd,dnh->btnh", x_BTD, self.query[...].astype(dtype))
-    k = jnp.einsum("btd,dkh->btkh", x_BTD, self.key[...].astype(dtype))
-    v = jnp.einsum("btd,dkh->btkh", x_BTD, self.value[...].astype(dtype))
+    project = self.kernels.project
+    q, k, v = (project(x_BTD, weight[...], 1) for weight in (self.query, self.key, self.value))
     q = checkpoint_name(constrain(q, "batch", "length", "heads", "head_dim"), "query_proj")
     k = checkpoint_name(constrain(k, "batch", "length", "kv_heads", "head_dim"), "key_proj")
     v = checkpoint_name(constrain(v, "batch", "length", "kv_heads", "head_dim"), "value_proj")
     if self.use_qk_norm:
       q, k = self.query_norm(q), self.key_norm(k)
     q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
-    context = self.attention(q, k, v, segment_ids_BT, segment_ids_BT)
+    context = self.kernels.attention(q, k, v, segment_ids_BT, segment_ids_BT)
     context = checkpoint_name(constrain(context, "batch", "length", "heads", "head_dim"), "context")
-    out = jnp.einsum("btnh,nhd->btd", context, self.out[...].astype(dtype))
+    out = project(context, self.out[...], 2)
     return checkpoint_name(constrain(out, "batch", "length", "embed"), "out_proj")
 
 
 class FeedForward(nnx.Module):
   """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
 
-  def __init__(self, cfg: ModelSection, out_std: float, *, key: jax.Array) -> None:
+  def __init__(self, cfg: ModelSection, kernels: Kernels, out_std: float, *, key: jax.Array) -> None:
     D, F = cfg.emb_dim, cfg.mlp_dim
     gate_key, up_key, down_key = jax.random.split(key, 3)
     self.gate = normal_param(gate_key, (D, F), ("embed", "mlp"), cfg.initializer_range, cfg)
     self.up = normal_param(up_key, (D, F), ("embed", "mlp"), cfg.initializer_range, cfg)
     self.down = normal_param(down_key, (F, D), ("mlp", "embed"), out_std, cfg)
+    self.project = kernels.project
 
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
-    dtype = x_BTD.dtype
-    gate = jnp.einsum("btd,df->btf", x_BTD, self.gate[...].astype(dtype))
-    up = jnp.einsum("btd,df->btf", x_BTD, self.up[...].astype(dtype))
+    gate, up = (self.project(x_BTD, weight[...], 1) for weight in (self.gate, self.up))
     gate = checkpoint_name(constrain(gate, "batch", "length", "mlp"), "mlpwi_0")
     up = checkpoint_name(constrain(up, "batch", "length", "mlp"), "mlpwi_1")
-    out = jnp.einsum("btf,fd->btd", nnx.silu(gate) * up, self.down[...].astype(dtype))
+    out = self.project(swiglu(gate, up), self.down[...], 1)
     return checkpoint_name(constrain(out, "batch", "length", "embed"), "mlpwo")
 
 
 class DecoderLayer(nnx.Module):
   """Pre-norm residual layer: x + attention(norm(x)), then + feed_forward(norm(x))."""
 
-  def __init__(self, cfg: ModelSection, attention: AttentionFn, *, key: jax.Array) -> None:
+  def __init__(self, cfg: ModelSection, kernels: Kernels, *, key: jax.Array) -> None:
     # Matrices that write to the residual stream start smaller, so that its variance does not grow with depth (GPT-2).
     out_std = cfg.initializer_range / (2 * cfg.num_decoder_layers) ** 0.5
     attention_key, feed_forward_key = jax.random.split(key)
     self.attention_norm = RMSNorm(cfg.emb_dim, cfg)
-    self.attention = Attention(cfg, attention, out_std, key=attention_key)
+    self.attention = Attention(cfg, kernels, out_std, key=attention_key)
     self.feed_forward_norm = RMSNorm(cfg.emb_dim, cfg)
-    self.feed_forward = FeedForward(cfg, out_std, key=feed_forward_key)
+    self.feed_forward = FeedForward(cfg, kernels, out_std, key=feed_forward_key)
 
   def __call__(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
     x_BTD = checkpoint_name(constrain(x_BTD, "batch", "length", "embed"), "decoder_layer_input")

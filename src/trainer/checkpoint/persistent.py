@@ -155,7 +155,13 @@ class Persistent:
 
       self._writer = ocp.AsyncCheckpointer(
         _handler(ocp.options.MultiprocessingOptions()),
-        async_options=ocp.AsyncOptions(post_finalization_callback=self._seal, barrier_sync_fn=finite_barrier),
+        async_options=ocp.AsyncOptions(
+          post_finalization_callback=self._seal,
+          barrier_sync_fn=finite_barrier,
+          # A folder that cannot be made fails here and now; made in the background, its failure leaves Orbax's other
+          # threads waiting for minutes.
+          create_directories_asynchronously=False,
+        ),
         atomicity_options=AtomicityOptions(mode=AtomicityMode(self._atomicity)),
       )
     return self._writer

@@ -1,0 +1,36 @@
+"""The ramdisk's size: the guide's example, and what the tier really writes."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from tests.checkpoint import toys
+
+from trainer.checkpoint import sizes, trees
+from trainer.checkpoint.emergency import Emergency
+
+
+def test_the_guides_example():
+  assert sizes.ramdisk_by_rule(70_000_000_000, 32) == pytest.approx(60.3e9, rel=0.002)
+
+
+def test_exact_is_what_is_written(tmp_path):
+  cfg = toys.config(
+    enable_emergency_checkpoint=True, local_checkpoint_directory=str(tmp_path), local_checkpoint_period=1
+  )
+  slices = {0: jax.devices()[:4], 1: jax.devices()[4:]}
+  tier = Emergency(cfg, "run", slices)
+  for step in (1, 2, 3):
+    tier.save(step, toys.state(step), {})
+  tier.wait()
+  exact = sizes.ramdisk_exact(toys.state(), slices[1], lambda device: 0)
+  written = sum(path.stat().st_size for path in (tmp_path / "run").glob("*.s1.*.bin"))
+  assert exact[0] - 2 * 64 < written <= exact[0]
+
+
+def test_hosts_share_a_slice():
+  abstract = toys.abstract(toys.values(), toys.mesh(2, 4))
+  whole = sizes.ramdisk_exact(abstract, jax.devices()[:4], lambda device: 0, copies=1)[0]
+  by_host = sizes.ramdisk_exact(abstract, jax.devices()[:4], lambda device: device.id // 2, copies=1)
+  assert sum(by_host.values()) == whole >= trees.state_bytes(abstract)
+  assert by_host[0] > by_host[1] > 0.3 * whole  # what is replicated is the first host's to write

@@ -1,0 +1,135 @@
+"""Storage that fails under a running job: full, read-only. The error is raised, what was saved before stays good."""
+
+from __future__ import annotations
+
+import subprocess
+
+import jax
+import numpy as np
+import pytest
+from tests.checkpoint import toys
+
+from trainer.checkpoint import CheckpointError, Tiers
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def disk(tmp_path):
+  """mount(size) -> a file system of its own; remount(option) changes it."""
+  mounted = []
+
+  def mount(size: int):
+    path = tmp_path / "disk"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    if result.returncode != 0:
+      pytest.skip(f"mounting a small tmpfs is not permitted here: {result.stderr.strip()}")
+    mounted.append(path)
+    return path
+
+  yield mount
+  for path in mounted:
+    subprocess.run(["umount", "-l", str(path)], timeout=30, check=True)
+
+
+def remount(path, option: str) -> None:
+  subprocess.run(["mount", "-o", f"remount,{option}", str(path)], timeout=30, check=True)
+
+
+def state(step: int):
+  return toys.place({"w": np.random.default_rng(step).standard_normal((512, 512)).astype(np.float32)}, toys.mesh(2, 4))
+
+
+def make(path, **changes):
+  return Tiers(toys.config(checkpoint_period=1, **changes), str(path / "run"))
+
+
+def assert_restores(path, step, **changes):
+  target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0))
+  restored = make(path, **changes).restore_newest(target)
+  assert restored.step == step
+  toys.assert_same_bits(restored.state, jax.tree.map(np.asarray, state(step)))
+
+
+def save_until_it_fails(tiers, first: int, last: int) -> int:
+  """The first step at which saving raised CheckpointError. (An asynchronous failure may come one call late.)"""
+  for step in range(first, last + 1):
+    try:
+      tiers.maybe_save(step, state(step), {})
+      tiers.wait()
+    except CheckpointError as error:
+      assert f"step {step} could not be saved in" in str(error)
+      return step
+  raise AssertionError(f"no error up to step {last}")
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_persistent_disk_full(disk, asynchronous):
+  path = disk(5 * MIB)  # four copies of 1 MiB, and not five
+  options = {"async_checkpointing": asynchronous, "max_num_checkpoints_to_keep": 9}
+  tiers = make(path, **options)
+  failed = save_until_it_fails(tiers, 1, 6)
+  assert failed in (4, 5)
+  tiers.close()
+  remount(path, f"size={20 * MIB}")
+  assert_restores(path, failed - 1)
+  tiers = make(path)
+  tiers.maybe_save(failed, state(failed), {})
+  tiers.close()
+  assert_restores(path, failed)
+
+
+def test_retention_makes_room(disk):
+  tiers = make(disk(5 * MIB), max_num_checkpoints_to_keep=2)
+  for step in range(1, 9):
+    tiers.maybe_save(step, state(step), {})
+  tiers.close()
+
+
+def test_persistent_becomes_read_only(disk):
+  path = disk(20 * MIB)
+  tiers = make(path)
+  tiers.maybe_save(1, state(1), {})
+  tiers.wait()
+  remount(path, "ro")
+  assert save_until_it_fails(tiers, 2, 2) == 2
+  tiers.close()
+  assert_restores(path, 1)
+
+
+def emergency(path, **changes):
+  cfg = toys.config(
+    enable_emergency_checkpoint=True,
+    local_checkpoint_directory=str(path / "ram"),
+    local_checkpoint_period=1,
+    checkpoint_period=1000,
+    **changes,
+  )
+  return Tiers(cfg, str(path / "run"))
+
+
+def test_ramdisk_full(disk):
+  path = disk(int(3.5 * MIB))
+  tiers = emergency(path, max_num_local_checkpoints_to_keep=5)
+  assert save_until_it_fails(tiers, 1, 6) == 4
+  tiers.close()
+  target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0))
+  restored = emergency(path).restore_newest(target)
+  assert (restored.step, restored.tier) == (3, "emergency")
+
+
+def test_ramdisk_of_two_copies_is_enough(disk):
+  path = disk(int(2.3 * MIB))  # 2 x 1.15: the seed guide's rule
+  tiers = emergency(path)
+  for step in range(1, 7):
+    tiers.maybe_save(step, state(step), {})
+  tiers.close()
+
+
+def test_ramdisk_that_is_read_only_from_the_start_is_refused(disk):
+  path = disk(MIB)
+  remount(path, "ro")
+  with pytest.raises(ValueError, match="cannot be written"):
+    emergency(path)

@@ -1,0 +1,76 @@
+"""A toy training run that resumes by itself, and a server that starts many of them without importing JAX each time.
+
+`python toy_run.py` reads lines "folder steps" and for each forks a process that does the run; it prints "started PID",
+and "ended STATUS" when that process is gone. JAX is imported before the fork and used only after it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint  # noqa: F401 -- imported once, before the fork
+from tests.checkpoint import toys
+
+from trainer.checkpoint import Tiers
+
+
+def train(folder: Path, steps: int) -> None:
+  """Steps until done, with a local save at every step and a persistent one at every other."""
+  jax.config.update("jax_num_cpu_devices", 8)
+  jax.config.update("jax_compilation_cache_dir", str(folder.parent / "cache"))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+  cfg = toys.config(
+    checkpoint_period=2,
+    max_num_checkpoints_to_keep=2,
+    enable_emergency_checkpoint=True,
+    local_checkpoint_directory=str(folder / "ram"),
+    local_checkpoint_period=1,
+  )
+  mesh = toys.mesh(2, 4)
+  lines: list[str] = []
+  tiers = Tiers(cfg, str(folder / "run"), slices={0: jax.devices()[:4], 1: jax.devices()[4:]}, log=lines.append)
+  start = {"w": np.ones((128, 128), np.float32), "m": np.zeros((128, 128), np.float32), "step": np.int32(0)}
+  restored = tiers.restore_newest(toys.abstract(start, mesh))
+  state = restored.state if restored else toys.place(start, mesh)
+  with (folder / "log.txt").open("a") as log:
+    log.write("\n".join(lines) + "\n")
+
+  def update(state):
+    gradient = jnp.sin(state["w"] * 1.7 + state["step"])
+    m = 0.9 * state["m"] + gradient
+    return {"w": state["w"] - 0.01 * m, "m": m, "step": state["step"] + 1}, jnp.sum(gradient)
+
+  compiled = jax.jit(update, donate_argnums=0)
+  with (folder / "losses.jsonl").open("a") as losses:
+    for step in range((restored.step if restored else 0) + 1, steps + 1):
+      state, loss = compiled(state)
+      losses.write(json.dumps({"step": step, "loss": float(loss).hex()}) + "\n")
+      losses.flush()
+      tiers.maybe_save(step, state, {"tokens": step}, last=step == steps)
+  tiers.close()
+  np.savez(folder / "final.npz", **{name: np.asarray(x) for name, x in state.items()})
+
+
+def serve() -> None:
+  for line in sys.stdin:
+    folder, steps = line.split()
+    pid = os.fork()
+    if pid == 0:
+      try:
+        train(Path(folder), int(steps))
+      except BaseException as error:  # noqa: BLE001 -- a forked child must not return into the server
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+      os._exit(0)
+    print(f"started {pid}", flush=True)
+    print(f"ended {os.waitpid(pid, 0)[1]}", flush=True)
+
+
+if __name__ == "__main__":
+  serve()

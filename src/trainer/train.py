@@ -92,7 +92,6 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
         tiers.maybe_save(step, state, _meta(config, session, step), last=last or stop, metric=loss)
         if last or stop:
           tiers.wait()
-      records.resume()
       if stop and not last:
         return Outcome("preempted", step)
       if grow:
@@ -255,10 +254,6 @@ class Records:
     self._carry.completed(step)
     if skipped:
       self._nonfinite(record, skipped)
-
-  def resume(self) -> None:
-    """The loop goes on after an evaluation or a save, whose time is no step's."""
-    self._last = time.monotonic()
 
   def _nonfinite(self, record: StepRecord, skipped: int) -> None:
     self._session.events.emit("nonfinite", step=record.step, loss=record.loss, grad_norm=record.grad_norm)

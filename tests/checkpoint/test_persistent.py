@@ -13,6 +13,7 @@ from tests.checkpoint import toys
 from trainer.checkpoint import CheckpointError, NonFiniteState
 from trainer.checkpoint.errors import Rejected
 from trainer.checkpoint.persistent import Persistent
+from trainer.config.schema import CheckpointSection
 
 MODES = ["auto", "commit_file"]
 
@@ -171,3 +172,9 @@ def test_orbax_itself_reads_what_is_written(tmp_path):
     tree = reader.restore(tmp_path / "c" / "1" / "state")
   assert np.array_equal(tree["params.embedding"], toys.values(1)["params"]["embedding"])
   assert json.loads((tmp_path / "c" / "1" / "state" / "_METADATA").read_text())["use_zarr3"]
+
+
+def test_a_relative_folder_is_taken_from_where_the_command_runs(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  persistent = Persistent("runs/a/checkpoints", CheckpointSection())
+  assert str(persistent.directory) == f"{tmp_path}/runs/a/checkpoints"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -81,7 +82,8 @@ class Persistent:
     """atomicity="commit_file" makes a local directory behave as an object store does."""
     from etils import epath
 
-    self.directory = epath.Path(directory)
+    # Orbax refuses relative paths; a URL (gs://) is one as it stands.
+    self.directory = epath.Path(directory if "://" in directory else os.path.abspath(directory))
     self._cfg, self._log, self._emit, self._atomicity = cfg, log, emit, atomicity
     self._writer: Any = None
     self._background = Background("persistent-checkpoint")

@@ -101,6 +101,7 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     seq_len=length,
     num_q_heads=cfg.num_query_heads,
     num_kv_heads=cfg.num_kv_heads,
+    dtype=cfg.dtype,
   )
   model = Functional(cfg, Kernels(kernel, projection.choose(slices[0][0].platform)))
   optimizer = optimizers.build(config.optimizer, model.logical_axes())

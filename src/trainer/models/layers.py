@@ -93,8 +93,8 @@ class Attention(nnx.Module):
     if self.use_qk_norm:
       q, k = self.query_norm(q), self.key_norm(k)
     q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
-    context = self.kernels.attention(q, k, v, segment_ids_BT, segment_ids_BT)
-    context = checkpoint_name(constrain(context, "batch", "length", "heads", "head_dim"), "context")
+    # The kernel has named it "context" for remat, with whatever else its backward pass needs.
+    context = constrain(self.kernels.attention(q, k, v, segment_ids_BT, segment_ids_BT), "batch", "length", "heads", "head_dim")
     out = project(context, self.out[...], 2)
     return checkpoint_name(constrain(out, "batch", "length", "embed"), "out_proj")
 

@@ -1,0 +1,102 @@
+"""The training step's pattern, compiled for a TPU by the TPU compiler, with no TPU: needs the package libtpu."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from trainer.config.schema import ModelSection
+from trainer.kernels import attention, remat
+
+pytestmark = pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install libtpu"
+)
+
+B, T, D, N, K, H, L = 4, 512, 256, 4, 2, 128, 3
+
+
+@pytest.fixture
+def tpu(monkeypatch):
+  """Three slices of 2x2 chips, described, not attached."""
+  monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # no metadata server is asked what machine this is
+  monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # another process may compile at the same time
+  return topologies.get_topology_desc(
+    platform="tpu", topology_name="v5e:2x2", chip_config_name="default", chips_per_host_bounds=(2, 2, 1), num_slices=3
+  ).devices
+
+
+def mesh_of(devices, fsdp, tensor, context):
+  ordered = sorted(devices, key=lambda device: (device.slice_index, device.id))
+  shape = np.array(ordered).reshape(3, fsdp, tensor, context)
+  return Mesh(shape, ("data", "fsdp", "tensor", "context"), axis_types=(AxisType.Auto,) * 4)
+
+
+def compile_step(mesh, policy_name):
+  """Gradients of scanned, rematerialised attention layers, in a region that is manual over `data` alone."""
+  kernel = attention.choose(
+    "flash", platform="tpu", mesh=mesh, head_dim=H, seq_len=T, num_q_heads=N, num_kv_heads=K, dtype=jnp.bfloat16
+  )
+  _, policy = remat.policy(ModelSection(remat_policy=policy_name))
+  name = jax.ad_checkpoint.checkpoint_name
+
+  def layer(x, w, ids):
+    heads = jnp.einsum("btd,dnh->btnh", x, w.astype(jnp.bfloat16))
+    q, k, v = jnp.split(heads, (N, N + K), axis=2)
+    q, k, v = name(q, "query_proj"), name(k, "key_proj"), name(v, "value_proj")
+    return x + kernel(q, k, v, ids, ids).reshape(x.shape[0], T, N * H)[..., :D]
+
+  def loss(w, x, ids):
+    body = jax.checkpoint(layer, policy=policy)
+    return jax.lax.scan(lambda x, w: (body(x, w, ids), None), x, w)[0].astype(jnp.float32).sum()
+
+  def per_slice(w, x, ids):
+    return jax.lax.psum(jax.grad(loss)(w, x, ids), "data")
+
+  spec = PartitionSpec("data")
+  step = jax.shard_map(
+    per_slice, mesh=mesh, axis_names={"data"}, in_specs=(PartitionSpec(), spec, spec), out_specs=PartitionSpec(),
+    check_vma=False,
+  )  # fmt: skip
+  rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+  abstract = (
+    jax.ShapeDtypeStruct((L, D, N + 2 * K, H), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec())),
+    jax.ShapeDtypeStruct((3 * B, T, D), jnp.bfloat16, sharding=rows),
+    jax.ShapeDtypeStruct((3 * B, T), jnp.int32, sharding=rows),
+  )
+  with jax.set_mesh(mesh):
+    return jax.jit(step).lower(*abstract).compile()
+
+
+def kernels_in(text):
+  """Names of the Pallas kernels of a compiled program, once for every call of it in the text."""
+  return sorted(re.findall(r"%(splash_mha_[a-z]+)_\w+[.\d]* = \S.* custom-call", text))
+
+
+def test_a_step_compiles_and_keeps_what_its_policy_says(tpu):
+  compiled = compile_step(mesh_of(tpu, 2, 2, 1), "minimal_with_context")
+  text = compiled.as_text()
+  # One forward kernel: with the context saved, the backward pass recomputes none of it.
+  assert kernels_in(text) == ["splash_mha_dkv", "splash_mha_fwd"]
+  assert f"{T},{T}]" not in text  # no scores
+  full = compile_step(mesh_of(tpu, 2, 2, 1), "full")
+  assert kernels_in(full.as_text()) == ["splash_mha_dkv", "splash_mha_fwd", "splash_mha_fwd"]
+
+
+def test_a_sharded_sequence_compiles(tpu):
+  text = compile_step(mesh_of(tpu, 1, 2, 2), "full").as_text()
+  assert len(kernels_in(text)) == 3
+  assert re.search(rf"bf16\[[\d,]*{T // 2},{H}\][^\n]* custom-call", text)  # its own half of the queries
+
+
+def test_offloaded_activations_move_to_the_host(tpu):
+  compiled = compile_step(mesh_of(tpu, 4, 1, 1), "qkv_proj_offloaded")
+  qkv = L * (B // 4) * T * (N + 2 * K) * H * 2
+  assert compiled.memory_analysis().host_temp_size_in_bytes >= qkv
+  assert "S(5)" in compiled.as_text()  # XLA's name for pinned host memory

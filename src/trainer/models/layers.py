@@ -94,7 +94,8 @@ class Attention(nnx.Module):
       q, k = self.query_norm(q), self.key_norm(k)
     q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
     # The kernel has named it "context" for remat, with whatever else its backward pass needs.
-    context = constrain(self.kernels.attention(q, k, v, segment_ids_BT, segment_ids_BT), "batch", "length", "heads", "head_dim")
+    context = self.kernels.attention(q, k, v, segment_ids_BT, segment_ids_BT)
+    context = constrain(context, "batch", "length", "heads", "head_dim")
     out = project(context, self.out[...], 2)
     return checkpoint_name(constrain(out, "batch", "length", "embed"), "out_proj")
 

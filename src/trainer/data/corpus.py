@@ -13,7 +13,8 @@ from pathlib import Path
 
 SUFFIXES = (".jsonl", ".md", ".py", ".txt")
 # Not the library itself, or text that is broken on purpose.
-_NOT_LIBRARY = frozenset({"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"})
+# encodings is an eighth of the text, nearly all of it tables of code points, which teach nothing about Python.
+_NOT_LIBRARY = frozenset({"__pycache__", "dist-packages", "encodings", "idle_test", "site-packages", "test", "tests"})
 
 
 @dataclass(frozen=True)

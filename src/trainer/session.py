@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from trainer import program
 from trainer.checkpoint.preemption import Preemption
+from trainer.checkpoint.snapshot import Snapshots
 from trainer.cluster import Cluster, View
 from trainer.config import cli, counts
 from trainer.config.schema import Config
@@ -35,6 +36,7 @@ class Session:
   progress: Progress
   watchdog: Watchdog
   preemption: Preemption
+  snapshots: Snapshots
   loader: Loader
   eval_loader: Loader | None
   global_batch_size: int  # examples per step, fixed for the life of the run
@@ -122,6 +124,8 @@ def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[S
       stack.enter_context(CheckpointTimings(directory, config.run.run_name, log))
     watchdog = Watchdog(config.observe.watchdog_timeout_seconds, log, events)
     stack.callback(watchdog.stop)
+    snapshots = Snapshots(log.line, events.emit)
+    stack.callback(snapshots.close)
     preemption = stack.enter_context(Preemption(config.checkpoint, log.line))
     session = Session(
       log=log,
@@ -130,6 +134,7 @@ def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[S
       progress=progress,
       watchdog=watchdog,
       preemption=preemption,
+      snapshots=snapshots,
       loader=loaders[0],
       eval_loader=loaders[1] if len(loaders) > 1 else None,
       global_batch_size=batch,

@@ -2,7 +2,7 @@
 
 An attempt builds the program for its slices, takes the newest state that can be trusted, and steps until the run is
 complete, it is told to stop (SIGTERM), a slice has returned, or a slice is lost, which shows as an exception that
-`elastic/retry.py` catches. Nothing it makes outlives it but what it puts into the carry: compiled steps, snapshots.
+`elastic/retry.py` catches. Nothing it makes outlives it but compiled steps (in the carry) and snapshots (the session).
 
 `step` counts completed optimizer steps everywhere: after `completed step: 100` the checkpoint of step 100 may follow,
 and a run that resumes from it completes step 101 next.
@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from trainer import generate, program
+from trainer.checkpoint import fingerprint
 from trainer.checkpoint import meta as checkpoint_meta
 from trainer.checkpoint.tiers import Tiers
 from trainer.cluster import View
@@ -48,13 +49,14 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
   runtime raises when a slice is lost.
   """
   # ---- the program of these slices, and the state: the newest tier that can be trusted, or a fresh one
-  tiers = Tiers(config.checkpoint, config.run_directory, log=session.log.line, emit=session.events.emit)
+  slices = dict(zip(view.slices, view.devices))
+  tiers = Tiers(config.checkpoint, config.run_directory, slices=slices, log=session.log.line, emit=session.events.emit)
   with session.watchdog.paused(), ThreadPoolExecutor(1, thread_name_prefix="restore") as beside:
     prog = session.program(config, view)
-    restored = beside.submit(
-      _restore, config, session, prog, tiers
-    )  # reading and compiling need not wait for each other
-    compiled = carry.compiled_step(lambda wanted: session.program(config, wanted).compile())
+    # Reading and compiling need not wait for each other.
+    restored = beside.submit(_restore, config, session, prog, tiers, carry)
+    compile_step = functools.partial(_compile, config, session, carry)
+    compiled = carry.compiled_step(compile_step)
     start = restored.result()
   state, step = start.state, start.step
   carry.restored(step, start.tier, start.seconds)
@@ -76,21 +78,27 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
       state, metrics = compiled(state, batch)
       records.dispatched(step, metrics, prefetch.waited_seconds)
       if step == first + 2:
-        carry.prepare(lambda wanted: session.program(config, wanted).compile())
+        carry.prepare(compile_step)
 
       last = step == config.run.steps
       stop = session.preemption.requested(step)
       grow = not last and carry.wants_resize(step)
+      if not grow and (carry.snapshot_due(step) or (carry.uses_snapshots and tiers.due(step))):
+        session.snapshots.save(step, state, _meta(config, session, step), slices)
+        carry.at("snapshot", step)
       evaluate = session.eval_loader is not None and (last or _due(config.observe.eval_interval, step))
       if not (last or stop or grow or evaluate or tiers.due(step)):
         continue
       records.finish()  # nothing is saved before it is known to be good
       loss = _evaluate(config, session, prog, state.params, step) if evaluate and not stop else None
-      if tiers.due(step) or last or stop:
-        carry.at("save", step)
       with session.watchdog.paused():  # a save waits for the one before it, as long as that takes
-        tiers.maybe_save(step, state, _meta(config, session, step), last=last or stop, metric=loss)
-        if last or stop:
+        if grow and carry.uses_snapshots:
+          session.snapshots.wait()
+          session.snapshots.save(step, state, _meta(config, session, step), slices)
+        leave = last or stop or (grow and not carry.uses_snapshots)
+        if tiers.maybe_save(step, state, _meta(config, session, step), last=leave, metric=loss):
+          carry.at("save", step)
+        if leave:
           tiers.wait()
       if stop and not last:
         return Outcome("preempted", step)
@@ -116,7 +124,15 @@ class _Start:
   seconds: float
 
 
-def _restore(config: Config, session: Session, prog: Program, tiers: Tiers) -> _Start:
+def _compile(config: Config, session: Session, carry: Carry, view: View) -> Any:
+  """The compiled step of `view`; with it all else that an attempt there will ask of the compiler: the checksums."""
+  prog = session.program(config, view)
+  if carry.uses_snapshots or config.checkpoint.enable_checkpointing:
+    fingerprint.prepare(prog.state)
+  return prog.compile()
+
+
+def _restore(config: Config, session: Session, prog: Program, tiers: Tiers, carry: Carry) -> _Start:
   """The newest state that can be trusted, or a fresh one."""
   begin = time.monotonic()
 
@@ -126,11 +142,13 @@ def _restore(config: Config, session: Session, prog: Program, tiers: Tiers) -> _
     for change in changes:
       session.log.line(f"Changed since the checkpoint: {change}")
 
-  restored = tiers.restore_newest(prog.state, accept)
-  if restored is None:
-    state, step, tier = prog.init(jax.random.key(config.run.init_weights_seed)), 0, "none"
+  session.snapshots.keep(carry.survivors)
+  if (snapshot := session.snapshots.restore(prog.state, carry.survivors)) is not None:
+    state, step, tier = snapshot.state, snapshot.step, "snapshot"
+  elif (saved := tiers.restore_newest(prog.state, accept)) is not None:
+    state, step, tier = saved.state, saved.step, saved.tier
   else:
-    state, step, tier = restored.state, restored.step, restored.tier
+    state, step, tier = prog.init(jax.random.key(config.run.init_weights_seed)), 0, "none"
   jax.block_until_ready(state)
   seconds = time.monotonic() - begin
   session.events.emit("restore", tier=tier, step=step, seconds=seconds)

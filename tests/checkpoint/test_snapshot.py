@@ -125,3 +125,13 @@ def test_a_copy_damaged_in_memory_is_passed_over():
 def test_a_slice_without_a_full_copy_is_refused():
   with pytest.raises(ValueError, match="is sharded across slices"):
     Snapshots().save(1, toys.state(1, toys.mesh(1, 8)), {}, slices())
+
+
+def test_the_memory_of_a_lost_slice_does_not_come_back_with_it():
+  s = Snapshots()
+  s.save(5, toys.state(5, toys.mesh(4, 2)), {}, slices())
+  s.keep({0, 1})
+  assert s.newest({0, 1, 2, 3}) == 5
+  assert s.newest({2, 3}) is None
+  s.keep(set())
+  assert s.newest({0, 1, 2, 3}) is None

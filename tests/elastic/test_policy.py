@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from trainer.elastic.policy import ResizePolicy, RetryPolicy
+import pytest
+
+from trainer.elastic.policy import ResizePolicy, RetryPolicy, SnapshotPolicy
 
 
 def test_attempts_without_progress_run_out_with_growing_pauses():
@@ -71,17 +73,50 @@ def test_a_resize_costs_no_attempt():
 def test_growing_waits_for_the_interval():
   now = [0.0]
   policy = ResizePolicy(min_interval_seconds=30, clock=lambda: now[0])
-  worth = lambda: policy.worth_it(100, 1.0, 0.5, 1.0)
-  assert worth()
+  assert policy.interval_over
   policy.resized()
   now[0] = 29
-  assert not worth()
+  assert not policy.interval_over
   now[0] = 31
-  assert worth()
+  assert policy.interval_over
 
 
 def test_growing_must_pay():
   policy = ResizePolicy(min_interval_seconds=0, clock=lambda: 0.0, cost_seconds=10)
-  assert policy.worth_it(steps_left=21, step_seconds=1, throughput_now=0.5, throughput_then=1.0)  # saves 10.5 s
-  assert not policy.worth_it(steps_left=19, step_seconds=1, throughput_now=0.5, throughput_then=1.0)
-  assert not policy.worth_it(steps_left=10**6, step_seconds=1, throughput_now=0.5, throughput_then=0.5)  # 5 or 6 of 8
+  assert policy.worth_it(saved_seconds=11, compile_seconds=0)
+  assert not policy.worth_it(saved_seconds=11, compile_seconds=2)
+  assert not ResizePolicy(0, lambda: 0.0).worth_it(saved_seconds=0, compile_seconds=0)  # 5 or 6 slices of 8
+
+
+def test_snapshots_are_as_frequent_as_told():
+  policy = SnapshotPolicy(period=3, max_overhead=0.01)
+  for step in range(1, 50):
+    policy.completed(step, 100.0 * (step % 3))
+  assert [step for step in range(1, 10) if policy.due(step)] == [3, 6, 9]
+
+
+def run_steps(policy, steps, step_seconds, cost, first=1):
+  """Steps that take step_seconds, and cost more after a snapshot; the steps of snapshots."""
+  taken = []
+  for step in range(first, first + steps):
+    policy.completed(step, step_seconds + (cost if step - 1 in taken else 0.0))
+    if policy.due(step):
+      policy.taken(step)
+      taken.append(step)
+  return taken
+
+
+@pytest.mark.parametrize(("cost", "period"), [(0.0, 1), (0.009, 1), (0.025, 3), (0.5, 50)])
+def test_snapshots_cost_no_more_than_allowed(cost, period):
+  policy = SnapshotPolicy(period=0, max_overhead=0.01)
+  run_steps(policy, 400, step_seconds=1.0, cost=cost)
+  assert policy.period == period
+  assert cost / policy.period <= 0.01 * 1.0
+
+
+def test_snapshots_become_frequent_again_when_they_get_cheap():
+  policy = SnapshotPolicy(period=0, max_overhead=0.01)
+  run_steps(policy, 50, step_seconds=1.0, cost=0.1)
+  assert policy.period in (10, 11)
+  run_steps(policy, 600, step_seconds=1.0, cost=0.0, first=51)
+  assert policy.period == 1

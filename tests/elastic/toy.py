@@ -47,6 +47,7 @@ class Toy:
     self.rows_total = num_slices * micro_batches * ROWS_PER_MICRO
     self.losses: dict[int, float] = {}
     self.rows: dict[int, list[int]] = {}
+    self.snapshots: dict[int, tuple[int, np.ndarray]] = {}  # by slice
     self.saved: tuple[int, np.ndarray] | None = None  # the checkpoint tier
     self.fail_at: dict[int, Exception] = {}  # raised when the step is dispatched
     self.restores: list[tuple[int, str]] = []
@@ -91,10 +92,9 @@ class Toy:
 
   def restore(self, carry: Carry):
     """(step, weights, tier) from the newest tier that is left."""
-    snapshots = carry.snapshots or {}
-    carry.snapshots = {i: s for i, s in snapshots.items() if i in carry.survivors}
-    if self.backup == "snapshot" and carry.snapshots:
-      step, w = max(carry.snapshots.values(), key=lambda s: s[0])
+    self.snapshots = {i: s for i, s in self.snapshots.items() if i in carry.survivors}
+    if self.backup == "snapshot" and self.snapshots:
+      step, w = max(self.snapshots.values(), key=lambda s: s[0])
       return step, w, "snapshot"
     if self.saved is not None:
       return *self.saved, "persistent"
@@ -131,7 +131,7 @@ class Toy:
   def snapshot(self, carry, step, w):
     carry.at("snapshot", step)
     living = carry.cluster.survivors(carry.view)
-    carry.snapshots = {i: (step, w) for i in carry.view.slices if i in living}
+    self.snapshots = {i: (step, w) for i in carry.view.slices if i in living}
     if self.save_period and step % self.save_period == 0:
       carry.at("save", step)
       self.saved = (step, w)

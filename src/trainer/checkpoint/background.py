@@ -30,6 +30,11 @@ class Background:
   def busy(self) -> bool:
     return self._thread is not None and self._thread.is_alive()
 
+  def join(self) -> None:
+    """Waits; leaves the error to wait() and check()."""
+    if self._thread is not None:
+      self._thread.join()
+
   def wait(self) -> None:
     if self._thread is not None:
       self._thread.join()

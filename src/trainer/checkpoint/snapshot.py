@@ -25,7 +25,7 @@ from trainer.mesh import DATA
 HOST = "pinned_host"
 
 Log = Callable[[str], None]
-Emit = Callable[..., None]
+Emit = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,17 @@ class Snapshots:
   def wait(self) -> None:
     """Returns when no snapshot is under way."""
     self._background.wait()
+
+  def close(self) -> None:
+    """Waits without asking how it went: the interpreter must not end while a thread is inside the runtime."""
+    self._background.join()
+
+  def keep(self, alive: Collection[int]) -> None:
+    """Drops the copies of all other slices: what their memory held is gone, even if they return."""
+    self.wait()
+    if self._whole is not None:
+      for i in set(self._whole.copies) - set(alive):
+        del self._whole.copies[i]
 
   @property
   def cost_seconds(self) -> float:

@@ -18,7 +18,7 @@ from trainer.config.schema import ElasticSection
 from trainer.elastic import batch_plan
 from trainer.elastic.events import SliceHang
 from trainer.elastic.faults import FaultInjector
-from trainer.elastic.policy import ResizePolicy, RetryPolicy
+from trainer.elastic.policy import ResizePolicy, RetryPolicy, SnapshotPolicy
 from trainer.elastic.prepare import Preparation, next_views
 from trainer.observe.compiles import CompileCounter, Compiles
 from trainer.observe.events import EventLog
@@ -56,6 +56,7 @@ class Recovery:
   compiles: Compiles
   wait_seconds: float = 0.0
   restore_seconds: float = 0.0
+  compile_seconds: float = 0.0
   step_after: int = 0
   tier: str = "none"
   restored_at: float = 0.0
@@ -63,7 +64,7 @@ class Recovery:
 
 @dataclass
 class Carry:
-  """Handed from attempt to attempt. `compiled` and `snapshots` belong to train.py, the rest to the elastic loop."""
+  """Handed from attempt to attempt. An attempt calls the methods; the fields are the elastic loop's."""
 
   cfg: ElasticSection
   job: Job
@@ -73,10 +74,10 @@ class Carry:
   faults: FaultInjector
   retries: RetryPolicy
   resizes: ResizePolicy
+  snapshot_policy: SnapshotPolicy
   counter: CompileCounter
   clock: Callable[[], float] = time.monotonic
   compiled: dict[tuple[int, ...], Any] = field(default_factory=dict)  # by View.slices
-  snapshots: Any = None
   view: View = field(init=False)
   survivors: frozenset[int] = field(init=False)  # slices whose host memory has outlived the previous attempt
   down_events: int = 0
@@ -87,6 +88,8 @@ class Carry:
   last_sign_of_life: float = 0.0  # when the attempt began or last completed a step; a fault can have come no earlier
   _timed: bool = False  # whether last_sign_of_life is the end of a step
   _step_seconds: float = 0.0
+  _compile_seconds: float = 0.0  # of the last step that was compiled in the foreground
+  _told: frozenset[int] = frozenset()  # returned slices that were said not to be taken in
 
   def begin(self, view: View) -> None:
     """Called by the loop before each attempt."""
@@ -96,25 +99,30 @@ class Carry:
     self.last_sign_of_life, self._timed = self.clock(), False
 
   def at(self, moment: Moment, step: int) -> None:
-    """Tells the fault injector that a snapshot or a save of `step` is being made, or a state being restored."""
+    """Tells the fault injector that a snapshot or a save of `step` has been started, or a state restored."""
+    if moment == "snapshot":
+      self.snapshot_policy.taken(step)
     self.faults.at(moment, step)
 
   def compiled_step(self, compile: Callable[[View], Any]) -> Any:
     """The compiled step of this attempt's view: kept, prepared in the background, or compiled now."""
+    before, start = self.counter.read(), self.clock()
     if self.preparation is not None:
       self.preparation.finish(self.view)
     if self.view.slices not in self.compiled:
-      before, start = self.counter.read(), self.clock()
       self.compiled[self.view.slices] = compile(self.view)
+      self._compile_seconds = self.clock() - start
       made = self.counter.read() - before
       self.events.emit(
         "compile",
         what=f"slices {list(self.view.slices)}",
-        seconds=self.clock() - start,
+        seconds=self._compile_seconds,
         cached=made.compilations == 0,
         compilations=made.compilations,
         background=False,
       )
+    for recovery in self.recoveries:
+      recovery.compile_seconds += self.clock() - start
     return self.compiled[self.view.slices]
 
   def prepare(self, compile: Callable[[View], Any]) -> None:
@@ -126,7 +134,7 @@ class Carry:
       return
     least = self.cfg.elastic_min_slice_count
     views = [view for view in next_views(self.cluster, self.view) if view.num_alive >= least]
-    self.preparation = Preparation(compile, views, self.compiled, self.events)
+    self.preparation = Preparation(compile, views, self.compiled, self.events, self.counter)
 
   def restored(self, step: int, tier: str, seconds: float) -> None:
     """The attempt has a state after `step` completed steps, from `tier` ("none": fresh), which took `seconds`."""
@@ -165,6 +173,7 @@ class Carry:
     now = self.clock()
     if self._timed:
       self._step_seconds = now - self.last_sign_of_life
+      self.snapshot_policy.completed(step, self._step_seconds)
     self.last_sign_of_life, self._timed = now, True
     self.last_step = step
     self.retries.completed(step)
@@ -174,18 +183,35 @@ class Carry:
     if self.cfg.elastic_enabled:
       self.log.detail(format_elastic_line(step, self.down_events, self.view.num_alive))
 
+  @property
+  def uses_snapshots(self) -> bool:
+    """Whether the attempt takes snapshots, and restores from them first."""
+    return self.cfg.elastic_enabled and self.cfg.elastic_backup_kind == "snapshot"
+
+  def snapshot_due(self, step: int) -> bool:
+    """Whether the attempt should take a snapshot of `step`."""
+    return self.uses_snapshots and self.snapshot_policy.due(step)
+
   def wants_resize(self, step: int) -> bool:
     """Whether the attempt should snapshot `step` and return Outcome("slice_up", step), to go on with more slices."""
     if not self.cfg.elastic_enabled or self.view.is_full:
       return False
     returned = self.cluster.returned(self.view)
-    if not returned:
+    if not returned or not self.resizes.interval_over:
       return False
     now, then = (
       batch_plan.plan(self.cluster.num_slices, alive, self.job.micro_batches, 1).relative_throughput
       for alive in (self.view.num_alive, self.view.num_alive + len(returned))
     )
-    return self.resizes.worth_it(self.job.steps - step, self._step_seconds, now, then)
+    kept = tuple(sorted({*self.view.slices, *returned})) in self.compiled
+    saved_seconds = (self.job.steps - step) * self._step_seconds * (1 - now / then)
+    worth_it = self.resizes.worth_it(saved_seconds, 0.0 if kept else self._compile_seconds)
+    if not worth_it and returned != self._told:
+      self.log.line(
+        f"Slices {sorted(returned)} have returned; taking them in would save only {saved_seconds:.1f} s of the run."
+      )
+      self._told = returned
+    return worth_it
 
   def interrupted(self, event: Literal["slice_down", "slice_up"], slices: list[int], began: float) -> None:
     """Called by the loop when an attempt has ended by an event that began at `began` (self.clock)."""
@@ -195,10 +221,10 @@ class Carry:
     )
 
   def _recovered(self, recovery: Recovery, now: float) -> None:
-    compiles = self.counter.read() - recovery.compiles
+    compilations = (self.counter.read() - recovery.compiles).compilations
     seconds = now - recovery.began
     steps_lost = recovery.step_before - recovery.step_after
-    self.resizes.cost_seconds = seconds - recovery.wait_seconds
+    self.resizes.cost_seconds = seconds - recovery.wait_seconds - recovery.compile_seconds
     self.events.emit(
       "recovery",
       event=recovery.event,
@@ -212,16 +238,16 @@ class Carry:
       detect_seconds=recovery.detect_seconds,
       wait_seconds=recovery.wait_seconds,
       restore_seconds=recovery.restore_seconds,
-      compile_seconds=compiles.seconds,
+      compile_seconds=recovery.compile_seconds,
       first_step_seconds=now - recovery.restored_at,
       seconds=seconds,
       tier=recovery.tier,
-      compilations=compiles.compilations,
+      compilations=compilations,
     )
     self.log.line(
       f"Recovered from {recovery.event} of slice {', '.join(map(str, recovery.slice)) or '?'} in {seconds:.2f} s: "
       f"{recovery.slices_before} -> {self.view.num_alive} slices, {steps_lost} completed steps lost, restored from "
-      f"{recovery.tier}, {compiles.compilations} compilations"
+      f"{recovery.tier}, {compilations} compilations"
     )
 
 

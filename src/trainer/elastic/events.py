@@ -92,9 +92,10 @@ def _look_up(text: str) -> tuple[_Means, str]:
 
 
 def _runtime_error(error: BaseException | None) -> jax.errors.JaxRuntimeError | None:
-  """The runtime's error that `error` is or was raised from (checkpoint threads wrap what they catch)."""
+  """The runtime's error that `error` is or came after: checkpoint threads wrap what they catch, and closing them fails
+  in its own words once a slice is gone."""
   while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
-    error = error.__cause__
+    error = error.__cause__ or error.__context__
   return error
 
 

@@ -1,11 +1,16 @@
-"""When to try again, after which pause, and when to grow: counted against progress, on a clock given from outside."""
+"""When to try again, after which pause, when to grow, when to take a snapshot. Clocks are given from outside."""
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 _LONGEST_BACKOFF_SECONDS = 60.0
+_FIRST_PERIOD = 2  # every other step, until the cost of a snapshot is known
+_FEWEST_SAMPLES, _SAMPLES = 3, 25
 
 
 @dataclass
@@ -58,18 +63,51 @@ class ResizePolicy:
   min_interval_seconds: float
   clock: Callable[[], float]
   last_resize: float = field(default=-float("inf"))
-  cost_seconds: float = 0.0  # of the last recovery, from its event to the next completed step
+  cost_seconds: float = 0.0  # of the last recovery, from its event to the next completed step, compiling excluded
 
   def resized(self) -> None:
     """The number of slices has changed, down or up."""
     self.last_resize = self.clock()
 
-  def worth_it(self, steps_left: int, step_seconds: float, throughput_now: float, throughput_then: float) -> bool:
-    """True when the interval has passed and the steps left get faster by more than the resize costs.
+  @property
+  def interval_over(self) -> bool:
+    """Whether the last resize is long enough ago."""
+    return self.clock() - self.last_resize >= self.min_interval_seconds
 
-    Throughputs are relative to the full topology (batch_plan); step_seconds is what a step takes now.
-    """
-    if self.clock() - self.last_resize < self.min_interval_seconds:
-      return False
-    gain = steps_left * step_seconds * (1 - throughput_now / throughput_then)
-    return gain > self.cost_seconds
+  def worth_it(self, saved_seconds: float, compile_seconds: float) -> bool:
+    """Whether the rest of the run gets faster by more than the resize and its compilation take."""
+    return saved_seconds > self.cost_seconds + compile_seconds
+
+
+class SnapshotPolicy:
+  """At which steps a snapshot is taken: every `period`-th, or (0) as often as costs at most `max_overhead`.
+
+  The cost is measured, as the median time of steps that follow a snapshot over those that do not: copies and checksums
+  run beside the next step, and what they take from it no timer around their dispatch would show.
+  """
+
+  def __init__(self, period: int, max_overhead: float) -> None:
+    self._fixed, self._max_overhead = period > 0, max_overhead
+    self.period = period or _FIRST_PERIOD
+    self._taken: deque[int] = deque(maxlen=4)
+    self._after: deque[float] = deque(maxlen=_SAMPLES)  # seconds of steps that follow a snapshot
+    self._others: deque[float] = deque(maxlen=_SAMPLES)
+
+  def due(self, step: int) -> bool:
+    return step % self.period == 0
+
+  def taken(self, step: int) -> None:
+    """A snapshot of `step` has been started."""
+    self._taken.append(step)
+
+  def completed(self, step: int, seconds: float) -> None:
+    """`step` took `seconds`."""
+    if self._fixed:
+      return
+    (self._after if step - 1 in self._taken else self._others).append(seconds)
+    if min(len(self._after), len(self._others)) < _FEWEST_SAMPLES:
+      return
+    usual = statistics.median(self._others)
+    cost = statistics.median(self._after) - usual
+    # A snapshot every `period` steps costs cost / (period * usual) of the time.
+    self.period = max(1, math.ceil(cost / max(self._max_overhead * usual, 1e-9)))

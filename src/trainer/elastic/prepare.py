@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 from trainer.cluster import Cluster, View
+from trainer.observe.compiles import CompileCounter
 from trainer.observe.events import EventLog
 
 _NICENESS = 10
@@ -36,11 +37,13 @@ class Preparation:
     views: Iterable[View],
     compiled: MutableMapping[tuple[int, ...], Any],
     events: EventLog,
+    counter: CompileCounter,
   ) -> None:
     self._compile = compile
     self._views = [view for view in views if view.slices not in compiled]
     self._compiled = compiled
     self._events = events
+    self._counter = counter
     self._cancelled = threading.Event()
     self._current: tuple[int, ...] | None = None
     self._thread = threading.Thread(target=self._run, name="prepare-topologies", daemon=True)
@@ -70,7 +73,8 @@ class Preparation:
       if self._cancelled.is_set():
         break
       start = time.monotonic()
-      self._compiled[view.slices] = self._compile(view)
+      with self._counter.background():
+        self._compiled[view.slices] = self._compile(view)
       seconds = time.monotonic() - start
       self._events.emit("compile", what=f"slices {list(view.slices)}", seconds=seconds, background=True)
     self._current = None

@@ -15,7 +15,7 @@ from trainer.config.schema import ElasticSection
 from trainer.elastic.attempt import Carry, Job, Outcome
 from trainer.elastic.events import Event, Kind, classify
 from trainer.elastic.faults import FaultInjector, expand
-from trainer.elastic.policy import ResizePolicy, RetryPolicy
+from trainer.elastic.policy import ResizePolicy, RetryPolicy, SnapshotPolicy
 from trainer.observe.compiles import CompileCounter
 from trainer.observe.events import EventLog, read_events
 from trainer.observe.log import Log
@@ -54,6 +54,7 @@ def elastic_retry(
       _injector(cluster, cfg, job, events, clock),
       RetryPolicy(cfg.elastic_max_retries, cfg.elastic_retry_reset_steps, cfg.elastic_backoff_seconds),
       ResizePolicy(cfg.elastic_min_resize_interval_seconds, clock),
+      SnapshotPolicy(cfg.snapshot_period, cfg.snapshot_max_overhead),
       counter,
       clock,
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
@@ -18,10 +20,10 @@ CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 class Compiles:
   """Counts since the counter began, or the difference of two readings."""
 
-  compilations: int = 0  # XLA ran, in the counter's own thread
-  cached: int = 0  # loaded from the persistent cache instead, in the counter's own thread
-  seconds: float = 0.0  # both together: how long that thread stood still
-  background: int = 0  # XLA ran, in other threads
+  compilations: int = 0  # XLA ran, in the foreground
+  cached: int = 0  # loaded from the persistent cache instead, in the foreground
+  seconds: float = 0.0  # both together
+  background: int = 0  # XLA ran, in the background
   background_cached: int = 0
   background_seconds: float = 0.0
 
@@ -33,11 +35,11 @@ class Compiles:
 class CompileCounter:
   """Counts from entering `with` until leaving it; `read()` at any time, from any thread.
 
-  The thread that enters is the foreground: a compilation in another thread does not stop the training loop.
+  Every thread is the foreground, because the training loop may wait for it, but those inside `with background()`.
   """
 
   def __enter__(self) -> Self:
-    self._foreground = threading.get_ident()
+    self._background: set[int] = set()
     self._lock = threading.Lock()
     self._counts = Compiles()
     self._hits: set[int] = set()  # threads whose current compile was found in the cache
@@ -52,6 +54,16 @@ class CompileCounter:
     jax.monitoring.unregister_event_listener(self._on_event)
     jax.monitoring.unregister_event_duration_listener(self._on_duration)
 
+  @contextlib.contextmanager
+  def background(self) -> Iterator[None]:
+    """What this thread compiles inside the block holds nobody up."""
+    thread = threading.get_ident()
+    self._background.add(thread)
+    try:
+      yield
+    finally:
+      self._background.discard(thread)
+
   def read(self) -> Compiles:
     with self._lock:
       return self._counts
@@ -65,7 +77,7 @@ class CompileCounter:
     if event != COMPILE_EVENT:
       return
     thread = threading.get_ident()
-    prefix = "" if thread == self._foreground else "background_"
+    prefix = "background_" if thread in self._background else ""
     with self._lock:
       hit = thread in self._hits
       self._hits.discard(thread)

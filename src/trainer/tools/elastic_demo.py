@@ -1,0 +1,67 @@
+"""Shows that losing a slice loses nothing: `python -m trainer.tools.elastic_demo [CONFIG.yml] [key=value ...]`.
+
+Three runs of configs/elastic_demo.yml: one that goes on with the slices it has left and takes the lost one back, one
+that waits for the replacement on a fixed mesh, and one without faults. Prints how far their losses agree, and draws
+the first and the last in one picture. Exits with 1 when they do not agree.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from trainer import __main__ as command
+from trainer.config import ConfigError, load
+from trainer.observe import report
+
+TOLERANCE = 1e-5  # relative: sums over slices are taken in another order when there are fewer (float32)
+_CONFIG = "configs/elastic_demo.yml"
+_STORIES = {
+  "degrade": ("slices die and return, training goes on with those that live", ()),
+  "fixed_mesh": (
+    "a slice dies, its replacement is waited for",
+    ("elastic_min_slice_count=-1", "fault_injection=slice_down@30:2"),
+  ),
+  "undisturbed": ("nothing happens", ("fault_injection=",)),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Runs the demo and returns its exit code."""
+  arguments = sys.argv[1:] if argv is None else argv
+  if not arguments or "=" in arguments[0]:
+    arguments = [_CONFIG, *arguments]
+  try:
+    config = load(arguments)
+  except ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return command.BAD_INPUT
+  # A folder of its own each time: runs of one name would resume, and have nothing left to do.
+  directory = f"{config.run_directory}/{time.strftime('%Y%m%d-%H%M%S')}"
+  for name, (story, changes) in _STORIES.items():
+    print(f"\n=== {name}: {story}", flush=True)
+    own = [*changes, f"base_output_directory={directory}", f"run_name={name}"]
+    keys = [argument.partition("=")[0] for argument in own]
+    code = command.main([*(a for a in arguments if a.partition("=")[0] not in keys), *own])
+    if code != command.COMPLETE:
+      return code
+  return _compare(directory)
+
+
+def _compare(directory: str) -> int:
+  picture = f"{directory}/comparison.png"
+  undisturbed = f"{directory}/undisturbed"
+  degrade = report.compare([f"{directory}/degrade", undisturbed], picture)
+  fixed = report.compare([f"{directory}/fixed_mesh", undisturbed])
+  agree = degrade.largest <= TOLERANCE and fixed.largest == 0
+  print(
+    f"\n=== loss curves against the undisturbed run\n"
+    f"degrade:    {degrade} (allowed: {TOLERANCE:g})\n"
+    f"fixed_mesh: {fixed} (must be all)\n"
+    f"{'They agree.' if agree else 'THEY DO NOT AGREE.'} Both in one picture: {picture}"
+  )
+  return command.COMPLETE if agree else command.FAILED
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -7,23 +7,24 @@ the first and the last in one picture. Exits with 1 when they do not agree.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 
-from trainer import __main__ as command
 from trainer.config import ConfigError, load
 from trainer.observe import report
 
 TOLERANCE = 1e-5  # relative: sums over slices are taken in another order when there are fewer (float32)
 _CONFIG = "configs/elastic_demo.yml"
 _STORIES = {
-  "degrade": ("slices die and return, training goes on with those that live", ()),
+  "degrade": ("a slice dies and returns; training goes on with those that live", ()),
   "fixed_mesh": (
-    "a slice dies, its replacement is waited for",
+    "a slice dies; its replacement is waited for",
     ("elastic_min_slice_count=-1", "fault_injection=slice_down@30:2"),
   ),
   "undisturbed": ("nothing happens", ("fault_injection=",)),
 }
+_BAD_INPUT = 2
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,15 +36,17 @@ def main(argv: list[str] | None = None) -> int:
     config = load(arguments)
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
-    return command.BAD_INPUT
+    return _BAD_INPUT
   # A folder of its own each time: runs of one name would resume, and have nothing left to do.
   directory = f"{config.run_directory}/{time.strftime('%Y%m%d-%H%M%S')}"
   for name, (story, changes) in _STORIES.items():
-    print(f"\n=== {name}: {story}", flush=True)
     own = [*changes, f"base_output_directory={directory}", f"run_name={name}"]
     keys = [argument.partition("=")[0] for argument in own]
-    code = command.main([*(a for a in arguments if a.partition("=")[0] not in keys), *own])
-    if code != command.COMPLETE:
+    others = [argument for argument in arguments if argument.partition("=")[0] not in keys]
+    command = ["python", "-m", "trainer", *others, *own]
+    print(f"\n=== {name}: {story}\n{' '.join(command)}", flush=True)
+    code = subprocess.run([sys.executable, *command[1:]], check=False).returncode
+    if code != 0:
       return code
   return _compare(directory)
 
@@ -55,12 +58,12 @@ def _compare(directory: str) -> int:
   fixed = report.compare([f"{directory}/fixed_mesh", undisturbed])
   agree = degrade.largest <= TOLERANCE and fixed.largest == 0
   print(
-    f"\n=== loss curves against the undisturbed run\n"
+    f"\n=== losses against the undisturbed run's\n"
     f"degrade:    {degrade} (allowed: {TOLERANCE:g})\n"
     f"fixed_mesh: {fixed} (must be all)\n"
-    f"{'They agree.' if agree else 'THEY DO NOT AGREE.'} Both in one picture: {picture}"
+    f"{'They agree.' if agree else 'THEY DO NOT AGREE.'} Both curves in one picture: {picture}"
   )
-  return command.COMPLETE if agree else command.FAILED
+  return 0 if agree else 1
 
 
 if __name__ == "__main__":

@@ -113,9 +113,3 @@ def test_refused(keys, words):
 @pytest.mark.parametrize("keys", ACCEPTED, ids=" ".join)
 def test_accepted(keys):
   load(["configs/base.yml", *keys])
-
-
-def test_quantization_needs_its_extra(monkeypatch):
-  monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-  with pytest.raises(ConfigError, match=r"needs the package qwix"):
-    load(["configs/base.yml", "quantization=int8"])

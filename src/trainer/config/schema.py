@@ -120,9 +120,6 @@ class ModelSection(Section):
   )
   weight_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type in which parameters are stored.")
   matmul_precision: Literal["default", "high", "highest"] = Field("default", description="JAX matmul precision.")
-  quantization: Literal["", "int8", "fp8"] = Field(
-    "", description="Quantised matmuls of the decoder layers through qwix (extra 'quant'); empty: none."
-  )
   attention: Literal["autoselected", "dot_product", "flash"] = Field(
     "autoselected",
     description="flash is the platform's own flash kernel (TPU splash, GPU cuDNN, CPU blockwise); dot_product is plain XLA; autoselected takes flash where it can serve.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 
 from trainer.config.errors import ConfigError
@@ -63,8 +62,6 @@ def _check_model(model: ModelSection) -> None:
       f"rope_high_freq_factor={model.rope_high_freq_factor:g}: must be above rope_low_freq_factor="
       f"{model.rope_low_freq_factor:g}.\nLlama 3 uses 4 and 1."
     )
-  if model.quantization and importlib.util.find_spec("qwix") is None:
-    raise ConfigError(f"quantization={model.quantization}: needs the package qwix.\nInstall the extra: trainer[quant].")
   _check_effect(model, "remat_policy", "custom", _CUSTOM_REMAT)
   _check_effect(model, "rope_type", "llama3", _ROPE_SCALING)
 
@@ -283,6 +280,8 @@ def _check_observe(observe: ObserveSection, data: DataSection, steps: int) -> No
       f"profiler={observe.profiler}: its {observe.profiler_steps} steps after "
       f"{observe.skip_first_n_steps_for_profiler} skipped ones do not fit in steps={steps}.\nUse fewer profiler_steps."
     )
+  if observe.eval_interval == 0:
+    raise ConfigError("eval_interval=0: must be a number of steps, or -1 for the end only.\nUse eval_steps=0 for none.")
   no_files = data.dataset_type == "text" and not data.eval_dataset_path and data.eval_fraction == 0
   if observe.eval_interval > 0 and (observe.eval_steps == 0 or no_files):
     reason = "eval_steps=0" if observe.eval_steps == 0 else "eval_fraction=0 and no eval_dataset_path"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from tests.checkpoint import toys
 from tests.checkpoint.world import World
 
 from trainer.checkpoint import Tiers
+
+pytestmark = pytest.mark.timeout(600)  # seconds on a quiet machine, minutes on a busy one
 
 
 def test_lost_hosts_and_slices(tmp_path):

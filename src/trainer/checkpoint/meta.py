@@ -92,21 +92,22 @@ def meta_diff(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, 
 def _message(
   saved: Mapping[str, Any], refused: Mapping[str, tuple[Any, Any]], differences: Mapping[str, tuple[Any, Any]]
 ) -> str:
-  rows = []
+  rows: list[tuple[str, str, str, str]] = []
   for key, (old, new) in refused.items():
-    rows.append((key, old, new, "changes the model" if key in CHANGES_MODEL else "changes the data order"))
-    rows += [
-      (cause, *differences[cause], "a cause of it")
-      for cause, judge in JUDGED_BY.items()
-      if judge == key and cause in differences
-    ]
-  key_width = max(len(row[0]) for row in rows)
-  old_width = max(len(repr(row[1])) for row in rows)
-  new_width = max(len(repr(row[2])) for row in rows)
-  table = [f"  {key:{key_width}}  {old!r:>{old_width}} -> {new!r:{new_width}}  {why}" for key, old, new, why in rows]
+    what = "changes the model" if key in CHANGES_MODEL else "changes the data order"
+    rows.append((key, _short(old), _short(new), what))
+    causes = [cause for cause, judge in JUDGED_BY.items() if judge == key and cause in differences]
+    rows += [(cause, _short(differences[cause][0]), _short(differences[cause][1]), "a cause of it") for cause in causes]
+  widths = [max(len(row[column]) for row in rows) for column in range(3)]
+  table = [f"  {key:{widths[0]}}  {old:>{widths[1]}} -> {new:{widths[2]}}  {why}" for key, old, new, why in rows]
   return "\n".join([
     f"the checkpoint of step {saved.get('step')} was made with other values (checkpoint -> now):",
     *table,
     "Set them back, or choose another run_name to start anew, or, if this is meant, "
     f"allow_config_change={','.join(refused)}",
   ])  # fmt: skip
+
+
+def _short(value: Any) -> str:
+  text = repr(value)
+  return text if len(text) <= 40 else f"{text[:18]}...{text[-18:]}"

@@ -16,6 +16,9 @@ import jax
 
 from trainer.config.schema import CheckpointSection
 
+# `timeout` and shells signal the process and then its whole group; Python's handler comes after the C one. All that is
+# one notice. Whoever means it a second time waits longer.
+SAME_SIGNAL_SECONDS = 1.0
 AT_ONCE = 128 + signal.SIGTERM  # exit code of the second signal: what a shell reports for a process that SIGTERM ended
 
 
@@ -30,10 +33,10 @@ class Preemption:
     """log takes a line. With enable_autocheckpoint or enable_checkpointing off a signal ends the process as usual."""
     self._enabled = cfg.enable_autocheckpoint and cfg.enable_checkpointing
     self._grace, self._log = cfg.autocheckpoint_grace_seconds, log
-    self._noticed: float | None = None  # time.monotonic() of the first signal, or of learning of another process's
+    self._noticed: float | None = None  # time.monotonic() of the first signal, here or elsewhere
+    self._first: dict[str, float] = {}  # time.monotonic() of the first signal to this process, by who saw it
     self._agreed = False
     self._told = False
-    self._seen_by_handler = 0
     self._forward: Callable[[int], None] | None = None
     self._pipe: tuple[int, int] | None = None
     self._before: tuple[object, int] | None = None
@@ -89,29 +92,29 @@ class Preemption:
     """time.monotonic() at which the kill is to be expected; None before a notice."""
     return None if self._noticed is None else self._noticed + self._grace
 
-  def _notice(self, count: int) -> None:
-    if count > 1:
+  def _signal(self, seen_by: str) -> None:
+    """One signal as the thread or as the handler sees it: each counts for itself, the handler perhaps much later."""
+    now = time.monotonic()
+    first = self._first.setdefault(seen_by, now)
+    if now - first > SAME_SIGNAL_SECONDS:
       with contextlib.suppress(OSError):
         os.write(2, b"second SIGTERM: exiting at once\n")
       os._exit(AT_ONCE)
-    if self._noticed is None:
-      self._noticed = time.monotonic()
+    if len(self._first) == 1 and first == now:
+      if self._noticed is None:
+        self._noticed = now
       if self._forward is not None:
         self._forward(signal.SIGTERM)
 
   def _listen(self, descriptor: int) -> None:
-    count = 0
     while number := os.read(descriptor, 1):
       if number[0] == signal.SIGTERM:
-        count += 1
-        self._notice(count)
+        self._signal("thread")
     os.close(descriptor)
 
   def _handle(self, number: int, frame: FrameType | None) -> None:
-    """For when somebody else (an event loop) has taken the wakeup descriptor over. Counts for itself: no signal is
-    counted twice."""
-    self._seen_by_handler += 1
-    self._notice(self._seen_by_handler)
+    """For when somebody else (an event loop) has taken the wakeup descriptor over."""
+    self._signal("handler")
 
 
 def _native_handler(number: int) -> Callable[[int], None] | None:

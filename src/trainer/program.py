@@ -25,6 +25,7 @@ from trainer.elastic import batch_plan
 from trainer.elastic.batch_plan import BatchPlan
 from trainer.kernels import attention, projection
 from trainer.kernels.attention import Attention
+from trainer.kernels.cross_entropy import LOGITS_BYTES
 from trainer.models.decoder import Functional
 from trainer.models.layers import Kernels
 from trainer.state import TrainState
@@ -93,9 +94,10 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     raise ValueError(
       f"max_target_length={length} does not divide by the {context} ways of the mesh axis 'context'. Choose a multiple."
     )
+  platform = slices[0][0].platform
   kernel = attention.choose(
     cfg.attention,
-    platform=slices[0][0].platform,
+    platform=platform,
     mesh=mesh,
     head_dim=cfg.head_dim,
     seq_len=length,
@@ -103,7 +105,7 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     num_kv_heads=cfg.num_kv_heads,
     dtype=cfg.dtype,
   )
-  model = Functional(cfg, Kernels(kernel, projection.choose(slices[0][0].platform)))
+  model = Functional(cfg, Kernels(kernel, projection.choose(platform), LOGITS_BYTES[platform]))
   optimizer = optimizers.build(config.optimizer, model.logical_axes())
   schedule = optimizers.schedule(config.optimizer, config.run.steps)
   precisely = functools.partial(_with_precision, cfg.matmul_precision)

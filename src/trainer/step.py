@@ -61,6 +61,8 @@ def token_losses(model: Functional, cfg: OptimizerSection, params: Params, batch
       num_chunks=cfg.num_vocab_tiling,
       constrain=lambda array, axes: constrain(array, *axes),
       valid_vocab=vocab,
+      vocab_shards=ways,
+      logits_bytes=model.kernels.logits_bytes,
     )
 
 

@@ -106,8 +106,14 @@ def test_refuses_a_valid_vocabulary_larger_than_the_weights():
     linear_cross_entropy(*inputs(), z_loss=0.0, num_chunks=1, valid_vocab=62)
 
 
-def test_chunks_bound_the_logits():
-  assert choose_chunks(8, 512, 4096) == 1
-  b, t, v = 1, 2048, 151936
-  chunks = choose_chunks(b, t, v)
-  assert b * -(-t // chunks) * v * 4 <= 64 << 20
+@pytest.mark.parametrize(
+  "length, position_bytes, limit, chunks",
+  [
+    (512, 4 * 8 * 4096, 128 << 20, 1),  # all of it fits
+    (2048, 4 * 16 * 151936 / 16, 96 << 20, 16),  # 13 would fit, 16 divides
+    (509, 1 << 20, 100 << 20, 6),  # a prime: the last chunk is padded
+    (3, 1 << 30, 1 << 20, 3),  # one position is over the limit
+  ],
+)
+def test_chunks_keep_the_logits_within_the_limit(length, position_bytes, limit, chunks):
+  assert choose_chunks(length, position_bytes, limit) == chunks

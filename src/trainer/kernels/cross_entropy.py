@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+# Platform -> bytes of one chunk's float32 logits on a device. TPU: a chunk that stays in VMEM (128 MiB on v5e, v6e)
+# spares HBM every pass over it; much smaller ones pay for adding to dw once per chunk. CPU: what stays in the cache
+# (end_to_end/benchmarks/cross_entropy_cpu.py).
+LOGITS_BYTES: Mapping[str, int] = MappingProxyType({"cpu": 8 << 20, "tpu": 96 << 20, "gpu": 96 << 20})
 
 Constrain = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 
@@ -28,13 +34,16 @@ def linear_cross_entropy(
   z_loss: float,
   num_chunks: int,
   valid_vocab: int | None = None,
+  vocab_shards: int = 1,
+  logits_bytes: int = LOGITS_BYTES["tpu"],
   constrain: Constrain = unconstrained,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns (loss_sum, z_sum), float32 scalars: sums over tokens of weight * CE and of weight * z_loss * logZ**2.
 
   x [B, T, D] in the compute dtype; w [V, D], cast to x.dtype for the matmuls; targets [B, T] int32 < V; weights
   [B, T] float32. `valid_vocab`: logits from there on are padding and count as -inf. `num_chunks`: parts of T computed
-  one after the other, 0 chooses. Differentiable once, in x and w. The gradient of `loss_sum` is that of
+  one after the other; 0: as many as keep a device's float32 logits within `logits_bytes` when the vocabulary is split
+  `vocab_shards` ways. Differentiable once, in x and w. The gradient of `loss_sum` is that of
   loss_sum + z_sum, and z_sum carries none: add them and differentiate, or log z_sum alone, both are right.
 
   The gradients are made in the forward pass, chunk by chunk, from the logits at hand: three matmuls in all, nothing
@@ -45,14 +54,17 @@ def linear_cross_entropy(
   vocab = w.shape[0] if valid_vocab is None else valid_vocab
   if not 0 < vocab <= w.shape[0]:
     raise ValueError(f"valid_vocab={valid_vocab} must lie in 1..{w.shape[0]}, the rows of the output projection.")
-  chunks = num_chunks or choose_chunks(x.shape[0], x.shape[1], w.shape[0])
+  chunks = num_chunks or choose_chunks(x.shape[1], 4 * x.shape[0] * w.shape[0] / vocab_shards, logits_bytes)
   return _fused(x, w, targets, weights, z_loss, min(chunks, x.shape[1]), vocab, constrain)
 
 
-def choose_chunks(batch: int, length: int, vocab: int) -> int:
-  """Returns a number of chunks of `length` whose float32 logits are at most 64 MiB, or one token per row."""
-  rows = max(1, (64 << 20) // (4 * batch * vocab))
-  return math.ceil(length / rows)
+def choose_chunks(length: int, position_bytes: float, limit: int) -> int:
+  """Returns the smallest number of chunks of `length` whose logits, `position_bytes` a position, are within `limit`.
+
+  A number that divides the length is preferred, up to twice the smallest: the others pad the last chunk.
+  """
+  least = math.ceil(length / max(1, int(limit / position_bytes)))
+  return next((n for n in range(least, min(2 * least, length) + 1) if length % n == 0), least)
 
 
 def reference(

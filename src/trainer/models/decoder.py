@@ -94,6 +94,7 @@ class Functional:
   """The decoder as pure functions of `Params`: what the step, the sampler and the converter use."""
 
   def __init__(self, cfg: ModelSection, kernels: Kernels) -> None:
+    self.kernels = kernels
     self._build = functools.partial(Decoder, cfg, kernels)
     self._graphdef, self._state = nnx.split(nnx.eval_shape(lambda: self._build(key=jax.random.key(0))))
 

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from trainer.config.schema import ModelSection
 from trainer.kernels import projection
+from trainer.kernels.cross_entropy import LOGITS_BYTES
 from trainer.kernels.projection import Project
 from trainer.models import rope
 from trainer.sharding import constrain
@@ -27,6 +28,7 @@ class Kernels:
 
   attention: AttentionFn
   project: Project = projection.plain
+  logits_bytes: int = LOGITS_BYTES["tpu"]
 
 
 def normal_param(

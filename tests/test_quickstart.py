@@ -58,6 +58,20 @@ def runs(tmp_path_factory) -> dict[str, tuple[pathlib.Path, str]]:
   return results
 
 
+def test_the_same_command_again_finds_the_run_complete(runs):
+  directory, _ = runs["one"]
+  before = (directory / "metrics.jsonl").read_bytes()
+  process = quickstart(directory.parent, "one")
+  try:
+    out, err = process.communicate(timeout=300)
+  finally:
+    process.kill()
+  assert process.returncode == 0, out + err
+  assert "All 6 steps are done already." in out
+  assert "completed step" not in out
+  assert (directory / "metrics.jsonl").read_bytes() == before
+
+
 def records(directory: pathlib.Path) -> list[dict]:
   return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
@@ -68,6 +82,9 @@ def test_it_learns_from_ln_v_and_writes_what_the_readme_says(runs):
   assert len(losses) == 6
   assert losses[0] == pytest.approx(math.log(4096), abs=0.1)
   assert losses[-1] < losses[0] - 0.2
+  baselines = re.search(r"Losses to beat: ([\d.]+) of a guess .*, ([\d.]+) of .* \(([\d.]+) in evaluation\)", out)
+  assert baselines
+  assert float(baselines[1]) == pytest.approx(math.log(4096), abs=0.01) > float(baselines[2])
   assert [int(step) for step in re.findall(r"eval at step (\d+): loss", out)] == [3, 6]
   assert re.search(r"sample after step 6 ---\n\S+ ", out)
   assert (directory / "log.txt").read_text().splitlines()[-1] == out.splitlines()[-1]

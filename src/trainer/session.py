@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -170,9 +171,11 @@ def _announce(config: Config, session: Session, cluster: Cluster, full: Program)
     f"Run {config.run_directory}: {config.run.steps} steps of {session.global_batch_size} x {length} tokens",
     f"Model {model.model_name}: {parameters:,} parameters, {model.num_decoder_layers} layers, "
     f"remat_policy={model.remat_policy}, {model.dtype}",
-    f"Devices: {cluster.num_slices} slices x {cluster.devices_per_slice} {device.device_kind} ({cluster.kind}), "
+    f"Devices: {cluster.num_slices} slice{'s' * (cluster.num_slices > 1)} of {cluster.devices_per_slice} "
+    f"{device.device_kind} ({cluster.kind}), "
     f"mesh {mesh}, jax {jax.__version__}",
     f"Attention: {full.attention.name} ({full.attention.reason})",
+    *_losses_to_beat(session, model.vocab_size),
   ]
   for line in lines:
     session.log.line(line)
@@ -196,6 +199,15 @@ def _announce(config: Config, session: Session, cluster: Cluster, full: Program)
     config=config.flat(),
     versions={"jax": jax.__version__},
   )
+
+
+def _losses_to_beat(session: Session, vocab_size: int) -> list[str]:
+  """A line that says what the loss is worth, where the data knows."""
+  unigram, unigram_eval = session.loader.unigram_entropy(), session.loader.unigram_eval_loss()
+  if unigram is None:
+    return []
+  line = f"Losses to beat: {math.log(vocab_size):.2f} of a guess (ln V), {unigram:.2f} of the tokens' frequencies alone"
+  return [line if unigram_eval is None else f"{line} ({unigram_eval:.2f} in evaluation)"]
 
 
 def _write_config(config: Config, log: Log) -> None:

@@ -67,6 +67,8 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
   records = Records(config, session, view, carry)
   profiler = Profiler(config.run_directory, config.observe, session.log, session.events)
   session.ready(step)
+  if step == config.run.steps:
+    session.log.line(f"All {step} steps are done already. Raise steps for more; a new run needs another run_name.")
 
   # ---- the loop
   first = step

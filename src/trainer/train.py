@@ -86,6 +86,8 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
       stop = session.preemption.requested(step)
       grow = not last and carry.wants_resize(step)
       if not grow and (carry.snapshot_due(step) or (carry.uses_snapshots and tiers.due(step))):
+        if config.elastic.snapshot_period > 0:
+          session.snapshots.wait()  # a period that was asked for is kept; else a slow snapshot lets the next fall out
         session.snapshots.save(step, state, _meta(config, session, step), slices)
         carry.at("snapshot", step)
       evaluate = session.eval_loader is not None and (last or _due(config.observe.eval_interval, step))
@@ -139,6 +141,7 @@ def _restore(config: Config, session: Session, prog: Program, tiers: Tiers, carr
   begin = time.monotonic()
 
   def accept(meta: dict[str, Any]) -> None:
+    carry.announce()
     identity = _identity(session)
     changes = checkpoint_meta.check_config(meta, config.flat(), identity, config.run.allow_config_change)
     for change in changes:

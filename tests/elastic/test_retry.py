@@ -224,8 +224,8 @@ def test_an_unknown_error_is_tried_once_more_and_then_raised():
   assert toy.restores == [(0, "none"), (6, "snapshot")]
 
 
-def test_an_accident_is_survived(undisturbed):
-  toy = Toy()
+def test_an_accident_is_survived_with_a_new_compilation(undisturbed):
+  toy = Toy(cache={})
   toy.fail_at[7] = jax.errors.JaxRuntimeError("INTERNAL: an unexpected error occurred")
   real = toy.restore
 
@@ -238,6 +238,7 @@ def test_an_accident_is_survived(undisturbed):
   assert train(toy).kind == "complete"
   assert toy.losses == undisturbed.losses
   assert not records(toy, "slice_down")
+  assert len([r for r in records(toy, "compile") if not r["background"]]) == 2
 
 
 def test_attempts_without_progress_end_the_run():

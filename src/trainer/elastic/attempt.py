@@ -85,6 +85,7 @@ class Carry:
   current_step: int = 0  # under way; 0 before an attempt's first
   recoveries: list[Recovery] = field(default_factory=list)
   preparation: Preparation | None = None
+  announcement: str = ""  # "Elastic attempt 2 out of 10", until it is printed
   last_sign_of_life: float = 0.0  # when the attempt began or last completed a step; a fault can have come no earlier
   _timed: bool = False  # whether last_sign_of_life is the end of a step
   _step_seconds: float = 0.0
@@ -97,6 +98,15 @@ class Carry:
     self.view = view
     self.current_step = 0
     self.last_sign_of_life, self._timed = self.clock(), False
+
+  def announce(self) -> None:
+    """Prints which attempt this is, once: when a checkpoint has been found and is about to be read, as in the guides.
+
+    `restored` does it for an attempt that reads none.
+    """
+    if self.announcement:
+      self.log.line(self.announcement)
+    self.announcement = ""
 
   def at(self, moment: Moment, step: int) -> None:
     """Tells the fault injector that a snapshot or a save of `step` has been started, or a state restored."""
@@ -138,6 +148,7 @@ class Carry:
 
   def restored(self, step: int, tier: str, seconds: float) -> None:
     """The attempt has a state after `step` completed steps, from `tier` ("none": fresh), which took `seconds`."""
+    self.announce()
     if self.last_step == 0:
       self.last_step = step
       self.retries.start_at(step)

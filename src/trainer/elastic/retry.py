@@ -84,6 +84,7 @@ def _loop(attempt: Attempt, carry: Carry, sleep: Callable[[float], None]) -> Out
     try:
       outcome = _run(attempt, carry, view, number)
     except Exception as error:
+      carry.announce()  # of an attempt that ended before it had a state
       event = classify(error, cluster, view)
       carry.events.emit("attempt_end", step=carry.last_step, outcome=_outcome(event))
       pause = _judge(event, carry, unknown_at)
@@ -99,7 +100,7 @@ def _loop(attempt: Attempt, carry: Carry, sleep: Callable[[float], None]) -> Out
       pause = 0.0
       _grow(carry, outcome)
       continue
-    log.line(f"Elastic attempt {carry.retries.attempt} out of {cfg.elastic_max_retries}")
+    carry.announcement = f"Elastic attempt {carry.retries.attempt} out of {cfg.elastic_max_retries}"
     if pause:
       log.line(f"No progress since the last event; pausing {pause:g} s.")
       sleep(pause)
@@ -149,6 +150,7 @@ def _judge(event: Event, carry: Carry, unknown_at: int) -> float | None:
     log.line("Slice down event detected. Retrying.")
   elif event.kind is Kind.UNKNOWN and carry.current_step != unknown_at:
     log.warning(f"step {carry.current_step} failed for an unknown reason ({event.reason}); trying it once more")
+    carry.compiled.clear()  # in case the reason is a step that was compiled for a slice's earlier life
   else:
     return None
   return carry.retries.failed()

@@ -1,0 +1,109 @@
+"""Runs of a tiny model on three simulated slices, one after the other in one process with one set of compiled steps."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import io
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from trainer import train
+from trainer.checkpoint import sealed
+from trainer.cluster import View
+from trainer.cluster.simulated import SimulatedCluster
+from trainer.config import load
+from trainer.config.schema import Config
+from trainer.data import Batch
+from trainer.elastic.attempt import Carry, Job, Outcome
+from trainer.elastic.retry import elastic_retry
+from trainer.observe.events import read_events
+from trainer.observe.metrics import read_metrics
+from trainer.session import Session, open_session
+
+NUM_SLICES = 3
+TINY = (
+  "base_num_decoder_layers=1 base_emb_dim=16 base_num_query_heads=2 base_num_kv_heads=1 base_mlp_dim=32 head_dim=8 "
+  "vocab_size=64 dtype=float32 dataset_type=synthetic max_target_length=16 per_device_batch_size=2"
+)
+_ALWAYS = (
+  f"elastic_enabled=true num_slices={NUM_SLICES} devices_per_slice=1 elastic_min_resize_interval_seconds=0 "
+  "elastic_backoff_seconds=0 log_config=false enable_report=false enable_tensorboard=false log_period=1000"
+)
+
+
+@dataclass
+class Recorder:
+  """The session's loader; remembers for every step the rows that were read last, with their content."""
+
+  loader: Any
+  used: dict[int, dict[int, str]] = field(default_factory=dict)
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self.loader, name)
+
+  def batch(self, index: int, rows: np.ndarray | None = None) -> Batch:
+    batch = self.loader.batch(index, rows)
+    assert rows is not None
+    self.used[index + 1] = {
+      int(row): hashlib.sha1(tokens.tobytes()).hexdigest() for row, tokens in zip(rows, batch.tokens) if row >= 0
+    }
+    return batch
+
+
+@dataclass(frozen=True)
+class History:
+  """A finished run."""
+
+  outcome: Outcome
+  losses: dict[int, float]
+  used: dict[int, dict[int, str]]  # step -> row -> hash of its tokens
+  state: dict[str, Any]  # fingerprints of the final checkpoint's arrays: weights and optimizer
+  events: list[dict[str, Any]]
+
+  def of_kind(self, kind: str) -> list[dict[str, Any]]:
+    return [event for event in self.events if event["kind"] == kind]
+
+
+class Harness:
+  """What nothing but time depends on is kept between runs: compiled steps and programs."""
+
+  def __init__(self, directory: Path) -> None:
+    self._directory = directory
+    self._compiled: dict[tuple[int, ...], Any] = {}
+    self._programs: dict[tuple[int, ...], Any] = {}
+
+  def run(self, name: str, keys: Iterable[str]) -> History:
+    """A run of TINY with these key=value, which must hold steps=N. Its folder is removed afterwards."""
+    places = [f"base_output_directory={self._directory}", f"run_name={name}"]
+    config = load(["configs/base.yml", *TINY.split(), *_ALWAYS.split(), *places, *keys])
+    devices = jax.devices()
+    slices = {i: (devices[i],) for i in range(NUM_SLICES)}
+    cluster = SimulatedCluster(slices, replacement_seconds=0.05)
+    with contextlib.redirect_stdout(io.StringIO()), open_session(config, cluster, time.monotonic()) as session:
+      recorder = Recorder(session.loader)
+      session.loader = recorder  # type: ignore[assignment]
+      self._programs |= session.programs
+      session.programs = self._programs
+      attempt = functools.partial(self._attempt, config, session)
+      job = Job(config.run.steps, config.optimizer.gradient_accumulation_steps, session.tokens_per_step)
+      outcome = elastic_retry(attempt, cluster, config.elastic, session.events, session.log, job=job)
+    losses = {record["step"]: record["loss"] for record in read_metrics(config.run_directory) if "loss" in record}
+    events = read_events(config.run_directory)
+    meta = Path(config.run_directory) / "checkpoints" / str(config.run.steps) / "meta.json"
+    state = sealed.parse(meta.read_bytes(), meta.name)["arrays"]
+    shutil.rmtree(config.run_directory)
+    return History(outcome, losses, recorder.used, state, events)
+
+  def _attempt(self, config: Config, session: Session, view: View, carry: Carry) -> Outcome:
+    carry.compiled = self._compiled
+    carry.resizes.worth_it = lambda *costs: True  # a run this short would never think a resize worth its while
+    return train.run(config, session, view, carry)

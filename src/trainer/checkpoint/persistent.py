@@ -324,9 +324,19 @@ class Persistent:
       if not target.exists():
         break
       target = aside / f"{name}.{copy}"
-    (self.directory / name).rename(target)
+    _move(self.directory / name, target)
     (aside / f"{target.name}.reason.txt").write_text(reason + "\n")
     return str(target)
+
+
+def _move(source: Any, target: Any) -> None:
+  """Moves a folder. On an object store file by file: gcsfs' own move goes on after a failed copy and then deletes."""
+  if "://" not in str(source):
+    source.rename(target)
+    return
+  for name in sealed.walk(source):
+    (source / name).copy(target / name)
+  source.rmtree()
 
 
 def _handler(multiprocessing: Any) -> Any:

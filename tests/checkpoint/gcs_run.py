@@ -1,0 +1,62 @@
+"""What one process does with gs:// checkpoints: ACTION ARGUMENT ... [; ACTION ARGUMENT ...]."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import jax
+from tests.checkpoint import toys
+
+from trainer.checkpoint import Tiers
+from trainer.checkpoint.persistent import Persistent
+
+CONFIG = {"checkpoint_period": 1, "max_num_checkpoints_to_keep": 3}
+
+
+def save(directory: str, first: str, last: str) -> None:
+  tiers = Tiers(toys.config(**CONFIG), directory)
+  for step in range(int(first), int(last) + 1):
+    tiers.maybe_save(step, toys.state(step), {"tokens": step})
+  tiers.close()
+
+
+def die_in_save(directory: str, step: str) -> None:
+  """Ends like kill -9 when all arrays of `step` are written and the commit is next."""
+  Persistent._seal = lambda self: os._exit(9)  # type: ignore[method-assign]
+  save(directory, step, step)
+
+
+def restore(directory: str, step: str) -> None:
+  recorder = toys.Recorder()
+  restored = Tiers(toys.config(**CONFIG), directory, log=recorder.log).restore_newest(
+    toys.abstract(toys.values(), toys.mesh(1, 2))
+  )
+  print("\n".join(recorder.lines))
+  assert restored is not None and restored.step == int(step), restored
+  toys.assert_same_bits(restored.state, toys.values(int(step)))
+
+
+def files(directory: str) -> None:
+  from etils import epath
+
+  from trainer.checkpoint import sealed
+
+  print("\n".join(sealed.walk(epath.Path(directory))))
+
+
+def damage(path: str) -> None:
+  from etils import epath
+
+  file = epath.Path(path)
+  data = bytearray(file.read_bytes())
+  data[len(data) // 2] ^= 1
+  file.write_bytes(bytes(data))
+
+
+if __name__ == "__main__":
+  jax.config.update("jax_num_cpu_devices", 8)
+  actions = " ".join(sys.argv[1:]).split(" ; ")
+  for action, *arguments in map(str.split, actions):
+    print(f"--- {action}")
+    globals()[action](*arguments)

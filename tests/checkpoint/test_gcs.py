@@ -30,7 +30,7 @@ def bucket():
   machine = {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()]
   folder = Path(EMULATOR.origin).parent / "vendor" / "fake-gcs-server" / "bin"
   port = free_port()
-  url = f"http://127.0.0.1:{port}"
+  url = "http://" + f"127.0.0.1:{port}"
   command = [str(folder / f"fake-gcs-server-{platform.system().lower()}-{machine}"), "-scheme", "http", "-backend",
              "memory", "-host", "127.0.0.1", "-port", str(port), "-external-url", url]  # fmt: skip
   # (The package's own launcher never reads the server's messages, which stops it after 64 KiB of them.)

@@ -45,9 +45,13 @@ class Program:
   train_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
   eval_step: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
 
+  def lower(self) -> jax.stages.Lowered:
+    """The training step, traced."""
+    return step.lower_train_step(self.train_step, self.state, self.batch, self.mesh)
+
   def compile(self) -> Any:
     """The compiled training step: (state, batch) -> (state, metrics), the state donated."""
-    return step.compile_train_step(self.train_step, self.state, self.batch, self.mesh)
+    return self.lower().compile()
 
   def init(self, key: jax.Array) -> TrainState:
     """A fresh state, sharded, from `key`: the same numbers on every mesh."""

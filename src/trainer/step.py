@@ -163,15 +163,13 @@ def build_eval_step(
   return _sum_over_slices(mesh, slice_losses)
 
 
-def compile_train_step(
-  train_step: Callable[..., Any], state: TrainState, batch: Batch, mesh: Mesh
-) -> jax.stages.Compiled:
-  """`train_step` compiled for an abstract `state` and `batch`; the state is donated and keeps its shardings."""
+def lower_train_step(train_step: Callable[..., Any], state: TrainState, batch: Batch, mesh: Mesh) -> jax.stages.Lowered:
+  """`train_step` traced for an abstract `state` and `batch`; the state is donated and keeps its shardings."""
   state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
   metrics = NamedSharding(mesh, PartitionSpec())
   jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, metrics))
   with jax.set_mesh(mesh):
-    return jitted.lower(state, batch).compile()
+    return jitted.lower(state, batch)
 
 
 def abstract_batch(mesh: Mesh, accumulation: int, rows: int, length: int) -> Batch:

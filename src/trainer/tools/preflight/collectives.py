@@ -1,0 +1,111 @@
+"""The communication of a compiled program: which collectives, how many bytes, and whether they leave the slice."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from trainer.tools.preflight.hlo import Computation, Instruction, Module
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """One collective instruction, per device and execution of the program."""
+
+  kind: str
+  bytes: int  # of one call, per device: the larger of what goes in and what comes out
+  group: int  # devices that take part together
+  crosses_slices: bool
+  times: float  # calls, loops multiplied
+  source: str
+
+  @property
+  def sent(self) -> float:
+    """Bytes that a device sends in all calls with the best algorithm: ring for gathers, pairwise for all-to-all."""
+    share = (self.group - 1) / self.group if self.group > 1 else 0.0
+    factor = {"all-reduce": 2 * share, "collective-permute": 1.0}.get(self.kind, share)
+    return factor * self.bytes * self.times
+
+
+def find(module: Module, slice_of: Sequence[int]) -> list[Collective]:
+  """All collectives; `slice_of[i]` is the slice of the device at position i of the mesh (the program's partition i).
+
+  The TPU compiler takes what crosses slices apart into transfers over the host (megascale): each is found by its
+  `send`. What remains as a collective is inside a slice there, and its groups count the devices of one slice.
+  """
+  found = []
+  for name, computation in module.computations.items():
+    times = module.runs[name]
+    if not times:
+      continue
+    for instruction in computation.instructions:
+      kind = instruction.opcode.removesuffix("-start")
+      if kind in KINDS:
+        found.append((instruction, _collective(computation, instruction, kind, times, slice_of)))
+      elif instruction.opcode == "send" and "_xla_megascale_transfer_type" in instruction.rest:
+        found.append((instruction, _megascale(instruction, times)))
+  return _once(found)
+
+
+def _once(found: list[tuple[Instruction, Collective]]) -> list[Collective]:
+  """An asynchronous collective is written in each of the fusions that it runs beside, with one channel: keep one."""
+  channels: set[str] = set()
+  kept = []
+  for instruction, collective in found:
+    channel = instruction.attribute("channel_id")
+    if channel is not None and "async_collective_fusion_config" in instruction.rest:
+      if channel in channels:
+        continue
+      channels.add(channel)
+    kept.append(collective)
+  return kept
+
+
+def _collective(
+  computation: Computation, instruction: Instruction, kind: str, times: float, slice_of: Sequence[int]
+) -> Collective:
+  groups = _groups(instruction, len(slice_of))
+  operands = [computation.by_name[name] for name in instruction.operands if name in computation.by_name]
+  sizes = [sum(a.bytes for o in operands for a in o.result), 0]
+  if kind != "collective-permute" and not instruction.opcode.endswith("-start"):
+    sizes[1] = sum(a.bytes for a in instruction.result)
+  elif instruction.opcode == "all-gather-start":
+    sizes[1] = sum(a.bytes for a in instruction.result) - sizes[0]
+  crosses = any(len({slice_of[i] for i in group if i < len(slice_of)}) > 1 for group in groups)
+  return Collective(kind, max(sizes), max(map(len, groups), default=1), crosses, times, instruction.source)
+
+
+def _megascale(send: Instruction, times: float) -> Collective:
+  """A transfer between slices. Its target lists the slices and the devices of each, as in `{1,2,3}x{0:15}`."""
+  kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', send.rest)
+  target = re.search(r'_xla_megascale_target="\{([^}]*)\}', send.rest)
+  slices = len(target.group(1).split(",")) if target else 2
+  name = kind.group(1).lower().replace("_", "-") if kind else "send"
+  return Collective(name, send.result[0].bytes, max(slices, 2), True, times, _rendezvous(send))
+
+
+def _rendezvous(send: Instruction) -> str:
+  found = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', send.rest)
+  return found.group(1) if found else send.name
+
+
+def _groups(instruction: Instruction, devices: int) -> list[list[int]]:
+  """Positions of the devices that talk to each other, in either of XLA's notations; empty groups mean all devices."""
+  pairs = instruction.attribute("source_target_pairs")
+  if pairs is not None:
+    return [[int(a), int(b)] for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs)]
+  text = instruction.attribute("replica_groups") or "{}"
+  iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.rest)
+  if iota:
+    shape, source = ([int(d) for d in iota.group(i).split(",")] for i in (1, 2))
+    ids = np.arange(np.prod(source)).reshape(source)
+    if iota.group(3):
+      ids = ids.transpose([int(d) for d in iota.group(3).split(",")])
+    return ids.reshape(shape[0], -1).tolist()
+  groups = [[int(d) for d in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", text)]
+  return groups or [list(range(devices))]

@@ -1,0 +1,217 @@
+"""What one execution of a compiled program costs a device: matmul FLOPs, memory traffic, estimated cycles.
+
+All numbers multiply loops by their turns (see hlo.py) and are per device, per execution.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import numpy as np
+
+from trainer.tools.preflight.hlo import DEVICE, HOST, Array, Computation, Instruction, Module
+
+# They hand on a buffer or run another computation whose instructions count by themselves.
+_FREE = frozenset(
+  "parameter constant tuple get-tuple-element bitcast while conditional call after-all partition-id replica-id iota "
+  "opt-barrier optimization-barrier async-start async-update async-done add-dependency domain "
+  "send send-done recv recv-done".split()
+)
+_SLICES = frozenset({"dynamic-slice", "slice", "gather"})
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_KERNEL_FLOPS = re.compile(r'"cost_estimate":\{[^{}]*"flops":"?(\d+)')
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+  flops: float  # of matmuls, convolutions and kernels that state theirs
+  device_bytes: float  # read and written in the device's main memory (HBM); on-chip memory is not counted
+  host_bytes: float  # moved between the device and pinned host memory
+  cycles: float  # the TPU compiler's own estimates of its fusions; kernels and communication are not in them
+  silent_kernels: int  # custom kernels that do not state their FLOPs, times run
+
+
+def count(module: Module) -> Costs:
+  """The costs of one execution of `module`."""
+  flops = device = host = cycles = 0.0
+  silent = 0
+  for computation in module.computations.values():
+    times = module.runs[computation.name]
+    if not times:
+      continue
+    for instruction in computation.instructions:
+      if instruction.opcode == "dot":
+        flops += times * _dot_flops(computation, instruction)
+      elif instruction.opcode == "convolution":
+        flops += times * _convolution_flops(computation, instruction)
+      elif _is_kernel(instruction):
+        stated = _KERNEL_FLOPS.search(instruction.rest)
+        flops += times * (int(stated.group(1)) if stated else 0)
+        silent += 0 if stated else int(times)
+  for computation, instruction, times in module.executed():
+    estimate = _CYCLES.search(instruction.rest)
+    cycles += times * (int(estimate.group(1)) if estimate else 0)
+    traffic = _traffic(module, computation, instruction)
+    device += times * traffic[DEVICE]
+    host += times * traffic[HOST]
+  return Costs(flops, device, host, cycles, silent)
+
+
+def _is_kernel(instruction: Instruction) -> bool:
+  """Pallas on TPU and GPU."""
+  if instruction.opcode != "custom-call":
+    return False
+  return instruction.attribute("custom_call_target") in ('"tpu_custom_call"', '"__gpu$xla.gpu.triton"')
+
+
+def _shape(computation: Computation, name: str) -> Array:
+  return computation.by_name[name].result[0]
+
+
+def _dims(text: str | None) -> list[int]:
+  return [int(d) for d in re.findall(r"\d+", text or "")]
+
+
+def _dot_flops(computation: Computation, dot: Instruction) -> float:
+  """2 x elements of the result x size of the contraction."""
+  left = _shape(computation, dot.operands[0])
+  contracted = [left.dims[d] for d in _dims(dot.attribute("lhs_contracting_dims"))]
+  return 2.0 * math.prod(dot.result[0].dims) * math.prod(contracted)
+
+
+def _convolution_flops(computation: Computation, conv: Instruction) -> float:
+  """2 x the multiply-adds that touch real input. The TPU compiler writes every matmul as a convolution, and batch dims
+  as dilated windows in which most positions hit padding: those cost nothing."""
+  labels = re.match(r"([\w?]+)_([\w?]+)->([\w?]+)", conv.attribute("dim_labels") or "")
+  assert labels is not None, f"a convolution without dim_labels: {conv.name}"
+  left, kernel, out = labels.groups()
+  left_dims, kernel_dims = (_shape(computation, name).dims for name in conv.operands[:2])
+  out_dims = conv.result[0].dims
+  window = _window(conv.attribute("window"), sum(c.isdigit() for c in kernel))
+  total = 2.0 * out_dims[out.index("b")] * out_dims[out.index("f")] * kernel_dims[kernel.index("i")]
+  for axis in range(sum(c.isdigit() for c in kernel)):
+    label = str(axis)
+    sizes = left_dims[left.index(label)], kernel_dims[kernel.index(label)], out_dims[out.index(label)]
+    total *= _valid_positions(*sizes, **window[axis])
+  return total / int(conv.attribute("batch_group_count") or 1)
+
+
+def _window(text: str | None, axes: int) -> list[dict[str, int]]:
+  """Per spatial axis the keywords of `_valid_positions`, from `{size=8x1 pad=0_0x7_7 lhs_dilate=..}`."""
+  fields = dict(re.findall(r"(\w+)=([\w\-]+)", text or ""))
+  found = []
+  for axis in range(axes):
+    part = lambda name, default, axis=axis: fields[name].split("x")[axis] if name in fields else default
+    found.append(
+      {
+        "stride": int(part("stride", "1")),
+        "pad": int(part("pad", "0_0").split("_")[0]),
+        "left_dilation": int(part("lhs_dilate", "1")),
+        "kernel_dilation": int(part("rhs_dilate", "1")),
+      }
+    )
+  return found
+
+
+def _valid_positions(
+  left: int, kernel: int, out: int, *, stride: int, pad: int, left_dilation: int, kernel_dilation: int
+) -> int:
+  """Pairs (output position, kernel position) of one spatial axis that fall on an element of the input."""
+  at = np.arange(out)[:, None] * stride + np.arange(kernel)[None, :] * kernel_dilation - pad
+  return int(np.count_nonzero((at >= 0) & (at % left_dilation == 0) & (at < (left - 1) * left_dilation + 1)))
+
+
+def _traffic(module: Module, computation: Computation, instruction: Instruction) -> dict[int, float]:
+  """Bytes that one instruction reads and writes, by memory space; a buffer of which only a slice is touched counts as
+  the slice."""
+  by_space = {DEVICE: 0.0, HOST: 0.0}
+  if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
+    return by_space
+  operands = [computation.by_name.get(name) for name in instruction.operands]
+  inner = module.computations[instruction.called[0]] if instruction.opcode == "fusion" else None
+  for index, operand in enumerate(operands):
+    if operand is None or not operand.result:
+      continue
+    array = operand.result[0]
+    by_space.setdefault(array.space, 0.0)
+    read = _read(instruction, index, array) if inner is None else _read_by_fusion(module, inner, index, array.bytes)
+    by_space[array.space] += read
+  for index, array in enumerate(_written(instruction)):
+    by_space.setdefault(array.space, 0.0)
+    by_space[array.space] += _write(module, computation, instruction, inner, index, array)
+  return by_space
+
+
+def _written(instruction: Instruction) -> tuple[Array, ...]:
+  """The results that are new; an asynchronous start also lists its operand and its semaphores."""
+  if instruction.opcode in ("copy-start", "slice-start"):
+    return instruction.result[:1] if instruction.opcode == "copy-start" else instruction.result[1:2]
+  if instruction.opcode in ("collective-permute-start", "all-gather-start"):
+    return instruction.result[1:2]
+  return instruction.result
+
+
+def _read(instruction: Instruction, index: int, array: Array) -> float:
+  """Bytes that a single instruction reads of its operand `index`."""
+  if instruction.opcode in _SLICES and index == 0:
+    return sum(a.bytes for a in instruction.result)
+  if instruction.opcode == "slice-start" and index == 0:
+    return _written(instruction)[0].bytes
+  if instruction.opcode in ("dynamic-update-slice", "scatter") and index == 0:
+    return 0
+  return array.bytes
+
+
+def _read_by_fusion(module: Module, inner: Computation, index: int, whole: int) -> float:
+  """Bytes that a fusion's body reads of its parameter `index`: slices of it, nothing, or the whole."""
+  parameter = inner.parameters[index]
+  read = 0.0
+  for user in inner.users.get(parameter.name, []):
+    position = user.operands.index(parameter.name)
+    if user.opcode == "tuple" and user.is_root:
+      continue
+    if user.opcode in _SLICES and position == 0:
+      read += user.result[0].bytes
+    elif user.opcode == "dynamic-update-slice" and position == 0:
+      continue
+    elif user.opcode == "fusion":
+      read += _read_by_fusion(module, module.computations[user.called[0]], position, whole)
+    elif user.opcode == "bitcast":
+      followers = inner.users.get(user.name, [])
+      in_place = followers and all(f.opcode in (*_SLICES, "dynamic-update-slice") for f in followers)
+      read += sum(f.result[0].bytes for f in followers if f.opcode in _SLICES) if in_place else whole
+    else:
+      read += whole
+  return min(read, whole)
+
+
+def _write(
+  module: Module,
+  computation: Computation,
+  instruction: Instruction,
+  inner: Computation | None,
+  index: int,
+  array: Array,
+) -> float:
+  """Bytes written of result `index`."""
+  if inner is None:
+    if instruction.opcode == "dynamic-update-slice":
+      return _shape(computation, instruction.operands[1]).bytes
+    return array.bytes
+  made = inner.root
+  if made.opcode == "tuple":
+    maker = inner.by_name.get(made.operands[index]) if index < len(made.operands) else None
+    if maker is None:
+      return array.bytes
+    made = maker
+  while made.opcode == "bitcast":
+    made = inner.by_name[made.operands[0]]
+  if made.opcode == "parameter":
+    return 0
+  if made.opcode == "dynamic-update-slice":
+    return _shape(inner, made.operands[1]).bytes
+  if made.opcode == "fusion" and len(made.result) == 1:
+    return _write(module, inner, made, module.computations[made.called[0]], 0, array)
+  return array.bytes

@@ -1,0 +1,294 @@
+"""The optimised HLO text of a compiled program, read into computations and instructions, with how often each one runs.
+
+XLA's own cost analysis counts a loop's body once. A decoder scans its layers, so that count misses nearly all of them;
+here a body counts as often as its loop runs, which the compiler states or the loop's condition shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
+_SHAPE = re.compile(r"([a-z][a-z0-9]*)\[([\d,]*)\](?:\{([^{}]*)\})?")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_CALLED = re.compile(r"\b(?:calls|body|condition|to_apply|branch_computations|true_computation|false_computation)=")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+
+# Memory spaces as XLA numbers them in a layout's S(..); none is the device's main memory.
+DEVICE, HOST = 0, 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+  """One array of an instruction's result."""
+
+  dtype: str
+  dims: tuple[int, ...]
+  space: int
+
+  @property
+  def bytes(self) -> int:
+    """Size without the padding of its tiles."""
+    bits = _BITS.get(self.dtype)
+    if bits is None:
+      digits = re.match(r"[a-z]+(\d+)", self.dtype)
+      bits = int(digits.group(1)) if digits else 0
+    return math.ceil(math.prod(self.dims) * bits / 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+  """`name = result opcode(operands), rest`."""
+
+  name: str
+  opcode: str
+  result: tuple[Array, ...]  # the leaves of a tuple, in order
+  operands: tuple[str, ...]  # names; of a parameter its number, of a constant its value
+  rest: str  # everything after the operands, unparsed
+  is_root: bool
+
+  def attribute(self, name: str) -> str | None:
+    """The value of `name=value`, braces balanced; None where it is absent."""
+    found = re.search(rf"(?:^|[ ,{{]){name}=", self.rest)
+    return None if found is None else _balanced(self.rest, found.end())
+
+  @property
+  def called(self) -> tuple[str, ...]:
+    """Computations that this instruction runs."""
+    names: list[str] = []
+    for found in _CALLED.finditer(self.rest):
+      names += re.findall(r"[\w.\-]+", _balanced(self.rest, found.end()))
+    return tuple(names)
+
+  @property
+  def source(self) -> str:
+    """The name that JAX gave to the operation: its path of transformations and named scopes."""
+    found = re.search(r'op_name="([^"]*)"', self.rest)
+    return found.group(1) if found else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+  name: str
+  instructions: tuple[Instruction, ...]
+
+  @functools.cached_property
+  def by_name(self) -> dict[str, Instruction]:
+    return {instruction.name: instruction for instruction in self.instructions}
+
+  @functools.cached_property
+  def users(self) -> dict[str, list[Instruction]]:
+    """Instructions that read each instruction's result."""
+    users: dict[str, list[Instruction]] = {}
+    for instruction in self.instructions:
+      for operand in dict.fromkeys(instruction.operands):
+        users.setdefault(operand, []).append(instruction)
+    return users
+
+  @property
+  def root(self) -> Instruction:
+    return next((i for i in self.instructions if i.is_root), self.instructions[-1])
+
+  @functools.cached_property
+  def parameters(self) -> tuple[Instruction, ...]:
+    """In the order of their numbers."""
+    found = [i for i in self.instructions if i.opcode == "parameter"]
+    return tuple(sorted(found, key=lambda i: int(i.operands[0])))
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+  computations: dict[str, Computation]
+  entry: str
+
+  @functools.cached_property
+  def runs(self) -> dict[str, float]:
+    """How often each computation runs in one execution of the program, loops multiplied.
+
+    A loop without a known number of turns counts once (see `unknown_loops`); of a conditional's branches each counts.
+    """
+    counts = dict.fromkeys(self.computations, 0.0)
+    counts[self.entry] = 1.0
+    for name in self._callers_first:
+      for instruction in self.computations[name].instructions:
+        times = counts[name] * (self.trip_count(self.computations[name], instruction) or 1)
+        for called in instruction.called:
+          counts[called] += times
+    return counts
+
+  @functools.cached_property
+  def fused(self) -> frozenset[str]:
+    """Computations that are parts of one instruction: fusions' bodies and the functions of reductions and sorts."""
+    inner = (
+      called
+      for computation in self.computations.values()
+      for instruction in computation.instructions
+      if instruction.opcode not in ("while", "conditional", "call", "async-start")
+      for called in instruction.called
+    )
+    found: set[str] = set()
+    pending = list(inner)
+    while pending:
+      name = pending.pop()
+      if name not in found:
+        found.add(name)
+        pending += [called for i in self.computations[name].instructions for called in i.called]
+    return frozenset(found)
+
+  def executed(self) -> Iterator[tuple[Computation, Instruction, float]]:
+    """(computation, instruction, times run) of everything that the device starts by itself, fusions as one."""
+    for name, computation in self.computations.items():
+      if name not in self.fused and self.runs[name]:
+        for instruction in computation.instructions:
+          yield computation, instruction, self.runs[name]
+
+  def unknown_loops(self) -> list[str]:
+    """Sources of the loops whose number of turns the compiler does not state."""
+    loops = ((c, i) for c, i, _ in self.executed() if i.opcode == "while")
+    return [loop.source or loop.name for caller, loop in loops if self.trip_count(caller, loop) is None]
+
+  def trip_count(self, caller: Computation, loop: Instruction) -> int | None:
+    """Turns of a while loop of `caller`; None where they are not known, and for anything that is no loop."""
+    if loop.opcode != "while":
+      return None
+    stated = _TRIPS.search(loop.rest)
+    if stated:
+      return int(stated.group(1))
+    condition, body = (self.computations[_name(loop.attribute(part))] for part in ("condition", "body"))
+    test = condition.root
+    if test.opcode != "compare" or test.attribute("direction") != "LT":
+      return None
+    counter = _element(condition.by_name.get(test.operands[0]))
+    limit = self._number(condition.by_name.get(test.operands[1]), caller, loop)
+    if counter is None or limit is None or body.root.opcode != "tuple":
+      return None
+    # A loop that JAX or the compiler makes counts from 0 in ones; what differs is stepped through here.
+    start = self._number(self._initial(counter, caller, loop), caller, loop)
+    step = self._step(body, body.by_name.get(body.root.operands[counter]))
+    return None if step is None else max(0, math.ceil((limit - (start or 0)) / step))
+
+  def _initial(self, index: int, caller: Computation, loop: Instruction) -> Instruction | None:
+    """What element `index` of a loop's state is before the first turn."""
+    state = caller.by_name.get(loop.operands[0])
+    return caller.by_name.get(state.operands[index]) if state is not None and state.opcode == "tuple" else None
+
+  def _number(self, value: Instruction | None, caller: Computation, loop: Instruction) -> int | None:
+    """An integer constant, also one that `loop` carries along."""
+    while value is not None and value.opcode in ("copy", "bitcast"):
+      value = caller.by_name.get(value.operands[0])
+    if value is not None and value.opcode == "get-tuple-element":
+      value = self._initial(int(value.attribute("index") or 0), caller, loop)
+    if value is None or value.opcode != "constant":
+      return None
+    return int(value.operands[0]) if re.fullmatch(r"-?\d+", value.operands[0]) else None
+
+  def _step(self, body: Computation, value: Instruction | None) -> int | None:
+    """By how much one turn raises the loop's counter, whose next value is `value`."""
+    while value is not None and value.opcode in ("copy", "bitcast"):
+      value = body.by_name.get(value.operands[0])
+    if value is None:
+      return None
+    if value.opcode == "fusion":
+      return 1
+    added = [body.by_name.get(name) for name in value.operands]
+    constants = [i.operands[0] for i in added if i is not None and i.opcode == "constant"]
+    return int(constants[0]) if value.opcode == "add" and constants else None
+
+  @functools.cached_property
+  def _callers_first(self) -> list[str]:
+    order: list[str] = []
+    seen: set[str] = set()
+    # Depth first without recursion: a module can nest deeper than Python's stack.
+    stack = [(self.entry, False)]
+    while stack:
+      name, done = stack.pop()
+      if done:
+        order.append(name)
+      elif name not in seen:
+        seen.add(name)
+        stack.append((name, True))
+        stack += [(called, False) for i in self.computations[name].instructions for called in i.called]
+    return order[::-1]
+
+
+def parse(text: str) -> Module:
+  """The module of `compiled.as_text()`."""
+  computations: dict[str, Computation] = {}
+  entry, name = "", ""
+  body: list[Instruction] = []
+  for line in text.splitlines():
+    if line.startswith("}"):
+      computations[name] = Computation(name, tuple(body))
+      continue
+    header = _COMPUTATION.match(line)
+    if header:
+      name, body = header.group(2), []
+      entry = name if header.group(1) else entry
+    elif _INSTRUCTION.match(line):
+      body.append(_instruction(line))
+  if not entry:
+    raise ValueError("This is no HLO module: it has no ENTRY computation.")
+  return Module(computations, entry)
+
+
+def _instruction(line: str) -> Instruction:
+  head = _INSTRUCTION.match(line)
+  assert head is not None
+  start = head.end()
+  result = _balanced(line, start) if line[start] == "(" else line[start : line.index(" ", start)]
+  opening = line.index("(", start + len(result))
+  opcode = line[start + len(result) : opening].strip()
+  operands = _balanced(line, opening)
+  return Instruction(
+    name=head.group(2),
+    opcode=opcode,
+    result=arrays(result),
+    operands=(operands[1:-1],) if opcode == "constant" else _operands(operands[1:-1]),
+    rest=line[opening + len(operands) :],
+    is_root=head.group(1) is not None,
+  )
+
+
+def _name(value: str | None) -> str:
+  return (value or "").lstrip("%")
+
+
+def _element(value: Instruction | None) -> int | None:
+  """The index of a tuple's element, through copies not looked."""
+  if value is None or value.opcode != "get-tuple-element":
+    return None
+  return int(value.attribute("index") or 0)
+
+
+def arrays(text: str) -> tuple[Array, ...]:
+  """The arrays of a shape such as `(f32[2,3]{1,0:T(8,128)S(1)}, u32[])`."""
+  found = []
+  for dtype, dims, layout in _SHAPE.findall(text):
+    space = re.search(r"S\((\d+)\)", layout)
+    found.append(Array(dtype, tuple(int(d) for d in dims.split(",") if d), int(space.group(1)) if space else DEVICE))
+  return tuple(found)
+
+
+def _operands(text: str) -> tuple[str, ...]:
+  """Names of the operands; a parameter's single operand is its number."""
+  names = re.findall(r"%([\w.\-]+)", text)
+  return tuple(names) if names or not text.strip() else tuple(re.findall(r"[\w.\-]+", text))
+
+
+def _balanced(text: str, start: int) -> str:
+  """The value that begins at `start`: a bracketed group with all it encloses, or a word."""
+  closing = {"(": ")", "{": "}", "[": "]"}
+  if text[start] not in closing:
+    word = re.match(r'"[^"]*"|[^\s,(){}]+', text[start:])
+    return word.group(0) if word else ""
+  depth = 0
+  for position in range(start, len(text)):
+    depth += (text[position] in closing) - (text[position] in closing.values())
+    if depth == 0:
+      return text[start : position + 1]
+  return text[start:]

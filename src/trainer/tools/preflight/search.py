@@ -1,0 +1,117 @@
+"""Tries remat policies and batch sizes on the compiler and ranks those that fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from trainer.config.schema import Config, RematPolicy
+from trainer.observe.chips import Chip
+from trainer.tools.preflight.analysis import Analysis, DoesNotFit, analyse, roofline
+from trainer.tools.preflight.report import milliseconds, size
+
+# From the most memory and least recomputation to the least memory. The first that fits is the fastest of those on the
+# device; the offloading ones trade memory for traffic to the host and are ranked beside it.
+POLICIES = (
+  RematPolicy.NONE,
+  RematPolicy.MINIMAL_WITH_CONTEXT,
+  RematPolicy.SAVE_DOT_WITH_CONTEXT_EXCEPT_MLP,
+  RematPolicy.SAVE_DOT_EXCEPT_MLP,
+  RematPolicy.SAVE_OUT_PROJ,
+  RematPolicy.FULL,
+)
+OFFLOADING = (RematPolicy.MINIMAL_OFFLOADED,)
+MAX_DOUBLINGS = 5
+
+Try = Callable[[RematPolicy, float], Analysis | DoesNotFit]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+  policy: RematPolicy
+  per_device_batch_size: float
+  seconds: float  # of a step, by the roofline of what was compiled
+  tokens_per_second: float  # per device
+  total_bytes: int
+  bound: str
+
+
+def lines(config: Config, slices: Sequence[Sequence[Any]], chip: Chip | None) -> list[str]:
+  """The ranking as text, the suggestion first."""
+  if chip is None:
+    return ["Search: this device is not in the table of chips, so nothing can be ranked"]
+
+  def attempt(policy: RematPolicy, batch: float) -> Analysis | DoesNotFit:
+    return analyse(with_keys(config, remat_policy=policy, per_device_batch_size=batch), slices, len(slices))
+
+  platform = slices[0][0].platform
+  found = sorted(
+    candidates(attempt, config.data.per_device_batch_size, chip, offload=platform != "cpu"),
+    key=lambda c: -c.tokens_per_second,
+  )
+  if not found:
+    return ["Search: nothing fits, remat_policy=full at the given per_device_batch_size included. Use more devices,"
+            " ici_tensor_parallelism or ici_context_parallelism."]  # fmt: skip
+  best = found[0]
+  text = [
+    f"Search: remat_policy={best.policy} per_device_batch_size={best.per_device_batch_size:g} is the fastest that fits",
+    "  Ranked by tokens/s/device at the roofline of each compiled step: the longest of its matmul FLOPs, its HBM"
+    " traffic, its traffic between chips and to the host, each at the chip's peak. A larger batch changes the global"
+    " batch.",
+    "  remat_policy | per_device_batch_size | least step time | tokens/s/device | HBM | bound by",
+  ]
+  for c in found:
+    text.append(
+      f"  {c.policy} | {c.per_device_batch_size:g} | {milliseconds(c.seconds)} | {c.tokens_per_second:,.0f} | "
+      f"{size(c.total_bytes)} | {c.bound}"
+    )
+  return text
+
+
+def candidates(attempt: Try, batch: float, chip: Chip, *, offload: bool) -> Iterator[Candidate]:
+  """What fits: for each batch size, doubled until nothing does, the first fitting policy and the offloading ones."""
+  for _ in range(MAX_DOUBLINGS + 1):
+    fitting = _first_that_fits(attempt, batch, chip)
+    if fitting is None:
+      return
+    yield fitting
+    if offload and fitting.policy is not RematPolicy.NONE:
+      yield from filter(None, (_candidate(attempt, policy, batch, chip) for policy in OFFLOADING))
+    batch *= 2
+
+
+def _first_that_fits(attempt: Try, batch: float, chip: Chip) -> Candidate | None:
+  """By bisection: a policy that keeps less needs less memory."""
+  low, high = 0, len(POLICIES)
+  best = None
+  while low < high:
+    middle = (low + high) // 2
+    candidate = _candidate(attempt, POLICIES[middle], batch, chip)
+    if candidate is None:
+      low = middle + 1
+    else:
+      best, high = candidate, middle
+  return best
+
+
+def _candidate(attempt: Try, policy: RematPolicy, batch: float, chip: Chip) -> Candidate | None:
+  found = attempt(policy, batch)
+  if isinstance(found, DoesNotFit) or found.memory.total > chip.hbm_bytes:
+    return None
+  bounds = roofline(found, chip)
+  devices = found.slices * found.devices_per_slice
+  return Candidate(
+    policy, batch, bounds.seconds, found.tokens / bounds.seconds / devices, found.memory.total, bounds.bound
+  )
+
+
+def with_keys(config: Config, **values: Any) -> Config:
+  """`config` with some keys changed, whatever their sections."""
+  changed: dict[str, Any] = {}
+  for section in Config.model_fields:
+    own = getattr(config, section)
+    fields = {key: value for key, value in values.items() if key in type(own).model_fields}
+    if fields:
+      changed[section] = own.model_copy(update=fields)
+  return config.model_copy(update=changed)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from trainer.config import load
 from trainer.config.counts import flops_per_token, parameter_count
 from trainer.config.files import repository_root
 from trainer.config.schema import ModelSection
+
+torch = pytest.importorskip("torch", reason="the oracle needs torch (CPU)")
+flop_counter = pytest.importorskip("torch.utils.flop_counter")
+transformers = pytest.importorskip("transformers", reason="the oracle is transformers")
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ def transformers_model(model: ModelSection) -> torch.nn.Module:
       "high_freq_factor": model.rope_high_freq_factor,
       "original_max_position_embeddings": model.rope_original_max_position_embeddings,
     }
-  config_class, model_class = (Qwen3Config, Qwen3ForCausalLM) if model.use_qk_norm else (LlamaConfig, LlamaForCausalLM)
+  family = "Qwen3" if model.use_qk_norm else "Llama"
+  config_class, model_class = getattr(transformers, f"{family}Config"), getattr(transformers, f"{family}ForCausalLM")
   config = config_class(
     hidden_size=model.emb_dim,
     num_hidden_layers=model.num_decoder_layers,
@@ -140,7 +142,7 @@ def test_flops_equal_those_that_torch_counts(name):
   length = 64
   keys = ["override_model_config=true", "base_num_decoder_layers=3", "vocab_size=1000"]
   model = model_section(name, *keys)
-  counter = FlopCounterMode(display=False)
+  counter = flop_counter.FlopCounterMode(display=False)
   with counter, torch.device("meta"):
     tokens, mask = torch.zeros((1, length), dtype=torch.long), torch.zeros((1, 1, length, length))
     transformers_model(model)(tokens, attention_mask=mask, use_cache=False)

@@ -1,0 +1,71 @@
+"""The real training state: saved with stacked layers, wanted apart, and the other way round, for every optimizer."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from tests.checkpoint import toys
+
+from trainer import config, program
+from trainer.checkpoint import NoGoodCheckpoint, Tiers
+
+TINY = (
+  "configs/base.yml run_name=t dataset_type=synthetic base_emb_dim=16 base_num_decoder_layers=2 "
+  "base_num_query_heads=4 base_num_kv_heads=2 base_mlp_dim=32 head_dim=8 vocab_size=64 max_target_length=16"
+).split()
+
+
+def build(opt_type: str, scan: bool, devices: int) -> program.Program:
+  cfg = config.load([*TINY, f"opt_type={opt_type}", f"scan_layers={str(scan).lower()}"])
+  return program.build(cfg, [jax.devices()[:devices]], 1)
+
+
+def numbered(state):
+  """A state of these shapes in which every array has its own numbers: none can be mistaken for another."""
+  count = 0
+
+  def fill(x: jax.ShapeDtypeStruct) -> jax.Array:
+    nonlocal count
+    values = (np.arange(x.size) % 4096 + count).reshape(x.shape).astype(x.dtype)
+    count += 4096
+    return jax.device_put(values, x.sharding)
+
+  return jax.tree.map(fill, state)
+
+
+def by_layer(state) -> dict[str, np.ndarray]:
+  """{name with the layer's number: array}, whether the layers are stacked or apart."""
+  found = {}
+  for path, x in jax.tree_util.tree_leaves_with_path(state):
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    head, layers, tail = name.partition("layers/")
+    if layers and not tail[0].isdigit():
+      found |= {f"{head}layers/{i}/{tail}": part for i, part in enumerate(np.asarray(x))}
+    else:
+      found[name] = np.asarray(x)
+  return found
+
+
+def save_and_restore(path, opt_type: str, saved_scan: bool):
+  state = numbered(build(opt_type, saved_scan, 4).state)
+  tiers = Tiers(toys.config(checkpoint_period=1), str(path))
+  tiers.maybe_save(1, state, {})
+  tiers.close()
+  restored = Tiers(toys.config(), str(path)).restore_newest(build(opt_type, not saved_scan, 2).state)
+  return by_layer(state), by_layer(restored.state)
+
+
+@pytest.mark.parametrize(("opt_type", "saved_scan"), [("adamw", True), ("adamw", False), ("muon", True), ("sgd", False)])
+def test_layers_stacked_and_apart(tmp_path, opt_type, saved_scan):
+  saved, restored = save_and_restore(tmp_path, opt_type, saved_scan)
+  assert saved.keys() == restored.keys()
+  assert any("layers/1/" in name and not name.startswith("params") for name in saved)
+  for name, values in saved.items():
+    assert restored[name].tobytes() == values.tobytes(), name
+
+
+def test_what_depends_on_the_stacking_is_refused(tmp_path):
+  """Adafactor's factors of a stack of norm scales are not those of the scales."""
+  with pytest.raises(NoGoodCheckpoint, match=r"has shape .* where the state wants"):
+    save_and_restore(tmp_path, "adafactor", True)

@@ -91,8 +91,7 @@ class Harness:
     with contextlib.redirect_stdout(io.StringIO()), open_session(config, cluster, time.monotonic()) as session:
       recorder = Recorder(session.loader)
       session.loader = recorder  # type: ignore[assignment]
-      self._programs |= session.programs
-      session.programs = self._programs
+      self._programs = session.programs = session.programs | self._programs
       attempt = functools.partial(self._attempt, config, session)
       job = Job(config.run.steps, config.optimizer.gradient_accumulation_steps, session.tokens_per_step)
       outcome = elastic_retry(attempt, cluster, config.elastic, session.events, session.log, job=job)

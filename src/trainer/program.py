@@ -55,12 +55,16 @@ class Program:
 
   def init(self, key: jax.Array) -> TrainState:
     """A fresh state, sharded, from `key`: the same numbers on every mesh."""
+    with jax.set_mesh(self.mesh):
+      return self._init(key)
+
+  @functools.cached_property
+  def _init(self) -> Callable[[jax.Array], TrainState]:
     create = functools.partial(state.create, self.model, self.optimizer)
     # It runs once, so on a CPU the quickest compilation wins: random numbers take LLVM seconds to optimise.
     on_cpu = self.mesh.devices.flat[0].platform == "cpu"
     options = {"xla_backend_optimization_level": 0} if on_cpu else None
-    with jax.set_mesh(self.mesh):
-      return jax.jit(create, out_shardings=state.shardings(self.state), compiler_options=options)(key)
+    return jax.jit(create, out_shardings=state.shardings(self.state), compiler_options=options)
 
   @functools.cached_property
   def evaluate(self) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:

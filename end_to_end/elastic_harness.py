@@ -93,7 +93,8 @@ class Harness:
       session.loader = recorder  # type: ignore[assignment]
       self._programs = session.programs = session.programs | self._programs
       attempt = functools.partial(self._attempt, config, session)
-      job = Job(config.run.steps, config.optimizer.gradient_accumulation_steps, session.tokens_per_step)
+      accumulation = config.optimizer.gradient_accumulation_steps
+      job = Job(config.run.steps, accumulation, session.tokens_per_step, session.state_bytes)
       outcome = elastic_retry(attempt, cluster, config.elastic, session.events, session.log, job=job)
     losses = {record["step"]: record["loss"] for record in read_metrics(config.run_directory) if "loss" in record}
     events = read_events(config.run_directory)

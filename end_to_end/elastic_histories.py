@@ -15,6 +15,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,15 +26,15 @@ from trainer.config.faults import RandomFaults
 from trainer.elastic.attempt import Outcome
 from trainer.elastic.faults import draw
 
-STEPS = 24
-KEYS = (f"steps={STEPS}", "checkpoint_period=6", "snapshot_period=1")
+STEPS = 12
+KEYS = (f"steps={STEPS}", "checkpoint_period=4", "snapshot_period=1")
 TOLERANCE = 1e-5  # relative difference of a loss whose sums were taken in another order, float32
 
 
 def histories(first: int, count: int) -> Iterator[tuple[str, bool]]:
   """(fault_injection, fixed mesh) of histories first..first+count-1."""
   for seed in range(first, first + count):
-    rate = (0.05, 0.15, 0.3)[seed // 3 % 3]
+    rate = (0.1, 0.25, 0.5)[seed // 3 % 3]
     yield ", ".join(map(str, draw(RandomFaults(seed, rate), NUM_SLICES, STEPS))), seed % 3 == 0
 
 
@@ -76,6 +77,7 @@ def run_all(harness: Harness, first: int, count: int) -> int:
   """Exit code."""
   undisturbed = run(harness, "undisturbed", "", fixed_mesh=True)
   totals = {"faults": 0, "recoveries": 0, "completed steps lost": 0, "runs without a fault": 0}
+  kinds: Counter[str] = Counter()  # of faults that happened, by moment
   worst, start = 0.0, time.monotonic()
   for done, (faults, fixed_mesh) in enumerate(histories(first, count), 1):
     seed = first + done - 1
@@ -86,6 +88,7 @@ def run_all(harness: Harness, first: int, count: int) -> int:
       print(f"repeat with: python -m end_to_end.elastic_histories --first {seed} --count 1")
       return 1
     totals["faults"] += len(history.of_kind("fault_injected"))
+    kinds.update(_kind(record["fault"]) for record in history.of_kind("fault_injected"))
     totals["recoveries"] += len(history.of_kind("recovery"))
     totals["completed steps lost"] += sum(record["steps_lost"] for record in history.of_kind("recovery"))
     totals["runs without a fault"] += not faults
@@ -97,7 +100,15 @@ def run_all(harness: Harness, first: int, count: int) -> int:
         f"{done} histories in {seconds:.0f} s, all good: {numbers}; largest relative loss difference {worst:.1e}",
         flush=True,
       )
+  print("Faults that happened:", ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()))
   return 0
+
+
+def _kind(fault: str) -> str:
+  """slice_down@3:1:save -> "slice_down in a save"."""
+  name, _, rest = fault.partition("@")
+  moment = rest.split("/")[0].split(":")[2:] or ["step"]
+  return f"{name} in a {moment[0]}"
 
 
 if __name__ == "__main__":

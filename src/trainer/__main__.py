@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 import traceback
+from typing import NoReturn
 
 from trainer.config import ConfigError, load
 from trainer.config.schema import Config
@@ -56,11 +58,21 @@ def _run(config: Config, started: float) -> int:
     except ValueError as error:  # a configuration that does not fit the machine or the data; nothing is written yet
       print(f"error: {error}", file=sys.stderr)
       return BAD_INPUT
-    job = Job(config.run.steps, config.optimizer.gradient_accumulation_steps, session.tokens_per_step)
+    job = Job(
+      config.run.steps, config.optimizer.gradient_accumulation_steps, session.tokens_per_step, session.state_bytes
+    )
     attempt = functools.partial(train.run, config, session)
     code = FAILED
     try:
-      outcome = elastic_retry(attempt, cluster, config.elastic, session.events, session.log, job=job)
+      outcome = elastic_retry(
+        attempt,
+        cluster,
+        config.elastic,
+        session.events,
+        session.log,
+        job=job,
+        stop=lambda: session.preemption.noticed,
+      )
       code = COMPLETE if outcome.kind == "complete" else PREEMPTED
     except (ConfigError, ConfigMismatch) as error:
       code = BAD_INPUT
@@ -71,5 +83,16 @@ def _run(config: Config, started: float) -> int:
   return code
 
 
+def command() -> NoReturn:
+  """Runs the command and ends the process, even where a topology that nobody needs any more is still compiling."""
+  code = main()
+  prepare = sys.modules.get("trainer.elastic.prepare")
+  if prepare is not None and prepare.under_way():
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+  sys.exit(code)
+
+
 if __name__ == "__main__":
-  sys.exit(main())
+  command()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 
 from trainer import program
+from trainer.checkpoint import trees
 from trainer.checkpoint.preemption import Preemption
 from trainer.checkpoint.snapshot import Snapshots
 from trainer.cluster import Cluster, View
@@ -42,10 +43,18 @@ class Session:
   eval_loader: Loader | None
   global_batch_size: int  # examples per step, fixed for the life of the run
   tokens_per_step: int
+  state_bytes: int  # of one full copy of parameters and optimizer state
   process_index: int
   process_count: int
-  started: float  # time.monotonic() at the start of the process or of the last attempt
+  started: float  # time.monotonic() at the start of the process or of the current attempt
   programs: dict[tuple[int, ...], Program]  # by View.slices
+  attempts: int = 0
+
+  def begin(self) -> None:
+    """An attempt begins. The first one began with the process."""
+    self.attempts += 1
+    if self.attempts > 1:
+      self.started = time.monotonic()
 
   def program(self, config: Config, view: View) -> Program:
     """The program for the slices of `view`, built once."""
@@ -57,7 +66,6 @@ class Session:
     """The next step can be dispatched; says how long that took."""
     now = time.monotonic()
     self.events.emit("init_done", step=step, seconds=now - self.started)
-    self.started = now
     self.watchdog.beat(step)
 
   def finish(self, config: Config, code: int) -> None:
@@ -140,6 +148,7 @@ def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[S
       eval_loader=loaders[1] if len(loaders) > 1 else None,
       global_batch_size=batch,
       tokens_per_step=batch * config.data.max_target_length,
+      state_bytes=trees.state_bytes(programs[full.slices].state),
       process_index=cluster.process_index,
       process_count=cluster.process_count,
       started=started,

@@ -49,12 +49,15 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
   runtime raises when a slice is lost.
   """
   # ---- the program of these slices, and the state: the newest tier that can be trusted, or a fresh one
+  session.begin()
   slices = dict(zip(view.slices, view.devices))
   tiers = Tiers(config.checkpoint, config.run_directory, slices=slices, log=session.log.line, emit=session.events.emit)
   with session.watchdog.paused(), ThreadPoolExecutor(1, thread_name_prefix="restore") as beside:
     prog = session.program(config, view)
     # Reading and compiling need not wait for each other.
     restored = beside.submit(_restore, config, session, prog, tiers, carry)
+    if carry.recoveries and session.preemption.requested(carry.last_step):
+      return _save_and_end(config, session, tiers, carry, restored.result())
     compile_step = functools.partial(_compile, config, session, carry)
     compiled = carry.compiled_step(compile_step)
     start = restored.result()
@@ -79,22 +82,23 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
       batch = carry.before_step(step, batch)
       state, metrics = compiled(state, batch)
       records.dispatched(step, metrics, prefetch.waited_seconds)
-      if step == first + 2:
+      if step == first + 3:
         carry.prepare(compile_step)
 
       last = step == config.run.steps
       stop = session.preemption.requested(step)
       grow = not last and carry.wants_resize(step)
-      if not grow and (carry.snapshot_due(step) or (carry.uses_snapshots and tiers.due(step))):
-        if config.elastic.snapshot_period > 0:
-          session.snapshots.wait()  # a period that was asked for is kept; else a slow snapshot lets the next fall out
+      # Not of the last step: what is lost while that one is evaluated and saved would not be done again.
+      if not (grow or last) and (carry.snapshot_due(step) or (carry.uses_snapshots and tiers.due(step))):
+        if carry.keeps_snapshot_period:
+          session.snapshots.wait()
         session.snapshots.save(step, state, _meta(config, session, step), slices)
         carry.at("snapshot", step)
       evaluate = session.eval_loader is not None and (last or _due(config.observe.eval_interval, step))
       if not (last or stop or grow or evaluate or tiers.due(step)):
         continue
       records.finish()  # nothing is saved before it is known to be good
-      loss = _evaluate(config, session, prog, state.params, step) if evaluate and not stop else None
+      loss = _evaluate(config, session, prog, carry, state.params, step) if evaluate and not stop else None
       with session.watchdog.paused():  # a save waits for the one before it, as long as that takes
         if grow and carry.uses_snapshots:
           session.snapshots.wait()
@@ -160,6 +164,14 @@ def _restore(config: Config, session: Session, prog: Program, tiers: Tiers, carr
   return _Start(state, step, tier, seconds)
 
 
+def _save_and_end(config: Config, session: Session, tiers: Tiers, carry: Carry, start: _Start) -> Outcome:
+  """The end of a process that was told to stop while it recovered: nothing is computed any more, only saved."""
+  carry.restored(start.step, start.tier, start.seconds)
+  tiers.maybe_save(start.step, start.state, _meta(config, session, start.step), last=True)
+  tiers.close()
+  return Outcome("preempted", start.step)
+
+
 def _identity(session: Session) -> dict[str, Any]:
   return {"data": session.loader.fingerprint(), "global_batch_size": session.global_batch_size}
 
@@ -178,7 +190,7 @@ def _due(period: int, step: int) -> bool:
   return period > 0 and step % period == 0
 
 
-def _evaluate(config: Config, session: Session, prog: Program, params: Params, step: int) -> float:
+def _evaluate(config: Config, session: Session, prog: Program, carry: Carry, params: Params, step: int) -> float:
   """Mean loss in nats per token over the first eval_steps batches of the evaluation split, each once."""
   assert session.eval_loader is not None
   start = time.monotonic()
@@ -188,7 +200,8 @@ def _evaluate(config: Config, session: Session, prog: Program, params: Params, s
   if examples is not None:
     batches = min(batches, math.ceil(examples / session.global_batch_size))
   with session.watchdog.paused(), jax.set_mesh(prog.mesh):
-    sums = [prog.evaluate(params, feed(index)) for index in range(batches)]
+    sums = [prog.evaluate(params, carry.on_slices(feed(index))) for index in range(batches)]
+    carry.wait(sums)
     total, weight = (sum(float(value) for value in values) for values in zip(*sums))
   loss, seconds = total / weight, time.monotonic() - start
   session.metrics.write_eval(step, loss, seconds)

@@ -4,6 +4,8 @@ import pytest
 
 from trainer.elastic.policy import ResizePolicy, RetryPolicy, SnapshotPolicy
 
+LARGE = 2**30
+
 
 def test_attempts_without_progress_run_out_with_growing_pauses():
   policy = RetryPolicy(max_attempts=5, reset_steps=10, backoff_seconds=1.0)
@@ -89,10 +91,16 @@ def test_growing_must_pay():
 
 
 def test_snapshots_are_as_frequent_as_told():
-  policy = SnapshotPolicy(period=3, max_overhead=0.01)
+  policy = SnapshotPolicy(period=3, max_overhead=0.01, state_bytes=LARGE)
   for step in range(1, 50):
     policy.completed(step, 100.0 * (step % 3))
   assert [step for step in range(1, 10) if policy.due(step)] == [3, 6, 9]
+
+
+def test_every_step_of_a_small_state_has_a_snapshot_whatever_it_costs():
+  policy = SnapshotPolicy(period=0, max_overhead=0.01, state_bytes=2**20)
+  assert run_steps(policy, 100, step_seconds=0.01, cost=0.01) == list(range(1, 101))
+  assert policy.is_fixed
 
 
 def run_steps(policy, steps, step_seconds, cost, first=1):
@@ -108,14 +116,14 @@ def run_steps(policy, steps, step_seconds, cost, first=1):
 
 @pytest.mark.parametrize(("cost", "period"), [(0.0, 1), (0.009, 1), (0.025, 3), (0.5, 50)])
 def test_snapshots_cost_no_more_than_allowed(cost, period):
-  policy = SnapshotPolicy(period=0, max_overhead=0.01)
+  policy = SnapshotPolicy(period=0, max_overhead=0.01, state_bytes=LARGE)
   run_steps(policy, 400, step_seconds=1.0, cost=cost)
   assert policy.period == period
   assert cost / policy.period <= 0.01 * 1.0
 
 
 def test_snapshots_become_frequent_again_when_they_get_cheap():
-  policy = SnapshotPolicy(period=0, max_overhead=0.01)
+  policy = SnapshotPolicy(period=0, max_overhead=0.01, state_bytes=LARGE)
   run_steps(policy, 50, step_seconds=1.0, cost=0.1)
   assert policy.period in (10, 11)
   run_steps(policy, 600, step_seconds=1.0, cost=0.0, first=51)

@@ -155,7 +155,7 @@ def train(toy, faults="", num_slices=4, directory=None, cluster=None, clock=None
   log.redirect(lines.append)
   emit = events.emit
   events.emit = lambda kind, **fields: records.append(emit(kind, **fields)) or records[-1]
-  job = Job(toy.steps, toy.micro_batches, 100)
+  job = Job(toy.steps, toy.micro_batches, 100, 4 * WIDTH * WIDTH)
   cluster = cluster or cut(num_slices, clock)
   try:
     outcome = elastic_retry(toy.attempt, cluster, cfg, events, log, job=job, clock=clock, sleep=clock.sleep)

@@ -88,6 +88,11 @@ class Preemption:
     return self._agreed
 
   @property
+  def noticed(self) -> bool:
+    """Whether this process has had its signal, or agreed to end; the others may not know yet."""
+    return self._noticed is not None
+
+  @property
   def deadline(self) -> float | None:
     """time.monotonic() at which the kill is to be expected; None before a notice."""
     return None if self._noticed is None else self._noticed + self._grace

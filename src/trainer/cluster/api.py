@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -72,8 +72,11 @@ class Cluster(ABC):
     """Ids of the slices that pass a health check now. May take a second on a real cluster."""
 
   @abstractmethod
-  def wait_for(self, count: int, timeout: float) -> frozenset[int]:
-    """Ids of the living slices as soon as there are at least `count` of them; TimeoutError after `timeout` seconds."""
+  def wait_for(self, count: int, timeout: float, stop: Callable[[], bool] = lambda: False) -> frozenset[int]:
+    """Ids of the living slices as soon as there are at least `count` of them; TimeoutError after `timeout` seconds.
+
+    Of those that live, however few, once stop() is true; it is asked every poll.
+    """
 
   @abstractmethod
   def returned(self, view: View) -> frozenset[int]:

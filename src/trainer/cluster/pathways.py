@@ -52,10 +52,25 @@ class PathwaysCluster(Cluster):
   def alive(self) -> frozenset[int]:
     return frozenset(elastic.get_active_slice_indices(self.slices))
 
-  def wait_for(self, count: int, timeout: float) -> frozenset[int]:
-    return frozenset(
-      elastic.wait_for_slices(count, poll_interval=self._poll_seconds, timeout=timeout, slice_to_devices=self.slices)
-    )
+  def wait_for(self, count: int, timeout: float, stop: Callable[[], bool] = lambda: False) -> frozenset[int]:
+    end = self._clock() + timeout
+    while not stop():
+      left = end - self._clock()
+      try:  # poll by poll, to look up from it
+        found = elastic.wait_for_slices(
+          count,
+          poll_interval=self._poll_seconds,
+          timeout=min(left, self._poll_seconds),
+          slice_to_devices=self.slices,
+        )
+        return frozenset(found)
+      except TimeoutError:
+        if left <= self._poll_seconds:
+          raise TimeoutError(
+            f"waited {timeout:g} s for {count} slices of {sorted(self.slices)}. Raise elastic_timeout_seconds, or let "
+            "the run go on with fewer by elastic_min_slice_count."
+          ) from None
+    return self.alive()
 
   def returned(self, view: View) -> frozenset[int]:
     """Checks the missing slices at most every poll_seconds, in a thread of its own: a check compiles and waits."""

@@ -81,10 +81,10 @@ class SimulatedCluster(Cluster):
       self._return([i for i, when in self._lost.items() if when is not None and when <= now])
       return frozenset(self.slices) - frozenset(self._lost)
 
-  def wait_for(self, count: int, timeout: float) -> frozenset[int]:
+  def wait_for(self, count: int, timeout: float, stop: Callable[[], bool] = lambda: False) -> frozenset[int]:
     start = self._clock()
     alive = self.alive()
-    while len(alive) < count:
+    while len(alive) < count and not stop():
       with self._lock:
         for slice_id, when in self._lost.items():
           if when is None:

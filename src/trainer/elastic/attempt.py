@@ -41,6 +41,7 @@ class Job:
   steps: int
   micro_batches: int  # per slice and step on the full topology
   tokens_per_step: int
+  state_bytes: int  # of one full copy of parameters and optimizer state
 
 
 @dataclass
@@ -77,6 +78,7 @@ class Carry:
   snapshot_policy: SnapshotPolicy
   counter: CompileCounter
   clock: Callable[[], float] = time.monotonic
+  stop: Callable[[], bool] = lambda: False  # whether the process has been asked to end
   compiled: dict[tuple[int, ...], Any] = field(default_factory=dict)  # by View.slices
   view: View = field(init=False)
   survivors: frozenset[int] = field(init=False)  # slices whose host memory has outlived the previous attempt
@@ -138,13 +140,26 @@ class Carry:
   def prepare(self, compile: Callable[[View], Any]) -> None:
     """Compiles in the background for the topologies that may come next, where the run may go on with fewer slices.
 
-    To be called when the attempt's first steps are done: the first step must not wait for this.
+    To be called when the attempt's first steps are done: they must not wait for this, and tell whether the run is
+    long enough for a compilation to be of use.
     """
     if not self.cfg.elastic_enabled or self.cfg.elastic_min_slice_count == -1:
       return
     least = self.cfg.elastic_min_slice_count
     views = [view for view in next_views(self.cluster, self.view) if view.num_alive >= least]
-    self.preparation = Preparation(compile, views, self.compiled, self.events, self.counter)
+    self.preparation = Preparation(
+      compile,
+      views,
+      self.compiled,
+      self.events,
+      self.counter,
+      worth_it=lambda: self._step_seconds == 0.0 or self._seconds_left(self.last_step) > self._compile_seconds,
+      after=self.preparation,
+    )
+
+  def _seconds_left(self, step: int) -> float:
+    """How long the rest of the run takes from `step` at the speed of the last step; 0.0 before one was timed."""
+    return (self.job.steps - step) * self._step_seconds
 
   def restored(self, step: int, tier: str, seconds: float) -> None:
     """The attempt has a state after `step` completed steps, from `tier` ("none": fresh), which took `seconds`."""
@@ -162,6 +177,10 @@ class Carry:
     """The batch to use for `step`; faults that are due happen here."""
     self.current_step = step
     self.at("step", step)
+    return self.on_slices(batch)
+
+  def on_slices(self, batch: Any) -> Any:
+    """The batch as the attempt's slices get it: in error state where one of them is lost and only simulated."""
     return self.cluster.poison(batch, self.view)
 
   def wait(self, arrays: Any) -> None:
@@ -182,15 +201,13 @@ class Carry:
   def completed(self, step: int) -> None:
     """`step` is done, and its results are known to be good."""
     now = self.clock()
-    if self._timed:
+    if self._timed:  # else it holds the first run of a program
       self._step_seconds = now - self.last_sign_of_life
       self.snapshot_policy.completed(step, self._step_seconds)
     self.last_sign_of_life, self._timed = now, True
     self.last_step = step
     self.retries.completed(step)
-    for recovery in self.recoveries:
-      self._recovered(recovery, now)
-    self.recoveries.clear()
+    self.recovered()
     if self.cfg.elastic_enabled:
       self.log.detail(format_elastic_line(step, self.down_events, self.view.num_alive))
 
@@ -202,6 +219,11 @@ class Carry:
   def snapshot_due(self, step: int) -> bool:
     """Whether the attempt should take a snapshot of `step`."""
     return self.uses_snapshots and self.snapshot_policy.due(step)
+
+  @property
+  def keeps_snapshot_period(self) -> bool:
+    """Whether the attempt waits for a slow snapshot before the next; else that one falls out."""
+    return self.snapshot_policy.is_fixed
 
   def wants_resize(self, step: int) -> bool:
     """Whether the attempt should snapshot `step` and return Outcome("slice_up", step), to go on with more slices."""
@@ -215,7 +237,7 @@ class Carry:
       for alive in (self.view.num_alive, self.view.num_alive + len(returned))
     )
     kept = tuple(sorted({*self.view.slices, *returned})) in self.compiled
-    saved_seconds = (self.job.steps - step) * self._step_seconds * (1 - now / then)
+    saved_seconds = self._seconds_left(step) * (1 - now / then)
     worth_it = self.resizes.worth_it(saved_seconds, 0.0 if kept else self._compile_seconds)
     if not worth_it and returned != self._told:
       self.log.line(
@@ -230,6 +252,12 @@ class Carry:
     self.recoveries.append(
       Recovery(event, slices, self.last_step, self.view.num_alive, began, now - began, self.counter.read())
     )
+
+  def recovered(self) -> None:
+    """The events so far have been recovered from: a step is completed, or there is none left to do."""
+    for recovery in self.recoveries:
+      self._recovered(recovery, self.clock())
+    self.recoveries.clear()
 
   def _recovered(self, recovery: Recovery, now: float) -> None:
     compilations = (self.counter.read() - recovery.compiles).compilations

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 _LONGEST_BACKOFF_SECONDS = 60.0
+_SMALL_STATE_BYTES = 16 * 2**20  # copied in milliseconds: not worth losing more than one step for
 _FIRST_PERIOD = 2  # every other step, until the cost of a snapshot is known
 _FEWEST_SAMPLES, _SAMPLES = 3, 25
 
@@ -80,14 +81,18 @@ class ResizePolicy:
 
 
 class SnapshotPolicy:
-  """At which steps a snapshot is taken: every `period`-th, or (0) as often as costs at most `max_overhead`.
+  """At which steps a snapshot is taken: every `period`-th, or (0) every one of a small state, and of a larger one as
+  often as costs at most `max_overhead` of the step time.
 
   The cost is measured, as the median time of steps that follow a snapshot over those that do not: copies and checksums
   run beside the next step, and what they take from it no timer around their dispatch would show.
   """
 
-  def __init__(self, period: int, max_overhead: float) -> None:
-    self._fixed, self._max_overhead = period > 0, max_overhead
+  def __init__(self, period: int, max_overhead: float, state_bytes: int) -> None:
+    """state_bytes: of one full copy of the state."""
+    if period == 0 and state_bytes <= _SMALL_STATE_BYTES:
+      period = 1
+    self.is_fixed, self._max_overhead = period > 0, max_overhead
     self.period = period or _FIRST_PERIOD
     self._taken: deque[int] = deque(maxlen=4)
     self._after: deque[float] = deque(maxlen=_SAMPLES)  # seconds of steps that follow a snapshot
@@ -102,7 +107,7 @@ class SnapshotPolicy:
 
   def completed(self, step: int, seconds: float) -> None:
     """`step` took `seconds`."""
-    if self._fixed:
+    if self.is_fixed:
       return
     (self._after if step - 1 in self._taken else self._others).append(seconds)
     if min(len(self._after), len(self._others)) < _FEWEST_SAMPLES:

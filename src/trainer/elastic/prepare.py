@@ -16,12 +16,18 @@ from trainer.observe.compiles import CompileCounter
 from trainer.observe.events import EventLog
 
 _NICENESS = 10
+_THREAD = "prepare-topologies"
 
 
 def next_views(cluster: Cluster, view: View) -> list[View]:
   """The views that one event can make of `view`: all slices back when some are missing, then each one lost."""
   fewer = [cluster.view(set(view.slices) - {i}) for i in view.slices if view.num_alive > 1]
   return fewer if view.is_full else [cluster.view(cluster.slices), *fewer]
+
+
+def under_way() -> bool:
+  """Whether a topology is being compiled now. The interpreter's end would wait for it: nothing can interrupt XLA."""
+  return any(thread.name == _THREAD for thread in threading.enumerate())
 
 
 class Preparation:
@@ -38,39 +44,52 @@ class Preparation:
     compiled: MutableMapping[tuple[int, ...], Any],
     events: EventLog,
     counter: CompileCounter,
+    *,
+    worth_it: Callable[[], bool] = lambda: True,
+    after: Preparation | None = None,
   ) -> None:
+    """worth_it: asked before each topology. after: an earlier preparation, whose last compilation is waited for."""
     self._compile = compile
-    self._views = [view for view in views if view.slices not in compiled]
+    self._views = list(views)
     self._compiled = compiled
     self._events = events
     self._counter = counter
+    self._worth_it = worth_it
+    self._after = after
     self._cancelled = threading.Event()
     self._current: tuple[int, ...] | None = None
-    self._thread = threading.Thread(target=self._run, name="prepare-topologies", daemon=True)
+    # Not a daemon: the interpreter must not end while XLA compiles.
+    self._thread = threading.Thread(target=self._run, name=_THREAD)
     self._thread.start()
 
   def finish(self, view: View) -> None:
     """Begins no further topology; waits for the compilation under way if it is the one for `view`."""
-    self._cancelled.set()
+    self.cancel()
+    if self._after is not None:
+      self._after.finish(view)
     if self._current == view.slices:
       self._thread.join()
 
   def cancel(self) -> None:
-    """Begins no further topology and waits for the one under way: an interpreter must not end while XLA compiles."""
+    """Begins no further topology."""
     self._cancelled.set()
-    self._thread.join()
 
-  def wait(self, timeout: float) -> bool:
-    """Whether everything was prepared within `timeout` seconds."""
+  def wait(self, timeout: float | None) -> bool:
+    """Whether the thread has ended within `timeout` seconds (None: waits until it has)."""
     self._thread.join(timeout)
     return not self._thread.is_alive()
 
   def _run(self) -> None:
     if hasattr(os, "setpriority"):
       os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # on Linux it is the thread's own priority
+    if self._after is not None:
+      self._after.wait(None)
+      self._after = None
     for view in self._views:
+      if view.slices in self._compiled:
+        continue
       self._current = view.slices
-      if self._cancelled.is_set():
+      if self._cancelled.is_set() or not self._worth_it():
         break
       start = time.monotonic()
       with self._counter.background():

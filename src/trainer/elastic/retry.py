@@ -10,6 +10,7 @@ import jax
 
 from trainer.cluster import Cluster, View
 from trainer.cluster.simulated import SimulatedCluster
+from trainer.config.errors import ConfigError
 from trainer.config.faults import Fault, parse
 from trainer.config.schema import ElasticSection
 from trainer.elastic.attempt import Carry, Job, Outcome
@@ -31,16 +32,18 @@ def elastic_retry(
   log: Log,
   *,
   job: Job,
+  stop: Callable[[], bool] = lambda: False,
   clock: Callable[[], float] = time.monotonic,
   sleep: Callable[[float], None] = time.sleep,
 ) -> Outcome:
   """Calls attempt(view, carry) until it is complete or preempted, on the slices that live, and returns its outcome.
 
   Without elastic_enabled that is one attempt on all slices. Errors that are no lost slice are raised untouched, with
-  a note that says why they were not retried.
+  a note that says why they were not retried. Once stop() (asked while nothing runs) is true, no more slices are waited
+  for: the attempt gets those that live, to save what they hold.
 
   Raises:
-    ValueError: the cluster and the elastic keys do not fit each other; before the first attempt.
+    ConfigError: the cluster and the elastic keys do not fit each other; before the first attempt.
     TimeoutError: too few slices within elastic_timeout_seconds.
   """
   _check(cluster, cfg)
@@ -54,9 +57,10 @@ def elastic_retry(
       _injector(cluster, cfg, job, events, clock),
       RetryPolicy(cfg.elastic_max_retries, cfg.elastic_retry_reset_steps, cfg.elastic_backoff_seconds),
       ResizePolicy(cfg.elastic_min_resize_interval_seconds, clock),
-      SnapshotPolicy(cfg.snapshot_period, cfg.snapshot_max_overhead),
+      SnapshotPolicy(cfg.snapshot_period, cfg.snapshot_max_overhead, job.state_bytes),
       counter,
       clock,
+      stop,
     )
     try:
       if cfg.elastic_enabled:
@@ -80,7 +84,9 @@ def _loop(attempt: Attempt, carry: Carry, sleep: Callable[[float], None]) -> Out
   number = 0
   while True:
     number += 1
-    view = _wait(carry, needed)
+    if (view := _wait(carry, needed)) is None:
+      log.line("Asked to end while no slice lives: what is newer than the last checkpoint is lost.")
+      return Outcome("preempted", carry.last_step)
     try:
       outcome = _run(attempt, carry, view, number)
     except Exception as error:
@@ -96,6 +102,7 @@ def _loop(attempt: Attempt, carry: Carry, sleep: Callable[[float], None]) -> Out
     else:
       carry.events.emit("attempt_end", step=outcome.step, outcome=outcome.kind)
       if outcome.kind != "slice_up":
+        carry.recovered()
         return outcome
       pause = 0.0
       _grow(carry, outcome)
@@ -103,19 +110,25 @@ def _loop(attempt: Attempt, carry: Carry, sleep: Callable[[float], None]) -> Out
     carry.announcement = f"Elastic attempt {carry.retries.attempt} out of {cfg.elastic_max_retries}"
     if pause:
       log.line(f"No progress since the last event; pausing {pause:g} s.")
-      sleep(pause)
+      _pause(pause, carry, sleep)
 
 
-def _wait(carry: Carry, needed: int) -> View:
-  """The view of the next attempt, as soon as `needed` slices live."""
+def _pause(seconds: float, carry: Carry, sleep: Callable[[float], None]) -> None:
+  end = carry.clock() + seconds
+  while (left := end - carry.clock()) > 0 and not carry.stop():
+    sleep(min(left, 1.0))
+
+
+def _wait(carry: Carry, needed: int) -> View | None:
+  """The view of the next attempt, as soon as `needed` slices live; once the run is to end, of those that do, if any."""
   start = carry.clock()
-  alive = carry.cluster.wait_for(needed, carry.cfg.elastic_timeout_seconds)
+  alive = carry.cluster.wait_for(needed, carry.cfg.elastic_timeout_seconds, carry.stop)
   seconds = carry.clock() - start
   for recovery in carry.recoveries:
     recovery.wait_seconds += seconds
   if carry.recoveries:
     carry.events.emit("wait_slices", seconds=seconds, wanted=needed, alive=sorted(alive))
-  return carry.cluster.view(alive)
+  return carry.cluster.view(alive) if alive else None
 
 
 def _run(attempt: Attempt, carry: Carry, view: View, number: int) -> Outcome:
@@ -173,13 +186,13 @@ def _check(cluster: Cluster, cfg: ElasticSection) -> None:
   if not cfg.elastic_enabled:
     return
   if cluster.process_count > 1:
-    raise ValueError(
+    raise ConfigError(
       f"elastic_enabled=true: the {cluster.process_count} processes of this run share one JAX world, which cannot lose "
-      "any of them. Use one process (cluster=pathways or simulated), or elastic_enabled=false."
+      "any of them.\nUse one process (cluster=pathways or simulated), or elastic_enabled=false."
     )
   if cfg.elastic_min_slice_count > cluster.num_slices:
-    raise ValueError(
-      f"elastic_min_slice_count={cfg.elastic_min_slice_count}: there are only {cluster.num_slices} slices. "
+    raise ConfigError(
+      f"elastic_min_slice_count={cfg.elastic_min_slice_count}: there are only {cluster.num_slices} slices.\n"
       f"Use at most {cluster.num_slices}, or -1 for all."
     )
 
@@ -190,8 +203,8 @@ def _injector(
   """The faults that this process still has to make: a fault happens once per run, not once per process."""
   faults = expand(parse(cfg.fault_injection), cluster.num_slices, job.steps)
   if any(fault.slice is not None for fault in faults) and not isinstance(cluster, SimulatedCluster):
-    raise ValueError(
-      f"fault_injection={cfg.fault_injection}: slices of a {cluster.kind} cluster cannot be lost by us. Delete a "
+    raise ConfigError(
+      f"fault_injection={cfg.fault_injection}: slices of a {cluster.kind} cluster cannot be lost by us.\nDelete a "
       "worker pod there, or rehearse with cluster=simulated."
     )
   if faults and events.directory is not None:

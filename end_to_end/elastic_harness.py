@@ -8,7 +8,7 @@ import hashlib
 import io
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,9 @@ _ALWAYS = (
 )
 
 
+Meddle = Callable[[Session, SimulatedCluster], None]
+
+
 @dataclass
 class Recorder:
   """The session's loader; remembers for every step the rows that were read last, with their content."""
@@ -61,12 +64,12 @@ class Recorder:
 
 @dataclass(frozen=True)
 class History:
-  """A finished run."""
+  """A run that has ended in good order."""
 
   outcome: Outcome
   losses: dict[int, float]
   used: dict[int, dict[int, str]]  # step -> row -> hash of its tokens
-  state: dict[str, Any]  # fingerprints of the final checkpoint's arrays: weights and optimizer
+  state: dict[str, Any]  # fingerprints of the last checkpoint's arrays: weights and optimizer
   events: list[dict[str, Any]]
 
   def of_kind(self, kind: str) -> list[dict[str, Any]]:
@@ -81,8 +84,8 @@ class Harness:
     self._compiled: dict[tuple[int, ...], Any] = {}
     self._programs: dict[tuple[int, ...], Any] = {}
 
-  def run(self, name: str, keys: Iterable[str]) -> History:
-    """A run of TINY with these key=value, which must hold steps=N. Its folder is removed afterwards."""
+  def run(self, name: str, keys: Iterable[str], meddle: Meddle = lambda session, cluster: None) -> History:
+    """A run of TINY with these key=value. Its folder is removed afterwards. meddle is called before the attempts."""
     places = [f"base_output_directory={self._directory}", f"run_name={name}"]
     config = load(["configs/base.yml", *TINY.split(), *_ALWAYS.split(), *places, *keys])
     devices = jax.devices()
@@ -95,10 +98,19 @@ class Harness:
       attempt = functools.partial(self._attempt, config, session)
       accumulation = config.optimizer.gradient_accumulation_steps
       job = Job(config.run.steps, accumulation, session.tokens_per_step, session.state_bytes)
-      outcome = elastic_retry(attempt, cluster, config.elastic, session.events, session.log, job=job)
+      meddle(session, cluster)
+      outcome = elastic_retry(
+        attempt,
+        cluster,
+        config.elastic,
+        session.events,
+        session.log,
+        job=job,
+        stop=lambda: session.preemption.noticed,
+      )
     losses = {record["step"]: record["loss"] for record in read_metrics(config.run_directory) if "loss" in record}
     events = read_events(config.run_directory)
-    meta = Path(config.run_directory) / "checkpoints" / str(config.run.steps) / "meta.json"
+    meta = Path(config.run_directory) / "checkpoints" / str(outcome.step) / "meta.json"
     state = sealed.parse(meta.read_bytes(), meta.name)["arrays"]
     shutil.rmtree(config.run_directory)
     return History(outcome, losses, recorder.used, state, events)

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+from jax import Device
 
 from trainer import generate, program
 from trainer.checkpoint import fingerprint
@@ -88,21 +89,19 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
       last = step == config.run.steps
       stop = session.preemption.requested(step)
       grow = not last and carry.wants_resize(step)
-      # Not of the last step: what is lost while that one is evaluated and saved would not be done again.
-      if not (grow or last) and (carry.snapshot_due(step) or (carry.uses_snapshots and tiers.due(step))):
-        if carry.keeps_snapshot_period:
-          session.snapshots.wait()
-        session.snapshots.save(step, state, _meta(config, session, step), slices)
-        carry.at("snapshot", step)
       evaluate = session.eval_loader is not None and (last or _due(config.observe.eval_interval, step))
+      # Of the last step there is none, and an evaluation comes before it: what fails then must be done again.
+      snapshot = not last and (grow or carry.snapshot_due(step) or tiers.due(step))
+      if snapshot and not (grow or evaluate):
+        _snapshot(config, session, carry, step, state, slices)
       if not (last or stop or grow or evaluate or tiers.due(step)):
         continue
       records.finish()  # nothing is saved before it is known to be good
       loss = _evaluate(config, session, prog, carry, state.params, step) if evaluate and not stop else None
       with session.watchdog.paused():  # a save waits for the one before it, as long as that takes
-        if grow and carry.uses_snapshots:
+        if snapshot and (grow or evaluate):
           session.snapshots.wait()
-          session.snapshots.save(step, state, _meta(config, session, step), slices)
+          _snapshot(config, session, carry, step, state, slices)
         leave = last or stop or (grow and not carry.uses_snapshots)
         if tiers.maybe_save(step, state, _meta(config, session, step), last=leave, metric=loss):
           carry.at("save", step)
@@ -170,6 +169,18 @@ def _save_and_end(config: Config, session: Session, tiers: Tiers, carry: Carry, 
   tiers.maybe_save(start.step, start.state, _meta(config, session, start.step), last=True)
   tiers.close()
   return Outcome("preempted", start.step)
+
+
+def _snapshot(
+  config: Config, session: Session, carry: Carry, step: int, state: TrainState, slices: dict[int, tuple[Device, ...]]
+) -> None:
+  """Starts a snapshot of `step` where this run takes any; a slow one before it is waited for if the period is kept."""
+  if not carry.uses_snapshots:
+    return
+  if carry.keeps_snapshot_period:
+    session.snapshots.wait()
+  session.snapshots.save(step, state, _meta(config, session, step), slices)
+  carry.at("snapshot", step)
 
 
 def _identity(session: Session) -> dict[str, Any]:

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import pytest
 from end_to_end import elastic_histories
-from end_to_end.elastic_harness import Harness
 
 COUNT = 24
 
 
-@pytest.fixture(scope="module")
-def harness(tmp_path_factory):
-  return Harness(tmp_path_factory.mktemp("histories"))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(harness):
-  return elastic_histories.run(harness, "undisturbed", "", fixed_mesh=True)
-
-
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(COUNT))
-def test_a_history_loses_nothing(harness, undisturbed, seed):
+def test_a_history_loses_nothing(harness, undisturbed_run, seed):
   ((faults, fixed_mesh),) = elastic_histories.histories(seed, 1)
   history = elastic_histories.run(harness, f"history-{seed}", faults, fixed_mesh)
-  assert elastic_histories.check(history, undisturbed, fixed_mesh) == [], faults
+  assert elastic_histories.check(history, undisturbed_run, fixed_mesh) == [], faults
 
 
-def test_the_check_sees_what_is_broken(harness, undisturbed):
+def test_the_check_sees_what_is_broken(harness, undisturbed_run):
   """A run on other data, with other numbers: every promise but completion is broken."""
   other = harness.run("other", [*elastic_histories.KEYS, "data_shuffle_seed=1"])
-  broken = elastic_histories.check(other, undisturbed, fixed_mesh=True)
+  broken = elastic_histories.check(other, undisturbed_run, fixed_mesh=True)
   assert any("other examples" in line for line in broken)
   assert any("has loss" in line for line in broken)
   assert any("final state differs" in line for line in broken)

@@ -20,9 +20,9 @@ _STORIES = {
   "degrade": ("a slice dies and returns; training goes on with those that live", ()),
   "fixed_mesh": (
     "a slice dies; its replacement is waited for",
-    ("elastic_min_slice_count=-1", "fault_injection=slice_down@30:2"),
+    ("elastic_min_slice_count=-1", "fault_injection=slice_down@30:2", "enable_report=false"),
   ),
-  "undisturbed": ("nothing happens", ("fault_injection=",)),
+  "undisturbed": ("nothing happens", ("elastic_min_slice_count=-1", "fault_injection=", "enable_report=false")),
 }
 _BAD_INPUT = 2
 

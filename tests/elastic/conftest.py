@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="package")
+def harness(tmp_path_factory):
+  """One set of compiled steps for all runs; their steps must therefore be those of elastic_histories.KEYS."""
+  from end_to_end.elastic_harness import Harness
+
+  return Harness(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="package")
+def undisturbed_run(harness):
+  from end_to_end import elastic_histories
+
+  return elastic_histories.run(harness, "undisturbed", "", fixed_mesh=True)

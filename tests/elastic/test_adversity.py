@@ -1,0 +1,119 @@
+"""Faults at the worst moments, on the real training loop: nothing is lost, and every event leaves its whole record."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from end_to_end.elastic_histories import KEYS, STEPS
+
+from trainer.elastic.attempt import Outcome
+
+DEGRADE, FIXED = "elastic_min_slice_count=1", "elastic_min_slice_count=-1"
+
+
+def check(history, undisturbed, relative=1e-5):
+  assert history.outcome == Outcome("complete", STEPS)
+  assert history.used == undisturbed.used
+  for step, loss in undisturbed.losses.items():
+    assert history.losses[step] == pytest.approx(loss, rel=relative), f"step {step}"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+  "faults",
+  [
+    "slice_down@1:0",
+    "slice_down@12:2",
+    "slice_down@12:2:save",
+    "slice_down@4:0, slice_down@4:1",
+    "slice_down@4:0, slice_up@4:0:recovery, slice_down@4:1:recovery",
+  ],
+)
+def test_no_step_is_lost(harness, undisturbed_run, faults):
+  history = harness.run("faults", [*KEYS, DEGRADE, f"fault_injection={faults}"])
+  check(history, undisturbed_run)
+  assert all(record["steps_lost"] <= 1 for record in history.of_kind("recovery"))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", [DEGRADE, FIXED])
+@pytest.mark.parametrize(("step", "tier"), [(1, "none"), (6, "persistent")])
+def test_all_slices_at_once_fall_back_to_the_checkpoint(harness, undisturbed_run, mode, step, tier):
+  faults = ", ".join(f"slice_down@{step}:{i}" for i in range(3))
+  history = harness.run("all", [*KEYS, mode, f"fault_injection={faults}"])
+  check(history, undisturbed_run, 0 if mode == FIXED else 1e-5)
+  (recovery,) = history.of_kind("recovery")
+  assert (recovery["slice"], recovery["tier"]) == ([0, 1, 2], tier)
+  assert (recovery["step_before"], recovery["step_after"]) == (step - 1, 4 * (step // 6))
+
+
+EVALUATED = [*KEYS, DEGRADE, "eval_interval=6", "eval_steps=2"]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("at", [6, STEPS])
+def test_a_slice_lost_in_an_evaluation(harness, undisturbed_run, at):
+  """The step is done again, so that no evaluation is missing, nor the last checkpoint."""
+
+  def meddle(session, cluster):
+    read, asked = session.eval_loader.batch, []
+
+    def batch(index, rows=None):
+      asked.append(index)
+      if len(asked) == 2 * at // 6:  # the second batch of the evaluation at step `at`
+        cluster.lose(1)
+      return read(index, rows)
+
+    session.eval_loader.batch = batch
+
+  history = harness.run("evaluation", EVALUATED, meddle)
+  check(history, undisturbed_run)
+  assert [record["step"] for record in history.of_kind("eval")] == [6, STEPS]
+  (recovery,) = history.of_kind("recovery")
+  assert (recovery["step_before"], recovery["steps_lost"]) == (at, 1)
+
+
+@pytest.mark.timeout(900)
+def test_every_event_leaves_its_whole_record(harness, undisturbed_run):
+  history = harness.run("records", [*KEYS, DEGRADE, "fault_injection=slice_down@3:1, slice_up@5:1"])
+  check(history, undisturbed_run)
+  down, up = history.of_kind("recovery")
+  expected = {
+    "slice": [1], "slices_before": 3, "slices_after": 2, "step_before": 2, "step_after": 2, "steps_lost": 0,
+    "tokens_lost": 0, "tier": "snapshot", "compilations": 0,
+  }  # fmt: skip
+  assert {key: down[key] for key in expected} == expected
+  assert (up["event"], up["slice"], up["slices_before"], up["slices_after"]) == ("slice_up", [1], 2, 3)
+  for record in (down, up):
+    parts = [record[f"{part}_seconds"] for part in ("detect", "wait", "restore", "compile", "first_step")]
+    assert all(seconds >= 0 for seconds in parts)
+    assert 0 < record["first_step_seconds"] < record["seconds"]
+  starts, ready = history.of_kind("attempt_start"), history.of_kind("init_done")
+  assert len(starts) == len(ready) == 3
+  for start, done in list(zip(starts, ready))[1:]:  # an attempt's start-up time is its own, not the steps' before it
+    assert done["seconds"] <= done["monotonic"] - start["monotonic"] + 0.001
+
+
+@pytest.mark.timeout(900)
+def test_sigterm_while_a_replacement_is_waited_for(harness, undisturbed_run):
+  """Those that live save what they hold: nothing more is computed, and nothing is lost."""
+
+  def meddle(session, cluster):
+    wait_for = cluster.wait_for
+
+    def waiting(count, timeout, stop):
+      if len(cluster.alive()) < count:
+        os.kill(os.getpid(), signal.SIGTERM)
+      return wait_for(count, timeout, stop)
+
+    cluster.wait_for = waiting
+
+  history = harness.run("terminated", [*KEYS, FIXED, "fault_injection=slice_down@6:1/inf"], meddle)
+  assert history.outcome == Outcome("preempted", 5)
+  (saved,) = [record for record in history.of_kind("checkpoint_saved") if record["step"] == 5]
+  assert saved["tier"] == "persistent"
+  assert max(history.losses) == 5
+  (recovery,) = history.of_kind("recovery")
+  assert (recovery["slices_after"], recovery["steps_lost"]) == (2, 0)

@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from trainer import program
 from trainer.checkpoint import trees
@@ -18,7 +19,7 @@ from trainer.config import cli, counts
 from trainer.config.schema import Config
 from trainer.data import Loader, make_loader
 from trainer.data.loader import Split
-from trainer.observe import files, goodput
+from trainer.observe import files, goodput, lock
 from trainer.observe import log as log_lib
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
@@ -44,6 +45,7 @@ class Session:
   global_batch_size: int  # examples per step, fixed for the life of the run
   tokens_per_step: int
   state_bytes: int  # of one full copy of parameters and optimizer state
+  identity: dict[str, Any]  # which data, in what order: what a checkpoint says and a resume compares
   process_index: int
   process_count: int
   started: float  # time.monotonic() at the start of the process or of the current attempt
@@ -116,6 +118,8 @@ def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[S
     first = cluster.process_index == 0
     log = log_lib.get(directory, cluster.process_index)
     stack.callback(log.close)
+    if first:  # one that was told to stop may take its whole grace period
+      stack.enter_context(lock.alone(directory, config.checkpoint.autocheckpoint_grace_seconds, log.line))
     events = EventLog(directory, config.run.run_name, process_index=cluster.process_index)
     stack.callback(events.close)
     metrics = Metrics(directory if first else None, config.observe, events, log)
@@ -149,6 +153,8 @@ def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[S
       global_batch_size=batch,
       tokens_per_step=batch * config.data.max_target_length,
       state_bytes=trees.state_bytes(programs[full.slices].state),
+      # Read once: a save must not depend on the data's being readable at that time.
+      identity={"data": loaders[0].fingerprint(), "global_batch_size": batch},
       process_index=cluster.process_index,
       process_count=cluster.process_count,
       started=started,

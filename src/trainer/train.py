@@ -145,8 +145,7 @@ def _restore(config: Config, session: Session, prog: Program, tiers: Tiers, carr
 
   def accept(meta: dict[str, Any]) -> None:
     carry.announce()
-    identity = _identity(session)
-    changes = checkpoint_meta.check_config(meta, config.flat(), identity, config.run.allow_config_change)
+    changes = checkpoint_meta.check_config(meta, config.flat(), session.identity, config.run.allow_config_change)
     for change in changes:
       session.log.line(f"Changed since the checkpoint: {change}")
 
@@ -183,17 +182,13 @@ def _snapshot(
   carry.at("snapshot", step)
 
 
-def _identity(session: Session) -> dict[str, Any]:
-  return {"data": session.loader.fingerprint(), "global_batch_size": session.global_batch_size}
-
-
 def _meta(config: Config, session: Session, step: int) -> dict[str, Any]:
   """What a checkpoint of `step` says besides the state."""
   return checkpoint_meta.build(
     tokens=step * session.tokens_per_step,
     cursor=session.loader.cursor(step),
     config=config.flat(),
-    identity=_identity(session),
+    identity=session.identity,
   )
 
 

@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from tests.checkpoint import toys
 
-from trainer.checkpoint import NonFiniteState, Tiers
+from trainer.checkpoint import NonFiniteState, Tiers, emergency
 from trainer.checkpoint.preemption import Preemption
 
 PER_SLICE = 4  # devices
@@ -110,7 +110,7 @@ def swap(path: Path) -> None:
 
 def damage(path: Path) -> None:
   if jax.process_index() == 1:
-    file = host(path) / "run" / "3.s0.p1.bin"
+    file = emergency.folder(str(host(path)), str(path / "run")) / "3.s0.p1.bin"
     data = bytearray(file.read_bytes())
     data[0] ^= 1
     file.write_bytes(data)
@@ -170,7 +170,7 @@ def resume(path: Path) -> None:
   for lost, step, tier in [("none", 3, "emergency"), ("3.*.p[02].*", 2, "emergency"), ("2.*", 2, "persistent")]:
     together(f"before {lost}")
     if jax.process_index() == 0:
-      for file in (path / "shared" / "run").glob(lost):
+      for file in emergency.folder(str(path / "shared"), str(path / "run")).glob(lost):
         file.unlink()
     together(f"after {lost}")
     expect(path, step, tier, **shared)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.checkpoint import toys
 
-from trainer.checkpoint import NoGoodCheckpoint, Tiers, sealed
+from trainer.checkpoint import NoGoodCheckpoint, Tiers, emergency, sealed
 
 LOCAL = {"enable_emergency_checkpoint": True, "local_checkpoint_period": 1}
 # What a restore reads, and Orbax's own bookkeeping that it does not read but that is sealed all the same.
@@ -181,7 +181,7 @@ def test_files_of_two_steps_mixed(tmp_path, saved):
 @pytest.mark.parametrize("kind", EMERGENCY)
 def test_emergency(tmp_path, saved, kind, how):
   shutil.copytree(saved / "ram", tmp_path / "ram")
-  damage(tmp_path / "ram" / "run" / f"2.s0.p0{EMERGENCY[kind][1:]}", how)
+  damage(emergency.folder(f"{tmp_path}/ram", "run") / f"2.s0.p0{EMERGENCY[kind][1:]}", how)
   step, recorder = restore(tmp_path, local=True)
   assert step == 1
   assert recorder.lines
@@ -191,7 +191,7 @@ def test_emergency(tmp_path, saved, kind, how):
 def test_a_flipped_bit_anywhere_in_local_files(tmp_path, saved, seed):
   shutil.copytree(saved / "ram", tmp_path / "ram")
   rng = random.Random(seed)
-  root = tmp_path / "ram" / "run"
+  root = emergency.folder(f"{tmp_path}/ram", "run")
   if seed % 2:
     file, size = root / "2.s0.p0.json", (root / "2.s0.p0.json").stat().st_size
     positions = range(size)

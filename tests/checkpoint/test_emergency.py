@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.checkpoint import toys
 
 from trainer.checkpoint import CheckpointError, NonFiniteState, Tiers
-from trainer.checkpoint.emergency import Emergency
+from trainer.checkpoint.emergency import Emergency, folder
 from trainer.checkpoint.errors import Rejected
 
 RUN = "out/run"
@@ -77,7 +77,7 @@ def test_keeps_as_many_as_asked_the_one_in_writing_included(tmp_path, keep):
 @pytest.mark.parametrize("lost", [0, 1])
 def test_wiped_slice(tmp_path, lost):
   filled(tmp_path)
-  for path in (tmp_path / "ram" / "run").glob(f"*.s{lost}.*"):
+  for path in (tmp_path / "ram").glob(f"*/*.s{lost}.*"):
     path.unlink()
   assert restore(tier(tmp_path)) == 2
 
@@ -160,6 +160,21 @@ def test_files_of_another_run_are_left_alone(tmp_path):
   filled(tmp_path)
   other = Emergency(config(tmp_path), "elsewhere/run", slices())
   assert other.candidates() == []
+  for step in (7, 8, 9):
+    other.save(step, toys.state(step), {"tokens": step})
+  other.wait()
+  assert restore(other) == 9
+  assert restore(tier(tmp_path)) == 2
+
+
+def test_one_folder_by_whatever_path_is_one_run(tmp_path, monkeypatch):
+  (tmp_path / "real").mkdir()
+  (tmp_path / "link").symlink_to("real")
+  monkeypatch.chdir(tmp_path)
+  names = ["real/a", "link/a", f"{tmp_path}/real/a/", "./real/../real/a"]
+  assert len({folder("ram", name) for name in names}) == 1
+  others = ["real/b", "elsewhere/a", "gs://bucket/real/a", "gs://other/real/a"]
+  assert len({folder("ram", name) for name in [*names, *others]}) == 5
 
 
 def test_copies_of_lost_slices_are_removed_once_they_are_old(tmp_path):
@@ -210,7 +225,7 @@ def test_write_errors_reach_the_training_thread(tmp_path):
   shutil.rmtree(t.root)
   t.root.write_text("no folder")
   t.save(3, toys.state(3), {})
-  with pytest.raises(CheckpointError, match=r"step 3 could not be saved in .*ram/run"):
+  with pytest.raises(CheckpointError, match=r"step 3 could not be saved in .*ram/run-"):
     t.wait()
 
 
@@ -248,9 +263,9 @@ def test_tiers_take_the_newest_of_both(tmp_path):
     assert saved == (step % 2 == 0 or step % 3 == 0)
   t.close()
   restored = tiers().restore_newest(target)
-  assert (restored.step, restored.tier, restored.path) == (8, "emergency", f"{tmp_path}/ram/run/8")
+  assert (restored.step, restored.tier, restored.path) == (8, "emergency", f"{folder(tmp_path / 'ram', run)}/8")
   toys.assert_same_bits(restored.state, toys.values(8))
-  for path in (tmp_path / "ram" / "run").glob("8.*"):
+  for path in (tmp_path / "ram").glob("*/8.*"):
     path.unlink()
   restored = tiers().restore_newest(target)
   assert (restored.step, restored.tier) == (6, "emergency")  # both have 6: the local one is nearer

@@ -56,7 +56,9 @@ def save_and_restore(path, opt_type: str, saved_scan: bool):
   return by_layer(state), by_layer(restored.state)
 
 
-@pytest.mark.parametrize(("opt_type", "saved_scan"), [("adamw", True), ("adamw", False), ("muon", True), ("sgd", False)])
+@pytest.mark.parametrize(
+  ("opt_type", "saved_scan"), [("adamw", True), ("adamw", False), ("muon", True), ("sgd", False)]
+)
 def test_layers_stacked_and_apart(tmp_path, opt_type, saved_scan):
   saved, restored = save_and_restore(tmp_path, opt_type, saved_scan)
   assert saved.keys() == restored.keys()

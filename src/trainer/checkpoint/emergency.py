@@ -1,8 +1,9 @@
 """The emergency tier: frequent saves to a local folder (ramdisk), one full copy of the state per slice.
 
 Every process writes what its devices hold of each of its slices, alone and without barriers:
-  {local_checkpoint_directory}/{run name}/{step}.s{slice}.p{process}.bin   the parts of the arrays
-  {local_checkpoint_directory}/{run name}/{step}.s{slice}.p{process}.json  what is where, with a CRC-32 each; last
+  {local_checkpoint_directory}/{run}/{step}.s{slice}.p{process}.bin   the parts of the arrays
+  {local_checkpoint_directory}/{run}/{step}.s{slice}.p{process}.json  what is where, with a CRC-32 each; last
+{run} is the run's name and a hash of where the run's folder is: two runs of the same name do not meet here.
 After a failure the processes tell each other which parts they still have. The newest step is taken of which every
 part is left somewhere, be it in different slices, and what a replaced host lost comes from the others' copies.
 """
@@ -58,6 +59,17 @@ class _Copy:
     return root / f"{self.step}.s{self.slice}.p{self.process}.{kind}"
 
 
+def _identity(run_directory: str) -> str:
+  """The same for every spelling of one folder."""
+  return run_directory.rstrip("/") if "://" in run_directory else os.path.realpath(run_directory)
+
+
+def folder(local_directory: str | Path, run_directory: str) -> Path:
+  """Where the emergency tier of a run keeps its files on every host."""
+  run = _identity(run_directory)
+  return Path(local_directory).expanduser() / f"{run.rsplit('/', 1)[-1]}-{hashlib.sha256(run.encode()).hexdigest()[:8]}"
+
+
 class Emergency:
   """Saves and restores in a local folder. Every process calls every method, in the same order."""
 
@@ -85,10 +97,10 @@ class Emergency:
         f"local_checkpoint_directory={cfg.local_checkpoint_directory} is not local: the emergency tier is for a "
         "folder of this host, best a ramdisk; checkpoints in storage are the persistent tier's"
       )
-    self._cfg, self._run, self._log, self._emit = cfg, run_directory, log, emit
+    self._cfg, self._run, self._log, self._emit = cfg, _identity(run_directory), log, emit
     self._slices = {i: tuple(devices) for i, devices in slices.items()}
     self._me = jax.process_index()
-    self.root = Path(cfg.local_checkpoint_directory).expanduser() / run_directory.rstrip("/").rsplit("/", 1)[-1]
+    self.root = folder(cfg.local_checkpoint_directory, run_directory)
     self._background = Background("emergency-checkpoint")
     self._probe()
 

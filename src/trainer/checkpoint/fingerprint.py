@@ -35,10 +35,19 @@ def _fingerprint(x: jax.Array) -> jax.Array:
   for dim, size in enumerate(words.shape):
     position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
   weight = (position * jnp.uint32(GOLDEN)) | jnp.uint32(1)  # odd, so that no bit of a word is lost in the product
-  bad = jnp.zeros((), jnp.uint32)
+  bad = jnp.zeros(words.shape, jnp.uint32)
   if jnp.issubdtype(x.dtype, jnp.floating):
-    bad = jnp.sum(~jnp.isfinite(x), dtype=jnp.uint32)
-  return jnp.stack([jnp.sum(words, dtype=jnp.uint32), jnp.sum(words * weight, dtype=jnp.uint32), bad])
+    odd = (~jnp.isfinite(x)).astype(jnp.uint32)
+    bad = odd if odd.ndim == words.ndim else jnp.stack([odd, jnp.zeros_like(odd)], axis=-1)
+  # One reduction for all three: XLA makes them in one pass. For three sums it writes out each operand, on the CPU three
+  # times the array.
+  zero = jnp.uint32(0)
+  operands, dims = (words, words * weight, bad), tuple(range(words.ndim))
+  return jnp.stack(jax.lax.reduce(operands, (zero, zero, zero), _add, dims))
+
+
+def _add(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+  return tuple(x + y for x, y in zip(a, b))
 
 
 @functools.lru_cache(maxsize=4096)

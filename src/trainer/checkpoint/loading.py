@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from trainer.checkpoint import agree, fingerprint, layout, trees
+from trainer.checkpoint import agree, fingerprint, heap, layout, trees
 from trainer.checkpoint.errors import CheckpointError, Rejected
 
 # What a restore may hold besides the state: an eighth of it, or this where the state is small.
@@ -23,6 +23,11 @@ def load(read: Read, saved: Mapping[str, Any], abstract: Any) -> Any:
   read: gives the arrays for {name: ShapeDtypeStruct with sharding} in their stored shapes and types. saved: {name:
   {"shape", "dtype", "fingerprint"}}. Raises Rejected where they do not fit or are not what was saved.
   """
+  with heap.lean():
+    return _load(read, saved, abstract)
+
+
+def _load(read: Read, saved: Mapping[str, Any], abstract: Any) -> Any:
   wanted = trees.flatten(abstract)
   limit = max(trees.state_bytes(abstract) // 8, MIN_BATCH_BYTES)
   result: dict[str, jax.Array] = {}

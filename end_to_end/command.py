@@ -1,0 +1,179 @@
+"""Runs of the command `python -m trainer` with a tiny model: started, killed, waited for, and compared bit by bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+TINY = (
+  "configs/base.yml base_num_decoder_layers=1 base_emb_dim=16 base_num_query_heads=2 base_num_kv_heads=1 "
+  "base_mlp_dim=32 head_dim=8 dtype=float32 max_target_length=16 per_device_batch_size=2 num_slices=2 "
+  "devices_per_slice=1 log_config=false enable_report=false enable_tensorboard=false log_period=1000"
+).split()
+
+TAIL = 4096  # bytes: some records
+STEP = re.compile(rb'"step": (\d+), "seconds"')
+
+
+class Process(Protocol):
+  """What subprocess.Popen has of a process."""
+
+  pid: int
+
+  def poll(self) -> int | None: ...
+
+  def wait(self, timeout: float) -> int: ...
+
+  def send_signal(self, number: int) -> None: ...
+
+
+Start = Callable[[Sequence[str], Mapping[str, str], Path], Process]
+
+
+def environment(changes: Mapping[str, str]) -> dict[str, str]:
+  """Of a run on the CPU from this clone."""
+  found = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"} | dict(changes)
+  found.pop("XLA_FLAGS", None)
+  return found
+
+
+def start(argv: Sequence[str], changes: Mapping[str, str], log: Path) -> Process:
+  """`python -m trainer *argv` in this clone, with what it prints added to the file `log`."""
+  command = [sys.executable, "-m", "trainer", *argv]
+  with log.open("ab") as file:
+    return subprocess.Popen(
+      command, env=environment(changes), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+    )
+
+
+class Run:
+  """A run's folder and the processes that work on it, one after the other (or several of one JAX world at once)."""
+
+  def __init__(self, folder: Path, keys: Sequence[str], start: Start = start) -> None:
+    """folder/out/run is the run's, folder/ram/* that of its emergency tier. keys: besides TINY and over it."""
+    self.folder, self.directory, self.ram = folder, folder / "out" / "run", folder / "ram"
+    self.keys = [*TINY, f"base_output_directory={folder / 'out'}", "run_name=run", *keys]
+    self._start, self.log = start, folder / "printed.txt"
+    folder.mkdir(parents=True, exist_ok=True)
+
+  def start(self, *keys: str, **changes: str) -> Process:
+    """Starts the command with other or further keys; changes: of the environment."""
+    return self._start(self.argv(*keys), changes, self.log)
+
+  def argv(self, *keys: str) -> list[str]:
+    """The command's arguments; of a key that is given twice the last one counts."""
+    return list({key.partition("=")[0]: key for key in (*self.keys, *keys)}.values())
+
+  def finish(self, *keys: str, timeout: float = 240) -> int:
+    """The exit code of the command; what it does not end within `timeout` is killed."""
+    return ended(self.start(*keys), timeout)
+
+  @property
+  def printed(self) -> str:
+    return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+  def records(self, name: str) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl or events.jsonl; a line that a kill has cut off is no record."""
+    path = self.directory / f"{name}.jsonl"
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+      try:
+        found.append(json.loads(line))
+      except json.JSONDecodeError:
+        continue
+    return found
+
+  def events(self, kind: str) -> list[dict[str, Any]]:
+    return [event for event in self.records("events") if event["kind"] == kind]
+
+  @property
+  def last_step(self) -> int:
+    """The step that was recorded last, by whichever process; 0 before the first."""
+    path = self.directory / "metrics.jsonl"
+    if not path.exists():
+      return 0
+    with path.open("rb") as file:
+      file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+      steps = STEP.findall(file.read())
+    return int(steps[-1]) if steps else 0
+
+  def losses(self) -> dict[int, tuple[float, float]]:
+    """{step: (loss, gradient norm)}. Raises AssertionError where a step that was done again came out otherwise."""
+    found: dict[int, tuple[float, float]] = {}
+    for record in self.records("metrics"):
+      if "loss" in record:
+        value = record["loss"], record["grad_norm"]
+        first = found.setdefault(record["step"], value)
+        assert first == value, f"step {record['step']} had loss and gradient norm {first}, and done again {value}"
+    return found
+
+  def steps(self) -> list[int]:
+    """Steps with a committed persistent checkpoint."""
+    root = self.directory / "checkpoints"
+    names = [path.parent.name for path in root.glob("*/commit_success.txt")] if root.is_dir() else []
+    return sorted(int(name) for name in names if name.isdigit())
+
+  def arrays(self, step: int) -> dict[str, np.ndarray]:
+    """Weights, optimizer state and all else in the persistent checkpoint of `step`, as Orbax reads it."""
+    import jax
+    import orbax.checkpoint as ocp
+
+    path = self.directory / "checkpoints" / str(step) / "state"
+    reader = ocp.PyTreeCheckpointer()
+    plain = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), reader.metadata(path).item_metadata.tree)
+    found: dict[str, np.ndarray] = reader.restore(path, restore_args=plain)
+    return found
+
+
+def ended(process: Process, timeout: float = 240) -> int:
+  """The exit code, or minus the number of the signal that ended the process."""
+  try:
+    return process.wait(timeout)
+  except subprocess.TimeoutExpired:
+    process.send_signal(signal.SIGKILL)
+    process.wait(60)
+    raise
+
+
+def when(process: Process, moment: Callable[[], bool], timeout: float = 240, pause: float = 0.02) -> bool:
+  """Waits for `moment()`, looking every `pause` seconds; False where the process ended first.
+
+  After `timeout` seconds it kills the process and raises TimeoutError.
+  """
+  deadline = time.monotonic() + timeout
+  while not moment():
+    if process.poll() is not None:
+      return False
+    if time.monotonic() > deadline:
+      process.send_signal(signal.SIGKILL)
+      process.wait(60)
+      raise TimeoutError(f"what was waited for did not happen within {timeout:g} s")
+    time.sleep(pause)
+  return True
+
+
+def differences(run: Run, undisturbed: Run, step: int) -> list[str]:
+  """How a run that is complete at `step` differs from the undisturbed one; [] where all is equal bit by bit."""
+  found = []
+  ours, theirs = run.losses(), undisturbed.losses()
+  if ours.keys() != theirs.keys():
+    found.append(f"steps {sorted(ours.keys() ^ theirs.keys())} are in one history only")
+  different = [s for s in sorted(ours.keys() & theirs.keys()) if ours[s] != theirs[s]]
+  found += [f"step {s} has loss and gradient norm {ours[s]}, undisturbed {theirs[s]}" for s in different[:3]]
+  got, want = run.arrays(step), undisturbed.arrays(step)
+  if got.keys() != want.keys():
+    found.append(f"the final states have other arrays: {sorted(got.keys() ^ want.keys())}")
+  wrong = [name for name in want if name in got and got[name].tobytes() != want[name].tobytes()]
+  found += [f"{name} differs in the final state" for name in wrong]
+  return found

@@ -1,0 +1,50 @@
+"""A share of the kills of end_to_end/kill_and_resume.py, on the real command."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+
+import numpy as np
+import pytest
+from end_to_end import command, kill_and_resume
+from tests.checkpoint.forked import Server
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Sharding info not provided")]
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def server():
+  s = Server()
+  yield s
+  s.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server, tmp_path_factory):
+  run = kill_and_resume.make_run(tmp_path_factory.mktemp("kills"), "undisturbed", server.start, STEPS)
+  assert run.finish() == 0, run.printed
+  return run
+
+
+def test_killed_again_and_again(server, undisturbed):
+  run = kill_and_resume.make_run(undisturbed.folder.parent, "killed", server.start, STEPS)
+  hit = kill_and_resume.torment(run, 4, random.Random(0), startup=4)
+  assert hit.total() >= 2, hit
+  assert command.differences(run, undisturbed, STEPS) == []
+
+
+def test_the_check_sees_what_is_broken(undisturbed, tmp_path):
+  shutil.copytree(undisturbed.folder, tmp_path / "other")
+  other = command.Run(tmp_path / "other", [])
+  assert command.differences(other, undisturbed, STEPS) == []
+  metrics = other.directory / "metrics.jsonl"
+  metrics.write_text(re.sub(r'("step": 7, .*"loss": [0-9]+\.)', r"\g<1>0", metrics.read_text()))
+  other.arrays = lambda step: undisturbed.arrays(step) | {"step": np.int32(STEPS + 1)}
+  assert [line[:11] for line in command.differences(other, undisturbed, STEPS)] == ["step 7 has ", "step differ"]
+  first = metrics.read_text().splitlines()[0]
+  metrics.write_text(f'{metrics.read_text()}{first.replace("grad_norm", "was")[:-1]}, "grad_norm": 0.0}}\n')
+  with pytest.raises(AssertionError, match="done again"):
+    other.losses()

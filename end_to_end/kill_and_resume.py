@@ -25,7 +25,8 @@ from pathlib import Path
 from end_to_end import command
 from end_to_end.command import Run
 
-STEPS, PERIOD = 90, 3
+STEPS, PERIOD = 180, 3
+PATIENCE = 8  # steps for which a moment of microseconds is waited for
 KEYS = (
   f"checkpoint_period={PERIOD} max_num_checkpoints_to_keep=2 enable_emergency_checkpoint=true "
   "local_checkpoint_period=1 dataset_type=text"
@@ -101,7 +102,10 @@ def moments(run: Run, rng: random.Random, startup: float) -> Iterator[tuple[str,
     yield "in a step", soon_after(run, step, seconds)
     name = rng.choice(sorted(aimed))
     step = run.last_step + rng.randint(1, 6)
-    yield name, lambda name=name, step=step: run.last_step >= step and aimed[name]()
+    yield (
+      name,
+      lambda name=name, step=step: run.last_step >= step and (aimed[name]() or run.last_step >= step + PATIENCE),
+    )
     if rng.random() < 0.4:
       until = time.monotonic() + rng.uniform(0.3, 1.2) * startup
       yield "in its start", lambda until=until: time.monotonic() > until

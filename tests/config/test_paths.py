@@ -65,6 +65,9 @@ def test_the_home_folder_is_meant_by_a_tilde(monkeypatch, tmp_path):
     ["run_name=" + 300 * "a"],
     ["run_name=a\tb"],
     ["run_name=pathways-<USER>"],
+    ["run_name=lr[3e-4]"],
+    ["run_name=a*"],
+    ["base_output_directory=runs[1]"],
   ],
 )
 def test_names_that_cannot_be_meant(keys):

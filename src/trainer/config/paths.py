@@ -20,6 +20,10 @@ def check_paths(config: Config) -> None:
   if not run.base_output_directory:
     raise ConfigError("base_output_directory is empty: the run's files need a folder.\nUse base_output_directory=runs.")
   _check_output("base_output_directory", run.base_output_directory, config.run_directory)
+  if checkpoint.enable_checkpointing:
+    _check_pattern("run_name", run.run_name, run.run_name)
+    absolute = config.run_directory if "://" in config.run_directory else os.path.abspath(config.run_directory)
+    _check_pattern("base_output_directory", run.base_output_directory, absolute)
   if checkpoint.enable_emergency_checkpoint:
     _check_output(
       "local_checkpoint_directory", checkpoint.local_checkpoint_directory, checkpoint.local_checkpoint_directory
@@ -30,6 +34,14 @@ def check_paths(config: Config) -> None:
         _check_text(name, getattr(data, name))
     if data.tokenizer_path and not Path(data.tokenizer_path).expanduser().is_file():
       raise ConfigError(f"tokenizer_path={data.tokenizer_path}: there is no such file.\nGive a tokenizers JSON file.")
+
+
+def _check_pattern(name: str, value: str, path: str) -> None:
+  """Orbax takes the path of a checkpoint for a pattern: in a[x] it would save and then find nothing."""
+  if found := re.search(r"[\[\]*?]", path):
+    raise ConfigError(
+      f"{name}={value}: {path} has a {found[0]!r}, which Orbax takes for a pattern.\nChoose a path without [ ] * ?"
+    )
 
 
 def _check_placeholder(name: str, value: str) -> None:

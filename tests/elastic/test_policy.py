@@ -103,21 +103,22 @@ def test_every_step_of_a_small_state_has_a_snapshot_whatever_it_costs():
   assert policy.is_fixed
 
 
-def run_steps(policy, steps, step_seconds, cost, first=1):
-  """Steps that take step_seconds, and cost more after a snapshot; the steps of snapshots."""
+def run_steps(policy, steps, step_seconds, cost, first=1, waits=False):
+  """Steps of step_seconds, and `cost` more after a snapshot, or (waits) when one is made; the snapshots' steps."""
   taken = []
   for step in range(first, first + steps):
-    policy.completed(step, step_seconds + (cost if step - 1 in taken else 0.0))
     if policy.due(step):
       policy.taken(step)
       taken.append(step)
+    policy.completed(step, step_seconds + (cost if (step if waits else step - 1) in taken else 0.0))
   return taken
 
 
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize(("cost", "period"), [(0.0, 1), (0.009, 1), (0.025, 3), (0.5, 50)])
-def test_snapshots_cost_no_more_than_allowed(cost, period):
+def test_snapshots_cost_no_more_than_allowed(cost, period, waits):
   policy = SnapshotPolicy(period=0, max_overhead=0.01, state_bytes=LARGE)
-  run_steps(policy, 400, step_seconds=1.0, cost=cost)
+  run_steps(policy, 400, step_seconds=1.0, cost=cost, waits=waits)
   assert policy.period == period
   assert cost / policy.period <= 0.01 * 1.0
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 _LONGEST_BACKOFF_SECONDS = 60.0
 _SMALL_STATE_BYTES = 16 * 2**20  # copied in milliseconds: not worth losing more than one step for
-_FIRST_PERIOD = 2  # every other step, until the cost of a snapshot is known
+_FIRST_PERIOD = 4  # until the cost of a snapshot is known: of four steps two have nothing to do with one
 _FEWEST_SAMPLES, _SAMPLES = 3, 25
 
 
@@ -84,8 +84,8 @@ class SnapshotPolicy:
   """At which steps a snapshot is taken: every `period`-th, or (0) every one of a small state, and of a larger one as
   often as costs at most `max_overhead` of the step time.
 
-  The cost is measured, as the median time of steps that follow a snapshot over those that do not: copies and checksums
-  run beside the next step, and what they take from it no timer around their dispatch would show.
+  The cost is measured in step times, because a timer around the dispatch of a copy does not show what it takes from the
+  step that runs meanwhile: where copies wait for their arrays that is the snapshot's own step, else the one after it.
   """
 
   def __init__(self, period: int, max_overhead: float, state_bytes: int) -> None:
@@ -95,7 +95,8 @@ class SnapshotPolicy:
     self.is_fixed, self._max_overhead = period > 0, max_overhead
     self.period = period or _FIRST_PERIOD
     self._taken: deque[int] = deque(maxlen=4)
-    self._after: deque[float] = deque(maxlen=_SAMPLES)  # seconds of steps that follow a snapshot
+    self._own: deque[float] = deque(maxlen=_SAMPLES)  # seconds of steps of which a snapshot was taken
+    self._next: deque[float] = deque(maxlen=_SAMPLES)  # of those after them
     self._others: deque[float] = deque(maxlen=_SAMPLES)
 
   def due(self, step: int) -> bool:
@@ -109,10 +110,13 @@ class SnapshotPolicy:
     """`step` took `seconds`."""
     if self.is_fixed:
       return
-    (self._after if step - 1 in self._taken else self._others).append(seconds)
-    if min(len(self._after), len(self._others)) < _FEWEST_SAMPLES:
+    own_one, after_one = step in self._taken, step - 1 in self._taken
+    if own_one and after_one:
+      return  # nobody can tell whose cost this is
+    (self._own if own_one else self._next if after_one else self._others).append(seconds)
+    if min(map(len, (self._own, self._next, self._others))) < _FEWEST_SAMPLES:
       return
-    usual = statistics.median(self._others)
-    cost = statistics.median(self._after) - usual
+    own, following, usual = map(statistics.median, (self._own, self._next, self._others))
+    cost = own + following - 2 * usual
     # A snapshot every `period` steps costs cost / (period * usual) of the time.
     self.period = max(1, math.ceil(cost / max(self._max_overhead * usual, 1e-9)))

@@ -75,7 +75,7 @@ class Run:
     """The command's arguments; of a key that is given twice the last one counts."""
     return list({key.partition("=")[0]: key for key in (*self.keys, *keys)}.values())
 
-  def finish(self, *keys: str, timeout: float = 240) -> int:
+  def finish(self, *keys: str, timeout: float = 600) -> int:
     """The exit code of the command; what it does not end within `timeout` is killed."""
     return ended(self.start(*keys), timeout)
 
@@ -136,7 +136,7 @@ class Run:
     return found
 
 
-def ended(process: Process, timeout: float = 240) -> int:
+def ended(process: Process, timeout: float = 600) -> int:
   """The exit code, or minus the number of the signal that ended the process."""
   try:
     return process.wait(timeout)
@@ -146,7 +146,7 @@ def ended(process: Process, timeout: float = 240) -> int:
     raise
 
 
-def when(process: Process, moment: Callable[[], bool], timeout: float = 240, pause: float = 0.02) -> bool:
+def when(process: Process, moment: Callable[[], bool], timeout: float = 600, pause: float = 0.02) -> bool:
   """Waits for `moment()`, looking every `pause` seconds; False where the process ended first.
 
   After `timeout` seconds it kills the process and raises TimeoutError.

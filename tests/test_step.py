@@ -16,6 +16,7 @@ import pytest
 from trainer import program, step
 from trainer.config.schema import Config, RematPolicy
 from trainer.data import Batch
+from trainer.kernels import projection
 from trainer.state import TrainState
 
 V, T, ROWS = 96, 32, 16
@@ -142,6 +143,15 @@ MESHES = {
 
 @pytest.mark.parametrize("name", MESHES)
 def test_sharded_equals_unsharded(name):
+  where, parallelism = MESHES[name]
+  changes = {"data": {"per_device_batch_size": ROWS / math.prod(where)}, "parallelism": parallelism}
+  assert_close(run(config(**changes), where), reference(), 5e-6)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "tensor", "all"])
+def test_projections_that_are_fused_equal_separate_ones(name, monkeypatch):
+  """Accelerators compute queries, keys and values in one matmul, and gate and up in another; a CPU one by one."""
+  monkeypatch.setattr(program.projection, "choose", lambda platform: projection.PLAIN)
   where, parallelism = MESHES[name]
   changes = {"data": {"per_device_batch_size": ROWS / math.prod(where)}, "parallelism": parallelism}
   assert_close(run(config(**changes), where), reference(), 5e-6)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -26,9 +27,14 @@ from trainer.elastic.batch_plan import BatchPlan
 from trainer.kernels import attention, projection
 from trainer.kernels.attention import Attention
 from trainer.kernels.cross_entropy import LOGITS_BYTES
+from trainer.models import rope
 from trainer.models.decoder import Functional
 from trainer.models.layers import Kernels
 from trainer.state import TrainState
+
+# The TPU compiler turns the gathering of a weight and its matmul into a ring of partial matmuls, however small: at
+# D = 1024 on 16 chips each contracts 64 values where the matrix unit takes 128. Above this size it still may.
+TPU_OPTIONS = MappingProxyType({"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +57,12 @@ class Program:
 
   def compile(self) -> Any:
     """The compiled training step: (state, batch) -> (state, metrics), the state donated."""
-    return self.lower().compile()
+    return self.lower().compile(compiler_options=self.compiler_options)
+
+  @property
+  def compiler_options(self) -> dict[str, str] | None:
+    """What the step's compiler is told beside its defaults."""
+    return dict(TPU_OPTIONS) if self.mesh.devices.flat[0].platform == "tpu" else None
 
   def init(self, key: jax.Array) -> TrainState:
     """A fresh state, sharded, from `key`: the same numbers on every mesh."""
@@ -113,7 +124,7 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     num_kv_heads=cfg.num_kv_heads,
     dtype=cfg.dtype,
   )
-  model = Functional(cfg, Kernels(kernel, projection.choose(platform), LOGITS_BYTES[platform]))
+  model = Functional(cfg, Kernels(kernel, projection.choose(platform), rope.choose(platform), LOGITS_BYTES[platform]))
   optimizer = optimizers.build(config.optimizer, model.logical_axes())
   schedule = optimizers.schedule(config.optimizer, config.run.steps)
   precisely = functools.partial(_with_precision, cfg.matmul_precision)

@@ -35,6 +35,11 @@ ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
   "kv_heads": (TENSOR,),
   "mlp": (TENSOR,),
   "head_dim": (),
+  # The embedding lookup has all tokens of the slice on each chip and splits the width (see Decoder).
+  "lookup_batch": (),
+  "lookup_length": (CONTEXT,),
+  "lookup_vocab": (),
+  "lookup_embed": (FSDP,),
   # The loss gathers a chunk of tokens over fsdp and splits the vocabulary instead: a chip then owns the gradient of
   # its rows of the head, so nothing of the size of the head is ever sent (vocabulary-parallel loss, Megatron-LM).
   "loss_batch": (),

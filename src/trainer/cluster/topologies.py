@@ -46,6 +46,19 @@ GENERATIONS = MappingProxyType(
   }
 )
 
+COMPILER_ENVIRONMENT = MappingProxyType(
+  {
+    "TPU_SKIP_MDS_QUERY": "1",  # asks no metadata server what machine this is
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # two may compile at once: there is no chip to share
+    # It complains where these are not set. The topology comes from the call, whatever they say.
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+  }
+)
+
 
 class TopologyError(ValueError):
   """A topology that is not known, or a compiler that is not installed; the message says what to do."""
@@ -123,14 +136,11 @@ def devices(topology: Topology, num_slices: int) -> tuple[tuple[Any, ...], ...]:
 def prepare_environment() -> None:
   """Sets what the TPU compiler reads when it is loaded, so that it neither looks for a TPU nor waits for one.
 
-  Called by the command before jax is imported, and by nothing that trains.
+  Called before jax is imported, and by nothing that trains.
   """
   os.environ["JAX_PLATFORMS"] = "cpu"
-  os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # asks no metadata server what machine this is
-  os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # compiles beside another process; there is no chip to share
-  os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
-  os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+  for name, value in COMPILER_ENVIRONMENT.items():
+    os.environ.setdefault(name, value)
 
 
 def _require_compiler() -> None:

@@ -183,6 +183,8 @@ def _sums(
       return (loss, z, dw), None
     scale = (weights * (1 + 2 * z_loss * log_z))[..., None] / total
     dlogits = (exponents * scale - jnp.where(hit, weights[..., None], 0.0)).astype(x.dtype)
+    # Computed once, not inside each of the two matmuls that read it.
+    dlogits = jax.lax.optimization_barrier(dlogits)
     if x.dtype == jnp.float32:
       # The narrow x is what gets transposed for this contraction, not dlogits: on a CPU that is a slow copy. (For
       # bfloat16 the CPU runtime has no kernel of this form.)

@@ -2,29 +2,53 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
-# project(x [*B, *K], w [*K, *N], contracted=len(K)) -> [*B, *N] in x's dtype, w cast to it
-Project = Callable[[jax.Array, jax.Array, int], jax.Array]
+
+@dataclasses.dataclass(frozen=True)
+class Projection:
+  """project(x [*B, *K], w [*K, *N], contracted=len(K)) -> [*B, *N] in x's dtype, w cast to it."""
+
+  function: Callable[[jax.Array, jax.Array, int], jax.Array]
+  fuses: bool  # whether several weights that read one x become one matmul
+
+  def __call__(self, x: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
+    return self.function(x, w, contracted)
+
+  def together(self, x: jax.Array, weights: Sequence[jax.Array], axis: int) -> tuple[jax.Array, ...]:
+    """x [*B, K] with each of the weights [K, ..], which differ in the size of their dim `axis` alone.
+
+    One matmul is compiled once, reads x once and has one wide gradient. On a TPU that halves the time to compile a
+    layer and the traffic of its memory (docs/benchmarks); the weights are put side by side while they are sharded.
+    """
+    if not self.fuses:
+      return tuple(self(x, w, 1) for w in weights)
+    joined = jnp.concatenate([w.astype(x.dtype) for w in weights], axis)
+    ends = [sum(w.shape[axis] for w in weights[: i + 1]) for i in range(len(weights) - 1)]
+    return tuple(jnp.split(self(x, joined, 1), ends, axis + x.ndim - 2))
 
 
-def plain(x: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
+def _plain(x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:
   """x contracted over its last `contracted` dims with w's first ones; JAX's own derivative."""
   return jnp.tensordot(x, w.astype(x.dtype), axes=contracted)
 
 
-def choose(platform: str) -> Project:
+PLAIN = Projection(_plain, fuses=True)
+
+
+def choose(platform: str) -> Projection:
   """The projection for a platform ("cpu", "gpu", "tpu")."""
-  return _cpu if platform == "cpu" else plain
+  return Projection(_cpu, fuses=False) if platform == "cpu" else PLAIN
 
 
-def _cpu(x: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
-  """`plain`, with a derivative that XLA's CPU compiler runs at the speed of its matmul."""
+def _cpu(x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:
+  """`_plain`, with a derivative that XLA's CPU compiler runs at the speed of its matmul."""
   return _projection(x, w.astype(x.dtype), contracted)
 
 

@@ -82,8 +82,39 @@ class Decoder(nnx.Module):
     if self.cfg.use_iota_embed:
       one_hot = tokens_BT[..., None] == jnp.arange(self.cfg.vocab_size, dtype=tokens_BT.dtype)
       return jnp.einsum("btv,vd->btd", one_hot.astype(dtype), self.embedding[...].astype(dtype))
-    # Rows are taken in float32 and then cast: casting the whole table first would write it once more.
-    return jnp.take(self.embedding[...], tokens_BT, axis=0).astype(dtype)
+    # Every chip looks up its columns for all tokens of the slice, and the rows are then dealt out to the chips of their
+    # tokens: two exchanges of the size of the table's shard and of the chip's own activations. With the vocabulary
+    # sharded, as the head wants it, each would send the activations of all chips, in both directions.
+    table_VD = constrain(self.embedding[...], "lookup_vocab", "lookup_embed")
+    tokens_BT = constrain(tokens_BT, "lookup_batch", "lookup_length")
+    rows_BTD = constrain(_lookup(table_VD, tokens_BT), "lookup_batch", "lookup_length", "lookup_embed")
+    # Cast afterwards: tables stay in float32, so that the gradients of a frequent token add up in float32.
+    return rows_BTD.astype(dtype)
+
+
+@jax.custom_vjp
+def _lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+  """Rows of the table, [B, T, D]. Its gradient adds up one sequence at a time.
+
+  The TPU compiler sorts the tokens of one scatter; sorting those of a whole batch takes it longer to compile than any
+  other operation of the step.
+  """
+  return jnp.take(table_VD, tokens_BT, axis=0)
+
+
+def _lookup_forward(table_VD: jax.Array, tokens_BT: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  return _lookup(table_VD, tokens_BT), (table_VD, tokens_BT)
+
+
+def _lookup_backward(saved: tuple[jax.Array, jax.Array], g_BTD: jax.Array) -> tuple[jax.Array, None]:
+  table_VD, tokens_BT = saved
+  zeros = constrain(jnp.zeros_like(table_VD), "lookup_vocab", "lookup_embed")
+  add = lambda grads, row: (grads.at[row[0]].add(row[1]), None)
+  grads_VD, _ = jax.lax.scan(add, zeros, (tokens_BT, g_BTD))
+  return grads_VD, None
+
+
+_lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 def _layer(cfg: ModelSection, kernels: Kernels, key: jax.Array) -> DecoderLayer:

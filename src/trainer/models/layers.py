@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from trainer.config.schema import ModelSection
 from trainer.kernels import projection
 from trainer.kernels.cross_entropy import LOGITS_BYTES
-from trainer.kernels.projection import Project
+from trainer.kernels.projection import Projection
 from trainer.models import rope
 from trainer.sharding import constrain
 
@@ -27,7 +27,8 @@ class Kernels:
   """The implementations that the model is built with, chosen once for a platform."""
 
   attention: AttentionFn
-  project: Project = projection.plain
+  project: Projection = projection.PLAIN
+  exchange: rope.Exchange = rope.exchange_by_copy  # for the rotary positions
   logits_bytes: int = LOGITS_BYTES["tpu"]
 
 
@@ -83,18 +84,22 @@ class Attention(nnx.Module):
     if cfg.use_qk_norm:
       self.query_norm = RMSNorm(H, cfg)
       self.key_norm = RMSNorm(H, cfg)
+    self.num_kv_heads = K
     self.use_qk_norm = cfg.use_qk_norm
     self.kernels = kernels
 
   def __call__(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
     project = self.kernels.project
-    q, k, v = (project(x_BTD, weight[...], 1) for weight in (self.query, self.key, self.value))
+    # [D, K, ., H]: a key head beside the query heads that read it, so that sharding over heads stays what it is.
+    by_head = lambda weight: weight[...].reshape(weight.shape[0], self.num_kv_heads, -1, weight.shape[-1])
+    q, k, v = project.together(x_BTD, [by_head(weight) for weight in (self.query, self.key, self.value)], 2)
+    q, k, v = (part.reshape(*x_BTD.shape[:2], -1, part.shape[-1]) for part in (q, k, v))
     q = checkpoint_name(constrain(q, "batch", "length", "heads", "head_dim"), "query_proj")
     k = checkpoint_name(constrain(k, "batch", "length", "kv_heads", "head_dim"), "key_proj")
     v = checkpoint_name(constrain(v, "batch", "length", "kv_heads", "head_dim"), "value_proj")
     if self.use_qk_norm:
       q, k = self.query_norm(q), self.key_norm(k)
-    q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+    q, k = (rope.rotate(part, cos, sin, self.kernels.exchange) for part in (q, k))
     # The kernel has named it "context" for remat, with whatever else its backward pass needs.
     context = self.kernels.attention(q, k, v, segment_ids_BT, segment_ids_BT)
     context = constrain(context, "batch", "length", "heads", "head_dim")
@@ -114,7 +119,8 @@ class FeedForward(nnx.Module):
     self.project = kernels.project
 
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
-    gate, up = (self.project(x_BTD, weight[...], 1) for weight in (self.gate, self.up))
+    gate, up = self.project.together(x_BTD, [weight[...][:, None] for weight in (self.gate, self.up)], 1)
+    gate, up = gate[:, :, 0], up[:, :, 0]
     gate = checkpoint_name(constrain(gate, "batch", "length", "mlp"), "mlpwi_0")
     up = checkpoint_name(constrain(up, "batch", "length", "mlp"), "mlpwi_1")
     out = self.project(swiglu(gate, up), self.down[...], 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -30,16 +32,63 @@ def inverse_frequencies(cfg: ModelSection) -> np.ndarray:
 
 
 def tables(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
-  """(cos, sin) of shape [B, T, 1, H/2], float32, for integer `positions` [B, T].
+  """(cos, sin) of shape [B, T, 1, H], float32, for integer `positions` [B, T]; the second half repeats the first.
 
   float32 because bfloat16 cannot tell position 257 from 256.
   """
-  angles = positions.astype(jnp.float32)[..., None, None] * frequencies
+  angles = positions.astype(jnp.float32)[..., None, None] * np.tile(frequencies, 2)
   return jnp.cos(angles), jnp.sin(angles)
 
 
-def rotate(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-  """x rotated by its position's angles, same shape and dtype; pairs are (i, i + H/2) as in Hugging Face's weights."""
-  first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-  rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-  return rotated.astype(x_BTNH.dtype)
+# x [.., H] -> (-second half, first half), float32
+Exchange = Callable[[jax.Array], jax.Array]
+
+
+def exchange_by_copy(x: jax.Array) -> jax.Array:
+  """The halves of the last dim, exchanged and the second negated, in float32."""
+  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  return jnp.concatenate([-second, first], axis=-1)
+
+
+def exchange_by_matmul(x: jax.Array) -> jax.Array:
+  """`exchange_by_copy` to the last bit, as a product with a permutation matrix.
+
+  On a TPU the halves of a head are halves of a vector register, and moving them takes longer than the product. It is
+  exact: each of its sums has one term.
+  """
+  half = x.shape[-1] // 2
+  permutation = np.zeros((2 * half, 2 * half), np.float32)
+  permutation[np.arange(half) + half, np.arange(half)] = -1.0
+  permutation[np.arange(half), np.arange(half) + half] = 1.0
+  # Products of bfloat16 with 1 are exact as they are; the matrix unit would round float32 to bfloat16.
+  precision = jax.lax.Precision.DEFAULT if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+  return jnp.matmul(x, permutation.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
+
+
+def choose(platform: str) -> Exchange:
+  """How to exchange halves on a platform ("cpu", "gpu", "tpu")."""
+  return exchange_by_matmul if platform == "tpu" else exchange_by_copy
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def rotate(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array, exchange: Exchange = exchange_by_copy) -> jax.Array:
+  """x rotated by its position's angles, same shape and dtype; pairs are (i, i + H/2) as in Hugging Face's weights.
+
+  No gradient goes to `cos` and `sin`.
+  """
+  return (x_BTNH.astype(jnp.float32) * cos + exchange(x_BTNH) * sin).astype(x_BTNH.dtype)
+
+
+def _forward(
+  x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array, exchange: Exchange
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  return rotate(x_BTNH, cos, sin, exchange), (cos, sin)
+
+
+def _backward(exchange: Exchange, tables: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, None, None]:
+  """The transpose of a rotation is the rotation by the opposite angle."""
+  cos, sin = tables
+  return (g.astype(jnp.float32) * cos - exchange(g) * sin).astype(g.dtype), None, None
+
+
+rotate.defvjp(_forward, _backward)

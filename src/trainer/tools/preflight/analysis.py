@@ -78,7 +78,7 @@ def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total
   lowered = prog.lower()
   traced = time.monotonic()
   try:
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=prog.compiler_options)
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise

@@ -55,10 +55,13 @@ def degraded_lines(table: Sequence[PlanCost], total: int) -> list[str]:
     return ["Slices: one; nothing to go on with when it is lost"]
   lines = ["Slices alive | micro-batches per step | padding | speed, if only computation counts"]
   for row in reversed(table):
-    lines.append(
-      f"{row.alive:>5} of {total:<3} | {row.micro_batches:>21} | {row.padding_share:>6.1%} | "
-      f"{row.relative_throughput:.1%}"
+    columns = (
+      f"{row.alive} of {total}",
+      row.micro_batches,
+      f"{row.padding_share:.1%}",
+      f"{row.relative_throughput:.1%}",
     )
+    lines.append(" | ".join(f"{column:>{width}}" for column, width in zip(columns, (12, 22, 7, 7))))
   return lines
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
-import math
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainer import cluster as cluster_lib
@@ -18,19 +18,19 @@ Slices = Sequence[Sequence[Any]]
 
 def run(config: Config, started: float) -> int:
   """Prints the findings; 0 where the step fits on all slices and on one slice less, else 1."""
-  slices, where = _slices(config)
+  slices_of, total, where = _devices(config)
   # jax may be imported from here on: the environment says by now which platform it is for.
   from trainer.elastic import batch_plan
   from trainer.observe import chips
   from trainer.tools.preflight import analysis, report, search
 
   print(where)
-  total = len(slices)
+  slices = slices_of(total)
   chip = chips.find(slices[0][0].device_kind)
   wanted = [total] if total == 1 else [total, total - 1]
   with concurrent.futures.ThreadPoolExecutor(len(wanted)) as pool:
-    # Two compilations run beside each other: the compiler lets go of the interpreter.
-    futures = [pool.submit(analysis.analyse, config, slices[:alive], total) for alive in wanted]
+    # The compilations run beside each other: the compiler lets go of the interpreter.
+    futures = [pool.submit(analysis.analyse, config, slices_of(alive), total) for alive in wanted]
     for line in report.state_lines(_sizes(config, slices)):
       print(line)
     for line in report.degraded_lines(batch_plan.table(total, config.optimizer.gradient_accumulation_steps), total):
@@ -50,40 +50,45 @@ def run(config: Config, started: float) -> int:
   return 0 if fits else 1
 
 
-def _slices(config: Config) -> tuple[Slices, str]:
-  """The devices by slice, and a line that says which they are."""
+def _devices(config: Config) -> tuple[Callable[[int], Slices], int, str]:
+  """(the devices of k slices, how many slices there are, a line that says which)."""
   name, count = config.preflight.compile_topology, config.preflight.compile_topology_num_slices
   if not name:
     cluster = cluster_lib.start(config.cluster)
-    view = cluster.view(cluster.slices)
-    return view.devices, f"For the devices of this machine: {cluster.num_slices} slices of {cluster.devices_per_slice}"
+    all_slices = cluster.view(cluster.slices).devices
+    where = f"For the devices of this machine: {cluster.num_slices} slices of {cluster.devices_per_slice}"
+    return lambda alive: all_slices[:alive], cluster.num_slices, where
   topology = topologies.resolve(name)
   topologies.prepare_environment()
-  slices = topologies.devices(topology, count)
-  return slices, (
-    f"For {count} slices of {topology.jax_name}: {topology.chips} chips ({len(slices[0])} devices) on "
-    f"{topology.hosts} hosts each; no TPU is needed"
+  # k slices are described as k: the compiler takes no program that leaves out a slice of its topology.
+  slices_of = functools.cache(functools.partial(topologies.devices, topology))
+  return (
+    slices_of,
+    count,
+    (
+      f"For {count} slices of {topology.jax_name}: {topology.chips} chips ({len(slices_of(count)[0])} devices) on "
+      f"{topology.hosts} hosts each; no TPU is needed"
+    ),
   )
 
 
 def _sizes(config: Config, slices: Slices) -> Any:
   """Sizes of the state and of its copies."""
-  import jax
-
   from trainer import program
   from trainer.checkpoint import sizes, trees
   from trainer.tools.preflight import report
 
-  prog = program.build(config, slices, len(slices))
+  state = program.build(config, slices, len(slices)).state
+  host_of = lambda device: device.process_index
+  hosts = len({host_of(device) for device in slices[0]})
+  parallelism = config.parallelism
+  whole = {parallelism.dcn_fsdp_parallelism, parallelism.dcn_tensor_parallelism} == {1}
   parameters = counts.parameter_count(config.model)
-  hosts = len({device.process_index for device in slices[0]})
-  leaves = jax.tree.leaves(prog.state.params)
-  exact = sizes.ramdisk_exact(prog.state, slices[0], lambda device: device.process_index)
   return report.StateSizes(
     parameters=parameters,
-    parameter_bytes=sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves),
-    state_bytes=trees.state_bytes(prog.state),
+    parameter_bytes=trees.state_bytes(state.params),
+    state_bytes=trees.state_bytes(state),
     hosts_per_slice=hosts,
     ramdisk_by_rule=sizes.ramdisk_by_rule(parameters, hosts),
-    ramdisk_exact=max(exact.values()),
+    ramdisk_exact=max(sizes.ramdisk_exact(state, slices[0], host_of).values()) if whole else None,
   )

@@ -56,9 +56,8 @@ def lines(config: Config, slices: Sequence[Sequence[Any]], chip: Chip | None) ->
   best = found[0]
   text = [
     f"Search: remat_policy={best.policy} per_device_batch_size={best.per_device_batch_size:g} is the fastest that fits",
-    "  Ranked by tokens/s/device at the roofline of each compiled step: the longest of its matmul FLOPs, its HBM"
-    " traffic, its traffic between chips and to the host, each at the chip's peak. A larger batch changes the global"
-    " batch.",
+    "  Ranked by tokens/s/device at the roofline of each compiled step: the longest of its matmul FLOPs, its traffic"
+    " with HBM, between chips, and with the host, each at the chip's peak. A larger batch changes the global batch.",
     "  remat_policy | per_device_batch_size | least step time | tokens/s/device | HBM | bound by",
   ]
   for c in found:

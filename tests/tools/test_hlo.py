@@ -1,0 +1,140 @@
+"""Preflight's reading of compiled programs, against programs whose costs are known and the TPU compiler's text."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from trainer.tools.preflight import collectives, costs, hlo
+
+
+def compiled_text(fn, *shapes, mesh=None, specs=None):
+  arguments = [
+    jax.ShapeDtypeStruct(s, jnp.float32, sharding=None if mesh is None else NamedSharding(mesh, p))
+    for s, p in zip(shapes, specs or [None] * len(shapes))
+  ]
+  return jax.jit(fn).lower(*arguments).compile().as_text()
+
+
+def scanned(x, ws):
+  return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0].sum()
+
+
+def test_a_scans_matmuls_count_as_often_as_they_run():
+  """Forward 2BDD FLOPs a layer, backward twice that; the loop's last turn needs no input's gradient elsewhere."""
+  layers, rows, width = 7, 32, 64
+  module = hlo.parse(compiled_text(jax.grad(scanned, (0, 1)), (rows, width), (layers, width, width)))
+  assert module.unknown_loops() == []
+  assert costs.count(module).flops == pytest.approx(3 * layers * 2 * rows * width * width)
+
+
+def test_nested_loops_multiply():
+  outer = lambda x, ws: jax.lax.scan(lambda c, _: (scanned(c, ws) + c, None), x, None, length=5)[0]
+  module = hlo.parse(compiled_text(outer, (32, 64), (7, 64, 64)))
+  assert costs.count(module).flops == 5 * 7 * 2 * 32 * 64 * 64
+
+
+def test_batched_matmuls():
+  module = hlo.parse(compiled_text(lambda a, b: jnp.einsum("bij,bjk->bik", a, b), (3, 16, 32), (3, 32, 8)))
+  assert costs.count(module).flops == 2 * 3 * 16 * 32 * 8
+
+
+def test_a_loop_that_ends_by_a_value_is_named_and_counts_once():
+  halve = lambda x: jax.lax.while_loop(lambda c: jnp.sum(c) > 1.0, lambda c: c @ c, x)
+  module = hlo.parse(compiled_text(halve, (64, 64)))
+  assert len(module.unknown_loops()) == 1
+  assert costs.count(module).flops == 2 * 64**3
+
+
+def test_traffic_of_a_large_elementwise_program():
+  """Reads two arrays and writes one, whatever is fused."""
+  size = 1 << 20
+  module = hlo.parse(compiled_text(lambda a, b: jnp.tanh(a) * b + a, (size,), (size,)))
+  assert costs.count(module).device_bytes == pytest.approx(3 * 4 * size, rel=0.01)
+
+
+def test_traffic_of_a_scan_touches_each_layer_once():
+  """A loop that reads one layer's weights a turn reads all of them once, not all of them every turn."""
+  layers, width = 16, 256
+  module = hlo.parse(compiled_text(scanned, (8, width), (layers, width, width)))
+  weights = 4 * layers * width * width
+  assert (
+    weights <= costs.count(module).device_bytes < 4 * weights
+  )  # the CPU compiler may copy a slice before its matmul
+
+
+@pytest.fixture
+def mesh():
+  return Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "fsdp"))
+
+
+def test_collectives_inside_and_across_slices(mesh):
+  def per_slice(x, w):
+    gathered = jax.lax.all_gather(w, "fsdp", tiled=True)
+    return jax.lax.psum(x @ gathered, "data"), jax.lax.psum_scatter(x, "fsdp", scatter_dimension=1, tiled=True)
+
+  rows, width = 8, 64
+  both, fsdp = PartitionSpec(("data", "fsdp")), PartitionSpec("fsdp")
+  step = jax.shard_map(
+    per_slice, mesh=mesh, in_specs=(both, fsdp), out_specs=(fsdp, PartitionSpec("data", "fsdp")), check_vma=False
+  )
+  text = compiled_text(step, (rows, width), (width, width), mesh=mesh, specs=(both, fsdp))
+  found = collectives.find(hlo.parse(text), [0] * 4 + [1] * 4)
+  by_kind = {c.kind: c for c in found}
+  gather, reduce = by_kind["all-gather"], by_kind["all-reduce"]
+  assert (gather.bytes, gather.group, gather.crosses_slices) == (4 * width * width, 4, False)
+  assert gather.sent == 3 / 4 * gather.bytes
+  assert (reduce.bytes, reduce.group, reduce.crosses_slices) == (4 * 1 * width, 2, True)
+  assert reduce.sent == 2 * 1 / 2 * reduce.bytes
+
+
+def test_collectives_in_a_scan_multiply(mesh):
+  summed = lambda x: jax.lax.scan(lambda c, _: (jax.lax.psum(c, "fsdp") * 0.5, None), x, None, length=6)[0]
+  step = jax.shard_map(
+    summed, mesh=mesh, in_specs=PartitionSpec("fsdp"), out_specs=PartitionSpec("fsdp"), check_vma=False
+  )
+  text = compiled_text(step, (16, 4), mesh=mesh, specs=(PartitionSpec("fsdp"),))
+  assert sum(c.times for c in collectives.find(hlo.parse(text), [0] * 8) if c.kind == "all-reduce") == 6
+
+
+# As libtpu writes it: tiles and memory spaces in layouts, an asynchronous collective spread over fusions that share its
+# channel, a loop whose turns only its condition tells, a matmul as a convolution, and transfers between slices.
+TPU = pathlib.Path(__file__).with_name("tpu.hlo").read_text()
+
+
+def test_tpu_text():
+  module = hlo.parse(TPU)
+  assert module.entry == "main"
+  assert module.runs["body"] == 28
+  assert module.computations["body"].by_name["s.1"].result[2] == hlo.Array("f32", (32, 256), 1)
+  found = costs.count(module)
+  assert found.flops == 28 * 2 * 32 * 256 * 1024
+  assert found.cycles == 28 * 1000
+  assert found.host_bytes == 2 * 64 * 1024
+
+
+def test_tpu_text_collectives():
+  gather, transfer = sorted(collectives.find(hlo.parse(TPU), [0] * 12), key=lambda c: c.kind)
+  assert (gather.kind, gather.times, gather.bytes, gather.group) == ("all-gather", 28, 2 * 256 * 1024, 4)
+  assert not gather.crosses_slices
+  assert (transfer.kind, transfer.times, transfer.bytes, transfer.group) == ("all-reduce", 1, 4 * 100 * 8 * 128, 3)
+  assert transfer.crosses_slices
+
+
+def test_windows_of_padding_cost_nothing():
+  """A batched matmul as the TPU compiler writes it: the batch is a dilated spatial dim."""
+  positions = functools.partial(costs._valid_positions, kernel_dilation=1)
+  assert positions(8, 8, 8, stride=7, pad=0, left_dilation=8) == 8
+  assert positions(5, 3, 3, stride=1, pad=0, left_dilation=1) == 9
+  assert positions(5, 3, 5, stride=1, pad=1, left_dilation=1) == 13
+
+
+def test_no_hlo_is_refused():
+  with pytest.raises(ValueError, match="no ENTRY computation"):
+    hlo.parse("hello")

@@ -1,0 +1,86 @@
+"""The preflight command: for this machine, for TPUs that are not there, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+from trainer import config
+from trainer.tools.preflight.__main__ import main
+
+TINY = (
+  "configs/base.yml run_name=t base_output_directory=unused dataset_type=synthetic base_emb_dim=256 "
+  "base_num_decoder_layers=4 base_num_query_heads=4 base_num_kv_heads=2 base_mlp_dim=512 head_dim=128 vocab_size=1024 "
+  "max_target_length=512 per_device_batch_size=1"
+).split()
+TPU = ["attention=flash", "remat_policy=full", "compile_topology=v5e-4", "compile_topology_num_slices=2"]
+needs_compiler = pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install libtpu"
+)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+  return subprocess.run(
+    [sys.executable, "-m", "trainer.tools.preflight", *TINY, *arguments],
+    capture_output=True,
+    text=True,
+    timeout=500,
+    env={**os.environ, "JAX_PLATFORMS": "cpu"},
+  )
+
+
+def test_for_this_machine():
+  done = command("num_slices=3", "steps=10", "attention=dot_product")
+  assert done.returncode == 0, done.stderr
+  assert "2 of 3 |                      2 |   25.0% |   50.0%" in done.stdout
+  assert "The step on 3 of 3 slices" in done.stdout and "The step on 2 of 3 slices" in done.stdout
+  assert "Ramdisk per host" in done.stdout
+
+
+@needs_compiler
+def test_for_tpus_that_are_not_there():
+  done = command(*TPU)
+  assert done.returncode == 0, done.stderr
+  assert "For 2 slices of v5e:2x2: 4 chips (4 devices) on 1 hosts each; no TPU is needed" in done.stdout
+  assert done.stdout.count("of 17.2 GB") == 2 and done.stdout.count(": fits") == 2
+  assert done.stdout.count("Roofline on v5e: compute") == 2
+  two, one = done.stdout.split("The step on 1 of 2 slices")
+  assert "across slices (DCN)" in two and "across slices (DCN)" not in one
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+  "changes", [["gradient_accumulation_steps=2"], ["use_qk_norm=false", "logits_via_embedding=true"]]
+)
+def test_slices_exchange_the_gradients_once(changes):
+  """Each chip sends its shard of every gradient, float32, once, whatever number of micro-batches the step has."""
+  from trainer.cluster import topologies
+  from trainer.config.counts import parameter_count
+  from trainer.tools.preflight import analysis
+
+  cfg = config.load([*TINY, *TPU, *changes])
+  slices = topologies.devices(topologies.resolve("v5e-4"), 2)
+  found = analysis.analyse(cfg, slices, 2)
+  assert isinstance(found, analysis.Analysis)
+  across = sum(c.bytes * c.times for c in found.exchanged())
+  gradients = 4 * parameter_count(cfg.model) / 4
+  # The scales of the norms are whole on every chip, and small arrays are padded to the tiles of the memory.
+  assert gradients <= across < 1.1 * gradients
+  assert found.micro_batches == cfg.optimizer.gradient_accumulation_steps
+  assert found.costs.silent_kernels > 0  # flash attention is in the program
+
+
+def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):
+  monkeypatch.setattr("trainer.cluster.topologies.importlib.util.find_spec", lambda name: None)
+  assert main([*TINY, *TPU]) == 2
+  assert "setup.sh --tpu" in capsys.readouterr().err
+
+
+def test_an_unknown_topology_is_refused(capsys):
+  assert main([*TINY, "compile_topology=v5e-17"]) == 2
+  error = capsys.readouterr().err
+  assert "v5e-17" in error and "16" in error

@@ -61,4 +61,4 @@ def test_the_console_script_is_the_command():
   root = pathlib.Path(__file__).parents[1]
   scripts = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]
   module, name = scripts["trainer"].split(":")
-  assert (module, getattr(__main__, name)) == ("trainer.__main__", __main__.main)
+  assert (module, getattr(__main__, name)) == ("trainer.__main__", __main__.command)

@@ -122,7 +122,8 @@ class Metrics:
 class TensorBoard:
   """TensorBoard event files. A step at or before the last one starts a new file that purges the steps it replaces.
 
-  Everything happens on a thread of its own: tensorboardX takes seconds to import where torch is installed.
+  Everything happens on a thread of its own, and tensorboardX is imported with the first record, not before the first
+  step: it takes seconds where torch is installed, which would slow down the tracing of the step.
   """
 
   def __init__(self, directory: str, process: str, log: Log) -> None:
@@ -132,7 +133,6 @@ class TensorBoard:
     self._last = -1
     self._failed = False
     self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensorboard")
-    self._submit(self._import)
 
   def write(self, step: int, scalars: dict[str, float | None], wall: float) -> None:
     if not self._failed:
@@ -150,9 +150,6 @@ class TensorBoard:
     if error is not None and not self._failed:
       self._failed = True
       self._log.warning(f"no TensorBoard files from here on: {error} (enable_tensorboard=false turns them off)")
-
-  def _import(self) -> None:
-    import tensorboardX  # noqa: F401
 
   def _write(self, step: int, scalars: dict[str, float | None], wall: float) -> None:
     is_train = "learning/loss" in scalars

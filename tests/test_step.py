@@ -233,7 +233,7 @@ def test_padding_weighs_nothing():
   assert float(got.weight) == float(want.weight)
   assert float(got.loss) == pytest.approx(float(want.loss), rel=1e-6)
   for ours, theirs in zip(jax.tree.leaves(got.grads), jax.tree.leaves(want.grads), strict=True):
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6 * np.abs(theirs).max())
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * np.abs(theirs).max())
 
 
 def test_the_iota_embedding_is_the_same_lookup():

@@ -103,6 +103,31 @@ def test_collectives_in_a_scan_multiply(mesh):
   assert sum(c.times for c in collectives.find(hlo.parse(text), [0] * 8) if c.kind == "all-reduce") == 6
 
 
+@pytest.mark.parametrize(
+  "written, groups",
+  [
+    ("{{0,4},{1,5},{2,6},{3,7}}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ("{}", [[0, 1, 2, 3, 4, 5, 6, 7]]),
+    ("[2,4]<=[8]", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ("[4,2]<=[2,4]T(1,0)", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ("mesh['data'=2,'fsdp'=4] {'fsdp'}", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ("mesh['data'=2,'fsdp'=4] {'data'}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    ("mesh['a'=2,'b'=4] {'b':(2)2}", [[0, 1], [2, 3], [4, 5], [6, 7]]),
+    ("mesh['a'=2,'b'=4] {'b':(1)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
+    ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}", [[0, 1], [2, 3], [4, 5], [6, 7]]),
+  ],
+)
+def test_notations_of_groups(written, groups):
+  text = f"""ENTRY %main (p: f32[8]) -> f32[8] {{
+  %p = f32[8]{{0}} parameter(0)
+  ROOT %r = f32[8]{{0}} all-reduce(%p), channel_id=1, replica_groups={written}, use_global_device_ids=true, to_apply=%add
+}}
+"""
+  (instruction,) = (i for i in hlo.parse(text).computations["main"].instructions if i.opcode == "all-reduce")
+  assert collectives._groups(instruction, 8) == groups
+
+
 # As libtpu writes it: tiles and memory spaces in layouts, an asynchronous collective spread over fusions that share its
 # channel, a loop whose turns only its condition tells, a matmul as a convolution, and transfers between slices.
 TPU = pathlib.Path(__file__).with_name("tpu.hlo").read_text()

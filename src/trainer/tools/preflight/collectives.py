@@ -95,17 +95,54 @@ def _rendezvous(send: Instruction) -> str:
 
 
 def _groups(instruction: Instruction, devices: int) -> list[list[int]]:
-  """Positions of the devices that talk to each other, in either of XLA's notations; empty groups mean all devices."""
+  """Positions of the devices that talk to each other; empty groups mean all devices.
+
+  Raises:
+    ValueError: the groups are in none of the notations of XLA that are known here.
+  """
   pairs = instruction.attribute("source_target_pairs")
   if pairs is not None:
     return [[int(a), int(b)] for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs)]
-  text = instruction.attribute("replica_groups") or "{}"
-  iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.rest)
-  if iota:
-    shape, source = ([int(d) for d in iota.group(i).split(",")] for i in (1, 2))
-    ids = np.arange(np.prod(source)).reshape(source)
-    if iota.group(3):
-      ids = ids.transpose([int(d) for d in iota.group(3).split(",")])
-    return ids.reshape(shape[0], -1).tolist()
-  groups = [[int(d) for d in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", text)]
-  return groups or [list(range(devices))]
+  written = re.search(r"\breplica_groups=(.*)", instruction.rest)
+  if written is None:
+    return [list(range(devices))]
+  text = written.group(1)
+  if listed := re.match(r"\{(?:\{[\d,]*\},?)*\}", text):
+    groups = [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", listed.group())]
+    return groups or [list(range(devices))]
+  if iota := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text):
+    return _iota(iota.group(2)).reshape(_numbers(iota.group(1))[0], -1).tolist()
+  if mesh := re.match(r"mesh\[([^\]]*)\](?:, ?device_ids=\((\S+)\))? ?\{([^}]*)\}", text):
+    return _mesh_groups(*mesh.groups())
+  raise ValueError(f"replica groups in an unknown notation of XLA: {text[:120]}")
+
+
+def _numbers(text: str) -> list[int]:
+  return [int(number) for number in text.split(",")]
+
+
+def _iota(text: str) -> np.ndarray:
+  """Devices in the order of `[2,4]T(1,0)`: count, reshape, transpose."""
+  shape, *order = (_numbers(part) for part in re.findall(r"[\d,]+", text))
+  ids = np.arange(np.prod(shape)).reshape(shape)
+  return ids.transpose(order[0]) if order else ids
+
+
+def _mesh_groups(axes: str, devices: str | None, reduced: str) -> list[list[int]]:
+  """Groups along some axes of a mesh: `mesh['a'=2,'b'=4] {'b':(2)2}`.
+
+  An axis may be used in part: `'b':(2)2` is a factor of 2 of it, the axes before that factor having size 2 together.
+  """
+  sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", axes)}
+  shape, grouped = [], []
+  uses = {n: (int(b or 1), int(s or sizes[n])) for n, b, s in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", reduced)}
+  for name, size in sizes.items():
+    before, used = uses.get(name, (1, 1))
+    grouped.append(len(shape) + 1)
+    shape += [before, used, size // (before * used)]
+  if devices is None:
+    ids = np.arange(np.prod(shape))
+  else:
+    ids = _iota(devices) if devices.startswith("[") else np.array(_numbers(devices))
+  ids = np.moveaxis(ids.reshape(shape), grouped, range(-len(grouped), 0))
+  return ids.reshape(-1, int(np.prod([shape[i] for i in grouped]))).tolist()

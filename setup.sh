@@ -166,12 +166,15 @@ rm -f "$stamp" # until the end, the environment is not complete
 target="$root${all:+[$all]}"
 if [ -n "$uv" ]; then
   say "installing ${all:-core} with uv"
-  uv pip install --quiet --python "$venv/bin/python" --constraint "$root/requirements.lock" --editable "$target"
+  # Byte code too, as pip does unasked: else the first start compiles a million lines of Python before its first step,
+  # and every start does where PYTHONDONTWRITEBYTECODE is set, as in many containers.
+  uv pip install --quiet --compile-bytecode --python "$venv/bin/python" --constraint "$root/requirements.lock" --editable "$target"
 else
   say "installing ${all:-core} with pip (a few minutes; uv would be faster)"
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
     --constraint "$root/requirements.lock" --editable "$target"
 fi
+"$venv/bin/python" -m compileall -q "$root/src/trainer"
 
 # ---- torch, for the tests against transformers, where a CPU build of it is to be had
 

@@ -1,4 +1,4 @@
-"""Test configuration: eight CPU devices in one process, whatever accelerators the machine has."""
+"""Test configuration: eight CPU devices in one process, whatever accelerators the machine has; quick compilations."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 # Before jax is imported anywhere: tests must not touch an accelerator that somebody else is using.
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Programs here run a few steps on a few numbers: most of a test's time would be LLVM optimizing what it compiles.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
 import pytest

@@ -34,6 +34,7 @@ def quickstart(folder: pathlib.Path, name: str) -> subprocess.Popen[str]:
   paths = [f"base_output_directory={folder}", f"run_name={name}", f"dataset_cache_directory={folder}/cache_{name}"]
   paths.append(f"dataset_path={pathlib.Path(email.__file__).parent}")  # half a megabyte of the standard library
   environment = os.environ | {"PYTHONPATH": str(pathlib.Path(trainer.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
+  environment.pop("XLA_FLAGS", None)  # compiled as a user's is
   command = [sys.executable, "-m", "trainer", str(CONFIG), *SHRUNK, *paths]
   return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 

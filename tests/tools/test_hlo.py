@@ -121,7 +121,7 @@ def test_collectives_in_a_scan_multiply(mesh):
 def test_notations_of_groups(written, groups):
   text = f"""ENTRY %main (p: f32[8]) -> f32[8] {{
   %p = f32[8]{{0}} parameter(0)
-  ROOT %r = f32[8]{{0}} all-reduce(%p), channel_id=1, replica_groups={written}, use_global_device_ids=true, to_apply=%add
+  ROOT %r = f32[8]{{0}} all-reduce(%p), channel_id=1, replica_groups={written}, to_apply=%add
 }}
 """
   (instruction,) = (i for i in hlo.parse(text).computations["main"].instructions if i.opcode == "all-reduce")

@@ -134,7 +134,8 @@ def _mesh_groups(axes: str, devices: str | None, reduced: str) -> list[list[int]
   An axis may be used in part: `'b':(2)2` is a factor of 2 of it, the axes before that factor having size 2 together.
   """
   sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", axes)}
-  shape, grouped = [], []
+  shape: list[int] = []
+  grouped: list[int] = []
   uses = {n: (int(b or 1), int(s or sizes[n])) for n, b, s in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", reduced)}
   for name, size in sizes.items():
     before, used = uses.get(name, (1, 1))

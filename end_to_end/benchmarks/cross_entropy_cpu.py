@@ -1,0 +1,67 @@
+"""Times the fused cross-entropy on a CPU, forward and backward, for several chunk sizes, against the plain formula.
+
+    python end_to_end/benchmarks/cross_entropy_cpu.py [--repeats 7] [--mib 2,4,8,16,32,64] [B,T,V,D ...]
+
+All take turns in one run. A line has the median and least milliseconds, the ratio of the plain formula's least time to
+it (above 1: the chunked one is faster), and the temporaries of the program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("shapes", nargs="*", default=["8,512,4096,256"], help="B,T,V,D")
+  parser.add_argument("--repeats", type=int, default=7)
+  parser.add_argument("--mib", default="2,4,8,16,32,64", help="float32 logits of a chunk")
+  args = parser.parse_args()
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  for shape in args.shapes:
+    measure([int(size) for size in shape.split(",")], [int(size) for size in args.mib.split(",")], args.repeats)
+
+
+def measure(shape: list[int], mebibytes: list[int], repeats: int) -> None:
+  import functools
+
+  import jax
+  import jax.numpy as jnp
+
+  from trainer.kernels.cross_entropy import linear_cross_entropy, reference
+
+  b, t, v, d = shape
+  keys = jax.random.split(jax.random.key(0), 3)
+  x, w = jax.random.normal(keys[0], (b, t, d)), 0.02 * jax.random.normal(keys[1], (v, d))
+  targets, weights = jax.random.randint(keys[2], (b, t), 0, v), jnp.ones((b, t))
+
+  def both(function):
+    run = lambda x, w: jax.value_and_grad(lambda x, w: sum(function(x, w, targets, weights)), (0, 1))(x, w)
+    return jax.jit(run).lower(x, w).compile()
+
+  programs = {"plain": both(functools.partial(reference, z_loss=0.0))}
+  for size in mebibytes:
+    chunked = functools.partial(linear_cross_entropy, z_loss=0.0, num_chunks=0, logits_bytes=size << 20)
+    programs[f"{size} MiB"] = both(chunked)
+  seconds: dict[str, list[float]] = {name: [] for name in programs}
+  for repeat in range(repeats + 1):
+    for name, program in programs.items():
+      start = time.perf_counter()
+      jax.block_until_ready(program(x, w))
+      if repeat:  # the first touches memory for the first time
+        seconds[name].append(time.perf_counter() - start)
+  for name, program in programs.items():
+    times = seconds[name]
+    print(
+      f"B={b} T={t} V={v} D={d} {name:>7}: median {statistics.median(times) * 1e3:.0f} ms, "
+      f"least {min(times) * 1e3:.0f} ms, ratio {min(seconds['plain']) / min(times):.2f}; "
+      f"temporaries {program.memory_analysis().temp_size_in_bytes / 2**20:.0f} MiB",
+      flush=True,
+    )
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,78 @@
+"""Compiles the training step of every model for TPUs that are not there, and says whether it fits.
+
+    JAX_PLATFORMS=cpu python -m end_to_end.benchmarks.tpu_models [MODEL ...] [--keys max_target_length=2048 ...]
+
+Needs libtpu (bash setup.sh --tpu). One row of a Markdown table per model, as preflight finds it for the whole set of
+slices: memory per chip, least seconds per step (roofline), bytes that leave the slice, and the time to compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SMALL, MEDIUM, LARGE, HUGE = ("v5e-16", 3), ("v5e-256", 2), ("v5p-256", 2), ("v5p-1024", 2)
+WHERE = {"qwen3-14b": MEDIUM, "qwen3-32b": MEDIUM, "70b": LARGE, "405b": HUGE}
+KEYS = ("per_device_batch_size=1", "max_target_length=2048", "attention=flash", "remat_policy=full")
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("models", nargs="*", help="all of configs/models without one")
+  parser.add_argument("--keys", nargs="*", default=[], help="configuration beside or instead of " + " ".join(KEYS))
+  parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # model, topology, slices: a process of its own
+  args = parser.parse_args()
+  if args.one:
+    print(_row(args.one[0], args.one[1], int(args.one[2]), args.keys))
+    return
+  print("| model | for | arguments | temporaries | of a chip's memory | fits | roofline | DCN | seconds |")
+  print("|---|---|---|---|---|---|---|---|---|", flush=True)
+  failed = 0
+  for model in args.models or sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yml")):
+    topology, slices = next((place for name, place in WHERE.items() if name in model), SMALL)
+    command = [sys.executable, "-m", "end_to_end.benchmarks.tpu_models", "--one", model, topology, str(slices)]
+    done = subprocess.run([*command, "--keys", *args.keys], capture_output=True, text=True)
+    failed += done.returncode != 0 or "| no |" in done.stdout
+    print(done.stdout.strip() or f"| {model} | failed: {done.stderr.strip().splitlines()[-1]} |", flush=True)
+  sys.exit(failed > 0)
+
+
+def _row(model: str, topology: str, slices: int, keys: list[str]) -> str:
+  """One row of the table."""
+  from trainer.cluster import topologies
+  from trainer.config import load
+
+  given = {key.split("=")[0]: key for key in (*KEYS, *keys)}
+  config = load(
+    ["configs/base.yml", f"model_name={model}", "run_name=t", "base_output_directory=unused", *given.values()],
+    check_paths=False,
+  )
+  place = topologies.resolve(topology)
+  topologies.prepare_environment()
+  from trainer.observe import chips
+  from trainer.tools.preflight import analysis
+  from trainer.tools.preflight.report import milliseconds, size
+
+  devices = topologies.devices(place, slices)
+  chip = chips.find(devices[0][0].device_kind)
+  assert chip is not None
+  found = analysis.analyse(config, devices, slices)
+  where = f"{topology} x {slices}"
+  if isinstance(found, analysis.DoesNotFit):
+    return f"| {model} | {where} | | | {found.reason} | no | | | |"
+  memory = found.memory
+  share, fits = memory.total / chip.hbm_bytes, "yes" if memory.total <= chip.hbm_bytes else "no"
+  line = analysis.roofline(found, chip)
+  cells = [
+    *(model, where, size(memory.arguments), size(memory.temporaries), f"{share:.0%}", fits),
+    *(milliseconds(line.seconds), size(sum(c.bytes * c.times for c in found.exchanged()))),
+    f"{found.trace_seconds + found.compile_seconds:.0f}",
+  ]
+  return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+  main()

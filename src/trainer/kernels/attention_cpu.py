@@ -145,7 +145,8 @@ class _Band(NamedTuple):
 
   def place(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns (example, first query) of iteration i."""
-    return i // self.blocks, (self.first + i % self.blocks) * self.block
+    # lax, not // and %: those handle negative numbers, and a loop's body is compiled for every band and pass.
+    return jax.lax.div(i, self.blocks), (self.first + jax.lax.rem(i, self.blocks)) * self.block
 
 
 def _work(
@@ -181,13 +182,13 @@ def _slice(x: jax.Array, example: jax.Array, axis: int, start: jax.Array | int, 
   """Returns x[example, ..., start : start + size, ...] with the slice on dim `axis` of x."""
   starts = [example if i == 0 else (start if i == axis else 0) for i in range(x.ndim)]
   sizes = [1 if i == 0 else (size if i == axis else n) for i, n in enumerate(x.shape)]
-  return jax.lax.dynamic_slice(x, starts, sizes)[0]
+  return jax.lax.squeeze(jax.lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False), (0,))
 
 
 def _store(x: jax.Array, part: jax.Array, example: jax.Array, axis: int, start: jax.Array | int) -> jax.Array:
   """Returns x with `part` where `_slice` reads."""
   starts = [example if i == 0 else (start if i == axis else 0) for i in range(x.ndim)]
-  return jax.lax.dynamic_update_slice(x, part[None], starts)
+  return jax.lax.dynamic_update_slice(x, part[None], starts, allow_negative_indices=False)
 
 
 def _scores(work: _Work, band: _Band, example: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

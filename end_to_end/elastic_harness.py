@@ -32,7 +32,8 @@ from trainer.session import Session, open_session
 NUM_SLICES = 3
 TINY = (
   "base_num_decoder_layers=1 base_emb_dim=16 base_num_query_heads=2 base_num_kv_heads=1 base_mlp_dim=32 head_dim=8 "
-  "vocab_size=64 dtype=float32 dataset_type=synthetic max_target_length=16 per_device_batch_size=2"
+  "vocab_size=64 dtype=float32 dataset_type=synthetic max_target_length=16 per_device_batch_size=2 "
+  "learning_rate=1e-2 warmup_steps_fraction=0"  # every update is seen in the losses after it
 )
 _ALWAYS = (
   f"elastic_enabled=true num_slices={NUM_SLICES} devices_per_slice=1 elastic_min_resize_interval_seconds=0 "

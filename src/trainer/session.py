@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import math
 import os
 import time
@@ -69,6 +70,10 @@ class Session:
     now = time.monotonic()
     self.events.emit("init_done", step=step, seconds=now - self.started)
     self.watchdog.beat(step)
+    if self.attempts == 1:
+      # Collections in the loop need not look at what importing and tracing have made, which stays.
+      gc.freeze()
+      gc.enable()
 
   def finish(self, config: Config, code: int) -> None:
     """Records the end of the process with its exit code; of a complete run also goodput and the report."""

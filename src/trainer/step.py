@@ -100,13 +100,14 @@ def apply_gradients(
   A step whose loss or gradient is not finite leaves weights and optimizer as they are.
   """
   weight = jnp.maximum(sums.weight, 1.0)
-  grads = jax.tree.map(lambda g: g / weight, sums.grads)
-  norm = optax.tree.norm(grads)
+  norm = optax.tree.norm(sums.grads) / weight
   loss = sums.loss / weight
   finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+  scale = 1.0 / weight
   if cfg.gradient_clipping_threshold > 0:
-    scale = jnp.minimum(1.0, cfg.gradient_clipping_threshold / jnp.maximum(norm, 1e-12))
-    grads = jax.tree.map(lambda g: g * scale, grads)
+    scale *= jnp.minimum(1.0, cfg.gradient_clipping_threshold / jnp.maximum(norm, 1e-12))
+  # Mean and clipping in one product: the gradients are read twice, by the norm and by the optimizer, and never stored.
+  grads = jax.tree.map(lambda g: g * scale, sums.grads)
   rate = schedule(state.step)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   params = jax.tree.map(lambda p, u: (p.astype(jnp.float32) + rate * u).astype(p.dtype), state.params, updates)

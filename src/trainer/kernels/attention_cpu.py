@@ -4,7 +4,8 @@ On a CPU the dots are fast and every pass over memory between them is slow, so a
 and the next block must use the same buffers again. Hence loops, not batched operations: an iteration takes one block
 of queries of one example and sees all of its keys at once, so that no online rescaling is needed. Blocks are put into
 at most four bands; a band's keys end with its last query, a static length, so what lies above the diagonal is not
-computed but for the rest of the band (up to 512 positions nothing but half a block, at most an eighth of the square).
+computed but for the rest of the band. A band costs half a second of compilation: short sequences have two, of one
+large block each, which is hardly slower than four there and much slower for long ones.
 Scores are kept transposed, [keys, queries]: the products with them are then row-major and sums over keys run along
 the slow dim. The backward pass recomputes scores from the saved log-sum-exp (FlashAttention, Dao et al. 2022, section
 3.1). All arithmetic is float32: XLA's bfloat16 dots on a CPU are slower than the casts.
@@ -25,7 +26,8 @@ from jax.ad_checkpoint import checkpoint_name
 from trainer.kernels.attention_shard import CONTEXT
 
 MASKED = float(jnp.finfo(jnp.float32).min)
-LARGEST_BLOCK = 128
+SHORT = 512  # positions, up to which there are at most two blocks
+BLOCK = 128  # the largest, above that
 SMALLEST_BLOCK = 32
 BANDS = 4
 
@@ -47,7 +49,7 @@ def flash(
   square = offset is None
   if square and length != k.shape[1]:
     raise ValueError(f"Without an offset, query length {length} must equal key length {k.shape[1]}.")
-  blocks = max(-(-length // LARGEST_BLOCK), min(BANDS, -(-length // SMALLEST_BLOCK)))
+  blocks = min(2, -(-length // SMALLEST_BLOCK)) if k.shape[1] <= SHORT else -(-length // BLOCK)
   block = -(-length // (8 * blocks)) * 8
   pad = -length % block
   if pad:
@@ -154,7 +156,9 @@ def _work(
 ) -> _Work:
   scaled = _group(q.astype(jnp.float32) * q.shape[-1] ** -0.5, k.shape[2])
   k, v = (x.swapaxes(1, 2).astype(jnp.float32) for x in (k, v))
-  return _Work(scaled, k, v, q_segment_ids, kv_segment_ids, offset)
+  # The barrier ties what masks are made of to the queries. Without it JAX takes the masks of all blocks, the same in
+  # every layer, out of the loop over layers: [B, N, T, T] bytes, read again by every block.
+  return _Work(*jax.lax.optimization_barrier((scaled, k, v, q_segment_ids, kv_segment_ids, offset)))
 
 
 def _group(x: jax.Array, kv_heads: int) -> jax.Array:

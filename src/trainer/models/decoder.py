@@ -27,8 +27,9 @@ class Decoder(nnx.Module):
 
   def __init__(self, cfg: ModelSection, kernels: Kernels, *, key: jax.Array) -> None:
     V, D, L = cfg.vocab_size, cfg.emb_dim, cfg.num_decoder_layers
-    embedding_key, layers_key, head_key = jax.random.split(key, 3)
-    layer_keys = jax.random.split(layers_key, L)
+    # One split for all: each takes a CPU a tenth of a second to compile.
+    keys = jax.random.split(key, 2 + L * DecoderLayer.KEYS)
+    embedding_key, head_key, layer_keys = keys[0], keys[1], keys[2:].reshape(L, DecoderLayer.KEYS)
     # Both standard deviations are capped so that a fresh model's loss is ln(V): logits of an untied head have the
     # standard deviation sqrt(D) * std, and a tied head sees the input token's own embedding again (up to D * std).
     tied = cfg.logits_via_embedding
@@ -117,8 +118,8 @@ def _lookup_backward(saved: tuple[jax.Array, jax.Array], g_BTD: jax.Array) -> tu
 _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
-def _layer(cfg: ModelSection, kernels: Kernels, key: jax.Array) -> DecoderLayer:
-  return DecoderLayer(cfg, kernels, key=key)
+def _layer(cfg: ModelSection, kernels: Kernels, keys: jax.Array) -> DecoderLayer:
+  return DecoderLayer(cfg, kernels, keys=keys)
 
 
 class Functional:

@@ -73,10 +73,12 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
   """Grouped-query attention with rotary positions, and RMSNorm on each query and key head where `use_qk_norm`."""
 
-  def __init__(self, cfg: ModelSection, kernels: Kernels, out_std: float, *, key: jax.Array) -> None:
+  KEYS = 4
+
+  def __init__(self, cfg: ModelSection, kernels: Kernels, out_std: float, *, keys: jax.Array) -> None:
     D, N, K, H = cfg.emb_dim, cfg.num_query_heads, cfg.num_kv_heads, cfg.head_dim
     std = cfg.initializer_range
-    query_key, key_key, value_key, out_key = jax.random.split(key, 4)
+    query_key, key_key, value_key, out_key = keys
     self.query = normal_param(query_key, (D, N, H), ("embed", "heads", "head_dim"), std, cfg)
     self.key = normal_param(key_key, (D, K, H), ("embed", "kv_heads", "head_dim"), std, cfg)
     self.value = normal_param(value_key, (D, K, H), ("embed", "kv_heads", "head_dim"), std, cfg)
@@ -110,9 +112,11 @@ class Attention(nnx.Module):
 class FeedForward(nnx.Module):
   """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
 
-  def __init__(self, cfg: ModelSection, kernels: Kernels, out_std: float, *, key: jax.Array) -> None:
+  KEYS = 3
+
+  def __init__(self, cfg: ModelSection, kernels: Kernels, out_std: float, *, keys: jax.Array) -> None:
     D, F = cfg.emb_dim, cfg.mlp_dim
-    gate_key, up_key, down_key = jax.random.split(key, 3)
+    gate_key, up_key, down_key = keys
     self.gate = normal_param(gate_key, (D, F), ("embed", "mlp"), cfg.initializer_range, cfg)
     self.up = normal_param(up_key, (D, F), ("embed", "mlp"), cfg.initializer_range, cfg)
     self.down = normal_param(down_key, (F, D), ("mlp", "embed"), out_std, cfg)
@@ -128,16 +132,17 @@ class FeedForward(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-  """Pre-norm residual layer: x + attention(norm(x)), then + feed_forward(norm(x))."""
+  """Pre-norm residual layer: x + attention(norm(x)), then + feed_forward(norm(x)). It takes KEYS random keys [KEYS]."""
 
-  def __init__(self, cfg: ModelSection, kernels: Kernels, *, key: jax.Array) -> None:
+  KEYS = Attention.KEYS + FeedForward.KEYS
+
+  def __init__(self, cfg: ModelSection, kernels: Kernels, *, keys: jax.Array) -> None:
     # Matrices that write to the residual stream start smaller, so that its variance does not grow with depth (GPT-2).
     out_std = cfg.initializer_range / (2 * cfg.num_decoder_layers) ** 0.5
-    attention_key, feed_forward_key = jax.random.split(key)
     self.attention_norm = RMSNorm(cfg.emb_dim, cfg)
-    self.attention = Attention(cfg, kernels, out_std, key=attention_key)
+    self.attention = Attention(cfg, kernels, out_std, keys=keys[: Attention.KEYS])
     self.feed_forward_norm = RMSNorm(cfg.emb_dim, cfg)
-    self.feed_forward = FeedForward(cfg, kernels, out_std, key=feed_forward_key)
+    self.feed_forward = FeedForward(cfg, kernels, out_std, keys=keys[Attention.KEYS :])
 
   def __call__(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
     x_BTD = checkpoint_name(constrain(x_BTD, "batch", "length", "embed"), "decoder_layer_input")

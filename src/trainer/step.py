@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from trainer.config.schema import OptimizerSection
 from trainer.data import Batch
 from trainer.kernels.cross_entropy import linear_cross_entropy
-from trainer.mesh import DATA, FSDP, TENSOR
+from trainer.mesh import CONTEXT, DATA, FSDP, TENSOR
 from trainer.models.decoder import Functional, Params
 from trainer.sharding import constrain
 from trainer.state import TrainState
@@ -47,7 +47,7 @@ def token_losses(model: Functional, cfg: OptimizerSection, params: Params, batch
   x_BTD = decoder.hidden(batch.tokens, batch.positions, batch.segment_ids)
   head_VD = decoder.head()
   vocab = head_VD.shape[0]
-  ways = _vocab_ways()
+  ways = _ways(FSDP, TENSOR)
   if vocab % ways:
     # A vocabulary that does not divide by the chips of a slice (151936 on 256) is padded for the loss only.
     head_VD = jnp.pad(head_VD, ((0, -vocab % ways), (0, 0)))
@@ -62,6 +62,7 @@ def token_losses(model: Functional, cfg: OptimizerSection, params: Params, batch
       constrain=lambda array, axes: constrain(array, *axes),
       valid_vocab=vocab,
       vocab_shards=ways,
+      length_shards=_ways(CONTEXT),
       logits_bytes=model.kernels.logits_bytes,
     )
 
@@ -205,7 +206,7 @@ def _sum_over_slices(mesh: Mesh, fn: Callable[[Params, Batch], Any]) -> Callable
   return jax.shard_map(summed, mesh=mesh, axis_names={DATA}, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
 
 
-def _vocab_ways() -> int:
-  """Parts into which the loss splits the vocabulary on the mesh of the surrounding trace."""
+def _ways(*axes: str) -> int:
+  """Parts into which the mesh of the surrounding trace splits what lies on these axes."""
   mesh = jax.sharding.get_abstract_mesh()
-  return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in (FSDP, TENSOR))
+  return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in axes)

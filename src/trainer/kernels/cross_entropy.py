@@ -35,6 +35,7 @@ def linear_cross_entropy(
   num_chunks: int,
   valid_vocab: int | None = None,
   vocab_shards: int = 1,
+  length_shards: int = 1,
   logits_bytes: int = LOGITS_BYTES["tpu"],
   constrain: Constrain = unconstrained,
 ) -> tuple[jax.Array, jax.Array]:
@@ -43,8 +44,9 @@ def linear_cross_entropy(
   x [B, T, D] in the compute dtype; w [V, D], cast to x.dtype for the matmuls; targets [B, T] int32 < V; weights
   [B, T] float32. `valid_vocab`: logits from there on are padding and count as -inf. `num_chunks`: parts of T computed
   one after the other; 0: as many as keep a device's float32 logits within `logits_bytes` when the vocabulary is split
-  `vocab_shards` ways. Differentiable once, in x and w. The gradient of `loss_sum` is that of
-  loss_sum + z_sum, and z_sum carries none: add them and differentiate, or log z_sum alone, both are right.
+  `vocab_shards` ways. `length_shards`: the ways in which x is sharded over T. Differentiable once, in x and w. The
+  gradient of `loss_sum` is that of loss_sum + z_sum, and z_sum carries none: add them and differentiate, or log z_sum
+  alone, both are right.
 
   The gradients are made in the forward pass, chunk by chunk, from the logits at hand: three matmuls in all, nothing
   of size V kept but dw, which is accumulated in float32. `constrain(array, axes)` is asked to shard the pieces:
@@ -54,8 +56,11 @@ def linear_cross_entropy(
   vocab = w.shape[0] if valid_vocab is None else valid_vocab
   if not 0 < vocab <= w.shape[0]:
     raise ValueError(f"valid_vocab={valid_vocab} must lie in 1..{w.shape[0]}, the rows of the output projection.")
-  chunks = num_chunks or choose_chunks(x.shape[1], 4 * x.shape[0] * w.shape[0] / vocab_shards, logits_bytes)
-  return _fused(x, w, targets, weights, z_loss, min(chunks, x.shape[1]), vocab, constrain)
+  if x.shape[1] % length_shards:
+    raise ValueError(f"The length {x.shape[1]} does not divide over length_shards={length_shards}.")
+  own = x.shape[1] // length_shards
+  chunks = num_chunks or choose_chunks(own, 4 * x.shape[0] * length_shards * w.shape[0] / vocab_shards, logits_bytes)
+  return _fused(x, w, targets, weights, z_loss, min(chunks, own), vocab, length_shards, constrain)
 
 
 def choose_chunks(length: int, position_bytes: float, limit: int) -> int:
@@ -84,7 +89,7 @@ def reference(
   return jnp.sum(weights * (log_z - target)), z_loss * jnp.sum(weights * jnp.square(log_z))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
 def _fused(
   x: jax.Array,
   w: jax.Array,
@@ -93,9 +98,10 @@ def _fused(
   z_loss: float,
   chunks: int,
   vocab: int,
+  shards: int,
   constrain: Constrain,
 ) -> tuple[jax.Array, jax.Array]:
-  return _sums(x, w, targets, weights, z_loss, chunks, vocab, constrain, with_grads=False)[0]
+  return _sums(x, w, targets, weights, z_loss, chunks, vocab, shards, constrain, with_grads=False)[0]
 
 
 def _fused_fwd(
@@ -106,20 +112,22 @@ def _fused_fwd(
   z_loss: float,
   chunks: int,
   vocab: int,
+  shards: int,
   constrain: Constrain,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-  return _sums(x, w, targets, weights, z_loss, chunks, vocab, constrain, with_grads=True)
+  return _sums(x, w, targets, weights, z_loss, chunks, vocab, shards, constrain, with_grads=True)
 
 
 def _fused_bwd(
   z_loss: float,
   chunks: int,
   vocab: int,
+  shards: int,
   constrain: Constrain,
   grads: tuple[jax.Array, jax.Array],
   cotangents: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, None, None]:
-  del z_loss, chunks, vocab, constrain
+  del z_loss, chunks, vocab, shards, constrain
   dx, dw = grads
   scale = cotangents[0]
   return (dx * scale).astype(dx.dtype), (dw * scale).astype(dw.dtype), None, None
@@ -128,22 +136,36 @@ def _fused_bwd(
 _fused.defvjp(_fused_fwd, _fused_bwd)
 
 
-def _split(array: jax.Array, chunks: int) -> jax.Array:
-  """Returns [chunks, B, t, ...] of an array [B, T, ...], padded with zeros. Chunk c has the tokens c, c + chunks, ...
+def _by_chunk(array: jax.Array, shards: int, chunks: int) -> jax.Array:
+  """Returns [B, shards, chunks, t, ...] of an array [B, T, ...]: a run of each shard's tokens makes a chunk's.
 
-  Taking every `chunks`-th token, not a run of them, leaves T sharded as it was when it is sharded over devices.
+  Each shard's part is padded with zeros. The chunks are cut out of this view where they lie; nothing is transposed.
   """
-  length = math.ceil(array.shape[1] / chunks)
-  pad = length * chunks - array.shape[1]
+  b, length = array.shape[:2]
+  array = array.reshape(b, shards, length // shards, *array.shape[2:])
+  pad = -array.shape[2] % chunks
   if pad:
-    array = jnp.pad(array, [(0, 0), (0, pad)] + [(0, 0)] * (array.ndim - 2))
-  return jnp.moveaxis(array.reshape(array.shape[0], length, chunks, *array.shape[2:]), 2, 0)
+    array = jnp.pad(array, [(0, 0), (0, 0), (0, pad)] + [(0, 0)] * (array.ndim - 3))
+  return array.reshape(b, shards, chunks, -1, *array.shape[3:])
 
 
-def _join(array: jax.Array, length: int) -> jax.Array:
-  """Inverse of `_split`: returns [B, T, ...] of [chunks, B, t, ...]."""
-  array = jnp.moveaxis(array, 0, 2)
-  return array.reshape(array.shape[0], -1, *array.shape[3:])[:, :length]
+def _chunk(view: jax.Array, i: jax.Array) -> jax.Array:
+  """Returns chunk i, [B, shards * t, ...], of what `_by_chunk` returns."""
+  part = jax.lax.dynamic_index_in_dim(view, i, axis=2, keepdims=False, allow_negative_indices=False)
+  return part.reshape(part.shape[0], -1, *part.shape[3:])
+
+
+def _store_chunk(view: jax.Array, part: jax.Array, i: jax.Array) -> jax.Array:
+  """Returns `view` with `part` where `_chunk` reads."""
+  part = part.reshape(*view.shape[:2], *view.shape[3:])
+  return jax.lax.dynamic_update_index_in_dim(view, part, i, axis=2, allow_negative_indices=False)
+
+
+def _whole(view: jax.Array, length: int) -> jax.Array:
+  """Inverse of `_by_chunk`: returns [B, length, ...]."""
+  b, shards = view.shape[:2]
+  array = view.reshape(b, shards, -1, *view.shape[4:])[:, :, : length // shards]
+  return array.reshape(b, length, *array.shape[3:])
 
 
 def _sums(
@@ -154,6 +176,7 @@ def _sums(
   z_loss: float,
   chunks: int,
   vocab: int,
+  shards: int,
   constrain: Constrain,
   *,
   with_grads: bool,
@@ -161,10 +184,11 @@ def _sums(
   """Returns ((loss_sum, z_sum), (dx, dw)); the gradients are None without `with_grads`."""
   rows = constrain(w.astype(x.dtype), ("vocab", "embed"))
   is_column = jnp.arange(w.shape[0], dtype=jnp.int32)
+  views = [_by_chunk(array, shards, chunks) for array in (x, targets, weights)]
 
-  def one(carry: Any, chunk: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Any, jax.Array | None]:
-    x, targets, weights = chunk
-    loss, z, dw = carry
+  def one(i: jax.Array, carry: Any) -> Any:
+    loss, z, dx, dw = carry
+    x, targets, weights = (_chunk(view, i) for view in views)
     x = constrain(x, ("loss_batch", "loss_length", "embed"))
     logits = jnp.einsum("btd,vd->btv", x, rows, preferred_element_type=jnp.float32)
     logits = constrain(logits, ("loss_batch", "loss_length", "vocab"))
@@ -180,7 +204,7 @@ def _sums(
     loss += jnp.sum(weights * (log_z - target))
     z += z_loss * jnp.sum(weights * jnp.square(log_z))
     if not with_grads:
-      return (loss, z, dw), None
+      return loss, z, None, None
     scale = (weights * (1 + 2 * z_loss * log_z))[..., None] / total
     dlogits = (exponents * scale - jnp.where(hit, weights[..., None], 0.0)).astype(x.dtype)
     # Computed once, not inside each of the two matmuls that read it.
@@ -192,14 +216,13 @@ def _sums(
     else:
       dw_chunk = jnp.einsum("btv,btd->vd", dlogits, x, preferred_element_type=jnp.float32)
     dw += constrain(dw_chunk, ("vocab", "embed"))
-    dx = jnp.einsum("btv,vd->btd", dlogits, rows, preferred_element_type=jnp.float32).astype(x.dtype)
-    return (loss, z, dw), constrain(dx, ("batch", "length", "embed"))
+    dx_chunk = jnp.einsum("btv,vd->btd", dlogits, rows, preferred_element_type=jnp.float32).astype(x.dtype)
+    return loss, z, _store_chunk(dx, constrain(dx_chunk, ("batch", "length", "embed")), i), dw
 
-  zero = jnp.zeros((), jnp.float32)
-  start = (zero, zero, constrain(jnp.zeros(w.shape, jnp.float32), ("vocab", "embed")) if with_grads else None)
+  zero, dx, dw = jnp.zeros((), jnp.float32), None, None
+  if with_grads:
+    dx = _by_chunk(constrain(jnp.zeros_like(x), ("batch", "length", "embed")), shards, chunks)
+    dw = constrain(jnp.zeros(w.shape, jnp.float32), ("vocab", "embed"))
   with jax.named_scope("linear_cross_entropy"):
-    (loss, z, dw), dx = jax.lax.scan(one, start, tuple(_split(a, chunks) for a in (x, targets, weights)))
-  if not with_grads:
-    return (loss, z), (None, None)
-  assert dx is not None
-  return (loss, z), (_join(dx, x.shape[1]), dw.astype(w.dtype))
+    loss, z, dx, dw = jax.lax.fori_loop(0, chunks, one, (zero, zero, dx, dw))
+  return (loss, z), (_whole(dx, x.shape[1]), dw.astype(w.dtype)) if with_grads else (None, None)

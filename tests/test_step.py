@@ -151,10 +151,22 @@ def test_sharded_equals_unsharded(name):
 @pytest.mark.parametrize("name", ["fsdp", "tensor", "all"])
 def test_projections_that_are_fused_equal_separate_ones(name, monkeypatch):
   """Accelerators compute queries, keys and values in one matmul, and gate and up in another; a CPU one by one."""
-  monkeypatch.setattr(program.projection, "choose", lambda platform: projection.PLAIN)
+  monkeypatch.setattr(program.projection, "choose", lambda platform, quantization: projection.PLAIN)
   where, parallelism = MESHES[name]
   changes = {"data": {"per_device_batch_size": ROWS / math.prod(where)}, "parallelism": parallelism}
   assert_close(run(config(**changes), where), reference(), 5e-6)
+
+
+def test_quantized_training_is_close_to_plain_and_the_same_on_every_mesh():
+  losses = lambda metrics: np.array([float(step["loss"]) for step in metrics])
+  where, parallelism = MESHES["all"]
+  int8 = {"model": {"quantization": "int8"}}
+  one = losses(run(config(**int8))[0])
+  sharded = {"data": {"per_device_batch_size": ROWS / math.prod(where)}, "parallelism": parallelism}
+  np.testing.assert_allclose(losses(run(config(**int8, **sharded), where)[0]), one, rtol=2e-4)
+  plain = losses(reference()[0])
+  np.testing.assert_allclose(one, plain, rtol=0.02)
+  assert np.all(one != plain)
 
 
 @pytest.mark.parametrize("name", ["fsdp", "slices"])

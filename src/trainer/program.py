@@ -124,7 +124,8 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     num_kv_heads=cfg.num_kv_heads,
     dtype=cfg.dtype,
   )
-  model = Functional(cfg, Kernels(kernel, projection.choose(platform), rope.choose(platform), LOGITS_BYTES[platform]))
+  project = projection.choose(platform, cfg.quantization)
+  model = Functional(cfg, Kernels(kernel, project, rope.choose(platform), LOGITS_BYTES[platform]))
   optimizer = optimizers.build(config.optimizer, model.logical_axes())
   schedule = optimizers.schedule(config.optimizer, config.run.steps)
   precisely = functools.partial(_with_precision, cfg.matmul_precision)

@@ -94,7 +94,7 @@ def test_logits_and_gradients(name, scan, kernel):
   attn = attention.choose(
     kernel, platform="cpu", mesh=None, head_dim=cfg.head_dim, seq_len=T, num_q_heads=4, num_kv_heads=cfg.num_kv_heads
   )
-  model = Functional(cfg, Kernels(attn, projection.choose("cpu")))
+  model = Functional(cfg, Kernels(attn, projection.choose("cpu", "")))
   params = jax.jit(model.init)(jax.random.key(7))
   rng = np.random.default_rng(0)
   # Norm scales away from 1, so that a wrong one shows.

@@ -17,7 +17,7 @@ CHANGES_MODEL = frozenset({
   "vocab_size", "global_parameter_scale", "normalization_layer_epsilon", "use_qk_norm", "logits_via_embedding",
   "rope_max_timescale", "rope_type", "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor",
   "rope_original_max_position_embeddings", "initializer_range", "init_weights_seed", "dtype", "weight_dtype",
-  "matmul_precision", "opt_type", "mu_dtype",
+  "matmul_precision", "quantization", "opt_type", "mu_dtype",
 })  # fmt: skip
 
 # Which examples step n trains on.

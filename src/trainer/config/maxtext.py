@@ -38,7 +38,6 @@ _REASONS = {
   "tokenize_train_data": "Text is always tokenised, once, and cached in dataset_cache_directory.",
   "add_bos": "Every document stands between the tokenizer's own bos, if it has one, and eos; leave the key out.",
   "add_eos": "Every document stands between the tokenizer's own bos, if it has one, and eos; leave the key out.",
-  "quantization": "Matmuls run in dtype: there are no quantised ones yet; leave the key out.",
   "packing": "Documents are always packed, end to end, with segment ids that keep them apart; leave the key out.",
   "enable_data_shuffling": "Examples are always shuffled; the order is set by data_shuffle_seed.",
   "num_epoch": "Give the length of the run in steps=; the data starts again by itself, in a new order.",

@@ -120,6 +120,10 @@ class ModelSection(Section):
   )
   weight_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type in which parameters are stored.")
   matmul_precision: Literal["default", "high", "highest"] = Field("default", description="JAX matmul precision.")
+  quantization: Literal["", "int8", "fp8", "fp8_full"] = Field(
+    "",
+    description="Matmuls of the layers' projections in 8 bits, forward and backward (qwix); fp8 is e4m3, fp8_full has e5m2 gradients. Weights stay in weight_dtype. Empty: none.",
+  )
   attention: Literal["autoselected", "dot_product", "flash"] = Field(
     "autoselected",
     description="flash is the platform's own flash kernel (TPU splash, GPU cuDNN, CPU blockwise); dot_product is plain XLA; autoselected takes flash where it can serve.",

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from trainer.kernels import quantized
+
 
 @dataclasses.dataclass(frozen=True)
 class Projection:
@@ -42,9 +44,15 @@ def _plain(x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:
 PLAIN = Projection(_plain, fuses=True)
 
 
-def choose(platform: str) -> Projection:
-  """The projection for a platform ("cpu", "gpu", "tpu")."""
+def choose(platform: str, quantization: str) -> Projection:
+  """The projection for a platform ("cpu", "gpu", "tpu"), and for one of quantized.MODES or ""."""
+  if quantization:
+    return Projection(functools.partial(_quantized, quantization), fuses=True)
   return Projection(_cpu, fuses=False) if platform == "cpu" else PLAIN
+
+
+def _quantized(mode: str, x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:
+  return quantized.project(x, w.astype(x.dtype), contracted, mode)
 
 
 def _cpu(x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:

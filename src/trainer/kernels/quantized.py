@@ -1,0 +1,67 @@
+"""Matmuls of activations with weights in 8 bits, forward and backward, with qwix.
+
+Each of the three matmuls of a projection (out, dx, dw) quantizes its two operands as they come, symmetrically, with one
+float32 scale for each row that is not contracted: nothing is calibrated beforehand or kept between steps.
+Weights, optimizer and gradients stay what they are without quantization. Integer products are summed in int32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+
+# Mode -> (type of activations and weights, type of the gradients that come in). e5m2 has the range that gradients need
+# and e4m3 the precision for the rest (Micikevicius et al., "FP8 formats for deep learning", 2022, section 3).
+MODES: Mapping[str, tuple[jnp.dtype, jnp.dtype]] = MappingProxyType(
+  {
+    "int8": (jnp.dtype(jnp.int8), jnp.dtype(jnp.int8)),
+    "fp8": (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e4m3fn)),
+    "fp8_full": (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)),
+  }
+)
+
+_Dims = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def project(x: jax.Array, w: jax.Array, contracted: int, mode: str) -> jax.Array:
+  """Returns x [*B, *K] times w [*K, *N], [*B, *N] in x's dtype; `contracted` is the number of dims K.
+
+  The gradient of the rounding is taken to be that of the identity (straight-through estimator).
+  """
+  return _forward(x, w, contracted, mode)[0]
+
+
+def _forward(x: jax.Array, w: jax.Array, contracted: int, mode: str) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  kind = MODES[mode][0]
+  dims = tuple(range(x.ndim - contracted, x.ndim)), tuple(range(contracted))
+  return _dot(x, w, dims, kind, kind).astype(x.dtype), (x, w)
+
+
+def _backward(
+  contracted: int, mode: str, saved: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  x, w = saved
+  kind, gradient = MODES[mode]
+  rows = x.ndim - contracted
+  dx = _dot(g, w, (tuple(range(rows, g.ndim)), tuple(range(contracted, w.ndim))), gradient, kind)
+  dw = _dot(x, g, (tuple(range(rows)), tuple(range(rows))), kind, gradient)
+  return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+project.defvjp(_forward, _backward)
+
+
+def _dot(a: jax.Array, b: jax.Array, contracted: _Dims, a_kind: jnp.dtype, b_kind: jnp.dtype) -> jax.Array:
+  """a times b over the `contracted` dims of each, both quantized, in float32."""
+  import qwix  # here: it takes a tenth of a second to import, and most runs are not quantized
+
+  operands = []
+  for array, dims, kind in ((a, contracted[0], a_kind), (b, contracted[1], b_kind)):
+    kept = [axis for axis in range(array.ndim) if axis not in dims]
+    operands.append(qwix.quantize(array.astype(jnp.float32), kind, channelwise_axes=kept))
+  return qwix.dot_general(*operands, (contracted, ((), ())))

@@ -1,0 +1,78 @@
+"""Projections in 8 bits: against qwix's own quantized training, and within the error that 8 bits allow."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import qwix
+from flax import nnx
+
+from trainer.kernels import projection, quantized
+
+# Bounds on the relative error of a product's sum. An int8 step is 1/127 of the row's largest value; e4m3 rounds a value
+# by 1/16 of itself at most, e5m2 by 1/8.
+ERROR = {"int8": (0.002, 0.03), "fp8": (0.01, 0.12), "fp8_full": (0.01, 0.25)}
+
+
+def inputs(dtype=jnp.float32):
+  keys = jax.random.split(jax.random.key(0), 3)
+  x = jax.random.normal(keys[0], (3, 5, 4, 16), dtype)
+  w = 0.1 * jax.random.normal(keys[1], (4, 16, 24), dtype)
+  return x, w, jax.random.normal(keys[2], (3, 5, 24), dtype)
+
+
+def run(project, x, w, g):
+  out, vjp = jax.vjp(lambda x, w: project(x, w, 2), x, w)
+  return out, *vjp(g)
+
+
+@pytest.mark.parametrize("mode", quantized.MODES)
+def test_error_is_that_of_eight_bits(mode):
+  x, w, g = inputs()
+  got = run(projection.choose("cpu", mode), x, w, g)
+  exact = run(projection.PLAIN, x, w, g)
+  for a, b in zip(got, exact, strict=True):
+    assert a.shape == b.shape and a.dtype == b.dtype
+    least, most = ERROR[mode]
+    assert least < np.linalg.norm(a - b) / np.linalg.norm(b) < most
+
+
+@pytest.mark.parametrize("mode", quantized.MODES)
+def test_equals_the_training_of_qwix(mode):
+  x, w, g = inputs()
+  x, w = x.reshape(15, 64), w.reshape(64, 24)
+  kind, gradient = quantized.MODES[mode]
+  linear = nnx.Linear(64, 24, use_bias=False, rngs=nnx.Rngs(0))
+  linear.kernel.set_value(w)
+  rule = qwix.QtRule(
+    weight_qtype=kind,
+    act_qtype=kind,
+    bwd_qtype=gradient,
+    additional_qt_config={
+      "use_original_residuals": True,
+      "dlhs_residual_qtype": kind,
+      "drhs_residual_qtype": kind,
+    },
+  )
+  model = qwix.quantize_model(linear, qwix.QtProvider([rule]), x)
+  graphdef, state = nnx.split(model)
+  out, vjp = jax.vjp(lambda state, x: nnx.merge(graphdef, state)(x), state, x)
+  dstate, dx = vjp(g.reshape(15, 24))
+  got = jax.vjp(lambda x, w: quantized.project(x, w, 1, mode), x, w)
+  want = (out, dx, dstate["kernel"][...])
+  for a, b in zip((got[0], *got[1](g.reshape(15, 24))), want, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+
+
+def test_integers_are_multiplied_and_summed_as_integers():
+  x, w, g = inputs(jnp.bfloat16)
+  project = projection.choose("tpu", "int8")
+  text = jax.jit(lambda x, w, g: run(project, x, w, g)).lower(x, w, g).as_text()
+  dots = [line for line in text.splitlines() if "dot_general" in line]
+  assert len(dots) == 3 and all("xi8>" in dot and "-> tensor<" in dot and "xi32>" in dot for dot in dots), dots
+
+
+def test_an_empty_mode_is_the_plain_projection():
+  assert projection.choose("tpu", "") is projection.PLAIN

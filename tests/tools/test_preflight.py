@@ -41,6 +41,13 @@ def test_for_this_machine():
   assert "Ramdisk per host" in done.stdout
 
 
+def test_the_step_of_one_slice_less_can_be_left_out():
+  done = command("num_slices=3", "steps=10", "attention=dot_product", "preflight.degraded=false")
+  assert done.returncode == 0, done.stderr
+  assert "The step on 3 of 3 slices" in done.stdout and "The step on 2 of 3 slices" not in done.stdout
+  assert "2 of 3 |                      2 |   25.0% |   50.0%" in done.stdout
+
+
 @needs_compiler
 def test_for_tpus_that_are_not_there():
   done = command(*TPU)

@@ -424,6 +424,10 @@ class PreflightSection(Section):
     False,
     description="Also try remat policies and batch sizes and suggest the fastest that fits (preflight.search=true).",
   )
+  preflight_degraded: bool = Field(
+    True,
+    description="Also compile the step of one slice less, which runs when a slice is lost (preflight.degraded=false halves the time).",
+  )
 
 
 class Config(Section):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import qwix
 from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trainer.kernels import projection, quantized
 
@@ -72,6 +73,28 @@ def test_integers_are_multiplied_and_summed_as_integers():
   text = jax.jit(lambda x, w, g: run(project, x, w, g)).lower(x, w, g).as_text()
   dots = [line for line in text.splitlines() if "dot_general" in line]
   assert len(dots) == 3 and all("xi8>" in dot and "-> tensor<" in dot and "xi32>" in dot for dot in dots), dots
+
+
+def test_sharded_integers_equal_unsharded_ones_bit_by_bit():
+  """Sums of integers do not depend on their order, nor do largest values: a scale is that of the whole row.
+
+  Nothing is negative here: qwix scales a row's largest magnitude to 127.5, which saturates, but -127.5 is a tie.
+  """
+  mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+  keys = jax.random.split(jax.random.key(0), 3)
+  shapes, specs = ((8, 6, 16), (16, 24), (8, 6, 24)), (("fsdp",), ("fsdp", "tensor"), ("fsdp", None, "tensor"))
+  arrays = [jax.random.uniform(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+  placed = [
+    jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec))) for array, spec in zip(arrays, specs, strict=True)
+  ]
+
+  @jax.jit
+  def step(x, w, g):
+    out, vjp = jax.vjp(lambda x, w: quantized.project(x, w, 1, "int8"), x, w)
+    return out, *vjp(g)
+
+  for a, b in zip(step(*placed), step(*arrays), strict=True):
+    np.testing.assert_array_equal(a, b)
 
 
 def test_an_empty_mode_is_the_plain_projection():

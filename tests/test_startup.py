@@ -1,18 +1,21 @@
-"""What a run leaves unimported: libraries that cost seconds and that only a report or a test needs."""
+"""What a run leaves unimported: libraries that cost seconds and that only a report or a test needs. And its collector."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pathlib
 import subprocess
 import sys
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 
 import trainer
 from trainer import __main__
+from trainer.session import Session
 
 # tensorflow comes with tensorflow-datasets' sources, torch with transformers, matplotlib with the report.
 HEAVY = ("matplotlib", "tensorflow", "tensorflow_datasets", "torch", "transformers")
@@ -62,3 +65,25 @@ def test_the_console_script_is_the_command():
   scripts = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]
   module, name = scripts["trainer"].split(":")
   assert (module, getattr(__main__, name)) == ("trainer.__main__", __main__.command)
+
+
+@pytest.mark.parametrize("turns_it_on", ["ready", "second attempt"])
+def test_the_garbage_collector_is_off_no_longer_than_the_first_attempt_starts(turns_it_on):
+  nothing = SimpleNamespace(emit=lambda *args, **fields: None, beat=lambda step: None)
+  session = SimpleNamespace(attempts=0, started=0.0, events=nothing, watchdog=nothing)
+  frozen = gc.get_freeze_count()
+  gc.disable()
+  try:
+    Session.begin(session)
+    assert not gc.isenabled()
+    if turns_it_on == "ready":
+      Session.ready(session, 0)
+      assert gc.get_freeze_count() > frozen
+    else:
+      Session.begin(session)
+      Session.ready(session, 0)
+      assert gc.get_freeze_count() == frozen  # what the lost attempt held can still be collected
+    assert gc.isenabled()
+  finally:
+    gc.unfreeze()
+    gc.enable()

@@ -44,7 +44,7 @@ def _run(config: Config, started: float) -> int:
   import gc
 
   # Imports and tracing make millions of objects that stay: looking through them again and again is a tenth of the time
-  # until the first step. `Session.ready` turns the collector on again.
+  # until the first step. `Session.ready`, or a second attempt, turns the collector on again.
   gc.disable()
 
   from trainer import cluster as cluster_lib

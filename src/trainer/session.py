@@ -58,6 +58,7 @@ class Session:
     self.attempts += 1
     if self.attempts > 1:
       self.started = time.monotonic()
+      gc.enable()  # it is still off if the first one was never ready; what a lost attempt held must be collected
 
   def program(self, config: Config, view: View) -> Program:
     """The program for the slices of `view`, built once."""
@@ -70,8 +71,9 @@ class Session:
     now = time.monotonic()
     self.events.emit("init_done", step=step, seconds=now - self.started)
     self.watchdog.beat(step)
-    if self.attempts == 1:
-      # Collections in the loop need not look at what importing and tracing have made, which stays.
+    if not gc.isenabled():
+      # Off since the process began (see __main__): what importing and tracing made stays, so that collections in the
+      # loop need not look at it.
       gc.freeze()
       gc.enable()
 

@@ -1,4 +1,4 @@
-"""What a run leaves unimported: libraries that cost seconds and that only a report or a test needs. And its collector."""
+"""Start-up: libraries that a run leaves unimported, as only a report or a test needs them; the garbage collector."""
 
 from __future__ import annotations
 

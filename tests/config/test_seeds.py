@@ -57,6 +57,7 @@ multi_tier_checkpointing_backup_interval_minutes=30 load_parameters_path=x metri
 logits_dot_in_fp32=true sa_block_q=512 num_experts=8 ici_sequence_parallelism=2 save_checkpoint_on_completion=true
 adamw_mask=x skip_step_on_spikes=true use_vertex_tensorboard=true checkpoint_storage_use_zarr3=true rope_use_scale=true
 grain_use_elastic_iterator=true mtc_data_parallelism=2 collect_stack_trace=true enable_dropout=false
+use_qwix_quantization=true
 """
 
 

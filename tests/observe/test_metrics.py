@@ -163,6 +163,22 @@ def test_chips_are_found_by_their_device_kind(kind, name, tflops):
   assert chip.name == name and chip.peak_flops == pytest.approx(tflops * 1e12)
 
 
+@pytest.mark.parametrize(
+  ("kind", "dtype", "tera"),
+  [
+    ("v5e", "s8", 393),
+    ("v5e", "f8e4m3fn", 197),  # no unit for them: computed as bf16
+    ("v5e", "bf16", 197),
+    ("7x", "f8e5m2", 2307),
+    ("7x", "s8", 1153.5),
+    ("NVIDIA H200", "f8e4m3fn", 1979),
+    ("NVIDIA H200", "f32", 989.4),
+  ],
+)
+def test_peaks_of_8_bit_matmuls(kind, dtype, tera):
+  assert chips.find(kind).peak(dtype) == pytest.approx(tera * 1e12)
+
+
 @pytest.mark.parametrize("kind", ["cpu", "TPU v4 lite", "TPU v9", ""])
 def test_unknown_devices_have_no_peak(kind):
   assert chips.find(kind) is None

@@ -45,6 +45,21 @@ def test_batched_matmuls():
   assert costs.count(module).flops == 2 * 3 * 16 * 32 * 8
 
 
+def test_matmuls_are_told_apart_by_their_operands():
+  """8-bit units compute at another rate; a mixed one counts as its wider operand."""
+  text = """ENTRY %main (a: s8[16,32], b: s8[32,8], c: bf16[32,8]) -> s32[16,8] {
+  %a = s8[16,32]{1,0} parameter(0)
+  %b = s8[32,8]{1,0} parameter(1)
+  %c = bf16[32,8]{1,0} parameter(2)
+  %mixed = f32[16,8]{1,0} dot(%a, %c), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %integers = s32[16,8]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+  counted = costs.count(hlo.parse("HloModule m\n\n" + text))
+  assert counted.flops_by_type == {"bf16": 2 * 16 * 32 * 8, "s8": 2 * 16 * 32 * 8}
+  assert counted.flops == 2 * 2 * 16 * 32 * 8
+
+
 def test_a_loop_that_ends_by_a_value_is_named_and_counts_once():
   halve = lambda x: jax.lax.while_loop(lambda c: jnp.sum(c) > 1.0, lambda c: c @ c, x)
   module = hlo.parse(compiled_text(halve, (64, 64)))

@@ -39,6 +39,8 @@ def test_for_this_machine():
   assert "2 of 3 |                      2 |   25.0% |   50.0%" in done.stdout
   assert "The step on 3 of 3 slices" in done.stdout and "The step on 2 of 3 slices" in done.stdout
   assert "Ramdisk per host" in done.stdout
+  assert "Measured per device of this machine: matmuls" in done.stdout
+  assert done.stdout.count("Roofline on this CPU: compute") == 2 and done.stdout.count(": fits") == 2
 
 
 def test_the_step_of_one_slice_less_can_be_left_out():

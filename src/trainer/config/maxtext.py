@@ -19,6 +19,7 @@ _GOODPUT = "Goodput is computed locally: enable_pathways_goodput=true prints it 
 _CLOUD = "Metrics go to TensorBoard files, metrics.jsonl and, with gcs_metrics=true, to objects in the run's folder."
 _TIERS = "Use enable_emergency_checkpoint=true with local_checkpoint_directory and local_checkpoint_period."
 _KERNEL = "attention=flash picks the platform's kernel and its block sizes."
+_QUANTIZED = "quantization=int8 or fp8 is all there is to choose: it is always qwix's, with nothing to calibrate."
 _RESUME = "A run resumes from its own folder: give the same base_output_directory and run_name."
 
 _REASONS = {
@@ -68,6 +69,14 @@ _REASONS = {
   "fused_mlp": "Projections are separate weights; leave the key out.",
   "use_tokamax_splash": _KERNEL,
   "use_jax_splash": _KERNEL,
+  "use_qwix_quantization": _QUANTIZED,
+  "quant_cfg_path": _QUANTIZED,
+  "weight_quantization_calibration_method": _QUANTIZED,
+  "act_quantization_calibration_method": _QUANTIZED,
+  "bwd_quantization_calibration_method": _QUANTIZED,
+  "quantization_local_shard_count": _QUANTIZED,
+  "replicate_quant_scale": _QUANTIZED,
+  "quantize_kvcache": "It serves decoding only; this program trains.",
   "adamw_mask": "Use weight_decay_mask=matrices (no norms, biases, embeddings) or all.",
   "cosine_learning_rate_final_fraction": "Its name here is learning_rate_final_fraction.",
   "learning_rate_schedule": "Use lr_schedule_type=cosine, wsd or constant.",

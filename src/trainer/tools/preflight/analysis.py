@@ -177,7 +177,7 @@ def roofline(analysis: Analysis, chip: chips.Chip) -> Roofline:
   across = sum(c.sent for c in analysis.exchanged())
   bandwidth = DCN_BANDWIDTH.get(chip.name)
   return Roofline(
-    compute=analysis.costs.flops / chip.peak_flops,
+    compute=sum(flops / chip.peak(kind) for kind, flops in analysis.costs.flops_by_type.items()),
     memory=analysis.costs.device_bytes / chip.hbm_bandwidth,
     ici=inside / (chip.link_bandwidth / 2),
     dcn=across / bandwidth if bandwidth else (None if across else 0.0),

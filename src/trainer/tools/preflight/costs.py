@@ -5,9 +5,11 @@ All numbers multiply loops by their turns (see hlo.py) and are per device, per e
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -26,16 +28,22 @@ _KERNEL_FLOPS = re.compile(r'"cost_estimate":\{[^{}]*"flops":"?(\d+)')
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-  flops: float  # of matmuls, convolutions and kernels that state theirs
+  flops_by_type: Mapping[str, float]  # of matmuls and convolutions by the HLO type of their operands; "" of kernels
   device_bytes: float  # read and written in the device's main memory (HBM); on-chip memory is not counted
   host_bytes: float  # moved between the device and pinned host memory
   cycles: float  # the TPU compiler's own estimates of its fusions; kernels and communication are not in them
   silent_kernels: int  # custom kernels that do not state their FLOPs, times run
 
+  @property
+  def flops(self) -> float:
+    """Of matmuls, convolutions and kernels that state theirs."""
+    return sum(self.flops_by_type.values())
+
 
 def count(module: Module) -> Costs:
   """The costs of one execution of `module`."""
-  flops = device = host = cycles = 0.0
+  flops: dict[str, float] = collections.defaultdict(float)
+  device = host = cycles = 0.0
   silent = 0
   for computation in module.computations.values():
     times = module.runs[computation.name]
@@ -43,12 +51,12 @@ def count(module: Module) -> Costs:
       continue
     for instruction in computation.instructions:
       if instruction.opcode == "dot":
-        flops += times * _dot_flops(computation, instruction)
+        flops[_operand_type(computation, instruction)] += times * _dot_flops(computation, instruction)
       elif instruction.opcode == "convolution":
-        flops += times * _convolution_flops(computation, instruction)
+        flops[_operand_type(computation, instruction)] += times * _convolution_flops(computation, instruction)
       elif _is_kernel(instruction):
         stated = _KERNEL_FLOPS.search(instruction.rest)
-        flops += times * (int(stated.group(1)) if stated else 0)
+        flops[""] += times * (int(stated.group(1)) if stated else 0)
         silent += 0 if stated else int(times)
   for computation, instruction, times in module.executed():
     estimate = _CYCLES.search(instruction.rest)
@@ -56,7 +64,7 @@ def count(module: Module) -> Costs:
     traffic = _traffic(module, computation, instruction)
     device += times * traffic[DEVICE]
     host += times * traffic[HOST]
-  return Costs(flops, device, host, cycles, silent)
+  return Costs(dict(flops), device, host, cycles, silent)
 
 
 def _is_kernel(instruction: Instruction) -> bool:
@@ -68,6 +76,11 @@ def _is_kernel(instruction: Instruction) -> bool:
 
 def _shape(computation: Computation, name: str) -> Array:
   return computation.by_name[name].result[0]
+
+
+def _operand_type(computation: Computation, matmul: Instruction) -> str:
+  """The wider type of the two operands: it is the one that the unit multiplies."""
+  return max((_shape(computation, name) for name in matmul.operands[:2]), key=lambda array: array.bits).dtype
 
 
 def _dims(text: str | None) -> list[int]:

@@ -32,13 +32,17 @@ class Array:
   space: int
 
   @property
+  def bits(self) -> int:
+    """Size of one element."""
+    if self.dtype in _BITS:
+      return _BITS[self.dtype]
+    digits = re.match(r"[a-z]+(\d+)", self.dtype)
+    return int(digits.group(1)) if digits else 0
+
+  @property
   def bytes(self) -> int:
     """Size without the padding of its tiles."""
-    bits = _BITS.get(self.dtype)
-    if bits is None:
-      digits = re.match(r"[a-z]+(\d+)", self.dtype)
-      bits = int(digits.group(1)) if digits else 0
-    return math.ceil(math.prod(self.dims) * bits / 8)
+    return math.ceil(math.prod(self.dims) * self.bits / 8)
 
 
 @dataclasses.dataclass(frozen=True)

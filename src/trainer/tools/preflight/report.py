@@ -34,6 +34,14 @@ def milliseconds(seconds: float) -> str:
   return f"{seconds * 1e3:,.1f} ms"
 
 
+def machine_line(chip: Chip) -> str:
+  """What was measured of this machine's CPU."""
+  return (
+    f"Measured per device of this machine: matmuls {chip.peak_flops / 1e9:,.1f} GFLOP/s, memory "
+    f"{chip.hbm_bandwidth / 1e9:,.1f} GB/s, of {size(chip.hbm_bytes)}"
+  )
+
+
 def state_lines(sizes: StateSizes) -> list[str]:
   """Parameters, checkpoints, snapshots, ramdisk."""
   per_host = sizes.state_bytes / sizes.hosts_per_slice

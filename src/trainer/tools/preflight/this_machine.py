@@ -1,0 +1,45 @@
+"""The peaks of this machine's CPU, by experiment: no table has them, and simulated slices share them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Device
+
+from trainer.observe.chips import Chip
+
+MATMUL = 2048  # rows and columns: larger ones are no faster on any CPU
+COPIED = 1 << 28  # bytes: more than any cache holds
+TURNS = 5
+
+
+def measured(devices: Sequence[Device], dtype: str) -> Chip:
+  """One of the CPU `devices`, all of which share this machine: each has its part of what all cores do together.
+
+  Takes a second or two. peak_flops is that of matmuls of `dtype`; bandwidths count what is read and what is written,
+  since "links" between CPU devices are copies in memory.
+  """
+  with jax.default_device(devices[0]):
+    square = jnp.ones((MATMUL, MATMUL), dtype)
+    matmul = _seconds(jax.jit(jnp.matmul), square, square)
+    copy = _seconds(jax.jit(lambda x: x + 1), jnp.zeros(COPIED // 4, jnp.float32))
+  share = 1 / len(devices)
+  bandwidth = 2 * COPIED / copy * share
+  memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+  return Chip("this CPU", (), 2 * MATMUL**3 / matmul * share, int(memory * share), bandwidth, bandwidth)
+
+
+def _seconds(function: Callable[..., jax.Array], *operands: Any) -> float:
+  """The least time of a call."""
+  function(*operands).block_until_ready()
+  times = []
+  for _ in range(TURNS):
+    start = time.perf_counter()
+    function(*operands).block_until_ready()
+    times.append(time.perf_counter() - start)
+  return min(times)

@@ -26,12 +26,11 @@ def run(config: Config, started: float) -> int:
 
   print(where)
   slices = slices_of(total)
+  chip = chips.find(slices[0][0].device_kind)
   if slices[0][0].platform == "cpu":
     # Before anything compiles beside it: it is a measurement.
     chip = this_machine.measured([device for devices in slices for device in devices], config.model.dtype)
     print(report.machine_line(chip))
-  else:
-    chip = chips.find(slices[0][0].device_kind)
   wanted = [total, total - 1] if total > 1 and config.preflight.preflight_degraded else [total]
   with concurrent.futures.ThreadPoolExecutor(len(wanted)) as pool:
     # The compilations run beside each other: the compiler lets go of the interpreter.

@@ -81,6 +81,7 @@ def test_slices_exchange_the_gradients_once(changes):
   assert gradients <= across < 1.1 * gradients
   assert found.micro_batches == cfg.optimizer.gradient_accumulation_steps
   assert found.costs.silent_kernels > 0  # flash attention is in the program
+  assert found.costs.flops + found.unstated_flops > found.model_flops  # remat computes the layers twice
 
 
 def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):

@@ -15,7 +15,7 @@ from trainer.mesh import CONTEXT, FSDP, TENSOR
 # written per slice, inside a shard_map that is manual over `data`.
 PARAMETER_RULES: dict[str, tuple[str, ...]] = {
   "layers": (),
-  "vocab": (TENSOR, FSDP),
+  "vocab": (FSDP, TENSOR),
   "table_embed": (FSDP,),  # takes fsdp only where the vocabulary does not divide by it (151936 on 256 chips)
   "embed": (FSDP,),
   "heads": (TENSOR,),
@@ -36,15 +36,18 @@ ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
   "mlp": (TENSOR,),
   "head_dim": (),
   # The embedding lookup has all tokens of the slice on each chip and splits the width (see Decoder).
+  "table_vocab": (FSDP,),
   "lookup_batch": (),
   "lookup_length": (CONTEXT,),
   "lookup_vocab": (),
   "lookup_embed": (FSDP,),
-  # The loss gathers a chunk of tokens over fsdp and splits the vocabulary instead: a chip then owns the gradient of
-  # its rows of the head, so nothing of the size of the head is ever sent (vocabulary-parallel loss, Megatron-LM).
+  # The loss gathers a chunk of tokens over fsdp and context and splits the vocabulary instead: a chip then owns the
+  # gradient of its rows of the head, so nothing of the size of the head is sent while it is computed
+  # (vocabulary-parallel loss, Megatron-LM).
+  "head_vocab": (FSDP, TENSOR),
   "loss_batch": (),
   "loss_length": (),
-  "vocab": (FSDP, TENSOR),
+  "vocab": (FSDP, TENSOR, CONTEXT),
 }
 
 
@@ -84,6 +87,12 @@ def constrain(x: jax.Array, *axes: str) -> jax.Array:
     names = [name for name in ACTIVATION_RULES[axis] if mesh.shape[name] > 1]
     entries.append(tuple(names) if len(names) > 1 else (names[0] if names else None))
   return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
+
+
+def ways(*axes: str) -> int:
+  """Parts into which the mesh of the surrounding trace splits what lies on the mesh `axes`; 1 outside of a mesh."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in axes)
 
 
 def check_replication(shapes: Any, shardings: Any, tolerance: float) -> None:

@@ -7,7 +7,6 @@ slices exchange is those sums, once per step; on a single controller by one psum
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from trainer.data import Batch
 from trainer.kernels.cross_entropy import linear_cross_entropy
 from trainer.mesh import CONTEXT, DATA, FSDP, TENSOR
 from trainer.models.decoder import Functional, Params
-from trainer.sharding import constrain
+from trainer.sharding import constrain, ways
 from trainer.state import TrainState
 
 
@@ -47,10 +46,13 @@ def token_losses(model: Functional, cfg: OptimizerSection, params: Params, batch
   x_BTD = decoder.hidden(batch.tokens, batch.positions, batch.segment_ids)
   head_VD = decoder.head()
   vocab = head_VD.shape[0]
-  ways = _ways(FSDP, TENSOR)
-  if vocab % ways:
+  parts = ways(FSDP, TENSOR, CONTEXT)
+  if vocab % parts:
     # A vocabulary that does not divide by the chips of a slice (151936 on 256) is padded for the loss only.
-    head_VD = jnp.pad(head_VD, ((0, -vocab % ways), (0, 0)))
+    head_VD = jnp.pad(head_VD, ((0, -vocab % parts), (0, 0)))
+  # The gradient takes the weight's own sharding here, or the optimizer would run in the loss's, which splits it over
+  # context too, and gather three arrays instead of one.
+  head_VD = constrain(head_VD, "head_vocab", "embed")
   with jax.named_scope("loss"):
     return linear_cross_entropy(
       x_BTD,
@@ -61,8 +63,8 @@ def token_losses(model: Functional, cfg: OptimizerSection, params: Params, batch
       num_chunks=cfg.num_vocab_tiling,
       constrain=lambda array, axes: constrain(array, *axes),
       valid_vocab=vocab,
-      vocab_shards=ways,
-      length_shards=_ways(CONTEXT),
+      vocab_shards=parts,
+      length_shards=ways(CONTEXT),
       logits_bytes=model.kernels.logits_bytes,
     )
 
@@ -204,9 +206,3 @@ def _sum_over_slices(mesh: Mesh, fn: Callable[[Params, Batch], Any]) -> Callable
   summed = lambda params, batch: jax.lax.psum(fn(params, batch), DATA)
   # check_vma is off because custom_vjp kernels do not declare what varies over `data`.
   return jax.shard_map(summed, mesh=mesh, axis_names={DATA}, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
-
-
-def _ways(*axes: str) -> int:
-  """Parts into which the mesh of the surrounding trace splits what lies on these axes."""
-  mesh = jax.sharding.get_abstract_mesh()
-  return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in axes)

@@ -71,11 +71,13 @@ def test_cpu_flash_never_holds_the_scores_of_one_head():
 
 @pytest.mark.parametrize("sizes", [(2, 256, 4, 2, 64), (1, 384, 2, 1, 128)], ids=str)
 def test_splash_equals_attention_by_definition(sizes):
-  check(attention_splash.build(mesh=None, seq_len=sizes[1], num_q_heads=sizes[2], interpret=True), sizes)
+  length, heads, head_bytes = sizes[1], sizes[2], 4 * sizes[4]
+  build = attention_splash.build(mesh=None, seq_len=length, num_q_heads=heads, head_bytes=head_bytes, interpret=True)
+  check(build, sizes)
 
 
 def test_splash_in_bfloat16():
-  function = attention_splash.build(mesh=None, seq_len=256, num_q_heads=4, interpret=True)
+  function = attention_splash.build(mesh=None, seq_len=256, num_q_heads=4, head_bytes=128, interpret=True)
   check(function, (1, 256, 4, 2, 64), jnp.bfloat16, BFLOAT16)
 
 
@@ -112,7 +114,7 @@ def cpu(mesh, length, heads):
 
 
 def splash(mesh, length, heads):
-  return attention_splash.build(mesh=mesh, seq_len=length, num_q_heads=heads, interpret=True)
+  return attention_splash.build(mesh=mesh, seq_len=length, num_q_heads=heads, head_bytes=64, interpret=True)
 
 
 @pytest.mark.parametrize(
@@ -195,3 +197,10 @@ def test_what_cannot_be_served_is_refused_with_the_remedy():
 @pytest.mark.parametrize("length, limit, block", [(128, 512, 128), (640, 512, 128), (1024, 512, 512), (1152, 512, 384)])
 def test_splash_blocks_divide_the_length(length, limit, block):
   assert attention_splash.largest_block(length, limit) == block
+
+
+@pytest.mark.parametrize("head_bytes, forward, backward", [(256, 1024, 2048), (512, 1024, 1024), (1024, 512, 512)])
+def test_splash_blocks_of_large_heads_are_smaller(head_bytes, forward, backward):
+  """What a v4's VMEM holds; all of these compile for it."""
+  sizes = attention_splash.block_sizes(8192, 8192, head_bytes)
+  assert sizes.block_kv == forward and sizes.block_kv_dkv == backward

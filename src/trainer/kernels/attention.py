@@ -65,7 +65,12 @@ def _splash(shape: Shape) -> Function:
   # Imported here: Pallas takes a second to import, and only a TPU needs it.
   from trainer.kernels import attention_splash
 
-  return attention_splash.build(mesh=shape.mesh, seq_len=shape.seq_len, num_q_heads=shape.num_q_heads)
+  return attention_splash.build(
+    mesh=shape.mesh,
+    seq_len=shape.seq_len,
+    num_q_heads=shape.num_q_heads,
+    head_bytes=shape.head_dim * shape.dtype.itemsize,
+  )
 
 
 def _cudnn(shape: Shape) -> Function:

@@ -21,10 +21,13 @@ from trainer.kernels.attention_shard import CONTEXT, TENSOR, per_device
 LANES = 128
 
 
-def build(*, mesh: Mesh | None, seq_len: int, num_q_heads: int, interpret: bool = False) -> Callable[..., jax.Array]:
+def build(
+  *, mesh: Mesh | None, seq_len: int, num_q_heads: int, head_bytes: int, interpret: bool = False
+) -> Callable[..., jax.Array]:
   """Returns attention for sequences of exactly `seq_len` (the contract of `attention.Attention`).
 
-  Raises ValueError where a device's part of the sequence is not a multiple of 128.
+  `head_bytes`: the size of one head of one position, H times that of an element. Raises ValueError where a device's
+  part of the sequence is not a multiple of 128.
   `interpret` runs the kernel on any platform, slowly, for tests.
   """
   context, tensor = (1, 1) if mesh is None else (mesh.shape[CONTEXT], mesh.shape[TENSOR])
@@ -40,7 +43,7 @@ def build(*, mesh: Mesh | None, seq_len: int, num_q_heads: int, interpret: bool 
       mask,
       head_shards=1,
       q_seq_shards=context,
-      block_sizes=block_sizes(seq_len // context, seq_len),
+      block_sizes=block_sizes(seq_len // context, seq_len, head_bytes),
       residual_checkpoint_name="context",
       interpret=interpret,
     )
@@ -62,17 +65,19 @@ def _local(
   return out.swapaxes(1, 2)
 
 
-def block_sizes(queries: int, keys: int) -> kernels.BlockSizes:
+def block_sizes(queries: int, keys: int, head_bytes: int) -> kernels.BlockSizes:
   """Returns the blocks for a device's `queries` and all `keys`, both multiples of 128.
 
   By the instructions that the TPU compiler schedules for a v5e (H = 128, T = 2048, per head): forward 17.9 k in blocks
   of 1024 x 1024 computed by 512 keys, 20.0 k in 512 x 512, 21.8 k in 256 x 512; backward 30.6 k fused, 43.2 k as two
   kernels for dq and dk, dv. 2048 x 2048 does not fit into VMEM. The fused kernel writes one partial dq for every block
   of keys, so it takes larger blocks when the sequence is long and yields to the two kernels where there would be more
-  than four.
+  than four. A v4 has the least VMEM: 2048 keys do not fit there when a head takes more than 256 bytes (H = 256, or
+  float32), nor 1024 when it takes more than 512.
   """
-  q, kv = largest_block(queries, 1024), largest_block(keys, 1024)
-  backward = kv if keys // kv <= 4 else largest_block(keys, 2048)
+  limit = 1024 if head_bytes <= 512 else 512
+  q, kv = largest_block(queries, limit), largest_block(keys, limit)
+  backward = kv if keys // kv <= 4 else largest_block(keys, 2048 if head_bytes <= 256 else limit)
   fused = keys // backward <= 4
   backward = backward if fused else kv
   return kernels.BlockSizes(

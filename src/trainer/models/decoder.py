@@ -11,9 +11,10 @@ from flax import nnx
 
 from trainer.config.schema import ModelSection
 from trainer.kernels import remat
+from trainer.mesh import FSDP
 from trainer.models import rope
 from trainer.models.layers import DecoderLayer, Kernels, RMSNorm, normal_param
-from trainer.sharding import constrain
+from trainer.sharding import constrain, ways
 
 # A nested dict of arrays; `layers` is stacked on a leading dim L when scanned, else {"0": .., "1": ..}.
 Params = dict[str, Any]
@@ -86,7 +87,11 @@ class Decoder(nnx.Module):
     # Every chip looks up its columns for all tokens of the slice, and the rows are then dealt out to the chips of their
     # tokens: two exchanges of the size of the table's shard and of the chip's own activations. With the vocabulary
     # sharded, as the head wants it, each would send the activations of all chips, in both directions.
-    table_VD = constrain(self.embedding[...], "lookup_vocab", "lookup_embed")
+    table_VD = self.embedding[...]
+    if table_VD.shape[0] % ways(FSDP) == 0:
+      # Together over tensor first: in one go the compiler gathers the whole table on every chip.
+      table_VD = constrain(table_VD, "table_vocab", "embed")
+    table_VD = constrain(table_VD, "lookup_vocab", "lookup_embed")
     tokens_BT = constrain(tokens_BT, "lookup_batch", "lookup_length")
     rows_BTD = constrain(_lookup(table_VD, tokens_BT), "lookup_batch", "lookup_length", "lookup_embed")
     # Cast afterwards: tables stay in float32, so that the gradients of a frequent token add up in float32.

@@ -77,6 +77,25 @@ def test_an_edited_copy_of_base_yml_conflicts_only_where_it_was_edited(write):
   assert "head_dim" not in message
 
 
+def test_an_edited_copy_of_base_yml_overrides_only_where_it_was_edited(write):
+  text = (repository_root() / "configs/base.yml").read_text()
+  for old, new in {
+    "model_name: default": "model_name: qwen3-0.6b",
+    "override_model_config: false": "override_model_config: true",
+    "vocab_size: 32000": "vocab_size: 4096",
+  }.items():
+    assert old in text
+    text = text.replace(old, new)
+  model = load([write("copy.yml", text)]).model
+  assert (model.vocab_size, model.head_dim, model.base_emb_dim) == (4096, 128, 1024)
+
+
+def test_a_model_that_is_its_own_configuration_is_refused(write):
+  text = "".join(f"{name}: {str(value).lower()}\n" for name, value in Config().model.model_dump(mode="json").items())
+  text = text.replace("model_name: default", "model_name: ./x.yml").replace("config: false", "config: true")
+  assert "leads back to itself" in failure(write("x.yml", text))
+
+
 def test_a_default_value_in_the_users_own_yaml_is_a_choice(write):
   own = write("own.yml", f"model_name: qwen3-0.6b\nhead_dim: {Config().model.head_dim}\n")
   assert "head_dim=64 (own.yml line 2), 128 there" in failure(own)

@@ -79,7 +79,7 @@ WORDS += [
 WORDS += ["'", '"', "''", "it's", '"a"', "\\", "\\n", "a\nb", "\n", "a\r\nb", "\r", "\t", "a\tb", " a", "a "]
 WORDS += ["\x00", "\x1b[0m", "\x7f", "\x85", "a\x85b", "\xa0", "\u2028", "\ufeff", "\ufffe", "\u00e9"]
 WORDS += [
-  "https://a/b#c",
+  "gs://a/b#c",
   "x" * 3000,
   "a,b",
   "=",

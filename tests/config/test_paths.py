@@ -7,6 +7,7 @@ import os
 import pytest
 
 from trainer.config import ConfigError, load
+from trainer.data import corpus
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +90,21 @@ def test_a_dataset_path_must_hold_text(tmp_path):
   assert "reads local files only" in failure("dataset_path=gs://bucket/data")
   (tmp_path / "data" / "inner" / "a.txt").write_text("hello")
   load(["configs/base.yml", "dataset_path=data", "eval_dataset_path=data/inner/a.txt"])
+
+
+def test_a_dataset_path_is_judged_as_the_corpus_reads_it(tmp_path):
+  (tmp_path / "data").mkdir()
+  (tmp_path / "data" / "gone.txt").symlink_to("nowhere")
+  for name in ("a", "b"):
+    (tmp_path / "data" / name).symlink_to(".")
+  os.mkfifo(tmp_path / "data" / "pipe.txt")
+  assert "holds no file of .txt" in failure("dataset_path=data")
+  assert "is not a text file" in failure("dataset_path=data/pipe.txt")
+  (tmp_path / "elsewhere").mkdir()
+  (tmp_path / "elsewhere" / "a.txt").write_text("hello")
+  (tmp_path / "data" / "link").symlink_to("../elsewhere")
+  config = load(["configs/base.yml", "dataset_path=data"])
+  assert [piece.name for piece in corpus.find("dataset_path", config.data.dataset_path)] == ["link/a.txt"]
 
 
 def test_a_dataset_path_is_not_looked_at_when_it_is_not_read():

@@ -7,10 +7,9 @@ import os
 import re
 from pathlib import Path
 
+from trainer import text_files
 from trainer.config.errors import ConfigError, shorten
 from trainer.config.schema import Config
-
-TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 
 
 def check_paths(config: Config) -> None:
@@ -96,7 +95,7 @@ def _writable(folder: Path) -> bool:
 def _check_text(name: str, value: str) -> None:
   """`value` is a text file with bytes in it, or a folder that holds one somewhere."""
   _check_placeholder(name, value)
-  kinds = ", ".join(TEXT_SUFFIXES)
+  kinds = ", ".join(text_files.SUFFIXES)
   if "://" in value:
     raise ConfigError(
       f"{name}={value}: dataset_type=text reads local files only.\nMount the bucket as a folder, or copy it here."
@@ -104,15 +103,15 @@ def _check_text(name: str, value: str) -> None:
   path = Path(value).expanduser()
   if not path.exists():
     raise ConfigError(f"{name}={value}: there is no such file or folder.\nGive a file or folder of {kinds}.")
-  if path.is_file():
-    if path.suffix not in TEXT_SUFFIXES:
-      raise ConfigError(f"{name}={value}: is not a text file that dataset_type=text reads.\nGive one of {kinds}.")
-    if path.stat().st_size == 0:
-      raise ConfigError(f"{name}={value}: is an empty file.\nGive a file or folder with text in it.")
+  if path.is_dir():
+    try:
+      found = any(file.stat().st_size for file in text_files.below(path))
+    except (ValueError, OSError) as error:
+      raise ConfigError(f"{name}={value}: {error}.\nOr give another folder.") from None
+    if not found:
+      raise ConfigError(f"{name}={value}: holds no file of {kinds} with text in it.\nGive another folder.")
     return
-  for root, folders, names in os.walk(path, followlinks=True):
-    folders[:] = [folder for folder in folders if not folder.startswith(".")]
-    visible = [entry for entry in names if entry.endswith(TEXT_SUFFIXES) and not entry.startswith(".")]
-    if any(os.path.getsize(os.path.join(root, entry)) for entry in visible):
-      return
-  raise ConfigError(f"{name}={value}: holds no file of {kinds} with text in it.\nGive another folder.")
+  if path.suffix not in text_files.SUFFIXES or not path.is_file():
+    raise ConfigError(f"{name}={value}: is not a text file that dataset_type=text reads.\nGive one of {kinds}.")
+  if path.stat().st_size == 0:
+    raise ConfigError(f"{name}={value}: is an empty file.\nGive a file or folder with text in it.")

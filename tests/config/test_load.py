@@ -224,6 +224,7 @@ def test_broken_yaml_names_the_line(write):
   assert "the key is a list" in failure(write("x.yml", "? [steps]\n: 5\n"))
   assert "another document" in failure(write("x.yml", "steps: 5\n---\nsteps: 6\n"))
   assert "flat mapping" in failure(write("x.yml", "- steps\n"))
+  assert "nested too deep" in failure(write("x.yml", "steps: " + 3000 * "[" + 3000 * "]"))
 
 
 def test_a_file_that_is_not_text_is_refused(write, tmp_path):

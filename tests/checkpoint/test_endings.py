@@ -106,6 +106,15 @@ def test_a_wrong_configuration_is_2_with_one_message(tmp_path, keys, told):
   assert not run.directory.exists()
 
 
+def test_a_folder_that_fails_when_it_is_opened_is_2_with_one_message(tmp_path):
+  run = Run(tmp_path / "a", KEYS)
+  run.directory.mkdir(parents=True)
+  (run.directory / "log.txt").symlink_to("nowhere/log.txt")
+  assert command.ended(run.start()) == 2
+  assert "log.txt" in run.printed and "Traceback" not in run.printed
+  assert len(run.printed.splitlines()) == 2
+
+
 def test_a_resume_with_another_model_or_data_is_2_and_names_the_keys(make):
   run = make()
   assert run.finish("steps=3") == 0

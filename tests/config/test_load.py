@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 from trainer.config import Config, ConfigError, load
@@ -188,6 +189,13 @@ def test_unknown_keys_get_the_nearest_name(write):
     ("steps=", "must be a whole number"),
     ("steps=" + 5000 * "9", "must be"),
     ("steps=0", "must be at least 1"),
+    ("steps=3000000000", "must be at least 1 and at most 2147483647"),
+    ("steps=1e30", "must be at least 1 and at most 2147483647"),
+    ("init_weights_seed=4294967296", "must be at least -2147483648 and at most 4294967295"),
+    ("init_weights_seed=-2147483649", "must be at least -2147483648"),
+    ("data_shuffle_seed=18446744073709551616", "and at most 18446744073709551615"),
+    ("data_shuffle_seed=-9223372036854775809", "must be at least -9223372036854775808"),
+    ("per_device_batch_size=1e300", "per_device_batch_size must be above 0 and at most 1000000"),
     ("learning_rate=fast", "must be a finite number"),
     ("learning_rate=nan", "must be a finite number"),
     ("learning_rate=-1", "must be at least 0"),
@@ -204,8 +212,15 @@ def test_unknown_keys_get_the_nearest_name(write):
 )
 def test_wrong_values_name_value_and_rule(argument, words):
   message = failure("configs/base.yml", argument)
-  assert argument[:20] in message or argument.startswith(("learning_rate=-", "per_", "eval_"))
+  assert argument[:20] in message or argument.startswith(("learning_rate=-", "per_", "eval_", "steps=1e30"))
   assert words in message
+
+
+def test_the_largest_values_are_taken():
+  seeds = ["init_weights_seed=4294967295", "data_shuffle_seed=-9223372036854775808"]
+  config = load(["configs/base.yml", "steps=2147483647", *seeds])
+  assert config.run.steps == 2**31 - 1
+  assert jax.random.key_data(jax.random.key(config.run.init_weights_seed)).tolist() == [0, 2**32 - 1]
 
 
 def test_wrong_values_in_yaml_name_file_and_line(write):

@@ -82,7 +82,9 @@ def test_a_complete_run_is_0_and_so_is_a_repetition(make):
   assert run.finish() == 0
   assert run.steps() == [3, 4]
   assert run.finish() == 0
-  assert "All 4 steps are done already" in run.printed
+  assert "All 4 steps are done already." in run.printed
+  assert run.finish("steps=2") == 0
+  assert "All 2 steps are done already (the checkpoint is of step 4)." in run.printed
   assert run.steps() == [3, 4] and sorted(run.losses()) == [1, 2, 3, 4]
 
 

@@ -264,6 +264,8 @@ def test_arguments_that_are_no_assignments():
   assert "expected key=value" in failure("configs/base.yml", "--verbose")
   assert load(["configs/base.yml", "--steps=5"]).run.steps == 5
   assert "steps is given twice on the command line" in failure("configs/base.yml", "steps=5", "steps=6")
+  for argument in ("--print-config=1", "print_config=true"):
+    assert f"{argument}: --print-config takes no value" in failure("configs/base.yml", argument)
   assert "belongs in a YAML file" in failure("configs/base.yml", "base_config=x.yml")
 
 

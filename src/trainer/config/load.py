@@ -50,6 +50,8 @@ def _split(argv: list[str]) -> tuple[Path, dict[str, Given]]:
     name = name.lstrip("-") if equals else name
     if not equals:
       raise ConfigError(f"{shorten(argument)}: expected key=value after the config file.\n{USAGE}")
+    if name.replace("_", "-") == "print-config":
+      raise ConfigError(f"{shorten(argument)}: --print-config takes no value.\nWrite --print-config alone.")
     if name == files.PARENT_KEY:
       raise ConfigError(f"{argument}: {name} belongs in a YAML file, not here.\nWrite it in {argv[0]}.")
     key = resolve(name, "command line")

@@ -118,6 +118,10 @@ def test_what_no_file_can_be_called(keys, value, words, tmp_path):
   assert list(tmp_path.iterdir()) == []
 
 
+def test_the_message_has_what_was_given_and_not_what_it_leads_to():
+  assert failure("base_output_directory=~nouser/x").startswith("base_output_directory=~nouser/x: ")
+
+
 def test_a_config_file_that_no_file_can_be_called(tmp_path):
   for value, words in {"~nouser/x": "user's home", 5000 * "x": "is too long", "a\0b.yml": "has a NUL"}.items():
     with pytest.raises(ConfigError, match=f"^config file .*{words}"):

@@ -88,6 +88,7 @@ def _check_folder(name: str, value: str, folder: str) -> Path | None:
   _check_placeholder(name, value)
   if _is_address(name, value):
     return None
+  as_path(value, f"{name}=")  # first, so that a message has what was given
   path = as_path(folder, f"{name}=").absolute()
   existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
   if not os.path.isdir(existing):

@@ -100,6 +100,11 @@ def test_the_lock_pins_what_pyproject_asks_for(python):
     assert requirement.specifier.contains(chosen[name]), f"{text} but the lock has {chosen[name]}"
 
 
+@pytest.mark.parametrize("extra", ["tpu", "gpu", "gcs"])
+def test_an_installation_for_accelerators_can_write_to_gs(extra):
+  assert "gcsfs" in {Requirement(text).name for text in PROJECT["optional-dependencies"][extra]}
+
+
 # ---- the two commands
 
 FIRST = "bash setup.sh && .venv/bin/python -m trainer configs/quickstart.yml"

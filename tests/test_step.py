@@ -136,7 +136,7 @@ def test_an_unrolled_scan_changes_nothing():
   assert_close(run(config(model={"scan_unroll": 2})), reference(), 2e-6)
 
 
-# The offloading policies need a memory space that the CPU compiler lacks; they are compiled for TPU in tests/tpu.
+# The offloading policies need a memory space that the CPU compiler lacks; tests/kernels/test_tpu_compile.py has one.
 @pytest.mark.parametrize("policy", [p for p in RematPolicy if "offloaded" not in p and p != RematPolicy.NONE])
 def test_recomputation_changes_nothing(policy):
   assert_close(run(config(model={"remat_policy": policy})), reference(), 2e-6)

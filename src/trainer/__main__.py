@@ -64,6 +64,9 @@ def _run(config: Config, started: float) -> int:
     except ValueError as error:  # a configuration that does not fit the machine or the data; nothing is written yet
       print(f"error: {error}", file=sys.stderr)
       return BAD_INPUT
+    except OSError as error:  # a folder of the run's or the data's that looked well and is not
+      print(f"error: the run cannot begin: {error}\nMend that, or choose another folder.", file=sys.stderr)
+      return BAD_INPUT
     job = Job(
       config.run.steps, config.optimizer.gradient_accumulation_steps, session.tokens_per_step, session.state_bytes
     )

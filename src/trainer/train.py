@@ -71,8 +71,10 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
   records = Records(config, session, view, carry)
   profiler = Profiler(config.run_directory, config.observe, session.log, session.events)
   session.ready(step)
-  if step == config.run.steps:
-    session.log.line(f"All {step} steps are done already. Raise steps for more; a new run needs another run_name.")
+  if step >= config.run.steps:
+    done = f"All {config.run.steps} steps are done already"
+    at = f" (the checkpoint is of step {step})" if step > config.run.steps else ""
+    session.log.line(f"{done}{at}. Raise steps for more; a new run needs another run_name.")
 
   # ---- the loop
   first = step
@@ -302,7 +304,7 @@ class Records:
     text = f"step {record.step}: loss {record.loss} and gradient norm {record.grad_norm} are not both finite"
     if skipped > self._limit:
       raise TrainingDiverged(
-        f"{text}, for the {skipped}th step in a row (max_nonfinite_steps={self._limit}). The weights are those before "
+        f"{text} ({skipped} in a row, max_nonfinite_steps={self._limit}). The weights are those before "
         "the first of them. Lower learning_rate, clip harder (gradient_clipping_threshold), or look at the data."
       )
     self._session.log.warning(f"{text}; the update is skipped ({skipped} in a row, {self._limit} allowed)")

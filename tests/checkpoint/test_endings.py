@@ -82,7 +82,9 @@ def test_a_complete_run_is_0_and_so_is_a_repetition(make):
   assert run.finish() == 0
   assert run.steps() == [3, 4]
   assert run.finish() == 0
-  assert "All 4 steps are done already" in run.printed
+  assert "All 4 steps are done already." in run.printed
+  assert run.finish("steps=2") == 0
+  assert "All 2 steps are done already (the checkpoint is of step 4)." in run.printed
   assert run.steps() == [3, 4] and sorted(run.losses()) == [1, 2, 3, 4]
 
 
@@ -104,6 +106,15 @@ def test_a_wrong_configuration_is_2_with_one_message(tmp_path, keys, told):
   assert printed.startswith("error: ") and told in printed and "Traceback" not in printed
   assert len(printed.splitlines()) <= 6
   assert not run.directory.exists()
+
+
+def test_a_folder_that_fails_when_it_is_opened_is_2_with_one_message(tmp_path):
+  run = Run(tmp_path / "a", KEYS)
+  run.directory.mkdir(parents=True)
+  (run.directory / "log.txt").symlink_to("nowhere/log.txt")
+  assert command.ended(run.start()) == 2
+  assert "log.txt" in run.printed and "Traceback" not in run.printed
+  assert len(run.printed.splitlines()) == 2
 
 
 def test_a_resume_with_another_model_or_data_is_2_and_names_the_keys(make):

@@ -8,7 +8,8 @@ import pytest
 from tests.checkpoint import toys
 
 from trainer import config, program
-from trainer.checkpoint import NoGoodCheckpoint, Tiers
+from trainer.checkpoint import NoGoodCheckpoint, Tiers, trees
+from trainer.config import resume
 
 TINY = (
   "configs/base.yml run_name=t dataset_type=synthetic base_emb_dim=16 base_num_decoder_layers=2 "
@@ -16,8 +17,9 @@ TINY = (
 ).split()
 
 
-def build(opt_type: str, scan: bool, devices: int) -> program.Program:
-  cfg = config.load([*TINY, f"opt_type={opt_type}", f"scan_layers={str(scan).lower()}"])
+def build(opt_type: str, scan: bool, devices: int, *keys: str) -> program.Program:
+  given = {key.partition("=")[0]: key for key in (*TINY[1:], f"opt_type={opt_type}", *keys)}
+  cfg = config.load([TINY[0], *given.values(), f"scan_layers={str(scan).lower()}"])
   return program.build(cfg, [jax.devices()[:devices]], 1)
 
 
@@ -71,3 +73,21 @@ def test_what_depends_on_the_stacking_is_refused(tmp_path):
   """Adafactor's factors of a stack of norm scales are not those of the scales."""
   with pytest.raises(NoGoodCheckpoint, match=r"has shape .* where the state wants"):
     save_and_restore(tmp_path, "adafactor", True)
+
+
+OTHER_VALUES = {
+  "base_emb_dim": 32, "base_num_decoder_layers": 4, "base_num_query_heads": 8, "base_num_kv_heads": 4,
+  "base_mlp_dim": 64, "head_dim": 16, "vocab_size": 128, "global_parameter_scale": 2, "use_qk_norm": "false",
+  "logits_via_embedding": "true", "opt_type": "sgd", "normalization_layer_epsilon": 1e-5, "rope_max_timescale": 5e5,
+  "initializer_range": 0.1, "init_weights_seed": 1, "dtype": "float32", "weight_dtype": "bfloat16",
+  "matmul_precision": "highest", "quantization": "int8", "mu_dtype": "bfloat16", "rope_type": "llama3",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", OTHER_VALUES)
+def test_the_arrays_change_with_the_keys_that_are_said_to_change_them(key):
+  shapes = []
+  for keys in ([], [f"{key}={OTHER_VALUES[key]}"]):
+    arrays = trees.describe(trees.flatten(build("adamw", True, 1, *keys).state))
+    shapes.append({name: array["shape"] for name, array in arrays.items()})
+  assert (shapes[0] != shapes[1]) == (key in resume.CHANGES_STATE)

@@ -232,6 +232,21 @@ def test_start_respects_the_devices_that_the_user_forces():
   assert output(run_python(code, JAX_NUM_CPU_DEVICES="4")) == "2"
 
 
+def test_more_host_devices_than_a_cpu_can_play_are_refused_at_once():
+  code = (
+    START
+    + """
+  try:
+    cluster.start(ClusterSection(num_slices=2, devices_per_slice=2500))
+  except ValueError as error:
+    print(error)
+"""
+  )
+  message = output(run_python(code, JAX_PLATFORMS="cpu"))
+  assert "num_slices=2 x devices_per_slice=2500 does not fit the 1 cpu devices" in message
+  assert "a CPU plays at most 512" in message
+
+
 def test_multiprocess_is_refused_before_jax_is_imported():
   code = (
     START

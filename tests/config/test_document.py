@@ -8,7 +8,7 @@ import yaml
 from trainer.config import Config, load
 from trainer.config.cli import help_text, print_config
 from trainer.config.document import base_yaml, literal, page
-from trainer.config.files import repository_root
+from trainer.config.files import read_yaml, repository_root
 from trainer.config.keys import all_keys
 
 REMEDY = "run `python -m trainer.config.document` and commit what it writes"
@@ -38,11 +38,69 @@ def test_help_has_every_key_with_its_default():
     assert f"  {key.name}={literal(key.default)}\n" in text
 
 
-@pytest.mark.parametrize("keys", [[], ["model_name=llama3.1-8b", "sample_prompt=it's: #1", "learning_rate=1e-07"]])
+MODELS = sorted(path.stem for path in (repository_root() / "configs/models").glob("*.yml"))
+PRINTED = [
+  [],
+  ["model_name=llama3.1-8b", "sample_prompt=it's: #1", "learning_rate=1e-07"],
+  # Values of the model's own and defaults that won over it, side by side.
+  ["model_name=qwen3-0.6b", "override_model_config=true", "head_dim=64", "vocab_size=1000"],
+  ["model_name=llama3.2-1b", "override_model_config=true", "rope_type=default", "rope_scaling_factor=8"],
+  *([f"model_name={name}"] for name in MODELS),
+]
+
+
+@pytest.mark.parametrize("keys", PRINTED, ids=" ".join)
 def test_the_printed_config_reads_back_to_the_same_config(keys, tmp_path):
   config = load(["configs/base.yml", *keys])
   (tmp_path / "printed.yml").write_text(print_config(config))
   assert load([str(tmp_path / "printed.yml")]) == config
+
+
+WORDS = ["", "-", "- x", "---", "...", "a: b", "a #b", "#", "~", "~/x", "null", "Null", "true", "No", "007", "1e3"]
+WORDS += [
+  "2026-01-01",
+  "1_000",
+  "0x1f",
+  "?",
+  "? x",
+  "!tag",
+  "%YAML",
+  "@",
+  "`",
+  "|",
+  ">",
+  "&a",
+  "*a",
+  "[",
+  "{}",
+  "<<",
+  ".5",
+]
+WORDS += ["'", '"', "''", "it's", '"a"', "\\", "\\n", "a\nb", "\n", "a\r\nb", "\r", "\t", "a\tb", " a", "a "]
+WORDS += ["\x00", "\x1b[0m", "\x7f", "\x85", "a\x85b", "\xa0", "\u2028", "\ufeff", "\ufffe", "\u00e9"]
+WORDS += [
+  "gs://a/b#c",
+  "x" * 3000,
+  "a,b",
+  "=",
+  "a=b",
+  "0:30",
+  "a:",
+  ":a",
+  "- - -",
+  "a  b",
+  "  ",
+  "\U0001f600",
+  "\udcff",
+]
+
+
+@pytest.mark.parametrize("word", WORDS, ids=ascii)
+def test_any_text_is_written_so_that_it_reads_back(word, tmp_path):
+  path = tmp_path / "x.yml"
+  path.write_text(f"sample_prompt: {literal(word)}\nsteps: 1\n", encoding="utf-8")
+  assert read_yaml(path)["sample_prompt"][0] == word
+  assert yaml.safe_load(path.read_text(encoding="utf-8")) == {"sample_prompt": word, "steps": 1}
 
 
 def test_every_key_is_described_and_there_are_not_too_many():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 from trainer.config import Config, ConfigError, load
@@ -75,6 +76,25 @@ def test_an_edited_copy_of_base_yml_conflicts_only_where_it_was_edited(write):
   message = failure(copy, "model_name=qwen3-0.6b")
   assert "vocab_size=4096 (copy.yml line" in message
   assert "head_dim" not in message
+
+
+def test_an_edited_copy_of_base_yml_overrides_only_where_it_was_edited(write):
+  text = (repository_root() / "configs/base.yml").read_text()
+  for old, new in {
+    "model_name: default": "model_name: qwen3-0.6b",
+    "override_model_config: false": "override_model_config: true",
+    "vocab_size: 32000": "vocab_size: 4096",
+  }.items():
+    assert old in text
+    text = text.replace(old, new)
+  model = load([write("copy.yml", text)]).model
+  assert (model.vocab_size, model.head_dim, model.base_emb_dim) == (4096, 128, 1024)
+
+
+def test_a_model_that_is_its_own_configuration_is_refused(write):
+  text = "".join(f"{name}: {str(value).lower()}\n" for name, value in Config().model.model_dump(mode="json").items())
+  text = text.replace("model_name: default", "model_name: ./x.yml").replace("config: false", "config: true")
+  assert "leads back to itself" in failure(write("x.yml", text))
 
 
 def test_a_default_value_in_the_users_own_yaml_is_a_choice(write):
@@ -169,6 +189,13 @@ def test_unknown_keys_get_the_nearest_name(write):
     ("steps=", "must be a whole number"),
     ("steps=" + 5000 * "9", "must be"),
     ("steps=0", "must be at least 1"),
+    ("steps=3000000000", "must be at least 1 and at most 2147483647"),
+    ("steps=1e30", "must be at least 1 and at most 2147483647"),
+    ("init_weights_seed=4294967296", "must be at least -2147483648 and at most 4294967295"),
+    ("init_weights_seed=-2147483649", "must be at least -2147483648"),
+    ("data_shuffle_seed=18446744073709551616", "and at most 18446744073709551615"),
+    ("data_shuffle_seed=-9223372036854775809", "must be at least -9223372036854775808"),
+    ("per_device_batch_size=1e300", "per_device_batch_size must be above 0 and at most 1000000"),
     ("learning_rate=fast", "must be a finite number"),
     ("learning_rate=nan", "must be a finite number"),
     ("learning_rate=-1", "must be at least 0"),
@@ -185,8 +212,15 @@ def test_unknown_keys_get_the_nearest_name(write):
 )
 def test_wrong_values_name_value_and_rule(argument, words):
   message = failure("configs/base.yml", argument)
-  assert argument[:20] in message or argument.startswith(("learning_rate=-", "per_", "eval_"))
+  assert argument[:20] in message or argument.startswith(("learning_rate=-", "per_", "eval_", "steps=1e30"))
   assert words in message
+
+
+def test_the_largest_values_are_taken():
+  seeds = ["init_weights_seed=4294967295", "data_shuffle_seed=-9223372036854775808"]
+  config = load(["configs/base.yml", "steps=2147483647", *seeds])
+  assert config.run.steps == 2**31 - 1
+  assert jax.random.key_data(jax.random.key(config.run.init_weights_seed)).tolist() == [0, 2**32 - 1]
 
 
 def test_wrong_values_in_yaml_name_file_and_line(write):
@@ -205,6 +239,7 @@ def test_broken_yaml_names_the_line(write):
   assert "the key is a list" in failure(write("x.yml", "? [steps]\n: 5\n"))
   assert "another document" in failure(write("x.yml", "steps: 5\n---\nsteps: 6\n"))
   assert "flat mapping" in failure(write("x.yml", "- steps\n"))
+  assert "nested too deep" in failure(write("x.yml", "steps: " + 3000 * "[" + 3000 * "]"))
 
 
 def test_a_file_that_is_not_text_is_refused(write, tmp_path):
@@ -229,6 +264,8 @@ def test_arguments_that_are_no_assignments():
   assert "expected key=value" in failure("configs/base.yml", "--verbose")
   assert load(["configs/base.yml", "--steps=5"]).run.steps == 5
   assert "steps is given twice on the command line" in failure("configs/base.yml", "steps=5", "steps=6")
+  for argument in ("--print-config=1", "print_config=true"):
+    assert f"{argument}: --print-config takes no value" in failure("configs/base.yml", argument)
   assert "belongs in a YAML file" in failure("configs/base.yml", "base_config=x.yml")
 
 

@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from trainer.config import ConfigError, load
+from trainer.config import ConfigError, load, paths
+from trainer.data import corpus
 
 
 @pytest.fixture(autouse=True)
@@ -37,10 +38,94 @@ def test_an_output_folder_that_is_a_file(tmp_path):
   assert "is a file, not a folder" in failure("base_output_directory=.", "run_name=file")
 
 
+@pytest.mark.usefixtures("gcsfs")
 def test_a_new_output_folder_is_fine_and_is_not_created(tmp_path):
   load(["configs/base.yml", "base_output_directory=a/b/c", "run_name=r"])
   load(["configs/base.yml", "base_output_directory=gs://some-bucket/runs", "run_name=r"])
   assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+  "address",
+  [
+    "s3://x/y",
+    "hdfs://foo",
+    "file:///tmp/x",
+    "://x",
+    "gs:/bucket/x",
+    "s3:/bucket",
+    "/tmp/gs://bucket",
+    "GS://bucket/x",
+  ],
+)
+@pytest.mark.usefixtures("gcsfs")
+def test_an_address_that_nothing_here_writes_to(address, tmp_path):
+  message = failure(f"base_output_directory={address}")
+  assert message.startswith(f"base_output_directory={address}: must be gs://BUCKET/FOLDER, or a folder of this machine")
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_gs_needs_its_package(monkeypatch):
+  looked_for = []
+  monkeypatch.setattr(paths, "_is_installed", lambda package: looked_for.append(package))
+  assert "needs the package gcsfs, which is not installed" in failure("base_output_directory=gs://bucket/runs")
+  assert looked_for == ["gcsfs", "tensorflow"]
+  monkeypatch.undo()
+  assert paths._is_installed("yaml") and not paths._is_installed("no_such_package")
+
+
+def test_what_a_run_keeps_must_have_room(tmp_path):
+  for name in ("log.txt", "metrics.jsonl", "config.yml"):
+    (tmp_path / "runs" / name / name).mkdir(parents=True)
+    assert f"{name}: is a folder, and the run needs a file" in failure(f"run_name={name}")
+  (tmp_path / "runs/c").mkdir()
+  (tmp_path / "runs/c/checkpoints").write_text("x")
+  assert "checkpoints: is a file, and the run needs a folder" in failure("run_name=c")
+
+
+def test_caches_must_be_folders(tmp_path):
+  (tmp_path / "file").write_text("x")
+  for name in ("jax_cache_dir", "dataset_cache_directory"):
+    assert failure(f"{name}=file").startswith(f"{name}=file: {tmp_path}/file is a file, not a folder")
+  assert "dataset_cache_directory is empty" in failure("dataset_cache_directory=")
+  load(["configs/base.yml", "dataset_cache_directory=", "dataset_type=synthetic"])
+  load(["configs/base.yml", "jax_cache_dir="])
+
+
+KEYS = ["base_output_directory", "jax_cache_dir", "dataset_path", "eval_dataset_path", "dataset_cache_directory"]
+KEYS += ["tokenizer_type=bpe tokenizer_path", "model_name"]
+KEYS += ["enable_emergency_checkpoint=true local_checkpoint_period=2 local_checkpoint_directory"]
+
+
+@pytest.mark.parametrize("keys", KEYS)
+@pytest.mark.parametrize(
+  ("value", "words"),
+  [
+    ("~nouser/x", "there is no such user's home"),
+    ("x/" * 2500, "is too long"),
+    ("./" + 300 * "x", "is too long"),
+    ("./" + 200 * "\u00e9", "is too long"),
+    ("a/b\0c", "has a NUL"),
+    ("a/\ud800", "has a character that no file name can have"),
+  ],
+  ids=["user", "long", "long name", "many bytes", "NUL", "surrogate"],
+)
+def test_what_no_file_can_be_called(keys, value, words, tmp_path):
+  *others, name = keys.split()
+  message = failure(*others, f"{name}={value}")
+  assert name in message and words in message
+  assert len(message) < 400
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_the_message_has_what_was_given_and_not_what_it_leads_to():
+  assert failure("base_output_directory=~nouser/x").startswith("base_output_directory=~nouser/x: ")
+
+
+def test_a_config_file_that_no_file_can_be_called(tmp_path):
+  for value, words in {"~nouser/x": "user's home", 5000 * "x": "is too long", "a\0b.yml": "has a NUL"}.items():
+    with pytest.raises(ConfigError, match=f"^config file .*{words}"):
+      load([value])
 
 
 def test_the_home_folder_is_meant_by_a_tilde(monkeypatch, tmp_path):
@@ -89,6 +174,21 @@ def test_a_dataset_path_must_hold_text(tmp_path):
   assert "reads local files only" in failure("dataset_path=gs://bucket/data")
   (tmp_path / "data" / "inner" / "a.txt").write_text("hello")
   load(["configs/base.yml", "dataset_path=data", "eval_dataset_path=data/inner/a.txt"])
+
+
+def test_a_dataset_path_is_judged_as_the_corpus_reads_it(tmp_path):
+  (tmp_path / "data").mkdir()
+  (tmp_path / "data" / "gone.txt").symlink_to("nowhere")
+  for name in ("a", "b"):
+    (tmp_path / "data" / name).symlink_to(".")
+  os.mkfifo(tmp_path / "data" / "pipe.txt")
+  assert "holds no file of .txt" in failure("dataset_path=data")
+  assert "is not a text file" in failure("dataset_path=data/pipe.txt")
+  (tmp_path / "elsewhere").mkdir()
+  (tmp_path / "elsewhere" / "a.txt").write_text("hello")
+  (tmp_path / "data" / "link").symlink_to("../elsewhere")
+  config = load(["configs/base.yml", "dataset_path=data"])
+  assert [piece.name for piece in corpus.find("dataset_path", config.data.dataset_path)] == ["link/a.txt"]
 
 
 def test_a_dataset_path_is_not_looked_at_when_it_is_not_read():

@@ -31,6 +31,7 @@ enable_checkpointing=True async_checkpointing=True enable_single_replica_ckpt_re
 """
 
 
+@pytest.mark.usefixtures("gcsfs")
 @pytest.mark.parametrize("command", [ELASTIC_GUIDE, PATHWAYS_GUIDE, EMERGENCY_GUIDE, EMERGENCY_GUIDE + EMERGENCY_FLAGS])
 def test_the_guides_commands_load_and_every_key_arrives(command, tmp_path):
   (tmp_path / "data").mkdir()
@@ -43,6 +44,7 @@ def test_the_guides_commands_load_and_every_key_arrives(command, tmp_path):
     assert str(flat[name]).lower() == (str(float(text)) if isinstance(default, float) else text.lower())
 
 
+@pytest.mark.usefixtures("gcsfs")
 def test_the_pathways_guides_model_is_eight_times_as_large():
   model = load(["configs/base.yml", *PATHWAYS_GUIDE.split()]).model
   assert (model.num_query_heads, model.mlp_dim) == (16, 3072)

@@ -14,6 +14,11 @@ EMERGENCY = [
 ]
 
 REFUSED = [
+  (["allow_config_change=dtype,data_shufle_seed"], "Did you mean data_shuffle_seed? It takes data, "),
+  (["allow_config_change=learning_rate"], "no resume is refused for learning_rate"),
+  (["allow_config_change=per_device_batch_size"], "Use global_batch_size, which is compared instead"),
+  (["allow_config_change=dtype, base_emb_dim"], "with another base_emb_dim the checkpoint's arrays do not fit"),
+  (["allow_config_change=opt_type"], "another run_name"),
   (["global_parameter_scale=6"], "must be a power of two"),
   (["base_num_query_heads=6", "base_num_kv_heads=4"], "multiple of the second"),
   (["head_dim=33"], "must be even"),
@@ -74,6 +79,7 @@ REFUSED = [
 ]
 
 ACCEPTED = [
+  ["allow_config_change=data, dtype,,global_batch_size "],
   ["global_parameter_scale=8"],
   ["scan_unroll=4"],
   ["query_proj=device", "remat_policy=custom"],

@@ -56,6 +56,46 @@ def test_unusable_paths_are_refused(tmp_path):
       corpus.find("dataset_path", str(tmp_path / path))
 
 
+def test_links_are_followed_once_and_those_to_nothing_are_no_files(tmp_path):
+  write(tmp_path, {"outside/inner/b.txt": "b", "data/z/a.txt": "a", "data/z/c.png": "c", "single.md": "m"})
+  data = tmp_path / "data"
+  for name, target in {"a": ".", "b": ".", "y": "z", "w": "../outside", "v": "../outside/inner"}.items():
+    (data / name).symlink_to(target)
+  for name, target in {"gone.txt": "nowhere", "self.txt": "self.txt", "one.md": "../single.md"}.items():
+    (data / name).symlink_to(target)
+  os.mkfifo(data / "pipe.txt")
+  # z under its own name, though y leads there too; inner by the link that comes first.
+  assert names(corpus.find("dataset_path", str(data))) == ["one.md", "v/b.txt", "z/a.txt"]
+
+
+def test_a_link_that_leads_back_ends(tmp_path):
+  (tmp_path / "a").symlink_to(".")
+  (tmp_path / "b").symlink_to(".")
+  with pytest.raises(ValueError, match="holds no text"):
+    corpus.find("dataset_path", str(tmp_path))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+  write(tmp_path, {"a.txt": "aaaa\n" * 9, "b.jsonl": '{"text": "b"}\n' * 9})
+  pieces = corpus.find("", str(tmp_path))
+  for piece in pieces:
+    piece.path.unlink()
+    for read in (lambda piece: texts([piece]), lambda piece: corpus.digest([piece])):
+      with pytest.raises(ValueError, match=rf"{piece.name} cannot be read \(No such file or directory\)"):
+        read(piece)
+    with pytest.raises(ValueError, match=f"{piece.name} cannot be read"):
+      corpus.hold_out([piece], 0.5)
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+  def refuse(folder):
+    raise PermissionError(13, "Permission denied", folder)
+
+  monkeypatch.setattr(os, "listdir", refuse)  # a mode would not stop root
+  with pytest.raises(ValueError, match=r"cannot be listed \(Permission denied\)"):
+    corpus.find("dataset_path", str(tmp_path))
+
+
 def test_standard_library():
   pieces = corpus.find("dataset_path", "")
   assert names(pieces) == sorted(names(pieces))
@@ -153,6 +193,12 @@ def test_a_bad_json_line_is_named(tmp_path, bad):
   assert texts(train)
   with pytest.raises(ValueError, match=r"a\.jsonl:41: "):
     texts(held_out)
+
+
+def test_a_json_line_that_is_nested_too_deep_is_named(tmp_path):
+  write(tmp_path, {"a.jsonl": '{"text": "fine"}\n' + 100_000 * "["})
+  with pytest.raises(ValueError, match=r"a\.jsonl:2: nested too deep"):
+    texts(corpus.find("", str(tmp_path)))
 
 
 def test_text_that_is_not_utf8_is_named(tmp_path):

@@ -19,6 +19,8 @@ from trainer.cluster.api import Cluster, View
 from trainer.config.schema import ClusterSection
 
 _POLL_SECONDS = 0.01
+# Forced on one process. Five thousand take most of a minute to make, and then more threads than the system grants.
+MAX_HOST_DEVICES = 512
 _MARK = "simulated loss of slice"
 
 
@@ -169,7 +171,8 @@ def _join_processes(cfg: ClusterSection, environment: Mapping[str, str]) -> int:
 def _force_host_devices(cfg: ClusterSection, environment: Mapping[str, str], process_count: int) -> None:
   """Gives the CPU backend the devices that cfg asks for, unless the user has forced a number of them already.
 
-  Does nothing to other backends.
+  Does nothing to other backends, whose real slices may be larger than what a CPU can play; on a CPU `_group` refuses
+  those.
   """
   if _forced_by_user(environment):
     return
@@ -178,7 +181,8 @@ def _force_host_devices(cfg: ClusterSection, environment: Mapping[str, str], pro
     raise ValueError(
       f"num_slices x devices_per_slice = {wanted} devices must divide by JAX_NUM_PROCESSES={process_count}; change one"
     )
-  jax.config.update("jax_num_cpu_devices", wanted // process_count)
+  if wanted // process_count <= MAX_HOST_DEVICES:
+    jax.config.update("jax_num_cpu_devices", wanted // process_count)
 
 
 def _forced_by_user(environment: Mapping[str, str]) -> bool:
@@ -204,7 +208,7 @@ def _group(cfg: ClusterSection, devices: list[jax.Device]) -> dict[int, tuple[ja
     raise ValueError(
       f"num_slices={num_slices} x devices_per_slice={cfg.devices_per_slice or 'any'} does not fit the {len(devices)} "
       f"{devices[0].platform} devices of this run; change one of them, or the number of devices that XLA_FLAGS or "
-      "JAX_NUM_CPU_DEVICES forces"
+      f"JAX_NUM_CPU_DEVICES forces (a CPU plays at most {MAX_HOST_DEVICES})"
     )
   if cfg.devices_per_slice == 0 and wanted != len(devices):
     raise ValueError(

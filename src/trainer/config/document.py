@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import json
+import re
 import textwrap
 from collections.abc import Iterator
+
+import yaml
 
 from trainer.config.files import repository_root
 from trainer.config.keys import Key, Scalar, all_keys
@@ -33,13 +37,19 @@ they meet their key: `1e-3` is a number, `none` is a word, and nothing after the
 
 
 def literal(value: Scalar) -> str:
-  """The value as YAML on one line, as short as it can be read back."""
+  """The value as YAML on one line, as short as any reader of YAML gets it back: plain, 'quoted' or "escaped"."""
   if isinstance(value, bool):
     return str(value).lower()
-  if isinstance(value, str):
-    plain = value and value == value.strip() and not any(mark in value for mark in ":#'\"\n{}[],&*?|<>=!%@`")
-    return value if plain and value not in ("null", "Null", "NULL", "~") else "'" + value.replace("'", "''") + "'"
-  return repr(value)
+  if not isinstance(value, str):
+    return repr(value)
+  # A word that YAML takes for something else (null, 1e3, a date) is no plain string either.
+  if re.fullmatch(r"[\w/~]([\w./~+-]| (?! |$))*", value, re.ASCII) and yaml.safe_load(value) == value:
+    return value
+  if value.isprintable():
+    return "'" + value.replace("'", "''") + "'"
+  # JSON's escapes are YAML's, but for surrogate pairs, and JSON leaves DEL and other separators of lines as they are.
+  quoted = json.dumps(value, ensure_ascii=False)
+  return re.sub(r"[^ -~]", lambda found: f"\\U{ord(found[0]):08x}", quoted)
 
 
 def base_yaml() -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
-from trainer.config.errors import ConfigError, did_you_mean
+from trainer.config.errors import ConfigError, did_you_mean, shorten
 
 PARENT_KEY = "base_config"
+# Bytes. Systems take 4096 of a whole path, and what lies below a run's folder has long names of its own.
+_LONGEST_PATH, _LONGEST_NAME = 3000, 255
 
 
 def repository_root() -> Path:
@@ -22,19 +25,42 @@ def search_folders() -> list[Path]:
   return [Path.cwd(), repository_root(), repository_root() / "src"]
 
 
+def as_path(value: str, label: str) -> Path:
+  """The local path that `value` means, with ~ expanded; ConfigError where no file can be called that.
+
+  `label` stands before the value in the message: "dataset_path=", "config file ".
+  """
+  given = label + (shorten(value) if value.isprintable() else ascii(shorten(value)))
+  try:
+    path = Path(value).expanduser()
+    names = [os.fsencode(part) for part in path.parts]
+  except RuntimeError:
+    raise ConfigError(f"{given}: there is no such user's home.\nWrite the path without ~.") from None
+  except UnicodeEncodeError:
+    raise ConfigError(f"{given}: has a character that no file name can have.\nChoose another path.") from None
+  if any(b"\0" in part for part in names):
+    raise ConfigError(f"{given}: has a NUL, which no file name can have.\nChoose another path.")
+  if max(map(len, names), default=0) > _LONGEST_NAME or len(os.fsencode(path.absolute())) > _LONGEST_PATH:
+    raise ConfigError(
+      f"{given}: is too long: a name may have {_LONGEST_NAME} bytes and a path {_LONGEST_PATH}.\nChoose a shorter path."
+    )
+  return path
+
+
 def find(path: str, folders: Sequence[Path], what: str) -> Path:
   """The first existing file `folder/path`; ConfigError naming similar files when there is none."""
-  candidates = [folder / Path(path).expanduser() for folder in folders]
+  given = as_path(path, f"{what} ")
+  candidates = [folder / given for folder in folders]
   for candidate in candidates:
-    if candidate.is_file():
+    if os.path.isfile(candidate):  # unlike Path.is_file, False in a folder that may not be searched
       return candidate
   for candidate in candidates:
-    if candidate.is_dir():
+    if os.path.isdir(candidate):
       raise ConfigError(f"{path}: the {what} must be a YAML file, and this is a folder.\nGive a file in it.")
   siblings = {
     str(Path(path).parent / entry.name): None
     for candidate in candidates
-    if candidate.parent.is_dir()
+    if os.path.isdir(candidate.parent) and os.access(candidate.parent, os.R_OK)
     for entry in sorted(candidate.parent.iterdir())
     if entry.suffix in (".yml", ".yaml")
   }
@@ -59,6 +85,8 @@ def read_yaml(path: Path) -> dict[str, tuple[str, str]]:
     line = error.problem_mark.line + 1 if error.problem_mark else 1
     problem = error.problem or error.context
     raise ConfigError(f"{name} line {line}: not valid YAML: {problem}.\nWrite one `key: value` on a line.") from None
+  except RecursionError:
+    raise ConfigError(f"{name}: is nested too deep.\nKeys are flat: write one `key: value` on a line.") from None
   except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
     reason = str(error).splitlines()[0]
     raise ConfigError(f"{name}: cannot be read as YAML text: {reason}.\nGive a UTF-8 text file.") from None

@@ -65,10 +65,9 @@ def _kind(annotation: Any) -> tuple[type, tuple[str, ...]]:
 
 def _bounds(metadata: list[Any]) -> str:
   words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-  found = [
-    f"{text} {getattr(rule, name):g}" for name, text in words.items() for rule in metadata if hasattr(rule, name)
-  ]
-  return " and ".join(found)
+  limits = [(text, getattr(rule, name)) for name, text in words.items() for rule in metadata if hasattr(rule, name)]
+  # A whole number digit by digit: 2.14748e+09 is no limit to type.
+  return " and ".join(f"{text} {limit if isinstance(limit, int) else f'{limit:g}'}" for text, limit in limits)
 
 
 def resolve(name: str, origin: str) -> Key:

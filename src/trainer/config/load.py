@@ -50,6 +50,8 @@ def _split(argv: list[str]) -> tuple[Path, dict[str, Given]]:
     name = name.lstrip("-") if equals else name
     if not equals:
       raise ConfigError(f"{shorten(argument)}: expected key=value after the config file.\n{USAGE}")
+    if name.replace("_", "-") == "print-config":
+      raise ConfigError(f"{shorten(argument)}: --print-config takes no value.\nWrite --print-config alone.")
     if name == files.PARENT_KEY:
       raise ConfigError(f"{argument}: {name} belongs in a YAML file, not here.\nWrite it in {argv[0]}.")
     key = resolve(name, "command line")
@@ -71,11 +73,24 @@ def _read_with_parents(path: Path, children: tuple[Path, ...]) -> dict[str, Give
     values = _read_with_parents(files.find(parent, folders, "base_config"), (*children, path.resolve()))
   own = _typed(raw)
   # base.yml, or an edited copy of it, lists every model key: where it repeats a default it chooses nothing.
-  table = ModelSection.model_fields.keys() <= own.keys()
+  table = ModelSection.model_fields.keys() <= own.keys() and not _is_resolved(own, path, children)
   for name, value in own.items():
     restated = table and value.value == all_keys()[name].default
     values[name] = replace(value, explicit=not restated)
   return values
+
+
+def _is_resolved(own: dict[str, Given], path: Path, children: tuple[Path, ...]) -> bool:
+  """Whether a file with every model key was resolved from the model that it names, as --print-config writes it.
+
+  Then a default in it is what won over the model with override_model_config. A copy of base.yml to which a model_name
+  was added is told from it by its values: where the model has another value than the default, the copy never has it.
+  """
+  if not own["override_model_config"].value or own["model_name"].value == "default":
+    return False
+  model_path = _find_model(str(own["model_name"].value), own["model_name"].origin, path)
+  model = _read_with_parents(model_path, (*children, path.resolve()))
+  return any(own[name].value == value.value != all_keys()[name].default for name, value in model.items() if name in own)
 
 
 def _typed(raw: dict[str, tuple[str, str]]) -> dict[str, Given]:

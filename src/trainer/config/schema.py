@@ -16,6 +16,8 @@ Remat = Literal["remat", "device", "offload"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+# The state counts steps in 32 bits.
+Steps = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Parallelism = Annotated[int, Field(ge=-1)]
 
 
@@ -50,8 +52,13 @@ class RunSection(Section):
     "",
     description="Name of the run: its files are in {base_output_directory}/{run_name}. Empty: the config file's name.",
   )
-  steps: Positive = Field(1000, description="Optimizer steps in the whole run, counted from its first start.")
-  init_weights_seed: int = Field(0, description="Seed of the initial weights and of every other model random number.")
+  steps: Steps = Field(1000, description="Optimizer steps in the whole run, counted from its first start.")
+  init_weights_seed: int = Field(
+    0,
+    ge=-(2**31),
+    le=2**32 - 1,  # JAX takes 32 bits, and would drop those above them in silence
+    description="Seed of the initial weights and of every other model random number.",
+  )
   log_config: bool = Field(True, description="Print the resolved configuration once at the start.")
   jax_cache_dir: str = Field(
     "~/.cache/trainer/jax", description="Persistent compilation cache folder; empty turns it off."
@@ -201,9 +208,10 @@ class DataSection(Section):
   per_device_batch_size: float = Field(
     1.0,
     gt=0,
+    le=1_000_000,
     description="Examples per device and micro-batch; times the devices of the full topology it must be whole.",
   )
-  data_shuffle_seed: int = Field(0, description="Seed of the order of examples.")
+  data_shuffle_seed: int = Field(0, ge=-(2**63), le=2**64 - 1, description="Seed of the order of examples.")
   reuse_example_batch: NonNegative = Field(
     0, description="1: every step trains on the first batch (a speed or overfit test)."
   )

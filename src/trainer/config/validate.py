@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from trainer.config.errors import ConfigError
+from trainer.config import resume
+from trainer.config.errors import ConfigError, did_you_mean, shorten
 from trainer.config.faults import RandomFaults
 from trainer.config.faults import parse as parse_faults
 from trainer.config.schema import (
@@ -27,6 +28,7 @@ _ROPE_SCALING = "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor 
 
 def check(config: Config) -> None:
   """ConfigError for the first combination of values that cannot work or can have no effect."""
+  _check_allowed(config.run.allow_config_change)
   _check_model(config.model)
   _check_data(config.data, config.model)
   _check_optimizer(config.optimizer)
@@ -37,6 +39,23 @@ def check(config: Config) -> None:
   _check_elastic(config.elastic, config.cluster, config.parallelism, config.checkpoint)
   _check_observe(config.observe, config.data, config.run.steps)
   _check_shards(config)
+
+
+def _check_allowed(allow_config_change: str) -> None:
+  """At every start, not only when a resume asks for it: a typo would come out after days."""
+  for name in resume.names(allow_config_change):
+    given = f"allow_config_change={shorten(allow_config_change)}:"
+    if name in resume.CHANGES_STATE:
+      raise ConfigError(
+        f"{given} with another {name} the checkpoint's arrays do not fit, so this cannot be allowed.\n"
+        "Choose another run_name to start anew, or leave it out."
+      )
+    if name not in resume.ALLOWABLE:
+      judge = resume.JUDGED_BY.get(name)
+      hint = f"Use {judge}, which is compared instead. " if judge else did_you_mean(name, resume.ALLOWABLE)
+      raise ConfigError(
+        f"{given} no resume is refused for {shorten(name)}.\n{hint}It takes {', '.join(sorted(resume.ALLOWABLE))}."
+      )
 
 
 def _check_model(model: ModelSection) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-import os
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
-SUFFIXES = (".jsonl", ".md", ".py", ".txt")
+from trainer import text_files
+from trainer.text_files import SUFFIXES
+
 # Not the library itself, or text that is broken on purpose.
 # encodings is an eighth of the text, nearly all of it tables of code points, which teach nothing about Python.
 _NOT_LIBRARY = frozenset({"__pycache__", "dist-packages", "encodings", "idle_test", "site-packages", "test", "tests"})
@@ -46,7 +49,7 @@ def find(key: str, path: str) -> list[Piece]:
       raise ValueError(f"{key}={path} ends in {root.suffix!r}: give a file that ends in one of {', '.join(SUFFIXES)}")
     files = [root]
   elif root.is_dir():
-    files = [file for file in _walk(root, frozenset()) if file.suffix in SUFFIXES]
+    files = list(text_files.below(root))
   else:
     raise ValueError(f"{key}={path} does not exist: give a local file or folder of {', '.join(SUFFIXES)}")
   pieces = _pieces(files, root if root.is_dir() else root.parent)
@@ -75,12 +78,12 @@ def hold_out(pieces: Sequence[Piece], fraction: float) -> tuple[list[Piece], lis
 def documents(piece: Piece) -> Iterator[str]:
   """The texts in a piece, in order, empty ones left out: the file's text, or each line's field "text" of a .jsonl.
 
-  Raises ValueError, naming file and line, for what is not UTF-8 or not such a line.
+  Raises ValueError, naming file and line, for what is not UTF-8 or not such a line, or cannot be read.
   """
   if piece.path.suffix == ".jsonl":
     yield from _json_lines(piece)
     return
-  with piece.path.open("rb") as file:
+  with _opened(piece.path) as file:
     file.seek(piece.start)
     data = file.read(piece.size)
   try:
@@ -97,7 +100,7 @@ def digest(pieces: Sequence[Piece]) -> str:
   total = hashlib.sha256()
   for piece in pieces:
     content = hashlib.sha256()
-    with piece.path.open("rb") as file:
+    with _opened(piece.path) as file:
       file.seek(piece.start)
       left = piece.size
       while left and (block := file.read(min(left, 2**20))):
@@ -109,29 +112,42 @@ def digest(pieces: Sequence[Piece]) -> str:
 
 def _standard_library(key: str) -> list[Piece]:
   root = Path(sysconfig.get_path("stdlib"))
-  files = [file for file in _walk(root, _NOT_LIBRARY) if file.suffix == ".py" and _is_utf8(file)]
+  files = [file for file in text_files.below(root, _NOT_LIBRARY) if file.suffix == ".py" and _is_utf8(file)]
   pieces = _pieces(files, root)
   if not pieces:
     raise ValueError(f"{key} is empty, and the interpreter has no library sources in {root}: give {key}")
   return pieces
 
 
-def _walk(root: Path, skip: frozenset[str]) -> Iterator[Path]:
-  """All files below root but hidden ones and those in folders named in `skip`."""
-  for folder, names, files in os.walk(root):
-    names[:] = [name for name in names if name not in skip and not name.startswith(".")]
-    yield from (Path(folder, file) for file in files if not file.startswith("."))
-
-
 def _pieces(files: Sequence[Path], root: Path) -> list[Piece]:
   """The non-empty files as pieces, sorted by name."""
-  pieces = [Piece(file.relative_to(root).as_posix(), file, 0, file.stat().st_size) for file in files]
+  pieces = []
+  for file in files:
+    with _naming(file):
+      pieces.append(Piece(file.relative_to(root).as_posix(), file, 0, file.stat().st_size))
   return sorted((piece for piece in pieces if piece.size), key=lambda piece: piece.name)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+  """What the system refuses inside becomes a ValueError that names the file."""
+  try:
+    yield
+  except OSError as error:
+    raise ValueError(f"{path} cannot be read ({error.strerror}): mend it, or take it away") from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+  """The file, open for reading; what the system refuses until it is closed becomes a ValueError that names it."""
+  with _naming(path), path.open("rb") as file:
+    yield file
 
 
 def _is_utf8(file: Path) -> bool:
   try:
-    file.read_bytes().decode("utf-8")
+    with _naming(file):
+      file.read_bytes().decode("utf-8")
   except UnicodeDecodeError:
     return False
   return True
@@ -147,7 +163,7 @@ def _cut(piece: Piece, fraction: float) -> tuple[list[Piece], list[Piece]]:
 
   A piece of one line is not cut: all of it is for training.
   """
-  with piece.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+  with _opened(piece.path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
     middle = min(max(1, round(piece.size * (1 - fraction))), piece.size - 1)
     end = data.find(b"\n", middle - 1, piece.size - 1)
     if end < 0:
@@ -159,7 +175,7 @@ def _cut(piece: Piece, fraction: float) -> tuple[list[Piece], list[Piece]]:
 
 def _json_lines(piece: Piece) -> Iterator[str]:
   place = piece.start
-  with piece.path.open("rb") as file:
+  with _opened(piece.path) as file:
     file.seek(place)
     while place < piece.stop and (line := file.readline()):
       try:
@@ -176,7 +192,10 @@ def _text_of(line: bytes) -> str:
   """The field "text" of a line of JSON; empty for a blank line. Raises ValueError when it has none."""
   if not line.strip():
     return ""
-  record = json.loads(line)
+  try:
+    record = json.loads(line)
+  except RecursionError:
+    raise ValueError("nested too deep") from None
   if not isinstance(record, dict) or not isinstance(record.get("text"), str):
     raise ValueError('no field "text" with a string')
   return record["text"]
@@ -185,7 +204,7 @@ def _text_of(line: bytes) -> str:
 def _line_number(path: Path, offset: int) -> int:
   """The number, from 1, of the line that byte `offset` is in."""
   count = 1
-  with path.open("rb") as file:
+  with _opened(path) as file:
     while offset > 0 and (block := file.read(min(offset, 2**20))):
       count += block.count(b"\n")
       offset -= len(block)

@@ -1,0 +1,54 @@
+"""Which keys a run that resumes from a checkpoint may change, and what allow_config_change can allow besides."""
+
+from __future__ import annotations
+
+# Every key of the sections model, data and optimizer is in exactly one of the sets below (a test checks), and every
+# key of the other sections is free: they say where and how fast the run goes, not what it computes.
+
+# Which arrays the state has, and their shapes: those of a checkpoint made with another value do not fit.
+CHANGES_STATE = frozenset({
+  "base_emb_dim", "base_num_decoder_layers", "base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "head_dim",
+  "vocab_size", "global_parameter_scale", "use_qk_norm", "logits_via_embedding", "opt_type",
+})  # fmt: skip
+
+# The function that the arrays are the parameters of, their types (they are cast), or how they were initialised: a
+# resumed run takes its weights from the checkpoint, so another seed would be recorded and have had no effect.
+CHANGES_MODEL = frozenset({
+  "normalization_layer_epsilon", "rope_max_timescale", "rope_type", "rope_scaling_factor", "rope_low_freq_factor",
+  "rope_high_freq_factor", "rope_original_max_position_embeddings", "initializer_range", "init_weights_seed", "dtype",
+  "weight_dtype", "matmul_precision", "quantization", "mu_dtype",
+})  # fmt: skip
+
+# Which examples step n trains on.
+CHANGES_DATA_ORDER = frozenset({
+  "dataset_type", "eval_fraction", "tokenizer_type", "max_target_length", "data_shuffle_seed", "reuse_example_batch",
+})  # fmt: skip
+
+# Keys whose values may differ where what they lead to is the same: the name in `identity` that is compared instead.
+# A data set may have moved, and half the devices may take twice the examples each.
+JUDGED_BY = {
+  "dataset_path": "data",
+  "eval_dataset_path": "data",
+  "tokenizer_path": "data",
+  "per_device_batch_size": "global_batch_size",
+  "gradient_accumulation_steps": "global_batch_size",
+}
+
+# The same function computed otherwise, limits, places; and what people do change in mid-run: learning rate, its
+# schedule, decay, clipping. A change of these is named on resume and goes ahead.
+FREE = frozenset({
+  "model_name", "override_model_config", "max_position_embeddings", "use_iota_embed", "attention", "scan_layers",
+  "scan_unroll", "remat_policy", "decoder_layer_input", "query_proj", "key_proj", "value_proj", "context", "out_proj",
+  "mlpwi_0", "mlpwi_1", "mlpwo", "dataset_cache_directory", "prefetch_buffer_size", "learning_rate",
+  "lr_schedule_type", "learning_rate_schedule_steps", "warmup_steps_fraction", "learning_rate_final_fraction",
+  "wsd_decay_steps_fraction", "wsd_decay_style", "adam_b1", "adam_b2", "adam_eps", "adam_weight_decay",
+  "weight_decay_mask", "gradient_clipping_threshold", "z_loss_multiplier", "num_vocab_tiling", "max_nonfinite_steps",
+})  # fmt: skip
+
+# What allow_config_change takes: keys, and names in `identity`, for which a resume is refused and could work.
+ALLOWABLE = CHANGES_MODEL | CHANGES_DATA_ORDER | set(JUDGED_BY.values())
+
+
+def names(allow_config_change: str) -> list[str]:
+  """The names in a value of the key allow_config_change, which commas separate."""
+  return [name.strip() for name in allow_config_change.split(",") if name.strip()]

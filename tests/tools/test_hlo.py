@@ -167,6 +167,14 @@ def test_tpu_text_collectives():
   assert transfer.crosses_slices
 
 
+def test_offloading_moves_only_the_layers_slice():
+  """As libtpu writes it: a loop of 28 turns stores one layer into a host buffer of all and fetches one."""
+  found = costs.count(hlo.parse(pathlib.Path(__file__).with_name("offload.hlo").read_text()))
+  layer = 2 * 64 * 128
+  assert found.host_bytes == 28 * 2 * layer
+  assert found.device_bytes == pytest.approx(28 * 2 * layer, rel=0.01)  # and the numbers that say which layer
+
+
 def test_windows_of_padding_cost_nothing():
   """A batched matmul as the TPU compiler writes it: the batch is a dilated spatial dim."""
   positions = functools.partial(costs._valid_positions, kernel_dilation=1)

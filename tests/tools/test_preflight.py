@@ -84,6 +84,22 @@ def test_slices_exchange_the_gradients_once(changes):
   assert found.costs.flops + found.unstated_flops > found.model_flops  # remat computes the layers twice
 
 
+@needs_compiler
+def test_offloaded_activations_go_to_the_host_and_back_once():
+  """Queries, keys, values, the output projection and the MLP's two inner arrays of each token, bf16. Nothing reads the
+  MLP's output again, so that one stays nowhere."""
+  from trainer.cluster import topologies
+  from trainer.tools.preflight import analysis
+
+  cfg = config.load([*TINY, "attention=flash", "remat_policy=minimal_offloaded"])
+  found = analysis.analyse(cfg, topologies.devices(topologies.resolve("v5e-4"), 1), 1)
+  assert isinstance(found, analysis.Analysis)
+  model = cfg.model
+  width = (model.num_query_heads + 2 * model.num_kv_heads) * model.head_dim + model.emb_dim + 2 * model.mlp_dim
+  moved = 2 * model.num_decoder_layers * 2 * width * cfg.data.max_target_length
+  assert found.costs.host_bytes == pytest.approx(moved, rel=0.01)
+
+
 def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):
   monkeypatch.setattr("trainer.cluster.topologies.importlib.util.find_spec", lambda name: None)
   assert main([*TINY, *TPU]) == 2

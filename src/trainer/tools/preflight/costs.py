@@ -21,7 +21,8 @@ _FREE = frozenset(
   "opt-barrier optimization-barrier async-start async-update async-done add-dependency domain "
   "send send-done recv recv-done".split()
 )
-_SLICES = frozenset({"dynamic-slice", "slice", "gather"})
+_SLICES = frozenset({"dynamic-slice", "slice", "gather", "dynamic-slice-start", "slice-start"})
+_UPDATES = frozenset({"dynamic-update-slice", "dynamic-update-slice-start"})
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _KERNEL_FLOPS = re.compile(r'"cost_estimate":\{[^{}]*"flops":"?(\d+)')
 
@@ -140,7 +141,7 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
   """Bytes that one instruction reads and writes, by memory space; a buffer of which only a slice is touched counts as
   the slice."""
   by_space = {DEVICE: 0.0, HOST: 0.0}
-  if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
+  if instruction.opcode in _FREE or instruction.opcode.endswith("-done") or _names_memory(instruction):
     return by_space
   operands = [computation.by_name.get(name) for name in instruction.operands]
   inner = module.computations[instruction.called[0]] if instruction.opcode == "fusion" else None
@@ -157,10 +158,20 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
   return by_space
 
 
+def _names_memory(instruction: Instruction) -> bool:
+  """The TPU compiler's ways to reserve a buffer and to see several beside each other as one; nothing moves."""
+  return instruction.opcode == "custom-call" and instruction.attribute("custom_call_target") in (
+    '"AllocateBuffer"',
+    '"ConcatBitcast"',
+  )
+
+
 def _written(instruction: Instruction) -> tuple[Array, ...]:
-  """The results that are new; an asynchronous start also lists its operand and its semaphores."""
-  if instruction.opcode in ("copy-start", "slice-start"):
-    return instruction.result[:1] if instruction.opcode == "copy-start" else instruction.result[1:2]
+  """The results that are new; an asynchronous start also lists its operands and its semaphore."""
+  if instruction.opcode == "copy-start":
+    return instruction.result[:1]
+  if instruction.opcode in ("slice-start", "dynamic-slice-start", "dynamic-update-slice-start"):
+    return instruction.result[-2:-1]
   if instruction.opcode in ("collective-permute-start", "all-gather-start"):
     return instruction.result[1:2]
   return instruction.result
@@ -169,10 +180,8 @@ def _written(instruction: Instruction) -> tuple[Array, ...]:
 def _read(instruction: Instruction, index: int, array: Array) -> float:
   """Bytes that a single instruction reads of its operand `index`."""
   if instruction.opcode in _SLICES and index == 0:
-    return sum(a.bytes for a in instruction.result)
-  if instruction.opcode == "slice-start" and index == 0:
-    return _written(instruction)[0].bytes
-  if instruction.opcode in ("dynamic-update-slice", "scatter") and index == 0:
+    return sum(a.bytes for a in _written(instruction))
+  if instruction.opcode in (*_UPDATES, "scatter") and index == 0:
     return 0
   return array.bytes
 
@@ -210,7 +219,7 @@ def _write(
 ) -> float:
   """Bytes written of result `index`."""
   if inner is None:
-    if instruction.opcode == "dynamic-update-slice":
+    if instruction.opcode in _UPDATES:
       return _shape(computation, instruction.operands[1]).bytes
     return array.bytes
   made = inner.root

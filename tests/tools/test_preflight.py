@@ -80,8 +80,41 @@ def test_slices_exchange_the_gradients_once(changes):
   # The scales of the norms are whole on every chip, and small arrays are padded to the tiles of the memory.
   assert gradients <= across < 1.1 * gradients
   assert found.micro_batches == cfg.optimizer.gradient_accumulation_steps
-  assert found.costs.silent_kernels > 0  # flash attention is in the program
-  assert found.costs.flops + found.unstated_flops > found.model_flops  # remat computes the layers twice
+  assert found.costs.silent_kernels == 0  # flash attention is priced
+  assert found.costs.flops > found.model_flops  # remat computes the layers twice
+
+
+@needs_compiler
+@pytest.mark.parametrize("policy, forward", [("full", 2), ("minimal_with_context", 1)])
+def test_attention_counts_as_often_as_its_kernels_run(policy, forward):
+  """Two matmuls forward, once more where the policy does not keep the result, and five backward; half of the square."""
+  import jax
+  import jax.numpy as jnp
+
+  from trainer.cluster import topologies
+  from trainer.config.schema import ModelSection
+  from trainer.kernels import attention_splash, remat
+  from trainer.tools.preflight import costs, hlo
+
+  layers, batch, length, heads, width = 3, 2, 256, 2, 128
+  kernel = attention_splash.build(mesh=None, seq_len=length, num_q_heads=heads)
+  _, kept = remat.policy(ModelSection(remat_policy=policy))
+
+  def layer(x, scale):
+    queries = jax.ad_checkpoint.checkpoint_name(x * scale, "query_proj")
+    return x + kernel(queries, x, x, jnp.ones((batch, length), int), jnp.ones((batch, length), int))
+
+  def loss(scales, x):
+    body = jax.checkpoint(layer, policy=kept)
+    return jax.lax.scan(lambda x, scale: (body(x, scale), None), x, scales)[0].astype(jnp.float32).sum()
+
+  device = topologies.devices(topologies.resolve("v5e-4"), 1)[0][0]
+  shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=jax.sharding.SingleDeviceSharding(device))
+  gradient = jax.jit(jax.grad(loss, (0, 1))).lower(shape(layers), shape(batch, length, heads, width)).compile()
+  found = costs.count(hlo.parse(gradient.as_text()))
+  matmul = 2 * batch * heads * length * length * width
+  assert found.flops_by_type == {"bf16": layers * (2 * forward + 5) * matmul / 2}
+  assert found.silent_kernels == 0
 
 
 @needs_compiler

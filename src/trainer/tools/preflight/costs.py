@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from trainer.tools.preflight import kernels
 from trainer.tools.preflight.hlo import DEVICE, HOST, Array, Computation, Instruction, Module
 
 # They hand on a buffer or run another computation whose instructions count by themselves.
@@ -24,20 +25,21 @@ _FREE = frozenset(
 _SLICES = frozenset({"dynamic-slice", "slice", "gather", "dynamic-slice-start", "slice-start"})
 _UPDATES = frozenset({"dynamic-update-slice", "dynamic-update-slice-start"})
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_KERNEL_FLOPS = re.compile(r'"cost_estimate":\{[^{}]*"flops":"?(\d+)')
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-  flops_by_type: Mapping[str, float]  # of matmuls and convolutions by the HLO type of their operands; "" of kernels
+  flops_by_type: Mapping[
+    str, float
+  ]  # of matmuls and kernels by the HLO type of their operands; "": of none that is known
   device_bytes: float  # read and written in the device's main memory (HBM); on-chip memory is not counted
   host_bytes: float  # moved between the device and pinned host memory
   cycles: float  # the TPU compiler's own estimates of its fusions; kernels and communication are not in them
-  silent_kernels: int  # custom kernels that do not state their FLOPs, times run
+  silent_kernels: int  # kernels whose FLOPs nothing tells, times run
 
   @property
   def flops(self) -> float:
-    """Of matmuls, convolutions and kernels that state theirs."""
+    """Of matmuls, convolutions and kernels whose FLOPs are known."""
     return sum(self.flops_by_type.values())
 
 
@@ -55,10 +57,12 @@ def count(module: Module) -> Costs:
         flops[_operand_type(computation, instruction)] += times * _dot_flops(computation, instruction)
       elif instruction.opcode == "convolution":
         flops[_operand_type(computation, instruction)] += times * _convolution_flops(computation, instruction)
-      elif _is_kernel(instruction):
-        stated = _KERNEL_FLOPS.search(instruction.rest)
-        flops[""] += times * (int(stated.group(1)) if stated else 0)
-        silent += 0 if stated else int(times)
+      elif kernels.is_kernel(instruction):
+        priced = kernels.flops(computation, instruction)
+        if priced is None:
+          silent += int(times)
+        else:
+          flops[priced[0]] += times * priced[1]
   for computation, instruction, times in module.executed():
     estimate = _CYCLES.search(instruction.rest)
     cycles += times * (int(estimate.group(1)) if estimate else 0)
@@ -66,13 +70,6 @@ def count(module: Module) -> Costs:
     device += times * traffic[DEVICE]
     host += times * traffic[HOST]
   return Costs(dict(flops), device, host, cycles, silent)
-
-
-def _is_kernel(instruction: Instruction) -> bool:
-  """Pallas on TPU and GPU."""
-  if instruction.opcode != "custom-call":
-    return False
-  return instruction.attribute("custom_call_target") in ('"tpu_custom_call"', '"__gpu$xla.gpu.triton"')
 
 
 def _shape(computation: Computation, name: str) -> Array:

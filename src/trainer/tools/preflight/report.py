@@ -81,8 +81,10 @@ def analysis_lines(analysis: Analysis, chip: Chip | None) -> list[str]:
     f"The step on {a.slices} of {a.num_slices_total} slices x {a.devices_per_slice} {a.device_kind}: mesh {mesh}",
     f"  Attention: {a.attention}; {a.micro_batches} micro-batches per step; {a.tokens:,} tokens per step",
     f"  {memory_line(a, chip)}",
-    f"  FLOPs per device and step: {a.model_flops:.3e} of the model, {a.costs.flops + a.unstated_flops:.3e} executed"
-    + (f" ({a.unstated_flops:.3e} by {a.costs.silent_kernels} runs of kernels, estimated)" if a.unstated_flops else ""),
+    f"  FLOPs per device and step: {a.model_flops:.3e} of the model, {a.costs.flops:.3e} executed"
+    + (
+      f" (without {a.costs.silent_kernels} runs of kernels whose FLOPs nothing tells)" if a.costs.silent_kernels else ""
+    ),
     f"  Memory traffic per device and step: {size(a.costs.device_bytes)}"
     + (f", and {size(a.costs.host_bytes)} to and from the host" if a.costs.host_bytes else ""),
     f"  The compiler's own counts, loops once: {a.xla_flops:.3e} FLOPs, {a.xla_bytes:.3e} bytes accessed",

@@ -50,6 +50,73 @@ def test_the_step_of_one_slice_less_can_be_left_out():
   assert "2 of 3 |                      2 |   25.0% |   50.0%" in done.stdout
 
 
+@pytest.fixture
+def no_compiler(monkeypatch):
+  """Findings that a test gives in place of compiling; {slices: finding}."""
+  from trainer.observe import chips
+  from trainer.tools.preflight import analysis, this_machine
+
+  found: dict[int, analysis.Finding] = {}
+  monkeypatch.setattr(analysis, "analyse", lambda config, slices, total: found[len(slices)])
+  monkeypatch.setattr(this_machine, "measured", lambda *_: chips.CHIPS[0])
+  return found
+
+
+@pytest.mark.parametrize(
+  "keys, snapshot",
+  [(["dcn_data_parallelism=2"], True), (["dcn_fsdp_parallelism=2", "dcn_data_parallelism=1"], False)],
+)
+def test_keys_that_fix_the_number_of_slices(no_compiler, capsys, keys, snapshot):
+  """There is no step of one slice less to compile, and the exit code is the full step's."""
+  from trainer.tools.preflight import analysis
+
+  no_compiler[2] = analysis.DoesNotFit(2, "too much")
+  assert main([*TINY, "num_slices=2", "attention=dot_product", *keys]) == 1
+  text = capsys.readouterr().out
+  assert "Slices: all 2, as dcn_*_parallelism say; the run cannot go on with fewer" in text
+  assert "Slices alive" not in text and "does not fit: too much" in text
+  assert ("per slice and copy" in text) == ("Ramdisk per host" in text) == snapshot
+  assert ("no slice holds the whole state" in text) != snapshot
+
+
+def test_a_compiler_error_has_a_code_of_its_own(no_compiler, capsys):
+  from trainer.tools.preflight import analysis
+
+  no_compiler[2] = analysis.DoesNotFit(2, "too much")
+  no_compiler[1] = analysis.Refused(1, "INTERNAL: Mosaic failed to compile TPU kernel")
+  assert main([*TINY, "num_slices=2", "attention=dot_product"]) == 3
+  said = capsys.readouterr()
+  assert "does not fit: too much" in said.out
+  assert said.err == "error: the compiler refused the step on 1 slices: INTERNAL: Mosaic failed to compile TPU kernel\n"
+
+
+def test_a_refusal_keeps_the_first_line(monkeypatch):
+  import jax
+
+  from trainer.tools.preflight import analysis
+
+  class Refusing:
+    compiler_options = None
+
+    def lower(self):
+      return self
+
+    def compile(self, **_):
+      raise jax.errors.JaxRuntimeError("INTERNAL: no\nstack")
+
+  monkeypatch.setattr(analysis.program, "build", lambda *_: Refusing())
+  assert analysis.analyse(None, [[]], 1) == analysis.Refused(1, "INTERNAL: no")
+
+
+@needs_compiler
+def test_num_slices_is_not_that_of_the_topology(no_compiler, capsys):
+  from trainer.tools.preflight import analysis
+
+  no_compiler[2] = no_compiler[1] = analysis.DoesNotFit(2, "too much")
+  assert main([*TINY, *TPU, "num_slices=3"]) == 1
+  assert "compile_topology_num_slices=2 counts here, not num_slices=3" in capsys.readouterr().out
+
+
 @needs_compiler
 def test_for_tpus_that_are_not_there():
   done = command(*TPU)

@@ -71,7 +71,18 @@ class DoesNotFit:
   reason: str
 
 
-def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int) -> Analysis | DoesNotFit:
+@dataclasses.dataclass(frozen=True)
+class Refused:
+  """The compiler refused for a reason other than memory."""
+
+  slices: int
+  reason: str
+
+
+Finding = Analysis | DoesNotFit | Refused
+
+
+def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int) -> Finding:
   """The analysis of the step for the living `slices`. Raises ValueError where sizes do not fit the devices."""
   start = time.monotonic()
   prog = program.build(config, slices, num_slices_total)
@@ -81,7 +92,7 @@ def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total
     compiled = lowered.compile(compiler_options=prog.compiler_options)
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
-      raise
+      return Refused(len(slices), str(error).splitlines()[0])
     return DoesNotFit(len(slices), out_of_memory(str(error)))
   done = time.monotonic()
   return read(config, prog, compiled, num_slices_total, traced - start, done - traced)

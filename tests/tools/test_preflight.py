@@ -90,6 +90,19 @@ def test_a_compiler_error_has_a_code_of_its_own(no_compiler, capsys):
   assert said.err == "error: the compiler refused the step on 1 slices: INTERNAL: Mosaic failed to compile TPU kernel\n"
 
 
+@pytest.mark.parametrize(
+  "written, limit", [("1048576\n", 1 << 20), ("max\n", None), (f"{1 << 63}\n", None), ("", None)]
+)
+def test_a_containers_limit_is_the_memory_of_this_machine(monkeypatch, tmp_path, written, limit):
+  from trainer.tools.preflight import this_machine
+
+  physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+  file = tmp_path / "memory.max"
+  file.write_text(written)
+  monkeypatch.setattr(this_machine, "MEMORY_LIMITS", (tmp_path / "absent", file))
+  assert this_machine.memory() == (limit or physical)
+
+
 def test_a_refusal_keeps_the_first_line(monkeypatch):
   import jax
 

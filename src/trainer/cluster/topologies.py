@@ -134,16 +134,19 @@ def _numbers(version: str, generation: Generation) -> str:
 def _check_shape(name: str, shape: tuple[int, ...], generation: Generation) -> None:
   """Raises TopologyError for a shape that the compiler does not take: it ends the whole process for some of them."""
   longest = LONGEST[generation.sides]
-  form = f"{generation.jax_name}:" + "x".join("ABC"[: generation.sides])
   wrong = None
   if len(shape) != generation.sides:
     wrong = f"it has {len(shape)} sides, and slices of {generation.jax_name} have {generation.sides}"
   elif math.prod(shape) > generation.largest or max(shape) > longest:
-    wrong = f"it is larger than any: {generation.largest} chips at most, {longest} along a side"
+    wrong = "it is too large"
   elif math.prod(shape) != 1 and (0 in shape or shape[0] % 2 or shape[1] % 2):
-    wrong = "a host has 2 x 2 chips, so the first two sides must be even (or all sides 1)"
+    wrong = "a host has 2 x 2 chips, which do not fill it"
   if wrong:
-    raise TopologyError(f"compile_topology={name}: {wrong}. Give {form} within this, or VERSION-NUMBER.")
+    form = f"{generation.jax_name}:{'x'.join('ABC'[: generation.sides])}"
+    raise TopologyError(
+      f"compile_topology={name}: {wrong}. Give {form} with at most {longest} chips along a side and "
+      f"{generation.largest} in all, A and B even; one chip has 1 for each side."
+    )
 
 
 def devices(topology: Topology, num_slices: int) -> tuple[tuple[Any, ...], ...]:

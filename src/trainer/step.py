@@ -185,7 +185,7 @@ def abstract_batch(mesh: Mesh, accumulation: int, rows: int, length: int) -> Bat
   if rows % ways:
     raise ValueError(
       f"A micro-batch of {rows} examples does not divide over data={mesh.shape[DATA]} x fsdp={mesh.shape[FSDP]} "
-      f"ways. Choose per_device_batch_size so that it is a multiple of {ways}."
+      f"ways. Choose per_device_batch_size, one device's share, as a multiple of 1/{mesh.size // ways}."
     )
   where = NamedSharding(mesh, batch_spec())
   shape = (accumulation, rows, length)

@@ -167,12 +167,41 @@ def test_tpu_text_collectives():
   assert transfer.crosses_slices
 
 
+def test_offloading_moves_only_the_layers_slice():
+  """As libtpu writes it: a loop of 28 turns stores one layer into a host buffer of all and fetches one."""
+  found = costs.count(hlo.parse(pathlib.Path(__file__).with_name("offload.hlo").read_text()))
+  layer = 2 * 64 * 128
+  assert found.host_bytes == 28 * 2 * layer
+  assert found.device_bytes == pytest.approx(28 * 2 * layer, rel=0.01)  # and the numbers that say which layer
+
+
 def test_windows_of_padding_cost_nothing():
   """A batched matmul as the TPU compiler writes it: the batch is a dilated spatial dim."""
   positions = functools.partial(costs._valid_positions, kernel_dilation=1)
   assert positions(8, 8, 8, stride=7, pad=0, left_dilation=8) == 8
   assert positions(5, 3, 3, stride=1, pad=0, left_dilation=1) == 9
   assert positions(5, 3, 5, stride=1, pad=1, left_dilation=1) == 13
+
+
+def test_attention_kernels_of_tpus():
+  """Splash kernels by name: forward, dk and dv (renamed by the compiler), dq, all three fused; half of each for the
+  causal mask. A kernel that states its FLOPs is believed, though its attributes have lines of their own."""
+  module = hlo.parse(pathlib.Path(__file__).with_name("splash.hlo").read_text())
+  assert [len(c.instructions) for c in module.computations.values()] == [1, 10]
+  matmul = 2 * 3 * 4 * 256 * 512 * 128
+  found = costs.count(module)
+  assert found.flops_by_type == {"bf16": (2 + 4 + 3 + 5) * matmul / 2, "": 7}
+  assert found.silent_kernels == 1
+
+
+def test_libraries_of_gpus():
+  """The text is synthetic, from XLA's and JAX's sources: backend_config with the dimensions of a cuBLAS matmul, and for
+  cuDNN's attention the shape of the scores and the mask."""
+  found = costs.count(hlo.parse(pathlib.Path(__file__).with_name("gpu.hlo").read_text()))
+  attention = 2 * 2 * 8 * 512 * 1024 * 64
+  matmul = 2 * 4 * 64 * 32 * 256
+  assert found.flops_by_type == {"bf16": matmul + 2 * attention / 2 + 5 * attention, "f8e4m3fn": 2 * 64 * 32 * 256}
+  assert found.silent_kernels == 1  # the convolution
 
 
 def test_no_hlo_is_refused():

@@ -50,6 +50,86 @@ def test_the_step_of_one_slice_less_can_be_left_out():
   assert "2 of 3 |                      2 |   25.0% |   50.0%" in done.stdout
 
 
+@pytest.fixture
+def no_compiler(monkeypatch):
+  """Findings that a test gives in place of compiling; {slices: finding}."""
+  from trainer.observe import chips
+  from trainer.tools.preflight import analysis, this_machine
+
+  found: dict[int, analysis.Finding] = {}
+  monkeypatch.setattr(analysis, "analyse", lambda config, slices, total: found[len(slices)])
+  monkeypatch.setattr(this_machine, "measured", lambda *_: chips.CHIPS[0])
+  return found
+
+
+@pytest.mark.parametrize(
+  "keys, snapshot",
+  [(["dcn_data_parallelism=2"], True), (["dcn_fsdp_parallelism=2", "dcn_data_parallelism=1"], False)],
+)
+def test_keys_that_fix_the_number_of_slices(no_compiler, capsys, keys, snapshot):
+  """There is no step of one slice less to compile, and the exit code is the full step's."""
+  from trainer.tools.preflight import analysis
+
+  no_compiler[2] = analysis.DoesNotFit(2, "too much")
+  assert main([*TINY, "num_slices=2", "attention=dot_product", *keys]) == 1
+  text = capsys.readouterr().out
+  assert "Slices: all 2, as dcn_*_parallelism say; the run cannot go on with fewer" in text
+  assert "Slices alive" not in text and "does not fit: too much" in text
+  assert ("per slice and copy" in text) == ("Ramdisk per host" in text) == snapshot
+  assert ("no slice holds the whole state" in text) != snapshot
+
+
+def test_a_compiler_error_has_a_code_of_its_own(no_compiler, capsys):
+  from trainer.tools.preflight import analysis
+
+  no_compiler[2] = analysis.DoesNotFit(2, "too much")
+  no_compiler[1] = analysis.Refused(1, "INTERNAL: Mosaic failed to compile TPU kernel")
+  assert main([*TINY, "num_slices=2", "attention=dot_product"]) == 3
+  said = capsys.readouterr()
+  assert "does not fit: too much" in said.out
+  assert said.err == "error: the compiler refused the step on 1 slices: INTERNAL: Mosaic failed to compile TPU kernel\n"
+
+
+@pytest.mark.parametrize(
+  "written, limit", [("1048576\n", 1 << 20), ("max\n", None), (f"{1 << 63}\n", None), ("", None)]
+)
+def test_a_containers_limit_is_the_memory_of_this_machine(monkeypatch, tmp_path, written, limit):
+  from trainer.tools.preflight import this_machine
+
+  physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+  file = tmp_path / "memory.max"
+  file.write_text(written)
+  monkeypatch.setattr(this_machine, "MEMORY_LIMITS", (tmp_path / "absent", file))
+  assert this_machine.memory() == (limit or physical)
+
+
+def test_a_refusal_keeps_the_first_line(monkeypatch):
+  import jax
+
+  from trainer.tools.preflight import analysis
+
+  class Refusing:
+    compiler_options = None
+
+    def lower(self):
+      return self
+
+    def compile(self, **_):
+      raise jax.errors.JaxRuntimeError("INTERNAL: no\nstack")
+
+  monkeypatch.setattr(analysis.program, "build", lambda *_: Refusing())
+  assert analysis.analyse(None, [[]], 1) == analysis.Refused(1, "INTERNAL: no")
+
+
+@needs_compiler
+def test_num_slices_is_not_that_of_the_topology(no_compiler, capsys):
+  from trainer.tools.preflight import analysis
+
+  no_compiler[2] = no_compiler[1] = analysis.DoesNotFit(2, "too much")
+  assert main([*TINY, *TPU, "num_slices=3"]) == 1
+  assert "compile_topology_num_slices=2 counts here, not num_slices=3" in capsys.readouterr().out
+
+
 @needs_compiler
 def test_for_tpus_that_are_not_there():
   done = command(*TPU)
@@ -80,8 +160,57 @@ def test_slices_exchange_the_gradients_once(changes):
   # The scales of the norms are whole on every chip, and small arrays are padded to the tiles of the memory.
   assert gradients <= across < 1.1 * gradients
   assert found.micro_batches == cfg.optimizer.gradient_accumulation_steps
-  assert found.costs.silent_kernels > 0  # flash attention is in the program
-  assert found.costs.flops + found.unstated_flops > found.model_flops  # remat computes the layers twice
+  assert found.costs.silent_kernels == 0  # flash attention is priced
+  assert found.costs.flops > found.model_flops  # remat computes the layers twice
+
+
+@needs_compiler
+@pytest.mark.parametrize("policy, forward", [("full", 2), ("minimal_with_context", 1)])
+def test_attention_counts_as_often_as_its_kernels_run(policy, forward):
+  """Two matmuls forward, once more where the policy does not keep the result, and five backward; half of the square."""
+  import jax
+  import jax.numpy as jnp
+
+  from trainer.cluster import topologies
+  from trainer.config.schema import ModelSection
+  from trainer.kernels import attention_splash, remat
+  from trainer.tools.preflight import costs, hlo
+
+  layers, batch, length, heads, width = 3, 2, 256, 2, 128
+  kernel = attention_splash.build(mesh=None, seq_len=length, num_q_heads=heads)
+  _, kept = remat.policy(ModelSection(remat_policy=policy))
+
+  def layer(x, scale):
+    queries = jax.ad_checkpoint.checkpoint_name(x * scale, "query_proj")
+    return x + kernel(queries, x, x, jnp.ones((batch, length), int), jnp.ones((batch, length), int))
+
+  def loss(scales, x):
+    body = jax.checkpoint(layer, policy=kept)
+    return jax.lax.scan(lambda x, scale: (body(x, scale), None), x, scales)[0].astype(jnp.float32).sum()
+
+  device = topologies.devices(topologies.resolve("v5e-4"), 1)[0][0]
+  shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=jax.sharding.SingleDeviceSharding(device))
+  gradient = jax.jit(jax.grad(loss, (0, 1))).lower(shape(layers), shape(batch, length, heads, width)).compile()
+  found = costs.count(hlo.parse(gradient.as_text()))
+  matmul = 2 * batch * heads * length * length * width
+  assert found.flops_by_type == {"bf16": layers * (2 * forward + 5) * matmul / 2}
+  assert found.silent_kernels == 0
+
+
+@needs_compiler
+def test_offloaded_activations_go_to_the_host_and_back_once():
+  """Queries, keys, values, the output projection and the MLP's two inner arrays of each token, bf16. Nothing reads the
+  MLP's output again, so that one stays nowhere."""
+  from trainer.cluster import topologies
+  from trainer.tools.preflight import analysis
+
+  cfg = config.load([*TINY, "attention=flash", "remat_policy=minimal_offloaded"])
+  found = analysis.analyse(cfg, topologies.devices(topologies.resolve("v5e-4"), 1), 1)
+  assert isinstance(found, analysis.Analysis)
+  model = cfg.model
+  width = (model.num_query_heads + 2 * model.num_kv_heads) * model.head_dim + model.emb_dim + 2 * model.mlp_dim
+  moved = 2 * model.num_decoder_layers * 2 * width * cfg.data.max_target_length
+  assert found.costs.host_bytes == pytest.approx(moved, rel=0.01)
 
 
 def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):

@@ -12,15 +12,13 @@ from typing import Any
 
 # Chips of a slice -> its shape, as Google Cloud offers it (docs.cloud.google.com/tpu/docs, page of each version).
 _FLAT = MappingProxyType(
-  {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}  # v5e, v6e
+  {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)}  # v5e, v6e
 )
-_CUBIC = MappingProxyType(
-  {
-    4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8",
-    768: "8x8x12", 1024: "8x8x16", 1536: "8x12x16", 2048: "8x16x16", 3072: "12x16x16", 4096: "16x16x16",
-    6144: "16x16x24", 8960: "16x20x28",
-  }  # v4, v5p, 7x
-)  # fmt: skip
+_SMALL = MappingProxyType(
+  {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}  # v4, v5p, 7x
+)
+CUBE = 4  # Larger ones are made of whole cubes of 4 x 4 x 4 chips.
+LONGEST = MappingProxyType({2: 16, 3: 256})  # the most chips along a side, by the number of sides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,21 +26,37 @@ class Generation:
   """How one TPU version is named and described to jax."""
 
   jax_name: str
-  shapes: MappingProxyType[int, str]
+  sides: int
+  largest: int  # chips of a slice
   counted: int  # of the number in a name such as v5p-64: 2 where it counts cores, 1 where it counts chips
   chip_config_name: str = "default"
+
+  def shape(self, chips: int) -> tuple[int, ...] | None:
+    """That of a slice of so many chips; None where there is none.
+
+    Of cubes in several arrangements it is the most compact, as in MaxText's table of names.
+    """
+    if self.sides == 2:
+      return _FLAT.get(chips)
+    cubes, rest = divmod(chips, CUBE**3)
+    if rest or not 0 < chips <= self.largest:
+      return _SMALL.get(chips)
+    divisors = [d for d in range(1, cubes + 1) if cubes % d == 0]
+    pairs = ((a, b) for a in divisors for b in divisors if a <= b and cubes % (a * b) == 0 and a * b * b <= cubes)
+    found = min(((a, b, cubes // (a * b)) for a, b in pairs), key=sum)
+    return tuple(CUBE * side for side in found) if CUBE * max(found) <= LONGEST[3] else None
 
 
 # v4's two cores are one device in "megacore"; 7x has no such mode, so its chip is two devices.
 GENERATIONS = MappingProxyType(
   {
-    "v4": Generation("v4", _CUBIC, 2, "megacore"),
-    "v5e": Generation("v5e", _FLAT, 1),
-    "v5litepod": Generation("v5e", _FLAT, 1),
-    "v5p": Generation("v5p", _CUBIC, 2),
-    "v6e": Generation("v6e", _FLAT, 1),
-    "7x": Generation("tpu7x", _CUBIC, 2),
-    "tpu7x": Generation("tpu7x", _CUBIC, 2),
+    "v4": Generation("v4", 3, 4096, 2, "megacore"),
+    "v5e": Generation("v5e", 2, 256, 1),
+    "v5litepod": Generation("v5e", 2, 256, 1),
+    "v5p": Generation("v5p", 3, 8960, 2),
+    "v6e": Generation("v6e", 2, 256, 1),
+    "7x": Generation("tpu7x", 3, 9216, 2),
+    "tpu7x": Generation("tpu7x", 3, 9216, 2),
   }
 )
 
@@ -84,28 +98,55 @@ def resolve(name: str) -> Topology:
 
   v5e and v6e count chips; v4, v5p and 7x count cores, two to a chip: v5p-64 is 32 chips.
   """
-  found = re.fullmatch(r"(\w+)([-:])([\dx]+)", name.strip().lower())
+  found = re.fullmatch(r"(\w+)(?:-(\d+)|:(\d+(?:x\d+)*))", name.strip().lower())
   if not found or found.group(1) not in GENERATIONS:
     raise TopologyError(
       f"compile_topology={name}: no such TPU slice. Give VERSION-NUMBER ({_examples()}) or a jax topology name "
       "(v5e:4x4, v5p:4x4x8)."
     )
-  generation = GENERATIONS[found.group(1)]
-  if found.group(2) == ":":
-    shape = found.group(3)
+  version, number, written = found.groups()
+  generation = GENERATIONS[version]
+  if number:
+    chips, rest = divmod(int(number), generation.counted)
+    shape = None if rest else generation.shape(chips)
+    if shape is None:
+      raise TopologyError(f"compile_topology={name}: {_numbers(version, generation)}")
   else:
-    number = int(found.group(3)) if found.group(3).isdigit() else 0
-    known = {chips * generation.counted: shape for chips, shape in generation.shapes.items()}
-    if number not in known:
-      counted = "cores, two to a chip" if generation.counted == 2 else "chips"
-      raise TopologyError(
-        f"compile_topology={name}: the number counts {counted}, and slices of {found.group(1)} have "
-        f"{', '.join(map(str, known))}. Another shape can be given in jax's way: {generation.jax_name}:AxBxC."
-      )
-    shape = known[number]
-  sizes = [int(size) for size in shape.split("x")]
-  host = (1, 1, 1) if math.prod(sizes) == 1 else (2, 2, 1)
-  return Topology(name, f"{generation.jax_name}:{shape}", generation.chip_config_name, math.prod(sizes), host)
+    shape = tuple(int(side) for side in written.split("x"))
+    _check_shape(name, shape, generation)
+  host = (1, 1, 1) if math.prod(shape) == 1 else (2, 2, 1)
+  jax_name = f"{generation.jax_name}:{'x'.join(map(str, shape))}"
+  return Topology(name, jax_name, generation.chip_config_name, math.prod(shape), host)
+
+
+def _numbers(version: str, generation: Generation) -> str:
+  """Which numbers the names of a version's slices have, as an error message ends."""
+  if generation.sides == 2:
+    return f"the number counts chips, and slices of {version} have {', '.join(map(str, _FLAT))}."
+  small = ", ".join(str(chips * generation.counted) for chips in _SMALL)
+  return (
+    f"the number counts cores, two to a chip, and slices of {version} have {small}, or a multiple of "
+    f"{CUBE**3 * generation.counted} up to {generation.largest * generation.counted} that makes a box with no side "
+    f"above {LONGEST[3]} chips. Another shape can be given in jax's way: {generation.jax_name}:AxBxC."
+  )
+
+
+def _check_shape(name: str, shape: tuple[int, ...], generation: Generation) -> None:
+  """Raises TopologyError for a shape that the compiler does not take: it ends the whole process for some of them."""
+  longest = LONGEST[generation.sides]
+  wrong = None
+  if len(shape) != generation.sides:
+    wrong = f"it has {len(shape)} sides, and slices of {generation.jax_name} have {generation.sides}"
+  elif math.prod(shape) > generation.largest or max(shape) > longest:
+    wrong = "it is too large"
+  elif math.prod(shape) != 1 and (0 in shape or shape[0] % 2 or shape[1] % 2):
+    wrong = "a host has 2 x 2 chips, which do not fill it"
+  if wrong:
+    form = f"{generation.jax_name}:{'x'.join('ABC'[: generation.sides])}"
+    raise TopologyError(
+      f"compile_topology={name}: {wrong}. Give {form} with at most {longest} chips along a side and "
+      f"{generation.largest} in all, A and B even; one chip has 1 for each side."
+    )
 
 
 def devices(topology: Topology, num_slices: int) -> tuple[tuple[Any, ...], ...]:

@@ -17,16 +17,12 @@ def flops_per_token(model: ModelSection, sequence_length: int) -> float:
   """Model FLOPs of one training step per token, forward and backward, at T = sequence_length.
 
   6 per parameter of a matmul (2 forward, 4 backward), the output head included, the embedding lookup and the norms
-  not; and `attention_flops_per_token`. What remat computes again is not counted: this is the numerator of MFU, not of
-  hardware utilisation.
+  not; and 12 L N H T for the two attention matmuls over the whole square, halved because attention is causal. What
+  remat computes again is not counted: this is the numerator of MFU, not of hardware utilisation.
   """
   matmuls = model.num_decoder_layers * _layer_matmul_parameters(model) + model.vocab_size * model.emb_dim
-  return 6.0 * matmuls + attention_flops_per_token(model, sequence_length)
-
-
-def attention_flops_per_token(model: ModelSection, sequence_length: int) -> float:
-  """12 L N H T for the two attention matmuls over the whole square, halved because attention is causal."""
-  return 12 * model.num_decoder_layers * model.num_query_heads * model.head_dim * sequence_length / 2
+  attention = 12 * model.num_decoder_layers * model.num_query_heads * model.head_dim * sequence_length / 2
+  return 6.0 * matmuls + attention
 
 
 def _layer_matmul_parameters(model: ModelSection) -> int:

@@ -425,7 +425,7 @@ class PreflightSection(Section):
 
   compile_topology: str = Field(
     "",
-    description="TPU slice to compile for without having it: v5e-16, v5p-64, ... (chips as in MaxText's names) or a jax topology name such as v5e:4x4.",
+    description="TPU slice to compile for without having it: v5e-16, v5p-64, ... (MaxText's names; v5e and v6e count chips, v4, v5p and 7x count cores) or a jax topology name such as v5e:4x4.",
   )
   compile_topology_num_slices: Positive = Field(1, description="Slices of compile_topology.")
   preflight_search: bool = Field(

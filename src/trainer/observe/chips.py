@@ -62,8 +62,9 @@ CHIPS = (
   ),
   Chip("A100", ("NVIDIA A100",), 312e12, 80 * GiB, 2039e9, 600e9, peak_int8=624e12),
   # H100 SXM: 989.4 TFLOPS, int8 and fp8 1979, 80 GB, 3.35 TB/s, NVLink 900 GB/s. The PCIe card: 756 TFLOPS, 1513,
-  # 2.0 TB/s, 600 GB/s bridge.
+  # 2.0 TB/s, 600 GB/s bridge. The NVL card: 835 TFLOPS, 1671, 94 GB, 3.9 TB/s, 600 GB/s bridge.
   Chip("H100-PCIe", ("NVIDIA H100 PCIe",), 756e12, 80 * GiB, 2.0e12, 600e9, peak_int8=1513e12, peak_fp8=1513e12),
+  Chip("H100-NVL", ("NVIDIA H100 NVL",), 835e12, 94 * 10**9, 3.9e12, 600e9, peak_int8=1671e12, peak_fp8=1671e12),
   Chip("H100", ("NVIDIA H100",), 989.4e12, 80 * GiB, 3.35e12, 900e9, peak_int8=1979e12, peak_fp8=1979e12),
   # H200 SXM: the same cores, 141 GB, 4.8 TB/s.
   Chip("H200", ("NVIDIA H200",), 989.4e12, 141 * 10**9, 4.8e12, 900e9, peak_int8=1979e12, peak_fp8=1979e12),

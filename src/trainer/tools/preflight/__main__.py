@@ -2,7 +2,7 @@
 
 With compile_topology=v5e-16 compile_topology_num_slices=3 the exact training step is compiled for TPUs that are not
 there; without it, for the devices of this machine. Exit code 0: it fits; 1: it does not; 2: the input is wrong or the
-compiler is not installed.
+compiler is not installed; 3: the compiler refused the step for another reason than memory.
 """
 
 from __future__ import annotations

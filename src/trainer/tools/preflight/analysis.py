@@ -54,15 +54,9 @@ class Analysis:
   costs: Costs
   collectives: tuple[Collective, ...]
   model_flops: float  # per device and step, from the model's formula
-  attention_flops: float  # of these, what attention needs
   tokens: int  # of the global batch
   trace_seconds: float
   compile_seconds: float
-
-  @property
-  def unstated_flops(self) -> float:
-    """What kernels compute that do not state it: attention, forward and backward once."""
-    return self.attention_flops if self.costs.silent_kernels else 0.0
 
   def exchanged(self) -> list[Collective]:
     """Collectives that leave the slice."""
@@ -77,7 +71,18 @@ class DoesNotFit:
   reason: str
 
 
-def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int) -> Analysis | DoesNotFit:
+@dataclasses.dataclass(frozen=True)
+class Refused:
+  """The compiler refused for a reason other than memory."""
+
+  slices: int
+  reason: str
+
+
+Finding = Analysis | DoesNotFit | Refused
+
+
+def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int) -> Finding:
   """The analysis of the step for the living `slices`. Raises ValueError where sizes do not fit the devices."""
   start = time.monotonic()
   prog = program.build(config, slices, num_slices_total)
@@ -87,7 +92,7 @@ def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total
     compiled = lowered.compile(compiler_options=prog.compiler_options)
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
-      raise
+      return Refused(len(slices), str(error).splitlines()[0])
     return DoesNotFit(len(slices), out_of_memory(str(error)))
   done = time.monotonic()
   return read(config, prog, compiled, num_slices_total, traced - start, done - traced)
@@ -109,7 +114,6 @@ def read(
   devices = list(prog.mesh.devices.flat)
   alive = prog.plan.rows.shape[1]
   tokens = program.global_batch_size(config, num_slices_total, len(devices) // alive) * config.data.max_target_length
-  tokens_per_device = tokens / len(devices)
   return Analysis(
     slices=alive,
     num_slices_total=num_slices_total,
@@ -130,8 +134,7 @@ def read(
     xla_bytes=counted.get("bytes accessed", 0.0),
     costs=costs.count(module),
     collectives=tuple(collectives.find(module, slice_of(prog))),
-    model_flops=counts.flops_per_token(config.model, config.data.max_target_length) * tokens_per_device,
-    attention_flops=counts.attention_flops_per_token(config.model, config.data.max_target_length) * tokens_per_device,
+    model_flops=counts.flops_per_token(config.model, config.data.max_target_length) * tokens / len(devices),
     tokens=tokens,
     trace_seconds=trace_seconds,
     compile_seconds=compile_seconds,
@@ -184,9 +187,8 @@ def roofline(analysis: Analysis, chip: chips.Chip) -> Roofline:
   inside = sum(c.sent for c in analysis.collectives if not c.crosses_slices)
   across = sum(c.sent for c in analysis.exchanged())
   bandwidth = DCN_BANDWIDTH.get(chip.name)
-  stated = sum(flops / chip.peak(kind) for kind, flops in analysis.costs.flops_by_type.items())
   return Roofline(
-    compute=stated + analysis.unstated_flops / chip.peak_flops,
+    compute=sum(flops / chip.peak(kind) for kind, flops in analysis.costs.flops_by_type.items()),
     memory=analysis.costs.device_bytes / chip.hbm_bandwidth,
     ici=inside / (chip.link_bandwidth / 2),
     dcn=across / bandwidth if bandwidth else (None if across else 0.0),

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from trainer.tools.preflight import kernels
 from trainer.tools.preflight.hlo import DEVICE, HOST, Array, Computation, Instruction, Module
 
 # They hand on a buffer or run another computation whose instructions count by themselves.
@@ -21,22 +22,24 @@ _FREE = frozenset(
   "opt-barrier optimization-barrier async-start async-update async-done add-dependency domain "
   "send send-done recv recv-done".split()
 )
-_SLICES = frozenset({"dynamic-slice", "slice", "gather"})
+_SLICES = frozenset({"dynamic-slice", "slice", "gather", "dynamic-slice-start", "slice-start"})
+_UPDATES = frozenset({"dynamic-update-slice", "dynamic-update-slice-start"})
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_KERNEL_FLOPS = re.compile(r'"cost_estimate":\{[^{}]*"flops":"?(\d+)')
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-  flops_by_type: Mapping[str, float]  # of matmuls and convolutions by the HLO type of their operands; "" of kernels
+  flops_by_type: Mapping[
+    str, float
+  ]  # of matmuls and kernels by the HLO type of their operands; "": of none that is known
   device_bytes: float  # read and written in the device's main memory (HBM); on-chip memory is not counted
   host_bytes: float  # moved between the device and pinned host memory
   cycles: float  # the TPU compiler's own estimates of its fusions; kernels and communication are not in them
-  silent_kernels: int  # custom kernels that do not state their FLOPs, times run
+  silent_kernels: int  # kernels whose FLOPs nothing tells, times run
 
   @property
   def flops(self) -> float:
-    """Of matmuls, convolutions and kernels that state theirs."""
+    """Of matmuls, convolutions and kernels whose FLOPs are known."""
     return sum(self.flops_by_type.values())
 
 
@@ -54,10 +57,12 @@ def count(module: Module) -> Costs:
         flops[_operand_type(computation, instruction)] += times * _dot_flops(computation, instruction)
       elif instruction.opcode == "convolution":
         flops[_operand_type(computation, instruction)] += times * _convolution_flops(computation, instruction)
-      elif _is_kernel(instruction):
-        stated = _KERNEL_FLOPS.search(instruction.rest)
-        flops[""] += times * (int(stated.group(1)) if stated else 0)
-        silent += 0 if stated else int(times)
+      elif kernels.is_kernel(instruction):
+        priced = kernels.flops(computation, instruction)
+        if priced is None:
+          silent += int(times)
+        else:
+          flops[priced[0]] += times * priced[1]
   for computation, instruction, times in module.executed():
     estimate = _CYCLES.search(instruction.rest)
     cycles += times * (int(estimate.group(1)) if estimate else 0)
@@ -65,13 +70,6 @@ def count(module: Module) -> Costs:
     device += times * traffic[DEVICE]
     host += times * traffic[HOST]
   return Costs(dict(flops), device, host, cycles, silent)
-
-
-def _is_kernel(instruction: Instruction) -> bool:
-  """Pallas on TPU and GPU."""
-  if instruction.opcode != "custom-call":
-    return False
-  return instruction.attribute("custom_call_target") in ('"tpu_custom_call"', '"__gpu$xla.gpu.triton"')
 
 
 def _shape(computation: Computation, name: str) -> Array:
@@ -140,7 +138,7 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
   """Bytes that one instruction reads and writes, by memory space; a buffer of which only a slice is touched counts as
   the slice."""
   by_space = {DEVICE: 0.0, HOST: 0.0}
-  if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
+  if instruction.opcode in _FREE or instruction.opcode.endswith("-done") or _names_memory(instruction):
     return by_space
   operands = [computation.by_name.get(name) for name in instruction.operands]
   inner = module.computations[instruction.called[0]] if instruction.opcode == "fusion" else None
@@ -157,10 +155,20 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
   return by_space
 
 
+def _names_memory(instruction: Instruction) -> bool:
+  """The TPU compiler's ways to reserve a buffer and to see several beside each other as one; nothing moves."""
+  return instruction.opcode == "custom-call" and instruction.attribute("custom_call_target") in (
+    '"AllocateBuffer"',
+    '"ConcatBitcast"',
+  )
+
+
 def _written(instruction: Instruction) -> tuple[Array, ...]:
-  """The results that are new; an asynchronous start also lists its operand and its semaphores."""
-  if instruction.opcode in ("copy-start", "slice-start"):
-    return instruction.result[:1] if instruction.opcode == "copy-start" else instruction.result[1:2]
+  """The results that are new; an asynchronous start also lists its operands and its semaphore."""
+  if instruction.opcode == "copy-start":
+    return instruction.result[:1]
+  if instruction.opcode in ("slice-start", "dynamic-slice-start", "dynamic-update-slice-start"):
+    return instruction.result[-2:-1]
   if instruction.opcode in ("collective-permute-start", "all-gather-start"):
     return instruction.result[1:2]
   return instruction.result
@@ -169,10 +177,8 @@ def _written(instruction: Instruction) -> tuple[Array, ...]:
 def _read(instruction: Instruction, index: int, array: Array) -> float:
   """Bytes that a single instruction reads of its operand `index`."""
   if instruction.opcode in _SLICES and index == 0:
-    return sum(a.bytes for a in instruction.result)
-  if instruction.opcode == "slice-start" and index == 0:
-    return _written(instruction)[0].bytes
-  if instruction.opcode in ("dynamic-update-slice", "scatter") and index == 0:
+    return sum(a.bytes for a in _written(instruction))
+  if instruction.opcode in (*_UPDATES, "scatter") and index == 0:
     return 0
   return array.bytes
 
@@ -210,7 +216,7 @@ def _write(
 ) -> float:
   """Bytes written of result `index`."""
   if inner is None:
-    if instruction.opcode == "dynamic-update-slice":
+    if instruction.opcode in _UPDATES:
       return _shape(computation, instruction.operands[1]).bytes
     return array.bytes
   made = inner.root

@@ -16,6 +16,8 @@ _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 _SHAPE = re.compile(r"([a-z][a-z0-9]*)\[([\d,]*)\](?:\{([^{}]*)\})?")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+# `}` alone, or with the name of the thread that runs the computation; in an attribute that has lines of its own, `}},`.
+_END = re.compile(r"^\}(?:\s|, |$)")
 _CALLED = re.compile(r"\b(?:calls|body|condition|to_apply|branch_computations|true_computation|false_computation)=")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
@@ -225,8 +227,8 @@ def parse(text: str) -> Module:
   computations: dict[str, Computation] = {}
   entry, name = "", ""
   body: list[Instruction] = []
-  for line in text.splitlines():
-    if line.startswith("}"):
+  for line in _logical_lines(text):
+    if _END.match(line):
       computations[name] = Computation(name, tuple(body))
       continue
     header = _COMPUTATION.match(line)
@@ -238,6 +240,22 @@ def parse(text: str) -> Module:
   if not entry:
     raise ValueError("This is no HLO module: it has no ENTRY computation.")
   return Module(computations, entry)
+
+
+def _logical_lines(text: str) -> Iterator[str]:
+  """Lines with those that go on an instruction joined to it: the attributes of a Pallas kernel have line breaks."""
+  pending = ""
+  for line in text.splitlines():
+    if pending and line and not (_INSTRUCTION.match(line) or _END.match(line)):
+      pending += line
+      continue
+    if pending:
+      yield pending
+    pending = line if _INSTRUCTION.match(line) else ""
+    if not pending:
+      yield line
+  if pending:
+    yield pending
 
 
 def _instruction(line: str) -> Instruction:

@@ -19,7 +19,7 @@ class StateSizes:
   parameter_bytes: int
   state_bytes: int  # parameters, optimizer, counters: a persistent checkpoint, and a snapshot's replica per slice
   hosts_per_slice: int
-  ramdisk_by_rule: int
+  ramdisk_by_rule: int | None  # None, both: no slice holds the whole state
   ramdisk_exact: int | None
 
 
@@ -48,19 +48,24 @@ def state_lines(sizes: StateSizes) -> list[str]:
   lines = [
     f"Parameters: {sizes.parameters:,} ({size(sizes.parameter_bytes)})",
     f"Checkpoint: {size(sizes.state_bytes)} of arrays, the whole state once",
+  ]
+  if sizes.ramdisk_by_rule is None or sizes.ramdisk_exact is None:
+    return [*lines, "Snapshot and ramdisk: none, because no slice holds the whole state (dcn_*_parallelism)"]
+  return [
+    *lines,
     f"Snapshot: {size(sizes.state_bytes)} of host memory per slice and copy, {size(per_host)} per host "
     f"({sizes.hosts_per_slice} hosts per slice), two copies while one is being made",
     f"Ramdisk per host: {size(sizes.ramdisk_by_rule)} by the rule (parameters x 12 bytes / hosts x 2 x 1.15)",
+    f"Ramdisk per host: {size(sizes.ramdisk_exact)} by exact count, two saves and no margin",
   ]
-  if sizes.ramdisk_exact is not None:
-    lines.append(f"Ramdisk per host: {size(sizes.ramdisk_exact)} by exact count, two saves and no margin")
-  return lines
 
 
 def degraded_lines(table: Sequence[PlanCost], total: int) -> list[str]:
-  """What a step costs while k of N slices live."""
+  """What a step costs while k of N slices live; an empty table says that all must."""
   if total == 1:
     return ["Slices: one; nothing to go on with when it is lost"]
+  if not table:
+    return [f"Slices: all {total}, as dcn_*_parallelism say; the run cannot go on with fewer"]
   lines = ["Slices alive | micro-batches per step | padding | speed, if only computation counts"]
   for row in reversed(table):
     columns = (
@@ -81,8 +86,10 @@ def analysis_lines(analysis: Analysis, chip: Chip | None) -> list[str]:
     f"The step on {a.slices} of {a.num_slices_total} slices x {a.devices_per_slice} {a.device_kind}: mesh {mesh}",
     f"  Attention: {a.attention}; {a.micro_batches} micro-batches per step; {a.tokens:,} tokens per step",
     f"  {memory_line(a, chip)}",
-    f"  FLOPs per device and step: {a.model_flops:.3e} of the model, {a.costs.flops + a.unstated_flops:.3e} executed"
-    + (f" ({a.unstated_flops:.3e} by {a.costs.silent_kernels} runs of kernels, estimated)" if a.unstated_flops else ""),
+    f"  FLOPs per device and step: {a.model_flops:.3e} of the model, {a.costs.flops:.3e} executed"
+    + (
+      f" (without {a.costs.silent_kernels} runs of kernels whose FLOPs nothing tells)" if a.costs.silent_kernels else ""
+    ),
     f"  Memory traffic per device and step: {size(a.costs.device_bytes)}"
     + (f", and {size(a.costs.host_bytes)} to and from the host" if a.costs.host_bytes else ""),
     f"  The compiler's own counts, loops once: {a.xla_flops:.3e} FLOPs, {a.xla_bytes:.3e} bytes accessed",

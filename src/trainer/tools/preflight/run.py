@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +18,8 @@ Slices = Sequence[Sequence[Any]]
 
 
 def run(config: Config, started: float) -> int:
-  """Prints the findings; 0 where every step that it compiles fits, else 1."""
+  """Prints the findings; 0 where every step that it compiles fits, 1 where one does not, 3 where the compiler refuses
+  one for another reason."""
   slices_of, total, where = _devices(config)
   # jax may be imported from here on: the environment says by now which platform it is for.
   from trainer.elastic import batch_plan
@@ -31,27 +33,42 @@ def run(config: Config, started: float) -> int:
     # Before anything compiles beside it: it is a measurement.
     chip = this_machine.measured([device for devices in slices for device in devices], config.model.dtype)
     print(report.machine_line(chip))
-  wanted = [total, total - 1] if total > 1 and config.preflight.preflight_degraded else [total]
+  whole = _whole(config, total)
+  fewer = whole and (total == 1 or config.parallelism.dcn_data_parallelism == -1)
+  wanted = [total, total - 1] if total > 1 and fewer and config.preflight.preflight_degraded else [total]
   with concurrent.futures.ThreadPoolExecutor(len(wanted)) as pool:
     # The compilations run beside each other: the compiler lets go of the interpreter.
     futures = [pool.submit(analysis.analyse, config, slices_of(alive), total) for alive in wanted]
-    for line in report.state_lines(_sizes(config, slices)):
+    for line in report.state_lines(_sizes(config, slices, whole)):
       print(line)
-    for line in report.degraded_lines(batch_plan.table(total, config.optimizer.gradient_accumulation_steps), total):
+    table = batch_plan.table(total, config.optimizer.gradient_accumulation_steps) if fewer else []
+    for line in report.degraded_lines(table, total):
       print(line, flush=True)
-    fits = True
+    codes = [0]
     for future in futures:
       found = future.result()
+      if isinstance(found, analysis.Refused):
+        print(f"error: the compiler refused the step on {found.slices} slices: {found.reason}", file=sys.stderr)
+        codes.append(3)
+        continue
       if isinstance(found, analysis.DoesNotFit):
         lines, fits = report.refusal_lines(found), False
       else:
         lines = report.analysis_lines(found, chip)
-        fits &= chip is None or found.memory.total <= chip.hbm_bytes
+        fits = chip is None or found.memory.total <= chip.hbm_bytes
+      codes.append(0 if fits else 1)
       print("\n".join(lines), flush=True)
   if config.preflight.preflight_search:
     print("\n".join(search.lines(config, slices, chip)))
   print(f"Seconds for all of it: {time.monotonic() - started:.1f}")
-  return 0 if fits else 1
+  return max(codes)
+
+
+def _whole(config: Config, total: int) -> bool:
+  """Whether each of `total` slices holds the whole state. Raises ValueError where the keys fit no `total` slices."""
+  from trainer import mesh
+
+  return set(mesh.axis_sizes(config.parallelism, "dcn", total)[1:]) == {1}
 
 
 def _devices(config: Config) -> tuple[Callable[[int], Slices], int, str]:
@@ -62,6 +79,7 @@ def _devices(config: Config) -> tuple[Callable[[int], Slices], int, str]:
     all_slices = cluster.view(cluster.slices).devices
     where = f"For the devices of this machine: {cluster.num_slices} slices of {cluster.devices_per_slice}"
     return lambda alive: all_slices[:alive], cluster.num_slices, where
+  given = config.cluster.num_slices or count
   topology = topologies.resolve(name)
   topologies.prepare_environment()
   # k slices are described as k: the compiler takes no program that leaves out a slice of its topology.
@@ -72,12 +90,13 @@ def _devices(config: Config) -> tuple[Callable[[int], Slices], int, str]:
     (
       f"For {count} slices of {topology.jax_name}: {topology.chips} chips ({len(slices_of(count)[0])} devices) on "
       f"{topology.hosts} hosts each; no TPU is needed"
+      + (f"\ncompile_topology_num_slices={count} counts here, not num_slices={given}" if given != count else "")
     ),
   )
 
 
-def _sizes(config: Config, slices: Slices) -> Any:
-  """Sizes of the state and of its copies."""
+def _sizes(config: Config, slices: Slices, whole: bool) -> Any:
+  """Sizes of the state and of its copies; whole: each slice holds all of it."""
   from trainer import program
   from trainer.checkpoint import sizes, trees
   from trainer.tools.preflight import report
@@ -85,14 +104,12 @@ def _sizes(config: Config, slices: Slices) -> Any:
   state = program.build(config, slices, len(slices)).state
   host_of = lambda device: device.process_index
   hosts = len({host_of(device) for device in slices[0]})
-  parallelism = config.parallelism
-  whole = {parallelism.dcn_fsdp_parallelism, parallelism.dcn_tensor_parallelism} == {1}
   parameters = counts.parameter_count(config.model)
   return report.StateSizes(
     parameters=parameters,
     parameter_bytes=trees.state_bytes(state.params),
     state_bytes=trees.state_bytes(state),
     hosts_per_slice=hosts,
-    ramdisk_by_rule=sizes.ramdisk_by_rule(parameters, hosts),
+    ramdisk_by_rule=sizes.ramdisk_by_rule(parameters, hosts) if whole else None,
     ramdisk_exact=max(sizes.ramdisk_exact(state, slices[0], host_of).values()) if whole else None,
   )

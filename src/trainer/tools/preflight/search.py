@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.config.schema import Config, RematPolicy
 from trainer.observe.chips import Chip
-from trainer.tools.preflight.analysis import Analysis, DoesNotFit, analyse, roofline
+from trainer.tools.preflight.analysis import Analysis, Finding, analyse, roofline
 from trainer.tools.preflight.report import milliseconds, size
 
 # From the most memory and least recomputation to the least memory. The first that fits is the fastest of those on the
@@ -24,7 +24,7 @@ POLICIES = (
 OFFLOADING = (RematPolicy.MINIMAL_OFFLOADED,)
 MAX_DOUBLINGS = 5
 
-Try = Callable[[RematPolicy, float], Analysis | DoesNotFit]
+Try = Callable[[RematPolicy, float], Finding]  # raises ValueError where a batch does not divide over the devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ def lines(config: Config, slices: Sequence[Sequence[Any]], chip: Chip | None) ->
   if chip is None:
     return ["Search: this device is not in the table of chips, so nothing can be ranked"]
 
-  def attempt(policy: RematPolicy, batch: float) -> Analysis | DoesNotFit:
+  def attempt(policy: RematPolicy, batch: float) -> Finding:
     return analyse(with_keys(config, remat_policy=policy, per_device_batch_size=batch), slices, len(slices))
 
   platform = slices[0][0].platform
@@ -51,8 +51,10 @@ def lines(config: Config, slices: Sequence[Sequence[Any]], chip: Chip | None) ->
     key=lambda c: -c.tokens_per_second,
   )
   if not found:
-    return ["Search: nothing fits, remat_policy=full at the given per_device_batch_size included. Use more devices,"
-            " ici_tensor_parallelism or ici_context_parallelism."]  # fmt: skip
+    return [
+      "Search: nothing fits, not even remat_policy=full at the smallest per_device_batch_size that divides over the "
+      "devices. Use more devices, ici_tensor_parallelism or ici_context_parallelism."
+    ]
   best = found[0]
   text = [
     f"Search: remat_policy={best.policy} per_device_batch_size={best.per_device_batch_size:g} is the fastest that fits",
@@ -69,15 +71,34 @@ def lines(config: Config, slices: Sequence[Sequence[Any]], chip: Chip | None) ->
 
 
 def candidates(attempt: Try, batch: float, chip: Chip, *, offload: bool) -> Iterator[Candidate]:
-  """What fits: for each batch size, doubled until nothing does, the first fitting policy and the offloading ones."""
-  for _ in range(MAX_DOUBLINGS + 1):
-    fitting = _first_that_fits(attempt, batch, chip)
-    if fitting is None:
-      return
+  """What fits: for each batch size the first fitting policy and the offloading ones.
+
+  The batch is doubled until nothing fits; where nothing does at the given one, it is halved until something does.
+  """
+  fitting = _first_that_fits(attempt, batch, chip)
+  smaller = fitting is None
+  if smaller:
+    fitting = _of_smaller_batches(attempt, batch, chip)
+  doublings = 0 if smaller else MAX_DOUBLINGS
+  while fitting is not None:
     yield fitting
+    batch = fitting.per_device_batch_size
     if offload and fitting.policy is not RematPolicy.NONE:
       yield from filter(None, (_candidate(attempt, policy, batch, chip) for policy in OFFLOADING))
-    batch *= 2
+    fitting = _first_that_fits(attempt, 2 * batch, chip) if doublings else None
+    doublings -= 1
+
+
+def _of_smaller_batches(attempt: Try, batch: float, chip: Chip) -> Candidate | None:
+  """At the largest of batch / 2, batch / 4, ... at which anything fits; None: the next one does not divide."""
+  fitting = None
+  while fitting is None:
+    batch /= 2
+    try:
+      fitting = _first_that_fits(attempt, batch, chip)
+    except ValueError:
+      return None
+  return fitting
 
 
 def _first_that_fits(attempt: Try, batch: float, chip: Chip) -> Candidate | None:
@@ -96,7 +117,7 @@ def _first_that_fits(attempt: Try, batch: float, chip: Chip) -> Candidate | None
 
 def _candidate(attempt: Try, policy: RematPolicy, batch: float, chip: Chip) -> Candidate | None:
   found = attempt(policy, batch)
-  if isinstance(found, DoesNotFit) or found.memory.total > chip.hbm_bytes:
+  if not isinstance(found, Analysis) or found.memory.total > chip.hbm_bytes:
     return None
   bounds = roofline(found, chip)
   devices = found.slices * found.devices_per_slice

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -15,6 +16,11 @@ from trainer.observe.chips import Chip
 MATMUL = 2048  # rows and columns: larger ones are no faster on any CPU
 COPIED = 1 << 28  # bytes: more than any cache holds
 TURNS = 5
+# Where a container reads its limit, under cgroup v2 and v1.
+MEMORY_LIMITS = (
+  pathlib.Path("/sys/fs/cgroup/memory.max"),
+  pathlib.Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 
 
 def measured(devices: Sequence[Device], dtype: str) -> Chip:
@@ -29,8 +35,20 @@ def measured(devices: Sequence[Device], dtype: str) -> Chip:
     copy = _seconds(jax.jit(lambda a: a + 1, donate_argnums=0), jnp.zeros(COPIED // 4, jnp.float32))
   share = 1 / len(devices)
   bandwidth = 2 * COPIED / copy * share
-  memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-  return Chip("this CPU", (), 2 * MATMUL**3 / matmul * share, int(memory * share), bandwidth, bandwidth)
+  return Chip("this CPU", (), 2 * MATMUL**3 / matmul * share, int(memory() * share), bandwidth, bandwidth)
+
+
+def memory() -> int:
+  """Bytes that this process may use: what the machine has, or less where a container limits it."""
+  found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+  for path in MEMORY_LIMITS:
+    try:
+      text = path.read_text().strip()
+    except OSError:
+      continue
+    if text.isdigit():  # else "max": no limit
+      found.append(int(text))
+  return min(found)
 
 
 def _seconds(function: Callable[[jax.Array], jax.Array], array: jax.Array) -> float:

@@ -1,0 +1,80 @@
+"""FLOPs of custom calls, which XLA counts as none: Pallas kernels, and the libraries that compute for GPUs.
+
+Attention is priced by the sizes it is given, halved where its mask is causal: what a mask empties is not computed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from trainer.tools.preflight.hlo import Array, Computation, Instruction
+
+_STATED = re.compile(r'"cost_estimate":\{[^{}]*"flops":"?(\d+)')
+# JAX names its splash kernels after their phase, and whether they know segments and keep residuals.
+_SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
+# Matmuls of T x S x H per head: forward q k and p v; backward k q again and dO v in both kernels, then dq = ds k in
+# one and dv = p dO, dk = ds q in the other. The fused kernel makes all three from one pair.
+_MATMULS = {"fwd": 2, "dq": 3, "dkv": 4, "fused": 5}
+
+
+def is_kernel(instruction: Instruction) -> bool:
+  """Whether it is a custom call that computes what the module's text does not show."""
+  target = _target(instruction)
+  return target in ("tpu_custom_call", "__gpu$xla.gpu.triton") or target.startswith(("__cublas$", "__cudnn$"))
+
+
+def flops(computation: Computation, kernel: Instruction) -> tuple[str, float] | None:
+  """(HLO type of the operands, FLOPs) of one run; the type is "" where the kernel itself states its FLOPs, and all is
+  None where neither it nor anything here does."""
+  stated = _STATED.search(kernel.rest)
+  if stated:
+    return "", float(stated.group(1))
+  arrays = [computation.by_name[name].result[0] for name in kernel.operands]
+  target = _target(kernel)
+  if target.startswith(("__cublas$gemm", "__cublas$lt$matmul")):
+    return _gemm(kernel, arrays)
+  if target.startswith("__cudnn$fmha"):
+    return _fmha(kernel, arrays)
+  # The compiler may rename an instruction; the operation's name ends with the kernel's.
+  named = _SPLASH.findall(kernel.name) or _SPLASH.findall(kernel.source)
+  return _splash(kernel, arrays, named[-1]) if named else None
+
+
+def _target(instruction: Instruction) -> str:
+  if instruction.opcode != "custom-call":
+    return ""
+  return (instruction.attribute("custom_call_target") or "").strip('"')
+
+
+def _splash(kernel: Instruction, arrays: list[Array], phase: str) -> tuple[str, float]:
+  """Its operands are integers that describe the mask, then q [.., N, T, H], k and v [.., K, S, H], and others."""
+  q, k = [a for a in arrays if a.dtype in ("bf16", "f16", "f32")][:2]
+  # The fused backward kernel also returns dq, a part of it for each block of keys.
+  if phase == "dkv" and any(len(a.dims) == len(q.dims) + 1 and a.dims[-3:] == q.dims[-3:] for a in kernel.result):
+    phase = "fused"
+  return q.dtype, _MATMULS[phase] * 2.0 * math.prod(q.dims) * k.dims[-2] / 2
+
+
+def _fmha(kernel: Instruction, arrays: list[Array]) -> tuple[str, float] | None:
+  """cuDNN's attention; its configuration has the scores' shape [B, N, T, S]. Backward computes all in one kernel."""
+  scores = re.search(r'"intermediate_tensor_shape":\{[^{}]*"dimensions":\[([^\]]*)\]', kernel.rest)
+  if scores is None:
+    return None
+  matmuls = _MATMULS["fused" if "Backward" in _target(kernel) else "fwd"]
+  causal = 2 if re.search(r'"mask_type":"(?:PADDING_)?CAUSAL"', kernel.rest) else 1
+  return arrays[0].dtype, matmuls * 2.0 * math.prod(_numbers(scores.group(1))) * arrays[0].dims[-1] / causal
+
+
+def _gemm(kernel: Instruction, arrays: list[Array]) -> tuple[str, float] | None:
+  """2 x elements of the result x size of the contraction."""
+  contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', kernel.rest)
+  if contracted is None:
+    return None
+  size = math.prod(arrays[0].dims[d] for d in _numbers(contracted.group(1)))
+  wider = max(arrays[:2], key=lambda array: array.bits)
+  return wider.dtype, 2.0 * math.prod(kernel.result[0].dims) * size
+
+
+def _numbers(text: str) -> list[int]:
+  return [int(number) for number in re.findall(r"\d+", text)]

@@ -1,0 +1,77 @@
+"""Preflight's search, with a compiler that knows only how much memory a batch needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.config.schema import RematPolicy
+from trainer.observe import chips
+from trainer.tools.preflight import costs, search
+from trainer.tools.preflight.analysis import Analysis, DoesNotFit, Memory, Refused
+
+CHIP = chips.Chip("test", (), 1e12, 1000, 1e9, 1e9)
+# Bytes per example; the rest of the policies lies between.
+NEEDED = dict(zip(search.POLICIES, (600, 500, 400, 300, 200, 100)))
+
+
+def compiler(tried, divides=lambda batch: batch >= 1):
+  def attempt(policy, batch):
+    if not divides(batch):
+      raise ValueError("a slice's micro-batch must be a whole number of at least 1")
+    tried.append((policy, batch))
+    used = int(NEEDED.get(policy, 100) * batch)
+    if used > CHIP.hbm_bytes:
+      return DoesNotFit(1, "too much")
+    nothing = costs.Costs({}, 1e6, 0.0, 0.0, 0)
+    memory = Memory(used, 0, 0, 0, 0, 0)
+    return Analysis(1, 1, 1, "test", {}, "", 1, memory, 0.0, 0.0, nothing, (), 0.0, int(batch) * 8, 0.0, 0.0)
+
+  return attempt
+
+
+def found(attempt, batch, **options):
+  return [(c.policy, c.per_device_batch_size) for c in search.candidates(attempt, batch, CHIP, **options)]
+
+
+def test_larger_batches_until_nothing_fits():
+  tried = []
+  assert found(compiler(tried), 2, offload=True) == [
+    (RematPolicy.MINIMAL_WITH_CONTEXT, 2),
+    (RematPolicy.MINIMAL_OFFLOADED, 2),
+    (RematPolicy.SAVE_OUT_PROJ, 4),
+    (RematPolicy.MINIMAL_OFFLOADED, 4),
+    (RematPolicy.FULL, 8),
+    (RematPolicy.MINIMAL_OFFLOADED, 8),
+  ]
+  assert max(batch for _, batch in tried) == 16
+
+
+def test_smaller_batches_where_the_given_one_does_not_fit():
+  """And then no larger one, which is known not to."""
+  tried = []
+  assert found(compiler(tried), 32, offload=False) == [(RematPolicy.FULL, 8)]
+  assert len(tried) <= 3 * 3
+
+
+def test_smaller_batches_end_where_they_do_not_divide():
+  tried = []
+  assert found(compiler(tried, divides=lambda batch: batch >= 16), 64, offload=True) == []
+  assert min(batch for _, batch in tried) == 16
+
+
+def test_doublings_are_limited():
+  unlimited = compiler([], divides=lambda batch: True)
+  assert len(found(unlimited, 2**-10, offload=False)) == search.MAX_DOUBLINGS + 1
+
+
+def test_what_the_compiler_refuses_is_no_candidate():
+  tried = []
+  fits = compiler(tried)
+  assert found(lambda *key: fits(*key) if key[1] < 4 else Refused(1, "a bug"), 4, offload=False) == [
+    (RematPolicy.MINIMAL_WITH_CONTEXT, 2)
+  ]
+
+
+def test_a_given_batch_that_does_not_divide_is_the_users_error():
+  with pytest.raises(ValueError, match="micro-batch"):
+    found(compiler([]), 0.5, offload=False)

@@ -29,6 +29,8 @@ from trainer.observe.progress import Progress
 from trainer.observe.watchdog import Watchdog
 from trainer.program import Program
 
+CONFIG_FILE = "config.yml"
+
 
 @dataclasses.dataclass
 class Session:
@@ -52,6 +54,7 @@ class Session:
   started: float  # time.monotonic() at the start of the process or of the current attempt
   programs: dict[tuple[int, ...], Program]  # by View.slices
   attempts: int = 0
+  was_ready: bool = False
 
   def begin(self) -> None:
     """An attempt begins. The first one began with the process."""
@@ -66,9 +69,15 @@ class Session:
       self.programs[view.slices] = program.build(config, view.devices, view.num_slices_total)
     return self.programs[view.slices]
 
-  def ready(self, step: int) -> None:
-    """The next step can be dispatched; says how long that took."""
+  def ready(self, config: Config, step: int) -> None:
+    """The next step can be dispatched; says how long that took.
+
+    Now and not before the checkpoint has accepted it, the configuration becomes the run's: {run}/config.yml.
+    """
     now = time.monotonic()
+    if self.process_index == 0 and not self.was_ready:
+      files.write_text(config.run_directory, CONFIG_FILE, cli.print_config(config))
+    self.was_ready = True
     self.events.emit("init_done", step=step, seconds=now - self.started)
     self.watchdog.beat(step)
     if not gc.isenabled():
@@ -201,8 +210,8 @@ def _announce(config: Config, session: Session, cluster: Cluster, full: Program)
   ]
   for line in lines:
     session.log.line(line)
-  if session.process_index == 0:
-    _write_config(config, session.log)
+  if config.run.log_config:
+    _print_config(config, session.log)
   session.events.emit(
     "run_start",
     steps=config.run.steps,
@@ -232,13 +241,10 @@ def _losses_to_beat(session: Session, vocab_size: int) -> list[str]:
   return [line if unigram_eval is None else f"{line} ({unigram_eval:.2f} in evaluation)"]
 
 
-def _write_config(config: Config, log: Log) -> None:
-  """Writes {run}/config.yml with every key, and prints those that are not at their default."""
-  path = f"{config.run_directory}/config.yml"
-  files.write_text(config.run_directory, "config.yml", cli.print_config(config))
-  if config.run.log_config:
-    defaults = Config().flat()
-    chosen = {key: value for key, value in config.flat().items() if value != defaults[key]}
-    log.line(f"Configuration (every key is in {path}; not at their default):")
-    for key, value in chosen.items():
-      log.line(f"  {key}: {value}")
+def _print_config(config: Config, log: Log) -> None:
+  """Prints the keys that are not at their default, and where all of them will be (see `Session.ready`)."""
+  defaults = Config().flat()
+  chosen = {key: value for key, value in config.flat().items() if value != defaults[key]}
+  log.line(f"Configuration (every key goes to {config.run_directory}/{CONFIG_FILE}; not at their default):")
+  for key, value in chosen.items():
+    log.line(f"  {key}: {value}")

@@ -70,7 +70,7 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
   prefetch = Prefetcher(feed, step, config.run.steps, config.data.prefetch_buffer_size)
   records = Records(config, session, view, carry)
   profiler = Profiler(config.run_directory, config.observe, session.log, session.events)
-  session.ready(step)
+  session.ready(config, step)
   if step == config.run.steps:
     session.log.line(f"All {step} steps are done already. Raise steps for more; a new run needs another run_name.")
 

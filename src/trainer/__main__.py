@@ -51,8 +51,8 @@ def _run(config: Config, started: float) -> int:
   from trainer import session as session_lib
   from trainer import train
   from trainer.checkpoint.errors import ConfigMismatch
+  from trainer.elastic import retry
   from trainer.elastic.attempt import Job
-  from trainer.elastic.retry import elastic_retry
 
   session_lib.enable_compilation_cache(config.run.jax_cache_dir)
   with contextlib.ExitStack() as stack:
@@ -60,6 +60,7 @@ def _run(config: Config, started: float) -> int:
     try:
       cluster = cluster_lib.start(config.cluster, config.elastic.elastic_poll_seconds)
       stack.callback(cluster.stop)
+      retry.check(cluster, config.elastic, config.run.steps)
       session = stack.enter_context(session_lib.open_session(config, cluster, started))
     except ValueError as error:  # a configuration that does not fit the machine or the data; nothing is written yet
       print(f"error: {error}", file=sys.stderr)
@@ -70,7 +71,7 @@ def _run(config: Config, started: float) -> int:
     attempt = functools.partial(train.run, config, session)
     code = FAILED
     try:
-      outcome = elastic_retry(
+      outcome = retry.elastic_retry(
         attempt,
         cluster,
         config.elastic,

@@ -18,6 +18,8 @@ from end_to_end.command import ROOT, Run
 from tests.checkpoint.forked import Server
 from tests.checkpoint.world import free_port
 
+from trainer.observe import history
+
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Sharding info not provided")]
 ENDLESS = 10**6
 # One device and few arrays: what is started and ended here many times should be quick at both.
@@ -93,8 +95,11 @@ def test_a_complete_run_is_0_and_so_is_a_repetition(make):
     (["checkpoint_period=0"], "checkpoint_period"),
     (["num_slices=3", "dcn_data_parallelism=2"], "dcn_data_parallelism"),
     (["enable_emergency_checkpoint=true"], "local_checkpoint_directory"),
+    (["elastic_enabled=true", "elastic_min_slice_count=2"], "elastic_min_slice_count=2"),
+    (["elastic_enabled=true", "num_slices=2", "fault_injection=slice_down@1:99"], "the last slice is 1"),
+    (["elastic_enabled=true", "num_slices=2", "steps=3", "fault_injection=slice_down@99:1"], "would never happen"),
   ],
-  ids=lambda value: value[0] if isinstance(value, list) else "",
+  ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
 def test_a_wrong_configuration_is_2_with_one_message(tmp_path, keys, told):
   run = Run(tmp_path / "a", KEYS)
@@ -109,6 +114,7 @@ def test_a_wrong_configuration_is_2_with_one_message(tmp_path, keys, told):
 def test_a_resume_with_another_model_or_data_is_2_and_names_the_keys(make):
   run = make()
   assert run.finish("steps=3") == 0
+  accepted = (run.directory / "config.yml").read_text()
   assert run.finish("steps=6", "adam_b2=0.9", "init_weights_seed=5", "data_shuffle_seed=7") == 2
   assert re.search(r"init_weights_seed +0 -> 5 +changes the model", run.printed)
   assert (
@@ -117,7 +123,11 @@ def test_a_resume_with_another_model_or_data_is_2_and_names_the_keys(make):
   )
   assert "Traceback" not in run.printed
   assert run.steps() == [3] and run.last_step == 3
+  assert (run.directory / "config.yml").read_text() == accepted
+  found = history.load(str(run.directory))
+  assert found.start["config"]["steps"] == 3 and [end["exit"] for end in found.of_kind("run_end")] == [0]
   assert run.finish("steps=6", "adam_b2=0.9", "learning_rate=0.001") == 0  # what people do change
+  assert "learning_rate: 0.001" in (run.directory / "config.yml").read_text()
   assert "learning_rate: 0.0003 in the checkpoint, now 0.001" in run.printed
   assert run.last_step == 6
 

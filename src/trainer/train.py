@@ -243,6 +243,7 @@ class Records:
   def __init__(self, config: Config, session: Session, view: View, carry: Carry) -> None:
     self._session, self._view, self._carry = session, view, carry
     self._limit = config.optimizer.max_nonfinite_steps
+    self._has_z_loss = config.optimizer.z_loss_multiplier > 0
     self._devices = sum(len(devices) for devices in view.devices)
     chip = chips.find(view.devices[0][0].device_kind)
     self._throughput = Throughput(
@@ -289,6 +290,7 @@ class Records:
       mfu=rates.mfu,
       eta=self._throughput.eta(step, seconds),
       skipped=skipped > 0,
+      z_loss=values["z_loss"] if self._has_z_loss else None,
     )
     self._session.progress.step(record)
     self._session.metrics.write(record)

@@ -80,8 +80,9 @@ def text(folder: Path, lines: int = 4000) -> list[str]:
 
 
 def test_a_complete_run_is_0_and_so_is_a_repetition(make):
-  run = make("steps=4")
+  run = make("steps=4", "z_loss_multiplier=0.001")
   assert run.finish() == 0
+  assert all(record["z_loss"] > 0 for record in run.records("metrics"))
   assert run.steps() == [3, 4]
   assert run.finish() == 0
   assert "All 4 steps are done already" in run.printed

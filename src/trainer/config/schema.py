@@ -52,7 +52,10 @@ class RunSection(Section):
   )
   steps: Positive = Field(1000, description="Optimizer steps in the whole run, counted from its first start.")
   init_weights_seed: int = Field(0, description="Seed of the initial weights and of every other model random number.")
-  log_config: bool = Field(True, description="Print the resolved configuration once at the start.")
+  log_config: bool = Field(
+    True,
+    description="Print the keys that are not at their default once at the start; all of them are in {run}/config.yml.",
+  )
   jax_cache_dir: str = Field(
     "~/.cache/trainer/jax", description="Persistent compilation cache folder; empty turns it off."
   )
@@ -260,7 +263,8 @@ class OptimizerSection(Section):
   adam_eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
   adam_weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay, for every optimizer.")
   weight_decay_mask: Literal["matrices", "all"] = Field(
-    "matrices", description="What decays; matrices: all but norms, biases and embeddings."
+    "matrices",
+    description="What decays; matrices: all but norms, biases and embeddings (a tied head is the embedding).",
   )
   mu_dtype: Literal["", "float32", "bfloat16"] = Field("", description="Type of the first moment; empty: weight_dtype.")
   gradient_clipping_threshold: float = Field(1.0, ge=0, description="Largest global gradient norm; 0: no clipping.")

@@ -8,7 +8,7 @@ import gc
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainer import program
@@ -120,16 +120,18 @@ def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[S
   programs = {full.slices: program.build(config, full.devices, full.num_slices_total)}
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
   with contextlib.ExitStack() as stack:
-    splits: list[Split] = ["train", "eval"] if _evaluates(config) else ["train"]
     prepared: list[str] = []  # what the loaders have to say, until there is a log to keep it
-    loaders = [
-      make_loader(
-        config.data, vocab_size=config.model.vocab_size, global_batch_size=batch, split=split, log=prepared.append
+
+    def load(split: Split) -> Loader:
+      vocab_size = config.model.vocab_size
+      loader = make_loader(
+        config.data, vocab_size=vocab_size, global_batch_size=batch, split=split, log=prepared.append
       )
-      for split in splits
-    ]
-    for loader in loaders:
       stack.callback(loader.close)
+      return loader
+
+    loader = load("train")
+    eval_loader = load("eval") if _evaluates(config, loader, prepared.append) else None
     directory = config.run_directory
     first = cluster.process_index == 0
     log = log_lib.get(directory, cluster.process_index)
@@ -164,13 +166,13 @@ def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[S
       watchdog=watchdog,
       preemption=preemption,
       snapshots=snapshots,
-      loader=loaders[0],
-      eval_loader=loaders[1] if len(loaders) > 1 else None,
+      loader=loader,
+      eval_loader=eval_loader,
       global_batch_size=batch,
       tokens_per_step=batch * config.data.max_target_length,
       state_bytes=trees.state_bytes(programs[full.slices].state),
       # Read once: a save must not depend on the data's being readable at that time.
-      identity={"data": loaders[0].fingerprint(), "global_batch_size": batch},
+      identity={"data": loader.fingerprint(), "global_batch_size": batch},
       process_index=cluster.process_index,
       process_count=cluster.process_count,
       started=started,
@@ -184,10 +186,14 @@ def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[S
     yield session
 
 
-def _evaluates(config: Config) -> bool:
-  """Random tokens have nothing to evaluate unless it is asked for."""
-  observe = config.observe
-  return observe.eval_steps > 0 and (config.data.dataset_type != "synthetic" or observe.eval_interval > 0)
+def _evaluates(config: Config, loader: Loader, say: Callable[[str], None]) -> bool:
+  """Whether the run evaluates. If it is not asked for: where there is text to evaluate on, not random tokens."""
+  data, observe = config.data, config.observe
+  if observe.eval_steps == 0 or observe.eval_interval > 0 or data.eval_dataset_path:
+    return observe.eval_steps > 0
+  if not loader.has_eval:
+    say(f"No evaluation: nothing is held out (eval_fraction={data.eval_fraction:g}; of a single line nothing can be).")
+  return loader.has_eval and data.dataset_type != "synthetic"
 
 
 def _announce(config: Config, session: Session, cluster: Cluster, full: Program) -> None:

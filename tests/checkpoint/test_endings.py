@@ -133,6 +133,16 @@ def test_a_resume_with_another_model_or_data_is_2_and_names_the_keys(make):
   assert run.last_step == 6
 
 
+def test_text_of_one_line_is_trained_on_without_an_evaluation_unless_one_is_asked_for(make, tmp_path):
+  run = make(*text(tmp_path, lines=0), "steps=2")
+  (tmp_path / "text" / "a.txt").write_text("one line is enough to train on " * 20)
+  assert run.finish("eval_interval=1") == 2
+  assert "has 0 tokens to learn" in run.printed and not run.directory.exists()
+  assert run.finish() == 0
+  assert "No evaluation: nothing is held out (eval_fraction=0.05" in run.printed
+  assert run.last_step == 2 and not run.events("eval")
+
+
 def test_a_second_process_on_the_same_run_is_2_and_does_no_harm(make):
   run = make(f"steps={ENDLESS}")
   process = after(run, 3)

@@ -187,10 +187,11 @@ class DataSection(Section):
     description="dataset_type=text: a file or folder of .txt .md .py .jsonl; empty: the Python standard library's sources beside the interpreter.",
   )
   eval_dataset_path: str = Field(
-    "", description="dataset_type=text: files for evaluation; empty: eval_fraction of the training files are held out."
+    "", description="dataset_type=text: files for evaluation; empty: eval_fraction of the training text is held out."
   )
   eval_fraction: Fraction = Field(
-    0.05, description="Share of files held out for evaluation when eval_dataset_path is empty."
+    0.05,
+    description="About this share of the text is held out for evaluation when eval_dataset_path is empty: whole files, by the hash of their names, or the end of the largest one.",
   )
   dataset_cache_directory: str = Field(
     "~/.cache/trainer/data", description="Where tokenised corpora and trained tokenizers are kept."

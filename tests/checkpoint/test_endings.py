@@ -18,7 +18,7 @@ from end_to_end.command import ROOT, Run
 from tests.checkpoint.forked import Server
 from tests.checkpoint.world import free_port
 
-from trainer.observe import history
+from trainer.observe import history, report
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Sharding info not provided")]
 ENDLESS = 10**6
@@ -277,6 +277,60 @@ def _finite(x) -> bool:
   import jax
 
   return all(bool((abs(leaf) < float("inf")).all()) for leaf in jax.tree.leaves(x))
+
+
+# ---- 130
+
+
+@pytest.mark.parametrize(
+  "keys", [["checkpoint_period=2"], ["enable_checkpointing=false"]], ids=["saving", "not saving"]
+)
+def test_ctrl_c_between_steps_is_130_with_one_line(make, keys):
+  run = make(f"steps={ENDLESS}", *keys)
+  process = after(run, 5)
+  process.send_signal(signal.SIGINT)
+  assert process.wait(60) == 130, run.printed[-4000:]
+  assert "Traceback" not in run.printed
+  again = "goes on from the last checkpoint" if keys == ["checkpoint_period=2"] else "starts from step 0"
+  assert run.printed.splitlines()[-1] == f"Interrupted: the same command {again}."
+  assert run.events("run_end")[-1]["exit"] == 130
+  assert "ended with exit code 130" in Path(report.write(str(run.directory))).read_text()
+  last = run.last_step
+  process = after(run, last + 2) if keys == ["checkpoint_period=2"] else run.start()
+  assert command.when(process, lambda: len(run.events("init_done")) == 2)
+  process.send_signal(signal.SIGINT)
+  assert process.wait(60) == 130
+  assert run.losses()  # what was done again came out the same
+
+
+def test_ctrl_c_in_a_compilation_is_130_after_it_and_a_second_one_ends_at_once(make):
+  keys = "steps=9", "scan_layers=false", "jax_cache_dir="
+  run = make(*keys, "base_num_decoder_layers=8")
+  process = run.start()
+  assert command.when(process, lambda: bool(run.events("attempt_start")))
+  process.send_signal(signal.SIGINT)
+  assert process.wait(120) == 130, run.printed[-4000:]
+  assert "Traceback" not in run.printed and run.events("run_end")[-1]["exit"] == 130
+  process = run.start("base_num_decoder_layers=60")
+  assert command.when(process, lambda: len(run.events("attempt_start")) == 2)
+  time.sleep(3)  # it is in the compiler now
+  process.send_signal(signal.SIGINT)
+  time.sleep(1.3)
+  assert process.poll() is None
+  begin = time.monotonic()
+  process.send_signal(signal.SIGINT)
+  assert process.wait(60) == 130
+  assert time.monotonic() - begin < 10
+  assert "second SIGINT" in run.printed
+
+
+def test_ctrl_c_before_the_run_is_130_without_a_traceback(make, tmp_path):
+  run = make(*text(tmp_path, lines=400_000), "steps=2")
+  process = run.start()
+  assert command.when(process, lambda: (tmp_path / "tokens").is_dir())  # it tokenises
+  process.send_signal(signal.SIGINT)
+  assert process.wait(60) == 130
+  assert run.printed.splitlines() == ["Interrupted."] and not run.directory.exists()
 
 
 # ---- 42

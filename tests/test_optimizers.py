@@ -9,7 +9,10 @@ import optax
 import pytest
 
 from trainer import optimizers
-from trainer.config.schema import OptimizerSection
+from trainer.config.schema import ModelSection, OptimizerSection
+from trainer.kernels.attention_xla import dot_product
+from trainer.models.decoder import Functional
+from trainer.models.layers import Kernels
 
 AXES = {
   "embedding": ("vocab", "table_embed"),
@@ -18,8 +21,13 @@ AXES = {
     "out": ("layers", "heads", "head_dim", "embed"),
     "norm": {"scale": ("layers", "norm")},
   },
+  "lm_head": ("vocab", "head_embed"),
 }
-SHAPES = {"embedding": (12, 8), "layers": {"query": (3, 8, 2, 4), "out": (3, 2, 4, 8), "norm": {"scale": (3, 8)}}}
+SHAPES = {
+  "embedding": (12, 8),
+  "layers": {"query": (3, 8, 2, 4), "out": (3, 2, 4, 8), "norm": {"scale": (3, 8)}},
+  "lm_head": (12, 8),
+}
 is_tuple = lambda x: isinstance(x, tuple)
 
 
@@ -77,6 +85,7 @@ def test_matrices_decay_and_tables_and_norms_do_not(opt_type):
   moved = jax.tree.map(lambda a, b: np.asarray(a - b), with_decay[2], without[2])
   np.testing.assert_allclose(moved["layers"]["query"], -0.5 * params["layers"]["query"], atol=1e-5)
   np.testing.assert_allclose(moved["layers"]["out"], -0.5 * params["layers"]["out"], atol=1e-5)
+  np.testing.assert_allclose(moved["lm_head"], -0.5 * params["lm_head"], atol=1e-5)
   assert not moved["embedding"].any() and not moved["layers"]["norm"]["scale"].any()
 
 
@@ -95,8 +104,8 @@ def test_muon_orthogonalises_each_layer_and_leaves_the_rest_to_adam():
       singular = np.linalg.svd(np.asarray(layer).reshape(shape), compute_uv=False)
       assert singular.max() / singular.min() < 3, name  # five Newton-Schulz steps bring them near to each other
   _, _, adam = one_update(opt_type="adamw", adam_weight_decay=0.0)
-  want = adam["embedding"]
-  np.testing.assert_allclose(np.sign(updates["embedding"]), np.sign(want))
+  for name in ("embedding", "lm_head"):
+    np.testing.assert_allclose(np.sign(updates[name]), np.sign(adam[name]))
 
 
 def test_stacked_and_single_layers_get_the_same_muon_update():
@@ -117,4 +126,11 @@ def test_stacked_and_single_layers_get_the_same_muon_update():
 def test_the_first_moment_in_bfloat16():
   optimizer = optimizers.build(OptimizerSection(mu_dtype="bfloat16"), AXES)
   moments = [leaf.dtype for leaf in jax.tree.leaves(optimizer.init(tree(0))) if leaf.ndim]
-  assert moments.count(jnp.bfloat16) == moments.count(jnp.float32) == 4
+  assert moments.count(jnp.bfloat16) == moments.count(jnp.float32) == 5
+
+
+def test_the_axes_of_the_decoder_are_those_above():
+  for tied in (False, True):
+    sizes = {"base_num_decoder_layers": 1, "base_emb_dim": 16, "vocab_size": 32, "logits_via_embedding": tied}
+    axes = Functional(ModelSection(**sizes), Kernels(dot_product)).logical_axes()
+    assert axes["embedding"] == AXES["embedding"] and axes.get("lm_head") == (None if tied else AXES["lm_head"])

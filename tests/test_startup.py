@@ -15,6 +15,7 @@ import pytest
 
 import trainer
 from trainer import __main__
+from trainer.config.schema import Config
 from trainer.session import Session
 
 # tensorflow comes with tensorflow-datasets' sources, torch with transformers, matplotlib with the report.
@@ -70,18 +71,18 @@ def test_the_console_script_is_the_command():
 @pytest.mark.parametrize("turns_it_on", ["ready", "second attempt"])
 def test_the_garbage_collector_is_off_no_longer_than_the_first_attempt_starts(turns_it_on):
   nothing = SimpleNamespace(emit=lambda *args, **fields: None, beat=lambda step: None)
-  session = SimpleNamespace(attempts=0, started=0.0, events=nothing, watchdog=nothing)
+  session = SimpleNamespace(attempts=0, was_ready=True, process_index=0, started=0.0, events=nothing, watchdog=nothing)
   frozen = gc.get_freeze_count()
   gc.disable()
   try:
     Session.begin(session)
     assert not gc.isenabled()
     if turns_it_on == "ready":
-      Session.ready(session, 0)
+      Session.ready(session, Config(), 0)
       assert gc.get_freeze_count() > frozen
     else:
       Session.begin(session)
-      Session.ready(session, 0)
+      Session.ready(session, Config(), 0)
       assert gc.get_freeze_count() == frozen  # what the lost attempt held can still be collected
     assert gc.isenabled()
   finally:

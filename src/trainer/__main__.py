@@ -12,8 +12,8 @@ from typing import NoReturn
 from trainer.config import ConfigError, load
 from trainer.config.schema import Config
 
-# What a scheduler reads (docs/architecture.md). The fifth, 134 for a hung process, is the watchdog's own.
-COMPLETE, FAILED, BAD_INPUT, PREEMPTED = 0, 1, 2, 42
+# What a scheduler reads (docs/architecture.md). The sixth, 134 for a hung process, is the watchdog's own.
+COMPLETE, FAILED, BAD_INPUT, PREEMPTED, INTERRUPTED = 0, 1, 2, 42, 130
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,6 +36,9 @@ def main(argv: list[str] | None = None) -> int:
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return BAD_INPUT
+  except KeyboardInterrupt:  # before there is a log, or once it is closed
+    print("Interrupted.", file=sys.stderr)
+    return INTERRUPTED
 
 
 def _run(config: Config, started: float) -> int:
@@ -51,8 +54,8 @@ def _run(config: Config, started: float) -> int:
   from trainer import session as session_lib
   from trainer import train
   from trainer.checkpoint.errors import ConfigMismatch
+  from trainer.elastic import retry
   from trainer.elastic.attempt import Job
-  from trainer.elastic.retry import elastic_retry
 
   session_lib.enable_compilation_cache(config.run.jax_cache_dir)
   with contextlib.ExitStack() as stack:
@@ -60,6 +63,7 @@ def _run(config: Config, started: float) -> int:
     try:
       cluster = cluster_lib.start(config.cluster, config.elastic.elastic_poll_seconds)
       stack.callback(cluster.stop)
+      retry.check(cluster, config.elastic, config.run.steps)
       session = stack.enter_context(session_lib.open_session(config, cluster, started))
     except ValueError as error:  # a configuration that does not fit the machine or the data; nothing is written yet
       print(f"error: {error}", file=sys.stderr)
@@ -73,7 +77,7 @@ def _run(config: Config, started: float) -> int:
     attempt = functools.partial(train.run, config, session)
     code = FAILED
     try:
-      outcome = elastic_retry(
+      outcome = retry.elastic_retry(
         attempt,
         cluster,
         config.elastic,
@@ -88,15 +92,19 @@ def _run(config: Config, started: float) -> int:
       session.log.error(f"error: {error}")
     except Exception:  # noqa: BLE001 -- the one place where an error becomes an exit code
       session.log.error(traceback.format_exc())
+    except KeyboardInterrupt:
+      code = INTERRUPTED
+      again = "goes on from the last checkpoint" if config.checkpoint.enable_checkpointing else "starts from step 0"
+      session.log.line(f"Interrupted: the same command {again}.")
     session.finish(config, code)
   return code
 
 
 def command() -> NoReturn:
-  """Runs the command and ends the process, even where a topology that nobody needs any more is still compiling."""
+  """Runs the command and ends the process, even where threads still compute what nobody needs any more."""
   code = main()
   prepare = sys.modules.get("trainer.elastic.prepare")
-  if prepare is not None and prepare.under_way():
+  if code == INTERRUPTED or (prepare is not None and prepare.under_way()):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -16,8 +16,8 @@ from optax import contrib
 
 from trainer.config.schema import OptimizerSection
 
-# Logical axes whose presence makes a weight a table of embeddings (or the head that reads them).
-_TABLE = "vocab"
+# Logical axes: of the table of embeddings, and of it and of a head of its own, which reads it off.
+_TABLE, _VOCABULARY = "table_embed", "vocab"
 
 
 def schedule(cfg: OptimizerSection, steps: int) -> Callable[[jax.Array], jax.Array]:
@@ -53,7 +53,7 @@ def build(cfg: OptimizerSection, logical_axes: Any) -> optax.GradientTransformat
   decay included (so decay is multiplied by the learning rate, as in AdamW).
   """
   is_axes = lambda x: isinstance(x, tuple)
-  matrix = jax.tree.map(lambda axes: _is_matrix(axes), logical_axes, is_leaf=is_axes)
+  matrix = jax.tree.map(_is_matrix, logical_axes, is_leaf=is_axes)
   mask = matrix if cfg.weight_decay_mask == "matrices" else None
   mu_dtype = cfg.mu_dtype or None
   decay = optax.add_decayed_weights(cfg.adam_weight_decay, mask)
@@ -67,30 +67,29 @@ def build(cfg: OptimizerSection, logical_axes: Any) -> optax.GradientTransformat
     rate = cfg.adam_weight_decay or None
     return optax.adafactor(learning_rate=None, weight_decay_rate=rate, weight_decay_mask=mask or True)
   dims = jax.tree.map(_muon_dims, logical_axes, is_leaf=is_axes)
-  return contrib.muon(
-    learning_rate=1.0,
+  muon = contrib.muon(
+    learning_rate=-1.0,  # ends with a change of sign, which this undoes: decay joins before ours
     beta=cfg.adam_b1,
-    weight_decay=cfg.adam_weight_decay,
-    weight_decay_mask=mask,
     adam_b1=cfg.adam_b1,
     adam_b2=cfg.adam_b2,
-    adam_weight_decay=cfg.adam_weight_decay if cfg.weight_decay_mask == "all" else 0.0,
     mu_dtype=mu_dtype,
     muon_weight_dimension_numbers=dims,
     # Moonlight's scale: the update's root mean square is that of Adam, so one learning rate serves both parts
     # (Liu et al., "Muon is scalable for LLM training", 2025).
     consistent_rms=0.2,
   )
+  # Not by Muon's own arguments: they know no mask for Adam's part, where the head decays and the embedding does not.
+  return optax.chain(muon, decay, optax.scale(-1.0))
 
 
 def _is_matrix(axes: tuple[str, ...]) -> bool:
-  """Whether a weight is a projection: not a norm's scale, not an embedding table."""
+  """Whether a weight is a matrix that multiplies: not a norm's scale, not a table of embeddings (a tied head)."""
   return _TABLE not in axes and "norm" not in axes
 
 
 def _muon_dims(axes: tuple[str, ...]) -> contrib.MuonDimensionNumbers | None:
   """How Muon sees a projection as a matrix (None: Adam's part). Heads and head_dim are one side; layers are a batch."""
-  if not _is_matrix(axes):
+  if not _is_matrix(axes) or _VOCABULARY in axes:
     return None
   own = [i for i, axis in enumerate(axes) if axis != "layers"]
   reads_residual = axes[own[0]] == "embed"

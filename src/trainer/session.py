@@ -8,7 +8,7 @@ import gc
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainer import program
@@ -28,6 +28,8 @@ from trainer.observe.metrics import Metrics
 from trainer.observe.progress import Progress
 from trainer.observe.watchdog import Watchdog
 from trainer.program import Program
+
+CONFIG_FILE = "config.yml"
 
 
 @dataclasses.dataclass
@@ -52,6 +54,7 @@ class Session:
   started: float  # time.monotonic() at the start of the process or of the current attempt
   programs: dict[tuple[int, ...], Program]  # by View.slices
   attempts: int = 0
+  was_ready: bool = False
 
   def begin(self) -> None:
     """An attempt begins. The first one began with the process."""
@@ -66,9 +69,15 @@ class Session:
       self.programs[view.slices] = program.build(config, view.devices, view.num_slices_total)
     return self.programs[view.slices]
 
-  def ready(self, step: int) -> None:
-    """The next step can be dispatched; says how long that took."""
+  def ready(self, config: Config, step: int) -> None:
+    """The next step can be dispatched; says how long that took.
+
+    Now and not before the checkpoint has accepted it, the configuration becomes the run's: {run}/config.yml.
+    """
     now = time.monotonic()
+    if self.process_index == 0 and not self.was_ready:
+      files.write_text(config.run_directory, CONFIG_FILE, cli.print_config(config))
+    self.was_ready = True
     self.events.emit("init_done", step=step, seconds=now - self.started)
     self.watchdog.beat(step)
     if not gc.isenabled():
@@ -111,16 +120,18 @@ def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[S
   programs = {full.slices: program.build(config, full.devices, full.num_slices_total)}
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
   with contextlib.ExitStack() as stack:
-    splits: list[Split] = ["train", "eval"] if _evaluates(config) else ["train"]
     prepared: list[str] = []  # what the loaders have to say, until there is a log to keep it
-    loaders = [
-      make_loader(
-        config.data, vocab_size=config.model.vocab_size, global_batch_size=batch, split=split, log=prepared.append
+
+    def load(split: Split) -> Loader:
+      vocab_size = config.model.vocab_size
+      loader = make_loader(
+        config.data, vocab_size=vocab_size, global_batch_size=batch, split=split, log=prepared.append
       )
-      for split in splits
-    ]
-    for loader in loaders:
       stack.callback(loader.close)
+      return loader
+
+    loader = load("train")
+    eval_loader = load("eval") if _evaluates(config, loader, prepared.append) else None
     directory = config.run_directory
     first = cluster.process_index == 0
     log = log_lib.get(directory, cluster.process_index)
@@ -155,13 +166,13 @@ def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[S
       watchdog=watchdog,
       preemption=preemption,
       snapshots=snapshots,
-      loader=loaders[0],
-      eval_loader=loaders[1] if len(loaders) > 1 else None,
+      loader=loader,
+      eval_loader=eval_loader,
       global_batch_size=batch,
       tokens_per_step=batch * config.data.max_target_length,
       state_bytes=trees.state_bytes(programs[full.slices].state),
       # Read once: a save must not depend on the data's being readable at that time.
-      identity={"data": loaders[0].fingerprint(), "global_batch_size": batch},
+      identity={"data": loader.fingerprint(), "global_batch_size": batch},
       process_index=cluster.process_index,
       process_count=cluster.process_count,
       started=started,
@@ -175,10 +186,14 @@ def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[S
     yield session
 
 
-def _evaluates(config: Config) -> bool:
-  """Random tokens have nothing to evaluate unless it is asked for."""
-  observe = config.observe
-  return observe.eval_steps > 0 and (config.data.dataset_type != "synthetic" or observe.eval_interval > 0)
+def _evaluates(config: Config, loader: Loader, say: Callable[[str], None]) -> bool:
+  """Whether the run evaluates. If it is not asked for: where there is text to evaluate on, not random tokens."""
+  data, observe = config.data, config.observe
+  if observe.eval_steps == 0 or observe.eval_interval > 0 or data.eval_dataset_path:
+    return observe.eval_steps > 0
+  if not loader.has_eval:
+    say(f"No evaluation: nothing is held out (eval_fraction={data.eval_fraction:g}; of a single line nothing can be).")
+  return loader.has_eval and data.dataset_type != "synthetic"
 
 
 def _announce(config: Config, session: Session, cluster: Cluster, full: Program) -> None:
@@ -201,8 +216,8 @@ def _announce(config: Config, session: Session, cluster: Cluster, full: Program)
   ]
   for line in lines:
     session.log.line(line)
-  if session.process_index == 0:
-    _write_config(config, session.log)
+  if config.run.log_config:
+    _print_config(config, session.log)
   session.events.emit(
     "run_start",
     steps=config.run.steps,
@@ -232,13 +247,10 @@ def _losses_to_beat(session: Session, vocab_size: int) -> list[str]:
   return [line if unigram_eval is None else f"{line} ({unigram_eval:.2f} in evaluation)"]
 
 
-def _write_config(config: Config, log: Log) -> None:
-  """Writes {run}/config.yml with every key, and prints those that are not at their default."""
-  path = f"{config.run_directory}/config.yml"
-  files.write_text(config.run_directory, "config.yml", cli.print_config(config))
-  if config.run.log_config:
-    defaults = Config().flat()
-    chosen = {key: value for key, value in config.flat().items() if value != defaults[key]}
-    log.line(f"Configuration (every key is in {path}; not at their default):")
-    for key, value in chosen.items():
-      log.line(f"  {key}: {value}")
+def _print_config(config: Config, log: Log) -> None:
+  """Prints the keys that are not at their default, and where all of them will be (see `Session.ready`)."""
+  defaults = Config().flat()
+  chosen = {key: value for key, value in config.flat().items() if value != defaults[key]}
+  log.line(f"Configuration (every key goes to {config.run_directory}/{CONFIG_FILE}; not at their default):")
+  for key, value in chosen.items():
+    log.line(f"  {key}: {value}")

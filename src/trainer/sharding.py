@@ -17,6 +17,7 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
   "layers": (),
   "vocab": (FSDP, TENSOR),
   "table_embed": (FSDP,),  # takes fsdp only where the vocabulary does not divide by it (151936 on 256 chips)
+  "head_embed": (FSDP,),  # the same; another name because weight decay tells a head from the table
   "embed": (FSDP,),
   "heads": (TENSOR,),
   "kv_heads": (TENSOR,),

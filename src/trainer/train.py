@@ -70,7 +70,7 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
   prefetch = Prefetcher(feed, step, config.run.steps, config.data.prefetch_buffer_size)
   records = Records(config, session, view, carry)
   profiler = Profiler(config.run_directory, config.observe, session.log, session.events)
-  session.ready(step)
+  session.ready(config, step)
   if step >= config.run.steps:
     done = f"All {config.run.steps} steps are done already"
     at = f" (the checkpoint is of step {step})" if step > config.run.steps else ""
@@ -245,6 +245,7 @@ class Records:
   def __init__(self, config: Config, session: Session, view: View, carry: Carry) -> None:
     self._session, self._view, self._carry = session, view, carry
     self._limit = config.optimizer.max_nonfinite_steps
+    self._has_z_loss = config.optimizer.z_loss_multiplier > 0
     self._devices = sum(len(devices) for devices in view.devices)
     chip = chips.find(view.devices[0][0].device_kind)
     self._throughput = Throughput(
@@ -291,6 +292,7 @@ class Records:
       mfu=rates.mfu,
       eta=self._throughput.eta(step, seconds),
       skipped=skipped > 0,
+      z_loss=values["z_loss"] if self._has_z_loss else None,
     )
     self._session.progress.step(record)
     self._session.metrics.write(record)

@@ -18,6 +18,8 @@ from end_to_end.command import ROOT, Run
 from tests.checkpoint.forked import Server
 from tests.checkpoint.world import free_port
 
+from trainer.observe import history, report
+
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Sharding info not provided")]
 ENDLESS = 10**6
 # One device and few arrays: what is started and ended here many times should be quick at both.
@@ -78,8 +80,9 @@ def text(folder: Path, lines: int = 4000) -> list[str]:
 
 
 def test_a_complete_run_is_0_and_so_is_a_repetition(make):
-  run = make("steps=4")
+  run = make("steps=4", "z_loss_multiplier=0.001")
   assert run.finish() == 0
+  assert all(record["z_loss"] > 0 for record in run.records("metrics"))
   assert run.steps() == [3, 4]
   assert run.finish() == 0
   assert "All 4 steps are done already." in run.printed
@@ -95,8 +98,11 @@ def test_a_complete_run_is_0_and_so_is_a_repetition(make):
     (["checkpoint_period=0"], "checkpoint_period"),
     (["num_slices=3", "dcn_data_parallelism=2"], "dcn_data_parallelism"),
     (["enable_emergency_checkpoint=true"], "local_checkpoint_directory"),
+    (["elastic_enabled=true", "elastic_min_slice_count=2"], "elastic_min_slice_count=2"),
+    (["elastic_enabled=true", "num_slices=2", "fault_injection=slice_down@1:99"], "the last slice is 1"),
+    (["elastic_enabled=true", "num_slices=2", "steps=3", "fault_injection=slice_down@99:1"], "would never happen"),
   ],
-  ids=lambda value: value[0] if isinstance(value, list) else "",
+  ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
 def test_a_wrong_configuration_is_2_with_one_message(tmp_path, keys, told):
   run = Run(tmp_path / "a", KEYS)
@@ -120,6 +126,7 @@ def test_a_folder_that_fails_when_it_is_opened_is_2_with_one_message(tmp_path):
 def test_a_resume_with_another_model_or_data_is_2_and_names_the_keys(make):
   run = make()
   assert run.finish("steps=3") == 0
+  accepted = (run.directory / "config.yml").read_text()
   assert run.finish("steps=6", "adam_b2=0.9", "init_weights_seed=5", "data_shuffle_seed=7") == 2
   assert re.search(r"init_weights_seed +0 -> 5 +changes the model", run.printed)
   assert (
@@ -128,9 +135,23 @@ def test_a_resume_with_another_model_or_data_is_2_and_names_the_keys(make):
   )
   assert "Traceback" not in run.printed
   assert run.steps() == [3] and run.last_step == 3
+  assert (run.directory / "config.yml").read_text() == accepted
+  found = history.load(str(run.directory))
+  assert found.start["config"]["steps"] == 3 and [end["exit"] for end in found.of_kind("run_end")] == [0]
   assert run.finish("steps=6", "adam_b2=0.9", "learning_rate=0.001") == 0  # what people do change
+  assert "learning_rate: 0.001" in (run.directory / "config.yml").read_text()
   assert "learning_rate: 0.0003 in the checkpoint, now 0.001" in run.printed
   assert run.last_step == 6
+
+
+def test_text_of_one_line_is_trained_on_without_an_evaluation_unless_one_is_asked_for(make, tmp_path):
+  run = make(*text(tmp_path, lines=0), "steps=2")
+  (tmp_path / "text" / "a.txt").write_text("one line is enough to train on " * 20)
+  assert run.finish("eval_interval=1") == 2
+  assert "has 0 tokens to learn" in run.printed and not run.directory.exists()
+  assert run.finish() == 0
+  assert "No evaluation: nothing is held out (eval_fraction=0.05" in run.printed
+  assert run.last_step == 2 and not run.events("eval")
 
 
 def test_a_second_process_on_the_same_run_is_2_and_does_no_harm(make):
@@ -267,6 +288,60 @@ def _finite(x) -> bool:
   import jax
 
   return all(bool((abs(leaf) < float("inf")).all()) for leaf in jax.tree.leaves(x))
+
+
+# ---- 130
+
+
+@pytest.mark.parametrize(
+  "keys", [["checkpoint_period=2"], ["enable_checkpointing=false"]], ids=["saving", "not saving"]
+)
+def test_ctrl_c_between_steps_is_130_with_one_line(make, keys):
+  run = make(f"steps={ENDLESS}", *keys)
+  process = after(run, 5)
+  process.send_signal(signal.SIGINT)
+  assert process.wait(60) == 130, run.printed[-4000:]
+  assert "Traceback" not in run.printed
+  again = "goes on from the last checkpoint" if keys == ["checkpoint_period=2"] else "starts from step 0"
+  assert run.printed.splitlines()[-1] == f"Interrupted: the same command {again}."
+  assert run.events("run_end")[-1]["exit"] == 130
+  assert "ended with exit code 130" in Path(report.write(str(run.directory))).read_text()
+  last = run.last_step
+  process = after(run, last + 2) if keys == ["checkpoint_period=2"] else run.start()
+  assert command.when(process, lambda: len(run.events("init_done")) == 2)
+  process.send_signal(signal.SIGINT)
+  assert process.wait(60) == 130
+  assert run.losses()  # what was done again came out the same
+
+
+def test_ctrl_c_in_a_compilation_is_130_after_it_and_a_second_one_ends_at_once(make):
+  keys = "steps=9", "scan_layers=false", "jax_cache_dir="
+  run = make(*keys, "base_num_decoder_layers=8")
+  process = run.start()
+  assert command.when(process, lambda: bool(run.events("attempt_start")))
+  process.send_signal(signal.SIGINT)
+  assert process.wait(120) == 130, run.printed[-4000:]
+  assert "Traceback" not in run.printed and run.events("run_end")[-1]["exit"] == 130
+  process = run.start("base_num_decoder_layers=60")
+  assert command.when(process, lambda: len(run.events("attempt_start")) == 2)
+  time.sleep(3)  # it is in the compiler now
+  process.send_signal(signal.SIGINT)
+  time.sleep(1.3)
+  assert process.poll() is None
+  begin = time.monotonic()
+  process.send_signal(signal.SIGINT)
+  assert process.wait(60) == 130
+  assert time.monotonic() - begin < 10
+  assert "second SIGINT" in run.printed
+
+
+def test_ctrl_c_before_the_run_is_130_without_a_traceback(make, tmp_path):
+  run = make(*text(tmp_path, lines=400_000), "steps=2")
+  process = run.start()
+  assert command.when(process, lambda: (tmp_path / "tokens").is_dir())  # it tokenises
+  process.send_signal(signal.SIGINT)
+  assert process.wait(60) == 130
+  assert run.printed.splitlines() == ["Interrupted."] and not run.directory.exists()
 
 
 # ---- 42

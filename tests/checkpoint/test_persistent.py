@@ -24,7 +24,7 @@ def restore(tier, step, abstract):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_round_trip(tmp_path, mode, asynchronous):
+def test_round_trip(tmp_path, caplog, mode, asynchronous):
   tier = Persistent(str(tmp_path / "c"), toys.config(async_checkpointing=asynchronous), atomicity=mode)
   assert tier.save(7, toys.state(1), {"tokens": 70, "cursor": {"next_example": 5}})
   if asynchronous:
@@ -34,6 +34,7 @@ def test_round_trip(tmp_path, mode, asynchronous):
   assert meta["tokens"] == 70 and meta["cursor"] == {"next_example": 5} and meta["step"] == 7
   assert meta["versions"]["jax"] == jax.__version__
   toys.assert_same_bits(tier.restore(7, toys.abstract(toys.values(1), toys.mesh(2, 4)), meta), toys.values(1))
+  assert [line.getMessage() for line in caplog.records if line.name == "absl" and line.levelname == "WARNING"] == []
   tier.wait()
   tier.close()
 

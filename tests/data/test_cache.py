@@ -40,7 +40,10 @@ def test_a_failed_build_leaves_nothing(tmp_path):
 
   with pytest.raises(RuntimeError, match="stop"):
     made(tmp_path, build)
-  assert visible(tmp_path) == []
+  assert os.listdir(tmp_path) == []
+  with pytest.raises(RuntimeError, match="stop"):
+    made(tmp_path / "new" / "cache", build)
+  assert os.listdir(tmp_path) == []
   assert (made(tmp_path) / "value").read_text() == "made"
 
 
@@ -101,6 +104,18 @@ def test_racing_processes_build_once(tmp_path, python):
   assert sum(lines.count("building") for lines in outputs) == 1
   assert len({lines[-1] for lines in outputs}) == 1 and outputs[0][-1].startswith("made by")
   assert visible(tmp_path) == ["thing"]
+
+
+def test_a_failed_builder_lets_one_of_those_that_wait_build(tmp_path, python):
+  """The lock's file is removed under them: they must not build at the same time on the strength of the old one."""
+  failing = CHILD.replace('(folder / "value").write_text(f"made', 'raise RuntimeError("stop")\n  (folder / f"made')
+  first = python(failing, str(tmp_path), "0.5")
+  assert first.stdout.readline() == "building\n"
+  others = [python(CHILD, str(tmp_path), "0.3") for _ in range(3)]
+  outputs = [process.communicate(timeout=60)[0].splitlines() for process in others]
+  assert first.wait(60) == 1
+  assert sum(lines.count("building") for lines in outputs) == 1
+  assert len({lines[-1] for lines in outputs}) == 1 and os.listdir(tmp_path) == ["thing"]
 
 
 def test_a_killed_builder_holds_nobody_up(tmp_path, python):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 
+import numpy
 import pytest
 
 from trainer.data import corpus
@@ -132,11 +133,47 @@ def test_held_out_files_depend_on_names_only(tmp_path):
 
 
 @pytest.mark.parametrize("fraction", [0.0001, 0.9999])
-def test_each_side_gets_a_file(tmp_path, fraction):
-  write(tmp_path, {"a.txt": "a", "b.txt": "b", "c.txt": "c"})
+def test_each_side_gets_something(tmp_path, fraction):
+  write(tmp_path, {name: f"{name}\n" * 3 for name in ("a.txt", "b.txt", "c.txt")})
   train, held_out = corpus.hold_out(corpus.find("", str(tmp_path)), fraction)
-  assert sorted(names(train) + names(held_out)) == ["a.txt", "b.txt", "c.txt"]
+  assert sorted("".join(texts(train + held_out)).split()) == sorted(["a.txt", "b.txt", "c.txt"] * 3)
   assert train and held_out
+
+
+@pytest.mark.parametrize("fraction", [0.02, 0.05, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_held_out_is_about_the_fraction_however_the_sizes_differ(tmp_path, seed, fraction):
+  """Within half of it and three times as much, never all; every line is on one side."""
+  random = numpy.random.default_rng(seed)
+  sizes = 2 ** random.uniform(0, 12, random.integers(2, 30))
+  files = {f"{seed}-{i}.txt": "".join(f"{i} {j}\n" for j in range(int(size) + 200)) for i, size in enumerate(sizes)}
+  write(tmp_path, files)
+  train, held_out = corpus.hold_out(corpus.find("", str(tmp_path)), fraction)
+  total = sum(len(text) for text in files.values())
+  share = sum(piece.size for piece in held_out) / total
+  assert fraction / 2 <= share + 0.01 and share <= 1 - (1 - fraction) ** 3 + 0.01
+  lines = "".join(texts(train) + texts(held_out)).splitlines()
+  assert train and sorted(lines) == sorted("".join(files.values()).splitlines())
+
+
+def test_a_large_file_is_not_held_out_whole(tmp_path):
+  write(tmp_path, {"a.txt": "twelve bytes\n" * 100_000, "b.txt": "twelve bytes\n" * 100})
+  train, (held_out,) = corpus.hold_out(corpus.find("", str(tmp_path)), 0.05)
+  assert names(train) == ["a.txt", "b.txt"] and held_out.name == "a.txt"
+  assert held_out.start == train[0].stop and held_out.size == pytest.approx(0.05 * 13 * 100_100, abs=13)
+
+
+def test_where_no_file_can_be_cut_what_fits_is_held_out(tmp_path):
+  write(tmp_path, {"a.txt": "a" * 1000, "b.txt": "b"})
+  train, held_out = corpus.hold_out(corpus.find("", str(tmp_path)), 0.05)
+  assert names(train) == ["a.txt"] and names(held_out) == ["b.txt"]
+
+
+def test_the_standard_library_is_split_by_names_alone():
+  """The quickstart's numbers depend on it."""
+  pieces = corpus.find("", "")
+  _, held_out = corpus.hold_out(pieces, 0.05)
+  assert held_out == [piece for piece in pieces if corpus._place(piece) < 0.05]
 
 
 def test_fractions_nought_and_one(tmp_path):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from trainer.config.schema import DataSection
-from trainer.data import Batch, DataError, Loader, has_eval, make_loader, store, windows
+from trainer.data import Batch, DataError, Loader, make_loader, store, windows
 from trainer.data.tokenizer import ByteTokenizer, train_bpe
 
 LENGTH = 32
@@ -356,7 +356,7 @@ def test_bad_input_is_refused(root, tmp_path):
     ({"tokenizer_path": "x.json", "tokenizer_type": "bpe"}, "tokenizer_path=x.json: .*No such file"),
     (
       {"split": "eval", "eval_fraction": 0.0},
-      r"the eval text of .*corpus has 0 tokens.*give eval_dataset_path or eval_steps=0 \(eval_fraction=0\)",
+      r"the eval text of .*corpus has 0 tokens.*give eval_dataset_path, or eval_steps=0 .*\(eval_fraction=0\)",
     ),
     ({"eval_fraction": 1.0}, "eval_fraction=1 leaves nothing"),
     ({"eval_dataset_path": str(tmp_path / "none")}, "eval_dataset_path=.*none does not exist"),
@@ -374,9 +374,9 @@ def test_text_without_a_word_is_refused(tmp_path):
 
 
 def test_has_eval(root):
-  assert has_eval(section(root)) and has_eval(DataSection(dataset_type="synthetic", eval_fraction=0.0))
-  assert not has_eval(section(root, eval_fraction=0.0))
-  assert has_eval(section(root, eval_fraction=0.0, eval_dataset_path="x"))
+  assert load(root).has_eval and load(root, "eval").has_eval and not load(root, eval_fraction=0.0).has_eval
+  assert load(root, eval_fraction=0.0, eval_dataset_path=str(root / "file03.txt")).has_eval
+  assert load(root, dataset_type="synthetic", eval_fraction=0.0).has_eval
 
 
 RACER = """

@@ -176,3 +176,25 @@ def test_write_leaves_a_file_and_a_line(tmp_path, capsys):
 def test_a_directory_without_a_run_is_an_error(tmp_path):
   with pytest.raises(ValueError, match="not the directory of a run"):
     goodput.compute(str(tmp_path))
+
+
+def test_a_refused_process_is_no_part_of_the_run(tmp_path):
+  """Its time is neither down time nor start-up, and its slices are not the run's."""
+  life = Life(tmp_path, wall=1000.0)
+  life.after(0, "run_start", num_slices=3)
+  life.after(1, "init_done", seconds=1)
+  life.step(1)
+  life.after(1, "run_end", exit=0)
+  before = goodput.compute(str(tmp_path))
+  refused = Life(tmp_path, wall=9000.0)
+  refused.after(0, "run_start", num_slices=9)
+  refused.after(1, "run_end", exit=2)
+  assert goodput.compute(str(tmp_path)) == before
+  assert before["slice_percent"] == 100.0 and before["processes"] == 1
+
+
+def test_a_refused_process_alone_is_all_that_is_known(tmp_path):
+  life = Life(tmp_path, wall=1000.0)
+  life.after(0, "run_start", num_slices=3)
+  life.after(2, "run_end", exit=2)
+  assert goodput.compute(str(tmp_path))["wall_seconds"] == 2

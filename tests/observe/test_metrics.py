@@ -96,15 +96,11 @@ def test_metrics_objects_are_one_per_period_and_never_replaced(tmp_path):
   assert (tmp_path / "metrics" / "metrics_step_000021_to_step_000021.1.txt").exists()
 
 
-def test_tensorboard_has_the_numbers_and_purges_what_a_rewind_replaces(tmp_path):
+def tensorboard(run) -> tuple[list[tuple[int, str, float]], list[int]]:
+  """The scalars in the run's TensorBoard files, (step, tag, value), and the steps from which a file purges."""
   from tensorboardX.proto import event_pb2
 
-  out = open_metrics(tmp_path, enable_tensorboard=True)
-  for step in [0, 1, 2, 1, 2]:
-    out.write(record(step, loss=10.0 - step, mfu=None))
-  out.write_eval(2, 7.5)
-  out.close()
-  paths = sorted((tmp_path / "tensorboard").iterdir(), key=lambda path: path.name)
+  paths = sorted((run / "tensorboard").iterdir(), key=lambda path: path.name)
   found, purges = [], []
   for path in paths:
     data, at = path.read_bytes(), 0
@@ -115,6 +111,16 @@ def test_tensorboard_has_the_numbers_and_purges_what_a_rewind_replaces(tmp_path)
       found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
       if event.session_log.status == event.session_log.START:
         purges.append(event.step)
+  return found, purges
+
+
+def test_tensorboard_has_the_numbers_and_purges_what_a_rewind_replaces(tmp_path):
+  out = open_metrics(tmp_path, enable_tensorboard=True)
+  for step in [0, 1, 2, 1, 2]:
+    out.write(record(step, loss=10.0 - step, mfu=None, eta=8.0 - step))
+  out.write_eval(2, 7.5)
+  out.close()
+  found, purges = tensorboard(tmp_path)
   assert [(step, value) for step, tag, value in found if tag == "learning/loss"] == [
     (0, 10),
     (1, 9),
@@ -122,9 +128,19 @@ def test_tensorboard_has_the_numbers_and_purges_what_a_rewind_replaces(tmp_path)
     (1, 9),
     (2, 8),
   ]
-  assert (2, "evaluation/loss", 7.5) in found
-  assert not any(tag == "perf/mfu" for _, tag, _ in found)
+  assert (2, "evaluation/loss", 7.5) in found and (2, "perf/eta_seconds", 6) in found
+  assert not any(tag in ("perf/mfu", "learning/z_loss") for _, tag, _ in found)
   assert purges == [0, 1]
+
+
+def test_a_z_loss_is_recorded_where_there_is_one(tmp_path):
+  for name, value in (("with", 0.25), ("without", None)):
+    out = open_metrics(tmp_path / name, enable_tensorboard=True)
+    out.write(record(1, z_loss=value))
+    out.close()
+  assert metrics.read_metrics(str(tmp_path / "with"))[0]["z_loss"] == 0.25
+  assert (1, "learning/z_loss", 0.25) in tensorboard(tmp_path / "with")[0]
+  assert "z_loss" not in metrics.read_metrics(str(tmp_path / "without"))[0]
 
 
 def test_rates_and_time_to_the_end():

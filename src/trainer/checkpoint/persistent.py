@@ -297,7 +297,9 @@ class Persistent:
       return {}
     import orbax.checkpoint as ocp
 
-    alone = ocp.options.MultiprocessingOptions(primary_host=None, active_processes={jax.process_index()})
+    # Its own primary: with None Orbax warns at every read that it does not log sizes.
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
     args = ocp.args.PyTreeRestore(
       item=dict(targets),
       restore_args=ocp.checkpoint_utils.construct_restore_args(dict(targets)),

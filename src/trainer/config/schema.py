@@ -59,7 +59,10 @@ class RunSection(Section):
     le=2**32 - 1,  # JAX takes 32 bits, and would drop those above them in silence
     description="Seed of the initial weights and of every other model random number.",
   )
-  log_config: bool = Field(True, description="Print the resolved configuration once at the start.")
+  log_config: bool = Field(
+    True,
+    description="Print the keys that are not at their default once at the start; all of them are in {run}/config.yml.",
+  )
   jax_cache_dir: str = Field(
     "~/.cache/trainer/jax", description="Persistent compilation cache folder; empty turns it off."
   )
@@ -191,10 +194,11 @@ class DataSection(Section):
     description="dataset_type=text: a file or folder of .txt .md .py .jsonl; empty: the Python standard library's sources beside the interpreter.",
   )
   eval_dataset_path: str = Field(
-    "", description="dataset_type=text: files for evaluation; empty: eval_fraction of the training files are held out."
+    "", description="dataset_type=text: files for evaluation; empty: eval_fraction of the training text is held out."
   )
   eval_fraction: Fraction = Field(
-    0.05, description="Share of files held out for evaluation when eval_dataset_path is empty."
+    0.05,
+    description="About this share of the text is held out for evaluation when eval_dataset_path is empty: whole files, by the hash of their names, or the end of the largest one.",
   )
   dataset_cache_directory: str = Field(
     "~/.cache/trainer/data", description="Where tokenised corpora and trained tokenizers are kept."
@@ -268,7 +272,8 @@ class OptimizerSection(Section):
   adam_eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
   adam_weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay, for every optimizer.")
   weight_decay_mask: Literal["matrices", "all"] = Field(
-    "matrices", description="What decays; matrices: all but norms, biases and embeddings."
+    "matrices",
+    description="What decays; matrices: all but norms, biases and embeddings (a tied head is the embedding).",
   )
   mu_dtype: Literal["", "float32", "bfloat16"] = Field("", description="Type of the first moment; empty: weight_dtype.")
   gradient_clipping_threshold: float = Field(1.0, ge=0, description="Largest global gradient norm; 0: no clipping.")

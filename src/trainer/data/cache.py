@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 Log = Callable[[str], None]
@@ -17,9 +17,10 @@ def entry(
 ) -> Path:
   """The folder {directory}/{name}, made by `build` if it is absent or damaged.
 
-  `build` fills an empty temporary folder, which is then renamed: a killed or failed build leaves no entry. `fault`
-  tells what is wrong with a finished entry, or None. Processes that want the same entry wait for the first one; a good
-  entry needs no lock and no right to write. Raises ValueError when the directory cannot be written.
+  `build` fills an empty temporary folder, which is then renamed: a killed build leaves no entry, and one that fails
+  leaves nothing at all. `fault` tells what is wrong with a finished entry, or None. Processes that want the same entry
+  wait for the first one; a good entry needs no lock and no right to write. Raises ValueError when the directory cannot
+  be written.
   """
   if "://" in directory:
     raise ValueError(f"dataset_cache_directory={directory} is not local: give a folder of this machine")
@@ -27,6 +28,7 @@ def entry(
   final = root / name
   if final.is_dir() and fault(final) is None:
     return final
+  fresh = [folder for folder in (root, *root.parents) if not folder.exists()]
   try:
     root.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=root))
@@ -51,17 +53,35 @@ def entry(
           raise
   finally:
     shutil.rmtree(temporary, ignore_errors=True)
+    with suppress(OSError):  # not empty: of use
+      for folder in fresh:
+        folder.rmdir()
   return final
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-  """Holds an exclusive lock on a file; the system frees it when the process dies."""
+  """Holds an exclusive lock on a file, which is there only meanwhile; the system frees it when the process dies."""
   import fcntl
 
-  descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+  while True:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+      fcntl.flock(descriptor, fcntl.LOCK_EX)
+      if _is_at(descriptor, path):
+        try:
+          yield
+        finally:
+          path.unlink(missing_ok=True)
+        return
+      # Whoever held it has removed the file: somebody else may hold the lock on a new one.
+    finally:
+      os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+  """Whether the open file is the one that has this name now."""
   try:
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    yield
-  finally:
-    os.close(descriptor)
+    return os.path.samestat(os.fstat(descriptor), path.stat())
+  except FileNotFoundError:
+    return False

@@ -44,6 +44,11 @@ class Loader:
     """Examples of one epoch; None: endless. Past it train data comes reshuffled, eval data is padding of weight 0."""
     return self._source.num_examples
 
+  @property
+  def has_eval(self) -> bool:
+    """Whether the same data have an evaluation split: whether make_loader(split="eval") can serve."""
+    return self._source.has_eval
+
   def batch(self, step: int, rows: np.ndarray | None = None) -> Batch:
     """The rows of step `step`'s global batch in the order given, or all of them.
 
@@ -107,8 +112,3 @@ def make_loader(
     seed=cfg.data_shuffle_seed,
     reuse_first=split == "train" and cfg.reuse_example_batch > 0,
   )
-
-
-def has_eval(cfg: DataSection) -> bool:
-  """Whether the configuration provides for evaluation data: then make_loader(split="eval") is worth a call."""
-  return cfg.dataset_type == "synthetic" or cfg.eval_dataset_path != "" or cfg.eval_fraction > 0

@@ -17,6 +17,9 @@ class Source(Protocol):
   num_examples: int | None
   """Examples of one epoch; None: endless, every example fresh."""
 
+  has_eval: bool
+  """Whether the same data have an evaluation split."""
+
   tokenizer: Tokenizer | None
   """What made the tokens; None when they are no text."""
 

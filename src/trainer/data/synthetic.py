@@ -14,6 +14,7 @@ class SyntheticSource:
   """Uniform random tokens in [0, vocab_size) from a counter-based generator keyed by (seed, index)."""
 
   num_examples: int | None = None
+  has_eval = True
   tokenizer: Tokenizer | None = None
 
   def __init__(self, *, vocab_size: int, length: int, seed: int, stream: int) -> None:

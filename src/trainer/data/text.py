@@ -34,6 +34,7 @@ class TextSource:
     meta = json.loads((folder / store.META).read_text())
     self.tokenizer: Tokenizer | None = tokenizer
     self.num_examples: int | None = meta["splits"][split]["windows"]
+    self.has_eval: bool = meta["splits"].get("eval", {"targets": 0})["targets"] > 0
     self._meta = meta
     self._split = split
     # Evaluations of runs with different seeds stay comparable. Any integer is a seed here; grain takes 32 bits.
@@ -115,7 +116,7 @@ def open_source(cfg: DataSection, *, vocab_size: int, min_examples: int, split: 
   known = json.loads((folder / store.META).read_text())["splits"].get(split, {"targets": 0})
   if known["targets"] < max(1, min_examples * cfg.max_target_length):
     path = cfg.eval_dataset_path * (split == "eval") or cfg.dataset_path or "the standard library"
-    remedy = f"give eval_dataset_path or eval_steps=0 (eval_fraction={cfg.eval_fraction:g})"
+    remedy = f"give eval_dataset_path, or eval_steps=0 eval_interval=-1 (eval_fraction={cfg.eval_fraction:g})"
     if split == "train":
       remedy = "give more text, or make the batch or the length smaller"
     raise ValueError(

@@ -43,10 +43,10 @@ def elastic_retry(
   for: the attempt gets those that live, to save what they hold.
 
   Raises:
-    ConfigError: the cluster and the elastic keys do not fit each other; before the first attempt.
+    ConfigError: what `check` would have raised; before the first attempt.
     TimeoutError: too few slices within elastic_timeout_seconds.
   """
-  _check(cluster, cfg)
+  faults = check(cluster, cfg, job.steps)
   with CompileCounter() as counter:
     carry = Carry(
       cfg,
@@ -54,7 +54,7 @@ def elastic_retry(
       cluster,
       events,
       log,
-      _injector(cluster, cfg, job, events, clock),
+      _injector(cluster, faults, events, clock),
       RetryPolicy(cfg.elastic_max_retries, cfg.elastic_retry_reset_steps, cfg.elastic_backoff_seconds),
       ResizePolicy(cfg.elastic_min_resize_interval_seconds, clock),
       SnapshotPolicy(cfg.snapshot_period, cfg.snapshot_max_overhead, job.state_bytes),
@@ -182,31 +182,29 @@ def _outcome(event: Event) -> str:
   return "slice_down" if event.is_slice_loss else "failed"
 
 
-def _check(cluster: Cluster, cfg: ElasticSection) -> None:
-  if not cfg.elastic_enabled:
-    return
-  if cluster.process_count > 1:
+def check(cluster: Cluster, cfg: ElasticSection, steps: int) -> list[Fault]:
+  """The faults of a run of `steps` steps. Raises ConfigError where cluster and elastic keys do not fit each other."""
+  if cfg.elastic_enabled and cluster.process_count > 1:
     raise ConfigError(
       f"elastic_enabled=true: the {cluster.process_count} processes of this run share one JAX world, which cannot lose "
       "any of them.\nUse one process (cluster=pathways or simulated), or elastic_enabled=false."
     )
-  if cfg.elastic_min_slice_count > cluster.num_slices:
+  if cfg.elastic_enabled and cfg.elastic_min_slice_count > cluster.num_slices:
     raise ConfigError(
       f"elastic_min_slice_count={cfg.elastic_min_slice_count}: there are only {cluster.num_slices} slices.\n"
       f"Use at most {cluster.num_slices}, or -1 for all."
     )
-
-
-def _injector(
-  cluster: Cluster, cfg: ElasticSection, job: Job, events: EventLog, clock: Callable[[], float]
-) -> FaultInjector:
-  """The faults that this process still has to make: a fault happens once per run, not once per process."""
-  faults = expand(parse(cfg.fault_injection), cluster.num_slices, job.steps)
+  faults = expand(parse(cfg.fault_injection), cluster.num_slices, steps)
   if any(fault.slice is not None for fault in faults) and not isinstance(cluster, SimulatedCluster):
     raise ConfigError(
       f"fault_injection={cfg.fault_injection}: slices of a {cluster.kind} cluster cannot be lost by us.\nDelete a "
       "worker pod there, or rehearse with cluster=simulated."
     )
+  return faults
+
+
+def _injector(cluster: Cluster, faults: list[Fault], events: EventLog, clock: Callable[[], float]) -> FaultInjector:
+  """What still has to be made of the run's `faults` in this process: a fault happens once per run, not per process."""
   if faults and events.directory is not None:
     before = [record["fault"] for record in read_events(events.directory) if record["kind"] == "fault_injected"]
     for fault in list(faults):

@@ -44,7 +44,7 @@ class Decoder(nnx.Module):
     self.final_norm = RMSNorm(D, cfg)
     if not tied:
       head_std = min(cfg.initializer_range, 0.25 / D**0.5)
-      self.lm_head = normal_param(head_key, (V, D), ("vocab", "table_embed"), head_std, cfg)
+      self.lm_head = normal_param(head_key, (V, D), ("vocab", "head_embed"), head_std, cfg)
     self.cfg = cfg
 
   def hidden(self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:

@@ -105,3 +105,11 @@ class EventLog:
 def read_events(run_directory: str) -> list[dict[str, Any]]:
   """All records of a run in the order in which they were written; a line cut short by a kill is skipped."""
   return list(files.read_json_lines(run_directory, EVENTS_FILE))
+
+
+def without_refused(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+  """The records of the processes that were part of the run: one that was refused (exit 2 before its first step could be
+  dispatched, as by a checkpoint of another configuration) is none, unless there is no other."""
+  ready = {event["process"] for event in events if event["kind"] == "init_done"}
+  refused = {event["process"] for event in events if event["kind"] == "run_end" and event.get("exit") == 2} - ready
+  return [event for event in events if event["process"] not in refused] or events

@@ -15,7 +15,7 @@ import math
 from typing import Any
 
 from trainer.observe import files
-from trainer.observe.events import read_events
+from trainer.observe.events import read_events, without_refused
 from trainer.observe.log import Log
 from trainer.observe.metrics import format_duration, read_records
 
@@ -75,7 +75,7 @@ def compute(run_directory: str) -> dict[str, Any]:
   count), steps_lost, processes, attempts; and slice_percent: slices alive, averaged over the time of the steps that
   count, of the slices of the run.
   """
-  events, steps = read_events(run_directory), read_records(run_directory)
+  events, steps = without_refused(read_events(run_directory)), read_records(run_directory)
   if not events and not steps:
     raise ValueError(f"{run_directory}: no events.jsonl and no metrics.jsonl: not the directory of a run")
   lost = _mark_lost(steps)

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from trainer.observe import goodput, metrics
-from trainer.observe.events import read_events
+from trainer.observe.events import read_events, without_refused
 
 Records = list[dict[str, Any]]
 
@@ -21,9 +21,9 @@ class Run:
   steps: Records  # the history as it stands, one record per step in order, each with a loss
   evals: Records  # records with eval_loss, in order
   lost: Records  # step records that were done again later
-  events: Records
+  events: Records  # of the processes that were not refused
   goodput: dict[str, Any]
-  start: dict[str, Any]  # the newest run_start event, {} if there is none
+  start: dict[str, Any]  # the newest run_start of these, {} if there is none
 
   @property
   def total_slices(self) -> int:
@@ -46,7 +46,7 @@ class Run:
 
 def load(run_directory: str) -> Run:
   """Reads a run directory, local or gs://. ValueError if there is no run, or no completed step yet."""
-  events = read_events(run_directory)
+  events = without_refused(read_events(run_directory))
   history = metrics.read_metrics(run_directory)
   steps = [record for record in history if "loss" in record]
   if not steps:

@@ -17,6 +17,7 @@ METRICS_FILE = "metrics.jsonl"
 # StepRecord field -> TensorBoard tag
 _TENSORBOARD = {
   "loss": "learning/loss",
+  "z_loss": "learning/z_loss",
   "grad_norm": "learning/grad_norm",
   "lr": "learning/learning_rate",
   "tokens": "learning/tokens",
@@ -26,6 +27,7 @@ _TENSORBOARD = {
   "tokens_per_second_per_device": "perf/tokens_per_second_per_device",
   "mfu": "perf/mfu",
   "data_wait": "perf/data_wait_seconds",
+  "eta": "perf/eta_seconds",
   "slices": "elastic/slices",
 }
 
@@ -48,6 +50,7 @@ class StepRecord:
   mfu: float | None = None  # 0..1; None: no peak is known for the device
   eta: float = 0.0  # seconds until the last step
   skipped: bool = False  # non-finite: the update was not applied
+  z_loss: float | None = None  # per weighted token, added to the loss; None (and no field in the record): there is none
 
 
 def format_step_line(record: StepRecord) -> str:
@@ -92,10 +95,12 @@ class Metrics:
   def write(self, record: StepRecord) -> None:
     """Records one completed step. Does no I/O to object stores on the caller's thread."""
     fields = dataclasses.asdict(record) | self._events.stamp()
+    if record.z_loss is None:
+      del fields["z_loss"]
     line = files.dump_json(fields)
     self._lines.append(line)
     if self._tensorboard is not None:
-      self._tensorboard.write(record.step, {tag: fields[key] for key, tag in _TENSORBOARD.items()}, fields["wall"])
+      self._tensorboard.write(record.step, {tag: fields.get(key) for key, tag in _TENSORBOARD.items()}, fields["wall"])
     if self._objects is not None:
       self._objects.write(record.step, line)
 

@@ -72,6 +72,7 @@ def build(cfg: OptimizerSection, logical_axes: Any) -> optax.GradientTransformat
     beta=cfg.adam_b1,
     adam_b1=cfg.adam_b1,
     adam_b2=cfg.adam_b2,
+    eps=cfg.adam_eps,
     mu_dtype=mu_dtype,
     muon_weight_dimension_numbers=dims,
     # Moonlight's scale: the update's root mean square is that of Adam, so one learning rate serves both parts

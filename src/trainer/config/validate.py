@@ -81,20 +81,21 @@ def _check_model(model: ModelSection) -> None:
       f"rope_high_freq_factor={model.rope_high_freq_factor:g}: must be above rope_low_freq_factor="
       f"{model.rope_low_freq_factor:g}.\nLlama 3 uses 4 and 1."
     )
-  _check_effect(model, "remat_policy", "custom", _CUSTOM_REMAT)
-  _check_effect(model, "rope_type", "llama3", _ROPE_SCALING)
+  _check_effect(model, "remat_policy", ("custom",), _CUSTOM_REMAT)
+  _check_effect(model, "rope_type", ("llama3",), _ROPE_SCALING)
 
 
-def _check_effect(section: Section, choice: str, needed: str, names: str) -> None:
-  """Refuses other values than the default for keys that only one value of the key `choice` looks at."""
-  if getattr(section, choice) == needed:
+def _check_effect(section: Section, choice: str, needed: tuple[str, ...], names: str) -> None:
+  """Refuses other values than the default for keys that only the `needed` values of the key `choice` look at."""
+  if getattr(section, choice) in needed:
     return
+  wanted = f"{choice}={' or '.join(needed)}"
   for name in names.split():
     value = getattr(section, name)
     if value != type(section).model_fields[name].default:
       raise ConfigError(
-        f"{name}={value}: has an effect only with {choice}={needed}, and it is {getattr(section, choice)}.\n"
-        f"Use {choice}={needed}, or leave {name} out."
+        f"{name}={value}: has an effect only with {wanted}, and it is {getattr(section, choice)}.\n"
+        f"Use {wanted}, or leave {name} out."
       )
 
 
@@ -121,7 +122,10 @@ def _check_data(data: DataSection, model: ModelSection) -> None:
 def _check_optimizer(optimizer: OptimizerSection) -> None:
   if optimizer.learning_rate_schedule_steps == 0:
     raise ConfigError("learning_rate_schedule_steps=0: must be positive, or -1 for steps.\nUse -1.")
-  _check_effect(optimizer, "lr_schedule_type", "wsd", "wsd_decay_steps_fraction wsd_decay_style")
+  _check_effect(optimizer, "lr_schedule_type", ("wsd",), "wsd_decay_steps_fraction wsd_decay_style")
+  _check_effect(optimizer, "lr_schedule_type", ("cosine", "wsd"), "learning_rate_final_fraction")
+  _check_effect(optimizer, "opt_type", ("adamw", "muon"), "adam_b2 adam_eps")
+  _check_effect(optimizer, "opt_type", ("adamw", "muon", "sgd"), "adam_b1 mu_dtype")
   share = optimizer.warmup_steps_fraction + optimizer.wsd_decay_steps_fraction
   if optimizer.lr_schedule_type == "wsd" and share > 1:
     raise ConfigError(

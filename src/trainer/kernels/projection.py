@@ -74,7 +74,7 @@ def _backward(contracted: int, saved: tuple[jax.Array, jax.Array], g: jax.Array)
 
   dw contracts the rows of x with those of g, so one of them must be transposed. Left to the compiler that happens one
   strided element at a time, inside whatever elementwise work stands before it; here it is a copy of its own, of the
-  narrower of the two. A SwiGLU's backward pass takes 0.6 times as long (docs/benchmarks).
+  narrower of the two. A SwiGLU's backward pass took 0.6 times as long on two x86-64 cores.
   """
   x, w = saved
   rows = x.ndim - contracted

@@ -177,7 +177,7 @@ def test_attention_counts_as_often_as_its_kernels_run(policy, forward):
   from trainer.tools.preflight import costs, hlo
 
   layers, batch, length, heads, width = 3, 2, 256, 2, 128
-  kernel = attention_splash.build(mesh=None, seq_len=length, num_q_heads=heads)
+  kernel = attention_splash.build(mesh=None, seq_len=length, num_q_heads=heads, head_bytes=2 * width)
   _, kept = remat.policy(ModelSection(remat_policy=policy))
 
   def layer(x, scale):

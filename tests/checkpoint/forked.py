@@ -87,6 +87,8 @@ def child(request: dict[str, Any]) -> NoReturn:
     os.dup2(source, target)
   sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
   signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  # As at a terminal, even where these tests run in a shell's background, which has it ignored.
+  signal.signal(signal.SIGINT, signal.default_int_handler)
   os.environ.update(request["environment"])
   sys.argv = ["trainer", *request["argv"]]
   runpy.run_module("trainer", run_name="__main__", alter_sys=True)  # ends in sys.exit, which unwinds all of this

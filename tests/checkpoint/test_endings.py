@@ -127,7 +127,7 @@ def test_a_resume_with_another_model_or_data_is_2_and_names_the_keys(make):
   run = make()
   assert run.finish("steps=3") == 0
   accepted = (run.directory / "config.yml").read_text()
-  assert run.finish("steps=6", "adam_b2=0.9", "init_weights_seed=5", "data_shuffle_seed=7") == 2
+  assert run.finish("steps=6", "gradient_clipping_threshold=0.9", "init_weights_seed=5", "data_shuffle_seed=7") == 2
   assert re.search(r"init_weights_seed +0 -> 5 +changes the model", run.printed)
   assert (
     re.search(r"data_shuffle_seed +0 -> 7 +changes the data order", run.printed)
@@ -138,7 +138,7 @@ def test_a_resume_with_another_model_or_data_is_2_and_names_the_keys(make):
   assert (run.directory / "config.yml").read_text() == accepted
   found = history.load(str(run.directory))
   assert found.start["config"]["steps"] == 3 and [end["exit"] for end in found.of_kind("run_end")] == [0]
-  assert run.finish("steps=6", "adam_b2=0.9", "learning_rate=0.001") == 0  # what people do change
+  assert run.finish("steps=6", "gradient_clipping_threshold=0.9", "learning_rate=0.001") == 0  # what people do change
   assert "learning_rate: 0.001" in (run.directory / "config.yml").read_text()
   assert "learning_rate: 0.0003 in the checkpoint, now 0.001" in run.printed
   assert run.last_step == 6

@@ -35,7 +35,7 @@ def test_a_published_model_on_three_slices():
   assert gradients <= sum(c.bytes * c.times for c in found.exchanged()) < 1.02 * gradients
 
 
-@pytest.mark.parametrize("axes", ["", "ici_tensor_parallelism=2", "ici_context_parallelism=4"])
+@pytest.mark.parametrize("axes", ["ici_tensor_parallelism=2", "ici_context_parallelism=4"])
 def test_no_mesh_computes_twice_or_sends_whole_tables(axes):
   """Each chip executes its share of the matmuls, and sends no more of a table at once than its fsdp shard."""
   sizes = (

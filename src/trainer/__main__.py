@@ -36,7 +36,10 @@ def main(argv: list[str] | None = None) -> int:
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return BAD_INPUT
-  except KeyboardInterrupt:  # before there is a log, or once it is closed
+  except (KeyboardInterrupt, ImportError) as error:  # before there is a log, or once it is closed
+    # A library in C++ that is interrupted while it loads makes an ImportError of that.
+    if not isinstance(error.__cause__ or error, KeyboardInterrupt):
+      raise
     print("Interrupted.", file=sys.stderr)
     return INTERRUPTED
 

@@ -340,7 +340,7 @@ def test_ctrl_c_before_the_run_is_130_without_a_traceback(make, tmp_path):
   process = run.start()
   assert command.when(process, lambda: (tmp_path / "tokens").is_dir())  # it tokenises
   process.send_signal(signal.SIGINT)
-  assert process.wait(60) == 130
+  assert process.wait(60) == 130, run.printed[-4000:]
   assert run.printed.splitlines() == ["Interrupted."] and not run.directory.exists()
 
 

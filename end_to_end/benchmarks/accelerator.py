@@ -11,7 +11,6 @@ the first remat policy. --tokens is the size of a device's batch. What does not 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -19,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from trainer.observe.metrics import read_records
 
 ROOT = Path(__file__).parents[2]
 WARM = 5  # steps at the start that do not count
@@ -70,8 +71,7 @@ def _run(keys: list[str]) -> list[dict[str, Any]]:
       return []
     if done.returncode:
       sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-    with open(f"{folder}/t/metrics.jsonl") as lines:
-      records = [json.loads(line) for line in lines]
+    records = read_records(f"{folder}/t")
   return [record for record in records if "loss" in record and record["step"] > WARM]
 
 

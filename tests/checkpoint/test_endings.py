@@ -314,6 +314,17 @@ def test_ctrl_c_between_steps_is_130_with_one_line(make, keys):
   assert run.losses()  # what was done again came out the same
 
 
+def assert_a_second_one_ends_at_once(run: Run, process, number: signal.Signals, code: int) -> None:
+  process.send_signal(number)
+  time.sleep(1.3)
+  assert process.poll() is None
+  begin = time.monotonic()
+  process.send_signal(number)
+  assert process.wait(60) == code
+  assert time.monotonic() - begin < 10
+  assert f"second {number.name}" in run.printed
+
+
 def test_ctrl_c_in_a_compilation_is_130_after_it_and_a_second_one_ends_at_once(make):
   keys = "steps=9", "scan_layers=false", "jax_cache_dir="
   run = make(*keys, "base_num_decoder_layers=8")
@@ -325,14 +336,7 @@ def test_ctrl_c_in_a_compilation_is_130_after_it_and_a_second_one_ends_at_once(m
   process = run.start("base_num_decoder_layers=60")
   assert command.when(process, lambda: len(run.events("attempt_start")) == 2)
   time.sleep(3)  # it is in the compiler now
-  process.send_signal(signal.SIGINT)
-  time.sleep(1.3)
-  assert process.poll() is None
-  begin = time.monotonic()
-  process.send_signal(signal.SIGINT)
-  assert process.wait(60) == 130
-  assert time.monotonic() - begin < 10
-  assert "second SIGINT" in run.printed
+  assert_a_second_one_ends_at_once(run, process, signal.SIGINT, 130)
 
 
 def test_ctrl_c_before_the_run_is_130_without_a_traceback(make, tmp_path):
@@ -429,12 +433,5 @@ def test_a_second_sigterm_ends_at_once(make):
   run = make("steps=9", "base_num_decoder_layers=60", "scan_layers=false", "jax_cache_dir=")
   process = run.start()
   assert command.when(process, lambda: bool(run.events("attempt_start")))
-  process.send_signal(signal.SIGTERM)
-  time.sleep(1.3)
-  assert process.poll() is None
-  begin = time.monotonic()
-  process.send_signal(signal.SIGTERM)
-  assert process.wait(60) == 143
-  assert time.monotonic() - begin < 10
-  assert "second SIGTERM" in run.printed
+  assert_a_second_one_ends_at_once(run, process, signal.SIGTERM, 143)
   assert run.last_step == 0

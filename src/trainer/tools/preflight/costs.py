@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from trainer.tools.preflight import kernels
-from trainer.tools.preflight.hlo import DEVICE, HOST, Array, Computation, Instruction, Module
+from trainer.tools.preflight.hlo import DEVICE, HOST, Array, Computation, Instruction, Module, numbers, wider
 
 # They hand on a buffer or run another computation whose instructions count by themselves.
 _FREE = frozenset(
@@ -29,9 +29,7 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-  flops_by_type: Mapping[
-    str, float
-  ]  # of matmuls and kernels by the HLO type of their operands; "": of none that is known
+  flops_by_type: Mapping[str, float]  # of matmuls and kernels, by the HLO type of their operands; "": it is not known
   device_bytes: float  # read and written in the device's main memory (HBM); on-chip memory is not counted
   host_bytes: float  # moved between the device and pinned host memory
   cycles: float  # the TPU compiler's own estimates of its fusions; kernels and communication are not in them
@@ -77,18 +75,14 @@ def _shape(computation: Computation, name: str) -> Array:
 
 
 def _operand_type(computation: Computation, matmul: Instruction) -> str:
-  """The wider type of the two operands: it is the one that the unit multiplies."""
-  return max((_shape(computation, name) for name in matmul.operands[:2]), key=lambda array: array.bits).dtype
-
-
-def _dims(text: str | None) -> list[int]:
-  return [int(d) for d in re.findall(r"\d+", text or "")]
+  left, right = (_shape(computation, name) for name in matmul.operands[:2])
+  return wider(left, right)
 
 
 def _dot_flops(computation: Computation, dot: Instruction) -> float:
   """2 x elements of the result x size of the contraction."""
   left = _shape(computation, dot.operands[0])
-  contracted = [left.dims[d] for d in _dims(dot.attribute("lhs_contracting_dims"))]
+  contracted = [left.dims[d] for d in numbers(dot.attribute("lhs_contracting_dims"))]
   return 2.0 * math.prod(dot.result[0].dims) * math.prod(contracted)
 
 
@@ -157,10 +151,7 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
 
 def _names_memory(instruction: Instruction) -> bool:
   """The TPU compiler's ways to reserve a buffer and to see several beside each other as one; nothing moves."""
-  return instruction.opcode == "custom-call" and instruction.attribute("custom_call_target") in (
-    '"AllocateBuffer"',
-    '"ConcatBitcast"',
-  )
+  return instruction.target in ("AllocateBuffer", "ConcatBitcast")
 
 
 def _written(instruction: Instruction) -> tuple[Array, ...]:

@@ -77,6 +77,23 @@ class Instruction:
     found = re.search(r'op_name="([^"]*)"', self.rest)
     return found.group(1) if found else ""
 
+  @property
+  def target(self) -> str:
+    """What a custom call calls; empty for other instructions."""
+    if self.opcode != "custom-call":
+      return ""
+    return (self.attribute("custom_call_target") or "").strip('"')
+
+
+def numbers(text: str | None) -> list[int]:
+  """The whole numbers in an attribute, in order; none where it is absent."""
+  return [int(number) for number in re.findall(r"\d+", text or "")]
+
+
+def wider(left: Array, right: Array) -> str:
+  """The type of a matmul: that of the wider operand is the one that the unit multiplies."""
+  return max(left, right, key=lambda array: array.bits).dtype
+
 
 @dataclasses.dataclass(frozen=True)
 class Computation:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 
-from trainer.tools.preflight.hlo import Array, Computation, Instruction
+from trainer.tools.preflight.hlo import Array, Computation, Instruction, numbers, wider
 
 _STATED = re.compile(r'"cost_estimate":\{[^{}]*"flops":"?(\d+)')
 # JAX names its splash kernels after their phase, and whether they know segments and keep residuals.
@@ -20,7 +20,7 @@ _MATMULS = {"fwd": 2, "dq": 3, "dkv": 4, "fused": 5}
 
 def is_kernel(instruction: Instruction) -> bool:
   """Whether it is a custom call that computes what the module's text does not show."""
-  target = _target(instruction)
+  target = instruction.target
   return target in ("tpu_custom_call", "__gpu$xla.gpu.triton") or target.startswith(("__cublas$", "__cudnn$"))
 
 
@@ -31,7 +31,7 @@ def flops(computation: Computation, kernel: Instruction) -> tuple[str, float] | 
   if stated:
     return "", float(stated.group(1))
   arrays = [computation.by_name[name].result[0] for name in kernel.operands]
-  target = _target(kernel)
+  target = kernel.target
   if target.startswith(("__cublas$gemm", "__cublas$lt$matmul")):
     return _gemm(kernel, arrays)
   if target.startswith("__cudnn$fmha"):
@@ -39,12 +39,6 @@ def flops(computation: Computation, kernel: Instruction) -> tuple[str, float] | 
   # The compiler may rename an instruction; the operation's name ends with the kernel's.
   named = _SPLASH.findall(kernel.name) or _SPLASH.findall(kernel.source)
   return _splash(kernel, arrays, named[-1]) if named else None
-
-
-def _target(instruction: Instruction) -> str:
-  if instruction.opcode != "custom-call":
-    return ""
-  return (instruction.attribute("custom_call_target") or "").strip('"')
 
 
 def _splash(kernel: Instruction, arrays: list[Array], phase: str) -> tuple[str, float]:
@@ -61,9 +55,9 @@ def _fmha(kernel: Instruction, arrays: list[Array]) -> tuple[str, float] | None:
   scores = re.search(r'"intermediate_tensor_shape":\{[^{}]*"dimensions":\[([^\]]*)\]', kernel.rest)
   if scores is None:
     return None
-  matmuls = _MATMULS["fused" if "Backward" in _target(kernel) else "fwd"]
+  matmuls = _MATMULS["fused" if "Backward" in kernel.target else "fwd"]
   causal = 2 if re.search(r'"mask_type":"(?:PADDING_)?CAUSAL"', kernel.rest) else 1
-  return arrays[0].dtype, matmuls * 2.0 * math.prod(_numbers(scores.group(1))) * arrays[0].dims[-1] / causal
+  return arrays[0].dtype, matmuls * 2.0 * math.prod(numbers(scores.group(1))) * arrays[0].dims[-1] / causal
 
 
 def _gemm(kernel: Instruction, arrays: list[Array]) -> tuple[str, float] | None:
@@ -71,10 +65,5 @@ def _gemm(kernel: Instruction, arrays: list[Array]) -> tuple[str, float] | None:
   contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', kernel.rest)
   if contracted is None:
     return None
-  size = math.prod(arrays[0].dims[d] for d in _numbers(contracted.group(1)))
-  wider = max(arrays[:2], key=lambda array: array.bits)
-  return wider.dtype, 2.0 * math.prod(kernel.result[0].dims) * size
-
-
-def _numbers(text: str) -> list[int]:
-  return [int(number) for number in re.findall(r"\d+", text)]
+  size = math.prod(arrays[0].dims[d] for d in numbers(contracted.group(1)))
+  return wider(*arrays[:2]), 2.0 * math.prod(kernel.result[0].dims) * size

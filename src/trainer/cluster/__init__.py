@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from trainer.cluster import cpu_compiler
 from trainer.cluster.api import Cluster, View
 from trainer.config.schema import ClusterSection
 
@@ -32,6 +33,7 @@ def start(cfg: ClusterSection, elastic_poll_seconds: float = 10.0) -> Cluster:
     from trainer.cluster.pathways import PathwaysCluster
 
     return PathwaysCluster.start(cfg, os.environ, elastic_poll_seconds)
+  cpu_compiler.prepare_environment(os.environ)
   from trainer.cluster.simulated import SimulatedCluster
 
   return SimulatedCluster.start(cfg, os.environ)

@@ -61,6 +61,8 @@ def _row(model: str, topology: str, slices: int, keys: list[str]) -> str:
   assert chip is not None
   found = analysis.analyse(config, devices, slices)
   where = f"{topology} x {slices}"
+  if isinstance(found, analysis.Refused):
+    raise SystemExit(f"{model} for {where}: {found.reason}")
   if isinstance(found, analysis.DoesNotFit):
     return f"| {model} | {where} | | | {found.reason} | no | | | |"
   memory = found.memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ def main(argv: list[str] | None = None) -> int:
   """Runs the command and returns its exit code."""
   started = time.monotonic()
   arguments = sys.argv[1:] if argv is None else argv
+  _make_stdout_usable()
   if not arguments or {"--help", "-h"} & set(arguments):
     from trainer.config import cli
 
@@ -42,6 +44,14 @@ def main(argv: list[str] | None = None) -> int:
       raise
     print("Interrupted.", file=sys.stderr)
     return INTERRUPTED
+
+
+def _make_stdout_usable() -> None:
+  """It may be closed (`>&-`), or have an encoding that lacks a character of the configuration."""
+  if sys.stdout is None:
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+  if isinstance(sys.stdout, io.TextIOWrapper):
+    sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _run(config: Config, started: float) -> int:

@@ -126,6 +126,7 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     num_q_heads=cfg.num_query_heads,
     num_kv_heads=cfg.num_kv_heads,
     dtype=cfg.dtype,
+    precision=cfg.matmul_precision,
   )
   project = projection.choose(platform, cfg.quantization)
   model = Functional(cfg, Kernels(kernel, project, rope.choose(platform), LOGITS_BYTES[platform]))

@@ -91,6 +91,13 @@ def test_a_complete_run_is_0_and_so_is_a_repetition(make):
   assert run.steps() == [3, 4] and sorted(run.losses()) == [1, 2, 3, 4]
 
 
+def test_layers_that_are_not_scanned_are_saved_on_eight_devices(make):
+  """A hundred arrays: when their checksums were all under way at once, the devices waited for each other for ever."""
+  run = make("steps=2", "scan_layers=false", "base_num_decoder_layers=4", "opt_type=adamw", "devices_per_slice=8")
+  assert run.finish() == 0
+  assert run.steps() == [2]
+
+
 @pytest.mark.parametrize(
   ("keys", "told"),
   [

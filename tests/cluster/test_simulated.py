@@ -80,6 +80,16 @@ def test_start_refuses_what_cannot_be(section, message):
     cluster.start(section)
 
 
+def test_a_platform_that_is_not_there_is_one_message():
+  run = run_python(
+    "from trainer import cluster; from trainer.config.schema import ClusterSection; cluster.start(ClusterSection())",
+    JAX_PLATFORMS="cpuu",
+  )
+  _, err = run.communicate(timeout=60)
+  assert run.returncode == 1
+  assert "ValueError: JAX_PLATFORMS='cpuu': JAX finds no devices" in err
+
+
 @pytest.mark.parametrize(
   ("environment", "message"),
   [

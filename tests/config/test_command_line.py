@@ -49,6 +49,19 @@ def test_printing_is_quick_and_imports_nothing_heavy(argv, words):
   assert fastest < SECONDS
 
 
+def test_a_stdout_that_is_closed_or_knows_ascii_only(tmp_path):
+  config = tmp_path / "c.yml"
+  config.write_text('sample_prompt: "\\u65e5"\n', encoding="utf-8")
+  environment = os.environ | {"PYTHONPATH": str(Path(trainer.__file__).parents[1]), "PYTHONIOENCODING": "ascii"}
+  command = [sys.executable, "-m", "trainer", str(config), "--print-config"]
+  printed = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+  assert (printed.returncode, printed.stderr) == (0, "")
+  assert "\\u65e5" in printed.stdout
+  closed = ["bash", "-c", 'exec "$@" >&-', "-", *command]
+  result = subprocess.run(closed, stderr=subprocess.PIPE, text=True, timeout=120, env=environment)
+  assert (result.returncode, result.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
   "argv",
   [

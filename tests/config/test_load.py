@@ -57,6 +57,23 @@ def test_precedence_from_parents_to_the_command_line(write):
   assert config.run.run_name == "child"
 
 
+def test_a_choice_overrules_what_has_no_effect_with_it(write):
+  """Whoever says no to evaluation need not know when the YAML below evaluates, and cannot take that line out."""
+  quickstart = load(["configs/quickstart.yml", "eval_steps=0"])
+  assert (quickstart.observe.eval_steps, quickstart.observe.eval_interval) == (0, -1)
+  plain = load(["configs/base.yml", "model_name=llama3.2-1b", "override_model_config=true", "rope_type=default"])
+  assert (plain.model.rope_type, plain.model.rope_scaling_factor) == ("default", Config().model.rope_scaling_factor)
+  assert load(["configs/base.yml", "model_name=llama3.2-1b"]).model.rope_scaling_factor == 32
+  parent = write("parent.yml", "lr_schedule_type: wsd\nwsd_decay_style: cosine\nadam_b2: 0.9\n")
+  child = write("child.yml", f"base_config: {parent}\nlr_schedule_type: constant\n")
+  assert load([child]).optimizer.wsd_decay_style == Config().optimizer.wsd_decay_style
+  assert load([child, "opt_type=sgd"]).optimizer.adam_b2 == Config().optimizer.adam_b2
+  # Of two values from one place, neither is the mistake of somebody else.
+  for argv in ([parent, "opt_type=sgd", "adam_b2=0.9"], [write("both.yml", "opt_type: sgd\nadam_b2: 0.9\n")]):
+    with pytest.raises(ConfigError, match=r"adam_b2=0\.9: has an effect only with opt_type=adamw or muon"):
+      load(argv)
+
+
 def test_base_yml_serves_as_a_parent_from_anywhere(write):
   config = load([write("mine.yml", "base_config: base.yml\nmodel_name: qwen3-0.6b\nsteps: 7\n")])
   assert (config.model.head_dim, config.run.steps) == (128, 7)

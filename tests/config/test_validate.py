@@ -38,6 +38,7 @@ REFUSED = [
   (["learning_rate_schedule_steps=0"], "must be positive"),
   (["lr_schedule_type=wsd", "warmup_steps_fraction=0.6", "wsd_decay_steps_fraction=0.5"], "exceed the schedule"),
   (["adam_b2=1"], "must be below 1"),
+  (["compile_topology_num_slices=3"], "no effect without compile_topology"),
   (["cluster=multiprocess", "enable_single_controller=true"], "contradicts cluster=multiprocess"),
   (["ici_tensor_parallelism=0"], "must be a positive size"),
   (["ici_tensor_parallelism=-1"], "ici_fsdp_parallelism and ici_tensor_parallelism are -1"),

@@ -154,10 +154,9 @@ def test_sharded_equals_definition_outside_of_any_region(context):
   assert_close(got, exact(*arrays), FLOAT32)
 
 
-def choose(name, platform="cpu", mesh=None, seq_len=256, num_kv_heads=2):
-  return attention.choose(
-    name, platform=platform, mesh=mesh, head_dim=64, seq_len=seq_len, num_q_heads=4, num_kv_heads=num_kv_heads
-  )
+def choose(name, platform="cpu", mesh=None, seq_len=256, num_kv_heads=2, **more):
+  sizes = {"head_dim": 64, "seq_len": seq_len, "num_q_heads": 4, "num_kv_heads": num_kv_heads}
+  return attention.choose(name, platform=platform, mesh=mesh, **sizes, **more)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +191,27 @@ def test_what_cannot_be_served_is_refused_with_the_remedy():
   with pytest.raises(ValueError, match="head_dim=20"):
     attention_gpu.build(mesh=None, head_dim=20, seq_len=64, dtype=jnp.bfloat16)
   assert "multiple of 128" in choose("autoselected", "tpu", seq_len=200).reason
+
+
+@pytest.mark.parametrize(
+  "precision, dtype, served",
+  [
+    ("default", "bfloat16", True),
+    ("highest", "float32", True),
+    ("highest", "bfloat16", False),
+    ("high", "bfloat16", False),
+    ("high", "float32", False),
+  ],
+)
+def test_the_tpus_kernel_multiplies_in_one_precision(precision, dtype, served):
+  """With the others its compiler fails: "Bad lhs type", "Unsupported dot precision: HIGH"."""
+  found = choose("autoselected", "tpu", precision=precision, dtype=dtype)
+  assert found.name == ("flash" if served else "dot_product")
+  assert choose("flash", "cpu", precision=precision, dtype=dtype).name == "flash"
+  if not served:
+    assert f"matmul_precision={precision} with dtype={dtype}" in found.reason
+    with pytest.raises(ValueError, match=r"attention=dot_product"):
+      choose("flash", "tpu", precision=precision, dtype=dtype)
 
 
 @pytest.mark.parametrize("length, limit, block", [(128, 512, 128), (640, 512, 128), (1024, 512, 512), (1152, 512, 384)])

@@ -34,6 +34,39 @@ def test_a_scans_matmuls_count_as_often_as_they_run():
   assert costs.count(module).flops == pytest.approx(3 * layers * 2 * rows * width * width)
 
 
+def test_a_loop_whose_counter_is_copied_before_it_is_raised():
+  """So the TPU compiler writes the loop over micro-batches where activations are offloaded."""
+  text = """%body (p: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
+  %p = (s32[], f32[8,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %copy.1 = s32[] copy(%i)
+  %one = s32[] constant(1)
+  %copy.2 = s32[] copy(%one)
+  %next = s32[] add(%copy.1, %copy.2)
+  %x = f32[8,8]{1,0} get-tuple-element(%p), index=1
+  %y = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %t = (s32[], f32[8,8]{1,0}) tuple(%next, %y)
+}
+
+%condition (q: (s32[], f32[8,8])) -> pred[] {
+  %q = (s32[], f32[8,8]{1,0}) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %limit = s32[] constant(6)
+  ROOT %less = pred[] compare(%j, %limit), direction=LT
+}
+
+ENTRY %main (a: f32[8,8]) -> (s32[], f32[8,8]) {
+  %a = f32[8,8]{1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[8,8]{1,0}) tuple(%zero, %a)
+  ROOT %loop = (s32[], f32[8,8]{1,0}) while(%start), condition=%condition, body=%body
+}
+"""
+  module = hlo.parse("HloModule m\n\n" + text)
+  assert module.unknown_loops() == []
+  assert costs.count(module).flops == 6 * 2 * 8**3
+
+
 def test_nested_loops_multiply():
   outer = lambda x, ws: jax.lax.scan(lambda c, _: (scanned(c, ws) + c, None), x, None, length=5)[0]
   module = hlo.parse(compiled_text(outer, (32, 64), (7, 64, 64)))

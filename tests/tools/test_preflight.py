@@ -103,6 +103,36 @@ def test_a_containers_limit_is_the_memory_of_this_machine(monkeypatch, tmp_path,
   assert this_machine.memory() == (limit or physical)
 
 
+@pytest.mark.parametrize("stage", ["lower", "compile"])
+@pytest.mark.parametrize("memory", [False, True])
+def test_what_a_kernels_compiler_raises_is_a_refusal_too(monkeypatch, stage, memory):
+  """Its class is no JaxRuntimeError; and what Pallas does not know at all fails while the step is lowered."""
+  from trainer.tools.preflight import analysis
+
+  class MosaicError(Exception):
+    pass
+
+  class Refusing:
+    compiler_options = None
+
+    def lower(self):
+      if stage == "lower":
+        raise NotImplementedError("Unsupported dot precision: HIGH")
+      return self
+
+    def compile(self, **_):
+      raise MosaicError("RESOURCE_EXHAUSTED: all of it\nstack" if memory else "INTERNAL: Bad lhs type\nstack")
+
+  monkeypatch.setattr(analysis.program, "build", lambda *_: Refusing())
+  found = analysis.analyse(None, [[]], 1)
+  if stage == "lower":
+    assert found == analysis.Refused(1, "Unsupported dot precision: HIGH")
+  elif memory:
+    assert found == analysis.DoesNotFit(1, "RESOURCE_EXHAUSTED: all of it")
+  else:
+    assert found == analysis.Refused(1, "INTERNAL: Bad lhs type")
+
+
 def test_a_refusal_keeps_the_first_line(monkeypatch):
   import jax
 

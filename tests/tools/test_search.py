@@ -24,7 +24,7 @@ def compiler(tried, divides=lambda batch: batch >= 1):
       return DoesNotFit(1, "too much")
     nothing = costs.Costs({}, 1e6, 0.0, 0.0, 0)
     memory = Memory(used, 0, 0, 0, 0, 0)
-    return Analysis(1, 1, 1, "test", {}, "", 1, memory, 0.0, 0.0, nothing, (), 0.0, int(batch) * 8, 0.0, 0.0)
+    return Analysis(1, 1, 1, "test", {}, "", 1, memory, 0.0, 0.0, nothing, (), (), 0.0, int(batch) * 8, 0.0, 0.0)
 
   return attempt
 

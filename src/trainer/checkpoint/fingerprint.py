@@ -65,8 +65,21 @@ def prepare(abstract: Any) -> None:
 
 
 def dispatch(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-  """Starts the fingerprints of `arrays` and returns at once; the arrays may be donated right after."""
-  return {name: _program(x.shape, x.dtype, x.sharding)(x) for name, x in arrays.items()}
+  """Starts the fingerprints of `arrays` and returns at once; the arrays may be donated right after.
+
+  Several CPU devices take them one by one: each program in flight keeps a thread of XLA's pool for every device while
+  it waits for the other devices, and with a hundred arrays no thread was left that could have ended the waiting.
+  """
+  started = {}
+  for name, x in arrays.items():
+    started[name] = _program(x.shape, x.dtype, x.sharding)(x)
+    if len(x.sharding.device_set) > 1 and _on_cpu(x):
+      started[name].block_until_ready()
+  return started
+
+
+def _on_cpu(x: jax.Array) -> bool:
+  return next(iter(x.sharding.device_set)).platform == "cpu"
 
 
 def collect(started: Mapping[str, jax.Array]) -> tuple[dict[str, str], list[str]]:

@@ -55,7 +55,7 @@ class SimulatedCluster(Cluster):
     """Joins the processes that the environment names, forces host devices on a CPU, and groups the devices."""
     process_count = _join_processes(cfg, environment)
     _force_host_devices(cfg, environment, process_count)
-    return cls(_group(cfg, jax.devices()), jax.process_index(), jax.process_count())
+    return cls(_group(cfg, _all_devices(environment)), jax.process_index(), jax.process_count())
 
   def lose(self, slice_id: int, seconds: float | None = None) -> None:
     """The slice dies. It returns after `seconds`, or (None) once `give_back` is called or somebody waits for it."""
@@ -188,6 +188,16 @@ def _force_host_devices(cfg: ClusterSection, environment: Mapping[str, str], pro
 def _forced_by_user(environment: Mapping[str, str]) -> bool:
   flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", environment.get("XLA_FLAGS", ""))
   return flag is not None or jax.config.jax_num_cpu_devices > 0
+
+
+def _all_devices(environment: Mapping[str, str]) -> list[jax.Device]:
+  try:
+    return jax.devices()
+  except RuntimeError as error:  # no backend starts: the platform is misspelt, has no device here, or no package
+    raise ValueError(
+      f"JAX_PLATFORMS={environment.get('JAX_PLATFORMS', '')!r}: JAX finds no devices: {str(error).splitlines()[0]}\n"
+      "Set JAX_PLATFORMS=cpu to run on the CPU, or install JAX for this machine's accelerator (setup.sh --gpu, --tpu)."
+    ) from error
 
 
 def _group(cfg: ClusterSection, devices: list[jax.Device]) -> dict[int, tuple[jax.Device, ...]]:

@@ -6,6 +6,7 @@ the user's YAML or the command line gives with another value is an error, or win
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,8 +27,7 @@ def load(argv: list[str], *, check_paths: bool = True) -> Config:
   for tools that only need the numbers.
   """
   path, command = _split(argv)
-  given = _read_with_parents(path, ())
-  given.update(command)
+  given = _over(_read_with_parents(path, ()), command)
   given.update(_model_values(given, path))
   if not given.get("run_name", Given("", "")).value:
     given["run_name"] = Given(path.stem, "the config file's name")
@@ -76,8 +76,22 @@ def _read_with_parents(path: Path, children: tuple[Path, ...]) -> dict[str, Give
   table = ModelSection.model_fields.keys() <= own.keys() and not _is_resolved(own, path, children)
   for name, value in own.items():
     restated = table and value.value == all_keys()[name].default
-    values[name] = replace(value, explicit=not restated)
-  return values
+    own[name] = replace(value, explicit=not restated)
+  return _over(values, own)
+
+
+def _over(lower: dict[str, Given], higher: dict[str, Given]) -> dict[str, Given]:
+  """`lower` with `higher` in its place, and without the values that a choice in `higher` leaves without an effect.
+
+  Who says eval_steps=0 over a YAML need not know that it has an eval_interval, and cannot take that line out.
+  """
+  useless = {
+    name
+    for choice, needed, names in (*validate.EFFECTS, ("eval_steps", range(1, sys.maxsize), "eval_interval"))
+    if choice in higher and higher[choice].explicit and higher[choice].value not in needed
+    for name in names.split()
+  }
+  return {name: value for name, value in lower.items() if name not in useless} | higher
 
 
 def _is_resolved(own: dict[str, Given], path: Path, children: tuple[Path, ...]) -> bool:
@@ -124,7 +138,7 @@ def _model_values(given: dict[str, Given], config_path: Path) -> dict[str, Given
       f"model_name={name} fixes these keys in {files.shown(path)}: {'; '.join(shown[:4])}{more}.\n"
       "Remove the keys, or let them win with override_model_config=true."
     )
-  return {key: value for key, value in model.items() if key not in conflicts}
+  return {key: value for key, value in _over(model, explicit).items() if key in model and key not in conflicts}
 
 
 def _find_model(name: str, origin: str, config_path: Path) -> Path:

@@ -18,12 +18,23 @@ from trainer.config.schema import (
   ObserveSection,
   OptimizerSection,
   ParallelismSection,
+  PreflightSection,
   Section,
 )
 
 AXES = ("data", "fsdp", "tensor", "context")
 _CUSTOM_REMAT = "decoder_layer_input query_proj key_proj value_proj context out_proj mlpwi_0 mlpwi_1 mlpwo"
 _ROPE_SCALING = "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_position_embeddings"
+
+# (a key, its values with which other keys have an effect, those keys)
+EFFECTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+  ("remat_policy", ("custom",), _CUSTOM_REMAT),
+  ("rope_type", ("llama3",), _ROPE_SCALING),
+  ("lr_schedule_type", ("wsd",), "wsd_decay_steps_fraction wsd_decay_style"),
+  ("lr_schedule_type", ("cosine", "wsd"), "learning_rate_final_fraction"),
+  ("opt_type", ("adamw", "muon"), "adam_b2 adam_eps"),
+  ("opt_type", ("adamw", "muon", "sgd"), "adam_b1 mu_dtype"),
+)
 
 
 def check(config: Config) -> None:
@@ -39,6 +50,7 @@ def check(config: Config) -> None:
   _check_elastic(config.elastic, config.cluster, config.parallelism, config.checkpoint)
   _check_observe(config.observe, config.data, config.run.steps)
   _check_shards(config)
+  _check_preflight(config.preflight)
 
 
 def _check_allowed(allow_config_change: str) -> None:
@@ -81,22 +93,22 @@ def _check_model(model: ModelSection) -> None:
       f"rope_high_freq_factor={model.rope_high_freq_factor:g}: must be above rope_low_freq_factor="
       f"{model.rope_low_freq_factor:g}.\nLlama 3 uses 4 and 1."
     )
-  _check_effect(model, "remat_policy", ("custom",), _CUSTOM_REMAT)
-  _check_effect(model, "rope_type", ("llama3",), _ROPE_SCALING)
+  _check_effects(model)
 
 
-def _check_effect(section: Section, choice: str, needed: tuple[str, ...], names: str) -> None:
-  """Refuses other values than the default for keys that only the `needed` values of the key `choice` look at."""
-  if getattr(section, choice) in needed:
-    return
-  wanted = f"{choice}={' or '.join(needed)}"
-  for name in names.split():
-    value = getattr(section, name)
-    if value != type(section).model_fields[name].default:
-      raise ConfigError(
-        f"{name}={value}: has an effect only with {wanted}, and it is {getattr(section, choice)}.\n"
-        f"Use {wanted}, or leave {name} out."
-      )
+def _check_effects(section: Section) -> None:
+  """Refuses other values than the default for keys of this section that have no effect."""
+  for choice, needed, names in EFFECTS:
+    if getattr(section, choice, needed[0]) in needed:
+      continue
+    wanted = f"{choice}={' or '.join(needed)}"
+    for name in names.split():
+      value = getattr(section, name)
+      if value != type(section).model_fields[name].default:
+        raise ConfigError(
+          f"{name}={value}: has an effect only with {wanted}, and it is {getattr(section, choice)}.\n"
+          f"Use {wanted}, or leave {name} out."
+        )
 
 
 def _check_data(data: DataSection, model: ModelSection) -> None:
@@ -122,10 +134,7 @@ def _check_data(data: DataSection, model: ModelSection) -> None:
 def _check_optimizer(optimizer: OptimizerSection) -> None:
   if optimizer.learning_rate_schedule_steps == 0:
     raise ConfigError("learning_rate_schedule_steps=0: must be positive, or -1 for steps.\nUse -1.")
-  _check_effect(optimizer, "lr_schedule_type", ("wsd",), "wsd_decay_steps_fraction wsd_decay_style")
-  _check_effect(optimizer, "lr_schedule_type", ("cosine", "wsd"), "learning_rate_final_fraction")
-  _check_effect(optimizer, "opt_type", ("adamw", "muon"), "adam_b2 adam_eps")
-  _check_effect(optimizer, "opt_type", ("adamw", "muon", "sgd"), "adam_b1 mu_dtype")
+  _check_effects(optimizer)
   share = optimizer.warmup_steps_fraction + optimizer.wsd_decay_steps_fraction
   if optimizer.lr_schedule_type == "wsd" and share > 1:
     raise ConfigError(
@@ -309,3 +318,12 @@ def _check_observe(observe: ObserveSection, data: DataSection, steps: int) -> No
   if observe.eval_interval > 0 and (observe.eval_steps == 0 or no_files):
     reason = "eval_steps=0" if observe.eval_steps == 0 else "eval_fraction=0 and no eval_dataset_path"
     raise ConfigError(f"eval_interval={observe.eval_interval}: has no effect with {reason}.\nChange one of the two.")
+
+
+def _check_preflight(preflight: PreflightSection) -> None:
+  count = preflight.compile_topology_num_slices
+  if count != 1 and not preflight.compile_topology:
+    raise ConfigError(
+      f"compile_topology_num_slices={count}: has no effect without compile_topology.\n"
+      "Add compile_topology, such as v5e-16; for simulated slices of this machine use num_slices."
+    )

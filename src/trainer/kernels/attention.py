@@ -28,6 +28,7 @@ class Shape:
   num_q_heads: int
   num_kv_heads: int
   dtype: jnp.dtype
+  precision: str
 
   def axis(self, name: str) -> int:
     """Size of mesh axis `name`; 1 without a mesh."""
@@ -62,6 +63,12 @@ def _cpu_flash(shape: Shape) -> Function:
 
 
 def _splash(shape: Shape) -> Function:
+  highest = shape.precision == "highest" and shape.dtype == jnp.float32
+  if shape.precision != "default" and not highest:
+    raise ValueError(
+      f"matmul_precision={shape.precision} with dtype={shape.dtype.name}: a TPU's flash kernel multiplies in the "
+      "default precision, or float32 in the highest. Choose one of those, or attention=dot_product."
+    )
   # Imported here: Pallas takes a second to import, and only a TPU needs it.
   from trainer.kernels import attention_splash
 
@@ -99,13 +106,15 @@ def choose(
   num_q_heads: int,
   num_kv_heads: int,
   dtype: Any = jnp.bfloat16,
+  precision: str = "default",
 ) -> Attention:
   """Returns the implementation of `name` (dot_product, flash, autoselected) for a platform ("cpu", "tpu", "gpu").
 
-  `dtype` is that of q, k and v. flash raises ValueError where the platform's kernel cannot serve the type or the
-  sizes; autoselected then takes dot_product and says why in `.reason`.
+  `dtype` is that of q, k and v, `precision` the JAX matmul precision that they are traced under. flash raises
+  ValueError where the platform's kernel cannot serve these or the sizes; autoselected then takes dot_product and says
+  why in `.reason`.
   """
-  shape = Shape(platform, mesh, head_dim, seq_len, num_q_heads, num_kv_heads, jnp.dtype(dtype))
+  shape = Shape(platform, mesh, head_dim, seq_len, num_q_heads, num_kv_heads, jnp.dtype(dtype), precision)
   if num_q_heads % num_kv_heads:
     raise ValueError(f"base_num_query_heads={num_q_heads} must be a multiple of base_num_kv_heads={num_kv_heads}.")
   if num_kv_heads % shape.axis("tensor"):

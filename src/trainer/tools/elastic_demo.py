@@ -30,6 +30,9 @@ _BAD_INPUT = 2
 def main(argv: list[str] | None = None) -> int:
   """Runs the demo and returns its exit code."""
   arguments = sys.argv[1:] if argv is None else argv
+  if {"--help", "-h"} & set(arguments):
+    print(__doc__)
+    return 0
   if not arguments or "=" in arguments[0]:
     arguments = [_CONFIG, *arguments]
   try:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax import Device
 
 from trainer import program
@@ -52,6 +51,7 @@ class Analysis:
   xla_flops: float  # the compiler's own counts: a loop's body once
   xla_bytes: float
   costs: Costs
+  unknown_loops: tuple[str, ...]  # sources of loops that are counted once, as nothing shows how often they turn
   collectives: tuple[Collective, ...]
   model_flops: float  # per device and step, from the model's formula
   tokens: int  # of the global batch
@@ -86,16 +86,24 @@ def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total
   """The analysis of the step for the living `slices`. Raises ValueError where sizes do not fit the devices."""
   start = time.monotonic()
   prog = program.build(config, slices, num_slices_total)
-  lowered = prog.lower()
+  try:
+    lowered = prog.lower()
+  except NotImplementedError as error:  # what a Pallas kernel has and the TPU's compiler lacks
+    return Refused(len(slices), _first_line(error))
   traced = time.monotonic()
   try:
     compiled = lowered.compile(compiler_options=prog.compiler_options)
-  except jax.errors.JaxRuntimeError as error:
+  # XLA raises a JaxRuntimeError, the compiler of kernels a class that JAX does not export.
+  except Exception as error:  # noqa: BLE001
     if "RESOURCE_EXHAUSTED" not in str(error):
-      return Refused(len(slices), str(error).splitlines()[0])
+      return Refused(len(slices), _first_line(error))
     return DoesNotFit(len(slices), out_of_memory(str(error)))
   done = time.monotonic()
   return read(config, prog, compiled, num_slices_total, traced - start, done - traced)
+
+
+def _first_line(error: Exception) -> str:
+  return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def out_of_memory(message: str) -> str:
@@ -133,6 +141,7 @@ def read(
     xla_flops=counted.get("flops", 0.0),
     xla_bytes=counted.get("bytes accessed", 0.0),
     costs=costs.count(module),
+    unknown_loops=tuple(module.unknown_loops()),
     collectives=tuple(collectives.find(module, slice_of(prog))),
     model_flops=counts.flops_per_token(config.model, config.data.max_target_length) * tokens / len(devices),
     tokens=tokens,

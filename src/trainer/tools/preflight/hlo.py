@@ -171,7 +171,7 @@ class Module:
           yield computation, instruction, self.runs[name]
 
   def unknown_loops(self) -> list[str]:
-    """Sources of the loops whose number of turns the compiler does not state."""
+    """Sources of the loops whose number of turns nothing shows: they count as one."""
     loops = ((c, i) for c, i, _ in self.executed() if i.opcode == "while")
     return [loop.source or loop.name for caller, loop in loops if self.trip_count(caller, loop) is None]
 
@@ -202,8 +202,7 @@ class Module:
 
   def _number(self, value: Instruction | None, caller: Computation, loop: Instruction) -> int | None:
     """An integer constant, also one that `loop` carries along."""
-    while value is not None and value.opcode in ("copy", "bitcast"):
-      value = caller.by_name.get(value.operands[0])
+    value = _source(value, caller)
     if value is not None and value.opcode == "get-tuple-element":
       value = self._initial(int(value.attribute("index") or 0), caller, loop)
     if value is None or value.opcode != "constant":
@@ -212,13 +211,12 @@ class Module:
 
   def _step(self, body: Computation, value: Instruction | None) -> int | None:
     """By how much one turn raises the loop's counter, whose next value is `value`."""
-    while value is not None and value.opcode in ("copy", "bitcast"):
-      value = body.by_name.get(value.operands[0])
+    value = _source(value, body)
     if value is None:
       return None
     if value.opcode == "fusion":
       return 1
-    added = [body.by_name.get(name) for name in value.operands]
+    added = [_source(body.by_name.get(name), body) for name in value.operands]
     constants = [i.operands[0] for i in added if i is not None and i.opcode == "constant"]
     return int(constants[0]) if value.opcode == "add" and constants else None
 
@@ -295,6 +293,13 @@ def _instruction(line: str) -> Instruction:
 
 def _name(value: str | None) -> str:
   return (value or "").lstrip("%")
+
+
+def _source(value: Instruction | None, computation: Computation) -> Instruction | None:
+  """What `value`, an instruction of `computation`, is a copy of."""
+  while value is not None and value.opcode in ("copy", "bitcast"):
+    value = computation.by_name.get(value.operands[0])
+  return value
 
 
 def _element(value: Instruction | None) -> int | None:

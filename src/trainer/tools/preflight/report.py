@@ -96,6 +96,8 @@ def analysis_lines(analysis: Analysis, chip: Chip | None) -> list[str]:
   ]
   if a.costs.cycles:
     lines.append(f"  The compiler's estimate: {a.costs.cycles:.3e} cycles, without kernels and communication")
+  for loop in a.unknown_loops:
+    lines.append(f"  Counted once in all of these, as nothing shows how often it turns: the loop {loop}")
   lines += [f"  {line}" for line in collective_lines(a.collectives)]
   if chip is not None:
     lines += [f"  {line}" for line in roofline_lines(a, chip)]

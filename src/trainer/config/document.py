@@ -30,9 +30,11 @@ Generated from `src/trainer/config/schema.py` by `python -m trainer.config.docum
 
 Precedence, lowest first: the defaults below, the files named by a YAML's `base_config` line (relative to that file),
 the YAML, the model's YAML (`model_name`), the command line. A key with another value than the named model's is an
-error, unless `override_model_config=true` lets it win. A config file is found relative to the working directory, then
-to the repository's root. Keys are flat; `section.key=value` is accepted on the command line too. Values are text until
-they meet their key: `1e-3` is a number, `none` is a word, and nothing after the first `=` needs YAML quotes.
+error, unless `override_model_config=true` lets it win. A choice takes what it leaves without effect out of the places
+below it: `eval_steps=0` needs no word about a YAML's `eval_interval`. A config file is found relative to the working
+directory, then to the repository's root. Keys are flat; `section.key=value` is accepted on the command line too. Values
+are text until they meet their key: `1e-3` is a number, `none` is a word, and nothing after the first `=` needs YAML
+quotes.
 """
 
 

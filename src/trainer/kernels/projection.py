@@ -26,8 +26,8 @@ class Projection:
   def together(self, x: jax.Array, weights: Sequence[jax.Array], axis: int) -> tuple[jax.Array, ...]:
     """x [*B, K] with each of the weights [K, ..], which differ in the size of their dim `axis` alone.
 
-    One matmul is compiled once, reads x once and has one wide gradient. On a TPU that halves the time to compile a
-    layer and the traffic of its memory (docs/benchmarks); the weights are put side by side while they are sharded.
+    One matmul is compiled once, reads x once and has one wide gradient; the weights are put side by side while they are
+    sharded.
     """
     if not self.fuses:
       return tuple(self(x, w, 1) for w in weights)

@@ -349,14 +349,14 @@ def test_bad_input_is_refused(root, tmp_path):
     ({"vocab_size": 100, "tokenizer_type": "bpe"}, "vocab_size=100 is too small"),
     (
       {"batch": 10_000},
-      r"train text of .*corpus has \d+ tokens to learn, and 10000 examples of max_target_length=32 .*give more text",
+      r"train text of .*corpus has at most \d+ tokens to learn, and 10000 examples of max_target_length=32 .*more text",
     ),
     ({"max_target_length": 100_000}, "4 examples of max_target_length=100000"),
     ({"tokenizer_path": "x.json"}, "tokenizer_path=x.json needs tokenizer_type=bpe"),
     ({"tokenizer_path": "x.json", "tokenizer_type": "bpe"}, "tokenizer_path=x.json: .*No such file"),
     (
       {"split": "eval", "eval_fraction": 0.0},
-      r"the eval text of .*corpus has 0 tokens.*give eval_dataset_path, or eval_steps=0 .*\(eval_fraction=0\)",
+      r"the eval text of .*corpus has at most 0 tokens.*give eval_dataset_path, or eval_steps=0 .*\(eval_fraction=0\)",
     ),
     ({"eval_fraction": 1.0}, "eval_fraction=1 leaves nothing"),
     ({"eval_dataset_path": str(tmp_path / "none")}, "eval_dataset_path=.*none does not exist"),
@@ -366,11 +366,20 @@ def test_bad_input_is_refused(root, tmp_path):
       load(root, **keys)
 
 
+@pytest.mark.parametrize("tokenizer_type", ["byte", "bpe"])
+def test_far_too_little_text_is_refused_before_anything_is_cached(tmp_path, tokenizer_type):
+  (tmp_path / "corpus").mkdir()
+  (tmp_path / "corpus" / "a.txt").write_text("hello")
+  with pytest.raises(ValueError, match="has at most 6 tokens to learn"):
+    load(tmp_path / "corpus", eval_fraction=0.0, tokenizer_type=tokenizer_type)
+  assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+
+
 def test_text_without_a_word_is_refused(tmp_path):
   (tmp_path / "corpus").mkdir()
   (tmp_path / "corpus" / "blank.jsonl").write_text('\n{"text": ""}\n')
   with pytest.raises(ValueError, match="has 0 tokens to learn"):
-    load(tmp_path / "corpus", eval_fraction=0.0)
+    load(tmp_path / "corpus", eval_fraction=0.0, max_target_length=2)
 
 
 def test_has_eval(root):
@@ -386,7 +395,7 @@ from trainer.data import text
 cfg = DataSection.model_validate_json(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
-folder, tokenizer = text.tokenised(cfg, vocab_size=400, log=print)
+folder, tokenizer = text.tokenised(cfg, text.find_parts(cfg), vocab_size=400, log=print)
 print(tokenizer.fingerprint, (folder / "meta.json").read_text().replace("\\n", ""))
 """
 

@@ -112,26 +112,36 @@ def open_source(cfg: DataSection, *, vocab_size: int, min_examples: int, split: 
   `min_examples` is how many windows the text must be able to fill; without any text it never serves. Raises ValueError
   when it cannot serve.
   """
-  folder, tokenizer = tokenised(cfg, vocab_size=vocab_size, log=log)
+  parts = find_parts(cfg)
+  # A token to learn takes a byte, or is the end of a text: what is far too little is refused before anything is cached.
+  _check_enough(cfg, split, min_examples, sum(piece.size + 1 for piece in parts.get(split, ())), "at most ")
+  folder, tokenizer = tokenised(cfg, parts, vocab_size=vocab_size, log=log)
   known = json.loads((folder / store.META).read_text())["splits"].get(split, {"targets": 0})
-  if known["targets"] < max(1, min_examples * cfg.max_target_length):
-    path = cfg.eval_dataset_path * (split == "eval") or cfg.dataset_path or "the standard library"
-    remedy = f"give eval_dataset_path, or eval_steps=0 eval_interval=-1 (eval_fraction={cfg.eval_fraction:g})"
-    if split == "train":
-      remedy = "give more text, or make the batch or the length smaller"
-    raise ValueError(
-      f"the {split} text of {path} has {known['targets']} tokens to learn, and {max(1, min_examples)} examples of "
-      f"max_target_length={cfg.max_target_length} are needed: {remedy}"
-    )
+  _check_enough(cfg, split, min_examples, known["targets"])
   return TextSource(folder, split=split, seed=cfg.data_shuffle_seed, tokenizer=tokenizer)
 
 
-def tokenised(cfg: DataSection, *, vocab_size: int, log: cache.Log) -> tuple[Path, Tokenizer]:
+def _check_enough(cfg: DataSection, split: str, min_examples: int, targets: int, bound: str = "") -> None:
+  """ValueError where so many tokens to learn do not fill so many examples."""
+  if targets >= max(1, min_examples * cfg.max_target_length):
+    return
+  path = cfg.eval_dataset_path * (split == "eval") or cfg.dataset_path or "the standard library"
+  remedy = f"give eval_dataset_path, or eval_steps=0 eval_interval=-1 (eval_fraction={cfg.eval_fraction:g})"
+  if split == "train":
+    remedy = "give more text, or make the batch or the length smaller"
+  raise ValueError(
+    f"the {split} text of {path} has {bound}{targets} tokens to learn, and {max(1, min_examples)} examples of "
+    f"max_target_length={cfg.max_target_length} are needed: {remedy}"
+  )
+
+
+def tokenised(
+  cfg: DataSection, parts: dict[str, list[corpus.Piece]], *, vocab_size: int, log: cache.Log
+) -> tuple[Path, Tokenizer]:
   """The folder with the windows of all splits (see `store`), from the cache or made now, and what tokenised them.
 
   Raises ValueError when the text cannot be found or read, or the tokenizer has more than `vocab_size` ids.
   """
-  parts = _parts(cfg)
   digests = {name: corpus.digest(pieces) for name, pieces in parts.items()}
   tokenizer = _tokenizer(cfg, vocab_size, parts["train"], digests["train"], log)
   if tokenizer.vocab_size > vocab_size:
@@ -146,7 +156,7 @@ def tokenised(cfg: DataSection, *, vocab_size: int, log: cache.Log) -> tuple[Pat
   return folder, tokenizer
 
 
-def _parts(cfg: DataSection) -> dict[str, list[corpus.Piece]]:
+def find_parts(cfg: DataSection) -> dict[str, list[corpus.Piece]]:
   """The pieces of text of each split that has any."""
   pieces = corpus.find("dataset_path", cfg.dataset_path)
   if cfg.eval_dataset_path:

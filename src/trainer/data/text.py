@@ -130,7 +130,7 @@ def _check_enough(cfg: DataSection, split: str, min_examples: int, targets: int,
   if split == "train":
     remedy = "give more text, or make the batch or the length smaller"
   raise ValueError(
-    f"the {split} text of {path} has {bound}{targets} tokens to learn, and {max(1, min_examples)} examples of "
+    f"the {split} text of {path} has {bound if targets else ''}{targets} tokens to learn, and {max(1, min_examples)} examples of "
     f"max_target_length={cfg.max_target_length} are needed: {remedy}"
   )
 

@@ -129,8 +129,9 @@ def _check_enough(cfg: DataSection, split: str, min_examples: int, targets: int,
   remedy = f"give eval_dataset_path, or eval_steps=0 eval_interval=-1 (eval_fraction={cfg.eval_fraction:g})"
   if split == "train":
     remedy = "give more text, or make the batch or the length smaller"
+  found = f"{bound}{targets}" if targets else "0"
   raise ValueError(
-    f"the {split} text of {path} has {bound if targets else ''}{targets} tokens to learn, and {max(1, min_examples)} examples of "
+    f"the {split} text of {path} has {found} tokens to learn, and {max(1, min_examples)} examples of "
     f"max_target_length={cfg.max_target_length} are needed: {remedy}"
   )
 

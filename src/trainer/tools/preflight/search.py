@@ -38,11 +38,12 @@ class Candidate:
 
 
 def lines(config: Config, slices: Sequence[Sequence[Any]], chip: Chip | None) -> list[str]:
-  """The ranking as text, the suggestion first."""
+  """The ranking as text, the suggestion first; says on stdout what it tries, which takes a compilation each."""
   if chip is None:
     return ["Search: this device is not in the table of chips, so nothing can be ranked"]
 
   def attempt(policy: RematPolicy, batch: float) -> Finding:
+    print(f"Search: compiling remat_policy={policy} per_device_batch_size={batch:g}", flush=True)
     return analyse(with_keys(config, remat_policy=policy, per_device_batch_size=batch), slices, len(slices))
 
   platform = slices[0][0].platform

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from trainer import config
@@ -103,52 +104,35 @@ def test_a_containers_limit_is_the_memory_of_this_machine(monkeypatch, tmp_path,
   assert this_machine.memory() == (limit or physical)
 
 
-@pytest.mark.parametrize("stage", ["lower", "compile"])
-@pytest.mark.parametrize("memory", [False, True])
-def test_what_a_kernels_compiler_raises_is_a_refusal_too(monkeypatch, stage, memory):
-  """Its class is no JaxRuntimeError; and what Pallas does not know at all fails while the step is lowered."""
-  from trainer.tools.preflight import analysis
+class MosaicError(Exception):
+  """As the compiler of kernels has one of its own, which is no JaxRuntimeError."""
 
-  class MosaicError(Exception):
-    pass
+
+@pytest.mark.parametrize(
+  "stage, error, kind, told",
+  [
+    ("lower", NotImplementedError("Unsupported dot precision: HIGH"), "Refused", "Unsupported dot precision: HIGH"),
+    ("compile", MosaicError("INTERNAL: Bad lhs type\nstack"), "Refused", "INTERNAL: Bad lhs type"),
+    ("compile", MosaicError("RESOURCE_EXHAUSTED: all of it\nstack"), "DoesNotFit", "RESOURCE_EXHAUSTED: all of it"),
+    ("compile", jax.errors.JaxRuntimeError("INTERNAL: no\nstack"), "Refused", "INTERNAL: no"),
+  ],
+)
+def test_a_refusal_keeps_the_first_line(monkeypatch, stage, error, kind, told):
+  from trainer.tools.preflight import analysis
 
   class Refusing:
     compiler_options = None
 
     def lower(self):
       if stage == "lower":
-        raise NotImplementedError("Unsupported dot precision: HIGH")
+        raise error
       return self
 
     def compile(self, **_):
-      raise MosaicError("RESOURCE_EXHAUSTED: all of it\nstack" if memory else "INTERNAL: Bad lhs type\nstack")
+      raise error
 
   monkeypatch.setattr(analysis.program, "build", lambda *_: Refusing())
-  found = analysis.analyse(None, [[]], 1)
-  if stage == "lower":
-    assert found == analysis.Refused(1, "Unsupported dot precision: HIGH")
-  elif memory:
-    assert found == analysis.DoesNotFit(1, "RESOURCE_EXHAUSTED: all of it")
-  else:
-    assert found == analysis.Refused(1, "INTERNAL: Bad lhs type")
-
-
-def test_a_refusal_keeps_the_first_line(monkeypatch):
-  import jax
-
-  from trainer.tools.preflight import analysis
-
-  class Refusing:
-    compiler_options = None
-
-    def lower(self):
-      return self
-
-    def compile(self, **_):
-      raise jax.errors.JaxRuntimeError("INTERNAL: no\nstack")
-
-  monkeypatch.setattr(analysis.program, "build", lambda *_: Refusing())
-  assert analysis.analyse(None, [[]], 1) == analysis.Refused(1, "INTERNAL: no")
+  assert analysis.analyse(None, [[]], 1) == getattr(analysis, kind)(1, told)
 
 
 @needs_compiler

@@ -27,7 +27,7 @@ def load(argv: list[str], *, check_paths: bool = True) -> Config:
   for tools that only need the numbers.
   """
   path, command = _split(argv)
-  given = _over(_read_with_parents(path, ()), command)
+  given = _with_effect(_read_with_parents(path, ()), command) | command
   given.update(_model_values(given, path))
   if not given.get("run_name", Given("", "")).value:
     given["run_name"] = Given(path.stem, "the config file's name")
@@ -77,11 +77,11 @@ def _read_with_parents(path: Path, children: tuple[Path, ...]) -> dict[str, Give
   for name, value in own.items():
     restated = table and value.value == all_keys()[name].default
     own[name] = replace(value, explicit=not restated)
-  return _over(values, own)
+  return _with_effect(values, own) | own
 
 
-def _over(lower: dict[str, Given], higher: dict[str, Given]) -> dict[str, Given]:
-  """`lower` with `higher` in its place, and without the values that a choice in `higher` leaves without an effect.
+def _with_effect(lower: dict[str, Given], higher: dict[str, Given]) -> dict[str, Given]:
+  """`lower` without the values that a choice in `higher`, which goes over it, leaves without an effect.
 
   Who says eval_steps=0 over a YAML need not know that it has an eval_interval, and cannot take that line out.
   """
@@ -91,7 +91,7 @@ def _over(lower: dict[str, Given], higher: dict[str, Given]) -> dict[str, Given]
     if choice in higher and higher[choice].explicit and higher[choice].value not in needed
     for name in names.split()
   }
-  return {name: value for name, value in lower.items() if name not in useless} | higher
+  return {name: value for name, value in lower.items() if name not in useless}
 
 
 def _is_resolved(own: dict[str, Given], path: Path, children: tuple[Path, ...]) -> bool:
@@ -138,7 +138,7 @@ def _model_values(given: dict[str, Given], config_path: Path) -> dict[str, Given
       f"model_name={name} fixes these keys in {files.shown(path)}: {'; '.join(shown[:4])}{more}.\n"
       "Remove the keys, or let them win with override_model_config=true."
     )
-  return {key: value for key, value in _over(model, explicit).items() if key in model and key not in conflicts}
+  return {key: value for key, value in _with_effect(model, explicit).items() if key not in conflicts}
 
 
 def _find_model(name: str, origin: str, config_path: Path) -> Path:

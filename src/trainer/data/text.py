@@ -141,7 +141,8 @@ def tokenised(
 ) -> tuple[Path, Tokenizer]:
   """The folder with the windows of all splits (see `store`), from the cache or made now, and what tokenised them.
 
-  Raises ValueError when the text cannot be found or read, or the tokenizer has more than `vocab_size` ids.
+  `parts` is what `find_parts` gave. Raises ValueError when the text cannot be read, or the tokenizer has more than
+  `vocab_size` ids.
   """
   digests = {name: corpus.digest(pieces) for name, pieces in parts.items()}
   tokenizer = _tokenizer(cfg, vocab_size, parts["train"], digests["train"], log)

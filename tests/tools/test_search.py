@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 
+from trainer.config import load
 from trainer.config.schema import RematPolicy
 from trainer.observe import chips
 from trainer.tools.preflight import costs, search
@@ -75,3 +78,29 @@ def test_what_the_compiler_refuses_is_no_candidate():
 def test_a_given_batch_that_does_not_divide_is_the_users_error():
   with pytest.raises(ValueError, match="micro-batch"):
     found(compiler([]), 0.5, offload=False)
+
+
+def test_a_suggestion_also_fits_on_one_slice_less(monkeypatch):
+  """There a device has the gradients of another micro-batch to keep: here 500 bytes."""
+  tried = []
+
+  def analyse(config, slices, total):
+    policy, batch = config.model.remat_policy, config.data.per_device_batch_size
+    more = 500 / NEEDED[policy] if len(slices) < total else 0
+    found = compiler([])(policy, batch + more)
+    tried.append((len(slices), policy, batch, isinstance(found, Analysis)))
+    return found
+
+  monkeypatch.setattr(search, "analyse", analyse)
+  keys = ["run_name=t", "base_output_directory=x", "per_device_batch_size=1"]
+  config = load(["configs/base.yml", *keys], check_paths=False)
+  slices = [[types.SimpleNamespace(platform="cpu")]] * 3
+
+  def suggested(*living):
+    tried.clear()
+    return search.lines(config, living, CHIP)[0]
+
+  assert "remat_policy=full per_device_batch_size=8 is the fastest" in suggested(slices)
+  assert "remat_policy=full per_device_batch_size=4 is the fastest" in suggested(slices, slices[:2])
+  on_two = [key for count, *key, fits in tried if count == 2 and fits]
+  assert [key for count, *key, _ in tried if count == 3] == on_two, "what fits on two is compiled for all, nothing else"

@@ -59,7 +59,7 @@ def run(config: Config, started: float) -> int:
       codes.append(0 if fits else 1)
       print("\n".join(lines), flush=True)
   if config.preflight.preflight_search:
-    print("\n".join(search.lines(config, slices, chip)))
+    print("\n".join(search.lines(config, [slices_of(alive) for alive in wanted], chip)))
   print(f"Seconds for all of it: {time.monotonic() - started:.1f}")
   return max(codes)
 

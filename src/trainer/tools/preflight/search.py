@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from trainer.config.schema import Config, RematPolicy
 from trainer.observe.chips import Chip
@@ -37,16 +37,27 @@ class Candidate:
   bound: str
 
 
-def lines(config: Config, slices: Sequence[Sequence[Any]], chip: Chip | None) -> list[str]:
-  """The ranking as text, the suggestion first; says on stdout what it tries, which takes a compilation each."""
+def lines(config: Config, living: Sequence[Sequence[Sequence[Any]]], chip: Chip | None) -> list[str]:
+  """The ranking as text, the suggestion first; says on stdout what it tries, which takes a compilation each.
+
+  living: the sets of slices on which the step must fit; the first, of all slices, is what the ranking is for.
+  """
   if chip is None:
     return ["Search: this device is not in the table of chips, so nothing can be ranked"]
+  whole = living[0]
 
   def attempt(policy: RematPolicy, batch: float) -> Finding:
-    print(f"Search: compiling remat_policy={policy} per_device_batch_size={batch:g}", flush=True)
-    return analyse(with_keys(config, remat_policy=policy, per_device_batch_size=batch), slices, len(slices))
+    tried = with_keys(config, remat_policy=policy, per_device_batch_size=batch)
+    # Fewer slices take more micro-batches and more memory, so what does not fit shows there first.
+    for slices in reversed(living):
+      where = f" on {len(slices)} of {len(whole)} slices" if len(living) > 1 else ""
+      print(f"Search: compiling remat_policy={policy} per_device_batch_size={batch:g}{where}", flush=True)
+      finding = analyse(tried, slices, len(whole))
+      if not _fits(finding, chip):
+        break
+    return finding
 
-  platform = slices[0][0].platform
+  platform = whole[0][0].platform
   found = sorted(
     candidates(attempt, config.data.per_device_batch_size, chip, offload=platform != "cpu"),
     key=lambda c: -c.tokens_per_second,
@@ -118,13 +129,17 @@ def _first_that_fits(attempt: Try, batch: float, chip: Chip) -> Candidate | None
 
 def _candidate(attempt: Try, policy: RematPolicy, batch: float, chip: Chip) -> Candidate | None:
   found = attempt(policy, batch)
-  if not isinstance(found, Analysis) or found.memory.total > chip.hbm_bytes:
+  if not _fits(found, chip):
     return None
   bounds = roofline(found, chip)
   devices = found.slices * found.devices_per_slice
   return Candidate(
     policy, batch, bounds.seconds, found.tokens / bounds.seconds / devices, found.memory.total, bounds.bound
   )
+
+
+def _fits(found: Finding, chip: Chip) -> TypeGuard[Analysis]:
+  return isinstance(found, Analysis) and found.memory.total <= chip.hbm_bytes
 
 
 def with_keys(config: Config, **values: Any) -> Config:

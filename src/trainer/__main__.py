@@ -16,6 +16,12 @@ from trainer.config.schema import Config
 # What a scheduler reads (docs/architecture.md). The sixth, 134 for a hung process, is the watchdog's own.
 COMPLETE, FAILED, BAD_INPUT, PREEMPTED, INTERRUPTED = 0, 1, 2, 42, 130
 
+OUT_OF_MEMORY = (
+  "error: the devices have too little memory for this run. Lower per_device_batch_size (and raise "
+  "gradient_accumulation_steps, for the same global batch), take remat_policy=full, or shard over more devices; "
+  "python -m trainer.tools.preflight with the same arguments says what fits."
+)
+
 
 def main(argv: list[str] | None = None) -> int:
   """Runs the command and returns its exit code."""
@@ -103,8 +109,10 @@ def _run(config: Config, started: float) -> int:
     except (ConfigError, ConfigMismatch) as error:
       code = BAD_INPUT
       session.log.error(f"error: {error}")
-    except Exception:  # noqa: BLE001 -- the one place where an error becomes an exit code
+    except Exception as error:  # noqa: BLE001 -- the one place where an error becomes an exit code
       session.log.error(traceback.format_exc())
+      if "RESOURCE_EXHAUSTED" in str(error) and "out of memory" in str(error).lower():
+        session.log.error(OUT_OF_MEMORY)
     except KeyboardInterrupt:
       code = INTERRUPTED
       again = "goes on from the last checkpoint" if config.checkpoint.enable_checkpointing else "starts from step 0"

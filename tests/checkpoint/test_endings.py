@@ -291,6 +291,13 @@ def test_a_loss_that_is_not_a_number_is_1_and_is_never_committed(make):
     assert all(_finite(x) for x in run.arrays(step).values())
 
 
+def test_more_than_the_memory_is_1_and_says_what_takes_less(make):
+  run = make("steps=3", "base_num_decoder_layers=1000000000")
+  assert run.finish() == 1
+  assert "RESOURCE_EXHAUSTED" in run.printed
+  assert "error: the devices have too little memory for this run. Lower per_device_batch_size" in run.printed
+
+
 def _finite(x) -> bool:
   import jax
 

@@ -89,3 +89,13 @@ def test_a_mistake_is_one_message_exit_2_and_nothing_on_disk(argv, tmp_path, mon
     assert 2 <= len(result.stderr.splitlines()) <= 5
     assert result.stderr.startswith("error: ")
     assert result.stdout == ""
+
+
+def test_a_folder_that_is_gone_is_said_to_be(tmp_path, monkeypatch):
+  gone = tmp_path / "gone"
+  gone.mkdir()
+  monkeypatch.chdir(gone)
+  gone.rmdir()
+  result = run("configs/base.yml")
+  assert result.returncode == 2
+  assert result.stderr == "error: The current folder no longer exists.\nChange to one that does: cd /\n"

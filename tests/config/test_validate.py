@@ -19,6 +19,8 @@ REFUSED = [
   (["allow_config_change=per_device_batch_size"], "Use global_batch_size, which is compared instead"),
   (["allow_config_change=dtype, base_emb_dim"], "with another base_emb_dim the checkpoint's arrays do not fit"),
   (["allow_config_change=opt_type"], "another run_name"),
+  (["base_emb_dim=1000000000000"], "base_emb_dim=1000000000000: makes a weight 1000000000000 wide"),
+  (["head_dim=1000000000"], "makes a weight 8000000000 wide"),
   (["global_parameter_scale=6"], "must be a power of two"),
   (["base_num_query_heads=6", "base_num_kv_heads=4"], "multiple of the second"),
   (["head_dim=33"], "must be even"),

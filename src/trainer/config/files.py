@@ -20,6 +20,14 @@ def repository_root() -> Path:
   return Path(__file__).resolve().parents[3]
 
 
+def check_here() -> None:
+  """ConfigError where the current folder has been removed: relative paths mean nothing there."""
+  try:
+    Path.cwd()
+  except FileNotFoundError:
+    raise ConfigError("The current folder no longer exists.\nChange to one that does: cd /") from None
+
+
 def search_folders() -> list[Path]:
   """Where a relative path is looked for, in order: here, beside the repository, beside the package."""
   return [Path.cwd(), repository_root(), repository_root() / "src"]

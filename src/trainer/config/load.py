@@ -26,6 +26,7 @@ def load(argv: list[str], *, check_paths: bool = True) -> Config:
   Reads files, creates none; touches no device. check_paths=False leaves out the checks of output and data folders,
   for tools that only need the numbers.
   """
+  files.check_here()
   path, command = _split(argv)
   given = _with_effect(_read_with_parents(path, ()), command) | command
   given.update(_model_values(given, path))

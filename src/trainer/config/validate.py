@@ -22,6 +22,7 @@ from trainer.config.schema import (
   Section,
 )
 
+LONGEST_SIDE = 2**31 - 1  # of an array: XLA counts with 32 bits
 AXES = ("data", "fsdp", "tensor", "context")
 _CUSTOM_REMAT = "decoder_layer_input query_proj key_proj value_proj context out_proj mlpwi_0 mlpwi_1 mlpwo"
 _ROPE_SCALING = "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_position_embeddings"
@@ -75,6 +76,19 @@ def _check_model(model: ModelSection) -> None:
   if scale & (scale - 1):
     below = 1 << (scale.bit_length() - 1)
     raise ConfigError(f"global_parameter_scale={scale}: must be a power of two.\nUse {below} or {2 * below}.")
+  sizes = {
+    "base_emb_dim": model.emb_dim,
+    "base_num_decoder_layers": model.num_decoder_layers,
+    "base_mlp_dim": model.mlp_dim,
+    "head_dim": model.num_query_heads * model.head_dim,
+    "vocab_size": model.vocab_size,
+  }
+  for name, size in sizes.items():
+    if size > LONGEST_SIDE:
+      raise ConfigError(
+        f"{name}={getattr(model, name)}: makes a weight {size} wide, and an array's side is at most {LONGEST_SIDE}.\n"
+        f"Choose a smaller {name}."
+      )
   if model.base_num_query_heads % model.base_num_kv_heads:
     raise ConfigError(
       f"base_num_query_heads={model.base_num_query_heads}, base_num_kv_heads={model.base_num_kv_heads}: query heads "

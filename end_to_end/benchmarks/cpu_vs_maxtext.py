@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -49,6 +50,13 @@ def main() -> None:
   parser.add_argument("--rounds", type=int, default=2)
   parser.add_argument("--devices", type=int, default=2, help="that MaxText's CPU is split into; one of ours has it all")
   args = parser.parse_args()
+  if args.steps < 3:
+    parser.error(f"--steps {args.steps}: the first two of a run do not count; give 3 or more")
+  if not shutil.which(args.maxtext_python):
+    parser.error(f"{args.maxtext_python}: there is no such interpreter")
+  has_maxtext = "import importlib.util, sys; sys.exit(importlib.util.find_spec('maxtext') is None)"
+  if subprocess.run([args.maxtext_python, "-c", has_maxtext]).returncode:
+    parser.error(f"{args.maxtext_python} has no MaxText: pip install maxtext in its environment")
   seconds: dict[tuple[str, str], list[float]] = {}
   starts: dict[tuple[str, str], list[float]] = {}
   for _ in range(args.rounds):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 
+from trainer import __main__
 from trainer.observe import files, log
 
 
@@ -52,6 +53,7 @@ def test_redirect_moves_only_the_screen(tmp_path, capsys):
 def test_a_terminal_without_the_character_gets_an_escape(tmp_path, monkeypatch):
   raw = io.BytesIO()
   monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+  __main__._make_stdout_usable()
   out = log.get(str(tmp_path))
   out.line("a \u2713 and a lone \udc80")
   assert raw.getvalue() == b"a \\u2713 and a lone \\udc80\n"

@@ -78,10 +78,8 @@ def get(run_directory: str | None, process_index: int = 0) -> Log:
 
 
 def _print(text: str) -> None:
-  encoding = sys.stdout.encoding or "utf-8"
   try:
-    # A terminal that cannot show a character gets its escape, not an exception in the middle of the training.
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+    sys.stdout.write(text + "\n")
     sys.stdout.flush()
   except BrokenPipeError:
     # Whoever read stdout has gone (`| head`, a closed terminal). The file goes on; stdout leads nowhere from here, or

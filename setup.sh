@@ -204,4 +204,4 @@ esac
 
 echo "$fingerprint" >"$stamp"
 echo "core ${all//,/ }" >>"$stamp"
-say "done in $((SECONDS - started)) s: $venv (core ${all//,/ })"
+say "done in $((SECONDS - started)) s: $venv (core${all:+ ${all//,/ }})"

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -200,3 +203,22 @@ def test_peaks_of_8_bit_matmuls(kind, dtype, tera):
 @pytest.mark.parametrize("kind", ["cpu", "TPU v4 lite", "TPU v9", ""])
 def test_unknown_devices_have_no_peak(kind):
   assert chips.find(kind) is None
+
+
+def test_a_full_disk_ends_the_tensorboard_files_and_nothing_else(tmp_path):
+  """By a limit on the size of the process's files. Closing must not wait for what can no longer be written."""
+  code = f"""
+    import resource
+    from types import SimpleNamespace
+    from trainer.observe.metrics import TensorBoard
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+    said = []
+    board = TensorBoard({str(tmp_path)!r}, "p", SimpleNamespace(warning=said.append))
+    for step in range(2000):
+      board.write(step, {{"learning/loss": 1.0}}, 0.0)
+    board.close()
+    print(len(said), said[0])
+  """
+  result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+  assert result.returncode == 0, result.stderr
+  assert result.stdout.startswith("1 no TensorBoard files from here on: [Errno 27]")

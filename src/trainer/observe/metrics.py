@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -13,6 +14,7 @@ from trainer.observe.events import EventLog
 from trainer.observe.log import Log
 
 METRICS_FILE = "metrics.jsonl"
+_FLUSH_SECONDS = 10.0  # of TensorBoard files: on an object store each flush uploads the whole file
 
 # StepRecord field -> TensorBoard tag
 _TENSORBOARD = {
@@ -136,6 +138,7 @@ class TensorBoard:
     self._files = 0
     self._writer: Any = None
     self._last = -1
+    self._flushed = float("-inf")
     self._failed = False
     self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensorboard")
 
@@ -160,25 +163,35 @@ class TensorBoard:
     is_train = "learning/loss" in scalars
     if self._writer is None or (is_train and step <= self._last):
       self._open_file(step)
-    for tag, value in scalars.items():
-      if value is not None:
-        self._writer.add_scalar(tag, float(value), step, walltime=wall)
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.summary_pb2 import Summary
+
+    values = [Summary.Value(tag=tag, simple_value=float(value)) for tag, value in scalars.items() if value is not None]
+    self._writer.write_event(Event(wall_time=wall, step=step, summary=Summary(value=values)))
+    if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+      self._writer.flush()
+      self._flushed = time.monotonic()
     if is_train:
       self._last = step
 
   def _open_file(self, step: int) -> None:
-    from tensorboardX import SummaryWriter
+    # Not its SummaryWriter: the thread in that one dies of a full disk, and whoever closes it then waits for ever.
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.record_writer import directory_check
 
     self._close_file()
+    directory_check(self._directory)
     # tensorboardX names its files by the second: without the suffix a quick rewind would overwrite the file before.
-    suffix = f".{self._files:04d}.{self._process}"
-    self._writer = SummaryWriter(self._directory, purge_step=step, flush_secs=10, filename_suffix=suffix)
+    self._writer = EventsWriter(f"{self._directory}/events", f".{self._files:04d}.{self._process}")
     self._files += 1
+    # Tells TensorBoard to forget this step and later ones of the files before.
+    self._writer.write_event(Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START)))
 
   def _close_file(self) -> None:
     if self._writer is not None:
-      self._writer.close()
-      self._writer = None
+      writer, self._writer = self._writer, None
+      writer.close()
 
 
 class MetricsObjects:

@@ -33,7 +33,7 @@ def test_every_axis_keeps_a_slice_together():
   ("keys", "text"),
   [
     ({"ici_fsdp_parallelism": 3}, "product is 3, but there are 4 devices per slice"),
-    ({"ici_tensor_parallelism": 3}, "product is 3, but there are 4 devices per slice"),
+    ({"ici_tensor_parallelism": 3}, "product is 3, but the 4 devices per slice are no multiple of that"),
     ({"dcn_data_parallelism": 3}, "product is 3, but there are 2 slices"),
     ({"ici_tensor_parallelism": -1}, "both -1"),
     ({"ici_context_parallelism": 0}, "at least 1"),

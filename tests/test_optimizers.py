@@ -134,3 +134,37 @@ def test_the_axes_of_the_decoder_are_those_above():
     sizes = {"base_num_decoder_layers": 1, "base_emb_dim": 16, "vocab_size": 32, "logits_via_embedding": tied}
     axes = Functional(ModelSection(**sizes), Kernels(dot_product)).logical_axes()
     assert axes["embedding"] == AXES["embedding"] and axes.get("lm_head") == (None if tied else AXES["lm_head"])
+
+
+@pytest.mark.parametrize("opt_type", ["adamw", "adafactor", "muon", "sgd"])
+def test_stacked_layers_are_updated_as_layers_apart(opt_type):
+  """Also where a layer's gradients are larger than another's, and sizes at which adafactor keeps rows and columns."""
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  stacked = {"embedding": AXES["embedding"], "layers": AXES["layers"]}
+  params = {
+    "embedding": normal(130, 128),
+    "layers": {"query": normal(3, 128, 2, 128), "out": normal(3, 2, 128, 128), "norm": {"scale": normal(3, 128)}},
+  }
+  by_layer = lambda x: x * jnp.array([1e-3, 1.0, 30.0]).reshape(3, *[1] * (x.ndim - 1))
+  grads = {
+    "embedding": normal(130, 128),
+    "layers": jax.tree.map(lambda x: by_layer(normal(*x.shape)), params["layers"]),
+  }
+
+  def apart(tree):
+    layers = {str(i): jax.tree.map(lambda x, i=i: x[i], tree["layers"]) for i in range(3)}
+    return {"embedding": tree["embedding"], "layers": layers}
+
+  layer = jax.tree.map(lambda names: names[1:], AXES["layers"], is_leaf=is_tuple)
+  one = optimizers.build(OptimizerSection(opt_type=opt_type), stacked)
+  other = optimizers.build(
+    OptimizerSection(opt_type=opt_type), {"embedding": AXES["embedding"], "layers": {str(i): layer for i in range(3)}}
+  )
+  state, state_apart = one.init(params), other.init(apart(params))
+  for _ in range(3):
+    updates, state = jax.jit(one.update)(grads, state, params)
+    want, state_apart = jax.jit(other.update)(apart(grads), state_apart, apart(params))
+    # Not to the bit: Muon's matmuls of a batch add up in another order.
+    close = lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max())
+    jax.tree.map(close, apart(updates), want)

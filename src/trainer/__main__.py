@@ -31,14 +31,14 @@ def main(argv: list[str] | None = None) -> int:
   if not arguments or {"--help", "-h"} & set(arguments):
     from trainer.config import cli
 
-    print(cli.help_text())
+    _say(cli.help_text() + "\n")
     return COMPLETE if arguments else BAD_INPUT
   try:
     config = load([argument for argument in arguments if argument != "--print-config"])
     if "--print-config" in arguments:
       from trainer.config import cli
 
-      print(cli.print_config(config), end="")
+      _say(cli.print_config(config))
       return COMPLETE
     return _run(config, started)
   except ConfigError as error:
@@ -58,6 +58,15 @@ def _make_stdout_usable() -> None:
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
   if isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _say(text: str) -> None:
+  """To stdout, whose reader may have seen enough: `--help | head`."""
+  try:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+  except BrokenPipeError:  # or what is buffered would fail again at exit
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(config: Config, started: float) -> int:

@@ -32,10 +32,13 @@ def axis_sizes(cfg: ParallelismSection, group: str, devices: int) -> tuple[int, 
   fixed = math.prod(size for size in sizes if size != -1)
   if devices % fixed or (-1 not in sizes and fixed != devices):
     given = ", ".join(f"{key}={size}" for key, size in zip(keys, sizes))
-    raise ValueError(
-      f"{given}: the product is {fixed}, but there are {devices} {of_what}. "
-      f"Make the product {devices}, or leave one of them at -1 to be filled."
+    rule, remedy = (
+      f"there are {devices} {of_what}",
+      f"Make the product {devices}, or leave one of them at -1 to be filled.",
     )
+    if -1 in sizes:
+      rule, remedy = f"the {devices} {of_what} are no multiple of that", "Change those that are not -1."
+    raise ValueError(f"{given}: the product is {fixed}, but {rule}. {remedy}")
   return tuple(devices // fixed if size == -1 else size for size in sizes)
 
 

@@ -65,7 +65,8 @@ def build(cfg: OptimizerSection, logical_axes: Any) -> optax.GradientTransformat
   if cfg.opt_type == "adafactor":
     # Ends with its own change of sign; weight decay joins before it.
     rate = cfg.adam_weight_decay or None
-    return optax.adafactor(learning_rate=None, weight_decay_rate=rate, weight_decay_mask=mask or True)
+    adafactor = optax.adafactor(learning_rate=None, weight_decay_rate=rate, weight_decay_mask=mask or True)
+    return _per_layer(adafactor, logical_axes)
   dims = jax.tree.map(_muon_dims, logical_axes, is_leaf=is_axes)
   muon = contrib.muon(
     learning_rate=-1.0,  # ends with a change of sign, which this undoes: decay joins before ours
@@ -81,6 +82,33 @@ def build(cfg: OptimizerSection, logical_axes: Any) -> optax.GradientTransformat
   )
   # Not by Muon's own arguments: they know no mask for Adam's part, where the head decays and the embedding does not.
   return optax.chain(muon, decay, optax.scale(-1.0))
+
+
+def _per_layer(optimizer: optax.GradientTransformation, logical_axes: Any) -> optax.GradientTransformation:
+  """`optimizer` with each layer of a stacked weight as a weight of its own: what it takes over a whole weight (a root
+  mean square, the two largest dims) must not depend on scan_layers.
+
+  Its state has the same arrays, those of stacked weights with a leading dim for the layers.
+  """
+  is_axes = lambda x: isinstance(x, tuple)
+  axes = jax.tree.map(lambda names: 0 if names[0] == "layers" else None, logical_axes, is_leaf=is_axes)
+  if not jax.tree.leaves(axes):
+    return optimizer
+
+  def state_axes(params: Any) -> Any:
+    first = lambda axis, leaf: leaf if axis is None else leaf[0]
+    take = lambda params: jax.tree.map(first, axes, params, is_leaf=lambda x: x is None)
+    state = jax.eval_shape(lambda params: optimizer.init(take(params)), params)
+    return optax.tree.map_params(optimizer, lambda _, axis: axis, state, axes, transform_non_params=lambda _: None)
+
+  def init(params: Any) -> Any:
+    return jax.vmap(optimizer.init, in_axes=(axes,), out_axes=state_axes(params))(params)
+
+  def update(grads: Any, state: Any, params: Any = None) -> Any:
+    states = state_axes(params)
+    return jax.vmap(optimizer.update, in_axes=(axes, states, axes), out_axes=(axes, states))(grads, state, params)
+
+  return optax.GradientTransformation(init, update)
 
 
 def _is_matrix(axes: tuple[str, ...]) -> bool:

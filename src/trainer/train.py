@@ -105,7 +105,9 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
           session.snapshots.wait()
           _snapshot(config, session, carry, step, state, slices)
         leave = last or stop or (grow and not carry.uses_snapshots)
-        if tiers.maybe_save(step, state, _meta(config, session, step), last=leave, metric=loss):
+        # Of steps in a row that were skipped nothing is saved: it would push out what was saved before them.
+        worth_it = leave or not records.skipped
+        if worth_it and tiers.maybe_save(step, state, _meta(config, session, step), last=leave, metric=loss):
           carry.at("save", step)
         if leave:
           tiers.wait()
@@ -114,6 +116,11 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
       if grow:
         return Outcome("slice_up", step)
       records.resume()
+    if records.skipped:
+      session.log.warning(
+        f"the last {records.skipped} steps were skipped: the weights are those of step {step - records.skipped}, and "
+        "going on from them gives numbers that are not finite again unless something is changed"
+      )
     _sample(config, session, prog, state.params, step)
     return Outcome("complete", step)
   finally:
@@ -256,6 +263,7 @@ class Records:
     )
     self._pending: tuple[int, dict[str, jax.Array], float] | None = None
     self._last = time.monotonic()
+    self.skipped = 0  # steps in a row up to the last recorded one whose update was not finite
 
   def resume(self) -> None:
     """The next step's time counts from here: evaluations and saves are no part of it."""
@@ -276,7 +284,7 @@ class Records:
     now = time.monotonic()
     seconds, self._last = now - self._last, now
     rates = self._throughput.rates(seconds, self._devices)
-    skipped = int(values["skipped"])
+    self.skipped = skipped = int(values["skipped"])
     record = StepRecord(
       step=step,
       seconds=seconds,

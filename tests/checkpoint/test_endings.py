@@ -291,6 +291,17 @@ def test_a_loss_that_is_not_a_number_is_1_and_is_never_committed(make):
     assert all(_finite(x) for x in run.arrays(step).values())
 
 
+def test_steps_that_are_skipped_push_out_no_checkpoint(make):
+  keys = ["learning_rate=1e30", "warmup_steps_fraction=0", "gradient_clipping_threshold=0", "checkpoint_period=1"]
+  run = make(*keys, "steps=8", "max_nonfinite_steps=3", "max_num_checkpoints_to_keep=2")
+  assert run.finish() == 1
+  assert "TrainingDiverged" in run.printed
+  assert run.steps() == [1]
+  assert run.finish("max_nonfinite_steps=10") == 0
+  assert "warning: the last 7 steps were skipped: the weights are those of step 1" in run.printed
+  assert run.steps() == [1, 8]
+
+
 def test_more_than_the_memory_is_1_and_says_what_takes_less(make):
   run = make("steps=3", "base_num_decoder_layers=1000000000")
   assert run.finish() == 1

@@ -99,3 +99,13 @@ def test_a_folder_that_is_gone_is_said_to_be(tmp_path, monkeypatch):
   result = run("configs/base.yml")
   assert result.returncode == 2
   assert result.stderr == "error: The current folder no longer exists.\nChange to one that does: cd /\n"
+
+
+def test_a_reader_that_has_seen_enough_of_the_help():
+  environment = os.environ | {"PYTHONPATH": str(Path(trainer.__file__).parents[1])}
+  read, write = os.pipe()
+  os.close(read)
+  command = [sys.executable, "-m", "trainer", "--help"]
+  result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120, env=environment)
+  os.close(write)
+  assert (result.returncode, result.stderr) == (0, "")

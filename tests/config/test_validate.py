@@ -19,6 +19,8 @@ REFUSED = [
   (["allow_config_change=per_device_batch_size"], "Use global_batch_size, which is compared instead"),
   (["allow_config_change=dtype, base_emb_dim"], "with another base_emb_dim the checkpoint's arrays do not fit"),
   (["allow_config_change=opt_type"], "another run_name"),
+  (["learning_rate=1e39"], "learning_rate=1e+39: is no number of float32"),
+  (["adam_eps=1e-50"], "Choose adam_eps inside that"),
   (["base_emb_dim=1000000000000"], "base_emb_dim=1000000000000: makes a weight 1000000000000 wide"),
   (["head_dim=1000000000"], "makes a weight 8000000000 wide"),
   (["global_parameter_scale=6"], "must be a power of two"),

@@ -441,3 +441,20 @@ def test_the_standard_library_is_a_corpus(tmp_path):
   assert 2.5 < train.unigram_entropy() < 4 and 2.5 < train.unigram_eval_loss() < 4
   batch = train.batch(0)
   assert batch.tokens.shape == (16, 512) and "self" in train.tokenizer.decode(batch.tokens.ravel())
+
+
+FULL_DISK = """
+import pathlib, resource, sys
+from trainer.data import store
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+  store._write(pathlib.Path(sys.argv[1]), [bytes(range(256)) * 4] * 1000)
+except OSError as error:
+  print(error)
+"""
+
+
+def test_a_full_disk_is_an_os_error_that_names_the_file(tmp_path, python):
+  """By a limit on the size of the process's files: a tenth of what the records need."""
+  printed = python(FULL_DISK, str(tmp_path / "train.array_record")).communicate(timeout=120)[0]
+  assert "train.array_record cannot be written: write() failed: File too large" in printed

@@ -192,8 +192,10 @@ def test_tpu_text():
   assert found.host_bytes == 2 * 64 * 1024
 
 
-def test_tpu_text_collectives():
-  gather, transfer = sorted(collectives.find(hlo.parse(TPU), [0] * 12), key=lambda c: c.kind)
+@pytest.mark.parametrize("slice_of", [[0] * 4 + [1] * 4 + [2] * 4, [0, 1, 2] * 4])
+def test_tpu_text_collectives(slice_of):
+  """Groups count the devices of one slice, also where the axis that crosses slices is the innermost."""
+  gather, transfer = sorted(collectives.find(hlo.parse(TPU), slice_of), key=lambda c: c.kind)
   assert (gather.kind, gather.times, gather.bytes, gather.group) == ("all-gather", 28, 2 * 256 * 1024, 4)
   assert not gather.crosses_slices
   assert (transfer.kind, transfer.times, transfer.bytes, transfer.group) == ("all-reduce", 1, 4 * 100 * 8 * 128, 3)

@@ -254,7 +254,9 @@ class OptimizerSection(Section):
   lr_schedule_type: Literal["cosine", "wsd", "constant"] = Field(
     "cosine", description="Schedule after warm-up; wsd: warm-up, stable, decay."
   )
-  learning_rate_schedule_steps: int = Field(-1, ge=-1, description="Length of the schedule in steps; -1: steps.")
+  learning_rate_schedule_steps: int = Field(
+    -1, ge=-1, le=2**31 - 1, description="Length of the schedule in steps; -1: steps."
+  )
   warmup_steps_fraction: Fraction = Field(0.1, description="Share of the schedule that warms up linearly from 0.")
   learning_rate_final_fraction: Fraction = Field(
     0.1, description="Learning rate at the end of the schedule, as a share of the peak."
@@ -277,7 +279,7 @@ class OptimizerSection(Section):
   )
   mu_dtype: Literal["", "float32", "bfloat16"] = Field("", description="Type of the first moment; empty: weight_dtype.")
   gradient_clipping_threshold: float = Field(1.0, ge=0, description="Largest global gradient norm; 0: no clipping.")
-  gradient_accumulation_steps: Positive = Field(
+  gradient_accumulation_steps: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
     1, description="Micro-batches per device and step on the full topology."
   )
   z_loss_multiplier: float = Field(0.0, ge=0, description="Weight of the squared log-partition added to the loss.")
@@ -333,7 +335,9 @@ class ElasticSection(Section):
   """What happens when a slice is lost or returns."""
 
   elastic_enabled: bool = Field(False, description="Survive the loss of slices inside the process.")
-  elastic_timeout_seconds: float = Field(300.0, gt=0, description="Longest wait for the slices that an attempt needs.")
+  elastic_timeout_seconds: float = Field(
+    300.0, gt=0, le=1e9, description="Longest wait for the slices that an attempt needs."
+  )
   elastic_max_retries: Positive = Field(
     10, description="Attempts without progress before giving up, the first included."
   )
@@ -347,19 +351,21 @@ class ElasticSection(Section):
     10, description="Good steps after which the count of attempts starts anew."
   )
   elastic_min_resize_interval_seconds: float = Field(
-    30.0, ge=0, description="Least time between the last resize and a scale-up, against a flapping slice."
+    30.0, ge=0, le=1e9, description="Least time between the last resize and a scale-up, against a flapping slice."
   )
   elastic_poll_seconds: float = Field(
-    10.0, gt=0, description="Time between looks for returned slices on a real cluster."
+    10.0, gt=0, le=1e9, description="Time between looks for returned slices on a real cluster."
   )
   elastic_backoff_seconds: float = Field(
     1.0,
     ge=0,
+    le=1e9,
     description="First pause before another attempt after one without progress; doubles each time, at most 60.",
   )
   elastic_hang_check_seconds: float = Field(
     60.0,
     ge=0,
+    le=1e9,
     description="Time after which a step that has not finished makes us check the slices' health, and again each such time; 0: never.",
   )
   snapshot_period: NonNegative = Field(

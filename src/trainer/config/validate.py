@@ -22,6 +22,7 @@ from trainer.config.schema import (
   Section,
 )
 
+SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # of float32's normal numbers
 LONGEST_SIDE = 2**31 - 1  # of an array: XLA counts with 32 bits
 AXES = ("data", "fsdp", "tensor", "context")
 _CUSTOM_REMAT = "decoder_layer_input query_proj key_proj value_proj context out_proj mlpwi_0 mlpwi_1 mlpwo"
@@ -41,6 +42,8 @@ EFFECTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 def check(config: Config) -> None:
   """ConfigError for the first combination of values that cannot work or can have no effect."""
   _check_allowed(config.run.allow_config_change)
+  _check_representable(config.model)
+  _check_representable(config.optimizer)
   _check_model(config.model)
   _check_data(config.data, config.model)
   _check_optimizer(config.optimizer)
@@ -52,6 +55,17 @@ def check(config: Config) -> None:
   _check_observe(config.observe, config.data, config.run.steps)
   _check_shards(config)
   _check_preflight(config.preflight)
+
+
+def _check_representable(section: Section) -> None:
+  """The devices compute with float32, where another number would become 0 or infinity."""
+  for name in type(section).model_fields:
+    value = getattr(section, name)
+    if isinstance(value, float) and value and not SMALLEST <= abs(value) <= LARGEST:
+      raise ConfigError(
+        f"{name}={value:g}: is no number of float32, which reaches from {SMALLEST:g} to {LARGEST:g}.\n"
+        f"Choose {name} inside that, or 0 where it may be."
+      )
 
 
 def _check_allowed(allow_config_change: str) -> None:
@@ -230,7 +244,7 @@ def _check_shards(config: Config) -> None:
     if size % ways[axis]:
       raise ConfigError(
         f"{name}={size}: does not split over the {ways[axis]} ways of the {axis} axis.\n"
-        f"Choose ici_{axis}_parallelism so that the axis divides {size}."
+        f"Choose ici_{axis}_parallelism and dcn_{axis}_parallelism so that the axis divides {size}."
       )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -114,10 +115,21 @@ def _write(path: Path, records: Iterable[bytes]) -> int:
   writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1,uncompressed")
   count = 0
   for record in records:
-    writer.write(record)
+    with _as_os_error(path):
+      writer.write(record)
     count += 1
-  writer.close()
+  with _as_os_error(path):
+    writer.close()
   return count
+
+
+@contextlib.contextmanager
+def _as_os_error(path: Path) -> Iterator[None]:
+  """ArrayRecord raises a RuntimeError where a disk is full."""
+  try:
+    yield
+  except RuntimeError as error:
+    raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def open_reader(path: Path) -> Any:

@@ -38,6 +38,8 @@ def find(module: Module, slice_of: Sequence[int]) -> list[Collective]:
   The TPU compiler takes what crosses slices apart into transfers over the host (megascale): each is found by its
   `send`. What remains as a collective is inside a slice there, and its groups count the devices of one slice.
   """
+  if any(_is_megascale(i) for computation in module.computations.values() for i in computation.instructions):
+    slice_of = [0] * (len(slice_of) // len(set(slice_of)))
   found = []
   for name, computation in module.computations.items():
     times = module.runs[name]
@@ -47,7 +49,7 @@ def find(module: Module, slice_of: Sequence[int]) -> list[Collective]:
       kind = instruction.opcode.removesuffix("-start")
       if kind in KINDS:
         found.append((instruction, _collective(computation, instruction, kind, times, slice_of)))
-      elif instruction.opcode == "send" and "_xla_megascale_transfer_type" in instruction.rest:
+      elif _is_megascale(instruction):
         found.append((instruction, _megascale(instruction, times)))
   return _once(found)
 
@@ -78,6 +80,10 @@ def _collective(
     sizes[1] = sum(a.bytes for a in instruction.result) - sizes[0]
   crosses = any(len({slice_of[i] for i in group if i < len(slice_of)}) > 1 for group in groups)
   return Collective(kind, max(sizes), max(map(len, groups), default=1), crosses, times, instruction.source)
+
+
+def _is_megascale(instruction: Instruction) -> bool:
+  return instruction.opcode == "send" and "_xla_megascale_transfer_type" in instruction.rest
 
 
 def _megascale(send: Instruction, times: float) -> Collective:

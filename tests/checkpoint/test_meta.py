@@ -65,3 +65,11 @@ def test_a_key_that_one_side_does_not_know_is_no_difference():
   older = saved(removed_key=1)
   del older["config"]["attention"]
   assert meta.check_config(older, Config().flat(), IDENTITY) == []
+
+
+def test_files_that_have_changed_are_said_to_have():
+  """Unless a key explains why the text is another one."""
+  for changes, said in (({}, True), ({"dataset_path": "other"}, False), ({"tokenizer_type": "bpe"}, False)):
+    with pytest.raises(ConfigMismatch) as caught:
+      meta.check_config(saved(**changes), Config().flat(), IDENTITY | {"data": "def"})
+    assert ("changes the data order: the keys are the same, so the files have changed" in str(caught.value)) == said

@@ -52,8 +52,11 @@ def _message(
   for key, (old, new) in refused.items():
     order = key in CHANGES_DATA_ORDER or key in JUDGED_BY.values()
     what = "changes the data order" if order else "changes the model"
-    rows.append((key, _short(old), _short(new), what))
     causes = [cause for cause, judge in JUDGED_BY.items() if judge == key and cause in differences]
+    explained = causes or differences.keys() & (CHANGES_DATA_ORDER | CHANGES_STATE)
+    if key == JUDGED_BY["dataset_path"] and not explained:
+      what += ": the keys are the same, so the files have changed"
+    rows.append((key, _short(old), _short(new), what))
     rows += [(cause, _short(differences[cause][0]), _short(differences[cause][1]), "a cause of it") for cause in causes]
   widths = [max(len(row[column]) for row in rows) for column in range(3)]
   table = [f"  {key:{widths[0]}}  {old:>{widths[1]}} -> {new:{widths[2]}}  {why}" for key, old, new, why in rows]

@@ -19,6 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from end_to_end.benchmarks.arguments import positive, positives
+
 from trainer.observe.metrics import read_records
 
 ROOT = Path(__file__).parents[2]
@@ -29,19 +31,34 @@ SNAPSHOT_PERIOD = 5
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--models", default="qwen3-0.6b,qwen3-1.7b")
-  parser.add_argument("--lengths", default="2048,8192")
+  parser.add_argument("--lengths", type=positives, default="2048,8192")
   parser.add_argument("--remat", default="full,minimal_with_context")
-  parser.add_argument("--tokens", type=int, default=16384)
+  parser.add_argument("--tokens", type=positive, default=16384)
   parser.add_argument("--steps", type=int, default=30)
   parser.add_argument("keys", nargs="*", help="key=value for all runs")
   args = parser.parse_args()
+  if args.steps <= WARM:
+    parser.error(f"--steps {args.steps}: the first {WARM} of a run do not count; give {WARM + 1} or more")
+  # In a process of its own: one that has asked for the devices holds them, and the runs would find none.
+  ask = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
+  backend = subprocess.run(ask, capture_output=True, text=True)
+  if backend.returncode:
+    parser.error(
+      f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: JAX finds no such device. Unset it or run bash setup.sh "
+      f"--tpu or --gpu. JAX says:\n{backend.stderr.strip()[-3000:]}"
+    )
+  if backend.stdout.split() == ["cpu"]:
+    parser.error(
+      "JAX's default backend here is cpu: this benchmark needs an accelerator. Run it where there is one, with "
+      "bash setup.sh --tpu or --gpu, and JAX_PLATFORMS unset or naming it"
+    )
   policies = args.remat.split(",")
   variants = [f"attention=flash remat_policy={policy}" for policy in policies]
   variants.append(f"attention=dot_product remat_policy={policies[0]}")
   variants.append(f"{variants[0]} elastic_enabled=true snapshot_period={SNAPSHOT_PERIOD}")
   for model in args.models.split(","):
-    for length in args.lengths.split(","):
-      sizes = f"model_name={model} max_target_length={length} per_device_batch_size={args.tokens / int(length):g}"
+    for length in args.lengths:
+      sizes = f"model_name={model} max_target_length={length} per_device_batch_size={args.tokens / length:g}"
       first = None
       for variant in variants:
         records = _run([*sizes.split(), *variant.split(), f"steps={args.steps}", *args.keys])

@@ -1,6 +1,6 @@
 """Times CPU flash attention against dot_product, forward and backward, in one run.
 
-    python end_to_end/benchmarks/attention_cpu.py [--repeats 11] [--dtype float32] [B,T,N,K,H ...]
+    python -m end_to_end.benchmarks.attention_cpu [--repeats 11] [--dtype float32] [B,T,N,K,H ...]
 
 The two take turns, so a busy machine slows both; a line has the medians, their ratio (above 1: flash is faster), the
 least times and their ratio, and the temporaries of each program.
@@ -13,18 +13,27 @@ import os
 import statistics
 import time
 
-SHAPES = ("8,128,4,2,64", "8,256,4,2,64", "8,512,4,2,64", "2,2048,4,2,64", "2,512,16,8,128", "8,512,4,4,64")
+from end_to_end.benchmarks.arguments import positive, positives
+
+SHAPES = "8,128,4,2,64 8,256,4,2,64 8,512,4,2,64 2,2048,4,2,64 2,512,16,8,128 8,512,4,4,64"
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("shapes", nargs="*", default=SHAPES, help="B,T,N,K,H")
-  parser.add_argument("--repeats", type=int, default=11)
+  parser.add_argument("shapes", type=positives, nargs="*", help=f"B,T,N,K,H; default: {SHAPES}")
+  parser.add_argument("--repeats", type=positive, default=11)
   parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
   args = parser.parse_args()
+  shapes = args.shapes or [positives(shape) for shape in SHAPES.split()]
+  for shape in shapes:
+    given = ",".join(map(str, shape))
+    if len(shape) != 5:
+      parser.error(f"{given}: a shape is five numbers B,T,N,K,H, for example 8,512,4,2,64")
+    if shape[2] % shape[3]:
+      parser.error(f"{given}: N={shape[2]} query heads must be a multiple of K={shape[3]} key-value heads")
   os.environ["JAX_PLATFORMS"] = "cpu"
-  for shape in args.shapes:
-    measure([int(size) for size in shape.split(",")], args.dtype, args.repeats)
+  for shape in shapes:
+    measure(shape, args.dtype, args.repeats)
 
 
 def measure(shape: list[int], dtype: str, repeats: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -26,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from end_to_end.benchmarks.arguments import positive
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer.checkpoint import Tiers, trees
@@ -35,26 +37,28 @@ from trainer.config.schema import CheckpointSection
 DEVICES = 8
 STEP = 1
 WIDTH, FFW, VOCAB = 1024, 3072, 16384  # of the shapes; the layers fill the rest
+# name -> the shape of a layer's weight.
+LAYER = {
+  "query": (WIDTH, WIDTH), "key": (WIDTH, WIDTH // 2), "value": (WIDTH, WIDTH // 2), "out": (WIDTH, WIDTH),
+  "wi_0": (WIDTH, FFW), "wi_1": (WIDTH, FFW), "wo": (FFW, WIDTH), "norm": (WIDTH,),
+}  # fmt: skip
+EACH = sum(math.prod(shape) for shape in LAYER.values())
+LEAST = VOCAB * WIDTH + EACH  # parameters. In less, what a restore needs for itself hides what the state needs.
 
 
 def shapes(parameters: float) -> dict[str, Any]:
   """Weights of about so many parameters in the shapes of a decoder, layers stacked."""
-  layer = {
-    "query": (WIDTH, WIDTH), "key": (WIDTH, WIDTH // 2), "value": (WIDTH, WIDTH // 2), "out": (WIDTH, WIDTH),
-    "wi_0": (WIDTH, FFW), "wi_1": (WIDTH, FFW), "wo": (FFW, WIDTH), "norm": (WIDTH,),
-  }  # fmt: skip
-  each = sum(int(np.prod(shape)) for shape in layer.values())
-  layers = max(1, round((parameters - VOCAB * WIDTH) / each))
-  return {"embedding": (VOCAB, WIDTH), "layers": {name: (layers, *shape) for name, shape in layer.items()}}
+  layers = max(1, round((parameters - VOCAB * WIDTH) / EACH))
+  return {"embedding": (VOCAB, WIDTH), "layers": {name: (layers, *shape) for name, shape in LAYER.items()}}
 
 
 def abstract(parameters: float, devices: int) -> dict[str, Any]:
-  """The state on the first `devices` devices, every array sharded over all of them."""
+  """The state on the first `devices` devices, every array but the norms' sharded over all of them."""
   mesh = Mesh(np.array(jax.devices()[:devices]).reshape(1, devices), ("data", "fsdp"))
 
   def one(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     spec = (
-      PartitionSpec(None, "fsdp") if len(shape) > 2 else PartitionSpec("fsdp") if shape[0] > 64 else PartitionSpec()
+      PartitionSpec(None, "fsdp") if len(shape) > 2 else PartitionSpec("fsdp") if shape[0] == VOCAB else PartitionSpec()
     )
     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
 
@@ -184,14 +188,37 @@ def restore(folder: Path, parameters: float, devices: int) -> dict[str, Any]:
   return {"devices": devices, "seconds": seconds, "peak": peak, "size": size, "ratio": peak / size, "equal": equal}
 
 
+def check_folder(parser: argparse.ArgumentParser, folder: Path, only: str) -> None:
+  try:
+    kept = (folder / "kept" / "checkpoints" / str(STEP)).exists()
+    if only == "restores":
+      if not kept:
+        parser.error(f"--folder {folder}: no save is in it; run --only saves with this folder first")
+      return
+    if kept:  # a step that exists is not saved again
+      parser.error(f"--folder {folder} has earlier saves: give another folder, or --only restores")
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+  except OSError as error:
+    parser.error(f"--folder {folder}: {error.strerror}; give a folder that can be written")
+
+
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--parameters", type=float, default=100e6)
-  parser.add_argument("--saves", type=int, default=3)
+  parser.add_argument("--saves", type=positive, default=3)
   parser.add_argument("--folder", default="", help="where to write; default: a temporary folder")
   parser.add_argument("--only", choices=["saves", "restores", ""], default="", help="half of it, in a kept folder")
   parser.add_argument("--restore", type=int, default=0, help=argparse.SUPPRESS)
   arguments = parser.parse_args()
+  if not LEAST <= arguments.parameters < math.inf:
+    parser.error(
+      f"--parameters {arguments.parameters:g}: the least is {LEAST:,}, an embedding and one layer; give that or more"
+    )
+  if arguments.folder and not arguments.restore:
+    check_folder(parser, Path(arguments.folder), arguments.only)
+  elif arguments.only == "restores":
+    parser.error("--only restores reads what --only saves has left: give its --folder")
   jax.config.update("jax_num_cpu_devices", arguments.restore or DEVICES)
   if arguments.restore:
     print(json.dumps(restore(Path(arguments.folder), arguments.parameters, arguments.restore)))

@@ -1,6 +1,6 @@
 """Times the fused cross-entropy on a CPU, forward and backward, for several chunk sizes, against the plain formula.
 
-    python end_to_end/benchmarks/cross_entropy_cpu.py [--repeats 7] [--mib 2,4,8,16,32,64] [B,T,V,D ...]
+    python -m end_to_end.benchmarks.cross_entropy_cpu [--repeats 7] [--mib 2,4,8,16,32,64] [B,T,V,D ...]
 
 All take turns in one run. A line has the median and least milliseconds, the ratio of the plain formula's least time to
 it (above 1: the chunked one is faster), and the temporaries of the program.
@@ -13,16 +13,21 @@ import os
 import statistics
 import time
 
+from end_to_end.benchmarks.arguments import positive, positives
+
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("shapes", nargs="*", default=["8,512,4096,256"], help="B,T,V,D")
-  parser.add_argument("--repeats", type=int, default=7)
-  parser.add_argument("--mib", default="2,4,8,16,32,64", help="float32 logits of a chunk")
+  parser.add_argument("shapes", type=positives, nargs="*", default=[[8, 512, 4096, 256]], help="B,T,V,D")
+  parser.add_argument("--repeats", type=positive, default=7)
+  parser.add_argument("--mib", type=positives, default="2,4,8,16,32,64", help="float32 logits of a chunk")
   args = parser.parse_args()
+  for shape in args.shapes:
+    if len(shape) != 4:
+      parser.error(f"{','.join(map(str, shape))}: a shape is four numbers B,T,V,D, for example 8,512,4096,256")
   os.environ["JAX_PLATFORMS"] = "cpu"
   for shape in args.shapes:
-    measure([int(size) for size in shape.split(",")], [int(size) for size in args.mib.split(",")], args.repeats)
+    measure(shape, args.mib, args.repeats)
 
 
 def measure(shape: list[int], mebibytes: list[int], repeats: int) -> None:

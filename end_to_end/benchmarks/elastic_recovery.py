@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from end_to_end.benchmarks.arguments import positive
 from end_to_end.elastic_harness import NUM_SLICES, TINY, Harness
 
 DOWN_AND_UP = "slice_down@10:1, slice_up@15:1, slice_down@20:2, slice_up@25:2"
@@ -29,7 +30,7 @@ STEPS = 30
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--runs", type=int, default=10, help="runs per line of the table")
+  parser.add_argument("--runs", type=positive, default=10, help="runs per line of the table")
   runs = parser.parse_args().runs
   jax.config.update("jax_num_cpu_devices", NUM_SLICES)
   print("| what | median | least | most | compilations | completed steps lost | n |\n|---|---|---|---|---|---|---|")

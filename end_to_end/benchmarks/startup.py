@@ -18,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from end_to_end.benchmarks.arguments import positive
+
 ROOT = Path(__file__).parents[2]
 SMALL = (
   "model_name=qwen3-0.6b override_model_config=true base_num_decoder_layers=4 base_emb_dim=256 base_num_query_heads=4 "
@@ -30,7 +32,7 @@ IMPORTS = "import sys, trainer.train, trainer.session, trainer.elastic.retry; pr
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("keys", nargs="*", help="configuration of the run, beside its own")
-  parser.add_argument("--rounds", type=int, default=3)
+  parser.add_argument("--rounds", type=positive, default=3)
   args = parser.parse_args()
   figures: dict[str, list[tuple[float, float]]] = {}
   modules = 0

@@ -13,6 +13,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from trainer.cluster import topologies
+from trainer.config import ConfigError, load
+from trainer.config.schema import Config
+
 ROOT = Path(__file__).parents[2]
 SMALL, MEDIUM, LARGE, HUGE = ("v5e-16", 3), ("v5e-256", 2), ("v5p-256", 2), ("v5p-1024", 2)
 WHERE = {"qwen3-14b": MEDIUM, "qwen3-32b": MEDIUM, "70b": LARGE, "405b": HUGE}
@@ -26,30 +30,41 @@ def main() -> None:
   parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # model, topology, slices: a process of its own
   args = parser.parse_args()
   if args.one:
-    print(_row(args.one[0], args.one[1], int(args.one[2]), args.keys))
+    try:
+      print(_row(args.one[0], args.one[1], int(args.one[2]), args.keys))
+    except topologies.TopologyError as error:
+      sys.exit(str(error))
     return
+  models = args.models or sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yml"))
+  for model in models:
+    try:
+      _config(model, args.keys)
+    except ConfigError as error:
+      parser.error(str(error))
   print("| model | for | arguments | temporaries | of a chip's memory | fits | roofline | DCN | seconds |")
   print("|---|---|---|---|---|---|---|---|---|", flush=True)
   failed = 0
-  for model in args.models or sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yml")):
+  for model in models:
     topology, slices = next((place for name, place in WHERE.items() if name in model), SMALL)
     command = [sys.executable, "-m", "end_to_end.benchmarks.tpu_models", "--one", model, topology, str(slices)]
     done = subprocess.run([*command, "--keys", *args.keys], capture_output=True, text=True)
     failed += done.returncode != 0 or "| no |" in done.stdout
-    print(done.stdout.strip() or f"| {model} | failed: {done.stderr.strip().splitlines()[-1]} |", flush=True)
+    # A cell is one line; the last words of a traceback are what matters.
+    print(done.stdout.strip() or f"| {model} | failed: {' '.join(done.stderr.split())[-2000:]} |", flush=True)
   sys.exit(failed > 0)
+
+
+def _config(model: str, keys: list[str]) -> Config:
+  given = {key.split("=")[0]: key for key in (*KEYS, *keys)}
+  return load(
+    ["configs/base.yml", f"model_name={model}", "run_name=t", "base_output_directory=unused", *given.values()],
+    check_paths=False,
+  )
 
 
 def _row(model: str, topology: str, slices: int, keys: list[str]) -> str:
   """One row of the table."""
-  from trainer.cluster import topologies
-  from trainer.config import load
-
-  given = {key.split("=")[0]: key for key in (*KEYS, *keys)}
-  config = load(
-    ["configs/base.yml", f"model_name={model}", "run_name=t", "base_output_directory=unused", *given.values()],
-    check_paths=False,
-  )
+  config = _config(model, keys)
   place = topologies.resolve(topology)
   topologies.prepare_environment()
   from trainer.observe import chips

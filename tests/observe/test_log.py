@@ -107,3 +107,26 @@ def test_a_full_disk_is_reported_once_and_does_not_raise(capsys):
   for _ in range(3):
     lines.append("text")
   assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+def test_a_full_disk_leaves_whole_lines_and_no_half_files(tmp_path):
+  """By a limit on the size of the process's files, which is lifted again."""
+  code = f"""
+    import resource
+    from trainer.observe import files
+    lines = files.open_lines({str(tmp_path)!r}, "a.jsonl")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1004, -1))
+    for number in range(200):
+      lines.append(f"line {{number:03}}")
+    try:
+      files.write_bytes({str(tmp_path)!r}, "b.png", bytes(2000))
+    except OSError:
+      resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+      lines.append("there is room again")
+  """
+  command = [sys.executable, "-c", textwrap.dedent(code)]
+  result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+  assert result.stderr.count("warning: cannot write") == 1
+  assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+  written = (tmp_path / "a.jsonl").read_text().splitlines()
+  assert written == [*(f"line {number:03}" for number in range(111)), "there is room again"]

@@ -8,6 +8,7 @@ newest part of this process is ever rewritten (every `period` seconds, from a th
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -78,11 +79,13 @@ class LocalLines:
         data = b"\n" + data
       try:
         written = os.write(self._fd, data)
+        if written != len(data):  # the disk is full: no half of a line stays for a reader to stumble over
+          os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+          raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
       except OSError as error:
         self._report(error)
         return
-      self._torn = written != len(data)
-      self._failing = False
+      self._torn = self._failing = False
 
   def _report(self, error: OSError) -> None:
     if not self._failing:  # once per outage, not once per line
@@ -200,8 +203,12 @@ def write_bytes(directory: str, name: str, data: bytes) -> None:
   path = Path(directory) / name
   path.parent.mkdir(parents=True, exist_ok=True)
   new = path.with_name(f"{path.name}.new")
-  new.write_bytes(data)
-  new.replace(path)
+  try:
+    new.write_bytes(data)
+    new.replace(path)
+  except OSError:
+    new.unlink(missing_ok=True)
+    raise
 
 
 def dump_json(record: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ Remat = Literal["remat", "device", "offload"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+Devices = Annotated[int, Field(ge=0, le=1_000_000)]
 # The state counts steps in 32 bits.
 Steps = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Parallelism = Annotated[int, Field(ge=-1)]
@@ -95,7 +96,7 @@ class ModelSection(Section):
   )
   head_dim: Positive = Field(64, description="H: width of one attention head (even).")
   vocab_size: Positive = Field(32000, description="V: size of the vocabulary; at least the tokenizer's.")
-  global_parameter_scale: Positive = Field(
+  global_parameter_scale: Annotated[int, Field(ge=1, le=2**30)] = Field(
     1,
     description="Power of two by which the model's parameters grow: heads and ffw, width, layers are doubled in turn.",
   )
@@ -388,8 +389,8 @@ class ClusterSection(Section):
     "auto",
     description="auto: pathways under JAX_PLATFORMS=proxy, else simulated (slices are groups of this JAX world's devices).",
   )
-  num_slices: NonNegative = Field(0, description="Slices; 0: as many as the devices report. On a CPU 0 means 1.")
-  devices_per_slice: NonNegative = Field(
+  num_slices: Devices = Field(0, description="Slices; 0: as many as the devices report. On a CPU 0 means 1.")
+  devices_per_slice: Devices = Field(
     0, description="On a CPU: forced host devices per slice; 0: 1, or what XLA_FLAGS already forces."
   )
   enable_single_controller: bool = Field(

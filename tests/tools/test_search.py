@@ -62,9 +62,11 @@ def test_smaller_batches_end_where_they_do_not_divide():
   assert min(batch for _, batch in tried) == 16
 
 
-def test_doublings_are_limited():
-  unlimited = compiler([], divides=lambda batch: True)
+def test_doublings_are_limited_and_cost_one_program_each_where_there_is_room():
+  tried = []
+  unlimited = compiler(tried, divides=lambda batch: True)
   assert len(found(unlimited, 2**-10, offload=False)) == search.MAX_DOUBLINGS + 1
+  assert len(tried) == 3 + search.MAX_DOUBLINGS
 
 
 def test_what_the_compiler_refuses_is_no_candidate():

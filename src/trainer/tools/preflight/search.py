@@ -97,7 +97,7 @@ def candidates(attempt: Try, batch: float, chip: Chip, *, offload: bool) -> Iter
     batch = fitting.per_device_batch_size
     if offload and fitting.policy is not RematPolicy.NONE:
       yield from filter(None, (_candidate(attempt, policy, batch, chip) for policy in OFFLOADING))
-    fitting = _first_that_fits(attempt, 2 * batch, chip) if doublings else None
+    fitting = _first_that_fits(attempt, 2 * batch, chip, likely=fitting.policy) if doublings else None
     doublings -= 1
 
 
@@ -113,17 +113,20 @@ def _of_smaller_batches(attempt: Try, batch: float, chip: Chip) -> Candidate | N
   return fitting
 
 
-def _first_that_fits(attempt: Try, batch: float, chip: Chip) -> Candidate | None:
-  """By bisection: a policy that keeps less needs less memory."""
+def _first_that_fits(attempt: Try, batch: float, chip: Chip, likely: RematPolicy | None = None) -> Candidate | None:
+  """By bisection: a policy that keeps less needs less memory. `likely`: the first that fits a smaller batch."""
   low, high = 0, len(POLICIES)
+  middle = high // 2
+  if likely is not None:
+    low = middle = POLICIES.index(likely)
   best = None
   while low < high:
-    middle = (low + high) // 2
     candidate = _candidate(attempt, POLICIES[middle], batch, chip)
     if candidate is None:
       low = middle + 1
     else:
       best, high = candidate, middle
+    middle = (low + high) // 2
   return best
 
 

@@ -183,9 +183,11 @@ def abstract_batch(mesh: Mesh, accumulation: int, rows: int, length: int) -> Bat
   """
   ways = mesh.shape[DATA] * mesh.shape[FSDP]
   if rows % ways:
+    share = mesh.size // ways  # devices to a row
+    remedy = f"a multiple of 1/{share}" if share > 1 else "a whole number (less with tensor or context parallelism)"
     raise ValueError(
       f"A micro-batch of {rows} examples does not divide over data={mesh.shape[DATA]} x fsdp={mesh.shape[FSDP]} "
-      f"ways. Choose per_device_batch_size, one device's share, as a multiple of 1/{mesh.size // ways}."
+      f"ways. Choose per_device_batch_size, one device's share, as {remedy}."
     )
   where = NamedSharding(mesh, batch_spec())
   shape = (accumulation, rows, length)

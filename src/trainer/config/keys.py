@@ -97,7 +97,7 @@ def convert(key: Key, text: str, origin: str) -> Given:
     if isinstance(error, ConfigError):
       raise
     rule, example = _RULES[key.kind]
-    message = f"{key.name}={shorten(text)} ({origin}): {key.name} must be {rule}.\nWrite {key.name}={example}."
+    message = f"{key.name}={shorten(text)} ({origin}): {key.name} must be {rule}.\nFor example: {key.name}={example}"
     raise ConfigError(message) from None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import signal
 import threading
 from collections import Counter
 from pathlib import Path
@@ -458,3 +459,11 @@ def test_a_full_disk_is_an_os_error_that_names_the_file(tmp_path, python):
   """By a limit on the size of the process's files: a tenth of what the records need."""
   printed = python(FULL_DISK, str(tmp_path / "train.array_record")).communicate(timeout=120)[0]
   assert "train.array_record cannot be written: write() failed: File too large" in printed
+
+
+def test_ctrl_c_waits_for_a_library_that_loads():
+  went_on = False
+  with pytest.raises(KeyboardInterrupt), store._uninterrupted():
+    signal.raise_signal(signal.SIGINT)
+    went_on = True
+  assert went_on

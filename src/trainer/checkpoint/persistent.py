@@ -234,6 +234,8 @@ class Persistent:
   def _delete(self, name: str) -> None:
     """Marks, uncommits, then removes: killed anywhere in between, the rest is never taken for a checkpoint."""
     path = self.directory / name
+    if not path.exists():  # somebody was faster
+      return
     (path / DELETED).write_text("being deleted by retention\n")
     (path / COMMIT).unlink(missing_ok=True)
     path.rmtree()
@@ -246,9 +248,10 @@ class Persistent:
 
   def steps(self) -> list[int]:
     """Committed steps, oldest first. Says nothing about damage: `verify` does."""
-    if not self.directory.exists():
+    try:
+      return sorted(int(path.name) for path in self.directory.iterdir() if self._committed(path.name))
+    except FileNotFoundError:  # not made yet, or moved away by somebody
       return []
-    return sorted(int(path.name) for path in self.directory.iterdir() if self._committed(path.name))
 
   def unfinished(self) -> dict[str, bool]:
     """{folder name: it had been sealed} of folders that are no committed checkpoints; sweeps half-deleted ones."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,7 +112,8 @@ def _cross_entropy(counts: np.ndarray, model_counts: np.ndarray) -> float | None
 
 def _write(path: Path, records: Iterable[bytes]) -> int:
   """Writes an ArrayRecord file, one record to a chunk for random access, and returns the number of records."""
-  from array_record.python import array_record_module
+  with _uninterrupted():
+    from array_record.python import array_record_module
 
   writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1,uncompressed")
   count = 0
@@ -132,9 +135,26 @@ def _as_os_error(path: Path) -> Iterator[None]:
     raise OSError(f"{path} cannot be written: {error}") from error
 
 
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+  """Ctrl-C waits for the end of the block: raised while array_record's C++ loads, it ends the process with SIGABRT."""
+  if threading.current_thread() is not threading.main_thread():  # only that one is interrupted
+    yield
+    return
+  pressed: list[int] = []
+  handler = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGINT, handler)
+  if pressed:
+    signal.raise_signal(signal.SIGINT)
+
+
 def open_reader(path: Path) -> Any:
   """The ArrayRecord file for reading at random; what it reads raises RuntimeError when it is damaged or absent."""
-  from array_record.python import array_record_module
+  with _uninterrupted():
+    from array_record.python import array_record_module
 
   return array_record_module.ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
 

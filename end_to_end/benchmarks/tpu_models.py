@@ -81,7 +81,7 @@ def _row(model: str, topology: str, slices: int, keys: list[str]) -> str:
   if isinstance(found, analysis.DoesNotFit):
     return f"| {model} | {where} | | | {found.reason} | no | | | |"
   memory = found.memory
-  share, fits = memory.total / chip.hbm_bytes, "yes" if memory.total <= chip.hbm_bytes else "no"
+  share, fits = memory.total / chip.hbm_bytes, "yes" if memory.fits(chip) else "no"
   line = analysis.roofline(found, chip)
   cells = [
     *(model, where, size(memory.arguments), size(memory.temporaries), f"{share:.0%}", fits),

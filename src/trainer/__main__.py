@@ -30,15 +30,17 @@ def main(argv: list[str] | None = None) -> int:
   _make_stdout_usable()
   if not arguments or {"--help", "-h"} & set(arguments):
     from trainer.config import cli
+    from trainer.observe import log
 
-    _say(cli.help_text() + "\n")
+    log.to_stdout(cli.help_text())
     return COMPLETE if arguments else BAD_INPUT
   try:
     config = load([argument for argument in arguments if argument != "--print-config"])
     if "--print-config" in arguments:
       from trainer.config import cli
+      from trainer.observe import log
 
-      _say(cli.print_config(config))
+      log.to_stdout(cli.print_config(config).removesuffix("\n"))
       return COMPLETE
     return _run(config, started)
   except ConfigError as error:
@@ -58,15 +60,6 @@ def _make_stdout_usable() -> None:
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
   if isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def _say(text: str) -> None:
-  """To stdout, whose reader may have seen enough: `--help | head`."""
-  try:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-  except BrokenPipeError:  # or what is buffered would fail again at exit
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(config: Config, started: float) -> int:

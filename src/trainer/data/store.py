@@ -112,10 +112,7 @@ def _cross_entropy(counts: np.ndarray, model_counts: np.ndarray) -> float | None
 
 def _write(path: Path, records: Iterable[bytes]) -> int:
   """Writes an ArrayRecord file, one record to a chunk for random access, and returns the number of records."""
-  with _uninterrupted():
-    from array_record.python import array_record_module
-
-  writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1,uncompressed")
+  writer = _array_record().ArrayRecordWriter(str(path), "group_size:1,uncompressed")
   count = 0
   for record in records:
     with _as_os_error(path):
@@ -133,6 +130,12 @@ def _as_os_error(path: Path) -> Iterator[None]:
     yield
   except RuntimeError as error:
     raise OSError(f"{path} cannot be written: {error}") from error
+
+
+def _array_record() -> Any:
+  with _uninterrupted():
+    from array_record.python import array_record_module
+  return array_record_module
 
 
 @contextlib.contextmanager
@@ -153,10 +156,7 @@ def _uninterrupted() -> Iterator[None]:
 
 def open_reader(path: Path) -> Any:
   """The ArrayRecord file for reading at random; what it reads raises RuntimeError when it is damaged or absent."""
-  with _uninterrupted():
-    from array_record.python import array_record_module
-
-  return array_record_module.ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
+  return _array_record().ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
 
 
 def fault(folder: Path) -> str | None:

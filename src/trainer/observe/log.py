@@ -22,7 +22,7 @@ class Log:
     self._lines = lines
     self._quiet = quiet
     self._lock = threading.Lock()
-    self._print: Callable[[str], None] = _print
+    self._print: Callable[[str], None] = to_stdout
     self._details = True
 
   def line(self, text: str) -> None:
@@ -62,7 +62,7 @@ class Log:
   def redirect(self, printer: Callable[[str], None] | None, *, details: bool = True) -> None:
     """Sends the screen's share of the lines to `printer`, if so told without those of `detail`; None: to stdout."""
     with self._lock:
-      self._print, self._details = printer or _print, details
+      self._print, self._details = printer or to_stdout, details
 
   def flush(self) -> None:
     self._lines.flush()
@@ -77,7 +77,8 @@ def get(run_directory: str | None, process_index: int = 0) -> Log:
   return Log(files.open_lines(directory, LOG_FILE), quiet=process_index != 0)
 
 
-def _print(text: str) -> None:
+def to_stdout(text: str) -> None:
+  """A line, or several, to whoever reads stdout; nowhere once nobody does."""
   try:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()

@@ -35,6 +35,9 @@ class Memory:
   def total(self) -> int:
     return self.arguments + self.temporaries + self.outputs + self.code
 
+  def fits(self, chip: chips.Chip) -> bool:
+    return self.total <= chip.hbm_bytes
+
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:

@@ -115,7 +115,7 @@ def memory_line(a: Analysis, chip: Chip | None) -> str:
   host = f"; pinned host memory {size(m.host)}" if m.host else ""
   if chip is None:
     return parts + host
-  verdict = "fits" if m.total <= chip.hbm_bytes else "does not fit"
+  verdict = "fits" if m.fits(chip) else "does not fit"
   return f"{parts} of {size(chip.hbm_bytes)} ({m.total / chip.hbm_bytes:.0%}): {verdict}{host}"
 
 

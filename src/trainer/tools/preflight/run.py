@@ -55,7 +55,7 @@ def run(config: Config, started: float) -> int:
         lines, fits = report.refusal_lines(found), False
       else:
         lines = report.analysis_lines(found, chip)
-        fits = chip is None or found.memory.total <= chip.hbm_bytes
+        fits = chip is None or found.memory.fits(chip)
       codes.append(0 if fits else 1)
       print("\n".join(lines), flush=True)
   if config.preflight.preflight_search:

@@ -142,7 +142,7 @@ def _candidate(attempt: Try, policy: RematPolicy, batch: float, chip: Chip) -> C
 
 
 def _fits(found: Finding, chip: Chip) -> TypeGuard[Analysis]:
-  return isinstance(found, Analysis) and found.memory.total <= chip.hbm_bytes
+  return isinstance(found, Analysis) and found.memory.fits(chip)
 
 
 def with_keys(config: Config, **values: Any) -> Config:

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from trainer.kernels.attention_shard import CONTEXT
@@ -145,8 +146,10 @@ class _Band(NamedTuple):
   keys: int
   block: int
 
-  def place(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (example, first query) of iteration i."""
+  def place(self, i: jax.Array) -> tuple[jax.Array, jax.Array | int]:
+    """Returns (example, first query) of iteration i; what is static is a number and costs no operation."""
+    if self.blocks == 1:
+      return i, self.first * self.block
     # lax, not // and %: those handle negative numbers, and a loop's body is compiled for every band and pass.
     return jax.lax.div(i, self.blocks), (self.first + jax.lax.rem(i, self.blocks)) * self.block
 
@@ -195,15 +198,19 @@ def _store(x: jax.Array, part: jax.Array, example: jax.Array, axis: int, start: 
   return jax.lax.dynamic_update_slice(x, part[None], starts, allow_negative_indices=False)
 
 
-def _scores(work: _Work, band: _Band, example: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _scores(
+  work: _Work, band: _Band, example: jax.Array, start: jax.Array | int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns masked scores [K, s, G, t] of one block, its queries [K, G, t, H] and its keys [K, s, H]."""
   q, k = _slice(work.q, example, 3, start, band.block), _slice(work.k, example, 2, 0, band.keys)
   q_ids = _slice(work.q_segment_ids, example, 1, start, band.block)
   kv_ids = _slice(work.kv_segment_ids, example, 1, 0, band.keys)
-  causal = jnp.arange(band.keys)[:, None] <= work.offset + start + jnp.arange(band.block)[None, :]
+  # XLA would take what is the same in all iterations out of the loop, and have each of them read it from memory.
+  scores, masked = jax.lax.optimization_barrier((jnp.einsum("ksh,kgth->ksgt", k, q), jnp.float32(MASKED)))
+  causal = np.arange(band.keys, dtype=np.int32)[:, None] <= work.offset + start + np.arange(band.block, dtype=np.int32)
   seen = causal & (kv_ids[:, None] == q_ids[None, :])
   # A finite value: a query sees its own key at least, so a masked score never wins and never makes a NaN.
-  return jnp.where(seen[None, :, None, :], jnp.einsum("ksh,kgth->ksgt", k, q), MASKED), q, k
+  return jnp.where(seen[None, :, None, :], scores, masked), q, k
 
 
 def _forward_band(band: _Band, work: _Work, out: jax.Array, log_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -221,7 +228,7 @@ def _forward_band(band: _Band, work: _Work, out: jax.Array, log_sum: jax.Array) 
     sums = (jnp.log(total) + largest)[:, 0]
     return _store(out, rows, example, 3, start), _store(log_sum, sums, example, 3, start)
 
-  return jax.lax.fori_loop(0, out.shape[0] * band.blocks, one, (out, log_sum))
+  return _loop(out.shape[0] * band.blocks, one, (out, log_sum))
 
 
 def _backward_band(
@@ -249,4 +256,9 @@ def _backward_band(
     dv_sum = _slice(dv, example, 2, 0, band.keys) + jnp.einsum("ksgt,kgth->ksh", p, d)
     return dq, _store(dk, dk_sum, example, 2, 0), _store(dv, dv_sum, example, 2, 0)
 
-  return jax.lax.fori_loop(0, dout.shape[0] * band.blocks, one, grads)
+  return _loop(dout.shape[0] * band.blocks, one, grads)
+
+
+def _loop(count: int, one: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+  """`jax.lax.fori_loop` from 0 to `count`, but JAX makes no loop of its own of what depends on the index alone."""
+  return jax.lax.scan(lambda carry, i: (one(i, carry), None), carry, np.arange(count, dtype=np.int32))[0]

@@ -28,7 +28,7 @@ class Kernels:
 
   attention: AttentionFn
   project: Projection = projection.PLAIN
-  exchange: rope.Exchange = rope.exchange_by_copy  # for the rotary positions
+  exchange: rope.Exchange = rope.exchange_by_reversal  # for the rotary positions
   logits_bytes: int = LOGITS_BYTES["tpu"]
 
 
@@ -42,21 +42,39 @@ def normal_param(
 
 # Elementwise parts keep their inputs for the backward pass and compute the rest again: reading five stored arrays costs
 # more time than that, on every platform. CSE is allowed, it can only save work.
-_cheap = functools.partial(jax.checkpoint, prevent_cse=False)
-
-
-@_cheap
+@functools.partial(jax.checkpoint, prevent_cse=False)
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
   """silu(gate) * up."""
   return nnx.silu(gate) * up
 
 
-@functools.partial(_cheap, static_argnums=2)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
   """x / rms(x) * scale over the last dim, in float32, returned in x's dtype (Zhang & Sennrich, 2019)."""
   x32 = x.astype(jnp.float32)
-  normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
-  return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+  return (x32 * _inverse_rms(x32, epsilon) * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def _inverse_rms(x32: jax.Array, epsilon: float) -> jax.Array:
+  return jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
+
+
+def _rms_norm_forward(x: jax.Array, scale: jax.Array, epsilon: float) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  return rms_norm(x, scale, epsilon), (x, scale)
+
+
+def _rms_norm_backward(epsilon: float, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """(dx, dscale), from the input alone as in `swiglu`: with y = x / rms(x), dx = (dy - y * mean(dy * y)) / rms(x)."""
+  x, scale = saved
+  x32, g32 = x.astype(jnp.float32), g.astype(jnp.float32)
+  inverse = _inverse_rms(x32, epsilon)
+  y, dy = x32 * inverse, g32 * scale.astype(jnp.float32)
+  dx = inverse * (dy - y * jnp.mean(dy * y, axis=-1, keepdims=True))
+  dscale = jnp.sum(g32 * y, axis=tuple(range(x.ndim - 1)))
+  return dx.astype(x.dtype), dscale.astype(scale.dtype)
+
+
+rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 class RMSNorm(nnx.Module):

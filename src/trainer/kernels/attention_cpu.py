@@ -58,7 +58,7 @@ def flash(
     q, q_segment_ids = _pad(q, pad), _pad(q_segment_ids, pad)
     if square:
       k, v, kv_segment_ids = _pad(k, pad), _pad(v, pad), _pad(kv_segment_ids, pad)
-  out = _flash(q, k, v, q_segment_ids, kv_segment_ids, jnp.int32(0) if offset is None else offset, block, square)
+  out = _flash(q, k, v, q_segment_ids, kv_segment_ids, offset, block)
   return out[:, :length] if pad else out
 
 
@@ -75,18 +75,17 @@ def _pad(x: jax.Array, pad: int) -> jax.Array:
   return jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _flash(
   q: jax.Array,
   k: jax.Array,
   v: jax.Array,
   q_segment_ids: jax.Array,
   kv_segment_ids: jax.Array,
-  offset: jax.Array,
+  offset: jax.Array | None,
   block: int,
-  square: bool,
 ) -> jax.Array:
-  return _flash_fwd(q, k, v, q_segment_ids, kv_segment_ids, offset, block, square)[0]
+  return _flash_fwd(q, k, v, q_segment_ids, kv_segment_ids, offset, block)[0]
 
 
 def _flash_fwd(
@@ -95,22 +94,19 @@ def _flash_fwd(
   v: jax.Array,
   q_segment_ids: jax.Array,
   kv_segment_ids: jax.Array,
-  offset: jax.Array,
+  offset: jax.Array | None,
   block: int,
-  square: bool,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+) -> tuple[jax.Array, tuple[Any, ...]]:
   work = _work(q, k, v, q_segment_ids, kv_segment_ids, offset)
   out, log_sum = jnp.zeros_like(work.q), jnp.zeros(work.q.shape[:4], jnp.float32)
-  for band in _bands(q.shape[1] // block, k.shape[1], block, square):
+  for band in _bands(q.shape[1] // block, k.shape[1], block, offset is None):
     out, log_sum = _forward_band(band, work, out, log_sum)
   # Both under the name of the output: with it saved, a remat policy recomputes nothing of the forward pass.
   out, log_sum = checkpoint_name(_ungroup(out).astype(q.dtype), "context"), checkpoint_name(log_sum, "context")
   return out, (q, k, v, q_segment_ids, kv_segment_ids, offset, out, log_sum)
 
 
-def _flash_bwd(
-  block: int, square: bool, residuals: tuple[jax.Array, ...], dout: jax.Array
-) -> tuple[jax.Array | None, ...]:
+def _flash_bwd(block: int, residuals: tuple[Any, ...], dout: jax.Array) -> tuple[jax.Array | None, ...]:
   q, k, v, q_segment_ids, kv_segment_ids, offset, out, log_sum = residuals
   work = _work(q, k, v, q_segment_ids, kv_segment_ids, offset)
   dout = dout.astype(jnp.float32)
@@ -118,7 +114,7 @@ def _flash_bwd(
   delta = _group(jnp.sum(dout * out, axis=-1), k.shape[2])
   douts = _group(dout, k.shape[2])
   dq, dk, dv = jnp.zeros_like(work.q), jnp.zeros_like(work.k), jnp.zeros_like(work.v)
-  for band in _bands(q.shape[1] // block, k.shape[1], block, square):
+  for band in _bands(q.shape[1] // block, k.shape[1], block, offset is None):
     dq, dk, dv = _backward_band(band, work, (douts, log_sum, delta), (dq, dk, dv))
   dq = _ungroup(dq * q.shape[-1] ** -0.5).astype(q.dtype)
   return dq, dk.swapaxes(1, 2).astype(k.dtype), dv.swapaxes(1, 2).astype(v.dtype), None, None, None
@@ -135,7 +131,7 @@ class _Work(NamedTuple):
   v: jax.Array
   q_segment_ids: jax.Array
   kv_segment_ids: jax.Array
-  offset: jax.Array
+  offset: jax.Array | None
 
 
 class _Band(NamedTuple):
@@ -155,7 +151,12 @@ class _Band(NamedTuple):
 
 
 def _work(
-  q: jax.Array, k: jax.Array, v: jax.Array, q_segment_ids: jax.Array, kv_segment_ids: jax.Array, offset: jax.Array
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  q_segment_ids: jax.Array,
+  kv_segment_ids: jax.Array,
+  offset: jax.Array | None,
 ) -> _Work:
   scaled = _group(q.astype(jnp.float32) * q.shape[-1] ** -0.5, k.shape[2])
   k, v = (x.swapaxes(1, 2).astype(jnp.float32) for x in (k, v))
@@ -207,7 +208,10 @@ def _scores(
   kv_ids = _slice(work.kv_segment_ids, example, 1, 0, band.keys)
   # XLA would take what is the same in all iterations out of the loop, and have each of them read it from memory.
   scores, masked = jax.lax.optimization_barrier((jnp.einsum("ksh,kgth->ksgt", k, q), jnp.float32(MASKED)))
-  causal = np.arange(band.keys, dtype=np.int32)[:, None] <= work.offset + start + np.arange(band.block, dtype=np.int32)
+  queries = start + np.arange(band.block, dtype=np.int32)
+  if work.offset is not None:
+    queries += work.offset
+  causal = np.arange(band.keys, dtype=np.int32)[:, None] <= queries
   seen = causal & (kv_ids[:, None] == q_ids[None, :])
   # A finite value: a query sees its own key at least, so a masked score never wins and never makes a NaN.
   return jnp.where(seen[None, :, None, :], scores, masked), q, k

@@ -46,16 +46,30 @@ def schedule(cfg: OptimizerSection, steps: int) -> Callable[[jax.Array], jax.Arr
   return rate
 
 
-def build(cfg: OptimizerSection, logical_axes: Any) -> optax.GradientTransformation:
+def build(cfg: OptimizerSection, logical_axes: Any, weight_dtype: str = "float32") -> optax.GradientTransformation:
   """The optimizer for parameters with these `logical_axes` (a pytree of tuples of names, one per dim).
 
-  Its `update` takes gradients already clipped and returns the descent step for a learning rate of 1, decoupled weight
-  decay included (so decay is multiplied by the learning rate, as in AdamW).
+  Its `update` takes gradients already clipped, float32, and returns the descent step for a learning rate of 1, in
+  float32, decoupled weight decay included (so decay is multiplied by the learning rate, as in AdamW). The first moment
+  has mu_dtype, or else `weight_dtype`; the rest of the state is float32: a second moment changes by 1 - adam_b2 of
+  itself and less, which bfloat16 rounds away.
   """
+  return _in_float32(_build(cfg, logical_axes, cfg.mu_dtype or weight_dtype))
+
+
+def _in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+  """`optimizer` for weights of any type: it sees them as float32, as it sees their gradients."""
+  cast = lambda params: jax.tree.map(lambda p: p.astype(jnp.float32), params)
+  return optax.GradientTransformation(
+    lambda params: optimizer.init(cast(params)),
+    lambda grads, state, params: optimizer.update(grads, state, cast(params)),
+  )
+
+
+def _build(cfg: OptimizerSection, logical_axes: Any, mu_dtype: str) -> optax.GradientTransformation:
   is_axes = lambda x: isinstance(x, tuple)
   matrix = jax.tree.map(_is_matrix, logical_axes, is_leaf=is_axes)
   mask = matrix if cfg.weight_decay_mask == "matrices" else None
-  mu_dtype = cfg.mu_dtype or None
   decay = optax.add_decayed_weights(cfg.adam_weight_decay, mask)
   if cfg.opt_type == "adamw":
     adam = optax.scale_by_adam(b1=cfg.adam_b1, b2=cfg.adam_b2, eps=cfg.adam_eps, mu_dtype=mu_dtype)

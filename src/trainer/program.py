@@ -130,7 +130,7 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
   )
   project = projection.choose(platform, cfg.quantization)
   model = Functional(cfg, Kernels(kernel, project, rope.choose(platform), LOGITS_BYTES[platform]))
-  optimizer = optimizers.build(config.optimizer, model.logical_axes())
+  optimizer = optimizers.build(config.optimizer, model.logical_axes(), cfg.weight_dtype)
   schedule = optimizers.schedule(config.optimizer, config.run.steps)
   precisely = functools.partial(_with_precision, cfg.matmul_precision)
   return Program(

@@ -278,7 +278,9 @@ class OptimizerSection(Section):
     "matrices",
     description="What decays; matrices: all but norms, biases and embeddings (a tied head is the embedding).",
   )
-  mu_dtype: Literal["", "float32", "bfloat16"] = Field("", description="Type of the first moment; empty: weight_dtype.")
+  mu_dtype: Literal["", "float32", "bfloat16"] = Field(
+    "", description="Type of the first moment; empty: weight_dtype. The rest of the optimizer's state is float32."
+  )
   gradient_clipping_threshold: float = Field(1.0, ge=0, description="Largest global gradient norm; 0: no clipping.")
   gradient_accumulation_steps: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
     1, description="Micro-batches per device and step on the full topology."

@@ -58,7 +58,7 @@ def flash(
     q, q_segment_ids = _pad(q, pad), _pad(q_segment_ids, pad)
     if square:
       k, v, kv_segment_ids = _pad(k, pad), _pad(v, pad), _pad(kv_segment_ids, pad)
-  out = _flash(q, k, v, q_segment_ids, kv_segment_ids, offset, block)
+  out = _flash(_Operands(q, k, v, q_segment_ids, kv_segment_ids, offset), block)
   return out[:, :length] if pad else out
 
 
@@ -75,56 +75,9 @@ def _pad(x: jax.Array, pad: int) -> jax.Array:
   return jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _flash(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  q_segment_ids: jax.Array,
-  kv_segment_ids: jax.Array,
-  offset: jax.Array | None,
-  block: int,
-) -> jax.Array:
-  return _flash_fwd(q, k, v, q_segment_ids, kv_segment_ids, offset, block)[0]
-
-
-def _flash_fwd(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  q_segment_ids: jax.Array,
-  kv_segment_ids: jax.Array,
-  offset: jax.Array | None,
-  block: int,
-) -> tuple[jax.Array, tuple[Any, ...]]:
-  work = _work(q, k, v, q_segment_ids, kv_segment_ids, offset)
-  out, log_sum = jnp.zeros_like(work.q), jnp.zeros(work.q.shape[:4], jnp.float32)
-  for band in _bands(q.shape[1] // block, k.shape[1], block, offset is None):
-    out, log_sum = _forward_band(band, work, out, log_sum)
-  # Both under the name of the output: with it saved, a remat policy recomputes nothing of the forward pass.
-  out, log_sum = checkpoint_name(_ungroup(out).astype(q.dtype), "context"), checkpoint_name(log_sum, "context")
-  return out, (q, k, v, q_segment_ids, kv_segment_ids, offset, out, log_sum)
-
-
-def _flash_bwd(block: int, residuals: tuple[Any, ...], dout: jax.Array) -> tuple[jax.Array | None, ...]:
-  q, k, v, q_segment_ids, kv_segment_ids, offset, out, log_sum = residuals
-  work = _work(q, k, v, q_segment_ids, kv_segment_ids, offset)
-  dout = dout.astype(jnp.float32)
-  # Sums over keys of P * dP, from the output: no pass over scores.
-  delta = _group(jnp.sum(dout * out, axis=-1), k.shape[2])
-  douts = _group(dout, k.shape[2])
-  dq, dk, dv = jnp.zeros_like(work.q), jnp.zeros_like(work.k), jnp.zeros_like(work.v)
-  for band in _bands(q.shape[1] // block, k.shape[1], block, offset is None):
-    dq, dk, dv = _backward_band(band, work, (douts, log_sum, delta), (dq, dk, dv))
-  dq = _ungroup(dq * q.shape[-1] ** -0.5).astype(q.dtype)
-  return dq, dk.swapaxes(1, 2).astype(k.dtype), dv.swapaxes(1, 2).astype(v.dtype), None, None, None
-
-
-_flash.defvjp(_flash_fwd, _flash_bwd)
-
-
-class _Work(NamedTuple):
-  """Operands in the loops' layout, float32: q [B, K, G, T, H] scaled, k and v [B, K, S, H]."""
+class _Operands(NamedTuple):
+  """As given: q [B, T, N, H], k and v [B, S, K, H], segment ids [B, T] and [B, S]. After `_work`, in the loops' layout
+  and float32: q [B, K, G, T, H] scaled, k and v [B, K, S, H]."""
 
   q: jax.Array
   k: jax.Array
@@ -132,6 +85,42 @@ class _Work(NamedTuple):
   q_segment_ids: jax.Array
   kv_segment_ids: jax.Array
   offset: jax.Array | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _flash(given: _Operands, block: int) -> jax.Array:
+  return _flash_fwd(given, block)[0]
+
+
+def _flash_fwd(given: _Operands, block: int) -> tuple[jax.Array, tuple[_Operands, jax.Array, jax.Array]]:
+  work = _work(given)
+  out, log_sum = jnp.zeros_like(work.q), jnp.zeros(work.q.shape[:4], jnp.float32)
+  for band in _bands(given, block):
+    out, log_sum = _forward_band(band, work, out, log_sum)
+  # Both under the name of the output: with it saved, a remat policy recomputes nothing of the forward pass.
+  out, log_sum = checkpoint_name(_ungroup(out).astype(given.q.dtype), "context"), checkpoint_name(log_sum, "context")
+  return out, (given, out, log_sum)
+
+
+def _flash_bwd(
+  block: int, residuals: tuple[_Operands, jax.Array, jax.Array], dout: jax.Array
+) -> tuple[tuple[jax.Array | None, ...]]:
+  given, out, log_sum = residuals
+  q, k, v = given.q, given.k, given.v
+  work = _work(given)
+  dout = dout.astype(jnp.float32)
+  # Sums over keys of P * dP, from the output: no pass over scores.
+  delta = _group(jnp.sum(dout * out, axis=-1), k.shape[2])
+  douts = _group(dout, k.shape[2])
+  dq, dk, dv = jnp.zeros_like(work.q), jnp.zeros_like(work.k), jnp.zeros_like(work.v)
+  for band in _bands(given, block):
+    dq, dk, dv = _backward_band(band, work, (douts, log_sum, delta), (dq, dk, dv))
+  dq = _ungroup(dq * q.shape[-1] ** -0.5).astype(q.dtype)
+  dk, dv = dk.swapaxes(1, 2).astype(k.dtype), dv.swapaxes(1, 2).astype(v.dtype)
+  return (given._replace(q=dq, k=dk, v=dv, q_segment_ids=None, kv_segment_ids=None, offset=None),)
+
+
+_flash.defvjp(_flash_fwd, _flash_bwd)
 
 
 class _Band(NamedTuple):
@@ -150,19 +139,13 @@ class _Band(NamedTuple):
     return jax.lax.div(i, self.blocks), (self.first + jax.lax.rem(i, self.blocks)) * self.block
 
 
-def _work(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  q_segment_ids: jax.Array,
-  kv_segment_ids: jax.Array,
-  offset: jax.Array | None,
-) -> _Work:
+def _work(given: _Operands) -> _Operands:
+  q, k, v, *masks = given
   scaled = _group(q.astype(jnp.float32) * q.shape[-1] ** -0.5, k.shape[2])
   k, v = (x.swapaxes(1, 2).astype(jnp.float32) for x in (k, v))
   # The barrier ties what masks are made of to the queries. Without it JAX takes the masks of all blocks, the same in
   # every layer, out of the loop over layers: [B, N, T, T] bytes, read again by every block.
-  return _Work(*jax.lax.optimization_barrier((scaled, k, v, q_segment_ids, kv_segment_ids, offset)))
+  return jax.lax.optimization_barrier(_Operands(scaled, k, v, *masks))
 
 
 def _group(x: jax.Array, kv_heads: int) -> jax.Array:
@@ -176,8 +159,9 @@ def _ungroup(x: jax.Array) -> jax.Array:
   return jnp.moveaxis(x, 3, 1).reshape(b, t, kv_heads * g, h)
 
 
-def _bands(blocks: int, keys: int, block: int, square: bool) -> Iterator[_Band]:
-  if not square:
+def _bands(given: _Operands, block: int) -> Iterator[_Band]:
+  blocks, keys = given.q.shape[1] // block, given.k.shape[1]
+  if given.offset is not None:
     yield _Band(0, blocks, keys, block)
     return
   bands = min(blocks, BANDS)
@@ -200,7 +184,7 @@ def _store(x: jax.Array, part: jax.Array, example: jax.Array, axis: int, start: 
 
 
 def _scores(
-  work: _Work, band: _Band, example: jax.Array, start: jax.Array | int
+  work: _Operands, band: _Band, example: jax.Array, start: jax.Array | int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns masked scores [K, s, G, t] of one block, its queries [K, G, t, H] and its keys [K, s, H]."""
   q, k = _slice(work.q, example, 3, start, band.block), _slice(work.k, example, 2, 0, band.keys)
@@ -217,7 +201,7 @@ def _scores(
   return jnp.where(seen[None, :, None, :], scores, masked), q, k
 
 
-def _forward_band(band: _Band, work: _Work, out: jax.Array, log_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _forward_band(band: _Band, work: _Operands, out: jax.Array, log_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Returns out [B, K, G, T, H] and log_sum [B, K, G, T] with the rows of the band filled in."""
 
   def one(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -237,7 +221,7 @@ def _forward_band(band: _Band, work: _Work, out: jax.Array, log_sum: jax.Array) 
 
 def _backward_band(
   band: _Band,
-  work: _Work,
+  work: _Operands,
   rows: tuple[jax.Array, jax.Array, jax.Array],
   grads: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -145,7 +145,8 @@ def _aval(array: jax.Array) -> jax.ShapeDtypeStruct:
 def _join_processes(cfg: ClusterSection, environment: Mapping[str, str]) -> int:
   """Joins jax.distributed when the environment names peers. Returns how many processes share the host devices."""
   if "," in environment.get("TPU_WORKER_HOSTNAMES", "") or "MEGASCALE_COORDINATOR_ADDRESS" in environment:
-    jax.distributed.initialize()  # TPU hosts of one or several slices: jax finds the peers by itself
+    # TPU hosts of one or several slices: jax finds the peers by itself.
+    jax.distributed.initialize(heartbeat_timeout_seconds=cfg.jax_distributed_heartbeat_timeout_seconds)
     return 1
   names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
   given = {name: environment[name] for name in names if environment.get(name)}

@@ -164,6 +164,7 @@ class Carry:
   def restored(self, step: int, tier: str, seconds: float) -> None:
     """The attempt has a state after `step` completed steps, from `tier` ("none": fresh), which took `seconds`."""
     self.announce()
+    self.snapshot_policy.restarted()
     if self.last_step == 0:
       self.last_step = step
       self.retries.start_at(step)

@@ -12,6 +12,7 @@ _LONGEST_BACKOFF_SECONDS = 60.0
 _SMALL_STATE_BYTES = 16 * 2**20  # copied in milliseconds: not worth losing more than one step for
 _FIRST_PERIOD = 4  # until the cost of a snapshot is known: of four steps two have nothing to do with one
 _FEWEST_SAMPLES, _SAMPLES = 3, 25
+_PAUSE_EVERY, _PAUSE = 64, 4  # steps; of the four the first still comes after a snapshot
 
 
 @dataclass
@@ -86,6 +87,7 @@ class SnapshotPolicy:
 
   The cost is measured in step times, because a timer around the dispatch of a copy does not show what it takes from the
   step that runs meanwhile: where copies wait for their arrays that is the snapshot's own step, else the one after it.
+  Noise makes the period longer, never shorter: what counts is the cost that is probably not exceeded.
   """
 
   def __init__(self, period: int, max_overhead: float, state_bytes: int) -> None:
@@ -95,11 +97,19 @@ class SnapshotPolicy:
     self.is_fixed, self._max_overhead = period > 0, max_overhead
     self.period = period or _FIRST_PERIOD
     self._taken: deque[int] = deque(maxlen=4)
+    self.restarted()
+
+  def restarted(self) -> None:
+    """Another attempt begins: what steps took before, on other slices perhaps, says nothing about those to come."""
     self._own: deque[float] = deque(maxlen=_SAMPLES)  # seconds of steps of which a snapshot was taken
     self._next: deque[float] = deque(maxlen=_SAMPLES)  # of those after them
-    self._others: deque[float] = deque(maxlen=_SAMPLES)
+    self._both: deque[float] = deque(maxlen=_SAMPLES)  # of steps that are both, which all are at period 1
+    self._others: deque[float] = deque(maxlen=4 * _SAMPLES)
 
   def due(self, step: int) -> bool:
+    """Whether a snapshot of `step` should be taken."""
+    if not self.is_fixed and self.period < 3 and step % _PAUSE_EVERY < _PAUSE:
+      return False  # without a pause no step would have nothing to do with a snapshot, and none could be compared
     return step % self.period == 0
 
   def taken(self, step: int) -> None:
@@ -112,11 +122,21 @@ class SnapshotPolicy:
       return
     own_one, after_one = step in self._taken, step - 1 in self._taken
     if own_one and after_one:
-      return  # nobody can tell whose cost this is
-    (self._own if own_one else self._next if after_one else self._others).append(seconds)
-    if min(map(len, (self._own, self._next, self._others))) < _FEWEST_SAMPLES:
+      self._both.append(seconds)
+    else:
+      (self._own if own_one else self._next if after_one else self._others).append(seconds)
+    parts = [self._both] if self.period == 1 else [self._own, self._next]
+    if min(map(len, (*parts, self._others))) < _FEWEST_SAMPLES:
       return
-    own, following, usual = map(statistics.median, (self._own, self._next, self._others))
-    cost = own + following - 2 * usual
+    usual = statistics.median(self._others)
+    cost = sum(map(statistics.median, parts)) - len(parts) * usual
+    # A median of n samples has the standard error 1.25 sigma / sqrt(n); sigma is 1.48 times the median deviation.
+    sigma = 1.48 * statistics.median(abs(seconds - usual) for seconds in self._others)
+    variance = sum(1 / len(part) for part in parts) + len(parts) ** 2 / len(self._others)
+    probable = cost + 1.25 * sigma * math.sqrt(variance)
     # A snapshot every `period` steps costs cost / (period * usual) of the time.
-    self.period = max(1, math.ceil(cost / max(self._max_overhead * usual, 1e-9)))
+    period = max(1, math.ceil(probable / max(self._max_overhead * usual, 1e-9)))
+    if (period == 1) != (self.period == 1):  # what is measured from now on was last measured long ago
+      for samples in (self._own, self._next, self._both):
+        samples.clear()
+    self.period = period

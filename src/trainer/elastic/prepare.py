@@ -65,8 +65,8 @@ class Preparation:
   def finish(self, view: View) -> None:
     """Begins no further topology; waits for the compilation under way if it is the one for `view`."""
     self.cancel()
-    if self._after is not None:
-      self._after.finish(view)
+    if (after := self._after) is not None:  # the thread drops it meanwhile
+      after.finish(view)
     if self._current == view.slices:
       self._thread.join()
 

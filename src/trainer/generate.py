@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainer.data.tokenizer import Tokenizer
+from trainer.kernels.attention_xla import dot_product
 from trainer.models.decoder import Functional, Params
 
 _WINDOW = 256
@@ -26,6 +27,8 @@ def continue_text(
 
   `params` are on one device. The same arguments give the same text.
   """
+  # The model's own attention may be bound to the mesh, length and batch that it was trained with.
+  model = model.with_attention(dot_product)
   history = list(tokenizer.encode(prompt))
   window = max(len(history), min(_WINDOW, len(history) + tokens))
 

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from trainer import mesh as mesh_lib
 from trainer import optimizers, state, step
+from trainer.config import counts
 from trainer.config.schema import Config
 from trainer.data import Batch, Loader
 from trainer.elastic import batch_plan
@@ -88,14 +89,15 @@ class Program:
 
 def rows_per_micro_batch(config: Config, devices_per_slice: int) -> int:
   """Examples in one slice's micro-batch. Raises ValueError where that is not a whole number of at least 1."""
-  rows = config.data.per_device_batch_size * devices_per_slice
-  if rows != int(rows) or rows < 1:
+  share = config.data.per_device_batch_size
+  rows = counts.examples_per_slice(share, devices_per_slice)
+  if rows == 0:
     raise ValueError(
-      f"per_device_batch_size={config.data.per_device_batch_size:g} x {devices_per_slice} devices per slice is "
-      f"{rows:g} examples, and a slice's micro-batch must be a whole number of at least 1. Choose a multiple of "
+      f"per_device_batch_size={share:g} x {devices_per_slice} devices per slice is {share * devices_per_slice:g} "
+      f"examples, and a slice's micro-batch must be a whole number of at least 1. Choose a multiple of "
       f"1/{devices_per_slice}."
     )
-  return int(rows)
+  return rows
 
 
 def global_batch_size(config: Config, num_slices: int, devices_per_slice: int) -> int:

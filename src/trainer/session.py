@@ -8,7 +8,7 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trainer import program
@@ -55,6 +55,7 @@ class Session:
   programs: dict[tuple[int, ...], Program]  # by View.slices
   attempts: int = 0
   was_ready: bool = False
+  tokens_before: int = 0  # what steps of another batch size had more, or (below 0) less
 
   def begin(self) -> None:
     """An attempt begins. The first one began with the process."""
@@ -62,6 +63,21 @@ class Session:
     if self.attempts > 1:
       self.started = time.monotonic()
       gc.enable()  # it is still off if the first one was never ready; what a lost attempt held must be collected
+
+  def resume(self, step: int, meta: Mapping[str, Any] | None) -> None:
+    """The attempt goes on after `step`, of whose state `meta` tells (None: a fresh start): with the next example.
+
+    That matters where the batch size has changed; the examples of other data have other numbers.
+    """
+    next_example = step * self.global_batch_size
+    if meta is not None and meta["identity"].get("data") == self.identity["data"]:
+      next_example = meta["cursor"]["next_example"]
+    self.loader.resume(step, next_example)
+    self.tokens_before = meta["tokens"] - step * self.tokens_per_step if meta is not None else 0
+
+  def tokens(self, step: int) -> int:
+    """Tokens that the run has been trained on after `step`."""
+    return self.tokens_before + step * self.tokens_per_step
 
   def program(self, config: Config, view: View) -> Program:
     """The program for the slices of `view`, built once."""
@@ -94,7 +110,7 @@ class Session:
     if self.process_index != 0:
       return
     if config.observe.enable_pathways_goodput:
-      goodput.write(config.run_directory, self.log)
+      goodput.write_or_warn(config.run_directory, self.log)
     if code == 0 and config.observe.enable_report:
       from trainer.observe import report  # matplotlib: seconds to import
 
@@ -157,7 +173,7 @@ def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[S
     stack.callback(watchdog.stop)
     snapshots = Snapshots(log.line, events.emit)
     stack.callback(snapshots.close)
-    preemption = stack.enter_context(Preemption(config.checkpoint, log.line))
+    preemption = stack.enter_context(Preemption(config.checkpoint, log.line, events.emit))
     session = Session(
       log=log,
       events=events,

@@ -64,6 +64,7 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
     start = restored.result()
   state, step = start.state, start.step
   carry.restored(step, start.tier, start.seconds)
+  session.resume(step, start.meta)
 
   # ---- data: step n trains on batch n-1, dealt out to the living slices by the plan
   feed = program.Feed(session.loader, prog)
@@ -99,7 +100,7 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
       if not (last or stop or grow or evaluate or tiers.due(step)):
         continue
       records.finish()  # nothing is saved before it is known to be good
-      loss = _evaluate(config, session, prog, carry, state.params, step) if evaluate and not stop else None
+      loss = _evaluate(config, session, prog, carry, state.params, step) if evaluate and (last or not stop) else None
       with session.watchdog.paused():  # a save waits for the one before it, as long as that takes
         if snapshot and (grow or evaluate):
           session.snapshots.wait()
@@ -107,6 +108,8 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
         leave = last or stop or (grow and not carry.uses_snapshots)
         # Of steps in a row that were skipped nothing is saved: it would push out what was saved before them.
         worth_it = leave or not records.skipped
+        if leave or tiers.due_persistent(step):
+          session.metrics.flush()  # a run that resumes from here never writes these steps again
         if worth_it and tiers.maybe_save(step, state, _meta(config, session, step), last=leave, metric=loss):
           carry.at("save", step)
         if leave:
@@ -138,6 +141,7 @@ class _Start:
   step: int
   tier: str
   seconds: float
+  meta: dict[str, Any] | None = None
 
 
 def _compile(config: Config, session: Session, carry: Carry, view: View) -> Any:
@@ -160,20 +164,21 @@ def _restore(config: Config, session: Session, prog: Program, tiers: Tiers, carr
 
   session.snapshots.keep(carry.survivors)
   if (snapshot := session.snapshots.restore(prog.state, carry.survivors)) is not None:
-    state, step, tier = snapshot.state, snapshot.step, "snapshot"
+    state, step, tier, meta = snapshot.state, snapshot.step, "snapshot", snapshot.meta
   elif (saved := tiers.restore_newest(prog.state, accept)) is not None:
-    state, step, tier = saved.state, saved.step, saved.tier
+    state, step, tier, meta = saved.state, saved.step, saved.tier, saved.meta
   else:
-    state, step, tier = prog.init(jax.random.key(config.run.init_weights_seed)), 0, "none"
+    state, step, tier, meta = prog.init(jax.random.key(config.run.init_weights_seed)), 0, "none", None
   jax.block_until_ready(state)
   seconds = time.monotonic() - begin
   session.events.emit("restore", tier=tier, step=step, seconds=seconds)
-  return _Start(state, step, tier, seconds)
+  return _Start(state, step, tier, seconds, meta)
 
 
 def _save_and_end(config: Config, session: Session, tiers: Tiers, carry: Carry, start: _Start) -> Outcome:
   """The end of a process that was told to stop while it recovered: nothing is computed any more, only saved."""
   carry.restored(start.step, start.tier, start.seconds)
+  session.resume(start.step, start.meta)
   tiers.maybe_save(start.step, start.state, _meta(config, session, start.step), last=True)
   tiers.close()
   return Outcome("preempted", start.step)
@@ -182,19 +187,20 @@ def _save_and_end(config: Config, session: Session, tiers: Tiers, carry: Carry, 
 def _snapshot(
   config: Config, session: Session, carry: Carry, step: int, state: TrainState, slices: dict[int, tuple[Device, ...]]
 ) -> None:
-  """Starts a snapshot of `step` where this run takes any; a slow one before it is waited for if the period is kept."""
+  """Starts a snapshot of `step` where this run takes any, unless the one before it is still under way; that is waited
+  for if the period is kept."""
   if not carry.uses_snapshots:
     return
   if carry.keeps_snapshot_period:
     session.snapshots.wait()
-  session.snapshots.save(step, state, _meta(config, session, step), slices)
-  carry.at("snapshot", step)
+  if session.snapshots.save(step, state, _meta(config, session, step), slices):
+    carry.at("snapshot", step)
 
 
 def _meta(config: Config, session: Session, step: int) -> dict[str, Any]:
   """What a checkpoint of `step` says besides the state."""
   return checkpoint_meta.build(
-    tokens=step * session.tokens_per_step,
+    tokens=session.tokens(step),
     cursor=session.loader.cursor(step),
     config=config.flat(),
     identity=session.identity,
@@ -218,7 +224,7 @@ def _evaluate(config: Config, session: Session, prog: Program, carry: Carry, par
     sums = [prog.evaluate(params, carry.on_slices(feed(index))) for index in range(batches)]
     carry.wait(sums)
     total, weight = (sum(float(value) for value in values) for values in zip(*sums))
-  loss, seconds = total / weight, time.monotonic() - start
+  loss, seconds = total / weight if weight else math.nan, time.monotonic() - start
   session.metrics.write_eval(step, loss, seconds)
   session.events.emit("eval", step=step, seconds=seconds, loss=loss)
   session.log.line(f"eval at step {step}: loss {loss:.4f} nats per token over {weight:.0f} tokens, {seconds:.2f} s")
@@ -226,20 +232,31 @@ def _evaluate(config: Config, session: Session, prog: Program, carry: Carry, par
 
 
 def _sample(config: Config, session: Session, prog: Program, params: Params, step: int) -> None:
-  """Prints what the trained model makes of sample_prompt, for a person to see that it has learned."""
+  """Prints what the trained model makes of sample_prompt, for a person to see that it has learned.
+
+  The run is complete without it: where one device cannot hold the model, that is a warning.
+  """
   tokenizer = session.loader.tokenizer
-  if not config.observe.sample_prompt or tokenizer is None or session.process_count > 1:
+  if not config.observe.sample_prompt:
+    return
+  if tokenizer is None or session.process_count > 1:
+    reason = "synthetic data has no tokenizer" if tokenizer is None else "the weights are spread over processes"
+    session.log.warning(f"no sample is made of sample_prompt: {reason}")
     return
   start = time.monotonic()
-  with session.watchdog.paused():
-    text = generate.continue_text(
-      prog.model,
-      jax.device_put(params, prog.mesh.devices.flat[0]),
-      tokenizer,
-      config.observe.sample_prompt,
-      tokens=config.observe.sample_tokens,
-      seed=config.run.init_weights_seed,
-    )
+  try:
+    with session.watchdog.paused():
+      text = generate.continue_text(
+        prog.model,
+        jax.device_put(params, prog.mesh.devices.flat[0]),
+        tokenizer,
+        config.observe.sample_prompt,
+        tokens=config.observe.sample_tokens,
+        seed=config.run.init_weights_seed,
+      )
+  except jax.errors.JaxRuntimeError as error:
+    session.log.warning(f"no sample is made of sample_prompt, one device must hold the whole model for it: {error}")
+    return
   session.log.line(f"--- sample after step {step} ---\n{config.observe.sample_prompt}{text}\n--- end of sample ---")
   session.events.emit(
     "sample", step=step, seconds=time.monotonic() - start, prompt=config.observe.sample_prompt, text=text
@@ -291,7 +308,7 @@ class Records:
       loss=values["loss"],
       grad_norm=values["grad_norm"],
       lr=values["lr"],
-      tokens=step * self._session.tokens_per_step,
+      tokens=self._session.tokens(step),
       slices=self._view.num_alive,
       weights=values["weight"],
       data_wait=data_wait,

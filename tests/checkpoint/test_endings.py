@@ -130,6 +130,21 @@ def test_a_folder_that_fails_when_it_is_opened_is_2_with_one_message(tmp_path):
   assert len(run.printed.splitlines()) == 2
 
 
+def test_another_batch_size_goes_on_with_the_next_example_where_that_is_allowed(make):
+  """Steps of 8 examples after steps of 4: no example is left out or done twice, and the tokens are those trained on."""
+  run = make()
+  assert run.finish("steps=3", "per_device_batch_size=4") == 0
+  assert run.finish("steps=6", "per_device_batch_size=8") == 2
+  assert re.search(r"global_batch_size +4 -> 8 +changes the data order\n", run.printed)
+  assert "files have changed" not in run.printed
+  allowed = "per_device_batch_size=8", "allow_config_change=global_batch_size"
+  assert run.finish("steps=6", *allowed) == 0
+  length = run.records("metrics")[0]["tokens"] // 4
+  assert [record["tokens"] // length for record in run.records("metrics")] == [4, 8, 12, 20, 28, 36]
+  assert run.finish("steps=9", *allowed) == 0
+  assert [record["tokens"] // length for record in run.records("metrics")][6:] == [44, 52, 60]
+
+
 def test_a_resume_with_another_model_or_data_is_2_and_names_the_keys(make):
   run = make()
   assert run.finish("steps=3") == 0
@@ -382,6 +397,7 @@ def assert_stopped(run: Run, process) -> int:
   assert process.wait(240) == 42, run.printed[-4000:]
   assert run.events("run_end")[-1]["exit"] == 42
   assert "SIGTERM received" in run.printed
+  assert run.events("preemption")[-1]["signal"] == "SIGTERM"
   assert run.steps()[-1] == run.last_step
   return run.last_step
 

@@ -18,13 +18,12 @@ from trainer.checkpoint.preemption import Preemption
 from trainer.config.schema import CheckpointSection
 p = Preemption(CheckpointSection({changes}), log=print)
 p.__enter__()
-print("ready", p.deadline, flush=True)
+print("ready", flush=True)
 for step in range(1, 2000):
   if p.requested(step):
     break
   time.sleep(0.02)
-left = p.deadline - time.monotonic()
-print("stopped", 20 < left <= 25, p.requested(step + 1), flush=True)
+print("stopped", p.noticed, p.requested(step + 1), flush=True)
 {after}
 """
 # A call into C that releases the GIL and that no signal interrupts, as a compilation or a collective is.
@@ -35,7 +34,7 @@ STUCK = CALL.format(2**31 - 1)
 def start(code: str) -> subprocess.Popen:
   env = os.environ | {"PYTHONPATH": str(SOURCES), "JAX_PLATFORMS": "cpu"}
   process = subprocess.Popen([sys.executable, "-uc", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-  assert process.stdout.readline() == b"ready None\n"
+  assert process.stdout.readline() == b"ready\n"
   return process
 
 
@@ -54,7 +53,7 @@ def test_first_signal_is_a_request(running):
   process.send_signal(signal.SIGTERM)
   text = process.stdout.read()
   assert process.wait(60) == 42
-  assert text == b"SIGTERM received: saving a checkpoint and exiting within 25 s.\nstopped True True\n"
+  assert text == b"SIGTERM received: finishing the step, saving a checkpoint and exiting.\nstopped True True\n"
 
 
 @pytest.mark.parametrize("after", ["time.sleep(1000)", STUCK], ids=["interruptible", "in a call"])

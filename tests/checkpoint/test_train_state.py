@@ -49,12 +49,12 @@ def by_layer(state) -> dict[str, np.ndarray]:
   return found
 
 
-def save_and_restore(path, opt_type: str, saved_scan: bool):
-  state = numbered(build(opt_type, saved_scan, 4).state)
+def save_and_restore(path, opt_type: str, saved_scan: bool, *keys: str):
+  state = numbered(build(opt_type, saved_scan, 4, *keys).state)
   tiers = Tiers(toys.config(checkpoint_period=1), str(path))
   tiers.maybe_save(1, state, {})
   tiers.close()
-  restored = Tiers(toys.config(), str(path)).restore_newest(build(opt_type, not saved_scan, 2).state)
+  restored = Tiers(toys.config(), str(path)).restore_newest(build(opt_type, not saved_scan, 2, *keys).state)
   return by_layer(state), by_layer(restored.state)
 
 
@@ -68,6 +68,14 @@ def test_layers_stacked_and_apart(tmp_path, opt_type, saved_scan):
   assert any("layers/1/" in name and not name.startswith("params") for name in saved)
   for name, values in saved.items():
     assert restored[name].tobytes() == values.tobytes(), name
+
+
+@pytest.mark.parametrize("saved_scan", [True, False])
+def test_a_single_layer_stacked_and_apart(tmp_path, saved_scan):
+  saved, restored = save_and_restore(tmp_path, "adamw", saved_scan, "base_num_decoder_layers=1")
+  assert saved.keys() == restored.keys()
+  for name, values in saved.items():
+    assert restored[name].shape == values.shape and restored[name].tobytes() == values.tobytes(), name
 
 
 OTHER_VALUES = {

@@ -93,6 +93,15 @@ def test_reuse_example_batch():
   assert reused.fingerprint() != loader().fingerprint()
 
 
+def test_another_batch_size_in_mid_run_goes_on_with_the_next_example():
+  small, large = loader(global_batch_size=4), loader(global_batch_size=12)
+  assert large.fingerprint() == small.fingerprint()  # the batch size is compared by itself
+  large.resume(3, small.cursor(3)["next_example"])
+  parts = [small.batch(step).tokens for step in range(3, 9)]
+  np.testing.assert_array_equal(np.concatenate([large.batch(3).tokens, large.batch(4).tokens]), np.concatenate(parts))
+  assert large.cursor(5)["next_example"] == 36
+
+
 def test_cursor_is_json_and_counts_examples():
   cursor = loader(data_shuffle_seed=3).cursor(7)
   assert json.loads(json.dumps(cursor)) == {"next_example": 42, "seed": 3, "epoch": 0, "mixture": {}}

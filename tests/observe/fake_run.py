@@ -84,7 +84,7 @@ class FakeRun:
 
   def end(self, code: int = 0, step: int | None = None) -> None:
     self.events.emit("sample", step=step, prompt="def main(", text="self):\n  return <b>None</b>  # \u00e9")
-    self.after(0.5, "run_end", exit=code, step=step)
+    self.after(0.5, "run_end", exit=code)
     self.close()
 
   def close(self) -> None:

@@ -136,6 +136,19 @@ def test_tensorboard_has_the_numbers_and_purges_what_a_rewind_replaces(tmp_path)
   assert purges == [0, 1]
 
 
+def test_what_a_checkpoint_follows_is_on_disk_before_it(tmp_path):
+  """A process killed during or after the save never writes these steps again, and no other one does."""
+  out = open_metrics(tmp_path, enable_tensorboard=True)
+  for step in range(1, 9):
+    out.write(record(step))
+  out.write_eval(8, 7.5)
+  out.flush()
+  found, _ = tensorboard(tmp_path)
+  assert [step for step, tag, _ in found if tag == "learning/loss"] == list(range(1, 9))
+  assert (8, "evaluation/loss", 7.5) in found
+  out.close()
+
+
 def test_a_z_loss_is_recorded_where_there_is_one(tmp_path):
   for name, value in (("with", 0.25), ("without", None)):
     out = open_metrics(tmp_path / name, enable_tensorboard=True)

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,12 @@ LAYER = re.compile(r"^((?:.*\.)?layers)\.(\d+)\.(.+)$")
 
 @dataclass(frozen=True)
 class Move:
-  """Stored arrays that become wanted ones: one to one, one to its L layers, or L layers to one."""
+  """Stored arrays that become wanted ones: one to one ("same"), one to its L layers ("split"), L layers to one
+  ("stack"). L may be 1."""
 
   sources: tuple[str, ...]
   targets: tuple[str, ...]
+  kind: Literal["same", "split", "stack"]
 
 
 def plan(saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Any]) -> list[Move]:
@@ -48,11 +50,11 @@ def plan(saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Any]) -> l
     whole = f"{match[1]}.{match[3]}" if match else name
     layers = tuple(stacked.get(whole, {})[i] for i in sorted(stacked.get(whole, {})))
     if name in saved:
-      move = Move((name,), (name,))
+      move = Move((name,), (name,), "same")
     elif whole in saved and match:
-      move = Move((whole,), layers)
+      move = Move((whole,), layers, "split")
     elif layers and all(layer in saved for layer in layers):
-      move = Move(layers, (name,))
+      move = Move(layers, (name,), "stack")
     else:
       raise Rejected(f"it has no array {name}")
     _check_shapes(move, saved, wanted)
@@ -67,9 +69,9 @@ def plan(saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Any]) -> l
 def _check_shapes(move: Move, saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Any]) -> None:
   have = [tuple(saved[name]["shape"]) for name in move.sources]
   want = [tuple(wanted[name].shape) if name in wanted else None for name in move.targets]
-  if len(want) > 1:  # one to L layers
+  if move.kind == "split":
     want = [(len(want), *want[0])] if want[0] is not None and len(set(want)) == 1 else [None]
-  if len(have) > 1:  # L layers to one
+  if move.kind == "stack":
     have = [(len(have), *have[0])] if len(set(have)) == 1 else [()]
   if have != want:
     raise Rejected(f"{move.sources[0]} has shape {list(have[0])} where the state wants {list(want[0] or ())}")
@@ -86,10 +88,8 @@ def _respec(sharding: Sharding, leading: bool) -> Sharding:
 def stored(move: Move, saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Any]) -> dict[str, Any]:
   """{source name: ShapeDtypeStruct} in the stored shape and type, sharded as the target will be."""
   sharding = wanted[move.targets[0]].sharding
-  if len(move.targets) > len(move.sources):
-    sharding = _respec(sharding, leading=True)
-  elif len(move.sources) > len(move.targets):
-    sharding = _respec(sharding, leading=False)
+  if move.kind != "same":
+    sharding = _respec(sharding, leading=move.kind == "split")
   return {
     name: jax.ShapeDtypeStruct(tuple(saved[name]["shape"]), jnp.dtype(saved[name]["dtype"]), sharding=sharding)
     for name in move.sources
@@ -101,13 +101,13 @@ def convert(move: Move, arrays: Mapping[str, jax.Array], wanted: Mapping[str, An
   sources = [arrays[name] for name in move.sources]
   targets = [wanted[name] for name in move.targets]
   dtype = targets[0].dtype
-  if len(move.sources) == len(move.targets) and sources[0].dtype == dtype:
+  if move.kind == "same" and sources[0].dtype == dtype:
     return dict(zip(move.targets, sources))
 
   def change(sources: Sequence[jax.Array]) -> list[jax.Array]:
-    if len(move.targets) > len(sources):
+    if move.kind == "split":
       sources = [sources[0][i] for i in range(len(move.targets))]
-    elif len(sources) > len(move.targets):
+    elif move.kind == "stack":
       sources = [jnp.stack(sources)]
     return [x.astype(dtype) for x in sources]
 

@@ -32,11 +32,19 @@ class Preemption:
   that, but it listens by a signal handler of its own, which ours replaces and calls.
   """
 
-  def __init__(self, cfg: CheckpointSection, log: Callable[[str], None] = lambda line: None) -> None:
-    """log takes a line. With enable_autocheckpoint or enable_checkpointing off SIGTERM ends the process as usual."""
+  def __init__(
+    self,
+    cfg: CheckpointSection,
+    log: Callable[[str], None] = lambda line: None,
+    emit: Callable[..., object] = lambda kind, **fields: None,
+  ) -> None:
+    """log takes a line, emit a kind and fields for events.jsonl.
+
+    With enable_autocheckpoint or enable_checkpointing off SIGTERM ends the process as usual.
+    """
     self._enabled = cfg.enable_autocheckpoint and cfg.enable_checkpointing
-    self._grace, self._log = cfg.autocheckpoint_grace_seconds, log
-    self._noticed: float | None = None  # time.monotonic() of the first signal, here or elsewhere
+    self._log, self._emit = log, emit
+    self._noticed = False  # a signal, here or elsewhere
     self._first: dict[str, float] = {}  # time.monotonic() of the first signal to this process, by who saw it
     self._agreed = False
     self._told = False
@@ -84,27 +92,22 @@ class Preemption:
     if self._agreed or not self._enabled:
       return self._agreed
     if jax.process_count() == 1:
-      self._agreed = self._noticed is not None
+      self._agreed = self._noticed
     else:
       from jax.experimental import multihost_utils
 
       self._agreed = bool(multihost_utils.reached_preemption_sync_point(step))
-    if self._agreed and self._noticed is None:
-      self._noticed = time.monotonic()
-    if self._noticed is not None and not self._told:  # not in the handler, which may have interrupted a print
+    self._noticed = self._noticed or self._agreed
+    if self._noticed and not self._told:  # not in the handler, which may have interrupted a print
       self._told = True
-      self._log(f"SIGTERM received: saving a checkpoint and exiting within {self._grace:g} s.")
+      self._emit("preemption", step=step, signal="SIGTERM")
+      self._log("SIGTERM received: finishing the step, saving a checkpoint and exiting.")
     return self._agreed
 
   @property
   def noticed(self) -> bool:
     """Whether this process has had its signal, or agreed to end; the others may not know yet."""
-    return self._noticed is not None
-
-  @property
-  def deadline(self) -> float | None:
-    """time.monotonic() at which the kill is to be expected; None before a notice."""
-    return None if self._noticed is None else self._noticed + self._grace
+    return self._noticed
 
   def _signal(self, seen_by: str) -> None:
     """One signal as the thread or as the handler sees it: each counts for itself, the handler perhaps much later."""
@@ -113,8 +116,7 @@ class Preemption:
     if now - first > SAME_SIGNAL_SECONDS:
       _exit_at_once(signal.SIGTERM)
     if len(self._first) == 1 and first == now:
-      if self._noticed is None:
-        self._noticed = now
+      self._noticed = True
       if self._forward is not None:
         self._forward(signal.SIGTERM)
 

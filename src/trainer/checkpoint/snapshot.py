@@ -1,7 +1,7 @@
 """Snapshots: copies of the state in the hosts' memory, one per slice, from which a recovery needs no storage.
 
 For clusters in which one process controls all slices. Taking one costs the training thread the dispatch of the copies;
-two are kept while a third is being made, so that there always is a whole one.
+the last one is kept until the next is whole, so that there always is one.
 """
 
 from __future__ import annotations
@@ -119,11 +119,6 @@ class Snapshots:
     if self._whole is not None:
       for i in set(self._whole.copies) - set(alive):
         del self._whole.copies[i]
-
-  @property
-  def cost_seconds(self) -> float:
-    """Time for which the newest whole snapshot kept the training thread; 0.0 before the first."""
-    return self._whole.blocking_seconds if self._whole is not None else 0.0
 
   def newest(self, alive: Collection[int]) -> int | None:
     """The step of the newest snapshot of which one of the slices `alive` has a copy; None where there is none.

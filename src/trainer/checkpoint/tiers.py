@@ -61,7 +61,11 @@ class Tiers:
   def due(self, step: int) -> bool:
     """Whether maybe_save(step, ...) without `last` would save."""
     local = self._emergency is not None and self._due(step, self._cfg.local_checkpoint_period)
-    return local or self._due(step, self._cfg.checkpoint_period)
+    return local or self.due_persistent(step)
+
+  def due_persistent(self, step: int) -> bool:
+    """Whether the persistent tier would."""
+    return self._due(step, self._cfg.checkpoint_period)
 
   def _due(self, step: int, period: int) -> bool:
     return self._cfg.enable_checkpointing and step > 0 and step % period == 0
@@ -81,7 +85,7 @@ class Tiers:
     if self._emergency is not None and self._due(step, self._cfg.local_checkpoint_period):
       self._emergency.save(step, state, meta)
       saved = True
-    if last or self._due(step, self._cfg.checkpoint_period):
+    if last or self.due_persistent(step):
       saved |= self._persistent.save(step, state, meta, metric=metric)
     return saved
 

@@ -23,7 +23,8 @@ Split = Literal["train", "eval"]
 class Loader:
   """Batches as a pure function of (step, row): row r of step s is example s * global_batch_size + r of the source.
 
-  Thread safe. Holds no position: who reads which rows of which step, and in what order, changes nothing.
+  Thread safe. Holds no position: who reads which rows of which step, and in what order, changes nothing. Where the
+  batch size has changed in mid-run (`resume`), steps count on from the example that came next.
   """
 
   def __init__(self, source: Source, *, global_batch_size: int, length: int, seed: int, reuse_first: bool) -> None:
@@ -33,6 +34,7 @@ class Loader:
     self._empty = empty_example(length)
     self._seed = seed
     self._reuse_first = reuse_first
+    self._offset = 0  # of a step's first example from step * global_batch_size
 
   @property
   def tokenizer(self) -> Tokenizer | None:
@@ -49,6 +51,10 @@ class Loader:
     """Whether the same data have an evaluation split: whether make_loader(split="eval") can serve."""
     return self._source.has_eval
 
+  def resume(self, step: int, next_example: int) -> None:
+    """Step `step` begins with example `next_example`. To be called before a thread reads."""
+    self._offset = next_example - step * self._global_batch_size
+
   def batch(self, step: int, rows: np.ndarray | None = None) -> Batch:
     """The rows of step `step`'s global batch in the order given, or all of them.
 
@@ -57,7 +63,7 @@ class Loader:
     """
     wanted = range(self._global_batch_size) if rows is None else [int(row) for row in rows]
     assert step >= 0 and all(-1 <= row < self._global_batch_size for row in wanted), (step, wanted)
-    first = 0 if self._reuse_first else step * self._global_batch_size
+    first = 0 if self._reuse_first else step * self._global_batch_size + self._offset
     try:
       return stack([self._empty if row < 0 else self._source.example(first + row) for row in wanted])
     except OSError as error:
@@ -65,13 +71,13 @@ class Loader:
 
   def cursor(self, step: int) -> dict[str, Any]:
     """The position before step `step`, for a checkpoint: JSON, the same on every host and for any number of them."""
-    next_example = step * self._global_batch_size
+    next_example = step * self._global_batch_size + self._offset
     epoch = next_example // self.num_examples if self.num_examples else 0
     return {"next_example": next_example, "seed": self._seed, "epoch": epoch, "mixture": {}}
 
   def fingerprint(self) -> str:
-    """Identity of the map from (step, row) to examples: data, tokenizer, packing, order, batch size (64 hex digits)."""
-    order = f"{self._source.fingerprint()} batch={self._global_batch_size} reuse={self._reuse_first}"
+    """Identity of the examples and their order: data, tokenizer, packing, seed (64 hex digits)."""
+    order = f"{self._source.fingerprint()} reuse={self._reuse_first}"
     return hashlib.sha256(order.encode()).hexdigest()
 
   def unigram_entropy(self) -> float | None:

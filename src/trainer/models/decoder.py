@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,7 +14,7 @@ from trainer.config.schema import ModelSection
 from trainer.kernels import remat
 from trainer.mesh import FSDP
 from trainer.models import rope
-from trainer.models.layers import DecoderLayer, Kernels, RMSNorm, normal_param
+from trainer.models.layers import AttentionFn, DecoderLayer, Kernels, RMSNorm, normal_param
 from trainer.sharding import constrain, ways
 
 # A nested dict of arrays; `layers` is stacked on a leading dim L when scanned, else {"0": .., "1": ..}.
@@ -94,16 +95,15 @@ class Decoder(nnx.Module):
     table_VD = constrain(table_VD, "lookup_vocab", "lookup_embed")
     tokens_BT = constrain(tokens_BT, "lookup_batch", "lookup_length")
     rows_BTD = constrain(_lookup(table_VD, tokens_BT), "lookup_batch", "lookup_length", "lookup_embed")
-    # Cast afterwards: tables stay in float32, so that the gradients of a frequent token add up in float32.
     return rows_BTD.astype(dtype)
 
 
 @jax.custom_vjp
 def _lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-  """Rows of the table, [B, T, D]. Its gradient adds up one sequence at a time.
+  """Rows of the table, [B, T, D]. Its gradient adds up in float32, one sequence at a time.
 
-  The TPU compiler sorts the tokens of one scatter; sorting those of a whole batch takes it longer to compile than any
-  other operation of the step.
+  The thousands of rows of a frequent token would add up to a fraction of their sum in bfloat16. The TPU compiler sorts
+  the tokens of one scatter; sorting those of a whole batch takes it longer to compile than anything else of the step.
   """
   return jnp.take(table_VD, tokens_BT, axis=0)
 
@@ -114,10 +114,10 @@ def _lookup_forward(table_VD: jax.Array, tokens_BT: jax.Array) -> tuple[jax.Arra
 
 def _lookup_backward(saved: tuple[jax.Array, jax.Array], g_BTD: jax.Array) -> tuple[jax.Array, None]:
   table_VD, tokens_BT = saved
-  zeros = constrain(jnp.zeros_like(table_VD), "lookup_vocab", "lookup_embed")
-  add = lambda grads, row: (grads.at[row[0]].add(row[1]), None)
+  zeros = constrain(jnp.zeros(table_VD.shape, jnp.float32), "lookup_vocab", "lookup_embed")
+  add = lambda grads, row: (grads.at[row[0]].add(row[1].astype(jnp.float32)), None)
   grads_VD, _ = jax.lax.scan(add, zeros, (tokens_BT, g_BTD))
-  return grads_VD, None
+  return grads_VD.astype(table_VD.dtype), None
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)
@@ -132,8 +132,13 @@ class Functional:
 
   def __init__(self, cfg: ModelSection, kernels: Kernels) -> None:
     self.kernels = kernels
+    self._cfg = cfg
     self._build = functools.partial(Decoder, cfg, kernels)
     self._graphdef, self._state = nnx.split(nnx.eval_shape(lambda: self._build(key=jax.random.key(0))))
+
+  def with_attention(self, attention: AttentionFn) -> Functional:
+    """The same model with another attention."""
+    return Functional(self._cfg, dataclasses.replace(self.kernels, attention=attention))
 
   def init(self, key: jax.Array) -> Params:
     """Fresh weights drawn from `key`."""

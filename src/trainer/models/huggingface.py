@@ -53,7 +53,7 @@ def to_hugging_face(params: Params, cfg: ModelSection) -> dict[str, np.ndarray]:
 
 
 def from_hugging_face(tensors: Mapping[str, np.ndarray], cfg: ModelSection) -> Params:
-  """The reverse: our tree of numpy arrays in weight_dtype.
+  """The reverse: our tree of numpy arrays in weight_dtype, scales of norms in float32.
 
   Raises ValueError naming weights that are missing, left over, or of another shape than `cfg` says.
   """
@@ -68,7 +68,7 @@ def from_hugging_face(tensors: Mapping[str, np.ndarray], cfg: ModelSection) -> P
     theirs = np.asarray(tensors[name])
     if theirs.shape != shape:
       raise ValueError(f"Weight {name} has shape {theirs.shape}; model_name={cfg.model_name} needs {shape}.")
-    return np.ascontiguousarray(back(theirs)).astype(_dtype(cfg))
+    return np.ascontiguousarray(back(theirs)).astype(np.float32 if len(shape) == 1 else _dtype(cfg))
 
   V, D, F, H = cfg.vocab_size, cfg.emb_dim, cfg.mlp_dim, cfg.head_dim
   N, K = cfg.num_query_heads, cfg.num_kv_heads

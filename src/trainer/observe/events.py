@@ -19,8 +19,9 @@ Life of the process
   attempt_start attempt, step (completed so far), slices (ids alive)
   init_done     seconds (from the start of the process or of the attempt until the first step could be dispatched)
   compile       seconds, what, cached (from the persistent cache), compilations, background
-  attempt_end   attempt, step (last completed), outcome ("complete", "slice_down", "slice_up", "preempted", "failed")
-  run_end       exit (code), step
+  attempt_end   of elastic runs: attempt, step (last completed), outcome ("complete", "slice_down", "slice_up",
+                "preempted", "failed")
+  run_end       exit (code)
 Time spent
   restore           tier ("snapshot", "emergency", "persistent", "none"), step, seconds
   wait_slices       seconds, wanted, alive
@@ -35,9 +36,10 @@ Faults and recovery
   fault_injected slice, fault, step
   slice_down     step (last completed), slice (ids lost), slices (ids alive now), error, detect_seconds
   slice_up       step, slice (ids returned), slices
-  preemption     step, signal
+  preemption     step (completed so far), signal
   hang           step, silent_seconds
   nonfinite      step, loss, grad_norm
+  replicas_differ step, slice, array: no snapshot, because this slice's copy of the array is not that of the others
   recovery       once per slice_down or slice_up, when the first new step has completed:
                  event ("slice_down", "slice_up"), slice, step_before, step_after, steps_lost, tokens_lost,
                  slices_before, slices_after, detect_seconds, wait_seconds, restore_seconds, compile_seconds,

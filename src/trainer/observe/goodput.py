@@ -123,6 +123,14 @@ def write(run_directory: str, log: Log) -> dict[str, Any]:
   return result
 
 
+def write_or_warn(run_directory: str, log: Log) -> None:
+  """`write` at the end of a run. Whatever fails becomes a warning: the run is what counts."""
+  try:
+    write(run_directory, log)
+  except Exception as error:  # noqa: BLE001 - a figure must not turn a complete run into a failed one
+    log.warning(f"no goodput: {error!r}")
+
+
 def format_line(result: dict[str, Any]) -> str:
   """`goodput: 91.20% of 0:02:03 (compile 5.10%, init 2.00%, ...), steps lost: 1` with the buckets that are not 0."""
   rest = sorted(((share, name) for name, share in result["percent"].items() if name != "steps" and share), reverse=True)

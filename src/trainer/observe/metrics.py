@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from trainer.config.schema import ObserveSection
@@ -14,6 +14,7 @@ from trainer.observe.events import EventLog
 from trainer.observe.log import Log
 
 METRICS_FILE = "metrics.jsonl"
+_LONGEST_FLUSH_SECONDS = 10.0  # that a checkpoint waits for it
 _FLUSH_SECONDS = 10.0  # of TensorBoard files: on an object store each flush uploads the whole file
 
 # StepRecord field -> TensorBoard tag
@@ -114,7 +115,10 @@ class Metrics:
       self._tensorboard.write(step, {"evaluation/loss": eval_loss}, fields["wall"])
 
   def flush(self) -> None:
+    """Writes out what is pending, for a checkpoint: a run that resumes from it never writes these steps again."""
     self._lines.flush()
+    if self._tensorboard is not None:
+      self._tensorboard.flush()
 
   def close(self) -> None:
     """Writes out what is pending. Closing twice is allowed."""
@@ -146,12 +150,18 @@ class TensorBoard:
     if not self._failed:
       self._submit(self._write, step, scalars, wall)
 
+  def flush(self) -> None:
+    """Returns when all is written, or after _LONGEST_FLUSH_SECONDS: a slow disk must not stop a run."""
+    wait([self._submit(self._flush)], _LONGEST_FLUSH_SECONDS)
+
   def close(self) -> None:
     self._submit(self._close_file)
     self._thread.shutdown(wait=True)
 
-  def _submit(self, function: Callable[..., None], *args: Any) -> None:
-    self._thread.submit(function, *args).add_done_callback(self._report)
+  def _submit(self, function: Callable[..., None], *args: Any) -> Future[None]:
+    future = self._thread.submit(function, *args)
+    future.add_done_callback(self._report)
+    return future
 
   def _report(self, done: Future[None]) -> None:
     error = done.exception()
@@ -169,10 +179,14 @@ class TensorBoard:
     values = [Summary.Value(tag=tag, simple_value=float(value)) for tag, value in scalars.items() if value is not None]
     self._writer.write_event(Event(wall_time=wall, step=step, summary=Summary(value=values)))
     if time.monotonic() - self._flushed > _FLUSH_SECONDS:
-      self._writer.flush()
-      self._flushed = time.monotonic()
+      self._flush()
     if is_train:
       self._last = step
+
+  def _flush(self) -> None:
+    if self._writer is not None:
+      self._writer.flush()
+    self._flushed = time.monotonic()
 
   def _open_file(self, step: int) -> None:
     # Not its SummaryWriter: the thread in that one dies of a full disk, and whoever closes it then waits for ever.

@@ -1,0 +1,81 @@
+"""The sample at the end of a run: made of any model that trains, wherever it has trained."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from trainer import generate, program, train
+from trainer.config.schema import Config
+from trainer.data.tokenizer import ByteTokenizer
+
+T = 128
+
+
+def config(**parallelism) -> Config:
+  model = {"base_emb_dim": 32, "base_num_decoder_layers": 2, "base_num_query_heads": 4, "base_num_kv_heads": 4}
+  model |= {"base_mlp_dim": 64, "head_dim": 8, "vocab_size": 264, "dtype": "float32", "attention": "flash"}
+  return Config.model_validate(
+    {
+      "model": model,
+      "data": {"max_target_length": T, "per_device_batch_size": 1},
+      "observe": {"sample_prompt": "def f(", "sample_tokens": 12},
+      "parallelism": parallelism,
+    }
+  )
+
+
+def sample(prog: program.Program, prompt: str) -> str:
+  params = jax.device_put(prog.init(jax.random.key(0)).params, jax.devices()[0])
+  return generate.continue_text(prog.model, params, ByteTokenizer(), prompt, tokens=12)
+
+
+@pytest.mark.parametrize(
+  "parallelism", [{}, {"ici_tensor_parallelism": 4}, {"ici_context_parallelism": 4, "ici_fsdp_parallelism": 1}]
+)
+@pytest.mark.parametrize("prompt", ["def f(", "x" * 200])
+def test_what_a_mesh_has_trained_is_sampled_on_one_device(parallelism, prompt):
+  """Lengths, batch and devices are not those of training, for which the flash kernel was chosen."""
+  cpus = jax.devices()
+  alone = program.build(config(), [cpus[:1]], 1)
+  spread = program.build(config(**parallelism), [cpus[:4], cpus[4:]], 2)
+  assert spread.attention.name == "flash"
+  text = sample(spread, prompt)
+  assert len(text) and text == sample(alone, prompt)
+
+
+def end_of_run(tokenizer, process_count: int = 1) -> list[str]:
+  """What `train._sample` says."""
+  said: list[str] = []
+  session = types.SimpleNamespace(
+    loader=types.SimpleNamespace(tokenizer=tokenizer),
+    process_count=process_count,
+    watchdog=types.SimpleNamespace(paused=contextlib.nullcontext),
+    log=types.SimpleNamespace(line=said.append, warning=said.append),
+    events=types.SimpleNamespace(emit=lambda kind, **fields: said.append(kind)),
+  )
+  prog = types.SimpleNamespace(model=None, mesh=types.SimpleNamespace(devices=np.array(jax.devices()[:1])))
+  train._sample(config(), session, prog, {}, step=7)
+  return said
+
+
+def test_a_sample_that_one_device_cannot_hold_is_a_warning(monkeypatch):
+  """Weeks of training on many chips do not end with exit code 1 because one of them is too small for the model."""
+
+  def out_of_memory(*args, **kwargs):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+  monkeypatch.setattr(generate, "continue_text", out_of_memory)
+  (said,) = end_of_run(ByteTokenizer())
+  assert said.startswith("no sample") and "one device" in said and "out of memory" in said
+
+
+def test_where_no_sample_can_be_made_that_is_said(monkeypatch):
+  monkeypatch.setattr(generate, "continue_text", lambda *args, **kwargs: "x")
+  assert end_of_run(ByteTokenizer())[-1] == "sample"
+  assert end_of_run(None) == ["no sample is made of sample_prompt: synthetic data has no tokenizer"]
+  assert end_of_run(ByteTokenizer(), process_count=2)[0].endswith("the weights are spread over processes")

@@ -1,8 +1,17 @@
-"""Parameters and floating-point operations that follow from the model's keys alone."""
+"""Parameters, floating-point operations and sizes that follow from the keys alone."""
 
 from __future__ import annotations
 
 from trainer.config.schema import ModelSection
+
+
+def examples_per_slice(per_device_batch_size: float, devices: int) -> int:
+  """Examples in one slice's micro-batch; 0 where that is not a whole number of at least 1.
+
+  A share such as 0.3333333 of three devices' example is meant to be a third.
+  """
+  rows = per_device_batch_size * devices
+  return round(rows) if abs(rows - round(rows)) <= 1e-6 else 0
 
 
 def parameter_count(model: ModelSection) -> int:

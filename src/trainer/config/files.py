@@ -56,7 +56,7 @@ def as_path(value: str, label: str) -> Path:
 
 
 def find(path: str, folders: Sequence[Path], what: str) -> Path:
-  """The first existing file `folder/path`; ConfigError naming similar files when there is none."""
+  """The first existing file `folder/path`; ConfigError naming the folders and similar files when there is none."""
   given = as_path(path, f"{what} ")
   candidates = [folder / given for folder in folders]
   for candidate in candidates:
@@ -73,7 +73,11 @@ def find(path: str, folders: Sequence[Path], what: str) -> Path:
     if entry.suffix in (".yml", ".yaml")
   }
   hint = did_you_mean(path, siblings) or (f"YAML files there: {', '.join(list(siblings)[:8])}. " if siblings else "")
-  raise ConfigError(f"{path}: there is no such {what}.\n{hint}A relative path starts here or at the repository's root.")
+  places = " or ".join(dict.fromkeys("here" if folder == Path.cwd() else shown(folder) for folder in folders))
+  raise ConfigError(
+    f"{path}: there is no such {what}.\n{hint}A relative path starts {places}; what comes with the program is in "
+    "configs/, such as configs/base.yml."
+  )
 
 
 def shown(path: Path) -> str:

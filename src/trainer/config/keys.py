@@ -82,7 +82,7 @@ def resolve(name: str, origin: str) -> Key:
     return keys[f"{section}_{rest}"]
   reason = reason_for(name)
   if reason:
-    raise ConfigError(f"{name} ({origin}): MaxText's key {name} has no meaning here.\n{reason}")
+    raise ConfigError(f"{name} ({origin}): {name} has no meaning here.\n{reason}")
   hint = did_you_mean(name.replace(".", "_"), keys) or did_you_mean(rest, keys)
   raise ConfigError(
     f"{shorten(name)} ({origin}): there is no such key.\n{hint}Every key is in configs/base.yml and --help."

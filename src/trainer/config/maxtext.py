@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def reason_for(name: str) -> str | None:
-  """Why MaxText's key `name` is refused and what to use here; None when it is not such a key."""
+  """Why MaxText's key (or the launcher's flag) `name` is refused and what to use here; None for any other."""
   if name in _REASONS:
     return _REASONS[name]
   return next((reason for prefix, reason in _PREFIXES.items() if name.startswith(prefix)), None)
@@ -20,9 +20,16 @@ _CLOUD = "Metrics go to TensorBoard files, metrics.jsonl and, with gcs_metrics=t
 _TIERS = "Use enable_emergency_checkpoint=true with local_checkpoint_directory and local_checkpoint_period."
 _KERNEL = "attention=flash picks the platform's kernel and its block sizes."
 _QUANTIZED = "quantization=int8 or fp8 is all there is to choose: it is always qwix's, with nothing to calibrate."
+_LAUNCHER = "It is a flag of the launcher (xpk, torchrun), which starts this program."
 _RESUME = "A run resumes from its own folder: give the same base_output_directory and run_name."
 
 _REASONS = {
+  "elastic_slices": _LAUNCHER,
+  "max_slice_restarts": _LAUNCHER,
+  "ramdisk_directory": _LAUNCHER,
+  "nnodes": _LAUNCHER,
+  "nproc_per_node": _LAUNCHER,
+  "max_restarts": _LAUNCHER,
   "hardware": "JAX finds the platform; force one with the environment variable JAX_PLATFORMS=cpu, tpu, cuda or proxy.",
   "skip_jax_distributed_system": "Say who the slices are with cluster=simulated, pathways or multiprocess.",
   "enable_goodput_recording": _GOODPUT,
@@ -136,13 +143,13 @@ _REASONS = {
   "checkpoint_dir": "Checkpoints are in {base_output_directory}/{run_name}/checkpoints.",
   "metrics_dir": "Metrics are in {base_output_directory}/{run_name}.",
   "upload_all_profiler_results": "Every process writes its own profile; leave the key out.",
-  "profile_periodically_period": "One profile is taken in a run: skip_first_n_steps_for_profiler, profiler_steps.",
+  "profile_periodically_period": "Each attempt takes one profile: skip_first_n_steps_for_profiler, profiler_steps.",
   "profile_cleanly": "The profile always starts and stops between finished steps; leave the key out.",
   "collect_stack_trace": "watchdog_timeout_seconds dumps the stacks of a hung process.",
   "stack_trace_to_cloud": "watchdog_timeout_seconds dumps the stacks of a hung process to the log.",
   "stack_trace_interval_seconds": "watchdog_timeout_seconds dumps the stacks of a hung process.",
   "dump_hlo": "Set the environment variable XLA_FLAGS=--xla_dump_to=FOLDER.",
-  "jax_distributed_initialization_timeout": "Processes that join are waited for up to elastic_timeout_seconds.",
+  "jax_distributed_initialization_timeout": "JAX waits five minutes for processes to join; leave it out.",
   "use_vertex_tensorboard": _CLOUD,
   "report_heartbeat_metric_for_gcp_monitoring": _CLOUD,
   "report_performance_metric_for_gcp_monitoring": _CLOUD,

@@ -61,7 +61,7 @@ def _check_pattern(name: str, value: str, path: str) -> None:
 
 
 def _check_placeholder(name: str, value: str) -> None:
-  if re.search(r"\$\{|\$\(|[<>]", value):
+  if re.search(r"\$[\w{(]|[<>]", value):
     raise ConfigError(f"{name}={value}: holds a placeholder that nobody filled in.\nWrite the value itself.")
 
 
@@ -72,7 +72,7 @@ def _check_run_name(name: str) -> None:
   if elsewhere or not name.isprintable() or max(len(os.fsencode(part)) for part in parts) > 200:
     raise ConfigError(
       f"run_name={shorten(name)!r}: must be a folder name below base_output_directory.\n"
-      "Use up to 200 letters, digits, '-', '_' and '.'."
+      "Use a name such as first or team/first: up to 200 characters a folder, and no '..'."
     )
 
 

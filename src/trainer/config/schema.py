@@ -124,12 +124,15 @@ class ModelSection(Section):
   initializer_range: float = Field(
     0.02,
     gt=0,
-    description="Standard deviation of the embedding and of the matrices that read the residual stream; those that write to it are scaled by 1/sqrt(2 L) besides.",
+    description="Standard deviation of the embedding and of the matrices that read the residual stream; those that write to it are scaled by 1/sqrt(2 L) besides. A tied embedding has at most 2/D, an untied head 0.25/sqrt(D), so that the first loss is ln(V).",
   )
   dtype: Literal["bfloat16", "float32"] = Field(
     "bfloat16", description="Compute type of matmuls and activations; softmax, norms and loss are always float32."
   )
-  weight_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type in which parameters are stored.")
+  weight_dtype: Literal["float32", "bfloat16"] = Field(
+    "float32",
+    description="Type in which matrices and tables are stored; scales of norms are float32. A bfloat16 weight does not see an update below 1/512 of itself.",
+  )
   matmul_precision: Literal["default", "high", "highest"] = Field("default", description="JAX matmul precision.")
   quantization: Literal["", "int8", "fp8", "fp8_full"] = Field(
     "",
@@ -147,7 +150,9 @@ class ModelSection(Section):
     RematPolicy.FULL,
     description="Which activations of a layer are kept for the backward pass; the others are recomputed.",
   )
-  decoder_layer_input: Remat = Field("device", description="remat_policy=custom: the layer's input.")
+  decoder_layer_input: Remat = Field(
+    "device", description="remat_policy=custom: the layer's input; never recomputed, so only offload changes anything."
+  )
   query_proj: Remat = Field("remat", description="remat_policy=custom: queries.")
   key_proj: Remat = Field("remat", description="remat_policy=custom: keys.")
   value_proj: Remat = Field("remat", description="remat_policy=custom: values.")
@@ -322,7 +327,9 @@ class CheckpointSection(Section):
     True, description="On SIGTERM finish the step, save, commit, and exit with code 42."
   )
   autocheckpoint_grace_seconds: float = Field(
-    25.0, gt=0, description="Time from SIGTERM to the kill that the scheduler grants."
+    25.0,
+    gt=0,
+    description="Time from SIGTERM to the kill that the scheduler grants; so long a new start waits for the run's folder.",
   )
   enable_emergency_checkpoint: bool = Field(
     False, description="Frequent local saves, one replica per slice, in local_checkpoint_directory."

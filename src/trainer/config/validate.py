@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from trainer.config import resume
+from trainer.config.counts import examples_per_slice
 from trainer.config.errors import ConfigError, did_you_mean, shorten
 from trainer.config.faults import RandomFaults
 from trainer.config.faults import parse as parse_faults
@@ -213,18 +214,19 @@ def _check_batch(data: DataSection, parallelism: ParallelismSection, cluster: Cl
   devices = cluster.devices_per_slice
   if not devices:
     return
-  rows = data.per_device_batch_size * devices
-  if abs(rows - round(rows)) > 1e-6 or round(rows) == 0:
+  rows = examples_per_slice(data.per_device_batch_size, devices)
+  if rows == 0:
     raise ConfigError(
-      f"per_device_batch_size={data.per_device_batch_size:g}: times devices_per_slice={devices} it is {rows:g} "
-      f"examples per slice, which must be whole.\nUse a multiple of 1/{devices}."
+      f"per_device_batch_size={data.per_device_batch_size:g}: times devices_per_slice={devices} it is "
+      f"{data.per_device_batch_size * devices:g} examples per slice, which must be whole.\n"
+      f"Use a multiple of 1/{devices}."
     )
   inner = parallelism.ici_tensor_parallelism, parallelism.ici_context_parallelism
   outer = parallelism.ici_data_parallelism, parallelism.ici_fsdp_parallelism
   shards = math.prod(outer) if -1 in inner else devices // math.prod(inner)
-  if round(rows) % shards:
+  if rows % shards:
     raise ConfigError(
-      f"per_device_batch_size={data.per_device_batch_size:g}: a slice's {round(rows)} examples do not split "
+      f"per_device_batch_size={data.per_device_batch_size:g}: a slice's {rows} examples do not split "
       f"over ici_data x ici_fsdp = {shards}.\nRaise per_device_batch_size, ici_tensor_parallelism or "
       "ici_context_parallelism."
     )

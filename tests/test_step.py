@@ -244,6 +244,21 @@ def test_other_optimizers_sharded_equal_unsharded(optimizer, name):
   assert_close(run(config(**changes), where), reference(optimizer), 5e-6)
 
 
+def test_adafactors_averages_are_sharded_like_their_weights():
+  """Those over the heads of queries keep the width and the size of a head: no small things."""
+  wide = {"base_emb_dim": 256, "base_num_query_heads": 128, "base_num_kv_heads": 128}
+  where, _ = MESHES["fsdp"]
+  whole, sharded = (
+    config(model=wide, data={"per_device_batch_size": rows}, optimizer={"opt_type": "adafactor"})
+    for rows in (ROWS, ROWS / math.prod(where))
+  )
+  state = program.build(sharded, slices(where), 1).state
+  shards = [(leaf.shape, leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(state.opt_state)]
+  of_inputs, of_output = ((2, 256, 8), (2, 32, 8)), ((2, 8, 256), (2, 8, 32))
+  assert shards.count(of_inputs) == 3 and shards.count(of_output) == 1
+  assert_close(run(sharded, where), run(whole), 5e-6)
+
+
 @pytest.mark.parametrize("alive", [1, 2, 3])
 def test_fewer_slices_train_on_the_same_batch(alive):
   got = run(config(data={"per_device_batch_size": 2}), (alive, 2), total=4)

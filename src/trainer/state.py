@@ -46,22 +46,25 @@ def abstract(model: Functional, optimizer: optax.GradientTransformation, mesh: M
     params,
     axes,
   )
-  named = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+  is_spec = lambda x: isinstance(x, PartitionSpec)
+  named = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
   sharding.check_replication(params, named, tolerance)
   by_path = {
-    _names(path): (leaf.shape, sh)
-    for (path, leaf), sh in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(named), strict=True)
+    _names(path): (leaf.shape, spec)
+    for (path, leaf), spec in zip(
+      jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(specs, is_leaf=is_spec), strict=True
+    )
   }
-  replicated = NamedSharding(mesh, PartitionSpec())
 
   def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Moments have their weight's path at the end of their own and its shape; all else is small and replicated."""
+    """What the optimizer keeps of a weight has the weight's path at the end of its own, and is laid out like it."""
     names = _names(path)
+    spec = PartitionSpec()
     for start in range(len(names)):
-      shape, sh = by_path.get(names[start:], ((), None))
-      if sh is not None and shape == leaf.shape:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sh)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
+      if names[start:] in by_path:
+        spec = _like(leaf.shape, *by_path[names[start:]])
+        break
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
   return jax.tree_util.tree_map_with_path(place, shapes)
 
@@ -69,6 +72,21 @@ def abstract(model: Functional, optimizer: optax.GradientTransformation, mesh: M
 def shardings(state: TrainState) -> TrainState:
   """The shardings of an abstract or a real state."""
   return jax.tree.map(lambda leaf: leaf.sharding, state)
+
+
+def _like(shape: tuple[int, ...], weight: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
+  """The spec of a moment of a weight: the weight's own, or that of the dims over which adafactor has not averaged.
+
+  Adafactor's averages are no small things: of 405B's attention they are 2.4 GB. Anything else (adafactor's
+  placeholders of one element) is replicated.
+  """
+  if shape == weight:
+    return spec
+  full = (*spec, *[None] * (len(weight) - len(spec)))
+  for dim in range(len(weight)):
+    if shape == weight[:dim] + weight[dim + 1 :]:
+      return PartitionSpec(*full[:dim], *full[dim + 1 :])
+  return PartitionSpec()
 
 
 def _names(path: Any) -> tuple[str, ...]:

@@ -213,6 +213,13 @@ def test_peaks_of_8_bit_matmuls(kind, dtype, tera):
   assert chips.find(kind).peak(dtype) == pytest.approx(tera * 1e12)
 
 
+@pytest.mark.parametrize(("kind", "passes"), [("v5e", (1, 3, 6)), ("NVIDIA H200", (1, 1, 1))])
+def test_float32_products_of_a_tpu_are_made_of_bfloat16_ones(kind, passes):
+  chip = chips.find(kind)
+  assert tuple(chip.peak_flops / chip.peak("f32", p) for p in ("default", "high", "highest")) == pytest.approx(passes)
+  assert chip.peak("bf16", "highest") == chip.peak_flops
+
+
 @pytest.mark.parametrize("kind", ["cpu", "TPU v4 lite", "TPU v9", ""])
 def test_unknown_devices_have_no_peak(kind):
   assert chips.find(kind) is None

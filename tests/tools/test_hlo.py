@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainer.tools.preflight import collectives, costs, hlo
+from trainer.tools.preflight import collectives, costs, hlo, kernels
 
 
 def compiled_text(fn, *shapes, mesh=None, specs=None):
@@ -89,7 +89,7 @@ def test_matmuls_are_told_apart_by_their_operands():
 }
 """
   counted = costs.count(hlo.parse("HloModule m\n\n" + text))
-  assert counted.flops_by_type == {"bf16": 2 * 16 * 32 * 8, "s8": 2 * 16 * 32 * 8}
+  assert counted.flops_by_type == {("bf16", "default"): 2 * 16 * 32 * 8, ("s8", "default"): 2 * 16 * 32 * 8}
   assert counted.flops == 2 * 2 * 16 * 32 * 8
 
 
@@ -219,14 +219,38 @@ def test_windows_of_padding_cost_nothing():
 
 
 def test_attention_kernels_of_tpus():
-  """Splash kernels by name: forward, dk and dv (renamed by the compiler), dq, all three fused; half of each for the
-  causal mask. A kernel that states its FLOPs is believed, though its attributes have lines of their own."""
+  """Splash kernels by name: forward, dk and dv (renamed by the compiler), dq, all three fused; nothing of one block
+  is left out. A kernel that states its FLOPs is believed, though its attributes have lines of their own."""
   module = hlo.parse(pathlib.Path(__file__).with_name("splash.hlo").read_text())
   assert [len(c.instructions) for c in module.computations.values()] == [1, 10]
   matmul = 2 * 3 * 4 * 256 * 512 * 128
-  found = costs.count(module)
-  assert found.flops_by_type == {"bf16": (2 + 4 + 3 + 5) * matmul / 2, "": 7}
+  found = costs.count(module, "highest")
+  assert found.flops_by_type == {("bf16", "highest"): (2 + 4 + 3 + 5) * matmul, ("", "highest"): 7}
   assert found.silent_kernels == 1
+
+
+@pytest.mark.parametrize(
+  "queries, keys, rows, columns, share",
+  [
+    (1024, 1024, 1024, 1024, 1),
+    (2048, 2048, 1024, 1024, 3 / 4),
+    (4096, 4096, 1024, 1024, 10 / 16),
+    (8192, 8192, 1024, 2048, 20 / 32),
+    (1024, 2048, 1024, 1024, 1),  # the second of two chips of a context axis
+  ],
+)
+def test_blocks_above_the_diagonal_are_not_computed(queries, keys, rows, columns, share):
+  assert kernels._computed(queries, keys, rows, columns) == share
+
+
+def test_the_precision_of_a_matmul_is_the_higher_one_of_its_operands():
+  text = """ENTRY %main (a: f32[16,32], b: f32[32,8]) -> f32[16,8] {
+  %a = f32[16,32]{1,0} parameter(0)
+  %b = f32[32,8]{1,0} parameter(1)
+  ROOT %d = f32[16,8]{1,0} dot(%a, %b), lhs_contracting_dims={1}, operand_precision={default,high}
+}
+"""
+  assert costs.count(hlo.parse("HloModule m\n\n" + text)).flops_by_type == {("f32", "high"): 2 * 16 * 32 * 8}
 
 
 def test_libraries_of_gpus():
@@ -235,7 +259,10 @@ def test_libraries_of_gpus():
   found = costs.count(hlo.parse(pathlib.Path(__file__).with_name("gpu.hlo").read_text()))
   attention = 2 * 2 * 8 * 512 * 1024 * 64
   matmul = 2 * 4 * 64 * 32 * 256
-  assert found.flops_by_type == {"bf16": matmul + 2 * attention / 2 + 5 * attention, "f8e4m3fn": 2 * 64 * 32 * 256}
+  assert found.flops_by_type == {
+    ("bf16", "default"): matmul + 2 * attention / 2 + 5 * attention,
+    ("f8e4m3fn", "default"): 2 * 64 * 32 * 256,
+  }
   assert found.silent_kernels == 1  # the convolution
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 
 import pytest
@@ -27,24 +28,25 @@ def compiler(tried, divides=lambda batch: batch >= 1):
       return DoesNotFit(1, "too much")
     nothing = costs.Costs({}, 1e6, 0.0, 0.0, 0)
     memory = Memory(used, 0, 0, 0, 0, 0)
-    return Analysis(1, 1, 1, "test", {}, "", 1, memory, 0.0, 0.0, nothing, (), (), 0.0, int(batch) * 8, 0.0, 0.0)
+    return Analysis(1, 1, 1, 1, "test", {}, "", 1, memory, 0.0, 0.0, nothing, (), (), 0.0, int(batch) * 8, 0.0, 0.0)
 
   return attempt
 
 
-def found(attempt, batch, **options):
-  return [(c.policy, c.per_device_batch_size) for c in search.candidates(attempt, batch, CHIP, **options)]
+def found(attempt, batch, others=()):
+  return [(c.policy, c.per_device_batch_size) for c in search.candidates(attempt, batch, CHIP, others)]
 
 
 def test_larger_batches_until_nothing_fits():
   tried = []
-  assert found(compiler(tried), 2, offload=True) == [
+  assert found(compiler(tried), 2, search.OFFLOADING) == [
     (RematPolicy.MINIMAL_WITH_CONTEXT, 2),
     (RematPolicy.MINIMAL_OFFLOADED, 2),
     (RematPolicy.SAVE_OUT_PROJ, 4),
     (RematPolicy.MINIMAL_OFFLOADED, 4),
     (RematPolicy.FULL, 8),
     (RematPolicy.MINIMAL_OFFLOADED, 8),
+    (RematPolicy.NONE, 1),
   ]
   assert max(batch for _, batch in tried) == 16
 
@@ -52,34 +54,53 @@ def test_larger_batches_until_nothing_fits():
 def test_smaller_batches_where_the_given_one_does_not_fit():
   """And then no larger one, which is known not to."""
   tried = []
-  assert found(compiler(tried), 32, offload=False) == [(RematPolicy.FULL, 8)]
-  assert len(tried) <= 3 * 3
+  assert found(compiler(tried), 32) == [(RematPolicy.FULL, 8), (RematPolicy.SAVE_OUT_PROJ, 4)]
+  assert max(batch for _, batch in tried) == 32 and len(tried) <= 4 * 3
+
+
+def test_smaller_batches_as_long_as_they_are_faster():
+  """Here recomputation is dear: the batch that affords to keep everything is the fastest; no smaller one is tried."""
+  slower = dict(zip(search.POLICIES, (1, 2, 4, 8, 16, 32)))
+
+  def attempt(policy, batch):
+    finding = compiler([])(policy, batch)
+    if isinstance(finding, DoesNotFit):
+      return finding
+    return dataclasses.replace(finding, costs=costs.Costs({}, 1e6 * batch * slower[policy], 0.0, 0.0, 0))
+
+  assert found(attempt, 8) == [
+    (RematPolicy.FULL, 8),
+    (RematPolicy.SAVE_OUT_PROJ, 4),
+    (RematPolicy.MINIMAL_WITH_CONTEXT, 2),
+    (RematPolicy.NONE, 1),
+  ]
 
 
 def test_smaller_batches_end_where_they_do_not_divide():
   tried = []
-  assert found(compiler(tried, divides=lambda batch: batch >= 16), 64, offload=True) == []
+  assert found(compiler(tried, divides=lambda batch: batch >= 16), 64, search.OFFLOADING) == []
   assert min(batch for _, batch in tried) == 16
 
 
 def test_doublings_are_limited_and_cost_one_program_each_where_there_is_room():
   tried = []
   unlimited = compiler(tried, divides=lambda batch: True)
-  assert len(found(unlimited, 2**-10, offload=False)) == search.MAX_DOUBLINGS + 1
+  assert len(found(unlimited, 2**-10)) == search.MAX_DOUBLINGS + 1
   assert len(tried) == 3 + search.MAX_DOUBLINGS
 
 
 def test_what_the_compiler_refuses_is_no_candidate():
   tried = []
   fits = compiler(tried)
-  assert found(lambda *key: fits(*key) if key[1] < 4 else Refused(1, "a bug"), 4, offload=False) == [
-    (RematPolicy.MINIMAL_WITH_CONTEXT, 2)
+  assert found(lambda *key: fits(*key) if key[1] < 4 else Refused(1, "a bug"), 4) == [
+    (RematPolicy.MINIMAL_WITH_CONTEXT, 2),
+    (RematPolicy.NONE, 1),
   ]
 
 
 def test_a_given_batch_that_does_not_divide_is_the_users_error():
   with pytest.raises(ValueError, match="micro-batch"):
-    found(compiler([]), 0.5, offload=False)
+    found(compiler([]), 0.5)
 
 
 def test_a_suggestion_also_fits_on_one_slice_less(monkeypatch):
@@ -89,7 +110,7 @@ def test_a_suggestion_also_fits_on_one_slice_less(monkeypatch):
   def analyse(config, slices, total):
     policy, batch = config.model.remat_policy, config.data.per_device_batch_size
     more = 500 / NEEDED[policy] if len(slices) < total else 0
-    found = compiler([])(policy, batch + more)
+    found = compiler([], divides=lambda batch: True)(policy, batch + more)
     tried.append((len(slices), policy, batch, isinstance(found, Analysis)))
     return found
 
@@ -102,7 +123,27 @@ def test_a_suggestion_also_fits_on_one_slice_less(monkeypatch):
     tried.clear()
     return search.lines(config, living, CHIP)[0]
 
-  assert "remat_policy=full per_device_batch_size=8 is the fastest" in suggested(slices)
-  assert "remat_policy=full per_device_batch_size=4 is the fastest" in suggested(slices, slices[:2])
+  assert "remat_policy=full per_device_batch_size=8 is the fastest of those tried" in suggested(slices)
+  assert "remat_policy=full per_device_batch_size=4 is the fastest of those tried" in suggested(slices, slices[:2])
   on_two = [key for count, *key, fits in tried if count == 2 and fits]
   assert [key for count, *key, _ in tried if count == 3] == on_two, "what fits on two is compiled for all, nothing else"
+
+
+def test_the_users_own_policy_is_tried_and_refusals_are_told(monkeypatch):
+  def analyse(config, slices, total):
+    policy, batch = config.model.remat_policy, config.data.per_device_batch_size
+    if policy is RematPolicy.MINIMAL_OFFLOADED:
+      return Refused(1, "no host memory")
+    return compiler([], divides=lambda batch: True)(policy, batch)
+
+  monkeypatch.setattr(search, "analyse", analyse)
+  keys = ["run_name=t", "base_output_directory=x", "per_device_batch_size=4", "remat_policy=custom", "mlpwo=offload"]
+  config = load(["configs/base.yml", *keys], check_paths=False)
+  lines = search.lines(config, [[[types.SimpleNamespace(platform="tpu")]]], CHIP)
+  assert "remat_policy=full per_device_batch_size=8 is the fastest of those tried that fit" in lines[0]
+  assert lines[1] == "  It goes without mlpwo, which only remat_policy=custom reads."
+  assert any(line.startswith("  custom | 8 |") for line in lines)
+  assert lines[-1] == (
+    "Search: the compiler refused remat_policy=minimal_offloaded per_device_batch_size=4, not for its memory: "
+    "no host memory"
+  )

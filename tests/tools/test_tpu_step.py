@@ -43,6 +43,7 @@ def test_no_mesh_computes_twice_or_sends_whole_tables(axes):
     "head_dim=128 vocab_size=32768 max_target_length=512"
   )
   cfg, found = compiled(f"{sizes} {axes}", "v5e-8", 1)
-  assert found.costs.flops < 1.2 * found.model_flops  # remat executes the layers, a sixth of this, once more
+  # Remat executes the layers, a sixth of this, once more; and of so short a sequence attention has but one block.
+  assert found.costs.flops < 1.3 * found.model_flops
   table = 4 * cfg.model.vocab_size * cfg.model.emb_dim / found.mesh["fsdp"]
   assert max(c.bytes for c in found.collectives) <= table

@@ -448,7 +448,9 @@ class PreflightSection(Section):
     "",
     description="TPU slice to compile for without having it: v5e-16, v5p-64, ... (MaxText's names; v5e and v6e count chips, v4, v5p and 7x count cores) or a jax topology name such as v5e:4x4.",
   )
-  compile_topology_num_slices: Positive = Field(1, description="Slices of compile_topology.")
+  compile_topology_num_slices: Positive = Field(
+    1, le=511, description="Slices of compile_topology; the TPU compiler knows no more than 511."
+  )
   preflight_search: bool = Field(
     False,
     description="Also try remat policies and batch sizes and suggest the fastest that fits (preflight.search=true).",

@@ -29,10 +29,16 @@ class Chip:
   peak_int8: float | None = None
   peak_fp8: float | None = None
 
-  def peak(self, dtype: str) -> float:
-    """Operations/s of matmuls whose operands are of HLO type `dtype`: "s8", "f8e4m3fn", "bf16", ..."""
+  def peak(self, dtype: str, precision: str = "default") -> float:
+    """Operations/s of matmuls whose operands are of HLO type `dtype`: "s8", "f8e4m3fn", "bf16", ...
+
+    precision: XLA's, of float32 operands. TPUs multiply bfloat16, and make a float32 product of 1, 3 or 6 of those
+    (jax.lax.Precision; the TPU compiler's cycles of a matmul grow by 3.0 and 5.8).
+    """
     special = self.peak_int8 if dtype in ("s8", "u8") else self.peak_fp8 if dtype.startswith("f8") else None
-    return special or self.peak_flops
+    of_bfloat16 = dtype == "f32" and any(kind.startswith("TPU") for kind in self.kinds)
+    passes = {"high": 3, "highest": 6}.get(precision, 1) if of_bfloat16 else 1
+    return (special or self.peak_flops) / passes
 
 
 CHIPS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import re
 import time
@@ -46,6 +47,7 @@ class Analysis:
   slices: int
   num_slices_total: int
   devices_per_slice: int
+  devices_per_host: int
   device_kind: str
   mesh: dict[str, int]
   attention: str
@@ -111,7 +113,11 @@ def _first_line(error: Exception) -> str:
 
 def out_of_memory(message: str) -> str:
   """The sentence of the compiler's message that has the numbers."""
-  found = re.search(r"Used [^.]*\.\w+ of [^.]*\.\w+ \w+\.[^.]*\.\w+", message)
+  told = (
+    r"total memory required for .* exceeds available \w+ \([^)]*\)",
+    r"Used [^.]*\.\w+ of [^.]*\.\w+ \w+\.[^.]*\.\w+",
+  )
+  found = next(filter(None, (re.search(pattern, message) for pattern in told)), None)
   return found.group(0) if found else message.splitlines()[0]
 
 
@@ -129,6 +135,7 @@ def read(
     slices=alive,
     num_slices_total=num_slices_total,
     devices_per_slice=len(devices) // alive,
+    devices_per_host=max(collections.Counter(device.process_index for device in devices).values()),
     device_kind=devices[0].device_kind,
     mesh=dict(prog.mesh.shape),
     attention=f"{prog.attention.name} ({prog.attention.reason})",
@@ -143,7 +150,7 @@ def read(
     ),
     xla_flops=counted.get("flops", 0.0),
     xla_bytes=counted.get("bytes accessed", 0.0),
-    costs=costs.count(module),
+    costs=costs.count(module, config.model.matmul_precision),
     unknown_loops=tuple(module.unknown_loops()),
     collectives=tuple(collectives.find(module, slice_of(prog))),
     model_flops=counts.flops_per_token(config.model, config.data.max_target_length) * tokens / len(devices),
@@ -200,7 +207,7 @@ def roofline(analysis: Analysis, chip: chips.Chip) -> Roofline:
   across = sum(c.sent for c in analysis.exchanged())
   bandwidth = DCN_BANDWIDTH.get(chip.name)
   return Roofline(
-    compute=sum(flops / chip.peak(kind) for kind, flops in analysis.costs.flops_by_type.items()),
+    compute=sum(flops / chip.peak(*kind) for kind, flops in analysis.costs.flops_by_type.items()),
     memory=analysis.costs.device_bytes / chip.hbm_bandwidth,
     ici=inside / (chip.link_bandwidth / 2),
     dcn=across / bandwidth if bandwidth else (None if across else 0.0),

@@ -24,12 +24,14 @@ _FREE = frozenset(
 )
 _SLICES = frozenset({"dynamic-slice", "slice", "gather", "dynamic-slice-start", "slice-start"})
 _UPDATES = frozenset({"dynamic-update-slice", "dynamic-update-slice-start"})
+_PRECISIONS = ("default", "high", "highest")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-  flops_by_type: Mapping[str, float]  # of matmuls and kernels, by the HLO type of their operands; "": it is not known
+  # Of matmuls and kernels, by the HLO type of their operands ("": it is not known) and their precision.
+  flops_by_type: Mapping[tuple[str, str], float]
   device_bytes: float  # read and written in the device's main memory (HBM); on-chip memory is not counted
   host_bytes: float  # moved between the device and pinned host memory
   cycles: float  # the TPU compiler's own estimates of its fusions; kernels and communication are not in them
@@ -41,9 +43,9 @@ class Costs:
     return sum(self.flops_by_type.values())
 
 
-def count(module: Module) -> Costs:
-  """The costs of one execution of `module`."""
-  flops: dict[str, float] = collections.defaultdict(float)
+def count(module: Module, precision: str = "default") -> Costs:
+  """The costs of one execution of `module`. precision: that of kernels, whose own text does not show it."""
+  flops: dict[tuple[str, str], float] = collections.defaultdict(float)
   device = host = cycles = 0.0
   silent = 0
   for computation in module.computations.values():
@@ -52,15 +54,15 @@ def count(module: Module) -> Costs:
       continue
     for instruction in computation.instructions:
       if instruction.opcode == "dot":
-        flops[_operand_type(computation, instruction)] += times * _dot_flops(computation, instruction)
+        flops[_kind(computation, instruction)] += times * _dot_flops(computation, instruction)
       elif instruction.opcode == "convolution":
-        flops[_operand_type(computation, instruction)] += times * _convolution_flops(computation, instruction)
+        flops[_kind(computation, instruction)] += times * _convolution_flops(computation, instruction)
       elif kernels.is_kernel(instruction):
         priced = kernels.flops(computation, instruction)
         if priced is None:
           silent += int(times)
         else:
-          flops[priced[0]] += times * priced[1]
+          flops[priced[0], precision] += times * priced[1]
   for computation, instruction, times in module.executed():
     estimate = _CYCLES.search(instruction.rest)
     cycles += times * (int(estimate.group(1)) if estimate else 0)
@@ -74,9 +76,11 @@ def _shape(computation: Computation, name: str) -> Array:
   return computation.by_name[name].result[0]
 
 
-def _operand_type(computation: Computation, matmul: Instruction) -> str:
+def _kind(computation: Computation, matmul: Instruction) -> tuple[str, str]:
+  """The type of the operands, and their precision: "default", "high", "highest"."""
   left, right = (_shape(computation, name) for name in matmul.operands[:2])
-  return wider(left, right)
+  stated = re.findall(r"\w+", matmul.attribute("operand_precision") or "")
+  return wider(left, right), max(stated, key=_PRECISIONS.index, default="default")
 
 
 def _dot_flops(computation: Computation, dot: Instruction) -> float:

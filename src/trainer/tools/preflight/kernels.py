@@ -1,6 +1,7 @@
 """FLOPs of custom calls, which XLA counts as none: Pallas kernels, and the libraries that compute for GPUs.
 
-Attention is priced by the sizes it is given, halved where its mask is causal: what a mask empties is not computed.
+Attention is priced by the sizes it is given and the share of them that a causal mask leaves: of cuDNN's small tiles
+half, of splash's blocks those that are not empty, which are more than half of a short sequence.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 
+from trainer.kernels import attention_splash
 from trainer.tools.preflight.hlo import Array, Computation, Instruction, numbers, wider
 
 _STATED = re.compile(r'"cost_estimate":\{[^{}]*"flops":"?(\d+)')
@@ -47,7 +49,19 @@ def _splash(kernel: Instruction, arrays: list[Array], phase: str) -> tuple[str, 
   # The fused backward kernel also returns dq, a part of it for each block of keys.
   if phase == "dkv" and any(len(a.dims) == len(q.dims) + 1 and a.dims[-3:] == q.dims[-3:] for a in kernel.result):
     phase = "fused"
-  return q.dtype, _MATMULS[phase] * 2.0 * math.prod(q.dims) * k.dims[-2] / 2
+  (queries, head_dim), keys = q.dims[-2:], k.dims[-2]
+  blocks = attention_splash.block_sizes(queries, keys, head_dim * q.bits // 8)
+  backward = blocks.block_q_dkv, blocks.block_kv_dkv
+  rows, columns = (blocks.block_q, blocks.block_kv) if phase == "fwd" else backward
+  return q.dtype, _MATMULS[phase] * 2.0 * math.prod(q.dims) * keys * _computed(queries, keys, rows, columns)
+
+
+def _computed(queries: int, keys: int, rows: int, columns: int) -> float:
+  """The share of blocks that are not above the diagonal, for the last `queries` of a sequence of `keys`: where a
+  context axis deals out queries, the chip that has those is the one that the others wait for."""
+  first = keys - queries
+  reached = sum(math.ceil((first + end) / columns) for end in range(rows, queries + 1, rows))
+  return reached / (queries // rows * (keys // columns))
 
 
 def _fmha(kernel: Instruction, arrays: list[Array]) -> tuple[str, float] | None:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 from trainer.config.schema import Config, RematPolicy
+from trainer.kernels import remat
 from trainer.observe.chips import Chip
-from trainer.tools.preflight.analysis import Analysis, Finding, analyse, roofline
+from trainer.tools.preflight.analysis import Analysis, Finding, Refused, analyse, roofline
 from trainer.tools.preflight.report import milliseconds, size
 
 # From the most memory and least recomputation to the least memory. The first that fits is the fastest of those on the
@@ -34,6 +35,7 @@ class Candidate:
   seconds: float  # of a step, by the roofline of what was compiled
   tokens_per_second: float  # per device
   total_bytes: int
+  host_bytes: int  # pinned
   bound: str
 
 
@@ -45,79 +47,101 @@ def lines(config: Config, living: Sequence[Sequence[Sequence[Any]]], chip: Chip 
   if chip is None:
     return ["Search: this device is not in the table of chips, so nothing can be ranked"]
   whole = living[0]
+  refused: dict[str, str] = {}  # the first program of each reason
 
   def attempt(policy: RematPolicy, batch: float) -> Finding:
     tried = with_keys(config, remat_policy=policy, per_device_batch_size=batch)
     # Fewer slices take more micro-batches and more memory, so what does not fit shows there first.
     for slices in reversed(living):
       where = f" on {len(slices)} of {len(whole)} slices" if len(living) > 1 else ""
-      print(f"Search: compiling remat_policy={policy} per_device_batch_size={batch:g}{where}", flush=True)
+      name = f"remat_policy={policy} per_device_batch_size={batch:g}{where}"
+      print(f"Search: compiling {name}", flush=True)
       finding = analyse(tried, slices, len(whole))
+      if isinstance(finding, Refused):
+        refused.setdefault(finding.reason, name)
       if not _fits(finding, chip):
         break
     return finding
 
-  platform = whole[0][0].platform
+  given = config.model.remat_policy
+  others = OFFLOADING if whole[0][0].platform != "cpu" else ()
+  if given not in (*POLICIES, *others):
+    others = (*others, given)
   found = sorted(
-    candidates(attempt, config.data.per_device_batch_size, chip, offload=platform != "cpu"),
-    key=lambda c: -c.tokens_per_second,
+    candidates(attempt, config.data.per_device_batch_size, chip, others), key=lambda c: -c.tokens_per_second
   )
-  if not found:
-    return [
-      "Search: nothing fits, not even remat_policy=full at the smallest per_device_batch_size that divides over the "
-      "devices. Use more devices, ici_tensor_parallelism or ici_context_parallelism."
-    ]
+  text = _ranking(config, found) if found else [
+    "Search: nothing fits, not even remat_policy=full at the smallest per_device_batch_size that divides over the "
+    "devices. Use more devices, ici_tensor_parallelism or ici_context_parallelism."
+  ]  # fmt: skip
+  return text + [f"Search: the compiler refused {name}, not for its memory: {why}" for why, name in refused.items()]
+
+
+def _ranking(config: Config, found: Sequence[Candidate]) -> list[str]:
+  """The suggestion, and the table of all that fit."""
   best = found[0]
-  text = [
-    f"Search: remat_policy={best.policy} per_device_batch_size={best.per_device_batch_size:g} is the fastest that fits",
+  suggested = f"remat_policy={best.policy} per_device_batch_size={best.per_device_batch_size:g}"
+  text = [f"Search: {suggested} is the fastest of those tried that fit"]
+  fields = type(config.model).model_fields
+  choices = [name for name in remat.NAMES if getattr(config.model, name) != fields[name].default]
+  if choices and best.policy is not RematPolicy.CUSTOM:
+    text.append(f"  It goes without {', '.join(choices)}, which only remat_policy=custom reads.")
+  text += [
     "  Ranked by tokens/s/device at the roofline of each compiled step: the longest of its matmul FLOPs, its traffic"
-    " with HBM, between chips, and with the host, each at the chip's peak. A larger batch changes the global batch.",
-    "  remat_policy | per_device_batch_size | least step time | tokens/s/device | HBM | bound by",
+    " with HBM, between chips, and with the host, each at the chip's peak. Another batch changes the global batch.",
+    "  remat_policy | per_device_batch_size | least step time | tokens/s/device | HBM | pinned host memory | bound by",
   ]
   for c in found:
     text.append(
       f"  {c.policy} | {c.per_device_batch_size:g} | {milliseconds(c.seconds)} | {c.tokens_per_second:,.0f} | "
-      f"{size(c.total_bytes)} | {c.bound}"
+      f"{size(c.total_bytes)} | {size(c.host_bytes)} | {c.bound}"
     )
   return text
 
 
-def candidates(attempt: Try, batch: float, chip: Chip, *, offload: bool) -> Iterator[Candidate]:
-  """What fits: for each batch size the first fitting policy and the offloading ones.
+def candidates(attempt: Try, batch: float, chip: Chip, others: Sequence[RematPolicy] = ()) -> Iterator[Candidate]:
+  """What fits: for each batch size the first fitting policy of POLICIES, and those of `others`.
 
-  The batch is doubled until nothing fits; where nothing does at the given one, it is halved until something does.
+  The batch is doubled until nothing fits. It is halved until something does, and on while that makes it faster: a
+  smaller batch may afford a policy that recomputes less.
   """
-  fitting = _first_that_fits(attempt, batch, chip)
-  smaller = fitting is None
-  if smaller:
-    fitting = _of_smaller_batches(attempt, batch, chip)
-  doublings = 0 if smaller else MAX_DOUBLINGS
-  while fitting is not None:
-    yield fitting
-    batch = fitting.per_device_batch_size
-    if offload and fitting.policy is not RematPolicy.NONE:
-      yield from filter(None, (_candidate(attempt, policy, batch, chip) for policy in OFFLOADING))
-    fitting = _first_that_fits(attempt, 2 * batch, chip, likely=fitting.policy) if doublings else None
-    doublings -= 1
 
+  def of(batch: float, likely: RematPolicy | None = None) -> list[Candidate]:
+    fitting = _first_that_fits(attempt, batch, chip, likely)
+    if fitting is not None and fitting.policy is RematPolicy.NONE:
+      return [fitting]  # nothing is recomputed, so there is nothing to save
+    tried = [fitting, *(_candidate(attempt, policy, batch, chip) for policy in others)]
+    return [candidate for candidate in tried if candidate is not None]
 
-def _of_smaller_batches(attempt: Try, batch: float, chip: Chip) -> Candidate | None:
-  """At the largest of batch / 2, batch / 4, ... at which anything fits; None: the next one does not divide."""
-  fitting = None
-  while fitting is None:
+  here = of(batch)
+  yield from here
+  larger, doublings = here, 0
+  while larger and doublings < MAX_DOUBLINGS:
+    doublings += 1
+    larger = of(batch * 2**doublings, likely=larger[0].policy)
+    yield from larger
+  fastest = _fastest(here)
+  while not here or here[0].policy is not RematPolicy.NONE:
     batch /= 2
     try:
-      fitting = _first_that_fits(attempt, batch, chip)
-    except ValueError:
-      return None
-  return fitting
+      here = of(batch)
+    except ValueError:  # it does not divide over the devices
+      return
+    yield from here
+    if fastest and _fastest(here) <= fastest:
+      return
+    fastest = _fastest(here)
+
+
+def _fastest(found: Sequence[Candidate]) -> float:
+  return max((c.tokens_per_second for c in found), default=0.0)
 
 
 def _first_that_fits(attempt: Try, batch: float, chip: Chip, likely: RematPolicy | None = None) -> Candidate | None:
   """By bisection: a policy that keeps less needs less memory. `likely`: the first that fits a smaller batch."""
   low, high = 0, len(POLICIES)
   middle = high // 2
-  if likely is not None:
+  if likely in POLICIES:
     low = middle = POLICIES.index(likely)
   best = None
   while low < high:
@@ -137,7 +161,13 @@ def _candidate(attempt: Try, policy: RematPolicy, batch: float, chip: Chip) -> C
   bounds = roofline(found, chip)
   devices = found.slices * found.devices_per_slice
   return Candidate(
-    policy, batch, bounds.seconds, found.tokens / bounds.seconds / devices, found.memory.total, bounds.bound
+    policy,
+    batch,
+    bounds.seconds,
+    found.tokens / bounds.seconds / devices,
+    found.memory.total,
+    found.memory.host,
+    bounds.bound,
   )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
 
@@ -93,6 +94,8 @@ def _meaning(key: Key) -> str:
 
 def main() -> None:
   """Writes both files into the repository."""
+  if sys.argv[1:]:
+    sys.exit(__doc__ + "\nIt takes no arguments.")
   root = repository_root()
   for path, text in ((root / "configs/base.yml", base_yaml()), (root / "docs/configuration.md", page())):
     path.parent.mkdir(exist_ok=True)

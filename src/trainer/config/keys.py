@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any, Literal, get_args, get_origin
 
 from trainer.config.errors import ConfigError, did_you_mean, shorten
-from trainer.config.maxtext import reason_for
+from trainer.config.maxtext import reason_for, reason_for_value
 from trainer.config.schema import Config
 
 Scalar = bool | int | float | str
@@ -108,9 +108,14 @@ def _choice(key: Key, text: str, origin: str) -> Given:
     return Given(text.lower(), origin)
   shown = ", ".join(choice or "'' (empty)" for choice in key.choices)
   raise ConfigError(
-    f"{key.name}={shorten(text)} ({origin}): {key.name} has no such value.\n"
-    f"{did_you_mean(text, [choice for choice in key.choices if choice])}Choices: {shown}."
+    f"{key.name}={shorten(text)} ({origin}): {key.name} has no such value.\n{_instead(key, text)}Choices: {shown}."
   )
+
+
+def _instead(key: Key, text: str) -> str:
+  """What to write for a value that does not exist, as the middle of an error message."""
+  reason = reason_for_value(key.name, text)
+  return f"{reason}\n" if reason else did_you_mean(text, [choice for choice in key.choices if choice])
 
 
 def _boolean(text: str) -> bool:

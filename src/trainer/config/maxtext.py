@@ -10,6 +10,12 @@ def reason_for(name: str) -> str | None:
   return next((reason for prefix, reason in _PREFIXES.items() if name.startswith(prefix)), None)
 
 
+def reason_for_value(name: str, value: str) -> str | None:
+  """What to use instead of MaxText's `value` of a key that is known here; None for any other."""
+  values, reason = _VALUES.get(name, ("", None))
+  return reason if value in values.split() else None
+
+
 _DENSE = "Models are dense decoders here: there are no experts."
 _TEXT = "Give local text files or folders with dataset_type=text dataset_path=FOLDER."
 _FORMAT = "Checkpoints have one format; leave the key out."
@@ -22,6 +28,13 @@ _KERNEL = "attention=flash picks the platform's kernel and its block sizes."
 _QUANTIZED = "quantization=int8 or fp8 is all there is to choose: it is always qwix's, with nothing to calibrate."
 _LAUNCHER = "It is a flag of the launcher (xpk, torchrun), which starts this program."
 _RESUME = "A run resumes from its own folder: give the same base_output_directory and run_name."
+
+# Of keys that both have: MaxText's values that this program lacks.
+_VALUES = {
+  "dataset_type": ("tfds grain hf olmo_grain c4_mlperf", _TEXT),
+  "attention": ("cudnn_flash_te cudnn_flash_jax paged vllm_rpa", _KERNEL),
+  "quantization": ("intmm fp8_gpu fp8_nanoo nanoo_fp8 aqt_fp8 aqt_fp8_full", _QUANTIZED),
+}
 
 _REASONS = {
   "elastic_slices": _LAUNCHER,

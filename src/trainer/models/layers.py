@@ -104,16 +104,13 @@ class Attention(nnx.Module):
     if cfg.use_qk_norm:
       self.query_norm = RMSNorm(H, cfg)
       self.key_norm = RMSNorm(H, cfg)
-    self.num_kv_heads = K
     self.use_qk_norm = cfg.use_qk_norm
     self.kernels = kernels
 
   def __call__(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
     project = self.kernels.project
-    # [D, K, ., H]: a key head beside the query heads that read it, so that sharding over heads stays what it is.
-    by_head = lambda weight: weight[...].reshape(weight.shape[0], self.num_kv_heads, -1, weight.shape[-1])
-    q, k, v = project.together(x_BTD, [by_head(weight) for weight in (self.query, self.key, self.value)], 2)
-    q, k, v = (part.reshape(*x_BTD.shape[:2], -1, part.shape[-1]) for part in (q, k, v))
+    # Not together: a TPU would copy their common result three times, head by head, to take it apart.
+    q, k, v = (project(x_BTD, weight[...]) for weight in (self.query, self.key, self.value))
     q = checkpoint_name(constrain(q, "batch", "length", "heads", "head_dim"), "query_proj")
     k = checkpoint_name(constrain(k, "batch", "length", "kv_heads", "head_dim"), "key_proj")
     v = checkpoint_name(constrain(v, "batch", "length", "kv_heads", "head_dim"), "value_proj")

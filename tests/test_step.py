@@ -219,7 +219,7 @@ def test_sharded_equals_unsharded(name):
 
 @pytest.mark.parametrize("name", ["fsdp", "tensor", "all"])
 def test_projections_that_are_fused_equal_separate_ones(name, monkeypatch):
-  """Accelerators compute queries, keys and values in one matmul, and gate and up in another; a CPU one by one."""
+  """Accelerators compute gate and up in one matmul; a CPU one by one."""
   monkeypatch.setattr(program.projection, "choose", lambda platform, quantization: projection.PLAIN)
   where, parallelism = MESHES[name]
   changes = {"data": {"per_device_batch_size": ROWS / math.prod(where)}, "parallelism": parallelism}

@@ -46,14 +46,11 @@ def abstract(model: Functional, optimizer: optax.GradientTransformation, mesh: M
     params,
     axes,
   )
-  is_spec = lambda x: isinstance(x, PartitionSpec)
-  named = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+  named = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
   sharding.check_replication(params, named, tolerance)
   by_path = {
-    _names(path): (leaf.shape, spec)
-    for (path, leaf), spec in zip(
-      jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(specs, is_leaf=is_spec), strict=True
-    )
+    _names(path): (leaf.shape, sh.spec)
+    for (path, leaf), sh in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(named), strict=True)
   }
 
   def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

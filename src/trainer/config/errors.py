@@ -26,3 +26,8 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
   """'Did you mean X?' with a trailing space, or '' when nothing is close."""
   name = nearest(word, names)
   return f"Did you mean {name}? " if name else ""
+
+
+def counted(count: int, noun: str) -> str:
+  """ "1 slice", "3 slices"."""
+  return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -23,17 +23,16 @@ class Projection:
   def __call__(self, x: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
     return self.function(x, w, contracted)
 
-  def together(self, x: jax.Array, weights: Sequence[jax.Array], axis: int) -> tuple[jax.Array, ...]:
-    """x [*B, K] with each of the weights [K, ..], which differ in the size of their dim `axis` alone.
+  def together(self, x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """x [*B, K] with each of the weights, all [K, N]: [*B, N] each.
 
     One matmul is compiled once, reads x once and has one wide gradient; the weights are put side by side while they are
     sharded.
     """
     if not self.fuses:
-      return tuple(self(x, w, 1) for w in weights)
-    joined = jnp.concatenate([w.astype(x.dtype) for w in weights], axis)
-    ends = [sum(w.shape[axis] for w in weights[: i + 1]) for i in range(len(weights) - 1)]
-    return tuple(jnp.split(self(x, joined, 1), ends, axis + x.ndim - 2))
+      return tuple(self(x, w) for w in weights)
+    joined = self(x, jnp.stack([w.astype(x.dtype) for w in weights], axis=1))
+    return tuple(jax.lax.index_in_dim(joined, i, -2, keepdims=False) for i in range(len(weights)))
 
 
 def _plain(x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:

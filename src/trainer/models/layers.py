@@ -138,8 +138,7 @@ class FeedForward(nnx.Module):
     self.project = kernels.project
 
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
-    gate, up = self.project.together(x_BTD, [weight[...][:, None] for weight in (self.gate, self.up)], 1)
-    gate, up = gate[:, :, 0], up[:, :, 0]
+    gate, up = self.project.together(x_BTD, [self.gate[...], self.up[...]])
     gate = checkpoint_name(constrain(gate, "batch", "length", "mlp"), "mlpwi_0")
     up = checkpoint_name(constrain(up, "batch", "length", "mlp"), "mlpwi_1")
     out = self.project(swiglu(gate, up), self.down[...], 1)

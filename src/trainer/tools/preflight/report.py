@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from trainer.config.errors import counted
 from trainer.elastic.batch_plan import PlanCost
 from trainer.observe.chips import Chip
 from trainer.tools.preflight.analysis import Analysis, DoesNotFit, roofline
@@ -54,7 +55,7 @@ def state_lines(sizes: StateSizes) -> list[str]:
   return [
     *lines,
     f"Snapshot: {size(sizes.state_bytes)} of host memory per slice and copy, {size(per_host)} per host "
-    f"({_counted(sizes.hosts_per_slice, 'host')} per slice), two copies while one is being made",
+    f"({counted(sizes.hosts_per_slice, 'host')} per slice), two copies while one is being made",
     f"Ramdisk per host: {size(sizes.ramdisk_by_rule)} by the rule (parameters x 12 bytes / hosts x 2 x 1.15)",
     f"Ramdisk per host: {size(sizes.ramdisk_exact)} by exact count, two saves and no margin",
   ]
@@ -82,7 +83,7 @@ def analysis_lines(analysis: Analysis, chip: Chip | None) -> list[str]:
   """Everything about one compiled step."""
   a = analysis
   mesh = ", ".join(f"{axis}={ways}" for axis, ways in a.mesh.items() if ways > 1) or "one device"
-  total = _counted(a.num_slices_total, "slice")
+  total = counted(a.num_slices_total, "slice")
   lines = [
     f"The step on {a.slices} of {total} x {a.devices_per_slice} {a.device_kind}: mesh {mesh}",
     f"  Attention: {a.attention}; {a.micro_batches} micro-batches per step; {a.tokens:,} tokens per step",
@@ -121,7 +122,7 @@ def memory_line(a: Analysis, chip: Chip | None) -> str:
 
 
 def refusal_lines(refusal: DoesNotFit) -> list[str]:
-  return [f"The step on {_counted(refusal.slices, 'slice')} does not fit: {refusal.reason}"]
+  return [f"The step on {counted(refusal.slices, 'slice')} does not fit: {refusal.reason}"]
 
 
 def collective_lines(collectives: Iterable[Collective]) -> list[str]:
@@ -152,7 +153,3 @@ def roofline_lines(a: Analysis, chip: Chip) -> list[str]:
     f"  at least {milliseconds(r.seconds)} per step, bound by {r.bound}; at best "
     f"{a.tokens / r.seconds / (a.slices * a.devices_per_slice):,.0f} tokens/s/device, MFU {mfu:.0%}",
   ]
-
-
-def _counted(count: int, noun: str) -> str:
-  return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

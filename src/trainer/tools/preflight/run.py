@@ -12,6 +12,7 @@ from typing import Any
 from trainer import cluster as cluster_lib
 from trainer.cluster import topologies
 from trainer.config import counts
+from trainer.config.errors import counted
 from trainer.config.schema import Config
 
 Slices = Sequence[Sequence[Any]]
@@ -48,8 +49,8 @@ def run(config: Config, started: float) -> int:
     for future in futures:
       found = future.result()
       if isinstance(found, analysis.Refused):
-        many = "s" if found.slices > 1 else ""
-        print(f"error: the compiler refused the step on {found.slices} slice{many}: {found.reason}", file=sys.stderr)
+        living = counted(found.slices, "slice")
+        print(f"error: the compiler refused the step on {living}: {found.reason}", file=sys.stderr)
         codes.append(3)
         continue
       if isinstance(found, analysis.DoesNotFit):
@@ -78,8 +79,7 @@ def _devices(config: Config) -> tuple[Callable[[int], Slices], int, str]:
   if not name:
     cluster = cluster_lib.start(config.cluster)
     all_slices = cluster.view(cluster.slices).devices
-    many = "s" if cluster.num_slices > 1 else ""
-    where = f"For the devices of this machine: {cluster.num_slices} slice{many} of {cluster.devices_per_slice}"
+    where = f"For the devices of this machine: {counted(cluster.num_slices, 'slice')} of {cluster.devices_per_slice}"
     return lambda alive: all_slices[:alive], cluster.num_slices, where
   given = config.cluster.num_slices or count
   topology = topologies.resolve(name)
@@ -90,9 +90,8 @@ def _devices(config: Config) -> tuple[Callable[[int], Slices], int, str]:
     slices_of,
     count,
     (
-      f"For {count} slice{'s' if count > 1 else ''} of {topology.jax_name}: {topology.chips} chips "
-      f"({len(slices_of(count)[0])} devices) on {topology.hosts} host{'s' if topology.hosts > 1 else ''} each; "
-      "no TPU is needed"
+      f"For {counted(count, 'slice')} of {topology.jax_name}: {topology.chips} chips "
+      f"({len(slices_of(count)[0])} devices) on {counted(topology.hosts, 'host')} each; no TPU is needed"
       + (f"\ncompile_topology_num_slices={count} counts here, not num_slices={given}" if given != count else "")
     ),
   )

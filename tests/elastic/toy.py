@@ -52,6 +52,7 @@ class Toy:
     self.fail_at: dict[int, Exception] = {}  # raised when the step is dispatched
     self.restores: list[tuple[int, str]] = []
     self.state: np.ndarray | None = None
+    self.carry: Carry | None = None
 
   def example(self, step, rows):
     """Rows [.., WIDTH] and weights [..] of a step: a pure function of the step and the row."""
@@ -101,6 +102,7 @@ class Toy:
     return 0, np.eye(WIDTH, dtype=np.float32), "none"
 
   def attempt(self, view, carry: Carry) -> Outcome:
+    self.carry = carry
     compiled, plan, sharded, place = carry.compiled_step(self.compile)
     step, w, tier = self.restore(carry)
     state = jax.device_put(w, sharded)
@@ -160,6 +162,9 @@ def train(toy, faults="", num_slices=4, directory=None, cluster=None, clock=None
   try:
     outcome = elastic_retry(toy.attempt, cluster, cfg, events, log, job=job, clock=clock, sleep=clock.sleep)
   finally:
+    if toy.carry is not None and toy.carry.preparation is not None:
+      # jax counts compilations per process: what this run still compiles would be counted to the next test's.
+      assert toy.carry.preparation.wait(60)
     toy.lines, toy.records = lines, records
     log.close()
     events.close()

@@ -136,6 +136,22 @@ def test_a_refusal_keeps_the_first_line(monkeypatch, stage, error, kind, told):
   assert analysis.analyse(None, [[]], 1) == getattr(analysis, kind)(1, told)
 
 
+def test_output_that_cannot_be_read_is_no_wrong_input(monkeypatch):
+  from trainer.tools.preflight import analysis
+
+  class Compiled:
+    compiler_options = None
+    lower = compile = lambda self, **_: self
+
+    def as_text(self):
+      return "a notation of tomorrow"
+
+  monkeypatch.setattr(analysis.program, "build", lambda *_: Compiled())
+  with pytest.raises(RuntimeError, match="cannot read what this version of the compiler wrote") as caught:
+    analysis.analyse(None, [[]], 1)
+  assert "no ENTRY computation" in str(caught.value.__cause__)
+
+
 @needs_compiler
 def test_num_slices_is_not_that_of_the_topology(no_compiler, capsys):
   from trainer.tools.preflight import analysis

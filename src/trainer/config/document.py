@@ -30,12 +30,13 @@ Generated from `src/trainer/config/schema.py` by `python -m trainer.config.docum
     python -m trainer CONFIG.yml key=value ... --print-config
 
 Precedence, lowest first: the defaults below, the files named by a YAML's `base_config` line (relative to that file),
-the YAML, the model's YAML (`model_name`), the command line. A key with another value than the named model's is an
-error, unless `override_model_config=true` lets it win. A choice takes what it leaves without effect out of the places
-below it: `eval_steps=0` needs no word about a YAML's `eval_interval`. A config file is found relative to the working
-directory, then to the repository's root. Keys are flat; `section.key=value` is accepted on the command line too. Values
-are text until they meet their key: `1e-3` is a number, `none` is a word, and nothing after the first `=` needs YAML
-quotes.
+the YAML, the model's YAML (`model_name`), the command line, where the last of several wins. A key with another value
+than the named model's is an error, unless `override_model_config=true` lets it win. A choice takes what it leaves
+without effect out of the places below it: `eval_steps=0` needs no word about a YAML's `eval_interval`. The keys of
+what a switch turns off (`elastic_enabled=false`, `enable_checkpointing=false`, `dataset_type=synthetic`, `profiler=`)
+may stay, so that it can be turned on again. A config file is found relative to the working directory, then to the
+repository's root. Keys are flat; `section.key=value` is accepted on the command line too. Values are text until they
+meet their key: `1e-3` is a number, `none` is a word, and nothing after the first `=` needs YAML quotes.
 """
 
 

@@ -56,8 +56,7 @@ def _split(argv: list[str]) -> tuple[Path, dict[str, Given]]:
     if name == files.PARENT_KEY:
       raise ConfigError(f"{argument}: {name} belongs in a YAML file, not here.\nWrite it in {argv[0]}.")
     key = resolve(name, "command line")
-    if key.name in command:
-      raise ConfigError(f"{shorten(argument)}: {key.name} is given twice on the command line.\nRemove one of the two.")
+    # The last one wins, as with MaxText: scripts append to the arguments that they were given.
     command[key.name] = convert(key, text, "command line")
   return path, command
 

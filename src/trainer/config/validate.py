@@ -29,7 +29,8 @@ AXES = ("data", "fsdp", "tensor", "context")
 _CUSTOM_REMAT = "decoder_layer_input query_proj key_proj value_proj context out_proj mlpwi_0 mlpwi_1 mlpwo"
 _ROPE_SCALING = "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_position_embeddings"
 
-# (a key, its values with which other keys have an effect, those keys)
+# (a key, its values with which other keys have an effect, those keys). Switches of whole features are not among them:
+# who turns checkpoints off for an hour must not have to take out their keys too.
 EFFECTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
   ("remat_policy", ("custom",), _CUSTOM_REMAT),
   ("rope_type", ("llama3",), _ROPE_SCALING),

@@ -88,7 +88,12 @@ Finding = Analysis | DoesNotFit | Refused
 
 
 def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int) -> Finding:
-  """The analysis of the step for the living `slices`. Raises ValueError where sizes do not fit the devices."""
+  """The analysis of the step for the living `slices`.
+
+  Raises:
+    ValueError: sizes do not fit the devices.
+    RuntimeError: the compiler's output cannot be read.
+  """
   start = time.monotonic()
   prog = program.build(config, slices, num_slices_total)
   try:
@@ -104,7 +109,10 @@ def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total
       return Refused(len(slices), _first_line(error))
     return DoesNotFit(len(slices), out_of_memory(str(error)))
   done = time.monotonic()
-  return read(config, prog, compiled, num_slices_total, traced - start, done - traced)
+  try:
+    return read(config, prog, compiled, num_slices_total, traced - start, done - traced)
+  except ValueError as error:  # would pass for a wrong configuration, which ends with another exit code
+    raise RuntimeError("preflight cannot read what this version of the compiler wrote") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -203,5 +203,5 @@ case ",$all," in
 esac
 
 echo "$fingerprint" >"$stamp"
-echo "core ${all//,/ }" >>"$stamp"
+echo "core${all:+ ${all//,/ }}" >>"$stamp"
 say "done in $((SECONDS - started)) s: $venv (core${all:+ ${all//,/ }})"

@@ -94,8 +94,8 @@ def rows_per_micro_batch(config: Config, devices_per_slice: int) -> int:
   if rows == 0:
     raise ValueError(
       f"per_device_batch_size={share:g} x {devices_per_slice} devices per slice is {share * devices_per_slice:g} "
-      f"examples, and a slice's micro-batch must be a whole number of at least 1. Choose a multiple of "
-      f"1/{devices_per_slice}."
+      "examples, and a slice's micro-batch must be a whole number of at least 1. Choose "
+      f"{counts.shares_that_are_whole(devices_per_slice)}."
     )
   return rows
 

@@ -14,6 +14,11 @@ def examples_per_slice(per_device_batch_size: float, devices: int) -> int:
   return round(rows) if abs(rows - round(rows)) <= 1e-6 else 0
 
 
+def shares_that_are_whole(devices: int) -> str:
+  """Names the values of per_device_batch_size that `examples_per_slice` takes, for a message."""
+  return f"a multiple of 1/{devices}" if devices > 1 else "a whole number"
+
+
 def parameter_count(model: ModelSection) -> int:
   """Parameters of the decoder; a tied embedding counts once."""
   tables = 1 if model.logits_via_embedding else 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from trainer.config import resume
-from trainer.config.counts import examples_per_slice
+from trainer.config.counts import examples_per_slice, shares_that_are_whole
 from trainer.config.errors import ConfigError, did_you_mean, shorten
 from trainer.config.faults import RandomFaults
 from trainer.config.faults import parse as parse_faults
@@ -220,7 +220,7 @@ def _check_batch(data: DataSection, parallelism: ParallelismSection, cluster: Cl
     raise ConfigError(
       f"per_device_batch_size={data.per_device_batch_size:g}: times devices_per_slice={devices} it is "
       f"{data.per_device_batch_size * devices:g} examples per slice, which must be whole.\n"
-      f"Use a multiple of 1/{devices}."
+      f"Use {shares_that_are_whole(devices)}."
     )
   inner = parallelism.ici_tensor_parallelism, parallelism.ici_context_parallelism
   outer = parallelism.ici_data_parallelism, parallelism.ici_fsdp_parallelism

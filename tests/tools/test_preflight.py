@@ -7,8 +7,10 @@ import os
 import re
 import subprocess
 import sys
+import types
 
 import jax
+import numpy as np
 import pytest
 
 from trainer import config
@@ -46,7 +48,7 @@ def test_for_this_machine():
 
 
 def test_the_step_of_one_slice_less_can_be_left_out():
-  done = command("num_slices=3", "steps=10", "attention=dot_product", "preflight.degraded=false")
+  done = command("num_slices=3", "steps=10", "attention=dot_product", "preflight.degraded=none")
   assert done.returncode == 0, done.stderr
   assert "The step on 3 of 3 slices" in done.stdout and "The step on 2 of 3 slices" not in done.stdout
   assert "2 of 3 |                      2 |   25.0% |   50.0%" in done.stdout
@@ -59,7 +61,7 @@ def no_compiler(monkeypatch):
   from trainer.tools.preflight import analysis, this_machine
 
   found: dict[int, analysis.Finding] = {}
-  monkeypatch.setattr(analysis, "analyse", lambda config, slices, total: found[len(slices)])
+  monkeypatch.setattr(analysis, "analyse", lambda config, slices, total, quick: found[len(slices)])
   monkeypatch.setattr(this_machine, "measured", lambda *_: chips.CHIPS[0])
   return found
 
@@ -123,6 +125,7 @@ def test_a_refusal_keeps_the_first_line(monkeypatch, stage, error, kind, told):
 
   class Refusing:
     compiler_options = None
+    plan = types.SimpleNamespace(rows=np.zeros((1, 1)))
 
     def lower(self):
       if stage == "lower":
@@ -141,6 +144,7 @@ def test_output_that_cannot_be_read_is_no_wrong_input(monkeypatch):
 
   class Compiled:
     compiler_options = None
+    plan = types.SimpleNamespace(rows=np.zeros((1, 1)))
     lower = compile = lambda self, **_: self
 
     def as_text(self):
@@ -170,6 +174,46 @@ def test_for_tpus_that_are_not_there():
   assert done.stdout.count("Roofline on v5e: compute") == 2
   two, one = done.stdout.split("The step on 1 of 2 slices")
   assert "across slices (DCN)" in two and "across slices (DCN)" not in one
+  assert "Compiled quickly" not in two and "cycles" in two and "HBM not known" not in two
+  assert "Compiled quickly" in one and "cycles" not in one and "HBM not known" in one
+
+
+@needs_compiler
+def test_little_optimization_changes_memory_and_nothing_else_of_the_report():
+  from trainer.cluster import topologies
+  from trainer.tools.preflight import analysis
+
+  cfg = config.load([*TINY, *TPU])
+  slices = topologies.devices(topologies.resolve("v5e-4"), 1)
+  quick = analysis.analyse(cfg, slices, 2, quick=True)
+  full = analysis.analyse(cfg, slices, 2)
+  assert isinstance(quick, analysis.Analysis) and isinstance(full, analysis.Analysis)
+  assert full.optimized and not quick.optimized
+  assert quick.memory.arguments == full.memory.arguments
+  assert quick.memory.temporaries > full.memory.temporaries
+  assert quick.costs.flops_by_type == full.costs.flops_by_type
+  assert sum(c.sent for c in quick.collectives) == pytest.approx(sum(c.sent for c in full.collectives), rel=0.1)
+
+
+@pytest.mark.parametrize("refusal", ["RESOURCE_EXHAUSTED: all of it", "INTERNAL: no"])
+def test_what_little_optimization_refuses_is_compiled_as_it_runs(monkeypatch, refusal):
+  from trainer.tools.preflight import analysis
+
+  tried = []
+
+  def compile(compiler_options):
+    tried.append(compiler_options)
+    raise jax.errors.JaxRuntimeError(refusal if len(tried) == 1 else "INTERNAL: as it runs")
+
+  program = types.SimpleNamespace(
+    compiler_options={"a": "b"},
+    plan=types.SimpleNamespace(rows=np.zeros((1, 1))),
+    lower=lambda: types.SimpleNamespace(compile=compile),
+  )
+  monkeypatch.setattr(analysis.program, "build", lambda *_: program)
+  tpu = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+  assert analysis.analyse(None, [[tpu]], 2, quick=True) == analysis.Refused(1, "INTERNAL: as it runs")
+  assert tried == [{"a": "b", **analysis.LITTLE_OPTIMIZATION}, {"a": "b"}]
 
 
 @needs_compiler

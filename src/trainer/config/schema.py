@@ -43,6 +43,14 @@ class RematPolicy(StrEnum):
   CUSTOM = "custom"
 
 
+class DegradedStep(StrEnum):
+  """How preflight compiles the step of one slice less."""
+
+  NONE = "none"
+  QUICK = "quick"
+  FULL = "full"
+
+
 class RunSection(Section):
   """What is run and where its files go."""
 
@@ -455,9 +463,9 @@ class PreflightSection(Section):
     False,
     description="Also try remat policies and batch sizes and suggest the fastest that fits (preflight.search=true).",
   )
-  preflight_degraded: bool = Field(
-    True,
-    description="Also compile the step of one slice less, which runs when a slice is lost (preflight.degraded=false halves the time).",
+  preflight_degraded: DegradedStep = Field(
+    DegradedStep.QUICK,
+    description="How to compile the step of one slice less, which runs when a slice is lost (preflight.degraded=full): quick, for TPUs with little optimization, which is enough where it fits even so; full, as it runs; none.",
   )
 
 

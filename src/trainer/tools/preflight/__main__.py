@@ -2,7 +2,8 @@
 
 With compile_topology=v5e-16 compile_topology_num_slices=3 the exact training step is compiled for TPUs that are not
 there; without it, for the devices of this machine. preflight.search=true also looks for the fastest remat policy and
-batch size that fit; preflight.degraded=false leaves out the step of one slice less.
+batch size that fit. The step of one slice less is compiled quickly, with little optimization, unless it fits only as
+it runs; preflight.degraded=full always compiles it as it runs, preflight.degraded=none leaves it out.
 Exit code 0: it fits; 1: it does not; 2: the input is wrong or the compiler is not installed; 3: the compiler refused
 the step for another reason than memory.
 """

@@ -7,6 +7,7 @@ import dataclasses
 import re
 import time
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jax import Device
@@ -62,6 +63,9 @@ class Analysis:
   tokens: int  # of the global batch
   trace_seconds: float
   compile_seconds: float
+  optimized: bool = (
+    True  # False: this is not the program that runs, which takes less memory and has less traffic with it
+  )
 
   def exchanged(self) -> list[Collective]:
     """Collectives that leave the slice."""
@@ -86,9 +90,15 @@ class Refused:
 
 Finding = Analysis | DoesNotFit | Refused
 
+# XLA's effort O0, by the number that all versions of jax know it by.
+LITTLE_OPTIMIZATION = MappingProxyType({"optimization_level": 9})
 
-def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int) -> Finding:
+
+def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int, quick: bool = False) -> Finding:
   """The analysis of the step for the living `slices`.
+
+  quick: for TPUs, compile with little optimization first, in a quarter of the time, and as the step runs only if that
+  does not fit. Optimized it keeps less, and to overlap more it takes only what there is room for.
 
   Raises:
     ValueError: sizes do not fit the devices.
@@ -100,19 +110,34 @@ def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total
     lowered = prog.lower()
   except NotImplementedError as error:  # what a Pallas kernel has and the TPU's compiler lacks
     return Refused(len(slices), _first_line(error))
-  traced = time.monotonic()
+  trace_seconds = time.monotonic() - start
+  if quick and slices[0][0].platform == "tpu":
+    found = _compiled(config, prog, lowered, num_slices_total, trace_seconds, optimized=False)
+    chip = chips.find(slices[0][0].device_kind)
+    if chip is not None and isinstance(found, Analysis) and found.memory.fits(chip):
+      return found
+  return _compiled(config, prog, lowered, num_slices_total, trace_seconds, optimized=True)
+
+
+def _compiled(
+  config: Config, prog: Program, lowered: Any, num_slices_total: int, trace_seconds: float, optimized: bool
+) -> Finding:
+  start = time.monotonic()
+  alive = prog.plan.rows.shape[1]
+  options = prog.compiler_options if optimized else {**(prog.compiler_options or {}), **LITTLE_OPTIMIZATION}
   try:
-    compiled = lowered.compile(compiler_options=prog.compiler_options)
+    compiled = lowered.compile(compiler_options=options)
   # XLA raises a JaxRuntimeError, the compiler of kernels a class that JAX does not export.
   except Exception as error:  # noqa: BLE001
     if "RESOURCE_EXHAUSTED" not in str(error):
-      return Refused(len(slices), _first_line(error))
-    return DoesNotFit(len(slices), out_of_memory(str(error)))
-  done = time.monotonic()
+      return Refused(alive, _first_line(error))
+    return DoesNotFit(alive, out_of_memory(str(error)))
+  seconds = time.monotonic() - start
   try:
-    return read(config, prog, compiled, num_slices_total, traced - start, done - traced)
+    found = read(config, prog, compiled, num_slices_total, trace_seconds, seconds)
   except ValueError as error:  # would pass for a wrong configuration, which ends with another exit code
     raise RuntimeError("preflight cannot read what this version of the compiler wrote") from error
+  return dataclasses.replace(found, optimized=optimized)
 
 
 def _first_line(error: Exception) -> str:
@@ -182,7 +207,7 @@ class Roofline:
   """Seconds that one step takes at least, by what it has to do and what a device can do at best."""
 
   compute: float
-  memory: float
+  memory: float | None  # None: not known of what is not optimized
   ici: float
   dcn: float | None  # None: the bandwidth is not known
   host: float
@@ -198,7 +223,7 @@ class Roofline:
 
   def _parts(self) -> dict[str, float]:
     return {
-      "compute": self.compute, "HBM": self.memory, "links": self.ici, "DCN": self.dcn or 0.0, "host": self.host
+      "compute": self.compute, "HBM": self.memory or 0.0, "links": self.ici, "DCN": self.dcn or 0.0, "host": self.host
     }  # fmt: skip
 
 
@@ -216,7 +241,7 @@ def roofline(analysis: Analysis, chip: chips.Chip) -> Roofline:
   bandwidth = DCN_BANDWIDTH.get(chip.name)
   return Roofline(
     compute=sum(flops / chip.peak(*kind) for kind, flops in analysis.costs.flops_by_type.items()),
-    memory=analysis.costs.device_bytes / chip.hbm_bandwidth,
+    memory=analysis.costs.device_bytes / chip.hbm_bandwidth if analysis.optimized else None,
     ici=inside / (chip.link_bandwidth / 2),
     dcn=across / bandwidth if bandwidth else (None if across else 0.0),
     host=analysis.costs.host_bytes / HOST_BANDWIDTH,

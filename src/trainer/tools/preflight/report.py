@@ -11,6 +11,11 @@ from trainer.observe.chips import Chip
 from trainer.tools.preflight.analysis import Analysis, DoesNotFit, roofline
 from trainer.tools.preflight.collectives import Collective
 
+QUICK = (
+  "Compiled quickly, with little optimization, to see that it fits: what runs is optimized, and takes more memory only "
+  "where there is room (preflight.degraded=full compiles just that)"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class StateSizes:
@@ -88,16 +93,20 @@ def analysis_lines(analysis: Analysis, chip: Chip | None) -> list[str]:
     f"The step on {a.slices} of {total} x {a.devices_per_slice} {a.device_kind}: mesh {mesh}",
     f"  Attention: {a.attention}; {a.micro_batches} micro-batches per step; {a.tokens:,} tokens per step",
     f"  {memory_line(a, chip)}",
+    *([] if a.optimized else [f"  {QUICK}"]),
     f"  FLOPs per device and step: {a.model_flops:.3e} of the model, {a.costs.flops:.3e} executed"
     + (
       f" (without {a.costs.silent_kernels} runs of kernels whose FLOPs nothing tells)" if a.costs.silent_kernels else ""
     ),
-    f"  Memory traffic per device and step: {size(a.costs.device_bytes)}"
-    + (f", and {size(a.costs.host_bytes)} to and from the host" if a.costs.host_bytes else ""),
-    f"  The compiler's own counts, loops once: {a.xla_flops:.3e} FLOPs, {a.xla_bytes:.3e} bytes accessed",
   ]
-  if a.costs.cycles:
-    lines.append(f"  The compiler's estimate: {a.costs.cycles:.3e} cycles, without kernels and communication")
+  if a.optimized:
+    lines += [
+      f"  Memory traffic per device and step: {size(a.costs.device_bytes)}"
+      + (f", and {size(a.costs.host_bytes)} to and from the host" if a.costs.host_bytes else ""),
+      f"  The compiler's own counts, loops once: {a.xla_flops:.3e} FLOPs, {a.xla_bytes:.3e} bytes accessed",
+    ]
+    if a.costs.cycles:
+      lines.append(f"  The compiler's estimate: {a.costs.cycles:.3e} cycles, without kernels and communication")
   for loop in a.unknown_loops:
     lines.append(f"  Counted once in all of these, as nothing shows how often it turns: the loop {loop}")
   lines += [f"  {line}" for line in collective_lines(a.collectives)]
@@ -145,11 +154,11 @@ def collective_lines(collectives: Iterable[Collective]) -> list[str]:
 def roofline_lines(a: Analysis, chip: Chip) -> list[str]:
   """The least time that a step can take on this chip."""
   r = roofline(a, chip)
-  dcn = "not known" if r.dcn is None else milliseconds(r.dcn)
+  known = lambda seconds: "not known" if seconds is None else milliseconds(seconds)
   mfu = a.model_flops / chip.peak_flops / r.seconds
   return [
-    f"Roofline on {chip.name}: compute {milliseconds(r.compute)}, HBM {milliseconds(r.memory)}, "
-    f"links {milliseconds(r.ici)}, DCN {dcn}, host {milliseconds(r.host)}",
+    f"Roofline on {chip.name}: compute {milliseconds(r.compute)}, HBM {known(r.memory)}, "
+    f"links {milliseconds(r.ici)}, DCN {known(r.dcn)}, host {milliseconds(r.host)}",
     f"  at least {milliseconds(r.seconds)} per step, bound by {r.bound}; at best "
     f"{a.tokens / r.seconds / (a.slices * a.devices_per_slice):,.0f} tokens/s/device, MFU {mfu:.0%}",
   ]

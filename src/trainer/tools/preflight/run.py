@@ -13,7 +13,7 @@ from trainer import cluster as cluster_lib
 from trainer.cluster import topologies
 from trainer.config import counts
 from trainer.config.errors import counted
-from trainer.config.schema import Config
+from trainer.config.schema import Config, DegradedStep
 
 Slices = Sequence[Sequence[Any]]
 
@@ -36,10 +36,12 @@ def run(config: Config, started: float) -> int:
     print(report.machine_line(chip))
   whole = _whole(config, total)
   fewer = whole and (total == 1 or config.parallelism.dcn_data_parallelism == -1)
-  wanted = [total, total - 1] if total > 1 and fewer and config.preflight.preflight_degraded else [total]
+  degraded = config.preflight.preflight_degraded
+  wanted = [total, total - 1] if total > 1 and fewer and degraded is not DegradedStep.NONE else [total]
   with concurrent.futures.ThreadPoolExecutor(len(wanted)) as pool:
     # The compilations run beside each other: the compiler lets go of the interpreter.
-    futures = [pool.submit(analysis.analyse, config, slices_of(alive), total) for alive in wanted]
+    quick = lambda alive: alive < total and degraded is DegradedStep.QUICK
+    futures = [pool.submit(analysis.analyse, config, slices_of(alive), total, quick(alive)) for alive in wanted]
     for line in report.state_lines(_sizes(config, slices, whole)):
       print(line)
     table = batch_plan.table(total, config.optimizer.gradient_accumulation_steps) if fewer else []

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
 
-from trainer.config.schema import Config, RematPolicy
+from trainer.config.schema import Config, DegradedStep, RematPolicy
 from trainer.kernels import remat
 from trainer.observe.chips import Chip
 from trainer.tools.preflight.analysis import Analysis, Finding, Refused, analyse, roofline
@@ -46,7 +46,7 @@ def lines(config: Config, living: Sequence[Sequence[Sequence[Any]]], chip: Chip 
   """
   if chip is None:
     return ["Search: this device is not in the table of chips, so nothing can be ranked"]
-  whole = living[0]
+  whole, quick = living[0], config.preflight.preflight_degraded is DegradedStep.QUICK
   refused: dict[str, str] = {}  # the first program of each reason
 
   def attempt(policy: RematPolicy, batch: float) -> Finding:
@@ -56,7 +56,7 @@ def lines(config: Config, living: Sequence[Sequence[Sequence[Any]]], chip: Chip 
       where = f" on {len(slices)} of {len(whole)} slices" if len(living) > 1 else ""
       name = f"remat_policy={policy} per_device_batch_size={batch:g}{where}"
       print(f"Search: compiling {name}", flush=True)
-      finding = analyse(tried, slices, len(whole))
+      finding = analyse(tried, slices, len(whole), quick=len(slices) < len(whole) and quick)
       if isinstance(finding, Refused):
         refused.setdefault(finding.reason, name)
       if not _fits(finding, chip):

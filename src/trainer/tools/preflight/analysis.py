@@ -63,9 +63,7 @@ class Analysis:
   tokens: int  # of the global batch
   trace_seconds: float
   compile_seconds: float
-  optimized: bool = (
-    True  # False: this is not the program that runs, which takes less memory and has less traffic with it
-  )
+  optimized: bool = True  # False: compiled quickly; the program that runs has other memory, and less traffic with it
 
   def exchanged(self) -> list[Collective]:
     """Collectives that leave the slice."""

@@ -56,7 +56,7 @@ def lines(config: Config, living: Sequence[Sequence[Sequence[Any]]], chip: Chip 
       where = f" on {len(slices)} of {len(whole)} slices" if len(living) > 1 else ""
       name = f"remat_policy={policy} per_device_batch_size={batch:g}{where}"
       print(f"Search: compiling {name}", flush=True)
-      finding = analyse(tried, slices, len(whole), quick=len(slices) < len(whole) and quick)
+      finding = analyse(tried, slices, len(whole), quick=quick and len(slices) < len(whole))
       if isinstance(finding, Refused):
         refused.setdefault(finding.reason, name)
       if not _fits(finding, chip):

@@ -61,7 +61,7 @@ def no_compiler(monkeypatch):
   from trainer.tools.preflight import analysis, this_machine
 
   found: dict[int, analysis.Finding] = {}
-  monkeypatch.setattr(analysis, "analyse", lambda config, slices, total, quick: found[len(slices)])
+  monkeypatch.setattr(analysis, "analyse", lambda config, slices, total: found[len(slices)])
   monkeypatch.setattr(this_machine, "measured", lambda *_: chips.CHIPS[0])
   return found
 
@@ -179,14 +179,13 @@ def test_for_tpus_that_are_not_there():
 
 
 @needs_compiler
-def test_little_optimization_changes_memory_and_nothing_else_of_the_report():
+def test_little_optimization_changes_memory_and_not_the_work():
   from trainer.cluster import topologies
   from trainer.tools.preflight import analysis
 
-  cfg = config.load([*TINY, *TPU])
   slices = topologies.devices(topologies.resolve("v5e-4"), 1)
-  quick = analysis.analyse(cfg, slices, 2, quick=True)
-  full = analysis.analyse(cfg, slices, 2)
+  quick = analysis.analyse(config.load([*TINY, *TPU]), slices, 2)
+  full = analysis.analyse(config.load([*TINY, *TPU, "preflight.degraded=full"]), slices, 2)
   assert isinstance(quick, analysis.Analysis) and isinstance(full, analysis.Analysis)
   assert full.optimized and not quick.optimized
   assert quick.memory.arguments == full.memory.arguments
@@ -196,14 +195,17 @@ def test_little_optimization_changes_memory_and_nothing_else_of_the_report():
 
 
 @pytest.mark.parametrize("refusal", ["RESOURCE_EXHAUSTED: all of it", "INTERNAL: no"])
-def test_what_little_optimization_refuses_is_compiled_as_it_runs(monkeypatch, refusal):
+@pytest.mark.parametrize("total, degraded, quick", [(2, "quick", True), (2, "full", False), (1, "quick", False)])
+def test_what_little_optimization_refuses_is_compiled_as_it_runs(monkeypatch, refusal, total, degraded, quick):
+  """And the step of all slices is never compiled otherwise."""
   from trainer.tools.preflight import analysis
 
   tried = []
 
   def compile(compiler_options):
     tried.append(compiler_options)
-    raise jax.errors.JaxRuntimeError(refusal if len(tried) == 1 else "INTERNAL: as it runs")
+    quick = analysis.LITTLE_OPTIMIZATION.items() <= compiler_options.items()
+    raise jax.errors.JaxRuntimeError(refusal if quick else "INTERNAL: as it runs")
 
   program = types.SimpleNamespace(
     compiler_options={"a": "b"},
@@ -212,8 +214,9 @@ def test_what_little_optimization_refuses_is_compiled_as_it_runs(monkeypatch, re
   )
   monkeypatch.setattr(analysis.program, "build", lambda *_: program)
   tpu = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
-  assert analysis.analyse(None, [[tpu]], 2, quick=True) == analysis.Refused(1, "INTERNAL: as it runs")
-  assert tried == [{"a": "b", **analysis.LITTLE_OPTIMIZATION}, {"a": "b"}]
+  cfg = config.load([*TINY, f"preflight.degraded={degraded}"])
+  assert analysis.analyse(cfg, [[tpu]], total) == analysis.Refused(1, "INTERNAL: as it runs")
+  assert tried == [{"a": "b", **analysis.LITTLE_OPTIMIZATION}] * quick + [{"a": "b"}]
 
 
 @needs_compiler

@@ -28,7 +28,9 @@ def compiler(tried, divides=lambda batch: batch >= 1):
       return DoesNotFit(1, "too much")
     nothing = costs.Costs({}, 1e6, 0.0, 0.0, 0)
     memory = Memory(used, 0, 0, 0, 0, 0)
-    return Analysis(1, 1, 1, 1, "test", {}, "", 1, memory, 0.0, 0.0, nothing, (), (), 0.0, int(batch) * 8, 0.0, 0.0)
+    return Analysis(
+      1, 1, 1, 1, "test", {}, "", 1, memory, 0.0, 0.0, nothing, (), (), 0.0, int(batch) * 8, 0.0, 0.0, True
+    )
 
   return attempt
 
@@ -107,8 +109,7 @@ def test_a_suggestion_also_fits_on_one_slice_less(monkeypatch):
   """There a device has the gradients of another micro-batch to keep: here 500 bytes."""
   tried = []
 
-  def analyse(config, slices, total, quick):
-    assert quick == (len(slices) < total), "the ranking is of what runs"
+  def analyse(config, slices, total):
     policy, batch = config.model.remat_policy, config.data.per_device_batch_size
     more = 500 / NEEDED[policy] if len(slices) < total else 0
     found = compiler([], divides=lambda batch: True)(policy, batch + more)
@@ -131,7 +132,7 @@ def test_a_suggestion_also_fits_on_one_slice_less(monkeypatch):
 
 
 def test_the_users_own_policy_is_tried_and_refusals_are_told(monkeypatch):
-  def analyse(config, slices, total, quick):
+  def analyse(config, slices, total):
     policy, batch = config.model.remat_policy, config.data.per_device_batch_size
     if policy is RematPolicy.MINIMAL_OFFLOADED:
       return Refused(1, "no host memory")

@@ -8,13 +8,13 @@ import re
 import time
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 from jax import Device
 
 from trainer import program
 from trainer.config import counts
-from trainer.config.schema import Config
+from trainer.config.schema import Config, DegradedStep
 from trainer.observe import chips
 from trainer.program import Program
 from trainer.tools.preflight import collectives, costs, hlo
@@ -63,7 +63,7 @@ class Analysis:
   tokens: int  # of the global batch
   trace_seconds: float
   compile_seconds: float
-  optimized: bool = True  # False: compiled quickly; the program that runs has other memory, and less traffic with it
+  optimized: bool  # False: compiled quickly; the program that runs has other memory, and less traffic with it
 
   def exchanged(self) -> list[Collective]:
     """Collectives that leave the slice."""
@@ -92,11 +92,17 @@ Finding = Analysis | DoesNotFit | Refused
 LITTLE_OPTIMIZATION = MappingProxyType({"optimization_level": 9})
 
 
-def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int, quick: bool = False) -> Finding:
+def fits(found: Finding, chip: chips.Chip) -> TypeGuard[Analysis]:
+  """Whether the compiler took the step, and in no more than a device's memory."""
+  return isinstance(found, Analysis) and found.memory.fits(chip)
+
+
+def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int) -> Finding:
   """The analysis of the step for the living `slices`.
 
-  quick: for TPUs, compile with little optimization first, in a quarter of the time, and as the step runs only if that
-  does not fit. Optimized it keeps less, and to overlap more it takes only what there is room for.
+  With preflight_degraded=quick the step of fewer slices than all is, for TPUs, compiled with little optimization first,
+  in a quarter of the time, and as it runs only if that does not fit. Optimized it keeps less, and to overlap more it
+  takes only what there is room for.
 
   Raises:
     ValueError: sizes do not fit the devices.
@@ -109,10 +115,11 @@ def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total
   except NotImplementedError as error:  # what a Pallas kernel has and the TPU's compiler lacks
     return Refused(len(slices), _first_line(error))
   trace_seconds = time.monotonic() - start
+  quick = len(slices) < num_slices_total and config.preflight.preflight_degraded is DegradedStep.QUICK
   if quick and slices[0][0].platform == "tpu":
     found = _compiled(config, prog, lowered, num_slices_total, trace_seconds, optimized=False)
     chip = chips.find(slices[0][0].device_kind)
-    if chip is not None and isinstance(found, Analysis) and found.memory.fits(chip):
+    if chip is not None and fits(found, chip):
       return found
   return _compiled(config, prog, lowered, num_slices_total, trace_seconds, optimized=True)
 
@@ -132,10 +139,9 @@ def _compiled(
     return DoesNotFit(alive, out_of_memory(str(error)))
   seconds = time.monotonic() - start
   try:
-    found = read(config, prog, compiled, num_slices_total, trace_seconds, seconds)
+    return read(config, prog, compiled, num_slices_total, trace_seconds, seconds, optimized)
   except ValueError as error:  # would pass for a wrong configuration, which ends with another exit code
     raise RuntimeError("preflight cannot read what this version of the compiler wrote") from error
-  return dataclasses.replace(found, optimized=optimized)
 
 
 def _first_line(error: Exception) -> str:
@@ -153,7 +159,13 @@ def out_of_memory(message: str) -> str:
 
 
 def read(
-  config: Config, prog: Program, compiled: Any, num_slices_total: int, trace_seconds: float, compile_seconds: float
+  config: Config,
+  prog: Program,
+  compiled: Any,
+  num_slices_total: int,
+  trace_seconds: float,
+  compile_seconds: float,
+  optimized: bool,
 ) -> Analysis:
   """What the compiled step of `prog` says."""
   module = hlo.parse(compiled.as_text())
@@ -188,6 +200,7 @@ def read(
     tokens=tokens,
     trace_seconds=trace_seconds,
     compile_seconds=compile_seconds,
+    optimized=optimized,
   )
 
 

@@ -36,12 +36,11 @@ def run(config: Config, started: float) -> int:
     print(report.machine_line(chip))
   whole = _whole(config, total)
   fewer = whole and (total == 1 or config.parallelism.dcn_data_parallelism == -1)
-  degraded = config.preflight.preflight_degraded
-  wanted = [total, total - 1] if total > 1 and fewer and degraded is not DegradedStep.NONE else [total]
+  degraded = config.preflight.preflight_degraded is not DegradedStep.NONE
+  wanted = [total, total - 1] if total > 1 and fewer and degraded else [total]
   with concurrent.futures.ThreadPoolExecutor(len(wanted)) as pool:
     # The compilations run beside each other: the compiler lets go of the interpreter.
-    quick = lambda alive: alive < total and degraded is DegradedStep.QUICK
-    futures = [pool.submit(analysis.analyse, config, slices_of(alive), total, quick(alive)) for alive in wanted]
+    futures = [pool.submit(analysis.analyse, config, slices_of(alive), total) for alive in wanted]
     for line in report.state_lines(_sizes(config, slices, whole)):
       print(line)
     table = batch_plan.table(total, config.optimizer.gradient_accumulation_steps) if fewer else []

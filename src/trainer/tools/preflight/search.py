@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
-from trainer.config.schema import Config, DegradedStep, RematPolicy
+from trainer.config.schema import Config, RematPolicy
 from trainer.kernels import remat
 from trainer.observe.chips import Chip
-from trainer.tools.preflight.analysis import Analysis, Finding, Refused, analyse, roofline
+from trainer.tools.preflight.analysis import Finding, Refused, analyse, fits, roofline
 from trainer.tools.preflight.report import milliseconds, size
 
 # From the most memory and least recomputation to the least memory. The first that fits is the fastest of those on the
@@ -46,7 +46,7 @@ def lines(config: Config, living: Sequence[Sequence[Sequence[Any]]], chip: Chip 
   """
   if chip is None:
     return ["Search: this device is not in the table of chips, so nothing can be ranked"]
-  whole, quick = living[0], config.preflight.preflight_degraded is DegradedStep.QUICK
+  whole = living[0]
   refused: dict[str, str] = {}  # the first program of each reason
 
   def attempt(policy: RematPolicy, batch: float) -> Finding:
@@ -56,10 +56,10 @@ def lines(config: Config, living: Sequence[Sequence[Sequence[Any]]], chip: Chip 
       where = f" on {len(slices)} of {len(whole)} slices" if len(living) > 1 else ""
       name = f"remat_policy={policy} per_device_batch_size={batch:g}{where}"
       print(f"Search: compiling {name}", flush=True)
-      finding = analyse(tried, slices, len(whole), quick=quick and len(slices) < len(whole))
+      finding = analyse(tried, slices, len(whole))
       if isinstance(finding, Refused):
         refused.setdefault(finding.reason, name)
-      if not _fits(finding, chip):
+      if not fits(finding, chip):
         break
     return finding
 
@@ -156,7 +156,7 @@ def _first_that_fits(attempt: Try, batch: float, chip: Chip, likely: RematPolicy
 
 def _candidate(attempt: Try, policy: RematPolicy, batch: float, chip: Chip) -> Candidate | None:
   found = attempt(policy, batch)
-  if not _fits(found, chip):
+  if not fits(found, chip):
     return None
   bounds = roofline(found, chip)
   devices = found.slices * found.devices_per_slice
@@ -169,10 +169,6 @@ def _candidate(attempt: Try, policy: RematPolicy, batch: float, chip: Chip) -> C
     found.memory.host,
     bounds.bound,
   )
-
-
-def _fits(found: Finding, chip: Chip) -> TypeGuard[Analysis]:
-  return isinstance(found, Analysis) and found.memory.fits(chip)
 
 
 def with_keys(config: Config, **values: Any) -> Config:

@@ -1,0 +1,87 @@
+"""The processes of a run, and what they agree on: who is primary, values gathered from all, a barrier.
+
+Components receive a World. They never ask JAX for a process index: when each slice is its own JAX world, JAX's index
+says nothing about the run, and every slice would write the same checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+
+class World(Protocol):
+  """All processes of one run. Every process calls `gather` and `barrier` in the same order."""
+
+  rank: int  # of this process, 0 to size - 1
+  size: int  # number of processes
+
+  @property
+  def is_primary(self) -> bool:
+    """Whether this process writes the files that exist once per run: log, metrics, events, lock."""
+    ...
+
+  def gather(self, value: Any) -> list[Any]:
+    """The JSON values of all processes, in rank order; on every process."""
+    ...
+
+  def barrier(self, name: str) -> None:
+    """Returns when every process has called it with the same `name`."""
+    ...
+
+
+class SingleWorld:
+  """A run of one process."""
+
+  rank = 0
+  size = 1
+  is_primary = True
+
+  def gather(self, value: Any) -> list[Any]:
+    return [value]
+
+  def barrier(self, name: str) -> None:
+    pass
+
+
+class JaxWorld:
+  """A run whose processes are joined by jax.distributed: one JAX world."""
+
+  def __init__(self) -> None:
+    self.rank = jax.process_index()
+    self.size = jax.process_count()
+    self.is_primary = self.rank == 0
+
+  def gather(self, value: Any) -> list[Any]:
+    from jax.experimental import multihost_utils
+
+    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(data.size))).reshape(-1)
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: data.size] = data
+    rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes)]
+
+  def barrier(self, name: str) -> None:
+    from jax.experimental import multihost_utils
+
+    multihost_utils.sync_global_devices(name)
+
+
+def of_jax() -> World:
+  """The world that JAX was started with: JaxWorld with several processes, else SingleWorld."""
+  return JaxWorld() if jax.process_count() > 1 else SingleWorld()
+
+
+def from_primary(world: World, value: Any) -> Any:
+  """The primary's JSON value, on every process; the other processes' values are ignored."""
+  values = world.gather([world.is_primary, value if world.is_primary else None])
+  return next(value for primary, value in values if primary)
+
+
+def first_reason(world: World, reason: str) -> str:
+  """The first process's non-empty `reason` against going on, on every process; "" if no process has a reason."""
+  return next((given for given in world.gather(reason) if given), "")

@@ -53,7 +53,7 @@ def end_of_run(tokenizer, process_count: int = 1) -> list[str]:
   said: list[str] = []
   session = types.SimpleNamespace(
     loader=types.SimpleNamespace(tokenizer=tokenizer),
-    process_count=process_count,
+    world=types.SimpleNamespace(size=process_count),
     watchdog=types.SimpleNamespace(paused=contextlib.nullcontext),
     log=types.SimpleNamespace(line=said.append, warning=said.append),
     events=types.SimpleNamespace(emit=lambda kind, **fields: said.append(kind)),

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 import trainer
-from trainer import __main__
+from trainer import __main__, world
 from trainer.config.schema import Config
 from trainer.session import Session
 
@@ -71,7 +71,9 @@ def test_the_console_script_is_the_command():
 @pytest.mark.parametrize("turns_it_on", ["ready", "second attempt"])
 def test_the_garbage_collector_is_off_no_longer_than_the_first_attempt_starts(turns_it_on):
   nothing = SimpleNamespace(emit=lambda *args, **fields: None, beat=lambda step: None)
-  session = SimpleNamespace(attempts=0, was_ready=True, process_index=0, started=0.0, events=nothing, watchdog=nothing)
+  session = SimpleNamespace(
+    attempts=0, was_ready=True, world=world.SingleWorld(), started=0.0, events=nothing, watchdog=nothing
+  )
   frozen = gc.get_freeze_count()
   gc.disable()
   try:

@@ -28,6 +28,7 @@ from trainer.observe.metrics import Metrics
 from trainer.observe.progress import Progress
 from trainer.observe.watchdog import Watchdog
 from trainer.program import Program
+from trainer.world import World
 
 CONFIG_FILE = "config.yml"
 
@@ -49,8 +50,7 @@ class Session:
   tokens_per_step: int
   state_bytes: int  # of one full copy of parameters and optimizer state
   identity: dict[str, Any]  # which data, in what order: what a checkpoint says and a resume compares
-  process_index: int
-  process_count: int
+  world: World
   started: float  # time.monotonic() at the start of the process or of the current attempt
   programs: dict[tuple[int, ...], Program]  # by View.slices
   attempts: int = 0
@@ -91,7 +91,7 @@ class Session:
     Now and not before the checkpoint has accepted it, the configuration becomes the run's: {run}/config.yml.
     """
     now = time.monotonic()
-    if self.process_index == 0 and not self.was_ready:
+    if self.world.is_primary and not self.was_ready:
       files.write_text(config.run_directory, CONFIG_FILE, cli.print_config(config))
     self.was_ready = True
     self.events.emit("init_done", step=step, seconds=now - self.started)
@@ -107,7 +107,7 @@ class Session:
     self.events.emit("run_end", exit=code)
     for record in (self.progress, self.metrics, self.events):
       record.close()
-    if self.process_index != 0:
+    if not self.world.is_primary:
       return
     if config.observe.enable_pathways_goodput:
       goodput.write_or_warn(config.run_directory, self.log)
@@ -149,23 +149,23 @@ def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[S
     loader = load("train")
     eval_loader = load("eval") if _evaluates(config, loader, prepared.append) else None
     directory = config.run_directory
-    first = cluster.process_index == 0
-    log = log_lib.get(directory, cluster.process_index)
+    world = cluster.world
+    log = log_lib.get(directory, world.rank)
     stack.callback(log.close)
-    if first:  # one that was told to stop may take its whole grace period
+    if world.is_primary:  # one that was told to stop may take its whole grace period
       stack.enter_context(lock.alone(directory, config.checkpoint.autocheckpoint_grace_seconds, log.line))
-    events = EventLog(directory, config.run.run_name, process_index=cluster.process_index)
+    events = EventLog(directory, config.run.run_name, process_index=world.rank)
     stack.callback(events.close)
-    metrics = Metrics(directory if first else None, config.observe, events, log)
+    metrics = Metrics(directory if world.is_primary else None, config.observe, events, log)
     stack.callback(metrics.close)
     progress = Progress(
       log,
       total_steps=config.run.steps,
       total_slices=cluster.num_slices,
       log_period=config.observe.log_period,
-      terminal=None if first else False,
+      terminal=None if world.is_primary else False,
     )
-    if first and config.checkpoint.enable_checkpoint_cloud_logger:
+    if world.is_primary and config.checkpoint.enable_checkpoint_cloud_logger:
       from trainer.observe.cloud_logger import CheckpointTimings
 
       stack.enter_context(CheckpointTimings(directory, config.run.run_name, log))
@@ -189,8 +189,7 @@ def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[S
       state_bytes=trees.state_bytes(programs[full.slices].state),
       # Read once: a save must not depend on the data's being readable at that time.
       identity={"data": loader.fingerprint(), "global_batch_size": batch},
-      process_index=cluster.process_index,
-      process_count=cluster.process_count,
+      world=world,
       started=started,
       programs=programs,
     )

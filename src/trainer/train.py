@@ -239,7 +239,7 @@ def _sample(config: Config, session: Session, prog: Program, params: Params, ste
   tokenizer = session.loader.tokenizer
   if not config.observe.sample_prompt:
     return
-  if tokenizer is None or session.process_count > 1:
+  if tokenizer is None or session.world.size > 1:
     reason = "synthetic data has no tokenizer" if tokenizer is None else "the weights are spread over processes"
     session.log.warning(f"no sample is made of sample_prompt: {reason}")
     return

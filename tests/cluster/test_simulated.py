@@ -285,7 +285,7 @@ def test_two_processes_share_the_slices():
   mesh = Mesh(np.array(view.devices), ("data", "fsdp"))
   x = jax.make_array_from_callback((4,), NamedSharding(mesh, P(("data", "fsdp"))), lambda i: np.arange(4.)[i])
   total = float(jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))(x))
-  print(view.process_index, view.process_count, [d.process_index for s in view.devices for d in s], total)
+  print(c.world.rank, c.world.size, [d.process_index for s in view.devices for d in s], total)
   c.stop()
 """
   )

@@ -317,7 +317,7 @@ def test_what_cannot_work_is_refused_before_the_first_attempt():
   with pytest.raises(ValueError, match="the last slice is 3"):
     train(toy, "slice_down@3:4")
   cluster = cut(4, Clock())
-  cluster.process_count = 2
+  cluster.world.size = 2
   with pytest.raises(ValueError, match="share one JAX world"):
     train(toy, cluster=cluster)
   assert not toy.restores

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
   from jax import Device
 
+  from trainer.world import World
+
 
 @dataclass(frozen=True)
 class View:
@@ -19,8 +21,6 @@ class View:
   devices: tuple[tuple[Device, ...], ...]  # one tuple per slice, in the order of `slices`
   num_slices_total: int  # of the full topology
   lives: tuple[int, ...]  # per slice: how often it had died before the view was made
-  process_index: int = 0
-  process_count: int = 1
 
   @property
   def num_alive(self) -> int:
@@ -36,10 +36,9 @@ class Cluster(ABC):
 
   kind: str
 
-  def __init__(self, slices: Mapping[int, Iterable[Device]], process_index: int = 0, process_count: int = 1) -> None:
+  def __init__(self, slices: Mapping[int, Iterable[Device]], world: World) -> None:
     self.slices: dict[int, tuple[Device, ...]] = {i: tuple(slices[i]) for i in sorted(slices)}
-    self.process_index = process_index
-    self.process_count = process_count
+    self.world = world
     sizes = {i: len(devices) for i, devices in self.slices.items()}
     if not sizes or len(set(sizes.values())) != 1 or 0 in sizes.values():
       raise ValueError(f"slices have {sizes} devices (slice: devices); all must have equally many, and at least one")
@@ -56,7 +55,7 @@ class Cluster(ABC):
     assert ids and set(ids) <= set(self.slices), f"slices {ids} are not all among {sorted(self.slices)}"
     devices = tuple(self.slices[i] for i in ids)
     lives = tuple(self.deaths(i) for i in ids)
-    return View(ids, devices, self.num_slices, lives, self.process_index, self.process_count)
+    return View(ids, devices, self.num_slices, lives)
 
   def survivors(self, view: View) -> frozenset[int]:
     """Ids of the slices of `view` that have lived, with their memories, ever since the view was made."""

@@ -10,6 +10,7 @@ import jax
 import pathwaysutils
 from pathwaysutils.elastic import elastic
 
+from trainer import world as world_lib
 from trainer.cluster.api import Cluster, View
 from trainer.config.schema import ClusterSection
 
@@ -25,7 +26,7 @@ class PathwaysCluster(Cluster):
     poll_seconds: float,
     clock: Callable[[], float] = time.monotonic,
   ) -> None:
-    super().__init__(slices)
+    super().__init__(slices, world_lib.SingleWorld())  # one controller process
     self._poll_seconds = poll_seconds
     self._clock = clock
     self._looked = -float("inf")

@@ -15,8 +15,10 @@ from typing import Any
 import jax
 from jax.experimental import transfer
 
+from trainer import world as world_lib
 from trainer.cluster.api import Cluster, View
 from trainer.config.schema import ClusterSection
+from trainer.world import World
 
 _POLL_SECONDS = 0.01
 # Forced on one process. Five thousand take most of a minute to make, and then more threads than the system grants.
@@ -32,15 +34,14 @@ class SimulatedCluster(Cluster):
   def __init__(
     self,
     slices: Mapping[int, tuple[jax.Device, ...]],
-    process_index: int = 0,
-    process_count: int = 1,
+    world: World | None = None,
     *,
     replacement_seconds: float = 1.0,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
   ) -> None:
     """replacement_seconds: how long the simulated scheduler takes to replace a slice that is waited for."""
-    super().__init__(slices, process_index, process_count)
+    super().__init__(slices, world or world_lib.SingleWorld())
     self._replacement_seconds = replacement_seconds
     self._clock = clock
     self._sleep = sleep
@@ -55,7 +56,7 @@ class SimulatedCluster(Cluster):
     """Joins the processes that the environment names, forces host devices on a CPU, and groups the devices."""
     process_count = _join_processes(cfg, environment)
     _force_host_devices(cfg, environment, process_count)
-    return cls(_group(cfg, _all_devices(environment)), jax.process_index(), jax.process_count())
+    return cls(_group(cfg, _all_devices(environment)), world_lib.of_jax())
 
   def lose(self, slice_id: int, seconds: float | None = None) -> None:
     """The slice dies. It returns after `seconds`, or (None) once `give_back` is called or somebody waits for it."""
@@ -127,7 +128,7 @@ class SimulatedCluster(Cluster):
 
   def stop(self) -> None:
     self._resume_hung.set()
-    if self.process_count > 1:
+    if self.world.size > 1:
       jax.distributed.shutdown()
 
   def _return(self, slice_ids: list[int]) -> None:

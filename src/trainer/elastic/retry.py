@@ -184,9 +184,9 @@ def _outcome(event: Event) -> str:
 
 def check(cluster: Cluster, cfg: ElasticSection, steps: int) -> list[Fault]:
   """The faults of a run of `steps` steps. Raises ConfigError where cluster and elastic keys do not fit each other."""
-  if cfg.elastic_enabled and cluster.process_count > 1:
+  if cfg.elastic_enabled and cluster.world.size > 1:
     raise ConfigError(
-      f"elastic_enabled=true: the {cluster.process_count} processes of this run share one JAX world, which cannot lose "
+      f"elastic_enabled=true: the {cluster.world.size} processes of this run share one JAX world, which cannot lose "
       "any of them.\nUse one process (cluster=pathways or simulated), or elastic_enabled=false."
     )
   if cfg.elastic_enabled and cfg.elastic_min_slice_count > cluster.num_slices:

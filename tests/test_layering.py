@@ -15,6 +15,7 @@ LAYERS = (
   {"text_files", "world"},
   {"config"},
   {"observe"},
+  {"report"},
   {"mesh", "cluster"},
   {"sharding"},
   {"kernels", "data", "checkpoint", "elastic", "optimizers"},

@@ -20,7 +20,7 @@ from trainer.config import cli, counts
 from trainer.config.schema import Config
 from trainer.data import Loader, make_loader
 from trainer.data.loader import Split
-from trainer.observe import files, goodput, lock
+from trainer.observe import files, lock
 from trainer.observe import log as log_lib
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
@@ -28,6 +28,7 @@ from trainer.observe.metrics import Metrics
 from trainer.observe.progress import Progress
 from trainer.observe.watchdog import Watchdog
 from trainer.program import Program
+from trainer.report import goodput
 from trainer.world import World
 
 CONFIG_FILE = "config.yml"
@@ -112,9 +113,9 @@ class Session:
     if config.observe.enable_pathways_goodput:
       goodput.write_or_warn(config.run_directory, self.log)
     if code == 0 and config.observe.enable_report:
-      from trainer.observe import report  # matplotlib: seconds to import
+      from trainer.report import page  # matplotlib: seconds to import
 
-      report.write_or_warn(config.run_directory, self.log)
+      page.write_or_warn(config.run_directory, self.log)
 
 
 def enable_compilation_cache(directory: str) -> None:

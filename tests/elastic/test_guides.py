@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.support import guide_awk
 
 SHRUNK = (
   "override_model_config=true base_num_decoder_layers=1 base_emb_dim=16 base_num_query_heads=2 base_num_kv_heads=1 "
@@ -54,28 +55,6 @@ def test_a_restore_on_a_fixed_mesh_rewinds_to_the_last_checkpoint(tmp_path):
   assert between == []
 
 
-AWK = r"""
-  /step=/ && /elastic_manager\.elastic_down_event_count=/ {
-    split($0, fields, " ")
-    step = ""
-    good_slice_count = ""
-    for (i in fields) {
-      split(fields[i], kv, "=")
-      if (kv[1] == "step") {
-        step = kv[2]
-      } else if (kv[1] == "elastic_manager.good_slice_count") {
-        good_slice_count = kv[2]
-      }
-    }
-    if (prev_good_slice_count != "" && prev_good_slice_count != good_slice_count) {
-      print "Step: " step ", Old Slice Count: " prev_good_slice_count ", New Slice Count: " good_slice_count
-    }
-    prev_step = step
-    prev_good_slice_count = good_slice_count
-  }
-"""
-
-
 @pytest.mark.timeout(900)
 def test_three_slices_two_and_three_again(tmp_path):
   """The other guide's flags, without checkpoints: snapshots alone carry the state. Its awk script is unchanged."""
@@ -85,8 +64,7 @@ def test_three_slices_two_and_three_again(tmp_path):
   faults = "fault_injection=slice_down@20:1,slice_up@30:1"
   keys = "elastic_enabled=true elastic_min_slice_count=2 elastic_min_resize_interval_seconds=0 log_period=100"
   trainer(tmp_path, "pathways-user", flags, keys, faults)
-  command = ["awk", AWK, tmp_path / "pathways-user" / "log.txt"]
-  lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+  lines = guide_awk.slice_count_changes(tmp_path / "pathways-user" / "log.txt")
   assert len(lines) == 2
   assert re.fullmatch(r"Step: \d+, Old Slice Count: 3, New Slice Count: 2", lines[0])
   assert re.fullmatch(r"Step: \d+, Old Slice Count: 2, New Slice Count: 3", lines[1])

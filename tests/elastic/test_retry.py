@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import subprocess
 import time
 
 import jax
 import numpy as np
 import pytest
 from tests.elastic.toy import Clock, Toy, cut, train
+from tests.support import guide_awk
 
 from trainer.elastic.attempt import Outcome
 
@@ -60,34 +60,9 @@ def test_degrade_and_grow_loses_nothing(undisturbed):
   assert toy.lines[retry + 1] == "Elastic attempt 2 out of 10"
 
 
-AWK = r"""
-  /step=/ && /elastic_manager\.elastic_down_event_count=/ {
-    split($0, fields, " ")
-    step = ""
-    good_slice_count = ""
-    for (i in fields) {
-      split(fields[i], kv, "=")
-      if (kv[1] == "step") {
-        step = kv[2]
-      } else if (kv[1] == "elastic_manager.good_slice_count") {
-        good_slice_count = kv[2]
-      }
-    }
-    if (prev_good_slice_count != "" && prev_good_slice_count != good_slice_count) {
-      print "Step: " step ", Old Slice Count: " prev_good_slice_count ", New Slice Count: " good_slice_count
-    }
-    prev_step = step
-    prev_good_slice_count = good_slice_count
-  }
-"""
-
-
 def test_the_log_can_be_read_by_the_guides_awk_script(tmp_path):
   train(Toy(), "slice_down@7:1, slice_up@12:1", directory=str(tmp_path))
-  out = subprocess.run(
-    ["awk", AWK, tmp_path / "log.txt"], capture_output=True, text=True, check=True, timeout=20
-  ).stdout
-  assert out.splitlines() == [
+  assert guide_awk.slice_count_changes(tmp_path / "log.txt") == [
     "Step: 7, Old Slice Count: 4, New Slice Count: 3",
     "Step: 13, Old Slice Count: 3, New Slice Count: 4",
   ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from trainer.observe import report
+from trainer.report import page
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,11 +20,11 @@ def main(argv: list[str] | None = None) -> int:
   arguments = parser.parse_args(argv)
   try:
     if arguments.compare:
-      print(report.compare(arguments.run_directory, arguments.compare))
+      print(page.compare(arguments.run_directory, arguments.compare))
       print(arguments.compare)
     else:
       for directory in arguments.run_directory:
-        print(report.write(directory))
+        print(page.write(directory))
   except ValueError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2

@@ -1,5 +1,14 @@
-# The program with which the elastic training guide of google/pathways-utils (docs, Apache License 2.0) reads a
-# training log, word for word: our log must work with it unchanged.
+"""The awk program of the elastic training guide of google/pathways-utils (docs, Apache License 2.0), word for word.
+
+It reads a training log. Our log must work with it unchanged.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+SCRIPT = r"""
   /step=/ && /elastic_manager\.elastic_down_event_count=/ {
     split($0, fields, " ")
     step = ""
@@ -18,3 +27,10 @@
     prev_step = step
     prev_good_slice_count = good_slice_count
   }
+"""
+
+
+def slice_count_changes(log: Path) -> list[str]:
+  """The lines that the guide's script prints for a log file: one per change of the number of slices."""
+  done = subprocess.run(["awk", SCRIPT, str(log)], capture_output=True, text=True, timeout=60, check=True)
+  return done.stdout.splitlines()

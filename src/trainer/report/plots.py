@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from trainer.observe.history import Records, Run
+from trainer.report.history import Records, Run
 
 BLACK, ORANGE, SKY, GREEN, YELLOW = "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILION, PURPLE, GREY, LIGHT = "#0072B2", "#D55E00", "#CC79A7", "#6E6E6E", "#D9D9D9"

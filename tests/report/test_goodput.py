@@ -6,7 +6,8 @@ import random
 import pytest
 
 from trainer.config.schema import ObserveSection
-from trainer.observe import events, goodput, log, metrics
+from trainer.observe import events, log, metrics
+from trainer.report import goodput
 
 
 class Life:

@@ -6,8 +6,9 @@ import dataclasses
 import math
 from typing import Any
 
-from trainer.observe import goodput, metrics
+from trainer.observe import metrics
 from trainer.observe.events import read_events, without_refused
+from trainer.report import goodput
 
 Records = list[dict[str, Any]]
 

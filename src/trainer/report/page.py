@@ -9,10 +9,11 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from trainer.observe import files, history
-from trainer.observe.history import Run
+from trainer.observe import files
 from trainer.observe.log import Log
 from trainer.observe.metrics import format_duration
+from trainer.report import history
+from trainer.report.history import Run
 
 REPORT_FILE = "report.html"
 PICTURE_FILE = "loss.png"
@@ -53,7 +54,7 @@ def write(run_directory: str) -> str:
 
   ValueError if the run has no completed step.
   """
-  from trainer.observe import plots  # matplotlib: a second to import
+  from trainer.report import plots  # matplotlib: a second to import
 
   run = history.load(run_directory)
   picture = plots.loss_over_steps(run)
@@ -107,7 +108,7 @@ def compare(run_directories: Sequence[str], path: str | None = None) -> Comparis
   at_step, largest = max(difference, key=lambda item: item[1])
   result = Comparison(largest, at_step, len(common), sum(value == 0 for _, value in difference))
   if path is not None:
-    from trainer.observe import plots
+    from trainer.report import plots
 
     directory, _, name = path.rpartition("/")
     files.write_bytes(directory or ".", name, plots.comparison(runs, difference, str(result)))

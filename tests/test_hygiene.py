@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import pathlib
 import re
 import subprocess
+import sys
 import tomllib
 
 import pytest
 from packaging.requirements import Requirement
+
+import trainer
 
 ROOT = pathlib.Path(__file__).parents[1]
 LARGEST_FILE = 300_000  # bytes: a plot or a short log, not a data set
@@ -92,12 +96,48 @@ def test_the_lock_names_versions_and_nothing_else():
 @pytest.mark.parametrize("python", ["3.11.0", "3.12.1", "3.13.0"])
 def test_the_lock_pins_what_pyproject_asks_for(python):
   chosen = pins(python)
-  extras = {name: needs for name, needs in PROJECT["optional-dependencies"].items() if name != "hf"}
+  extras = PROJECT["optional-dependencies"]
   for text in [*PROJECT["dependencies"], *(text for needs in extras.values() for text in needs)]:
     requirement = Requirement(text)
     name = requirement.name.lower().replace("_", "-")
     assert name in chosen, f"{text} is not in requirements.lock: its head says how to renew it"
     assert requirement.specifier.contains(chosen[name]), f"{text} but the lock has {chosen[name]}"
+
+
+def test_the_license_is_apache_2():
+  text = (ROOT / "LICENSE").read_text()
+  assert "Apache License\n                           Version 2.0, January 2004" in text
+  assert "END OF TERMS AND CONDITIONS" in text
+  assert (PROJECT["license"], PROJECT["license-files"]) == ("Apache-2.0", ["LICENSE"])
+
+
+def imported_packages() -> set[str]:
+  """Top-level names that src imports, those inside functions included."""
+  names: set[str] = set()
+  for path in (ROOT / "src").rglob("*.py"):
+    for node in ast.walk(ast.parse(path.read_text())):
+      if isinstance(node, ast.Import):
+        names |= {alias.name.partition(".")[0] for alias in node.names}
+      elif isinstance(node, ast.ImportFrom) and node.module:
+        names.add(node.module.partition(".")[0])
+  return names
+
+
+def test_src_imports_every_core_dependency():
+  """A package that no code imports does not belong in the core dependencies."""
+  module = {"orbax-checkpoint": "orbax", "array-record": "array_record", "pyyaml": "yaml"}
+  needed = {Requirement(text).name for text in PROJECT["dependencies"]}
+  imported = imported_packages()
+  assert {name for name in needed if module.get(name, name) not in imported} == set()
+
+
+def test_the_version_is_known_without_an_installation():
+  """From a source tree alone, and without importing anything else."""
+  code = "import sys, trainer; print(trainer.__version__, 'jax' in sys.modules)"
+  command = [sys.executable, "-S", "-c", code]
+  result = subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(ROOT / "src")})
+  assert (result.stdout, result.stderr) == (f"{trainer.__version__} False\n", "")
+  assert re.fullmatch(r"\d+\.\d+\.\d+(\.\w+)?", trainer.__version__)
 
 
 @pytest.mark.parametrize("extra", ["tpu", "gpu", "gcs"])

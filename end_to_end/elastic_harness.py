@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from trainer import train
-from trainer.checkpoint import sealed
+from trainer.checkpoint import checksums
 from trainer.cluster import View
 from trainer.cluster.simulated import SimulatedCluster
 from trainer.config import load
@@ -112,7 +112,7 @@ class Harness:
     losses = {record["step"]: record["loss"] for record in read_metrics(config.run_directory) if "loss" in record}
     events = read_events(config.run_directory)
     meta = Path(config.run_directory) / "checkpoints" / str(outcome.step) / "meta.json"
-    state = sealed.parse(meta.read_bytes(), meta.name)["arrays"]
+    state = checksums.parse(meta.read_bytes(), meta.name)["arrays"]
     shutil.rmtree(config.run_directory)
     return History(outcome, losses, recorder.used, state, events)
 

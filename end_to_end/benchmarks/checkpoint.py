@@ -30,7 +30,9 @@ import numpy as np
 from end_to_end.benchmarks.arguments import positive
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainer.checkpoint import Tiers, trees
+from trainer import world as world_lib
+from trainer.checkpoint import Tiers
+from trainer.checkpoint.arrays import state_tree
 from trainer.checkpoint.persistent import Persistent
 from trainer.config.schema import CheckpointSection
 
@@ -120,9 +122,9 @@ def config(**changes: Any) -> CheckpointSection:
 def saves(folder: Path, parameters: float, count: int) -> int:
   """Measures `count` asynchronous saves beside steps, after one that is not counted; the state's bytes."""
   target = abstract(parameters, DEVICES)
-  size = trees.state_bytes(target)
+  size = state_tree.state_bytes(target)
   state = fill(target)
-  writer = Persistent(f"{folder}/kept/checkpoints", config(async_checkpointing=False))
+  writer = Persistent(f"{folder}/kept/checkpoints", config(async_checkpointing=False), world=world_lib.of_jax())
   writer.save(STEP, state, {"tokens": 0})  # what the restores read
   writer.close()
   step = jax.jit(update, donate_argnums=0)
@@ -141,7 +143,12 @@ def saves(folder: Path, parameters: float, count: int) -> int:
     copies.append(time.monotonic() - begin)
     del held
   events: list[dict[str, Any]] = []
-  tiers = Tiers(config(), f"{folder}/run", emit=lambda kind, **fields: events.append({"kind": kind} | fields))
+  tiers = Tiers(
+    config(),
+    f"{folder}/run",
+    emit=lambda kind, **fields: events.append({"kind": kind} | fields),
+    world=world_lib.of_jax(),
+  )
   blocked, beside = [], []
   for number in range(1, count + 2):
     begin = time.monotonic()
@@ -168,12 +175,12 @@ def saves(folder: Path, parameters: float, count: int) -> int:
 def restore(folder: Path, parameters: float, devices: int) -> dict[str, Any]:
   """In a process of its own: a restore of the kept step, as a run would do it."""
   target = abstract(parameters, devices)
-  size = trees.state_bytes(target)
+  size = state_tree.state_bytes(target)
   warm = jax.device_put(np.ones(8, np.float32), jax.tree.leaves(target)[-1].sharding)  # the runtime and Orbax are up
   jax.block_until_ready(warm + 1)
   import orbax.checkpoint  # noqa: F401
 
-  tiers = Tiers(config(), f"{folder}/kept")
+  tiers = Tiers(config(), f"{folder}/kept", world=world_lib.of_jax())
   before = rss("VmRSS")
   begin = time.monotonic()
   restored = tiers.restore_newest(target)

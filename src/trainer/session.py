@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trainer import program
-from trainer.checkpoint import trees
+from trainer import world as world_lib
+from trainer.checkpoint.arrays import state_tree
 from trainer.checkpoint.preemption import Preemption
 from trainer.checkpoint.snapshot import Snapshots
 from trainer.cluster import Cluster, View
@@ -172,7 +173,7 @@ def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[S
       stack.enter_context(CheckpointTimings(directory, config.run.run_name, log))
     watchdog = Watchdog(config.observe.watchdog_timeout_seconds, log, events)
     stack.callback(watchdog.stop)
-    snapshots = Snapshots(log.line, events.emit)
+    snapshots = Snapshots(world_lib.of_jax(), log.line, events.emit)
     stack.callback(snapshots.close)
     preemption = stack.enter_context(Preemption(config.checkpoint, log.line, events.emit))
     session = Session(
@@ -187,7 +188,7 @@ def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[S
       eval_loader=eval_loader,
       global_batch_size=batch,
       tokens_per_step=batch * config.data.max_target_length,
-      state_bytes=trees.state_bytes(programs[full.slices].state),
+      state_bytes=state_tree.state_bytes(programs[full.slices].state),
       # Read once: a save must not depend on the data's being readable at that time.
       identity={"data": loader.fingerprint(), "global_batch_size": batch},
       world=world,

@@ -21,8 +21,9 @@ import jax
 from jax import Device
 
 from trainer import generate, program
-from trainer.checkpoint import fingerprint
+from trainer import world as world_lib
 from trainer.checkpoint import meta as checkpoint_meta
+from trainer.checkpoint.arrays import fingerprint
 from trainer.checkpoint.tiers import Tiers
 from trainer.cluster import View
 from trainer.config import counts
@@ -52,7 +53,14 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
   # ---- the program of these slices, and the state: the newest tier that can be trusted, or a fresh one
   session.begin()
   slices = dict(zip(view.slices, view.devices))
-  tiers = Tiers(config.checkpoint, config.run_directory, slices=slices, log=session.log.line, emit=session.events.emit)
+  tiers = Tiers(
+    config.checkpoint,
+    config.run_directory,
+    world=world_lib.of_jax(),
+    slices=slices,
+    log=session.log.line,
+    emit=session.events.emit,
+  )
   with session.watchdog.paused(), ThreadPoolExecutor(1, thread_name_prefix="restore") as beside:
     prog = session.program(config, view)
     # Reading and compiling need not wait for each other.

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tests.checkpoint import toys
+from tests.support import toy_state
 
-from trainer.checkpoint import boxes, broadcast
+from trainer.checkpoint.arrays import boxes, broadcast
 
 TYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint8", "int32", "uint16", "bool"]
 
@@ -28,17 +28,17 @@ def every_pattern(dtype) -> np.ndarray:
 @pytest.mark.parametrize("giver", [0, 1])
 def test_bits_survive(name, giver):
   values = every_pattern(jnp.dtype(name))
-  mesh = toys.mesh(2, 4)
+  mesh = toy_state.mesh(2, 4)
   for spec in (PartitionSpec("fsdp"), PartitionSpec(None, "fsdp"), PartitionSpec()):
     target = jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=NamedSharding(mesh, spec))
     held = boxes.of_devices(target.sharding, target.shape)
     givers = boxes.owners("x", target, list(mesh.devices[giver])).values()
     parts = {device: np.ascontiguousarray(values[tuple(slice(*side) for side in held[device])]) for device in givers}
-    got = broadcast.share(target, parts)
+    got = broadcast.shards(target, parts)
     assert got.sharding == target.sharding
-    toys.assert_same_bits(got, values)
+    toy_state.assert_same_bits(got, values)
 
 
 def test_scalar():
-  target = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(toys.mesh(2, 4), PartitionSpec()))
-  toys.assert_same_bits(broadcast.share(target, {jax.devices()[3]: np.int32(-7)[()].reshape(())}), np.int32(-7))
+  target = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(toy_state.mesh(2, 4), PartitionSpec()))
+  toy_state.assert_same_bits(broadcast.shards(target, {jax.devices()[3]: np.int32(-7)[()].reshape(())}), np.int32(-7))

@@ -7,9 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.checkpoint import toys
+from tests.support import toy_state
 
-from trainer.checkpoint import NoGoodCheckpoint, Tiers, emergency, sealed
+from trainer.checkpoint import NoGoodCheckpoint, Tiers, checksums, emergency
+from trainer.world import SingleWorld
 
 LOCAL = {"enable_emergency_checkpoint": True, "local_checkpoint_period": 1}
 # What a restore reads, and Orbax's own bookkeeping that it does not read but that is sealed all the same.
@@ -29,10 +30,12 @@ PERSISTENT = {
 EMERGENCY = {"index": "*.json", "parts": "*.bin"}
 
 
-def tiers(path: Path, recorder: toys.Recorder | None = None, *, local: bool = False) -> Tiers:
-  recorder = recorder or toys.Recorder()
-  cfg = toys.config(checkpoint_period=1, **(LOCAL | {"local_checkpoint_directory": f"{path}/ram"} if local else {}))
-  return Tiers(cfg, "run" if local else f"{path}/run", log=recorder.log, emit=recorder.emit)
+def tiers(path: Path, recorder: toy_state.Recorder | None = None, *, local: bool = False) -> Tiers:
+  recorder = recorder or toy_state.Recorder()
+  cfg = toy_state.config(
+    checkpoint_period=1, **(LOCAL | {"local_checkpoint_directory": f"{path}/ram"} if local else {})
+  )
+  return Tiers(cfg, "run" if local else f"{path}/run", log=recorder.log, emit=recorder.emit, world=SingleWorld())
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +43,14 @@ def saved(tmp_path_factory):
   """Steps 1 and 2 in both tiers."""
   path = tmp_path_factory.mktemp("saved")
   persistent = tiers(path)
-  local = Tiers(toys.config(checkpoint_period=10, **LOCAL, local_checkpoint_directory=f"{path}/ram"), "run")
+  local = Tiers(
+    toy_state.config(checkpoint_period=10, **LOCAL, local_checkpoint_directory=f"{path}/ram"),
+    "run",
+    world=SingleWorld(),
+  )
   for step in (1, 2):
     for t in (persistent, local):
-      assert t.maybe_save(step, toys.state(step), {"tokens": step})
+      assert t.maybe_save(step, toy_state.state(step), {"tokens": step})
       t.wait()
   return path
 
@@ -95,9 +102,11 @@ def biggest(root: Path, pattern: str) -> Path:
 
 
 def restore(path: Path, local: bool = False):
-  recorder = toys.Recorder()
-  restored = tiers(path, recorder, local=local).restore_newest(toys.abstract(toys.values(), toys.mesh(1, 2)))
-  toys.assert_same_bits(restored.state, toys.values(restored.step))
+  recorder = toy_state.Recorder()
+  restored = tiers(path, recorder, local=local).restore_newest(
+    toy_state.abstract(toy_state.values(), toy_state.mesh(1, 2))
+  )
+  toy_state.assert_same_bits(restored.state, toy_state.values(restored.step))
   assert restored.meta["tokens"] == restored.step
   return restored.step, recorder
 
@@ -144,7 +153,7 @@ def test_fingerprints_alone_notice_changed_values(tmp_path, saved, seed):
   """As on an object store, where large files have no CRC of ours: the manifest is made anew after the damage."""
   shutil.copytree(saved / "run", tmp_path / "run")
   root = tmp_path / "run" / "checkpoints" / "2"
-  row = toys.values(2)["big"][0].tobytes()
+  row = toy_state.values(2)["big"][0].tobytes()
   file = next(path for path in root.glob(PERSISTENT["array data"]) if row in path.read_bytes())
   start = file.read_bytes().index(row)
 
@@ -153,10 +162,10 @@ def test_fingerprints_alone_notice_changed_values(tmp_path, saved, seed):
     return bytes(data)
 
   damage(file, in_row)
-  entries = sealed.parse((root / "manifest.json").read_bytes(), "")
+  entries = checksums.parse((root / "manifest.json").read_bytes(), "")
   name = str(file.relative_to(root))
-  entries[name]["crc32"] = sealed.file_crc(file)[1]
-  (root / "manifest.json").write_bytes(sealed.dump(entries))
+  entries[name]["crc32"] = checksums.file_crc(file)[1]
+  (root / "manifest.json").write_bytes(checksums.dump(entries))
   step, recorder = restore(tmp_path)
   assert step == 1
   assert any("big does not have the fingerprint it was saved with" in line for line in recorder.lines)
@@ -197,7 +206,7 @@ def test_a_flipped_bit_anywhere_in_local_files(tmp_path, saved, seed):
     positions = range(size)
   else:  # not in the padding between the parts, which nothing reads
     file = root / "2.s0.p0.bin"
-    parts = sealed.parse((root / "2.s0.p0.json").read_bytes(), "")["parts"]
+    parts = checksums.parse((root / "2.s0.p0.json").read_bytes(), "")["parts"]
     positions = [part["offset"] for part in parts]
   data = bytearray(file.read_bytes())
   data[rng.choice(positions)] ^= 1 << rng.randrange(8)

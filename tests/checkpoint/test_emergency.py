@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tests.checkpoint import toys
+from tests.support import toy_state
 
 from trainer.checkpoint import CheckpointError, NonFiniteState, Tiers
 from trainer.checkpoint.emergency import Emergency, folder
 from trainer.checkpoint.errors import Rejected
+from trainer.world import SingleWorld
 
 RUN = "out/run"
 
@@ -29,28 +30,30 @@ def config(path, **changes):
     "local_checkpoint_period": 1,
     "checkpoint_period": 10,
   }
-  return toys.config(**(defaults | changes))
+  return toy_state.config(**(defaults | changes))
 
 
 def tier(path, which=None, recorder=None, **changes):
-  recorder = recorder or toys.Recorder()
-  return Emergency(config(path, **changes), RUN, which or slices(), log=recorder.log, emit=recorder.emit)
+  recorder = recorder or toy_state.Recorder()
+  return Emergency(
+    config(path, **changes), RUN, which or slices(), log=recorder.log, emit=recorder.emit, world=SingleWorld()
+  )
 
 
 def filled(path, steps=(1, 2), **changes):
   t = tier(path, **changes)
   for step in steps:
-    t.save(step, toys.state(step), {"tokens": step})
+    t.save(step, toy_state.state(step), {"tokens": step})
   t.wait()
   return t
 
 
 def restore(t, on=None, scanned=True):
   candidate = t.candidates()[0]
-  target = toys.abstract(toys.values(0, scanned), on or toys.mesh(2, 4))
+  target = toy_state.abstract(toy_state.values(0, scanned), on or toy_state.mesh(2, 4))
   state, meta = t.restore(candidate, target, lambda meta: None)
   assert meta["tokens"] == candidate.step
-  toys.assert_same_bits(state, toys.values(candidate.step, scanned))
+  toy_state.assert_same_bits(state, toy_state.values(candidate.step, scanned))
   assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, target)
   return candidate.step
 
@@ -62,7 +65,7 @@ def files(t):
 def test_writes_one_full_copy_per_slice_and_restores_it(tmp_path):
   t = filled(tmp_path)
   assert files(t) == [f"{step}.s{s}.p0.{kind}" for step in (1, 2) for s in (0, 1) for kind in ("bin", "json")]
-  state_bytes = sum(np.asarray(x).nbytes for x in jax.tree.leaves(toys.values()))
+  state_bytes = sum(np.asarray(x).nbytes for x in jax.tree.leaves(toy_state.values()))
   size = (t.root / "2.s1.p0.bin").stat().st_size
   assert state_bytes <= size <= state_bytes + 64 * 100  # padding of each part
   assert restore(t) == 2
@@ -93,14 +96,14 @@ def test_all_copies_wiped_leaves_no_candidate(tmp_path):
 def test_restores_onto_other_meshes_and_layer_layouts(tmp_path, data, fsdp, scanned):
   filled(tmp_path)
   per_slice = {i: jax.devices()[i * fsdp : (i + 1) * fsdp] for i in range(data)}
-  assert restore(tier(tmp_path, per_slice), toys.mesh(data, fsdp), scanned) == 2
+  assert restore(tier(tmp_path, per_slice), toy_state.mesh(data, fsdp), scanned) == 2
 
 
 def damage_part(t, step, which, array):
   """Flips one bit in the part of `array` of the given slice."""
-  from trainer.checkpoint import sealed
+  from trainer.checkpoint import checksums
 
-  index = sealed.parse((t.root / f"{step}.s{which}.p0.json").read_bytes(), "")
+  index = checksums.parse((t.root / f"{step}.s{which}.p0.json").read_bytes(), "")
   offset = next(part["offset"] for part in index["parts"] if part["array"] == array)
   path = t.root / f"{step}.s{which}.p0.bin"
   data = bytearray(path.read_bytes())
@@ -112,7 +115,7 @@ def test_different_parts_lost_on_different_slices_are_united(tmp_path):
   t = filled(tmp_path)
   damage_part(t, 2, 0, "low")
   damage_part(t, 2, 1, "params.embedding")
-  recorder = toys.Recorder()
+  recorder = toy_state.Recorder()
   assert restore(tier(tmp_path, recorder=recorder)) == 2
   assert [line.split("/")[-1] for line in recorder.lines if "damaged" in line] == [
     "2.s0.p0.bin is damaged: 1 parts, the first of low.",
@@ -124,12 +127,12 @@ def test_the_same_part_lost_on_all_slices_rejects_the_step(tmp_path):
   t = filled(tmp_path)
   damage_part(t, 2, 0, "low")
   damage_part(t, 2, 1, "low")
-  tiers = Tiers(config(tmp_path), str(tmp_path / RUN), slices=slices())
-  recorder = toys.Recorder()
-  tiers = Tiers(config(tmp_path), RUN, slices=slices(), log=recorder.log, emit=recorder.emit)
-  restored = tiers.restore_newest(toys.abstract(toys.values(), toys.mesh(2, 4)))
+  tiers = Tiers(config(tmp_path), str(tmp_path / RUN), slices=slices(), world=SingleWorld())
+  recorder = toy_state.Recorder()
+  tiers = Tiers(config(tmp_path), RUN, slices=slices(), log=recorder.log, emit=recorder.emit, world=SingleWorld())
+  restored = tiers.restore_newest(toy_state.abstract(toy_state.values(), toy_state.mesh(2, 4)))
   assert (restored.step, restored.tier) == (1, "emergency")
-  toys.assert_same_bits(restored.state, toys.values(1))
+  toy_state.assert_same_bits(restored.state, toy_state.values(1))
   assert "Checkpoint 2 (emergency) is not used: a part of low is damaged or missing in every copy." in recorder.lines
   assert ("checkpoint_rejected", {"step": 2, "tier": "emergency", "reason": "a part of low is damaged or missing in every copy"}) in recorder.events  # fmt: skip  # noqa: E501
 
@@ -138,14 +141,14 @@ def test_copies_of_different_histories_are_not_mixed(tmp_path):
   t = filled(tmp_path)
   for path in t.root.glob("2.s1.*"):
     shutil.copy(path, tmp_path / path.name)
-  t.save(2, toys.state(7), {"tokens": 2})  # the step is done again after a fallback, with another outcome
+  t.save(2, toy_state.state(7), {"tokens": 2})  # the step is done again after a fallback, with another outcome
   t.wait()
   for path in tmp_path.glob("2.s1.*"):
     shutil.copy(path, t.root / path.name)
   candidates = t.candidates()
   assert [c.step for c in candidates] == [2, 2, 1]
   damage_part(t, 2, 0, "low")
-  target = toys.abstract(toys.values(), toys.mesh(2, 4))
+  target = toy_state.abstract(toy_state.values(), toy_state.mesh(2, 4))
   outcomes = []
   for candidate in candidates[:2]:
     try:
@@ -158,10 +161,10 @@ def test_copies_of_different_histories_are_not_mixed(tmp_path):
 
 def test_files_of_another_run_are_left_alone(tmp_path):
   filled(tmp_path)
-  other = Emergency(config(tmp_path), "elsewhere/run", slices())
+  other = Emergency(config(tmp_path), "elsewhere/run", slices(), world=SingleWorld())
   assert other.candidates() == []
   for step in (7, 8, 9):
-    other.save(step, toys.state(step), {"tokens": step})
+    other.save(step, toy_state.state(step), {"tokens": step})
   other.wait()
   assert restore(other) == 9
   assert restore(tier(tmp_path)) == 2
@@ -182,9 +185,9 @@ def test_copies_of_lost_slices_are_removed_once_they_are_old(tmp_path):
   t = tier(tmp_path, slices(1))
   for step in (3, 4):
     assert any(".s1." in name for name in files(t))
-    t.save(step, toys.state(step, toys.mesh(1, 4)), {"tokens": step})
+    t.save(step, toy_state.state(step, toy_state.mesh(1, 4)), {"tokens": step})
     t.wait()
-  t.save(5, toys.state(5, toys.mesh(1, 4)), {"tokens": 5})
+  t.save(5, toy_state.state(5, toy_state.mesh(1, 4)), {"tokens": 5})
   t.wait()
   assert {name.rsplit(".", 1)[0] for name in files(t)} == {"4.s0.p0", "5.s0.p0"}
 
@@ -196,14 +199,14 @@ def test_unfinished_files_are_no_checkpoint_and_are_cleared(tmp_path):
     (t.root / f"3.s{s}.p0.json.tmp").write_bytes(b"half")
   assert restore(tier(tmp_path)) == 2
   t = tier(tmp_path)
-  t.save(3, toys.state(3), {"tokens": 3})
+  t.save(3, toy_state.state(3), {"tokens": 3})
   t.wait()
   assert restore(t) == 3 and not any(name.endswith("tmp") for name in files(t))
 
 
 def test_state_may_be_donated_while_it_is_written(tmp_path):
   t = tier(tmp_path)
-  state = toys.state(3)
+  state = toy_state.state(3)
   t.save(3, state, {"tokens": 3})
   jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree), donate_argnums=0)(state)
   t.wait()
@@ -212,7 +215,7 @@ def test_state_may_be_donated_while_it_is_written(tmp_path):
 
 def test_not_finite_is_not_committed(tmp_path):
   t = filled(tmp_path)
-  state = toys.state(3)
+  state = toy_state.state(3)
   state["low"] = state["low"].at[0].set(np.nan)
   t.save(3, state, {})
   with pytest.raises(NonFiniteState, match=r"step 3 is not finite \(low\)"):
@@ -224,7 +227,7 @@ def test_write_errors_reach_the_training_thread(tmp_path):
   t = filled(tmp_path)
   shutil.rmtree(t.root)
   t.root.write_text("no folder")
-  t.save(3, toys.state(3), {})
+  t.save(3, toy_state.state(3), {})
   with pytest.raises(CheckpointError, match=r"step 3 could not be saved in .*ram/run-"):
     t.wait()
 
@@ -240,31 +243,33 @@ def test_write_errors_reach_the_training_thread(tmp_path):
 )
 def test_refuses_with_the_reason_where_it_cannot_write(tmp_path, changes, reason):
   with pytest.raises(ValueError, match=reason):
-    Tiers(config(tmp_path, **changes), RUN, slices=slices())
+    Tiers(config(tmp_path, **changes), RUN, slices=slices(), world=SingleWorld())
 
 
 def test_refuses_a_state_that_no_slice_holds_in_full(tmp_path):
-  mesh = toys.mesh(2, 4)
+  mesh = toy_state.mesh(2, 4)
   target = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))}
   with pytest.raises(ValueError, match=r"w \[8, 8\] is sharded across slices"):
-    Tiers(config(tmp_path), RUN, slices=slices()).restore_newest(target)
+    Tiers(config(tmp_path), RUN, slices=slices(), world=SingleWorld()).restore_newest(target)
 
 
 def test_tiers_take_the_newest_of_both(tmp_path):
   run = str(tmp_path / "run")
-  target = toys.abstract(toys.values(), toys.mesh(2, 4))
+  target = toy_state.abstract(toy_state.values(), toy_state.mesh(2, 4))
 
   def tiers():
-    return Tiers(config(tmp_path, local_checkpoint_period=2, checkpoint_period=3), run, slices=slices())
+    return Tiers(
+      config(tmp_path, local_checkpoint_period=2, checkpoint_period=3), run, slices=slices(), world=SingleWorld()
+    )
 
   t = tiers()
   for step in range(1, 9):
-    saved = t.maybe_save(step, toys.state(step), {"tokens": step})
+    saved = t.maybe_save(step, toy_state.state(step), {"tokens": step})
     assert saved == (step % 2 == 0 or step % 3 == 0)
   t.close()
   restored = tiers().restore_newest(target)
   assert (restored.step, restored.tier, restored.path) == (8, "emergency", f"{folder(tmp_path / 'ram', run)}/8")
-  toys.assert_same_bits(restored.state, toys.values(8))
+  toy_state.assert_same_bits(restored.state, toy_state.values(8))
   for path in (tmp_path / "ram").glob("*/8.*"):
     path.unlink()
   restored = tiers().restore_newest(target)
@@ -272,4 +277,4 @@ def test_tiers_take_the_newest_of_both(tmp_path):
   shutil.rmtree(tmp_path / "ram")
   restored = tiers().restore_newest(target)
   assert (restored.step, restored.tier) == (6, "persistent")
-  toys.assert_same_bits(restored.state, toys.values(6))
+  toy_state.assert_same_bits(restored.state, toy_state.values(6))

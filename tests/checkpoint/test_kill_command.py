@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 from end_to_end import command, kill_and_resume
-from tests.checkpoint.forked import Server
+from tests.support.forked_runs import Server
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Sharding info not provided")]
 STEPS = 30

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.checkpoint import toys
+from tests.support import toy_state
 
 from trainer.checkpoint import CheckpointError, NonFiniteState
 from trainer.checkpoint.errors import Rejected
 from trainer.checkpoint.persistent import Persistent
 from trainer.config.schema import CheckpointSection
+from trainer.world import SingleWorld
 
 MODES = ["auto", "commit_file"]
 
@@ -25,15 +26,19 @@ def restore(tier, step, abstract):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_round_trip(tmp_path, caplog, mode, asynchronous):
-  tier = Persistent(str(tmp_path / "c"), toys.config(async_checkpointing=asynchronous), atomicity=mode)
-  assert tier.save(7, toys.state(1), {"tokens": 70, "cursor": {"next_example": 5}})
+  tier = Persistent(
+    str(tmp_path / "c"), toy_state.config(async_checkpointing=asynchronous), atomicity=mode, world=SingleWorld()
+  )
+  assert tier.save(7, toy_state.state(1), {"tokens": 70, "cursor": {"next_example": 5}})
   if asynchronous:
     tier.wait()
   assert tier.steps() == [7]
   meta = tier.verify(7)
   assert meta["tokens"] == 70 and meta["cursor"] == {"next_example": 5} and meta["step"] == 7
   assert meta["versions"]["jax"] == jax.__version__
-  toys.assert_same_bits(tier.restore(7, toys.abstract(toys.values(1), toys.mesh(2, 4)), meta), toys.values(1))
+  toy_state.assert_same_bits(
+    tier.restore(7, toy_state.abstract(toy_state.values(1), toy_state.mesh(2, 4)), meta), toy_state.values(1)
+  )
   assert [line.getMessage() for line in caplog.records if line.name == "absl" and line.levelname == "WARNING"] == []
   tier.wait()
   tier.close()
@@ -42,45 +47,47 @@ def test_round_trip(tmp_path, caplog, mode, asynchronous):
 @pytest.mark.parametrize("data,fsdp", [(1, 1), (2, 1), (1, 4), (4, 2), (1, 8)])
 @pytest.mark.parametrize("scanned", [True, False])
 def test_restores_onto_other_meshes_and_layer_layouts(tmp_path, data, fsdp, scanned):
-  tier = Persistent(str(tmp_path / "c"), toys.config())
-  tier.save(1, toys.state(1), {})
-  tier.save(2, toys.state(2, scanned=False), {})
+  tier = Persistent(str(tmp_path / "c"), toy_state.config(), world=SingleWorld())
+  tier.save(1, toy_state.state(1), {})
+  tier.save(2, toy_state.state(2, scanned=False), {})
   tier.wait()
   for step in (1, 2):
-    want = toys.values(step, scanned)
-    target = toys.abstract(want, toys.mesh(data, fsdp))
+    want = toy_state.values(step, scanned)
+    target = toy_state.abstract(want, toy_state.mesh(data, fsdp))
     got = restore(tier, step, target)
-    toys.assert_same_bits(got, want)
+    toy_state.assert_same_bits(got, want)
     assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, target)
   tier.wait()
   tier.close()
 
 
 def test_state_may_be_donated_while_it_is_written(tmp_path):
-  tier = Persistent(str(tmp_path / "c"), toys.config())
-  state = toys.state(3)
+  tier = Persistent(str(tmp_path / "c"), toy_state.config(), world=SingleWorld())
+  state = toy_state.state(3)
   destroy = jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree), donate_argnums=0)
   for step in (1, 2, 3):
     tier.save(step, state, {})
     destroy(state)
-    state = toys.state(3)
+    state = toy_state.state(3)
   tier.wait()
   for step in (1, 2, 3):
-    toys.assert_same_bits(restore(tier, step, toys.abstract(toys.values(3), toys.mesh(2, 4))), toys.values(3))
+    toy_state.assert_same_bits(
+      restore(tier, step, toy_state.abstract(toy_state.values(3), toy_state.mesh(2, 4))), toy_state.values(3)
+    )
   tier.wait()
   tier.close()
 
 
 def test_retention_keeps_newest_multiples_and_best(tmp_path):
-  cfg = toys.config(max_num_checkpoints_to_keep=2, checkpoint_keep_period=4, checkpoint_keep_best=1)
-  state, losses = toys.state(), {1: 3.0, 2: 1.0, 3: 2.0, 4: None, 5: 5.0, 6: None, 7: None}
-  tier = Persistent(str(tmp_path / "c"), cfg)
+  cfg = toy_state.config(max_num_checkpoints_to_keep=2, checkpoint_keep_period=4, checkpoint_keep_best=1)
+  state, losses = toy_state.state(), {1: 3.0, 2: 1.0, 3: 2.0, 4: None, 5: 5.0, 6: None, 7: None}
+  tier = Persistent(str(tmp_path / "c"), cfg, world=SingleWorld())
   for step, loss in losses.items():
     tier.save(step, state, {}, metric=loss)
     if step == 3:  # a resumed run reads the losses back
       tier.wait()
       tier.close()
-      tier = Persistent(str(tmp_path / "c"), cfg)
+      tier = Persistent(str(tmp_path / "c"), cfg, world=SingleWorld())
   tier.wait()
   assert tier.steps() == [2, 4, 6, 7]
   assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["2", "4", "6", "7"]
@@ -89,13 +96,17 @@ def test_retention_keeps_newest_multiples_and_best(tmp_path):
 
 
 def test_a_step_is_written_once(tmp_path):
-  tier = Persistent(str(tmp_path / "c"), toys.config())
-  assert tier.save(1, toys.state(1), {})
-  assert not tier.save(1, toys.state(2), {})
-  toys.assert_same_bits(restore(tier, 1, toys.abstract(toys.values(), toys.mesh(1, 1))), toys.values(1))
-  assert tier.save(1, toys.state(2), {}, force=True)
+  tier = Persistent(str(tmp_path / "c"), toy_state.config(), world=SingleWorld())
+  assert tier.save(1, toy_state.state(1), {})
+  assert not tier.save(1, toy_state.state(2), {})
+  toy_state.assert_same_bits(
+    restore(tier, 1, toy_state.abstract(toy_state.values(), toy_state.mesh(1, 1))), toy_state.values(1)
+  )
+  assert tier.save(1, toy_state.state(2), {}, force=True)
   tier.wait()
-  toys.assert_same_bits(restore(tier, 1, toys.abstract(toys.values(), toys.mesh(1, 1))), toys.values(2))
+  toy_state.assert_same_bits(
+    restore(tier, 1, toy_state.abstract(toy_state.values(), toy_state.mesh(1, 1))), toy_state.values(2)
+  )
   tier.wait()
   tier.close()
 
@@ -103,9 +114,9 @@ def test_a_step_is_written_once(tmp_path):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_state_that_is_not_finite_is_never_committed(tmp_path, mode, value):
-  tier = Persistent(str(tmp_path / "c"), toys.config(), atomicity=mode)
-  tier.save(1, toys.state(), {})
-  state = toys.state(2)
+  tier = Persistent(str(tmp_path / "c"), toy_state.config(), atomicity=mode, world=SingleWorld())
+  tier.save(1, toy_state.state(), {})
+  state = toy_state.state(2)
   state["opt_state"][0]["nu"]["embedding"] = state["opt_state"][0]["nu"]["embedding"].at[3, 1].set(value)
   tier.save(2, state, {})
   with pytest.raises(NonFiniteState, match=r"step 2 is not finite \(1 arrays, the first opt_state.0.nu.embedding\)"):
@@ -116,48 +127,50 @@ def test_a_state_that_is_not_finite_is_never_committed(tmp_path, mode, value):
 
 
 def test_wrong_shape_and_missing_array_are_rejected_with_their_names(tmp_path):
-  tier = Persistent(str(tmp_path / "c"), toys.config())
-  tier.save(1, toys.state(), {})
+  tier = Persistent(str(tmp_path / "c"), toy_state.config(), world=SingleWorld())
+  tier.save(1, toy_state.state(), {})
   tier.wait()
-  wide = toys.values()
+  wide = toy_state.values()
   wide["params"]["embedding"] = np.zeros((16, 16), np.float32)
   with pytest.raises(Rejected, match=r"params.embedding has shape \[16, 8\] where the state wants \[16, 16\]"):
-    restore(tier, 1, toys.abstract(wide, toys.mesh(2, 4)))
-  more = toys.values() | {"new": np.zeros(3)}
+    restore(tier, 1, toy_state.abstract(wide, toy_state.mesh(2, 4)))
+  more = toy_state.values() | {"new": np.zeros(3)}
   with pytest.raises(Rejected, match="it has no array new"):
-    restore(tier, 1, toys.abstract(more, toys.mesh(2, 4)))
-  less = toys.values()
+    restore(tier, 1, toy_state.abstract(more, toy_state.mesh(2, 4)))
+  less = toy_state.values()
   del less["low"]
   with pytest.raises(Rejected, match="1 arrays that the state lacks: low"):
-    restore(tier, 1, toys.abstract(less, toys.mesh(2, 4)))
+    restore(tier, 1, toy_state.abstract(less, toy_state.mesh(2, 4)))
   tier.wait()
   tier.close()
 
 
 def test_a_type_may_change_and_is_cast(tmp_path):
-  tier = Persistent(str(tmp_path / "c"), toys.config())
-  tier.save(1, toys.state(), {})
+  tier = Persistent(str(tmp_path / "c"), toy_state.config(), world=SingleWorld())
+  tier.save(1, toy_state.state(), {})
   tier.wait()
-  want = toys.values()
+  want = toy_state.values()
   want["params"]["embedding"] = want["params"]["embedding"].astype(jnp.bfloat16)
-  toys.assert_same_bits(restore(tier, 1, toys.abstract(want, toys.mesh(1, 2))), want)
+  toy_state.assert_same_bits(restore(tier, 1, toy_state.abstract(want, toy_state.mesh(1, 2))), want)
   tier.wait()
   tier.close()
 
 
 def test_unwritable_directory_is_an_error_and_earlier_checkpoints_stay(tmp_path):
-  tier = Persistent(str(tmp_path / "c"), toys.config())
-  tier.save(1, toys.state(), {})
+  tier = Persistent(str(tmp_path / "c"), toy_state.config(), world=SingleWorld())
+  tier.save(1, toy_state.state(), {})
   tier.wait()
   (tmp_path / "c").rename(tmp_path / "kept")
   (tmp_path / "c").write_text("no folder")  # root ignores permissions, not this
   with pytest.raises(CheckpointError, match=r"step 2 could not be saved in .*Earlier checkpoints are untouched"):
-    tier.save(2, toys.state(), {})
+    tier.save(2, toy_state.state(), {})
     tier.wait()
   (tmp_path / "c").unlink()
   (tmp_path / "kept").rename(tmp_path / "c")
   assert tier.steps() == [1]
-  toys.assert_same_bits(restore(tier, 1, toys.abstract(toys.values(), toys.mesh(1, 1))), toys.values())
+  toy_state.assert_same_bits(
+    restore(tier, 1, toy_state.abstract(toy_state.values(), toy_state.mesh(1, 1))), toy_state.values()
+  )
   tier.wait()
   tier.close()
 
@@ -165,17 +178,17 @@ def test_unwritable_directory_is_an_error_and_earlier_checkpoints_stay(tmp_path)
 def test_orbax_itself_reads_what_is_written(tmp_path):
   import orbax.checkpoint as ocp
 
-  tier = Persistent(str(tmp_path / "c"), toys.config())
-  tier.save(1, toys.state(1), {})
+  tier = Persistent(str(tmp_path / "c"), toy_state.config(), world=SingleWorld())
+  tier.save(1, toy_state.state(1), {})
   tier.wait()
   tier.close()
   with ocp.PyTreeCheckpointer() as reader:
     tree = reader.restore(tmp_path / "c" / "1" / "state")
-  assert np.array_equal(tree["params.embedding"], toys.values(1)["params"]["embedding"])
+  assert np.array_equal(tree["params.embedding"], toy_state.values(1)["params"]["embedding"])
   assert json.loads((tmp_path / "c" / "1" / "state" / "_METADATA").read_text())["use_zarr3"]
 
 
 def test_a_relative_folder_is_taken_from_where_the_command_runs(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  persistent = Persistent("runs/a/checkpoints", CheckpointSection())
+  persistent = Persistent("runs/a/checkpoints", CheckpointSection(), world=SingleWorld())
   assert str(persistent.directory) == f"{tmp_path}/runs/a/checkpoints"

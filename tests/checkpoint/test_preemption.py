@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from tests.checkpoint.world import SOURCES, World
+from tests.support.jax_processes import SOURCES, Processes
 
 LOOP = """
 import sys, time
@@ -89,7 +89,7 @@ def test_leaving_gives_the_signal_back(running):
 
 @pytest.mark.timeout(600)
 def test_four_processes_agree_on_the_step(tmp_path):
-  world = World("preempted", tmp_path, 4)
+  world = Processes("preempted", tmp_path, 4)
   deadline = time.monotonic() + 180
   while "step 5\n" not in world.logs[2].read_text() and time.monotonic() < deadline:
     time.sleep(0.05)
@@ -110,7 +110,7 @@ def test_a_signal_during_a_long_call_is_one_notice(running):
 
 
 def test_second_signal_ends_one_of_several_at_once(tmp_path):
-  world = World("ignoring_preemption", tmp_path, 2)
+  world = Processes("ignoring_preemption", tmp_path, 2)
   try:
     for line in ("ready", "asked"):
       deadline = time.monotonic() + 180

@@ -5,25 +5,26 @@ from __future__ import annotations
 import re
 
 import pytest
-from tests.checkpoint import toys
-from tests.checkpoint.world import World
+from tests.support import toy_state
+from tests.support.jax_processes import Processes
 
 from trainer.checkpoint import Tiers
+from trainer.world import SingleWorld
 
 pytestmark = pytest.mark.timeout(600)  # seconds on a quiet machine, minutes on a busy one
 
 
 def test_lost_hosts_and_slices(tmp_path):
-  World("losses", tmp_path, 4).finish()
+  Processes("losses", tmp_path, 4).finish()
 
 
 def test_persistent_tier(tmp_path):
-  World("persistent", tmp_path, 4).finish()
+  Processes("persistent", tmp_path, 4).finish()
 
 
 def test_one_replica_reads(tmp_path):
   counts = {}
-  for process, text in enumerate(World("count_bytes", tmp_path, 4).finish()):
+  for process, text in enumerate(Processes("count_bytes", tmp_path, 4).finish()):
     for single, count in re.findall(r"single=(\w+) read=(\d+)", text):
       counts[single, process] = int(count)
   size = 4 << 20
@@ -35,12 +36,12 @@ def test_one_replica_reads(tmp_path):
 
 
 def test_worlds_of_other_sizes_resume(tmp_path):
-  World("save_shared", tmp_path, 4).finish()
-  cfg = toys.config(
+  Processes("save_shared", tmp_path, 4).finish()
+  cfg = toy_state.config(
     enable_emergency_checkpoint=True, local_checkpoint_directory=str(tmp_path / "shared"), local_checkpoint_period=1
   )
-  tiers = Tiers(cfg, str(tmp_path / "run"))  # one process with eight devices: this one
-  restored = tiers.restore_newest(toys.abstract(toys.values(), toys.mesh(4, 2)))
+  tiers = Tiers(cfg, str(tmp_path / "run"), world=SingleWorld())  # one process with eight devices: this one
+  restored = tiers.restore_newest(toy_state.abstract(toy_state.values(), toy_state.mesh(4, 2)))
   assert (restored.step, restored.tier) == (3, "emergency")
-  toys.assert_same_bits(restored.state, toys.values(3))
-  World("resume", tmp_path, 2).finish()
+  toy_state.assert_same_bits(restored.state, toy_state.values(3))
+  Processes("resume", tmp_path, 2).finish()

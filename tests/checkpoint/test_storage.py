@@ -7,9 +7,10 @@ import subprocess
 import jax
 import numpy as np
 import pytest
-from tests.checkpoint import toys
+from tests.support import toy_state
 
 from trainer.checkpoint import CheckpointError, Tiers
+from trainer.world import SingleWorld
 
 MIB = 1 << 20
 
@@ -39,18 +40,20 @@ def remount(path, option: str) -> None:
 
 
 def state(step: int):
-  return toys.place({"w": np.random.default_rng(step).standard_normal((512, 512)).astype(np.float32)}, toys.mesh(2, 4))
+  return toy_state.place(
+    {"w": np.random.default_rng(step).standard_normal((512, 512)).astype(np.float32)}, toy_state.mesh(2, 4)
+  )
 
 
 def make(path, **changes):
-  return Tiers(toys.config(checkpoint_period=1, **changes), str(path / "run"))
+  return Tiers(toy_state.config(checkpoint_period=1, **changes), str(path / "run"), world=SingleWorld())
 
 
 def assert_restores(path, step, **changes):
   target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0))
   restored = make(path, **changes).restore_newest(target)
   assert restored.step == step
-  toys.assert_same_bits(restored.state, jax.tree.map(np.asarray, state(step)))
+  toy_state.assert_same_bits(restored.state, jax.tree.map(np.asarray, state(step)))
 
 
 def save_until_it_fails(tiers, first: int, last: int) -> int:
@@ -100,14 +103,14 @@ def test_persistent_becomes_read_only(disk):
 
 
 def emergency(path, **changes):
-  cfg = toys.config(
+  cfg = toy_state.config(
     enable_emergency_checkpoint=True,
     local_checkpoint_directory=str(path / "ram"),
     local_checkpoint_period=1,
     checkpoint_period=1000,
     **changes,
   )
-  return Tiers(cfg, str(path / "run"))
+  return Tiers(cfg, str(path / "run"), world=SingleWorld())
 
 
 def test_ramdisk_full(disk):

@@ -7,23 +7,32 @@ import sys
 
 import jax.numpy as jnp
 import pytest
-from tests.checkpoint import toys
+from tests.support import toy_state
 
 from trainer.checkpoint import ConfigMismatch, NoGoodCheckpoint, NonFiniteState, Tiers
+from trainer.world import SingleWorld
 
 
 def make(path, recorder=None, **changes):
-  recorder = recorder or toys.Recorder()
-  return Tiers(toys.config(**({"checkpoint_period": 2} | changes)), str(path), log=recorder.log, emit=recorder.emit)
+  recorder = recorder or toy_state.Recorder()
+  return Tiers(
+    toy_state.config(**({"checkpoint_period": 2} | changes)),
+    str(path),
+    log=recorder.log,
+    emit=recorder.emit,
+    world=SingleWorld(),
+  )
 
 
 def target(seed=0):
-  return toys.abstract(toys.values(seed), toys.mesh(1, 2))
+  return toy_state.abstract(toy_state.values(seed), toy_state.mesh(1, 2))
 
 
 def run(path, steps, **changes):
   tiers = make(path, **changes)
-  saved = [step for step in range(1, steps + 1) if tiers.maybe_save(step, toys.state(step), {}, last=step == steps)]
+  saved = [
+    step for step in range(1, steps + 1) if tiers.maybe_save(step, toy_state.state(step), {}, last=step == steps)
+  ]
   tiers.close()
   return saved
 
@@ -45,11 +54,11 @@ def test_first_start_restores_nothing(tmp_path):
 
 def test_restores_the_newest(tmp_path):
   run(tmp_path, 5)
-  recorder = toys.Recorder()
+  recorder = toy_state.Recorder()
   restored = make(tmp_path, recorder).restore_newest(target())
   path = f"{tmp_path}/checkpoints/5"
   assert (restored.step, restored.tier, restored.path) == (5, "persistent", path)
-  toys.assert_same_bits(restored.state, toys.values(5))
+  toy_state.assert_same_bits(restored.state, toy_state.values(5))
   assert recorder.lines == [f"Found commit_success file. Keeping {path}/.", f"Restoring checkpoint from {path}."]
 
 
@@ -58,20 +67,20 @@ def test_falls_back_past_damage_and_keeps_it_aside(tmp_path):
   root = tmp_path / "checkpoints"
   (root / "6" / "meta.json").unlink()
   (root / "8.orbax-checkpoint-tmp").mkdir()
-  recorder = toys.Recorder()
+  recorder = toy_state.Recorder()
   tiers = make(tmp_path, recorder)
   restored = tiers.restore_newest(target())
   assert restored.step == 4
-  toys.assert_same_bits(restored.state, toys.values(4))
+  toy_state.assert_same_bits(restored.state, toy_state.values(4))
   aside = tmp_path / "checkpoints_rejected"
   assert sorted(p.name for p in aside.iterdir()) == [
     "6", "6.reason.txt", "8.orbax-checkpoint-tmp", "8.orbax-checkpoint-tmp.reason.txt",
   ]  # fmt: skip
   assert (aside / "6.reason.txt").read_text() == "meta.json is missing\n"
   assert "checkpoint_rejected" in recorder.kinds()
-  assert tiers.maybe_save(6, toys.state(60), {})  # the step is free again
+  assert tiers.maybe_save(6, toy_state.state(60), {})  # the step is free again
   tiers.close()
-  toys.assert_same_bits(make(tmp_path).restore_newest(target()).state, toys.values(60))
+  toy_state.assert_same_bits(make(tmp_path).restore_newest(target()).state, toy_state.values(60))
 
 
 def test_nothing_good_is_an_error_and_nothing_is_moved(tmp_path):
@@ -92,7 +101,7 @@ def test_a_lost_commit_marker_is_no_first_start(tmp_path):
 
 def test_only_an_unfinished_first_save_is_a_first_start(tmp_path):
   (tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp").mkdir(parents=True)
-  recorder = toys.Recorder()
+  recorder = toy_state.Recorder()
   assert make(tmp_path, recorder).restore_newest(target()) is None
   assert "its save did not finish" in recorder.lines[0]
   assert list((tmp_path / "checkpoints").iterdir()) == []
@@ -111,7 +120,7 @@ def test_accept_refuses_before_anything_is_loaded(tmp_path):
 
 def test_close_raises_what_a_save_met(tmp_path):
   tiers = make(tmp_path)
-  state = toys.state(2)
+  state = toy_state.state(2)
   state["low"] = state["low"] * jnp.nan
   tiers.maybe_save(2, state, {})
   with pytest.raises(NonFiniteState):
@@ -119,9 +128,9 @@ def test_close_raises_what_a_save_met(tmp_path):
 
 
 def test_close_does_not_hide_why_the_attempt_ends(tmp_path):
-  recorder = toys.Recorder()
+  recorder = toy_state.Recorder()
   tiers = make(tmp_path, recorder)
-  state = toys.state(2)
+  state = toy_state.state(2)
   state["low"] = state["low"] * jnp.nan
   tiers.maybe_save(2, state, {})
   with pytest.raises(KeyError, match="a slice was lost"):

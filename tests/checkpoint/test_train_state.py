@@ -5,11 +5,13 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from tests.checkpoint import toys
+from tests.support import toy_state
 
 from trainer import config, program
-from trainer.checkpoint import Tiers, trees
+from trainer.checkpoint import Tiers
+from trainer.checkpoint.arrays import state_tree
 from trainer.config import resume
+from trainer.world import SingleWorld
 
 TINY = (
   "configs/base.yml run_name=t dataset_type=synthetic base_emb_dim=16 base_num_decoder_layers=2 "
@@ -51,10 +53,12 @@ def by_layer(state) -> dict[str, np.ndarray]:
 
 def save_and_restore(path, opt_type: str, saved_scan: bool, *keys: str):
   state = numbered(build(opt_type, saved_scan, 4, *keys).state)
-  tiers = Tiers(toys.config(checkpoint_period=1), str(path))
+  tiers = Tiers(toy_state.config(checkpoint_period=1), str(path), world=SingleWorld())
   tiers.maybe_save(1, state, {})
   tiers.close()
-  restored = Tiers(toys.config(), str(path)).restore_newest(build(opt_type, not saved_scan, 2, *keys).state)
+  restored = Tiers(toy_state.config(), str(path), world=SingleWorld()).restore_newest(
+    build(opt_type, not saved_scan, 2, *keys).state
+  )
   return by_layer(state), by_layer(restored.state)
 
 
@@ -91,6 +95,6 @@ OTHER_VALUES = {
 def test_the_arrays_change_with_the_keys_that_are_said_to_change_them(key):
   shapes = []
   for keys in ([], [f"{key}={OTHER_VALUES[key]}"]):
-    arrays = trees.describe(trees.flatten(build("adamw", True, 1, *keys).state))
+    arrays = state_tree.describe(state_tree.flatten(build("adamw", True, 1, *keys).state))
     shapes.append({name: array["shape"] for name, array in arrays.items()})
   assert (shapes[0] != shapes[1]) == (key in resume.CHANGES_STATE)

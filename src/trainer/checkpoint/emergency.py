@@ -26,11 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Device
 
-from trainer.checkpoint import agree, boxes, exchange, fingerprint, loading, sealed, trees
+from trainer.checkpoint import checksums
+from trainer.checkpoint.arrays import boxes, fingerprint, from_hosts, state_tree, verified_load
+from trainer.checkpoint.arrays.boxes import Box
 from trainer.checkpoint.background import Background
-from trainer.checkpoint.boxes import Box
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
 from trainer.config.schema import CheckpointSection
+from trainer.world import World
 
 ENTRY = re.compile(r"^(\d+)\.s(\d+)\.p(\d+)\.(json|bin)(\.tmp)?$")
 ALIGNMENT = 64  # bytes: parts can be viewed as any type in place
@@ -79,6 +81,7 @@ class Emergency:
     run_directory: str,
     slices: Mapping[int, Sequence[Device]],
     *,
+    world: World,
     log: Log = lambda line: None,
     emit: Emit = lambda kind, **fields: None,
   ) -> None:
@@ -99,13 +102,13 @@ class Emergency:
       )
     self._cfg, self._run, self._log, self._emit = cfg, _identity(run_directory), log, emit
     self._slices = {i: tuple(devices) for i, devices in slices.items()}
-    self._me = jax.process_index()
+    self._world = world
     self.root = folder(cfg.local_checkpoint_directory, run_directory)
     self._background = Background("emergency-checkpoint")
     self._probe()
 
   def _probe(self) -> None:
-    probe = self.root / f"probe.p{self._me}"
+    probe = self.root / f"probe.p{self._world.rank}"
     try:
       self.root.mkdir(parents=True, exist_ok=True)
       probe.write_bytes(b"x")
@@ -123,16 +126,16 @@ class Emergency:
 
     Raises ValueError where a slice does not hold a full copy.
     """
-    flat = trees.flatten(state)
+    flat = state_tree.flatten(state)
     return {
       i: [
         (name, box, device)
         for name, x in flat.items()
         for box, device in boxes.owners(name, x, devices).items()
-        if device.process_index == self._me
+        if boxes.is_local(device)
       ]
       for i, devices in self._slices.items()
-      if any(device.process_index == self._me for device in devices)
+      if any(map(boxes.is_local, devices))
     }
 
   def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
@@ -142,13 +145,15 @@ class Emergency:
     """
     self.wait()
     begin = time.monotonic()
-    flat = trees.flatten(state)
+    flat = state_tree.flatten(state)
     started = fingerprint.dispatch(flat)
     copies = {
-      _Copy(step, i, self._me): [(name, box, boxes.host_copy(flat[name], device)) for name, box, device in parts]
+      _Copy(step, i, self._world.rank): [
+        (name, box, boxes.host_copy(flat[name], device)) for name, box, device in parts
+      ]
       for i, parts in self.parts(state).items()
     }
-    full_meta = dict(meta, step=step, arrays=trees.describe(flat))
+    full_meta = dict(meta, step=step, arrays=state_tree.describe(flat))
     blocked = time.monotonic() - begin
 
     def work() -> None:
@@ -193,7 +198,7 @@ class Emergency:
       entry = {"run": self._run, "digest": digest[:16], "meta": meta, "parts": index, "slice": copy.slice}
       final = copy.path(self.root, "json")
       temporary = Path(f"{final}.tmp")
-      temporary.write_bytes(sealed.dump(entry))
+      temporary.write_bytes(checksums.dump(entry))
       os.replace(temporary, final)
 
   def _entries(self, kind: str) -> list[_Copy]:
@@ -207,11 +212,11 @@ class Emergency:
     are older than all of ours.
     """
     entries = {*self._entries("json"), *self._entries("bin")}
-    mine = {entry for entry in entries if entry.process == self._me and entry.slice in self._slices}
+    mine = {entry for entry in entries if entry.process == self._world.rank and entry.slice in self._slices}
     past = sorted({entry.step for entry in mine if entry.step < step and entry.path(self.root, "json").exists()})
     kept = set(past[-(self._cfg.max_num_local_checkpoints_to_keep - 1) :])
     oldest = min(kept, default=step)
-    gone = [e for e in entries if e.slice not in self._slices or e.process >= jax.process_count()]
+    gone = [e for e in entries if e.slice not in self._slices or e.process >= self._world.size]
     self._remove([entry for entry in mine if entry.step not in kept] + [e for e in gone if e.step < oldest])
 
   def _remove(self, copies: Sequence[_Copy]) -> None:
@@ -241,7 +246,7 @@ class Emergency:
         {name: x["shape"] for name, x in entry["meta"]["arrays"].items()},
         [(part["array"], part["box"]) for part in entry["parts"]],
       ])  # fmt: skip
-    for step, digest, arrays, parts in [entry for told_by in agree.gather(told) for entry in told_by]:
+    for step, digest, arrays, parts in [entry for told_by in self._world.gather(told) for entry in told_by]:
       candidate = Candidate(step, digest)
       shapes[candidate] = arrays
       for name, box in parts:
@@ -261,7 +266,7 @@ class Emergency:
     for copy in sorted(self._entries("json"), key=lambda c: (c.step, c.slice, c.process)):
       path = copy.path(self.root, "json")
       try:
-        entry = sealed.parse(path.read_bytes(), path.name)
+        entry = checksums.parse(path.read_bytes(), path.name)
       except Rejected as reason:
         self._log(f"Emergency checkpoint {path} is not used: {reason}")
         continue
@@ -274,14 +279,14 @@ class Emergency:
   ) -> tuple[Any, dict[str, Any]]:
     """(state as `abstract` wants it, meta). Raises Rejected, on every process alike, where too much is damaged."""
     held, meta = self._held(candidate)
-    counts = [bool(m) for m in agree.gather(bool(meta))]
+    counts = [bool(m) for m in self._world.gather(bool(meta))]
     if not any(counts):
       raise Rejected("all its copies are damaged")
-    meta = agree.gather(meta if counts.index(True) == self._me else None)[counts.index(True)]
+    meta = self._world.gather(meta if counts.index(True) == self._world.rank else None)[counts.index(True)]
     accept(meta)
     table = [
       {name: set(map(_box, found)) for name, found in told.items()}
-      for told in agree.gather({name: list(parts) for name, parts in held.items()})
+      for told in self._world.gather({name: list(parts) for name, parts in held.items()})
     ]
     for name, x in meta["arrays"].items():
       if not boxes.complete(x["shape"], set().union(*[told.get(name, set()) for told in table])):
@@ -289,9 +294,9 @@ class Emergency:
     self._log(f"Restoring checkpoint from {self.root}/{candidate.step}.")
 
     def read(targets: Mapping[str, Any]) -> dict[str, jax.Array]:
-      return {name: exchange.gather(name, x, held.get(name, {}), table) for name, x in targets.items()}
+      return {name: from_hosts.assemble(self._world, name, x, held.get(name, {}), table) for name, x in targets.items()}
 
-    return loading.load(read, meta["arrays"], abstract), meta
+    return verified_load.load(self._world, read, meta["arrays"], abstract), meta
 
   def _held(self, candidate: Candidate) -> tuple[dict[str, dict[Box, np.ndarray]], dict[str, Any]]:
     """({array: {box: its data, mapped from the file}} of this host whose CRC is right, meta or {})."""

@@ -19,10 +19,13 @@ from typing import Any, Literal
 
 import jax
 
-from trainer.checkpoint import agree, fingerprint, loading, replica, retention, sealed, trees
+from trainer import world as world_lib
+from trainer.checkpoint import checksums, retention
+from trainer.checkpoint.arrays import fingerprint, single_replica, state_tree, verified_load
 from trainer.checkpoint.background import Background
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
 from trainer.config.schema import CheckpointSection
+from trainer.world import World
 
 UNFINISHED = ".orbax-checkpoint-tmp"
 COMMIT = "commit_success.txt"
@@ -75,6 +78,7 @@ class Persistent:
     directory: str,
     cfg: CheckpointSection,
     *,
+    world: World,
     log: Log = lambda line: None,
     emit: Emit = lambda kind, **fields: None,
     atomicity: Literal["auto", "commit_file"] = "auto",
@@ -84,7 +88,7 @@ class Persistent:
 
     # Orbax refuses relative paths; a URL (gs://) is one as it stands.
     self.directory = epath.Path(directory if "://" in directory else os.path.abspath(directory))
-    self._cfg, self._log, self._emit, self._atomicity = cfg, log, emit, atomicity
+    self._cfg, self._world, self._log, self._emit, self._atomicity = cfg, world, log, emit, atomicity
     self._writer: Any = None
     self._background = Background("persistent-checkpoint")
     self._save: _Save | None = None
@@ -109,11 +113,11 @@ class Persistent:
     """
     self.wait()
     begin = time.monotonic()
-    exists = agree.from_primary(self._committed(str(step)))
+    exists = world_lib.from_primary(self._world, self._committed(str(step)))
     if exists and not force:
       return False
-    flat = trees.flatten(state)
-    sealed_meta = dict(meta, step=step, metric=metric, versions=versions(), arrays=trees.describe(flat))
+    flat = state_tree.flatten(state)
+    sealed_meta = dict(meta, step=step, metric=metric, versions=versions(), arrays=state_tree.describe(flat))
     self._save = _Save(step, sealed_meta, fingerprint.dispatch(flat), begin)
     try:
       self.directory.mkdir(parents=True, exist_ok=True)
@@ -189,9 +193,9 @@ class Persistent:
     root = self.directory / f"{save.step}{UNFINISHED}"
     if not root.exists():
       root = self.directory / str(save.step)
-    (root / META).write_bytes(sealed.dump(save.meta))
+    (root / META).write_bytes(checksums.dump(save.meta))
     limit = OBJECT_STORE_CRC_LIMIT if "://" in str(self.directory) else None
-    (root / MANIFEST).write_bytes(sealed.dump(sealed.manifest(root, UNSEALED, limit)))
+    (root / MANIFEST).write_bytes(checksums.dump(checksums.manifest(root, UNSEALED, limit)))
 
   def _finish(self, save: _Save) -> None:
     """Background: waits for the commit, then deletes what retention does not keep."""
@@ -199,7 +203,7 @@ class Persistent:
       self._writer.wait_until_finished()
       self._emit("checkpoint_saved", step=save.step, tier="persistent", path=str(self.directory / str(save.step)),
                  blocking_seconds=save.blocked, seconds=time.monotonic() - save.clock)  # fmt: skip
-      if jax.process_index() == 0:
+      if self._world.is_primary:
         self._prune(save)
     except Exception as error:
       raise self._failure(save.step, error) from error
@@ -210,10 +214,10 @@ class Persistent:
     (Of several processes others may still be writing there: then it stays until the next start sets it aside.)
     """
     self._save = None
-    alone = jax.process_count() == 1 or isinstance(error, NonFiniteState)
+    alone = self._world.size == 1 or isinstance(error, NonFiniteState)
     for name in (f"{step}{UNFINISHED}", str(step)):
       path = self.directory / name
-      if alone and jax.process_index() == 0 and path.exists() and not self._committed(name):
+      if alone and self._world.is_primary and path.exists() and not self._committed(name):
         with contextlib.suppress(OSError):  # the error at hand is the one to report
           path.rmtree()
     if isinstance(error, CheckpointError | jax.errors.JaxRuntimeError):
@@ -264,7 +268,7 @@ class Persistent:
     return found
 
   def _read_meta(self, step: int) -> dict[str, Any]:
-    return sealed.parse((self.directory / str(step) / META).read_bytes(), META)
+    return checksums.parse((self.directory / str(step) / META).read_bytes(), META)
 
   def verify(self, step: int, part: int = 0, parts: int = 1) -> dict[str, Any]:
     """The meta of a committed step. Raises Rejected where a file is missing or damaged.
@@ -277,8 +281,8 @@ class Persistent:
         raise Rejected(f"{name} is missing")
     if not re.fullmatch(COMMIT_TEXT, (root / COMMIT).read_bytes().decode(errors="replace")):
       raise Rejected(f"{COMMIT} is damaged")
-    entries = sealed.parse((root / MANIFEST).read_bytes(), MANIFEST)
-    sealed.check(root, dict(list(entries.items())[part::parts]))
+    entries = checksums.parse((root / MANIFEST).read_bytes(), MANIFEST)
+    checksums.check(root, dict(list(entries.items())[part::parts]))
     meta = self._read_meta(step)
     if meta["step"] != step:
       raise Rejected(f"it is of step {meta['step']}")
@@ -292,15 +296,16 @@ class Persistent:
     """
     read = functools.partial(self._read, step)
     if self._cfg.enable_single_replica_ckpt_restoring:
-      read = functools.partial(replica.read_one, read)
-    return loading.load(read, meta["arrays"], abstract)
+      read = functools.partial(single_replica.read, self._world, read)
+    return verified_load.load(self._world, read, meta["arrays"], abstract)
 
   def _read(self, step: int, targets: Mapping[str, Any]) -> dict[str, jax.Array]:
     if not targets:
       return {}
     import orbax.checkpoint as ocp
 
-    # Its own primary: with None Orbax warns at every read that it does not log sizes.
+    # Orbax counts processes as JAX does. Each process reads alone, as its own primary: with primary_host=None Orbax
+    # warns at every read that it does not log sizes.
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
     args = ocp.args.PyTreeRestore(
@@ -339,7 +344,7 @@ def _move(source: Any, target: Any) -> None:
   if "://" not in str(source):
     source.rename(target)
     return
-  for name in sealed.walk(source):
+  for name in checksums.walk(source):
     (source / name).copy(target / name)
   source.rmtree()
 

@@ -17,10 +17,11 @@ import numpy as np
 from jax import Device
 from jax.sharding import Mesh, NamedSharding
 
-from trainer.checkpoint import boxes, fingerprint, loading, trees
+from trainer.checkpoint.arrays import boxes, fingerprint, state_tree, verified_load
 from trainer.checkpoint.background import Background
 from trainer.checkpoint.errors import Rejected
 from trainer.mesh import DATA
+from trainer.world import World
 
 HOST = "pinned_host"
 
@@ -53,9 +54,9 @@ class _Snapshot:
 class Snapshots:
   """The snapshots of this process. Outlives attempts: whoever restores says which slices' memory has survived."""
 
-  def __init__(self, log: Log = lambda line: None, emit: Emit = lambda kind, **fields: None) -> None:
+  def __init__(self, world: World, log: Log = lambda line: None, emit: Emit = lambda kind, **fields: None) -> None:
     """log takes a line, emit a kind and fields for events.jsonl; both are called from a thread."""
-    self._log, self._emit = log, emit
+    self._world, self._log, self._emit = world, log, emit
     self._whole: _Snapshot | None = None
     self._background = Background("snapshot")
 
@@ -68,10 +69,10 @@ class Snapshots:
       return False
     self._background.wait()
     begin = time.monotonic()
-    flat = trees.flatten(state)
+    flat = state_tree.flatten(state)
     started = fingerprint.dispatch(flat)
     copies = {i: _to_host(flat, devices) for i, devices in slices.items()}
-    made = _Snapshot(step, copy.deepcopy(dict(meta)), trees.describe(flat), copies, trees.state_bytes(state))
+    made = _Snapshot(step, copy.deepcopy(dict(meta)), state_tree.describe(flat), copies, state_tree.state_bytes(state))
     made.blocking_seconds = time.monotonic() - begin
     self._background.start(lambda: self._finish(made, started, slices))
     return True
@@ -148,7 +149,8 @@ class Snapshots:
         return dict(zip(names, jax.block_until_ready(placed)))
 
       try:
-        return Restored(whole.step, loading.load(read, whole.arrays, abstract), copy.deepcopy(whole.meta), i)
+        state = verified_load.load(self._world, read, whole.arrays, abstract)
+        return Restored(whole.step, state, copy.deepcopy(whole.meta), i)
       except Rejected as reason:
         self._log(f"The snapshot of step {whole.step} on slice {i} is not used: {reason}")
         self._emit("checkpoint_rejected", step=whole.step, tier="snapshot", reason=str(reason))

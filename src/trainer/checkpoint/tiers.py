@@ -10,12 +10,14 @@ from typing import Any
 import jax
 from jax import Device
 
-from trainer.checkpoint import agree, fingerprint
+from trainer import world as world_lib
+from trainer.checkpoint.arrays import fingerprint
 from trainer.checkpoint.background import Background
 from trainer.checkpoint.emergency import Candidate, Emergency
 from trainer.checkpoint.errors import NoGoodCheckpoint, Rejected
 from trainer.checkpoint.persistent import Emit, Log, Persistent
 from trainer.config.schema import CheckpointSection
+from trainer.world import World
 
 Accept = Callable[[dict[str, Any]], None]
 
@@ -42,6 +44,7 @@ class Tiers:
     cfg: CheckpointSection,
     run_directory: str,
     *,
+    world: World,
     slices: Mapping[int, Sequence[Device]] | None = None,
     log: Log = lambda line: None,
     emit: Emit = lambda kind, **fields: None,
@@ -49,12 +52,13 @@ class Tiers:
     """slices: {id: devices} of the living slices (default: all devices are one). log takes a line for people; emit a
     kind and fields for events.jsonl; both may be called from a thread. Raises ValueError where the emergency tier is
     wanted and could not write."""
-    self._cfg, self._log, self._emit = cfg, log, emit
-    self._persistent = Persistent(f"{run_directory}/checkpoints", cfg, log=log, emit=emit)
+    self._cfg, self._world, self._log, self._emit = cfg, world, log, emit
+    self._persistent = Persistent(f"{run_directory}/checkpoints", cfg, world=world, log=log, emit=emit)
     self._emergency: Emergency | None = None
     self._warm = Background("checkpoint-preparation")
     if cfg.enable_checkpointing and cfg.enable_emergency_checkpoint:
-      self._emergency = Emergency(cfg, run_directory, slices or {0: jax.devices()}, log=log, emit=emit)
+      slices = slices or {0: jax.devices()}
+      self._emergency = Emergency(cfg, run_directory, slices, world=world, log=log, emit=emit)
 
   # ---- saving ----
 
@@ -131,7 +135,9 @@ class Tiers:
       return None
     if self._emergency is not None:
       self._emergency.parts(abstract)  # raises before training where no slice holds a full copy
-    found = agree.from_primary({"steps": self._persistent.steps(), "unfinished": self._persistent.unfinished()})
+    found = world_lib.from_primary(
+      self._world, {"steps": self._persistent.steps(), "unfinished": self._persistent.unfinished()}
+    )
     local = self._emergency.candidates() if self._emergency is not None else []
     rejected = {
       name: "it was sealed and has lost its commit_success.txt" if sealed else "its save did not finish"
@@ -181,18 +187,18 @@ class Tiers:
     """The meta of a persistent step whose files are as they were written; the processes share the reading."""
     reason, meta = "", {}
     try:
-      meta = self._persistent.verify(step, jax.process_index(), jax.process_count())
+      meta = self._persistent.verify(step, self._world.rank, self._world.size)
     except Rejected as rejection:
       reason = str(rejection)
-    if reason := agree.veto(reason):
+    if reason := world_lib.first_reason(self._world, reason):
       raise Rejected(reason)
     return meta
 
   def _set_aside(self, rejected: Mapping[str, str]) -> None:
     moved = {}
-    if jax.process_index() == 0:
+    if self._world.is_primary:
       moved = {name: self._persistent.set_aside(name, reason) for name, reason in rejected.items()}
-    for name, target in agree.from_primary(moved).items():
+    for name, target in world_lib.from_primary(self._world, moved).items():
       self._log(f"Moved checkpoint {name} to {target}: {rejected[name]}")
 
 

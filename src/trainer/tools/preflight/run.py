@@ -101,7 +101,8 @@ def _devices(config: Config) -> tuple[Callable[[int], Slices], int, str]:
 def _sizes(config: Config, slices: Slices, whole: bool) -> Any:
   """Sizes of the state and of its copies; whole: each slice holds all of it."""
   from trainer import program
-  from trainer.checkpoint import sizes, trees
+  from trainer.checkpoint import ramdisk_size
+  from trainer.checkpoint.arrays import state_tree
   from trainer.tools.preflight import report
 
   state = program.build(config, slices, len(slices)).state
@@ -110,9 +111,9 @@ def _sizes(config: Config, slices: Slices, whole: bool) -> Any:
   parameters = counts.parameter_count(config.model)
   return report.StateSizes(
     parameters=parameters,
-    parameter_bytes=trees.state_bytes(state.params),
-    state_bytes=trees.state_bytes(state),
+    parameter_bytes=state_tree.state_bytes(state.params),
+    state_bytes=state_tree.state_bytes(state),
     hosts_per_slice=hosts,
-    ramdisk_by_rule=sizes.ramdisk_by_rule(parameters, hosts) if whole else None,
-    ramdisk_exact=max(sizes.ramdisk_exact(state, slices[0], host_of).values()) if whole else None,
+    ramdisk_by_rule=ramdisk_size.ramdisk_by_rule(parameters, hosts) if whole else None,
+    ramdisk_exact=max(ramdisk_size.ramdisk_exact(state, slices[0], host_of).values()) if whole else None,
   )

@@ -9,36 +9,40 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from trainer.checkpoint import agree, boxes, broadcast
+from trainer import world as world_lib
+from trainer.checkpoint.arrays import boxes, broadcast
+from trainer.checkpoint.arrays.verified_load import Read
 from trainer.checkpoint.errors import Rejected
-from trainer.checkpoint.loading import Read
 from trainer.mesh import DATA
+from trainer.world import World
 
 
-def first(mesh: Mesh) -> Mesh:
+def first_replica(mesh: Mesh) -> Mesh:
   """The part of the mesh that holds the first replica: index 0 on the axis `data`."""
   axis = mesh.axis_names.index(DATA)
   return Mesh(np.take(mesh.devices, [0], axis=axis), mesh.axis_names)
 
 
-def read_one(read: Read, targets: Mapping[str, Any]) -> dict[str, jax.Array]:
-  """What `read(targets)` gives on every device, read by the first replica only. A collective.
+def read(world: World, read_arrays: Read, targets: Mapping[str, Any]) -> dict[str, jax.Array]:
+  """What `read_arrays(targets)` gives on every device, read by the first replica only. A collective.
 
   Raises Rejected on every process where it is raised on one. Arrays sharded over `data` have no replicas and are read
   by all.
   """
   replicated = {name: x for name, x in targets.items() if DATA in broadcast.spare_axes(x.sharding)}
   mine = {
-    name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(first(x.sharding.mesh), x.sharding.spec))
+    name: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=NamedSharding(first_replica(x.sharding.mesh), x.sharding.spec)
+    )
     for name, x in replicated.items()
   }
   mine = {name: x for name, x in mine.items() if x.sharding.addressable_devices}
   reason, arrays = "", {}
   try:
-    arrays = dict(read(mine | {name: x for name, x in targets.items() if name not in replicated}))
+    arrays = dict(read_arrays(mine | {name: x for name, x in targets.items() if name not in replicated}))
   except Rejected as rejection:
     reason = str(rejection)
-  if reason := agree.veto(reason):
+  if reason := world_lib.first_reason(world, reason):
     raise Rejected(reason)
   for name, target in replicated.items():
     parts = {}
@@ -48,5 +52,5 @@ def read_one(read: Read, targets: Mapping[str, Any]) -> dict[str, jax.Array]:
       givers = boxes.owners(name, source, list(source.sharding.mesh.devices.flat)).values()
       parts = {device: np.asarray(shards[device]) for device in givers if device in shards}
     # One at a time: the stack of words is as large as the array itself.
-    arrays[name] = jax.block_until_ready(broadcast.share(target, parts))
+    arrays[name] = jax.block_until_ready(broadcast.shards(target, parts))
   return arrays

@@ -16,6 +16,8 @@ import numpy as np
 from jax import Device
 from jax.sharding import NamedSharding, PartitionSpec
 
+from trainer.world import World
+
 # Words of the same size as the elements; a sum of one word and zeros is that word.
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 PIECE_BYTES = 64 << 20
@@ -29,7 +31,7 @@ def spare_axes(sharding: NamedSharding) -> tuple[str, ...]:
   return tuple(name for name in sharding.mesh.axis_names if name not in used)
 
 
-def share(target: Any, parts: Mapping[Device, np.ndarray]) -> jax.Array:
+def shards(target: Any, parts: Mapping[Device, np.ndarray]) -> jax.Array:
   """The array of target's shape, type and NamedSharding; a collective of all processes of its mesh.
 
   parts: for local devices, the content of their shard. Of the devices that hold the same shard exactly one, in all
@@ -54,9 +56,9 @@ def share(target: Any, parts: Mapping[Device, np.ndarray]) -> jax.Array:
   return jax.jit(merge, out_shardings=sharding, donate_argnums=0)(stack)
 
 
-def to_all_hosts(data: np.ndarray | None, size: int, source: int) -> np.ndarray:
-  """`size` bytes (uint8) of process `source` on every process; a collective of all of them."""
-  if jax.process_count() == 1:
+def to_all_hosts(world: World, data: np.ndarray | None, size: int, source: int) -> np.ndarray:
+  """The `size` bytes (uint8) that rank `source` holds, on every process. Every process must call."""
+  if world.size == 1:
     assert data is not None
     return data
   from jax.experimental import multihost_utils
@@ -65,7 +67,5 @@ def to_all_hosts(data: np.ndarray | None, size: int, source: int) -> np.ndarray:
   for start in range(0, size, PIECE_BYTES):
     stop = min(start + PIECE_BYTES, size)
     piece = data[start:stop] if data is not None else np.zeros(stop - start, np.uint8)
-    result[start:stop] = np.asarray(
-      multihost_utils.broadcast_one_to_all(piece, is_source=jax.process_index() == source)
-    )
+    result[start:stop] = np.asarray(multihost_utils.broadcast_one_to_all(piece, is_source=world.rank == source))
   return result

@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 
-from trainer.checkpoint import agree, fingerprint, heap, layout, trees
+from trainer import world as world_lib
+from trainer.checkpoint.arrays import fingerprint, layer_layout, malloc, state_tree
 from trainer.checkpoint.errors import CheckpointError, Rejected
+from trainer.world import World
 
 # What a restore may hold besides the state: an eighth of it, or this where the state is small.
 MIN_BATCH_BYTES = 64 << 20
@@ -17,35 +19,35 @@ MIN_BATCH_BYTES = 64 << 20
 Read = Callable[[Mapping[str, Any]], Mapping[str, jax.Array]]
 
 
-def load(read: Read, saved: Mapping[str, Any], abstract: Any) -> Any:
+def load(world: World, read: Read, saved: Mapping[str, Any], abstract: Any) -> Any:
   """The state of abstract's structure, shapes, types and shardings; a collective: what one process raises all raise.
 
   read: gives the arrays for {name: ShapeDtypeStruct with sharding} in their stored shapes and types. saved: {name:
   {"shape", "dtype", "fingerprint"}}. Raises Rejected where they do not fit or are not what was saved.
   """
-  with heap.lean():
-    return _load(read, saved, abstract)
+  with malloc.return_freed_memory():
+    return _load(world, read, saved, abstract)
 
 
-def _load(read: Read, saved: Mapping[str, Any], abstract: Any) -> Any:
-  wanted = trees.flatten(abstract)
-  limit = max(trees.state_bytes(abstract) // 8, MIN_BATCH_BYTES)
+def _load(world: World, read: Read, saved: Mapping[str, Any], abstract: Any) -> Any:
+  wanted = state_tree.flatten(abstract)
+  limit = max(state_tree.state_bytes(abstract) // 8, MIN_BATCH_BYTES)
   result: dict[str, jax.Array] = {}
-  for batch in layout.batches(layout.plan(saved, wanted), wanted, limit):
+  for batch in layer_layout.batches(layer_layout.plan(saved, wanted), wanted, limit):
     targets: dict[str, Any] = {}
     for move in batch:
-      targets.update(layout.stored(move, saved, wanted))
-    arrays = _read_together(read, targets)
+      targets.update(layer_layout.stored(move, saved, wanted))
+    arrays = _read_together(world, read, targets)
     expected = {name: saved[name]["fingerprint"] for name in targets}
     if wrong := fingerprint.differing(arrays, expected):
       raise Rejected(f"{wrong[0]} does not have the fingerprint it was saved with ({len(wrong)} such arrays)")
     for move in batch:
-      result.update(layout.convert(move, arrays, wanted))
+      result.update(layer_layout.convert(move, arrays, wanted))
     del arrays  # before the next batch is read
-  return trees.unflatten(abstract, result)
+  return state_tree.unflatten(abstract, result)
 
 
-def _read_together(read: Read, targets: Mapping[str, Any]) -> Mapping[str, jax.Array]:
+def _read_together(world: World, read: Read, targets: Mapping[str, Any]) -> Mapping[str, jax.Array]:
   """read(targets) where it works on every process; what one process raises is raised on all."""
   rejected, failed, arrays = "", "", {}
   try:
@@ -54,8 +56,8 @@ def _read_together(read: Read, targets: Mapping[str, Any]) -> Mapping[str, jax.A
     rejected = str(reason)
   except CheckpointError as error:
     failed = str(error)
-  if failed := agree.veto(failed):
+  if failed := world_lib.first_reason(world, failed):
     raise CheckpointError(failed)
-  if rejected := agree.veto(rejected):
+  if rejected := world_lib.first_reason(world, rejected):
     raise Rejected(rejected)
   return arrays

@@ -1,7 +1,7 @@
 """A toy training run that resumes by itself, and a server that starts many of them without importing JAX each time.
 
-`python toy_run.py` reads lines "folder steps" and for each forks a process that does the run; it prints "started PID",
-and "ended STATUS" when that process is gone. JAX is imported before the fork and used only after it.
+`python -m tests.support.checkpoint_run` reads lines "folder steps" and for each forks a process that does the run; it
+prints "started PID", and "ended STATUS" when that process is gone. JAX is imported before the fork, used only after it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint  # noqa: F401 -- imported once, before the fork
-from tests.checkpoint import toys
+from tests.support import toy_state
 
+from trainer import world as world_lib
 from trainer.checkpoint import Tiers
 
 
@@ -25,19 +26,25 @@ def train(folder: Path, steps: int) -> None:
   jax.config.update("jax_num_cpu_devices", 8)
   jax.config.update("jax_compilation_cache_dir", str(folder.parent / "cache"))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-  cfg = toys.config(
+  cfg = toy_state.config(
     checkpoint_period=2,
     max_num_checkpoints_to_keep=2,
     enable_emergency_checkpoint=True,
     local_checkpoint_directory=str(folder / "ram"),
     local_checkpoint_period=1,
   )
-  mesh = toys.mesh(2, 4)
+  mesh = toy_state.mesh(2, 4)
   lines: list[str] = []
-  tiers = Tiers(cfg, str(folder / "run"), slices={0: jax.devices()[:4], 1: jax.devices()[4:]}, log=lines.append)
+  tiers = Tiers(
+    cfg,
+    str(folder / "run"),
+    slices={0: jax.devices()[:4], 1: jax.devices()[4:]},
+    log=lines.append,
+    world=world_lib.of_jax(),
+  )
   start = {"w": np.ones((128, 128), np.float32), "m": np.zeros((128, 128), np.float32), "step": np.int32(0)}
-  restored = tiers.restore_newest(toys.abstract(start, mesh))
-  state = restored.state if restored else toys.place(start, mesh)
+  restored = tiers.restore_newest(toy_state.abstract(start, mesh))
+  state = restored.state if restored else toy_state.place(start, mesh)
   with (folder / "log.txt").open("a") as log:
     log.write("\n".join(lines) + "\n")
 

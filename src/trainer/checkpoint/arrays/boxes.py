@@ -21,6 +21,11 @@ def of_devices(sharding: Any, shape: Sequence[int]) -> dict[Device, Box]:
   }
 
 
+def is_local(device: Device) -> bool:
+  """Whether this process can read the device's shards. JAX's own process index answers this in any world."""
+  return device.process_index == jax.process_index()
+
+
 def volume(box: Box) -> int:
   return math.prod(stop - start for start, stop in box)
 

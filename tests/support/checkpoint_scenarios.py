@@ -10,8 +10,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from tests.checkpoint import toys
+from tests.support import toy_state
 
+from trainer import world as world_lib
 from trainer.checkpoint import NonFiniteState, Tiers, emergency
 from trainer.checkpoint.preemption import Preemption
 
@@ -33,9 +34,9 @@ def host(path: Path, index: int | None = None) -> Path:
   return path / f"host{jax.process_index() if index is None else index}"
 
 
-def tiers(path: Path, recorder: toys.Recorder | None = None, **changes) -> Tiers:
-  recorder = recorder or toys.Recorder()
-  cfg = toys.config(
+def tiers(path: Path, recorder: toy_state.Recorder | None = None, **changes) -> Tiers:
+  recorder = recorder or toy_state.Recorder()
+  cfg = toy_state.config(
     **{
       "checkpoint_period": 2,
       "enable_emergency_checkpoint": True,
@@ -44,15 +45,15 @@ def tiers(path: Path, recorder: toys.Recorder | None = None, **changes) -> Tiers
     }
     | changes
   )
-  return Tiers(cfg, str(path / "run"), slices=slices(), log=recorder.log, emit=recorder.emit)
+  return Tiers(cfg, str(path / "run"), slices=slices(), log=recorder.log, emit=recorder.emit, world=world_lib.of_jax())
 
 
-def expect(path: Path, step: int, tier: str, **changes) -> toys.Recorder:
-  recorder = toys.Recorder()
-  restored = tiers(path, recorder, **changes).restore_newest(toys.abstract(toys.values(), mesh()))
+def expect(path: Path, step: int, tier: str, **changes) -> toy_state.Recorder:
+  recorder = toy_state.Recorder()
+  restored = tiers(path, recorder, **changes).restore_newest(toy_state.abstract(toy_state.values(), mesh()))
   assert restored is not None, recorder.lines
   assert (restored.step, restored.tier) == (step, tier), (restored.step, restored.tier, recorder.lines)
-  toys.assert_same_bits(restored.state, toys.values(step))
+  toy_state.assert_same_bits(restored.state, toy_state.values(step))
   assert restored.meta["tokens"] == step
   return recorder
 
@@ -80,7 +81,7 @@ def losses(path: Path) -> None:
   """Saves up to step 3 (persistent: 2), then every kind of loss of local copies."""
   t = tiers(path)
   for step in (1, 2, 3):
-    assert t.maybe_save(step, toys.state(step, mesh()), {"tokens": step})
+    assert t.maybe_save(step, toy_state.state(step, mesh()), {"tokens": step})
   t.close()
   shutil.copytree(host(path), path / f"copy{jax.process_index()}")
   expect(path, 3, "emergency")
@@ -123,8 +124,8 @@ def persistent(path: Path) -> None:
   only = {"enable_emergency_checkpoint": False}
   t = tiers(path, **only)
   for step in (2, 4, 6):
-    t.maybe_save(step, toys.state(step, mesh()), {"tokens": step})
-  bad = toys.state(8, mesh())
+    t.maybe_save(step, toy_state.state(step, mesh()), {"tokens": step})
+  bad = toy_state.state(8, mesh())
   bad["low"] = jax.jit(lambda x: x.at[0].set(np.inf))(bad["low"])
   t.maybe_save(8, bad, {"tokens": 8})
   try:
@@ -146,7 +147,7 @@ def persistent(path: Path) -> None:
 
 def big_state(step: int) -> dict[str, jax.Array]:
   values = {"w": np.random.default_rng(step).standard_normal((1024, 1024)).astype(np.float32)}
-  return toys.place(values, mesh())
+  return toy_state.place(values, mesh())
 
 
 def count_bytes(path: Path) -> None:
@@ -158,10 +159,10 @@ def count_bytes(path: Path) -> None:
     t.close()
     meta = t._persistent.verify(2)
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), big_state(2))
-    before = toys.bytes_read()
+    before = toy_state.bytes_read()
     state = t._persistent.restore(2, target, meta)
-    print(f"single={single} read={toys.bytes_read() - before}", flush=True)
-    toys.assert_same_bits(state, {"w": np.random.default_rng(2).standard_normal((1024, 1024)).astype(np.float32)})
+    print(f"single={single} read={toy_state.bytes_read() - before}", flush=True)
+    toy_state.assert_same_bits(state, {"w": np.random.default_rng(2).standard_normal((1024, 1024)).astype(np.float32)})
 
 
 def resume(path: Path) -> None:
@@ -179,15 +180,15 @@ def resume(path: Path) -> None:
 def save_shared(path: Path) -> None:
   t = tiers(path, local_checkpoint_directory=str(path / "shared"))
   for step in (1, 2, 3):
-    t.maybe_save(step, toys.state(step, mesh()), {"tokens": step})
+    t.maybe_save(step, toy_state.state(step, mesh()), {"tokens": step})
   t.close()
 
 
 def preempted(path: Path) -> None:
   """Steps until SIGTERM to any process, then one checkpoint at the agreed step."""
   t = tiers(path, enable_emergency_checkpoint=False, checkpoint_period=10**6)
-  preemption = Preemption(toys.config(), log=print).__enter__()
-  state = toys.state(0, mesh())
+  preemption = Preemption(toy_state.config(), log=print).__enter__()
+  state = toy_state.state(0, mesh())
   add = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1 if x.dtype == np.int32 else x, tree))
   for step in range(1, 10**6):
     state = add(state)
@@ -196,14 +197,16 @@ def preempted(path: Path) -> None:
     if preemption.requested(step):
       t.maybe_save(step, state, {"tokens": step}, last=True)
       t.close()
-      restored = tiers(path, enable_emergency_checkpoint=False).restore_newest(toys.abstract(toys.values(), mesh()))
+      restored = tiers(path, enable_emergency_checkpoint=False).restore_newest(
+        toy_state.abstract(toy_state.values(), mesh())
+      )
       assert restored is not None and int(restored.state["step"]) == step == restored.step
       print(f"stopped at {step}, committed {restored.step}", flush=True)
       return
 
 
 def ignoring_preemption(path: Path) -> None:
-  preemption = Preemption(toys.config()).__enter__()
+  preemption = Preemption(toy_state.config()).__enter__()
   print("ready", flush=True)
   for step in range(1, 10**6):
     time.sleep(0.01)

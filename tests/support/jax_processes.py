@@ -1,4 +1,4 @@
-"""Several real processes joined by jax.distributed, each of which runs one function of scenarios.py."""
+"""Several real processes joined by jax.distributed, each of which runs one function of checkpoint_scenarios.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def free_port() -> int:
     return s.getsockname()[1]
 
 
-class World:
+class Processes:
   """Running processes; `finish` waits for all, kills what is left, and shows the output of one that failed."""
 
   def __init__(self, scenario: str, path: Path, processes: int, arguments: tuple[str, ...] = ()) -> None:
@@ -62,10 +62,10 @@ def main() -> None:
   jax.config.update("jax_num_cpu_devices", DEVICES)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index), heartbeat_timeout_seconds=20)
-  from tests.checkpoint import scenarios
+  from tests.support import checkpoint_scenarios
 
   try:
-    getattr(scenarios, scenario)(Path(path), *arguments)
+    getattr(checkpoint_scenarios, scenario)(Path(path), *arguments)
   except BaseException:  # noqa: BLE001 -- printed, and the process ends
     traceback.print_exc()
     os._exit(1)  # the others must not wait at the exit barrier for a process that has failed

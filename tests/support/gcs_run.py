@@ -6,8 +6,9 @@ import os
 import sys
 
 import jax
-from tests.checkpoint import toys
+from tests.support import toy_state
 
+from trainer import world as world_lib
 from trainer.checkpoint import Tiers
 from trainer.checkpoint.persistent import Persistent
 
@@ -15,9 +16,9 @@ CONFIG = {"checkpoint_period": 1, "max_num_checkpoints_to_keep": 3}
 
 
 def save(directory: str, first: str, last: str) -> None:
-  tiers = Tiers(toys.config(**CONFIG), directory)
+  tiers = Tiers(toy_state.config(**CONFIG), directory, world=world_lib.of_jax())
   for step in range(int(first), int(last) + 1):
-    tiers.maybe_save(step, toys.state(step), {"tokens": step})
+    tiers.maybe_save(step, toy_state.state(step), {"tokens": step})
   tiers.close()
 
 
@@ -28,21 +29,21 @@ def die_in_save(directory: str, step: str) -> None:
 
 
 def restore(directory: str, step: str) -> None:
-  recorder = toys.Recorder()
-  restored = Tiers(toys.config(**CONFIG), directory, log=recorder.log).restore_newest(
-    toys.abstract(toys.values(), toys.mesh(1, 2))
+  recorder = toy_state.Recorder()
+  restored = Tiers(toy_state.config(**CONFIG), directory, log=recorder.log, world=world_lib.of_jax()).restore_newest(
+    toy_state.abstract(toy_state.values(), toy_state.mesh(1, 2))
   )
   print("\n".join(recorder.lines))
   assert restored is not None and restored.step == int(step), restored
-  toys.assert_same_bits(restored.state, toys.values(int(step)))
+  toy_state.assert_same_bits(restored.state, toy_state.values(int(step)))
 
 
 def files(directory: str) -> None:
   from etils import epath
 
-  from trainer.checkpoint import sealed
+  from trainer.checkpoint import checksums
 
-  print("\n".join(sealed.walk(epath.Path(directory))))
+  print("\n".join(checksums.walk(epath.Path(directory))))
 
 
 def damage(path: str) -> None:

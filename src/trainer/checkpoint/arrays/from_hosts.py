@@ -1,4 +1,4 @@
-"""Arrays out of parts that lie on different hosts: taken locally, from replicas, or as a last resort from anywhere."""
+"""Assembles arrays from parts that lie on different hosts: local parts first, then replicas, then any host."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Device
 
-from trainer.checkpoint import boxes, broadcast
-from trainer.checkpoint.boxes import Box
+from trainer.checkpoint.arrays import boxes, broadcast
+from trainer.checkpoint.arrays.boxes import Box
+from trainer.world import World
 
 
-def gather(
-  name: str, target: Any, held: Mapping[Box, np.ndarray], table: Sequence[Mapping[str, set[Box]]]
+def assemble(
+  world: World, name: str, target: Any, held: Mapping[Box, np.ndarray], table: Sequence[Mapping[str, set[Box]]]
 ) -> jax.Array:
-  """One array of the target's sharding out of what this host and the others hold (`table`: boxes per process).
+  """One array with the target's sharding, made of the parts on this host (`held`) and on others (`table`, per rank).
 
-  All processes come to the same decisions, because all decide from the table.
+  All processes decide from the same table, so all come to the same decisions. A device's process_index is used as a
+  rank: this works only where all processes share one JAX world.
   """
   dtype = jnp.dtype(target.dtype)
-  known = [set(told.get(name, set())) for told in table]
+  known = [set(boxes_of.get(name, set())) for boxes_of in table]
   wanted = boxes.of_devices(target.sharding, target.shape)
   parts = dict(held)
   orphans = {
@@ -34,7 +36,7 @@ def gather(
     if any(boxes.overlap(box, orphan) is not None for orphan in orphans):
       source = next(process for process, found in enumerate(known) if box in found)
       raw = parts[box].reshape(-1).view(np.uint8) if box in parts else None
-      raw = broadcast.to_all_hosts(raw, boxes.volume(box) * dtype.itemsize, source)
+      raw = broadcast.to_all_hosts(world, raw, boxes.volume(box) * dtype.itemsize, source)
       parts[box] = raw.view(dtype).reshape([stop - start for start, stop in box])
       for found in known:
         found.add(box)
@@ -46,10 +48,10 @@ def gather(
   data = {
     device: boxes.assemble(wanted[device], {box: parts[box] for box in able[device]}, dtype)
     for device in givers
-    if device.process_index == jax.process_index()
+    if boxes.is_local(device)
   }
   if not all(able.values()):
-    return broadcast.share(target, data)
+    return broadcast.shards(target, data)
   placed = [jax.device_put(x, device) for device, x in data.items()]
   return jax.make_array_from_single_device_arrays(tuple(target.shape), target.sharding, placed)
 

@@ -13,7 +13,7 @@ USUAL = 32 << 20
 
 
 @contextlib.contextmanager
-def lean() -> Iterator[None]:
+def return_freed_memory() -> Iterator[None]:
   """Blocks of a mebibyte and more are mapped one by one and unmapped when freed.
 
   Otherwise glibc keeps the buffers through which a restore reads, in fragments: measured, a third of the state.

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax import Device
 
-from trainer.checkpoint import boxes, trees
+from trainer.checkpoint.arrays import boxes, state_tree
 from trainer.checkpoint.emergency import ALIGNMENT
 
 # The guide's rule: 4 bytes each of weight and two moments, two copies, and a margin.
@@ -31,7 +31,7 @@ def ramdisk_exact(
   ValueError where the slice does not hold a full copy.
   """
   sizes = {host_of(device): 0 for device in devices}
-  for name, x in trees.flatten(abstract).items():
+  for name, x in state_tree.flatten(abstract).items():
     for box, device in boxes.owners(name, x, devices).items():
       size = boxes.volume(box) * x.dtype.itemsize
       sizes[host_of(device)] += -(-size // ALIGNMENT) * ALIGNMENT * copies

@@ -1,6 +1,6 @@
 """`python -m trainer` from a process that has done the imports: the command in a third of the time.
 
-`python -m tests.checkpoint.forked` reads {"argv", "environment", "log"} as lines of JSON. For each it forks a process
+`python -m tests.support.forked_runs` reads {"argv", "environment", "log"} as lines of JSON. For each it forks a process
 in which runpy runs the module `trainer` as `python -m` does, and prints its id. {"wait": id} is answered by the wait
 status or null. JAX is imported before the fork and used only after it.
 """
@@ -30,7 +30,7 @@ class Server:
 
     self._lock = threading.Lock()
     self._process = subprocess.Popen(
-      [sys.executable, "-m", "tests.checkpoint.forked"],
+      [sys.executable, "-m", "tests.support.forked_runs"],
       env=command.environment({}),
       cwd=ROOT,
       stdin=subprocess.PIPE,

@@ -1,0 +1,38 @@
+"""The ramdisk's size: the guide's example, and what the tier really writes."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from tests.support import toy_state
+
+from trainer.checkpoint import ramdisk_size
+from trainer.checkpoint.arrays import state_tree
+from trainer.checkpoint.emergency import Emergency
+from trainer.world import SingleWorld
+
+
+def test_the_guides_example():
+  assert ramdisk_size.ramdisk_by_rule(70_000_000_000, 32) == pytest.approx(60.3e9, rel=0.002)
+
+
+def test_exact_is_what_is_written(tmp_path):
+  cfg = toy_state.config(
+    enable_emergency_checkpoint=True, local_checkpoint_directory=str(tmp_path), local_checkpoint_period=1
+  )
+  slices = {0: jax.devices()[:4], 1: jax.devices()[4:]}
+  tier = Emergency(cfg, "run", slices, world=SingleWorld())
+  for step in (1, 2, 3):
+    tier.save(step, toy_state.state(step), {})
+  tier.wait()
+  exact = ramdisk_size.ramdisk_exact(toy_state.state(), slices[1], lambda device: 0)
+  written = sum(path.stat().st_size for path in tmp_path.glob("run-*/*.s1.*.bin"))
+  assert exact[0] - 2 * 64 < written <= exact[0]
+
+
+def test_hosts_share_a_slice():
+  abstract = toy_state.abstract(toy_state.values(), toy_state.mesh(2, 4))
+  whole = ramdisk_size.ramdisk_exact(abstract, jax.devices()[:4], lambda device: 0, copies=1)[0]
+  by_host = ramdisk_size.ramdisk_exact(abstract, jax.devices()[:4], lambda device: device.id // 2, copies=1)
+  assert sum(by_host.values()) == whole >= state_tree.state_bytes(abstract)
+  assert by_host[0] > by_host[1] > 0.3 * whole  # what is replicated is the first host's to write

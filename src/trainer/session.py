@@ -152,11 +152,11 @@ def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[S
     eval_loader = load("eval") if _evaluates(config, loader, prepared.append) else None
     directory = config.run_directory
     world = cluster.world
-    log = log_lib.get(directory, world.rank)
+    log = log_lib.get(directory, world)
     stack.callback(log.close)
     if world.is_primary:  # one that was told to stop may take its whole grace period
       stack.enter_context(lock.alone(directory, config.checkpoint.autocheckpoint_grace_seconds, log.line))
-    events = EventLog(directory, config.run.run_name, process_index=world.rank)
+    events = EventLog(directory, config.run.run_name, world)
     stack.callback(events.close)
     metrics = Metrics(directory if world.is_primary else None, config.observe, events, log)
     stack.callback(metrics.close)

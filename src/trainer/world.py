@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 
 
@@ -47,10 +46,15 @@ class SingleWorld:
     pass
 
 
+SINGLE_WORLD = SingleWorld()  # it has no state: every run of one process may share it
+
+
 class JaxWorld:
   """A run whose processes are joined by jax.distributed: one JAX world."""
 
   def __init__(self) -> None:
+    import jax  # slow: `--help` and tools.report import this module and need no JAX
+
     self.rank = jax.process_index()
     self.size = jax.process_count()
     self.is_primary = self.rank == 0
@@ -73,7 +77,9 @@ class JaxWorld:
 
 def of_jax() -> World:
   """The world that JAX was started with: JaxWorld with several processes, else SingleWorld."""
-  return JaxWorld() if jax.process_count() > 1 else SingleWorld()
+  import jax
+
+  return JaxWorld() if jax.process_count() > 1 else SINGLE_WORLD
 
 
 def from_primary(world: World, value: Any) -> Any:

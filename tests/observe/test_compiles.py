@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trainer.observe import compiles
 from trainer.observe.compiles import CompileCounter
 
 
@@ -35,7 +36,7 @@ def test_it_counts_what_xla_compiles_and_nothing_else():
 
 def test_a_thread_is_the_background_only_where_it_says_so():
   def compile_twice():
-    with counter.background():
+    with compiles.background():
       compile_something(5.0)
     compile_something(6.0)
 
@@ -45,6 +46,23 @@ def test_a_thread_is_the_background_only_where_it_says_so():
     thread.join()
     got = counter.read()
   assert (got.compilations, got.background) == (1, 1) and min(got.seconds, got.background_seconds) > 0
+
+
+def test_an_uncounted_block_counts_for_no_one_else():
+  """Neither for other threads during the block, nor for the same thread after it."""
+  other = threading.Thread(target=compile_something, args=(9.0,))
+  with CompileCounter() as counter:
+    with compiles.uncounted():
+      compile_something(10.0)
+      assert counter.read() == compiles.Compiles()
+      other.start()
+      other.join()
+    assert counter.read().compilations == 1
+    with compiles.background(), compiles.uncounted():
+      compile_something(11.0)
+    assert counter.read().background == 0
+    compile_something(12.0)
+    assert counter.read().compilations == 2
 
 
 def test_two_counters_do_not_disturb_each_other():

@@ -10,7 +10,8 @@ from etils.epath import backend
 from fsspec.implementations.local import LocalFileSystem
 
 from trainer.config.schema import ObserveSection
-from trainer.observe import events, files, goodput, log, metrics
+from trainer.observe import events, files, log, metrics
+from trainer.report import goodput
 
 
 @pytest.fixture

@@ -8,6 +8,13 @@ import textwrap
 
 from trainer import __main__
 from trainer.observe import files, log
+from trainer.world import SingleWorld
+
+
+class Second(SingleWorld):
+  """Not the process that writes."""
+
+  rank, size, is_primary = 1, 2, False
 
 
 def test_a_line_is_the_same_on_stdout_and_in_the_file(tmp_path, capsys):
@@ -31,7 +38,7 @@ def test_a_second_log_continues_the_file(tmp_path, capsys):
 
 
 def test_other_processes_are_silent_but_for_warnings(tmp_path, capsys):
-  out = log.get(str(tmp_path), process_index=3)
+  out = log.get(str(tmp_path), Second())
   out.line("not mine to say")
   out.warning("trouble")
   captured = capsys.readouterr()

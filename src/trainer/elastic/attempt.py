@@ -152,7 +152,6 @@ class Carry:
       views,
       self.compiled,
       self.events,
-      self.counter,
       worth_it=lambda: self._step_seconds == 0.0 or self._seconds_left(self.last_step) > self._compile_seconds,
       after=self.preparation,
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 from trainer.cluster import Cluster, View
-from trainer.observe.compiles import CompileCounter
+from trainer.observe import compiles
 from trainer.observe.events import EventLog
 
 _NICENESS = 10
@@ -43,7 +43,6 @@ class Preparation:
     views: Iterable[View],
     compiled: MutableMapping[tuple[int, ...], Any],
     events: EventLog,
-    counter: CompileCounter,
     *,
     worth_it: Callable[[], bool] = lambda: True,
     after: Preparation | None = None,
@@ -53,7 +52,6 @@ class Preparation:
     self._views = list(views)
     self._compiled = compiled
     self._events = events
-    self._counter = counter
     self._worth_it = worth_it
     self._after = after
     self._cancelled = threading.Event()
@@ -92,7 +90,7 @@ class Preparation:
       if self._cancelled.is_set() or not self._worth_it():
         break
       start = time.monotonic()
-      with self._counter.background():
+      with compiles.background():
         self._compiled[view.slices] = self._compile(view)
       seconds = time.monotonic() - start
       self._events.emit("compile", what=f"slices {list(view.slices)}", seconds=seconds, background=True)

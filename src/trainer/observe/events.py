@@ -56,24 +56,25 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer.observe import files
+from trainer.world import SINGLE_WORLD, World
 
 EVENTS_FILE = "events.jsonl"
 
 
 class EventLog:
-  """Writes events.jsonl; made once per process and passed around. Safe in threads; only process 0 writes."""
+  """Writes events.jsonl; made once per process and passed around. Safe in threads; only the primary process writes."""
 
   def __init__(
     self,
     run_directory: str | None,
     run_name: str = "",
+    world: World = SINGLE_WORLD,
     *,
-    process_index: int = 0,
     wall: Callable[[], float] = time.time,
     monotonic: Callable[[], float] = time.monotonic,
   ) -> None:
     """run_directory: local or gs://; None: nothing is kept (`emit` still returns the record)."""
-    self.directory = run_directory if process_index == 0 else None
+    self.directory = run_directory if world.is_primary else None
     self.run_name = run_name
     self.process = uuid.uuid4().hex[:8]
     self.attempt = 1

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 
 from trainer.observe import files
+from trainer.world import SINGLE_WORLD, World
 
 LOG_FILE = "log.txt"
 
@@ -71,10 +72,13 @@ class Log:
     self._lines.close()
 
 
-def get(run_directory: str | None, process_index: int = 0) -> Log:
-  """The log of a run directory (local or gs://; None: stdout only). Continues an existing log.txt."""
-  directory = run_directory if process_index == 0 else None
-  return Log(files.open_lines(directory, LOG_FILE), quiet=process_index != 0)
+def get(run_directory: str | None, world: World = SINGLE_WORLD) -> Log:
+  """The log of a run directory (local or gs://; None: stdout only). Continues an existing log.txt.
+
+  In a process that is not primary, `line`, `detail` and `record` do nothing, and warnings and errors go to stderr.
+  """
+  directory = run_directory if world.is_primary else None
+  return Log(files.open_lines(directory, LOG_FILE), quiet=not world.is_primary)
 
 
 def to_stdout(text: str) -> None:

@@ -54,7 +54,7 @@ def end_of_run(tokenizer, process_count: int = 1) -> list[str]:
   session = types.SimpleNamespace(
     loader=types.SimpleNamespace(tokenizer=tokenizer),
     world=types.SimpleNamespace(size=process_count),
-    watchdog=types.SimpleNamespace(paused=contextlib.nullcontext),
+    watchdog=types.SimpleNamespace(during=contextlib.nullcontext),
     log=types.SimpleNamespace(line=said.append, warning=said.append),
     events=types.SimpleNamespace(emit=lambda kind, **fields: said.append(kind)),
   )

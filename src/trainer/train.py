@@ -61,7 +61,8 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
     log=session.log.line,
     emit=session.events.emit,
   )
-  with session.watchdog.paused(), ThreadPoolExecutor(1, thread_name_prefix="restore") as beside:
+  starting = session.watchdog.during("restore and compilation")
+  with starting, ThreadPoolExecutor(1, thread_name_prefix="restore") as beside:
     prog = session.program(config, view)
     # Reading and compiling need not wait for each other.
     restored = beside.submit(_restore, config, session, prog, tiers, carry)
@@ -109,7 +110,7 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
         continue
       records.finish()  # nothing is saved before it is known to be good
       loss = _evaluate(config, session, prog, carry, state.params, step) if evaluate and (last or not stop) else None
-      with session.watchdog.paused():  # a save waits for the one before it, as long as that takes
+      with session.watchdog.during("save"):  # a save waits for the one before it, as long as that takes
         if snapshot and (grow or evaluate):
           session.snapshots.wait()
           _snapshot(config, session, carry, step, state, slices)
@@ -136,9 +137,10 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
     return Outcome("complete", step)
   finally:
     session.watchdog.rest()
-    prefetch.close()
-    profiler.close()
-    tiers.close()
+    with session.watchdog.during("end of the attempt"):
+      prefetch.close()
+      profiler.close()
+      tiers.close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +230,7 @@ def _evaluate(config: Config, session: Session, prog: Program, carry: Carry, par
   batches = config.observe.eval_steps
   if examples is not None:
     batches = min(batches, math.ceil(examples / session.global_batch_size))
-  with session.watchdog.paused(), jax.set_mesh(prog.mesh):
+  with session.watchdog.during("evaluation"), jax.set_mesh(prog.mesh):
     sums = [prog.evaluate(params, carry.on_slices(feed(index))) for index in range(batches)]
     carry.wait(sums)
     total, weight = (sum(float(value) for value in values) for values in zip(*sums))
@@ -253,7 +255,7 @@ def _sample(config: Config, session: Session, prog: Program, params: Params, ste
     return
   start = time.monotonic()
   try:
-    with session.watchdog.paused():
+    with session.watchdog.during("sample"):
       text = generate.continue_text(
         prog.model,
         jax.device_put(params, prog.mesh.devices.flat[0]),

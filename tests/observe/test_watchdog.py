@@ -1,3 +1,5 @@
+"""A hung process ends with code 134 and shows where it hung; a slow, stopped or resting one is left alone."""
+
 from __future__ import annotations
 
 import os
@@ -6,6 +8,8 @@ import subprocess
 import sys
 import textwrap
 import time
+
+import pytest
 
 from trainer.observe import events
 
@@ -48,20 +52,20 @@ def test_it_aborts_even_when_stdout_is_what_hangs(tmp_path):
   code = """
     dog.beat(step=3)
     while True:
-      out.line("x" * 1000)  # nobody reads: the pipe fills and the lock of the log is held for ever
+      out.line("x" * 1000)  # nobody reads, so the pipe fills while this thread holds the lock of the log
   """
   with start(tmp_path, code, 0.5) as process:
     assert process.wait(timeout=30) == 134
   assert [record["kind"] for record in events.read_events(str(tmp_path))] == ["hang"]
 
 
-def test_beats_and_pauses_keep_it_quiet(tmp_path):
+def test_beats_and_long_operations_within_their_limits_are_no_hang(tmp_path):
   code = """
     for step in range(10):
       time.sleep(0.1)
       dog.beat(step)
-    with dog.paused():
-      with dog.paused():
+    with dog.during("save"):
+      with dog.during("wait for the save before"):
         time.sleep(1.0)
       time.sleep(1.0)
     time.sleep(0.2)
@@ -71,6 +75,38 @@ def test_beats_and_pauses_keep_it_quiet(tmp_path):
   with start(tmp_path, code, 1.0) as process:
     process.communicate(timeout=30)
   assert process.returncode == 0 and events.read_events(str(tmp_path)) == []
+
+
+@pytest.mark.parametrize("before", ["", "dog.beat(4)", "dog.beat(4); dog.rest()"], ids=["at the start", "step", "rest"])
+def test_a_long_operation_that_hangs_is_aborted_by_name(tmp_path, before):
+  code = f"""
+    {before}
+    with dog.during("restore"):
+      with dog.during("read"):
+        pass
+      time.sleep(60)
+  """
+  begin = time.monotonic()
+  with start(tmp_path, code, 0.2) as process:
+    out, _ = process.communicate(timeout=30)
+  assert process.returncode == 134 and time.monotonic() - begin >= 2.0
+  assert "warning: restore has not finished in 2 s (10 x watchdog_timeout_seconds=0.2)" in out
+  (hang,) = events.read_events(str(tmp_path))
+  assert (hang["operation"], hang["step"]) == ("restore", 4 if before else None)
+
+
+def test_the_clock_of_the_step_restarts_after_a_long_operation(tmp_path):
+  code = """
+    dog.beat(5)
+    with dog.during("evaluation"):
+      time.sleep(1.5)
+    time.sleep(30)
+  """
+  with start(tmp_path, code, 0.5) as process:
+    process.communicate(timeout=30)
+  assert process.returncode == 134
+  (hang,) = events.read_events(str(tmp_path))
+  assert hang["operation"] is None and 0.5 <= hang["silent_seconds"] < 1.5
 
 
 def test_a_process_that_was_stopped_and_continued_is_not_hung(tmp_path):
@@ -89,12 +125,12 @@ def test_a_process_that_was_stopped_and_continued_is_not_hung(tmp_path):
   assert process.returncode == 0 and events.read_events(str(tmp_path)) == []
 
 
-def test_it_counts_from_the_first_beat_to_the_rest(tmp_path):
+def test_it_counts_from_a_beat_and_not_after_rest(tmp_path):
   code = """
     time.sleep(1.0)  # starting up
     dog.beat(0)
     dog.rest()
-    with dog.paused():
+    with dog.during("wait"):
       pass
     time.sleep(1.0)  # waiting for slices
     dog.beat(1)

@@ -439,7 +439,8 @@ class ObserveSection(Section):
   watchdog_timeout_seconds: float = Field(
     0.0,
     ge=0,
-    description="Time without a completed step after which stacks are dumped and the process aborts with 134; 0: off.",
+    description="Time without a completed step after which stacks are dumped and the process aborts with 134 (10 times "
+    "as long in a start, an evaluation or a save); 0: off.",
   )
   eval_interval: int = Field(
     -1, ge=-1, description="Steps between evaluations; -1: only at the end when there is evaluation data."

@@ -21,7 +21,7 @@ from trainer.config import cli, counts
 from trainer.config.schema import Config
 from trainer.data import Loader, make_loader
 from trainer.data.loader import Split
-from trainer.observe import files, lock
+from trainer.observe import environment, files, lock
 from trainer.observe import log as log_lib
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
@@ -251,7 +251,7 @@ def _announce(config: Config, session: Session, cluster: Cluster, full: Program)
     unigram_entropy=session.loader.unigram_entropy(),
     unigram_eval_loss=session.loader.unigram_eval_loss(),
     config=config.flat(),
-    versions={"jax": jax.__version__},
+    **environment.describe(),
   )
 
 

@@ -1,0 +1,57 @@
+"""Which code ran, how it was started, and where: recorded with the start of each process."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import trainer
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+_GIT_SECONDS = 2.0  # a slow network file system must not delay the start
+
+
+def describe() -> dict[str, Any]:
+  """git_commit (None outside a checkout), command, host, versions: fields of the run_start event."""
+  return {
+    "git_commit": git_commit(Path(trainer.__file__)),
+    "command": shlex.join(sys.orig_argv),
+    "host": socket.gethostname(),
+    "versions": versions(),
+  }
+
+
+def git_commit(file: Path) -> str | None:
+  """The commit of the checkout that tracks `file`, with "-dirty" if tracked files have changes.
+
+  None if `file` is not tracked (an installed package), git is missing, or git does not answer in time.
+  """
+  git = ["git", "--no-optional-locks", "-C", str(file.parent)]
+  commands = (
+    ["ls-files", "--error-unmatch", "--", file.name],
+    ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],  # no tag, so that only the commit remains
+  )
+  try:
+    done = [
+      subprocess.run([*git, *command], capture_output=True, text=True, timeout=_GIT_SECONDS, check=True)
+      for command in commands
+    ]
+  except (OSError, subprocess.SubprocessError):
+    return None
+  return done[-1].stdout.strip() or None
+
+
+def versions() -> dict[str, str]:
+  """Versions of Python, of the trainer, and of the installed packages that compute and save."""
+  found = {"python": sys.version.split()[0], "trainer": trainer.__version__}
+  for package in _PACKAGES:
+    try:
+      found[package] = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+      continue
+  return found

@@ -41,7 +41,7 @@ class Process(Protocol):
 Start = Callable[[Sequence[str], Mapping[str, str], Path], Process]
 
 
-def environment(changes: Mapping[str, str]) -> dict[str, str]:
+def cpu_environment(changes: Mapping[str, str]) -> dict[str, str]:
   """Of a run on the CPU from this clone."""
   found = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"} | dict(changes)
   found.pop("XLA_FLAGS", None)
@@ -53,7 +53,7 @@ def start(argv: Sequence[str], changes: Mapping[str, str], log: Path) -> Process
   command = [sys.executable, "-m", "trainer", *argv]
   with log.open("ab") as file:
     return subprocess.Popen(
-      command, env=environment(changes), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+      command, env=cpu_environment(changes), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
     )
 
 
@@ -77,7 +77,7 @@ class Run:
 
   def finish(self, *keys: str, timeout: float = 600) -> int:
     """The exit code of the command; what it does not end within `timeout` is killed."""
-    return ended(self.start(*keys), timeout)
+    return wait_for_exit(self.start(*keys), timeout)
 
   @property
   def printed(self) -> str:
@@ -118,7 +118,7 @@ class Run:
         assert first == value, f"step {record['step']} had loss and gradient norm {first}, and done again {value}"
     return found
 
-  def steps(self) -> list[int]:
+  def committed_steps(self) -> list[int]:
     """Steps with a committed persistent checkpoint."""
     root = self.directory / "checkpoints"
     names = [path.parent.name for path in root.glob("*/commit_success.txt")] if root.is_dir() else []
@@ -136,7 +136,7 @@ class Run:
     return found
 
 
-def ended(process: Process, timeout: float = 600) -> int:
+def wait_for_exit(process: Process, timeout: float = 600) -> int:
   """The exit code, or minus the number of the signal that ended the process."""
   try:
     return process.wait(timeout)
@@ -146,7 +146,7 @@ def ended(process: Process, timeout: float = 600) -> int:
     raise
 
 
-def when(process: Process, moment: Callable[[], bool], timeout: float = 600, pause: float = 0.02) -> bool:
+def wait_until(process: Process, moment: Callable[[], bool], timeout: float = 600, pause: float = 0.02) -> bool:
   """Waits for `moment()`, looking every `pause` seconds; False where the process ended first.
 
   After `timeout` seconds it kills the process and raises TimeoutError.

@@ -54,7 +54,7 @@ def make_run(folder: Path, name: str, start: command.Start = command.start, step
   return Run(folder / name, [*KEYS, *shared, f"steps={steps}"], start)
 
 
-def there(root: Path, pattern: str) -> Moment:
+def file_matches(root: Path, pattern: str) -> Moment:
   """Some file matches."""
 
   def moment() -> bool:
@@ -69,7 +69,7 @@ def there(root: Path, pattern: str) -> Moment:
 def between_tiers(run: Run) -> bool:
   """The local copies of a step are whole that the persistent tier is still to commit."""
   local = {int(path.name.split(".")[0]) for path in run.ram.glob("*/*.json")}
-  saved = run.steps()
+  saved = run.committed_steps()
   return any(step % PERIOD == 0 and step > max(saved, default=0) for step in local)
 
 
@@ -89,11 +89,11 @@ def moments(run: Run, rng: random.Random, startup: float) -> Iterator[tuple[str,
   """Endless (name, moment) of kills; startup: seconds that a process needs to its first step."""
   checkpoints = run.directory / "checkpoints"
   aimed: dict[str, Moment] = {
-    "in a save": there(checkpoints, "*.orbax-checkpoint-tmp/state"),
-    "before the commit": there(checkpoints, "*.orbax-checkpoint-tmp/manifest.json"),
-    "in a deletion": there(checkpoints, "*/DELETED"),
-    "in a local save": there(run.ram, "*/*.bin"),
-    "between local parts": there(run.ram, "*/*.json.tmp"),
+    "in a save": file_matches(checkpoints, "*.orbax-checkpoint-tmp/state"),
+    "before the commit": file_matches(checkpoints, "*.orbax-checkpoint-tmp/manifest.json"),
+    "in a deletion": file_matches(checkpoints, "*/DELETED"),
+    "in a local save": file_matches(run.ram, "*/*.bin"),
+    "between local parts": file_matches(run.ram, "*/*.json.tmp"),
     "between the tiers": lambda: between_tiers(run),
   }
   while True:
@@ -111,12 +111,12 @@ def moments(run: Run, rng: random.Random, startup: float) -> Iterator[tuple[str,
       yield "in its start", lambda until=until: time.monotonic() > until
 
 
-def torment(run: Run, kills: int, rng: random.Random, startup: float) -> Counter[str]:
+def kill_then_finish(run: Run, kills: int, rng: random.Random, startup: float) -> Counter[str]:
   """Kills the run up to `kills` times (fewer where it is complete before), then lets it finish; what it was hit in."""
   hit: Counter[str] = Counter()
   for _, (name, moment) in zip(range(kills), moments(run, rng, startup)):
     process = run.start()
-    if not command.when(process, moment, pause=0.001):
+    if not command.wait_until(process, moment, pause=0.001):
       assert process.poll() == 0, f"the command ended with {process.poll()}:\n{run.printed[-4000:]}"
       break
     process.send_signal(signal.SIGKILL)
@@ -141,14 +141,14 @@ def main() -> int:
     undisturbed = make_run(folder, "undisturbed")
     begin = time.monotonic()
     process = undisturbed.start()
-    command.when(process, lambda: undisturbed.last_step >= 1)
+    command.wait_until(process, lambda: undisturbed.last_step >= 1)
     startup = time.monotonic() - begin
-    assert command.ended(process) == 0, undisturbed.printed[-4000:]
+    assert command.wait_for_exit(process) == 0, undisturbed.printed[-4000:]
     number = 0
     while (left := arguments.kills - total.total()) > 0:
       rng = random.Random(f"{arguments.seed}/{number}")
       run = make_run(folder, f"killed-{number}")
-      hit = torment(run, min(left, arguments.per_run), rng, startup)
+      hit = kill_then_finish(run, min(left, arguments.per_run), rng, startup)
       total += hit
       wrong = command.differences(run, undisturbed, STEPS)
       again = sum("loss" in record for record in run.records("metrics")) - STEPS

@@ -13,7 +13,7 @@ import yaml
 
 from trainer.config.schema import ModelSection
 from trainer.kernels.attention_xla import dot_product
-from trainer.models.decoder import Functional
+from trainer.models.decoder import DecoderFunctions
 from trainer.models.layers import Kernels
 
 MODELS = sorted((Path(__file__).parent.parent / "configs" / "models").glob("*.yml"))
@@ -35,7 +35,7 @@ SHRUNK = {
 def test_the_loss_of_a_fresh_model_is_that_of_guessing(path, vocab):
   values = yaml.safe_load(path.read_text()) | SHRUNK | ({"vocab_size": vocab} if vocab else {"base_emb_dim": 64})
   cfg = ModelSection(**values)
-  model = Functional(cfg, Kernels(dot_product))
+  model = DecoderFunctions(cfg, Kernels(dot_product))
   T = 64
   tokens = np.random.default_rng(0).integers(0, cfg.vocab_size, (2, T + 1))
 

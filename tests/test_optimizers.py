@@ -11,7 +11,7 @@ import pytest
 from trainer import optimizers
 from trainer.config.schema import ModelSection, OptimizerSection
 from trainer.kernels.attention_xla import dot_product
-from trainer.models.decoder import Functional
+from trainer.models.decoder import DecoderFunctions
 from trainer.models.layers import Kernels
 
 AXES = {
@@ -132,7 +132,7 @@ def test_the_first_moment_in_bfloat16():
 def test_the_axes_of_the_decoder_are_those_above():
   for tied in (False, True):
     sizes = {"base_num_decoder_layers": 1, "base_emb_dim": 16, "vocab_size": 32, "logits_via_embedding": tied}
-    axes = Functional(ModelSection(**sizes), Kernels(dot_product)).logical_axes()
+    axes = DecoderFunctions(ModelSection(**sizes), Kernels(dot_product)).logical_axes()
     assert axes["embedding"] == AXES["embedding"] and axes.get("lm_head") == (None if tied else AXES["lm_head"])
 
 

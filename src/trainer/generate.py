@@ -8,13 +8,13 @@ import numpy as np
 
 from trainer.data.tokenizer import Tokenizer
 from trainer.kernels.attention_xla import dot_product
-from trainer.models.decoder import Functional, Params
+from trainer.models.decoder import DecoderFunctions, Params
 
 _WINDOW = 256
 
 
 def continue_text(
-  model: Functional,
+  model: DecoderFunctions,
   params: Params,
   tokenizer: Tokenizer,
   prompt: str,

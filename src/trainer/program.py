@@ -27,9 +27,9 @@ from trainer.elastic import batch_plan
 from trainer.elastic.batch_plan import BatchPlan
 from trainer.kernels import attention, projection
 from trainer.kernels.attention import Attention
-from trainer.kernels.cross_entropy import LOGITS_BYTES
+from trainer.kernels.cross_entropy import CHUNK_LOGITS_BYTES
 from trainer.models import rope
-from trainer.models.decoder import Functional
+from trainer.models.decoder import DecoderFunctions
 from trainer.models.layers import Kernels
 from trainer.state import TrainState
 
@@ -43,7 +43,7 @@ class Program:
   """What an attempt executes on one set of slices."""
 
   mesh: Mesh
-  model: Functional
+  model: DecoderFunctions
   attention: Attention
   optimizer: optax.GradientTransformation
   plan: BatchPlan  # which rows of the global batch each slice computes
@@ -131,7 +131,9 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     precision=cfg.matmul_precision,
   )
   project = projection.choose(platform, cfg.quantization)
-  model = Functional(cfg, Kernels(kernel, project, rope.choose(platform), LOGITS_BYTES[platform]))
+  model = DecoderFunctions(
+    cfg, Kernels(kernel, project, rope.choose_rotate_half(platform), CHUNK_LOGITS_BYTES[platform])
+  )
   optimizer = optimizers.build(config.optimizer, model.logical_axes(), cfg.weight_dtype)
   schedule = optimizers.schedule(config.optimizer, config.run.steps)
   precisely = functools.partial(_with_precision, cfg.matmul_precision)

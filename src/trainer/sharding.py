@@ -62,15 +62,15 @@ def parameter_spec(axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh, na
   for axis, size in zip(axes, shape, strict=True):
     taken: list[str] = []
     for mesh_axis in PARAMETER_RULES[axis]:
-      ways = math.prod(mesh.shape[a] for a in taken) * mesh.shape[mesh_axis]
+      parts = math.prod(mesh.shape[a] for a in taken) * mesh.shape[mesh_axis]
       if mesh_axis in used or mesh.shape[mesh_axis] == 1:
         continue
-      if size % ways:
+      if size % parts:
         if axis in OPTIONAL:
           continue
         raise ValueError(
           f"Weight {name} {shape}: its dim '{axis}' of size {size} is sharded over mesh axis '{mesh_axis}' "
-          f"({ways} ways) and does not divide. Choose ici/dcn_{mesh_axis}_parallelism that divides {size}."
+          f"({parts} ways) and does not divide. Choose ici/dcn_{mesh_axis}_parallelism that divides {size}."
         )
       taken.append(mesh_axis)
     used.update(taken)
@@ -90,7 +90,7 @@ def constrain(x: jax.Array, *axes: str) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
 
 
-def ways(*axes: str) -> int:
+def num_shards(*axes: str) -> int:
   """Parts into which the mesh of the surrounding trace splits what lies on the mesh `axes`; 1 outside of a mesh."""
   mesh = jax.sharding.get_abstract_mesh()
   return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in axes)
@@ -103,8 +103,8 @@ def check_replication(shapes: Any, shardings: Any, tolerance: float) -> None:
   can be wrong; the most common cause is a dim that no rule covers.
   """
   pairs = list(zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(shardings), strict=True))
-  ways = math.prod(pairs[0][1].mesh.shape[axis] for axis in (FSDP, TENSOR)) if pairs else 1
-  if ways == 1:
+  num_devices = math.prod(pairs[0][1].mesh.shape[axis] for axis in (FSDP, TENSOR)) if pairs else 1
+  if num_devices == 1:
     return
   total = sum(leaf.size for (_, leaf), _ in pairs)
   whole = [(jax.tree_util.keystr(path), leaf.size) for (path, leaf), sh in pairs if sh.is_fully_replicated]
@@ -112,6 +112,6 @@ def check_replication(shapes: Any, shardings: Any, tolerance: float) -> None:
   if share > tolerance:
     worst = ", ".join(f"{name} ({size:,})" for name, size in sorted(whole, key=lambda item: -item[1])[:3])
     raise ValueError(
-      f"{share:.1%} of the parameters would be replicated on each of {ways} devices, more than "
+      f"{share:.1%} of the parameters would be replicated on each of {num_devices} devices, more than "
       f"sharding_tolerance={tolerance:.1%}: {worst}. Choose parallelisms that divide them, or raise sharding_tolerance."
     )

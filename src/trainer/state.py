@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer import sharding
-from trainer.models.decoder import Functional, Params
+from trainer.models.decoder import DecoderFunctions, Params
 
 
 @jax.tree_util.register_dataclass
@@ -26,14 +26,16 @@ class TrainState:
   skipped: jax.Array
 
 
-def create(model: Functional, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
+def create(model: DecoderFunctions, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
   """A fresh state with weights drawn from `key` (traceable)."""
   params = model.init(key)
   zero = jnp.zeros((), jnp.int32)
   return TrainState(step=zero, params=params, opt_state=optimizer.init(params), skipped=zero)
 
 
-def abstract(model: Functional, optimizer: optax.GradientTransformation, mesh: Mesh, tolerance: float) -> TrainState:
+def abstract(
+  model: DecoderFunctions, optimizer: optax.GradientTransformation, mesh: Mesh, tolerance: float
+) -> TrainState:
   """The state's ShapeDtypeStructs with their shardings on `mesh`.
 
   Raises ValueError where a weight does not divide, or where more than the share `tolerance` of the parameters would

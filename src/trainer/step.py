@@ -19,8 +19,8 @@ from trainer.config.schema import OptimizerSection
 from trainer.data import Batch
 from trainer.kernels.cross_entropy import linear_cross_entropy
 from trainer.mesh import CONTEXT, DATA, FSDP, TENSOR
-from trainer.models.decoder import Functional, Params
-from trainer.sharding import constrain, ways
+from trainer.models.decoder import DecoderFunctions, Params
+from trainer.sharding import constrain, num_shards
 from trainer.state import TrainState
 
 
@@ -40,13 +40,15 @@ def batch_spec() -> PartitionSpec:
   return PartitionSpec(None, (DATA, FSDP), None)
 
 
-def token_losses(model: Functional, cfg: OptimizerSection, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+def token_losses(
+  model: DecoderFunctions, cfg: OptimizerSection, params: Params, batch: Batch
+) -> tuple[jax.Array, jax.Array]:
   """(sum of weighted cross-entropy, sum of weighted z-loss) of one micro-batch [B, T], float32 scalars."""
   decoder = model.merge(params)
   x_BTD = decoder.hidden(batch.tokens, batch.positions, batch.segment_ids)
   head_VD = decoder.head()
   vocab = head_VD.shape[0]
-  parts = ways(FSDP, TENSOR, CONTEXT)
+  parts = num_shards(FSDP, TENSOR, CONTEXT)
   if vocab % parts:
     # A vocabulary that does not divide by the chips of a slice (151936 on 256) is padded for the loss only.
     head_VD = jnp.pad(head_VD, ((0, -vocab % parts), (0, 0)))
@@ -64,12 +66,12 @@ def token_losses(model: Functional, cfg: OptimizerSection, params: Params, batch
       constrain=lambda array, axes: constrain(array, *axes),
       valid_vocab=vocab,
       vocab_shards=parts,
-      length_shards=ways(CONTEXT),
-      logits_bytes=model.kernels.logits_bytes,
+      length_shards=num_shards(CONTEXT),
+      chunk_logits_bytes=model.kernels.chunk_logits_bytes,
     )
 
 
-def loss_and_grads(model: Functional, cfg: OptimizerSection, params: Params, batch: Batch) -> Sums:
+def loss_and_grads(model: DecoderFunctions, cfg: OptimizerSection, params: Params, batch: Batch) -> Sums:
   """Sums over the micro-batches of one slice; the batch's arrays are [A, B, T]."""
 
   def total(params: Params, micro: Batch) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -134,7 +136,7 @@ def apply_gradients(
 
 
 def build_train_step(
-  model: Functional,
+  model: DecoderFunctions,
   cfg: OptimizerSection,
   optimizer: optax.GradientTransformation,
   schedule: Callable[[jax.Array], jax.Array],
@@ -156,7 +158,7 @@ def build_train_step(
 
 
 def build_eval_step(
-  model: Functional, cfg: OptimizerSection, mesh: Mesh
+  model: DecoderFunctions, cfg: OptimizerSection, mesh: Mesh
 ) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
   """eval_step(params, batch [A, rows, T]) -> (sum of weighted cross-entropy, sum of weights), float32 scalars."""
 

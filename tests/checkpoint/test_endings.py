@@ -60,7 +60,7 @@ def make(server, cache, tmp_path):
 def after(run: Run, step: int, *keys: str, **changes: str):
   """A process of the run that has done `step` steps."""
   process = run.start(*keys, **changes)
-  assert command.when(process, lambda: run.last_step >= step), run.printed[-4000:]
+  assert command.wait_until(process, lambda: run.last_step >= step), run.printed[-4000:]
   return process
 
 
@@ -83,19 +83,19 @@ def test_a_complete_run_is_0_and_so_is_a_repetition(make):
   run = make("steps=4", "z_loss_multiplier=0.001")
   assert run.finish() == 0
   assert all(record["z_loss"] > 0 for record in run.records("metrics"))
-  assert run.steps() == [3, 4]
+  assert run.committed_steps() == [3, 4]
   assert run.finish() == 0
   assert "All 4 steps are done already." in run.printed
   assert run.finish("steps=2") == 0
   assert "All 2 steps are done already (the checkpoint is of step 4)." in run.printed
-  assert run.steps() == [3, 4] and sorted(run.losses()) == [1, 2, 3, 4]
+  assert run.committed_steps() == [3, 4] and sorted(run.losses()) == [1, 2, 3, 4]
 
 
 def test_layers_that_are_not_scanned_are_saved_on_eight_devices(make):
   """A hundred arrays: when their checksums were all under way at once, the devices waited for each other for ever."""
   run = make("steps=2", "scan_layers=false", "base_num_decoder_layers=4", "opt_type=adamw", "devices_per_slice=8")
   assert run.finish() == 0
-  assert run.steps() == [2]
+  assert run.committed_steps() == [2]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_layers_that_are_not_scanned_are_saved_on_eight_devices(make):
 def test_a_wrong_configuration_is_2_with_one_message(tmp_path, keys, told):
   run = Run(tmp_path / "a", KEYS)
   process = run.start(*keys)
-  assert command.ended(process) == 2
+  assert command.wait_for_exit(process) == 2
   printed = run.printed
   assert printed.startswith("error: ") and told in printed and "Traceback" not in printed
   assert len(printed.splitlines()) <= 6
@@ -125,7 +125,7 @@ def test_a_folder_that_fails_when_it_is_opened_is_2_with_one_message(tmp_path):
   run = Run(tmp_path / "a", KEYS)
   run.directory.mkdir(parents=True)
   (run.directory / "log.txt").symlink_to("nowhere/log.txt")
-  assert command.ended(run.start()) == 2
+  assert command.wait_for_exit(run.start()) == 2
   assert "log.txt" in run.printed and "Traceback" not in run.printed
   assert len(run.printed.splitlines()) == 2
 
@@ -156,7 +156,7 @@ def test_a_resume_with_another_model_or_data_is_2_and_names_the_keys(make):
     and "allow_config_change=" in run.printed
   )
   assert "Traceback" not in run.printed
-  assert run.steps() == [3] and run.last_step == 3
+  assert run.committed_steps() == [3] and run.last_step == 3
   assert (run.directory / "config.yml").read_text() == accepted
   found = history.load(str(run.directory))
   assert found.start["config"]["steps"] == 3 and [end["exit"] for end in found.of_kind("run_end")] == [0]
@@ -182,10 +182,10 @@ def test_a_second_process_on_the_same_run_is_2_and_does_no_harm(make):
   assert run.finish("autocheckpoint_grace_seconds=1") == 2
   assert f"error: another process is training in {run.directory}" in run.printed
   waiting = run.start()  # as when a scheduler starts the next process while the last one still saves
-  assert command.when(waiting, lambda: "waiting up to 25 s" in run.printed)
+  assert command.wait_until(waiting, lambda: "waiting up to 25 s" in run.printed)
   process.send_signal(signal.SIGTERM)
   stopped = assert_stopped(run, process)
-  assert command.when(waiting, lambda: run.last_step >= stopped + 3)
+  assert command.wait_until(waiting, lambda: run.last_step >= stopped + 3)
   waiting.send_signal(signal.SIGTERM)
   last = assert_stopped(run, waiting)
   assert [record["step"] for record in run.records("metrics")] == list(range(1, last + 1))
@@ -205,7 +205,7 @@ def test_a_data_error_in_mid_run_is_1_and_the_run_goes_on_once_the_data_is_back(
   assert "DataError" in run.printed and "Traceback" in run.printed
   assert run.events("run_end")[-1]["exit"] == 1
   last = run.last_step
-  assert run.steps() and run.steps()[-1] <= last
+  assert run.committed_steps() and run.committed_steps()[-1] <= last
   for path, data in good.items():
     path.write_bytes(data)
   process = after(run, last + 2)
@@ -247,9 +247,9 @@ def test_a_checkpoint_folder_that_was_deleted_is_made_again(make):
   """Also where it goes between a commit and the look at what retention keeps, and takes along what would be deleted."""
   run = make(f"steps={ENDLESS}", "checkpoint_period=500", "max_num_checkpoints_to_keep=1")
   process = run.start()
-  assert command.when(process, lambda: run.steps() == [500])
+  assert command.wait_until(process, lambda: run.committed_steps() == [500])
   (run.directory / "checkpoints").rename(run.directory / "gone")
-  assert command.when(process, lambda: max(run.steps(), default=0) >= 1500), run.printed[-4000:]
+  assert command.wait_until(process, lambda: max(run.committed_steps(), default=0) >= 1500), run.printed[-4000:]
   process.send_signal(signal.SIGTERM)
   assert process.wait(240) == 42
 
@@ -265,7 +265,7 @@ def test_a_full_disk_is_1_and_the_run_goes_on_once_there_is_room(make, tmp_path)
     run = make("steps=30", "checkpoint_keep_period=1")
     assert run.finish() == 1
     assert "could not be saved" in run.printed and "check space" in run.printed
-    saved = run.steps()
+    saved = run.committed_steps()
     assert saved and saved[-1] < 30
     subprocess.run(["mount", "-o", "remount,size=50m", str(disk)], timeout=30, check=True)
     assert run.finish() == 0
@@ -285,7 +285,7 @@ def test_a_file_that_may_not_grow_is_1(tmp_path, cache):
 
   result = subprocess.run(
     [sys.executable, "-m", "trainer", *run.argv()],
-    env=command.environment({}),
+    env=command.cpu_environment({}),
     cwd=ROOT,
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
@@ -295,7 +295,7 @@ def test_a_file_that_may_not_grow_is_1(tmp_path, cache):
   )
   assert result.returncode == 1
   assert "step 3 could not be saved in" in result.stdout
-  assert run.steps() == []
+  assert run.committed_steps() == []
 
 
 def test_a_loss_that_is_not_a_number_is_1_and_is_never_committed(make):
@@ -303,7 +303,7 @@ def test_a_loss_that_is_not_a_number_is_1_and_is_never_committed(make):
   assert run.finish() == 1
   assert "TrainingDiverged" in run.printed or "NonFiniteState" in run.printed
   assert run.events("run_end")[-1]["exit"] == 1
-  for step in run.steps():
+  for step in run.committed_steps():
     assert all(_finite(x) for x in run.arrays(step).values())
 
 
@@ -312,10 +312,10 @@ def test_steps_that_are_skipped_push_out_no_checkpoint(make):
   run = make(*keys, "steps=8", "max_nonfinite_steps=3", "max_num_checkpoints_to_keep=2")
   assert run.finish() == 1
   assert "TrainingDiverged" in run.printed
-  assert run.steps() == [1]
+  assert run.committed_steps() == [1]
   assert run.finish("max_nonfinite_steps=10") == 0
   assert "warning: the last 7 steps were skipped: the weights are those of step 1" in run.printed
-  assert run.steps() == [1, 8]
+  assert run.committed_steps() == [1, 8]
 
 
 def test_more_than_the_memory_is_1_and_says_what_takes_less(make):
@@ -349,7 +349,7 @@ def test_ctrl_c_between_steps_is_130_with_one_line(make, keys):
   assert "ended with exit code 130" in Path(report.write(str(run.directory))).read_text()
   last = run.last_step
   process = after(run, last + 2) if keys == ["checkpoint_period=2"] else run.start()
-  assert command.when(process, lambda: len(run.events("init_done")) == 2)
+  assert command.wait_until(process, lambda: len(run.events("init_done")) == 2)
   process.send_signal(signal.SIGINT)
   assert process.wait(60) == 130
   assert run.losses()  # what was done again came out the same
@@ -370,12 +370,12 @@ def test_ctrl_c_in_a_compilation_is_130_after_it_and_a_second_one_ends_at_once(m
   keys = "steps=9", "scan_layers=false", "jax_cache_dir="
   run = make(*keys, "base_num_decoder_layers=8")
   process = run.start()
-  assert command.when(process, lambda: bool(run.events("attempt_start")))
+  assert command.wait_until(process, lambda: bool(run.events("attempt_start")))
   process.send_signal(signal.SIGINT)
   assert process.wait(120) == 130, run.printed[-4000:]
   assert "Traceback" not in run.printed and run.events("run_end")[-1]["exit"] == 130
   process = run.start("base_num_decoder_layers=60")
-  assert command.when(process, lambda: len(run.events("attempt_start")) == 2)
+  assert command.wait_until(process, lambda: len(run.events("attempt_start")) == 2)
   time.sleep(3)  # it is in the compiler now
   assert_a_second_one_ends_at_once(run, process, signal.SIGINT, 130)
 
@@ -383,7 +383,7 @@ def test_ctrl_c_in_a_compilation_is_130_after_it_and_a_second_one_ends_at_once(m
 def test_ctrl_c_before_the_run_is_130_without_a_traceback(make, tmp_path):
   run = make(*text(tmp_path, lines=400_000), "steps=2")
   process = run.start()
-  assert command.when(process, lambda: (tmp_path / "tokens").is_dir())  # it tokenises
+  assert command.wait_until(process, lambda: (tmp_path / "tokens").is_dir())  # it tokenises
   process.send_signal(signal.SIGINT)
   assert process.wait(60) == 130, run.printed[-4000:]
   assert run.printed.splitlines() == ["Interrupted."] and not run.directory.exists()
@@ -398,7 +398,7 @@ def assert_stopped(run: Run, process) -> int:
   assert run.events("run_end")[-1]["exit"] == 42
   assert "SIGTERM received" in run.printed
   assert run.events("preemption")[-1]["signal"] == "SIGTERM"
-  assert run.steps()[-1] == run.last_step
+  assert run.committed_steps()[-1] == run.last_step
   return run.last_step
 
 
@@ -418,10 +418,10 @@ def test_sigterm_to_one_of_two_processes_stops_both_at_the_same_step(make):
   run = make(f"steps={ENDLESS}", "checkpoint_period=1000000", "num_slices=2")
   world = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
   processes = [run.start(**world, JAX_PROCESS_ID=str(i)) for i in range(2)]
-  assert command.when(processes[0], lambda: run.last_step >= 3), run.printed[-4000:]
+  assert command.wait_until(processes[0], lambda: run.last_step >= 3), run.printed[-4000:]
   processes[1].send_signal(signal.SIGTERM)
   assert [process.wait(240) for process in processes] == [42, 42], run.printed[-4000:]
-  assert run.steps() == [run.last_step]
+  assert run.committed_steps() == [run.last_step]
   one = run.finish("steps=" + str(run.last_step + 2), timeout=240)  # one process takes over from two
   assert one == 0, run.printed[-4000:]
 
@@ -440,9 +440,9 @@ def test_sigterm_to_a_bash_wrapper_is_42(tmp_path, cache, how):
   line = WRAPPED[how].format(command=" ".join([sys.executable, "-m trainer", *run.argv()]))
   with run.log.open("wb") as log:
     wrapper = subprocess.Popen(
-      ["bash", "-c", line], env=command.environment({}), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+      ["bash", "-c", line], env=command.cpu_environment({}), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
     )
-  assert command.when(wrapper, lambda: run.last_step >= 3), run.printed
+  assert command.wait_until(wrapper, lambda: run.last_step >= 3), run.printed
   wrapper.send_signal(signal.SIGTERM)
   assert_stopped(run, wrapper)
 
@@ -454,26 +454,26 @@ def test_sigterm_to_the_group_of_a_bash_wrapper_is_one_notice(tmp_path, cache):
   with run.log.open("wb") as log:
     wrapper = subprocess.Popen(
       ["bash", "-c", line],
-      env=command.environment({}),
+      env=command.cpu_environment({}),
       cwd=ROOT,
       stdout=log,
       stderr=subprocess.STDOUT,
       start_new_session=True,
     )
-  assert command.when(wrapper, lambda: run.last_step >= 3), run.printed
+  assert command.wait_until(wrapper, lambda: run.last_step >= 3), run.printed
   os.killpg(wrapper.pid, signal.SIGTERM)
   wrapper.wait(60)
   deadline = time.monotonic() + 120
   while not run.events("run_end") and time.monotonic() < deadline:
     time.sleep(0.05)
   assert run.events("run_end")[-1]["exit"] == 42, run.printed
-  assert run.steps()[-1] == run.last_step
+  assert run.committed_steps()[-1] == run.last_step
 
 
 def test_a_second_sigterm_ends_at_once(make):
   """The first comes in the middle of a compilation, which would take longer than anybody waits."""
   run = make("steps=9", "base_num_decoder_layers=60", "scan_layers=false", "jax_cache_dir=")
   process = run.start()
-  assert command.when(process, lambda: bool(run.events("attempt_start")))
+  assert command.wait_until(process, lambda: bool(run.events("attempt_start")))
   assert_a_second_one_ends_at_once(run, process, signal.SIGTERM, 143)
   assert run.last_step == 0

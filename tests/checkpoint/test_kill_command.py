@@ -31,7 +31,7 @@ def undisturbed(server, tmp_path_factory):
 
 def test_killed_again_and_again(server, undisturbed):
   run = kill_and_resume.make_run(undisturbed.folder.parent, "killed", server.start, STEPS)
-  hit = kill_and_resume.torment(run, 4, random.Random(0), startup=4)
+  hit = kill_and_resume.kill_then_finish(run, 4, random.Random(0), startup=4)
   assert hit.total() >= 2, hit
   assert command.differences(run, undisturbed, STEPS) == []
 

@@ -35,7 +35,7 @@ def layer(x, matrices):
 
 def saved(cfg):
   """Names of the activations that the backward pass of one layer keeps, and where."""
-  use, policy = remat.policy(cfg)
+  use, policy = remat.checkpoint_policy(cfg)
   assert use
   sizes = [7, *SIZES.values()]
   matrices = {name: jnp.ones((sizes[i], sizes[i + 1])) for i, name in enumerate(remat.NAMES)}
@@ -48,7 +48,7 @@ def saved(cfg):
 def test_a_policy_keeps_its_table(name):
   cfg = ModelSection(remat_policy=name)
   assert saved(cfg) == set(EXPECTED[name].split())
-  assert set(remat.kept(cfg).host) == (set(EXPECTED[name].split()) if name.endswith("offloaded") else set())
+  assert set(remat.saved_names(cfg).host) == (set(EXPECTED[name].split()) if name.endswith("offloaded") else set())
 
 
 def test_every_policy_of_the_schema_is_covered():
@@ -57,19 +57,19 @@ def test_every_policy_of_the_schema_is_covered():
 
 
 def test_none_does_not_rematerialise():
-  assert remat.policy(ModelSection(remat_policy="none")) == (False, None)
+  assert remat.checkpoint_policy(ModelSection(remat_policy="none")) == (False, None)
 
 
 def test_custom_takes_each_name_from_its_key():
   cfg = ModelSection(
     remat_policy="custom", decoder_layer_input="offload", context="device", mlpwo="device", out_proj="offload"
   )
-  assert remat.kept(cfg) == remat.Kept(("context", "mlpwo"), ("decoder_layer_input", "out_proj"))
+  assert remat.saved_names(cfg) == remat.SavedNames(("context", "mlpwo"), ("decoder_layer_input", "out_proj"))
   assert saved(cfg) == {"context", "mlpwo", "decoder_layer_input", "out_proj"}
 
 
 def test_offloaded_activations_are_in_pinned_host_memory():
-  _, policy = remat.policy(ModelSection(remat_policy="qkv_proj_offloaded"))
+  _, policy = remat.checkpoint_policy(ModelSection(remat_policy="qkv_proj_offloaded"))
   matrices = {name: jnp.ones((8, 8)) for name in remat.NAMES}
   run = lambda x: jax.checkpoint(layer, policy=policy)(x, matrices).sum()
   text = str(jax.make_jaxpr(jax.grad(run))(jnp.ones((3, 8))))
@@ -78,7 +78,7 @@ def test_offloaded_activations_are_in_pinned_host_memory():
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_gradients_do_not_depend_on_the_policy(name):
-  _, policy = remat.policy(ModelSection(remat_policy=name))
+  _, policy = remat.checkpoint_policy(ModelSection(remat_policy=name))
   keys = jax.random.split(jax.random.key(0), len(remat.NAMES))
   matrices = {name: jax.random.normal(key, (8, 8)) for name, key in zip(remat.NAMES, keys, strict=True)}
   x = jax.random.normal(jax.random.key(1), (3, 8))

@@ -43,7 +43,7 @@ def compile_step(mesh, policy_name):
   kernel = attention.choose(
     "flash", platform="tpu", mesh=mesh, head_dim=H, seq_len=T, num_q_heads=N, num_kv_heads=K, dtype=jnp.bfloat16
   )
-  _, policy = remat.policy(ModelSection(remat_policy=policy_name))
+  _, policy = remat.checkpoint_policy(ModelSection(remat_policy=policy_name))
   name = jax.ad_checkpoint.checkpoint_name
 
   def layer(x, w, ids):

@@ -9,7 +9,7 @@ import pytest
 
 from trainer.config.schema import ModelSection
 from trainer.kernels import attention, projection
-from trainer.models.decoder import Functional
+from trainer.models.decoder import DecoderFunctions
 from trainer.models.huggingface import from_hugging_face, to_hugging_face
 from trainer.models.layers import Kernels
 
@@ -94,7 +94,7 @@ def test_logits_and_gradients(name, scan, kernel):
   attn = attention.choose(
     kernel, platform="cpu", mesh=None, head_dim=cfg.head_dim, seq_len=T, num_q_heads=4, num_kv_heads=cfg.num_kv_heads
   )
-  model = Functional(cfg, Kernels(attn, projection.choose("cpu", "")))
+  model = DecoderFunctions(cfg, Kernels(attn, projection.choose("cpu", "")))
   params = jax.jit(model.init)(jax.random.key(7))
   rng = np.random.default_rng(0)
   # Norm scales away from 1, so that a wrong one shows.
@@ -137,7 +137,7 @@ def test_logits_and_gradients(name, scan, kernel):
 @pytest.mark.parametrize("name", MODELS)
 def test_conversion_is_its_own_inverse(name, scan):
   cfg = config(name, scan_layers=scan, base_num_decoder_layers=11)  # two digits: "10" sorts before "2"
-  model = Functional(cfg, Kernels(None))
+  model = DecoderFunctions(cfg, Kernels(None))
   params = jax.jit(model.init)(jax.random.key(0))
   back = from_hugging_face(to_hugging_face(params, cfg), cfg)
   assert jax.tree.structure(back) == jax.tree.structure(params)
@@ -146,7 +146,7 @@ def test_conversion_is_its_own_inverse(name, scan):
 
 def test_conversion_names_what_does_not_fit():
   cfg = config("qwen3")
-  tensors = to_hugging_face(jax.jit(Functional(cfg, Kernels(None)).init)(jax.random.key(0)), cfg)
+  tensors = to_hugging_face(jax.jit(DecoderFunctions(cfg, Kernels(None)).init)(jax.random.key(0)), cfg)
   with pytest.raises(ValueError, match=r"model\.norm\.weight is missing"):
     from_hugging_face({k: v for k, v in tensors.items() if k != "model.norm.weight"}, cfg)
   with pytest.raises(ValueError, match="have no place"):

@@ -31,7 +31,7 @@ class Server:
     self._lock = threading.Lock()
     self._process = subprocess.Popen(
       [sys.executable, "-m", "tests.support.forked_runs"],
-      env=command.environment({}),
+      env=command.cpu_environment({}),
       cwd=ROOT,
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,

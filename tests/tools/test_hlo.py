@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainer.tools.preflight import collectives, costs, hlo, kernels
+from trainer.tools.preflight import collectives, costs, custom_calls, hlo
 
 
 def compiled_text(fn, *shapes, mesh=None, specs=None):
@@ -240,7 +240,7 @@ def test_attention_kernels_of_tpus():
   ],
 )
 def test_blocks_above_the_diagonal_are_not_computed(queries, keys, rows, columns, share):
-  assert kernels._computed(queries, keys, rows, columns) == share
+  assert custom_calls._computed(queries, keys, rows, columns) == share
 
 
 def test_the_precision_of_a_matmul_is_the_higher_one_of_its_operands():

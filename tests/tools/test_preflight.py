@@ -58,11 +58,11 @@ def test_the_step_of_one_slice_less_can_be_left_out():
 def no_compiler(monkeypatch):
   """Findings that a test gives in place of compiling; {slices: finding}."""
   from trainer.observe import chips
-  from trainer.tools.preflight import analysis, this_machine
+  from trainer.tools.preflight import analysis, cpu_peaks
 
   found: dict[int, analysis.Finding] = {}
   monkeypatch.setattr(analysis, "analyse", lambda config, slices, total: found[len(slices)])
-  monkeypatch.setattr(this_machine, "measured", lambda *_: chips.CHIPS[0])
+  monkeypatch.setattr(cpu_peaks, "measure", lambda *_: chips.CHIPS[0])
   return found
 
 
@@ -98,13 +98,13 @@ def test_a_compiler_error_has_a_code_of_its_own(no_compiler, capsys):
   "written, limit", [("1048576\n", 1 << 20), ("max\n", None), (f"{1 << 63}\n", None), ("", None)]
 )
 def test_a_containers_limit_is_the_memory_of_this_machine(monkeypatch, tmp_path, written, limit):
-  from trainer.tools.preflight import this_machine
+  from trainer.tools.preflight import cpu_peaks
 
   physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
   file = tmp_path / "memory.max"
   file.write_text(written)
-  monkeypatch.setattr(this_machine, "MEMORY_LIMITS", (tmp_path / "absent", file))
-  assert this_machine.memory() == (limit or physical)
+  monkeypatch.setattr(cpu_peaks, "MEMORY_LIMITS", (tmp_path / "absent", file))
+  assert cpu_peaks.memory() == (limit or physical)
 
 
 class MosaicError(Exception):
@@ -256,7 +256,7 @@ def test_attention_counts_as_often_as_its_kernels_run(policy, forward):
 
   layers, batch, length, heads, width = 3, 2, 256, 2, 128
   kernel = attention_splash.build(mesh=None, seq_len=length, num_q_heads=heads, head_bytes=2 * width)
-  _, kept = remat.policy(ModelSection(remat_policy=policy))
+  _, kept = remat.checkpoint_policy(ModelSection(remat_policy=policy))
 
   def layer(x, scale):
     queries = jax.ad_checkpoint.checkpoint_name(x * scale, "query_proj")

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from trainer.kernels import attention_cpu, attention_shard
 from trainer.kernels.attention_xla import dot_product
 
-Function = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+AttentionFunction = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Attention:
 
   name: str
   reason: str
-  function: Function
+  function: AttentionFunction
 
   def __call__(
     self, q: jax.Array, k: jax.Array, v: jax.Array, q_segment_ids: jax.Array, kv_segment_ids: jax.Array
@@ -56,13 +56,13 @@ class Attention:
       return self.function(q, k, v, q_segment_ids, kv_segment_ids)
 
 
-def _cpu_flash(shape: Shape) -> Function:
+def _cpu_flash(shape: Shape) -> AttentionFunction:
   if shape.mesh is None or shape.mesh.size == 1:
     return attention_cpu.flash
   return attention_shard.per_device(lambda _, *arrays: attention_cpu.flash_shard(*arrays), shape.mesh)
 
 
-def _splash(shape: Shape) -> Function:
+def _splash(shape: Shape) -> AttentionFunction:
   highest = shape.precision == "highest" and shape.dtype == jnp.float32
   if shape.precision != "default" and not highest:
     raise ValueError(
@@ -80,14 +80,14 @@ def _splash(shape: Shape) -> Function:
   )
 
 
-def _cudnn(shape: Shape) -> Function:
+def _cudnn(shape: Shape) -> AttentionFunction:
   from trainer.kernels import attention_gpu
 
   return attention_gpu.build(mesh=shape.mesh, head_dim=shape.head_dim, seq_len=shape.seq_len, dtype=shape.dtype)
 
 
 # Platform -> its flash kernel, or a ValueError with the reason; dot_product serves every platform.
-IMPLEMENTATIONS: Mapping[str, Callable[[Shape], Function]] = MappingProxyType(
+IMPLEMENTATIONS: Mapping[str, Callable[[Shape], AttentionFunction]] = MappingProxyType(
   {"cpu": _cpu_flash, "tpu": _splash, "gpu": _cudnn}
 )
 

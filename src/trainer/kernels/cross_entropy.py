@@ -14,7 +14,7 @@ import jax.numpy as jnp
 # Platform -> bytes of one chunk's float32 logits on a device. TPU: a chunk that stays in VMEM (128 MiB on v5e, v6e)
 # spares HBM every pass over it; much smaller ones pay for adding to dw once per chunk. CPU: what stays in the cache
 # (end_to_end/benchmarks/cross_entropy_cpu.py).
-LOGITS_BYTES: Mapping[str, int] = MappingProxyType({"cpu": 8 << 20, "tpu": 96 << 20, "gpu": 96 << 20})
+CHUNK_LOGITS_BYTES: Mapping[str, int] = MappingProxyType({"cpu": 8 << 20, "tpu": 96 << 20, "gpu": 96 << 20})
 
 Constrain = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 
@@ -36,17 +36,17 @@ def linear_cross_entropy(
   valid_vocab: int | None = None,
   vocab_shards: int = 1,
   length_shards: int = 1,
-  logits_bytes: int = LOGITS_BYTES["tpu"],
+  chunk_logits_bytes: int = CHUNK_LOGITS_BYTES["tpu"],
   constrain: Constrain = unconstrained,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns (loss_sum, z_sum), float32 scalars: sums over tokens of weight * CE and of weight * z_loss * logZ**2.
 
   x [B, T, D] in the compute dtype; w [V, D], cast to x.dtype for the matmuls; targets [B, T] int32 < V; weights
   [B, T] float32. `valid_vocab`: logits from there on are padding and count as -inf. `num_chunks`: parts of T computed
-  one after the other; 0: as many as keep a device's float32 logits within `logits_bytes` when the vocabulary is split
-  `vocab_shards` ways. `length_shards`: the ways in which x is sharded over T. Differentiable once, in x and w. The
-  gradient of `loss_sum` is that of loss_sum + z_sum, and z_sum carries none: add them and differentiate, or log z_sum
-  alone, both are right.
+  one after the other; 0: as many as keep a device's float32 logits within `chunk_logits_bytes` when the vocabulary is
+  split `vocab_shards` ways. `length_shards`: the ways in which x is sharded over T. Differentiable once, in x and w.
+  The gradient of `loss_sum` is that of loss_sum + z_sum, and z_sum carries none: add them and differentiate, or log
+  z_sum alone, both are right.
 
   The gradients are made in the forward pass, chunk by chunk, from the logits at hand: three matmuls in all, nothing
   of size V kept but dw, which is accumulated in float32. `constrain(array, axes)` is asked to shard the pieces:
@@ -59,7 +59,9 @@ def linear_cross_entropy(
   if x.shape[1] % length_shards:
     raise ValueError(f"The length {x.shape[1]} does not divide over length_shards={length_shards}.")
   own = x.shape[1] // length_shards
-  chunks = num_chunks or choose_chunks(own, 4 * x.shape[0] * length_shards * w.shape[0] / vocab_shards, logits_bytes)
+  chunks = num_chunks or choose_chunks(
+    own, 4 * x.shape[0] * length_shards * w.shape[0] / vocab_shards, chunk_logits_bytes
+  )
   return _fused(x, w, targets, weights, z_loss, min(chunks, own), vocab, length_shards, constrain)
 
 
@@ -72,7 +74,7 @@ def choose_chunks(length: int, position_bytes: float, limit: int) -> int:
   return next((n for n in range(least, min(2 * least, length) + 1) if length % n == 0), least)
 
 
-def reference(
+def plain_cross_entropy(
   x: jax.Array,
   w: jax.Array,
   targets: jax.Array,

@@ -18,18 +18,18 @@ class Projection:
   """project(x [*B, *K], w [*K, *N], contracted=len(K)) -> [*B, *N] in x's dtype, w cast to it."""
 
   function: Callable[[jax.Array, jax.Array, int], jax.Array]
-  fuses: bool  # whether several weights that read one x become one matmul
+  fuses_shared_input: bool  # whether several weights that read one x become one matmul
 
   def __call__(self, x: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
     return self.function(x, w, contracted)
 
-  def together(self, x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+  def project_all(self, x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """x [*B, K] with each of the weights, all [K, N]: [*B, N] each.
 
     One matmul is compiled once, reads x once and has one wide gradient; the weights are put side by side while they are
     sharded.
     """
-    if not self.fuses:
+    if not self.fuses_shared_input:
       return tuple(self(x, w) for w in weights)
     joined = self(x, jnp.stack([w.astype(x.dtype) for w in weights], axis=1))
     return tuple(jax.lax.index_in_dim(joined, i, -2, keepdims=False) for i in range(len(weights)))
@@ -40,14 +40,14 @@ def _plain(x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:
   return jnp.tensordot(x, w.astype(x.dtype), axes=contracted)
 
 
-PLAIN = Projection(_plain, fuses=True)
+PLAIN = Projection(_plain, fuses_shared_input=True)
 
 
 def choose(platform: str, quantization: str) -> Projection:
   """The projection for a platform ("cpu", "gpu", "tpu"), and for one of quantized.MODES or ""."""
   if quantization:
-    return Projection(functools.partial(_quantized, quantization), fuses=True)
-  return Projection(_cpu, fuses=False) if platform == "cpu" else PLAIN
+    return Projection(functools.partial(_quantized, quantization), fuses_shared_input=True)
+  return Projection(_cpu, fuses_shared_input=False) if platform == "cpu" else PLAIN
 
 
 def _quantized(mode: str, x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:

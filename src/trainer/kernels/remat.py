@@ -27,7 +27,7 @@ NAMES = (
 )
 
 
-class Kept(NamedTuple):
+class SavedNames(NamedTuple):
   """Names of activations kept on the device and of those kept in pinned host memory."""
 
   device: tuple[str, ...] = ()
@@ -39,42 +39,42 @@ _WI = ("mlpwi_0", "mlpwi_1")
 _DOTS = (*_QKV, "out_proj", *_WI, "mlpwo")
 
 # The layer's input is a residual of `jax.checkpoint` itself, so no policy names it; `custom` can offload it.
-TABLE: Mapping[RematPolicy, Kept] = MappingProxyType(
+TABLE: Mapping[RematPolicy, SavedNames] = MappingProxyType(
   {
-    RematPolicy.FULL: Kept(),
-    RematPolicy.SAVE_OUT_PROJ: Kept(("out_proj",)),
-    RematPolicy.SAVE_QKV_PROJ: Kept(_QKV),
-    RematPolicy.SAVE_DOT_EXCEPT_MLP: Kept((*_QKV, "out_proj")),
-    RematPolicy.SAVE_DOT_EXCEPT_MLPWI: Kept((*_QKV, "out_proj", "mlpwo")),
-    RematPolicy.SAVE_DOT_WITH_CONTEXT_EXCEPT_MLP: Kept((*_QKV, "context", "out_proj")),
-    RematPolicy.MINIMAL: Kept(_DOTS),
-    RematPolicy.MINIMAL_WITH_CONTEXT: Kept((*_DOTS, "context")),
-    RematPolicy.QKV_PROJ_OFFLOADED: Kept(host=_QKV),
-    RematPolicy.MINIMAL_OFFLOADED: Kept(host=_DOTS),
+    RematPolicy.FULL: SavedNames(),
+    RematPolicy.SAVE_OUT_PROJ: SavedNames(("out_proj",)),
+    RematPolicy.SAVE_QKV_PROJ: SavedNames(_QKV),
+    RematPolicy.SAVE_DOT_EXCEPT_MLP: SavedNames((*_QKV, "out_proj")),
+    RematPolicy.SAVE_DOT_EXCEPT_MLPWI: SavedNames((*_QKV, "out_proj", "mlpwo")),
+    RematPolicy.SAVE_DOT_WITH_CONTEXT_EXCEPT_MLP: SavedNames((*_QKV, "context", "out_proj")),
+    RematPolicy.MINIMAL: SavedNames(_DOTS),
+    RematPolicy.MINIMAL_WITH_CONTEXT: SavedNames((*_DOTS, "context")),
+    RematPolicy.QKV_PROJ_OFFLOADED: SavedNames(host=_QKV),
+    RematPolicy.MINIMAL_OFFLOADED: SavedNames(host=_DOTS),
   }
 )
 
 
-def kept(cfg: ModelSection) -> Kept:
+def saved_names(cfg: ModelSection) -> SavedNames:
   """Returns what `cfg.remat_policy` keeps of each layer; not defined for `none`, which keeps everything."""
   assert cfg.remat_policy is not RematPolicy.NONE, "none keeps everything and has no names"
   if cfg.remat_policy is not RematPolicy.CUSTOM:
     return TABLE[cfg.remat_policy]
   choices = {name: getattr(cfg, name) for name in NAMES}
-  return Kept(
+  return SavedNames(
     tuple(name for name, choice in choices.items() if choice == "device"),
     tuple(name for name, choice in choices.items() if choice == "offload"),
   )
 
 
-def policy(cfg: ModelSection) -> tuple[bool, Callable[..., Any] | None]:
+def checkpoint_policy(cfg: ModelSection) -> tuple[bool, Callable[..., Any] | None]:
   """Returns (use_remat, policy): wrap each layer with `jax.checkpoint(layer, policy=policy)` where use_remat is true.
 
   A policy of None saves the layer's inputs alone.
   """
   if cfg.remat_policy is RematPolicy.NONE:
     return False, None
-  device, host = kept(cfg)
+  device, host = saved_names(cfg)
   if host:
     return True, jax.checkpoint_policies.save_and_offload_only_these_names(
       names_which_can_be_saved=list(device),

@@ -14,8 +14,8 @@ from trainer.config.schema import ModelSection
 from trainer.kernels import remat
 from trainer.mesh import FSDP
 from trainer.models import rope
-from trainer.models.layers import AttentionFn, DecoderLayer, Kernels, RMSNorm, normal_param
-from trainer.sharding import constrain, ways
+from trainer.models.layers import AttentionFunction, DecoderLayer, Kernels, RMSNorm, normal_param
+from trainer.sharding import constrain, num_shards
 
 # A nested dict of arrays; `layers` is stacked on a leading dim L when scanned, else {"0": .., "1": ..}.
 Params = dict[str, Any]
@@ -50,9 +50,9 @@ class Decoder(nnx.Module):
 
   def hidden(self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
     """The residual stream after the final norm, [B, T, D] in cfg.dtype; segment id 0 is padding."""
-    cos, sin = rope.tables(positions_BT, rope.inverse_frequencies(self.cfg))
+    cos, sin = rope.cos_sin_tables(positions_BT, rope.inverse_frequencies(self.cfg))
     x_BTD = constrain(self._embed(tokens_BT), "batch", "length", "embed")
-    use_remat, policy = remat.policy(self.cfg)
+    use_remat, policy = remat.checkpoint_policy(self.cfg)
     # prevent_cse is needed only outside of a scan, where the compiler could undo the recomputation.
     wrap = functools.partial(jax.checkpoint, policy=policy, prevent_cse=not self.cfg.scan_layers)
 
@@ -89,7 +89,7 @@ class Decoder(nnx.Module):
     # tokens: two exchanges of the size of the table's shard and of the chip's own activations. With the vocabulary
     # sharded, as the head wants it, each would send the activations of all chips, in both directions.
     table_VD = self.embedding[...]
-    if table_VD.shape[0] % ways(FSDP) == 0:
+    if table_VD.shape[0] % num_shards(FSDP) == 0:
       # Together over tensor first: in one go the compiler gathers the whole table on every chip.
       table_VD = constrain(table_VD, "table_vocab", "embed")
     table_VD = constrain(table_VD, "lookup_vocab", "lookup_embed")
@@ -127,7 +127,7 @@ def _layer(cfg: ModelSection, kernels: Kernels, keys: jax.Array) -> DecoderLayer
   return DecoderLayer(cfg, kernels, keys=keys)
 
 
-class Functional:
+class DecoderFunctions:
   """The decoder as pure functions of `Params`: what the step, the sampler and the converter use."""
 
   def __init__(self, cfg: ModelSection, kernels: Kernels) -> None:
@@ -136,9 +136,9 @@ class Functional:
     self._build = functools.partial(Decoder, cfg, kernels)
     self._graphdef, self._state = nnx.split(nnx.eval_shape(lambda: self._build(key=jax.random.key(0))))
 
-  def with_attention(self, attention: AttentionFn) -> Functional:
+  def with_attention(self, attention: AttentionFunction) -> DecoderFunctions:
     """The same model with another attention."""
-    return Functional(self._cfg, dataclasses.replace(self.kernels, attention=attention))
+    return DecoderFunctions(self._cfg, dataclasses.replace(self.kernels, attention=attention))
 
   def init(self, key: jax.Array) -> Params:
     """Fresh weights drawn from `key`."""

@@ -13,23 +13,23 @@ from jax.ad_checkpoint import checkpoint_name
 
 from trainer.config.schema import ModelSection
 from trainer.kernels import projection
-from trainer.kernels.cross_entropy import LOGITS_BYTES
+from trainer.kernels.cross_entropy import CHUNK_LOGITS_BYTES
 from trainer.kernels.projection import Projection
 from trainer.models import rope
 from trainer.sharding import constrain
 
 # (q [B,T,N,H], k [B,S,K,H], v [B,S,K,H], q_segment_ids [B,T], kv_segment_ids [B,S]) -> [B,T,N,H]
-AttentionFn = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+AttentionFunction = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
   """The implementations that the model is built with, chosen once for a platform."""
 
-  attention: AttentionFn
+  attention: AttentionFunction
   project: Projection = projection.PLAIN
-  exchange: rope.Exchange = rope.exchange_by_reversal  # for the rotary positions
-  logits_bytes: int = LOGITS_BYTES["tpu"]
+  rotate_half: rope.RotateHalf = rope.rotate_half_by_reversal  # for the rotary positions
+  chunk_logits_bytes: int = CHUNK_LOGITS_BYTES["tpu"]
 
 
 def normal_param(
@@ -116,7 +116,7 @@ class Attention(nnx.Module):
     v = checkpoint_name(constrain(v, "batch", "length", "kv_heads", "head_dim"), "value_proj")
     if self.use_qk_norm:
       q, k = self.query_norm(q), self.key_norm(k)
-    q, k = (rope.rotate(part, cos, sin, self.kernels.exchange) for part in (q, k))
+    q, k = (rope.rotate(part, cos, sin, self.kernels.rotate_half) for part in (q, k))
     # The kernel has named it "context" for remat, with whatever else its backward pass needs.
     context = self.kernels.attention(q, k, v, segment_ids_BT, segment_ids_BT)
     context = constrain(context, "batch", "length", "heads", "head_dim")
@@ -138,7 +138,7 @@ class FeedForward(nnx.Module):
     self.project = kernels.project
 
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
-    gate, up = self.project.together(x_BTD, [self.gate[...], self.up[...]])
+    gate, up = self.project.project_all(x_BTD, [self.gate[...], self.up[...]])
     gate = checkpoint_name(constrain(gate, "batch", "length", "mlp"), "mlpwi_0")
     up = checkpoint_name(constrain(up, "batch", "length", "mlp"), "mlpwi_1")
     out = self.project(swiglu(gate, up), self.down[...], 1)

@@ -31,7 +31,7 @@ def inverse_frequencies(cfg: ModelSection) -> np.ndarray:
   return ((1 - smooth) * frequencies / cfg.rope_scaling_factor + smooth * frequencies).astype(np.float32)
 
 
-def tables(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
+def cos_sin_tables(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
   """(cos, sin) of shape [B, T, 1, H], float32, for integer `positions` [B, T]; the second half repeats the first.
 
   float32 because bfloat16 cannot tell position 257 from 256.
@@ -41,10 +41,10 @@ def tables(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, ja
 
 
 # x [.., H] -> (-second half, first half), float32
-Exchange = Callable[[jax.Array], jax.Array]
+RotateHalf = Callable[[jax.Array], jax.Array]
 
 
-def exchange_by_reversal(x: jax.Array) -> jax.Array:
+def rotate_half_by_reversal(x: jax.Array) -> jax.Array:
   """The halves of the last dim, exchanged and the second negated, in float32.
 
   Reversing a dim of two fuses with the arithmetic around it; splitting and concatenating are passes over memory.
@@ -54,8 +54,8 @@ def exchange_by_reversal(x: jax.Array) -> jax.Array:
   return exchanged.reshape(x.shape)
 
 
-def exchange_by_matmul(x: jax.Array) -> jax.Array:
-  """`exchange_by_reversal` to the last bit, as a product with a permutation matrix.
+def rotate_half_by_matmul(x: jax.Array) -> jax.Array:
+  """`rotate_half_by_reversal` to the last bit, as a product with a permutation matrix.
 
   On a TPU the halves of a head are halves of a vector register, and moving them takes longer than the product. It is
   exact: each of its sums has one term.
@@ -69,30 +69,34 @@ def exchange_by_matmul(x: jax.Array) -> jax.Array:
   return jnp.matmul(x, permutation.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
 
 
-def choose(platform: str) -> Exchange:
+def choose_rotate_half(platform: str) -> RotateHalf:
   """How to exchange halves on a platform ("cpu", "gpu", "tpu")."""
-  return exchange_by_matmul if platform == "tpu" else exchange_by_reversal
+  return rotate_half_by_matmul if platform == "tpu" else rotate_half_by_reversal
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def rotate(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array, exchange: Exchange = exchange_by_reversal) -> jax.Array:
+def rotate(
+  x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array, rotate_half: RotateHalf = rotate_half_by_reversal
+) -> jax.Array:
   """x rotated by its position's angles, same shape and dtype; pairs are (i, i + H/2) as in Hugging Face's weights.
 
   No gradient goes to `cos` and `sin`.
   """
-  return (x_BTNH.astype(jnp.float32) * cos + exchange(x_BTNH) * sin).astype(x_BTNH.dtype)
+  return (x_BTNH.astype(jnp.float32) * cos + rotate_half(x_BTNH) * sin).astype(x_BTNH.dtype)
 
 
 def _forward(
-  x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array, exchange: Exchange
+  x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array, rotate_half: RotateHalf
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  return rotate(x_BTNH, cos, sin, exchange), (cos, sin)
+  return rotate(x_BTNH, cos, sin, rotate_half), (cos, sin)
 
 
-def _backward(exchange: Exchange, tables: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, None, None]:
+def _backward(
+  rotate_half: RotateHalf, tables: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, None, None]:
   """The transpose of a rotation is the rotation by the opposite angle."""
   cos, sin = tables
-  return (g.astype(jnp.float32) * cos - exchange(g) * sin).astype(g.dtype), None, None
+  return (g.astype(jnp.float32) * cos - rotate_half(g) * sin).astype(g.dtype), None, None
 
 
 rotate.defvjp(_forward, _backward)

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from trainer.tools.preflight import kernels
-from trainer.tools.preflight.hlo import DEVICE, HOST, Array, Computation, Instruction, Module, numbers, wider
+from trainer.tools.preflight import custom_calls
+from trainer.tools.preflight.hlo import DEVICE, HOST, Array, Computation, Instruction, Module, matmul_dtype, numbers
 
 # They hand on a buffer or run another computation whose instructions count by themselves.
 _FREE = frozenset(
@@ -57,8 +57,8 @@ def count(module: Module, precision: str = "default") -> Costs:
         flops[_kind(computation, instruction)] += times * _dot_flops(computation, instruction)
       elif instruction.opcode == "convolution":
         flops[_kind(computation, instruction)] += times * _convolution_flops(computation, instruction)
-      elif kernels.is_kernel(instruction):
-        priced = kernels.flops(computation, instruction)
+      elif custom_calls.is_kernel(instruction):
+        priced = custom_calls.flops(computation, instruction)
         if priced is None:
           silent += int(times)
         else:
@@ -80,7 +80,7 @@ def _kind(computation: Computation, matmul: Instruction) -> tuple[str, str]:
   """The type of the operands, and their precision: "default", "high", "highest"."""
   left, right = (_shape(computation, name) for name in matmul.operands[:2])
   stated = re.findall(r"\w+", matmul.attribute("operand_precision") or "")
-  return wider(left, right), max(stated, key=_PRECISIONS.index, default="default")
+  return matmul_dtype(left, right), max(stated, key=_PRECISIONS.index, default="default")
 
 
 def _dot_flops(computation: Computation, dot: Instruction) -> float:

@@ -90,7 +90,7 @@ def numbers(text: str | None) -> list[int]:
   return [int(number) for number in re.findall(r"\d+", text or "")]
 
 
-def wider(left: Array, right: Array) -> str:
+def matmul_dtype(left: Array, right: Array) -> str:
   """The type of a matmul: that of the wider operand is the one that the unit multiplies."""
   return max(left, right, key=lambda array: array.bits).dtype
 

@@ -25,14 +25,14 @@ def run(config: Config, started: float) -> int:
   # jax may be imported from here on: the environment says by now which platform it is for.
   from trainer.elastic import batch_plan
   from trainer.observe import chips
-  from trainer.tools.preflight import analysis, report, search, this_machine
+  from trainer.tools.preflight import analysis, cpu_peaks, report, search
 
   print(where)
   slices = slices_of(total)
   chip = chips.find(slices[0][0].device_kind)
   if slices[0][0].platform == "cpu":
     # Before anything compiles beside it: it is a measurement.
-    chip = this_machine.measured([device for devices in slices for device in devices], config.model.dtype)
+    chip = cpu_peaks.measure([device for devices in slices for device in devices], config.model.dtype)
     print(report.machine_line(chip))
   whole = _whole(config, total)
   fewer = whole and (total == 1 or config.parallelism.dcn_data_parallelism == -1)

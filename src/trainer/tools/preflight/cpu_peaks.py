@@ -23,7 +23,7 @@ MEMORY_LIMITS = (
 )
 
 
-def measured(devices: Sequence[Device], dtype: str) -> Chip:
+def measure(devices: Sequence[Device], dtype: str) -> Chip:
   """One of the CPU `devices`, all of which share this machine: each has its part of what all cores do together.
 
   Takes a second or two. peak_flops is that of matmuls of `dtype`; bandwidths count what is read and what is written,

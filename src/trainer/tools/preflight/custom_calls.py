@@ -10,7 +10,7 @@ import math
 import re
 
 from trainer.kernels import attention_splash
-from trainer.tools.preflight.hlo import Array, Computation, Instruction, numbers, wider
+from trainer.tools.preflight.hlo import Array, Computation, Instruction, matmul_dtype, numbers
 
 _STATED = re.compile(r'"cost_estimate":\{[^{}]*"flops":"?(\d+)')
 # JAX names its splash kernels after their phase, and whether they know segments and keep residuals.
@@ -80,4 +80,4 @@ def _gemm(kernel: Instruction, arrays: list[Array]) -> tuple[str, float] | None:
   if contracted is None:
     return None
   size = math.prod(arrays[0].dims[d] for d in numbers(contracted.group(1)))
-  return wider(*arrays[:2]), 2.0 * math.prod(kernel.result[0].dims) * size
+  return matmul_dtype(*arrays[:2]), 2.0 * math.prod(kernel.result[0].dims) * size

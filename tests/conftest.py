@@ -1,23 +1,36 @@
-"""Test configuration: eight CPU devices in one process, whatever accelerators the machine has; quick compilations."""
+"""Test configuration: eight CPU devices per process, cheap compilations, and a CPU budget for each test folder."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
-# Before jax is imported anywhere: tests must not touch an accelerator that somebody else is using.
+# Before the first import of jax: tests must not occupy an accelerator.
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Programs here run a few steps on a few numbers: most of a test's time would be LLVM optimizing what it compiles.
+# Test programs run a few steps on small arrays, so that most of their time would go to LLVM's optimizer.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
 import pytest
+from tests.support.budgets import Budgets
 
 jax.config.update("jax_num_cpu_devices", 8)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+  config.pluginmanager.register(Budgets(), "budgets")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+  """Number of worker processes: one per core for a folder; 0 for files, which start faster in this process."""
+  if all(Path(str(arg).partition("::")[0]).is_file() for arg in config.args):
+    return 0
+  return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _free_compiled_programs() -> Iterator[None]:
-  """Lets go of a module's compiled programs: each holds memory maps, and Linux allows a process 65,530 of them."""
+  """Drops a module's compiled programs: each holds memory maps, and Linux limits a process to 65,530 maps."""
   yield
   jax.clear_caches()

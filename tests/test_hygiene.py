@@ -1,4 +1,4 @@
-"""What a tracked file may not contain, and that the lock, the README and CI tell the same story."""
+"""Rules for tracked files: content, size of functions, repeated code; and that lock, README and CI agree."""
 
 from __future__ import annotations
 
@@ -64,6 +64,61 @@ def test_an_unfinished_thought_has_an_owner():
 
 def test_files_are_small():
   assert [str(path) for path in tracked() if path.stat().st_size > LARGEST_FILE] == []
+
+
+# ---- the source code
+
+LONGEST_FUNCTION = 60  # lines, with signature and docstring
+READ_AS_A_PAGE = {"src/trainer/train.py: run"}  # may be longer
+TOO_LONG_TODAY = {"src/trainer/session.py: open_session"}  # only ever shrinks
+SHORTEST_REPETITION = 8  # lines
+REPEATED_TODAY = {"src/trainer/kernels/cross_entropy.py"}  # only ever shrinks
+
+
+def sources() -> list[pathlib.Path]:
+  return sorted((ROOT / "src").rglob("*.py"))
+
+
+def long_functions(name: str, text: str) -> set[str]:
+  """The functions in `text` with more than LONGEST_FUNCTION lines: "name: function"."""
+  functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+  return {f"{name}: {node.name}" for node in functions if node.end_lineno - node.lineno >= LONGEST_FUNCTION}
+
+
+def repetitions(texts: dict[str, str]) -> list[list[str]]:
+  """Groups of places ("name:line") where the same SHORTEST_REPETITION lines start.
+
+  Spaces do not count, nor do lines without a letter or digit.
+  """
+  places: dict[tuple[str, ...], list[str]] = {}
+  for name, text in texts.items():
+    lines = [(number, " ".join(line.split())) for number, line in enumerate(text.splitlines(), 1)]
+    lines = [(number, line) for number, line in lines if re.search(r"\w", line)]
+    for start in range(len(lines) - SHORTEST_REPETITION + 1):
+      block = tuple(line for _, line in lines[start : start + SHORTEST_REPETITION])
+      places.setdefault(block, []).append(f"{name}:{lines[start][0]}")
+  return [found for found in places.values() if len(found) > 1]
+
+
+def test_functions_are_short():
+  names = {str(path.relative_to(ROOT)): path.read_text() for path in sources()}
+  too_long = set().union(*(long_functions(name, text) for name, text in names.items()))
+  assert too_long <= READ_AS_A_PAGE | TOO_LONG_TODAY
+
+
+def test_no_block_of_code_stands_twice():
+  found = repetitions({str(path.relative_to(ROOT)): path.read_text() for path in sources()})
+  new = [places for places in found if not {place.partition(":")[0] for place in places} <= REPEATED_TODAY]
+  assert new == []
+
+
+def test_the_checks_see_a_long_function_and_a_repetition():
+  body = [f"  x{i} = {i}" for i in range(LONGEST_FUNCTION)]
+  assert long_functions("a.py", "\n".join(["def f():", *body])) == {"a.py: f"}
+  assert long_functions("a.py", "\n".join(["def f():", *body[1:]])) == set()
+  block = "\n".join(body[:SHORTEST_REPETITION])
+  assert repetitions({"a.py": block, "b.py": f"if y:\n\n{block.replace('=', ' =')}"}) == [["a.py:1", "b.py:3"]]
+  assert repetitions({"a.py": block, "b.py": "\n".join(body[1:SHORTEST_REPETITION])}) == []
 
 
 # ---- the lock

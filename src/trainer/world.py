@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 from typing import Any, Protocol
 
-import numpy as np
-
 
 class World(Protocol):
   """All processes of one run. Every process calls `gather` and `barrier` in the same order."""
@@ -60,6 +58,7 @@ class JaxWorld:
     self.is_primary = self.rank == 0
 
   def gather(self, value: Any) -> list[Any]:
+    import numpy as np  # slow, as above
     from jax.experimental import multihost_utils
 
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)

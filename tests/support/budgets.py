@@ -1,0 +1,85 @@
+"""CPU budget of each test folder: measured in every run, printed at its end, and enforced with a margin of two.
+
+CPU seconds (this process and the processes it has waited for) hardly depend on what else the machine does, unlike wall
+time. With N cores a run takes about the sum of the table divided by N.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+
+import pytest
+
+# CPU seconds of a whole run, per folder. "tests" stands for the files directly in tests/.
+BUDGETS = {
+  "tests": 400,
+  "tests/checkpoint": 600,
+  "tests/cluster": 60,
+  "tests/config": 60,
+  "tests/data": 60,
+  "tests/elastic": 400,
+  "tests/kernels": 400,
+  "tests/models": 400,
+  "tests/observe": 60,
+  "tests/report": 60,
+  "tests/tools": 400,
+}
+DEFAULT_BUDGET = 60  # of a folder without an entry
+LIMIT = 2.0  # a folder that takes this many times its budget fails the run; machines differ, so 1 only warns
+
+
+class Budgets:
+  """Pytest plugin. Workers of pytest-xdist attach the seconds to their reports; the main process adds them up."""
+
+  def __init__(self) -> None:
+    self._last = 0.0
+    self._spent: defaultdict[str, float] = defaultdict(float)
+
+  def pytest_collection_finish(self) -> None:
+    self._last = cpu_seconds()
+
+  @pytest.hookimpl(wrapper=True)
+  def pytest_runtest_makereport(self):
+    """All that was spent since the report before this one, fixtures included."""
+    report = yield
+    now = cpu_seconds()
+    report.cpu_seconds, self._last = now - self._last, now
+    return report
+
+  def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    self._spent[folder(report.nodeid)] += report.cpu_seconds
+
+  def over_limit(self) -> list[str]:
+    """The folders whose tests took more than LIMIT times their budget."""
+    return [name for name, spent in self._spent.items() if spent > LIMIT * BUDGETS.get(name, DEFAULT_BUDGET)]
+
+  @pytest.hookimpl(tryfirst=True)
+  def pytest_sessionfinish(self, session: pytest.Session) -> None:
+    if session.exitstatus == pytest.ExitCode.OK and self.over_limit():
+      session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+  def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.section("CPU seconds per folder", sep="=")
+    for line in self.table():
+      terminalreporter.write_line(line)
+
+  def table(self) -> list[str]:
+    """One line per folder: seconds, budget, and a remark if over; the last line is the sum."""
+    over, lines = self.over_limit(), []
+    for name, spent in sorted(self._spent.items(), key=lambda pair: -pair[1]):
+      budget = BUDGETS.get(name, DEFAULT_BUDGET)
+      remark = "FAILED: over twice the budget" if name in over else "over budget" if spent > budget else ""
+      lines.append(f"{spent:7.0f} of {budget:4.0f}  {name}  {remark}".rstrip())
+    return [*lines, f"{sum(self._spent.values()):7.0f} in all (budgets: {__name__.replace('.', '/')}.py)"]
+
+
+def cpu_seconds() -> float:
+  """CPU time of this process and of its children that have ended and been waited for."""
+  times = os.times()
+  return times.user + times.system + times.children_user + times.children_system
+
+
+def folder(nodeid: str) -> str:
+  """tests/data/test_text.py::test_x -> tests/data"""
+  return nodeid.partition("::")[0].rpartition("/")[0]

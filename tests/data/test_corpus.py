@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
+import re
 
 import numpy
 import pytest
@@ -117,19 +119,22 @@ def test_standard_library_without_sources(tmp_path, monkeypatch):
   assert names(corpus.find("dataset_path", "")) == ["good.py"]
 
 
-def test_held_out_files_depend_on_names_only(tmp_path):
-  write(tmp_path / "one", {f"d{i % 7}/{i}.txt": "x" * (i + 1) for i in range(400)})
-  write(tmp_path / "two", {f"d{i % 7}/{i}.txt": "other" for i in range(400)})
+def test_the_split_depends_on_names_and_sizes_only(tmp_path):
+  files = {f"d{i % 7}/{i}.txt": "x" * (i % 5 + 1) + "\n" for i in range(400)}
+  write(tmp_path / "one", files)
+  write(tmp_path / "two", {name: text.replace("x", "y") for name, text in files.items()})
   train, held_out = corpus.hold_out(corpus.find("", str(tmp_path / "one")), 0.1)
   other_train, other_held_out = corpus.hold_out(corpus.find("", str(tmp_path / "two")), 0.1)
   assert names(train) == names(other_train) and names(held_out) == names(other_held_out)
-  assert 20 < len(held_out) < 60 and len(train) + len(held_out) == 400
+  assert len(held_out) == 40 and len(train) == 360
   assert names(train) == sorted(names(train)) and not set(names(train)) & set(names(held_out))
-  # A larger share holds out the same files and more; more files change no other file's side.
-  assert set(held_out) <= set(corpus.hold_out(corpus.find("", str(tmp_path / "one")), 0.2)[1])
-  write(tmp_path / "one", {"new.txt": "new"})
-  again = corpus.hold_out(corpus.find("", str(tmp_path / "one")), 0.1)[1]
-  assert set(names(again)) - {"new.txt"} == set(names(held_out))
+
+
+def test_each_folder_is_held_out_from(tmp_path):
+  """One of every ten files in the order of their names: a folder with 20 files has a whole group of ten."""
+  write(tmp_path, {f"{folder}/{i}.txt": "text" for folder in "abcdefgh" for i in range(20)})
+  _, held_out = corpus.hold_out(corpus.find("", str(tmp_path)), 0.1)
+  assert {name[0] for name in names(held_out)} == set("abcdefgh")
 
 
 @pytest.mark.parametrize("fraction", [0.0001, 0.9999])
@@ -156,46 +161,59 @@ def test_what_is_held_out_is_about_the_fraction_however_the_sizes_differ(tmp_pat
   assert train and sorted(lines) == sorted("".join(files.values()).splitlines())
 
 
-def test_a_large_file_is_not_held_out_whole(tmp_path):
-  write(tmp_path, {"a.txt": "twelve bytes\n" * 100_000, "b.txt": "twelve bytes\n" * 100})
-  train, (held_out,) = corpus.hold_out(corpus.find("", str(tmp_path)), 0.05)
-  assert names(train) == ["a.txt", "b.txt"] and held_out.name == "a.txt"
-  assert held_out.start == train[0].stop and held_out.size == pytest.approx(0.05 * 13 * 100_100, abs=13)
+def test_no_file_dominates_the_held_out_text(tmp_path):
+  write(tmp_path, {"a.txt": "twelve bytes\n" * 100_000} | {f"{i}.txt": "twelve bytes\n" * 100 for i in range(1000)})
+  train, held_out = corpus.hold_out(corpus.find("", str(tmp_path)), 0.05)
+  large = [piece for piece in held_out if piece.name == "a.txt"]
+  total = sum(piece.size for piece in held_out)
+  assert len(large) == 8 and max(piece.size for piece in held_out) < total / 10
+  assert sum(piece.size for piece in large) / total == pytest.approx(0.5, abs=0.2)  # as in the training text
+  # What stays for training is joined: the parts of the large file between those that are held out.
+  assert len([piece for piece in train if piece.name == "a.txt"]) <= len(large) + 1
 
 
-def test_where_no_file_can_be_cut_what_fits_is_held_out(tmp_path):
+def test_a_file_of_one_line_is_held_out_only_if_it_is_small(tmp_path):
   write(tmp_path, {"a.txt": "a" * 1000, "b.txt": "b"})
   train, held_out = corpus.hold_out(corpus.find("", str(tmp_path)), 0.05)
   assert names(train) == ["a.txt"] and names(held_out) == ["b.txt"]
 
 
-def test_the_standard_library_is_split_by_names_alone():
-  """The quickstart's numbers depend on it."""
-  pieces = corpus.find("", "")
-  _, held_out = corpus.hold_out(pieces, 0.05)
-  assert held_out == [piece for piece in pieces if corpus._place(piece) < 0.05]
+def test_training_and_held_out_text_of_the_standard_library_are_alike():
+  """One file had 65 % of the held-out bytes."""
+  train, held_out = corpus.hold_out(corpus.find("", ""), 0.05)
+  sizes, shares = collections.Counter(), []
+  for piece in held_out:
+    sizes[piece.name] += piece.size
+  assert max(sizes.values()) < 0.2 * sum(sizes.values()) and len(sizes) > 20
+  for pieces in (train, held_out):
+    text = "".join(texts(pieces))
+    counts = collections.Counter(re.findall(r"\w+|\s+|[^\w\s]", text))
+    frequent = ("self", "def", "the", "(", "#", "0", "None", "import")
+    shares.append(numpy.array([counts[word] / counts.total() for word in frequent]))
+  numpy.testing.assert_allclose(shares[0], shares[1], rtol=0.35)
 
 
 def test_fractions_nought_and_one(tmp_path):
   write(tmp_path, {"a.txt": "a", "b.txt": "b"})
   pieces = corpus.find("", str(tmp_path))
   assert corpus.hold_out(pieces, 0.0) == (pieces, [])
-  with pytest.raises(ValueError, match="eval_fraction=1 leaves nothing"):
+  with pytest.raises(ValueError, match="eval_fraction=1 leaves no text"):
     corpus.hold_out(pieces, 1.0)
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.1, 0.5, 0.9, 0.999])
-def test_the_end_of_a_single_file_is_held_out(tmp_path, fraction):
-  lines = ["\u00e9" * (i % 9) + f" line {i}\n" for i in range(100)]
+def test_parts_of_a_single_file_are_held_out(tmp_path, fraction):
+  lines = ["\u00e9" * (i % 9) + f" line {i}\n" for i in range(1000)]
   write(
     tmp_path, {"book.txt": "".join(lines), "book.jsonl": "".join(json.dumps({"text": line}) + "\n" for line in lines)}
   )
-  (train,), (held_out,) = corpus.hold_out(corpus.find("", str(tmp_path / "book.txt")), fraction)
-  left, right = texts([train]), texts([held_out])
-  assert left[0] + right[0] == "".join(lines) and left[0].endswith("\n")
-  assert abs(held_out.size / (train.size + held_out.size) - fraction) < 0.02
+  train, held_out = corpus.hold_out(corpus.find("", str(tmp_path / "book.txt")), fraction)
+  assert train and held_out and all(text.endswith("\n") for text in texts(train + held_out))
+  assert "".join(texts(sorted(train + held_out, key=lambda piece: piece.start))) == "".join(lines)
+  size = sum(piece.size for piece in held_out)
+  assert abs(size / (size + sum(piece.size for piece in train)) - fraction) < 0.02
   train, held_out = corpus.hold_out(corpus.find("", str(tmp_path / "book.jsonl")), fraction)
-  assert texts(train) + texts(held_out) == lines and texts(train) and texts(held_out)
+  assert sorted(texts(train) + texts(held_out)) == sorted(lines) and texts(train) and texts(held_out)
 
 
 @pytest.mark.parametrize("content", ["one line", "one line\n", "x"])
@@ -203,12 +221,6 @@ def test_a_single_line_is_not_cut(tmp_path, content):
   write(tmp_path, {"a.txt": content})
   pieces = corpus.find("", str(tmp_path))
   assert corpus.hold_out(pieces, 0.5) == (pieces, [])
-
-
-def test_a_long_last_line_is_held_out_whole(tmp_path):
-  write(tmp_path, {"a.txt": "short\n" + "long " * 100 + "\n"})
-  _, (held_out,) = corpus.hold_out(corpus.find("", str(tmp_path)), 0.1)
-  assert texts([held_out]) == ["long " * 100 + "\n"]
 
 
 def test_documents_of_json_lines(tmp_path):
@@ -225,11 +237,11 @@ def test_a_bad_json_line_is_named(tmp_path, bad):
   write(tmp_path, {"a.jsonl": good * 40 + (bad if isinstance(bad, bytes) else bad.encode()) + b"\n" + good})
   with pytest.raises(ValueError, match=r"a\.jsonl:41: .*every line must be like"):
     texts(corpus.find("", str(tmp_path)))
-  # In a held-out part the number still counts from the beginning of the file.
+  # In a part of a file the number still counts from the beginning of the file.
   train, held_out = corpus.hold_out(corpus.find("", str(tmp_path)), 0.2)
-  assert texts(train)
+  assert train and held_out and train[-1].start > 0
   with pytest.raises(ValueError, match=r"a\.jsonl:41: "):
-    texts(held_out)
+    texts(train + held_out)
 
 
 def test_a_json_line_that_is_nested_too_deep_is_named(tmp_path):

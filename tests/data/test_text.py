@@ -359,7 +359,7 @@ def test_bad_input_is_refused(root, tmp_path):
       {"split": "eval", "eval_fraction": 0.0},
       r"the eval text of .*corpus has 0 tokens.*give eval_dataset_path, or eval_steps=0 .*\(eval_fraction=0\)",
     ),
-    ({"eval_fraction": 1.0}, "eval_fraction=1 leaves nothing"),
+    ({"eval_fraction": 1.0}, "eval_fraction=1 leaves no text"),
     ({"eval_dataset_path": str(tmp_path / "none")}, "eval_dataset_path=.*none does not exist"),
     ({"dataset_path": str(tmp_path / "none")}, "dataset_path=.*none does not exist"),
   ]:

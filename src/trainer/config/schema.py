@@ -212,7 +212,7 @@ class DataSection(Section):
   )
   eval_fraction: Fraction = Field(
     0.05,
-    description="About this share of the text is held out for evaluation when eval_dataset_path is empty: whole files, by the hash of their names, or the end of the largest one.",
+    description="About this share of the text is held out for evaluation when eval_dataset_path is empty: files, and parts of large files, spread evenly over the text.",
   )
   dataset_cache_directory: str = Field(
     "~/.cache/trainer/data", description="Where tokenised corpora and trained tokenizers are kept."

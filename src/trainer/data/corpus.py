@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import math
 import mmap
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +17,11 @@ from typing import BinaryIO
 from trainer import text_files
 from trainer.text_files import SUFFIXES
 
-# Not the library itself, or text that is broken on purpose.
-# encodings is an eighth of the text, nearly all of it tables of code points, which teach nothing about Python.
-_NOT_LIBRARY = frozenset({"__pycache__", "dist-packages", "encodings", "idle_test", "site-packages", "test", "tests"})
+# Folders of the standard library's sources that are not Python code to learn from: installed packages, tests with text
+# that is broken on purpose, tables of code points (encodings), the documentation as one string (pydoc_data).
+_NOT_LIBRARY = frozenset("__pycache__ dist-packages encodings idle_test pydoc_data site-packages test tests".split())
+# The smaller side of a split has about this number of units, or more.
+_UNITS = 16
 
 
 @dataclass(frozen=True)
@@ -59,33 +63,27 @@ def find(key: str, path: str) -> list[Piece]:
 
 
 def hold_out(pieces: Sequence[Piece], fraction: float) -> tuple[list[Piece], list[Piece]]:
-  """(training, evaluation) pieces; no evaluation pieces for fraction=0, or where there is but one line.
+  """(training, evaluation) pieces, in the order of `pieces`; no evaluation pieces for fraction=0 or a single line.
 
-  Whole files are held out: all whose name has a hash below `fraction`, whatever else there is. Only where the sizes
-  differ too much for that is more looked at. A file with which the held-out share of all bytes would exceed
-  1 - (1 - fraction)^3 (three times a small fraction, and never all) stays for training; more files follow, in the order
-  of the hashes, while they have less than half of `fraction`; and where even those that fit stay below it, the end of
-  the largest file is held out in their place, as that of a single file. Raises ValueError when nothing is left to train
+  Both sides are alike: the text is cut into units, the units into consecutive groups of about 1 / `fraction`, and one
+  unit of each group is held out, chosen by a hash. A unit is a whole file, or a part of a file that is larger than a
+  sixteenth of the held-out text, so that no file dominates the evaluation. Raises ValueError when nothing is left to train
   on.
   """
   if fraction == 0:
     return list(pieces), []
   if fraction == 1:
-    raise ValueError("eval_fraction=1 leaves nothing to train on: it must be below 1")
-  total = sum(piece.size for piece in pieces)
-  most, least = total * (1 - (1 - fraction) ** 3), total * fraction / 2
-  held_out: set[Piece] = set()
-  size = 0
-  for piece in sorted(pieces, key=_place):
-    if size + piece.size <= most and (_place(piece) < fraction or size < least):
-      held_out.add(piece)
-      size += piece.size
-  if size < least:
-    largest = max(pieces, key=lambda piece: piece.size)
-    train, end = _cut(largest, fraction * total / largest.size)
-    if end:
-      return [piece for old in pieces for piece in (train if old is largest else [old])], end
-  return [piece for piece in pieces if piece not in held_out], [piece for piece in pieces if piece in held_out]
+    raise ValueError("eval_fraction=1 leaves no text to train on. Set it below 1.")
+  smaller_side = sum(piece.size for piece in pieces) * min(fraction, 1 - fraction)
+  limit = max(1, int(smaller_side / _UNITS))
+  units = [unit for piece in pieces for unit in _cut(piece, limit)]
+  if len(units) == 1:
+    return list(pieces), []
+  # A line is never cut. Hold out an oversized line only if its group has nothing smaller.
+  choose = lambda unit: (max(0, unit.size - 2 * limit), _hash(unit))
+  groups = itertools.groupby(enumerate(units), key=lambda item: int(item[0] * fraction))
+  held_out = {min((unit for _, unit in group), key=choose) for _, group in groups}
+  return _join(unit for unit in units if unit not in held_out), _join(unit for unit in units if unit in held_out)
 
 
 def documents(piece: Piece) -> Iterator[str]:
@@ -166,24 +164,33 @@ def _is_utf8(file: Path) -> bool:
   return True
 
 
-def _place(piece: Piece) -> float:
-  """Where in [0, 1) the hash of the name falls."""
-  return int(hashlib.sha256(piece.name.encode("utf-8", "surrogateescape")).hexdigest()[:13], 16) / 16**13
+def _hash(piece: Piece) -> bytes:
+  name = piece.name.encode("utf-8", "surrogateescape")
+  return hashlib.sha256(name + b"\0" + str(piece.start).encode()).digest()
 
 
-def _cut(piece: Piece, fraction: float) -> tuple[list[Piece], list[Piece]]:
-  """The piece without, and its last `fraction` of bytes, cut at the nearest following line end, else preceding.
-
-  A piece of one line is not cut: all of it is for training.
-  """
+def _cut(piece: Piece, limit: int) -> list[Piece]:
+  """The whole file `piece` in parts of similar size, each of `limit` bytes or less and the rest of its last line."""
+  if piece.size <= limit:
+    return [piece]
+  size = math.ceil(piece.size / math.ceil(piece.size / limit))
+  cuts = [0]
   with _opened(piece.path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-    middle = min(max(1, round(piece.size * (1 - fraction))), piece.size - 1)
-    end = data.find(b"\n", middle - 1, piece.size - 1)
-    if end < 0:
-      end = data.rfind(b"\n", 0, middle)
-  if end < 0:
-    return [piece], []
-  return [replace(piece, stop=end + 1)], [replace(piece, start=end + 1)]
+    while cuts[-1] < piece.size:
+      line_end = data.find(b"\n", cuts[-1] + size - 1, piece.size)
+      cuts.append(line_end + 1 if line_end >= 0 else piece.size)
+  return [replace(piece, start=start, stop=stop) for start, stop in itertools.pairwise(cuts)]
+
+
+def _join(units: Iterable[Piece]) -> list[Piece]:
+  """The units in order, with neighbouring parts of a file joined again."""
+  joined: list[Piece] = []
+  for unit in units:
+    if joined and joined[-1].path == unit.path and joined[-1].stop == unit.start:
+      joined[-1] = replace(joined[-1], stop=unit.stop)
+    else:
+      joined.append(unit)
+  return joined
 
 
 def _json_lines(piece: Piece) -> Iterator[str]:

@@ -67,8 +67,8 @@ def hold_out(pieces: Sequence[Piece], fraction: float) -> tuple[list[Piece], lis
 
   Both sides are alike: the text is cut into units, the units into consecutive groups of about 1 / `fraction`, and one
   unit of each group is held out, chosen by a hash. A unit is a whole file, or a part of a file that is larger than a
-  sixteenth of the held-out text, so that no file dominates the evaluation. Raises ValueError when nothing is left to train
-  on.
+  sixteenth of the held-out text, so that no file dominates the evaluation. Raises ValueError when nothing is left to
+  train on.
   """
   if fraction == 0:
     return list(pieces), []

@@ -89,6 +89,9 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
   # ---- the loop
   first = step
   try:
+    if _evaluation_due(config, session, step):
+      _make_up_evaluation(config, session, prog, carry, state.params, step)
+      records.resume()
     for index, batch in prefetch:
       step = index + 1
       profiler.before_step(index - first, functools.partial(jax.block_until_ready, state))
@@ -101,7 +104,7 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
       last = step == config.run.steps
       stop = session.preemption.requested(step)
       grow = not last and carry.wants_resize(step)
-      evaluate = session.eval_loader is not None and (last or _due(config.observe.eval_interval, step))
+      evaluate = _evaluation_due(config, session, step)
       # Of the last step there is none, and an evaluation comes before it: what fails then must be done again.
       snapshot = not last and (grow or carry.snapshot_due(step) or tiers.due(step))
       if snapshot and not (grow or evaluate):
@@ -217,8 +220,26 @@ def _meta(config: Config, session: Session, step: int) -> dict[str, Any]:
   )
 
 
-def _due(period: int, step: int) -> bool:
-  return period > 0 and step % period == 0
+def _evaluation_due(config: Config, session: Session, step: int) -> bool:
+  """Whether the state after `step` completed steps is to be evaluated."""
+  if session.eval_loader is None or step == 0:
+    return False
+  period = config.observe.eval_interval
+  return step >= config.run.steps or (period > 0 and step % period == 0)
+
+
+def _make_up_evaluation(
+  config: Config, session: Session, prog: Program, carry: Carry, params: Params, step: int
+) -> None:
+  """Evaluates the state that the attempt starts from, unless metrics.jsonl has an evaluation of it.
+
+  The evaluation is owed if an earlier process was told to stop at this step, or was killed before the record was safe.
+  """
+  if world_lib.from_primary(session.world, session.metrics.has_evaluation(step)):
+    return
+  session.log.line(f"An evaluation was due at step {step} and is missing: evaluating before the next step.")
+  _evaluate(config, session, prog, carry, params, step)
+  session.metrics.flush()  # if the process is killed from now on, the next one must not evaluate again
 
 
 def _evaluate(config: Config, session: Session, prog: Program, carry: Carry, params: Params, step: int) -> float:

@@ -18,7 +18,7 @@ from end_to_end.command import ROOT, Run
 from tests.support.forked_runs import Server
 from tests.support.jax_processes import free_port
 
-from trainer.observe import history, report
+from trainer.report import history, page
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Sharding info not provided")]
 ENDLESS = 10**6
@@ -346,7 +346,7 @@ def test_ctrl_c_between_steps_is_130_with_one_line(make, keys):
   again = "goes on from the last checkpoint" if keys == ["checkpoint_period=2"] else "starts from step 0"
   assert run.printed.splitlines()[-1] == f"Interrupted: the same command {again}."
   assert run.events("run_end")[-1]["exit"] == 130
-  assert "ended with exit code 130" in Path(report.write(str(run.directory))).read_text()
+  assert "ended with exit code 130" in Path(page.write(str(run.directory))).read_text()
   last = run.last_step
   process = after(run, last + 2) if keys == ["checkpoint_period=2"] else run.start()
   assert command.wait_until(process, lambda: len(run.events("init_done")) == 2)
@@ -412,6 +412,32 @@ def test_sigterm_is_42_and_no_step_is_lost_or_done_again(make):
   last = assert_stopped(run, process)
   assert [record["step"] for record in run.records("metrics")] == list(range(1, last + 1))
   assert run.events("checkpoint_restored")[0]["step"] == first
+
+
+def test_an_evaluation_due_at_the_step_of_a_sigterm_is_done_once_after_the_resume(make, tmp_path):
+  """Also if the processes after it are killed, before that evaluation and between it and the next checkpoint."""
+  run = make(*text(tmp_path), f"steps={ENDLESS}", "eval_interval=1", "eval_steps=1", "checkpoint_period=1000000")
+
+  def evaluated() -> list[int]:
+    return [record["step"] for record in run.records("metrics") if "eval_loss" in record]
+
+  process = after(run, 3)
+  process.send_signal(signal.SIGTERM)
+  stopped = assert_stopped(run, process)
+  assert evaluated() == list(range(1, stopped))
+  process = run.start()
+  assert command.when(process, lambda: bool(run.events("checkpoint_restored")), pause=0.001), run.printed[-4000:]
+  process.send_signal(signal.SIGKILL)
+  process.wait(60)
+  process = run.start()
+  assert command.when(process, lambda: stopped in evaluated(), pause=0.001), run.printed[-4000:]
+  process.send_signal(signal.SIGKILL)
+  process.wait(60)
+  for _ in range(2):
+    assert run.finish(f"steps={stopped + 2}") == 0, run.printed[-4000:]
+    assert evaluated().count(stopped) == 1
+  assert set(evaluated()) == set(range(1, max(evaluated()) + 1))
+  assert run.losses()
 
 
 def test_sigterm_to_one_of_two_processes_stops_both_at_the_same_step(make):

@@ -242,3 +242,20 @@ def test_a_full_disk_ends_the_tensorboard_files_and_nothing_else(tmp_path):
   result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
   assert result.returncode == 0, result.stderr
   assert result.stdout.startswith("1 no TensorBoard files from here on: [Errno 27]")
+
+
+def test_an_evaluation_counts_for_the_last_time_that_its_step_was_done(tmp_path):
+  """Also for the next process. A step that is done again has not been evaluated, whatever the records before say."""
+  out = open_metrics(tmp_path)
+  for step in (1, 10, 2):
+    out.write(record(step))
+  assert not metrics.has_evaluation(str(tmp_path), 10)
+  out.write_eval(10, 2.5)
+  out.write(record(11))
+  assert out.has_evaluation(10) and open_metrics(tmp_path).has_evaluation(10)
+  assert not any(open_metrics(tmp_path).has_evaluation(step) for step in (0, 1, 2, 11, 100))
+  out.write(record(10))
+  out.close()
+  with (tmp_path / metrics.METRICS_FILE).open("a") as file:
+    file.write('{"step": 10, "eval_lo')  # cut short by a kill
+  assert not open_metrics(tmp_path).has_evaluation(10)

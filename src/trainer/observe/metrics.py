@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -87,6 +89,8 @@ class Metrics:
   def __init__(self, run_directory: str | None, cfg: ObserveSection, events: EventLog, log: Log) -> None:
     """run_directory: None writes nothing (all processes but the first)."""
     self._events = events
+    self._run_directory = run_directory
+    self._last_evaluated: int | None = None  # by this process: an object store may not have the record yet
     self._lines = files.open_lines(run_directory, METRICS_FILE)
     self._tensorboard: TensorBoard | None = None
     self._objects: MetricsObjects | None = None
@@ -111,8 +115,15 @@ class Metrics:
     """Records an evaluation after `step` (nats per weighted token)."""
     fields = {"step": step, "eval_loss": eval_loss, "eval_seconds": seconds} | self._events.stamp()
     self._lines.append(files.dump_json(fields))
+    self._last_evaluated = step
     if self._tensorboard is not None:
       self._tensorboard.write(step, {"evaluation/loss": eval_loss}, fields["wall"])
+
+  def has_evaluation(self, step: int) -> bool:
+    """Whether the state after `step` has been evaluated, by this process or by an earlier one of the run."""
+    if step == self._last_evaluated:
+      return True
+    return self._run_directory is not None and has_evaluation(self._run_directory, step)
 
   def flush(self) -> None:
     """Writes out what is pending, for a checkpoint: a run that resumes from it never writes these steps again."""
@@ -254,6 +265,19 @@ def _put_object(directory: str, stem: str, text: str) -> None:
     again += 1
     path = root / f"{stem}.{again}.txt"
   path.write_text(text)
+
+
+def has_evaluation(run_directory: str, step: int) -> bool:
+  """Whether the newest record of `step` in metrics.jsonl is an evaluation.
+
+  If a step was done again after its evaluation, that evaluation belongs to a history that was given up.
+  """
+  newest: dict[str, Any] = {}
+  for line in files.read_lines(run_directory, METRICS_FILE):
+    if f'"step": {step},' in line:  # parse only the lines of this step: a long run has a million others
+      with contextlib.suppress(json.JSONDecodeError):  # cut short by a kill
+        newest = json.loads(line)
+  return "eval_loss" in newest
 
 
 def read_records(run_directory: str) -> list[dict[str, Any]]:

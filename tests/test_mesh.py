@@ -33,10 +33,10 @@ def test_every_axis_keeps_a_slice_together():
   ("keys", "text"),
   [
     ({"ici_fsdp_parallelism": 3}, "product is 3, but there are 4 devices per slice"),
-    ({"ici_tensor_parallelism": 3}, "product is 3, but the 4 devices per slice are no multiple of that"),
+    ({"ici_tensor_parallelism": 3}, "product is 3, but the 4 devices per slice are not a multiple of it"),
     ({"dcn_data_parallelism": 3}, "product is 3, but there are 2 slices"),
     ({"ici_tensor_parallelism": -1}, "both -1"),
-    ({"ici_context_parallelism": 0}, "at least 1"),
+    ({"ici_context_parallelism": 0}, "must be at least 1"),
   ],
 )
 def test_products_that_do_not_fit_are_refused(keys, text):

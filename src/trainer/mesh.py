@@ -17,36 +17,37 @@ AXES = (DATA, FSDP, TENSOR, CONTEXT)
 
 
 def axis_sizes(cfg: ParallelismSection, group: str, devices: int) -> tuple[int, ...]:
-  """Sizes of AXES for `group` ("dcn": across slices, "ici": inside one), with -1 filled so that they multiply to
-  `devices` (slices or devices per slice).
+  """Returns the sizes of AXES for `group` ("dcn": across slices, "ici": inside a slice), with -1 filled in.
 
-  Raises ValueError where that cannot be.
+  The sizes multiply to `devices` (the number of slices, or of devices per slice). Raises ValueError if they cannot.
   """
   keys = [f"{group}_{axis}_parallelism" for axis in AXES]
   sizes = [getattr(cfg, key) for key in keys]
   of_what = "slices" if group == "dcn" else "devices per slice"
   if 0 in sizes:
-    raise ValueError(f"{keys[sizes.index(0)]}=0: a parallelism is at least 1, or -1 to fill.")
+    raise ValueError(f"{keys[sizes.index(0)]}=0: must be at least 1, or -1 to fill. Set it to 1.")
   if sizes.count(-1) > 1:
-    raise ValueError(f"{' and '.join(k for k, s in zip(keys, sizes) if s == -1)} are both -1: only one can be filled.")
+    raise ValueError(
+      f"{' and '.join(k for k, s in zip(keys, sizes) if s == -1)} are both -1: only one size can be filled. Set the other to 1."
+    )
   fixed = math.prod(size for size in sizes if size != -1)
   if devices % fixed or (-1 not in sizes and fixed != devices):
     given = ", ".join(f"{key}={size}" for key, size in zip(keys, sizes))
     rule, remedy = (
       f"there are {devices} {of_what}",
-      f"Make the product {devices}, or leave one of them at -1 to be filled.",
+      f"Make the product {devices}, or set one of them to -1 to fill.",
     )
     if -1 in sizes:
-      rule, remedy = f"the {devices} {of_what} are no multiple of that", "Change those that are not -1."
+      rule, remedy = f"the {devices} {of_what} are not a multiple of it", "Change the sizes that are not -1."
     raise ValueError(f"{given}: the product is {fixed}, but {rule}. {remedy}")
   return tuple(devices // fixed if size == -1 else size for size in sizes)
 
 
 def make(cfg: ParallelismSection, slices: Sequence[Sequence[Device]]) -> Mesh:
-  """The mesh over `slices` (the living ones, in order; each the devices of one slice).
+  """Returns the mesh over `slices`: the slices that are alive, in order, each with its devices.
 
-  Along every axis the DCN factor is outermost, so that a slice's devices stay neighbours inside it.
-  Raises ValueError where the configured parallelisms do not fit the devices.
+  Along every axis the DCN factor is outermost, so that the devices of a slice stay neighbours.
+  Raises ValueError if the configured parallelisms do not fit the devices.
   """
   dcn = axis_sizes(cfg, "dcn", len(slices))
   ici = axis_sizes(cfg, "ici", len(slices[0]))
@@ -59,7 +60,7 @@ def make(cfg: ParallelismSection, slices: Sequence[Sequence[Device]]) -> Mesh:
 
 
 def _slice_mesh(ici: tuple[int, ...], devices: Sequence[Device]) -> np.ndarray:
-  """One slice's devices arranged as [data, fsdp, tensor, context]; on TPU along the torus so neighbours are linked."""
+  """Returns the devices of one slice as [data, fsdp, tensor, context]; on TPU, neighbours on the torus stay together."""
   if devices[0].platform == "tpu":
     return mesh_utils.create_device_mesh(ici, devices=list(devices), allow_split_physical_axes=True)
   return np.array(devices).reshape(ici)

@@ -1,4 +1,4 @@
-"""One table from logical axes to mesh axes, for parameters and for activations."""
+"""The tables from logical axes to mesh axes, for parameters and for activations."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jax.sharding import Mesh, PartitionSpec
 
 from trainer.mesh import CONTEXT, FSDP, TENSOR
 
-# Logical axis -> mesh axes, tried in order; a mesh axis serves one dim of an array at most. Nothing here names the
-# mesh axis `data`: parameters are replicated across slices (every slice holds the whole state), and the step is
-# written per slice, inside a shard_map that is manual over `data`.
+# Logical axis -> mesh axes, tried in order. A mesh axis shards at most one dim of an array. The mesh axis `data` does
+# not appear: every slice holds the whole state, and the step is written for one slice, inside a shard_map that is
+# manual over `data`.
 PARAMETER_RULES: dict[str, tuple[str, ...]] = {
   "layers": (),
   "vocab": (FSDP, TENSOR),
-  "table_embed": (FSDP,),  # takes fsdp only where the vocabulary does not divide by it (151936 on 256 chips)
-  "head_embed": (FSDP,),  # the same; another name because weight decay tells a head from the table
+  "table_embed": (FSDP,),  # uses fsdp only if the vocabulary does not divide by it (151936 on 256 chips)
+  "head_embed": (FSDP,),  # as table_embed; a separate name, because weight decay applies to a head and not to the table
   "embed": (FSDP,),
   "heads": (TENSOR,),
   "kv_heads": (TENSOR,),
@@ -25,7 +25,7 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
   "head_dim": (),
   "norm": (),
 }
-# Dims that may stay unsharded where the size does not divide, because another dim of the same array takes the axis.
+# Dims that stay unsharded if their size does not divide: another dim of the same array then uses the mesh axis.
 OPTIONAL = frozenset({"vocab"})
 
 ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
@@ -36,15 +36,14 @@ ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
   "kv_heads": (TENSOR,),
   "mlp": (TENSOR,),
   "head_dim": (),
-  # The embedding lookup has all tokens of the slice on each chip and splits the width (see Decoder).
+  # For the embedding lookup, each chip has all tokens of the slice and a part of the width (see Decoder).
   "table_vocab": (FSDP,),
   "lookup_batch": (),
   "lookup_length": (CONTEXT,),
   "lookup_vocab": (),
   "lookup_embed": (FSDP,),
-  # The loss gathers a chunk of tokens over fsdp and context and splits the vocabulary instead: a chip then owns the
-  # gradient of its rows of the head, so nothing of the size of the head is sent while it is computed
-  # (vocabulary-parallel loss, Megatron-LM).
+  # The loss gathers a chunk of tokens over fsdp and context and splits the vocabulary instead (vocabulary-parallel
+  # loss, Megatron-LM). Each chip owns the gradient of its rows of the head, so the loss sends nothing of the head's size.
   "head_vocab": (FSDP, TENSOR),
   "loss_batch": (),
   "loss_length": (),
@@ -53,9 +52,9 @@ ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
 
 
 def parameter_spec(axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh, name: str) -> PartitionSpec:
-  """The PartitionSpec of a parameter `name` with logical `axes` (one per dim of `shape`).
+  """Returns the PartitionSpec of a parameter `name` with logical `axes` (one per dim of `shape`).
 
-  Raises ValueError where a size does not divide by the mesh axes that its rule asks for.
+  Raises ValueError if a size does not divide by the mesh axes of its rule.
   """
   used: set[str] = set()
   entries: list[Any] = []
@@ -79,7 +78,7 @@ def parameter_spec(axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh, na
 
 
 def constrain(x: jax.Array, *axes: str) -> jax.Array:
-  """`x` with the sharding of its logical activation `axes`; itself outside of a mesh (single-device tests)."""
+  """Returns `x` with the sharding of its logical activation `axes`; unchanged outside a mesh (single-device tests)."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     return x
@@ -91,26 +90,26 @@ def constrain(x: jax.Array, *axes: str) -> jax.Array:
 
 
 def num_shards(*axes: str) -> int:
-  """Parts into which the mesh of the surrounding trace splits what lies on the mesh `axes`; 1 outside of a mesh."""
+  """Returns the number of parts into which the mesh of the current trace splits `axes`; 1 outside a mesh."""
   mesh = jax.sharding.get_abstract_mesh()
   return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in axes)
 
 
 def check_replication(shapes: Any, shardings: Any, tolerance: float) -> None:
-  """Raises ValueError when more than the share `tolerance` of the parameters' elements is on every device of a slice.
+  """Raises ValueError if every device of a slice holds more than the share `tolerance` of all parameters.
 
-  `shapes` and `shardings` are matching pytrees (ShapeDtypeStruct, NamedSharding). Only a mesh with a sharded axis
-  can be wrong; the most common cause is a dim that no rule covers.
+  `shapes` and `shardings` are matching pytrees (ShapeDtypeStruct, NamedSharding). The check applies only to a mesh that
+  shards parameters. The most common cause is a dim that no rule covers.
   """
   pairs = list(zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(shardings), strict=True))
   num_devices = math.prod(pairs[0][1].mesh.shape[axis] for axis in (FSDP, TENSOR)) if pairs else 1
   if num_devices == 1:
     return
   total = sum(leaf.size for (_, leaf), _ in pairs)
-  whole = [(jax.tree_util.keystr(path), leaf.size) for (path, leaf), sh in pairs if sh.is_fully_replicated]
-  share = sum(size for _, size in whole) / total
+  replicated = [(jax.tree_util.keystr(path), leaf.size) for (path, leaf), sh in pairs if sh.is_fully_replicated]
+  share = sum(size for _, size in replicated) / total
   if share > tolerance:
-    worst = ", ".join(f"{name} ({size:,})" for name, size in sorted(whole, key=lambda item: -item[1])[:3])
+    worst = ", ".join(f"{name} ({size:,})" for name, size in sorted(replicated, key=lambda item: -item[1])[:3])
     raise ValueError(
       f"{share:.1%} of the parameters would be replicated on each of {num_devices} devices, more than "
       f"sharding_tolerance={tolerance:.1%}: {worst}. Choose parallelisms that divide them, or raise sharding_tolerance."

@@ -149,7 +149,7 @@ def test_conversion_names_what_does_not_fit():
   tensors = to_hugging_face(jax.jit(DecoderFunctions(cfg, Kernels(None)).init)(jax.random.key(0)), cfg)
   with pytest.raises(ValueError, match=r"model\.norm\.weight is missing"):
     from_hugging_face({k: v for k, v in tensors.items() if k != "model.norm.weight"}, cfg)
-  with pytest.raises(ValueError, match="have no place"):
+  with pytest.raises(ValueError, match="has no place for 1 weights"):
     from_hugging_face({**tensors, "model.extra": tensors["model.norm.weight"]}, cfg)
   with pytest.raises(ValueError, match=r"lm_head.weight has shape .* needs \(199, 64\)"):
     from_hugging_face({**tensors, "lm_head.weight": tensors["lm_head.weight"][:-1]}, cfg)

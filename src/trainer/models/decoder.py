@@ -1,4 +1,4 @@
-"""The decoder of Qwen3 and Llama: one module for both, which differ only in their configuration."""
+"""The decoder of Qwen3 and Llama. One module serves both: they differ only in configuration values."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from trainer.models import rope
 from trainer.models.layers import AttentionFunction, DecoderLayer, Kernels, RMSNorm, normal_param
 from trainer.sharding import constrain, num_shards
 
-# A nested dict of arrays; `layers` is stacked on a leading dim L when scanned, else {"0": .., "1": ..}.
+# A nested dict of arrays. With scan_layers, `layers` holds arrays stacked on a leading dim L; else {"0": .., "1": ..}.
 Params = dict[str, Any]
 
 
 class Decoder(nnx.Module):
-  """Token embedding, L layers, final norm, output head; the weights are drawn from `key`.
+  """Token embedding, L layers, final norm and output head, with weights drawn from `key`.
 
-  The step does not keep the module: it keeps the weights as `Params` (see `split`) and merges them for a call.
+  The training step does not keep this module. It keeps the weights as `Params` and builds the module inside the traced
+  function (see `DecoderFunctions.merge`).
   """
 
   def __init__(self, cfg: ModelSection, kernels: Kernels, *, key: jax.Array) -> None:
     V, D, L = cfg.vocab_size, cfg.emb_dim, cfg.num_decoder_layers
-    # One split for all: each takes a CPU a tenth of a second to compile.
+    # Split once for all weights: on a CPU each split takes a tenth of a second to compile.
     keys = jax.random.split(key, 2 + L * DecoderLayer.KEYS)
     embedding_key, head_key, layer_keys = keys[0], keys[1], keys[2:].reshape(L, DecoderLayer.KEYS)
-    # Both standard deviations are capped so that a fresh model's loss is ln(V): logits of an untied head have the
-    # standard deviation sqrt(D) * std, and a tied head sees the input token's own embedding again (up to D * std).
+    # Cap both standard deviations so that the loss of a fresh model is ln(V). The logits of an untied head have the
+    # standard deviation sqrt(D) * std. A tied head also meets the input token's own embedding again (up to D * std).
     tied = cfg.logits_via_embedding
     table_std = min(cfg.initializer_range, 2.0 / D) if tied else cfg.initializer_range
     self.embedding = normal_param(embedding_key, (V, D), ("vocab", "table_embed"), table_std, cfg)
@@ -49,11 +50,11 @@ class Decoder(nnx.Module):
     self.cfg = cfg
 
   def hidden(self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
-    """The residual stream after the final norm, [B, T, D] in cfg.dtype; segment id 0 is padding."""
+    """Returns the residual stream after the final norm, [B, T, D] in cfg.dtype. Segment id 0 is padding."""
     cos, sin = rope.cos_sin_tables(positions_BT, rope.inverse_frequencies(self.cfg))
     x_BTD = constrain(self._embed(tokens_BT), "batch", "length", "embed")
     use_remat, policy = remat.checkpoint_policy(self.cfg)
-    # prevent_cse is needed only outside of a scan, where the compiler could undo the recomputation.
+    # Outside a scan, common-subexpression elimination could undo the recomputation; inside a scan it cannot.
     wrap = functools.partial(jax.checkpoint, policy=policy, prevent_cse=not self.cfg.scan_layers)
 
     def run_layer(graphdef: Any, x: jax.Array, weights: Any) -> jax.Array:
@@ -72,11 +73,11 @@ class Decoder(nnx.Module):
     return self.final_norm(x_BTD)
 
   def head(self) -> jax.Array:
-    """The output head's weights [V, D] in weight_dtype; the embedding table itself where tied."""
+    """Returns the weights of the output head, [V, D] in weight_dtype. For a tied head this is the embedding table."""
     return (self.embedding if self.cfg.logits_via_embedding else self.lm_head)[...]
 
   def logits(self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
-    """Logits [B, T, V] in float32: for tests and sampling. Training never makes them whole (see cross_entropy)."""
+    """Returns logits [B, T, V] in float32, for tests and sampling. Training computes them in chunks (cross_entropy.py)."""
     x_BTD = self.hidden(tokens_BT, positions_BT, segment_ids_BT)
     return jnp.einsum("btd,vd->btv", x_BTD, self.head().astype(x_BTD.dtype), preferred_element_type=jnp.float32)
 
@@ -85,12 +86,12 @@ class Decoder(nnx.Module):
     if self.cfg.use_iota_embed:
       one_hot = tokens_BT[..., None] == jnp.arange(self.cfg.vocab_size, dtype=tokens_BT.dtype)
       return jnp.einsum("btv,vd->btd", one_hot.astype(dtype), self.embedding[...].astype(dtype))
-    # Every chip looks up its columns for all tokens of the slice, and the rows are then dealt out to the chips of their
-    # tokens: two exchanges of the size of the table's shard and of the chip's own activations. With the vocabulary
-    # sharded, as the head wants it, each would send the activations of all chips, in both directions.
+    # Each chip looks up its own columns of the table for all tokens of the slice. Then the rows move to the chips that
+    # hold their tokens. This exchanges the chip's shard of the table and the chip's own activations. With a sharded
+    # vocabulary (the layout of the head) each chip would send the activations of all chips, in both directions.
     table_VD = self.embedding[...]
     if table_VD.shape[0] % num_shards(FSDP) == 0:
-      # Together over tensor first: in one go the compiler gathers the whole table on every chip.
+      # Gather over tensor first. With a single constraint the compiler gathers the whole table on every chip.
       table_VD = constrain(table_VD, "table_vocab", "embed")
     table_VD = constrain(table_VD, "lookup_vocab", "lookup_embed")
     tokens_BT = constrain(tokens_BT, "lookup_batch", "lookup_length")
@@ -100,10 +101,11 @@ class Decoder(nnx.Module):
 
 @jax.custom_vjp
 def _lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-  """Rows of the table, [B, T, D]. Its gradient adds up in float32, one sequence at a time.
+  """Returns rows of the table, [B, T, D]. The gradient is accumulated in float32, one sequence at a time.
 
-  The thousands of rows of a frequent token would add up to a fraction of their sum in bfloat16. The TPU compiler sorts
-  the tokens of one scatter; sorting those of a whole batch takes it longer to compile than anything else of the step.
+  In bfloat16, thousands of rows of a frequent token would add up to only a fraction of their sum. One sequence at a
+  time, because the TPU compiler sorts the tokens of a scatter: for a whole batch, compiling the sort takes longer than
+  compiling anything else in the step.
   """
   return jnp.take(table_VD, tokens_BT, axis=0)
 
@@ -128,7 +130,7 @@ def _layer(cfg: ModelSection, kernels: Kernels, keys: jax.Array) -> DecoderLayer
 
 
 class DecoderFunctions:
-  """The decoder as pure functions of `Params`: what the step, the sampler and the converter use."""
+  """The decoder as pure functions of `Params`, for the training step, the sampler and the converter."""
 
   def __init__(self, cfg: ModelSection, kernels: Kernels) -> None:
     self.kernels = kernels
@@ -137,19 +139,19 @@ class DecoderFunctions:
     self._graphdef, self._state = nnx.split(nnx.eval_shape(lambda: self._build(key=jax.random.key(0))))
 
   def with_attention(self, attention: AttentionFunction) -> DecoderFunctions:
-    """The same model with another attention."""
+    """Returns the same model with another attention function."""
     return DecoderFunctions(self._cfg, dataclasses.replace(self.kernels, attention=attention))
 
   def init(self, key: jax.Array) -> Params:
-    """Fresh weights drawn from `key`."""
+    """Returns fresh weights drawn from `key`."""
     return nnx.to_pure_dict(nnx.state(self._build(key=key)))
 
   def abstract(self) -> Params:
-    """The weights' shapes and dtypes (ShapeDtypeStruct)."""
+    """Returns the shape and dtype of every weight (ShapeDtypeStruct)."""
     return nnx.to_pure_dict(self._state)
 
   def logical_axes(self) -> Params:
-    """For every weight the tuple of its dims' logical axes; a stacked layer's first is "layers"."""
+    """Returns the logical axes of the dims of every weight. The first dim of stacked layers is "layers"."""
 
     def axes(variable: Any) -> tuple[str, ...]:
       declared = variable.get_metadata()["axes"]
@@ -158,6 +160,6 @@ class DecoderFunctions:
     return nnx.to_pure_dict(jax.tree.map(axes, self._state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
 
   def merge(self, params: Params) -> Decoder:
-    """The module with these weights, to be called inside a traced function."""
+    """Returns the module with these weights. Call it inside a traced function."""
     state = jax.tree.unflatten(jax.tree.structure(self._state), jax.tree.leaves(params))
     return nnx.merge(self._graphdef, state)

@@ -1,4 +1,4 @@
-"""Weights between our tree and Hugging Face's names and layouts, both ways, without transformers."""
+"""Converts weights between our tree and Hugging Face's names and layouts, in both directions, without transformers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from trainer.config.schema import ModelSection
 from trainer.models.decoder import Params
 
-# Ours (path inside a layer) -> theirs (inside `model.layers.{i}.`). A Linear of theirs is [out, in]: ours transposed,
-# with heads and head_dim folded into one dim.
+# Path inside a layer of our tree -> name inside `model.layers.{i}.` of Hugging Face. Hugging Face stores a Linear as
+# [out, in], the transpose of ours, with heads and head_dim folded into one dim.
 _NORMS = {
   ("attention_norm", "scale"): "input_layernorm.weight",
   ("feed_forward_norm", "scale"): "post_attention_layernorm.weight",
@@ -32,7 +32,7 @@ _WRITE_RESIDUAL = {
 
 
 def to_hugging_face(params: Params, cfg: ModelSection) -> dict[str, np.ndarray]:
-  """Our weights under Hugging Face's names for Qwen3ForCausalLM and LlamaForCausalLM. A tied head is left out."""
+  """Returns the weights under Hugging Face's names for Qwen3ForCausalLM and LlamaForCausalLM, without a tied head."""
   tensors = {
     "model.embed_tokens.weight": np.asarray(params["embedding"]),
     "model.norm.weight": np.asarray(params["final_norm"]["scale"]),
@@ -53,21 +53,23 @@ def to_hugging_face(params: Params, cfg: ModelSection) -> dict[str, np.ndarray]:
 
 
 def from_hugging_face(tensors: Mapping[str, np.ndarray], cfg: ModelSection) -> Params:
-  """The reverse: our tree of numpy arrays in weight_dtype, scales of norms in float32.
+  """Returns our tree of numpy arrays in weight_dtype (norm scales in float32) from Hugging Face's tensors.
 
-  Raises ValueError naming weights that are missing, left over, or of another shape than `cfg` says.
+  Raises ValueError if a weight is missing, unknown, or has another shape than `cfg` gives.
   """
-  left = set(tensors)
+  unused = set(tensors)
   if cfg.logits_via_embedding:
-    left.discard("lm_head.weight")  # some files repeat the embedding there
+    unused.discard("lm_head.weight")  # some files repeat the embedding under this name
 
   def take(name: str, shape: tuple[int, ...], back: Callable[[np.ndarray], np.ndarray] = lambda x: x) -> np.ndarray:
     if name not in tensors:
-      raise ValueError(f"Weight {name} is missing. Is model_name={cfg.model_name} the model that was saved?")
-    left.discard(name)
+      raise ValueError(f"Weight {name} is missing. Set model_name to the model that was saved (now {cfg.model_name}).")
+    unused.discard(name)
     theirs = np.asarray(tensors[name])
     if theirs.shape != shape:
-      raise ValueError(f"Weight {name} has shape {theirs.shape}; model_name={cfg.model_name} needs {shape}.")
+      raise ValueError(
+        f"Weight {name} has shape {theirs.shape}; model_name={cfg.model_name} needs {shape}. Set the right model_name."
+      )
     return np.ascontiguousarray(back(theirs)).astype(np.float32 if len(shape) == 1 else _dtype(cfg))
 
   V, D, F, H = cfg.vocab_size, cfg.emb_dim, cfg.mlp_dim, cfg.head_dim
@@ -103,8 +105,11 @@ def from_hugging_face(tensors: Mapping[str, np.ndarray], cfg: ModelSection) -> P
   }
   if not cfg.logits_via_embedding:
     params["lm_head"] = take("lm_head.weight", (V, D))
-  if left:
-    raise ValueError(f"{len(left)} weights have no place in model_name={cfg.model_name}: {', '.join(sorted(left)[:5])}")
+  if unused:
+    raise ValueError(
+      f"model_name={cfg.model_name} has no place for {len(unused)} weights: {', '.join(sorted(unused)[:5])}. "
+      "Set the model_name that was saved."
+    )
   return params
 
 

@@ -1,10 +1,9 @@
-"""The parts of a decoder layer: norm, attention, feed-forward. Shapes in the letters of docs/notation.md."""
+"""The parts of a decoder layer: norm, attention, feed-forward. docs/notation.md explains the letters of shapes."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +12,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from trainer.config.schema import ModelSection
 from trainer.kernels import projection
+from trainer.kernels.attention import AttentionFunction
 from trainer.kernels.cross_entropy import CHUNK_LOGITS_BYTES
 from trainer.kernels.projection import Projection
 from trainer.models import rope
 from trainer.sharding import constrain
 
-# (q [B,T,N,H], k [B,S,K,H], v [B,S,K,H], q_segment_ids [B,T], kv_segment_ids [B,S]) -> [B,T,N,H]
-AttentionFunction = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-  """The implementations that the model is built with, chosen once for a platform."""
+  """The implementations that the model uses, chosen once for a platform."""
 
   attention: AttentionFunction
   project: Projection = projection.PLAIN
@@ -35,22 +32,22 @@ class Kernels:
 def normal_param(
   key: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], std: float, cfg: ModelSection
 ) -> nnx.Param:
-  """A weight of `shape` drawn from N(0, std^2), with its logical `axes` as metadata."""
+  """Returns a weight of `shape` drawn from N(0, std^2), with its logical `axes` as metadata."""
   values = std * jax.random.normal(key, shape, jnp.float32)
   return nnx.Param(values.astype(cfg.weight_dtype), axes=axes)
 
 
-# Elementwise parts keep their inputs for the backward pass and compute the rest again: reading five stored arrays costs
-# more time than that, on every platform. CSE is allowed, it can only save work.
+# Save only the inputs for the backward pass and recompute the rest: on every platform, reading five stored arrays takes
+# longer than recomputing them. prevent_cse=False, because merging equal expressions can only save work here.
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-  """silu(gate) * up."""
+  """Returns silu(gate) * up."""
   return nnx.silu(gate) * up
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
-  """x / rms(x) * scale over the last dim, in float32, returned in x's dtype (Zhang & Sennrich, 2019)."""
+  """Returns x / rms(x) * scale over the last dim, computed in float32, in the dtype of x (Zhang & Sennrich, 2019)."""
   x32 = x.astype(jnp.float32)
   return (x32 * _inverse_rms(x32, epsilon) * scale.astype(jnp.float32)).astype(x.dtype)
 
@@ -64,7 +61,7 @@ def _rms_norm_forward(x: jax.Array, scale: jax.Array, epsilon: float) -> tuple[j
 
 
 def _rms_norm_backward(epsilon: float, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """(dx, dscale), from the input alone as in `swiglu`: with y = x / rms(x), dx = (dy - y * mean(dy * y)) / rms(x)."""
+  """Returns (dx, dscale), computed from the saved input. With y = x / rms(x): dx = (dy - y * mean(dy * y)) / rms(x)."""
   x, scale = saved
   x32, g32 = x.astype(jnp.float32), g.astype(jnp.float32)
   inverse = _inverse_rms(x32, epsilon)
@@ -78,7 +75,7 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 class RMSNorm(nnx.Module):
-  """`rms_norm` with a scale of its own, always in float32: near 1 no step below 1/256 moves a bfloat16."""
+  """`rms_norm` with a learned scale. The scale is always float32: near 1, bfloat16 loses every update below 1/256."""
 
   def __init__(self, size: int, cfg: ModelSection) -> None:
     self.scale = nnx.Param(jnp.ones((size,), jnp.float32), axes=("norm",))
@@ -89,7 +86,7 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-  """Grouped-query attention with rotary positions, and RMSNorm on each query and key head where `use_qk_norm`."""
+  """Grouped-query attention with rotary positions. With `use_qk_norm`, RMSNorm on each query head and key head."""
 
   KEYS = 4
 
@@ -109,7 +106,7 @@ class Attention(nnx.Module):
 
   def __call__(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
     project = self.kernels.project
-    # Not together: a TPU would copy their common result three times, head by head, to take it apart.
+    # Three separate matmuls: to split a joint result, a TPU would copy it three times, head by head.
     q, k, v = (project(x_BTD, weight[...]) for weight in (self.query, self.key, self.value))
     q = checkpoint_name(constrain(q, "batch", "length", "heads", "head_dim"), "query_proj")
     k = checkpoint_name(constrain(k, "batch", "length", "kv_heads", "head_dim"), "key_proj")
@@ -117,7 +114,7 @@ class Attention(nnx.Module):
     if self.use_qk_norm:
       q, k = self.query_norm(q), self.key_norm(k)
     q, k = (rope.rotate(part, cos, sin, self.kernels.rotate_half) for part in (q, k))
-    # The kernel has named it "context" for remat, with whatever else its backward pass needs.
+    # The kernel itself names what its backward pass needs "context" for remat.
     context = self.kernels.attention(q, k, v, segment_ids_BT, segment_ids_BT)
     context = constrain(context, "batch", "length", "heads", "head_dim")
     out = project(context, self.out[...], 2)
@@ -125,7 +122,7 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-  """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
+  """SwiGLU feed-forward: down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
 
   KEYS = 3
 
@@ -146,7 +143,7 @@ class FeedForward(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-  """Pre-norm residual layer: x + attention(norm(x)), then + feed_forward(norm(x)). It takes KEYS random keys [KEYS]."""
+  """Pre-norm residual layer: x + attention(norm(x)), then + feed_forward(norm(x)). `keys` holds KEYS random keys."""
 
   KEYS = Attention.KEYS + FeedForward.KEYS
 

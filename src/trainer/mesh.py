@@ -27,9 +27,8 @@ def axis_sizes(cfg: ParallelismSection, group: str, devices: int) -> tuple[int, 
   if 0 in sizes:
     raise ValueError(f"{keys[sizes.index(0)]}=0: must be at least 1, or -1 to fill. Set it to 1.")
   if sizes.count(-1) > 1:
-    raise ValueError(
-      f"{' and '.join(k for k, s in zip(keys, sizes) if s == -1)} are both -1: only one size can be filled. Set the other to 1."
-    )
+    filled = " and ".join(key for key, size in zip(keys, sizes) if size == -1)
+    raise ValueError(f"{filled} are both -1: only one size can be filled. Set the other to 1.")
   fixed = math.prod(size for size in sizes if size != -1)
   if devices % fixed or (-1 not in sizes and fixed != devices):
     given = ", ".join(f"{key}={size}" for key, size in zip(keys, sizes))
@@ -60,7 +59,7 @@ def make(cfg: ParallelismSection, slices: Sequence[Sequence[Device]]) -> Mesh:
 
 
 def _slice_mesh(ici: tuple[int, ...], devices: Sequence[Device]) -> np.ndarray:
-  """Returns the devices of one slice as [data, fsdp, tensor, context]; on TPU, neighbours on the torus stay together."""
+  """Returns the devices of one slice as [data, fsdp, tensor, context]; on TPU, torus neighbours stay together."""
   if devices[0].platform == "tpu":
     return mesh_utils.create_device_mesh(ici, devices=list(devices), allow_split_physical_axes=True)
   return np.array(devices).reshape(ici)

@@ -43,7 +43,7 @@ ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
   "lookup_vocab": (),
   "lookup_embed": (FSDP,),
   # The loss gathers a chunk of tokens over fsdp and context and splits the vocabulary instead (vocabulary-parallel
-  # loss, Megatron-LM). Each chip owns the gradient of its rows of the head, so the loss sends nothing of the head's size.
+  # loss, Megatron-LM). Each chip owns the gradient of its rows of the head, so no array as large as the head is sent.
   "head_vocab": (FSDP, TENSOR),
   "loss_batch": (),
   "loss_length": (),

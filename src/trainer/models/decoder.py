@@ -77,7 +77,7 @@ class Decoder(nnx.Module):
     return (self.embedding if self.cfg.logits_via_embedding else self.lm_head)[...]
 
   def logits(self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
-    """Returns logits [B, T, V] in float32, for tests and sampling. Training computes them in chunks (cross_entropy.py)."""
+    """Returns logits [B, T, V] in float32, for tests and sampling. Training never holds all of them (cross_entropy)."""
     x_BTD = self.hidden(tokens_BT, positions_BT, segment_ids_BT)
     return jnp.einsum("btd,vd->btv", x_BTD, self.head().astype(x_BTD.dtype), preferred_element_type=jnp.float32)
 

@@ -1,4 +1,4 @@
-"""The mesh: sizes, order of devices, and what is refused."""
+"""The mesh: axis sizes, order of devices, and refused configurations."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from trainer import mesh
 from trainer.config.schema import ParallelismSection
 
 
-def made(slices, **keys):
+def make_mesh(slices, **keys):
   return mesh.make(ParallelismSection(**keys), slices)
 
 
 def test_slices_are_replicas_and_devices_inside_share_the_state():
   devices = jax.devices()
-  m = made([devices[:4], devices[4:]])
+  m = make_mesh([devices[:4], devices[4:]])
   assert dict(m.shape) == {"data": 2, "fsdp": 4, "tensor": 1, "context": 1}
   assert list(m.devices[0].flat) == devices[:4] and list(m.devices[1].flat) == devices[4:]
 
 
 def test_every_axis_keeps_a_slice_together():
   devices = jax.devices()
-  m = made([devices[:4], devices[4:]], ici_data_parallelism=2, ici_tensor_parallelism=2)
+  m = make_mesh([devices[:4], devices[4:]], ici_data_parallelism=2, ici_tensor_parallelism=2)
   assert dict(m.shape) == {"data": 4, "fsdp": 1, "tensor": 2, "context": 1}
   assert list(m.devices[:2].flat) == devices[:4]
-  across = made([devices[:4], devices[4:]], dcn_data_parallelism=1, dcn_fsdp_parallelism=2)
+  across = make_mesh([devices[:4], devices[4:]], dcn_data_parallelism=1, dcn_fsdp_parallelism=2)
   assert dict(across.shape) == {"data": 1, "fsdp": 8, "tensor": 1, "context": 1}
 
 
@@ -39,7 +39,7 @@ def test_every_axis_keeps_a_slice_together():
     ({"ici_context_parallelism": 0}, "must be at least 1"),
   ],
 )
-def test_products_that_do_not_fit_are_refused(keys, text):
+def test_parallelisms_that_do_not_fit_the_devices_are_refused(keys, text):
   devices = jax.devices()
   with pytest.raises(ValueError, match=text):
-    made([devices[:4], devices[4:]], **keys)
+    make_mesh([devices[:4], devices[4:]], **keys)

@@ -10,7 +10,7 @@ NAMES = ("out", "dq", "dk", "dv")
 
 
 def inputs(b, t, n, k, h, dtype=jnp.float32, documents=3, seed=0):
-  """(q, k, v, segment ids, dout): random values, `documents` runs of tokens in each row and padding (0) at its end."""
+  """Returns (q, k, v, segment ids, dout): random values; each row has `documents` segments and ends in padding (0)."""
   rng = np.random.default_rng(seed)
   q, key, value, dout = (jnp.asarray(rng.normal(size=(b, t, m, h)), dtype) for m in (n, k, k, n))
   ids = np.sort(rng.integers(1, documents + 1, (b, t)), axis=1)
@@ -19,7 +19,7 @@ def inputs(b, t, n, k, h, dtype=jnp.float32, documents=3, seed=0):
 
 
 def with_grads(attention):
-  """A function of (q, k, v, ids, dout) that returns (out, dq, dk, dv)."""
+  """Returns a function (q, k, v, ids, dout) -> (out, dq, dk, dv)."""
 
   def run(q, key, value, ids, dout):
     out, pull = jax.vjp(lambda *a: attention(*a, ids, ids), q, key, value)
@@ -29,7 +29,7 @@ def with_grads(attention):
 
 
 def exact(q, key, value, ids, dout):
-  """(out, dq, dk, dv) in float64, key heads repeated, straight from the definition of attention and its derivative."""
+  """Returns (out, dq, dk, dv) in float64 from the definition of attention and its derivative, with repeated key heads."""
   q, key, value, dout = (np.asarray(x, np.float64) for x in (q, key, value, dout))
   ids = np.asarray(ids)
   b, t, n, h = q.shape
@@ -51,7 +51,7 @@ def exact(q, key, value, ids, dout):
 
 
 def assert_close(got, want, tolerance):
-  """Each array is within `tolerance` of the largest value of the wanted one, everywhere."""
+  """Asserts that no element differs by more than `tolerance` times the largest value of the expected array."""
   for name, a, b in zip(NAMES, got, want, strict=True):
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     assert a.shape == b.shape, f"{name}: {a.shape} is not {b.shape}"

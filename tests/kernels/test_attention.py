@@ -14,8 +14,8 @@ from trainer.kernels.attention_xla import dot_product
 from .oracle import assert_close, exact, inputs, with_grads
 
 AXES = ("data", "fsdp", "tensor", "context")
-FLOAT32 = 1e-5  # of the largest value
-BFLOAT16 = 1.5e-2  # inputs are exact, the output and the gradients are rounded to 8 bits
+FLOAT32 = 1e-5  # relative to the largest value
+BFLOAT16 = 1.5e-2  # the inputs are exact; the output and the gradients are rounded to 8 bits
 
 
 def mesh_of(*shape):
@@ -30,7 +30,7 @@ def check(function, sizes, dtype=jnp.float32, tolerance=FLOAT32):
   assert_close(got, exact(*arrays), tolerance)
 
 
-# T: one block, blocks that divide, blocks that do not, several blocks to a band.
+# T: one block, blocks that divide T, blocks that do not, several blocks in a band.
 SIZES = [
   (2, 16, 4, 2, 16),
   (2, 37, 3, 1, 8),
@@ -56,10 +56,10 @@ def test_bfloat16_is_rounded_only_at_the_ends(function):
   check(function, (2, 150, 4, 2, 16), jnp.bfloat16, BFLOAT16)
 
 
-def test_cpu_flash_survives_scores_that_overflow_exp():
+def test_cpu_flash_is_stable_for_scores_that_overflow_exp():
   q, k, v, ids, dout = inputs(1, 70, 2, 1, 8)
   arrays = q * 20, k * 20, v, ids, dout
-  assert float(jnp.max(jnp.einsum("btnh,bskh->btnsk", q * 20, k * 20))) * 8**-0.5 > 1000  # exp ends at 88
+  assert float(jnp.max(jnp.einsum("btnh,bskh->btnsk", q * 20, k * 20))) * 8**-0.5 > 1000  # exp overflows above 88
   assert_close(jax.jit(with_grads(attention_cpu.flash))(*arrays), exact(*arrays), 1e-3)  # scores are 1e-4 off
 
 
@@ -90,8 +90,8 @@ def gpu(mesh, length, heads, implementation="xla", dtype=jnp.bfloat16):
 def test_gpu_flash_calls_equal_attention_by_definition(documents):
   q, k, v, ids, dout = inputs(2, 64, 4, 2, 16, documents=documents)
   if documents == 1:
-    ids = jnp.ones_like(ids)  # takes the kernel without a mask
-  arrays = q, k, v, ids, dout  # float32, which plain XLA takes where cuDNN would not
+    ids = jnp.ones_like(ids)  # selects the kernel without a mask
+  arrays = q, k, v, ids, dout  # float32: plain XLA supports it, cuDNN does not
   assert_close(jax.jit(with_grads(gpu(None, 64, 4)))(*arrays), exact(*arrays), FLOAT32)
 
 
@@ -104,7 +104,7 @@ def test_gpu_flash_lowers_to_cudnn_with_and_without_a_mask(monkeypatch):
   text = run.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
   for call in ("Softmax", "SoftmaxBackward", "ScaleBiasSoftmax", "ScaleBiasSoftmaxBackward"):
     assert f"@__cudnn$fmha{call}(" in text
-  assert "2x4x64x64" not in text and "2x2x2x64x64" not in text  # no scores outside of the kernel
+  assert "2x4x64x64" not in text and "2x2x2x64x64" not in text  # no scores outside the kernel
 
 
 def cpu(mesh, length, heads):
@@ -143,7 +143,7 @@ def test_sharded_equals_definition_inside_a_region_manual_over_data(build, lengt
 
 
 @pytest.mark.parametrize("context", [False, True])
-def test_sharded_equals_definition_outside_of_any_region(context):
+def test_sharded_equals_definition_outside_any_region(context):
   mesh, arrays = mesh_of(2, 2, 1, 2), inputs(4, 100, 4, 2, 16)
   run = jax.jit(with_grads(cpu(mesh, 100, 4)))
   if context:
@@ -177,7 +177,7 @@ def test_choose(name, platform, seq_len, chosen):
   assert choose(name, platform, seq_len=seq_len).name == chosen
 
 
-def test_what_cannot_be_served_is_refused_with_the_remedy():
+def test_unsupported_inputs_are_refused_with_a_remedy():
   with pytest.raises(ValueError, match=r"max_target_length=200 .* multiple of 128.*attention=dot_product"):
     choose("flash", "tpu", seq_len=200)
   with pytest.raises(ValueError, match="ici_tensor_parallelism"):
@@ -186,7 +186,7 @@ def test_what_cannot_be_served_is_refused_with_the_remedy():
     choose("flash", num_kv_heads=3)
   with pytest.raises(ValueError, match="not 'npu'"):
     choose("flash", platform="npu")
-  with pytest.raises(ValueError, match=r"dtype=float32.*choose dtype=bfloat16"):
+  with pytest.raises(ValueError, match=r"dtype=float32.*Set dtype=bfloat16"):
     gpu(None, 64, 4, dtype=jnp.float32)
   with pytest.raises(ValueError, match="head_dim=20"):
     attention_gpu.build(mesh=None, head_dim=20, seq_len=64, dtype=jnp.bfloat16)
@@ -194,7 +194,7 @@ def test_what_cannot_be_served_is_refused_with_the_remedy():
 
 
 @pytest.mark.parametrize(
-  "precision, dtype, served",
+  "precision, dtype, supported",
   [
     ("default", "bfloat16", True),
     ("highest", "float32", True),
@@ -203,12 +203,12 @@ def test_what_cannot_be_served_is_refused_with_the_remedy():
     ("high", "float32", False),
   ],
 )
-def test_the_tpus_kernel_multiplies_in_one_precision(precision, dtype, served):
-  """With the others its compiler fails: "Bad lhs type", "Unsupported dot precision: HIGH"."""
+def test_the_tpu_kernel_supports_one_precision_per_dtype(precision, dtype, supported):
+  """For other precisions the compiler of the kernel fails: "Bad lhs type", "Unsupported dot precision: HIGH"."""
   found = choose("autoselected", "tpu", precision=precision, dtype=dtype)
-  assert found.name == ("flash" if served else "dot_product")
+  assert found.name == ("flash" if supported else "dot_product")
   assert choose("flash", "cpu", precision=precision, dtype=dtype).name == "flash"
-  if not served:
+  if not supported:
     assert f"matmul_precision={precision} with dtype={dtype}" in found.reason
     with pytest.raises(ValueError, match=r"attention=dot_product"):
       choose("flash", "tpu", precision=precision, dtype=dtype)
@@ -221,6 +221,6 @@ def test_splash_blocks_divide_the_length(length, limit, block):
 
 @pytest.mark.parametrize("head_bytes, forward, backward", [(256, 1024, 2048), (512, 1024, 1024), (1024, 512, 512)])
 def test_splash_blocks_of_large_heads_are_smaller(head_bytes, forward, backward):
-  """What a v4's VMEM holds; all of these compile for it."""
+  """These sizes fit into the VMEM of a v4: all of them compile for it."""
   sizes = attention_splash.block_sizes(8192, 8192, head_bytes)
   assert sizes.block_kv == forward and sizes.block_kv_dkv == backward

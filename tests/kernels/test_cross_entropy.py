@@ -1,4 +1,4 @@
-"""The fused loss and its gradients against jax.grad of the plain formula."""
+"""The fused loss and its gradients, compared with jax.grad of the plain formula."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def inputs(b=3, t=16, d=8, v=61, dtype=jnp.float32, valid=None):
 
 
 def grads(function, arrays, **options):
-  """((loss_sum, z_sum), (dx, dw)) of loss_sum + z_sum."""
+  """Returns ((loss_sum, z_sum), (dx, dw)); the gradients are of loss_sum + z_sum."""
   x, w, targets, weights = arrays
 
   def total(x, w):
@@ -79,7 +79,7 @@ def test_never_holds_the_logits_of_the_whole_sequence():
   assert memory.temp_size_in_bytes < 2 * 256 * 4096 * 4 / 4
 
 
-def test_the_hook_shards_the_vocabulary():
+def test_constrain_shards_the_vocabulary():
   mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
   rules = {"vocab": ("fsdp", "tensor"), "batch": "fsdp"}
   seen = set()
@@ -117,12 +117,12 @@ def test_chunks_of_a_sharded_length_stay_where_they_are():
 
 
 def test_refuses_a_length_that_does_not_divide():
-  with pytest.raises(ValueError, match="length 16 does not divide over length_shards=3"):
+  with pytest.raises(ValueError, match="length 16 does not divide by length_shards=3"):
     linear_cross_entropy(*inputs(), z_loss=0.0, num_chunks=1, length_shards=3)
 
 
 def test_refuses_a_valid_vocabulary_larger_than_the_weights():
-  with pytest.raises(ValueError, match=r"valid_vocab=62 must lie in 1\.\.61"):
+  with pytest.raises(ValueError, match=r"valid_vocab=62 must be in 1\.\.61"):
     linear_cross_entropy(*inputs(), z_loss=0.0, num_chunks=1, valid_vocab=62)
 
 
@@ -130,9 +130,9 @@ def test_refuses_a_valid_vocabulary_larger_than_the_weights():
   "length, position_bytes, limit, chunks",
   [
     (512, 4 * 8 * 4096, 128 << 20, 1),  # all of it fits
-    (2048, 4 * 16 * 151936 / 16, 96 << 20, 16),  # 13 would fit, 16 divides
-    (509, 1 << 20, 100 << 20, 6),  # a prime: the last chunk is padded
-    (3, 1 << 30, 1 << 20, 3),  # one position is over the limit
+    (2048, 4 * 16 * 151936 / 16, 96 << 20, 16),  # 13 chunks would be enough, 16 divide the length
+    (509, 1 << 20, 100 << 20, 6),  # a prime length: the last chunk is padded
+    (3, 1 << 30, 1 << 20, 3),  # one position alone exceeds the limit
   ],
 )
 def test_chunks_keep_the_logits_within_the_limit(length, position_bytes, limit, chunks):

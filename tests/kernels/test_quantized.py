@@ -1,4 +1,4 @@
-"""Projections in 8 bits: against qwix's own quantized training, and within the error that 8 bits allow."""
+"""8-bit projections, compared with qwix's own quantized training and with the rounding error that 8 bits allow."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trainer.kernels import projection, quantized
 
-# Bounds on the relative error of a product's sum. An int8 step is 1/127 of the row's largest value; e4m3 rounds a value
-# by 1/16 of itself at most, e5m2 by 1/8.
+# Bounds (least, most) on the relative error of a matmul. An int8 step is 1/127 of the row's largest value. e4m3 rounds a
+# value by at most 1/16 of itself, e5m2 by at most 1/8.
 ERROR = {"int8": (0.002, 0.03), "fp8": (0.01, 0.12), "fp8_full": (0.01, 0.25)}
 
 
@@ -30,7 +30,7 @@ def run(project, x, w, g):
 
 
 @pytest.mark.parametrize("mode", quantized.MODES)
-def test_error_is_that_of_eight_bits(mode):
+def test_the_error_is_the_rounding_error_of_eight_bits(mode):
   x, w, g = inputs()
   got = run(projection.choose("cpu", mode), x, w, g)
   exact = run(projection.PLAIN, x, w, g)
@@ -41,7 +41,7 @@ def test_error_is_that_of_eight_bits(mode):
 
 
 @pytest.mark.parametrize("mode", quantized.MODES)
-def test_equals_the_training_of_qwix(mode):
+def test_equals_quantized_training_by_qwix(mode):
   x, w, g = inputs()
   x, w = x.reshape(15, 64), w.reshape(64, 24)
   kind, gradient = quantized.MODES[mode]
@@ -67,7 +67,7 @@ def test_equals_the_training_of_qwix(mode):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
 
 
-def test_integers_are_multiplied_and_summed_as_integers():
+def test_int8_products_are_summed_in_int32():
   x, w, g = inputs(jnp.bfloat16)
   project = projection.choose("tpu", "int8")
   text = jax.jit(lambda x, w, g: run(project, x, w, g)).lower(x, w, g).as_text()
@@ -75,10 +75,10 @@ def test_integers_are_multiplied_and_summed_as_integers():
   assert len(dots) == 3 and all("xi8>" in dot and "-> tensor<" in dot and "xi32>" in dot for dot in dots), dots
 
 
-def test_sharded_integers_equal_unsharded_ones_bit_by_bit():
-  """Sums of integers do not depend on their order, nor do largest values: a scale is that of the whole row.
+def test_sharded_and_unsharded_int8_are_bit_identical():
+  """Integer sums and maxima do not depend on their order, and a scale belongs to a whole row.
 
-  Nothing is negative here: qwix scales a row's largest magnitude to 127.5, which saturates, but -127.5 is a tie.
+  All values are positive: qwix scales the largest magnitude of a row to 127.5, which saturates, but -127.5 is a tie.
   """
   mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
   keys = jax.random.split(jax.random.key(0), 3)

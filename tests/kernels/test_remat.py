@@ -1,4 +1,4 @@
-"""What every policy keeps of a layer, read from the program that jax makes of it."""
+"""What each remat policy saves of a layer, read from the program that JAX builds."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ EXPECTED = {
   "qkv_proj_offloaded": "query_proj key_proj value_proj",
   "minimal_offloaded": "query_proj key_proj value_proj out_proj mlpwi_0 mlpwi_1 mlpwo",
 }
-# Every activation of the toy layer has a size of its own, by which it is recognised among the residuals.
+# Every activation of the toy layer has a different size, which identifies it among the residuals.
 SIZES = {name: 11 + i for i, name in enumerate(remat.NAMES)}
 
 
 def layer(x, matrices):
-  """A chain of nonlinear maps whose outputs have the names and sizes of SIZES: each is wanted by the backward pass."""
+  """A chain of nonlinear maps. The outputs have the names and sizes of SIZES, and the backward pass needs each one."""
   for name in remat.NAMES:
     x = jnp.sin(checkpoint_name(x @ matrices[name], name))
   return x
 
 
 def saved(cfg):
-  """Names of the activations that the backward pass of one layer keeps, and where."""
+  """Returns the names of the activations that the backward pass of one layer keeps."""
   use, policy = remat.checkpoint_policy(cfg)
   assert use
   sizes = [7, *SIZES.values()]
@@ -45,7 +45,7 @@ def saved(cfg):
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_policy_keeps_its_table(name):
+def test_a_policy_saves_the_names_of_its_table(name):
   cfg = ModelSection(remat_policy=name)
   assert saved(cfg) == set(EXPECTED[name].split())
   assert set(remat.saved_names(cfg).host) == (set(EXPECTED[name].split()) if name.endswith("offloaded") else set())
@@ -60,7 +60,7 @@ def test_none_does_not_rematerialise():
   assert remat.checkpoint_policy(ModelSection(remat_policy="none")) == (False, None)
 
 
-def test_custom_takes_each_name_from_its_key():
+def test_custom_reads_one_key_per_name():
   cfg = ModelSection(
     remat_policy="custom", decoder_layer_input="offload", context="device", mlpwo="device", out_proj="offload"
   )

@@ -1,4 +1,4 @@
-"""The training step's pattern, compiled for a TPU by the TPU compiler, with no TPU: needs the package libtpu."""
+"""The pattern of a training step, compiled by the TPU compiler without a TPU. Needs the package libtpu."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ B, T, D, N, K, H, L = 4, 512, 256, 4, 2, 128, 3
 
 @pytest.fixture
 def tpu(monkeypatch):
-  """Three slices of 2x2 chips, described, not attached."""
-  monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # no metadata server is asked what machine this is
+  """Devices of three slices of 2x2 chips that are described, not attached."""
+  monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # do not ask a metadata server for the machine type
   monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # another process may compile at the same time
   return topologies.get_topology_desc(
     platform="tpu", topology_name="v5e:2x2", chip_config_name="default", chips_per_host_bounds=(2, 2, 1), num_slices=3
@@ -39,7 +39,7 @@ def mesh_of(devices, fsdp, tensor, context):
 
 
 def compile_step(mesh, policy_name):
-  """Gradients of scanned, rematerialised attention layers, in a region that is manual over `data` alone."""
+  """Compiles gradients of scanned, rematerialised attention layers in a region that is manual over `data` only."""
   kernel = attention.choose(
     "flash", platform="tpu", mesh=mesh, head_dim=H, seq_len=T, num_q_heads=N, num_kv_heads=K, dtype=jnp.bfloat16
   )
@@ -75,14 +75,14 @@ def compile_step(mesh, policy_name):
 
 
 def kernels_in(text):
-  """Names of the Pallas kernels of a compiled program, once for every call of it in the text."""
+  """Returns the names of the Pallas kernels in a compiled program, one entry per call."""
   return sorted(re.findall(r"%(splash_mha_[a-z]+)_\w+[.\d]* = \S.* custom-call", text))
 
 
-def test_a_step_compiles_and_keeps_what_its_policy_says(tpu):
+def test_a_step_compiles_and_saves_what_its_policy_names(tpu):
   compiled = compile_step(mesh_of(tpu, 2, 2, 1), "minimal_with_context")
   text = compiled.as_text()
-  # One forward kernel: with the context saved, the backward pass recomputes none of it.
+  # One forward kernel: the context is saved, so the backward pass does not recompute it.
   assert kernels_in(text) == ["splash_mha_dkv", "splash_mha_fwd"]
   assert f"{T},{T}]" not in text  # no scores
   full = compile_step(mesh_of(tpu, 2, 2, 1), "full")
@@ -92,7 +92,7 @@ def test_a_step_compiles_and_keeps_what_its_policy_says(tpu):
 def test_a_sharded_sequence_compiles(tpu):
   text = compile_step(mesh_of(tpu, 1, 2, 2), "full").as_text()
   assert len(kernels_in(text)) == 3
-  assert re.search(rf"bf16\[[\d,]*{T // 2},{H}\][^\n]* custom-call", text)  # its own half of the queries
+  assert re.search(rf"bf16\[[\d,]*{T // 2},{H}\][^\n]* custom-call", text)  # a device holds half of the queries
 
 
 def test_offloaded_activations_move_to_the_host(tpu):

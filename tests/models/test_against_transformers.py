@@ -1,4 +1,4 @@
-"""The model's maths against Hugging Face transformers: logits and the gradient of every weight, float32 on CPU."""
+"""Logits and gradients of all weights, compared with Hugging Face transformers in float32 on a CPU."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ TINY = {
   "vocab_size": 199,
   "dtype": "float32",
   "remat_policy": "none",
-  # Larger than the default, so that the layers and not the embedding decide the logits.
+  # Larger than the default, so that the logits depend on the layers and not mostly on the embedding.
   "initializer_range": 0.2,
 }
 LLAMA31 = {
   "use_qk_norm": False,
   "rope_max_timescale": 500000.0,
   "rope_type": "llama3",
-  "rope_original_max_position_embeddings": 24,  # shorter than the sequence: all three branches of the rule are used
+  "rope_original_max_position_embeddings": 24,  # shorter than the sequence, so that all three cases of the rule occur
 }
 MODELS = {
   "qwen3": {"use_qk_norm": True, "rope_max_timescale": 1e6},
@@ -51,7 +51,7 @@ def config(name: str, **changes) -> ModelSection:
 
 
 def oracle(cfg: ModelSection):
-  """The transformers model of the same shape."""
+  """Returns the transformers model of the same shape."""
   rope = {"rope_type": "default", "rope_theta": cfg.rope_max_timescale}
   if cfg.rope_type == "llama3":
     rope |= {
@@ -97,7 +97,7 @@ def test_logits_and_gradients(name, scan, kernel):
   model = DecoderFunctions(cfg, Kernels(attn, projection.choose("cpu", "")))
   params = jax.jit(model.init)(jax.random.key(7))
   rng = np.random.default_rng(0)
-  # Norm scales away from 1, so that a wrong one shows.
+  # Move the norm scales away from 1, so that a wrong scale changes the result.
   params = jax.tree.map(lambda p: p * jnp.asarray(rng.uniform(0.5, 1.5, p.shape), p.dtype), params)
   tokens = rng.integers(0, cfg.vocab_size, (2, T + 1))
   inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -135,7 +135,7 @@ def test_logits_and_gradients(name, scan, kernel):
 
 @pytest.mark.parametrize("scan", [True, False], ids=["scan", "loop"])
 @pytest.mark.parametrize("name", MODELS)
-def test_conversion_is_its_own_inverse(name, scan):
+def test_conversion_and_back_is_exact(name, scan):
   cfg = config(name, scan_layers=scan, base_num_decoder_layers=11)  # two digits: "10" sorts before "2"
   model = DecoderFunctions(cfg, Kernels(None))
   params = jax.jit(model.init)(jax.random.key(0))
@@ -144,7 +144,7 @@ def test_conversion_is_its_own_inverse(name, scan):
   jax.tree.map(np.testing.assert_array_equal, back, params)
 
 
-def test_conversion_names_what_does_not_fit():
+def test_conversion_names_the_weight_that_does_not_fit():
   cfg = config("qwen3")
   tensors = to_hugging_face(jax.jit(DecoderFunctions(cfg, Kernels(None)).init)(jax.random.key(0)), cfg)
   with pytest.raises(ValueError, match=r"model\.norm\.weight is missing"):

@@ -1,4 +1,4 @@
-"""The contract of attention, the table of its implementations, and the one place that chooses among them."""
+"""The contract of attention, the table of its implementations, and the function that chooses one of them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from jax.sharding import Mesh
 from trainer.kernels import attention_cpu, attention_shard
 from trainer.kernels.attention_xla import dot_product
 
+# (q [B,T,N,H], k [B,S,K,H], v [B,S,K,H], q_segment_ids [B,T], kv_segment_ids [B,S]) -> [B,T,N,H]
 AttentionFunction = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @dataclass(frozen=True)
 class Shape:
-  """What is known of a model's attention before it is traced: global sizes, and the mesh it runs on."""
+  """What is known about the attention of a model before tracing: global sizes, types, and the mesh."""
 
   platform: str
   mesh: Mesh | None
@@ -31,7 +32,7 @@ class Shape:
   precision: str
 
   def axis(self, name: str) -> int:
-    """Size of mesh axis `name`; 1 without a mesh."""
+    """Returns the size of the mesh axis `name`; 1 without a mesh."""
     return 1 if self.mesh is None else self.mesh.shape.get(name, 1)
 
 
@@ -39,10 +40,9 @@ class Shape:
 class Attention:
   """A chosen implementation: `attention(q, k, v, q_segment_ids, kv_segment_ids)`.
 
-  q [B, T, N, H], k and v [B, S, K, H], segment ids [B, T] and [B, S] int32; returns [B, T, N, H] in q.dtype. Causal
-  by index, and a position sees its own segment alone; the scale H**-0.5 is applied inside; K divides N and neither k
-  nor v is repeated. What the backward pass needs of the forward pass is named "context" for remat, so the caller
-  names nothing more.
+  Returns [B, T, N, H] in q.dtype, from q [B, T, N, H], k and v [B, S, K, H] (K divides N; k and v are not repeated) and
+  int32 segment ids [B, T] and [B, S]. Attention is causal by index and stays within a segment. The function applies the
+  scale H**-0.5. It names what its backward pass needs "context" for remat, so callers do not have to.
   """
 
   name: str
@@ -66,10 +66,10 @@ def _splash(shape: Shape) -> AttentionFunction:
   highest = shape.precision == "highest" and shape.dtype == jnp.float32
   if shape.precision != "default" and not highest:
     raise ValueError(
-      f"matmul_precision={shape.precision} with dtype={shape.dtype.name}: a TPU's flash kernel multiplies in the "
-      "default precision, or float32 in the highest. Choose one of those, or attention=dot_product."
+      f"matmul_precision={shape.precision} with dtype={shape.dtype.name}: the flash kernel of TPUs supports "
+      "matmul_precision=default, or highest with dtype=float32. Set one of these, or attention=dot_product."
     )
-  # Imported here: Pallas takes a second to import, and only a TPU needs it.
+  # Imported here, because Pallas takes a second to import and only TPUs need it.
   from trainer.kernels import attention_splash
 
   return attention_splash.build(
@@ -86,14 +86,14 @@ def _cudnn(shape: Shape) -> AttentionFunction:
   return attention_gpu.build(mesh=shape.mesh, head_dim=shape.head_dim, seq_len=shape.seq_len, dtype=shape.dtype)
 
 
-# Platform -> its flash kernel, or a ValueError with the reason; dot_product serves every platform.
+# Platform -> its flash kernel. Raises ValueError with the reason if the kernel does not support the shape.
 IMPLEMENTATIONS: Mapping[str, Callable[[Shape], AttentionFunction]] = MappingProxyType(
   {"cpu": _cpu_flash, "tpu": _splash, "gpu": _cudnn}
 )
 
-# Shorter sequences go to dot_product under autoselected. CPU: where flash stops being faster in
-# end_to_end/benchmarks/attention_cpu.py; TPU: one block of the kernel.
-SHORTEST: Mapping[str, int] = MappingProxyType({"cpu": 128, "tpu": 128, "gpu": 128})
+# With attention=autoselected, shorter sequences use dot_product. CPU: flash is not faster below this length
+# (end_to_end/benchmarks/attention_cpu.py). TPU: one block of the kernel.
+MIN_FLASH_LENGTH: Mapping[str, int] = MappingProxyType({"cpu": 128, "tpu": 128, "gpu": 128})
 
 
 def choose(
@@ -110,30 +110,30 @@ def choose(
 ) -> Attention:
   """Returns the implementation of `name` (dot_product, flash, autoselected) for a platform ("cpu", "tpu", "gpu").
 
-  `dtype` is that of q, k and v, `precision` the JAX matmul precision that they are traced under. flash raises
-  ValueError where the platform's kernel cannot serve these or the sizes; autoselected then takes dot_product and says
-  why in `.reason`.
+  `dtype` is the type of q, k and v; `precision` is the JAX matmul precision of the trace. If the platform's flash
+  kernel does not support the type or the sizes, flash raises ValueError, and autoselected returns dot_product with the
+  reason in `.reason`.
   """
   shape = Shape(platform, mesh, head_dim, seq_len, num_q_heads, num_kv_heads, jnp.dtype(dtype), precision)
   if num_q_heads % num_kv_heads:
     raise ValueError(f"base_num_query_heads={num_q_heads} must be a multiple of base_num_kv_heads={num_kv_heads}.")
   if num_kv_heads % shape.axis("tensor"):
     raise ValueError(
-      f"base_num_kv_heads={num_kv_heads} does not divide over tensor parallelism {shape.axis('tensor')}: choose "
-      "ici_tensor_parallelism that divides it."
+      f"base_num_kv_heads={num_kv_heads} does not divide by the tensor parallelism {shape.axis('tensor')}. Set "
+      "ici_tensor_parallelism to a divisor."
     )
   if platform not in IMPLEMENTATIONS:
-    raise ValueError(f"Attention knows the platforms {', '.join(IMPLEMENTATIONS)}, not '{platform}'.")
+    raise ValueError(f"Attention supports the platforms {', '.join(IMPLEMENTATIONS)}, not '{platform}'.")
   if name == "dot_product":
     return Attention(name, "asked for", dot_product)
   if name == "flash":
     return Attention(name, "asked for", IMPLEMENTATIONS[platform](shape))
   if name != "autoselected":
-    raise ValueError(f"attention='{name}' is not one of dot_product, flash, autoselected.")
-  if seq_len < SHORTEST[platform]:
-    reason = f"sequences of {seq_len} are shorter than {SHORTEST[platform]}, where flash starts to pay on {platform}"
+    raise ValueError(f"attention='{name}': must be dot_product, flash or autoselected.")
+  if seq_len < MIN_FLASH_LENGTH[platform]:
+    reason = f"for max_target_length={seq_len}, below {MIN_FLASH_LENGTH[platform]}, flash is not faster on {platform}"
     return Attention("dot_product", reason, dot_product)
   try:
-    return Attention("flash", f"the flash kernel of {platform} serves these sizes", IMPLEMENTATIONS[platform](shape))
+    return Attention("flash", f"the flash kernel of {platform} supports these sizes", IMPLEMENTATIONS[platform](shape))
   except ValueError as refusal:
     return Attention("dot_product", str(refusal), dot_product)

@@ -1,14 +1,17 @@
-"""Flash attention for CPUs: one block of queries at a time against the keys that it may see.
+"""Flash attention for CPUs: computes one block of queries at a time against the keys that it may see.
 
-On a CPU the dots are fast and every pass over memory between them is slow, so a block's scores must stay in the cache
-and the next block must use the same buffers again. Hence loops, not batched operations: an iteration takes one block
-of queries of one example and sees all of its keys at once, so that no online rescaling is needed. Blocks are put into
-at most four bands; a band's keys end with its last query, a static length, so what lies above the diagonal is not
-computed but for the rest of the band. A band costs half a second of compilation: short sequences have two, of one
-large block each, which is hardly slower than four there and much slower for long ones.
-Scores are kept transposed, [keys, queries]: the products with them are then row-major and sums over keys run along
-the slow dim. The backward pass recomputes scores from the saved log-sum-exp (FlashAttention, Dao et al. 2022, section
-3.1). All arithmetic is float32: XLA's bfloat16 dots on a CPU are slower than the casts.
+On a CPU matmuls are fast and passes over memory are slow. The scores of a block must stay in the cache, and the next
+block must reuse the same buffers. Hence loops instead of batched operations: one iteration handles one block of queries
+of one example against all of its keys, so no online rescaling is needed.
+
+Blocks form at most four bands. The keys of a band end with its last query. This length is static, so nothing above the
+diagonal is computed except inside the band. Each band costs half a second of compilation. Short sequences use two bands
+of one large block each: there this is almost as fast as four bands, but for long sequences it is much slower.
+
+Scores are stored transposed, [keys, queries]: matmuls with them are then row-major, and sums over keys run along the
+slow dim. The backward pass recomputes scores from the saved log-sum-exp (FlashAttention, Dao et al. 2022, section 3.1).
+All arithmetic is float32, because XLA's bfloat16 matmuls on a CPU are slower than casting.
+
 The numbers behind these choices come from end_to_end/benchmarks/attention_cpu.py.
 """
 
@@ -27,8 +30,8 @@ from jax.ad_checkpoint import checkpoint_name
 from trainer.kernels.attention_shard import CONTEXT
 
 MASKED = float(jnp.finfo(jnp.float32).min)
-SHORT = 512  # positions, up to which there are at most two blocks
-BLOCK = 128  # the largest, above that
+SHORT = 512  # up to this many positions there are at most two blocks
+BLOCK = 128  # positions of a block of a longer sequence
 SMALLEST_BLOCK = 32
 BANDS = 4
 
@@ -41,10 +44,10 @@ def flash(
   kv_segment_ids: jax.Array,
   offset: jax.Array | None = None,
 ) -> jax.Array:
-  """Returns what `attention_xla.dot_product` returns, with memory linear in the length in both passes.
+  """Returns what `attention_xla.dot_product` returns. Both passes use memory linear in the length.
 
-  `offset`, an int32 scalar: q holds the positions offset.. of a sequence whose S keys are all here (a shard of the
-  sequence); every key is then computed and masked. Without it T must equal S.
+  `offset` (int32 scalar) is for a shard of a sequence: q holds the positions from `offset` on, and k and v hold all S
+  keys. Then every key is computed and masked. Without `offset`, T must equal S.
   """
   length = q.shape[1]
   square = offset is None
@@ -54,7 +57,7 @@ def flash(
   block = -(-length // (8 * blocks)) * 8
   pad = -length % block
   if pad:
-    # Padded keys come after every query, so the causal mask hides them; the rows of padded queries are cut off.
+    # Padded keys follow every query, so the causal mask hides them. The rows of padded queries are removed below.
     q, q_segment_ids = _pad(q, pad), _pad(q_segment_ids, pad)
     if square:
       k, v, kv_segment_ids = _pad(k, pad), _pad(v, pad), _pad(kv_segment_ids, pad)
@@ -65,7 +68,7 @@ def flash(
 def flash_shard(
   q: jax.Array, k: jax.Array, v: jax.Array, q_segment_ids: jax.Array, kv_segment_ids: jax.Array
 ) -> jax.Array:
-  """`flash` of the queries of one device of a mesh, inside `jax.shard_map`: k and v have all keys."""
+  """Returns `flash` for the queries of one device, inside `jax.shard_map`; k and v hold all keys."""
   whole = q.shape[1] == k.shape[1]
   offset = None if whole else jax.lax.axis_index(CONTEXT) * q.shape[1]
   return flash(q, k, v, q_segment_ids, kv_segment_ids, offset)
@@ -76,8 +79,11 @@ def _pad(x: jax.Array, pad: int) -> jax.Array:
 
 
 class _Operands(NamedTuple):
-  """As given: q [B, T, N, H], k and v [B, S, K, H], segment ids [B, T] and [B, S]. After `_work`, in the loops' layout
-  and float32: q [B, K, G, T, H] scaled, k and v [B, K, S, H]."""
+  """The operands of attention, before and after `_to_loop_layout`.
+
+  Before: q [B, T, N, H], k and v [B, S, K, H], segment ids [B, T] and [B, S]. After, in float32 and in the layout of
+  the loops: scaled q [B, K, G, T, H], k and v [B, K, S, H].
+  """
 
   q: jax.Array
   k: jax.Array
@@ -93,11 +99,11 @@ def _flash(given: _Operands, block: int) -> jax.Array:
 
 
 def _flash_fwd(given: _Operands, block: int) -> tuple[jax.Array, tuple[_Operands, jax.Array, jax.Array]]:
-  work = _work(given)
+  work = _to_loop_layout(given)
   out, log_sum = jnp.zeros_like(work.q), jnp.zeros(work.q.shape[:4], jnp.float32)
   for band in _bands(given, block):
     out, log_sum = _forward_band(band, work, out, log_sum)
-  # Both under the name of the output: with it saved, a remat policy recomputes nothing of the forward pass.
+  # Name both "context": a remat policy that saves it then recomputes nothing of the forward pass.
   out, log_sum = checkpoint_name(_ungroup(out).astype(given.q.dtype), "context"), checkpoint_name(log_sum, "context")
   return out, (given, out, log_sum)
 
@@ -107,9 +113,9 @@ def _flash_bwd(
 ) -> tuple[tuple[jax.Array | None, ...]]:
   given, out, log_sum = residuals
   q, k, v = given.q, given.k, given.v
-  work = _work(given)
+  work = _to_loop_layout(given)
   dout = dout.astype(jnp.float32)
-  # Sums over keys of P * dP, from the output: no pass over scores.
+  # The sum over keys of P * dP, computed from the output without a pass over the scores.
   delta = _group(jnp.sum(dout * out, axis=-1), k.shape[2])
   douts = _group(dout, k.shape[2])
   dq, dk, dv = jnp.zeros_like(work.q), jnp.zeros_like(work.k), jnp.zeros_like(work.v)
@@ -124,7 +130,7 @@ _flash.defvjp(_flash_fwd, _flash_bwd)
 
 
 class _Band(NamedTuple):
-  """Query blocks first .. first + blocks - 1, which see the keys 0 .. keys - 1."""
+  """Query blocks first .. first + blocks - 1. They see the keys 0 .. keys - 1."""
 
   first: int
   blocks: int
@@ -132,24 +138,24 @@ class _Band(NamedTuple):
   block: int
 
   def place(self, i: jax.Array) -> tuple[jax.Array, jax.Array | int]:
-    """Returns (example, first query) of iteration i; what is static is a number and costs no operation."""
+    """Returns (example, first query) of iteration i. A static value is a Python number and costs no operation."""
     if self.blocks == 1:
       return i, self.first * self.block
-    # lax, not // and %: those handle negative numbers, and a loop's body is compiled for every band and pass.
+    # lax.div and lax.rem, because // and % add code for negative numbers to the body of every loop.
     return jax.lax.div(i, self.blocks), (self.first + jax.lax.rem(i, self.blocks)) * self.block
 
 
-def _work(given: _Operands) -> _Operands:
+def _to_loop_layout(given: _Operands) -> _Operands:
   q, k, v, *masks = given
   scaled = _group(q.astype(jnp.float32) * q.shape[-1] ** -0.5, k.shape[2])
   k, v = (x.swapaxes(1, 2).astype(jnp.float32) for x in (k, v))
-  # The barrier ties what masks are made of to the queries. Without it JAX takes the masks of all blocks, the same in
-  # every layer, out of the loop over layers: [B, N, T, T] bytes, read again by every block.
+  # The barrier makes the inputs of the masks depend on the queries. Without it JAX moves the masks of all blocks, which
+  # are the same in every layer, out of the loop over layers: [B, N, T, T] bytes that every block reads again.
   return jax.lax.optimization_barrier(_Operands(scaled, k, v, *masks))
 
 
 def _group(x: jax.Array, kv_heads: int) -> jax.Array:
-  """[B, T, N, ...] -> [B, K, G, T, ...] with G = N / K query heads to a key head."""
+  """[B, T, N, ...] -> [B, K, G, T, ...], with G = N / K query heads per key head."""
   return jnp.moveaxis(x.reshape(*x.shape[:2], kv_heads, -1, *x.shape[3:]), 1, 3)
 
 
@@ -171,14 +177,14 @@ def _bands(given: _Operands, block: int) -> Iterator[_Band]:
 
 
 def _slice(x: jax.Array, example: jax.Array, axis: int, start: jax.Array | int, size: int) -> jax.Array:
-  """Returns x[example, ..., start : start + size, ...] with the slice on dim `axis` of x."""
+  """Returns x[example, ..., start : start + size, ...], with the slice on dim `axis` of x."""
   starts = [example if i == 0 else (start if i == axis else 0) for i in range(x.ndim)]
   sizes = [1 if i == 0 else (size if i == axis else n) for i, n in enumerate(x.shape)]
   return jax.lax.squeeze(jax.lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False), (0,))
 
 
 def _store(x: jax.Array, part: jax.Array, example: jax.Array, axis: int, start: jax.Array | int) -> jax.Array:
-  """Returns x with `part` where `_slice` reads."""
+  """Returns x with `part` written where `_slice` reads."""
   starts = [example if i == 0 else (start if i == axis else 0) for i in range(x.ndim)]
   return jax.lax.dynamic_update_slice(x, part[None], starts, allow_negative_indices=False)
 
@@ -186,23 +192,23 @@ def _store(x: jax.Array, part: jax.Array, example: jax.Array, axis: int, start: 
 def _scores(
   work: _Operands, band: _Band, example: jax.Array, start: jax.Array | int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns masked scores [K, s, G, t] of one block, its queries [K, G, t, H] and its keys [K, s, H]."""
+  """Returns the masked scores [K, s, G, t] of one block, its queries [K, G, t, H] and its keys [K, s, H]."""
   q, k = _slice(work.q, example, 3, start, band.block), _slice(work.k, example, 2, 0, band.keys)
   q_ids = _slice(work.q_segment_ids, example, 1, start, band.block)
   kv_ids = _slice(work.kv_segment_ids, example, 1, 0, band.keys)
-  # XLA would take what is the same in all iterations out of the loop, and have each of them read it from memory.
+  # Without the barrier XLA moves loop-invariant values out of the loop, and each iteration reads them from memory.
   scores, masked = jax.lax.optimization_barrier((jnp.einsum("ksh,kgth->ksgt", k, q), jnp.float32(MASKED)))
   queries = start + np.arange(band.block, dtype=np.int32)
   if work.offset is not None:
     queries += work.offset
   causal = np.arange(band.keys, dtype=np.int32)[:, None] <= queries
   seen = causal & (kv_ids[:, None] == q_ids[None, :])
-  # A finite value: a query sees its own key at least, so a masked score never wins and never makes a NaN.
+  # A finite value is enough, because every query sees at least its own key. Infinity could give a NaN.
   return jnp.where(seen[None, :, None, :], scores, masked), q, k
 
 
 def _forward_band(band: _Band, work: _Operands, out: jax.Array, log_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns out [B, K, G, T, H] and log_sum [B, K, G, T] with the rows of the band filled in."""
+  """Returns out [B, K, G, T, H] and log_sum [B, K, G, T] with the rows of this band filled in."""
 
   def one(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     out, log_sum = carry
@@ -225,9 +231,10 @@ def _backward_band(
   rows: tuple[jax.Array, jax.Array, jax.Array],
   grads: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns grads (dq [B, K, G, T, H] of the scaled queries, dk and dv [B, K, S, H]) with the band's part in them.
+  """Returns `grads` plus the part of this band.
 
-  rows: dout [B, K, G, T, H], the log-sum-exp and delta [B, K, G, T].
+  grads: dq [B, K, G, T, H] of the scaled queries, dk and dv [B, K, S, H]. rows: dout [B, K, G, T, H], the log-sum-exp
+  and delta [B, K, G, T].
   """
   dout, log_sum, delta = rows
 
@@ -248,5 +255,8 @@ def _backward_band(
 
 
 def _loop(count: int, one: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
-  """`jax.lax.fori_loop` from 0 to `count`, but JAX makes no loop of its own of what depends on the index alone."""
+  """Returns the carry after `one(i, carry)` for i = 0 .. count - 1.
+
+  A scan, because from a `fori_loop` JAX would split off a second loop for values that depend on the index alone.
+  """
   return jax.lax.scan(lambda carry, i: (one(i, carry), None), carry, np.arange(count, dtype=np.int32))[0]

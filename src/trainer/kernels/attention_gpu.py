@@ -1,12 +1,12 @@
-"""Flash attention for GPUs: cuDNN's fused kernel, called on each device's own heads and queries.
+"""Flash attention for GPUs: cuDNN's fused kernel, called on the heads and queries of each device.
 
-cuDNN has a causal mask of its own but knows segments only as a mask added to the scores. So a batch without packing,
-which is known only when the program runs, takes the causal kernel; a packed one takes the same kernel with a mask of
-[B, 1, T, S] in the compute dtype, the one array that is not linear in the length, and not kept for the backward pass.
-Only the branch taken runs. The backward pass runs the forward kernel again: JAX offers cuDNN's residuals, which differ
-between the branches, to no custom gradient.
+cuDNN has a causal mask, but supports segments only through a mask that is added to the scores. Whether a batch is
+packed is known only at run time. A batch without packing uses the causal kernel. A packed batch uses the same kernel
+with a mask of [B, 1, T, S] in the compute dtype: the only array that is not linear in the length. The mask is not saved
+for the backward pass. Only one of the two branches runs. The backward pass runs the forward kernel again, because JAX
+does not pass the residuals of cuDNN, which differ between the branches, to a custom gradient.
 
-Not run on a GPU yet: what is tested is the program that it lowers to, and the same calls in plain XLA.
+This kernel has not run on a GPU yet. The tests check the lowered program, and the same calls in plain XLA.
 """
 
 from __future__ import annotations
@@ -23,31 +23,30 @@ from jax.sharding import Mesh
 from trainer.kernels.attention_shard import CONTEXT, per_device
 
 Implementation = Literal["cudnn", "xla"]
-LARGEST_HEAD = 256  # 128 before Hopper; cuDNN itself refuses it there
+MAX_HEAD_DIM = 256  # before Hopper 128, which cuDNN itself checks
 
 
 def build(
   *, mesh: Mesh | None, head_dim: int, seq_len: int, dtype: jnp.dtype, implementation: Implementation = "cudnn"
 ) -> Callable[..., jax.Array]:
-  """Returns attention of the contract of `attention.Attention` for q, k and v of a 16-bit `dtype`.
+  """Returns a function with the contract of `attention.Attention`, for q, k and v of a 16-bit `dtype`.
 
-  Raises ValueError where cuDNN cannot serve the type or the sizes. `implementation="xla"` computes the same calls in
-  plain XLA, on any platform, for tests.
+  Raises ValueError if cuDNN does not support the type or the sizes. `implementation="xla"` is for tests: it computes
+  the same calls in plain XLA on any platform.
   """
   if dtype not in (jnp.bfloat16, jnp.float16):
     raise ValueError(
-      f"dtype={jnp.dtype(dtype)}: the flash kernel of GPUs computes in 16 bits; choose dtype=bfloat16, or "
+      f"dtype={jnp.dtype(dtype)}: the flash kernel of GPUs needs a 16-bit type. Set dtype=bfloat16, or "
       "attention=dot_product."
     )
-  if head_dim % 8 or head_dim > LARGEST_HEAD:
+  if head_dim % 8 or head_dim > MAX_HEAD_DIM:
     raise ValueError(
-      f"head_dim={head_dim}: the flash kernel of GPUs needs a multiple of 8 up to {LARGEST_HEAD}; choose one, or "
+      f"head_dim={head_dim}: the flash kernel of GPUs needs a multiple of 8, at most {MAX_HEAD_DIM}. Set one, or "
       "attention=dot_product."
     )
   if seq_len % 2:
     raise ValueError(
-      f"max_target_length={seq_len}: the flash kernel of GPUs needs an even length; choose one, or "
-      "attention=dot_product."
+      f"max_target_length={seq_len}: the flash kernel of GPUs needs an even length. Set one, or attention=dot_product."
     )
 
   if mesh is None or mesh.size == 1:
@@ -70,8 +69,8 @@ def _flash(
   first: jax.Array,
   implementation: Implementation,
 ) -> jax.Array:
-  """q [B, T, N, H] at positions first.., k and v [B, S, K, H] with all S keys, segment ids [B, T] and [B, S]."""
-  return _either(_call, (q, k, v), (q_segment_ids, kv_segment_ids, first), implementation)
+  """Returns attention of q [B, T, N, H], at the positions from `first` on, to all S keys in k and v [B, S, K, H]."""
+  return _masked_or_causal(_call, (q, k, v), (q_segment_ids, kv_segment_ids, first), implementation)
 
 
 def _flash_fwd(
@@ -95,7 +94,7 @@ def _flash_bwd(
   ) -> tuple[jax.Array, ...]:
     return jax.vjp(functools.partial(_call, mask, causal, implementation), *qkv)[1](dout)
 
-  return *_either(pull, (dout, *residuals[:3]), residuals[3:], implementation), None, None, None
+  return *_masked_or_causal(pull, (dout, *residuals[:3]), residuals[3:], implementation), None, None, None
 
 
 _flash.defvjp(_flash_fwd, _flash_bwd)
@@ -107,19 +106,19 @@ def _call(
   return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation=implementation)
 
 
-def _either(
+def _masked_or_causal(
   function: Callable[..., Any],
   arrays: tuple[jax.Array, ...],
   place: tuple[jax.Array, jax.Array, jax.Array],
   implementation: Implementation,
 ) -> Any:
-  """Returns function(mask, causal, implementation, *arrays), without a mask where the batch at hand needs none."""
+  """Returns function(mask, causal, implementation, *arrays), with mask=None if no row of the batch is packed."""
   q_segment_ids, kv_segment_ids, first = place
   t, s = q_segment_ids.shape[1], kv_segment_ids.shape[1]
 
   def masked(*arrays: jax.Array) -> Any:
     seen = q_segment_ids[:, :, None] == kv_segment_ids[:, None, :]
-    if t != s:  # cuDNN's causal mask begins at position 0
+    if t != s:  # a shard of the sequence, but the causal mask of cuDNN begins at position 0
       seen = seen & (jnp.arange(s)[None, :] <= first + jnp.arange(t)[:, None])
     return function(seen[:, None], t == s, implementation, *arrays)
 

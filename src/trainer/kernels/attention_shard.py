@@ -1,8 +1,8 @@
-"""Runs an attention kernel on every device's own part of the arrays.
+"""Runs an attention kernel on the part of the arrays that each device holds.
 
-XLA cannot partition a Pallas kernel, nor a loop over blocks, so a kernel is called inside a `jax.shard_map` that is
-manual over every mesh axis that the caller has not made manual already: B is split over data and fsdp, heads over
-tensor, T over context. Keys and values are gathered over context; their gradients are scattered back.
+XLA cannot partition a Pallas kernel or a loop over blocks. So the kernel runs inside a `jax.shard_map` that is manual
+over every mesh axis that the caller has not made manual yet: B is split over data and fsdp, heads over tensor, T over
+context. Keys and values are gathered over context; their gradients are scattered back.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from jax.sharding import Mesh, PartitionSpec
 
 BATCH, TENSOR, CONTEXT = ("data", "fsdp"), "tensor", "context"
 
-# (operand, q, k, v, q_segment_ids, kv_segment_ids) -> out: local shapes, but S, which is global.
+# (operand, q, k, v, q_segment_ids, kv_segment_ids) -> out. All shapes are local except S, which is global.
 Local = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def per_device(local: Local, mesh: Mesh, operand: Any = None, operand_specs: Any = None) -> Callable[..., jax.Array]:
-  """Returns attention on whole arrays which calls `local` with each device's part.
+  """Returns attention on whole arrays. It calls `local` with the part of each device.
 
-  `operand` is handed on to `local` split by `operand_specs`. May be called under `jax.jit`, inside a `jax.shard_map`
-  that is manual over some of the axes of `mesh`, or outside of both.
+  `local` also receives `operand`, split by `operand_specs`. The result works under `jax.jit`, inside a `jax.shard_map`
+  that is manual over some axes of `mesh`, and outside of both.
   """
 
   def call(q: jax.Array, k: jax.Array, v: jax.Array, q_segment_ids: jax.Array, kv_segment_ids: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Cross-entropy fused with the output projection: the logits of one chunk of the sequence exist at a time."""
+"""Cross-entropy fused with the output projection. Only the logits of one chunk of the sequence exist at a time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Platform -> bytes of one chunk's float32 logits on a device. TPU: a chunk that stays in VMEM (128 MiB on v5e, v6e)
-# spares HBM every pass over it; much smaller ones pay for adding to dw once per chunk. CPU: what stays in the cache
+# Platform -> bytes of one chunk's float32 logits on a device. TPU: a chunk that fits into VMEM (128 MiB on v5e and v6e)
+# needs no pass over HBM; much smaller chunks add to dw too often. CPU: a chunk that fits into the cache
 # (end_to_end/benchmarks/cross_entropy_cpu.py).
 CHUNK_LOGITS_BYTES: Mapping[str, int] = MappingProxyType({"cpu": 8 << 20, "tpu": 96 << 20, "gpu": 96 << 20})
 
@@ -20,7 +20,7 @@ Constrain = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 
 
 def unconstrained(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-  """The hook of an unsharded program: returns the array as it is."""
+  """Returns the array unchanged: the `constrain` hook of an unsharded program."""
   del axes
   return array
 
@@ -41,23 +41,32 @@ def linear_cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns (loss_sum, z_sum), float32 scalars: sums over tokens of weight * CE and of weight * z_loss * logZ**2.
 
-  x [B, T, D] in the compute dtype; w [V, D], cast to x.dtype for the matmuls; targets [B, T] int32 < V; weights
-  [B, T] float32. `valid_vocab`: logits from there on are padding and count as -inf. `num_chunks`: parts of T computed
-  one after the other; 0: as many as keep a device's float32 logits within `chunk_logits_bytes` when the vocabulary is
-  split `vocab_shards` ways. `length_shards`: the ways in which x is sharded over T. Differentiable once, in x and w.
-  The gradient of `loss_sum` is that of loss_sum + z_sum, and z_sum carries none: add them and differentiate, or log
-  z_sum alone, both are right.
+  Args:
+    x: [B, T, D] in the compute dtype.
+    w: [V, D], cast to x.dtype for the matmuls.
+    targets: [B, T] int32, below V.
+    weights: [B, T] float32.
+    z_loss: the factor of logZ**2.
+    num_chunks: number of parts of T, computed one after the other. 0 chooses it so that the float32 logits of a chunk
+      on a device need at most `chunk_logits_bytes`.
+    valid_vocab: logits from this index on are padding and count as -inf.
+    vocab_shards: number of devices over which the vocabulary is split.
+    length_shards: number of devices over which T is split.
+    chunk_logits_bytes: see `num_chunks`.
+    constrain: constrain(array, axes) shards the parts: an x chunk ("loss_batch", "loss_length", "embed"), logits
+      ("loss_batch", "loss_length", "vocab"), w and dw ("vocab", "embed"), a dx chunk ("batch", "length", "embed").
 
-  The gradients are made in the forward pass, chunk by chunk, from the logits at hand: three matmuls in all, nothing
-  of size V kept but dw, which is accumulated in float32. `constrain(array, axes)` is asked to shard the pieces:
-  an x chunk ("loss_batch", "loss_length", "embed"), logits ("loss_batch", "loss_length", "vocab"), w and dw
-  ("vocab", "embed"), a dx chunk ("batch", "length", "embed").
+  Differentiable once, in x and w. The gradient of loss_sum is the gradient of loss_sum + z_sum, and z_sum has no
+  gradient. So differentiate the sum of both, and use z_sum on its own only for logging.
+
+  The forward pass computes the gradients too, chunk by chunk, while it has the logits. That takes three matmuls in all.
+  The only array of size V that is kept is dw, accumulated in float32.
   """
   vocab = w.shape[0] if valid_vocab is None else valid_vocab
   if not 0 < vocab <= w.shape[0]:
-    raise ValueError(f"valid_vocab={valid_vocab} must lie in 1..{w.shape[0]}, the rows of the output projection.")
+    raise ValueError(f"valid_vocab={valid_vocab} must be in 1..{w.shape[0]}, the rows of the output head.")
   if x.shape[1] % length_shards:
-    raise ValueError(f"The length {x.shape[1]} does not divide over length_shards={length_shards}.")
+    raise ValueError(f"The length {x.shape[1]} does not divide by length_shards={length_shards}.")
   own = x.shape[1] // length_shards
   chunks = num_chunks or choose_chunks(
     own, 4 * x.shape[0] * length_shards * w.shape[0] / vocab_shards, chunk_logits_bytes
@@ -66,9 +75,10 @@ def linear_cross_entropy(
 
 
 def choose_chunks(length: int, position_bytes: float, limit: int) -> int:
-  """Returns the smallest number of chunks of `length` whose logits, `position_bytes` a position, are within `limit`.
+  """Returns the number of chunks of `length` so that the logits of a chunk need at most `limit` bytes.
 
-  A number that divides the length is preferred, up to twice the smallest: the others pad the last chunk.
+  `position_bytes` is the size of the logits of one position. Prefers a number that divides the length, up to twice the
+  smallest possible number, because other numbers pad the last chunk.
   """
   least = math.ceil(length / max(1, int(limit / position_bytes)))
   return next((n for n in range(least, min(2 * least, length) + 1) if length % n == 0), least)
@@ -83,7 +93,7 @@ def plain_cross_entropy(
   z_loss: float,
   valid_vocab: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """The oracle: as `linear_cross_entropy`, from [B, T, V] logits, with z_sum differentiable on its own."""
+  """Returns what `linear_cross_entropy` returns, from [B, T, V] logits. The oracle; here z_sum has its own gradient."""
   logits = jnp.einsum("btd,vd->btv", x, w.astype(x.dtype), preferred_element_type=jnp.float32)
   logits = logits[..., : valid_vocab or w.shape[0]]
   log_z = jax.nn.logsumexp(logits, axis=-1)
@@ -139,9 +149,9 @@ _fused.defvjp(_fused_fwd, _fused_bwd)
 
 
 def _by_chunk(array: jax.Array, shards: int, chunks: int) -> jax.Array:
-  """Returns [B, shards, chunks, t, ...] of an array [B, T, ...]: a run of each shard's tokens makes a chunk's.
+  """Returns [B, shards, chunks, t, ...] from an array [B, T, ...]. A chunk has consecutive tokens of every shard.
 
-  Each shard's part is padded with zeros. The chunks are cut out of this view where they lie; nothing is transposed.
+  The part of each shard is padded with zeros. `_chunk` reads from this view in place, without a transposition.
   """
   b, length = array.shape[:2]
   array = array.reshape(b, shards, length // shards, *array.shape[2:])
@@ -152,19 +162,19 @@ def _by_chunk(array: jax.Array, shards: int, chunks: int) -> jax.Array:
 
 
 def _chunk(view: jax.Array, i: jax.Array) -> jax.Array:
-  """Returns chunk i, [B, shards * t, ...], of what `_by_chunk` returns."""
+  """Returns chunk i, [B, shards * t, ...], of the result of `_by_chunk`."""
   part = jax.lax.dynamic_index_in_dim(view, i, axis=2, keepdims=False, allow_negative_indices=False)
   return part.reshape(part.shape[0], -1, *part.shape[3:])
 
 
 def _store_chunk(view: jax.Array, part: jax.Array, i: jax.Array) -> jax.Array:
-  """Returns `view` with `part` where `_chunk` reads."""
+  """Returns `view` with `part` written where `_chunk` reads."""
   part = part.reshape(*view.shape[:2], *view.shape[3:])
   return jax.lax.dynamic_update_index_in_dim(view, part, i, axis=2, allow_negative_indices=False)
 
 
 def _whole(view: jax.Array, length: int) -> jax.Array:
-  """Inverse of `_by_chunk`: returns [B, length, ...]."""
+  """Returns [B, length, ...] from `view`: the inverse of `_by_chunk`."""
   b, shards = view.shape[:2]
   array = view.reshape(b, shards, -1, *view.shape[4:])[:, :, : length // shards]
   return array.reshape(b, length, *array.shape[3:])
@@ -183,7 +193,7 @@ def _sums(
   *,
   with_grads: bool,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, Any]]:
-  """Returns ((loss_sum, z_sum), (dx, dw)); the gradients are None without `with_grads`."""
+  """Returns ((loss_sum, z_sum), (dx, dw)). Without `with_grads` the gradients are None."""
   rows = constrain(w.astype(x.dtype), ("vocab", "embed"))
   is_column = jnp.arange(w.shape[0], dtype=jnp.int32)
   views = [_by_chunk(array, shards, chunks) for array in (x, targets, weights)]
@@ -201,7 +211,7 @@ def _sums(
     total = jnp.sum(exponents, axis=-1, keepdims=True)
     log_z = (jnp.log(total) + largest)[..., 0]
     hit = is_column == targets[..., None]
-    # A masked sum, not a gather: it needs no communication but a sum where the vocabulary is sharded.
+    # A masked sum instead of a gather: with a sharded vocabulary it needs only one sum across devices.
     target = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
     loss += jnp.sum(weights * (log_z - target))
     z += z_loss * jnp.sum(weights * jnp.square(log_z))
@@ -209,11 +219,11 @@ def _sums(
       return loss, z, None, None
     scale = (weights * (1 + 2 * z_loss * log_z))[..., None] / total
     dlogits = (exponents * scale - jnp.where(hit, weights[..., None], 0.0)).astype(x.dtype)
-    # Computed once, not inside each of the two matmuls that read it.
+    # The barrier makes XLA compute dlogits once, and not again inside each of the two matmuls that read it.
     dlogits = jax.lax.optimization_barrier(dlogits)
     if x.dtype == jnp.float32:
-      # The narrow x is what gets transposed for this contraction, not dlogits: on a CPU that is a slow copy. (For
-      # bfloat16 the CPU runtime has no kernel of this form.)
+      # In this form XLA transposes the narrow x. To transpose dlogits would be a slow copy on a CPU. The CPU runtime has
+      # no bfloat16 kernel of this form.
       dw_chunk = jnp.einsum("btd,btv->dv", x, dlogits, preferred_element_type=jnp.float32).T
     else:
       dw_chunk = jnp.einsum("btv,btd->vd", dlogits, x, preferred_element_type=jnp.float32)

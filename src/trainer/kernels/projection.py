@@ -1,4 +1,4 @@
-"""Matmuls of activations with weights, and the one place that chooses how they are differentiated."""
+"""Matmuls of activations with weights, and the function that chooses how to differentiate them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from trainer.kernels import quantized
 
 @dataclasses.dataclass(frozen=True)
 class Projection:
-  """project(x [*B, *K], w [*K, *N], contracted=len(K)) -> [*B, *N] in x's dtype, w cast to it."""
+  """project(x [*B, *K], w [*K, *N], contracted=len(K)) -> [*B, *N] in the dtype of x, to which w is cast."""
 
   function: Callable[[jax.Array, jax.Array, int], jax.Array]
-  fuses_shared_input: bool  # whether several weights that read one x become one matmul
+  fuses_shared_input: bool  # whether `project_all` joins the weights into one matmul
 
   def __call__(self, x: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
     return self.function(x, w, contracted)
 
   def project_all(self, x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """x [*B, K] with each of the weights, all [K, N]: [*B, N] each.
+    """Returns x [*B, K] times each of the `weights` [K, N], [*B, N] each.
 
-    One matmul is compiled once, reads x once and has one wide gradient; the weights are put side by side while they are
-    sharded.
+    A joint matmul compiles once, reads x once and has one wide gradient. The weights are joined while they are sharded.
     """
     if not self.fuses_shared_input:
       return tuple(self(x, w) for w in weights)
@@ -36,7 +35,7 @@ class Projection:
 
 
 def _plain(x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:
-  """x contracted over its last `contracted` dims with w's first ones; JAX's own derivative."""
+  """Returns x times w, contracted over the last dims of x and the first dims of w, with the derivative of JAX."""
   return jnp.tensordot(x, w.astype(x.dtype), axes=contracted)
 
 
@@ -44,7 +43,7 @@ PLAIN = Projection(_plain, fuses_shared_input=True)
 
 
 def choose(platform: str, quantization: str) -> Projection:
-  """The projection for a platform ("cpu", "gpu", "tpu"), and for one of quantized.MODES or ""."""
+  """Returns the projection for a platform ("cpu", "gpu", "tpu") and a quantization: a key of quantized.MODES, or ""."""
   if quantization:
     return Projection(functools.partial(_quantized, quantization), fuses_shared_input=True)
   return Projection(_cpu, fuses_shared_input=False) if platform == "cpu" else PLAIN
@@ -55,9 +54,9 @@ def _quantized(mode: str, x: jax.Array, w: jax.Array, contracted: int) -> jax.Ar
 
 
 def _cpu(x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:
-  """`_plain` of a matrix, with a derivative that XLA's CPU compiler runs at the speed of its matmul.
+  """Returns what `_plain` returns, with a derivative that runs at full matmul speed on a CPU.
 
-  With more dims than two the derivative's weights would be transposed copies.
+  Reshapes to matrices first: with more than two dims, the derivative would make transposed copies of the weights.
   """
   size = math.prod(w.shape[:contracted])
   rows, columns = x.shape[: x.ndim - contracted], w.shape[contracted:]
@@ -66,21 +65,21 @@ def _cpu(x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:
 
 @jax.custom_vjp
 def _matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-  """x [*B, K], w [K, N] -> [*B, N]."""
+  """Returns x [*B, K] times w [K, N], [*B, N]."""
   return jnp.tensordot(x, w, axes=1)
 
 
 def _forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  x = jax.lax.optimization_barrier(x)  # one array for this product and that of the derivative
+  x = jax.lax.optimization_barrier(x)  # so that this matmul and the derivative read the same array
   return _matmul(x, w), (x, w)
 
 
 def _backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """(dx, dw).
+  """Returns (dx, dw).
 
-  dw contracts the rows of x with those of g, so one of them must be transposed. Left to the compiler that happens one
-  strided element at a time, inside whatever elementwise work stands before it; here it is a copy of its own, of the
-  narrower of the two. A SwiGLU's backward pass took 0.6 times as long on two x86-64 cores.
+  dw contracts the rows of x with the rows of g, so one of them must be transposed. The compiler would do this one
+  strided element at a time, fused with earlier elementwise operations. Here it is a separate copy of the narrower
+  array. The backward pass of a SwiGLU took 0.6 times as long on two x86-64 cores.
   """
   x, w = saved
   g = jax.lax.optimization_barrier(g)
@@ -91,7 +90,7 @@ def _backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Arr
 
 
 def _contract_rows(narrow: jax.Array, wide: jax.Array) -> jax.Array:
-  """[*B, K], [*B, N] -> [K, N], the sum over all rows."""
+  """Returns the sum over all rows of `narrow` [*B, K] times `wide` [*B, N], [K, N]."""
   rows = tuple(range(narrow.ndim - 1))
   transposed = jnp.moveaxis(narrow, -1, 0)
   return jax.lax.dot_general(transposed, wide, ((tuple(row + 1 for row in rows), rows), ((), ())))

@@ -1,8 +1,8 @@
 """Matmuls of activations with weights in 8 bits, forward and backward, with qwix.
 
-Each of the three matmuls of a projection (out, dx, dw) quantizes its two operands as they come, symmetrically, with one
-float32 scale for each row that is not contracted: nothing is calibrated beforehand or kept between steps.
-Weights, optimizer and gradients stay what they are without quantization. Integer products are summed in int32.
+A projection has three matmuls (out, dx, dw). Each one quantizes its two operands symmetrically, with one float32 scale
+per row that is not contracted. There is no calibration, and nothing is kept between steps. Weights, optimizer state and
+gradients keep their types. Integer products are summed in int32.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from types import MappingProxyType
 import jax
 import jax.numpy as jnp
 
-# Mode -> (type of activations and weights, type of the gradients that come in). e5m2 has the range that gradients need
-# and e4m3 the precision for the rest (Micikevicius et al., "FP8 formats for deep learning", 2022, section 3).
+# Mode -> (type of activations and weights, type of incoming gradients). Gradients need the range of e5m2, the other
+# arrays the precision of e4m3 (Micikevicius et al., "FP8 formats for deep learning", 2022, section 3).
 MODES: Mapping[str, tuple[jnp.dtype, jnp.dtype]] = MappingProxyType(
   {
     "int8": (jnp.dtype(jnp.int8), jnp.dtype(jnp.int8)),
@@ -29,9 +29,9 @@ _Dims = tuple[tuple[int, ...], tuple[int, ...]]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def project(x: jax.Array, w: jax.Array, contracted: int, mode: str) -> jax.Array:
-  """Returns x [*B, *K] times w [*K, *N], [*B, *N] in x's dtype; `contracted` is the number of dims K.
+  """Returns x [*B, *K] times w [*K, *N], [*B, *N] in the dtype of x; `contracted` is the number of dims K.
 
-  The gradient of the rounding is taken to be that of the identity (straight-through estimator).
+  The backward pass treats rounding as the identity (straight-through estimator).
   """
   return _forward(x, w, contracted, mode)[0]
 
@@ -57,8 +57,8 @@ project.defvjp(_forward, _backward)
 
 
 def _dot(a: jax.Array, b: jax.Array, contracted: _Dims, a_kind: jnp.dtype, b_kind: jnp.dtype) -> jax.Array:
-  """a times b over the `contracted` dims of each, both quantized, in float32."""
-  import qwix  # here: it takes a tenth of a second to import, and most runs are not quantized
+  """Returns a times b in float32, both quantized, contracted over the `contracted` dims of each."""
+  import qwix  # imported here: it takes a tenth of a second, and most runs are not quantized
 
   operands = []
   for array, dims, kind in ((a, contracted[0], a_kind), (b, contracted[1], b_kind)):

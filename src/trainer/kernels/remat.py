@@ -1,7 +1,7 @@
-"""Which activations of a decoder layer are kept for the backward pass.
+"""Rematerialisation: which activations of a decoder layer are saved for the backward pass.
 
-The model names its activations with `jax.ad_checkpoint.checkpoint_name`; a policy is a set of those names to save on
-the device and a set to move to pinned host memory. Everything else in the layer is recomputed.
+The model names its activations with `jax.ad_checkpoint.checkpoint_name`. A policy is a set of names to save on the
+device and a set of names to move to pinned host memory. The backward pass recomputes all other activations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAMES = (
 
 
 class SavedNames(NamedTuple):
-  """Names of activations kept on the device and of those kept in pinned host memory."""
+  """Names of the activations that are saved on the device, and in pinned host memory."""
 
   device: tuple[str, ...] = ()
   host: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ _QKV = ("query_proj", "key_proj", "value_proj")
 _WI = ("mlpwi_0", "mlpwi_1")
 _DOTS = (*_QKV, "out_proj", *_WI, "mlpwo")
 
-# The layer's input is a residual of `jax.checkpoint` itself, so no policy names it; `custom` can offload it.
+# `jax.checkpoint` itself saves the input of a layer, so no policy names it. `custom` can offload it.
 TABLE: Mapping[RematPolicy, SavedNames] = MappingProxyType(
   {
     RematPolicy.FULL: SavedNames(),
@@ -56,8 +56,8 @@ TABLE: Mapping[RematPolicy, SavedNames] = MappingProxyType(
 
 
 def saved_names(cfg: ModelSection) -> SavedNames:
-  """Returns what `cfg.remat_policy` keeps of each layer; not defined for `none`, which keeps everything."""
-  assert cfg.remat_policy is not RematPolicy.NONE, "none keeps everything and has no names"
+  """Returns the names that `cfg.remat_policy` saves in each layer. Not defined for `none`, which saves everything."""
+  assert cfg.remat_policy is not RematPolicy.NONE, "remat_policy=none saves everything and has no names"
   if cfg.remat_policy is not RematPolicy.CUSTOM:
     return TABLE[cfg.remat_policy]
   choices = {name: getattr(cfg, name) for name in NAMES}
@@ -68,9 +68,9 @@ def saved_names(cfg: ModelSection) -> SavedNames:
 
 
 def checkpoint_policy(cfg: ModelSection) -> tuple[bool, Callable[..., Any] | None]:
-  """Returns (use_remat, policy): wrap each layer with `jax.checkpoint(layer, policy=policy)` where use_remat is true.
+  """Returns (use_remat, policy). If use_remat, wrap each layer with `jax.checkpoint(layer, policy=policy)`.
 
-  A policy of None saves the layer's inputs alone.
+  The policy None saves only the inputs of the layer.
   """
   if cfg.remat_policy is RematPolicy.NONE:
     return False, None

@@ -12,8 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trainer.kernels import projection, quantized
 
-# Bounds (least, most) on the relative error of a matmul. An int8 step is 1/127 of the row's largest value. e4m3 rounds a
-# value by at most 1/16 of itself, e5m2 by at most 1/8.
+# Bounds (least, most) on the relative error of a matmul. An int8 step is 1/127 of the row's largest value. e4m3 rounds
+# a value by at most 1/16 of itself, e5m2 by at most 1/8.
 ERROR = {"int8": (0.002, 0.03), "fp8": (0.01, 0.12), "fp8_full": (0.01, 0.25)}
 
 

@@ -222,8 +222,8 @@ def _sums(
     # The barrier makes XLA compute dlogits once, and not again inside each of the two matmuls that read it.
     dlogits = jax.lax.optimization_barrier(dlogits)
     if x.dtype == jnp.float32:
-      # In this form XLA transposes the narrow x. To transpose dlogits would be a slow copy on a CPU. The CPU runtime has
-      # no bfloat16 kernel of this form.
+      # In this form XLA transposes the narrow x. To transpose dlogits would be a slow copy on a CPU. For bfloat16, the
+      # CPU runtime has no kernel of this form.
       dw_chunk = jnp.einsum("btd,btv->dv", x, dlogits, preferred_element_type=jnp.float32).T
     else:
       dw_chunk = jnp.einsum("btv,btd->vd", dlogits, x, preferred_element_type=jnp.float32)

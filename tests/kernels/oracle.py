@@ -29,7 +29,7 @@ def with_grads(attention):
 
 
 def exact(q, key, value, ids, dout):
-  """Returns (out, dq, dk, dv) in float64, by the definition of attention and its derivative, with repeated key heads."""
+  """Returns (out, dq, dk, dv) in float64, from the definition of attention, with repeated key heads."""
   q, key, value, dout = (np.asarray(x, np.float64) for x in (q, key, value, dout))
   ids = np.asarray(ids)
   b, t, n, h = q.shape

@@ -1,4 +1,4 @@
-"""Preflight's reading of compiled programs, against programs whose costs are known and the TPU compiler's text."""
+"""The parser and the costs of compiled programs, on programs with known costs and on text of the TPU compiler."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def scanned(x, ws):
 
 
 def test_a_scans_matmuls_count_as_often_as_they_run():
-  """Forward 2BDD FLOPs a layer, backward twice that; the loop's last turn needs no input's gradient elsewhere."""
+  """Forward 2BDD FLOPs per layer, backward twice as many."""
   layers, rows, width = 7, 32, 64
   module = hlo.parse(compiled_text(jax.grad(scanned, (0, 1)), (rows, width), (layers, width, width)))
   assert module.unknown_loops() == []
   assert costs.count(module).flops == pytest.approx(3 * layers * 2 * rows * width * width)
 
 
-def test_a_loop_whose_counter_is_copied_before_it_is_raised():
-  """So the TPU compiler writes the loop over micro-batches where activations are offloaded."""
+def test_a_loop_whose_counter_is_copied_before_the_increment():
+  """The TPU compiler writes the loop over micro-batches like this when activations are offloaded."""
   text = """%body (p: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
   %p = (s32[], f32[8,8]{1,0}) parameter(0)
   %i = s32[] get-tuple-element(%p), index=0
@@ -78,8 +78,8 @@ def test_batched_matmuls():
   assert costs.count(module).flops == 2 * 3 * 16 * 32 * 8
 
 
-def test_matmuls_are_told_apart_by_their_operands():
-  """8-bit units compute at another rate; a mixed one counts as its wider operand."""
+def test_matmul_flops_are_counted_by_operand_type():
+  """8-bit matmuls run at another rate. A matmul of mixed types counts as its wider operand."""
   text = """ENTRY %main (a: s8[16,32], b: s8[32,8], c: bf16[32,8]) -> s32[16,8] {
   %a = s8[16,32]{1,0} parameter(0)
   %b = s8[32,8]{1,0} parameter(1)
@@ -93,7 +93,7 @@ def test_matmuls_are_told_apart_by_their_operands():
   assert counted.flops == 2 * 2 * 16 * 32 * 8
 
 
-def test_a_loop_that_ends_by_a_value_is_named_and_counts_once():
+def test_a_loop_that_ends_by_a_value_is_reported_and_counts_once():
   halve = lambda x: jax.lax.while_loop(lambda c: jnp.sum(c) > 1.0, lambda c: c @ c, x)
   module = hlo.parse(compiled_text(halve, (64, 64)))
   assert len(module.unknown_loops()) == 1
@@ -101,14 +101,14 @@ def test_a_loop_that_ends_by_a_value_is_named_and_counts_once():
 
 
 def test_traffic_of_a_large_elementwise_program():
-  """Reads two arrays and writes one, whatever is fused."""
+  """Reads two arrays and writes one, however the operations are fused."""
   size = 1 << 20
   module = hlo.parse(compiled_text(lambda a, b: jnp.tanh(a) * b + a, (size,), (size,)))
   assert costs.count(module).device_bytes == pytest.approx(3 * 4 * size, rel=0.01)
 
 
 def test_traffic_of_a_scan_touches_each_layer_once():
-  """A loop that reads one layer's weights a turn reads all of them once, not all of them every turn."""
+  """A loop that reads the weights of one layer per turn reads all weights once, not all of them in every turn."""
   layers, width = 16, 256
   module = hlo.parse(compiled_text(scanned, (8, width), (layers, width, width)))
   weights = 4 * layers * width * width
@@ -176,8 +176,8 @@ def test_notations_of_groups(written, groups):
   assert collectives._groups(instruction, 8) == groups
 
 
-# As libtpu writes it: tiles and memory spaces in layouts, an asynchronous collective spread over fusions that share its
-# channel, a loop whose turns only its condition tells, a matmul as a convolution, and transfers between slices.
+# Text of libtpu: layouts with tiles and memory spaces, an asynchronous collective in several fusions with one channel,
+# a loop whose number of turns follows only from its condition, a matmul as a convolution, transfers between slices.
 TPU = pathlib.Path(__file__).with_name("tpu.hlo").read_text()
 
 
@@ -194,7 +194,7 @@ def test_tpu_text():
 
 @pytest.mark.parametrize("slice_of", [[0] * 4 + [1] * 4 + [2] * 4, [0, 1, 2] * 4])
 def test_tpu_text_collectives(slice_of):
-  """Groups count the devices of one slice, also where the axis that crosses slices is the innermost."""
+  """Groups number the devices of one slice, even if the axis across slices is the innermost."""
   gather, transfer = sorted(collectives.find(hlo.parse(TPU), slice_of), key=lambda c: c.kind)
   assert (gather.kind, gather.times, gather.bytes, gather.group) == ("all-gather", 28, 2 * 256 * 1024, 4)
   assert not gather.crosses_slices
@@ -202,16 +202,16 @@ def test_tpu_text_collectives(slice_of):
   assert transfer.crosses_slices
 
 
-def test_offloading_moves_only_the_layers_slice():
-  """As libtpu writes it: a loop of 28 turns stores one layer into a host buffer of all and fetches one."""
+def test_offloading_moves_only_one_layer_per_turn():
+  """Text of libtpu: each of 28 turns stores one layer into a host buffer for all layers, and fetches one layer."""
   found = costs.count(hlo.parse(pathlib.Path(__file__).with_name("offload.hlo").read_text()))
   layer = 2 * 64 * 128
   assert found.host_bytes == 28 * 2 * layer
-  assert found.device_bytes == pytest.approx(28 * 2 * layer, rel=0.01)  # and the numbers that say which layer
+  assert found.device_bytes == pytest.approx(28 * 2 * layer, rel=0.01)  # plus the indices of the layers
 
 
-def test_windows_of_padding_cost_nothing():
-  """A batched matmul as the TPU compiler writes it: the batch is a dilated spatial dim."""
+def test_padding_in_windows_costs_nothing():
+  """The TPU compiler writes a batched matmul with the batch as a dilated spatial dim."""
   positions = functools.partial(costs._valid_positions, kernel_dilation=1)
   assert positions(8, 8, 8, stride=7, pad=0, left_dilation=8) == 8
   assert positions(5, 3, 3, stride=1, pad=0, left_dilation=1) == 9
@@ -219,14 +219,14 @@ def test_windows_of_padding_cost_nothing():
 
 
 def test_attention_kernels_of_tpus():
-  """Splash kernels by name: forward, dk and dv (renamed by the compiler), dq, all three fused; nothing of one block
-  is left out. A kernel that states its FLOPs is believed, though its attributes have lines of their own."""
+  """Splash kernels are found by name: forward, dk and dv (renamed by the compiler), dq, and all three fused. With only
+  one block, no part is skipped. A kernel that states its FLOPs counts as stated, even with multi-line attributes."""
   module = hlo.parse(pathlib.Path(__file__).with_name("splash.hlo").read_text())
   assert [len(c.instructions) for c in module.computations.values()] == [1, 10]
   matmul = 2 * 3 * 4 * 256 * 512 * 128
   found = costs.count(module, "highest")
   assert found.flops_by_type == {("bf16", "highest"): (2 + 4 + 3 + 5) * matmul, ("", "highest"): 7}
-  assert found.silent_kernels == 1
+  assert found.unpriced_kernel_runs == 1
 
 
 @pytest.mark.parametrize(
@@ -236,14 +236,14 @@ def test_attention_kernels_of_tpus():
     (2048, 2048, 1024, 1024, 3 / 4),
     (4096, 4096, 1024, 1024, 10 / 16),
     (8192, 8192, 1024, 2048, 20 / 32),
-    (1024, 2048, 1024, 1024, 1),  # the second of two chips of a context axis
+    (1024, 2048, 1024, 1024, 1),  # the second of two chips on a context axis
   ],
 )
 def test_blocks_above_the_diagonal_are_not_computed(queries, keys, rows, columns, share):
   assert custom_calls._computed(queries, keys, rows, columns) == share
 
 
-def test_the_precision_of_a_matmul_is_the_higher_one_of_its_operands():
+def test_the_precision_of_a_matmul_is_the_higher_precision_of_its_operands():
   text = """ENTRY %main (a: f32[16,32], b: f32[32,8]) -> f32[16,8] {
   %a = f32[16,32]{1,0} parameter(0)
   %b = f32[32,8]{1,0} parameter(1)
@@ -253,9 +253,9 @@ def test_the_precision_of_a_matmul_is_the_higher_one_of_its_operands():
   assert costs.count(hlo.parse("HloModule m\n\n" + text)).flops_by_type == {("f32", "high"): 2 * 16 * 32 * 8}
 
 
-def test_libraries_of_gpus():
-  """The text is synthetic, from XLA's and JAX's sources: backend_config with the dimensions of a cuBLAS matmul, and for
-  cuDNN's attention the shape of the scores and the mask."""
+def test_gpu_libraries():
+  """The text is synthetic and follows the sources of XLA and JAX: backend_config has the dimensions of a cuBLAS matmul,
+  and for cuDNN attention the shape of the scores and the mask."""
   found = costs.count(hlo.parse(pathlib.Path(__file__).with_name("gpu.hlo").read_text()))
   attention = 2 * 2 * 8 * 512 * 1024 * 64
   matmul = 2 * 4 * 64 * 32 * 256
@@ -263,9 +263,9 @@ def test_libraries_of_gpus():
     ("bf16", "default"): matmul + 2 * attention / 2 + 5 * attention,
     ("f8e4m3fn", "default"): 2 * 64 * 32 * 256,
   }
-  assert found.silent_kernels == 1  # the convolution
+  assert found.unpriced_kernel_runs == 1  # the convolution
 
 
-def test_no_hlo_is_refused():
+def test_text_that_is_not_hlo_is_refused():
   with pytest.raises(ValueError, match="no ENTRY computation"):
     hlo.parse("hello")

@@ -1,4 +1,4 @@
-"""The preflight command: for this machine, for TPUs that are not there, and what it refuses."""
+"""The preflight command: for this machine, for TPUs that this machine does not have, and refused inputs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_for_this_machine():
   assert done.stdout.count("Roofline on this CPU: compute") == 2 and done.stdout.count(": fits") == 2
 
 
-def test_the_step_of_one_slice_less_can_be_left_out():
+def test_the_step_with_one_slice_lost_can_be_skipped():
   done = command("num_slices=3", "steps=10", "attention=dot_product", "preflight.degraded=none")
   assert done.returncode == 0, done.stderr
   assert "The step on 3 of 3 slices" in done.stdout and "The step on 2 of 3 slices" not in done.stdout
@@ -56,7 +56,7 @@ def test_the_step_of_one_slice_less_can_be_left_out():
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-  """Findings that a test gives in place of compiling; {slices: finding}."""
+  """Findings that a test provides instead of compiling: {slices: finding}."""
   from trainer.observe import chips
   from trainer.tools.preflight import analysis, cpu_peaks
 
@@ -71,19 +71,19 @@ def no_compiler(monkeypatch):
   [(["dcn_data_parallelism=2"], True), (["dcn_fsdp_parallelism=2", "dcn_data_parallelism=1"], False)],
 )
 def test_keys_that_fix_the_number_of_slices(no_compiler, capsys, keys, snapshot):
-  """There is no step of one slice less to compile, and the exit code is the full step's."""
+  """Nothing is compiled with one slice lost, and the exit code follows from the step on all slices."""
   from trainer.tools.preflight import analysis
 
   no_compiler[2] = analysis.DoesNotFit(2, "too much")
   assert main([*TINY, "num_slices=2", "attention=dot_product", *keys]) == 1
   text = capsys.readouterr().out
-  assert "Slices: all 2, as dcn_*_parallelism say; the run cannot go on with fewer" in text
+  assert "Slices: dcn_*_parallelism needs all 2; the run cannot continue with fewer" in text
   assert "Slices alive" not in text and "does not fit: too much" in text
   assert ("per slice and copy" in text) == ("Ramdisk per host" in text) == snapshot
   assert ("no slice holds the whole state" in text) != snapshot
 
 
-def test_a_compiler_error_has_a_code_of_its_own(no_compiler, capsys):
+def test_a_compiler_error_has_its_own_exit_code(no_compiler, capsys):
   from trainer.tools.preflight import analysis
 
   no_compiler[2] = analysis.DoesNotFit(2, "too much")
@@ -97,7 +97,7 @@ def test_a_compiler_error_has_a_code_of_its_own(no_compiler, capsys):
 @pytest.mark.parametrize(
   "written, limit", [("1048576\n", 1 << 20), ("max\n", None), (f"{1 << 63}\n", None), ("", None)]
 )
-def test_a_containers_limit_is_the_memory_of_this_machine(monkeypatch, tmp_path, written, limit):
+def test_the_limit_of_a_container_is_the_memory_of_this_machine(monkeypatch, tmp_path, written, limit):
   from trainer.tools.preflight import cpu_peaks
 
   physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -108,11 +108,11 @@ def test_a_containers_limit_is_the_memory_of_this_machine(monkeypatch, tmp_path,
 
 
 class MosaicError(Exception):
-  """As the compiler of kernels has one of its own, which is no JaxRuntimeError."""
+  """Like the error class of the kernel compiler, which is not a JaxRuntimeError."""
 
 
 @pytest.mark.parametrize(
-  "stage, error, kind, told",
+  "stage, error, kind, expected",
   [
     ("lower", NotImplementedError("Unsupported dot precision: HIGH"), "Refused", "Unsupported dot precision: HIGH"),
     ("compile", MosaicError("INTERNAL: Bad lhs type\nstack"), "Refused", "INTERNAL: Bad lhs type"),
@@ -120,7 +120,7 @@ class MosaicError(Exception):
     ("compile", jax.errors.JaxRuntimeError("INTERNAL: no\nstack"), "Refused", "INTERNAL: no"),
   ],
 )
-def test_a_refusal_keeps_the_first_line(monkeypatch, stage, error, kind, told):
+def test_a_refusal_keeps_the_first_line(monkeypatch, stage, error, kind, expected):
   from trainer.tools.preflight import analysis
 
   class Refusing:
@@ -136,10 +136,10 @@ def test_a_refusal_keeps_the_first_line(monkeypatch, stage, error, kind, told):
       raise error
 
   monkeypatch.setattr(analysis.program, "build", lambda *_: Refusing())
-  assert analysis.analyse(None, [[]], 1) == getattr(analysis, kind)(1, told)
+  assert analysis.analyse(None, [[]], 1) == getattr(analysis, kind)(1, expected)
 
 
-def test_output_that_cannot_be_read_is_no_wrong_input(monkeypatch):
+def test_unreadable_compiler_output_is_not_reported_as_wrong_input(monkeypatch):
   from trainer.tools.preflight import analysis
 
   class Compiled:
@@ -151,22 +151,22 @@ def test_output_that_cannot_be_read_is_no_wrong_input(monkeypatch):
       return "a notation of tomorrow"
 
   monkeypatch.setattr(analysis.program, "build", lambda *_: Compiled())
-  with pytest.raises(RuntimeError, match="cannot read what this version of the compiler wrote") as caught:
+  with pytest.raises(RuntimeError, match="cannot read the output of this version of the compiler") as caught:
     analysis.analyse(None, [[]], 1)
   assert "no ENTRY computation" in str(caught.value.__cause__)
 
 
 @needs_compiler
-def test_num_slices_is_not_that_of_the_topology(no_compiler, capsys):
+def test_the_topology_has_its_own_number_of_slices(no_compiler, capsys):
   from trainer.tools.preflight import analysis
 
   no_compiler[2] = no_compiler[1] = analysis.DoesNotFit(2, "too much")
   assert main([*TINY, *TPU, "num_slices=3"]) == 1
-  assert "compile_topology_num_slices=2 counts here, not num_slices=3" in capsys.readouterr().out
+  assert "Using compile_topology_num_slices=2, not num_slices=3" in capsys.readouterr().out
 
 
 @needs_compiler
-def test_for_tpus_that_are_not_there():
+def test_for_tpus_that_this_machine_does_not_have():
   done = command(*TPU)
   assert done.returncode == 0, done.stderr
   assert "For 2 slices of v5e:2x2: 4 chips (4 devices) on 1 host each; no TPU is needed" in done.stdout
@@ -174,12 +174,12 @@ def test_for_tpus_that_are_not_there():
   assert done.stdout.count("Roofline on v5e: compute") == 2
   two, one = done.stdout.split("The step on 1 of 2 slices")
   assert "across slices (DCN)" in two and "across slices (DCN)" not in one
-  assert "Compiled quickly" not in two and "cycles" in two and "HBM not known" not in two
-  assert "Compiled quickly" in one and "cycles" not in one and "HBM not known" in one
+  assert "Compiled quickly" not in two and "cycles" in two and "HBM unknown" not in two
+  assert "Compiled quickly" in one and "cycles" not in one and "HBM unknown" in one
 
 
 @needs_compiler
-def test_little_optimization_changes_memory_and_not_the_work():
+def test_little_optimization_changes_memory_but_not_flops_or_communication():
   from trainer.cluster import topologies
   from trainer.tools.preflight import analysis
 
@@ -196,8 +196,10 @@ def test_little_optimization_changes_memory_and_not_the_work():
 
 @pytest.mark.parametrize("refusal", ["RESOURCE_EXHAUSTED: all of it", "INTERNAL: no"])
 @pytest.mark.parametrize("total, degraded, quick", [(2, "quick", True), (2, "full", False), (1, "quick", False)])
-def test_what_little_optimization_refuses_is_compiled_as_it_runs(monkeypatch, refusal, total, degraded, quick):
-  """And the step of all slices is never compiled otherwise."""
+def test_a_step_that_fails_with_little_optimization_is_compiled_with_full_optimization(
+  monkeypatch, refusal, total, degraded, quick
+):
+  """And the step on all slices is always compiled with full optimization."""
   from trainer.tools.preflight import analysis
 
   tried = []
@@ -224,7 +226,7 @@ def test_what_little_optimization_refuses_is_compiled_as_it_runs(monkeypatch, re
   "changes", [["gradient_accumulation_steps=2"], ["use_qk_norm=false", "logits_via_embedding=true"]]
 )
 def test_slices_exchange_the_gradients_once(changes):
-  """Each chip sends its shard of every gradient, float32, once, whatever number of micro-batches the step has."""
+  """Each chip sends its float32 shard of every gradient once, for any number of micro-batches."""
   from trainer.cluster import topologies
   from trainer.config.counts import parameter_count
   from trainer.tools.preflight import analysis
@@ -235,17 +237,17 @@ def test_slices_exchange_the_gradients_once(changes):
   assert isinstance(found, analysis.Analysis)
   across = sum(c.bytes * c.times for c in found.exchanged())
   gradients = 4 * parameter_count(cfg.model) / 4
-  # The scales of the norms are whole on every chip, and small arrays are padded to the tiles of the memory.
+  # Norm scales are replicated on every chip, and small arrays are padded to memory tiles.
   assert gradients <= across < 1.1 * gradients
   assert found.micro_batches == cfg.optimizer.gradient_accumulation_steps
-  assert found.costs.silent_kernels == 0  # flash attention is priced
+  assert found.costs.unpriced_kernel_runs == 0  # the FLOPs of flash attention are known
   assert found.costs.flops > found.model_flops  # remat computes the layers twice
 
 
 @needs_compiler
 @pytest.mark.parametrize("policy, forward", [("full", 2), ("minimal_with_context", 1)])
-def test_attention_counts_as_often_as_its_kernels_run(policy, forward):
-  """Two matmuls forward, once more where the policy does not keep the result, and five backward; all in one block."""
+def test_attention_counts_once_per_run_of_its_kernels(policy, forward):
+  """Two matmuls forward, two more if the policy does not save the result, and five backward; all in one block."""
   import jax
   import jax.numpy as jnp
 
@@ -272,13 +274,13 @@ def test_attention_counts_as_often_as_its_kernels_run(policy, forward):
   found = costs.count(hlo.parse(gradient.as_text()))
   matmul = 2 * batch * heads * length * length * width
   assert found.flops_by_type == {("bf16", "default"): layers * (2 * forward + 5) * matmul}
-  assert found.silent_kernels == 0
+  assert found.unpriced_kernel_runs == 0
 
 
 @needs_compiler
 def test_offloaded_activations_go_to_the_host_and_back_once():
-  """Queries, keys, values, the output projection and the MLP's two inner arrays of each token, bf16. Nothing reads the
-  MLP's output again, so that one stays nowhere."""
+  """Queries, keys, values, the output projection and the two inner arrays of the MLP, per token in bf16. The output of
+  the MLP is not offloaded, because the backward pass does not read it."""
   from trainer.cluster import topologies
   from trainer.tools.preflight import analysis
 
@@ -291,7 +293,7 @@ def test_offloaded_activations_go_to_the_host_and_back_once():
   assert found.costs.host_bytes == pytest.approx(moved, rel=0.01)
 
 
-def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):
+def test_without_the_compiler_the_error_says_what_to_install(monkeypatch, capsys):
   monkeypatch.setattr("trainer.cluster.topologies.importlib.util.find_spec", lambda name: None)
   assert main([*TINY, *TPU]) == 2
   assert "setup.sh --tpu" in capsys.readouterr().err
@@ -304,7 +306,7 @@ def test_an_unknown_topology_is_refused(capsys):
 
 
 @pytest.mark.parametrize(
-  "message, told",
+  "message, expected",
   [
     (
       "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
@@ -314,14 +316,14 @@ def test_an_unknown_topology_is_refused(capsys):
     ("RESOURCE_EXHAUSTED: something new\nAllocations:", "RESOURCE_EXHAUSTED: something new"),
   ],
 )
-def test_the_compilers_word_on_memory(message, told):
+def test_the_out_of_memory_message_of_the_compiler_is_shortened(message, expected):
   from trainer.tools.preflight import analysis
 
-  assert analysis.out_of_memory(message) == told
+  assert analysis.out_of_memory(message) == expected
 
 
 @needs_compiler
-def test_what_does_not_fit_is_said_in_the_compilers_numbers():
+def test_a_step_that_does_not_fit_is_reported_with_the_numbers_of_the_compiler():
   from trainer.cluster import topologies
   from trainer.tools.preflight import analysis
 
@@ -331,6 +333,6 @@ def test_what_does_not_fit_is_said_in_the_compilers_numbers():
   assert re.fullmatch(r"total memory required for .* exceeds available HBM \(15.75G\)", found.reason)
 
 
-def test_more_slices_than_the_compiler_knows_are_refused():
+def test_more_slices_than_the_compiler_supports_are_refused():
   done = command("compile_topology=v5e-4", "compile_topology_num_slices=512")
   assert done.returncode == 2 and "at most 511" in done.stderr

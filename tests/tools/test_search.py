@@ -1,4 +1,4 @@
-"""Preflight's search, with a compiler that knows only how much memory a batch needs."""
+"""The search of preflight, with a fake compiler that knows only how much memory a batch needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.tools.preflight import costs, search
 from trainer.tools.preflight.analysis import Analysis, DoesNotFit, Memory, Refused
 
 CHIP = chips.Chip("test", (), 1e12, 1000, 1e9, 1e9)
-# Bytes per example; the rest of the policies lies between.
+# Bytes per example, by policy.
 NEEDED = dict(zip(search.POLICIES, (600, 500, 400, 300, 200, 100)))
 
 
@@ -54,14 +54,14 @@ def test_larger_batches_until_nothing_fits():
 
 
 def test_smaller_batches_where_the_given_one_does_not_fit():
-  """And then no larger one, which is known not to."""
+  """And no larger batch is tried, because it cannot fit."""
   tried = []
   assert found(compiler(tried), 32) == [(RematPolicy.FULL, 8), (RematPolicy.SAVE_OUT_PROJ, 4)]
   assert max(batch for _, batch in tried) == 32 and len(tried) <= 4 * 3
 
 
 def test_smaller_batches_as_long_as_they_are_faster():
-  """Here recomputation is dear: the batch that affords to keep everything is the fastest; no smaller one is tried."""
+  """Here recomputation is expensive. The batch with room to save everything is the fastest; no smaller one is tried."""
   slower = dict(zip(search.POLICIES, (1, 2, 4, 8, 16, 32)))
 
   def attempt(policy, batch):
@@ -84,14 +84,14 @@ def test_smaller_batches_end_where_they_do_not_divide():
   assert min(batch for _, batch in tried) == 16
 
 
-def test_doublings_are_limited_and_cost_one_program_each_where_there_is_room():
+def test_doublings_are_limited_and_need_one_program_each_if_there_is_room():
   tried = []
   unlimited = compiler(tried, divides=lambda batch: True)
   assert len(found(unlimited, 2**-10)) == search.MAX_DOUBLINGS + 1
   assert len(tried) == 3 + search.MAX_DOUBLINGS
 
 
-def test_what_the_compiler_refuses_is_no_candidate():
+def test_a_program_that_the_compiler_refuses_is_not_a_candidate():
   tried = []
   fits = compiler(tried)
   assert found(lambda *key: fits(*key) if key[1] < 4 else Refused(1, "a bug"), 4) == [
@@ -100,13 +100,13 @@ def test_what_the_compiler_refuses_is_no_candidate():
   ]
 
 
-def test_a_given_batch_that_does_not_divide_is_the_users_error():
+def test_a_configured_batch_that_does_not_divide_is_an_error():
   with pytest.raises(ValueError, match="micro-batch"):
     found(compiler([]), 0.5)
 
 
-def test_a_suggestion_also_fits_on_one_slice_less(monkeypatch):
-  """There a device has the gradients of another micro-batch to keep: here 500 bytes."""
+def test_a_suggestion_also_fits_with_one_slice_lost(monkeypatch):
+  """With one slice lost, a device also holds the gradients of another micro-batch: here 500 bytes."""
   tried = []
 
   def analyse(config, slices, total):
@@ -121,17 +121,17 @@ def test_a_suggestion_also_fits_on_one_slice_less(monkeypatch):
   config = load(["configs/base.yml", *keys], check_paths=False)
   slices = [[types.SimpleNamespace(platform="cpu")]] * 3
 
-  def suggested(*living):
+  def suggested(*slice_sets):
     tried.clear()
-    return search.lines(config, living, CHIP)[0]
+    return search.lines(config, slice_sets, CHIP)[0]
 
-  assert "remat_policy=full per_device_batch_size=8 is the fastest of those tried" in suggested(slices)
-  assert "remat_policy=full per_device_batch_size=4 is the fastest of those tried" in suggested(slices, slices[:2])
+  assert "remat_policy=full per_device_batch_size=8 is the fastest candidate that fits" in suggested(slices)
+  assert "remat_policy=full per_device_batch_size=4 is the fastest candidate that fits" in suggested(slices, slices[:2])
   on_two = [key for count, *key, fits in tried if count == 2 and fits]
-  assert [key for count, *key, _ in tried if count == 3] == on_two, "what fits on two is compiled for all, nothing else"
+  assert [key for count, *key, _ in tried if count == 3] == on_two, "compile for three what fits on two"
 
 
-def test_the_users_own_policy_is_tried_and_refusals_are_told(monkeypatch):
+def test_the_configured_policy_is_tried_and_refusals_are_printed(monkeypatch):
   def analyse(config, slices, total):
     policy, batch = config.model.remat_policy, config.data.per_device_batch_size
     if policy is RematPolicy.MINIMAL_OFFLOADED:
@@ -142,10 +142,10 @@ def test_the_users_own_policy_is_tried_and_refusals_are_told(monkeypatch):
   keys = ["run_name=t", "base_output_directory=x", "per_device_batch_size=4", "remat_policy=custom", "mlpwo=offload"]
   config = load(["configs/base.yml", *keys], check_paths=False)
   lines = search.lines(config, [[[types.SimpleNamespace(platform="tpu")]]], CHIP)
-  assert "remat_policy=full per_device_batch_size=8 is the fastest of those tried that fit" in lines[0]
-  assert lines[1] == "  It goes without mlpwo, which only remat_policy=custom reads."
+  assert "remat_policy=full per_device_batch_size=8 is the fastest candidate that fits" in lines[0]
+  assert lines[1] == "  Ignored, because they apply only to remat_policy=custom: mlpwo"
   assert any(line.startswith("  custom | 8 |") for line in lines)
   assert lines[-1] == (
-    "Search: the compiler refused remat_policy=minimal_offloaded per_device_batch_size=4, not for its memory: "
-    "no host memory"
+    "Search: the compiler refused remat_policy=minimal_offloaded per_device_batch_size=4 for a reason other than "
+    "memory: no host memory"
   )

@@ -1,4 +1,4 @@
-"""The training step as TPUs would run it, compiled without one: its memory, its matmuls and what it sends."""
+"""The training step of TPUs, compiled without a TPU: its memory, its matmuls and its communication."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def compiled(arguments: str, topology: str, slices: int) -> tuple[config.Config,
 
 
 def test_a_published_model_on_three_slices():
-  """MaxText on the same compiler: 2,075 MB of temporaries, 448 MB of arguments, 16.0 GB accessed."""
+  """MaxText with the same compiler: 2,075 MB of temporaries, 448 MB of arguments, 16.0 GB accessed."""
   cfg, found = compiled("model_name=qwen3-0.6b max_target_length=2048", "v5e-16", 3)
   assert found.memory.arguments < 460e6
   assert found.memory.temporaries < 2075e6 / 3
@@ -37,13 +37,13 @@ def test_a_published_model_on_three_slices():
 
 @pytest.mark.parametrize("axes", ["ici_tensor_parallelism=2", "ici_context_parallelism=4"])
 def test_no_mesh_computes_twice_or_sends_whole_tables(axes):
-  """Each chip executes its share of the matmuls, and sends no more of a table at once than its fsdp shard."""
+  """Each chip executes its share of the matmuls, and sends at most its fsdp shard of a table at once."""
   sizes = (
     "base_emb_dim=256 base_num_decoder_layers=2 base_num_query_heads=8 base_num_kv_heads=4 base_mlp_dim=512 "
     "head_dim=128 vocab_size=32768 max_target_length=512"
   )
   cfg, found = compiled(f"{sizes} {axes}", "v5e-8", 1)
-  # Remat executes the layers, a sixth of this, once more; and of so short a sequence attention has but one block.
+  # Remat executes the layers, a sixth of the total, once more. In a short sequence, attention computes its only block.
   assert found.costs.flops < 1.3 * found.model_flops
   table = 4 * cfg.model.vocab_size * cfg.model.emb_dim / found.mesh["fsdp"]
   assert max(c.bytes for c in found.collectives) <= table

@@ -1,8 +1,8 @@
-"""Shows that losing a slice loses nothing: `python -m trainer.tools.elastic_demo [CONFIG.yml] [key=value ...]`.
+"""`python -m trainer.tools.elastic_demo [CONFIG.yml] [key=value ...]`: shows that losing a slice loses nothing.
 
-Three runs of configs/elastic_demo.yml: one that goes on with the slices it has left and takes the lost one back, one
-that waits for the replacement on a fixed mesh, and one without faults. Prints how far their losses agree, and draws
-the first and the last in one picture. Exits with 1 when they do not agree.
+Runs configs/elastic_demo.yml three times. One run continues with the remaining slices and grows again when the lost
+slice returns. One run keeps a fixed mesh and waits for the replacement. One run has no faults. Prints how well their
+losses agree, and draws the first and the last run in one picture. Exits with 1 if the losses do not agree.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import time
 from trainer.config import ConfigError, load
 from trainer.report import page
 
-TOLERANCE = 1e-5  # relative: sums over slices are taken in another order when there are fewer (float32)
+TOLERANCE = 1e-5  # relative; with fewer slices, float32 sums are computed in another order
 _CONFIG = "configs/elastic_demo.yml"
-_STORIES = {
-  "degrade": ("a slice dies and returns; training goes on with those that live", ()),
+_SCENARIOS = {
+  "degrade": ("a slice dies and returns; training continues on the remaining slices", ()),
   "fixed_mesh": (
-    "a slice dies; its replacement is waited for",
+    "a slice dies; training waits for its replacement",
     ("elastic_min_slice_count=-1", "fault_injection=slice_down@30:2", "enable_report=false"),
   ),
-  "undisturbed": ("nothing happens", ("elastic_min_slice_count=-1", "fault_injection=", "enable_report=false")),
+  "undisturbed": ("no faults", ("elastic_min_slice_count=-1", "fault_injection=", "enable_report=false")),
 }
 _BAD_INPUT = 2
 
@@ -40,9 +40,9 @@ def main(argv: list[str] | None = None) -> int:
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return _BAD_INPUT
-  # A folder of its own each time: runs of one name would resume, and have nothing left to do.
+  # A new folder each time, because runs in an existing folder would resume and find nothing to do.
   directory = f"{config.run_directory}/{time.strftime('%Y%m%d-%H%M%S')}"
-  for name, (story, changes) in _STORIES.items():
+  for name, (story, changes) in _SCENARIOS.items():
     own = [*changes, f"base_output_directory={directory}", f"run_name={name}"]
     keys = [argument.partition("=")[0] for argument in own]
     others = [argument for argument in arguments if argument.partition("=")[0] not in keys]

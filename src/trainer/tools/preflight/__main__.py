@@ -1,11 +1,15 @@
-"""`python -m trainer.tools.preflight CONFIG.yml key=value ...`: what the run will need and cost, without running it.
+"""`python -m trainer.tools.preflight CONFIG.yml key=value ...`: prints what a run needs and costs, without running it.
 
-With compile_topology=v5e-16 compile_topology_num_slices=3 the exact training step is compiled for TPUs that are not
-there; without it, for the devices of this machine. preflight.search=true also looks for the fastest remat policy and
-batch size that fit. The step of one slice less is compiled quickly, with little optimization, unless it fits only as
-it runs; preflight.degraded=full always compiles it as it runs, preflight.degraded=none leaves it out.
-Exit code 0: it fits; 1: it does not; 2: the input is wrong or the compiler is not installed; 3: the compiler refused
-the step for another reason than memory.
+With compile_topology=v5e-16 compile_topology_num_slices=3, preflight compiles the exact training step for TPUs that
+this machine does not have. Without these keys it compiles for the devices of this machine. preflight.search=true also
+searches for the fastest remat policy and batch size that fit.
+
+Preflight also compiles the step with one slice lost. It does so quickly, with little optimization, and compiles that
+step with full optimization only if the quick program does not fit. preflight.degraded=full always compiles it with full
+optimization; preflight.degraded=none skips it.
+
+Exit codes: 0: the step fits. 1: it does not fit. 2: the input is wrong, or the compiler is not installed. 3: the
+compiler refused the step for a reason other than memory.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from trainer.config import ConfigError, load
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Returns the exit code; the findings go to stdout as soon as they are known."""
+  """Prints the findings to stdout as soon as they are known, and returns the exit code."""
   started = time.monotonic()
   arguments = sys.argv[1:] if argv is None else argv
   if not arguments or {"--help", "-h"} & set(arguments):
@@ -25,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if arguments else 2
   try:
     config = load(arguments, check_paths=False)
-    from trainer.tools.preflight import run  # jax is imported here, when the arguments are known to be good
+    from trainer.tools.preflight import run  # imports jax, so only after the arguments are checked
 
     return run.run(config, started)
   except (ConfigError, ValueError) as error:

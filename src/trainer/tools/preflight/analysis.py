@@ -1,4 +1,4 @@
-"""Compiles the training step of one set of slices and reads everything that the compiler can tell about it."""
+"""Compiles the training step for one set of slices and reads memory, costs and communication from the result."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from trainer.tools.preflight.costs import Costs
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-  """Bytes on one device, as the compiler plans them."""
+  """Bytes on one device, as planned by the compiler."""
 
   arguments: int  # state and batch
   temporaries: int
-  outputs: int  # those that do not reuse an argument's buffer
-  aliased: int  # results that take the place of donated arguments
-  code: int  # the program, and on several TPU slices the buffers of what they exchange
+  outputs: int  # results that do not reuse the buffer of an argument
+  aliased: int  # results that reuse the buffer of a donated argument
+  code: int  # the program; with several TPU slices also the buffers of what they exchange
   host: int  # pinned host memory
 
   @property
@@ -43,7 +43,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-  """What is known of the step on `slices` of `num_slices_total` slices; everything per device."""
+  """What is known about the step on `slices` of `num_slices_total` slices. All numbers are per device."""
 
   slices: int
   num_slices_total: int
@@ -54,25 +54,25 @@ class Analysis:
   attention: str
   micro_batches: int
   memory: Memory
-  xla_flops: float  # the compiler's own counts: a loop's body once
+  xla_flops: float  # the compiler's own counts, which count the body of a loop once
   xla_bytes: float
   costs: Costs
-  unknown_loops: tuple[str, ...]  # sources of loops that are counted once, as nothing shows how often they turn
+  unknown_loops: tuple[str, ...]  # sources of loops with an unknown number of turns; they are counted once
   collectives: tuple[Collective, ...]
   model_flops: float  # per device and step, from the model's formula
   tokens: int  # of the global batch
   trace_seconds: float
   compile_seconds: float
-  optimized: bool  # False: compiled quickly; the program that runs has other memory, and less traffic with it
+  optimized: bool  # False: compiled quickly. The program that runs uses memory differently and has less traffic
 
   def exchanged(self) -> list[Collective]:
-    """Collectives that leave the slice."""
+    """Returns the collectives that cross slices."""
     return [c for c in self.collectives if c.crosses_slices]
 
 
 @dataclasses.dataclass(frozen=True)
 class DoesNotFit:
-  """The compiler refused: the program needs more memory than a device has."""
+  """The compiler refused the program: it needs more memory than a device has."""
 
   slices: int
   reason: str
@@ -80,7 +80,7 @@ class DoesNotFit:
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-  """The compiler refused for a reason other than memory."""
+  """The compiler refused the program for a reason other than memory."""
 
   slices: int
   reason: str
@@ -88,31 +88,32 @@ class Refused:
 
 Finding = Analysis | DoesNotFit | Refused
 
-# XLA's effort O0, by the number that all versions of jax know it by.
+# XLA's optimization level O0, by the number that all versions of jax accept.
 LITTLE_OPTIMIZATION = MappingProxyType({"optimization_level": 9})
 
 
 def fits(found: Finding, chip: chips.Chip) -> TypeGuard[Analysis]:
-  """Whether the compiler took the step, and in no more than a device's memory."""
+  """Returns whether the step compiled and needs at most the memory of a device."""
   return isinstance(found, Analysis) and found.memory.fits(chip)
 
 
 def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int) -> Finding:
-  """The analysis of the step for the living `slices`.
+  """Returns the analysis of the step for `slices`, the slices that are alive.
 
-  With preflight_degraded=quick the step of fewer slices than all is, for TPUs, compiled with little optimization first,
-  in a quarter of the time, and as it runs only if that does not fit. Optimized it keeps less, and to overlap more it
-  takes only what there is room for.
+  With preflight_degraded=quick and fewer slices than `num_slices_total`, compile for TPUs with little optimization
+  first. This takes a quarter of the time. If that program does not fit, compile with full optimization. A fully
+  optimized program keeps fewer values, and uses more memory for overlap only if there is room, so it fits whenever the
+  quick program fits.
 
   Raises:
     ValueError: sizes do not fit the devices.
-    RuntimeError: the compiler's output cannot be read.
+    RuntimeError: the output of the compiler cannot be read.
   """
   start = time.monotonic()
   prog = program.build(config, slices, num_slices_total)
   try:
     lowered = prog.lower()
-  except NotImplementedError as error:  # what a Pallas kernel has and the TPU's compiler lacks
+  except NotImplementedError as error:  # the TPU compiler lacks an operation of a Pallas kernel
     return Refused(len(slices), _first_line(error))
   trace_seconds = time.monotonic() - start
   quick = len(slices) < num_slices_total and config.preflight.preflight_degraded is DegradedStep.QUICK
@@ -132,16 +133,16 @@ def _compiled(
   options = prog.compiler_options if optimized else {**(prog.compiler_options or {}), **LITTLE_OPTIMIZATION}
   try:
     compiled = lowered.compile(compiler_options=options)
-  # XLA raises a JaxRuntimeError, the compiler of kernels a class that JAX does not export.
+  # XLA raises JaxRuntimeError; the compiler of Pallas kernels raises a class that JAX does not export.
   except Exception as error:  # noqa: BLE001
     if "RESOURCE_EXHAUSTED" not in str(error):
       return Refused(alive, _first_line(error))
     return DoesNotFit(alive, out_of_memory(str(error)))
   seconds = time.monotonic() - start
   try:
-    return read(config, prog, compiled, num_slices_total, trace_seconds, seconds, optimized)
-  except ValueError as error:  # would pass for a wrong configuration, which ends with another exit code
-    raise RuntimeError("preflight cannot read what this version of the compiler wrote") from error
+    return read_compiled(config, prog, compiled, num_slices_total, trace_seconds, seconds, optimized)
+  except ValueError as error:  # else it would look like a configuration error, which has another exit code
+    raise RuntimeError("preflight cannot read the output of this version of the compiler") from error
 
 
 def _first_line(error: Exception) -> str:
@@ -149,16 +150,16 @@ def _first_line(error: Exception) -> str:
 
 
 def out_of_memory(message: str) -> str:
-  """The sentence of the compiler's message that has the numbers."""
-  told = (
+  """Returns the sentence with the numbers from the compiler's out-of-memory message, else its first line."""
+  patterns = (
     r"total memory required for .* exceeds available \w+ \([^)]*\)",
     r"Used [^.]*\.\w+ of [^.]*\.\w+ \w+\.[^.]*\.\w+",
   )
-  found = next(filter(None, (re.search(pattern, message) for pattern in told)), None)
+  found = next(filter(None, (re.search(pattern, message) for pattern in patterns)), None)
   return found.group(0) if found else message.splitlines()[0]
 
 
-def read(
+def read_compiled(
   config: Config,
   prog: Program,
   compiled: Any,
@@ -167,7 +168,7 @@ def read(
   compile_seconds: float,
   optimized: bool,
 ) -> Analysis:
-  """What the compiled step of `prog` says."""
+  """Returns the analysis of `compiled`, the compiled step of `prog`."""
   module = hlo.parse(compiled.as_text())
   stats = compiled.memory_analysis()
   counted = compiled.cost_analysis() or {}
@@ -205,7 +206,7 @@ def read(
 
 
 def slice_of(prog: Program) -> list[int]:
-  """The slice of each partition of the compiled program: positions in the mesh, whose axes have slices outermost."""
+  """Returns the slice of each partition of the program. Partitions follow the mesh, in which slices are outermost."""
   known = [getattr(device, "slice_index", None) for device in prog.mesh.devices.flat]
   if all(index is not None for index in known) and len(set(known)) > 1:
     return [int(index) for index in known if index is not None]
@@ -215,12 +216,12 @@ def slice_of(prog: Program) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-  """Seconds that one step takes at least, by what it has to do and what a device can do at best."""
+  """The least seconds of one step for each resource: the work divided by the peak rate of the device."""
 
   compute: float
-  memory: float | None  # None: not known of what is not optimized
+  memory: float | None  # None: unknown, because the program is not optimized
   ici: float
-  dcn: float | None  # None: the bandwidth is not known
+  dcn: float | None  # None: the bandwidth is unknown
   host: float
 
   @property
@@ -229,7 +230,7 @@ class Roofline:
 
   @property
   def seconds(self) -> float:
-    """With perfect overlap: the longest of the parts."""
+    """The longest of the parts: the step time with perfect overlap."""
     return max(self._parts().values())
 
   def _parts(self) -> dict[str, float]:
@@ -238,15 +239,15 @@ class Roofline:
     }  # fmt: skip
 
 
-# Bytes/s of the data centre's network for one chip: v5e 6.4 Tbit/s and v6e 25.6 Tbit/s per pod of 256 chips, v5p
-# 50 Gbit/s per chip (docs.cloud.google.com/tpu/docs, pages of the versions). The others' pages do not say.
+# Bytes/s per chip over the data center network (DCN): v5e 6.4 Tbit/s and v6e 25.6 Tbit/s per pod of 256 chips, v5p
+# 50 Gbit/s per chip (docs.cloud.google.com/tpu/docs, the page of each version). Other versions publish no number.
 DCN_BANDWIDTH = {"v5e": 25e9 / 8, "v6e": 100e9 / 8, "v5p": 50e9 / 8}
-# Bytes/s between a device and its host: what PCIe 3 x16 reaches. Only offloading uses it.
+# Bytes/s between a device and its host, as PCIe 3 x16 reaches. Used only for offloaded activations.
 HOST_BANDWIDTH = 12e9
 
 
 def roofline(analysis: Analysis, chip: chips.Chip) -> Roofline:
-  """The bounds of one step on `chip`. Its links' two directions work at once, so each carries half of the figure."""
+  """Returns the bounds of one step on `chip`. Links send and receive at once, so sending gets half the bandwidth."""
   inside = sum(c.sent for c in analysis.collectives if not c.crosses_slices)
   across = sum(c.sent for c in analysis.exchanged())
   bandwidth = DCN_BANDWIDTH.get(chip.name)

@@ -1,4 +1,4 @@
-"""The communication of a compiled program: which collectives, how many bytes, and whether they leave the slice."""
+"""The communication of a compiled program: the collectives, their bytes, and whether they cross slices."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """One collective instruction, per device and execution of the program."""
+  """One collective instruction, per device and per execution of the program."""
 
   kind: str
-  bytes: int  # of one call, per device: the larger of what goes in and what comes out
-  group: int  # devices that take part together
+  bytes: int  # of one call, per device: the larger of input and output
+  group: int  # number of devices that communicate with each other
   crosses_slices: bool
-  times: float  # calls, loops multiplied
+  times: float  # number of calls, with loops multiplied
   source: str
 
   @property
   def sent(self) -> float:
-    """Bytes that a device sends in all calls with the best algorithm: ring for gathers, pairwise for all-to-all."""
+    """Bytes that a device sends in all calls, with a ring algorithm (pairwise exchange for all-to-all)."""
     share = (self.group - 1) / self.group if self.group > 1 else 0.0
     factor = {"all-reduce": 2 * share, "collective-permute": 1.0}.get(self.kind, share)
     return factor * self.bytes * self.times
 
 
 def find(module: Module, slice_of: Sequence[int]) -> list[Collective]:
-  """All collectives; `slice_of[i]` is the slice of the device at position i of the mesh (the program's partition i).
+  """Returns all collectives. `slice_of[i]` is the slice of partition i, the device at position i of the mesh.
 
-  The TPU compiler takes what crosses slices apart into transfers over the host (megascale): each is found by its
-  `send`. What remains as a collective is inside a slice there, and its groups count the devices of one slice.
+  The TPU compiler turns communication across slices into transfers over the host (megascale), each with a `send`. In
+  such a program, the remaining collectives stay inside a slice, and their groups number the devices of one slice.
   """
   if any(_is_megascale(i) for computation in module.computations.values() for i in computation.instructions):
     slice_of = [0] * (len(slice_of) // len(set(slice_of)))
@@ -51,11 +51,11 @@ def find(module: Module, slice_of: Sequence[int]) -> list[Collective]:
         found.append((instruction, _collective(computation, instruction, kind, times, slice_of)))
       elif _is_megascale(instruction):
         found.append((instruction, _megascale(instruction, times)))
-  return _once(found)
+  return _without_repetitions(found)
 
 
-def _once(found: list[tuple[Instruction, Collective]]) -> list[Collective]:
-  """An asynchronous collective is written in each of the fusions that it runs beside, with one channel: keep one."""
+def _without_repetitions(found: list[tuple[Instruction, Collective]]) -> list[Collective]:
+  """Returns the collectives without repetitions: an asynchronous one appears in every fusion that it overlaps with."""
   channels: set[str] = set()
   kept = []
   for instruction, collective in found:
@@ -87,7 +87,7 @@ def _is_megascale(instruction: Instruction) -> bool:
 
 
 def _megascale(send: Instruction, times: float) -> Collective:
-  """A transfer between slices. Its target lists the slices and the devices of each, as in `{1,2,3}x{0:15}`."""
+  """Returns a transfer between slices. Its target lists slices and the devices of each, as in `{1,2,3}x{0:15}`."""
   kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', send.rest)
   target = re.search(r'_xla_megascale_target="\{([^}]*)\}', send.rest)
   slices = len(target.group(1).split(",")) if target else 2
@@ -101,10 +101,9 @@ def _rendezvous(send: Instruction) -> str:
 
 
 def _groups(instruction: Instruction, devices: int) -> list[list[int]]:
-  """Positions of the devices that talk to each other; empty groups mean all devices.
+  """Returns the positions of the devices that communicate with each other. Empty groups mean all devices.
 
-  Raises:
-    ValueError: the groups are in none of the notations of XLA that are known here.
+  Raises ValueError if the groups use an unknown notation.
   """
   pairs = instruction.attribute("source_target_pairs")
   if pairs is not None:
@@ -120,7 +119,7 @@ def _groups(instruction: Instruction, devices: int) -> list[list[int]]:
     return _iota(iota.group(2)).reshape(_numbers(iota.group(1))[0], -1).tolist()
   if mesh := re.match(r"mesh\[([^\]]*)\](?:, ?device_ids=\((\S+)\))? ?\{([^}]*)\}", text):
     return _mesh_groups(*mesh.groups())
-  raise ValueError(f"replica groups in an unknown notation of XLA: {text[:120]}")
+  raise ValueError(f"replica groups use an unknown notation: {text[:120]}")
 
 
 def _numbers(text: str) -> list[int]:
@@ -128,16 +127,16 @@ def _numbers(text: str) -> list[int]:
 
 
 def _iota(text: str) -> np.ndarray:
-  """Devices in the order of `[2,4]T(1,0)`: count, reshape, transpose."""
+  """Returns device ids in the notation `[2,4]T(1,0)`: count, reshape, transpose."""
   shape, *order = (_numbers(part) for part in re.findall(r"[\d,]+", text))
   ids = np.arange(np.prod(shape)).reshape(shape)
   return ids.transpose(order[0]) if order else ids
 
 
 def _mesh_groups(axes: str, devices: str | None, reduced: str) -> list[list[int]]:
-  """Groups along some axes of a mesh: `mesh['a'=2,'b'=4] {'b':(2)2}`.
+  """Returns groups along some axes of a mesh, as in `mesh['a'=2,'b'=4] {'b':(2)2}`.
 
-  An axis may be used in part: `'b':(2)2` is a factor of 2 of it, the axes before that factor having size 2 together.
+  A group may use part of an axis: `'b':(2)2` is a factor of size 2 of axis b, after a factor of size 2.
   """
   sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", axes)}
   shape: list[int] = []

@@ -1,6 +1,6 @@
-"""What one execution of a compiled program costs a device: matmul FLOPs, memory traffic, estimated cycles.
+"""The costs of one execution of a compiled program: matmul FLOPs, memory traffic, estimated cycles.
 
-All numbers multiply loops by their turns (see hlo.py) and are per device, per execution.
+All numbers are per device and per execution, and multiply the body of a loop by its number of turns (see hlo.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from trainer.tools.preflight import custom_calls
 from trainer.tools.preflight.hlo import DEVICE, HOST, Array, Computation, Instruction, Module, matmul_dtype, numbers
 
-# They hand on a buffer or run another computation whose instructions count by themselves.
+# These instructions pass a buffer on, or run another computation whose instructions are counted separately.
 _FREE = frozenset(
   "parameter constant tuple get-tuple-element bitcast while conditional call after-all partition-id replica-id iota "
   "opt-barrier optimization-barrier async-start async-update async-done add-dependency domain "
@@ -30,24 +30,24 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-  # Of matmuls and kernels, by the HLO type of their operands ("": it is not known) and their precision.
+  # FLOPs of matmuls and kernels, by the HLO type of their operands ("": unknown) and their precision.
   flops_by_type: Mapping[tuple[str, str], float]
   device_bytes: float  # read and written in the device's main memory (HBM); on-chip memory is not counted
   host_bytes: float  # moved between the device and pinned host memory
-  cycles: float  # the TPU compiler's own estimates of its fusions; kernels and communication are not in them
-  silent_kernels: int  # kernels whose FLOPs nothing tells, times run
+  cycles: float  # the TPU compiler's estimates for its fusions, without kernels and communication
+  unpriced_kernel_runs: int  # runs of kernels with unknown FLOPs
 
   @property
   def flops(self) -> float:
-    """Of matmuls, convolutions and kernels whose FLOPs are known."""
+    """FLOPs of matmuls, convolutions and kernels, as far as they are known."""
     return sum(self.flops_by_type.values())
 
 
 def count(module: Module, precision: str = "default") -> Costs:
-  """The costs of one execution of `module`. precision: that of kernels, whose own text does not show it."""
+  """Returns the costs of one execution of `module`. `precision` applies to kernels, whose text does not show it."""
   flops: dict[tuple[str, str], float] = collections.defaultdict(float)
   device = host = cycles = 0.0
-  silent = 0
+  unpriced = 0
   for computation in module.computations.values():
     times = module.runs[computation.name]
     if not times:
@@ -60,7 +60,7 @@ def count(module: Module, precision: str = "default") -> Costs:
       elif custom_calls.is_kernel(instruction):
         priced = custom_calls.flops(computation, instruction)
         if priced is None:
-          silent += int(times)
+          unpriced += int(times)
         else:
           flops[priced[0], precision] += times * priced[1]
   for computation, instruction, times in module.executed():
@@ -69,7 +69,7 @@ def count(module: Module, precision: str = "default") -> Costs:
     traffic = _traffic(module, computation, instruction)
     device += times * traffic[DEVICE]
     host += times * traffic[HOST]
-  return Costs(dict(flops), device, host, cycles, silent)
+  return Costs(dict(flops), device, host, cycles, unpriced)
 
 
 def _shape(computation: Computation, name: str) -> Array:
@@ -77,22 +77,25 @@ def _shape(computation: Computation, name: str) -> Array:
 
 
 def _kind(computation: Computation, matmul: Instruction) -> tuple[str, str]:
-  """The type of the operands, and their precision: "default", "high", "highest"."""
+  """Returns the type of the operands and their precision ("default", "high" or "highest")."""
   left, right = (_shape(computation, name) for name in matmul.operands[:2])
   stated = re.findall(r"\w+", matmul.attribute("operand_precision") or "")
   return matmul_dtype(left, right), max(stated, key=_PRECISIONS.index, default="default")
 
 
 def _dot_flops(computation: Computation, dot: Instruction) -> float:
-  """2 x elements of the result x size of the contraction."""
+  """Returns 2 x elements of the result x size of the contraction."""
   left = _shape(computation, dot.operands[0])
   contracted = [left.dims[d] for d in numbers(dot.attribute("lhs_contracting_dims"))]
   return 2.0 * math.prod(dot.result[0].dims) * math.prod(contracted)
 
 
 def _convolution_flops(computation: Computation, conv: Instruction) -> float:
-  """2 x the multiply-adds that touch real input. The TPU compiler writes every matmul as a convolution, and batch dims
-  as dilated windows in which most positions hit padding: those cost nothing."""
+  """Returns 2 x the multiply-adds that read real input.
+
+  The TPU compiler writes every matmul as a convolution, and batch dims as dilated windows. Most positions of such a
+  window are padding, which costs nothing.
+  """
   labels = re.match(r"([\w?]+)_([\w?]+)->([\w?]+)", conv.attribute("dim_labels") or "")
   assert labels is not None, f"a convolution without dim_labels: {conv.name}"
   left, kernel, out = labels.groups()
@@ -108,7 +111,7 @@ def _convolution_flops(computation: Computation, conv: Instruction) -> float:
 
 
 def _window(text: str | None, axes: int) -> list[dict[str, int]]:
-  """Per spatial axis the keywords of `_valid_positions`, from `{size=8x1 pad=0_0x7_7 lhs_dilate=..}`."""
+  """Returns the keywords of `_valid_positions` for each spatial axis, from `{size=8x1 pad=0_0x7_7 lhs_dilate=..}`."""
   fields = dict(re.findall(r"(\w+)=([\w\-]+)", text or ""))
   found = []
   for axis in range(axes):
@@ -127,16 +130,19 @@ def _window(text: str | None, axes: int) -> list[dict[str, int]]:
 def _valid_positions(
   left: int, kernel: int, out: int, *, stride: int, pad: int, left_dilation: int, kernel_dilation: int
 ) -> int:
-  """Pairs (output position, kernel position) of one spatial axis that fall on an element of the input."""
-  at = np.arange(out)[:, None] * stride + np.arange(kernel)[None, :] * kernel_dilation - pad
-  return int(np.count_nonzero((at >= 0) & (at % left_dilation == 0) & (at < (left - 1) * left_dilation + 1)))
+  """Returns the number of pairs (output position, kernel position) of one spatial axis that read an input element."""
+  position = np.arange(out)[:, None] * stride + np.arange(kernel)[None, :] * kernel_dilation - pad
+  inside = (position >= 0) & (position < (left - 1) * left_dilation + 1)
+  return int(np.count_nonzero(inside & (position % left_dilation == 0)))
 
 
 def _traffic(module: Module, computation: Computation, instruction: Instruction) -> dict[int, float]:
-  """Bytes that one instruction reads and writes, by memory space; a buffer of which only a slice is touched counts as
-  the slice."""
+  """Returns the bytes that one instruction reads and writes, by memory space.
+
+  If an instruction uses only a slice of a buffer, only the slice counts.
+  """
   by_space = {DEVICE: 0.0, HOST: 0.0}
-  if instruction.opcode in _FREE or instruction.opcode.endswith("-done") or _names_memory(instruction):
+  if instruction.opcode in _FREE or instruction.opcode.endswith("-done") or _moves_nothing(instruction):
     return by_space
   operands = [computation.by_name.get(name) for name in instruction.operands]
   inner = module.computations[instruction.called[0]] if instruction.opcode == "fusion" else None
@@ -153,13 +159,13 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
   return by_space
 
 
-def _names_memory(instruction: Instruction) -> bool:
-  """The TPU compiler's ways to reserve a buffer and to see several beside each other as one; nothing moves."""
+def _moves_nothing(instruction: Instruction) -> bool:
+  """Returns whether a custom call of the TPU compiler only reserves a buffer or joins buffers, and moves no data."""
   return instruction.target in ("AllocateBuffer", "ConcatBitcast")
 
 
 def _written(instruction: Instruction) -> tuple[Array, ...]:
-  """The results that are new; an asynchronous start also lists its operands and its semaphore."""
+  """Returns the new results. The start of an asynchronous operation also lists its operands and its semaphore."""
   if instruction.opcode == "copy-start":
     return instruction.result[:1]
   if instruction.opcode in ("slice-start", "dynamic-slice-start", "dynamic-update-slice-start"):
@@ -170,7 +176,7 @@ def _written(instruction: Instruction) -> tuple[Array, ...]:
 
 
 def _read(instruction: Instruction, index: int, array: Array) -> float:
-  """Bytes that a single instruction reads of its operand `index`."""
+  """Returns the bytes that a single instruction reads from its operand `index`."""
   if instruction.opcode in _SLICES and index == 0:
     return sum(a.bytes for a in _written(instruction))
   if instruction.opcode in (*_UPDATES, "scatter") and index == 0:
@@ -179,7 +185,7 @@ def _read(instruction: Instruction, index: int, array: Array) -> float:
 
 
 def _read_by_fusion(module: Module, inner: Computation, index: int, whole: int) -> float:
-  """Bytes that a fusion's body reads of its parameter `index`: slices of it, nothing, or the whole."""
+  """Returns the bytes that the body of a fusion reads from its parameter `index`: slices, nothing, or the whole."""
   parameter = inner.parameters[index]
   read = 0.0
   for user in inner.users.get(parameter.name, []):
@@ -209,7 +215,7 @@ def _write(
   index: int,
   array: Array,
 ) -> float:
-  """Bytes written of result `index`."""
+  """Returns the bytes written to result `index`."""
   if inner is None:
     if instruction.opcode in _UPDATES:
       return _shape(computation, instruction.operands[1]).bytes

@@ -1,4 +1,4 @@
-"""The peaks of this machine's CPU, by experiment: no table has them, and simulated slices share them."""
+"""Measures the peak rates of this machine's CPU. No table lists them, and simulated slices share them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jax import Device
 
 from trainer.observe.chips import Chip
 
-MATMUL = 2048  # rows and columns: larger ones are no faster on any CPU
-COPIED = 1 << 28  # bytes: more than any cache holds
-TURNS = 5
-# Where a container reads its limit, under cgroup v2 and v1.
+MATMUL = 2048  # rows and columns; larger matmuls are not faster on a CPU
+COPIED = 1 << 28  # bytes; more than any cache holds
+REPEATS = 5
+# Files with the memory limit of a container, for cgroup v2 and v1.
 MEMORY_LIMITS = (
   pathlib.Path("/sys/fs/cgroup/memory.max"),
   pathlib.Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -24,14 +24,14 @@ MEMORY_LIMITS = (
 
 
 def measure(devices: Sequence[Device], dtype: str) -> Chip:
-  """One of the CPU `devices`, all of which share this machine: each has its part of what all cores do together.
+  """Returns the peak rates of one of the CPU `devices`. Each device gets an equal share of the whole machine.
 
-  Takes a second or two. peak_flops is that of matmuls of `dtype`; bandwidths count what is read and what is written,
-  since "links" between CPU devices are copies in memory.
+  Takes one or two seconds. peak_flops is measured with matmuls of `dtype`. Bandwidths count bytes read plus bytes
+  written. The "links" between CPU devices are copies in memory.
   """
   with jax.default_device(devices[0]):
     matmul = _seconds(jax.jit(lambda a: a @ a), jnp.zeros((MATMUL, MATMUL), dtype))
-    # In place: what the system needs for new pages is not the memory's share.
+    # In place (donated), so that the time does not include the allocation of new pages.
     copy = _seconds(jax.jit(lambda a: a + 1, donate_argnums=0), jnp.zeros(COPIED // 4, jnp.float32))
   share = 1 / len(devices)
   bandwidth = 2 * COPIED / copy * share
@@ -39,22 +39,22 @@ def measure(devices: Sequence[Device], dtype: str) -> Chip:
 
 
 def memory() -> int:
-  """Bytes that this process may use: what the machine has, or less where a container limits it."""
+  """Returns the bytes that this process may use: the memory of the machine, or the limit of the container."""
   found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
   for path in MEMORY_LIMITS:
     try:
       text = path.read_text().strip()
     except OSError:
       continue
-    if text.isdigit():  # else "max": no limit
+    if text.isdigit():  # "max" means no limit
       found.append(int(text))
   return min(found)
 
 
 def _seconds(function: Callable[[jax.Array], jax.Array], array: jax.Array) -> float:
-  """The least time of a call; each gets what the one before it made."""
+  """Returns the least seconds of a call. Each call receives the result of the call before."""
   times = []
-  for _ in range(1 + TURNS):  # the first one compiles
+  for _ in range(1 + REPEATS):  # the first call compiles
     start = time.perf_counter()
     array = function(array).block_until_ready()
     times.append(time.perf_counter() - start)

@@ -1,7 +1,7 @@
-"""FLOPs of custom calls, which XLA counts as none: Pallas kernels, and the libraries that compute for GPUs.
+"""FLOPs of custom calls, which XLA counts as zero: Pallas kernels, and GPU libraries.
 
-Attention is priced by the sizes it is given and the share of them that a causal mask leaves: of cuDNN's small tiles
-half, of splash's blocks those that are not empty, which are more than half of a short sequence.
+The FLOPs of attention follow from its sizes and from the share that a causal mask leaves. cuDNN has small tiles, so the
+share is half. The splash kernel computes every block that is not fully masked: more than half of a short sequence.
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ from trainer.kernels import attention_splash
 from trainer.tools.preflight.hlo import Array, Computation, Instruction, matmul_dtype, numbers
 
 _STATED = re.compile(r'"cost_estimate":\{[^{}]*"flops":"?(\d+)')
-# JAX names its splash kernels after their phase, and whether they know segments and keep residuals.
+# The name of a splash kernel contains its phase, and whether it has segments and saves residuals.
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
-# Matmuls of T x S x H per head: forward q k and p v; backward k q again and dO v in both kernels, then dq = ds k in
-# one and dv = p dO, dk = ds q in the other. The fused kernel makes all three from one pair.
+# Number of matmuls of T x S x H per head. Forward: q k and p v. Backward: both kernels compute k q again and dO v; then
+# one computes dq = ds k, the other dv = p dO and dk = ds q. The fused kernel computes all five once.
 _MATMULS = {"fwd": 2, "dq": 3, "dkv": 4, "fused": 5}
 
 
 def is_kernel(instruction: Instruction) -> bool:
-  """Whether it is a custom call that computes what the module's text does not show."""
+  """Returns whether the instruction is a custom call whose computation the text of the module does not show."""
   target = instruction.target
   return target in ("tpu_custom_call", "__gpu$xla.gpu.triton") or target.startswith(("__cublas$", "__cudnn$"))
 
 
 def flops(computation: Computation, kernel: Instruction) -> tuple[str, float] | None:
-  """(HLO type of the operands, FLOPs) of one run; the type is "" where the kernel itself states its FLOPs, and all is
-  None where neither it nor anything here does."""
+  """Returns (HLO type of the operands, FLOPs) of one run of `kernel`, or None if its FLOPs are unknown.
+
+  The type is "" if the kernel itself states its FLOPs.
+  """
   stated = _STATED.search(kernel.rest)
   if stated:
     return "", float(stated.group(1))
@@ -38,15 +40,15 @@ def flops(computation: Computation, kernel: Instruction) -> tuple[str, float] | 
     return _gemm(kernel, arrays)
   if target.startswith("__cudnn$fmha"):
     return _fmha(kernel, arrays)
-  # The compiler may rename an instruction; the operation's name ends with the kernel's.
+  # The compiler may rename an instruction. The name of its operation then still ends with the name of the kernel.
   named = _SPLASH.findall(kernel.name) or _SPLASH.findall(kernel.source)
   return _splash(kernel, arrays, named[-1]) if named else None
 
 
 def _splash(kernel: Instruction, arrays: list[Array], phase: str) -> tuple[str, float]:
-  """Its operands are integers that describe the mask, then q [.., N, T, H], k and v [.., K, S, H], and others."""
+  """Operands: integers that describe the mask, q [.., N, T, H], k and v [.., K, S, H], and others."""
   q, k = [a for a in arrays if a.dtype in ("bf16", "f16", "f32")][:2]
-  # The fused backward kernel also returns dq, a part of it for each block of keys.
+  # The fused backward kernel also returns dq, one part per block of keys.
   if phase == "dkv" and any(len(a.dims) == len(q.dims) + 1 and a.dims[-3:] == q.dims[-3:] for a in kernel.result):
     phase = "fused"
   (queries, head_dim), keys = q.dims[-2:], k.dims[-2]
@@ -57,15 +59,17 @@ def _splash(kernel: Instruction, arrays: list[Array], phase: str) -> tuple[str, 
 
 
 def _computed(queries: int, keys: int, rows: int, columns: int) -> float:
-  """The share of blocks that are not above the diagonal, for the last `queries` of a sequence of `keys`: where a
-  context axis deals out queries, the chip that has those is the one that the others wait for."""
+  """Returns the share of blocks that are not above the diagonal, for the last `queries` of a sequence of `keys`.
+
+  The last queries, because with a context axis the chip that holds them has the most work, and the others wait for it.
+  """
   first = keys - queries
   reached = sum(math.ceil((first + end) / columns) for end in range(rows, queries + 1, rows))
   return reached / (queries // rows * (keys // columns))
 
 
 def _fmha(kernel: Instruction, arrays: list[Array]) -> tuple[str, float] | None:
-  """cuDNN's attention; its configuration has the scores' shape [B, N, T, S]. Backward computes all in one kernel."""
+  """cuDNN attention. Its configuration has the shape of the scores, [B, N, T, S]. Backward is one fused kernel."""
   scores = re.search(r'"intermediate_tensor_shape":\{[^{}]*"dimensions":\[([^\]]*)\]', kernel.rest)
   if scores is None:
     return None
@@ -75,7 +79,7 @@ def _fmha(kernel: Instruction, arrays: list[Array]) -> tuple[str, float] | None:
 
 
 def _gemm(kernel: Instruction, arrays: list[Array]) -> tuple[str, float] | None:
-  """2 x elements of the result x size of the contraction."""
+  """Returns the type of a matmul, and 2 x elements of the result x size of the contraction."""
   contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', kernel.rest)
   if contracted is None:
     return None

@@ -1,7 +1,7 @@
-"""The optimised HLO text of a compiled program, read into computations and instructions, with how often each one runs.
+"""Parser of the optimised HLO text of a compiled program: its computations and instructions, and how often each runs.
 
-XLA's own cost analysis counts a loop's body once. A decoder scans its layers, so that count misses nearly all of them;
-here a body counts as often as its loop runs, which the compiler states or the loop's condition shows.
+XLA's own cost analysis counts the body of a loop once. A decoder scans its layers, so that count misses nearly all of
+them. Here a body counts as often as its loop runs: the compiler states this number, or it follows from the condition.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 _SHAPE = re.compile(r"([a-z][a-z0-9]*)\[([\d,]*)\](?:\{([^{}]*)\})?")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-# `}` alone, or with the name of the thread that runs the computation; in an attribute that has lines of its own, `}},`.
+# `}` alone, or with the name of the thread of the computation. `}},` belongs to an attribute with several lines.
 _END = re.compile(r"^\}(?:\s|, |$)")
 _CALLED = re.compile(r"\b(?:calls|body|condition|to_apply|branch_computations|true_computation|false_computation)=")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
-# Memory spaces as XLA numbers them in a layout's S(..); none is the device's main memory.
+# Memory spaces by the number in S(..) of a layout. A layout without S(..) is in the main memory of the device.
 DEVICE, HOST = 0, 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-  """One array of an instruction's result."""
+  """One array of the result of an instruction."""
 
   dtype: str
   dims: tuple[int, ...]
@@ -35,7 +35,7 @@ class Array:
 
   @property
   def bits(self) -> int:
-    """Size of one element."""
+    """Bits of one element."""
     if self.dtype in _BITS:
       return _BITS[self.dtype]
     digits = re.match(r"[a-z]+(\d+)", self.dtype)
@@ -43,29 +43,29 @@ class Array:
 
   @property
   def bytes(self) -> int:
-    """Size without the padding of its tiles."""
+    """Bytes of the array, without the padding of tiles."""
     return math.ceil(math.prod(self.dims) * self.bits / 8)
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-  """`name = result opcode(operands), rest`."""
+  """One line of the form `name = result opcode(operands), rest`."""
 
   name: str
   opcode: str
   result: tuple[Array, ...]  # the leaves of a tuple, in order
-  operands: tuple[str, ...]  # names; of a parameter its number, of a constant its value
+  operands: tuple[str, ...]  # names; for a parameter its number, for a constant its value
   rest: str  # everything after the operands, unparsed
   is_root: bool
 
   def attribute(self, name: str) -> str | None:
-    """The value of `name=value`, braces balanced; None where it is absent."""
+    """Returns the value of `name=value` with balanced brackets, or None if it is absent."""
     found = re.search(rf"(?:^|[ ,{{]){name}=", self.rest)
     return None if found is None else _balanced(self.rest, found.end())
 
   @property
   def called(self) -> tuple[str, ...]:
-    """Computations that this instruction runs."""
+    """Names of the computations that this instruction runs."""
     names: list[str] = []
     for found in _CALLED.finditer(self.rest):
       names += re.findall(r"[\w.\-]+", _balanced(self.rest, found.end()))
@@ -73,25 +73,25 @@ class Instruction:
 
   @property
   def source(self) -> str:
-    """The name that JAX gave to the operation: its path of transformations and named scopes."""
+    """The name that JAX gave to the operation: a path of transformations and named scopes."""
     found = re.search(r'op_name="([^"]*)"', self.rest)
     return found.group(1) if found else ""
 
   @property
   def target(self) -> str:
-    """What a custom call calls; empty for other instructions."""
+    """The target of a custom call; empty for other instructions."""
     if self.opcode != "custom-call":
       return ""
     return (self.attribute("custom_call_target") or "").strip('"')
 
 
 def numbers(text: str | None) -> list[int]:
-  """The whole numbers in an attribute, in order; none where it is absent."""
+  """Returns the whole numbers in an attribute, in order; [] if the attribute is absent."""
   return [int(number) for number in re.findall(r"\d+", text or "")]
 
 
 def matmul_dtype(left: Array, right: Array) -> str:
-  """The type of a matmul: that of the wider operand is the one that the unit multiplies."""
+  """Returns the type of a matmul, which is the wider type of its operands."""
   return max(left, right, key=lambda array: array.bits).dtype
 
 
@@ -106,7 +106,7 @@ class Computation:
 
   @functools.cached_property
   def users(self) -> dict[str, list[Instruction]]:
-    """Instructions that read each instruction's result."""
+    """Name of an instruction -> the instructions that read its result."""
     users: dict[str, list[Instruction]] = {}
     for instruction in self.instructions:
       for operand in dict.fromkeys(instruction.operands):
@@ -119,7 +119,7 @@ class Computation:
 
   @functools.cached_property
   def parameters(self) -> tuple[Instruction, ...]:
-    """In the order of their numbers."""
+    """The parameters in the order of their numbers."""
     found = [i for i in self.instructions if i.opcode == "parameter"]
     return tuple(sorted(found, key=lambda i: int(i.operands[0])))
 
@@ -131,9 +131,9 @@ class Module:
 
   @functools.cached_property
   def runs(self) -> dict[str, float]:
-    """How often each computation runs in one execution of the program, loops multiplied.
+    """How often each computation runs in one execution of the program, with loops multiplied.
 
-    A loop without a known number of turns counts once (see `unknown_loops`); of a conditional's branches each counts.
+    A loop with an unknown number of turns counts once (see `unknown_loops`). Every branch of a conditional counts.
     """
     counts = dict.fromkeys(self.computations, 0.0)
     counts[self.entry] = 1.0
@@ -146,7 +146,7 @@ class Module:
 
   @functools.cached_property
   def fused(self) -> frozenset[str]:
-    """Computations that are parts of one instruction: fusions' bodies and the functions of reductions and sorts."""
+    """Computations that are part of one instruction: bodies of fusions, functions of reductions and sorts."""
     inner = (
       called
       for computation in self.computations.values()
@@ -164,19 +164,19 @@ class Module:
     return frozenset(found)
 
   def executed(self) -> Iterator[tuple[Computation, Instruction, float]]:
-    """(computation, instruction, times run) of everything that the device starts by itself, fusions as one."""
+    """Yields (computation, instruction, number of runs) of all that the device starts separately. A fusion is one."""
     for name, computation in self.computations.items():
       if name not in self.fused and self.runs[name]:
         for instruction in computation.instructions:
           yield computation, instruction, self.runs[name]
 
   def unknown_loops(self) -> list[str]:
-    """Sources of the loops whose number of turns nothing shows: they count as one."""
+    """Returns the sources of loops whose number of turns is unknown. They count as one turn."""
     loops = ((c, i) for c, i, _ in self.executed() if i.opcode == "while")
     return [loop.source or loop.name for caller, loop in loops if self.trip_count(caller, loop) is None]
 
   def trip_count(self, caller: Computation, loop: Instruction) -> int | None:
-    """Turns of a while loop of `caller`; None where they are not known, and for anything that is no loop."""
+    """Returns the number of turns of a while loop in `caller`, or None if it is unknown or not a loop."""
     if loop.opcode != "while":
       return None
     stated = _TRIPS.search(loop.rest)
@@ -190,18 +190,18 @@ class Module:
     limit = self._number(condition.by_name.get(test.operands[1]), caller, loop)
     if counter is None or limit is None or body.root.opcode != "tuple":
       return None
-    # A loop that JAX or the compiler makes counts from 0 in ones; what differs is stepped through here.
+    # JAX and the compiler usually count from 0 in steps of 1. Other starts and steps are read from the text.
     start = self._number(self._initial(counter, caller, loop), caller, loop)
     step = self._step(body, body.by_name.get(body.root.operands[counter]))
     return None if step is None else max(0, math.ceil((limit - (start or 0)) / step))
 
   def _initial(self, index: int, caller: Computation, loop: Instruction) -> Instruction | None:
-    """What element `index` of a loop's state is before the first turn."""
+    """Returns element `index` of the state of a loop before the first turn."""
     state = caller.by_name.get(loop.operands[0])
     return caller.by_name.get(state.operands[index]) if state is not None and state.opcode == "tuple" else None
 
   def _number(self, value: Instruction | None, caller: Computation, loop: Instruction) -> int | None:
-    """An integer constant, also one that `loop` carries along."""
+    """Returns the integer of a constant `value`, also if `loop` carries the constant in its state."""
     value = _source(value, caller)
     if value is not None and value.opcode == "get-tuple-element":
       value = self._initial(int(value.attribute("index") or 0), caller, loop)
@@ -210,7 +210,7 @@ class Module:
     return int(value.operands[0]) if re.fullmatch(r"-?\d+", value.operands[0]) else None
 
   def _step(self, body: Computation, value: Instruction | None) -> int | None:
-    """By how much one turn raises the loop's counter, whose next value is `value`."""
+    """Returns the increment of the loop counter per turn; `value` is the next value of the counter."""
     value = _source(value, body)
     if value is None:
       return None
@@ -224,7 +224,7 @@ class Module:
   def _callers_first(self) -> list[str]:
     order: list[str] = []
     seen: set[str] = set()
-    # Depth first without recursion: a module can nest deeper than Python's stack.
+    # Depth first without recursion, because a module can nest deeper than the stack of Python.
     stack = [(self.entry, False)]
     while stack:
       name, done = stack.pop()
@@ -238,7 +238,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-  """The module of `compiled.as_text()`."""
+  """Returns the module from `text`, the result of `compiled.as_text()`."""
   computations: dict[str, Computation] = {}
   entry, name = "", ""
   body: list[Instruction] = []
@@ -253,12 +253,12 @@ def parse(text: str) -> Module:
     elif _INSTRUCTION.match(line):
       body.append(_instruction(line))
   if not entry:
-    raise ValueError("This is no HLO module: it has no ENTRY computation.")
+    raise ValueError("This is not an HLO module: it has no ENTRY computation.")
   return Module(computations, entry)
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-  """Lines with those that go on an instruction joined to it: the attributes of a Pallas kernel have line breaks."""
+  """Yields lines, with continuation lines joined: the attributes of a Pallas kernel contain line breaks."""
   pending = ""
   for line in text.splitlines():
     if pending and line and not (_INSTRUCTION.match(line) or _END.match(line)):
@@ -296,21 +296,21 @@ def _name(value: str | None) -> str:
 
 
 def _source(value: Instruction | None, computation: Computation) -> Instruction | None:
-  """What `value`, an instruction of `computation`, is a copy of."""
+  """Returns the instruction of `computation` that `value` is a copy of, or `value` itself."""
   while value is not None and value.opcode in ("copy", "bitcast"):
     value = computation.by_name.get(value.operands[0])
   return value
 
 
 def _element(value: Instruction | None) -> int | None:
-  """The index of a tuple's element, through copies not looked."""
+  """Returns the index if `value` is an element of a tuple (not a copy of one), else None."""
   if value is None or value.opcode != "get-tuple-element":
     return None
   return int(value.attribute("index") or 0)
 
 
 def arrays(text: str) -> tuple[Array, ...]:
-  """The arrays of a shape such as `(f32[2,3]{1,0:T(8,128)S(1)}, u32[])`."""
+  """Returns the arrays of a shape such as `(f32[2,3]{1,0:T(8,128)S(1)}, u32[])`."""
   found = []
   for dtype, dims, layout in _SHAPE.findall(text):
     space = re.search(r"S\((\d+)\)", layout)
@@ -319,13 +319,13 @@ def arrays(text: str) -> tuple[Array, ...]:
 
 
 def _operands(text: str) -> tuple[str, ...]:
-  """Names of the operands; a parameter's single operand is its number."""
+  """Returns the names of the operands. The only operand of a parameter is its number."""
   names = re.findall(r"%([\w.\-]+)", text)
   return tuple(names) if names or not text.strip() else tuple(re.findall(r"[\w.\-]+", text))
 
 
 def _balanced(text: str, start: int) -> str:
-  """The value that begins at `start`: a bracketed group with all it encloses, or a word."""
+  """Returns the value that begins at `start`: a bracketed group, or a word."""
   closing = {"(": ")", "{": "}", "[": "]"}
   if text[start] not in closing:
     word = re.match(r'"[^"]*"|[^\s,(){}]+', text[start:])

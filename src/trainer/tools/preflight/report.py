@@ -1,4 +1,4 @@
-"""Preflight's findings as lines of text."""
+"""The findings of preflight as lines of text."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from trainer.tools.preflight.analysis import Analysis, DoesNotFit, roofline
 from trainer.tools.preflight.collectives import Collective
 
 QUICK = (
-  "Compiled quickly, with little optimization, to see that it fits: what runs is optimized, and takes more memory only "
-  "where there is room (preflight.degraded=full compiles just that)"
+  "Compiled quickly, with little optimization, to check that it fits. The program that runs is fully optimized, and "
+  "uses more memory only if there is room. Set preflight.degraded=full to compile exactly that program"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class StateSizes:
-  """Bytes of one copy of the training state, and what follows from them."""
+  """Sizes of one copy of the training state, and of checkpoints and ramdisks that hold it."""
 
   parameters: int
   parameter_bytes: int
-  state_bytes: int  # parameters, optimizer, counters: a persistent checkpoint, and a snapshot's replica per slice
+  state_bytes: int  # parameters, optimizer state and counters: a persistent checkpoint, or one copy of a snapshot
   hosts_per_slice: int
-  ramdisk_by_rule: int | None  # None, both: no slice holds the whole state
+  ramdisk_by_rule: int | None  # both are None if no slice holds the whole state
   ramdisk_exact: int | None
 
 
 def size(count: float) -> str:
-  """ "1,037 MB", "12.3 GB": decimal units, three digits or more."""
+  """Returns text such as "1,037 MB" or "12.3 GB", in decimal units with three digits or more."""
   if count >= 1e10:
     return f"{count / 1e9:,.1f} GB"
   return f"{count / 1e6:,.0f} MB" if count >= 1e7 else f"{count / 1e6:,.2f} MB"
@@ -41,37 +41,37 @@ def milliseconds(seconds: float) -> str:
 
 
 def machine_line(chip: Chip) -> str:
-  """What was measured of this machine's CPU."""
+  """Returns the line with the measured peaks of this machine's CPU."""
   return (
     f"Measured per device of this machine: matmuls {chip.peak_flops / 1e9:,.1f} GFLOP/s, memory "
-    f"{chip.hbm_bandwidth / 1e9:,.1f} GB/s, of {size(chip.hbm_bytes)}"
+    f"{chip.hbm_bandwidth / 1e9:,.1f} GB/s, {size(chip.hbm_bytes)} in size"
   )
 
 
 def state_lines(sizes: StateSizes) -> list[str]:
-  """Parameters, checkpoints, snapshots, ramdisk."""
+  """Returns the lines on parameters, checkpoints, snapshots and ramdisks."""
   per_host = sizes.state_bytes / sizes.hosts_per_slice
   lines = [
     f"Parameters: {sizes.parameters:,} ({size(sizes.parameter_bytes)})",
-    f"Checkpoint: {size(sizes.state_bytes)} of arrays, the whole state once",
+    f"Checkpoint: {size(sizes.state_bytes)} of arrays, one copy of the whole state",
   ]
   if sizes.ramdisk_by_rule is None or sizes.ramdisk_exact is None:
     return [*lines, "Snapshot and ramdisk: none, because no slice holds the whole state (dcn_*_parallelism)"]
   return [
     *lines,
     f"Snapshot: {size(sizes.state_bytes)} of host memory per slice and copy, {size(per_host)} per host "
-    f"({counted(sizes.hosts_per_slice, 'host')} per slice), two copies while one is being made",
+    f"({counted(sizes.hosts_per_slice, 'host')} per slice), two copies while a new one is being written",
     f"Ramdisk per host: {size(sizes.ramdisk_by_rule)} by the rule (parameters x 12 bytes / hosts x 2 x 1.15)",
-    f"Ramdisk per host: {size(sizes.ramdisk_exact)} by exact count, two saves and no margin",
+    f"Ramdisk per host: {size(sizes.ramdisk_exact)} by exact count, for two saves without a margin",
   ]
 
 
 def degraded_lines(table: Sequence[PlanCost], total: int) -> list[str]:
-  """What a step costs while k of N slices live; an empty table says that all must."""
+  """Returns what a step costs with k of N slices alive. An empty table means that all slices are needed."""
   if total == 1:
-    return ["Slices: one; nothing to go on with when it is lost"]
+    return ["Slices: one; the run cannot continue if it is lost"]
   if not table:
-    return [f"Slices: all {total}, as dcn_*_parallelism say; the run cannot go on with fewer"]
+    return [f"Slices: dcn_*_parallelism needs all {total}; the run cannot continue with fewer"]
   lines = ["Slices alive | micro-batches per step | padding | speed, if only computation counts"]
   for row in reversed(table):
     columns = (
@@ -85,30 +85,29 @@ def degraded_lines(table: Sequence[PlanCost], total: int) -> list[str]:
 
 
 def analysis_lines(analysis: Analysis, chip: Chip | None) -> list[str]:
-  """Everything about one compiled step."""
+  """Returns all lines about one compiled step."""
   a = analysis
   mesh = ", ".join(f"{axis}={ways}" for axis, ways in a.mesh.items() if ways > 1) or "one device"
   total = counted(a.num_slices_total, "slice")
+  runs = a.costs.unpriced_kernel_runs
+  unpriced = f" (without {runs} runs of kernels with unknown FLOPs)" if runs else ""
   lines = [
     f"The step on {a.slices} of {total} x {a.devices_per_slice} {a.device_kind}: mesh {mesh}",
     f"  Attention: {a.attention}; {a.micro_batches} micro-batches per step; {a.tokens:,} tokens per step",
     f"  {memory_line(a, chip)}",
     *([] if a.optimized else [f"  {QUICK}"]),
-    f"  FLOPs per device and step: {a.model_flops:.3e} of the model, {a.costs.flops:.3e} executed"
-    + (
-      f" (without {a.costs.silent_kernels} runs of kernels whose FLOPs nothing tells)" if a.costs.silent_kernels else ""
-    ),
+    f"  FLOPs per device and step: {a.model_flops:.3e} of the model, {a.costs.flops:.3e} executed{unpriced}",
   ]
   if a.optimized:
     lines += [
       f"  Memory traffic per device and step: {size(a.costs.device_bytes)}"
       + (f", and {size(a.costs.host_bytes)} to and from the host" if a.costs.host_bytes else ""),
-      f"  The compiler's own counts, loops once: {a.xla_flops:.3e} FLOPs, {a.xla_bytes:.3e} bytes accessed",
+      f"  The compiler's own counts, each loop once: {a.xla_flops:.3e} FLOPs, {a.xla_bytes:.3e} bytes accessed",
     ]
     if a.costs.cycles:
       lines.append(f"  The compiler's estimate: {a.costs.cycles:.3e} cycles, without kernels and communication")
   for loop in a.unknown_loops:
-    lines.append(f"  Counted once in all of these, as nothing shows how often it turns: the loop {loop}")
+    lines.append(f"  Counted as one turn, because the number of turns is unknown: the loop {loop}")
   lines += [f"  {line}" for line in collective_lines(a.collectives)]
   if chip is not None:
     lines += [f"  {line}" for line in roofline_lines(a, chip)]
@@ -117,7 +116,7 @@ def analysis_lines(analysis: Analysis, chip: Chip | None) -> list[str]:
 
 
 def memory_line(a: Analysis, chip: Chip | None) -> str:
-  """HBM per device against what there is."""
+  """Returns the line on the HBM that a device needs and has."""
   m = a.memory
   parts = (
     f"HBM per device: arguments {size(m.arguments)} ({size(m.aliased)} reused for results) + temporaries "
@@ -135,7 +134,7 @@ def refusal_lines(refusal: DoesNotFit) -> list[str]:
 
 
 def collective_lines(collectives: Iterable[Collective]) -> list[str]:
-  """Communication by kind, and inside or across slices; loops are multiplied."""
+  """Returns the communication by kind, inside and across slices, with loops multiplied."""
   groups: dict[tuple[bool, str, int], list[Collective]] = {}
   for c in collectives:
     groups.setdefault((c.crosses_slices, c.kind, c.group), []).append(c)
@@ -152,13 +151,13 @@ def collective_lines(collectives: Iterable[Collective]) -> list[str]:
 
 
 def roofline_lines(a: Analysis, chip: Chip) -> list[str]:
-  """The least time that a step can take on this chip."""
+  """Returns the least time that a step can take on this chip."""
   r = roofline(a, chip)
-  known = lambda seconds: "not known" if seconds is None else milliseconds(seconds)
+  known = lambda seconds: "unknown" if seconds is None else milliseconds(seconds)
   mfu = a.model_flops / chip.peak_flops / r.seconds
   return [
     f"Roofline on {chip.name}: compute {milliseconds(r.compute)}, HBM {known(r.memory)}, "
     f"links {milliseconds(r.ici)}, DCN {known(r.dcn)}, host {milliseconds(r.host)}",
-    f"  at least {milliseconds(r.seconds)} per step, bound by {r.bound}; at best "
+    f"  at least {milliseconds(r.seconds)} per step, limited by {r.bound}; at most "
     f"{a.tokens / r.seconds / (a.slices * a.devices_per_slice):,.0f} tokens/s/device, MFU {mfu:.0%}",
   ]

@@ -1,4 +1,4 @@
-"""What `python -m trainer.tools.preflight` does with a valid configuration."""
+"""Runs preflight on a valid configuration: compiles the steps and prints the findings."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ Slices = Sequence[Sequence[Any]]
 
 
 def run(config: Config, started: float) -> int:
-  """Prints the findings; 0 where every step that it compiles fits, 1 where one does not, 3 where the compiler refuses
-  one for another reason."""
+  """Prints the findings and returns the exit code.
+
+  0: every compiled step fits. 1: one does not fit. 3: the compiler refused a step for a reason other than memory.
+  """
   slices_of, total, where = _devices(config)
-  # jax may be imported from here on: the environment says by now which platform it is for.
+  # These modules import jax, so import them only now that the environment names the platform.
   from trainer.elastic import batch_plan
   from trainer.observe import chips
   from trainer.tools.preflight import analysis, cpu_peaks, report, search
@@ -31,7 +33,7 @@ def run(config: Config, started: float) -> int:
   slices = slices_of(total)
   chip = chips.find(slices[0][0].device_kind)
   if slices[0][0].platform == "cpu":
-    # Before anything compiles beside it: it is a measurement.
+    # Measure before any compilation competes for the CPU.
     chip = cpu_peaks.measure([device for devices in slices for device in devices], config.model.dtype)
     print(report.machine_line(chip))
   whole = _whole(config, total)
@@ -39,7 +41,7 @@ def run(config: Config, started: float) -> int:
   degraded = config.preflight.preflight_degraded is not DegradedStep.NONE
   wanted = [total, total - 1] if total > 1 and fewer and degraded else [total]
   with concurrent.futures.ThreadPoolExecutor(len(wanted)) as pool:
-    # The compilations run beside each other: the compiler lets go of the interpreter.
+    # Compile in parallel: the compiler releases the lock of the interpreter.
     futures = [pool.submit(analysis.analyse, config, slices_of(alive), total) for alive in wanted]
     for line in report.state_lines(_sizes(config, slices, whole)):
       print(line)
@@ -63,19 +65,19 @@ def run(config: Config, started: float) -> int:
       print("\n".join(lines), flush=True)
   if config.preflight.preflight_search:
     print("\n".join(search.lines(config, [slices_of(alive) for alive in wanted], chip)))
-  print(f"Seconds for all of it: {time.monotonic() - started:.1f}")
+  print(f"Seconds in total: {time.monotonic() - started:.1f}")
   return max(codes)
 
 
 def _whole(config: Config, total: int) -> bool:
-  """Whether each of `total` slices holds the whole state. Raises ValueError where the keys fit no `total` slices."""
+  """Returns whether each of `total` slices holds the whole state. Raises ValueError if the keys do not fit `total`."""
   from trainer import mesh
 
   return set(mesh.axis_sizes(config.parallelism, "dcn", total)[1:]) == {1}
 
 
 def _devices(config: Config) -> tuple[Callable[[int], Slices], int, str]:
-  """(the devices of k slices, how many slices there are, a line that says which)."""
+  """Returns (function from k to the devices of k slices, number of slices, line that describes them)."""
   name, count = config.preflight.compile_topology, config.preflight.compile_topology_num_slices
   if not name:
     cluster = cluster_lib.start(config.cluster)
@@ -85,7 +87,7 @@ def _devices(config: Config) -> tuple[Callable[[int], Slices], int, str]:
   given = config.cluster.num_slices or count
   topology = topologies.resolve(name)
   topologies.prepare_environment()
-  # k slices are described as k: the compiler takes no program that leaves out a slice of its topology.
+  # Describe k slices as a topology of k: the compiler needs a program that uses all slices of its topology.
   slices_of = functools.cache(functools.partial(topologies.devices, topology))
   return (
     slices_of,
@@ -93,13 +95,13 @@ def _devices(config: Config) -> tuple[Callable[[int], Slices], int, str]:
     (
       f"For {counted(count, 'slice')} of {topology.jax_name}: {topology.chips} chips "
       f"({len(slices_of(count)[0])} devices) on {counted(topology.hosts, 'host')} each; no TPU is needed"
-      + (f"\ncompile_topology_num_slices={count} counts here, not num_slices={given}" if given != count else "")
+      + (f"\nUsing compile_topology_num_slices={count}, not num_slices={given}" if given != count else "")
     ),
   )
 
 
 def _sizes(config: Config, slices: Slices, whole: bool) -> Any:
-  """Sizes of the state and of its copies; whole: each slice holds all of it."""
+  """Returns the sizes of the state and its copies. `whole`: each slice holds the whole state."""
   from trainer import program
   from trainer.checkpoint import ramdisk_size
   from trainer.checkpoint.arrays import state_tree

@@ -1,4 +1,4 @@
-"""Tries remat policies and batch sizes on the compiler and ranks those that fit."""
+"""Compiles the step with different remat policies and batch sizes, and ranks the ones that fit."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from trainer.observe.chips import Chip
 from trainer.tools.preflight.analysis import Finding, Refused, analyse, fits, roofline
 from trainer.tools.preflight.report import milliseconds, size
 
-# From the most memory and least recomputation to the least memory. The first that fits is the fastest of those on the
-# device; the offloading ones trade memory for traffic to the host and are ranked beside it.
+# Ordered from most memory and least recomputation to least memory. Without offloading, the first policy that fits is
+# the fastest one. Policies with offloading replace memory by traffic to the host, and are ranked separately.
 POLICIES = (
   RematPolicy.NONE,
   RematPolicy.MINIMAL_WITH_CONTEXT,
@@ -25,38 +25,38 @@ POLICIES = (
 OFFLOADING = (RematPolicy.MINIMAL_OFFLOADED,)
 MAX_DOUBLINGS = 5
 
-Try = Callable[[RematPolicy, float], Finding]  # raises ValueError where a batch does not divide over the devices
+CompileStep = Callable[[RematPolicy, float], Finding]  # raises ValueError if a batch does not divide over the devices
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
   policy: RematPolicy
   per_device_batch_size: float
-  seconds: float  # of a step, by the roofline of what was compiled
+  seconds: float  # of a step, by the roofline of the compiled program
   tokens_per_second: float  # per device
   total_bytes: int
   host_bytes: int  # pinned
   bound: str
 
 
-def lines(config: Config, living: Sequence[Sequence[Sequence[Any]]], chip: Chip | None) -> list[str]:
-  """The ranking as text, the suggestion first; says on stdout what it tries, which takes a compilation each.
+def lines(config: Config, slice_sets: Sequence[Sequence[Sequence[Any]]], chip: Chip | None) -> list[str]:
+  """Returns the ranking as text, with the suggestion first. Prints each attempt, because each one is a compilation.
 
-  living: the sets of slices on which the step must fit; the first, of all slices, is what the ranking is for.
+  slice_sets: the sets of slices on which the step must fit. The ranking is for the first one, which has all slices.
   """
   if chip is None:
-    return ["Search: this device is not in the table of chips, so nothing can be ranked"]
-  whole = living[0]
-  refused: dict[str, str] = {}  # the first program of each reason
+    return ["Search: this device is not in the table of chips, so candidates cannot be ranked"]
+  all_slices = slice_sets[0]
+  refused: dict[str, str] = {}  # reason -> the first program that was refused for it
 
-  def attempt(policy: RematPolicy, batch: float) -> Finding:
+  def compile_step(policy: RematPolicy, batch: float) -> Finding:
     tried = with_keys(config, remat_policy=policy, per_device_batch_size=batch)
-    # Fewer slices take more micro-batches and more memory, so what does not fit shows there first.
-    for slices in reversed(living):
-      where = f" on {len(slices)} of {len(whole)} slices" if len(living) > 1 else ""
+    # Fewer slices need more micro-batches and more memory, so try the smallest set first.
+    for slices in reversed(slice_sets):
+      where = f" on {len(slices)} of {len(all_slices)} slices" if len(slice_sets) > 1 else ""
       name = f"remat_policy={policy} per_device_batch_size={batch:g}{where}"
       print(f"Search: compiling {name}", flush=True)
-      finding = analyse(tried, slices, len(whole))
+      finding = analyse(tried, slices, len(all_slices))
       if isinstance(finding, Refused):
         refused.setdefault(finding.reason, name)
       if not fits(finding, chip):
@@ -64,31 +64,34 @@ def lines(config: Config, living: Sequence[Sequence[Sequence[Any]]], chip: Chip 
     return finding
 
   given = config.model.remat_policy
-  others = OFFLOADING if whole[0][0].platform != "cpu" else ()
+  others = OFFLOADING if all_slices[0][0].platform != "cpu" else ()
   if given not in (*POLICIES, *others):
     others = (*others, given)
   found = sorted(
-    candidates(attempt, config.data.per_device_batch_size, chip, others), key=lambda c: -c.tokens_per_second
+    candidates(compile_step, config.data.per_device_batch_size, chip, others), key=lambda c: -c.tokens_per_second
   )
   text = _ranking(config, found) if found else [
-    "Search: nothing fits, not even remat_policy=full at the smallest per_device_batch_size that divides over the "
-    "devices. Use more devices, ici_tensor_parallelism or ici_context_parallelism."
+    "Search: nothing fits, not even remat_policy=full with the smallest per_device_batch_size that divides over the "
+    "devices. Use more devices, or raise ici_tensor_parallelism or ici_context_parallelism."
   ]  # fmt: skip
-  return text + [f"Search: the compiler refused {name}, not for its memory: {why}" for why, name in refused.items()]
+  for reason, name in refused.items():
+    text.append(f"Search: the compiler refused {name} for a reason other than memory: {reason}")
+  return text
 
 
 def _ranking(config: Config, found: Sequence[Candidate]) -> list[str]:
-  """The suggestion, and the table of all that fit."""
+  """Returns the suggestion and the table of all candidates that fit."""
   best = found[0]
   suggested = f"remat_policy={best.policy} per_device_batch_size={best.per_device_batch_size:g}"
-  text = [f"Search: {suggested} is the fastest of those tried that fit"]
+  text = [f"Search: {suggested} is the fastest candidate that fits"]
   fields = type(config.model).model_fields
   choices = [name for name in remat.NAMES if getattr(config.model, name) != fields[name].default]
   if choices and best.policy is not RematPolicy.CUSTOM:
-    text.append(f"  It goes without {', '.join(choices)}, which only remat_policy=custom reads.")
+    text.append(f"  Ignored, because they apply only to remat_policy=custom: {', '.join(choices)}")
   text += [
-    "  Ranked by tokens/s/device at the roofline of each compiled step: the longest of its matmul FLOPs, its traffic"
-    " with HBM, between chips, and with the host, each at the chip's peak. Another batch changes the global batch.",
+    "  Ranked by tokens/s/device at the roofline of each compiled step: the longest of matmul FLOPs, HBM traffic,"
+    " traffic between chips and traffic with the host, each at the peak of the chip. Another per_device_batch_size"
+    " changes the global batch.",
     "  remat_policy | per_device_batch_size | least step time | tokens/s/device | HBM | pinned host memory | bound by",
   ]
   for c in found:
@@ -99,33 +102,35 @@ def _ranking(config: Config, found: Sequence[Candidate]) -> list[str]:
   return text
 
 
-def candidates(attempt: Try, batch: float, chip: Chip, others: Sequence[RematPolicy] = ()) -> Iterator[Candidate]:
-  """What fits: for each batch size the first fitting policy of POLICIES, and those of `others`.
+def candidates(
+  compile_step: CompileStep, batch: float, chip: Chip, others: Sequence[RematPolicy] = ()
+) -> Iterator[Candidate]:
+  """Yields the candidates that fit: per batch size, the first policy of POLICIES that fits, and those of `others`.
 
-  The batch is doubled until nothing fits. It is halved until something does, and on while that makes it faster: a
-  smaller batch may afford a policy that recomputes less.
+  Doubles the batch until nothing fits. Then halves it until something fits, and goes on while smaller batches are
+  faster: a smaller batch may leave room for a policy that recomputes less.
   """
 
-  def of(batch: float, likely: RematPolicy | None = None) -> list[Candidate]:
-    fitting = _first_that_fits(attempt, batch, chip, likely)
+  def of_batch(batch: float, likely: RematPolicy | None = None) -> list[Candidate]:
+    fitting = _first_that_fits(compile_step, batch, chip, likely)
     if fitting is not None and fitting.policy is RematPolicy.NONE:
-      return [fitting]  # nothing is recomputed, so there is nothing to save
-    tried = [fitting, *(_candidate(attempt, policy, batch, chip) for policy in others)]
+      return [fitting]  # nothing is recomputed, so no other policy can be faster
+    tried = [fitting, *(_candidate(compile_step, policy, batch, chip) for policy in others)]
     return [candidate for candidate in tried if candidate is not None]
 
-  here = of(batch)
+  here = of_batch(batch)
   yield from here
   larger, doublings = here, 0
   while larger and doublings < MAX_DOUBLINGS:
     doublings += 1
-    larger = of(batch * 2**doublings, likely=larger[0].policy)
+    larger = of_batch(batch * 2**doublings, likely=larger[0].policy)
     yield from larger
   fastest = _fastest(here)
   while not here or here[0].policy is not RematPolicy.NONE:
     batch /= 2
     try:
-      here = of(batch)
-    except ValueError:  # it does not divide over the devices
+      here = of_batch(batch)
+    except ValueError:  # the batch does not divide over the devices
       return
     yield from here
     if fastest and _fastest(here) <= fastest:
@@ -137,15 +142,20 @@ def _fastest(found: Sequence[Candidate]) -> float:
   return max((c.tokens_per_second for c in found), default=0.0)
 
 
-def _first_that_fits(attempt: Try, batch: float, chip: Chip, likely: RematPolicy | None = None) -> Candidate | None:
-  """By bisection: a policy that keeps less needs less memory. `likely`: the first that fits a smaller batch."""
+def _first_that_fits(
+  compile_step: CompileStep, batch: float, chip: Chip, likely: RematPolicy | None = None
+) -> Candidate | None:
+  """Returns the first policy that fits, by bisection: a policy that saves less needs less memory.
+
+  likely: the first policy that fits a smaller batch.
+  """
   low, high = 0, len(POLICIES)
   middle = high // 2
   if likely in POLICIES:
     low = middle = POLICIES.index(likely)
   best = None
   while low < high:
-    candidate = _candidate(attempt, POLICIES[middle], batch, chip)
+    candidate = _candidate(compile_step, POLICIES[middle], batch, chip)
     if candidate is None:
       low = middle + 1
     else:
@@ -154,8 +164,8 @@ def _first_that_fits(attempt: Try, batch: float, chip: Chip, likely: RematPolicy
   return best
 
 
-def _candidate(attempt: Try, policy: RematPolicy, batch: float, chip: Chip) -> Candidate | None:
-  found = attempt(policy, batch)
+def _candidate(compile_step: CompileStep, policy: RematPolicy, batch: float, chip: Chip) -> Candidate | None:
+  found = compile_step(policy, batch)
   if not fits(found, chip):
     return None
   bounds = roofline(found, chip)
@@ -172,7 +182,7 @@ def _candidate(attempt: Try, policy: RematPolicy, batch: float, chip: Chip) -> C
 
 
 def with_keys(config: Config, **values: Any) -> Config:
-  """`config` with some keys changed, whatever their sections."""
+  """Returns `config` with some keys changed, in any section."""
   changed: dict[str, Any] = {}
   for section in Config.model_fields:
     own = getattr(config, section)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 def pytest_configure(config: pytest.Config) -> None:
   config.pluginmanager.register(Budgets(), "budgets")
+  # SIGTERM ends the tests as Ctrl-C does, so that fixtures can end the processes that they have started.
+  signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

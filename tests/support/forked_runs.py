@@ -7,6 +7,7 @@ status or null. JAX is imported before the fork and used only after it.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import runpy
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[2]
+PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent ends, however the parent ended
 
 
 class Server:
@@ -80,6 +82,8 @@ class Forked:
 
 def child(request: dict[str, Any]) -> NoReturn:
   """Becomes the command."""
+  if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
   os.setsid()
   log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
   null = os.open(os.devnull, os.O_RDONLY)

@@ -19,7 +19,7 @@ from trainer.checkpoint.snapshot import Snapshots
 from trainer.cluster import Cluster, View
 from trainer.config import cli, counts
 from trainer.config.schema import Config
-from trainer.data import Loader, make_loader
+from trainer.data import Loader, describe, make_loader
 from trainer.data.loader import Split
 from trainer.observe import environment, files, lock
 from trainer.observe import log as log_lib
@@ -220,6 +220,7 @@ def _announce(config: Config, session: Session, cluster: Cluster, full: Program)
   device = full.mesh.devices.flat[0]
   model, length = config.model, config.data.max_target_length
   parameters = counts.parameter_count(model)
+  data = session.loader.describe(config.run.steps)
   mesh = ", ".join(f"{axis}={size}" for axis, size in full.mesh.shape.items() if size > 1) or "one device"
   lines = [
     f"Run {config.run_directory}: {config.run.steps} steps of {session.global_batch_size} x {length} tokens",
@@ -229,10 +230,13 @@ def _announce(config: Config, session: Session, cluster: Cluster, full: Program)
     f"{device.device_kind} ({cluster.kind}), "
     f"mesh {mesh}, jax {jax.__version__}",
     f"Attention: {full.attention.name} ({full.attention.reason})",
+    describe.line(data),
     *_losses_to_beat(session, model.vocab_size),
   ]
   for line in lines:
     session.log.line(line)
+  if warning := describe.vocabulary_warning(data, model.vocab_size):
+    session.log.warning(warning)
   if config.run.log_config:
     _print_config(config, session.log)
   session.events.emit(
@@ -248,6 +252,7 @@ def _announce(config: Config, session: Session, cluster: Cluster, full: Program)
     parameters=parameters,
     flops_per_token=counts.flops_per_token(model, length),
     vocab_size=model.vocab_size,
+    data=data,
     unigram_entropy=session.loader.unigram_entropy(),
     unigram_eval_loss=session.loader.unigram_eval_loss(),
     config=config.flat(),

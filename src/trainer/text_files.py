@@ -1,4 +1,4 @@
-"""Which files a folder of text holds: what the configuration checks at the start is what the data is made of."""
+"""The text files of a folder: one rule for the configuration check and for the data."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 
 
 def below(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
-  """The text files below the folder `root`, empty ones too; hidden ones and folders named in `skip` are left out.
+  """Yields the text files below the folder `root`, also empty files. Skips hidden names and folders named in `skip`.
 
-  Links to folders are followed, as folders of data sets are often made of them, but each folder is looked at once
-  however many links lead to it, and under its own name where it lies below root itself. A link to nothing is no file.
-  Raises ValueError, naming the folder, where one cannot be listed.
+  Follows links to folders, because folders of datasets often contain links, but visits each folder once: under its own
+  name if it is below `root`, else under the first link to it. Skips broken links. Raises ValueError with the folder's
+  name if a folder cannot be listed.
   """
   seen: set[tuple[int, int]] = set()
   folders, links = deque([root]), deque[Path]()
@@ -25,7 +25,8 @@ def below(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
       status = folder.stat()
       names = sorted(os.listdir(folder))
     except OSError as error:
-      raise ValueError(f"{folder} cannot be listed ({error.strerror}): allow it, or take it away") from error
+      remedy = "Allow reading it, or remove the folder."
+      raise ValueError(f"{folder} cannot be listed ({error.strerror}). {remedy}") from error
     if (status.st_dev, status.st_ino) in seen:
       continue
     seen.add((status.st_dev, status.st_ino))

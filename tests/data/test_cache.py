@@ -54,7 +54,7 @@ def test_a_damaged_entry_is_made_again(tmp_path):
   (made(tmp_path) / "value").write_text("spoilt")
   lines = []
   assert (made(tmp_path, fault=fault, log=lines.append) / "value").read_text() == "made"
-  assert len(lines) == 1 and "damaged (the value is wrong): making it again" in lines[0]
+  assert len(lines) == 1 and "damaged (the value is wrong). Making it again." in lines[0]
   assert visible(tmp_path) == ["thing"]
 
 
@@ -67,9 +67,9 @@ def test_a_good_entry_needs_no_right_to_write(tmp_path, monkeypatch):
 
 def test_an_unusable_directory_is_refused(tmp_path):
   (tmp_path / "file").write_text("")
-  with pytest.raises(ValueError, match=r"dataset_cache_directory=.*file.* cannot be written: .*; give another folder"):
+  with pytest.raises(ValueError, match=r"dataset_cache_directory=.*file.* cannot be written: .*\. Give another folder"):
     made(tmp_path / "file")
-  with pytest.raises(ValueError, match="dataset_cache_directory=gs://bucket is not local"):
+  with pytest.raises(ValueError, match="dataset_cache_directory=gs://bucket is not a local path"):
     cache.entry("gs://bucket", "thing", build=lambda folder: None, fault=lambda folder: None, log=print)
 
 

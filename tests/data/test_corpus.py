@@ -52,8 +52,8 @@ def test_unusable_paths_are_refused(tmp_path):
   for path, message in {
     "nowhere": "dataset_path=.*nowhere does not exist",
     "image.png": r"ends in '\.png'.*one of",
-    "void": "void holds no text",
-    "hollow": "hollow holds no text",
+    "void": "void has no text",
+    "hollow": "hollow has no text",
   }.items():
     with pytest.raises(ValueError, match=message):
       corpus.find("dataset_path", str(tmp_path / path))
@@ -74,7 +74,7 @@ def test_links_are_followed_once_and_those_to_nothing_are_no_files(tmp_path):
 def test_a_link_that_leads_back_ends(tmp_path):
   (tmp_path / "a").symlink_to(".")
   (tmp_path / "b").symlink_to(".")
-  with pytest.raises(ValueError, match="holds no text"):
+  with pytest.raises(ValueError, match="has no text"):
     corpus.find("dataset_path", str(tmp_path))
 
 
@@ -235,7 +235,7 @@ def test_documents_of_json_lines(tmp_path):
 def test_a_bad_json_line_is_named(tmp_path, bad):
   good = b'{"text": "fine"}\n'
   write(tmp_path, {"a.jsonl": good * 40 + (bad if isinstance(bad, bytes) else bad.encode()) + b"\n" + good})
-  with pytest.raises(ValueError, match=r"a\.jsonl:41: .*every line must be like"):
+  with pytest.raises(ValueError, match=r"a\.jsonl:41: .*Every line must be like"):
     texts(corpus.find("", str(tmp_path)))
   # In a part of a file the number still counts from the beginning of the file.
   train, held_out = corpus.hold_out(corpus.find("", str(tmp_path)), 0.2)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trainer.config.schema import DataSection
-from trainer.data import Batch, DataError, Loader, make_loader
+from trainer.data import Batch, DataError, Loader, describe, make_loader
 from trainer.data.synthetic import SyntheticSource
 
 
@@ -136,3 +136,11 @@ trainer.data.make_loader(cfg, vocab_size=9, global_batch_size=2, split="train").
 print([name for name in ("jax", "tensorflow", "grain", "tokenizers", "array_record") if name in sys.modules])
 """
   assert python(code).communicate(timeout=60)[0].strip() == "[]"
+
+
+def test_synthetic_data_is_described_without_tokenizer_and_epochs():
+  described = loader().describe(10)
+  assert described["dataset"] == "random tokens" and described["run_tokens"] == 10 * 6 * 32
+  assert described["epochs"] is described["tokenizer"] is described["epoch_tokens"] is None
+  assert describe.line(described) == "Data: random tokens; the run reads 1,920 tokens"
+  assert describe.vocabulary_warning(described, 10**6) is None

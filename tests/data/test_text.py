@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from trainer.config.schema import DataSection
-from trainer.data import Batch, DataError, Loader, make_loader, store, windows
+from trainer.data import Batch, DataError, Loader, describe, make_loader, store, windows
 from trainer.data.tokenizer import ByteTokenizer, train_bpe
 
 LENGTH = 32
@@ -216,10 +216,10 @@ def test_unigram_numbers_equal_counting(root):
 def test_bpe_is_trained_once_and_used(root):
   lines = []
   loader = load(root, tokenizer_type="bpe", vocab_size=330, log=lines.append)
-  assert lines[0] == "training a BPE tokenizer of 330 ids"
+  assert lines[0] == "Training a BPE tokenizer of 330 ids"
   assert loader.tokenizer.name == "bpe" and 258 < loader.tokenizer.vocab_size <= 330
   longer = load(root, "eval", tokenizer_type="bpe", vocab_size=330, max_target_length=64, log=lines.append)
-  assert sum("training" in line for line in lines) == 1
+  assert sum("Training" in line for line in lines) == 1
   assert longer.tokenizer.fingerprint == loader.tokenizer.fingerprint
   whole = [text for texts in corpus_documents(root).values() for text in texts]
   for index in range(loader.num_examples):
@@ -237,7 +237,7 @@ def test_bpe_with_a_given_file(root, tmp_path):
   assert "word" in text or "line" in text
 
 
-def test_long_documents_are_tokenised_in_parts(root, monkeypatch):
+def test_long_documents_are_tokenized_in_parts(root, monkeypatch):
   whole = load(root)
   monkeypatch.setattr(store, "_PART", 50)
   monkeypatch.setattr(store, "_GROUP", 120)
@@ -292,7 +292,7 @@ def test_a_damaged_cache_is_made_again(root, damage):
       records.write_bytes(b"\x5a" * len(content))
   lines = []
   again = load(root, log=lines.append)
-  assert "is damaged (" in lines[0] and "making it again" in lines[0] and len(lines) == 3
+  assert "is damaged (" in lines[0] and "Making it again" in lines[0] and len(lines) == 3
   assert_equal(again.batch(0), expected)
   assert load(root, log=lines.append) and len(lines) == 3
 
@@ -345,19 +345,19 @@ def test_bad_input_is_refused(root, tmp_path):
   for keys, message in [
     (
       {"vocab_size": 257},
-      "vocab_size=257 is smaller than the byte tokenizer's 258 ids: set vocab_size to at least 258",
+      "vocab_size=257 is smaller than the byte tokenizer's 258 ids. Set vocab_size to at least 258",
     ),
     ({"vocab_size": 100, "tokenizer_type": "bpe"}, "vocab_size=100 is too small"),
     (
       {"batch": 10_000},
-      r"train text of .*corpus has at most \d+ tokens to learn, and 10000 examples of max_target_length=32 .*more text",
+      r"train text of .*corpus has at most \d+ tokens to learn, but 10000 examples of max_target_length=32.*more text",
     ),
     ({"max_target_length": 100_000}, "4 examples of max_target_length=100000"),
     ({"tokenizer_path": "x.json"}, "tokenizer_path=x.json needs tokenizer_type=bpe"),
     ({"tokenizer_path": "x.json", "tokenizer_type": "bpe"}, "tokenizer_path=x.json: .*No such file"),
     (
       {"split": "eval", "eval_fraction": 0.0},
-      r"the eval text of .*corpus has 0 tokens.*give eval_dataset_path, or eval_steps=0 .*\(eval_fraction=0\)",
+      r"The eval text of .*corpus has 0 tokens.*Set eval_dataset_path, or eval_steps=0 .*\(eval_fraction=0\)",
     ),
     ({"eval_fraction": 1.0}, "eval_fraction=1 leaves no text"),
     ({"eval_dataset_path": str(tmp_path / "none")}, "eval_dataset_path=.*none does not exist"),
@@ -383,6 +383,37 @@ def test_text_without_a_word_is_refused(tmp_path):
     load(tmp_path / "corpus", eval_fraction=0.0, max_target_length=2)
 
 
+def test_the_run_says_what_it_reads(root):
+  loader = load(root)
+  described = loader.describe(steps=3 * loader.num_examples)
+  assert json.loads(json.dumps(described)) == {
+    "dataset": str(root),
+    "tokenizer": "byte",
+    "tokenizer_vocab_size": 258,
+    "epoch_tokens": targets(loader),
+    "epoch_examples": loader.num_examples,
+    "run_tokens": 3 * loader.num_examples * BATCH * LENGTH,
+    "epochs": 3.0 * BATCH,
+  }
+  line = describe.line(described)
+  for part in (str(root), "byte tokenizer with 258 ids", f"{targets(loader):,} tokens for training", "12 epochs"):
+    assert part in line
+  reused = load(root, reuse_example_batch=1).describe(steps=100)
+  assert reused["epochs"] == BATCH / loader.num_examples
+  held_out = load(root, eval_dataset_path=str(root / "file03.txt"), split="eval")
+  assert held_out.describe(1)["dataset"].endswith("file03.txt")
+
+
+def test_a_vocabulary_far_above_the_tokenizer_is_a_warning(root):
+  """Qwen3's head with the byte tokenizer trained on 258 of 151,936 rows without a word."""
+  described = load(root, vocab_size=151_936).describe(steps=1)
+  warning = describe.vocabulary_warning(described, 151_936)
+  for part in ("vocab_size=151,936", "258 ids of the byte tokenizer", "99.8%", "tokenizer_path", "vocab_size=258"):
+    assert part in warning
+  assert describe.vocabulary_warning(described, 512) is None  # padding
+  assert describe.vocabulary_warning(described, 517) is not None
+
+
 def test_has_eval(root):
   assert load(root).has_eval and load(root, "eval").has_eval and not load(root, eval_fraction=0.0).has_eval
   assert load(root, eval_fraction=0.0, eval_dataset_path=str(root / "file03.txt")).has_eval
@@ -396,7 +427,7 @@ from trainer.data import text
 cfg = DataSection.model_validate_json(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
-folder, tokenizer = text.tokenised(cfg, text.find_parts(cfg), vocab_size=400, log=print)
+folder, tokenizer = text.tokenized(cfg, text.find_parts(cfg), vocab_size=400, log=print)
 print(tokenizer.fingerprint, (folder / "meta.json").read_text().replace("\\n", ""))
 """
 
@@ -411,7 +442,7 @@ def test_racing_processes_tokenise_once_and_agree(root, python):
   outputs = [racer.communicate(timeout=120)[0].splitlines() for racer in racers]
   assert [racer.returncode for racer in racers] == [0, 0, 0]
   assert len({lines[-1] for lines in outputs}) == 1
-  assert sum(line.startswith(("training", "tokenising")) for lines in outputs for line in lines) == 3
+  assert sum(line.startswith(("Training", "Tokenizing")) for lines in outputs for line in lines) == 3
   left = [path.name for path in (root.parent / "cache").iterdir() if not path.name.endswith(".lock")]
   assert len(left) == 2
 

@@ -1,4 +1,7 @@
-"""Examples, batches, tokenizers. Cheap to import (NumPy only): what reads text loads grain and the like when used."""
+"""Examples, batches and tokenizers.
+
+Imports only NumPy. Libraries that read text (grain, tokenizers, array_record) are imported when they are used.
+"""
 
 from trainer.data.batch import Batch, DataError, Example
 from trainer.data.loader import Loader, make_loader

@@ -1,4 +1,4 @@
-"""What a training example and a batch of them are, and the error of a batch that could not be made."""
+"""Types: a training example, a batch of examples, and the error raised when a batch cannot be made."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import numpy as np
 
 
 class Example(NamedTuple):
-  """One packed window of T tokens; the fields of `Batch` without the leading B."""
+  """One packed window of T tokens: the fields of `Batch` without the leading dim B."""
 
   tokens: np.ndarray  # [T] int32
   targets: np.ndarray  # [T] int32: the token that follows
   weights: np.ndarray  # [T] float32: 1 where the target counts in the loss, else 0
   positions: np.ndarray  # [T] int32: index inside the document's part of this window
-  segment_ids: np.ndarray  # [T] int32: 1.. for the documents of the window in order, 0 for padding
+  segment_ids: np.ndarray  # [T] int32: 1, 2, .. for the documents of the window in order, 0 for padding
 
 
 class Batch(NamedTuple):
   """B packed windows: inputs and targets of one step.
 
-  Tokens of different segments must not see each other; segment 0 is padding, with token, target, position and weight 0.
+  Attention must not cross segments. Segment 0 is padding; its tokens, targets, positions and weights are 0.
   """
 
   tokens: np.ndarray  # [B, T] int32
@@ -32,9 +32,9 @@ class Batch(NamedTuple):
 
 
 class DataError(RuntimeError):
-  """A batch could not be made in the middle of a run; the original exception is the __cause__.
+  """The batch of a step could not be made; the original exception is the __cause__.
 
-  Not a ValueError: the user's input was accepted earlier, and what failed now (a damaged file, a full disk) needs a
+  Not a ValueError: the user's input was accepted earlier, so this failure (a damaged file, a full disk) needs a
   traceback.
   """
 
@@ -45,11 +45,11 @@ class DataError(RuntimeError):
 
 
 def empty_example(length: int) -> Example:
-  """An example of `length` tokens that is all padding and weighs nothing."""
+  """An example of `length` tokens that is all padding, with weight 0."""
   zeros = np.zeros(length, np.int32)
   return Example(zeros, zeros, np.zeros(length, np.float32), zeros, zeros)
 
 
 def stack(examples: Sequence[Example]) -> Batch:
-  """The examples, at least one and all of one length, as the rows of a batch."""
+  """A batch with the examples as rows. `examples` has at least one, and all have the same length."""
   return Batch(*(np.stack(field) for field in zip(*examples)))

@@ -1,4 +1,4 @@
-"""Folders that are expensive to make, made once, whole or not at all, whoever else wants them at the same time."""
+"""A cache of folders that are expensive to make. Each is made once and atomically, also when processes race."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def entry(
 ) -> Path:
   """The folder {directory}/{name}, made by `build` if it is absent or damaged.
 
-  `build` fills an empty temporary folder, which is then renamed: a killed build leaves no entry, and one that fails
-  leaves nothing at all. `fault` tells what is wrong with a finished entry, or None. Processes that want the same entry
-  wait for the first one; a good entry needs no lock and no right to write. Raises ValueError when the directory cannot
-  be written.
+  `build` fills an empty temporary folder, which is then renamed: a killed build leaves no entry, and a failed build
+  leaves no files. `fault` returns what is wrong with a finished entry, or None. Processes that want the same entry
+  wait for the first process; a good entry needs neither a lock nor write permission. Raises ValueError when the
+  directory cannot be written.
   """
   if "://" in directory:
-    raise ValueError(f"dataset_cache_directory={directory} is not local: give a folder of this machine")
+    raise ValueError(f"dataset_cache_directory={directory} is not a local path. Set it to a folder of this machine.")
   root = Path(directory).expanduser()
   final = root / name
   if final.is_dir() and fault(final) is None:
@@ -33,14 +33,14 @@ def entry(
     root.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=root))
   except OSError as error:
-    raise ValueError(f"dataset_cache_directory={directory} cannot be written: {error}; give another folder") from error
+    raise ValueError(f"dataset_cache_directory={directory} cannot be written: {error}. Give another folder.") from error
   try:
     with _locked(root / f".{name}.lock"):
       if final.is_dir():
         reason = fault(final)
         if reason is None:
           return final
-        log(f"the cached {final} is damaged ({reason}): making it again")
+        log(f"The cached {final} is damaged ({reason}). Making it again.")
         final.rename(temporary / "damaged")
       whole = temporary / "whole"
       whole.mkdir()
@@ -48,12 +48,12 @@ def entry(
       try:
         whole.rename(final)
       except OSError:
-        # On a shared file system another host does not see the lock; who renames first has made the same entry.
+        # On a shared file system another host may not see the lock. If it renamed first, its entry is the same.
         if not final.is_dir():
           raise
   finally:
     shutil.rmtree(temporary, ignore_errors=True)
-    with suppress(OSError):  # not empty: of use
+    with suppress(OSError):  # not empty: in use
       for folder in fresh:
         folder.rmdir()
   return final
@@ -61,7 +61,7 @@ def entry(
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-  """Holds an exclusive lock on a file, which is there only meanwhile; the system frees it when the process dies."""
+  """Holds an exclusive lock on a file that exists only while locked. The lock ends with the process."""
   import fcntl
 
   while True:
@@ -74,13 +74,13 @@ def _locked(path: Path) -> Iterator[None]:
         finally:
           path.unlink(missing_ok=True)
         return
-      # Whoever held it has removed the file: somebody else may hold the lock on a new one.
+      # The previous holder removed the file, so another process may hold the lock on a new file.
     finally:
       os.close(descriptor)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-  """Whether the open file is the one that has this name now."""
+  """Whether the open file is still the file at `path`."""
   try:
     return os.path.samestat(os.fstat(descriptor), path.stat())
   except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Which text there is: local files in a fixed order, the held-out share of them, and the documents inside."""
+"""The text of a dataset: local files in a fixed order, the split into training and evaluation, and the documents."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _UNITS = 16
 
 @dataclass(frozen=True)
 class Piece:
-  """A file, or a part of it that begins and ends at line ends."""
+  """A file, or a part of a file that begins and ends at line ends."""
 
   name: str
-  """Path below the dataset's folder, with '/': what order and held-out share depend on, wherever the folder lies."""
+  """Path relative to the dataset's folder, with '/'. Order and split depend on it, not on where the folder is."""
   path: Path
   start: int
   stop: int  # in bytes; excluded
@@ -40,25 +40,25 @@ class Piece:
 
 
 def find(key: str, path: str) -> list[Piece]:
-  """The non-empty text files at `path` in the order of their names; empty path: the standard library's sources.
+  """The non-empty text files at `path`, sorted by name. Empty path: the Python standard library's sources.
 
-  `key` is the configuration key to name in errors. Hidden files and folders are left out. Raises ValueError when
-  there is no such path or nothing usable in it.
+  `key` is the configuration key for error messages. Skips hidden files and folders. Raises ValueError if the path does
+  not exist or contains no text.
   """
   if not path:
     return _standard_library(key)
   root = Path(path).expanduser()
   if root.is_file():
     if root.suffix not in SUFFIXES:
-      raise ValueError(f"{key}={path} ends in {root.suffix!r}: give a file that ends in one of {', '.join(SUFFIXES)}")
+      raise ValueError(f"{key}={path} ends in {root.suffix!r}. Give a file that ends in one of {', '.join(SUFFIXES)}.")
     files = [root]
   elif root.is_dir():
     files = list(text_files.below(root))
   else:
-    raise ValueError(f"{key}={path} does not exist: give a local file or folder of {', '.join(SUFFIXES)}")
+    raise ValueError(f"{key}={path} does not exist. Give a local file or folder of {', '.join(SUFFIXES)}.")
   pieces = _pieces(files, root if root.is_dir() else root.parent)
   if not pieces:
-    raise ValueError(f"{key}={path} holds no text: no file of {', '.join(SUFFIXES)} that is not empty")
+    raise ValueError(f"{key}={path} has no text. Give a folder with a non-empty file of {', '.join(SUFFIXES)}.")
   return pieces
 
 
@@ -87,9 +87,9 @@ def hold_out(pieces: Sequence[Piece], fraction: float) -> tuple[list[Piece], lis
 
 
 def documents(piece: Piece) -> Iterator[str]:
-  """The texts in a piece, in order, empty ones left out: the file's text, or each line's field "text" of a .jsonl.
+  """Yields the non-empty documents of a piece in order: its whole text, or the field "text" of each line of a .jsonl.
 
-  Raises ValueError, naming file and line, for what is not UTF-8 or not such a line, or cannot be read.
+  Raises ValueError with file and line if the text is not UTF-8, a line has no such field, or the file cannot be read.
   """
   if piece.path.suffix == ".jsonl":
     yield from _json_lines(piece)
@@ -101,13 +101,13 @@ def documents(piece: Piece) -> Iterator[str]:
     text = data.decode("utf-8")
   except UnicodeDecodeError as error:
     line = _line_number(piece.path, piece.start + error.start)
-    raise ValueError(f"{piece.path}:{line}: not UTF-8 ({error.reason}): convert the file or take it away") from error
+    raise ValueError(f"{piece.path}:{line}: not UTF-8 ({error.reason}). Convert or remove the file.") from error
   if text:
     yield text
 
 
 def digest(pieces: Sequence[Piece]) -> str:
-  """Identity of the pieces: names, places and contents (64 hex digits). Reads them all."""
+  """Identity of the pieces: 64 hex digits of their names, offsets and contents. Reads all of them."""
   total = hashlib.sha256()
   for piece in pieces:
     content = hashlib.sha256()
@@ -126,7 +126,7 @@ def _standard_library(key: str) -> list[Piece]:
   files = [file for file in text_files.below(root, _NOT_LIBRARY) if file.suffix == ".py" and _is_utf8(file)]
   pieces = _pieces(files, root)
   if not pieces:
-    raise ValueError(f"{key} is empty, and the interpreter has no library sources in {root}: give {key}")
+    raise ValueError(f"{key} is empty, and the interpreter has no library sources in {root}. Set {key}.")
   return pieces
 
 
@@ -141,16 +141,16 @@ def _pieces(files: Sequence[Path], root: Path) -> list[Piece]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-  """What the system refuses inside becomes a ValueError that names the file."""
+  """Turns an OSError inside the block into a ValueError with the path."""
   try:
     yield
   except OSError as error:
-    raise ValueError(f"{path} cannot be read ({error.strerror}): mend it, or take it away") from error
+    raise ValueError(f"{path} cannot be read ({error.strerror}). Fix or remove it.") from error
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-  """The file, open for reading; what the system refuses until it is closed becomes a ValueError that names it."""
+  """The file, open for reading. An OSError inside the block becomes a ValueError with the path."""
   with _naming(path), path.open("rb") as file:
     yield file
 
@@ -202,14 +202,14 @@ def _json_lines(piece: Piece) -> Iterator[str]:
         text = _text_of(line)
       except ValueError as error:
         number = _line_number(piece.path, place)
-        raise ValueError(f'{piece.path}:{number}: {error}; every line must be like {{"text": "..."}}') from error
+        raise ValueError(f'{piece.path}:{number}: {error}. Every line must be like {{"text": "..."}}.') from error
       place += len(line)
       if text:
         yield text
 
 
 def _text_of(line: bytes) -> str:
-  """The field "text" of a line of JSON; empty for a blank line. Raises ValueError when it has none."""
+  """The field "text" of a line of JSON; "" for a blank line. Raises ValueError if the line has no such field."""
   if not line.strip():
     return ""
   try:
@@ -222,7 +222,7 @@ def _text_of(line: bytes) -> str:
 
 
 def _line_number(path: Path, offset: int) -> int:
-  """The number, from 1, of the line that byte `offset` is in."""
+  """Number of the line (from 1) that contains byte `offset`."""
   count = 1
   with _opened(path) as file:
     while offset > 0 and (block := file.read(min(offset, 2**20))):

@@ -1,4 +1,4 @@
-"""From a configuration to batches by step: the only file here that knows all sources."""
+"""Batches by step from a configuration. The only file that knows all sources."""
 
 from __future__ import annotations
 
@@ -23,42 +23,43 @@ Split = Literal["train", "eval"]
 class Loader:
   """Batches as a pure function of (step, row): row r of step s is example s * global_batch_size + r of the source.
 
-  Thread safe. Holds no position: who reads which rows of which step, and in what order, changes nothing. Where the
-  batch size has changed in mid-run (`resume`), steps count on from the example that came next.
+  Thread safe and without a position: rows and steps can be read by any process in any order. If the batch size
+  changed during the run, `resume` makes the steps continue with the next example.
   """
 
   def __init__(self, source: Source, *, global_batch_size: int, length: int, seed: int, reuse_first: bool) -> None:
-    """`length` is T; `reuse_first` serves step 0's batch at every step."""
+    """`length` is T. With `reuse_first` every step gets the batch of step 0."""
     self._source = source
     self._global_batch_size = global_batch_size
+    self._length = length
     self._empty = empty_example(length)
     self._seed = seed
     self._reuse_first = reuse_first
-    self._offset = 0  # of a step's first example from step * global_batch_size
+    self._offset = 0  # of a step's first example, relative to step * global_batch_size
 
   @property
   def tokenizer(self) -> Tokenizer | None:
-    """What made the tokens; None for synthetic data."""
+    """The tokenizer that made the tokens; None for synthetic data."""
     return self._source.tokenizer
 
   @property
   def num_examples(self) -> int | None:
-    """Examples of one epoch; None: endless. Past it train data comes reshuffled, eval data is padding of weight 0."""
+    """Examples of one epoch; None: endless. After them, train data is reshuffled and eval data is padding."""
     return self._source.num_examples
 
   @property
   def has_eval(self) -> bool:
-    """Whether the same data have an evaluation split: whether make_loader(split="eval") can serve."""
+    """Whether the data have an evaluation split, so that make_loader(split="eval") works."""
     return self._source.has_eval
 
   def resume(self, step: int, next_example: int) -> None:
-    """Step `step` begins with example `next_example`. To be called before a thread reads."""
+    """Makes step `step` begin with example `next_example`. Call it before a thread reads."""
     self._offset = next_example - step * self._global_batch_size
 
   def batch(self, step: int, rows: np.ndarray | None = None) -> Batch:
-    """The rows of step `step`'s global batch in the order given, or all of them.
+    """The given rows of the global batch of `step`, or all rows.
 
-    `rows` holds indices [B] into the global batch; -1 asks for a row of padding of weight 0. Raises DataError when an
+    `rows` [B] are indices into the global batch; -1 gives a row of padding with weight 0. Raises DataError if an
     example cannot be read.
     """
     wanted = range(self._global_batch_size) if rows is None else [int(row) for row in rows]
@@ -70,36 +71,54 @@ class Loader:
       raise DataError(step, str(error)) from error
 
   def cursor(self, step: int) -> dict[str, Any]:
-    """The position before step `step`, for a checkpoint: JSON, the same on every host and for any number of them."""
+    """The position before `step` as JSON for a checkpoint. The same on all hosts, for any number of hosts."""
     next_example = step * self._global_batch_size + self._offset
     epoch = next_example // self.num_examples if self.num_examples else 0
     return {"next_example": next_example, "seed": self._seed, "epoch": epoch, "mixture": {}}
 
   def fingerprint(self) -> str:
-    """Identity of the examples and their order: data, tokenizer, packing, seed (64 hex digits)."""
+    """Identity of the examples and their order: 64 hex digits of data, tokenizer, packing and seed."""
     order = f"{self._source.fingerprint()} reuse={self._reuse_first}"
     return hashlib.sha256(order.encode()).hexdigest()
 
   def unigram_entropy(self) -> float | None:
-    """Entropy of the training targets' frequencies, nats per token: the training loss that counting can reach."""
+    """Training loss of a unigram model (each token's frequency), nats per token; None for synthetic data."""
     return self._source.unigram_entropy()
 
   def unigram_eval_loss(self) -> float | None:
-    """Loss of the training frequencies (add-one smoothed) on the evaluation targets; None without evaluation data."""
+    """Evaluation loss of the unigram model of the training text (add-one smoothed); None without evaluation text."""
     return self._source.unigram_eval_loss()
 
+  def describe(self, steps: int) -> dict[str, Any]:
+    """What `steps` steps read, as JSON; fields of synthetic data that do not apply are None.
+
+    dataset, tokenizer (its name), tokenizer_vocab_size, epoch_tokens and epoch_examples (of one epoch), run_tokens (of
+    all steps, padding included), epochs (how often the run reads the data).
+    """
+    source, tokenizer = self._source, self._source.tokenizer
+    examples = self._global_batch_size * (1 if self._reuse_first else steps)
+    return {
+      "dataset": source.name,
+      "tokenizer": tokenizer.name if tokenizer else None,
+      "tokenizer_vocab_size": tokenizer.vocab_size if tokenizer else None,
+      "epoch_tokens": source.num_targets,
+      "epoch_examples": source.num_examples,
+      "run_tokens": steps * self._global_batch_size * self._length,
+      "epochs": examples / source.num_examples if source.num_examples else None,
+    }
+
   def close(self) -> None:
-    """Let go of open files. Idempotent."""
+    """Closes open files. Idempotent."""
     self._source.close()
 
 
 def make_loader(
   cfg: DataSection, *, vocab_size: int, global_batch_size: int, split: Split, log: Callable[[str], None] = print
 ) -> Loader:
-  """The loader of a split. `vocab_size` is the model's V, which no token reaches.
+  """The loader of a split. All tokens are below `vocab_size`, the model's V.
 
-  Tokenises the corpus first if its tokens are not cached, and tells `log` so. Raises ValueError when the data cannot
-  serve: too little text, a tokenizer larger than V, no held-out text although `split` is eval.
+  Tokenizes the text first if its tokens are not cached; `log` gets a line about it. Raises ValueError if there is too
+  little text, the tokenizer has more than V ids, or `split` is eval and no text is held out.
   """
   assert global_batch_size >= 1, global_batch_size
   source: Source

@@ -1,4 +1,4 @@
-"""A background thread that prepares the items of the next steps while the current one runs."""
+"""A background thread that prepares the items of the next steps while the current step runs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ X = TypeVar("X")
 class Prefetcher(Generic[X]):
   """Iterates over (step, fn(step)) for step in range(first_step, last_step), up to `depth` items ahead.
 
-  One thread calls fn, in order, at most once per step; at most `depth` finished items wait besides the one being
-  used. depth=0: no thread, fn runs inside next(). An exception of fn comes out of next() at its step, after the
-  items before it, as DataError from the original (a DataError as it is), and again at every later next().
-  Close it, or use it as a context manager: the thread lives until then or until the last step is prepared.
+  One thread calls fn in order, at most once per step. At most `depth` finished items wait, in addition to the item in
+  use. depth=0: no thread, next() calls fn. If fn raises, next() raises DataError from that exception (or the DataError
+  itself) at that step, after the items before it, and at every later call. Close it, or use it as a context manager;
+  the thread ends then, or when the last step is prepared.
   """
 
   def __init__(self, fn: Callable[[int], X], first_step: int, last_step: int, depth: int) -> None:
@@ -50,7 +50,7 @@ class Prefetcher(Generic[X]):
       self.waited_seconds = time.perf_counter() - started
 
   def _take(self) -> tuple[int, X]:
-    """The next item from the thread."""
+    """The next item that the thread has prepared."""
     with self._changed:
       self._changed.wait_for(lambda: self._ready or self._error or self._closed or self._next not in self._steps)
       if self._closed or not (self._ready or self._error):
@@ -64,7 +64,7 @@ class Prefetcher(Generic[X]):
       return item
 
   def _make(self) -> tuple[int, X]:
-    """The next item, made here (depth=0)."""
+    """The next item, made by the caller's thread (depth=0)."""
     if self._error is None and (self._closed or self._next not in self._steps):
       raise StopIteration
     if self._error is None:
@@ -78,7 +78,7 @@ class Prefetcher(Generic[X]):
     raise self._error
 
   def _work(self) -> None:
-    """The thread: fn of each step in order, until closed, done or failed."""
+    """Body of the thread: prepares each step in order until closed, complete or failed."""
     for step in self._steps:
       with self._changed:
         self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
@@ -86,7 +86,7 @@ class Prefetcher(Generic[X]):
           return
       try:
         item = self._fn(step)
-      except BaseException as error:  # noqa: BLE001  (whatever ends the thread must wake the consumer)
+      except BaseException as error:  # noqa: BLE001  (any exception that ends the thread must wake the consumer)
         with self._changed:
           self._error = _as_data_error(step, error)
           self._changed.notify_all()
@@ -98,10 +98,10 @@ class Prefetcher(Generic[X]):
         self._changed.notify_all()
 
   def close(self, timeout_seconds: float = 10.0) -> bool:
-    """End the thread and drop what it prepared; a consumer that waits sees the end of the iteration.
+    """Returns whether the thread has ended. Drops prepared items; a consumer that waits gets StopIteration.
 
-    Idempotent, from any thread. Waits for a call of fn that is under way up to `timeout_seconds` and returns whether
-    the thread has ended; one that has not is a daemon and ends with that call.
+    Idempotent, from any thread. Waits up to `timeout_seconds` for a running call of fn. If the call takes longer, the
+    thread (a daemon) ends after it.
     """
     with self._changed:
       self._closed = True
@@ -122,7 +122,7 @@ class Prefetcher(Generic[X]):
 
 
 def _as_data_error(step: int, error: BaseException) -> DataError:
-  """`error` itself if it is a DataError, else a DataError of this step that has it as its cause."""
+  """`error` if it is a DataError, else a DataError of this step with `error` as the cause."""
   if isinstance(error, DataError):
     return error
   wrapped = DataError(step, f"preparing the batch failed: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""The protocol of everything that examples come from."""
+"""The protocol of a source of examples."""
 
 from __future__ import annotations
 
@@ -9,36 +9,42 @@ from trainer.data.tokenizer import Tokenizer
 
 
 class Source(Protocol):
-  """An order of examples. Example i is a pure function of the source's arguments and i: of no host count, no history.
+  """An ordered sequence of examples. Example i depends only on the source's arguments and i, not on hosts or history.
 
-  Whoever adds a source (a mixture, TFDS, another packing) needs only this; the loader and the trainer stay as they are.
+  A new source (a mixture, TFDS, another packing) implements this protocol; the loader and the trainer do not change.
   """
 
+  name: str
+  """Where the examples come from, for the log."""
+
   num_examples: int | None
-  """Examples of one epoch; None: endless, every example fresh."""
+  """Examples of one epoch. None: endless, and no example repeats."""
+
+  num_targets: int | None
+  """Tokens of one epoch that count in the loss. None: endless."""
 
   has_eval: bool
   """Whether the same data have an evaluation split."""
 
   tokenizer: Tokenizer | None
-  """What made the tokens; None when they are no text."""
+  """The tokenizer that made the tokens. None when they are not text."""
 
   def example(self, index: int) -> Example:
     """The example of global index `index` >= 0. Raises OSError, naming the file, when it cannot be read."""
     ...
 
   def fingerprint(self) -> str:
-    """Identity of the examples and of their order: equal exactly when `example` is the same function."""
+    """Identity of the examples and their order: equal if and only if `example` is the same function."""
     ...
 
   def unigram_entropy(self) -> float | None:
-    """Entropy of the targets' frequencies, nats per token; None when unknown."""
+    """Entropy of the frequencies of the training targets, nats per token. None when unknown."""
     ...
 
   def unigram_eval_loss(self) -> float | None:
-    """Loss on the evaluation targets of a model that knows only the training frequencies, nats per token."""
+    """Loss of the training frequencies on the evaluation targets, nats per token. None when unknown."""
     ...
 
   def close(self) -> None:
-    """Let go of open files. Idempotent."""
+    """Closes open files. Idempotent."""
     ...

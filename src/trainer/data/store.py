@@ -1,4 +1,4 @@
-"""A tokenised corpus on disk: for each split an ArrayRecord file of windows, and what is known about them."""
+"""A tokenised corpus on disk: an ArrayRecord file of windows for each split, and meta.json with their statistics."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import numpy as np
 from trainer.data import cache, corpus, windows
 from trainer.data.tokenizer import Tokenizer
 
-# Changing what is written, or how text becomes windows, needs another number.
+# Increase it when the files change, or the way in which text becomes windows.
 FORMAT = 1
 META = "meta.json"
-# Characters that are tokenised at a time; the library needs some 100 bytes of memory for each.
+# Characters that are tokenised at a time. The library needs about 100 bytes of memory for each.
 _GROUP = 2_000_000
 _PART = 250_000
 
@@ -33,11 +33,11 @@ def build(
   length: int,
   log: cache.Log,
 ) -> None:
-  """Fills the folder of a corpus: one file of windows for each split, and what is known about them."""
+  """Fills `folder` with one file of windows for each split, and meta.json."""
   dtype = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
   splits, counts = {}, {}
   for split, pieces in parts.items():
-    log(f"tokenising {sum(piece.size for piece in pieces) / 1e6:.1f} MB of text for {split} ({tokenizer.name})")
+    log(f"Tokenizing {sum(piece.size for piece in pieces) / 1e6:.1f} MB of text for {split} ({tokenizer.name})")
     counts[split] = np.zeros(tokenizer.vocab_size, np.int64)
     groups = _documents(pieces, tokenizer, counts[split])
     path = folder / file_name(split)
@@ -59,9 +59,9 @@ def build(
 def _documents(
   pieces: Sequence[corpus.Piece], tokenizer: Tokenizer, target_counts: np.ndarray
 ) -> Iterator[list[np.ndarray]]:
-  """All documents in groups: each is its ids between the tokenizer's bos (if it has one) and eos, int32.
+  """Yields all documents in groups. A document is int32 ids: bos (if the tokenizer has it), the text's ids, eos.
 
-  Adds to `target_counts` [vocab_size] how often each id is a target: all but the first of a document.
+  Adds to `target_counts` [vocab_size] how often each id is a target: each id of a document except the first.
   """
   head = [] if tokenizer.bos_id is None else [np.array([tokenizer.bos_id], np.int32)]
   tail = [np.array([tokenizer.eos_id], np.int32)]
@@ -78,7 +78,7 @@ def _documents(
 
 
 def _parts(pieces: Sequence[corpus.Piece]) -> Iterator[tuple[str, bool]]:
-  """The documents, long ones in parts that end after a line where they can: (text, whether it ends the document)."""
+  """Yields (text, whether it ends the document). Long documents are cut into parts, after a line end where possible."""
   for piece in pieces:
     for document in corpus.documents(piece):
       place = 0
@@ -90,7 +90,7 @@ def _parts(pieces: Sequence[corpus.Piece]) -> Iterator[tuple[str, bool]]:
 
 
 def _groups(parts: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
-  """The parts in lists of about _GROUP characters."""
+  """Yields the parts in lists of about _GROUP characters."""
   group, size = [], 0
   for part in parts:
     group.append(part)
@@ -102,7 +102,7 @@ def _groups(parts: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]
 
 
 def _cross_entropy(counts: np.ndarray, model_counts: np.ndarray) -> float | None:
-  """Mean of -log(share in model_counts) over the items counted in `counts`, nats; None when there are none."""
+  """Mean of -log(share in model_counts) over the items counted in `counts`, in nats. None without any items."""
   seen = counts > 0
   if not seen.any():
     return None
@@ -111,7 +111,7 @@ def _cross_entropy(counts: np.ndarray, model_counts: np.ndarray) -> float | None
 
 
 def _write(path: Path, records: Iterable[bytes]) -> int:
-  """Writes an ArrayRecord file, one record to a chunk for random access, and returns the number of records."""
+  """Returns the number of records, which it writes to an ArrayRecord file, one per chunk for random access."""
   writer = _array_record().ArrayRecordWriter(str(path), "group_size:1,uncompressed")
   count = 0
   for record in records:
@@ -125,7 +125,7 @@ def _write(path: Path, records: Iterable[bytes]) -> int:
 
 @contextlib.contextmanager
 def _as_os_error(path: Path) -> Iterator[None]:
-  """ArrayRecord raises a RuntimeError where a disk is full."""
+  """Turns the RuntimeError that ArrayRecord raises, for example when the disk is full, into an OSError."""
   try:
     yield
   except RuntimeError as error:
@@ -140,8 +140,8 @@ def _array_record() -> Any:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-  """Ctrl-C waits for the end of the block: raised while array_record's C++ loads, it ends the process with SIGABRT."""
-  if threading.current_thread() is not threading.main_thread():  # only that one is interrupted
+  """Delays Ctrl-C to the end of the block. While array_record's C++ library loads, it would abort the process."""
+  if threading.current_thread() is not threading.main_thread():  # signals interrupt only the main thread
     yield
     return
   pressed: list[int] = []
@@ -155,12 +155,12 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def open_reader(path: Path) -> Any:
-  """The ArrayRecord file for reading at random; what it reads raises RuntimeError when it is damaged or absent."""
+  """A random-access reader of an ArrayRecord file. It raises RuntimeError when the file is damaged or absent."""
   return _array_record().ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
 
 
 def fault(folder: Path) -> str | None:
-  """What is wrong with the folder of a corpus at first sight; a damaged record shows when it is read."""
+  """What is wrong with a corpus folder, or None. Checks sizes and counts; a damaged record is found when it is read."""
   try:
     meta = json.loads((folder / META).read_text())
     for split, known in meta["splits"].items():
@@ -175,5 +175,5 @@ def fault(folder: Path) -> str | None:
 
 
 def file_name(split: str) -> str:
-  """The file of a split inside the folder."""
+  """Name of the file of a split."""
   return f"{split}.array_record"

@@ -1,4 +1,4 @@
-"""Random tokens: every example fresh, made from its index alone, at no cost in files or imports."""
+"""Random tokens. Each example is computed from its index, without files or heavy imports."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ _MASK = 2**64 - 1
 class SyntheticSource:
   """Uniform random tokens in [0, vocab_size) from a counter-based generator keyed by (seed, index)."""
 
+  name = "random tokens"
   num_examples: int | None = None
+  num_targets: int | None = None
   has_eval = True
   tokenizer: Tokenizer | None = None
 
   def __init__(self, *, vocab_size: int, length: int, seed: int, stream: int) -> None:
-    """`length` is T; `stream` (0..) separates examples that must differ under one seed, such as train and eval."""
+    """`length` is T. Another `stream` (0, 1, ..) with the same seed gives other examples (train and eval)."""
     self._vocab_size = vocab_size
     self._length = length
     self._seed = seed
@@ -29,7 +31,7 @@ class SyntheticSource:
 
   def example(self, index: int) -> Example:
     """One document of T + 1 random tokens without padding."""
-    # The raw words of Philox are the same in every NumPy version, which Generator.integers does not promise.
+    # Philox words are the same in all NumPy versions; Generator.integers does not guarantee that.
     generator = np.random.Philox(key=np.array([self._seed & _MASK, index], np.uint64), counter=[0, 0, 0, self._stream])
     words = generator.random_raw(self._length + 1) >> np.uint64(32)
     tokens = (words * np.uint64(self._vocab_size) >> np.uint64(32)).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Examples of local text: tokenised once into an ArrayRecord file of windows, read by global index through grain."""
+"""Examples of local text: tokenized once into an ArrayRecord file of windows, then read by global index with grain."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_bpe, train_bpe
 if TYPE_CHECKING:
   from trainer.config.schema import DataSection  # pydantic is slow to import and not needed here
 
-# Characters: more learns hardly better merges (2 % fewer tokens from all 12 MB of the standard library) but takes long.
+# Characters to train a tokenizer on. All 12 MB of the standard library would save 2 % of the tokens, but take long.
 _SAMPLE = 3_000_000
 _SAMPLE_OF_DOCUMENT = 100_000
 
 
 class TextSource:
-  """The windows of one split. Training: shuffled anew each epoch, endless. Evaluation: one fixed order, then padding.
+  """The windows of one split. Training: endless, reshuffled each epoch. Evaluation: one fixed order, then padding.
 
-  The order is grain's: `shuffle` gives each epoch its own permutation, computed for one index at a time.
+  The order comes from grain, whose `shuffle` computes a permutation per epoch, one index at a time.
   """
 
-  def __init__(self, folder: Path, *, split: str, seed: int, tokenizer: Tokenizer) -> None:
+  def __init__(self, folder: Path, *, name: str, split: str, seed: int, tokenizer: Tokenizer) -> None:
     meta = json.loads((folder / store.META).read_text())
+    self.name = name
     self.tokenizer: Tokenizer | None = tokenizer
     self.num_examples: int | None = meta["splits"][split]["windows"]
+    self.num_targets: int | None = meta["splits"][split]["targets"]
     self.has_eval: bool = meta["splits"].get("eval", {"targets": 0})["targets"] > 0
     self._meta = meta
     self._split = split
-    # Evaluations of runs with different seeds stay comparable. Any integer is a seed here; grain takes 32 bits.
+    # A fixed seed for evaluation keeps runs comparable. Our seeds are any integers, and grain needs 32 bits.
     self._seed = int(hashlib.sha256(str(seed).encode()).hexdigest()[:8], 16) if split == "train" else 0
     self._records = _Records(folder / store.file_name(split), meta["splits"][split]["windows"])
-    # Not at the first use: that is in the prefetch thread, while this one may be importing what grain imports.
+    # Import here, not at first use in the prefetch thread: the main thread may be importing the same modules then.
     import grain
 
     ordered = grain.MapDataset.source(self._records).shuffle(seed=self._seed)
@@ -53,7 +55,7 @@ class TextSource:
     return windows.example(windows.unpack(self._ordered[index], np.dtype(self._meta["dtype"])), self._meta["length"])
 
   def fingerprint(self) -> str:
-    # The first records in their order: another version of the library that shuffles otherwise must not go unnoticed.
+    # The first records in order detect a version of grain that shuffles differently.
     probe = hashlib.sha256()
     for index in range(min(8, len(self._records))):
       probe.update(self._ordered[index])
@@ -70,10 +72,10 @@ class TextSource:
 
 
 class _Records:
-  """An ArrayRecord file as what grain calls a random access source: length and record by number. Thread safe.
+  """An ArrayRecord file as a random-access source for grain: length, and record by number. Thread safe.
 
-  The library's own source reads one record in a time that grows with the number of records in the file (6 ms at a
-  million); seeking takes microseconds.
+  array_record's own source needs more time per record the more records the file has (6 ms at a million). A seek needs
+  microseconds.
   """
 
   def __init__(self, path: Path, count: int) -> None:
@@ -93,10 +95,10 @@ class _Records:
         self._reader.seek(number)
         return self._reader.read()
       except (RuntimeError, IndexError) as error:
-        self._reader = None  # a reader that failed once fails for good, also at sound records
+        self._reader = None  # after one failure a reader also fails at undamaged records
         raise OSError(
-          f"record {number} of {self._path} cannot be read: {error}; "
-          "delete the folder that it is in, and the text will be tokenised again"
+          f"record {number} of {self._path} cannot be read: {error}. "
+          "Delete the folder of this file; the text is then tokenized again."
         ) from error
 
   def close(self) -> None:
@@ -107,49 +109,52 @@ class _Records:
 
 
 def open_source(cfg: DataSection, *, vocab_size: int, min_examples: int, split: str, log: cache.Log) -> TextSource:
-  """The source of a split, tokenised first where the cache has it not.
+  """The source of a split. Tokenizes the text first if the cache does not have it.
 
-  `min_examples` is how many windows the text must be able to fill; without any text it never serves. Raises ValueError
-  when it cannot serve.
+  Raises ValueError if the text is too short for `min_examples` windows, or for one token.
   """
   parts = find_parts(cfg)
-  # A token to learn takes a byte, or is the end of a text: what is far too little is refused before anything is cached.
+  # Each target is at least a byte, or the end of a document. Refuse far too little text before anything is cached.
   _check_enough(cfg, split, min_examples, sum(piece.size + 1 for piece in parts.get(split, ())), "at most ")
-  folder, tokenizer = tokenised(cfg, parts, vocab_size=vocab_size, log=log)
+  folder, tokenizer = tokenized(cfg, parts, vocab_size=vocab_size, log=log)
   known = json.loads((folder / store.META).read_text())["splits"].get(split, {"targets": 0})
   _check_enough(cfg, split, min_examples, known["targets"])
-  return TextSource(folder, split=split, seed=cfg.data_shuffle_seed, tokenizer=tokenizer)
+  name = _name(cfg, split)
+  return TextSource(folder, name=name, split=split, seed=cfg.data_shuffle_seed, tokenizer=tokenizer)
 
 
 def _check_enough(cfg: DataSection, split: str, min_examples: int, targets: int, bound: str = "") -> None:
-  """ValueError where so many tokens to learn do not fill so many examples."""
+  """Raises ValueError if `targets` tokens to learn do not fill `min_examples` examples."""
   if targets >= max(1, min_examples * cfg.max_target_length):
     return
-  path = cfg.eval_dataset_path * (split == "eval") or cfg.dataset_path or "the standard library"
-  remedy = f"give eval_dataset_path, or eval_steps=0 eval_interval=-1 (eval_fraction={cfg.eval_fraction:g})"
+  remedy = f"Set eval_dataset_path, or eval_steps=0 eval_interval=-1 (eval_fraction={cfg.eval_fraction:g})."
   if split == "train":
-    remedy = "give more text, or make the batch or the length smaller"
+    remedy = "Give more text, or reduce the batch size or max_target_length."
   found = f"{bound}{targets}" if targets else "0"
   raise ValueError(
-    f"the {split} text of {path} has {found} tokens to learn, and {max(1, min_examples)} examples of "
-    f"max_target_length={cfg.max_target_length} are needed: {remedy}"
+    f"The {split} text of {_name(cfg, split)} has {found} tokens to learn, but {max(1, min_examples)} examples of "
+    f"max_target_length={cfg.max_target_length} are needed. {remedy}"
   )
 
 
-def tokenised(
+def _name(cfg: DataSection, split: str) -> str:
+  return cfg.eval_dataset_path * (split == "eval") or cfg.dataset_path or "the Python standard library"
+
+
+def tokenized(
   cfg: DataSection, parts: dict[str, list[corpus.Piece]], *, vocab_size: int, log: cache.Log
 ) -> tuple[Path, Tokenizer]:
-  """The folder with the windows of all splits (see `store`), from the cache or made now, and what tokenised them.
+  """(folder with the windows of all splits, tokenizer), both from the cache or made now; see `store`.
 
-  `parts` is what `find_parts` gave. Raises ValueError when the text cannot be read, or the tokenizer has more than
+  `parts` comes from `find_parts`. Raises ValueError if the text cannot be read, or the tokenizer has more than
   `vocab_size` ids.
   """
   digests = {name: corpus.digest(pieces) for name, pieces in parts.items()}
   tokenizer = _tokenizer(cfg, vocab_size, parts["train"], digests["train"], log)
   if tokenizer.vocab_size > vocab_size:
     raise ValueError(
-      f"vocab_size={vocab_size} is smaller than the {tokenizer.name} tokenizer's {tokenizer.vocab_size} ids: "
-      f"set vocab_size to at least {tokenizer.vocab_size}"
+      f"vocab_size={vocab_size} is smaller than the {tokenizer.name} tokenizer's {tokenizer.vocab_size} ids. "
+      f"Set vocab_size to at least {tokenizer.vocab_size}."
     )
   length = cfg.max_target_length
   key = _hash(store.FORMAT, digests, tokenizer.fingerprint, length)
@@ -159,7 +164,7 @@ def tokenised(
 
 
 def find_parts(cfg: DataSection) -> dict[str, list[corpus.Piece]]:
-  """The pieces of text of each split that has any."""
+  """The pieces of text of each split. Without held-out text there is no key "eval"."""
   pieces = corpus.find("dataset_path", cfg.dataset_path)
   if cfg.eval_dataset_path:
     return {"train": pieces, "eval": corpus.find("eval_dataset_path", cfg.eval_dataset_path)}
@@ -170,16 +175,16 @@ def find_parts(cfg: DataSection) -> dict[str, list[corpus.Piece]]:
 def _tokenizer(
   cfg: DataSection, vocab_size: int, pieces: Sequence[corpus.Piece], digest: str, log: cache.Log
 ) -> Tokenizer:
-  """The configured tokenizer; a BPE is trained on `pieces` where the cache has it not."""
+  """The configured tokenizer. Trains a BPE on `pieces` if no file is given and the cache does not have it."""
   if cfg.tokenizer_type == "byte":
     if cfg.tokenizer_path:
-      raise ValueError(f"tokenizer_path={cfg.tokenizer_path} needs tokenizer_type=bpe, not byte")
+      raise ValueError(f"tokenizer_path={cfg.tokenizer_path} needs tokenizer_type=bpe, not byte.")
     return ByteTokenizer()
   if cfg.tokenizer_path:
     return load_bpe(cfg.tokenizer_path)
 
   def build(folder: Path) -> None:
-    log(f"training a BPE tokenizer of {vocab_size} ids")
+    log(f"Training a BPE tokenizer of {vocab_size} ids")
     (folder / "tokenizer.json").write_text(train_bpe(_sample(pieces), vocab_size), encoding="utf-8")
 
   def fault(folder: Path) -> str | None:
@@ -195,7 +200,7 @@ def _tokenizer(
 
 
 def _sample(pieces: Sequence[corpus.Piece]) -> Iterator[str]:
-  """Parts of about _SAMPLE characters in all, from documents in an order that is not the alphabet's."""
+  """Yields beginnings of documents, about _SAMPLE characters in total, from files in the order of a hash."""
   left = _SAMPLE
   for piece in sorted(pieces, key=lambda piece: _hash(piece.name)):
     for document in corpus.documents(piece):

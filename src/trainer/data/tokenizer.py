@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, or byte-level BPE by the `tokenizers` library."""
+"""Text to token ids and back: bytes, or byte-level BPE with the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Protocol
 import numpy as np
 
 _BOS, _EOS = "<|bos|>", "<|eos|>"
-# Names under which published tokenizers (Llama, Qwen, GPT-2, Mistral, Gemma) keep these two.
+# Names of these two tokens in published tokenizers (Llama, Qwen, GPT-2, Mistral, Gemma).
 _BOS_NAMES = (_BOS, "<|begin_of_text|>", "<s>", "<bos>")
 _EOS_NAMES = (_EOS, "<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 
 
 class Tokenizer(Protocol):
-  """Ids are in [0, vocab_size). Encoding yields no special ids, whatever the text: who joins documents adds them.
+  """Ids are in [0, vocab_size). Encoding never returns special ids; code that joins documents adds them.
 
-  decode(encode(text)) == text for every text that UTF-8 can hold, unless a given tokenizer file normalises text.
+  decode(encode(text)) == text for all text that UTF-8 can represent, unless a given tokenizer file normalizes text.
   """
 
   name: str
@@ -26,23 +26,23 @@ class Tokenizer(Protocol):
   bos_id: int | None
   eos_id: int
   fingerprint: str
-  """Equal exactly when encode is the same function."""
+  """Equal if and only if encode is the same function."""
 
   def encode(self, text: str) -> list[int]:
-    """The ids of any text; characters that UTF-8 cannot hold (lone surrogates) become '?'."""
+    """The ids of any text. Characters that UTF-8 cannot represent (lone surrogates) become '?'."""
     ...
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-    """The ids of each text, int32, using all cores where that helps."""
+    """The ids of each text, int32, computed on several cores if the tokenizer can."""
     ...
 
   def decode(self, ids: Iterable[int]) -> str:
-    """The text of any ids. Never raises: special and unknown ids are left out, broken UTF-8 becomes U+FFFD."""
+    """The text of any ids. Never raises: skips special and unknown ids, replaces invalid UTF-8 with U+FFFD."""
     ...
 
 
 class ByteTokenizer:
-  """Ids 0 to 255 are the bytes of UTF-8; two specials follow."""
+  """Ids 0 to 255 are the bytes of UTF-8. Ids 256 and 257 are special."""
 
   name = "byte"
   vocab_size = 258
@@ -61,24 +61,24 @@ class ByteTokenizer:
 
 
 class BpeTokenizer:
-  """A tokenizer of the `tokenizers` library, from its JSON."""
+  """A tokenizer of the `tokenizers` library, made from its JSON."""
 
   name = "bpe"
 
   def __init__(self, json_text: str) -> None:
-    """Raises ValueError when the JSON is no tokenizer or has no end-of-text token."""
+    """Raises ValueError if the JSON is not a tokenizer, or has no end-of-text token."""
     import tokenizers
 
     try:
       self._tokenizer = tokenizers.Tokenizer.from_str(json_text)
     except Exception as error:  # the library raises Exception itself
       raise ValueError(f"not a tokenizers JSON file: {error}") from error
-    # Text that spells a special token is text: it must not end a document.
+    # Text that looks like a special token is encoded as text, so that it cannot end a document.
     self._tokenizer.encode_special_tokens = True
     vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
     eos_id = next((vocabulary[name] for name in _EOS_NAMES if name in vocabulary), None)
     if eos_id is None:
-      raise ValueError(f"the tokenizer has no end-of-text token: one of {', '.join(_EOS_NAMES)} must be in it")
+      raise ValueError(f"the tokenizer has no end-of-text token. It must contain one of {', '.join(_EOS_NAMES)}")
     self.vocab_size = max(vocabulary.values()) + 1
     self.bos_id = next((vocabulary[name] for name in _BOS_NAMES if name in vocabulary), None)
     self.eos_id = eos_id
@@ -96,15 +96,15 @@ class BpeTokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
-  """The JSON of a byte-level BPE with at most `vocab_size` ids, learned from `texts`; the same for the same texts.
+  """The JSON of a byte-level BPE with at most `vocab_size` ids, learned from `texts`. Deterministic.
 
-  It can encode every text: all bytes are in it. Raises ValueError when vocab_size does not hold them.
+  It contains all bytes, so it can encode any text. Raises ValueError if vocab_size is too small for them.
   """
   smallest = 256 + 2
   if vocab_size < smallest:
     raise ValueError(
-      f"vocab_size={vocab_size} is too small for tokenizer_type=bpe: it holds 256 bytes and 2 specials, "
-      f"so set vocab_size to at least {smallest}"
+      f"vocab_size={vocab_size} is too small for tokenizer_type=bpe, which needs ids for 256 bytes and 2 special "
+      f"tokens. Set vocab_size to at least {smallest}."
     )
   import tokenizers
   from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -124,7 +124,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
 
 
 def load_bpe(path: str) -> BpeTokenizer:
-  """The tokenizer of a tokenizers JSON file. Raises ValueError, naming the file, when it is none."""
+  """The tokenizer in a tokenizers JSON file. Raises ValueError with the path if it cannot be read."""
   try:
     return BpeTokenizer(Path(path).expanduser().read_text(encoding="utf-8"))
   except (OSError, ValueError) as error:
@@ -132,5 +132,5 @@ def load_bpe(path: str) -> BpeTokenizer:
 
 
 def _encodable(text: str) -> str:
-  """`text` with '?' in place of lone surrogates, which the library refuses (JSON can hold them)."""
+  """`text` with '?' instead of lone surrogates, which JSON can contain and the library refuses."""
   return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,6 +1,7 @@
-"""Packing by concatenation: documents in a row, cut in windows of T + 1 tokens that overlap by one.
+"""Packing by concatenation: documents are joined into a stream, which is cut into windows of T + 1 tokens.
 
-Every token of the stream but the first is the target of exactly one position of exactly one window.
+Neighbouring windows overlap by one token, so that each token of the stream except the first is the target of exactly
+one position of exactly one window.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from trainer.data.batch import Example
 
 
 class Window(NamedTuple):
-  """A part of the stream: n + 1 tokens, 1 <= n <= T (n < T only in the last window of a stream)."""
+  """A part of the stream: n + 1 tokens, 1 <= n <= T. Only the last window of a stream has n < T."""
 
   tokens: np.ndarray  # [n + 1] int32
   starts: np.ndarray  # [boundaries] int64: offsets in 1..n at which a document begins, ascending
 
 
 def cut(groups: Iterable[Sequence[np.ndarray]], length: int) -> Iterator[Window]:
-  """The windows of `length` (T) inputs of the concatenation of the documents, given in groups of non-empty arrays."""
+  """Yields the windows of T = `length` inputs of all documents joined. A group is a list of non-empty documents."""
   rest, rest_starts = np.zeros(0, np.int32), np.zeros(0, np.int64)
   for group in groups:
     lengths = [len(rest)] + [len(document) for document in group]
@@ -38,7 +39,7 @@ def cut(groups: Iterable[Sequence[np.ndarray]], length: int) -> Iterator[Window]
 
 
 def example(window: Window, length: int) -> Example:
-  """The window as `length` (T) positions: documents are segments, a target in another document weighs nothing."""
+  """The window as an example of T = `length`. Documents become segments; a target in another document has weight 0."""
   tokens, targets, weights, segment_ids, positions = (
     np.zeros(length, np.int32),
     np.zeros(length, np.int32),
@@ -61,7 +62,7 @@ def example(window: Window, length: int) -> Example:
 
 
 def pack(window: Window, dtype: np.dtype) -> bytes:
-  """A window as bytes, little-endian: number of starts, starts (uint32), tokens (`dtype`)."""
+  """The window as little-endian bytes: number of starts, starts (uint32), tokens (`dtype`)."""
   head = np.array([len(window.starts), *window.starts], "<u4")
   return head.tobytes() + window.tokens.astype(dtype).tobytes()
 

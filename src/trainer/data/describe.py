@@ -1,0 +1,36 @@
+"""What a run reads, as text: the log's line about the data, and a warning about a vocabulary that is too large."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Published vocabularies are padded, and a BPE trained on little text has fewer ids than it may have. Both stay below.
+_LARGEST_RATIO = 2
+
+
+def line(data: Mapping[str, Any]) -> str:
+  """One line that names dataset, tokenizer, tokens and epochs. `data` comes from `Loader.describe`."""
+  if data["tokenizer"] is None:
+    return f"Data: {data['dataset']}; the run reads {data['run_tokens']:,} tokens"
+  return (
+    f"Data: {data['dataset']}, {data['tokenizer']} tokenizer with {data['tokenizer_vocab_size']:,} ids, "
+    f"{data['epoch_tokens']:,} tokens for training; the run reads {data['run_tokens']:,} tokens, "
+    f"{data['epochs']:.3g} epochs"
+  )
+
+
+def vocabulary_warning(data: Mapping[str, Any], vocab_size: int) -> str | None:
+  """A warning if the model's `vocab_size` is far above the tokenizer's ids, else None.
+
+  Not an error: a rehearsal of a large model with a byte tokenizer is a valid test of speed and recovery.
+  """
+  ids = data["tokenizer_vocab_size"]
+  if ids is None or vocab_size <= _LARGEST_RATIO * ids:
+    return None
+  return (
+    f"vocab_size={vocab_size:,} is far above the {ids:,} ids of the {data['tokenizer']} tokenizer: "
+    f"{1 - ids / vocab_size:.1%} of the rows of embedding and head are never used, but cost memory and time. "
+    "Set tokenizer_type=bpe and tokenizer_path to the model's tokenizer.json, "
+    f"or set vocab_size={ids} (with override_model_config=true if model_name is set)."
+  )

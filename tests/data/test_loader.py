@@ -141,6 +141,6 @@ print([name for name in ("jax", "tensorflow", "grain", "tokenizers", "array_reco
 def test_synthetic_data_is_described_without_tokenizer_and_epochs():
   described = loader().describe(10)
   assert described["dataset"] == "random tokens" and described["run_tokens"] == 10 * 6 * 32
-  assert described["epochs"] is described["tokenizer"] is described["epoch_tokens"] is None
+  assert described["epochs"] is described["tokenizer"] is described["tokens"] is None
   assert describe.line(described) == "Data: random tokens; the run reads 1,920 tokens"
   assert describe.vocabulary_warning(described, 10**6) is None

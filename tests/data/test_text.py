@@ -390,8 +390,8 @@ def test_the_run_says_what_it_reads(root):
     "dataset": str(root),
     "tokenizer": "byte",
     "tokenizer_vocab_size": 258,
-    "epoch_tokens": targets(loader),
-    "epoch_examples": loader.num_examples,
+    "tokens": targets(loader),
+    "examples": loader.num_examples,
     "run_tokens": 3 * loader.num_examples * BATCH * LENGTH,
     "epochs": 3.0 * BATCH,
   }

@@ -15,7 +15,7 @@ def line(data: Mapping[str, Any]) -> str:
     return f"Data: {data['dataset']}; the run reads {data['run_tokens']:,} tokens"
   return (
     f"Data: {data['dataset']}, {data['tokenizer']} tokenizer with {data['tokenizer_vocab_size']:,} ids, "
-    f"{data['epoch_tokens']:,} tokens for training; the run reads {data['run_tokens']:,} tokens, "
+    f"{data['tokens']:,} tokens for training; the run reads {data['run_tokens']:,} tokens, "
     f"{data['epochs']:.3g} epochs"
   )
 

@@ -92,7 +92,7 @@ class Loader:
   def describe(self, steps: int) -> dict[str, Any]:
     """What `steps` steps read, as JSON; fields of synthetic data that do not apply are None.
 
-    dataset, tokenizer (its name), tokenizer_vocab_size, epoch_tokens and epoch_examples (of one epoch), run_tokens (of
+    dataset, tokenizer (its name), tokenizer_vocab_size, tokens and examples (of one epoch), run_tokens (of
     all steps, padding included), epochs (how often the run reads the data).
     """
     source, tokenizer = self._source, self._source.tokenizer
@@ -101,8 +101,8 @@ class Loader:
       "dataset": source.name,
       "tokenizer": tokenizer.name if tokenizer else None,
       "tokenizer_vocab_size": tokenizer.vocab_size if tokenizer else None,
-      "epoch_tokens": source.num_targets,
-      "epoch_examples": source.num_examples,
+      "tokens": source.num_targets,
+      "examples": source.num_examples,
       "run_tokens": steps * self._global_batch_size * self._length,
       "epochs": examples / source.num_examples if source.num_examples else None,
     }

@@ -51,8 +51,6 @@ _ROWS = (
   ("local checkpoint", "saved_emergency", GREY, "|", False),
 )
 
-_REFERENCES = (("log_vocab", "uniform: ln V"), ("unigram_entropy", "unigram model"))
-
 _MAX_POINTS = 3000
 
 
@@ -273,36 +271,55 @@ def _draw_loss(axis: Axes, run: Run, x: Callable[[dict[str, Any]], float | None]
     style |= {} if len(evals) <= 30 else {"markersize": 2.5}
     spots: list[Any] = [x(record) for record in evals]
     axis.plot(spots, [r["eval_loss"] for r in evals], label="evaluation", **style)
-  references = [value for key, name in _REFERENCES if (value := _draw_reference(axis, run, key, name)) is not None]
+  references = _references(run)
+  for line in references:
+    _draw_reference(axis, line)
   finite = sorted(loss for loss in losses if math.isfinite(loss))
   if finite:
     # A spike of a thousandth of the steps may leave the picture; the reference lines may not.
     low, high = finite[0], finite[min(len(finite) - 1, int(0.999 * len(finite)))]
-    low, high = min([low, *references]), max([high, *references])
+    heights = [line.value for line in references]
+    low, high = min([low, *heights]), max([high, *heights])
     margin = 0.07 * (high - low) or 0.1
     axis.set_ylim(low - margin, high + margin)
   axis.set_ylabel("loss (nats per token)")
   axis.grid(axis="y")
 
 
-def _draw_reference(axis: Axes, run: Run, key: str, name: str) -> float | None:
-  """Draws and labels a horizontal line; returns its height, None where the run does not say."""
-  value = _reference(run, key)
-  if value is None:
-    return None
-  axis.axhline(value, color=GREY, linewidth=1, linestyle=":", zorder=0)
-  place, where = (0.995, value), ("axes fraction", "data")
-  style: dict[str, Any] = {"ha": "right", "va": "bottom", "color": GREY, "fontsize": 9, "zorder": 5}
+@dataclasses.dataclass(frozen=True)
+class _Reference:
+  """A horizontal line to compare a loss with; its label stands above or below it."""
+
+  name: str
+  value: float
+  color: str
+  above: bool = True
+
+
+def _references(run: Run) -> list[_Reference]:
+  """The losses of a uniform guess and of a unigram model, the latter for each curve that the picture has."""
+  found = []
+  if run.start.get("vocab_size"):
+    found.append(_Reference("uniform: ln V", math.log(run.start["vocab_size"]), GREY))
+  train, held_out = run.start.get("unigram_entropy"), run.start.get("unigram_eval_loss")
+  if not run.evals:
+    held_out = None
+  if train is not None:
+    # With two lines the higher has its label above and the lower below, as they may be close together.
+    found.append(_Reference("unigram model, training", train, BLUE, above=held_out is None or train >= held_out))
+  if held_out is not None:
+    found.append(_Reference("unigram model, evaluation", held_out, ORANGE, above=train is None or held_out > train))
+  return found
+
+
+def _draw_reference(axis: Axes, line: _Reference) -> None:
+  axis.axhline(line.value, color=line.color, linewidth=1, linestyle=":", zorder=0)
+  place, where = (0.995, line.value), ("axes fraction", "data")
+  style: dict[str, Any] = {"ha": "right", "va": "bottom" if line.above else "top", "color": line.color}
+  style |= {"fontsize": 9, "zorder": 5}
   style["bbox"] = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.5}  # readable also on a curve
-  axis.annotate(f"{name} = {value:.2f}", place, (0, 2), where, "offset points", **style)
-  return value
-
-
-def _reference(run: Run, key: str) -> float | None:
-  if key == "log_vocab":
-    return math.log(run.start["vocab_size"]) if run.start.get("vocab_size") else None
-  value = run.start.get(key)
-  return None if value is None else float(value)
+  offset = (0, 2 if line.above else -2)
+  axis.annotate(f"{line.name} = {line.value:.2f}", place, offset, where, "offset points", **style)
 
 
 def _draw_slices(axis: Axes, run: Run, x: Callable[[dict[str, Any]], float | None]) -> None:

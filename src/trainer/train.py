@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-from jax import Device
 
 from trainer import generate, program
 from trainer import world as world_lib
@@ -58,6 +57,7 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
     config.run_directory,
     world=world_lib.of_jax(),
     slices=slices,
+    snapshots=session.snapshots,
     log=session.log.line,
     emit=session.events.emit,
   )
@@ -108,7 +108,7 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
       # Of the last step there is none, and an evaluation comes before it: what fails then must be done again.
       snapshot = not last and (grow or carry.snapshot_due(step) or tiers.due(step))
       if snapshot and not (grow or evaluate):
-        _snapshot(config, session, carry, step, state, slices)
+        _snapshot(config, session, carry, step, state)
       if not (last or stop or grow or evaluate or tiers.due(step)):
         continue
       records.finish()  # nothing is saved before it is known to be good
@@ -116,7 +116,7 @@ def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
       with session.watchdog.during("save"):  # a save waits for the one before it, as long as that takes
         if snapshot and (grow or evaluate):
           session.snapshots.wait()
-          _snapshot(config, session, carry, step, state, slices)
+          _snapshot(config, session, carry, step, state)
         leave = last or stop or (grow and not carry.uses_snapshots)
         # Of steps in a row that were skipped nothing is saved: it would push out what was saved before them.
         worth_it = leave or not records.skipped
@@ -175,10 +175,8 @@ def _restore(config: Config, session: Session, prog: Program, tiers: Tiers, carr
     for change in changes:
       session.log.line(f"Changed since the checkpoint: {change}")
 
-  session.snapshots.keep(carry.survivors)
-  if (snapshot := session.snapshots.restore(prog.state, carry.survivors)) is not None:
-    state, step, tier, meta = snapshot.state, snapshot.step, "snapshot", snapshot.meta
-  elif (saved := tiers.restore_newest(prog.state, accept)) is not None:
+  session.snapshots.begin_attempt(dict(zip(carry.view.slices, carry.view.devices)), carry.survivors)
+  if (saved := tiers.restore_newest(prog.state, accept)) is not None:
     state, step, tier, meta = saved.state, saved.step, saved.tier, saved.meta
   else:
     state, step, tier, meta = prog.init(jax.random.key(config.run.init_weights_seed)), 0, "none", None
@@ -197,16 +195,14 @@ def _save_and_end(config: Config, session: Session, tiers: Tiers, carry: Carry, 
   return Outcome("preempted", start.step)
 
 
-def _snapshot(
-  config: Config, session: Session, carry: Carry, step: int, state: TrainState, slices: dict[int, tuple[Device, ...]]
-) -> None:
+def _snapshot(config: Config, session: Session, carry: Carry, step: int, state: TrainState) -> None:
   """Starts a snapshot of `step` where this run takes any, unless the one before it is still under way; that is waited
   for if the period is kept."""
   if not carry.uses_snapshots:
     return
   if carry.keeps_snapshot_period:
     session.snapshots.wait()
-  if session.snapshots.save(step, state, _meta(config, session, step), slices):
+  if session.snapshots.save(step, state, _meta(config, session, step)):
     carry.at("snapshot", step)
 
 
@@ -354,6 +350,7 @@ class Records:
     self._session.metrics.write(record)
     self._session.watchdog.beat(step)
     self._carry.completed(step)
+    self._session.snapshots.confirm(step)
     if skipped:
       self._nonfinite(record, skipped)
 

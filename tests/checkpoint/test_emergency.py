@@ -133,7 +133,7 @@ def test_the_same_part_lost_on_all_slices_rejects_the_step(tmp_path):
   restored = tiers.restore_newest(toy_state.abstract(toy_state.values(), toy_state.mesh(2, 4)))
   assert (restored.step, restored.tier) == (1, "emergency")
   toy_state.assert_same_bits(restored.state, toy_state.values(1))
-  assert "Checkpoint 2 (emergency) is not used: a part of low is damaged or missing in every copy." in recorder.lines
+  assert any("is not used: a part of low is damaged or missing in every copy." in line for line in recorder.lines)
   assert ("checkpoint_rejected", {"step": 2, "tier": "emergency", "reason": "a part of low is damaged or missing in every copy"}) in recorder.events  # fmt: skip  # noqa: E501
 
 

@@ -20,7 +20,7 @@ MODES = ["auto", "commit_file"]
 
 
 def restore(tier, step, abstract):
-  return tier.restore(step, abstract, tier.verify(step))
+  return tier.load(step, abstract, tier.verify(step))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -37,7 +37,7 @@ def test_round_trip(tmp_path, caplog, mode, asynchronous):
   assert meta["tokens"] == 70 and meta["cursor"] == {"next_example": 5} and meta["step"] == 7
   assert meta["versions"]["jax"] == jax.__version__
   toy_state.assert_same_bits(
-    tier.restore(7, toy_state.abstract(toy_state.values(1), toy_state.mesh(2, 4)), meta), toy_state.values(1)
+    tier.load(7, toy_state.abstract(toy_state.values(1), toy_state.mesh(2, 4)), meta), toy_state.values(1)
   )
   assert [line.getMessage() for line in caplog.records if line.name == "absl" and line.levelname == "WARNING"] == []
   tier.wait()

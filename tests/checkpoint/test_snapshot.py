@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +12,9 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 from tests.support import toy_state
 
+from trainer.checkpoint import snapshot
 from trainer.checkpoint.arrays import fingerprint
+from trainer.checkpoint.backup import Candidate, restore_newest
 from trainer.checkpoint.snapshot import Snapshots
 from trainer.world import SingleWorld
 
@@ -18,52 +23,76 @@ def slices(number=4, of=2):
   return {i: jax.devices()[i * of : (i + 1) * of] for i in range(number)}
 
 
-def taken(*steps, recorder=None):
+def made(recorder=None):
   recorder = recorder or toy_state.Recorder()
   s = Snapshots(SingleWorld(), recorder.log, recorder.emit)
+  s.begin_attempt(slices(), slices())
+  return s
+
+
+def taken(*steps, recorder=None):
+  s = made(recorder)
   for step in steps:
-    assert s.save(step, toy_state.state(step, toy_state.mesh(4, 2)), {"tokens": step}, slices())
+    assert s.save(step, toy_state.state(step, toy_state.mesh(4, 2)), {"tokens": step})
+    s.confirm(step)
     s.wait()
   return s
+
+
+def restore(s, target, rejected=lambda backup, candidate, reason: None):
+  return restore_newest([s], target, lambda meta: None, rejected)
+
+
+def newest(s):
+  return max((c.step for c in s.candidates()), default=None)
 
 
 @pytest.mark.parametrize("alive", [{0}, {3}, {1, 2}, {0, 1, 2, 3}])
 @pytest.mark.parametrize("data,fsdp,first", [(4, 2, 0), (2, 2, 4), (1, 2, 6), (1, 8, 0), (2, 4, 0)])
 def test_restores_onto_the_slices_that_live(alive, data, fsdp, first):
   target = toy_state.abstract(toy_state.values(), toy_state.mesh(data, fsdp, first))
-  restored = taken(1, 2).restore(target, alive)
-  assert (restored.step, restored.meta, restored.slice) == (2, {"tokens": 2}, min(alive))
+  s = taken(1, 2)
+  s.begin_attempt(slices(), alive)
+  restored = restore(s, target)
+  assert (restored.step, restored.meta, restored.path) == (2, {"tokens": 2}, f"memory of slice {min(alive)}")
   toy_state.assert_same_bits(restored.state, toy_state.values(2))
   assert jax.tree.map(lambda x: x.sharding, restored.state) == jax.tree.map(lambda x: x.sharding, target)
 
 
 def test_nothing_to_restore():
   target = toy_state.abstract(toy_state.values(), toy_state.mesh(4, 2))
-  assert Snapshots(SingleWorld()).newest({0, 1}) is None
-  assert Snapshots(SingleWorld()).restore(target, {0, 1}) is None
+  assert made().candidates() == [] and restore(made(), target) is None
   s = taken(1)
-  assert s.newest({9}) is None and s.restore(target, {9}) is None
-  assert s.newest({2}) == 1
+  s.begin_attempt(slices(), {2})
+  assert newest(s) == 1
+  s.begin_attempt(slices(), {9})
+  assert newest(s) is None and restore(s, target) is None
 
 
 def test_state_may_be_donated_at_once_and_each_slice_has_its_own_copy():
   state = toy_state.state(5, toy_state.mesh(4, 2))
-  s = Snapshots(SingleWorld())
-  s.save(5, state, {}, slices())
+  s = made()
+  s.save(5, state, {})
+  s.confirm(5)
   jax.block_until_ready(jax.jit(lambda t: jax.tree.map(jnp.zeros_like, t), donate_argnums=0)(state))
-  for i in range(4):
-    restored = s.restore(toy_state.abstract(toy_state.values(), toy_state.mesh(1, 2, 2 * i)), {i})
-    assert restored.slice == i
-    toy_state.assert_same_bits(restored.state, toy_state.values(5))
+  s.wait()
+  assert len(s.candidates()) == 4
+  for i, candidate in enumerate(s.candidates()):
+    target = toy_state.abstract(toy_state.values(), toy_state.mesh(1, 2, 2 * i))
+    state, _ = s.restore(candidate, target, lambda meta: None)
+    assert s.path(candidate) == f"memory of slice {i}"
+    toy_state.assert_same_bits(state, toy_state.values(5))
 
 
 def test_meta_is_a_copy():
-  s, meta = Snapshots(SingleWorld()), {"cursor": {"next_example": 1}}
-  s.save(1, toy_state.state(1, toy_state.mesh(4, 2)), meta, slices())
+  s, meta = made(), {"cursor": {"next_example": 1}}
+  s.save(1, toy_state.state(1, toy_state.mesh(4, 2)), meta)
+  s.confirm(1)
+  s.wait()
   meta["cursor"]["next_example"] = 2
   target = toy_state.abstract(toy_state.values(), toy_state.mesh(4, 2))
-  s.restore(target, {0}).meta["cursor"]["next_example"] = 3
-  assert s.restore(target, {0}).meta == {"cursor": {"next_example": 1}}
+  restore(s, target).meta["cursor"]["next_example"] = 3
+  assert restore(s, target).meta == {"cursor": {"next_example": 1}}
 
 
 def test_restoring_does_not_compile_on_a_prepared_topology():
@@ -74,7 +103,7 @@ def test_restoring_does_not_compile_on_a_prepared_topology():
   listener = lambda event, seconds, **labels: compiled.append(event) if "backend_compile" in event else None
   jax.monitoring.register_event_duration_secs_listener(listener)
   try:
-    assert s.restore(target, {1}) is not None
+    assert restore(s, target) is not None
   finally:
     jax.monitoring.unregister_event_duration_listener(listener)
   assert compiled == []
@@ -85,8 +114,10 @@ def test_a_state_that_is_not_finite_leaves_the_older_snapshot():
   s = taken(1, recorder=recorder)
   state = toy_state.state(2, toy_state.mesh(4, 2))
   state["low"] = state["low"].at[0].set(jnp.nan)
-  s.save(2, state, {}, slices())
-  assert s.newest({0}) == 1
+  s.save(2, state, {})
+  s.confirm(2)
+  s.wait()
+  assert newest(s) == 1
   assert "the state is not finite (low)" in recorder.lines[-1]
 
 
@@ -107,8 +138,10 @@ def test_replicas_that_differ_are_noticed_and_not_kept():
   s = taken(1, recorder=recorder)
   state = toy_state.state(2, toy_state.mesh(4, 2))
   state["params"]["embedding"] = broken_replica(state["params"]["embedding"], jax.devices()[5])
-  s.save(2, state, {}, slices())
-  assert s.newest({0}) == 1
+  s.save(2, state, {})
+  s.confirm(2)
+  s.wait()
+  assert newest(s) == 1
   assert recorder.events[-1] == ("replicas_differ", {"step": 2, "slice": 2, "array": "params.embedding"})
 
 
@@ -117,22 +150,144 @@ def test_a_copy_damaged_in_memory_is_passed_over():
   s = taken(3, recorder=recorder)
   copies = s._whole.copies[0]
   copies["low"] = broken_replica(copies["low"], jax.devices()[0])
-  restored = s.restore(toy_state.abstract(toy_state.values(), toy_state.mesh(4, 2)), {0, 1, 2, 3})
-  assert restored.slice == 1
+  reasons = []
+  target = toy_state.abstract(toy_state.values(), toy_state.mesh(4, 2))
+  restored = restore(s, target, lambda backup, candidate, reason: reasons.append((candidate, reason)))
+  assert restored.path == "memory of slice 1"
   toy_state.assert_same_bits(restored.state, toy_state.values(3))
-  assert "slice 0 is not used: low does not have the fingerprint" in recorder.lines[-1]
+  ((candidate, reason),) = reasons
+  assert s.path(candidate) == "memory of slice 0"
+  assert "low does not have the fingerprint" in reason
+
+
+def test_a_copy_that_cannot_be_read_is_passed_over_and_kept(monkeypatch):
+  """The slice that holds the copy has died without notice: reading it raises; the other slices' copies are used."""
+  s = taken(3)
+  dead = next(iter(s._whole.copies[0].values()))
+  put = jax.device_put
+
+  def device_put(x, *args, **kwargs):
+    if isinstance(x, list) and any(part is dead for part in x):
+      raise jax.errors.JaxRuntimeError("UNAVAILABLE: slice 0 is gone")
+    return put(x, *args, **kwargs)
+
+  monkeypatch.setattr(jax, "device_put", device_put)
+  restored = restore(s, toy_state.abstract(toy_state.values(), toy_state.mesh(1, 2, 2)))
+  assert restored.path == "memory of slice 1"
+  toy_state.assert_same_bits(restored.state, toy_state.values(3))
+  assert len(s.candidates()) == 4
 
 
 def test_a_slice_without_a_full_copy_is_refused():
   with pytest.raises(ValueError, match="is sharded across slices"):
-    Snapshots(SingleWorld()).save(1, toy_state.state(1, toy_state.mesh(1, 8)), {}, slices())
+    made().save(1, toy_state.state(1, toy_state.mesh(1, 8)), {})
 
 
 def test_the_memory_of_a_lost_slice_does_not_come_back_with_it():
-  s = Snapshots(SingleWorld())
-  s.save(5, toy_state.state(5, toy_state.mesh(4, 2)), {}, slices())
-  s.keep({0, 1})
-  assert s.newest({0, 1, 2, 3}) == 5
-  assert s.newest({2, 3}) is None
-  s.keep(set())
-  assert s.newest({0, 1, 2, 3}) is None
+  s = made()
+  s.save(5, toy_state.state(5, toy_state.mesh(4, 2)), {})
+  s.confirm(5)
+  s.begin_attempt(slices(), {0, 1})
+  s.begin_attempt(slices(), slices())
+  assert newest(s) == 5 and len(s.candidates()) == 2
+  s.begin_attempt(slices(), {2, 3})
+  s.begin_attempt(slices(), slices())
+  assert newest(s) is None
+
+
+def test_a_step_that_was_not_recorded_is_never_restored():
+  recorder = toy_state.Recorder()
+  s = taken(1, recorder=recorder)
+  s.save(2, toy_state.state(2, toy_state.mesh(4, 2)), {})
+  s.confirm(1)
+  s.wait()
+  assert newest(s) == 1
+  s.begin_attempt(slices(), slices())
+  s.confirm(3)
+  assert newest(s) == 1
+  assert "The snapshot of step 2 is dropped: the step was not recorded." in recorder.lines
+
+
+def test_a_repeated_step_must_be_confirmed_again():
+  s = taken(1, 2)
+  s.begin_attempt(slices(), slices())
+  s.save(2, toy_state.state(20, toy_state.mesh(4, 2)), {})
+  s.wait()
+  target = toy_state.abstract(toy_state.values(), toy_state.mesh(4, 2))
+  toy_state.assert_same_bits(restore(s, target).state, toy_state.values(2))
+
+
+def test_a_step_recorded_before_its_snapshot_is_restorable():
+  s = taken(1)
+  s.confirm(2)
+  s.save(2, toy_state.state(2, toy_state.mesh(4, 2)), {})
+  s.wait()
+  assert newest(s) == 2
+
+
+@pytest.fixture
+def silent_slice(monkeypatch):
+  """A function that makes copies to slice 3 wait until the test ends, as on a slice that hangs."""
+  end = threading.Event()
+  ready = jax.block_until_ready
+
+  def block(x):
+    if isinstance(x, dict) and set(next(iter(x.values())).sharding.device_set) & set(jax.devices()[6:8]):
+      assert end.wait(60)
+    return ready(x)
+
+  yield lambda: monkeypatch.setattr(jax, "block_until_ready", block)
+  end.set()
+
+
+def test_a_silent_slice_that_is_lost_does_not_hold_up_the_others_copies(silent_slice):
+  s = taken(1)
+  silent_slice()
+  s.save(2, toy_state.state(2, toy_state.mesh(4, 2)), {})
+  s.confirm(2)
+  begin = time.monotonic()
+  s.begin_attempt(slices(), {0, 1, 2})
+  assert time.monotonic() - begin < 10
+  assert newest(s) == 2 and len(s.candidates()) == 3
+
+
+def test_recovery_waits_a_limited_time_for_a_copy(silent_slice, monkeypatch):
+  """Arrays of a slice that hangs never come, also where nobody has noticed which slice it is."""
+  recorder = toy_state.Recorder()
+  monkeypatch.setattr(snapshot, "RECOVERY_WAIT_SECONDS", 0.3)
+  s = taken(1, recorder=recorder)
+  silent_slice()
+  s.save(2, toy_state.state(2, toy_state.mesh(4, 2)), {})
+  s.confirm(2)
+  assert not s.save(3, toy_state.state(3, toy_state.mesh(4, 2)), {})
+  begin = time.monotonic()
+  s.begin_attempt(slices(), {1, 2, 3})
+  assert time.monotonic() - begin < 10
+  assert newest(s) == 1
+  assert "The snapshot of step 2 is abandoned: slices [3] have not copied it in 0.3 s." in recorder.lines
+  assert s.save(4, toy_state.state(4, toy_state.mesh(4, 2)), {})
+
+
+class Stored:
+  """A backup in storage, of one step."""
+
+  tier = "persistent"
+
+  def __init__(self, step):
+    self.step = step
+
+  def candidates(self):
+    return [Candidate(self.step)]
+
+  def restore(self, candidate, abstract, accept):
+    return "from storage", {}
+
+  def path(self, candidate):
+    return "/storage"
+
+
+@pytest.mark.parametrize("stored, tier", [(1, "snapshot"), (2, "snapshot"), (3, "persistent")])
+def test_a_newer_checkpoint_is_preferred_to_an_older_snapshot(stored, tier):
+  target = toy_state.abstract(toy_state.values(), toy_state.mesh(4, 2))
+  restored = restore_newest([taken(2), Stored(stored)], target, lambda meta: None, lambda *args: None)
+  assert (restored.step, restored.tier) == (max(stored, 2), tier)

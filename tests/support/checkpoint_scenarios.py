@@ -160,7 +160,7 @@ def count_bytes(path: Path) -> None:
     meta = t._persistent.verify(2)
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), big_state(2))
     before = toy_state.bytes_read()
-    state = t._persistent.restore(2, target, meta)
+    state = t._persistent.load(2, target, meta)
     print(f"single={single} read={toy_state.bytes_read() - before}", flush=True)
     toy_state.assert_same_bits(state, {"w": np.random.default_rng(2).standard_normal((1024, 1024)).astype(np.float32)})
 

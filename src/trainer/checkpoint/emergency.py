@@ -16,7 +16,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,23 +30,13 @@ from trainer.checkpoint import checksums
 from trainer.checkpoint.arrays import boxes, fingerprint, from_hosts, state_tree, verified_load
 from trainer.checkpoint.arrays.boxes import Box
 from trainer.checkpoint.background import Background
+from trainer.checkpoint.backup import Accept, Candidate, Emit, Log
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
 from trainer.config.schema import CheckpointSection
 from trainer.world import World
 
 ENTRY = re.compile(r"^(\d+)\.s(\d+)\.p(\d+)\.(json|bin)(\.tmp)?$")
 ALIGNMENT = 64  # bytes: parts can be viewed as any type in place
-
-Log = Callable[[str], None]
-Emit = Callable[..., Any]
-
-
-@dataclass(frozen=True, order=True)
-class Candidate:
-  """A save of which every part is left somewhere. Saves with equal digests are equal bit by bit."""
-
-  step: int
-  digest: str
 
 
 @dataclass(frozen=True)
@@ -73,7 +63,9 @@ def folder(local_directory: str | Path, run_directory: str) -> Path:
 
 
 class Emergency:
-  """Saves and restores in a local folder. Every process calls every method, in the same order."""
+  """Saves and restores in a local folder: the StateBackup on the hosts' own disks."""
+
+  tier = "emergency"
 
   def __init__(
     self,
@@ -138,7 +130,7 @@ class Emergency:
       if any(map(boxes.is_local, devices))
     }
 
-  def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
+  def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> bool:
     """Starts a save; returns when the state has been copied to the host, so that its buffers may be donated.
 
     Raises CheckpointError or NonFiniteState for the save before this one.
@@ -173,6 +165,7 @@ class Emergency:
     self._background.start(work)
     if not self._cfg.async_checkpointing:
       self.wait()
+    return True
 
   def _write(
     self,
@@ -235,7 +228,11 @@ class Emergency:
   # ---- restoring ----
 
   def candidates(self) -> list[Candidate]:
-    """Saves that may be put together, newest first, from what all processes have (their data not yet read)."""
+    """Saves of which the processes together have every part, newest first.
+
+    Candidate.copy is the digest of the fingerprints: saves with equal digests are equal bit by bit, and their parts can
+    be mixed.
+    """
     have: dict[Candidate, dict[str, set[Box]]] = {}
     shapes: dict[Candidate, dict[str, Any]] = {}
     told = []
@@ -258,7 +255,7 @@ class Emergency:
     ]
     for step in sorted({c.step for c in shapes} - {c.step for c in whole}, reverse=True):
       self._log(f"Emergency checkpoint {step} is not used: parts of it are missing on every slice.")
-    return sorted(whole, reverse=True)
+    return sorted(whole, key=lambda c: (c.step, c.copy), reverse=True)
 
   def _read_entries(self) -> list[dict[str, Any]]:
     """The indices of this host that are intact and of this run, each with "file", the path of its data."""
@@ -274,10 +271,11 @@ class Emergency:
         entries.append(entry | {"file": copy.path(self.root, "bin")})
     return entries
 
-  def restore(
-    self, candidate: Candidate, abstract: Any, accept: Callable[[dict[str, Any]], None]
-  ) -> tuple[Any, dict[str, Any]]:
-    """(state as `abstract` wants it, meta). Raises Rejected, on every process alike, where too much is damaged."""
+  def path(self, candidate: Candidate) -> str:
+    return f"{self.root}/{candidate.step}"
+
+  def restore(self, candidate: Candidate, abstract: Any, accept: Accept) -> tuple[Any, dict[str, Any]]:
+    """(state, meta), assembled from the undamaged parts of all processes."""
     held, meta = self._held(candidate)
     counts = [bool(m) for m in self._world.gather(bool(meta))]
     if not any(counts):
@@ -291,7 +289,7 @@ class Emergency:
     for name, x in meta["arrays"].items():
       if not boxes.complete(x["shape"], set().union(*[told.get(name, set()) for told in table])):
         raise Rejected(f"a part of {name} is damaged or missing in every copy")
-    self._log(f"Restoring checkpoint from {self.root}/{candidate.step}.")
+    self._log(f"Restoring checkpoint from {self.path(candidate)}.")
 
     def read(targets: Mapping[str, Any]) -> dict[str, jax.Array]:
       return {name: from_hosts.assemble(self._world, name, x, held.get(name, {}), table) for name, x in targets.items()}
@@ -303,7 +301,7 @@ class Emergency:
     held: dict[str, dict[Box, np.ndarray]] = {}
     meta: dict[str, Any] = {}
     for entry in self._read_entries():
-      if (entry["meta"]["step"], entry["digest"]) != (candidate.step, candidate.digest):
+      if (entry["meta"]["step"], entry["digest"]) != (candidate.step, candidate.copy):
         continue
       damaged = []
       for part in entry["parts"]:

@@ -12,7 +12,7 @@ import functools
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from trainer import world as world_lib
 from trainer.checkpoint import checksums, retention
 from trainer.checkpoint.arrays import fingerprint, single_replica, state_tree, verified_load
 from trainer.checkpoint.background import Background
+from trainer.checkpoint.backup import Accept, Candidate, Emit, Log
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
 from trainer.config.schema import CheckpointSection
 from trainer.world import World
@@ -43,9 +44,6 @@ OBJECT_STORE_CRC_LIMIT = 1 << 20
 # Words in an error of the storage that speak against the storage and not against the checkpoint.
 OUTAGES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "trainer")
-
-Log = Callable[[str], None]
-Emit = Callable[..., Any]
 
 
 def versions() -> dict[str, str]:
@@ -71,7 +69,12 @@ class _Save:
 
 
 class Persistent:
-  """Saves and restores {directory}/{step}. One save is in flight at most; errors of it surface in the next call."""
+  """Saves and restores {directory}/{step}: the StateBackup in storage.
+
+  At most one save is in flight; the next call raises its error.
+  """
+
+  tier = "persistent"
 
   def __init__(
     self,
@@ -288,11 +291,35 @@ class Persistent:
       raise Rejected(f"it is of step {meta['step']}")
     return meta
 
-  def restore(self, step: int, abstract: Any, meta: Mapping[str, Any]) -> Any:
+  def candidates(self) -> list[Candidate]:
+    """The committed steps, newest first."""
+    return [Candidate(step) for step in reversed(world_lib.from_primary(self._world, self.steps()))]
+
+  def path(self, candidate: Candidate) -> str:
+    return str(self.directory / str(candidate.step))
+
+  def restore(self, candidate: Candidate, abstract: Any, accept: Accept) -> tuple[Any, dict[str, Any]]:
+    """(state, meta) of a committed step. The processes share the reading of the files for the checksums.
+
+    Raises CheckpointError, on every process alike, where the storage fails.
+    """
+    reason, meta, path = "", {}, self.path(candidate)
+    try:
+      meta = self.verify(candidate.step, self._world.rank, self._world.size)
+    except Rejected as rejection:
+      reason = str(rejection)
+    if reason := world_lib.first_reason(self._world, reason):
+      raise Rejected(reason)
+    self._log(f"Found commit_success file. Keeping {path}/.")
+    accept(meta)
+    self._log(f"Restoring checkpoint from {path}.")
+    return self.load(candidate.step, abstract, meta), meta
+
+  def load(self, step: int, abstract: Any, meta: Mapping[str, Any]) -> Any:
     """The state of `step` (meta: as from `verify`) with the shapes, types and shardings of `abstract`.
 
-    A collective. Raises, on every process alike, Rejected where the arrays are not those that were saved and
-    CheckpointError where the storage fails.
+    Every process must call. Raises, on every process alike, Rejected where the arrays are not those that were saved
+    and CheckpointError where the storage fails.
     """
     read = functools.partial(self._read, step)
     if self._cfg.enable_single_replica_ckpt_restoring:

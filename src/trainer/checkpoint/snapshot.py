@@ -1,14 +1,15 @@
 """Snapshots: copies of the state in the hosts' memory, one per slice, from which a recovery needs no storage.
 
-For clusters in which one process controls all slices. Taking one costs the training thread the dispatch of the copies;
-the last one is kept until the next is whole, so that there always is one.
+For clusters in which one process controls all slices. A snapshot costs the training thread the dispatch of the copies.
+The last restorable snapshot is kept until the next one is restorable.
 """
 
 from __future__ import annotations
 
 import copy
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,25 +19,17 @@ from jax import Device
 from jax.sharding import Mesh, NamedSharding
 
 from trainer.checkpoint.arrays import boxes, fingerprint, state_tree, verified_load
-from trainer.checkpoint.background import Background
+from trainer.checkpoint.backup import Accept, Candidate, Emit, Log
 from trainer.checkpoint.errors import Rejected
 from trainer.mesh import DATA
 from trainer.world import World
 
 HOST = "pinned_host"
-
-Log = Callable[[str], None]
-Emit = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Restored:
-  """A verified state out of host memory, and the slice whose copy it is."""
-
-  step: int
-  state: Any
-  meta: dict[str, Any]
-  slice: int
+# How long a recovery waits for a copy under way. A copy of a large state takes seconds; arrays of a slice that hangs
+# never arrive.
+RECOVERY_WAIT_SECONDS = 30.0
+# How long training waits for a copy under way, when the next snapshot is due or the process ends.
+WAIT_SECONDS = 300.0
 
 
 @dataclass
@@ -47,115 +40,197 @@ class _Snapshot:
   copies: dict[int, dict[str, jax.Array]]  # by slice, in host memory
   bytes: int = 0
   blocking_seconds: float = 0.0
-  seconds: float = 0.0
   clock: float = field(default_factory=time.monotonic)
+  copying: set[int] = field(default_factory=set)  # slices whose copy is not known to be complete
+  prints: dict[int, tuple[dict[str, str], list[str]]] = field(default_factory=dict)  # by slice: fingerprint.summarize
+  verified: bool = False  # all copies are complete and equal
+  confirmed: bool = False  # `confirm` was called for its step
 
 
 class Snapshots:
-  """The snapshots of this process. Outlives attempts: whoever restores says which slices' memory has survived."""
+  """The snapshots of this process. Lives longer than an attempt. Implements StateBackup."""
+
+  tier = "snapshot"
 
   def __init__(self, world: World, log: Log = lambda line: None, emit: Emit = lambda kind, **fields: None) -> None:
-    """log takes a line, emit a kind and fields for events.jsonl; both are called from a thread."""
+    """log takes a line, emit a kind and fields for events.jsonl; both are called from threads."""
     self._world, self._log, self._emit = world, log, emit
-    self._whole: _Snapshot | None = None
-    self._background = Background("snapshot")
+    self._slices: dict[int, tuple[Device, ...]] = {}
+    self._changed = threading.Condition(threading.RLock())  # guards everything below
+    self._pending: _Snapshot | None = None  # not restorable yet: still copying, or its step is not confirmed
+    self._whole: _Snapshot | None = None  # restorable
+    self._confirmed = 0
 
-  def save(self, step: int, state: Any, meta: Mapping[str, Any], slices: Mapping[int, Sequence[Device]]) -> bool:
-    """Starts a snapshot of `state`, whose buffers may be donated at once; False where the last one is still under way.
+  def begin_attempt(self, slices: Mapping[int, Sequence[Device]], survivors: Collection[int]) -> None:
+    """To be called before the other methods, at the start of every attempt.
 
-    slices: {id: devices} of the mesh of `state`, each of which holds a full copy (ValueError otherwise). meta is JSON.
+    slices: {id: devices} of the attempt's mesh. survivors: slices whose host memory still has what it had. Copies on
+    all other slices are dropped for good, even if such a slice returns. After a loss a copy under way gets
+    RECOVERY_WAIT_SECONDS; then it is abandoned and the last restorable snapshot is used.
     """
-    if self._background.busy:
+    self._slices = {i: tuple(devices) for i, devices in slices.items()}
+    with self._changed:
+      lost = False
+      for snapshot in filter(None, (self._pending, self._whole)):
+        for i in set(snapshot.copies) - set(survivors):
+          del snapshot.copies[i]
+          snapshot.copying.discard(i)
+          lost = True
+      self._advance()
+      self._wait(RECOVERY_WAIT_SECONDS if lost else WAIT_SECONDS)
+      if self._pending is not None and not self._pending.confirmed:
+        self._log(f"The snapshot of step {self._pending.step} is dropped: the step was not recorded.")
+      self._pending = None
+      self._confirmed = 0  # the attempt may repeat steps, whose snapshots must be confirmed again
+
+  def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> bool:
+    """Starts a snapshot of `state`, whose buffers may be donated at once; False while a copy is still under way.
+
+    The snapshot can be restored after `confirm(step)`. Every slice of the attempt must hold a full copy of the state
+    (ValueError otherwise). meta is JSON.
+    """
+    if self.busy:
       return False
-    self._background.wait()
     begin = time.monotonic()
     flat = state_tree.flatten(state)
     started = fingerprint.dispatch(flat)
-    copies = {i: _to_host(flat, devices) for i, devices in slices.items()}
+    copies = {i: _to_host(flat, devices) for i, devices in self._slices.items()}
     made = _Snapshot(step, copy.deepcopy(dict(meta)), state_tree.describe(flat), copies, state_tree.state_bytes(state))
+    made.copying = set(copies)
     made.blocking_seconds = time.monotonic() - begin
-    self._background.start(lambda: self._finish(made, started, slices))
+    with self._changed:
+      made.confirmed = self._confirmed >= step
+      self._pending = made
+    # One thread per slice: a slice that never answers must not hold up the others' copies.
+    for i, copied in list(copies.items()):
+      args = (made, i, self._slices[i], copied, started)
+      threading.Thread(target=self._watch, args=args, name=f"snapshot-{i}", daemon=True).start()
     return True
 
-  def _finish(self, made: _Snapshot, started: Mapping[str, jax.Array], slices: Mapping[int, Sequence[Device]]) -> None:
-    """Background: waits for the copies and decides what they are worth."""
-    prints: dict[int, dict[str, str]] = {}
-    for i, devices in slices.items():
-      try:
-        jax.block_until_ready(made.copies[i])
-        values = {name: _value_on(x, devices) for name, x in started.items()}
-      except jax.errors.JaxRuntimeError:  # the slice was lost while it copied: the others' copies are still good
-        del made.copies[i]
-        continue
-      prints[i], bad = fingerprint.summarize(values)
-      if bad:
-        self._log(f"No snapshot of step {made.step}: the state is not finite ({bad[0]})")
-        return
-    if not prints:
+  def confirm(self, step: int) -> None:
+    """To be called when `step` is known to be good and its record is written.
+
+    Before that a snapshot of `step` is never restored: a run that resumed from it would never write the record.
+    """
+    with self._changed:
+      self._confirmed = max(self._confirmed, step)
+      if self._pending is not None and self._pending.step <= step:
+        self._pending.confirmed = True
+        self._advance()
+
+  @property
+  def busy(self) -> bool:
+    """Whether a copy is under way."""
+    with self._changed:
+      return self._pending is not None and bool(self._pending.copying)
+
+  def wait(self) -> None:
+    """Returns when no copy is under way. Abandons a copy that takes longer than WAIT_SECONDS."""
+    with self._changed:
+      self._wait(WAIT_SECONDS)
+
+  def _wait(self, seconds: float) -> None:
+    if not self._changed.wait_for(lambda: not self.busy, seconds):
+      assert self._pending is not None
+      self._log(
+        f"The snapshot of step {self._pending.step} is abandoned: slices {sorted(self._pending.copying)} have not "
+        f"copied it in {seconds:g} s."
+      )
+      self._pending = None
+
+  def close(self) -> None:
+    """Waits for a copy under way: the interpreter must not end while a thread is inside the runtime."""
+    with self._changed:
+      self._wait(RECOVERY_WAIT_SECONDS)
+
+  def _watch(
+    self,
+    made: _Snapshot,
+    i: int,
+    devices: Sequence[Device],
+    copied: Mapping[str, jax.Array],
+    started: Mapping[str, jax.Array],
+  ) -> None:
+    """Thread: waits for the copy of slice i."""
+    found = None
+    try:
+      jax.block_until_ready(copied)
+      found = fingerprint.summarize({name: _value_on(x, devices) for name, x in started.items()})
+    except jax.errors.JaxRuntimeError:
+      pass  # the slice was lost; other slices' copies are still good
+    finally:
+      with self._changed:
+        if made is self._pending and i in made.copying:
+          if found is None:
+            del made.copies[i]
+          else:
+            made.prints[i] = found
+          made.copying.discard(i)
+          self._advance()
+          self._changed.notify_all()
+
+  def _advance(self) -> None:
+    """Verifies the pending snapshot when all its copies are there, and makes it restorable when it is confirmed."""
+    made = self._pending
+    if made is None or made.copying:
       return
-    first = next(iter(prints.values()))
-    for i, found in prints.items():
+    if not made.verified:
+      made.verified = self._verify(made)
+      if not made.verified:
+        self._pending = None
+        return
+    if made.confirmed:
+      self._whole, self._pending = made, None
+
+  def _verify(self, made: _Snapshot) -> bool:
+    prints = {i: found for i, found in made.prints.items() if i in made.copies}
+    if not prints:
+      return False
+    first, _ = next(iter(prints.values()))
+    for i, (found, not_finite) in prints.items():
+      if not_finite:
+        self._log(f"No snapshot of step {made.step}: the state is not finite ({not_finite[0]})")
+        return False
       if different := [name for name, value in found.items() if value != first[name]]:
         self._log(f"No snapshot of step {made.step}: slice {i} does not hold the same {different[0]} as the others")
         self._emit("replicas_differ", step=made.step, slice=i, array=different[0])
-        return
+        return False
     for name, value in first.items():
       made.arrays[name]["fingerprint"] = value
-    made.seconds = time.monotonic() - made.clock
-    self._whole = made
     self._emit("snapshot", step=made.step, bytes=made.bytes * len(prints), blocking_seconds=made.blocking_seconds,
-               seconds=made.seconds)  # fmt: skip
+               seconds=time.monotonic() - made.clock)  # fmt: skip
+    return True
 
-  def wait(self) -> None:
-    """Returns when no snapshot is under way."""
-    self._background.wait()
-
-  def close(self) -> None:
-    """Waits without asking how it went: the interpreter must not end while a thread is inside the runtime."""
-    self._background.join()
-
-  def keep(self, alive: Collection[int]) -> None:
-    """Drops the copies of all other slices: what their memory held is gone, even if they return."""
-    self.wait()
-    if self._whole is not None:
-      for i in set(self._whole.copies) - set(alive):
-        del self._whole.copies[i]
-
-  def newest(self, alive: Collection[int]) -> int | None:
-    """The step of the newest snapshot of which one of the slices `alive` has a copy; None where there is none.
-
-    Waits for one that is under way: the slices that live will finish it.
-    """
-    self.wait()
-    if self._whole is None or not set(self._whole.copies) & set(alive):
-      return None
-    return self._whole.step
-
-  def restore(self, abstract: Any, alive: Collection[int]) -> Restored | None:
-    """The newest snapshot in the shapes, types and shardings of `abstract`, out of the copy of one of `alive`.
-
-    None where there is none. Stays available, should the recovery fail again.
-    """
-    if self.newest(alive) is None:
-      return None
+  def candidates(self) -> list[Candidate]:
+    """One candidate for every slice with a copy of the last restorable snapshot."""
     whole = self._whole
-    assert whole is not None
-    for i in sorted(set(whole.copies) & set(alive)):
-      held = whole.copies[i]
+    return [] if whole is None else [Candidate(whole.step, str(i)) for i in sorted(whole.copies)]
 
-      def read(targets: Mapping[str, Any], held: Mapping[str, jax.Array] = held) -> dict[str, jax.Array]:
-        names = list(targets)
-        placed = jax.device_put([held[name] for name in names], [targets[name].sharding for name in names])
-        return dict(zip(names, jax.block_until_ready(placed)))
+  def restore(self, candidate: Candidate, abstract: Any, accept: Accept) -> tuple[Any, dict[str, Any]]:
+    """(state, meta) from the copy of one slice. The copy stays available for another recovery.
 
-      try:
-        state = verified_load.load(self._world, read, whole.arrays, abstract)
-        return Restored(whole.step, state, copy.deepcopy(whole.meta), i)
-      except Rejected as reason:
-        self._log(f"The snapshot of step {whole.step} on slice {i} is not used: {reason}")
-        self._emit("checkpoint_rejected", step=whole.step, tier="snapshot", reason=str(reason))
-        del whole.copies[i]
-    return None
+    `accept` is not called: this process itself took the snapshot.
+    """
+    whole, i = self._whole, int(candidate.copy)
+    assert whole is not None and whole.step == candidate.step
+    held = whole.copies[i]
+
+    def read(targets: Mapping[str, Any]) -> dict[str, jax.Array]:
+      names = list(targets)
+      placed = jax.device_put([held[name] for name in names], [targets[name].sharding for name in names])
+      return dict(zip(names, jax.block_until_ready(placed)))
+
+    try:
+      return verified_load.load(self._world, read, whole.arrays, abstract), copy.deepcopy(whole.meta)
+    except Rejected:
+      del whole.copies[i]
+      raise
+    except jax.errors.JaxRuntimeError as error:
+      # The slice that holds the copy has died, or a slice that receives it. The copy is kept for the second case.
+      raise Rejected(f"slice {i} or a receiving slice does not answer: {error}") from error
+
+  def path(self, candidate: Candidate) -> str:
+    return f"memory of slice {candidate.copy}"
 
 
 def _to_host(flat: Mapping[str, jax.Array], devices: Sequence[Device]) -> dict[str, jax.Array]:

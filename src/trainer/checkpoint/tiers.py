@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,28 +12,17 @@ from jax import Device
 from trainer import world as world_lib
 from trainer.checkpoint.arrays import fingerprint
 from trainer.checkpoint.background import Background
-from trainer.checkpoint.emergency import Candidate, Emergency
-from trainer.checkpoint.errors import NoGoodCheckpoint, Rejected
-from trainer.checkpoint.persistent import Emit, Log, Persistent
+from trainer.checkpoint.backup import Accept, Candidate, Emit, Log, Restored, StateBackup, restore_newest
+from trainer.checkpoint.emergency import Emergency
+from trainer.checkpoint.errors import NoGoodCheckpoint
+from trainer.checkpoint.persistent import Persistent
+from trainer.checkpoint.snapshot import Snapshots
 from trainer.config.schema import CheckpointSection
 from trainer.world import World
 
-Accept = Callable[[dict[str, Any]], None]
-
-
-@dataclass(frozen=True)
-class Restored:
-  """A state that has been verified, and where it came from: tier is "emergency" or "persistent"."""
-
-  step: int
-  state: Any
-  meta: dict[str, Any]
-  tier: str
-  path: str
-
 
 class Tiers:
-  """The checkpoint tiers of one attempt. Every process calls every method, in the same order.
+  """The backups of one attempt. Every process calls every method, in the same order.
 
   `step` always counts completed steps. Errors of a background save are raised by the next call.
   """
@@ -46,6 +34,7 @@ class Tiers:
     *,
     world: World,
     slices: Mapping[int, Sequence[Device]] | None = None,
+    snapshots: Snapshots | None = None,
     log: Log = lambda line: None,
     emit: Emit = lambda kind, **fields: None,
   ) -> None:
@@ -59,6 +48,13 @@ class Tiers:
     if cfg.enable_checkpointing and cfg.enable_emergency_checkpoint:
       slices = slices or {0: jax.devices()}
       self._emergency = Emergency(cfg, run_directory, slices, world=world, log=log, emit=emit)
+    # Of equal steps the first in this list is restored: the fastest.
+    tiers: list[StateBackup | None] = [
+      snapshots,
+      self._emergency,
+      self._persistent if cfg.enable_checkpointing else None,
+    ]
+    self._backups = [tier for tier in tiers if tier is not None]
 
   # ---- saving ----
 
@@ -125,74 +121,42 @@ class Tiers:
   # ---- restoring ----
 
   def restore_newest(self, abstract: Any, accept: Accept = lambda meta: None) -> Restored | None:
-    """The newest state that can be trusted, in the shapes, types and shardings of `abstract`; None on a first start.
+    """The newest good state, with the shapes, types and shardings of `abstract`; None on a first start.
 
-    accept(meta) may raise to refuse a checkpoint that is good but not of this run (ConfigMismatch): that ends the
-    search. Damaged ones are passed over and, once a good one is found, moved to {run}/checkpoints_rejected. Raises
-    NoGoodCheckpoint where there are some and all are damaged.
+    accept(meta) may raise to refuse a good checkpoint that does not fit the run (ConfigMismatch): that ends the search.
+    Damaged checkpoints in storage are moved to {run}/checkpoints_rejected once a good state is found. Raises
+    NoGoodCheckpoint if all checkpoints in storage are damaged.
     """
-    if not self._cfg.enable_checkpointing:
-      return None
     if self._emergency is not None:
       self._emergency.parts(abstract)  # raises before training where no slice holds a full copy
-    found = world_lib.from_primary(
-      self._world, {"steps": self._persistent.steps(), "unfinished": self._persistent.unfinished()}
-    )
-    local = self._emergency.candidates() if self._emergency is not None else []
-    rejected = {
-      name: "it was sealed and has lost its commit_success.txt" if sealed else "its save did not finish"
-      for name, sealed in found["unfinished"].items()
-    }
-    # Newest first; of one step the local copy first. (A step may have several candidates, of different histories.)
-    choices: list[tuple[int, Candidate | None]] = [(step, None) for step in found["steps"]]
-    choices += [(candidate.step, candidate) for candidate in local]
-    for step, candidate in sorted(choices, key=lambda c: (c[0], c[1] is not None), reverse=True):
-      try:
-        restored = self._try(step, candidate, abstract, accept)
-      except Rejected as reason:
-        where = self._persistent.directory / str(step) if candidate is None else f"{step} (emergency)"
-        tier = "persistent" if candidate is None else "emergency"
-        self._log(f"Checkpoint {where} is not used: {reason}.")
-        self._emit("checkpoint_rejected", step=step, tier=tier, reason=str(reason))
-        if candidate is None:
-          rejected[str(step)] = str(reason)
-        continue
-      self._set_aside(rejected)
-      self._emit("checkpoint_restored", step=step, tier=restored.tier, path=restored.path)
+    bad: dict[str, str] = {}  # {folder name in storage: reason}
+
+    def rejected(backup: StateBackup, candidate: Candidate, reason: str) -> None:
+      path = backup.path(candidate)
+      self._log(f"Checkpoint of step {candidate.step} ({backup.tier}, {path}) is not used: {reason}.")
+      self._emit("checkpoint_rejected", step=candidate.step, tier=backup.tier, reason=reason)
+      if backup is self._persistent:
+        bad[str(candidate.step)] = reason
+
+    restored = restore_newest(self._backups, abstract, accept, rejected)
+    if not self._cfg.enable_checkpointing or (restored is not None and restored.tier == "snapshot"):
       return restored
-    if found["steps"] or any(found["unfinished"].values()):
-      reasons = "".join(f"\n  {name}: {reason}" for name, reason in rejected.items())
+    damaged = bool(bad)
+    unfinished = world_lib.from_primary(self._world, self._persistent.unfinished() if self._world.is_primary else None)
+    for name, sealed in unfinished.items():
+      bad[name] = "it was sealed and has lost its commit_success.txt" if sealed else "its save did not finish"
+    if restored is None and (damaged or any(unfinished.values())):
+      reasons = "".join(f"\n  {name}: {reason}" for name, reason in bad.items())
       raise NoGoodCheckpoint(
         f"{self._persistent.directory} has checkpoints and none can be restored:{reasons}\n"
         "Put a good copy of one there, or, to start again from step 0, move the folder away or choose another run_name"
       )
-    self._set_aside(rejected)
-    self._warm.start(lambda: _prepare(abstract))
-    return None
-
-  def _try(self, step: int, candidate: Candidate | None, abstract: Any, accept: Accept) -> Restored:
-    """Raises Rejected, on every process alike."""
-    if candidate is not None:
-      assert self._emergency is not None
-      state, meta = self._emergency.restore(candidate, abstract, accept)
-      return Restored(step, state, meta, "emergency", f"{self._emergency.root}/{step}")
-    path = str(self._persistent.directory / str(step))
-    meta = self._verify(step)
-    self._log(f"Found commit_success file. Keeping {path}/.")
-    accept(meta)
-    self._log(f"Restoring checkpoint from {path}.")
-    return Restored(step, self._persistent.restore(step, abstract, meta), meta, "persistent", path)
-
-  def _verify(self, step: int) -> dict[str, Any]:
-    """The meta of a persistent step whose files are as they were written; the processes share the reading."""
-    reason, meta = "", {}
-    try:
-      meta = self._persistent.verify(step, self._world.rank, self._world.size)
-    except Rejected as rejection:
-      reason = str(rejection)
-    if reason := world_lib.first_reason(self._world, reason):
-      raise Rejected(reason)
-    return meta
+    self._set_aside(bad)
+    if restored is None:
+      self._warm.start(lambda: _prepare(abstract))
+    else:
+      self._emit("checkpoint_restored", step=restored.step, tier=restored.tier, path=restored.path)
+    return restored
 
   def _set_aside(self, rejected: Mapping[str, str]) -> None:
     moved = {}

@@ -1,0 +1,86 @@
+"""StateBackup: one interface for every place that a run can restore its state from, and the search for the newest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from trainer.checkpoint.errors import Rejected
+
+Accept = Callable[[dict[str, Any]], None]
+Log = Callable[[str], None]
+Emit = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Candidate:
+  """A state that a backup may be able to restore. `copy` distinguishes candidates of the same step."""
+
+  step: int
+  copy: str = ""
+
+
+@dataclass(frozen=True)
+class Restored:
+  """A verified state, and where it came from: tier is "snapshot", "emergency" or "persistent"."""
+
+  step: int
+  state: Any
+  meta: dict[str, Any]
+  tier: str
+  path: str
+
+
+class StateBackup(Protocol):
+  """Copies of the training state: in host memory (snapshot), on local disks (emergency) or in storage (persistent).
+
+  Every process calls every method, in the same order.
+  """
+
+  tier: str
+
+  def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> bool:
+    """Starts a backup of `state` after `step` completed steps; the caller may donate the state afterwards.
+
+    Returns False if no backup was started.
+    """
+    ...
+
+  def candidates(self) -> list[Candidate]:
+    """What can probably be restored, best first, the same list on every process. The data is not read yet."""
+    ...
+
+  def restore(self, candidate: Candidate, abstract: Any, accept: Accept) -> tuple[Any, dict[str, Any]]:
+    """(state with the shapes, types and shardings of `abstract`, meta).
+
+    accept(meta) is called before the arrays are read; what it raises ends the search. Raises Rejected, on every process
+    alike, if the candidate is damaged.
+    """
+    ...
+
+  def path(self, candidate: Candidate) -> str:
+    """Where the candidate lies, for messages."""
+    ...
+
+
+def restore_newest(
+  backups: Sequence[StateBackup],
+  abstract: Any,
+  accept: Accept,
+  rejected: Callable[[StateBackup, Candidate, str], None],
+) -> Restored | None:
+  """The newest good state of all backups; of equal steps, the one of the first backup in the list. None: no state.
+
+  rejected(backup, candidate, reason) is called for every damaged candidate on the way.
+  """
+  choices = [(candidate, backup) for backup in backups for candidate in backup.candidates()]
+  choices.sort(key=lambda choice: -choice[0].step)  # stable: keeps the order of equal steps
+  for candidate, backup in choices:
+    try:
+      state, meta = backup.restore(candidate, abstract, accept)
+    except Rejected as reason:
+      rejected(backup, candidate, str(reason))
+      continue
+    return Restored(candidate.step, state, meta, backup.tier, backup.path(candidate))
+  return None

@@ -28,6 +28,7 @@ from trainer.elastic.retry import elastic_retry
 from trainer.observe.events import read_events
 from trainer.observe.metrics import read_metrics
 from trainer.session import Session, open_session
+from trainer.signals import Signals
 
 NUM_SLICES = 3
 TINY = (
@@ -92,7 +93,12 @@ class Harness:
     devices = jax.devices()
     slices = {i: (devices[i],) for i in range(NUM_SLICES)}
     cluster = SimulatedCluster(slices, replacement_seconds=0.05)
-    with contextlib.redirect_stdout(io.StringIO()), open_session(config, cluster, time.monotonic()) as session:
+    with contextlib.ExitStack() as stack:
+      stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+      signals = Signals()
+      signals.listen()
+      stack.callback(signals.restore)
+      session = stack.enter_context(open_session(config, cluster, signals, time.monotonic()))
       recorder = Recorder(session.loader)
       session.loader = recorder  # type: ignore[assignment]
       self._programs = session.programs = session.programs | self._programs

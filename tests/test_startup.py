@@ -17,6 +17,7 @@ import trainer
 from trainer import __main__, world
 from trainer.config.schema import Config
 from trainer.session import Session
+from trainer.signals import Signals
 
 # tensorflow comes with tensorflow-datasets' sources, torch with transformers, matplotlib with the report.
 HEAVY = ("matplotlib", "tensorflow", "tensorflow_datasets", "torch", "transformers")
@@ -72,7 +73,13 @@ def test_the_console_script_is_the_command():
 def test_the_garbage_collector_is_off_no_longer_than_the_first_attempt_starts(turns_it_on):
   nothing = SimpleNamespace(emit=lambda *args, **fields: None, beat=lambda step: None)
   session = SimpleNamespace(
-    attempts=0, was_ready=True, world=world.SingleWorld(), started=0.0, events=nothing, watchdog=nothing
+    attempts=0,
+    was_ready=True,
+    world=world.SingleWorld(),
+    signals=Signals(),
+    started=0.0,
+    events=nothing,
+    watchdog=nothing,
   )
   frozen = gc.get_freeze_count()
   gc.disable()

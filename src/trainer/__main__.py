@@ -8,13 +8,18 @@ import os
 import sys
 import time
 import traceback
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from trainer.config import ConfigError, load
-from trainer.config.schema import Config
+from trainer.signals import INTERRUPTED, PREEMPTED, Signals
 
-# What a scheduler reads (docs/architecture.md). The sixth, 134 for a hung process, is the watchdog's own.
-COMPLETE, FAILED, BAD_INPUT, PREEMPTED, INTERRUPTED = 0, 1, 2, 42, 130
+if TYPE_CHECKING:
+  from trainer.cluster import Cluster
+  from trainer.config import Config
+  from trainer.session import Session
+
+# Exit codes that a scheduler reads (docs/architecture.md). PREEMPTED and INTERRUPTED are defined with the signals, 134
+# for a hung process with the watchdog.
+COMPLETE, FAILED, BAD_INPUT = 0, 1, 2
 
 OUT_OF_MEMORY = (
   "error: the devices have too little memory for this run. Lower per_device_batch_size (and raise "
@@ -23,60 +28,54 @@ OUT_OF_MEMORY = (
 )
 
 
-def main(argv: list[str] | None = None) -> int:
-  """Runs the command and returns its exit code."""
+def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
+  """Runs the command and returns its exit code.
+
+  argv: the arguments (default: those of the process). signals: listening for the process; without them SIGTERM and
+  SIGINT keep their handlers. The configuration is imported here and not above, so that a signal finds its handler.
+  """
+  from trainer.config import ConfigError, cli, load
+  from trainer.observe import log
+
   started = time.monotonic()
   arguments = sys.argv[1:] if argv is None else argv
   _make_stdout_usable()
   if not arguments or {"--help", "-h"} & set(arguments):
-    from trainer.config import cli
-    from trainer.observe import log
-
     log.to_stdout(cli.help_text())
     return COMPLETE if arguments else BAD_INPUT
   try:
     config = load([argument for argument in arguments if argument != "--print-config"])
     if "--print-config" in arguments:
-      from trainer.config import cli
-      from trainer.observe import log
-
       log.to_stdout(cli.print_config(config).removesuffix("\n"))
       return COMPLETE
-    return _run(config, started)
+    return _run(config, signals or Signals(), started)
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return BAD_INPUT
-  except (KeyboardInterrupt, ImportError) as error:  # before there is a log, or once it is closed
-    # A library in C++ that is interrupted while it loads makes an ImportError of that.
-    if not isinstance(error.__cause__ or error, KeyboardInterrupt):
-      raise
+  except KeyboardInterrupt:  # before there is a log, or once it is closed
     print("Interrupted.", file=sys.stderr)
     return INTERRUPTED
 
 
 def _make_stdout_usable() -> None:
-  """It may be closed (`>&-`), or have an encoding that lacks a character of the configuration."""
+  """Replaces a closed stdout (`>&-`), and escapes characters that its encoding lacks."""
   if sys.stdout is None:
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
   if isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _run(config: Config, started: float) -> int:
-  """The run of a valid configuration. jax is imported here and not above, so that --help stays fast."""
-  import functools
+def _run(config: Config, signals: Signals, started: float) -> int:
+  """Runs a valid configuration and returns the exit code. Imports jax here and not above, so that --help stays fast."""
   import gc
 
-  # Imports and tracing make millions of objects that stay: looking through them again and again is a tenth of the time
-  # until the first step. `Session.ready`, or a second attempt, turns the collector on again.
+  # Imports and tracing make millions of objects that stay. Collecting garbage among them repeatedly would take a tenth
+  # of the time until the first step. `Session.ready`, or a second attempt, turns the collector on again.
   gc.disable()
 
   from trainer import cluster as cluster_lib
   from trainer import session as session_lib
-  from trainer import train
-  from trainer.checkpoint.errors import ConfigMismatch
   from trainer.elastic import retry
-  from trainer.elastic.attempt import Job
 
   session_lib.enable_compilation_cache(config.run.jax_cache_dir)
   with contextlib.ExitStack() as stack:
@@ -85,47 +84,63 @@ def _run(config: Config, started: float) -> int:
       cluster = cluster_lib.start(config.cluster, config.elastic.elastic_poll_seconds)
       stack.callback(cluster.stop)
       retry.check(cluster, config.elastic, config.run.steps)
-      session = stack.enter_context(session_lib.open_session(config, cluster, started))
+      session = stack.enter_context(session_lib.open_session(config, cluster, signals, started))
     except ValueError as error:  # a configuration that does not fit the machine or the data; nothing is written yet
       print(f"error: {error}", file=sys.stderr)
       return BAD_INPUT
-    except OSError as error:  # a folder of the run's or the data's that looked well and is not
-      print(f"error: the run cannot begin: {error}\nMend that, or choose another folder.", file=sys.stderr)
+    except OSError as error:  # a folder of the run or of the data cannot be opened, although it passed the checks
+      print(f"error: cannot start the run: {error}\nFix this, or choose another folder.", file=sys.stderr)
       return BAD_INPUT
-    job = Job(
-      config.run.steps, config.optimizer.gradient_accumulation_steps, session.tokens_per_step, session.state_bytes
-    )
-    attempt = functools.partial(train.run, config, session)
-    code = FAILED
-    try:
-      outcome = retry.elastic_retry(
-        attempt,
-        cluster,
-        config.elastic,
-        session.events,
-        session.log,
-        job=job,
-        stop=lambda: session.preemption.noticed,
-      )
-      code = COMPLETE if outcome.kind == "complete" else PREEMPTED
-    except (ConfigError, ConfigMismatch) as error:
-      code = BAD_INPUT
-      session.log.error(f"error: {error}")
-    except Exception as error:  # noqa: BLE001 -- the one place where an error becomes an exit code
-      session.log.error(traceback.format_exc())
-      if "RESOURCE_EXHAUSTED" in str(error) and "out of memory" in str(error).lower():
-        session.log.error(OUT_OF_MEMORY)
-    except KeyboardInterrupt:
-      code = INTERRUPTED
-      again = "goes on from the last checkpoint" if config.checkpoint.enable_checkpointing else "starts from step 0"
-      session.log.line(f"Interrupted: the same command {again}.")
+    code = _train(config, session, cluster)
+    signals.ending(code)
     session.finish(config, code)
   return code
 
 
+def _train(config: Config, session: Session, cluster: Cluster) -> int:
+  """Runs attempts until the run is complete, must stop or fails; returns the exit code."""
+  import functools
+
+  from trainer import train
+  from trainer.checkpoint.errors import ConfigMismatch
+  from trainer.config import ConfigError
+  from trainer.elastic import retry
+  from trainer.elastic.attempt import Job
+
+  accumulation = config.optimizer.gradient_accumulation_steps
+  job = Job(config.run.steps, accumulation, session.tokens_per_step, session.state_bytes)
+  attempt = functools.partial(train.run, config, session)
+  try:
+    outcome = retry.elastic_retry(
+      attempt,
+      cluster,
+      config.elastic,
+      session.events,
+      session.log,
+      job=job,
+      stop=lambda: session.preemption.noticed,
+    )
+    return COMPLETE if outcome.kind == "complete" else PREEMPTED
+  except (ConfigError, ConfigMismatch) as error:
+    session.log.error(f"error: {error}")
+    return BAD_INPUT
+  except Exception as error:  # noqa: BLE001 -- the one place where an error becomes an exit code
+    session.log.error(traceback.format_exc())
+    if "RESOURCE_EXHAUSTED" in str(error) and "out of memory" in str(error).lower():
+      session.log.error(OUT_OF_MEMORY)
+    return FAILED
+  except KeyboardInterrupt:
+    again = "goes on from the last checkpoint" if config.checkpoint.enable_checkpointing else "starts from step 0"
+    session.log.line(f"Interrupted: the same command {again}.")
+    return INTERRUPTED
+
+
 def command() -> NoReturn:
-  """Runs the command and ends the process, even where threads still compute what nobody needs any more."""
-  code = main()
+  """Runs the command and ends the process, even if background threads still compute."""
+  signals = Signals()
+  signals.listen()
+  code = main(signals=signals)
+  signals.ignore()
   prepare = sys.modules.get("trainer.elastic.prepare")
   if code == INTERRUPTED or (prepare is not None and prepare.under_way()):
     sys.stdout.flush()

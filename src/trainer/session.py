@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import math
 import os
@@ -30,6 +31,7 @@ from trainer.observe.progress import Progress
 from trainer.observe.watchdog import Watchdog
 from trainer.program import Program
 from trainer.report import goodput
+from trainer.signals import Signals
 from trainer.world import World
 
 CONFIG_FILE = "config.yml"
@@ -44,6 +46,7 @@ class Session:
   metrics: Metrics
   progress: Progress
   watchdog: Watchdog
+  signals: Signals
   preemption: Preemption
   snapshots: Snapshots
   loader: Loader
@@ -98,6 +101,7 @@ class Session:
     self.was_ready = True
     self.events.emit("init_done", step=step, seconds=now - self.started)
     self.watchdog.beat(step)
+    self.signals.running()
     if not gc.isenabled():
       # Off since the process began (see __main__): what importing and tracing made stays, so that collections in the
       # loop need not look at it.
@@ -129,7 +133,7 @@ def enable_compilation_cache(directory: str) -> None:
 
 
 @contextlib.contextmanager
-def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[Session]:
+def open_session(config: Config, cluster: Cluster, signals: Signals, started: float) -> Iterator[Session]:
   """Checks that the program fits the devices, opens the data and the run's folder, and closes all at the end.
 
   Raises ValueError for what the user can mend, before the run's folder is created.
@@ -175,13 +179,15 @@ def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[S
     stack.callback(watchdog.stop)
     snapshots = Snapshots(world_lib.of_jax(), log.line, events.emit)
     stack.callback(snapshots.close)
-    preemption = stack.enter_context(Preemption(config.checkpoint, log.line, events.emit))
+    signals.on_exit = functools.partial(_record_exit, events)
+    preemption = Preemption(config.checkpoint, world, signals, log.line, events.emit)
     session = Session(
       log=log,
       events=events,
       metrics=metrics,
       progress=progress,
       watchdog=watchdog,
+      signals=signals,
       preemption=preemption,
       snapshots=snapshots,
       loader=loader,
@@ -201,6 +207,11 @@ def open_session(config: Config, cluster: Cluster, started: float) -> Iterator[S
     stack.enter_context(progress)
     watchdog.start()
     yield session
+
+
+def _record_exit(events: EventLog, code: int) -> None:
+  events.emit("run_end", exit=code)
+  events.flush()
 
 
 def _evaluates(config: Config, loader: Loader, say: Callable[[str], None]) -> bool:

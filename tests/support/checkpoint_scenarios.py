@@ -15,6 +15,7 @@ from tests.support import toy_state
 from trainer import world as world_lib
 from trainer.checkpoint import NonFiniteState, Tiers, emergency
 from trainer.checkpoint.preemption import Preemption
+from trainer.signals import Signals
 
 PER_SLICE = 4  # devices
 
@@ -184,10 +185,10 @@ def save_shared(path: Path) -> None:
   t.close()
 
 
-def preempted(path: Path) -> None:
+def preempted(path: Path, signals: Signals) -> None:
   """Steps until SIGTERM to any process, then one checkpoint at the agreed step."""
   t = tiers(path, enable_emergency_checkpoint=False, checkpoint_period=10**6)
-  preemption = Preemption(toy_state.config(), log=print).__enter__()
+  preemption = Preemption(toy_state.config(), world_lib.of_jax(), signals, log=print)
   state = toy_state.state(0, mesh())
   add = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1 if x.dtype == np.int32 else x, tree))
   for step in range(1, 10**6):
@@ -205,8 +206,8 @@ def preempted(path: Path) -> None:
       return
 
 
-def ignoring_preemption(path: Path) -> None:
-  preemption = Preemption(toy_state.config()).__enter__()
+def ignoring_preemption(path: Path, signals: Signals) -> None:
+  preemption = Preemption(toy_state.config(), world_lib.of_jax(), signals)
   print("ready", flush=True)
   for step in range(1, 10**6):
     time.sleep(0.01)

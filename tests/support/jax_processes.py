@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import socket
@@ -56,7 +57,11 @@ class Processes:
 
 
 def main() -> None:
+  from trainer.signals import Signals
+
   scenario, index, count, port, path, *arguments = sys.argv[1:]
+  signals = Signals()
+  signals.listen()  # before jax.distributed, as the command does
   import jax
 
   jax.config.update("jax_num_cpu_devices", DEVICES)
@@ -65,7 +70,9 @@ def main() -> None:
   from tests.support import checkpoint_scenarios
 
   try:
-    getattr(checkpoint_scenarios, scenario)(Path(path), *arguments)
+    function = getattr(checkpoint_scenarios, scenario)
+    options = {"signals": signals} if "signals" in inspect.signature(function).parameters else {}
+    function(Path(path), *arguments, **options)
   except BaseException:  # noqa: BLE001 -- printed, and the process ends
     traceback.print_exc()
     os._exit(1)  # the others must not wait at the exit barrier for a process that has failed

@@ -1,0 +1,171 @@
+"""SIGTERM and SIGINT (Ctrl-C) from the first line of the command until the process has ended with its exit code.
+
+| phase | SIGTERM | SIGINT |
+|---|---|---|
+| starting: this process has done no step | nothing to save: exit at once with 42 | exit at once with 130 |
+| running | a request: the loop saves and ends with 42 | KeyboardInterrupt in the main thread |
+| ending: all is saved and the exit code is known | the process ends with that code | exit at once with that code |
+
+A second signal of the same kind, more than a second after the first, ends the process at once: while running with 128
+plus its number, as shells report it, while ending with the exit code that is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import FrameType
+
+PREEMPTED, INTERRUPTED = 42, 130  # exit codes, see docs/architecture.md
+# `timeout` and shells signal the process and then its whole group, and Python's handler runs later than the thread. All
+# of that is one signal. A user who signals a second time waits longer.
+SAME_SIGNAL_SECONDS = 1.0
+_RECORD_SECONDS = 2.0  # that `on_exit` may take
+
+Handler = Callable[[int, FrameType | None], None]
+
+
+class _Phase(enum.Enum):
+  STARTING = enum.auto()
+  RUNNING = enum.auto()
+  ENDING = enum.auto()
+
+
+class Signals:
+  """Owns both handlers of the process. Made once, in the main thread, before anything slow is imported.
+
+  Python runs a handler only between two bytecodes of the main thread, which may be in an import, a compilation or a
+  hung collective for minutes. A thread therefore reads each signal from a pipe that Python's C handler writes at once.
+  """
+
+  def __init__(self) -> None:
+    self.on_exit: Callable[[int], None] = lambda code: None  # records an exit while starting; gets the exit code
+    self._phase = _Phase.STARTING
+    self._code = 0  # of the phase ENDING
+    self._noticed = False
+    self._interrupted = False
+    self._first: dict[tuple[str, int], float] = {}  # time.monotonic() of the first signal, by who saw it and its number
+    self._forward: Callable[[int], None] | None = None
+    self._leaving = threading.Lock()
+    self._pipe: tuple[int, int] | None = None
+    self._before: tuple[Mapping[int, object], int] | None = None
+
+  @property
+  def noticed(self) -> bool:
+    """Whether this process was asked to save and end."""
+    return self._noticed
+
+  def listen(self) -> None:
+    """Installs the handlers. Leaves SIGINT alone if it is ignored, as for a command in a shell's background."""
+    handlers: dict[int, Handler] = {signal.SIGTERM: self._handle}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+      handlers[signal.SIGINT] = self._handle
+    self._pipe = os.pipe()
+    os.set_blocking(self._pipe[1], False)
+    threading.Thread(target=self._read, args=(self._pipe[0],), name="signals", daemon=True).start()
+    descriptor = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+    self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}, descriptor
+
+  def reclaim(self, *, forward: bool) -> None:
+    """Installs the SIGTERM handler again, for after the start of a runtime that replaces it by one in C.
+
+    forward: also call the handler in C when the signal comes. JAX's preemption service tells the other processes.
+    """
+    if self._before is None:
+      return
+    import ctypes  # here and not above: the handlers must be installed as early as possible
+
+    address = _handler_address(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, self._handle)
+    if forward and address not in (signal.SIG_DFL, signal.SIG_IGN, _handler_address(signal.SIGTERM)):
+      self._forward = ctypes.CFUNCTYPE(None, ctypes.c_int)(address)
+
+  def leave_sigterm_to_the_system(self) -> None:
+    """From now on SIGTERM ends the process as if it had no handler."""
+    if self._before is not None:
+      signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+  def running(self) -> None:
+    """From now on there may be something to save."""
+    self._phase = _Phase.RUNNING
+
+  def ending(self, code: int) -> None:
+    """From now on the process ends with `code`, whatever signal comes."""
+    self._phase, self._code = _Phase.ENDING, code
+
+  def ignore(self) -> None:
+    """Ignores both signals, also while the interpreter shuts down, which would put the system's defaults back."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+      signal.signal(number, signal.SIG_IGN)
+
+  def restore(self) -> None:
+    """Puts back the handlers from before `listen`, in a process that outlives the run."""
+    if self._pipe is None or self._before is None:
+      return
+    handlers, descriptor = self._before
+    signal.set_wakeup_fd(descriptor)
+    for number, handler in handlers.items():
+      signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
+    os.close(self._pipe[1])  # ends the thread, which closes the other end
+    self._pipe = self._before = None
+
+  def _read(self, descriptor: int) -> None:
+    while number := os.read(descriptor, 1):
+      self._received("thread", number[0])
+    os.close(descriptor)
+
+  def _handle(self, number: int, frame: FrameType | None) -> None:
+    """Python's handler. Sees SIGTERM too, for when a library has replaced the wakeup descriptor."""
+    self._received("handler", number)
+    if number == signal.SIGINT and self._phase is _Phase.RUNNING and not self._interrupted:
+      self._interrupted = True  # once: the cleanup after it must not be interrupted by a repetition
+      raise KeyboardInterrupt
+
+  def _received(self, seen_by: str, number: int) -> None:
+    if number not in (signal.SIGTERM, signal.SIGINT):
+      return
+    now = time.monotonic()
+    again = now - self._first.setdefault((seen_by, number), now) > SAME_SIGNAL_SECONDS
+    name = signal.Signals(number).name
+    if self._phase is _Phase.STARTING and number == signal.SIGTERM:
+      text = f"SIGTERM before the first step of this process: nothing to save. Exit code {PREEMPTED}."
+      self._exit(PREEMPTED, text, self.on_exit)
+    elif self._phase is _Phase.STARTING:
+      self._exit(INTERRUPTED, "Interrupted.", self.on_exit)
+    elif self._phase is _Phase.ENDING:
+      if again or number == signal.SIGINT:
+        self._exit(self._code, f"{name} while ending: exiting at once with code {self._code}")
+    elif again:
+      self._exit(128 + number, f"second {name}: exiting at once")
+    elif number == signal.SIGTERM and not self._noticed:
+      self._noticed = True
+      if self._forward is not None:
+        self._forward(number)
+
+  def _exit(self, code: int, text: str, record: Callable[[int], None] | None = None) -> None:
+    """Ends the process, once. `record` runs in a thread: this one may have interrupted whoever holds a lock."""
+    if not self._leaving.acquire(blocking=False):
+      return
+    if record is not None:
+      recorder = threading.Thread(target=record, args=(code,), name="record of the exit", daemon=True)
+      recorder.start()
+      recorder.join(_RECORD_SECONDS)
+    with contextlib.suppress(OSError):
+      os.write(2, f"{text}\n".encode())
+    os._exit(code)
+
+
+def _handler_address(number: int) -> int:
+  """The address of the C function that handles the signal now; 0: the system's default, 1: it is ignored."""
+  import ctypes
+
+  library = ctypes.CDLL(None, use_errno=True)
+  action = ctypes.create_string_buffer(512)  # struct sigaction; its first member is the handler
+  if library.sigaction(number, None, action) != 0:
+    raise OSError(ctypes.get_errno(), "sigaction")
+  return ctypes.c_void_p.from_buffer(action).value or 0

@@ -1,0 +1,233 @@
+"""SIGTERM and SIGINT to real processes in each phase, from the first import to the interpreter's shutdown."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+SOURCES = ROOT / "src"
+HEADER = """
+import atexit, ctypes, os, signal, sys, threading, time
+from trainer.signals import Signals
+signals = Signals()
+signals.listen()
+"""
+# A call into C that releases the GIL and that no signal interrupts, as a compilation or a collective does.
+CALL = "__import__('hashlib').pbkdf2_hmac('sha256', b'', b'', {})"
+STUCK = CALL.format(2**31 - 1)
+READY = "print('ready', flush=True)\n"
+
+
+def start(code: str) -> subprocess.Popen:
+  environment = os.environ | {"PYTHONPATH": str(SOURCES)}
+  command = [sys.executable, "-uc", HEADER + textwrap.dedent(code)]
+  process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+  line = process.stdout.readline()
+  assert line == "ready\n", line + process.stdout.read()
+  return process
+
+
+@pytest.fixture
+def running():
+  processes = []
+  yield lambda code: processes.append(start(code)) or processes[-1]
+  for process in processes:
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def answer(process: subprocess.Popen, *numbers: signal.Signals, pause: float = 0.0) -> tuple[int, str]:
+  """The exit code of the process after these signals, and what it printed from then on."""
+  for i, number in enumerate(numbers):
+    time.sleep(pause if i else 0)
+    process.send_signal(number)
+  code = process.wait(30)
+  return code, process.stdout.read()
+
+
+# ---- starting
+
+
+@pytest.mark.parametrize("work", ["time.sleep(60)", STUCK], ids=["Python", "a call into C"])
+def test_while_starting_a_signal_ends_the_process_at_once(running, work):
+  nothing_to_save = "SIGTERM before the first step of this process: nothing to save. Exit code 42.\n"
+  assert answer(running(READY + work), signal.SIGTERM) == (42, nothing_to_save)
+  assert answer(running(READY + work), signal.SIGINT) == (130, "Interrupted.\n")
+
+
+def test_an_exit_while_starting_is_recorded_but_not_waited_for_long(running):
+  record = "signals.on_exit = lambda code: print('recorded', code, flush=True)\n"
+  code, text = answer(running(f"{record}{READY}{STUCK}"), signal.SIGTERM)
+  assert (code, text.splitlines()[0]) == (42, "recorded 42")
+  code, _ = answer(running(f"signals.on_exit = lambda code: time.sleep(60)\n{READY}time.sleep(60)"), signal.SIGTERM)
+  assert code == 42
+
+
+# ---- running
+
+LOOP = f"""
+signals.running()
+{READY}
+while not signals.noticed:
+  time.sleep(0.01)
+print("asked", flush=True)
+"""
+
+
+def test_the_first_sigterm_is_a_request(running):
+  assert answer(running(f"{LOOP}\nsys.exit(42)"), signal.SIGTERM) == (42, "asked\n")
+
+
+@pytest.mark.parametrize("after", ["time.sleep(1000)", STUCK], ids=["Python", "a call into C"])
+def test_a_second_sigterm_ends_at_once_and_repetitions_of_the_first_do_not(running, after):
+  process = running(f"{LOOP}\n{after}")
+  for _ in range(3):  # as `timeout` does: to the process, then to its group
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.01)
+  assert process.stdout.readline() == "asked\n"
+  time.sleep(1.3)
+  assert process.poll() is None
+  assert answer(process, signal.SIGTERM) == (143, "second SIGTERM: exiting at once\n")
+
+
+def test_a_signal_during_a_long_call_is_one_signal(running):
+  """The handler runs when the call is over, long after the thread has seen the signal."""
+  code = f"signals.running()\n{READY}\n{CALL.format(4_000_000)}\nprint(signals.noticed)\nsys.exit(42)"
+  assert answer(running(code), signal.SIGTERM) == (42, "True\n")
+
+
+def test_the_first_sigint_is_a_keyboard_interrupt_and_the_second_ends_at_once(running):
+  code = f"""
+signals.running()
+try:
+  {READY.strip()}
+  time.sleep(60)
+except KeyboardInterrupt:
+  print("cleaning up", flush=True)
+  {STUCK}
+"""
+  process = running(code)
+  process.send_signal(signal.SIGINT)
+  assert process.stdout.readline() == "cleaning up\n"
+  process.send_signal(signal.SIGINT)  # a repetition does not interrupt the cleanup
+  time.sleep(1.3)
+  assert process.poll() is None
+  assert answer(process, signal.SIGINT) == (130, "second SIGINT: exiting at once\n")
+
+
+# ---- ending
+
+ENDING = f"signals.running(); signals.ending(7)\n{READY}"
+
+
+def test_while_ending_the_exit_code_stays(running):
+  assert answer(running(f"{ENDING}time.sleep(0.5)\nsys.exit(7)"), signal.SIGTERM) == (7, "")
+  code, text = answer(running(f"{ENDING}{STUCK}"), signal.SIGTERM, signal.SIGTERM, pause=1.3)
+  assert (code, text) == (7, "SIGTERM while ending: exiting at once with code 7\n")
+  code, text = answer(running(f"{ENDING}{STUCK}"), signal.SIGINT)
+  assert (code, text) == (7, "SIGINT while ending: exiting at once with code 7\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_interpreters_shutdown_is_not_interrupted(running, number):
+  code = f"""
+  class Late:  # deleted when the interpreter has put back the system's defaults
+    def __init__(self, kill): self.kill = kill
+    def __del__(self): self.kill()
+  kill = lambda kill=os.kill, pid=os.getpid(): kill(pid, {int(number)})
+  atexit.register(kill)
+  sys.kept = Late(kill)
+  print("ready", flush=True)
+  signals.ignore()
+  sys.exit(7)
+  """
+  assert running(code).wait(30) == 7
+
+
+# ---- handlers of others
+
+
+def test_a_handler_in_c_that_replaces_ours_is_replaced_and_called(running):
+  code = """
+  seen = []
+  @ctypes.CFUNCTYPE(None, ctypes.c_int)
+  def native(number):
+    seen.append(number)
+  libc = ctypes.CDLL(None)
+  libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+  libc.signal(signal.SIGTERM, ctypes.cast(native, ctypes.c_void_p))
+  signals.reclaim(forward={forward})
+  signals.running()
+  print("ready", flush=True)
+  while not signals.noticed:
+    time.sleep(0.01)
+  time.sleep(0.1)
+  print(seen)
+  """
+  assert answer(running(code.replace("{forward}", "True")), signal.SIGTERM) == (0, "[15]\n")
+  assert answer(running(code.replace("{forward}", "False")), signal.SIGTERM) == (0, "[]\n")
+
+
+def test_signals_can_be_given_back(running):
+  for call in ("leave_sigterm_to_the_system", "restore"):
+    code, _ = answer(running(f"signals.{call}()\n{READY}\ntime.sleep(60)"), signal.SIGTERM)
+    assert code == -signal.SIGTERM
+
+
+def test_a_signal_without_listening_is_nobodys():
+  from trainer.signals import Signals
+
+  signals, before = Signals(), signal.getsignal(signal.SIGTERM)
+  signals.reclaim(forward=True)
+  signals.leave_sigterm_to_the_system()
+  signals.restore()
+  assert signal.getsignal(signal.SIGTERM) is before and not signals.noticed
+
+
+# ---- the command
+
+COMMAND = """
+import atexit, os, runpy, sys
+name, number = sys.argv.pop(1), int(sys.argv.pop(1))
+def kill():
+  os.kill(os.getpid(), number)
+class Finder:
+  def find_spec(self, imported, path=None, target=None):
+    if imported == name:
+      kill()
+sys.meta_path.insert(0, Finder())
+if name == "atexit":
+  atexit.register(kill)
+runpy.run_module("trainer", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("moment", ["trainer.config", "jax", "jaxlib._jax", "flax"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 42), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_during_an_import_of_the_command(tmp_path, moment, number, code):
+  arguments = "configs/base.yml", f"base_output_directory={tmp_path}", "dataset_type=synthetic", "steps=1"
+  assert ended(moment, number, *arguments) == code
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_at_the_exit_of_the_command(number):
+  assert ended("atexit", number, "--help") == 0
+
+
+def ended(moment: str, number: int, *arguments: str) -> int:
+  """The exit code of a command that gets the signal at the moment; asserts that it prints no traceback."""
+  environment = os.environ | {"PYTHONPATH": str(SOURCES), "JAX_PLATFORMS": "cpu"}
+  command = [sys.executable, "-c", COMMAND, moment, str(int(number)), *arguments]
+  result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
+  assert "Traceback" not in result.stderr
+  return result.returncode

@@ -1,4 +1,4 @@
-"""Runs of the command `python -m trainer` with a tiny model: started, killed, waited for, and compared bit by bit."""
+"""Starts `python -m trainer` with a tiny model, waits for it, reads its records, and compares runs bit by bit."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ TINY = (
   "devices_per_slice=1 log_config=false enable_report=false enable_tensorboard=false log_period=1000"
 ).split()
 
-TAIL = 4096  # bytes: some records
+TAIL = 4096  # bytes that hold several records
 STEP = re.compile(rb'"step": (\d+), "seconds"')
 
 
 class Process(Protocol):
-  """What subprocess.Popen has of a process."""
+  """The part of the interface of subprocess.Popen that runs need."""
 
   pid: int
 
@@ -42,14 +42,14 @@ Start = Callable[[Sequence[str], Mapping[str, str], Path], Process]
 
 
 def cpu_environment(changes: Mapping[str, str]) -> dict[str, str]:
-  """Of a run on the CPU from this clone."""
+  """Returns the environment of a run on the CPU from this clone, with `changes`."""
   found = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"} | dict(changes)
   found.pop("XLA_FLAGS", None)
   return found
 
 
 def start(argv: Sequence[str], changes: Mapping[str, str], log: Path) -> Process:
-  """`python -m trainer *argv` in this clone, with what it prints added to the file `log`."""
+  """Starts `python -m trainer *argv` in this clone. Its output is appended to the file `log`."""
   command = [sys.executable, "-m", "trainer", *argv]
   with log.open("ab") as file:
     return subprocess.Popen(
@@ -58,25 +58,25 @@ def start(argv: Sequence[str], changes: Mapping[str, str], log: Path) -> Process
 
 
 class Run:
-  """A run's folder and the processes that work on it, one after the other (or several of one JAX world at once)."""
+  """The folder of a run and the processes that work on it: one after the other, or several of one JAX world at once."""
 
   def __init__(self, folder: Path, keys: Sequence[str], start: Start = start) -> None:
-    """folder/out/run is the run's, folder/ram/* that of its emergency tier. keys: besides TINY and over it."""
+    """The run uses folder/out/run, and folder/ram/* for its emergency tier. `keys` add to TINY and override it."""
     self.folder, self.directory, self.ram = folder, folder / "out" / "run", folder / "ram"
     self.keys = [*TINY, f"base_output_directory={folder / 'out'}", "run_name=run", *keys]
     self._start, self.log = start, folder / "printed.txt"
     folder.mkdir(parents=True, exist_ok=True)
 
   def start(self, *keys: str, **changes: str) -> Process:
-    """Starts the command with other or further keys; changes: of the environment."""
+    """Starts the command with additional `keys` and with `changes` to the environment."""
     return self._start(self.argv(*keys), changes, self.log)
 
   def argv(self, *keys: str) -> list[str]:
-    """The command's arguments; of a key that is given twice the last one counts."""
+    """Returns the arguments of the command. If a key is given twice, the last one counts."""
     return list({key.partition("=")[0]: key for key in (*self.keys, *keys)}.values())
 
   def finish(self, *keys: str, timeout: float = 600) -> int:
-    """The exit code of the command; what it does not end within `timeout` is killed."""
+    """Runs the command and returns its exit code. Kills it after `timeout` seconds."""
     return wait_for_exit(self.start(*keys), timeout)
 
   @property
@@ -84,7 +84,7 @@ class Run:
     return self.log.read_text(errors="replace") if self.log.exists() else ""
 
   def records(self, name: str) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl or events.jsonl; a line that a kill has cut off is no record."""
+    """Returns the records of metrics.jsonl or events.jsonl, without a line that a kill has truncated."""
     path = self.directory / f"{name}.jsonl"
     found = []
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -99,7 +99,7 @@ class Run:
 
   @property
   def last_step(self) -> int:
-    """The step that was recorded last, by whichever process; 0 before the first."""
+    """The step of the last record, written by any process; 0 before the first record."""
     path = self.directory / "metrics.jsonl"
     if not path.exists():
       return 0
@@ -109,23 +109,25 @@ class Run:
     return int(steps[-1]) if steps else 0
 
   def losses(self) -> dict[int, tuple[float, float]]:
-    """{step: (loss, gradient norm)}. Raises AssertionError where a step that was done again came out otherwise."""
+    """Returns {step: (loss, gradient norm)}. Raises AssertionError if a repeated step had another result."""
     found: dict[int, tuple[float, float]] = {}
     for record in self.records("metrics"):
       if "loss" in record:
         value = record["loss"], record["grad_norm"]
         first = found.setdefault(record["step"], value)
-        assert first == value, f"step {record['step']} had loss and gradient norm {first}, and done again {value}"
+        assert first == value, (
+          f"step {record['step']} had loss and gradient norm {first}, and {value} when it was repeated"
+        )
     return found
 
   def committed_steps(self) -> list[int]:
-    """Steps with a committed persistent checkpoint."""
+    """Returns the steps with a committed persistent checkpoint."""
     root = self.directory / "checkpoints"
     names = [path.parent.name for path in root.glob("*/commit_success.txt")] if root.is_dir() else []
     return sorted(int(name) for name in names if name.isdigit())
 
   def arrays(self, step: int) -> dict[str, np.ndarray]:
-    """Weights, optimizer state and all else in the persistent checkpoint of `step`, as Orbax reads it."""
+    """Returns all arrays in the persistent checkpoint of `step` (weights, optimizer state, counters), read by Orbax."""
     import jax
     import orbax.checkpoint as ocp
 
@@ -137,7 +139,7 @@ class Run:
 
 
 def wait_for_exit(process: Process, timeout: float = 600) -> int:
-  """The exit code, or minus the number of the signal that ended the process."""
+  """Waits and returns the exit code, or minus the number of the signal that ended the process."""
   try:
     return process.wait(timeout)
   except subprocess.TimeoutExpired:
@@ -146,34 +148,34 @@ def wait_for_exit(process: Process, timeout: float = 600) -> int:
     raise
 
 
-def wait_until(process: Process, moment: Callable[[], bool], timeout: float = 600, pause: float = 0.02) -> bool:
-  """Waits for `moment()`, looking every `pause` seconds; False where the process ended first.
+def wait_until(process: Process, condition: Callable[[], bool], timeout: float = 600, pause: float = 0.02) -> bool:
+  """Waits until `condition()` is true and returns True. Returns False if the process ended first.
 
-  After `timeout` seconds it kills the process and raises TimeoutError.
+  Checks every `pause` seconds. After `timeout` seconds, kills the process and raises TimeoutError.
   """
   deadline = time.monotonic() + timeout
-  while not moment():
+  while not condition():
     if process.poll() is not None:
       return False
     if time.monotonic() > deadline:
       process.send_signal(signal.SIGKILL)
       process.wait(60)
-      raise TimeoutError(f"what was waited for did not happen within {timeout:g} s")
+      raise TimeoutError(f"the condition was not true within {timeout:g} s")
     time.sleep(pause)
   return True
 
 
 def differences(run: Run, undisturbed: Run, step: int) -> list[str]:
-  """How a run that is complete at `step` differs from the undisturbed one; [] where all is equal bit by bit."""
+  """Returns the differences between a run that is complete at `step` and the undisturbed run; [] if bit-identical."""
   found = []
   ours, theirs = run.losses(), undisturbed.losses()
   if ours.keys() != theirs.keys():
-    found.append(f"steps {sorted(ours.keys() ^ theirs.keys())} are in one history only")
+    found.append(f"steps {sorted(ours.keys() ^ theirs.keys())} are in only one history")
   different = [s for s in sorted(ours.keys() & theirs.keys()) if ours[s] != theirs[s]]
   found += [f"step {s} has loss and gradient norm {ours[s]}, undisturbed {theirs[s]}" for s in different[:3]]
   got, want = run.arrays(step), undisturbed.arrays(step)
   if got.keys() != want.keys():
-    found.append(f"the final states have other arrays: {sorted(got.keys() ^ want.keys())}")
+    found.append(f"the final states do not have the same arrays: {sorted(got.keys() ^ want.keys())}")
   wrong = [name for name in want if name in got and got[name].tobytes() != want[name].tobytes()]
   found += [f"{name} differs in the final state" for name in wrong]
   return found

@@ -1,12 +1,12 @@
-"""Random fault histories against the undisturbed run, on a tiny model: does elastic training lose anything, ever?
+"""Runs a tiny model through random fault histories and compares each run with an undisturbed run.
 
   JAX_PLATFORMS=cpu python -m end_to_end.elastic_histories [--count 1000] [--first 0]
 
-History i is drawn from seed i: losses in a step, in a snapshot, in a save and in a recovery, double faults, returns,
-flapping; every third one on a fixed mesh (it waits for replacements), the others with whatever slices are left. Each
-run must complete; every step must have used the undisturbed run's examples; on a fixed mesh losses and final state
-must be bit-identical, elsewhere losses within 1e-5; no fault may cost more than one completed step. The first history
-that does not exits with 1 and prints the command that repeats it.
+Seed i determines history i: slices lost during a step, a snapshot, a save or a recovery, double faults, returns, and
+flapping slices. Every third run has a fixed mesh and waits for replacements. The other runs continue with the remaining
+slices. Each run must complete, and every step must use the same examples as in the undisturbed run. On a fixed mesh,
+losses and final state must be bit-identical; otherwise losses must agree within 1e-5. A fault may cost at most one
+completed step. After the first history that breaks a rule, prints the command that repeats it and exits with 1.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from trainer.elastic.faults import draw
 
 STEPS = 12
 KEYS = (f"steps={STEPS}", "checkpoint_period=4", "snapshot_period=1")
-TOLERANCE = 1e-5  # relative difference of a loss whose sums were taken in another order, float32
+TOLERANCE = 1e-5  # relative difference of float32 losses whose sums are computed in another order
 
 
 def histories(first: int, count: int) -> Iterator[tuple[str, bool]]:
-  """(fault_injection, fixed mesh) of histories first..first+count-1."""
+  """Yields (fault_injection, fixed mesh) of the histories first .. first + count - 1."""
   for seed in range(first, first + count):
     rate = (0.1, 0.25, 0.5)[seed // 3 % 3]
     yield ", ".join(map(str, draw(RandomFaults(seed, rate), NUM_SLICES, STEPS))), seed % 3 == 0
 
 
 def run(harness: Harness, name: str, faults: str, fixed_mesh: bool) -> History:
-  """The run with these faults."""
+  """Runs with these faults and returns the history."""
   least = -1 if fixed_mesh else 1
   return harness.run(name, [*KEYS, f"fault_injection={faults}", f"elastic_min_slice_count={least}"])
 
 
 def check(history: History, undisturbed: History, fixed_mesh: bool) -> list[str]:
-  """What the history did not keep of the promises; [] when it kept all."""
+  """Returns the rules that the history breaks; [] if it breaks none."""
   broken = []
   if history.outcome != Outcome("complete", STEPS):
     broken.append(f"ended with {history.outcome}")
@@ -65,8 +65,8 @@ def check(history: History, undisturbed: History, fixed_mesh: bool) -> list[str]
 
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-  parser.add_argument("--count", type=int, default=1000, help="histories to run")
-  parser.add_argument("--first", type=int, default=0, help="seed of the first")
+  parser.add_argument("--count", type=int, default=1000, help="number of histories")
+  parser.add_argument("--first", type=int, default=0, help="seed of the first history")
   options = parser.parse_args()
   jax.config.update("jax_num_cpu_devices", NUM_SLICES)
   with tempfile.TemporaryDirectory(prefix="elastic-histories-") as directory:
@@ -74,10 +74,10 @@ def main() -> int:
 
 
 def run_all(harness: Harness, first: int, count: int) -> int:
-  """Exit code."""
+  """Runs and checks the histories; returns the exit code."""
   undisturbed = run(harness, "undisturbed", "", fixed_mesh=True)
   totals = {"faults": 0, "recoveries": 0, "completed steps lost": 0, "runs without a fault": 0}
-  kinds: Counter[str] = Counter()  # of faults that happened, by moment
+  kinds: Counter[str] = Counter()  # faults that happened, by kind and moment
   worst, start = 0.0, time.monotonic()
   for done, (faults, fixed_mesh) in enumerate(histories(first, count), 1):
     seed = first + done - 1
@@ -97,7 +97,7 @@ def run_all(harness: Harness, first: int, count: int) -> int:
       numbers = ", ".join(f"{value} {name}" for name, value in totals.items())
       seconds = time.monotonic() - start
       print(
-        f"{done} histories in {seconds:.0f} s, all good: {numbers}; largest relative loss difference {worst:.1e}",
+        f"{done} histories in {seconds:.0f} s, all correct: {numbers}; largest relative loss difference {worst:.1e}",
         flush=True,
       )
   print("Faults that happened:", ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()))
@@ -105,7 +105,7 @@ def run_all(harness: Harness, first: int, count: int) -> int:
 
 
 def _kind(fault: str) -> str:
-  """slice_down@3:1:save -> "slice_down in a save"."""
+  """Returns "slice_down in a save" for slice_down@3:1:save."""
   name, _, rest = fault.partition("@")
   moment = rest.split("/")[0].split(":")[2:] or ["step"]
   return f"{name} in a {moment[0]}"

@@ -1,12 +1,12 @@
-"""kill -9 at random moments of a real run, resumed by the same command each time: is anything lost or changed?
+"""Kills a real run at random moments (kill -9), resumes it with the same command, and checks that nothing changes.
 
   JAX_PLATFORMS=cpu python -m end_to_end.kill_and_resume [--kills 30] [--per-run 10] [--seed 0]
 
-A tiny model trains on text with a local (emergency) checkpoint after every step and a persistent one after every
-third. Each process is killed at a moment drawn from the seed: in its start, in a step, in a save, before the commit, in
-a deletion, in a local save, between the tiers. Once a run has had its share of kills it is left
-to finish. Then all its records together must be the undisturbed run's: each step's loss and gradient norm, those of
-steps that were done again included, and weights and optimizer state bit by bit. Exits with 1 where they are not.
+A tiny model trains on text with a local (emergency) checkpoint after every step and a persistent one after every third
+step. The seed decides when each process is killed: during the start, a step, a save, a deletion or a local save, before
+a commit, or between the two tiers. After its share of kills, a run may finish. Then the loss and the gradient norm of
+every step, including repeated steps, and the final weights and optimizer state must be bit-identical to an undisturbed
+run. Exits with 1 if they are not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from end_to_end import command
 from end_to_end.command import Run
 
 STEPS, PERIOD = 180, 3
-PATIENCE = 8  # steps for which a moment of microseconds is waited for
+PATIENCE = 8  # steps to wait for a moment that lasts only microseconds
 KEYS = (
   f"checkpoint_period={PERIOD} max_num_checkpoints_to_keep=2 enable_emergency_checkpoint=true "
   "local_checkpoint_period=1 dataset_type=text"
@@ -35,14 +35,14 @@ Moment = Callable[[], bool]
 
 
 def write_text(folder: Path) -> None:
-  """A corpus that every clone has: this project's sources."""
+  """Writes a corpus that every clone has: the sources of this project."""
   folder.mkdir()
   for path in sorted((command.ROOT / "src" / "trainer").glob("*.py")):
     (folder / f"{path.stem}.txt").write_text(path.read_text())
 
 
 def make_run(folder: Path, name: str, start: command.Start = command.start, steps: int = STEPS) -> Run:
-  """A run of KEYS in folder/name; all runs of `folder` share text, tokens and compiled programs."""
+  """Returns a run of KEYS in folder/name. All runs in `folder` share text, tokens and compiled programs."""
   if not (folder / "text").exists():
     write_text(folder / "text")
   shared = [
@@ -55,26 +55,26 @@ def make_run(folder: Path, name: str, start: command.Start = command.start, step
 
 
 def file_matches(root: Path, pattern: str) -> Moment:
-  """Some file matches."""
+  """Returns a condition: some file in `root` matches `pattern`."""
 
   def moment() -> bool:
     try:
       return any(root.glob(pattern))
-    except OSError:  # a folder was renamed or deleted while it was listed
+    except OSError:  # a folder was renamed or deleted during the listing
       return False
 
   return moment
 
 
 def between_tiers(run: Run) -> bool:
-  """The local copies of a step are whole that the persistent tier is still to commit."""
+  """Returns whether the local copy of a step is complete, and its persistent checkpoint is not committed yet."""
   local = {int(path.name.split(".")[0]) for path in run.ram.glob("*/*.json")}
   saved = run.committed_steps()
   return any(step % PERIOD == 0 and step > max(saved, default=0) for step in local)
 
 
 def soon_after(run: Run, step: int, seconds: float) -> Moment:
-  """`seconds` after the record of `step` is there."""
+  """Returns a condition: `seconds` have passed since the record of `step` appeared."""
   seen: list[float] = []
 
   def moment() -> bool:
@@ -86,7 +86,7 @@ def soon_after(run: Run, step: int, seconds: float) -> Moment:
 
 
 def moments(run: Run, rng: random.Random, startup: float) -> Iterator[tuple[str, Moment]]:
-  """Endless (name, moment) of kills; startup: seconds that a process needs to its first step."""
+  """Yields (name, moment) of kills without end. `startup`: seconds from the start of a process to its first step."""
   checkpoints = run.directory / "checkpoints"
   aimed: dict[str, Moment] = {
     "in a save": file_matches(checkpoints, "*.orbax-checkpoint-tmp/state"),
@@ -97,7 +97,7 @@ def moments(run: Run, rng: random.Random, startup: float) -> Iterator[tuple[str,
     "between the tiers": lambda: between_tiers(run),
   }
   while True:
-    # Some steps on: what a process does first is not all there is to see, and the run must get somewhere.
+    # Wait for some steps, so that the run makes progress and kills also happen late in a process.
     step, seconds = run.last_step + rng.randint(1, 6), rng.uniform(0, 0.05)
     yield "in a step", soon_after(run, step, seconds)
     name = rng.choice(sorted(aimed))
@@ -108,11 +108,14 @@ def moments(run: Run, rng: random.Random, startup: float) -> Iterator[tuple[str,
     )
     if rng.random() < 0.4:
       until = time.monotonic() + rng.uniform(0.3, 1.2) * startup
-      yield "in its start", lambda until=until: time.monotonic() > until
+      yield "in the start", lambda until=until: time.monotonic() > until
 
 
 def kill_then_finish(run: Run, kills: int, rng: random.Random, startup: float) -> Counter[str]:
-  """Kills the run up to `kills` times (fewer where it is complete before), then lets it finish; what it was hit in."""
+  """Kills the run up to `kills` times, then lets it finish. Returns how often each moment was hit.
+
+  Stops early if the run is complete.
+  """
   hit: Counter[str] = Counter()
   for _, (name, moment) in zip(range(kills), moments(run, rng, startup)):
     process = run.start()
@@ -129,15 +132,15 @@ def kill_then_finish(run: Run, kills: int, rng: random.Random, startup: float) -
 
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--kills", type=int, default=30, help="in all")
-  parser.add_argument("--per-run", type=int, default=10, help="before a run is left to finish")
+  parser.add_argument("--kills", type=int, default=30, help="total number of kills")
+  parser.add_argument("--per-run", type=int, default=10, help="kills per run, before it may finish")
   parser.add_argument("--seed", type=int, default=0)
   arguments = parser.parse_args()
-  logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax on reading a part of a checkpoint
+  logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns when a part of a checkpoint is read
   failed, total = False, Counter[str]()
   with tempfile.TemporaryDirectory(prefix="kill-and-resume-") as name:
     folder = Path(name)
-    assert make_run(folder, "warm").finish() == 0  # tokens and compiled programs
+    assert make_run(folder, "warm").finish() == 0  # writes tokens and compiled programs
     undisturbed = make_run(folder, "undisturbed")
     begin = time.monotonic()
     process = undisturbed.start()
@@ -153,9 +156,9 @@ def main() -> int:
       wrong = command.differences(run, undisturbed, STEPS)
       again = sum("loss" in record for record in run.records("metrics")) - STEPS
       restored = Counter(event["tier"] for event in run.events("checkpoint_restored"))
-      told = ", ".join(f"{count} {what}" for what, count in sorted(hit.items()))
-      print(f"run {number}: killed {told}; restored {dict(restored)}; {again} steps done again: ", end="")
-      print("; ".join(wrong) or "equal to the undisturbed run bit by bit", flush=True)
+      killed = ", ".join(f"{count} {what}" for what, count in sorted(hit.items()))
+      print(f"run {number}: killed {killed}; restored {dict(restored)}; {again} steps repeated: ", end="")
+      print("; ".join(wrong) or "bit-identical to the undisturbed run", flush=True)
       failed |= bool(wrong)
       number += 1
   print(f"{total.total()} kills: {'FAILED' if failed else 'all losses, gradient norms and final states are equal'}")

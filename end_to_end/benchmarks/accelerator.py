@@ -1,11 +1,12 @@
-"""Trains published models on the accelerator at hand: tokens/s, MFU, and what attention, remat and snapshots cost.
+"""Trains published models on the accelerator of this machine: tokens/s, MFU, cost of attention, remat and snapshots.
 
     python -m end_to_end.benchmarks.accelerator [--models qwen3-0.6b,qwen3-1.7b] [--lengths 2048,8192]
       [--tokens 16384] [--remat full,minimal_with_context] [--steps 30] [key=value ...]
 
-Every line is a run of its own with synthetic data: seconds are the mean over its steps from the sixth on, so that
-steps which wait for a snapshot count; the ratio is to the first line of the same model and length, flash attention with
-the first remat policy. --tokens is the size of a device's batch. What does not fit says so.
+Each line is a separate run with synthetic data. The seconds are the mean over all steps from the sixth on, which
+includes steps that wait for a snapshot. The ratio is to the first line of the same model and length: flash attention
+with the first remat policy. --tokens is the number of tokens in the batch of a device. A run that does not fit into
+memory prints that.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
-from end_to_end.benchmarks.arguments import positive, positives
+from end_to_end.benchmarks.common import positive, positives
+from end_to_end.command import ROOT
 
 from trainer.observe.metrics import read_records
 
-ROOT = Path(__file__).parents[2]
-WARM = 5  # steps at the start that do not count
+WARMUP_STEPS = 5  # not counted
 SNAPSHOT_PERIOD = 5
 
 
@@ -37,20 +37,20 @@ def main() -> None:
   parser.add_argument("--steps", type=int, default=30)
   parser.add_argument("keys", nargs="*", help="key=value for all runs")
   args = parser.parse_args()
-  if args.steps <= WARM:
-    parser.error(f"--steps {args.steps}: the first {WARM} of a run do not count; give {WARM + 1} or more")
-  # In a process of its own: one that has asked for the devices holds them, and the runs would find none.
-  ask = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
-  backend = subprocess.run(ask, capture_output=True, text=True)
+  if args.steps <= WARMUP_STEPS:
+    parser.error(f"--steps {args.steps}: must be more than {WARMUP_STEPS}, because the first steps do not count")
+  # In another process, because a process that asks for the devices holds them, and the runs would find none.
+  query = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
+  backend = subprocess.run(query, capture_output=True, text=True)
   if backend.returncode:
     parser.error(
-      f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: JAX finds no such device. Unset it or run bash setup.sh "
-      f"--tpu or --gpu. JAX says:\n{backend.stderr.strip()[-3000:]}"
+      f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: JAX finds no such device. Unset it, or run bash setup.sh "
+      f"--tpu or --gpu. The error of JAX:\n{backend.stderr.strip()[-3000:]}"
     )
   if backend.stdout.split() == ["cpu"]:
     parser.error(
-      "JAX's default backend here is cpu: this benchmark needs an accelerator. Run it where there is one, with "
-      "bash setup.sh --tpu or --gpu, and JAX_PLATFORMS unset or naming it"
+      "The default backend of JAX is cpu, but this benchmark needs an accelerator. On a machine that has one, run "
+      "bash setup.sh --tpu or --gpu, and unset JAX_PLATFORMS or set it to the accelerator"
     )
   policies = args.remat.split(",")
   variants = [f"attention=flash remat_policy={policy}" for policy in policies]
@@ -72,13 +72,13 @@ def main() -> None:
 
 
 def _mean_mfu(records: list[dict[str, Any]], seconds: float) -> str:
-  """That of a step of `seconds`, from one record's own; n/a where the chip's peak is not known."""
+  """Returns the MFU of a step of `seconds`, scaled from the last record; n/a if the peak of the chip is unknown."""
   mfu, own = records[-1]["mfu"], records[-1]["seconds"]
   return "n/a" if mfu is None else f"{mfu * own / seconds:.1%}"
 
 
 def _run(keys: list[str]) -> list[dict[str, Any]]:
-  """The records of a run's steps that count; none where it ran out of memory."""
+  """Returns the records of the steps that count; [] if the run was out of memory."""
   with tempfile.TemporaryDirectory() as folder:
     command = [sys.executable, "-m", "trainer", "configs/base.yml", "dataset_type=synthetic", "run_name=t"]
     command += [f"base_output_directory={folder}", "enable_checkpointing=false", *keys]
@@ -87,9 +87,11 @@ def _run(keys: list[str]) -> list[dict[str, Any]]:
     if done.returncode and "RESOURCE_EXHAUSTED" in done.stdout + done.stderr:
       return []
     if done.returncode:
-      sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+      sys.exit(
+        f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+      )
     records = read_records(f"{folder}/t")
-  return [record for record in records if "loss" in record and record["step"] > WARM]
+  return [record for record in records if "loss" in record and record["step"] > WARMUP_STEPS]
 
 
 if __name__ == "__main__":

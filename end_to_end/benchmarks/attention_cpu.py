@@ -1,9 +1,9 @@
-"""Times CPU flash attention against dot_product, forward and backward, in one run.
+"""Times CPU flash attention and dot_product, forward and backward.
 
     python -m end_to_end.benchmarks.attention_cpu [--repeats 11] [--dtype float32] [B,T,N,K,H ...]
 
-The two take turns, so a busy machine slows both; a line has the medians, their ratio (above 1: flash is faster), the
-least times and their ratio, and the temporaries of each program.
+Prints for each shape: the medians and their ratio (above 1: flash is faster), the least times and their ratio, and the
+temporaries of each program. The two programs take turns, so that a busy machine slows both.
 """
 
 from __future__ import annotations
@@ -11,29 +11,26 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
 
-from end_to_end.benchmarks.arguments import positive, positives
+from end_to_end.benchmarks.common import positive, sizes, time_in_turns
 
 SHAPES = "8,128,4,2,64 8,256,4,2,64 8,512,4,2,64 2,2048,4,2,64 2,512,16,8,128 8,512,4,4,64"
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("shapes", type=positives, nargs="*", help=f"B,T,N,K,H; default: {SHAPES}")
+  shape = sizes("B,T,N,K,H", "8,512,4,2,64")
+  parser.add_argument("shapes", type=shape, nargs="*", help=f"B,T,N,K,H; default: {SHAPES}")
   parser.add_argument("--repeats", type=positive, default=11)
   parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
   args = parser.parse_args()
-  shapes = args.shapes or [positives(shape) for shape in SHAPES.split()]
-  for shape in shapes:
-    given = ",".join(map(str, shape))
-    if len(shape) != 5:
-      parser.error(f"{given}: a shape is five numbers B,T,N,K,H, for example 8,512,4,2,64")
-    if shape[2] % shape[3]:
-      parser.error(f"{given}: N={shape[2]} query heads must be a multiple of K={shape[3]} key-value heads")
+  shapes = args.shapes or [shape(text) for text in SHAPES.split()]
+  for b, t, n, k, h in shapes:
+    if n % k:
+      parser.error(f"{b},{t},{n},{k},{h}: N={n} query heads must be a multiple of K={k} key-value heads")
   os.environ["JAX_PLATFORMS"] = "cpu"
-  for shape in shapes:
-    measure(shape, args.dtype, args.repeats)
+  for sizes_of_shape in shapes:
+    measure(sizes_of_shape, args.dtype, args.repeats)
 
 
 def measure(shape: list[int], dtype: str, repeats: int) -> None:
@@ -45,24 +42,18 @@ def measure(shape: list[int], dtype: str, repeats: int) -> None:
 
   b, t, n, k, h = shape
   keys = jax.random.split(jax.random.key(0), 4)
-  q, key, value, dout = (jax.random.normal(r, (b, t, m, h), dtype) for r, m in zip(keys, (n, k, k, n), strict=True))
+  arrays = [jax.random.normal(key, (b, t, heads, h), dtype) for key, heads in zip(keys, (n, k, k, n), strict=True)]
   ids = jnp.ones((b, t), jnp.int32)
 
-  def both(function):
+  def forward_and_backward(function):
     def run(q, key, value, dout):
       out, pull = jax.vjp(lambda *a: function(*a, ids, ids), q, key, value)
       return out, pull(dout)
 
-    return jax.jit(run).lower(q, key, value, dout).compile()
+    return jax.jit(run).lower(*arrays).compile()
 
-  programs = {"dot_product": both(dot_product), "flash": both(flash)}
-  seconds: dict[str, list[float]] = {name: [] for name in programs}
-  for repeat in range(repeats + 1):
-    for name, program in programs.items():
-      start = time.perf_counter()
-      jax.block_until_ready(program(q, key, value, dout))
-      if repeat:  # the first touches memory for the first time
-        seconds[name].append(time.perf_counter() - start)
+  programs = {"dot_product": forward_and_backward(dot_product), "flash": forward_and_backward(flash)}
+  seconds = time_in_turns({name: lambda p=program: p(*arrays) for name, program in programs.items()}, repeats)
   plain, fast = seconds["dot_product"], seconds["flash"]
   mib = {name: program.memory_analysis().temp_size_in_bytes / 2**20 for name, program in programs.items()}
   print(

@@ -1,12 +1,13 @@
-"""Times persistent checkpoints of a state of a given size: what the training thread waits for, and how a restore goes.
+"""Times persistent checkpoints of a state of a given size: the wait of the training thread, and restores.
 
     JAX_PLATFORMS=cpu python -m end_to_end.benchmarks.checkpoint [--parameters 100e6] [--saves 3] [--folder FOLDER]
 
-The state is fp32 weights with Adam's two moments, sharded over 8 devices (12 bytes per parameter), and a step of its
-own: an Adam update on gradients made of the weights, done several times over so that a step takes about a second.
-Printed are the step time alone; the copy of the state to the host; for each asynchronous save how long it kept the
-training thread, its whole time, and the steps beside it; then restores onto 1, 2, 4 and 8 devices, each in a process
-of its own, with the bits compared and the peak memory (VmHWM) above what the process had before, over the state's size.
+The state has fp32 weights and the two moments of Adam (12 bytes per parameter), sharded over 8 devices. The step is a
+number of Adam updates with gradients computed from the weights, so that it takes about a second. The benchmark prints
+the time of a step without a save, and of a copy of the state to the host. For asynchronous saves it prints how long the
+training thread was blocked, the time of the whole save, and the time of steps during a save. Then it restores onto 1,
+2, 4 and 8 devices, each in a new process, compares all bits, and prints the growth of the peak memory (VmHWM) divided
+by the size of the state.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from end_to_end.benchmarks.arguments import positive
+from end_to_end.benchmarks.common import positive
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer import world as world_lib
@@ -38,24 +39,24 @@ from trainer.config.schema import CheckpointSection
 
 DEVICES = 8
 STEP = 1
-WIDTH, FFW, VOCAB = 1024, 3072, 16384  # of the shapes; the layers fill the rest
-# name -> the shape of a layer's weight.
+WIDTH, FFW, VOCAB = 1024, 3072, 16384  # the number of layers follows from the number of parameters
+# Name -> shape of a weight in one layer.
 LAYER = {
   "query": (WIDTH, WIDTH), "key": (WIDTH, WIDTH // 2), "value": (WIDTH, WIDTH // 2), "out": (WIDTH, WIDTH),
   "wi_0": (WIDTH, FFW), "wi_1": (WIDTH, FFW), "wo": (FFW, WIDTH), "norm": (WIDTH,),
 }  # fmt: skip
 EACH = sum(math.prod(shape) for shape in LAYER.values())
-LEAST = VOCAB * WIDTH + EACH  # parameters. In less, what a restore needs for itself hides what the state needs.
+MIN_PARAMETERS = VOCAB * WIDTH + EACH  # with fewer, the overhead of a restore hides the memory of the state
 
 
 def shapes(parameters: float) -> dict[str, Any]:
-  """Weights of about so many parameters in the shapes of a decoder, layers stacked."""
+  """Returns shapes of decoder weights with about so many parameters, with stacked layers."""
   layers = max(1, round((parameters - VOCAB * WIDTH) / EACH))
   return {"embedding": (VOCAB, WIDTH), "layers": {name: (layers, *shape) for name, shape in LAYER.items()}}
 
 
 def abstract(parameters: float, devices: int) -> dict[str, Any]:
-  """The state on the first `devices` devices, every array but the norms' sharded over all of them."""
+  """Returns the abstract state on the first `devices` devices. All arrays except norms are sharded over them."""
   mesh = Mesh(np.array(jax.devices()[:devices]).reshape(1, devices), ("data", "fsdp"))
 
   def one(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -73,7 +74,7 @@ def abstract(parameters: float, devices: int) -> dict[str, Any]:
 
 
 def values(leaf: int, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
-  """Part `index` of array number `leaf`: cheap numbers, all different, the same on any sharding."""
+  """Returns part `index` of array number `leaf`: cheap numbers, all different, independent of the sharding."""
   grid = np.zeros((), np.uint32)
   for part, size in zip(index, shape):
     grid = grid[..., None] * np.uint32(size) + np.arange(*part.indices(size), dtype=np.uint32)
@@ -95,7 +96,7 @@ def fill(target: Any) -> Any:
 
 
 def update(state: Any) -> Any:
-  """A step of the weight of a small one: 12 Adam updates, which leave the values within range."""
+  """Returns the state after one step: 12 Adam updates, which keep the values in range."""
 
   def once(_: jax.Array, state: Any) -> Any:
     mu = jax.tree.map(lambda w, m: 0.9 * m + 0.1 * jnp.tanh(w), state["params"], state["opt_state"]["mu"])
@@ -108,7 +109,7 @@ def update(state: Any) -> Any:
 
 
 def rss(key: str) -> int:
-  """VmHWM or VmRSS of this process in bytes (Linux)."""
+  """Returns VmHWM or VmRSS of this process in bytes (Linux)."""
   for line in Path("/proc/self/status").read_text().splitlines():
     if line.startswith(key):
       return int(line.split()[1]) * 1024
@@ -120,7 +121,7 @@ def config(**changes: Any) -> CheckpointSection:
 
 
 def saves(folder: Path, parameters: float, count: int) -> int:
-  """Measures `count` asynchronous saves beside steps, after one that is not counted; the state's bytes."""
+  """Measures `count` asynchronous saves during_save steps, after one that is not counted; the state's bytes."""
   target = abstract(parameters, DEVICES)
   size = state_tree.state_bytes(target)
   state = fill(target)
@@ -129,11 +130,11 @@ def saves(folder: Path, parameters: float, count: int) -> int:
   writer.close()
   step = jax.jit(update, donate_argnums=0)
   state = jax.block_until_ready(step(state))
-  alone = []
+  without_save = []
   for _ in range(4):
     begin = time.monotonic()
     state = jax.block_until_ready(step(state))
-    alone.append(time.monotonic() - begin)
+    without_save.append(time.monotonic() - begin)
   copies = []
   for _ in range(3):
     begin = time.monotonic()
@@ -149,7 +150,7 @@ def saves(folder: Path, parameters: float, count: int) -> int:
     emit=lambda kind, **fields: events.append({"kind": kind} | fields),
     world=world_lib.of_jax(),
   )
-  blocked, beside = [], []
+  blocked, during_save = [], []
   for number in range(1, count + 2):
     begin = time.monotonic()
     tiers.maybe_save(number, state, {"tokens": 0})
@@ -158,22 +159,22 @@ def saves(folder: Path, parameters: float, count: int) -> int:
     while len(events) == done:
       begin = time.monotonic()
       state = jax.block_until_ready(step(state))
-      beside.append((number, time.monotonic() - begin))
+      during_save.append((number, time.monotonic() - begin))
   tiers.close()
   whole = [event["seconds"] for event in events if event["kind"] == "checkpoint_saved"]
   show = lambda x: f"{statistics.median(x):.2f} s ({min(x):.2f} to {max(x):.2f})"
   print(f"| state | {size / 1e9:.3f} GB in {len(jax.tree.leaves(state))} arrays on {DEVICES} devices |")
-  print(f"| step alone | {show(alone)} |")
+  print(f"| step without a save | {show(without_save)} |")
   print(f"| copy of the state to the host, shard by shard | {show(copies)} |")
   print(f"| training thread blocked by an asynchronous save | {show(blocked[1:])} |")
   print(f"| the same, first save of the process | {blocked[0]:.2f} s |")
   print(f"| whole asynchronous save, to the commit | {show(whole[1:])} |")
-  print(f"| step beside a save | {show([seconds for number, seconds in beside if number > 1])} |", flush=True)
+  print(f"| step during a save | {show([seconds for number, seconds in during_save if number > 1])} |", flush=True)
   return size
 
 
 def restore(folder: Path, parameters: float, devices: int) -> dict[str, Any]:
-  """In a process of its own: a restore of the kept step, as a run would do it."""
+  """Restores the saved step as a run does it, and returns the measurements. Runs in a new process."""
   target = abstract(parameters, devices)
   size = state_tree.state_bytes(target)
   warm = jax.device_put(np.ones(8, np.float32), jax.tree.leaves(target)[-1].sharding)  # the runtime and Orbax are up
@@ -200,32 +201,32 @@ def check_folder(parser: argparse.ArgumentParser, folder: Path, only: str) -> No
     kept = (folder / "kept" / "checkpoints" / str(STEP)).exists()
     if only == "restores":
       if not kept:
-        parser.error(f"--folder {folder}: no save is in it; run --only saves with this folder first")
+        parser.error(f"--folder {folder}: contains no save. Run --only saves with this folder first")
       return
     if kept:  # a step that exists is not saved again
-      parser.error(f"--folder {folder} has earlier saves: give another folder, or --only restores")
+      parser.error(f"--folder {folder}: contains earlier saves. Give another folder, or --only restores")
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
   except OSError as error:
-    parser.error(f"--folder {folder}: {error.strerror}; give a folder that can be written")
+    parser.error(f"--folder {folder}: {error.strerror}. Give a folder that can be written")
 
 
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--parameters", type=float, default=100e6)
   parser.add_argument("--saves", type=positive, default=3)
-  parser.add_argument("--folder", default="", help="where to write; default: a temporary folder")
-  parser.add_argument("--only", choices=["saves", "restores", ""], default="", help="half of it, in a kept folder")
+  parser.add_argument("--folder", default="", help="folder to write to; default: a temporary folder")
+  parser.add_argument("--only", choices=["saves", "restores", ""], default="", help="run one half, in --folder")
   parser.add_argument("--restore", type=int, default=0, help=argparse.SUPPRESS)
   arguments = parser.parse_args()
-  if not LEAST <= arguments.parameters < math.inf:
+  if not MIN_PARAMETERS <= arguments.parameters < math.inf:
     parser.error(
-      f"--parameters {arguments.parameters:g}: the least is {LEAST:,}, an embedding and one layer; give that or more"
+      f"--parameters {arguments.parameters:g}: must be at least {MIN_PARAMETERS:,}, an embedding and one layer"
     )
   if arguments.folder and not arguments.restore:
     check_folder(parser, Path(arguments.folder), arguments.only)
   elif arguments.only == "restores":
-    parser.error("--only restores reads what --only saves has left: give its --folder")
+    parser.error("--only restores needs the --folder of an earlier --only saves")
   jax.config.update("jax_num_cpu_devices", arguments.restore or DEVICES)
   if arguments.restore:
     print(json.dumps(restore(Path(arguments.folder), arguments.parameters, arguments.restore)))

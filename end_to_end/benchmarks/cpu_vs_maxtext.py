@@ -1,26 +1,26 @@
-"""Trains the same small model with MaxText and with this project on the CPU, turn by turn, and prints the ratios.
+"""Trains the same small model with MaxText and with this project on the CPU, in turns, and prints the ratios.
 
     python -m end_to_end.benchmarks.cpu_vs_maxtext MAXTEXT_PYTHON [--steps 10] [--rounds 2] [--devices 2]
 
-MAXTEXT_PYTHON is the interpreter of an environment with MaxText in it (pip install maxtext). Both get the same keys;
-both compute in float32. A round runs every configuration of both once, so that a busy machine slows both; a
-configuration's figure is the least seconds of all its steps but each run's first two. The share of the peak is that of
-the step's matmuls (6 FLOPs a parameter and token, and attention's) in what the machine's own matmuls reach.
+MAXTEXT_PYTHON is the Python of an environment with MaxText (pip install maxtext). Both programs use the same keys and
+compute in float32. A round runs every configuration of both programs once, so that a busy machine slows both. The
+result of a configuration is the least step time, without the first two steps of each run. The share of the peak is the
+FLOP/s of the step's matmuls (6 FLOPs per parameter and token, plus attention) divided by the best FLOP/s of a matmul on
+this machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from end_to_end.benchmarks.common import run_and_time_lines
+from end_to_end.command import ROOT, cpu_environment
+
 KEYS = (
   "model_name=qwen3-0.6b override_model_config=true base_num_decoder_layers=4 base_emb_dim=256 base_num_query_heads=4 "
   "base_num_kv_heads=2 base_mlp_dim=1024 head_dim=64 vocab_size=4096 dataset_type=synthetic max_target_length=512 "
@@ -31,7 +31,7 @@ MAXTEXT_KEYS = (
   "attention=dot_product"
 ).split()
 ROWS = 8  # of the global batch: 4,096 tokens
-# Times float32 matmuls of 1024 to 2048, the best of which is the machine's peak.
+# Times float32 matmuls of 1024 to 2048 rows. The best one is the peak of the machine.
 PEAK = """
 import time, jax, jax.numpy as jnp
 best = 0
@@ -48,15 +48,15 @@ def main() -> None:
   parser.add_argument("maxtext_python")
   parser.add_argument("--steps", type=int, default=10)
   parser.add_argument("--rounds", type=int, default=2)
-  parser.add_argument("--devices", type=int, default=2, help="that MaxText's CPU is split into; one of ours has it all")
+  parser.add_argument("--devices", type=int, default=2, help="number of CPU devices of MaxText; this project uses one")
   args = parser.parse_args()
   if args.steps < 3:
-    parser.error(f"--steps {args.steps}: the first two of a run do not count; give 3 or more")
+    parser.error(f"--steps {args.steps}: must be at least 3, because the first two steps of a run do not count")
   if not shutil.which(args.maxtext_python):
-    parser.error(f"{args.maxtext_python}: there is no such interpreter")
+    parser.error(f"{args.maxtext_python}: no such interpreter. Give the Python of an environment with MaxText")
   has_maxtext = "import importlib.util, sys; sys.exit(importlib.util.find_spec('maxtext') is None)"
   if subprocess.run([args.maxtext_python, "-c", has_maxtext]).returncode:
-    parser.error(f"{args.maxtext_python} has no MaxText: pip install maxtext in its environment")
+    parser.error(f"{args.maxtext_python}: has no MaxText. Run pip install maxtext in its environment")
   seconds: dict[tuple[str, str], list[float]] = {}
   starts: dict[tuple[str, str], list[float]] = {}
   for _ in range(args.rounds):
@@ -81,7 +81,10 @@ def main() -> None:
 
 
 def _flops() -> float:
-  """Of one step's matmuls, without recomputation: 4 layers' weights and the tied head, causal attention halved."""
+  """Returns the FLOPs of the matmuls of one step: 4 layers and the tied head, half of the attention (causal).
+
+  Recomputation is not counted.
+  """
   layer = 256 * 64 * (4 + 2 + 2 + 4) + 3 * 256 * 1024
   attention = 2 * 512 * 4 * 64 // 2
   return 6 * ROWS * 512 * (4 * (layer + attention) + 256 * 4096)
@@ -100,33 +103,16 @@ def _trainer(keys: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _run(command: list[str], environment: dict[str, str]) -> tuple[float, list[float]]:
-  """Returns the seconds from the start to the first completed step, and each step's from the third on."""
+  """Returns seconds from the start to the first completed step, and the seconds of each step from the third on."""
   with tempfile.TemporaryDirectory() as folder:
-    started, first, steps = time.monotonic(), 0.0, []
-    process = subprocess.Popen(
-      [*command, f"base_output_directory={folder}"],
-      env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
-      cwd=ROOT,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
-    )
-    printed = []
-    assert process.stdout is not None
-    for line in process.stdout:
-      printed.append(line)
-      if found := re.search(r"completed step: \d+, seconds: ([\d.]+)", line):
-        first = first or time.monotonic() - started
-        steps.append(float(found.group(1)))
-    if process.wait() or len(steps) < 3:
-      sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{''.join(printed[-30:])}")
-  return first, steps[2:]
+    lines = run_and_time_lines([*command, f"base_output_directory={folder}"], environment)
+  found = [(seconds, re.search(r"completed step: \d+, seconds: ([\d.]+)", line)) for seconds, line in lines]
+  steps = [(seconds, float(step.group(1))) for seconds, step in found if step]
+  return steps[0][0], [duration for _, duration in steps[2:]]
 
 
 def _output(command: list[str], environment: dict[str, str]) -> str:
-  return subprocess.run(
-    command, env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment, check=True, capture_output=True, text=True
-  ).stdout
+  return subprocess.run(command, env=cpu_environment(environment), check=True, capture_output=True, text=True).stdout
 
 
 if __name__ == "__main__":

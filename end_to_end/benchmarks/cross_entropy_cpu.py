@@ -1,9 +1,9 @@
-"""Times the fused cross-entropy on a CPU, forward and backward, for several chunk sizes, against the plain formula.
+"""Times the fused cross-entropy on a CPU, forward and backward, for several chunk sizes, and the plain formula.
 
     python -m end_to_end.benchmarks.cross_entropy_cpu [--repeats 7] [--mib 2,4,8,16,32,64] [B,T,V,D ...]
 
-All take turns in one run. A line has the median and least milliseconds, the ratio of the plain formula's least time to
-it (above 1: the chunked one is faster), and the temporaries of the program.
+Prints for each program: the median and least milliseconds, the ratio of the least time of the plain formula to its own
+least time (above 1: it is faster), and its temporaries. The programs take turns.
 """
 
 from __future__ import annotations
@@ -11,23 +11,20 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
 
-from end_to_end.benchmarks.arguments import positive, positives
+from end_to_end.benchmarks.common import positive, positives, sizes, time_in_turns
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("shapes", type=positives, nargs="*", default=[[8, 512, 4096, 256]], help="B,T,V,D")
+  shape = sizes("B,T,V,D", "8,512,4096,256")
+  parser.add_argument("shapes", type=shape, nargs="*", default=[[8, 512, 4096, 256]], help="B,T,V,D")
   parser.add_argument("--repeats", type=positive, default=7)
-  parser.add_argument("--mib", type=positives, default="2,4,8,16,32,64", help="float32 logits of a chunk")
+  parser.add_argument("--mib", type=positives, default="2,4,8,16,32,64", help="size of a chunk's float32 logits")
   args = parser.parse_args()
-  for shape in args.shapes:
-    if len(shape) != 4:
-      parser.error(f"{','.join(map(str, shape))}: a shape is four numbers B,T,V,D, for example 8,512,4096,256")
   os.environ["JAX_PLATFORMS"] = "cpu"
-  for shape in args.shapes:
-    measure(shape, args.mib, args.repeats)
+  for sizes_of_shape in args.shapes:
+    measure(sizes_of_shape, args.mib, args.repeats)
 
 
 def measure(shape: list[int], mebibytes: list[int], repeats: int) -> None:
@@ -43,21 +40,15 @@ def measure(shape: list[int], mebibytes: list[int], repeats: int) -> None:
   x, w = jax.random.normal(keys[0], (b, t, d)), 0.02 * jax.random.normal(keys[1], (v, d))
   targets, weights = jax.random.randint(keys[2], (b, t), 0, v), jnp.ones((b, t))
 
-  def both(function):
+  def forward_and_backward(function):
     run = lambda x, w: jax.value_and_grad(lambda x, w: sum(function(x, w, targets, weights)), (0, 1))(x, w)
     return jax.jit(run).lower(x, w).compile()
 
-  programs = {"plain": both(functools.partial(plain_cross_entropy, z_loss=0.0))}
+  programs = {"plain": forward_and_backward(functools.partial(plain_cross_entropy, z_loss=0.0))}
   for size in mebibytes:
     chunked = functools.partial(linear_cross_entropy, z_loss=0.0, num_chunks=0, chunk_logits_bytes=size << 20)
-    programs[f"{size} MiB"] = both(chunked)
-  seconds: dict[str, list[float]] = {name: [] for name in programs}
-  for repeat in range(repeats + 1):
-    for name, program in programs.items():
-      start = time.perf_counter()
-      jax.block_until_ready(program(x, w))
-      if repeat:  # the first touches memory for the first time
-        seconds[name].append(time.perf_counter() - start)
+    programs[f"{size} MiB"] = forward_and_backward(chunked)
+  seconds = time_in_turns({name: lambda p=program: p(x, w) for name, program in programs.items()}, repeats)
   for name, program in programs.items():
     times = seconds[name]
     print(

@@ -1,10 +1,10 @@
-"""Times the way from a fault to the next completed step, and what snapshots cost, on simulated slices of a CPU.
+"""Times recoveries, from a fault to the next completed step, and the cost of snapshots, on simulated slices of a CPU.
 
     JAX_PLATFORMS=cpu python -m end_to_end.benchmarks.elastic_recovery [--runs 10]
 
-Recoveries of a tiny model in a warm process (every topology has been compiled), restored from a snapshot or from a
-checkpoint; a process that is killed while it saves and started again, with and without a compilation cache; and the
-step time of a larger model with a snapshot after every other step. Waiting for a replacement is not counted.
+Measures three things. Recoveries of a tiny model in a warm process (every topology is compiled), from a snapshot and
+from a checkpoint. A process that is killed during a save and started again, with and without a compilation cache. The
+step time of a larger model with a snapshot after every fourth step. The wait for a replacement is not counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from end_to_end.benchmarks.arguments import positive
+from end_to_end.benchmarks.common import positive
 from end_to_end.elastic_harness import NUM_SLICES, TINY, Harness
 
 DOWN_AND_UP = "slice_down@10:1, slice_up@15:1, slice_down@20:2, slice_up@25:2"
@@ -30,10 +30,10 @@ STEPS = 30
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--runs", type=positive, default=10, help="runs per line of the table")
+  parser.add_argument("--runs", type=positive, default=10, help="runs per row of the table")
   runs = parser.parse_args().runs
   jax.config.update("jax_num_cpu_devices", NUM_SLICES)
-  print("| what | median | least | most | compilations | completed steps lost | n |\n|---|---|---|---|---|---|---|")
+  print("| recovery | median | least | most | compilations | completed steps lost | n |\n|---|---|---|---|---|---|---|")
   with tempfile.TemporaryDirectory(prefix="elastic-recovery-") as directory:
     in_process(Path(directory), runs)
     for cached in (True, False):
@@ -60,7 +60,7 @@ def in_process(directory: Path, runs: int) -> None:
 
 
 def line(name: str, recoveries: Sequence[dict[str, Any]]) -> None:
-  """Prints a row of the table."""
+  """Prints one row of the table."""
   seconds = [r["seconds"] - r["wait_seconds"] for r in recoveries]
   compilations, lost = sum(r["compilations"] for r in recoveries), sum(r["steps_lost"] for r in recoveries)
   median, least, most = statistics.median(seconds), min(seconds), max(seconds)
@@ -70,7 +70,7 @@ def line(name: str, recoveries: Sequence[dict[str, Any]]) -> None:
 
 
 def restart(directory: Path, number: int, cached: bool) -> dict[str, Any]:
-  """From the kill of a process to the first step that the next one completes, as a recovery record."""
+  """Returns a recovery record: from the kill of a process to the first step that the next process completes."""
   name = f"restart-{number}-{cached}"
   cache = directory / "cache" if cached else ""
   keys = [*TINY.split(), f"steps={STEPS}", "checkpoint_period=9", f"num_slices={NUM_SLICES}", "devices_per_slice=1"]
@@ -93,9 +93,9 @@ def restart(directory: Path, number: int, cached: bool) -> dict[str, Any]:
 
 
 def snapshot_cost(directory: Path) -> None:
-  """Prints what a snapshot of the demo's model costs: its own step and the one after it, beside two that have none."""
+  """Prints the cost of a snapshot of the demo model: its step and the next step, compared with two other steps."""
   keys = ["steps=160", "snapshot_period=4", "fault_injection=", "enable_report=false", "checkpoint_period=1000"]
-  keys += ["elastic_min_slice_count=-1"]  # compiles nothing in the background
+  keys += ["elastic_min_slice_count=-1"]  # so that nothing is compiled in the background
   keys += [f"base_output_directory={directory}", "run_name=cost"]
   command = [sys.executable, "-m", "trainer", "configs/elastic_demo.yml", *keys]
   subprocess.run(command, check=True, capture_output=True, timeout=3000)
@@ -108,8 +108,8 @@ def snapshot_cost(directory: Path) -> None:
   taken = [e for e in records(directory / "cost" / "events.jsonl") if e["kind"] == "snapshot"]
   done = statistics.median(e["seconds"] for e in taken)
   print(
-    f"\nA snapshot of {taken[-1]['bytes'] / 1e6:.1f} MB ({NUM_SLICES} copies) is done in {done * 1e3:.0f} ms. It costs "
-    f"{cost * 1e3:.1f} ms: {cost / usual * 100:.1f} % of a step of {usual * 1e3:.1f} ms, if every step has one."
+    f"\nA snapshot of {taken[-1]['bytes'] / 1e6:.1f} MB ({NUM_SLICES} copies) completes in {done * 1e3:.0f} ms. "
+    f"With a snapshot per step it costs {cost * 1e3:.1f} ms, {cost / usual:.1%} of a step of {usual * 1e3:.1f} ms."
   )
 
 

@@ -1,26 +1,24 @@
-"""Times what a user waits for: --help, the imports, and a small run's first completed step without and with a cache.
+"""Times the start of a run: --help, the imports, and the first completed step without and with a compilation cache.
 
     python -m end_to_end.benchmarks.startup [--rounds 3] [key=value ...]
 
-Every figure is of a process of its own, from its start. "cached" is the second start with the same jax_cache_dir. The
-CPU seconds (all threads, the whole process) tell a busy machine from a slow program. Modules are counted, too.
+Each number is measured in a new process, from its start. "cached" is the second start with the same jax_cache_dir. The
+CPU seconds (all threads, the whole process) show whether the machine was busy or the program slow. Also prints the
+number of imported modules.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
-from end_to_end.benchmarks.arguments import positive
+from end_to_end.benchmarks.common import positive, run_and_time_lines
+from end_to_end.command import ROOT
 
-ROOT = Path(__file__).parents[2]
 SMALL = (
   "model_name=qwen3-0.6b override_model_config=true base_num_decoder_layers=4 base_emb_dim=256 base_num_query_heads=4 "
   "base_num_kv_heads=2 base_mlp_dim=1024 head_dim=64 vocab_size=4096 dataset_type=synthetic per_device_batch_size=8 "
@@ -31,7 +29,7 @@ IMPORTS = "import sys, trainer.train, trainer.session, trainer.elastic.retry; pr
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("keys", nargs="*", help="configuration of the run, beside its own")
+  parser.add_argument("keys", nargs="*", help="configuration of the run, in addition to its own")
   parser.add_argument("--rounds", type=positive, default=3)
   args = parser.parse_args()
   figures: dict[str, list[tuple[float, float]]] = {}
@@ -40,7 +38,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
       run = ["-m", "trainer", "configs/base.yml", *SMALL, f"base_output_directory={folder}", *args.keys]
       cache = f"jax_cache_dir={folder}/cache"
-      subprocess.run([sys.executable, *run, "run_name=a", cache], env=_environment(), cwd=ROOT, capture_output=True)
+      _time([*run, "run_name=a", cache])  # fills the cache
       for name, command, until in (
         ("--help", ["-m", "trainer", "--help"], None),
         ("imports", ["-c", IMPORTS], None),
@@ -58,33 +56,18 @@ def main() -> None:
   print(f"modules imported before the first step: {modules}")
 
 
-def _environment() -> dict[str, str]:
-  return os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src")}
-
-
-def _time(command: list[str], until: str | None) -> tuple[float, float, str]:
-  """Returns seconds until a line with `until` (None: until the end), its CPU seconds, and what it printed."""
+def _time(command: list[str], until: str | None = None) -> tuple[float, float, str]:
+  """Returns seconds until a line that contains `until` (None: until the end), CPU seconds, and the printed text."""
   before = resource.getrusage(resource.RUSAGE_CHILDREN)
-  started, wall = time.monotonic(), None
-  process = subprocess.Popen(
-    [sys.executable, *command],
-    env=_environment(),
-    cwd=ROOT,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-  )
-  printed = []
-  assert process.stdout is not None
-  for line in process.stdout:
-    printed.append(line)
-    if until is not None and wall is None and until in line:
-      wall = time.monotonic() - started
-  if process.wait() or (until is not None and wall is None):
-    sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{''.join(printed[-30:])}")
+  start = time.monotonic()
+  lines = run_and_time_lines([sys.executable, *command], {"PYTHONPATH": str(ROOT / "src")})
+  total = time.monotonic() - start
   after = resource.getrusage(resource.RUSAGE_CHILDREN)
   cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-  return wall or time.monotonic() - started, cpu, "".join(printed)
+  printed = "".join(line for _, line in lines)
+  if until is None:
+    return total, cpu, printed
+  return next(seconds for seconds, line in lines if until in line), cpu, printed
 
 
 if __name__ == "__main__":

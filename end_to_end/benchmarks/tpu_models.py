@@ -1,9 +1,9 @@
-"""Compiles the training step of every model for TPUs that are not there, and says whether it fits.
+"""Compiles the training step of every model for TPUs, without a TPU, and prints whether it fits.
 
     JAX_PLATFORMS=cpu python -m end_to_end.benchmarks.tpu_models [MODEL ...] [--keys max_target_length=2048 ...]
 
-Needs libtpu (bash setup.sh --tpu). One row of a Markdown table per model, as preflight finds it for the whole set of
-slices: memory per chip, least seconds per step (roofline), bytes that leave the slice, and the time to compile.
+Needs libtpu (bash setup.sh --tpu). Prints a Markdown table with one row per model, for all slices of the topology:
+memory per chip, least seconds per step (roofline), bytes sent across slices, and the time to compile.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from pathlib import Path
+
+from end_to_end.command import ROOT
 
 from trainer.cluster import topologies
 from trainer.config import ConfigError, load
 from trainer.config.schema import Config
 
-ROOT = Path(__file__).parents[2]
 SMALL, MEDIUM, LARGE, HUGE = ("v5e-16", 3), ("v5e-256", 2), ("v5p-256", 2), ("v5p-1024", 2)
 WHERE = {"qwen3-14b": MEDIUM, "qwen3-32b": MEDIUM, "70b": LARGE, "405b": HUGE}
 KEYS = ("per_device_batch_size=1", "max_target_length=2048", "attention=flash", "remat_policy=full")
@@ -25,9 +25,9 @@ KEYS = ("per_device_batch_size=1", "max_target_length=2048", "attention=flash", 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("models", nargs="*", help="all of configs/models without one")
-  parser.add_argument("--keys", nargs="*", default=[], help="configuration beside or instead of " + " ".join(KEYS))
-  parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # model, topology, slices: a process of its own
+  parser.add_argument("models", nargs="*", help="default: all of configs/models")
+  parser.add_argument("--keys", nargs="*", default=[], help="added to, or instead of, " + " ".join(KEYS))
+  parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # model, topology, slices, in a new process
   args = parser.parse_args()
   if args.one:
     try:
@@ -41,7 +41,7 @@ def main() -> None:
       _config(model, args.keys)
     except ConfigError as error:
       parser.error(str(error))
-  print("| model | for | arguments | temporaries | of a chip's memory | fits | roofline | DCN | seconds |")
+  print("| model | slices | arguments | temporaries | share of chip memory | fits | roofline | DCN | seconds |")
   print("|---|---|---|---|---|---|---|---|---|", flush=True)
   failed = 0
   for model in models:
@@ -49,7 +49,7 @@ def main() -> None:
     command = [sys.executable, "-m", "end_to_end.benchmarks.tpu_models", "--one", model, topology, str(slices)]
     done = subprocess.run([*command, "--keys", *args.keys], capture_output=True, text=True)
     failed += done.returncode != 0 or "| no |" in done.stdout
-    # A cell is one line; the last words of a traceback are what matters.
+    # A table cell is one line, and the end of a traceback matters most.
     print(done.stdout.strip() or f"| {model} | failed: {' '.join(done.stderr.split())[-2000:]} |", flush=True)
   sys.exit(failed > 0)
 
@@ -63,7 +63,7 @@ def _config(model: str, keys: list[str]) -> Config:
 
 
 def _row(model: str, topology: str, slices: int, keys: list[str]) -> str:
-  """One row of the table."""
+  """Returns one row of the table."""
   config = _config(model, keys)
   place = topologies.resolve(topology)
   topologies.prepare_environment()

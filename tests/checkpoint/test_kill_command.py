@@ -46,5 +46,5 @@ def test_the_check_sees_what_is_broken(undisturbed, tmp_path):
   assert [line[:11] for line in command.differences(other, undisturbed, STEPS)] == ["step 7 has ", "step differ"]
   first = metrics.read_text().splitlines()[0]
   metrics.write_text(f'{metrics.read_text()}{first.replace("grad_norm", "was")[:-1]}, "grad_norm": 0.0}}\n')
-  with pytest.raises(AssertionError, match="done again"):
+  with pytest.raises(AssertionError, match="when it was repeated"):
     other.losses()

@@ -1,0 +1,76 @@
+"""Code that several benchmarks share: types of command-line arguments, and timing."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from end_to_end.command import ROOT
+
+
+def positive(text: str) -> int:
+  """Returns the whole number `text`, at least 1, for argparse."""
+  if not text.isdecimal() or int(text) < 1:
+    raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
+  return int(text)
+
+
+def positives(text: str) -> list[int]:
+  """Returns the whole numbers of a text such as "1,2,3", each at least 1, for argparse."""
+  try:
+    return [positive(part) for part in text.split(",")]
+  except argparse.ArgumentTypeError:
+    raise argparse.ArgumentTypeError(f"{text!r}: must be whole numbers of at least 1, separated by commas") from None
+
+
+def sizes(letters: str, example: str) -> Callable[[str], list[int]]:
+  """Returns an argparse type for the sizes `letters` of an array, such as "B,T,V,D"."""
+
+  def parse(text: str) -> list[int]:
+    numbers = positives(text)
+    if len(numbers) != len(letters.split(",")):
+      raise argparse.ArgumentTypeError(f"{text}: must be the numbers {letters}, for example {example}")
+    return numbers
+
+  return parse
+
+
+def time_in_turns(programs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+  """Returns {name: seconds of each call}. The programs take turns, so that a busy machine slows all of them."""
+  import jax  # imported here: a benchmark sets JAX_PLATFORMS after its arguments are checked
+
+  seconds: dict[str, list[float]] = {name: [] for name in programs}
+  for repeat in range(repeats + 1):
+    for name, program in programs.items():
+      start = time.perf_counter()
+      jax.block_until_ready(program())
+      if repeat:  # the first call touches its memory for the first time
+        seconds[name].append(time.perf_counter() - start)
+  return seconds
+
+
+def run_and_time_lines(command: Sequence[str], environment: Mapping[str, str]) -> list[tuple[float, str]]:
+  """Runs `command` on the CPU and returns (seconds since the start, line) for each line that it prints.
+
+  Ends this process with the last lines of the output if the command fails.
+  """
+  start = time.monotonic()
+  process = subprocess.Popen(
+    command,
+    env=os.environ | {"JAX_PLATFORMS": "cpu"} | dict(environment),
+    cwd=ROOT,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+  assert process.stdout is not None
+  lines = [(time.monotonic() - start, line) for line in process.stdout]
+  if process.wait():
+    last = "".join(line for _, line in lines[-30:])
+    sys.exit(f"{' '.join(command)} ended with exit code {process.returncode}:\n{last}")
+  return lines

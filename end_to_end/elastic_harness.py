@@ -23,10 +23,12 @@ from trainer.cluster.simulated import SimulatedCluster
 from trainer.config import load
 from trainer.config.schema import Config
 from trainer.data import Batch
-from trainer.elastic.attempt import Carry, Job, Outcome
+from trainer.elastic.attempt import ElasticRun, Job, Outcome
+from trainer.elastic.program_cache import Topology
 from trainer.elastic.retry import elastic_retry
 from trainer.observe.events import read_events
 from trainer.observe.metrics import read_metrics
+from trainer.program import Program
 from trainer.session import Session, open_session
 from trainer.signals import Signals
 
@@ -79,12 +81,11 @@ class History:
 
 
 class Harness:
-  """What nothing but time depends on is kept between runs: compiled steps and programs."""
+  """Runs that share programs and compiled steps, which saves time and changes no result."""
 
   def __init__(self, directory: Path) -> None:
     self._directory = directory
-    self._compiled: dict[tuple[int, ...], Any] = {}
-    self._programs: dict[tuple[int, ...], Any] = {}
+    self._topologies: dict[tuple[int, ...], Topology[Program]] = {}
 
   def run(self, name: str, keys: Iterable[str], meddle: Meddle = lambda session, cluster: None) -> History:
     """A run of TINY with these key=value. Its folder is removed afterwards. meddle is called before the attempts."""
@@ -99,12 +100,12 @@ class Harness:
       signals.listen()
       stack.callback(signals.restore)
       session = stack.enter_context(open_session(config, cluster, signals, time.monotonic()))
-      recorder = Recorder(session.loader)
-      session.loader = recorder  # type: ignore[assignment]
-      self._programs = session.programs = session.programs | self._programs
+      recorder = Recorder(session.data.train)
+      session.data.train = recorder  # type: ignore[assignment]
+      self._topologies = session.programs.topologies = session.programs.topologies | self._topologies
       attempt = functools.partial(self._attempt, config, session)
       accumulation = config.optimizer.gradient_accumulation_steps
-      job = Job(config.run.steps, accumulation, session.tokens_per_step, session.state_bytes)
+      job = Job(config.run.steps, accumulation, session.data.tokens_per_step, session.state_bytes)
       meddle(session, cluster)
       outcome = elastic_retry(
         attempt,
@@ -113,6 +114,7 @@ class Harness:
         session.events,
         session.log,
         job=job,
+        programs=session.programs,
         stop=lambda: session.preemption.noticed,
       )
     losses = {record["step"]: record["loss"] for record in read_metrics(config.run_directory) if "loss" in record}
@@ -122,7 +124,8 @@ class Harness:
     shutil.rmtree(config.run_directory)
     return History(outcome, losses, recorder.used, state, events)
 
-  def _attempt(self, config: Config, session: Session, view: View, carry: Carry) -> Outcome:
-    carry.compiled = self._compiled
-    carry.resizes.worth_it = lambda *costs: True  # a run this short would never think a resize worth its while
-    return train.run(config, session, view, carry)
+  def _attempt(
+    self, config: Config, session: Session, elastic: ElasticRun, view: View, survivors: frozenset[int]
+  ) -> Outcome:
+    elastic.resizes.worthwhile = lambda *costs: True  # otherwise a run this short would never resize
+    return train.run(config, session, elastic, view, survivors)

@@ -22,8 +22,9 @@ LAYERS = (
   {"models"},
   {"state", "generate"},
   {"step"},
-  {"program"},
-  {"session"},
+  {"program", "run_data"},
+  {"session", "stepper"},
+  {"step_records", "after_step"},
   {"train"},
   {"__main__", "tools"},
 )

@@ -108,7 +108,7 @@ def _train(config: Config, session: Session, cluster: Cluster) -> int:
   from trainer.elastic.attempt import Job
 
   accumulation = config.optimizer.gradient_accumulation_steps
-  job = Job(config.run.steps, accumulation, session.tokens_per_step, session.state_bytes)
+  job = Job(config.run.steps, accumulation, session.data.tokens_per_step, session.state_bytes)
   attempt = functools.partial(train.run, config, session)
   try:
     outcome = retry.elastic_retry(
@@ -118,6 +118,7 @@ def _train(config: Config, session: Session, cluster: Cluster) -> int:
       session.events,
       session.log,
       job=job,
+      programs=session.programs,
       stop=lambda: session.preemption.noticed,
     )
     return COMPLETE if outcome.kind == "complete" else PREEMPTED
@@ -141,8 +142,8 @@ def command() -> NoReturn:
   signals.listen()
   code = main(signals=signals)
   signals.ignore()
-  prepare = sys.modules.get("trainer.elastic.prepare")
-  if code == INTERRUPTED or (prepare is not None and prepare.under_way()):
+  program_cache = sys.modules.get("trainer.elastic.program_cache")
+  if code == INTERRUPTED or (program_cache is not None and program_cache.compiling_in_background()):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from trainer import mesh as mesh_lib
 from trainer import optimizers, state, step
+from trainer.cluster import View
 from trainer.config import counts
 from trainer.config.schema import Config
 from trainer.data import Batch, Loader
@@ -104,6 +105,11 @@ def global_batch_size(config: Config, num_slices: int, devices_per_slice: int) -
   """Examples per optimizer step: a property of the full topology, never of the slices that live."""
   accumulation = config.optimizer.gradient_accumulation_steps
   return rows_per_micro_batch(config, devices_per_slice) * num_slices * accumulation
+
+
+def of_view(config: Config, view: View) -> Program:
+  """The program for the slices of `view`. Raises ValueError where sizes do not fit the devices."""
+  return build(config, view.devices, view.num_slices_total)
 
 
 def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int) -> Program:

@@ -1,4 +1,4 @@
-"""What belongs to the process and not to one set of living slices: records, data, the watchdog, the signal handler."""
+"""What belongs to the process rather than to one set of living slices: records, data, programs, watchdog, signals."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from trainer import program
-from trainer import world as world_lib
-from trainer.checkpoint.arrays import state_tree
+from trainer import program, run_data
+from trainer.checkpoint.arrays import fingerprint, state_tree
 from trainer.checkpoint.preemption import Preemption
 from trainer.checkpoint.snapshot import Snapshots
-from trainer.cluster import Cluster, View
+from trainer.cluster import Cluster
 from trainer.config import cli, counts
 from trainer.config.schema import Config
-from trainer.data import Loader, describe, make_loader
-from trainer.data.loader import Split
+from trainer.data import describe
+from trainer.elastic.program_cache import ProgramCache, Topology
 from trainer.observe import environment, files, lock
 from trainer.observe import log as log_lib
+from trainer.observe.compiles import CompileCounter
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
 from trainer.observe.metrics import Metrics
@@ -31,6 +31,7 @@ from trainer.observe.progress import Progress
 from trainer.observe.watchdog import Watchdog
 from trainer.program import Program
 from trainer.report import goodput
+from trainer.run_data import RunData
 from trainer.signals import Signals
 from trainer.world import World
 
@@ -41,59 +42,33 @@ CONFIG_FILE = "config.yml"
 class Session:
   """The run's open records and data, shared by all attempts of this process."""
 
+  world: World
   log: Log
   events: EventLog
   metrics: Metrics
   progress: Progress
-  watchdog: Watchdog
+  data: RunData
+  programs: ProgramCache[Program]
+  snapshots: Snapshots
   signals: Signals
   preemption: Preemption
-  snapshots: Snapshots
-  loader: Loader
-  eval_loader: Loader | None
-  global_batch_size: int  # examples per step, fixed for the life of the run
-  tokens_per_step: int
+  watchdog: Watchdog
   state_bytes: int  # of one full copy of parameters and optimizer state
-  identity: dict[str, Any]  # which data, in what order: what a checkpoint says and a resume compares
-  world: World
   started: float  # time.monotonic() at the start of the process or of the current attempt
-  programs: dict[tuple[int, ...], Program]  # by View.slices
   attempts: int = 0
   was_ready: bool = False
-  tokens_before: int = 0  # what steps of another batch size had more, or (below 0) less
 
   def begin(self) -> None:
-    """An attempt begins. The first one began with the process."""
+    """An attempt begins. The first attempt began with the process."""
     self.attempts += 1
     if self.attempts > 1:
       self.started = time.monotonic()
-      gc.enable()  # it is still off if the first one was never ready; what a lost attempt held must be collected
-
-  def resume(self, step: int, meta: Mapping[str, Any] | None) -> None:
-    """The attempt goes on after `step`, of whose state `meta` tells (None: a fresh start): with the next example.
-
-    That matters where the batch size has changed; the examples of other data have other numbers.
-    """
-    next_example = step * self.global_batch_size
-    if meta is not None and meta["identity"].get("data") == self.identity["data"]:
-      next_example = meta["cursor"]["next_example"]
-    self.loader.resume(step, next_example)
-    self.tokens_before = meta["tokens"] - step * self.tokens_per_step if meta is not None else 0
-
-  def tokens(self, step: int) -> int:
-    """Tokens that the run has been trained on after `step`."""
-    return self.tokens_before + step * self.tokens_per_step
-
-  def program(self, config: Config, view: View) -> Program:
-    """The program for the slices of `view`, built once."""
-    if view.slices not in self.programs:
-      self.programs[view.slices] = program.build(config, view.devices, view.num_slices_total)
-    return self.programs[view.slices]
+      gc.enable()  # still off if the first attempt was never ready; a lost attempt's objects must be collected
 
   def ready(self, config: Config, step: int) -> None:
-    """The next step can be dispatched; says how long that took.
+    """The next step can be dispatched. Records how long that took.
 
-    Now and not before the checkpoint has accepted it, the configuration becomes the run's: {run}/config.yml.
+    Now, because the checkpoint has accepted it, the configuration becomes the run's: {run}/config.yml.
     """
     now = time.monotonic()
     if self.world.is_primary and not self.was_ready:
@@ -103,13 +78,13 @@ class Session:
     self.watchdog.beat(step)
     self.signals.running()
     if not gc.isenabled():
-      # Off since the process began (see __main__): what importing and tracing made stays, so that collections in the
-      # loop need not look at it.
+      # Off since the process began (see __main__). The objects of imports and tracing stay, so collections in the loop
+      # need not visit them.
       gc.freeze()
       gc.enable()
 
   def finish(self, config: Config, code: int) -> None:
-    """Records the end of the process with its exit code; of a complete run also goodput and the report."""
+    """Records the end of the process with its exit code; for a complete run also goodput and the report."""
     self.events.emit("run_end", exit=code)
     for record in (self.progress, self.metrics, self.events):
       record.close()
@@ -136,74 +111,56 @@ def enable_compilation_cache(directory: str) -> None:
 def open_session(config: Config, cluster: Cluster, signals: Signals, started: float) -> Iterator[Session]:
   """Checks that the program fits the devices, opens the data and the run's folder, and closes all at the end.
 
-  Raises ValueError for what the user can mend, before the run's folder is created.
+  Raises ValueError for wrong input, before the run's folder is created.
   """
   full = cluster.view(cluster.slices)
-  programs = {full.slices: program.build(config, full.devices, full.num_slices_total)}
+  full_program = program.of_view(config, full)
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
+  world = cluster.world
   with contextlib.ExitStack() as stack:
-    prepared: list[str] = []  # what the loaders have to say, until there is a log to keep it
-
-    def load(split: Split) -> Loader:
-      vocab_size = config.model.vocab_size
-      loader = make_loader(
-        config.data, vocab_size=vocab_size, global_batch_size=batch, split=split, log=prepared.append
-      )
-      stack.callback(loader.close)
-      return loader
-
-    loader = load("train")
-    eval_loader = load("eval") if _evaluates(config, loader, prepared.append) else None
-    directory = config.run_directory
-    world = cluster.world
-    log = log_lib.get(directory, world)
+    notes: list[str] = []  # for the log, which is not open yet
+    data = stack.enter_context(run_data.open_data(config, batch, notes.append))
+    log = log_lib.get(config.run_directory, world)
     stack.callback(log.close)
-    if world.is_primary:  # one that was told to stop may take its whole grace period
-      stack.enter_context(lock.alone(directory, config.checkpoint.autocheckpoint_grace_seconds, log.line))
-    events = EventLog(directory, config.run.run_name, world)
+    if world.is_primary:  # a predecessor that is stopping may use its whole grace period
+      grace = config.checkpoint.autocheckpoint_grace_seconds
+      stack.enter_context(lock.alone(config.run_directory, grace, log.line))
+    events = EventLog(config.run_directory, config.run.run_name, world)
     stack.callback(events.close)
-    metrics = Metrics(directory if world.is_primary else None, config.observe, events, log)
+    metrics = Metrics(config.run_directory if world.is_primary else None, config.observe, events, log)
     stack.callback(metrics.close)
-    progress = Progress(
-      log,
-      total_steps=config.run.steps,
-      total_slices=cluster.num_slices,
-      log_period=config.observe.log_period,
-      terminal=None if world.is_primary else False,
-    )
+    progress = _progress(config, cluster, log)
     if world.is_primary and config.checkpoint.enable_checkpoint_cloud_logger:
       from trainer.observe.cloud_logger import CheckpointTimings
 
-      stack.enter_context(CheckpointTimings(directory, config.run.run_name, log))
+      stack.enter_context(CheckpointTimings(config.run_directory, config.run.run_name, log))
     watchdog = Watchdog(config.observe.watchdog_timeout_seconds, log, events)
     stack.callback(watchdog.stop)
-    snapshots = Snapshots(world_lib.of_jax(), log.line, events.emit)
+    snapshots = Snapshots(world, log.line, events.emit)
     stack.callback(snapshots.close)
     signals.on_exit = functools.partial(_record_exit, events)
     preemption = Preemption(config.checkpoint, world, signals, log.line, events.emit)
+    programs = _program_cache(config, events, log, stack.enter_context(CompileCounter()))
+    programs.topologies[full.slices] = Topology(full_program)
+    state_bytes = state_tree.state_bytes(full_program.state)
     session = Session(
-      log=log,
-      events=events,
-      metrics=metrics,
-      progress=progress,
-      watchdog=watchdog,
-      signals=signals,
-      preemption=preemption,
-      snapshots=snapshots,
-      loader=loader,
-      eval_loader=eval_loader,
-      global_batch_size=batch,
-      tokens_per_step=batch * config.data.max_target_length,
-      state_bytes=state_tree.state_bytes(programs[full.slices].state),
-      # Read once: a save must not depend on the data's being readable at that time.
-      identity={"data": loader.fingerprint(), "global_batch_size": batch},
-      world=world,
-      started=started,
-      programs=programs,
+      world,
+      log,
+      events,
+      metrics,
+      progress,
+      data,
+      programs,
+      snapshots,
+      signals,
+      preemption,
+      watchdog,
+      state_bytes,
+      started,
     )
-    for line in prepared:
+    for line in notes:
       log.line(line)
-    _announce(config, session, cluster, programs[full.slices])
+    _announce(config, session, cluster, full_program)
     stack.enter_context(progress)
     watchdog.start()
     yield session
@@ -214,14 +171,26 @@ def _record_exit(events: EventLog, code: int) -> None:
   events.flush()
 
 
-def _evaluates(config: Config, loader: Loader, say: Callable[[str], None]) -> bool:
-  """Whether the run evaluates. If it is not asked for: where there is text to evaluate on, not random tokens."""
-  data, observe = config.data, config.observe
-  if observe.eval_steps == 0 or observe.eval_interval > 0 or data.eval_dataset_path:
-    return observe.eval_steps > 0
-  if not loader.has_eval:
-    say(f"No evaluation: nothing is held out (eval_fraction={data.eval_fraction:g}; of a single line nothing can be).")
-  return loader.has_eval and data.dataset_type != "synthetic"
+def _progress(config: Config, cluster: Cluster, log: Log) -> Progress:
+  return Progress(
+    log,
+    total_steps=config.run.steps,
+    total_slices=cluster.num_slices,
+    log_period=config.observe.log_period,
+    terminal=None if cluster.world.is_primary else False,
+  )
+
+
+def _program_cache(config: Config, events: EventLog, log: Log, counter: CompileCounter) -> ProgramCache[Program]:
+  build = functools.partial(program.of_view, config)
+  return ProgramCache(build, functools.partial(_compile_step, config), events, log, counter)
+
+
+def _compile_step(config: Config, prog: Program) -> Any:
+  """The compiled step of `prog`. Compiles the checksums of the state's arrays as well: an attempt needs both."""
+  if config.checkpoint.enable_checkpointing or config.elastic.elastic_enabled:
+    fingerprint.prepare(prog.state)
+  return prog.compile()
 
 
 def _announce(config: Config, session: Session, cluster: Cluster, full: Program) -> None:
@@ -231,10 +200,10 @@ def _announce(config: Config, session: Session, cluster: Cluster, full: Program)
   device = full.mesh.devices.flat[0]
   model, length = config.model, config.data.max_target_length
   parameters = counts.parameter_count(model)
-  data = session.loader.describe(config.run.steps)
+  data = session.data.train.describe(config.run.steps)
   mesh = ", ".join(f"{axis}={size}" for axis, size in full.mesh.shape.items() if size > 1) or "one device"
   lines = [
-    f"Run {config.run_directory}: {config.run.steps} steps of {session.global_batch_size} x {length} tokens",
+    f"Run {config.run_directory}: {config.run.steps} steps of {session.data.global_batch_size} x {length} tokens",
     f"Model {model.model_name}: {parameters:,} parameters, {model.num_decoder_layers} layers, "
     f"remat_policy={model.remat_policy}, {model.dtype}",
     f"Devices: {cluster.num_slices} slice{'s' * (cluster.num_slices > 1)} of {cluster.devices_per_slice} "
@@ -258,14 +227,14 @@ def _announce(config: Config, session: Session, cluster: Cluster, full: Program)
     devices_per_slice=cluster.devices_per_slice,
     platform=device.platform,
     device_kind=device.device_kind,
-    global_batch_size=session.global_batch_size,
-    tokens_per_step=session.tokens_per_step,
+    global_batch_size=session.data.global_batch_size,
+    tokens_per_step=session.data.tokens_per_step,
     parameters=parameters,
     flops_per_token=counts.flops_per_token(model, length),
     vocab_size=model.vocab_size,
     data=data,
-    unigram_entropy=session.loader.unigram_entropy(),
-    unigram_eval_loss=session.loader.unigram_eval_loss(),
+    unigram_entropy=session.data.train.unigram_entropy(),
+    unigram_eval_loss=session.data.train.unigram_eval_loss(),
     config=config.flat(),
     **environment.describe(),
   )
@@ -273,7 +242,7 @@ def _announce(config: Config, session: Session, cluster: Cluster, full: Program)
 
 def _losses_to_beat(session: Session, vocab_size: int) -> list[str]:
   """A line that says what the loss is worth, where the data knows."""
-  unigram, unigram_eval = session.loader.unigram_entropy(), session.loader.unigram_eval_loss()
+  unigram, unigram_eval = session.data.train.unigram_entropy(), session.data.train.unigram_eval_loss()
   if unigram is None:
     return []
   line = f"Losses to beat: {math.log(vocab_size):.2f} of a guess (ln V), {unigram:.2f} of the tokens' frequencies alone"

@@ -1,8 +1,8 @@
 """ONE attempt at the run, on the slices of one view. Start reading here.
 
-An attempt builds the program for its slices, takes the newest state that can be trusted, and steps until the run is
-complete, it is told to stop (SIGTERM), a slice has returned, or a slice is lost, which shows as an exception that
-`elastic/retry.py` catches. Nothing it makes outlives it but compiled steps (in the carry) and snapshots (the session).
+An attempt builds the program for its slices, restores the newest good state, and steps until the run is complete, the
+process must stop (SIGTERM), a slice has returned, or a slice is lost. A lost slice shows as an exception, which
+`elastic/retry.py` catches. Only compiled steps and snapshots outlive an attempt.
 
 `step` counts completed optimizer steps everywhere: after `completed step: 100` the checkpoint of step 100 may follow,
 and a run that resumes from it completes step 101 next.
@@ -10,145 +10,135 @@ and a run that resumes from it completes step 101 next.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from trainer import generate, program
+from trainer import after_step, generate, program
 from trainer import world as world_lib
+from trainer.after_step import Due
 from trainer.checkpoint import meta as checkpoint_meta
-from trainer.checkpoint.arrays import fingerprint
 from trainer.checkpoint.tiers import Tiers
 from trainer.cluster import View
-from trainer.config import counts
 from trainer.config.schema import Config
 from trainer.data import Prefetcher
-from trainer.elastic.attempt import Carry, Outcome
+from trainer.elastic.attempt import ElasticRun, Outcome
+from trainer.elastic.hang import Waiter
 from trainer.models.decoder import Params
-from trainer.observe import chips
-from trainer.observe.metrics import StepRecord
 from trainer.observe.profiler import Profiler
-from trainer.observe.throughput import Throughput
 from trainer.program import Program
 from trainer.session import Session
 from trainer.state import TrainState
+from trainer.step_records import StepRecords
+from trainer.stepper import FusedStepper, Stepper
 
 
-class TrainingDiverged(RuntimeError):
-  """More steps in a row than max_nonfinite_steps had a loss or gradient that was not finite."""
+def run(config: Config, session: Session, elastic: ElasticRun, view: View, survivors: frozenset[int]) -> Outcome:
+  """Trains on the slices of `view` from the newest good state. Returns how the attempt ended.
 
-
-def run(config: Config, session: Session, view: View, carry: Carry) -> Outcome:
-  """Trains on the slices of `view` from the newest good state; returns how the attempt ended.
-
-  Raises TrainingDiverged, DataError, CheckpointError or ConfigMismatch where going on makes no sense, and whatever the
-  runtime raises when a slice is lost.
+  survivors: slices whose host memory has outlived the previous attempt. Raises TrainingDiverged, DataError,
+  CheckpointError or ConfigMismatch if another attempt makes no sense, and the runtime's error if a slice is lost.
   """
-  # ---- the program of these slices, and the state: the newest tier that can be trusted, or a fresh one
   session.begin()
-  slices = dict(zip(view.slices, view.devices))
-  tiers = Tiers(
-    config.checkpoint,
-    config.run_directory,
-    world=world_lib.of_jax(),
-    slices=slices,
-    snapshots=session.snapshots,
-    log=session.log.line,
-    emit=session.events.emit,
-  )
-  starting = session.watchdog.during("restore and compilation")
-  with starting, ThreadPoolExecutor(1, thread_name_prefix="restore") as beside:
-    prog = session.program(config, view)
-    # Reading and compiling need not wait for each other.
-    restored = beside.submit(_restore, config, session, prog, tiers, carry)
-    if carry.recoveries and session.preemption.requested(carry.last_step):
-      return _save_and_end(config, session, tiers, carry, restored.result())
-    compile_step = functools.partial(_compile, config, session, carry)
-    compiled = carry.compiled_step(compile_step)
-    start = restored.result()
-  state, step = start.state, start.step
-  carry.restored(step, start.tier, start.seconds)
-  session.resume(step, start.meta)
+  with contextlib.ExitStack() as stack:
+    # ---- the program of these slices, and the newest good state (or a fresh one): reading and compiling in parallel
+    slices = dict(zip(view.slices, view.devices))
+    tiers = Tiers(
+      config.checkpoint,
+      config.run_directory,
+      world=session.world,
+      slices=slices,
+      snapshots=session.snapshots,
+      log=session.log.line,
+      emit=session.events.emit,
+    )
+    stack.callback(_close, session, tiers.close)
+    session.snapshots.begin_attempt(slices, survivors)
+    guard = elastic.guard(view)
+    with session.watchdog.during("restore and compilation"):
+      prog = session.programs.program(view)
+      restore = Waiter(lambda: _restore(config, session, elastic, prog, tiers), "the restore")
+      if elastic.recovery.under_way and session.preemption.requested(elastic.steps.last_step):
+        return _save_and_end(config, session, elastic, tiers, guard.result(restore))
+      compiled_step = _compiled_step(session, elastic, view)
+      start = guard.result(restore)
+    state, step = start.state, start.step
+    _resume(session, elastic, start)
 
-  # ---- data: step n trains on batch n-1, dealt out to the living slices by the plan
-  feed = program.Feed(session.loader, prog)
-  prefetch = Prefetcher(feed, step, config.run.steps, config.data.prefetch_buffer_size)
-  records = Records(config, session, view, carry)
-  profiler = Profiler(config.run_directory, config.observe, session.log, session.events)
-  session.ready(config, step)
-  if step >= config.run.steps:
-    done = f"All {config.run.steps} steps are done already"
-    at = f" (the checkpoint is of step {step})" if step > config.run.steps else ""
-    session.log.line(f"{done}{at}. Raise steps for more; a new run needs another run_name.")
+    # ---- data: step n trains on batch n-1, dealt out to the slices that are alive
+    train_feed = program.Feed(session.data.train, prog)
+    eval_feed = None if session.data.evaluation is None else program.Feed(session.data.evaluation, prog)
+    batches = Prefetcher(train_feed, step, config.run.steps, config.data.prefetch_buffer_size)
+    stack.callback(_close, session, batches.close)
+    stepper = FusedStepper(elastic, view, guard, prog, compiled_step, batches, eval_feed)
+    records = StepRecords(config, session, elastic, stepper, list(prog.mesh.devices.flat))
+    profiler = Profiler(config.run_directory, config.observe, session.log, session.events)
+    stack.callback(_close, session, profiler.close)
+    session.ready(config, step)
+    if step >= config.run.steps:
+      done = f"All {config.run.steps} steps are done already"
+      restored = f" (the checkpoint is of step {step})" if step > config.run.steps else ""
+      session.log.line(f"{done}{restored}. Raise steps to train longer; a new run needs another run_name.")
 
-  # ---- the loop
-  first = step
-  try:
-    if _evaluation_due(config, session, step):
-      _make_up_evaluation(config, session, prog, carry, state.params, step)
-      records.resume()
-    for index, batch in prefetch:
-      step = index + 1
-      profiler.before_step(index - first, functools.partial(jax.block_until_ready, state))
-      batch = carry.before_step(step, batch)
-      state, metrics = compiled(state, batch)
-      records.dispatched(step, metrics, prefetch.waited_seconds)
-      if step == first + 3:
-        carry.prepare(compile_step)
+    # ---- the loop
+    first = step
+    _make_up_evaluation(config, session, stepper, state.params, step)
+    records.restart_clock()
+    while step < config.run.steps:
+      profiler.before_step(step - first, functools.partial(jax.block_until_ready, state))
+      step += 1
+      state, metrics = stepper.step(state, step)
+      records.dispatched(step, metrics, stepper.data_wait_seconds)
 
-      last = step == config.run.steps
-      stop = session.preemption.requested(step)
-      grow = not last and carry.wants_resize(step)
-      evaluate = _evaluation_due(config, session, step)
-      # Of the last step there is none, and an evaluation comes before it: what fails then must be done again.
-      snapshot = not last and (grow or carry.snapshot_due(step) or tiers.due(step))
-      if snapshot and not (grow or evaluate):
-        _snapshot(config, session, carry, step, state)
-      if not (last or stop or grow or evaluate or tiers.due(step)):
+      due = Due(
+        last=step == config.run.steps,
+        stop=session.preemption.requested(step),
+        resize=stepper.resize_due(step),
+        evaluation=_evaluation_due(config, session, step),
+        checkpoint=tiers.due(step),
+        snapshot=elastic.snapshot_due(step),
+      )
+      actions = after_step.decide(due, uses_snapshots=elastic.uses_snapshots)
+      if actions.snapshot == "early":
+        _snapshot(config, session, elastic, step, state)
+      if not actions.record:
         continue
-      records.finish()  # nothing is saved before it is known to be good
-      loss = _evaluate(config, session, prog, carry, state.params, step) if evaluate and (last or not stop) else None
-      with session.watchdog.during("save"):  # a save waits for the one before it, as long as that takes
-        if snapshot and (grow or evaluate):
+      records.finish()
+      loss = _evaluate(config, session, stepper, state.params, step) if actions.evaluate else None
+      with session.watchdog.during("save"):  # includes waiting for the save before it
+        if actions.snapshot == "late":
           session.snapshots.wait()
-          _snapshot(config, session, carry, step, state)
-        leave = last or stop or (grow and not carry.uses_snapshots)
-        # Of steps in a row that were skipped nothing is saved: it would push out what was saved before them.
-        worth_it = leave or not records.skipped
-        if leave or tiers.due_persistent(step):
-          session.metrics.flush()  # a run that resumes from here never writes these steps again
-        if worth_it and tiers.maybe_save(step, state, _meta(config, session, step), last=leave, metric=loss):
-          carry.at("save", step)
-        if leave:
+          _snapshot(config, session, elastic, step, state)
+        final = actions.save == "final"
+        if final or tiers.due_persistent(step):
+          session.metrics.flush()  # a run that resumes from this checkpoint never writes these steps again
+        # Do not save while updates are skipped: retention would delete good checkpoints.
+        if final or (actions.save == "due" and not records.skipped):
+          tiers.maybe_save(step, state, session.data.meta(config, step), last=final, metric=loss)
+          elastic.reached("save", step)
+        if final:
           tiers.wait()
-      if stop and not last:
-        return Outcome("preempted", step)
-      if grow:
-        return Outcome("slice_up", step)
-      records.resume()
+      if actions.end in ("preempted", "slice_up"):
+        return Outcome(actions.end, step)
+      records.restart_clock()
     if records.skipped:
       session.log.warning(
-        f"the last {records.skipped} steps were skipped: the weights are those of step {step - records.skipped}, and "
-        "going on from them gives numbers that are not finite again unless something is changed"
+        f"the last {records.skipped} steps were skipped: the weights are those of step {step - records.skipped}. "
+        "Training on from them gives numbers that are not finite again unless you change something"
       )
     _sample(config, session, prog, state.params, step)
     return Outcome("complete", step)
-  finally:
-    session.watchdog.rest()
-    with session.watchdog.during("end of the attempt"):
-      prefetch.close()
-      profiler.close()
-      tiers.close()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Start:
-  """The state that an attempt starts from, after `step` completed steps; tier "none": a fresh one."""
+  """The state that an attempt starts from, after `step` completed steps; tier "none": a fresh state."""
 
   state: TrainState
   step: int
@@ -157,25 +147,24 @@ class _Start:
   meta: dict[str, Any] | None = None
 
 
-def _compile(config: Config, session: Session, carry: Carry, view: View) -> Any:
-  """The compiled step of `view`; with it all else that an attempt there will ask of the compiler: the checksums."""
-  prog = session.program(config, view)
-  if carry.uses_snapshots or config.checkpoint.enable_checkpointing:
-    fingerprint.prepare(prog.state)
-  return prog.compile()
+def _compiled_step(session: Session, elastic: ElasticRun, view: View) -> Any:
+  """The compiled step of `view`. The recovery log learns how long the attempt waited for it."""
+  start = time.monotonic()
+  compiled_step = session.programs.step(view)
+  elastic.recovery.compiled(time.monotonic() - start)
+  return compiled_step
 
 
-def _restore(config: Config, session: Session, prog: Program, tiers: Tiers, carry: Carry) -> _Start:
-  """The newest state that can be trusted, or a fresh one."""
+def _restore(config: Config, session: Session, elastic: ElasticRun, prog: Program, tiers: Tiers) -> _Start:
+  """The newest good state, or a fresh one."""
   begin = time.monotonic()
 
   def accept(meta: dict[str, Any]) -> None:
-    carry.announce()
-    changes = checkpoint_meta.check_config(meta, config.flat(), session.identity, config.run.allow_config_change)
+    elastic.announce()
+    changes = checkpoint_meta.check_config(meta, config.flat(), session.data.identity, config.run.allow_config_change)
     for change in changes:
       session.log.line(f"Changed since the checkpoint: {change}")
 
-  session.snapshots.begin_attempt(dict(zip(carry.view.slices, carry.view.devices)), carry.survivors)
   if (saved := tiers.restore_newest(prog.state, accept)) is not None:
     state, step, tier, meta = saved.state, saved.step, saved.tier, saved.meta
   else:
@@ -186,70 +175,64 @@ def _restore(config: Config, session: Session, prog: Program, tiers: Tiers, carr
   return _Start(state, step, tier, seconds, meta)
 
 
-def _save_and_end(config: Config, session: Session, tiers: Tiers, carry: Carry, start: _Start) -> Outcome:
-  """The end of a process that was told to stop while it recovered: nothing is computed any more, only saved."""
-  carry.restored(start.step, start.tier, start.seconds)
-  session.resume(start.step, start.meta)
-  tiers.maybe_save(start.step, start.state, _meta(config, session, start.step), last=True)
-  tiers.close()
+def _resume(session: Session, elastic: ElasticRun, start: _Start) -> None:
+  """Sets the elastic loop and the data to the restored state."""
+  elastic.restored(start.step, start.tier, start.seconds)
+  session.data.resume(start.step, start.meta)
+
+
+def _save_and_end(config: Config, session: Session, elastic: ElasticRun, tiers: Tiers, start: _Start) -> Outcome:
+  """Ends a process that must stop during a recovery: saves the restored state and computes nothing more."""
+  _resume(session, elastic, start)
+  tiers.maybe_save(start.step, start.state, session.data.meta(config, start.step), last=True)
+  tiers.wait()
   return Outcome("preempted", start.step)
 
 
-def _snapshot(config: Config, session: Session, carry: Carry, step: int, state: TrainState) -> None:
-  """Starts a snapshot of `step` where this run takes any, unless the one before it is still under way; that is waited
-  for if the period is kept."""
-  if not carry.uses_snapshots:
-    return
-  if carry.keeps_snapshot_period:
+def _close(session: Session, close: Callable[[], object]) -> None:
+  """Closes one part of an attempt that has ended; no step is expected any more."""
+  session.watchdog.rest()
+  with session.watchdog.during("end of the attempt"):
+    close()
+
+
+def _snapshot(config: Config, session: Session, elastic: ElasticRun, step: int, state: TrainState) -> None:
+  """Starts a snapshot of `step`, unless the snapshot before it is still being copied. With a fixed period, waits."""
+  if elastic.snapshot_policy.is_fixed:
     session.snapshots.wait()
-  if session.snapshots.save(step, state, _meta(config, session, step)):
-    carry.at("snapshot", step)
-
-
-def _meta(config: Config, session: Session, step: int) -> dict[str, Any]:
-  """What a checkpoint of `step` says besides the state."""
-  return checkpoint_meta.build(
-    tokens=session.tokens(step),
-    cursor=session.loader.cursor(step),
-    config=config.flat(),
-    identity=session.identity,
-  )
+  if session.snapshots.save(step, state, session.data.meta(config, step)):
+    elastic.reached("snapshot", step)
 
 
 def _evaluation_due(config: Config, session: Session, step: int) -> bool:
-  """Whether the state after `step` completed steps is to be evaluated."""
-  if session.eval_loader is None or step == 0:
+  """Whether the state after `step` completed steps should be evaluated."""
+  if session.data.evaluation is None or step == 0:
     return False
   period = config.observe.eval_interval
   return step >= config.run.steps or (period > 0 and step % period == 0)
 
 
-def _make_up_evaluation(
-  config: Config, session: Session, prog: Program, carry: Carry, params: Params, step: int
-) -> None:
-  """Evaluates the state that the attempt starts from, unless metrics.jsonl has an evaluation of it.
+def _make_up_evaluation(config: Config, session: Session, stepper: Stepper, params: Params, step: int) -> None:
+  """Evaluates the state that the attempt starts from, unless metrics.jsonl has its evaluation or no evaluation was due.
 
-  The evaluation is owed if an earlier process was told to stop at this step, or was killed before the record was safe.
+  An evaluation is owed if an earlier process had to stop at this step, or was killed before the record was safe.
   """
+  if not _evaluation_due(config, session, step):
+    return
   if world_lib.from_primary(session.world, session.metrics.has_evaluation(step)):
     return
   session.log.line(f"An evaluation was due at step {step} and is missing: evaluating before the next step.")
-  _evaluate(config, session, prog, carry, params, step)
+  _evaluate(config, session, stepper, params, step)
   session.metrics.flush()  # if the process is killed from now on, the next one must not evaluate again
 
 
-def _evaluate(config: Config, session: Session, prog: Program, carry: Carry, params: Params, step: int) -> float:
+def _evaluate(config: Config, session: Session, stepper: Stepper, params: Params, step: int) -> float:
   """Mean loss in nats per token over the first eval_steps batches of the evaluation split, each once."""
-  assert session.eval_loader is not None
   start = time.monotonic()
-  feed = program.Feed(session.eval_loader, prog)
-  examples = session.eval_loader.num_examples
-  batches = config.observe.eval_steps
-  if examples is not None:
-    batches = min(batches, math.ceil(examples / session.global_batch_size))
-  with session.watchdog.during("evaluation"), jax.set_mesh(prog.mesh):
-    sums = [prog.evaluate(params, carry.on_slices(feed(index))) for index in range(batches)]
-    carry.wait(sums)
+  batches = session.data.eval_batches(config.observe.eval_steps)
+  with session.watchdog.during("evaluation"):
+    sums = [stepper.evaluate(params, index) for index in range(batches)]
+    stepper.wait(sums, f"the evaluation at step {step}")
     total, weight = (sum(float(value) for value in values) for values in zip(*sums))
   loss, seconds = total / weight if weight else math.nan, time.monotonic() - start
   session.metrics.write_eval(step, loss, seconds)
@@ -259,11 +242,11 @@ def _evaluate(config: Config, session: Session, prog: Program, carry: Carry, par
 
 
 def _sample(config: Config, session: Session, prog: Program, params: Params, step: int) -> None:
-  """Prints what the trained model makes of sample_prompt, for a person to see that it has learned.
+  """Prints the trained model's continuation of sample_prompt, so that a person sees what it has learned.
 
-  The run is complete without it: where one device cannot hold the model, that is a warning.
+  The run is complete without it: if one device cannot hold the model, the log has a warning.
   """
-  tokenizer = session.loader.tokenizer
+  tokenizer = session.data.train.tokenizer
   if not config.observe.sample_prompt:
     return
   if tokenizer is None or session.world.size > 1:
@@ -288,78 +271,3 @@ def _sample(config: Config, session: Session, prog: Program, params: Params, ste
   session.events.emit(
     "sample", step=step, seconds=time.monotonic() - start, prompt=config.observe.sample_prompt, text=text
   )
-
-
-class Records:
-  """Turns each step's metrics into a line and a record, one step behind: the devices never wait for the host."""
-
-  def __init__(self, config: Config, session: Session, view: View, carry: Carry) -> None:
-    self._session, self._view, self._carry = session, view, carry
-    self._limit = config.optimizer.max_nonfinite_steps
-    self._has_z_loss = config.optimizer.z_loss_multiplier > 0
-    self._devices = sum(len(devices) for devices in view.devices)
-    chip = chips.find(view.devices[0][0].device_kind)
-    self._throughput = Throughput(
-      flops_per_token=counts.flops_per_token(config.model, config.data.max_target_length),
-      tokens_per_step=session.tokens_per_step,
-      total_steps=config.run.steps,
-      peak_flops=chip.peak_flops if chip else None,
-    )
-    self._pending: tuple[int, dict[str, jax.Array], float] | None = None
-    self._last = time.monotonic()
-    self.skipped = 0  # steps in a row up to the last recorded one whose update was not finite
-
-  def resume(self) -> None:
-    """The next step's time counts from here: evaluations and saves are no part of it."""
-    self._last = time.monotonic()
-
-  def dispatched(self, step: int, metrics: dict[str, jax.Array], data_wait: float) -> None:
-    """`step` has been dispatched; the one before it is waited for and recorded."""
-    self.finish()
-    self._pending = (step, metrics, data_wait)
-
-  def finish(self) -> None:
-    """Waits for the last dispatched step and records it. What the runtime raises comes out here."""
-    if self._pending is None:
-      return
-    (step, arrays, data_wait), self._pending = self._pending, None
-    self._carry.wait(arrays)
-    values = {key: float(value) for key, value in jax.device_get(arrays).items()}
-    now = time.monotonic()
-    seconds, self._last = now - self._last, now
-    rates = self._throughput.rates(seconds, self._devices)
-    self.skipped = skipped = int(values["skipped"])
-    record = StepRecord(
-      step=step,
-      seconds=seconds,
-      loss=values["loss"],
-      grad_norm=values["grad_norm"],
-      lr=values["lr"],
-      tokens=self._session.tokens(step),
-      slices=self._view.num_alive,
-      weights=values["weight"],
-      data_wait=data_wait,
-      tflops_per_device=rates.tflops_per_device,
-      tokens_per_second_per_device=rates.tokens_per_second_per_device,
-      mfu=rates.mfu,
-      eta=self._throughput.eta(step, seconds),
-      skipped=skipped > 0,
-      z_loss=values["z_loss"] if self._has_z_loss else None,
-    )
-    self._session.progress.step(record)
-    self._session.metrics.write(record)
-    self._session.watchdog.beat(step)
-    self._carry.completed(step)
-    self._session.snapshots.confirm(step)
-    if skipped:
-      self._nonfinite(record, skipped)
-
-  def _nonfinite(self, record: StepRecord, skipped: int) -> None:
-    self._session.events.emit("nonfinite", step=record.step, loss=record.loss, grad_norm=record.grad_norm)
-    text = f"step {record.step}: loss {record.loss} and gradient norm {record.grad_norm} are not both finite"
-    if skipped > self._limit:
-      raise TrainingDiverged(
-        f"{text} ({skipped} in a row, max_nonfinite_steps={self._limit}). The weights are those before "
-        "the first of them. Lower learning_rate, clip harder (gradient_clipping_threshold), or look at the data."
-      )
-    self._session.log.warning(f"{text}; the update is skipped ({skipped} in a row, {self._limit} allowed)")

@@ -58,7 +58,7 @@ def test_a_slice_lost_in_an_evaluation(harness, undisturbed_run, at):
   """The step is done again, so that no evaluation is missing, nor the last checkpoint."""
 
   def meddle(session, cluster):
-    read, asked = session.eval_loader.batch, []
+    read, asked = session.data.evaluation.batch, []
 
     def batch(index, rows=None):
       asked.append(index)
@@ -66,7 +66,7 @@ def test_a_slice_lost_in_an_evaluation(harness, undisturbed_run, at):
         cluster.lose(1)
       return read(index, rows)
 
-    session.eval_loader.batch = batch
+    session.data.evaluation.batch = batch
 
   history = harness.run("evaluation", EVALUATED, meddle)
   check(history, undisturbed_run)

@@ -87,9 +87,9 @@ def test_growing_waits_for_the_interval():
 
 def test_growing_must_pay():
   policy = ResizePolicy(min_interval_seconds=0, clock=lambda: 0.0, cost_seconds=10)
-  assert policy.worth_it(saved_seconds=11, compile_seconds=0)
-  assert not policy.worth_it(saved_seconds=11, compile_seconds=2)
-  assert not ResizePolicy(0, lambda: 0.0).worth_it(saved_seconds=0, compile_seconds=0)  # 5 or 6 slices of 8
+  assert policy.worthwhile(saved_seconds=11, compile_seconds=0)
+  assert not policy.worthwhile(saved_seconds=11, compile_seconds=2)
+  assert not ResizePolicy(0, lambda: 0.0).worthwhile(saved_seconds=0, compile_seconds=0)  # 5 or 6 slices of 8
 
 
 def test_snapshots_are_as_frequent_as_told():

@@ -1,4 +1,4 @@
-"""A toy training run with the calls that train.py makes, on simulated slices: small enough for many fault histories.
+"""A toy training run with the calls that train.py and its stepper make, on simulated slices: small and fast.
 
 State: one weight matrix, replicated over slices and sharded inside one. Every step uses rows that are a function of
 the step only, dealt out by batch_plan. Snapshots are numpy copies, one per slice's simulated host.
@@ -15,8 +15,10 @@ from jax.sharding import PartitionSpec as P
 from trainer.cluster.simulated import SimulatedCluster
 from trainer.config.schema import ElasticSection
 from trainer.elastic import batch_plan
-from trainer.elastic.attempt import Carry, Job, Outcome
+from trainer.elastic.attempt import ElasticRun, Job, Outcome
+from trainer.elastic.program_cache import ProgramCache
 from trainer.elastic.retry import elastic_retry
+from trainer.observe.compiles import CompileCounter
 from trainer.observe.events import EventLog
 from trainer.observe.log import get
 
@@ -52,7 +54,7 @@ class Toy:
     self.fail_at: dict[int, Exception] = {}  # raised when the step is dispatched
     self.restores: list[tuple[int, str]] = []
     self.state: np.ndarray | None = None
-    self.carry: Carry | None = None
+    self.elastic: ElasticRun | None = None
 
   def example(self, step, rows):
     """Rows [.., WIDTH] and weights [..] of a step: a pure function of the step and the row."""
@@ -91,9 +93,9 @@ class Toy:
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(sharded, NamedSharding(mesh, P())))
     return jitted.lower(state, batch).compile(), plan, sharded, place
 
-  def restore(self, carry: Carry):
+  def restore(self, survivors):
     """(step, weights, tier) from the newest tier that is left."""
-    self.snapshots = {i: s for i, s in self.snapshots.items() if i in carry.survivors}
+    self.snapshots = {i: s for i, s in self.snapshots.items() if i in survivors}
     if self.backup == "snapshot" and self.snapshots:
       step, w = max(self.snapshots.values(), key=lambda s: s[0])
       return step, w, "snapshot"
@@ -101,41 +103,47 @@ class Toy:
       return *self.saved, "persistent"
     return 0, np.eye(WIDTH, dtype=np.float32), "none"
 
-  def attempt(self, view, carry: Carry) -> Outcome:
-    self.carry = carry
-    compiled, plan, sharded, place = carry.compiled_step(self.compile)
-    step, w, tier = self.restore(carry)
+  def attempt(self, elastic: ElasticRun, view, survivors) -> Outcome:
+    self.elastic = elastic
+    guard = elastic.guard(view)
+    before = elastic.clock()
+    compiled, plan, sharded, place = elastic.programs.step(view)
+    elastic.recovery.compiled(elastic.clock() - before)
+    step, w, tier = self.restore(survivors)
     state = jax.device_put(w, sharded)
     self.restores.append((step, tier))
-    carry.restored(step, tier, 0.0)
+    elastic.restored(step, tier, 0.0)
     first = step + 1
     while step < self.steps:
       step += 1
       rows = plan.rows.reshape(plan.micro_batches, -1)
-      batch = carry.before_step(step, jax.device_put(self.example(step, rows), place))
+      batch = jax.device_put(self.example(step, rows), place)
+      elastic.steps.current_step = step
+      elastic.reached("step", step)
       if step in self.fail_at:
         raise self.fail_at[step]
-      state, loss = compiled(state, batch)
-      carry.wait((state, loss))
-      if isinstance(carry.clock, Clock):
-        carry.clock.sleep(1)  # a step takes a second
+      began = elastic.clock()
+      state, loss = compiled(state, elastic.cluster.poison(batch, view))
+      guard.wait_for_arrays((state, loss), f"step {step}")
+      if isinstance(elastic.clock, Clock):
+        elastic.clock.sleep(1)  # a step takes a second
       used = sorted(int(r) for r in rows.ravel() if r != batch_plan.PADDING)
       self.losses[step], self.rows[step] = float(loss), used
-      self.snapshot(carry, step, np.asarray(state))
-      carry.completed(step)
+      self.snapshot(elastic, view, step, np.asarray(state))
+      elastic.completed(step, elastic.clock() - began, view.num_alive)
       if step == first:
-        carry.prepare(self.compile)
-      if carry.wants_resize(step):
+        elastic.prepare_steps(view)
+      if elastic.resize_due(view, step):
         return Outcome("slice_up", step)
     self.state = np.asarray(state)
     return Outcome("complete", step)
 
-  def snapshot(self, carry, step, w):
-    carry.at("snapshot", step)
-    living = carry.cluster.survivors(carry.view)
-    self.snapshots = {i: (step, w) for i in carry.view.slices if i in living}
+  def snapshot(self, elastic, view, step, w):
+    elastic.reached("snapshot", step)
+    living = elastic.cluster.survivors(view)
+    self.snapshots = {i: (step, w) for i in view.slices if i in living}
     if self.save_period and step % self.save_period == 0:
-      carry.at("save", step)
+      elastic.reached("save", step)
       self.saved = (step, w)
 
 
@@ -159,13 +167,15 @@ def train(toy, faults="", num_slices=4, directory=None, cluster=None, clock=None
   events.emit = lambda kind, **fields: records.append(emit(kind, **fields)) or records[-1]
   job = Job(toy.steps, toy.micro_batches, 100, 4 * WIDTH * WIDTH)
   cluster = cluster or cut(num_slices, clock)
-  try:
-    outcome = elastic_retry(toy.attempt, cluster, cfg, events, log, job=job, clock=clock, sleep=clock.sleep)
-  finally:
-    if toy.carry is not None and toy.carry.preparation is not None:
-      # jax counts compilations per process: what this run still compiles would be counted to the next test's.
-      assert toy.carry.preparation.wait(60)
-    toy.lines, toy.records = lines, records
-    log.close()
-    events.close()
-  return outcome
+  with CompileCounter() as counter:
+    programs = ProgramCache(lambda view: view, toy.compile, events, log, counter, clock)
+    try:
+      return elastic_retry(
+        toy.attempt, cluster, cfg, events, log, job=job, programs=programs, clock=clock, sleep=clock.sleep
+      )
+    finally:
+      # jax counts compilations per process: a compilation that goes on would be counted to the next test's run.
+      assert programs.wait(60)
+      toy.lines, toy.records = lines, records
+      log.close()
+      events.close()

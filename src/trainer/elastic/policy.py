@@ -76,8 +76,8 @@ class ResizePolicy:
     """Whether the last resize is long enough ago."""
     return self.clock() - self.last_resize >= self.min_interval_seconds
 
-  def worth_it(self, saved_seconds: float, compile_seconds: float) -> bool:
-    """Whether the rest of the run gets faster by more than the resize and its compilation take."""
+  def worthwhile(self, saved_seconds: float, compile_seconds: float) -> bool:
+    """Whether a resize saves more of the rest of the run than the resize and its compilation cost."""
     return saved_seconds > self.cost_seconds + compile_seconds
 
 

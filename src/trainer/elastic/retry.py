@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -13,15 +14,17 @@ from trainer.cluster.simulated import SimulatedCluster
 from trainer.config.errors import ConfigError
 from trainer.config.faults import Fault, parse
 from trainer.config.schema import ElasticSection
-from trainer.elastic.attempt import Carry, Job, Outcome
+from trainer.elastic.attempt import ElasticRun, Job, Outcome
 from trainer.elastic.events import Event, Kind, classify
 from trainer.elastic.faults import FaultInjector, expand
 from trainer.elastic.policy import ResizePolicy, RetryPolicy, SnapshotPolicy
-from trainer.observe.compiles import CompileCounter
+from trainer.elastic.program_cache import ProgramCache
+from trainer.elastic.recovery import RecoveryLog
 from trainer.observe.events import EventLog, read_events
 from trainer.observe.log import Log
 
-Attempt = Callable[[View, Carry], Outcome]
+# attempt(elastic, view, survivors): survivors are the slices whose host memory has outlived the previous attempt.
+Attempt = Callable[[ElasticRun, View, frozenset[int]], Outcome]
 
 
 def elastic_retry(
@@ -32,154 +35,180 @@ def elastic_retry(
   log: Log,
   *,
   job: Job,
+  programs: ProgramCache[Any],
   stop: Callable[[], bool] = lambda: False,
   clock: Callable[[], float] = time.monotonic,
   sleep: Callable[[float], None] = time.sleep,
 ) -> Outcome:
-  """Calls attempt(view, carry) until it is complete or preempted, on the slices that live, and returns its outcome.
+  """Calls `attempt` until it is complete or preempted, on the slices that are alive, and returns its outcome.
 
-  Without elastic_enabled that is one attempt on all slices. Errors that are no lost slice are raised untouched, with
-  a note that says why they were not retried. Once stop() (asked while nothing runs) is true, no more slices are waited
-  for: the attempt gets those that live, to save what they hold.
+  Without elastic_enabled that is one attempt on all slices. Errors that are no lost slice are raised unchanged, with
+  a note that says why they were not retried. Once stop() is true, the loop waits for no more slices: the attempt runs
+  on those that are alive, to save what they hold.
 
   Raises:
     ConfigError: what `check` would have raised; before the first attempt.
     TimeoutError: too few slices within elastic_timeout_seconds.
   """
   faults = check(cluster, cfg, job.steps)
-  with CompileCounter() as counter:
-    carry = Carry(
-      cfg,
-      job,
-      cluster,
-      events,
-      log,
-      _injector(cluster, faults, events, clock),
-      RetryPolicy(cfg.elastic_max_retries, cfg.elastic_retry_reset_steps, cfg.elastic_backoff_seconds),
-      ResizePolicy(cfg.elastic_min_resize_interval_seconds, clock),
-      SnapshotPolicy(cfg.snapshot_period, cfg.snapshot_max_overhead, job.state_bytes),
-      counter,
-      clock,
-      stop,
-    )
-    try:
-      if cfg.elastic_enabled:
-        outcome = _loop(attempt, carry, sleep)
-      else:
-        outcome = _run(attempt, carry, cluster.view(cluster.slices), number=1)
-    finally:
-      if carry.preparation is not None:
-        carry.preparation.cancel()
-    if carry.faults.faults and outcome.kind == "complete":
-      log.warning(f"these faults of fault_injection never happened: {', '.join(map(str, carry.faults.faults))}")
-    return outcome
-
-
-def _loop(attempt: Attempt, carry: Carry, sleep: Callable[[float], None]) -> Outcome:
-  cfg, cluster, log = carry.cfg, carry.cluster, carry.log
-  needed = cluster.num_slices if cfg.elastic_min_slice_count == -1 else cfg.elastic_min_slice_count
-  log.line("Elastic utils: Elastic training enabled.")
-  log.line("Elastic Retry Enabled")
-  unknown_at = -1  # step at which the last unexplained error came
-  number = 0
-  while True:
-    number += 1
-    if (view := _wait(carry, needed)) is None:
-      log.line("Asked to end while no slice lives: what is newer than the last checkpoint is lost.")
-      return Outcome("preempted", carry.last_step)
-    try:
-      outcome = _run(attempt, carry, view, number)
-    except Exception as error:
-      carry.announce()  # of an attempt that ended before it had a state
-      event = classify(error, cluster, view)
-      carry.events.emit("attempt_end", step=carry.last_step, outcome=_outcome(event))
-      pause = _judge(event, carry, unknown_at)
-      if pause is None:
-        error.add_note(f"not retried: {event.reason} ({event.kind}, attempt {carry.retries.attempt})")
-        raise
-      unknown_at = carry.current_step if event.kind is Kind.UNKNOWN else -1
-      traceback.clear_frames(error.__traceback__)  # they hold the dead attempt's arrays
+  elastic = ElasticRun(
+    cfg,
+    job,
+    cluster,
+    log,
+    programs,
+    _injector(cluster, faults, events, clock),
+    RetryPolicy(cfg.elastic_max_retries, cfg.elastic_retry_reset_steps, cfg.elastic_backoff_seconds),
+    ResizePolicy(cfg.elastic_min_resize_interval_seconds, clock),
+    SnapshotPolicy(cfg.snapshot_period, cfg.snapshot_max_overhead, job.state_bytes),
+    RecoveryLog(events, log, programs.counter, job.tokens_per_step, clock),
+    clock,
+  )
+  try:
+    if cfg.elastic_enabled:
+      outcome = _Loop(attempt, elastic, events, stop, sleep).run()
     else:
-      carry.events.emit("attempt_end", step=outcome.step, outcome=outcome.kind)
-      if outcome.kind != "slice_up":
-        carry.recovered()
-        return outcome
-      pause = 0.0
-      _grow(carry, outcome)
-      continue
-    carry.announcement = f"Elastic attempt {carry.retries.attempt} out of {cfg.elastic_max_retries}"
+      outcome = _run(attempt, elastic, events, cluster.view(cluster.slices), frozenset(cluster.slices), number=1)
+  finally:
+    programs.close()
+  if elastic.faults.faults and outcome.kind == "complete":
+    log.warning(f"these faults of fault_injection never happened: {', '.join(map(str, elastic.faults.faults))}")
+  return outcome
+
+
+def _run(
+  attempt: Attempt, elastic: ElasticRun, events: EventLog, view: View, survivors: frozenset[int], number: int
+) -> Outcome:
+  elastic.steps.begin_attempt()
+  events.emit("attempt_start", attempt=number, step=elastic.steps.last_step, slices=list(view.slices))
+  # Arrays that are not placed explicitly must not go to a dead slice's device. The context manager jax.default_device
+  # would hold for this thread only, and an attempt restores, prefetches and compiles in others.
+  before = jax.config.jax_default_device
+  jax.config.update("jax_default_device", view.devices[0][0])
+  try:
+    return attempt(elastic, view, survivors)
+  finally:
+    jax.config.update("jax_default_device", before)
+
+
+class _Loop:
+  """Attempts until the run is complete, must stop, or cannot continue."""
+
+  def __init__(
+    self,
+    attempt: Attempt,
+    elastic: ElasticRun,
+    events: EventLog,
+    stop: Callable[[], bool],
+    sleep: Callable[[float], None],
+  ) -> None:
+    self._attempt, self._elastic, self._events, self._stop, self._sleep = attempt, elastic, events, stop, sleep
+    self._unexplained_at = -1  # step of the last attempt's unexplained error; -1: it ended otherwise
+
+  def run(self) -> Outcome:
+    """The outcome of the last attempt."""
+    elastic, cluster, log = self._elastic, self._elastic.cluster, self._elastic.log
+    log.line("Elastic utils: Elastic training enabled.")
+    log.line("Elastic Retry Enabled")
+    view: View | None = None
+    number = 0
+    while True:
+      number += 1
+      before, view = view, self._wait()
+      if view is None:
+        log.line("Stopping with no slice alive: progress since the last checkpoint is lost.")
+        return Outcome("preempted", elastic.steps.last_step)
+      # Asked after the wait: a slice may have died meanwhile.
+      survivors = cluster.survivors(before) if before is not None else frozenset(view.slices)
+      try:
+        outcome = _run(self._attempt, elastic, self._events, view, survivors, number)
+      except Exception as error:
+        if not self._can_retry(error, view):
+          raise
+      else:
+        self._events.emit("attempt_end", step=outcome.step, outcome=outcome.kind)
+        if outcome.kind != "slice_up":
+          elastic.recovered(view.num_alive)
+          return outcome
+        self._grow(view, outcome.step)
+
+  def _wait(self) -> View | None:
+    """The view of the next attempt: as soon as enough slices are alive, or of those alive once the run must stop."""
+    elastic = self._elastic
+    cfg, cluster = elastic.cfg, elastic.cluster
+    needed = cluster.num_slices if cfg.elastic_min_slice_count == -1 else cfg.elastic_min_slice_count
+    start = elastic.clock()
+    alive = cluster.wait_for(needed, cfg.elastic_timeout_seconds, self._stop)
+    seconds = elastic.clock() - start
+    elastic.recovery.waited(seconds)
+    if elastic.recovery.under_way:
+      self._events.emit("wait_slices", seconds=seconds, wanted=needed, alive=sorted(alive))
+    return cluster.view(alive) if alive else None
+
+  def _can_retry(self, error: Exception, view: View) -> bool:
+    """Whether another attempt makes sense after `error` of the last one; prepares for it, after a pause if need be."""
+    elastic = self._elastic
+    elastic.announce()  # if the attempt ended before it had a state
+    event = classify(error, elastic.cluster, view)
+    outcome = "slice_down" if event.is_slice_loss else "failed"
+    self._events.emit("attempt_end", step=elastic.steps.last_step, outcome=outcome)
+    step = elastic.steps.current_step
+    retry = event.is_slice_loss or (event.kind is Kind.UNKNOWN and step != self._unexplained_at)
+    if event.is_slice_loss:
+      self._lose(event, view)
+    elif retry:
+      elastic.log.warning(f"step {step} failed for an unknown reason ({event.reason}). Trying it once more")
+      elastic.programs.forget_steps()  # in case the reason is a step that was compiled for a slice's earlier life
+    self._unexplained_at = step if event.kind is Kind.UNKNOWN else -1
+    pause = elastic.retries.failed() if retry else None
+    if pause is None:
+      error.add_note(f"not retried: {event.reason} ({event.kind}, attempt {elastic.retries.attempt})")
+      return False
+    traceback.clear_frames(error.__traceback__)  # they hold the dead attempt's arrays
+    elastic.announcement = f"Elastic attempt {elastic.retries.attempt} out of {elastic.cfg.elastic_max_retries}"
     if pause:
-      log.line(f"No progress since the last event; pausing {pause:g} s.")
-      _pause(pause, carry, sleep)
+      elastic.log.line(f"No progress since the last event; pausing {pause:g} s.")
+      self._pause(pause)
+    return True
 
-
-def _pause(seconds: float, carry: Carry, sleep: Callable[[float], None]) -> None:
-  end = carry.clock() + seconds
-  while (left := end - carry.clock()) > 0 and not carry.stop():
-    sleep(min(left, 1.0))
-
-
-def _wait(carry: Carry, needed: int) -> View | None:
-  """The view of the next attempt, as soon as `needed` slices live; once the run is to end, of those that do, if any."""
-  start = carry.clock()
-  alive = carry.cluster.wait_for(needed, carry.cfg.elastic_timeout_seconds, carry.stop)
-  seconds = carry.clock() - start
-  for recovery in carry.recoveries:
-    recovery.wait_seconds += seconds
-  if carry.recoveries:
-    carry.events.emit("wait_slices", seconds=seconds, wanted=needed, alive=sorted(alive))
-  return carry.cluster.view(alive) if alive else None
-
-
-def _run(attempt: Attempt, carry: Carry, view: View, number: int) -> Outcome:
-  carry.begin(view)
-  carry.events.emit("attempt_start", attempt=number, step=carry.last_step, slices=list(view.slices))
-  # Arrays that are not placed explicitly must not go to a dead slice's device.
-  with jax.default_device(view.devices[0][0]):
-    return attempt(view, carry)
-
-
-def _judge(event: Event, carry: Carry, unknown_at: int) -> float | None:
-  """Seconds to pause before the next attempt; None: there will be none."""
-  log, view = carry.log, carry.view
-  if event.is_slice_loss:
-    survivors = carry.cluster.survivors(view)
+  def _lose(self, event: Event, view: View) -> None:
+    """Records that slices of `view` were lost."""
+    elastic, step = self._elastic, self._elastic.steps.last_step
+    survivors = elastic.cluster.survivors(view)
     lost = sorted(frozenset(view.slices) - survivors)
-    began = max(carry.last_sign_of_life, carry.faults.last_fired_at)  # nobody knows when a real one began
-    detect = carry.clock() - began
+    # The fault came after the last sign of life; when exactly is known only of an injected one.
+    began = max(elastic.steps.last_sign_of_life, elastic.faults.last_fired_at)
+    detect_seconds = elastic.clock() - began
     if event.kind is Kind.HANG:
-      carry.events.emit("hang", step=carry.last_step, silent_seconds=detect)
-    carry.events.emit(
+      self._events.emit("hang", step=step, silent_seconds=detect_seconds)
+    self._events.emit(
       "slice_down",
-      step=carry.last_step,
+      step=step,
       slice=lost,
       slices=sorted(survivors),
       error=event.reason,
-      detect_seconds=detect,
+      detect_seconds=detect_seconds,
     )
-    carry.down_events += 1
-    carry.interrupted("slice_down", lost, began)
-    carry.resizes.resized()
-    log.line("Slice down event detected. Retrying.")
-  elif event.kind is Kind.UNKNOWN and carry.current_step != unknown_at:
-    log.warning(f"step {carry.current_step} failed for an unknown reason ({event.reason}); trying it once more")
-    carry.compiled.clear()  # in case the reason is a step that was compiled for a slice's earlier life
-  else:
-    return None
-  return carry.retries.failed()
+    elastic.down_events += 1
+    elastic.recovery.begin("slice_down", lost, began, step=step, alive=view.num_alive)
+    elastic.resizes.resized()
+    elastic.log.line("Slice down event detected. Retrying.")
 
+  def _grow(self, view: View, step: int) -> None:
+    """Records that the attempt on `view` has ended after `step` so that the next one uses returned slices."""
+    elastic = self._elastic
+    alive = elastic.cluster.alive()
+    returned = sorted(alive - frozenset(view.slices))
+    elastic.recovery.begin("slice_up", returned, elastic.clock(), step=step, alive=view.num_alive)
+    elastic.resizes.resized()
+    elastic.retries.resized()
+    self._events.emit("slice_up", step=step, slice=returned, slices=sorted(alive))
+    elastic.log.line(f"Slice up event: slices {returned} have returned. Continuing with them after step {step}.")
 
-def _grow(carry: Carry, outcome: Outcome) -> None:
-  returned = sorted(carry.cluster.returned(carry.view))
-  carry.interrupted("slice_up", returned, carry.clock())
-  carry.resizes.resized()
-  carry.retries.resized()
-  carry.events.emit("slice_up", step=outcome.step, slice=returned, slices=sorted(carry.cluster.alive()))
-  carry.log.line(f"Slice up event: slices {returned} have returned. Going on with them after step {outcome.step}.")
-
-
-def _outcome(event: Event) -> str:
-  return "slice_down" if event.is_slice_loss else "failed"
+  def _pause(self, seconds: float) -> None:
+    end = self._elastic.clock() + seconds
+    while (left := end - self._elastic.clock()) > 0 and not self._stop():
+      self._sleep(min(left, 1.0))
 
 
 def check(cluster: Cluster, cfg: ElasticSection, steps: int) -> list[Fault]:

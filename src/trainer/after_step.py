@@ -1,0 +1,53 @@
+"""What the loop does after a step, as a pure function of what is due."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Due:
+  """What is due after a step."""
+
+  last: bool = False  # no step is left
+  stop: bool = False  # the process must end (SIGTERM)
+  resize: bool = False  # slices have returned and should be used
+  evaluation: bool = False
+  checkpoint: bool = False
+  snapshot: bool = False
+
+
+@dataclass(frozen=True)
+class Actions:
+  """What to do, in this order: snapshot "early", record, evaluate, snapshot "late", save, end."""
+
+  snapshot: Literal["none", "early", "late"] = "none"
+  record: bool = False  # wait for the step and record it now; otherwise after the next one is dispatched
+  evaluate: bool = False
+  save: Literal["none", "due", "final"] = "none"  # final: in the persistent tier, and wait until it is committed
+  end: Literal["", "complete", "preempted", "slice_up"] = ""
+
+
+def decide(due: Due, *, uses_snapshots: bool) -> Actions:
+  """The actions after a step.
+
+  - Nothing is evaluated or saved before the step is recorded, that is, known to be good.
+  - On SIGTERM the grace period is short: only the last step's evaluation is still done.
+  - No snapshot after the last step. A snapshot comes after an evaluation, so that a failed evaluation repeats the step;
+    otherwise it is taken early, while the step is still being computed.
+  - A resize passes the state on in a snapshot, or in a persistent checkpoint if the run takes no snapshots.
+  """
+  stop, resize = due.stop and not due.last, due.resize and not due.last
+  evaluate = due.evaluation and not stop
+  snapshot: Literal["none", "early", "late"] = "none"
+  if uses_snapshots and not due.last and (due.snapshot or due.checkpoint or resize):
+    snapshot = "late" if due.evaluation or resize else "early"
+  final = due.last or stop or (resize and not uses_snapshots)
+  return Actions(
+    snapshot=snapshot,
+    record=due.last or stop or resize or due.evaluation or due.checkpoint,
+    evaluate=evaluate,
+    save="final" if final else "due" if due.checkpoint else "none",
+    end="complete" if due.last else "preempted" if stop else "slice_up" if resize else "",
+  )

@@ -1,0 +1,73 @@
+"""Waits that notice slices which have stopped answering."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from trainer.cluster import Cluster, View
+from trainer.elastic.events import SliceHang
+from trainer.observe.log import Log
+
+X = TypeVar("X")
+
+
+class HangGuard:
+  """Waits for the work of one attempt. Raises SliceHang when the work is silent and slices of the view do not answer.
+
+  A slice that never answers leaves the waiting thread blocked for good: it is a daemon, and nobody joins it.
+  """
+
+  def __init__(self, cluster: Cluster, view: View, check_seconds: float, log: Log) -> None:
+    """check_seconds: time without a result until the slices are asked; 0: wait as long as it takes."""
+    self._cluster, self._view, self._check_seconds, self._log = cluster, view, check_seconds, log
+
+  def wait_for_arrays(self, arrays: Any, what: str) -> None:
+    """Returns when the arrays are computed; raises their error. `what` names the work in messages: "step 12"."""
+    self.call(lambda: self._cluster.block_until_ready(arrays, self._view), what)
+
+  def call(self, work: Callable[[], X], what: str) -> X:
+    """The result of work(), which runs in a thread if slices are to be asked; raises its error."""
+    return work() if self._check_seconds == 0 else self.result(Waiter(work, what))
+
+  def result(self, waiter: Waiter[X]) -> X:
+    """The result of a call that has been started; raises its error."""
+    seconds = self._check_seconds
+    while not waiter.done(seconds or None):
+      missing = sorted(frozenset(self._view.slices) - self._cluster.alive())
+      if missing:
+        raise SliceHang(f"{waiter.what} has not finished in {seconds:g} s and slices {missing} do not answer")
+      self._log.warning(f"{waiter.what} has not finished in {seconds:g} s; all its slices answer, waiting on")
+    return waiter.result()
+
+
+class Waiter(Generic[X]):
+  """A call in a daemon thread of its own, so that the caller can do other things or look up from waiting."""
+
+  def __init__(self, call: Callable[[], X], what: str) -> None:
+    """`what` names the call in messages."""
+    self.what = what
+    self._call = call
+    self._result: X
+    self._error: BaseException | None = None
+    self._thread = threading.Thread(target=self._run, name=f"wait for {what}", daemon=True)
+    self._thread.start()
+
+  def done(self, timeout: float | None) -> bool:
+    """Whether the call has ended within `timeout` seconds; None: waits until it has."""
+    self._thread.join(timeout)
+    return not self._thread.is_alive()
+
+  def result(self) -> X:
+    """What the call returned; raises what it raised. Waits for its end."""
+    self._thread.join()
+    if self._error is not None:
+      raise self._error
+    return self._result
+
+  def _run(self) -> None:
+    try:
+      self._result = self._call()
+    except BaseException as error:  # noqa: BLE001 -- raised again by result()
+      self._error = error

@@ -1,0 +1,98 @@
+"""One record per step: the log line, metrics.jsonl, the progress display, the watchdog; and what a bad step means."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+
+from trainer.config import counts
+from trainer.config.schema import Config
+from trainer.elastic.attempt import ElasticRun
+from trainer.observe import chips
+from trainer.observe.metrics import StepRecord
+from trainer.observe.throughput import Throughput
+from trainer.session import Session
+from trainer.stepper import Metrics, Stepper
+
+
+class TrainingDiverged(RuntimeError):
+  """More steps in a row than max_nonfinite_steps had a loss or gradient that was not finite."""
+
+
+class StepRecords:
+  """Records each step after the next one is dispatched, so that the devices never wait for the host."""
+
+  def __init__(
+    self, config: Config, session: Session, elastic: ElasticRun, stepper: Stepper, devices: list[jax.Device]
+  ) -> None:
+    """devices: all that the stepper computes on."""
+    self._session, self._elastic, self._stepper = session, elastic, stepper
+    self._limit = config.optimizer.max_nonfinite_steps
+    self._has_z_loss = config.optimizer.z_loss_multiplier > 0
+    self._num_devices = len(devices)
+    chip = chips.find(devices[0].device_kind)
+    self._throughput = Throughput(
+      flops_per_token=counts.flops_per_token(config.model, config.data.max_target_length),
+      tokens_per_step=session.data.tokens_per_step,
+      total_steps=config.run.steps,
+      peak_flops=chip.peak_flops if chip else None,
+    )
+    self._pending: tuple[int, Metrics, float] | None = None
+    self._last = time.monotonic()
+    self.skipped = 0  # steps in a row up to the last recorded one whose update was not finite
+
+  def restart_clock(self) -> None:
+    """The next step's time counts from now: evaluations and saves are no part of it."""
+    self._last = time.monotonic()
+
+  def dispatched(self, step: int, metrics: Metrics, data_wait: float) -> None:
+    """`step` has been dispatched. Waits for the step before it and records that one."""
+    self.finish()
+    self._pending = (step, metrics, data_wait)
+
+  def finish(self) -> None:
+    """Waits for the last dispatched step and records it. Raises the runtime's error if the step failed."""
+    if self._pending is None:
+      return
+    (step, arrays, data_wait), self._pending = self._pending, None
+    self._stepper.wait(arrays, f"step {step}")
+    values = {key: float(value) for key, value in jax.device_get(arrays).items()}
+    now = time.monotonic()
+    seconds, self._last = now - self._last, now
+    rates = self._throughput.rates(seconds, self._num_devices)
+    self.skipped = skipped = int(values["skipped"])
+    record = StepRecord(
+      step=step,
+      seconds=seconds,
+      loss=values["loss"],
+      grad_norm=values["grad_norm"],
+      lr=values["lr"],
+      tokens=self._session.data.tokens(step),
+      slices=self._stepper.alive,
+      weights=values["weight"],
+      data_wait=data_wait,
+      tflops_per_device=rates.tflops_per_device,
+      tokens_per_second_per_device=rates.tokens_per_second_per_device,
+      mfu=rates.mfu,
+      eta=self._throughput.eta(step, seconds),
+      skipped=skipped > 0,
+      z_loss=values["z_loss"] if self._has_z_loss else None,
+    )
+    self._session.progress.step(record)
+    self._session.metrics.write(record)
+    self._session.watchdog.beat(step)
+    self._elastic.completed(step, seconds, self._stepper.alive)
+    self._session.snapshots.confirm(step)
+    if skipped:
+      self._nonfinite(record, skipped)
+
+  def _nonfinite(self, record: StepRecord, skipped: int) -> None:
+    self._session.events.emit("nonfinite", step=record.step, loss=record.loss, grad_norm=record.grad_norm)
+    text = f"step {record.step}: loss {record.loss} and gradient norm {record.grad_norm} are not both finite"
+    if skipped > self._limit:
+      raise TrainingDiverged(
+        f"{text} ({skipped} in a row, max_nonfinite_steps={self._limit}). The weights are those before the first of "
+        "these steps. Lower learning_rate, lower gradient_clipping_threshold, or look at the data."
+      )
+    self._session.log.warning(f"{text}; the update is skipped ({skipped} in a row, {self._limit} allowed)")

@@ -1,0 +1,97 @@
+"""What the training loop calls for each step. Today one controller drives all slices with one program: FusedStepper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+
+from trainer.cluster import View
+from trainer.data import Batch, Prefetcher
+from trainer.elastic.attempt import ElasticRun
+from trainer.elastic.hang import HangGuard
+from trainer.models.decoder import Params
+from trainer.program import Program
+from trainer.state import TrainState
+
+Metrics = dict[str, jax.Array]  # float32 scalars; see step.apply_gradients
+LossSums = tuple[jax.Array, jax.Array]  # float32 scalars: sum of weighted cross-entropy in nats, sum of weights
+_PREPARE_AFTER = 3  # steps of an attempt: its program has run, and its speed is known
+
+
+class Stepper(Protocol):
+  """The steps of one attempt. `n` counts completed steps: step(state, n) turns the state after n - 1 steps into n's."""
+
+  alive: int  # slices that compute
+
+  def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
+    """The next state (the old one's buffers are donated) and the step's metrics, perhaps not computed yet.
+
+    Raises only if the attempt must end.
+    """
+    ...
+
+  def evaluate(self, params: Params, n: int) -> LossSums:
+    """Sums over evaluation batch n (0 is the first), perhaps not computed yet."""
+    ...
+
+  def wait(self, arrays: Any, what: str) -> None:
+    """Returns when the arrays are computed; raises their error, or SliceHang. `what` names the work in messages."""
+    ...
+
+  def resize_due(self, n: int) -> bool:
+    """Whether the attempt should end after step n, so that the next one uses slices that have returned."""
+    ...
+
+
+class FusedStepper:
+  """One jitted program computes a step on all slices of the view; their gradients are summed inside it."""
+
+  def __init__(
+    self,
+    elastic: ElasticRun,
+    view: View,
+    guard: HangGuard,
+    program: Program,
+    compiled_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]],
+    batches: Prefetcher[Batch],
+    eval_batch: Callable[[int], Batch] | None,
+  ) -> None:
+    """batches: yields (n - 1, batch of step n) in order; eval_batch: the evaluation batch of an index."""
+    self.alive = view.num_alive
+    self._elastic, self._view, self._guard = elastic, view, guard
+    self._program, self._compiled_step = program, compiled_step
+    self._batches, self._eval_batch = batches, eval_batch
+    self._steps = 0  # of this attempt
+
+  @property
+  def data_wait_seconds(self) -> float:
+    """How long the last step waited for its batch."""
+    return self._batches.waited_seconds
+
+  def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
+    index, batch = next(self._batches)
+    assert index == n - 1, f"step {n} got the batch of step {index + 1}"
+    self._elastic.steps.current_step = n
+    self._elastic.reached("step", n)
+    result = self._compiled_step(state, self._on_slices(batch))
+    self._steps += 1
+    if self._steps == _PREPARE_AFTER:
+      self._elastic.prepare_steps(self._view)
+    return result
+
+  def evaluate(self, params: Params, n: int) -> LossSums:
+    assert self._eval_batch is not None, "no evaluation data"
+    with jax.set_mesh(self._program.mesh):
+      return self._program.evaluate(params, self._on_slices(self._eval_batch(n)))
+
+  def wait(self, arrays: Any, what: str) -> None:
+    self._guard.wait_for_arrays(arrays, what)
+
+  def resize_due(self, n: int) -> bool:
+    return self._elastic.resize_due(self._view, n)
+
+  def _on_slices(self, batch: Batch) -> Batch:
+    """The batch as the slices get it: in error state if one of them is lost and only simulated."""
+    return self._elastic.cluster.poison(batch, self._view)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import Device
 
 from trainer import after_step, generate, program
 from trainer import world as world_lib
@@ -59,11 +60,10 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
       emit=session.events.emit,
     )
     stack.callback(_close, session, tiers.close)
-    session.snapshots.begin_attempt(slices, survivors)
     guard = elastic.guard(view)
     with session.watchdog.during("restore and compilation"):
       prog = session.programs.program(view)
-      restore = Waiter(lambda: _restore(config, session, elastic, prog, tiers), "the restore")
+      restore = Waiter(lambda: _restore(config, session, elastic, prog, tiers, slices, survivors), "the restore")
       if elastic.recovery.under_way and session.preemption.requested(elastic.steps.last_step):
         return _save_and_end(config, session, elastic, tiers, guard.result(restore))
       compiled_step = _compiled_step(session, elastic, view)
@@ -155,7 +155,15 @@ def _compiled_step(session: Session, elastic: ElasticRun, view: View) -> Any:
   return compiled_step
 
 
-def _restore(config: Config, session: Session, elastic: ElasticRun, prog: Program, tiers: Tiers) -> _Start:
+def _restore(
+  config: Config,
+  session: Session,
+  elastic: ElasticRun,
+  prog: Program,
+  tiers: Tiers,
+  slices: dict[int, tuple[Device, ...]],
+  survivors: frozenset[int],
+) -> _Start:
   """The newest good state, or a fresh one."""
   begin = time.monotonic()
 
@@ -165,6 +173,7 @@ def _restore(config: Config, session: Session, elastic: ElasticRun, prog: Progra
     for change in changes:
       session.log.line(f"Changed since the checkpoint: {change}")
 
+  session.snapshots.begin_attempt(slices, survivors)
   if (saved := tiers.restore_newest(prog.state, accept)) is not None:
     state, step, tier, meta = saved.state, saved.step, saved.tier, saved.meta
   else:

@@ -360,14 +360,14 @@ def test_a_signal_in_the_first_compilation_ends_the_process_at_once(make, number
   """The compilation would take longer than a scheduler waits, and there is nothing to save."""
   run = make("steps=9", "base_num_decoder_layers=60", "scan_layers=false", "jax_cache_dir=")
   process = run.start()
-  assert command.when(process, lambda: bool(run.events("attempt_start")))
+  assert command.wait_until(process, lambda: bool(run.events("attempt_start")))
   time.sleep(1)  # it is in the compiler now
   begin = time.monotonic()
   process.send_signal(number)
   assert process.wait(60) == code, run.printed[-4000:]
   assert time.monotonic() - begin < 10
   assert "Traceback" not in run.printed and [event["exit"] for event in run.events("run_end")] == [code]
-  assert run.last_step == 0 and not run.steps()
+  assert run.last_step == 0 and not run.committed_steps()
 
 
 def test_ctrl_c_before_the_run_is_130_without_a_traceback(make, tmp_path):
@@ -416,11 +416,11 @@ def test_an_evaluation_due_at_the_step_of_a_sigterm_is_done_once_after_the_resum
   stopped = assert_stopped(run, process)
   assert evaluated() == list(range(1, stopped))
   process = run.start()
-  assert command.when(process, lambda: bool(run.events("checkpoint_restored")), pause=0.001), run.printed[-4000:]
+  assert command.wait_until(process, lambda: bool(run.events("checkpoint_restored")), pause=0.001), run.printed[-4000:]
   process.send_signal(signal.SIGKILL)
   process.wait(60)
   process = run.start()
-  assert command.when(process, lambda: stopped in evaluated(), pause=0.001), run.printed[-4000:]
+  assert command.wait_until(process, lambda: stopped in evaluated(), pause=0.001), run.printed[-4000:]
   process.send_signal(signal.SIGKILL)
   process.wait(60)
   for _ in range(2):

@@ -1,10 +1,13 @@
-"""The Pathways cluster with pathwaysutils' own functions, on CPU devices that are given slice indices.
+"""The Pathways cluster on CPU devices that are given slice indices, with health checks that fail or hang on command.
 
-There is no Pathways server to run locally; docs/elastic.md lists what therefore stays untested.
+There is no Pathways server to run locally; docs/elastic.md lists what these tests therefore do not show.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import threading
 import time
 
 import jax
@@ -16,33 +19,54 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pathwaysutils.elastic import elastic
 from pathwaysutils.test import mock_fault_injection
 
+from trainer import runtime_errors
+from trainer.cluster import ProxyLost, pathways
+from trainer.cluster.health import HealthChecks
 from trainer.cluster.pathways import PathwaysCluster
 from trainer.config.schema import ClusterSection
+from trainer.elastic.events import Kind, classify
 
 PROXY = {"JAX_PLATFORMS": "proxy,cpu"}
 SECTION = ClusterSection(cluster="pathways", enable_single_controller=True)
+TIME_LIMIT = 1.0
+PROXY_LOST = (
+  "UNAVAILABLE: Connection to IFRT proxy server was terminated: FAILED_PRECONDITION: writes no longer allowed."
+)
+
+
+class Slices:
+  """Four slices of two CPU devices. `down` maps a slice to the error text of its health check; `silent` ones hang."""
+
+  def __init__(self):
+    self.down: dict[int, str] = {}
+    self.silent: dict[int, threading.Event] = {}
+    self.checks: list[tuple[float, int]] = []
+
+  def run(self, slice_id):
+    self.checks.append((time.monotonic(), slice_id))
+    if slice_id in self.silent:
+      self.silent[slice_id].wait()
+    if slice_id in self.down:
+      raise jax.errors.JaxRuntimeError(self.down[slice_id])
+
+  def hang(self, slice_id):
+    self.silent[slice_id] = threading.Event()
+
+  def release(self, slice_id):
+    self.silent.pop(slice_id).set()
+
+  def cluster(self, poll_seconds=0.01):
+    devices = jax.devices()
+    health = functools.partial(HealthChecks, time_limit=TIME_LIMIT, run=self.run)
+    return PathwaysCluster({i: tuple(devices[2 * i : 2 * i + 2]) for i in range(4)}, poll_seconds, health)
 
 
 @pytest.fixture
-def down(monkeypatch):
-  """Four slices of two CPU devices; the returned set holds the slices whose health check fails as a real one does."""
-  down: set[int] = set()
-  monkeypatch.setattr(type(jax.devices()[0]), "slice_index", property(lambda d: d.id // 2), raising=False)
-  healthy = elastic.DefaultSliceHealthChecker._simple_execution
-
-  def simple_execution(self, devices):
-    if devices[0].slice_index not in down:
-      return healthy(self, devices)
-    sharding = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec("x"))
-    aval = jax.ShapeDtypeStruct((len(devices),), np.dtype("float32"), sharding=sharding)
-    return transfer.make_error_array(aval, "DATA_LOSS: slice down")
-
-  monkeypatch.setattr(elastic.DefaultSliceHealthChecker, "_simple_execution", simple_execution)
-  return down
-
-
-def start(poll_seconds=0.01):
-  return PathwaysCluster.start(SECTION, PROXY, poll_seconds)
+def slices():
+  slices = Slices()
+  yield slices
+  for i in list(slices.silent):
+    slices.release(i)
 
 
 def until(condition, seconds=30):
@@ -52,11 +76,19 @@ def until(condition, seconds=30):
     time.sleep(0.01)
 
 
-def test_slices_come_from_the_devices_slice_index(down):
-  cluster = start()
+def seconds_of(call):
+  start = time.monotonic()
+  return call(), time.monotonic() - start
+
+
+def test_start_groups_the_proxys_devices_by_slice_index(monkeypatch):
+  monkeypatch.setattr(type(jax.devices()[0]), "slice_index", property(lambda d: d.id // 2), raising=False)
+  monkeypatch.setattr(pathways.proxy, "connect", lambda environment: jax.devices())
+  cluster = PathwaysCluster.start(SECTION, PROXY, 1.0)
   assert cluster.kind == "pathways" and cluster.num_slices == 4 and cluster.devices_per_slice == 2
-  assert cluster.alive() == {0, 1, 2, 3}
   assert cluster.slices[1] == tuple(jax.devices()[2:4])
+  with pytest.raises(ValueError, match="num_slices=3, but Pathways has 4 slices"):
+    PathwaysCluster.start(SECTION.model_copy(update={"num_slices": 3}), PROXY, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -64,47 +96,150 @@ def test_slices_come_from_the_devices_slice_index(down):
   [
     (SECTION, {"JAX_PLATFORMS": "cpu"}, "needs JAX_PLATFORMS=proxy"),
     (ClusterSection(cluster="pathways"), PROXY, "enable_single_controller=true"),
-    (SECTION.model_copy(update={"num_slices": 3}), PROXY, "num_slices=3, but Pathways has 4 slices"),
   ],
 )
-def test_start_refuses(down, section, environment, message):
+def test_start_refuses_a_wrong_environment(section, environment, message):
   with pytest.raises(ValueError, match=message):
     PathwaysCluster.start(section, environment, 1.0)
 
 
-def test_a_down_slice_is_missed_waited_for_and_found_again(down):
-  cluster = start()
-  down.add(2)
+def test_a_down_slice_is_missed_waited_for_and_found_again(slices):
+  cluster = slices.cluster()
+  slices.down[2] = "DATA_LOSS: slice down"
   assert cluster.alive() == {0, 1, 3}
   assert cluster.wait_for(3, timeout=10) == {0, 1, 3}
-  with pytest.raises(TimeoutError):
+  with pytest.raises(TimeoutError, match=r"only \[0, 1, 3\] of .* \(slice 2: DATA_LOSS: slice down\)"):
     cluster.wait_for(4, timeout=0.05)
   view = cluster.view(cluster.alive())
   assert cluster.returned(view) == frozenset()
-  down.clear()
+  slices.down.clear()
   until(lambda: cluster.returned(view) == {2})
   assert cluster.returned(cluster.view({0, 1, 2, 3})) == frozenset()
   cluster.stop()
 
 
-def test_only_data_loss_proves_a_lost_slice(down):
-  cluster = start()
-  mesh = Mesh(np.array(jax.devices()), ("x",))
-  sharding = NamedSharding(mesh, PartitionSpec("x"))
-  good = jax.device_put(np.arange(8.0, dtype=np.float32), sharding)
-  step = jax.jit(lambda x: jnp.sum(x * x))
-  for text, proof in (("DATA_LOSS: slice down", True), ("INTERNAL: kernel failed", False)):
-    bad = transfer.make_error_array(jax.ShapeDtypeStruct(good.shape, good.dtype, sharding=sharding), text)
-    loss = step(bad)  # the error flows through the jitted step and surfaces where it is waited for
-    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-      cluster.block_until_ready(loss, cluster.view({0, 1, 2, 3}))
-    assert cluster.is_slice_loss(caught.value) is proof
-    assert elastic.is_error_due_to_slice_down(caught.value, log_traceback=False)
-  assert not cluster.is_slice_loss(ValueError("DATA_LOSS"))
+@pytest.mark.parametrize("code", ["DATA_LOSS", "UNAVAILABLE", "ABORTED", "CANCELLED", "INVALID_ARGUMENT", "INTERNAL"])
+def test_every_error_of_a_health_check_means_that_the_slice_does_not_answer(slices, code):
+  cluster = slices.cluster()
+  slices.down[1] = f"{code}: worker is gone"
+  assert cluster.alive() == {0, 2, 3}
 
 
-def test_errors_of_pathwaysutils_own_simulator_are_recognised(down):
-  cluster = start()
+def test_a_slice_without_free_memory_has_answered(slices):
+  slices.down[1] = "RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes"
+  assert slices.cluster().alive() == {0, 1, 2, 3}
+
+
+def test_a_silent_slice_costs_one_time_limit_and_no_more(slices):
+  cluster = slices.cluster()
+  slices.hang(1)
+  alive, seconds = seconds_of(cluster.alive)
+  assert alive == {0, 2, 3} and TIME_LIMIT <= seconds < TIME_LIMIT + 5
+  (alive, again), seconds = seconds_of(lambda: (cluster.alive(), cluster.wait_for(3, timeout=10)))
+  assert alive == again == {0, 2, 3} and seconds < TIME_LIMIT
+  assert len([i for _, i in slices.checks if i == 1]) == 1  # one thread waits, however often the slice is asked
+  slices.release(1)
+  until(lambda: cluster.alive() == {0, 1, 2, 3})
+
+
+def test_waiting_asks_at_the_poll_interval(slices):
+  cluster = slices.cluster(poll_seconds=0.2)
+  slices.down[2] = "UNAVAILABLE: gone"
+  with pytest.raises(TimeoutError):
+    cluster.wait_for(4, timeout=1.0)
+  asked = [when for when, i in slices.checks if i == 2]
+  assert 2 <= len(asked) <= 7
+  assert all(later - before > 0.15 for before, later in itertools.pairwise(asked[:-1]))
+
+
+def test_waiting_ends_soon_after_a_request_to_stop(slices):
+  cluster = slices.cluster(poll_seconds=1000)
+  slices.down[2] = "UNAVAILABLE: gone"
+  stopping = iter([False, False])
+  alive, seconds = seconds_of(lambda: cluster.wait_for(4, timeout=1000, stop=lambda: next(stopping, True)))
+  assert alive == {0, 1, 3} and seconds < 10
+
+
+def test_a_returned_slice_that_dies_again_is_not_reported_as_returned(slices):
+  cluster = slices.cluster()
+  slices.down[1] = "DATA_LOSS: slice 1"
+  view = cluster.view(cluster.alive())
+  slices.down.clear()
+  until(lambda: cluster.returned(view) == {1})
+  whole = cluster.view(cluster.wait_for(4, timeout=10))
+  slices.down[1] = "DATA_LOSS: slice 1"  # the second loss
+  assert cluster.lost(whole) == {1}
+  view = cluster.view(cluster.wait_for(3, timeout=10))
+  for _ in range(10):
+    assert cluster.returned(view) == frozenset()
+    time.sleep(0.02)
+
+
+def test_a_returned_slice_is_found_even_if_steps_take_longer_than_the_poll_interval(slices):
+  cluster = slices.cluster(poll_seconds=0.01)
+  view = cluster.view({0, 1, 2})
+  found = [time.sleep(0.3) or cluster.returned(view) for _ in range(3)]
+  assert found == [frozenset(), {3}, {3}]
+
+
+def test_returned_never_waits_for_a_silent_slice(slices):
+  cluster = slices.cluster()
+  view = cluster.view({0, 1, 2})
+  slices.hang(3)
+  found, seconds = seconds_of(lambda: [cluster.returned(view) for _ in range(20)])
+  assert not any(found) and seconds < TIME_LIMIT
+
+
+def test_a_slice_that_died_and_was_replaced_is_lost(slices):
+  """The health check saw the outage; when the loop asks again, the replacement answers."""
+  cluster = slices.cluster()
+  view = cluster.view(cluster.alive())
+  slices.down[1] = "UNAVAILABLE: gone"
+  assert cluster.lost(view) == {1}
+  slices.down.clear()
+  assert cluster.wait_for(4, timeout=10) == {0, 1, 2, 3}
+  assert cluster.died(view) == cluster.lost(view) == {1}
+  assert cluster.survivors(view) == {0, 2, 3}
+  assert cluster.died(cluster.view(cluster.alive())) == frozenset()
+
+
+def test_a_slice_that_an_error_names_is_lost_even_if_its_replacement_answers_already(slices):
+  cluster = slices.cluster()
+  view = cluster.view(cluster.alive())
+  error = jax.errors.JaxRuntimeError("INTERNAL: Error dispatching: DATA_LOSS: The TPU slice 2 has been lost.")
+  event = classify(error, cluster, view)
+  assert event.kind is Kind.SLICE_DOWN and event.lost == {2}
+  assert cluster.died(view) == {2}
+
+
+def test_a_silent_slice_is_lost_once_the_loop_gives_it_up(slices):
+  cluster = slices.cluster()
+  view = cluster.view(cluster.alive())
+  slices.hang(1)
+  assert cluster.alive() == {0, 2, 3}
+  assert cluster.died(view) == frozenset()  # silence alone is no death: the hang may end
+  assert cluster.lost(view) == {1}
+  slices.release(1)
+  until(lambda: cluster.alive() == {0, 1, 2, 3})
+  assert cluster.died(view) == {1}
+
+
+def test_a_lost_proxy_is_not_a_lost_slice(slices):
+  cluster = slices.cluster()
+  view = cluster.view(cluster.alive())
+  slices.down.update(dict.fromkeys(range(4), PROXY_LOST))
+  for ask in (cluster.alive, lambda: cluster.lost(view), lambda: cluster.wait_for(1, timeout=10)):
+    with pytest.raises(ProxyLost, match="terminated"):
+      ask()
+  # The error of the step may be an ambiguous one; the health check then finds out.
+  for text in (PROXY_LOST, "UNAVAILABLE: Socket closed"):
+    error = jax.errors.JaxRuntimeError(text)
+    assert classify(error, cluster, view).kind is Kind.DISCONNECTED
+  assert "resumes from the last checkpoint" in runtime_errors.advice(jax.errors.JaxRuntimeError(PROXY_LOST))
+
+
+def test_errors_of_pathwaysutils_own_simulator_are_slice_losses(slices):
+  cluster = slices.cluster()
   array = jnp.arange(4.0)
   with mock_fault_injection.DeviceLossSimulator() as simulator:
     simulator.bind_array_to_devices(array, cluster.slices[1])
@@ -112,4 +247,20 @@ def test_errors_of_pathwaysutils_own_simulator_are_recognised(down):
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
       cluster.block_until_ready(array, cluster.view({0, 1}))
     simulator.mark_slice_connected(1, cluster.slices)
-  assert cluster.is_slice_loss(caught.value)
+  assert classify(caught.value, cluster, cluster.view({0, 1})).kind is Kind.SLICE_DOWN
+
+
+def test_an_error_array_flows_through_a_step_and_is_a_slice_loss(slices):
+  cluster = slices.cluster()
+  mesh = Mesh(np.array(jax.devices()), ("x",))
+  sharding = NamedSharding(mesh, PartitionSpec("x"))
+  step = jax.jit(lambda x: jnp.sum(x * x))
+  for text, kind in (("DATA_LOSS: slice down", Kind.SLICE_DOWN), ("INTERNAL: kernel failed", Kind.UNKNOWN)):
+    bad = transfer.make_error_array(jax.ShapeDtypeStruct((8,), np.dtype("float32"), sharding=sharding), text)
+    loss = step(bad)  # the error surfaces where somebody waits for the result
+    view = cluster.view({0, 1, 2, 3})
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+      cluster.block_until_ready(loss, view)
+    assert classify(caught.value, cluster, view).kind is kind
+    # pathwaysutils takes both for a lost slice.
+    assert elastic.is_error_due_to_slice_down(caught.value, log_traceback=False)

@@ -1,33 +1,33 @@
-"""Who the slices are and which of them live. The only package that reads the environment."""
+"""The slices of the run, and which of them are alive. The only package that reads the environment."""
 
 from __future__ import annotations
 
 import os
 
 from trainer.cluster import cpu_compiler
-from trainer.cluster.api import Cluster, View
+from trainer.cluster.api import Cluster, ProxyLost, View
 from trainer.config.schema import ClusterSection
 
-__all__ = ["Cluster", "View", "start"]
+__all__ = ["Cluster", "ProxyLost", "View", "start"]
 
 
 def start(cfg: ClusterSection, elastic_poll_seconds: float = 10.0) -> Cluster:
-  """Joins or creates this run's JAX world and returns its slices. Called once, before anything else touches jax.
+  """Joins or creates this run's JAX world and returns its slices. Call it once, before anything else uses jax.
 
   Args:
     cfg: which cluster, and how many slices.
-    elastic_poll_seconds: time between two looks for returned slices on a real cluster.
+    elastic_poll_seconds: time between two health checks of missing slices on a real cluster.
 
   Raises:
-    ValueError: the cluster asked for cannot be had here; raised before jax is imported where that is possible.
+    ValueError: this machine or environment cannot provide the cluster. Raised before jax is imported if possible.
   """
   kind = cfg.cluster
   if kind == "auto":
     kind = "pathways" if "proxy" in os.environ.get("JAX_PLATFORMS", "") else "simulated"
   if kind == "multiprocess":
     raise ValueError(
-      "cluster=multiprocess comes later: there each slice will be its own JAX world. Use cluster=simulated, which also "
-      "runs in several processes joined by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."
+      "cluster=multiprocess is not available yet: each slice will be its own JAX world. Use cluster=simulated, which "
+      "also runs in several processes joined by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."
     )
   if kind == "pathways":
     from trainer.cluster.pathways import PathwaysCluster

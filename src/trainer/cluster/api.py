@@ -1,7 +1,8 @@
-"""What every cluster answers: which slices exist, which live, wait for k of them, was this exception a lost slice."""
+"""The interface of every cluster: its slices, which of them are alive, and which have died during an attempt."""
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class View:
-  """The slices that one attempt runs on, in ascending order of their ids; never changed during the attempt."""
+  """The slices that one attempt runs on, in ascending order of their ids. Never changes during the attempt."""
 
   slices: tuple[int, ...]
   devices: tuple[tuple[Device, ...], ...]  # one tuple per slice, in the order of `slices`
   num_slices_total: int  # of the full topology
-  lives: tuple[int, ...]  # per slice: how often it had died before the view was made
+  deaths: tuple[int, ...]  # per slice: the cluster's count of its deaths when the view was made
 
   @property
   def num_alive(self) -> int:
@@ -31,8 +32,12 @@ class View:
     return len(self.slices) == self.num_slices_total
 
 
+class ProxyLost(RuntimeError):
+  """The connection to the Pathways proxy is lost: no slice can be reached any more."""
+
+
 class Cluster(ABC):
-  """The slices of this run. A slice fails and returns as a whole and keeps its id and its devices for life."""
+  """The slices of this run. A slice fails and returns as a whole; its id and its devices never change."""
 
   kind: str
 
@@ -41,8 +46,10 @@ class Cluster(ABC):
     self.world = world
     sizes = {i: len(devices) for i, devices in self.slices.items()}
     if not sizes or len(set(sizes.values())) != 1 or 0 in sizes.values():
-      raise ValueError(f"slices have {sizes} devices (slice: devices); all must have equally many, and at least one")
+      raise ValueError(f"slices have {sizes} devices (slice: devices); all need the same number, at least one")
     self.devices_per_slice = next(iter(sizes.values()))
+    self._deaths = dict.fromkeys(self.slices, 0)  # increases whenever a slice is found to have died
+    self._deaths_lock = threading.Lock()
 
   @property
   def num_slices(self) -> int:
@@ -50,50 +57,67 @@ class Cluster(ABC):
     return len(self.slices)
 
   def view(self, alive: Iterable[int]) -> View:
-    """The slices `alive` as one attempt sees them."""
+    """A view of the slices `alive`, for one attempt."""
     ids = tuple(sorted(alive))
     assert ids and set(ids) <= set(self.slices), f"slices {ids} are not all among {sorted(self.slices)}"
     devices = tuple(self.slices[i] for i in ids)
-    lives = tuple(self.deaths(i) for i in ids)
-    return View(ids, devices, self.num_slices, lives)
+    return View(ids, devices, self.num_slices, tuple(self._deaths[i] for i in ids))
+
+  def died(self, view: View) -> frozenset[int]:
+    """Ids of the slices of `view` that are known to have died since the view was made. Makes no health check.
+
+    A slice that died and returned is among them: its memory is lost. To get all slices that an event has cost, call
+    `lost`.
+    """
+    return frozenset(i for i, before in zip(view.slices, view.deaths) if self._deaths[i] != before)
+
+  def lost(self, view: View, named: Iterable[int] = ()) -> frozenset[int]:
+    """Ids of the slices of `view` that an event has cost: they died since the view was made, or do not answer now.
+
+    Call it once per event, at the event, before waiting for replacements. Makes a health check. The answer is kept:
+    from here on `died(view)` contains these slices, even if they answer again.
+
+    Args:
+      view: the view of the attempt that has ended.
+      named: slices that the event itself names as lost, such as an error text or a hang.
+    """
+    gone = (frozenset(view.slices) - self.alive() | frozenset(named)) & frozenset(view.slices)
+    self._record_deaths(gone - self.died(view))
+    return self.died(view)
 
   def survivors(self, view: View) -> frozenset[int]:
-    """Ids of the slices of `view` that have lived, with their memories, ever since the view was made."""
-    alive = self.alive()
-    return frozenset(i for i, died in zip(view.slices, view.lives) if i in alive and self.deaths(i) == died)
+    """Ids of the slices of `view` that are alive and have not died since the view was made. Makes a health check."""
+    return frozenset(view.slices) & self.alive() - self.died(view)
 
-  def deaths(self, slice_id: int) -> int:
-    """How often the slice has died, as far as the cluster can know."""
-    return 0
+  def _record_deaths(self, slice_ids: Iterable[int]) -> None:
+    with self._deaths_lock:
+      for slice_id in slice_ids:
+        self._deaths[slice_id] += 1
 
   @abstractmethod
   def alive(self) -> frozenset[int]:
-    """Ids of the slices that pass a health check now. May take a second on a real cluster."""
+    """Ids of the slices that pass a health check now. On a real cluster it takes up to a time limit."""
 
   @abstractmethod
   def wait_for(self, count: int, timeout: float, stop: Callable[[], bool] = lambda: False) -> frozenset[int]:
-    """Ids of the living slices as soon as there are at least `count` of them; TimeoutError after `timeout` seconds.
+    """Ids of all living slices, as soon as there are at least `count`; TimeoutError after `timeout` seconds.
 
-    Of those that live, however few, once stop() is true; it is asked every poll.
+    Once stop() is true, returns the living slices even if there are fewer. stop() is called at every poll.
     """
 
   @abstractmethod
   def returned(self, view: View) -> frozenset[int]:
-    """Ids of slices outside `view` that live. Cheap enough for every step; on a real cluster up to one poll old."""
-
-  @abstractmethod
-  def is_slice_loss(self, error: BaseException) -> bool:
-    """True when the error by itself proves that a slice was lost; False when it does not, or only may mean it."""
+    """Ids of living slices outside `view`. Never waits; on a real cluster the answer is up to one poll old."""
 
   def poison(self, batch: Any, view: View) -> Any:
-    """The batch; if a simulated slice of `view` is down, arrays in error state that fail the step they enter."""
+    """The batch. If a simulated slice of `view` is down: arrays that fail, or never become ready, in its place."""
     return batch
 
   def block_until_ready(self, arrays: Any, view: View) -> None:
-    """Returns when every array has been computed; raises the error of the first that has failed."""
+    """Returns when every array is computed; raises the error of the first array that failed."""
     import jax
 
     jax.block_until_ready(arrays)
 
   def stop(self) -> None:  # noqa: B027 -- most clusters have nothing to leave
-    """Leaves the JAX world, if it was joined here."""
+    """Leaves the JAX world, if `start` joined one."""

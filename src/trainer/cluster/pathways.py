@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 
 import jax
-import pathwaysutils
 from pathwaysutils.elastic import elastic
 
 from trainer import world as world_lib
+from trainer.cluster import proxy
 from trainer.cluster.api import Cluster, View
+from trainer.cluster.health import HealthChecks
 from trainer.config.schema import ClusterSection
+
+_STOP_CHECK_SECONDS = 1.0  # between two looks at stop() while slices are waited for
 
 
 class PathwaysCluster(Cluster):
-  """pathwaysutils answers all questions: slice membership, health checks (a small program per slice), waiting."""
+  """The slices of a Pathways job. Health checks tell which of them are alive."""
 
   kind = "pathways"
 
@@ -24,75 +26,64 @@ class PathwaysCluster(Cluster):
     self,
     slices: Mapping[int, tuple[jax.Device, ...]],
     poll_seconds: float,
+    health: Callable[..., HealthChecks] = HealthChecks,
     clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
   ) -> None:
+    """poll_seconds: between two health checks of slices that are waited for. health: replaced in tests."""
     super().__init__(slices, world_lib.SingleWorld())  # one controller process
+    # A failed check means that the slice has lost its memory, even if it answers again later.
+    self._health = health(self.slices, failed=lambda slice_id: self._record_deaths([slice_id]))
     self._poll_seconds = poll_seconds
     self._clock = clock
-    self._looked = -float("inf")
-    self._look: threading.Thread | None = None
-    self._found: frozenset[int] = frozenset()
+    self._sleep = sleep
+    self._last_look = -float("inf")  # on the clock, when `returned` last started checks
 
   @classmethod
   def start(cls, cfg: ClusterSection, environment: Mapping[str, str], poll_seconds: float) -> PathwaysCluster:
-    """Registers the proxy backend and asks it for the slices."""
+    """Connects to the proxy and gets the slices from it."""
     platforms = environment.get("JAX_PLATFORMS", "")
     if "proxy" not in platforms:
       raise ValueError(
-        f"cluster=pathways needs JAX_PLATFORMS=proxy in the environment, found {platforms!r}; start the run as a "
-        "Pathways job, or use cluster=simulated"
+        f"cluster=pathways needs JAX_PLATFORMS=proxy in the environment, found {platforms!r}. Start the run as a "
+        "Pathways job, or use cluster=simulated."
       )
     if not cfg.enable_single_controller:
-      raise ValueError("on Pathways one process controls all slices; say so with enable_single_controller=true")
-    pathwaysutils.initialize()
-    slices = {i: tuple(devices) for i, devices in elastic.get_slice_to_devices(jax.devices()).items()}
+      raise ValueError("On Pathways one process controls all slices. Set enable_single_controller=true.")
+    devices = proxy.connect(environment)
+    slices = {i: tuple(group) for i, group in elastic.get_slice_to_devices(devices).items()}
     if cfg.num_slices not in (0, len(slices)):
-      raise ValueError(f"num_slices={cfg.num_slices}, but Pathways has {len(slices)} slices; leave it at 0")
+      raise ValueError(f"num_slices={cfg.num_slices}, but Pathways has {len(slices)} slices. Set num_slices=0.")
     return cls(slices, poll_seconds)
 
   def alive(self) -> frozenset[int]:
-    return frozenset(elastic.get_active_slice_indices(self.slices))
+    return self._health.check(self.slices)
 
   def wait_for(self, count: int, timeout: float, stop: Callable[[], bool] = lambda: False) -> frozenset[int]:
     end = self._clock() + timeout
-    while not stop():
+    while len(alive := self.alive()) < count and not stop():
       left = end - self._clock()
-      try:  # poll by poll, to look up from it
-        found = elastic.wait_for_slices(
-          count,
-          poll_interval=self._poll_seconds,
-          timeout=min(left, self._poll_seconds),
-          slice_to_devices=self.slices,
+      if left <= 0:
+        raise TimeoutError(
+          f"waited {timeout:g} s for {count} slices; only {sorted(alive)} of {sorted(self.slices)} are alive "
+          f"({self._health.describe(self.slices)}). Raise elastic_timeout_seconds, or lower elastic_min_slice_count."
         )
-        return frozenset(found)
-      except TimeoutError:
-        if left <= self._poll_seconds:
-          raise TimeoutError(
-            f"waited {timeout:g} s for {count} slices of {sorted(self.slices)}. Raise elastic_timeout_seconds, or let "
-            "the run go on with fewer by elastic_min_slice_count."
-          ) from None
-    return self.alive()
+      self._pause(min(left, self._poll_seconds), stop)
+    return alive
 
   def returned(self, view: View) -> frozenset[int]:
-    """Checks the missing slices at most every poll_seconds, in a thread of its own: a check compiles and waits."""
-    missing = {i: devices for i, devices in self.slices.items() if i not in view.slices}
-    if not missing:
-      return frozenset()
-    busy = self._look is not None and self._look.is_alive()
-    if not busy and self._clock() - self._looked >= self._poll_seconds:
-      self._looked = self._clock()
-      self._look = threading.Thread(target=self._look_for, args=(missing,), name="returned-slices", daemon=True)
-      self._look.start()
-    return self._found & missing.keys()
-
-  def is_slice_loss(self, error: BaseException) -> bool:
-    # pathwaysutils also counts INTERNAL, NOT_FOUND and DEADLINE_EXCEEDED; those have other causes as often, so they
-    # prove nothing without a health check.
-    return isinstance(error, jax.errors.JaxRuntimeError) and "DATA_LOSS" in str(error)
+    missing = frozenset(self.slices) - frozenset(view.slices)
+    found = self._health.passed(missing)  # before new checks begin: those have no result yet
+    if missing and self._clock() - self._last_look >= self._poll_seconds:
+      self._last_look = self._clock()
+      for slice_id in missing:
+        self._health.begin(slice_id)
+    return found
 
   def stop(self) -> None:
-    if self._look is not None:
-      self._look.join(timeout=self._poll_seconds)
+    self._health.stop()
 
-  def _look_for(self, missing: Mapping[int, tuple[jax.Device, ...]]) -> None:
-    self._found = frozenset(elastic.get_active_slice_indices(missing))
+  def _pause(self, seconds: float, stop: Callable[[], bool]) -> None:
+    end = self._clock() + seconds
+    while (left := end - self._clock()) > 0 and not stop():
+      self._sleep(min(left, _STOP_CHECK_SECONDS))

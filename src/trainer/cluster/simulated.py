@@ -1,15 +1,17 @@
-"""Slices as equal groups of one JAX world's devices: forced CPU devices on a laptop, or real ones that never fail.
+"""Slices as equal groups of one JAX world's devices: forced CPU devices on a laptop, or real devices that never fail.
 
-Only faults are simulated. A lost slice shows as it does on Pathways: the step is dispatched as usual, and its results
-are arrays in error state, which raise a JaxRuntimeError where somebody waits for them.
+Only faults are simulated, and they look as on Pathways: steps are dispatched as usual. The results of a lost slice are
+arrays in error state, which raise a JaxRuntimeError in the thread that waits for them. The results of a hanging slice
+are arrays that do not become ready until the hang ends.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -21,13 +23,12 @@ from trainer.config.schema import ClusterSection
 from trainer.world import World
 
 _POLL_SECONDS = 0.01
-# Forced on one process. Five thousand take most of a minute to make, and then more threads than the system grants.
+# Forced on one process. Five thousand take most of a minute to create, and more threads than the system allows.
 MAX_HOST_DEVICES = 512
-_MARK = "simulated loss of slice"
 
 
 class SimulatedCluster(Cluster):
-  """One JAX world cut into slices that can be lost and given back."""
+  """One JAX world cut into slices, which faults can take away and give back."""
 
   kind = "simulated"
 
@@ -40,16 +41,15 @@ class SimulatedCluster(Cluster):
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
   ) -> None:
-    """replacement_seconds: how long the simulated scheduler takes to replace a slice that is waited for."""
+    """replacement_seconds: how long the simulated scheduler takes to replace a slice that the run waits for."""
     super().__init__(slices, world or world_lib.SingleWorld())
     self._replacement_seconds = replacement_seconds
     self._clock = clock
     self._sleep = sleep
-    self._lost: dict[int, float | None] = {}  # slice -> when it returns by itself; None: when it is waited for
-    self._deaths = dict.fromkeys(self.slices, 0)
-    self._hung: set[int] = set()
-    self._resume_hung = threading.Event()
-    self._lock = threading.Lock()
+    self._down: dict[int, float | None] = {}  # dead or hanging slice -> time of its return; None: when waited for
+    self._hanging: set[int] = set()  # those of `_down` that hang
+    self._pending = _PendingArrays()
+    self._lock = threading.RLock()
 
   @classmethod
   def start(cls, cfg: ClusterSection, environment: Mapping[str, str]) -> SimulatedCluster:
@@ -59,21 +59,24 @@ class SimulatedCluster(Cluster):
     return cls(_group(cfg, _all_devices(environment)), world_lib.of_jax())
 
   def lose(self, slice_id: int, seconds: float | None = None) -> None:
-    """The slice dies. It returns after `seconds`, or (None) once `give_back` is called or somebody waits for it."""
-    assert slice_id in self.slices, f"no slice {slice_id} among {sorted(self.slices)}"
+    """The slice dies. It returns after `seconds`; None: when `give_back` is called or the run waits for it."""
     with self._lock:
-      self._lost[slice_id] = None if seconds is None else self._clock() + seconds
-      self._deaths[slice_id] += 1
+      self._go_down(slice_id, seconds)
+      self._hanging.discard(slice_id)
+      self._record_deaths([slice_id])
 
   def hang(self, slice_id: int, seconds: float | None = None) -> None:
-    """The slice stops answering: steps on it never finish, and the health check misses it."""
-    self.lose(slice_id, seconds)
+    """The slice stops answering: what is computed on it is never ready, and it fails health checks.
+
+    Its memory is intact when the hang ends: after `seconds`, or with `give_back`. A run that gives the slice up
+    (`lost`) waits for its replacement.
+    """
     with self._lock:
-      self._hung.add(slice_id)
-      self._resume_hung = threading.Event()
+      self._go_down(slice_id, seconds)
+      self._hanging.add(slice_id)
 
   def give_back(self, slice_id: int) -> None:
-    """The slice lives again, with empty memories."""
+    """A dead slice returns with empty memory; a hanging one goes on."""
     assert slice_id in self.slices, f"no slice {slice_id} among {sorted(self.slices)}"
     with self._lock:
       self._return([slice_id])
@@ -81,62 +84,96 @@ class SimulatedCluster(Cluster):
   def alive(self) -> frozenset[int]:
     with self._lock:
       now = self._clock()
-      self._return([i for i, when in self._lost.items() if when is not None and when <= now])
-      return frozenset(self.slices) - frozenset(self._lost)
+      self._return([i for i, when in self._down.items() if when is not None and when <= now])
+      return frozenset(self.slices) - frozenset(self._down)
+
+  def lost(self, view: View, named: Iterable[int] = ()) -> frozenset[int]:
+    lost = super().lost(view, named)
+    # The run drops the results of a slice that it gives up. They must become ready: on a CPU, programs on several
+    # devices run in the order of their dispatch, and those of the next attempt would wait for them.
+    with self._lock:
+      if self._hanging & lost:
+        self._pending.release()
+    return lost
 
   def wait_for(self, count: int, timeout: float, stop: Callable[[], bool] = lambda: False) -> frozenset[int]:
     start = self._clock()
     alive = self.alive()
     while len(alive) < count and not stop():
       with self._lock:
-        for slice_id, when in self._lost.items():
+        for slice_id, when in self._down.items():
           if when is None:
-            self._lost[slice_id] = start + self._replacement_seconds
+            self._down[slice_id] = start + self._replacement_seconds
       if self._clock() - start >= timeout:
         raise TimeoutError(
           f"waited {timeout:g} s for {count} slices; only {sorted(alive)} of {sorted(self.slices)} are alive. "
-          "Raise elastic_timeout_seconds, or let the run go on with fewer by elastic_min_slice_count."
+          "Raise elastic_timeout_seconds, or lower elastic_min_slice_count."
         )
       self._sleep(_POLL_SECONDS)
       alive = self.alive()
     return alive
 
-  def deaths(self, slice_id: int) -> int:
-    return self._deaths[slice_id]
-
   def returned(self, view: View) -> frozenset[int]:
     return self.alive() - frozenset(view.slices)
 
-  def is_slice_loss(self, error: BaseException) -> bool:
-    return isinstance(error, jax.errors.JaxRuntimeError) and f"DATA_LOSS: {_MARK}" in str(error)
-
   def poison(self, batch: Any, view: View) -> Any:
-    down = sorted(frozenset(view.slices) - self.survivors(view) - self._hung)
-    if not down:
-      return batch
-    # Every shard must fail: with a part of them the living devices would wait in the collective for ever.
-    message = f"DATA_LOSS: {_MARK} {down}"
-    return jax.tree.map(lambda a: transfer.make_error_array(_aval(a), message), batch)
-
-  def block_until_ready(self, arrays: Any, view: View) -> None:
     with self._lock:
-      hung, resume = self._hung & set(view.slices), self._resume_hung
-    if hung:
-      resume.wait()
-      raise RuntimeError(f"slices {sorted(hung)} had stopped answering")
-    jax.block_until_ready(arrays)
+      down = frozenset(view.slices) - self.alive() | self.died(view)
+      if not down:
+        return batch
+      if down - self._hanging:
+        # Every shard must fail: if only some did, the living devices would wait in the collective for ever.
+        message = f"DATA_LOSS: simulated loss of slices {sorted(down)}"
+        return jax.tree.map(lambda a: transfer.make_error_array(_aval(a), message), batch)
+      pending = jax.tree.map(self._pending.add, batch)
+    threading.Thread(target=self._wait_for_end_of_hang, name="simulated-hang", daemon=True).start()
+    return pending
 
   def stop(self) -> None:
-    self._resume_hung.set()
+    self._pending.release()
     if self.world.size > 1:
       jax.distributed.shutdown()
 
+  def _go_down(self, slice_id: int, seconds: float | None) -> None:
+    assert slice_id in self.slices, f"no slice {slice_id} among {sorted(self.slices)}"
+    self._down[slice_id] = None if seconds is None else self._clock() + seconds
+
   def _return(self, slice_ids: list[int]) -> None:
     for slice_id in slice_ids:
-      self._lost.pop(slice_id, None)
-      if slice_id in self._hung:
-        self._hung.discard(slice_id)
-        self._resume_hung.set()
+      self._down.pop(slice_id, None)
+      self._hanging.discard(slice_id)
+    if not self._hanging:
+      self._pending.release()
+
+  def _wait_for_end_of_hang(self) -> None:
+    """Looks for slices whose time has come. The training thread cannot: it waits for the arrays."""
+    while self._hanging:
+      self.alive()
+      time.sleep(_POLL_SECONDS)
+
+
+class _PendingArrays:
+  """Copies of arrays that are not ready before `release`: they are pulled from a server that delays its answer."""
+
+  def __init__(self) -> None:
+    self._server: Any = None
+    self._waiting: dict[int, jax.Array] = {}  # by the id of the pull
+    self._ids = itertools.count()
+
+  def add(self, array: jax.Array) -> jax.Array:
+    """A copy of `array` with the same sharding, ready after `release`."""
+    if self._server is None:
+      local = "127.0.0.1:0"
+      self._server = transfer.start_transfer_server(next(iter(array.devices())).client, local, [local])
+      self._connection = self._server.connect(self._server.address())
+    pull = next(self._ids)
+    self._waiting[pull] = array
+    return self._connection.pull(pull, _aval(array))
+
+  def release(self) -> None:
+    """All copies become ready."""
+    while self._waiting:
+      self._server.await_pull(*self._waiting.popitem())
 
 
 def _aval(array: jax.Array) -> jax.ShapeDtypeStruct:

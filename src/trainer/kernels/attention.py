@@ -125,9 +125,9 @@ def choose(
   if platform not in IMPLEMENTATIONS:
     raise ValueError(f"Attention supports the platforms {', '.join(IMPLEMENTATIONS)}, not '{platform}'.")
   if name == "dot_product":
-    return Attention(name, "asked for", dot_product)
+    return Attention(name, f"set by attention={name}", dot_product)
   if name == "flash":
-    return Attention(name, "asked for", IMPLEMENTATIONS[platform](shape))
+    return Attention(name, f"set by attention={name}", IMPLEMENTATIONS[platform](shape))
   if name != "autoselected":
     raise ValueError(f"attention='{name}': must be dot_product, flash or autoselected.")
   if seq_len < MIN_FLASH_LENGTH[platform]:

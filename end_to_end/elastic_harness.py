@@ -87,8 +87,17 @@ class Harness:
     self._directory = directory
     self._topologies: dict[tuple[int, ...], Topology[Program]] = {}
 
-  def run(self, name: str, keys: Iterable[str], meddle: Meddle = lambda session, cluster: None) -> History:
-    """A run of TINY with these key=value. Its folder is removed afterwards. meddle is called before the attempts."""
+  def run(
+    self,
+    name: str,
+    keys: Iterable[str],
+    meddle: Meddle = lambda session, cluster: None,
+    watch: Callable[[ElasticRun], None] = lambda elastic: None,
+  ) -> History:
+    """A run of TINY with these key=value. Its folder is removed afterwards.
+
+    meddle: called before the attempts; watch: called with what outlives an attempt, before each attempt.
+    """
     places = [f"base_output_directory={self._directory}", f"run_name={name}"]
     config = load(["configs/base.yml", *TINY.split(), *_ALWAYS.split(), *places, *keys])
     devices = jax.devices()
@@ -103,7 +112,7 @@ class Harness:
       recorder = Recorder(session.data.train)
       session.data.train = recorder  # type: ignore[assignment]
       self._topologies = session.programs.topologies = session.programs.topologies | self._topologies
-      attempt = functools.partial(self._attempt, config, session)
+      attempt = functools.partial(self._attempt, config, session, watch)
       accumulation = config.optimizer.gradient_accumulation_steps
       job = Job(config.run.steps, accumulation, session.data.tokens_per_step, session.state_bytes)
       meddle(session, cluster)
@@ -125,7 +134,14 @@ class Harness:
     return History(outcome, losses, recorder.used, state, events)
 
   def _attempt(
-    self, config: Config, session: Session, elastic: ElasticRun, view: View, survivors: frozenset[int]
+    self,
+    config: Config,
+    session: Session,
+    watch: Callable[[ElasticRun], None],
+    elastic: ElasticRun,
+    view: View,
+    survivors: frozenset[int],
   ) -> Outcome:
+    watch(elastic)
     elastic.resizes.worthwhile = lambda *costs: True  # otherwise a run this short would never resize
     return train.run(config, session, elastic, view, survivors)

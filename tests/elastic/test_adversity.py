@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 
 import pytest
 from end_to_end.elastic_histories import KEYS, STEPS
 
+from trainer import train
 from trainer.elastic.attempt import Outcome
 
 DEGRADE, FIXED = "elastic_min_slice_count=1", "elastic_min_slice_count=-1"
@@ -117,3 +120,40 @@ def test_sigterm_while_a_replacement_is_waited_for(harness, undisturbed_run):
   assert max(history.losses) == 5
   (recovery,) = history.of_kind("recovery")
   assert (recovery["slices_after"], recovery["steps_lost"]) == (2, 0)
+
+
+@pytest.mark.timeout(900)
+def test_an_attempt_that_fails_at_its_start_leaves_no_thread(harness, monkeypatch):
+  """Whatever was opened is closed, wherever the attempt ends."""
+
+  def fail(*arguments):
+    raise RuntimeError("the records cannot be opened")
+
+  monkeypatch.setattr(train, "StepRecords", fail)
+  before = set(threading.enumerate())
+  with pytest.raises(RuntimeError, match="cannot be opened"):
+    harness.run("fails", [*KEYS, DEGRADE])
+  ended = [thread for thread in threading.enumerate() if thread not in before and not thread.name.startswith("compile")]
+  deadline = time.monotonic() + 20
+  while [t for t in ended if t.is_alive()] and time.monotonic() < deadline:
+    time.sleep(0.05)
+  assert not [thread.name for thread in ended if thread.is_alive()]
+
+
+@pytest.mark.timeout(900)
+def test_evaluations_do_not_count_as_step_time_in_a_resize_decision(harness):
+  """A slow evaluation would otherwise make the steps look slow, and a resize look worth its cost."""
+  seen = []
+
+  def meddle(session, cluster):
+    read = session.data.evaluation.batch
+
+    def batch(index, rows=None):
+      time.sleep(1.0)
+      return read(index, rows)
+
+    session.data.evaluation.batch = batch
+
+  harness.run("timed", [*KEYS, DEGRADE, "eval_interval=1", "eval_steps=1"], meddle, watch=seen.append)
+  assert len(seen) == 1
+  assert 0 < seen[0].steps.step_seconds < 0.9

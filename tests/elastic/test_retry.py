@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -303,3 +305,55 @@ def test_a_returned_outcome_of_preemption_ends_the_loop():
   toy.attempt = lambda elastic, view, survivors: Outcome("preempted", 3)
   assert train(toy) == Outcome("preempted", 3)
   assert records(toy, "attempt_end")[0]["outcome"] == "preempted"
+
+
+def test_every_thread_of_an_attempt_places_arrays_on_a_living_slice():
+  """jax.default_device holds for one thread only; restores, prefetching and compilations run in others."""
+  toy, cluster = Toy(steps=3), cut(4, Clock())
+  real, used = toy.attempt, []
+
+  def attempt(elastic, view, survivors):
+    with ThreadPoolExecutor(1) as thread:
+      used.append(thread.submit(lambda: jax.random.key(0).devices()).result())
+    return real(elastic, view, survivors)
+
+  toy.attempt = attempt
+  before = jax.config.jax_default_device
+  train(toy, "slice_down@2:0/inf", cluster=cluster)
+  assert used == [{cluster.slices[0][0]}, {cluster.slices[1][0]}]
+  assert jax.config.jax_default_device == before
+
+
+def test_a_step_prepared_too_late_is_the_only_program_that_a_recovery_waits_for(tmp_path):
+  """Nothing is compiled twice: the recovery waits for the compilation under way, and the queue behind it is dropped."""
+  toy = Toy(cache={}, steps=8)
+  compiling, release = threading.Event(), threading.Event()
+  compile_now, compiled = toy.compile_now, []
+
+  def slowly(view):
+    compiled.append(view.slices)
+    if threading.current_thread().name == "compile next topologies":
+      compiling.set()
+      assert release.wait(60)
+    return compile_now(view)
+
+  toy.compile_now = slowly
+  lose = toy.example
+
+  def example(step, rows):
+    if step == 4 and not release.is_set():
+      assert compiling.wait(60)  # slices (1, 2, 3), the first in the queue
+      toy.elastic.cluster.lose(0)
+      threading.Timer(0.2, release.set).start()
+    return lose(step, rows)
+
+  toy.example = example
+  assert train(toy, directory=str(tmp_path)).kind == "complete"
+  first = compiled[:2]
+  assert first == [(0, 1, 2, 3), (1, 2, 3)]
+  assert len(set(compiled)) == len(compiled), "a step was compiled twice"
+  (recovery,) = records(toy, "recovery")
+  assert recovery["compilations"] == 0  # the one that it waited for had begun in the background
+  log = (tmp_path / "log.txt").read_text()
+  assert "Preparing in the background the steps for slices [1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]." in log
+  assert "Prepared the step for slices [1, 2, 3] in " in log

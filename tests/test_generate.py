@@ -29,23 +29,33 @@ def config(**parallelism) -> Config:
   )
 
 
-def sample(prog: program.Program, prompt: str) -> str:
+PARALLELISM = [
+  {},
+  {"ici_tensor_parallelism": 4},
+  {"ici_context_parallelism": 4, "ici_fsdp_parallelism": 1},
+]
+PROMPTS = ["def f(", "x" * 200]
+
+
+def samples(prog: program.Program) -> list[str]:
+  """The text after each of PROMPTS, made on one device by a new model of `prog`."""
   params = jax.device_put(prog.init(jax.random.key(0)).params, jax.devices()[0])
-  return generate.continue_text(prog.model, params, ByteTokenizer(), prompt, tokens=12)
+  return [generate.continue_text(prog.model, params, ByteTokenizer(), prompt, tokens=12) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize(
-  "parallelism", [{}, {"ici_tensor_parallelism": 4}, {"ici_context_parallelism": 4, "ici_fsdp_parallelism": 1}]
-)
-@pytest.mark.parametrize("prompt", ["def f(", "x" * 200])
-def test_what_a_mesh_has_trained_is_sampled_on_one_device(parallelism, prompt):
-  """Lengths, batch and devices are not those of training, for which the flash kernel was chosen."""
+@pytest.fixture(scope="module")
+def samples_of_one_device() -> list[str]:
+  return samples(program.build(config(), [jax.devices()[:1]], 1))
+
+
+@pytest.mark.parametrize("parallelism", PARALLELISM, ids=["fsdp", "tensor", "context"])
+def test_a_model_trained_on_any_mesh_is_sampled_on_one_device(samples_of_one_device, parallelism):
+  """Sampling has other lengths, batches and devices than training, for which the flash kernel was chosen."""
   cpus = jax.devices()
-  alone = program.build(config(), [cpus[:1]], 1)
-  spread = program.build(config(**parallelism), [cpus[:4], cpus[4:]], 2)
-  assert spread.attention.name == "flash"
-  text = sample(spread, prompt)
-  assert len(text) and text == sample(alone, prompt)
+  prog = program.build(config(**parallelism), [cpus[:4], cpus[4:]], 2)
+  assert prog.attention.name == "flash"
+  texts = samples(prog)
+  assert all(texts) and texts == samples_of_one_device
 
 
 def end_of_run(tokenizer, process_count: int = 1) -> list[str]:

@@ -12,7 +12,7 @@ SOURCE = pathlib.Path(__file__).parents[1] / "src"
 
 # From the bottom up. A part may import those of the rows below it, and never one of its own row.
 LAYERS = (
-  {"runtime_errors", "signals", "text_files", "world"},
+  {"compilation_cache", "runtime_errors", "signals", "text_files", "world"},
   {"config"},
   {"observe"},
   {"report"},

@@ -74,10 +74,11 @@ def _run(config: Config, signals: Signals, started: float) -> int:
   gc.disable()
 
   from trainer import cluster as cluster_lib
+  from trainer import compilation_cache
   from trainer import session as session_lib
   from trainer.elastic import retry
 
-  session_lib.enable_compilation_cache(config.run.jax_cache_dir)
+  compilation_cache.enable(config.run.jax_cache_dir)
   with contextlib.ExitStack() as stack:
     stack.callback(gc.enable)
     try:

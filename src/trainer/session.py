@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import gc
 import math
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -96,15 +95,6 @@ class Session:
       from trainer.report import page  # matplotlib: seconds to import
 
       page.write_or_warn(config.run_directory, self.log)
-
-
-def enable_compilation_cache(directory: str) -> None:
-  """Lets XLA keep compiled programs in `directory` (empty: not at all), so that the next start need not compile."""
-  import jax
-
-  if directory:
-    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 @contextlib.contextmanager

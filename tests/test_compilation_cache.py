@@ -1,0 +1,86 @@
+"""Entries of the compilation cache that cannot be read are compiled again once, and then served from the cache."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import zlib
+
+import pytest
+
+from trainer import compilation_cache
+
+SOURCES = pathlib.Path(__file__).parents[1] / "src"
+PROGRAM = """
+import sys, warnings
+from trainer import compilation_cache
+compilation_cache.enable(sys.argv[1])
+import jax
+from trainer.observe.compiles import CompileCounter
+
+@jax.jit
+def first(x):
+  return x * 2
+
+@jax.jit
+def second(x):
+  return x + 3
+
+with CompileCounter() as counter:
+  first(1.0), first(jax.numpy.ones(3)), second(1.0)
+  print("compiled", counter.read().compilations)
+warnings.warn("passed on")
+"""
+
+
+def run(cache: pathlib.Path) -> tuple[int, str]:
+  """The number of programs that a process compiled, and what it wrote to stderr."""
+  environment = os.environ | {"PYTHONPATH": str(SOURCES), "JAX_PLATFORMS": "cpu"}
+  result = subprocess.run(
+    [sys.executable, "-c", PROGRAM, str(cache)],
+    env=environment,
+    capture_output=True,
+    text=True,
+    timeout=240,
+    check=True,
+  )
+  assert "passed on" in result.stderr
+  return int(result.stdout.split()[-1]), result.stderr
+
+
+def truncate(data: bytes) -> bytes:
+  return data[: len(data) // 2]
+
+
+def garble(data: bytes) -> bytes:
+  broken, rng = bytearray(data), random.Random(len(data))
+  for _ in range(3):
+    broken[rng.randrange(len(broken))] ^= 1 << rng.randrange(8)
+  return bytes(broken)
+
+
+def test_unreadable_entries_are_replaced(tmp_path):
+  compiled, _ = run(tmp_path)
+  entries = {path: path.read_bytes() for path in tmp_path.glob("*-cache")}
+  assert compiled == len(entries) >= 3
+  for i, (path, data) in enumerate(entries.items()):
+    path.write_bytes([truncate, garble, lambda data: b""][i % 3](data))
+  compiled, text = run(tmp_path)
+  assert compiled == len(entries)
+  assert text.count("has entries that cannot be read") == 1 and "Error reading persistent" not in text
+  assert sorted(tmp_path.glob("*-cache")) == sorted(entries)
+  compiled, text = run(tmp_path)
+  assert compiled == 0 and "cannot be read" not in text
+
+
+@pytest.mark.parametrize("damaged", [["jit_step-1-cache"], []])
+def test_only_the_damaged_entries_of_the_module_are_removed_if_they_can_be_told(tmp_path, damaged):
+  names = ["jit_step-1-cache", "jit_step-2-cache", "jit_step_two-1-cache", "jit_other-1-cache"]
+  for name in names:
+    (tmp_path / name).write_bytes(b"" if name in damaged else zlib.compress(b"a program"))
+  compilation_cache.remove_unreadable(str(tmp_path), "jit_step")
+  left = sorted(path.name for path in tmp_path.iterdir())
+  assert left == sorted(set(names) - set(damaged or names[:2]))

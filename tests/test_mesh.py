@@ -32,11 +32,11 @@ def test_every_axis_keeps_a_slice_together():
 @pytest.mark.parametrize(
   ("keys", "text"),
   [
-    ({"ici_fsdp_parallelism": 3}, "product is 3, but there are 4 devices per slice"),
-    ({"ici_tensor_parallelism": 3}, "product is 3, but the 4 devices per slice are not a multiple of it"),
-    ({"dcn_data_parallelism": 3}, "product is 3, but there are 2 slices"),
-    ({"ici_tensor_parallelism": -1}, "both -1"),
-    ({"ici_context_parallelism": 0}, "must be at least 1"),
+    ({"ici_fsdp_parallelism": 3}, "the product 3 must equal the 4 devices per slice"),
+    ({"ici_tensor_parallelism": 3}, "the product 3 must divide the 4 devices per slice"),
+    ({"dcn_data_parallelism": 3}, "the product 3 must equal the 2 slices"),
+    ({"ici_tensor_parallelism": -1}, "are -1: only one"),
+    ({"ici_context_parallelism": 0}, "must be a positive size"),
   ],
 )
 def test_parallelisms_that_do_not_fit_the_devices_are_refused(keys, text):

@@ -342,7 +342,7 @@ def test_sizes_that_do_not_fit_are_refused():
   tensor = config(data={"per_device_batch_size": 0.25}, parallelism={"ici_tensor_parallelism": 2})
   with pytest.raises(ValueError, match=r"1 examples .* over data=1 x fsdp=2 ways\. .* a multiple of 1/2\."):
     program.build(tensor, slices((1, 4)), 1)
-  with pytest.raises(ValueError, match=r"product is 3, but there are 2 devices per slice"):
+  with pytest.raises(ValueError, match=r"the product 3 must equal the 2 devices per slice"):
     program.build(config(parallelism={"ici_fsdp_parallelism": 3}), slices((1, 2)), 1)
   with pytest.raises(ValueError, match="whole number"):
     program.build(config(data={"per_device_batch_size": 0.3}), slices((1, 2)), 1)

@@ -10,36 +10,23 @@ from jax import Device
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from trainer.config import rules
+from trainer.config.errors import require
+from trainer.config.rules import AXES
 from trainer.config.schema import ParallelismSection
 
-DATA, FSDP, TENSOR, CONTEXT = "data", "fsdp", "tensor", "context"
-AXES = (DATA, FSDP, TENSOR, CONTEXT)
+DATA, FSDP, TENSOR, CONTEXT = AXES
 
 
 def axis_sizes(cfg: ParallelismSection, group: str, devices: int) -> tuple[int, ...]:
   """Returns the sizes of AXES for `group` ("dcn": across slices, "ici": inside a slice), with -1 filled in.
 
-  The sizes multiply to `devices` (the number of slices, or of devices per slice). Raises ValueError if they cannot.
+  The sizes multiply to `devices` (the number of slices, or of devices per slice). Raises ConfigError if they cannot.
   """
-  keys = [f"{group}_{axis}_parallelism" for axis in AXES]
-  sizes = [getattr(cfg, key) for key in keys]
-  of_what = "slices" if group == "dcn" else "devices per slice"
-  if 0 in sizes:
-    raise ValueError(f"{keys[sizes.index(0)]}=0: must be at least 1, or -1 to fill. Set it to 1.")
-  if sizes.count(-1) > 1:
-    filled = " and ".join(key for key, size in zip(keys, sizes) if size == -1)
-    raise ValueError(f"{filled} are both -1: only one size can be filled. Set the other to 1.")
-  fixed = math.prod(size for size in sizes if size != -1)
-  if devices % fixed or (-1 not in sizes and fixed != devices):
-    given = ", ".join(f"{key}={size}" for key, size in zip(keys, sizes))
-    rule, remedy = (
-      f"there are {devices} {of_what}",
-      f"Make the product {devices}, or set one of them to -1 to fill.",
-    )
-    if -1 in sizes:
-      rule, remedy = f"the {devices} {of_what} are not a multiple of it", "Change the sizes that are not -1."
-    raise ValueError(f"{given}: the product is {fixed}, but {rule}. {remedy}")
-  return tuple(devices // fixed if size == -1 else size for size in sizes)
+  sizes = rules.group_sizes(cfg, group)
+  require(rules.group_fits(sizes, group, devices))
+  fill = devices // math.prod(size for size in sizes.values() if size != -1)
+  return tuple(fill if size == -1 else size for size in sizes.values())
 
 
 def make(cfg: ParallelismSection, slices: Sequence[Sequence[Device]]) -> Mesh:

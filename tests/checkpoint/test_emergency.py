@@ -235,9 +235,9 @@ def test_write_errors_reach_the_training_thread(tmp_path):
 @pytest.mark.parametrize(
   "changes,reason",
   [
-    ({"local_checkpoint_directory": ""}, "local_checkpoint_directory is empty"),
-    ({"local_checkpoint_period": 0}, "local_checkpoint_period=0"),
-    ({"local_checkpoint_directory": "gs://bucket/x"}, "is not local"),
+    ({"local_checkpoint_directory": ""}, "needs local_checkpoint_directory"),
+    ({"local_checkpoint_period": 0}, "needs local_checkpoint_period above 0"),
+    ({"local_checkpoint_directory": "gs://bucket/x"}, "must be a folder of this machine"),
     ({"local_checkpoint_directory": "/proc/nowhere"}, "cannot be written"),
   ],
 )

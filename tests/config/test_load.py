@@ -116,14 +116,14 @@ def test_a_model_that_is_its_own_configuration_is_refused(write):
 
 def test_a_default_value_in_the_users_own_yaml_is_a_choice(write):
   own = write("own.yml", f"model_name: qwen3-0.6b\nhead_dim: {Config().model.head_dim}\n")
-  assert "head_dim=64 (own.yml line 2), 128 there" in failure(own)
+  assert "head_dim=64 (own.yml line 2) instead of 128" in failure(own)
   assert load([own, "override_model_config=true"]).model.head_dim == 64
 
 
 @pytest.mark.parametrize("given", ["head_dim=64", "model.head_dim=64"])
 def test_command_line_against_the_model_is_a_conflict_unless_overridden(given):
   message = failure("configs/base.yml", "model_name=qwen3-0.6b", given)
-  assert "head_dim=64 (command line), 128 there" in message
+  assert "head_dim=64 (command line) instead of 128" in message
   assert "override_model_config=true" in message
   config = load(["configs/base.yml", "model_name=qwen3-0.6b", given, "override_model_config=true"])
   assert (config.model.head_dim, config.model.base_emb_dim) == (64, 1024)
@@ -223,7 +223,7 @@ def test_unknown_keys_get_the_nearest_name(write):
     ("attention=flsh", "Did you mean flash? Choices: autoselected, dot_product, flash"),
     ("remat_policy=minimal_wth_context", "Did you mean minimal_with_context?"),
     ("dataset_type=tfds", "with dataset_type=text dataset_path=FOLDER.\nChoices: synthetic, text"),
-    ("opt_type=adam", "Did you mean adamw?"),
+    ("opt_type=adaw", "Did you mean adamw?"),
     ("max_num_local_checkpoints_to_keep=1", "must be at least 2"),
   ],
 )

@@ -1,4 +1,4 @@
-"""The commands of the guides that people come from: every key has its meaning here or is refused with the reason."""
+"""The commands of other systems' guides: every key has its meaning here or is refused with the reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 
 from trainer.config import ConfigError, load
 from trainer.config.keys import all_keys
-from trainer.config.maxtext import _PREFIXES, _REASONS
+from trainer.config.launchers import _TABLE
+from trainer.config.maxtext import _KEYS, _VALUES, answer
 
 ELASTIC_GUIDE = """
 base_output_directory=gs://my-bucket/runs run_name=elastic-qwen3-20260101-000000 model_name=qwen3-0.6b
@@ -31,9 +32,15 @@ enable_checkpointing=True async_checkpointing=True enable_single_replica_ckpt_re
 """
 
 
+def failure(*arguments: str) -> str:
+  with pytest.raises(ConfigError) as caught:
+    load(["configs/base.yml", *arguments])
+  return str(caught.value)
+
+
 @pytest.mark.usefixtures("gcsfs")
 @pytest.mark.parametrize("command", [ELASTIC_GUIDE, PATHWAYS_GUIDE, EMERGENCY_GUIDE, EMERGENCY_GUIDE + EMERGENCY_FLAGS])
-def test_the_guides_commands_load_and_every_key_arrives(command, tmp_path):
+def test_commands_of_the_guides_load_and_every_key_arrives(command, tmp_path):
   (tmp_path / "data").mkdir()
   (tmp_path / "data" / "a.txt").write_text("text")
   arguments = command.format(data=tmp_path / "data", ramdisk=tmp_path / "ramdisk").split()
@@ -45,11 +52,56 @@ def test_the_guides_commands_load_and_every_key_arrives(command, tmp_path):
 
 
 @pytest.mark.usefixtures("gcsfs")
-def test_the_pathways_guides_model_is_eight_times_as_large():
+def test_the_model_of_the_pathways_guide_is_eight_times_as_large():
   model = load(["configs/base.yml", *PATHWAYS_GUIDE.split()]).model
   assert (model.num_query_heads, model.mlp_dim) == (16, 3072)
   assert (model.emb_dim, model.num_decoder_layers) == (1024, 16)
 
+
+# ---- launchers
+
+# What the guides give to xpk, gcluster, torchrun and Ray, by the word that the answer must contain.
+LAUNCHER_OPTIONS = {
+  "xpk": "elastic_slices=1 max_slice_restarts=10 tpu_type=v5e-16 docker_image=x workload=w project=p zone=z "
+  "ramdisk_directory=r mtc_enabled mtc_enabled=true enable_mtc mtc_gcs_bucket=b mtc_ramdisk_size=1 mtc_new_option=1 "
+  "cluster_cpu_machine_type=m gke_version=1 enable_gcsfuse_csi_driver command=c force "
+  "custom_pathways_proxy_server_args=a",
+  "gcluster": "pathways_elastic_slices=1 pathways_max_slice_restarts=1 pathways_gcs_location=l compute_type=v6e-16 "
+  "gke_mtc_enabled gke_mtc_ramdisk_dir=d base_image=i restarts=1 grace_period=30s",
+  "torchrun": "nnodes=1:4 nproc_per_node=4 rdzv_id=job123 rdzv_backend=c10d rdzv_endpoint=master:29500 max_restarts=3 "
+  "monitor_interval=5 standalone rdzv_last_call_timeout=5",
+  "Ray": "num_workers=4 use_tpu=true topology=4x4 accelerator_type=TPU-V6E resources_per_worker=x max_failures=3 "
+  "num_to_keep=2 storage_path=s ScalingConfig=x min_workers=2 max_workers=4 checkpoint_score_attribute=loss",
+}
+
+
+@pytest.mark.parametrize("hyphens", [False, True])
+@pytest.mark.parametrize(
+  ("launcher", "option"), [(name, option) for name, options in LAUNCHER_OPTIONS.items() for option in options.split()]
+)
+def test_an_option_of_a_launcher_is_answered_however_it_is_hyphenated(launcher, option, hyphens):
+  name, equals, value = option.partition("=")
+  given = f"--{name.replace('_', '-') if hyphens else name}{equals}{value}"
+  first, remedy = failure(given).splitlines()
+  assert launcher in first
+  assert "has no meaning here" in first
+  assert len(remedy) > 20
+
+
+def test_an_option_of_a_launcher_with_its_value_as_an_argument_of_its_own():
+  assert len(failure("--nnodes", "1:4").splitlines()) == 2
+  assert failure("--nnodes", "1:4", "stepz=3").startswith("2 mistakes")
+
+
+def test_a_key_with_hyphens_is_the_key():
+  assert load(["configs/base.yml", "--checkpoint-period=5", "max-target-length=64"]).checkpoint.checkpoint_period == 5
+
+
+def test_the_name_of_a_gke_cluster_is_recognized():
+  assert "name of a GKE cluster" in failure("--cluster=my-gke-cluster")
+
+
+# ---- MaxText
 
 REFUSED = """
 hardware=cpu skip_jax_distributed_system=true enable_goodput_recording=true monitor_goodput=true packing=true
@@ -58,24 +110,87 @@ cosine_learning_rate_final_fraction=0.1 decoder_block=llama2 enable_multi_tier_c
 multi_tier_checkpointing_backup_interval_minutes=30 load_parameters_path=x metrics_file=m.txt compiled_trainstep_file=x
 logits_dot_in_fp32=true sa_block_q=512 num_experts=8 ici_sequence_parallelism=2 save_checkpoint_on_completion=true
 adamw_mask=x skip_step_on_spikes=true use_vertex_tensorboard=true checkpoint_storage_use_zarr3=true rope_use_scale=true
-grain_use_elastic_iterator=true mtc_data_parallelism=2 collect_stack_trace=true enable_dropout=false
-use_qwix_quantization=true
+grain_use_elastic_iterator=true collect_stack_trace=true enable_dropout=false use_qwix_quantization=true
+mesh_axes=['data'] logical_axis_rules=[] trainable_parameters_mask=[] enable_jax_profiler=true qkv_proj=device
+mlpwi=device kv_proj=remat attention_out=device emb_dim=4 base_moe_mlp_dim=3 engram_layers=[] use_mrope=true
+num_channels_for_vit=3 distill_alpha=1 inference_server=x num_pipeline_microbatches=4 wandb_project_name=x
+wi_tile_fwd_mlp_dim=1 ici_context_usp_ulysses_parallelism=2 target_eval_loss=2.0 shardy=true enable_nnx=true
 """
 
 
 @pytest.mark.parametrize("argument", REFUSED.split())
-def test_maxtext_keys_without_meaning_are_refused_with_a_reason(argument):
+def test_keys_of_maxtext_without_meaning_are_refused_with_a_reason(argument):
+  first, remedy = failure(argument).splitlines()
+  assert "of MaxText has no meaning here" in first
+  assert len(remedy) > 10
+
+
+def test_refusals_name_only_keys_that_exist_and_hide_no_key():
+  texts = [remedy for _, remedy in _KEYS] + [remedy for *_, remedy in _TABLE]
+  texts += [remedy for values in _VALUES.values() for _, remedy in values]
+  words = {word for text in texts for word in re.findall(r"[a-z]\w*_\w+", text)}
+  values = {choice for key in all_keys().values() for choice in key.choices}
+  assert words - values - {"dcn_", "ici_", "xla_dump_to"} <= all_keys().keys()
+  assert not [name for name in all_keys() if answer(name)]
+  assert _VALUES.keys() <= all_keys().keys()
+
+
+@pytest.mark.parametrize(
+  ("argument", "words"),
+  [
+    ("remat_policy=minimal_flash", "Use remat_policy=minimal_with_context"),
+    ("attention=minimal_flash", "Use attention=flash and remat_policy=minimal_with_context"),
+    ("attention=cudnn_flash_te", "Use attention=flash"),
+    ("tokenizer_type=sentencepiece", "Use tokenizer_type=bpe with tokenizer_path=FILE"),
+    ("tokenizer_type=huggingface", "Use tokenizer_type=bpe with tokenizer_path=FILE"),
+    ("tokenizer_type=tiktoken", "Use tokenizer_type=bpe with tokenizer_path=FILE"),
+    ("dataset_type=tfds", "Give local text files"),
+    ("opt_type=adam_pax", "Use opt_type=adamw"),
+    ("rope_type=llama3.1", "Use rope_type=llama3"),
+    ("rope_type=yarn", "other scalings are not supported"),
+    ("quantization=fp8_gpu", "Use quantization=fp8"),
+    ("profiler=nsys", "Use profiler=xplane"),
+    ("max_num_checkpoints_to_keep=None", "set checkpoint_keep_period=1"),
+    ("steps=-1", "learning_rate_schedule_steps=-1 then follows it"),
+    ("eval_steps=-1", "Give the number of batches"),
+    ("vocab_size=None", "To use the default, 32000, remove the key"),
+    ("base_output_directory=None", "To use the default, runs, remove the key"),
+    ("dataset_path=[a,b]", "not a list. Several text files go into one folder"),
+    ("steps=[5]", "not a list"),
+    ("remat_policy=['full']", "not a list"),
+  ],
+)
+def test_values_of_maxtext_without_meaning_are_refused_with_what_to_use(argument, words):
+  assert words in failure(argument)
+
+
+@pytest.mark.parametrize(
+  ("argument", "value"),
+  [
+    ("num_slices=-1", 0),
+    ("compile_topology_num_slices=-1", 1),
+    ("learning_rate_schedule_steps=-1", -1),
+    ("elastic_min_slice_count=-1", -1),
+    ("quantization=None", ""),
+    ("quantization=none", ""),
+    ("profiler=null", ""),
+    ("mu_dtype=None", ""),
+    ("tokenizer_path=None", ""),
+    ("remat_policy=none", "none"),
+    ("sample_prompt=[a, b]", "[a, b]"),
+  ],
+)
+def test_values_of_maxtext_for_not_set_are_accepted(argument, value):
+  assert load(["configs/base.yml", argument]).flat()[argument.partition("=")[0]] == value
+
+
+def test_lists_in_yaml_are_answered_by_their_key(tmp_path):
+  config = tmp_path / "c.yml"
+  config.write_text("mesh_axes: ['data']\ndataset_path: [a, b]\nmodel:\n  head_dim: 4\ntrainable_parameters_mask: []\n")
   with pytest.raises(ConfigError) as caught:
-    load(["configs/base.yml", argument])
-  first, reason = str(caught.value).splitlines()
-  assert "has no meaning here" in first
-  assert len(reason) > 20
-
-
-def test_the_refusals_name_only_keys_that_exist():
-  words = {word for text in [*_REASONS.values(), *_PREFIXES.values()] for word in re.findall(r"\w+_\w+", text)}
-  not_keys = {"base_output_directory", "run_name", "dcn_", "ici_", "JAX_PLATFORMS", "XLA_FLAGS", "xla_dump_to"}
-  not_keys |= {"ici_data", "ici_fsdp"}
-  assert words - not_keys <= all_keys().keys()
-  assert not _REASONS.keys() & all_keys().keys()
-  assert not [key for key in all_keys() if key.startswith(tuple(_PREFIXES))]
+    load([str(config)])
+  message = str(caught.value)
+  assert message.startswith("4 mistakes")
+  assert "mesh_axes" in message and "Sharding follows one table" in message
+  assert "line 2: dataset_path holds a list or a mapping, and a key has one value" in message
+  assert "line 3: model holds a list or a mapping" in message

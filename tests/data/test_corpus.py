@@ -197,7 +197,7 @@ def test_fractions_nought_and_one(tmp_path):
   write(tmp_path, {"a.txt": "a", "b.txt": "b"})
   pieces = corpus.find("", str(tmp_path))
   assert corpus.hold_out(pieces, 0.0) == (pieces, [])
-  with pytest.raises(ValueError, match="eval_fraction=1 leaves no text"):
+  with pytest.raises(ValueError, match="eval_fraction=1: leaves nothing"):
     corpus.hold_out(pieces, 1.0)
 
 

@@ -353,13 +353,13 @@ def test_bad_input_is_refused(root, tmp_path):
       r"train text of .*corpus has at most \d+ tokens to learn, but 10000 examples of max_target_length=32.*more text",
     ),
     ({"max_target_length": 100_000}, "4 examples of max_target_length=100000"),
-    ({"tokenizer_path": "x.json"}, "tokenizer_path=x.json needs tokenizer_type=bpe"),
+    ({"tokenizer_path": "x.json"}, "tokenizer_path=x.json: has no effect with tokenizer_type=byte"),
     ({"tokenizer_path": "x.json", "tokenizer_type": "bpe"}, "tokenizer_path=x.json: .*No such file"),
     (
       {"split": "eval", "eval_fraction": 0.0},
       r"The eval text of .*corpus has 0 tokens.*Set eval_dataset_path, or eval_steps=0 .*\(eval_fraction=0\)",
     ),
-    ({"eval_fraction": 1.0}, "eval_fraction=1 leaves no text"),
+    ({"eval_fraction": 1.0}, "eval_fraction=1: leaves nothing"),
     ({"eval_dataset_path": str(tmp_path / "none")}, "eval_dataset_path=.*none does not exist"),
     ({"dataset_path": str(tmp_path / "none")}, "dataset_path=.*none does not exist"),
   ]:

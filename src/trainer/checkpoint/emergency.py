@@ -32,6 +32,8 @@ from trainer.checkpoint.arrays.boxes import Box
 from trainer.checkpoint.background import Background
 from trainer.checkpoint.backup import Accept, Candidate, Emit, Log
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
+from trainer.config import rules
+from trainer.config.errors import require
 from trainer.config.schema import CheckpointSection
 from trainer.world import World
 
@@ -77,21 +79,8 @@ class Emergency:
     log: Log = lambda line: None,
     emit: Emit = lambda kind, **fields: None,
   ) -> None:
-    """slices: {id: devices} of the living ones. Raises ValueError where the tier could not write, with the reason."""
-    if not cfg.local_checkpoint_directory:
-      raise ValueError(
-        "enable_emergency_checkpoint=true and local_checkpoint_directory is empty: give a local folder, best a ramdisk"
-      )
-    if cfg.local_checkpoint_period == 0:
-      raise ValueError(
-        "enable_emergency_checkpoint=true and local_checkpoint_period=0: give the steps between local saves, fewer "
-        f"than checkpoint_period={cfg.checkpoint_period}"
-      )
-    if "://" in cfg.local_checkpoint_directory:
-      raise ValueError(
-        f"local_checkpoint_directory={cfg.local_checkpoint_directory} is not local: the emergency tier is for a "
-        "folder of this host, best a ramdisk; checkpoints in storage are the persistent tier's"
-      )
+    """slices: {id: devices} of the living slices. Raises ConfigError if the tier cannot write there."""
+    require(rules.emergency_tier(cfg))
     self._cfg, self._run, self._log, self._emit = cfg, _identity(run_directory), log, emit
     self._slices = {i: tuple(devices) for i, devices in slices.items()}
     self._world = world

@@ -1,29 +1,72 @@
-"""The one kind of error that a wrong configuration raises, and the wording that its causes share."""
+"""The error that a wrong configuration raises, and the wording that its messages share."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Iterator
+
+_MOST_SHOWN = 10
 
 
 class ConfigError(ValueError):
-  """A mistake of the user's: the value given, the rule, the remedy, in a few lines. The program exits with code 2."""
+  """A mistake of the user. The message names the value, the rule and the remedy. The program exits with code 2."""
+
+
+class Problems:
+  """Collects messages, so that one command reports all its independent mistakes at once."""
+
+  def __init__(self) -> None:
+    self._messages: list[str] = []
+
+  def add(self, messages: Iterable[str]) -> None:
+    """Adds messages, each with value, rule and remedy. A message that is here already is not added."""
+    self._messages = list(dict.fromkeys([*self._messages, *messages]))
+
+  @contextlib.contextmanager
+  def collect(self) -> Iterator[None]:
+    """Adds the message of a ConfigError that the block raises, and continues after the block."""
+    try:
+      yield
+    except ConfigError as error:
+      self.add([str(error)])
+
+  def raise_any(self) -> None:
+    """Raises one ConfigError with all messages. Does nothing if there are none."""
+    count = len(self._messages)
+    if count == 1:
+      raise ConfigError(self._messages[0])
+    if count:
+      shown = [
+        f"({number}) " + textwrap.indent(message, "    ").lstrip()
+        for number, message in enumerate(self._messages[:_MOST_SHOWN], 1)
+      ]
+      more = [f"... and {count - _MOST_SHOWN} more."] if count > _MOST_SHOWN else []
+      raise ConfigError("\n".join([f"{count} mistakes in the configuration:", *shown, *more]))
+
+
+def require(messages: Iterable[str]) -> None:
+  """Raises ConfigError with the messages that a rule yields. Does nothing if it yields none."""
+  problems = Problems()
+  problems.add(messages)
+  problems.raise_any()
 
 
 def shorten(text: str) -> str:
-  """`text` as a message repeats it: its beginning where it is long."""
+  """`text` for a message: only its beginning if it is long."""
   return text if len(text) <= 80 else f"{text[:60]}..."
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-  """The name most like `word`, or None when nothing is close."""
+  """The name most similar to `word`, or None if no name is similar enough to be what was meant."""
   lowered = {name.lower(): name for name in names}
-  found = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+  found = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.7)
   return lowered[found[0]] if found else None
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-  """'Did you mean X?' with a trailing space, or '' when nothing is close."""
+  """'Did you mean X?' with a trailing space, or '' if no name is similar."""
   name = nearest(word, names)
   return f"Did you mean {name}? " if name else ""
 

@@ -1,4 +1,4 @@
-"""Configuration files: where they are found, and a YAML mapping of scalars read with its line numbers."""
+"""Configuration files: where they are found, and how a flat YAML mapping is read with its line numbers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import yaml
 
-from trainer.config.errors import ConfigError, did_you_mean, shorten
+from trainer.config.errors import ConfigError, Problems, did_you_mean, shorten
 
 PARENT_KEY = "base_config"
-# Bytes. Systems take 4096 of a whole path, and what lies below a run's folder has long names of its own.
+# Bytes. Systems allow 4096 for a whole path, and the files of a run add long names of their own.
 _LONGEST_PATH, _LONGEST_NAME = 3000, 255
 
 
@@ -20,21 +20,21 @@ def repository_root() -> Path:
   return Path(__file__).resolve().parents[3]
 
 
-def check_here() -> None:
-  """ConfigError where the current folder has been removed: relative paths mean nothing there."""
+def check_current_folder() -> None:
+  """Raises ConfigError if the current folder has been removed: relative paths mean nothing there."""
   try:
     Path.cwd()
   except FileNotFoundError:
-    raise ConfigError("The current folder no longer exists.\nChange to one that does: cd /") from None
+    raise ConfigError("The current folder no longer exists.\nChange to a folder that exists: cd /") from None
 
 
 def search_folders() -> list[Path]:
-  """Where a relative path is looked for, in order: here, beside the repository, beside the package."""
+  """The folders in which a relative path is searched, in order: current folder, repository, package."""
   return [Path.cwd(), repository_root(), repository_root() / "src"]
 
 
 def as_path(value: str, label: str) -> Path:
-  """The local path that `value` means, with ~ expanded; ConfigError where no file can be called that.
+  """The local path that `value` means, with ~ expanded; ConfigError if no file can have that name.
 
   `label` stands before the value in the message: "dataset_path=", "config file ".
   """
@@ -43,24 +43,24 @@ def as_path(value: str, label: str) -> Path:
     path = Path(value).expanduser()
     names = [os.fsencode(part) for part in path.parts]
   except RuntimeError:
-    raise ConfigError(f"{given}: there is no such user's home.\nWrite the path without ~.") from None
+    raise ConfigError(f"{given}: there is no such user.\nWrite the path without ~.") from None
   except UnicodeEncodeError:
     raise ConfigError(f"{given}: has a character that no file name can have.\nChoose another path.") from None
   if any(b"\0" in part for part in names):
     raise ConfigError(f"{given}: has a NUL, which no file name can have.\nChoose another path.")
   if max(map(len, names), default=0) > _LONGEST_NAME or len(os.fsencode(path.absolute())) > _LONGEST_PATH:
     raise ConfigError(
-      f"{given}: is too long: a name may have {_LONGEST_NAME} bytes and a path {_LONGEST_PATH}.\nChoose a shorter path."
+      f"{given}: is too long. A name may have {_LONGEST_NAME} bytes and a path {_LONGEST_PATH}.\nChoose a shorter path."
     )
   return path
 
 
 def find(path: str, folders: Sequence[Path], what: str) -> Path:
-  """The first existing file `folder/path`; ConfigError naming the folders and similar files when there is none."""
+  """The first existing file `folder/path`; ConfigError with the folders and similar files if there is none."""
   given = as_path(path, f"{what} ")
   candidates = [folder / given for folder in folders]
   for candidate in candidates:
-    if os.path.isfile(candidate):  # unlike Path.is_file, False in a folder that may not be searched
+    if os.path.isfile(candidate):  # unlike Path.is_file, False in a folder without permission to search
       return candidate
   for candidate in candidates:
     if os.path.isdir(candidate):
@@ -75,30 +75,33 @@ def find(path: str, folders: Sequence[Path], what: str) -> Path:
   hint = did_you_mean(path, siblings) or (f"YAML files there: {', '.join(list(siblings)[:8])}. " if siblings else "")
   places = " or ".join(dict.fromkeys("here" if folder == Path.cwd() else shown(folder) for folder in folders))
   raise ConfigError(
-    f"{path}: there is no such {what}.\n{hint}A relative path starts {places}; what comes with the program is in "
+    f"{path}: there is no such {what}.\n{hint}A relative path starts {places}; the program's own files are in "
     "configs/, such as configs/base.yml."
   )
 
 
 def shown(path: Path) -> str:
-  """The path as a person would write it: relative to here or to the repository where it lies below."""
+  """The path for a message: relative to the current folder or to the repository if it is below one of them."""
   for root in (Path.cwd(), repository_root()):
     if path.is_relative_to(root):
       return str(path.relative_to(root))
   return str(path)
 
 
-def read_yaml(path: Path) -> dict[str, tuple[str, str]]:
-  """{key: (text, origin)} of a flat YAML mapping; origin names file and line. Null is the empty text."""
+def read_yaml(path: Path) -> dict[str, tuple[str | None, str]]:
+  """{key: (text, origin)} of a flat YAML mapping; origin is file and line.
+
+  YAML's null is the empty text. A list or a mapping is None.
+  """
   name = shown(path)
   try:
     root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
   except yaml.MarkedYAMLError as error:
     line = error.problem_mark.line + 1 if error.problem_mark else 1
     problem = error.problem or error.context
-    raise ConfigError(f"{name} line {line}: not valid YAML: {problem}.\nWrite one `key: value` on a line.") from None
+    raise ConfigError(f"{name} line {line}: not valid YAML: {problem}.\nWrite one `key: value` on each line.") from None
   except RecursionError:
-    raise ConfigError(f"{name}: is nested too deep.\nKeys are flat: write one `key: value` on a line.") from None
+    raise ConfigError(f"{name}: is nested too deep.\nKeys are flat: write one `key: value` on each line.") from None
   except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
     reason = str(error).splitlines()[0]
     raise ConfigError(f"{name}: cannot be read as YAML text: {reason}.\nGive a UTF-8 text file.") from None
@@ -109,17 +112,22 @@ def read_yaml(path: Path) -> dict[str, tuple[str, str]]:
   return _flat_mapping(root, name)
 
 
-def _flat_mapping(root: yaml.MappingNode, name: str) -> dict[str, tuple[str, str]]:
-  result: dict[str, tuple[str, str]] = {}
+def _flat_mapping(root: yaml.MappingNode, name: str) -> dict[str, tuple[str | None, str]]:
+  """The entries of a mapping whose keys are scalars and unique; ConfigError with all other keys."""
+  result: dict[str, tuple[str | None, str]] = {}
+  problems = Problems()
   for key_node, value_node in root.value:
-    origin = f"{name} line {key_node.start_mark.line + 1}"
-    if not isinstance(key_node, yaml.ScalarNode):
-      raise ConfigError(f"{origin}: the key is a list or a mapping.\nWrite one `key: value` on a line.")
+    line = key_node.start_mark.line + 1
+    origin = f"{name} line {line}"
     key = key_node.value
-    if key in result:
-      raise ConfigError(f"{key} is given twice: {result[key][1]} and line {key_node.start_mark.line + 1}.\nRemove one.")
-    if not isinstance(value_node, yaml.ScalarNode):
-      raise ConfigError(f"{origin}: {key} holds a list or a mapping.\nKeys are flat: write `key: value` for each.")
-    null = value_node.style is None and value_node.value in ("", "~", "null", "Null", "NULL")
-    result[key] = ("" if null else value_node.value, origin)
+    if not isinstance(key_node, yaml.ScalarNode):
+      problems.add([f"{origin}: the key is a list or a mapping.\nWrite one `key: value` on each line."])
+    elif key in result:
+      problems.add([f"{shorten(key)} is given twice: {result[key][1]} and line {line}.\nRemove one of them."])
+    elif not isinstance(value_node, yaml.ScalarNode):
+      result[key] = (None, origin)
+    else:
+      null = value_node.style is None and value_node.value in ("", "~", "null", "Null", "NULL")
+      result[key] = ("" if null else value_node.value, origin)
+  problems.raise_any()
   return result

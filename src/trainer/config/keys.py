@@ -1,19 +1,20 @@
 """The schema as a flat table of keys, and the conversion of a written value to a key's type.
 
-Values are text until they meet their key: YAML and the command line share one set of rules, and a string key never
-turns into a number or a date because of how it looks.
+Values are text until they meet their key: YAML and the command line follow the same rules, and the value of a text key
+never becomes a number or a date because of how it looks.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import operator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, get_args, get_origin
 
+from trainer.config import launchers, maxtext
 from trainer.config.errors import ConfigError, did_you_mean, shorten
-from trainer.config.maxtext import reason_for, reason_for_value
 from trainer.config.schema import Config
 
 Scalar = bool | int | float | str
@@ -21,7 +22,11 @@ Scalar = bool | int | float | str
 
 @dataclass(frozen=True)
 class Key:
-  """One key of the schema. `kind` is the type of its values; `choices` are all of them when they are few, else ()."""
+  """One key of the schema.
+
+  `kind` is the type of its values. `choices` lists them if they are few, else it is empty. `limits` holds the range of
+  a number as pairs such as ("ge", 1).
+  """
 
   name: str
   section: str
@@ -29,12 +34,28 @@ class Key:
   choices: tuple[str, ...]
   default: Scalar
   description: str
-  bounds: str  # "at least 1", "above 0", ... or ""
+  limits: tuple[tuple[str, float], ...]
+
+  @property
+  def bounds(self) -> str:
+    """The range in words, such as "at least 1 and at most 100"; empty if there is none."""
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    # Every digit of a whole number: nobody can type the limit 2.14748e+09.
+    return " and ".join(
+      f"{words[rule]} {limit if isinstance(limit, int) else f'{limit:g}'}" for rule, limit in self.limits
+    )
+
+  def allows(self, value: Scalar) -> bool:
+    """Whether a value of the key's type is within the range."""
+    return all(getattr(operator, rule)(value, limit) for rule, limit in self.limits)
 
 
 @dataclass(frozen=True)
 class Given:
-  """A value that somebody wrote: `origin` says where; `explicit` is false where a table of defaults restates one."""
+  """A value that the user wrote.
+
+  `origin` is the file and line, or the command line. `explicit` is False if a table of defaults only repeats a default.
+  """
 
   value: Scalar
   origin: str
@@ -50,11 +71,18 @@ def all_keys() -> dict[str, Key]:
     for name, field in section_field.annotation.model_fields.items():
       kind, choices = _kind(field.annotation)
       default = field.default.value if isinstance(field.default, StrEnum) else field.default
-      keys[name] = Key(name, section, kind, choices, default, field.description or "", _bounds(field.metadata))
+      limits = tuple(
+        (rule, getattr(limit, rule))
+        for rule in ("ge", "gt", "le", "lt")
+        for limit in field.metadata
+        if hasattr(limit, rule)
+      )
+      keys[name] = Key(name, section, kind, choices, default, field.description or "", limits)
   return keys
 
 
 def _kind(annotation: Any) -> tuple[type, tuple[str, ...]]:
+  """(type of the values, choices) of a field's annotation."""
   if get_origin(annotation) is Literal:
     return str, get_args(annotation)
   if isinstance(annotation, type) and issubclass(annotation, StrEnum):
@@ -63,59 +91,94 @@ def _kind(annotation: Any) -> tuple[type, tuple[str, ...]]:
   return annotation, ()
 
 
-def _bounds(metadata: list[Any]) -> str:
-  words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-  limits = [(text, getattr(rule, name)) for name, text in words.items() for rule in metadata if hasattr(rule, name)]
-  # A whole number digit by digit: 2.14748e+09 is no limit to type.
-  return " and ".join(f"{text} {limit if isinstance(limit, int) else f'{limit:g}'}" for text, limit in limits)
+def is_answered(name: str) -> bool:
+  """Whether `name` is a key, or one of another program for which there is a prepared answer."""
+  spelled = name.replace("-", "_")
+  return spelled in all_keys() or bool(launchers.answer(spelled) or maxtext.answer(spelled))
 
 
 def resolve(name: str, origin: str) -> Key:
-  """The key that `name` means: its own name, or `section.key`, or `section.rest` for a key `section_rest`."""
+  """The key with this name; `section.key`, `section.rest` for a key `section_rest`, and - for _ are accepted too.
+
+  Raises ConfigError for any other name.
+  """
   keys = all_keys()
-  if name in keys:
-    return keys[name]
-  section, dot, rest = name.partition(".")
+  spelled = name.replace("-", "_")
+  section, dot, rest = spelled.partition(".")
+  if spelled in keys:
+    return keys[spelled]
   if dot and rest in keys and keys[rest].section == section:
     return keys[rest]
   if dot and f"{section}_{rest}" in keys:
     return keys[f"{section}_{rest}"]
-  reason = reason_for(name)
-  if reason:
-    raise ConfigError(f"{name} ({origin}): {name} has no meaning here.\n{reason}")
-  hint = did_you_mean(name.replace(".", "_"), keys) or did_you_mean(rest, keys)
+  if option := launchers.answer(spelled):
+    raise ConfigError(f"{name} ({origin}): this is {option[0]} and has no meaning here.\n{option[1]}")
+  if remedy := maxtext.answer(spelled):
+    raise ConfigError(f"{name} ({origin}): this key of MaxText has no meaning here.\n{remedy}")
+  hint = did_you_mean(spelled.replace(".", "_"), keys) or did_you_mean(rest, keys)
   raise ConfigError(
-    f"{shorten(name)} ({origin}): there is no such key.\n{hint}Every key is in configs/base.yml and --help."
+    f"{shorten(name)} ({origin}): there is no such key.\n{hint}configs/base.yml and --help list every key."
   )
 
 
 def convert(key: Key, text: str, origin: str) -> Given:
-  """`text` as a value of the key's type; ConfigError when it is none."""
+  """`text` as a value of the key's type, within its range; ConfigError if it is not one."""
+  text = maxtext.translated(key.name, text)
+  if text == "None" and key.default == "" and key.kind is str:
+    text = ""  # Python's and MaxText's word for "not set"
+  if key.choices:
+    return Given(_choice(key, text, origin), origin)
+  if key.kind is str:
+    _check_text(key, text, origin)
   try:
-    return Given(_PARSERS[key.kind](text), origin) if not key.choices else _choice(key, text, origin)
-  except ValueError as error:
-    if isinstance(error, ConfigError):
-      raise
+    value = _PARSERS[key.kind](text)
+  except ValueError:
     rule, example = _RULES[key.kind]
-    message = f"{key.name}={shorten(text)} ({origin}): {key.name} must be {rule}.\nFor example: {key.name}={example}"
-    raise ConfigError(message) from None
+    message = f"{key.name}={shorten(text)} ({origin}): {key.name} must be {rule}.\n"
+    raise ConfigError(message + (_remedy(key, text) or f"For example: {key.name}={example}")) from None
+  if not key.allows(value):
+    message = f"{key.name}={shorten(text)} ({origin}): {key.name} must be {key.bounds}.\n"
+    raise ConfigError(
+      message + (maxtext.answer_for_value(key.name, text) or f"Default: {key.default}. {key.description}")
+    )
+  return Given(value, origin)
 
 
-def _choice(key: Key, text: str, origin: str) -> Given:
+def _choice(key: Key, text: str, origin: str) -> str:
+  """The choice that `text` means, whatever its case; ConfigError if there is none."""
   if text in key.choices:
-    return Given(text, origin)
+    return text
   if text.lower() in key.choices:
-    return Given(text.lower(), origin)
+    return text.lower()
+  if text.lower() in ("none", "null") and "" in key.choices:
+    return ""
   shown = ", ".join(choice or "'' (empty)" for choice in key.choices)
-  raise ConfigError(
-    f"{key.name}={shorten(text)} ({origin}): {key.name} has no such value.\n{_instead(key, text)}Choices: {shown}."
-  )
+  remedy = _remedy(key, text)
+  hint = f"{remedy}\n" if remedy else did_you_mean(text, [choice for choice in key.choices if choice])
+  raise ConfigError(f"{key.name}={shorten(text)} ({origin}): {key.name} has no such value.\n{hint}Choices: {shown}.")
 
 
-def _instead(key: Key, text: str) -> str:
-  """What to write for a value that does not exist, as the middle of an error message."""
-  reason = reason_for_value(key.name, text)
-  return f"{reason}\n" if reason else did_you_mean(text, [choice for choice in key.choices if choice])
+def _check_text(key: Key, text: str, origin: str) -> None:
+  """Refuses a value of a text key that only another program's configuration would give a meaning."""
+  if key.name == "sample_prompt":
+    return
+  if text == "None" or _is_list(text):
+    raise ConfigError(f"{key.name}={shorten(text)} ({origin}): {key.name} must be one text.\n{_remedy(key, text)}")
+
+
+def _is_list(text: str) -> bool:
+  return text[:1] + text[-1:] in ("[]", "{}")
+
+
+def _remedy(key: Key, text: str) -> str:
+  """What to write instead of a value that the key cannot have; empty if nothing is known."""
+  if remedy := maxtext.answer_for_value(key.name, text):
+    return remedy
+  if text in ("", "None", "none", "null"):
+    return f"To use the default, {key.default}, remove the key."
+  if _is_list(text):
+    return "A key has one value, not a list. Several text files go into one folder."
+  return ""
 
 
 def _boolean(text: str) -> bool:

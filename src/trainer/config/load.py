@@ -1,89 +1,119 @@
 """argv -> Config. Precedence, lowest first:
 
-schema default < base_config parents < YAML < model YAML < command line. A named model's values are fixed: a key that
-the user's YAML or the command line gives with another value is an error, or wins with override_model_config=true.
+schema default < base_config parents < YAML < model YAML < command line. The values of a named model are fixed: a key to
+which the user's YAML or the command line gives another value is an error, or wins with override_model_config=true.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from trainer.config import files, paths, validate
-from trainer.config.errors import ConfigError, did_you_mean, shorten
-from trainer.config.keys import Given, all_keys, convert, resolve
+from trainer.config import files, launchers, paths, validate
+from trainer.config.errors import ConfigError, Problems, did_you_mean, shorten
+from trainer.config.keys import Given, all_keys, convert, is_answered, resolve
 from trainer.config.schema import Config, ModelSection
 
 USAGE = "Usage: python -m trainer CONFIG.yml key=value ..."
 
 
-def load(argv: list[str], *, check_paths: bool = True) -> Config:
-  """The resolved configuration of `CONFIG.yml key=value ...`; ConfigError on any mistake.
+def load(argv: Sequence[str], *, check_paths: bool = True) -> Config:
+  """The resolved configuration of ["CONFIG.yml", "key=value", ...].
 
-  Reads files, creates none; touches no device. check_paths=False leaves out the checks of output and data folders,
-  for tools that only need the numbers.
+  Raises ConfigError with all independent mistakes. Reads files, creates none, touches no device. check_paths=False
+  leaves out the checks of output and data folders, for tools that need only the numbers.
   """
-  files.check_here()
-  path, command = _split(argv)
-  given = _with_effect(_read_with_parents(path, ()), command) | command
+  if isinstance(argv, str) or not all(isinstance(argument, str) for argument in argv):
+    raise TypeError(f"load takes a list of arguments, such as ['configs/base.yml', 'steps=5'], not {argv!r}")
+  files.check_current_folder()
+  path, given = _read(argv)
   given.update(_model_values(given, path))
   if not given.get("run_name", Given("", "")).value:
     given["run_name"] = Given(path.stem, "the config file's name")
   config = _build(given)
-  validate.check(config)
+  problems = Problems()
+  validate.check(config, problems)
   if check_paths:
-    paths.check_paths(config)
+    paths.check(config, problems)
+  problems.raise_any()
   return config
 
 
-def _split(argv: list[str]) -> tuple[Path, dict[str, Given]]:
-  """The config file and the command line's values by key."""
-  if not argv or "=" in argv[0]:
+def _read(argv: Sequence[str]) -> tuple[Path, dict[str, Given]]:
+  """The config file, and the values of the file and the command line by key."""
+  if not argv or "=" in argv[0] or argv[0].startswith("-"):
     found = f"{shorten(argv[0])}: the first argument" if argv else "The first argument"
     raise ConfigError(f"{found} must be a config file.\n{USAGE}; start from configs/base.yml.")
-  path = files.find(argv[0], files.search_folders(), "config file")
-  command: dict[str, Given] = {}
+  problems = Problems()
+  path = None
+  lower: dict[str, Given] = {}
+  with problems.collect():
+    path = files.find(argv[0], files.search_folders(), "config file")
+    lower = _read_with_parents(path, ())
+  command = _command_line(argv, problems)
+  problems.raise_any()
+  assert path is not None
+  return path, _without_useless(lower, command) | command
+
+
+def _command_line(argv: Sequence[str], problems: Problems) -> dict[str, Given]:
+  """The values of the arguments after the config file, by key."""
+  values: dict[str, Given] = {}
+  expects_value = False
   for argument in argv[1:]:
     name, equals, text = argument.partition("=")
-    name = name.lstrip("-") if equals else name
-    if not equals:
-      raise ConfigError(f"{shorten(argument)}: expected key=value after the config file.\n{USAGE}")
-    if name.replace("_", "-") == "print-config":
-      raise ConfigError(f"{shorten(argument)}: --print-config takes no value.\nWrite --print-config alone.")
-    if name == files.PARENT_KEY:
-      raise ConfigError(f"{argument}: {name} belongs in a YAML file, not here.\nWrite it in {argv[0]}.")
-    key = resolve(name, "command line")
-    # The last one wins, as with MaxText: scripts append to the arguments that they were given.
-    command[key.name] = convert(key, text, "command line")
-  return path, command
+    if not equals and expects_value and not argument.startswith("-"):
+      expects_value = False  # the value of the launcher's option before it, which is in `problems` already
+      continue
+    expects_value = not equals and argument.startswith("--") and _is_launcher_option(argument)
+    with problems.collect():
+      name = name.lstrip("-") if equals or expects_value else name
+      if name.replace("_", "-").lstrip("-") == "print-config":
+        raise ConfigError(f"{shorten(argument)}: --print-config takes no value.\nWrite --print-config alone.")
+      if name == files.PARENT_KEY:
+        raise ConfigError(f"{shorten(argument)}: {name} belongs in a YAML file, not here.\nWrite it in {argv[0]}.")
+      if not equals and not expects_value:
+        raise ConfigError(f"{shorten(argument)}: expected key=value after the config file.\n{USAGE}")
+      key = resolve(name, "command line")
+      # The last value wins, as with MaxText: scripts append to the arguments that they were given.
+      values[key.name] = convert(key, text, "command line")
+  return values
+
+
+def _is_launcher_option(argument: str) -> bool:
+  return launchers.answer(argument.lstrip("-").replace("-", "_")) is not None
 
 
 def _read_with_parents(path: Path, children: tuple[Path, ...]) -> dict[str, Given]:
-  """The values of a YAML file over those of its base_config, that one's base_config, ..."""
+  """The values of a YAML file over those of its base_config, which may have a base_config too."""
   if path.resolve() in children:
     raise ConfigError(f"{files.shown(path)}: its base_config leads back to itself.\nRemove a base_config line.")
   raw = files.read_yaml(path)
   parent, _ = raw.pop(files.PARENT_KEY, ("", ""))
+  problems = Problems()
   values: dict[str, Given] = {}
-  if parent:
-    folders = [path.parent, files.repository_root() / "configs"]
-    values = _read_with_parents(files.find(parent, folders, "base_config"), (*children, path.resolve()))
-  own = _typed(raw)
-  # base.yml, or an edited copy of it, lists every model key: where it repeats a default it chooses nothing.
-  table = ModelSection.model_fields.keys() <= own.keys() and not _is_resolved(own, path, children)
+  own = _typed(raw, problems)
+  with problems.collect():
+    if parent is None:
+      raise ConfigError(f"{files.shown(path)}: base_config is a list or a mapping.\nGive one file.")
+    if parent:
+      folders = [path.parent, files.repository_root() / "configs"]
+      values = _read_with_parents(files.find(parent, folders, "base_config"), (*children, path.resolve()))
+  problems.raise_any()
+  # base.yml, or an edited copy of it, lists every model key: a default that it repeats is not a choice of the user.
+  is_table = ModelSection.model_fields.keys() <= own.keys() and not _is_resolved(own, path, children)
   for name, value in own.items():
-    restated = table and value.value == all_keys()[name].default
-    own[name] = replace(value, explicit=not restated)
-  return _with_effect(values, own) | own
+    repeats_default = is_table and value.value == all_keys()[name].default
+    own[name] = replace(value, explicit=not repeats_default)
+  return _without_useless(values, own) | own
 
 
-def _with_effect(lower: dict[str, Given], higher: dict[str, Given]) -> dict[str, Given]:
-  """`lower` without the values that a choice in `higher`, which goes over it, leaves without an effect.
+def _without_useless(lower: dict[str, Given], higher: dict[str, Given]) -> dict[str, Given]:
+  """`lower` without the values of keys that a choice in `higher`, which has precedence, disables.
 
-  Who says eval_steps=0 over a YAML need not know that it has an eval_interval, and cannot take that line out.
+  A user who gives eval_steps=0 over a YAML need not know that the YAML has an eval_interval, and cannot remove it.
   """
   useless = {
     name
@@ -97,8 +127,9 @@ def _with_effect(lower: dict[str, Given], higher: dict[str, Given]) -> dict[str,
 def _is_resolved(own: dict[str, Given], path: Path, children: tuple[Path, ...]) -> bool:
   """Whether a file with every model key was resolved from the model that it names, as --print-config writes it.
 
-  Then a default in it is what won over the model with override_model_config. A copy of base.yml to which a model_name
-  was added is told from it by its values: where the model has another value than the default, the copy never has it.
+  In such a file a default is a value that replaced the model's with override_model_config. A copy of base.yml to which
+  a model_name was added looks similar. It differs in the values: where the model's value is not the default, the copy
+  never has the model's.
   """
   if not own["override_model_config"].value or own["model_name"].value == "default":
     return False
@@ -107,65 +138,74 @@ def _is_resolved(own: dict[str, Given], path: Path, children: tuple[Path, ...]) 
   return any(own[name].value == value.value != all_keys()[name].default for name, value in model.items() if name in own)
 
 
-def _typed(raw: dict[str, tuple[str, str]]) -> dict[str, Given]:
+def _typed(raw: dict[str, tuple[str | None, str]], problems: Problems) -> dict[str, Given]:
+  """The entries of a YAML file as values of their keys."""
   values: dict[str, Given] = {}
   for name, (text, origin) in raw.items():
-    key = resolve(name, origin)
-    if key.name in values:
-      raise ConfigError(f"{key.name} is given twice: {values[key.name].origin} and {origin}.\nRemove one.")
-    values[key.name] = convert(key, text, origin)
+    with problems.collect():
+      if text is None and not is_answered(name):
+        raise ConfigError(f"{origin}: {shorten(name)} holds a list or a mapping.\nKeys are flat: write `key: value`.")
+      key = resolve(name, origin)
+      if text is None:
+        raise ConfigError(
+          f"{origin}: {key.name} holds a list or a mapping, and a key has one value.\n"
+          f"Write `{key.name}: value`. Several text files go into one folder."
+        )
+      if key.name in values:
+        raise ConfigError(f"{key.name} is given twice: {values[key.name].origin} and {origin}.\nRemove one of them.")
+      values[key.name] = convert(key, text, origin)
   return values
 
 
 def _model_values(given: dict[str, Given], config_path: Path) -> dict[str, Given]:
-  """The values that the named model adds to or replaces in `given`."""
+  """The values that the named model adds to `given` or replaces there."""
   name = str(given["model_name"].value) if "model_name" in given else "default"
   if name == "default":
     return {}
   path = _find_model(name, given["model_name"].origin, config_path)
   model = _read_with_parents(path, ())
   allowed = ModelSection.model_fields.keys() - {"model_name", "override_model_config"}
-  for key, value in model.items():
-    if key not in allowed:
-      raise ConfigError(f"{value.origin}: {key} is not a key of the model.\nMove it to the configuration's own YAML.")
+  problems = Problems()
+  problems.add(
+    f"{value.origin}: {key} is not a key of the model.\nMove it to the configuration's own YAML."
+    for key, value in model.items()
+    if key not in allowed
+  )
+  problems.raise_any()
   override = "override_model_config" in given and bool(given["override_model_config"].value)
   explicit = {key: value for key, value in given.items() if value.explicit}
   conflicts = {key: value for key, value in model.items() if key in explicit and explicit[key].value != value.value}
   if conflicts and not override:
-    shown = [f"{key}={given[key].value} ({given[key].origin}), {value.value} there" for key, value in conflicts.items()]
+    shown = [
+      f"{key}={given[key].value} ({given[key].origin}) instead of {value.value}" for key, value in conflicts.items()
+    ]
     more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
     raise ConfigError(
-      f"model_name={name} fixes these keys in {files.shown(path)}: {'; '.join(shown[:4])}{more}.\n"
-      "Remove the keys, or let them win with override_model_config=true."
+      f"model_name={shorten(name)} fixes these keys in {files.shown(path)}: {'; '.join(shown[:4])}{more}.\n"
+      "Remove the keys, or set override_model_config=true to use your values."
     )
-  return {key: value for key, value in _with_effect(model, explicit).items() if key not in conflicts}
+  return {key: value for key, value in _without_useless(model, explicit).items() if key not in conflicts}
 
 
 def _find_model(name: str, origin: str, config_path: Path) -> Path:
+  """The YAML of a model that is given by name or by path."""
   if "/" in name or name.endswith((".yml", ".yaml")):
     return files.find(name, [config_path.parent, *files.search_folders()], "model file (model_name)")
+  files.as_path(f"{name}.yml", "model_name=")
   folders = [folder / "configs" / "models" for folder in files.search_folders()] + [config_path.parent / "models"]
   for folder in folders:
     if (folder / f"{name}.yml").is_file():
       return folder / f"{name}.yml"
   names = sorted({entry.stem for folder in folders if folder.is_dir() for entry in folder.glob("*.yml")})
   raise ConfigError(
-    f"model_name={name} ({origin}): there is no such model.\n{did_you_mean(name, names)}"
+    f"model_name={shorten(name)} ({origin}): there is no such model.\n{did_you_mean(name, names)}"
     f"Models: {', '.join(names)}, or a path to your own YAML, or default."
   )
 
 
 def _build(given: dict[str, Given]) -> Config:
-  """Config with `given` over the defaults; the schema's ranges are checked here."""
+  """Config with `given` over the defaults. Every value has been converted and is within its range."""
   sections: dict[str, dict[str, object]] = {name: {} for name in Config.model_fields}
   for name, value in given.items():
     sections[all_keys()[name].section][name] = value.value
-  try:
-    return Config.model_validate(sections)
-  except ValidationError as error:
-    name = str(error.errors()[0]["loc"][-1])
-    key, value = all_keys()[name], given[name]
-    raise ConfigError(
-      f"{name}={shorten(str(value.value))} ({value.origin}): {name} must be {key.bounds}.\n"
-      f"Default: {key.default}. {key.description}"
-    ) from None
+  return Config.model_validate(sections)

@@ -1,4 +1,4 @@
-"""Checks of output and data folders. They look; they create nothing."""
+"""Checks of output and data folders. They create nothing."""
 
 from __future__ import annotations
 
@@ -9,86 +9,106 @@ import re
 from pathlib import Path
 
 from trainer import text_files
-from trainer.config.errors import ConfigError, shorten
+from trainer.config.errors import ConfigError, Problems, shorten
 from trainer.config.files import as_path
-from trainer.config.schema import Config
+from trainer.config.schema import Config, DataSection
 
-# What can write to each kind of address: one of these packages. Other stores are not taken: nobody has tried whether a
-# commit can be relied on there.
+# The packages of which one is needed to write to each kind of address. Other object stores are refused: whether commits
+# are reliable there is untested.
 _WRITERS = {"gs": ("gcsfs", "tensorflow")}
-# What a run keeps in its folder, by what it must not be.
+# The files and folders of a run's folder.
 _RUN_FILES = "log.txt events.jsonl metrics.jsonl config.yml goodput.json report.html loss.png"
 _RUN_FOLDERS = "checkpoints tensorboard metrics profile"
 
 
-def check_paths(config: Config) -> None:
-  """ConfigError when an output folder cannot be written or a data path holds nothing usable."""
+def check(config: Config, problems: Problems) -> None:
+  """Adds to `problems` every output folder that cannot be written and every data path that cannot be read."""
   run, checkpoint, data = config.run, config.checkpoint, config.data
-  _check_run_name(run.run_name)
+  local = checkpoint.local_checkpoint_directory
+  with problems.collect():
+    _check_run_name(run.run_name)
+    _check_run(config)
+  with problems.collect():
+    if run.jax_cache_dir:
+      # Only its kind is checked: JAX warns if it cannot write there, and a read-only home must not prevent training.
+      _check_folder("jax_cache_dir", run.jax_cache_dir, run.jax_cache_dir)
+  with problems.collect():
+    if checkpoint.enable_emergency_checkpoint and local and "://" not in local:
+      _check_output("local_checkpoint_directory", local, local)
+  if data.dataset_type == "text":
+    _check_data(data, problems)
+
+
+def _check_run(config: Config) -> None:
+  """The run's folder can be written, and Orbax can find checkpoints in it."""
+  run = config.run
   if not run.base_output_directory:
-    raise ConfigError("base_output_directory is empty: the run's files need a folder.\nUse base_output_directory=runs.")
+    raise ConfigError("base_output_directory is empty: a run needs a folder.\nUse base_output_directory=runs.")
   _check_output("base_output_directory", run.base_output_directory, config.run_directory)
   _check_run_directory(config.run_directory)
-  if run.jax_cache_dir:
-    # JAX only warns where it cannot write there, and a home that is read-only is no reason not to train.
-    _check_folder("jax_cache_dir", run.jax_cache_dir, run.jax_cache_dir)
-  if checkpoint.enable_checkpointing:
+  if config.checkpoint.enable_checkpointing:
     _check_pattern("run_name", run.run_name, run.run_name)
     absolute = config.run_directory if "://" in config.run_directory else os.path.abspath(config.run_directory)
     _check_pattern("base_output_directory", run.base_output_directory, absolute)
-  if checkpoint.enable_emergency_checkpoint:
-    _check_output(
-      "local_checkpoint_directory", checkpoint.local_checkpoint_directory, checkpoint.local_checkpoint_directory
-    )
-  if data.dataset_type == "text":
-    for name in ("dataset_path", "eval_dataset_path"):
+
+
+def _check_data(data: DataSection, problems: Problems) -> None:
+  for name in ("dataset_path", "eval_dataset_path"):
+    with problems.collect():
       if getattr(data, name):
         _check_text(name, getattr(data, name))
-    if data.tokenizer_path and not os.path.isfile(as_path(data.tokenizer_path, "tokenizer_path=")):
+  with problems.collect():
+    if (
+      data.tokenizer_type == "bpe"
+      and data.tokenizer_path
+      and not os.path.isfile(as_path(data.tokenizer_path, "tokenizer_path="))
+    ):
       raise ConfigError(f"tokenizer_path={data.tokenizer_path}: there is no such file.\nGive a tokenizers JSON file.")
-    if not data.dataset_cache_directory:
+  with problems.collect():
+    folder = data.dataset_cache_directory
+    if not folder:
       raise ConfigError("dataset_cache_directory is empty: tokens need a folder.\nUse dataset_cache_directory=tokens.")
-    if not _is_address("dataset_cache_directory", data.dataset_cache_directory):  # the cache itself refuses those
-      _check_folder("dataset_cache_directory", data.dataset_cache_directory, data.dataset_cache_directory)
+    if not _is_address("dataset_cache_directory", folder):  # the cache refuses addresses of object stores itself
+      _check_folder("dataset_cache_directory", folder, folder)
 
 
 def _check_pattern(name: str, value: str, path: str) -> None:
-  """Orbax takes the path of a checkpoint for a pattern: in a[x] it would save and then find nothing."""
+  """Refuses [ ] * ?: Orbax would save a checkpoint in a[x], read the path as a pattern, and find nothing."""
   if found := re.search(r"[\[\]*?]", path):
     raise ConfigError(
-      f"{name}={value}: {path} has a {found[0]!r}, which Orbax takes for a pattern.\nChoose a path without [ ] * ?"
+      f"{name}={value}: {path} has a {found[0]!r}, which Orbax reads as a pattern.\nChoose a path without [ ] * ?"
     )
 
 
 def _check_placeholder(name: str, value: str) -> None:
   if re.search(r"\$[\w{(]|[<>]", value):
-    raise ConfigError(f"{name}={value}: holds a placeholder that nobody filled in.\nWrite the value itself.")
+    raise ConfigError(f"{name}={value}: has a placeholder that was not filled in.\nWrite the value itself.")
 
 
 def _check_run_name(name: str) -> None:
   _check_placeholder("run_name", name)
   parts = Path(name).parts
-  elsewhere = not parts or ".." in parts or name.startswith(("/", "~")) or "://" in name
-  if elsewhere or not name.isprintable() or max(len(os.fsencode(part)) for part in parts) > 200:
+  outside = not parts or ".." in parts or name.startswith(("/", "~")) or "://" in name
+  if outside or not name.isprintable() or max(len(os.fsencode(part)) for part in parts) > 200:
     raise ConfigError(
       f"run_name={shorten(name)!r}: must be a folder name below base_output_directory.\n"
-      "Use a name such as first or team/first: up to 200 characters a folder, and no '..'."
+      "Use a name such as first or team/first, without '..' and with at most 200 bytes per folder."
     )
 
 
 def _check_output(name: str, value: str, folder: str) -> None:
-  """`folder` can be written: an address by what is installed, a local one by its nearest existing parent."""
+  """Checks that `folder` can be written: an address by the installed packages, a local folder by its nearest parent."""
   existing = _check_folder(name, value, folder)
   if existing is not None and not _writable(existing):
-    raise ConfigError(f"{name}={value}: {existing} cannot be written to.\nChoose a folder that you may write to.")
+    raise ConfigError(f"{name}={value}: {existing} is not writable.\nChoose a folder that you can write to.")
 
 
 def _check_folder(name: str, value: str, folder: str) -> Path | None:
-  """The nearest existing parent of the local `folder`, which is a folder; None for an address that can be reached."""
+  """The nearest existing parent of the local `folder`; None for an address that can be written."""
   _check_placeholder(name, value)
   if _is_address(name, value):
     return None
-  as_path(value, f"{name}=")  # first, so that a message has what was given
+  as_path(value, f"{name}=")  # first, so that a message shows the value as it was given
   path = as_path(folder, f"{name}=").absolute()
   existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
   if not os.path.isdir(existing):
@@ -97,7 +117,7 @@ def _check_folder(name: str, value: str, folder: str) -> Path | None:
 
 
 def _is_address(name: str, value: str) -> bool:
-  """Whether `value` is an address on an object store, not a local path; ConfigError where nobody can write to it."""
+  """Whether `value` is an address on an object store; ConfigError for an address that cannot be written."""
   if "://" not in value and not re.match(r"\w+:/", value):
     return False
   scheme, _, rest = value.partition(":")
@@ -105,13 +125,15 @@ def _is_address(name: str, value: str) -> bool:
     written = " or ".join(f"{known}://BUCKET/FOLDER" for known in _WRITERS)
     raise ConfigError(
       f"{name}={shorten(value)}: must be {written}, or a folder of this machine.\n"
-      "Write one of these; a local path has no '://', and ./ before a first name that ends in ':'."
+      "Write one of these. A local path has no '://', and starts with ./ if its first name ends in ':'."
     )
   bucket = rest.removeprefix("//").partition("/")[0]
   if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]", bucket):
-    raise ConfigError(f"{name}={shorten(value)}: '{bucket}' is not a bucket's name.\nWrite {scheme}://BUCKET/FOLDER.")
+    raise ConfigError(f"{name}={shorten(value)}: '{bucket}' is not a bucket name.\nWrite {scheme}://BUCKET/FOLDER.")
   if not value.isprintable() or len(value.encode()) > 500:
-    raise ConfigError(f"{name}={shorten(value)!a}: is not a name for objects.\nUse up to 500 printable letters.")
+    raise ConfigError(
+      f"{name}={shorten(value)!a}: is not a name for objects.\nUse at most 500 bytes of printable characters."
+    )
   if not any(map(_is_installed, _WRITERS[scheme])):
     package = _WRITERS[scheme][0]
     raise ConfigError(
@@ -122,12 +144,12 @@ def _is_address(name: str, value: str) -> bool:
 
 
 def _is_installed(package: str) -> bool:
-  """Whether it can be imported, without the time that importing it takes."""
+  """Whether `package` is installed. It is not imported, which would take seconds."""
   return importlib.util.find_spec(package) is not None
 
 
 def _check_run_directory(directory: str) -> None:
-  """What a local run keeps in its folder can be written where it belongs."""
+  """Checks that no file of a local run is a folder in its run folder, and the reverse."""
   if "://" in directory:
     return
   folder = as_path(directory, "base_output_directory=")
@@ -136,12 +158,12 @@ def _check_run_directory(directory: str) -> None:
     wanted, found = ("file", "folder") if name in _RUN_FILES.split() else ("folder", "file")
     if os.path.isdir(path) if found == "folder" else os.path.isfile(path):
       raise ConfigError(
-        f"{path}: is a {found}, and the run needs a {wanted} of that name.\nMove it away, or choose another run_name."
+        f"{path}: is a {found}, and the run needs a {wanted} with this name.\nMove it away, or choose another run_name."
       )
 
 
 def _writable(folder: Path) -> bool:
-  """Whether a file could be created in `folder`; an unnamed one is tried where the system has them."""
+  """Whether a file can be created in `folder`. Tries an unnamed temporary file if the system has such files."""
   if not os.access(folder, os.W_OK | os.X_OK):
     return False
   if not hasattr(os, "O_TMPFILE"):
@@ -151,13 +173,13 @@ def _writable(folder: Path) -> bool:
   except OSError as error:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOSPC, errno.EDQUOT):
       return False
-    # This file system has no unnamed files: one that keeps files at all (FUSE, NFS) has blocks, /proc and /sys none.
+    # This file system has no unnamed files. FUSE and NFS store files and have blocks; /proc and /sys have none.
     return os.statvfs(folder).f_blocks > 0
   return True
 
 
 def _check_text(name: str, value: str) -> None:
-  """`value` is a text file with bytes in it, or a folder that holds one somewhere."""
+  """Checks that `value` is a text file that is not empty, or a folder that contains one."""
   _check_placeholder(name, value)
   kinds = ", ".join(text_files.SUFFIXES)
   if "://" in value:
@@ -174,7 +196,7 @@ def _check_text(name: str, value: str) -> None:
     except (ValueError, OSError) as error:
       raise ConfigError(f"{name}={value}: {error}.\nOr give another folder.") from None
     if not found:
-      raise ConfigError(f"{name}={value}: holds no file of {kinds} with text in it.\nGive another folder.")
+      raise ConfigError(f"{name}={value}: contains no file of {kinds} with text in it.\nGive another folder.")
     return
   if path.suffix not in text_files.SUFFIXES or not os.path.isfile(path):
     raise ConfigError(f"{name}={value}: is not a text file that dataset_type=text reads.\nGive one of {kinds}.")

@@ -1,7 +1,7 @@
-"""Every configuration key: its section, type, default and meaning. The only place where a key is declared.
+"""Every configuration key with its section, type, range, default and meaning. Keys are declared only here.
 
-Keys are flat on the command line and in YAML (`steps=100`); in the code they live in sections, and a component
-receives its own section. Names follow MaxText wherever MaxText has the key. No JAX here: `--help` must stay fast.
+Keys are flat on the command line and in YAML (`steps=100`). In the code they are grouped in sections, and a component
+receives its own section. Where MaxText has a key, the key has MaxText's name. No JAX here: `--help` must stay fast.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Remat = Literal["remat", "device", "offload"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+# The state counts steps in 32 bits. Other counts have the same limit.
+Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
+NonNegative = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Devices = Annotated[int, Field(ge=0, le=1_000_000)]
-# The state counts steps in 32 bits.
-Steps = Annotated[int, Field(ge=1, le=2**31 - 1)]
-Parallelism = Annotated[int, Field(ge=-1)]
+Heads = Annotated[int, Field(ge=1, le=2**13)]
+Parallelism = Annotated[int, Field(ge=-1, le=1_000_000)]
 
 
 class Section(BaseModel):
-  """A frozen group of keys; an unknown key is an error."""
+  """A frozen group of keys. An unknown key is an error."""
 
   model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=False)
 
 
 class RematPolicy(StrEnum):
+  """Which activations of a layer are kept for the backward pass."""
+
   NONE = "none"
   FULL = "full"
   MINIMAL = "minimal"
@@ -44,7 +46,7 @@ class RematPolicy(StrEnum):
 
 
 class DegradedStep(StrEnum):
-  """How preflight compiles the step of one slice less."""
+  """How preflight compiles the step for one slice less."""
 
   NONE = "none"
   QUICK = "quick"
@@ -52,127 +54,142 @@ class DegradedStep(StrEnum):
 
 
 class RunSection(Section):
-  """What is run and where its files go."""
+  """The run: its name, its length and its files."""
 
   base_output_directory: str = Field(
-    "runs", description="Folder or gs:// prefix under which every run has a folder of its own."
+    "runs", description="Folder or gs:// address in which every run has its own folder."
   )
   run_name: str = Field(
     "",
-    description="Name of the run: its files are in {base_output_directory}/{run_name}. Empty: the config file's name.",
+    description="Name of the run. Its files are in {base_output_directory}/{run_name}. Empty: the name of the config file.",
   )
-  steps: Steps = Field(1000, description="Optimizer steps in the whole run, counted from its first start.")
+  steps: Positive = Field(1000, description="Optimizer steps of the whole run, counted from its first start.")
   init_weights_seed: int = Field(
     0,
     ge=-(2**31),
     le=2**32 - 1,  # JAX takes 32 bits, and would drop those above them in silence
-    description="Seed of the initial weights and of every other model random number.",
+    description="Seed of the initial weights.",
   )
   log_config: bool = Field(
     True,
-    description="Print the keys that are not at their default once at the start; all of them are in {run}/config.yml.",
+    description="Print the keys that differ from their defaults at the start. All keys are in {run}/config.yml.",
   )
   jax_cache_dir: str = Field(
-    "~/.cache/trainer/jax", description="Persistent compilation cache folder; empty turns it off."
+    "~/.cache/trainer/jax", description="Folder of the persistent compilation cache. Empty: no cache."
   )
   allow_config_change: str = Field(
     "",
-    description="Comma-separated keys that may differ from the checkpoint's on resume although they change the model or the data order.",
+    description="Comma-separated names of keys that may differ from the checkpoint's when a run resumes, although they change the model or the order of the data.",
   )
 
 
 class ModelSection(Section):
-  """The decoder. Qwen3 and Llama differ only in these values."""
+  """The decoder model. Qwen3 and Llama differ only in these values."""
 
   model_name: str = Field(
     "default",
-    description="A file of configs/models without .yml, or a path to a YAML with model keys, or 'default' to give the keys here.",
+    description="A file of configs/models without .yml, or a path to a YAML file with model keys, or 'default' to set the model's keys here.",
   )
   override_model_config: bool = Field(
-    False, description="Let explicit keys win over the model's YAML; without it a conflict is an error."
+    False,
+    description="Let explicit keys replace values of the model's YAML. Without it, a different value is an error.",
   )
-  base_emb_dim: Positive = Field(512, description="D: width of the residual stream, before global_parameter_scale.")
-  base_num_decoder_layers: Positive = Field(
+  base_emb_dim: Annotated[int, Field(ge=1, le=2**17)] = Field(
+    512, description="D: width of the residual stream, before global_parameter_scale."
+  )
+  base_num_decoder_layers: Annotated[int, Field(ge=1, le=2**14)] = Field(
     8, description="L: number of decoder layers, before global_parameter_scale."
   )
-  base_num_query_heads: Positive = Field(8, description="N: query heads, before global_parameter_scale.")
-  base_num_kv_heads: Positive = Field(
-    4, description="K: key/value heads (N must be a multiple), before global_parameter_scale."
+  base_num_query_heads: Heads = Field(8, description="N: number of query heads, before global_parameter_scale.")
+  base_num_kv_heads: Heads = Field(
+    4, description="K: number of key/value heads, before global_parameter_scale. N must be a multiple of K."
   )
-  base_mlp_dim: Positive = Field(
+  base_mlp_dim: Annotated[int, Field(ge=1, le=2**24)] = Field(
     1536, description="F: hidden width of the SwiGLU feed-forward, before global_parameter_scale."
   )
-  head_dim: Positive = Field(64, description="H: width of one attention head (even).")
-  vocab_size: Positive = Field(32000, description="V: size of the vocabulary; at least the tokenizer's.")
-  global_parameter_scale: Annotated[int, Field(ge=1, le=2**30)] = Field(
+  head_dim: Annotated[int, Field(ge=1, le=2**13)] = Field(
+    64, description="H: width of one attention head. Must be even."
+  )
+  vocab_size: Annotated[int, Field(ge=1, le=2**26)] = Field(
+    32000, description="V: size of the vocabulary. At least the tokenizer's size."
+  )
+  global_parameter_scale: Annotated[int, Field(ge=1, le=2**12)] = Field(
     1,
-    description="Power of two by which the model's parameters grow: heads and ffw, width, layers are doubled in turn.",
+    description="Factor by which the model's parameters grow, a power of two: heads and feed-forward, width, layers are doubled in turn.",
   )
   max_position_embeddings: Positive = Field(
-    1048576, description="Longest sequence that the model allows; max_target_length may not exceed it."
+    1048576, description="Longest sequence of the model, in tokens. max_target_length must not exceed it."
   )
   normalization_layer_epsilon: float = Field(1e-6, gt=0, description="Epsilon of RMSNorm.")
-  use_qk_norm: bool = Field(True, description="RMSNorm on each query and key head before RoPE (Qwen3).")
-  logits_via_embedding: bool = Field(False, description="Tie the output head to the embedding table.")
-  use_iota_embed: bool = Field(False, description="Look embeddings up by a one-hot matmul instead of a gather.")
-  rope_max_timescale: float = Field(10000.0, gt=0, description="RoPE base (theta).")
+  use_qk_norm: bool = Field(True, description="Apply RMSNorm to each query and key head before RoPE, as Qwen3 does.")
+  logits_via_embedding: bool = Field(False, description="Use the embedding table as output head (tied weights).")
+  use_iota_embed: bool = Field(False, description="Look up embeddings with a one-hot matmul instead of a gather.")
+  rope_max_timescale: float = Field(10000.0, gt=0, description="Base of RoPE (theta).")
   rope_type: Literal["default", "llama3"] = Field(
-    "default", description="RoPE frequency scaling: none, or Llama 3.1's."
+    "default", description="Frequency scaling of RoPE: default is none, llama3 is Llama 3.1's."
   )
-  rope_scaling_factor: float = Field(8.0, ge=1, description="llama3 RoPE: factor by which low frequencies are slowed.")
+  rope_scaling_factor: float = Field(
+    8.0, ge=1, description="rope_type=llama3: factor by which low frequencies are divided."
+  )
   rope_low_freq_factor: float = Field(
-    1.0, gt=0, description="llama3 RoPE: wavelengths above original length / this are fully scaled."
+    1.0,
+    gt=0,
+    description="rope_type=llama3: wavelengths longer than rope_original_max_position_embeddings / this factor are fully scaled.",
   )
   rope_high_freq_factor: float = Field(
-    4.0, gt=0, description="llama3 RoPE: wavelengths below original length / this are untouched."
+    4.0,
+    gt=0,
+    description="rope_type=llama3: wavelengths shorter than rope_original_max_position_embeddings / this factor are not scaled.",
   )
   rope_original_max_position_embeddings: Positive = Field(
-    8192, description="llama3 RoPE: sequence length of the original pre-training."
+    8192, description="rope_type=llama3: sequence length of the original pre-training, in tokens."
   )
   initializer_range: float = Field(
     0.02,
     gt=0,
-    description="Standard deviation of the embedding and of the matrices that read the residual stream; those that write to it are scaled by 1/sqrt(2 L) besides. A tied embedding has at most 2/D, an untied head 0.25/sqrt(D), so that the first loss is ln(V).",
+    description="Standard deviation of the initial embedding table and of matrices that read the residual stream. Matrices that write to it are also scaled by 1/sqrt(2 L). A tied embedding has at most 2/D and an untied head 0.25/sqrt(D), so that the first loss is ln(V).",
   )
   dtype: Literal["bfloat16", "float32"] = Field(
-    "bfloat16", description="Compute type of matmuls and activations; softmax, norms and loss are always float32."
+    "bfloat16",
+    description="Type in which matmuls and activations are computed. Softmax, norms and the loss are always float32.",
   )
   weight_dtype: Literal["float32", "bfloat16"] = Field(
     "float32",
-    description="Type in which matrices and tables are stored; scales of norms are float32. A bfloat16 weight does not see an update below 1/512 of itself.",
+    description="Type in which matrices and tables are stored. Scales of norms are float32. A bfloat16 weight does not change by updates smaller than 1/512 of its value.",
   )
-  matmul_precision: Literal["default", "high", "highest"] = Field("default", description="JAX matmul precision.")
+  matmul_precision: Literal["default", "high", "highest"] = Field("default", description="Precision of JAX matmuls.")
   quantization: Literal["", "int8", "fp8", "fp8_full"] = Field(
     "",
-    description="Matmuls of the layers' projections in 8 bits, forward and backward (qwix); fp8 is e4m3, fp8_full has e5m2 gradients. Weights stay in weight_dtype. Empty: none.",
+    description="Compute the matmuls of the layers in 8 bits, forward and backward (qwix). fp8 is e4m3; fp8_full also has e5m2 gradients. Weights are stored in weight_dtype. Empty: no quantization.",
   )
   attention: Literal["autoselected", "dot_product", "flash"] = Field(
     "autoselected",
-    description="flash is the platform's own flash kernel (TPU splash, GPU cuDNN, CPU blockwise); dot_product is plain XLA; autoselected takes flash where it can serve.",
+    description="flash is the flash kernel of the platform (TPU splash, GPU cuDNN, CPU blockwise). dot_product is plain XLA. autoselected is flash where the kernel supports the sizes, else dot_product.",
   )
   scan_layers: bool = Field(
-    True, description="Stack the layers and scan over them (compile time independent of depth)."
+    True, description="Stack the layers and scan over them. Compile time is then independent of the number of layers."
   )
-  scan_unroll: Positive = Field(1, description="Layers per iteration of the scan; must divide the number of layers.")
+  scan_unroll: Positive = Field(1, description="Layers per iteration of the scan. Must divide the number of layers.")
   remat_policy: RematPolicy = Field(
     RematPolicy.FULL,
-    description="Which activations of a layer are kept for the backward pass; the others are recomputed.",
+    description="Which activations of a layer are kept for the backward pass. The others are recomputed.",
   )
   decoder_layer_input: Remat = Field(
-    "device", description="remat_policy=custom: the layer's input; never recomputed, so only offload changes anything."
+    "device",
+    description="remat_policy=custom: the layer's input. It is always kept: on the device, or with offload on the host.",
   )
   query_proj: Remat = Field("remat", description="remat_policy=custom: queries.")
   key_proj: Remat = Field("remat", description="remat_policy=custom: keys.")
   value_proj: Remat = Field("remat", description="remat_policy=custom: values.")
   context: Remat = Field("remat", description="remat_policy=custom: attention output before the output projection.")
-  out_proj: Remat = Field("remat", description="remat_policy=custom: attention output projection.")
-  mlpwi_0: Remat = Field("remat", description="remat_policy=custom: feed-forward gate.")
-  mlpwi_1: Remat = Field("remat", description="remat_policy=custom: feed-forward up projection.")
-  mlpwo: Remat = Field("remat", description="remat_policy=custom: feed-forward down projection.")
+  out_proj: Remat = Field("remat", description="remat_policy=custom: output projection of attention.")
+  mlpwi_0: Remat = Field("remat", description="remat_policy=custom: gate projection of the feed-forward.")
+  mlpwi_1: Remat = Field("remat", description="remat_policy=custom: up projection of the feed-forward.")
+  mlpwo: Remat = Field("remat", description="remat_policy=custom: down projection of the feed-forward.")
 
   @property
   def _scales(self) -> tuple[int, int, int]:
-    """(heads and ffw, width, layers) multipliers of global_parameter_scale, doubled in turn as MaxText does."""
+    """Factors of (heads and feed-forward, width, layers) for global_parameter_scale, doubled in turn as MaxText does."""
     rounds, rest = divmod(self.global_parameter_scale.bit_length() - 1, 3)
     return 2 ** (rounds + (rest > 0)), 2 ** (rounds + (rest > 1)), 2**rounds
 
@@ -198,138 +215,149 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-  """Where examples come from. Batches are a pure function of (seed, step)."""
+  """The training and evaluation data. A batch is a pure function of (seed, step)."""
 
   dataset_type: Literal["synthetic", "text"] = Field(
-    "text", description="synthetic: random tokens; text: local files, tokenised once and cached."
+    "text", description="synthetic: random tokens. text: local files, tokenised once and cached."
   )
   dataset_path: str = Field(
     "",
-    description="dataset_type=text: a file or folder of .txt .md .py .jsonl; empty: the Python standard library's sources beside the interpreter.",
+    description="dataset_type=text: a file, or a folder of .txt .md .py .jsonl files. Empty: the sources of the Python standard library.",
   )
   eval_dataset_path: str = Field(
-    "", description="dataset_type=text: files for evaluation; empty: eval_fraction of the training text is held out."
+    "",
+    description="dataset_type=text: a file or folder for evaluation. Empty: hold out eval_fraction of the training text.",
   )
   eval_fraction: Fraction = Field(
     0.05,
-    description="About this share of the text is held out for evaluation when eval_dataset_path is empty: files, and parts of large files, spread evenly over the text.",
+    description="Share of the training text that is held out for evaluation if eval_dataset_path is empty: files, and parts of large files, spread evenly over the text.",
   )
   dataset_cache_directory: str = Field(
-    "~/.cache/trainer/data", description="Where tokenised corpora and trained tokenizers are kept."
+    "~/.cache/trainer/data", description="Folder for tokenised text and trained tokenizers."
   )
   tokenizer_type: Literal["byte", "bpe"] = Field(
     "byte",
-    description="byte: 256 bytes and specials; bpe: byte-level BPE, trained on the corpus unless tokenizer_path is given.",
+    description="byte: 256 bytes and special tokens. bpe: byte-level BPE, trained on the text unless tokenizer_path is set.",
   )
-  tokenizer_path: str = Field("", description="A tokenizers JSON file to use instead of training one.")
-  max_target_length: Positive = Field(1024, description="T: tokens of one training example.")
+  tokenizer_path: str = Field("", description="tokenizer_type=bpe: a tokenizers JSON file. Empty: train a tokenizer.")
+  max_target_length: Annotated[int, Field(ge=1, le=2**27)] = Field(
+    1024, description="T: tokens of one training example."
+  )
   per_device_batch_size: float = Field(
     1.0,
     gt=0,
     le=1_000_000,
-    description="Examples per device and micro-batch; times the devices of the full topology it must be whole.",
+    description="Examples per device in one micro-batch. Times the devices of the full topology it must be a whole number.",
   )
   data_shuffle_seed: int = Field(0, ge=-(2**63), le=2**64 - 1, description="Seed of the order of examples.")
-  reuse_example_batch: NonNegative = Field(
-    0, description="1: every step trains on the first batch (a speed or overfit test)."
+  reuse_example_batch: Annotated[int, Field(ge=0, le=1)] = Field(
+    0, description="1: train every step on the first batch, to test speed or overfitting."
   )
-  prefetch_buffer_size: NonNegative = Field(2, description="Batches prepared ahead of the step by a background thread.")
+  prefetch_buffer_size: Annotated[int, Field(ge=0, le=1000)] = Field(
+    2, description="Batches that a background thread prepares ahead of the step."
+  )
 
 
 class ParallelismSection(Section):
-  """The mesh. Axes: data, fsdp, tensor, context. dcn_*: across slices; ici_*: inside one. One -1 in each group is filled."""
+  """The device mesh. Its axes are data, fsdp, tensor and context. Each axis has a size across slices (dcn_*) and a size inside a slice (ici_*). One size of each group may be -1: it is computed from the number of devices."""
 
   dcn_data_parallelism: Parallelism = Field(-1, description="Replicas across slices.")
   dcn_fsdp_parallelism: Parallelism = Field(
-    1, description="Parameter sharding across slices (not with elastic_enabled: a slice must hold the whole state)."
+    1,
+    description="Sharding of parameters across slices. Must be 1 with elastic_enabled: every slice must hold the whole state.",
   )
   dcn_tensor_parallelism: Parallelism = Field(
-    1, description="Tensor parallelism across slices (not with elastic_enabled)."
+    1, description="Tensor parallelism across slices. Must be 1 with elastic_enabled."
   )
   dcn_context_parallelism: Parallelism = Field(
-    1, description="Sequence sharding across slices (not with elastic_enabled)."
+    1, description="Sharding of the sequence across slices. Must be 1 with elastic_enabled."
   )
   ici_data_parallelism: Parallelism = Field(1, description="Replicas inside a slice.")
-  ici_fsdp_parallelism: Parallelism = Field(-1, description="Parameter and batch sharding inside a slice.")
-  ici_tensor_parallelism: Parallelism = Field(1, description="Heads, ffw and vocabulary sharding inside a slice.")
-  ici_context_parallelism: Parallelism = Field(1, description="Sequence sharding inside a slice.")
+  ici_fsdp_parallelism: Parallelism = Field(-1, description="Sharding of parameters and batch inside a slice.")
+  ici_tensor_parallelism: Parallelism = Field(
+    1, description="Sharding of heads, feed-forward and vocabulary inside a slice."
+  )
+  ici_context_parallelism: Parallelism = Field(1, description="Sharding of the sequence inside a slice.")
   sharding_tolerance: Fraction = Field(
-    0.02, description="Largest share of parameters that may be left unsharded by accident."
+    0.02,
+    description="Largest share of the parameters that may be replicated on all devices of a slice. A larger share is an error.",
   )
 
 
 class OptimizerSection(Section):
-  """Optimizer, schedule and what guards a step."""
+  """Optimizer, learning-rate schedule and gradients."""
 
   opt_type: Literal["adamw", "adafactor", "muon", "sgd"] = Field(
-    "adamw", description="The optimizer of all parameters; muon takes adamw for embeddings, head and norms."
+    "adamw", description="Optimizer. muon uses adamw for embeddings, head and norms."
   )
   learning_rate: float = Field(3e-4, ge=0, description="Peak learning rate.")
   lr_schedule_type: Literal["cosine", "wsd", "constant"] = Field(
-    "cosine", description="Schedule after warm-up; wsd: warm-up, stable, decay."
+    "cosine", description="Learning-rate schedule after the warm-up. wsd: constant, then decay."
   )
   learning_rate_schedule_steps: int = Field(
-    -1, ge=-1, le=2**31 - 1, description="Length of the schedule in steps; -1: steps."
+    -1, ge=-1, le=2**31 - 1, description="Length of the schedule in steps. -1: the value of steps."
   )
-  warmup_steps_fraction: Fraction = Field(0.1, description="Share of the schedule that warms up linearly from 0.")
+  warmup_steps_fraction: Fraction = Field(
+    0.1, description="Share of the schedule in which the learning rate rises linearly from 0."
+  )
   learning_rate_final_fraction: Fraction = Field(
-    0.1, description="Learning rate at the end of the schedule, as a share of the peak."
+    0.1, description="Learning rate at the end of the schedule, as a share of learning_rate."
   )
   wsd_decay_steps_fraction: Fraction = Field(
-    0.1, description="lr_schedule_type=wsd: share of the schedule that decays at its end."
+    0.1, description="lr_schedule_type=wsd: share of the schedule, at its end, in which the learning rate decays."
   )
   wsd_decay_style: Literal["linear", "cosine"] = Field(
     "linear", description="lr_schedule_type=wsd: shape of the decay."
   )
-  adam_b1: Fraction = Field(
-    0.9, description="Decay of the first moment (adamw, muon's adamw part); momentum of muon and sgd."
-  )
-  adam_b2: Fraction = Field(0.95, description="Decay of the second moment.")
-  adam_eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
-  adam_weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay, for every optimizer.")
+  adam_b1: Fraction = Field(0.9, description="Decay rate of the first moment of adamw; momentum of muon and sgd.")
+  adam_b2: Fraction = Field(0.95, description="Decay rate of the second moment of adamw.")
+  adam_eps: float = Field(1e-8, gt=0, description="Added to the square root of the second moment.")
+  adam_weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay of every optimizer.")
   weight_decay_mask: Literal["matrices", "all"] = Field(
     "matrices",
-    description="What decays; matrices: all but norms, biases and embeddings (a tied head is the embedding).",
+    description="Weights that decay. matrices: all but norms, biases and embeddings (a tied head is an embedding).",
   )
   mu_dtype: Literal["", "float32", "bfloat16"] = Field(
-    "", description="Type of the first moment; empty: weight_dtype. The rest of the optimizer's state is float32."
+    "", description="Type of the first moment. Empty: weight_dtype. The rest of the optimizer's state is float32."
   )
-  gradient_clipping_threshold: float = Field(1.0, ge=0, description="Largest global gradient norm; 0: no clipping.")
+  gradient_clipping_threshold: float = Field(
+    1.0, ge=0, description="Largest global norm of the gradient. 0: no clipping."
+  )
   gradient_accumulation_steps: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
     1, description="Micro-batches per device and step on the full topology."
   )
-  z_loss_multiplier: float = Field(0.0, ge=0, description="Weight of the squared log-partition added to the loss.")
+  z_loss_multiplier: float = Field(0.0, ge=0, description="Weight of the squared log-partition function in the loss.")
   num_vocab_tiling: NonNegative = Field(
-    0, description="Chunks of the sequence in which logits and loss are computed; 0: chosen from the sizes."
+    0, description="Number of chunks of the sequence in which logits and loss are computed. 0: chosen automatically."
   )
   max_nonfinite_steps: NonNegative = Field(
-    10, description="Steps in a row with a non-finite loss or gradient that are skipped; one more stops the run."
+    10, description="Consecutive steps with a non-finite loss or gradient that are skipped. One more stops the run."
   )
 
 
 class CheckpointSection(Section):
-  """The persistent and the emergency tier."""
+  """Checkpoints: persistent (every checkpoint_period steps) and emergency (local, more frequent)."""
 
-  enable_checkpointing: bool = Field(True, description="Save and restore checkpoints under {run}/checkpoints.")
+  enable_checkpointing: bool = Field(True, description="Save checkpoints to {run}/checkpoints and restore them.")
   async_checkpointing: bool = Field(
-    True, description="Write in the background; the step waits only for the copy to the host."
+    True, description="Write checkpoints in the background. The step waits only for the copy to host memory."
   )
   checkpoint_period: Positive = Field(
-    1000, description="Steps between persistent checkpoints; one more is saved at the end."
+    1000, description="Steps between persistent checkpoints. The last step is always saved."
   )
-  max_num_checkpoints_to_keep: Positive = Field(3, description="Newest persistent checkpoints kept.")
+  max_num_checkpoints_to_keep: Positive = Field(3, description="Number of newest persistent checkpoints that are kept.")
   checkpoint_keep_period: NonNegative = Field(
-    0, description="Keep every checkpoint whose step is a multiple of this; 0: none."
+    0, description="Keep every checkpoint whose step is a multiple of this number. 0: keep none for this reason."
   )
   checkpoint_keep_best: NonNegative = Field(
-    0, description="Keep this many checkpoints of lowest evaluation loss; 0: none."
+    0, description="Number of checkpoints with the lowest evaluation loss that are kept. 0: keep none for this reason."
   )
   enable_single_replica_ckpt_restoring: bool = Field(
-    False, description="One replica reads a checkpoint and the others receive it over the network."
+    False, description="Only one replica reads a checkpoint, and the others receive it over the network."
   )
   enable_checkpoint_cloud_logger: bool = Field(
     False,
-    description="Structured records of save and restore timings: Cloud Logging where its library is installed, else a JSONL file in the run's folder.",
+    description="Write structured records of save and restore times: to Cloud Logging if its library is installed, else to a JSONL file in the run's folder.",
   )
   enable_autocheckpoint: bool = Field(
     True, description="On SIGTERM finish the step, save, commit, and exit with code 42."
@@ -337,141 +365,145 @@ class CheckpointSection(Section):
   autocheckpoint_grace_seconds: float = Field(
     25.0,
     gt=0,
-    description="Time from SIGTERM to the kill that the scheduler grants; so long a new start waits for the run's folder.",
+    le=1e9,
+    description="Seconds from SIGTERM to SIGKILL that the scheduler grants. A new start waits this long for the run's folder to be released.",
   )
   enable_emergency_checkpoint: bool = Field(
-    False, description="Frequent local saves, one replica per slice, in local_checkpoint_directory."
+    False, description="Save one replica per slice to local_checkpoint_directory every local_checkpoint_period steps."
   )
   local_checkpoint_directory: str = Field("", description="Fast local folder (ramdisk) for emergency checkpoints.")
   local_checkpoint_period: NonNegative = Field(0, description="Steps between emergency checkpoints.")
-  max_num_local_checkpoints_to_keep: Annotated[int, Field(ge=2)] = Field(
-    2, description="Emergency checkpoints kept; at least two, as the newest may be unfinished."
+  max_num_local_checkpoints_to_keep: Annotated[int, Field(ge=2, le=2**31 - 1)] = Field(
+    2, description="Number of emergency checkpoints that are kept, at least two: the newest may be incomplete."
   )
 
 
 class ElasticSection(Section):
-  """What happens when a slice is lost or returns."""
+  """Recovery when a slice is lost, and growth when it returns."""
 
-  elastic_enabled: bool = Field(False, description="Survive the loss of slices inside the process.")
+  elastic_enabled: bool = Field(False, description="Continue training in the same process when slices are lost.")
   elastic_timeout_seconds: float = Field(
-    300.0, gt=0, le=1e9, description="Longest wait for the slices that an attempt needs."
+    300.0, gt=0, le=1e9, description="Longest wait for the slices that training needs, in seconds."
   )
   elastic_max_retries: Positive = Field(
-    10, description="Attempts without progress before giving up, the first included."
+    10, description="Attempts without progress before the run gives up, including the first attempt."
   )
   elastic_min_slice_count: int = Field(
-    -1, ge=-1, description="Fewest slices to go on with; -1: all of them (wait for the replacement)."
+    -1,
+    ge=-1,
+    le=1_000_000,
+    description="Number of slices that training needs. -1: all slices (wait for the replacement).",
   )
   elastic_backup_kind: Literal["snapshot", "checkpoint"] = Field(
-    "snapshot", description="What a recovery restores from first: a copy in host memory, or the checkpoint tiers."
+    "snapshot", description="First source of a recovery: a copy in host memory (snapshot), or the checkpoints."
   )
   elastic_retry_reset_steps: Positive = Field(
-    10, description="Good steps after which the count of attempts starts anew."
+    10, description="Completed steps after which the count of attempts is reset."
   )
   elastic_min_resize_interval_seconds: float = Field(
-    30.0, ge=0, le=1e9, description="Least time between the last resize and a scale-up, against a flapping slice."
+    30.0,
+    ge=0,
+    le=1e9,
+    description="Shortest time between the last resize and growing again, in seconds. It limits the cost of a slice that comes and goes.",
   )
   elastic_poll_seconds: float = Field(
-    10.0, gt=0, le=1e9, description="Time between looks for returned slices on a real cluster."
+    10.0, gt=0, le=1e9, description="Seconds between checks for returned slices on a real cluster."
   )
   elastic_backoff_seconds: float = Field(
     1.0,
     ge=0,
     le=1e9,
-    description="First pause before another attempt after one without progress; doubles each time, at most 60.",
+    description="Seconds before another attempt when the last one made no progress. Doubles each time, up to 60.",
   )
   elastic_hang_check_seconds: float = Field(
     60.0,
     ge=0,
     le=1e9,
-    description="Time after which a step that has not finished makes us check the slices' health, and again each such time; 0: never.",
+    description="Check the health of the slices when a step takes longer than this number of seconds, and again at this interval. 0: never.",
   )
   snapshot_period: NonNegative = Field(
     0,
-    description="Steps between snapshots; 0: chosen so that they cost at most snapshot_max_overhead of the step time.",
-  )
-  snapshot_max_overhead: Fraction = Field(
-    0.01, description="Largest share of step time that chosen snapshots may cost."
+    description="Steps between snapshots. 0: chosen so that snapshots cost at most 1 % of the step time.",
   )
   fault_injection: str = Field(
     "",
-    description="Faults to rehearse: 'slice_down@12:1, slice_up@30:1, hang@40:2, ckpt_kill@50' or 'random:seed=1,rate=0.05'; docs/elastic.md has the whole grammar.",
+    description="Faults to rehearse: 'slice_down@12:1, slice_up@30:1, hang@40:2, ckpt_kill@50' or 'random:seed=1,rate=0.05'. docs/elastic.md describes the grammar.",
   )
 
 
 class ClusterSection(Section):
-  """Who the slices are."""
+  """The slices and their devices."""
 
   cluster: Literal["auto", "simulated", "pathways", "multiprocess"] = Field(
     "auto",
-    description="auto: pathways under JAX_PLATFORMS=proxy, else simulated (slices are groups of this JAX world's devices).",
+    description="Where the slices come from. auto: pathways if JAX_PLATFORMS=proxy, else simulated (slices are groups of the devices of this process).",
   )
-  num_slices: Devices = Field(0, description="Slices; 0: as many as the devices report. On a CPU 0 means 1.")
+  num_slices: Devices = Field(0, description="Number of slices. 0: as many as the devices report; on a CPU 1.")
   devices_per_slice: Devices = Field(
-    0, description="On a CPU: forced host devices per slice; 0: 1, or what XLA_FLAGS already forces."
+    0, description="On a CPU: host devices per slice. 0: 1, or the number that XLA_FLAGS sets."
   )
   enable_single_controller: bool = Field(
     False, description="One process controls all slices (Pathways, or one machine)."
   )
-  jax_distributed_heartbeat_timeout_seconds: Positive = Field(
-    100, description="Several processes: how long a silent one is believed alive."
+  jax_distributed_heartbeat_timeout_seconds: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+    100, description="Several processes: seconds without a sign of life after which a process is considered dead."
   )
 
 
 class ObserveSection(Section):
-  """What is printed and recorded."""
+  """Logs, metrics, evaluation, profiles and the sample."""
 
   log_period: Positive = Field(
-    1, description="Steps between printed lines; with gcs_metrics also the steps of one metrics object."
+    1, description="Steps between printed lines. With gcs_metrics also the number of steps in one metrics object."
   )
   enable_tensorboard: bool = Field(True, description="Write TensorBoard event files to {run}/tensorboard.")
   gcs_metrics: bool = Field(
     False,
-    description="Also write one immutable metrics object per log_period under {run}/metrics (object stores cannot append).",
+    description="Also write one metrics object per log_period to {run}/metrics, for object stores, which cannot append to files.",
   )
   enable_pathways_goodput: bool = Field(
-    False, description="Print the run's goodput and write goodput.json at the end; its buckets sum to 100 %."
+    False, description="At the end print the goodput of the run and write goodput.json. Its categories sum to 100 %."
   )
   enable_report: bool = Field(True, description="Write report.html and loss.png at the end.")
   profiler: Literal["", "xplane"] = Field("", description="Record a profile to {run}/profile.")
-  skip_first_n_steps_for_profiler: NonNegative = Field(1, description="Steps of an attempt before the profile begins.")
+  skip_first_n_steps_for_profiler: NonNegative = Field(1, description="Steps of an attempt before the profile starts.")
   profiler_steps: Positive = Field(5, description="Steps in the profile.")
   watchdog_timeout_seconds: float = Field(
     0.0,
     ge=0,
-    description="Time without a completed step after which stacks are dumped and the process aborts with 134 (10 times "
-    "as long in a start, an evaluation or a save); 0: off.",
+    le=1e9,
+    description="Seconds without a completed step after which all stacks are printed and the process ends with exit code 134; 10 times as long for a start, an evaluation or a save. 0: never.",
   )
   eval_interval: int = Field(
-    -1, ge=-1, description="Steps between evaluations; -1: only at the end when there is evaluation data."
+    -1, ge=-1, le=2**31 - 1, description="Steps between evaluations. -1: only at the end, if there is evaluation data."
   )
-  eval_steps: NonNegative = Field(8, description="Batches per evaluation; 0: no evaluation.")
-  sample_prompt: str = Field("", description="Text that the trained model continues at the end; empty: no sample.")
-  sample_tokens: Positive = Field(64, description="Tokens of the sample.")
+  eval_steps: NonNegative = Field(8, description="Batches per evaluation. 0: no evaluation.")
+  sample_prompt: str = Field("", description="Text that the trained model continues at the end. Empty: no sample.")
+  sample_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = Field(64, description="Number of tokens of the sample.")
 
 
 class PreflightSection(Section):
-  """trainer.tools.preflight only."""
+  """Keys that only python -m trainer.tools.preflight reads."""
 
   compile_topology: str = Field(
     "",
-    description="TPU slice to compile for without having it: v5e-16, v5p-64, ... (MaxText's names; v5e and v6e count chips, v4, v5p and 7x count cores) or a jax topology name such as v5e:4x4.",
+    description="TPU slice to compile for; no TPU is needed. MaxText's names such as v5e-16 or v5p-64 (v5e and v6e count chips; v4, v5p and 7x count cores), or a JAX topology name such as v5e:4x4.",
   )
   compile_topology_num_slices: Positive = Field(
-    1, le=511, description="Slices of compile_topology; the TPU compiler knows no more than 511."
+    1, le=511, description="Number of slices of compile_topology, at most 511: the limit of the TPU compiler."
   )
   preflight_search: bool = Field(
     False,
-    description="Also try remat policies and batch sizes and suggest the fastest that fits (preflight.search=true).",
+    description="Also try remat policies and batch sizes, and suggest the fastest that fits in memory (preflight.search=true).",
   )
   preflight_degraded: DegradedStep = Field(
     DegradedStep.QUICK,
-    description="How to compile the step of one slice less, which runs when a slice is lost (preflight.degraded=full): quick, for TPUs with little optimization, which is enough where it fits even so; full, as it runs; none.",
+    description="How to compile the step that runs when one slice is lost (preflight.degraded=full). quick: with little optimization, enough if the result fits in memory. full: as it runs. none: do not compile it.",
   )
 
 
 class Config(Section):
-  """The resolved configuration: one attribute per section, `flat()` for all keys."""
+  """The resolved configuration: one attribute per section, and `flat()` for all keys."""
 
   run: RunSection = RunSection()
   model: ModelSection = ModelSection()

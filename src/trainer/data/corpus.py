@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from trainer import text_files
+from trainer.config import rules
+from trainer.config.errors import require
 from trainer.text_files import SUFFIXES
 
 # Folders of the standard library's sources that are not Python code to learn from: installed packages, tests with text
@@ -72,8 +74,7 @@ def hold_out(pieces: Sequence[Piece], fraction: float) -> tuple[list[Piece], lis
   """
   if fraction == 0:
     return list(pieces), []
-  if fraction == 1:
-    raise ValueError("eval_fraction=1 leaves no text to train on. Set it below 1.")
+  require(rules.training_text(fraction))
   smaller_side = sum(piece.size for piece in pieces) * min(fraction, 1 - fraction)
   limit = max(1, int(smaller_side / _UNITS))
   units = [unit for piece in pieces for unit in _cut(piece, limit)]

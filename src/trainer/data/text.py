@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainer.config import rules
+from trainer.config.errors import require
 from trainer.data import cache, corpus, store, windows
 from trainer.data.batch import Example, empty_example
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_bpe, train_bpe
@@ -177,8 +179,7 @@ def _tokenizer(
 ) -> Tokenizer:
   """The configured tokenizer. Trains a BPE on `pieces` if no file is given and the cache does not have it."""
   if cfg.tokenizer_type == "byte":
-    if cfg.tokenizer_path:
-      raise ValueError(f"tokenizer_path={cfg.tokenizer_path} needs tokenizer_type=bpe, not byte.")
+    require(rules.tokenizer(cfg))
     return ByteTokenizer()
   if cfg.tokenizer_path:
     return load_bpe(cfg.tokenizer_path)

@@ -23,6 +23,8 @@ from trainer.elastic.recovery import RecoveryLog
 from trainer.observe.events import EventLog, read_events
 from trainer.observe.log import Log
 
+_SNAPSHOT_OVERHEAD = 0.01  # largest share of the step time that snapshots may cost
+
 # attempt(elastic, view, survivors): survivors are the slices whose host memory has outlived the previous attempt.
 Attempt = Callable[[ElasticRun, View, frozenset[int]], Outcome]
 
@@ -60,7 +62,7 @@ def elastic_retry(
     _injector(cluster, faults, events, clock),
     RetryPolicy(cfg.elastic_max_retries, cfg.elastic_retry_reset_steps, cfg.elastic_backoff_seconds),
     ResizePolicy(cfg.elastic_min_resize_interval_seconds, clock),
-    SnapshotPolicy(cfg.snapshot_period, cfg.snapshot_max_overhead, job.state_bytes),
+    SnapshotPolicy(cfg.snapshot_period, _SNAPSHOT_OVERHEAD, job.state_bytes),
     RecoveryLog(events, log, programs.counter, job.tokens_per_step, clock),
     clock,
   )

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from trainer.config import rules
+from trainer.config.errors import require
 from trainer.kernels import attention_cpu, attention_shard
 from trainer.kernels.attention_xla import dot_product
 
@@ -115,13 +117,8 @@ def choose(
   reason in `.reason`.
   """
   shape = Shape(platform, mesh, head_dim, seq_len, num_q_heads, num_kv_heads, jnp.dtype(dtype), precision)
-  if num_q_heads % num_kv_heads:
-    raise ValueError(f"base_num_query_heads={num_q_heads} must be a multiple of base_num_kv_heads={num_kv_heads}.")
-  if num_kv_heads % shape.axis("tensor"):
-    raise ValueError(
-      f"base_num_kv_heads={num_kv_heads} does not divide by the tensor parallelism {shape.axis('tensor')}. Set "
-      "ici_tensor_parallelism to a divisor."
-    )
+  require(rules.heads_share(num_q_heads, num_kv_heads))
+  require(rules.splits("base_num_kv_heads", num_kv_heads, "tensor", shape.axis("tensor")))
   if platform not in IMPLEMENTATIONS:
     raise ValueError(f"Attention supports the platforms {', '.join(IMPLEMENTATIONS)}, not '{platform}'.")
   if name == "dot_product":

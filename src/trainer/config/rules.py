@@ -1,0 +1,89 @@
+"""Rules that the configuration is checked against, and a component again with its real sizes.
+
+Each function yields one message per broken rule: value, rule, remedy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from trainer.config.errors import counted
+from trainer.config.schema import CheckpointSection, DataSection, ParallelismSection
+
+AXES = ("data", "fsdp", "tensor", "context")
+
+
+def group_sizes(parallelism: ParallelismSection, group: str) -> dict[str, int]:
+  """The four sizes of a group ("dcn": across slices, "ici": inside one) by key; -1 means "fill"."""
+  return {f"{group}_{axis}_parallelism": getattr(parallelism, f"{group}_{axis}_parallelism") for axis in AXES}
+
+
+def group_fits(sizes: dict[str, int], group: str, total: int) -> Iterator[str]:
+  """The sizes of a group multiply to `total` slices or devices per slice; total=0 is not known yet."""
+  zeros = [name for name, size in sizes.items() if size == 0]
+  filled = [name for name, size in sizes.items() if size == -1]
+  for name in zeros:
+    yield f"{name}=0: must be a positive size, or -1 to fill.\nUse 1 for an unused axis."
+  if len(filled) > 1:
+    yield f"{' and '.join(filled)} are -1: only one size of a group can be filled.\nSet the others."
+  if zeros or len(filled) > 1 or total == 0:
+    return
+  product = math.prod(size for size in sizes.values() if size > 0)
+  if total == product or (filled and total % product == 0):
+    return
+  written = " x ".join(f"{name}={size}" for name, size in sizes.items() if size not in (1, -1))
+  there = counted(total, "slice") if group == "dcn" else f"{counted(total, 'device')} per slice"
+  yield (
+    f"{written or f'every {group}_* size is 1'}: the product {product} must {'divide' if filled else 'equal'} the "
+    f"{there}.\nChange the sizes, or set one to -1 to fill."
+  )
+
+
+def heads_share(num_query_heads: int, num_kv_heads: int) -> Iterator[str]:
+  """Every key/value head serves the same number of query heads."""
+  if num_query_heads % num_kv_heads:
+    yield (
+      f"base_num_query_heads={num_query_heads}, base_num_kv_heads={num_kv_heads}: the number of query heads must be a "
+      "multiple of the number of key/value heads.\nChange one of them."
+    )
+
+
+def splits(name: str, size: int, axis: str, ways: int) -> Iterator[str]:
+  """`size`, the value of the key `name`, splits over the `ways` of a mesh axis."""
+  if size % ways:
+    yield (
+      f"{name}={size}: does not split over the {ways} ways of the {axis} axis.\n"
+      f"Choose ici_{axis}_parallelism and dcn_{axis}_parallelism so that the axis divides {size}."
+    )
+
+
+def emergency_tier(checkpoint: CheckpointSection) -> Iterator[str]:
+  """The emergency tier has a local folder and a period."""
+  missing = {
+    "local_checkpoint_directory, a ramdisk or local disk": checkpoint.local_checkpoint_directory,
+    "local_checkpoint_period above 0, the steps between local saves": checkpoint.local_checkpoint_period,
+  }
+  for needed, present in missing.items():
+    if not present:
+      yield f"enable_emergency_checkpoint=true: needs {needed}.\nSet it, or set enable_emergency_checkpoint=false."
+  if "://" in checkpoint.local_checkpoint_directory:
+    yield (
+      f"local_checkpoint_directory={checkpoint.local_checkpoint_directory}: must be a folder of this machine.\n"
+      "Give a ramdisk or local disk. For an object store use base_output_directory."
+    )
+
+
+def tokenizer(data: DataSection) -> Iterator[str]:
+  """A tokenizer file is read only by the tokenizer type that can read it."""
+  if data.tokenizer_path and data.tokenizer_type != "bpe":
+    yield (
+      f"tokenizer_path={data.tokenizer_path}: has no effect with tokenizer_type={data.tokenizer_type}.\n"
+      "Use tokenizer_type=bpe, or remove tokenizer_path."
+    )
+
+
+def training_text(eval_fraction: float) -> Iterator[str]:
+  """Some text is left to train on."""
+  if eval_fraction == 1:
+    yield "eval_fraction=1: leaves nothing to train on.\nUse a share below 1, such as 0.05."

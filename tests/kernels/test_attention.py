@@ -182,7 +182,7 @@ def test_unsupported_inputs_are_refused_with_a_remedy():
     choose("flash", "tpu", seq_len=200)
   with pytest.raises(ValueError, match="ici_tensor_parallelism"):
     choose("flash", mesh=mesh_of(1, 1, 4, 1), num_kv_heads=2)
-  with pytest.raises(ValueError, match="multiple of base_num_kv_heads"):
+  with pytest.raises(ValueError, match="must be a multiple of the number of key/value heads"):
     choose("flash", num_kv_heads=3)
   with pytest.raises(ValueError, match="not 'npu'"):
     choose("flash", platform="npu")

@@ -29,7 +29,7 @@ from trainer.observe.metrics import Metrics
 from trainer.observe.progress import Progress
 from trainer.observe.watchdog import Watchdog
 from trainer.program import Program
-from trainer.report import goodput
+from trainer.report import finish
 from trainer.run_data import RunData
 from trainer.signals import Signals
 from trainer.world import World
@@ -89,12 +89,11 @@ class Session:
       record.close()
     if not self.world.is_primary:
       return
-    if config.observe.enable_pathways_goodput:
-      goodput.write_or_warn(config.run_directory, self.log)
-    if code == 0 and config.observe.enable_report:
-      from trainer.report import page  # matplotlib: seconds to import
-
-      page.write_or_warn(config.run_directory, self.log)
+    with_page = code == 0 and config.observe.enable_report
+    if config.observe.enable_pathways_goodput or with_page:
+      finish.write_or_warn(
+        config.run_directory, self.log, with_goodput=config.observe.enable_pathways_goodput, with_page=with_page
+      )
 
 
 @contextlib.contextmanager

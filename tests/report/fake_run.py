@@ -13,7 +13,8 @@ class FakeRun:
   """One process of a run."""
 
   def __init__(self, path, *, wall: float = 1.8e9, slices: int = 3, steps: int = 60, quiet: bool = True, **start):
-    self.path, self.now, self.steps, self.slices = str(path), 100.0, steps, slices
+    self.path, self.now, self.steps = str(path), 100.0, steps
+    self.alive = set(range(slices))
     self.down = 0
     self.wall = wall - self.now
     self.log = log.get(self.path)
@@ -29,7 +30,11 @@ class FakeRun:
     self.events.emit("run_start", **(facts | start))
     self.after(3.0, "compile", seconds=2.5, what="train_step", compilations=1)
     self.after(0.2, "init_done", seconds=3.2)
-    self.events.emit("attempt_start", attempt=1, step=0, slices=list(range(slices)))
+    self.events.emit("attempt_start", attempt=1, step=0, slices=sorted(self.alive))
+
+  @property
+  def slices(self) -> int:
+    return len(self.alive)
 
   def after(self, pause: float, kind: str, /, **fields) -> None:
     self.now += pause
@@ -61,17 +66,18 @@ class FakeRun:
       self.after(0.01, "checkpoint_saved", step=step, tier="persistent", blocking_seconds=0.01, seconds=0.01)
       self.metrics.write_eval(step, self.loss(step) + 0.1)
 
-  def lose(self, slice_id: int, step: int, *, resume: int) -> None:
+  def lose(self, slice_id: int, step: int, *, resume: int, outage: float = 0.0) -> None:
     """Slice lost after `step`; training goes on with the others from step `resume`."""
     self.down += 1
-    self.slices -= 1
-    self.after(0.2, "slice_down", slice=slice_id, step=step, slices=[], detect_seconds=0.2)
+    self.alive.remove(slice_id)
+    self.after(0.2, "slice_down", slice=[slice_id], step=step, slices=sorted(self.alive), detect_seconds=0.2)
+    self.now += outage
     self.after(0.1, "restore", tier="snapshot", step=resume - 1, seconds=0.1)
     self._recovered("slice_down", slice_id, step, resume, tier="snapshot")
 
   def gain(self, slice_id: int, step: int) -> None:
-    self.slices += 1
-    self.after(0.05, "slice_up", slice=slice_id, step=step, slices=[])
+    self.alive.add(slice_id)
+    self.after(0.05, "slice_up", slice=[slice_id], step=step, slices=sorted(self.alive))
     self.after(0.1, "restore", tier="snapshot", step=step, seconds=0.1)
     self._recovered("slice_up", slice_id, step, step + 1, tier="snapshot")
 

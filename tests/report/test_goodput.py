@@ -7,7 +7,7 @@ import pytest
 
 from trainer.config.schema import ObserveSection
 from trainer.observe import events, log, metrics
-from trainer.report import goodput
+from trainer.report import goodput, history
 
 
 class Life:
@@ -31,8 +31,12 @@ class Life:
     )
 
 
+def compute(path) -> dict:
+  return goodput.compute(history.load(str(path)))
+
+
 def seconds(path) -> dict[str, float]:
-  result = goodput.compute(str(path))
+  result = compute(path)
   assert sum(round(1e6 * s) for s in result["seconds"].values()) == round(1e6 * result["wall_seconds"])
   assert sum(round(100 * p) for p in result["percent"].values()) == 10000
   return {name: value for name, value in result["seconds"].items() if value}
@@ -110,7 +114,7 @@ def test_an_elastic_rewind(tmp_path):
     life.step(step, slices=2)
   life.after(0, "run_end", exit=0)
   assert seconds(tmp_path) == {"steps": 5.0, "steps_lost": 1.75, "wait_slices": 2.0, "restore": 0.5}
-  result = goodput.compute(str(tmp_path))
+  result = compute(tmp_path)
   assert (result["steps"], result["steps_lost"], result["attempts"], result["processes"]) == (5, 1, 2, 1)
   assert result["slice_percent"] == round(100 * (3 * 3 + 2 * 2) / 15, 2)
   assert result["goodput_percent"] == pytest.approx(100 * 5 / 9.25, abs=0.01)
@@ -127,7 +131,7 @@ def test_a_restart_of_the_process(tmp_path):
   for step in range(8, 12):
     second.step(step)
   assert seconds(tmp_path) == {"steps": 12.0, "steps_lost": 2.0, "down": 20.0, "init": 2.0, "restore": 1.0}
-  assert goodput.compute(str(tmp_path))["processes"] == 2
+  assert compute(tmp_path)["processes"] == 2
 
 
 def test_a_wall_clock_that_is_set_back_does_not_make_lives_overlap(tmp_path):
@@ -169,14 +173,16 @@ def test_write_leaves_a_file_and_a_line(tmp_path, capsys):
   life.after(0, "run_start")
   life.step(0, seconds=62)
   life.after(20.67, "run_end", exit=0)
-  result = goodput.write(str(tmp_path), log.get(None))
+  run = history.load(str(tmp_path))
+  result = goodput.compute(run)
+  goodput.write(run, result, log.get(None))
   assert json.loads((tmp_path / "goodput.json").read_text()) == result
   assert capsys.readouterr().out == "goodput: 75.00% of 0:01:23 (other 25.00%), steps lost: 0\n"
 
 
 def test_a_directory_without_a_run_is_an_error(tmp_path):
-  with pytest.raises(ValueError, match="not the directory of a run"):
-    goodput.compute(str(tmp_path))
+  with pytest.raises(ValueError, match="is not the folder of a run"):
+    compute(tmp_path)
 
 
 def test_a_refused_process_is_no_part_of_the_run(tmp_path):
@@ -186,11 +192,11 @@ def test_a_refused_process_is_no_part_of_the_run(tmp_path):
   life.after(1, "init_done", seconds=1)
   life.step(1)
   life.after(1, "run_end", exit=0)
-  before = goodput.compute(str(tmp_path))
+  before = compute(tmp_path)
   refused = Life(tmp_path, wall=9000.0)
   refused.after(0, "run_start", num_slices=9)
   refused.after(1, "run_end", exit=2)
-  assert goodput.compute(str(tmp_path)) == before
+  assert compute(tmp_path) == before
   assert before["slice_percent"] == 100.0 and before["processes"] == 1
 
 
@@ -198,4 +204,4 @@ def test_a_refused_process_alone_is_all_that_is_known(tmp_path):
   life = Life(tmp_path, wall=1000.0)
   life.after(0, "run_start", num_slices=3)
   life.after(2, "run_end", exit=2)
-  assert goodput.compute(str(tmp_path))["wall_seconds"] == 2
+  assert compute(tmp_path)["wall_seconds"] == 2

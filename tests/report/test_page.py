@@ -6,6 +6,7 @@ import re
 import struct
 import subprocess
 import sys
+import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tests.report import fake_run
 from tests.support import guide_awk
 
 from trainer.observe import log
-from trainer.report import history, page
+from trainer.report import compare, finish, goodput, history, page
 from trainer.tools import report as tool
 
 
@@ -22,13 +23,14 @@ class Page(html.parser.HTMLParser):
 
   def __init__(self, text: str):
     super().__init__()
-    self.open, self.loads, self.text = [], [], ""
+    self.open, self.loads, self.media, self.text = [], [], [], ""
     self.feed(text)
     assert self.open == []
 
   def handle_starttag(self, tag, attrs):
     self.loads += [value for name, value in attrs if name in ("src", "href", "srcset", "data")]
-    if tag not in ("meta", "img"):
+    self.media += [dict(attrs)] if tag in ("meta", "source") else []
+    if tag not in ("meta", "img", "source"):
       self.open.append(tag)
 
   def handle_endtag(self, tag):
@@ -43,30 +45,106 @@ def png_size(data: bytes) -> tuple[int, int]:
   return struct.unpack(">II", data[16:24])
 
 
+def report(path) -> str:
+  """Writes the report of a run and returns the page."""
+  run = history.load(str(path))
+  return Path(page.write(run, goodput.compute(run))).read_text()
+
+
 def test_the_report_stands_alone_and_says_what_happened(tmp_path):
   fake_run.elastic_run(tmp_path / "demo", config={"learning_rate": 0.001, "fault_injection": "slice_down@12:1 <x>"})
-  path = page.write(str(tmp_path / "demo"))
-  text = Path(path).read_text()
+  text = report(tmp_path / "demo")
   shown = Page(text)
-  assert len(shown.loads) == 4 and all(load.startswith("data:image/png;base64,") for load in shown.loads)
   assert "http" not in text and "<script" not in text
-  for load in shown.loads:
-    width, height = png_size(base64.b64decode(load.split(",")[1]))
-    assert width == 1440 and 150 < height < 1600
-  for fact in ("60 of 60", "3.2 million parameters", "slice_down", "slice_up", "snapshot", "ended with exit code 0"):
+  for fact in ("60 of 60", "3.2 million parameters", "slice_down", "slice_up", "snapshot", "Complete (exit code 0)."):
     assert fact in shown.text
+  assert "2 recoveries" in shown.text and "2 keys" in shown.text
   assert "fault_injection" in shown.text and "slice_down@12:1 <x>" in shown.text
   assert "return <b>None</b>  # \u00e9" in shown.text  # the sample is text, not markup
   assert png_size((tmp_path / "demo" / "loss.png").read_bytes())[0] == 1440
 
 
+def test_pictures_follow_the_width_of_the_screen_and_the_choice_of_light_or_dark(tmp_path):
+  fake_run.elastic_run(tmp_path / "demo")
+  text = report(tmp_path / "demo")
+  shown = Page(text)
+  assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in shown.media
+  assert "@media (prefers-color-scheme: dark)" in text
+  assert len(shown.loads) == 6  # three pictures in two widths
+  widths = []
+  for load in shown.loads:
+    kind, data = load.split(",")
+    assert kind == "data:image/svg+xml;base64"
+    picture = base64.b64decode(data).decode()
+    widths.append(float(xml.etree.ElementTree.fromstring(picture).get("width").removesuffix("pt")))
+    assert "prefers-color-scheme:dark" in picture and "var(--c0)" in picture and "<script" not in picture
+    rest = picture.replace(re.search("<style>svg.*?</style>", picture)[0], "")
+    assert "#ffffff" not in rest  # nothing is white on a dark page
+  narrow, wide = widths[::2], widths[1::2]  # <source> stands before <img>
+  assert max(narrow) < 350 < 700 < min(wide)
+  assert sum(attrs.get("media") == "(max-width: 640px)" for attrs in shown.media) == 3
+
+
+def test_the_start_of_the_run_is_described(tmp_path):
+  fake_run.plain_run(
+    tmp_path / "a",
+    steps=3,
+    git_commit="0123abc-dirty",
+    command="python -m trainer x.yml 'name=a <b>'",
+    host="node-7",
+    versions={"jax": "0.10.2", "orbax-checkpoint": "0.12.8"},
+    data={"dataset": "text in /books", "tokens": 1234567, "epochs": 0.25, "tokenizer": {"type": "bpe", "size": 512}},
+  )
+  shown = Page(report(tmp_path / "a")).text
+  for fact in ("0123abc-dirty", "python -m trainer x.yml 'name=a <b>'", "node-7", "Version of jax", "0.10.2"):
+    assert fact in shown
+  for fact in ("text in /books", "1,234,567", "0.25", "type: bpe, size: 512"):
+    assert fact in shown
+
+
+@pytest.mark.parametrize(
+  ("value", "name", "shown"),
+  [
+    (6.128999984866823e-06, "restore_seconds", "< 0.001"),
+    (6.128999984866823e-06, "loss", "6.129e-06"),
+    (0.0, "wait_seconds", "0"),
+    (1234.5678, "seconds", "1,234.568"),
+    (5.123456789, "loss", "5.123"),
+    (1234567.8, "x", "1,234,568"),
+    (73728, "tokens_lost", "73,728"),
+    (float("nan"), "loss", "nan"),
+    ([0, 2], "slice", "0, 2"),
+    (True, "cached", "True"),
+    (None, "x", ""),
+  ],
+)
+def test_numbers_are_short(value, name, shown):
+  assert page._cell(value, name) == shown
+
+
+@pytest.mark.parametrize(
+  ("number", "shown"),
+  [(960, "960"), (45_678, "45.7 thousand"), (999_999, "1.0 million"), (3_212_000, "3.2 million"), (8e9, "8.0 billion")],
+)
+def test_small_models_have_parameters_too(number, shown):
+  assert page._magnitude(number) == shown
+
+
+def test_one_of_a_thing_is_no_plural(tmp_path):
+  run = fake_run.FakeRun(tmp_path / "one", slices=1, devices=1, config={"steps": 1})
+  run.step(1)
+  run.close()
+  shown = Page(report(tmp_path / "one")).text
+  assert "1 device (cpu) in 1 slice." in shown and "1 key " in shown
+
+
 def test_the_history_of_an_elastic_run(tmp_path):
   fake_run.elastic_run(tmp_path / "demo")
   run = history.load(str(tmp_path / "demo"))
-  assert [record["step"] for record in run.steps] == list(range(1, 61))
-  assert [record["step"] for record in run.lost] == [12]
-  assert [record["slices"] for record in run.steps] == [3] * 11 + [2] * 19 + [3] * 30
-  assert [record["step"] for record in run.evals] == [20, 40, 60]
+  assert run.steps["step"].tolist() == list(range(1, 61))
+  assert run.lost["step"].tolist() == [12]
+  assert run.steps["slices"].tolist() == [3] * 11 + [2] * 19 + [3] * 30
+  assert run.evals["step"].tolist() == [20, 40, 60]
   speeds = run.tokens_per_second()
   assert speeds[0] == pytest.approx(6144 / 0.35) and speeds[20] == pytest.approx(6144 / 0.35 * 2 / 3)
 
@@ -75,40 +153,69 @@ def test_a_run_that_is_still_going_on_and_knows_little(tmp_path):
   run = fake_run.FakeRun(tmp_path / "young", slices=1, vocab_size=None, unigram_entropy=None, config=None)
   run.step(1)
   run.close()
-  shown = Page(Path(page.write(str(tmp_path / "young"))).read_text())
-  assert "not ended" in shown.text and "Not recorded." in shown.text
-  assert "Recoveries" not in shown.text and "Sample" not in shown.text
+  shown = Page(report(tmp_path / "young"))
+  assert "Not ended" in shown.text and "Not recorded." in shown.text
+  assert "recover" not in shown.text and "Sample" not in shown.text
+
+
+def test_the_end_is_the_newest_processs(tmp_path):
+  first = fake_run.FakeRun(tmp_path / "a", steps=4, slices=1)
+  first.step(1)
+  first.end(42, step=1)
+  second = fake_run.FakeRun(tmp_path / "a", steps=4, slices=1, wall=1.8e9 + 100)
+  second.step(2)
+  second.close()
+  assert "Not ended" in report(tmp_path / "a")
+
+
+def test_the_end_of_a_run_reads_its_files_once(tmp_path, monkeypatch, capsys):
+  fake_run.plain_run(tmp_path / "a", steps=3)
+  read = []
+  monkeypatch.setattr(history, "load", lambda directory, load=history.load: read.append(directory) or load(directory))
+  finish.write_or_warn(str(tmp_path / "a"), log.get(None), with_goodput=True, with_page=True)
+  goodput_line, report_line = capsys.readouterr().out.splitlines()
+  assert goodput_line.startswith("goodput: ") and report_line == f"Report: {tmp_path}/a/report.html"
+  assert len(read) == 1
 
 
 def test_a_report_that_fails_is_a_warning(tmp_path, monkeypatch, capsys):
   fake_run.plain_run(tmp_path / "a", steps=3)
-  page.write_or_warn(str(tmp_path / "a"), log.get(None))
-  assert capsys.readouterr().out == f"Report: {tmp_path}/a/report.html\n"
+  for name in ("plots", "style"):
+    monkeypatch.delitem(sys.modules, f"trainer.report.{name}", raising=False)
+    monkeypatch.delattr(f"trainer.report.{name}", raising=False)
   monkeypatch.setitem(sys.modules, "matplotlib", None)
-  monkeypatch.delitem(sys.modules, "trainer.report.plots")
-  monkeypatch.delattr("trainer.report.plots")
-  page.write_or_warn(str(tmp_path / "a"), log.get(None))
+  finish.write_or_warn(str(tmp_path / "a"), log.get(None), with_goodput=False, with_page=True)
   assert capsys.readouterr().out.startswith("warning: no report: ModuleNotFoundError")
 
 
-def test_many_steps_restarts_and_bad_losses_are_drawn(tmp_path):
-  first = fake_run.FakeRun(tmp_path / "long", steps=8000, slices=1)
-  for step in range(1, 4000):
+def test_restarts_and_bad_losses_are_drawn(tmp_path):
+  first = fake_run.FakeRun(tmp_path / "long", steps=4000, slices=1)
+  for step in range(1, 2000):
     first.step(step)
-  first.step(4000, error=float("nan"))
+  first.step(2000, error=float("nan"))
   first.close()
-  second = fake_run.FakeRun(tmp_path / "long", steps=8000, slices=1, wall=1.8e9 + 9000)
-  for step in range(3900, 8001):
+  second = fake_run.FakeRun(tmp_path / "long", steps=4000, slices=1, wall=1.8e9 + 9000)
+  for step in range(1900, 4001):
     second.step(step)
-  second.end(42, step=8000)
-  shown = Page(Path(page.write(str(tmp_path / "long"))).read_text())
-  assert "exit code 42" in shown.text and "8,000 of 8,000" in shown.text
+  second.end(42, step=4000)
+  shown = Page(report(tmp_path / "long"))
+  assert "(exit code 42)" in shown.text and "4,000 of 4,000" in shown.text
+
+
+def test_a_table_of_very_many_events_is_cut(tmp_path):
+  run = fake_run.FakeRun(tmp_path / "a", steps=1, slices=1)
+  run.step(1)
+  for step in range(3000):
+    run.after(0.1, "snapshot", step=step, seconds=0.1)
+  run.close()
+  text = report(tmp_path / "a")
+  assert "The last 1,000 of 3,003 events" in text and text.count("<td>snapshot</td>") == 1000
 
 
 def test_compare_finds_the_largest_difference(tmp_path):
   fake_run.elastic_run(tmp_path / "a", error=2.0**-22)
   fake_run.plain_run(tmp_path / "b")
-  result = page.compare([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "both.png"))
+  result = compare.compare([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "both.png"))
   assert result.largest == pytest.approx(2.0**-22, rel=1e-3) and 12 <= result.at_step <= 30
   assert (result.common_steps, result.equal_steps) == (60, 41)
   assert str(result) == f"largest relative difference 2.4e-07 (step {result.at_step}) over 60 steps"
@@ -118,14 +225,15 @@ def test_compare_finds_the_largest_difference(tmp_path):
 def test_equal_runs_are_equal_and_nan_differs_from_a_number(tmp_path):
   fake_run.plain_run(tmp_path / "a", steps=5)
   fake_run.plain_run(tmp_path / "b", steps=5)
-  same = page.compare([str(tmp_path / "a"), str(tmp_path / "b")])
+  same = compare.compare([str(tmp_path / "a"), str(tmp_path / "b")])
   assert same.largest == 0 and str(same) == "all 5 losses equal to the last bit"
   broken = fake_run.FakeRun(tmp_path / "c", steps=5)
   broken.step(1)
   broken.step(2, error=float("nan"))
   broken.close()
-  result = page.compare([str(tmp_path / "a"), str(tmp_path / "c")], str(tmp_path / "both.png"))
+  result = compare.compare([str(tmp_path / "a"), str(tmp_path / "c")], str(tmp_path / "both.png"))
   assert result.largest == float("inf") and result.at_step == 2 and result.common_steps == 2
+  assert compare.compare([str(tmp_path / "c"), str(tmp_path / "c")]).equal_steps == 2
 
 
 def test_the_tool(tmp_path, capsys):
@@ -134,9 +242,24 @@ def test_the_tool(tmp_path, capsys):
   assert capsys.readouterr().out == f"{tmp_path}/a/report.html\n"
   assert tool.main([str(tmp_path / "a"), str(tmp_path / "a"), "--compare", str(tmp_path / "p.png")]) == 0
   assert capsys.readouterr().out == f"all 3 losses equal to the last bit\n{tmp_path}/p.png\n"
-  assert tool.main([str(tmp_path / "nothing")]) == 2
-  assert "no completed step" in capsys.readouterr().err
   assert tool.main([str(tmp_path / "a"), "--compare", str(tmp_path / "p.png")]) == 2
+
+
+def test_the_tool_refuses_what_is_no_run_in_one_line(tmp_path, capsys):
+  (tmp_path / "empty").mkdir()
+  (tmp_path / "file").write_text("x")
+  fake_run.FakeRun(tmp_path / "unborn").close()
+  for name, reason in (
+    ("nothing", "does not exist"),
+    ("empty", "is not the folder of a run"),
+    ("file", "is not the folder of a run"),
+    ("unborn", "no completed step"),
+  ):
+    for arguments in ([str(tmp_path / name)], [str(tmp_path / name)] * 2 + ["--compare", str(tmp_path / "p.png")]):
+      assert tool.main(arguments) == 2
+      said = capsys.readouterr().err
+      assert said.startswith(f"error: {tmp_path / name}") and reason in said and said.count("\n") == 1
+  assert not list((tmp_path / "empty").iterdir())
 
 
 def test_the_guides_awk_script_reads_our_log_unchanged(tmp_path):
@@ -158,7 +281,8 @@ def test_recording_and_reporting_need_no_jax():
   code = (
     "import sys\n"
     "from trainer.observe import log, metrics, events, progress, throughput, chips\n"
-    "from trainer.observe import watchdog, files\nfrom trainer.report import goodput, history, page, plots\n"
+    "from trainer.observe import watchdog, files\n"
+    "from trainer.report import compare, finish, goodput, history, page, plots\n"
     "import trainer.tools.report\n"
     "print(sorted(name for name in sys.modules if name.split('.')[0] in ('jax', 'jaxlib', 'tensorboardX', 'rich')))\n"
   )

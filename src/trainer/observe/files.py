@@ -50,6 +50,15 @@ def is_object_store(path: str) -> bool:
   return "://" in path
 
 
+def exists(directory: str) -> bool:
+  """Whether the folder exists, local or on an object store."""
+  if not is_object_store(directory):
+    return Path(directory).exists()
+  from etils import epath
+
+  return epath.Path(directory).exists()
+
+
 def open_lines(directory: str | None, name: str) -> LineFile:
   """The line file `name` of a run directory, made if needed and continued if it exists; None: keeps nothing."""
   if directory is None:
@@ -177,15 +186,20 @@ def _parts(directory: str, name: str) -> list[tuple[int, Any]]:
 
 
 def read_lines(directory: str, name: str) -> Iterator[str]:
-  """Lines of the line file `name` in the order in which they were appended; none if there is no such file."""
+  """Lines of the line file `name`, in the order in which they were appended; none if there is no such file.
+
+  Reads as it goes: a file of a million lines is never in memory as a whole.
+  """
   if is_object_store(directory):
-    paths = [path for _, path in _parts(directory, name)]
-  else:
-    local = Path(directory) / name
-    paths = [local] if local.exists() else []
-  for path in paths:
-    # Not splitlines(): sampled text may hold other line separators.
-    yield from path.read_bytes().decode("utf-8", "replace").removesuffix("\n").split("\n")
+    for _, path in _parts(directory, name):
+      # Not splitlines(): sampled text may hold other line separators.
+      yield from path.read_bytes().decode("utf-8", "replace").removesuffix("\n").split("\n")
+    return
+  path = Path(directory) / name
+  if path.exists():
+    with path.open("rb") as file:
+      for line in file:
+        yield line.decode("utf-8", "replace").removesuffix("\n")
 
 
 def write_text(directory: str, name: str, text: str) -> None:

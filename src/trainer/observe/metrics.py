@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
+
+import numpy as np
 
 from trainer.config.schema import ObserveSection
 from trainer.observe import files
@@ -292,19 +295,28 @@ def read_records(run_directory: str) -> list[dict[str, Any]]:
   return records
 
 
-def read_metrics(run_directory: str) -> list[dict[str, Any]]:
-  """The run's history as it stands: one dict per step in order, the last time that the step was done.
+def given_up(steps: Sequence[float] | np.ndarray, completed: Sequence[bool] | np.ndarray) -> np.ndarray:
+  """For each record in the order written: whether the run later went back and did the same or an earlier step again.
 
-  A step that is done again takes everything after it out of the history: that future was given up. `eval_loss` is in
-  the dict of the step after which it was measured.
+  completed: whether the record is one of a completed step; an evaluation replaces nothing. Takes linear time.
   """
+  first_later = np.minimum.accumulate(np.where(completed, steps, np.inf)[::-1])[::-1]
+  return np.asarray(steps) >= np.append(first_later[1:], np.inf)[: len(steps)]
+
+
+def read_metrics(run_directory: str) -> list[dict[str, Any]]:
+  """The run's history as it stands: one dict per step in order, each from the last time that the step was done.
+
+  A step that is done again removes everything after it from the history. `eval_loss` is in the dict of the step after
+  which it was measured.
+  """
+  records = read_records(run_directory)
+  gone = given_up([record["step"] for record in records], ["loss" in record for record in records])
   history: dict[int, dict[str, Any]] = {}
-  for record in read_records(run_directory):
+  for record in itertools.compress(records, ~gone):
     step = record["step"]
     if "loss" in record:
-      for later in [known for known in history if known >= step]:
-        del history[later]
       history[step] = record
     else:
-      history.setdefault(step, {"step": step}).update({"eval_loss": record["eval_loss"]})
+      history.setdefault(step, {"step": step})["eval_loss"] = record["eval_loss"]
   return [history[step] for step in sorted(history)]

@@ -14,10 +14,12 @@ import json
 import math
 from typing import Any
 
+import numpy as np
+
 from trainer.observe import files
-from trainer.observe.events import read_events, without_refused
 from trainer.observe.log import Log
-from trainer.observe.metrics import format_duration, read_records
+from trainer.observe.metrics import format_duration
+from trainer.report.history import Events, Run
 
 GOODPUT_FILE = "goodput.json"
 
@@ -57,49 +59,36 @@ _TIMED = {
 # The same where the loop stood still only for the first `blocking_seconds` of the `seconds`.
 _BLOCKING = {"checkpoint_saved": "checkpoint", "snapshot": "snapshot"}
 
-
-@dataclasses.dataclass(frozen=True)
-class _Claim:
-  """[start, end) in microseconds belongs to `rank` unless one of higher precedence claims it too."""
-
-  start: int
-  end: int
-  rank: str
+# Rank -> arrays of [start, end) in microseconds. An interval belongs to its rank unless one of higher precedence claims
+# it too.
+_Claims = dict[str, list[np.ndarray]]
 
 
-def compute(run_directory: str) -> dict[str, Any]:
-  """Goodput of a run. ValueError if it has no records.
+def compute(run: Run) -> dict[str, Any]:
+  """Goodput of a run.
 
   Returns began (epoch seconds); wall_seconds; seconds and percent {bucket: value} with every bucket of BUCKETS,
   summing to wall_seconds and to 100 (percent in steps of 0.01, largest remainder); goodput_percent; steps (that
   count), steps_lost, processes, attempts; and slice_percent: slices alive, averaged over the time of the steps that
   count, of the slices of the run.
   """
-  events, steps = without_refused(read_events(run_directory)), read_records(run_directory)
-  if not events and not steps:
-    raise ValueError(f"{run_directory}: no events.jsonl and no metrics.jsonl: not the directory of a run")
-  lost = _mark_lost(steps)
-  claims: list[_Claim] = []
-  at = 0  # end of the previous life; lives never overlap, whatever the wall clock says
-  begin: int | None = None
-  lives = _lives(events, steps)
+  claims: _Claims = collections.defaultdict(list)
+  begin, at = None, 0  # at: end of the previous life; lives never overlap, whatever the wall clock says
+  lives = _lives(run)
   for life in lives:
     found, first, last = _claims_of_life(life)
-    shift = max(0, at - first) if begin is not None else 0
+    shift = 0 if begin is None else max(0, at - first)
     if begin is None:
       begin = first
     elif first + shift > at:
-      claims.append(_Claim(at, first + shift, "down"))
-    claims.extend(_Claim(c.start + shift, c.end + shift, c.rank) for c in found)
+      claims["down"].append(np.array([[at, first + shift]]))
+    for rank, intervals in found.items():
+      claims[rank] += [interval + shift for interval in intervals]
     at = last + shift
   assert begin is not None
-  claims.append(_Claim(begin, at, "other"))
+  claims["other"].append(np.array([[begin, at]]))
   micros = _partition(claims)
   assert sum(micros.values()) == at - begin
-  done = [s for s in steps if "loss" in s and not s["lost"]]
-  total_slices = max((e.get("num_slices") or 0 for e in events if e["kind"] == "run_start"), default=0)
-  step_time = sum(s["seconds"] for s in done)
-  weighted = sum(s["seconds"] * s["slices"] for s in done)
   percent = _percent(micros)
   return {
     "began": begin / 1e6,
@@ -107,28 +96,28 @@ def compute(run_directory: str) -> dict[str, Any]:
     "goodput_percent": percent["steps"],
     "percent": percent,
     "seconds": {bucket: value / 1e6 for bucket, value in micros.items()},
-    "steps": len(done),
-    "steps_lost": lost,
+    "steps": len(run.steps),
+    "steps_lost": len(run.lost),
     "processes": len(lives),
-    "attempts": sum(e["kind"] == "attempt_start" for e in events),
-    "slice_percent": round(100 * weighted / (step_time * total_slices), 2) if step_time and total_slices else None,
+    "attempts": len(run.of_kind("attempt_start")),
+    "slice_percent": _slice_percent(run),
   }
 
 
-def write(run_directory: str, log: Log) -> dict[str, Any]:
-  """Computes goodput, writes {run}/goodput.json and one log line, and returns it."""
-  result = compute(run_directory)
-  files.write_text(run_directory, GOODPUT_FILE, json.dumps(result, indent=2) + "\n")
+def _slice_percent(run: Run) -> float | None:
+  total = max((event.get("num_slices") or 0 for event in run.of_kind("run_start")), default=0)
+  seconds = run.steps["seconds"].sum()
+  return (
+    round(100 * float((run.steps["seconds"] * run.steps["slices"]).sum() / seconds / total), 2)
+    if total and seconds
+    else None
+  )
+
+
+def write(run: Run, result: dict[str, Any], log: Log) -> None:
+  """Writes the result of `compute` to {run}/goodput.json, and one log line."""
+  files.write_text(run.directory, GOODPUT_FILE, json.dumps(result, indent=2) + "\n")
   log.line(format_line(result))
-  return result
-
-
-def write_or_warn(run_directory: str, log: Log) -> None:
-  """`write` at the end of a run. Whatever fails becomes a warning: the run is what counts."""
-  try:
-    write(run_directory, log)
-  except Exception as error:  # noqa: BLE001 - a figure must not turn a complete run into a failed one
-    log.warning(f"no goodput: {error!r}")
 
 
 def format_line(result: dict[str, Any]) -> str:
@@ -139,76 +128,94 @@ def format_line(result: dict[str, Any]) -> str:
   return f"goodput: {result['goodput_percent']:.2f}% of {wall} ({detail}), steps lost: {result['steps_lost']}"
 
 
-def _mark_lost(steps: list[dict[str, Any]]) -> int:
-  """Sets `lost` on every step record: the step, or one before it, was done again later. Returns how many are lost."""
-  redone_from, lost = float("inf"), 0
-  for record in reversed(steps):
-    if "loss" in record:
-      record["lost"] = record["step"] >= redone_from
-      lost += record["lost"]
-      redone_from = min(redone_from, record["step"])
-  return lost
+@dataclasses.dataclass(frozen=True)
+class _Life:
+  """Records of one process in time order."""
+
+  events: Events
+  rows: np.ndarray
+  redone: np.ndarray
+
+  def edges(self) -> tuple[float, float, float]:
+    """Wall time of the first record; monotonic time of the first and of the last one."""
+    ends = [(row["monotonic"], 1, row["wall"]) for row in self.rows[[0, -1]]] if len(self.rows) else []
+    ends += [(event["monotonic"], 0, event["wall"]) for event in (*self.events[:1], *self.events[-1:])]
+    return min(ends)[2], min(ends)[0], max(ends)[0]
 
 
-def _lives(events: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-  """Records of both files grouped by process, in time order; lives in the order in which they began."""
-  lives: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
-  for record in [*events, *steps]:
-    lives[record["process"]].append(record)
-  ordered = [sorted(life, key=lambda record: record["monotonic"]) for life in lives.values()]
-  return sorted(ordered, key=lambda life: life[0]["wall"])
+def _lives(run: Run) -> list[_Life]:
+  """The processes of a run in the order in which they began."""
+  events: dict[str, Events] = {process: [] for process in run.processes}
+  for event in run.events:
+    events[event["process"]].append(event)
+  lives = []
+  for index, process in enumerate(run.processes):
+    mine = np.flatnonzero(run.rows["process"] == index)
+    mine = mine[np.argsort(run.rows["monotonic"][mine], kind="stable")]
+    ordered = sorted(events[process], key=lambda event: event["monotonic"])
+    if ordered or len(mine):
+      lives.append(_Life(ordered, run.rows[mine], run.redone[mine]))
+  return sorted(lives, key=lambda life: life.edges()[0])
 
 
-def _claims_of_life(life: list[dict[str, Any]]) -> tuple[list[_Claim], int, int]:
+def _claims_of_life(life: _Life) -> tuple[_Claims, int, int]:
   """Claims of one process, and its first and last moment in microseconds of wall time.
 
   Inside a life only the monotonic clock counts; the wall clock merely places the life's first record.
   """
-  wall, monotonic = life[0]["wall"], life[0]["monotonic"]
-  claims: list[_Claim] = []
-  last_step: int | None = None
+  wall, first, last = life.edges()
+  claims: _Claims = collections.defaultdict(list)
+  step_ends = (wall + life.rows["monotonic"] - first) * 1e6
+  _claim_steps(claims, life, step_ends)
+  seen = -1  # index of the newest step whose loss a fault has claimed already
   attempt_ended = -math.inf
-
-  def claim(start: float, end: float, rank: str) -> None:
-    claims.append(_Claim(min(round(start), round(end)), round(end), rank))
-
-  for record in life:
-    now = (wall + record["monotonic"] - monotonic) * 1e6
-    kind = record.get("kind", "step" if "loss" in record else "")
-    began = now - 1e6 * float(record.get("seconds") or 0.0)
-    if kind == "step":
-      claim(began, now, "steps_lost" if record["lost"] else "steps")
-      claim(began, min(now, began + 1e6 * record["data_wait"]), "data_wait")
-      last_step = round(now)
-    elif kind in _BLOCKING:
-      blocked = 1e6 * float(record.get("blocking_seconds") or 0.0)
+  for event in life.events:
+    kind, now = event["kind"], (wall + event["monotonic"] - first) * 1e6
+    began = now - 1e6 * float(event.get("seconds") or 0.0)
+    if kind in _BLOCKING:
+      blocked = 1e6 * float(event.get("blocking_seconds") or 0.0)
       began = min(began, now - blocked)
-      claim(began, began + blocked, _BLOCKING[kind])
-      claim(began, now, _BACKGROUND)
-    elif kind in _TIMED and not record.get("background"):
-      claim(max(began, attempt_ended), now, _TIMED[kind])
-    elif kind in ("slice_down", "hang") and last_step is not None:
-      claim(last_step, now, "steps_lost")
-      last_step = None
+      _claim(claims, _BLOCKING[kind], began, began + blocked)
+      _claim(claims, _BACKGROUND, began, now)
+    elif kind in _TIMED and not event.get("background"):
+      _claim(claims, _TIMED[kind], max(began, attempt_ended), now)
+    elif kind in ("slice_down", "hang"):
+      newest = int(np.searchsorted(life.rows["monotonic"], event["monotonic"])) - 1
+      if newest > seen:
+        _claim(claims, "steps_lost", step_ends[newest], now)
+        seen = newest
     elif kind == "attempt_end":
       attempt_ended = now  # what is timed after it cannot have begun before it
-  end = round((wall + life[-1]["monotonic"] - monotonic) * 1e6)
-  return claims, min([round(wall * 1e6), *(c.start for c in claims)]), end
+  starts = [int(interval[:, 0].min()) for intervals in claims.values() for interval in intervals if len(interval)]
+  return claims, min([round(wall * 1e6), *starts]), round((wall + last - first) * 1e6)
 
 
-def _partition(claims: list[_Claim]) -> dict[str, int]:
+def _claim_steps(claims: _Claims, life: _Life, ends: np.ndarray) -> None:
+  begins = ends - 1e6 * life.rows["seconds"]
+  _claim(claims, "steps", begins[~life.redone], ends[~life.redone])
+  _claim(claims, "steps_lost", begins[life.redone], ends[life.redone])
+  _claim(claims, "data_wait", begins, np.minimum(ends, begins + 1e6 * np.nan_to_num(life.rows["data_wait"])))
+
+
+def _claim(claims: _Claims, rank: str, start: np.ndarray | float, end: np.ndarray | float) -> None:
+  """Adds [start, end) in microseconds: numbers, or arrays of many intervals."""
+  whole = np.rint(np.stack([np.atleast_1d(np.minimum(start, end)), np.atleast_1d(end)], axis=1)).astype(np.int64)
+  claims[rank].append(whole)
+
+
+def _partition(claims: _Claims) -> dict[str, int]:
   """Microseconds of each bucket: every moment goes to the claim of highest precedence."""
-  ranks = list(_RANKS)
-  edges = [(c.start, 1, ranks.index(c.rank)) for c in claims] + [(c.end, -1, ranks.index(c.rank)) for c in claims]
-  edges.sort()
-  active, micros = [0] * len(ranks), dict.fromkeys(BUCKETS, 0)
-  before = edges[0][0] if edges else 0
-  for moment, change, rank in edges:
-    if moment > before:
-      first = next(i for i, count in enumerate(active) if count)
-      micros[_RANKS[ranks[first]]] += moment - before
-      before = moment
-    active[rank] += change
+  moments = np.unique(np.concatenate([interval.ravel() for intervals in claims.values() for interval in intervals]))
+  lengths = np.diff(moments)
+  free = np.ones(len(lengths), bool)
+  micros = dict.fromkeys(BUCKETS, 0)
+  for rank, bucket in _RANKS.items():
+    if rank in claims:
+      starts, ends = np.searchsorted(moments, np.concatenate(claims[rank])).T
+      changes = np.bincount(starts, minlength=len(moments)) - np.bincount(ends, minlength=len(moments))
+      active = np.cumsum(changes)[:-1] > 0
+      micros[bucket] += int(lengths[active & free].sum())
+      free &= ~active
   return micros
 
 

@@ -1,67 +1,120 @@
-"""A run read back from its files, for reports and comparisons."""
+"""A run read back from its files, once, for goodput, plots and the report page."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
+from collections.abc import Iterator
 from typing import Any
 
-from trainer.observe import metrics
-from trainer.observe.events import read_events, without_refused
-from trainer.report import goodput
+import numpy as np
 
-Records = list[dict[str, Any]]
+from trainer.observe import files
+from trainer.observe.events import read_events, without_refused
+from trainer.observe.metrics import METRICS_FILE, given_up
+
+Events = list[dict[str, Any]]
+
+# A record of metrics.jsonl as a row of numbers. A number that the record lacks is nan.
+_NUMBERS = (
+  *("step", "seconds", "loss", "eval_loss", "grad_norm", "lr", "tokens", "slices", "data_wait", "mfu"),
+  *("wall", "monotonic"),
+)
+_ROW = np.dtype(
+  [
+    *((name, np.float64) for name in _NUMBERS),
+    ("process", np.int32),  # index into Run.processes
+    ("completed", np.bool_),  # the record of a completed step, not of an evaluation
+  ]
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """What a run directory tells about the run."""
+  """The records of a run directory. Arrays of rows have the fields of _ROW: rows["loss"] is a column."""
 
   directory: str
   name: str
-  steps: Records  # the history as it stands, one record per step in order, each with a loss
-  evals: Records  # records with eval_loss, in order
-  lost: Records  # step records that were done again later
-  events: Records  # of the processes that were not refused
-  goodput: dict[str, Any]
+  processes: list[str]  # ids, in the order in which their first records were written
+  rows: np.ndarray  # every step record in the order written, steps that were done again included
+  redone: np.ndarray  # for each of `rows`: whether the step, or one before it, was done again later
+  evals: np.ndarray  # rows of the evaluations that count, in order
+  events: Events  # of the processes that were not refused
   start: dict[str, Any]  # the newest run_start of these, {} if there is none
+
+  @functools.cached_property
+  def steps(self) -> np.ndarray:
+    """The history as it stands: one row per step, in order."""
+    return self.rows[~self.redone]
+
+  @functools.cached_property
+  def lost(self) -> np.ndarray:
+    """Rows of steps that were done again later."""
+    return self.rows[self.redone]
 
   @property
   def total_slices(self) -> int:
-    return max([int(self.start.get("num_slices") or 0), *(s["slices"] for s in self.steps)], default=0)
+    most = int(self.rows["slices"].max()) if len(self.rows) else 0
+    return max(int(self.start.get("num_slices") or 0), most)
 
-  def of_kind(self, *kinds: str) -> Records:
+  def of_kind(self, *kinds: str) -> Events:
     return [event for event in self.events if event["kind"] in kinds]
 
-  def tokens_per_second(self) -> list[float]:
-    """Of the whole cluster, for each record of `steps`: the step's tokens by its seconds (nan where unknown)."""
-    rates, before = [], None
-    for record in self.steps:
-      tokens = self.start.get("tokens_per_step")
-      if not tokens and before is not None and record["step"] == before["step"] + 1:
-        tokens = record["tokens"] - before["tokens"]
-      rates.append(tokens / record["seconds"] if tokens and record["seconds"] > 0 else math.nan)
-      before = record
-    return rates
+  def require_steps(self) -> None:
+    """ValueError if no step was completed yet."""
+    if not len(self.steps):
+      raise ValueError(f"{self.directory}: no completed step in {METRICS_FILE} yet. Try again after the first step")
+
+  def tokens_per_second(self) -> np.ndarray:
+    """Of the whole cluster, for each row of `steps`: the step's tokens by its seconds (nan where unknown)."""
+    steps = self.steps
+    if self.start.get("tokens_per_step"):
+      tokens = np.full(len(steps), float(self.start["tokens_per_step"]))
+    else:
+      tokens = np.diff(steps["tokens"], prepend=np.nan)
+      tokens[np.diff(steps["step"], prepend=np.nan) != 1] = np.nan
+    return np.divide(tokens, steps["seconds"], out=np.full(len(steps), np.nan), where=steps["seconds"] > 0)
 
 
 def load(run_directory: str) -> Run:
-  """Reads a run directory, local or gs://. ValueError if there is no run, or no completed step yet."""
+  """Reads a run directory, local or gs://. ValueError if it holds no records of a run."""
   events = without_refused(read_events(run_directory))
-  history = metrics.read_metrics(run_directory)
-  steps = [record for record in history if "loss" in record]
-  if not steps:
-    raise ValueError(f"{run_directory}: no completed step in metrics.jsonl: nothing to report on")
-  kept = {(record["process"], record["monotonic"]) for record in steps}
-  done = [record for record in metrics.read_records(run_directory) if "loss" in record]
+  processes = {process: index for index, process in enumerate(dict.fromkeys(event["process"] for event in events))}
+  records = np.fromiter(_rows(run_directory, processes), _ROW)
+  if not events and not len(records):
+    raise ValueError(_not_a_run(run_directory))
+  completed, redone = records["completed"], given_up(records["step"], records["completed"])
   starts = [event for event in events if event["kind"] == "run_start"]
   return Run(
     directory=run_directory,
     name=str(starts[-1]["run"]) if starts and starts[-1].get("run") else run_directory.rstrip("/").split("/")[-1],
-    steps=steps,
-    evals=[record for record in history if "eval_loss" in record],
-    lost=[record for record in done if (record["process"], record["monotonic"]) not in kept],
+    processes=list(processes),
+    rows=records[completed],
+    redone=redone[completed],
+    evals=records[~completed & ~redone],
     events=events,
-    goodput=goodput.compute(run_directory),
     start=starts[-1] if starts else {},
   )
+
+
+def load_with_steps(run_directory: str) -> Run:
+  """Like `load`; ValueError also if no step was completed yet."""
+  run = load(run_directory)
+  run.require_steps()
+  return run
+
+
+def _not_a_run(run_directory: str) -> str:
+  if not files.exists(run_directory):
+    return f"{run_directory} does not exist. Give the folder of a run: base_output_directory/run_name"
+  return (
+    f"{run_directory} is not the folder of a run: it has no {METRICS_FILE} and no events.jsonl. "
+    "Give base_output_directory/run_name"
+  )
+
+
+def _rows(run_directory: str, processes: dict[str, int]) -> Iterator[tuple[Any, ...]]:
+  """Records of metrics.jsonl as values of _ROW, one at a time; adds new processes to `processes`."""
+  for record in files.read_json_lines(run_directory, METRICS_FILE):
+    process = processes.setdefault(record.get("process", ""), len(processes))
+    yield (*map(record.get, _NUMBERS), process, "loss" in record)

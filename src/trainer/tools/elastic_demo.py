@@ -12,7 +12,7 @@ import sys
 import time
 
 from trainer.config import ConfigError, load
-from trainer.report import page
+from trainer.report.compare import compare
 
 TOLERANCE = 1e-5  # relative; with fewer slices, float32 sums are computed in another order
 _CONFIG = "configs/elastic_demo.yml"
@@ -57,8 +57,8 @@ def main(argv: list[str] | None = None) -> int:
 def _compare(directory: str) -> int:
   picture = f"{directory}/comparison.png"
   undisturbed = f"{directory}/undisturbed"
-  degrade = page.compare([f"{directory}/degrade", undisturbed], picture)
-  fixed = page.compare([f"{directory}/fixed_mesh", undisturbed])
+  degrade = compare([f"{directory}/degrade", undisturbed], picture)
+  fixed = compare([f"{directory}/fixed_mesh", undisturbed])
   agree = degrade.largest <= TOLERANCE and fixed.largest == 0
   print(
     f"\n=== losses against the undisturbed run's\n"

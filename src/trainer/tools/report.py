@@ -9,23 +9,24 @@ from __future__ import annotations
 import argparse
 import sys
 
-from trainer.report import page
+from trainer.report import compare, goodput, history, page
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Returns the exit code: 0, or 2 with one line on stderr where the directory holds no run."""
+  """Returns the exit code: 0, or 2 with one line on stderr if a directory is missing, holds no run, or is closed."""
   parser = argparse.ArgumentParser(prog="python -m trainer.tools.report", description=__doc__.split("\n\n")[0])
   parser.add_argument("run_directory", nargs="+", help="{base_output_directory}/{run_name}, local or gs://")
   parser.add_argument("--compare", metavar="PICTURE.png", help="compare two runs instead, and draw them here")
   arguments = parser.parse_args(argv)
   try:
     if arguments.compare:
-      print(page.compare(arguments.run_directory, arguments.compare))
+      print(compare.compare(arguments.run_directory, arguments.compare))
       print(arguments.compare)
     else:
       for directory in arguments.run_directory:
-        print(page.write(directory))
-  except ValueError as error:
+        run = history.load_with_steps(directory)
+        print(page.write(run, goodput.compute(run)))
+  except (ValueError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   return 0

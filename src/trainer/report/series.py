@@ -1,0 +1,121 @@
+"""What the plots draw, as arrays: smoothed, short enough for a picture, and with gaps where no process ran."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trainer.report.history import Run
+
+MAX_POINTS = 1500  # of one curve: more than a screen has columns
+_SMOOTHED_FROM = 30  # steps: fewer are read one by one
+_SMOOTHED_SHARE = 50  # smoothing reaches over 1/50 of the steps to either side
+
+Curve = tuple[np.ndarray, np.ndarray]
+
+
+def thin(xs: np.ndarray, ys: np.ndarray) -> Curve:
+  """At most MAX_POINTS points: means of equal groups, so that no picture depends on which points are drawn.
+
+  A mean leaves out what is not finite; it is nan where nothing else is in the group.
+  """
+  group = -(-len(xs) // MAX_POINTS)
+  if group <= 1:
+    return xs, ys
+  starts = np.arange(0, len(xs), group)
+  return _group_means(xs, starts), _group_means(ys, starts)
+
+
+def _group_means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+  finite = np.isfinite(values)
+  counts = np.add.reduceat(finite.astype(np.int64), starts)
+  sums = np.add.reduceat(np.where(finite, values, 0.0), starts)
+  return np.divide(sums, counts, out=np.full(len(starts), np.nan), where=counts > 0)
+
+
+def spread(places: np.ndarray) -> np.ndarray:
+  """At most about MAX_POINTS of `places`: the first of those that would be drawn on the same spot."""
+  if len(places) <= MAX_POINTS:
+    return places
+  width = np.ptp(places) or 1.0
+  _, first = np.unique(np.round((places - places.min()) / width * MAX_POINTS), return_index=True)
+  return places[first]
+
+
+def smooth(values: np.ndarray) -> np.ndarray | None:
+  """Centred mean of neighbours, as far to either side as 1/50 of all values; None for a few values.
+
+  The reach shrinks towards both ends, so the first and the last values stay what they are. Two passes, so that a
+  single spike leaves a hump and not a step. What is not finite is left out.
+  """
+  if len(values) < _SMOOTHED_FROM:
+    return None
+  index = np.arange(len(values))
+  reach = np.minimum(max(1, len(values) // _SMOOTHED_SHARE), np.minimum(index, index[::-1]))
+  for _ in range(2):
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    first, end = index - reach, index + reach + 1
+    number = counts[end] - counts[first]
+    values = np.divide(sums[end] - sums[first], number, out=np.full(len(values), np.nan), where=number > 0)
+  return values
+
+
+def lives(run: Run, *columns: np.ndarray) -> list[tuple[np.ndarray, ...]]:
+  """The columns of run.steps cut where another process goes on: a curve over time must not bridge that gap."""
+  cuts = np.flatnonzero(np.diff(run.steps["process"])) + 1
+  return list(zip(*(np.split(column, cuts) for column in columns)))
+
+
+def slices_per_step(run: Run) -> Curve:
+  """Slices that each step of the history was trained on, for step(where="pre"), without points that change nothing."""
+  return _corners(run.steps["step"], run.steps["slices"])
+
+
+def slices_alive(run: Run) -> list[Curve]:
+  """(wall times, slices alive), for step(where="post"): one curve per process.
+
+  The number falls when a slice is lost, not when the first step without it is done, and rises when one returns.
+  """
+  curves = []
+  for index, process in enumerate(run.processes):
+    rows = run.rows[run.rows["process"] == index]
+    changes = [event for event in run.of_kind("slice_down", "slice_up") if event["process"] == process]
+    if not len(rows):
+      continue
+    times = np.concatenate([rows["wall"] - rows["seconds"], [moment(event) for event in changes], rows["wall"][-1:]])
+    alive = np.concatenate([rows["slices"], [len(event["slices"]) for event in changes], rows["slices"][-1:]])
+    order = np.argsort(times, kind="stable")
+    curves.append(_corners(times[order], alive[order]))
+  return curves
+
+
+def _corners(xs: np.ndarray, ys: np.ndarray) -> Curve:
+  """The points at which ys change, the point before each, and both ends."""
+  changes = np.flatnonzero(np.diff(ys))
+  kept = np.unique(np.concatenate([[0], changes, changes + 1, [len(ys) - 1]]))
+  return xs[kept], ys[kept]
+
+
+def moment(event: dict) -> float:
+  """Wall time at which it happened; the record of a lost slice is written when the loss has been detected."""
+  late = event.get("detect_seconds") if event["kind"] == "slice_down" else None
+  return event["wall"] - float(late or 0.0)
+
+
+def speed(run: Run) -> Curve:
+  """(wall times, tokens per second), level for as long as a step or group of steps took, nan where there was none."""
+  steps, rates = run.steps, run.tokens_per_second()
+  group = -(-len(steps) // MAX_POINTS)
+  cuts = np.flatnonzero(np.diff(steps["process"])) + 1
+  starts = np.union1d(np.arange(0, len(steps), group), cuts)
+  last = np.append(starts[1:], len(steps)) - 1
+  begins, ends = steps["wall"][starts] - steps["seconds"][starts], steps["wall"][last]
+  means = _group_means(rates, starts)
+  pause = begins[1:] - ends[:-1]
+  long = np.append(pause > (ends - begins)[1:], False)  # a short pause is drawn upright, to the next level
+  gap = np.full(len(starts), np.nan)
+  bridge = np.append(begins[1:], np.nan)
+  xs = np.stack([begins, ends, np.where(long, gap, bridge)], axis=1).ravel()
+  ys = np.stack([means, means, np.where(long, gap, means)], axis=1).ravel()
+  return xs[:-1], ys[:-1]

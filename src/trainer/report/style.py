@@ -1,0 +1,85 @@
+"""Colours, sizes and file formats of the plots.
+
+Okabe and Ito's colours: colour-blind readers can tell them apart, and their lightness differs in print. Figures are
+built without pyplot, so there is no global state and no display.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+from typing import Any
+
+from matplotlib.figure import Figure
+
+INK, ORANGE, SKY, GREEN, YELLOW = "#1b1f24", "#e69f00", "#56b4e9", "#009e73", "#f0e442"
+BLUE, VERMILION, PURPLE, BROWN, VIOLET, RUST = "#0072b2", "#d55e00", "#cc79a7", "#8c6d31", "#5e3c99", "#b35806"
+GREY, LINE, GRID, PAPER = "#66707a", "#aab2ba", "#e4e7ea", "#fffffe"  # PAPER: no other white has this value
+
+# Colour on light paper -> colour on dark paper, for those that cannot stay.
+DARK = {
+  INK: "#e6e9ec",
+  GREY: "#9aa4ae",
+  LINE: "#59636d",
+  GRID: "#2b3138",
+  PAPER: "#15181c",
+  BLUE: "#4aa8e0",
+  SKY: "#2d6f99",
+  GREEN: "#1fbf92",
+  VIOLET: "#9b7bd4",
+}
+
+STYLE: dict[Any, Any] = {
+  "font.size": 10,
+  "font.family": "sans-serif",
+  "axes.spines.top": False,
+  "axes.spines.right": False,
+  "axes.edgecolor": LINE,
+  "axes.facecolor": "none",
+  "axes.labelcolor": INK,
+  "axes.titlecolor": INK,
+  "axes.titlelocation": "left",
+  "axes.titlesize": 12,
+  "axes.titleweight": "bold",
+  "text.color": INK,
+  "xtick.color": GREY,
+  "ytick.color": GREY,
+  "grid.color": GRID,
+  "figure.facecolor": PAPER,
+  "legend.frameon": False,
+  "svg.fonttype": "none",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+  """A width to draw for. The height of a figure is the same in both."""
+
+  inches: float
+  is_narrow: bool
+
+
+WIDE, NARROW = Size(10.0, False), Size(4.7, True)
+
+
+def png(figure: Figure) -> bytes:
+  buffer = io.BytesIO()
+  figure.savefig(buffer, format="png", dpi=144)
+  return buffer.getvalue()
+
+
+def svg(figure: Figure) -> bytes:
+  """An SVG file that follows the reader's choice of light or dark."""
+  buffer = io.StringIO()
+  nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+  figure.savefig(buffer, format="svg", facecolor="none", metadata=nothing)
+  text = buffer.getvalue()
+  text = text[text.index("<svg") :]
+  names = {color: f"var(--c{i})" for i, color in enumerate(DARK)}
+  text = re.sub("|".join(DARK), lambda found: names[found[0]], text)
+  text = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", text)
+  light = "".join(f"--c{i}:{color};" for i, color in enumerate(DARK))
+  dark = "".join(f"--c{i}:{color};" for i, color in enumerate(DARK.values()))
+  css = f"<style>svg{{{light}}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}</style>"
+  return re.sub(r"(<svg[^>]*>)", rf"\1{css}", text, count=1).encode()

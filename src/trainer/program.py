@@ -1,7 +1,8 @@
-"""The program of one topology: mesh, model, shardings and step, built from the configuration and a set of devices.
+"""The program of one set of slices: mesh, model, shardings and step, built from the configuration and the devices.
 
-Everything here is abstract: no array is made and nothing is written. Training runs it, preflight compiles it for
-devices that are not there, and a configuration that cannot work is refused here, before the run's folder exists.
+Everything here is abstract: it creates no array and writes no file. Training runs the program; preflight compiles it
+for devices that this machine does not have. A configuration that cannot work is refused here, before the run's folder
+exists.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from trainer.models.decoder import DecoderFunctions
 from trainer.models.layers import Kernels
 from trainer.state import TrainState
 
-# The TPU compiler turns the gathering of a weight and its matmul into a ring of partial matmuls, however small: at
-# D = 1024 on 16 chips each contracts 64 values where the matrix unit takes 128. Above this size it still may.
+# The TPU compiler turns an all-gather of a weight and its matmul into a ring of partial matmuls, however small: with
+# D = 1024 on 16 chips each one contracts 64 values, and the matrix unit has 128 rows. Only above this size it may.
 TPU_OPTIONS = MappingProxyType({"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"})
 
 
@@ -47,27 +48,27 @@ class Program:
   model: DecoderFunctions
   attention: Attention
   optimizer: optax.GradientTransformation
-  plan: BatchPlan  # which rows of the global batch each slice computes
+  plan: BatchPlan  # the rows of the global batch that each slice computes
   state: TrainState  # abstract, with shardings
   batch: Any  # a Batch of ShapeDtypeStructs [A, rows, T], with shardings
   train_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
   eval_step: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
 
   def lower(self) -> jax.stages.Lowered:
-    """The training step, traced."""
+    """Returns the training step, traced."""
     return step.lower_train_step(self.train_step, self.state, self.batch, self.mesh)
 
   def compile(self) -> Any:
-    """The compiled training step: (state, batch) -> (state, metrics), the state donated."""
+    """Returns the compiled training step: (state, batch) -> (state, metrics). It donates the state."""
     return self.lower().compile(compiler_options=self.compiler_options)
 
   @property
   def compiler_options(self) -> dict[str, str] | None:
-    """What the step's compiler is told beside its defaults."""
+    """Compiler options of the step; None: the defaults."""
     return dict(TPU_OPTIONS) if self.mesh.devices.flat[0].platform == "tpu" else None
 
   def init(self, key: jax.Array) -> TrainState:
-    """A fresh state, sharded, from `key`: the same numbers on every mesh."""
+    """Returns a fresh sharded state from `key`: the same numbers on every mesh."""
     with jax.set_mesh(self.mesh):
       return self._init(key)
 
@@ -76,8 +77,8 @@ class Program:
     create = functools.partial(state.create, self.model, self.optimizer)
     options = None
     if self.mesh.devices.flat[0].platform == "cpu":
-      # It runs once, and random numbers take LLVM seconds to optimise: level 0 is quickest in all for small models. Its
-      # code takes five times as long to run as level 1's; both take the same time at some 4 million weights.
+      # This runs once, and LLVM needs seconds to optimise random numbers: for small models level 0 is the fastest in
+      # total. Its code runs five times as long as level 1's; at about 4 million weights both take the same time.
       small = sum(leaf.size for leaf in jax.tree.leaves(self.state.params)) < 4 << 20
       options = {"xla_backend_optimization_level": 0 if small else 1}
     return jax.jit(create, out_shardings=state.shardings(self.state), compiler_options=options)
@@ -89,7 +90,7 @@ class Program:
 
 
 def rows_per_micro_batch(config: Config, devices_per_slice: int) -> int:
-  """Examples in one slice's micro-batch. Raises ValueError where that is not a whole number of at least 1."""
+  """Returns the examples in one slice's micro-batch. Raises ValueError unless that is a whole number of at least 1."""
   share = config.data.per_device_batch_size
   rows = counts.examples_per_slice(share, devices_per_slice)
   if rows == 0:
@@ -102,18 +103,21 @@ def rows_per_micro_batch(config: Config, devices_per_slice: int) -> int:
 
 
 def global_batch_size(config: Config, num_slices: int, devices_per_slice: int) -> int:
-  """Examples per optimizer step: a property of the full topology, never of the slices that live."""
+  """Returns the examples per optimizer step. It depends on the full topology, never on which slices are alive."""
   accumulation = config.optimizer.gradient_accumulation_steps
   return rows_per_micro_batch(config, devices_per_slice) * num_slices * accumulation
 
 
 def of_view(config: Config, view: View) -> Program:
-  """The program for the slices of `view`. Raises ValueError where sizes do not fit the devices."""
+  """Returns the program for the slices of `view`. Raises ValueError if sizes do not fit the devices."""
   return build(config, view.devices, view.num_slices_total)
 
 
 def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int) -> Program:
-  """The program for the living `slices` of `num_slices_total`. Raises ValueError where sizes do not fit the devices."""
+  """Returns the program for the living `slices` of `num_slices_total`.
+
+  Raises ValueError if sizes do not fit the devices.
+  """
   cfg = config.model
   length = config.data.max_target_length
   rows = rows_per_micro_batch(config, len(slices[0]))
@@ -157,7 +161,7 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
 
 
 def _with_precision(precision: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-  """`fn` traced with this JAX matmul precision."""
+  """Returns `fn`, traced with this JAX matmul precision."""
 
   @functools.wraps(fn)
   def traced(*args: Any) -> Any:
@@ -168,7 +172,7 @@ def _with_precision(precision: str, fn: Callable[..., Any]) -> Callable[..., Any
 
 
 class Feed:
-  """index -> the batch of step index + 1 on the program's mesh: each process reads and places its own rows only."""
+  """Maps index to the batch of step index + 1 on the program's mesh. A process reads and places only its own rows."""
 
   def __init__(self, loader: Loader, prog: Program) -> None:
     self._loader, self._batch = loader, prog.batch
@@ -180,7 +184,7 @@ class Feed:
     self._rows = prog.plan.rows.reshape(-1)[self._local]
 
   def __call__(self, index: int) -> Batch:
-    """Arrays [A, rows, T]; what is another process's stays unread there and is never touched here."""
+    """Returns a batch of global arrays [A, rows, T]. The rows of other processes are not read here."""
     own = self._loader.batch(index, self._rows)
     return Batch(*(self._place(host, abstract) for host, abstract in zip(own, self._batch)))
 

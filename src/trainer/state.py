@@ -1,4 +1,4 @@
-"""The training state: what a step takes and gives, and what a checkpoint holds."""
+"""The training state: the input and output of a step, and the content of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from trainer.models.decoder import DecoderFunctions, Params
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-  """step: int32 [], steps taken (skipped ones included). params: weights. opt_state: the optimizer's.
-  skipped: int32 [], non-finite steps in a row up to now."""
+  """What one optimizer step changes.
+
+  step: int32 [], completed steps, skipped steps included. params: the weights. opt_state: the optimizer's state.
+  skipped: int32 [], number of non-finite steps in a row up to now.
+  """
 
   step: jax.Array
   params: Params
@@ -27,7 +30,7 @@ class TrainState:
 
 
 def create(model: DecoderFunctions, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
-  """A fresh state with weights drawn from `key` (traceable)."""
+  """Returns a fresh state with weights drawn from `key`. Can be traced."""
   params = model.init(key)
   zero = jnp.zeros((), jnp.int32)
   return TrainState(step=zero, params=params, opt_state=optimizer.init(params), skipped=zero)
@@ -36,10 +39,10 @@ def create(model: DecoderFunctions, optimizer: optax.GradientTransformation, key
 def abstract(
   model: DecoderFunctions, optimizer: optax.GradientTransformation, mesh: Mesh, tolerance: float
 ) -> TrainState:
-  """The state's ShapeDtypeStructs with their shardings on `mesh`.
+  """Returns the state as ShapeDtypeStructs with their shardings on `mesh`.
 
-  Raises ValueError where a weight does not divide, or where more than the share `tolerance` of the parameters would
-  be replicated inside a slice.
+  Raises ValueError if the size of a weight does not divide, or if more than the share `tolerance` of the parameters
+  would be replicated inside a slice.
   """
   shapes = jax.eval_shape(lambda: create(model, optimizer, jax.random.key(0)))
   params, axes = shapes.params, model.logical_axes()
@@ -56,7 +59,7 @@ def abstract(
   }
 
   def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """What the optimizer keeps of a weight has the weight's path at the end of its own, and is laid out like it."""
+    """Shards an optimizer array like its weight. The weight's path is the end of the array's path."""
     names = _names(path)
     spec = PartitionSpec()
     for start in range(len(names)):
@@ -69,14 +72,15 @@ def abstract(
 
 
 def shardings(state: TrainState) -> TrainState:
-  """The shardings of an abstract or a real state."""
+  """Returns the shardings of an abstract or a real state."""
   return jax.tree.map(lambda leaf: leaf.sharding, state)
 
 
 def _like(shape: tuple[int, ...], weight: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
-  """The spec of a moment of a weight: the weight's own, or that of the dims over which adafactor has not averaged.
+  """Returns the spec of an optimizer array of `shape` that belongs to a weight of shape `weight` and `spec`.
 
-  Adafactor's averages are no small things: of 405B's attention they are 2.4 GB. Anything else (adafactor's
+  An array of the weight's shape has the weight's spec. Adafactor's averages lack one dim of the weight and keep the
+  spec of the other dims: for the attention of a 405B model they take 2.4 GB. Every other array (adafactor's
   placeholders of one element) is replicated.
   """
   if shape == weight:
@@ -89,5 +93,5 @@ def _like(shape: tuple[int, ...], weight: tuple[int, ...], spec: PartitionSpec) 
 
 
 def _names(path: Any) -> tuple[str, ...]:
-  """The dict keys of a tree path."""
+  """Returns the dict keys of a tree path."""
   return tuple(str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey))

@@ -1,7 +1,7 @@
 """The training step as pure functions: per-slice sums of gradients, then one optimizer update.
 
-`loss_and_grads` never looks at another slice: it returns sums over this slice's tokens with their weight. What the
-slices exchange is those sums, once per step; on a single controller by one psum over the mesh axis `data`.
+`loss_and_grads` never depends on another slice: it returns sums over this slice's tokens, and their weight. The slices
+exchange these sums once per step; a single controller does so with one psum over the mesh axis `data`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from trainer.state import TrainState
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
-  """Sums over tokens, float32: gradients of loss + z_loss (like params), cross-entropy, z-loss, and token weight."""
+  """Sums over tokens, float32.
+
+  grads: gradients of loss + z_loss, shaped like the weights. loss, z_loss: nats. weight: sum of token weights.
+  """
 
   grads: Params
   loss: jax.Array
@@ -36,24 +39,24 @@ class Sums:
 
 
 def batch_spec() -> PartitionSpec:
-  """Sharding of a batch's arrays [A, rows, T]: A micro-batches one after the other, rows over slices and fsdp."""
+  """Returns the spec of a batch's arrays [A, rows, T]: A micro-batches in sequence, rows over slices and fsdp."""
   return PartitionSpec(None, (DATA, FSDP), None)
 
 
 def token_losses(
   model: DecoderFunctions, cfg: OptimizerSection, params: Params, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
-  """(sum of weighted cross-entropy, sum of weighted z-loss) of one micro-batch [B, T], float32 scalars."""
+  """Returns the sums of weighted cross-entropy and of weighted z-loss of one micro-batch [B, T]: float32 scalars."""
   decoder = model.merge(params)
   x_BTD = decoder.hidden(batch.tokens, batch.positions, batch.segment_ids)
   head_VD = decoder.head()
   vocab = head_VD.shape[0]
   parts = num_shards(FSDP, TENSOR, CONTEXT)
   if vocab % parts:
-    # A vocabulary that does not divide by the chips of a slice (151936 on 256) is padded for the loss only.
+    # A vocabulary size that does not divide by the chips of a slice (151936 by 256) is padded, for the loss only.
     head_VD = jnp.pad(head_VD, ((0, -vocab % parts), (0, 0)))
-  # The gradient takes the weight's own sharding here, or the optimizer would run in the loss's, which splits it over
-  # context too, and gather three arrays instead of one.
+  # Give the gradient the weight's own sharding here. Otherwise the optimizer would run in the sharding of the loss,
+  # which also splits over context, and would gather three arrays instead of one.
   head_VD = constrain(head_VD, "head_vocab", "embed")
   with jax.named_scope("loss"):
     return linear_cross_entropy(
@@ -72,7 +75,7 @@ def token_losses(
 
 
 def loss_and_grads(model: DecoderFunctions, cfg: OptimizerSection, params: Params, batch: Batch) -> Sums:
-  """Sums over the micro-batches of one slice; the batch's arrays are [A, B, T]."""
+  """Returns the sums over the micro-batches of one slice; the batch's arrays are [A, B, T]."""
 
   def total(params: Params, micro: Batch) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     loss, z_loss = token_losses(model, cfg, params, micro)
@@ -80,7 +83,7 @@ def loss_and_grads(model: DecoderFunctions, cfg: OptimizerSection, params: Param
 
   def one(micro: Batch) -> Sums:
     (_, (loss, z_loss)), grads = jax.value_and_grad(total, has_aux=True)(params, micro)
-    # float32 from here on: sums of many micro-batches and slices lose bits in bfloat16.
+    # float32 from here on: in bfloat16, sums over many micro-batches and slices lose bits.
     grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     return Sums(grads, loss, z_loss, jnp.sum(micro.weights, dtype=jnp.float32))
 
@@ -99,10 +102,11 @@ def apply_gradients(
   state: TrainState,
   sums: Sums,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-  """The next state and the step's metrics (float32 scalars): loss and z_loss per token, grad_norm before clipping,
-  lr, weight, and skipped (non-finite steps in a row, this one included).
+  """Returns the next state and the step's metrics.
 
-  A step whose loss or gradient is not finite leaves weights and optimizer as they are.
+  Metrics, scalars: loss and z_loss (nats per token), grad_norm (before clipping), lr, weight (sum over tokens), and
+  skipped (int32: number of non-finite steps in a row, including this one). If the loss or a gradient is not finite,
+  weights and optimizer state stay unchanged.
   """
   weight = jnp.maximum(sums.weight, 1.0)
   norm = optax.tree.norm(sums.grads) / weight
@@ -111,7 +115,7 @@ def apply_gradients(
   scale = 1.0 / weight
   if cfg.gradient_clipping_threshold > 0:
     scale *= jnp.minimum(1.0, cfg.gradient_clipping_threshold / jnp.maximum(norm, 1e-12))
-  # Mean and clipping in one product: the gradients are read twice, by the norm and by the optimizer, and never stored.
+  # Mean and clipping in one product: the gradients are read by the norm and by the optimizer, and not stored again.
   grads = jax.tree.map(lambda g: g * scale, sums.grads)
   rate = schedule(state.step)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -142,7 +146,7 @@ def build_train_step(
   schedule: Callable[[jax.Array], jax.Array],
   mesh: Mesh,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
-  """train_step(state, batch) -> (state, metrics) on `mesh`, to be jitted with the state donated.
+  """Returns train_step(state, batch) -> (state, metrics) on `mesh`, to be jitted with the state donated.
 
   The batch's arrays are [A, rows of all slices, T] with `batch_spec`.
   """
@@ -160,7 +164,7 @@ def build_train_step(
 def build_eval_step(
   model: DecoderFunctions, cfg: OptimizerSection, mesh: Mesh
 ) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
-  """eval_step(params, batch [A, rows, T]) -> (sum of weighted cross-entropy, sum of weights), float32 scalars."""
+  """Returns eval_step(params, batch [A, rows, T]) -> sums of weighted cross-entropy and of weights, float32 scalars."""
 
   def slice_losses(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
     losses = jax.lax.map(lambda micro: token_losses(model, cfg, params, micro)[0], batch)
@@ -170,7 +174,7 @@ def build_eval_step(
 
 
 def lower_train_step(train_step: Callable[..., Any], state: TrainState, batch: Batch, mesh: Mesh) -> jax.stages.Lowered:
-  """`train_step` traced for an abstract `state` and `batch`; the state is donated and keeps its shardings."""
+  """Returns `train_step` traced for an abstract `state` and `batch`. The state is donated and keeps its shardings."""
   state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
   metrics = NamedSharding(mesh, PartitionSpec())
   jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, metrics))
@@ -179,13 +183,13 @@ def lower_train_step(train_step: Callable[..., Any], state: TrainState, batch: B
 
 
 def abstract_batch(mesh: Mesh, accumulation: int, rows: int, length: int) -> Batch:
-  """The ShapeDtypeStructs of a batch with `rows` rows of all slices in each of `accumulation` micro-batches.
+  """Returns a batch of ShapeDtypeStructs: `accumulation` micro-batches, each of `rows` rows over all slices.
 
-  Raises ValueError where the rows do not divide over slices and fsdp.
+  Raises ValueError if the rows do not divide over slices and fsdp.
   """
   ways = mesh.shape[DATA] * mesh.shape[FSDP]
   if rows % ways:
-    share = mesh.size // ways  # devices to a row
+    share = mesh.size // ways  # devices per row
     remedy = f"a multiple of 1/{share}" if share > 1 else "a whole number (less with tensor or context parallelism)"
     raise ValueError(
       f"A micro-batch of {rows} examples does not divide over data={mesh.shape[DATA]} x fsdp={mesh.shape[FSDP]} "
@@ -198,15 +202,15 @@ def abstract_batch(mesh: Mesh, accumulation: int, rows: int, length: int) -> Bat
 
 
 def _sum_over_slices(mesh: Mesh, fn: Callable[[Params, Batch], Any]) -> Callable[[Params, Batch], Any]:
-  """fn(params, batch) on each slice's own rows, params whole, and the sum of its results over the slices.
+  """Returns a function that sums the results of fn(params, batch) over the slices, each on its own rows of the batch.
 
-  Inside `fn` the mesh axis `data` is manual: its arrays are one slice's, the compiler cannot spread anything over
-  slices, and the one psum here is all the traffic between them.
+  Inside `fn` the mesh axis `data` is manual: arrays are those of one slice, and the compiler cannot spread an operation
+  over slices. The one psum here is all the traffic between slices.
   """
   if mesh.shape[DATA] == 1:
-    # Nothing to sum; and XLA's partitioner refuses a psum over a manual axis of size 1 beside automatic ones.
+    # Nothing to sum. XLA's partitioner also refuses a psum over a manual axis of size 1 together with automatic axes.
     return fn
   specs = (PartitionSpec(), PartitionSpec(None, DATA))
   summed = lambda params, batch: jax.lax.psum(fn(params, batch), DATA)
-  # check_vma is off because custom_vjp kernels do not declare what varies over `data`.
+  # check_vma is off because custom_vjp kernels do not declare which values vary over `data`.
   return jax.shard_map(summed, mesh=mesh, axis_names={DATA}, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)

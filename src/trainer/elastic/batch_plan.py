@@ -1,8 +1,9 @@
-"""Which rows of the global batch each living slice computes, so that every step trains on the same examples.
+"""Assigns the rows of the global batch to the living slices, so that every step trains on the same examples.
 
 The global batch is cut once, for the life of the run, into N*m micro-batches of R rows: m for each of the N slices of
-the full topology. With k slices alive the same micro-batches are dealt out among k: ceil(N*m/k) rounds, in which a
-slice that has nothing left computes rows of weight 0. Shapes never change with k, and no row is dropped or repeated.
+the full topology. With k slices alive the same micro-batches are divided among k slices in ceil(N*m/k) rounds. A slice
+with no micro-batch left in a round computes rows of weight 0. The shape of a micro-batch never depends on k, and no row
+is dropped or repeated.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class BatchPlan:
-  """Work of one optimizer step on k living slices."""
+  """The work of one optimizer step on k living slices."""
 
   rows: np.ndarray  # int32 [rounds, k, R]: index into the global batch, or PADDING
-  micro_batches: int  # rounds: micro-batches that each slice computes, one after another
+  micro_batches: int  # rounds: micro-batches that each slice computes, one after the other
   padding_share: float  # share of the computed rows that are padding
-  relative_throughput: float  # steps per second over those of the full topology, if only computation counts
+  relative_throughput: float  # steps per second divided by the full topology's, counting only computation
 
 
 @dataclass(frozen=True)
 class PlanCost:
-  """One line of the table that preflight prints."""
+  """One line of preflight's table."""
 
   alive: int
   micro_batches: int
@@ -35,12 +36,12 @@ class PlanCost:
 
 
 def plan(total: int, alive: int, micro_batches: int, rows_per_micro: int) -> BatchPlan:
-  """The plan for `alive` of `total` slices, where the full topology computes `micro_batches` per slice and step.
+  """Returns the plan for `alive` of `total` slices. The full topology computes `micro_batches` per slice and step.
 
   On the full topology slice i computes rows [i*m*R, (i+1)*m*R), in order.
   """
   if not 1 <= alive <= total:
-    raise ValueError(f"{alive} living slices of {total}: there must be at least 1 and at most all")
+    raise ValueError(f"{alive} living slices of {total}: at least 1 and at most {total} must be alive")
   if micro_batches < 1 or rows_per_micro < 1:
     raise ValueError(f"{micro_batches} micro-batches of {rows_per_micro} rows: both must be at least 1")
   count = total * micro_batches
@@ -56,6 +57,6 @@ def plan(total: int, alive: int, micro_batches: int, rows_per_micro: int) -> Bat
 
 
 def table(total: int, micro_batches: int) -> list[PlanCost]:
-  """What a step costs with 1..total slices alive."""
+  """Returns the cost of a step with 1..total slices alive."""
   plans = [(alive, plan(total, alive, micro_batches, 1)) for alive in range(1, total + 1)]
   return [PlanCost(alive, p.micro_batches, p.padding_share, p.relative_throughput) for alive, p in plans]

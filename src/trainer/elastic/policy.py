@@ -1,4 +1,4 @@
-"""When to try again, after which pause, when to grow, when to take a snapshot. Clocks are given from outside."""
+"""When to retry and after which pause, when to resize, when to take a snapshot. The caller supplies the clock."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 _LONGEST_BACKOFF_SECONDS = 60.0
-_SMALL_STATE_BYTES = 16 * 2**20  # copied in milliseconds: not worth losing more than one step for
-_FIRST_PERIOD = 4  # until the cost of a snapshot is known: of four steps two have nothing to do with one
+_SMALL_STATE_BYTES = 16 * 2**20  # copied in milliseconds, so a snapshot of every step costs little
+_FIRST_PERIOD = 4  # until the cost of a snapshot is known: two of four steps are not affected by a snapshot
 _FEWEST_SAMPLES, _SAMPLES = 3, 25
-_PAUSE_EVERY, _PAUSE = 64, 4  # steps; of the four the first still comes after a snapshot
+_PAUSE_EVERY, _PAUSE = 64, 4  # steps; the first of the four still follows a snapshot
 
 
 @dataclass
 class RetryPolicy:
-  """Counts attempts since the last real progress. Progress is a step that no earlier attempt had completed."""
+  """Counts attempts since the last progress. Progress is a step that no earlier attempt has completed."""
 
   max_attempts: int
   reset_steps: int
@@ -28,7 +28,7 @@ class RetryPolicy:
   idle_attempts: int = 0  # in a row, without a new step
 
   def completed(self, step: int) -> None:
-    """A step was completed by the current attempt."""
+    """The current attempt has completed `step`."""
     if step <= self.furthest_step:
       return
     self.furthest_step = step
@@ -38,11 +38,11 @@ class RetryPolicy:
       self.attempt = 1
 
   def start_at(self, step: int) -> None:
-    """The process begins at a step that an earlier process had completed."""
+    """The process resumes after `step`, which an earlier process has completed."""
     self.furthest_step = max(self.furthest_step, step)
 
   def failed(self) -> float | None:
-    """Seconds to pause before the next attempt, or None: no more attempts."""
+    """Returns the seconds to pause before the next attempt; None: the attempts are used up."""
     if self.attempt >= self.max_attempts:
       return None
     pause = 0.0
@@ -54,26 +54,26 @@ class RetryPolicy:
     return pause
 
   def resized(self) -> None:
-    """The attempt ended in good order to go on with more slices; that costs no attempt."""
+    """The attempt ended in good order, to continue with more slices. This does not use up an attempt."""
     self.new_steps = 0
 
 
 @dataclass
 class ResizePolicy:
-  """Whether a returned slice is taken in now."""
+  """Decides whether to use a returned slice now."""
 
   min_interval_seconds: float
   clock: Callable[[], float]
   last_resize: float = field(default=-float("inf"))
-  cost_seconds: float = 0.0  # of the last recovery, from its event to the next completed step, compiling excluded
+  cost_seconds: float = 0.0  # of the last recovery: event to next completed step, without waiting and compiling
 
   def resized(self) -> None:
-    """The number of slices has changed, down or up."""
+    """The number of slices has changed."""
     self.last_resize = self.clock()
 
   @property
   def interval_over(self) -> bool:
-    """Whether the last resize is long enough ago."""
+    """Whether min_interval_seconds have passed since the last resize."""
     return self.clock() - self.last_resize >= self.min_interval_seconds
 
   def worthwhile(self, saved_seconds: float, compile_seconds: float) -> bool:
@@ -82,16 +82,18 @@ class ResizePolicy:
 
 
 class SnapshotPolicy:
-  """At which steps a snapshot is taken: every `period`-th, or (0) every one of a small state, and of a larger one as
-  often as costs at most `max_overhead` of the step time.
+  """Decides at which steps a snapshot is taken: at every `period`-th step.
 
-  The cost is measured in step times, because a timer around the dispatch of a copy does not show what it takes from the
-  step that runs meanwhile: where copies wait for their arrays that is the snapshot's own step, else the one after it.
-  Noise makes the period longer, never shorter: what counts is the cost that is probably not exceeded.
+  period=0 chooses the period: 1 for a small state; otherwise the shortest period at which snapshots cost at most
+  `max_overhead` of the step time.
+
+  The cost is measured by comparing step times. A timer around the dispatch of a copy would not show how much the copy
+  slows down the step that runs at the same time: the snapshot's own step if the copy waits for its arrays, otherwise
+  the next step. Noise makes the period longer, never shorter: the policy uses an upper estimate of the cost.
   """
 
   def __init__(self, period: int, max_overhead: float, state_bytes: int) -> None:
-    """state_bytes: of one full copy of the state."""
+    """state_bytes: size of one full copy of the state."""
     if period == 0 and state_bytes <= _SMALL_STATE_BYTES:
       period = 1
     self.is_fixed, self._max_overhead = period > 0, max_overhead
@@ -100,16 +102,16 @@ class SnapshotPolicy:
     self.restarted()
 
   def restarted(self) -> None:
-    """Another attempt begins: what steps took before, on other slices perhaps, says nothing about those to come."""
-    self._own: deque[float] = deque(maxlen=_SAMPLES)  # seconds of steps of which a snapshot was taken
-    self._next: deque[float] = deque(maxlen=_SAMPLES)  # of those after them
-    self._both: deque[float] = deque(maxlen=_SAMPLES)  # of steps that are both, which all are at period 1
+    """Another attempt begins. Drops the measured step times: they may be from other slices."""
+    self._own: deque[float] = deque(maxlen=_SAMPLES)  # seconds of steps with a snapshot
+    self._next: deque[float] = deque(maxlen=_SAMPLES)  # of steps that follow a step with a snapshot
+    self._both: deque[float] = deque(maxlen=_SAMPLES)  # of steps that are both; at period 1 all steps are
     self._others: deque[float] = deque(maxlen=4 * _SAMPLES)
 
   def due(self, step: int) -> bool:
     """Whether a snapshot of `step` should be taken."""
     if not self.is_fixed and self.period < 3 and step % _PAUSE_EVERY < _PAUSE:
-      return False  # without a pause no step would have nothing to do with a snapshot, and none could be compared
+      return False  # with no pause every step would be affected by a snapshot, and no step could be compared
     return step % self.period == 0
 
   def taken(self, step: int) -> None:
@@ -136,7 +138,7 @@ class SnapshotPolicy:
     probable = cost + 1.25 * sigma * math.sqrt(variance)
     # A snapshot every `period` steps costs cost / (period * usual) of the time.
     period = max(1, math.ceil(probable / max(self._max_overhead * usual, 1e-9)))
-    if (period == 1) != (self.period == 1):  # what is measured from now on was last measured long ago
+    if (period == 1) != (self.period == 1):  # the samples of the new period are old
       for samples in (self._own, self._next, self._both):
         samples.clear()
     self.period = period

@@ -23,6 +23,7 @@ LAYERS = (
   {"state", "generate"},
   {"step"},
   {"program", "run_data"},
+  {"announce"},
   {"session", "stepper"},
   {"step_records", "after_step"},
   {"train"},

@@ -83,7 +83,9 @@ def test_it_learns_from_ln_v_and_writes_what_the_readme_says(runs):
   assert len(losses) == 6
   assert losses[0] == pytest.approx(math.log(4096), abs=0.1)
   assert losses[-1] < losses[0] - 0.2
-  baselines = re.search(r"Losses to beat: ([\d.]+) of a guess .*, ([\d.]+) of .* \(([\d.]+) in evaluation\)", out)
+  baselines = re.search(
+    r"Losses to beat: ([\d.]+) for a uniform guess .*, ([\d.]+) for .* \(([\d.]+) in evaluation\)", out
+  )
   assert baselines
   assert float(baselines[1]) == pytest.approx(math.log(4096), abs=0.01)
   assert float(baselines[2]) < float(baselines[1])

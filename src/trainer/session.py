@@ -6,21 +6,20 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import math
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from trainer import program, run_data
+from trainer.announce import CONFIG_FILE, announce
 from trainer.checkpoint.arrays import fingerprint, state_tree
 from trainer.checkpoint.preemption import Preemption
 from trainer.checkpoint.snapshot import Snapshots
 from trainer.cluster import Cluster
-from trainer.config import cli, counts
+from trainer.config import cli
 from trainer.config.schema import Config
-from trainer.data import describe
 from trainer.elastic.program_cache import ProgramCache, Topology
-from trainer.observe import environment, files, lock
+from trainer.observe import files, lock
 from trainer.observe import log as log_lib
 from trainer.observe.compiles import CompileCounter
 from trainer.observe.events import EventLog
@@ -33,8 +32,6 @@ from trainer.report import finish
 from trainer.run_data import RunData
 from trainer.signals import Signals
 from trainer.world import World
-
-CONFIG_FILE = "config.yml"
 
 
 @dataclasses.dataclass
@@ -149,7 +146,7 @@ def open_session(config: Config, cluster: Cluster, signals: Signals, started: fl
     )
     for line in notes:
       log.line(line)
-    _announce(config, session, cluster, full_program)
+    announce(config, cluster, full_program, data, log, events)
     stack.enter_context(progress)
     watchdog.start()
     yield session
@@ -180,68 +177,3 @@ def _compile_step(config: Config, prog: Program) -> Any:
   if config.checkpoint.enable_checkpointing or config.elastic.elastic_enabled:
     fingerprint.prepare(prog.state)
   return prog.compile()
-
-
-def _announce(config: Config, session: Session, cluster: Cluster, full: Program) -> None:
-  """Prints what is about to run, and records it as the first event of the process."""
-  import jax
-
-  device = full.mesh.devices.flat[0]
-  model, length = config.model, config.data.max_target_length
-  parameters = counts.parameter_count(model)
-  data = session.data.train.describe(config.run.steps)
-  mesh = ", ".join(f"{axis}={size}" for axis, size in full.mesh.shape.items() if size > 1) or "one device"
-  lines = [
-    f"Run {config.run_directory}: {config.run.steps} steps of {session.data.global_batch_size} x {length} tokens",
-    f"Model {model.model_name}: {parameters:,} parameters, {model.num_decoder_layers} layers, "
-    f"remat_policy={model.remat_policy}, {model.dtype}",
-    f"Devices: {cluster.num_slices} slice{'s' * (cluster.num_slices > 1)} of {cluster.devices_per_slice} "
-    f"{device.device_kind} ({cluster.kind}), "
-    f"mesh {mesh}, jax {jax.__version__}",
-    f"Attention: {full.attention.name} ({full.attention.reason})",
-    describe.line(data),
-    *_losses_to_beat(session, model.vocab_size),
-  ]
-  for line in lines:
-    session.log.line(line)
-  if warning := describe.vocabulary_warning(data, model.vocab_size):
-    session.log.warning(warning)
-  if config.run.log_config:
-    _print_config(config, session.log)
-  session.events.emit(
-    "run_start",
-    steps=config.run.steps,
-    num_slices=cluster.num_slices,
-    devices=cluster.num_slices * cluster.devices_per_slice,
-    devices_per_slice=cluster.devices_per_slice,
-    platform=device.platform,
-    device_kind=device.device_kind,
-    global_batch_size=session.data.global_batch_size,
-    tokens_per_step=session.data.tokens_per_step,
-    parameters=parameters,
-    flops_per_token=counts.flops_per_token(model, length),
-    vocab_size=model.vocab_size,
-    data=data,
-    unigram_entropy=session.data.train.unigram_entropy(),
-    unigram_eval_loss=session.data.train.unigram_eval_loss(),
-    config=config.flat(),
-    **environment.describe(),
-  )
-
-
-def _losses_to_beat(session: Session, vocab_size: int) -> list[str]:
-  """A line that says what the loss is worth, where the data knows."""
-  unigram, unigram_eval = session.data.train.unigram_entropy(), session.data.train.unigram_eval_loss()
-  if unigram is None:
-    return []
-  line = f"Losses to beat: {math.log(vocab_size):.2f} of a guess (ln V), {unigram:.2f} of the tokens' frequencies alone"
-  return [line if unigram_eval is None else f"{line} ({unigram_eval:.2f} in evaluation)"]
-
-
-def _print_config(config: Config, log: Log) -> None:
-  """Prints the keys that are not at their default, and where all of them will be (see `Session.ready`)."""
-  defaults = Config().flat()
-  chosen = {key: value for key, value in config.flat().items() if value != defaults[key]}
-  log.line(f"Configuration (every key goes to {config.run_directory}/{CONFIG_FILE}; not at their default):")
-  for key, value in chosen.items():
-    log.line(f"  {key}: {value}")

@@ -1,0 +1,82 @@
+"""The first lines of a run's log, and the event run_start: what runs, on which devices, with which data and keys."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+
+from trainer.cluster import Cluster
+from trainer.config import counts
+from trainer.config.schema import Config
+from trainer.data import describe
+from trainer.observe import environment
+from trainer.observe.events import EventLog
+from trainer.observe.log import Log
+from trainer.program import Program
+from trainer.run_data import RunData
+
+CONFIG_FILE = "config.yml"  # of the run: every key with its value
+
+
+def announce(config: Config, cluster: Cluster, full: Program, data: RunData, log: Log, events: EventLog) -> None:
+  """Prints what is about to run, and records it as the first event of the process. full: program of all slices."""
+  device = full.mesh.devices.flat[0]
+  model, length = config.model, config.data.max_target_length
+  parameters = counts.parameter_count(model)
+  source = data.train.describe(config.run.steps)
+  mesh = ", ".join(f"{axis}={size}" for axis, size in full.mesh.shape.items() if size > 1) or "one device"
+  lines = [
+    f"Run {config.run_directory}: {config.run.steps} steps of {data.global_batch_size} x {length} tokens",
+    f"Model {model.model_name}: {parameters:,} parameters, {model.num_decoder_layers} layers, "
+    f"remat_policy={model.remat_policy}, {model.dtype}",
+    f"Devices: {cluster.num_slices} slice{'s' * (cluster.num_slices > 1)} of {cluster.devices_per_slice} "
+    f"{device.device_kind} ({cluster.kind}), "
+    f"mesh {mesh}, jax {jax.__version__}",
+    f"Attention: {full.attention.name} ({full.attention.reason})",
+    describe.line(source),
+    *_losses_to_beat(data, model.vocab_size),
+  ]
+  for line in lines:
+    log.line(line)
+  if warning := describe.vocabulary_warning(source, model.vocab_size):
+    log.warning(warning)
+  if config.run.log_config:
+    _print_config(config, log)
+  events.emit(
+    "run_start",
+    steps=config.run.steps,
+    num_slices=cluster.num_slices,
+    devices=cluster.num_slices * cluster.devices_per_slice,
+    devices_per_slice=cluster.devices_per_slice,
+    platform=device.platform,
+    device_kind=device.device_kind,
+    global_batch_size=data.global_batch_size,
+    tokens_per_step=data.tokens_per_step,
+    parameters=parameters,
+    flops_per_token=counts.flops_per_token(model, length),
+    vocab_size=model.vocab_size,
+    data=source,
+    unigram_entropy=data.train.unigram_entropy(),
+    unigram_eval_loss=data.train.unigram_eval_loss(),
+    config=config.flat(),
+    **environment.describe(),
+  )
+
+
+def _losses_to_beat(data: RunData, vocab_size: int) -> list[str]:
+  """Returns a line with the losses of trivial models, to compare the training loss with; [] if the data has none."""
+  unigram, unigram_eval = data.train.unigram_entropy(), data.train.unigram_eval_loss()
+  if unigram is None:
+    return []
+  line = f"Losses to beat: {math.log(vocab_size):.2f} for a uniform guess (ln V), {unigram:.2f} for a unigram model"
+  return [line if unigram_eval is None else f"{line} ({unigram_eval:.2f} in evaluation)"]
+
+
+def _print_config(config: Config, log: Log) -> None:
+  """Prints the keys that differ from their default, and the file that will have all keys (see `Session.ready`)."""
+  defaults = Config().flat()
+  chosen = {key: value for key, value in config.flat().items() if value != defaults[key]}
+  log.line(f"Configuration (differences from the defaults; {config.run_directory}/{CONFIG_FILE} has every key):")
+  for key, value in chosen.items():
+    log.line(f"  {key}: {value}")

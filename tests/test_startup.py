@@ -15,7 +15,10 @@ import pytest
 
 import trainer
 from trainer import __main__, world
+from trainer.checkpoint.errors import ConfigMismatch
+from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
+from trainer.elastic import retry
 from trainer.session import Session
 from trainer.signals import Signals
 
@@ -67,6 +70,31 @@ def test_the_console_script_is_the_command():
   scripts = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]
   module, name = scripts["trainer"].split(":")
   assert (module, getattr(__main__, name)) == ("trainer.__main__", __main__.command)
+
+
+@pytest.mark.parametrize(
+  ("error", "code", "printed"),
+  [
+    (ConfigError("steps=0: must be at least 1."), 2, "error: steps=0: must be at least 1."),
+    (ConfigMismatch("another model"), 2, "error: another model"),
+    (ValueError("too many values to unpack"), 1, "Traceback"),
+    (RuntimeError("RESOURCE_EXHAUSTED: out of memory"), 1, "Lower per_device_batch_size"),
+  ],
+  ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_only_an_error_of_the_users_input_is_2(monkeypatch, error, code, printed):
+  """An internal ValueError is a bug, with a traceback and exit code 1."""
+
+  def fail(*arguments, **options):
+    raise error
+
+  lines = []
+  log = SimpleNamespace(error=lines.append)
+  data = SimpleNamespace(tokens_per_step=1)
+  session = SimpleNamespace(data=data, state_bytes=1, events=None, log=log, programs=None, preemption=None)
+  monkeypatch.setattr(retry, "elastic_retry", fail)
+  assert __main__._train(Config(), session, None) == code
+  assert printed in "".join(lines) and ("Traceback" in "".join(lines)) == (code == 1)
 
 
 @pytest.mark.parametrize("turns_it_on", ["ready", "second attempt"])

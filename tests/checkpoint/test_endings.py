@@ -18,6 +18,7 @@ from end_to_end.command import ROOT, Run
 from tests.support.forked_runs import Server
 from tests.support.jax_processes import free_port
 
+from trainer.checkpoint import emergency
 from trainer.report import history, page
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Sharding info not provided")]
@@ -128,6 +129,25 @@ def test_a_folder_that_fails_when_it_is_opened_is_2_with_one_message(tmp_path):
   assert command.wait_for_exit(run.start()) == 2
   assert "log.txt" in run.printed and "Traceback" not in run.printed
   assert len(run.printed.splitlines()) == 2
+
+
+def test_a_configuration_that_proves_wrong_inside_an_attempt_is_2_with_one_message(make, tmp_path):
+  local = tmp_path / "ram"
+  emergency_keys = (
+    "enable_emergency_checkpoint=true",
+    "local_checkpoint_period=1",
+    f"local_checkpoint_directory={local}",
+  )
+  run = make("steps=3", "num_slices=2", *emergency_keys)
+  sharded = "dcn_fsdp_parallelism=2", "dcn_data_parallelism=1"
+  assert run.finish(*sharded) == 2
+  assert "so that no slice holds a full copy" in run.printed and "Traceback" not in run.printed
+  folder = emergency.folder(local, str(run.directory))
+  shutil.rmtree(folder)
+  folder.touch()
+  assert run.finish() == 2
+  assert "cannot be written" in run.printed and "Traceback" not in run.printed
+  assert run.last_step == 0 and [event["exit"] for event in run.events("run_end")] == [2, 2]
 
 
 def test_another_batch_size_goes_on_with_the_next_example_where_that_is_allowed(make):

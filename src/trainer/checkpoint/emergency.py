@@ -33,7 +33,7 @@ from trainer.checkpoint.background import Background
 from trainer.checkpoint.backup import Accept, Candidate, Emit, Log
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
 from trainer.config import rules
-from trainer.config.errors import require
+from trainer.config.errors import ConfigError, require
 from trainer.config.schema import CheckpointSection
 from trainer.world import World
 
@@ -95,7 +95,7 @@ class Emergency:
       probe.write_bytes(b"x")
       probe.unlink()
     except OSError as error:
-      raise ValueError(
+      raise ConfigError(
         f"local_checkpoint_directory={self._cfg.local_checkpoint_directory} cannot be written ({error}): mount the "
         "ramdisk there, make it writable, or set enable_emergency_checkpoint=false"
       ) from error
@@ -105,7 +105,7 @@ class Emergency:
   def parts(self, state: Any) -> dict[int, list[tuple[str, Box, Device]]]:
     """{slice: (array, box, local device that has it)} that this process writes of a state or its abstract form.
 
-    Raises ValueError where a slice does not hold a full copy.
+    Raises ConfigError where a slice does not hold a full copy.
     """
     flat = state_tree.flatten(state)
     return {

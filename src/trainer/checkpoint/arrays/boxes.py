@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from jax import Device
 
+from trainer.config.errors import ConfigError
+
 Box = tuple[tuple[int, int], ...]
 
 
@@ -33,7 +35,7 @@ def volume(box: Box) -> int:
 def owners(name: str, x: Any, devices: Sequence[Device]) -> dict[Box, Device]:
   """{box: the first of `devices` that holds it}: one full copy of x (an array or ShapeDtypeStruct with sharding).
 
-  Raises ValueError where the devices together do not hold all of it.
+  Raises ConfigError where the devices together do not hold all of it.
   """
   held = of_devices(x.sharding, x.shape)
   found: dict[Box, Device] = {}
@@ -41,7 +43,7 @@ def owners(name: str, x: Any, devices: Sequence[Device]) -> dict[Box, Device]:
     if device in held:
       found.setdefault(held[device], device)
   if sum(map(volume, found)) != math.prod(x.shape):
-    raise ValueError(
+    raise ConfigError(
       f"{name} {list(x.shape)} is sharded across slices ({x.sharding}), so that no slice holds a full copy: emergency "
       "checkpoints and snapshots need one. Set dcn_fsdp_parallelism, dcn_tensor_parallelism and "
       "dcn_context_parallelism to 1 and dcn_data_parallelism to -1"

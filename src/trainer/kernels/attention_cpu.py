@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from trainer.kernels.attention_shard import CONTEXT
+from trainer.mesh import CONTEXT
 
 MASKED = float(jnp.finfo(jnp.float32).min)
 SHORT = 512  # up to this many positions there are at most two blocks

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from trainer.kernels.attention_shard import CONTEXT, per_device
+from trainer.kernels.attention_shard import per_device
+from trainer.mesh import CONTEXT
 
 Implementation = Literal["cudnn", "xla"]
 MAX_HEAD_DIM = 256  # before Hopper 128, which cuDNN itself checks

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-BATCH, TENSOR, CONTEXT = ("data", "fsdp"), "tensor", "context"
+from trainer.mesh import CONTEXT, DATA, FSDP, TENSOR
 
 # (operand, q, k, v, q_segment_ids, kv_segment_ids) -> out. All shapes are local except S, which is global.
 Local = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -29,7 +29,7 @@ def per_device(local: Local, mesh: Mesh, operand: Any = None, operand_specs: Any
   def call(q: jax.Array, k: jax.Array, v: jax.Array, q_segment_ids: jax.Array, kv_segment_ids: jax.Array) -> jax.Array:
     context = jax.sharding.get_abstract_mesh()
     manual = set() if context.empty else set(context.manual_axes)
-    batch = tuple(axis for axis in BATCH if axis in mesh.axis_names and axis not in manual)
+    batch = tuple(axis for axis in (DATA, FSDP) if axis in mesh.axis_names and axis not in manual)
     heads = PartitionSpec(batch, CONTEXT, TENSOR)
     ids = PartitionSpec(batch, CONTEXT)
     mapped = jax.shard_map(

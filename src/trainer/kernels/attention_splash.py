@@ -15,7 +15,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainer.kernels.attention_shard import CONTEXT, TENSOR, per_device
+from trainer.kernels.attention_shard import per_device
+from trainer.mesh import CONTEXT, TENSOR
 
 LANES = 128
 

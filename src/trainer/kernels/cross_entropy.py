@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ def linear_cross_entropy(
   chunks = num_chunks or choose_chunks(
     own, 4 * x.shape[0] * length_shards * w.shape[0] / vocab_shards, chunk_logits_bytes
   )
-  return _fused(x, w, targets, weights, z_loss, min(chunks, own), vocab, length_shards, constrain)
+  return _fused(x, w, targets, weights, _Static(z_loss, min(chunks, own), vocab, length_shards, constrain))
 
 
 def choose_chunks(length: int, position_bytes: float, limit: int) -> int:
@@ -101,45 +101,33 @@ def plain_cross_entropy(
   return jnp.sum(weights * (log_z - target)), z_loss * jnp.sum(weights * jnp.square(log_z))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
+class _Static(NamedTuple):
+  """The arguments of the fused loss that are known when it is traced."""
+
+  z_loss: float
+  chunks: int
+  vocab: int  # logits from this index on are padding
+  shards: int  # number of devices over which T is split
+  constrain: Constrain
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _fused(
-  x: jax.Array,
-  w: jax.Array,
-  targets: jax.Array,
-  weights: jax.Array,
-  z_loss: float,
-  chunks: int,
-  vocab: int,
-  shards: int,
-  constrain: Constrain,
+  x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array, static: _Static
 ) -> tuple[jax.Array, jax.Array]:
-  return _sums(x, w, targets, weights, z_loss, chunks, vocab, shards, constrain, with_grads=False)[0]
+  return _sums(x, w, targets, weights, static, with_grads=False)[0]
 
 
 def _fused_fwd(
-  x: jax.Array,
-  w: jax.Array,
-  targets: jax.Array,
-  weights: jax.Array,
-  z_loss: float,
-  chunks: int,
-  vocab: int,
-  shards: int,
-  constrain: Constrain,
+  x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array, static: _Static
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-  return _sums(x, w, targets, weights, z_loss, chunks, vocab, shards, constrain, with_grads=True)
+  return _sums(x, w, targets, weights, static, with_grads=True)
 
 
 def _fused_bwd(
-  z_loss: float,
-  chunks: int,
-  vocab: int,
-  shards: int,
-  constrain: Constrain,
-  grads: tuple[jax.Array, jax.Array],
-  cotangents: tuple[jax.Array, jax.Array],
+  static: _Static, grads: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, None, None]:
-  del z_loss, chunks, vocab, shards, constrain
+  del static
   dx, dw = grads
   scale = cotangents[0]
   return (dx * scale).astype(dx.dtype), (dw * scale).astype(dw.dtype), None, None
@@ -185,15 +173,12 @@ def _sums(
   w: jax.Array,
   targets: jax.Array,
   weights: jax.Array,
-  z_loss: float,
-  chunks: int,
-  vocab: int,
-  shards: int,
-  constrain: Constrain,
+  static: _Static,
   *,
   with_grads: bool,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, Any]]:
   """Returns ((loss_sum, z_sum), (dx, dw)). Without `with_grads` the gradients are None."""
+  z_loss, chunks, vocab, shards, constrain = static
   rows = constrain(w.astype(x.dtype), ("vocab", "embed"))
   is_column = jnp.arange(w.shape[0], dtype=jnp.int32)
   views = [_by_chunk(array, shards, chunks) for array in (x, targets, weights)]

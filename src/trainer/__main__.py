@@ -40,9 +40,12 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
   started = time.monotonic()
   arguments = sys.argv[1:] if argv is None else argv
   _make_stdout_usable()
-  if not arguments or {"--help", "-h"} & set(arguments):
+  if not arguments:
+    print(cli.usage(), file=sys.stderr)
+    return BAD_INPUT
+  if {"--help", "-h"} & set(arguments):
     log.to_stdout(cli.help_text())
-    return COMPLETE if arguments else BAD_INPUT
+    return COMPLETE
   try:
     config = load([argument for argument in arguments if argument != "--print-config"])
     if "--print-config" in arguments:

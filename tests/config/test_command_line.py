@@ -1,4 +1,4 @@
-"""The command: help and --print-config are quick and import nothing heavy; a mistake is one message and exit 2."""
+"""The command line: help and --print-config are fast and import nothing heavy; a mistake ends with exit code 2."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(*argv: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess
 
 
 def cpu_seconds() -> float:
-  """Processor time of the finished children, which unlike the clock does not depend on what else is running."""
+  """CPU time of the finished child processes. Unlike the clock it does not depend on other running processes."""
   usage = resource.getrusage(resource.RUSAGE_CHILDREN)
   return usage.ru_utime + usage.ru_stime
 
@@ -34,7 +34,7 @@ def cpu_seconds() -> float:
   ("argv", "words"),
   [(["--help"], "  steps=1000\n"), (["configs/base.yml", "steps=5", "--print-config"], "\nsteps: 5\n")],
 )
-def test_printing_is_quick_and_imports_nothing_heavy(argv, words):
+def test_help_and_print_config_are_fast_and_import_nothing_heavy(argv, words):
   imported = run(*argv, python=("-X", "importtime"))
   assert imported.returncode == 0
   assert words in imported.stdout
@@ -49,7 +49,7 @@ def test_printing_is_quick_and_imports_nothing_heavy(argv, words):
   assert fastest < SECONDS
 
 
-def test_a_stdout_that_is_closed_or_knows_ascii_only(tmp_path):
+def test_stdout_may_be_closed_or_ascii_only(tmp_path):
   config = tmp_path / "c.yml"
   config.write_text('sample_prompt: "\\u65e5"\n', encoding="utf-8")
   environment = os.environ | {"PYTHONPATH": str(Path(trainer.__file__).parents[1]), "PYTHONIOENCODING": "ascii"}
@@ -74,34 +74,51 @@ def test_a_stdout_that_is_closed_or_knows_ascii_only(tmp_path):
     ["configs/base.yml", "num_slices=2", "devices_per_slice=4", "ici_tensor_parallelism=3"],
     ["configs/base.yml", "model_name=llama3-8b", "max_target_length=8193"],
     ["configs/base.yml", "dataset_path=."],
-    [],
+    ["configs/base.yml", "base_emb_dim=2000000000"],
+    ["configs/base.yml", "--elastic-slices=1"],
   ],
   ids=" ".join,
 )
-def test_a_mistake_is_one_message_exit_2_and_nothing_on_disk(argv, tmp_path, monkeypatch):
+def test_a_mistake_gives_one_message_exit_code_2_and_no_files(argv, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setenv("HOME", str(tmp_path))
   result = run(*argv)
   assert result.returncode == 2
   assert "Traceback" not in result.stderr
   assert list(tmp_path.iterdir()) == []
-  if argv:
-    assert 2 <= len(result.stderr.splitlines()) <= 5
-    assert result.stderr.startswith("error: ")
-    assert result.stdout == ""
+  assert 2 <= len(result.stderr.splitlines()) <= 5
+  assert result.stderr.startswith("error: ")
+  assert result.stdout == ""
 
 
-def test_a_folder_that_is_gone_is_said_to_be(tmp_path, monkeypatch):
+def test_no_arguments_print_a_short_usage_and_exit_2():
+  result = run()
+  assert (result.returncode, result.stdout) == (2, "")
+  assert result.stderr.startswith("Usage: python -m trainer CONFIG.yml")
+  assert len(result.stderr.splitlines()) <= 10
+
+
+def test_several_mistakes_are_reported_at_once():
+  result = run("configs/base.yml", "stepz=5", "learning_rate=fast", "head_dim=0", "--rdzv-id=7", "eval_steps=2")
+  assert result.returncode == 2
+  assert result.stderr.startswith(
+    "error: 4 mistakes in the configuration:\n(1) stepz (command line): there is no such key."
+  )
+  for number, word in enumerate(("stepz", "learning_rate=fast", "head_dim=0", "rdzv-id"), 1):
+    assert f"({number}) {word}" in result.stderr
+
+
+def test_a_removed_current_folder_is_named(tmp_path, monkeypatch):
   gone = tmp_path / "gone"
   gone.mkdir()
   monkeypatch.chdir(gone)
   gone.rmdir()
   result = run("configs/base.yml")
   assert result.returncode == 2
-  assert result.stderr == "error: The current folder no longer exists.\nChange to one that does: cd /\n"
+  assert result.stderr == "error: The current folder no longer exists.\nChange to a folder that exists: cd /\n"
 
 
-def test_a_reader_that_has_seen_enough_of_the_help():
+def test_a_reader_may_close_the_pipe_before_the_end_of_the_help():
   environment = os.environ | {"PYTHONPATH": str(Path(trainer.__file__).parents[1])}
   read, write = os.pipe()
   os.close(read)

@@ -1,4 +1,4 @@
-"""What `python -m trainer` prints about the configuration. Text only: no JAX, nothing on disk."""
+"""The text that `python -m trainer` prints about the configuration. No JAX is imported, and no file is read."""
 
 from __future__ import annotations
 
@@ -8,17 +8,29 @@ from trainer.config.document import literal
 from trainer.config.keys import all_keys
 from trainer.config.schema import Config
 
-_HELP_HEAD = """\
+_USAGE = """\
 Usage: python -m trainer CONFIG.yml [key=value ...] [--print-config | --help]
 
-Pre-trains a Qwen3 or Llama decoder. CONFIG.yml is read over configs/base.yml's defaults, then model_name's YAML, then
-key=value. Start with: python -m trainer configs/quickstart.yml
-"""
+Pre-trains a Qwen3 or Llama decoder.
+
+  python -m trainer configs/quickstart.yml               train a small model for two minutes
+  python -m trainer configs/quickstart.yml steps=20      change a key
+  python -m trainer CONFIG.yml key=value --print-config  print the resolved configuration, and run nothing
+  python -m trainer --help                               describe every key"""
+
+_PRECEDENCE = """\
+A key has the value of the command line, else of model_name's YAML, else of CONFIG.yml, else of the files that
+CONFIG.yml names as base_config, else the default shown here."""
+
+
+def usage() -> str:
+  """How to start the program, in a few lines."""
+  return _USAGE
 
 
 def help_text() -> str:
-  """Usage, then every key with default, meaning and choices, by section."""
-  lines = [_HELP_HEAD.rstrip()]
+  """The usage, then every key with its default, meaning and choices, by section."""
+  lines = [_USAGE, "", _PRECEDENCE]
   section = ""
   for key in all_keys().values():
     if key.section != section:
@@ -31,5 +43,5 @@ def help_text() -> str:
 
 
 def print_config(config: Config) -> str:
-  """The resolved configuration as YAML that `python -m trainer` reads back to the same values."""
+  """The resolved configuration as YAML. Loading this YAML gives the same configuration."""
   return "".join(f"{name}: {literal(value)}\n" for name, value in config.flat().items())

@@ -11,7 +11,21 @@ _MOST_SHOWN = 10
 
 
 class ConfigError(ValueError):
-  """A mistake of the user. The message names the value, the rule and the remedy. The program exits with code 2."""
+  """One or more mistakes of the user. Each message has the value, the rule and the remedy. The exit code is 2."""
+
+  def __init__(self, *messages: str) -> None:
+    self.messages = messages
+    super().__init__(messages[0] if len(messages) == 1 else _numbered(messages))
+
+
+def _numbered(messages: tuple[str, ...]) -> str:
+  """Several messages as one text."""
+  shown = [
+    f"({number}) " + textwrap.indent(message, "    ").lstrip()
+    for number, message in enumerate(messages[:_MOST_SHOWN], 1)
+  ]
+  more = [f"... and {len(messages) - _MOST_SHOWN} more."] if len(messages) > _MOST_SHOWN else []
+  return "\n".join([f"{len(messages)} mistakes in the configuration:", *shown, *more])
 
 
 class Problems:
@@ -26,24 +40,16 @@ class Problems:
 
   @contextlib.contextmanager
   def collect(self) -> Iterator[None]:
-    """Adds the message of a ConfigError that the block raises, and continues after the block."""
+    """Adds the messages of a ConfigError that the block raises, and continues after the block."""
     try:
       yield
     except ConfigError as error:
-      self.add([str(error)])
+      self.add(error.messages)
 
   def raise_any(self) -> None:
     """Raises one ConfigError with all messages. Does nothing if there are none."""
-    count = len(self._messages)
-    if count == 1:
-      raise ConfigError(self._messages[0])
-    if count:
-      shown = [
-        f"({number}) " + textwrap.indent(message, "    ").lstrip()
-        for number, message in enumerate(self._messages[:_MOST_SHOWN], 1)
-      ]
-      more = [f"... and {count - _MOST_SHOWN} more."] if count > _MOST_SHOWN else []
-      raise ConfigError("\n".join([f"{count} mistakes in the configuration:", *shown, *more]))
+    if self._messages:
+      raise ConfigError(*self._messages)
 
 
 def require(messages: Iterable[str]) -> None:

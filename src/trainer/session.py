@@ -110,7 +110,7 @@ def open_session(config: Config, cluster: Cluster, signals: Signals, started: fl
     stack.callback(log.close)
     if world.is_primary:  # a predecessor that is stopping may use its whole grace period
       grace = config.checkpoint.autocheckpoint_grace_seconds
-      stack.enter_context(lock.alone(config.run_directory, grace, log.line))
+      stack.enter_context(lock.exclusive(config.run_directory, grace, log.line))
     events = EventLog(config.run_directory, config.run.run_name, world)
     stack.callback(events.close)
     metrics = Metrics(config.run_directory if world.is_primary else None, config.observe, events, log)

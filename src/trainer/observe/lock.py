@@ -1,4 +1,4 @@
-"""One writer per run: a second process on the same run folder would overwrite what the first one saves."""
+"""One writer per run: a second process on the same run folder would overwrite the checkpoints of the first."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
+from trainer.config.errors import ConfigError
 from trainer.observe.files import is_object_store
 
-UNSUPPORTED = {errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.EBADF}
+_UNSUPPORTED = {errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.EBADF}
+_POLL_SECONDS = 0.1
 
 
 @contextlib.contextmanager
-def alone(directory: str, patience: float, say: Callable[[str], None]) -> Iterator[None]:
-  """Holds the run's folder, which exists; the system frees it when the process ends, however it ends.
+def exclusive(directory: str, timeout: float, log: Callable[[str], None]) -> Iterator[None]:
+  """Locks the run's folder, which must exist. The system frees the lock when the process ends in any way.
 
-  Waits up to `patience` seconds for another process that has it, and then raises ValueError. Object stores and file
-  systems without flock cannot tell: there it is the launcher's business to start a run once.
+  Waits up to `timeout` seconds for another process to release it, then raises ConfigError. Object stores and file
+  systems without flock have no lock: there the launcher must start a run only once.
   """
   import fcntl
 
@@ -27,27 +29,27 @@ def alone(directory: str, patience: float, say: Callable[[str], None]) -> Iterat
     return
   descriptor = os.open(directory, os.O_RDONLY)
   try:
-    deadline = time.monotonic() + patience
-    told = False
+    deadline = time.monotonic() + timeout
+    announced = False
     while True:
       try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         break
       except BlockingIOError:
         if time.monotonic() > deadline:
-          raise ValueError(
-            f"another process is training in {directory} and has not ended within {patience:g} s: two would overwrite "
+          raise ConfigError(
+            f"another process is training in {directory} and has not ended within {timeout:g} s: two would overwrite "
             "each other's checkpoints. End it, or choose another run_name"
           ) from None
       except OSError as error:
-        if error.errno not in UNSUPPORTED:
+        if error.errno not in _UNSUPPORTED:
           raise
-        say(f"Whether another process trains in {directory} cannot be told here ({error}).")
+        log(f"Cannot check whether another process trains in {directory}: this file system has no locks ({error}).")
         break
-      if not told:
-        say(f"Another process is training in {directory}; waiting up to {patience:g} s for its end.")
-        told = True
-      time.sleep(0.1)
+      if not announced:
+        log(f"Another process is training in {directory}; waiting up to {timeout:g} s for it to end.")
+        announced = True
+      time.sleep(_POLL_SECONDS)
     yield
   finally:
     os.close(descriptor)

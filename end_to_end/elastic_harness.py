@@ -1,4 +1,4 @@
-"""Runs of a tiny model on three simulated slices, one after the other in one process with one set of compiled steps."""
+"""Runs a tiny model on three simulated slices, many runs in one process, with the same compiled steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NUM_SLICES = 3
 TINY = (
   "base_num_decoder_layers=1 base_emb_dim=16 base_num_query_heads=2 base_num_kv_heads=1 base_mlp_dim=32 head_dim=8 "
   "vocab_size=64 dtype=float32 dataset_type=synthetic max_target_length=16 per_device_batch_size=2 "
-  "learning_rate=1e-2 warmup_steps_fraction=0"  # every update is seen in the losses after it
+  "learning_rate=1e-2 warmup_steps_fraction=0"  # so that every update changes the next losses
 )
 _ALWAYS = (
   f"elastic_enabled=true num_slices={NUM_SLICES} devices_per_slice=1 elastic_min_resize_interval_seconds=0 "
@@ -44,12 +44,12 @@ _ALWAYS = (
 )
 
 
-Meddle = Callable[[Session, SimulatedCluster], None]
+Prepare = Callable[[Session, SimulatedCluster], None]
 
 
 @dataclass
 class Recorder:
-  """The session's loader; remembers for every step the rows that were read last, with their content."""
+  """The loader of the session. Remembers for every step which rows were read last, with a hash of their tokens."""
 
   loader: Any
   used: dict[int, dict[int, str]] = field(default_factory=dict)
@@ -68,12 +68,12 @@ class Recorder:
 
 @dataclass(frozen=True)
 class History:
-  """A run that has ended in good order."""
+  """The results of a run that ended without an error."""
 
   outcome: Outcome
   losses: dict[int, float]
   used: dict[int, dict[int, str]]  # step -> row -> hash of its tokens
-  state: dict[str, Any]  # fingerprints of the last checkpoint's arrays: weights and optimizer
+  state: dict[str, Any]  # fingerprints of the arrays in the last checkpoint: weights and optimizer state
   events: list[dict[str, Any]]
 
   def of_kind(self, kind: str) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ class History:
 
 
 class Harness:
-  """Runs that share programs and compiled steps, which saves time and changes no result."""
+  """Starts runs that share programs and compiled steps. This saves time and does not change results."""
 
   def __init__(self, directory: Path) -> None:
     self._directory = directory
@@ -91,12 +91,12 @@ class Harness:
     self,
     name: str,
     keys: Iterable[str],
-    meddle: Meddle = lambda session, cluster: None,
+    prepare: Prepare = lambda session, cluster: None,
     watch: Callable[[ElasticRun], None] = lambda elastic: None,
   ) -> History:
-    """A run of TINY with these key=value. Its folder is removed afterwards.
+    """Runs TINY with these key=value and returns its history. Removes the folder of the run.
 
-    meddle: called before the attempts; watch: called with what outlives an attempt, before each attempt.
+    prepare: called before the first attempt. watch: called before each attempt.
     """
     places = [f"base_output_directory={self._directory}", f"run_name={name}"]
     config = load(["configs/base.yml", *TINY.split(), *_ALWAYS.split(), *places, *keys])
@@ -115,7 +115,7 @@ class Harness:
       attempt = functools.partial(self._attempt, config, session, watch)
       accumulation = config.optimizer.gradient_accumulation_steps
       job = Job(config.run.steps, accumulation, session.data.tokens_per_step, session.state_bytes)
-      meddle(session, cluster)
+      prepare(session, cluster)
       outcome = elastic_retry(
         attempt,
         cluster,

@@ -207,7 +207,7 @@ def test_a_step_that_fails_with_little_optimization_is_compiled_with_full_optimi
   def compile(compiler_options):
     tried.append(compiler_options)
     quick = analysis.LITTLE_OPTIMIZATION.items() <= compiler_options.items()
-    raise jax.errors.JaxRuntimeError(refusal if quick else "INTERNAL: as it runs")
+    raise jax.errors.JaxRuntimeError(refusal if quick else "INTERNAL: fully optimized")
 
   program = types.SimpleNamespace(
     compiler_options={"a": "b"},
@@ -217,7 +217,7 @@ def test_a_step_that_fails_with_little_optimization_is_compiled_with_full_optimi
   monkeypatch.setattr(analysis.program, "build", lambda *_: program)
   tpu = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
   cfg = config.load([*TINY, f"preflight.degraded={degraded}"])
-  assert analysis.analyse(cfg, [[tpu]], total) == analysis.Refused(1, "INTERNAL: as it runs")
+  assert analysis.analyse(cfg, [[tpu]], total) == analysis.Refused(1, "INTERNAL: fully optimized")
   assert tried == [{"a": "b", **analysis.LITTLE_OPTIMIZATION}] * quick + [{"a": "b"}]
 
 

@@ -107,7 +107,7 @@ def candidates(
 ) -> Iterator[Candidate]:
   """Yields the candidates that fit: per batch size, the first policy of POLICIES that fits, and those of `others`.
 
-  Doubles the batch until nothing fits. Then halves it until something fits, and goes on while smaller batches are
+  Doubles the batch until nothing fits. Then halves it until something fits, and continues while smaller batches are
   faster: a smaller batch may leave room for a policy that recomputes less.
   """
 

@@ -97,7 +97,7 @@ def rows_per_micro_batch(config: Config, devices_per_slice: int) -> int:
     raise ValueError(
       f"per_device_batch_size={share:g} x {devices_per_slice} devices per slice is {share * devices_per_slice:g} "
       "examples, and a slice's micro-batch must be a whole number of at least 1. Choose "
-      f"{counts.shares_that_are_whole(devices_per_slice)}."
+      f"{counts.valid_batch_sizes(devices_per_slice)}."
     )
   return rows
 

@@ -9,5 +9,5 @@ from trainer.config import paths
 
 @pytest.fixture
 def gcsfs(monkeypatch):
-  """gs:// addresses are accepted whether or not the package is installed here."""
+  """Accepts gs:// addresses even if the package gcsfs is not installed."""
   monkeypatch.setattr(paths, "_is_installed", lambda package: package == "gcsfs")

@@ -1,4 +1,4 @@
-"""The generated files are current, and what is printed can be read back."""
+"""The generated files are current, and a printed configuration can be loaded again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.config.document import base_yaml, literal, page
 from trainer.config.files import read_yaml, repository_root
 from trainer.config.keys import all_keys
 
-REMEDY = "run `python -m trainer.config.document` and commit what it writes"
+REMEDY = "run `python -m trainer.config.document` and commit the files that it writes"
 BUDGET = 150
 
 
@@ -24,7 +24,7 @@ def test_the_configuration_page_is_current():
 
 
 def test_base_yml_means_the_same_to_a_yaml_library():
-  """Equal to the schema also for a reader that does not know the keys' types (numbers are numbers there too)."""
+  """A reader that does not know the types of the keys reads the same values."""
   values = yaml.safe_load(base_yaml())
   assert values.keys() == Config().flat().keys()
   for name, value in Config().flat().items():
@@ -42,7 +42,7 @@ MODELS = sorted(path.stem for path in (repository_root() / "configs/models").glo
 PRINTED = [
   [],
   ["model_name=llama3.1-8b", "sample_prompt=it's: #1", "learning_rate=1e-07"],
-  # Values of the model's own and defaults that won over it, side by side.
+  # The model's own values, and defaults that replaced values of the model.
   ["model_name=qwen3-0.6b", "override_model_config=true", "head_dim=64", "vocab_size=1000"],
   ["model_name=llama3.2-1b", "override_model_config=true", "rope_type=default", "rope_scaling_factor=8"],
   *([f"model_name={name}"] for name in MODELS),
@@ -103,7 +103,7 @@ def test_any_text_is_written_so_that_it_reads_back(word, tmp_path):
   assert yaml.safe_load(path.read_text(encoding="utf-8")) == {"sample_prompt": word, "steps": 1}
 
 
-def test_every_key_is_described_and_there_are_not_too_many():
+def test_every_key_has_a_description_and_the_number_of_keys_is_limited():
   for key in all_keys().values():
     assert len(key.description) > 10, key.name
     assert key.description.isascii(), key.name

@@ -1,4 +1,4 @@
-"""No key without effect: each one is read somewhere in the sources, outside the modules that only parse and check."""
+"""Every key has an effect: it is read in the sources, outside the modules that only parse and check keys."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import trainer
 from trainer.config.keys import all_keys
 
 SOURCE = Path(trainer.__file__).parent
-PARSING = {"schema.py", "validate.py", "document.py", "keys.py"}
-# These do their work while the configuration is loaded.
+PARSING = {"schema.py", "validate.py", "rules.py", "document.py", "keys.py"}
+# Keys that have their effect while the configuration is loaded.
 USED_BY_LOADING = {"override_model_config", "max_position_embeddings"}
 
 
 def names_read(tree: ast.AST) -> set[str]:
-  """Attributes that are read, and strings (f-strings however filled), in a module that looks attributes up by name."""
+  """Attributes that a module reads. If it uses getattr, also its strings and the keys that match its f-strings."""
   nodes = list(ast.walk(tree))
   names = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
   if any(isinstance(node, ast.Name) and node.id == "getattr" for node in nodes):
@@ -29,7 +29,7 @@ def names_read(tree: ast.AST) -> set[str]:
 
 
 def derived() -> dict[str, set[str]]:
-  """{property of the schema: what it reads}, so that reading emb_dim counts as reading base_emb_dim."""
+  """{property of the schema: keys that it reads}, so that reading emb_dim counts as reading base_emb_dim."""
   tree = ast.parse((SOURCE / "config/schema.py").read_text())
   return {node.name: names_read(node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 

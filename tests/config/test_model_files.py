@@ -1,4 +1,4 @@
-"""configs/models against the published models: their transformers classes, weight by weight, and their known sizes."""
+"""The files of configs/models equal the published models: each weight of the transformers class, and the known size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers", reason="the oracle is transfo
 
 @dataclass(frozen=True)
 class Published:
-  """What the model's own page says, beyond the shapes."""
+  """Values of the published model that its shapes do not show."""
 
   parameters: int
   max_positions: int
@@ -52,7 +52,7 @@ def model_section(name: str, *keys: str) -> ModelSection:
 
 
 def transformers_model(model: ModelSection) -> torch.nn.Module:
-  """The model that these keys mean to transformers, without memory for its weights."""
+  """The transformers model with these keys, without memory for its weights."""
   rope = {"rope_type": model.rope_type, "rope_theta": model.rope_max_timescale}
   if model.rope_type == "llama3":
     rope |= {
@@ -109,7 +109,7 @@ def implied_shapes(model: ModelSection) -> dict[str, tuple[int, ...]]:
   return shapes
 
 
-def test_every_model_file_is_checked_here():
+def test_every_model_file_has_published_values():
   assert {path.stem for path in (repository_root() / "configs/models").glob("*.yml")} == MODELS.keys()
 
 
@@ -123,7 +123,7 @@ def test_shapes_and_size_equal_the_transformers_class_and_the_published_size(nam
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_values_beyond_shapes_are_the_published_ones(name):
+def test_other_values_equal_the_published_values(name):
   model, published = model_section(name), MODELS[name]
   assert model.max_position_embeddings == published.max_positions
   assert model.rope_max_timescale == published.theta
@@ -138,7 +138,7 @@ def test_values_beyond_shapes_are_the_published_ones(name):
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "llama3.2-1b", "llama3-8b"])
-def test_flops_equal_those_that_torch_counts(name):
+def test_flops_equal_the_count_of_torch(name):
   length = 64
   keys = ["override_model_config=true", "base_num_decoder_layers=3", "vocab_size=1000"]
   model = model_section(name, *keys)
@@ -147,9 +147,9 @@ def test_flops_equal_those_that_torch_counts(name):
     tokens, mask = torch.zeros((1, length), dtype=torch.long), torch.zeros((1, 1, length, length))
     transformers_model(model)(tokens, attention_mask=mask, use_cache=False)
   square = 4 * model.num_decoder_layers * model.num_query_heads * model.head_dim * length
-  # torch counts the whole square of attention in the forward pass; half of it is masked. Backward is twice forward.
+  # In the forward pass torch counts the whole square of attention, of which half is masked. Backward is twice forward.
   expected = 3 * (counter.get_total_flops() / length - square / 2)
-  # The rotary angles are a matmul for torch: H/2 multiply-adds per token, not a weight of the model.
+  # torch computes the rotary angles by a matmul without weights: H/2 multiply-adds per token.
   assert flops_per_token(model, length) == pytest.approx(expected, rel=1e-5)
 
 

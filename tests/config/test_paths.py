@@ -1,4 +1,4 @@
-"""Output and data folders are judged before anything is created."""
+"""Output and data folders are checked before anything is created."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ def failure(*keys: str) -> str:
 
 
 @pytest.mark.parametrize("folder", ["/proc/runs", "/proc/1/runs", "/dev/null/runs"])
-def test_an_output_folder_that_cannot_be_written(folder):
+def test_an_output_folder_that_cannot_be_written_is_refused(folder):
   assert f"base_output_directory={folder}" in failure(f"base_output_directory={folder}")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_an_output_folder_without_permission(tmp_path):
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
+def test_an_output_folder_without_permission_is_refused(tmp_path):
   (tmp_path / "locked").mkdir(mode=0o500)
   assert "is not writable" in failure("base_output_directory=locked/runs")
 
 
-def test_an_output_folder_that_is_a_file(tmp_path):
+def test_an_output_folder_that_is_a_file_is_refused(tmp_path):
   (tmp_path / "file").write_text("x")
   assert "is a file, not a folder" in failure("base_output_directory=file")
   assert "is a file, not a folder" in failure("base_output_directory=.", "run_name=file")
 
 
 @pytest.mark.usefixtures("gcsfs")
-def test_a_new_output_folder_is_fine_and_is_not_created(tmp_path):
+def test_a_new_output_folder_is_accepted_and_not_created(tmp_path):
   load(["configs/base.yml", "base_output_directory=a/b/c", "run_name=r"])
   load(["configs/base.yml", "base_output_directory=gs://some-bucket/runs", "run_name=r"])
   assert list(tmp_path.iterdir()) == []
@@ -59,7 +59,7 @@ def test_a_new_output_folder_is_fine_and_is_not_created(tmp_path):
   ],
 )
 @pytest.mark.usefixtures("gcsfs")
-def test_an_address_that_nothing_here_writes_to(address, tmp_path):
+def test_an_address_that_cannot_be_written_is_refused(address, tmp_path):
   message = failure(f"base_output_directory={address}")
   assert message.startswith(f"base_output_directory={address}: must be gs://BUCKET/FOLDER, or a folder of this machine")
   assert list(tmp_path.iterdir()) == []
@@ -74,7 +74,7 @@ def test_gs_needs_its_package(monkeypatch):
   assert paths._is_installed("yaml") and not paths._is_installed("no_such_package")
 
 
-def test_what_a_run_keeps_must_have_room(tmp_path):
+def test_a_folder_in_the_place_of_a_run_file_is_refused(tmp_path):
   for name in ("log.txt", "metrics.jsonl", "config.yml"):
     (tmp_path / "runs" / name / name).mkdir(parents=True)
     assert f"{name}: is a folder, and the run needs a file" in failure(f"run_name={name}")
@@ -110,7 +110,7 @@ KEYS += ["enable_emergency_checkpoint=true local_checkpoint_period=2 local_check
   ],
   ids=["user", "long", "long name", "many bytes", "NUL", "surrogate"],
 )
-def test_what_no_file_can_be_called(keys, value, words, tmp_path):
+def test_a_path_that_no_file_can_have_is_refused(keys, value, words, tmp_path):
   *others, name = keys.split()
   message = failure(*others, f"{name}={value}")
   assert name in message and words in message
@@ -118,17 +118,17 @@ def test_what_no_file_can_be_called(keys, value, words, tmp_path):
   assert list(tmp_path.iterdir()) == []
 
 
-def test_the_message_has_what_was_given_and_not_what_it_leads_to():
+def test_the_message_shows_the_given_value_and_not_the_resulting_path():
   assert failure("base_output_directory=~nouser/x").startswith("base_output_directory=~nouser/x: ")
 
 
-def test_a_config_file_that_no_file_can_be_called(tmp_path):
+def test_a_config_file_with_an_impossible_name_is_refused(tmp_path):
   for value, words in {"~nouser/x": "no such user", 5000 * "x": "is too long", "a\0b.yml": "has a NUL"}.items():
     with pytest.raises(ConfigError, match=f"^config file .*{words}"):
       load([value])
 
 
-def test_the_home_folder_is_meant_by_a_tilde(monkeypatch, tmp_path):
+def test_a_tilde_means_the_home_folder(monkeypatch, tmp_path):
   monkeypatch.setenv("HOME", str(tmp_path))
   config = load(["configs/base.yml", "base_output_directory=~/runs/", "run_name=r"])
   assert config.run_directory == f"{tmp_path}/runs/r"
@@ -155,11 +155,11 @@ def test_the_home_folder_is_meant_by_a_tilde(monkeypatch, tmp_path):
     ["base_output_directory=runs[1]"],
   ],
 )
-def test_names_that_cannot_be_meant(keys):
+def test_impossible_names_are_refused(keys):
   assert failure(*keys).startswith(keys[0].partition("=")[0])
 
 
-def test_a_dataset_path_must_hold_text(tmp_path):
+def test_a_dataset_path_must_contain_text(tmp_path):
   (tmp_path / "data" / "inner").mkdir(parents=True)
   assert "there is no such file or folder" in failure("dataset_path=gone")
   assert "contains no file of .txt, .md, .py, .jsonl" in failure("dataset_path=data")
@@ -176,7 +176,7 @@ def test_a_dataset_path_must_hold_text(tmp_path):
   load(["configs/base.yml", "dataset_path=data", "eval_dataset_path=data/inner/a.txt"])
 
 
-def test_a_dataset_path_is_judged_as_the_corpus_reads_it(tmp_path):
+def test_a_dataset_path_is_checked_as_the_corpus_reads_it(tmp_path):
   (tmp_path / "data").mkdir()
   (tmp_path / "data" / "gone.txt").symlink_to("nowhere")
   for name in ("a", "b"):
@@ -191,7 +191,7 @@ def test_a_dataset_path_is_judged_as_the_corpus_reads_it(tmp_path):
   assert [piece.name for piece in corpus.find("dataset_path", config.data.dataset_path)] == ["link/a.txt"]
 
 
-def test_a_dataset_path_is_not_looked_at_when_it_is_not_read():
+def test_a_dataset_path_that_is_not_read_is_not_checked():
   load(["configs/base.yml", "dataset_path=gone", "dataset_type=synthetic"])
   assert load(["configs/base.yml"], check_paths=False) == load(["configs/base.yml"])
 

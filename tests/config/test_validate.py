@@ -1,4 +1,4 @@
-"""Combinations of keys that cannot work are refused at the start, and their neighbours that can are not."""
+"""Combinations of keys that cannot work are refused at the start; similar combinations that work are accepted."""
 
 from __future__ import annotations
 

@@ -17,41 +17,49 @@ from trainer.config.schema import Config
 
 _BASE_HEAD = """\
 # Every key with its default and meaning. Generated from src/trainer/config/schema.py by
-# `python -m trainer.config.document`; a test keeps the two equal. Values here are defaults, not choices: a model
-# named with model_name replaces them without a conflict.
+# `python -m trainer.config.document`; a test compares the two. The values here are defaults and not choices of the
+# user: a model that model_name names replaces them without a conflict.
 """
 
 _PAGE_HEAD = """\
 # Configuration
 
-Generated from `src/trainer/config/schema.py` by `python -m trainer.config.document`; do not edit.
+Generated from `src/trainer/config/schema.py` by `.venv/bin/python -m trainer.config.document`. Do not edit this page.
 
-    python -m trainer CONFIG.yml key=value ...
-    python -m trainer CONFIG.yml key=value ... --print-config
+    .venv/bin/python -m trainer CONFIG.yml key=value ...
+    .venv/bin/python -m trainer CONFIG.yml key=value ... --print-config
 
-Precedence, lowest first: the defaults below, the files named by a YAML's `base_config` line (relative to that file),
-the YAML, the model's YAML (`model_name`), the command line, where the last of several wins. A key with another value
-than the named model's is an error, unless `override_model_config=true` lets it win. A choice takes what it leaves
-without effect out of the places below it: `eval_steps=0` needs no word about a YAML's `eval_interval`. The keys of
-what a switch turns off (`elastic_enabled=false`, `enable_checkpointing=false`, `dataset_type=synthetic`, `profiler=`)
-may stay, so that it can be turned on again. A config file is found relative to the working directory, then to the
-repository's root. Keys are flat; `section.key=value` is accepted on the command line too. Values are text until they
-meet their key: `1e-3` is a number, `none` is a word, and nothing after the first `=` needs YAML quotes.
+## Rules
+
+- **Precedence**, lowest first: the defaults below; the files that a YAML names in `base_config` (relative to the YAML);
+  the YAML; the YAML of the model (`model_name`); the command line, where the last of several values wins.
+- **Models**: another value than the named model's for one of its keys is an error. With `override_model_config=true`
+  your value wins.
+- **Disabled keys**: a value that disables other keys also removes those keys from lower-precedence files. For example,
+  `eval_steps=0` removes the `eval_interval` of a YAML. The keys of a feature that is turned off
+  (`elastic_enabled=false`, `enable_checkpointing=false`, `dataset_type=synthetic`, `profiler=`) may stay.
+- **Files**: a relative path of a config file starts in the current folder, then in the root of the repository.
+- **Names**: keys are flat. On the command line `section.key=value`, `--key=value` and `-` for `_` are accepted too.
+- **Values** are text until they meet their key: `1e-3` is a number, `none` is a word, and the text after the first `=`
+  needs no YAML quotes. `None` for a key that may be empty means empty.
+- **Errors**: all independent mistakes are reported at once, each with the value, the rule and the remedy. The program
+  exits with code 2 before it touches a device or writes a file. For keys of MaxText that have no meaning here, and for
+  options of xpk, gcluster, torchrun and Ray, the message says what to use instead.
 """
 
 
 def literal(value: Scalar) -> str:
-  """The value as YAML on one line, as short as any reader of YAML gets it back: plain, 'quoted' or "escaped"."""
+  """The value as YAML on one line, in the shortest form that reads back: plain, 'quoted' or "escaped"."""
   if isinstance(value, bool):
     return str(value).lower()
   if not isinstance(value, str):
     return repr(value)
-  # A word that YAML takes for something else (null, 1e3, a date) is no plain string either.
+  # A word that YAML reads as another type (null, 1e3, a date) needs quotes too.
   if re.fullmatch(r"[\w/~]([\w./~+-]| (?! |$))*", value, re.ASCII) and yaml.safe_load(value) == value:
     return value
   if value.isprintable():
     return "'" + value.replace("'", "''") + "'"
-  # JSON's escapes are YAML's, but for surrogate pairs, and JSON leaves DEL and other separators of lines as they are.
+  # YAML has the escapes of JSON except surrogate pairs. JSON does not escape DEL and some line separators.
   quoted = json.dumps(value, ensure_ascii=False)
   return re.sub(r"[^ -~]", lambda found: f"\\U{ord(found[0]):08x}", quoted)
 
@@ -87,14 +95,14 @@ def _summary(section: str) -> str:
 
 
 def _meaning(key: Key) -> str:
-  """The description with the choices or the range of the values."""
+  """The description of a key with its choices or its range."""
   if key.choices:
     return f"{key.description} One of: {', '.join(literal(choice) for choice in key.choices)}."
   return f"{key.description} ({key.bounds})" if key.bounds else key.description
 
 
 def main() -> None:
-  """Writes both files into the repository."""
+  """Writes both files to the repository."""
   if sys.argv[1:]:
     sys.exit(__doc__ + "\nIt takes no arguments.")
   root = repository_root()

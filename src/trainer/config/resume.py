@@ -1,31 +1,31 @@
-"""Which keys a run that resumes from a checkpoint may change, and what allow_config_change can allow besides."""
+"""Which keys may change when a run resumes from a checkpoint, and which changes allow_config_change can allow."""
 
 from __future__ import annotations
 
-# Every key of the sections model, data and optimizer is in exactly one of the sets below (a test checks), and every
-# key of the other sections is free: they say where and how fast the run goes, not what it computes.
+# Every key of the sections model, data and optimizer is in exactly one of the sets below (a test checks this). Every
+# key of the other sections may change: those keys determine where and how fast the run computes, not the result.
 
-# Which arrays the state has, and their shapes: those of a checkpoint made with another value do not fit.
+# The arrays of the state and their shapes. The arrays of a checkpoint with another value do not fit.
 CHANGES_STATE = frozenset({
   "base_emb_dim", "base_num_decoder_layers", "base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "head_dim",
   "vocab_size", "global_parameter_scale", "use_qk_norm", "logits_via_embedding", "opt_type",
 })  # fmt: skip
 
-# The function that the arrays are the parameters of, their types (they are cast), or how they were initialised: a
-# resumed run takes its weights from the checkpoint, so another seed would be recorded and have had no effect.
+# The function that the model computes, the types of its arrays (a checkpoint is cast to them), and the initialization:
+# a resumed run reads its weights from the checkpoint, so another seed would be recorded without an effect.
 CHANGES_MODEL = frozenset({
   "normalization_layer_epsilon", "rope_max_timescale", "rope_type", "rope_scaling_factor", "rope_low_freq_factor",
   "rope_high_freq_factor", "rope_original_max_position_embeddings", "initializer_range", "init_weights_seed", "dtype",
   "weight_dtype", "matmul_precision", "quantization", "mu_dtype",
 })  # fmt: skip
 
-# Which examples step n trains on.
+# The examples of each step.
 CHANGES_DATA_ORDER = frozenset({
   "dataset_type", "eval_fraction", "tokenizer_type", "max_target_length", "data_shuffle_seed", "reuse_example_batch",
 })  # fmt: skip
 
-# Keys whose values may differ where what they lead to is the same: the name in `identity` that is compared instead.
-# A data set may have moved, and half the devices may take twice the examples each.
+# Keys whose values may differ if their result is the same, and the name in `identity` that is compared instead. For
+# example, a data set may have moved, and half as many devices may have twice as many examples each.
 JUDGED_BY = {
   "dataset_path": "data",
   "eval_dataset_path": "data",
@@ -34,8 +34,8 @@ JUDGED_BY = {
   "gradient_accumulation_steps": "global_batch_size",
 }
 
-# The same function computed otherwise, limits, places; and what people do change in mid-run: learning rate, its
-# schedule, decay, clipping. A change of these is named on resume and goes ahead.
+# Keys that change how the same function is computed, limits and places, and keys that users change during a run:
+# learning rate, schedule, decay, clipping. The resume logs a change of these keys and continues.
 FREE = frozenset({
   "model_name", "override_model_config", "max_position_embeddings", "use_iota_embed", "attention", "scan_layers",
   "scan_unroll", "remat_policy", "decoder_layer_input", "query_proj", "key_proj", "value_proj", "context", "out_proj",
@@ -45,10 +45,10 @@ FREE = frozenset({
   "weight_decay_mask", "gradient_clipping_threshold", "z_loss_multiplier", "num_vocab_tiling", "max_nonfinite_steps",
 })  # fmt: skip
 
-# What allow_config_change takes: keys, and names in `identity`, for which a resume is refused and could work.
+# The values of allow_config_change: keys, and names in `identity`, for which a resume is refused but would work.
 ALLOWABLE = CHANGES_MODEL | CHANGES_DATA_ORDER | set(JUDGED_BY.values())
 
 
 def names(allow_config_change: str) -> list[str]:
-  """The names in a value of the key allow_config_change, which commas separate."""
+  """The comma-separated names in a value of the key allow_config_change."""
   return [name.strip() for name in allow_config_change.split(",") if name.strip()]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from trainer.config import resume, rules
-from trainer.config.counts import examples_per_slice, parameter_count, shares_that_are_whole
+from trainer.config.counts import examples_per_slice, parameter_count, valid_batch_sizes
 from trainer.config.errors import Problems, did_you_mean, shorten
 from trainer.config.faults import RandomFaults
 from trainer.config.faults import parse as parse_faults
@@ -193,7 +193,7 @@ def _batch(data: DataSection, parallelism: ParallelismSection, cluster: ClusterS
     yield (
       f"per_device_batch_size={data.per_device_batch_size:g}: times devices_per_slice={devices} it is "
       f"{data.per_device_batch_size * devices:g} examples per slice, which must be whole.\n"
-      f"Use {shares_that_are_whole(devices)}."
+      f"Use {valid_batch_sizes(devices)}."
     )
     return
   inner = parallelism.ici_tensor_parallelism, parallelism.ici_context_parallelism

@@ -10,7 +10,7 @@ import trainer
 from trainer.config.keys import all_keys
 
 SOURCE = Path(trainer.__file__).parent
-PARSING = {"schema.py", "validate.py", "rules.py", "document.py", "keys.py"}
+PARSING = {"schema.py", "validate.py", "document.py", "keys.py"}
 # Keys that have their effect while the configuration is loaded.
 USED_BY_LOADING = {"override_model_config", "max_position_embeddings"}
 

@@ -1,4 +1,4 @@
-"""How the command ends: its exit code, what it says, what it leaves, and that the same command goes on from there."""
+"""How the command ends with 0, 1 or 2: what it prints and leaves, and that the same command resumes."""
 
 from __future__ import annotations
 
@@ -9,72 +9,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 from end_to_end import command
 from end_to_end.command import ROOT, Run
-from tests.support.forked_runs import Server
-from tests.support.jax_processes import free_port
+from tests.support.command_runs import ENDLESS, KEYS, assert_stopped, start_and_train, write_text
 
 from trainer.checkpoint import emergency
-from trainer.report import history, page
+from trainer.report import history
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Sharding info not provided")]
-ENDLESS = 10**6
-# One device and few arrays: what is started and ended here many times should be quick at both.
-# A fixed schedule: runs of any length share one compiled program.
-KEYS = (
-  "dataset_type=synthetic vocab_size=64 opt_type=sgd num_slices=1 checkpoint_period=3 learning_rate_schedule_steps=1000"
-).split()
-
-
-@pytest.fixture(scope="module")
-def server():
-  s = Server()
-  yield s
-  s.close()
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-  return f"jax_cache_dir={tmp_path_factory.mktemp('compiled')}"
-
-
-@pytest.fixture
-def make(server, cache, tmp_path):
-  """make(key=value, ...) -> a run of its own; what it has started is ended with the test."""
-  processes = []
-
-  def start(argv, changes, log):
-    processes.append(server.start(argv, changes, log))
-    return processes[-1]
-
-  yield lambda *keys: Run(tmp_path / "a", [*KEYS, cache, *keys], start)
-  for process in processes:
-    if process.poll() is None:
-      process.send_signal(signal.SIGKILL)
-      process.wait(60)
-
-
-def after(run: Run, step: int, *keys: str, **changes: str):
-  """A process of the run that has done `step` steps."""
-  process = run.start(*keys, **changes)
-  assert command.wait_until(process, lambda: run.last_step >= step), run.printed[-4000:]
-  return process
-
-
-def text(folder: Path, lines: int = 4000) -> list[str]:
-  """Keys for a corpus of its own in `folder`."""
-  (folder / "text").mkdir(parents=True)
-  (folder / "text" / "a.txt").write_text("".join(f"{i} lines are enough to train on\n" for i in range(lines)))
-  return [
-    "dataset_type=text",
-    "vocab_size=258",
-    f"dataset_path={folder / 'text'}",
-    f"dataset_cache_directory={folder / 'tokens'}",
-  ]
 
 
 # ---- 0 and 2
@@ -93,7 +37,7 @@ def test_a_complete_run_is_0_and_so_is_a_repetition(make):
 
 
 def test_layers_that_are_not_scanned_are_saved_on_eight_devices(make):
-  """A hundred arrays: when their checksums were all under way at once, the devices waited for each other for ever."""
+  """A hundred arrays. Computing all their checksums at once used to deadlock the devices."""
   run = make("steps=2", "scan_layers=false", "base_num_decoder_layers=4", "opt_type=adamw", "devices_per_slice=8")
   assert run.finish() == 0
   assert run.committed_steps() == [2]
@@ -150,8 +94,8 @@ def test_a_configuration_that_proves_wrong_inside_an_attempt_is_2_with_one_messa
   assert run.last_step == 0 and [event["exit"] for event in run.events("run_end")] == [2, 2]
 
 
-def test_another_batch_size_goes_on_with_the_next_example_where_that_is_allowed(make):
-  """Steps of 8 examples after steps of 4: no example is left out or done twice, and the tokens are those trained on."""
+def test_another_batch_size_continues_with_the_next_example_if_allowed(make):
+  """Steps of 8 examples after steps of 4: no example is skipped or repeated, and the token count stays right."""
   run = make()
   assert run.finish("steps=3", "per_device_batch_size=4") == 0
   assert run.finish("steps=6", "per_device_batch_size=8") == 2
@@ -180,28 +124,28 @@ def test_a_resume_with_another_model_or_data_is_2_and_names_the_keys(make):
   assert (run.directory / "config.yml").read_text() == accepted
   found = history.load(str(run.directory))
   assert found.start["config"]["steps"] == 3 and [end["exit"] for end in found.of_kind("run_end")] == [0]
-  assert run.finish("steps=6", "gradient_clipping_threshold=0.9", "learning_rate=0.001") == 0  # what people do change
+  assert run.finish("steps=6", "gradient_clipping_threshold=0.9", "learning_rate=0.001") == 0  # allowed changes
   assert "learning_rate: 0.001" in (run.directory / "config.yml").read_text()
   assert "learning_rate: 0.0003 in the checkpoint, now 0.001" in run.printed
   assert run.last_step == 6
 
 
-def test_text_of_one_line_is_trained_on_without_an_evaluation_unless_one_is_asked_for(make, tmp_path):
-  run = make(*text(tmp_path, lines=0), "steps=2")
+def test_text_of_one_line_is_trained_on_without_an_evaluation_unless_requested(make, tmp_path):
+  run = make(*write_text(tmp_path, lines=0), "steps=2")
   (tmp_path / "text" / "a.txt").write_text("one line is enough to train on " * 20)
   assert run.finish("eval_interval=1") == 2
   assert "has 0 tokens to learn" in run.printed and not run.directory.exists()
   assert run.finish() == 0
-  assert "No evaluation: nothing is held out (eval_fraction=0.05" in run.printed
+  assert "No evaluation: no text is held out (eval_fraction=0.05" in run.printed
   assert run.last_step == 2 and not run.events("eval")
 
 
 def test_a_second_process_on_the_same_run_is_2_and_does_no_harm(make):
   run = make(f"steps={ENDLESS}")
-  process = after(run, 3)
+  process = start_and_train(run, 3)
   assert run.finish("autocheckpoint_grace_seconds=1") == 2
   assert f"error: another process is training in {run.directory}" in run.printed
-  waiting = run.start()  # as when a scheduler starts the next process while the last one still saves
+  waiting = run.start()  # as if a scheduler starts the next process while the previous one still saves
   assert command.wait_until(waiting, lambda: "waiting up to 25 s" in run.printed)
   process.send_signal(signal.SIGTERM)
   stopped = assert_stopped(run, process)
@@ -214,12 +158,12 @@ def test_a_second_process_on_the_same_run_is_2_and_does_no_harm(make):
 # ---- 1
 
 
-def test_a_data_error_in_mid_run_is_1_and_the_run_goes_on_once_the_data_is_back(make, tmp_path):
-  run = make(*text(tmp_path), f"steps={ENDLESS}", "prefetch_buffer_size=0")
-  process = after(run, 4)
+def test_a_data_error_during_the_run_is_1_and_the_run_resumes_once_the_data_is_back(make, tmp_path):
+  run = make(*write_text(tmp_path), f"steps={ENDLESS}", "prefetch_buffer_size=0")
+  process = start_and_train(run, 4)
   good = {path: path.read_bytes() for path in (tmp_path / "tokens").rglob("*") if path.is_file()}
   for path, data in good.items():
-    with path.open("r+b") as file:  # in place: it is open
+    with path.open("r+b") as file:  # in place, because the run has it open
       file.write(os.urandom(len(data)))
   assert process.wait(240) == 1
   assert "DataError" in run.printed and "Traceback" in run.printed
@@ -228,16 +172,16 @@ def test_a_data_error_in_mid_run_is_1_and_the_run_goes_on_once_the_data_is_back(
   assert run.committed_steps() and run.committed_steps()[-1] <= last
   for path, data in good.items():
     path.write_bytes(data)
-  process = after(run, last + 2)
+  process = start_and_train(run, last + 2)
   assert run.losses()
   process.send_signal(signal.SIGTERM)
   assert process.wait(240) == 42
 
 
 def break_by_a_file(run: Run) -> None:
-  """The folder is gone and a file has its name: not even root can write there."""
+  """Replaces the checkpoint folder by a file: not even root can write there."""
   root = run.directory / "checkpoints"
-  while root.exists():  # while the run saves there
+  while root.exists():  # the run may save there meanwhile
     shutil.rmtree(root, ignore_errors=True)
     try:
       root.touch(exist_ok=False)
@@ -247,24 +191,24 @@ def break_by_a_file(run: Run) -> None:
 
 
 def break_by_a_link(run: Run) -> None:
-  """The disk it was on is gone."""
+  """Replaces the checkpoint folder by a link to a disk that does not exist."""
   root = run.directory / "checkpoints"
   root.rename(root.with_name("kept"))
   root.symlink_to("/nonexistent/disk")
 
 
 @pytest.mark.parametrize("breaks", [break_by_a_file, break_by_a_link])
-def test_a_checkpoint_folder_that_cannot_be_written_any_more_is_1(make, breaks):
+def test_a_checkpoint_folder_that_becomes_unwritable_is_1(make, breaks):
   run = make(f"steps={ENDLESS}")
-  process = after(run, 4)
+  process = start_and_train(run, 4)
   breaks(run)
   assert process.wait(240) == 1
   assert f"could not be saved in {run.directory}/checkpoints" in run.printed
   assert run.events("run_end")[-1]["exit"] == 1
 
 
-def test_a_checkpoint_folder_that_was_deleted_is_made_again(make):
-  """Also where it goes between a commit and the look at what retention keeps, and takes along what would be deleted."""
+def test_a_deleted_checkpoint_folder_is_created_again(make):
+  """Also if the folder disappears between a commit and retention, with checkpoints that retention would delete."""
   run = make(f"steps={ENDLESS}", "checkpoint_period=500", "max_num_checkpoints_to_keep=1")
   process = run.start()
   assert command.wait_until(process, lambda: run.committed_steps() == [500])
@@ -274,7 +218,7 @@ def test_a_checkpoint_folder_that_was_deleted_is_made_again(make):
   assert process.wait(240) == 42
 
 
-def test_a_full_disk_is_1_and_the_run_goes_on_once_there_is_room(make, tmp_path):
+def test_a_full_disk_is_1_and_the_run_resumes_once_there_is_space(make, tmp_path):
   disk = tmp_path / "a" / "out"
   disk.mkdir(parents=True)
   mount = ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(disk)]
@@ -295,8 +239,8 @@ def test_a_full_disk_is_1_and_the_run_goes_on_once_there_is_room(make, tmp_path)
     subprocess.run(["umount", "-l", str(disk)], timeout=30, check=True)
 
 
-def test_a_file_that_may_not_grow_is_1(tmp_path, cache):
-  """The same where nothing may be mounted: by a limit on the size of the process's files."""
+def test_a_file_size_limit_is_1(tmp_path, cache):
+  """The same without a mount: a limit on the size of the files of the process."""
   run = Run(tmp_path / "a", [*KEYS, cache, "steps=6"])
   limit = 12_000  # bytes: the records fit, the arrays do not
 
@@ -327,7 +271,7 @@ def test_a_loss_that_is_not_a_number_is_1_and_is_never_committed(make):
     assert all(_finite(x) for x in run.arrays(step).values())
 
 
-def test_steps_that_are_skipped_push_out_no_checkpoint(make):
+def test_skipped_steps_do_not_replace_checkpoints(make):
   keys = ["learning_rate=1e30", "warmup_steps_fraction=0", "gradient_clipping_threshold=0", "checkpoint_period=1"]
   run = make(*keys, "steps=8", "max_nonfinite_steps=3", "max_num_checkpoints_to_keep=2")
   assert run.finish() == 1
@@ -338,7 +282,7 @@ def test_steps_that_are_skipped_push_out_no_checkpoint(make):
   assert run.committed_steps() == [1, 8]
 
 
-def test_more_than_the_memory_is_1_and_says_what_takes_less(make):
+def test_a_run_that_does_not_fit_in_memory_is_1_and_says_what_needs_less(make):
   run = make("steps=3", "base_num_decoder_layers=1000000000")
   assert run.finish() == 1
   assert "RESOURCE_EXHAUSTED" in run.printed
@@ -349,158 +293,3 @@ def _finite(x) -> bool:
   import jax
 
   return all(bool((abs(leaf) < float("inf")).all()) for leaf in jax.tree.leaves(x))
-
-
-# ---- 130
-
-
-@pytest.mark.parametrize(
-  "keys", [["checkpoint_period=2"], ["enable_checkpointing=false"]], ids=["saving", "not saving"]
-)
-def test_ctrl_c_between_steps_is_130_with_one_line(make, keys):
-  run = make(f"steps={ENDLESS}", *keys)
-  process = after(run, 5)
-  process.send_signal(signal.SIGINT)
-  assert process.wait(60) == 130, run.printed[-4000:]
-  assert "Traceback" not in run.printed
-  again = "goes on from the last checkpoint" if keys == ["checkpoint_period=2"] else "starts from step 0"
-  assert run.printed.splitlines()[-1] == f"Interrupted: the same command {again}."
-  assert run.events("run_end")[-1]["exit"] == 130
-  assert "ended with exit code 130" in Path(page.write(str(run.directory))).read_text()
-  last = run.last_step
-  process = after(run, last + 2) if keys == ["checkpoint_period=2"] else run.start()
-  assert command.wait_until(process, lambda: len(run.events("init_done")) == 2)
-  process.send_signal(signal.SIGINT)
-  assert process.wait(60) == 130
-  assert run.losses()  # what was done again came out the same
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 42)], ids=["SIGINT", "SIGTERM"])
-def test_a_signal_in_the_first_compilation_ends_the_process_at_once(make, number, code):
-  """The compilation would take longer than a scheduler waits, and there is nothing to save."""
-  run = make("steps=9", "base_num_decoder_layers=60", "scan_layers=false", "jax_cache_dir=")
-  process = run.start()
-  assert command.wait_until(process, lambda: bool(run.events("attempt_start")))
-  time.sleep(1)  # it is in the compiler now
-  begin = time.monotonic()
-  process.send_signal(number)
-  assert process.wait(60) == code, run.printed[-4000:]
-  assert time.monotonic() - begin < 10
-  assert "Traceback" not in run.printed and [event["exit"] for event in run.events("run_end")] == [code]
-  assert run.last_step == 0 and not run.committed_steps()
-
-
-def test_ctrl_c_before_the_run_is_130_without_a_traceback(make, tmp_path):
-  run = make(*text(tmp_path, lines=400_000), "steps=2")
-  process = run.start()
-  assert command.wait_until(process, lambda: (tmp_path / "tokens").is_dir())  # it tokenises
-  process.send_signal(signal.SIGINT)
-  assert process.wait(60) == 130, run.printed[-4000:]
-  assert run.printed.splitlines() == ["Interrupted."] and not run.directory.exists()
-
-
-# ---- 42
-
-
-def assert_stopped(run: Run, process) -> int:
-  """The step at which the process stopped and committed."""
-  assert process.wait(240) == 42, run.printed[-4000:]
-  assert run.events("run_end")[-1]["exit"] == 42
-  assert "SIGTERM received" in run.printed
-  assert run.events("preemption")[-1]["signal"] == "SIGTERM"
-  assert run.committed_steps()[-1] == run.last_step
-  return run.last_step
-
-
-def test_sigterm_is_42_and_no_step_is_lost_or_done_again(make):
-  run = make(f"steps={ENDLESS}", "checkpoint_period=1000000")
-  process = after(run, 3)
-  process.send_signal(signal.SIGTERM)
-  first = assert_stopped(run, process)
-  process = after(run, first + 3)
-  process.send_signal(signal.SIGTERM)
-  last = assert_stopped(run, process)
-  assert [record["step"] for record in run.records("metrics")] == list(range(1, last + 1))
-  assert run.events("checkpoint_restored")[0]["step"] == first
-
-
-def test_an_evaluation_due_at_the_step_of_a_sigterm_is_done_once_after_the_resume(make, tmp_path):
-  """Also if the processes after it are killed, before that evaluation and between it and the next checkpoint."""
-  run = make(*text(tmp_path), f"steps={ENDLESS}", "eval_interval=1", "eval_steps=1", "checkpoint_period=1000000")
-
-  def evaluated() -> list[int]:
-    return [record["step"] for record in run.records("metrics") if "eval_loss" in record]
-
-  process = after(run, 3)
-  process.send_signal(signal.SIGTERM)
-  stopped = assert_stopped(run, process)
-  assert evaluated() == list(range(1, stopped))
-  process = run.start()
-  assert command.wait_until(process, lambda: bool(run.events("checkpoint_restored")), pause=0.001), run.printed[-4000:]
-  process.send_signal(signal.SIGKILL)
-  process.wait(60)
-  process = run.start()
-  assert command.wait_until(process, lambda: stopped in evaluated(), pause=0.001), run.printed[-4000:]
-  process.send_signal(signal.SIGKILL)
-  process.wait(60)
-  for _ in range(2):
-    assert run.finish(f"steps={stopped + 2}") == 0, run.printed[-4000:]
-    assert evaluated().count(stopped) == 1
-  assert set(evaluated()) == set(range(1, max(evaluated()) + 1))
-  assert run.losses()
-
-
-def test_sigterm_to_one_of_two_processes_stops_both_at_the_same_step(make):
-  run = make(f"steps={ENDLESS}", "checkpoint_period=1000000", "num_slices=2")
-  world = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
-  processes = [run.start(**world, JAX_PROCESS_ID=str(i)) for i in range(2)]
-  assert command.wait_until(processes[0], lambda: run.last_step >= 3), run.printed[-4000:]
-  processes[1].send_signal(signal.SIGTERM)
-  assert [process.wait(240) for process in processes] == [42, 42], run.printed[-4000:]
-  assert run.committed_steps() == [run.last_step]
-  one = run.finish("steps=" + str(run.last_step + 2), timeout=240)  # one process takes over from two
-  assert one == 0, run.printed[-4000:]
-
-
-WRAPPED = {
-  "exec": "{command}",
-  "after another": "true && {command}",
-  "trap": "trap 'kill -TERM $child' TERM; {command} & child=$!; wait $child; code=$?; "
-  "while kill -0 $child 2>/dev/null; do wait $child; code=$?; done; exit $code",
-}
-
-
-@pytest.mark.parametrize("how", WRAPPED)
-def test_sigterm_to_a_bash_wrapper_is_42(tmp_path, cache, how):
-  run = Run(tmp_path / "a", [*KEYS, cache, f"steps={ENDLESS}"])
-  line = WRAPPED[how].format(command=" ".join([sys.executable, "-m trainer", *run.argv()]))
-  with run.log.open("wb") as log:
-    wrapper = subprocess.Popen(
-      ["bash", "-c", line], env=command.cpu_environment({}), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
-    )
-  assert command.wait_until(wrapper, lambda: run.last_step >= 3), run.printed
-  wrapper.send_signal(signal.SIGTERM)
-  assert_stopped(run, wrapper)
-
-
-def test_sigterm_to_the_group_of_a_bash_wrapper_is_one_notice(tmp_path, cache):
-  """As `timeout` and tini -g do. bash itself ends at once; the command must still do all it has to."""
-  run = Run(tmp_path / "a", [*KEYS, cache, f"steps={ENDLESS}"])
-  line = " ".join([sys.executable, "-m trainer", *run.argv()]) + "; echo ended with $?"
-  with run.log.open("wb") as log:
-    wrapper = subprocess.Popen(
-      ["bash", "-c", line],
-      env=command.cpu_environment({}),
-      cwd=ROOT,
-      stdout=log,
-      stderr=subprocess.STDOUT,
-      start_new_session=True,
-    )
-  assert command.wait_until(wrapper, lambda: run.last_step >= 3), run.printed
-  os.killpg(wrapper.pid, signal.SIGTERM)
-  wrapper.wait(60)
-  deadline = time.monotonic() + 120
-  while not run.events("run_end") and time.monotonic() < deadline:
-    time.sleep(0.05)
-  assert run.events("run_end")[-1]["exit"] == 42, run.printed
-  assert run.committed_steps()[-1] == run.last_step

@@ -1,0 +1,39 @@
+"""Fixtures for tests of the real command."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from end_to_end.command import Run
+from tests.support.command_runs import KEYS
+from tests.support.forked_runs import Server
+
+
+@pytest.fixture(scope="module")
+def server():
+  s = Server()
+  yield s
+  s.close()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+  """The key of a compilation cache that the runs of a module share."""
+  return f"jax_cache_dir={tmp_path_factory.mktemp('compiled')}"
+
+
+@pytest.fixture
+def make(server, cache, tmp_path):
+  """make(key=value, ...) returns a run. Processes that are still alive after the test are killed."""
+  processes = []
+
+  def start(argv, changes, log):
+    processes.append(server.start(argv, changes, log))
+    return processes[-1]
+
+  yield lambda *keys: Run(tmp_path / "a", [*KEYS, cache, *keys], start)
+  for process in processes:
+    if process.poll() is None:
+      process.send_signal(signal.SIGKILL)
+      process.wait(60)

@@ -1,0 +1,165 @@
+"""How the command ends on Ctrl-C (130) and on SIGTERM (42): what it prints and leaves, and that it resumes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from end_to_end import command
+from end_to_end.command import ROOT, Run
+from tests.support.command_runs import ENDLESS, KEYS, assert_stopped, start_and_train, write_text
+from tests.support.jax_processes import free_port
+
+from trainer.report import page
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Sharding info not provided")]
+
+
+# ---- 130
+
+
+@pytest.mark.parametrize(
+  "keys", [["checkpoint_period=2"], ["enable_checkpointing=false"]], ids=["saving", "not saving"]
+)
+def test_ctrl_c_between_steps_is_130_with_one_line(make, keys):
+  run = make(f"steps={ENDLESS}", *keys)
+  process = start_and_train(run, 5)
+  process.send_signal(signal.SIGINT)
+  assert process.wait(60) == 130, run.printed[-4000:]
+  assert "Traceback" not in run.printed
+  again = "goes on from the last checkpoint" if keys == ["checkpoint_period=2"] else "starts from step 0"
+  assert run.printed.splitlines()[-1] == f"Interrupted: the same command {again}."
+  assert run.events("run_end")[-1]["exit"] == 130
+  assert "ended with exit code 130" in Path(page.write(str(run.directory))).read_text()
+  last = run.last_step
+  process = start_and_train(run, last + 2) if keys == ["checkpoint_period=2"] else run.start()
+  assert command.wait_until(process, lambda: len(run.events("init_done")) == 2)
+  process.send_signal(signal.SIGINT)
+  assert process.wait(60) == 130
+  assert run.losses()  # raises if a step done again has another loss
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 42)], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_in_the_first_compilation_ends_the_process_at_once(make, number, code):
+  """The compilation would take longer than a scheduler waits, and there is nothing to save."""
+  run = make("steps=9", "base_num_decoder_layers=60", "scan_layers=false", "jax_cache_dir=")
+  process = run.start()
+  assert command.wait_until(process, lambda: bool(run.events("attempt_start")))
+  time.sleep(1)  # by now it is in the compiler
+  begin = time.monotonic()
+  process.send_signal(number)
+  assert process.wait(60) == code, run.printed[-4000:]
+  assert time.monotonic() - begin < 10
+  assert "Traceback" not in run.printed and [event["exit"] for event in run.events("run_end")] == [code]
+  assert run.last_step == 0 and not run.committed_steps()
+
+
+def test_ctrl_c_before_the_run_is_130_without_a_traceback(make, tmp_path):
+  run = make(*write_text(tmp_path, lines=400_000), "steps=2")
+  process = run.start()
+  assert command.wait_until(process, lambda: (tmp_path / "tokens").is_dir())  # it is tokenising
+  process.send_signal(signal.SIGINT)
+  assert process.wait(60) == 130, run.printed[-4000:]
+  assert run.printed.splitlines() == ["Interrupted."] and not run.directory.exists()
+
+
+# ---- 42
+
+
+def test_sigterm_is_42_and_no_step_is_lost_or_repeated(make):
+  run = make(f"steps={ENDLESS}", "checkpoint_period=1000000")
+  process = start_and_train(run, 3)
+  process.send_signal(signal.SIGTERM)
+  first = assert_stopped(run, process)
+  process = start_and_train(run, first + 3)
+  process.send_signal(signal.SIGTERM)
+  last = assert_stopped(run, process)
+  assert [record["step"] for record in run.records("metrics")] == list(range(1, last + 1))
+  assert run.events("checkpoint_restored")[0]["step"] == first
+
+
+def test_an_evaluation_due_at_the_step_of_a_sigterm_is_done_once_after_the_resume(make, tmp_path):
+  """Also if the next processes are killed before that evaluation, and between it and the next checkpoint."""
+  run = make(*write_text(tmp_path), f"steps={ENDLESS}", "eval_interval=1", "eval_steps=1", "checkpoint_period=1000000")
+
+  def evaluated() -> list[int]:
+    return [record["step"] for record in run.records("metrics") if "eval_loss" in record]
+
+  process = start_and_train(run, 3)
+  process.send_signal(signal.SIGTERM)
+  stopped = assert_stopped(run, process)
+  assert evaluated() == list(range(1, stopped))
+  process = run.start()
+  assert command.wait_until(process, lambda: bool(run.events("checkpoint_restored")), pause=0.001), run.printed[-4000:]
+  process.send_signal(signal.SIGKILL)
+  process.wait(60)
+  process = run.start()
+  assert command.wait_until(process, lambda: stopped in evaluated(), pause=0.001), run.printed[-4000:]
+  process.send_signal(signal.SIGKILL)
+  process.wait(60)
+  for _ in range(2):
+    assert run.finish(f"steps={stopped + 2}") == 0, run.printed[-4000:]
+    assert evaluated().count(stopped) == 1
+  assert set(evaluated()) == set(range(1, max(evaluated()) + 1))
+  assert run.losses()
+
+
+def test_sigterm_to_one_of_two_processes_stops_both_at_the_same_step(make):
+  run = make(f"steps={ENDLESS}", "checkpoint_period=1000000", "num_slices=2")
+  world = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+  processes = [run.start(**world, JAX_PROCESS_ID=str(i)) for i in range(2)]
+  assert command.wait_until(processes[0], lambda: run.last_step >= 3), run.printed[-4000:]
+  processes[1].send_signal(signal.SIGTERM)
+  assert [process.wait(240) for process in processes] == [42, 42], run.printed[-4000:]
+  assert run.committed_steps() == [run.last_step]
+  one = run.finish("steps=" + str(run.last_step + 2), timeout=240)  # one process continues the run of two
+  assert one == 0, run.printed[-4000:]
+
+
+WRAPPED = {
+  "exec": "{command}",
+  "after another": "true && {command}",
+  "trap": "trap 'kill -TERM $child' TERM; {command} & child=$!; wait $child; code=$?; "
+  "while kill -0 $child 2>/dev/null; do wait $child; code=$?; done; exit $code",
+}
+
+
+@pytest.mark.parametrize("how", WRAPPED)
+def test_sigterm_to_a_bash_wrapper_is_42(tmp_path, cache, how):
+  run = Run(tmp_path / "a", [*KEYS, cache, f"steps={ENDLESS}"])
+  line = WRAPPED[how].format(command=" ".join([sys.executable, "-m trainer", *run.argv()]))
+  with run.log.open("wb") as log:
+    wrapper = subprocess.Popen(
+      ["bash", "-c", line], env=command.cpu_environment({}), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+    )
+  assert command.wait_until(wrapper, lambda: run.last_step >= 3), run.printed
+  wrapper.send_signal(signal.SIGTERM)
+  assert_stopped(run, wrapper)
+
+
+def test_sigterm_to_the_group_of_a_bash_wrapper_is_one_notice(tmp_path, cache):
+  """As `timeout` and tini -g do. bash itself ends at once; the command must still save and commit."""
+  run = Run(tmp_path / "a", [*KEYS, cache, f"steps={ENDLESS}"])
+  line = " ".join([sys.executable, "-m trainer", *run.argv()]) + "; echo ended with $?"
+  with run.log.open("wb") as log:
+    wrapper = subprocess.Popen(
+      ["bash", "-c", line],
+      env=command.cpu_environment({}),
+      cwd=ROOT,
+      stdout=log,
+      stderr=subprocess.STDOUT,
+      start_new_session=True,
+    )
+  assert command.wait_until(wrapper, lambda: run.last_step >= 3), run.printed
+  os.killpg(wrapper.pid, signal.SIGTERM)
+  wrapper.wait(60)
+  deadline = time.monotonic() + 120
+  while not run.events("run_end") and time.monotonic() < deadline:
+    time.sleep(0.05)
+  assert run.events("run_end")[-1]["exit"] == 42, run.printed
+  assert run.committed_steps()[-1] == run.last_step

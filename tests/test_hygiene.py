@@ -211,6 +211,12 @@ def test_the_readme_has_the_two_commands_on_lines_of_their_own(command):
   assert command in (ROOT / "README.md").read_text().splitlines()
 
 
+def test_commands_in_documents_use_the_environment():
+  """A reader who has not activated the environment can copy every command."""
+  plain = found(r"(?<![/\w])python -m (trainer|end_to_end|pytest)(?! config\.yml key=value)\b[^\n]*")
+  assert [hit for hit in plain if re.match(r"(README|CONTRIBUTING|docs/.*)\.md:|configs/", hit)] == []
+
+
 def test_ci_runs_the_second_command():
   assert SECOND in [line.strip() for line in (ROOT / ".ci" / "run").read_text().splitlines()]
 

@@ -17,8 +17,8 @@ from trainer.config.schema import Config
 
 _BASE_HEAD = """\
 # Every key with its default and meaning. Generated from src/trainer/config/schema.py by
-# `python -m trainer.config.document`; a test compares the two. The values here are defaults and not choices of the
-# user: a model that model_name names replaces them without a conflict.
+# `.venv/bin/python -m trainer.config.document`; a test compares the two. The values here are defaults and not choices
+# of the user: a model that model_name names replaces them without a conflict.
 """
 
 _PAGE_HEAD = """\
@@ -98,7 +98,8 @@ def _meaning(key: Key) -> str:
   """The description of a key with its choices or its range."""
   if key.choices:
     return f"{key.description} One of: {', '.join(literal(choice) for choice in key.choices)}."
-  return f"{key.description} ({key.bounds})" if key.bounds else key.description
+  bounds = key.bounds.removesuffix(f" and at most {2**31 - 1}")  # the limit of every count tells a reader nothing
+  return f"{key.description} ({bounds})" if bounds else key.description
 
 
 def main() -> None:

@@ -483,7 +483,7 @@ class ObserveSection(Section):
 
 
 class PreflightSection(Section):
-  """Keys that only python -m trainer.tools.preflight reads."""
+  """Keys that only trainer.tools.preflight reads."""
 
   compile_topology: str = Field(
     "",

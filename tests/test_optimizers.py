@@ -1,4 +1,4 @@
-"""Schedules and optimizers: values against optax's own, what decays, what Muon orthogonalises."""
+"""Schedules and optimizers: values compared with optax, which weights decay, which weights Muon orthogonalizes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def rates(steps: int, at, **keys) -> list[float]:
   return [float(rate(jnp.int32(step))) for step in at]
 
 
-def test_cosine_is_optax_cosine_after_a_linear_warm_up():
+def test_cosine_equals_optax_after_a_linear_warm_up():
   got = rates(100, range(100), learning_rate=2.0, warmup_steps_fraction=0.1, learning_rate_final_fraction=0.25)
   cosine = optax.cosine_decay_schedule(2.0, 90, alpha=0.25)
   want = [2.0 * (step + 1) / 10 for step in range(10)] + [float(cosine(step)) for step in range(90)]
@@ -63,14 +63,14 @@ def test_warm_up_stable_decay():
   assert rates(100, [85], **keys, wsd_decay_style="cosine") == pytest.approx([0.5 * (1 + np.cos(np.pi / 4))])
 
 
-def test_constant_and_beyond_the_schedule():
+def test_constant_rate_and_steps_after_the_schedule():
   assert rates(10, [0, 1, 99], learning_rate=0.5, lr_schedule_type="constant", warmup_steps_fraction=0.0) == [0.5] * 3
-  # steps beyond learning_rate_schedule_steps stay at the final value
+  # Steps after learning_rate_schedule_steps keep the final value.
   keys = {"learning_rate": 1.0, "learning_rate_schedule_steps": 10, "learning_rate_final_fraction": 0.1}
   assert rates(1000, [10, 500], **keys) == pytest.approx([0.1, 0.1])
 
 
-def test_adamw_is_optax_adamw():
+def test_adamw_equals_optax():
   params, grads, updates = one_update(opt_type="adamw", adam_weight_decay=0.1, weight_decay_mask="all")
   oracle = optax.adamw(1.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
   want, _ = oracle.update(grads, oracle.init(params), params)
@@ -90,19 +90,19 @@ def test_matrices_decay_and_tables_and_norms_do_not(opt_type):
 
 
 @pytest.mark.parametrize("opt_type", ["adamw", "adafactor", "muon", "sgd"])
-def test_everything_decays_where_asked(opt_type):
+def test_weight_decay_mask_all_decays_everything(opt_type):
   keys = {"opt_type": opt_type, "weight_decay_mask": "all"}
   with_decay, without = one_update(**keys, adam_weight_decay=0.5), one_update(**keys, adam_weight_decay=0.0)
   moved = jax.tree.map(lambda a, b: a - b, with_decay[2], without[2])
   jax.tree.map(lambda m, p: np.testing.assert_allclose(m, -0.5 * p, atol=1e-5), moved, with_decay[0])
 
 
-def test_muon_orthogonalises_each_layer_and_leaves_the_rest_to_adam():
+def test_muon_orthogonalizes_each_layer_and_adam_updates_the_rest():
   _, _, updates = one_update(opt_type="muon", adam_weight_decay=0.0)
   for name, shape in (("query", (8, 8)), ("out", (8, 8))):
     for layer in updates["layers"][name]:
       singular = np.linalg.svd(np.asarray(layer).reshape(shape), compute_uv=False)
-      assert singular.max() / singular.min() < 3, name  # five Newton-Schulz steps bring them near to each other
+      assert singular.max() / singular.min() < 3, name  # five Newton-Schulz steps make them similar
   _, _, adam = one_update(opt_type="adamw", adam_weight_decay=0.0)
   for name in ("embedding", "lm_head"):
     np.testing.assert_allclose(np.sign(updates[name]), np.sign(adam[name]))
@@ -129,7 +129,7 @@ def test_the_first_moment_in_bfloat16():
   assert moments.count(jnp.bfloat16) == moments.count(jnp.float32) == 5
 
 
-def test_the_axes_of_the_decoder_are_those_above():
+def test_the_decoder_has_the_axes_of_this_test():
   for tied in (False, True):
     sizes = {"base_num_decoder_layers": 1, "base_emb_dim": 16, "vocab_size": 32, "logits_via_embedding": tied}
     axes = DecoderFunctions(ModelSection(**sizes), Kernels(dot_product)).logical_axes()
@@ -137,8 +137,8 @@ def test_the_axes_of_the_decoder_are_those_above():
 
 
 @pytest.mark.parametrize("opt_type", ["adamw", "adafactor", "muon", "sgd"])
-def test_stacked_layers_are_updated_as_layers_apart(opt_type):
-  """Also where a layer's gradients are larger than another's, and sizes at which adafactor keeps rows and columns."""
+def test_stacked_layers_are_updated_like_separate_layers(opt_type):
+  """With gradients of different scales per layer, and sizes at which adafactor factors the second moment."""
   rng = np.random.default_rng(0)
   normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
   stacked = {"embedding": AXES["embedding"], "layers": AXES["layers"]}
@@ -165,6 +165,6 @@ def test_stacked_layers_are_updated_as_layers_apart(opt_type):
   for _ in range(3):
     updates, state = jax.jit(one.update)(grads, state, params)
     want, state_apart = jax.jit(other.update)(apart(grads), state_apart, apart(params))
-    # Not to the bit: Muon's matmuls of a batch add up in another order.
+    # Not bit-identical: batched matmuls of Muon sum in another order.
     close = lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max())
     jax.tree.map(close, apart(updates), want)

@@ -1,4 +1,4 @@
-"""The quickstart, shrunk in size and corpus: what it prints and writes, and that the same seed gives the same bits."""
+"""The quickstart with a smaller model and less text: its output and files, and bit-identical runs with one seed."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ TIMED = {
 
 
 def quickstart(folder: pathlib.Path, name: str) -> subprocess.Popen[str]:
-  """Starts the shrunk quickstart, with a cache of its own: the tokenizer is trained anew as well."""
+  """Starts the small quickstart with its own cache, so that it also trains a tokenizer."""
   paths = [f"base_output_directory={folder}", f"run_name={name}", f"dataset_cache_directory={folder}/cache_{name}"]
   paths.append(f"dataset_path={pathlib.Path(email.__file__).parent}")  # half a megabyte of the standard library
   environment = os.environ | {"PYTHONPATH": str(pathlib.Path(trainer.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
-  environment.pop("XLA_FLAGS", None)  # compiled as a user's is
+  environment.pop("XLA_FLAGS", None)  # compile as for a user
   command = [sys.executable, "-m", "trainer", str(CONFIG), *SHRUNK, *paths]
   return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, tuple[pathlib.Path, str]]:
-  """Run directory and stdout of two runs that differ in their names only."""
+  """Run directory and stdout of two runs that differ only in their names."""
   folder = tmp_path_factory.mktemp("quickstart")
   processes = {name: quickstart(folder, name) for name in ("one", "two")}
   results = {}
@@ -99,8 +99,8 @@ def test_it_learns_from_ln_v_and_writes_what_the_readme_says(runs):
   assert {path.name for path in (directory / "checkpoints").iterdir()} == {"3", "6"}
 
 
-def test_the_time_of_an_evaluation_is_no_steps(runs):
-  """Step 4 follows the first evaluation, whose compilation takes many times as long as a step."""
+def test_step_time_excludes_evaluation_time(runs):
+  """Step 4 follows the first evaluation, which compiles for much longer than a step takes."""
   by_step = {(record["step"], "eval_loss" in record): record for record in records(runs["one"][0])}
   assert by_step[4, False]["seconds"] < by_step[3, True]["eval_seconds"]
 

@@ -1,4 +1,4 @@
-"""Sampling from a trained model, for a person to look at. Not a server: every token runs the whole window."""
+"""Sampling from a trained model, for a person to read. Slow: each token runs the model on the whole window."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def continue_text(
   temperature: float = 0.7,
   seed: int = 0,
 ) -> str:
-  """`tokens` tokens after `prompt`, as text, sampled at `temperature` (0: the likeliest) from the last 256 tokens.
+  """The text of `tokens` tokens sampled after `prompt` at `temperature` (0: always the most likely token).
 
-  `params` are on one device. The same arguments give the same text.
+  The model sees the last 256 tokens, or the prompt if it is longer. `params` must be on one device. Deterministic.
   """
-  # The model's own attention may be bound to the mesh, length and batch that it was trained with.
+  # The training attention may work only with the mesh, length and batch size of training.
   model = model.with_attention(dot_product)
   history = list(tokenizer.encode(prompt))
   window = max(len(history), min(_WINDOW, len(history) + tokens))

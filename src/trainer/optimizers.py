@@ -1,7 +1,7 @@
 """Optimizers and learning-rate schedules, from optax.
 
-Every optimizer here is built for a learning rate of 1: its updates are the step that `apply_gradients` multiplies by
-the schedule's value at `state.step`. The schedule thus depends on the step alone, not on how often an optimizer ran.
+Each optimizer is built for a learning rate of 1. `apply_gradients` multiplies its updates by the schedule's value at
+`state.step`, so the learning rate depends only on the step, not on how often the optimizer ran.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from optax import contrib
 
 from trainer.config.schema import OptimizerSection
 
-# Logical axes: of the table of embeddings, and of it and of a head of its own, which reads it off.
+# Logical axes: the columns of the embedding table; the rows of the embedding table and of an untied head.
 _TABLE, _VOCABULARY = "table_embed", "vocab"
 
 
 def schedule(cfg: OptimizerSection, steps: int) -> Callable[[jax.Array], jax.Array]:
   """step (int32 scalar, from 0) -> learning rate (float32).
 
-  Linear warm-up from 0 over warmup_steps_fraction of the schedule, then cosine, constant, or wsd; after the
-  schedule's last step the rate stays at its final value. Step 0 already has 1/warm-up of the peak.
+  Linear warm-up over warmup_steps_fraction of the schedule (step 0 has 1 / warm-up steps of the peak), then cosine,
+  constant or wsd. After the schedule's last step the rate stays at its final value.
   """
   total = steps if cfg.learning_rate_schedule_steps == -1 else cfg.learning_rate_schedule_steps
   warmup = round(total * cfg.warmup_steps_fraction)
@@ -47,18 +47,18 @@ def schedule(cfg: OptimizerSection, steps: int) -> Callable[[jax.Array], jax.Arr
 
 
 def build(cfg: OptimizerSection, logical_axes: Any, weight_dtype: str = "float32") -> optax.GradientTransformation:
-  """The optimizer for parameters with these `logical_axes` (a pytree of tuples of names, one per dim).
+  """The optimizer for parameters with these `logical_axes` (a pytree of tuples of names, one name per dim).
 
-  Its `update` takes gradients already clipped, float32, and returns the descent step for a learning rate of 1, in
-  float32, decoupled weight decay included (so decay is multiplied by the learning rate, as in AdamW). The first moment
-  has mu_dtype, or else `weight_dtype`; the rest of the state is float32: a second moment changes by 1 - adam_b2 of
-  itself and less, which bfloat16 rounds away.
+  `update` takes clipped float32 gradients and returns the float32 descent step for a learning rate of 1. It includes
+  decoupled weight decay, which the learning rate therefore multiplies, as in AdamW. The first moment has mu_dtype, or
+  `weight_dtype` if mu_dtype is empty. The rest of the state is float32: bfloat16 would round away the small changes
+  of the second moment (1 - adam_b2 of itself, or less).
   """
   return _in_float32(_build(cfg, logical_axes, cfg.mu_dtype or weight_dtype))
 
 
 def _in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-  """`optimizer` for weights of any type: it sees them as float32, as it sees their gradients."""
+  """`optimizer` for weights of any dtype, which it gets as float32 like their gradients."""
   cast = lambda params: jax.tree.map(lambda p: p.astype(jnp.float32), params)
   return optax.GradientTransformation(
     lambda params: optimizer.init(cast(params)),
@@ -77,32 +77,32 @@ def _build(cfg: OptimizerSection, logical_axes: Any, mu_dtype: str) -> optax.Gra
   if cfg.opt_type == "sgd":
     return optax.chain(optax.trace(decay=cfg.adam_b1, accumulator_dtype=mu_dtype), decay, optax.scale(-1.0))
   if cfg.opt_type == "adafactor":
-    # Ends with its own change of sign; weight decay joins before it.
+    # optax.adafactor negates its updates itself, after weight decay.
     rate = cfg.adam_weight_decay or None
     adafactor = optax.adafactor(learning_rate=None, weight_decay_rate=rate, weight_decay_mask=mask or True)
     return _per_layer(adafactor, logical_axes)
   dims = jax.tree.map(_muon_dims, logical_axes, is_leaf=is_axes)
   muon = contrib.muon(
-    learning_rate=-1.0,  # ends with a change of sign, which this undoes: decay joins before ours
+    learning_rate=-1.0,  # undoes the negation in optax.muon: we negate below, after weight decay
     beta=cfg.adam_b1,
     adam_b1=cfg.adam_b1,
     adam_b2=cfg.adam_b2,
     eps=cfg.adam_eps,
     mu_dtype=mu_dtype,
     muon_weight_dimension_numbers=dims,
-    # Moonlight's scale: the update's root mean square is that of Adam, so one learning rate serves both parts
+    # Moonlight's scale: updates have the same root mean square as Adam's, so that one learning rate works for both
     # (Liu et al., "Muon is scalable for LLM training", 2025).
     consistent_rms=0.2,
   )
-  # Not by Muon's own arguments: they know no mask for Adam's part, where the head decays and the embedding does not.
+  # optax.muon cannot mask the decay of its Adam part, in which the head decays and the embedding does not.
   return optax.chain(muon, decay, optax.scale(-1.0))
 
 
 def _per_layer(optimizer: optax.GradientTransformation, logical_axes: Any) -> optax.GradientTransformation:
-  """`optimizer` with each layer of a stacked weight as a weight of its own: what it takes over a whole weight (a root
-  mean square, the two largest dims) must not depend on scan_layers.
+  """`optimizer` applied to each layer of a stacked weight separately, so that scan_layers does not change the numbers.
 
-  Its state has the same arrays, those of stacked weights with a leading dim for the layers.
+  Adafactor uses the root mean square and the two largest dims of a whole weight. The state has the same arrays; those
+  of stacked weights have a leading dim for the layers.
   """
   is_axes = lambda x: isinstance(x, tuple)
   axes = jax.tree.map(lambda names: 0 if names[0] == "layers" else None, logical_axes, is_leaf=is_axes)
@@ -126,12 +126,12 @@ def _per_layer(optimizer: optax.GradientTransformation, logical_axes: Any) -> op
 
 
 def _is_matrix(axes: tuple[str, ...]) -> bool:
-  """Whether a weight is a matrix that multiplies: not a norm's scale, not a table of embeddings (a tied head)."""
+  """Whether a weight is a matrix: not the scale of a norm, not the embedding table (also if it is the head)."""
   return _TABLE not in axes and "norm" not in axes
 
 
 def _muon_dims(axes: tuple[str, ...]) -> contrib.MuonDimensionNumbers | None:
-  """How Muon sees a projection as a matrix (None: Adam's part). Heads and head_dim are one side; layers are a batch."""
+  """Dims of a projection as a matrix for Muon, with heads and head_dim as one side; None if Adam updates the weight."""
   if not _is_matrix(axes) or _VOCABULARY in axes:
     return None
   own = [i for i, axis in enumerate(axes) if axis != "layers"]

@@ -147,7 +147,7 @@ class ModelSection(Section):
   initializer_range: float = Field(
     0.02,
     gt=0,
-    description="Standard deviation of the initial embedding table and of matrices that read the residual stream. Matrices that write to it are also scaled by 1/sqrt(2 L). A tied embedding has at most 2/D and an untied head 0.25/sqrt(D), so that the first loss is ln(V).",
+    description="Standard deviation of the initial embedding table and of matrices that read the residual stream. Matrices that write to it are also scaled by 1/sqrt(2 L). An untied head has at most 0.28/sqrt(D), and the final norm of a tied model starts with a scale of at most 0.28/(sqrt(D) * initializer_range), so that the first loss is ln(V).",
   )
   dtype: Literal["bfloat16", "float32"] = Field(
     "bfloat16",

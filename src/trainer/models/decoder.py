@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from trainer.config.schema import ModelSection
@@ -19,6 +21,9 @@ from trainer.sharding import constrain, num_shards
 
 # A nested dict of arrays. With scan_layers, `layers` holds arrays stacked on a leading dim L; else {"0": .., "1": ..}.
 Params = dict[str, Any]
+
+# Largest standard deviation of a fresh model's logits. Half its square, 0.04, is what they add to the loss ln(V).
+_HEAD_STD = 0.28
 
 
 class Decoder(nnx.Module):
@@ -33,19 +38,16 @@ class Decoder(nnx.Module):
     # Split once for all weights: on a CPU each split takes a tenth of a second to compile.
     keys = jax.random.split(key, 2 + L * DecoderLayer.KEYS)
     embedding_key, head_key, layer_keys = keys[0], keys[1], keys[2:].reshape(L, DecoderLayer.KEYS)
-    # Cap both standard deviations so that the loss of a fresh model is ln(V). The logits of an untied head have the
-    # standard deviation sqrt(D) * std. A tied head also meets the input token's own embedding again (up to D * std).
     tied = cfg.logits_via_embedding
-    table_std = min(cfg.initializer_range, 2.0 / D) if tied else cfg.initializer_range
-    self.embedding = normal_param(embedding_key, (V, D), ("vocab", "table_embed"), table_std, cfg)
+    self.embedding = normal_param(embedding_key, (V, D), ("vocab", "table_embed"), cfg.initializer_range, cfg)
     make_layer = functools.partial(_layer, cfg, kernels)
     if cfg.scan_layers:
       self.layers = nnx.vmap(make_layer)(layer_keys)
     else:
       self.layers = nnx.Dict({str(i): make_layer(layer_keys[i]) for i in range(L)})
-    self.final_norm = RMSNorm(D, cfg)
+    self.final_norm = RMSNorm(D, cfg, scale=_tied_norm_scale(cfg) if tied else 1.0)
     if not tied:
-      head_std = min(cfg.initializer_range, 0.25 / D**0.5)
+      head_std = min(cfg.initializer_range, _HEAD_STD / D**0.5)
       self.lm_head = normal_param(head_key, (V, D), ("vocab", "head_embed"), head_std, cfg)
     self.cfg = cfg
 
@@ -123,6 +125,31 @@ def _lookup_backward(saved: tuple[jax.Array, jax.Array], g_BTD: jax.Array) -> tu
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)
+
+
+def _tied_norm_scale(cfg: ModelSection) -> float:
+  """Initial scale of a tied model's final norm: the largest up to 1 at which the first loss is ln(V) within 0.1.
+
+  A larger scale trains better (docs/benchmarks/initialisation.md). Two limits: the logits have the standard deviation
+  scale * sqrt(D) * std, as with an untied head; and the input token gets the logit scale * D * std * share, because its
+  own embedding is a share of the residual stream. With e^logit = 1 + V / 20 it takes 5 % of the probability.
+  """
+  D, std = cfg.emb_dim, cfg.initializer_range
+  own_logit = D * std * _embedding_share(cfg)
+  return min(1.0, _HEAD_STD / (D**0.5 * std), math.log1p(cfg.vocab_size / 20) / own_logit)
+
+
+def _embedding_share(cfg: ModelSection) -> float:
+  """Cosine of the angle between a fresh model's final residual stream and the embedding of the input token.
+
+  Only the feed-forward outputs are counted, which together have F * E[(silu(gate) * up)^2] / 2 times the variance of
+  the embedding. Attention averages over positions and adds little.
+  """
+  sigma = cfg.emb_dim**0.5 * cfg.initializer_range  # standard deviation of gate and up
+  gate = sigma * np.linspace(-6, 6, 1001)
+  density = np.exp(-np.square(gate / sigma) / 2)
+  squared_silu = np.average(np.square(gate / (1 + np.exp(-gate))), weights=density)
+  return float(1 / np.sqrt(1 + cfg.mlp_dim * squared_silu * sigma**2 / 2))
 
 
 def _layer(cfg: ModelSection, kernels: Kernels, keys: jax.Array) -> DecoderLayer:

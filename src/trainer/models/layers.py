@@ -77,8 +77,9 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 class RMSNorm(nnx.Module):
   """`rms_norm` with a learned scale. The scale is always float32: near 1, bfloat16 loses every update below 1/256."""
 
-  def __init__(self, size: int, cfg: ModelSection) -> None:
-    self.scale = nnx.Param(jnp.ones((size,), jnp.float32), axes=("norm",))
+  def __init__(self, size: int, cfg: ModelSection, scale: float = 1.0) -> None:
+    """`scale` is the initial value of all elements of the learned scale."""
+    self.scale = nnx.Param(jnp.full((size,), scale, jnp.float32), axes=("norm",))
     self.epsilon = cfg.normalization_layer_epsilon
 
   def __call__(self, x: jax.Array) -> jax.Array:

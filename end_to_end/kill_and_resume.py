@@ -68,7 +68,7 @@ def file_matches(root: Path, pattern: str) -> Moment:
 
 def between_tiers(run: Run) -> bool:
   """Returns whether the local copy of a step is complete, and its persistent checkpoint is not committed yet."""
-  local = {int(path.name.split(".")[0]) for path in run.ram.glob("*/*.json")}
+  local = {int(path.name.split(".")[0]) for path in run.ram.glob("*/*/*.json")}
   saved = run.committed_steps()
   return any(step % PERIOD == 0 and step > max(saved, default=0) for step in local)
 
@@ -92,8 +92,8 @@ def moments(run: Run, rng: random.Random, startup: float) -> Iterator[tuple[str,
     "in a save": file_matches(checkpoints, "*.orbax-checkpoint-tmp/state"),
     "before the commit": file_matches(checkpoints, "*.orbax-checkpoint-tmp/manifest.json"),
     "in a deletion": file_matches(checkpoints, "*/DELETED"),
-    "in a local save": file_matches(run.ram, "*/*.bin"),
-    "between local parts": file_matches(run.ram, "*/*.json.tmp"),
+    "in a local save": file_matches(run.ram, "*/*/*.bin"),
+    "between local parts": file_matches(run.ram, "*/*/*.json.tmp"),
     "between the tiers": lambda: between_tiers(run),
   }
   while True:

@@ -12,6 +12,7 @@ from typing import Any
 
 from trainer import program, run_data
 from trainer.announce import CONFIG_FILE, announce
+from trainer.checkpoint import run_id
 from trainer.checkpoint.arrays import fingerprint, state_tree
 from trainer.checkpoint.preemption import Preemption
 from trainer.checkpoint.snapshot import Snapshots
@@ -50,6 +51,7 @@ class Session:
   preemption: Preemption
   watchdog: Watchdog
   state_bytes: int  # of one full copy of parameters and optimizer state
+  run_id: str  # of checkpoint.run_id.establish; "" without checkpoints
   started: float  # time.monotonic() at the start of the process or of the current attempt
   attempts: int = 0
   was_ready: bool = False
@@ -142,6 +144,7 @@ def open_session(config: Config, cluster: Cluster, signals: Signals, started: fl
       preemption,
       watchdog,
       state_bytes,
+      run_id.establish(directory, world) if config.checkpoint.enable_checkpointing else "",
       started,
     )
     for line in notes:

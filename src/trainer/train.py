@@ -54,6 +54,7 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
       config.checkpoint,
       config.run_directory,
       world=session.world,
+      run_id=session.run_id,
       slices=slices,
       snapshots=session.snapshots,
       log=session.log.line,

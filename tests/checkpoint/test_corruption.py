@@ -27,6 +27,7 @@ PERSISTENT = {
   "process manifest": "state/ocdbt.process_0/manifest.ocdbt",
   "array data": "state/ocdbt.process_0/d/*",
 }
+ID = "0123"  # of the run with local copies
 EMERGENCY = {"index": "*.json", "parts": "*.bin"}
 
 
@@ -35,7 +36,8 @@ def tiers(path: Path, recorder: toy_state.Recorder | None = None, *, local: bool
   cfg = toy_state.config(
     checkpoint_period=1, **(LOCAL | {"local_checkpoint_directory": f"{path}/ram"} if local else {})
   )
-  return Tiers(cfg, "run" if local else f"{path}/run", log=recorder.log, emit=recorder.emit, world=SingleWorld())
+  directory, run_id = ("run", ID) if local else (f"{path}/run", None)
+  return Tiers(cfg, directory, log=recorder.log, emit=recorder.emit, world=SingleWorld(), run_id=run_id)
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,7 @@ def saved(tmp_path_factory):
     toy_state.config(checkpoint_period=10, **LOCAL, local_checkpoint_directory=f"{path}/ram"),
     "run",
     world=SingleWorld(),
+    run_id=ID,
   )
   for step in (1, 2):
     for t in (persistent, local):
@@ -190,7 +193,7 @@ def test_files_of_two_steps_mixed(tmp_path, saved):
 @pytest.mark.parametrize("kind", EMERGENCY)
 def test_emergency(tmp_path, saved, kind, how):
   shutil.copytree(saved / "ram", tmp_path / "ram")
-  damage(emergency.folder(f"{tmp_path}/ram", "run") / f"2.s0.p0{EMERGENCY[kind][1:]}", how)
+  damage(emergency.folder(f"{tmp_path}/ram", "run") / ID / f"2.s0.p0{EMERGENCY[kind][1:]}", how)
   step, recorder = restore(tmp_path, local=True)
   assert step == 1
   assert recorder.lines
@@ -200,7 +203,7 @@ def test_emergency(tmp_path, saved, kind, how):
 def test_a_flipped_bit_anywhere_in_local_files(tmp_path, saved, seed):
   shutil.copytree(saved / "ram", tmp_path / "ram")
   rng = random.Random(seed)
-  root = emergency.folder(f"{tmp_path}/ram", "run")
+  root = emergency.folder(f"{tmp_path}/ram", "run") / ID
   if seed % 2:
     file, size = root / "2.s0.p0.json", (root / "2.s0.p0.json").stat().st_size
     positions = range(size)

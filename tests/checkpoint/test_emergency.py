@@ -11,12 +11,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.support import toy_state
 
-from trainer.checkpoint import CheckpointError, NonFiniteState, Tiers
+from trainer.checkpoint import CheckpointError, ConfigMismatch, NonFiniteState, Tiers, run_id
 from trainer.checkpoint.emergency import Emergency, folder
 from trainer.checkpoint.errors import Rejected
 from trainer.world import SingleWorld
 
 RUN = "out/run"
+ID = "0123"  # of the run
 
 
 def slices(number=2, of=4):
@@ -36,7 +37,13 @@ def config(path, **changes):
 def tier(path, which=None, recorder=None, **changes):
   recorder = recorder or toy_state.Recorder()
   return Emergency(
-    config(path, **changes), RUN, which or slices(), log=recorder.log, emit=recorder.emit, world=SingleWorld()
+    config(path, **changes),
+    RUN,
+    which or slices(),
+    log=recorder.log,
+    emit=recorder.emit,
+    world=SingleWorld(),
+    run_id=ID,
   )
 
 
@@ -80,7 +87,7 @@ def test_keeps_as_many_as_asked_the_one_in_writing_included(tmp_path, keep):
 @pytest.mark.parametrize("lost", [0, 1])
 def test_wiped_slice(tmp_path, lost):
   filled(tmp_path)
-  for path in (tmp_path / "ram").glob(f"*/*.s{lost}.*"):
+  for path in (tmp_path / "ram").glob(f"*/*/*.s{lost}.*"):
     path.unlink()
   assert restore(tier(tmp_path)) == 2
 
@@ -127,9 +134,10 @@ def test_the_same_part_lost_on_all_slices_rejects_the_step(tmp_path):
   t = filled(tmp_path)
   damage_part(t, 2, 0, "low")
   damage_part(t, 2, 1, "low")
-  tiers = Tiers(config(tmp_path), str(tmp_path / RUN), slices=slices(), world=SingleWorld())
   recorder = toy_state.Recorder()
-  tiers = Tiers(config(tmp_path), RUN, slices=slices(), log=recorder.log, emit=recorder.emit, world=SingleWorld())
+  tiers = Tiers(
+    config(tmp_path), RUN, slices=slices(), log=recorder.log, emit=recorder.emit, world=SingleWorld(), run_id=ID
+  )
   restored = tiers.restore_newest(toy_state.abstract(toy_state.values(), toy_state.mesh(2, 4)))
   assert (restored.step, restored.tier) == (1, "emergency")
   toy_state.assert_same_bits(restored.state, toy_state.values(1))
@@ -161,7 +169,7 @@ def test_copies_of_different_histories_are_not_mixed(tmp_path):
 
 def test_files_of_another_run_are_left_alone(tmp_path):
   filled(tmp_path)
-  other = Emergency(config(tmp_path), "elsewhere/run", slices(), world=SingleWorld())
+  other = Emergency(config(tmp_path), "elsewhere/run", slices(), world=SingleWorld(), run_id=ID)
   assert other.candidates() == []
   for step in (7, 8, 9):
     other.save(step, toy_state.state(step), {"tokens": step})
@@ -243,14 +251,14 @@ def test_write_errors_reach_the_training_thread(tmp_path):
 )
 def test_refuses_with_the_reason_where_it_cannot_write(tmp_path, changes, reason):
   with pytest.raises(ValueError, match=reason):
-    Tiers(config(tmp_path, **changes), RUN, slices=slices(), world=SingleWorld())
+    Tiers(config(tmp_path, **changes), RUN, slices=slices(), world=SingleWorld(), run_id=ID)
 
 
 def test_refuses_a_state_that_no_slice_holds_in_full(tmp_path):
   mesh = toy_state.mesh(2, 4)
   target = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))}
   with pytest.raises(ValueError, match=r"w \[8, 8\] is sharded across slices"):
-    Tiers(config(tmp_path), RUN, slices=slices(), world=SingleWorld()).restore_newest(target)
+    Tiers(config(tmp_path), RUN, slices=slices(), world=SingleWorld(), run_id=ID).restore_newest(target)
 
 
 def test_tiers_take_the_newest_of_both(tmp_path):
@@ -268,9 +276,13 @@ def test_tiers_take_the_newest_of_both(tmp_path):
     assert saved == (step % 2 == 0 or step % 3 == 0)
   t.close()
   restored = tiers().restore_newest(target)
-  assert (restored.step, restored.tier, restored.path) == (8, "emergency", f"{folder(tmp_path / 'ram', run)}/8")
+  assert (restored.step, restored.tier, restored.path) == (
+    8,
+    "emergency",
+    f"{folder(tmp_path / 'ram', run)}/{run_id.read(run)}/8",
+  )
   toy_state.assert_same_bits(restored.state, toy_state.values(8))
-  for path in (tmp_path / "ram").glob("*/8.*"):
+  for path in (tmp_path / "ram").glob("*/*/8.*"):
     path.unlink()
   restored = tiers().restore_newest(target)
   assert (restored.step, restored.tier) == (6, "emergency")  # both have 6: the local one is nearer
@@ -278,3 +290,66 @@ def test_tiers_take_the_newest_of_both(tmp_path):
   restored = tiers().restore_newest(target)
   assert (restored.step, restored.tier) == (6, "persistent")
   toy_state.assert_same_bits(restored.state, toy_state.values(6))
+
+
+def new_tiers(path, recorder=None):
+  recorder = recorder or toy_state.Recorder()
+  run = str(path / "out" / "run")
+  cfg = config(path, checkpoint_period=2)
+  return Tiers(cfg, run, slices=slices(), world=SingleWorld(), log=recorder.log, emit=recorder.emit)
+
+
+def saved_run(path):
+  """A run with local copies of steps 1 to 3 and a checkpoint of step 2; returns its id."""
+  t = new_tiers(path)
+  for step in (1, 2, 3):
+    t.maybe_save(step, toy_state.state(step), {"tokens": step})
+  t.close()
+  return run_id.read(str(path / "out" / "run"))
+
+
+def test_a_new_run_folder_does_not_continue_from_local_copies_of_the_deleted_one(tmp_path):
+  """`rm -rf` of the run's folder and the same command again: a fresh start, and the log says where the copies are."""
+  old = saved_run(tmp_path)
+  run = tmp_path / "out" / "run"
+  shutil.rmtree(run)
+  recorder = toy_state.Recorder()
+  target = toy_state.abstract(toy_state.values(), toy_state.mesh(2, 4))
+  tiers = new_tiers(tmp_path, recorder)
+  assert tiers.restore_newest(target) is None
+  (line,) = [line for line in recorder.lines if "earlier run" in line]
+  assert line.startswith(f"Local copies of step 3 in {folder(tmp_path / 'ram', str(run))}/{old} are not used")
+  tiers.maybe_save(1, toy_state.state(10), {"tokens": 1})
+  tiers.close()
+  assert new_tiers(tmp_path).restore_newest(target).step == 1
+  # What the message says to do if the earlier run was meant:
+  assert f"write {old} into {run}/run_id" in line
+  (run / "run_id").write_text(f"{old}\n")
+  restored = new_tiers(tmp_path).restore_newest(target)
+  assert (restored.step, restored.tier) == (3, "emergency")
+  toy_state.assert_same_bits(restored.state, toy_state.values(3))
+
+
+def test_local_copies_of_another_run_are_deleted_when_a_save_needs_the_space(tmp_path, monkeypatch):
+  old = saved_run(tmp_path)
+  run = tmp_path / "out" / "run"
+  shutil.rmtree(run)
+  tiers = new_tiers(tmp_path)
+  tiers.maybe_save(1, toy_state.state(1), {"tokens": 1})
+  tiers.wait()
+  left = folder(tmp_path / "ram", str(run)) / old
+  assert left.is_dir()
+  monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 10))
+  tiers.maybe_save(3, toy_state.state(3), {"tokens": 3})
+  tiers.close()
+  assert not left.exists()
+
+
+def test_a_refused_local_copy_is_named_with_its_place(tmp_path):
+  saved_run(tmp_path)
+
+  def refuse(meta):
+    raise ConfigMismatch("another seed")
+
+  with pytest.raises(ConfigMismatch, match=r"another seed\nThe checkpoint \(emergency\) is .*/ram/run-.*/3"):
+    new_tiers(tmp_path).restore_newest(toy_state.abstract(toy_state.values(), toy_state.mesh(2, 4)), refuse)

@@ -207,6 +207,16 @@ def test_a_checkpoint_folder_that_becomes_unwritable_is_1(make, breaks):
   assert run.events("run_end")[-1]["exit"] == 1
 
 
+def test_a_base_folder_that_was_moved_away_is_1_and_no_new_folder_is_made(make):
+  run = make(f"steps={ENDLESS}")
+  process = after(run, 4)
+  base = run.directory.parent
+  base.rename(base.with_name("moved"))
+  assert process.wait(240) == 1
+  assert f"{run.directory} was moved, deleted or replaced during the run" in run.printed
+  assert not run.committed_steps()
+
+
 def test_a_deleted_checkpoint_folder_is_created_again(make):
   """Also if the folder disappears between a commit and retention, with checkpoints that retention would delete."""
   run = make(f"steps={ENDLESS}", "checkpoint_period=500", "max_num_checkpoints_to_keep=1")

@@ -117,8 +117,8 @@ MOMENTS = {
   "before the commit": ("run/checkpoints/*.orbax-checkpoint-tmp/manifest.json", 4),
   "in the first save": ("run/checkpoints/2.orbax-checkpoint-tmp/state", 1),
   "in a deletion": ("run/checkpoints/*/DELETED", 6),
-  "in a local save": ("ram/*/*.bin", 5),
-  "between local parts": ("ram/*/*.json.tmp", 5),
+  "in a local save": ("ram/*/*/*.bin", 5),
+  "between local parts": ("ram/*/*/*.json.tmp", 5),
 }
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +13,7 @@ import numpy as np
 import pytest
 from tests.support import toy_state
 
-from trainer.checkpoint import CheckpointError, NonFiniteState
+from trainer.checkpoint import CheckpointError, NonFiniteState, run_id
 from trainer.checkpoint.errors import Rejected
 from trainer.checkpoint.persistent import Persistent
 from trainer.config.schema import CheckpointSection
@@ -192,3 +195,82 @@ def test_a_relative_folder_is_taken_from_where_the_command_runs(tmp_path, monkey
   monkeypatch.chdir(tmp_path)
   persistent = Persistent("runs/a/checkpoints", CheckpointSection(), world=SingleWorld())
   assert str(persistent.directory) == f"{tmp_path}/runs/a/checkpoints"
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_folder_that_was_moved_away_fails_the_save_and_is_not_made_again(tmp_path, replaced):
+  run = tmp_path / "base" / "run"
+  tier = Persistent(
+    str(run / "checkpoints"),
+    toy_state.config(),
+    world=SingleWorld(),
+    run_id=run_id.establish(str(run), SingleWorld()),
+  )
+  tier.save(1, toy_state.state(1), {})
+  tier.wait()
+  run.parent.rename(tmp_path / "moved")
+  if replaced:
+    run_id.establish(str(run), SingleWorld())
+  with pytest.raises(CheckpointError, match="was moved, deleted or replaced during the run"):
+    tier.save(2, toy_state.state(2), {})
+  tier.close()
+  assert not (run / "checkpoints").exists()
+
+
+def test_the_id_of_a_run_stays(tmp_path):
+  first = run_id.establish(str(tmp_path / "run"), SingleWorld())
+  assert len(first) == 12 and run_id.establish(str(tmp_path / "run"), SingleWorld()) == first
+  (tmp_path / "run" / "run_id").unlink()
+  (tmp_path / "run" / "run_id").mkdir()
+  with pytest.raises(CheckpointError, match=r"run_id is no regular file\. Delete it"):
+    run_id.establish(str(tmp_path / "run"), SingleWorld())
+
+
+def test_a_jump_of_the_wall_clock_does_not_fail_a_save(tmp_path, monkeypatch):
+  """As when a clock is corrected or a machine wakes up: Orbax measures its waits with time.time."""
+  calls, real = itertools.count(), time.time
+
+  def jumping() -> float:
+    waiting = sys._getframe(1).f_code.co_filename.endswith("futures/future.py")
+    return real() + 1e5 * (next(calls) if waiting else 0)
+
+  monkeypatch.setattr(time, "time", jumping)
+  tier = Persistent(str(tmp_path / "c"), toy_state.config(), world=SingleWorld())
+  tier.save(1, toy_state.state(1), {})
+  tier.wait()
+  tier.close()
+  assert tier.steps() == [1]
+  assert next(calls) > 1
+
+
+def test_retention_goes_on_although_an_older_meta_is_damaged(tmp_path):
+  lines = []
+  cfg = toy_state.config(max_num_checkpoints_to_keep=2, checkpoint_keep_best=1)
+  for step in (1, 2, 3, 4):
+    tier = Persistent(str(tmp_path / "c"), cfg, world=SingleWorld(), log=lines.append)
+    tier.save(step, toy_state.state(step), {}, metric=1.0)
+    tier.wait()
+    tier.close()
+    if step == 2:
+      (tmp_path / "c" / "1" / "meta.json").write_bytes(b"[")
+  assert tier.steps() == [2, 3, 4]  # 2 is the best of those whose loss is known
+  assert any("1 counts as one without an evaluation loss: meta.json is damaged" in line for line in lines)
+
+
+class OtherProcess(SingleWorld):
+  """A process that is not the primary, as it reads the folder."""
+
+  rank, size, is_primary = 1, 2, False
+
+  def gather(self, value):
+    return [[True, [{}, ""]], value]
+
+
+def test_only_the_primary_deletes_what_retention_left_half_deleted(tmp_path):
+  half = tmp_path / "c" / "2"
+  half.mkdir(parents=True)
+  (half / "DELETED").write_text("")
+  Persistent(str(tmp_path / "c"), toy_state.config(), world=OtherProcess()).unfinished()
+  assert half.exists()
+  assert Persistent(str(tmp_path / "c"), toy_state.config(), world=SingleWorld()).unfinished() == {}
+  assert not half.exists()

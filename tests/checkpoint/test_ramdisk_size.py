@@ -21,12 +21,12 @@ def test_exact_is_what_is_written(tmp_path):
     enable_emergency_checkpoint=True, local_checkpoint_directory=str(tmp_path), local_checkpoint_period=1
   )
   slices = {0: jax.devices()[:4], 1: jax.devices()[4:]}
-  tier = Emergency(cfg, "run", slices, world=SingleWorld())
+  tier = Emergency(cfg, "run", slices, world=SingleWorld(), run_id="0123")
   for step in (1, 2, 3):
     tier.save(step, toy_state.state(step), {})
   tier.wait()
   exact = ramdisk_size.ramdisk_exact(toy_state.state(), slices[1], lambda device: 0)
-  written = sum(path.stat().st_size for path in tmp_path.glob("run-*/*.s1.*.bin"))
+  written = sum(path.stat().st_size for path in tmp_path.glob("run-*/*/*.s1.*.bin"))
   assert exact[0] - 2 * 64 < written <= exact[0]
 
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from tests.support import toy_state
 
 from trainer import world as world_lib
-from trainer.checkpoint import NonFiniteState, Tiers, emergency
+from trainer.checkpoint import NonFiniteState, Tiers, emergency, run_id
 from trainer.checkpoint.preemption import Preemption
 from trainer.signals import Signals
 
@@ -112,7 +112,7 @@ def swap(path: Path) -> None:
 
 def damage(path: Path) -> None:
   if jax.process_index() == 1:
-    file = emergency.folder(str(host(path)), str(path / "run")) / "3.s0.p1.bin"
+    file = emergency.folder(str(host(path)), str(path / "run")) / run_id.read(str(path / "run")) / "3.s0.p1.bin"
     data = bytearray(file.read_bytes())
     data[0] ^= 1
     file.write_bytes(data)
@@ -172,7 +172,7 @@ def resume(path: Path) -> None:
   for lost, step, tier in [("none", 3, "emergency"), ("3.*.p[02].*", 2, "emergency"), ("2.*", 2, "persistent")]:
     together(f"before {lost}")
     if jax.process_index() == 0:
-      for file in emergency.folder(str(path / "shared"), str(path / "run")).glob(lost):
+      for file in emergency.folder(str(path / "shared"), str(path / "run")).glob(f"*/{lost}"):
         file.unlink()
     together(f"after {lost}")
     expect(path, step, tier, **shared)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trainer.checkpoint.errors import Rejected
+from trainer.checkpoint.errors import CheckpointError, ConfigMismatch, Rejected
 
 Accept = Callable[[dict[str, Any]], None]
 Log = Callable[[str], None]
@@ -69,12 +69,22 @@ def restore_newest(
   abstract: Any,
   accept: Accept,
   rejected: Callable[[StateBackup, Candidate, str], None],
+  log: Log = lambda line: None,
 ) -> Restored | None:
   """The newest good state of all backups; of equal steps, the one of the first backup in the list. None: no state.
 
-  rejected(backup, candidate, reason) is called for every damaged candidate on the way.
+  rejected(backup, candidate, reason) is called for every damaged candidate on the way. A recovery from memory or a
+  local disk does not need storage: CheckpointError from listing a backup is raised only if no backup before it in the
+  list has a candidate.
   """
-  choices = [(candidate, backup) for backup in backups for candidate in backup.candidates()]
+  choices: list[tuple[Candidate, StateBackup]] = []
+  for backup in backups:
+    try:
+      choices += [(candidate, backup) for candidate in backup.candidates()]
+    except CheckpointError as error:
+      if not choices:
+        raise
+      log(f"The {backup.tier} backups are left out: {error}.")
   choices.sort(key=lambda choice: -choice[0].step)  # stable: keeps the order of equal steps
   for candidate, backup in choices:
     try:
@@ -82,5 +92,7 @@ def restore_newest(
     except Rejected as reason:
       rejected(backup, candidate, str(reason))
       continue
+    except ConfigMismatch as error:
+      raise ConfigMismatch(f"{error}\nThe checkpoint ({backup.tier}) is {backup.path(candidate)}") from error
     return Restored(candidate.step, state, meta, backup.tier, backup.path(candidate))
   return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,18 +13,42 @@ from trainer.checkpoint.errors import Rejected
 BLOCK = 4 << 20  # bytes read at once
 
 
+def read(path: Any) -> bytes:
+  """The content of a small file. Raises Rejected if it is missing, unreadable or no regular file.
+
+  A pipe is never opened: reading it would wait for ever. In an object store an error may be an outage, which says
+  nothing about the checkpoint: OSError.
+  """
+  try:
+    if not _is_regular(path):
+      raise Rejected(f"{path.name} is no regular file" if path.exists() else f"{path.name} is missing")
+    return path.read_bytes()
+  except OSError as error:
+    if "://" in str(path):
+      raise
+    raise Rejected(f"{path.name} cannot be read: {error.strerror or error}") from error
+
+
+def _is_regular(path: Any) -> bool:
+  # epath's is_file is also true for pipes. An object store has nothing but files.
+  return path.exists() if "://" in str(path) else os.path.isfile(path)
+
+
 def dump(value: Any) -> bytes:
   """A line with the CRC-32 of the rest, then JSON."""
   body = json.dumps(value, indent=1, sort_keys=True).encode()
   return b"%08x\n" % zlib.crc32(body) + body
 
 
-def parse(data: bytes, name: str) -> Any:
-  """The value that `dump` wrote. Raises Rejected where the bytes are not as written."""
+def parse(data: bytes, name: str) -> dict[str, Any]:
+  """The dict that `dump` wrote. Raises Rejected if the bytes are not as written."""
   head, _, body = data.partition(b"\n")
   if head != b"%08x" % zlib.crc32(body):
     raise Rejected(f"{name} is damaged: its checksum does not match")
-  return json.loads(body)
+  value = json.loads(body)
+  if not isinstance(value, dict):
+    raise Rejected(f"{name} holds a {type(value).__name__} instead of a dict")
+  return value
 
 
 def file_crc(path: Any) -> tuple[int, int]:
@@ -61,13 +86,22 @@ def manifest(root: Any, skip: frozenset[str], crc_limit: int | None) -> dict[str
 
 
 def check(root: Any, entries: Mapping[str, Mapping[str, int]]) -> None:
-  """Raises Rejected, naming the file, where one is missing or not as the manifest says."""
+  """Raises Rejected, naming the file, if a file is missing or not as the manifest says."""
   for name, entry in entries.items():
     path = root / name
-    if not path.exists():
-      raise Rejected(f"{name} is missing")
-    size = path.stat().length
-    if size != entry["bytes"]:
-      raise Rejected(f"{name} has {size} bytes instead of {entry['bytes']}")
-    if "crc32" in entry and file_crc(path)[1] != entry["crc32"]:
-      raise Rejected(f"{name} is damaged: its checksum does not match")
+    try:
+      _check_file(path, name, entry)
+    except OSError as error:
+      if "://" in str(path):
+        raise  # an outage, perhaps
+      raise Rejected(f"{name} cannot be read: {error.strerror or error}") from error
+
+
+def _check_file(path: Any, name: str, entry: Mapping[str, int]) -> None:
+  if not _is_regular(path):
+    raise Rejected(f"{name} is no regular file" if path.exists() else f"{name} is missing")
+  size = path.stat().length
+  if size != entry.get("bytes"):
+    raise Rejected(f"{name} has {size} bytes instead of {entry.get('bytes')}")
+  if "crc32" in entry and file_crc(path)[1] != entry["crc32"]:
+    raise Rejected(f"{name} is damaged: its checksum does not match")

@@ -1,9 +1,10 @@
 """The emergency tier: frequent saves to a local folder (ramdisk), one full copy of the state per slice.
 
 Every process writes what its devices hold of each of its slices, alone and without barriers:
-  {local_checkpoint_directory}/{run}/{step}.s{slice}.p{process}.bin   the parts of the arrays
-  {local_checkpoint_directory}/{run}/{step}.s{slice}.p{process}.json  what is where, with a CRC-32 each; last
-{run} is the run's name and a hash of where the run's folder is: two runs of the same name do not meet here.
+  {local_checkpoint_directory}/{run}/{id}/{step}.s{slice}.p{process}.bin   the parts of the arrays
+  {local_checkpoint_directory}/{run}/{id}/{step}.s{slice}.p{process}.json  what is where, with a CRC-32 each; last
+{run} is the run's name and a hash of where the run's folder is, {id} the content of {run}/run_id: runs of the same name
+in different folders, or one after the other in the same folder, have no local copies in common.
 After a failure the processes tell each other which parts they still have. The newest step is taken of which every
 part is left somewhere, be it in different slices, and what a replaced host lost comes from the others' copies.
 """
@@ -14,6 +15,7 @@ import contextlib
 import hashlib
 import os
 import re
+import shutil
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -32,12 +34,14 @@ from trainer.checkpoint.arrays.boxes import Box
 from trainer.checkpoint.background import Background
 from trainer.checkpoint.backup import Accept, Candidate, Emit, Log
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
+from trainer.checkpoint.meta import check_meta
 from trainer.config import rules
 from trainer.config.errors import ConfigError, require
 from trainer.config.schema import CheckpointSection
 from trainer.world import World
 
-ENTRY = re.compile(r"^(\d+)\.s(\d+)\.p(\d+)\.(json|bin)(\.tmp)?$")
+NUMBER = "(0|[1-9][0-9]{0,17})"
+ENTRY = re.compile(rf"{NUMBER}\.s{NUMBER}\.p{NUMBER}\.(json|bin)")
 ALIGNMENT = 64  # bytes: parts can be viewed as any type in place
 
 
@@ -59,7 +63,7 @@ def _identity(run_directory: str) -> str:
 
 
 def folder(local_directory: str | Path, run_directory: str) -> Path:
-  """Where the emergency tier of a run keeps its files on every host."""
+  """Where every host keeps the local copies of the runs in `run_directory`, each run in a folder named by its id."""
   run = _identity(run_directory)
   return Path(local_directory).expanduser() / f"{run.rsplit('/', 1)[-1]}-{hashlib.sha256(run.encode()).hexdigest()[:8]}"
 
@@ -76,15 +80,17 @@ class Emergency:
     slices: Mapping[int, Sequence[Device]],
     *,
     world: World,
+    run_id: str,
     log: Log = lambda line: None,
     emit: Emit = lambda kind, **fields: None,
   ) -> None:
     """slices: {id: devices} of the living slices. Raises ConfigError if the tier cannot write there."""
     require(rules.emergency_tier(cfg))
-    self._cfg, self._run, self._log, self._emit = cfg, _identity(run_directory), log, emit
+    self._cfg, self._run, self._run_id = cfg, _identity(run_directory), run_id
+    self._log, self._emit = log, emit
     self._slices = {i: tuple(devices) for i, devices in slices.items()}
     self._world = world
-    self.root = folder(cfg.local_checkpoint_directory, run_directory)
+    self.root = folder(cfg.local_checkpoint_directory, run_directory) / run_id
     self._background = Background("emergency-checkpoint")
     self._probe()
 
@@ -140,6 +146,8 @@ class Emergency:
     def work() -> None:
       try:
         self._collect_garbage(step)
+        self._remove(list(copies))
+        self._make_room(sum(data.nbytes for parts in copies.values() for _, _, data in parts))
         self._write(copies, started, full_meta)
       except OSError as error:
         with contextlib.suppress(OSError):  # the error at hand is the one to report
@@ -177,15 +185,15 @@ class Emergency:
           raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
           index.append({"array": name, "box": box, "offset": file.tell(), "crc32": zlib.crc32(raw.data)})
           file.write(raw.data)
-      entry = {"run": self._run, "digest": digest[:16], "meta": meta, "parts": index, "slice": copy.slice}
+      entry = {"run": self._run_id, "digest": digest[:16], "meta": meta, "parts": index, "slice": copy.slice}
       final = copy.path(self.root, "json")
       temporary = Path(f"{final}.tmp")
       temporary.write_bytes(checksums.dump(entry))
       os.replace(temporary, final)
 
   def _entries(self, kind: str) -> list[_Copy]:
-    found = [ENTRY.match(path.name) for path in self.root.iterdir()]
-    return [_Copy(int(m[1]), int(m[2]), int(m[3])) for m in found if m and m[4] == kind and not m[5]]
+    found = [ENTRY.fullmatch(path.name) for path in self.root.iterdir()]
+    return [_Copy(int(m[1]), int(m[2]), int(m[3])) for m in found if m and m[4] == kind]
 
   def _collect_garbage(self, step: int) -> None:
     """Makes room for `step`: with it, max_num_local_checkpoints_to_keep copies of each slice are here at most.
@@ -201,10 +209,36 @@ class Emergency:
     gone = [e for e in entries if e.slice not in self._slices or e.process >= self._world.size]
     self._remove([entry for entry in mine if entry.step not in kept] + [e for e in gone if e.step < oldest])
 
+  def _other_runs(self) -> list[Path]:
+    """The folders of earlier runs in the same run folder, which was then deleted or moved."""
+    return sorted(path for path in self.root.parent.iterdir() if path.is_dir() and path != self.root)
+
+  def mention_other_runs(self) -> None:
+    """Logs where local copies of earlier runs lie, and how to use them. For a start from step 0."""
+    for path in self._other_runs():
+      if steps := [int(m[1]) for m in map(ENTRY.fullmatch, os.listdir(path)) if m and m[4] == "json"]:
+        self._log(
+          f"Local copies of step {max(steps)} in {path} are not used: they belong to an earlier run in {self._run}, "
+          "which was deleted or moved. Delete them to free the space; a local save that needs the space does so too. "
+          f"To continue the earlier run instead, stop this one, delete {self._run}/checkpoints and write {path.name} "
+          f"into {self._run}/run_id"
+        )
+
+  def _make_room(self, size: int) -> None:
+    """Deletes local copies of earlier runs if a save of `size` bytes would not fit otherwise."""
+    for path in self._other_runs():
+      if shutil.disk_usage(self.root).free < size:
+        self._log(f"Deleted {path}, local copies of an earlier run: a local save needs the space.")
+        shutil.rmtree(path)
+
   def _remove(self, copies: Sequence[_Copy]) -> None:
     for copy in copies:
       for kind in ("json", "json.tmp", "bin"):  # the json first: without it the rest is no checkpoint
-        copy.path(self.root, kind).unlink(missing_ok=True)
+        path = copy.path(self.root, kind)
+        if path.is_dir() and not path.is_symlink():  # not ours, but a save needs the name
+          shutil.rmtree(path)
+        else:
+          path.unlink(missing_ok=True)
 
   def wait(self) -> None:
     """Returns when the save in flight is complete on this process. Raises CheckpointError where it failed."""
@@ -252,11 +286,12 @@ class Emergency:
     for copy in sorted(self._entries("json"), key=lambda c: (c.step, c.slice, c.process)):
       path = copy.path(self.root, "json")
       try:
-        entry = checksums.parse(path.read_bytes(), path.name)
+        entry = checksums.parse(checksums.read(path), path.name)
+        _check_entry(entry)
       except Rejected as reason:
         self._log(f"Emergency checkpoint {path} is not used: {reason}")
         continue
-      if entry["run"] == self._run and entry["meta"]["step"] == copy.step:
+      if entry["run"] == self._run_id and entry["meta"]["step"] == copy.step:
         entries.append(entry | {"file": copy.path(self.root, "bin")})
     return entries
 
@@ -309,12 +344,22 @@ class Emergency:
     return held, meta
 
 
+def _check_entry(entry: Mapping[str, Any]) -> None:
+  """Raises Rejected if the index of a copy lacks what a restore reads."""
+  if missing := [key for key in ("run", "digest", "meta", "parts") if key not in entry]:
+    raise Rejected(f"it lacks {', '.join(missing)}")
+  check_meta(entry["meta"])
+
+
 def _box(value: Any) -> Box:
   return tuple((start, stop) for start, stop in value)
 
 
 def _map(path: Path, offset: int, size: int) -> np.ndarray | None:
   """`size` bytes of the file from `offset`, mapped into memory; None where the file does not have them."""
-  if not path.exists() or path.stat().st_size < offset + size:
+  try:
+    if not path.is_file() or path.stat().st_size < offset + size:
+      return None
+    return np.memmap(path, np.uint8, "r", offset, (size,)) if size else np.empty(0, np.uint8)
+  except OSError:
     return None
-  return np.memmap(path, np.uint8, "r", offset, (size,)) if size else np.empty(0, np.uint8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.checkpoint.errors import ConfigMismatch
+from trainer.checkpoint.errors import ConfigMismatch, Rejected
 from trainer.config.resume import ALLOWABLE, CHANGES_DATA_ORDER, CHANGES_STATE, JUDGED_BY, names
 
 
@@ -20,6 +20,16 @@ def build(
   return {"tokens": tokens, "cursor": dict(cursor), "config": dict(config), "identity": dict(identity)}
 
 
+def check_meta(meta: Mapping[str, Any]) -> None:
+  """Raises Rejected if the meta lacks what a restore reads: the step, and shape, type and fingerprint of each array."""
+  arrays = meta.get("arrays")
+  if not isinstance(meta.get("step"), int) or not isinstance(arrays, dict):
+    raise Rejected("its meta has no step or no arrays")
+  for name, x in arrays.items():
+    if not isinstance(x, dict) or not {"shape", "dtype", "fingerprint"} <= x.keys():
+      raise Rejected(f"its meta does not describe the array {name}")
+
+
 def check_config(
   saved: Mapping[str, Any], config: Mapping[str, Any], identity: Mapping[str, Any], allow_config_change: str = ""
 ) -> list[str]:
@@ -28,6 +38,8 @@ def check_config(
   Raises ConfigMismatch with a table where a difference changes the model or the data order and its key is not in
   allow_config_change; no key there allows arrays of other shapes.
   """
+  if missing := [key for key in ("tokens", "cursor", "config", "identity") if key not in saved]:
+    raise Rejected(f"its meta lacks {', '.join(missing)}")
   compared = CHANGES_STATE | (ALLOWABLE - set(names(allow_config_change)))
   differences = meta_diff(saved["config"], config) | {
     key: (saved["identity"].get(key), identity.get(key))

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal
@@ -21,13 +20,16 @@ import jax
 
 from trainer import world as world_lib
 from trainer.checkpoint import checksums, retention
+from trainer.checkpoint import run_id as run_id_lib
 from trainer.checkpoint.arrays import fingerprint, single_replica, state_tree, verified_load
 from trainer.checkpoint.background import Background
 from trainer.checkpoint.backup import Accept, Candidate, Emit, Log
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
+from trainer.checkpoint.meta import check_meta
 from trainer.config.schema import CheckpointSection
 from trainer.world import World
 
+STEP = re.compile("0|[1-9][0-9]{0,17}")  # the name of a step's folder; not 0050, nor digits of other scripts
 UNFINISHED = ".orbax-checkpoint-tmp"
 COMMIT = "commit_success.txt"
 # Orbax's words, and the path at which it committed (a run's folder may have moved since).
@@ -43,6 +45,9 @@ UNSEALED = frozenset({"_CHECKPOINT_METADATA", COMMIT, MANIFEST})
 OBJECT_STORE_CRC_LIMIT = 1 << 20
 # Words in an error of the storage that speak against the storage and not against the checkpoint.
 OUTAGES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED")
+# Orbax measures its timeouts with the wall clock, and a clock that is corrected must not fail a save. A save that
+# hangs is noticed by the watchdog and by the heartbeats of jax.distributed.
+NO_TIMEOUT_SECONDS = 10 * 365 * 24 * 3600
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "trainer")
 
 
@@ -82,20 +87,23 @@ class Persistent:
     cfg: CheckpointSection,
     *,
     world: World,
+    run_id: str = "",
     log: Log = lambda line: None,
     emit: Emit = lambda kind, **fields: None,
     atomicity: Literal["auto", "commit_file"] = "auto",
   ) -> None:
-    """atomicity="commit_file" makes a local directory behave as an object store does."""
-    from etils import epath
+    """run_id: of the folder above `directory`, checked at every save; "": not checked.
 
-    # Orbax refuses relative paths; a URL (gs://) is one as it stands.
-    self.directory = epath.Path(directory if "://" in directory else os.path.abspath(directory))
+    atomicity="commit_file" makes a local directory behave as an object store does.
+    """
+    self.directory = run_id_lib.folder(directory)
+    self._run_id = run_id
     self._cfg, self._world, self._log, self._emit, self._atomicity = cfg, world, log, emit, atomicity
     self._writer: Any = None
     self._background = Background("persistent-checkpoint")
     self._save: _Save | None = None
     self._losses: dict[int, float | None] | None = None
+    self._unusable: set[str] = set()  # rejected folders that could not be moved away: a save may overwrite them
 
   # ---- saving ----
 
@@ -116,7 +124,7 @@ class Persistent:
     """
     self.wait()
     begin = time.monotonic()
-    exists = world_lib.from_primary(self._world, self._committed(str(step)))
+    exists = self._on_primary(lambda: self._usable(step))
     if exists and not force:
       return False
     flat = state_tree.flatten(state)
@@ -135,6 +143,23 @@ class Persistent:
     if not self._cfg.async_checkpointing:
       self.wait()
     return True
+
+  def _usable(self, step: int) -> bool:
+    """Whether the step is saved already. Raises CheckpointError if the run's folder is not the one of the start."""
+    self._check_run_folder(step)
+    return self._committed(str(step)) and str(step) not in self._unusable
+
+  def _check_run_folder(self, step: int) -> None:
+    run = self.directory.parent
+    try:
+      found = run_id_lib.read(str(run)) if self._run_id else ""
+    except Rejected as reason:
+      found = str(reason)
+    if found != self._run_id:
+      raise CheckpointError(
+        f"step {step} could not be saved in {self.directory}: {run} was moved, deleted or replaced during the run (its "
+        f"{run_id_lib.FILE} says {found!r}, at the start it was {self._run_id!r}). Move the folder back and start again"
+      )
 
   def wait(self) -> None:
     """Returns when the save in flight is committed. Raises CheckpointError where it failed."""
@@ -165,6 +190,7 @@ class Persistent:
       self._writer = ocp.AsyncCheckpointer(
         _handler(ocp.options.MultiprocessingOptions()),
         async_options=ocp.AsyncOptions(
+          timeout_secs=NO_TIMEOUT_SECONDS,
           post_finalization_callback=self._seal,
           barrier_sync_fn=finite_barrier,
           # A folder that cannot be made fails here and now; made in the background, its failure leaves Orbax's other
@@ -191,6 +217,7 @@ class Persistent:
     """Orbax calls this on process 0 when all arrays are written, before the commit; an exception prevents it."""
     save, prints = self._save, self._prints()
     assert save is not None
+    self._check_run_folder(save.step)
     for name, value in prints.items():
       save.meta["arrays"][name]["fingerprint"] = value
     root = self.directory / f"{save.step}{UNFINISHED}"
@@ -225,23 +252,40 @@ class Persistent:
           path.rmtree()
     if isinstance(error, CheckpointError | jax.errors.JaxRuntimeError):
       return error
+    try:
+      self._check_run_folder(step)
+    except CheckpointError as moved:  # the reason for whatever Orbax reports
+      return moved
     return CheckpointError(
       f"step {step} could not be saved in {self.directory}: {_first_line(error)}. Earlier checkpoints are untouched; "
       "check space and permissions there and start again to resume"
     )
 
   def _prune(self, save: _Save) -> None:
+    """Deletes what retention does not keep. A folder that cannot be read or deleted must not fail a good save."""
     if self._losses is None:
-      self._losses = {step: self._read_meta(step).get("metric") for step in self.steps()}
+      self._losses = {step: self._loss(step) for step in self.steps()}
     self._losses[save.step] = save.meta["metric"]
     for step in sorted(set(self._losses) - retention.kept(self._losses, self._cfg)):
-      self._delete(str(step))
+      try:
+        self._delete(str(step))
+      except OSError as error:
+        self._log(f"Checkpoint {self.directory / str(step)} cannot be deleted by retention: {error}. Delete it.")
       del self._losses[step]
+
+  def _loss(self, step: int) -> float | None:
+    """The evaluation loss of a step; None if it has none or its meta is damaged."""
+    try:
+      loss = checksums.parse(checksums.read(self.directory / str(step) / META), META).get("metric")
+    except Rejected as reason:
+      self._log(f"Checkpoint {self.directory / str(step)} counts as one without an evaluation loss: {reason}.")
+      return None
+    return loss if isinstance(loss, int | float) else None
 
   def _delete(self, name: str) -> None:
     """Marks, uncommits, then removes: killed anywhere in between, the rest is never taken for a checkpoint."""
     path = self.directory / name
-    if not path.exists():  # somebody was faster
+    if not path.exists():  # another process or the user was faster
       return
     (path / DELETED).write_text("being deleted by retention\n")
     (path / COMMIT).unlink(missing_ok=True)
@@ -249,29 +293,55 @@ class Persistent:
 
   # ---- reading ----
 
+  def _on_primary(self, call: Callable[[], Any]) -> Any:
+    """The JSON value of call() on the primary, on every process. Every process raises the primary's CheckpointError."""
+    value, failed = None, ""
+    if self._world.is_primary:
+      try:
+        value = call()
+      except CheckpointError as error:
+        failed = str(error)
+    value, failed = world_lib.from_primary(self._world, [value, failed])
+    if failed:
+      raise CheckpointError(failed)
+    return value
+
+  def _folders(self) -> list[Any]:
+    try:
+      return list(self.directory.iterdir())
+    except FileNotFoundError:  # not made yet, or moved away by the user
+      return []
+    except OSError as error:
+      raise CheckpointError(
+        f"{self.directory} cannot be listed: {error}. Check that it is a readable folder"
+      ) from error
+
   def _committed(self, name: str) -> bool:
     path = self.directory / name
-    return name.isdigit() and (path / COMMIT).exists() and not (path / DELETED).exists()
+    return bool(STEP.fullmatch(name)) and (path / COMMIT).exists() and not (path / DELETED).exists()
 
   def steps(self) -> list[int]:
-    """Committed steps, oldest first. Says nothing about damage: `verify` does."""
-    try:
-      return sorted(int(path.name) for path in self.directory.iterdir() if self._committed(path.name))
-    except FileNotFoundError:  # not made yet, or moved away by somebody
-      return []
+    """Committed steps, oldest first. They may be damaged: see `verify`."""
+    return sorted(int(path.name) for path in self._folders() if self._committed(path.name))
 
   def unfinished(self) -> dict[str, bool]:
-    """{folder name: it had been sealed} of folders that are no committed checkpoints; sweeps half-deleted ones."""
+    """{folder name: whether it had been sealed} of steps that are not committed. Every process must call.
+
+    Removes folders that retention has half deleted.
+    """
+    return self._on_primary(self._unfinished)
+
+  def _unfinished(self) -> dict[str, bool]:
     found = {}
-    for path in self.directory.iterdir() if self.directory.exists() else ():
+    for path in self._folders():
       if (path / DELETED).exists():
-        path.rmtree()
-      elif path.name.partition(UNFINISHED)[0].isdigit() and not self._committed(path.name):
+        try:
+          path.rmtree()
+        except OSError as error:
+          self._log(f"{path}, half deleted by retention, cannot be removed: {error}. Delete it.")
+      elif STEP.fullmatch(path.name.partition(UNFINISHED)[0]) and not self._committed(path.name):
         found[path.name] = (path / MANIFEST).exists()
     return found
-
-  def _read_meta(self, step: int) -> dict[str, Any]:
-    return checksums.parse((self.directory / str(step) / META).read_bytes(), META)
 
   def verify(self, step: int, part: int = 0, parts: int = 1) -> dict[str, Any]:
     """The meta of a committed step. Raises Rejected where a file is missing or damaged.
@@ -279,21 +349,20 @@ class Persistent:
     With parts > 1 only every parts-th file is read: several processes share the work.
     """
     root = self.directory / str(step)
-    for name in (COMMIT, MANIFEST, META):
-      if not (root / name).exists():
-        raise Rejected(f"{name} is missing")
-    if not re.fullmatch(COMMIT_TEXT, (root / COMMIT).read_bytes().decode(errors="replace")):
+    commit, manifest, described = (checksums.read(root / name) for name in (COMMIT, MANIFEST, META))
+    if not re.fullmatch(COMMIT_TEXT, commit.decode(errors="replace")):
       raise Rejected(f"{COMMIT} is damaged")
-    entries = checksums.parse((root / MANIFEST).read_bytes(), MANIFEST)
+    entries = checksums.parse(manifest, MANIFEST)
     checksums.check(root, dict(list(entries.items())[part::parts]))
-    meta = self._read_meta(step)
+    meta = checksums.parse(described, META)
+    check_meta(meta)
     if meta["step"] != step:
       raise Rejected(f"it is of step {meta['step']}")
     return meta
 
   def candidates(self) -> list[Candidate]:
     """The committed steps, newest first."""
-    return [Candidate(step) for step in reversed(world_lib.from_primary(self._world, self.steps()))]
+    return [Candidate(step) for step in reversed(self._on_primary(self.steps))]
 
   def path(self, candidate: Candidate) -> str:
     return str(self.directory / str(candidate.step))
@@ -352,18 +421,39 @@ class Persistent:
         raise CheckpointError(f"{self.directory / str(step)} cannot be read: {_first_line(error)}") from error
       raise Rejected(f"its arrays cannot be read: {_first_line(error)}") from error
 
-  def set_aside(self, name: str, reason: str) -> str:
-    """Moves a folder to {run}/checkpoints_rejected, with the reason in a file beside it; returns where it is now."""
-    aside = self.directory.parent / f"{self.directory.name}_rejected"
-    aside.mkdir(parents=True, exist_ok=True)
-    target = aside / name
-    for copy in range(1, 1000):
-      if not target.exists():
-        break
-      target = aside / f"{name}.{copy}"
-    _move(self.directory / name, target)
-    (aside / f"{target.name}.reason.txt").write_text(reason + "\n")
-    return str(target)
+  def set_aside(self, rejected: Mapping[str, str]) -> None:
+    """Moves folders, {name: reason}, to {run}/checkpoints_rejected, each with its reason in a file alongside."""
+
+    def move() -> dict[str, str]:
+      return {name: self._set_aside(name, reason) for name, reason in rejected.items()}
+
+    for name, where in self._on_primary(move).items():
+      self._log(f"{where}: {rejected[name]}")
+
+  def _set_aside(self, name: str, reason: str) -> str:
+    for copy in range(1000):
+      suffix = f".{copy}" if copy else ""
+      try:
+        aside = self._rejected_folder()
+        target = aside / f"{name}{suffix}"
+        if target.exists():
+          continue
+        _move(self.directory / name, target)
+        (aside / f"{target.name}.reason.txt").write_text(reason + "\n")
+        return f"Moved checkpoint {name} to {target}"
+      except OSError as error:
+        self._unusable.add(name)
+        return f"Checkpoint {name} cannot be moved to checkpoints_rejected ({error}), a save may overwrite it"
+    raise AssertionError(f"1000 rejected checkpoints named {name}")
+
+  def _rejected_folder(self) -> Any:
+    """{run}/checkpoints_rejected, or the same with a number where something else has this name."""
+    for copy in range(1000):
+      aside = self.directory.parent / f"{self.directory.name}_rejected{f'.{copy}' if copy else ''}"
+      with contextlib.suppress(FileExistsError):
+        aside.mkdir(parents=True, exist_ok=True)
+        return aside
+    raise AssertionError("1000 files named checkpoints_rejected")
 
 
 def _move(source: Any, target: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax import Device
 
-from trainer import world as world_lib
+from trainer.checkpoint import run_id as run_id_lib
 from trainer.checkpoint.arrays import fingerprint
 from trainer.checkpoint.background import Background
 from trainer.checkpoint.backup import Accept, Candidate, Emit, Log, Restored, StateBackup, restore_newest
@@ -33,21 +33,25 @@ class Tiers:
     run_directory: str,
     *,
     world: World,
+    run_id: str | None = None,
     slices: Mapping[int, Sequence[Device]] | None = None,
     snapshots: Snapshots | None = None,
     log: Log = lambda line: None,
     emit: Emit = lambda kind, **fields: None,
   ) -> None:
-    """slices: {id: devices} of the living slices (default: all devices are one). log takes a line for people; emit a
+    """run_id: of run_id.establish at the start of the process (default: the id is read or created now).
+    slices: {id: devices} of the living slices (default: all devices are one). log takes a line for people; emit a
     kind and fields for events.jsonl; both may be called from a thread. Raises ValueError where the emergency tier is
     wanted and could not write."""
-    self._cfg, self._world, self._log, self._emit = cfg, world, log, emit
-    self._persistent = Persistent(f"{run_directory}/checkpoints", cfg, world=world, log=log, emit=emit)
+    self._cfg, self._log, self._emit = cfg, log, emit
+    if run_id is None:
+      run_id = run_id_lib.establish(run_directory, world) if cfg.enable_checkpointing else ""
+    self._persistent = Persistent(f"{run_directory}/checkpoints", cfg, world=world, run_id=run_id, log=log, emit=emit)
     self._emergency: Emergency | None = None
     self._warm = Background("checkpoint-preparation")
     if cfg.enable_checkpointing and cfg.enable_emergency_checkpoint:
       slices = slices or {0: jax.devices()}
-      self._emergency = Emergency(cfg, run_directory, slices, world=world, log=log, emit=emit)
+      self._emergency = Emergency(cfg, run_directory, slices, world=world, run_id=run_id, log=log, emit=emit)
     # Of equal steps the first in this list is restored: the fastest.
     tiers: list[StateBackup | None] = [
       snapshots,
@@ -138,11 +142,11 @@ class Tiers:
       if backup is self._persistent:
         bad[str(candidate.step)] = reason
 
-    restored = restore_newest(self._backups, abstract, accept, rejected)
+    restored = restore_newest(self._backups, abstract, accept, rejected, self._log)
     if not self._cfg.enable_checkpointing or (restored is not None and restored.tier == "snapshot"):
       return restored
     damaged = bool(bad)
-    unfinished = world_lib.from_primary(self._world, self._persistent.unfinished() if self._world.is_primary else None)
+    unfinished = self._persistent.unfinished()
     for name, sealed in unfinished.items():
       bad[name] = "it was sealed and has lost its commit_success.txt" if sealed else "its save did not finish"
     if restored is None and (damaged or any(unfinished.values())):
@@ -151,19 +155,14 @@ class Tiers:
         f"{self._persistent.directory} has checkpoints and none can be restored:{reasons}\n"
         "Put a good copy of one there, or, to start again from step 0, move the folder away or choose another run_name"
       )
-    self._set_aside(bad)
+    self._persistent.set_aside(bad)
     if restored is None:
+      if self._emergency is not None:
+        self._emergency.mention_other_runs()
       self._warm.start(lambda: _prepare(abstract))
     else:
       self._emit("checkpoint_restored", step=restored.step, tier=restored.tier, path=restored.path)
     return restored
-
-  def _set_aside(self, rejected: Mapping[str, str]) -> None:
-    moved = {}
-    if self._world.is_primary:
-      moved = {name: self._persistent.set_aside(name, reason) for name, reason in rejected.items()}
-    for name, target in world_lib.from_primary(self._world, moved).items():
-      self._log(f"Moved checkpoint {name} to {target}: {rejected[name]}")
 
 
 def _prepare(abstract: Any) -> None:

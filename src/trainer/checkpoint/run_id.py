@@ -1,0 +1,54 @@
+"""The identity of a run: a random id in {run}/run_id, written when the run's folder is created.
+
+Local copies on the hosts carry it, so that a run in a new folder of the same name does not continue from copies of an
+earlier run. A save in storage checks it, so that a folder that was moved away in mid-run is noticed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Any
+
+from trainer import world as world_lib
+from trainer.checkpoint import checksums
+from trainer.checkpoint.errors import CheckpointError, Rejected
+from trainer.world import World
+
+FILE = "run_id"
+
+
+def folder(run_directory: str) -> Any:
+  """The run's folder as an epath. Orbax refuses relative paths; a URL (gs://) is absolute as it is."""
+  from etils import epath
+
+  return epath.Path(run_directory if "://" in run_directory else os.path.abspath(run_directory))
+
+
+def establish(run_directory: str, world: World) -> str:
+  """The id of the run on every process. The primary creates folder and id on the first start."""
+  found, failed = "", ""
+  if world.is_primary:
+    try:
+      found = read(run_directory) or _create(folder(run_directory))
+    except (OSError, Rejected) as error:
+      failed = f"{run_directory}/{FILE}: {error}. Delete it if it is no file of a run; local copies are then not used"
+  found, failed = world_lib.from_primary(world, [found, failed])
+  if failed:
+    raise CheckpointError(failed)
+  return str(found)
+
+
+def read(run_directory: str) -> str:
+  """The id in the run's folder; "" if there is none. Raises Rejected if it is no readable file."""
+  path = folder(run_directory) / FILE
+  return checksums.read(path).decode(errors="replace").strip() if path.exists() else ""
+
+
+def _create(path: Any) -> str:
+  path.mkdir(parents=True, exist_ok=True)
+  made = secrets.token_hex(6)
+  temporary = path / f"{FILE}.tmp"
+  temporary.write_text(made + "\n")
+  temporary.replace(path / FILE)
+  return made

@@ -144,7 +144,7 @@ def open_session(config: Config, cluster: Cluster, signals: Signals, started: fl
       preemption,
       watchdog,
       state_bytes,
-      run_id.establish(directory, world) if config.checkpoint.enable_checkpointing else "",
+      run_id.establish(config.run_directory, world) if config.checkpoint.enable_checkpointing else "",
       started,
     )
     for line in notes:

@@ -209,7 +209,7 @@ def test_a_checkpoint_folder_that_becomes_unwritable_is_1(make, breaks):
 
 def test_a_base_folder_that_was_moved_away_is_1_and_no_new_folder_is_made(make):
   run = make(f"steps={ENDLESS}")
-  process = after(run, 4)
+  process = start_and_train(run, 4)
   base = run.directory.parent
   base.rename(base.with_name("moved"))
   assert process.wait(240) == 1

@@ -25,10 +25,10 @@ Kind = Literal["slice_down", "slice_up", "hang", "ckpt_kill"]
 
 _EXAMPLE = "Write for example fault_injection='slice_down@12:1, slice_up@30:1, hang@40:2, ckpt_kill@50'."
 _FAULT = re.compile(
-  r"(?P<kind>slice_down|slice_up|hang|ckpt_kill)@(?P<step>\d+)(:(?P<slice>\d+))?"
+  r"(?P<kind>slice_down|slice_up|hang|ckpt_kill)@(?P<step>\d{1,10})(:(?P<slice>\d{1,10}))?"
   r"(:(?P<moment>[a-z]+))?(/(?P<seconds>\d+(\.\d+)?|inf))?"
 )
-_RANDOM = re.compile(r"random:seed=(?P<seed>\d+),rate=(?P<rate>\d*\.?\d+)")
+_RANDOM = re.compile(r"random:seed=(?P<seed>\d{1,18}),rate=(?P<rate>\d*\.?\d+)")
 
 
 @dataclass(frozen=True)

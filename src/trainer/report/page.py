@@ -39,11 +39,12 @@ td, th { padding: 5px 18px 5px 0; text-align: left; vertical-align: top; border-
 th { font-weight: 500; font-size: 13px; vertical-align: bottom; }
 .number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .facts td:first-child { color: var(--soft); white-space: nowrap; } .facts td { overflow-wrap: anywhere; }
-.time { white-space: nowrap; } .key { display: inline-block; width: 11px; height: 11px; border-radius: 2px; }
+.name { white-space: nowrap; } .key { display: inline-block; width: 11px; height: 11px; border-radius: 2px; }
 .bar { display: flex; height: 26px; border-radius: 6px; overflow: hidden; background: var(--line); margin: 14px 0; }
 summary { cursor: pointer; padding: 4px 0; }
 pre { background: var(--card); border-radius: 8px; padding: 14px; white-space: pre-wrap; overflow-wrap: anywhere; }
-@media (max-width: 640px) { body { padding: 18px 14px 40px; } .tiles { grid-template-columns: 1fr 1fr; gap: 8px; } }
+@media (max-width: 640px) { body { padding: 18px 14px 40px; } .tiles { grid-template-columns: 1fr 1fr; gap: 8px; }
+  .meaning { display: none; } td, th { padding-right: 14px; } }
 @media print { details > * { display: block; } }
 """.strip()
 
@@ -148,7 +149,7 @@ def _summary(run: Run) -> str:
     kind = run.start.get("device_kind") or run.start.get("platform") or "unknown"
     facts.append(f"{_count(run.start['devices'], 'device')} ({kind}) in {_count(run.total_slices, 'slice')}")
   if run.start.get("time"):
-    facts.append(f"last start {run.start['time'][:19].replace('T', ' ')} UTC")
+    facts.append(f"Last start: {run.start['time'][:19].replace('T', ' ')} UTC")
   return f'<p class="{tone}">{end}</p><p class="sub">{html.escape(". ".join(facts))}</p>'
 
 
@@ -208,8 +209,9 @@ def _goodput(goodput: dict[str, Any]) -> str:
     for name, color, _, _, share in parts
   )
   rows = "".join(
-    f'<tr><td><span class="key" style="background:{color}"></span> {name}</td><td class="number">{seconds:,.2f} s</td>'
-    f'<td class="number">{share:.2f} %</td><td class="sub">{html.escape(meaning)}</td></tr>'
+    f'<tr><td class="name"><span class="key" style="background:{color}"></span> {name}</td>'
+    f'<td class="number">{seconds:,.2f} s</td>'
+    f'<td class="number">{share:.2f} %</td><td class="sub meaning">{html.escape(meaning)}</td></tr>'
     for name, color, meaning, seconds, share in parts
   )
   return (

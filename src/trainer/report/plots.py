@@ -97,7 +97,7 @@ def loss_over_steps(run: Run, size: Size = WIDE) -> Figure:
   _draw_loss(axes[0], run, scale)
   _title(strip, axes[0], f"{_short(run.name)}: loss", size)
   if slices:
-    _draw_slices(axes[1], run, [series.slices_per_step(run)], "pre")
+    _draw_slices(axes[1], run, [series.slices_per_step(run)], "pre", "slices\nused")
   _label_steps(axes[-1])
   return figure
 
@@ -117,7 +117,7 @@ def over_time(run: Run, goodput: dict[str, Any], size: Size = WIDE) -> Figure:
   axes[1].grid(axis="y")
   axes[1].yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
   if slices:
-    _draw_slices(axes[2], run, [(scale.at(xs), ys) for xs, ys in series.slices_alive(run)], "post")
+    _draw_slices(axes[2], run, [(scale.at(xs), ys) for xs, ys in series.slices_alive(run)], "post", "slices\nalive")
   axes[-1].set_xlabel(scale.label)
   return figure
 
@@ -175,7 +175,7 @@ def _stack(
   heights = [height for height in heights if height]
   strip_height = max(0.12, 0.24 * len(marks))
   # A narrow figure has its two legends below each other.
-  figure = Figure(figsize=(size.inches, (1.8 if size.is_narrow else 0.9) + strip_height + sum(heights)))
+  figure = Figure(figsize=(size.inches, (1.9 if size.is_narrow else 0.9) + strip_height + sum(heights)))
   figure.set_layout_engine("constrained")
   rows = figure.subplots(1 + len(heights), 1, sharex=True, height_ratios=[strip_height, *heights], squeeze=False)[:, 0]
   strip, axes = rows[0], list(rows[1:])
@@ -224,12 +224,12 @@ def _title(strip: Axes, labelled: Axes, text: str, size: Size) -> None:
   handles, labels = labelled.get_legend_handles_labels()
   look: dict[str, Any] = {"fontsize": 9, "columnspacing": 1.2, "handlelength": 1.4, "borderaxespad": 0.2}
   if size.is_narrow:
-    strip.set_title(text, pad=26)
-    look |= {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderpad": 0}
+    strip.set_title(text, pad=36)
+    look |= {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderpad": 0, "ncols": 2}
   else:
     strip.set_title(text, pad=8)
-    look |= {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
-  strip.legend(handles, labels, ncols=len(labels), **look)
+    look |= {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": len(labels)}
+  strip.legend(handles, labels, **look).set_in_layout(False)  # the pad keeps its place: it must not move the axes
 
 
 def _draw_loss(axis: Axes, run: Run, scale: _Scale) -> None:
@@ -307,13 +307,13 @@ def _draw_reference(axis: Axes, line: _Reference) -> None:
   axis.annotate(f"{line.name} = {line.value:.2f}", place, (0, 2 if line.above else -2), where, "offset points", **look)
 
 
-def _draw_slices(axis: Axes, run: Run, curves: list[series.Curve], where: Literal["pre", "post"]) -> None:
+def _draw_slices(axis: Axes, run: Run, curves: list[series.Curve], where: Literal["pre", "post"], label: str) -> None:
   for xs, ys in curves:
     axis.fill_between(xs, ys, step=where, color=GREEN, alpha=0.25, linewidth=0)
     axis.step(xs, ys, where=where, color=GREEN, linewidth=1.4)
   axis.set_ylim(0, run.total_slices + 0.4)
   axis.set_yticks(sorted({0, run.total_slices}))
-  axis.set_ylabel("slices\nalive")
+  axis.set_ylabel(label)
 
 
 def _label_steps(axis: Axes) -> None:

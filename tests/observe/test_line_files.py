@@ -117,3 +117,10 @@ def test_a_whole_run_on_an_object_store(bucket, tmp_path):
 def test_a_missing_file_has_no_lines(bucket, tmp_path):
   assert list(files.read_lines("gs://b/nothing", "x")) == []
   assert list(files.read_lines(str(tmp_path / "nothing"), "x")) == []
+
+
+@pytest.mark.parametrize("torn", ['{"a": ', "[2", "", "3", '{"a": 2}, {"a": 3}'])
+def test_a_torn_line_costs_itself_only(tmp_path, torn):
+  whole = [f'{{"a": {i}}}' for i in range(200)]
+  (tmp_path / "x").write_text("\n".join([*whole[:100], torn, *whole[100:]]) + "\n")
+  assert [record["a"] for record in files.read_json_lines(str(tmp_path), "x")] == list(range(200))

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from trainer import program, step
-from trainer.config.schema import Config, RematPolicy
+from trainer.config import resume
+from trainer.config.schema import Config, ModelSection, OptimizerSection, RematPolicy
 from trainer.data import Batch
 from trainer.kernels import projection
 from trainer.models import decoder
@@ -77,9 +78,9 @@ def run(
 ) -> tuple[list, TrainState]:
   """Metrics of each of `steps` steps on packed batches, and the final state on the host."""
   prog = program.build(cfg, slices(where), total or where[0])
-  # A copy: the step overwrites the state it is given. Drawn once: that compiles as long as a step of this size.
+  # A copy, because the step overwrites the state it is given.
   place = lambda host, leaf: jax.device_put(np.array(host), leaf.sharding)
-  state = jax.tree.map(place, _fresh(cfg.model.model_dump_json(), cfg.optimizer.model_dump_json()), prog.state)
+  state = jax.tree.map(place, fresh(cfg), prog.state)
   compiled = prog.compile()
   history = []
   for index in range(steps):
@@ -92,10 +93,24 @@ def run(
   return history, jax.device_get(state)
 
 
+# The keys that an initial state depends on.
+STATE_KEYS = resume.CHANGES_STATE | {"scan_layers", "weight_dtype", "mu_dtype", "initializer_range"}
+
+
+def fresh(cfg: Config) -> TrainState:
+  """The initial state, on the host. Shared by all configurations of equal states: to draw it takes a compilation."""
+  values = {**cfg.model.model_dump(mode="json"), **cfg.optimizer.model_dump(mode="json")}
+  return _fresh(json.dumps({key: values[key] for key in sorted(STATE_KEYS & values.keys())}))
+
+
 @functools.cache
-def _fresh(model: str, optimizer: str) -> TrainState:
-  """The initial state of these sections of a configuration (JSON), drawn on one device."""
-  sections = {"model": json.loads(model), "optimizer": json.loads(optimizer)}
+def _fresh(values: str) -> TrainState:
+  """values: JSON of the values of STATE_KEYS."""
+  given = json.loads(values)
+  sections = {
+    "model": {key: value for key, value in given.items() if key in ModelSection.model_fields},
+    "optimizer": {key: value for key, value in given.items() if key in OptimizerSection.model_fields},
+  }
   prog = program.build(config(**sections), slices((1, 1)), 1)
   return jax.device_get(prog.init(jax.random.key(3)))
 
@@ -122,7 +137,7 @@ def gradients(accumulation: int = 1, **model) -> step.Sums:
   """The summed gradients themselves, before clipping and optimizer, of four packed rows; layers stacked."""
   cfg = config(model=model)
   functional = program.build(cfg, slices((1, 1)), 1).model
-  params = jax.tree.map(jnp.asarray, _fresh(config().model.model_dump_json(), cfg.optimizer.model_dump_json()).params)
+  params = jax.tree.map(jnp.asarray, fresh(config()).params)
   if not cfg.model.scan_layers:
     params["layers"] = {str(i): jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(2)}
   batch = jax.tree.map(lambda x: x.reshape(accumulation, -1, T), packed_batch(4))
@@ -166,8 +181,7 @@ def test_a_fresh_state_is_the_same_on_every_mesh(name):
   where, parallelism = MESHES[name]
   cfg = config(data={"per_device_batch_size": ROWS / math.prod(where)}, parallelism=parallelism)
   state = program.build(cfg, slices(where), where[0]).init(jax.random.key(3))
-  fresh = _fresh(cfg.model.model_dump_json(), cfg.optimizer.model_dump_json())
-  for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True):
+  for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(fresh(cfg)), strict=True):
     np.testing.assert_array_equal(ours, theirs)
 
 
@@ -277,7 +291,7 @@ def test_packed_documents_equal_documents_alone():
   """Each document in a row of its own, padded: the same sums of loss and the same gradients, within 1e-6."""
   cfg = config()
   prog = program.build(cfg, slices((1, 1)), 1)
-  params = jax.jit(prog.model.init)(jax.random.key(1))
+  params = jax.tree.map(jnp.asarray, fresh(config()).params)
   packed = packed_batch(4)
   alone = []
   for row in range(4):
@@ -319,7 +333,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters():
 def test_padding_weighs_nothing():
   """Rows of padding beside the batch leave loss and gradients as they are: the loss is per weighted token."""
   prog = program.build(config(), slices((1, 1)), 1)
-  params = jax.jit(prog.model.init)(jax.random.key(1))
+  params = jax.tree.map(jnp.asarray, fresh(config()).params)
   batch = packed_batch(4)
   padded = Batch(*(np.concatenate([field, np.zeros_like(field)]) for field in batch))
   sums = jax.jit(functools.partial(step.loss_and_grads, prog.model, config().optimizer))
@@ -386,7 +400,7 @@ def test_bfloat16_weights_learn_as_float32_ones_do(optimizer):
   for weight_dtype in ("float32", "bfloat16"):
     cfg = config(model={"weight_dtype": weight_dtype}, optimizer=keys)
     metrics, state = run(cfg, steps=3)
-    first = _fresh(cfg.model.model_dump_json(), cfg.optimizer.model_dump_json())
+    first = fresh(cfg)
     apart = jax.tree.map(lambda a, b: np.abs(np.float32(a) - np.float32(b)).sum(), state.params, first.params)
     losses.append([one["loss"] for one in metrics])
     distances.append(sum(jax.tree.leaves(apart)))

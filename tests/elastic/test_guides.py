@@ -57,7 +57,7 @@ def test_a_restore_on_a_fixed_mesh_rewinds_to_the_last_checkpoint(tmp_path):
 
 @pytest.mark.timeout(900)
 def test_three_slices_two_and_three_again(tmp_path):
-  """The other guide's flags with fewer steps, no checkpoints: only snapshots hold the state. Its awk script is unchanged."""
+  """The other guide's flags with fewer steps, without checkpoints. Its awk script is unchanged."""
   flags = """per_device_batch_size=4 enable_checkpointing=false remat_policy=full global_parameter_scale=8 steps=300
     max_target_length=32 use_iota_embed=true reuse_example_batch=1 dataset_type=synthetic attention=flash
     gcs_metrics=True enable_pathways_goodput=True"""

@@ -1,0 +1,108 @@
+"""The program of a set of slices: batch sizes, what is refused, that nothing is allocated, and how rows are placed."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from trainer import program
+from trainer.config.schema import Config
+from trainer.data import Batch
+
+T = 16
+MODEL = {
+  "base_emb_dim": 32,
+  "base_num_decoder_layers": 1,
+  "base_num_query_heads": 4,
+  "base_num_kv_heads": 2,
+  "base_mlp_dim": 64,
+  "head_dim": 8,
+  "vocab_size": 64,
+}
+
+
+def config(per_device_batch_size: float = 2, accumulation: int = 1, **parallelism: int) -> Config:
+  return Config.model_validate({
+    "model": MODEL,
+    "data": {"max_target_length": T, "per_device_batch_size": per_device_batch_size},
+    "optimizer": {"gradient_accumulation_steps": accumulation},
+    "parallelism": parallelism,
+  })  # fmt: skip
+
+
+def build(cfg: Config, alive: int, total: int, per_slice: int = 2) -> program.Program:
+  devices = jax.devices()
+  return program.build(cfg, [devices[i * per_slice : (i + 1) * per_slice] for i in range(alive)], total)
+
+
+@dataclasses.dataclass
+class NumberedLoader:
+  """A loader whose example `row` of batch `index` consists of the number 1000 * index + row; keeps what was read."""
+
+  read: list[tuple[int, list[int]]] = dataclasses.field(default_factory=list)
+
+  def batch(self, index: int, rows: np.ndarray) -> Batch:
+    self.read.append((index, rows.tolist()))
+    numbers = np.where(rows >= 0, 1000 * index + rows, 0)[:, None] + np.zeros((1, T))
+    return Batch(*(numbers.astype(field.dtype) for field in build(config(), 1, 1).batch))
+
+
+@pytest.mark.parametrize(
+  ("share", "slices", "devices", "accumulation", "size"),
+  [(2, 3, 4, 1, 24), (0.25, 2, 4, 1, 2), (1, 2, 2, 8, 32), (0.5, 1, 2, 3, 3)],
+)
+def test_the_global_batch_is_share_x_devices_x_slices_x_accumulation(share, slices, devices, accumulation, size):
+  assert program.global_batch_size(config(share, accumulation), slices, devices) == size
+
+
+@pytest.mark.parametrize(("share", "devices"), [(0.3, 2), (0.25, 2), (1.5, 1)])
+def test_a_share_of_an_example_is_refused_with_the_shares_that_work(share, devices):
+  with pytest.raises(ValueError, match=rf"per_device_batch_size={share} x {devices} .* Choose "):
+    program.rows_per_micro_batch(config(share), devices)
+
+
+def test_a_length_that_does_not_divide_over_context_is_refused():
+  cfg = config(ici_context_parallelism=2)
+  odd = cfg.model_copy(update={"data": cfg.data.model_copy(update={"max_target_length": T + 1})})
+  assert build(cfg, 1, 1).mesh.shape["context"] == 2
+  with pytest.raises(
+    ValueError, match=r"max_target_length=17 .* 2 ways of the mesh axis 'context'\. Choose a multiple"
+  ):
+    build(odd, 1, 1)
+
+
+def test_building_a_program_allocates_no_array():
+  before = {id(array) for array in jax.live_arrays()}
+  prog = build(config(), 2, 2)
+  assert {id(array) for array in jax.live_arrays()} <= before
+  for leaf in jax.tree.leaves((prog.state, prog.batch)):
+    assert isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding.mesh == prog.mesh
+
+
+@pytest.mark.parametrize(("platform", "options"), [("cpu", None), ("tpu", dict(program.TPU_OPTIONS))])
+def test_only_tpus_get_compiler_options(platform, options):
+  device = types.SimpleNamespace(platform=platform)
+  mesh = types.SimpleNamespace(devices=np.array([device]))
+  assert dataclasses.replace(build(config(), 1, 1), mesh=mesh).compiler_options == options
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("alive", [1, 2, 3])
+def test_the_feed_deals_every_row_of_the_global_batch_to_the_slices_alive(alive, accumulation):
+  """Whatever number of slices is alive: each example once, and only padding (0) besides."""
+  prog = build(config(2, accumulation), alive, 3)
+  loader = NumberedLoader()
+  batch = program.Feed(loader, prog)(5)
+  rows = 2 * 2 * 3 * accumulation
+  assert batch.tokens.shape == (prog.plan.micro_batches, alive * 4, T)
+  for host, abstract in zip(batch, prog.batch):
+    assert host.sharding == abstract.sharding and host.dtype == abstract.dtype
+  numbers = np.asarray(batch.tokens)[..., 0].ravel()
+  assert sorted(numbers[numbers > 0]) == [5000 + row for row in range(rows)]
+  planned = prog.plan.rows.ravel()
+  np.testing.assert_array_equal(numbers, np.where(planned >= 0, 5000 + planned, 0))
+  assert loader.read == [(5, planned.tolist())]

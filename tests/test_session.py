@@ -1,0 +1,143 @@
+"""The session of a process: what it writes and when, what it refuses before that, and that it closes everything."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from trainer import config as config_lib
+from trainer.cluster.simulated import SimulatedCluster
+from trainer.config import ConfigError
+from trainer.observe.events import read_events
+from trainer.observe.metrics import StepRecord
+from trainer.session import open_session
+from trainer.signals import Signals
+from trainer.world import SingleWorld
+
+KEYS = (
+  "configs/base.yml run_name=run steps=4 dataset_type=synthetic base_emb_dim=16 base_num_decoder_layers=1 "
+  "base_num_query_heads=2 base_num_kv_heads=1 base_mlp_dim=32 head_dim=8 vocab_size=64 max_target_length=16 "
+  "per_device_batch_size=2 num_slices=2 devices_per_slice=2 log_config=false enable_tensorboard=false "
+  "autocheckpoint_grace_seconds=1 watchdog_timeout_seconds=600"
+).split()
+
+
+class SecondaryWorld(SingleWorld):
+  """A process that is not the primary one."""
+
+  rank, size, is_primary = 1, 2, False
+
+  def gather(self, value):
+    return [value, value]
+
+
+def load(folder: Path, *keys: str):
+  return config_lib.load([*KEYS, f"base_output_directory={folder}", *keys])
+
+
+@contextlib.contextmanager
+def opened(folder: Path, *keys: str, world=None, started: float | None = None):
+  """(configuration, session) of a process on two slices of two devices."""
+  config = load(folder, *keys)
+  devices = jax.devices()
+  cluster = SimulatedCluster({0: tuple(devices[:2]), 1: tuple(devices[2:4])}, world)
+  begin = time.monotonic() if started is None else started
+  with open_session(config, cluster, Signals(), begin) as session:
+    yield config, session
+
+
+def kinds(folder: Path) -> list[str]:
+  return [event["kind"] for event in read_events(str(folder / "run"))]
+
+
+def test_the_configuration_is_written_when_the_first_step_can_start(tmp_path):
+  """Not before: a checkpoint may refuse it, and then the old one is still the run's."""
+  with opened(tmp_path, "learning_rate=0.25") as (config, session):
+    session.begin()
+    assert kinds(tmp_path) == ["run_start"]
+    assert not (tmp_path / "run" / "config.yml").exists()
+    session.ready(config, 0)
+    text = (tmp_path / "run" / "config.yml").read_text()
+    assert "learning_rate: 0.25\n" in text
+    (tmp_path / "run" / "config.yml").write_text("kept")
+    session.begin()
+    session.ready(config, 3)
+    assert (tmp_path / "run" / "config.yml").read_text() == "kept"
+    session.finish(config, 1)
+  assert kinds(tmp_path) == ["run_start", "init_done", "init_done", "run_end"]
+
+
+def test_the_first_attempt_starts_with_the_process_and_a_later_one_when_it_begins(tmp_path):
+  with opened(tmp_path, started=time.monotonic() - 1000) as (config, session):
+    for _ in range(2):
+      session.begin()
+      session.ready(config, 0)
+  first, second = [event["seconds"] for event in read_events(str(tmp_path / "run")) if event["kind"] == "init_done"]
+  assert first >= 1000 and second < 500
+
+
+@pytest.mark.parametrize(("code", "enabled", "written"), [(0, True, True), (0, False, False), (42, True, False)])
+def test_only_a_complete_run_gets_a_report(tmp_path, code, enabled, written):
+  with opened(tmp_path, f"enable_report={str(enabled).lower()}") as (config, session):
+    session.metrics.write(StepRecord(step=1, seconds=1.0, loss=4.0, grad_norm=1.0, lr=0.1, tokens=128, slices=2))
+    session.finish(config, code)
+  assert (tmp_path / "run" / "report.html").exists() == written
+  assert [event["exit"] for event in read_events(str(tmp_path / "run")) if event["kind"] == "run_end"] == [code]
+
+
+@pytest.mark.parametrize(
+  ("keys", "told"),
+  [
+    (["per_device_batch_size=0.3"], "per_device_batch_size=0.3"),
+    (["ici_tensor_parallelism=2", "base_num_query_heads=3", "base_num_kv_heads=3"], "tensor"),
+    (["dataset_type=text", "dataset_path={folder}/empty"], "empty"),
+  ],
+)
+def test_wrong_input_is_refused_before_the_run_has_a_folder(tmp_path, keys, told):
+  (tmp_path / "empty").mkdir()
+  with pytest.raises(ValueError, match=told), opened(tmp_path, *(key.format(folder=tmp_path) for key in keys)):
+    pass
+  assert not (tmp_path / "run").exists()
+
+
+def test_a_second_process_on_the_run_is_refused_until_the_first_has_ended(tmp_path):
+  with opened(tmp_path), pytest.raises(ConfigError, match="another process is training in"), opened(tmp_path):
+    pass
+  with opened(tmp_path):
+    pass
+
+
+def test_an_error_closes_all_threads_and_frees_the_run(tmp_path):
+  before = set(threading.enumerate())
+  with pytest.raises(RuntimeError, match="in the middle"), opened(tmp_path) as (config, session):
+    session.ready(config, 0)
+    assert set(threading.enumerate()) - before, "a session has threads of its own"
+    raise RuntimeError("in the middle")
+  assert set(threading.enumerate()) <= before
+  with opened(tmp_path):
+    pass
+
+
+def test_a_process_that_is_not_the_primary_one_writes_no_file(tmp_path):
+  with opened(tmp_path) as (config, _):
+    before = {path: path.stat().st_size for path in tmp_path.rglob("*")}
+    with opened(tmp_path, world=SecondaryWorld()) as (_, secondary):  # the lock is the primary's alone
+      secondary.begin()
+      secondary.ready(config, 0)
+      secondary.finish(config, 0)
+    assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == before
+
+
+def test_the_program_of_all_slices_is_built_once(tmp_path):
+  with opened(tmp_path) as (_, session):
+    ((slices, topology),) = session.programs.topologies.items()
+    assert slices == (0, 1) and topology.step is None
+    weights = sum(leaf.size for leaf in jax.tree.leaves(topology.program.state.params))
+    assert session.state_bytes > 3 * 4 * weights  # float32 weights and two moments
+    assert dataclasses.is_dataclass(session.data) and session.data.tokens_per_step == 2 * 2 * 2 * 16

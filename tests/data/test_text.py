@@ -450,7 +450,7 @@ def test_racing_processes_tokenise_once_and_agree(root, python):
 IMPORTS = """
 import sys
 import trainer.data
-heavy = ("jax", "tensorflow", "grain", "tokenizers", "array_record", "pydantic")
+heavy = ("jax", "tensorflow", "grain", "tokenizers", "array_record")
 light = [name for name in heavy if name in sys.modules]
 from trainer.config.schema import DataSection
 cfg = DataSection.model_validate_json(sys.argv[1])

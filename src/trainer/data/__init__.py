@@ -1,6 +1,7 @@
 """Examples, batches and tokenizers.
 
-Imports only NumPy. Libraries that read text (grain, tokenizers, array_record) are imported when they are used.
+Imports only NumPy and the configuration. Libraries that read text (grain, tokenizers, array_record) are imported when
+they are used.
 """
 
 from trainer.data.batch import Batch, DataError, Example

@@ -99,6 +99,7 @@ def test_a_key_with_hyphens_is_the_key():
 
 def test_the_name_of_a_gke_cluster_is_recognized():
   assert "name of a GKE cluster" in failure("--cluster=my-gke-cluster")
+  assert "Did you mean simulated?" in failure("cluster=simulatd")
 
 
 # ---- MaxText

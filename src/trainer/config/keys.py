@@ -154,7 +154,8 @@ def _choice(key: Key, text: str, origin: str) -> str:
     return ""
   shown = ", ".join(choice or "'' (empty)" for choice in key.choices)
   remedy = _remedy(key, text)
-  hint = f"{remedy}\n" if remedy else did_you_mean(text, [choice for choice in key.choices if choice])
+  near = did_you_mean(text, [choice for choice in key.choices if choice])
+  hint = f"{remedy}\n" if remedy else near or launchers.hint_for_value(key.name)
   raise ConfigError(f"{key.name}={shorten(text)} ({origin}): {key.name} has no such value.\n{hint}Choices: {shown}.")
 
 

@@ -99,6 +99,9 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
   ),
 )
 
+# Keys of this program that are options of a launcher too, with other values.
+_VALUES = {"cluster": "If this is the name of a GKE cluster, give it to xpk or gcluster, outside the command.\n"}
+
 # Prefixes of the names above, for options that newer versions add.
 _PREFIXES: tuple[tuple[str, str, str], ...] = (
   ("mtc_", "an option of xpk", _RAMDISK),
@@ -113,3 +116,8 @@ def answer(name: str) -> tuple[str, str] | None:
     if name in names.split():
       return what, remedy
   return next(((what, remedy) for prefix, what, remedy in _PREFIXES if name.startswith(prefix)), None)
+
+
+def hint_for_value(name: str) -> str:
+  """What an unknown value of the key `name` may have been meant for, as a line of a message; empty if nothing."""
+  return _VALUES.get(name, "")

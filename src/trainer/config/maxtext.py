@@ -300,7 +300,6 @@ _VALUES: dict[str, tuple[tuple[str, str], ...]] = {
   "matmul_precision": (("bfloat16", "Use matmul_precision=default."), ("float32", "Use matmul_precision=highest.")),
   "dtype": (("float16", "Use dtype=bfloat16: the range of float16 needs loss scaling, which is not supported."),),
   "weight_dtype": (("float16", "Use weight_dtype=float32 or bfloat16."),),
-  "cluster": (("*", "If this is the name of a GKE cluster, give it to xpk or gcluster, outside the command."),),
   "max_num_checkpoints_to_keep": (("None none null 0 -1", "To keep every checkpoint, set checkpoint_keep_period=1."),),
   "steps": (("-1", "Give the number of steps; learning_rate_schedule_steps=-1 then follows it."),),
   "eval_steps": (("-1", "Give the number of batches per evaluation; the whole evaluation set (-1) is not supported."),),

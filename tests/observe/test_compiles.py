@@ -17,7 +17,7 @@ def compile_something(seed: float) -> None:
   jax.jit(lambda x: jnp.sin(x) * seed)(np.ones((3,), np.float32)).block_until_ready()
 
 
-def test_it_counts_what_xla_compiles_and_nothing_else():
+def test_only_compilations_by_xla_are_counted():
   step = jax.jit(lambda x: x * 2 + 1)
   x = np.ones((4,), np.float32)
   with CompileCounter() as counter:
@@ -34,7 +34,7 @@ def test_it_counts_what_xla_compiles_and_nothing_else():
   assert counter.read() - first == difference  # unregistered
 
 
-def test_a_thread_is_the_background_only_where_it_says_so():
+def test_a_thread_counts_as_background_only_inside_the_block():
   def compile_twice():
     with compiles.background():
       compile_something(5.0)
@@ -48,7 +48,7 @@ def test_a_thread_is_the_background_only_where_it_says_so():
   assert (got.compilations, got.background) == (1, 1) and min(got.seconds, got.background_seconds) > 0
 
 
-def test_an_uncounted_block_counts_for_no_one_else():
+def test_uncounted_applies_to_its_thread_and_block_only():
   """Neither for other threads during the block, nor for the same thread after it."""
   other = threading.Thread(target=compile_something, args=(9.0,))
   with CompileCounter() as counter:

@@ -16,7 +16,7 @@ class Second(SingleWorld):
   rank, size, is_primary = 1, 2, False
 
 
-def test_records_say_who_when_and_what(tmp_path):
+def test_records_have_process_time_and_fields(tmp_path):
   log = events.EventLog(str(tmp_path), "demo")
   first = log.emit("run_start", steps=10, slices={2, 0, 1})
   log.emit("attempt_start", attempt=2, slices=(0, 2), step=5)

@@ -42,7 +42,7 @@ def bucket(tmp_path, monkeypatch):
   return Bucket
 
 
-def test_lines_go_to_numbered_parts_and_come_back_in_order(bucket, tmp_path):
+def test_lines_are_written_to_numbered_parts_and_read_in_order(bucket, tmp_path):
   lines = files.ObjectLines("gs://b/run", "log.txt", period=60, part_bytes=100)
   for i in range(20):
     lines.append(f"line {i:03d}")
@@ -54,7 +54,7 @@ def test_lines_go_to_numbered_parts_and_come_back_in_order(bucket, tmp_path):
   assert list(files.read_lines("gs://b/run", "log.txt")) == [f"line {i:03d}" for i in range(20)]
 
 
-def test_a_restart_never_touches_the_parts_before_it(bucket, tmp_path):
+def test_a_restart_leaves_earlier_parts_unchanged(bucket, tmp_path):
   for life in range(3):
     out = log.get("gs://b/run")
     out.line(f"life {life}")
@@ -63,7 +63,7 @@ def test_a_restart_never_touches_the_parts_before_it(bucket, tmp_path):
   assert list(files.read_lines("gs://b/run", "log.txt")) == ["life 0", "life 1", "life 2"]
 
 
-def test_lines_arrive_without_being_asked_for(bucket):
+def test_lines_are_uploaded_without_a_flush(bucket):
   lines = files.ObjectLines("gs://b/run", "x", period=0.05)
   lines.append("soon")
   deadline = time.monotonic() + 10
@@ -120,7 +120,7 @@ def test_a_missing_file_has_no_lines(bucket, tmp_path):
 
 
 @pytest.mark.parametrize("torn", ['{"a": ', "[2", "", "3", '{"a": 2}, {"a": 3}'])
-def test_a_torn_line_costs_itself_only(tmp_path, torn):
+def test_only_the_torn_line_is_skipped(tmp_path, torn):
   whole = [f'{{"a": {i}}}' for i in range(200)]
   (tmp_path / "x").write_text("\n".join([*whole[:100], torn, *whole[100:]]) + "\n")
   assert [record["a"] for record in files.read_json_lines(str(tmp_path), "x")] == list(range(200))

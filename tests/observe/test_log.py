@@ -37,9 +37,9 @@ def test_a_second_log_continues_the_file(tmp_path, capsys):
   assert (tmp_path / "log.txt").read_text() == "first life\nsecond life\n"
 
 
-def test_other_processes_are_silent_but_for_warnings(tmp_path, capsys):
+def test_processes_that_are_not_primary_print_only_warnings(tmp_path, capsys):
   out = log.get(str(tmp_path), Second())
-  out.line("not mine to say")
+  out.line("not printed")
   out.warning("trouble")
   captured = capsys.readouterr()
   assert captured.out == "" and captured.err == "warning: trouble\n"
@@ -99,7 +99,7 @@ def test_every_line_printed_before_a_kill_is_in_the_file(tmp_path):
   assert len(lines) >= 500 and lines == [f"line {i}" for i in range(len(lines))]
 
 
-def test_half_a_line_is_not_glued_to_the_next(tmp_path):
+def test_a_torn_line_is_separated_from_the_next(tmp_path):
   path = tmp_path / "x.jsonl"
   path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')
   lines = files.open_lines(str(tmp_path), "x.jsonl")

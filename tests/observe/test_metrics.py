@@ -35,7 +35,7 @@ def test_the_step_line_word_for_word():
   assert metrics.format_duration(3 * 86400) == "72:00:00"
 
 
-def test_numbers_come_back_with_every_bit(tmp_path):
+def test_numbers_are_read_back_bit_for_bit(tmp_path):
   rng = np.random.default_rng(0)
   losses = rng.normal(size=50)
   out = open_metrics(tmp_path)
@@ -48,7 +48,7 @@ def test_numbers_come_back_with_every_bit(tmp_path):
   assert history[3].keys() >= {"attempt", "wall", "monotonic", "process", "weights", "data_wait", "slices", "seconds"}
 
 
-def test_nan_is_strict_json_and_comes_back(tmp_path):
+def test_nan_is_written_as_strict_json_and_read_back(tmp_path):
   out = open_metrics(tmp_path)
   out.write(record(0, loss=float("nan"), grad_norm=np.float32("inf"), skipped=True))
   out.close()
@@ -136,7 +136,7 @@ def test_tensorboard_has_the_numbers_and_purges_what_a_rewind_replaces(tmp_path)
   assert purges == [0, 1]
 
 
-def test_what_a_checkpoint_follows_is_on_disk_before_it(tmp_path):
+def test_flush_writes_all_records_to_disk(tmp_path):
   """A process killed during or after the save never writes these steps again, and no other one does."""
   out = open_metrics(tmp_path, enable_tensorboard=True)
   for step in range(1, 9):

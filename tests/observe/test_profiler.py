@@ -65,7 +65,7 @@ def test_every_attempt_has_its_own_profile(tmp_path, calls):
   assert calls == ["start", "stop"] * 2
 
 
-def test_off(tmp_path, calls):
+def test_no_profiler_records_nothing(tmp_path, calls):
   tracer = make(tmp_path, profiler="")
   for index in range(8):
     tracer.before_step(index)
@@ -73,7 +73,7 @@ def test_off(tmp_path, calls):
   assert calls == []
 
 
-def test_a_tracer_that_fails_costs_the_profile_only(tmp_path, capsys):
+def test_an_error_of_the_tracer_is_a_warning(tmp_path, capsys):
   jax.profiler.start_trace(str(tmp_path / "of somebody else"))
   try:
     tracer = make(tmp_path)

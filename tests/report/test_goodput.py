@@ -185,7 +185,7 @@ def test_a_directory_without_a_run_is_an_error(tmp_path):
     compute(tmp_path)
 
 
-def test_a_refused_process_is_no_part_of_the_run(tmp_path):
+def test_a_refused_process_does_not_count(tmp_path):
   """Its time is neither down time nor start-up, and its slices are not the run's."""
   life = Life(tmp_path, wall=1000.0)
   life.after(0, "run_start", num_slices=3)
@@ -200,7 +200,7 @@ def test_a_refused_process_is_no_part_of_the_run(tmp_path):
   assert before["slice_percent"] == 100.0 and before["processes"] == 1
 
 
-def test_a_refused_process_alone_is_all_that_is_known(tmp_path):
+def test_a_refused_process_counts_if_there_is_no_other(tmp_path):
   life = Life(tmp_path, wall=1000.0)
   life.after(0, "run_start", num_slices=3)
   life.after(2, "run_end", exit=2)

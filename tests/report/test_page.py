@@ -51,7 +51,7 @@ def report(path) -> str:
   return Path(page.write(run, goodput.compute(run))).read_text()
 
 
-def test_the_report_stands_alone_and_says_what_happened(tmp_path):
+def test_the_report_is_one_file_and_tells_what_happened(tmp_path):
   fake_run.elastic_run(tmp_path / "demo", config={"learning_rate": 0.001, "fault_injection": "slice_down@12:1 <x>"})
   text = report(tmp_path / "demo")
   shown = Page(text)
@@ -126,11 +126,11 @@ def test_numbers_are_short(value, name, shown):
   ("number", "shown"),
   [(960, "960"), (45_678, "45.7 thousand"), (999_999, "1.0 million"), (3_212_000, "3.2 million"), (8e9, "8.0 billion")],
 )
-def test_small_models_have_parameters_too(number, shown):
+def test_parameter_counts_have_a_fitting_unit(number, shown):
   assert page._magnitude(number) == shown
 
 
-def test_one_of_a_thing_is_no_plural(tmp_path):
+def test_a_count_of_one_is_singular(tmp_path):
   run = fake_run.FakeRun(tmp_path / "one", slices=1, devices=1, config={"steps": 1})
   run.step(1)
   run.close()
@@ -158,7 +158,7 @@ def test_a_run_that_is_still_going_on_and_knows_little(tmp_path):
   assert "recover" not in shown.text and "Sample" not in shown.text
 
 
-def test_the_end_is_the_newest_processs(tmp_path):
+def test_the_end_shown_is_that_of_the_newest_process(tmp_path):
   first = fake_run.FakeRun(tmp_path / "a", steps=4, slices=1)
   first.step(1)
   first.end(42, step=1)
@@ -245,7 +245,7 @@ def test_the_tool(tmp_path, capsys):
   assert tool.main([str(tmp_path / "a"), "--compare", str(tmp_path / "p.png")]) == 2
 
 
-def test_the_tool_refuses_what_is_no_run_in_one_line(tmp_path, capsys):
+def test_the_tool_refuses_a_path_without_a_run_with_one_message(tmp_path, capsys):
   (tmp_path / "empty").mkdir()
   (tmp_path / "file").write_text("x")
   fake_run.FakeRun(tmp_path / "unborn").close()

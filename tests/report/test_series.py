@@ -14,11 +14,11 @@ def test_a_long_curve_becomes_means_of_equal_groups():
   thin_xs, thin_ys = series.thin(xs, ys)
   assert len(thin_xs) == len(thin_ys) == series.MAX_POINTS
   assert thin_xs[0] == 4.5 and thin_ys[1] == 2 * thin_xs[1]
-  assert thin_ys[0] == 2 * np.delete(np.arange(10), 7).mean()  # a bad loss costs itself, not its group
+  assert thin_ys[0] == 2 * np.delete(np.arange(10), 7).mean()  # the nan is left out, not its whole group
   assert series.thin(xs[:5], ys[:5])[0] is not None and len(series.thin(xs[:5], ys[:5])[0]) == 5
 
 
-def test_many_marks_are_spread_and_none_of_the_ends_is_lost():
+def test_many_marks_are_reduced_and_the_ends_are_kept():
   places = np.sort(np.random.default_rng(0).uniform(0, 1e6, 200_000))
   kept = series.spread(places)
   assert len(kept) <= series.MAX_POINTS + 1 and kept[0] == places[0] and kept[-1] > 0.999e6
@@ -33,7 +33,7 @@ def test_smoothing_reaches_as_far_as_the_run_is_long():
   assert series.smooth(noise[:20]) is None
 
 
-def test_smoothing_moves_nothing():
+def test_smoothing_does_not_shift_a_curve():
   line = np.linspace(8.0, 2.0, 500)
   np.testing.assert_allclose(series.smooth(line), line)
   line[100], line[0] = math.inf, math.nan
@@ -42,7 +42,7 @@ def test_smoothing_moves_nothing():
 
 
 def test_slices_fall_when_one_is_lost_and_rise_when_it_returns(tmp_path):
-  """In the middle of the outage was the mark between the steps before and after it."""
+  """The curve fell in the middle of the outage, halfway between two steps."""
   run = fake_run.FakeRun(tmp_path / "a", steps=20)
   for step in range(1, 11):
     run.step(step)
@@ -58,7 +58,7 @@ def test_slices_fall_when_one_is_lost_and_rise_when_it_returns(tmp_path):
   np.testing.assert_allclose(times[[2, 4]], [loss, returned], atol=1e-3)
 
 
-def test_an_outage_without_a_step_is_seen(tmp_path):
+def test_an_outage_without_a_step_is_shown(tmp_path):
   """A fixed mesh waits for the replacement: no step is ever done with fewer slices."""
   run = fake_run.FakeRun(tmp_path / "a", steps=20)
   run.step(1)
@@ -85,7 +85,7 @@ def test_speed_is_level_during_a_step_and_has_gaps_where_there_was_none(tmp_path
   assert np.isnan(times[5]) and abs(times[6] - times[4] - 60) < 1e-3
 
 
-def test_a_long_run_is_short_on_paper(tmp_path):
+def test_curves_of_a_long_run_have_few_points(tmp_path):
   run = fake_run.FakeRun(tmp_path / "a", slices=1)
   for step in range(1, 5001):
     run.step(step)

@@ -1,4 +1,4 @@
-"""What each accelerator can do at best: the denominators of MFU and of preflight's roofline.
+"""Peak rates of each accelerator: the denominators of MFU and of preflight's roofline.
 
 Numbers are per JAX device, which is a chip except on TPU7x, where a chip is two devices. Peaks are dense.
 Sources: Cloud TPU documentation, pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU7x (Ironwood)"
@@ -25,7 +25,7 @@ class Chip:
   hbm_bandwidth: float  # bytes/s
   link_bandwidth: float  # bytes/s between chips of a slice (ICI, NVLink), both directions together
   devices_per_chip: int = 1
-  # Operations/s of 8-bit matmuls; None: the chip has no unit for them and computes them as it does bf16.
+  # Operations/s of 8-bit matmuls; None: the chip has no unit for them and computes in bf16.
   peak_int8: float | None = None
   peak_fp8: float | None = None
 

@@ -1,7 +1,7 @@
 """enable_checkpoint_cloud_logger: structured records of how long saves and restores took.
 
-Orbax reports every phase of a save or restore to jax.monitoring; each report becomes one record, sent to Cloud Logging
-where its library is installed and has credentials, else to {run}/checkpoint_timings.jsonl.
+Orbax reports every phase of a save or restore to jax.monitoring. Each report becomes one record, sent to Cloud Logging
+if its library is installed and has credentials, otherwise to {run}/checkpoint_timings.jsonl.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Sink = Callable[[dict[str, Any]], None]
 
 
 class CheckpointTimings:
-  """Between entering and leaving `with`, every timing of Orbax goes to the sink. Other parts may call `sink` too."""
+  """Sends every timing of Orbax to the sink, from entering `with` until leaving it. `sink` takes other records too."""
 
   def __init__(self, run_directory: str, run_name: str, log: Log) -> None:
     self._run_name = run_name
@@ -52,7 +52,7 @@ class CheckpointTimings:
 
 
 def _cloud_sink(log: Log) -> Sink | None:
-  """Sends to Cloud Logging; None where its library or its credentials are missing."""
+  """A sink that sends to Cloud Logging; None if its library or its credentials are missing."""
   try:
     from google.auth.exceptions import DefaultCredentialsError
     from google.cloud import logging as cloud_logging

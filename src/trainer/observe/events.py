@@ -7,8 +7,8 @@ Every record has
   attempt     elastic attempt inside that process, from 1
   time        UTC, ISO 8601 with microseconds;   wall: the same moment in epoch seconds
   monotonic   seconds of the process's monotonic clock; differences inside one `process` are exact
-A record is written when the thing has ended; `seconds` is how long it took, so it covers [monotonic - seconds,
-monotonic]. Only time in which the training loop stood still counts: what a background thread does carries
+A record is written at the end of what it describes; `seconds` is the duration, so it covers [monotonic - seconds,
+monotonic]. Only time during which the training loop waited counts: work of a background thread has
 `background=True`. Unknown kinds and fields are kept and ignored by readers.
 
 Life of the process
@@ -27,7 +27,7 @@ Time spent
   restore           tier ("snapshot", "emergency", "persistent", "none"), step, seconds
   wait_slices       seconds, wanted, alive
   checkpoint_saved  step, tier, path, seconds (from the start of the save to its commit), blocking_seconds (of these, at
-                    the beginning, the loop stood still)
+                    the beginning, the training loop waited)
   checkpoint_restored step, tier, path; checkpoint_rejected step, tier, reason (damaged: passed over)
   snapshot          step, seconds, blocking_seconds, bytes
   eval              step, seconds, loss
@@ -84,7 +84,7 @@ class EventLog:
     self._lock = threading.Lock()
 
   def stamp(self) -> dict[str, Any]:
-    """Who and when, as every record of events.jsonl and metrics.jsonl carries them."""
+    """Process, attempt and times: fields of every record of events.jsonl and metrics.jsonl."""
     wall, monotonic = (clock() for clock in self._clocks)
     return {"process": self.process, "attempt": self.attempt, "wall": wall, "monotonic": monotonic}
 
@@ -112,8 +112,7 @@ def read_events(run_directory: str) -> list[dict[str, Any]]:
 
 
 def without_refused(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-  """The records of the processes that were part of the run: one that was refused (exit 2 before its first step could be
-  dispatched, as by a checkpoint of another configuration) is none, unless there is no other."""
+  """Drops the records of processes that exited with 2 before their first step, unless there are no others."""
   ready = {event["process"] for event in events if event["kind"] == "init_done"}
   refused = {event["process"] for event in events if event["kind"] == "run_end" and event.get("exit") == 2} - ready
   return [event for event in events if event["process"] not in refused] or events

@@ -1,9 +1,9 @@
-"""Append-only line files that survive being killed, on local folders and on object stores.
+"""Append-only line files that survive a kill, on local folders and on object stores.
 
-Local: one write(2) with O_APPEND per line, nothing buffered in Python, so a kill loses at most the line that is being
-written. Object stores cannot append: lines go to numbered part objects `{name}.000000`, `{name}.000001`, ...; only the
-newest part of this process is ever rewritten (every `period` seconds, from a thread), so a kill loses at most the last
-`period` seconds. Readers see both forms as one sequence of lines.
+Local: one write(2) with O_APPEND per line and no buffer in Python, so a kill loses at most the line being written.
+Object stores cannot append: lines go to numbered part objects `{name}.000000`, `{name}.000001`, ... Only the newest
+part of this process is rewritten (every `period` seconds, from a thread), so a kill loses at most the last `period`
+seconds. Readers see both forms as one sequence of lines.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class LineFile(Protocol):
     log must not end the training."""
 
   def flush(self) -> None:
-    """Returns when all lines so far are where a reader finds them."""
+    """Returns when readers can see all lines so far."""
 
   def close(self) -> None:
     """Flushes and releases the file. Closing twice is allowed; appending afterwards does nothing."""
 
 
 class NullLines:
-  """Keeps nothing: the line file of a process that does not record."""
+  """Discards all lines: for a process that is not primary."""
 
   def append(self, line: str) -> None:
     pass
@@ -64,7 +64,7 @@ def exists(directory: str) -> bool:
 
 
 def open_lines(directory: str | None, name: str) -> LineFile:
-  """The line file `name` of a run directory, made if needed and continued if it exists; None: keeps nothing."""
+  """The line file `name` of a run directory, created or continued. With directory=None, lines are discarded."""
   if directory is None:
     return NullLines()
   return ObjectLines(directory, name) if is_object_store(directory) else LocalLines(Path(directory) / name)
@@ -80,7 +80,7 @@ class LocalLines:
     self._failing = False
     self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     size = os.fstat(self._fd).st_size
-    # A process killed inside a write leaves half a line; the newline keeps ours from being glued to it.
+    # A process killed during a write leaves half a line; a newline separates it from the next line.
     self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
 
   def append(self, line: str) -> None:
@@ -92,7 +92,7 @@ class LocalLines:
         data = b"\n" + data
       try:
         written = os.write(self._fd, data)
-        if written != len(data):  # the disk is full: no half of a line stays for a reader to stumble over
+        if written != len(data):  # the disk is full: remove the half line
           os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
           raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
       except OSError as error:
@@ -102,11 +102,11 @@ class LocalLines:
 
   def _report(self, error: OSError) -> None:
     if not self._failing:  # once per outage, not once per line
-      print(f"warning: cannot write {self._path}: {error}; its lines are lost until it works again", file=sys.stderr)
+      print(f"warning: cannot write {self._path}: {error}; lines are lost until writing works again", file=sys.stderr)
     self._failing = True
 
   def flush(self) -> None:
-    pass  # every line is already with the kernel
+    pass  # the kernel already has every line
 
   def close(self) -> None:
     with self._lock:
@@ -116,7 +116,7 @@ class LocalLines:
 
 
 class ObjectLines:
-  """Part objects under an etils path; a thread rewrites the newest one while it has new lines."""
+  """Numbered part objects under an etils path. A thread rewrites the newest part when it has new lines."""
 
   def __init__(self, directory: str, name: str, *, period: float = 10.0, part_bytes: int = 4 << 20) -> None:
     from etils import epath  # slow to import, and only needed for object stores
@@ -154,12 +154,12 @@ class ObjectLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
         self._failing = False
-      except Exception as error:  # noqa: BLE001 - each storage library raises its own types; the run must outlive them
+      except Exception as error:  # noqa: BLE001 - each storage library raises its own types; none may end the run
         if not self._failing:
           print(f"warning: cannot write {self._stem}.{part:06d}: {error}; will try again", file=sys.stderr)
         self._failing = True
         with self._lock:
-          if self._part != part:  # the part was closed: put its lines back in front
+          if self._part != part:  # the part was full and closed: put its lines back
             self._data, self._part = bytearray(data) + self._data, part
           self._dirty = True
 
@@ -174,7 +174,7 @@ class ObjectLines:
 
 
 def _encode(line: str) -> bytes:
-  # A sampled text may hold lone surrogates: they are escaped, never an error.
+  # Sampled text may hold lone surrogates: escape them instead of failing.
   return line.encode("utf-8", "backslashreplace") + b"\n"
 
 

@@ -14,9 +14,10 @@ LOG_FILE = "log.txt"
 
 
 class Log:
-  """Prints and records lines; made once per process by `get` and passed to whoever has something to say.
+  """Prints and records lines; made once per process by `get` and passed to the components that log.
 
-  Lines carry no prefix: scripts read them (`completed step: 8, ...`). Each line is flushed. Only process 0 prints.
+  Lines have no prefix, because scripts read them (`completed step: 8, ...`). Each line is flushed. Only the primary
+  process prints.
   """
 
   def __init__(self, lines: files.LineFile, *, quiet: bool = False) -> None:
@@ -27,7 +28,7 @@ class Log:
     self._details = True
 
   def line(self, text: str) -> None:
-    """One line (or a block of lines) for the person who watches and for the file."""
+    """Prints and records one line, or a block of lines."""
     if self._quiet:
       return
     with self._lock:
@@ -35,7 +36,7 @@ class Log:
       self._print(text)
 
   def detail(self, text: str) -> None:
-    """A line of every step: like `line`, but on the screen only where no live display says the same."""
+    """Like `line`, for the line of every step: not printed while a progress bar shows the same numbers."""
     if self._quiet:
       return
     with self._lock:
@@ -44,24 +45,24 @@ class Log:
         self._print(text)
 
   def record(self, text: str) -> None:
-    """Text for the file only. Takes no lock of its own, so that a watchdog can use it when the screen is stuck."""
+    """Records text in the file only. Takes no lock, so that a watchdog can use it while a print hangs."""
     if not self._quiet:
       self._lines.append(text)
 
   def warning(self, text: str) -> None:
-    """A line that starts with `warning: `; also printed, on stderr, by processes that are otherwise silent."""
+    """Prints and records a line that starts with `warning: `; processes that are not primary print it on stderr."""
     if self._quiet:
       print(f"warning: {text}", file=sys.stderr, flush=True)
     else:
       self.line(f"warning: {text}")
 
   def error(self, text: str) -> None:
-    """What ended the run: recorded, and printed on stderr by whichever process it ended."""
+    """Records what ended the run, and prints it on stderr, in every process."""
     self.record(text)
     print(text, file=sys.stderr, flush=True)
 
   def redirect(self, printer: Callable[[str], None] | None, *, details: bool = True) -> None:
-    """Sends the screen's share of the lines to `printer`, if so told without those of `detail`; None: to stdout."""
+    """Prints through `printer` from now on, without the lines of `detail` if details=False; None: to stdout."""
     with self._lock:
       self._print, self._details = printer or to_stdout, details
 
@@ -82,13 +83,13 @@ def get(run_directory: str | None, world: World = SINGLE_WORLD) -> Log:
 
 
 def to_stdout(text: str) -> None:
-  """A line, or several, to whoever reads stdout; nowhere once nobody does."""
+  """Prints one or more lines; nothing once the reader of stdout has closed it."""
   try:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
   except BrokenPipeError:
-    # Whoever read stdout has gone (`| head`, a closed terminal). The file goes on; stdout leads nowhere from here, or
-    # what it has buffered would fail again in somebody else's print, or at exit.
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    # The reader has closed the pipe (`| head`, a closed terminal). Logging to the file continues. Point stdout at
+    # /dev/null: otherwise its buffered text would fail again in the next print, or at exit.
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)

@@ -19,8 +19,8 @@ from trainer.observe.events import EventLog
 from trainer.observe.log import Log
 
 METRICS_FILE = "metrics.jsonl"
-_LONGEST_FLUSH_SECONDS = 10.0  # that a checkpoint waits for it
-_FLUSH_SECONDS = 10.0  # of TensorBoard files: on an object store each flush uploads the whole file
+_LONGEST_FLUSH_SECONDS = 10.0  # limit of the time that a checkpoint waits for TensorBoard files
+_FLUSH_SECONDS = 10.0  # period of TensorBoard flushes: on an object store each one uploads the whole file
 
 # StepRecord field -> TensorBoard tag
 _TENSORBOARD = {
@@ -49,7 +49,7 @@ class StepRecord:
   loss: float  # nats per weighted token of the global batch
   grad_norm: float  # global norm before clipping
   lr: float
-  tokens: int  # trained on since the beginning of the run, this step included
+  tokens: int  # of the run so far, this step included
   slices: int  # alive during the step
   weights: float = 0.0  # sum of the loss weights of the step: the tokens that counted
   data_wait: float = 0.0  # seconds the loop waited for the batch
@@ -58,7 +58,7 @@ class StepRecord:
   mfu: float | None = None  # 0..1; None: no peak is known for the device
   eta: float = 0.0  # seconds until the last step
   skipped: bool = False  # non-finite: the update was not applied
-  z_loss: float | None = None  # per weighted token, added to the loss; None (and no field in the record): there is none
+  z_loss: float | None = None  # per weighted token, added to the loss; None: not used, no field in the record
 
 
 def format_step_line(record: StepRecord) -> str:
@@ -73,7 +73,7 @@ def format_step_line(record: StepRecord) -> str:
 
 
 def format_elastic_line(step: int, down_event_count: int, good_slice_count: int) -> str:
-  """The line of every step of an elastic run from which scripts read when the number of slices changed."""
+  """The line of every step of an elastic run. Scripts read from it when the number of slices changed."""
   return (
     f"step={step} elastic_manager.elastic_down_event_count={down_event_count} "
     f"elastic_manager.good_slice_count={good_slice_count}"
@@ -81,16 +81,16 @@ def format_elastic_line(step: int, down_event_count: int, good_slice_count: int)
 
 
 def format_duration(seconds: float) -> str:
-  """`0:01:02`; hours are not folded into days, so that there is never a comma inside."""
+  """`0:01:02`; hours are not converted to days, so the text never contains a comma."""
   whole = max(0, round(seconds))
   return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
 class Metrics:
-  """Writes step records; made once per process. A step that is done again (resume, rewind) is simply written again."""
+  """Writes step records; made once per process. A step that is done again (resume, rewind) is written again."""
 
   def __init__(self, run_directory: str | None, cfg: ObserveSection, events: EventLog, log: Log) -> None:
-    """run_directory: None writes nothing (all processes but the first)."""
+    """run_directory: None writes nothing (a process that is not primary)."""
     self._events = events
     self._run_directory = run_directory
     self._last_evaluated: int | None = None  # by this process: an object store may not have the record yet
@@ -129,13 +129,13 @@ class Metrics:
     return self._run_directory is not None and has_evaluation(self._run_directory, step)
 
   def flush(self) -> None:
-    """Writes out what is pending, for a checkpoint: a run that resumes from it never writes these steps again."""
+    """Writes pending records. Call before a checkpoint: a run that resumes from it does not write them again."""
     self._lines.flush()
     if self._tensorboard is not None:
       self._tensorboard.flush()
 
   def close(self) -> None:
-    """Writes out what is pending. Closing twice is allowed."""
+    """Writes pending records and closes the files. Closing twice is allowed."""
     self._lines.close()
     if self._tensorboard is not None:
       self._tensorboard.close()
@@ -147,8 +147,8 @@ class Metrics:
 class TensorBoard:
   """TensorBoard event files. A step at or before the last one starts a new file that purges the steps it replaces.
 
-  Everything happens on a thread of its own, and tensorboardX is imported with the first record, not before the first
-  step: it takes seconds where torch is installed, which would slow down the tracing of the step.
+  All work happens in a separate thread. It imports tensorboardX at the first record: the import takes seconds if torch
+  is installed, and would delay the first step.
   """
 
   def __init__(self, directory: str, process: str, log: Log) -> None:
@@ -165,7 +165,7 @@ class TensorBoard:
       self._submit(self._write, step, scalars, wall)
 
   def flush(self) -> None:
-    """Returns when all is written, or after _LONGEST_FLUSH_SECONDS: a slow disk must not stop a run."""
+    """Returns when all records are written, or after _LONGEST_FLUSH_SECONDS: a slow disk must not stop a run."""
     wait([self._submit(self._flush)], _LONGEST_FLUSH_SECONDS)
 
   def close(self) -> None:
@@ -203,17 +203,17 @@ class TensorBoard:
     self._flushed = time.monotonic()
 
   def _open_file(self, step: int) -> None:
-    # Not its SummaryWriter: the thread in that one dies of a full disk, and whoever closes it then waits for ever.
+    # Not SummaryWriter: its thread ends when the disk is full, and closing it then waits for ever.
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto.event_pb2 import Event, SessionLog
     from tensorboardX.record_writer import directory_check
 
     self._close_file()
     directory_check(self._directory)
-    # tensorboardX names its files by the second: without the suffix a quick rewind would overwrite the file before.
+    # tensorboardX names files by the second: without a suffix, a quick rewind would overwrite the previous file.
     self._writer = EventsWriter(f"{self._directory}/events", f".{self._files:04d}.{self._process}")
     self._files += 1
-    # Tells TensorBoard to forget this step and later ones of the files before.
+    # Tells TensorBoard to drop this step and later steps of the previous files.
     self._writer.write_event(Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START)))
 
   def _close_file(self) -> None:
@@ -231,7 +231,7 @@ class MetricsObjects:
     self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="metrics objects")
 
   def write(self, step: int, line: str) -> None:
-    if self._pending and step != self._pending[-1][0] + 1:  # a rewind: what we have is an object of its own
+    if self._pending and step != self._pending[-1][0] + 1:  # a rewind: the pending steps become their own object
       self._put()
     self._pending.append((step, line))
     if step % self._period == 0:

@@ -13,8 +13,8 @@ from trainer.observe.log import Log
 class Profiler:
   """Records steps [skip, skip + profiler_steps) of one attempt to {run}/profile; one object per attempt.
 
-  An attempt may end at any moment, also inside the window: `close` then keeps what there is. A profiler that fails
-  costs the profile, never the training, so its errors become warnings.
+  If an attempt ends inside the window, `close` keeps the profile so far. Errors of the profiler become warnings: they
+  must not end the training.
   """
 
   def __init__(self, run_directory: str, cfg: ObserveSection, log: Log, events: EventLog) -> None:
@@ -28,8 +28,8 @@ class Profiler:
   def before_step(self, index: int, wait: Callable[[], object] = lambda: None) -> None:
     """Call before the attempt's step number `index` (from 0) is dispatched.
 
-    `wait` returns when all work dispatched so far is done (steps run asynchronously; without it the window would hold
-    other steps than it says). It is called at the window's two ends only; what it raises is the loop's own error.
+    `wait` returns when all dispatched work is done. Steps run asynchronously, so without `wait` the window would hold
+    other steps. It is called only at the two ends of the window; its exceptions are those of the training step.
     """
     if not self._running and index in self._window and not self._ended:
       wait()
@@ -39,7 +39,7 @@ class Profiler:
       self.close()
 
   def close(self) -> None:
-    """Ends the attempt's profile if it is running. May be called at any time and any number of times."""
+    """Ends the attempt's profile if it is running. Closing twice is allowed."""
     running, self._running, self._ended = self._running, False, True
     if not running:
       return

@@ -1,4 +1,4 @@
-"""What the person who watches sees of the steps: a live bar in a terminal, plain lines elsewhere."""
+"""How steps are shown: a progress bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _UPDATE_SECONDS = 0.2
 
 
 class Progress:
-  """Shows each step once. In both forms the step's line is in log.txt; with the bar the screen shows it as the bar.
+  """Shows each step once, as a printed line or in the bar. log.txt has the line in both cases.
 
-  The step path only hands over numbers, at most five times a second; rich draws on a thread of its own. All other
-  lines of the log appear above the bar.
+  The training thread only passes numbers to the bar, at most five times a second; rich draws in its own thread. All
+  other lines of the log appear above the bar.
   """
 
   def __init__(
@@ -42,7 +42,7 @@ class Progress:
     self.close()
 
   def step(self, record: StepRecord) -> None:
-    """Shows a completed step: as a line the first, every log_period-th and the last one, in the bar each one."""
+    """Shows a completed step: the bar shows every step; lines show the first, every log_period-th and the last."""
     if record.step % self._log_period == 0 or record.step in (1, self._total_steps):
       self._log.detail(format_step_line(record))
     if self._bar is not None:
@@ -73,7 +73,7 @@ class Progress:
     self._bar.update(self._task, completed=record.step, text=text)
 
   def close(self) -> None:
-    """Leaves the bar as it is on the screen and gives the screen back. Closing twice is allowed."""
+    """Leaves the bar on the screen as it is, and prints lines to stdout again. Closing twice is allowed."""
     if self._bar is not None:
       self._bar.stop()
       self._log.redirect(None)

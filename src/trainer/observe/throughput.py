@@ -22,7 +22,7 @@ class Throughput:
   def __init__(
     self, *, flops_per_token: float, tokens_per_step: int, total_steps: int, peak_flops: float | None
   ) -> None:
-    """peak_flops: bf16 FLOP/s of one device (chips.find(kind).peak_flops, or measured); None: MFU is not given."""
+    """peak_flops: bf16 FLOP/s of one device (chips.find(kind).peak_flops, or measured); None: no MFU."""
     self._flops_per_token = flops_per_token
     self._tokens_per_step = tokens_per_step
     self._total_steps = total_steps
@@ -36,6 +36,6 @@ class Throughput:
     return Rates(tokens, flops / 1e12, None if not self._peak_flops else flops / self._peak_flops)
 
   def eta(self, step: int, seconds: float) -> float:
-    """Seconds until the last step when `step` steps are done: by the median of the last 50, which no compile upsets."""
+    """Seconds from `step` to the last step, by the median of the last 50 steps: one compilation does not change it."""
     self._recent.append(seconds)
     return max(0, self._total_steps - step) * statistics.median(self._recent)

@@ -1,9 +1,9 @@
 """Goodput: where the wall time of a run went, in buckets that sum to 100 %, across restarts of the process.
 
-Computed afterwards from events.jsonl and metrics.jsonl, so it costs the training nothing and can be repeated. Every
-microsecond between the first and the last record belongs to exactly one bucket: the records claim intervals, and where
-claims overlap (a compile inside a step) the bucket that comes first in BUCKETS wins. Google's ml-goodput-measurement
-has the same categories; there they are added up separately, here they partition the time.
+Computed after the run from events.jsonl and metrics.jsonl: it costs no training time and can be repeated. Every
+microsecond between the first and the last record belongs to exactly one bucket. The records claim intervals; where
+claims overlap (a compilation inside a step), the bucket that comes first in BUCKETS wins. Google's
+ml-goodput-measurement has the same categories, but adds them up separately.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ GOODPUT_FILE = "goodput.json"
 BUCKETS = {
   "compile": "XLA compilation in the foreground",
   "restore": "restoring state from any tier",
-  "wait_slices": "waiting for slices to be there",
-  "checkpoint": "saving checkpoints, as far as nothing else was done meanwhile",
-  "snapshot": "copying state to host memory, the part that blocks the loop",
+  "wait_slices": "waiting for enough slices",
+  "checkpoint": "saving checkpoints while nothing else was done",
+  "snapshot": "copying the state to host memory, as far as it blocks the training",
   "eval": "evaluation, and the sample at the end",
   "profile": "writing profiles",
-  "steps_lost": "steps that had to be done again, and the time from the last good step until the fault was seen",
+  "steps_lost": "steps that were done again, and the time from the last good step until the fault was detected",
   "data_wait": "steps that waited for data",
   "steps": "steps that count: goodput",
   "init": "start of the process or attempt until its first step",
@@ -40,12 +40,12 @@ BUCKETS = {
   "other": "everything else",
 }
 # Claims in order of precedence, and the bucket of each. A checkpoint that is committed in the background costs only
-# the time in which nothing else was done: the wait for it at the end of a run.
+# time in which nothing else was done: the wait at the end of a run.
 _BACKGROUND = "checkpoint in the background"
 _RANKS = {name: name for name in BUCKETS if name not in ("down", "other")}
 _RANKS |= {_BACKGROUND: "checkpoint", "down": "down", "other": "other"}
 
-# Event kind -> bucket of the `seconds` before it, in which the loop stood still.
+# Event kind -> bucket of the `seconds` before the event, during which the loop waited.
 _TIMED = {
   "compile": "compile",
   "restore": "restore",
@@ -56,7 +56,7 @@ _TIMED = {
   "init_done": "init",
   "run_start": "init",
 }
-# The same where the loop stood still only for the first `blocking_seconds` of the `seconds`.
+# The same for events during which the loop waited only for the first `blocking_seconds` of the `seconds`.
 _BLOCKING = {"checkpoint_saved": "checkpoint", "snapshot": "snapshot"}
 
 # Rank -> arrays of [start, end) in microseconds. An interval belongs to its rank unless one of higher precedence claims
@@ -121,7 +121,7 @@ def write(run: Run, result: dict[str, Any], log: Log) -> None:
 
 
 def format_line(result: dict[str, Any]) -> str:
-  """`goodput: 91.20% of 0:02:03 (compile 5.10%, init 2.00%, ...), steps lost: 1` with the buckets that are not 0."""
+  """`goodput: 91.20% of 0:02:03 (compile 5.10%, init 2.00%, ...), steps lost: 1`, without empty buckets."""
   rest = sorted(((share, name) for name, share in result["percent"].items() if name != "steps" and share), reverse=True)
   detail = ", ".join(f"{name} {share:.2f}%" for share, name in rest)
   wall = format_duration(result["wall_seconds"])
@@ -161,7 +161,7 @@ def _lives(run: Run) -> list[_Life]:
 def _claims_of_life(life: _Life) -> tuple[_Claims, int, int]:
   """Claims of one process, and its first and last moment in microseconds of wall time.
 
-  Inside a life only the monotonic clock counts; the wall clock merely places the life's first record.
+  Inside a life only the monotonic clock counts. The wall clock gives the time of the life's first record.
   """
   wall, first, last = life.edges()
   claims: _Claims = collections.defaultdict(list)

@@ -99,7 +99,7 @@ class _Records:
       except (RuntimeError, IndexError) as error:
         self._reader = None  # after one failure a reader also fails at undamaged records
         raise OSError(
-          f"record {number} of {self._path} cannot be read: {error}. "
+          f"record {number} of {self._path} cannot be read: {error!r}. "
           "Delete the folder of this file; the text is then tokenized again."
         ) from error
 

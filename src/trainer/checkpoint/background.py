@@ -1,4 +1,4 @@
-"""One piece of work at a time in a background thread, whose error reaches the training thread."""
+"""Runs one task at a time in a background thread. Its error is raised in the training thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Background:
-  """start(work) after wait(); check() at every step raises what the work raised, once."""
+  """Call wait() before start(work). check() raises the error of the work, once."""
 
   def __init__(self, name: str) -> None:
     self._name = name
@@ -15,7 +15,7 @@ class Background:
     self._error: BaseException | None = None
 
   def start(self, work: Callable[[], None]) -> None:
-    assert self._thread is None, "wait() first: one piece of work at a time"
+    assert self._thread is None, "call wait() first: one task at a time"
 
     def run() -> None:
       try:
@@ -31,7 +31,7 @@ class Background:
     return self._thread is not None and self._thread.is_alive()
 
   def join(self) -> None:
-    """Waits; leaves the error to wait() and check()."""
+    """Waits for the work. Its error is left to wait() and check()."""
     if self._thread is not None:
       self._thread.join()
 

@@ -1,4 +1,4 @@
-"""Small JSON files that notice when a bit of them has changed, and the checksums of all files of a checkpoint."""
+"""JSON files with a checksum in the first line, and the checksums of all files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _is_regular(path: Any) -> bool:
 
 
 def dump(value: Any) -> bytes:
-  """A line with the CRC-32 of the rest, then JSON."""
+  """Bytes: a line with the CRC-32 of the rest, then the value as JSON."""
   body = json.dumps(value, indent=1, sort_keys=True).encode()
   return b"%08x\n" % zlib.crc32(body) + body
 

@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint, and what each error means for the run."""
+"""The errors of checkpoints, and what each means for the run."""
 
 from __future__ import annotations
 

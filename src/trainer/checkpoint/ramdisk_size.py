@@ -1,4 +1,4 @@
-"""How large a ramdisk the emergency tier needs on each host."""
+"""The size of the ramdisk that the emergency tier needs on each host."""
 
 from __future__ import annotations
 

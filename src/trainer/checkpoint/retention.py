@@ -1,4 +1,4 @@
-"""Which persistent checkpoints stay: a pure function of their steps and evaluation losses."""
+"""The persistent checkpoints to keep, a pure function of their steps and evaluation losses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainer.config.schema import CheckpointSection
 
 
 def kept(losses: Mapping[int, float | None], cfg: CheckpointSection) -> set[int]:
-  """Of the steps in `losses` ({step: evaluation loss or None}), those that stay.
+  """The steps to keep of those in `losses` ({step: evaluation loss or None}).
 
   The newest max_num_checkpoints_to_keep, every multiple of checkpoint_keep_period, and the checkpoint_keep_best of
   lowest loss (the older one of two equals).

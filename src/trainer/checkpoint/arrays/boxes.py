@@ -1,4 +1,4 @@
-"""Boxes: the parts of arrays that devices hold, as ((start, stop), ...) per dim, and how to put an array together."""
+"""Boxes: index ranges ((start, stop), ...), one pair per dim, of the part of an array that a device holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 def of_devices(sharding: Any, shape: Sequence[int]) -> dict[Device, Box]:
-  """The box of an array of `shape` that each device of the sharding holds."""
+  """{device: the box that it holds} of an array of `shape` with this sharding."""
   return {
     device: tuple(part.indices(size)[:2] for part, size in zip(index, shape))
     for device, index in sharding.devices_indices_map(tuple(shape)).items()
@@ -35,7 +35,7 @@ def volume(box: Box) -> int:
 def owners(name: str, x: Any, devices: Sequence[Device]) -> dict[Box, Device]:
   """{box: the first of `devices` that holds it}: one full copy of x (an array or ShapeDtypeStruct with sharding).
 
-  Raises ConfigError where the devices together do not hold all of it.
+  Raises ConfigError if the devices together do not hold the whole array.
   """
   held = of_devices(x.sharding, x.shape)
   found: dict[Box, Device] = {}
@@ -52,7 +52,7 @@ def owners(name: str, x: Any, devices: Sequence[Device]) -> dict[Box, Device]:
 
 
 def _grids(held: Iterable[Box]) -> Iterable[set[Box]]:
-  """Boxes of equal size together. Shardings cut an array into equal boxes; those of different meshes are not mixed."""
+  """Sets of boxes of equal shape. A sharding cuts an array into equal boxes; boxes of different meshes must not mix."""
   grids: dict[tuple[int, ...], set[Box]] = {}
   for box in held:
     grids.setdefault(tuple(stop - start for start, stop in box), set()).add(box)
@@ -60,12 +60,12 @@ def _grids(held: Iterable[Box]) -> Iterable[set[Box]]:
 
 
 def complete(shape: Sequence[int], held: Iterable[Box]) -> set[Box]:
-  """Boxes among `held` that make up the whole of an array of `shape` without overlap; empty where there are none."""
+  """Boxes among `held` that make up a whole array of `shape` without overlap; empty if there are no such boxes."""
   return covering(tuple((0, size) for size in shape), held)
 
 
 def covering(box: Box, held: Iterable[Box]) -> set[Box]:
-  """Boxes among `held` that overlap with `box` and cover it without overlap; empty where there are none."""
+  """Boxes among `held` that together cover `box` without overlapping each other; empty if there are no such boxes."""
   for grid in _grids(held):
     touching = {other: volume(common) for other in grid if (common := overlap(box, other)) is not None}
     if sum(touching.values()) == volume(box) and (touching or volume(box) == 0):
@@ -74,18 +74,18 @@ def covering(box: Box, held: Iterable[Box]) -> set[Box]:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-  """What two boxes have in common, or None."""
+  """The common part of two boxes, or None."""
   common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b))
   return common if all(start < stop for start, stop in common) else None
 
 
 def inside(box: Box, origin: Box) -> tuple[slice, ...]:
-  """Where `box` lies in an array that holds `origin`."""
+  """Slices that select `box` in an array with the content of the box `origin`."""
   return tuple(slice(start - base[0], stop - base[0]) for (start, stop), base in zip(box, origin))
 
 
 def assemble(box: Box, parts: Mapping[Box, np.ndarray], dtype: Any) -> np.ndarray:
-  """A fresh array with the content of `box` out of `parts`, which cover it without overlap."""
+  """A new array with the content of `box`, copied from `parts`, which cover it without overlap."""
   result = np.empty([stop - start for start, stop in box], dtype)
   filled = 0
   for held, data in parts.items():
@@ -97,7 +97,7 @@ def assemble(box: Box, parts: Mapping[Box, np.ndarray], dtype: Any) -> np.ndarra
 
 
 def host_copy(array: jax.Array, device: Device) -> np.ndarray:
-  """The shard of `array` on a local device, as an array of the host's own that survives donation."""
+  """A host copy of the shard of `array` on a local device. It stays valid when `array` is donated."""
   shard = next(s for s in array.addressable_shards if s.device == device)
-  # On the CPU np.asarray would be the device's buffer itself, which the next step overwrites.
+  # On the CPU np.asarray returns the device's buffer itself, which the next step overwrites.
   return np.array(shard.data) if device.platform == "cpu" else np.asarray(shard.data)

@@ -1,6 +1,6 @@
-"""Arrays of which each part is known somewhere, made known wherever it is wanted: bit by bit, over the network.
+"""Sends shards from the hosts that hold them to the hosts that need them, bit for bit.
 
-Sums unsigned words of which all but one are zero. (Summing the values themselves, as Orbax does, turns -0.0 into 0.0
+Sums unsigned words, all but one of which are zero. (Summing the values themselves, as Orbax does, changes -0.0 into 0.0
 and int8 into int32.)
 """
 
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from trainer.world import World
 
-# Words of the same size as the elements; a sum of one word and zeros is that word.
+# Words of the same size as the elements. The sum of one word and zeros is the word itself.
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 PIECE_BYTES = 64 << 20
 
@@ -32,10 +32,9 @@ def spare_axes(sharding: NamedSharding) -> tuple[str, ...]:
 
 
 def shards(target: Any, parts: Mapping[Device, np.ndarray]) -> jax.Array:
-  """The array of target's shape, type and NamedSharding; a collective of all processes of its mesh.
+  """An array with target's shape, type and NamedSharding. All processes of its mesh must call.
 
-  parts: for local devices, the content of their shard. Of the devices that hold the same shard exactly one, in all
-  processes together, must be given.
+  parts: {local device: content of its shard}. For every shard exactly one device must be given, over all processes.
   """
   sharding, dtype = target.sharding, np.dtype(target.dtype)
   spare, word = spare_axes(sharding), UNSIGNED[dtype.itemsize]

@@ -1,8 +1,8 @@
 """Checksums of arrays that do not depend on how the arrays are sharded, computed where the arrays are.
 
-Orbax keeps no checksum of array data: a flipped bit on disk is restored in silence. A fingerprint is taken on the
-devices before the copy to the host and again after a restore, so it covers that copy, the disk, the way back and
-the resharding in between.
+Orbax keeps no checksum of array data: it restores a flipped bit without an error. A fingerprint is computed on the
+devices before the copy to the host and again after a restore. So it covers this copy, the disk, the way back and the
+resharding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-# Knuth's multiplicative hash constant (2**32 / golden ratio): neighbouring elements get very different weights.
+# Knuth's multiplicative hash constant (2**32 / golden ratio) gives neighbouring elements very different weights.
 GOLDEN = 2654435761
 
 
@@ -39,8 +39,8 @@ def _fingerprint(x: jax.Array) -> jax.Array:
   if jnp.issubdtype(x.dtype, jnp.floating):
     odd = (~jnp.isfinite(x)).astype(jnp.uint32)
     bad = odd if odd.ndim == words.ndim else jnp.stack([odd, jnp.zeros_like(odd)], axis=-1)
-  # One reduction for all three: XLA makes them in one pass. For three sums it writes out each operand, on the CPU three
-  # times the array.
+  # One reduction for all three values: XLA computes them in one pass. With three sums XLA materializes each operand, on
+  # the CPU three times the size of the array.
   zero = jnp.uint32(0)
   operands, dims = (words, words * weight, bad), tuple(range(words.ndim))
   return jnp.stack(jax.lax.reduce(operands, (zero, zero, zero), _add, dims))
@@ -52,23 +52,23 @@ def _add(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array,
 
 @functools.lru_cache(maxsize=4096)
 def _program(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> Any:
-  """The compiled fingerprint of such an array: parameters and their moments share one."""
+  """The compiled fingerprint of arrays of this kind. Parameters and their moments share one program."""
   replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
   abstract = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
   return jax.jit(_fingerprint, out_shardings=replicated).lower(abstract).compile()
 
 
 def prepare(abstract: Any) -> None:
-  """Compiles what `dispatch` will need for a state of these shapes, types and shardings. From any thread."""
+  """Compiles what `dispatch` needs for a state of these shapes, types and shardings. Any thread may call."""
   for x in jax.tree.leaves(abstract):
     _program(tuple(x.shape), x.dtype, x.sharding)
 
 
 def dispatch(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-  """Starts the fingerprints of `arrays` and returns at once; the arrays may be donated right after.
+  """{name: fingerprint that is being computed}; returns at once, and the arrays may be donated afterwards.
 
-  Several CPU devices take them one by one: each program in flight keeps a thread of XLA's pool for every device while
-  it waits for the other devices, and with a hundred arrays no thread was left that could have ended the waiting.
+  On several CPU devices one program runs at a time: a program in flight keeps one thread of XLA's pool per device while
+  it waits for the other devices, and with a hundred arrays no thread is left that could end the wait (a deadlock).
   """
   started = {}
   for name, x in arrays.items():
@@ -83,12 +83,12 @@ def _on_cpu(x: jax.Array) -> bool:
 
 
 def collect(started: Mapping[str, jax.Array]) -> tuple[dict[str, str], list[str]]:
-  """({name: 16 hex digits}, names with non-finite values) of what `dispatch` started. Waits for the devices."""
+  """({name: 16 hex digits}, names with non-finite values) of what `dispatch` returned. Waits for the devices."""
   return summarize({name: np.asarray(x) for name, x in started.items()})
 
 
 def summarize(values: Mapping[str, np.ndarray]) -> tuple[dict[str, str], list[str]]:
-  """`collect` of values that have already been fetched."""
+  """The same as `collect`, of values that are on the host already."""
   prints = {name: f"{int(v[0]):08x}{int(v[1]):08x}" for name, v in values.items()}
   return prints, [name for name, v in values.items() if v[2]]
 

@@ -43,7 +43,7 @@ def assemble(
   able = {device: boxes.covering(box, known[device.process_index]) for device, box in wanted.items()}
   if all(able.values()):
     givers = list(wanted)
-  else:  # of the devices with the same box the first that can gives, the others receive
+  else:  # for each box the first device that has it sends, the others receive
     givers = [next(d for d in _holders(wanted, box) if able[d]) for box in dict.fromkeys(wanted.values())]
   data = {
     device: boxes.assemble(wanted[device], {box: parts[box] for box in able[device]}, dtype)

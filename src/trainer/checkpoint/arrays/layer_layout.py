@@ -1,7 +1,7 @@
-"""Layers stacked or apart: the same state stored as `layers.w` [L, ...] or as `layers.0.w` ... `layers.{L-1}.w`.
+"""Converts between stacked layers, `layers.w` [L, ...], and separate layers, `layers.0.w` ... `layers.{L-1}.w`.
 
-Works on names and shapes only, so that parameters and optimizer moments follow one rule. A restore reads the stored
-form group by group and turns each group into the wanted one, so that never more than one group exists twice.
+Works on names and shapes only, so that parameters and optimizer moments follow one rule. A restore reads and converts
+one group of arrays after the other, so that only one group at a time exists twice.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ LAYER = re.compile(r"^((?:.*\.)?layers)\.(\d+)\.(.+)$")
 
 @dataclass(frozen=True)
 class Move:
-  """Stored arrays that become wanted ones: one to one ("same"), one to its L layers ("split"), L layers to one
-  ("stack"). L may be 1."""
+  """Stored arrays that become wanted arrays: one to one ("same"), one to L layers ("split"), L layers to one ("stack").
+
+  L may be 1.
+  """
 
   sources: tuple[str, ...]
   targets: tuple[str, ...]
@@ -32,9 +34,9 @@ class Move:
 
 
 def plan(saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Any]) -> list[Move]:
-  """Moves that make every wanted array (ShapeDtypeStruct) of saved ones ({name: {"shape", "dtype"}}).
+  """Moves that make every wanted array (ShapeDtypeStruct) from saved arrays ({name: {"shape", "dtype"}}).
 
-  Raises Rejected where an array is missing, left over or has another shape. Types may differ: they are cast.
+  Raises Rejected if an array is missing, left over or has another shape. Types may differ: they are cast.
   """
   stacked: dict[str, dict[int, str]] = {}
   for name in [*saved, *wanted]:
@@ -78,7 +80,7 @@ def _check_shapes(move: Move, saved: Mapping[str, Mapping[str, Any]], wanted: Ma
 
 
 def _respec(sharding: Sharding, leading: bool) -> Sharding:
-  """The sharding for an array with one more (leading=True) or one less unsharded first dimension."""
+  """The sharding for an array with one unsharded first dim more (leading=True) or less."""
   if not isinstance(sharding, NamedSharding):
     return sharding
   spec = (None, *sharding.spec) if leading else tuple(sharding.spec)[1:]
@@ -86,7 +88,7 @@ def _respec(sharding: Sharding, leading: bool) -> Sharding:
 
 
 def stored(move: Move, saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Any]) -> dict[str, Any]:
-  """{source name: ShapeDtypeStruct} in the stored shape and type, sharded as the target will be."""
+  """{source name: ShapeDtypeStruct} with the stored shape and type, sharded like the target."""
   sharding = wanted[move.targets[0]].sharding
   if move.kind != "same":
     sharding = _respec(sharding, leading=move.kind == "split")
@@ -115,7 +117,7 @@ def convert(move: Move, arrays: Mapping[str, jax.Array], wanted: Mapping[str, An
 
 
 def batches(moves: Iterable[Move], wanted: Mapping[str, Any], limit: int) -> Iterator[list[Move]]:
-  """The moves in order, in lists of at most `limit` bytes (a larger move is alone)."""
+  """The moves in order, in lists of at most `limit` bytes. A larger move is a list of its own."""
   batch: list[Move] = []
   size = 0
   for move in moves:

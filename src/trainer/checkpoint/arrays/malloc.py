@@ -1,4 +1,4 @@
-"""Memory that is freed goes back to the system at once, for as long as a restore lasts."""
+"""Makes malloc return freed memory to the system at once, during a restore."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Iterator
 
 M_MMAP_THRESHOLD = -3  # malloc.h
 BLOCK = 1 << 20
-# The value that glibc itself ends at: it raises the threshold to the size of each block that is freed, up to this.
+# glibc raises the threshold to the size of each freed block, up to this value.
 USUAL = 32 << 20
 
 
 @contextlib.contextmanager
 def return_freed_memory() -> Iterator[None]:
-  """Blocks of a mebibyte and more are mapped one by one and unmapped when freed.
+  """Context in which blocks of 1 MiB and more are mapped one by one, and unmapped when freed.
 
-  Otherwise glibc keeps the buffers through which a restore reads, in fragments: measured, a third of the state.
-  Elsewhere (macOS, musl) this does nothing.
+  Otherwise glibc keeps the read buffers of a restore in fragments: a third of the size of the state, measured. Does
+  nothing without glibc (macOS, musl).
   """
   libc = ctypes.CDLL(None)
   if not hasattr(libc, "mallopt"):

@@ -1,4 +1,4 @@
-"""enable_single_replica_ckpt_restoring: the devices of one replica read, all others get the arrays from them."""
+"""enable_single_replica_ckpt_restoring: the devices of one replica read, and send the arrays to all others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.world import World
 
 
 def first_replica(mesh: Mesh) -> Mesh:
-  """The part of the mesh that holds the first replica: index 0 on the axis `data`."""
+  """The part of the mesh with the first replica: index 0 on the axis `data`."""
   axis = mesh.axis_names.index(DATA)
   return Mesh(np.take(mesh.devices, [0], axis=axis), mesh.axis_names)
 

@@ -1,4 +1,4 @@
-"""State pytrees as flat dicts {name: array}: the form in which every tier stores them."""
+"""State pytrees as flat dicts {name: array}, the form that every backup stores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def unflatten(like: Any, flat: Mapping[str, Any]) -> Any:
-  """The tree of the structure of `like` whose leaves are flat[name]."""
+  """The tree with the structure of `like` and the leaves flat[name]."""
   return jax.tree.unflatten(jax.tree.structure(like), [flat[name] for name in flatten(like)])
 
 

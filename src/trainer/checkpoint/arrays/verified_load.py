@@ -1,4 +1,4 @@
-"""A state out of stored arrays: layer layout, memory and fingerprints are the same for every tier."""
+"""Loads a state from stored arrays: converts layers, bounds memory and checks fingerprints, for every backup."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.checkpoint.arrays import fingerprint, layer_layout, malloc, state_t
 from trainer.checkpoint.errors import CheckpointError, Rejected
 from trainer.world import World
 
-# What a restore may hold besides the state: an eighth of it, or this where the state is small.
+# A restore may hold this much in addition to the state, or an eighth of the state if that is more.
 MIN_BATCH_BYTES = 64 << 20
 
 
@@ -48,7 +48,7 @@ def _load(world: World, read: Read, saved: Mapping[str, Any], abstract: Any) -> 
 
 
 def _read_together(world: World, read: Read, targets: Mapping[str, Any]) -> Mapping[str, jax.Array]:
-  """read(targets) where it works on every process; what one process raises is raised on all."""
+  """read(targets) if it succeeds on every process. Every process raises what one of them raises."""
   rejected, failed, arrays = "", "", {}
   try:
     arrays = dict(read(targets))

@@ -50,13 +50,13 @@ def test_what_changes_the_arrays_is_refused_and_cannot_be_allowed(key):
   for allowed in ("", key):
     with pytest.raises(ConfigMismatch, match=rf"{key} +'other' -> .*changes the model") as caught:
       meta.check_config(saved(**{key: "other", "dtype": "other"}), Config().flat(), IDENTITY, allowed)
-    assert str(caught.value).endswith("choose another run_name to start anew")
+    assert str(caught.value).endswith("choose another run_name for a new run")
 
 
 def test_identity_is_compared_and_its_cause_named():
   other = saved(per_device_batch_size=2.0)
   assert len(meta.check_config(other, Config().flat(), IDENTITY)) == 1
-  with pytest.raises(ConfigMismatch, match=r"global_batch_size(.|\n)*per_device_batch_size +2.0 -> 1.0 +a cause of it"):
+  with pytest.raises(ConfigMismatch, match=r"global_batch_size(.|\n)*per_device_batch_size +2.0 -> 1.0 +a cause"):
     meta.check_config(other, Config().flat(), IDENTITY | {"global_batch_size": 4})
   meta.check_config(other, Config().flat(), IDENTITY | {"global_batch_size": 4}, "global_batch_size")
 

@@ -1,12 +1,12 @@
 """The emergency tier: frequent saves to a local folder (ramdisk), one full copy of the state per slice.
 
-Every process writes what its devices hold of each of its slices, alone and without barriers:
+Every process writes what its devices hold of each of its slices, without waiting for other processes:
   {local_checkpoint_directory}/{run}/{id}/{step}.s{slice}.p{process}.bin   the parts of the arrays
   {local_checkpoint_directory}/{run}/{id}/{step}.s{slice}.p{process}.json  what is where, with a CRC-32 each; last
 {run} is the run's name and a hash of where the run's folder is, {id} the content of {run}/run_id: runs of the same name
 in different folders, or one after the other in the same folder, have no local copies in common.
-After a failure the processes tell each other which parts they still have. The newest step is taken of which every
-part is left somewhere, be it in different slices, and what a replaced host lost comes from the others' copies.
+After a failure the processes exchange lists of the parts that they still have. The newest step that is complete over
+all hosts and slices is restored; a replaced host gets its parts from the other copies.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ALIGNMENT = 64  # bytes: parts can be viewed as any type in place
 
 @dataclass(frozen=True)
 class _Copy:
-  """What one process wrote of one slice at one step."""
+  """The copy that one process wrote of its part of one slice at one step."""
 
   step: int
   slice: int
@@ -58,7 +58,7 @@ class _Copy:
 
 
 def _identity(run_directory: str) -> str:
-  """The same for every spelling of one folder."""
+  """A text that is the same for every spelling of one folder."""
   return run_directory.rstrip("/") if "://" in run_directory else os.path.realpath(run_directory)
 
 
@@ -111,7 +111,7 @@ class Emergency:
   def parts(self, state: Any) -> dict[int, list[tuple[str, Box, Device]]]:
     """{slice: (array, box, local device that has it)} that this process writes of a state or its abstract form.
 
-    Raises ConfigError where a slice does not hold a full copy.
+    Raises ConfigError if a slice does not hold a full copy.
     """
     flat = state_tree.flatten(state)
     return {
@@ -150,7 +150,7 @@ class Emergency:
         self._make_room(sum(data.nbytes for parts in copies.values() for _, _, data in parts))
         self._write(copies, started, full_meta)
       except OSError as error:
-        with contextlib.suppress(OSError):  # the error at hand is the one to report
+        with contextlib.suppress(OSError):  # report the first error
           self._remove(list(copies))
         raise CheckpointError(
           f"step {step} could not be saved in {self.root}: {error}. Give local_checkpoint_directory the space that "
@@ -196,10 +196,10 @@ class Emergency:
     return [_Copy(int(m[1]), int(m[2]), int(m[3])) for m in found if m and m[4] == kind]
 
   def _collect_garbage(self, step: int) -> None:
-    """Makes room for `step`: with it, max_num_local_checkpoints_to_keep copies of each slice are here at most.
+    """Deletes old copies, so that with `step` at most max_num_local_checkpoints_to_keep copies of each slice remain.
 
-    Steps from `step` on are left from before a fallback. Copies of slices and processes that are gone stay until they
-    are older than all of ours.
+    Also deletes copies of `step` and later steps: they are left from before a restore of an older step. Copies of
+    slices and processes that are gone stay until they are older than all of this process's copies.
     """
     entries = {*self._entries("json"), *self._entries("bin")}
     mine = {entry for entry in entries if entry.process == self._world.rank and entry.slice in self._slices}
@@ -233,7 +233,7 @@ class Emergency:
 
   def _remove(self, copies: Sequence[_Copy]) -> None:
     for copy in copies:
-      for kind in ("json", "json.tmp", "bin"):  # the json first: without it the rest is no checkpoint
+      for kind in ("json", "json.tmp", "bin"):  # the json first: without it the bin is not used
         path = copy.path(self.root, kind)
         if path.is_dir() and not path.is_symlink():  # not ours, but a save needs the name
           shutil.rmtree(path)
@@ -241,11 +241,11 @@ class Emergency:
           path.unlink(missing_ok=True)
 
   def wait(self) -> None:
-    """Returns when the save in flight is complete on this process. Raises CheckpointError where it failed."""
+    """Returns when the save in flight is complete on this process. Raises CheckpointError if it failed."""
     self._background.wait()
 
   def check(self) -> None:
-    """Raises CheckpointError where a save in the background has failed; does not wait."""
+    """Raises CheckpointError if a save in the background has failed. Does not wait."""
     self._background.check()
 
   # ---- restoring ----
@@ -258,15 +258,15 @@ class Emergency:
     """
     have: dict[Candidate, dict[str, set[Box]]] = {}
     shapes: dict[Candidate, dict[str, Any]] = {}
-    told = []
+    mine = []
     for entry in self._read_entries():
-      told.append([
+      mine.append([
         entry["meta"]["step"],
         entry["digest"],
         {name: x["shape"] for name, x in entry["meta"]["arrays"].items()},
         [(part["array"], part["box"]) for part in entry["parts"]],
       ])  # fmt: skip
-    for step, digest, arrays, parts in [entry for told_by in self._world.gather(told) for entry in told_by]:
+    for step, digest, arrays, parts in [entry for entries in self._world.gather(mine) for entry in entries]:
       candidate = Candidate(step, digest)
       shapes[candidate] = arrays
       for name, box in parts:
@@ -281,7 +281,7 @@ class Emergency:
     return sorted(whole, key=lambda c: (c.step, c.copy), reverse=True)
 
   def _read_entries(self) -> list[dict[str, Any]]:
-    """The indices of this host that are intact and of this run, each with "file", the path of its data."""
+    """The undamaged indices of this host and this run, each with "file", the path of its data."""
     entries = []
     for copy in sorted(self._entries("json"), key=lambda c: (c.step, c.slice, c.process)):
       path = copy.path(self.root, "json")
@@ -307,11 +307,11 @@ class Emergency:
     meta = self._world.gather(meta if counts.index(True) == self._world.rank else None)[counts.index(True)]
     accept(meta)
     table = [
-      {name: set(map(_box, found)) for name, found in told.items()}
-      for told in self._world.gather({name: list(parts) for name, parts in held.items()})
+      {name: set(map(_box, found)) for name, found in boxes_of.items()}
+      for boxes_of in self._world.gather({name: list(parts) for name, parts in held.items()})
     ]
     for name, x in meta["arrays"].items():
-      if not boxes.complete(x["shape"], set().union(*[told.get(name, set()) for told in table])):
+      if not boxes.complete(x["shape"], set().union(*[boxes_of.get(name, set()) for boxes_of in table])):
         raise Rejected(f"a part of {name} is damaged or missing in every copy")
     self._log(f"Restoring checkpoint from {self.path(candidate)}.")
 
@@ -321,7 +321,7 @@ class Emergency:
     return verified_load.load(self._world, read, meta["arrays"], abstract), meta
 
   def _held(self, candidate: Candidate) -> tuple[dict[str, dict[Box, np.ndarray]], dict[str, Any]]:
-    """({array: {box: its data, mapped from the file}} of this host whose CRC is right, meta or {})."""
+    """({array: {box: data, mapped from the file}} of the undamaged parts on this host, meta or {})."""
     held: dict[str, dict[Box, np.ndarray]] = {}
     meta: dict[str, Any] = {}
     for entry in self._read_entries():
@@ -356,7 +356,7 @@ def _box(value: Any) -> Box:
 
 
 def _map(path: Path, offset: int, size: int) -> np.ndarray | None:
-  """`size` bytes of the file from `offset`, mapped into memory; None where the file does not have them."""
+  """`size` bytes of the file from `offset`, mapped into memory; None if the file is shorter."""
   try:
     if not path.is_file() or path.stat().st_size < offset + size:
       return None

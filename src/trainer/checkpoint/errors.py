@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class CheckpointError(RuntimeError):
-  """A checkpoint could not be written or read: storage, space, permissions. The run cannot promise its progress."""
+  """A checkpoint could not be written or read: storage, space, permissions. Progress may not be saved."""
 
 
 class NonFiniteState(CheckpointError):
@@ -12,7 +12,7 @@ class NonFiniteState(CheckpointError):
 
 
 class NoGoodCheckpoint(CheckpointError):
-  """There are checkpoints, and none of them can be trusted: starting anew in silence would hide the loss."""
+  """There are checkpoints and all are damaged. Starting from step 0 without an error would hide the loss."""
 
 
 class ConfigMismatch(ValueError):
@@ -20,4 +20,4 @@ class ConfigMismatch(ValueError):
 
 
 class Rejected(Exception):
-  """Why one checkpoint cannot be used. Never leaves the package: the next older one is tried."""
+  """The reason why one checkpoint cannot be used. Never leaves the package: the next older one is tried."""

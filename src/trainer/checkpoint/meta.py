@@ -1,4 +1,4 @@
-"""What a checkpoint knows about the run that wrote it, and whether a run may resume from it."""
+"""The meta of a checkpoint: facts about the run that wrote it, and the check whether a run may resume from it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_config(
 
 
 def meta_diff(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-  """{key: (saved value, present value)} of keys that differ; a key that only one side knows is no difference."""
+  """{key: (saved value, present value)} of the keys that differ. A key that only one side has is no difference."""
   return {key: (saved[key], config[key]) for key in saved if key in config and saved[key] != config[key]}
 
 
@@ -69,12 +69,12 @@ def _message(
     if key == JUDGED_BY["dataset_path"] and not explained:
       what += ": the keys are the same, so the files have changed"
     rows.append((key, _short(old), _short(new), what))
-    rows += [(cause, _short(differences[cause][0]), _short(differences[cause][1]), "a cause of it") for cause in causes]
+    rows += [(cause, _short(differences[cause][0]), _short(differences[cause][1]), "a cause") for cause in causes]
   widths = [max(len(row[column]) for row in rows) for column in range(3)]
   table = [f"  {key:{widths[0]}}  {old:>{widths[1]}} -> {new:{widths[2]}}  {why}" for key, old, new, why in rows]
-  remedy = "Set them back, or choose another run_name to start anew"
+  remedy = "Set them back, or choose another run_name for a new run"
   if not refused.keys() & CHANGES_STATE:  # else the arrays do not fit, whatever is allowed
-    remedy += f", or, if this is meant, allow_config_change={','.join(refused)}"
+    remedy += f", or, if you want this change, allow_config_change={','.join(refused)}"
   return "\n".join([
     f"the checkpoint of step {saved.get('step')} was made with other values (checkpoint -> now):",
     *table,

@@ -1,8 +1,8 @@
-"""The persistent tier: Orbax in {run}/checkpoints/{step}, local or gs://, sealed so that damage is noticed.
+"""The persistent tier: Orbax in {run}/checkpoints/{step}, local or gs://, with checksums of every file and array.
 
 A step's folder has Orbax's `state/`, our `meta.json` and `manifest.json` (a CRC-32 of every file), and the marker
-`commit_success.txt`. All of it is in place before Orbax commits: locally by renaming the folder, on an object store
-by writing the marker last. A step without the marker was never finished.
+`commit_success.txt`. All files are in place before Orbax commits: locally by renaming the folder, on an object store by
+writing the marker last. A step without the marker is not finished.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from trainer.world import World
 STEP = re.compile("0|[1-9][0-9]{0,17}")  # the name of a step's folder; not 0050, nor digits of other scripts
 UNFINISHED = ".orbax-checkpoint-tmp"
 COMMIT = "commit_success.txt"
-# Orbax's words, and the path at which it committed (a run's folder may have moved since).
+# Orbax's text, with the path at the time of the commit (a run's folder may have moved since).
 COMMIT_TEXT = rf"Checkpoint commit was successful to .*/[0-9]+({re.escape(UNFINISHED)})?"
 META = "meta.json"
 MANIFEST = "manifest.json"
 DELETED = "DELETED"
-# Orbax touches these two after the manifest is written. The first is only its own bookkeeping (a restore does not
-# read it), the second is checked by its text.
+# Orbax changes these files after the manifest is written. A restore does not read the first, and the text of the second
+# is checked.
 UNSEALED = frozenset({"_CHECKPOINT_METADATA", COMMIT, MANIFEST})
-# An object store keeps and checks a checksum of every object itself, and reading all twice would double a restore:
-# there only files up to this size have a CRC of ours, the others their length; array data has its fingerprints.
+# An object store checks a checksum of every object itself, and reading all files twice would double the time of a
+# restore. There larger files have no CRC in the manifest, only their size; array data has its fingerprints.
 OBJECT_STORE_CRC_LIMIT = 1 << 20
-# Words in an error of the storage that speak against the storage and not against the checkpoint.
+# If a storage error contains one of these words, the storage has failed; the checkpoint may be good.
 OUTAGES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED")
 # Orbax measures its timeouts with the wall clock, and a clock that is corrected must not fail a save. A save that
 # hangs is noticed by the watchdog and by the heartbeats of jax.distributed.
@@ -64,7 +64,7 @@ def versions() -> dict[str, str]:
 
 @dataclass
 class _Save:
-  """A save under way: what the background needs to seal and finish it."""
+  """A save under way: what the background thread needs to seal and finish it."""
 
   step: int
   meta: dict[str, Any]
@@ -116,11 +116,11 @@ class Persistent:
     metric: float | None = None,
     force: bool = False,
   ) -> bool:
-    """Starts (async_checkpointing) or does a save of `state`, a pytree of jax.Arrays; False where the step exists.
+    """Starts (async_checkpointing) or completes a save of `state`, a pytree of jax.Arrays; False if the step exists.
 
     Returns when the state has been copied to the host: its buffers may then be donated. `meta` is JSON; `metric` is
-    the evaluation loss, for checkpoint_keep_best. force overwrites. Raises CheckpointError for this and for the save
-    before it, NonFiniteState where the state has infinities or NaNs (from `wait` or the next call).
+    the evaluation loss, for checkpoint_keep_best. force overwrites. Raises CheckpointError for this save and for the
+    one before it, and NonFiniteState (from `wait` or the next call) if the state has infinities or NaNs.
     """
     self.wait()
     begin = time.monotonic()
@@ -162,15 +162,15 @@ class Persistent:
       )
 
   def wait(self) -> None:
-    """Returns when the save in flight is committed. Raises CheckpointError where it failed."""
+    """Returns when the save in flight is committed. Raises CheckpointError if it failed."""
     self._background.wait()
 
   def check(self) -> None:
-    """Raises CheckpointError where a save in the background has failed; does not wait."""
+    """Raises CheckpointError if a save in the background has failed. Does not wait."""
     self._background.check()
 
   def close(self) -> None:
-    """Frees Orbax's threads. Call `wait` before: an error of a save in flight is not raised here."""
+    """Frees Orbax's threads. Call `wait` first: an error of a save in flight is not raised here."""
     if self._writer is not None:
       with contextlib.suppress(Exception):  # wait() has raised it
         self._writer.close()
@@ -185,7 +185,7 @@ class Persistent:
 
       def finite_barrier(*, key: str, timeout_ms: int) -> None:
         barrier(key=key, timeout_ms=timeout_ms)
-        self._prints()  # raises on every process alike: were it only process 0, the others would wait for its commit
+        self._prints()  # raises on every process: if only process 0 raised, the others would wait for its commit
 
       self._writer = ocp.AsyncCheckpointer(
         _handler(ocp.options.MultiprocessingOptions()),
@@ -193,8 +193,8 @@ class Persistent:
           timeout_secs=NO_TIMEOUT_SECONDS,
           post_finalization_callback=self._seal,
           barrier_sync_fn=finite_barrier,
-          # A folder that cannot be made fails here and now; made in the background, its failure leaves Orbax's other
-          # threads waiting for minutes.
+          # A folder that cannot be created fails at once. In the background the failure leaves Orbax's other threads
+          # waiting for minutes.
           create_directories_asynchronously=False,
         ),
         atomicity_options=AtomicityOptions(mode=AtomicityMode(self._atomicity)),
@@ -202,7 +202,7 @@ class Persistent:
     return self._writer
 
   def _prints(self) -> dict[str, str]:
-    """The fingerprints of the save in flight. Raises NonFiniteState."""
+    """{name: fingerprint} of the save in flight. Raises NonFiniteState."""
     save = self._save
     assert save is not None
     prints, bad = fingerprint.collect(save.started)
@@ -214,7 +214,7 @@ class Persistent:
     return prints
 
   def _seal(self) -> None:
-    """Orbax calls this on process 0 when all arrays are written, before the commit; an exception prevents it."""
+    """Writes meta and manifest. Orbax calls this on process 0 before the commit; an exception prevents the commit."""
     save, prints = self._save, self._prints()
     assert save is not None
     self._check_run_folder(save.step)
@@ -228,7 +228,7 @@ class Persistent:
     (root / MANIFEST).write_bytes(checksums.dump(checksums.manifest(root, UNSEALED, limit)))
 
   def _finish(self, save: _Save) -> None:
-    """Background: waits for the commit, then deletes what retention does not keep."""
+    """In the background: waits for the commit, then deletes what retention does not keep."""
     try:
       self._writer.wait_until_finished()
       self._emit("checkpoint_saved", step=save.step, tier="persistent", path=str(self.directory / str(save.step)),
@@ -239,16 +239,16 @@ class Persistent:
       raise self._failure(save.step, error) from error
 
   def _failure(self, step: int, error: BaseException) -> BaseException:
-    """The error to raise for `error`; what is left of the unfinished save is removed, its space may be what lacked.
+    """The error to raise for `error`. Removes the unfinished save, because the space it takes may be the problem.
 
-    (Of several processes others may still be writing there: then it stays until the next start sets it aside.)
+    With several processes others may still write there: then it stays until the next start moves it aside.
     """
     self._save = None
-    alone = self._world.size == 1 or isinstance(error, NonFiniteState)
+    no_writers = self._world.size == 1 or isinstance(error, NonFiniteState)
     for name in (f"{step}{UNFINISHED}", str(step)):
       path = self.directory / name
-      if alone and self._world.is_primary and path.exists() and not self._committed(name):
-        with contextlib.suppress(OSError):  # the error at hand is the one to report
+      if no_writers and self._world.is_primary and path.exists() and not self._committed(name):
+        with contextlib.suppress(OSError):  # report the first error
           path.rmtree()
     if isinstance(error, CheckpointError | jax.errors.JaxRuntimeError):
       return error
@@ -344,9 +344,9 @@ class Persistent:
     return found
 
   def verify(self, step: int, part: int = 0, parts: int = 1) -> dict[str, Any]:
-    """The meta of a committed step. Raises Rejected where a file is missing or damaged.
+    """The meta of a committed step. Raises Rejected if a file is missing or damaged.
 
-    With parts > 1 only every parts-th file is read: several processes share the work.
+    With parts > 1 only every parts-th file is read, beginning with `part`: several processes share the work.
     """
     root = self.directory / str(step)
     commit, manifest, described = (checksums.read(root / name) for name in (COMMIT, MANIFEST, META))
@@ -368,9 +368,9 @@ class Persistent:
     return str(self.directory / str(candidate.step))
 
   def restore(self, candidate: Candidate, abstract: Any, accept: Accept) -> tuple[Any, dict[str, Any]]:
-    """(state, meta) of a committed step. The processes share the reading of the files for the checksums.
+    """(state, meta) of a committed step. The processes share the work of verifying the files.
 
-    Raises CheckpointError, on every process alike, where the storage fails.
+    Every process raises CheckpointError if the storage fails.
     """
     reason, meta, path = "", {}, self.path(candidate)
     try:
@@ -387,8 +387,8 @@ class Persistent:
   def load(self, step: int, abstract: Any, meta: Mapping[str, Any]) -> Any:
     """The state of `step` (meta: as from `verify`) with the shapes, types and shardings of `abstract`.
 
-    Every process must call. Raises, on every process alike, Rejected where the arrays are not those that were saved
-    and CheckpointError where the storage fails.
+    Every process must call. Every process raises Rejected if the arrays are not what was saved, and CheckpointError if
+    the storage fails.
     """
     read = functools.partial(self._read, step)
     if self._cfg.enable_single_replica_ckpt_restoring:
@@ -414,7 +414,7 @@ class Persistent:
         arrays = reader.restore(self.directory / str(step), args=ocp.args.Composite(state=args)).state
         return jax.block_until_ready(arrays)
     except (jax.errors.JaxRuntimeError, TypeError, AttributeError, AssertionError, MemoryError):
-      raise  # says nothing about the checkpoint
+      raise  # the checkpoint may be good
     except Exception as error:  # Orbax reports lost data as a bare Exception
       text = " ".join(str(e) for e in (error, error.__cause__) if e is not None)
       if any(word in text for word in OUTAGES) or isinstance(error, PermissionError):
@@ -457,7 +457,7 @@ class Persistent:
 
 
 def _move(source: Any, target: Any) -> None:
-  """Moves a folder. On an object store file by file: gcsfs' own move goes on after a failed copy and then deletes."""
+  """Moves a folder; on an object store file by file, because gcsfs deletes the source even after a failed copy."""
   if "://" not in str(source):
     source.rename(target)
     return
@@ -467,7 +467,7 @@ def _move(source: Any, target: Any) -> None:
 
 
 def _handler(multiprocessing: Any) -> Any:
-  """Orbax's handler for a step: zarr3 in OCDBT (few files), without compression (fp32 gains 8 % and costs 2x time)."""
+  """Orbax's handler for a step: zarr3 in OCDBT (few files). Compression would save 8 % and double the time."""
   import orbax.checkpoint as ocp
 
   state = ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False, multiprocessing_options=multiprocessing)
@@ -481,7 +481,7 @@ def _save_args(flat: Mapping[str, jax.Array]) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-  """The innermost cause in one line: Orbax wraps what happened in exceptions without a type."""
+  """The innermost cause in one line: Orbax wraps errors in exceptions without a type."""
   while error.__cause__ is not None:
     error = error.__cause__
   return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"[:500]

@@ -1,4 +1,4 @@
-"""Who saves at this step, and what a run resumes from: the newest state that can be trusted, over all tiers."""
+"""Saves in the tiers that are due at a step, and restores the newest good state of all backups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.world import World
 
 
 class Tiers:
-  """The backups of one attempt. Every process calls every method, in the same order.
+  """The backups of one attempt. Every process must call every method, in the same order.
 
   `step` always counts completed steps. Errors of a background save are raised by the next call.
   """
@@ -68,7 +68,7 @@ class Tiers:
     return local or self.due_persistent(step)
 
   def due_persistent(self, step: int) -> bool:
-    """Whether the persistent tier would."""
+    """Whether the persistent tier saves at `step`."""
     return self._due(step, self._cfg.checkpoint_period)
 
   def _due(self, step: int, period: int) -> bool:
@@ -77,9 +77,9 @@ class Tiers:
   def maybe_save(
     self, step: int, state: Any, meta: Mapping[str, Any], *, last: bool = False, metric: float | None = None
   ) -> bool:
-    """Saves in the tiers whose period ends at `step`; where it is the last step of this process, in the persistent
-    one. Whether it saved. Returns as soon as the state may be donated.
+    """Saves in the tiers whose period ends at `step`, and with `last` in the persistent tier. Whether it saved.
 
+    last: no step follows in this process. Returns as soon as the state may be donated.
     meta: of meta.build; metric: evaluation loss of this state, if known.
     """
     if not self._cfg.enable_checkpointing:
@@ -94,22 +94,22 @@ class Tiers:
     return saved
 
   def check(self) -> None:
-    """Raises CheckpointError where a save in the background has failed; does not wait."""
+    """Raises CheckpointError if a save in the background has failed. Does not wait."""
     self._persistent.check()
     if self._emergency is not None:
       self._emergency.check()
 
   def wait(self) -> None:
-    """Returns when everything that was started is committed. Raises CheckpointError where it is not."""
+    """Returns when all saves are committed. Raises CheckpointError if one failed."""
     self._persistent.wait()
     if self._emergency is not None:
       self._emergency.wait()
 
   def close(self) -> None:
-    """Waits for what was started and frees the threads.
+    """Waits for all saves and frees the threads.
 
-    Raises CheckpointError like wait, except while another exception is on its way (`finally`): that one tells why the
-    attempt ends and must not be replaced, so the checkpoint's is logged.
+    Raises CheckpointError like `wait`. While another exception is being raised, it logs its own error instead: the
+    other exception is the reason why the attempt ends.
     """
     ending = sys.exception() is not None
     try:
@@ -132,7 +132,7 @@ class Tiers:
     NoGoodCheckpoint if all checkpoints in storage are damaged.
     """
     if self._emergency is not None:
-      self._emergency.parts(abstract)  # raises before training where no slice holds a full copy
+      self._emergency.parts(abstract)  # raises before training if no slice holds a full copy
     bad: dict[str, str] = {}  # {folder name in storage: reason}
 
     def rejected(backup: StateBackup, candidate: Candidate, reason: str) -> None:
@@ -153,7 +153,7 @@ class Tiers:
       reasons = "".join(f"\n  {name}: {reason}" for name, reason in bad.items())
       raise NoGoodCheckpoint(
         f"{self._persistent.directory} has checkpoints and none can be restored:{reasons}\n"
-        "Put a good copy of one there, or, to start again from step 0, move the folder away or choose another run_name"
+        "Put a good copy of a checkpoint there. To start from step 0, move the folder away or choose another run_name"
       )
     self._persistent.set_aside(bad)
     if restored is None:
@@ -166,7 +166,7 @@ class Tiers:
 
 
 def _prepare(abstract: Any) -> None:
-  """What the first save would otherwise wait for: compiled fingerprints and the import of Orbax (a second each)."""
+  """Compiles the fingerprints and imports Orbax (a second each): otherwise the first save waits for both."""
   import orbax.checkpoint  # noqa: F401
 
   fingerprint.prepare(abstract)

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
+from tests.support.attention_oracle import assert_close, exact, inputs, with_grads
 
 from trainer.kernels import attention, attention_cpu, attention_gpu, attention_splash
 from trainer.kernels.attention_xla import dot_product
-
-from .oracle import assert_close, exact, inputs, with_grads
 
 AXES = ("data", "fsdp", "tensor", "context")
 FLOAT32 = 1e-5  # relative to the largest value

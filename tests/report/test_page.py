@@ -10,8 +10,7 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
-from tests.report import fake_run
-from tests.support import guide_awk
+from tests.support import fake_run, guide_awk
 
 from trainer.observe import log
 from trainer.report import compare, finish, goodput, history, page

@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from tests.report import fake_run
+from tests.support import fake_run
 
 from trainer.report import history, series
 

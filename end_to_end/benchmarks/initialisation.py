@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from end_to_end.benchmarks.arguments import positive
+from end_to_end.benchmarks.common import positive
 
 from trainer import optimizers, program, state, step
 from trainer.config.load import load

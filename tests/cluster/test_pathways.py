@@ -199,7 +199,6 @@ def test_a_slice_that_died_and_was_replaced_is_lost(slices):
   slices.down.clear()
   assert cluster.wait_for(4, timeout=10) == {0, 1, 2, 3}
   assert cluster.died(view) == cluster.lost(view) == {1}
-  assert cluster.survivors(view) == {0, 2, 3}
   assert cluster.died(cluster.view(cluster.alive())) == frozenset()
 
 

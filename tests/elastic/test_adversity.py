@@ -157,3 +157,43 @@ def test_evaluations_do_not_count_as_step_time_in_a_resize_decision(harness):
   harness.run("timed", [*KEYS, DEGRADE, "eval_interval=1", "eval_steps=1"], meddle, watch=seen.append)
   assert len(seen) == 1
   assert 0 < seen[0].steps.step_seconds < 0.9
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", [DEGRADE, FIXED])
+@pytest.mark.parametrize("step", [1, 2, 7])
+def test_a_real_hang_is_recovered_from_with_snapshots_on(harness, undisturbed_run, mode, step):
+  """Arrays that are never ready: neither the snapshot of the step nor its record can be whole, and both are redone."""
+  history = harness.run("hang", [*KEYS, mode, f"fault_injection=hang@{step}:1", "elastic_hang_check_seconds=0.3"])
+  check(history, undisturbed_run, 0 if mode == FIXED else 1e-5)
+  recovery = history.of_kind("recovery")[0]
+  assert (recovery["slice"], recovery["step_before"]) == ([1], step - 1)
+  assert recovery["steps_lost"] in (0, 1), "a snapshot of a step that was never recorded was restored"
+  assert len(history.of_kind("hang")) == 1
+
+
+@pytest.mark.timeout(900)
+def test_a_hang_that_ends_before_the_health_check_is_only_slow(harness, undisturbed_run):
+  history = harness.run("short", [*KEYS, DEGRADE, "fault_injection=hang@5:1/0.3", "elastic_hang_check_seconds=30"])
+  check(history, undisturbed_run, 0)
+  assert len(history.of_kind("attempt_start")) == 1
+  assert [record["fault"] for record in history.of_kind("fault_injected")] == ["hang@5:1/0.3"]
+
+
+@pytest.mark.timeout(900)
+def test_a_slice_that_hangs_in_an_evaluation(harness, undisturbed_run):
+  def meddle(session, cluster):
+    read, asked = session.data.evaluation.batch, []
+
+    def batch(index, rows=None):
+      asked.append(index)
+      if len(asked) == 2:
+        cluster.hang(1)
+      return read(index, rows)
+
+    session.data.evaluation.batch = batch
+
+  history = harness.run("hang-eval", [*EVALUATED, "elastic_hang_check_seconds=0.3"], meddle)
+  check(history, undisturbed_run)
+  assert [record["step"] for record in history.of_kind("eval")] == [6, STEPS]
+  assert history.of_kind("hang")[0]["step"] == 6

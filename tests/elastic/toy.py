@@ -140,7 +140,7 @@ class Toy:
 
   def snapshot(self, elastic, view, step, w):
     elastic.reached("snapshot", step)
-    living = elastic.cluster.survivors(view)
+    living = frozenset(view.slices) - elastic.cluster.lost(view)
     self.snapshots = {i: (step, w) for i in view.slices if i in living}
     if self.save_period and step % self.save_period == 0:
       elastic.reached("save", step)

@@ -85,10 +85,6 @@ class Cluster(ABC):
     self._record_deaths(gone - self.died(view))
     return self.died(view)
 
-  def survivors(self, view: View) -> frozenset[int]:
-    """Ids of the slices of `view` that are alive and have not died since the view was made. Makes a health check."""
-    return frozenset(view.slices) & self.alive() - self.died(view)
-
   def _record_deaths(self, slice_ids: Iterable[int]) -> None:
     with self._deaths_lock:
       for slice_id in slice_ids:

@@ -120,8 +120,9 @@ class _Loop:
       if view is None:
         log.line("Stopping with no slice alive: progress since the last checkpoint is lost.")
         return Outcome("preempted", elastic.steps.last_step)
-      # Asked after the wait: a slice may have died meanwhile.
-      survivors = cluster.survivors(before) if before is not None else frozenset(view.slices)
+      survivors = frozenset(view.slices)
+      if before is not None:
+        survivors &= frozenset(before.slices) - cluster.died(before)
       try:
         outcome = _run(self._attempt, elastic, self._events, view, survivors, number)
       except Exception as error:
@@ -176,8 +177,7 @@ class _Loop:
   def _lose(self, event: Event, view: View) -> None:
     """Records that slices of `view` were lost."""
     elastic, step = self._elastic, self._elastic.steps.last_step
-    survivors = elastic.cluster.survivors(view)
-    lost = sorted(frozenset(view.slices) - survivors)
+    lost = sorted(event.lost)
     # The fault came after the last sign of life; when exactly is known only of an injected one.
     began = max(elastic.steps.last_sign_of_life, elastic.faults.last_fired_at)
     detect_seconds = elastic.clock() - began
@@ -187,7 +187,7 @@ class _Loop:
       "slice_down",
       step=step,
       slice=lost,
-      slices=sorted(survivors),
+      slices=sorted(frozenset(view.slices) - event.lost),
       error=event.reason,
       detect_seconds=detect_seconds,
     )

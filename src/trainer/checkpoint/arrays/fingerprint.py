@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from trainer.checkpoint.arrays import state_tree
+
 # Knuth's multiplicative hash constant (2**32 / golden ratio) gives neighbouring elements very different weights.
 GOLDEN = 2654435761
 
@@ -50,36 +52,36 @@ def _add(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array,
   return tuple(x + y for x, y in zip(a, b))
 
 
-@functools.lru_cache(maxsize=4096)
-def _program(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> Any:
-  """The compiled fingerprint of arrays of this kind. Parameters and their moments share one program."""
-  replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-  abstract = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-  return jax.jit(_fingerprint, out_shardings=replicated).lower(abstract).compile()
+@functools.lru_cache(maxsize=256)
+def _program(kinds: tuple[tuple[tuple[int, ...], Any, Sharding], ...]) -> Any:
+  """The compiled fingerprints of arrays of these shapes, dtypes and shardings: one program for all of them.
+
+  With a program per array, each program in flight on several CPU devices would hold threads of XLA's pool while it
+  waits for the other devices, and with a hundred arrays no thread would be left to end the waiting.
+  """
+  abstract = tuple(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in kinds)
+  replicated = tuple(
+    NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+    for _, _, sharding in kinds
+  )
+  return jax.jit(lambda arrays: tuple(map(_fingerprint, arrays)), out_shardings=replicated).lower(abstract).compile()
+
+
+def _program_for(arrays: Mapping[str, Any]) -> Any:
+  """The program for the arrays (or ShapeDtypeStructs) in the order of their names."""
+  ordered = [arrays[name] for name in sorted(arrays)]
+  return _program(tuple((tuple(x.shape), x.dtype, x.sharding) for x in ordered))
 
 
 def prepare(abstract: Any) -> None:
-  """Compiles what `dispatch` needs for a state of these shapes, types and shardings. Any thread may call."""
-  for x in jax.tree.leaves(abstract):
-    _program(tuple(x.shape), x.dtype, x.sharding)
+  """Compiles what `dispatch` will need for a state of these shapes, dtypes and shardings. From any thread."""
+  _program_for(state_tree.flatten(abstract))
 
 
 def dispatch(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-  """{name: fingerprint that is being computed}; returns at once, and the arrays may be donated afterwards.
-
-  On several CPU devices one program runs at a time: a program in flight keeps one thread of XLA's pool per device while
-  it waits for the other devices, and with a hundred arrays no thread is left that could end the wait (a deadlock).
-  """
-  started = {}
-  for name, x in arrays.items():
-    started[name] = _program(x.shape, x.dtype, x.sharding)(x)
-    if len(x.sharding.device_set) > 1 and _on_cpu(x):
-      started[name].block_until_ready()
-  return started
-
-
-def _on_cpu(x: jax.Array) -> bool:
-  return next(iter(x.sharding.device_set)).platform == "cpu"
+  """Starts the fingerprints of `arrays` and returns at once; the arrays may be donated right after."""
+  names = sorted(arrays)
+  return dict(zip(names, _program_for(arrays)(tuple(arrays[name] for name in names)))) if arrays else {}
 
 
 def collect(started: Mapping[str, jax.Array]) -> tuple[dict[str, str], list[str]]:

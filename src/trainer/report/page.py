@@ -38,7 +38,8 @@ figure { margin: 28px 0; } img { display: block; width: 100%; height: auto; }
 td, th { padding: 5px 18px 5px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
 th { font-weight: 500; font-size: 13px; vertical-align: bottom; }
 .number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
-.facts td:first-child { color: var(--soft); white-space: nowrap; } .facts td { overflow-wrap: anywhere; }
+.facts { width: 100%; } .facts td:first-child { width: 1%; color: var(--soft); white-space: nowrap; }
+.facts td { overflow-wrap: anywhere; }
 .name { white-space: nowrap; } .key { display: inline-block; width: 11px; height: 11px; border-radius: 2px; }
 .bar { display: flex; height: 26px; border-radius: 6px; overflow: hidden; background: var(--line); margin: 14px 0; }
 summary { cursor: pointer; padding: 4px 0; }
@@ -244,7 +245,8 @@ def _started(run: Run) -> str:
   data = start.get("data")
   facts = {"Command": start.get("command"), "Host": start.get("host"), "Commit": start.get("git_commit")}
   known = {name: value for name, value in facts.items() if value}
-  known |= {f"Version of {package}": version for package, version in (start.get("versions") or {}).items()}
+  versions = start.get("versions") or {}
+  known |= {"Versions": ", ".join(f"{package} {version}" for package, version in versions.items())} if versions else {}
   return (
     f"<h2>Data</h2>{_facts(data) if data else '<p>Not recorded.</p>'}"
     f"<h2>Start</h2>{_facts(known) if known else '<p>Not recorded.</p>'}"
@@ -289,7 +291,7 @@ def _table(headings: Sequence[str], rows: Rows) -> str:
 
 
 def _cell(value: Any, name: str = "") -> str:
-  """A value for a person: at most four digits of a fraction, thousands apart, small seconds as "< 0.001"."""
+  """A value for a person: at most four digits of a fraction, thousands apart, small seconds as "<0.001"."""
   if value is None:
     return ""
   if isinstance(value, list):
@@ -301,7 +303,7 @@ def _cell(value: Any, name: str = "") -> str:
   if isinstance(value, int):
     return f"{value:,}"
   if name.endswith("seconds"):
-    return "0" if value == 0 else "< 0.001" if 0 < value < 0.001 else f"{value:,.3f}"
+    return "0" if value == 0 else "<0.001" if 0 < value < 0.001 else f"{value:,.3f}"
   return f"{value:,.4g}" if abs(value) < 1e4 or not math.isfinite(value) else f"{value:,.0f}"
 
 
@@ -311,8 +313,8 @@ def _count(number: int, one: str, many: str = "") -> str:
 
 
 def _magnitude(number: float) -> str:
-  """`960`, `45.7 thousand`, `3.2 million`, `1.2 billion`"""
-  for size, name in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
-    if number >= 0.99995 * size:
+  """`45,678`, `3.2 million`, `1.2 billion`"""
+  for size, name in ((1e9, "billion"), (1e6, "million")):
+    if number >= size:
       return f"{number / size:,.1f} {name}"
   return f"{number:,}"

@@ -2,11 +2,12 @@
 
   JAX_PLATFORMS=cpu python -m end_to_end.elastic_histories [--count 1000] [--first 0]
 
-Seed i determines history i: slices lost during a step, a snapshot, a save or a recovery, double faults, returns, and
-flapping slices. Every third run has a fixed mesh and waits for replacements. The other runs continue with the remaining
-slices. Each run must complete, and every step must use the same examples as in the undisturbed run. On a fixed mesh,
-losses and final state must be bit-identical; otherwise losses must agree within 1e-5. A fault may cost at most one
-completed step. After the first history that breaks a rule, prints the command that repeats it and exits with 1.
+Seed i determines history i: slices lost during a step, a snapshot, a save, an evaluation, a restore or a recovery,
+double faults, returns, and flapping slices. Every third run has a fixed mesh and waits for replacements. The other runs
+continue with the remaining slices. Each run must complete, and every step must use the same examples as in the
+undisturbed run. On a fixed mesh, losses and final state must be bit-identical; otherwise losses must agree within 1e-5.
+A fault may cost at most one completed step. After the first history that breaks a rule, prints the command that repeats
+it and exits with 1.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from trainer.elastic.attempt import Outcome
 from trainer.elastic.faults import draw
 
 STEPS = 12
-KEYS = (f"steps={STEPS}", "checkpoint_period=4", "snapshot_period=1")
+KEYS = (f"steps={STEPS}", "checkpoint_period=4", "snapshot_period=1", "eval_interval=3", "eval_steps=1")
 TOLERANCE = 1e-5  # relative difference of float32 losses whose sums are computed in another order
 
 

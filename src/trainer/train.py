@@ -89,7 +89,7 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
 
     # ---- the loop
     first = step
-    _make_up_evaluation(config, session, stepper, state.params, step)
+    _make_up_evaluation(config, session, elastic, stepper, state.params, step)
     records.restart_clock()
     while step < config.run.steps:
       profiler.before_step(step - first, functools.partial(jax.block_until_ready, state))
@@ -111,7 +111,7 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
       if not actions.record:
         continue
       records.finish()
-      loss = _evaluate(config, session, stepper, state.params, step) if actions.evaluate else None
+      loss = _evaluate(config, session, elastic, stepper, state.params, step) if actions.evaluate else None
       with session.watchdog.during("save"):  # includes waiting for the save before it
         if actions.snapshot == "late":
           session.snapshots.wait()
@@ -222,7 +222,9 @@ def _evaluation_due(config: Config, session: Session, step: int) -> bool:
   return step >= config.run.steps or (period > 0 and step % period == 0)
 
 
-def _make_up_evaluation(config: Config, session: Session, stepper: Stepper, params: Params, step: int) -> None:
+def _make_up_evaluation(
+  config: Config, session: Session, elastic: ElasticRun, stepper: Stepper, params: Params, step: int
+) -> None:
   """Evaluates the state that the attempt starts from, unless metrics.jsonl has its evaluation or no evaluation was due.
 
   An evaluation is owed if an earlier process had to stop at this step, or was killed before the record was safe.
@@ -232,13 +234,16 @@ def _make_up_evaluation(config: Config, session: Session, stepper: Stepper, para
   if world_lib.from_primary(session.world, session.metrics.has_evaluation(step)):
     return
   session.log.line(f"An evaluation was due at step {step} and is missing: evaluating before the next step.")
-  _evaluate(config, session, stepper, params, step)
+  _evaluate(config, session, elastic, stepper, params, step)
   session.metrics.flush()  # if the process is killed from now on, the next one must not evaluate again
 
 
-def _evaluate(config: Config, session: Session, stepper: Stepper, params: Params, step: int) -> float:
+def _evaluate(
+  config: Config, session: Session, elastic: ElasticRun, stepper: Stepper, params: Params, step: int
+) -> float:
   """Mean loss in nats per token over the first eval_steps batches of the evaluation split, each once."""
   start = time.monotonic()
+  elastic.reached("eval", step)
   batches = session.data.eval_batches(config.observe.eval_steps)
   with session.watchdog.during("evaluation"):
     sums = [stepper.evaluate(params, index) for index in range(batches)]

@@ -79,6 +79,26 @@ def test_a_slice_lost_in_an_evaluation(harness, undisturbed_run, at):
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("fault", ["slice_down@6:1:eval", f"slice_down@{STEPS}:1:eval", "hang@6:1:eval"])
+def test_a_fault_at_the_start_of_an_evaluation(harness, undisturbed_run, fault):
+  history = harness.run("eval", [*EVALUATED, f"fault_injection={fault}", "elastic_hang_check_seconds=1"])
+  check(history, undisturbed_run)
+  assert [record["step"] for record in history.of_kind("eval")] == [6, STEPS]
+  assert [record["fault"] for record in history.of_kind("fault_injected")] == [fault]
+  (recovery,) = history.of_kind("recovery")
+  assert recovery["slice"] == [1] and recovery["steps_lost"] <= 1
+  assert len(history.of_kind("hang")) == fault.startswith("hang")
+
+
+@pytest.mark.timeout(900)
+def test_a_slice_lost_while_the_first_state_is_restored(harness, undisturbed_run):
+  history = harness.run("restore", [*KEYS, DEGRADE, "fault_injection=slice_down@1:1:restore"])
+  check(history, undisturbed_run)
+  (recovery,) = history.of_kind("recovery")
+  assert (recovery["slice"], recovery["step_before"], recovery["tier"]) == ([1], 0, "none")
+
+
+@pytest.mark.timeout(900)
 def test_every_event_leaves_its_whole_record(harness, undisturbed_run):
   history = harness.run("records", [*KEYS, DEGRADE, "fault_injection=slice_down@3:1, slice_up@5:1"])
   check(history, undisturbed_run)

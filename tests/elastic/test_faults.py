@@ -47,13 +47,15 @@ def test_the_example_of_the_key_is_understood():
 
 FAULTS = st.one_of(
   st.builds(Fault, st.just("ckpt_kill"), st.integers(0, 999), st.none(), st.just("save")),
-  st.builds(Fault, st.just("hang"), st.integers(0, 999), st.integers(0, 99)),
+  st.builds(
+    Fault, st.just("hang"), st.integers(0, 999), st.integers(0, 99), st.sampled_from(["step", "eval"]), st.just(1.5)
+  ),
   st.builds(
     Fault,
     st.just("slice_down"),
     st.integers(0, 999),
     st.integers(0, 99),
-    st.sampled_from(["step", "snapshot", "save", "recovery"]),
+    st.sampled_from(["step", "snapshot", "save", "eval", "restore", "recovery"]),
     st.sampled_from([None, 0.0, 2.5, float("inf")]),
   ),
 )
@@ -70,11 +72,11 @@ def test_text_and_faults_are_inverse(faults):
   [
     ("slice_dwn@3:1", "is neither KIND@STEP"),
     ("slice_down@:1", "is neither KIND@STEP"),
-    ("slice_down@3", r"does not say which slice.\nWrite slice_down@STEP:SLICE"),
+    ("slice_down@3", r"the slice is missing.\nWrite slice_down@STEP:SLICE"),
     ("slice_down@3:1:save:x", "is neither"),
-    ("slice_down@3:1:backup", "no moment is called backup.\nUse one of step, snapshot, save, recovery"),
-    ("slice_up@3:1/4", "only slice_down and hang take /SECONDS"),
-    ("hang@3:1:save", "Write hang@STEP:SLICE"),
+    ("slice_down@3:1:backup", "there is no moment backup.\nUse one of step, snapshot, save, eval, restore, recovery"),
+    ("slice_up@3:1/4", "only slice_down and hang have /SECONDS"),
+    ("hang@3:1:save", r"in a step or an evaluation only.\nWrite hang@STEP:SLICE"),
     ("ckpt_kill@3:1", "Write ckpt_kill@STEP"),
     ("random:seed=1", "is neither"),
     ("random:seed=1,rate=0", "Use a rate above 0"),

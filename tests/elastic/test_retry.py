@@ -162,6 +162,66 @@ def test_a_hang_is_found_by_the_health_check(undisturbed):
   assert records(toy, "recovery")[0]["slice"] == [2]
 
 
+def test_a_hang_that_ends_before_the_health_check_costs_nothing(undisturbed):
+  toy = Toy()
+  train(toy, "hang@7:2/0.5", cluster=cut(4), elastic_hang_check_seconds=30.0)
+  assert toy.losses == undisturbed.losses and toy.restores == [(0, "none")]
+  assert not records(toy, "hang") and not records(toy, "slice_down")
+
+
+def test_a_hang_that_ends_after_the_health_check_costs_a_recovery(undisturbed):
+  toy = Toy()
+  train(toy, "hang@7:2/1.5", cluster=cut(4), elastic_hang_check_seconds=0.2)
+  same_run(toy, undisturbed)
+  (recovery,) = records(toy, "recovery")[:1]
+  assert recovery["slice"] == [2] and recovery["steps_lost"] == 0
+
+
+def test_slices_that_died_while_others_were_waited_for_have_no_copy_to_restore(undisturbed):
+  """Slice 1 dies; while its replacement is waited for, slice 2 dies and is replaced too."""
+  toy, clock = Toy(), Clock()
+  cluster = cut(4, clock)
+  wait_for, survivors, real = cluster.wait_for, [], toy.attempt
+
+  def waiting(*args):
+    if toy.restores:
+      cluster.lose(2)
+    return wait_for(*args)
+
+  cluster.wait_for = waiting
+  toy.attempt = lambda elastic, view, alive: survivors.append(alive) or real(elastic, view, alive)
+  train(toy, "slice_down@7:1", cluster=cluster, clock=clock, elastic_min_slice_count=-1)
+  assert survivors == [{0, 1, 2, 3}, {0, 3}]
+  assert toy.losses == undisturbed.losses
+
+
+def test_returned_slices_that_do_not_answer_any_more_are_no_event(undisturbed):
+  toy, clock = Toy(), Clock()
+  cluster = cut(4, clock)
+  cluster.returned = lambda view: frozenset({1}) if len(toy.losses) == 10 else frozenset()  # an old answer
+  train(toy, "slice_down@7:1/inf", cluster=cluster, clock=clock)
+  same_run(toy, undisturbed)
+  assert not records(toy, "slice_up")
+  assert "The returned slices do not answer any more. Continuing without them." in toy.lines
+
+
+def test_a_loss_that_the_health_check_at_a_resize_finds_is_recorded(undisturbed):
+  toy, clock = Toy(), Clock()
+  cluster = cut(4, clock)
+  returned = cluster.returned
+
+  def lose_another(view):
+    if found := returned(view):
+      cluster.lose(2, float("inf"))
+    return found
+
+  cluster.returned = lose_another
+  train(toy, "slice_down@7:1, slice_up@12:1", cluster=cluster, clock=clock)
+  same_run(toy, undisturbed)
+  assert [r["slice"] for r in records(toy, "slice_down")] == [[1], [2]]
+  assert [r["slice"] for r in records(toy, "slice_up")] == [[1]]
+
+
 def test_a_slow_step_on_healthy_slices_is_waited_for(undisturbed):
   toy, cluster = Toy(steps=3), cut(4, Clock())
   block, slow = cluster.block_until_ready, [True]

@@ -140,8 +140,7 @@ class Toy:
 
   def snapshot(self, elastic, view, step, w):
     elastic.reached("snapshot", step)
-    living = frozenset(view.slices) - elastic.cluster.lost(view)
-    self.snapshots = {i: (step, w) for i in view.slices if i in living}
+    self.snapshots = {i: (step, w) for i in view.slices if i not in elastic.cluster.died(view)}
     if self.save_period and step % self.save_period == 0:
       elastic.reached("save", step)
       self.saved = (step, w)

@@ -1,15 +1,20 @@
 """The grammar of the key fault_injection: faults to rehearse.
 
-  slice_down@STEP:SLICE[:MOMENT][/SECONDS]   the slice dies; it returns after SECONDS (inf: never), at its slice_up, or,
-                                             without either, one second after training cannot go on without it
-  slice_up@STEP:SLICE[:MOMENT]               a dead slice returns
-  hang@STEP:SLICE[/SECONDS]                  the slice stops answering, without an error
+  slice_down@STEP:SLICE[:MOMENT][/SECONDS]   the slice dies; it returns after SECONDS (inf: never) or at its slice_up.
+                                             Without either, it returns one second after the run waits for it
+  slice_up@STEP:SLICE[:MOMENT]               a dead slice returns with empty memory, or a hanging slice continues
+  hang@STEP:SLICE[:MOMENT][/SECONDS]         the slice stops answering, without an error; after SECONDS it continues
   ckpt_kill@STEP                             the process kills itself (SIGKILL) while that checkpoint is being written
-  random:seed=S,rate=R                       each step has a fault with probability R; one slice, drawn by the seed, is
-                                             spared
+  random:seed=S,rate=R                       each step has a fault with probability R; the seed spares one slice
 
-MOMENT says when: `step` (the default: before STEP is computed), `snapshot`, `save` (while one is made), `recovery`
-(while a state is restored to go on with STEP). A fault happens at the first such moment of step STEP or later.
+MOMENT is one of
+  step       before STEP is computed (the default)
+  snapshot   while a snapshot of STEP is made
+  save       while a checkpoint of STEP is written
+  eval       when the evaluation of STEP begins
+  restore    when a new process has restored a state (or made a fresh one), to continue with STEP
+  recovery   when a recovery has restored a state, to continue with STEP
+A fault happens at the first such moment of step STEP or later.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from typing import Literal, cast, get_args
 
 from trainer.config.errors import ConfigError
 
-Moment = Literal["step", "snapshot", "save", "recovery"]
+Moment = Literal["step", "snapshot", "save", "eval", "restore", "recovery"]
 Kind = Literal["slice_down", "slice_up", "hang", "ckpt_kill"]
 
 _EXAMPLE = "Write for example fault_injection='slice_down@12:1, slice_up@30:1, hang@40:2, ckpt_kill@50'."
@@ -33,7 +38,7 @@ _RANDOM = re.compile(r"random:seed=(?P<seed>\d{1,18}),rate=(?P<rate>\d*\.?\d+)")
 
 @dataclass(frozen=True)
 class Fault:
-  """One fault. str() gives it back in the grammar."""
+  """One fault. str() gives its text in the grammar."""
 
   kind: Kind
   step: int
@@ -49,14 +54,14 @@ class Fault:
 
 @dataclass(frozen=True)
 class RandomFaults:
-  """Faults drawn from a seed, each step with probability `rate`."""
+  """Faults drawn from a seed: each step has one with probability `rate`."""
 
   seed: int
   rate: float
 
 
 def parse(text: str) -> tuple[Fault | RandomFaults, ...]:
-  """The faults that `text` names, in its order; ConfigError when it is not in the grammar."""
+  """The faults that `text` names, in its order. Raises ConfigError if it does not follow the grammar."""
   parts = re.split(r",\s*(?=[a-z_]+[@:])", text.strip())
   return tuple(_parse_one(part.strip()) for part in parts if part.strip())
 
@@ -77,15 +82,15 @@ def _parse_one(text: str) -> Fault | RandomFaults:
   kind = cast(Kind, match["kind"])
   moment = match["moment"] or ("save" if kind == "ckpt_kill" else "step")
   if moment not in get_args(Moment):
-    raise ConfigError(f"{given} no moment is called {moment}.\nUse one of {', '.join(get_args(Moment))}.")
+    raise ConfigError(f"{given} there is no moment {moment}.\nUse one of {', '.join(get_args(Moment))}.")
   if kind == "ckpt_kill" and (match["slice"] or match["moment"] or match["seconds"]):
-    raise ConfigError(f"{given} ckpt_kill kills the whole process and takes only a step.\nWrite ckpt_kill@STEP.")
+    raise ConfigError(f"{given} ckpt_kill kills the whole process and has only a step.\nWrite ckpt_kill@STEP.")
   if kind != "ckpt_kill" and match["slice"] is None:
-    raise ConfigError(f"{given} does not say which slice.\nWrite {kind}@STEP:SLICE.")
+    raise ConfigError(f"{given} the slice is missing.\nWrite {kind}@STEP:SLICE.")
   if kind == "slice_up" and match["seconds"]:
-    raise ConfigError(f"{given} only slice_down and hang take /SECONDS.\nLeave it out.")
-  if kind == "hang" and moment != "step":
-    raise ConfigError(f"{given} a slice hangs in a step, at no other moment.\nWrite hang@STEP:SLICE.")
+    raise ConfigError(f"{given} only slice_down and hang have /SECONDS.\nRemove it.")
+  if kind == "hang" and moment not in ("step", "eval"):
+    raise ConfigError(f"{given} a slice can hang in a step or an evaluation only.\nWrite hang@STEP:SLICE[:eval].")
   seconds = float(match["seconds"]) if match["seconds"] else None
   slice_id = int(match["slice"]) if match["slice"] else None
   return Fault(kind, int(match["step"]), slice_id, cast(Moment, moment), seconds)

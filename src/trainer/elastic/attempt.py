@@ -105,7 +105,7 @@ class ElasticRun:
   def guard(self, view: View) -> HangGuard:
     """The waits of an attempt on `view`."""
     seconds = self.cfg.elastic_hang_check_seconds if self.cfg.elastic_enabled else 0.0
-    return HangGuard(self.cluster, view, seconds, self.log)
+    return HangGuard(self.cluster, view, seconds, self.cfg.elastic_timeout_seconds, self.log)
 
   def reached(self, moment: Moment, step: int) -> None:
     """`moment` of `step` has come: faults that are due happen now."""
@@ -121,8 +121,7 @@ class ElasticRun:
       self.steps.last_step = step
       self.retries.start_at(step)
     self.recovery.restored(step, tier, seconds)
-    if self.recovery.under_way:
-      self.reached("recovery", step + 1)
+    self.reached("recovery" if self.recovery.under_way else "restore", step + 1)
 
   def completed(self, step: int, seconds: float, alive: int) -> None:
     """`step` is done on `alive` slices in `seconds`, and its results are recorded."""

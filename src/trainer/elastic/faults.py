@@ -1,4 +1,4 @@
-"""Makes the faults of fault_injection happen, each once, each at its moment."""
+"""Makes the faults of fault_injection happen, each once and at its moment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.config.faults import Fault, Moment, RandomFaults
 
 
 class Slices(Protocol):
-  """What an injector does to a cluster (cluster.SimulatedCluster)."""
+  """The part of SimulatedCluster that an injector calls."""
 
   def lose(self, slice_id: int, seconds: float | None = None) -> None: ...
   def hang(self, slice_id: int, seconds: float | None = None) -> None: ...
@@ -23,7 +23,7 @@ class Slices(Protocol):
 
 
 def expand(faults: Iterable[Fault | RandomFaults], num_slices: int, steps: int) -> list[Fault]:
-  """All faults of a run, random ones drawn; ConfigError for one that could never happen."""
+  """All faults of a run, with the random ones drawn. Raises ConfigError for a fault that could never happen."""
   listed: list[Fault] = []
   for fault in faults:
     if isinstance(fault, RandomFaults):
@@ -31,7 +31,7 @@ def expand(faults: Iterable[Fault | RandomFaults], num_slices: int, steps: int) 
       continue
     if fault.slice is not None and fault.slice >= num_slices:
       raise ConfigError(
-        f"fault_injection={fault}: the last slice is {num_slices - 1}.\nRaise num_slices, or name another."
+        f"fault_injection={fault}: the last slice is {num_slices - 1}.\nRaise num_slices, or name another slice."
       )
     if fault.step > steps:
       raise ConfigError(f"fault_injection={fault}: would never happen with steps={steps}.\nUse an earlier step.")
@@ -40,13 +40,13 @@ def expand(faults: Iterable[Fault | RandomFaults], num_slices: int, steps: int) 
 
 
 def draw(faults: RandomFaults, num_slices: int, steps: int) -> list[Fault]:
-  """Losses at all moments, returns, double faults and flapping; never the slice that the seed spares."""
+  """Random losses at all moments, returns, double faults and flapping slices. The seed spares one slice."""
   generator = random.Random(faults.seed)
   spared = generator.randrange(num_slices)
   down: set[int] = set()
   drawn: list[Fault] = []
   for step in range(1, steps + 1):
-    while generator.random() < faults.rate:  # a second one at the same step is a double fault
+    while generator.random() < faults.rate:  # a second fault at the same step is a double fault
       alive = sorted(set(range(num_slices)) - down - {spared})
       if down and (not alive or generator.random() < 0.5):
         slice_id = generator.choice(sorted(down))
@@ -55,16 +55,18 @@ def draw(faults: RandomFaults, num_slices: int, steps: int) -> list[Fault]:
       elif alive:
         slice_id = generator.choice(alive)
         down.add(slice_id)
-        moment = generator.choice(("step", "step", *get_args(Moment)))
+        # A process restores once at its start: a later fault of that moment would never happen.
+        moments = [moment for moment in get_args(Moment) if moment != "restore" or step == 1]
+        moment = generator.choice(["step", "step", *moments])
         drawn.append(Fault("slice_down", step, slice_id, cast(Moment, moment)))
       else:
-        break  # a single slice: nothing may be lost
+        break  # a single slice, which is spared
   return drawn
 
 
 @dataclass
 class FaultInjector:
-  """Makes every fault happen once, at its moment. `record` is told of each fault before it happens."""
+  """Makes every fault happen once, at its moment. Calls `record` before each fault."""
 
   faults: list[Fault]
   slices: Slices | None = None
@@ -75,7 +77,7 @@ class FaultInjector:
   last_fired_at: float = -float("inf")  # on the clock
 
   def at(self, moment: Moment, step: int) -> None:
-    """Called when `moment` of `step` has come."""
+    """Makes the faults happen that are due at `moment` of `step`."""
     due = [f for f in self.faults if f.moment == moment and f.step <= step]
     for fault in due:
       self.faults.remove(fault)
@@ -85,7 +87,7 @@ class FaultInjector:
       self._make(fault)
 
   def assert_all_fired(self) -> None:
-    """Raises AssertionError with the faults whose moment never came."""
+    """Raises AssertionError with the faults that did not happen."""
     assert not self.faults, f"these faults never happened: {', '.join(map(str, self.faults))}"
 
   def _make(self, fault: Fault) -> None:

@@ -19,9 +19,11 @@ class HangGuard:
   A slice that never answers leaves the waiting thread blocked for good: it is a daemon, and nobody joins it.
   """
 
-  def __init__(self, cluster: Cluster, view: View, check_seconds: float, log: Log) -> None:
-    """check_seconds: time without a result until the slices are asked; 0: wait as long as it takes."""
-    self._cluster, self._view, self._check_seconds, self._log = cluster, view, check_seconds, log
+  def __init__(self, cluster: Cluster, view: View, check_seconds: float, silence_seconds: float, log: Log) -> None:
+    """check_seconds: time without a result until the slices are asked; 0: wait as long as it takes.
+    silence_seconds: time after which the attempt is given up even though no slice answers at all."""
+    self._cluster, self._view, self._log = cluster, view, log
+    self._check_seconds, self._silence_seconds = check_seconds, silence_seconds
 
   def wait_for_arrays(self, arrays: Any, what: str) -> None:
     """Returns when the arrays are computed; raises their error. `what` names the work in messages: "step 12"."""
@@ -33,13 +35,23 @@ class HangGuard:
 
   def result(self, waiter: Waiter[X]) -> X:
     """The result of a call that has been started; raises its error."""
-    seconds = self._check_seconds
+    seconds, waited = self._check_seconds, 0.0
     while not waiter.done(seconds or None):
-      missing = sorted(frozenset(self._view.slices) - self._cluster.alive())
+      waited += seconds
+      late = f"{waiter.what} has not finished in {waited:g} s"
+      missing = frozenset(self._view.slices) - self._cluster.alive()
+      if missing and (self._proves_a_hang(missing) or waited >= self._silence_seconds):
+        raise SliceHang(f"{late} and slices {sorted(missing)} do not answer", missing)
       if missing:
-        raise SliceHang(f"{waiter.what} has not finished in {seconds:g} s and slices {missing} do not answer")
-      self._log.warning(f"{waiter.what} has not finished in {seconds:g} s; all its slices answer, waiting on")
+        self._log.warning(f"{late} and no slice answers; waiting for up to {self._silence_seconds:g} s")
+      else:
+        self._log.warning(f"{late}; all its slices answer, still waiting")
     return waiter.result()
+
+  def _proves_a_hang(self, missing: frozenset[int]) -> bool:
+    """Whether the missing slices are lost. A long step delays the health checks of all its slices alike: if no slice
+    answers, that alone proves nothing."""
+    return missing != frozenset(self._view.slices) or bool(self._cluster.died(self._view))
 
 
 class Waiter(Generic[X]):

@@ -121,7 +121,7 @@ class _Loop:
         log.line("Stopping with no slice alive: progress since the last checkpoint is lost.")
         return Outcome("preempted", elastic.steps.last_step)
       survivors = frozenset(view.slices)
-      if before is not None:
+      if before is not None:  # a slice may also have died during the wait, and its replacement answers by now
         survivors &= frozenset(before.slices) - cluster.died(before)
       try:
         outcome = _run(self._attempt, elastic, self._events, view, survivors, number)
@@ -178,7 +178,7 @@ class _Loop:
     """Records that slices of `view` were lost."""
     elastic, step = self._elastic, self._elastic.steps.last_step
     lost = sorted(event.lost)
-    # The fault came after the last sign of life; when exactly is known only of an injected one.
+    # The fault came after the last sign of life. The exact time is known only for an injected fault.
     began = max(elastic.steps.last_sign_of_life, elastic.faults.last_fired_at)
     detect_seconds = elastic.clock() - began
     if event.kind is Kind.HANG:
@@ -199,10 +199,15 @@ class _Loop:
   def _grow(self, view: View, step: int) -> None:
     """Records that the attempt on `view` has ended after `step` so that the next one uses returned slices."""
     elastic = self._elastic
+    elastic.resizes.resized()
+    if lost := elastic.cluster.lost(view):
+      self._lose(Event(Kind.SLICE_DOWN, "the health check at a resize missed it", lost), view)
     alive = elastic.cluster.alive()
     returned = sorted(alive - frozenset(view.slices))
+    if not returned:
+      elastic.log.line("The returned slices do not answer any more. Continuing without them.")
+      return
     elastic.recovery.begin("slice_up", returned, elastic.clock(), step=step, alive=view.num_alive)
-    elastic.resizes.resized()
     elastic.retries.resized()
     self._events.emit("slice_up", step=step, slice=returned, slices=sorted(alive))
     elastic.log.line(f"Slice up event: slices {returned} have returned. Continuing with them after step {step}.")
@@ -228,8 +233,8 @@ def check(cluster: Cluster, cfg: ElasticSection, steps: int) -> list[Fault]:
   faults = expand(parse(cfg.fault_injection), cluster.num_slices, steps)
   if any(fault.slice is not None for fault in faults) and not isinstance(cluster, SimulatedCluster):
     raise ConfigError(
-      f"fault_injection={cfg.fault_injection}: slices of a {cluster.kind} cluster cannot be lost by us.\nDelete a "
-      "worker pod there, or rehearse with cluster=simulated."
+      f"fault_injection={cfg.fault_injection}: only simulated slices can be lost on command, not those of a "
+      f"{cluster.kind} cluster.\nDelete a worker pod there, or rehearse with cluster=simulated."
     )
   return faults
 

@@ -1,0 +1,78 @@
+"""Waits that notice slices which do not answer."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import pytest
+
+from trainer.cluster.simulated import SimulatedCluster
+from trainer.elastic.events import SliceHang
+from trainer.elastic.hang import HangGuard
+from trainer.observe.log import get
+
+CHECK, SILENCE = 0.0625, 0.5  # seconds
+
+
+class Guarded:
+  """A guard on four slices, whose health check answers `alive`, and work that ends with `release`."""
+
+  def __init__(self):
+    devices = jax.devices()
+    self.cluster = SimulatedCluster({i: tuple(devices[2 * i : 2 * i + 2]) for i in range(4)})
+    self.view = self.cluster.view(range(4))
+    self.lines = []
+    log = get(None)
+    log.redirect(self.lines.append)
+    self.guard = HangGuard(self.cluster, self.view, CHECK, SILENCE, log)
+    self.ended = threading.Event()
+
+  def answer(self, *answers):
+    """The health checks answer these sets of slices, the last one again and again."""
+    rest = list(answers)
+    self.cluster.alive = lambda: frozenset(rest.pop(0) if len(rest) > 1 else rest[0])
+
+  def wait(self):
+    return self.guard.call(lambda: self.ended.wait() and "done", "step 7")
+
+
+@pytest.fixture
+def guarded():
+  guarded = Guarded()
+  yield guarded
+  guarded.ended.set()
+
+
+def test_a_slice_that_is_silent_while_others_answer_hangs(guarded):
+  guarded.answer({0, 2, 3})
+  with pytest.raises(SliceHang, match=r"step 7 has not finished in 0.0625 s and slices \[1\] do not answer") as caught:
+    guarded.wait()
+  assert caught.value.slices == {1}
+
+
+def test_slices_that_are_all_silent_may_only_be_busy(guarded):
+  """A long step or evaluation delays the health checks of all its slices."""
+  guarded.answer(set(), set(), {0, 1, 2, 3})
+  threading.Timer(5 * CHECK, guarded.ended.set).start()
+  assert guarded.wait() == "done"
+  assert any("no slice answers; waiting for up to 0.5 s" in line for line in guarded.lines)
+
+
+def test_slices_that_stay_silent_are_given_up(guarded):
+  guarded.answer(set())
+  with pytest.raises(SliceHang, match=r"has not finished in 0.5 s and slices \[0, 1, 2, 3\]"):
+    guarded.wait()
+
+
+def test_slices_that_have_all_died_are_given_up_at_once(guarded):
+  for i in range(4):
+    guarded.cluster.lose(i)
+  with pytest.raises(SliceHang, match=r"has not finished in 0.0625 s and slices \[0, 1, 2, 3\]"):
+    guarded.wait()
+
+
+def test_a_slow_call_on_answering_slices_is_waited_for(guarded):
+  threading.Timer(3.5 * CHECK, guarded.ended.set).start()
+  assert guarded.wait() == "done"
+  assert any("all its slices answer" in line for line in guarded.lines)

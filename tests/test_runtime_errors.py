@@ -59,3 +59,10 @@ def test_the_specific_part_of_a_nested_error_decides():
   meaning, reason = runtime_errors.explain("INTERNAL: Error dispatching computation: DATA_LOSS: slice 2")
   assert meaning is Meaning.LOSS and reason == "the memory of a slice is lost"
   assert runtime_errors.explain("a new text") == (Meaning.AMBIGUOUS, "an unknown error text")
+
+
+@pytest.mark.parametrize(
+  ("text", "is_outage"), [("UNAVAILABLE: storage", True), ("DATA_LOSS: checksum", False), ("NOT_FOUND: array", False)]
+)
+def test_an_outage_of_the_storage_is_not_a_damaged_file(text, is_outage):
+  assert runtime_errors.is_outage(text) is is_outage

@@ -21,12 +21,6 @@ if TYPE_CHECKING:
 # for a hung process with the watchdog.
 COMPLETE, FAILED, BAD_INPUT = 0, 1, 2
 
-OUT_OF_MEMORY = (
-  "error: the devices have too little memory for this run. Lower per_device_batch_size (and raise "
-  "gradient_accumulation_steps, for the same global batch), take remat_policy=full, or shard over more devices; "
-  "python -m trainer.tools.preflight with the same arguments says what fits."
-)
-
 
 def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
   """Runs the command and returns its exit code.
@@ -105,7 +99,7 @@ def _train(config: Config, session: Session, cluster: Cluster) -> int:
   """Runs attempts until the run is complete, must stop or fails; returns the exit code."""
   import functools
 
-  from trainer import train
+  from trainer import runtime_errors, train
   from trainer.checkpoint.errors import ConfigMismatch
   from trainer.config import ConfigError
   from trainer.elastic import retry
@@ -131,8 +125,8 @@ def _train(config: Config, session: Session, cluster: Cluster) -> int:
     return BAD_INPUT
   except Exception as error:  # noqa: BLE001 -- the one place where an error becomes an exit code
     session.log.error(traceback.format_exc())
-    if "RESOURCE_EXHAUSTED" in str(error) and "out of memory" in str(error).lower():
-      session.log.error(OUT_OF_MEMORY)
+    if advice := runtime_errors.advice(error):
+      session.log.error(f"error: {advice}")
     return FAILED
   except KeyboardInterrupt:
     again = "goes on from the last checkpoint" if config.checkpoint.enable_checkpointing else "starts from step 0"

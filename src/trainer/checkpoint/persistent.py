@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import jax
 
+from trainer import runtime_errors
 from trainer import world as world_lib
 from trainer.checkpoint import checksums, retention
 from trainer.checkpoint import run_id as run_id_lib
@@ -43,8 +44,6 @@ UNSEALED = frozenset({"_CHECKPOINT_METADATA", COMMIT, MANIFEST})
 # An object store checks a checksum of every object itself, and reading all files twice would double the time of a
 # restore. There larger files have no CRC in the manifest, only their size; array data has its fingerprints.
 OBJECT_STORE_CRC_LIMIT = 1 << 20
-# If a storage error contains one of these words, the storage has failed; the checkpoint may be good.
-OUTAGES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED")
 # Orbax measures its timeouts with the wall clock, and a clock that is corrected must not fail a save. A save that
 # hangs is noticed by the watchdog and by the heartbeats of jax.distributed.
 NO_TIMEOUT_SECONDS = 10 * 365 * 24 * 3600
@@ -417,7 +416,7 @@ class Persistent:
       raise  # the checkpoint may be good
     except Exception as error:  # Orbax reports lost data as a bare Exception
       text = " ".join(str(e) for e in (error, error.__cause__) if e is not None)
-      if any(word in text for word in OUTAGES) or isinstance(error, PermissionError):
+      if runtime_errors.is_outage(text) or isinstance(error, PermissionError):
         raise CheckpointError(f"{self.directory / str(step)} cannot be read: {_first_line(error)}") from error
       raise Rejected(f"its arrays cannot be read: {_first_line(error)}") from error
 

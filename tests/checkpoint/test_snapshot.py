@@ -268,6 +268,17 @@ def test_recovery_waits_a_limited_time_for_a_copy(silent_slice, monkeypatch):
   assert s.save(4, toy_state.state(4, toy_state.mesh(4, 2)), {})
 
 
+def test_recovery_does_not_wait_for_a_copy_of_a_step_that_was_not_recorded(silent_slice):
+  """In a step that hangs no slice has results, and the step is repeated anyway."""
+  s = taken(1)
+  silent_slice()
+  s.save(2, toy_state.state(2, toy_state.mesh(4, 2)), {})
+  begin = time.monotonic()
+  s.begin_attempt(slices(), slices())  # slice 3 is silent, and counts as a survivor
+  assert time.monotonic() - begin < 10  # RECOVERY_WAIT_SECONDS is 30
+  assert newest(s) == 1
+
+
 class Stored:
   """A backup in storage, of one step."""
 

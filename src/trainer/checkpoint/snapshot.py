@@ -77,9 +77,11 @@ class Snapshots:
           snapshot.copying.discard(i)
           lost = True
       self._advance()
-      self._wait(RECOVERY_WAIT_SECONDS if lost else WAIT_SECONDS)
       if self._pending is not None and not self._pending.confirmed:
+        # Nothing will confirm it any more, so do not wait for its copies. After a hang they would never arrive.
         self._log(f"The snapshot of step {self._pending.step} is dropped: the step was not recorded.")
+        self._pending = None
+      self._wait(RECOVERY_WAIT_SECONDS if lost else WAIT_SECONDS)
       self._pending = None
       self._confirmed = 0  # the attempt may repeat steps, whose snapshots must be confirmed again
 

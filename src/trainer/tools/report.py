@@ -13,7 +13,7 @@ from trainer.report import compare, goodput, history, page
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Returns the exit code: 0, or 2 with one line on stderr if a directory is missing, holds no run, or is closed."""
+  """Returns the exit code: 0, or 2 with one line on stderr if a directory is missing, unreadable or no run."""
   parser = argparse.ArgumentParser(prog="python -m trainer.tools.report", description=__doc__.split("\n\n")[0])
   parser.add_argument("run_directory", nargs="+", help="{base_output_directory}/{run_name}, local or gs://")
   parser.add_argument("--compare", metavar="PICTURE.png", help="compare two runs instead, and draw them here")

@@ -1,4 +1,4 @@
-"""Cache entries: made once, whole or not at all, by processes that race and die."""
+"""Cache entries: made once and atomically, also when processes race or are killed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_damaged_entry_is_made_again(tmp_path):
   assert visible(tmp_path) == ["thing"]
 
 
-def test_a_good_entry_needs_no_right_to_write(tmp_path, monkeypatch):
+def test_a_good_entry_needs_no_write_permission(tmp_path, monkeypatch):
   folder = made(tmp_path)
   monkeypatch.setattr(cache.tempfile, "mkdtemp", lambda **_: pytest.fail("wrote to the cache"))
   monkeypatch.setattr(cache, "_locked", lambda path: pytest.fail("took the lock"))
@@ -73,8 +73,8 @@ def test_an_unusable_directory_is_refused(tmp_path):
     cache.entry("gs://bucket", "thing", build=lambda folder: None, fault=lambda folder: None, log=print)
 
 
-def test_another_host_that_was_first_wins(tmp_path):
-  def build(folder):  # a host that does not see the lock finishes while this one builds
+def test_the_entry_of_a_faster_host_is_kept(tmp_path):
+  def build(folder):  # another host, which does not see the lock, finishes first
     (folder / "value").write_text("late")
     (tmp_path / "thing").mkdir()
     (tmp_path / "thing" / "value").write_text("first")
@@ -106,8 +106,8 @@ def test_racing_processes_build_once(tmp_path, python):
   assert visible(tmp_path) == ["thing"]
 
 
-def test_a_failed_builder_lets_one_of_those_that_wait_build(tmp_path, python):
-  """The lock's file is removed under them: they must not build at the same time on the strength of the old one."""
+def test_after_a_failed_build_one_waiting_process_builds(tmp_path, python):
+  """The lock file is deleted while they wait: locks on the deleted file must not let two processes build at once."""
   failing = CHILD.replace('(folder / "value").write_text(f"made', 'raise RuntimeError("stop")\n  (folder / f"made')
   first = python(failing, str(tmp_path), "0.5")
   assert first.stdout.readline() == "building\n"
@@ -118,7 +118,7 @@ def test_a_failed_builder_lets_one_of_those_that_wait_build(tmp_path, python):
   assert len({lines[-1] for lines in outputs}) == 1 and os.listdir(tmp_path) == ["thing"]
 
 
-def test_a_killed_builder_holds_nobody_up(tmp_path, python):
+def test_a_killed_builder_does_not_block_others(tmp_path, python):
   first = python(CHILD, str(tmp_path), "60")
   assert first.stdout.readline() == "building\n"
   second = python(CHILD, str(tmp_path), "0")

@@ -1,4 +1,4 @@
-"""Which files are read, in which order, what is held out, and what is wrong with a bad one."""
+"""Files and their order, the split into training and held-out text, documents, and errors in bad files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_unusable_paths_are_refused(tmp_path):
       corpus.find("dataset_path", str(tmp_path / path))
 
 
-def test_links_are_followed_once_and_those_to_nothing_are_no_files(tmp_path):
+def test_links_are_followed_once_and_broken_links_are_skipped(tmp_path):
   write(tmp_path, {"outside/inner/b.txt": "b", "data/z/a.txt": "a", "data/z/c.png": "c", "single.md": "m"})
   data = tmp_path / "data"
   for name, target in {"a": ".", "b": ".", "y": "z", "w": "../outside", "v": "../outside/inner"}.items():
@@ -67,11 +67,11 @@ def test_links_are_followed_once_and_those_to_nothing_are_no_files(tmp_path):
   for name, target in {"gone.txt": "nowhere", "self.txt": "self.txt", "one.md": "../single.md"}.items():
     (data / name).symlink_to(target)
   os.mkfifo(data / "pipe.txt")
-  # z under its own name, though y leads there too; inner by the link that comes first.
+  # z has its own name although y links to it; inner has the name of the first link to it.
   assert names(corpus.find("dataset_path", str(data))) == ["one.md", "v/b.txt", "z/a.txt"]
 
 
-def test_a_link_that_leads_back_ends(tmp_path):
+def test_links_to_their_own_folder_do_not_loop(tmp_path):
   (tmp_path / "a").symlink_to(".")
   (tmp_path / "b").symlink_to(".")
   with pytest.raises(ValueError, match="has no text"):
@@ -94,7 +94,7 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
   def refuse(folder):
     raise PermissionError(13, "Permission denied", folder)
 
-  monkeypatch.setattr(os, "listdir", refuse)  # a mode would not stop root
+  monkeypatch.setattr(os, "listdir", refuse)  # root ignores file modes
   with pytest.raises(ValueError, match=r"cannot be listed \(Permission denied\)"):
     corpus.find("dataset_path", str(tmp_path))
 
@@ -131,7 +131,7 @@ def test_the_split_depends_on_names_and_sizes_only(tmp_path):
 
 
 def test_each_folder_is_held_out_from(tmp_path):
-  """One of every ten files in the order of their names: a folder with 20 files has a whole group of ten."""
+  """One of every ten files in the order of names: each folder with 20 files contains a whole group of ten."""
   write(tmp_path, {f"{folder}/{i}.txt": "text" for folder in "abcdefgh" for i in range(20)})
   _, held_out = corpus.hold_out(corpus.find("", str(tmp_path)), 0.1)
   assert {name[0] for name in names(held_out)} == set("abcdefgh")
@@ -147,8 +147,8 @@ def test_each_side_gets_something(tmp_path, fraction):
 
 @pytest.mark.parametrize("fraction", [0.02, 0.05, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_held_out_is_about_the_fraction_however_the_sizes_differ(tmp_path, seed, fraction):
-  """Within half of it and three times as much, never all; every line is on one side."""
+def test_the_held_out_share_is_near_the_fraction_for_any_file_sizes(tmp_path, seed, fraction):
+  """Between half and three times the fraction, never all text. Each line is on exactly one side."""
   random = numpy.random.default_rng(seed)
   sizes = 2 ** random.uniform(0, 12, random.integers(2, 30))
   files = {f"{seed}-{i}.txt": "".join(f"{i} {j}\n" for j in range(int(size) + 200)) for i, size in enumerate(sizes)}
@@ -168,7 +168,7 @@ def test_no_file_dominates_the_held_out_text(tmp_path):
   total = sum(piece.size for piece in held_out)
   assert len(large) == 8 and max(piece.size for piece in held_out) < total / 10
   assert sum(piece.size for piece in large) / total == pytest.approx(0.5, abs=0.2)  # as in the training text
-  # What stays for training is joined: the parts of the large file between those that are held out.
+  # Adjacent parts of the large file that stay for training are joined.
   assert len([piece for piece in train if piece.name == "a.txt"]) <= len(large) + 1
 
 
@@ -179,7 +179,7 @@ def test_a_file_of_one_line_is_held_out_only_if_it_is_small(tmp_path):
 
 
 def test_training_and_held_out_text_of_the_standard_library_are_alike():
-  """One file had 65 % of the held-out bytes."""
+  """One file once had 65 % of the held-out bytes."""
   train, held_out = corpus.hold_out(corpus.find("", ""), 0.05)
   sizes, shares = collections.Counter(), []
   for piece in held_out:
@@ -193,7 +193,7 @@ def test_training_and_held_out_text_of_the_standard_library_are_alike():
   numpy.testing.assert_allclose(shares[0], shares[1], rtol=0.35)
 
 
-def test_fractions_nought_and_one(tmp_path):
+def test_fractions_zero_and_one(tmp_path):
   write(tmp_path, {"a.txt": "a", "b.txt": "b"})
   pieces = corpus.find("", str(tmp_path))
   assert corpus.hold_out(pieces, 0.0) == (pieces, [])
@@ -237,7 +237,7 @@ def test_a_bad_json_line_is_named(tmp_path, bad):
   write(tmp_path, {"a.jsonl": good * 40 + (bad if isinstance(bad, bytes) else bad.encode()) + b"\n" + good})
   with pytest.raises(ValueError, match=r"a\.jsonl:41: .*Every line must be like"):
     texts(corpus.find("", str(tmp_path)))
-  # In a part of a file the number still counts from the beginning of the file.
+  # The line number counts from the start of the file, also in a part of it.
   train, held_out = corpus.hold_out(corpus.find("", str(tmp_path)), 0.2)
   assert train and held_out and train[-1].start > 0
   with pytest.raises(ValueError, match=r"a\.jsonl:41: "):

@@ -1,4 +1,4 @@
-"""Synthetic batches and the loader's addressing of examples, which is the same for every source."""
+"""Synthetic batches, and how the loader maps steps and rows to examples of any source."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ def test_reuse_example_batch():
   assert reused.fingerprint() != loader().fingerprint()
 
 
-def test_another_batch_size_in_mid_run_goes_on_with_the_next_example():
+def test_after_a_change_of_batch_size_the_next_example_follows():
   small, large = loader(global_batch_size=4), loader(global_batch_size=12)
-  assert large.fingerprint() == small.fingerprint()  # the batch size is compared by itself
+  assert large.fingerprint() == small.fingerprint()  # the batch size is not part of it
   large.resume(3, small.cursor(3)["next_example"])
   parts = [small.batch(step).tokens for step in range(3, 9)]
   np.testing.assert_array_equal(np.concatenate([large.batch(3).tokens, large.batch(4).tokens]), np.concatenate(parts))

@@ -1,4 +1,4 @@
-"""The prefetch thread: order, bounds, waiting, errors, and an end from every state."""
+"""The prefetch thread: order, bounds, waiting, errors, and closing in every state."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_close_while_the_buffer_is_full():
   assert items.close() and not items._ready
 
 
-def test_close_waits_for_a_running_call_and_no_other_follows():
+def test_close_waits_for_the_running_call_and_prevents_further_calls():
   entered, calls = threading.Event(), []
 
   def slow(step):

@@ -1,4 +1,4 @@
-"""Text examples from files to batches: exactly once, any order, cached, and loud when something is damaged."""
+"""Text examples from files to batches: each exactly once, readable in any order, cached; damage raises an error."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def assert_equal(left: Batch, right: Batch) -> None:
 
 
 def windows_of(loader: Loader, first: int, count: int) -> list[bytes]:
-  """Examples `first`.. of the loader, each as one comparable value."""
+  """`count` examples of the loader from `first` on, each as bytes."""
   rows = [loader.batch(*divmod_row(loader, index)) for index in range(first, first + count)]
   return [b"".join(field.tobytes() for field in row) for row in rows]
 
@@ -66,7 +66,7 @@ def pairs(batch: Batch) -> Counter:
 
 
 def targets(loader: Loader) -> int:
-  """How many tokens of the split count in the loss, as the cache says."""
+  """Number of tokens of the split that count in the loss, from the cache's metadata."""
   return loader._source._meta["splits"][loader._source._split]["targets"]
 
 
@@ -87,7 +87,7 @@ def test_an_epoch_holds_every_window_exactly_once(root):
 
 
 def test_both_splits_are_the_corpus(root):
-  """Every adjacent pair of tokens inside a document is a weighted (token, target) exactly once, and nothing else is."""
+  """Each pair of adjacent tokens in a document is a weighted (token, target) exactly once. There are no other pairs."""
   expected = Counter()
   for documents in corpus_documents(root).values():
     for text in documents:
@@ -102,7 +102,7 @@ def test_both_splits_are_the_corpus(root):
 
 
 def test_windows_in_file_order_spell_the_files(root):
-  """Unshuffled, the windows of a split are its documents in the order of their names."""
+  """Without shuffling, the windows of a split are its documents, sorted by name."""
   loader = load(root)
   records = loader._source._records
   cut = [windows.unpack(records[number], np.dtype("<u2")) for number in range(len(records))]
@@ -155,12 +155,12 @@ def test_seeds_give_other_orders_of_the_same_windows(root):
   orders = [windows_of(loader, 0, loader.num_examples) for loader in loaders]
   assert len({tuple(order) for order in orders}) == 4 and len({frozenset(order) for order in orders}) == 1
   assert len({loader.fingerprint() for loader in loaders}) == 4
-  # Neighbouring seeds are not the same orders one epoch later.
+  # Seed 1 is not the order of seed 0 one epoch later.
   assert windows_of(loaders[0], loaders[0].num_examples, loaders[0].num_examples) != orders[1]
 
 
 def test_fingerprint_tells_another_order_of_the_same_records(root):
-  """A later version of the shuffling library must not go unnoticed on resume."""
+  """A resume must detect a library version that shuffles differently."""
   loader, reordered = load(root), load(root)
   records = reordered._source._records
   reordered._source._ordered = [records[number] for number in range(len(records))]
@@ -185,7 +185,7 @@ def test_evaluation_covers_the_split_once_and_then_pads(root):
   empty = sum(int((batch.segment_ids == 0).all(axis=1).sum()) for batch in batches)
   assert empty == (steps + 2) * BATCH - loader.num_examples
   assert sum(batch.weights.sum() for batch in batches) == targets(loader)
-  # The same examples whatever the training order.
+  # Independent of the training order.
   assert_equal(load(root, "eval", data_shuffle_seed=9).batch(0), batches[0])
 
 
@@ -246,7 +246,7 @@ def test_long_documents_are_tokenized_in_parts(root, monkeypatch):
   assert_equal(parts.batch(3), whole.batch(3))
 
 
-def test_the_cache_is_reused_and_invalidated(root):
+def test_the_cache_is_reused_until_text_or_settings_change(root):
   def work(**keys) -> list[str]:
     lines = []
     load(root, log=lines.append, **keys)
@@ -368,7 +368,7 @@ def test_bad_input_is_refused(root, tmp_path):
 
 
 @pytest.mark.parametrize("tokenizer_type", ["byte", "bpe"])
-def test_far_too_little_text_is_refused_before_anything_is_cached(tmp_path, tokenizer_type):
+def test_far_too_little_text_is_refused_before_caching(tmp_path, tokenizer_type):
   (tmp_path / "corpus").mkdir()
   (tmp_path / "corpus" / "a.txt").write_text("hello")
   with pytest.raises(ValueError, match="has at most 6 tokens to learn"):
@@ -376,7 +376,7 @@ def test_far_too_little_text_is_refused_before_anything_is_cached(tmp_path, toke
   assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
-def test_text_without_a_word_is_refused(tmp_path):
+def test_text_without_tokens_is_refused(tmp_path):
   (tmp_path / "corpus").mkdir()
   (tmp_path / "corpus" / "blank.jsonl").write_text('\n{"text": ""}\n')
   with pytest.raises(ValueError, match="has 0 tokens to learn"):
@@ -405,7 +405,7 @@ def test_the_run_says_what_it_reads(root):
 
 
 def test_a_vocabulary_far_above_the_tokenizer_is_a_warning(root):
-  """Qwen3's head with the byte tokenizer trained on 258 of 151,936 rows without a word."""
+  """Qwen3 with the byte tokenizer used 258 of 151,936 rows without a warning."""
   described = load(root, vocab_size=151_936).describe(steps=1)
   warning = describe.vocabulary_warning(described, 151_936)
   for part in ("vocab_size=151,936", "258 ids of the byte tokenizer", "99.8%", "tokenizer_path", "vocab_size=258"):
@@ -462,7 +462,7 @@ print(light, "tensorflow" in sys.modules, len(set(sys.modules) - before))
 
 
 def test_imports_are_late_but_not_in_the_thread_that_reads(root, python):
-  """The prefetch thread must import nothing: what grain imports may be half imported in the main thread by then."""
+  """The prefetch thread must not import modules that the main thread may be importing at the same time."""
   assert python(IMPORTS, section(root).model_dump_json()).communicate(timeout=120)[0].strip() == "[] False 0"
 
 
@@ -487,14 +487,14 @@ except OSError as error:
 
 
 def test_a_full_disk_is_an_os_error_that_names_the_file(tmp_path, python):
-  """By a limit on the size of the process's files: a tenth of what the records need."""
+  """Simulated by a limit on file sizes, at a tenth of what the records need."""
   printed = python(FULL_DISK, str(tmp_path / "train.array_record")).communicate(timeout=120)[0]
   assert "train.array_record cannot be written: write() failed: File too large" in printed
 
 
 def test_ctrl_c_waits_for_a_library_that_loads():
   went_on = False
-  # A job that a script starts in the background ignores SIGINT, and Python then leaves it so.
+  # A background job of a script ignores SIGINT, and Python does not change that.
   before = signal.signal(signal.SIGINT, signal.default_int_handler)
   try:
     with pytest.raises(KeyboardInterrupt), store._uninterrupted():

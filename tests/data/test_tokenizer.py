@@ -1,4 +1,4 @@
-"""Tokenizers: exact round trips, decoding that never fails, and text that cannot forge a special id."""
+"""Tokenizers: exact round trips, decoding that never fails, and text that cannot produce special ids."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ def test_bpe_compresses_and_is_the_same_every_time(tokenizers):
   assert again.fingerprint == tokenizers["bpe"].fingerprint != BpeTokenizer(train_bpe([SAMPLE], 513)).fingerprint
 
 
-def test_bpe_of_little_text_has_all_bytes():
+def test_bpe_trained_on_little_text_contains_all_bytes():
   tokenizer = BpeTokenizer(train_bpe(["x"], 4096))
   assert tokenizer.vocab_size == 258
   assert tokenizer.decode(tokenizer.encode("\u65e5\u672c\u8a9e\x00")) == "\u65e5\u672c\u8a9e\x00"
 
 
-def test_bpe_needs_room_for_the_bytes():
+def test_bpe_needs_a_vocabulary_that_holds_all_bytes():
   with pytest.raises(ValueError, match=r"vocab_size=257 .*at least 258"):
     train_bpe(["x"], 257)
 

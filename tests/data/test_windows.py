@@ -1,4 +1,4 @@
-"""Packing: windows hold the stream exactly once, and segments, positions and weights follow the documents."""
+"""Packing: windows contain the stream exactly once; segments, positions and weights follow the documents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ documents = st.lists(st.lists(st.integers(0, 70000), min_size=1, max_size=12), m
 
 
 def naive_examples(docs: list[list[int]], length: int) -> list[list[list[int]]]:
-  """The definition, token by token: the oracle."""
+  """The oracle: a literal, token-by-token implementation of the definition."""
   stream = [(token, number, place) for number, doc in enumerate(docs) for place, token in enumerate(doc)]
   examples = []
   for first in range(0, len(stream) - 1, length):

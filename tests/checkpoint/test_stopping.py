@@ -15,7 +15,7 @@ from end_to_end.command import ROOT, Run
 from tests.support.command_runs import ENDLESS, KEYS, assert_stopped, start_and_train, write_text
 from tests.support.jax_processes import free_port
 
-from trainer.report import page
+from trainer.report import goodput, history, page
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Sharding info not provided")]
 
@@ -35,7 +35,8 @@ def test_ctrl_c_between_steps_is_130_with_one_line(make, keys):
   again = "goes on from the last checkpoint" if keys == ["checkpoint_period=2"] else "starts from step 0"
   assert run.printed.splitlines()[-1] == f"Interrupted: the same command {again}."
   assert run.events("run_end")[-1]["exit"] == 130
-  assert "ended with exit code 130" in Path(page.write(str(run.directory))).read_text()
+  records = history.load(str(run.directory))
+  assert "Stopped by Ctrl-C (exit code 130)." in Path(page.write(records, goodput.compute(records))).read_text()
   last = run.last_step
   process = start_and_train(run, last + 2) if keys == ["checkpoint_period=2"] else run.start()
   assert command.wait_until(process, lambda: len(run.events("init_done")) == 2)

@@ -13,17 +13,17 @@ import pytest
 
 # CPU seconds of a whole run, per folder. "tests" stands for the files directly in tests/.
 BUDGETS = {
-  "tests": 400,
-  "tests/checkpoint": 600,
+  "tests": 450,
+  "tests/checkpoint": 500,
   "tests/cluster": 60,
   "tests/config": 60,
   "tests/data": 60,
-  "tests/elastic": 400,
-  "tests/kernels": 400,
-  "tests/models": 400,
+  "tests/elastic": 250,
+  "tests/kernels": 100,
+  "tests/models": 200,
   "tests/observe": 60,
   "tests/report": 60,
-  "tests/tools": 400,
+  "tests/tools": 250,
 }
 DEFAULT_BUDGET = 60  # of a folder without an entry
 LIMIT = 2.0  # a folder that takes this many times its budget fails the run; machines differ, so 1 only warns

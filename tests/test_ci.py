@@ -85,7 +85,7 @@ def left_in(clone: pathlib.Path) -> list[str]:
 )
 def test_exit_code_and_last_lines(clone, behavior, code, said):
   process = start(clone, behavior)
-  printed, _ = process.communicate(timeout=120)
+  printed, _ = process.communicate(timeout=240)
   assert process.returncode == code, printed
   last = "\n".join(printed.splitlines()[-5:])
   assert said in last
@@ -97,12 +97,12 @@ def test_exit_code_and_last_lines(clone, behavior, code, said):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_tests_too(clone, number):
   process = start(clone, "hang")
-  deadline = time.monotonic() + 60
+  deadline = time.monotonic() + 200
   while not (clone / "hanging").exists():
     assert time.monotonic() < deadline
     time.sleep(0.05)
   os.kill(process.pid, number)
-  process.communicate(timeout=60)
+  process.communicate(timeout=240)
   assert process.returncode == 128 + number
   assert (clone / "cleaned").exists(), "the tests were killed before they could end their own processes"
   assert left_in(clone) == []

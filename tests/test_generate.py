@@ -62,7 +62,7 @@ def end_of_run(tokenizer, process_count: int = 1) -> list[str]:
   """What `train._sample` says."""
   said: list[str] = []
   session = types.SimpleNamespace(
-    loader=types.SimpleNamespace(tokenizer=tokenizer),
+    data=types.SimpleNamespace(train=types.SimpleNamespace(tokenizer=tokenizer)),
     world=types.SimpleNamespace(size=process_count),
     watchdog=types.SimpleNamespace(during=contextlib.nullcontext),
     log=types.SimpleNamespace(line=said.append, warning=said.append),

@@ -23,6 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
   config.pluginmanager.register(Budgets(), "budgets")
   # SIGTERM ends the tests as Ctrl-C does, so that fixtures can end the processes that they have started.
   signal.signal(signal.SIGTERM, signal.default_int_handler)
+  # A job in a shell's background inherits an ignored SIGINT, and so would the processes that the tests start.
+  signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import warnings
 
 import pytest
 from packaging.requirements import Requirement
@@ -64,6 +65,11 @@ def test_an_unfinished_thought_has_an_owner():
 
 def test_files_are_small():
   assert [str(path) for path in tracked() if path.stat().st_size > LARGEST_FILE] == []
+
+
+def test_a_warning_of_our_code_is_an_error():
+  with pytest.raises(UserWarning, match="of ours"):
+    warnings.warn("of ours", stacklevel=1)
 
 
 # ---- the source code

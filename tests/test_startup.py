@@ -11,6 +11,7 @@ import sys
 import tomllib
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 import trainer
@@ -78,7 +79,7 @@ def test_the_console_script_is_the_command():
     (ConfigError("steps=0: must be at least 1."), 2, "error: steps=0: must be at least 1."),
     (ConfigMismatch("another model"), 2, "error: another model"),
     (ValueError("too many values to unpack"), 1, "Traceback"),
-    (RuntimeError("RESOURCE_EXHAUSTED: out of memory"), 1, "Lower per_device_batch_size"),
+    (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), 1, "Lower per_device_batch_size"),
   ],
   ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )

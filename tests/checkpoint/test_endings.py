@@ -296,7 +296,7 @@ def test_a_run_that_does_not_fit_in_memory_is_1_and_says_what_needs_less(make):
   run = make("steps=3", "base_num_decoder_layers=16384", "base_mlp_dim=4000000")  # 3e12 weights
   assert run.finish() == 1
   assert "RESOURCE_EXHAUSTED" in run.printed
-  assert "error: the devices have too little memory for this run. Lower per_device_batch_size" in run.printed
+  assert "error: The devices have too little memory for this run. Lower per_device_batch_size" in run.printed
 
 
 def _finite(x) -> bool:

@@ -16,6 +16,7 @@ from tests.support import toy_state
 from trainer.checkpoint import CheckpointError, NonFiniteState, run_id
 from trainer.checkpoint.errors import Rejected
 from trainer.checkpoint.persistent import Persistent
+from trainer.config.errors import ConfigError
 from trainer.config.schema import CheckpointSection
 from trainer.world import SingleWorld
 
@@ -222,7 +223,7 @@ def test_the_id_of_a_run_stays(tmp_path):
   assert len(first) == 12 and run_id.establish(str(tmp_path / "run"), SingleWorld()) == first
   (tmp_path / "run" / "run_id").unlink()
   (tmp_path / "run" / "run_id").mkdir()
-  with pytest.raises(CheckpointError, match=r"run_id is no regular file\. Delete it"):
+  with pytest.raises(ConfigError, match=r"run_id is no regular file\. Delete it"):
     run_id.establish(str(tmp_path / "run"), SingleWorld())
 
 

@@ -102,7 +102,8 @@ def test_persistent_becomes_read_only(disk):
   assert_restores(path, 1)
 
 
-def emergency(path, **changes):
+def emergency(path, run=None, **changes):
+  """Tiers with a ramdisk under `path` and the run's folder `run` (default: under `path` too)."""
   cfg = toy_state.config(
     enable_emergency_checkpoint=True,
     local_checkpoint_directory=str(path / "ram"),
@@ -110,7 +111,7 @@ def emergency(path, **changes):
     checkpoint_period=1000,
     **changes,
   )
-  return Tiers(cfg, str(path / "run"), world=SingleWorld())
+  return Tiers(cfg, str(run or path / "run"), world=SingleWorld())
 
 
 def test_ramdisk_full(disk):
@@ -131,8 +132,8 @@ def test_ramdisk_of_two_copies_is_enough(disk):
   tiers.close()
 
 
-def test_ramdisk_that_is_read_only_from_the_start_is_refused(disk):
+def test_ramdisk_that_is_read_only_from_the_start_is_refused(disk, tmp_path):
   path = disk(MIB)
   remount(path, "ro")
   with pytest.raises(ValueError, match="cannot be written"):
-    emergency(path)
+    emergency(path, run=tmp_path / "run")

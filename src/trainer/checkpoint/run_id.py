@@ -12,7 +12,8 @@ from typing import Any
 
 from trainer import world as world_lib
 from trainer.checkpoint import checksums
-from trainer.checkpoint.errors import CheckpointError, Rejected
+from trainer.checkpoint.errors import Rejected
+from trainer.config.errors import ConfigError
 from trainer.world import World
 
 FILE = "run_id"
@@ -26,7 +27,10 @@ def folder(run_directory: str) -> Any:
 
 
 def establish(run_directory: str, world: World) -> str:
-  """The id of the run on every process. The primary creates folder and id on the first start."""
+  """The id of the run on every process. The primary creates folder and id on the first start.
+
+  Raises ConfigError if the id cannot be read or written.
+  """
   found, failed = "", ""
   if world.is_primary:
     try:
@@ -35,7 +39,7 @@ def establish(run_directory: str, world: World) -> str:
       failed = f"{run_directory}/{FILE}: {error}. Delete it if it is no file of a run; local copies are then not used"
   found, failed = world_lib.from_primary(world, [found, failed])
   if failed:
-    raise CheckpointError(failed)
+    raise ConfigError(failed)
   return str(found)
 
 

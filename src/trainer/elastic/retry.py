@@ -86,7 +86,8 @@ def _run(
   # Arrays that are not placed explicitly must not go to a dead slice's device. The context manager jax.default_device
   # would hold for this thread only, and an attempt restores, prefetches and compiles in others.
   before = jax.config.jax_default_device
-  jax.config.update("jax_default_device", view.devices[0][0])
+  local = (device for devices in view.devices for device in devices if device.process_index == jax.process_index())
+  jax.config.update("jax_default_device", next(local, before))
   try:
     return attempt(elastic, view, survivors)
   finally:

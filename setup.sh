@@ -8,7 +8,7 @@
 #   --python 3.12 | PATH       this interpreter, not the newest suitable one that is found
 #   --venv DIR                 another folder than .venv
 #
-# Versions are those of requirements.lock. Installs with uv where there is one, else with pip.
+# Installs the versions of requirements.lock, with uv if it is installed, otherwise with pip.
 set -euo pipefail
 
 readonly SUPPORTED="3.13 3.12 3.11" # newest first

@@ -183,7 +183,7 @@ def test_signals_can_be_given_back(running):
     assert code == -signal.SIGTERM
 
 
-def test_a_signal_without_listening_is_nobodys():
+def test_signals_keep_their_handlers_without_listen():
   from trainer.signals import Signals
 
   signals, before = Signals(), signal.getsignal(signal.SIGTERM)

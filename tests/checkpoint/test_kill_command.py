@@ -36,7 +36,7 @@ def test_killed_again_and_again(server, undisturbed):
   assert command.differences(run, undisturbed, STEPS) == []
 
 
-def test_the_check_sees_what_is_broken(undisturbed, tmp_path):
+def test_the_check_reports_a_broken_run(undisturbed, tmp_path):
   shutil.copytree(undisturbed.folder, tmp_path / "other")
   other = command.Run(tmp_path / "other", [])
   assert command.differences(other, undisturbed, STEPS) == []

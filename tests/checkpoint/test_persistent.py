@@ -179,7 +179,7 @@ def test_unwritable_directory_is_an_error_and_earlier_checkpoints_stay(tmp_path)
   tier.close()
 
 
-def test_orbax_itself_reads_what_is_written(tmp_path):
+def test_orbax_itself_reads_the_checkpoint(tmp_path):
   import orbax.checkpoint as ocp
 
   tier = Persistent(str(tmp_path / "c"), toy_state.config(), world=SingleWorld())

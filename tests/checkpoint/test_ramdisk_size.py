@@ -16,7 +16,7 @@ def test_the_guides_example():
   assert ramdisk_size.ramdisk_by_rule(70_000_000_000, 32) == pytest.approx(60.3e9, rel=0.002)
 
 
-def test_exact_is_what_is_written(tmp_path):
+def test_exact_values_are_written(tmp_path):
   cfg = toy_state.config(
     enable_emergency_checkpoint=True, local_checkpoint_directory=str(tmp_path), local_checkpoint_period=1
   )

@@ -52,7 +52,7 @@ class Fake:
     (-15, 0, 0, "exit code -15"),
   ],
 )
-def test_the_check_sees_what_breaks_the_rules(monkeypatch, code, last, committed, wrong):
+def test_the_check_reports_broken_rules(monkeypatch, code, last, committed, wrong):
   monkeypatch.setattr(sigterm, "handles_sigterm", lambda process: True)
 
   class Run:

@@ -118,7 +118,7 @@ def test_accept_refuses_before_anything_is_loaded(tmp_path):
   assert (tmp_path / "checkpoints" / "2").exists()
 
 
-def test_close_raises_what_a_save_met(tmp_path):
+def test_close_raises_the_error_of_a_save(tmp_path):
   tiers = make(tmp_path)
   state = toy_state.state(2)
   state["low"] = state["low"] * jnp.nan

@@ -28,7 +28,7 @@ print(len(compiled.runtime_executable().serialize()))
     (OURS, OURS),
   ],
 )
-def test_it_is_added_to_what_the_user_gives_and_theirs_stand(given, expected):
+def test_the_option_is_added_unless_the_user_sets_this_flag(given, expected):
   environment = {} if given is None else {"XLA_FLAGS": given}
   cpu_compiler.prepare_environment(environment)
   assert environment == {"XLA_FLAGS": expected}

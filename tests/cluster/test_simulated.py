@@ -75,7 +75,7 @@ def test_start_groups_the_devices_that_are_there():
     (ClusterSection(cluster="pathways"), "needs JAX_PLATFORMS=proxy"),
   ],
 )
-def test_start_refuses_what_cannot_be(section, message):
+def test_impossible_slices_are_refused_at_the_start(section, message):
   with pytest.raises(ValueError, match=message):
     cluster.start(section)
 

@@ -32,7 +32,7 @@ from trainer.cluster import topologies
     ("tpu7x:1x1x1", "tpu7x:1x1x1", 1, 1),
   ],
 )
-def test_names_are_those_of_maxtext_and_jax(name, jax_name, chips, hosts):
+def test_names_of_maxtext_and_jax_are_known(name, jax_name, chips, hosts):
   found = topologies.resolve(name)
   assert (found.jax_name, found.chips, found.hosts) == (jax_name, chips, hosts)
 
@@ -61,7 +61,7 @@ def test_names_are_those_of_maxtext_and_jax(name, jax_name, chips, hosts):
     ("v5p-17536", "256 chips"),  # 4 x 4 x 548
   ],
 )
-def test_what_the_compiler_does_not_take_is_refused(name, said):
+def test_shapes_that_the_compiler_refuses_are_refused(name, said):
   with pytest.raises(topologies.TopologyError, match=said) as refused:
     topologies.resolve(name)
   assert name in str(refused.value)

@@ -16,7 +16,7 @@ def test_a_history_loses_nothing(harness, undisturbed_run, seed):
   assert elastic_histories.check(history, undisturbed_run, fixed_mesh) == [], faults
 
 
-def test_the_check_sees_what_is_broken(harness, undisturbed_run):
+def test_the_check_reports_a_broken_run(harness, undisturbed_run):
   """A run on other data, with other numbers: every promise but completion is broken."""
   other = harness.run("other", [*elastic_histories.KEYS, "data_shuffle_seed=1"])
   broken = elastic_histories.check(other, undisturbed_run, fixed_mesh=True)

@@ -92,7 +92,7 @@ def test_growing_must_pay():
   assert not ResizePolicy(0, lambda: 0.0).worthwhile(saved_seconds=0, compile_seconds=0)  # 5 or 6 slices of 8
 
 
-def test_snapshots_are_as_frequent_as_told():
+def test_a_fixed_snapshot_period_is_kept():
   policy = SnapshotPolicy(period=3, max_overhead=0.01, state_bytes=LARGE)
   for step in range(1, 50):
     policy.completed(step, 100.0 * (step % 3))
@@ -161,7 +161,7 @@ def test_free_snapshots_of_a_large_state_are_left_out_only_to_measure():
   assert missing == {129, 130, 131, 192, 193, 194, 195, 256}
 
 
-def test_another_attempt_measures_anew():
+def test_another_attempt_drops_old_measurements():
   """Half as many slices, steps twice as long: the old ones would make each snapshot cost a whole step."""
   policy = SnapshotPolicy(period=0, max_overhead=0.01, state_bytes=LARGE)
   run_steps(policy, 400, step_seconds=1.0, cost=0.0)

@@ -347,7 +347,7 @@ def test_faults_happen_once_per_run_not_once_per_process(tmp_path):
   assert [r["fault"] for r in records(again, "fault_injected")] == ["slice_down@11:2"]
 
 
-def test_what_cannot_work_is_refused_before_the_first_attempt():
+def test_impossible_elastic_settings_are_refused_before_the_first_attempt():
   toy = Toy()
   with pytest.raises(ValueError, match="there are only 4 slices"):
     train(toy, elastic_min_slice_count=5)

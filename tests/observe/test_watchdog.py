@@ -48,7 +48,7 @@ def test_a_hung_process_dumps_its_stacks_and_exits_with_134(tmp_path):
   assert hang["kind"] == "hang" and hang["step"] == 7 and 0.5 <= hang["silent_seconds"] < 5
 
 
-def test_it_aborts_even_when_stdout_is_what_hangs(tmp_path):
+def test_it_aborts_even_when_stdout_hangs(tmp_path):
   code = """
     dog.beat(step=3)
     while True:

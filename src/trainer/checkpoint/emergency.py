@@ -251,7 +251,7 @@ class Emergency:
   # ---- restoring ----
 
   def candidates(self) -> list[Candidate]:
-    """Saves of which the processes together have every part, newest first.
+    """Saves that are complete if the parts of all processes are put together, newest first.
 
     Candidate.copy is the digest of the fingerprints: saves with equal digests are equal bit by bit, and their parts can
     be mixed.

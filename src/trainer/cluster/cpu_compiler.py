@@ -1,11 +1,11 @@
-"""What XLA's compiler for CPUs is told beside its defaults. Only the environment carries it: no compile option does."""
+"""An option of XLA's compiler for CPUs. It can be set only through the environment, not as a compile option."""
 
 from __future__ import annotations
 
 from collections.abc import MutableMapping
 
-# Every kernel's loops are unrolled for nothing: without it a fifth less is to compile, which is most of a start, and
-# steps take as long (docs/benchmarks/startup.md).
+# By default XLA unrolls the loops of every kernel. Without unrolling it compiles a fifth less code, and compiling takes
+# most of a start. Steps take the same time (docs/benchmarks/startup.md).
 OPTION = "xla_cpu_disable_loop_unrolling"
 _FLAG = "--xla_backend_extra_options="
 
@@ -13,7 +13,7 @@ _FLAG = "--xla_backend_extra_options="
 def prepare_environment(environment: MutableMapping[str, str]) -> None:
   """Adds OPTION to XLA_FLAGS, which is read once, when the first program compiles. Other platforms ignore it.
 
-  A user who gives options of this kind has the word: theirs stand alone.
+  If the user already sets this flag, it stays unchanged.
   """
   flags = environment.get("XLA_FLAGS", "")
   if _FLAG not in flags:

@@ -47,7 +47,7 @@ class SimulatedCluster(Cluster):
     self._clock = clock
     self._sleep = sleep
     self._down: dict[int, float | None] = {}  # dead or hanging slice -> time of its return; None: when waited for
-    self._hanging: set[int] = set()  # those of `_down` that hang
+    self._hanging: set[int] = set()  # slices of `_down` that hang
     self._pending = _PendingArrays()
     self._lock = threading.RLock()
 
@@ -90,7 +90,7 @@ class SimulatedCluster(Cluster):
   def lost(self, view: View, named: Iterable[int] = ()) -> frozenset[int]:
     lost = super().lost(view, named)
     # The run drops the results of a slice that it gives up. They must become ready: on a CPU, programs on several
-    # devices run in the order of their dispatch, and those of the next attempt would wait for them.
+    # devices run in the order of their dispatch, and programs of the next attempt would wait for them.
     with self._lock:
       if self._hanging & lost:
         self._pending.release()
@@ -146,7 +146,7 @@ class SimulatedCluster(Cluster):
       self._pending.release()
 
   def _wait_for_end_of_hang(self) -> None:
-    """Looks for slices whose time has come. The training thread cannot: it waits for the arrays."""
+    """Ends hangs whose time is over. The training thread cannot do it: it waits for the arrays."""
     while self._hanging:
       self.alive()
       time.sleep(_POLL_SECONDS)
@@ -192,14 +192,14 @@ def _join_processes(cfg: ClusterSection, environment: Mapping[str, str]) -> int:
     return 1
   if len(given) != len(names) or not (given[names[1]].isdecimal() and given[names[2]].isdecimal()):
     raise ValueError(
-      f"the environment has {given}; several processes need all of {', '.join(names)} (host:port and two numbers), one "
-      "process none of them"
+      f"the environment has {given}; several processes need all of {', '.join(names)} (host:port and two numbers). Set "
+      "all of them, or none for one process."
     )
   count, index = int(given[names[1]]), int(given[names[2]])
   if not 0 <= index < count:
-    raise ValueError(f"JAX_PROCESS_ID={index} must be from 0 to JAX_NUM_PROCESSES-1 = {count - 1}")
+    raise ValueError(f"JAX_PROCESS_ID={index} must be from 0 to JAX_NUM_PROCESSES-1 = {count - 1}.")
   if cfg.enable_single_controller and count > 1:
-    raise ValueError(f"enable_single_controller=true means one process, but JAX_NUM_PROCESSES={count}; drop either")
+    raise ValueError(f"enable_single_controller=true means one process, but JAX_NUM_PROCESSES={count}. Remove one.")
   if count > 1:
     jax.distributed.initialize(
       given[names[0]], count, index, heartbeat_timeout_seconds=cfg.jax_distributed_heartbeat_timeout_seconds
@@ -208,10 +208,9 @@ def _join_processes(cfg: ClusterSection, environment: Mapping[str, str]) -> int:
 
 
 def _force_host_devices(cfg: ClusterSection, environment: Mapping[str, str], process_count: int) -> None:
-  """Gives the CPU backend the devices that cfg asks for, unless the user has forced a number of them already.
+  """Gives the CPU backend the devices that cfg requests, unless the user has already forced a number of devices.
 
-  Does nothing to other backends, whose real slices may be larger than what a CPU can play; on a CPU `_group` refuses
-  those.
+  Other backends are not changed. If cfg requests more devices than a CPU can simulate, `_group` refuses it on a CPU.
   """
   if _forced_by_user(environment):
     return
@@ -232,7 +231,7 @@ def _forced_by_user(environment: Mapping[str, str]) -> bool:
 def _all_devices(environment: Mapping[str, str]) -> list[jax.Device]:
   try:
     return jax.devices()
-  except RuntimeError as error:  # no backend starts: the platform is misspelt, has no device here, or no package
+  except RuntimeError as error:  # no backend starts: it is misspelled, has no device here, or is not installed
     raise ValueError(
       f"JAX_PLATFORMS={environment.get('JAX_PLATFORMS', '')!r}: JAX finds no devices: {str(error).splitlines()[0]}\n"
       "Set JAX_PLATFORMS=cpu to run on the CPU, or install JAX for this machine's accelerator (setup.sh --gpu, --tpu)."
@@ -240,7 +239,7 @@ def _all_devices(environment: Mapping[str, str]) -> list[jax.Device]:
 
 
 def _group(cfg: ClusterSection, devices: list[jax.Device]) -> dict[int, tuple[jax.Device, ...]]:
-  """Slice id -> its devices: the hardware's own slices where it has several, else equal contiguous groups."""
+  """Returns {slice id: devices}: the hardware's own slices if it has several, otherwise equal contiguous groups."""
   by_index: dict[int, list[jax.Device]] = {}
   for device in devices:
     by_index.setdefault(getattr(device, "slice_index", 0), []).append(device)

@@ -1,4 +1,4 @@
-"""TPU slices that the compiler knows without their being there, by MaxText's names and by jax's."""
+"""TPU slices to compile for without having them, by the names of MaxText and of jax."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONGEST = MappingProxyType({2: 16, 3: 256})  # the most chips along a side, by t
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-  """How one TPU version is named and described to jax."""
+  """The names and limits of one TPU version."""
 
   jax_name: str
   sides: int
@@ -32,9 +32,9 @@ class Generation:
   chip_config_name: str = "default"
 
   def shape(self, chips: int) -> tuple[int, ...] | None:
-    """That of a slice of so many chips; None where there is none.
+    """Returns the shape of a slice with `chips` chips, or None if no such slice exists.
 
-    Of cubes in several arrangements it is the most compact, as in MaxText's table of names.
+    If cubes can be arranged in several ways, the shape is the most compact one, as in MaxText's table of names.
     """
     if self.sides == 2:
       return _FLAT.get(chips)
@@ -75,12 +75,12 @@ COMPILER_ENVIRONMENT = MappingProxyType(
 
 
 class TopologyError(ValueError):
-  """A topology that is not known, or a compiler that is not installed; the message says what to do."""
+  """The topology is unknown, or the compiler is not installed. The message says what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-  """One slice, as `jax.experimental.topologies` wants it described."""
+  """One slice, described as `jax.experimental.topologies` needs it."""
 
   name: str  # as given
   jax_name: str  # "v5e:4x4"
@@ -94,9 +94,9 @@ class Topology:
 
 
 def resolve(name: str) -> Topology:
-  """The topology of `v5e-16` (MaxText's and Google Cloud's names) or `v5e:4x4` (jax's). Raises TopologyError.
+  """Returns the topology of `v5e-16` (names of MaxText and Google Cloud) or `v5e:4x4` (jax). Raises TopologyError.
 
-  v5e and v6e count chips; v4, v5p and 7x count cores, two to a chip: v5p-64 is 32 chips.
+  Names of v5e and v6e count chips. Names of v4, v5p and 7x count cores, two per chip: v5p-64 has 32 chips.
   """
   found = re.fullmatch(r"(\w+)(?:-(\d+)|:(\d+(?:x\d+)*))", name.strip().lower())
   if not found or found.group(1) not in GENERATIONS:
@@ -120,7 +120,7 @@ def resolve(name: str) -> Topology:
 
 
 def _numbers(version: str, generation: Generation) -> str:
-  """Which numbers the names of a version's slices have, as an error message ends."""
+  """Returns the end of an error message: which numbers occur in the names of a version's slices."""
   if generation.sides == 2:
     return f"the number counts chips, and slices of {version} have {', '.join(map(str, _FLAT))}."
   small = ", ".join(str(chips * generation.counted) for chips in _SMALL)
@@ -132,7 +132,7 @@ def _numbers(version: str, generation: Generation) -> str:
 
 
 def _check_shape(name: str, shape: tuple[int, ...], generation: Generation) -> None:
-  """Raises TopologyError for a shape that the compiler does not take: it ends the whole process for some of them."""
+  """Raises TopologyError for a shape that the compiler refuses. For some shapes the compiler would end the process."""
   longest = LONGEST[generation.sides]
   wrong = None
   if len(shape) != generation.sides:
@@ -150,7 +150,7 @@ def _check_shape(name: str, shape: tuple[int, ...], generation: Generation) -> N
 
 
 def devices(topology: Topology, num_slices: int) -> tuple[tuple[Any, ...], ...]:
-  """The described (not attached) devices of `num_slices` such slices, slice by slice. Raises TopologyError."""
+  """Returns the described (not attached) devices of `num_slices` such slices, by slice. Raises TopologyError."""
   _require_compiler()
   from jax.errors import JaxRuntimeError
   from jax.experimental import topologies as jax_topologies
@@ -175,9 +175,9 @@ def devices(topology: Topology, num_slices: int) -> tuple[tuple[Any, ...], ...]:
 
 
 def prepare_environment() -> None:
-  """Sets what the TPU compiler reads when it is loaded, so that it neither looks for a TPU nor waits for one.
+  """Sets the variables that stop the TPU compiler from looking for a TPU, or waiting for one, when it is loaded.
 
-  Called before jax is imported, and by nothing that trains.
+  To be called before jax is imported, only by programs that do not train.
   """
   os.environ["JAX_PLATFORMS"] = "cpu"
   for name, value in COMPILER_ENVIRONMENT.items():

@@ -1,6 +1,6 @@
 """Sends shards from the hosts that hold them to the hosts that need them, bit for bit.
 
-Sums unsigned words, all but one of which are zero. (Summing the values themselves, as Orbax does, changes -0.0 into 0.0
+Sums unsigned words; only one summand is not zero. (Summing the values themselves, as Orbax does, changes -0.0 into 0.0
 and int8 into int32.)
 """
 

@@ -66,3 +66,16 @@ def test_the_specific_part_of_a_nested_error_decides():
 )
 def test_an_outage_of_the_storage_is_not_a_damaged_file(text, is_outage):
   assert runtime_errors.is_outage(text) is is_outage
+
+
+@pytest.mark.timeout(20)
+def test_causes_that_form_a_circle_are_searched_once():
+  first, second = ValueError("first"), OSError("second")
+  first.__cause__, second.__context__ = second, first
+  assert runtime_errors.find(first) is None
+  second.__cause__ = loss = jax.errors.JaxRuntimeError("DATA_LOSS: gone")
+  assert runtime_errors.find(first) is loss
+  loss.__cause__ = first
+  assert (
+    list(runtime_errors.causes(first)) == list(runtime_errors.causes(first, explicit=True)) == [first, second, loss]
+  )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from enum import StrEnum
 
 import jax
@@ -64,9 +65,19 @@ def find(error: BaseException | None) -> jax.errors.JaxRuntimeError | None:
 
   Checkpoint threads wrap the errors that they catch.
   """
-  while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
-    error = error.__cause__ or error.__context__
-  return error
+  return next((cause for cause in causes(error) if isinstance(cause, jax.errors.JaxRuntimeError)), None)
+
+
+def causes(error: BaseException | None, *, explicit: bool = False) -> Iterator[BaseException]:
+  """Yields `error`, then its cause (`raise ... from`) or else its context, and so on, each once.
+
+  explicit: causes only, no contexts. Causes may form a circle, because threads raise the same error several times.
+  """
+  seen: set[int] = set()
+  while error is not None and id(error) not in seen:
+    yield error
+    seen.add(id(error))
+    error = error.__cause__ if explicit else error.__cause__ or error.__context__
 
 
 def is_disconnected(error: BaseException) -> bool:

@@ -342,6 +342,5 @@ def _save_args(flat: Mapping[str, jax.Array]) -> Any:
 
 def _first_line(error: BaseException) -> str:
   """The innermost cause in one line: Orbax wraps errors in exceptions without a type."""
-  while error.__cause__ is not None:
-    error = error.__cause__
+  *_, error = runtime_errors.causes(error, explicit=True)
   return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"[:500]

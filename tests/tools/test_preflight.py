@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from trainer import config
+from trainer.tools.preflight import schedule
 from trainer.tools.preflight.__main__ import main
 
 TINY = (
@@ -45,6 +46,8 @@ def test_for_this_machine():
   assert "Ramdisk per host" in done.stdout
   assert "Measured per device of this machine: matmuls" in done.stdout
   assert done.stdout.count("Roofline on this CPU: compute") == 2 and done.stdout.count(": fits") == 2
+  assert done.stdout.count("Step time on this CPU: ") == 2
+  assert done.stdout.count("Missing in these times: DCN: the bandwidth is unknown") == 2
 
 
 def test_the_step_with_one_slice_lost_can_be_skipped():
@@ -139,6 +142,11 @@ def test_a_refusal_keeps_the_first_line(monkeypatch, stage, error, kind, expecte
   assert analysis.analyse(None, [[]], 1) == getattr(analysis, kind)(1, expected)
 
 
+def test_a_file_that_cannot_be_written_is_refused(capsys):
+  assert main([*TINY, "preflight.hlo_file=no/such/folder/file.hlo"]) == 2
+  assert "preflight_hlo_file=no/such/folder/file.hlo: cannot be written" in capsys.readouterr().err
+
+
 def test_unreadable_compiler_output_is_not_reported_as_wrong_input(monkeypatch):
   from trainer.tools.preflight import analysis
 
@@ -152,7 +160,7 @@ def test_unreadable_compiler_output_is_not_reported_as_wrong_input(monkeypatch):
 
   monkeypatch.setattr(analysis.program, "build", lambda *_: Compiled())
   with pytest.raises(RuntimeError, match="cannot read the output of this version of the compiler") as caught:
-    analysis.analyse(None, [[]], 1)
+    analysis.analyse(config.load(TINY), [[]], 1)
   assert "no ENTRY computation" in str(caught.value.__cause__)
 
 
@@ -166,8 +174,9 @@ def test_the_topology_has_its_own_number_of_slices(no_compiler, capsys):
 
 
 @needs_compiler
-def test_for_tpus_that_this_machine_does_not_have():
-  done = command(*TPU)
+def test_for_tpus_that_this_machine_does_not_have(tmp_path, capsys):
+  file = tmp_path / "step.hlo"
+  done = command(*TPU, f"preflight.hlo_file={file}")
   assert done.returncode == 0, done.stderr
   assert "For 2 slices of v5e:2x2: 4 chips (4 devices) on 1 host each; no TPU is needed" in done.stdout
   assert done.stdout.count("of 17.2 GB") == 2 and done.stdout.count(": fits") == 2
@@ -176,6 +185,14 @@ def test_for_tpus_that_this_machine_does_not_have():
   assert "across slices (DCN)" in two and "across slices (DCN)" not in one
   assert "Compiled quickly" not in two and "cycles" in two and "HBM unknown" not in two
   assert "Compiled quickly" in one and "cycles" not in one and "HBM unknown" in one
+  estimate = re.search(r"Step time on v5e: (.*? ms): computation .*, exposed DCN (.*? ms)", two)
+  assert estimate is not None, two
+  assert "Step time: unknown" in one
+  assert "Missing in these times" not in two, "each transfer has a start and an end"
+  # The file holds the step on all slices.
+  assert schedule.main([str(file), "--slices=2", "--devices-per-slice=4", "--chip=v5e"]) == 0
+  text = capsys.readouterr().out
+  assert f"| step time | {estimate[1]} |" in text and f"| DCN exposed | {estimate[2]} |" in text
 
 
 @needs_compiler

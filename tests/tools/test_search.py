@@ -10,12 +10,21 @@ import pytest
 from trainer.config import load
 from trainer.config.schema import RematPolicy
 from trainer.observe import chips
-from trainer.tools.preflight import costs, search
+from trainer.tools.preflight import costs, hlo, search
 from trainer.tools.preflight.analysis import Analysis, DoesNotFit, Memory, Refused
 
 CHIP = chips.Chip("test", (), 1e12, 1000, 1e9, 1e9)
 # Bytes per example, by policy.
 NEEDED = dict(zip(search.POLICIES, (600, 500, 400, 300, 200, 100)))
+
+
+def moving(traffic):
+  """A program whose memory traffic is `traffic` bytes, and that does nothing else."""
+  array = f"s8[{int(traffic) // 2}]{{0}}"
+  return hlo.parse(
+    f"HloModule m\n\nENTRY %main (p: {array}) -> {array} {{\n  %p = {array} parameter(0)\n"
+    f"  ROOT %c = {array} copy(%p)\n}}\n"
+  )
 
 
 def compiler(tried, divides=lambda batch: batch >= 1):
@@ -26,10 +35,11 @@ def compiler(tried, divides=lambda batch: batch >= 1):
     used = int(NEEDED.get(policy, 100) * batch)
     if used > CHIP.hbm_bytes:
       return DoesNotFit(1, "too much")
-    nothing = costs.Costs({}, 1e6, 0.0, 0.0, 0)
+    nothing = costs.Costs({}, 0.0, 0.0, 0.0, 0)
     memory = Memory(used, 0, 0, 0, 0, 0)
     return Analysis(
-      1, 1, 1, 1, "test", {}, "", 1, memory, 0.0, 0.0, nothing, (), (), 0.0, int(batch) * 8, 0.0, 0.0, True
+      *(1, 1, 1, 1, "test", {}, "", 1, memory, 0.0, 0.0, nothing, (), (), moving(1e6), (0,), "default"),
+      *(0.0, int(batch) * 8, 0.0, 0.0, True),
     )
 
   return attempt
@@ -68,7 +78,7 @@ def test_smaller_batches_as_long_as_they_are_faster():
     finding = compiler([])(policy, batch)
     if isinstance(finding, DoesNotFit):
       return finding
-    return dataclasses.replace(finding, costs=costs.Costs({}, 1e6 * batch * slower[policy], 0.0, 0.0, 0))
+    return dataclasses.replace(finding, module=moving(1e6 * batch * slower[policy]))
 
   assert found(attempt, 8) == [
     (RematPolicy.FULL, 8),

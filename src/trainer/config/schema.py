@@ -500,6 +500,10 @@ class PreflightSection(Section):
     DegradedStep.QUICK,
     description="How to compile the step that runs when one slice is lost (preflight.degraded=full). quick: with little optimization, enough if the result fits in memory. full: as it runs. none: do not compile it.",
   )
+  preflight_hlo_file: str = Field(
+    "",
+    description="File for the compiled step on all slices, as HLO text (preflight.hlo_file=FILE), to read with python -m trainer.tools.preflight.schedule. Empty: no file.",
+  )
 
 
 class Config(Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import pathlib
 import re
 import time
 from collections.abc import Sequence
@@ -17,9 +18,11 @@ from trainer.config import counts
 from trainer.config.schema import Config, DegradedStep
 from trainer.observe import chips
 from trainer.program import Program
-from trainer.tools.preflight import collectives, costs, hlo
+from trainer.tools.preflight import collectives, costs, hlo, prices, simulation
 from trainer.tools.preflight.collectives import Collective
 from trainer.tools.preflight.costs import Costs
+from trainer.tools.preflight.hlo import Module
+from trainer.tools.preflight.simulation import Timeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +62,9 @@ class Analysis:
   costs: Costs
   unknown_loops: tuple[str, ...]  # sources of loops with an unknown number of turns; they are counted once
   collectives: tuple[Collective, ...]
+  module: Module  # the compiled program
+  slice_of: tuple[int, ...]  # the slice of each partition of the program
+  precision: str  # of the matmuls in kernels
   model_flops: float  # per device and step, from the model's formula
   tokens: int  # of the global batch
   trace_seconds: float
@@ -169,11 +175,14 @@ def read_compiled(
   optimized: bool,
 ) -> Analysis:
   """Returns the analysis of `compiled`, the compiled step of `prog`."""
-  module = hlo.parse(compiled.as_text())
+  text = compiled.as_text()
+  alive = prog.plan.rows.shape[1]
+  if config.preflight.preflight_hlo_file and alive == num_slices_total:
+    pathlib.Path(config.preflight.preflight_hlo_file).write_text(text)
+  module = hlo.parse(text)
   stats = compiled.memory_analysis()
   counted = compiled.cost_analysis() or {}
   devices = list(prog.mesh.devices.flat)
-  alive = prog.plan.rows.shape[1]
   tokens = program.global_batch_size(config, num_slices_total, len(devices) // alive) * config.data.max_target_length
   return Analysis(
     slices=alive,
@@ -197,6 +206,9 @@ def read_compiled(
     costs=costs.count(module, config.model.matmul_precision),
     unknown_loops=tuple(module.unknown_loops()),
     collectives=tuple(collectives.find(module, slice_of(prog))),
+    module=module,
+    slice_of=tuple(slice_of(prog)),
+    precision=config.model.matmul_precision,
     model_flops=counts.flops_per_token(config.model, config.data.max_target_length) * tokens / len(devices),
     tokens=tokens,
     trace_seconds=trace_seconds,
@@ -212,6 +224,13 @@ def slice_of(prog: Program) -> list[int]:
     return [int(index) for index in known if index is not None]
   per_slice = prog.mesh.devices.size // prog.plan.rows.shape[1]
   return [position // per_slice for position in range(prog.mesh.devices.size)]
+
+
+def timeline(analysis: Analysis, chip: chips.Chip) -> Timeline | None:
+  """Returns the times of one step on `chip`, or None if the program is not the optimized one that runs."""
+  if not analysis.optimized:
+    return None
+  return simulation.simulate(analysis.module, analysis.slice_of, prices.rates(chip, analysis.precision))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,22 +258,15 @@ class Roofline:
     }  # fmt: skip
 
 
-# Bytes/s per chip over the data center network (DCN): v5e 6.4 Tbit/s and v6e 25.6 Tbit/s per pod of 256 chips, v5p
-# 50 Gbit/s per chip (docs.cloud.google.com/tpu/docs, the page of each version). Other versions publish no number.
-DCN_BANDWIDTH = {"v5e": 25e9 / 8, "v6e": 100e9 / 8, "v5p": 50e9 / 8}
-# Bytes/s between a device and its host, as PCIe 3 x16 reaches. Used only for offloaded activations.
-HOST_BANDWIDTH = 12e9
-
-
 def roofline(analysis: Analysis, chip: chips.Chip) -> Roofline:
   """Returns the bounds of one step on `chip`. Links send and receive at once, so sending gets half the bandwidth."""
   inside = sum(c.sent for c in analysis.collectives if not c.crosses_slices)
   across = sum(c.sent for c in analysis.exchanged())
-  bandwidth = DCN_BANDWIDTH.get(chip.name)
+  bandwidth = prices.DCN_BANDWIDTH.get(chip.name)
   return Roofline(
     compute=sum(flops / chip.peak(*kind) for kind, flops in analysis.costs.flops_by_type.items()),
     memory=analysis.costs.device_bytes / chip.hbm_bandwidth if analysis.optimized else None,
     ici=inside / (chip.link_bandwidth / 2),
     dcn=across / bandwidth if bandwidth else (None if across else 0.0),
-    host=analysis.costs.host_bytes / HOST_BANDWIDTH,
+    host=analysis.costs.host_bytes / prices.HOST_BANDWIDTH,
   )

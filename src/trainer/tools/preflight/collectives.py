@@ -32,40 +32,54 @@ class Collective:
     return factor * self.bytes * self.times
 
 
+class Reader:
+  """Reads the collectives of one module."""
+
+  def __init__(self, module: Module, slice_of: Sequence[int]) -> None:
+    """`slice_of[i]` is the slice of partition i, the device at position i of the mesh.
+
+    The TPU compiler turns communication across slices into transfers over the host (megascale), each with a `send`. In
+    such a program, the remaining collectives stay inside a slice, and their groups number the devices of one slice.
+    """
+    instructions = (i for computation in module.computations.values() for i in computation.instructions)
+    if any(is_megascale(instruction) for instruction in instructions):
+      slice_of = [0] * (len(slice_of) // len(set(slice_of)))
+    self._slice_of = slice_of
+
+  def read(self, computation: Computation, instruction: Instruction, times: float = 1.0) -> Collective | None:
+    """Returns the collective that `instruction` starts or executes, or None if it starts none."""
+    kind = instruction.opcode.removesuffix("-start")
+    if kind in KINDS:
+      return _collective(computation, instruction, kind, times, self._slice_of)
+    return _megascale(instruction, times) if is_megascale(instruction) else None
+
+
 def find(module: Module, slice_of: Sequence[int]) -> list[Collective]:
-  """Returns all collectives. `slice_of[i]` is the slice of partition i, the device at position i of the mesh.
+  """Returns all collectives of `module`. `slice_of[i]` is the slice of partition i.
 
-  The TPU compiler turns communication across slices into transfers over the host (megascale), each with a `send`. In
-  such a program, the remaining collectives stay inside a slice, and their groups number the devices of one slice.
+  A collective that several fusions of a computation execute together counts once per run of the computation.
   """
-  if any(_is_megascale(i) for computation in module.computations.values() for i in computation.instructions):
-    slice_of = [0] * (len(slice_of) // len(set(slice_of)))
+  reader = Reader(module, slice_of)
   found = []
-  for name, computation in module.computations.items():
-    times = module.runs[name]
-    if not times:
-      continue
-    for instruction in computation.instructions:
-      kind = instruction.opcode.removesuffix("-start")
-      if kind in KINDS:
-        found.append((instruction, _collective(computation, instruction, kind, times, slice_of)))
-      elif _is_megascale(instruction):
-        found.append((instruction, _megascale(instruction, times)))
-  return _without_repetitions(found)
-
-
-def _without_repetitions(found: list[tuple[Instruction, Collective]]) -> list[Collective]:
-  """Returns the collectives without repetitions: an asynchronous one appears in every fusion that it overlaps with."""
-  channels: set[str] = set()
-  kept = []
-  for instruction, collective in found:
-    channel = instruction.attribute("channel_id")
-    if channel is not None and "async_collective_fusion_config" in instruction.rest:
-      if channel in channels:
+  seen: set[tuple[str, str]] = set()
+  for computation, instruction, times in module.executed():
+    for owner, part in module.parts(computation, instruction):
+      collective = reader.read(owner, part, times)
+      if collective is None:
         continue
-      channels.add(channel)
-    kept.append(collective)
-  return kept
+      channel = fused_channel(part)
+      if channel is not None:
+        if (computation.name, channel) in seen:
+          continue
+        seen.add((computation.name, channel))
+      found.append(collective)
+  return found
+
+
+def fused_channel(instruction: Instruction) -> str | None:
+  """Returns the channel of a collective that several fusions execute together, and None for other instructions."""
+  in_fusions = "async_collective_fusion_config" in instruction.rest
+  return instruction.attribute("channel_id") if in_fusions else None
 
 
 def _collective(
@@ -82,7 +96,8 @@ def _collective(
   return Collective(kind, max(sizes), max(map(len, groups), default=1), crosses, times, instruction.source)
 
 
-def _is_megascale(instruction: Instruction) -> bool:
+def is_megascale(instruction: Instruction) -> bool:
+  """Returns whether `instruction` sends data to another slice (the host moves the data)."""
   return instruction.opcode == "send" and "_xla_megascale_transfer_type" in instruction.rest
 
 
@@ -92,12 +107,13 @@ def _megascale(send: Instruction, times: float) -> Collective:
   target = re.search(r'_xla_megascale_target="\{([^}]*)\}', send.rest)
   slices = len(target.group(1).split(",")) if target else 2
   name = kind.group(1).lower().replace("_", "-") if kind else "send"
-  return Collective(name, send.result[0].bytes, max(slices, 2), True, times, _rendezvous(send))
+  return Collective(name, send.result[0].bytes, max(slices, 2), True, times, rendezvous(send))
 
 
-def _rendezvous(send: Instruction) -> str:
-  found = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', send.rest)
-  return found.group(1) if found else send.name
+def rendezvous(transfer: Instruction) -> str:
+  """Returns the name that a `send` and the `recv` of its result have in common."""
+  found = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', transfer.rest)
+  return found.group(1) if found else transfer.name
 
 
 def _groups(instruction: Instruction, devices: int) -> list[list[int]]:

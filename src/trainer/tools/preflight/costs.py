@@ -53,23 +53,40 @@ def count(module: Module, precision: str = "default") -> Costs:
     if not times:
       continue
     for instruction in computation.instructions:
-      if instruction.opcode == "dot":
-        flops[_kind(computation, instruction)] += times * _dot_flops(computation, instruction)
-      elif instruction.opcode == "convolution":
-        flops[_kind(computation, instruction)] += times * _convolution_flops(computation, instruction)
-      elif custom_calls.is_kernel(instruction):
-        priced = custom_calls.flops(computation, instruction)
-        if priced is None:
-          unpriced += int(times)
-        else:
-          flops[priced[0], precision] += times * priced[1]
+      unpriced += int(times) * is_unpriced(computation, instruction)
+      for kind, operations in flops_of(computation, instruction, precision):
+        flops[kind] += times * operations
   for computation, instruction, times in module.executed():
-    estimate = _CYCLES.search(instruction.rest)
-    cycles += times * (int(estimate.group(1)) if estimate else 0)
-    traffic = _traffic(module, computation, instruction)
+    cycles += times * estimated_cycles(instruction)
+    traffic = bytes_moved(module, computation, instruction)
     device += times * traffic[DEVICE]
     host += times * traffic[HOST]
   return Costs(dict(flops), device, host, cycles, unpriced)
+
+
+def estimated_cycles(instruction: Instruction) -> int:
+  """Returns the TPU compiler's estimate for a fusion; 0 if there is none."""
+  estimate = _CYCLES.search(instruction.rest)
+  return int(estimate.group(1)) if estimate else 0
+
+
+def flops_of(
+  computation: Computation, instruction: Instruction, precision: str = "default"
+) -> list[tuple[tuple[str, str], float]]:
+  """Returns ((HLO type, precision), FLOPs) of a matmul or a kernel, in a list; [] for other instructions."""
+  if instruction.opcode == "dot":
+    return [(_kind(computation, instruction), _dot_flops(computation, instruction))]
+  if instruction.opcode == "convolution":
+    return [(_kind(computation, instruction), _convolution_flops(computation, instruction))]
+  if custom_calls.is_kernel(instruction):
+    priced = custom_calls.flops(computation, instruction)
+    return [((priced[0], precision), priced[1])] if priced is not None else []
+  return []
+
+
+def is_unpriced(computation: Computation, instruction: Instruction) -> bool:
+  """Returns whether `instruction` is a kernel with unknown FLOPs."""
+  return custom_calls.is_kernel(instruction) and custom_calls.flops(computation, instruction) is None
 
 
 def _shape(computation: Computation, name: str) -> Array:
@@ -136,7 +153,7 @@ def _valid_positions(
   return int(np.count_nonzero(inside & (position % left_dilation == 0)))
 
 
-def _traffic(module: Module, computation: Computation, instruction: Instruction) -> dict[int, float]:
+def bytes_moved(module: Module, computation: Computation, instruction: Instruction) -> dict[int, float]:
   """Returns the bytes that one instruction reads and writes, by memory space.
 
   If an instruction uses only a slice of a buffer, only the slice counts.
@@ -153,7 +170,7 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
     by_space.setdefault(array.space, 0.0)
     read = _read(instruction, index, array) if inner is None else _read_by_fusion(module, inner, index, array.bytes)
     by_space[array.space] += read
-  for index, array in enumerate(_written(instruction)):
+  for index, array in enumerate(written(instruction)):
     by_space.setdefault(array.space, 0.0)
     by_space[array.space] += _write(module, computation, instruction, inner, index, array)
   return by_space
@@ -164,7 +181,7 @@ def _moves_nothing(instruction: Instruction) -> bool:
   return instruction.target in ("AllocateBuffer", "ConcatBitcast")
 
 
-def _written(instruction: Instruction) -> tuple[Array, ...]:
+def written(instruction: Instruction) -> tuple[Array, ...]:
   """Returns the new results. The start of an asynchronous operation also lists its operands and its semaphore."""
   if instruction.opcode == "copy-start":
     return instruction.result[:1]
@@ -178,7 +195,7 @@ def _written(instruction: Instruction) -> tuple[Array, ...]:
 def _read(instruction: Instruction, index: int, array: Array) -> float:
   """Returns the bytes that a single instruction reads from its operand `index`."""
   if instruction.opcode in _SLICES and index == 0:
-    return sum(a.bytes for a in _written(instruction))
+    return sum(a.bytes for a in written(instruction))
   if instruction.opcode in (*_UPDATES, "scatter") and index == 0:
     return 0
   return array.bytes

@@ -21,6 +21,9 @@ _END = re.compile(r"^\}(?:\s|, |$)")
 _CALLED = re.compile(r"\b(?:calls|body|condition|to_apply|branch_computations|true_computation|false_computation)=")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
+# The device executes the instructions of the computations that these call one by one.
+_RUN_SEPARATELY = frozenset({"while", "conditional", "call", "async-start"})
+
 # Memory spaces by the number in S(..) of a layout. A layout without S(..) is in the main memory of the device.
 DEVICE, HOST = 0, 5
 
@@ -67,6 +70,8 @@ class Instruction:
   def called(self) -> tuple[str, ...]:
     """Names of the computations that this instruction runs."""
     names: list[str] = []
+    if self.opcode.endswith(("-update", "-done")):  # they name the computation that the `-start` runs
+      return ()
     for found in _CALLED.finditer(self.rest):
       names += re.findall(r"[\w.\-]+", _balanced(self.rest, found.end()))
     return tuple(names)
@@ -144,6 +149,15 @@ class Module:
           counts[called] += times
     return counts
 
+  def parts(self, computation: Computation, instruction: Instruction) -> Iterator[tuple[Computation, Instruction]]:
+    """Yields `instruction` and, for a fusion, the instructions of its body, each with its own computation."""
+    yield computation, instruction
+    if instruction.opcode not in _RUN_SEPARATELY:
+      for name in instruction.called:
+        inner = self.computations[name]
+        for part in inner.instructions:
+          yield from self.parts(inner, part)
+
   @functools.cached_property
   def fused(self) -> frozenset[str]:
     """Computations that are part of one instruction: bodies of fusions, functions of reductions and sorts."""
@@ -151,7 +165,7 @@ class Module:
       called
       for computation in self.computations.values()
       for instruction in computation.instructions
-      if instruction.opcode not in ("while", "conditional", "call", "async-start")
+      if instruction.opcode not in _RUN_SEPARATELY
       for called in instruction.called
     )
     found: set[str] = set()

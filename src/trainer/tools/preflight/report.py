@@ -8,8 +8,11 @@ from collections.abc import Iterable, Sequence
 from trainer.config.errors import counted
 from trainer.elastic.batch_plan import PlanCost
 from trainer.observe.chips import Chip
-from trainer.tools.preflight.analysis import Analysis, DoesNotFit, roofline
+from trainer.tools.preflight.analysis import Analysis, DoesNotFit, roofline, timeline
 from trainer.tools.preflight.collectives import Collective
+from trainer.tools.preflight.simulation import Timeline, Transfer
+
+EXPOSED_SHOWN = 5  # transfers
 
 QUICK = (
   "Compiled quickly, with little optimization, to check that it fits. The program that runs is fully optimized, and "
@@ -110,7 +113,7 @@ def analysis_lines(analysis: Analysis, chip: Chip | None) -> list[str]:
     lines.append(f"  Counted as one turn, because the number of turns is unknown: the loop {loop}")
   lines += [f"  {line}" for line in collective_lines(a.collectives)]
   if chip is not None:
-    lines += [f"  {line}" for line in roofline_lines(a, chip)]
+    lines += [f"  {line}" for line in (*step_time_lines(a, chip), *roofline_lines(a, chip))]
   lines.append(f"  Seconds: {a.trace_seconds:.1f} to trace, {a.compile_seconds:.1f} to compile")
   return lines
 
@@ -150,14 +153,48 @@ def collective_lines(collectives: Iterable[Collective]) -> list[str]:
   return lines
 
 
+def step_time_lines(a: Analysis, chip: Chip) -> list[str]:
+  """Returns the estimated time of a step, what is computed and what is exposed in it, and what the estimate lacks."""
+  t = timeline(a, chip)
+  if t is None:
+    return ["Step time: unknown, because this program is not optimized"]
+  exposed = ", ".join(f"{channel} {milliseconds(seconds)}" for channel, seconds in t.exposed.items() if seconds)
+  basis = ", ".join(f"{milliseconds(seconds)} {basis}" for basis, seconds in t.computation.items() if seconds)
+  return [
+    f"Step time on {chip.name}: {milliseconds(t.seconds)}: computation {milliseconds(t.computed)}, exposed "
+    f"{exposed or 'nothing'}; {throughput(a, chip, t.seconds)}",
+    f"  Computation: {basis}",
+    *(f"  {line}" for line in transfer_lines(t, EXPOSED_SHOWN)),
+    *(f"  Missing in these times: {problem}" for problem in t.problems),
+  ]
+
+
+def throughput(a: Analysis, chip: Chip, seconds: float) -> str:
+  """Returns the tokens per second and the MFU of steps that take `seconds`."""
+  tokens = a.tokens / seconds / (a.slices * a.devices_per_slice)
+  return f"{tokens:,.0f} tokens/s/device, MFU {a.model_flops / chip.peak_flops / seconds:.0%}"
+
+
+def transfer_lines(t: Timeline, count: int) -> list[str]:
+  """Returns the `count` most exposed transfers: what they need, what is exposed, and what is computed meanwhile."""
+  exposed = sorted((transfer for transfer in t.transfers if transfer.exposed), key=lambda transfer: -transfer.exposed)
+  return [transfer_line(transfer) for transfer in exposed[:count]]
+
+
+def transfer_line(t: Transfer) -> str:
+  needed = "unknown" if t.needed is None else milliseconds(t.needed)
+  return (
+    f"{t.site.channel} {t.site.kind} x {t.calls:,}, {size(t.site.bytes)} each: needs {needed}, exposed "
+    f"{milliseconds(t.exposed)}, meanwhile {milliseconds(t.computed)} of computation; {t.site.source}"
+  )
+
+
 def roofline_lines(a: Analysis, chip: Chip) -> list[str]:
   """Returns the least time that a step can take on this chip."""
   r = roofline(a, chip)
   known = lambda seconds: "unknown" if seconds is None else milliseconds(seconds)
-  mfu = a.model_flops / chip.peak_flops / r.seconds
   return [
     f"Roofline on {chip.name}: compute {milliseconds(r.compute)}, HBM {known(r.memory)}, "
     f"links {milliseconds(r.ici)}, DCN {known(r.dcn)}, host {milliseconds(r.host)}",
-    f"  at least {milliseconds(r.seconds)} per step, limited by {r.bound}; at most "
-    f"{a.tokens / r.seconds / (a.slices * a.devices_per_slice):,.0f} tokens/s/device, MFU {mfu:.0%}",
+    f"  at least {milliseconds(r.seconds)} per step, limited by {r.bound}; at most {throughput(a, chip, r.seconds)}",
   ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ def run(config: Config, started: float) -> int:
 
   0: every compiled step fits. 1: one does not fit. 3: the compiler refused a step for a reason other than memory.
   """
+  _check_hlo_file(config.preflight.preflight_hlo_file)
   slices_of, total, where = _devices(config)
   # These modules import jax, so import them only now that the environment names the platform.
   from trainer.elastic import batch_plan
@@ -67,6 +69,16 @@ def run(config: Config, started: float) -> int:
     print("\n".join(search.lines(config, [slices_of(alive) for alive in wanted], chip)))
   print(f"Seconds in total: {time.monotonic() - started:.1f}")
   return max(codes)
+
+
+def _check_hlo_file(path: str) -> None:
+  """Raises ValueError if preflight_hlo_file cannot be written."""
+  if not path:
+    return
+  try:
+    pathlib.Path(path).write_text("")
+  except OSError as error:
+    raise ValueError(f"preflight_hlo_file={path}: cannot be written: {error.strerror}. Choose another file.") from error
 
 
 def _whole(config: Config, total: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from trainer.config.schema import Config, RematPolicy
 from trainer.kernels import remat
 from trainer.observe.chips import Chip
-from trainer.tools.preflight.analysis import Finding, Refused, analyse, fits, roofline
+from trainer.tools.preflight.analysis import Finding, Refused, analyse, fits, timeline
 from trainer.tools.preflight.report import milliseconds, size
 
 # Ordered from most memory and least recomputation to least memory. Without offloading, the first policy that fits is
@@ -32,11 +32,11 @@ CompileStep = Callable[[RematPolicy, float], Finding]  # raises ValueError if a 
 class Candidate:
   policy: RematPolicy
   per_device_batch_size: float
-  seconds: float  # of a step, by the roofline of the compiled program
+  seconds: float  # of a step, by the schedule of the compiled program
+  exposed: float  # seconds of communication in it
   tokens_per_second: float  # per device
   total_bytes: int
   host_bytes: int  # pinned
-  bound: str
 
 
 def lines(config: Config, slice_sets: Sequence[Sequence[Sequence[Any]]], chip: Chip | None) -> list[str]:
@@ -50,7 +50,7 @@ def lines(config: Config, slice_sets: Sequence[Sequence[Sequence[Any]]], chip: C
   refused: dict[str, str] = {}  # reason -> the first program that was refused for it
 
   def compile_step(policy: RematPolicy, batch: float) -> Finding:
-    tried = with_keys(config, remat_policy=policy, per_device_batch_size=batch)
+    tried = with_keys(config, remat_policy=policy, per_device_batch_size=batch, preflight_hlo_file="")
     # Fewer slices need more micro-batches and more memory, so try the smallest set first.
     for slices in reversed(slice_sets):
       where = f" on {len(slices)} of {len(all_slices)} slices" if len(slice_sets) > 1 else ""
@@ -89,15 +89,15 @@ def _ranking(config: Config, found: Sequence[Candidate]) -> list[str]:
   if choices and best.policy is not RematPolicy.CUSTOM:
     text.append(f"  Ignored, because they apply only to remat_policy=custom: {', '.join(choices)}")
   text += [
-    "  Ranked by tokens/s/device at the roofline of each compiled step: the longest of matmul FLOPs, HBM traffic,"
-    " traffic between chips and traffic with the host, each at the peak of the chip. Another per_device_batch_size"
-    " changes the global batch.",
-    "  remat_policy | per_device_batch_size | least step time | tokens/s/device | HBM | pinned host memory | bound by",
+    "  Ranked by tokens/s/device at the estimated time of each compiled step: its computation, and the communication"
+    " that its schedule does not hide. Another per_device_batch_size changes the global batch.",
+    "  remat_policy | per_device_batch_size | step time | exposed communication | tokens/s/device | HBM | pinned host "
+    "memory",
   ]
   for c in found:
     text.append(
-      f"  {c.policy} | {c.per_device_batch_size:g} | {milliseconds(c.seconds)} | {c.tokens_per_second:,.0f} | "
-      f"{size(c.total_bytes)} | {size(c.host_bytes)} | {c.bound}"
+      f"  {c.policy} | {c.per_device_batch_size:g} | {milliseconds(c.seconds)} | {milliseconds(c.exposed)} | "
+      f"{c.tokens_per_second:,.0f} | {size(c.total_bytes)} | {size(c.host_bytes)}"
     )
   return text
 
@@ -168,16 +168,17 @@ def _candidate(compile_step: CompileStep, policy: RematPolicy, batch: float, chi
   found = compile_step(policy, batch)
   if not fits(found, chip):
     return None
-  bounds = roofline(found, chip)
+  times = timeline(found, chip)
+  assert times is not None, "a candidate is compiled with full optimization on all slices"
   devices = found.slices * found.devices_per_slice
   return Candidate(
     policy,
     batch,
-    bounds.seconds,
-    found.tokens / bounds.seconds / devices,
+    times.seconds,
+    times.seconds - times.computed,
+    found.tokens / times.seconds / devices,
     found.memory.total,
     found.memory.host,
-    bounds.bound,
   )
 
 

@@ -1,0 +1,216 @@
+"""What each instruction of a compiled program does to the clock of a device: compute, start a transfer, or wait.
+
+An instruction without an event (a constant, a parameter, a scalar) takes no time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Container
+
+from trainer.tools.preflight import collectives, costs, prices
+from trainer.tools.preflight.collectives import Collective
+from trainer.tools.preflight.hlo import DEVICE, HOST, Computation, Instruction, Module
+from trainer.tools.preflight.prices import HOST_BANDWIDTH, Basis, Rates
+
+# Time is counted in whole picoseconds, so that two equal turns of a loop are equal in every digit.
+SECOND = 10**12
+
+_COPIES = frozenset({"copy", "slice", "dynamic-slice", "dynamic-update-slice"})
+# The result is the first operand, or contains it.
+_PASSES = frozenset("bitcast copy opt-barrier optimization-barrier add-dependency domain".split())
+
+
+class Channel(enum.StrEnum):
+  """What transfers move over. Each channel of a device serves one transfer at a time, in the order of their starts."""
+
+  DCN = "DCN"  # between slices
+  LINKS = "links"  # between the devices of a slice
+  HOST = "host"  # between a device and its host
+  MEMORY = "HBM"  # between main memory and on-chip memory, and inside main memory
+  CORES = "other cores"  # computation on another core of the device, such as a SparseCore
+
+
+class Action(enum.Enum):
+  """What happens with the result of an instruction. All actions first compute, then start transfers."""
+
+  COMPUTE = enum.auto()  # the result is no transfer
+  START = enum.auto()  # the result is the transfer
+  SEND = enum.auto()  # a `recv` of the same rendezvous gives the transfer
+  RECV = enum.auto()
+  WAIT = enum.auto()
+  TUPLE = enum.auto()
+  ELEMENT = enum.auto()
+  PASS = enum.auto()
+  LOOP = enum.auto()
+  CALL = enum.auto()
+  BRANCH = enum.auto()
+
+
+_STRUCTURE = {
+  "tuple": Action.TUPLE,
+  "get-tuple-element": Action.ELEMENT,
+  "while": Action.LOOP,
+  "call": Action.CALL,
+  "conditional": Action.BRANCH,
+}
+_ASYNC = {"start": Action.START, "done": Action.WAIT, "update": Action.PASS}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Site:
+  """One instruction that starts a transfer."""
+
+  channel: Channel
+  kind: str
+  source: str
+  bytes: float  # of one call
+  needed: int | None  # picoseconds of one call; None: the rate of the channel is unknown
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Event:
+  """What one instruction does, in the order of the fields from `ends` on."""
+
+  instruction: Instruction
+  action: Action
+  ends: tuple[str, ...] = ()  # channels of collectives that fusions execute together; waits for them
+  begins: tuple[tuple[str, Site], ...] = ()  # channels of such collectives, with their sites
+  picoseconds: int = 0  # of computation
+  basis: Basis = Basis.ESTIMATE
+  advances: tuple[str, ...] = ()  # channels of such collectives that move on during this computation
+  blocks: tuple[Site, ...] = ()  # transfers for which the instruction itself waits
+  starts: tuple[Site, ...] = ()
+  key: str = ""  # the rendezvous of SEND and RECV
+  index: int = 0  # of ELEMENT
+
+  @property
+  def called(self) -> tuple[str, ...]:
+    """Names of the computations that a LOOP, CALL or BRANCH runs."""
+    return self.instruction.called if self.action in (Action.LOOP, Action.CALL, Action.BRANCH) else ()
+
+
+class Decoder:
+  """Turns the instructions of a module into events."""
+
+  def __init__(self, module: Module, reader: collectives.Reader, rates: Rates) -> None:
+    self._module, self._reader, self._rates = module, reader, rates
+
+  def events(self, computation: Computation) -> list[Event]:
+    """Returns the events of `computation` in the order of the schedule."""
+    uses: dict[str, list[str]] = {}  # channel -> names of the fusions that execute its collective together
+    for instruction in computation.instructions:
+      for channel in self._fused_channels(computation, instruction):
+        uses.setdefault(channel, []).append(instruction.name)
+    decoded = (self._event(computation, instruction, uses) for instruction in computation.instructions)
+    return [event for event in decoded if event is not None]
+
+  def _fused_channels(self, computation: Computation, fusion: Instruction) -> dict[str, Site]:
+    """Returns the collectives that `fusion` executes together with other fusions, by their channels."""
+    if fusion.opcode != "fusion":
+      return {}
+    found = {}
+    for owner, part in self._module.parts(computation, fusion):
+      channel = collectives.fused_channel(part)
+      collective = None if channel is None else self._reader.read(owner, part)
+      if channel is not None and collective is not None:
+        found[channel] = self._collective_site(part, collective)
+    return found
+
+  def _event(self, computation: Computation, instruction: Instruction, uses: dict[str, list[str]]) -> Event | None:
+    opcode = instruction.opcode
+    if opcode in _STRUCTURE:
+      index = int(instruction.attribute("index") or 0) if opcode == "get-tuple-element" else 0
+      return Event(instruction, _STRUCTURE[opcode], index=index)
+    if collectives.is_megascale(instruction):
+      sites = self._collective_sites(computation, instruction)
+      return Event(instruction, Action.SEND, starts=sites, key=collectives.rendezvous(instruction))
+    if opcode == "send-done":  # the host has the data; the device waits for the transfer at the `recv-done`
+      return None
+    if opcode == "recv":
+      return Event(instruction, Action.RECV, key=collectives.rendezvous(instruction))
+    if opcode.endswith(("-start", "-done", "-update")):
+      action = _ASYNC[opcode.rsplit("-", 1)[1]]
+      sites = self._started(computation, instruction) if action is Action.START else ()
+      return Event(instruction, action, starts=sites)
+    return self._computing(computation, instruction, uses)
+
+  def _computing(self, computation: Computation, instruction: Instruction, uses: dict[str, list[str]]) -> Event | None:
+    """Returns the event of an instruction that computes, or of a collective that the device waits for."""
+    shared = {c: site for c, site in self._fused_channels(computation, instruction).items() if len(uses[c]) > 1}
+    sites = self._collective_sites(computation, instruction, without=shared)
+    if instruction.opcode in collectives.KINDS:
+      return Event(instruction, Action.COMPUTE, blocks=sites)
+    price = prices.price(self._module, computation, instruction, self._rates)
+    if price.host_bytes:
+      sites += (self._site(Channel.HOST, instruction, price.host_bytes),)
+    action = Action.PASS if instruction.opcode in _PASSES else Action.COMPUTE
+    picoseconds = round(price.seconds * SECOND)
+    if action is Action.COMPUTE and not (picoseconds or sites or shared):
+      return None
+    return Event(
+      instruction,
+      action,
+      ends=tuple(channel for channel in shared if uses[channel][-1] == instruction.name),
+      begins=tuple((channel, site) for channel, site in shared.items() if uses[channel][0] == instruction.name),
+      picoseconds=picoseconds,
+      basis=price.basis,
+      advances=tuple(shared),
+      blocks=sites,
+    )
+
+  def _started(self, computation: Computation, start: Instruction) -> tuple[Site, ...]:
+    """Returns the transfers that an asynchronous instruction starts."""
+    base = start.opcode.removesuffix("-start")
+    if base in _COPIES:
+      moved = costs.bytes_moved(self._module, computation, start)
+      channel = Channel.HOST if moved[HOST] else Channel.MEMORY
+      return (self._site(channel, start, moved[HOST] or moved[DEVICE], base),)
+    wrapped = [(inner, part) for inner in self._called(start) for part in inner.instructions]
+    inside = [(computation, start), *wrapped]
+    sites = sum((self._collective_sites(owner, part) for owner, part in inside), ())
+    if sites:
+      return sites
+    seconds = sum(prices.price(self._module, owner, part, self._rates).seconds for owner, part in wrapped)
+    return (Site(Channel.CORES, base, start.source or start.name, 0.0, round(seconds * SECOND)),)
+
+  def _called(self, instruction: Instruction) -> list[Computation]:
+    return [self._module.computations[name] for name in instruction.called]
+
+  def _collective_sites(
+    self, computation: Computation, instruction: Instruction, without: Container[str] = ()
+  ) -> tuple[Site, ...]:
+    """Returns the collectives that `instruction` is or contains, except those of the channels in `without`."""
+    found = []
+    for owner, part in self._module.parts(computation, instruction):
+      collective = self._reader.read(owner, part)
+      if collective is not None and collectives.fused_channel(part) not in without:
+        found.append(self._collective_site(part, collective))
+    return tuple(found)
+
+  def _collective_site(self, instruction: Instruction, collective: Collective) -> Site:
+    channel = Channel.DCN if collective.crosses_slices else Channel.LINKS
+    return self._site(channel, instruction, collective.bytes, collective.kind, collective.sent, collective.source)
+
+  def _site(
+    self,
+    channel: Channel,
+    instruction: Instruction,
+    size: float,
+    kind: str = "",
+    sent: float | None = None,
+    source: str = "",
+  ) -> Site:
+    bandwidth = self._bandwidth(channel)
+    moved = size if sent is None else sent
+    needed = round(moved / bandwidth * SECOND) if bandwidth else (0 if not moved else None)
+    name = source or instruction.source or instruction.name
+    return Site(channel, kind or instruction.opcode, name, size, needed)
+
+  def _bandwidth(self, channel: Channel) -> float | None:
+    if channel is Channel.DCN:
+      return self._rates.dcn
+    if channel is Channel.LINKS:
+      return self._rates.links
+    return HOST_BANDWIDTH if channel is Channel.HOST else self._rates.chip.hbm_bandwidth

@@ -502,7 +502,7 @@ class PreflightSection(Section):
   )
   preflight_hlo_file: str = Field(
     "",
-    description="File for the compiled step on all slices, as HLO text (preflight.hlo_file=FILE), to read with python -m trainer.tools.preflight.schedule. Empty: no file.",
+    description="File for the compiled step on all slices, as HLO text (preflight.hlo_file=FILE), to read with trainer.tools.preflight.schedule. Empty: no file.",
   )
 
 

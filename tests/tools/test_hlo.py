@@ -269,3 +269,30 @@ def test_gpu_libraries():
 def test_text_that_is_not_hlo_is_refused():
   with pytest.raises(ValueError, match="no ENTRY computation"):
     hlo.parse("hello")
+
+
+TRANSFER = "_xla_megascale_transfer_type"
+
+
+@pytest.mark.parametrize(
+  "kind, found, payload, sent",
+  [
+    ("ALL_REDUCE", "all-reduce", 300, 400),
+    ("ALL_GATHER", "all-gather", 900, 600),  # the operand is the shard of one slice
+    ("REDUCE_SCATTER", "reduce-scatter", 300, 200),
+    ("ALL_TO_ALL", "all-to-all", 300, 200),
+    ("ONE_TO_ONE", "collective-permute", 300, 300),
+  ],
+)
+def test_bytes_between_slices(kind, found, payload, sent):
+  """A device of one of three slices sends 300 bytes to the host."""
+  attributes = f'_xla_host_transfer_rendezvous="r",_xla_megascale_target="{{0,1,2}}x{{0:15}}",{TRANSFER}="{kind}"'
+  text = f"""ENTRY %main (p: s8[300]) -> s8[300] {{
+  %p = s8[300]{{0}} parameter(0)
+  %token = token[] after-all()
+  %send = (s8[300]{{0}}, u32[], token[]) send(%p, %token), frontend_attributes={{{attributes}}}
+  ROOT %r = s8[300]{{0}} bitcast(%p)
+}}
+"""
+  (collective,) = collectives.find(hlo.parse("HloModule m\n\n" + text), [0] * 16 + [1] * 16 + [2] * 16)
+  assert (collective.kind, collective.bytes, collective.sent) == (found, payload, pytest.approx(sent))

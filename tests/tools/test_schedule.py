@@ -350,7 +350,8 @@ def test_the_command_prints_one_column_per_file(tmp_path, capsys):
   assert cells("cycles + exposed DCN") == ["1.0 ms", "2.0 ms"]
   assert cells("step time") == ["1.0 ms", "2.0 ms"]
   assert lines[-1] == (
-    "first.hlo: DCN all-reduce x 1, 3.12 MB each: needs 1.0 ms, exposed 0.6 ms, meanwhile 0.4 ms of computation; psum"
+    "first.hlo: DCN all-reduce x 1, 3.12 MB each: needs 1.0 ms, exposed 0.6 ms; meanwhile 0.4 ms of computation, "
+    "above all f; from psum.send"
   )
   assert schedule.main([str(first), *devices, "--clock-ghz=0.5", "--dcn-gbps=50"]) == 0
   text = capsys.readouterr().out

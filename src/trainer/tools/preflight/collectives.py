@@ -105,9 +105,10 @@ def _megascale(send: Instruction, times: float) -> Collective:
   """Returns a transfer between slices. Its target lists slices and the devices of each, as in `{1,2,3}x{0:15}`."""
   kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', send.rest)
   target = re.search(r'_xla_megascale_target="\{([^}]*)\}', send.rest)
-  slices = len(target.group(1).split(",")) if target else 2
+  slices = max(len(target.group(1).split(",")), 2) if target else 2
   name = kind.group(1).lower().replace("_", "-") if kind else "send"
-  return Collective(name, send.result[0].bytes, max(slices, 2), True, times, rendezvous(send))
+  size = send.result[0].bytes * (slices if name == "all-gather" else 1)
+  return Collective("collective-permute" if name == "one-to-one" else name, size, slices, True, times, rendezvous(send))
 
 
 def rendezvous(transfer: Instruction) -> str:

@@ -115,7 +115,7 @@ class Decoder:
       channel = collectives.fused_channel(part)
       collective = None if channel is None else self._reader.read(owner, part)
       if channel is not None and collective is not None:
-        found[channel] = self._collective_site(part, collective)
+        found[channel] = self._collective_site(collective, computation.origin(fusion))
     return found
 
   def _event(self, computation: Computation, instruction: Instruction, uses: dict[str, list[str]]) -> Event | None:
@@ -144,7 +144,8 @@ class Decoder:
       return Event(instruction, Action.COMPUTE, blocks=sites)
     price = prices.price(self._module, computation, instruction, self._rates)
     if price.host_bytes:
-      sites += (self._site(Channel.HOST, instruction, price.host_bytes),)
+      origin = computation.origin(instruction)
+      sites += (self._site(Channel.HOST, instruction.opcode, origin, price.host_bytes, price.host_bytes),)
     action = Action.PASS if instruction.opcode in _PASSES else Action.COMPUTE
     picoseconds = round(price.seconds * SECOND)
     if action is Action.COMPUTE and not (picoseconds or sites or shared):
@@ -166,14 +167,15 @@ class Decoder:
     if base in _COPIES:
       moved = costs.bytes_moved(self._module, computation, start)
       channel = Channel.HOST if moved[HOST] else Channel.MEMORY
-      return (self._site(channel, start, moved[HOST] or moved[DEVICE], base),)
+      size = moved[HOST] or moved[DEVICE]
+      return (self._site(channel, base, computation.origin(start), size, size),)
     wrapped = [(inner, part) for inner in self._called(start) for part in inner.instructions]
     inside = [(computation, start), *wrapped]
     sites = sum((self._collective_sites(owner, part) for owner, part in inside), ())
     if sites:
       return sites
     seconds = sum(prices.price(self._module, owner, part, self._rates).seconds for owner, part in wrapped)
-    return (Site(Channel.CORES, base, start.source or start.name, 0.0, round(seconds * SECOND)),)
+    return (Site(Channel.CORES, base, computation.origin(start), 0.0, round(seconds * SECOND)),)
 
   def _called(self, instruction: Instruction) -> list[Computation]:
     return [self._module.computations[name] for name in instruction.called]
@@ -186,27 +188,17 @@ class Decoder:
     for owner, part in self._module.parts(computation, instruction):
       collective = self._reader.read(owner, part)
       if collective is not None and collectives.fused_channel(part) not in without:
-        found.append(self._collective_site(part, collective))
+        found.append(self._collective_site(collective, owner.origin(part)))
     return tuple(found)
 
-  def _collective_site(self, instruction: Instruction, collective: Collective) -> Site:
+  def _collective_site(self, collective: Collective, source: str) -> Site:
     channel = Channel.DCN if collective.crosses_slices else Channel.LINKS
-    return self._site(channel, instruction, collective.bytes, collective.kind, collective.sent, collective.source)
+    return self._site(channel, collective.kind, source, collective.bytes, collective.sent)
 
-  def _site(
-    self,
-    channel: Channel,
-    instruction: Instruction,
-    size: float,
-    kind: str = "",
-    sent: float | None = None,
-    source: str = "",
-  ) -> Site:
+  def _site(self, channel: Channel, kind: str, source: str, size: float, sent: float) -> Site:
     bandwidth = self._bandwidth(channel)
-    moved = size if sent is None else sent
-    needed = round(moved / bandwidth * SECOND) if bandwidth else (0 if not moved else None)
-    name = source or instruction.source or instruction.name
-    return Site(channel, kind or instruction.opcode, name, size, needed)
+    needed = round(sent / bandwidth * SECOND) if bandwidth else (None if sent else 0)
+    return Site(channel, kind, source, size, needed)
 
   def _bandwidth(self, channel: Channel) -> float | None:
     if channel is Channel.DCN:

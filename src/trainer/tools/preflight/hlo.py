@@ -118,6 +118,20 @@ class Computation:
         users.setdefault(operand, []).append(instruction)
     return users
 
+  def origin(self, instruction: Instruction) -> str:
+    """Returns the source of `instruction`; if it has none, the source of what made its data, or else its name."""
+    found: Instruction | None = instruction
+    for _ in range(8):
+      if found is None or found.source:
+        break
+      maker = self.by_name.get(found.operands[0]) if found.operands else None
+      if found.opcode == "get-tuple-element" and maker is not None and maker.opcode == "parameter":
+        # The body of a loop: the turn before made the data.
+        index = int(found.attribute("index") or 0)
+        maker = self.by_name.get(self.root.operands[index]) if index < len(self.root.operands) else None
+      found = maker
+    return (found.source if found is not None else "") or instruction.name
+
   @property
   def root(self) -> Instruction:
     return next((i for i in self.instructions if i.is_root), self.instructions[-1])

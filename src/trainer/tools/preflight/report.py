@@ -185,8 +185,15 @@ def transfer_line(t: Transfer) -> str:
   needed = "unknown" if t.needed is None else milliseconds(t.needed)
   return (
     f"{t.site.channel} {t.site.kind} x {t.calls:,}, {size(t.site.bytes)} each: needs {needed}, exposed "
-    f"{milliseconds(t.exposed)}, meanwhile {milliseconds(t.computed)} of computation; {t.site.source}"
+    f"{milliseconds(t.exposed)}; meanwhile {milliseconds(t.computed)} of computation"
+    + (f", above all {_short(t.longest)}" if t.longest else "")
+    + f"; from {_short(t.site.source)}"
   )
+
+
+def _short(source: str) -> str:
+  """Returns the end of the name that JAX gives to an operation: the innermost scope and the operation."""
+  return "/".join(source.split("/")[-2:])
 
 
 def roofline_lines(a: Analysis, chip: Chip) -> list[str]:

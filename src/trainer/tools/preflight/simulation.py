@@ -30,6 +30,7 @@ class Transfer:
   needed: float | None  # seconds; None: the rate of the channel is unknown
   exposed: float  # seconds in which the device waits for the channel, and the channel moves this transfer
   computed: float  # seconds of computation between the starts and the ends
+  longest: str  # the source of most of the computation between the first start and its end; empty: none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,7 @@ class _Flight:
   finish: int  # when it is finished; of a collective in fusions: the picoseconds that are left
   computed: int  # computation before the start
   serial: int
+  logged: int  # length of the log of computations before the start
 
 
 @dataclasses.dataclass(eq=False)
@@ -98,6 +100,8 @@ class _Player:
     # Picoseconds by Basis and by Channel (exposed); calls, exposed and computed picoseconds by ("..", Site).
     self._totals: collections.Counter[Any] = collections.Counter()
     self._problems: dict[str, None] = {}
+    self._log: list[Event] = []  # all computations, in their order
+    self._longest: dict[Site, str] = {}  # of the first transfer of each site
 
   def timeline(self) -> Timeline:
     """Plays the program and returns its times."""
@@ -120,7 +124,7 @@ class _Player:
     calls = self._totals["calls", site]
     needed = None if site.needed is None else calls * site.needed / SECOND
     exposed, computed = (self._totals[name, site] / SECOND for name in ("exposed", "computed"))
-    return Transfer(site, calls, needed, exposed, computed)
+    return Transfer(site, calls, needed, exposed, computed, self._longest.get(site, ""))
 
   def _play(self, computation: Computation, arguments: list[_Value]) -> _Value:
     """Executes `computation` and returns its result."""
@@ -168,11 +172,13 @@ class _Player:
       if channel in self._fused:
         self._finish_fused(channel)
     for channel, site in event.begins:
-      self._fused[channel] = _Flight(site, 0, site.needed or 0, self._computed, 0)
+      self._fused[channel] = _Flight(site, 0, site.needed or 0, self._computed, 0, len(self._log))
       self._totals["calls", site] += 1
     self._now += event.picoseconds
     self._computed += event.picoseconds
     self._totals[event.basis] += event.picoseconds
+    if event.picoseconds:
+      self._log.append(event)
     for channel in event.advances:
       if channel in self._fused:
         self._fused[channel].finish -= event.picoseconds
@@ -184,7 +190,7 @@ class _Player:
     begin = max(self._now, self._free[site.channel])
     self._free[site.channel] = finish = begin + (site.needed or 0)
     self._serial += 1
-    flight = _Flight(site, begin, finish, self._computed, self._serial)
+    flight = _Flight(site, begin, finish, self._computed, self._serial, len(self._log))
     self._open[flight] = None
     self._totals["calls", site] += 1
     return flight
@@ -202,7 +208,7 @@ class _Player:
       self._totals[flight.site.channel] += flight.finish - self._now
       self._now = flight.finish
     del self._open[flight]
-    self._totals["computed", flight.site] += self._computed - flight.computed
+    self._ended(flight)
 
   def _finish_fused(self, channel: str) -> None:
     """Waits for a collective that fusions execute together."""
@@ -211,7 +217,16 @@ class _Player:
     self._now += exposed
     self._totals[flight.site.channel] += exposed
     self._totals["exposed", flight.site] += exposed
+    self._ended(flight)
+
+  def _ended(self, flight: _Flight) -> None:
+    """Records what was computed between the start and the end of a transfer."""
     self._totals["computed", flight.site] += self._computed - flight.computed
+    if flight.site not in self._longest:
+      sources: collections.Counter[str] = collections.Counter()
+      for event in self._log[flight.logged :]:
+        sources[event.instruction.source or event.instruction.name] += event.picoseconds
+      self._longest[flight.site] = max(sources, key=lambda source: sources[source], default="")
 
   def _begin(self, event: Event) -> _Handle | None:
     """Starts the transfers of an instruction and returns the handle to wait for."""

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from trainer import mesh
+from trainer.config.errors import ConfigError
 from trainer.config.schema import ParallelismSection
 
 
@@ -41,5 +42,5 @@ def test_every_axis_keeps_a_slice_together():
 )
 def test_parallelisms_that_do_not_fit_the_devices_are_refused(keys, text):
   devices = jax.devices()
-  with pytest.raises(ValueError, match=text):
+  with pytest.raises(ConfigError, match=text):
     make_mesh([devices[:4], devices[4:]], **keys)

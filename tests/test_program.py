@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from trainer import program
+from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
 from trainer.data import Batch
 
@@ -61,7 +62,7 @@ def test_the_global_batch_is_share_x_devices_x_slices_x_accumulation(share, slic
 
 @pytest.mark.parametrize(("share", "devices"), [(0.3, 2), (0.25, 2), (1.5, 1)])
 def test_a_share_of_an_example_is_refused_with_the_shares_that_work(share, devices):
-  with pytest.raises(ValueError, match=rf"per_device_batch_size={share} x {devices} .* Choose "):
+  with pytest.raises(ConfigError, match=rf"per_device_batch_size={share} x {devices} .* Choose "):
     program.rows_per_micro_batch(config(share), devices)
 
 

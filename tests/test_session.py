@@ -102,7 +102,7 @@ def test_only_a_complete_run_gets_a_report(tmp_path, code, enabled, written):
 )
 def test_wrong_input_is_refused_before_the_run_has_a_folder(tmp_path, keys, told):
   (tmp_path / "empty").mkdir()
-  with pytest.raises(ValueError, match=told), opened(tmp_path, *(key.format(folder=tmp_path) for key in keys)):
+  with pytest.raises(ConfigError, match=told), opened(tmp_path, *(key.format(folder=tmp_path) for key in keys)):
     pass
   assert not (tmp_path / "run").exists()
 

@@ -98,6 +98,31 @@ def test_only_an_error_of_the_users_input_is_2(monkeypatch, error, code, printed
   assert printed in "".join(lines) and ("Traceback" in "".join(lines)) == (code == 1)
 
 
+@pytest.mark.parametrize("part", ["cluster.start", "session.open_session"])
+def test_before_the_run_is_open_an_error_of_the_users_input_is_2_and_others_are_raised(
+  tmp_path, monkeypatch, capsys, part
+):
+  """Raised from `main`, an internal error ends the process with a traceback and exit code 1."""
+  config = tmp_path / "tiny.yml"
+  config.write_text("dataset_type: synthetic\n")
+  argv = [str(config), *TINY, "jax_cache_dir=", f"base_output_directory={tmp_path}/runs"]
+
+  def fail_with(error):
+    def fail(*arguments, **options):
+      raise error
+
+    monkeypatch.setattr(f"trainer.{part}", fail)
+
+  fail_with(ConfigError("num_slices=3: must be at most 2."))
+  assert __main__.main(argv) == 2
+  assert capsys.readouterr().err == "error: num_slices=3: must be at most 2.\n"
+  fail_with(ValueError("too many values to unpack"))
+  with pytest.raises(ValueError, match="too many values"):
+    __main__.main(argv)
+  assert gc.isenabled()
+  assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize("turns_it_on", ["ready", "second attempt"])
 def test_the_garbage_collector_is_off_no_longer_than_the_first_attempt_starts(turns_it_on):
   nothing = SimpleNamespace(emit=lambda *args, **fields: None, beat=lambda step: None)

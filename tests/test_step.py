@@ -16,6 +16,7 @@ import pytest
 
 from trainer import program, step
 from trainer.config import resume
+from trainer.config.errors import ConfigError
 from trainer.config.schema import Config, ModelSection, OptimizerSection, RematPolicy
 from trainer.data import Batch
 from trainer.kernels import projection
@@ -349,16 +350,16 @@ def test_the_iota_embedding_is_the_same_lookup():
 
 
 def test_sizes_that_do_not_fit_are_refused():
-  with pytest.raises(ValueError, match=r"'embed' of size 32 .* 'fsdp' \(3 ways\)"):
+  with pytest.raises(ConfigError, match=r"'embed' of size 32 .* 'fsdp' \(3 ways\)"):
     program.build(config(data={"per_device_batch_size": 3}), slices((1, 3)), 1)
-  with pytest.raises(ValueError, match="does not divide over data=1 x fsdp=4"):
+  with pytest.raises(ConfigError, match="does not divide over data=1 x fsdp=4"):
     program.build(config(data={"per_device_batch_size": 0.5}), slices((1, 4)), 1)
   tensor = config(data={"per_device_batch_size": 0.25}, parallelism={"ici_tensor_parallelism": 2})
-  with pytest.raises(ValueError, match=r"1 examples .* over data=1 x fsdp=2 ways\. .* a multiple of 1/2\."):
+  with pytest.raises(ConfigError, match=r"1 examples .* over data=1 x fsdp=2 ways\. .* a multiple of 1/2\."):
     program.build(tensor, slices((1, 4)), 1)
-  with pytest.raises(ValueError, match=r"the product 3 must equal the 2 devices per slice"):
+  with pytest.raises(ConfigError, match=r"the product 3 must equal the 2 devices per slice"):
     program.build(config(parallelism={"ici_fsdp_parallelism": 3}), slices((1, 2)), 1)
-  with pytest.raises(ValueError, match="whole number"):
+  with pytest.raises(ConfigError, match="whole number"):
     program.build(config(data={"per_device_batch_size": 0.3}), slices((1, 2)), 1)
 
 
@@ -366,7 +367,7 @@ def test_weights_that_nothing_shards_are_refused(monkeypatch):
   from trainer import sharding
 
   monkeypatch.setitem(sharding.PARAMETER_RULES, "embed", ())
-  with pytest.raises(ValueError, match=r"of the parameters would be replicated .* sharding_tolerance=2.0%"):
+  with pytest.raises(ConfigError, match=r"of the parameters would be replicated .* sharding_tolerance=2.0%"):
     program.build(config(data={"per_device_batch_size": 2}), slices((1, 2)), 1)
 
 

@@ -73,6 +73,7 @@ def _run(config: Config, signals: Signals, started: float) -> int:
   from trainer import cluster as cluster_lib
   from trainer import compilation_cache
   from trainer import session as session_lib
+  from trainer.config import ConfigError
   from trainer.elastic import retry
 
   compilation_cache.enable(config.run.jax_cache_dir)
@@ -83,7 +84,7 @@ def _run(config: Config, signals: Signals, started: float) -> int:
       stack.callback(cluster.stop)
       retry.check(cluster, config.elastic, config.run.steps)
       session = stack.enter_context(session_lib.open_session(config, cluster, signals, started))
-    except ValueError as error:  # a configuration that does not fit the machine or the data; nothing is written yet
+    except ConfigError as error:  # a configuration that does not fit the machine or the data; nothing is written yet
       print(f"error: {error}", file=sys.stderr)
       return BAD_INPUT
     except OSError as error:  # a folder of the run or of the data cannot be opened, although it passed the checks

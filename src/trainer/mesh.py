@@ -33,7 +33,7 @@ def make(cfg: ParallelismSection, slices: Sequence[Sequence[Device]]) -> Mesh:
   """Returns the mesh over `slices`: the slices that are alive, in order, each with its devices.
 
   Along every axis the DCN factor is outermost, so that the devices of a slice stay neighbours.
-  Raises ValueError if the configured parallelisms do not fit the devices.
+  Raises ConfigError if the configured parallelisms do not fit the devices.
   """
   dcn = axis_sizes(cfg, "dcn", len(slices))
   ici = axis_sizes(cfg, "ici", len(slices[0]))

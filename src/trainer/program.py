@@ -23,6 +23,7 @@ from trainer import mesh as mesh_lib
 from trainer import optimizers, state, step
 from trainer.cluster import View
 from trainer.config import counts
+from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
 from trainer.data import Batch, Loader
 from trainer.elastic import batch_plan
@@ -90,11 +91,11 @@ class Program:
 
 
 def rows_per_micro_batch(config: Config, devices_per_slice: int) -> int:
-  """Returns the examples in one slice's micro-batch. Raises ValueError unless that is a whole number of at least 1."""
+  """Returns the examples in one slice's micro-batch. Raises ConfigError unless that is a whole number of at least 1."""
   share = config.data.per_device_batch_size
   rows = counts.examples_per_slice(share, devices_per_slice)
   if rows == 0:
-    raise ValueError(
+    raise ConfigError(
       f"per_device_batch_size={share:g} x {devices_per_slice} devices per slice is {share * devices_per_slice:g} "
       "examples, and a slice's micro-batch must be a whole number of at least 1. Choose "
       f"{counts.valid_batch_sizes(devices_per_slice)}."
@@ -109,14 +110,14 @@ def global_batch_size(config: Config, num_slices: int, devices_per_slice: int) -
 
 
 def of_view(config: Config, view: View) -> Program:
-  """Returns the program for the slices of `view`. Raises ValueError if sizes do not fit the devices."""
+  """Returns the program for the slices of `view`. Raises ConfigError if sizes do not fit the devices."""
   return build(config, view.devices, view.num_slices_total)
 
 
 def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int) -> Program:
   """Returns the program for the living `slices` of `num_slices_total`.
 
-  Raises ValueError if sizes do not fit the devices.
+  Raises ConfigError if sizes do not fit the devices.
   """
   cfg = config.model
   length = config.data.max_target_length
@@ -125,7 +126,7 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
   mesh = mesh_lib.make(config.parallelism, slices)
   context = mesh.shape[mesh_lib.CONTEXT]
   if length % context:
-    raise ValueError(
+    raise ConfigError(
       f"max_target_length={length} does not divide by the {context} ways of the mesh axis 'context'. Choose a multiple."
     )
   platform = slices[0][0].platform

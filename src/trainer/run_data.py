@@ -57,7 +57,7 @@ class RunData:
 def open_data(config: Config, global_batch_size: int, note: Callable[[str], None]) -> Iterator[RunData]:
   """Opens the data and closes it at the end. `note` receives lines for the log.
 
-  Raises ValueError if the data cannot serve this configuration.
+  Raises ConfigError if the data cannot serve this configuration.
   """
   with contextlib.ExitStack() as stack:
 

@@ -99,7 +99,7 @@ class Session:
 def open_session(config: Config, cluster: Cluster, signals: Signals, started: float) -> Iterator[Session]:
   """Checks that the program fits the devices, opens the data and the run's folder, and closes all at the end.
 
-  Raises ValueError for wrong input, before the run's folder is created.
+  Raises ConfigError for wrong input, before the run's folder is created.
   """
   full = cluster.view(cluster.slices)
   full_program = program.of_view(config, full)

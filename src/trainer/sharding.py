@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from trainer.config.errors import ConfigError
 from trainer.mesh import CONTEXT, FSDP, TENSOR
 
 # Logical axis -> mesh axes, tried in order. A mesh axis shards at most one dim of an array. The mesh axis `data` does
@@ -54,7 +55,7 @@ ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
 def parameter_spec(axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh, name: str) -> PartitionSpec:
   """Returns the PartitionSpec of a parameter `name` with logical `axes` (one per dim of `shape`).
 
-  Raises ValueError if a size does not divide by the mesh axes of its rule.
+  Raises ConfigError if a size does not divide by the mesh axes of its rule.
   """
   used: set[str] = set()
   entries: list[Any] = []
@@ -67,7 +68,7 @@ def parameter_spec(axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh, na
       if size % parts:
         if axis in OPTIONAL:
           continue
-        raise ValueError(
+        raise ConfigError(
           f"Weight {name} {shape}: its dim '{axis}' of size {size} is sharded over mesh axis '{mesh_axis}' "
           f"({parts} ways) and does not divide. Choose ici/dcn_{mesh_axis}_parallelism that divides {size}."
         )
@@ -96,7 +97,7 @@ def num_shards(*axes: str) -> int:
 
 
 def check_replication(shapes: Any, shardings: Any, tolerance: float) -> None:
-  """Raises ValueError if every device of a slice holds more than the share `tolerance` of all parameters.
+  """Raises ConfigError if every device of a slice holds more than the share `tolerance` of all parameters.
 
   `shapes` and `shardings` are matching pytrees (ShapeDtypeStruct, NamedSharding). The check applies only to a mesh that
   shards parameters. The most common cause is a dim that no rule covers.
@@ -110,7 +111,7 @@ def check_replication(shapes: Any, shardings: Any, tolerance: float) -> None:
   share = sum(size for _, size in replicated) / total
   if share > tolerance:
     worst = ", ".join(f"{name} ({size:,})" for name, size in sorted(replicated, key=lambda item: -item[1])[:3])
-    raise ValueError(
+    raise ConfigError(
       f"{share:.1%} of the parameters would be replicated on each of {num_devices} devices, more than "
       f"sharding_tolerance={tolerance:.1%}: {worst}. Choose parallelisms that divide them, or raise sharding_tolerance."
     )

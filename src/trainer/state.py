@@ -41,7 +41,7 @@ def abstract(
 ) -> TrainState:
   """Returns the state as ShapeDtypeStructs with their shardings on `mesh`.
 
-  Raises ValueError if the size of a weight does not divide, or if more than the share `tolerance` of the parameters
+  Raises ConfigError if the size of a weight does not divide, or if more than the share `tolerance` of the parameters
   would be replicated inside a slice.
   """
   shapes = jax.eval_shape(lambda: create(model, optimizer, jax.random.key(0)))

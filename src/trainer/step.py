@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from trainer.config.errors import ConfigError
 from trainer.config.schema import OptimizerSection
 from trainer.data import Batch
 from trainer.kernels.cross_entropy import linear_cross_entropy
@@ -185,13 +186,13 @@ def lower_train_step(train_step: Callable[..., Any], state: TrainState, batch: B
 def abstract_batch(mesh: Mesh, accumulation: int, rows: int, length: int) -> Batch:
   """Returns a batch of ShapeDtypeStructs: `accumulation` micro-batches, each of `rows` rows over all slices.
 
-  Raises ValueError if the rows do not divide over slices and fsdp.
+  Raises ConfigError if the rows do not divide over slices and fsdp.
   """
   ways = mesh.shape[DATA] * mesh.shape[FSDP]
   if rows % ways:
     share = mesh.size // ways  # devices per row
     remedy = f"a multiple of 1/{share}" if share > 1 else "a whole number (less with tensor or context parallelism)"
-    raise ValueError(
+    raise ConfigError(
       f"A micro-batch of {rows} examples does not divide over data={mesh.shape[DATA]} x fsdp={mesh.shape[FSDP]} "
       f"ways. Choose per_device_batch_size, one device's share, as {remedy}."
     )

@@ -23,6 +23,7 @@ from trainer import runtime_errors
 from trainer.cluster import ProxyLost, pathways
 from trainer.cluster.health import HealthChecks
 from trainer.cluster.pathways import PathwaysCluster
+from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
 from trainer.elastic.events import Kind, classify
 
@@ -87,7 +88,7 @@ def test_start_groups_the_proxys_devices_by_slice_index(monkeypatch):
   cluster = PathwaysCluster.start(SECTION, PROXY, 1.0)
   assert cluster.kind == "pathways" and cluster.num_slices == 4 and cluster.devices_per_slice == 2
   assert cluster.slices[1] == tuple(jax.devices()[2:4])
-  with pytest.raises(ValueError, match="num_slices=3, but Pathways has 4 slices"):
+  with pytest.raises(ConfigError, match="num_slices=3, but Pathways has 4 slices"):
     PathwaysCluster.start(SECTION.model_copy(update={"num_slices": 3}), PROXY, 1.0)
 
 
@@ -99,7 +100,7 @@ def test_start_groups_the_proxys_devices_by_slice_index(monkeypatch):
   ],
 )
 def test_start_refuses_a_wrong_environment(section, environment, message):
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ConfigError, match=message):
     PathwaysCluster.start(section, environment, 1.0)
 
 

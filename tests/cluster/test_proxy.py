@@ -11,6 +11,7 @@ import pytest
 from pathwaysutils import proxy_backend
 
 from trainer.cluster import proxy
+from trainer.config.errors import ConfigError
 
 
 def environment(target="", seconds="1", **others):
@@ -37,21 +38,21 @@ def started(monkeypatch):
   "target", ["", "localhost:29000", "grpc://localhost", "grpc://localhost:0", "tcp://localhost:29000"]
 )
 def test_a_target_that_is_no_address_is_refused_at_once(started, target):
-  with pytest.raises(ValueError, match=r"JAX_BACKEND_TARGET, found .*\nSet it like JAX_BACKEND_TARGET=grpc://"):
+  with pytest.raises(ConfigError, match=r"JAX_BACKEND_TARGET, found .*\nSet it like JAX_BACKEND_TARGET=grpc://"):
     proxy.connect(environment(target, seconds="1000"))
   assert not started
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "2.5", "soon"])
 def test_a_timeout_that_is_no_number_is_refused(started, seconds):
-  with pytest.raises(ValueError, match=f"TIMEOUT_SECS={seconds} must be a whole number"):
+  with pytest.raises(ConfigError, match=f"TIMEOUT_SECS={seconds} must be a whole number"):
     proxy.connect(environment("grpc://127.0.0.1:29000", seconds))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "nowhere.invalid"])
 def test_no_server_ends_after_the_timeout_with_a_remedy(started, free_port, host):
   lines, start = [], time.monotonic()
-  with pytest.raises(ValueError, match=r"no Pathways proxy answered within 1 s .*\n.*TIMEOUT_SECS to wait longer"):
+  with pytest.raises(ConfigError, match=r"no Pathways proxy answered within 1 s .*\n.*TIMEOUT_SECS to wait longer"):
     proxy.connect(environment(f"grpc://{host}:{free_port}"), lines.append, pause_seconds=0.1)
   assert time.monotonic() - start < 10
   assert "Connecting to the Pathways proxy" in lines[0] and not started
@@ -78,7 +79,7 @@ def test_a_server_that_refuses_the_client_is_one_message(monkeypatch, started):
   monkeypatch.setattr(proxy.jax, "devices", devices)
   with socket.create_server(("127.0.0.1", 0)) as server:
     target = f"grpc://127.0.0.1:{server.getsockname()[1]}"
-    with pytest.raises(ValueError, match="handshake failed") as caught:
+    with pytest.raises(ConfigError, match="handshake failed") as caught:
       proxy.connect(environment(target), lambda line: None)
   assert "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS=true" in str(caught.value)
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer import cluster, runtime_errors
 from trainer.cluster.simulated import SimulatedCluster
+from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
 
 
@@ -76,7 +77,7 @@ def test_start_groups_the_devices_that_are_there():
   ],
 )
 def test_impossible_slices_are_refused_at_the_start(section, message):
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ConfigError, match=message):
     cluster.start(section)
 
 
@@ -87,7 +88,7 @@ def test_a_platform_that_is_not_there_is_one_message():
   )
   _, err = run.communicate(timeout=60)
   assert run.returncode == 1
-  assert "ValueError: JAX_PLATFORMS='cpuu': JAX finds no devices" in err
+  assert "ConfigError: JAX_PLATFORMS='cpuu': JAX finds no devices" in err
 
 
 @pytest.mark.parametrize(
@@ -99,18 +100,18 @@ def test_a_platform_that_is_not_there_is_one_message():
   ],
 )
 def test_start_refuses_half_a_world(environment, message):
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ConfigError, match=message):
     SimulatedCluster.start(ClusterSection(), environment)
 
 
 def test_single_controller_means_one_process():
   environment = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
-  with pytest.raises(ValueError, match="one process"):
+  with pytest.raises(ConfigError, match="one process"):
     SimulatedCluster.start(ClusterSection(enable_single_controller=True), environment)
 
 
 def test_unequal_slices_are_refused():
-  with pytest.raises(ValueError, match="all need the same number"):
+  with pytest.raises(ConfigError, match="all need the same number"):
     SimulatedCluster({0: tuple(jax.devices()[:2]), 1: tuple(jax.devices()[2:3])})
 
 

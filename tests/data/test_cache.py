@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from trainer.config.errors import ConfigError
 from trainer.data import cache
 
 
@@ -67,9 +68,9 @@ def test_a_good_entry_needs_no_write_permission(tmp_path, monkeypatch):
 
 def test_an_unusable_directory_is_refused(tmp_path):
   (tmp_path / "file").write_text("")
-  with pytest.raises(ValueError, match=r"dataset_cache_directory=.*file.* cannot be written: .*\. Give another folder"):
+  with pytest.raises(ConfigError, match=r"=.*file.* cannot be written: .*\. Give another folder"):
     made(tmp_path / "file")
-  with pytest.raises(ValueError, match="dataset_cache_directory=gs://bucket is not a local path"):
+  with pytest.raises(ConfigError, match="dataset_cache_directory=gs://bucket is not a local path"):
     cache.entry("gs://bucket", "thing", build=lambda folder: None, fault=lambda folder: None, log=print)
 
 

@@ -10,6 +10,7 @@ import re
 import numpy
 import pytest
 
+from trainer.config.errors import ConfigError
 from trainer.data import corpus
 
 
@@ -55,7 +56,7 @@ def test_unusable_paths_are_refused(tmp_path):
     "void": "void has no text",
     "hollow": "hollow has no text",
   }.items():
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
       corpus.find("dataset_path", str(tmp_path / path))
 
 
@@ -74,7 +75,7 @@ def test_links_are_followed_once_and_broken_links_are_skipped(tmp_path):
 def test_links_to_their_own_folder_do_not_loop(tmp_path):
   (tmp_path / "a").symlink_to(".")
   (tmp_path / "b").symlink_to(".")
-  with pytest.raises(ValueError, match="has no text"):
+  with pytest.raises(ConfigError, match="has no text"):
     corpus.find("dataset_path", str(tmp_path))
 
 
@@ -84,9 +85,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
   for piece in pieces:
     piece.path.unlink()
     for read in (lambda piece: texts([piece]), lambda piece: corpus.digest([piece])):
-      with pytest.raises(ValueError, match=rf"{piece.name} cannot be read \(No such file or directory\)"):
+      with pytest.raises(ConfigError, match=rf"{piece.name} cannot be read \(No such file or directory\)"):
         read(piece)
-    with pytest.raises(ValueError, match=f"{piece.name} cannot be read"):
+    with pytest.raises(ConfigError, match=f"{piece.name} cannot be read"):
       corpus.hold_out([piece], 0.5)
 
 
@@ -95,7 +96,7 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
     raise PermissionError(13, "Permission denied", folder)
 
   monkeypatch.setattr(os, "listdir", refuse)  # root ignores file modes
-  with pytest.raises(ValueError, match=r"cannot be listed \(Permission denied\)"):
+  with pytest.raises(ConfigError, match=r"cannot be listed \(Permission denied\)"):
     corpus.find("dataset_path", str(tmp_path))
 
 
@@ -113,7 +114,7 @@ def test_standard_library():
 def test_standard_library_without_sources(tmp_path, monkeypatch):
   write(tmp_path, {"latin.py": "# caf\xe9".encode("latin-1"), "site-packages/a.py": "a"})
   monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path))
-  with pytest.raises(ValueError, match="dataset_path is empty, and the interpreter has no library sources"):
+  with pytest.raises(ConfigError, match="dataset_path is empty, and the interpreter has no library sources"):
     corpus.find("dataset_path", "")
   write(tmp_path, {"good.py": "print()"})
   assert names(corpus.find("dataset_path", "")) == ["good.py"]
@@ -197,7 +198,7 @@ def test_fractions_zero_and_one(tmp_path):
   write(tmp_path, {"a.txt": "a", "b.txt": "b"})
   pieces = corpus.find("", str(tmp_path))
   assert corpus.hold_out(pieces, 0.0) == (pieces, [])
-  with pytest.raises(ValueError, match="eval_fraction=1: leaves nothing"):
+  with pytest.raises(ConfigError, match="eval_fraction=1: leaves nothing"):
     corpus.hold_out(pieces, 1.0)
 
 
@@ -235,24 +236,24 @@ def test_documents_of_json_lines(tmp_path):
 def test_a_bad_json_line_is_named(tmp_path, bad):
   good = b'{"text": "fine"}\n'
   write(tmp_path, {"a.jsonl": good * 40 + (bad if isinstance(bad, bytes) else bad.encode()) + b"\n" + good})
-  with pytest.raises(ValueError, match=r"a\.jsonl:41: .*Every line must be like"):
+  with pytest.raises(ConfigError, match=r"a\.jsonl:41: .*Every line must be like"):
     texts(corpus.find("", str(tmp_path)))
   # The line number counts from the start of the file, also in a part of it.
   train, held_out = corpus.hold_out(corpus.find("", str(tmp_path)), 0.2)
   assert train and held_out and train[-1].start > 0
-  with pytest.raises(ValueError, match=r"a\.jsonl:41: "):
+  with pytest.raises(ConfigError, match=r"a\.jsonl:41: "):
     texts(train + held_out)
 
 
 def test_a_json_line_that_is_nested_too_deep_is_named(tmp_path):
   write(tmp_path, {"a.jsonl": '{"text": "fine"}\n' + 100_000 * "["})
-  with pytest.raises(ValueError, match=r"a\.jsonl:2: nested too deep"):
+  with pytest.raises(ConfigError, match=r"a\.jsonl:2: nested too deep"):
     texts(corpus.find("", str(tmp_path)))
 
 
 def test_text_that_is_not_utf8_is_named(tmp_path):
   write(tmp_path, {"a.txt": b"fine\nalso fine\ncaf\xe9\n"})
-  with pytest.raises(ValueError, match=r"a\.txt:3: not UTF-8"):
+  with pytest.raises(ConfigError, match=r"a\.txt:3: not UTF-8"):
     texts(corpus.find("", str(tmp_path)))
 
 

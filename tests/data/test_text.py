@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from trainer.config.errors import ConfigError
 from trainer.config.schema import DataSection
 from trainer.data import Batch, DataError, Loader, describe, make_loader, store, windows
 from trainer.data.tokenizer import ByteTokenizer, train_bpe
@@ -363,7 +364,7 @@ def test_bad_input_is_refused(root, tmp_path):
     ({"eval_dataset_path": str(tmp_path / "none")}, "eval_dataset_path=.*none does not exist"),
     ({"dataset_path": str(tmp_path / "none")}, "dataset_path=.*none does not exist"),
   ]:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
       load(root, **keys)
 
 
@@ -371,7 +372,7 @@ def test_bad_input_is_refused(root, tmp_path):
 def test_far_too_little_text_is_refused_before_caching(tmp_path, tokenizer_type):
   (tmp_path / "corpus").mkdir()
   (tmp_path / "corpus" / "a.txt").write_text("hello")
-  with pytest.raises(ValueError, match="has at most 6 tokens to learn"):
+  with pytest.raises(ConfigError, match="has at most 6 tokens to learn"):
     load(tmp_path / "corpus", eval_fraction=0.0, tokenizer_type=tokenizer_type)
   assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
@@ -379,7 +380,7 @@ def test_far_too_little_text_is_refused_before_caching(tmp_path, tokenizer_type)
 def test_text_without_tokens_is_refused(tmp_path):
   (tmp_path / "corpus").mkdir()
   (tmp_path / "corpus" / "blank.jsonl").write_text('\n{"text": ""}\n')
-  with pytest.raises(ValueError, match="has 0 tokens to learn"):
+  with pytest.raises(ConfigError, match="has 0 tokens to learn"):
     load(tmp_path / "corpus", eval_fraction=0.0, max_target_length=2)
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.config.errors import ConfigError
 from trainer.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_bpe, train_bpe
 
 SAMPLE = Path(sysconfig.get_path("stdlib"), "argparse.py").read_text(encoding="utf-8")
@@ -106,7 +107,7 @@ def test_bpe_trained_on_little_text_contains_all_bytes():
 
 
 def test_bpe_needs_a_vocabulary_that_holds_all_bytes():
-  with pytest.raises(ValueError, match=r"vocab_size=257 .*at least 258"):
+  with pytest.raises(ConfigError, match=r"vocab_size=257 .*at least 258"):
     train_bpe(["x"], 257)
 
 
@@ -130,11 +131,11 @@ def test_published_names_of_specials_are_found(tmp_path, bos, eos, has_bos):
 
 def test_bad_tokenizer_files_are_named(tmp_path):
   path = tmp_path / "tokenizer.json"
-  with pytest.raises(ValueError, match=r"tokenizer_path=.*No such file"):
+  with pytest.raises(ConfigError, match=r"tokenizer_path=.*No such file"):
     load_bpe(str(path))
   path.write_text('{"version": "1.0"', encoding="utf-8")
-  with pytest.raises(ValueError, match=r"tokenizer_path=.*tokenizer\.json: not a tokenizers JSON file"):
+  with pytest.raises(ConfigError, match=r"tokenizer_path=.*tokenizer\.json: not a tokenizers JSON file"):
     load_bpe(str(path))
   path.write_text(renamed(train_bpe(["x"], 300), {"<|eos|>": "<|stop|>"}), encoding="utf-8")
-  with pytest.raises(ValueError, match="no end-of-text token"):
+  with pytest.raises(ConfigError, match="no end-of-text token"):
     load_bpe(str(path))

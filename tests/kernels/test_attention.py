@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from tests.support.attention_oracle import assert_close, exact, inputs, with_grads
 
+from trainer.config.errors import ConfigError
 from trainer.kernels import attention, attention_cpu, attention_gpu, attention_splash
 from trainer.kernels.attention_xla import dot_product
 
@@ -177,17 +178,17 @@ def test_choose(name, platform, seq_len, chosen):
 
 
 def test_unsupported_inputs_are_refused_with_a_remedy():
-  with pytest.raises(ValueError, match=r"max_target_length=200 .* multiple of 128.*attention=dot_product"):
+  with pytest.raises(ConfigError, match=r"max_target_length=200 .* multiple of 128.*attention=dot_product"):
     choose("flash", "tpu", seq_len=200)
-  with pytest.raises(ValueError, match="ici_tensor_parallelism"):
+  with pytest.raises(ConfigError, match="ici_tensor_parallelism"):
     choose("flash", mesh=mesh_of(1, 1, 4, 1), num_kv_heads=2)
-  with pytest.raises(ValueError, match="must be a multiple of the number of key/value heads"):
+  with pytest.raises(ConfigError, match="must be a multiple of the number of key/value heads"):
     choose("flash", num_kv_heads=3)
-  with pytest.raises(ValueError, match="not 'npu'"):
+  with pytest.raises(ConfigError, match="not 'npu'"):
     choose("flash", platform="npu")
-  with pytest.raises(ValueError, match=r"dtype=float32.*Set dtype=bfloat16"):
+  with pytest.raises(ConfigError, match=r"dtype=float32.*Set dtype=bfloat16"):
     gpu(None, 64, 4, dtype=jnp.float32)
-  with pytest.raises(ValueError, match="head_dim=20"):
+  with pytest.raises(ConfigError, match="head_dim=20"):
     attention_gpu.build(mesh=None, head_dim=20, seq_len=64, dtype=jnp.bfloat16)
   assert "multiple of 128" in choose("autoselected", "tpu", seq_len=200).reason
 
@@ -209,7 +210,7 @@ def test_the_tpu_kernel_supports_one_precision_per_dtype(precision, dtype, suppo
   assert choose("flash", "cpu", precision=precision, dtype=dtype).name == "flash"
   if not supported:
     assert f"matmul_precision={precision} with dtype={dtype}" in found.reason
-    with pytest.raises(ValueError, match=r"attention=dot_product"):
+    with pytest.raises(ConfigError, match=r"attention=dot_product"):
       choose("flash", "tpu", precision=precision, dtype=dtype)
 
 

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from trainer.config.errors import ConfigError
 from trainer.config.schema import ObserveSection
 from trainer.observe import events, log, metrics
 from trainer.report import goodput, history
@@ -181,7 +182,7 @@ def test_write_leaves_a_file_and_a_line(tmp_path, capsys):
 
 
 def test_a_directory_without_a_run_is_an_error(tmp_path):
-  with pytest.raises(ValueError, match="is not the folder of a run"):
+  with pytest.raises(ConfigError, match="is not the folder of a run"):
     compute(tmp_path)
 
 

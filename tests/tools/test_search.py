@@ -8,6 +8,7 @@ import types
 import pytest
 
 from trainer.config import load
+from trainer.config.errors import ConfigError
 from trainer.config.schema import RematPolicy
 from trainer.observe import chips
 from trainer.tools.preflight import costs, hlo, search
@@ -30,7 +31,7 @@ def moving(traffic):
 def compiler(tried, divides=lambda batch: batch >= 1):
   def attempt(policy, batch):
     if not divides(batch):
-      raise ValueError("a slice's micro-batch must be a whole number of at least 1")
+      raise ConfigError("a slice's micro-batch must be a whole number of at least 1")
     tried.append((policy, batch))
     used = int(NEEDED.get(policy, 100) * batch)
     if used > CHIP.hbm_bytes:
@@ -111,7 +112,7 @@ def test_a_program_that_the_compiler_refuses_is_not_a_candidate():
 
 
 def test_a_configured_batch_that_does_not_divide_is_an_error():
-  with pytest.raises(ValueError, match="micro-batch"):
+  with pytest.raises(ConfigError, match="micro-batch"):
     found(compiler([]), 0.5)
 
 

@@ -28,7 +28,7 @@ def ramdisk_exact(
   """{host: bytes} of the array data that the hosts of one slice keep: `copies` saves, without a margin.
 
   abstract: the state with its shardings; devices: of the slice; host_of: usually their process_index. Raises
-  ValueError where the slice does not hold a full copy.
+  ConfigError where the slice does not hold a full copy.
   """
   sizes = {host_of(device): 0 for device in devices}
   for name, x in state_tree.flatten(abstract).items():

@@ -89,7 +89,7 @@ class Snapshots:
     """Starts a snapshot of `state`, whose buffers may be donated at once; False while a copy is still under way.
 
     The snapshot can be restored after `confirm(step)`. Every slice of the attempt must hold a full copy of the state
-    (ValueError otherwise). meta is JSON.
+    (ConfigError otherwise). meta is JSON.
     """
     if self.busy:
       return False

@@ -41,7 +41,7 @@ class Tiers:
   ) -> None:
     """run_id: of run_id.establish at the start of the process (default: the id is read or created now).
     slices: {id: devices} of the living slices (default: all devices are one). log takes a line for people; emit a
-    kind and fields for events.jsonl; both may be called from a thread. Raises ValueError where the emergency tier is
+    kind and fields for events.jsonl; both may be called from a thread. Raises ConfigError where the emergency tier is
     wanted and could not write."""
     self._cfg, self._log, self._emit = cfg, log, emit
     if run_id is None:

@@ -6,6 +6,7 @@ import os
 
 from trainer.cluster import cpu_compiler
 from trainer.cluster.api import Cluster, ProxyLost, View
+from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
 
 __all__ = ["Cluster", "ProxyLost", "View", "start"]
@@ -19,13 +20,13 @@ def start(cfg: ClusterSection, elastic_poll_seconds: float = 10.0) -> Cluster:
     elastic_poll_seconds: time between two health checks of missing slices on a real cluster.
 
   Raises:
-    ValueError: this machine or environment cannot provide the cluster. Raised before jax is imported if possible.
+    ConfigError: this machine or environment cannot provide the cluster. Raised before jax is imported if possible.
   """
   kind = cfg.cluster
   if kind == "auto":
     kind = "pathways" if "proxy" in os.environ.get("JAX_PLATFORMS", "") else "simulated"
   if kind == "multiprocess":
-    raise ValueError(
+    raise ConfigError(
       "cluster=multiprocess is not available yet: each slice will be its own JAX world. Use cluster=simulated, which "
       "also runs in several processes joined by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."
     )

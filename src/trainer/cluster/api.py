@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainer.config.errors import ConfigError
+
 if TYPE_CHECKING:
   from jax import Device
 
@@ -46,7 +48,7 @@ class Cluster(ABC):
     self.world = world
     sizes = {i: len(devices) for i, devices in self.slices.items()}
     if not sizes or len(set(sizes.values())) != 1 or 0 in sizes.values():
-      raise ValueError(f"slices have {sizes} devices (slice: devices); all need the same number, at least one")
+      raise ConfigError(f"slices have {sizes} devices (slice: devices); all need the same number, at least one")
     self.devices_per_slice = next(iter(sizes.values()))
     self._deaths = dict.fromkeys(self.slices, 0)  # increases whenever a slice is found to have died
     self._deaths_lock = threading.Lock()

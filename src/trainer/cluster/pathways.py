@@ -12,6 +12,7 @@ from trainer import world as world_lib
 from trainer.cluster import proxy
 from trainer.cluster.api import Cluster, View
 from trainer.cluster.health import HealthChecks
+from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
 
 _STOP_CHECK_SECONDS = 1.0  # between two looks at stop() while slices are waited for
@@ -44,16 +45,16 @@ class PathwaysCluster(Cluster):
     """Connects to the proxy and gets the slices from it."""
     platforms = environment.get("JAX_PLATFORMS", "")
     if "proxy" not in platforms:
-      raise ValueError(
+      raise ConfigError(
         f"cluster=pathways needs JAX_PLATFORMS=proxy in the environment, found {platforms!r}. Start the run as a "
         "Pathways job, or use cluster=simulated."
       )
     if not cfg.enable_single_controller:
-      raise ValueError("On Pathways one process controls all slices. Set enable_single_controller=true.")
+      raise ConfigError("On Pathways one process controls all slices. Set enable_single_controller=true.")
     devices = proxy.connect(environment)
     slices = {i: tuple(group) for i, group in elastic.get_slice_to_devices(devices).items()}
     if cfg.num_slices not in (0, len(slices)):
-      raise ValueError(f"num_slices={cfg.num_slices}, but Pathways has {len(slices)} slices. Set num_slices=0.")
+      raise ConfigError(f"num_slices={cfg.num_slices}, but Pathways has {len(slices)} slices. Set num_slices=0.")
     return cls(slices, poll_seconds)
 
   def alive(self) -> frozenset[int]:

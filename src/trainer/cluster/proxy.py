@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 import jax
 import pathwaysutils
 
+from trainer.config.errors import ConfigError
 from trainer.observe import log as log_lib
 
 _TARGET = "JAX_BACKEND_TARGET"
@@ -24,7 +25,7 @@ def connect(
 ) -> list[jax.Device]:
   """The devices of the proxy that the environment names. Waits for a proxy that has not started yet.
 
-  Raises ValueError: JAX_BACKEND_TARGET is no address, nothing listens there, or the proxy refuses the connection.
+  Raises ConfigError: JAX_BACKEND_TARGET is no address, nothing listens there, or the proxy refuses the connection.
   """
   target = environment.get(_TARGET, "")
   timeout = _timeout(environment)
@@ -35,7 +36,7 @@ def connect(
   try:
     return jax.devices()
   except RuntimeError as error:
-    raise ValueError(
+    raise ConfigError(
       f"{_TARGET}={target}: a server listens there, but the IFRT proxy client cannot use it: {error}\n"
       f"Check that it is a Pathways proxy of the same jaxlib version. The client requires secure (ALTS) credentials; "
       f"for a proxy without them set {_INSECURE}=true."
@@ -45,7 +46,7 @@ def connect(
 def _address(target: str) -> tuple[str, int]:
   match = re.fullmatch(r"grpc://(?P<host>[^/:\s]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})", target)
   if match is None or not 0 < int(match["port"]) < 65536:
-    raise ValueError(
+    raise ConfigError(
       f"cluster=pathways needs the address of the Pathways proxy in {_TARGET}, found {target!r}.\n"
       f"Set it like {_TARGET}=grpc://localhost:29000."
     )
@@ -55,7 +56,7 @@ def _address(target: str) -> tuple[str, int]:
 def _timeout(environment: Mapping[str, str]) -> int:
   given = environment.get(_TIMEOUT, "") or str(_DEFAULT_TIMEOUT)
   if not given.isdecimal() or int(given) == 0:
-    raise ValueError(f"{_TIMEOUT}={given} must be a whole number of seconds, at least 1.\nSet it like {_TIMEOUT}=120.")
+    raise ConfigError(f"{_TIMEOUT}={given} must be a whole number of seconds, at least 1.\nSet it like {_TIMEOUT}=120.")
   return int(given)
 
 
@@ -68,7 +69,7 @@ def _wait_for_listener(target: str, host: str, port: int, timeout: int, pause_se
       return
     except OSError as error:
       if time.monotonic() + pause_seconds >= end:
-        raise ValueError(
+        raise ConfigError(
           f"{_TARGET}={target}: no Pathways proxy answered within {timeout} s ({error}).\n"
           f"Start the proxy, correct the address, or set {_TIMEOUT} to wait longer."
         ) from error

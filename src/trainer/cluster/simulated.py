@@ -19,6 +19,7 @@ from jax.experimental import transfer
 
 from trainer import world as world_lib
 from trainer.cluster.api import Cluster, View
+from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
 from trainer.world import World
 
@@ -191,15 +192,15 @@ def _join_processes(cfg: ClusterSection, environment: Mapping[str, str]) -> int:
   if not given:
     return 1
   if len(given) != len(names) or not (given[names[1]].isdecimal() and given[names[2]].isdecimal()):
-    raise ValueError(
+    raise ConfigError(
       f"the environment has {given}; several processes need all of {', '.join(names)} (host:port and two numbers). Set "
       "all of them, or none for one process."
     )
   count, index = int(given[names[1]]), int(given[names[2]])
   if not 0 <= index < count:
-    raise ValueError(f"JAX_PROCESS_ID={index} must be from 0 to JAX_NUM_PROCESSES-1 = {count - 1}.")
+    raise ConfigError(f"JAX_PROCESS_ID={index} must be from 0 to JAX_NUM_PROCESSES-1 = {count - 1}.")
   if cfg.enable_single_controller and count > 1:
-    raise ValueError(f"enable_single_controller=true means one process, but JAX_NUM_PROCESSES={count}. Remove one.")
+    raise ConfigError(f"enable_single_controller=true means one process, but JAX_NUM_PROCESSES={count}. Remove one.")
   if count > 1:
     jax.distributed.initialize(
       given[names[0]], count, index, heartbeat_timeout_seconds=cfg.jax_distributed_heartbeat_timeout_seconds
@@ -216,7 +217,7 @@ def _force_host_devices(cfg: ClusterSection, environment: Mapping[str, str], pro
     return
   wanted = max(cfg.num_slices, 1) * max(cfg.devices_per_slice, 1)
   if wanted % process_count:
-    raise ValueError(
+    raise ConfigError(
       f"num_slices x devices_per_slice = {wanted} devices must divide by JAX_NUM_PROCESSES={process_count}; change one"
     )
   if wanted // process_count <= MAX_HOST_DEVICES:
@@ -232,7 +233,7 @@ def _all_devices(environment: Mapping[str, str]) -> list[jax.Device]:
   try:
     return jax.devices()
   except RuntimeError as error:  # no backend starts: it is misspelled, has no device here, or is not installed
-    raise ValueError(
+    raise ConfigError(
       f"JAX_PLATFORMS={environment.get('JAX_PLATFORMS', '')!r}: JAX finds no devices: {str(error).splitlines()[0]}\n"
       "Set JAX_PLATFORMS=cpu to run on the CPU, or install JAX for this machine's accelerator (setup.sh --gpu, --tpu)."
     ) from error
@@ -245,7 +246,7 @@ def _group(cfg: ClusterSection, devices: list[jax.Device]) -> dict[int, tuple[ja
     by_index.setdefault(getattr(device, "slice_index", 0), []).append(device)
   if len(by_index) > 1:
     if cfg.num_slices not in (0, len(by_index)):
-      raise ValueError(f"num_slices={cfg.num_slices}, but the devices are in {len(by_index)} slices; leave it at 0")
+      raise ConfigError(f"num_slices={cfg.num_slices}, but the devices are in {len(by_index)} slices; leave it at 0")
     return {i: tuple(group) for i, group in by_index.items()}
 
   num_slices = max(cfg.num_slices, 1)
@@ -253,13 +254,13 @@ def _group(cfg: ClusterSection, devices: list[jax.Device]) -> dict[int, tuple[ja
   wanted = num_slices * per_slice
   several_processes = len({device.process_index for device in devices}) > 1
   if per_slice == 0 or wanted > len(devices) or (several_processes and wanted != len(devices)):
-    raise ValueError(
+    raise ConfigError(
       f"num_slices={num_slices} x devices_per_slice={cfg.devices_per_slice or 'any'} does not fit the {len(devices)} "
       f"{devices[0].platform} devices of this run; change one of them, or the number of devices that XLA_FLAGS or "
       f"JAX_NUM_CPU_DEVICES forces (a CPU plays at most {MAX_HOST_DEVICES})"
     )
   if cfg.devices_per_slice == 0 and wanted != len(devices):
-    raise ValueError(
+    raise ConfigError(
       f"{len(devices)} {devices[0].platform} devices cannot be cut into num_slices={num_slices} equal slices; change "
       "num_slices, or set devices_per_slice to leave some devices out"
     )

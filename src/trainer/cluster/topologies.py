@@ -10,6 +10,8 @@ import re
 from types import MappingProxyType
 from typing import Any
 
+from trainer.config.errors import ConfigError
+
 # Chips of a slice -> its shape, as Google Cloud offers it (docs.cloud.google.com/tpu/docs, page of each version).
 _FLAT = MappingProxyType(
   {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)}  # v5e, v6e
@@ -74,7 +76,7 @@ COMPILER_ENVIRONMENT = MappingProxyType(
 )
 
 
-class TopologyError(ValueError):
+class TopologyError(ConfigError):
   """The topology is unknown, or the compiler is not installed. The message says what to do."""
 
 

@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from trainer import text_files
+from trainer.config import text_files
 from trainer.config.errors import ConfigError, Problems, shorten
 from trainer.config.files import as_path
 from trainer.config.schema import Config, DataSection
@@ -193,7 +193,7 @@ def _check_text(name: str, value: str) -> None:
   if os.path.isdir(path):
     try:
       found = any(file.stat().st_size for file in text_files.below(path))
-    except (ValueError, OSError) as error:
+    except (ConfigError, OSError) as error:
       raise ConfigError(f"{name}={value}: {error}.\nOr give another folder.") from None
     if not found:
       raise ConfigError(f"{name}={value}: contains no file of {kinds} with text in it.\nGive another folder.")

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from trainer.config.errors import ConfigError
+
 Log = Callable[[str], None]
 
 
@@ -19,11 +21,11 @@ def entry(
 
   `build` fills an empty temporary folder, which is then renamed: a killed build leaves no entry, and a failed build
   leaves no files. `fault` returns what is wrong with a finished entry, or None. Processes that want the same entry
-  wait for the first process; a good entry needs neither a lock nor write permission. Raises ValueError when the
+  wait for the first process; a good entry needs neither a lock nor write permission. Raises ConfigError when the
   directory cannot be written.
   """
   if "://" in directory:
-    raise ValueError(f"dataset_cache_directory={directory} is not a local path. Set it to a folder of this machine.")
+    raise ConfigError(f"dataset_cache_directory={directory} is not a local path. Set it to a folder of this machine.")
   root = Path(directory).expanduser()
   final = root / name
   if final.is_dir() and fault(final) is None:
@@ -33,7 +35,8 @@ def entry(
     root.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=root))
   except OSError as error:
-    raise ValueError(f"dataset_cache_directory={directory} cannot be written: {error}. Give another folder.") from error
+    problem = f"dataset_cache_directory={directory} cannot be written: {error}"
+    raise ConfigError(f"{problem}. Give another folder.") from error
   try:
     with _locked(root / f".{name}.lock"):
       if final.is_dir():

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from trainer import text_files
 from trainer.config import rules
-from trainer.config.errors import require
+from trainer.config.errors import ConfigError, require
 from trainer.text_files import SUFFIXES
 
 # Folders of the standard library's sources that are not Python code to learn from: installed packages, tests with text
@@ -44,7 +44,7 @@ class Piece:
 def find(key: str, path: str) -> list[Piece]:
   """The non-empty text files at `path`, sorted by name. Empty path: the Python standard library's sources.
 
-  `key` is the configuration key for error messages. Skips hidden files and folders. Raises ValueError if the path does
+  `key` is the configuration key for error messages. Skips hidden files and folders. Raises ConfigError if the path does
   not exist or contains no text.
   """
   if not path:
@@ -52,15 +52,15 @@ def find(key: str, path: str) -> list[Piece]:
   root = Path(path).expanduser()
   if root.is_file():
     if root.suffix not in SUFFIXES:
-      raise ValueError(f"{key}={path} ends in {root.suffix!r}. Give a file that ends in one of {', '.join(SUFFIXES)}.")
+      raise ConfigError(f"{key}={path} ends in {root.suffix!r}. Give a file that ends in one of {', '.join(SUFFIXES)}.")
     files = [root]
   elif root.is_dir():
     files = list(text_files.below(root))
   else:
-    raise ValueError(f"{key}={path} does not exist. Give a local file or folder of {', '.join(SUFFIXES)}.")
+    raise ConfigError(f"{key}={path} does not exist. Give a local file or folder of {', '.join(SUFFIXES)}.")
   pieces = _pieces(files, root if root.is_dir() else root.parent)
   if not pieces:
-    raise ValueError(f"{key}={path} has no text. Give a folder with a non-empty file of {', '.join(SUFFIXES)}.")
+    raise ConfigError(f"{key}={path} has no text. Give a folder with a non-empty file of {', '.join(SUFFIXES)}.")
   return pieces
 
 
@@ -69,7 +69,7 @@ def hold_out(pieces: Sequence[Piece], fraction: float) -> tuple[list[Piece], lis
 
   Both sides are alike: the text is cut into units, the units into consecutive groups of about 1 / `fraction`, and one
   unit of each group is held out, chosen by a hash. A unit is a whole file, or a part of a file that is larger than a
-  sixteenth of the held-out text, so that no file dominates the evaluation. Raises ValueError when nothing is left to
+  sixteenth of the held-out text, so that no file dominates the evaluation. Raises ConfigError when nothing is left to
   train on.
   """
   if fraction == 0:
@@ -90,7 +90,7 @@ def hold_out(pieces: Sequence[Piece], fraction: float) -> tuple[list[Piece], lis
 def documents(piece: Piece) -> Iterator[str]:
   """Yields the non-empty documents of a piece in order: its whole text, or the field "text" of each line of a .jsonl.
 
-  Raises ValueError with file and line if the text is not UTF-8, a line has no such field, or the file cannot be read.
+  Raises ConfigError with file and line if the text is not UTF-8, a line has no such field, or the file cannot be read.
   """
   if piece.path.suffix == ".jsonl":
     yield from _json_lines(piece)
@@ -102,7 +102,7 @@ def documents(piece: Piece) -> Iterator[str]:
     text = data.decode("utf-8")
   except UnicodeDecodeError as error:
     line = _line_number(piece.path, piece.start + error.start)
-    raise ValueError(f"{piece.path}:{line}: not UTF-8 ({error.reason}). Convert or remove the file.") from error
+    raise ConfigError(f"{piece.path}:{line}: not UTF-8 ({error.reason}). Convert or remove the file.") from error
   if text:
     yield text
 
@@ -127,7 +127,7 @@ def _standard_library(key: str) -> list[Piece]:
   files = [file for file in text_files.below(root, _NOT_LIBRARY) if file.suffix == ".py" and _is_utf8(file)]
   pieces = _pieces(files, root)
   if not pieces:
-    raise ValueError(f"{key} is empty, and the interpreter has no library sources in {root}. Set {key}.")
+    raise ConfigError(f"{key} is empty, and the interpreter has no library sources in {root}. Set {key}.")
   return pieces
 
 
@@ -142,16 +142,16 @@ def _pieces(files: Sequence[Path], root: Path) -> list[Piece]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-  """Turns an OSError inside the block into a ValueError with the path."""
+  """Turns an OSError inside the block into a ConfigError with the path."""
   try:
     yield
   except OSError as error:
-    raise ValueError(f"{path} cannot be read ({error.strerror}). Fix or remove it.") from error
+    raise ConfigError(f"{path} cannot be read ({error.strerror}). Fix or remove it.") from error
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-  """The file, open for reading. An OSError inside the block becomes a ValueError with the path."""
+  """The file, open for reading. An OSError inside the block becomes a ConfigError with the path."""
   with _naming(path), path.open("rb") as file:
     yield file
 
@@ -203,7 +203,7 @@ def _json_lines(piece: Piece) -> Iterator[str]:
         text = _text_of(line)
       except ValueError as error:
         number = _line_number(piece.path, place)
-        raise ValueError(f'{piece.path}:{number}: {error}. Every line must be like {{"text": "..."}}.') from error
+        raise ConfigError(f'{piece.path}:{number}: {error}. Every line must be like {{"text": "..."}}.') from error
       place += len(line)
       if text:
         yield text

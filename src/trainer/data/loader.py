@@ -117,7 +117,7 @@ def make_loader(
 ) -> Loader:
   """The loader of a split. All tokens are below `vocab_size`, the model's V.
 
-  Tokenizes the text first if its tokens are not cached; `log` gets a line about it. Raises ValueError if there is too
+  Tokenizes the text first if its tokens are not cached; `log` gets a line about it. Raises ConfigError if there is too
   little text, the tokenizer has more than V ids, or `split` is eval and no text is held out.
   """
   assert global_batch_size >= 1, global_batch_size

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.config import rules
-from trainer.config.errors import require
+from trainer.config.errors import ConfigError, require
 from trainer.data import cache, corpus, store, windows
 from trainer.data.batch import Example, empty_example
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_bpe, train_bpe
@@ -113,7 +113,7 @@ class _Records:
 def open_source(cfg: DataSection, *, vocab_size: int, min_examples: int, split: str, log: cache.Log) -> TextSource:
   """The source of a split. Tokenizes the text first if the cache does not have it.
 
-  Raises ValueError if the text is too short for `min_examples` windows, or for one token.
+  Raises ConfigError if the text is too short for `min_examples` windows, or for one token.
   """
   parts = find_parts(cfg)
   # Each target is at least a byte, or the end of a document. Refuse far too little text before anything is cached.
@@ -126,14 +126,14 @@ def open_source(cfg: DataSection, *, vocab_size: int, min_examples: int, split: 
 
 
 def _check_enough(cfg: DataSection, split: str, min_examples: int, targets: int, bound: str = "") -> None:
-  """Raises ValueError if `targets` tokens to learn do not fill `min_examples` examples."""
+  """Raises ConfigError if `targets` tokens to learn do not fill `min_examples` examples."""
   if targets >= max(1, min_examples * cfg.max_target_length):
     return
   remedy = f"Set eval_dataset_path, or eval_steps=0 eval_interval=-1 (eval_fraction={cfg.eval_fraction:g})."
   if split == "train":
     remedy = "Give more text, or reduce the batch size or max_target_length."
   found = f"{bound}{targets}" if targets else "0"
-  raise ValueError(
+  raise ConfigError(
     f"The {split} text of {_name(cfg, split)} has {found} tokens to learn, but {max(1, min_examples)} examples of "
     f"max_target_length={cfg.max_target_length} are needed. {remedy}"
   )
@@ -148,13 +148,13 @@ def tokenized(
 ) -> tuple[Path, Tokenizer]:
   """(folder with the windows of all splits, tokenizer), both from the cache or made now; see `store`.
 
-  `parts` comes from `find_parts`. Raises ValueError if the text cannot be read, or the tokenizer has more than
+  `parts` comes from `find_parts`. Raises ConfigError if the text cannot be read, or the tokenizer has more than
   `vocab_size` ids.
   """
   digests = {name: corpus.digest(pieces) for name, pieces in parts.items()}
   tokenizer = _tokenizer(cfg, vocab_size, parts["train"], digests["train"], log)
   if tokenizer.vocab_size > vocab_size:
-    raise ValueError(
+    raise ConfigError(
       f"vocab_size={vocab_size} is smaller than the {tokenizer.name} tokenizer's {tokenizer.vocab_size} ids. "
       f"Set vocab_size to at least {tokenizer.vocab_size}."
     )
@@ -191,7 +191,7 @@ def _tokenizer(
   def fault(folder: Path) -> str | None:
     try:
       load_bpe(str(folder / "tokenizer.json"))
-    except ValueError as error:
+    except ConfigError as error:
       return str(error)
     return None
 

@@ -9,6 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
+from trainer.config.errors import ConfigError
+
 _BOS, _EOS = "<|bos|>", "<|eos|>"
 # Names of these two tokens in published tokenizers (Llama, Qwen, GPT-2, Mistral, Gemma).
 _BOS_NAMES = (_BOS, "<|begin_of_text|>", "<s>", "<bos>")
@@ -98,11 +100,11 @@ class BpeTokenizer:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
   """The JSON of a byte-level BPE with at most `vocab_size` ids, learned from `texts`. Deterministic.
 
-  It contains all bytes, so it can encode any text. Raises ValueError if vocab_size is too small for them.
+  It contains all bytes, so it can encode any text. Raises ConfigError if vocab_size is too small for them.
   """
   smallest = 256 + 2
   if vocab_size < smallest:
-    raise ValueError(
+    raise ConfigError(
       f"vocab_size={vocab_size} is too small for tokenizer_type=bpe, which needs ids for 256 bytes and 2 special "
       f"tokens. Set vocab_size to at least {smallest}."
     )
@@ -124,11 +126,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
 
 
 def load_bpe(path: str) -> BpeTokenizer:
-  """The tokenizer in a tokenizers JSON file. Raises ValueError with the path if it cannot be read."""
+  """The tokenizer in a tokenizers JSON file. Raises ConfigError with the path if it cannot be read."""
   try:
     return BpeTokenizer(Path(path).expanduser().read_text(encoding="utf-8"))
   except (OSError, ValueError) as error:
-    raise ValueError(f"tokenizer_path={path}: {error}") from error
+    raise ConfigError(f"tokenizer_path={path}: {error}") from error
 
 
 def _encodable(text: str) -> str:

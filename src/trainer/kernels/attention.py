@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from trainer.config import rules
-from trainer.config.errors import require
+from trainer.config.errors import ConfigError, require
 from trainer.kernels import attention_cpu, attention_shard
 from trainer.kernels.attention_xla import dot_product
 
@@ -67,7 +67,7 @@ def _cpu_flash(shape: Shape) -> AttentionFunction:
 def _splash(shape: Shape) -> AttentionFunction:
   highest = shape.precision == "highest" and shape.dtype == jnp.float32
   if shape.precision != "default" and not highest:
-    raise ValueError(
+    raise ConfigError(
       f"matmul_precision={shape.precision} with dtype={shape.dtype.name}: the flash kernel of TPUs supports "
       "matmul_precision=default, or highest with dtype=float32. Set one of these, or attention=dot_product."
     )
@@ -88,7 +88,7 @@ def _cudnn(shape: Shape) -> AttentionFunction:
   return attention_gpu.build(mesh=shape.mesh, head_dim=shape.head_dim, seq_len=shape.seq_len, dtype=shape.dtype)
 
 
-# Platform -> its flash kernel. Raises ValueError with the reason if the kernel does not support the shape.
+# Platform -> its flash kernel. Raises ConfigError with the reason if the kernel does not support the shape.
 IMPLEMENTATIONS: Mapping[str, Callable[[Shape], AttentionFunction]] = MappingProxyType(
   {"cpu": _cpu_flash, "tpu": _splash, "gpu": _cudnn}
 )
@@ -113,24 +113,23 @@ def choose(
   """Returns the implementation of `name` (dot_product, flash, autoselected) for a platform ("cpu", "tpu", "gpu").
 
   `dtype` is the type of q, k and v; `precision` is the JAX matmul precision of the trace. If the platform's flash
-  kernel does not support the type or the sizes, flash raises ValueError, and autoselected returns dot_product with the
+  kernel does not support the type or the sizes, flash raises ConfigError, and autoselected returns dot_product with the
   reason in `.reason`.
   """
   shape = Shape(platform, mesh, head_dim, seq_len, num_q_heads, num_kv_heads, jnp.dtype(dtype), precision)
   require(rules.heads_share(num_q_heads, num_kv_heads))
   require(rules.splits("base_num_kv_heads", num_kv_heads, "tensor", shape.axis("tensor")))
   if platform not in IMPLEMENTATIONS:
-    raise ValueError(f"Attention supports the platforms {', '.join(IMPLEMENTATIONS)}, not '{platform}'.")
+    raise ConfigError(f"Attention supports the platforms {', '.join(IMPLEMENTATIONS)}, not '{platform}'.")
   if name == "dot_product":
     return Attention(name, f"set by attention={name}", dot_product)
   if name == "flash":
     return Attention(name, f"set by attention={name}", IMPLEMENTATIONS[platform](shape))
-  if name != "autoselected":
-    raise ValueError(f"attention='{name}': must be dot_product, flash or autoselected.")
+  assert name == "autoselected", name
   if seq_len < MIN_FLASH_LENGTH[platform]:
     reason = f"for max_target_length={seq_len}, below {MIN_FLASH_LENGTH[platform]}, flash is not faster on {platform}"
     return Attention("dot_product", reason, dot_product)
   try:
     return Attention("flash", f"the flash kernel of {platform} supports these sizes", IMPLEMENTATIONS[platform](shape))
-  except ValueError as refusal:
+  except ConfigError as refusal:
     return Attention("dot_product", str(refusal), dot_product)

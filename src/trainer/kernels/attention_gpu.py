@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
+from trainer.config.errors import ConfigError
 from trainer.kernels.attention_shard import per_device
 from trainer.mesh import CONTEXT
 
@@ -32,21 +33,21 @@ def build(
 ) -> Callable[..., jax.Array]:
   """Returns a function with the contract of `attention.Attention`, for q, k and v of a 16-bit `dtype`.
 
-  Raises ValueError if cuDNN does not support the type or the sizes. `implementation="xla"` is for tests: it computes
+  Raises ConfigError if cuDNN does not support the type or the sizes. `implementation="xla"` is for tests: it computes
   the same calls in plain XLA on any platform.
   """
   if dtype not in (jnp.bfloat16, jnp.float16):
-    raise ValueError(
+    raise ConfigError(
       f"dtype={jnp.dtype(dtype)}: the flash kernel of GPUs needs a 16-bit type. Set dtype=bfloat16, or "
       "attention=dot_product."
     )
   if head_dim % 8 or head_dim > MAX_HEAD_DIM:
-    raise ValueError(
+    raise ConfigError(
       f"head_dim={head_dim}: the flash kernel of GPUs needs a multiple of 8, at most {MAX_HEAD_DIM}. Set one, or "
       "attention=dot_product."
     )
   if seq_len % 2:
-    raise ValueError(
+    raise ConfigError(
       f"max_target_length={seq_len}: the flash kernel of GPUs needs an even length. Set one, or attention=dot_product."
     )
 

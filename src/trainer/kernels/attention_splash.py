@@ -15,6 +15,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from trainer.config.errors import ConfigError
 from trainer.kernels.attention_shard import per_device
 from trainer.mesh import CONTEXT, TENSOR
 
@@ -27,11 +28,11 @@ def build(
   """Returns a function with the contract of `attention.Attention`, for sequences of exactly `seq_len`.
 
   `head_bytes` is the size of one head at one position: H times the size of an element. `interpret` is for tests: it
-  runs the kernel on any platform, slowly. Raises ValueError if the positions of a device are not a multiple of 128.
+  runs the kernel on any platform, slowly. Raises ConfigError if the positions of a device are not a multiple of 128.
   """
   context, tensor = (1, 1) if mesh is None else (mesh.shape[CONTEXT], mesh.shape[TENSOR])
   if seq_len % (LANES * context):
-    raise ValueError(
+    raise ConfigError(
       f"max_target_length={seq_len} with context parallelism {context}: each TPU has {seq_len / context:g} positions, "
       f"and its flash kernel needs a multiple of {LANES}. Set max_target_length to a multiple of {LANES * context}, or "
       "attention=dot_product."

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from trainer.config.errors import ConfigError
 from trainer.observe import files
 from trainer.report import history
 
@@ -29,15 +30,15 @@ class Comparison:
 def compare(run_directories: Sequence[str], path: str | None = None) -> Comparison:
   """Compares the loss curves of two runs; with `path`, also draws both in one picture (PNG) with their events.
 
-  ValueError unless there are two runs with a step in common.
+  ConfigError unless there are two runs with a step in common.
   """
   if len(run_directories) != 2:
-    raise ValueError(f"two run directories can be compared, {len(run_directories)} were given")
+    raise ConfigError(f"two run directories can be compared, {len(run_directories)} were given")
   runs = [history.load_with_steps(directory) for directory in run_directories]
   ours, theirs = (run.steps for run in runs)
   steps, i, j = np.intersect1d(ours["step"], theirs["step"], assume_unique=True, return_indices=True)
   if not len(steps):
-    raise ValueError(f"{run_directories[0]} and {run_directories[1]} have no step in common")
+    raise ConfigError(f"{run_directories[0]} and {run_directories[1]} have no step in common")
   difference = _relative(ours["loss"][i], theirs["loss"][j])
   worst = int(np.argmax(difference))
   result = Comparison(float(difference[worst]), int(steps[worst]), len(steps), int((difference == 0).sum()))

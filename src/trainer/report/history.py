@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.config.errors import ConfigError
 from trainer.observe import files
 from trainer.observe.events import read_events, without_refused
 from trainer.observe.metrics import METRICS_FILE, given_up
@@ -61,9 +62,9 @@ class Run:
     return [event for event in self.events if event["kind"] in kinds]
 
   def require_steps(self) -> None:
-    """ValueError if no step was completed yet."""
+    """ConfigError if no step was completed yet."""
     if not len(self.steps):
-      raise ValueError(f"{self.directory}: no completed step in {METRICS_FILE} yet. Try again after the first step")
+      raise ConfigError(f"{self.directory}: no completed step in {METRICS_FILE} yet. Try again after the first step")
 
   def tokens_per_second(self) -> np.ndarray:
     """Of the whole cluster, for each row of `steps`: the step's tokens by its seconds (nan where unknown)."""
@@ -77,12 +78,12 @@ class Run:
 
 
 def load(run_directory: str) -> Run:
-  """Reads a run directory, local or gs://. ValueError if it holds no records of a run."""
+  """Reads a run directory, local or gs://. ConfigError if it holds no records of a run."""
   events = without_refused(read_events(run_directory))
   processes = {process: index for index, process in enumerate(dict.fromkeys(event["process"] for event in events))}
   records = np.fromiter(_rows(run_directory, processes), _ROW)
   if not events and not len(records):
-    raise ValueError(_not_a_run(run_directory))
+    raise ConfigError(_not_a_run(run_directory))
   completed, redone = records["completed"], given_up(records["step"], records["completed"])
   starts = [event for event in events if event["kind"] == "run_start"]
   return Run(
@@ -98,7 +99,7 @@ def load(run_directory: str) -> Run:
 
 
 def load_with_steps(run_directory: str) -> Run:
-  """Like `load`; ValueError also if no step was completed yet."""
+  """Like `load`; ConfigError also if no step was completed yet."""
   run = load(run_directory)
   run.require_steps()
   return run

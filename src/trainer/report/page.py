@@ -102,7 +102,7 @@ Rows = Iterable[Sequence[Any]]
 def write(run: Run, goodput: dict[str, Any]) -> str:
   """Writes report.html and loss.png into the run directory and returns the report's path.
 
-  goodput: the result of goodput.compute. ValueError if the run has no completed step.
+  goodput: the result of goodput.compute. ConfigError if the run has no completed step.
   """
   from trainer.report import plots, style  # matplotlib: a second to import
 

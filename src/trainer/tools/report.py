@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from trainer.config.errors import ConfigError
 from trainer.report import compare, goodput, history, page
 
 
@@ -26,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
       for directory in arguments.run_directory:
         run = history.load_with_steps(directory)
         print(page.write(run, goodput.compute(run)))
-  except (ValueError, OSError) as error:
+  except (ConfigError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   return 0

@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     from trainer.tools.preflight import run  # imports jax, so only after the arguments are checked
 
     return run.run(config, started)
-  except (ConfigError, ValueError) as error:
+  except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
 

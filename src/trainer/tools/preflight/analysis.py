@@ -112,7 +112,7 @@ def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total
   quick program fits.
 
   Raises:
-    ValueError: sizes do not fit the devices.
+    ConfigError: sizes do not fit the devices.
     RuntimeError: the output of the compiler cannot be read.
   """
   start = time.monotonic()

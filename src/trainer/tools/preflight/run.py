@@ -82,7 +82,7 @@ def _check_hlo_file(path: str) -> None:
 
 
 def _whole(config: Config, total: int) -> bool:
-  """Returns whether each of `total` slices holds the whole state. Raises ValueError if the keys do not fit `total`."""
+  """Returns whether each of `total` slices holds the whole state. Raises ConfigError if the keys do not fit `total`."""
   from trainer import mesh
 
   return set(mesh.axis_sizes(config.parallelism, "dcn", total)[1:]) == {1}

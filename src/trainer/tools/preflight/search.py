@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from trainer.config.errors import ConfigError
 from trainer.config.schema import Config, RematPolicy
 from trainer.kernels import remat
 from trainer.observe.chips import Chip
@@ -25,7 +26,7 @@ POLICIES = (
 OFFLOADING = (RematPolicy.MINIMAL_OFFLOADED,)
 MAX_DOUBLINGS = 5
 
-CompileStep = Callable[[RematPolicy, float], Finding]  # raises ValueError if a batch does not divide over the devices
+CompileStep = Callable[[RematPolicy, float], Finding]  # raises ConfigError if a batch does not divide over the devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +131,7 @@ def candidates(
     batch /= 2
     try:
       here = of_batch(batch)
-    except ValueError:  # the batch does not divide over the devices
+    except ConfigError:  # the batch does not divide over the devices
       return
     yield from here
     if fastest and _fastest(here) <= fastest:

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainer.config.errors import ConfigError
+
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 
 
@@ -14,7 +16,7 @@ def below(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
   """Yields the text files below the folder `root`, also empty files. Skips hidden names and folders named in `skip`.
 
   Follows links to folders, because folders of datasets often contain links, but visits each folder once: under its own
-  name if it is below `root`, else under the first link to it. Skips broken links. Raises ValueError with the folder's
+  name if it is below `root`, else under the first link to it. Skips broken links. Raises ConfigError with the folder's
   name if a folder cannot be listed.
   """
   seen: set[tuple[int, int]] = set()
@@ -26,7 +28,7 @@ def below(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
       names = sorted(os.listdir(folder))
     except OSError as error:
       remedy = "Allow reading it, or remove the folder."
-      raise ValueError(f"{folder} cannot be listed ({error.strerror}). {remedy}") from error
+      raise ConfigError(f"{folder} cannot be listed ({error.strerror}). {remedy}") from error
     if (status.st_dev, status.st_ino) in seen:
       continue
     seen.add((status.st_dev, status.st_ino))

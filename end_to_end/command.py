@@ -138,6 +138,20 @@ class Run:
     return found
 
 
+def text_run(folder: Path, name: str, keys: Sequence[str], start: Start = start) -> Run:
+  """Returns a run in folder/name that trains on the sources of this project: a corpus that every clone has.
+
+  All runs in `folder` share text, tokens and compiled programs.
+  """
+  text = folder / "text"
+  if not text.exists():
+    text.mkdir()
+    for path in sorted((ROOT / "src" / "trainer").glob("*.py")):
+      (text / f"{path.stem}.txt").write_text(path.read_text())
+  shared = [f"dataset_path={text}", f"dataset_cache_directory={folder / 'tokens'}"]
+  return Run(folder / name, ["dataset_type=text", *shared, f"jax_cache_dir={folder / 'compiled'}", *keys], start)
+
+
 def wait_for_exit(process: Process, timeout: float = 600) -> int:
   """Waits and returns the exit code, or minus the number of the signal that ended the process."""
   try:

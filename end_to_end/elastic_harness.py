@@ -40,7 +40,7 @@ TINY = (
 )
 _ALWAYS = (
   f"elastic_enabled=true num_slices={NUM_SLICES} devices_per_slice=1 elastic_min_resize_interval_seconds=0 "
-  "elastic_backoff_seconds=0 log_config=false enable_report=false enable_tensorboard=false log_period=1000"
+  "log_config=false enable_report=false enable_tensorboard=false log_period=1000"
 )
 
 
@@ -143,5 +143,6 @@ class Harness:
     survivors: frozenset[int],
   ) -> Outcome:
     watch(elastic)
+    elastic.retries.backoff_seconds = 0.0
     elastic.resizes.worthwhile = lambda *costs: True  # otherwise a run this short would never resize
     return train.run(config, session, elastic, view, survivors)

@@ -28,30 +28,15 @@ from end_to_end.command import Run
 STEPS, PERIOD = 180, 3
 PATIENCE = 8  # steps to wait for a moment that lasts only microseconds
 KEYS = (
-  f"checkpoint_period={PERIOD} max_num_checkpoints_to_keep=2 enable_emergency_checkpoint=true "
-  "local_checkpoint_period=1 dataset_type=text"
+  f"checkpoint_period={PERIOD} max_num_checkpoints_to_keep=2 enable_emergency_checkpoint=true local_checkpoint_period=1"
 ).split()
 Moment = Callable[[], bool]
 
 
-def write_text(folder: Path) -> None:
-  """Writes a corpus that every clone has: the sources of this project."""
-  folder.mkdir()
-  for path in sorted((command.ROOT / "src" / "trainer").glob("*.py")):
-    (folder / f"{path.stem}.txt").write_text(path.read_text())
-
-
 def make_run(folder: Path, name: str, start: command.Start = command.start, steps: int = STEPS) -> Run:
-  """Returns a run of KEYS in folder/name. All runs in `folder` share text, tokens and compiled programs."""
-  if not (folder / "text").exists():
-    write_text(folder / "text")
-  shared = [
-    f"dataset_path={folder / 'text'}",
-    f"dataset_cache_directory={folder / 'tokens'}",
-    f"jax_cache_dir={folder / 'compiled'}",
-    f"local_checkpoint_directory={folder / name / 'ram'}",
-  ]
-  return Run(folder / name, [*KEYS, *shared, f"steps={steps}"], start)
+  """Returns a run of KEYS in folder/name."""
+  ram = f"local_checkpoint_directory={folder / name / 'ram'}"
+  return command.text_run(folder, name, [*KEYS, ram, f"steps={steps}"], start)
 
 
 def file_matches(root: Path, pattern: str) -> Moment:

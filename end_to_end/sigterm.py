@@ -25,11 +25,10 @@ from pathlib import Path
 
 from end_to_end import command
 from end_to_end.command import Process, Run
-from end_to_end.kill_and_resume import write_text
 
 STEPS = 60
 EARLIEST_SECONDS = 0.3  # after the start of the process
-KEYS = "checkpoint_period=5 max_num_checkpoints_to_keep=2 eval_interval=3 eval_steps=1 dataset_type=text".split()
+KEYS = "checkpoint_period=5 max_num_checkpoints_to_keep=2 eval_interval=3 eval_steps=1".split()
 
 
 @dataclass(frozen=True)
@@ -50,18 +49,6 @@ class Ended:
 
 
 TABLE = "| aimed at | SIGTERM after s | exit code | steps | committed | |\n|---|---|---|---|---|---|"
-
-
-def make_run(folder: Path, name: str, start: command.Start = command.start, steps: int = STEPS) -> Run:
-  """A run of KEYS in folder/name; all runs of `folder` share text, tokens and compiled programs."""
-  if not (folder / "text").exists():
-    write_text(folder / "text")
-  shared = [
-    f"dataset_path={folder / 'text'}",
-    f"dataset_cache_directory={folder / 'tokens'}",
-    f"jax_cache_dir={folder / 'compiled'}",
-  ]
-  return Run(folder / name, [*KEYS, *shared, f"steps={steps}"], start)
 
 
 def cpu_seconds(process: Process) -> float:
@@ -133,14 +120,15 @@ def differences(run: Run, undisturbed: Run, steps: int) -> list[str]:
 
 def torment(folder: Path, start: command.Start, steps: int, signals: int, seed: int) -> Iterator[Ended | str]:
   """Yields how each of `signals` processes ended, and for each run that is complete what differs ("": nothing)."""
-  assert make_run(folder, "warm", start, steps).finish() == 0  # tokens and compiled programs
-  undisturbed = make_run(folder, "undisturbed", start, steps)
+  keys = [*KEYS, f"steps={steps}"]
+  assert command.text_run(folder, "warm", keys, start).finish() == 0  # makes tokens and compiled programs
+  undisturbed = command.text_run(folder, "undisturbed", keys, start)
   begin = time.monotonic()
   assert undisturbed.finish() == 0, undisturbed.printed[-4000:]
   duration = time.monotonic() - begin
   number, rng = 0, random.Random(seed)
   while signals > 0:
-    run = make_run(folder, f"terminated-{number}", start, steps)
+    run = command.text_run(folder, f"terminated-{number}", keys, start)
     number += 1
     complete = False
     while signals > 0 and not complete:

@@ -12,7 +12,7 @@ SOURCE = pathlib.Path(__file__).parents[1] / "src"
 
 # From the bottom up. A part may import those of the rows below it, and never one of its own row.
 LAYERS = (
-  {"compilation_cache", "runtime_errors", "signals", "text_files", "world"},
+  {"compilation_cache", "runtime_errors", "signals", "world"},
   {"config"},
   {"observe"},
   {"report"},
@@ -22,7 +22,7 @@ LAYERS = (
   {"models"},
   {"state", "generate"},
   {"step"},
-  {"program", "run_data"},
+  {"memory", "program", "run_data"},
   {"announce"},
   {"session", "stepper"},
   {"step_records", "after_step"},

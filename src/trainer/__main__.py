@@ -80,7 +80,7 @@ def _run(config: Config, signals: Signals, started: float) -> int:
   with contextlib.ExitStack() as stack:
     stack.callback(gc.enable)
     try:
-      cluster = cluster_lib.start(config.cluster, config.elastic.elastic_poll_seconds)
+      cluster = cluster_lib.start(config.cluster)
       stack.callback(cluster.stop)
       retry.check(cluster, config.elastic, config.run.steps)
       session = stack.enter_context(session_lib.open_session(config, cluster, signals, started))

@@ -10,14 +10,14 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from trainer import program, run_data
+from trainer import memory, program, run_data
 from trainer.announce import CONFIG_FILE, announce
 from trainer.checkpoint import run_id
 from trainer.checkpoint.arrays import fingerprint, state_tree
 from trainer.checkpoint.preemption import Preemption
 from trainer.checkpoint.snapshot import Snapshots
 from trainer.cluster import Cluster
-from trainer.config import cli
+from trainer.config import cli, counts
 from trainer.config.schema import Config
 from trainer.elastic.program_cache import ProgramCache, Topology
 from trainer.observe import files, lock
@@ -103,6 +103,7 @@ def open_session(config: Config, cluster: Cluster, signals: Signals, started: fl
   """
   full = cluster.view(cluster.slices)
   full_program = program.of_view(config, full)
+  memory.require_fit(full_program.state, counts.parameter_count(config.model), cluster)
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
   world = cluster.world
   with contextlib.ExitStack() as stack:

@@ -75,7 +75,7 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
     # ---- data: step n trains on batch n-1, dealt out to the slices that are alive
     train_feed = program.Feed(session.data.train, prog)
     eval_feed = None if session.data.evaluation is None else program.Feed(session.data.evaluation, prog)
-    batches = Prefetcher(train_feed, step, config.run.steps, config.data.prefetch_buffer_size)
+    batches = Prefetcher(train_feed, step, config.run.steps)
     stack.callback(_close, session, batches.close)
     stepper = FusedStepper(elastic, view, guard, prog, compiled_step, batches, eval_feed)
     records = StepRecords(config, session, elastic, stepper, list(prog.mesh.devices.flat))

@@ -159,7 +159,7 @@ def test_a_second_process_on_the_same_run_is_2_and_does_no_harm(make):
 
 
 def test_a_data_error_during_the_run_is_1_and_the_run_resumes_once_the_data_is_back(make, tmp_path):
-  run = make(*write_text(tmp_path), f"steps={ENDLESS}", "prefetch_buffer_size=0")
+  run = make(*write_text(tmp_path), f"steps={ENDLESS}")
   process = start_and_train(run, 4)
   good = {path: path.read_bytes() for path in (tmp_path / "tokens").rglob("*") if path.is_file()}
   for path, data in good.items():

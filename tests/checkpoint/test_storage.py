@@ -10,6 +10,7 @@ import pytest
 from tests.support import toy_state
 
 from trainer.checkpoint import CheckpointError, Tiers
+from trainer.config import ConfigError
 from trainer.world import SingleWorld
 
 MIB = 1 << 20
@@ -102,26 +103,25 @@ def test_persistent_becomes_read_only(disk):
   assert_restores(path, 1)
 
 
-def emergency(path, run=None, **changes):
+def emergency(path, run=None):
   """Tiers with a ramdisk under `path` and the run's folder `run` (default: under `path` too)."""
   cfg = toy_state.config(
     enable_emergency_checkpoint=True,
     local_checkpoint_directory=str(path / "ram"),
     local_checkpoint_period=1,
     checkpoint_period=1000,
-    **changes,
   )
   return Tiers(cfg, str(run or path / "run"), world=SingleWorld())
 
 
 def test_ramdisk_full(disk):
-  path = disk(int(3.5 * MIB))
-  tiers = emergency(path, max_num_local_checkpoints_to_keep=5)
-  assert save_until_it_fails(tiers, 1, 6) == 4
+  path = disk(int(1.5 * MIB))
+  tiers = emergency(path)
+  assert save_until_it_fails(tiers, 1, 3) == 2
   tiers.close()
   target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0))
   restored = emergency(path).restore_newest(target)
-  assert (restored.step, restored.tier) == (3, "emergency")
+  assert (restored.step, restored.tier) == (1, "emergency")
 
 
 def test_ramdisk_of_two_copies_is_enough(disk):
@@ -135,5 +135,5 @@ def test_ramdisk_of_two_copies_is_enough(disk):
 def test_ramdisk_that_is_read_only_from_the_start_is_refused(disk, tmp_path):
   path = disk(MIB)
   remount(path, "ro")
-  with pytest.raises(ValueError, match="cannot be written"):
+  with pytest.raises(ConfigError, match="cannot be written"):
     emergency(path, run=tmp_path / "run")

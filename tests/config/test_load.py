@@ -225,7 +225,6 @@ def test_unknown_keys_get_the_nearest_name(write):
     ("remat_policy=minimal_wth_context", "Did you mean minimal_with_context?"),
     ("dataset_type=tfds", "with dataset_type=text dataset_path=FOLDER.\nChoices: synthetic, text"),
     ("opt_type=adaw", "Did you mean adamw?"),
-    ("max_num_local_checkpoints_to_keep=1", "must be at least 2"),
   ],
 )
 def test_wrong_values_name_value_and_rule(argument, words):

@@ -32,7 +32,6 @@ REFUSED = [
   (["model_name=llama3.1-405b", "global_parameter_scale=512"], "the model has 2.1e+14 parameters"),
   (["max_target_length=2000000000"], "must be at least 1 and at most 134217728"),
   (["max_target_length=1048576", "per_device_batch_size=4096"], "micro-batch has more than 2147483647 tokens"),
-  (["prefetch_buffer_size=1000000000"], "must be at least 0 and at most 1000"),
   (["global_parameter_scale=6"], "must be a power of two"),
   (["base_num_query_heads=6", "base_num_kv_heads=4"], "must be a multiple of the number of key/value heads"),
   (["head_dim=33"], "must be even"),

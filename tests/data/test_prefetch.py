@@ -10,7 +10,7 @@ import pytest
 
 from trainer.data import DataError, Prefetcher
 
-depths = pytest.mark.parametrize("depth", [0, 1, 3])
+depths = pytest.mark.parametrize("depth", [1, 3])
 
 
 def threads() -> list[threading.Thread]:
@@ -58,22 +58,13 @@ def test_prepares_at_most_depth_items_ahead():
     assert calls == [0, 1, 2, 3]
 
 
-def test_without_depth_nothing_runs_ahead_and_there_is_no_thread():
-  calls = []
-  items = Prefetcher(calls.append, 0, 5, 0)
-  assert threads() == [] and calls == []
-  next(items)
-  assert calls == [0]
-
-
 @depths
 def test_waited_seconds(depth):
   with Prefetcher(lambda step: time.sleep(0.5 if step == 0 else 0.0), 0, 3, depth) as items:
     next(items)
     first = items.waited_seconds
     assert first > 0.3
-    if depth:
-      wait_until(lambda: len(items._ready) >= 1)
+    wait_until(lambda: len(items._ready) >= 1)
     next(items)
     assert items.waited_seconds < first
 

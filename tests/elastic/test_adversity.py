@@ -60,7 +60,7 @@ EVALUATED = [*KEYS, DEGRADE, "eval_interval=6", "eval_steps=2"]
 def test_a_slice_lost_in_an_evaluation(harness, undisturbed_run, at):
   """The step is done again, so that no evaluation is missing, nor the last checkpoint."""
 
-  def meddle(session, cluster):
+  def lose_a_slice_in_the_second_batch(session, cluster):
     read, asked = session.data.evaluation.batch, []
 
     def batch(index, rows=None):
@@ -71,7 +71,7 @@ def test_a_slice_lost_in_an_evaluation(harness, undisturbed_run, at):
 
     session.data.evaluation.batch = batch
 
-  history = harness.run("evaluation", EVALUATED, meddle)
+  history = harness.run("evaluation", EVALUATED, lose_a_slice_in_the_second_batch)
   check(history, undisturbed_run)
   assert [record["step"] for record in history.of_kind("eval")] == [6, STEPS]
   (recovery,) = history.of_kind("recovery")
@@ -123,7 +123,7 @@ def test_every_event_leaves_its_whole_record(harness, undisturbed_run):
 def test_sigterm_while_a_replacement_is_waited_for(harness, undisturbed_run):
   """Those that live save what they hold: nothing more is computed, and nothing is lost."""
 
-  def meddle(session, cluster):
+  def send_sigterm_while_waiting(session, cluster):
     wait_for = cluster.wait_for
 
     def waiting(count, timeout, stop):
@@ -133,7 +133,7 @@ def test_sigterm_while_a_replacement_is_waited_for(harness, undisturbed_run):
 
     cluster.wait_for = waiting
 
-  history = harness.run("terminated", [*KEYS, FIXED, "fault_injection=slice_down@6:1/inf"], meddle)
+  history = harness.run("terminated", [*KEYS, FIXED, "fault_injection=slice_down@6:1/inf"], send_sigterm_while_waiting)
   assert history.outcome == Outcome("preempted", 5)
   (saved,) = [record for record in history.of_kind("checkpoint_saved") if record["step"] == 5]
   assert saved["tier"] == "persistent"
@@ -165,7 +165,7 @@ def test_evaluations_do_not_count_as_step_time_in_a_resize_decision(harness):
   """A slow evaluation would otherwise make the steps look slow, and a resize look worth its cost."""
   seen = []
 
-  def meddle(session, cluster):
+  def slow_down_evaluations(session, cluster):
     read = session.data.evaluation.batch
 
     def batch(index, rows=None):
@@ -174,7 +174,7 @@ def test_evaluations_do_not_count_as_step_time_in_a_resize_decision(harness):
 
     session.data.evaluation.batch = batch
 
-  harness.run("timed", [*KEYS, DEGRADE, "eval_interval=1", "eval_steps=1"], meddle, watch=seen.append)
+  harness.run("timed", [*KEYS, DEGRADE, "eval_interval=1", "eval_steps=1"], slow_down_evaluations, watch=seen.append)
   assert len(seen) == 1
   assert 0 < seen[0].steps.step_seconds < 0.9
 
@@ -202,7 +202,7 @@ def test_a_hang_that_ends_before_the_health_check_is_only_slow(harness, undistur
 
 @pytest.mark.timeout(900)
 def test_a_slice_that_hangs_in_an_evaluation(harness, undisturbed_run):
-  def meddle(session, cluster):
+  def hang_a_slice_in_the_second_batch(session, cluster):
     read, asked = session.data.evaluation.batch, []
 
     def batch(index, rows=None):
@@ -213,7 +213,7 @@ def test_a_slice_that_hangs_in_an_evaluation(harness, undisturbed_run):
 
     session.data.evaluation.batch = batch
 
-  history = harness.run("hang-eval", [*EVALUATED, "elastic_hang_check_seconds=0.3"], meddle)
+  history = harness.run("hang-eval", [*EVALUATED, "elastic_hang_check_seconds=0.3"], hang_a_slice_in_the_second_batch)
   check(history, undisturbed_run)
   assert [record["step"] for record in history.of_kind("eval")] == [6, STEPS]
   assert history.of_kind("hang")[0]["step"] == 6

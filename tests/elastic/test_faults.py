@@ -117,6 +117,35 @@ def test_each_fault_happens_once_at_the_first_moment_of_its_kind():
   injector.assert_all_fired()
 
 
+@pytest.mark.parametrize("moment", ["save", "eval"])
+def test_a_slice_does_not_return_before_it_was_lost(moment):
+  """The moment of a loss may come later than the step at which the slice returns."""
+  slices = Slices()
+  injector = FaultInjector(list(parse(f"slice_up@5:1, slice_down@3:1:{moment}, slice_down@4:2, slice_up@6:2")), slices)
+  for step in range(1, 10):
+    injector.at("step", step)
+    if step == 8:
+      injector.at(moment, step)
+  assert slices.calls == [("lose", 2, None), ("give_back", 2), ("lose", 1, None), ("give_back", 1)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**6))
+def test_random_faults_happen_in_their_order_whatever_the_moments_are(seed):
+  steps, slices = 24, Slices()
+  faults = draw(RandomFaults(seed, 0.5), 3, steps)
+  injector = FaultInjector(list(faults), slices)
+  for step in range(1, steps + 1):
+    for moment in (
+      ["restore"] * (step == 1) + ["step", "snapshot"] + ["save"] * (step % 7 == 0) + ["eval"] * (step % 5 == 0)
+    ):
+      injector.at(moment, step)
+  for slice_id in range(3):
+    drawn = [fault for fault in faults if fault.slice == slice_id]
+    fired = [fault for fault in injector.fired if fault.slice == slice_id]
+    assert fired == drawn[: len(fired)]
+
+
 def test_faults_that_never_happened_are_named():
   injector = FaultInjector(list(parse("slice_down@3:1, ckpt_kill@9")), Slices())
   injector.at("step", 5)

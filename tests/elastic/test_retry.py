@@ -7,15 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
-from tests.elastic.toy import Clock, Toy, cut, train
 from tests.support import guide_awk
+from tests.support.toy_run import Clock, ToyRun, simulated_cluster, train
 
 from trainer.elastic.attempt import ElasticRun, Outcome
 
 
 @pytest.fixture(scope="module")
 def undisturbed():
-  toy = Toy()
+  toy = ToyRun()
   assert train(toy) == Outcome("complete", 20)
   return toy
 
@@ -41,7 +41,7 @@ def test_an_undisturbed_run_is_one_attempt(undisturbed):
 
 
 def test_degrade_and_grow_loses_nothing(undisturbed):
-  toy = Toy()
+  toy = ToyRun()
   assert train(toy, "slice_down@7:1, slice_up@12:1").kind == "complete"
   same_run(toy, undisturbed)
   assert toy.restores == [(0, "none"), (6, "snapshot"), (12, "snapshot")]
@@ -64,7 +64,7 @@ def test_degrade_and_grow_loses_nothing(undisturbed):
 
 
 def test_the_log_can_be_read_by_the_guides_awk_script(tmp_path):
-  train(Toy(), "slice_down@7:1, slice_up@12:1", directory=str(tmp_path))
+  train(ToyRun(), "slice_down@7:1, slice_up@12:1", directory=str(tmp_path))
   assert guide_awk.slice_count_changes(tmp_path / "log.txt") == [
     "Step: 7, Old Slice Count: 4, New Slice Count: 3",
     "Step: 13, Old Slice Count: 3, New Slice Count: 4",
@@ -72,7 +72,7 @@ def test_the_log_can_be_read_by_the_guides_awk_script(tmp_path):
 
 
 def test_fixed_mesh_waits_for_the_replacement_and_is_bit_identical(undisturbed):
-  toy, clock = Toy(), Clock()
+  toy, clock = ToyRun(), Clock()
   assert train(toy, "slice_down@7:1", clock=clock, elastic_min_slice_count=-1).kind == "complete"
   assert toy.losses == undisturbed.losses
   np.testing.assert_array_equal(toy.state, undisturbed.state)
@@ -83,7 +83,7 @@ def test_fixed_mesh_waits_for_the_replacement_and_is_bit_identical(undisturbed):
 
 
 def test_backup_in_checkpoints_goes_back_to_the_last_one(undisturbed):
-  toy = Toy(backup="checkpoint")
+  toy = ToyRun(backup="checkpoint")
   train(toy, "slice_down@14:2", elastic_min_slice_count=-1, elastic_backup_kind="checkpoint")
   assert toy.losses == undisturbed.losses
   (recovery,) = records(toy, "recovery")
@@ -92,7 +92,7 @@ def test_backup_in_checkpoints_goes_back_to_the_last_one(undisturbed):
 
 
 def test_no_replacement_in_time_ends_the_run():
-  toy = Toy()
+  toy = ToyRun()
   with pytest.raises(TimeoutError, match="waited 50 s for 4 slices"):
     train(toy, "slice_down@7:1/inf", elastic_min_slice_count=-1, elastic_timeout_seconds=50)
 
@@ -114,8 +114,8 @@ def test_no_replacement_in_time_ends_the_run():
   ],
 )
 def test_fault_histories_keep_every_step(undisturbed, faults):
-  toy = Toy()
-  assert train(toy, faults, elastic_backoff_seconds=0.0) == Outcome("complete", 20)
+  toy = ToyRun()
+  assert train(toy, faults) == Outcome("complete", 20)
   same_run(toy, undisturbed)
   assert not any("never happened" in line for line in toy.lines)
   assert all(r["steps_lost"] <= 1 for r in records(toy, "recovery"))
@@ -123,7 +123,7 @@ def test_fault_histories_keep_every_step(undisturbed, faults):
 
 
 def test_all_replicas_lost_falls_back_to_the_checkpoint(undisturbed):
-  toy = Toy()
+  toy = ToyRun()
   faults = "slice_down@13:0, slice_down@13:1, slice_down@13:2, slice_down@13:3"
   assert train(toy, faults).kind == "complete"
   assert toy.restores[1] == (10, "persistent")
@@ -131,7 +131,7 @@ def test_all_replicas_lost_falls_back_to_the_checkpoint(undisturbed):
 
 
 def test_slices_prepared_in_the_background_cost_no_compilation():
-  toy, cluster = Toy(cache={}), cut(4, Clock())
+  toy, cluster = ToyRun(cache={}), simulated_cluster(4, Clock())
   real = toy.attempt
 
   def patient(elastic, view, survivors):
@@ -148,14 +148,14 @@ def test_slices_prepared_in_the_background_cost_no_compilation():
 
 
 def test_an_unprepared_topology_is_compiled_once_and_counted():
-  toy = Toy(cache={})
+  toy = ToyRun(cache={})
   train(toy, "slice_down@1:2", elastic_hang_check_seconds=0.0)
   (recovery,) = records(toy, "recovery")
   assert recovery["compilations"] >= 1
 
 
 def test_a_hang_is_found_by_the_health_check(undisturbed):
-  toy = Toy()
+  toy = ToyRun()
   train(toy, "hang@7:2", elastic_hang_check_seconds=0.1)
   same_run(toy, undisturbed)
   assert records(toy, "hang")[0]["step"] == 6
@@ -163,15 +163,15 @@ def test_a_hang_is_found_by_the_health_check(undisturbed):
 
 
 def test_a_hang_that_ends_before_the_health_check_costs_nothing(undisturbed):
-  toy = Toy()
-  train(toy, "hang@7:2/0.5", cluster=cut(4), elastic_hang_check_seconds=30.0)
+  toy = ToyRun()
+  train(toy, "hang@7:2/0.5", cluster=simulated_cluster(4), elastic_hang_check_seconds=30.0)
   assert toy.losses == undisturbed.losses and toy.restores == [(0, "none")]
   assert not records(toy, "hang") and not records(toy, "slice_down")
 
 
 def test_a_hang_that_ends_after_the_health_check_costs_a_recovery(undisturbed):
-  toy = Toy()
-  train(toy, "hang@7:2/1.5", cluster=cut(4), elastic_hang_check_seconds=0.2)
+  toy = ToyRun()
+  train(toy, "hang@7:2/1.5", cluster=simulated_cluster(4), elastic_hang_check_seconds=0.2)
   same_run(toy, undisturbed)
   (recovery,) = records(toy, "recovery")[:1]
   assert recovery["slice"] == [2] and recovery["steps_lost"] == 0
@@ -179,8 +179,8 @@ def test_a_hang_that_ends_after_the_health_check_costs_a_recovery(undisturbed):
 
 def test_slices_that_died_while_others_were_waited_for_have_no_copy_to_restore(undisturbed):
   """Slice 1 dies; while its replacement is waited for, slice 2 dies and is replaced too."""
-  toy, clock = Toy(), Clock()
-  cluster = cut(4, clock)
+  toy, clock = ToyRun(), Clock()
+  cluster = simulated_cluster(4, clock)
   wait_for, survivors, real = cluster.wait_for, [], toy.attempt
 
   def waiting(*args):
@@ -196,8 +196,8 @@ def test_slices_that_died_while_others_were_waited_for_have_no_copy_to_restore(u
 
 
 def test_returned_slices_that_do_not_answer_any_more_are_no_event(undisturbed):
-  toy, clock = Toy(), Clock()
-  cluster = cut(4, clock)
+  toy, clock = ToyRun(), Clock()
+  cluster = simulated_cluster(4, clock)
   cluster.returned = lambda view: frozenset({1}) if len(toy.losses) == 10 else frozenset()  # an old answer
   train(toy, "slice_down@7:1/inf", cluster=cluster, clock=clock)
   same_run(toy, undisturbed)
@@ -206,8 +206,8 @@ def test_returned_slices_that_do_not_answer_any_more_are_no_event(undisturbed):
 
 
 def test_a_loss_that_the_health_check_at_a_resize_finds_is_recorded(undisturbed):
-  toy, clock = Toy(), Clock()
-  cluster = cut(4, clock)
+  toy, clock = ToyRun(), Clock()
+  cluster = simulated_cluster(4, clock)
   returned = cluster.returned
 
   def lose_another(view):
@@ -223,7 +223,7 @@ def test_a_loss_that_the_health_check_at_a_resize_finds_is_recorded(undisturbed)
 
 
 def test_a_slow_step_on_healthy_slices_is_waited_for(undisturbed):
-  toy, cluster = Toy(steps=3), cut(4, Clock())
+  toy, cluster = ToyRun(steps=3), simulated_cluster(4, Clock())
   block, slow = cluster.block_until_ready, [True]
 
   def blocking(arrays, view):
@@ -243,7 +243,7 @@ def test_deterministic_errors_are_not_retried():
     jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
     FloatingPointError("loss is nan"),
   ):
-    toy = Toy()
+    toy = ToyRun()
     toy.fail_at[7] = error
     with pytest.raises(type(error)) as caught:
       train(toy)
@@ -254,7 +254,7 @@ def test_deterministic_errors_are_not_retried():
 
 
 def test_an_unknown_error_is_tried_once_more_and_then_raised():
-  toy = Toy()
+  toy = ToyRun()
   toy.fail_at[7] = jax.errors.JaxRuntimeError("INTERNAL: CustomCall kernel returned an error")
   with pytest.raises(jax.errors.JaxRuntimeError, match="CustomCall"):
     train(toy)
@@ -262,7 +262,7 @@ def test_an_unknown_error_is_tried_once_more_and_then_raised():
 
 
 def test_an_accident_is_survived_with_a_new_compilation(undisturbed):
-  toy = Toy(cache={})
+  toy = ToyRun(cache={})
   toy.fail_at[7] = jax.errors.JaxRuntimeError("INTERNAL: an unexpected error occurred")
   real = toy.restore
 
@@ -279,8 +279,8 @@ def test_an_accident_is_survived_with_a_new_compilation(undisturbed):
 
 
 def test_attempts_without_progress_end_the_run():
-  toy, clock = Toy(), Clock()
-  cluster = cut(4, clock)
+  toy, clock = ToyRun(), Clock()
+  cluster = simulated_cluster(4, clock)
   before_step = toy.example
 
   def dies_at_once(step, rows):
@@ -297,41 +297,41 @@ def test_attempts_without_progress_end_the_run():
 
 
 def test_many_faults_with_progress_never_exhaust_the_attempts(undisturbed):
-  toy = Toy(steps=20)
+  toy = ToyRun(steps=20)
   faults = ", ".join(f"slice_down@{step}:1, slice_up@{step}:1" for step in range(2, 21, 2))
   assert train(toy, faults, elastic_max_retries=3, elastic_retry_reset_steps=2).kind == "complete"
   same_run(toy, undisturbed)
 
 
 def test_a_flapping_slice_is_not_taken_back_before_the_interval():
-  toy, clock = Toy(), Clock()
+  toy, clock = ToyRun(), Clock()
   train(toy, "slice_down@3:1, slice_up@5:1", clock=clock, elastic_min_resize_interval_seconds=30.0)
   assert not records(toy, "slice_up")  # 20 steps take 20 s here
 
 
 def test_a_step_that_would_not_get_faster_is_not_interrupted():
   """6 of 8 slices need two rounds, as 4 to 7 do: only the eighth is worth a resize."""
-  toy = Toy(num_slices=8)
+  toy = ToyRun(num_slices=8)
   train(toy, "slice_down@3:1, slice_down@3:2, slice_up@6:1", num_slices=8)
   assert not records(toy, "slice_up")
-  toy = Toy(num_slices=8)
+  toy = ToyRun(num_slices=8)
   train(toy, "slice_down@3:1, slice_down@3:2, slice_up@6:1, slice_up@8:2", num_slices=8)
   assert [r["slice"] for r in records(toy, "slice_up")] == [[1, 2]]
 
 
 def test_without_elastic_a_lost_slice_ends_the_run():
-  toy, cluster = Toy(), cut(4, Clock())
+  toy, cluster = ToyRun(), simulated_cluster(4, Clock())
   cluster.lose(1)
   with pytest.raises(jax.errors.JaxRuntimeError, match="DATA_LOSS"):
     train(toy, cluster=cluster, elastic_enabled=False)
   assert not any("lastic" in line for line in toy.lines)
-  toy = Toy()
+  toy = ToyRun()
   assert train(toy, elastic_enabled=False).kind == "complete"
   assert not any("lastic" in line for line in toy.lines)
 
 
 def test_the_dead_attempts_arrays_are_dropped():
-  toy = Toy(steps=12)
+  toy = ToyRun(steps=12)
   counts = []
   real = toy.restore
   toy.restore = lambda survivors: counts.append(len(jax.live_arrays())) or real(survivors)
@@ -341,19 +341,19 @@ def test_the_dead_attempts_arrays_are_dropped():
 
 
 def test_faults_happen_once_per_run_not_once_per_process(tmp_path):
-  train(Toy(), "slice_down@7:1, slice_up@9:1", directory=str(tmp_path))
-  again = Toy()
+  train(ToyRun(), "slice_down@7:1, slice_up@9:1", directory=str(tmp_path))
+  again = ToyRun()
   train(again, "slice_down@7:1, slice_up@9:1, slice_down@11:2", directory=str(tmp_path))
   assert [r["fault"] for r in records(again, "fault_injected")] == ["slice_down@11:2"]
 
 
 def test_impossible_elastic_settings_are_refused_before_the_first_attempt():
-  toy = Toy()
+  toy = ToyRun()
   with pytest.raises(ValueError, match="there are only 4 slices"):
     train(toy, elastic_min_slice_count=5)
   with pytest.raises(ValueError, match="the last slice is 3"):
     train(toy, "slice_down@3:4")
-  cluster = cut(4, Clock())
+  cluster = simulated_cluster(4, Clock())
   cluster.world.size = 2
   with pytest.raises(ValueError, match="share one JAX world"):
     train(toy, cluster=cluster)
@@ -361,7 +361,7 @@ def test_impossible_elastic_settings_are_refused_before_the_first_attempt():
 
 
 def test_a_returned_outcome_of_preemption_ends_the_loop():
-  toy = Toy()
+  toy = ToyRun()
   toy.attempt = lambda elastic, view, survivors: Outcome("preempted", 3)
   assert train(toy) == Outcome("preempted", 3)
   assert records(toy, "attempt_end")[0]["outcome"] == "preempted"
@@ -369,7 +369,7 @@ def test_a_returned_outcome_of_preemption_ends_the_loop():
 
 def test_every_thread_of_an_attempt_places_arrays_on_a_living_slice():
   """jax.default_device holds for one thread only; restores, prefetching and compilations run in others."""
-  toy, cluster = Toy(steps=3), cut(4, Clock())
+  toy, cluster = ToyRun(steps=3), simulated_cluster(4, Clock())
   real, used = toy.attempt, []
 
   def attempt(elastic, view, survivors):
@@ -386,7 +386,7 @@ def test_every_thread_of_an_attempt_places_arrays_on_a_living_slice():
 
 def test_a_step_prepared_too_late_is_the_only_program_that_a_recovery_waits_for(tmp_path):
   """Nothing is compiled twice: the recovery waits for the compilation under way, and the queue behind it is dropped."""
-  toy = Toy(cache={}, steps=8)
+  toy = ToyRun(cache={}, steps=8)
   compiling, release = threading.Event(), threading.Event()
   compile_now, compiled = toy.compile_now, []
 

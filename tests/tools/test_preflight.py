@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from trainer import config
+from trainer import config, memory
 from trainer.tools.preflight import schedule
 from trainer.tools.preflight.__main__ import main
 
@@ -101,13 +101,11 @@ def test_a_compiler_error_has_its_own_exit_code(no_compiler, capsys):
   "written, limit", [("1048576\n", 1 << 20), ("max\n", None), (f"{1 << 63}\n", None), ("", None)]
 )
 def test_the_limit_of_a_container_is_the_memory_of_this_machine(monkeypatch, tmp_path, written, limit):
-  from trainer.tools.preflight import cpu_peaks
-
   physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
   file = tmp_path / "memory.max"
   file.write_text(written)
-  monkeypatch.setattr(cpu_peaks, "MEMORY_LIMITS", (tmp_path / "absent", file))
-  assert cpu_peaks.memory() == (limit or physical)
+  monkeypatch.setattr(memory, "CONTAINER_LIMITS", (tmp_path / "absent", file))
+  assert memory.of_host() == (limit or physical)
 
 
 class MosaicError(Exception):

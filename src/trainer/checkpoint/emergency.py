@@ -43,6 +43,7 @@ from trainer.world import World
 NUMBER = "(0|[1-9][0-9]{0,17})"
 ENTRY = re.compile(rf"{NUMBER}\.s{NUMBER}\.p{NUMBER}\.(json|bin)")
 ALIGNMENT = 64  # bytes: parts can be viewed as any type in place
+COPIES = 2  # of each slice that are kept: while one is written, the one before it is whole
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ class Emergency:
     return [_Copy(int(m[1]), int(m[2]), int(m[3])) for m in found if m and m[4] == kind]
 
   def _collect_garbage(self, step: int) -> None:
-    """Deletes old copies, so that with `step` at most max_num_local_checkpoints_to_keep copies of each slice remain.
+    """Deletes old copies, so that with `step` at most COPIES copies of each slice remain.
 
     Also deletes copies of `step` and later steps: they are left from before a restore of an older step. Copies of
     slices and processes that are gone stay until they are older than all of this process's copies.
@@ -204,7 +205,7 @@ class Emergency:
     entries = {*self._entries("json"), *self._entries("bin")}
     mine = {entry for entry in entries if entry.process == self._world.rank and entry.slice in self._slices}
     past = sorted({entry.step for entry in mine if entry.step < step and entry.path(self.root, "json").exists()})
-    kept = set(past[-(self._cfg.max_num_local_checkpoints_to_keep - 1) :])
+    kept = set(past[-(COPIES - 1) :])
     oldest = min(kept, default=step)
     gone = [e for e in entries if e.slice not in self._slices or e.process >= self._world.size]
     self._remove([entry for entry in mine if entry.step not in kept] + [e for e in gone if e.step < oldest])

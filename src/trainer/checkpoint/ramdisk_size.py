@@ -9,11 +9,10 @@ from typing import Any
 from jax import Device
 
 from trainer.checkpoint.arrays import boxes, state_tree
-from trainer.checkpoint.emergency import ALIGNMENT
+from trainer.checkpoint.emergency import ALIGNMENT, COPIES
 
 # The guide's rule: 4 bytes each of weight and two moments, two copies, and a margin.
 BYTES_PER_PARAMETER = 12
-COPIES = 2
 MARGIN = 1.15
 
 

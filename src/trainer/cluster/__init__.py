@@ -12,15 +12,10 @@ from trainer.config.schema import ClusterSection
 __all__ = ["Cluster", "ProxyLost", "View", "start"]
 
 
-def start(cfg: ClusterSection, elastic_poll_seconds: float = 10.0) -> Cluster:
+def start(cfg: ClusterSection) -> Cluster:
   """Joins or creates this run's JAX world and returns its slices. Call it once, before anything else uses jax.
 
-  Args:
-    cfg: which cluster, and how many slices.
-    elastic_poll_seconds: time between two health checks of missing slices on a real cluster.
-
-  Raises:
-    ConfigError: this machine or environment cannot provide the cluster. Raised before jax is imported if possible.
+  Raises ConfigError if this machine or environment cannot provide the cluster, before jax is imported if possible.
   """
   kind = cfg.cluster
   if kind == "auto":
@@ -33,7 +28,7 @@ def start(cfg: ClusterSection, elastic_poll_seconds: float = 10.0) -> Cluster:
   if kind == "pathways":
     from trainer.cluster.pathways import PathwaysCluster
 
-    return PathwaysCluster.start(cfg, os.environ, elastic_poll_seconds)
+    return PathwaysCluster.start(cfg, os.environ)
   cpu_compiler.prepare_environment(os.environ)
   from trainer.cluster.simulated import SimulatedCluster
 

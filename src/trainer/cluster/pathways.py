@@ -15,6 +15,7 @@ from trainer.cluster.health import HealthChecks
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
 
+_POLL_SECONDS = 10.0  # between two health checks of slices that are waited for
 _STOP_CHECK_SECONDS = 1.0  # between two looks at stop() while slices are waited for
 
 
@@ -26,12 +27,12 @@ class PathwaysCluster(Cluster):
   def __init__(
     self,
     slices: Mapping[int, tuple[jax.Device, ...]],
-    poll_seconds: float,
+    poll_seconds: float = _POLL_SECONDS,
     health: Callable[..., HealthChecks] = HealthChecks,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
   ) -> None:
-    """poll_seconds: between two health checks of slices that are waited for. health: replaced in tests."""
+    """poll_seconds, health: replaced in tests."""
     super().__init__(slices, world_lib.SingleWorld())  # one controller process
     # A failed check means that the slice has lost its memory, even if it answers again later.
     self._health = health(self.slices, failed=lambda slice_id: self._record_deaths([slice_id]))
@@ -41,7 +42,7 @@ class PathwaysCluster(Cluster):
     self._last_look = -float("inf")  # on the clock, when `returned` last started checks
 
   @classmethod
-  def start(cls, cfg: ClusterSection, environment: Mapping[str, str], poll_seconds: float) -> PathwaysCluster:
+  def start(cls, cfg: ClusterSection, environment: Mapping[str, str]) -> PathwaysCluster:
     """Connects to the proxy and gets the slices from it."""
     platforms = environment.get("JAX_PLATFORMS", "")
     if "proxy" not in platforms:
@@ -55,7 +56,7 @@ class PathwaysCluster(Cluster):
     slices = {i: tuple(group) for i, group in elastic.get_slice_to_devices(devices).items()}
     if cfg.num_slices not in (0, len(slices)):
       raise ConfigError(f"num_slices={cfg.num_slices}, but Pathways has {len(slices)} slices. Set num_slices=0.")
-    return cls(slices, poll_seconds)
+    return cls(slices)
 
   def alive(self) -> frozenset[int]:
     return self._health.check(self.slices)

@@ -14,7 +14,8 @@ MOMENT is one of
   eval       when the evaluation of STEP begins
   restore    when a new process has restored a state (or made a fresh one), to continue with STEP
   recovery   when a recovery has restored a state, to continue with STEP
-A fault happens at the first such moment of step STEP or later.
+A fault happens at the first such moment of step STEP or later. The faults of one slice happen in the order of their
+steps: a slice_up waits until an earlier slice_down of its slice has happened.
 """
 
 from __future__ import annotations

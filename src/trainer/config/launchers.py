@@ -60,10 +60,9 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     _TORCHRUN + " Here, slices are counted: num_slices, and elastic_min_slice_count for the minimum.",
   ),
   ("max_restarts", "an option of torchrun", _TORCHRUN + " Here, elastic_max_retries limits the recoveries."),
-  ("monitor_interval", "an option of torchrun", _TORCHRUN + " Here, set elastic_poll_seconds."),
   (
     "rdzv_id rdzv_backend rdzv_endpoint rdzv_conf node_rank master_addr master_port local_addr standalone start_method "
-    "role log_dir redirects tee no_python run_path",
+    "role log_dir redirects tee no_python run_path monitor_interval",
     "an option of torchrun",
     _TORCHRUN,
   ),

@@ -253,9 +253,6 @@ class DataSection(Section):
   reuse_example_batch: Annotated[int, Field(ge=0, le=1)] = Field(
     0, description="1: train every step on the first batch, to test speed or overfitting."
   )
-  prefetch_buffer_size: Annotated[int, Field(ge=0, le=1000)] = Field(
-    2, description="Batches that a background thread prepares ahead of the step."
-  )
 
 
 class ParallelismSection(Section):
@@ -373,9 +370,6 @@ class CheckpointSection(Section):
   )
   local_checkpoint_directory: str = Field("", description="Fast local folder (ramdisk) for emergency checkpoints.")
   local_checkpoint_period: NonNegative = Field(0, description="Steps between emergency checkpoints.")
-  max_num_local_checkpoints_to_keep: Annotated[int, Field(ge=2, le=2**31 - 1)] = Field(
-    2, description="Number of emergency checkpoints that are kept, at least two: the newest may be incomplete."
-  )
 
 
 class ElasticSection(Section):
@@ -405,15 +399,6 @@ class ElasticSection(Section):
     ge=0,
     le=1e9,
     description="Shortest time between the last resize and growing again, in seconds. It limits the cost of a slice that comes and goes.",
-  )
-  elastic_poll_seconds: float = Field(
-    10.0, gt=0, le=1e9, description="Seconds between checks for returned slices on a real cluster."
-  )
-  elastic_backoff_seconds: float = Field(
-    1.0,
-    ge=0,
-    le=1e9,
-    description="Seconds before another attempt when the last one made no progress. Doubles each time, up to 60.",
   )
   elastic_hang_check_seconds: float = Field(
     60.0,

@@ -13,17 +13,19 @@ from trainer.data.batch import DataError
 
 X = TypeVar("X")
 
+_DEPTH = 2  # batches that are prepared ahead of the step
+
 
 class Prefetcher(Generic[X]):
   """Iterates over (step, fn(step)) for step in range(first_step, last_step), up to `depth` items ahead.
 
   One thread calls fn in order, at most once per step. At most `depth` finished items wait, in addition to the item in
-  use. depth=0: no thread, next() calls fn. If fn raises, next() raises DataError from that exception (or the DataError
-  itself) at that step, after the items before it, and at every later call. Close it, or use it as a context manager;
-  the thread ends then, or when the last step is prepared.
+  use. If fn raises, next() raises DataError from that exception (or the DataError itself) at that step, after the items
+  before it, and at every later call. Close it, or use it as a context manager; the thread ends then, or when the last
+  step is prepared.
   """
 
-  def __init__(self, fn: Callable[[int], X], first_step: int, last_step: int, depth: int) -> None:
+  def __init__(self, fn: Callable[[int], X], first_step: int, last_step: int, depth: int = _DEPTH) -> None:
     """`last_step` is excluded, as in range()."""
     self.waited_seconds = 0.0
     """How long the last next() waited for its item."""
@@ -35,9 +37,8 @@ class Prefetcher(Generic[X]):
     self._error: DataError | None = None
     self._closed = False
     self._changed = threading.Condition()
-    self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True) if depth else None
-    if self._thread:
-      self._thread.start()
+    self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
+    self._thread.start()
 
   def __iter__(self) -> Iterator[tuple[int, X]]:
     return self
@@ -45,7 +46,7 @@ class Prefetcher(Generic[X]):
   def __next__(self) -> tuple[int, X]:
     started = time.perf_counter()
     try:
-      return self._take() if self._thread else self._make()
+      return self._take()
     finally:
       self.waited_seconds = time.perf_counter() - started
 
@@ -62,20 +63,6 @@ class Prefetcher(Generic[X]):
       self._next += 1
       self._changed.notify_all()
       return item
-
-  def _make(self) -> tuple[int, X]:
-    """The next item, made by the caller's thread (depth=0)."""
-    if self._error is None and (self._closed or self._next not in self._steps):
-      raise StopIteration
-    if self._error is None:
-      try:
-        item = self._next, self._fn(self._next)
-      except Exception as error:  # noqa: BLE001  (raised below)
-        self._error = _as_data_error(self._next, error)
-      else:
-        self._next += 1
-        return item
-    raise self._error
 
   def _work(self) -> None:
     """Body of the thread: prepares each step in order until closed, complete or failed."""
@@ -107,7 +94,7 @@ class Prefetcher(Generic[X]):
       self._closed = True
       self._ready.clear()
       self._changed.notify_all()
-    if self._thread is None or self._thread is threading.current_thread():
+    if self._thread is threading.current_thread():
       return True
     self._thread.join(timeout_seconds)
     return not self._thread.is_alive()

@@ -77,9 +77,12 @@ class FaultInjector:
   last_fired_at: float = -float("inf")  # on the clock
 
   def at(self, moment: Moment, step: int) -> None:
-    """Makes the faults happen that are due at `moment` of `step`."""
-    due = [f for f in self.faults if f.moment == moment and f.step <= step]
-    for fault in due:
+    """Makes the faults happen that are due at `moment` of `step`. The faults of one slice keep their order."""
+    waiting: set[int] = set()  # slices with an earlier fault whose moment has not come
+    for fault in sorted(self.faults, key=lambda fault: fault.step):
+      if fault.moment != moment or fault.step > step or fault.slice in waiting:
+        waiting |= set() if fault.slice is None else {fault.slice}
+        continue
       self.faults.remove(fault)
       self.fired.append(fault)
       self.last_fired_at = self.clock()

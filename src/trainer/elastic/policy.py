@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-_LONGEST_BACKOFF_SECONDS = 60.0
+_FIRST_BACKOFF_SECONDS, _LONGEST_BACKOFF_SECONDS = 1.0, 60.0
 _SMALL_STATE_BYTES = 16 * 2**20  # copied in milliseconds, so a snapshot of every step costs little
 _FIRST_PERIOD = 4  # until the cost of a snapshot is known: two of four steps are not affected by a snapshot
 _FEWEST_SAMPLES, _SAMPLES = 3, 25
@@ -21,7 +21,7 @@ class RetryPolicy:
 
   max_attempts: int
   reset_steps: int
-  backoff_seconds: float
+  backoff_seconds: float = _FIRST_BACKOFF_SECONDS  # the first pause; doubles with each attempt without a new step
   attempt: int = 1
   furthest_step: int = 0
   new_steps: int = 0  # of the current attempt

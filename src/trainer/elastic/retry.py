@@ -60,7 +60,7 @@ def elastic_retry(
     log,
     programs,
     _injector(cluster, faults, events, clock),
-    RetryPolicy(cfg.elastic_max_retries, cfg.elastic_retry_reset_steps, cfg.elastic_backoff_seconds),
+    RetryPolicy(cfg.elastic_max_retries, cfg.elastic_retry_reset_steps),
     ResizePolicy(cfg.elastic_min_resize_interval_seconds, clock),
     SnapshotPolicy(cfg.snapshot_period, _SNAPSHOT_OVERHEAD, job.state_bytes),
     RecoveryLog(events, log, programs.counter, job.tokens_per_step, clock),

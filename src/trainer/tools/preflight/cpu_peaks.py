@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pathlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -11,16 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import Device
 
+from trainer import memory
 from trainer.observe.chips import Chip
 
 MATMUL = 2048  # rows and columns; larger matmuls are not faster on a CPU
 COPIED = 1 << 28  # bytes; more than any cache holds
 REPEATS = 5
-# Files with the memory limit of a container, for cgroup v2 and v1.
-MEMORY_LIMITS = (
-  pathlib.Path("/sys/fs/cgroup/memory.max"),
-  pathlib.Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 
 
 def measure(devices: Sequence[Device], dtype: str) -> Chip:
@@ -35,20 +29,7 @@ def measure(devices: Sequence[Device], dtype: str) -> Chip:
     copy = _seconds(jax.jit(lambda a: a + 1, donate_argnums=0), jnp.zeros(COPIED // 4, jnp.float32))
   share = 1 / len(devices)
   bandwidth = 2 * COPIED / copy * share
-  return Chip("this CPU", (), 2 * MATMUL**3 / matmul * share, int(memory() * share), bandwidth, bandwidth)
-
-
-def memory() -> int:
-  """Returns the bytes that this process may use: the memory of the machine, or the limit of the container."""
-  found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-  for path in MEMORY_LIMITS:
-    try:
-      text = path.read_text().strip()
-    except OSError:
-      continue
-    if text.isdigit():  # "max" means no limit
-      found.append(int(text))
-  return min(found)
+  return Chip("this CPU", (), 2 * MATMUL**3 / matmul * share, int(memory.of_host() * share), bandwidth, bandwidth)
 
 
 def _seconds(function: Callable[[jax.Array], jax.Array], array: jax.Array) -> float:

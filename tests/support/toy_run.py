@@ -39,7 +39,7 @@ class Clock:
     self.now += seconds
 
 
-class Toy:
+class ToyRun:
   """One run: `attempt` is handed to elastic_retry; `losses` and `rows` record what every completed step used."""
 
   def __init__(self, num_slices=4, micro_batches=1, steps=20, save_period=5, backup="snapshot", cache=CACHE):
@@ -146,7 +146,7 @@ class Toy:
       self.saved = (step, w)
 
 
-def cut(num_slices, clock=None):
+def simulated_cluster(num_slices, clock=None):
   """A simulated cluster of `num_slices` slices of equal size from this process's CPU devices."""
   devices = jax.devices()
   per = len(devices) // num_slices
@@ -165,7 +165,7 @@ def train(toy, faults="", num_slices=4, directory=None, cluster=None, clock=None
   emit = events.emit
   events.emit = lambda kind, **fields: records.append(emit(kind, **fields)) or records[-1]
   job = Job(toy.steps, toy.micro_batches, 100, 4 * WIDTH * WIDTH)
-  cluster = cluster or cut(num_slices, clock)
+  cluster = cluster or simulated_cluster(num_slices, clock)
   with CompileCounter() as counter:
     programs = ProgramCache(lambda view: view, toy.compile, events, log, counter, clock)
     try:

@@ -45,7 +45,7 @@ def test_simulated_devices_share_the_memory_and_swap_of_the_machine(monkeypatch,
   monkeypatch.setattr(memory, "of_host", lambda: 4 * EACH)
   memory.require_fit(state(), 53, SIMULATED)
   monkeypatch.setattr(memory, "of_host", lambda: 4 * EACH - 1)
-  with pytest.raises(ConfigError, match=r"53 parameters: .*for 4 simulated devices, .*\n.*base_emb_dim.*num_slices"):
+  with pytest.raises(ConfigError, match=r"53 parameters: .*for 4 CPU devices, .*\n.*base_emb_dim.*num_slices"):
     memory.require_fit(state(), 53, SIMULATED)
   (tmp_path / "meminfo").write_text("MemTotal:  999 kB\nSwapTotal:       1 kB\n")
   memory.require_fit(state(), 53, SIMULATED)

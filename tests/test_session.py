@@ -98,7 +98,7 @@ def test_only_a_complete_run_gets_a_report(tmp_path, code, enabled, written):
     (["per_device_batch_size=0.3"], "per_device_batch_size=0.3"),
     (["ici_tensor_parallelism=2", "base_num_query_heads=3", "base_num_kv_heads=3"], "tensor"),
     (["dataset_type=text", "dataset_path={folder}/empty"], "empty"),
-    (["base_emb_dim=65536", "base_mlp_dim=262144", "base_num_decoder_layers=100"], "simulated devices, and this"),
+    (["base_emb_dim=65536", "base_mlp_dim=262144", "base_num_decoder_layers=100"], "CPU devices, and this"),
   ],
 )
 def test_wrong_input_is_refused_before_the_run_has_a_folder(tmp_path, keys, told):

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from trainer.cluster import Cluster
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, counted
 from trainer.observe import chips
 
 # Files with the memory limit of a container, for cgroup v2 and v1.
@@ -63,7 +63,7 @@ def require_fit(state: Any, parameters: int, cluster: Cluster) -> None:
     available = of_host() + _swap()
     if each * len(devices) > available:
       raise ConfigError(
-        f"{needs}, so {_gib(each * len(devices))} for {len(devices)} simulated devices, and this machine has "
+        f"{needs}, so {_gib(each * len(devices))} for {counted(len(devices), 'CPU device')}, and this machine has "
         f"{_gib(available)} of memory and swap.\n{smaller}, or fewer devices (num_slices, devices_per_slice)."
       )
     return

@@ -292,8 +292,9 @@ def test_skipped_steps_do_not_replace_checkpoints(make):
   assert run.committed_steps() == [1, 8]
 
 
-def test_a_run_that_does_not_fit_in_memory_is_1_and_says_what_needs_less(make):
-  run = make("steps=3", "base_num_decoder_layers=16384", "base_mlp_dim=4000000")  # 3e12 weights
+def test_a_step_that_does_not_fit_in_memory_is_1_and_says_what_needs_less(make):
+  # The state is small, and the attention scores have 2 x 2^20 x 2^20 elements.
+  run = make("steps=3", "attention=dot_product", f"max_target_length={2**20}", "per_device_batch_size=1")
   assert run.finish() == 1
   assert "RESOURCE_EXHAUSTED" in run.printed
   assert "error: The devices have too little memory for this run. Lower per_device_batch_size" in run.printed

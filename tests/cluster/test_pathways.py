@@ -85,11 +85,11 @@ def seconds_of(call):
 def test_start_groups_the_proxys_devices_by_slice_index(monkeypatch):
   monkeypatch.setattr(type(jax.devices()[0]), "slice_index", property(lambda d: d.id // 2), raising=False)
   monkeypatch.setattr(pathways.proxy, "connect", lambda environment: jax.devices())
-  cluster = PathwaysCluster.start(SECTION, PROXY, 1.0)
+  cluster = PathwaysCluster.start(SECTION, PROXY)
   assert cluster.kind == "pathways" and cluster.num_slices == 4 and cluster.devices_per_slice == 2
   assert cluster.slices[1] == tuple(jax.devices()[2:4])
   with pytest.raises(ConfigError, match="num_slices=3, but Pathways has 4 slices"):
-    PathwaysCluster.start(SECTION.model_copy(update={"num_slices": 3}), PROXY, 1.0)
+    PathwaysCluster.start(SECTION.model_copy(update={"num_slices": 3}), PROXY)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_start_groups_the_proxys_devices_by_slice_index(monkeypatch):
 )
 def test_start_refuses_a_wrong_environment(section, environment, message):
   with pytest.raises(ConfigError, match=message):
-    PathwaysCluster.start(section, environment, 1.0)
+    PathwaysCluster.start(section, environment)
 
 
 def test_a_down_slice_is_missed_waited_for_and_found_again(slices):

@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from trainer import text_files
-from trainer.config import rules
+from trainer.config import rules, text_files
 from trainer.config.errors import ConfigError, require
-from trainer.text_files import SUFFIXES
+from trainer.config.text_files import SUFFIXES
 
 # Folders of the standard library's sources that are not Python code to learn from: installed packages, tests with text
 # that is broken on purpose, tables of code points (encodings), the documentation as one string (pydoc_data).

@@ -13,7 +13,7 @@ from typing import Any
 from trainer import cluster as cluster_lib
 from trainer.cluster import topologies
 from trainer.config import counts
-from trainer.config.errors import counted
+from trainer.config.errors import ConfigError, counted
 from trainer.config.schema import Config, DegradedStep
 
 Slices = Sequence[Sequence[Any]]
@@ -72,13 +72,14 @@ def run(config: Config, started: float) -> int:
 
 
 def _check_hlo_file(path: str) -> None:
-  """Raises ValueError if preflight_hlo_file cannot be written."""
+  """Raises ConfigError if preflight_hlo_file cannot be written."""
   if not path:
     return
   try:
     pathlib.Path(path).write_text("")
   except OSError as error:
-    raise ValueError(f"preflight_hlo_file={path}: cannot be written: {error.strerror}. Choose another file.") from error
+    problem = f"preflight_hlo_file={path}: cannot be written: {error.strerror}"
+    raise ConfigError(f"{problem}. Choose another file.") from error
 
 
 def _whole(config: Config, total: int) -> bool:

@@ -3,7 +3,8 @@
     JAX_PLATFORMS=cpu python -m end_to_end.benchmarks.tpu_models [MODEL ...] [--keys max_target_length=2048 ...]
 
 Needs libtpu (bash setup.sh --tpu). Prints a Markdown table with one row per model, for all slices of the topology:
-memory per chip, least seconds per step (roofline), bytes sent across slices, and the time to compile.
+memory per chip, the time of a step with the communication that its schedule does not hide, the least time (roofline),
+bytes sent across slices, and the time to compile.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ from trainer.config.schema import Config
 SMALL, MEDIUM, LARGE, HUGE = ("v5e-16", 3), ("v5e-256", 2), ("v5p-256", 2), ("v5p-1024", 2)
 WHERE = {"qwen3-14b": MEDIUM, "qwen3-32b": MEDIUM, "70b": LARGE, "405b": HUGE}
 KEYS = ("per_device_batch_size=1", "max_target_length=2048", "attention=flash", "remat_policy=full")
+
+COLUMNS = (
+  *("model", "slices", "arguments", "temporaries", "share of chip memory", "fits", "step time", "computation"),
+  *("DCN exposed", "links exposed", "MFU", "roofline", "DCN payload", "seconds"),
+)
 
 
 def main() -> None:
@@ -41,8 +47,8 @@ def main() -> None:
       _config(model, args.keys)
     except ConfigError as error:
       parser.error(str(error))
-  print("| model | slices | arguments | temporaries | share of chip memory | fits | roofline | DCN | seconds |")
-  print("|---|---|---|---|---|---|---|---|---|", flush=True)
+  print(f"| {' | '.join(COLUMNS)} |")
+  print("|---" * len(COLUMNS) + "|", flush=True)
   failed = 0
   for model in models:
     topology, slices = next((place for name, place in WHERE.items() if name in model), SMALL)
@@ -69,6 +75,7 @@ def _row(model: str, topology: str, slices: int, keys: list[str]) -> str:
   topologies.prepare_environment()
   from trainer.observe import chips
   from trainer.tools.preflight import analysis
+  from trainer.tools.preflight.events import Channel
   from trainer.tools.preflight.report import milliseconds, size
 
   devices = topologies.devices(place, slices)
@@ -79,12 +86,16 @@ def _row(model: str, topology: str, slices: int, keys: list[str]) -> str:
   if isinstance(found, analysis.Refused):
     raise SystemExit(f"{model} for {where}: {found.reason}")
   if isinstance(found, analysis.DoesNotFit):
-    return f"| {model} | {where} | | | {found.reason} | no | | | |"
+    return f"| {model} | {where} | | | {found.reason} | no |{' |' * (len(COLUMNS) - 6)}"
   memory = found.memory
   share, fits = memory.total / chip.hbm_bytes, "yes" if memory.fits(chip) else "no"
-  line = analysis.roofline(found, chip)
+  line, times = analysis.roofline(found, chip), analysis.timeline(found, chip)
+  assert times is not None, "the step on all slices is compiled with full optimization"
   cells = [
     *(model, where, size(memory.arguments), size(memory.temporaries), f"{share:.0%}", fits),
+    *(milliseconds(seconds) for seconds in (times.seconds, times.computed)),
+    *(milliseconds(times.exposed[channel]) for channel in (Channel.DCN, Channel.LINKS)),
+    f"{found.model_flops / chip.peak_flops / times.seconds:.0%}",
     *(milliseconds(line.seconds), size(sum(c.bytes * c.times for c in found.exchanged()))),
     f"{found.trace_seconds + found.compile_seconds:.0f}",
   ]

@@ -260,6 +260,31 @@ def test_slices_exchange_the_gradients_once(changes):
 
 
 @needs_compiler
+def test_the_schedule_of_a_step_agrees_with_its_costs():
+  """The simulation executes every computation and every transfer as often as the counts do."""
+  from trainer.cluster import topologies
+  from trainer.observe import chips
+  from trainer.tools.preflight import analysis
+  from trainer.tools.preflight.events import Channel
+  from trainer.tools.preflight.prices import Basis
+
+  slices = topologies.devices(topologies.resolve("v5e-4"), 2)
+  found = analysis.analyse(config.load([*TINY, *TPU, "gradient_accumulation_steps=2"]), slices, 2)
+  chip = chips.find("v5e")
+  assert isinstance(found, analysis.Analysis) and chip is not None and chip.clock_hz is not None
+  times, bounds = analysis.timeline(found, chip), analysis.roofline(found, chip)
+  assert times is not None and times.problems == ()
+  assert times.computation[Basis.ESTIMATE] == pytest.approx(found.costs.cycles / chip.clock_hz)
+  assert times.computation[Basis.KERNEL] > 0 == times.computation[Basis.UNKNOWN_KERNEL]
+  assert times.needed(Channel.DCN) == pytest.approx(bounds.dcn)
+  assert times.needed(Channel.LINKS) == pytest.approx(bounds.ici)
+  for channel in Channel:
+    assert 0 <= times.exposed[channel] <= times.needed(channel)
+  assert times.seconds == pytest.approx(times.computed + sum(times.exposed.values()))
+  assert sum(transfer.exposed for transfer in times.transfers) == pytest.approx(sum(times.exposed.values()))
+
+
+@needs_compiler
 @pytest.mark.parametrize("policy, forward", [("full", 2), ("minimal_with_context", 1)])
 def test_attention_counts_once_per_run_of_its_kernels(policy, forward):
   """Two matmuls forward, two more if the policy does not save the result, and five backward; all in one block."""

@@ -230,6 +230,28 @@ def test_attention_kernels_of_tpus():
 
 
 @pytest.mark.parametrize(
+  "stated, share",
+  [
+    (r"{\"block_q\": 512, \"block_kv\": 512, \"block_q_dkv\": 1024}", 10 / 16),
+    (r"{\"block_q\": 256, \"block_kv\": 2048}", 1),
+    (r"{\"block_q\": null}", 3 / 4),  # the sizes that this trainer chooses: 1024
+    ("{}", 3 / 4),
+  ],
+)
+def test_a_kernel_may_state_its_block_sizes(stated, share):
+  """As in the programs of other trainers, which choose other sizes."""
+  target = 'custom_call_target="tpu_custom_call"'
+  metadata = f'frontend_attributes={{kernel_metadata={{\n"xprof_metadata":"{stated}"\n}}}}'
+  text = f"""ENTRY %main (q: bf16[4,2048,128]) -> bf16[4,2048,128] {{
+  %q = bf16[4,2048,128]{{2,1,0}} parameter(0)
+  ROOT %splash_mha_fwd.1 = bf16[4,2048,128]{{2,1,0}} custom-call(%q, %q, %q), {target}, {metadata}
+}}
+"""
+  counted = costs.count(hlo.parse("HloModule m\n\n" + text))
+  assert counted.flops == share * 2 * 2 * 4 * 2048 * 2048 * 128
+
+
+@pytest.mark.parametrize(
   "queries, keys, rows, columns, share",
   [
     (1024, 1024, 1024, 1024, 1),

@@ -15,6 +15,7 @@ from trainer.tools.preflight.hlo import Array, Computation, Instruction, matmul_
 _STATED = re.compile(r'"cost_estimate":\{[^{}]*"flops":"?(\d+)')
 # The name of a splash kernel contains its phase, and whether it has segments and saves residuals.
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
+_BLOCK = re.compile(r"(block_\w+)\W+(\d+)")
 # Number of matmuls of T x S x H per head. Forward: q k and p v. Backward: both kernels compute k q again and dO v; then
 # one computes dq = ds k, the other dv = p dO and dk = ds q. The fused kernel computes all five once.
 _MATMULS = {"fwd": 2, "dq": 3, "dkv": 4, "fused": 5}
@@ -53,9 +54,18 @@ def _splash(kernel: Instruction, arrays: list[Array], phase: str) -> tuple[str, 
     phase = "fused"
   (queries, head_dim), keys = q.dims[-2:], k.dims[-2]
   blocks = attention_splash.block_sizes(queries, keys, head_dim * q.bits // 8)
-  backward = blocks.block_q_dkv, blocks.block_kv_dkv
-  rows, columns = (blocks.block_q, blocks.block_kv) if phase == "fwd" else backward
+  if phase == "fwd":
+    rows, columns = _stated_block(kernel, "", blocks.block_q, blocks.block_kv)
+  else:
+    suffix = "_dq" if phase == "dq" else "_dkv"
+    rows, columns = _stated_block(kernel, suffix, blocks.block_q_dkv, blocks.block_kv_dkv)
   return q.dtype, _MATMULS[phase] * 2.0 * math.prod(q.dims) * keys * _computed(queries, keys, rows, columns)
+
+
+def _stated_block(kernel: Instruction, suffix: str, rows: int, columns: int) -> tuple[int, int]:
+  """Returns the block of queries and keys that `kernel` states in its metadata, or else the given sizes."""
+  stated = {name: int(size) for name, size in _BLOCK.findall(kernel.rest)}
+  return stated.get(f"block_q{suffix}", rows), stated.get(f"block_kv{suffix}", columns)
 
 
 def _computed(queries: int, keys: int, rows: int, columns: int) -> float:

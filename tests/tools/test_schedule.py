@@ -11,6 +11,7 @@ import pathlib
 
 import pytest
 
+from trainer.observe import chips
 from trainer.observe.chips import Chip
 from trainer.tools.preflight import collectives, hlo, schedule, simulation
 from trainer.tools.preflight.events import Channel
@@ -216,6 +217,31 @@ def test_the_longest_branch_of_a_conditional_counts():
   others = branch.format("short", compute("f", 10)) + branch.format("long", compute("g", 70))
   text = "  %k = s32[] constant(0)\n  %c = s8[8]{0:S(1)} conditional(%k, %p, %p), branch_computations={%long, %short}\n"
   check(simulated(module(text, others)), 70)
+
+
+@pytest.mark.parametrize(
+  "stated, chip, devices, share",
+  [
+    ('{"emitter":"SingleInputAllReduceScatterFusion","strategy":"StrategyRing","debug":"colors:1"}', "v5e", 16, 1 / 2),
+    ('{"emitter":"1DAllGatherOnMajorDimImbalanced"}', "v5p", 64, 1 / 3),
+    ('{"emitter":"RotatedPincerEmitter","strategy":"UniDirectionNDRingStrategy"}', "v5e", 16, 1 / 2),
+    ('{"emitter":"RotatedPincerEmitter","strategy":"UniDirectionNDRingStrategy"}', "v5e", 256, 1),
+    ('{"emitter":"RotatedPincerShortEmitter","strategy":"StrategyND"}', "v5p", 64, 1),
+    ("{}", "v6e", 64, 1 / 2),
+    ("{}", "H100", 8, 1),
+  ],
+)
+def test_the_algorithm_decides_how_many_links_a_collective_uses(stated, chip, devices, share):
+  """The TPU compiler states a ring through all chips, or rings along the axes of the slice."""
+  text = module(
+    f"  %r = s8[4000]{{0:S(1)}} all-reduce(%p), replica_groups={{}}, to_apply=%nothing, "
+    f'backend_config={{"collective_algorithm_config":{stated}}}\n'
+  )
+  found = chips.find(chip)
+  assert found is not None
+  timeline = simulation.simulate(hlo.parse(text), [0] * devices, Rates(found, None))
+  sent = 2 * (devices - 1) / devices * 4000
+  assert timeline.exposed[Channel.LINKS] == pytest.approx(sent / (found.link_bandwidth / 2 * share), rel=1e-4)
 
 
 def together(name: str, nanoseconds: int, part: int) -> tuple[str, str]:

@@ -31,6 +31,10 @@ class Chip:
   # Clock of the matrix units, for the TPU compiler's estimates in cycles: the peak, divided by the FLOPs of one cycle.
   # These are 2 x 128 x 128 per matrix unit (v6e and 7x: 2 x 256 x 256). Other compilers report no cycles.
   clock_hz: float | None = None
+  # Number of ICI links of a chip, and the devices from which on a slice is a torus: an axis of a v5e or v6e slice has a
+  # wraparound if it is 16 long, an axis of the others if it is a multiple of 4. 0: not TPUs.
+  links: int = 0
+  torus_devices: int = 0
 
   def peak(self, dtype: str, precision: str = "default") -> float:
     """Operations/s of matmuls whose operands are of HLO type `dtype`: "s8", "f8e4m3fn", "bf16", ...
@@ -46,14 +50,47 @@ class Chip:
 
 CHIPS = (
   # v4: 275 TFLOPs, 32 GiB, 1200 GBps; ICI six links of 50 GBps each way; 8 matrix units.
-  Chip("v4", ("TPU v4",), 275e12, 32 * GiB, 1.2e12, 600e9, clock_hz=1.05e9),
+  Chip("v4", ("TPU v4",), 275e12, 32 * GiB, 1.2e12, 600e9, clock_hz=1.05e9, links=6, torus_devices=64),
   # v5e: 197 TFLOPs, int8 393 TOPs, 16 GB, 819 GBps, ICI 400 GBps bidirectional; 4 matrix units.
-  Chip("v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 16 * GiB, 819e9, 400e9, peak_int8=393e12, clock_hz=1.5e9),
+  Chip(
+    "v5e",
+    ("TPU v5 lite", "TPU v5e"),
+    197e12,
+    16 * GiB,
+    819e9,
+    400e9,
+    peak_int8=393e12,
+    clock_hz=1.5e9,
+    links=4,
+    torus_devices=256,
+  ),
   # v5p: 459 TFLOPs, int8 918 TOPs, 95 GiB, 2765 GBps, ICI 1200 GBps bidirectional; 8 matrix units.
-  Chip("v5p", ("TPU v5p", "TPU v5"), 459e12, 95 * GiB, 2765e9, 1200e9, peak_int8=918e12, clock_hz=1.75e9),
+  Chip(
+    "v5p",
+    ("TPU v5p", "TPU v5"),
+    459e12,
+    95 * GiB,
+    2765e9,
+    1200e9,
+    peak_int8=918e12,
+    clock_hz=1.75e9,
+    links=6,
+    torus_devices=64,
+  ),
   # v6e: 918 TFLOPs, int8 1836 TOPs, 32 GB, 1638 GBps, ICI 800 GBps bidirectional. Compiled matmuls reach 4.6e5 FLOPs
   # per estimated cycle, so the estimates are for 4 matrix units.
-  Chip("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32 * GiB, 1638e9, 800e9, peak_int8=1836e12, clock_hz=1.75e9),
+  Chip(
+    "v6e",
+    ("TPU v6 lite", "TPU v6e"),
+    918e12,
+    32 * GiB,
+    1638e9,
+    800e9,
+    peak_int8=1836e12,
+    clock_hz=1.75e9,
+    links=4,
+    torus_devices=256,
+  ),
   # TPU7x: 2307 TFLOPs, fp8 4614 TFLOPs, 192 GiB, 7380 GBps, ICI 1200 GBps bidirectional per chip; JAX sees each of its
   # two chiplets. Compiled matmuls reach 4.2e5 FLOPs per estimated cycle: 4 matrix units per chiplet.
   Chip(
@@ -66,6 +103,8 @@ CHIPS = (
     devices_per_chip=2,
     peak_fp8=4614e12 / 2,
     clock_hz=2.2e9,
+    links=6,
+    torus_devices=128,
   ),
   # A100 SXM: 312 TFLOPS, int8 624 TOPS; 80 GB, 2039 GB/s or 40 GB, 1555 GB/s; NVLink 600 GB/s.
   Chip(

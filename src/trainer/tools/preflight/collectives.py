@@ -8,8 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from trainer.observe.chips import Chip
 from trainer.tools.preflight.hlo import Computation, Instruction, Module
 
+_ONE_RING = re.compile(r'"emitter":"1D|"strategy":"(?:\w*1D\w*|StrategyRing)"')
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 
 
@@ -45,6 +47,7 @@ class Reader:
     if any(is_megascale(instruction) for instruction in instructions):
       slice_of = [0] * (len(slice_of) // len(set(slice_of)))
     self._slice_of = slice_of
+    self.devices_per_slice = len(slice_of) // len(set(slice_of))
 
   def read(self, computation: Computation, instruction: Instruction, times: float = 1.0) -> Collective | None:
     """Returns the collective that `instruction` starts or executes, or None if it starts none."""
@@ -52,6 +55,18 @@ class Reader:
     if kind in KINDS:
       return _collective(computation, instruction, kind, times, self._slice_of)
     return _megascale(instruction, times) if is_megascale(instruction) else None
+
+
+def link_share(collective: Instruction, chip: Chip, devices_per_slice: int) -> float:
+  """Returns the share of a device's links that move data at a time, by the algorithm that the TPU compiler states.
+
+  One ring uses two links. Rings along all axes use all links of a torus; without wraparounds, data passes the links of
+  an axis twice. A collective in several fusions states no algorithm, and counts like rings along all axes.
+  """
+  if not chip.links:
+    return 1.0
+  share = 1.0 if devices_per_slice >= chip.torus_devices else 0.5
+  return min(share, 2 / chip.links) if _ONE_RING.search(collective.rest) else share
 
 
 def find(module: Module, slice_of: Sequence[int]) -> list[Collective]:

@@ -115,7 +115,7 @@ class Decoder:
       channel = collectives.fused_channel(part)
       collective = None if channel is None else self._reader.read(owner, part)
       if channel is not None and collective is not None:
-        found[channel] = self._collective_site(collective, computation.origin(fusion))
+        found[channel] = self._collective_site(part, collective, computation.origin(fusion))
     return found
 
   def _event(self, computation: Computation, instruction: Instruction, uses: dict[str, list[str]]) -> Event | None:
@@ -188,14 +188,17 @@ class Decoder:
     for owner, part in self._module.parts(computation, instruction):
       collective = self._reader.read(owner, part)
       if collective is not None and collectives.fused_channel(part) not in without:
-        found.append(self._collective_site(collective, owner.origin(part)))
+        found.append(self._collective_site(part, collective, owner.origin(part)))
     return tuple(found)
 
-  def _collective_site(self, collective: Collective, source: str) -> Site:
-    channel = Channel.DCN if collective.crosses_slices else Channel.LINKS
-    return self._site(channel, collective.kind, source, collective.bytes, collective.sent)
+  def _collective_site(self, instruction: Instruction, collective: Collective, source: str) -> Site:
+    if collective.crosses_slices:
+      return self._site(Channel.DCN, collective.kind, source, collective.bytes, collective.sent)
+    share = collectives.link_share(instruction, self._rates.chip, self._reader.devices_per_slice)
+    return self._site(Channel.LINKS, collective.kind, source, collective.bytes, collective.sent / share)
 
   def _site(self, channel: Channel, kind: str, source: str, size: float, sent: float) -> Site:
+    """Returns a site whose transfers take as long as `sent` bytes at the full rate of the channel."""
     bandwidth = self._bandwidth(channel)
     needed = round(sent / bandwidth * SECOND) if bandwidth else (None if sent else 0)
     return Site(channel, kind, source, size, needed)

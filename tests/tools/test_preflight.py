@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 
 from trainer import config, memory
-from trainer.tools.preflight import schedule
+from trainer.observe import chips
+from trainer.tools.preflight import analysis, schedule
 from trainer.tools.preflight.__main__ import main
+from trainer.tools.preflight.events import Channel
+from trainer.tools.preflight.prices import Basis
 
 TINY = (
   "configs/base.yml run_name=t base_output_directory=unused dataset_type=synthetic base_emb_dim=256 "
@@ -75,8 +78,6 @@ def no_compiler(monkeypatch):
 )
 def test_keys_that_fix_the_number_of_slices(no_compiler, capsys, keys, snapshot):
   """Nothing is compiled with one slice lost, and the exit code follows from the step on all slices."""
-  from trainer.tools.preflight import analysis
-
   no_compiler[2] = analysis.DoesNotFit(2, "too much")
   assert main([*TINY, "num_slices=2", "attention=dot_product", *keys]) == 1
   text = capsys.readouterr().out
@@ -87,8 +88,6 @@ def test_keys_that_fix_the_number_of_slices(no_compiler, capsys, keys, snapshot)
 
 
 def test_a_compiler_error_has_its_own_exit_code(no_compiler, capsys):
-  from trainer.tools.preflight import analysis
-
   no_compiler[2] = analysis.DoesNotFit(2, "too much")
   no_compiler[1] = analysis.Refused(1, "INTERNAL: Mosaic failed to compile TPU kernel")
   assert main([*TINY, "num_slices=2", "attention=dot_product"]) == 3
@@ -122,8 +121,6 @@ class MosaicError(Exception):
   ],
 )
 def test_a_refusal_keeps_the_first_line(monkeypatch, stage, error, kind, expected):
-  from trainer.tools.preflight import analysis
-
   class Refusing:
     compiler_options = None
     plan = types.SimpleNamespace(rows=np.zeros((1, 1)))
@@ -146,8 +143,6 @@ def test_a_file_that_cannot_be_written_is_refused(capsys):
 
 
 def test_unreadable_compiler_output_is_not_reported_as_wrong_input(monkeypatch):
-  from trainer.tools.preflight import analysis
-
   class Compiled:
     compiler_options = None
     plan = types.SimpleNamespace(rows=np.zeros((1, 1)))
@@ -164,8 +159,6 @@ def test_unreadable_compiler_output_is_not_reported_as_wrong_input(monkeypatch):
 
 @needs_compiler
 def test_the_topology_has_its_own_number_of_slices(no_compiler, capsys):
-  from trainer.tools.preflight import analysis
-
   no_compiler[2] = no_compiler[1] = analysis.DoesNotFit(2, "too much")
   assert main([*TINY, *TPU, "num_slices=3"]) == 1
   assert "Using compile_topology_num_slices=2, not num_slices=3" in capsys.readouterr().out
@@ -196,7 +189,6 @@ def test_for_tpus_that_this_machine_does_not_have(tmp_path, capsys):
 @needs_compiler
 def test_little_optimization_changes_memory_but_not_flops_or_communication():
   from trainer.cluster import topologies
-  from trainer.tools.preflight import analysis
 
   slices = topologies.devices(topologies.resolve("v5e-4"), 1)
   quick = analysis.analyse(config.load([*TINY, *TPU]), slices, 2)
@@ -215,8 +207,6 @@ def test_a_step_that_fails_with_little_optimization_is_compiled_with_full_optimi
   monkeypatch, refusal, total, degraded, quick
 ):
   """And the step on all slices is always compiled with full optimization."""
-  from trainer.tools.preflight import analysis
-
   tried = []
 
   def compile(compiler_options):
@@ -244,7 +234,6 @@ def test_slices_exchange_the_gradients_once(changes):
   """Each chip sends its float32 shard of every gradient once, for any number of micro-batches."""
   from trainer.cluster import topologies
   from trainer.config.counts import parameter_count
-  from trainer.tools.preflight import analysis
 
   cfg = config.load([*TINY, *TPU, *changes])
   slices = topologies.devices(topologies.resolve("v5e-4"), 2)
@@ -257,21 +246,13 @@ def test_slices_exchange_the_gradients_once(changes):
   assert found.micro_batches == cfg.optimizer.gradient_accumulation_steps
   assert found.costs.unpriced_kernel_runs == 0  # the FLOPs of flash attention are known
   assert found.costs.flops > found.model_flops  # remat computes the layers twice
+  check_schedule(found)
 
 
-@needs_compiler
-def test_the_schedule_of_a_step_agrees_with_its_costs():
-  """The simulation executes every computation and every transfer as often as the counts do."""
-  from trainer.cluster import topologies
-  from trainer.observe import chips
-  from trainer.tools.preflight import analysis
-  from trainer.tools.preflight.events import Channel
-  from trainer.tools.preflight.prices import Basis
-
-  slices = topologies.devices(topologies.resolve("v5e-4"), 2)
-  found = analysis.analyse(config.load([*TINY, *TPU, "gradient_accumulation_steps=2"]), slices, 2)
+def check_schedule(found: analysis.Analysis) -> None:
+  """Asserts that the simulation executes every computation and every transfer as often as the counts do."""
   chip = chips.find("v5e")
-  assert isinstance(found, analysis.Analysis) and chip is not None and chip.clock_hz is not None
+  assert chip is not None and chip.clock_hz is not None
   times, bounds = analysis.timeline(found, chip), analysis.roofline(found, chip)
   assert times is not None and times.problems == ()
   assert times.computation[Basis.ESTIMATE] == pytest.approx(found.costs.cycles / chip.clock_hz)
@@ -323,7 +304,6 @@ def test_offloaded_activations_go_to_the_host_and_back_once():
   """Queries, keys, values, the output projection and the two inner arrays of the MLP, per token in bf16. The output of
   the MLP is not offloaded, because the backward pass does not read it."""
   from trainer.cluster import topologies
-  from trainer.tools.preflight import analysis
 
   cfg = config.load([*TINY, "attention=flash", "remat_policy=minimal_offloaded"])
   found = analysis.analyse(cfg, topologies.devices(topologies.resolve("v5e-4"), 1), 1)
@@ -358,15 +338,12 @@ def test_an_unknown_topology_is_refused(capsys):
   ],
 )
 def test_the_out_of_memory_message_of_the_compiler_is_shortened(message, expected):
-  from trainer.tools.preflight import analysis
-
   assert analysis.out_of_memory(message) == expected
 
 
 @needs_compiler
 def test_a_step_that_does_not_fit_is_reported_with_the_numbers_of_the_compiler():
   from trainer.cluster import topologies
-  from trainer.tools.preflight import analysis
 
   cfg = config.load([*TINY[:-1], "per_device_batch_size=1024", "attention=dot_product", "remat_policy=none"])
   found = analysis.analyse(cfg, topologies.devices(topologies.resolve("v5e-1"), 1), 1)

@@ -318,3 +318,53 @@ def test_bytes_between_slices(kind, found, payload, sent):
 """
   (collective,) = collectives.find(hlo.parse("HloModule m\n\n" + text), [0] * 16 + [1] * 16 + [2] * 16)
   assert (collective.kind, collective.bytes, collective.sent) == (found, payload, pytest.approx(sent))
+
+
+def fusion_with_a_collective(name: str, flag: int, target: str) -> str:
+  """The body of a fusion that executes a part of an all-gather from p to q."""
+  shapes = "bf16[64,1024]{1,0}", "bf16[256,1024]{1,0}"
+  gather = (
+    f'channel_id=7, dimensions={{0}}, backend_config={{"async_collective_fusion_config":{{"flag_start":"{flag}"}}}}'
+  )
+  results = f"({shapes[0]}, {shapes[1]})"
+  buffers = "" if target == "AsyncCollectiveStart" else f"%{name}.p, %{name}.q, "
+  root = f'custom-call({buffers}%{name}.g), custom_call_target="{target}"'
+  return f"""%{name} (p: bf16[64,1024], q: bf16[256,1024]) -> {results} {{
+  %{name}.p = {shapes[0]} parameter(0)
+  %{name}.q = {shapes[1]} parameter(1)
+  %{name}.g = {shapes[1]} all-gather(%{name}.p), {gather}
+  ROOT %{name}.t = {results} {root if target else f"tuple(%{name}.p, %{name}.g)"}
+}}
+
+"""
+
+
+def test_a_collective_in_several_fusions_reads_and_writes_once():
+  """As in text of libtpu: start, end, and fusions between them list the buffers. Here the buffers are in HBM."""
+  parts = ("first", -1, "AsyncCollectiveStart"), ("middle", 2, ""), ("last", 2, "AsyncCollectiveDone")
+  text = "HloModule m\n\n" + "".join(fusion_with_a_collective(*part) for part in parts)
+  text += "ENTRY %main (w: bf16[64,1024], first.b: bf16[256,1024]) -> bf16[256,1024] {\n"
+  text += "  %w = bf16[64,1024]{1,0} parameter(0)\n  %b = bf16[256,1024]{1,0} parameter(1)\n"
+  buffer = "b"
+  for name, *_ in parts:
+    text += f"  %{name}.f = (bf16[64,1024]{{1,0}}, bf16[256,1024]{{1,0}}) fusion(%w, %{buffer}), calls=%{name}\n"
+    text += f"  %{name}.b = bf16[256,1024]{{1,0}} get-tuple-element(%{name}.f), index=1\n"
+    buffer = f"{name}.b"
+  text += "  ROOT %r = bf16[256,1024]{1,0} bitcast(%last.b)\n}\n"
+  assert costs.count(hlo.parse(text)).device_bytes == 2 * (64 + 256) * 1024
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scatter_touches_only_the_rows_that_it_updates(fused):
+  """It reads rows of the table and the updates, and writes the rows."""
+  scatter = "scatter(%{0}, %{1}, %{2}), update_window_dims={{1}}, inserted_window_dims={{0}}, to_apply=%sum"
+  arguments = """  %t{0} = f32[5000,64]{{1,0}} parameter(0)
+  %i{0} = s32[8,1]{{1,0:S(1)}} parameter(1)
+  %u{0} = f32[8,64]{{1,0}} parameter(2)
+"""
+  inner = arguments.format("f") + "  ROOT %s = f32[5000,64]{1,0} " + scatter.format("tf", "if", "uf") + "\n}\n\n"
+  call = "fusion(%t, %i, %u), kind=kCustom, calls=%body" if fused else scatter.format("t", "i", "u")
+  text = "HloModule m\n\n%body (t: f32[5000,64], i: s32[8,1], u: f32[8,64]) -> f32[5000,64] {\n" + inner
+  text += "ENTRY %main (t: f32[5000,64], i: s32[8,1], u: f32[8,64]) -> f32[5000,64] {\n" + arguments.format("")
+  text += f"  ROOT %r = f32[5000,64]{{1,0}} {call}\n}}\n"
+  assert costs.count(hlo.parse(text.replace(", to_apply=%sum", ""))).device_bytes == 3 * 4 * 8 * 64

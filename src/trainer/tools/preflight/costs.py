@@ -163,6 +163,8 @@ def bytes_moved(module: Module, computation: Computation, instruction: Instructi
     return by_space
   operands = [computation.by_name.get(name) for name in instruction.operands]
   inner = module.computations[instruction.called[0]] if instruction.opcode == "fusion" else None
+  if inner is not None and inner.root.target == "AsyncCollectiveDone":
+    return by_space  # the buffers count where the collective starts
   for index, operand in enumerate(operands):
     if operand is None or not operand.result:
       continue
@@ -170,7 +172,7 @@ def bytes_moved(module: Module, computation: Computation, instruction: Instructi
     by_space.setdefault(array.space, 0.0)
     read = _read(instruction, index, array) if inner is None else _read_by_fusion(module, inner, index, array.bytes)
     by_space[array.space] += read
-  for index, array in enumerate(written(instruction)):
+  for index, array in _outputs(instruction, inner):
     by_space.setdefault(array.space, 0.0)
     by_space[array.space] += _write(module, computation, instruction, inner, index, array)
   return by_space
@@ -179,6 +181,13 @@ def bytes_moved(module: Module, computation: Computation, instruction: Instructi
 def _moves_nothing(instruction: Instruction) -> bool:
   """Returns whether a custom call of the TPU compiler only reserves a buffer or joins buffers, and moves no data."""
   return instruction.target in ("AllocateBuffer", "ConcatBitcast")
+
+
+def _outputs(instruction: Instruction, inner: Computation | None) -> list[tuple[int, Array]]:
+  """Returns the new results of an instruction with their positions."""
+  if inner is not None and inner.root.target == "AsyncCollectiveStart":
+    return [(1, instruction.result[1])]  # position 0 is the operand
+  return list(enumerate(written(instruction)))
 
 
 def written(instruction: Instruction) -> tuple[Array, ...]:
@@ -211,7 +220,7 @@ def _read_by_fusion(module: Module, inner: Computation, index: int, whole: int) 
       continue
     if user.opcode in _SLICES and position == 0:
       read += user.result[0].bytes
-    elif user.opcode == "dynamic-update-slice" and position == 0:
+    elif (user.opcode in ("dynamic-update-slice", "scatter") and position == 0) or _continues(user):
       continue
     elif user.opcode == "fusion":
       read += _read_by_fusion(module, module.computations[user.called[0]], position, whole)
@@ -222,6 +231,19 @@ def _read_by_fusion(module: Module, inner: Computation, index: int, whole: int) 
     else:
       read += whole
   return min(read, whole)
+
+
+def _continues(instruction: Instruction) -> bool:
+  """Returns whether `instruction` continues a collective that another fusion has started.
+
+  Each of the fusions lists the buffers. They count where the collective starts.
+  """
+  return '"async_collective_fusion_config":{' in instruction.rest and '"flag_start":"-1"' not in instruction.rest
+
+
+def _scattered(computation: Computation, scatter: Instruction) -> float:
+  """Returns the bytes of the rows that a scatter reads and writes; it leaves the other rows unchanged."""
+  return 2 * _shape(computation, scatter.operands[2]).bytes
 
 
 def _write(
@@ -236,7 +258,7 @@ def _write(
   if inner is None:
     if instruction.opcode in _UPDATES:
       return _shape(computation, instruction.operands[1]).bytes
-    return array.bytes
+    return _scattered(computation, instruction) if instruction.opcode == "scatter" else array.bytes
   made = inner.root
   if made.opcode == "tuple":
     maker = inner.by_name.get(made.operands[index]) if index < len(made.operands) else None
@@ -245,8 +267,10 @@ def _write(
     made = maker
   while made.opcode == "bitcast":
     made = inner.by_name[made.operands[0]]
-  if made.opcode == "parameter":
+  if made.opcode == "parameter" or _continues(made):
     return 0
+  if made.opcode == "scatter":
+    return _scattered(inner, made)
   if made.opcode == "dynamic-update-slice":
     return _shape(inner, made.operands[1]).bytes
   if made.opcode == "fusion" and len(made.result) == 1:

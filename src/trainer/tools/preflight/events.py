@@ -147,7 +147,7 @@ class Decoder:
       origin = computation.origin(instruction)
       sites += (self._site(Channel.HOST, instruction.opcode, origin, price.host_bytes, price.host_bytes),)
     action = Action.PASS if instruction.opcode in _PASSES else Action.COMPUTE
-    picoseconds = round(price.seconds * SECOND)
+    picoseconds = 0 if self._only_moves(instruction) else round(price.seconds * SECOND)
     if action is Action.COMPUTE and not (picoseconds or sites or shared):
       return None
     return Event(
@@ -160,6 +160,12 @@ class Decoder:
       advances=tuple(shared),
       blocks=sites,
     )
+
+  def _only_moves(self, instruction: Instruction) -> bool:
+    """Returns whether a fusion only starts or ends a collective."""
+    if instruction.opcode != "fusion":
+      return False
+    return self._called(instruction)[0].root.target in ("AsyncCollectiveStart", "AsyncCollectiveDone")
 
   def _started(self, computation: Computation, start: Instruction) -> tuple[Site, ...]:
     """Returns the transfers that an asynchronous instruction starts."""

@@ -235,7 +235,7 @@ def test_sharded_equals_unsharded(name):
 @pytest.mark.parametrize("name", ["fsdp", "tensor", "all"])
 def test_projections_that_are_fused_equal_separate_ones(name, monkeypatch):
   """Accelerators compute gate and up in one matmul; a CPU one by one."""
-  monkeypatch.setattr(program.projection, "choose", lambda platform, quantization: projection.PLAIN)
+  monkeypatch.setattr(program.projection, "choose", lambda *_: projection.PLAIN)
   where, parallelism = MESHES[name]
   changes = {"data": {"per_device_batch_size": ROWS / math.prod(where)}, "parallelism": parallelism}
   assert_close(run(config(**changes), where), reference(), 5e-6)

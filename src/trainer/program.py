@@ -24,7 +24,7 @@ from trainer import optimizers, state, step
 from trainer.cluster import View
 from trainer.config import counts
 from trainer.config.errors import ConfigError
-from trainer.config.schema import Config
+from trainer.config.schema import Config, RematPolicy
 from trainer.data import Batch, Loader
 from trainer.elastic import batch_plan
 from trainer.elastic.batch_plan import BatchPlan
@@ -141,7 +141,7 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     dtype=cfg.dtype,
     precision=cfg.matmul_precision,
   )
-  project = projection.choose(platform, cfg.quantization)
+  project = projection.choose(platform, cfg.quantization, cfg.remat_policy is RematPolicy.NONE)
   model = DecoderFunctions(
     cfg, Kernels(kernel, project, rope.choose_rotate_half(platform), CHUNK_LOGITS_BYTES[platform])
   )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from trainer.config.errors import ConfigError
-from trainer.mesh import CONTEXT, FSDP, TENSOR
+from trainer.mesh import CONTEXT, DATA, FSDP, TENSOR
 
 # Logical axis -> mesh axes, tried in order. A mesh axis shards at most one dim of an array. The mesh axis `data` does
 # not appear: every slice holds the whole state, and the step is written for one slice, inside a shard_map that is
@@ -79,15 +81,99 @@ def parameter_spec(axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh, na
 
 
 def constrain(x: jax.Array, *axes: str) -> jax.Array:
-  """Returns `x` with the sharding of its logical activation `axes`; unchanged outside a mesh (single-device tests)."""
+  """Returns `x` with the sharding of its logical activation `axes`; unchanged outside a mesh (single-device tests).
+
+  A mesh axis that is manual in the current trace is left out: `x` is already the part of one device there.
+  """
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     return x
+  return jax.lax.with_sharding_constraint(x, _activation_spec(axes, mesh))
+
+
+def _activation_spec(axes: tuple[str, ...], mesh: AbstractMesh) -> PartitionSpec:
+  """Returns the PartitionSpec of an activation with logical `axes` over the axes of `mesh` that are not manual."""
   entries = []
   for axis in axes:
-    names = [name for name in ACTIVATION_RULES[axis] if mesh.shape[name] > 1]
+    names = [name for name in ACTIVATION_RULES[axis] if mesh.shape[name] > 1 and name not in mesh.manual_axes]
     entries.append(tuple(names) if len(names) > 1 else (names[0] if names else None))
-  return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
+  return PartitionSpec(*entries)
+
+
+def of_all_slices(x: jax.Array, *axes: str) -> jax.Array:
+  """Returns the activations `x` of all slices, concatenated along dim 0, in a trace that is manual over `data`.
+
+  Every device sends only its part of `x`, which is sharded by its logical `axes`. The compiler's own partitioning
+  would first gather `x` inside the slice.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  spec = _activation_spec(axes, mesh)
+  return jax.shard_map(
+    lambda part: jax.lax.all_gather(part, DATA, axis=0, tiled=True),
+    axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+    in_specs=spec,
+    out_specs=spec,
+    check_vma=False,
+  )(x)
+
+
+def manual_over_fsdp(
+  run: Callable[..., jax.Array], weights: Any, weight_axes: Any, totals: Any, rows: Any
+) -> jax.Array:
+  """Returns run(weights, totals, rows), [B, T, D], computed by each shard of fsdp on its own rows.
+
+  weights: arrays with the logical `weight_axes`; totals: None, or arrays like the weights; rows: arrays [B, ...].
+  Inside `run`, arrays are those of one shard, and `gather` returns whole weights. Then the gradient of a weight is
+  summed and split over fsdp by one reduce-scatter. The TPU compiler's own partitioning would send twice as much: it
+  sums whole gradients and then cuts its shard out of them.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or mesh.shape[FSDP] == 1:
+    return run(weights, totals, rows)
+  spec = lambda leaf, axes: _only_fsdp(parameter_spec(axes, leaf.shape, mesh, "of the layers"))
+  specs = jax.tree.map(spec, weights, weight_axes)
+  batch = PartitionSpec(FSDP)
+
+  def run_shard(weights: Any, totals: Any, rows: Any) -> jax.Array:
+    once = lambda total, spec: total if FSDP in spec else _on_first_shard(total)
+    return run(weights, None if totals is None else jax.tree.map(once, totals, specs), rows)
+
+  return jax.shard_map(
+    run_shard,
+    axis_names={FSDP},
+    in_specs=(specs, None if totals is None else specs, jax.tree.map(lambda _: batch, rows)),
+    out_specs=batch,
+    check_vma=False,
+  )(weights, totals, rows)
+
+
+def _on_first_shard(total: jax.Array) -> jax.Array:
+  """Returns `total` on the first shard of fsdp and 0 on the others, with the gradient of `total` itself.
+
+  The gradients of a weight that every shard has are summed over fsdp, so only one shard may add the total.
+  """
+  others = jnp.where(jax.lax.axis_index(FSDP) == 0, 0.0, -total)
+  return total + jax.lax.stop_gradient(others)
+
+
+def _only_fsdp(spec: PartitionSpec) -> PartitionSpec:
+  """Returns the part of the spec of a parameter that concerns fsdp."""
+  has_fsdp = lambda entry: entry == FSDP or (isinstance(entry, tuple) and FSDP in entry)
+  return PartitionSpec(*(FSDP if has_fsdp(entry) else None for entry in spec))
+
+
+def is_manual_over_fsdp() -> bool:
+  """Returns whether arrays of the current trace are those of one shard of fsdp."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return not mesh.empty and FSDP in mesh.manual_axes
+
+
+def gather(w: jax.Array, dim: int) -> jax.Array:
+  """Returns the whole weight from each device's shard `w`, where fsdp is manual; elsewhere returns `w`.
+
+  fsdp shards dim `dim`. The derivative sums the gradients over fsdp and returns the device's own shard of the sum.
+  """
+  return jax.lax.all_gather(w, FSDP, axis=dim, tiled=True) if is_manual_over_fsdp() else w
 
 
 def num_shards(*axes: str) -> int:

@@ -7,6 +7,7 @@ exchange these sums once per step; a single controller does so with one psum ove
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from trainer.config.errors import ConfigError
 from trainer.config.schema import OptimizerSection
 from trainer.data import Batch
+from trainer.grad_reduce import GradReduce
 from trainer.kernels.cross_entropy import linear_cross_entropy
 from trainer.mesh import CONTEXT, DATA, FSDP, TENSOR
 from trainer.models.decoder import DecoderFunctions, Params
@@ -45,12 +47,17 @@ def batch_spec() -> PartitionSpec:
 
 
 def token_losses(
-  model: DecoderFunctions, cfg: OptimizerSection, params: Params, batch: Batch
+  model: DecoderFunctions, cfg: OptimizerSection, params: Params, batch: Batch, reduce: GradReduce | None = None
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the sums of weighted cross-entropy and of weighted z-loss of one micro-batch [B, T]: float32 scalars."""
+  """Returns the sums of weighted cross-entropy and of weighted z-loss of one micro-batch [B, T]: float32 scalars.
+
+  reduce: also sums the gradients over slices, each as soon as it is known.
+  """
+  if reduce is not None:  # the decoder itself does this for its other weights
+    params = params | {"final_norm": reduce.attach(params["final_norm"], reduce.totals["final_norm"])}
   decoder = model.merge(params)
-  x_BTD = decoder.hidden(batch.tokens, batch.positions, batch.segment_ids)
-  head_VD = decoder.head()
+  x_BTD = decoder.hidden(batch.tokens, batch.positions, batch.segment_ids, reduce)
+  head_VD = decoder.head(reduce)
   vocab = head_VD.shape[0]
   parts = num_shards(FSDP, TENSOR, CONTEXT)
   if vocab % parts:
@@ -94,6 +101,30 @@ def loss_and_grads(model: DecoderFunctions, cfg: OptimizerSection, params: Param
   nothing = Sums(zeros, *(jnp.zeros((), jnp.float32) for _ in range(3)))
   sums, _ = jax.lax.scan(lambda acc, micro: (jax.tree.map(jnp.add, acc, one(micro)), None), nothing, batch)
   return sums
+
+
+def reduced_loss_and_grads(model: DecoderFunctions, cfg: OptimizerSection, params: Params, batch: Batch) -> Sums:
+  """Returns the sum over all slices of what `loss_and_grads` returns, traced where the mesh axis `data` is manual.
+
+  Each gradient travels between slices while the backward pass of the last micro-batch computes the next one.
+  """
+  last = jax.tree.map(lambda x: x[-1], batch)
+  if accumulates := batch.tokens.shape[0] > 1:
+    own = loss_and_grads(model, cfg, params, jax.tree.map(lambda x: x[:-1], batch))
+    totals = own.grads
+  else:
+    totals = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+
+  def total(totals: Params) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    reduce = GradReduce(totals, cfg.grad_reduce_dtype, accumulates)
+    loss, z_loss = token_losses(model, cfg, params, last, reduce)
+    return loss + z_loss, (loss, z_loss)
+
+  (_, losses), grads = jax.value_and_grad(total, has_aux=True)(totals)
+  scalars = (*losses, jnp.sum(last.weights, dtype=jnp.float32))
+  if accumulates:
+    scalars = jax.tree.map(jnp.add, scalars, (own.loss, own.z_loss, own.weight))
+  return Sums(grads, *jax.lax.psum(scalars, DATA))
 
 
 def apply_gradients(
@@ -152,12 +183,13 @@ def build_train_step(
   The batch's arrays are [A, rows of all slices, T] with `batch_spec`.
   """
 
-  def slice_sums(params: Params, batch: Batch) -> Sums:
-    return loss_and_grads(model, cfg, params, batch)
+  if mesh.shape[DATA] == 1:
+    sums = functools.partial(loss_and_grads, model, cfg)
+  else:
+    sums = _per_slice(mesh, functools.partial(reduced_loss_and_grads, model, cfg))
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    sums = _sum_over_slices(mesh, slice_sums)(state.params, batch)
-    return apply_gradients(cfg, optimizer, schedule, state, sums)
+    return apply_gradients(cfg, optimizer, schedule, state, sums(state.params, batch))
 
   return train_step
 
@@ -171,7 +203,9 @@ def build_eval_step(
     losses = jax.lax.map(lambda micro: token_losses(model, cfg, params, micro)[0], batch)
     return jnp.sum(losses), jnp.sum(batch.weights, dtype=jnp.float32)
 
-  return _sum_over_slices(mesh, slice_losses)
+  if mesh.shape[DATA] == 1:
+    return slice_losses
+  return _per_slice(mesh, lambda params, batch: jax.lax.psum(slice_losses(params, batch), DATA))
 
 
 def lower_train_step(train_step: Callable[..., Any], state: TrainState, batch: Batch, mesh: Mesh) -> jax.stages.Lowered:
@@ -202,16 +236,13 @@ def abstract_batch(mesh: Mesh, accumulation: int, rows: int, length: int) -> Bat
   return Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=where) for dtype in dtypes))
 
 
-def _sum_over_slices(mesh: Mesh, fn: Callable[[Params, Batch], Any]) -> Callable[[Params, Batch], Any]:
-  """Returns a function that sums the results of fn(params, batch) over the slices, each on its own rows of the batch.
+def _per_slice(mesh: Mesh, fn: Callable[[Params, Batch], Any]) -> Callable[[Params, Batch], Any]:
+  """Returns fn(params, batch), called for each slice on its own rows of the batch. All slices return the same.
 
   Inside `fn` the mesh axis `data` is manual: arrays are those of one slice, and the compiler cannot spread an operation
-  over slices. The one psum here is all the traffic between slices.
+  over slices. The sums over `data` inside `fn` are all the traffic between slices. Not for a single slice: there is
+  nothing to sum, and XLA's partitioner refuses a psum over a manual axis of size 1 together with automatic axes.
   """
-  if mesh.shape[DATA] == 1:
-    # Nothing to sum. XLA's partitioner also refuses a psum over a manual axis of size 1 together with automatic axes.
-    return fn
   specs = (PartitionSpec(), PartitionSpec(None, DATA))
-  summed = lambda params, batch: jax.lax.psum(fn(params, batch), DATA)
   # check_vma is off because custom_vjp kernels do not declare which values vary over `data`.
-  return jax.shard_map(summed, mesh=mesh, axis_names={DATA}, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+  return jax.shard_map(fn, mesh=mesh, axis_names={DATA}, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)

@@ -320,6 +320,9 @@ class OptimizerSection(Section):
   gradient_clipping_threshold: float = Field(
     1.0, ge=0, description="Largest global norm of the gradient. 0: no clipping."
   )
+  grad_reduce_dtype: Literal["float32", "bfloat16"] = Field(
+    "float32", description="Type in which gradients are summed over slices. bfloat16 halves the bytes."
+  )
   gradient_accumulation_steps: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
     1, description="Micro-batches per device and step on the full topology."
   )

@@ -10,18 +10,26 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from trainer import sharding
 from trainer.kernels import quantized
 
 
 @dataclasses.dataclass(frozen=True)
 class Projection:
-  """project(x [*B, *K], w [*K, *N], contracted=len(K)) -> [*B, *N] in the dtype of x, to which w is cast."""
+  """project(x [*B, *K], w [*K, *N], contracted=len(K)) -> [*B, *N] in the dtype of x, to which w is cast.
+
+  Where a weight is sharded (see sharding.manual_over_fsdp), it is cast first and gathered along `sharded_dim`.
+  """
 
   function: Callable[[jax.Array, jax.Array, int], jax.Array]
   fuses_shared_input: bool  # whether `project_all` joins the weights into one matmul
+  gathers_again: bool = False  # gather in the backward pass again; otherwise the policy of remat decides
 
-  def __call__(self, x: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
-    return self.function(x, w, contracted)
+  def __call__(self, x: jax.Array, w: jax.Array, contracted: int = 1, sharded_dim: int = 0) -> jax.Array:
+    if not sharding.is_manual_over_fsdp():
+      return self.function(x, w, contracted)
+    run = lambda x, w: self.function(x, sharding.gather(w, sharded_dim), contracted)
+    return (jax.checkpoint(run) if self.gathers_again else run)(x, w.astype(x.dtype))
 
   def project_all(self, x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """Returns x [*B, K] times each of the `weights` [K, N], [*B, N] each.
@@ -42,11 +50,11 @@ def _plain(x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:
 PLAIN = Projection(_plain, fuses_shared_input=True)
 
 
-def choose(platform: str, quantization: str) -> Projection:
+def choose(platform: str, quantization: str, gathers_again: bool) -> Projection:
   """Returns the projection for a platform ("cpu", "gpu", "tpu") and a quantization: a key of quantized.MODES, or ""."""
   if quantization:
-    return Projection(functools.partial(_quantized, quantization), fuses_shared_input=True)
-  return Projection(_cpu, fuses_shared_input=False) if platform == "cpu" else PLAIN
+    return Projection(functools.partial(_quantized, quantization), True, gathers_again)
+  return Projection(_cpu, False, gathers_again) if platform == "cpu" else Projection(_plain, True, gathers_again)
 
 
 def _quantized(mode: str, x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:

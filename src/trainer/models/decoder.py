@@ -13,11 +13,12 @@ import numpy as np
 from flax import nnx
 
 from trainer.config.schema import ModelSection
+from trainer.grad_reduce import GradReduce
 from trainer.kernels import remat
 from trainer.mesh import FSDP
 from trainer.models import rope
 from trainer.models.layers import AttentionFunction, DecoderLayer, Kernels, RMSNorm, normal_param
-from trainer.sharding import constrain, num_shards
+from trainer.sharding import constrain, manual_over_fsdp, num_shards, of_all_slices
 
 # A nested dict of arrays. With scan_layers, `layers` holds arrays stacked on a leading dim L; else {"0": .., "1": ..}.
 Params = dict[str, Any]
@@ -51,73 +52,111 @@ class Decoder(nnx.Module):
       self.lm_head = normal_param(head_key, (V, D), ("vocab", "head_embed"), head_std, cfg)
     self.cfg = cfg
 
-  def hidden(self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
-    """Returns the residual stream after the final norm, [B, T, D] in cfg.dtype. Segment id 0 is padding."""
+  def hidden(
+    self,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    segment_ids_BT: jax.Array,
+    reduce: GradReduce | None = None,
+  ) -> jax.Array:
+    """Returns the residual stream after the final norm, [B, T, D] in cfg.dtype. Segment id 0 is padding.
+
+    reduce: sums gradients over slices, layer by layer.
+    """
     cos, sin = rope.cos_sin_tables(positions_BT, rope.inverse_frequencies(self.cfg))
-    x_BTD = constrain(self._embed(tokens_BT), "batch", "length", "embed")
+    x_BTD = constrain(self._embed(tokens_BT, reduce), "batch", "length", "embed")
+    state = nnx.state(self.layers)
+    run = functools.partial(self._run_layers, reduce)
+    totals = None if reduce is None else reduce.totals["layers"]
+    rows = (x_BTD, cos, sin, segment_ids_BT)
+    x_BTD = manual_over_fsdp(run, nnx.to_pure_dict(state), _logical_axes(state), totals, rows)
+    return self.final_norm(x_BTD)
+
+  def _run_layers(self, reduce: GradReduce | None, weights: Params, totals: Params | None, rows: Any) -> jax.Array:
+    """Returns the residual stream after all layers. `rows`: the stream before them, cos, sin and segment ids."""
+    x_BTD, *positions = rows
     use_remat, policy = remat.checkpoint_policy(self.cfg)
     # Outside a scan, common-subexpression elimination could undo the recomputation; inside a scan it cannot.
     wrap = functools.partial(jax.checkpoint, policy=policy, prevent_cse=not self.cfg.scan_layers)
 
-    def run_layer(graphdef: Any, x: jax.Array, weights: Any) -> jax.Array:
-      return nnx.merge(graphdef, weights)(x, cos, sin, segment_ids_BT)
+    def run_layer(layer: DecoderLayer, x: jax.Array, weights: Params, totals: Params | None) -> jax.Array:
+      graphdef, state = nnx.split(layer)
+      apply = lambda x, weights: nnx.merge(graphdef, _like(state, weights))(x, *positions)
+      attached = weights if reduce is None else reduce.attach(weights, totals)
+      return (wrap(apply) if use_remat else apply)(x, attached)
 
     if self.cfg.scan_layers:
-      graphdef, stacked = nnx.split(self.layers)
-      body = functools.partial(run_layer, graphdef)
-      body = wrap(body) if use_remat else body
-      x_BTD, _ = jax.lax.scan(lambda x, w: (body(x, w), None), x_BTD, stacked, unroll=self.cfg.scan_unroll)
-    else:
-      for i in range(self.cfg.num_decoder_layers):
-        graphdef, weights = nnx.split(self.layers[str(i)])
-        body = functools.partial(run_layer, graphdef)
-        x_BTD = (wrap(body) if use_remat else body)(x_BTD, weights)
-    return self.final_norm(x_BTD)
+      body = lambda x, pair: (run_layer(self.layers, x, *pair), None)
+      return jax.lax.scan(body, x_BTD, (weights, totals), unroll=self.cfg.scan_unroll)[0]
+    for name in (str(i) for i in range(self.cfg.num_decoder_layers)):
+      x_BTD = run_layer(self.layers[name], x_BTD, weights[name], None if totals is None else totals[name])
+    return x_BTD
 
-  def head(self) -> jax.Array:
-    """Returns the weights of the output head, [V, D] in weight_dtype. For a tied head this is the embedding table."""
-    return (self.embedding if self.cfg.logits_via_embedding else self.lm_head)[...]
+  def head(self, reduce: GradReduce | None = None) -> jax.Array:
+    """Returns the weights of the output head, [V, D] in weight_dtype. For a tied head this is the embedding table.
+
+    reduce: sums the head's gradients over slices. They are ready before those of the layers.
+    """
+    name = "embedding" if self.cfg.logits_via_embedding else "lm_head"
+    head_VD = getattr(self, name)[...]
+    return head_VD if reduce is None else reduce.attach(head_VD, reduce.totals[name])
 
   def logits(self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
     """Returns logits [B, T, V] in float32, for tests and sampling. Training never holds all of them (cross_entropy)."""
     x_BTD = self.hidden(tokens_BT, positions_BT, segment_ids_BT)
     return jnp.einsum("btd,vd->btv", x_BTD, self.head().astype(x_BTD.dtype), preferred_element_type=jnp.float32)
 
-  def _embed(self, tokens_BT: jax.Array) -> jax.Array:
+  def _embed(self, tokens_BT: jax.Array, reduce: GradReduce | None) -> jax.Array:
     dtype = jnp.dtype(self.cfg.dtype)
-    if self.cfg.use_iota_embed:
+    table_VD, iota = self.embedding[...], self.cfg.use_iota_embed
+    # The gradients of the table are the last of the backward pass, and nothing hides their way to the other slices. The
+    # rows of the batch's tokens are usually far smaller than the table.
+    by_rows = reduce is not None and not iota and reduce.rows_are_smaller(tokens_BT.size, len(table_VD), dtype)
+    if reduce is not None:
+      # Totals of a tied table are added with the gradient of the head, which is ready early.
+      adds = reduce.adds_totals and not self.cfg.logits_via_embedding
+      table_VD = reduce.attach(table_VD, reduce.totals["embedding"], is_sum=by_rows, adds_totals=adds)
+    if iota:
       one_hot = tokens_BT[..., None] == jnp.arange(self.cfg.vocab_size, dtype=tokens_BT.dtype)
-      return jnp.einsum("btv,vd->btd", one_hot.astype(dtype), self.embedding[...].astype(dtype))
+      return jnp.einsum("btv,vd->btd", one_hot.astype(dtype), table_VD.astype(dtype))
     # Each chip looks up its own columns of the table for all tokens of the slice. Then the rows move to the chips that
     # hold their tokens. This exchanges the chip's shard of the table and the chip's own activations. With a sharded
     # vocabulary (the layout of the head) each chip would send the activations of all chips, in both directions.
-    table_VD = self.embedding[...]
     if table_VD.shape[0] % num_shards(FSDP) == 0:
       # Gather over tensor first. With a single constraint the compiler gathers the whole table on every chip.
       table_VD = constrain(table_VD, "table_vocab", "embed")
     table_VD = constrain(table_VD, "lookup_vocab", "lookup_embed")
     tokens_BT = constrain(tokens_BT, "lookup_batch", "lookup_length")
-    rows_BTD = constrain(_lookup(table_VD, tokens_BT), "lookup_batch", "lookup_length", "lookup_embed")
-    return rows_BTD.astype(dtype)
+    rows_BTD = _lookup(table_VD, tokens_BT, dtype.name, by_rows)
+    return constrain(rows_BTD, "lookup_batch", "lookup_length", "lookup_embed")
 
 
-@jax.custom_vjp
-def _lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-  """Returns rows of the table, [B, T, D]. The gradient is accumulated in float32, one sequence at a time.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _lookup(table_VD: jax.Array, tokens_BT: jax.Array, dtype: str, all_slices: bool) -> jax.Array:
+  """Returns rows of the table, [B, T, D] in `dtype`. The gradient is accumulated in float32, one sequence at a time.
 
   In bfloat16, thousands of rows of a frequent token would add up to only a fraction of their sum. One sequence at a
   time, because the TPU compiler sorts the tokens of a scatter: for a whole batch, compiling the sort takes longer than
   compiling anything else in the step.
+
+  all_slices: the gradient is the sum over all slices, which exchange their rows.
   """
-  return jnp.take(table_VD, tokens_BT, axis=0)
+  return jnp.take(table_VD, tokens_BT, axis=0).astype(dtype)
 
 
-def _lookup_forward(table_VD: jax.Array, tokens_BT: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  return _lookup(table_VD, tokens_BT), (table_VD, tokens_BT)
+def _lookup_forward(
+  table_VD: jax.Array, tokens_BT: jax.Array, dtype: str, all_slices: bool
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  return _lookup(table_VD, tokens_BT, dtype, all_slices), (table_VD, tokens_BT)
 
 
-def _lookup_backward(saved: tuple[jax.Array, jax.Array], g_BTD: jax.Array) -> tuple[jax.Array, None]:
+def _lookup_backward(
+  dtype: str, all_slices: bool, saved: tuple[jax.Array, jax.Array], g_BTD: jax.Array
+) -> tuple[jax.Array, None]:
   table_VD, tokens_BT = saved
+  if all_slices:
+    tokens_BT = of_all_slices(tokens_BT, "lookup_batch", "lookup_length")
+    g_BTD = of_all_slices(g_BTD, "lookup_batch", "lookup_length", "lookup_embed")
   zeros = constrain(jnp.zeros(table_VD.shape, jnp.float32), "lookup_vocab", "lookup_embed")
   add = lambda grads, row: (grads.at[row[0]].add(row[1].astype(jnp.float32)), None)
   grads_VD, _ = jax.lax.scan(add, zeros, (tokens_BT, g_BTD))
@@ -179,14 +218,23 @@ class DecoderFunctions:
 
   def logical_axes(self) -> Params:
     """Returns the logical axes of the dims of every weight. The first dim of stacked layers is "layers"."""
-
-    def axes(variable: Any) -> tuple[str, ...]:
-      declared = variable.get_metadata()["axes"]
-      return ("layers",) * (len(variable.shape) - len(declared)) + declared
-
-    return nnx.to_pure_dict(jax.tree.map(axes, self._state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
+    return _logical_axes(self._state)
 
   def merge(self, params: Params) -> Decoder:
     """Returns the module with these weights. Call it inside a traced function."""
-    state = jax.tree.unflatten(jax.tree.structure(self._state), jax.tree.leaves(params))
-    return nnx.merge(self._graphdef, state)
+    return nnx.merge(self._graphdef, _like(self._state, params))
+
+
+def _like(state: Any, weights: Params) -> Any:
+  """Returns an nnx state with the structure of `state` and these weights."""
+  return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(weights))
+
+
+def _logical_axes(state: Any) -> Params:
+  """Returns the logical axes of the dims of every weight. The first dim of stacked layers is "layers"."""
+
+  def axes(variable: Any) -> tuple[str, ...]:
+    declared = variable.get_metadata()["axes"]
+    return ("layers",) * (len(variable.shape) - len(declared)) + declared
+
+  return nnx.to_pure_dict(jax.tree.map(axes, state, is_leaf=lambda x: isinstance(x, nnx.Variable)))

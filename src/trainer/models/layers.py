@@ -118,7 +118,7 @@ class Attention(nnx.Module):
     # The kernel itself names what its backward pass needs "context" for remat.
     context = self.kernels.attention(q, k, v, segment_ids_BT, segment_ids_BT)
     context = constrain(context, "batch", "length", "heads", "head_dim")
-    out = project(context, self.out[...], 2)
+    out = project(context, self.out[...], contracted=2, sharded_dim=2)
     return checkpoint_name(constrain(out, "batch", "length", "embed"), "out_proj")
 
 
@@ -139,7 +139,7 @@ class FeedForward(nnx.Module):
     gate, up = self.project.project_all(x_BTD, [self.gate[...], self.up[...]])
     gate = checkpoint_name(constrain(gate, "batch", "length", "mlp"), "mlpwi_0")
     up = checkpoint_name(constrain(up, "batch", "length", "mlp"), "mlpwi_1")
-    out = self.project(swiglu(gate, up), self.down[...], 1)
+    out = self.project(swiglu(gate, up), self.down[...], sharded_dim=1)
     return checkpoint_name(constrain(out, "batch", "length", "embed"), "mlpwo")
 
 

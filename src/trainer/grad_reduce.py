@@ -1,0 +1,68 @@
+"""Sums gradients over slices inside the backward pass, so that they travel while the rest is still being computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from trainer.mesh import DATA
+
+
+@dataclasses.dataclass(frozen=True)
+class GradReduce:
+  """Makes the sums over slices come out as the gradients of `totals`, inside a trace that is manual over `data`.
+
+  totals: float32 arrays shaped like the weights: the sums of this slice's earlier micro-batches, or zeros.
+  dtype: type in which gradients travel between slices, float32 or bfloat16.
+  adds_totals: False if all totals are 0.
+  """
+
+  totals: Any
+  dtype: str
+  adds_totals: bool
+
+  def attach(self, weights: Any, totals: Any, *, is_sum: bool = False, adds_totals: bool | None = None) -> Any:
+    """Returns `weights` unchanged. The gradient of `totals` is the sum over slices of the weights' gradient and totals.
+
+    is_sum: the gradient that arrives is a sum over slices already. adds_totals: overrides the field. The gradient of
+    the weights themselves is 0.
+    """
+    adds = self.adds_totals if adds_totals is None else adds_totals
+    return jax.tree.map(lambda w, total: _attach(w, total, _Static(self.dtype, is_sum, adds)), weights, totals)
+
+  def rows_are_smaller(self, rows: int, vocab: int, row_dtype: Any) -> bool:
+    """Returns whether sending the gradients of `rows` looked-up rows is less than reducing a table of `vocab` rows.
+
+    With k slices a device sends (k - 1) times its rows, or 2 (k - 1) / k times its shard of the table.
+    """
+    return jax.lax.axis_size(DATA) * rows * jnp.dtype(row_dtype).itemsize < 2 * vocab * jnp.dtype(self.dtype).itemsize
+
+
+class _Static(NamedTuple):
+  dtype: str
+  is_sum: bool
+  adds_total: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _attach(w: jax.Array, total: jax.Array, static: _Static) -> jax.Array:
+  return w
+
+
+def _forward(w: jax.Array, total: jax.Array, static: _Static) -> tuple[jax.Array, jax.Array | None]:
+  return w, total if static.adds_total else None
+
+
+def _backward(static: _Static, total: jax.Array | None, g: jax.Array) -> tuple[None, jax.Array]:
+  reduce = lambda x: jax.lax.psum(x.astype(static.dtype), DATA).astype(jnp.float32)
+  g = g.astype(jnp.float32)  # in bfloat16, sums over many micro-batches lose bits
+  if static.is_sum:
+    return None, g if total is None else g + reduce(total)
+  return None, reduce(g if total is None else g + total)
+
+
+_attach.defvjp(_forward, _backward)

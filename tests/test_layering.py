@@ -17,7 +17,7 @@ LAYERS = (
   {"observe"},
   {"report"},
   {"mesh", "cluster"},
-  {"sharding"},
+  {"sharding", "grad_reduce"},
   {"kernels", "data", "checkpoint", "elastic", "optimizers"},
   {"models"},
   {"state", "generate"},

@@ -19,6 +19,7 @@ from trainer.config import resume
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config, ModelSection, OptimizerSection, RematPolicy
 from trainer.data import Batch
+from trainer.grad_reduce import GradReduce
 from trainer.kernels import projection
 from trainer.models import decoder
 from trainer.state import TrainState
@@ -278,6 +279,45 @@ def test_adafactors_averages_are_sharded_like_their_weights():
 def test_fewer_slices_train_on_the_same_batch(alive):
   got = run(config(data={"per_device_batch_size": 2}), (alive, 2), total=4)
   assert_close(got, reference(), 5e-6)
+
+
+LONG = {"vocab_size": 4096}  # few tokens for a table of this size: slices exchange rows, not the table
+REDUCED = {
+  "rows": ({"model": LONG}, (2, 2), 2),
+  "rows, tensor and context": (
+    {"model": LONG, "parallelism": {"ici_tensor_parallelism": 2, "ici_context_parallelism": 2}}, (2, 4), 2,
+  ),
+  "rows, accumulated, tied, unrolled": (
+    {"model": LONG | {"logits_via_embedding": True, "scan_layers": False, "remat_policy": "full"}}, (2, 2), 4,
+  ),
+  "table, accumulated, tied, padded": ({"model": {"vocab_size": 97, "logits_via_embedding": True}}, (2, 2), 4),
+  "iota": ({"model": LONG | {"use_iota_embed": True}}, (2, 2), 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_gradients_reduced_in_the_backward_pass_equal_those_of_one_device(name, monkeypatch):
+  changes, where, total = REDUCED[name]
+  by_rows, decide = [], GradReduce.rows_are_smaller
+  monkeypatch.setattr(GradReduce, "rows_are_smaller", lambda *args: by_rows.append(decide(*args)) or by_rows[-1])
+  got = run(config(**changes, data={"per_device_batch_size": ROWS / total / where[1]}), where, total)
+  assert any(by_rows) == name.startswith("rows")
+  assert_close(got, run(config(model=changes.get("model", {}))), 5e-6)
+
+
+def test_gradients_that_travel_in_bfloat16_are_rounded_once_per_slice():
+  where, _ = MESHES["slices"]
+  rows = {"per_device_batch_size": ROWS / math.prod(where)}
+  metrics, state = run(
+    config(data=rows, optimizer={"opt_type": "sgd", "grad_reduce_dtype": "bfloat16"}), where, steps=1
+  )
+  exact, wanted = run(config(optimizer={"opt_type": "sgd"}), steps=1)
+  assert metrics[0]["loss"] == pytest.approx(exact[0]["loss"], rel=5e-6)
+  assert metrics[0]["grad_norm"] != exact[0]["grad_norm"]
+  assert metrics[0]["grad_norm"] == pytest.approx(exact[0]["grad_norm"], rel=2**-8)
+  before = jax.tree.leaves(fresh(config(optimizer={"opt_type": "sgd"})).params)
+  for ours, theirs, start in zip(jax.tree.leaves(state.params), jax.tree.leaves(wanted.params), before, strict=True):
+    assert np.linalg.norm(ours - theirs) < 2**-7 * np.linalg.norm(theirs - start)
 
 
 def test_a_vocabulary_that_does_not_divide_is_padded_for_the_loss_only():

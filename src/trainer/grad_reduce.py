@@ -58,11 +58,24 @@ def _forward(w: jax.Array, total: jax.Array, static: _Static) -> tuple[jax.Array
 
 
 def _backward(static: _Static, total: jax.Array | None, g: jax.Array) -> tuple[None, jax.Array]:
-  reduce = lambda x: jax.lax.psum(x.astype(static.dtype), DATA).astype(jnp.float32)
   g = g.astype(jnp.float32)  # in bfloat16, sums over many micro-batches lose bits
   if static.is_sum:
-    return None, g if total is None else g + reduce(total)
-  return None, reduce(g if total is None else g + total)
+    return None, g if total is None else g + _sum_over_slices(total, static.dtype)
+  return None, _sum_over_slices(g if total is None else g + total, static.dtype)
 
 
 _attach.defvjp(_forward, _backward)
+
+
+def _sum_over_slices(x: jax.Array, dtype: str) -> jax.Array:
+  """Returns the float32 sum of x over slices, which exchange it in `dtype`."""
+  if dtype == "float32":
+    return jax.lax.psum(x, DATA)
+  assert dtype == "bfloat16", dtype
+  # XLA's CPU compiler aborts on this sum of bfloat16 (jax 0.12), so a CPU sums the same rounded numbers in float32.
+  rounded = lambda x: jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+  return jax.lax.platform_dependent(
+    x,
+    cpu=lambda x: rounded(jax.lax.psum(rounded(x), DATA)),
+    default=lambda x: jax.lax.psum(x.astype(jnp.bfloat16), DATA).astype(jnp.float32),
+  )

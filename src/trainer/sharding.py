@@ -117,12 +117,12 @@ def of_all_slices(x: jax.Array, *axes: str) -> jax.Array:
   )(x)
 
 
-def manual_over_fsdp(
-  run: Callable[..., jax.Array], weights: Any, weight_axes: Any, totals: Any, rows: Any
-) -> jax.Array:
-  """Returns run(weights, totals, rows), [B, T, D], computed by each shard of fsdp on its own rows.
+def manual_over_fsdp(run: Callable[..., Any], weights: Any, totals: Any, axes: dict[str, Any], rows: Any) -> Any:
+  """Returns run(weights, totals, rows) = (x [B, T, D], totals["head"]), computed by each shard of fsdp on its own rows.
 
-  weights: arrays with the logical `weight_axes`; totals: None, or arrays like the weights; rows: arrays [B, ...].
+  axes: logical axes of "layers" (the `weights`) and "head". totals: arrays with these axes, or None for both; `run`
+  returns those of the head unchanged. rows: arrays [B, ...].
+
   Inside `run`, arrays are those of one shard, and `gather` returns whole weights. Then the gradient of a weight is
   summed and split over fsdp by one reduce-scatter. The TPU compiler's own partitioning would send twice as much: it
   sums whole gradients and then cuts its shard out of them.
@@ -130,19 +130,20 @@ def manual_over_fsdp(
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty or mesh.shape[FSDP] == 1:
     return run(weights, totals, rows)
-  spec = lambda leaf, axes: _only_fsdp(parameter_spec(axes, leaf.shape, mesh, "of the layers"))
-  specs = jax.tree.map(spec, weights, weight_axes)
+  of_weights = lambda leaf, axes: _only_fsdp(parameter_spec(axes, leaf.shape, mesh, "of the layers"))
+  specs = jax.tree.map(of_weights, weights, axes["layers"])
+  total_specs = {key: None if x is None else jax.tree.map(of_weights, x, axes[key]) for key, x in totals.items()}
   batch = PartitionSpec(FSDP)
 
-  def run_shard(weights: Any, totals: Any, rows: Any) -> jax.Array:
+  def run_shard(weights: Any, totals: Any, rows: Any) -> Any:
     once = lambda total, spec: total if FSDP in spec else _on_first_shard(total)
-    return run(weights, None if totals is None else jax.tree.map(once, totals, specs), rows)
+    return run(weights, jax.tree.map(once, totals, total_specs), rows)
 
   return jax.shard_map(
     run_shard,
     axis_names={FSDP},
-    in_specs=(specs, None if totals is None else specs, jax.tree.map(lambda _: batch, rows)),
-    out_specs=batch,
+    in_specs=(specs, total_specs, jax.tree.map(lambda _: batch, rows)),
+    out_specs=(batch, total_specs["head"]),
     check_vma=False,
   )(weights, totals, rows)
 

@@ -56,8 +56,7 @@ def token_losses(
   if reduce is not None:  # the decoder itself does this for its other weights
     params = params | {"final_norm": reduce.attach(params["final_norm"], reduce.totals["final_norm"])}
   decoder = model.merge(params)
-  x_BTD = decoder.hidden(batch.tokens, batch.positions, batch.segment_ids, reduce)
-  head_VD = decoder.head(reduce)
+  x_BTD, head_VD = decoder.hidden_and_head(batch.tokens, batch.positions, batch.segment_ids, reduce)
   vocab = head_VD.shape[0]
   parts = num_shards(FSDP, TENSOR, CONTEXT)
   if vocab % parts:
@@ -183,10 +182,9 @@ def build_train_step(
   The batch's arrays are [A, rows of all slices, T] with `batch_spec`.
   """
 
-  if mesh.shape[DATA] == 1:
-    sums = functools.partial(loss_and_grads, model, cfg)
-  else:
-    sums = _per_slice(mesh, functools.partial(reduced_loss_and_grads, model, cfg))
+  one_slice = mesh.shape[DATA] == 1
+  own_sums = functools.partial(loss_and_grads if one_slice else reduced_loss_and_grads, model, cfg)
+  sums = own_sums if one_slice else _per_slice(mesh, own_sums)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
     return apply_gradients(cfg, optimizer, schedule, state, sums(state.params, batch))

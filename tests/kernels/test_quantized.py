@@ -98,4 +98,4 @@ def test_sharded_and_unsharded_int8_are_bit_identical():
 
 
 def test_an_empty_mode_is_the_plain_projection():
-  assert projection.choose("tpu", "") is projection.PLAIN
+  assert projection.choose("tpu", "") == projection.PLAIN

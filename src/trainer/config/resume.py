@@ -42,7 +42,8 @@ FREE = frozenset({
   "mlpwi_0", "mlpwi_1", "mlpwo", "dataset_cache_directory", "learning_rate", "lr_schedule_type",
    "learning_rate_schedule_steps", "warmup_steps_fraction", "learning_rate_final_fraction",
   "wsd_decay_steps_fraction", "wsd_decay_style", "adam_b1", "adam_b2", "adam_eps", "adam_weight_decay",
-  "weight_decay_mask", "gradient_clipping_threshold", "z_loss_multiplier", "num_vocab_tiling", "max_nonfinite_steps",
+  "weight_decay_mask", "grad_reduce_dtype", "gradient_clipping_threshold", "z_loss_multiplier", "num_vocab_tiling",
+  "max_nonfinite_steps",
 })  # fmt: skip
 
 # The values of allow_config_change: keys, and names in `identity`, for which a resume is refused but would work.

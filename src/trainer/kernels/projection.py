@@ -50,11 +50,12 @@ def _plain(x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:
 PLAIN = Projection(_plain, fuses_shared_input=True)
 
 
-def choose(platform: str, quantization: str, gathers_again: bool) -> Projection:
+def choose(platform: str, quantization: str, gathers_again: bool = False) -> Projection:
   """Returns the projection for a platform ("cpu", "gpu", "tpu") and a quantization: a key of quantized.MODES, or ""."""
+  chosen = Projection(_cpu, fuses_shared_input=False) if platform == "cpu" else PLAIN
   if quantization:
-    return Projection(functools.partial(_quantized, quantization), True, gathers_again)
-  return Projection(_cpu, False, gathers_again) if platform == "cpu" else Projection(_plain, True, gathers_again)
+    chosen = Projection(functools.partial(_quantized, quantization), fuses_shared_input=True)
+  return dataclasses.replace(chosen, gathers_again=gathers_again)
 
 
 def _quantized(mode: str, x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -52,59 +53,77 @@ class Decoder(nnx.Module):
       self.lm_head = normal_param(head_key, (V, D), ("vocab", "head_embed"), head_std, cfg)
     self.cfg = cfg
 
-  def hidden(
+  def hidden(self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+    """Returns the residual stream after the final norm, [B, T, D] in cfg.dtype. Segment id 0 is padding."""
+    return self.hidden_and_head(tokens_BT, positions_BT, segment_ids_BT)[0]
+
+  def hidden_and_head(
     self,
     tokens_BT: jax.Array,
     positions_BT: jax.Array,
     segment_ids_BT: jax.Array,
     reduce: GradReduce | None = None,
-  ) -> jax.Array:
-    """Returns the residual stream after the final norm, [B, T, D] in cfg.dtype. Segment id 0 is padding.
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns what `hidden` returns, and the weights of the output head, [V, D] in weight_dtype.
 
-    reduce: sums gradients over slices, layer by layer.
+    The head of a tied model is the embedding table. reduce: sums the gradients of all weights but the final norm over
+    slices. The gradients of the head are known first. They travel in L parts, each with the gradients of one layer.
     """
-    cos, sin = rope.cos_sin_tables(positions_BT, rope.inverse_frequencies(self.cfg))
-    x_BTD = constrain(self._embed(tokens_BT, reduce), "batch", "length", "embed")
+    name = "embedding" if self.cfg.logits_via_embedding else "lm_head"
+    head = getattr(self, name)
     state = nnx.state(self.layers)
-    run = functools.partial(self._run_layers, reduce)
-    totals = None if reduce is None else reduce.totals["layers"]
-    rows = (x_BTD, cos, sin, segment_ids_BT)
-    x_BTD = manual_over_fsdp(run, nnx.to_pure_dict(state), _logical_axes(state), totals, rows)
-    return self.final_norm(x_BTD)
+    axes = {"layers": _logical_axes(state), "head": head.get_metadata("axes")}
+    totals = {key: None if reduce is None else reduce.totals[key] for key in ("layers", name)}
+    totals["head"] = totals.pop(name)
 
-  def _run_layers(self, reduce: GradReduce | None, weights: Params, totals: Params | None, rows: Any) -> jax.Array:
-    """Returns the residual stream after all layers. `rows`: the stream before them, cos, sin and segment ids."""
+    cos, sin = rope.cos_sin_tables(positions_BT, rope.inverse_frequencies(self.cfg))
+    rows = (constrain(self._embed(tokens_BT, reduce), "batch", "length", "embed"), cos, sin, segment_ids_BT)
+    run = functools.partial(self._run_layers, reduce)
+    x_BTD, head_total = manual_over_fsdp(run, nnx.to_pure_dict(state), totals, axes, rows)
+    head_VD = head[...]
+    if reduce is not None:
+      head_VD = reduce.attach(head_VD, head_total, is_sum=True, adds_totals=False)
+    return self.final_norm(x_BTD), head_VD
+
+  def _run_layers(
+    self, reduce: GradReduce | None, weights: Params, totals: Params, rows: Any
+  ) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the residual stream after all layers, and the totals of the head.
+
+    rows: the stream before the layers, cos, sin and segment ids. Layer i reduces part i of the head's gradient.
+    """
     x_BTD, *positions = rows
+    L = self.cfg.num_decoder_layers
     use_remat, policy = remat.checkpoint_policy(self.cfg)
     # Outside a scan, common-subexpression elimination could undo the recomputation; inside a scan it cannot.
     wrap = functools.partial(jax.checkpoint, policy=policy, prevent_cse=not self.cfg.scan_layers)
 
-    def run_layer(layer: DecoderLayer, x: jax.Array, weights: Params, totals: Params | None) -> jax.Array:
+    def run_layer(layer: DecoderLayer, x: jax.Array, weights: Params, total: Any, part: Any) -> tuple[jax.Array, Any]:
       graphdef, state = nnx.split(layer)
       apply = lambda x, weights: nnx.merge(graphdef, _like(state, weights))(x, *positions)
-      attached = weights if reduce is None else reduce.attach(weights, totals)
-      return (wrap(apply) if use_remat else apply)(x, attached)
+      if reduce is not None:
+        weights, part = reduce.attach((weights, part), (total, part))
+      return (wrap(apply) if use_remat else apply)(x, weights), part
 
+    parts = jax.tree.map(lambda head: _split(head, L), totals["head"])
     if self.cfg.scan_layers:
-      body = lambda x, pair: (run_layer(self.layers, x, *pair), None)
-      return jax.lax.scan(body, x_BTD, (weights, totals), unroll=self.cfg.scan_unroll)[0]
-    for name in (str(i) for i in range(self.cfg.num_decoder_layers)):
-      x_BTD = run_layer(self.layers[name], x_BTD, weights[name], None if totals is None else totals[name])
-    return x_BTD
-
-  def head(self, reduce: GradReduce | None = None) -> jax.Array:
-    """Returns the weights of the output head, [V, D] in weight_dtype. For a tied head this is the embedding table.
-
-    reduce: sums the head's gradients over slices. They are ready before those of the layers.
-    """
-    name = "embedding" if self.cfg.logits_via_embedding else "lm_head"
-    head_VD = getattr(self, name)[...]
-    return head_VD if reduce is None else reduce.attach(head_VD, reduce.totals[name])
+      body = lambda x, layer: run_layer(self.layers, x, *layer)
+      x_BTD, parts = jax.lax.scan(body, x_BTD, (weights, totals["layers"], parts), unroll=self.cfg.scan_unroll)
+    else:
+      done = []
+      for i in range(L):
+        total = totals["layers"] and totals["layers"][str(i)]
+        x_BTD, part = run_layer(
+          self.layers[str(i)], x_BTD, weights[str(i)], total, jax.tree.map(operator.itemgetter(i), parts)
+        )
+        done.append(part)
+      parts = jax.tree.map(lambda *arrays: jnp.stack(arrays), *done)
+    return x_BTD, jax.tree.map(_join, totals["head"], parts)
 
   def logits(self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
     """Returns logits [B, T, V] in float32, for tests and sampling. Training never holds all of them (cross_entropy)."""
-    x_BTD = self.hidden(tokens_BT, positions_BT, segment_ids_BT)
-    return jnp.einsum("btd,vd->btv", x_BTD, self.head().astype(x_BTD.dtype), preferred_element_type=jnp.float32)
+    x_BTD, head_VD = self.hidden_and_head(tokens_BT, positions_BT, segment_ids_BT)
+    return jnp.einsum("btd,vd->btv", x_BTD, head_VD.astype(x_BTD.dtype), preferred_element_type=jnp.float32)
 
   def _embed(self, tokens_BT: jax.Array, reduce: GradReduce | None) -> jax.Array:
     dtype = jnp.dtype(self.cfg.dtype)
@@ -223,6 +242,17 @@ class DecoderFunctions:
   def merge(self, params: Params) -> Decoder:
     """Returns the module with these weights. Call it inside a traced function."""
     return nnx.merge(self._graphdef, _like(self._state, params))
+
+
+def _split(array: jax.Array, parts: int) -> jax.Array:
+  """Returns an array [V, D] as [parts, ceil(V / parts), D], padded with zeros."""
+  padded = jnp.pad(array, ((0, -len(array) % parts), (0, 0)))
+  return padded.reshape(parts, -1, array.shape[1])
+
+
+def _join(array: jax.Array, parts: jax.Array) -> jax.Array:
+  """Returns the array of the shape of `array` [V, D] that `_split` has split into `parts`."""
+  return parts.reshape(-1, parts.shape[-1])[: len(array)]
 
 
 def _like(state: Any, weights: Params) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 
 import pytest
 
@@ -271,11 +272,28 @@ def test_a_collective_in_one_fusion_is_exposed():
   check(simulated(module(fusion, body)), 100, links=500)
 
 
+def test_two_collectives_in_turn_may_use_the_same_channel():
+  """In a program without loops over layers. Each needs 500 ns, and 300 and 200 are computed meanwhile."""
+  parts = [together(f"{name}.{part + 1}", work, part) for name, work in (("a", 300), ("b", 200)) for part in (-1, 2, 8)]
+  fusions, bodies = zip(*parts)
+  # The first and the last part of each compute nothing.
+  idle = [compute_nothing(fusion) if index % 3 != 1 else fusion for index, fusion in enumerate(fusions)]
+  text = module("".join(idle), "".join(bodies))
+  timeline = simulated(text)
+  check(timeline, 500, links=200 + 300)
+  assert [transfer.calls for transfer in timeline.transfers] == [1, 1]
+  assert sum(collective.times for collective in collectives.find(hlo.parse(text), SLICES)) == 2
+
+
+def compute_nothing(fusion: str) -> str:
+  return re.sub(r'"estimated_cycles":"\d+"', '"estimated_cycles":"0"', fusion)
+
+
 def test_two_loops_may_use_the_same_channel():
   """As the forward and the backward pass do with the weights of the MLP. Each has its own all-gather per turn."""
   entry, others = "  %zero = s32[] constant(0)\n", ""
   for name, turns in (("forward", 3), ("backward", 2)):
-    parts = (together(f"{name}.{part}", 500, part) for part in (0, 2, 8))
+    parts = (together(f"{name}.{part + 1}", 500, part) for part in (-1, 2, 8))
     fusions, bodies = zip(*parts)
     body = f"  %p = s32[] get-tuple-element(%{name}.s), index=0\n" + "".join(fusions)
     others += "".join(bodies) + loop(body, "s32[]", "%p", name)

@@ -12,6 +12,8 @@ from trainer.observe.chips import Chip
 from trainer.tools.preflight.hlo import Computation, Instruction, Module
 
 _ONE_RING = re.compile(r'"emitter":"1D|"strategy":"(?:\w*1D\w*|StrategyRing)"')
+# A part of a collective that several fusions execute together. The first part waits for no flag.
+_PART = re.compile(r'"async_collective_fusion_config":\{"flag_start":"(-?\d+)"')
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 
 
@@ -72,29 +74,27 @@ def link_share(collective: Instruction, chip: Chip, devices_per_slice: int) -> f
 def find(module: Module, slice_of: Sequence[int]) -> list[Collective]:
   """Returns all collectives of `module`. `slice_of[i]` is the slice of partition i.
 
-  A collective that several fusions of a computation execute together counts once per run of the computation.
+  A collective that several fusions execute together counts where it starts.
   """
   reader = Reader(module, slice_of)
   found = []
-  seen: set[tuple[str, str]] = set()
   for computation, instruction, times in module.executed():
     for owner, part in module.parts(computation, instruction):
       collective = reader.read(owner, part, times)
-      if collective is None:
-        continue
-      channel = fused_channel(part)
-      if channel is not None:
-        if (computation.name, channel) in seen:
-          continue
-        seen.add((computation.name, channel))
-      found.append(collective)
+      if collective is not None and not continues(part):
+        found.append(collective)
   return found
 
 
 def fused_channel(instruction: Instruction) -> str | None:
   """Returns the channel of a collective that several fusions execute together, and None for other instructions."""
-  in_fusions = "async_collective_fusion_config" in instruction.rest
-  return instruction.attribute("channel_id") if in_fusions else None
+  return instruction.attribute("channel_id") if _PART.search(instruction.rest) else None
+
+
+def continues(instruction: Instruction) -> bool:
+  """Returns whether `instruction` is a later part of a collective that another fusion has started."""
+  part = _PART.search(instruction.rest)
+  return part is not None and part.group(1) != "-1"
 
 
 def _collective(

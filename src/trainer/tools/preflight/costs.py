@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from trainer.tools.preflight import custom_calls
+from trainer.tools.preflight import collectives, custom_calls
 from trainer.tools.preflight.hlo import DEVICE, HOST, Array, Computation, Instruction, Module, matmul_dtype, numbers
 
 # These instructions pass a buffer on, or run another computation whose instructions are counted separately.
@@ -220,7 +220,7 @@ def _read_by_fusion(module: Module, inner: Computation, index: int, whole: int) 
       continue
     if user.opcode in _SLICES and position == 0:
       read += user.result[0].bytes
-    elif (user.opcode in ("dynamic-update-slice", "scatter") and position == 0) or _continues(user):
+    elif (user.opcode in ("dynamic-update-slice", "scatter") and position == 0) or collectives.continues(user):
       continue
     elif user.opcode == "fusion":
       read += _read_by_fusion(module, module.computations[user.called[0]], position, whole)
@@ -231,14 +231,6 @@ def _read_by_fusion(module: Module, inner: Computation, index: int, whole: int) 
     else:
       read += whole
   return min(read, whole)
-
-
-def _continues(instruction: Instruction) -> bool:
-  """Returns whether `instruction` continues a collective that another fusion has started.
-
-  Each of the fusions lists the buffers. They count where the collective starts.
-  """
-  return '"async_collective_fusion_config":{' in instruction.rest and '"flag_start":"-1"' not in instruction.rest
 
 
 def _scattered(computation: Computation, scatter: Instruction) -> float:
@@ -267,7 +259,7 @@ def _write(
     made = maker
   while made.opcode == "bitcast":
     made = inner.by_name[made.operands[0]]
-  if made.opcode == "parameter" or _continues(made):
+  if made.opcode == "parameter" or collectives.continues(made):
     return 0
   if made.opcode == "scatter":
     return _scattered(inner, made)

@@ -5,9 +5,9 @@ An instruction without an event (a constant, a parameter, a scalar) takes no tim
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
-from collections.abc import Container
 
 from trainer.tools.preflight import collectives, costs, prices
 from trainer.tools.preflight.collectives import Collective
@@ -75,11 +75,11 @@ class Event:
 
   instruction: Instruction
   action: Action
-  ends: tuple[str, ...] = ()  # channels of collectives that fusions execute together; waits for them
-  begins: tuple[tuple[str, Site], ...] = ()  # channels of such collectives, with their sites
+  ends: tuple[str, ...] = ()  # keys of collectives that fusions execute together; waits for them
+  begins: tuple[tuple[str, Site], ...] = ()  # keys of such collectives, with their sites
   picoseconds: int = 0  # of computation
   basis: Basis = Basis.ESTIMATE
-  advances: tuple[str, ...] = ()  # channels of such collectives that move on during this computation
+  advances: tuple[str, ...] = ()  # keys of such collectives that move on during this computation
   blocks: tuple[Site, ...] = ()  # transfers for which the instruction itself waits
   starts: tuple[Site, ...] = ()
   key: str = ""  # the rendezvous of SEND and RECV
@@ -91,6 +91,20 @@ class Event:
     return self.instruction.called if self.action in (Action.LOOP, Action.CALL, Action.BRANCH) else ()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Fused:
+  """The collectives of a computation that several of its fusions execute together."""
+
+  sites: dict[str, dict[str, Site]]  # name of a fusion -> its collectives by their keys
+  fusions: dict[str, list[str]]  # key of a collective -> names of its fusions, in their order
+
+  def of(self, instruction: Instruction) -> tuple[dict[str, Site], tuple[Site, ...]]:
+    """Returns the collectives that `instruction` executes with other fusions, by their keys, and those of it alone."""
+    own = self.sites.get(instruction.name, {})
+    shared = {key: site for key, site in own.items() if len(self.fusions[key]) > 1}
+    return shared, tuple(site for key, site in own.items() if key not in shared)
+
+
 class Decoder:
   """Turns the instructions of a module into events."""
 
@@ -99,26 +113,32 @@ class Decoder:
 
   def events(self, computation: Computation) -> list[Event]:
     """Returns the events of `computation` in the order of the schedule."""
-    uses: dict[str, list[str]] = {}  # channel -> names of the fusions that execute its collective together
-    for instruction in computation.instructions:
-      for channel in self._fused_channels(computation, instruction):
-        uses.setdefault(channel, []).append(instruction.name)
-    decoded = (self._event(computation, instruction, uses) for instruction in computation.instructions)
+    fused = self._fused(computation)
+    decoded = (self._event(computation, instruction, fused) for instruction in computation.instructions)
     return [event for event in decoded if event is not None]
 
-  def _fused_channels(self, computation: Computation, fusion: Instruction) -> dict[str, Site]:
-    """Returns the collectives that `fusion` executes together with other fusions, by their channels."""
-    if fusion.opcode != "fusion":
-      return {}
-    found = {}
-    for owner, part in self._module.parts(computation, fusion):
-      channel = collectives.fused_channel(part)
-      collective = None if channel is None else self._reader.read(owner, part)
-      if channel is not None and collective is not None:
-        found[channel] = self._collective_site(part, collective, computation.origin(fusion))
-    return found
+  def _fused(self, computation: Computation) -> _Fused:
+    """Finds the collectives that several fusions of `computation` execute together."""
+    fused: dict[str, dict[str, Site]] = {}  # name of a fusion -> the collectives that it executes with others
+    fusions: dict[str, list[str]] = {}  # collective -> names of its fusions
+    starts: collections.Counter[str] = collections.Counter()
+    for fusion in computation.instructions:
+      if fusion.opcode != "fusion":
+        continue
+      for owner, part in self._module.parts(computation, fusion):
+        channel = collectives.fused_channel(part)
+        collective = None if channel is None else self._reader.read(owner, part)
+        if channel is None or collective is None:
+          continue
+        # Several collectives of a computation may have the same channel, one after the other.
+        starts[channel] += not collectives.continues(part)
+        key = f"{channel}.{starts[channel]}"
+        site = self._collective_site(part, collective, computation.origin(fusion))
+        fused.setdefault(fusion.name, {})[key] = site
+        fusions.setdefault(key, []).append(fusion.name)
+    return _Fused(fused, fusions)
 
-  def _event(self, computation: Computation, instruction: Instruction, uses: dict[str, list[str]]) -> Event | None:
+  def _event(self, computation: Computation, instruction: Instruction, fused: _Fused) -> Event | None:
     opcode = instruction.opcode
     if opcode in _STRUCTURE:
       index = int(instruction.attribute("index") or 0) if opcode == "get-tuple-element" else 0
@@ -134,12 +154,12 @@ class Decoder:
       action = _ASYNC[opcode.rsplit("-", 1)[1]]
       sites = self._started(computation, instruction) if action is Action.START else ()
       return Event(instruction, action, starts=sites)
-    return self._computing(computation, instruction, uses)
+    return self._computing(computation, instruction, fused)
 
-  def _computing(self, computation: Computation, instruction: Instruction, uses: dict[str, list[str]]) -> Event | None:
+  def _computing(self, computation: Computation, instruction: Instruction, fused: _Fused) -> Event | None:
     """Returns the event of an instruction that computes, or of a collective that the device waits for."""
-    shared = {c: site for c, site in self._fused_channels(computation, instruction).items() if len(uses[c]) > 1}
-    sites = self._collective_sites(computation, instruction, without=shared)
+    shared, alone = fused.of(instruction)
+    sites = self._collective_sites(computation, instruction) + alone
     if instruction.opcode in collectives.KINDS:
       return Event(instruction, Action.COMPUTE, blocks=sites)
     price = prices.price(self._module, computation, instruction, self._rates)
@@ -153,8 +173,8 @@ class Decoder:
     return Event(
       instruction,
       action,
-      ends=tuple(channel for channel in shared if uses[channel][-1] == instruction.name),
-      begins=tuple((channel, site) for channel, site in shared.items() if uses[channel][0] == instruction.name),
+      ends=tuple(key for key in shared if fused.fusions[key][-1] == instruction.name),
+      begins=tuple((key, site) for key, site in shared.items() if fused.fusions[key][0] == instruction.name),
       picoseconds=picoseconds,
       basis=price.basis,
       advances=tuple(shared),
@@ -186,14 +206,12 @@ class Decoder:
   def _called(self, instruction: Instruction) -> list[Computation]:
     return [self._module.computations[name] for name in instruction.called]
 
-  def _collective_sites(
-    self, computation: Computation, instruction: Instruction, without: Container[str] = ()
-  ) -> tuple[Site, ...]:
-    """Returns the collectives that `instruction` is or contains, except those of the channels in `without`."""
+  def _collective_sites(self, computation: Computation, instruction: Instruction) -> tuple[Site, ...]:
+    """Returns the collectives that `instruction` is or contains, except those that are spread over fusions."""
     found = []
     for owner, part in self._module.parts(computation, instruction):
       collective = self._reader.read(owner, part)
-      if collective is not None and collectives.fused_channel(part) not in without:
+      if collective is not None and collectives.fused_channel(part) is None:
         found.append(self._collective_site(part, collective, owner.origin(part)))
     return tuple(found)
 

@@ -9,8 +9,11 @@ diagonal is computed except inside the band. Each band costs half a second of co
 of one large block each: there this is almost as fast as four bands, but for long sequences it is much slower.
 
 Scores are stored transposed, [keys, queries]: matmuls with them are then row-major, and sums over keys run along the
-slow dim. The backward pass recomputes scores from the saved log-sum-exp (FlashAttention, Dao et al. 2022, section 3.1).
-All arithmetic is float32, because XLA's bfloat16 matmuls on a CPU are slower than casting.
+slow dim. XLA's fast matmul needs a left operand with the contracted dim last, so `work` also holds keys and values with
+the positions last. With the left operand [keys, H] instead, two of the seven matmuls took twice as long.
+
+The backward pass recomputes scores from the saved log-sum-exp (FlashAttention, Dao et al. 2022, section 3.1). All
+arithmetic is float32, because XLA's bfloat16 matmuls on a CPU are slower than casting.
 
 The numbers behind these choices come from end_to_end/benchmarks/attention_cpu.py.
 """
@@ -79,15 +82,26 @@ def _pad(x: jax.Array, pad: int) -> jax.Array:
 
 
 class _Operands(NamedTuple):
-  """The operands of attention, before and after `_to_loop_layout`.
+  """The operands of attention: q [B, T, N, H], k and v [B, S, K, H], segment ids [B, T] and [B, S]."""
 
-  Before: q [B, T, N, H], k and v [B, S, K, H], segment ids [B, T] and [B, S]. After, in float32 and in the layout of
-  the loops: scaled q [B, K, G, T, H], k and v [B, K, S, H].
+  q: jax.Array
+  k: jax.Array
+  v: jax.Array
+  q_segment_ids: jax.Array
+  kv_segment_ids: jax.Array
+  offset: jax.Array | None
+
+
+class _Work(NamedTuple):
+  """The operands in float32 and in the layout of the loops: scaled q [B, K, G, T, H], k and v [B, K, S, H].
+
+  The forward pass also needs v with the positions last, [B, K, H, S], and the backward pass needs k in this layout.
   """
 
   q: jax.Array
   k: jax.Array
   v: jax.Array
+  positions_last: jax.Array
   q_segment_ids: jax.Array
   kv_segment_ids: jax.Array
   offset: jax.Array | None
@@ -99,7 +113,7 @@ def _flash(given: _Operands, block: int) -> jax.Array:
 
 
 def _flash_fwd(given: _Operands, block: int) -> tuple[jax.Array, tuple[_Operands, jax.Array, jax.Array]]:
-  work = _to_loop_layout(given)
+  work = _to_loop_layout(given, given.v)
   out, log_sum = jnp.zeros_like(work.q), jnp.zeros(work.q.shape[:4], jnp.float32)
   for band in _bands(given, block):
     out, log_sum = _forward_band(band, work, out, log_sum)
@@ -113,7 +127,7 @@ def _flash_bwd(
 ) -> tuple[tuple[jax.Array | None, ...]]:
   given, out, log_sum = residuals
   q, k, v = given.q, given.k, given.v
-  work = _to_loop_layout(given)
+  work = _to_loop_layout(given, given.k)
   dout = dout.astype(jnp.float32)
   # The sum over keys of P * dP, computed from the output without a pass over the scores.
   delta = _group(jnp.sum(dout * out, axis=-1), k.shape[2])
@@ -145,13 +159,14 @@ class _Band(NamedTuple):
     return jax.lax.div(i, self.blocks), (self.first + jax.lax.rem(i, self.blocks)) * self.block
 
 
-def _to_loop_layout(given: _Operands) -> _Operands:
+def _to_loop_layout(given: _Operands, positions_last: jax.Array) -> _Work:
   q, k, v, *masks = given
   scaled = _group(q.astype(jnp.float32) * q.shape[-1] ** -0.5, k.shape[2])
   k, v = (x.swapaxes(1, 2).astype(jnp.float32) for x in (k, v))
+  positions_last = jnp.moveaxis(positions_last, 1, -1).astype(jnp.float32)
   # The barrier makes the inputs of the masks depend on the queries. Without it JAX moves the masks of all blocks, which
   # are the same in every layer, out of the loop over layers: [B, N, T, T] bytes that every block reads again.
-  return jax.lax.optimization_barrier(_Operands(scaled, k, v, *masks))
+  return jax.lax.optimization_barrier(_Work(scaled, k, v, positions_last, *masks))
 
 
 def _group(x: jax.Array, kv_heads: int) -> jax.Array:
@@ -189,36 +204,54 @@ def _store(x: jax.Array, part: jax.Array, example: jax.Array, axis: int, start: 
   return jax.lax.dynamic_update_slice(x, part[None], starts, allow_negative_indices=False)
 
 
-def _scores(
-  work: _Operands, band: _Band, example: jax.Array, start: jax.Array | int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns the masked scores [K, s, G, t] of one block, its queries [K, G, t, H] and its keys [K, s, H]."""
-  q, k = _slice(work.q, example, 3, start, band.block), _slice(work.k, example, 2, 0, band.keys)
+def _scores(work: _Work, band: _Band, example: jax.Array, start: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+  """Returns the masked scores [K, s, G, t] of one block and its queries [K, G * t, H]."""
+  q, k = _rows(work.q, band, example, start), _slice(work.k, example, 2, 0, band.keys)
   q_ids = _slice(work.q_segment_ids, example, 1, start, band.block)
   kv_ids = _slice(work.kv_segment_ids, example, 1, 0, band.keys)
   # Without the barrier XLA moves loop-invariant values out of the loop, and each iteration reads them from memory.
-  scores, masked = jax.lax.optimization_barrier((jnp.einsum("ksh,kgth->ksgt", k, q), jnp.float32(MASKED)))
+  scores, masked = jax.lax.optimization_barrier((_split(jnp.einsum("ksh,kxh->ksx", k, q), band), jnp.float32(MASKED)))
   queries = start + np.arange(band.block, dtype=np.int32)
   if work.offset is not None:
     queries += work.offset
   causal = np.arange(band.keys, dtype=np.int32)[:, None] <= queries
   seen = causal & (kv_ids[:, None] == q_ids[None, :])
   # A finite value is enough, because every query sees at least its own key. Infinity could give a NaN.
-  return jnp.where(seen[None, :, None, :], scores, masked), q, k
+  return jnp.where(seen[None, :, None, :], scores, masked), q
 
 
-def _forward_band(band: _Band, work: _Operands, out: jax.Array, log_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _rows(x: jax.Array, band: _Band, example: jax.Array, start: jax.Array | int) -> jax.Array:
+  """Returns the queries of one block, [K, G * t, H], from x [B, K, G, T, H]."""
+  part = _slice(x, example, 3, start, band.block)
+  return part.reshape(part.shape[0], -1, part.shape[-1])
+
+
+# Matmuls have one dim for all queries, because XLA copies operands with more dims. Elementwise operations have two dims
+# [G, t], because a mask of [t] in a loop over G * t would need a division for each element.
+
+
+def _split(x: jax.Array, band: _Band) -> jax.Array:
+  """Returns x [K, ..., G * t] as [K, ..., G, t]."""
+  return x.reshape(*x.shape[:-1], -1, band.block)
+
+
+def _join(x: jax.Array) -> jax.Array:
+  """Returns x [K, s, G, t] as [K, s, G * t]."""
+  return x.reshape(*x.shape[:2], -1)
+
+
+def _forward_band(band: _Band, work: _Work, out: jax.Array, log_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Returns out [B, K, G, T, H] and log_sum [B, K, G, T] with the rows of this band filled in."""
 
   def one(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     out, log_sum = carry
     example, start = band.place(i)
-    scores, _, _ = _scores(work, band, example, start)
-    v = _slice(work.v, example, 2, 0, band.keys)
+    scores, _ = _scores(work, band, example, start)
+    v = _slice(work.positions_last, example, 3, 0, band.keys)
     largest = jnp.max(scores, axis=1, keepdims=True)
     exponents = jnp.exp(scores - largest)
     total = jnp.sum(exponents, axis=1, keepdims=True)
-    rows = jnp.moveaxis(jnp.einsum("ksgt,ksh->khgt", exponents, v) / total, 1, -1)
+    rows = jnp.moveaxis(_split(jnp.einsum("khs,ksx->khx", v, _join(exponents)), band) / total, 1, -1)
     sums = (jnp.log(total) + largest)[:, 0]
     return _store(out, rows, example, 3, start), _store(log_sum, sums, example, 3, start)
 
@@ -227,7 +260,7 @@ def _forward_band(band: _Band, work: _Operands, out: jax.Array, log_sum: jax.Arr
 
 def _backward_band(
   band: _Band,
-  work: _Operands,
+  work: _Work,
   rows: tuple[jax.Array, jax.Array, jax.Array],
   grads: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -241,14 +274,17 @@ def _backward_band(
   def one(i: jax.Array, grads: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
     dq, dk, dv = grads
     example, start = band.place(i)
-    scores, q, k = _scores(work, band, example, start)
-    v, d = _slice(work.v, example, 2, 0, band.keys), _slice(dout, example, 3, start, band.block)
+    scores, q = _scores(work, band, example, start)
+    v, d = _slice(work.v, example, 2, 0, band.keys), _rows(dout, band, example, start)
     p = jnp.exp(scores - _slice(log_sum, example, 3, start, band.block)[:, None])
-    dp = jnp.einsum("ksh,kgth->ksgt", v, d)
-    ds = p * (dp - _slice(delta, example, 3, start, band.block)[:, None])
-    dq = _store(dq, jnp.moveaxis(jnp.einsum("ksgt,ksh->khgt", ds, k), 1, -1), example, 3, start)
-    dk_sum = _slice(dk, example, 2, 0, band.keys) + jnp.einsum("ksgt,kgth->ksh", ds, q)
-    dv_sum = _slice(dv, example, 2, 0, band.keys) + jnp.einsum("ksgt,kgth->ksh", p, d)
+    dp = _split(jnp.einsum("ksh,kxh->ksx", v, d), band)
+    ds = _join(p * (dp - _slice(delta, example, 3, start, band.block)[:, None]))
+    p = _join(p)
+    k = _slice(work.positions_last, example, 3, 0, band.keys)
+    dq_rows = _split(jnp.einsum("khs,ksx->khx", k, ds), band)
+    dq = _store(dq, jnp.moveaxis(dq_rows, 1, -1), example, 3, start)
+    dk_sum = _slice(dk, example, 2, 0, band.keys) + jnp.einsum("ksx,kxh->ksh", ds, q)
+    dv_sum = _slice(dv, example, 2, 0, band.keys) + jnp.einsum("ksx,kxh->ksh", p, d)
     return dq, _store(dk, dk_sum, example, 2, 0), _store(dv, dv_sum, example, 2, 0)
 
   return _loop(dout.shape[0] * band.blocks, one, grads)

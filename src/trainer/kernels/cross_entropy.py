@@ -181,6 +181,10 @@ def _sums(
   z_loss, chunks, vocab, shards, constrain = static
   rows = constrain(w.astype(x.dtype), ("vocab", "embed"))
   is_column = jnp.arange(w.shape[0], dtype=jnp.int32)
+  # float32: accumulate dw transposed, [D, V]. A CPU then transposes the narrow x of a chunk, and not its dlogits. For
+  # bfloat16, the CPU runtime has no kernel of this form.
+  transposed = x.dtype == jnp.float32
+  dw_axes = ("embed", "vocab") if transposed else ("vocab", "embed")
   views = [_by_chunk(array, shards, chunks) for array in (x, targets, weights)]
 
   def one(i: jax.Array, carry: Any) -> Any:
@@ -206,20 +210,18 @@ def _sums(
     dlogits = (exponents * scale - jnp.where(hit, weights[..., None], 0.0)).astype(x.dtype)
     # The barrier makes XLA compute dlogits once, and not again inside each of the two matmuls that read it.
     dlogits = jax.lax.optimization_barrier(dlogits)
-    if x.dtype == jnp.float32:
-      # In this form XLA transposes the narrow x. To transpose dlogits would be a slow copy on a CPU. For bfloat16, the
-      # CPU runtime has no kernel of this form.
-      dw_chunk = jnp.einsum("btd,btv->dv", x, dlogits, preferred_element_type=jnp.float32).T
-    else:
-      dw_chunk = jnp.einsum("btv,btd->vd", dlogits, x, preferred_element_type=jnp.float32)
-    dw += constrain(dw_chunk, ("vocab", "embed"))
+    equation = "btd,btv->dv" if transposed else "btv,btd->vd"
+    operands = (x, dlogits) if transposed else (dlogits, x)
+    dw += constrain(jnp.einsum(equation, *operands, preferred_element_type=jnp.float32), dw_axes)
     dx_chunk = jnp.einsum("btv,vd->btd", dlogits, rows, preferred_element_type=jnp.float32).astype(x.dtype)
     return loss, z, _store_chunk(dx, constrain(dx_chunk, ("batch", "length", "embed")), i), dw
 
   zero, dx, dw = jnp.zeros((), jnp.float32), None, None
   if with_grads:
     dx = _by_chunk(constrain(jnp.zeros_like(x), ("batch", "length", "embed")), shards, chunks)
-    dw = constrain(jnp.zeros(w.shape, jnp.float32), ("vocab", "embed"))
+    dw = constrain(jnp.zeros(w.shape[::-1] if transposed else w.shape, jnp.float32), dw_axes)
   with jax.named_scope("linear_cross_entropy"):
     loss, z, dx, dw = jax.lax.fori_loop(0, chunks, one, (zero, zero, dx, dw))
-  return (loss, z), (_whole(dx, x.shape[1]), dw.astype(w.dtype)) if with_grads else (None, None)
+  if not with_grads:
+    return (loss, z), (None, None)
+  return (loss, z), (_whole(dx, x.shape[1]), (dw.T if transposed else dw).astype(w.dtype))

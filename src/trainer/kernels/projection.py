@@ -89,13 +89,16 @@ def _backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Arr
   dw contracts the rows of x with the rows of g, so one of them must be transposed. The compiler would do this one
   strided element at a time, fused with earlier elementwise operations. Here it is a separate copy of the narrower
   array. The backward pass of a SwiGLU took 0.6 times as long on two x86-64 cores.
+
+  If g is narrower, the small product is transposed at the end. Without the barrier the compiler would swap the operands
+  instead, and so transpose the wide array: 35 ms of CPU time instead of 24 for 4096 rows, K = 1024, N = 256.
   """
   x, w = saved
   g = jax.lax.optimization_barrier(g)
   dx = jax.lax.dot_general(g, w, (((g.ndim - 1,), (1,)), ((), ())))
   if x.shape[-1] <= g.shape[-1]:
     return dx, _contract_rows(x, g)
-  return dx, _contract_rows(g, x).T
+  return dx, jax.lax.optimization_barrier(_contract_rows(g, x)).T
 
 
 def _contract_rows(narrow: jax.Array, wide: jax.Array) -> jax.Array:

@@ -96,6 +96,7 @@ def test_constrain_shards_the_vocabulary():
   assert_same(got, grads(plain_cross_entropy, arrays, z_loss=0.1), 1e-5)
   assert seen == {
     ("vocab", "embed"),
+    ("embed", "vocab"),
     ("loss_batch", "loss_length", "embed"),
     ("loss_batch", "loss_length", "vocab"),
     ("batch", "length", "embed"),

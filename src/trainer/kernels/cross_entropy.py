@@ -54,7 +54,8 @@ def linear_cross_entropy(
     length_shards: number of devices over which T is split.
     chunk_logits_bytes: see `num_chunks`.
     constrain: constrain(array, axes) shards the parts: an x chunk ("loss_batch", "loss_length", "embed"), logits
-      ("loss_batch", "loss_length", "vocab"), w and dw ("vocab", "embed"), a dx chunk ("batch", "length", "embed").
+      ("loss_batch", "loss_length", "vocab"), w and dw ("vocab", "embed"), dw transposed ("embed", "vocab"), a dx chunk
+      ("batch", "length", "embed").
 
   Differentiable once, in x and w. The gradient of loss_sum is the gradient of loss_sum + z_sum, and z_sum has no
   gradient. So differentiate the sum of both, and use z_sum on its own only for logging.

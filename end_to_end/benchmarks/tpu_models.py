@@ -25,7 +25,7 @@ KEYS = ("per_device_batch_size=1", "max_target_length=2048", "attention=flash", 
 
 COLUMNS = (
   *("model", "slices", "arguments", "temporaries", "share of chip memory", "fits", "step time", "computation"),
-  *("DCN exposed", "links exposed", "MFU", "roofline", "DCN payload", "seconds"),
+  *("DCN exposed", "links exposed", "MFU", "roofline", "DCN operands", "seconds"),
 )
 
 
@@ -96,7 +96,7 @@ def _row(model: str, topology: str, slices: int, keys: list[str]) -> str:
     *(milliseconds(seconds) for seconds in (times.seconds, times.computed)),
     *(milliseconds(times.exposed[channel]) for channel in (Channel.DCN, Channel.LINKS)),
     f"{found.model_flops / chip.peak_flops / times.seconds:.0%}",
-    *(milliseconds(line.seconds), size(sum(c.bytes * c.times for c in found.exchanged()))),
+    *(milliseconds(line.seconds), size(sum(c.operand_bytes for c in found.exchanged()))),
     f"{found.trace_seconds + found.compile_seconds:.0f}",
   ]
   return f"| {' | '.join(cells)} |"

@@ -318,6 +318,7 @@ def test_bytes_between_slices(kind, found, payload, sent):
 """
   (collective,) = collectives.find(hlo.parse("HloModule m\n\n" + text), [0] * 16 + [1] * 16 + [2] * 16)
   assert (collective.kind, collective.bytes, collective.sent) == (found, payload, pytest.approx(sent))
+  assert collective.operand_bytes == 300
 
 
 def fusion_with_a_collective(name: str, flag: int, target: str) -> str:

@@ -388,7 +388,7 @@ def test_the_command_prints_one_column_per_file(tmp_path, capsys):
   rows = {name.strip(): cells for name, *cells in (line.strip("|").split("|") for line in lines[3:] if line[0] == "|")}
   cells = lambda name: [cell.strip() for cell in rows[name]]
   assert cells("cycles of fusions") == ["6.000e+05 (0.4 ms)", "3.000e+06 (2.0 ms)"]
-  assert cells("between slices: payload") == ["3.12 MB", "0.00 MB"]
+  assert cells("between slices: operands") == cells("between slices: sent") == ["3.12 MB", "0.00 MB"]
   assert cells("DCN needed") == ["1.0 ms", "0.0 ms"]
   assert cells("DCN exposed") == ["0.6 ms", "0.0 ms"]
   assert cells("cycles + exposed DCN") == ["1.0 ms", "2.0 ms"]

@@ -29,6 +29,11 @@ class Collective:
   source: str
 
   @property
+  def operand_bytes(self) -> float:
+    """Bytes of the operands in all calls. The operand of a gather is the shard of a device."""
+    return self.bytes * self.times / (self.group if self.kind == "all-gather" else 1)
+
+  @property
   def sent(self) -> float:
     """Bytes that a device sends in all calls, with a ring algorithm (pairwise exchange for all-to-all)."""
     share = (self.group - 1) / self.group if self.group > 1 else 0.0

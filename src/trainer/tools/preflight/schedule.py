@@ -110,12 +110,14 @@ def _rows(found: Measured, rates: Rates) -> dict[str, str]:
   timeline, clock = found.timeline, rates.chip.clock_hz
   fusions = found.costs.cycles / clock if clock else None
   known = lambda seconds: "unknown" if seconds is None else milliseconds(seconds)
+  across = [c for c in found.collectives if c.crosses_slices]
   inside = {kind: size(_payload(found.collectives, kind)) for kind in collectives.KINDS[:4]}
   return {
     "cycles of fusions": f"{found.costs.cycles:.3e}" + (f" ({milliseconds(fusions)})" if fusions else ""),
     "HBM traffic": size(found.costs.device_bytes),
     **{f"inside a slice: {kind} payload": text for kind, text in inside.items()},
-    "between slices: payload": size(sum(c.bytes * c.times for c in found.collectives if c.crosses_slices)),
+    "between slices: operands": size(sum(c.operand_bytes for c in across)),
+    "between slices: sent": size(sum(c.sent for c in across)),
     "DCN needed": known(timeline.needed(Channel.DCN)),
     "DCN exposed": milliseconds(timeline.exposed[Channel.DCN]),
     "links needed": known(timeline.needed(Channel.LINKS)),

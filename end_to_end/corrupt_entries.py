@@ -86,7 +86,7 @@ def truncated(path: Path, rng: random.Random) -> bool:
 
 def flipped(path: Path, rng: random.Random) -> bool:
   data = bytearray(path.read_bytes())
-  data[0] ^= 1 << rng.randrange(8)  # elsewhere it may be padding, or the path in commit_success.txt
+  data[0] ^= 1 << rng.randrange(8)  # other bytes may be padding, or the path in commit_success.txt
   path.write_bytes(data)
   return True
 
@@ -201,7 +201,7 @@ ODD: tuple[tuple[str, Callable[[Path, random.Random], bool]], ...] = (
 
 
 def trial(prepared: Path, folder: Path, seed: int) -> tuple[list[str], list[str]]:
-  """(damage that was done, log lines). Raises AssertionError or whatever the checkpoints raise."""
+  """(description of the damage, log lines). Raises AssertionError, or the error of the checkpoints."""
   rng = random.Random(seed)
   shutil.copytree(prepared, folder)
   # The name of the local folder has a hash of the run's path in it.

@@ -33,7 +33,7 @@ KEYS = "checkpoint_period=5 max_num_checkpoints_to_keep=2 eval_interval=3 eval_s
 
 @dataclass(frozen=True)
 class Ended:
-  """How a process that got SIGTERM ended."""
+  """The end of a process that got SIGTERM."""
 
   aimed: str
   seconds: float  # from its start to the signal
@@ -41,7 +41,7 @@ class Ended:
   first_step: int  # steps done before the process
   last_step: int  # steps done after it
   committed: int  # newest checkpoint
-  wrong: str  # what breaks the rules, "" if nothing does
+  wrong: str  # the broken rule; "" if the end is right
 
   def row(self) -> str:
     steps = f"{self.first_step} -> {self.last_step}"
@@ -67,7 +67,7 @@ def handles_sigterm(process: Process) -> bool:
 def wait_for_handler(process: Process) -> None:
   """Waits until the process is EARLIEST_SECONDS old and has a handler.
 
-  On a busy machine that takes longer; measured in the process's own time it must not: an AssertionError says so.
+  Raises AssertionError if the process needs more than EARLIEST_SECONDS of CPU time. Wall time may be longer.
   """
   time.sleep(EARLIEST_SECONDS)
   while process.poll() is None and not handles_sigterm(process):
@@ -76,7 +76,7 @@ def wait_for_handler(process: Process) -> None:
 
 
 def terminate(run: Run, steps: int, rng: random.Random, duration: float) -> Ended | None:
-  """Starts the run, sends SIGTERM at a random moment, and says how it ended; None: the run was complete before it."""
+  """Starts the run, sends SIGTERM at a random moment and returns how it ended; None if the run was complete before."""
   first = run.last_step
   begin = time.monotonic()
   process = run.start()
@@ -106,7 +106,7 @@ def terminate(run: Run, steps: int, rng: random.Random, duration: float) -> Ende
 
 
 def differences(run: Run, undisturbed: Run, steps: int) -> list[str]:
-  """How a complete run differs from the undisturbed one, steps and evaluations that were done twice included."""
+  """The differences between a complete run and the undisturbed run, including repeated steps and evaluations."""
   found = command.differences(run, undisturbed, steps)
   for what, field in (("trained", "loss"), ("evaluated", "eval_loss")):
     ours, theirs = (
@@ -119,7 +119,7 @@ def differences(run: Run, undisturbed: Run, steps: int) -> list[str]:
 
 
 def torment(folder: Path, start: command.Start, steps: int, signals: int, seed: int) -> Iterator[Ended | str]:
-  """Yields how each of `signals` processes ended, and for each run that is complete what differs ("": nothing)."""
+  """Yields the end of each of `signals` processes, and for each complete run its differences ("" if there are none)."""
   keys = [*KEYS, f"steps={steps}"]
   assert command.text_run(folder, "warm", keys, start).finish() == 0  # makes tokens and compiled programs
   undisturbed = command.text_run(folder, "undisturbed", keys, start)
@@ -147,7 +147,7 @@ def main() -> int:
   parser.add_argument("--signals", type=int, default=30, help="in all")
   parser.add_argument("--seed", type=int, default=0)
   arguments = parser.parse_args()
-  logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax when it reads a part of a checkpoint
+  logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns when a part of a checkpoint is read
   failed = runs = 0
   print(TABLE)
   with tempfile.TemporaryDirectory(prefix="sigterm-") as name:

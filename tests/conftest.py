@@ -11,6 +11,8 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Test programs run a few steps on small arrays, so that most of their time would go to LLVM's optimizer.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Code that mixes dtypes without a cast is an error, also in the processes that tests start.
+os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 
 import jax
 import pytest

@@ -53,7 +53,7 @@ EVERYTHING = [Due(*values) for values in itertools.product((False, True), repeat
 @pytest.mark.parametrize(("due", "with_snapshots", "without"), CASES)
 def test_table(due, with_snapshots, without):
   assert decide(due, uses_snapshots=True) == with_snapshots
-  if without is ...:  # the same, but for the snapshot
+  if without is ...:  # equal except for the snapshot
     without = dataclasses.replace(with_snapshots, snapshot="none")
   assert decide(due, uses_snapshots=False) == without
 
@@ -66,7 +66,7 @@ def test_rules_for_every_combination(uses_snapshots):
     assert bool(actions.end) == ends, due
     # Nothing is evaluated, saved or ended before the step is known to be good.
     assert actions.record or not (actions.evaluate or actions.save != "none" or actions.end), due
-    # A process that ends leaves a committed checkpoint; a resize hands the state over in one way or the other.
+    # A process that ends leaves a committed checkpoint; a resize leaves a snapshot or a checkpoint.
     assert (actions.save == "final") == (due.last or due.stop or (due.resize and not uses_snapshots)), due
     if actions.end == "slice_up":
       assert (actions.snapshot == "late") == uses_snapshots, due

@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason=".ci/run finds its processes in /proc")
 ROOT = pathlib.Path(__file__).parents[1]
-# Plays every program of both environments. `pytest` is the marker file's content: pass, fail, hang or leave a process.
+# Stands for every program of both environments. The marker file `pytest` decides: pass, fail, hang or leave a process.
 PROGRAM = """#!/usr/bin/env bash
 case "$*" in
   "-m pytest"*) ;;

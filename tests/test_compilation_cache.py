@@ -1,4 +1,4 @@
-"""Entries of the compilation cache that cannot be read are compiled again once, and then served from the cache."""
+"""Entries of the compilation cache that cannot be read are compiled again once, and then read from the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sample at the end of a run: made of any model that trains, wherever it has trained."""
+"""The sample at the end of a run: made by any model, whatever mesh it was trained on."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_model_trained_on_any_mesh_is_sampled_on_one_device(samples_of_one_dev
 
 
 def end_of_run(tokenizer, process_count: int = 1) -> list[str]:
-  """What `train._sample` says."""
+  """The log lines of `train._sample`."""
   said: list[str] = []
   session = types.SimpleNamespace(
     data=types.SimpleNamespace(train=types.SimpleNamespace(tokenizer=tokenizer)),
@@ -74,7 +74,7 @@ def end_of_run(tokenizer, process_count: int = 1) -> list[str]:
 
 
 def test_a_sample_that_one_device_cannot_hold_is_a_warning(monkeypatch):
-  """Weeks of training on many chips do not end with exit code 1 because one of them is too small for the model."""
+  """A long run on many chips must not end with exit code 1 because one chip is too small for the model."""
 
   def out_of_memory(*args, **kwargs):
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")

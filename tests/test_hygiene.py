@@ -19,7 +19,7 @@ import trainer
 ROOT = pathlib.Path(__file__).parents[1]
 LARGEST_FILE = 300_000  # bytes: a plot or a short log, not a data set
 BINARY = {".png"}
-# Hosts that a reader may be sent to. A package index or a mirror is a matter of the machine, not of the project.
+# Hosts that a reader may be sent to. Package indexes and mirrors depend on the machine and do not belong here.
 HOSTS = {"arxiv.org", "github.com", "www.apache.org", "www.w3.org"}
 
 
@@ -35,7 +35,7 @@ def tracked() -> tuple[pathlib.Path, ...]:
 
 
 def found(pattern: str) -> list[str]:
-  """Where the text files match `pattern`: "path:line: match"."""
+  """The places where text files match `pattern`, as "path:line: match"."""
   matcher = re.compile(pattern)
   return [
     f"{path.relative_to(ROOT)}:{number}: {match.group()}"

@@ -1,4 +1,4 @@
-"""Imports point down, only cluster/ reads the environment, and no module needs itself."""
+"""Imports point down, only cluster/ reads the environment, and there are no import cycles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 SOURCE = pathlib.Path(__file__).parents[1] / "src"
 
-# From the bottom up. A part may import those of the rows below it, and never one of its own row.
+# From the bottom up. A part may import parts of lower rows, not of its own row.
 LAYERS = (
   {"compilation_cache", "runtime_errors", "signals", "world"},
   {"config"},
@@ -60,7 +60,7 @@ def part(module: str) -> str:
 
 
 def violations(importer: str, imported: set[str]) -> list[str]:
-  """What is wrong with the imports of one module, in words."""
+  """The forbidden imports of one module, in words."""
   rank = {name: i for i, layer in enumerate(LAYERS) for name in layer}
   assert part(importer) in rank, f"{importer} is new: give its part a place in LAYERS"
   mine = part(importer)
@@ -92,8 +92,8 @@ def test_the_check_sees_upward_and_sideways_imports(importer, text, complaint):
   assert line.endswith(complaint)
 
 
-def test_no_module_needs_itself():
-  """No cycles, inside a part either. Imports under TYPE_CHECKING and inside functions count."""
+def test_no_import_cycles():
+  """Also inside a part. Imports under TYPE_CHECKING and inside functions count."""
   known = modules()
   graph = {name: imports(tree, known) - {name} for name, tree in known.items()}
   while leaves := [name for name, needs in graph.items() if not needs & graph.keys()]:

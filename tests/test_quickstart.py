@@ -100,7 +100,7 @@ def test_it_learns_from_ln_v_and_writes_what_the_readme_says(runs):
 
 
 def test_step_time_excludes_evaluation_time(runs):
-  """Step 4 follows the first evaluation, which compiles for much longer than a step takes."""
+  """Step 4 follows the first evaluation, whose compilation takes much longer than a step."""
   by_step = {(record["step"], "eval_loss" in record): record for record in records(runs["one"][0])}
   assert by_step[4, False]["seconds"] < by_step[3, True]["eval_seconds"]
 

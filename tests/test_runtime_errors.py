@@ -1,4 +1,4 @@
-"""The table of runtime error texts. tests/elastic/test_events.py has the texts; here are the other questions."""
+"""The table of runtime error texts: lookup and advice. tests/elastic/test_events.py checks the texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The session of a process: what it writes and when, what it refuses before that, and that it closes everything."""
+"""The session of a process: which files it writes and when, which input it refuses, and that it closes everything."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def kinds(folder: Path) -> list[str]:
 
 
 def test_the_configuration_is_written_when_the_first_step_can_start(tmp_path):
-  """Not before: a checkpoint may refuse it, and then the old one is still the run's."""
+  """Not before: if a checkpoint refuses the configuration, the old file must stay."""
   with opened(tmp_path, "learning_rate=0.25") as (config, session):
     session.begin()
     assert kinds(tmp_path) == ["run_start"]
@@ -129,7 +129,7 @@ def test_an_error_closes_all_threads_and_frees_the_run(tmp_path):
 def test_a_process_that_is_not_the_primary_one_writes_no_file(tmp_path):
   with opened(tmp_path) as (config, _):
     before = {path: path.stat().st_size for path in tmp_path.rglob("*")}
-    with opened(tmp_path, world=SecondaryWorld()) as (_, secondary):  # the lock is the primary's alone
+    with opened(tmp_path, world=SecondaryWorld()) as (_, secondary):  # only the primary takes the lock
       secondary.begin()
       secondary.ready(config, 0)
       secondary.finish(config, 0)

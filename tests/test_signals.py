@@ -20,7 +20,7 @@ from trainer.signals import Signals
 signals = Signals()
 signals.listen()
 """
-# A call into C that releases the GIL and that no signal interrupts, as a compilation or a collective does.
+# A call into C that releases the GIL and that no signal interrupts, such as a compilation or a collective.
 CALL = "__import__('hashlib').pbkdf2_hmac('sha256', b'', b'', {})"
 STUCK = CALL.format(2**31 - 1)
 READY = "print('ready', flush=True)\n"
@@ -153,7 +153,7 @@ def test_the_interpreters_shutdown_is_not_interrupted(running, number):
   assert running(code).wait(30) == 7
 
 
-# ---- handlers of others
+# ---- handlers of other code
 
 
 def test_a_handler_in_c_that_replaces_ours_is_replaced_and_called(running):

@@ -1,4 +1,4 @@
-"""Start-up: libraries that a run leaves unimported, as only a report or a test needs them; the garbage collector."""
+"""Start-up: libraries that a run must not import, exit codes before the first step, and the garbage collector."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_run_imports_nothing_that_it_does_not_need(tmp_path, dataset_type):
   data = [f"dataset_path={tmp_path}/corpus", f"dataset_cache_directory={tmp_path}/cache"]
   config = tmp_path / "tiny.yml"
   config.write_text(f"dataset_type: {dataset_type}\n")
-  # tensorboardX imports torch by itself where it is installed, on a thread of its own.
+  # If torch is installed, tensorboardX imports it in a thread.
   argv = [
     str(config),
     *TINY,
@@ -146,7 +146,7 @@ def test_the_garbage_collector_is_off_no_longer_than_the_first_attempt_starts(tu
     else:
       Session.begin(session)
       Session.ready(session, Config(), 0)
-      assert gc.get_freeze_count() == frozen  # what the lost attempt held can still be collected
+      assert gc.get_freeze_count() == frozen  # objects of the lost attempt can still be collected
     assert gc.isenabled()
   finally:
     gc.unfreeze()

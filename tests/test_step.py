@@ -261,7 +261,7 @@ def test_other_optimizers_sharded_equal_unsharded(optimizer, name):
 
 
 def test_adafactors_averages_are_sharded_like_their_weights():
-  """Those over the heads of queries keep the width and the size of a head: no small things."""
+  """The averages over query heads keep the width and the head size, so they are large."""
   wide = {"base_emb_dim": 256, "base_num_query_heads": 128, "base_num_kv_heads": 128}
   where, _ = MESHES["fsdp"]
   whole, sharded = (
@@ -372,7 +372,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters():
 
 
 def test_padding_weighs_nothing():
-  """Rows of padding beside the batch leave loss and gradients as they are: the loss is per weighted token."""
+  """Added rows of padding do not change loss and gradients: the loss is per weighted token."""
   prog = program.build(config(), slices((1, 1)), 1)
   params = jax.tree.map(jnp.asarray, fresh(config()).params)
   batch = packed_batch(4)
@@ -415,7 +415,7 @@ def test_weights_that_nothing_shards_are_refused(monkeypatch):
 @pytest.mark.parametrize("mu_dtype", ["", "float32"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon", "sgd"])
 def test_bfloat16_weights_keep_the_types_of_the_state(optimizer, mu_dtype, scan_layers):
-  """The step is compiled once, for the first state: what comes out must go in again. Second moments are float32."""
+  """The step is compiled once, so its output must have the types of its input. Second moments are float32."""
   if optimizer == "adafactor" and mu_dtype:
     pytest.skip("it has no first moment")
   keys = {"opt_type": optimizer, "mu_dtype": mu_dtype}
@@ -460,7 +460,7 @@ def test_a_frequent_tokens_gradient_adds_up_whatever_the_type_of_the_weights():
 
 
 def test_norms_learn_where_weights_are_bfloat16():
-  """One step of 1e-3 from 1.0 is a quarter of what a bfloat16 could take."""
+  """A step of 1e-3 from 1.0 is a quarter of the smallest step of bfloat16."""
   cfg = config(model={"weight_dtype": "bfloat16"}, optimizer={"learning_rate": 1e-3})
   _, state = run(cfg)
   scale = state.params["final_norm"]["scale"]

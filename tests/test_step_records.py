@@ -1,4 +1,4 @@
-"""What the records say of a bad step."""
+"""Records of a step that is not finite."""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ from trainer.world import SingleWorld
 
 @dataclasses.dataclass
 class FixedWorld:
-  """A process of a world whose other processes' values are given."""
+  """A process of a world in which the values of the other processes are given."""
 
   rank: int
-  others: list  # the values of all ranks; this one's own is replaced by what it gathers
+  others: list  # the values of all ranks; the own value is replaced by the gathered value
   is_primary: bool = False
 
   @property
@@ -35,7 +35,7 @@ def test_one_process_agrees_with_itself():
   assert world_lib.first_reason(alone, "no space") == "no space"
 
 
-def test_the_primary_need_not_be_rank_0():
+def test_the_primary_may_have_any_rank():
   second = FixedWorld(1, [[False, None], None, [False, None]], is_primary=True)
   assert world_lib.from_primary(second, "mine") == "mine"
   third = FixedWorld(2, [[False, None], [True, "hers"], None])

@@ -15,7 +15,7 @@ TYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint8", "in
 
 
 def every_pattern(dtype) -> np.ndarray:
-  """[8, 64] numbers with random bits: NaNs with payloads, infinities, -0.0 and subnormals among them."""
+  """[8, 64] numbers with random bits, including NaNs with payloads, infinities, -0.0 and subnormals."""
   if dtype == jnp.bool_:
     return np.random.default_rng(0).integers(0, 2, (8, 64)).astype(bool)
   bits = np.random.default_rng(0).integers(0, 256, (8, 64, dtype.itemsize), np.uint8)

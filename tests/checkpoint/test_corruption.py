@@ -13,7 +13,7 @@ from trainer.checkpoint import NoGoodCheckpoint, Tiers, checksums, emergency
 from trainer.world import SingleWorld
 
 LOCAL = {"enable_emergency_checkpoint": True, "local_checkpoint_period": 1}
-# What a restore reads, and Orbax's own bookkeeping that it does not read but that is sealed all the same.
+# Files that a restore reads, and files of Orbax that it does not read. The manifest has checksums of both.
 PERSISTENT = {
   "commit_success.txt": "commit_success.txt",
   "meta.json": "meta.json",
@@ -120,7 +120,7 @@ def test_persistent(tmp_path, saved, kind, how):
   shutil.copytree(saved / "run", tmp_path / "run")
   file = biggest(tmp_path / "run" / "checkpoints" / "2", PERSISTENT[kind])
   if kind == "commit_success.txt" and how is flip:
-    how = flip_last  # its middle is the path of the run when it was committed, which nothing depends on
+    how = flip_last  # the middle of the file is the path of the run at the commit, which no code reads
   damage(file, how)
   step, recorder = restore(tmp_path)
   assert step == 1
@@ -153,7 +153,7 @@ def test_a_flipped_bit_anywhere_in_array_data(tmp_path, saved, seed):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_fingerprints_alone_notice_changed_values(tmp_path, saved, seed):
-  """As on an object store, where large files have no CRC of ours: the manifest is made anew after the damage."""
+  """As on an object store, where large files have no checksum: the manifest is written again after the damage."""
   shutil.copytree(saved / "run", tmp_path / "run")
   root = tmp_path / "run" / "checkpoints" / "2"
   row = toy_state.values(2)["big"][0].tobytes()
@@ -207,7 +207,7 @@ def test_a_flipped_bit_anywhere_in_local_files(tmp_path, saved, seed):
   if seed % 2:
     file, size = root / "2.s0.p0.json", (root / "2.s0.p0.json").stat().st_size
     positions = range(size)
-  else:  # not in the padding between the parts, which nothing reads
+  else:  # not in the padding between the parts, which no code reads
     file = root / "2.s0.p0.bin"
     parts = checksums.parse((root / "2.s0.p0.json").read_bytes(), "")["parts"]
     positions = [part["offset"] for part in parts]

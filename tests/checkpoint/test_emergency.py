@@ -1,4 +1,4 @@
-"""The emergency tier with simulated slices in one process: it writes, and survives what it is there for."""
+"""The emergency tier with simulated slices in one process: saves, lost copies, and restores."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_copies_of_different_histories_are_not_mixed(tmp_path):
   t = filled(tmp_path)
   for path in t.root.glob("2.s1.*"):
     shutil.copy(path, tmp_path / path.name)
-  t.save(2, toy_state.state(7), {"tokens": 2})  # the step is done again after a fallback, with another outcome
+  t.save(2, toy_state.state(7), {"tokens": 2})  # the step is repeated after a fallback, with another result
   t.wait()
   for path in tmp_path.glob("2.s1.*"):
     shutil.copy(path, t.root / path.name)
@@ -166,7 +166,7 @@ def test_copies_of_different_histories_are_not_mixed(tmp_path):
   assert sorted(outcomes, key=str) == [200, "a part of low is damaged or missing in every copy"]
 
 
-def test_files_of_another_run_are_left_alone(tmp_path):
+def test_files_of_another_run_stay(tmp_path):
   filled(tmp_path)
   other = Emergency(config(tmp_path), "elsewhere/run", slices(), world=SingleWorld(), run_id=ID)
   assert other.candidates() == []
@@ -177,7 +177,7 @@ def test_files_of_another_run_are_left_alone(tmp_path):
   assert restore(tier(tmp_path)) == 2
 
 
-def test_one_folder_by_whatever_path_is_one_run(tmp_path, monkeypatch):
+def test_one_folder_under_several_paths_is_one_run(tmp_path, monkeypatch):
   (tmp_path / "real").mkdir()
   (tmp_path / "link").symlink_to("real")
   monkeypatch.chdir(tmp_path)
@@ -220,7 +220,7 @@ def test_state_may_be_donated_while_it_is_written(tmp_path):
   assert restore(t) == 3
 
 
-def test_not_finite_is_not_committed(tmp_path):
+def test_a_state_that_is_not_finite_is_not_committed(tmp_path):
   t = filled(tmp_path)
   state = toy_state.state(3)
   state["low"] = state["low"].at[0].set(np.nan)
@@ -248,12 +248,12 @@ def test_write_errors_reach_the_training_thread(tmp_path):
     ({"local_checkpoint_directory": "/proc/nowhere"}, "cannot be written"),
   ],
 )
-def test_refuses_with_the_reason_where_it_cannot_write(tmp_path, changes, reason):
+def test_a_folder_that_cannot_be_written_is_refused_with_the_reason(tmp_path, changes, reason):
   with pytest.raises(ValueError, match=reason):
     Tiers(config(tmp_path, **changes), RUN, slices=slices(), world=SingleWorld(), run_id=ID)
 
 
-def test_refuses_a_state_that_no_slice_holds_in_full(tmp_path):
+def test_a_state_that_no_slice_holds_in_full_is_refused(tmp_path):
   mesh = toy_state.mesh(2, 4)
   target = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))}
   with pytest.raises(ValueError, match=r"w \[8, 8\] is sharded across slices"):
@@ -284,7 +284,7 @@ def test_tiers_take_the_newest_of_both(tmp_path):
   for path in (tmp_path / "ram").glob("*/*/8.*"):
     path.unlink()
   restored = tiers().restore_newest(target)
-  assert (restored.step, restored.tier) == (6, "emergency")  # both have 6: the local one is nearer
+  assert (restored.step, restored.tier) == (6, "emergency")  # both tiers have step 6: the local copy is faster to read
   shutil.rmtree(tmp_path / "ram")
   restored = tiers().restore_newest(target)
   assert (restored.step, restored.tier) == (6, "persistent")
@@ -321,7 +321,7 @@ def test_a_new_run_folder_does_not_continue_from_local_copies_of_the_deleted_one
   tiers.maybe_save(1, toy_state.state(10), {"tokens": 1})
   tiers.close()
   assert new_tiers(tmp_path).restore_newest(target).step == 1
-  # What the message says to do if the earlier run was meant:
+  # The message says how to continue the earlier run:
   assert f"write {old} into {run}/run_id" in line
   (run / "run_id").write_text(f"{old}\n")
   restored = new_tiers(tmp_path).restore_newest(target)

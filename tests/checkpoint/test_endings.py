@@ -37,7 +37,7 @@ def test_a_complete_run_is_0_and_so_is_a_repetition(make):
 
 
 def test_layers_that_are_not_scanned_are_saved_on_eight_devices(make):
-  """A hundred arrays. Computing all their checksums at once used to deadlock the devices."""
+  """A hundred arrays. The checksums of all arrays, computed at once, would deadlock the devices."""
   run = make("steps=2", "scan_layers=false", "base_num_decoder_layers=4", "opt_type=adamw", "devices_per_slice=8")
   assert run.finish() == 0
   assert run.committed_steps() == [2]

@@ -26,14 +26,14 @@ RUN = "gs://bucket/runs/a"
 
 @pytest.fixture(scope="module")
 def bucket():
-  """The environment for processes that see an empty gs://bucket."""
+  """The environment of processes for which gs://bucket is empty."""
   machine = {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()]
   folder = Path(EMULATOR.origin).parent / "vendor" / "fake-gcs-server" / "bin"
   port = free_port()
   url = "http://" + f"127.0.0.1:{port}"
   command = [str(folder / f"fake-gcs-server-{platform.system().lower()}-{machine}"), "-scheme", "http", "-backend",
              "memory", "-host", "127.0.0.1", "-port", str(port), "-external-url", url]  # fmt: skip
-  # (The package's own launcher never reads the server's messages, which stops it after 64 KiB of them.)
+  # The launcher of the package does not read the messages of the server, which stops after 64 KiB of messages.
   server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
   body = json.dumps({"name": "bucket"}).encode()
   request = urllib.request.Request(f"{url}/storage/v1/b", body, {"Content-Type": "application/json"})
@@ -58,7 +58,7 @@ def bucket():
 
 
 def run(env, *actions: str, code: int = 0) -> list[str]:
-  """The output of each action; all are done by one process."""
+  """The output of each action. One process does all actions."""
   command = [sys.executable, "-m", "tests.support.gcs_run", *" ; ".join(actions).split()]
   result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
   assert result.returncode == code, result.stdout + result.stderr
@@ -73,7 +73,7 @@ def test_saves_keeps_restores_and_falls_back(bucket):
   assert {f"{step}/{name}" for step in (2, 3, 4) for name in sealed} <= {*names}
   assert f"Found commit_success file. Keeping {RUN}/checkpoints/4/." in restored
 
-  # Killed before the commit: no marker, so not a checkpoint; it is set aside, whole.
+  # Killed before the commit: without a marker it is not a checkpoint. The folder is moved aside.
   run(bucket, f"die_in_save {RUN} 5", code=9)
   data = max(name for name in names if name.startswith("4/state/ocdbt.process_0/d/"))
   before, restored, aside, _, fallen, *_ = run(
@@ -81,7 +81,7 @@ def test_saves_keeps_restores_and_falls_back(bucket):
     f"files {RUN}/checkpoints",
     f"restore {RUN} 4",
     f"files {RUN}/checkpoints_rejected",
-    # A damaged object is noticed, and the step can be written again after the fallback.
+    # A damaged object is detected, and the step can be saved again after the fallback.
     f"damage {RUN}/checkpoints/{data}",
     f"restore {RUN} 3",
     f"save {RUN} 4 4",

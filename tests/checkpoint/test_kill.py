@@ -1,4 +1,4 @@
-"""kill -9 in the middle of a run, over and over: what it computes in the end is what an undisturbed run computes."""
+"""kill -9 at many moments of a run: the final state and all losses equal those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Server:
     return int(pid)
 
   def end(self) -> int:
-    """Wait status of the run started last."""
+    """Wait status of the last started run."""
     word, status = self.process.stdout.readline().split()
     assert word == "ended"
     return int(status)
@@ -63,7 +63,7 @@ def undisturbed(server, tmp_path_factory):
 
 
 def kill_when(server: Server, folder: Path, moment: Callable[[], bool]) -> bool:
-  """Runs until `moment()` and kills; False where the run ended before."""
+  """Runs until `moment()` is true, then kills the process. False if the run ended before."""
   pid = server.start(folder)
   while not moment():
     time.sleep(0.0005)
@@ -75,13 +75,13 @@ def kill_when(server: Server, folder: Path, moment: Callable[[], bool]) -> bool:
 
 
 def losses(folder: Path) -> dict[int, str]:
-  """{step: loss}; a step that was done again must have the same loss again."""
+  """{step: loss}. A repeated step must have the same loss."""
   found: dict[int, str] = {}
   for line in (folder / "losses.jsonl").read_text().splitlines():
     try:
       record = json.loads(line)
     except json.JSONDecodeError:
-      continue  # the line that the kill cut off
+      continue  # a line that the kill has truncated
     assert found.setdefault(record["step"], record["loss"]) == record["loss"], record
   return found
 
@@ -100,7 +100,7 @@ def finish(server: Server, folder: Path) -> None:
 
 
 def exists(folder: Path, pattern: str, since: int = 0) -> Callable[[], bool]:
-  """Something that matches is there, once step `since` is done."""
+  """A condition: after step `since`, a file matches the pattern."""
 
   def moment() -> bool:
     try:
@@ -126,7 +126,7 @@ MOMENTS = {
 def test_killed(server, undisturbed, moment):
   reference, _ = undisturbed
   pattern, since = MOMENTS[moment]
-  for attempt in range(5):  # a moment of microseconds may be missed
+  for attempt in range(5):  # the moment lasts microseconds, so the kill may miss it
     folder = reference.parent / f"{moment.replace(' ', '_')}{attempt}"
     killed = kill_when(server, folder, exists(folder, pattern, since))
     if killed:

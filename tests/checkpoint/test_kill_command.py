@@ -1,4 +1,4 @@
-"""A share of the kills of end_to_end/kill_and_resume.py, on the real command."""
+"""Some kills of end_to_end/kill_and_resume.py, on the real command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run resumes only from a checkpoint of the same model and data, and says what else differs."""
+"""A run resumes only from a checkpoint of the same model and data, and logs the other differences."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_each_key_that_matters_is_refused_and_can_be_allowed(key):
 
 
 @pytest.mark.parametrize("key", sorted(resume.CHANGES_STATE))
-def test_what_changes_the_arrays_is_refused_and_cannot_be_allowed(key):
+def test_a_key_that_changes_the_arrays_is_refused_and_cannot_be_allowed(key):
   for allowed in ("", key):
     with pytest.raises(ConfigMismatch, match=rf"{key} +'other' -> .*changes the model") as caught:
       meta.check_config(saved(**{key: "other", "dtype": "other"}), Config().flat(), IDENTITY, allowed)
@@ -67,8 +67,8 @@ def test_a_key_that_one_side_does_not_know_is_no_difference():
   assert meta.check_config(older, Config().flat(), IDENTITY) == []
 
 
-def test_files_that_have_changed_are_said_to_have():
-  """Unless a key explains why the text is another one."""
+def test_changed_files_are_named_as_the_cause():
+  """Unless a changed key explains the difference."""
   for changes, said in (({}, True), ({"dataset_path": "other"}, False), ({"tokenizer_type": "bpe"}, False)):
     with pytest.raises(ConfigMismatch) as caught:
       meta.check_config(saved(**changes), Config().flat(), IDENTITY | {"data": "def"})

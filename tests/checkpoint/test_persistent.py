@@ -1,4 +1,4 @@
-"""The persistent tier: what is saved comes back bit by bit, on whatever mesh and layout is asked for."""
+"""The persistent tier: a restored state has the saved bits, on any mesh and in any layout of layers."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_unwritable_directory_is_an_error_and_earlier_checkpoints_stay(tmp_path)
   tier.save(1, toy_state.state(), {})
   tier.wait()
   (tmp_path / "c").rename(tmp_path / "kept")
-  (tmp_path / "c").write_text("no folder")  # root ignores permissions, not this
+  (tmp_path / "c").write_text("no folder")  # unlike permissions, this also stops root
   with pytest.raises(CheckpointError, match=r"step 2 could not be saved in .*Earlier checkpoints are untouched"):
     tier.save(2, toy_state.state(), {})
     tier.wait()
@@ -228,7 +228,7 @@ def test_the_id_of_a_run_stays(tmp_path):
 
 
 def test_a_jump_of_the_wall_clock_does_not_fail_a_save(tmp_path, monkeypatch):
-  """As when a clock is corrected or a machine wakes up: Orbax measures its waits with time.time."""
+  """The clock is corrected, or the machine wakes up. Orbax measures its waits with time.time."""
   calls, real = itertools.count(), time.time
 
   def jumping() -> float:
@@ -254,12 +254,12 @@ def test_retention_goes_on_although_an_older_meta_is_damaged(tmp_path):
     tier.close()
     if step == 2:
       (tmp_path / "c" / "1" / "meta.json").write_bytes(b"[")
-  assert tier.steps() == [2, 3, 4]  # 2 is the best of those whose loss is known
+  assert tier.steps() == [2, 3, 4]  # step 2 has the best known loss
   assert any("1 counts as one without an evaluation loss: meta.json is damaged" in line for line in lines)
 
 
 class OtherProcess(SingleWorld):
-  """A process that is not the primary, as it reads the folder."""
+  """A process that is not the primary."""
 
   rank, size, is_primary = 1, 2, False
 

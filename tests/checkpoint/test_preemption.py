@@ -16,7 +16,7 @@ from trainer.world import SINGLE_WORLD
 
 
 class Signalled(Signals):
-  """Signals that were never received, or one that was."""
+  """Signals of which none, or one, was received."""
 
   noticed = False
 
@@ -45,7 +45,7 @@ def test_switched_off_there_is_no_request(key):
 def test_four_processes_agree_on_the_step(tmp_path):
   processes = Processes("preempted", tmp_path, 4)
   wait_for_text(processes, 2, "step 5\n")
-  processes.processes[2].send_signal(signal.SIGTERM)  # one of them, as when a single host is reclaimed
+  processes.processes[2].send_signal(signal.SIGTERM)  # only to one process, as when a single host is reclaimed
   texts = processes.finish()
   stops = [re.findall(r"stopped at (\d+), committed (\d+)", text) for text in texts]
   assert stops[0] and all(stop == stops[0] for stop in stops)

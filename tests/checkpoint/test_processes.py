@@ -1,4 +1,4 @@
-"""Both tiers over four processes joined by jax.distributed: lost hosts, lost slices, other worlds, bytes read."""
+"""Both tiers over four processes of one JAX world: lost hosts, lost slices, other numbers of processes, bytes read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def test_worlds_of_other_sizes_resume(tmp_path):
   cfg = toy_state.config(
     enable_emergency_checkpoint=True, local_checkpoint_directory=str(tmp_path / "shared"), local_checkpoint_period=1
   )
-  tiers = Tiers(cfg, str(tmp_path / "run"), world=SingleWorld())  # one process with eight devices: this one
+  tiers = Tiers(
+    cfg, str(tmp_path / "run"), world=SingleWorld()
+  )  # this process is a world of one process with eight devices
   restored = tiers.restore_newest(toy_state.abstract(toy_state.values(), toy_state.mesh(4, 2)))
   assert (restored.step, restored.tier) == (3, "emergency")
   toy_state.assert_same_bits(restored.state, toy_state.values(3))

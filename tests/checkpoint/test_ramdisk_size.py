@@ -1,4 +1,4 @@
-"""The ramdisk's size: the guide's example, and what the tier really writes."""
+"""The size of the ramdisk: the example of the guide, and the bytes that the tier writes."""
 
 from __future__ import annotations
 
@@ -35,4 +35,4 @@ def test_hosts_share_a_slice():
   whole = ramdisk_size.ramdisk_exact(abstract, jax.devices()[:4], lambda device: 0, copies=1)[0]
   by_host = ramdisk_size.ramdisk_exact(abstract, jax.devices()[:4], lambda device: device.id // 2, copies=1)
   assert sum(by_host.values()) == whole >= state_tree.state_bytes(abstract)
-  assert by_host[0] > by_host[1] > 0.3 * whole  # what is replicated is the first host's to write
+  assert by_host[0] > by_host[1] > 0.3 * whole  # the first host writes the replicated arrays

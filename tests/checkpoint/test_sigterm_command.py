@@ -1,4 +1,4 @@
-"""A share of the signals of end_to_end/sigterm.py, to the real command."""
+"""Some signals of end_to_end/sigterm.py, on the real command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_sigterm_at_random_moments_loses_repeats_and_changes_nothing(tmp_path):
 
 
 class Fake:
-  """A process that has ended as told when it gets the signal."""
+  """A process that ends with a given code when it gets the signal."""
 
   pid = os.getpid()
 

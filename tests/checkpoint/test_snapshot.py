@@ -1,4 +1,4 @@
-"""Host-memory snapshots: one copy per slice, restored onto whatever slices live."""
+"""Host-memory snapshots: one copy per slice, restored onto the slices that are alive."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def newest(s):
 
 @pytest.mark.parametrize("alive", [{0}, {3}, {1, 2}, {0, 1, 2, 3}])
 @pytest.mark.parametrize("data,fsdp,first", [(4, 2, 0), (2, 2, 4), (1, 2, 6), (1, 8, 0), (2, 4, 0)])
-def test_restores_onto_the_slices_that_live(alive, data, fsdp, first):
+def test_restores_onto_the_slices_that_are_alive(alive, data, fsdp, first):
   target = toy_state.abstract(toy_state.values(), toy_state.mesh(data, fsdp, first))
   s = taken(1, 2)
   s.begin_attempt(slices(), alive)
@@ -122,7 +122,7 @@ def test_a_state_that_is_not_finite_leaves_the_older_snapshot():
 
 
 def broken_replica(x: jax.Array, device: jax.Device) -> jax.Array:
-  """x with one bit turned in the shard of one device."""
+  """x with one flipped bit in the shard of one device."""
   buffers = []
   for shard in x.addressable_shards:
     data = np.array(shard.data)
@@ -145,7 +145,7 @@ def test_replicas_that_differ_are_noticed_and_not_kept():
   assert recorder.events[-1] == ("replicas_differ", {"step": 2, "slice": 2, "array": "params.embedding"})
 
 
-def test_a_copy_damaged_in_memory_is_passed_over():
+def test_a_copy_damaged_in_memory_is_skipped():
   recorder = toy_state.Recorder()
   s = taken(3, recorder=recorder)
   copies = s._whole.copies[0]
@@ -160,8 +160,8 @@ def test_a_copy_damaged_in_memory_is_passed_over():
   assert "low does not have the fingerprint" in reason
 
 
-def test_a_copy_that_cannot_be_read_is_passed_over_and_kept(monkeypatch):
-  """The slice that holds the copy has died without notice: reading it raises; the other slices' copies are used."""
+def test_a_copy_that_cannot_be_read_is_skipped_and_kept(monkeypatch):
+  """The slice that holds the copy has died unnoticed. Reading raises, so the copies of other slices are used."""
   s = taken(3)
   dead = next(iter(s._whole.copies[0].values()))
   put = jax.device_put
@@ -183,7 +183,7 @@ def test_a_slice_without_a_full_copy_is_refused():
     made().save(1, toy_state.state(1, toy_state.mesh(1, 8)), {})
 
 
-def test_the_memory_of_a_lost_slice_does_not_come_back_with_it():
+def test_a_replaced_slice_has_no_copy():
   s = made()
   s.save(5, toy_state.state(5, toy_state.mesh(4, 2)), {})
   s.confirm(5)
@@ -252,7 +252,7 @@ def test_a_silent_slice_that_is_lost_does_not_hold_up_the_others_copies(silent_s
 
 
 def test_recovery_waits_a_limited_time_for_a_copy(silent_slice, monkeypatch):
-  """Arrays of a slice that hangs never come, also where nobody has noticed which slice it is."""
+  """The arrays of a hanging slice are never ready, even before the slice is known."""
   recorder = toy_state.Recorder()
   monkeypatch.setattr(snapshot, "RECOVERY_WAIT_SECONDS", 0.3)
   s = taken(1, recorder=recorder)
@@ -269,7 +269,7 @@ def test_recovery_waits_a_limited_time_for_a_copy(silent_slice, monkeypatch):
 
 
 def test_recovery_does_not_wait_for_a_copy_of_a_step_that_was_not_recorded(silent_slice):
-  """In a step that hangs no slice has results, and the step is repeated anyway."""
+  """No slice has results of a step that hangs, and the step is repeated."""
   s = taken(1)
   silent_slice()
   s.save(2, toy_state.state(2, toy_state.mesh(4, 2)), {})

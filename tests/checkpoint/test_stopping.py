@@ -42,7 +42,7 @@ def test_ctrl_c_between_steps_is_130_with_one_line(make, keys):
   assert command.wait_until(process, lambda: len(run.events("init_done")) == 2)
   process.send_signal(signal.SIGINT)
   assert process.wait(60) == 130
-  assert run.losses()  # raises if a step done again has another loss
+  assert run.losses()  # raises if a repeated step has another loss
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 42)], ids=["SIGINT", "SIGTERM"])
@@ -51,7 +51,7 @@ def test_a_signal_in_the_first_compilation_ends_the_process_at_once(make, number
   run = make("steps=9", "base_num_decoder_layers=60", "scan_layers=false", "jax_cache_dir=")
   process = run.start()
   assert command.wait_until(process, lambda: bool(run.events("attempt_start")))
-  time.sleep(1)  # by now it is in the compiler
+  time.sleep(1)  # the process is in the compiler now
   begin = time.monotonic()
   process.send_signal(number)
   assert process.wait(60) == code, run.printed[-4000:]
@@ -63,7 +63,7 @@ def test_a_signal_in_the_first_compilation_ends_the_process_at_once(make, number
 def test_ctrl_c_before_the_run_is_130_without_a_traceback(make, tmp_path):
   run = make(*write_text(tmp_path, lines=400_000), "steps=2")
   process = run.start()
-  assert command.wait_until(process, lambda: (tmp_path / "tokens").is_dir())  # it is tokenising
+  assert command.wait_until(process, lambda: (tmp_path / "tokens").is_dir())  # the process tokenises the text
   process.send_signal(signal.SIGINT)
   assert process.wait(60) == 130, run.printed[-4000:]
   assert run.printed.splitlines() == ["Interrupted."] and not run.directory.exists()
@@ -144,7 +144,7 @@ def test_sigterm_to_a_bash_wrapper_is_42(tmp_path, cache, how):
 
 
 def test_sigterm_to_the_group_of_a_bash_wrapper_is_one_notice(tmp_path, cache):
-  """As `timeout` and tini -g do. bash itself ends at once; the command must still save and commit."""
+  """`timeout` and tini -g signal the whole group. bash ends at once; the command must still save and commit."""
   run = Run(tmp_path / "a", [*KEYS, cache, f"steps={ENDLESS}"])
   line = " ".join([sys.executable, "-m trainer", *run.argv()]) + "; echo ended with $?"
   with run.log.open("wb") as log:

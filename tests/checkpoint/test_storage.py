@@ -1,4 +1,4 @@
-"""Storage that fails under a running job: full, read-only. The error is raised, what was saved before stays good."""
+"""Storage that fails during a run: full, or read-only. The error is raised, and earlier checkpoints stay good."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def disk(tmp_path):
-  """mount(size) -> a file system of its own; remount(option) changes it."""
+  """disk(size) returns the folder of a new file system of `size` bytes; remount(option) changes it."""
   mounted = []
 
   def mount(size: int):
@@ -71,7 +71,7 @@ def save_until_it_fails(tiers, first: int, last: int) -> int:
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_persistent_disk_full(disk, asynchronous):
-  path = disk(5 * MIB)  # four copies of 1 MiB, and not five
+  path = disk(5 * MIB)  # space for four copies of 1 MiB, not for five
   options = {"async_checkpointing": asynchronous, "max_num_checkpoints_to_keep": 9}
   tiers = make(path, **options)
   failed = save_until_it_fails(tiers, 1, 6)
@@ -125,7 +125,7 @@ def test_ramdisk_full(disk):
 
 
 def test_ramdisk_of_two_copies_is_enough(disk):
-  path = disk(int(2.3 * MIB))  # 2 x 1.15: the seed guide's rule
+  path = disk(int(2.3 * MIB))  # 2 x 1.15: the rule of the guide
   tiers = emergency(path)
   for step in range(1, 7):
     tiers.maybe_save(step, state(step), {})

@@ -1,4 +1,4 @@
-"""Who saves when, and that the newest good state is found."""
+"""When each tier saves, and which state a restore chooses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_saves_at_the_period_and_at_the_end(tmp_path):
   assert run(tmp_path / "even", 4) == [2, 4]
 
 
-def test_off_means_no_files(tmp_path):
+def test_without_checkpointing_there_are_no_files(tmp_path):
   assert run(tmp_path, 4, enable_checkpointing=False) == []
   assert make(tmp_path, enable_checkpointing=False).restore_newest(target()) is None
   assert list(tmp_path.iterdir()) == []
@@ -62,7 +62,7 @@ def test_restores_the_newest(tmp_path):
   assert recorder.lines == [f"Found commit_success file. Keeping {path}/.", f"Restoring checkpoint from {path}."]
 
 
-def test_falls_back_past_damage_and_keeps_it_aside(tmp_path):
+def test_a_damaged_checkpoint_is_skipped_and_moved_aside(tmp_path):
   run(tmp_path, 6)
   root = tmp_path / "checkpoints"
   (root / "6" / "meta.json").unlink()
@@ -78,7 +78,7 @@ def test_falls_back_past_damage_and_keeps_it_aside(tmp_path):
   ]  # fmt: skip
   assert (aside / "6.reason.txt").read_text() == "meta.json is missing\n"
   assert "checkpoint_rejected" in recorder.kinds()
-  assert tiers.maybe_save(6, toy_state.state(60), {})  # the step is free again
+  assert tiers.maybe_save(6, toy_state.state(60), {})  # the step can be saved again
   tiers.close()
   toy_state.assert_same_bits(make(tmp_path).restore_newest(target()).state, toy_state.values(60))
 
@@ -127,7 +127,7 @@ def test_close_raises_the_error_of_a_save(tmp_path):
     tiers.close()
 
 
-def test_close_does_not_hide_why_the_attempt_ends(tmp_path):
+def test_close_does_not_hide_the_error_of_the_attempt(tmp_path):
   recorder = toy_state.Recorder()
   tiers = make(tmp_path, recorder)
   state = toy_state.state(2)

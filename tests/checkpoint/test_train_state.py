@@ -1,4 +1,4 @@
-"""The real training state: saved with stacked layers, wanted apart, and the other way round, for every optimizer."""
+"""The real training state: saved with stacked, restored with separate layers, and the reverse; every optimizer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def build(opt_type: str, scan: bool, devices: int, *keys: str) -> program.Progra
 
 
 def numbered(state):
-  """A state of these shapes in which every array has its own numbers: none can be mistaken for another."""
+  """A state of these shapes. Every array has different numbers, so a swap of two arrays is detected."""
   count = 0
 
   def fill(x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -39,7 +39,7 @@ def numbered(state):
 
 
 def by_layer(state) -> dict[str, np.ndarray]:
-  """{name with the layer's number: array}, whether the layers are stacked or apart."""
+  """{name with the number of the layer: array}, for stacked and for separate layers."""
   found = {}
   for path, x in jax.tree_util.tree_leaves_with_path(state):
     name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -66,7 +66,7 @@ def save_and_restore(path, opt_type: str, saved_scan: bool, *keys: str):
   ("opt_type", "saved_scan"),
   [("adamw", True), ("adamw", False), ("muon", True), ("sgd", False), ("adafactor", True), ("adafactor", False)],
 )
-def test_layers_stacked_and_apart(tmp_path, opt_type, saved_scan):
+def test_stacked_and_separate_layers(tmp_path, opt_type, saved_scan):
   saved, restored = save_and_restore(tmp_path, opt_type, saved_scan)
   assert saved.keys() == restored.keys()
   assert any("layers/1/" in name and not name.startswith("params") for name in saved)
@@ -75,7 +75,7 @@ def test_layers_stacked_and_apart(tmp_path, opt_type, saved_scan):
 
 
 @pytest.mark.parametrize("saved_scan", [True, False])
-def test_a_single_layer_stacked_and_apart(tmp_path, saved_scan):
+def test_a_single_layer_stacked_and_separate(tmp_path, saved_scan):
   saved, restored = save_and_restore(tmp_path, "adamw", saved_scan, "base_num_decoder_layers=1")
   assert saved.keys() == restored.keys()
   for name, values in saved.items():
@@ -92,7 +92,7 @@ OTHER_VALUES = {
 
 
 @pytest.mark.parametrize("key", OTHER_VALUES)
-def test_the_arrays_change_with_the_keys_that_are_said_to_change_them(key):
+def test_the_keys_of_changes_state_change_the_arrays(key):
   shapes = []
   for keys in ([], [f"{key}={OTHER_VALUES[key]}"]):
     arrays = state_tree.describe(state_tree.flatten(build("adamw", True, 1, *keys).state))

@@ -1,4 +1,4 @@
-"""The option for XLA's CPU compiler: it reaches the compiler, and a user's own stand."""
+"""The option for the CPU compiler of XLA: it reaches the compiler, and flags of the user stay unchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_option_is_added_unless_the_user_sets_this_flag(given, expected):
 
 
 def test_the_compiler_makes_less_of_a_loop():
-  """A name that it does not know would change nothing, without a word."""
+  """The compiler ignores unknown names silently, so the effect must be measured."""
   sizes = []
   for flags in ("", OURS):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}

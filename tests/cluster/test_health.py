@@ -36,7 +36,7 @@ def test_the_program_is_compiled_once_per_slice_and_never_counted(slices):
 
 
 def test_a_slice_that_failed_gets_a_new_program(slices, monkeypatch):
-  """An executable may belong to an earlier life of the slice."""
+  """An executable may belong to the slice before its replacement."""
   made, failures = [], []
 
   def compile(devices):

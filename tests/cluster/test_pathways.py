@@ -1,6 +1,6 @@
 """The Pathways cluster on CPU devices that are given slice indices, with health checks that fail or hang on command.
 
-There is no Pathways server to run locally; docs/elastic.md lists what these tests therefore do not show.
+There is no Pathways server to run locally; docs/elastic.md lists what these tests cannot show.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def test_a_silent_slice_is_lost_once_the_loop_gives_it_up(slices):
   view = cluster.view(cluster.alive())
   slices.hang(1)
   assert cluster.alive() == {0, 2, 3}
-  assert cluster.died(view) == frozenset()  # silence alone is no death: the hang may end
+  assert cluster.died(view) == frozenset()  # a silent slice is not dead yet: the hang may end
   assert cluster.lost(view) == {1}
   slices.release(1)
   until(lambda: cluster.alive() == {0, 1, 2, 3})
@@ -231,7 +231,7 @@ def test_a_lost_proxy_is_not_a_lost_slice(slices):
   for ask in (cluster.alive, lambda: cluster.lost(view), lambda: cluster.wait_for(1, timeout=10)):
     with pytest.raises(ProxyLost, match="terminated"):
       ask()
-  # The error of the step may be an ambiguous one; the health check then finds out.
+  # The error of the step may be ambiguous. The health check then decides.
   for text in (PROXY_LOST, "UNAVAILABLE: Socket closed"):
     error = jax.errors.JaxRuntimeError(text)
     assert classify(error, cluster, view).kind is Kind.DISCONNECTED
@@ -257,7 +257,7 @@ def test_an_error_array_flows_through_a_step_and_is_a_slice_loss(slices):
   step = jax.jit(lambda x: jnp.sum(x * x))
   for text, kind in (("DATA_LOSS: slice down", Kind.SLICE_DOWN), ("INTERNAL: kernel failed", Kind.UNKNOWN)):
     bad = transfer.make_error_array(jax.ShapeDtypeStruct((8,), np.dtype("float32"), sharding=sharding), text)
-    loss = step(bad)  # the error surfaces where somebody waits for the result
+    loss = step(bad)  # the thread that waits for the result gets the error
     view = cluster.view({0, 1, 2, 3})
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
       cluster.block_until_ready(loss, view)

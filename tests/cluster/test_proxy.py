@@ -27,7 +27,7 @@ def free_port():
 
 @pytest.fixture
 def started(monkeypatch):
-  """Replaces JAX's part; holds what was called."""
+  """Replaces the calls to JAX and records them."""
   calls = []
   monkeypatch.setattr(proxy.pathwaysutils, "initialize", lambda: calls.append("initialize"))
   monkeypatch.setattr(proxy.jax, "devices", lambda: calls.append("devices") or ["device"])

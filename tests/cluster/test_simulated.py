@@ -20,7 +20,7 @@ from trainer.config.schema import ClusterSection
 
 
 class Clock:
-  """A clock that moves only by sleeping."""
+  """A clock that only `sleep` moves."""
 
   def __init__(self):
     self.now = 0.0
@@ -125,7 +125,7 @@ def test_a_lost_slice_fails_the_step_asynchronously_and_only_that_step():
   with pytest.raises(jax.errors.JaxRuntimeError, match=r"DATA_LOSS: simulated loss of slices \[2\]") as caught:
     simulated.block_until_ready((new_weight, loss), view)
   assert runtime_errors.slices_lost(str(caught.value)) == {2}
-  with pytest.raises(jax.errors.JaxRuntimeError):  # what was computed from it stays lost
+  with pytest.raises(jax.errors.JaxRuntimeError):  # arrays that were computed from it stay lost
     simulated.block_until_ready(step(new_weight, batch), view)
   np.testing.assert_array_equal(weight, np.ones((8, 8)))  # the input is intact
 
@@ -175,7 +175,7 @@ def test_waiting_brings_a_replacement_unless_the_slice_has_its_own_time():
 
 
 def blocked(arrays):
-  """A thread that waits for the arrays, and is still waiting."""
+  """A thread that waits for the arrays and is still waiting."""
   thread = threading.Thread(target=lambda: jax.block_until_ready(arrays), daemon=True)
   thread.start()
   thread.join(0.3)

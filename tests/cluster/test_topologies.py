@@ -1,4 +1,4 @@
-"""Names and shapes of TPU slices. No compiler is asked: some shapes end its process."""
+"""Names and shapes of TPU slices. The compiler is not called, because some shapes end its process."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(scope="package")
 def harness(tmp_path_factory):
-  """One set of compiled steps for all runs; their steps must therefore be those of elastic_histories.KEYS."""
+  """A harness whose runs share compiled steps. All runs must have the number of steps of elastic_histories.KEYS."""
   from end_to_end.elastic_harness import Harness
 
   return Harness(tmp_path_factory.mktemp("runs"))

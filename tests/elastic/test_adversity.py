@@ -58,7 +58,7 @@ EVALUATED = [*KEYS, DEGRADE, "eval_interval=6", "eval_steps=2"]
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("at", [6, STEPS])
 def test_a_slice_lost_in_an_evaluation(harness, undisturbed_run, at):
-  """The step is done again, so that no evaluation is missing, nor the last checkpoint."""
+  """The step is repeated, so that neither the evaluation nor the last checkpoint is missing."""
 
   def lose_a_slice_in_the_second_batch(session, cluster):
     read, asked = session.data.evaluation.batch, []
@@ -115,13 +115,13 @@ def test_every_event_leaves_its_whole_record(harness, undisturbed_run):
     assert 0 < record["first_step_seconds"] < record["seconds"]
   starts, ready = history.of_kind("attempt_start"), history.of_kind("init_done")
   assert len(starts) == len(ready) == 3
-  for start, done in list(zip(starts, ready))[1:]:  # an attempt's start-up time is its own, not the steps' before it
+  for start, done in list(zip(starts, ready))[1:]:  # the start-up time of an attempt does not include earlier steps
     assert done["seconds"] <= done["monotonic"] - start["monotonic"] + 0.001
 
 
 @pytest.mark.timeout(900)
-def test_sigterm_while_a_replacement_is_waited_for(harness, undisturbed_run):
-  """Those that live save what they hold: nothing more is computed, and nothing is lost."""
+def test_sigterm_during_the_wait_for_a_replacement(harness, undisturbed_run):
+  """The living slices save their state. No further step is computed, and no step is lost."""
 
   def send_sigterm_while_waiting(session, cluster):
     wait_for = cluster.wait_for
@@ -144,7 +144,7 @@ def test_sigterm_while_a_replacement_is_waited_for(harness, undisturbed_run):
 
 @pytest.mark.timeout(900)
 def test_an_attempt_that_fails_at_its_start_leaves_no_thread(harness, monkeypatch):
-  """Whatever was opened is closed, wherever the attempt ends."""
+  """Every opened part is closed, wherever the attempt ends."""
 
   def fail(*arguments):
     raise RuntimeError("the records cannot be opened")
@@ -162,7 +162,7 @@ def test_an_attempt_that_fails_at_its_start_leaves_no_thread(harness, monkeypatc
 
 @pytest.mark.timeout(900)
 def test_evaluations_do_not_count_as_step_time_in_a_resize_decision(harness):
-  """A slow evaluation would otherwise make the steps look slow, and a resize look worth its cost."""
+  """Otherwise, after a slow evaluation, steps would seem slow and a resize would seem worth its cost."""
   seen = []
 
   def slow_down_evaluations(session, cluster):
@@ -183,7 +183,7 @@ def test_evaluations_do_not_count_as_step_time_in_a_resize_decision(harness):
 @pytest.mark.parametrize("mode", [DEGRADE, FIXED])
 @pytest.mark.parametrize("step", [1, 2, 7])
 def test_a_real_hang_is_recovered_from_with_snapshots_on(harness, undisturbed_run, mode, step):
-  """Arrays that are never ready: neither the snapshot of the step nor its record can be whole, and both are redone."""
+  """The arrays are never ready, so snapshot and record of the step cannot be complete. Both are repeated."""
   history = harness.run("hang", [*KEYS, mode, f"fault_injection=hang@{step}:1", "elastic_hang_check_seconds=0.3"])
   check(history, undisturbed_run, 0 if mode == FIXED else 1e-5)
   recovery = history.of_kind("recovery")[0]

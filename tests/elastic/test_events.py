@@ -88,14 +88,14 @@ def test_permanent_errors_are_not_retried_on_healthy_slices(cluster, text):
 @pytest.mark.parametrize("text", PERMANENT)
 @pytest.mark.parametrize("outage", ["lose", "hang", "lose and return"])
 def test_a_missing_slice_outweighs_a_permanent_error(cluster, text, outage):
-  """After a loss the runtime may raise any text: a half-dead program finds deleted buffers and failed checks."""
+  """After a loss the runtime may raise any text, for example about deleted buffers or failed checks."""
   view = cluster.view(cluster.alive())
   (cluster.hang if outage == "hang" else cluster.lose)(1)
   if outage == "lose and return":
     cluster.give_back(1)
   event = classify(runtime_error(text), cluster, view)
   assert event.kind is Kind.SLICE_DOWN and event.lost == {1} and "slices [1] are lost" in event.reason
-  rest = cluster.view({0, 2, 3})  # a slice outside the view explains nothing
+  rest = cluster.view({0, 2, 3})  # a slice outside the view cannot be the cause
   assert classify(runtime_error(text), cluster, rest).kind is Kind.DETERMINISTIC
 
 
@@ -106,7 +106,7 @@ def test_ambiguous_errors_need_a_missing_slice(cluster, text):
   assert event.kind is Kind.UNKNOWN and "every slice is alive" in event.reason
   cluster.lose(1)
   assert classify(runtime_error(text), cluster, view).kind is Kind.SLICE_DOWN
-  rest = cluster.view(cluster.alive())  # a slice outside the view explains nothing
+  rest = cluster.view(cluster.alive())  # a slice outside the view cannot be the cause
   assert classify(runtime_error(text), cluster, rest).kind is Kind.UNKNOWN
 
 
@@ -141,7 +141,7 @@ def test_a_hang_names_the_silent_slices(cluster):
 
 
 def test_a_hang_that_has_ended_meanwhile_still_costs_the_named_slices(cluster):
-  """The loop gives the attempt up: all parts must agree on the slices that this event has cost."""
+  """The loop ends the attempt, so all parts must agree on the lost slices of this event."""
   view = cluster.view(cluster.alive())
   event = classify(SliceHang("step 4 ...", [3]), cluster, view)
   assert event.kind is Kind.HANG and event.lost == {3}

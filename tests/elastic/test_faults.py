@@ -109,7 +109,7 @@ def test_each_fault_happens_once_at_the_first_moment_of_its_kind():
     injector.at("step", step)
     if step in (3, 6):
       injector.at("save", step)
-    if step == 5:  # steps 4 and 5 are computed once more
+    if step == 5:  # steps 4 and 5 are repeated
       injector.at("step", 4)
       injector.at("step", 5)
   assert slices.calls == [("lose", 1, None), ("give_back", 1), ("hang", 0, None), ("lose", 2, 7.0)]
@@ -172,7 +172,9 @@ def test_random_faults_are_reproducible_and_spare_one_slice(seed, rate, num_slic
   assert len(lost) < num_slices
   down = set()
   for fault in faults:
-    (down.add if fault.kind == "slice_down" else down.remove)(fault.slice)  # never lost twice, never given back alive
+    (down.add if fault.kind == "slice_down" else down.remove)(
+      fault.slice
+    )  # no slice is lost twice or returned while it is alive
   assert [f.step for f in faults] == sorted(f.step for f in faults)
 
 

@@ -1,4 +1,4 @@
-"""The two guides for elastic runs on Pathways, replayed with the real command on simulated slices of a shrunk model."""
+"""The two guides for elastic runs on Pathways, repeated with the real command, simulated slices and a smaller model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def trainer(directory, name, *keys):
 
 @pytest.mark.timeout(900)
 def test_a_restore_on_a_fixed_mesh_rewinds_to_the_last_checkpoint(tmp_path):
-  """The flags are the guide's but for the model's size, the number of steps, and what plays the failing slice."""
+  """The flags of the guide, except for the model size, the number of steps and the injected fault."""
   flags = """model_name=qwen3-0.6b dataset_type=synthetic per_device_batch_size=1 max_target_length=32 attention=flash
     remat_policy=full steps=160 enable_checkpointing=true checkpoint_period=100 enable_single_controller=True
     elastic_enabled=true elastic_timeout_seconds=300 elastic_max_retries=10"""
@@ -57,7 +57,7 @@ def test_a_restore_on_a_fixed_mesh_rewinds_to_the_last_checkpoint(tmp_path):
 
 @pytest.mark.timeout(900)
 def test_three_slices_two_and_three_again(tmp_path):
-  """The other guide's flags with fewer steps, without checkpoints. Its awk script is unchanged."""
+  """The flags of the other guide with fewer steps and without checkpoints. The awk script is unchanged."""
   flags = """per_device_batch_size=4 enable_checkpointing=false remat_policy=full global_parameter_scale=8 steps=300
     max_target_length=32 use_iota_embed=true reuse_example_batch=1 dataset_type=synthetic attention=flash
     gcs_metrics=True enable_pathways_goodput=True"""

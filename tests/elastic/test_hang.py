@@ -1,4 +1,4 @@
-"""Waits that notice slices which do not answer."""
+"""Waits that detect slices that do not answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHECK, SILENCE = 0.0625, 0.5  # seconds
 
 
 class Guarded:
-  """A guard on four slices, whose health check answers `alive`, and work that ends with `release`."""
+  """A guard on four slices: the health check returns `alive`, and the work ends with `release`."""
 
   def __init__(self):
     devices = jax.devices()
@@ -29,7 +29,7 @@ class Guarded:
     self.ended = threading.Event()
 
   def answer(self, *answers):
-    """The health checks answer these sets of slices, the last one again and again."""
+    """The health checks return these sets of slices in turn; after that, always the last set."""
     rest = list(answers)
     self.cluster.alive = lambda: frozenset(rest.pop(0) if len(rest) > 1 else rest[0])
 

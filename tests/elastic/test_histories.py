@@ -1,4 +1,4 @@
-"""A share of the random fault histories, on the real training loop; end_to_end/elastic_histories.py runs a thousand."""
+"""Some random fault histories on the real training loop. end_to_end/elastic_histories.py runs a thousand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_history_loses_nothing(harness, undisturbed_run, seed):
 
 
 def test_the_check_reports_a_broken_run(harness, undisturbed_run):
-  """A run on other data, with other numbers: every promise but completion is broken."""
+  """A run on other data, with other numbers: it completes, and breaks every other rule."""
   other = harness.run("other", [*elastic_histories.KEYS, "data_shuffle_seed=1"])
   broken = elastic_histories.check(other, undisturbed_run, fixed_mesh=True)
   assert any("other examples" in line for line in broken)

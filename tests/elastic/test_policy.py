@@ -25,12 +25,12 @@ def test_an_attempt_with_new_steps_is_followed_at_once():
   policy.failed()
   policy.completed(1)
   assert policy.failed() == 0.0
-  assert policy.failed() == 1.0  # the pauses begin anew too
+  assert policy.failed() == 1.0  # the pauses start again at the first length
 
 
 def test_progress_resets_the_count():
   policy = RetryPolicy(max_attempts=3, reset_steps=4, backoff_seconds=0.0)
-  for first in range(1, 400, 4):  # for ever, as long as it gets on
+  for first in range(1, 400, 4):  # without a limit, as long as it makes progress
     for step in range(first, first + 4):
       policy.completed(step)
     assert policy.attempt == 1
@@ -106,7 +106,7 @@ def test_every_step_of_a_small_state_has_a_snapshot_whatever_it_costs():
 
 
 def run_steps(policy, steps, step_seconds, cost, first=1, waits=False, noise=lambda: 0.0):
-  """Steps of step_seconds, and `cost` more after a snapshot, or (waits) when one is made; the snapshots' steps."""
+  """The steps with a snapshot. A step takes step_seconds, plus `cost` after a snapshot or (waits) during a snapshot."""
   taken = []
   for step in range(first, first + steps):
     if policy.due(step):
@@ -136,7 +136,7 @@ def test_snapshots_become_frequent_again_when_they_get_cheap():
 @pytest.mark.parametrize("cost", [0.02, 0.05, 0.3])
 @pytest.mark.parametrize("noise", [0.005, 0.02, 0.05, 0.15])
 def test_noise_makes_no_snapshot_look_free(cost, noise):
-  """Of 2,500 steps the snapshots cost the allowed 1 %, or hardly more, however the steps' own times scatter."""
+  """In 2,500 steps, snapshots cost the allowed 1 % or little more, even if the step times scatter widely."""
   for seed in range(5):
     normal = random.Random(seed)
     policy = SnapshotPolicy(period=0, max_overhead=0.01, state_bytes=LARGE)
@@ -162,7 +162,7 @@ def test_free_snapshots_of_a_large_state_are_left_out_only_to_measure():
 
 
 def test_another_attempt_drops_old_measurements():
-  """Half as many slices, steps twice as long: the old ones would make each snapshot cost a whole step."""
+  """With half the slices a step takes twice as long. Compared with old times, a snapshot would seem to cost a step."""
   policy = SnapshotPolicy(period=0, max_overhead=0.01, state_bytes=LARGE)
   run_steps(policy, 400, step_seconds=1.0, cost=0.0)
   policy.restarted()

@@ -106,7 +106,7 @@ def test_no_replacement_in_time_ends_the_run():
     "slice_down@7:1, slice_down@7:2:recovery, slice_down@7:3:recovery",
     "slice_down@7:1:snapshot",
     "slice_down@10:1:save",
-    "slice_down@7:1, slice_up@7:1",  # back before anybody noticed, but with empty memory
+    "slice_down@7:1, slice_up@7:1",  # returned before the loss was detected, with empty memory
     "slice_down@7:1, slice_up@7:1:recovery",
     "slice_down@3:1, slice_up@5:1, slice_down@6:1, slice_up@8:1, slice_down@9:1, slice_up@9:1",  # flapping
     "slice_down@7:0, slice_down@9:1, slice_down@11:2, slice_up@13:0, slice_up@14:1, slice_up@15:2",
@@ -177,7 +177,7 @@ def test_a_hang_that_ends_after_the_health_check_costs_a_recovery(undisturbed):
   assert recovery["slice"] == [2] and recovery["steps_lost"] == 0
 
 
-def test_slices_that_died_while_others_were_waited_for_have_no_copy_to_restore(undisturbed):
+def test_slices_that_died_during_a_wait_have_no_copy_to_restore(undisturbed):
   """Slice 1 dies; while its replacement is waited for, slice 2 dies and is replaced too."""
   toy, clock = ToyRun(), Clock()
   cluster = simulated_cluster(4, clock)
@@ -195,10 +195,10 @@ def test_slices_that_died_while_others_were_waited_for_have_no_copy_to_restore(u
   assert toy.losses == undisturbed.losses
 
 
-def test_returned_slices_that_do_not_answer_any_more_are_no_event(undisturbed):
+def test_returned_slices_that_no_longer_answer_are_no_event(undisturbed):
   toy, clock = ToyRun(), Clock()
   cluster = simulated_cluster(4, clock)
-  cluster.returned = lambda view: frozenset({1}) if len(toy.losses) == 10 else frozenset()  # an old answer
+  cluster.returned = lambda view: frozenset({1}) if len(toy.losses) == 10 else frozenset()  # an outdated answer
   train(toy, "slice_down@7:1/inf", cluster=cluster, clock=clock)
   same_run(toy, undisturbed)
   assert not records(toy, "slice_up")
@@ -261,7 +261,7 @@ def test_an_unknown_error_is_tried_once_more_and_then_raised():
   assert toy.restores == [(0, "none"), (6, "snapshot")]
 
 
-def test_an_accident_is_survived_with_a_new_compilation(undisturbed):
+def test_an_unknown_error_once_is_recovered_from_with_a_new_compilation(undisturbed):
   toy = ToyRun(cache={})
   toy.fail_at[7] = jax.errors.JaxRuntimeError("INTERNAL: an unexpected error occurred")
   real = toy.restore
@@ -368,7 +368,7 @@ def test_a_returned_outcome_of_preemption_ends_the_loop():
 
 
 def test_every_thread_of_an_attempt_places_arrays_on_a_living_slice():
-  """jax.default_device holds for one thread only; restores, prefetching and compilations run in others."""
+  """jax.default_device applies to one thread. Restores, prefetching and compilations run in other threads."""
   toy, cluster = ToyRun(steps=3), simulated_cluster(4, Clock())
   real, used = toy.attempt, []
 
@@ -413,7 +413,7 @@ def test_a_step_prepared_too_late_is_the_only_program_that_a_recovery_waits_for(
   assert first == [(0, 1, 2, 3), (1, 2, 3)]
   assert len(set(compiled)) == len(compiled), "a step was compiled twice"
   (recovery,) = records(toy, "recovery")
-  assert recovery["compilations"] == 0  # the one that it waited for had begun in the background
+  assert recovery["compilations"] == 0  # the compilation that it waited for had started in the background
   log = (tmp_path / "log.txt").read_text()
   assert "Preparing in the background the steps for slices [1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]." in log
   assert "Prepared the step for slices [1, 2, 3] in " in log

@@ -1,7 +1,7 @@
 """CPU budget of each test folder: measured in every run, printed at its end, and enforced with a margin of two.
 
-CPU seconds (this process and the processes it has waited for) hardly depend on what else the machine does, unlike wall
-time. With N cores a run takes about the sum of the table divided by N.
+CPU seconds are those of this process and of its children that have ended. Unlike wall time, they depend little on other
+work of the machine. With N cores, a run takes about the sum of the table divided by N.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Budgets:
 
   @pytest.hookimpl(wrapper=True)
   def pytest_runtest_makereport(self):
-    """All that was spent since the report before this one, fixtures included."""
+    """Adds the CPU seconds since the previous report, including fixtures."""
     report = yield
     now = cpu_seconds()
     report.cpu_seconds, self._last = now - self._last, now

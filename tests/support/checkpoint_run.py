@@ -1,7 +1,7 @@
 """A toy training run that resumes by itself, and a server that starts many of them without importing JAX each time.
 
 `python -m tests.support.checkpoint_run` reads lines "folder steps" and for each forks a process that does the run; it
-prints "started PID", and "ended STATUS" when that process is gone. JAX is imported before the fork, used only after it.
+prints "started PID", and "ended STATUS" when that process has ended. JAX is imported before the fork and used after it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer.checkpoint import Tiers
 
 
 def train(folder: Path, steps: int) -> None:
-  """Steps until done, with a local save at every step and a persistent one at every other."""
+  """Trains to the end, with a local save after every step and a persistent save after every second step."""
   jax.config.update("jax_num_cpu_devices", 8)
   jax.config.update("jax_compilation_cache_dir", str(folder.parent / "cache"))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -49,7 +49,7 @@ def train(folder: Path, steps: int) -> None:
     log.write("\n".join(lines) + "\n")
 
   def update(state):
-    gradient = jnp.sin(state["w"] * 1.7 + state["step"])
+    gradient = jnp.sin(state["w"] * 1.7 + state["step"].astype(jnp.float32))
     m = 0.9 * state["m"] + gradient
     return {"w": state["w"] - 0.01 * m, "m": m, "step": state["step"] + 1}, jnp.sum(gradient)
 

@@ -1,4 +1,4 @@
-"""What the processes of a world do. Slices are pairs of processes: with four, 0 and 1 are slice 0, 2 and 3 slice 1."""
+"""Functions that the processes of a world run. Two processes form a slice: 0 and 1 slice 0, 2 and 3 slice 1."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def wipe(path: Path, *hosts: int) -> None:
 
 
 def refill(path: Path) -> None:
-  """Every host has again what it had saved."""
+  """Gives every host its saved files back."""
   together("before refill")
   shutil.rmtree(host(path), ignore_errors=True)
   shutil.copytree(path / f"copy{jax.process_index()}", host(path))
@@ -92,7 +92,7 @@ def losses(path: Path) -> None:
     refill(path)
   wipe(path, 1, 3)  # both copies of the same parts
   expect(path, 2, "persistent")
-  wipe(path, 0, 2)  # and with these every local copy
+  wipe(path, 0, 2)  # now every local copy is lost
   expect(path, 2, "persistent")
   refill(path)
   swap(path)
@@ -100,7 +100,7 @@ def losses(path: Path) -> None:
 
 
 def swap(path: Path) -> None:
-  """Hosts come back in another order: what a process finds on its disk is another process's part."""
+  """Hosts return in another order: a process finds the files of another process on its disk."""
   me, count = jax.process_index(), jax.process_count()
   shutil.rmtree(host(path))
   together("swap")
@@ -167,7 +167,7 @@ def count_bytes(path: Path) -> None:
 
 
 def resume(path: Path) -> None:
-  """A world of another size finds what another one saved on disks that it shares."""
+  """A world of another size resumes from files of the first world on shared disks."""
   shared = {"local_checkpoint_directory": str(path / "shared")}
   for lost, step, tier in [("none", 3, "emergency"), ("3.*.p[02].*", 2, "emergency"), ("2.*", 2, "persistent")]:
     together(f"before {lost}")
@@ -186,7 +186,7 @@ def save_shared(path: Path) -> None:
 
 
 def preempted(path: Path, signals: Signals) -> None:
-  """Steps until SIGTERM to any process, then one checkpoint at the agreed step."""
+  """Trains until any process gets SIGTERM, then saves one checkpoint at the agreed step."""
   t = tiers(path, enable_emergency_checkpoint=False, checkpoint_period=10**6)
   preemption = Preemption(toy_state.config(), world_lib.of_jax(), signals, log=print)
   state = toy_state.state(0, mesh())

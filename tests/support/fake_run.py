@@ -1,4 +1,4 @@
-"""Synthetic runs for the tests of reports: the real writers under a clock that the test moves."""
+"""Synthetic runs for the tests of reports: the real writers, with a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class FakeRun:
       self.metrics.write_eval(step, self.loss(step) + 0.1)
 
   def lose(self, slice_id: int, step: int, *, resume: int, outage: float = 0.0) -> None:
-    """Slice lost after `step`; training goes on with the others from step `resume`."""
+    """Loses a slice after `step`; training continues on the other slices from step `resume`."""
     self.down += 1
     self.alive.remove(slice_id)
     self.after(0.2, "slice_down", slice=[slice_id], step=step, slices=sorted(self.alive), detect_seconds=0.2)
@@ -100,7 +100,7 @@ class FakeRun:
 
 
 def elastic_run(path, *, steps: int = 60, error: float = 0.0, **start) -> FakeRun:
-  """3 slices, 2 from step 12 on (which is done twice), 3 again from step 31 on, then to the end."""
+  """A run on 3 slices, then 2 from step 12 (which is repeated), then 3 from step 31 to the end."""
   run = FakeRun(path, steps=steps, **start)
   for step in range(1, 13):
     run.step(step)

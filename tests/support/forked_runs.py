@@ -1,4 +1,4 @@
-"""`python -m trainer` from a process that has done the imports: the command in a third of the time.
+"""`python -m trainer`, forked from a process that has imported everything: a third of the time.
 
 `python -m tests.support.forked_runs` reads {"argv", "environment", "log"} as lines of JSON. For each it forks a process
 in which runpy runs the module `trainer` as `python -m` does, and prints its id. {"wait": id} is answered by the wait
@@ -25,7 +25,7 @@ PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent en
 
 
 class Server:
-  """Starts commands; its `start` is a command.Start."""
+  """Starts commands. `Server.start` is a command.Start."""
 
   def __init__(self) -> None:
     from end_to_end import command
@@ -57,7 +57,7 @@ class Server:
 
 
 class Forked:
-  """A process that the server has forked: what command.Process asks for."""
+  """A process that the server has forked. Implements command.Process."""
 
   def __init__(self, server: Server, pid: int) -> None:
     self.pid, self._server, self._code = pid, server, None
@@ -91,11 +91,11 @@ def child(request: dict[str, Any]) -> NoReturn:
     os.dup2(source, target)
   sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
   signal.signal(signal.SIGTERM, signal.SIG_DFL)
-  # As at a terminal, even where these tests run in a shell's background, which has it ignored.
+  # As at a terminal. A background job of a shell ignores SIGINT, and its children would too.
   signal.signal(signal.SIGINT, signal.default_int_handler)
   os.environ.update(request["environment"])
   sys.argv = ["trainer", *request["argv"]]
-  runpy.run_module("trainer", run_name="__main__", alter_sys=True)  # ends in sys.exit, which unwinds all of this
+  runpy.run_module("trainer", run_name="__main__", alter_sys=True)  # ends in sys.exit
   raise AssertionError
 
 
@@ -112,7 +112,7 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-  import orbax.checkpoint  # noqa: F401 -- these three are what takes the time
+  import orbax.checkpoint  # noqa: F401 -- these three imports take the time
 
   import trainer.elastic.retry
   import trainer.train  # noqa: F401

@@ -1,4 +1,4 @@
-"""What one process does with gs:// checkpoints: ACTION ARGUMENT ... [; ACTION ARGUMENT ...]."""
+"""Actions of one process on gs:// checkpoints: ACTION ARGUMENT ... [; ACTION ARGUMENT ...]."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def save(directory: str, first: str, last: str) -> None:
 
 
 def die_in_save(directory: str, step: str) -> None:
-  """Ends like kill -9 when all arrays of `step` are written and the commit is next."""
+  """Ends without cleanup, as after kill -9, between the last array of `step` and the commit."""
   Persistent._seal = lambda self: os._exit(9)  # type: ignore[method-assign]
   save(directory, step, step)
 

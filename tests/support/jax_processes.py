@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 class Processes:
-  """Running processes; `finish` waits for all, kills what is left, and shows the output of one that failed."""
+  """Running processes. `finish` waits for all, kills the rest after a failure, and shows output of failed processes."""
 
   def __init__(self, scenario: str, path: Path, processes: int, arguments: tuple[str, ...] = ()) -> None:
     port = str(free_port())
@@ -37,7 +37,7 @@ class Processes:
         self.processes.append(subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT))
 
   def finish(self, timeout: float = 240) -> list[str]:
-    """The output of every process. Raises AssertionError where one did not exit with 0."""
+    """The output of every process. Raises AssertionError if a process did not exit with 0."""
     try:
       codes = [process.wait(timeout) for process in self.processes]
     except subprocess.TimeoutExpired:
@@ -75,7 +75,7 @@ def main() -> None:
     function(Path(path), *arguments, **options)
   except BaseException:  # noqa: BLE001 -- printed, and the process ends
     traceback.print_exc()
-    os._exit(1)  # the others must not wait at the exit barrier for a process that has failed
+    os._exit(1)  # otherwise the other processes would wait for it at the exit barrier
 
 
 if __name__ == "__main__":

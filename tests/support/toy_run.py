@@ -1,7 +1,7 @@
-"""A toy training run with the calls that train.py and its stepper make, on simulated slices: small and fast.
+"""A small, fast training run on simulated slices, with the calls that train.py and its stepper make.
 
-State: one weight matrix, replicated over slices and sharded inside one. Every step uses rows that are a function of
-the step only, dealt out by batch_plan. Snapshots are numpy copies, one per slice's simulated host.
+The state is one weight matrix, replicated over slices and sharded inside a slice. The rows of a step depend on the step
+only, and batch_plan assigns them to slices. Snapshots are numpy copies, one for the simulated host of each slice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CACHE: dict = {}
 
 
 class Clock:
-  """A clock that moves only by sleeping, so that waits cost nothing."""
+  """A clock that only `sleep` moves, so that waits take no time."""
 
   def __init__(self):
     self.now = 0.0
@@ -43,7 +43,7 @@ class ToyRun:
   """One run: `attempt` is handed to elastic_retry; `losses` and `rows` record what every completed step used."""
 
   def __init__(self, num_slices=4, micro_batches=1, steps=20, save_period=5, backup="snapshot", cache=CACHE):
-    """cache: steps compiled by earlier toys; {} where a test counts compilations."""
+    """cache: steps that earlier runs have compiled; {} if a test counts compilations."""
     self.steps, self.micro_batches, self.save_period, self.backup = steps, micro_batches, save_period, backup
     self.cache = cache
     self.rows_total = num_slices * micro_batches * ROWS_PER_MICRO
@@ -94,7 +94,7 @@ class ToyRun:
     return jitted.lower(state, batch).compile(), plan, sharded, place
 
   def restore(self, survivors):
-    """(step, weights, tier) from the newest tier that is left."""
+    """(step, weights, tier) of the newest backup that still exists."""
     self.snapshots = {i: s for i, s in self.snapshots.items() if i in survivors}
     if self.backup == "snapshot" and self.snapshots:
       step, w = max(self.snapshots.values(), key=lambda s: s[0])
@@ -173,7 +173,7 @@ def train(toy, faults="", num_slices=4, directory=None, cluster=None, clock=None
         toy.attempt, cluster, cfg, events, log, job=job, programs=programs, clock=clock, sleep=clock.sleep
       )
     finally:
-      # jax counts compilations per process: a compilation that goes on would be counted to the next test's run.
+      # jax counts compilations per process: a compilation that is still running would count for the next test.
       assert programs.wait(60)
       toy.lines, toy.records = lines, records
       log.close()

@@ -36,7 +36,7 @@ def values(seed: int = 0, scanned: bool = True) -> dict[str, Any]:
   return {
     "params": params(seed),
     "opt_state": ({"mu": params(seed + 10), "nu": params(seed + 20)}, {}),
-    "big": _numbers(seed + 40, (64, 32)),  # Orbax keeps what is smaller in its compressed index
+    "big": _numbers(seed + 40, (64, 32)),  # Orbax keeps smaller arrays in its compressed index
     "low": _numbers(seed + 30, (8,)).astype(jnp.bfloat16),
     "bytes": np.arange(16, dtype=np.int8) - 8,
     "flags": np.array([True, False, True, True]),
@@ -87,7 +87,7 @@ def config(**changes: Any) -> CheckpointSection:
 
 
 class Recorder:
-  """log and emit that keep what they are given."""
+  """log and emit functions that remember their arguments."""
 
   def __init__(self) -> None:
     self.lines: list[str] = []

@@ -14,14 +14,14 @@ def build(
 ) -> dict[str, Any]:
   """The meta of a save. The tiers add step, versions and the arrays with their fingerprints.
 
-  tokens: seen by the whole run; cursor: Loader.cursor(step); config: Config.flat(); identity: what JUDGED_BY names,
-  {"data": Loader.fingerprint(), "global_batch_size": examples per step}.
+  tokens: seen by the whole run; cursor: Loader.cursor(step); config: Config.flat(); identity: values of the names in
+  JUDGED_BY, {"data": Loader.fingerprint(), "global_batch_size": examples per step}.
   """
   return {"tokens": tokens, "cursor": dict(cursor), "config": dict(config), "identity": dict(identity)}
 
 
 def check_meta(meta: Mapping[str, Any]) -> None:
-  """Raises Rejected if the meta lacks what a restore reads: the step, and shape, type and fingerprint of each array."""
+  """Raises Rejected if the meta lacks the step, or shape, dtype or fingerprint of an array: a restore reads these."""
   arrays = meta.get("arrays")
   if not isinstance(meta.get("step"), int) or not isinstance(arrays, dict):
     raise Rejected("its meta has no step or no arrays")
@@ -35,8 +35,8 @@ def check_config(
 ) -> list[str]:
   """Lines that name the harmless differences between a checkpoint's meta and the present run.
 
-  Raises ConfigMismatch with a table where a difference changes the model or the data order and its key is not in
-  allow_config_change; no key there allows arrays of other shapes.
+  Raises ConfigMismatch with a table if a difference changes the model or the data order and its key is not in
+  allow_config_change. Arrays of other shapes are never allowed.
   """
   if missing := [key for key in ("tokens", "cursor", "config", "identity") if key not in saved]:
     raise Rejected(f"its meta lacks {', '.join(missing)}")
@@ -73,7 +73,7 @@ def _message(
   widths = [max(len(row[column]) for row in rows) for column in range(3)]
   table = [f"  {key:{widths[0]}}  {old:>{widths[1]}} -> {new:{widths[2]}}  {why}" for key, old, new, why in rows]
   remedy = "Set them back, or choose another run_name for a new run"
-  if not refused.keys() & CHANGES_STATE:  # else the arrays do not fit, whatever is allowed
+  if not refused.keys() & CHANGES_STATE:  # other arrays would not fit the state
     remedy += f", or, if you want this change, allow_config_change={','.join(refused)}"
   return "\n".join([
     f"the checkpoint of step {saved.get('step')} was made with other values (checkpoint -> now):",

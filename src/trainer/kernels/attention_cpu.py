@@ -130,7 +130,7 @@ def _flash_bwd(
   work = _to_loop_layout(given, given.k)
   dout = dout.astype(jnp.float32)
   # The sum over keys of P * dP, computed from the output without a pass over the scores.
-  delta = _group(jnp.sum(dout * out, axis=-1), k.shape[2])
+  delta = _group(jnp.sum(dout * out.astype(jnp.float32), axis=-1), k.shape[2])
   douts = _group(dout, k.shape[2])
   dq, dk, dv = jnp.zeros_like(work.q), jnp.zeros_like(work.k), jnp.zeros_like(work.v)
   for band in _bands(given, block):

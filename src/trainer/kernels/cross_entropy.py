@@ -131,7 +131,8 @@ def _fused_bwd(
   del static
   dx, dw = grads
   scale = cotangents[0]
-  return (dx * scale).astype(dx.dtype), (dw * scale).astype(dw.dtype), None, None
+  scaled = lambda grad: (grad.astype(scale.dtype) * scale).astype(grad.dtype)
+  return scaled(dx), scaled(dw), None, None
 
 
 _fused.defvjp(_fused_fwd, _fused_bwd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import importlib.util
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from trainer import config
 from trainer.cluster import topologies
 from trainer.config.counts import parameter_count
+from trainer.observe import chips
 from trainer.tools.preflight import analysis
+from trainer.tools.preflight.events import Channel
 
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install libtpu"
@@ -25,14 +28,32 @@ def compiled(arguments: str, topology: str, slices: int) -> tuple[config.Config,
   return cfg, found
 
 
+@pytest.fixture(autouse=True)
+def another_process_may_compile_at_the_same_time(monkeypatch):
+  monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+
 def test_a_published_model_on_three_slices():
-  """MaxText with the same compiler: 2,075 MB of temporaries, 448 MB of arguments, 16.0 GB accessed."""
-  cfg, found = compiled("model_name=qwen3-0.6b max_target_length=2048", "v5e-16", 3)
+  """MaxText with the same compiler: 2,075 MB of temporaries, 448 MB of arguments, 13.6 GB of traffic.
+
+  It needs 40 ms of the network between slices and exposes 14 ms of them.
+  """
+  cfg, found = compiled("model_name=qwen3-0.6b max_target_length=2048 grad_reduce_dtype=bfloat16", "v5e-16", 3)
   assert found.memory.arguments < 460e6
   assert found.memory.temporaries < 2075e6 / 3
-  assert found.xla_bytes < 16.0e9 * 0.6
-  gradients = 4 * parameter_count(cfg.model) / 16
-  assert gradients <= sum(c.bytes * c.times for c in found.exchanged()) < 1.02 * gradients
+  assert found.costs.device_bytes < 13.6e9 * 0.8
+  sent = collections.Counter()
+  for collective in found.collectives:
+    sent[collective.kind, collective.crosses_slices] += collective.bytes * collective.times
+  gradients = 2 * parameter_count(cfg.model) / 16
+  assert gradients <= sent["all-reduce", True] < 1.02 * gradients
+  rows = 3 * 2048 * 2 * cfg.model.emb_dim  # looked up by a chip, from three slices, in bfloat16
+  assert rows <= sent["all-gather", True] < 1.1 * rows
+  layers = 2 * 440e6  # the weights of all layers in bfloat16, gathered
+  assert 0.95 * layers < sent["reduce-scatter", False] < 1.05 * layers
+  assert sent["all-reduce", False] < 0.2 * layers
+  timeline = analysis.timeline(found, chips.find("TPU v5 lite"))
+  assert timeline.exposed[Channel.DCN] < 0.005 < 0.03 < timeline.needed(Channel.DCN)
 
 
 @pytest.mark.parametrize("axes", ["ici_tensor_parallelism=2", "ici_context_parallelism=4"])
@@ -46,4 +67,4 @@ def test_no_mesh_computes_twice_or_sends_whole_tables(axes):
   # Remat executes the layers, a sixth of the total, once more. In a short sequence, attention computes its only block.
   assert found.costs.flops < 1.3 * found.model_flops
   table = 4 * cfg.model.vocab_size * cfg.model.emb_dim / found.mesh["fsdp"]
-  assert max(c.bytes for c in found.collectives) <= table
+  assert max(c.bytes for c in found.collectives) <= 1.01 * table  # the compiler joins it with the gradients of norms

@@ -23,10 +23,10 @@ HOST_BANDWIDTH = 12e9
 class Basis(enum.StrEnum):
   """How an instruction is priced."""
 
-  ESTIMATE = "the compiler's cycles"
-  KERNEL = "kernels at the peak"
-  RATES = "no estimate: bytes and FLOPs at the peak"
-  UNKNOWN_KERNEL = "kernels with unknown FLOPs: bytes only"
+  ESTIMATE = "by the compiler's cycles"
+  KERNEL = "in kernels at the peak"
+  RATES = "without an estimate: bytes and FLOPs at the peak"
+  UNKNOWN_KERNEL = "in kernels with unknown FLOPs: bytes only"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -164,7 +164,8 @@ def step_time_lines(a: Analysis, chip: Chip) -> list[str]:
     f"Step time on {chip.name}: {milliseconds(t.seconds)}: computation {milliseconds(t.computed)}, exposed "
     f"{exposed or 'nothing'}; {throughput(a, chip, t.seconds)}",
     f"  Computation: {basis}",
-    *(f"  {line}" for line in transfer_lines(t, EXPOSED_SHOWN)),
+    *(["  The most exposed transfers:"] if exposed else []),
+    *(f"    {line}" for line in transfer_lines(t, EXPOSED_SHOWN)),
     *(f"  Missing in these times: {problem}" for problem in t.problems),
   ]
 

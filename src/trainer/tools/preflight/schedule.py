@@ -126,7 +126,7 @@ def _rows(found: Measured, rates: Rates) -> dict[str, str]:
     "on-chip prefetch exposed": milliseconds(timeline.exposed[Channel.MEMORY]),
     "other cores exposed": milliseconds(timeline.exposed[Channel.CORES]),
     "cycles + exposed DCN": known(fusions and fusions + timeline.exposed[Channel.DCN]),
-    **{f"computation, {basis}": milliseconds(seconds) for basis, seconds in timeline.computation.items()},
+    **{f"computation {basis}": milliseconds(seconds) for basis, seconds in timeline.computation.items()},
     "step time": milliseconds(timeline.seconds),
   }
 

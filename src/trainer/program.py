@@ -20,7 +20,7 @@ from jax import Device
 from jax.sharding import Mesh
 
 from trainer import mesh as mesh_lib
-from trainer import optimizers, state, step
+from trainer import optimizers, sharding, state, step
 from trainer.cluster import View
 from trainer.config import counts
 from trainer.config.errors import ConfigError
@@ -141,7 +141,8 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     dtype=cfg.dtype,
     precision=cfg.matmul_precision,
   )
-  project = projection.choose(platform, cfg.quantization, cfg.remat_policy is RematPolicy.NONE)
+  gathers_again = cfg.remat_policy is RematPolicy.NONE  # otherwise it would keep the whole weights of all layers
+  project = projection.choose(platform, cfg.quantization, gathers_again, sharding.gather_first(mesh))
   model = DecoderFunctions(
     cfg, Kernels(kernel, project, rope.choose_rotate_half(platform), CHUNK_LOGITS_BYTES[platform])
   )

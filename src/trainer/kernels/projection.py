@@ -24,11 +24,12 @@ class Projection:
   function: Callable[[jax.Array, jax.Array, int], jax.Array]
   fuses_shared_input: bool  # whether `project_all` joins the weights into one matmul
   gathers_again: bool = False  # gather in the backward pass again; otherwise the policy of remat decides
+  gather_first: int = 1  # see sharding.gather
 
   def __call__(self, x: jax.Array, w: jax.Array, contracted: int = 1, sharded_dim: int = 0) -> jax.Array:
     if not sharding.is_manual_over_fsdp():
       return self.function(x, w, contracted)
-    run = lambda x, w: self.function(x, sharding.gather(w, sharded_dim), contracted)
+    run = lambda x, w: self.function(x, sharding.gather(w, sharded_dim, self.gather_first), contracted)
     return (jax.checkpoint(run) if self.gathers_again else run)(x, w.astype(x.dtype))
 
   def project_all(self, x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
@@ -50,12 +51,12 @@ def _plain(x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:
 PLAIN = Projection(_plain, fuses_shared_input=True)
 
 
-def choose(platform: str, quantization: str, gathers_again: bool = False) -> Projection:
+def choose(platform: str, quantization: str, gathers_again: bool = False, gather_first: int = 1) -> Projection:
   """Returns the projection for a platform ("cpu", "gpu", "tpu") and a quantization: a key of quantized.MODES, or ""."""
   chosen = Projection(_cpu, fuses_shared_input=False) if platform == "cpu" else PLAIN
   if quantization:
     chosen = Projection(functools.partial(_quantized, quantization), fuses_shared_input=True)
-  return dataclasses.replace(chosen, gathers_again=gathers_again)
+  return dataclasses.replace(chosen, gathers_again=gathers_again, gather_first=gather_first)
 
 
 def _quantized(mode: str, x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:

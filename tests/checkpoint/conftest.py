@@ -10,7 +10,7 @@ from tests.support.command_runs import KEYS
 from tests.support.forked_runs import Server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server():
   s = Server()
   yield s

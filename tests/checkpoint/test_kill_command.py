@@ -9,17 +9,9 @@ import shutil
 import numpy as np
 import pytest
 from end_to_end import command, kill_and_resume
-from tests.support.forked_runs import Server
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Sharding info not provided")]
 STEPS = 30
-
-
-@pytest.fixture(scope="module")
-def server():
-  s = Server()
-  yield s
-  s.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,17 +6,12 @@ import os
 
 import pytest
 from end_to_end import sigterm
-from tests.support.forked_runs import Server
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Sharding info not provided")]
 
 
-def test_sigterm_at_random_moments_loses_repeats_and_changes_nothing(tmp_path):
-  server = Server()
-  try:
-    found = list(sigterm.torment(tmp_path, server.start, steps=15, signals=4, seed=1))
-  finally:
-    server.close()
+def test_sigterm_at_random_moments_loses_repeats_and_changes_nothing(server, tmp_path):
+  found = list(sigterm.torment(tmp_path, server.start, steps=15, signals=4, seed=1))
   ended = [each for each in found if isinstance(each, sigterm.Ended)]
   assert len(ended) == 4
   assert [each if isinstance(each, str) else each.wrong for each in found] == [""] * len(found), found

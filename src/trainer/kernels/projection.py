@@ -23,10 +23,21 @@ class Projection:
 
   function: Callable[[jax.Array, jax.Array, int], jax.Array]
   fuses_shared_input: bool  # whether `project_all` joins the weights into one matmul
+  share: Callable[[jax.Array], jax.Array] = lambda x: x  # see project_each
   gathers_again: bool = False  # gather in the backward pass again; otherwise the policy of remat decides
   gather_first: int = 1  # see sharding.gather
 
   def __call__(self, x: jax.Array, w: jax.Array, contracted: int = 1, sharded_dim: int = 0) -> jax.Array:
+    return self.project_each(x, [w], contracted, sharded_dim)[0]
+
+  def project_each(
+    self, x: jax.Array, weights: Sequence[jax.Array], contracted: int = 1, sharded_dim: int = 0
+  ) -> tuple[jax.Array, ...]:
+    """Returns x times each of the `weights`, in separate matmuls. Their derivatives keep one x for all of them."""
+    x = self.share(x)
+    return tuple(self._project(x, w, contracted, sharded_dim) for w in weights)
+
+  def _project(self, x: jax.Array, w: jax.Array, contracted: int, sharded_dim: int) -> jax.Array:
     if not sharding.is_manual_over_fsdp():
       return self.function(x, w, contracted)
     run = lambda x, w: self.function(x, sharding.gather(w, sharded_dim, self.gather_first), contracted)
@@ -38,7 +49,7 @@ class Projection:
     A joint matmul compiles once, reads x once and has one wide gradient. The weights are joined while they are sharded.
     """
     if not self.fuses_shared_input:
-      return tuple(self(x, w) for w in weights)
+      return self.project_each(x, weights)
     joined = self(x, jnp.stack([w.astype(x.dtype) for w in weights], axis=1))
     return tuple(jax.lax.index_in_dim(joined, i, -2, keepdims=False) for i in range(len(weights)))
 
@@ -53,7 +64,7 @@ PLAIN = Projection(_plain, fuses_shared_input=True)
 
 def choose(platform: str, quantization: str, gathers_again: bool = False, gather_first: int = 1) -> Projection:
   """Returns the projection for a platform ("cpu", "gpu", "tpu") and a quantization: a key of quantized.MODES, or ""."""
-  chosen = Projection(_cpu, fuses_shared_input=False) if platform == "cpu" else PLAIN
+  chosen = Projection(_cpu, fuses_shared_input=False, share=_materialized) if platform == "cpu" else PLAIN
   if quantization:
     chosen = Projection(functools.partial(_quantized, quantization), fuses_shared_input=True)
   return dataclasses.replace(chosen, gathers_again=gathers_again, gather_first=gather_first)
@@ -74,13 +85,24 @@ def _cpu(x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:
 
 
 @jax.custom_vjp
+def _materialized(x: jax.Array) -> jax.Array:
+  """Returns x as one array that the matmuls and their derivatives read; the compiler does not compute it twice.
+
+  Once for all matmuls with the same x: the derivative of a layer keeps a barrier's result, and keeps each one.
+  """
+  return jax.lax.optimization_barrier(x)
+
+
+_materialized.defvjp(lambda x: (_materialized(x), None), lambda _, g: (g,))
+
+
+@jax.custom_vjp
 def _matmul(x: jax.Array, w: jax.Array) -> jax.Array:
   """Returns x [*B, K] times w [K, N], [*B, N]."""
   return jnp.tensordot(x, w, axes=1)
 
 
 def _forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  x = jax.lax.optimization_barrier(x)  # so that this matmul and the derivative read the same array
   return _matmul(x, w), (x, w)
 
 

@@ -108,7 +108,7 @@ class Attention(nnx.Module):
   def __call__(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
     project = self.kernels.project
     # Three separate matmuls: to split a joint result, a TPU would copy it three times, head by head.
-    q, k, v = (project(x_BTD, weight[...]) for weight in (self.query, self.key, self.value))
+    q, k, v = project.project_each(x_BTD, [self.query[...], self.key[...], self.value[...]])
     q = checkpoint_name(constrain(q, "batch", "length", "heads", "head_dim"), "query_proj")
     k = checkpoint_name(constrain(k, "batch", "length", "kv_heads", "head_dim"), "key_proj")
     v = checkpoint_name(constrain(v, "batch", "length", "kv_heads", "head_dim"), "value_proj")

@@ -324,7 +324,15 @@ def test_gradients_reduced_in_the_backward_pass_equal_those_of_one_device(name, 
   monkeypatch.setattr(GradReduce, "rows_are_smaller", lambda *args: by_rows.append(decide(*args)) or by_rows[-1])
   got = run(config(**changes, data={"per_device_batch_size": ROWS / total / where[1]}), where, total)
   assert any(by_rows) == name.startswith("rows")
-  assert_close(got, run(config(model=changes.get("model", {}))), 5e-6)
+  equal = {"use_iota_embed", "remat_policy"}
+  model = frozenset(item for item in changes["model"].items() if item[0] not in equal)
+  assert_close(got, one_device(model), 5e-6)
+
+
+@functools.cache
+def one_device(model: frozenset[tuple[str, object]]) -> tuple[list, TrainState]:
+  """The reference with other keys of the model."""
+  return run(config(model=dict(model)))
 
 
 def test_gradients_that_travel_in_bfloat16_are_rounded_once_per_slice():

@@ -9,6 +9,8 @@ from pathlib import Path
 
 # Before the first import of jax: tests must not occupy an accelerator.
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Several processes may use the TPU compiler at the same time: there is no chip to share.
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 # Test programs run a few steps on small arrays, so that most of their time would go to LLVM's optimizer.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # Code that mixes dtypes without a cast is an error, also in the processes that tests start.

@@ -25,14 +25,13 @@ class GradReduce:
   dtype: str
   adds_totals: bool
 
-  def attach(self, weights: Any, totals: Any, *, is_sum: bool = False, adds_totals: bool | None = None) -> Any:
+  def attach(self, weights: Any, totals: Any, *, adds_totals: bool, is_sum: bool = False) -> Any:
     """Returns `weights` unchanged. The gradient of `totals` is the sum over slices of the weights' gradient and totals.
 
-    is_sum: the gradient that arrives is a sum over slices already. adds_totals: overrides the field. The gradient of
-    the weights themselves is 0.
+    adds_totals: whether `totals` count; False if they are 0. is_sum: the gradient that arrives is a sum over slices
+    already. The gradient of the weights themselves is 0.
     """
-    adds = self.adds_totals if adds_totals is None else adds_totals
-    return jax.tree.map(lambda w, total: _attach(w, total, _Static(self.dtype, is_sum, adds)), weights, totals)
+    return jax.tree.map(lambda w, total: _attach(w, total, _Static(self.dtype, is_sum, adds_totals)), weights, totals)
 
   def rows_are_smaller(self, rows: int, vocab: int, row_dtype: Any) -> bool:
     """Returns whether sending the gradients of `rows` looked-up rows is less than reducing a table of `vocab` rows.

@@ -171,13 +171,11 @@ def is_manual_over_fsdp() -> bool:
 
 
 def gather(w: jax.Array, dim: int, first: int = 1) -> jax.Array:
-  """Returns the whole weight from each device's shard `w`, where fsdp is manual; elsewhere returns `w`.
+  """Returns the whole weight from each device's shard `w`, in a trace that is manual over fsdp.
 
   fsdp shards dim `dim`. `first` neighbours gather first (see `gather_first`). The derivative sums the gradients over
   fsdp and returns the device's own shard of the sum.
   """
-  if not is_manual_over_fsdp():
-    return w
   if first == 1:
     return jax.lax.all_gather(w, FSDP, axis=dim, tiled=True)
   positions = np.arange(jax.lax.axis_size(FSDP)).reshape(-1, first)

@@ -1,7 +1,8 @@
 """The training step as pure functions: per-slice sums of gradients, then one optimizer update.
 
 `loss_and_grads` never depends on another slice: it returns sums over this slice's tokens, and their weight. The slices
-exchange these sums once per step; a single controller does so with one psum over the mesh axis `data`.
+exchange these sums once per step. A single controller does so inside the backward pass: `reduced_loss_and_grads`
+returns the sums over all slices.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def token_losses(
   reduce: also sums the gradients over slices, each as soon as it is known.
   """
   if reduce is not None:  # the decoder itself does this for its other weights
-    params = params | {"final_norm": reduce.attach(params["final_norm"], reduce.totals["final_norm"])}
+    norm = reduce.attach(params["final_norm"], reduce.totals["final_norm"], adds_totals=reduce.adds_totals)
+    params = params | {"final_norm": norm}
   decoder = model.merge(params)
   x_BTD, head_VD = decoder.hidden_and_head(batch.tokens, batch.positions, batch.segment_ids, reduce)
   vocab = head_VD.shape[0]
@@ -84,20 +86,12 @@ def token_losses(
 def loss_and_grads(model: DecoderFunctions, cfg: OptimizerSection, params: Params, batch: Batch) -> Sums:
   """Returns the sums over the micro-batches of one slice; the batch's arrays are [A, B, T]."""
 
-  def total(params: Params, micro: Batch) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    loss, z_loss = token_losses(model, cfg, params, micro)
-    return loss + z_loss, (loss, z_loss)
-
   def one(micro: Batch) -> Sums:
-    (_, (loss, z_loss)), grads = jax.value_and_grad(total, has_aux=True)(params, micro)
-    # float32 from here on: in bfloat16, sums over many micro-batches and slices lose bits.
-    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-    return Sums(grads, loss, z_loss, jnp.sum(micro.weights, dtype=jnp.float32))
+    return _sums(lambda params: token_losses(model, cfg, params, micro), params, micro)
 
   if batch.tokens.shape[0] == 1:
     return one(jax.tree.map(lambda x: x[0], batch))
-  zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-  nothing = Sums(zeros, *(jnp.zeros((), jnp.float32) for _ in range(3)))
+  nothing = Sums(_zeros(params), *(jnp.zeros((), jnp.float32) for _ in range(3)))
   sums, _ = jax.lax.scan(lambda acc, micro: (jax.tree.map(jnp.add, acc, one(micro)), None), nothing, batch)
   return sums
 
@@ -112,18 +106,34 @@ def reduced_loss_and_grads(model: DecoderFunctions, cfg: OptimizerSection, param
     own = loss_and_grads(model, cfg, params, jax.tree.map(lambda x: x[:-1], batch))
     totals = own.grads
   else:
-    totals = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    totals = _zeros(params)
 
-  def total(totals: Params) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    reduce = GradReduce(totals, cfg.grad_reduce_dtype, accumulates)
-    loss, z_loss = token_losses(model, cfg, params, last, reduce)
-    return loss + z_loss, (loss, z_loss)
+  def losses(totals: Params) -> tuple[jax.Array, jax.Array]:
+    return token_losses(model, cfg, params, last, GradReduce(totals, cfg.grad_reduce_dtype, accumulates))
 
-  (_, losses), grads = jax.value_and_grad(total, has_aux=True)(totals)
-  scalars = (*losses, jnp.sum(last.weights, dtype=jnp.float32))
+  sums = _sums(losses, totals, last)
+  scalars = (sums.loss, sums.z_loss, sums.weight)
   if accumulates:
     scalars = jax.tree.map(jnp.add, scalars, (own.loss, own.z_loss, own.weight))
-  return Sums(grads, *jax.lax.psum(scalars, DATA))
+  return Sums(sums.grads, *jax.lax.psum(scalars, DATA))
+
+
+def _sums(losses: Callable[[Params], tuple[jax.Array, jax.Array]], at: Params, micro: Batch) -> Sums:
+  """Returns the sums of one micro-batch [B, T]. losses(at) returns its loss and z_loss, and is differentiated."""
+
+  def total(at: Params) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    loss, z_loss = losses(at)
+    return loss + z_loss, (loss, z_loss)
+
+  (_, (loss, z_loss)), grads = jax.value_and_grad(total, has_aux=True)(at)
+  # float32 from here on: in bfloat16, sums over many micro-batches and slices lose bits.
+  grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+  return Sums(grads, loss, z_loss, jnp.sum(micro.weights, dtype=jnp.float32))
+
+
+def _zeros(params: Params) -> Params:
+  """Returns float32 zeros shaped like the weights."""
+  return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
 
 
 def apply_gradients(
@@ -181,10 +191,8 @@ def build_train_step(
 
   The batch's arrays are [A, rows of all slices, T] with `batch_spec`.
   """
-
-  one_slice = mesh.shape[DATA] == 1
-  own_sums = functools.partial(loss_and_grads if one_slice else reduced_loss_and_grads, model, cfg)
-  sums = own_sums if one_slice else _per_slice(mesh, own_sums)
+  own = functools.partial(loss_and_grads, model, cfg)
+  sums = _over_slices(mesh, own, functools.partial(reduced_loss_and_grads, model, cfg))
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
     return apply_gradients(cfg, optimizer, schedule, state, sums(state.params, batch))
@@ -201,9 +209,7 @@ def build_eval_step(
     losses = jax.lax.map(lambda micro: token_losses(model, cfg, params, micro)[0], batch)
     return jnp.sum(losses), jnp.sum(batch.weights, dtype=jnp.float32)
 
-  if mesh.shape[DATA] == 1:
-    return slice_losses
-  return _per_slice(mesh, lambda params, batch: jax.lax.psum(slice_losses(params, batch), DATA))
+  return _over_slices(mesh, slice_losses, lambda params, batch: jax.lax.psum(slice_losses(params, batch), DATA))
 
 
 def lower_train_step(train_step: Callable[..., Any], state: TrainState, batch: Batch, mesh: Mesh) -> jax.stages.Lowered:
@@ -234,13 +240,20 @@ def abstract_batch(mesh: Mesh, accumulation: int, rows: int, length: int) -> Bat
   return Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=where) for dtype in dtypes))
 
 
-def _per_slice(mesh: Mesh, fn: Callable[[Params, Batch], Any]) -> Callable[[Params, Batch], Any]:
-  """Returns fn(params, batch), called for each slice on its own rows of the batch. All slices return the same.
+def _over_slices(
+  mesh: Mesh, own: Callable[[Params, Batch], Any], reduced: Callable[[Params, Batch], Any]
+) -> Callable[[Params, Batch], Any]:
+  """Returns a function of (params, batch) that returns sums over all slices of the mesh.
 
-  Inside `fn` the mesh axis `data` is manual: arrays are those of one slice, and the compiler cannot spread an operation
-  over slices. The sums over `data` inside `fn` are all the traffic between slices. Not for a single slice: there is
-  nothing to sum, and XLA's partitioner refuses a psum over a manual axis of size 1 together with automatic axes.
+  own: returns the sums of one slice; used as it is if the mesh has one slice. XLA's partitioner refuses a psum over a
+    manual axis of size 1 together with automatic axes.
+  reduced: called for each slice on its own rows of the batch; returns the sums over all slices. In it the mesh axis
+    `data` is manual: arrays are those of one slice, and the compiler cannot spread an operation over slices. Its sums
+    over `data` are all the traffic between slices.
   """
-  specs = (PartitionSpec(), PartitionSpec(None, DATA))
+  if mesh.shape[DATA] == 1:
+    return own
+  whole = PartitionSpec()
+  specs = (whole, PartitionSpec(None, DATA))
   # check_vma is off because custom_vjp kernels do not declare which values vary over `data`.
-  return jax.shard_map(fn, mesh=mesh, axis_names={DATA}, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+  return jax.shard_map(reduced, mesh=mesh, axis_names={DATA}, in_specs=specs, out_specs=whole, check_vma=False)

@@ -12,24 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.support.clock import Clock
 
 from trainer import cluster, runtime_errors
 from trainer.cluster.simulated import SimulatedCluster
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
-
-
-class Clock:
-  """A clock that only `sleep` moves."""
-
-  def __init__(self):
-    self.now = 0.0
-
-  def __call__(self):
-    return self.now
-
-  def sleep(self, seconds):
-    self.now += seconds
 
 
 def make(num_slices=4, clock=None):

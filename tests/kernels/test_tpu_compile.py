@@ -26,7 +26,6 @@ B, T, D, N, K, H, L = 4, 512, 256, 4, 2, 128, 3
 def tpu(monkeypatch):
   """Devices of three slices of 2x2 chips that are described, not attached."""
   monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # do not ask a metadata server for the machine type
-  monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # another process may compile at the same time
   return topologies.get_topology_desc(
     platform="tpu", topology_name="v5e:2x2", chip_config_name="default", chips_per_host_bounds=(2, 2, 1), num_slices=3
   ).devices

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.support.clock import Clock
 
 from trainer.cluster.simulated import SimulatedCluster
 from trainer.config.schema import ElasticSection
@@ -24,19 +25,6 @@ from trainer.observe.log import get
 
 WIDTH, ROWS_PER_MICRO = 8, 2
 CACHE: dict = {}
-
-
-class Clock:
-  """A clock that only `sleep` moves, so that waits take no time."""
-
-  def __init__(self):
-    self.now = 0.0
-
-  def __call__(self):
-    return self.now
-
-  def sleep(self, seconds):
-    self.now += seconds
 
 
 class ToyRun:

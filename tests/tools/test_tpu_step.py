@@ -28,11 +28,6 @@ def compiled(arguments: str, topology: str, slices: int) -> tuple[config.Config,
   return cfg, found
 
 
-@pytest.fixture(autouse=True)
-def another_process_may_compile_at_the_same_time(monkeypatch):
-  monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-
-
 def test_a_published_model_on_three_slices():
   """MaxText with the same compiler: 2,075 MB of temporaries, 448 MB of arguments, 13.6 GB of traffic.
 

@@ -81,7 +81,8 @@ class FaultInjector:
     waiting: set[int] = set()  # slices with an earlier fault whose moment has not come
     for fault in sorted(self.faults, key=lambda fault: fault.step):
       if fault.moment != moment or fault.step > step or fault.slice in waiting:
-        waiting |= set() if fault.slice is None else {fault.slice}
+        if fault.slice is not None:
+          waiting.add(fault.slice)
         continue
       self.faults.remove(fault)
       self.fired.append(fault)

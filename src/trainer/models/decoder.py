@@ -73,8 +73,9 @@ class Decoder(nnx.Module):
     head = getattr(self, name)
     state = nnx.state(self.layers)
     axes = {"layers": _logical_axes(state), "head": head.get_metadata("axes")}
-    totals = {key: None if reduce is None else reduce.totals[key] for key in ("layers", name)}
-    totals["head"] = totals.pop(name)
+    totals: Params = {"layers": None, "head": None}
+    if reduce is not None:
+      totals = {"layers": reduce.totals["layers"], "head": reduce.totals[name]}
 
     cos, sin = rope.cos_sin_tables(positions_BT, rope.inverse_frequencies(self.cfg))
     rows = (constrain(self._embed(tokens_BT, reduce), "batch", "length", "embed"), cos, sin, segment_ids_BT)
@@ -102,7 +103,7 @@ class Decoder(nnx.Module):
       graphdef, state = nnx.split(layer)
       apply = lambda x, weights: nnx.merge(graphdef, _like(state, weights))(x, *positions)
       if reduce is not None:
-        weights, part = reduce.attach((weights, part), (total, part))
+        weights, part = reduce.attach((weights, part), (total, part), adds_totals=reduce.adds_totals)
       return (wrap(apply) if use_remat else apply)(x, weights), part
 
     parts = jax.tree.map(lambda head: _split(head, L), totals["head"])
@@ -112,7 +113,7 @@ class Decoder(nnx.Module):
     else:
       done = []
       for i in range(L):
-        total = totals["layers"] and totals["layers"][str(i)]
+        total = None if reduce is None else totals["layers"][str(i)]
         x_BTD, part = run_layer(
           self.layers[str(i)], x_BTD, weights[str(i)], total, jax.tree.map(operator.itemgetter(i), parts)
         )

@@ -23,6 +23,7 @@ LAYERS = (
   {"state", "generate"},
   {"step"},
   {"memory", "program", "run_data"},
+  {"compiled"},
   {"announce"},
   {"session", "stepper"},
   {"step_records", "after_step"},

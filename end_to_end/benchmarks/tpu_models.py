@@ -73,9 +73,9 @@ def _row(model: str, topology: str, slices: int, keys: list[str]) -> str:
   config = _config(model, keys)
   place = topologies.resolve(topology)
   topologies.prepare_environment()
+  from trainer.compiled import analysis
+  from trainer.compiled.events import Channel
   from trainer.observe import chips
-  from trainer.tools.preflight import analysis
-  from trainer.tools.preflight.events import Channel
   from trainer.tools.preflight.report import milliseconds, size
 
   devices = topologies.devices(place, slices)

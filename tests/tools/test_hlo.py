@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainer.tools.preflight import collectives, costs, custom_calls, hlo
+from trainer.compiled import collectives, costs, custom_calls, hlo
 
 
 def compiled_text(fn, *shapes, mesh=None, specs=None):

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from trainer import config, memory
+from trainer.compiled import analysis
+from trainer.compiled.events import Channel
+from trainer.compiled.prices import Basis
 from trainer.observe import chips
-from trainer.tools.preflight import analysis, schedule
+from trainer.tools.preflight import schedule
 from trainer.tools.preflight.__main__ import main
-from trainer.tools.preflight.events import Channel
-from trainer.tools.preflight.prices import Basis
 
 TINY = (
   "configs/base.yml run_name=t base_output_directory=unused dataset_type=synthetic base_emb_dim=256 "
@@ -63,8 +64,9 @@ def test_the_step_with_one_slice_lost_can_be_skipped():
 @pytest.fixture
 def no_compiler(monkeypatch):
   """Findings that a test provides instead of compiling: {slices: finding}."""
+  from trainer.compiled import analysis
   from trainer.observe import chips
-  from trainer.tools.preflight import analysis, cpu_peaks
+  from trainer.tools.preflight import cpu_peaks
 
   found: dict[int, analysis.Finding] = {}
   monkeypatch.setattr(analysis, "analyse", lambda config, slices, total: found[len(slices)])
@@ -274,9 +276,9 @@ def test_attention_counts_once_per_run_of_its_kernels(policy, forward):
   import jax.numpy as jnp
 
   from trainer.cluster import topologies
+  from trainer.compiled import costs, hlo
   from trainer.config.schema import ModelSection
   from trainer.kernels import attention_splash, remat
-  from trainer.tools.preflight import costs, hlo
 
   layers, batch, length, heads, width = 3, 2, 256, 2, 128
   kernel = attention_splash.build(mesh=None, seq_len=length, num_q_heads=heads, head_bytes=2 * width)

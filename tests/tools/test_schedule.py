@@ -12,12 +12,13 @@ import re
 
 import pytest
 
+from trainer.compiled import collectives, hlo, simulation
+from trainer.compiled.events import Channel
+from trainer.compiled.prices import HOST_BANDWIDTH, Basis, Rates
+from trainer.compiled.simulation import Timeline
 from trainer.observe import chips
 from trainer.observe.chips import Chip
-from trainer.tools.preflight import collectives, hlo, schedule, simulation
-from trainer.tools.preflight.events import Channel
-from trainer.tools.preflight.prices import HOST_BANDWIDTH, Basis, Rates
-from trainer.tools.preflight.simulation import Timeline
+from trainer.tools.preflight import schedule
 
 CHIP = Chip("test", (), 1e12, 1 << 30, 1e12, 2e9, clock_hz=1e9)
 RATES = Rates(CHIP, dcn=1e9)

@@ -7,12 +7,13 @@ import types
 
 import pytest
 
+from trainer.compiled import costs, hlo
+from trainer.compiled.analysis import Analysis, DoesNotFit, Memory, Refused
 from trainer.config import load
 from trainer.config.errors import ConfigError
 from trainer.config.schema import RematPolicy
 from trainer.observe import chips
-from trainer.tools.preflight import costs, hlo, search
-from trainer.tools.preflight.analysis import Analysis, DoesNotFit, Memory, Refused
+from trainer.tools.preflight import search
 
 CHIP = chips.Chip("test", (), 1e12, 1000, 1e9, 1e9)
 # Bytes per example, by policy.

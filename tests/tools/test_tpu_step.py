@@ -9,10 +9,10 @@ import pytest
 
 from trainer import config
 from trainer.cluster import topologies
+from trainer.compiled import analysis
+from trainer.compiled.events import Channel
 from trainer.config.counts import parameter_count
 from trainer.observe import chips
-from trainer.tools.preflight import analysis
-from trainer.tools.preflight.events import Channel
 
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install libtpu"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from trainer.compiled.analysis import Analysis, DoesNotFit, roofline, timeline
+from trainer.compiled.collectives import Collective
+from trainer.compiled.simulation import Timeline, Transfer
 from trainer.config.errors import counted
 from trainer.elastic.batch_plan import PlanCost
 from trainer.observe.chips import Chip
-from trainer.tools.preflight.analysis import Analysis, DoesNotFit, roofline, timeline
-from trainer.tools.preflight.collectives import Collective
-from trainer.tools.preflight.simulation import Timeline, Transfer
 
 EXPOSED_SHOWN = 5  # transfers
 

@@ -27,9 +27,10 @@ def run(config: Config, started: float) -> int:
   _check_hlo_file(config.preflight.preflight_hlo_file)
   slices_of, total, where = _devices(config)
   # These modules import jax, so import them only now that the environment names the platform.
+  from trainer.compiled import analysis
   from trainer.elastic import batch_plan
   from trainer.observe import chips
-  from trainer.tools.preflight import analysis, cpu_peaks, report, search
+  from trainer.tools.preflight import cpu_peaks, report, search
 
   print(where)
   slices = slices_of(total)

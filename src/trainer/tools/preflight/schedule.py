@@ -16,14 +16,14 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+from trainer.compiled import collectives, costs, hlo, prices, simulation
+from trainer.compiled.collectives import Collective
+from trainer.compiled.costs import Costs
+from trainer.compiled.events import Channel
+from trainer.compiled.prices import Rates
+from trainer.compiled.simulation import Timeline
 from trainer.observe import chips
-from trainer.tools.preflight import collectives, costs, hlo, prices, simulation
-from trainer.tools.preflight.collectives import Collective
-from trainer.tools.preflight.costs import Costs
-from trainer.tools.preflight.events import Channel
-from trainer.tools.preflight.prices import Rates
 from trainer.tools.preflight.report import milliseconds, size, transfer_lines
-from trainer.tools.preflight.simulation import Timeline
 
 
 @dataclasses.dataclass(frozen=True)

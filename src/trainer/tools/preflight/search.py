@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from trainer.compiled.analysis import Finding, Refused, analyse, fits, timeline
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config, RematPolicy
 from trainer.kernels import remat
 from trainer.observe.chips import Chip
-from trainer.tools.preflight.analysis import Finding, Refused, analyse, fits, timeline
 from trainer.tools.preflight.report import milliseconds, size
 
 # Ordered from most memory and least recomputation to least memory. Without offloading, the first policy that fits is

@@ -15,10 +15,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.tools.preflight import collectives, events
-from trainer.tools.preflight.events import SECOND, Action, Channel, Event, Site
-from trainer.tools.preflight.hlo import Computation, Module
-from trainer.tools.preflight.prices import Basis, Rates
+from trainer.compiled import collectives, events
+from trainer.compiled.events import SECOND, Action, Channel, Event, Site
+from trainer.compiled.hlo import Computation, Module
+from trainer.compiled.prices import Basis, Rates
 
 
 @dataclasses.dataclass(frozen=True)

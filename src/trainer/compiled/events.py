@@ -9,10 +9,10 @@ import collections
 import dataclasses
 import enum
 
-from trainer.tools.preflight import collectives, costs, prices
-from trainer.tools.preflight.collectives import Collective
-from trainer.tools.preflight.hlo import DEVICE, HOST, Computation, Instruction, Module
-from trainer.tools.preflight.prices import HOST_BANDWIDTH, Basis, Rates
+from trainer.compiled import collectives, costs, prices
+from trainer.compiled.collectives import Collective
+from trainer.compiled.hlo import DEVICE, HOST, Computation, Instruction, Module
+from trainer.compiled.prices import HOST_BANDWIDTH, Basis, Rates
 
 # Time is counted in whole picoseconds, so that two equal turns of a loop are equal in every digit.
 SECOND = 10**12

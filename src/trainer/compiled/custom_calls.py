@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import re
 
+from trainer.compiled.hlo import Array, Computation, Instruction, matmul_dtype, numbers
 from trainer.kernels import attention_splash
-from trainer.tools.preflight.hlo import Array, Computation, Instruction, matmul_dtype, numbers
 
 _STATED = re.compile(r'"cost_estimate":\{[^{}]*"flops":"?(\d+)')
 # The name of a splash kernel contains its phase, and whether it has segments and saves residuals.

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from trainer.tools.preflight import collectives, custom_calls
-from trainer.tools.preflight.hlo import DEVICE, HOST, Array, Computation, Instruction, Module, matmul_dtype, numbers
+from trainer.compiled import collectives, custom_calls
+from trainer.compiled.hlo import DEVICE, HOST, Array, Computation, Instruction, Module, matmul_dtype, numbers
 
 # These instructions pass a buffer on, or run another computation whose instructions are counted separately.
 _FREE = frozenset(

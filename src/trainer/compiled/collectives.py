@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from trainer.compiled.hlo import Computation, Instruction, Module
 from trainer.observe.chips import Chip
-from trainer.tools.preflight.hlo import Computation, Instruction, Module
 
 _ONE_RING = re.compile(r'"emitter":"1D|"strategy":"(?:\w*1D\w*|StrategyRing)"')
 # A part of a collective that several fusions execute together. The first part waits for no flag.

@@ -14,15 +14,15 @@ from typing import Any, TypeGuard
 from jax import Device
 
 from trainer import program
+from trainer.compiled import collectives, costs, hlo, prices, simulation
+from trainer.compiled.collectives import Collective
+from trainer.compiled.costs import Costs
+from trainer.compiled.hlo import Module
+from trainer.compiled.simulation import Timeline
 from trainer.config import counts
 from trainer.config.schema import Config, DegradedStep
 from trainer.observe import chips
 from trainer.program import Program
-from trainer.tools.preflight import collectives, costs, hlo, prices, simulation
-from trainer.tools.preflight.collectives import Collective
-from trainer.tools.preflight.costs import Costs
-from trainer.tools.preflight.hlo import Module
-from trainer.tools.preflight.simulation import Timeline
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from trainer.compiled import costs, custom_calls
+from trainer.compiled.hlo import DEVICE, HOST, Computation, Instruction, Module
 from trainer.observe.chips import Chip
-from trainer.tools.preflight import costs, custom_calls
-from trainer.tools.preflight.hlo import DEVICE, HOST, Computation, Instruction, Module
 
 # Bytes/s per chip over the data center network (DCN): v5e 6.4 Tbit/s and v6e 25.6 Tbit/s per pod of 256 chips, v5p
 # 50 Gbit/s per chip (docs.cloud.google.com/tpu/docs, the page of each version). Other versions publish no number.

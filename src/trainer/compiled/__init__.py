@@ -1,0 +1,1 @@
+"""Reads memory, costs, communication and times from a compiled step."""

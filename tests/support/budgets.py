@@ -16,6 +16,7 @@ BUDGETS = {
   "tests": 450,
   "tests/checkpoint": 500,
   "tests/cluster": 60,
+  "tests/compiled": 80,
   "tests/config": 60,
   "tests/data": 60,
   "tests/elastic": 250,

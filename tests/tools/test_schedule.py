@@ -368,7 +368,7 @@ def test_instructions_without_an_estimate_cost_their_bytes_or_flops():
 
 
 def test_kernels_cost_their_flops_at_the_peak():
-  text = pathlib.Path(__file__).with_name("splash.hlo").read_text()
+  text = (pathlib.Path(__file__).parents[1] / "compiled/splash.hlo").read_text()
   timeline = simulation.simulate(hlo.parse(text), [0], RATES)
   matmul = 2 * 3 * 4 * 256 * 512 * 128
   moved = 2 * 3 * 4 * 256 * 128 * 2  # one kernel states 7 FLOPs and one states nothing: two arrays

@@ -16,7 +16,7 @@ LAYERS = (
   {"config"},
   {"observe"},
   {"report"},
-  {"mesh", "cluster"},
+  {"mesh", "cluster", "exchange"},
   {"sharding", "grad_reduce"},
   {"kernels", "data", "checkpoint", "elastic", "optimizers"},
   {"models"},

@@ -1,0 +1,10 @@
+"""Sums of gradients between slices that are separate JAX worlds: outside XLA, over TCP. Start reading at exchange.py.
+
+A lost member never enters XLA: it is a broken connection, PeerLost. Imports only NumPy, JAX and the standard library.
+"""
+
+from trainer.exchange.errors import CorruptFrame, MismatchedCall, PeerLost
+from trainer.exchange.exchange import Exchange
+from trainer.exchange.layout import FlatLayout, HostCopy
+
+__all__ = ["CorruptFrame", "Exchange", "FlatLayout", "HostCopy", "MismatchedCall", "PeerLost"]

@@ -1,0 +1,145 @@
+"""Members of an exchange as threads of this process, with real sockets between them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+
+import numpy as np
+
+from trainer.exchange import Exchange
+
+TOKEN = b"a token of tests"
+
+
+class Members:
+  """`count` members, 0 to count - 1. Each call runs on all members at once."""
+
+  def __init__(self, count, **options):
+    self.refused = []
+    self.all = [Exchange(member, TOKEN, self.refused.append, **options) for member in range(count)]
+    self.epoch = 0
+
+  def connect(self, addresses=None):
+    """Joins all members in a new epoch. addresses: {(caller, listener): address} that replace the real addresses."""
+    self.epoch += 1
+
+    def connect(exchange, member):
+      peers = {other: self.all[other].address for other in range(len(self.all))}
+      peers |= {listener: where for (caller, listener), where in (addresses or {}).items() if caller == member}
+      exchange.connect(self.epoch, peers)
+
+    self.call(connect)
+
+  def reduce(self, shares, dealt, wire="float32", tag="step 1"):
+    """Returns the result of each member."""
+    size = next(iter(shares.values())).size
+
+    def reduce(exchange, member):
+      out = np.full(size, 7, np.float32)
+      exchange.reduce(tag, {share: shares[share] for share in dealt[member]}, dealt, out, wire)
+      return out
+
+    return self.call(reduce)
+
+  def call(self, function, seconds=20):
+    """Returns [function(exchange, member)] of all members, or raises the first error after interrupting the others."""
+    results, errors = {}, []
+
+    def guarded(member):
+      try:
+        results[member] = function(self.all[member], member)
+      except Exception as error:  # noqa: BLE001 -- raised below
+        errors.append(error)
+        for exchange in self.all:
+          exchange.interrupt(self.epoch + 1)
+
+    threads = [threading.Thread(target=guarded, args=(member,)) for member in range(len(self.all))]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join(seconds)
+      assert not thread.is_alive(), "a member does not return"
+    if errors:
+      raise errors[0]
+    return [results[member] for member in range(len(self.all))]
+
+  def close(self):
+    for exchange in self.all:
+      exchange.close()
+
+
+@contextlib.contextmanager
+def members(count, **options):
+  """Connected members, closed at the end."""
+  group = Members(count, **options)
+  try:
+    group.connect()
+    yield group
+  finally:
+    group.close()
+
+
+class Relay:
+  """A listener that forwards bytes to `address` and back, and may damage them.
+
+  damage: function(data, offset) -> data for the bytes of the caller; offset is the number of earlier bytes. An empty
+  result cuts the connection.
+  """
+
+  def __init__(self, address, damage):
+    self._damage = damage
+    self._listener = socket.create_server(("127.0.0.1", 0))
+    self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+    self._sockets = []
+    self._threads = [threading.Thread(target=self._accept, args=(address,))]
+    self._threads[0].start()
+
+  def _accept(self, address):
+    caller, _ = self._listener.accept()
+    host, port = address.split(":")
+    target = socket.create_connection((host, int(port)))
+    self._sockets += [caller, target]
+    for source, sink, damage in ((caller, target, self._damage), (target, caller, lambda data, _: data)):
+      self._threads.append(threading.Thread(target=self._forward, args=(source, sink, damage)))
+      self._threads[-1].start()
+
+  def _forward(self, source, sink, damage):
+    offset = 0
+    with contextlib.suppress(OSError):
+      while (data := source.recv(1 << 16)) and (sent := damage(data, offset)):
+        sink.sendall(sent)
+        offset += len(data)
+    for sock in (source, sink):
+      with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+  def close(self):
+    for sock in self._sockets:
+      with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    for thread in self._threads:
+      thread.join(10)
+      assert not thread.is_alive()
+    for sock in [self._listener, *self._sockets]:
+      sock.close()
+
+
+def random_shares(count, size, seed=0):
+  """{share: float32 [size]} whose sum depends on the order of the additions."""
+  random = np.random.default_rng(seed)
+  scale = 10.0 ** random.uniform(-6, 6, (count, size))
+  return {share: (random.standard_normal(size) * scale[share]).astype(np.float32) for share in range(count)}
+
+
+def sum_in_order(shares):
+  """The oracle: float32 sums from left to right."""
+  total = shares[min(shares)].copy()
+  for share in sorted(shares)[1:]:
+    total = total + shares[share]
+  return total
+
+
+def same_bits(a, b):
+  return a.dtype == b.dtype and a.tobytes() == b.tobytes()

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.checkpoint import meta as checkpoint_meta
 from trainer.config.schema import Config
-from trainer.data import Loader, make_loader
+from trainer.data import Loader, make_loader, prepared
 from trainer.data.loader import Split
 
 
@@ -53,6 +53,12 @@ class RunData:
     )
 
 
+def check(config: Config) -> None:
+  """Raises ConfigError for data of a wrong kind. Reads little, and touches no device."""
+  if config.data.dataset_type != "synthetic":
+    prepared.check(config.data, config.model.vocab_size)
+
+
 @contextlib.contextmanager
 def open_data(config: Config, global_batch_size: int, note: Callable[[str], None]) -> Iterator[RunData]:
   """Opens the data and closes it at the end. `note` receives lines for the log.
@@ -83,8 +89,8 @@ def open_data(config: Config, global_batch_size: int, note: Callable[[str], None
 def _evaluates(config: Config, train: Loader, note: Callable[[str], None]) -> bool:
   """Whether the run evaluates. By default it does if there is held-out text; random tokens teach nothing."""
   data, observe = config.data, config.observe
-  if observe.eval_steps == 0 or observe.eval_interval > 0 or data.eval_dataset_path:
+  if observe.eval_steps == 0 or observe.eval_interval > 0 or data.names_eval_data:
     return observe.eval_steps > 0
-  if not train.has_eval:
+  if not train.has_eval and data.dataset_type == "text":
     note(f"No evaluation: no text is held out (eval_fraction={data.eval_fraction:g}; a single line cannot be split).")
   return train.has_eval and data.dataset_type != "synthetic"

@@ -145,7 +145,7 @@ def test_refusals_name_only_keys_that_exist_and_hide_no_key():
     ("tokenizer_type=sentencepiece", "Use tokenizer_type=bpe with tokenizer_path=FILE"),
     ("tokenizer_type=huggingface", "Use tokenizer_type=bpe with tokenizer_path=FILE"),
     ("tokenizer_type=tiktoken", "Use tokenizer_type=bpe with tokenizer_path=FILE"),
-    ("dataset_type=tfds", "Give local text files"),
+    ("dataset_type=hf", "Give files with dataset_type=grain grain_train_files=FILES"),
     ("opt_type=adam_pax", "Use opt_type=adamw"),
     ("rope_type=llama3.1", "Use rope_type=llama3"),
     ("rope_type=yarn", "other scalings are not supported"),

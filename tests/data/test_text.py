@@ -15,7 +15,7 @@ import pytest
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import DataSection
-from trainer.data import Batch, DataError, Loader, describe, make_loader, store, windows
+from trainer.data import Batch, DataError, Loader, describe, make_loader, packages, prepare, windows
 from trainer.data.tokenizer import ByteTokenizer, train_bpe
 
 LENGTH = 32
@@ -240,8 +240,8 @@ def test_bpe_with_a_given_file(root, tmp_path):
 
 def test_long_documents_are_tokenized_in_parts(root, monkeypatch):
   whole = load(root)
-  monkeypatch.setattr(store, "_PART", 50)
-  monkeypatch.setattr(store, "_GROUP", 120)
+  monkeypatch.setattr(prepare, "_PART", 50)
+  monkeypatch.setattr(prepare, "_GROUP", 120)
   parts = load(root, dataset_cache_directory=str(root.parent / "other"))
   assert parts.num_examples == whole.num_examples
   assert_equal(parts.batch(3), whole.batch(3))
@@ -274,7 +274,7 @@ def entries(root: Path) -> list[Path]:
 def test_a_damaged_cache_is_made_again(root, damage):
   expected = load(root).batch(0)
   (folder,) = entries(root)
-  records, meta = folder / "train.array_record", folder / "meta.json"
+  records, meta = folder / "train.records", folder / "meta.json"
   content = records.read_bytes()
   match damage:
     case "truncated":
@@ -310,9 +310,9 @@ def test_a_damaged_tokenizer_is_made_again(root):
 def test_a_damaged_record_stops_the_run_with_step_and_file(root):
   sound = load(root)
   (folder,) = entries(root)
-  path = folder / "train.array_record"
+  path = folder / "train.records"
   content = bytearray(path.read_bytes())
-  place = content.find(b"w\0o\0r\0d\0")  # the tokens of a record, uncompressed
+  place = content.find(b"w\0o\0r\0d\0", len(content) // 2)  # the tokens of a record; opening reads first and last
   content[place] ^= 1
   path.write_bytes(content)
   damaged, failed = load(root), 0
@@ -330,8 +330,8 @@ def test_a_damaged_record_stops_the_run_with_step_and_file(root):
 def test_a_file_that_vanishes_stops_the_run(root):
   loader = load(root)
   (folder,) = entries(root)
-  (folder / "train.array_record").unlink()
-  with pytest.raises(DataError, match=r"step 3: .*train\.array_record cannot be read"):
+  (folder / "train.records").unlink()
+  with pytest.raises(DataError, match=r"step 3: .*train\.records cannot be read"):
     loader.batch(3)
 
 
@@ -358,7 +358,7 @@ def test_bad_input_is_refused(root, tmp_path):
     ({"tokenizer_path": "x.json", "tokenizer_type": "bpe"}, "tokenizer_path=x.json: .*No such file"),
     (
       {"split": "eval", "eval_fraction": 0.0},
-      r"The eval text of .*corpus has 0 tokens.*Set eval_dataset_path, or eval_steps=0 .*\(eval_fraction=0\)",
+      r"The eval text of .*corpus has 0 tokens.*Set eval_fraction or eval_dataset_path, or eval_steps=0",
     ),
     ({"eval_fraction": 1.0}, "eval_fraction=1: leaves nothing"),
     ({"eval_dataset_path": str(tmp_path / "none")}, "eval_dataset_path=.*none does not exist"),
@@ -380,7 +380,7 @@ def test_far_too_little_text_is_refused_before_caching(tmp_path, tokenizer_type)
 def test_text_without_tokens_is_refused(tmp_path):
   (tmp_path / "corpus").mkdir()
   (tmp_path / "corpus" / "blank.jsonl").write_text('\n{"text": ""}\n')
-  with pytest.raises(ConfigError, match="has 0 tokens to learn"):
+  with pytest.raises(ConfigError, match="corpus has no documents"):
     load(tmp_path / "corpus", eval_fraction=0.0, max_target_length=2)
 
 
@@ -392,6 +392,7 @@ def test_the_run_says_what_it_reads(root):
     "tokenizer": "byte",
     "tokenizer_vocab_size": 258,
     "tokens": targets(loader),
+    "density": targets(loader) / (loader.num_examples * LENGTH),
     "examples": loader.num_examples,
     "run_tokens": 3 * loader.num_examples * BATCH * LENGTH,
     "epochs": 3.0 * BATCH,
@@ -424,11 +425,11 @@ def test_has_eval(root):
 RACER = """
 import sys
 from trainer.config.schema import DataSection
-from trainer.data import text
+from trainer.data import datasets, prepared
 cfg = DataSection.model_validate_json(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
-folder, tokenizer = text.tokenized(cfg, text.find_parts(cfg), vocab_size=400, log=print)
+folder, tokenizer = prepared.prepared(cfg, datasets.find(cfg), vocab_size=400, log=print)
 print(tokenizer.fingerprint, (folder / "meta.json").read_text().replace("\\n", ""))
 """
 
@@ -481,7 +482,7 @@ import pathlib, resource, sys
 from trainer.data import store
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
-  store._write(pathlib.Path(sys.argv[1]), [bytes(range(256)) * 4] * 1000)
+  store.write(pathlib.Path(sys.argv[1]), [bytes(range(256)) * 4] * 1000)
 except OSError as error:
   print(error)
 """
@@ -489,8 +490,8 @@ except OSError as error:
 
 def test_a_full_disk_is_an_os_error_that_names_the_file(tmp_path, python):
   """Simulated by a limit on file sizes, at a tenth of what the records need."""
-  printed = python(FULL_DISK, str(tmp_path / "train.array_record")).communicate(timeout=120)[0]
-  assert "train.array_record cannot be written: write() failed: File too large" in printed
+  printed = python(FULL_DISK, str(tmp_path / "train.records")).communicate(timeout=120)[0]
+  assert "train.records cannot be written: [Errno 27] File too large" in printed
 
 
 def test_ctrl_c_waits_for_a_library_that_loads():
@@ -498,7 +499,7 @@ def test_ctrl_c_waits_for_a_library_that_loads():
   # A background job of a script ignores SIGINT, and Python does not change that.
   before = signal.signal(signal.SIGINT, signal.default_int_handler)
   try:
-    with pytest.raises(KeyboardInterrupt), store._uninterrupted():
+    with pytest.raises(KeyboardInterrupt), packages.uninterrupted():
       signal.raise_signal(signal.SIGINT)
       went_on = True
   finally:

@@ -39,14 +39,14 @@ def arrays(docs: list[list[int]]) -> list[np.ndarray]:
 @given(docs=documents, length=st.integers(1, 20), group=st.integers(1, 5))
 def test_examples_equal_the_definition(docs, length, group):
   groups = [arrays(docs[i : i + group]) for i in range(0, len(docs), group)]
-  made = [windows.example(window, length) for window in windows.cut(groups, length)]
+  made = [windows.example(window, length) for window in windows.split(groups, length)]
   assert [[field.tolist() for field in example] for example in made] == naive_examples(docs, length)
 
 
 @settings(deadline=None)
 @given(docs=documents, length=st.integers(1, 20))
 def test_windows_give_the_stream_back(docs, length):
-  cut = list(windows.cut([arrays(docs)], length))
+  cut = list(windows.split([arrays(docs)], length))
   stream = [token for doc in docs for token in doc]
   assert [token for window in cut for token in window.tokens[:-1].tolist()] + stream[-1:] == stream
   for left, right in itertools.pairwise(cut):
@@ -56,7 +56,7 @@ def test_windows_give_the_stream_back(docs, length):
 @settings(deadline=None)
 @given(docs=documents, length=st.integers(1, 20))
 def test_pack_and_unpack(docs, length):
-  for window in windows.cut([arrays(docs)], length):
+  for window in windows.split([arrays(docs)], length):
     again = windows.unpack(windows.pack(window, np.dtype("<u4")), np.dtype("<u4"))
     np.testing.assert_array_equal(again.tokens, window.tokens)
     np.testing.assert_array_equal(again.starts, window.starts)
@@ -66,7 +66,7 @@ def test_pack_and_unpack(docs, length):
 def test_a_boundary_by_hand():
   # Documents 7 8 9 | 5 6 | 4 with T = 4: the windows are 7 8 9 5 6 and 6 4.
   first, second = (
-    windows.example(window, 4) for window in windows.cut([arrays([[7, 8, 9], [5, 6]]), arrays([[4]])], 4)
+    windows.example(window, 4) for window in windows.split([arrays([[7, 8, 9], [5, 6]]), arrays([[4]])], 4)
   )
   assert [field.tolist() for field in first] == [[7, 8, 9, 5], [8, 9, 5, 6], [1, 1, 0, 1], [0, 1, 2, 0], [1, 1, 1, 2]]
   assert [field.tolist() for field in second] == [[6, 0, 0, 0], [4, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]
@@ -75,7 +75,7 @@ def test_a_boundary_by_hand():
 
 @pytest.mark.parametrize("groups", [[], [[]], [[np.array([3], np.int32)]], [[], [np.array([3], np.int32)], []]])
 def test_a_stream_without_a_target_has_no_window(groups):
-  assert list(windows.cut(groups, 4)) == []
+  assert list(windows.split(groups, 4)) == []
 
 
 def test_example_has_the_batch_fields():

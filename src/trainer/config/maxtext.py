@@ -9,8 +9,15 @@ from fnmatch import translate
 _DENSE = "Models here are dense decoders without experts; remove the key."
 _ARCHITECTURE = "Models here are Qwen3 and Llama decoders, which do not have this; remove the key."
 _MULTIMODAL = "Models here read text only; remove the key."
-_TEXT = "Give local text files or folders with dataset_type=text dataset_path=FOLDER."
-_EVAL_TEXT = "Give evaluation files with eval_dataset_path=FOLDER, or set eval_fraction to hold out training text."
+_FILES = (
+  "Give files with dataset_type=grain grain_train_files=FILES, a prepared dataset with dataset_type=tfds "
+  "dataset_path=FOLDER, or text with dataset_type=text dataset_path=FOLDER."
+)
+_EVAL_FILES = (
+  "Give evaluation data with grain_eval_files, eval_split or eval_dataset_path, or set eval_fraction to hold out "
+  "training text."
+)
+_PREPARED = "Data are tokenised and packed once, and read by index without workers; remove the key."
 _FORMAT = "Checkpoints have one format; remove the key."
 _FLOAT32 = "Softmax, norms, logits and the loss are always computed in float32; remove the key."
 _SHARDING = "Sharding follows one table in trainer/sharding.py; set sizes with dcn_*_parallelism and ici_*_parallelism."
@@ -57,13 +64,21 @@ _KEYS: tuple[tuple[str, str], ...] = (
     "The resolved configuration is always written to the run's folder; remove the key.",
   ),
   # Data.
-  ("dataset_name train_split train_data_columns train_image_column olmo_*", _TEXT),
-  ("eval_dataset_name eval_split eval_data_columns eval_image_column tokenize_eval_data", _EVAL_TEXT),
-  ("tokenize_train_data", "Text is always tokenised once and cached in dataset_cache_directory; remove the key."),
+  ("dataset_name olmo_*", _FILES),
+  ("eval_dataset_name", _EVAL_FILES),
+  ("eval_data_columns", "Evaluation uses the same column as training: set train_data_columns."),
+  (
+    "tokenize_train_data tokenize_eval_data",
+    "A column of strings is tokenised, and a column of integers has token ids; remove the key.",
+  ),
   ("add_bos add_eos", _DOCUMENTS),
   (
-    "packing generate_padding_batch_train generate_padding_batch_eval max_segments_per_seq use_truncation",
-    "Documents are always packed end to end, and segment ids keep them apart; remove the key.",
+    "grain_packing_type use_truncation max_segments_per_seq",
+    "Use packing=split, best_fit, or none (one document per example, cut at max_target_length).",
+  ),
+  (
+    "generate_padding_batch_train generate_padding_batch_eval",
+    "Training data start again in a new order when they end, and evaluation data are padded; remove the key.",
   ),
   ("max_corpus_chars", "The tokenizer is trained on a sample of the corpus; remove the key."),
   ("enable_data_shuffling", "Examples are always shuffled; set data_shuffle_seed for another order."),
@@ -74,7 +89,8 @@ _KEYS: tuple[tuple[str, str], ...] = (
     "Every loader is elastic: a batch depends only on the seed and the step; remove the key.",
   ),
   ("chat_template* use_chat_template sft_* default_prompt", _PRETRAINING),
-  ("hf_* grain_*", _TEXT),
+  ("hf_*", _FILES),
+  ("grain_*", _PREPARED),
   # Batch and optimizer.
   ("global_batch_size", "The global batch is per_device_batch_size x devices x gradient_accumulation_steps."),
   ("eval_per_device_batch_size", "Evaluation uses per_device_batch_size; set its length with eval_steps."),
@@ -143,7 +159,7 @@ _KEYS: tuple[tuple[str, str], ...] = (
     _DENSE,
   ),
   (
-    "*_for_vit *_for_audio use_multimodal use_audio freeze_* dtype_mm *_placeholder image_path video_path audio_path "
+    "*_for_vit *_for_audio train_image_column eval_image_column use_multimodal use_audio freeze_* dtype_mm *_placeholder image_path video_path audio_path "
     "use_audio_in_video video_max_* max_num_images_per_example vision_output_length use_mrope mrope_section "
     "position_id_per_seconds",
     _MULTIMODAL,
@@ -263,7 +279,9 @@ _KEYS: tuple[tuple[str, str], ...] = (
 
 # Of keys that both programs have: MaxText's values that this program lacks, and what to do.
 _VALUES: dict[str, tuple[tuple[str, str], ...]] = {
-  "dataset_type": (("tfds grain hf olmo_grain c4_mlperf", _TEXT),),
+  "dataset_type": (("hf olmo_grain c4_mlperf", _FILES),),
+  "grain_file_type": (("tfrecord", "Convert the files to ArrayRecord or Parquet once."),),
+  "packing": (("true True", "Use packing=split or best_fit."), ("false False", "Use packing=none.")),
   "attention": (
     ("cudnn_flash_te cudnn_flash_jax paged vllm_rpa", "Use attention=flash: it chooses the platform's kernel."),
     (

@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from trainer.config import text_files
+from trainer.config import data_files, text_files
 from trainer.config.errors import ConfigError, Problems, shorten
 from trainer.config.files import as_path
 from trainer.config.schema import Config, DataSection
@@ -35,7 +35,7 @@ def check(config: Config, problems: Problems) -> None:
   with problems.collect():
     if checkpoint.enable_emergency_checkpoint and local and "://" not in local:
       _check_output("local_checkpoint_directory", local, local)
-  if data.dataset_type == "text":
+  if data.dataset_type != "synthetic":
     _check_data(data, problems)
 
 
@@ -53,10 +53,24 @@ def _check_run(config: Config) -> None:
 
 
 def _check_data(data: DataSection, problems: Problems) -> None:
-  for name in ("dataset_path", "eval_dataset_path"):
-    with problems.collect():
-      if getattr(data, name):
-        _check_text(name, getattr(data, name))
+  match data.dataset_type:
+    case "text":
+      for name in ("dataset_path", "eval_dataset_path"):
+        with problems.collect():
+          if getattr(data, name):
+            _check_text(name, getattr(data, name))
+    case "grain":
+      with problems.collect():
+        if not data.grain_train_files:
+          raise ConfigError("dataset_type=grain: needs files to train on.\nSet grain_train_files.")
+      for name in ("grain_train_files", "grain_eval_files"):
+        with problems.collect():
+          if value := getattr(data, name):
+            _check_placeholder(name, value)
+            data_files.find(name, value, data.grain_file_type)
+    case "tfds":
+      with problems.collect():
+        _check_tfds(data.dataset_path)
   with problems.collect():
     if (
       data.tokenizer_type == "bpe"
@@ -176,6 +190,16 @@ def _writable(folder: Path) -> bool:
     # This file system has no unnamed files. FUSE and NFS store files and have blocks; /proc and /sys have none.
     return os.statvfs(folder).f_blocks > 0
   return True
+
+
+def _check_tfds(folder: str) -> None:
+  """Checks that `folder` is a dataset that TensorFlow Datasets has prepared."""
+  _check_placeholder("dataset_path", folder)
+  if "://" in folder or not os.path.isfile(as_path(folder, "dataset_path=") / "dataset_info.json"):
+    raise ConfigError(
+      f"dataset_path={folder}: has no dataset_info.json, which dataset_type=tfds reads.\n"
+      "Give the local folder of a prepared dataset, such as DATA/NAME/1.0.0."
+    )
 
 
 def _check_text(name: str, value: str) -> None:

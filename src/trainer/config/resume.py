@@ -21,7 +21,7 @@ CHANGES_MODEL = frozenset({
 
 # The examples of each step.
 CHANGES_DATA_ORDER = frozenset({
-  "dataset_type", "eval_fraction", "tokenizer_type", "max_target_length", "data_shuffle_seed", "reuse_example_batch",
+  "dataset_type", "eval_fraction", "packing", "tokenizer_type", "max_target_length", "data_shuffle_seed", "reuse_example_batch",
 })  # fmt: skip
 
 # Keys whose values may differ if their result is the same, and the name in `identity` that is compared instead. For
@@ -29,6 +29,12 @@ CHANGES_DATA_ORDER = frozenset({
 JUDGED_BY = {
   "dataset_path": "data",
   "eval_dataset_path": "data",
+  "grain_train_files": "data",
+  "grain_eval_files": "data",
+  "grain_file_type": "data",
+  "train_data_columns": "data",
+  "train_split": "data",
+  "eval_split": "data",
   "tokenizer_path": "data",
   "per_device_batch_size": "global_batch_size",
   "gradient_accumulation_steps": "global_batch_size",

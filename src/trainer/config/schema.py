@@ -217,23 +217,46 @@ class ModelSection(Section):
 class DataSection(Section):
   """The training and evaluation data. A batch is a pure function of (seed, step)."""
 
-  dataset_type: Literal["synthetic", "text"] = Field(
-    "text", description="synthetic: random tokens. text: local files, tokenised once and cached."
+  dataset_type: Literal["synthetic", "text", "grain", "tfds"] = Field(
+    "text",
+    description="synthetic: random tokens. text: local files of text. grain: ArrayRecord, Parquet or JSONL files. tfds: a dataset that TensorFlow Datasets has prepared. Except for synthetic, documents are tokenised and packed once, and cached.",
   )
   dataset_path: str = Field(
     "",
-    description="dataset_type=text: a file, or a folder of .txt .md .py .jsonl files. Empty: the sources of the Python standard library.",
+    description="dataset_type=text: a file, or a folder of .txt .md .py .jsonl files. Empty: the sources of the Python standard library. dataset_type=tfds: the folder with dataset_info.json.",
   )
   eval_dataset_path: str = Field(
     "",
     description="dataset_type=text: a file or folder for evaluation. Empty: hold out eval_fraction of the training text.",
   )
+  grain_train_files: str = Field(
+    "", description="dataset_type=grain: training files, folders or patterns such as data/*.parquet, separated by ';'."
+  )
+  grain_eval_files: str = Field(
+    "", description="dataset_type=grain: files for evaluation, named like grain_train_files. Empty: no evaluation."
+  )
+  grain_file_type: Literal[
+    "arrayrecord", "arrayrecord_text", "arrayrecord_uint16", "arrayrecord_int32", "parquet", "jsonl"
+  ] = Field(
+    "arrayrecord",
+    description="Format of the files. arrayrecord: records are tf.train.Example. arrayrecord_text, _uint16, _int32: records are UTF-8 text or little-endian token ids. jsonl: also .gz and .zst. parquet and .zst need the extra arrow.",
+  )
+  train_data_columns: str = Field(
+    "text",
+    description="Column of Parquet, field of JSONL, feature of tf.train.Example and TFDS with the documents, in training and evaluation. Strings are tokenised. Lists of integers are token ids and stay as they are.",
+  )
+  train_split: str = Field("train", description="dataset_type=tfds: name of the split to train on.")
+  eval_split: str = Field("", description="dataset_type=tfds: name of the split for evaluation. Empty: no evaluation.")
   eval_fraction: Fraction = Field(
     0.05,
     description="Share of the training text that is held out for evaluation if eval_dataset_path is empty: files, and parts of large files, spread evenly over the text.",
   )
   dataset_cache_directory: str = Field(
-    "~/.cache/trainer/data", description="Folder for tokenised text and trained tokenizers."
+    "~/.cache/trainer/data", description="Folder for packed tokens and trained tokenizers."
+  )
+  packing: Literal["split", "best_fit", "none"] = Field(
+    "split",
+    description="How documents become examples. split: all joined into one stream, which is cut every max_target_length tokens. best_fit: whole documents, together where they fit; only documents longer than max_target_length are cut. none: one document per example, cut at max_target_length. Documents never attend to each other.",
   )
   tokenizer_type: Literal["byte", "bpe"] = Field(
     "byte",
@@ -253,6 +276,12 @@ class DataSection(Section):
   reuse_example_batch: Annotated[int, Field(ge=0, le=1)] = Field(
     0, description="1: train every step on the first batch, to test speed or overfitting."
   )
+
+  @property
+  def names_eval_data(self) -> bool:
+    """Whether a key names data for evaluation. Other text may be held out, and random tokens have no end."""
+    keys = {"text": self.eval_dataset_path, "grain": self.grain_eval_files, "tfds": self.eval_split}
+    return bool(keys.get(self.dataset_type))
 
 
 class ParallelismSection(Section):

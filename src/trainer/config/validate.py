@@ -37,6 +37,11 @@ EFFECTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
   ("rope_type", ("llama3",), _ROPE_SCALING),
   ("lr_schedule_type", ("wsd",), "wsd_decay_steps_fraction wsd_decay_style"),
   ("lr_schedule_type", ("cosine", "wsd"), "learning_rate_final_fraction"),
+  ("dataset_type", ("grain", "synthetic"), "grain_train_files grain_eval_files grain_file_type"),
+  ("dataset_type", ("tfds", "synthetic"), "train_split eval_split"),
+  ("dataset_type", ("grain", "tfds", "synthetic"), "train_data_columns"),
+  ("dataset_type", ("text", "synthetic"), "eval_dataset_path eval_fraction"),
+  ("dataset_type", ("text", "tfds", "synthetic"), "dataset_path"),
   ("opt_type", ("adamw", "muon"), "adam_b2 adam_eps"),
   ("opt_type", ("adamw", "muon", "sgd"), "adam_b1 mu_dtype"),
 )
@@ -50,6 +55,7 @@ def check(config: Config, problems: Problems) -> None:
   problems.add(_model(config.model))
   problems.add(_effects(config.model))
   problems.add(_data(config.data, config.model))
+  problems.add(_effects(config.data))
   problems.add(_optimizer(config.optimizer))
   problems.add(_effects(config.optimizer))
   problems.add(_cluster(config.cluster))
@@ -309,9 +315,10 @@ def _observe(observe: ObserveSection, data: DataSection, steps: int) -> Iterator
     )
   if observe.eval_interval == 0:
     yield "eval_interval=0: must be a number of steps, or -1 for the end only.\nUse eval_steps=0 for no evaluation."
-  no_files = data.dataset_type == "text" and not data.eval_dataset_path and data.eval_fraction == 0
+  held_out = data.dataset_type == "synthetic" or (data.dataset_type == "text" and data.eval_fraction > 0)
+  no_files = not held_out and not data.names_eval_data
   if observe.eval_interval > 0 and (observe.eval_steps == 0 or no_files):
-    reason = "eval_steps=0" if observe.eval_steps == 0 else "eval_fraction=0 and no eval_dataset_path"
+    reason = "eval_steps=0" if observe.eval_steps == 0 else "no data for evaluation"
     yield f"eval_interval={observe.eval_interval}: has no effect with {reason}.\nChange one of the two."
 
 

@@ -10,34 +10,21 @@ import mmap
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 from trainer.config import rules, text_files
 from trainer.config.errors import ConfigError, require
 from trainer.config.text_files import SUFFIXES
+from trainer.data import jsonl
+from trainer.data.documents import Piece
 
 # Folders of the standard library's sources that are not Python code to learn from: installed packages, tests with text
 # that is broken on purpose, tables of code points (encodings), the documentation as one string (pydoc_data).
 _NOT_LIBRARY = frozenset("__pycache__ dist-packages encodings idle_test pydoc_data site-packages test tests".split())
 # The smaller side of a split has about this number of units, or more.
 _UNITS = 16
-
-
-@dataclass(frozen=True)
-class Piece:
-  """A file, or a part of a file that begins and ends at line ends."""
-
-  name: str
-  """Path relative to the dataset's folder, with '/'. Order and split depend on it, not on where the folder is."""
-  path: Path
-  start: int
-  stop: int  # in bytes; excluded
-
-  @property
-  def size(self) -> int:
-    return self.stop - self.start
 
 
 def find(key: str, path: str) -> list[Piece]:
@@ -199,26 +186,15 @@ def _json_lines(piece: Piece) -> Iterator[str]:
     file.seek(place)
     while place < piece.stop and (line := file.readline()):
       try:
-        text = _text_of(line)
+        text = jsonl.value(line, "text") if line.strip() else ""
+        if not isinstance(text, str):
+          raise ValueError('no field "text" with a string')
       except ValueError as error:
         number = _line_number(piece.path, place)
         raise ConfigError(f'{piece.path}:{number}: {error}. Every line must be like {{"text": "..."}}.') from error
       place += len(line)
       if text:
         yield text
-
-
-def _text_of(line: bytes) -> str:
-  """The field "text" of a line of JSON; "" for a blank line. Raises ValueError if the line has no such field."""
-  if not line.strip():
-    return ""
-  try:
-    record = json.loads(line)
-  except RecursionError:
-    raise ValueError("nested too deep") from None
-  if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-    raise ValueError('no field "text" with a string')
-  return record["text"]
 
 
 def _line_number(path: Path, offset: int) -> int:

@@ -11,11 +11,14 @@ _LARGEST_RATIO = 2
 
 def line(data: Mapping[str, Any]) -> str:
   """One line that names dataset, tokenizer, tokens and epochs. `data` comes from `Loader.describe`."""
-  if data["tokenizer"] is None:
+  if data["tokens"] is None:
     return f"Data: {data['dataset']}; the run reads {data['run_tokens']:,} tokens"
+  tokenizer = "token ids"
+  if data["tokenizer"] is not None:
+    tokenizer = f"{data['tokenizer']} tokenizer with {data['tokenizer_vocab_size']:,} ids"
   return (
-    f"Data: {data['dataset']}, {data['tokenizer']} tokenizer with {data['tokenizer_vocab_size']:,} ids, "
-    f"{data['tokens']:,} tokens for training; the run reads {data['run_tokens']:,} tokens, "
+    f"Data: {data['dataset']}, {tokenizer}, {data['tokens']:,} tokens for training in {data['examples']:,} examples "
+    f"({data['density']:.1%} of their positions count in the loss); the run reads {data['run_tokens']:,} tokens, "
     f"{data['epochs']:.3g} epochs"
   )
 

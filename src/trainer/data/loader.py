@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from trainer.data import text
+from trainer.data import prepared
 from trainer.data.batch import Batch, DataError, empty_example, stack
 from trainer.data.source import Source
 from trainer.data.synthetic import SyntheticSource
@@ -92,17 +92,20 @@ class Loader:
   def describe(self, steps: int) -> dict[str, Any]:
     """What `steps` steps read, as JSON; fields of synthetic data that do not apply are None.
 
-    dataset, tokenizer (its name), tokenizer_vocab_size, tokens and examples (of one epoch), run_tokens (of
-    all steps, padding included), epochs (how often the run reads the data).
+    dataset, tokenizer (its name; None: the data are tokens), tokenizer_vocab_size, tokens and examples (of one epoch),
+    density (share of the positions that count in the loss), run_tokens (of all steps, padding included), epochs (how
+    often the run reads the data).
     """
     source, tokenizer = self._source, self._source.tokenizer
     examples = self._global_batch_size * (1 if self._reuse_first else steps)
+    positions = source.num_examples * self._length if source.num_examples else 0
     return {
       "dataset": source.name,
       "tokenizer": tokenizer.name if tokenizer else None,
       "tokenizer_vocab_size": tokenizer.vocab_size if tokenizer else None,
       "tokens": source.num_targets,
       "examples": source.num_examples,
+      "density": source.num_targets / positions if source.num_targets and positions else None,
       "run_tokens": steps * self._global_batch_size * self._length,
       "epochs": examples / source.num_examples if source.num_examples else None,
     }
@@ -129,7 +132,7 @@ def make_loader(
     )
   else:
     min_examples = global_batch_size if split == "train" else 0
-    source = text.open_source(cfg, vocab_size=vocab_size, min_examples=min_examples, split=split, log=log)
+    source = prepared.open_source(cfg, vocab_size=vocab_size, min_examples=min_examples, split=split, log=log)
   return Loader(
     source,
     global_batch_size=global_batch_size,

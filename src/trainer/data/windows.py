@@ -1,7 +1,7 @@
-"""Packing by concatenation: documents are joined into a stream, which is cut into windows of T + 1 tokens.
+"""Windows: T + 1 tokens of one or more documents, and the example that a window stands for.
 
-Neighbouring windows overlap by one token, so that each token of the stream except the first is the target of exactly
-one position of exactly one window.
+With packing=split, documents are joined into a stream, which is cut into windows. Neighbouring windows overlap by one
+token, so that each token of the stream except the first is the target of exactly one position of exactly one window.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from trainer.data.batch import Example
 
 
 class Window(NamedTuple):
-  """A part of the stream: n + 1 tokens, 1 <= n <= T. Only the last window of a stream has n < T."""
+  """Parts of documents: n + 1 tokens, 1 <= n <= T."""
 
   tokens: np.ndarray  # [n + 1] int32
   starts: np.ndarray  # [boundaries] int64: offsets in 1..n at which a document begins, ascending
 
 
-def cut(groups: Iterable[Sequence[np.ndarray]], length: int) -> Iterator[Window]:
+def split(groups: Iterable[Sequence[np.ndarray]], length: int) -> Iterator[Window]:
   """Yields the windows of T = `length` inputs of all documents joined. A group is a list of non-empty documents."""
   rest, rest_starts = np.zeros(0, np.int32), np.zeros(0, np.int64)
   for group in groups:
@@ -36,6 +36,14 @@ def cut(groups: Iterable[Sequence[np.ndarray]], length: int) -> Iterator[Window]
     rest, rest_starts = stream[place:], starts[starts > place] - place
   if len(rest) > 1:
     yield Window(rest, rest_starts)
+
+
+def single(groups: Iterable[Sequence[np.ndarray]], length: int) -> Iterator[Window]:
+  """Yields a window for each document: its first T + 1 tokens. A document of one token has no target and no window."""
+  for group in groups:
+    for document in group:
+      if len(document) > 1:
+        yield Window(document[: length + 1], np.zeros(0, np.int64))
 
 
 def example(window: Window, length: int) -> Example:

@@ -1,0 +1,93 @@
+"""The documents that a configuration names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.config import data_files
+from trainer.config.errors import ConfigError
+from trainer.data import array_record, corpus, jsonl, parquet, tfds
+from trainer.data.documents import Documents, Piece
+
+if TYPE_CHECKING:
+  from trainer.config.schema import DataSection  # pydantic is slow to import and not needed here
+
+_SAMPLED = 2**16  # bytes at each end of a file
+
+
+def find(cfg: DataSection) -> dict[str, Documents]:
+  """The documents of each split: "train", and "eval" if the configuration has evaluation data.
+
+  Raises ConfigError if there are no files. The files are not read yet, except to split text.
+  """
+  match cfg.dataset_type:
+    case "text":
+      return _text(cfg)
+    case "grain":
+      keys = {"train": "grain_train_files", "eval": "grain_eval_files"}
+      return {split: _files(cfg, key) for split, key in keys.items() if getattr(cfg, key)}
+    case _:
+      assert cfg.dataset_type == "tfds", cfg.dataset_type
+      names = {"train": cfg.train_split, "eval": cfg.eval_split}
+      return {split: _tfds(cfg, name) for split, name in names.items() if name}
+
+
+def _text(cfg: DataSection) -> dict[str, Documents]:
+  name = cfg.dataset_path or "the Python standard library"
+
+  def documents(pieces: Sequence[Piece], name: str) -> Documents:
+    return Documents(name, pieces, corpus.documents, partial(corpus.digest, pieces))
+
+  pieces = corpus.find("dataset_path", cfg.dataset_path)
+  if cfg.eval_dataset_path:
+    held_out = corpus.find("eval_dataset_path", cfg.eval_dataset_path)
+    return {"train": documents(pieces, name), "eval": documents(held_out, cfg.eval_dataset_path)}
+  train, held_out = corpus.hold_out(pieces, cfg.eval_fraction)
+  splits = {"train": documents(train, name)}
+  return splits | {"eval": documents(held_out, name)} if held_out else splits
+
+
+def _files(cfg: DataSection, key: str) -> Documents:
+  """The documents of the files that `key` names."""
+  file_type, column = cfg.grain_file_type, cfg.train_data_columns
+  root, paths = data_files.find(key, getattr(cfg, key), file_type)
+  pieces = [Piece(path.relative_to(root).as_posix(), path, 0, path.stat().st_size) for path in paths]
+  match file_type:
+    case "parquet":
+      read = partial(parquet.read, column=column)
+    case "jsonl":
+      read = partial(jsonl.read, column=column)
+    case _:
+      read = partial(array_record.read, file_type=file_type, column=column)
+  return Documents(getattr(cfg, key), pieces, read, partial(_digest, pieces, file_type, column))
+
+
+def _tfds(cfg: DataSection, split: str) -> Documents:
+  folder, column = cfg.dataset_path, cfg.train_data_columns
+  pieces = tfds.find(folder, split)
+  read = partial(tfds.read, folder=folder, split=split, column=column)
+  return Documents(f"{folder} ({split})", pieces, read, partial(_digest, pieces, "tfds", column))
+
+
+def _digest(pieces: Sequence[Piece], file_type: str, column: str) -> str:
+  """Identity of files: format, names, sizes, and the first and last bytes of each. Reading all would take too long."""
+  total = hashlib.sha256(json.dumps([file_type, column]).encode())
+  for piece in pieces:
+    total.update(json.dumps([piece.name, piece.size, _ends(piece.path)]).encode())
+  return total.hexdigest()
+
+
+def _ends(path: Path) -> str:
+  """Hash of the beginning and the end of a file. Parquet and ArrayRecord have their index at the end."""
+  try:
+    with path.open("rb") as file:
+      content = file.read(_SAMPLED)
+      file.seek(max(0, path.stat().st_size - _SAMPLED))
+      return hashlib.sha256(content + file.read(_SAMPLED)).hexdigest()
+  except OSError as error:
+    raise ConfigError(f"{path} cannot be read ({error.strerror}). Fix or remove it.") from error

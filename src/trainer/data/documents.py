@@ -1,0 +1,65 @@
+"""The documents of a dataset: files in a fixed order, and a function that reads the documents of one file.
+
+A source of documents is a file in this folder with such a function (`corpus`, `jsonl`, `parquet`, `array_record`,
+`tfds`). Tokenizing, packing, shuffling and mixing do not depend on where documents come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from trainer.config.errors import ConfigError
+
+# A text, or the integer token ids [n] of a document that is tokenised already.
+Document: TypeAlias = str | np.ndarray
+
+
+@dataclass(frozen=True)
+class Piece:
+  """A file, or a part of a file that begins and ends at line ends."""
+
+  name: str
+  """Path relative to the dataset's folder, with '/'. Order and split depend on it, not on where the folder is."""
+  path: Path
+  start: int
+  stop: int  # in bytes; excluded
+
+  @property
+  def size(self) -> int:
+    return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Documents:
+  """The documents of one split of a dataset."""
+
+  name: str
+  """Where the documents come from, for the log."""
+  pieces: Sequence[Piece]
+  read: Callable[[Piece], Iterator[Document]]
+  """Yields the documents of a piece in order. Raises ConfigError, naming the file, if it cannot."""
+  digest: Callable[[], str]
+  """Identity of the documents and their order: 64 hex digits."""
+
+  @property
+  def size(self) -> int:
+    """Bytes of all pieces."""
+    return sum(piece.size for piece in self.pieces)
+
+  def __iter__(self) -> Iterator[tuple[str, Document]]:
+    """Yields (place for error messages, document) of all documents that are not empty."""
+    for piece in self.pieces:
+      for number, document in enumerate(self.read(piece), 1):
+        if len(document):
+          yield f"document {number} of {piece.path}", document
+
+  def are_text(self) -> bool:
+    """Whether the first document is text. Raises ConfigError if there is no document."""
+    for _, document in self:
+      return isinstance(document, str)
+    raise ConfigError(f"{self.name} has no documents. Give files with at least one document that is not empty.")

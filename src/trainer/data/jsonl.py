@@ -1,0 +1,59 @@
+"""Documents of JSONL files: one JSON object per line. Plain, or compressed with gzip or zstd."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Iterator
+from typing import BinaryIO, cast
+
+import numpy as np
+
+from trainer.config.errors import ConfigError
+from trainer.data import packages
+from trainer.data.documents import Document, Piece
+
+
+def read(piece: Piece, column: str) -> Iterator[Document]:
+  """Yields the field `column` of each line of a file: a text, or a list of token ids. Skips blank lines.
+
+  Raises ConfigError with file and line if a line has no such field, or the file cannot be read.
+  """
+  number = 0
+  try:
+    with _opened(piece) as file:
+      for number, line in enumerate(file, 1):  # noqa: B007 (for the error message)
+        if line.strip():
+          yield value(line, column)
+  except ValueError as error:
+    remedy = f'Every line must be like {{"{column}": "..."}} or {{"{column}": [1, 2, 3]}}. Set train_data_columns'
+    raise ConfigError(f"{piece.path}:{number}: {error}. {remedy} to the name of the field.") from error
+  except (OSError, EOFError) as error:
+    raise ConfigError(f"{piece.path} cannot be read after line {number} ({error}). Fix or remove it.") from error
+
+
+def value(line: bytes, column: str) -> Document:
+  """The text, or the token ids as int64, in the field `column` of a line of JSON. Raises ValueError otherwise."""
+  try:
+    record = json.loads(line)
+  except RecursionError:
+    raise ValueError("nested too deep") from None
+  found = record.get(column) if isinstance(record, dict) else None
+  if isinstance(found, str):
+    return found
+  if isinstance(found, list) and all(type(token) is int and abs(token) < 2**62 for token in found):
+    return np.array(found, np.int64)
+  raise ValueError(f'no field "{column}" with a string or a list of integers')
+
+
+def _opened(piece: Piece) -> BinaryIO:
+  match piece.path.suffix:
+    case ".gz":
+      return cast(BinaryIO, gzip.open(piece.path))
+    case ".zst":
+      pyarrow = packages.load("pyarrow", package="pyarrow", extra="arrow", reason=f"{piece.path} (zstd)")
+      stream = pyarrow.CompressedInputStream(pyarrow.OSFile(str(piece.path)), "zstd")
+      return io.BufferedReader(stream, 2**20)
+    case _:
+      return piece.path.open("rb")

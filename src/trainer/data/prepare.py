@@ -1,0 +1,175 @@
+"""A prepared dataset on disk: a file of packed windows for each split, and meta.json with their statistics."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.config.errors import ConfigError
+from trainer.data import best_fit, cache, store, windows
+from trainer.data.documents import Document, Documents
+from trainer.data.tokenizer import Tokenizer
+
+# Increase it when the files change, or the way in which documents become windows.
+FORMAT = 2
+META = "meta.json"
+PACKINGS = {"split": windows.split, "best_fit": best_fit.pack, "none": windows.single}
+# Characters or tokens that are processed at a time. The tokenizer needs about 100 bytes of memory for each character.
+_GROUP = 2_000_000
+_PART = 250_000
+
+
+def build(
+  folder: Path,
+  *,
+  key: str,
+  splits: Mapping[str, Documents],
+  tokenizer: Tokenizer | None,
+  vocab_size: int,
+  length: int,
+  packing: str,
+  log: cache.Log,
+) -> None:
+  """Fills `folder` with one file of windows for each split, and meta.json.
+
+  `tokenizer`: of documents that are text; None if all documents are tokens. `vocab_size`: all tokens are below it.
+  Raises ConfigError if a document cannot be read or has other tokens.
+  """
+  dtype = "<u2" if vocab_size <= 2**16 else "<u4"
+  known, counts = {}, {}
+  for split, documents in splits.items():
+    work = f"Tokenizing ({tokenizer.name})" if tokenizer else "Packing tokens of"
+    log(f"{work} {documents.size / 1e6:.1f} MB from {documents.name} for {split}")
+    counts[split] = np.zeros(vocab_size, np.int64)
+    cut = PACKINGS[packing](_token_groups(documents, tokenizer, vocab_size), length)
+    path = folder / file_name(split)
+    count = store.write(path, (windows.pack(window, np.dtype(dtype)) for window in _counted(cut, counts[split])))
+    known[split] = {"windows": count, "targets": int(counts[split].sum())}
+  meta = {
+    "format": FORMAT,
+    "key": key,
+    "length": length,
+    "dtype": dtype,
+    "tokenizer": tokenizer.fingerprint if tokenizer else None,
+    "packing": packing,
+    "splits": known,
+    "unigram_entropy": _cross_entropy(counts["train"], counts["train"]),
+    "unigram_eval_loss": _cross_entropy(counts["eval"], counts["train"] + 1) if "eval" in counts else None,
+  }
+  (folder / META).write_text(json.dumps(meta, indent=2))
+
+
+def _token_groups(documents: Documents, tokenizer: Tokenizer | None, vocab_size: int) -> Iterator[list[np.ndarray]]:
+  """Yields all documents as int32 ids, in groups.
+
+  A text becomes bos (if the tokenizer has it), the ids of the text, eos. Tokens stay as they are.
+  """
+  unfinished: list[np.ndarray] = []
+  for group in _groups(_parts(documents)):
+    texts = [part for _, part, _ in group if isinstance(part, str)]
+    assert tokenizer is not None or not texts, "texts need a tokenizer"
+    encoded = iter(tokenizer.encode_batch(texts)) if tokenizer else iter(())
+    finished = []
+    for place, part, is_last in group:
+      if isinstance(part, str):
+        unfinished.append(next(encoded))
+        if is_last:
+          finished.append(_framed(unfinished, tokenizer))
+          unfinished = []
+      else:
+        finished.append(checked(part, vocab_size, place))
+    yield finished
+
+
+def _framed(parts: list[np.ndarray], tokenizer: Tokenizer | None) -> np.ndarray:
+  """The ids of a text between the special tokens of its ends."""
+  assert tokenizer is not None
+  head = [] if tokenizer.bos_id is None else [np.array([tokenizer.bos_id], np.int32)]
+  return np.concatenate([*head, *parts, np.array([tokenizer.eos_id], np.int32)])
+
+
+def checked(ids: np.ndarray, vocab_size: int, place: str) -> np.ndarray:
+  """`ids` as int32. Raises ConfigError, naming the place, unless all are in [0, vocab_size)."""
+  low, high = int(ids.min()), int(ids.max())
+  if low < 0 or high >= vocab_size:
+    wrong = low if low < 0 else high
+    raise ConfigError(
+      f"{place} has the token {wrong}, but tokens must be from 0 to vocab_size - 1 = {vocab_size - 1}. Set vocab_size "
+      "to the vocabulary that the tokens were made with, or give other files."
+    )
+  return ids.astype(np.int32)
+
+
+def _parts(documents: Documents) -> Iterator[tuple[str, Document, bool]]:
+  """Yields (place, part of a document, whether it ends the document).
+
+  Long texts are cut into parts, after a line end where possible.
+  """
+  for place, document in documents:
+    if isinstance(document, str):
+      start = 0
+      while len(document) - start > _PART:
+        end = document.rfind("\n", start, start + _PART) + 1 or start + _PART
+        yield place, document[start:end], False
+        start = end
+      yield place, document[start:], True
+    else:
+      yield place, document, True
+
+
+def _groups(parts: Iterable[tuple[str, Document, bool]]) -> Iterator[list[tuple[str, Document, bool]]]:
+  """Yields the parts in lists of about _GROUP characters or tokens."""
+  group, size = [], 0
+  for part in parts:
+    group.append(part)
+    size += len(part[1])
+    if size >= _GROUP:
+      yield group
+      group, size = [], 0
+  yield group
+
+
+def _counted(cut: Iterable[windows.Window], counts: np.ndarray) -> Iterator[windows.Window]:
+  """Yields the windows, and adds to `counts` [vocab_size] how often each token is a target that counts in the loss."""
+  targets: list[np.ndarray] = []
+  size = 0
+  for window in cut:
+    targets.append(np.delete(window.tokens[1:], window.starts - 1))
+    size += len(window.tokens)
+    if size >= _GROUP:
+      counts += np.bincount(np.concatenate(targets), minlength=len(counts))
+      targets, size = [], 0
+    yield window
+  if targets:
+    counts += np.bincount(np.concatenate(targets), minlength=len(counts))
+
+
+def _cross_entropy(counts: np.ndarray, model_counts: np.ndarray) -> float | None:
+  """Mean of -log(share in model_counts) over the items counted in `counts`, in nats. None without any items."""
+  seen = counts > 0
+  if not seen.any():
+    return None
+  log_share = np.log(model_counts[seen]) - math.log(model_counts.sum())
+  return float(-(counts[seen] * log_share).sum() / counts.sum())
+
+
+def fault(folder: Path) -> str | None:
+  """What is wrong with a prepared folder, or None."""
+  try:
+    meta: dict[str, Any] = json.loads((folder / META).read_text())
+    for split, known in meta["splits"].items():
+      if wrong := store.fault(folder / file_name(split), known["windows"]):
+        return wrong
+  except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    return f"{type(error).__name__}: {error}"
+  return None
+
+
+def file_name(split: str) -> str:
+  """Name of the file of a split."""
+  return f"{split}.records"

@@ -1,0 +1,211 @@
+"""Examples of a dataset: tokenized and packed once into a file of windows, then read by global index."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainer.config import rules
+from trainer.config.errors import ConfigError, require
+from trainer.data import cache, datasets, prepare, store, windows
+from trainer.data.batch import Example, empty_example
+from trainer.data.documents import Documents
+from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_bpe, train_bpe
+
+if TYPE_CHECKING:
+  from trainer.config.schema import DataSection  # pydantic is slow to import and not needed here
+
+# Characters to train a tokenizer on. All 12 MB of the standard library would save 2 % of the tokens, but take long.
+_SAMPLE = 3_000_000
+_SAMPLE_OF_DOCUMENT = 100_000
+_EVAL_KEYS = {
+  "text": "Set eval_fraction or eval_dataset_path",
+  "grain": "Set grain_eval_files",
+  "tfds": "Set eval_split",
+}
+
+
+class PreparedSource:
+  """The windows of one split. Training: endless, reshuffled each epoch. Evaluation: one fixed order, then padding.
+
+  The order comes from grain, whose `shuffle` computes a permutation per epoch, one index at a time.
+  """
+
+  def __init__(self, folder: Path, *, name: str, split: str, seed: int, tokenizer: Tokenizer | None) -> None:
+    """`folder`: of `prepare.build`. `tokenizer`: None if the documents were tokens."""
+    meta = json.loads((folder / prepare.META).read_text())
+    self.name = name
+    self.tokenizer = tokenizer
+    self.num_examples: int | None = meta["splits"][split]["windows"]
+    self.num_targets: int | None = meta["splits"][split]["targets"]
+    self.has_eval: bool = meta["splits"].get("eval", {"targets": 0})["targets"] > 0
+    self._meta = meta
+    self._split = split
+    # A fixed seed for evaluation keeps runs comparable. Our seeds are any integers, and grain needs 32 bits.
+    self._seed = int(hashlib.sha256(str(seed).encode()).hexdigest()[:8], 16) if split == "train" else 0
+    self._records = store.Records(folder / prepare.file_name(split), meta["splits"][split]["windows"])
+    # Import here, not at first use in the prefetch thread: the main thread may be importing the same modules then.
+    import grain
+
+    ordered = grain.MapDataset.source(self._records).shuffle(seed=self._seed)
+    self._ordered = ordered.repeat() if split == "train" else ordered
+
+  def example(self, index: int) -> Example:
+    """The window at `index` in the order of the split. Raises OSError, naming the file, when it cannot be read."""
+    if self._split == "eval" and index >= len(self._records):
+      return empty_example(self._meta["length"])
+    return windows.example(windows.unpack(self._ordered[index], np.dtype(self._meta["dtype"])), self._meta["length"])
+
+  def fingerprint(self) -> str:
+    # The first records in order detect a version of grain that shuffles differently.
+    probe = hashlib.sha256()
+    for index in range(min(8, len(self._records))):
+      probe.update(self._ordered[index])
+    key = f"prepared-{prepare.FORMAT} {self._meta['key']}"
+    return f"{key} split={self._split} seed={self._seed} first={probe.hexdigest()}"
+
+  def unigram_entropy(self) -> float:
+    return self._meta["unigram_entropy"]
+
+  def unigram_eval_loss(self) -> float | None:
+    return self._meta["unigram_eval_loss"]
+
+  def close(self) -> None:
+    self._records.close()
+
+
+def check(cfg: DataSection, vocab_size: int) -> None:
+  """Raises ConfigError for data that cannot be prepared, as far as the first document of each split shows it.
+
+  A check of seconds, before devices are used: a missing package, a wrong column or type, a tokenizer with more ids than
+  `vocab_size`. Text files have been checked with the configuration.
+  """
+  splits = {} if cfg.dataset_type == "text" else datasets.find(cfg)
+  are_text = [documents.are_text() for documents in splits.values()]
+  if cfg.dataset_type == "text" or any(are_text):
+    _require_fit(_given_tokenizer(cfg), vocab_size)
+
+
+def open_source(cfg: DataSection, *, vocab_size: int, min_examples: int, split: str, log: cache.Log) -> PreparedSource:
+  """The source of a split. Prepares the data first if the cache does not have them.
+
+  Raises ConfigError if there is too little data for `min_examples` windows, or for one token.
+  """
+  splits = datasets.find(cfg)
+  if cfg.dataset_type == "text" and cfg.packing == "split":
+    # Each target is at least a byte, or the end of a document. Refuse far too little text before anything is cached.
+    most = sum(piece.size + 1 for piece in splits[split].pieces) if split in splits else 0
+    _check_enough(cfg, splits, split, min_examples, most, most / cfg.max_target_length, "at most ")
+  folder, tokenizer = prepared(cfg, splits, vocab_size=vocab_size, log=log)
+  known = json.loads((folder / prepare.META).read_text())["splits"].get(split, {"targets": 0, "windows": 0})
+  _check_enough(cfg, splits, split, min_examples, known["targets"], known["windows"])
+  return PreparedSource(folder, name=splits[split].name, split=split, seed=cfg.data_shuffle_seed, tokenizer=tokenizer)
+
+
+def _check_enough(
+  cfg: DataSection,
+  splits: Mapping[str, Documents],
+  split: str,
+  min_examples: int,
+  targets: int,
+  examples: float,
+  bound: str = "",
+) -> None:
+  """Raises ConfigError if there is no token to learn, or there are fewer than `min_examples` examples."""
+  if targets >= 1 and examples >= min_examples:
+    return
+  remedy = f"{_EVAL_KEYS[cfg.dataset_type]}, or eval_steps=0 eval_interval=-1."
+  if split == "train":
+    remedy = "Give more text, or reduce the batch size or max_target_length."
+  found = f"{bound}{targets}" if targets else "0"
+  name = splits.get(split, splits["train"]).name
+  raise ConfigError(
+    f"The {split} text of {name} has {found} tokens to learn, but {max(1, min_examples)} examples of "
+    f"max_target_length={cfg.max_target_length} are needed (packing={cfg.packing}). {remedy}"
+  )
+
+
+def prepared(
+  cfg: DataSection, splits: Mapping[str, Documents], *, vocab_size: int, log: cache.Log
+) -> tuple[Path, Tokenizer | None]:
+  """(folder with the windows of all splits, tokenizer), both from the cache or made now; see `prepare`.
+
+  The tokenizer is None if the documents are tokens. Raises ConfigError if the documents cannot be read, or the
+  tokenizer has more than `vocab_size` ids.
+  """
+  digests = {split: documents.digest() for split, documents in splits.items()}
+  are_text = {split: documents.are_text() for split, documents in splits.items()}
+  if len(set(are_text.values())) > 1:
+    kinds = ", ".join(f"{split}: {'text' if text else 'token ids'}" for split, text in are_text.items())
+    raise ConfigError(f"The splits of a dataset must have the same kind of documents ({kinds}). Give other files.")
+  tokenizer = _tokenizer(cfg, vocab_size, splits["train"], digests["train"], log) if are_text["train"] else None
+  _require_fit(tokenizer, vocab_size)
+  # The model's vocabulary matters only for tokens that are given. Text has the ids of its tokenizer.
+  ids = tokenizer.vocab_size if tokenizer else vocab_size
+  length, packing = cfg.max_target_length, cfg.packing
+  key = _hash(prepare.FORMAT, digests, tokenizer.fingerprint if tokenizer else ids, length, packing)
+  build = partial(
+    prepare.build, key=key, splits=splits, tokenizer=tokenizer, vocab_size=ids, length=length, packing=packing, log=log
+  )
+  folder = cache.entry(cfg.dataset_cache_directory, f"corpus-{key[:32]}", build=build, fault=prepare.fault, log=log)
+  return folder, tokenizer
+
+
+def _require_fit(tokenizer: Tokenizer | None, vocab_size: int) -> None:
+  """Raises ConfigError if the tokenizer has more ids than the model."""
+  if tokenizer is not None and tokenizer.vocab_size > vocab_size:
+    raise ConfigError(
+      f"vocab_size={vocab_size} is smaller than the {tokenizer.name} tokenizer's {tokenizer.vocab_size} ids. "
+      f"Set vocab_size to at least {tokenizer.vocab_size}."
+    )
+
+
+def _given_tokenizer(cfg: DataSection) -> Tokenizer | None:
+  """The configured tokenizer; None if it must be trained on the text."""
+  if cfg.tokenizer_type == "byte":
+    require(rules.tokenizer(cfg))
+    return ByteTokenizer()
+  return load_bpe(cfg.tokenizer_path) if cfg.tokenizer_path else None
+
+
+def _tokenizer(cfg: DataSection, vocab_size: int, documents: Documents, digest: str, log: cache.Log) -> Tokenizer:
+  """The configured tokenizer. Trains a BPE on `documents` if no file is given and the cache does not have it."""
+  if given := _given_tokenizer(cfg):
+    return given
+
+  def build(folder: Path) -> None:
+    log(f"Training a BPE tokenizer of {vocab_size} ids")
+    (folder / "tokenizer.json").write_text(train_bpe(_sample(documents), vocab_size), encoding="utf-8")
+
+  def fault(folder: Path) -> str | None:
+    try:
+      load_bpe(str(folder / "tokenizer.json"))
+    except ConfigError as error:
+      return str(error)
+    return None
+
+  name = f"tokenizer-{_hash(prepare.FORMAT, digest, vocab_size, _SAMPLE)[:32]}"
+  folder = cache.entry(cfg.dataset_cache_directory, name, build=build, fault=fault, log=log)
+  return load_bpe(str(folder / "tokenizer.json"))
+
+
+def _sample(documents: Documents) -> Iterator[str]:
+  """Yields beginnings of texts, about _SAMPLE characters in total, from files in the order of a hash."""
+  left = _SAMPLE
+  for piece in sorted(documents.pieces, key=lambda piece: _hash(piece.name)):
+    for document in documents.read(piece):
+      assert isinstance(document, str), "a tokenizer learns from text"
+      yield document[: min(left, _SAMPLE_OF_DOCUMENT)]
+      left -= min(len(document), _SAMPLE_OF_DOCUMENT)
+      if left <= 0:
+        return
+
+
+def _hash(*parts: Any) -> str:
+  return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

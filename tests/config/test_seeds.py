@@ -105,8 +105,8 @@ def test_the_name_of_a_gke_cluster_is_recognized():
 # ---- MaxText
 
 REFUSED = """
-hardware=cpu skip_jax_distributed_system=true enable_goodput_recording=true monitor_goodput=true packing=true
-ici_expert_parallelism=2 dataset_name=c4/en hf_path=allenai/c4 hf_access_token=x grain_train_files=a
+hardware=cpu skip_jax_distributed_system=true enable_goodput_recording=true monitor_goodput=true use_truncation=true
+ici_expert_parallelism=2 dataset_name=c4/en hf_path=allenai/c4 hf_access_token=x grain_worker_count=4
 cosine_learning_rate_final_fraction=0.1 decoder_block=llama2 enable_multi_tier_checkpointing=true
 multi_tier_checkpointing_backup_interval_minutes=30 load_parameters_path=x metrics_file=m.txt compiled_trainstep_file=x
 logits_dot_in_fp32=true sa_block_q=512 num_experts=8 ici_sequence_parallelism=2 save_checkpoint_on_completion=true
@@ -145,6 +145,8 @@ def test_refusals_name_only_keys_that_exist_and_hide_no_key():
     ("tokenizer_type=sentencepiece", "Use tokenizer_type=bpe with tokenizer_path=FILE"),
     ("tokenizer_type=huggingface", "Use tokenizer_type=bpe with tokenizer_path=FILE"),
     ("tokenizer_type=tiktoken", "Use tokenizer_type=bpe with tokenizer_path=FILE"),
+    ("packing=true", "Use packing=split or best_fit"),
+    ("grain_file_type=tfrecord", "Convert the files to ArrayRecord or Parquet once"),
     ("dataset_type=hf", "Give files with dataset_type=grain grain_train_files=FILES"),
     ("opt_type=adam_pax", "Use opt_type=adamw"),
     ("rope_type=llama3.1", "Use rope_type=llama3"),

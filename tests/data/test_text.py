@@ -380,7 +380,7 @@ def test_far_too_little_text_is_refused_before_caching(tmp_path, tokenizer_type)
 def test_text_without_tokens_is_refused(tmp_path):
   (tmp_path / "corpus").mkdir()
   (tmp_path / "corpus" / "blank.jsonl").write_text('\n{"text": ""}\n')
-  with pytest.raises(ConfigError, match="corpus has no documents"):
+  with pytest.raises(ConfigError, match="has 0 tokens to learn"):
     load(tmp_path / "corpus", eval_fraction=0.0, max_target_length=2)
 
 

@@ -90,7 +90,11 @@ _KEYS: tuple[tuple[str, str], ...] = (
   ),
   ("chat_template* use_chat_template sft_* default_prompt", _PRETRAINING),
   ("hf_*", _FILES),
-  ("grain_*", _PREPARED),
+  (
+    "grain_worker_count* grain_per_worker_* grain_num_threads* grain_prefetch_* grain_ram_* grain_data_source_* "
+    "grain_shuffle_*",
+    _PREPARED,
+  ),
   # Batch and optimizer.
   ("global_batch_size", "The global batch is per_device_batch_size x devices x gradient_accumulation_steps."),
   ("eval_per_device_batch_size", "Evaluation uses per_device_batch_size; set its length with eval_steps."),
@@ -159,7 +163,8 @@ _KEYS: tuple[tuple[str, str], ...] = (
     _DENSE,
   ),
   (
-    "*_for_vit *_for_audio train_image_column eval_image_column use_multimodal use_audio freeze_* dtype_mm *_placeholder image_path video_path audio_path "
+    "*_for_vit *_for_audio *_image_column use_multimodal use_audio freeze_* dtype_mm *_placeholder image_path "
+    "video_path audio_path "
     "use_audio_in_video video_max_* max_num_images_per_example vision_output_length use_mrope mrope_section "
     "position_id_per_seconds",
     _MULTIMODAL,

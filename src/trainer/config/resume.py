@@ -21,7 +21,8 @@ CHANGES_MODEL = frozenset({
 
 # The examples of each step.
 CHANGES_DATA_ORDER = frozenset({
-  "dataset_type", "eval_fraction", "packing", "tokenizer_type", "max_target_length", "data_shuffle_seed", "reuse_example_batch",
+  "dataset_type", "eval_fraction", "packing", "tokenizer_type", "max_target_length", "data_shuffle_seed",
+  "reuse_example_batch",
 })  # fmt: skip
 
 # Keys whose values may differ if their result is the same, and the name in `identity` that is compared instead. For

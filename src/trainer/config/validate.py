@@ -318,7 +318,8 @@ def _observe(observe: ObserveSection, data: DataSection, steps: int) -> Iterator
   held_out = data.dataset_type == "synthetic" or (data.dataset_type == "text" and data.eval_fraction > 0)
   no_files = not held_out and not data.names_eval_data
   if observe.eval_interval > 0 and (observe.eval_steps == 0 or no_files):
-    reason = "eval_steps=0" if observe.eval_steps == 0 else "no data for evaluation"
+    no_data = "eval_fraction=0 and no eval_dataset_path" if data.dataset_type == "text" else "no evaluation data"
+    reason = "eval_steps=0" if observe.eval_steps == 0 else no_data
     yield f"eval_interval={observe.eval_interval}: has no effect with {reason}.\nChange one of the two."
 
 

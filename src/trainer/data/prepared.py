@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # Characters to train a tokenizer on. All 12 MB of the standard library would save 2 % of the tokens, but take long.
 _SAMPLE = 3_000_000
 _SAMPLE_OF_DOCUMENT = 100_000
+_KIND = "kind.json"
 _EVAL_KEYS = {
   "text": "Set eval_fraction or eval_dataset_path",
   "grain": "Set grain_eval_files",
@@ -87,7 +88,7 @@ def check(cfg: DataSection, vocab_size: int) -> None:
   `vocab_size`. Text files have been checked with the configuration.
   """
   splits = {} if cfg.dataset_type == "text" else datasets.find(cfg)
-  are_text = [documents.are_text() for documents in splits.values()]
+  are_text = [_are_text(cfg, documents, documents.digest()) for documents in splits.values()]
   if cfg.dataset_type == "text" or any(are_text):
     _require_fit(_given_tokenizer(cfg), vocab_size)
 
@@ -140,7 +141,7 @@ def prepared(
   tokenizer has more than `vocab_size` ids.
   """
   digests = {split: documents.digest() for split, documents in splits.items()}
-  are_text = {split: documents.are_text() for split, documents in splits.items()}
+  are_text = {split: _are_text(cfg, documents, digests[split]) for split, documents in splits.items()}
   if len(set(are_text.values())) > 1:
     kinds = ", ".join(f"{split}: {'text' if text else 'token ids'}" for split, text in are_text.items())
     raise ConfigError(f"The splits of a dataset must have the same kind of documents ({kinds}). Give other files.")
@@ -155,6 +156,25 @@ def prepared(
   )
   folder = cache.entry(cfg.dataset_cache_directory, f"corpus-{key[:32]}", build=build, fault=prepare.fault, log=log)
   return folder, tokenizer
+
+
+def _are_text(cfg: DataSection, documents: Documents, digest: str) -> bool:
+  """Whether the documents are text and not token ids.
+
+  The cache remembers it, because reading even one document may load a large library: the reader of ArrayRecord starts
+  64 threads.
+  """
+  if cfg.dataset_type == "text":
+    return True
+
+  def build(folder: Path) -> None:
+    (folder / _KIND).write_text(json.dumps({"text": documents.are_text()}))
+
+  def fault(folder: Path) -> str | None:
+    return None if (folder / _KIND).is_file() else f"{_KIND} is absent"
+
+  folder = cache.entry(cfg.dataset_cache_directory, f"kind-{digest[:32]}", build=build, fault=fault, log=print)
+  return json.loads((folder / _KIND).read_text())["text"]
 
 
 def _require_fit(tokenizer: Tokenizer | None, vocab_size: int) -> None:

@@ -38,10 +38,12 @@ class Records:
     try:
       index, records = self._opened()
       start, stop = _RANGE.unpack(os.pread(index, _RANGE.size, number * _OFFSET.size))
+      if not start <= stop <= os.fstat(records).st_size:
+        raise ValueError("its offset is wrong")
       data = os.pread(records, stop - start, start)
-      if len(data) != stop - start or data[-_CHECKSUM.size :] != _checksum(data[: -_CHECKSUM.size]):
+      if data[-_CHECKSUM.size :] != _checksum(data[: -_CHECKSUM.size]):
         raise ValueError("its checksum is wrong")
-    except (OSError, ValueError, OverflowError, struct.error) as error:
+    except (OSError, ValueError, struct.error) as error:
       raise OSError(
         f"record {number} of {self._path} cannot be read: {error}. "
         "Delete the folder of this file; the data are then prepared again."

@@ -12,6 +12,7 @@ from trainer.config.errors import ConfigError
 from trainer.data import packages
 from trainer.data.documents import Document, Piece
 
+_PACKAGE = {"package": "tensorflow-datasets", "extra": "tfds", "reason": "dataset_type=tfds"}
 _READ_AT_ONCE = 256  # records; one call for each record is slow
 
 
@@ -20,8 +21,9 @@ def find(folder: str, split: str) -> list[Piece]:
   builder = _builder(folder)
   if builder.info.file_format.value != "array_record":
     raise ConfigError(
-      f"dataset_path={folder} has the format {builder.info.file_format.value}, which cannot be read at random. Convert "
-      "it once: tfds convert_format --dataset_dir=FOLDER --out_file_format=array_record --out_path=NEW_FOLDER."
+      f"dataset_path={folder} has the format {builder.info.file_format.value}, and only array_record can be read. "
+      f"Where TensorFlow is installed, run: tfds convert_format --dataset_version_dir={folder} "
+      "--out_file_format=array_record --out_dir=NEW_FOLDER."
     )
   if split not in builder.info.splits:
     splits = ", ".join(builder.info.splits)
@@ -44,21 +46,16 @@ def read(piece: Piece, folder: str, split: str, column: str) -> Iterator[Documen
   features = builder.info.features
   if column not in features:
     raise ConfigError(
-      f"train_data_columns={column}: {folder} has no such feature. Choose one of {', '.join(features)}."
+      f"train_data_columns={column}: {folder} has no such feature. Choose one of {', '.join(sorted(features))}."
     )
   shard = [Path(path).name for path in builder.info.splits[split].filepaths].index(piece.name)
   try:
-    # Without the other features, which may be large.
-    decoders = packages.load("tensorflow_datasets", **_PACKAGE).decode.PartialDecoding({column: True})
-    source = builder.as_data_source(f"{split}[{shard}shard:{shard + 1}shard]", decoders=decoders)
+    source = builder.as_data_source(f"{split}[{shard}shard:{shard + 1}shard]")
     for start in range(0, len(source), _READ_AT_ONCE):
       for example in source.__getitems__(range(start, min(start + _READ_AT_ONCE, len(source)))):
         yield _document(example[column], column, folder)
   except (RuntimeError, OSError, UnicodeDecodeError) as error:
     raise ConfigError(f"{piece.path} cannot be read ({error}). Prepare the dataset again.") from error
-
-
-_PACKAGE = {"package": "tensorflow-datasets", "extra": "tfds", "reason": "dataset_type=tfds"}
 
 
 def _document(value: Any, column: str, folder: str) -> Document:

@@ -1,0 +1,442 @@
+"""Documents of every format: the same documents give the same batches, and wrong data are refused with a reason."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainer import __main__, cluster
+from trainer.config.errors import ConfigError
+from trainer.config.load import load as config_load
+from trainer.config.schema import DataSection
+from trainer.data import Batch, DataError, Loader, make_loader, packages, prepared, tf_example
+from trainer.data.tokenizer import ByteTokenizer
+
+LENGTH = 24
+TEXTS = [f"document {number} " + "\u00e9x" * (number * 7 % 13) for number in range(40)]
+TOKENS = [np.arange(number, number + 2 + number * 5 % 17) for number in range(40)]
+ARROW = "pyarrow is not installed: it belongs to the extra arrow, which setup.sh --dev installs"
+TFDS = "tensorflow-datasets is not installed: it belongs to the extra tfds, which setup.sh --dev installs"
+
+
+def load(folder: Path, split: str = "train", batch: int = 4, vocab_size: int = 300, **keys) -> Loader:
+  cfg = DataSection(
+    **{"dataset_type": "grain", "max_target_length": LENGTH, "dataset_cache_directory": str(folder / "cache"), **keys}
+  )
+  prepared.check(cfg, vocab_size)
+  return make_loader(cfg, vocab_size=vocab_size, global_batch_size=batch, split=split, log=lambda line: None)
+
+
+def everything(loader: Loader) -> list[bytes]:
+  """All examples of an epoch, in order."""
+  batches = [loader.batch(step) for step in range(-(-loader.num_examples // 4))]
+  rows = Batch(*(np.concatenate(fields) for fields in zip(*batches)))
+  return [b"".join(field[row].tobytes() for field in rows) for row in range(loader.num_examples)]
+
+
+# ---- writers, independent of the readers
+
+
+def lines(column: str, values: list) -> bytes:
+  values = [value if isinstance(value, str) else value.tolist() for value in values]
+  return "\n".join(json.dumps({"id": 1, column: value}) for value in values).encode() + b"\n\n"
+
+
+def write_jsonl(path: Path, column: str, values: list) -> str:
+  path.with_suffix(".jsonl").write_bytes(lines(column, values))
+  return str(path.with_suffix(".jsonl"))
+
+
+def write_gzip(path: Path, column: str, values: list) -> str:
+  """Two members, as concatenated files have."""
+  content = gzip.compress(lines(column, values[:15])) + gzip.compress(lines(column, values[15:]))
+  path.with_suffix(".jsonl.gz").write_bytes(content)
+  return str(path.with_suffix(".jsonl.gz"))
+
+
+def write_zstd(path: Path, column: str, values: list) -> str:
+  """Two frames."""
+  codec = pytest.importorskip("pyarrow", reason=ARROW).Codec("zstd")
+  parts = [codec.compress(lines(column, part), asbytes=True) for part in (values[:15], values[15:])]
+  path.with_suffix(".jsonl.zst").write_bytes(b"".join(parts))
+  return str(path.with_suffix(".jsonl.zst"))
+
+
+def write_parquet(path: Path, column: str, values: list) -> str:
+  """Two files, small row groups, a null."""
+  arrow = pytest.importorskip("pyarrow", reason=ARROW)
+  parquet = pytest.importorskip("pyarrow.parquet", reason=ARROW)
+  path.mkdir()
+  values = [value if isinstance(value, str) else value.tolist() for value in values]
+  for number, part in enumerate((values[:15], [None, *values[15:]])):
+    table = arrow.table({"id": arrow.array(range(len(part))), column: arrow.array(part)})
+    parquet.write_table(table, path / f"{number}.parquet", row_group_size=7)
+  return f"{path}/*.parquet"
+
+
+def write_records(path: Path, records: list[bytes], options: str = "group_size:1") -> str:
+  writer = packages.array_record().ArrayRecordWriter(str(path.with_suffix(".array_record")), options)
+  for record in records:
+    writer.write(record)
+  writer.close()
+  return str(path.with_suffix(".array_record"))
+
+
+def varint(value: int) -> bytes:
+  """Two's complement of 64 bits, 7 bits per byte."""
+  value %= 2**64
+  return bytes([value & 127 | 128]) + varint(value >> 7) if value > 127 else bytes([value])
+
+
+def field(number: int, content: bytes) -> bytes:
+  return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+def tf_example_of(features: dict[str, str | np.ndarray], packed: bool = True) -> bytes:
+  entries = b""
+  for name, value in features.items():
+    if isinstance(value, str):
+      message = field(1, field(1, value.encode()))
+    elif value.dtype.kind == "f":
+      message = field(2, field(1, value.astype("<f4").tobytes()))
+    elif packed:
+      message = field(3, field(1, b"".join(varint(int(number)) for number in value)))
+    else:
+      message = field(3, b"".join(varint(1 << 3) + varint(int(number)) for number in value))
+    entries += field(1, field(1, name.encode()) + field(2, message))
+  return field(1, entries)
+
+
+def write_examples(path: Path, column: str, values: list) -> str:
+  records = [tf_example_of({"a": np.zeros(2, np.float32), column: value, "z": "x"}) for value in values]
+  return write_records(path, records, "group_size:4,zstd")
+
+
+TEXT_WRITERS = {
+  "jsonl": [write_jsonl, write_gzip, write_zstd],
+  "parquet": [write_parquet],
+  "arrayrecord": [write_examples],
+  "arrayrecord_text": [lambda path, column, values: write_records(path, [value.encode() for value in values])],
+}
+TOKEN_WRITERS = {
+  "jsonl": [write_jsonl, write_gzip, write_zstd],
+  "parquet": [write_parquet],
+  "arrayrecord": [write_examples],
+  "arrayrecord_uint16": [lambda path, column, values: write_records(path, [v.astype("<u2").tobytes() for v in values])],
+  "arrayrecord_int32": [lambda path, column, values: write_records(path, [v.astype("<i4").tobytes() for v in values])],
+}
+CASES = [
+  pytest.param(kind, file_type, number, id=f"{kind}-{file_type}-{number}")
+  for kind, table in (("text", TEXT_WRITERS), ("tokens", TOKEN_WRITERS))
+  for file_type, writers in table.items()
+  for number in range(len(writers))
+]
+
+
+def written(folder: Path, kind: str, file_type: str, number: int = 0, values: list | None = None) -> dict[str, str]:
+  """Writes the documents, and returns the keys that name them."""
+  writer = (TEXT_WRITERS if kind == "text" else TOKEN_WRITERS)[file_type][number]
+  values = values or (TEXTS if kind == "text" else TOKENS)
+  return {
+    "grain_train_files": writer(folder / "data", "body", values),
+    "grain_file_type": file_type,
+    "train_data_columns": "body",
+  }
+
+
+@pytest.mark.parametrize(("kind", "file_type", "number"), CASES)
+def test_every_format_gives_the_same_examples(tmp_path, kind, file_type, number):
+  (tmp_path / "reference").mkdir()
+  want = load(tmp_path, **written(tmp_path / "reference", kind, "jsonl"))
+  loader = load(tmp_path, **written(tmp_path, kind, file_type, number))
+  assert everything(loader) == everything(want) and len(everything(want)) > 15
+  assert (loader.tokenizer is None) == (kind == "tokens")
+  assert loader.unigram_entropy() == want.unigram_entropy()
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens"])
+def test_a_document_per_example_is_the_document(tmp_path, kind):
+  loader = load(tmp_path, packing="none", **written(tmp_path, kind, "jsonl"))
+  want = [ids.tolist() for ids in TOKENS]
+  if kind == "text":
+    want = [[256, *text.encode(), 257] for text in TEXTS]
+  batches = [loader.batch(step) for step in range(len(want) // 4)]
+  found = [
+    [*tokens[weights > 0].tolist(), targets[weights > 0][-1]]
+    for batch in batches
+    for tokens, targets, weights in zip(batch.tokens, batch.targets, batch.weights)
+  ]
+  assert sorted(found) == sorted(ids[: LENGTH + 1] for ids in want)
+
+
+def test_files_of_an_evaluation(tmp_path):
+  keys = written(tmp_path, "text", "jsonl")
+  held_out = write_jsonl(tmp_path / "held", "body", ["evaluate me"])
+  assert load(tmp_path, **keys).has_eval is False
+  loader = load(tmp_path, "eval", grain_eval_files=held_out, **keys)
+  assert loader.has_eval and loader.num_examples == 1
+  batch = loader.batch(0)
+  assert ByteTokenizer().decode(batch.tokens[0][batch.segment_ids[0] > 0]) == "evaluate me"
+
+
+def test_a_bpe_is_trained_on_the_files(tmp_path):
+  keys = written(tmp_path, "text", "jsonl")
+  loader = load(tmp_path, tokenizer_type="bpe", **keys)
+  text = loader.tokenizer.decode(loader.batch(0).tokens.ravel())
+  assert 258 < loader.tokenizer.vocab_size <= 300 and "document" in text
+
+
+def test_order_of_files_does_not_depend_on_the_folder_and_changes_are_noticed(tmp_path):
+  for name in ("one", "two"):
+    (tmp_path / name).mkdir()
+    for number, part in enumerate((TEXTS[:20], TEXTS[20:])):
+      write_jsonl(tmp_path / name / f"part{number}", "text", part)
+  keys = [
+    {"grain_train_files": value, "grain_file_type": "jsonl"}
+    for value in (f"{tmp_path}/one", f"{tmp_path}/two/*", f"{tmp_path}/two/part1.jsonl; {tmp_path}/two/part0.jsonl")
+  ]
+  assert len({load(tmp_path, **one).fingerprint() for one in keys}) == 1
+  before = load(tmp_path, **keys[0]).fingerprint()
+  path = tmp_path / "one" / "part1.jsonl"
+  path.write_bytes(path.read_bytes().replace(b"document 39", b"document 93"))
+  assert load(tmp_path, **keys[0]).fingerprint() != before
+
+
+# ---- TFDS
+
+
+@pytest.fixture(scope="module")
+def tfds_folder(tmp_path_factory) -> Path:
+  """A dataset that a local builder has prepared, with two shards for training."""
+  tfds = pytest.importorskip("tensorflow_datasets", reason=TFDS)
+  folder = tmp_path_factory.mktemp("tfds")
+
+  class Local(tfds.core.GeneratorBasedBuilder):
+    VERSION = tfds.core.Version("1.0.0")
+    pkg_dir_path = folder
+    code_path = None  # where its source is: only for checksums of downloads
+
+    def _info(self):
+      features = {
+        "body": tfds.features.Text(),
+        "ids": tfds.features.Tensor(shape=(None,), dtype=np.int32),
+        "score": tfds.features.Scalar(np.float32),
+      }
+      return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+
+    def _split_generators(self, dl_manager):
+      return {"train": self._generate_examples(range(40)), "held_out": self._generate_examples(range(3))}
+
+    def _generate_examples(self, numbers):
+      for number in numbers:
+        yield number, {"body": TEXTS[number], "ids": TOKENS[number].astype(np.int32), "score": 0.5}
+
+  builder = Local(data_dir=str(folder / "data"), file_format="array_record")
+  builder.download_and_prepare(download_config=tfds.download.DownloadConfig(num_shards=2))
+  return Path(str(builder.data_path))
+
+
+@pytest.mark.parametrize(("column", "kind"), [("body", "text"), ("ids", "tokens")])
+def test_a_tfds_dataset_has_the_documents_of_its_builder(tmp_path, tfds_folder, column, kind):
+  keys = {"dataset_type": "tfds", "dataset_path": str(tfds_folder), "train_data_columns": column, "packing": "none"}
+  loader = load(tmp_path, eval_split="held_out", **keys)
+  (tmp_path / "reference").mkdir()
+  want = load(tmp_path, packing="none", **written(tmp_path / "reference", kind, "jsonl"))
+  assert len(list(tfds_folder.glob("*train*"))) == 2
+  assert sorted(everything(loader)) == sorted(everything(want))
+  assert loader.has_eval and load(tmp_path, "eval", eval_split="held_out", **keys).num_examples == 3
+  # The same files without the package, by our parser of tf.train.Example.
+  direct = {"grain_train_files": f"{tfds_folder}/*-train*", "train_data_columns": column, "packing": "none"}
+  assert everything(load(tmp_path, **direct)) == everything(loader)
+
+
+@pytest.mark.parametrize(
+  ("keys", "message"),
+  [
+    ({"train_split": "test"}, "no split test. Set train_split and eval_split to some of"),
+    (
+      {"train_data_columns": "words"},
+      "train_data_columns=words: .* has no such feature. Choose one of body, ids",
+    ),
+    ({"train_data_columns": "score"}, "train_data_columns=score: .*Choose a feature with a text"),
+    ({"dataset_path": "/"}, "dataset_path=/ has no dataset that tensorflow-datasets has prepared"),
+  ],
+)
+def test_wrong_tfds_keys_are_refused(tmp_path, tfds_folder, keys, message):
+  given = {"dataset_type": "tfds", "dataset_path": str(tfds_folder), "train_data_columns": "body", **keys}
+  with pytest.raises(ConfigError, match=message):
+    load(tmp_path, **given)
+
+
+# ---- tf.train.Example
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_features_of_an_example(packed):
+  values = np.array([0, 1, 127, 128, 300, 2**31, 2**62, -1], np.int64)
+  features = {"text": "\u00e9t\u00e9" * 50, "ids": values, "none": np.zeros(0, np.int64), "x": np.ones(3, np.float32)}
+  record = tf_example_of(features, packed)
+  assert tf_example.feature(record, "text") == features["text"]
+  np.testing.assert_array_equal(tf_example.feature(record, "ids"), values)
+  assert len(tf_example.feature(record, "none")) == 0
+  with pytest.raises(ValueError, match=r"no feature body .*It has ids, none, text, x"):
+    tf_example.feature(record, "body")
+  with pytest.raises(ValueError, match="feature x has numbers with a fraction"):
+    tf_example.feature(record, "x")
+
+
+def test_other_bytes_are_no_example():
+  """Every prefix and random bytes: a ValueError, or a feature if the damage is elsewhere, and never another error."""
+  record = tf_example_of({"ids": np.arange(300), "text": "abc"})
+  rng = np.random.default_rng(0)
+  refused = 0
+  for damaged in [record[:stop] for stop in range(len(record))] + [rng.bytes(40) for _ in range(300)]:
+    try:
+      tf_example.feature(damaged, "text")
+    except ValueError:
+      refused += 1
+  assert refused == len(record) + 300
+
+
+# ---- refusals
+
+
+def broken(folder: Path, case: str) -> dict[str, str]:
+  """Keys of wrong data."""
+  file_type = case.partition(" ")[0]
+  path, keys = folder / "data", {"grain_file_type": file_type, "train_data_columns": "body"}
+  match case.partition(" ")[2]:
+    case "garbage":
+      path.write_bytes(b"\x00\x01garbage" * 1000)
+      return {"grain_train_files": str(path), **keys}
+    case "other column":
+      return {**written(folder, "text", file_type), "train_data_columns": "text"}
+    case "wrong type":
+      return {**written(folder, "text", file_type), "train_data_columns": "id"}
+    case "nulls in a list":
+      parquet, arrow = (pytest.importorskip(name, reason=ARROW) for name in ("pyarrow.parquet", "pyarrow"))
+      parquet.write_table(arrow.table({"body": [[1, None]]}), path)
+      return {"grain_train_files": str(path), **keys}
+    case "negative":
+      return written(folder, "tokens", file_type, values=[np.array([3, -1])])
+    case "too large":
+      return written(folder, "tokens", file_type, values=[np.array([3, 300])])
+    case "cut off":
+      name = Path(written(folder, "text", file_type)["grain_train_files"])
+      path.with_suffix(".jsonl.gz").write_bytes(gzip.compress(name.read_bytes())[:-20])
+      return {"grain_train_files": f"{path}.jsonl.gz", **keys}
+    case "text of tokens":
+      return {
+        **written(folder, "tokens", "arrayrecord_uint16", values=[np.full(4, 0xFFFF)]),
+        "grain_file_type": file_type,
+      }
+    case "odd bytes":
+      return {**written(folder, "text", "arrayrecord_text", values=["abc"]), "grain_file_type": file_type}
+    case "empty documents":
+      return written(folder, "text", file_type, values=["", ""])
+    case "both kinds":
+      held_out = write_jsonl(folder / "held", "body", TOKENS)
+      return {**written(folder, "text", file_type), "grain_eval_files": held_out}
+    case "missing":
+      return {"grain_train_files": str(folder / "gone*"), **keys}
+    case "bucket":
+      return {"grain_train_files": "gs://bucket/x", **keys}
+    case other:
+      assert other == "empty file"
+      path.touch()
+      return {"grain_train_files": str(path), **keys}
+
+
+@pytest.mark.parametrize(
+  ("case", "message"),
+  [
+    ("jsonl missing", r"grain_train_files=.*gone\*: .* has no files with grain_file_type=jsonl"),
+    ("jsonl bucket", "only local files can be read"),
+    ("jsonl empty file", "data is an empty file"),
+    ("jsonl empty documents", "has no documents"),
+    ("jsonl garbage", r"data:1: .*Every line must be like \{\"body\""),
+    ("jsonl other column", r'data.jsonl:1: no field "text" with a string or a list of integers'),
+    ("jsonl cut off", r"data.jsonl.gz cannot be read after line \d+ \(Compressed file ended"),
+    (
+      "jsonl too large",
+      r"document 1 of .*data.jsonl has the token 300, but tokens must be from 0 to vocab_size - 1 = 299",
+    ),
+    ("jsonl negative", "has the token -1, but"),
+    ("jsonl both kinds", r"must have the same kind of documents \(train: text, eval: token ids\)"),
+    ("parquet garbage", "data cannot be read as Parquet"),
+    ("parquet other column", r"train_data_columns=text: .*0.parquet has no such column. Choose one of id, body"),
+    ("parquet wrong type", "train_data_columns=id: in .*0.parquet it has the type int64. Choose a column of strings"),
+    ("parquet nulls in a list", "a list of column body contains a null"),
+    ("arrayrecord garbage", "record 0 of .*data cannot be read"),
+    ("arrayrecord other column", r"record 0 of .*no feature text \(train_data_columns\). It has a, body, z"),
+    ("arrayrecord text of tokens", "record 0 of .*not a tf.train.Example"),
+    ("arrayrecord_text text of tokens", "record 0 of .*invalid start byte"),
+    ("arrayrecord_int32 odd bytes", "record 0 of .*buffer size must be a multiple of element size"),
+  ],
+)
+def test_wrong_data_are_refused_and_nothing_is_prepared(tmp_path, case, message):
+  keys = broken(tmp_path, case)
+  with pytest.raises(ConfigError, match=message):
+    load(tmp_path, **keys)
+  assert [path for path in tmp_path.glob("cache/*") if not path.name.startswith("kind-")] == []
+
+
+def test_the_command_refuses_wrong_data_before_it_uses_devices(tmp_path, monkeypatch, capsys):
+  def touched(*_: object) -> None:
+    raise AssertionError("a device was touched")
+
+  monkeypatch.setattr(cluster, "start", touched)
+  common = ["configs/base.yml", f"base_output_directory={tmp_path}/runs", "dataset_type=grain", "grain_file_type=jsonl"]
+  written(tmp_path, "text", "jsonl")
+  for keys, message in [
+    (["train_data_columns=words", "grain_train_files=data.jsonl"], 'no field "words"'),
+    (["train_data_columns=body", "grain_train_files=data.jsonl", "vocab_size=200"], "byte tokenizer's 258 ids"),
+    (["grain_train_files=gone"], "'gone' has no files"),
+    (["grain_train_files="], "needs files to train on"),
+  ]:
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(tmp_path)
+    assert __main__.main([str(root / common[0]), *common[1:], *keys]) == 2
+    assert message in capsys.readouterr().err
+  assert not (tmp_path / "runs").exists()
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+  def absent(name: str) -> None:
+    raise ImportError(f"No module named {name}")
+
+  (tmp_path / "a.parquet").write_bytes(b"PAR1")
+  monkeypatch.setattr(packages.importlib, "import_module", absent)
+  with pytest.raises(ConfigError, match=r"grain_file_type=parquet needs the package pyarrow.*Run .*\[arrow\]"):
+    load(tmp_path, grain_train_files=str(tmp_path), grain_file_type="parquet")
+
+
+def test_a_record_that_is_damaged_later_names_step_and_file(tmp_path):
+  loader = load(tmp_path, **written(tmp_path, "tokens", "jsonl"))
+  (path,) = (tmp_path / "cache").glob("corpus-*/train.records")
+  path.write_bytes(b"\x00" * path.stat().st_size)
+  with pytest.raises(DataError, match=r"step 2: record \d+ of .*train.records cannot be read: its checksum is wrong"):
+    loader.batch(2)
+
+
+@pytest.mark.parametrize("name", ["jsonl", "parquet", "array_record", "tfds"])
+def test_the_example_configurations_run_on_data_of_their_format(tmp_path, request, name):
+  if name == "tfds":
+    data = [f"dataset_path={request.getfixturevalue('tfds_folder')}", "train_data_columns=body"]
+  else:
+    writer = {"jsonl": write_gzip, "parquet": write_parquet, "array_record": write_examples}[name]
+    data = [f"grain_train_files={writer(tmp_path / 'data', 'text', TEXTS)}"]
+  root = Path(__file__).parents[2] / "configs" / "data" / f"{name}.yml"
+  keys = [
+    *data,
+    "max_target_length=32",
+    f"dataset_cache_directory={tmp_path}/cache",
+    f"base_output_directory={tmp_path}",
+  ]
+  config = config_load([str(root), *keys])
+  loader = make_loader(config.data, vocab_size=4096, global_batch_size=4, split="train", log=lambda line: None)
+  assert "document" in loader.tokenizer.decode(loader.batch(0).tokens.ravel())

@@ -26,6 +26,7 @@ def tree(seed=0, first=0):
 
   return {
     "both": array((3, 8, 6), None, "fsdp", "tensor"),
+    "aligned": array((4, 32), None, "tensor"),
     "one": array((6, 5), "tensor"),
     "all_in_one_dim": array((8,), ("fsdp", "tensor")),
     "replicated": array((7,)),
@@ -35,7 +36,7 @@ def tree(seed=0, first=0):
   }
 
 
-SIZE = 3 * 8 * 6 + 6 * 5 + 8 + 7 + 1 + 1 + 1
+SIZE = 3 * 8 * 6 + 4 * 32 + 6 * 5 + 8 + 7 + 1 + 1 + 1
 
 
 def assert_equal(a, b):
@@ -117,3 +118,15 @@ def test_device_arrays_are_summed_over_members(monkeypatch):
   expected = jax.tree.map(lambda x, y: np.asarray(x) + np.asarray(y), *own)
   for total, values in zip(totals, own, strict=True):
     assert_equal(total, jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), expected, values))
+
+
+def test_large_shards_use_the_memory_of_the_flat_buffer():
+  """The rule for the caller in `to_device` has a reason, and the copy is really saved."""
+  values = tree()
+  layout = FlatLayout(values)
+  flat = layout.empty()
+  flat[:] = layout.to_host(values).read(0, SIZE)
+  back = layout.to_device(flat)
+  assert_equal(back, values)
+  shard = back["aligned"].addressable_shards[0].data
+  assert shard.unsafe_buffer_pointer() == flat.ctypes.data

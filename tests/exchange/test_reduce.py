@@ -121,7 +121,7 @@ def test_a_fast_member_does_not_fill_the_memory_of_a_slow_one(monkeypatch):
   with members(3) as those:
     results = those.reduce(shares | {1: slow}, {0: [0], 1: [1], 2: [2]})
   assert all(same_bits(result, sum_in_order(shares)) for result in results)
-  assert slow.read_ranges == [(48 * i, 48 * (i + 1)) for i in range(buckets)]
+  assert slow.read_ranges == [(16 * i, 16 * (i + 1)) for i in range(3 * buckets)]
   assert 0 < most <= 2 * reduction.WINDOW
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 class PeerLost(RuntimeError):
   """The connections of this epoch are unusable: wait for the next epoch, connect, and repeat the call.
 
-  members: the peers whose connections failed, ascending. Empty if `Exchange.interrupt` ended the call.
+  members: the peers whose connections failed, ascending. A living peer that has begun a later epoch is also among them,
+  so only the supervisor decides who is lost. Empty if `Exchange.interrupt` ended the call.
   """
 
   def __init__(self, members: Iterable[int], reason: str) -> None:

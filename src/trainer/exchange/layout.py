@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 _Box = tuple[tuple[int, int], ...]
+_ALIGNED = 16  # elements: 64 bytes, which XLA on a CPU needs to use memory of NumPy without a copy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,15 +30,15 @@ class _Leaf:
 
 
 class FlatLayout:
-  """Where the shards of a pytree are in a flat float32 buffer [size]: leaves in tree order, shards in index order.
+  """Where the shards of a pytree are in a flat float32 buffer [size]: in the order of the tree and of their indices.
 
+  Shards whose size is a multiple of 64 bytes come before all others, so that they are aligned.
   abstract: a pytree of float32 arrays or ShapeDtypeStructs with shardings. A replicated shard is stored once.
   """
 
   def __init__(self, abstract: Any) -> None:
     leaves, self._tree = jax.tree.flatten(abstract)
     self._leaves: list[_Leaf] = []
-    self.size = 0
     for leaf in leaves:
       assert leaf.dtype == np.float32, f"{leaf.dtype}{list(leaf.shape)}: sums are float32"
       indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
@@ -45,11 +46,18 @@ class FlatLayout:
         device: tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape))
         for device, index in indices.items()
       }
-      boxes = {}
-      for box in sorted(set(held.values())):
-        boxes[box] = self.size
-        self.size += math.prod(_shape(box))
-      self._leaves.append(_Leaf(leaf.shape, leaf.sharding, boxes, held))
+      self._leaves.append(_Leaf(leaf.shape, leaf.sharding, dict.fromkeys(sorted(set(held.values())), 0), held))
+    shards = [(leaf.boxes, box, math.prod(_shape(box))) for leaf in self._leaves for box in leaf.boxes]
+    self.size = 0
+    for boxes, box, size in sorted(shards, key=lambda shard: shard[2] % _ALIGNED > 0):
+      boxes[box] = self.size
+      self.size += size
+
+  def empty(self) -> np.ndarray:
+    """Returns a buffer [size] whose first element is aligned, with undefined content."""
+    raw = np.empty(self.size + _ALIGNED, np.float32)
+    start = -(raw.ctypes.data // raw.itemsize) % _ALIGNED
+    return raw[start : start + self.size]
 
   def to_host(self, tree: Any) -> HostCopy:
     """Starts the copies of all shards of `tree` to the host, and returns the values for `Exchange.reduce`.
@@ -61,6 +69,7 @@ class FlatLayout:
       assert array.sharding.is_equivalent_to(leaf.sharding, len(leaf.shape)), f"{array.sharding}, not {leaf.sharding}"
       shards = {leaf.held[shard.device]: shard.data for shard in array.addressable_shards}
       parts += [(offset, shards[box]) for box, offset in leaf.boxes.items() if shards[box].size]
+    parts.sort(key=lambda part: part[0])
     for _, shard in parts:
       shard.copy_to_host_async()
     return HostCopy(parts, self.size)

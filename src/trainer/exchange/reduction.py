@@ -23,7 +23,7 @@ from trainer.exchange.errors import MismatchedCall
 from trainer.exchange.link import Frame, Kind, Link, Stop, Stopped
 
 PART = 1 << 18  # elements: 1 MiB of float32
-WINDOW = 4
+WINDOW = 8  # buckets
 
 Wire = Literal["float32", "bfloat16"]
 
@@ -108,7 +108,7 @@ class Reduction:
     self._links = links
     self._stop = stop
     self._changed = threading.Condition()
-    self._pieces: dict[int, dict[int, np.ndarray]] = {}  # bucket -> share -> float32 values of this member's part
+    self._pieces: dict[int, dict[int, np.ndarray]] = {}  # bucket -> share -> this member's part, in the wire's dtype
     self._finished: set[int] = set()  # buckets from `_oldest` on whose sum this member has computed
     self._oldest = 0  # the first bucket whose sum is missing
     self._errors: list[Exception] = []
@@ -165,15 +165,13 @@ class Reduction:
           self._changed.wait()
       if self._stop.is_set:
         raise Stopped
-      start, stop = self._plan.bucket(bucket)
-      for share in self._plan.dealt[self._me]:
-        values = self._own[share].read(start, stop)
-        for member in self._plan.members:
-          first, last = self._plan.part(bucket, member)
-          piece = values[first - start : last - start]
+      for member in self._plan.members:
+        start, stop = self._plan.part(bucket, member)
+        for share in self._plan.dealt[self._me] if start < stop else ():
+          piece = self._own[share].read(start, stop)
           if member == self._me:
-            self._arrive(bucket, share, self._round(piece))
-          elif first < last:
+            self._arrive(bucket, share, _to_wire(piece, self._plan.dtype))
+          else:
             self._outgoing[member].put(_Outgoing(Kind.PIECE, share, bucket, piece))
 
   def _arrive(self, bucket: int, share: int, piece: np.ndarray) -> None:
@@ -184,26 +182,20 @@ class Reduction:
       if len(pieces) < len(self._plan.shares):
         return
       del self._pieces[bucket]
-    start, stop = self._plan.part(bucket, self._me)
-    if start < stop:
-      total = self._out[start:stop]
-      _sum([pieces[share] for share in self._plan.shares], total)
-      sent = _to_wire(total, self._plan.dtype)
-      if sent is not total:
-        total[:] = sent
-      checksum = zlib.crc32(_bytes(sent)) if self._links else 0
-      for outgoing in self._outgoing.values():
-        outgoing.put(_Outgoing(Kind.TOTAL, 0, bucket, sent, checksum))
+    total = self._out[slice(*self._plan.part(bucket, self._me))]
+    _sum([pieces[share] for share in self._plan.shares], total)
+    sent = _to_wire(total, self._plan.dtype)
+    if sent is not total:
+      total[:] = sent
+    checksum = zlib.crc32(_bytes(sent)) if self._links else 0
+    for outgoing in self._outgoing.values():
+      outgoing.put(_Outgoing(Kind.TOTAL, 0, bucket, sent, checksum))
     with self._changed:
       self._finished.add(bucket)
       while self._oldest in self._finished:
         self._finished.remove(self._oldest)
         self._oldest += 1
       self._changed.notify_all()
-
-  def _round(self, piece: np.ndarray) -> np.ndarray:
-    """Returns the float32 values that a receiver would read from the wire."""
-    return _to_wire(piece, self._plan.dtype).astype(np.float32, copy=False)
 
   def _write(self, link: Link) -> None:
     for _ in self._plan.frames(self._me, link.member):
@@ -235,24 +227,24 @@ class Reduction:
     values = self._out[start:stop] if in_place else np.empty(stop - start, self._plan.dtype)
     link.receive_payload(frame, _bytes(values))
     if is_piece:
-      self._arrive(frame.bucket, frame.share, values.astype(np.float32, copy=False))
+      self._arrive(frame.bucket, frame.share, values)
     elif not in_place:
       self._out[start:stop] = values
 
 
 def _sum(pieces: Sequence[np.ndarray], out: np.ndarray) -> None:
-  """Fills `out` with the sum of float32 arrays, from left to right."""
+  """Fills `out`, float32, with the sum of float32 or bfloat16 arrays, computed in float32 from left to right."""
   if len(pieces) == 1:
     out[:] = pieces[0]
     return
   with np.errstate(over="ignore", invalid="ignore"):  # the optimizer step checks for infinities and NaNs
-    np.add(pieces[0], pieces[1], out=out)
+    np.add(pieces[0], pieces[1], out=out, dtype=np.float32)
     for piece in pieces[2:]:
-      np.add(out, piece, out=out)
+      np.add(out, piece, out=out, dtype=np.float32)
 
 
 def _to_wire(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-  """Returns `values` themselves if they have the dtype of the wire, else rounded to it."""
+  """Returns `values` itself if it has the dtype of the wire, else a rounded copy."""
   with np.errstate(over="ignore", invalid="ignore"):
     return values.astype(dtype, copy=False)
 

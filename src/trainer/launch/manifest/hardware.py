@@ -1,0 +1,51 @@
+"""TPU slices as GKE and Pathways name them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from trainer.cluster import topologies
+from trainer.config import ConfigError
+
+CHIPS_PER_HOST = 4
+
+# Version, as in topologies.Topology.jax_name -> (GKE machine type, GKE accelerator, Pathways instance, Ray's version).
+_NAMES = MappingProxyType(
+  {
+    "v4": ("ct4p-hightpu-4t", "tpu-v4-podslice", "tpuv4", "TPU-V4"),
+    "v5e": ("ct5lp-hightpu-4t", "tpu-v5-lite-podslice", "tpuv5e", "TPU-V5LITEPOD"),
+    "v5p": ("ct5p-hightpu-4t", "tpu-v5p-slice", "tpuv5", "TPU-V5P"),
+    "v6e": ("ct6e-standard-4t", "tpu-v6e-slice", "tpuv6e", "TPU-V6E"),
+    "tpu7x": ("tpu7x-standard-4t", "tpu7x", "tpu7x", "TPU-V7X"),
+  }
+)
+
+
+@dataclass(frozen=True)
+class Slice:
+  """One TPU slice of hosts with four chips each."""
+
+  machine_type: str
+  accelerator: str
+  instance: str  # "tpuv5e:4x4"
+  ray_version: str
+  topology: str  # "4x4"
+  hosts: int
+
+
+def resolve(tpu_type: str) -> Slice:
+  """The slice with Google Cloud's name `tpu_type`. Raises ConfigError if there is none with whole hosts of 4 chips."""
+  try:
+    found = topologies.resolve(tpu_type)
+  except topologies.TopologyError as error:
+    message = str(error).replace("compile_topology=", "--tpu-type ")
+    raise ConfigError(f"{message}\nGive Google Cloud's name, such as v5litepod-16 or v5p-64.") from None
+  version, _, shape = found.jax_name.partition(":")
+  if found.chips < CHIPS_PER_HOST:
+    raise ConfigError(
+      f"--tpu-type {tpu_type}: has {found.chips} chip, and hosts here have {CHIPS_PER_HOST}.\n"
+      f"Choose a slice of at least {CHIPS_PER_HOST} chips."
+    )
+  machine, accelerator, instance, ray_version = _NAMES[version]
+  return Slice(machine, accelerator, f"{instance}:{shape}", ray_version, shape, found.chips // CHIPS_PER_HOST)

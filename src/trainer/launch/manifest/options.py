@@ -1,0 +1,111 @@
+"""The options of the command that are not keys of the configuration: cluster, hardware, image, restarts, volumes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn
+
+from trainer.config import ConfigError
+
+RAMDISKS = ("emptydir", "csi")
+
+
+@dataclass(frozen=True)
+class Options:
+  """What the user gave. None: not given."""
+
+  target: str
+  config: tuple[str, ...]  # CONFIG.yml key=value ...
+  image: str
+  tpu_type: str
+  cluster: str | None
+  project: str | None
+  zone: str | None
+  workload: str | None
+  num_slices: int | None
+  elastic_slices: int
+  max_slice_restarts: int | None
+  max_restarts: int | None
+  save_gigabytes_per_second: float
+  step_seconds: float
+  ramdisk: str | None
+  cache_volume: str | None
+  pathways_gcs_location: str | None
+  service_account: str | None
+  queue: str | None
+
+
+class _Parser(argparse.ArgumentParser):
+  def error(self, message: str) -> NoReturn:
+    raise ConfigError(f"{message}.\n--help describes every option.")
+
+
+def parse(arguments: Sequence[str], targets: Sequence[str]) -> Options:
+  """TARGET CONFIG.yml key=value ... with options anywhere. Raises ConfigError for an unknown or wrong option."""
+  found, rest = _parser(targets).parse_known_args(list(arguments))
+  unknown = [word for word in rest if word.startswith("-")]
+  if unknown:
+    raise ConfigError(f"{unknown[0]}: there is no such option.\n--help describes every option. Keys are key=value.")
+  found.config = (*found.config, *rest)
+  return Options(**{field.name: getattr(found, field.name) for field in fields(Options)})
+
+
+def describe() -> str:
+  """The options, one paragraph each."""
+  return _parser(("TARGET",)).format_help().partition("options:")[2].strip("\n")
+
+
+def _parser(targets: Sequence[str]) -> argparse.ArgumentParser:
+  parser = _Parser(allow_abbrev=False, add_help=False)
+  parser.add_argument("target", choices=targets, help=argparse.SUPPRESS)
+  parser.add_argument("config", nargs="*", help=argparse.SUPPRESS)
+
+  def add(name: str, text: str, **more: Any) -> None:
+    parser.add_argument(name, help=text, **more)
+
+  add("--image", "container image with this program (docker/Dockerfile)", required=True)
+  add("--tpu-type", "one slice, by Google Cloud's name, such as v5litepod-16 or v6e-256", required=True)
+  add("--num-slices", "slices of the run (default: the key num_slices, or 1)", type=_whole(1))
+  add("--cluster", "name of the GKE cluster")
+  add("--project", "Google Cloud project")
+  add("--zone", "zone or region of the cluster")
+  add("--workload", "name in Kubernetes (default: the key run_name)")
+  add("--elastic-slices", "slices that may be missing at a time (default 0)", type=_whole(0), default=0)
+  add("--max-slice-restarts", "restarts of a slice's workers (default: elastic_max_retries)", type=_whole(0))
+  add("--max-restarts", "restarts of the whole job, after exit codes that allow it (default 10, or 0)", type=_whole(0))
+  add(
+    "--save-gigabytes-per-second",
+    "rate at which one host writes a checkpoint to base_output_directory, for the grace period (default 1)",
+    type=_positive,
+    default=1.0,
+  )
+  add("--step-seconds", "longest training step, for the grace period (default 5)", type=_positive, default=5.0)
+  add("--ramdisk", "volume for local_checkpoint_directory (default csi; behind Pathways emptydir)", choices=RAMDISKS)
+  add("--cache-volume", "PersistentVolumeClaim, or gs://BUCKET, that keeps compiled programs for later starts")
+  add("--pathways-gcs-location", "gs:// folder for Pathways itself (default: base_output_directory; xpk: its own)")
+  add("--service-account", "Kubernetes service account of the pods")
+  add("--queue", "Kueue LocalQueue")
+  return parser
+
+
+def _whole(least: int) -> Any:
+  """A parser of whole numbers of at least `least`."""
+
+  def convert(text: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+      raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least {least}")
+    return int(text)
+
+  return convert
+
+
+def _positive(text: str) -> float:
+  try:
+    number = float(text)
+  except ValueError:
+    number = 0.0
+  if not 0 < number < 1e9:
+    raise argparse.ArgumentTypeError(f"{text} must be a number above 0")
+  return number

@@ -1,0 +1,96 @@
+"""Wrong jobs are refused with one message that has the value, the rule and the remedy, and with exit code 2."""
+
+from __future__ import annotations
+
+import pytest
+from tests.launch.manifest.cases import COMMON, ELASTIC, IMAGE, LOCAL, PATHWAYS, PLACE, RUN, V5E
+
+from trainer.launch.manifest import checks
+from trainer.launch.manifest.__main__ import main
+
+WRONG = {
+  "every slice may be lost": (f"jobset {COMMON} {ELASTIC} --elastic-slices 3", "--elastic-slices 3: of --num-slices 3"),
+  "only the launcher is elastic": (f"jobset {COMMON} {PATHWAYS} --elastic-slices 1", "elastic_enabled=false"),
+  "only the program is elastic": (f"xpk {COMMON} {ELASTIC} {PLACE}", "--elastic-slices 0, elastic_enabled=true"),
+  "elastic without Pathways": (f"jobset {COMMON} elastic_enabled=true", "Set enable_single_controller=true"),
+  "minimum below what Pathways allows": (
+    f"jobset {COMMON} {ELASTIC} --elastic-slices 1 elastic_min_slice_count=1",
+    "Give --elastic-slices 2, or elastic_min_slice_count=2",
+  ),
+  "minimum above the slices": (
+    f"jobset {COMMON} {ELASTIC} --elastic-slices 1 elastic_min_slice_count=4",
+    "elastic_min_slice_count=4: the job has --num-slices 3",
+  ),
+  "fewer restarts than retries": (
+    f"gcluster {COMMON} {ELASTIC} --elastic-slices 1 --max-slice-restarts 2",
+    "elastic_max_retries=10 allows 9 recoveries",
+  ),
+  "a save that gcluster's head cannot finish": (
+    f"gcluster {COMMON} {PATHWAYS} --save-gigabytes-per-second 0.2",
+    "the Pathways head of gcluster has 30 s",
+  ),
+  "a save that xpk's head cannot finish": (
+    f"xpk {COMMON} {PATHWAYS} {PLACE} --step-seconds 20",
+    "the Pathways head of xpk has 30 s",
+  ),
+  "a grace period above the pods'": (f"jobset {COMMON} autocheckpoint_grace_seconds=60", "the pods will have 30 s"),
+  "restarts that xpk ignores": (f"xpk {COMMON} {PATHWAYS} {PLACE} --max-restarts 3", "xpk ignores it behind Pathways"),
+  "restarts without checkpoints": (
+    f"jobset {COMMON} enable_checkpointing=false --max-restarts 3",
+    "a restarted run begins at step 0",
+  ),
+  "slices differ": (f"jobset {COMMON} num_slices=2", "num_slices=2: differs from --num-slices 3"),
+  "a local output folder": (f"jobset {COMMON} base_output_directory=runs", "must be in Cloud Storage"),
+  "a config file that the image lacks": (f"jobset {COMMON}".replace("configs/", "./../configs/"), "does not have this"),
+  "a long name behind Pathways": (f"jobset {COMMON} {PATHWAYS} --workload {'n' * 23}", "at most 22 characters"),
+  "a name with an underscore": (f"jobset {COMMON} run_name=my_run", "--workload my_run: a name for jobset"),
+  "no such slice": (
+    f"jobset {RUN} {IMAGE} --tpu-type v5litepod-12",
+    "the number counts chips",
+  ),
+  "less than a host": (f"jobset {RUN} {IMAGE} --tpu-type v5litepod-1", "has 1 chip"),
+  "a PathwaysJob without Pathways": (f"pathwaysjob {COMMON}", "Set enable_single_controller=true"),
+  "a RayJob with Pathways": (f"rayjob {COMMON} {PATHWAYS}", "Ray starts a process on every host"),
+  "a simulated cluster": (
+    f"jobset {COMMON} cluster=simulated",
+    "the job on GKE needs cluster=auto",
+  ),
+  "local copies behind gcluster's Pathways": (f"gcluster {COMMON} {PATHWAYS} {LOCAL}", "ramdisks on TPU hosts only"),
+  "a ramdisk that nothing uses": (f"jobset {COMMON} --ramdisk csi", "nothing would use it"),
+  "a relative ramdisk": (f"jobset {COMMON} {LOCAL} local_checkpoint_directory=local", "must begin with /"),
+  "a cache volume in xpk": (f"xpk {COMMON} {PLACE} --cache-volume compiled", "Set jax_cache_dir=gs://"),
+  "two caches": (f"jobset {COMMON} --cache-volume compiled jax_cache_dir=gs://b/jax", "Remove one of them"),
+  "xpk without a place": (f"xpk {COMMON} --cluster my-cluster --project my-project", "xpk needs the zone"),
+  "no image": (f"jobset {RUN} {V5E}", "required: --image"),
+  "an unknown option": (f"jobset {COMMON} --elastic-slice 1", "--elastic-slice: there is no such option"),
+  "a number that is none": (f"jobset {COMMON} --elastic-slices two", "two must be a whole number of at least 0"),
+  "a wrong key": (f"jobset {COMMON} stepz=5", "Did you mean steps?"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_job_is_refused(name, capsys, monkeypatch):
+  monkeypatch.setattr(checks, "has_ray_launcher", lambda: True)
+  arguments, message = WRONG[name]
+  assert main(arguments.split()) == 2
+  printed = capsys.readouterr()
+  assert printed.out == ""
+  assert message in printed.err and "mistakes" not in printed.err
+  assert printed.err.startswith("error: ") and len(printed.err.splitlines()) in (2, 3)
+
+
+def test_a_rayjob_needs_a_launcher(capsys, monkeypatch):
+  monkeypatch.setattr(checks, "has_ray_launcher", lambda: False)
+  assert main(f"rayjob {COMMON}".split()) == 2
+  assert "this version has no trainer.launch.ray" in capsys.readouterr().err
+
+
+def test_independent_mistakes_are_reported_together(capsys):
+  assert main(f"jobset {COMMON} run_name=my_run base_output_directory=runs num_slices=2".split()) == 2
+  assert capsys.readouterr().err.startswith("error: 3 mistakes in the configuration:")
+
+
+def test_help_describes_options_and_exit_codes(capsys):
+  assert main(["--help"]) == 0
+  printed = capsys.readouterr().out
+  assert all(word in printed for word in ("--save-gigabytes-per-second", "pathwaysjob", "Exit codes"))

@@ -1,0 +1,179 @@
+"""Twelve varied jobs: Kubernetes' own schemas and JobSet's models accept them, and they mean what they must."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+import time
+
+import kubernetes_validate
+import pytest
+import yaml
+from kubeflow_trainer_api import models
+from tests.launch.manifest.cases import COMMON, ELASTIC, VALID, one_line
+
+from trainer.config import load
+from trainer.launch.manifest import checks
+from trainer.launch.manifest.__main__ import render
+
+KUBERNETES = "1.34"
+# The options of xpk 1.16 and of gcluster that these commands use.
+FLAGS = {
+  "xpk": "workload cluster project zone tpu-type num-slices docker-image elastic-slices max-slice-restarts command "
+  "pathways-gcs-location max-restarts termination-grace-period-seconds ramdisk-directory mtc-enabled",
+  "gcluster": "image name cluster project location compute-type topology num-slices restarts pathways command mount "
+  "pathways-gcs-location pathways-elastic-slices pathways-max-slice-restarts restart-on-exit-codes grace-period "
+  "gke-mtc-enabled gke-mtc-ramdisk-dir service-account queue",
+}
+
+
+@functools.cache
+def rendered(case: str) -> str:
+  return render(case.split())
+
+
+def documents(case: str) -> list[dict]:
+  return list(yaml.safe_load_all(rendered(case)))
+
+
+def job_specs(node: dict) -> list[dict]:
+  """The Job specs in a JobSet."""
+  return [job["template"]["spec"] for job in node["spec"]["replicatedJobs"]]
+
+
+def pod_templates(node: dict) -> list[dict]:
+  if node["kind"] == "JobSet":
+    return [spec["template"] for spec in job_specs(node)]
+  if node["kind"] == "PathwaysJob":
+    return [node["spec"]["controller"]["template"]]
+  cluster = node["spec"]["rayClusterSpec"]
+  return [cluster["headGroupSpec"]["template"], *[group["template"] for group in cluster["workerGroupSpecs"]]]
+
+
+def assert_schemas_accept(node: dict) -> None:
+  """Kubernetes' schemas without unknown fields, and the JobSet's model, which drops unknown fields."""
+  about = {"metadata": {"name": "x"}}
+  if node["kind"] == "JobSet":
+    assert models.JobsetV1alpha2JobSet.from_dict(node).to_dict() == node
+    for spec in job_specs(node):
+      job = {"apiVersion": "batch/v1", "kind": "Job", "spec": spec} | about
+      kubernetes_validate.validate(job, KUBERNETES, strict=True)
+  for template in pod_templates(node):
+    pod = {"apiVersion": "v1", "kind": "PodTemplate", "template": template} | about
+    kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+
+
+def program(node: dict) -> tuple[dict, dict]:
+  """(pod spec, container) of the program."""
+  spec = pod_templates(node)[0]["spec"]
+  return spec, spec["containers"][0]
+
+
+def assert_meaning(node: dict) -> None:
+  """What no schema can check."""
+  spec, container = program(node)
+  command = container["command"][2]
+  assert command.startswith("exec python -m trainer configs/base.yml ") and not re.search(r"[|;&]", command)
+  config = load(shlex.split(command)[4:], check_paths=False)
+  mounts = {mount["mountPath"]: mount["name"] for mount in container.get("volumeMounts", ())}
+  volumes = {volume["name"] for volume in spec.get("volumes", ())}
+  assert set(mounts.values()) == volumes
+  assert config.run.jax_cache_dir.startswith(("~", "gs://")) or "/cache" in mounts
+  if config.checkpoint.enable_emergency_checkpoint:
+    assert config.checkpoint.local_checkpoint_directory in mounts
+  assert spec["terminationGracePeriodSeconds"] >= config.checkpoint.autocheckpoint_grace_seconds
+  if node["kind"] == "JobSet":
+    assert_jobset_meaning(node, config.elastic.elastic_enabled, config.cluster.enable_single_controller)
+
+
+def assert_jobset_meaning(node: dict, elastic: bool, pathways: bool) -> None:
+  policy = node["spec"]["failurePolicy"]
+  assert policy["rules"][0]["action"] == "FailJobSet"
+  assert policy["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
+  first = job_specs(node)[0]
+  (rule,) = first["podFailurePolicy"]["rules"]
+  stops = rule["onExitCodes"]["values"]
+  assert {1, 2, 130} <= set(stops) and not {0, 42, 134, 137, 143} & set(stops) and stops == sorted(stops)
+  assert rule["onExitCodes"]["containerName"] == first["template"]["spec"]["containers"][0]["name"]
+  assert first["template"]["spec"]["restartPolicy"] == "Never" and first["backoffLimit"] == 0
+  names = {variable["name"]: variable.get("value") for variable in program(node)[1]["env"]}
+  assert names["JAX_PLATFORMS"] == ("proxy" if pathways else "tpu,cpu")
+  if pathways:
+    assert names["JAX_BACKEND_TARGET"] == "grpc://$(PATHWAYS_HEAD):29000"
+    proxy = pod_templates(node)[0]["spec"]["initContainers"][0]
+    assert any(word.startswith("--num_elastic_slices=") for word in proxy["args"]) == elastic
+    longest = f"{node['metadata']['name']}-pathways-head-0-0.{node['metadata']['name']}"
+    assert len(longest) <= 63  # a label
+
+
+def assert_command_is_known(case: str) -> None:
+  """The command of xpk or gcluster has options that the tool has, and the program is called in one exec."""
+  target = case.split()[0]
+  words = shlex.split(one_line(rendered(case)))
+  flags = {word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")}
+  assert flags and flags <= set(FLAGS[target].split())
+  command = next(word for word in words if word.startswith("--command="))
+  assert re.match(r"--command=exec (env \S+ \S+ )?python -m trainer\s", command)
+
+
+def test_twelve_varied_jobs_are_valid():
+  assert len(VALID) == 12 and {case.split()[0] for case in VALID} == {"gcluster", "xpk", "jobset", "pathwaysjob"}
+  started = time.monotonic()
+  for case in VALID:
+    if case.split()[0] in FLAGS:
+      assert_command_is_known(case)
+      continue
+    *before, node = documents(case)
+    assert [other["kind"] for other in before] in ([], ["CheckpointConfiguration"])
+    assert_schemas_accept(node)
+    assert_meaning(node)
+  assert time.monotonic() - started < 10
+
+
+def test_a_rayjob_when_ray_is_there(monkeypatch):
+  monkeypatch.setattr(checks, "has_ray_launcher", lambda: True)
+  case = f"rayjob {COMMON} elastic_enabled=true --elastic-slices 1 elastic_max_retries=2"
+  node = yaml.safe_load(render(case.split()))
+  for template in pod_templates(node):
+    pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": template}
+    kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+  group = node["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
+  assert [group[name] for name in ("minReplicas", "replicas", "maxReplicas", "numOfHosts")] == [2, 3, 3, 4]
+  assert "--min-slices=2 --max-slices=3 --topology=4x4 --accelerator-type=TPU-V5LITEPOD" in node["spec"]["entrypoint"]
+
+
+# ---- numbers
+
+
+def test_the_grace_period_covers_a_save():
+  """Llama 3.1 8B: 12 bytes for each of 8.03e9 parameters, at 0.5 GB/s through one controller."""
+  case = next(case for case in VALID if "llama3.1-8b" in case)
+  spec, container = program(documents(case)[0])
+  seconds = 8_030_261_248 * 12 / 0.5e9
+  assert spec["terminationGracePeriodSeconds"] == pytest.approx(5 + 1.25 * seconds + 2, abs=1)
+  assert f"autocheckpoint_grace_seconds={spec['terminationGracePeriodSeconds']}" in container["command"][2]
+
+
+def test_hosts_of_a_slice_save_together():
+  """Four hosts with 0.25 GB/s each need as long as one with 1 GB/s: 7.15 s, which the default 30 s cover."""
+  case = next(case for case in VALID if "--save-gigabytes-per-second 0.25" in case)
+  assert program(documents(case)[-1])[0]["terminationGracePeriodSeconds"] == 30
+  assert "A checkpoint of 7.15 GB takes 7.2 s at 0.25 GB/s per host" in rendered(case)
+
+
+def test_the_ramdisk_follows_the_guides_rule():
+  """Parameters x 12 bytes / hosts x 2 x 1.15; behind Pathways the controller has the copies of all slices."""
+  rule = 596_049_920 * 12 * 2 * 1.15 / 2**20
+  configuration = next(node for case in VALID if case.split()[0] == "jobset" for node in documents(case)[:-1])
+  assert int(configuration["spec"]["inMemoryVolumeSize"].removesuffix("Mi")) == pytest.approx(rule / 4, abs=1)
+  assert configuration["spec"]["cloudStorageBucketName"] == "my-bucket"
+  head = program(documents(next(case for case in VALID if "elastic_min_slice_count=1" in case))[0])[0]
+  (size,) = [volume["emptyDir"]["sizeLimit"] for volume in head["volumes"] if "emptyDir" in volume]
+  assert int(size.removesuffix("Mi")) == pytest.approx(rule * 3, abs=1)
+
+
+def test_restarts_of_workers_are_counted_per_host():
+  case = f"jobset {COMMON} {ELASTIC} --elastic-slices 1 --max-slice-restarts 12"
+  workers = job_specs(yaml.safe_load(render(case.split())))[1]
+  assert (workers["backoffLimit"], workers["completions"]) == (12 * 4, 4)

@@ -51,6 +51,12 @@ def make_base(folder: Path, suite: str, python: Path) -> Path:
     (local / "bin/python").unlink(missing_ok=True)
     (local / "bin/python").symlink_to("python3")
     subprocess.run(["chroot", base, "/sbin/ldconfig"], check=True)
+    subprocess.run(["chroot", base, "apt-get", "clean"], check=True)
+    # As in Docker's images of Debian: apt keeps no caches, which would count as content of a layer.
+    settings = (
+      'Dir::Cache::pkgcache "";\nDir::Cache::srcpkgcache "";\nBinary::apt::APT::Keep-Downloaded-Packages "false";\n'
+    )
+    (base / "etc/apt/apt.conf.d/no-cache").write_text(settings)
   return base
 
 
@@ -68,10 +74,10 @@ class Image:
     """Mounts the stage's overlay and executes its instructions."""
     layer, root = self.folder / stage.name, self.root(stage.name)
     shutil.rmtree(layer, ignore_errors=True)
-    for name in ("upper", "work", "root"):
+    for name in ("upper", "scratch", "root"):
       (layer / name).mkdir(parents=True)
     lower = [self.folder / name / "upper" for name in self.ancestors(stage)] + [self.base]
-    options = f"lowerdir={':'.join(map(str, lower))},upperdir={layer}/upper,workdir={layer}/work"
+    options = f"lowerdir={':'.join(map(str, lower))},upperdir={layer}/upper,workdir={layer}/scratch"
     mount("-t", "overlay", "overlay", "-o", options, str(root))
     mount("--rbind", "/dev", str(root / "dev"))
     mount("-t", "proc", "proc", str(root / "proc"))
@@ -124,7 +130,7 @@ class Image:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.touch()
       mount("--bind", str(path), str(target))
-    environment = {"HOME": "/root"} | dockerfile.environment(self.stages, name, step.line) | extra
+    environment = {"HOME": os.path.expanduser("~root")} | dockerfile.environment(self.stages, name, step.line) | extra
     subprocess.run(command_in(root, "0:0", environment, workdir, ["/bin/sh", "-c", step.text]), check=True)
     for path in self.binds:
       subprocess.run(["umount", root / str(path).lstrip("/")], check=True)
@@ -134,9 +140,9 @@ class Image:
     return next((step.line for step in stage.instructions if step.keyword == "USER"), 0)
 
   def start(self, name: str, arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """`docker run IMAGE *arguments`, with its output in `log`. Every program on the way execs: the pid is tini's."""
+    """`docker run --env JAX_PLATFORMS=cpu IMAGE *arguments`, with its output in `log`. The pid is tini's."""
     entrypoint = dockerfile.exec_form(self.last(name, "ENTRYPOINT"))
-    environment = dockerfile.environment(self.stages, name)
+    environment = dockerfile.environment(self.stages, name) | {"JAX_PLATFORMS": "cpu"}  # no accelerator is needed
     argv = command_in(
       self.root(name), self.last(name, "USER"), environment, self.last(name, "WORKDIR"), [*entrypoint, *arguments]
     )

@@ -28,7 +28,7 @@ LAYERS = (
   {"session", "stepper"},
   {"step_records", "after_step"},
   {"train"},
-  {"__main__", "tools"},
+  {"__main__", "launch", "tools"},
 )
 
 

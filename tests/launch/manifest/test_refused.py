@@ -15,7 +15,7 @@ WRONG = {
   "elastic without Pathways": (f"jobset {COMMON} elastic_enabled=true", "Set enable_single_controller=true"),
   "minimum below what Pathways allows": (
     f"jobset {COMMON} {ELASTIC} --elastic-slices 1 elastic_min_slice_count=1",
-    "Give --elastic-slices 2, or elastic_min_slice_count=2",
+    "Give elastic_min_slice_count=2, or more --elastic-slices",
   ),
   "minimum above the slices": (
     f"jobset {COMMON} {ELASTIC} --elastic-slices 1 elastic_min_slice_count=4",

@@ -6,12 +6,9 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainer.launch.manifest import budget
-
-if TYPE_CHECKING:
-  from trainer.launch.manifest.plan import Job
+from trainer.launch.manifest.job import Job
 
 # The label that leads pods to the Pathways head is NAME-pathways-head-0-0.NAME, and Kubernetes allows 63 characters.
 _LONGEST_PATHWAYS_NAME = 22
@@ -43,11 +40,15 @@ def _files(job: Job) -> Iterator[str]:
       f"{path}: the container does not have this file.\n"
       "Copy it below configs/ before the image is built, and give its path below the repository."
     )
-  for name in ("base_output_directory", "pathways_gcs_location"):
-    value = job.config.run.base_output_directory if name[0] == "b" else job.options.pathways_gcs_location
-    if value is not None and not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/.*)?", value):
-      shown = f"{name}={value}" if name[0] == "b" else f"--pathways-gcs-location {value}"
-      yield f"{shown}: must be in Cloud Storage, because the disk of a pod is lost with it.\nWrite gs://BUCKET/FOLDER."
+  folders = {"base_output_directory=": job.config.run.base_output_directory}
+  if job.options.pathways_gcs_location is not None:
+    folders["--pathways-gcs-location "] = job.options.pathways_gcs_location
+  for name, value in folders.items():
+    if not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/.*)?", value):
+      yield (
+        f"{name}{value}: must be in Cloud Storage, because the disk of a pod is lost with it.\n"
+        "Write gs://BUCKET/FOLDER."
+      )
 
 
 def _target(job: Job) -> Iterator[str]:
@@ -106,7 +107,7 @@ def _elastic(job: Job) -> Iterator[str]:
     yield (
       f"--elastic-slices {lost}, elastic_enabled={str(elastic.elastic_enabled).lower()}: the launcher keeps a job "
       "without a slice, and the program continues without it, only together.\nGive --elastic-slices above 0 and "
-      "elastic_enabled=true, or none of them."
+      "elastic_enabled=true, or neither."
     )
   if lost >= job.num_slices:
     yield (
@@ -125,11 +126,11 @@ def _elastic(job: Job) -> Iterator[str]:
       f"elastic_min_slice_count={least}: the job has --num-slices {job.num_slices}.\n"
       f"Give at most {job.num_slices}, or -1 for all slices."
     )
-  elif least not in (-1, 0) and least < job.num_slices - lost:
+  elif -1 < least < job.num_slices - lost:
     yield (
       f"elastic_min_slice_count={least}: Pathways ends the job if more than --elastic-slices {lost} of "
-      f"{job.num_slices} slices are missing.\nGive --elastic-slices {job.num_slices - least}, or "
-      f"elastic_min_slice_count={job.num_slices - lost}."
+      f"{job.num_slices} slices are missing.\nGive elastic_min_slice_count={job.num_slices - lost}, or more "
+      "--elastic-slices."
     )
   if job.max_slice_restarts < elastic.elastic_max_retries - 1:
     yield (

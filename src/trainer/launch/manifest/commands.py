@@ -6,8 +6,8 @@ import re
 import shlex
 
 from trainer.config import ConfigError
-from trainer.launch.manifest import budget, plan
-from trainer.launch.manifest.plan import Job
+from trainer.launch.manifest import budget
+from trainer.launch.manifest.job import CACHE_FOLDER, Job
 
 # A killed process (137), a segmentation fault (139) and an unhandled SIGTERM (143) say nothing about the input.
 _RESTART_ON = "42,134,137,139,143"
@@ -75,7 +75,7 @@ def gcluster(job: Job) -> str:
       options += ["--gke-mtc-enabled", f"--gke-mtc-ramdisk-dir={job.local_folder}"]
       comments.append(f"The cluster's CheckpointConfiguration needs inMemoryVolumeSize: {job.ramdisk_mebibytes}Mi.")
   if given.cache_volume:
-    options.append(f"--mount={shlex.quote(f'{given.cache_volume};{plan.CACHE_FOLDER};rw')}")
+    options.append(f"--mount={shlex.quote(f'{given.cache_volume};{CACHE_FOLDER};rw')}")
   for name, value in (("service-account", given.service_account), ("queue", given.queue)):
     options += [f"--{name}={value}"] if value else []
   return _text(comments, "gcluster job submit", options, job, _PATHWAYS_ENVIRONMENT if job.pathways else "")

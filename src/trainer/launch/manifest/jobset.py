@@ -6,7 +6,7 @@ from typing import Any
 
 from trainer.launch.manifest import pods
 from trainer.launch.manifest.hardware import CHIPS_PER_HOST
-from trainer.launch.manifest.plan import Job
+from trainer.launch.manifest.job import Job
 from trainer.launch.manifest.pods import Node
 
 # The public images of the Pathways servers.

@@ -63,7 +63,7 @@ def _parser(targets: Sequence[str]) -> argparse.ArgumentParser:
   parser.add_argument("config", nargs="*", help=argparse.SUPPRESS)
 
   def add(name: str, text: str, **more: Any) -> None:
-    parser.add_argument(name, help=text, **more)
+    parser.add_argument(name, help=text, metavar=None if "choices" in more else "VALUE", **more)
 
   add("--image", "container image with this program (docker/Dockerfile)", required=True)
   add("--tpu-type", "one slice, by Google Cloud's name, such as v5litepod-16 or v6e-256", required=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.launch.manifest import pods
-from trainer.launch.manifest.plan import Job
+from trainer.launch.manifest.job import Job
 from trainer.launch.manifest.pods import Node
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from trainer.launch.manifest import budget, plan
-from trainer.launch.manifest.plan import Job
+from trainer.launch.manifest import budget
+from trainer.launch.manifest.job import CACHE_FOLDER, Job
 
 Node = dict[str, Any]
 
@@ -87,7 +87,7 @@ def controller_resources(job: Job) -> Node:
 def _mounts(job: Job) -> list[Node]:
   found = []
   if job.options.cache_volume:
-    found.append({"name": _CACHE, "mountPath": plan.CACHE_FOLDER})
+    found.append({"name": _CACHE, "mountPath": CACHE_FOLDER})
   if job.ramdisk_mebibytes:
     found.append({"name": _RAMDISK, "mountPath": job.local_folder})
   return found

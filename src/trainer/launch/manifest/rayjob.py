@@ -6,7 +6,7 @@ import shlex
 
 from trainer.launch.manifest import pods
 from trainer.launch.manifest.hardware import CHIPS_PER_HOST
-from trainer.launch.manifest.plan import Job
+from trainer.launch.manifest.job import Job
 from trainer.launch.manifest.pods import Node
 
 _PORTS = ({"name": "gcs", "containerPort": 6379}, {"name": "client", "containerPort": 10001})

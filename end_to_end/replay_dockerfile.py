@@ -116,7 +116,6 @@ class Image:
       target = into / path.name if destination.endswith("/") else into
       target.parent.mkdir(parents=True, exist_ok=True)
       shutil.copy2(path, target)
-      target.chmod(int(step.option("chmod") or "644", 8))
 
   def run(self, name: str, step: dockerfile.Instruction, workdir: str, extra: dict[str, str]) -> None:
     """RUN: a shell command as root. The bound files exist only meanwhile."""

@@ -45,8 +45,8 @@ class Stage:
     return [self.base, *[source for step in self.instructions if (source := step.option("from"))]]
 
 
-def parse(text: str, build_args: Mapping[str, str] | None = None) -> dict[str, Stage]:
-  """{name: Stage} in the order of the file. `build_args` override the ARGs before the first FROM.
+def parse(text: str) -> dict[str, Stage]:
+  """{name: Stage} in the order of the file, with the default values of the ARGs before the first FROM.
 
   Raises ValueError for an unknown instruction, and for a stage without a name.
   """
@@ -62,7 +62,7 @@ def parse(text: str, build_args: Mapping[str, str] | None = None) -> dict[str, S
       stages[found[2]] = Stage(found[2], substitute(found[1], values))
     elif not stages:
       name, _, default = step.text.partition("=")
-      values[name] = (build_args or {}).get(name, default)
+      values[name] = default
     else:
       list(stages.values())[-1].instructions.append(step)
   return stages

@@ -27,14 +27,11 @@ def test_a_target_has_packages_before_code_and_does_not_run_as_root(target):
   assert {stage.name for stage in dockerfile.order(STAGES, target)} >= {"packages", "code", "runtime", target}
 
 
-def test_the_base_is_pinned_and_can_be_replaced():
+def test_all_stages_have_one_pinned_base():
   bases = {stage.base for stage in STAGES.values()} - STAGES.keys()
   assert len(bases) == 1
   name, _, tag = bases.pop().partition(":")
   assert name == "python" and tag.count(".") == 2 and tag.endswith("-slim-bookworm")
-  text = (ROOT / "docker/Dockerfile").read_text()
-  replaced = dockerfile.parse(text, {"PYTHON_IMAGE": "python@sha256:0"})
-  assert replaced["runtime"].base == "python@sha256:0"
 
 
 def test_every_copied_file_is_sent_to_docker_and_nothing_else_is():

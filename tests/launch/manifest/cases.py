@@ -19,11 +19,11 @@ VALID = (
   f"jobset {COMMON} {LOCAL} --ramdisk emptydir --cache-volume gs://my-compiled",
   f"jobset {RUN} {IMAGE} --tpu-type v6e-256 model_name=llama3.1-8b {PATHWAYS} --save-gigabytes-per-second 0.5",
   f"jobset {RUN} {IMAGE} --tpu-type v5p-128 --num-slices 2 model_name=llama3-70b jax_cache_dir=gs://my-bucket/jax",
-  f"pathwaysjob {COMMON} {ELASTIC} --elastic-slices 1 --max-restarts 3 --workload other-name",
+  f"pathwaysjob {COMMON} {ELASTIC} --elastic-slices 1 --max-restarts 3 --pathways-version v1",
   f"pathwaysjob {RUN} {IMAGE} --tpu-type v4-64 {PATHWAYS} enable_checkpointing=false --cache-volume gs://my-compiled",
-  f"xpk {COMMON} {ELASTIC} {PLACE} --elastic-slices 1 --pathways-gcs-location gs://my-bucket/pathways",
+  f"xpk {COMMON} {ELASTIC} {PLACE} --elastic-slices 1 --pathways-gcs-location gs://my-bucket/p --pathways-version v1",
   f"xpk {COMMON} {LOCAL} {PLACE} --max-restarts 5 --save-gigabytes-per-second 0.05",
-  f"gcluster {COMMON} {ELASTIC} {PLACE} --elastic-slices 1 --cache-volume compiled",
+  f"gcluster {COMMON} {ELASTIC} {PLACE} --elastic-slices 1 --cache-volume compiled --pathways-version v1",
   f"gcluster {COMMON} {LOCAL} --step-seconds 60 --service-account writer",
 )
 

@@ -49,6 +49,15 @@ WRONG = {
     "the number counts chips",
   ),
   "less than a host": (f"jobset {RUN} {IMAGE} --tpu-type v5litepod-1", "has 1 chip"),
+  "a name that xpk lacks": (f"xpk {COMMON} {PLACE} --tpu-type v5e-16", "xpk has no such name"),
+  "a machine that a PathwaysJob lacks": (
+    f"pathwaysjob {COMMON} {PATHWAYS} --tpu-type tpu7x-128 --save-gigabytes-per-second 9",
+    "cannot have this machine type",
+  ),
+  "a version of Pathways without Pathways": (
+    f"jobset {COMMON} --pathways-version v1",
+    "has no effect without Pathways",
+  ),
   "a PathwaysJob without Pathways": (f"pathwaysjob {COMMON}", "Set enable_single_controller=true"),
   "a RayJob with Pathways": (f"rayjob {COMMON} {PATHWAYS}", "Ray starts a process on every host"),
   "a simulated cluster": (

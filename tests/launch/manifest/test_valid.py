@@ -14,17 +14,19 @@ from kubeflow_trainer_api import models
 from tests.launch.manifest.cases import COMMON, ELASTIC, VALID, one_line
 
 from trainer.config import load
-from trainer.launch.manifest import checks
+from trainer.launch.manifest import checks, hardware
 from trainer.launch.manifest.__main__ import render
 
 KUBERNETES = "1.34"
 # The options of xpk 1.16 and of gcluster that these commands use.
 FLAGS = {
   "xpk": "workload cluster project zone tpu-type num-slices docker-image elastic-slices max-slice-restarts command "
-  "pathways-gcs-location max-restarts termination-grace-period-seconds ramdisk-directory mtc-enabled",
+  "pathways-gcs-location server-image proxy-server-image max-restarts termination-grace-period-seconds "
+  "ramdisk-directory mtc-enabled",
   "gcluster": "image name cluster project location compute-type topology num-slices restarts pathways command mount "
-  "pathways-gcs-location pathways-elastic-slices pathways-max-slice-restarts restart-on-exit-codes grace-period "
-  "gke-mtc-enabled gke-mtc-ramdisk-dir service-account queue",
+  "pathways-gcs-location pathways-elastic-slices pathways-max-slice-restarts pathways-server-image "
+  "pathways-worker-image pathways-proxy-server-image restart-on-exit-codes grace-period gke-mtc-enabled "
+  "gke-mtc-ramdisk-dir service-account queue",
 }
 
 
@@ -177,3 +179,27 @@ def test_restarts_of_workers_are_counted_per_host():
   case = f"jobset {COMMON} {ELASTIC} --elastic-slices 1 --max-slice-restarts 12"
   workers = job_specs(yaml.safe_load(render(case.split())))[1]
   assert (workers["backoffLimit"], workers["completions"]) == (12 * 4, 4)
+
+
+# What xpk 1.16 has for each name: topology, machine type, hosts of a slice, accelerator.
+XPK_SLICES = """
+v5litepod-8 2x4 ct5lp-hightpu-4t 2 tpu-v5-lite-podslice
+v5litepod-16 4x4 ct5lp-hightpu-4t 4 tpu-v5-lite-podslice
+v6e-4 2x2 ct6e-standard-4t 1 tpu-v6e-slice
+v6e-8 2x4 ct6e-standard-4t 2 tpu-v6e-slice
+v6e-16 4x4 ct6e-standard-4t 4 tpu-v6e-slice
+v5p-8 2x2x1 ct5p-hightpu-4t 1 tpu-v5p-slice
+v5p-128 4x4x4 ct5p-hightpu-4t 16 tpu-v5p-slice
+v4-8 2x2x1 ct4p-hightpu-4t 1 tpu-v4-podslice
+v4-64 2x4x4 ct4p-hightpu-4t 8 tpu-v4-podslice
+tpu7x-8 2x2x1 tpu7x-standard-4t 1 tpu7x
+tpu7x-128 4x4x4 tpu7x-standard-4t 16 tpu7x
+"""
+
+
+@pytest.mark.parametrize("row", XPK_SLICES.split("\n")[1:-1])
+def test_slices_are_those_of_xpk(row):
+  name, topology, machine_type, hosts, accelerator = row.split()
+  found = hardware.resolve(name)
+  assert (found.topology, found.machine_type, found.accelerator) == (topology, machine_type, accelerator)
+  assert found.hosts == int(hosts)

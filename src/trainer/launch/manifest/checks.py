@@ -55,6 +55,10 @@ def _target(job: Job) -> Iterator[str]:
   kind, target = job.config.cluster.cluster, job.options.target
   if target == "pathwaysjob" and not job.pathways:
     yield "pathwaysjob: is a job behind Pathways.\nSet enable_single_controller=true, or print a jobset."
+  if target == "pathwaysjob" and job.slice.machine_type.startswith("tpu7x"):
+    yield f"--tpu-type {job.options.tpu_type}: a PathwaysJob cannot have this machine type.\nPrint a jobset."
+  if target == "xpk" and not re.fullmatch(r"(v4|v5p|v5litepod|v6e|tpu7x)-\d+", job.options.tpu_type):
+    yield f"--tpu-type {job.options.tpu_type}: xpk has no such name.\nWrite it like v5litepod-16, v6e-256 or v5p-128."
   if target == "rayjob" and job.pathways:
     yield "rayjob: Ray starts a process on every host.\nSet enable_single_controller=false, or print a jobset."
   if target == "rayjob" and not has_ray_launcher():
@@ -85,11 +89,13 @@ def _slices(job: Job) -> Iterator[str]:
   wanted = job.config.cluster.num_slices
   if wanted not in (0, job.num_slices):
     yield f"num_slices={wanted}: differs from --num-slices {job.num_slices}.\nRemove one of them."
-  if not job.pathways and job.options.pathways_gcs_location is not None:
-    yield (
-      f"--pathways-gcs-location {job.options.pathways_gcs_location}: has no effect without Pathways.\n"
-      "Remove it, or set enable_single_controller=true."
-    )
+  given = {
+    "--pathways-gcs-location": job.options.pathways_gcs_location,
+    "--pathways-version": job.options.pathways_version,
+  }
+  for name, value in given.items():
+    if value is not None and not job.pathways:
+      yield f"{name} {value}: has no effect without Pathways.\nRemove it, or set enable_single_controller=true."
 
 
 def _elastic(job: Job) -> Iterator[str]:

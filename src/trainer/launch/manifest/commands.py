@@ -11,7 +11,7 @@ from trainer.launch.manifest.job import CACHE_FOLDER, Job
 
 # A killed process (137), a segmentation fault (139) and an unhandled SIGTERM (143) say nothing about the input.
 _RESTART_ON = "42,134,137,139,143"
-# The Pathways head of gcluster gives the program no environment. The proxy is in the same pod.
+# The Pathways head of some versions of gcluster gives the program no environment. The proxy is in the same pod.
 _PATHWAYS_ENVIRONMENT = "JAX_PLATFORMS=proxy JAX_BACKEND_TARGET=grpc://localhost:29000"
 
 
@@ -33,6 +33,9 @@ def xpk(job: Job) -> str:
       options += [f"--elastic-slices={given.elastic_slices}", f"--max-slice-restarts={job.max_slice_restarts}"]
     if given.pathways_gcs_location:
       options.append(f"--pathways-gcs-location={given.pathways_gcs_location}")
+    if given.pathways_version:
+      server, proxy = job.pathways_images
+      options += [f"--server-image={server}", f"--proxy-server-image={proxy}"]
     comments.append("xpk does not restart a job behind Pathways: after exit code 42 or 134, give the command again.")
   else:
     if job.max_restarts:
@@ -66,6 +69,10 @@ def gcluster(job: Job) -> str:
         f"--pathways-elastic-slices={given.elastic_slices}",
         f"--pathways-max-slice-restarts={job.max_slice_restarts}",
       ]
+    if given.pathways_version:
+      server, proxy = job.pathways_images
+      options += [f"--pathways-{role}-image={server}" for role in ("server", "worker")]
+      options.append(f"--pathways-proxy-server-image={proxy}")
     comments.append("gcluster restarts a job behind Pathways after every exit code except 0, also after 1 and 2.")
   else:
     options.append(f"--restart-on-exit-codes={_RESTART_ON}")

@@ -10,6 +10,9 @@ from trainer.launch.manifest import budget
 from trainer.launch.manifest.hardware import Slice
 from trainer.launch.manifest.options import Options
 
+# The public images of the Pathways servers: resource manager and workers, proxy.
+_SERVER_IMAGE = "us-docker.pkg.dev/cloud-tpu-v2-images/pathways/server"
+_PROXY_IMAGE = "us-docker.pkg.dev/cloud-tpu-v2-images/pathways/proxy_server"
 CACHE_FOLDER = "/cache"  # the mount point of the volume for the compilation cache
 
 
@@ -39,6 +42,12 @@ class Job:
   def pathways_folder(self) -> str:
     """gs:// folder for the files of Pathways."""
     return self.options.pathways_gcs_location or self.config.run.base_output_directory
+
+  @property
+  def pathways_images(self) -> tuple[str, str]:
+    """The images of the resource manager and workers, and of the proxy."""
+    tag = self.options.pathways_version or "latest"
+    return f"{_SERVER_IMAGE}:{tag}", f"{_PROXY_IMAGE}:{tag}"
 
   @property
   def summary(self) -> list[str]:

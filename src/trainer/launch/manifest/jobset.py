@@ -9,9 +9,6 @@ from trainer.launch.manifest.hardware import CHIPS_PER_HOST
 from trainer.launch.manifest.job import Job
 from trainer.launch.manifest.pods import Node
 
-# The public images of the Pathways servers.
-_SERVER = "us-docker.pkg.dev/cloud-tpu-v2-images/pathways/server:latest"
-_PROXY = "us-docker.pkg.dev/cloud-tpu-v2-images/pathways/proxy_server:latest"
 _PROXY_PORT, _MANAGER_PORT, _WORKER_PORT = 29000, 29001, 29005
 _HEAD = "pathways-head"
 _ONE_SLICE_PER_NODE_POOL = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
@@ -107,10 +104,11 @@ def _head(job: Job) -> Node:
     ],
     resources=pods.controller_resources(job),
   )
+  server_image, proxy_image = job.pathways_images
   elastic = [f"--num_elastic_slices={job.options.elastic_slices}"] if job.options.elastic_slices else []
   proxy = _server(
     "pathways-proxy",
-    _PROXY,
+    proxy_image,
     _PROXY_PORT,
     [_manager_address(), _scratch(job), *elastic],
     env=[_field("PATHWAYS_HEAD", "labels", "coordinator")],
@@ -118,7 +116,7 @@ def _head(job: Job) -> Node:
   )
   manager = _server(
     "pathways-rm",
-    _SERVER,
+    server_image,
     _MANAGER_PORT,
     [
       _scratch(job),
@@ -149,7 +147,7 @@ def _head(job: Job) -> Node:
 def _workers(job: Job) -> Node:
   worker = _server(
     "pathways-worker",
-    _SERVER,
+    job.pathways_images[0],
     _WORKER_PORT,
     [_manager_address(), _scratch(job)],
     env=[

@@ -33,6 +33,7 @@ class Options:
   ramdisk: str | None
   cache_volume: str | None
   pathways_gcs_location: str | None
+  pathways_version: str | None
   service_account: str | None
   queue: str | None
 
@@ -85,6 +86,7 @@ def _parser(targets: Sequence[str]) -> argparse.ArgumentParser:
   add("--ramdisk", "volume for local_checkpoint_directory (default csi; behind Pathways emptydir)", choices=RAMDISKS)
   add("--cache-volume", "PersistentVolumeClaim, or gs://BUCKET, that keeps compiled programs for later starts")
   add("--pathways-gcs-location", "gs:// folder for Pathways itself (default: base_output_directory; xpk: its own)")
+  add("--pathways-version", "tag of the images of the Pathways servers, which must fit the jaxlib of --image")
   add("--service-account", "Kubernetes service account of the pods")
   add("--queue", "Kueue LocalQueue")
   return parser

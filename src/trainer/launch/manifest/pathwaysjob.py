@@ -16,6 +16,7 @@ def render(job: Job) -> str:
   if job.options.elastic_slices:
     worker["maxSliceRestarts"] = job.max_slice_restarts
     controller["elasticSlices"] = job.options.elastic_slices
+  version = {"pathwaysVersion": job.options.pathways_version} if job.options.pathways_version else {}
   node = {
     "apiVersion": "pathways-job.pathways.domain/v1",
     "kind": "PathwaysJob",
@@ -24,6 +25,7 @@ def render(job: Job) -> str:
       "maxRestarts": job.max_restarts,
       "workers": [worker],
       "pathwaysDir": job.pathways_folder,
+      **version,
       "controller": controller,
     },
   }

@@ -102,9 +102,10 @@ class Exchange:
     call of their own.
 
     Raises PeerLost if a connection fails or `interrupt` is called, CorruptFrame for a wrong checksum, MismatchedCall if
-    the members disagree. After any error this epoch is over for this member, and `out` is undefined. The other
-    connections stay open until the next `connect`, so that peers see only the failures that really happened: report
-    the error to the supervisor, which ends the epoch for them.
+    the members disagree, and errors of reading `own`, which `interrupt` cannot end. After any error this epoch is over
+    for this member, and `out` is undefined. The other connections stay open until the next `connect`, so that peers see
+    only the failures that really happened: report the error to the supervisor, which ends the epoch for them. There is
+    no time limit: a peer may compile, and the supervisor notices a peer that hangs.
     """
     assert set(dealt) == {self._member, *self._links} and set(own) == set(dealt[self._member]), (dealt, list(own))
     assert out.dtype == np.float32 and out.ndim == 1 and all(data.size == out.size for data in own.values())

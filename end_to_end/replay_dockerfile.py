@@ -81,15 +81,18 @@ class Image:
     mount("-t", "overlay", "overlay", "-o", options, str(root))
     mount("--rbind", "/dev", str(root / "dev"))
     mount("-t", "proc", "proc", str(root / "proc"))
-    workdir = self.last(stage.base, "WORKDIR") or "/"
+    workdir, user = self.last(stage.base, "WORKDIR") or "/", self.last(stage.base, "USER")
     for step in stage.instructions:
       print(f"  {stage.name}, line {step.line}: {step.keyword} {step.text}"[:140], flush=True)
       if step.keyword == "WORKDIR":
         workdir = step.text
         (root / workdir.lstrip("/")).mkdir(parents=True, exist_ok=True)
+      elif step.keyword == "USER":
+        user = step.text
       elif step.keyword == "COPY":
         self.copy(root, step, workdir)
       elif step.keyword == "RUN":
+        assert not user, f"line {step.line}: RUN after USER is not implemented"
         self.run(stage.name, step, workdir, build_environment)
 
   def ancestors(self, stage: dockerfile.Stage) -> list[str]:
@@ -120,7 +123,6 @@ class Image:
   def run(self, name: str, step: dockerfile.Instruction, workdir: str, extra: dict[str, str]) -> None:
     """RUN: a shell command as root. The bound files exist only meanwhile."""
     root = self.root(name)
-    assert not self.last(name, "USER") or step.line < self.line_of_user(name), "RUN after USER is not implemented"
     for path in self.binds:
       target = root / str(path).lstrip("/")
       if path.is_dir():
@@ -133,10 +135,6 @@ class Image:
     subprocess.run(command_in(root, "0:0", environment, workdir, ["/bin/sh", "-c", step.text]), check=True)
     for path in self.binds:
       subprocess.run(["umount", root / str(path).lstrip("/")], check=True)
-
-  def line_of_user(self, name: str) -> int:
-    stage = self.stages[name]
-    return next((step.line for step in stage.instructions if step.keyword == "USER"), 0)
 
   def start(self, name: str, arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     """`docker run --env JAX_PLATFORMS=cpu IMAGE *arguments`, with its output in `log`. The pid is tini's."""

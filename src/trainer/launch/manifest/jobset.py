@@ -17,9 +17,8 @@ _SECONDS_AFTER_END = 12 * 3600  # in which the finished job and its logs can be 
 
 
 def render(job: Job) -> str:
-  """The YAML, with a CheckpointConfiguration before it if the cluster needs one."""
-  before = [pods.checkpoint_configuration(job)] if job.ramdisk_mebibytes and job.ramdisk == "csi" else []
-  return pods.document(job, *before, _pathways(job) if job.pathways else _multi_controller(job))
+  """The YAML."""
+  return pods.document(job, _pathways(job) if job.pathways else _multi_controller(job))
 
 
 def _jobset(job: Job, annotations: dict[str, str], spec: Node) -> Node:

@@ -21,14 +21,19 @@ _USER = 1000  # of docker/Dockerfile
 _CONTROLLER_BYTES = 16e9  # of the program itself; two copies of the state come on top, while a checkpoint is written
 
 
-def document(job: Job, *nodes: Node) -> str:
-  """YAML documents after comments: how to reach the cluster, and the assumptions behind the numbers."""
+def document(job: Job, node: Node) -> str:
+  """The YAML of the job, after comments: how to reach the cluster, and the assumptions behind the numbers.
+
+  A csi ramdisk needs a CheckpointConfiguration in the cluster, which comes first, as a document of its own.
+  """
   given = job.options
   comments = list(job.summary)
   if given.cluster:
     place = {"location": given.zone, "project": given.project}
     words = [f"--{name} {value}" for name, value in place.items() if value]
     comments.insert(0, " ".join(["gcloud container clusters get-credentials", given.cluster, *words]))
+  needs_ramdisk = job.ramdisk_mebibytes and job.ramdisk == "csi"
+  nodes = [_checkpoint_configuration(job), node] if needs_ramdisk else [node]
   texts = [yaml.safe_dump(node, sort_keys=False, width=118) for node in nodes]
   return "".join(f"# {line}\n" for line in comments) + "---\n".join(texts)
 
@@ -111,8 +116,8 @@ def _cache_source(volume: str) -> Node:
   return {"persistentVolumeClaim": {"claimName": volume}}
 
 
-def checkpoint_configuration(job: Job) -> Node:
-  """What the cluster needs once for csi ramdisks: their size, and the nodes that have them."""
+def _checkpoint_configuration(job: Job) -> Node:
+  """The size of the ramdisks, and the nodes that have them."""
   bucket = job.config.run.base_output_directory.removeprefix("gs://").partition("/")[0]
   return {
     "apiVersion": "checkpointing.gke.io/v1",

@@ -25,7 +25,7 @@ LAYERS = (
   {"memory", "program", "run_data"},
   {"compiled"},
   {"announce"},
-  {"session", "stepper"},
+  {"remat_choice", "session", "stepper"},
   {"step_records", "after_step"},
   {"train"},
   {"__main__", "launch", "tools"},

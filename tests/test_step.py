@@ -22,7 +22,7 @@ from trainer.config.rules import AXES
 from trainer.config.schema import Config, ModelSection, OptimizerSection, RematPolicy
 from trainer.data import Batch
 from trainer.grad_reduce import GradReduce
-from trainer.kernels import projection
+from trainer.kernels import projection, remat
 from trainer.models import decoder
 from trainer.state import TrainState
 
@@ -163,7 +163,7 @@ plain_gradients = functools.cache(gradients)
     {"scan_layers": False},
     {"accumulation": 2},
     {"accumulation": 4},
-    *({"remat_policy": p} for p in RematPolicy if "offloaded" not in p and p != RematPolicy.NONE),
+    *({"remat_policy": p} for p in (*remat.TABLE, RematPolicy.CUSTOM) if "offloaded" not in p),
   ],
   ids=lambda changes: "-".join(map(str, *changes.items())),
 )

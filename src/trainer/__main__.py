@@ -74,7 +74,9 @@ def _run(config: Config, signals: Signals, started: float) -> int:
   from trainer import compilation_cache, run_data
   from trainer import session as session_lib
   from trainer.config import ConfigError
+  from trainer.config.schema import RematPolicy
   from trainer.elastic import retry
+  from trainer.observe import log
 
   compilation_cache.enable(config.run.jax_cache_dir)
   with contextlib.ExitStack() as stack:
@@ -84,6 +86,11 @@ def _run(config: Config, signals: Signals, started: float) -> int:
       cluster = cluster_lib.start(config.cluster)
       stack.callback(cluster.stop)
       retry.check(cluster, config.elastic, config.run.steps)
+      note = ""
+      if config.model.remat_policy is RematPolicy.AUTO:
+        from trainer import remat_choice  # reads compiled programs, so only if it is needed
+
+        config, note = remat_choice.resolve(config, cluster, log.to_stdout)
       session = stack.enter_context(session_lib.open_session(config, cluster, signals, started))
     except ConfigError as error:  # a configuration that does not fit the machine or the data; nothing is written yet
       print(f"error: {error}", file=sys.stderr)
@@ -91,6 +98,8 @@ def _run(config: Config, signals: Signals, started: float) -> int:
     except OSError as error:  # a folder of the run or of the data cannot be opened, although it passed the checks
       print(f"error: cannot start the run: {error}\nFix this, or choose another folder.", file=sys.stderr)
       return BAD_INPUT
+    if note:
+      session.log.line(note)
     code = _train(config, session, cluster)
     signals.ending(code)
     session.finish(config, code)

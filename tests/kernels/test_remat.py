@@ -52,7 +52,7 @@ def test_a_policy_saves_the_names_of_its_table(name):
 
 
 def test_every_policy_of_the_schema_is_covered():
-  assert set(EXPECTED) | {"none", "custom"} == {policy.value for policy in RematPolicy}
+  assert set(EXPECTED) | {"none", "custom", "auto"} == {policy.value for policy in RematPolicy}
   assert set(remat.NAMES) <= set(ModelSection.model_fields)
 
 

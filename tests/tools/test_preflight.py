@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -13,10 +14,11 @@ import jax
 import numpy as np
 import pytest
 
-from trainer import config, memory
+from trainer import config, memory, remat_choice
 from trainer.compiled import analysis
 from trainer.compiled.events import Channel
 from trainer.compiled.prices import Basis
+from trainer.config.schema import RematPolicy
 from trainer.observe import chips
 from trainer.tools.preflight import schedule
 from trainer.tools.preflight.__main__ import main
@@ -27,6 +29,7 @@ TINY = (
   "max_target_length=512 per_device_batch_size=1"
 ).split()
 TPU = ["attention=flash", "remat_policy=full", "compile_topology=v5e-4", "compile_topology_num_slices=2"]
+AUTO = ["remat_policy=auto", "jax_cache_dir="]
 needs_compiler = pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install libtpu"
 )
@@ -55,8 +58,10 @@ def test_for_this_machine():
 
 
 def test_the_step_with_one_slice_lost_can_be_skipped():
-  done = command("num_slices=3", "steps=10", "attention=dot_product", "preflight.degraded=none")
+  done = command("num_slices=3", "steps=10", "attention=dot_product", "preflight.degraded=none", *AUTO)
   assert done.returncode == 0, done.stderr
+  assert "remat_policy=auto: minimal_with_context, the first policy that fits, in the order for cpus" in done.stdout
+  assert re.search(r"\n  minimal_with_context \| no estimate \| no estimate \| [\d.]+ MB\n", done.stdout), done.stdout
   assert "The step on 3 of 3 slices" in done.stdout and "The step on 2 of 3 slices" not in done.stdout
   assert "2 of 3 |                      2 |   25.0% |   50.0%" in done.stdout
 
@@ -148,7 +153,7 @@ def test_unreadable_compiler_output_is_not_reported_as_wrong_input(monkeypatch):
   class Compiled:
     compiler_options = None
     plan = types.SimpleNamespace(rows=np.zeros((1, 1)))
-    lower = compile = lambda self, **_: self
+    lower = compile = memory_analysis = lambda self, **_: self
 
     def as_text(self):
       return "a notation of tomorrow"
@@ -186,6 +191,22 @@ def test_for_tpus_that_this_machine_does_not_have(tmp_path, capsys):
   assert schedule.main([str(file), "--slices=2", "--devices-per-slice=4", "--chip=v5e"]) == 0
   text = capsys.readouterr().out
   assert f"| step time | {estimate[1]} |" in text and f"| DCN exposed | {estimate[2]} |" in text
+
+
+@needs_compiler
+def test_the_policy_with_the_shortest_estimated_step_is_analysed_and_kept(monkeypatch, tmp_path, capsys):
+  policies = ["full", "save_out_proj"]
+  monkeypatch.setattr(remat_choice, "CANDIDATES", tuple(map(RematPolicy, policies)))
+  keys = [f"base_output_directory={tmp_path}", f"jax_cache_dir={tmp_path}/cache", "compile_topology=v5e-4"]
+  assert main([*TINY, "attention=flash", "remat_policy=auto", "base_num_decoder_layers=2", *keys]) == 0
+  text = capsys.readouterr().out
+  rows = dict(re.findall(r"\n  (\w+) \| ([\d.]+) ms \| [\d.]+ ms \| \d+ MB", text))
+  assert list(rows) == policies
+  best = min(policies, key=lambda policy: float(rows[policy]))
+  assert f"remat_policy=auto: {best}, the shortest of 2 estimated steps, {rows[best]} ms\n" in text
+  assert f"Step time on v5e: {rows[best]} ms" in text
+  (entry,) = (tmp_path / "cache").iterdir()
+  assert json.loads(entry.read_text())[0] == best
 
 
 @needs_compiler

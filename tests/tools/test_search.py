@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import types
 
@@ -13,11 +14,12 @@ from trainer.config import load
 from trainer.config.errors import ConfigError
 from trainer.config.schema import RematPolicy
 from trainer.observe import chips
+from trainer.remat_choice import CANDIDATES
 from trainer.tools.preflight import search
 
 CHIP = chips.Chip("test", (), 1e12, 1000, 1e9, 1e9)
 # Bytes per example, by policy.
-NEEDED = dict(zip(search.POLICIES, (600, 500, 400, 300, 200, 100)))
+NEEDED = dict(zip(CANDIDATES, (100, 200, 300, 400, 500, 600)))
 
 
 def moving(traffic):
@@ -47,34 +49,35 @@ def compiler(tried, divides=lambda batch: batch >= 1):
   return attempt
 
 
-def found(attempt, batch, others=()):
-  return [(c.policy, c.per_device_batch_size) for c in search.candidates(attempt, batch, CHIP, others)]
+def found(attempt, batch, own=None):
+  """{batch: policies of its candidates}"""
+  policies = collections.defaultdict(list)
+  for candidate in search.candidates(attempt, batch, CHIP, own):
+    policies[candidate.per_device_batch_size].append(candidate.policy)
+  return policies
 
 
 def test_larger_batches_until_nothing_fits():
   tried = []
-  assert found(compiler(tried), 2, search.OFFLOADING) == [
-    (RematPolicy.MINIMAL_WITH_CONTEXT, 2),
-    (RematPolicy.MINIMAL_OFFLOADED, 2),
-    (RematPolicy.SAVE_OUT_PROJ, 4),
-    (RematPolicy.MINIMAL_OFFLOADED, 4),
-    (RematPolicy.FULL, 8),
-    (RematPolicy.MINIMAL_OFFLOADED, 8),
-    (RematPolicy.NONE, 1),
-  ]
+  assert found(compiler(tried), 2, RematPolicy.CUSTOM) == {
+    2: [RematPolicy.CUSTOM, *CANDIDATES[:5]],
+    4: [RematPolicy.CUSTOM, *CANDIDATES[:2]],
+    8: [RematPolicy.CUSTOM, *CANDIDATES[:1]],
+    1: [RematPolicy.CUSTOM, *CANDIDATES],
+  }
   assert max(batch for _, batch in tried) == 16
 
 
 def test_smaller_batches_where_the_given_one_does_not_fit():
   """And no larger batch is tried, because it cannot fit."""
   tried = []
-  assert found(compiler(tried), 32) == [(RematPolicy.FULL, 8), (RematPolicy.SAVE_OUT_PROJ, 4)]
-  assert max(batch for _, batch in tried) == 32 and len(tried) <= 4 * 3
+  assert found(compiler(tried), 32) == {8: list(CANDIDATES[:1]), 4: list(CANDIDATES[:2])}
+  assert [batch for _, batch in tried] == [32, 16, 8, 8, 4, 4, 4]
 
 
 def test_smaller_batches_as_long_as_they_are_faster():
   """Here recomputation is expensive. The batch with room to save everything is the fastest; no smaller one is tried."""
-  slower = dict(zip(search.POLICIES, (1, 2, 4, 8, 16, 32)))
+  slower = dict(zip(CANDIDATES, (32, 16, 8, 4, 2, 1)))
 
   def attempt(policy, batch):
     finding = compiler([])(policy, batch)
@@ -82,34 +85,30 @@ def test_smaller_batches_as_long_as_they_are_faster():
       return finding
     return dataclasses.replace(finding, module=moving(1e6 * batch * slower[policy]))
 
-  assert found(attempt, 8) == [
-    (RematPolicy.FULL, 8),
-    (RematPolicy.SAVE_OUT_PROJ, 4),
-    (RematPolicy.MINIMAL_WITH_CONTEXT, 2),
-    (RematPolicy.NONE, 1),
-  ]
+  assert {batch: policies[-1] for batch, policies in found(attempt, 8).items()} == {
+    8: RematPolicy.FULL,
+    4: RematPolicy.SAVE_OUT_PROJ,
+    2: RematPolicy.MINIMAL_WITH_CONTEXT,
+    1: RematPolicy.NONE,
+  }
 
 
 def test_smaller_batches_end_where_they_do_not_divide():
   tried = []
-  assert found(compiler(tried, divides=lambda batch: batch >= 16), 64, search.OFFLOADING) == []
+  assert found(compiler(tried, divides=lambda batch: batch >= 16), 64, RematPolicy.CUSTOM) == {}
   assert min(batch for _, batch in tried) == 16
 
 
-def test_doublings_are_limited_and_need_one_program_each_if_there_is_room():
+def test_doublings_are_limited():
   tried = []
   unlimited = compiler(tried, divides=lambda batch: True)
-  assert len(found(unlimited, 2**-10)) == search.MAX_DOUBLINGS + 1
-  assert len(tried) == 3 + search.MAX_DOUBLINGS
+  assert list(found(unlimited, 2**-10)) == [2**-10 * 2**n for n in range(search.MAX_DOUBLINGS + 1)]
 
 
 def test_a_program_that_the_compiler_refuses_is_not_a_candidate():
-  tried = []
-  fits = compiler(tried)
-  assert found(lambda *key: fits(*key) if key[1] < 4 else Refused(1, "a bug"), 4) == [
-    (RematPolicy.MINIMAL_WITH_CONTEXT, 2),
-    (RematPolicy.NONE, 1),
-  ]
+  fits = compiler([])
+  refused = lambda policy, batch: Refused(1, "a bug") if policy is RematPolicy.SAVE_OUT_PROJ else fits(policy, batch)
+  assert found(refused, 4) == {4: [RematPolicy.FULL], 8: [RematPolicy.FULL], 2: [CANDIDATES[0], *CANDIDATES[2:5]]}
 
 
 def test_a_configured_batch_that_does_not_divide_is_an_error():
@@ -146,9 +145,11 @@ def test_a_suggestion_also_fits_with_one_slice_lost(monkeypatch):
 def test_the_configured_policy_is_tried_and_refusals_are_printed(monkeypatch):
   def analyse(config, slices, total):
     policy, batch = config.model.remat_policy, config.data.per_device_batch_size
-    if policy is RematPolicy.MINIMAL_OFFLOADED:
-      return Refused(1, "no host memory")
-    return compiler([], divides=lambda batch: True)(policy, batch)
+    if policy is RematPolicy.SAVE_OUT_PROJ:
+      return Refused(1, "a bug")
+    finding = compiler([], divides=lambda batch: True)(policy, batch)
+    slower = policy is RematPolicy.CUSTOM and isinstance(finding, Analysis)
+    return dataclasses.replace(finding, module=moving(2e6)) if slower else finding
 
   monkeypatch.setattr(search, "analyse", analyse)
   keys = ["run_name=t", "base_output_directory=x", "per_device_batch_size=4", "remat_policy=custom", "mlpwo=offload"]
@@ -158,6 +159,6 @@ def test_the_configured_policy_is_tried_and_refusals_are_printed(monkeypatch):
   assert lines[1] == "  Ignored, because they apply only to remat_policy=custom: mlpwo"
   assert any(line.startswith("  custom | 8 |") for line in lines)
   assert lines[-1] == (
-    "Search: the compiler refused remat_policy=minimal_offloaded per_device_batch_size=4 for a reason other than "
-    "memory: no host memory"
+    "Search: the compiler refused remat_policy=save_out_proj per_device_batch_size=4 for a reason other than memory: "
+    "a bug"
   )

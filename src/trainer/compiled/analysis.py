@@ -20,6 +20,7 @@ from trainer.compiled.costs import Costs
 from trainer.compiled.hlo import Module
 from trainer.compiled.simulation import Timeline
 from trainer.config import counts
+from trainer.config.errors import ConfigError
 from trainer.config.schema import Config, DegradedStep
 from trainer.observe import chips
 from trainer.program import Program
@@ -112,7 +113,7 @@ def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total
   quick program fits.
 
   Raises:
-    ConfigError: sizes do not fit the devices.
+    ConfigError: sizes do not fit the devices, or their compiler does not show its programs.
     RuntimeError: the output of the compiler cannot be read.
   """
   start = time.monotonic()
@@ -147,6 +148,8 @@ def _compiled(
   seconds = time.monotonic() - start
   try:
     return read_compiled(config, prog, compiled, num_slices_total, trace_seconds, seconds, optimized)
+  except ConfigError:
+    raise
   except ValueError as error:  # else it would look like a configuration error, which has another exit code
     raise RuntimeError("preflight cannot read the output of this version of the compiler") from error
 
@@ -175,12 +178,16 @@ def read_compiled(
   optimized: bool,
 ) -> Analysis:
   """Returns the analysis of `compiled`, the compiled step of `prog`."""
-  text = compiled.as_text()
+  text, stats = compiled.as_text(), compiled.memory_analysis()
+  if text is None or stats is None:
+    raise ConfigError(
+      "The runtime of these devices does not show compiled programs, so that memory and time of the step are unknown.\n"
+      "Choose a policy such as remat_policy=full instead of auto, and run preflight with compile_topology."
+    )
   alive = prog.plan.rows.shape[1]
   if config.preflight.preflight_hlo_file and alive == num_slices_total:
     pathlib.Path(config.preflight.preflight_hlo_file).write_text(text)
   module = hlo.parse(text)
-  stats = compiled.memory_analysis()
   counted = compiled.cost_analysis() or {}
   devices = list(prog.mesh.devices.flat)
   tokens = program.global_batch_size(config, num_slices_total, len(devices) // alive) * config.data.max_target_length

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -43,6 +43,7 @@ class RematPolicy(StrEnum):
   QKV_PROJ_OFFLOADED = "qkv_proj_offloaded"
   MINIMAL_OFFLOADED = "minimal_offloaded"
   CUSTOM = "custom"
+  AUTO = "auto"  # only until the program is built: trainer.remat_choice replaces it
 
 
 class DegradedStep(StrEnum):
@@ -172,7 +173,7 @@ class ModelSection(Section):
   scan_unroll: Positive = Field(1, description="Layers per iteration of the scan. Must divide the number of layers.")
   remat_policy: RematPolicy = Field(
     RematPolicy.FULL,
-    description="Which activations of a layer are kept for the backward pass. The others are recomputed.",
+    description="Which activations of a layer are kept for the backward pass. The others are recomputed. auto: chosen once for the run, on TPUs the fastest that fits by the estimate of preflight. Policies compute the same function, but do not give bit-identical numbers.",
   )
   decoder_layer_input: Remat = Field(
     "device",
@@ -540,6 +541,14 @@ class Config(Section):
   def flat(self) -> dict[str, bool | int | float | str]:
     """All keys in schema order, with their values as YAML scalars."""
     return {key: value for section in self.model_dump(mode="json").values() for key, value in section.items()}
+
+  def with_values(self, **values: Any) -> Config:
+    """Returns a copy in which these keys, of any section, have other values. The values are not validated."""
+    changed = {}
+    for name, section in self:
+      own = {key: value for key, value in values.items() if key in type(section).model_fields}
+      changed[name] = section.model_copy(update=own)
+    return self.model_copy(update=changed)
 
   @property
   def run_directory(self) -> str:

@@ -72,6 +72,7 @@ def checkpoint_policy(cfg: ModelSection) -> tuple[bool, Callable[..., Any] | Non
 
   The policy None saves only the inputs of the layer.
   """
+  assert cfg.remat_policy is not RematPolicy.AUTO, "a policy must be chosen before the model is built"
   if cfg.remat_policy is RematPolicy.NONE:
     return False, None
   device, host = saved_names(cfg)

@@ -12,7 +12,7 @@ from typing import Any
 
 import trainer
 
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+_PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy")
 _GIT_SECONDS = 2.0  # a slow network file system must not delay the start
 
 

@@ -11,6 +11,7 @@ from trainer.compiled.simulation import Timeline, Transfer
 from trainer.config.errors import counted
 from trainer.elastic.batch_plan import PlanCost
 from trainer.observe.chips import Chip
+from trainer.remat_choice import Candidate, Choice
 
 EXPOSED_SHOWN = 5  # transfers
 
@@ -84,6 +85,15 @@ def degraded_lines(table: Sequence[PlanCost], total: int) -> list[str]:
       f"{row.relative_throughput:.1%}",
     )
     lines.append(" | ".join(f"{column:>{width}}" for column, width in zip(columns, (12, 22, 7, 7))))
+  return lines
+
+
+def remat_lines(choice: Choice, candidates: Sequence[Candidate]) -> list[str]:
+  """Returns the choice of remat_policy=auto, and the table of the candidates that were compiled for it."""
+  lines = [str(choice), "  remat_policy | step time | exposed communication | HBM"]
+  for c in candidates:
+    times = f"{milliseconds(c.seconds)} | {milliseconds(c.exposed)}" if c.seconds else "no estimate | no estimate"
+    lines.append(f"  {c.policy} | " + (f"cannot run: {c.problem}" if c.problem else f"{times} | {size(c.total_bytes)}"))
   return lines
 
 

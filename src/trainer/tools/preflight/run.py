@@ -14,7 +14,7 @@ from trainer import cluster as cluster_lib
 from trainer.cluster import topologies
 from trainer.config import counts
 from trainer.config.errors import ConfigError, counted
-from trainer.config.schema import Config, DegradedStep
+from trainer.config.schema import Config, DegradedStep, RematPolicy
 
 Slices = Sequence[Sequence[Any]]
 
@@ -43,6 +43,8 @@ def run(config: Config, started: float) -> int:
   fewer = whole and (total == 1 or config.parallelism.dcn_data_parallelism == -1)
   degraded = config.preflight.preflight_degraded is not DegradedStep.NONE
   wanted = [total, total - 1] if total > 1 and fewer and degraded else [total]
+  if config.model.remat_policy is RematPolicy.AUTO:
+    config = _choose_remat(config, slices_of, total)
   with concurrent.futures.ThreadPoolExecutor(len(wanted)) as pool:
     # Compile in parallel: the compiler releases the lock of the interpreter.
     futures = [pool.submit(analysis.analyse, config, slices_of(alive), total) for alive in wanted]
@@ -70,6 +72,22 @@ def run(config: Config, started: float) -> int:
     print("\n".join(search.lines(config, [slices_of(alive) for alive in wanted], chip)))
   print(f"Seconds in total: {time.monotonic() - started:.1f}")
   return max(codes)
+
+
+def _choose_remat(config: Config, slices_of: Callable[[int], Slices], total: int) -> Config:
+  """Returns `config` with the policy that a run would choose. Prints all candidates, and keeps the choice for the run.
+
+  A run in a folder with a config.yml keeps its own policy, which may be another one.
+  """
+  from trainer import remat_choice
+  from trainer.tools.preflight import report
+
+  needed = [total, total - 1] if remat_choice.needs_fewer(config, total) else [total]
+  slice_sets = [slices_of(alive) for alive in needed]
+  choice, candidates = remat_choice.choose(config, slice_sets)
+  remat_choice.keep(config, slice_sets, choice)
+  print("\n".join(report.remat_lines(choice, candidates)), flush=True)
+  return config.with_values(remat_policy=choice.policy)
 
 
 def _check_hlo_file(path: str) -> None:

@@ -6,24 +6,14 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from trainer.compiled.analysis import Finding, Refused, analyse, fits, timeline
+from trainer.compiled.analysis import Analysis, Finding, Refused, analyse, fits, timeline
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config, RematPolicy
 from trainer.kernels import remat
 from trainer.observe.chips import Chip
+from trainer.remat_choice import CANDIDATES
 from trainer.tools.preflight.report import milliseconds, size
 
-# Ordered from most memory and least recomputation to least memory. Without offloading, the first policy that fits is
-# the fastest one. Policies with offloading replace memory by traffic to the host, and are ranked separately.
-POLICIES = (
-  RematPolicy.NONE,
-  RematPolicy.MINIMAL_WITH_CONTEXT,
-  RematPolicy.SAVE_DOT_WITH_CONTEXT_EXCEPT_MLP,
-  RematPolicy.SAVE_DOT_EXCEPT_MLP,
-  RematPolicy.SAVE_OUT_PROJ,
-  RematPolicy.FULL,
-)
-OFFLOADING = (RematPolicy.MINIMAL_OFFLOADED,)
 MAX_DOUBLINGS = 5
 
 CompileStep = Callable[[RematPolicy, float], Finding]  # raises ConfigError if a batch does not divide over the devices
@@ -51,7 +41,7 @@ def lines(config: Config, slice_sets: Sequence[Sequence[Sequence[Any]]], chip: C
   refused: dict[str, str] = {}  # reason -> the first program that was refused for it
 
   def compile_step(policy: RematPolicy, batch: float) -> Finding:
-    tried = with_keys(config, remat_policy=policy, per_device_batch_size=batch, preflight_hlo_file="")
+    tried = config.with_values(remat_policy=policy, per_device_batch_size=batch, preflight_hlo_file="")
     # Fewer slices need more micro-batches and more memory, so try the smallest set first.
     for slices in reversed(slice_sets):
       where = f" on {len(slices)} of {len(all_slices)} slices" if len(slice_sets) > 1 else ""
@@ -65,11 +55,9 @@ def lines(config: Config, slice_sets: Sequence[Sequence[Sequence[Any]]], chip: C
     return finding
 
   given = config.model.remat_policy
-  others = OFFLOADING if all_slices[0][0].platform != "cpu" else ()
-  if given not in (*POLICIES, *others):
-    others = (*others, given)
+  own = None if given in CANDIDATES else given
   found = sorted(
-    candidates(compile_step, config.data.per_device_batch_size, chip, others), key=lambda c: -c.tokens_per_second
+    candidates(compile_step, config.data.per_device_batch_size, chip, own), key=lambda c: -c.tokens_per_second
   )
   text = _ranking(config, found) if found else [
     "Search: nothing fits, not even remat_policy=full with the smallest per_device_batch_size that divides over the "
@@ -104,30 +92,31 @@ def _ranking(config: Config, found: Sequence[Candidate]) -> list[str]:
 
 
 def candidates(
-  compile_step: CompileStep, batch: float, chip: Chip, others: Sequence[RematPolicy] = ()
+  compile_step: CompileStep, batch: float, chip: Chip, own: RematPolicy | None = None
 ) -> Iterator[Candidate]:
-  """Yields the candidates that fit: per batch size, the first policy of POLICIES that fits, and those of `others`.
+  """Yields the candidates that fit, for each batch size: of remat_choice.CANDIDATES, and the user's `own` policy.
 
   Doubles the batch until nothing fits. Then halves it until something fits, and continues while smaller batches are
   faster: a smaller batch may leave room for a policy that recomputes less.
   """
 
-  def of_batch(batch: float, likely: RematPolicy | None = None) -> list[Candidate]:
-    fitting = _first_that_fits(compile_step, batch, chip, likely)
-    if fitting is not None and fitting.policy is RematPolicy.NONE:
-      return [fitting]  # nothing is recomputed, so no other policy can be faster
-    tried = [fitting, *(_candidate(compile_step, policy, batch, chip) for policy in others)]
-    return [candidate for candidate in tried if candidate is not None]
+  def of_batch(batch: float) -> list[Candidate]:
+    findings = {} if own is None else {own: compile_step(own, batch)}
+    for policy in CANDIDATES:
+      findings[policy] = found = compile_step(policy, batch)
+      if not fits(found, chip) and not isinstance(found, Refused):
+        break  # the next policies need more memory
+    return [_candidate(policy, batch, found, chip) for policy, found in findings.items() if fits(found, chip)]
 
   here = of_batch(batch)
   yield from here
   larger, doublings = here, 0
   while larger and doublings < MAX_DOUBLINGS:
     doublings += 1
-    larger = of_batch(batch * 2**doublings, likely=larger[0].policy)
+    larger = of_batch(batch * 2**doublings)
     yield from larger
   fastest = _fastest(here)
-  while not here or here[0].policy is not RematPolicy.NONE:
+  while RematPolicy.NONE not in {candidate.policy for candidate in here}:
     batch /= 2
     try:
       here = of_batch(batch)
@@ -143,32 +132,7 @@ def _fastest(found: Sequence[Candidate]) -> float:
   return max((c.tokens_per_second for c in found), default=0.0)
 
 
-def _first_that_fits(
-  compile_step: CompileStep, batch: float, chip: Chip, likely: RematPolicy | None = None
-) -> Candidate | None:
-  """Returns the first policy that fits, by bisection: a policy that saves less needs less memory.
-
-  likely: the first policy that fits a smaller batch.
-  """
-  low, high = 0, len(POLICIES)
-  middle = high // 2
-  if likely in POLICIES:
-    low = middle = POLICIES.index(likely)
-  best = None
-  while low < high:
-    candidate = _candidate(compile_step, POLICIES[middle], batch, chip)
-    if candidate is None:
-      low = middle + 1
-    else:
-      best, high = candidate, middle
-    middle = (low + high) // 2
-  return best
-
-
-def _candidate(compile_step: CompileStep, policy: RematPolicy, batch: float, chip: Chip) -> Candidate | None:
-  found = compile_step(policy, batch)
-  if not fits(found, chip):
-    return None
+def _candidate(policy: RematPolicy, batch: float, found: Analysis, chip: Chip) -> Candidate:
   times = timeline(found, chip)
   assert times is not None, "a candidate is compiled with full optimization on all slices"
   devices = found.slices * found.devices_per_slice
@@ -181,14 +145,3 @@ def _candidate(compile_step: CompileStep, policy: RematPolicy, batch: float, chi
     found.memory.total,
     found.memory.host,
   )
-
-
-def with_keys(config: Config, **values: Any) -> Config:
-  """Returns `config` with some keys changed, in any section."""
-  changed: dict[str, Any] = {}
-  for section in Config.model_fields:
-    own = getattr(config, section)
-    fields = {key: value for key, value in values.items() if key in type(own).model_fields}
-    if fields:
-      changed[section] = own.model_copy(update=fields)
-  return config.model_copy(update=changed)

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from tests.support.exchange_members import Members, Relay, members, random_shares, same_bits, sum_in_order
+from tests.support.exchange_members import Members, Relay, flip, members, random_shares, same_bits, sum_in_order
 
 from trainer.exchange import CorruptFrame, PeerLost, handshake
 
@@ -27,17 +27,9 @@ def caught(function):
 
 @pytest.mark.parametrize("at", ["header", "payload"])
 def test_a_damaged_byte_is_detected_and_the_next_epoch_gives_the_exact_sum(at):
-  where = HANDSHAKE + (10 if at == "header" else 1000)
-
-  def damage(data, offset):
-    if offset <= where < offset + len(data):
-      data = bytearray(data)
-      data[where - offset] ^= 16
-    return bytes(data)
-
   shares, dealt = random_shares(2, SIZE), {0: [0], 1: [1]}
   those = Members(2)
-  relay = Relay(those.all[0].address, damage)
+  relay = Relay(those.all[0].address, flip(HANDSHAKE + (10 if at == "header" else 1000)))
   try:
     those.connect({(1, 0): relay.address})
     with pytest.raises(CorruptFrame, match=r"member 1: the (header|checksum)") as error:

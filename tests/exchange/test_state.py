@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import struct
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support.exchange_members import Members, Relay, members, random_shares, same_bits, sum_in_order
+from tests.support.exchange_members import Members, Relay, flip, members, random_shares, same_bits, sum_in_order
 
 from trainer.exchange import CorruptFrame, MismatchedCall, handshake, state
 
@@ -88,16 +86,8 @@ def test_a_header_that_is_too_long_allocates_nothing(monkeypatch):
 
 
 def test_a_damaged_byte_of_a_state_is_detected():
-  where = handshake.ANSWER_BYTES + 5000
-
-  def damage(data, offset):
-    if offset <= where < offset + len(data):
-      index = where - offset
-      data = data[:index] + struct.pack("B", data[index] ^ 1) + data[index + 1 :]
-    return data
-
   those = Members(2)
-  relay = Relay(those.all[0].address, damage)
+  relay = Relay(those.all[0].address, flip(handshake.ANSWER_BYTES + 5000))
   try:
     those.connect({(1, 0): relay.address})
     with pytest.raises(CorruptFrame, match="member 1: the checksum of STATE_ARRAY 0, 0 is wrong"):

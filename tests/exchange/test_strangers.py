@@ -16,7 +16,7 @@ from trainer.exchange import Exchange, PeerLost, handshake, listener
 
 @pytest.fixture(autouse=True)
 def short_limit(monkeypatch):
-  monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 0.6)
+  monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 1.5)
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def stranger(exchange):
     yield sock, sock.recv(handshake.CHALLENGE_BYTES, socket.MSG_WAITALL)
 
 
-def is_closed(sock, seconds=2):
+def is_closed(sock, seconds=10):
   """Whether the other side closes the connection, after at most `seconds`, without another byte."""
   sock.settimeout(seconds)
   try:
@@ -49,7 +49,7 @@ def check_members(those):
   start = time.monotonic()
   those.connect()
   assert all(same_bits(result, sum_in_order(shares)) for result in those.reduce(shares, {0: [0], 1: [1]}))
-  assert time.monotonic() - start < 0.5  # less than the limit of a handshake
+  assert time.monotonic() - start < 1.2  # less than the limit of a handshake
 
 
 def test_a_valid_answer_is_accepted_once_and_a_replay_is_not():
@@ -83,7 +83,7 @@ def test_a_wrong_answer_is_refused_at_once(garbage):
       sock.sendall(answers[garbage])
       start = time.monotonic()
       assert is_closed(sock)
-      assert time.monotonic() - start < 0.5
+      assert time.monotonic() - start < 1.2
     reasons = {"an old epoch": "epoch 1, which is over", "another member": "looks for member 5; this is member 0"}
     wait_for(reasons.get(garbage, "wrong token"), those.refused)
     check_members(those)
@@ -96,17 +96,17 @@ def test_a_slow_stranger_is_closed_at_the_time_limit(sent):
     check_members(those)  # the stranger is still there
     assert those.refused == []
     assert is_closed(sock)
-    wait_for("no valid handshake within 0.6 s", those.refused)
+    wait_for("no valid handshake within 1.5 s", those.refused)
 
 
 def test_a_slow_trickle_does_not_extend_the_time_limit():
   with members(2) as those, stranger(those.all[0]) as (sock, _):
     start = time.monotonic()
     with contextlib.suppress(OSError):
-      while time.monotonic() - start < 5:
+      while time.monotonic() - start < 10:
         sock.sendall(b"x")
         time.sleep(0.05)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 4
     wait_for("no valid handshake", those.refused)
 
 

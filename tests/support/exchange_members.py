@@ -126,6 +126,18 @@ class Relay:
       sock.close()
 
 
+def flip(where):
+  """The damage of a Relay that changes one bit of byte `where`."""
+
+  def damage(data, offset):
+    if offset <= where < offset + len(data):
+      data = bytearray(data)
+      data[where - offset] ^= 16
+    return bytes(data)
+
+  return damage
+
+
 def random_shares(count, size, seed=0):
   """{share: float32 [size]} whose sum depends on the order of the additions."""
   random = np.random.default_rng(seed)

@@ -134,7 +134,8 @@ class Exchange:
   def interrupt(self, next_epoch: int) -> None:
     """Ends all epochs before `next_epoch`: a blocked call, and every later call for such an epoch, raises PeerLost.
 
-    The number makes it safe to call this before the caller's thread has connected to the epoch that is now over.
+    The number makes it safe to call this before the caller's thread has connected to the epoch that is now over. Do not
+    call it from a signal handler, because it takes a lock.
     """
     with self._lock:
       self._first_allowed = max(self._first_allowed, next_epoch)

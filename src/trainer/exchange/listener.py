@@ -111,6 +111,8 @@ class Listener:
   def _accept(self) -> None:
     try:
       sock, address = self._sock.accept()
+    except BlockingIOError:  # the caller has left already
+      return
     except OSError as error:
       self._refused(f"cannot accept a connection: {error}")
       time.sleep(_PAUSE_SECONDS)

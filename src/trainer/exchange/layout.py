@@ -98,7 +98,7 @@ class FlatLayout:
 class HostCopy:
   """The values of a FlatLayout on their way to the host: the HostData of `Exchange.reduce`.
 
-  It keeps the values after they were read, so that a reduction can be repeated, and frees the device's memory.
+  It keeps the values after they were read, so that a reduction can be repeated, and drops its references to the device arrays.
   """
 
   def __init__(self, parts: list[tuple[int, Any]], size: int) -> None:
@@ -120,7 +120,6 @@ class HostCopy:
   def _values(self, index: int) -> np.ndarray:
     part = self._parts[index]
     if not isinstance(part, np.ndarray):
-      # The device array is no longer referenced from here on; on accelerators this frees its memory.
       part = self._parts[index] = np.asarray(part).reshape(-1)
     return part
 

@@ -98,7 +98,8 @@ class FlatLayout:
 class HostCopy:
   """The values of a FlatLayout on their way to the host: the HostData of `Exchange.reduce`.
 
-  It keeps the values after they were read, so that a reduction can be repeated, and drops its references to the device arrays.
+  It keeps the values after they were read, so that a reduction can be repeated, and drops its references to the device
+  arrays.
   """
 
   def __init__(self, parts: list[tuple[int, Any]], size: int) -> None:

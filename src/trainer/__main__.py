@@ -71,7 +71,7 @@ def _run(config: Config, signals: Signals, started: float) -> int:
   gc.disable()
 
   from trainer import cluster as cluster_lib
-  from trainer import compilation_cache, run_data
+  from trainer import compilation_cache, data
   from trainer import session as session_lib
   from trainer.config import ConfigError
   from trainer.config.schema import RematPolicy
@@ -82,7 +82,7 @@ def _run(config: Config, signals: Signals, started: float) -> int:
   with contextlib.ExitStack() as stack:
     stack.callback(gc.enable)
     try:
-      run_data.check(config)
+      data.check(config.data, config.model.vocab_size)
       cluster = cluster_lib.start(config.cluster)
       stack.callback(cluster.stop)
       retry.check(cluster, config.elastic, config.run.steps)

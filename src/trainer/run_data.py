@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trainer.checkpoint import meta as checkpoint_meta
+from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
-from trainer.data import Loader, make_loader, prepared
+from trainer.data import Loader, make_loader
 from trainer.data.loader import Split
 
 
@@ -23,18 +24,31 @@ class RunData:
   global_batch_size: int  # examples per step, fixed for the life of the run
   tokens_per_step: int
   identity: dict[str, Any]  # which data, in what order: saved in checkpoints and compared by a resume
+  steps: int  # of the whole run
   _tokens_offset: int = 0  # tokens of a step minus step * tokens_per_step: the batch size may have changed
 
-  def resume(self, step: int, meta: Mapping[str, Any] | None) -> None:
+  def resume(self, step: int, meta: Mapping[str, Any] | None) -> list[str]:
     """The run continues after `step` with the next example. meta: of the restored state; None: a fresh start.
 
-    The cursor in `meta` matters if the batch size has changed. Examples of other data have other numbers.
+    The cursor in `meta` matters if the batch size has changed. Examples of other data have other numbers, but a changed
+    mixture continues each source that it keeps. Returns lines for the log. Raises ConfigError if the data end before
+    the run.
     """
-    next_example = step * self.global_batch_size
-    if meta is not None and meta["identity"].get("data") == self.identity["data"]:
-      next_example = meta["cursor"]["next_example"]
-    self.train.resume(step, next_example)
+    next_example, mixture, same = step * self.global_batch_size, None, False
+    if meta is not None:
+      same = meta["identity"].get("data") == self.identity["data"]
+      mixture = meta["cursor"]["mixture"] or None
+      if same or (mixture and self.train.is_mixture):
+        next_example = meta["cursor"]["next_example"]
+    lines = self.train.resume(step, next_example, mixture, same)
+    last = self.train.last_step()
+    if last is not None and last < self.steps:
+      raise ConfigError(
+        f"steps={self.steps}: the sources of the mixture end after step {last}, because all have a limit of epochs. "
+        "Raise epochs, or remove it from one source, or reduce steps."
+      )
     self._tokens_offset = meta["tokens"] - step * self.tokens_per_step if meta is not None else 0
+    return lines
 
   def tokens(self, step: int) -> int:
     """Tokens that the run has been trained on after `step`."""
@@ -51,12 +65,6 @@ class RunData:
     return checkpoint_meta.build(
       tokens=self.tokens(step), cursor=self.train.cursor(step), config=config.flat(), identity=self.identity
     )
-
-
-def check(config: Config) -> None:
-  """Raises ConfigError for data of a wrong kind. Reads little, and touches no device."""
-  if config.data.dataset_type != "synthetic":
-    prepared.check(config.data, config.model.vocab_size)
 
 
 @contextlib.contextmanager
@@ -83,6 +91,7 @@ def open_data(config: Config, global_batch_size: int, note: Callable[[str], None
       global_batch_size * config.data.max_target_length,
       # Read once: a save must not depend on whether the data can be read at that time.
       {"data": train.fingerprint(), "global_batch_size": global_batch_size},
+      config.run.steps,
     )
 
 

@@ -78,6 +78,7 @@ class StepRecords:
       eta=self._throughput.eta(step, seconds),
       skipped=skipped > 0,
       z_loss=values["z_loss"] if self._has_z_loss else None,
+      examples=self._session.data.train.examples_by_source(step) or None,
     )
     self._session.progress.step(record)
     self._session.metrics.write(record)

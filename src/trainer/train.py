@@ -188,7 +188,8 @@ def _restore(
 def _resume(session: Session, elastic: ElasticRun, start: _Start) -> None:
   """Sets the elastic loop and the data to the restored state."""
   elastic.restored(start.step, start.tier, start.seconds)
-  session.data.resume(start.step, start.meta)
+  for line in session.data.resume(start.step, start.meta):
+    session.log.line(line)
 
 
 def _save_and_end(config: Config, session: Session, elastic: ElasticRun, tiers: Tiers, start: _Start) -> Outcome:

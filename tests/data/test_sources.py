@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support import tfds_dataset
 
 from trainer import __main__, cluster
 from trainer.config.errors import ConfigError
@@ -20,7 +21,6 @@ LENGTH = 24
 TEXTS = [f"document {number} " + "\u00e9x" * (number * 7 % 13) for number in range(40)]
 TOKENS = [np.arange(number, number + 2 + number * 5 % 17) for number in range(40)]
 ARROW = "pyarrow is not installed: it belongs to the extra arrow, which setup.sh --dev installs"
-TFDS = "tensorflow-datasets is not installed: it belongs to the extra tfds, which setup.sh --dev installs"
 
 
 def load(folder: Path, split: str = "train", batch: int = 4, vocab_size: int = 300, **keys) -> Loader:
@@ -211,33 +211,7 @@ def test_order_of_files_does_not_depend_on_the_folder_and_changes_are_noticed(tm
 
 @pytest.fixture(scope="module")
 def tfds_folder(tmp_path_factory) -> Path:
-  """A dataset that a local builder has prepared, with two shards for training."""
-  tfds = pytest.importorskip("tensorflow_datasets", reason=TFDS)
-  folder = tmp_path_factory.mktemp("tfds")
-
-  class Local(tfds.core.GeneratorBasedBuilder):
-    VERSION = tfds.core.Version("1.0.0")
-    pkg_dir_path = folder
-    code_path = None  # where its source is: only for checksums of downloads
-
-    def _info(self):
-      features = {
-        "body": tfds.features.Text(),
-        "ids": tfds.features.Tensor(shape=(None,), dtype=np.int32),
-        "score": tfds.features.Scalar(np.float32),
-      }
-      return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
-
-    def _split_generators(self, dl_manager):
-      return {"train": self._generate_examples(range(40)), "held_out": self._generate_examples(range(3))}
-
-    def _generate_examples(self, numbers):
-      for number in numbers:
-        yield number, {"body": TEXTS[number], "ids": TOKENS[number].astype(np.int32), "score": 0.5}
-
-  builder = Local(data_dir=str(folder / "data"), file_format="array_record")
-  builder.download_and_prepare(download_config=tfds.download.DownloadConfig(num_shards=2))
-  return Path(str(builder.data_path))
+  return tfds_dataset.prepare(tmp_path_factory.mktemp("tfds"), TEXTS, TOKENS)
 
 
 @pytest.mark.parametrize(("column", "kind"), [("body", "text"), ("ids", "tokens")])

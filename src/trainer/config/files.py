@@ -93,6 +93,27 @@ def read_yaml(path: Path) -> dict[str, tuple[str | None, str]]:
 
   YAML's null is the empty text. A list or a mapping is None.
   """
+  root = _composed(path)
+  return _flat_mapping(root, shown(path)) if root is not None else {}
+
+
+def read_groups(path: Path) -> dict[str, tuple[dict[str, tuple[str | None, str]], str]]:
+  """{name: (flat mapping as of `read_yaml`, origin)} of a YAML or JSON mapping from names to flat mappings."""
+  root = _composed(path)
+  if root is None:
+    return {}
+  origins = _flat_mapping(root, shown(path))
+  groups = {}
+  for key_node, value_node in root.value:
+    origin = origins[key_node.value][1]
+    if not isinstance(value_node, yaml.MappingNode):
+      raise ConfigError(f"{origin}: {shorten(key_node.value)} is not a mapping.\nWrite its keys below it, indented.")
+    groups[key_node.value] = _flat_mapping(value_node, shown(path)), origin
+  return groups
+
+
+def _composed(path: Path) -> yaml.MappingNode | None:
+  """The mapping in a YAML file; None for an empty file."""
   name = shown(path)
   try:
     root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
@@ -105,11 +126,9 @@ def read_yaml(path: Path) -> dict[str, tuple[str | None, str]]:
   except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
     reason = str(error).splitlines()[0]
     raise ConfigError(f"{name}: cannot be read as YAML text: {reason}.\nGive a UTF-8 text file.") from None
-  if root is None:
-    return {}
-  if not isinstance(root, yaml.MappingNode):
+  if root is not None and not isinstance(root, yaml.MappingNode):
     raise ConfigError(f"{name}: holds no `key: value` lines.\nA configuration is a flat mapping; see configs/base.yml.")
-  return _flat_mapping(root, name)
+  return root
 
 
 def _flat_mapping(root: yaml.MappingNode, name: str) -> dict[str, tuple[str | None, str]]:

@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from trainer.config import data_files, text_files
+from trainer.config import data_files, mixture, text_files
 from trainer.config.errors import ConfigError, Problems, shorten
 from trainer.config.files import as_path
 from trainer.config.schema import Config, DataSection
@@ -61,7 +61,10 @@ def _check_data(data: DataSection, problems: Problems) -> None:
             _check_text(name, getattr(data, name))
     case "grain":
       with problems.collect():
-        if not data.grain_train_files:
+        if data.grain_train_mixture_config_path:
+          for entry in mixture.read(data):
+            _check_data(entry.section, problems)
+        elif not data.grain_train_files:
           raise ConfigError("dataset_type=grain: needs files to train on.\nSet grain_train_files.")
       for name in ("grain_train_files", "grain_eval_files"):
         with problems.collect():

@@ -236,6 +236,10 @@ class DataSection(Section):
   grain_eval_files: str = Field(
     "", description="dataset_type=grain: files for evaluation, named like grain_train_files. Empty: no evaluation."
   )
+  grain_train_mixture_config_path: str = Field(
+    "",
+    description="dataset_type=grain: a YAML or JSON file of weighted sources to train on, instead of grain_train_files; docs/data.md describes it.",
+  )
   grain_file_type: Literal[
     "arrayrecord", "arrayrecord_text", "arrayrecord_uint16", "arrayrecord_int32", "parquet", "jsonl"
   ] = Field(

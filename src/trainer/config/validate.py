@@ -38,6 +38,7 @@ EFFECTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
   ("lr_schedule_type", ("wsd",), "wsd_decay_steps_fraction wsd_decay_style"),
   ("lr_schedule_type", ("cosine", "wsd"), "learning_rate_final_fraction"),
   ("dataset_type", ("grain", "synthetic"), "grain_train_files grain_eval_files grain_file_type"),
+  ("dataset_type", ("grain", "synthetic"), "grain_train_mixture_config_path"),
   ("dataset_type", ("tfds", "synthetic"), "train_split eval_split"),
   ("dataset_type", ("grain", "tfds", "synthetic"), "train_data_columns"),
   ("dataset_type", ("text", "synthetic"), "eval_dataset_path eval_fraction"),
@@ -158,6 +159,14 @@ def _data(data: DataSection, model: ModelSection) -> Iterator[str]:
       f"micro-batch has more than {MOST_TOKENS} tokens.\nLower one of them, and raise gradient_accumulation_steps."
     )
   yield from rules.tokenizer(data)
+  if data.grain_train_mixture_config_path:
+    if data.grain_train_files:
+      yield "grain_train_mixture_config_path: excludes grain_train_files.\nName these files in the mixture's file."
+    if data.tokenizer_type == "bpe" and not data.tokenizer_path:
+      yield (
+        "tokenizer_type=bpe: no tokenizer is trained on a mixture, whose sources must share one.\n"
+        "Set tokenizer_path to a tokenizers JSON file."
+      )
   if not data.eval_dataset_path:
     yield from rules.training_text(data.eval_fraction)
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from trainer.config.errors import ConfigError
 from trainer.data import prepared
 from trainer.data.batch import Batch, DataError, empty_example, stack
+from trainer.data.mixture import Member, MixtureSource
 from trainer.data.source import Source
 from trainer.data.synthetic import SyntheticSource
 from trainer.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+  from trainer.config.mixture import MixtureEntry
   from trainer.config.schema import DataSection  # pydantic is slow to import and not needed here
 
 Split = Literal["train", "eval"]
@@ -30,6 +34,7 @@ class Loader:
   def __init__(self, source: Source, *, global_batch_size: int, length: int, seed: int, reuse_first: bool) -> None:
     """`length` is T. With `reuse_first` every step gets the batch of step 0."""
     self._source = source
+    self._mixture = source if isinstance(source, MixtureSource) else None
     self._global_batch_size = global_batch_size
     self._length = length
     self._empty = empty_example(length)
@@ -52,9 +57,30 @@ class Loader:
     """Whether the data have an evaluation split, so that make_loader(split="eval") works."""
     return self._source.has_eval
 
-  def resume(self, step: int, next_example: int) -> None:
-    """Makes step `step` begin with example `next_example`. Call it before a thread reads."""
+  def resume(
+    self, step: int, next_example: int, mixture: Mapping[str, Any] | None = None, same: bool = True
+  ) -> list[str]:
+    """Makes step `step` begin with example `next_example`. Call it before a thread reads. Returns lines for the log.
+
+    mixture: of a `cursor`; None if this run has read no mixture yet. same: it is the cursor of the same data.
+    """
     self._offset = next_example - step * self._global_batch_size
+    return self._mixture.resume(next_example, mixture, same=same) if self._mixture else []
+
+  @property
+  def is_mixture(self) -> bool:
+    """Whether the examples come from a mixture of sources."""
+    return self._mixture is not None
+
+  def last_step(self) -> int | None:
+    """The last step that has a whole batch; None: there is no last one. A mixture with limits of epochs ends."""
+    if self._mixture is None or self._mixture.limit is None:
+      return None
+    return (self._mixture.limit - self._offset) // self._global_batch_size
+
+  def examples_by_source(self, step: int) -> dict[str, int]:
+    """Examples of each source of a mixture that the run has been trained on after `step`; {} for other data."""
+    return self._mixture.counts(step * self._global_batch_size + self._offset) if self._mixture else {}
 
   def batch(self, step: int, rows: np.ndarray | None = None) -> Batch:
     """The given rows of the global batch of `step`, or all rows.
@@ -74,7 +100,8 @@ class Loader:
     """The position before `step` as JSON for a checkpoint. The same on all hosts, for any number of hosts."""
     next_example = step * self._global_batch_size + self._offset
     epoch = next_example // self.num_examples if self.num_examples else 0
-    return {"next_example": next_example, "seed": self._seed, "epoch": epoch, "mixture": {}}
+    mixture = self._mixture.cursor(next_example) if self._mixture else {}
+    return {"next_example": next_example, "seed": self._seed, "epoch": epoch, "mixture": mixture}
 
   def fingerprint(self) -> str:
     """Identity of the examples and their order: 64 hex digits of data, tokenizer, packing and seed."""
@@ -130,7 +157,10 @@ def make_loader(
     source = SyntheticSource(
       vocab_size=vocab_size, length=cfg.max_target_length, seed=cfg.data_shuffle_seed, stream=stream
     )
+  elif cfg.grain_train_mixture_config_path and split == "train":
+    source = _open_mixture(cfg, vocab_size, log)
   else:
+    cfg = _evaluation_of(cfg) if cfg.grain_train_mixture_config_path else cfg
     min_examples = global_batch_size if split == "train" else 0
     source = prepared.open_source(cfg, vocab_size=vocab_size, min_examples=min_examples, split=split, log=log)
   return Loader(
@@ -140,3 +170,45 @@ def make_loader(
     seed=cfg.data_shuffle_seed,
     reuse_first=split == "train" and cfg.reuse_example_batch > 0,
   )
+
+
+def check(cfg: DataSection, vocab_size: int) -> None:
+  """Raises ConfigError for data of a wrong kind, as far as their first documents show it; see `prepared.check`."""
+  if cfg.dataset_type == "synthetic":
+    return
+  sections = [cfg]
+  if cfg.grain_train_mixture_config_path:
+    sections = [entry.section for entry in _mixture_entries(cfg)]
+    sections += [_evaluation_of(cfg)] if cfg.grain_eval_files else []
+  for section in sections:
+    prepared.check(section, vocab_size)
+
+
+def _mixture_entries(cfg: DataSection) -> list[MixtureEntry]:
+  from trainer.config import mixture as mixture_file  # imports pydantic
+
+  return mixture_file.read(cfg)
+
+
+def _open_mixture(cfg: DataSection, vocab_size: int, log: Callable[[str], None]) -> MixtureSource:
+  """The training source of a mixture. Raises ConfigError if a source has no example, or two have the same examples."""
+  members: list[Member] = []
+  names: dict[str, str] = {}
+  for entry in _mixture_entries(cfg):
+    source = prepared.open_source(entry.section, vocab_size=vocab_size, min_examples=1, split="train", log=log)
+    assert source.num_examples is not None
+    limit = entry.epochs if math.isinf(entry.epochs) else int(entry.epochs * source.num_examples)
+    if limit == 0:
+      raise ConfigError(
+        f"{entry.name}: epochs={entry.epochs:g} of its {source.num_examples} examples is not one example. Raise epochs."
+      )
+    if other := names.get(source.fingerprint()):
+      raise ConfigError(f"{other} and {entry.name} have the same data. Keep one of them, with the sum of the weights.")
+    names[source.fingerprint()] = entry.name
+    members.append(Member(entry.name, source, entry.weight, limit))
+  return MixtureSource(members)
+
+
+def _evaluation_of(cfg: DataSection) -> DataSection:
+  """The keys of a mixture's evaluation data. They are also prepared as training data, which are not read."""
+  return cfg.model_copy(update={"grain_train_mixture_config_path": "", "grain_train_files": cfg.grain_eval_files})

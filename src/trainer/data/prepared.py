@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +64,10 @@ class PreparedSource:
     return windows.example(windows.unpack(self._ordered[index], np.dtype(self._meta["dtype"])), self._meta["length"])
 
   def fingerprint(self) -> str:
+    return self._fingerprint
+
+  @functools.cached_property
+  def _fingerprint(self) -> str:
     # The first records in order detect a version of grain that shuffles differently.
     probe = hashlib.sha256()
     for index in range(min(8, len(self._records))):
@@ -151,7 +155,7 @@ def prepared(
   ids = tokenizer.vocab_size if tokenizer else vocab_size
   length, packing = cfg.max_target_length, cfg.packing
   key = _hash(prepare.FORMAT, digests, tokenizer.fingerprint if tokenizer else ids, length, packing)
-  build = partial(
+  build = functools.partial(
     prepare.build, key=key, splits=splits, tokenizer=tokenizer, vocab_size=ids, length=length, packing=packing, log=log
   )
   folder = cache.entry(cfg.dataset_cache_directory, f"corpus-{key[:32]}", build=build, fault=prepare.fault, log=log)

@@ -59,6 +59,7 @@ class StepRecord:
   eta: float = 0.0  # seconds until the last step
   skipped: bool = False  # non-finite: the update was not applied
   z_loss: float | None = None  # per weighted token, added to the loss; None: not used, no field in the record
+  examples: dict[str, int] | None = None  # of the run so far, by source; None: no mixture, no field in the record
 
 
 def format_step_line(record: StepRecord) -> str:
@@ -105,8 +106,9 @@ class Metrics:
   def write(self, record: StepRecord) -> None:
     """Records one completed step. Does no I/O to object stores on the caller's thread."""
     fields = dataclasses.asdict(record) | self._events.stamp()
-    if record.z_loss is None:
-      del fields["z_loss"]
+    for optional in ("z_loss", "examples"):
+      if fields[optional] is None:
+        del fields[optional]
     line = files.dump_json(fields)
     self._lines.append(line)
     if self._tensorboard is not None:

@@ -1,0 +1,154 @@
+"""A mixture of sources: the examples of several sources in fixed proportions, by global index."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from trainer.data.batch import Example
+from trainer.data.schedule import Schedule, shares
+from trainer.data.source import Source
+from trainer.data.tokenizer import Tokenizer
+
+
+class Member(NamedTuple):
+  """One source of a mixture."""
+
+  name: str
+  source: Source
+  weight: Fraction
+  limit: float
+  """Number of examples that may be read; infinity: without a limit."""
+
+
+class _Era(NamedTuple):
+  """A range of indices in which the same members take part."""
+
+  start: int  # global index
+  before: tuple[int, ...]  # examples of each member before it
+  active: tuple[int, ...]  # numbers of the members that take part
+  schedule: Schedule
+
+
+class MixtureSource:
+  """Implements `Source`. A member that has reached its limit leaves, and the others keep their proportions.
+
+  The examples of a member come in its own order, so an example is repeated only when its member starts another epoch.
+  """
+
+  num_examples: int | None = None
+  num_targets: int | None = None
+  has_eval = False
+
+  def __init__(self, members: Sequence[Member]) -> None:
+    assert members, "a mixture has at least one member"
+    self._members = tuple(members)
+    self._ids = [_short(member.source.fingerprint()) for member in members]
+    parts = shares([member.weight for member in members])
+    percent = [f"{member.name} {100 * part / sum(parts):.4g} %" for member, part in zip(members, parts)]
+    self.name = f"mixture of {', '.join(percent)}"
+    self.tokenizer: Tokenizer | None = next((m.source.tokenizer for m in members if m.source.tokenizer), None)
+    self._begin(0, [0] * len(members))
+
+  def _begin(self, since: int, before: Sequence[int]) -> None:
+    """Sets the number of examples of each member before index `since`, and computes the order from there on."""
+    self._since, self._before = since, tuple(before)
+    self._eras: list[_Era] = []
+    self.limit: int | None = None
+    counts, start = tuple(before), since
+    while active := tuple(n for n, member in enumerate(self._members) if counts[n] < member.limit):
+      schedule = Schedule(shares([self._members[number].weight for number in active]))
+      self._eras.append(_Era(start, counts, active, schedule))
+      limited = [(rank, self._members[n].limit - counts[n]) for rank, n in enumerate(active)]
+      ends = [schedule.index_of(rank, int(left) - 1) + 1 for rank, left in limited if math.isfinite(left)]
+      if not ends:
+        return
+      counts, start = self._counts_in(self._eras[-1], start + min(ends)), start + min(ends)
+    self.limit = start
+
+  def _counts_in(self, era: _Era, index: int) -> tuple[int, ...]:
+    """Examples of each member before `index`, which is in the era or at its end."""
+    added = dict(zip(era.active, era.schedule.counts(index - era.start)))
+    return tuple(count + added.get(number, 0) for number, count in enumerate(era.before))
+
+  def _era(self, index: int) -> _Era:
+    assert index >= self._since, (index, self._since)
+    return self._eras[bisect_right(self._eras, index, key=lambda era: era.start) - 1]
+
+  def example(self, index: int) -> Example:
+    """Example `index`. Raises OSError, naming the member, if it cannot be read or all members are at their limits."""
+    if self.limit is not None and index >= self.limit:
+      raise OSError(f"the mixture has {self.limit} examples, and example {index} is asked for. Raise epochs")
+    era = self._era(index)
+    rank, count = era.schedule.locate(index - era.start)
+    number = era.active[rank]
+    try:
+      return self._members[number].source.example(era.before[number] + count)
+    except OSError as error:
+      raise OSError(f"{self._members[number].name}: {error}") from error
+
+  def counts(self, index: int) -> dict[str, int]:
+    """Examples of each member before `index`, since the start of the run, by name."""
+    if index <= self._since or not self._eras:
+      return {member.name: count for member, count in zip(self._members, self._before)}
+    return {member.name: count for member, count in zip(self._members, self._counts_in(self._era(index), index))}
+
+  def cursor(self, index: int) -> dict[str, Any]:
+    """The state of the mixture before `index` as JSON for a checkpoint: what `resume` needs."""
+    before = dict(zip(self._ids, self._before))
+    counts = self.counts(index)
+    return {
+      "since": self._since,
+      "members": {
+        member.name: {"id": key, "before": before[key], "count": counts[member.name]}
+        for member, key in zip(self._members, self._ids)
+      },
+    }
+
+  def resume(self, index: int, cursor: Mapping[str, Any] | None, *, same: bool) -> list[str]:
+    """Continues at `index` after a checkpoint with this cursor. Returns lines for the log.
+
+    cursor: None if no example of a mixture has been read. same: the checkpoint is of the same mixture, so the order
+    stays. Otherwise a new order begins at `index`, in which each member whose data the checkpoint's mixture had, under
+    any name, continues after its last example.
+    """
+    if cursor is None:
+      self._begin(index, [0] * len(self._members))
+      return []
+    known = {entry["id"]: (name, entry) for name, entry in cursor["members"].items()}
+    if same:
+      self._begin(cursor["since"], [known[key][1]["before"] for key in self._ids])
+      return []
+    counts = [known[key][1]["count"] if key in known else 0 for key in self._ids]
+    self._begin(index, counts)
+    lines = [
+      f"Mixture: {member.name} {f'continues at its example {count}' if key in known else 'is new'}"
+      for member, key, count in zip(self._members, self._ids, counts)
+    ]
+    gone = [(name, entry["count"]) for key, (name, entry) in known.items() if key not in self._ids]
+    lines += [f"Mixture: {name} is removed after {count} examples" for name, count in gone]
+    return [f"The mixture changes at example {index}.", *lines]
+
+  def fingerprint(self) -> str:
+    parts = [[member.name, str(member.weight), str(member.limit), key] for member, key in zip(self._members, self._ids)]
+    return f"mixture-1 {json.dumps(parts)}"
+
+  def unigram_entropy(self) -> None:
+    return None
+
+  def unigram_eval_loss(self) -> None:
+    return None
+
+  def close(self) -> None:
+    for member in self._members:
+      member.source.close()
+
+
+def _short(fingerprint: str) -> str:
+  """16 hex digits that stand for a fingerprint in a checkpoint."""
+  return hashlib.sha256(fingerprint.encode()).hexdigest()[:16]

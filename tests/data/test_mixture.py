@@ -1,0 +1,359 @@
+"""Mixtures: proportions over every range, limits of epochs, resumes, and changes that repeat nothing."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.config import mixture as mixture_file
+from trainer.config.errors import ConfigError
+from trainer.config.load import load as config_load
+from trainer.config.schema import DataSection
+from trainer.data import Loader, check, make_loader
+from trainer.data.schedule import Schedule, shares
+from trainer.elastic import batch_plan
+
+LENGTH, VOCAB = 8, 400_000
+
+
+# ---- the schedule
+
+
+@settings(deadline=None)
+@given(parts=st.lists(st.integers(1, 40), min_size=1, max_size=8))
+def test_every_prefix_is_proportional_within_one_example(parts):
+  schedule, total = Schedule(parts), sum(parts)
+  order = [schedule.locate(index) for index in range(2 * total + 3)]
+  counts = np.zeros((len(order) + 1, len(parts)), np.int64)
+  for index, (source, rank) in enumerate(order):
+    assert rank == counts[index, source]  # nothing is lost or repeated
+    assert schedule.index_of(source, rank) == index
+    counts[index + 1] = counts[index]
+    counts[index + 1, source] += 1
+    assert schedule.counts(index + 1) == counts[index + 1].tolist()
+  ideal = np.arange(len(order) + 1)[:, None] * np.array(parts) / total
+  assert np.abs(counts - ideal).max() < 1
+  np.testing.assert_array_equal(counts[total], parts)
+  # The error over a range is the difference of the errors of two prefixes.
+  errors = counts - ideal
+  spread = errors.max(axis=0) - errors.min(axis=0)
+  assert spread.max() < (1 + 1e-9 if len(parts) == 2 else 2)
+
+
+def test_far_indices_need_no_history():
+  schedule = Schedule([7, 2, 1])
+  assert schedule.counts(10**12 + 10) == [7 * 10**11 + 7, 2 * 10**11 + 2, 10**11 + 1]
+  source, rank = schedule.locate(10**12 + 3)
+  assert schedule.index_of(source, rank) == 10**12 + 3
+
+
+def test_shares_are_exact_where_possible_and_else_rounded():
+  assert shares([Fraction("0.7"), Fraction("0.2"), Fraction("0.1")]) == [7, 2, 1]
+  assert shares([Fraction(1)] * 3) == [1, 1, 1]
+  assert shares([Fraction(123_457), Fraction(654_321)]) == [1587, 8413]
+  assert shares([Fraction(10**9), Fraction(1)]) == [10_000, 1]
+
+
+# ---- mixtures of files
+
+
+def write(folder: Path, name: str, documents: int, first: int) -> str:
+  """A JSONL file of documents with one example each. Its tokens name the document: first, first + 1, .."""
+  lines = [json.dumps({"text": [number] * LENGTH + [0]}) for number in range(first, first + documents)]
+  (folder / f"{name}.jsonl").write_text("\n".join(lines))
+  return str(folder / f"{name}.jsonl")
+
+
+def section(folder: Path, sources: dict[str, dict], **keys) -> DataSection:
+  path = folder / "mixture.yml"
+  path.write_text(json.dumps(sources))  # JSON is YAML
+  return DataSection(
+    dataset_type="grain", grain_file_type="jsonl", grain_train_mixture_config_path=str(path),
+    max_target_length=LENGTH, dataset_cache_directory=str(folder / "cache"), **{"packing": "none", **keys},
+  )  # fmt: skip
+
+
+def load(folder: Path, sources: dict[str, dict], batch: int = 4, **keys) -> Loader:
+  cfg = section(folder, sources, **keys)
+  check(cfg, VOCAB)
+  return make_loader(cfg, vocab_size=VOCAB, global_batch_size=batch, split="train", log=lambda line: None)
+
+
+def read(loader: Loader, first: int, last: int) -> list[int]:
+  """The documents of the steps first to last - 1, in order."""
+  return [int(row[0]) for step in range(first, last) for row in loader.batch(step).tokens]
+
+
+@pytest.fixture
+def files(tmp_path) -> dict[str, str]:
+  sizes = {"web": 1000, "code": 200, "maths": 30}
+  return {name: write(tmp_path, name, size, 1000 * number) for number, (name, size) in enumerate(sizes.items(), 1)}
+
+
+def test_examples_come_in_proportion_and_each_once_per_epoch(tmp_path, files):
+  loader = load(tmp_path, {"web": {"weight": 7, "path": files["web"]}, "code": {"weight": 3, "path": files["code"]}})
+  documents = read(loader, 0, 100)
+  from_code = [number for number in documents if number // 1000 == 2]
+  assert len(from_code) == 120 and len(set(from_code)) == 120
+  assert len(set(documents)) == 400
+  assert sorted(from_code + [n for n in read(loader, 100, 170) if n // 1000 == 2])[::-1][:4] == [2199, 2198, 2197, 2196]
+  assert loader.examples_by_source(100) == {"web": 280, "code": 120}
+  assert loader.cursor(100)["mixture"]["members"]["code"]["count"] == 120
+
+
+def test_a_source_with_a_limit_leaves_and_the_others_keep_their_proportions(tmp_path, files):
+  sources = {
+    "web": {"weight": 4, "path": files["web"]},
+    "code": {"weight": 2, "path": files["code"]},
+    "maths": {"weight": 2, "path": files["maths"], "epochs": 2},
+  }
+  documents = read(load(tmp_path, sources), 0, 150)
+  maths = [index for index, number in enumerate(documents) if number // 1000 == 3]
+  assert Counter(documents[index] for index in maths) == Counter({3000 + n: 2 for n in range(30)})
+  assert maths[-1] < 240
+  after = Counter(number // 1000 for number in documents[maths[-1] + 1 :][:300])
+  assert after == {1: 200, 2: 100}
+
+
+def test_a_mixture_of_limited_sources_ends(tmp_path, files):
+  loader = load(tmp_path, {"maths": {"weight": 1, "path": files["maths"], "epochs": 1.5}})
+  assert loader.last_step() == 11  # 45 examples in batches of 4
+  assert len(read(loader, 0, 11)) == 44
+  with pytest.raises(RuntimeError, match=r"step 11: the mixture has 45 examples, .* Raise epochs"):
+    loader.batch(11)
+
+
+def test_adding_a_source_repeats_and_loses_nothing(tmp_path, files):
+  """The sources that stay are renamed and reordered, their weights change, one is removed, and later one returns."""
+  before = {
+    "web": {"weight": 3, "path": files["web"]},
+    "maths": {"weight": 1, "path": files["maths"]},
+  }
+  loader = load(tmp_path, before)
+  documents, cursor = read(loader, 0, 20), json.loads(json.dumps(loader.cursor(20)))
+  changed = load(tmp_path, {"code": {"weight": 1, "path": files["code"]}, "pages": {"weight": 1, "path": files["web"]}})
+  lines = changed.resume(20, cursor["next_example"], cursor["mixture"], same=False)
+  assert lines == [
+    "The mixture changes at example 80.",
+    "Mixture: code is new",
+    "Mixture: pages continues at its example 60",
+    "Mixture: maths is removed after 20 examples",
+  ]
+  documents += read(changed, 20, 60)
+  assert len(set(documents)) == len(documents)
+  assert changed.examples_by_source(60) == {"code": 80, "pages": 140}
+  # The order of "web" is that of web alone.
+  alone = load(tmp_path, {"web": {"weight": 1, "path": files["web"]}})
+  assert [number for number in documents if number // 1000 == 1] == read(alone, 0, 35)
+  # A later resume of the changed mixture continues as if it had not been interrupted.
+  resumed = load(tmp_path, {"code": {"weight": 1, "path": files["code"]}, "pages": {"weight": 1, "path": files["web"]}})
+  cursor = json.loads(json.dumps(changed.cursor(33)))
+  assert resumed.resume(33, cursor["next_example"], cursor["mixture"], same=True) == []
+  assert read(resumed, 33, 60) == read(changed, 33, 60)
+  assert resumed.cursor(40) == changed.cursor(40)
+
+
+def test_the_fingerprint_is_of_weights_limits_and_data(tmp_path, files):
+  def fingerprint(**keys) -> str:
+    return load(tmp_path, {"web": {"weight": 1, "path": files["web"]}, "code": {"weight": 1, **keys}}).fingerprint()
+
+  same = {"path": files["code"]}
+  assert fingerprint(**same) == fingerprint(grain_train_files=files["code"], dataset_type="grain")
+  others = [same | {"epochs": 3}, same | {"weight": 2}, {"path": files["maths"]}]
+  assert len({fingerprint(**keys) for keys in [same, *others]}) == 4
+
+
+def test_sources_of_all_kinds_share_a_tokenizer(tmp_path, files):
+  (tmp_path / "text").mkdir()
+  (tmp_path / "text" / "a.txt").write_text("words " * 100)
+  sources = {
+    "tokens": {"weight": 1, "path": files["web"]},
+    "text": {"weight": 1, "dataset_type": "text", "dataset_path": str(tmp_path / "text")},
+  }
+  loader = load(tmp_path, sources, grain_eval_files=files["maths"])
+  assert loader.tokenizer.name == "byte" and loader.describe(10)["tokens"] is None
+  assert loader.describe(10)["dataset"] == "mixture of tokens 50 %, text 50 %"
+  assert "words" in loader.tokenizer.decode(loader.batch(0).tokens.ravel())
+  cfg = section(tmp_path, sources, grain_eval_files=files["maths"])
+  evaluation = make_loader(cfg, vocab_size=VOCAB, global_batch_size=4, split="eval", log=lambda line: None)
+  assert evaluation.num_examples == 30 and {n // 1000 for n in read(evaluation, 0, 7)} == {3}
+
+
+def test_a_damaged_record_names_the_source(tmp_path, files):
+  loader = load(tmp_path, {"web": {"weight": 1, "path": files["web"]}})
+  (path,) = (tmp_path / "cache").glob("corpus-*/train.records")
+  path.write_bytes(bytes(path.stat().st_size))
+  with pytest.raises(RuntimeError, match=r"step 3: web: record \d+ of .*train.records cannot be read"):
+    loader.batch(3)
+
+
+@pytest.mark.parametrize(
+  ("entry", "message"),
+  [
+    ({"weight": 0, "path": "web"}, r"mixture.yml line 1: weight is 0.\nGive a number above 0"),
+    ({"weight": "many", "path": "web"}, "weight is many"),
+    ({"path": "web"}, "web has no weight"),
+    ({"weight": "inf", "path": "web"}, "the weight of web is infinite"),
+    ({"weight": 1, "path": "web", "epochs": -1}, "epochs is -1"),
+    ({"weight": 1, "path": "web", "epochs": 0.0001}, "epochs=0.0001 of its 1000 examples is not one example"),
+    ({"weight": 1, "path": ["web"]}, "path holds a list or a mapping"),
+    ({"weight": 1, "pth": "web"}, "pth is not a key of a source with dataset_type=grain"),
+    (
+      {"weight": 1, "dataset_type": "text", "path": "web"},
+      "grain_train_files is not a key of a source with dataset_type=t",
+    ),
+    ({"weight": 1, "dataset_type": "synthetic"}, "Choices in a mixture: grain, text, tfds"),
+    ({"weight": 1, "dataset_type": "hf"}, "dataset_type has no such value"),
+    ({"weight": 1, "path": "gone"}, "'gone' has no files"),
+    ({"weight": 1, "path": "code"}, "code and web have the same data"),
+    ("text", "web is not a mapping"),
+  ],
+)
+def test_wrong_mixtures_are_refused(tmp_path, files, entry, message):
+  if isinstance(entry, dict) and isinstance(entry.get("path"), str):
+    entry = entry | {"path": files.get(entry["path"], entry["path"])}
+  sources = {"code": {"weight": 1, "path": files["code"]}, "web": entry}
+  with pytest.raises(ConfigError, match=message):
+    load(tmp_path, sources)
+
+
+def test_an_empty_mixture_is_refused(tmp_path):
+  with pytest.raises(ConfigError, match="has 0 sources"):
+    mixture_file.read(section(tmp_path, {}))
+
+
+# ---- any history
+
+
+SIZES = {"web": 1000, "code": 200, "maths": 30}
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory) -> tuple[Path, dict[str, str]]:
+  """(folder, file of each source). Documents have 1 to 19 tokens, and every token occurs once."""
+  folder, paths = tmp_path_factory.mktemp("mixture"), {}
+  for number, (name, size) in enumerate(SIZES.items(), 1):
+    lines = [
+      json.dumps({"text": [100_000 * number + 20 * n + place for place in range(1 + n * 7 % 19)]}) for n in range(size)
+    ]
+    paths[name] = str(folder / f"{name}.jsonl")
+    Path(paths[name]).write_text("\n".join(lines))
+  return folder, paths
+
+
+@st.composite
+def histories(draw):
+  """(sources, packing, slices, steps, [(first step of a process, slices alive, hosts), ..])."""
+  names = draw(st.lists(st.sampled_from(list(SIZES)), min_size=1, max_size=3, unique=True))
+  sources = {name: {"weight": draw(st.integers(1, 9))} for name in names}
+  for name in names[1:]:
+    if draw(st.booleans()):
+      sources[name]["epochs"] = draw(st.sampled_from([0.3, 1, 2.5]))
+  slices, steps = draw(st.integers(1, 4)), draw(st.integers(1, 25))
+  starts = [0, *sorted(draw(st.lists(st.integers(0, steps), max_size=4)))]
+  processes = [(start, draw(st.integers(1, slices)), draw(st.integers(1, 3))) for start in starts]
+  return sources, draw(st.sampled_from(["split", "best_fit", "none"])), slices, steps, processes
+
+
+def rows_of(loader: Loader, step: int, rows: np.ndarray) -> dict[int, bytes]:
+  """Row of the global batch -> its content, of the rows that are not padding."""
+  batch = loader.batch(step, rows)
+  contents = [b"".join(field[place].tobytes() for field in batch) for place in range(len(rows))]
+  return {int(row): content for row, content in zip(rows, contents) if row >= 0}
+
+
+@settings(deadline=None, max_examples=60)
+@given(history=histories())
+def test_any_history_gives_the_order_of_the_undisturbed_run(corpora, history):
+  sources, packing, slices, steps, processes = history
+  folder, files = corpora
+  sources = {name: entry | {"path": files[name]} for name, entry in sources.items()}
+  batch = 3 * slices
+  start = functools.partial(load, folder, sources, batch, packing=packing)
+  whole = start()
+  undisturbed = [rows_of(whole, step, np.arange(batch)) for step in range(steps)]
+  cursor = None
+  for (first, alive, hosts), last in zip(processes, [first for first, *_ in processes[1:]] + [steps]):
+    loader = start()
+    if cursor is not None:
+      loader.resume(first, cursor["next_example"], cursor["mixture"], same=True)
+    rows = batch_plan.plan(slices, alive, 1, 3).rows.reshape(-1)
+    for step in range(first, last):
+      found = {}
+      for own in np.array_split(rows, hosts):
+        found |= rows_of(loader, step, own)
+      assert found == undisturbed[step], step
+    cursor = json.loads(json.dumps(loader.cursor(last)))
+  contents = Counter(content for rows in undisturbed for content in rows.values())
+  for number, name in enumerate(SIZES, 1):
+    own = {content: count for content, count in contents.items() if source_of(content) == number}
+    total = cursor["mixture"]["members"].get(name, {"count": 0})["count"]
+    assert sum(own.values()) == total
+    if own:
+      alone = load(folder, {name: {"weight": 1, "path": files[name]}}, packing=packing)
+      epochs = total / alone._source._members[0].source.num_examples
+      assert max(own.values()) <= math.ceil(epochs)  # an example returns only in another epoch
+      assert epochs < 1 or len(own) == alone._source._members[0].source.num_examples
+
+
+def source_of(content: bytes) -> int:
+  """The source that the first token of an example names."""
+  return int(np.frombuffer(content[:4], np.int32)[0]) // 100_000
+
+
+MANY = """
+import os, re, sys, time
+from trainer.config.schema import DataSection
+from trainer.data import check, make_loader
+cfg = DataSection.model_validate_json(sys.argv[1])
+before = time.process_time()
+check(cfg, 400_000)
+loader = make_loader(cfg, vocab_size=400_000, global_batch_size=64, split="train", log=lambda line: None)
+opened = time.process_time() - before
+for step in range(30):
+  loader.batch(step)
+# Not ru_maxrss, which starts with the memory of the process that started this one.
+status = open("/proc/self/status").read()
+threads, kibibytes = (int(re.search(name + r":\\s+(\\d+)", status)[1]) for name in ("Threads", "VmHWM"))
+print(opened, threads, kibibytes / 1024)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to count threads")
+def test_64_sources_need_few_threads_and_little_memory(tmp_path, python):
+  """Prepared once; the second process opens all of them and reads from all."""
+  names = [f"source{number}" for number in range(64)]
+  files = {name: write(tmp_path, name, 300, 10 * number) for number, name in enumerate(names)}
+  results = []
+  for count in (1, 64):
+    sources = {name: {"weight": 1 + number % 5, "path": files[name]} for number, name in enumerate(names[:count])}
+    cfg = section(tmp_path, sources)
+    make_loader(cfg, vocab_size=VOCAB, global_batch_size=4, split="train", log=lambda line: None).close()
+    results.append([float(word) for word in python(MANY, cfg.model_dump_json()).communicate(timeout=120)[0].split()])
+  (_, few_threads, few_mebibytes), (seconds, threads, mebibytes) = results
+  assert threads == few_threads <= 16
+  assert mebibytes < few_mebibytes + 20
+  assert seconds < 5
+
+
+def test_the_example_configuration_is_a_mixture(tmp_path, monkeypatch):
+  """Of the standard library and JSONL files in my_data."""
+  (tmp_path / "my_data").mkdir()
+  (tmp_path / "my_data" / "a.jsonl").write_text("\n".join(json.dumps({"text": "mine " * 100}) for _ in range(50)))
+  monkeypatch.chdir(tmp_path)
+  root = Path(__file__).parents[2]
+  keys = [f"dataset_cache_directory={tmp_path}/cache", f"base_output_directory={tmp_path}/runs"]
+  config = config_load([str(root / "configs" / "data" / "mixture.yml"), *keys])
+  loader = make_loader(config.data, vocab_size=258, global_batch_size=10, split="train", log=lambda line: None)
+  mine = [bytes(row[row < 256].tolist()).count(b"mine mine") > 3 for row in loader.batch(0).tokens]
+  assert sum(mine) == 3
+  assert loader.describe(1)["dataset"] == "mixture of python 70 %, mine 30 %"

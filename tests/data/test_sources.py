@@ -14,7 +14,7 @@ from trainer import __main__, cluster
 from trainer.config.errors import ConfigError
 from trainer.config.load import load as config_load
 from trainer.config.schema import DataSection
-from trainer.data import Batch, DataError, Loader, make_loader, packages, prepared, tf_example
+from trainer.data import Batch, DataError, Loader, make_loader, packages, prepare, prepared, tf_example
 from trainer.data.tokenizer import ByteTokenizer
 
 LENGTH = 24
@@ -312,6 +312,8 @@ def broken(folder: Path, case: str) -> dict[str, str]:
       return {**written(folder, "text", "arrayrecord_text", values=["abc"]), "grain_file_type": file_type}
     case "empty documents":
       return written(folder, "text", file_type, values=["", ""])
+    case "mixed kinds":
+      return written(folder, "text", file_type, values=["text", np.arange(3)])
     case "both kinds":
       held_out = write_jsonl(folder / "held", "body", TOKENS)
       return {**written(folder, "text", file_type), "grain_eval_files": held_out}
@@ -340,6 +342,7 @@ def broken(folder: Path, case: str) -> dict[str, str]:
       r"document 1 of .*data.jsonl has the token 300, but tokens must be from 0 to vocab_size - 1 = 299",
     ),
     ("jsonl negative", "has the token -1, but"),
+    ("jsonl mixed kinds", "document 2 of .*data.jsonl is token ids, and documents before it are not"),
     ("jsonl both kinds", r"must have the same kind of documents \(train: text, eval: token ids\)"),
     ("parquet garbage", "data cannot be read as Parquet"),
     ("parquet other column", r"train_data_columns=text: .*0.parquet has no such column. Choose one of id, body"),
@@ -414,3 +417,11 @@ def test_the_example_configurations_run_on_data_of_their_format(tmp_path, reques
   config = config_load([str(root), *keys])
   loader = make_loader(config.data, vocab_size=4096, global_batch_size=4, split="train", log=lambda line: None)
   assert "document" in loader.tokenizer.decode(loader.batch(0).tokens.ravel())
+
+
+def test_a_long_preparation_prints_where_it_is(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(prepare, "_GROUP", 100)
+  monkeypatch.setattr(prepare, "_REPORT_SECONDS", -1)
+  load(tmp_path, **written(tmp_path, "text", "jsonl"))
+  lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Preparing")]
+  assert len(lines) > 5 and lines[-1].endswith(f"at document 40 of {tmp_path}/data.jsonl")

@@ -52,11 +52,23 @@ class Documents:
     return sum(piece.size for piece in self.pieces)
 
   def __iter__(self) -> Iterator[tuple[str, Document]]:
-    """Yields (place for error messages, document) of all documents that are not empty."""
+    """Yields (place for messages, document) of all documents that are not empty.
+
+    Raises ConfigError if some documents are text and others are token ids.
+    """
+    kind: type | None = None
     for piece in self.pieces:
       for number, document in enumerate(self.read(piece), 1):
-        if len(document):
-          yield f"document {number} of {piece.path}", document
+        if not len(document):
+          continue
+        place = f"document {number} of {piece.path}"
+        kind = kind or type(document)
+        if not isinstance(document, kind):
+          raise ConfigError(
+            f"{place} is {'text' if isinstance(document, str) else 'token ids'}, and documents before it are not. "
+            "Give documents of one kind."
+          )
+        yield place, document
 
   def are_text(self) -> bool:
     """Whether the first document is text. Raises ConfigError if there is no document."""

@@ -44,7 +44,7 @@ class Loader:
 
   @property
   def tokenizer(self) -> Tokenizer | None:
-    """The tokenizer that made the tokens; None for synthetic data."""
+    """The tokenizer that made the tokens; None for data without text."""
     return self._source.tokenizer
 
   @property
@@ -117,7 +117,7 @@ class Loader:
     return self._source.unigram_eval_loss()
 
   def describe(self, steps: int) -> dict[str, Any]:
-    """What `steps` steps read, as JSON; fields of synthetic data that do not apply are None.
+    """What `steps` steps read, as JSON; fields that do not apply (random tokens, mixtures) are None.
 
     dataset, tokenizer (its name; None: the data are tokens), tokenizer_vocab_size, tokens and examples (of one epoch),
     density (share of the positions that count in the loss), run_tokens (of all steps, padding included), epochs (how
@@ -147,8 +147,8 @@ def make_loader(
 ) -> Loader:
   """The loader of a split. All tokens are below `vocab_size`, the model's V.
 
-  Tokenizes the text first if its tokens are not cached; `log` gets a line about it. Raises ConfigError if there is too
-  little text, the tokenizer has more than V ids, or `split` is eval and no text is held out.
+  Prepares the data first if the cache does not have them; `log` gets a line about it. Raises ConfigError if the data
+  cannot be read or are too little, the tokenizer has more than V ids, or there are no data for `split`.
   """
   assert global_batch_size >= 1, global_batch_size
   source: Source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ PACKINGS = {"split": windows.split, "best_fit": best_fit.pack, "none": windows.s
 # Characters or tokens that are processed at a time. The tokenizer needs about 100 bytes of memory for each character.
 _GROUP = 2_000_000
 _PART = 250_000
+_REPORT_SECONDS = 10
 
 
 def build(
@@ -70,7 +72,7 @@ def _token_groups(documents: Documents, tokenizer: Tokenizer | None, vocab_size:
   A text becomes bos (if the tokenizer has it), the ids of the text, eos. Tokens stay as they are.
   """
   unfinished: list[np.ndarray] = []
-  for group in _groups(_parts(documents)):
+  for group in _reported(_groups(_parts(documents)), documents.name):
     texts = [part for _, part, _ in group if isinstance(part, str)]
     assert tokenizer is not None or not texts, "texts need a tokenizer"
     encoded = iter(tokenizer.encode_batch(texts)) if tokenizer else iter(())
@@ -132,6 +134,19 @@ def _groups(parts: Iterable[tuple[str, Document, bool]]) -> Iterator[list[tuple[
       yield group
       group, size = [], 0
   yield group
+
+
+def _reported(
+  groups: Iterable[list[tuple[str, Document, bool]]], name: str
+) -> Iterator[list[tuple[str, Document, bool]]]:
+  """Yields the groups, and prints the progress of a long preparation: the log is not open yet."""
+  size, reported = 0, time.monotonic()
+  for group in groups:
+    yield group
+    size += sum(len(part) for _, part, _ in group)
+    if time.monotonic() - reported > _REPORT_SECONDS:
+      reported = time.monotonic()
+      print(f"Preparing {name}: {size / 1e6:,.0f} million characters or tokens, at {group[-1][0]}", flush=True)
 
 
 def _counted(cut: Iterable[windows.Window], counts: np.ndarray) -> Iterator[windows.Window]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -222,13 +223,13 @@ def _tokenizer(cfg: DataSection, vocab_size: int, documents: Documents, digest: 
 def _sample(documents: Documents) -> Iterator[str]:
   """Yields beginnings of texts, about _SAMPLE characters in total, from files in the order of a hash."""
   left = _SAMPLE
-  for piece in sorted(documents.pieces, key=lambda piece: _hash(piece.name)):
-    for document in documents.read(piece):
-      assert isinstance(document, str), "a tokenizer learns from text"
-      yield document[: min(left, _SAMPLE_OF_DOCUMENT)]
-      left -= min(len(document), _SAMPLE_OF_DOCUMENT)
-      if left <= 0:
-        return
+  in_order_of_hash = sorted(documents.pieces, key=lambda piece: _hash(piece.name))
+  for _, document in dataclasses.replace(documents, pieces=in_order_of_hash):
+    assert isinstance(document, str), "a tokenizer learns from text"
+    yield document[: min(left, _SAMPLE_OF_DOCUMENT)]
+    left -= min(len(document), _SAMPLE_OF_DOCUMENT)
+    if left <= 0:
+      return
 
 
 def _hash(*parts: Any) -> str:

@@ -11,7 +11,8 @@ from trainer.data.tokenizer import Tokenizer
 class Source(Protocol):
   """An ordered sequence of examples. Example i depends only on the source's arguments and i, not on hosts or history.
 
-  A new source (a mixture, TFDS, another packing) implements this protocol; the loader and the trainer do not change.
+  `PreparedSource`, `MixtureSource` and `SyntheticSource` implement it. A new format of files is not a new source: it is
+  a function that reads documents (`documents.py`).
   """
 
   name: str

@@ -319,6 +319,8 @@ def broken(folder: Path, case: str) -> dict[str, str]:
       return {**written(folder, "text", file_type), "grain_eval_files": held_out}
     case "missing":
       return {"grain_train_files": str(folder / "gone*"), **keys}
+    case "weights":
+      return {"grain_train_files": f"{folder}/a*.jsonl,0.3;{folder}/b*.jsonl,0.7", **keys}
     case "bucket":
       return {"grain_train_files": "gs://bucket/x", **keys}
     case other:
@@ -331,6 +333,7 @@ def broken(folder: Path, case: str) -> dict[str, str]:
   ("case", "message"),
   [
     ("jsonl missing", r"grain_train_files=.*gone\*: .* has no files with grain_file_type=jsonl"),
+    ("jsonl weights", r"ends in a weight, as MaxText writes a mixture.\nSet grain_train_mixture_config_path"),
     ("jsonl bucket", "only local files can be read"),
     ("jsonl empty file", "data is an empty file"),
     ("jsonl empty documents", "has no documents"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
 from trainer.config.errors import ConfigError, shorten
+from trainer.config.files import as_path
 
 # Names that are read in a folder, by the beginning of grain_file_type. TFDS adds -00000-of-00001 to its names.
 _NAMES = {
@@ -29,7 +31,12 @@ def find(key: str, value: str, file_type: str) -> tuple[Path, list[Path]]:
   for part in map(str.strip, value.split(";")):
     if "://" in part:
       raise ConfigError(f"{key}={shorten(value)}: only local files can be read.\nMount the bucket as a folder.")
-    files = list(_files(part, names)) if part else []
+    if re.fullmatch(r".*[,:]\s*[\d.]+", part):
+      raise ConfigError(
+        f"{key}={shorten(value)}: {part!r} ends in a weight, as MaxText writes a mixture.\n"
+        "Set grain_train_mixture_config_path to a file with the sources and their weights."
+      )
+    files = list(_files(as_path(part, f"{key}="), names)) if part else []
     if not files:
       raise ConfigError(
         f"{key}={shorten(value)}: {part!r} has no files with grain_file_type={file_type}.\nGive files, folders with "
@@ -45,9 +52,9 @@ def find(key: str, value: str, file_type: str) -> tuple[Path, list[Path]]:
   return Path(os.path.commonpath([path.parent for path in files])), files
 
 
-def _files(part: str, names: tuple[str, ...]) -> Iterator[Path]:
+def _files(path: Path, names: tuple[str, ...]) -> Iterator[Path]:
   """Yields the files of one file, folder or pattern, as absolute paths."""
-  path = Path(os.path.abspath(os.path.expanduser(part)))
+  path = Path(os.path.abspath(path))
   for match in [path] if path.exists() else map(Path, glob.glob(str(path), recursive=True)):
     if match.is_file():
       yield match

@@ -103,6 +103,7 @@ def _run(config: Config, signals: Signals, started: float) -> int:
     code = _train(config, session, cluster)
     signals.ending(code)
     session.finish(config, code)
+    cluster.finished(code)
   return code
 
 
@@ -112,9 +113,11 @@ def _train(config: Config, session: Session, cluster: Cluster) -> int:
 
   from trainer import runtime_errors, train
   from trainer.checkpoint.errors import ConfigMismatch
+  from trainer.cluster.peers import RunEnded
   from trainer.config import ConfigError
   from trainer.elastic import retry
   from trainer.elastic.attempt import Job
+  from trainer.membership.client import SupervisorLost
 
   accumulation = config.optimizer.gradient_accumulation_steps
   job = Job(config.run.steps, accumulation, session.data.tokens_per_step, session.state_bytes)
@@ -131,6 +134,13 @@ def _train(config: Config, session: Session, cluster: Cluster) -> int:
       stop=lambda: session.preemption.noticed,
     )
     return COMPLETE if outcome.kind == "complete" else PREEMPTED
+  except SupervisorLost:  # before this process had a state
+    session.log.error("error: the supervisor is lost; this process has nothing to save.")
+    return PREEMPTED
+  except RunEnded as ended:  # by the supervisor, while this process waited for the others
+    if str(ended):
+      session.log.error(f"error: {ended}")
+    return ended.code
   except (ConfigError, ConfigMismatch) as error:
     session.log.error(f"error: {error}")
     return BAD_INPUT

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import optax
 from jax import Device
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer import mesh as mesh_lib
 from trainer import optimizers, sharding, state, step
@@ -35,6 +35,7 @@ from trainer.models import rope
 from trainer.models.decoder import DecoderFunctions
 from trainer.models.layers import Kernels
 from trainer.state import TrainState
+from trainer.step import Sums
 
 # The TPU compiler turns an all-gather of a weight and its matmul into a ring of partial matmuls, however small: with
 # D = 1024 on 16 chips each one contracts 64 values, and the matrix unit has 128 rows. Only above this size it may.
@@ -54,6 +55,8 @@ class Program:
   batch: Any  # a Batch of ShapeDtypeStructs [A, rows, T], with shardings
   train_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
   eval_step: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
+  share_sums: Callable[[Any, Batch], Sums]  # the first half of a step, of this mesh alone
+  apply_sums: Callable[[TrainState, Sums], tuple[TrainState, dict[str, jax.Array]]]  # the second half
 
   def lower(self) -> jax.stages.Lowered:
     """Returns the training step, traced."""
@@ -62,6 +65,19 @@ class Program:
   def compile(self) -> Any:
     """Returns the compiled training step: (state, batch) -> (state, metrics). It donates the state."""
     return self.lower().compile(compiler_options=self.compiler_options)
+
+  def compile_halves(self, *, evaluates: bool) -> Halves:
+    """Returns the halves of a step, compiled, for slices that exchange their sums outside XLA."""
+    sums = step.abstract_sums(self.state, self.mesh)
+    of = functools.partial(jax.tree.map, lambda leaf: leaf.sharding)
+    metrics = NamedSharding(self.mesh, PartitionSpec())
+    options = self.compiler_options
+    with jax.set_mesh(self.mesh):
+      first = jax.jit(self.share_sums, out_shardings=of(sums)).lower(self.state.params, self.batch)
+      # Not the sums: on a CPU they may share the memory of the exchange's buffer.
+      second = jax.jit(self.apply_sums, donate_argnums=0, out_shardings=(of(self.state), metrics))
+      evaluation = jax.jit(self.eval_step).lower(self.state.params, self.batch).compile() if evaluates else None
+      return Halves(sums, first.compile(options), second.lower(self.state, sums).compile(options), evaluation)
 
   @property
   def compiler_options(self) -> dict[str, str] | None:
@@ -88,6 +104,16 @@ class Program:
   def evaluate(self) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
     """`eval_step`, jitted once."""
     return jax.jit(self.eval_step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves:
+  """The compiled halves of a step of one slice, and what is exchanged between them."""
+
+  abstract: Sums  # ShapeDtypeStructs with shardings
+  sums: Callable[[Any, Batch], Sums]  # (params, batch of a share)
+  apply: Callable[[TrainState, Sums], tuple[TrainState, dict[str, jax.Array]]]  # donates the state
+  evaluate: Callable[[Any, Batch], tuple[jax.Array, jax.Array]] | None  # (params, batch of a share); None: not needed
 
 
 def rows_per_micro_batch(config: Config, devices_per_slice: int) -> int:
@@ -159,6 +185,8 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     batch=step.abstract_batch(mesh, plan.micro_batches, len(slices) * rows, length),
     train_step=precisely(step.build_train_step(model, config.optimizer, optimizer, schedule, mesh)),
     eval_step=precisely(step.build_eval_step(model, config.optimizer, mesh)),
+    share_sums=precisely(functools.partial(step.loss_and_grads, model, config.optimizer)),
+    apply_sums=precisely(functools.partial(step.apply_gradients, config.optimizer, optimizer, schedule)),
   )
 
 
@@ -184,10 +212,18 @@ class Feed:
       local[index[:2]] = True
     self._local = np.flatnonzero(local)
     self._rows = prog.plan.rows.reshape(-1)[self._local]
+    self._rows_per_share = prog.plan.rows.size
 
   def __call__(self, index: int) -> Batch:
     """Returns a batch of global arrays [A, rows, T]. The rows of other processes are not read here."""
-    own = self._loader.batch(index, self._rows)
+    return self._batch_of(index, self._rows)
+
+  def share(self, index: int, share: int) -> Batch:
+    """Returns the part `share` of the batch, for a program whose plan is that of one share."""
+    return self._batch_of(index, self._rows + share * self._rows_per_share)
+
+  def _batch_of(self, index: int, rows: np.ndarray) -> Batch:
+    own = self._loader.batch(index, rows)
     return Batch(*(self._place(host, abstract) for host, abstract in zip(own, self._batch)))
 
   def _place(self, host: np.ndarray, abstract: jax.ShapeDtypeStruct) -> jax.Array:

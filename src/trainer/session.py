@@ -32,14 +32,13 @@ from trainer.program import Program
 from trainer.report import finish
 from trainer.run_data import RunData
 from trainer.signals import Signals
-from trainer.world import World
 
 
 @dataclasses.dataclass
 class Session:
   """The run's open records and data, shared by all attempts of this process."""
 
-  world: World
+  cluster: Cluster
   log: Log
   events: EventLog
   metrics: Metrics
@@ -69,7 +68,7 @@ class Session:
     Now, because the checkpoint has accepted it, the configuration becomes the run's: {run}/config.yml.
     """
     now = time.monotonic()
-    if self.world.is_primary and not self.was_ready:
+    if self.cluster.is_primary and not self.was_ready:
       files.write_text(config.run_directory, CONFIG_FILE, cli.print_config(config))
     self.was_ready = True
     self.events.emit("init_done", step=step, seconds=now - self.started)
@@ -81,12 +80,28 @@ class Session:
       gc.freeze()
       gc.enable()
 
+  def change_role(self, config: Config, is_primary: bool) -> None:
+    """This process writes the run's files from now on, after a primary that is lost or has left; or it no longer does.
+
+    Steps that the primary before it has not recorded are recorded now.
+    """
+    if not is_primary:
+      for record in (self.metrics, self.events, self.log):
+        record.hand_over()
+      return
+    lock.take_over(config.run_directory)
+    self.log.take_over(config.run_directory)
+    self.events.take_over(config.run_directory)
+    for missing in self.metrics.take_over():
+      self.progress.step(missing)
+    self.events.emit("primary", step=self.metrics.last_step)
+
   def finish(self, config: Config, code: int) -> None:
     """Records the end of the process with its exit code; for a complete run also goodput and the report."""
     self.events.emit("run_end", exit=code)
     for record in (self.progress, self.metrics, self.events):
       record.close()
-    if not self.world.is_primary:
+    if not self.cluster.is_primary:
       return
     with_page = code == 0 and config.observe.enable_report
     if config.observe.enable_pathways_goodput or with_page:
@@ -109,31 +124,32 @@ def open_session(config: Config, cluster: Cluster, signals: Signals, started: fl
   with contextlib.ExitStack() as stack:
     notes: list[str] = []  # for the log, which is not open yet
     data = stack.enter_context(run_data.open_data(config, batch, notes.append))
-    log = log_lib.get(config.run_directory, world)
+    log = log_lib.get(config.run_directory, is_primary=cluster.is_primary)
     stack.callback(log.close)
-    if world.is_primary:  # a predecessor that is stopping may use its whole grace period
+    if cluster.is_primary:  # a predecessor that is stopping may use its whole grace period
       grace = config.checkpoint.autocheckpoint_grace_seconds
       stack.enter_context(lock.exclusive(config.run_directory, grace, log.line))
-    events = EventLog(config.run_directory, config.run.run_name, world)
+    events = EventLog(config.run_directory, config.run.run_name, is_primary=cluster.is_primary)
     stack.callback(events.close)
-    metrics = Metrics(config.run_directory if world.is_primary else None, config.observe, events, log)
+    metrics = Metrics(config.run_directory, config.observe, events, log, is_primary=cluster.is_primary)
     stack.callback(metrics.close)
     progress = _progress(config, cluster, log)
-    if world.is_primary and config.checkpoint.enable_checkpoint_cloud_logger:
+    if cluster.is_primary and config.checkpoint.enable_checkpoint_cloud_logger:
       from trainer.observe.cloud_logger import CheckpointTimings
 
       stack.enter_context(CheckpointTimings(config.run_directory, config.run.run_name, log))
     watchdog = Watchdog(config.observe.watchdog_timeout_seconds, log, events)
     stack.callback(watchdog.stop)
+    cluster.watch(busy=lambda: watchdog.operation, noticed=lambda: signals.noticed)
     snapshots = Snapshots(world, log.line, events.emit)
     stack.callback(snapshots.close)
     signals.on_exit = functools.partial(_record_exit, events)
-    preemption = Preemption(config.checkpoint, world, signals, log.line, events.emit)
-    programs = _program_cache(config, events, log, stack.enter_context(CompileCounter()))
+    preemption = Preemption(config.checkpoint, world, signals, log.line, events.emit, cluster.stop_agreed)
+    programs = _program_cache(config, cluster, data, events, log, stack.enter_context(CompileCounter()))
     programs.topologies[full.slices] = Topology(full_program)
     state_bytes = state_tree.state_bytes(full_program.state)
     session = Session(
-      world,
+      cluster,
       log,
       events,
       metrics,
@@ -145,11 +161,12 @@ def open_session(config: Config, cluster: Cluster, signals: Signals, started: fl
       preemption,
       watchdog,
       state_bytes,
-      run_id.establish(config.run_directory, world) if config.checkpoint.enable_checkpointing else "",
+      _run_id(config, cluster),
       started,
     )
     for line in notes:
       log.line(line)
+    cluster.on_role(functools.partial(session.change_role, config))
     announce(config, cluster, full_program, data, log, events)
     stack.enter_context(progress)
     watchdog.start()
@@ -167,17 +184,26 @@ def _progress(config: Config, cluster: Cluster, log: Log) -> Progress:
     total_steps=config.run.steps,
     total_slices=cluster.num_slices,
     log_period=config.observe.log_period,
-    terminal=None if cluster.world.is_primary else False,
+    terminal=None if cluster.is_primary else False,
   )
 
 
-def _program_cache(config: Config, events: EventLog, log: Log, counter: CompileCounter) -> ProgramCache[Program]:
+def _run_id(config: Config, cluster: Cluster) -> str:
+  if not config.checkpoint.enable_checkpointing:
+    return ""
+  return run_id.establish(config.run_directory, cluster.world, cluster.fresh_run_id)
+
+
+def _program_cache(
+  config: Config, cluster: Cluster, data: RunData, events: EventLog, log: Log, counter: CompileCounter
+) -> ProgramCache[Program]:
   build = functools.partial(program.of_view, config)
-  return ProgramCache(build, functools.partial(_compile_step, config), events, log, counter)
+  compile_step = functools.partial(_compile_step, config, cluster, data.evaluation is not None)
+  return ProgramCache(build, compile_step, events, log, counter)
 
 
-def _compile_step(config: Config, prog: Program) -> Any:
-  """The compiled step of `prog`. Compiles the checksums of the state's arrays as well: an attempt needs both."""
+def _compile_step(config: Config, cluster: Cluster, evaluates: bool, prog: Program) -> Any:
+  """The compiled step of `prog`, or its halves. Compiles the checksums of the state's arrays as well, where needed."""
   if config.checkpoint.enable_checkpointing or config.elastic.elastic_enabled:
     fingerprint.prepare(prog.state)
-  return prog.compile()
+  return prog.compile_halves(evaluates=evaluates) if cluster.peers is not None else prog.compile()

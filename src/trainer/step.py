@@ -200,6 +200,13 @@ def build_train_step(
   return train_step
 
 
+def abstract_sums(state: TrainState, mesh: Mesh) -> Sums:
+  """Returns the Sums of one share as ShapeDtypeStructs: gradients are float32 and sharded like their weights."""
+  grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding), state.params)
+  scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+  return Sums(grads, scalar, scalar, scalar)
+
+
 def build_eval_step(
   model: DecoderFunctions, cfg: OptimizerSection, mesh: Mesh
 ) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:

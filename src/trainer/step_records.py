@@ -24,21 +24,20 @@ class StepRecords:
   """Records each step after the next one is dispatched, so that the devices never wait for the host."""
 
   def __init__(
-    self, config: Config, session: Session, elastic: ElasticRun, stepper: Stepper, devices: list[jax.Device]
+    self, config: Config, session: Session, elastic: ElasticRun, stepper: Stepper, device: jax.Device
   ) -> None:
-    """devices: all that the stepper computes on."""
+    """device: one of those that the stepper computes on."""
     self._session, self._elastic, self._stepper = session, elastic, stepper
     self._limit = config.optimizer.max_nonfinite_steps
     self._has_z_loss = config.optimizer.z_loss_multiplier > 0
-    self._num_devices = len(devices)
-    chip = chips.find(devices[0].device_kind)
+    chip = chips.find(device.device_kind)
     self._throughput = Throughput(
       flops_per_token=counts.flops_per_token(config.model, config.data.max_target_length),
       tokens_per_step=session.data.tokens_per_step,
       total_steps=config.run.steps,
       peak_flops=chip.peak_flops if chip else None,
     )
-    self._pending: tuple[int, Metrics, float] | None = None
+    self._pending: tuple[int, Metrics, float, dict[str, float] | None] | None = None
     self._last = time.monotonic()
     self.skipped = 0  # steps in a row up to the last recorded one whose update was not finite
 
@@ -46,21 +45,22 @@ class StepRecords:
     """The next step's time counts from now: evaluations and saves are no part of it."""
     self._last = time.monotonic()
 
-  def dispatched(self, step: int, metrics: Metrics, data_wait: float) -> None:
+  def dispatched(self, step: int, metrics: Metrics) -> None:
     """`step` has been dispatched. Waits for the step before it and records that one."""
     self.finish()
-    self._pending = (step, metrics, data_wait)
+    self._pending = (step, metrics, self._stepper.data_wait_seconds, self._stepper.slice_seconds)
 
   def finish(self) -> None:
     """Waits for the last dispatched step and records it. Raises the runtime's error if the step failed."""
     if self._pending is None:
       return
-    (step, arrays, data_wait), self._pending = self._pending, None
+    (step, arrays, data_wait, slice_seconds), self._pending = self._pending, None
     self._stepper.wait(arrays, f"step {step}")
     values = {key: float(value) for key, value in jax.device_get(arrays).items()}
     now = time.monotonic()
     seconds, self._last = now - self._last, now
-    rates = self._throughput.rates(seconds, self._num_devices)
+    alive = self._stepper.alive
+    rates = self._throughput.rates(seconds, alive * self._session.cluster.devices_per_slice)
     self.skipped = skipped = int(values["skipped"])
     record = StepRecord(
       step=step,
@@ -69,7 +69,7 @@ class StepRecords:
       grad_norm=values["grad_norm"],
       lr=values["lr"],
       tokens=self._session.data.tokens(step),
-      slices=self._stepper.alive,
+      slices=alive,
       weights=values["weight"],
       data_wait=data_wait,
       tflops_per_device=rates.tflops_per_device,
@@ -79,11 +79,12 @@ class StepRecords:
       skipped=skipped > 0,
       z_loss=values["z_loss"] if self._has_z_loss else None,
       examples=self._session.data.train.examples_by_source(step) or None,
+      slice_seconds=slice_seconds,
     )
     self._session.progress.step(record)
     self._session.metrics.write(record)
     self._session.watchdog.beat(step)
-    self._elastic.completed(step, seconds, self._stepper.alive)
+    self._elastic.completed(step, seconds, alive)
     self._session.snapshots.confirm(step)
     if skipped:
       self._nonfinite(record, skipped)

@@ -1,4 +1,7 @@
-"""What the training loop calls for each step. Today one controller drives all slices with one program: FusedStepper."""
+"""What the training loop calls for each step: FusedStepper where one controller drives all slices with one program.
+
+`peer_stepper.PeerStepper` is the other one: each slice is a JAX world of its own.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,22 @@ _PREPARE_AFTER = 3  # steps of an attempt: its program has run, and its speed is
 class Stepper(Protocol):
   """The steps of one attempt. `n` counts completed steps: step(state, n) turns the state after n - 1 steps into n's."""
 
-  alive: int  # slices that compute
+  runs_ahead: bool  # whether `step` returns before the step is computed: its record is written during the next one
+
+  @property
+  def alive(self) -> int:
+    """Slices that compute."""
+    ...
+
+  @property
+  def data_wait_seconds(self) -> float:
+    """How long the last step waited for its batch."""
+    ...
+
+  @property
+  def slice_seconds(self) -> dict[str, float] | None:
+    """{slice: seconds that it computed in the last step}; None if slices are not timed one by one."""
+    ...
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
     """The next state (the old one's buffers are donated) and the step's metrics, perhaps not computed yet.
@@ -32,8 +50,8 @@ class Stepper(Protocol):
     """
     ...
 
-  def evaluate(self, params: Params, n: int) -> LossSums:
-    """Sums over evaluation batch n (0 is the first), perhaps not computed yet."""
+  def evaluate(self, params: Params, batches: int) -> list[LossSums]:
+    """Sums over the first `batches` evaluation batches, perhaps not computed yet, in parts that are to be added."""
     ...
 
   def wait(self, arrays: Any, what: str) -> None:
@@ -44,9 +62,15 @@ class Stepper(Protocol):
     """Whether the attempt should end after step n, so that the next one uses slices that have returned."""
     ...
 
+  def close(self) -> None:
+    """Ends the threads that prepare the next steps."""
+    ...
+
 
 class FusedStepper:
   """One jitted program computes a step on all slices of the view; their gradients are summed inside it."""
+
+  runs_ahead = True
 
   def __init__(
     self,
@@ -59,16 +83,22 @@ class FusedStepper:
     eval_batch: Callable[[int], Batch] | None,
   ) -> None:
     """batches: yields (n - 1, batch of step n) in order; eval_batch: the evaluation batch of an index."""
-    self.alive = view.num_alive
     self._elastic, self._view, self._guard = elastic, view, guard
     self._program, self._compiled_step = program, compiled_step
     self._batches, self._eval_batch = batches, eval_batch
     self._steps = 0  # of this attempt
 
   @property
+  def alive(self) -> int:
+    return self._view.num_alive
+
+  @property
   def data_wait_seconds(self) -> float:
-    """How long the last step waited for its batch."""
     return self._batches.waited_seconds
+
+  @property
+  def slice_seconds(self) -> None:
+    return None
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
     index, batch = next(self._batches)
@@ -81,16 +111,19 @@ class FusedStepper:
       self._elastic.prepare_steps(self._view)
     return result
 
-  def evaluate(self, params: Params, n: int) -> LossSums:
+  def evaluate(self, params: Params, batches: int) -> list[LossSums]:
     assert self._eval_batch is not None, "no evaluation data"
     with jax.set_mesh(self._program.mesh):
-      return self._program.evaluate(params, self._on_slices(self._eval_batch(n)))
+      return [self._program.evaluate(params, self._on_slices(self._eval_batch(index))) for index in range(batches)]
 
   def wait(self, arrays: Any, what: str) -> None:
     self._guard.wait_for_arrays(arrays, what)
 
   def resize_due(self, n: int) -> bool:
     return self._elastic.resize_due(self._view, n)
+
+  def close(self) -> None:
+    self._batches.close()
 
   def _on_slices(self, batch: Batch) -> Batch:
     """The batch as the slices get it: in error state if one of them is lost and only simulated."""

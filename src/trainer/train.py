@@ -11,7 +11,6 @@ and a run that resumes from it completes step 101 next.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import time
@@ -21,7 +20,7 @@ from typing import Any
 import jax
 from jax import Device
 
-from trainer import after_step, generate, program
+from trainer import after_step, generate, peer_attempt, program
 from trainer import world as world_lib
 from trainer.after_step import Due
 from trainer.checkpoint import meta as checkpoint_meta
@@ -31,10 +30,13 @@ from trainer.config.schema import Config
 from trainer.data import Prefetcher
 from trainer.elastic.attempt import ElasticRun, Outcome
 from trainer.elastic.hang import Waiter
+from trainer.membership.client import SupervisorLost
 from trainer.models.decoder import Params
 from trainer.observe.profiler import Profiler
+from trainer.peer_stepper import PeerStepper
 from trainer.program import Program
 from trainer.session import Session
+from trainer.start import Start
 from trainer.state import TrainState
 from trainer.step_records import StepRecords
 from trainer.stepper import FusedStepper, Stepper
@@ -47,16 +49,18 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
   CheckpointError or ConfigMismatch if another attempt makes no sense, and the runtime's error if a slice is lost.
   """
   session.begin()
+  peers = elastic.cluster.peers  # where every slice is a world of its own
   with contextlib.ExitStack() as stack:
     # ---- the program of these slices, and the newest good state (or a fresh one): reading and compiling in parallel
     slices = dict(zip(view.slices, view.devices))
     tiers = Tiers(
       config.checkpoint,
       config.run_directory,
-      world=session.world,
+      world=session.cluster.world,
       run_id=session.run_id,
       slices=slices,
       snapshots=session.snapshots,
+      saves_in_storage=session.cluster.saves_in_storage,
       log=session.log.line,
       emit=session.events.emit,
     )
@@ -64,21 +68,31 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
     guard = elastic.guard(view)
     with session.watchdog.during("restore and compilation"):
       prog = session.programs.program(view)
-      restore = Waiter(lambda: _restore(config, session, elastic, prog, tiers, slices, survivors), "the restore")
-      if elastic.recovery.under_way and session.preemption.requested(elastic.steps.last_step):
-        return _save_and_end(config, session, elastic, tiers, guard.result(restore))
-      compiled_step = _compiled_step(session, elastic, view)
-      start = guard.result(restore)
+      restore = functools.partial(_restore, config, session, elastic, prog, tiers, slices, survivors)
+      if peers is None:
+        restoring = Waiter(restore, "the restore")
+        if elastic.recovery.under_way and session.preemption.requested(elastic.steps.last_step):
+          return _save_and_end(config, session, elastic, tiers, guard.result(restoring))
+        compiled_step = _compiled_step(session, elastic, view)
+        start = guard.result(restoring)
+      else:  # first the compilation: a member joins the others when it can compute
+        compiled_step = _compiled_step(session, elastic, view)
+        start = peer_attempt.join(session, elastic, peers, prog.state, tiers, restore)
     state, step = start.state, start.step
     _resume(session, elastic, start)
 
     # ---- data: step n trains on batch n-1, dealt out to the slices that are alive
     train_feed = program.Feed(session.data.train, prog)
     eval_feed = None if session.data.evaluation is None else program.Feed(session.data.evaluation, prog)
-    batches = Prefetcher(train_feed, step, config.run.steps)
-    stack.callback(_close, session, batches.close)
-    stepper = FusedStepper(elastic, view, guard, prog, compiled_step, batches, eval_feed)
-    records = StepRecords(config, session, elastic, stepper, list(prog.mesh.devices.flat))
+    stepper: Stepper
+    if peers is None:
+      batches = Prefetcher(train_feed, step, config.run.steps)
+      stepper = FusedStepper(elastic, view, guard, prog, compiled_step, batches, eval_feed)
+    else:
+      header = functools.partial(peer_attempt.header, config, session, elastic)
+      stepper = PeerStepper(elastic, peers, compiled_step, train_feed, eval_feed, header, start, config)
+    stack.callback(_close, session, stepper.close)
+    records = StepRecords(config, session, elastic, stepper, prog.mesh.devices.flat[0])
     profiler = Profiler(config.run_directory, config.observe, session.log, session.events)
     stack.callback(_close, session, profiler.close)
     session.ready(config, step)
@@ -88,64 +102,80 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
       session.log.line(f"{done}{restored}. Raise steps to train longer; a new run needs another run_name.")
 
     # ---- the loop
-    first = step
-    _make_up_evaluation(config, session, elastic, stepper, state.params, step)
+    if not start.evaluated and _evaluation_due(config, session, step):
+      _make_up_evaluation(config, session, elastic, stepper, state.params, step)
     records.restart_clock()
-    while step < config.run.steps:
-      profiler.before_step(step - first, functools.partial(jax.block_until_ready, state))
-      step += 1
-      state, metrics = stepper.step(state, step)
-      records.dispatched(step, metrics, stepper.data_wait_seconds)
+    try:
+      outcome, state = _loop(config, session, elastic, tiers, stepper, records, profiler, state, step)
+    except SupervisorLost:
+      assert isinstance(stepper, PeerStepper)
+      return peer_attempt.end_without_supervisor(config, session, tiers, stepper, records)
+    if outcome.kind == "complete":
+      _sample(config, session, prog, state.params, outcome.step)
+    return outcome
 
-      due = Due(
-        last=step == config.run.steps,
-        stop=session.preemption.requested(step),
-        resize=stepper.resize_due(step),
-        evaluation=_evaluation_due(config, session, step),
-        checkpoint=tiers.due(step),
-        snapshot=elastic.snapshot_due(step),
-      )
-      actions = after_step.decide(due, uses_snapshots=elastic.uses_snapshots)
-      if actions.snapshot == "early":
-        _snapshot(config, session, elastic, step, state)
-      if not actions.record:
-        continue
+
+def _loop(
+  config: Config,
+  session: Session,
+  elastic: ElasticRun,
+  tiers: Tiers,
+  stepper: Stepper,
+  records: StepRecords,
+  profiler: Profiler,
+  state: TrainState,
+  step: int,
+) -> tuple[Outcome, TrainState]:
+  """Steps from `state`, after `step` completed steps, until the attempt ends in good order."""
+  first = step
+  while step < config.run.steps:
+    profiler.before_step(step - first, functools.partial(jax.block_until_ready, state))
+    step += 1
+    state, metrics = stepper.step(state, step)
+    records.dispatched(step, metrics)
+    if not stepper.runs_ahead:
       records.finish()
-      loss = _evaluate(config, session, elastic, stepper, state.params, step) if actions.evaluate else None
-      with session.watchdog.during("save"):  # includes waiting for the save before it
-        if actions.snapshot == "late":
-          session.snapshots.wait()
-          _snapshot(config, session, elastic, step, state)
-        final = actions.save == "final"
-        if final or tiers.due_persistent(step):
-          session.metrics.flush()  # a run that resumes from this checkpoint never writes these steps again
-        # Do not save while updates are skipped: retention would delete good checkpoints.
-        if final or (actions.save == "due" and not records.skipped):
-          tiers.maybe_save(step, state, session.data.meta(config, step), last=final, metric=loss)
-          elastic.reached("save", step)
-        if final:
+
+    due = Due(
+      last=step == config.run.steps,
+      stop=session.preemption.requested(step),
+      resize=stepper.resize_due(step),
+      evaluation=_evaluation_due(config, session, step),
+      checkpoint=tiers.due(step) or tiers.owed(step),
+      snapshot=elastic.snapshot_due(step),
+    )
+    actions = after_step.decide(due, uses_snapshots=elastic.uses_snapshots)
+    if actions.snapshot == "early":
+      _snapshot(config, session, elastic, step, state)
+    if not actions.record:
+      continue
+    records.finish()
+    loss = _evaluate(config, session, elastic, stepper, state.params, step) if actions.evaluate else None
+    with session.watchdog.during("save"):  # includes waiting for the save before it
+      if actions.snapshot == "late":
+        session.snapshots.wait()
+        _snapshot(config, session, elastic, step, state)
+      final = actions.save == "final"
+      if final or tiers.due_persistent(step):
+        session.metrics.flush()  # a run that resumes from this checkpoint never writes these steps again
+      # Do not save while updates are skipped: retention would delete good checkpoints.
+      if final or (actions.save == "due" and not records.skipped):
+        tiers.maybe_save(step, state, session.data.meta(config, step), last=final, metric=loss)
+        elastic.reached("save", step)
+      if final:
+        tiers.wait()
+        if peer_attempt.must_save_for_another(session.cluster.peers):
+          tiers.maybe_save(step, state, session.data.meta(config, step), last=True, metric=loss)
           tiers.wait()
-      if actions.end in ("preempted", "slice_up"):
-        return Outcome(actions.end, step)
-      records.restart_clock()
-    if records.skipped:
-      session.log.warning(
-        f"the last {records.skipped} steps were skipped: the weights are those of step {step - records.skipped}. "
-        "Training on from them gives numbers that are not finite again unless you change something"
-      )
-    _sample(config, session, prog, state.params, step)
-    return Outcome("complete", step)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Start:
-  """The state that an attempt starts from, after `step` completed steps; tier "none": a fresh state."""
-
-  state: TrainState
-  step: int
-  tier: str
-  seconds: float
-  meta: dict[str, Any] | None = None
+    if actions.end in ("preempted", "slice_up"):
+      return Outcome(actions.end, step), state
+    records.restart_clock()
+  if records.skipped:
+    session.log.warning(
+      f"the last {records.skipped} steps were skipped: the weights are those of step {step - records.skipped}. "
+      "Training on from them gives numbers that are not finite again unless you change something"
+    )
+  return Outcome("complete", step), state
 
 
 def _compiled_step(session: Session, elastic: ElasticRun, view: View) -> Any:
@@ -164,7 +194,7 @@ def _restore(
   tiers: Tiers,
   slices: dict[int, tuple[Device, ...]],
   survivors: frozenset[int],
-) -> _Start:
+) -> Start:
   """The newest good state, or a fresh one."""
   begin = time.monotonic()
 
@@ -182,17 +212,19 @@ def _restore(
   jax.block_until_ready(state)
   seconds = time.monotonic() - begin
   session.events.emit("restore", tier=tier, step=step, seconds=seconds)
-  return _Start(state, step, tier, seconds, meta)
+  due = _evaluation_due(config, session, step)
+  evaluated = due and world_lib.from_primary(session.cluster.world, session.metrics.has_evaluation(step))
+  return Start(state, step, tier, seconds, evaluated, meta)
 
 
-def _resume(session: Session, elastic: ElasticRun, start: _Start) -> None:
+def _resume(session: Session, elastic: ElasticRun, start: Start) -> None:
   """Sets the elastic loop and the data to the restored state."""
   elastic.restored(start.step, start.tier, start.seconds)
   for line in session.data.resume(start.step, start.meta):
     session.log.line(line)
 
 
-def _save_and_end(config: Config, session: Session, elastic: ElasticRun, tiers: Tiers, start: _Start) -> Outcome:
+def _save_and_end(config: Config, session: Session, elastic: ElasticRun, tiers: Tiers, start: Start) -> Outcome:
   """Ends a process that must stop during a recovery: saves the restored state and computes nothing more."""
   _resume(session, elastic, start)
   tiers.maybe_save(start.step, start.state, session.data.meta(config, start.step), last=True)
@@ -226,14 +258,10 @@ def _evaluation_due(config: Config, session: Session, step: int) -> bool:
 def _make_up_evaluation(
   config: Config, session: Session, elastic: ElasticRun, stepper: Stepper, params: Params, step: int
 ) -> None:
-  """Evaluates the state that the attempt starts from, unless metrics.jsonl has its evaluation or no evaluation was due.
+  """Evaluates the state that the attempt starts from: an evaluation is due there, and metrics.jsonl does not have it.
 
-  An evaluation is owed if an earlier process had to stop at this step, or was killed before the record was safe.
+  An earlier process had to stop at this step, or was killed before the record was safe.
   """
-  if not _evaluation_due(config, session, step):
-    return
-  if world_lib.from_primary(session.world, session.metrics.has_evaluation(step)):
-    return
   session.log.line(f"An evaluation was due at step {step} and is missing: evaluating before the next step.")
   _evaluate(config, session, elastic, stepper, params, step)
   session.metrics.flush()  # if the process is killed from now on, the next one must not evaluate again
@@ -247,7 +275,7 @@ def _evaluate(
   elastic.reached("eval", step)
   batches = session.data.eval_batches(config.observe.eval_steps)
   with session.watchdog.during("evaluation"):
-    sums = [stepper.evaluate(params, index) for index in range(batches)]
+    sums = stepper.evaluate(params, batches)
     stepper.wait(sums, f"the evaluation at step {step}")
     total, weight = (sum(float(value) for value in values) for values in zip(*sums))
   loss, seconds = total / weight if weight else math.nan, time.monotonic() - start
@@ -263,9 +291,9 @@ def _sample(config: Config, session: Session, prog: Program, params: Params, ste
   The run is complete without it: if one device cannot hold the model, the log has a warning.
   """
   tokenizer = session.data.train.tokenizer
-  if not config.observe.sample_prompt:
+  if not config.observe.sample_prompt or not session.cluster.saves_in_storage():
     return
-  if tokenizer is None or session.world.size > 1:
+  if tokenizer is None or session.cluster.world.size > 1:
     reason = "synthetic data has no tokenizer" if tokenizer is None else "the weights are spread over processes"
     session.log.warning(f"no sample is made of sample_prompt: {reason}")
     return

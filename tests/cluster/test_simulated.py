@@ -60,7 +60,7 @@ def test_start_groups_the_devices_that_are_there():
     (ClusterSection(num_slices=3), "8 cpu devices cannot be cut into num_slices=3"),
     (ClusterSection(num_slices=3, devices_per_slice=4), "num_slices=3 x devices_per_slice=4 does not fit the 8 cpu"),
     (ClusterSection(num_slices=9), "num_slices=9 x devices_per_slice=any does not fit"),
-    (ClusterSection(cluster="multiprocess"), "is not available yet"),
+    (ClusterSection(cluster="multiprocess"), "the environment lacks TRAINER_SUPERVISOR"),
     (ClusterSection(cluster="pathways"), "needs JAX_PLATFORMS=proxy"),
   ],
 )

@@ -7,13 +7,6 @@ import sys
 import textwrap
 
 from trainer.observe import events
-from trainer.world import SingleWorld
-
-
-class Second(SingleWorld):
-  """Not the process that writes."""
-
-  rank, size, is_primary = 1, 2, False
 
 
 def test_records_have_process_time_and_fields(tmp_path):
@@ -44,7 +37,7 @@ def test_a_new_process_appends_under_a_new_id(tmp_path):
 def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   assert events.EventLog(None).emit("eval", loss=1.0)["loss"] == 1.0
-  assert events.EventLog(str(tmp_path), world=Second()).emit("eval")["kind"] == "eval"
+  assert events.EventLog(str(tmp_path), is_primary=False).emit("eval")["kind"] == "eval"
   assert list(tmp_path.iterdir()) == []
 
 

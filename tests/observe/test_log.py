@@ -8,13 +8,6 @@ import textwrap
 
 from trainer import __main__
 from trainer.observe import files, log
-from trainer.world import SingleWorld
-
-
-class Second(SingleWorld):
-  """Not the process that writes."""
-
-  rank, size, is_primary = 1, 2, False
 
 
 def test_a_line_is_the_same_on_stdout_and_in_the_file(tmp_path, capsys):
@@ -38,7 +31,7 @@ def test_a_second_log_continues_the_file(tmp_path, capsys):
 
 
 def test_processes_that_are_not_primary_print_only_warnings(tmp_path, capsys):
-  out = log.get(str(tmp_path), Second())
+  out = log.get(str(tmp_path), is_primary=False)
   out.line("not printed")
   out.warning("trouble")
   captured = capsys.readouterr()

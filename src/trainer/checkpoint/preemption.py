@@ -19,13 +19,15 @@ class Preemption:
     signals: Signals,
     log: Callable[[str], None] = lambda line: None,
     emit: Callable[..., object] = lambda kind, **fields: None,
+    agreed: Callable[[], bool] | None = None,
   ) -> None:
-    """log takes a line, emit a kind and fields for events.jsonl.
+    """agreed: whether the worlds of the run have agreed that this process ends after the last step; None: `world` is
+    the whole run. log takes a line, emit a kind and fields for events.jsonl.
 
     Without enable_autocheckpoint or enable_checkpointing SIGTERM ends the process at once, as the system does.
     """
     self._enabled = cfg.enable_autocheckpoint and cfg.enable_checkpointing
-    self._world, self._signals = world, signals
+    self._world, self._signals, self._worlds_agreed = world, signals, agreed
     self._log, self._emit = log, emit
     self._agreed = False
     self._announced = False
@@ -44,7 +46,9 @@ class Preemption:
     """
     if self._agreed or not self._enabled:
       return self._agreed
-    if self._world.size == 1:
+    if self._worlds_agreed is not None:
+      self._agreed = self._worlds_agreed()
+    elif self._world.size == 1:
       self._agreed = self._signals.noticed
     else:
       from jax.experimental import multihost_utils

@@ -26,15 +26,16 @@ def folder(run_directory: str) -> Any:
   return epath.Path(run_directory if "://" in run_directory else os.path.abspath(run_directory))
 
 
-def establish(run_directory: str, world: World) -> str:
+def establish(run_directory: str, world: World, fresh: str = "") -> str:
   """The id of the run on every process. The primary creates folder and id on the first start.
 
-  Raises ConfigError if the id cannot be read or written.
+  fresh: the id of a new run, where several worlds start it at the same time; "": a random one. Raises ConfigError if
+  the id cannot be read or written.
   """
   found, failed = "", ""
   if world.is_primary:
     try:
-      found = read(run_directory) or _create(folder(run_directory))
+      found = read(run_directory) or _create(folder(run_directory), fresh or secrets.token_hex(6))
     except (OSError, Rejected) as error:
       failed = f"{run_directory}/{FILE}: {error}. Delete it if it is no file of a run; local copies are then not used"
   found, failed = world_lib.from_primary(world, [found, failed])
@@ -49,10 +50,9 @@ def read(run_directory: str) -> str:
   return checksums.read(path).decode(errors="replace").strip() if path.exists() else ""
 
 
-def _create(path: Any) -> str:
+def _create(path: Any, made: str) -> str:
   path.mkdir(parents=True, exist_ok=True)
-  made = secrets.token_hex(6)
-  temporary = path / f"{FILE}.tmp"
+  temporary = path / f"{FILE}.{secrets.token_hex(4)}.tmp"  # another world may create the same file now
   temporary.write_text(made + "\n")
   temporary.replace(path / FILE)
   return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,14 +36,19 @@ class Tiers:
     run_id: str | None = None,
     slices: Mapping[int, Sequence[Device]] | None = None,
     snapshots: Snapshots | None = None,
+    saves_in_storage: Callable[[], bool] = lambda: True,
     log: Log = lambda line: None,
     emit: Emit = lambda kind, **fields: None,
   ) -> None:
     """run_id: of run_id.establish at the start of the process (default: the id is read or created now).
-    slices: {id: devices} of the living slices (default: all devices are one). log takes a line for people; emit a
+    slices: {id: devices} of the living slices (default: all devices are one). saves_in_storage: asked at every save;
+    False while another world of the run does it. log takes a line for people; emit a
     kind and fields for events.jsonl; both may be called from a thread. Raises ConfigError where the emergency tier is
     wanted and could not write."""
     self._cfg, self._log, self._emit = cfg, log, emit
+    self._saves_in_storage = saves_in_storage
+    self._saves = saves_in_storage()  # at the last call of `owed`
+    self._makes_up = False
     if run_id is None:
       run_id = run_id_lib.establish(run_directory, world) if cfg.enable_checkpointing else ""
     self._persistent = Persistent(f"{run_directory}/checkpoints", cfg, world=world, run_id=run_id, log=log, emit=emit)
@@ -71,6 +76,20 @@ class Tiers:
     """Whether the persistent tier saves at `step`."""
     return self._due(step, self._cfg.checkpoint_period)
 
+  def owed(self, step: int) -> bool:
+    """Whether the last save in storage that was due before `step` was lost with the world that was to do it.
+
+    Asked after every step: it looks only when this world begins to save in storage.
+    """
+    before, self._saves = self._saves, self._saves_in_storage()
+    if before or not self._saves or not self._cfg.enable_checkpointing:
+      return False
+    due = step - step % self._cfg.checkpoint_period
+    self._makes_up = due > 0 and due != step and max(self._persistent.steps(), default=0) < due
+    if self._makes_up:
+      self._log(f"The checkpoint of step {due} was not committed: saving step {step} in its place.")
+    return self._makes_up
+
   def _due(self, step: int, period: int) -> bool:
     return self._cfg.enable_checkpointing and step > 0 and step % period == 0
 
@@ -89,7 +108,8 @@ class Tiers:
     if self._emergency is not None and self._due(step, self._cfg.local_checkpoint_period):
       self._emergency.save(step, state, meta)
       saved = True
-    if last or self.due_persistent(step):
+    if (last or self.due_persistent(step) or self._makes_up) and self._saves_in_storage():
+      self._makes_up = False
       saved |= self._persistent.save(step, state, meta, metric=metric)
     return saved
 
@@ -123,6 +143,10 @@ class Tiers:
       self._persistent.close()
 
   # ---- restoring ----
+
+  def newest(self) -> int:
+    """The step of the newest candidate of all backups; 0: there is none. Reads no data."""
+    return max((candidate.step for backup in self._backups for candidate in backup.candidates()), default=0)
 
   def restore_newest(self, abstract: Any, accept: Accept = lambda meta: None) -> Restored | None:
     """The newest good state, with the shapes, types and shardings of `abstract`; None on a first start.

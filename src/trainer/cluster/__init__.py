@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from trainer.cluster import cpu_compiler
 from trainer.cluster.api import Cluster, ProxyLost, View
-from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
+from trainer.membership.environment import SUPERVISOR, Place
 
-__all__ = ["Cluster", "ProxyLost", "View", "start"]
+__all__ = ["Cluster", "ProxyLost", "View", "inherited_environment", "start"]
 
 
 def start(cfg: ClusterSection) -> Cluster:
@@ -17,19 +18,29 @@ def start(cfg: ClusterSection) -> Cluster:
 
   Raises ConfigError if this machine or environment cannot provide the cluster, before jax is imported if possible.
   """
-  kind = cfg.cluster
-  if kind == "auto":
-    kind = "pathways" if "proxy" in os.environ.get("JAX_PLATFORMS", "") else "simulated"
-  if kind == "multiprocess":
-    raise ConfigError(
-      "cluster=multiprocess is not available yet: each slice will be its own JAX world. Use cluster=simulated, which "
-      "also runs in several processes joined by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."
-    )
+  kind = _find(os.environ) if cfg.cluster == "auto" else cfg.cluster
   if kind == "pathways":
     from trainer.cluster.pathways import PathwaysCluster
 
     return PathwaysCluster.start(cfg, os.environ)
+  place = Place.read(os.environ) if kind == "multiprocess" else None
   cpu_compiler.prepare_environment(os.environ)
+  if place is not None:
+    from trainer.cluster.multiprocess import MultiprocessCluster
+
+    return MultiprocessCluster.start(cfg, place, os.environ)
   from trainer.cluster.simulated import SimulatedCluster
 
   return SimulatedCluster.start(cfg, os.environ)
+
+
+def _find(environment: Mapping[str, str]) -> str:
+  """The kind of cluster that the environment is of."""
+  if SUPERVISOR in environment:
+    return "multiprocess"
+  return "pathways" if "proxy" in environment.get("JAX_PLATFORMS", "") else "simulated"
+
+
+def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:
+  """The environment of this process with `changes`, for a process that it starts."""
+  return dict(os.environ) | dict(changes)

@@ -6,13 +6,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.config.errors import ConfigError
 
 if TYPE_CHECKING:
   from jax import Device
 
+  from trainer.cluster.peers import Peers
   from trainer.world import World
 
 
@@ -34,6 +35,14 @@ class View:
     return len(self.slices) == self.num_slices_total
 
 
+class FaultTarget(Protocol):
+  """Slices that can be lost on command. seconds: until the slice returns; None: when it is given back or waited for."""
+
+  def lose(self, slice_id: int, seconds: float | None = None) -> None: ...
+  def hang(self, slice_id: int, seconds: float | None = None) -> None: ...
+  def give_back(self, slice_id: int) -> None: ...
+
+
 class ProxyLost(RuntimeError):
   """The connection to the Pathways proxy is lost: no slice can be reached any more."""
 
@@ -42,6 +51,9 @@ class Cluster(ABC):
   """The slices of this run. A slice fails and returns as a whole; its id and its devices never change."""
 
   kind: str
+  recovers_in_process = True  # whether the loss of a slice ends the attempt, and the elastic loop starts another
+  fresh_run_id = ""  # the id of a new run, where several worlds start it; "": the primary chooses one
+  peers: Peers | None = None  # the other worlds of the run, where each slice is a world of its own
 
   def __init__(self, slices: Mapping[int, Iterable[Device]], world: World) -> None:
     self.slices: dict[int, tuple[Device, ...]] = {i: tuple(slices[i]) for i in sorted(slices)}
@@ -57,6 +69,28 @@ class Cluster(ABC):
   def num_slices(self) -> int:
     """Slices of the full topology, dead or alive."""
     return len(self.slices)
+
+  @property
+  def fault_target(self) -> FaultTarget | None:
+    """Where rehearsed faults of slices happen; None: slices of this cluster cannot be lost on command."""
+    return None
+
+  @property
+  def stop_agreed(self) -> Callable[[], bool] | None:
+    """Whether this process ends after the last step, where several worlds agree on it; None: `world` is the run."""
+    return None
+
+  @property
+  def is_primary(self) -> bool:
+    """Whether this process writes the files that exist once per run. May become true during the run."""
+    return self.world.is_primary
+
+  def saves_in_storage(self) -> bool:
+    """Whether the processes of this JAX world write the persistent checkpoints. May change during the run."""
+    return True
+
+  def on_role(self, callback: Callable[[bool], None]) -> None:  # noqa: B027 -- most clusters never change the primary
+    """Has `callback` called with `is_primary` whenever that changes during the run."""
 
   def view(self, alive: Iterable[int]) -> View:
     """A view of the slices `alive`, for one attempt."""
@@ -116,6 +150,13 @@ class Cluster(ABC):
     import jax
 
     jax.block_until_ready(arrays)
+
+  def watch(self, *, busy: Callable[[], str], noticed: Callable[[], bool]) -> None:  # noqa: B027 -- as above
+    """busy(): what this process does besides steps, "" if nothing. noticed(): whether it has SIGTERM. For the other
+    worlds of the run: they must not take a long save for a hang."""
+
+  def finished(self, code: int) -> None:  # noqa: B027 -- most clusters have nobody to tell
+    """This process has done everything and will exit with `code`."""
 
   def stop(self) -> None:  # noqa: B027 -- most clusters have nothing to leave
     """Leaves the JAX world, if `start` joined one."""

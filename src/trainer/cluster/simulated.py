@@ -8,7 +8,6 @@ are arrays that do not become ready until the hang ends.
 from __future__ import annotations
 
 import itertools
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -18,14 +17,13 @@ import jax
 from jax.experimental import transfer
 
 from trainer import world as world_lib
-from trainer.cluster.api import Cluster, View
+from trainer.cluster import host_devices
+from trainer.cluster.api import Cluster, FaultTarget, View
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
 from trainer.world import World
 
 _POLL_SECONDS = 0.01
-# Forced on one process. Five thousand take most of a minute to create, and more threads than the system allows.
-MAX_HOST_DEVICES = 512
 
 
 class SimulatedCluster(Cluster):
@@ -56,8 +54,13 @@ class SimulatedCluster(Cluster):
   def start(cls, cfg: ClusterSection, environment: Mapping[str, str]) -> SimulatedCluster:
     """Joins the processes that the environment names, forces host devices on a CPU, and groups the devices."""
     process_count = _join_processes(cfg, environment)
-    _force_host_devices(cfg, environment, process_count)
-    return cls(_group(cfg, _all_devices(environment)), world_lib.of_jax())
+    wanted = max(cfg.num_slices, 1) * max(cfg.devices_per_slice, 1)
+    host_devices.force(wanted, process_count, environment)
+    return cls(_group(cfg, host_devices.find(environment)), world_lib.of_jax())
+
+  @property
+  def fault_target(self) -> FaultTarget:
+    return self
 
   def lose(self, slice_id: int, seconds: float | None = None) -> None:
     """The slice dies. It returns after `seconds`; None: when `give_back` is called or the run waits for it."""
@@ -208,37 +211,6 @@ def _join_processes(cfg: ClusterSection, environment: Mapping[str, str]) -> int:
   return count
 
 
-def _force_host_devices(cfg: ClusterSection, environment: Mapping[str, str], process_count: int) -> None:
-  """Gives the CPU backend the devices that cfg requests, unless the user has already forced a number of devices.
-
-  Other backends are not changed. If cfg requests more devices than a CPU can simulate, `_group` refuses it on a CPU.
-  """
-  if _forced_by_user(environment):
-    return
-  wanted = max(cfg.num_slices, 1) * max(cfg.devices_per_slice, 1)
-  if wanted % process_count:
-    raise ConfigError(
-      f"num_slices x devices_per_slice = {wanted} devices must divide by JAX_NUM_PROCESSES={process_count}; change one"
-    )
-  if wanted // process_count <= MAX_HOST_DEVICES:
-    jax.config.update("jax_num_cpu_devices", wanted // process_count)
-
-
-def _forced_by_user(environment: Mapping[str, str]) -> bool:
-  flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", environment.get("XLA_FLAGS", ""))
-  return flag is not None or jax.config.jax_num_cpu_devices > 0
-
-
-def _all_devices(environment: Mapping[str, str]) -> list[jax.Device]:
-  try:
-    return jax.devices()
-  except RuntimeError as error:  # no backend starts: it is misspelled, has no device here, or is not installed
-    raise ConfigError(
-      f"JAX_PLATFORMS={environment.get('JAX_PLATFORMS', '')!r}: JAX finds no devices: {str(error).splitlines()[0]}\n"
-      "Set JAX_PLATFORMS=cpu to run on the CPU, or install JAX for this machine's accelerator (setup.sh --gpu, --tpu)."
-    ) from error
-
-
 def _group(cfg: ClusterSection, devices: list[jax.Device]) -> dict[int, tuple[jax.Device, ...]]:
   """Returns {slice id: devices}: the hardware's own slices if it has several, otherwise equal contiguous groups."""
   by_index: dict[int, list[jax.Device]] = {}
@@ -257,7 +229,7 @@ def _group(cfg: ClusterSection, devices: list[jax.Device]) -> dict[int, tuple[ja
     raise ConfigError(
       f"num_slices={num_slices} x devices_per_slice={cfg.devices_per_slice or 'any'} does not fit the {len(devices)} "
       f"{devices[0].platform} devices of this run; change one of them, or the number of devices that XLA_FLAGS or "
-      f"JAX_NUM_CPU_DEVICES forces (a CPU plays at most {MAX_HOST_DEVICES})"
+      f"JAX_NUM_CPU_DEVICES forces (a CPU plays at most {host_devices.MOST})"
     )
   if cfg.devices_per_slice == 0 and wanted != len(devices):
     raise ConfigError(

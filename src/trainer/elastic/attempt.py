@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,11 +14,13 @@ from trainer.cluster import Cluster, View
 from trainer.config.faults import Moment
 from trainer.config.schema import ElasticSection
 from trainer.elastic import batch_plan
+from trainer.elastic.events import Event, Kind
 from trainer.elastic.faults import FaultInjector
 from trainer.elastic.hang import HangGuard
 from trainer.elastic.policy import ResizePolicy, RetryPolicy, SnapshotPolicy
 from trainer.elastic.program_cache import ProgramCache, next_views
 from trainer.elastic.recovery import RecoveryLog
+from trainer.observe.events import EventLog
 from trainer.observe.log import Log
 from trainer.observe.metrics import format_elastic_line
 
@@ -84,6 +86,7 @@ class ElasticRun:
   resizes: ResizePolicy
   snapshot_policy: SnapshotPolicy
   recovery: RecoveryLog
+  events: EventLog
   clock: Callable[[], float] = time.monotonic
   steps: StepClock = field(init=False)
   down_events: int = 0
@@ -138,10 +141,40 @@ class ElasticRun:
     if cost is not None:
       self.resizes.cost_seconds = cost
 
+  def lose(self, event: Event, alive: Collection[int], began: float, *, before: int, step: int) -> None:
+    """Records that slices were lost after `step` by a fault at `began`.
+
+    alive: the slices that are left; before: how many there were.
+    """
+    lost = sorted(event.lost)
+    detect_seconds = self.clock() - began
+    if event.kind is Kind.HANG:
+      self.events.emit("hang", step=step, silent_seconds=detect_seconds)
+    self.events.emit(
+      "slice_down",
+      step=step,
+      slice=lost,
+      slices=sorted(alive),
+      error=event.reason,
+      detect_seconds=detect_seconds,
+    )
+    self.down_events += 1
+    self.recovery.begin("slice_down", lost, began, step=step, alive=before)
+    self.resizes.resized()
+    self.log.line("Slice down event detected. Retrying.")
+
+  def grow(self, returned: list[int], alive: Collection[int], *, before: int, step: int) -> None:
+    """Records that the run continues after `step` with slices that have returned. before: how many computed."""
+    self.recovery.begin("slice_up", returned, self.clock(), step=step, alive=before)
+    self.retries.resized()
+    self.events.emit("slice_up", step=step, slice=returned, slices=sorted(alive))
+    self.log.line(f"Slice up event: slices {returned} have returned. Continuing with them after step {step}.")
+
   @property
   def uses_snapshots(self) -> bool:
     """Whether attempts take snapshots, and restore from them first."""
-    return self.cfg.elastic_enabled and self.cfg.elastic_backup_kind == "snapshot"
+    snapshots = self.cfg.elastic_enabled and self.cfg.elastic_backup_kind == "snapshot"
+    return snapshots and self.cluster.recovers_in_process
 
   def snapshot_due(self, step: int) -> bool:
     """Whether the attempt should take a snapshot of `step`."""

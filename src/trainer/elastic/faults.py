@@ -8,18 +8,11 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol, cast, get_args
+from typing import cast, get_args
 
+from trainer.cluster.api import FaultTarget
 from trainer.config.errors import ConfigError
 from trainer.config.faults import Fault, Moment, RandomFaults
-
-
-class Slices(Protocol):
-  """The part of SimulatedCluster that an injector calls."""
-
-  def lose(self, slice_id: int, seconds: float | None = None) -> None: ...
-  def hang(self, slice_id: int, seconds: float | None = None) -> None: ...
-  def give_back(self, slice_id: int) -> None: ...
 
 
 def expand(faults: Iterable[Fault | RandomFaults], num_slices: int, steps: int) -> list[Fault]:
@@ -69,7 +62,7 @@ class FaultInjector:
   """Makes every fault happen once, at its moment. Calls `record` before each fault."""
 
   faults: list[Fault]
-  slices: Slices | None = None
+  slices: FaultTarget | None = None
   record: Callable[[Fault, int], None] = lambda fault, step: None
   kill: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGKILL)
   clock: Callable[[], float] = time.monotonic

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 from trainer.cluster import Cluster, View
-from trainer.cluster.simulated import SimulatedCluster
 from trainer.config.errors import ConfigError
 from trainer.config.faults import Fault, parse
 from trainer.config.schema import ElasticSection
@@ -64,10 +63,11 @@ def elastic_retry(
     ResizePolicy(cfg.elastic_min_resize_interval_seconds, clock),
     SnapshotPolicy(cfg.snapshot_period, _SNAPSHOT_OVERHEAD, job.state_bytes),
     RecoveryLog(events, log, programs.counter, job.tokens_per_step, clock),
+    events,
     clock,
   )
   try:
-    if cfg.elastic_enabled:
+    if cfg.elastic_enabled and cluster.recovers_in_process:
       outcome = _Loop(attempt, elastic, events, stop, sleep).run()
     else:
       outcome = _run(attempt, elastic, events, cluster.view(cluster.slices), frozenset(cluster.slices), number=1)
@@ -177,25 +177,10 @@ class _Loop:
 
   def _lose(self, event: Event, view: View) -> None:
     """Records that slices of `view` were lost."""
-    elastic, step = self._elastic, self._elastic.steps.last_step
-    lost = sorted(event.lost)
+    elastic = self._elastic
     # The fault came after the last sign of life. The exact time is known only for an injected fault.
     began = max(elastic.steps.last_sign_of_life, elastic.faults.last_fired_at)
-    detect_seconds = elastic.clock() - began
-    if event.kind is Kind.HANG:
-      self._events.emit("hang", step=step, silent_seconds=detect_seconds)
-    self._events.emit(
-      "slice_down",
-      step=step,
-      slice=lost,
-      slices=sorted(frozenset(view.slices) - event.lost),
-      error=event.reason,
-      detect_seconds=detect_seconds,
-    )
-    elastic.down_events += 1
-    elastic.recovery.begin("slice_down", lost, began, step=step, alive=view.num_alive)
-    elastic.resizes.resized()
-    elastic.log.line("Slice down event detected. Retrying.")
+    elastic.lose(event, frozenset(view.slices) - event.lost, began, before=view.num_alive, step=elastic.steps.last_step)
 
   def _grow(self, view: View, step: int) -> None:
     """Records that the attempt on `view` has ended after `step` so that the next one uses returned slices."""
@@ -208,10 +193,7 @@ class _Loop:
     if not returned:
       elastic.log.line("The returned slices do not answer any more. Continuing without them.")
       return
-    elastic.recovery.begin("slice_up", returned, elastic.clock(), step=step, alive=view.num_alive)
-    elastic.retries.resized()
-    self._events.emit("slice_up", step=step, slice=returned, slices=sorted(alive))
-    elastic.log.line(f"Slice up event: slices {returned} have returned. Continuing with them after step {step}.")
+    elastic.grow(returned, alive, before=view.num_alive, step=step)
 
   def _pause(self, seconds: float) -> None:
     end = self._elastic.clock() + seconds
@@ -232,18 +214,18 @@ def check(cluster: Cluster, cfg: ElasticSection, steps: int) -> list[Fault]:
       f"Use at most {cluster.num_slices}, or -1 for all."
     )
   faults = expand(parse(cfg.fault_injection), cluster.num_slices, steps)
-  if any(fault.slice is not None for fault in faults) and not isinstance(cluster, SimulatedCluster):
+  if any(fault.slice is not None for fault in faults) and cluster.fault_target is None:
     raise ConfigError(
-      f"fault_injection={cfg.fault_injection}: only simulated slices can be lost on command, not those of a "
-      f"{cluster.kind} cluster.\nDelete a worker pod there, or rehearse with cluster=simulated."
+      f"fault_injection={cfg.fault_injection}: slices of a {cluster.kind} cluster cannot be lost on command.\n"
+      "Delete a worker pod there, or rehearse with cluster=simulated or trainer.launch.local."
     )
   return faults
 
 
 def _injector(cluster: Cluster, faults: list[Fault], events: EventLog, clock: Callable[[], float]) -> FaultInjector:
   """What still has to be made of the run's `faults` in this process: a fault happens once per run, not per process."""
-  if faults and events.directory is not None:
-    before = [record["fault"] for record in read_events(events.directory) if record["kind"] == "fault_injected"]
+  if faults and events.run_directory is not None:
+    before = [record["fault"] for record in read_events(events.run_directory) if record["kind"] == "fault_injected"]
     for fault in list(faults):
       if str(fault) in before:
         before.remove(str(fault))
@@ -253,4 +235,4 @@ def _injector(cluster: Cluster, faults: list[Fault], events: EventLog, clock: Ca
     events.emit("fault_injected", slice=fault.slice, fault=str(fault), step=step)
     events.flush()  # the next thing may be SIGKILL
 
-  return FaultInjector(faults, cluster if isinstance(cluster, SimulatedCluster) else None, record, clock=clock)
+  return FaultInjector(faults, cluster.fault_target, record, clock=clock)

@@ -131,6 +131,14 @@ class Exchange:
     with self._in_epoch():
       return state.receive(self._links[member], self._epoch, allocate)
 
+  def wait_closed(self, member: int, seconds: float) -> bool:
+    """Whether `member` closes its connection of the last epoch within `seconds`, or has none: as a rule it has ended.
+
+    For the end of a run, after an interruption: data that it still sends are dropped.
+    """
+    link = self._links.get(member)
+    return link is None or link.wait_closed(seconds)
+
   def interrupt(self, next_epoch: int) -> None:
     """Ends all epochs before `next_epoch`: a blocked call, and every later call for such an epoch, raises PeerLost.
 

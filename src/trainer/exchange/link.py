@@ -77,6 +77,7 @@ class Kind(IntEnum):
 _FIELDS = struct.Struct("<4sIiIQQI")
 _CHECKSUM = struct.Struct("<I")
 _MAGIC = b"xchg"
+_DROPPED_BYTES = 1 << 16
 
 
 class Frame(NamedTuple):
@@ -132,6 +133,21 @@ class Link:
       raise CorruptFrame(
         [self.member], f"the checksum of {Kind(frame.kind).name} {frame.share}, {frame.bucket} is wrong"
       )
+
+  def wait_closed(self, seconds: float) -> bool:
+    """Whether the peer closes the connection within `seconds`. Drops what it still sends."""
+    deadline = time.monotonic() + seconds
+    poll = select.poll()
+    poll.register(self._sock, select.POLLIN)
+    while (left := deadline - time.monotonic()) > 0:
+      try:
+        if poll.poll(1000 * left) and not self._sock.recv(_DROPPED_BYTES):
+          return True
+      except BlockingIOError:
+        continue
+      except OSError:
+        return True
+    return False
 
   def close(self) -> None:
     self._sock.close()

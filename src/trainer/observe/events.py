@@ -5,6 +5,7 @@ Every record has
   run         name of the run
   process     short random id of the process's life; changes when the job is restarted
   attempt     elastic attempt inside that process, from 1
+  epoch       number of the epoch of the run's members, only where each slice is a JAX world of its own
   time        UTC, ISO 8601 with microseconds;   wall: the same moment in epoch seconds
   monotonic   seconds of the process's monotonic clock; differences inside one `process` are exact
 A record is written at the end of what it describes; `seconds` is the duration, so it covers [monotonic - seconds,
@@ -38,6 +39,7 @@ Faults and recovery
   slice_down     step (last completed), slice (ids lost), slices (ids alive now), error, detect_seconds
   slice_up       step, slice (ids returned), slices
   preemption     step (completed so far), signal
+  primary        step: this process writes the records from here on; the primary before it is lost or has left
   hang           step, silent_seconds
   nonfinite      step, loss, grad_norm
   replicas_differ step, slice, array: no snapshot, because this slice's copy of the array is not that of the others
@@ -53,13 +55,15 @@ import datetime
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from trainer.observe import files
-from trainer.world import SINGLE_WORLD, World
 
 EVENTS_FILE = "events.jsonl"
+_OWED = frozenset({"slice_down", "slice_up", "recovery"})  # written once per run, even if the primary dies meanwhile
+_REMEMBERED = 64
 
 
 class EventLog:
@@ -69,16 +73,19 @@ class EventLog:
     self,
     run_directory: str | None,
     run_name: str = "",
-    world: World = SINGLE_WORLD,
     *,
+    is_primary: bool = True,
     wall: Callable[[], float] = time.time,
     monotonic: Callable[[], float] = time.monotonic,
   ) -> None:
     """run_directory: local or gs://; None: nothing is kept (`emit` still returns the record)."""
-    self.directory = run_directory if world.is_primary else None
+    self.run_directory = run_directory  # to read; `directory`: to write, None while this process is not the primary
+    self.directory = run_directory if is_primary else None
     self.run_name = run_name
     self.process = uuid.uuid4().hex[:8]
     self.attempt = 1
+    self.epoch: int | None = None  # of the members, where each slice is a world of its own: a field of every record
+    self._unwritten: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
     self._clocks = (wall, monotonic)
     self._lines = files.open_lines(self.directory, EVENTS_FILE)
     self._lock = threading.Lock()
@@ -96,14 +103,40 @@ class EventLog:
       stamp = self.stamp()
       time_utc = datetime.datetime.fromtimestamp(stamp["wall"], datetime.UTC).isoformat(timespec="microseconds")
       record = {"kind": kind, "run": self.run_name, "time": time_utc} | stamp | fields
+      if self.epoch is not None:
+        record["epoch"] = self.epoch
+        if self.directory is None and kind in _OWED:
+          self._unwritten.append(record)
       self._lines.append(files.dump_json(record))
     return record
+
+  def take_over(self, run_directory: str) -> None:
+    """This process is the primary from now on: it writes the records that follow, and those of losses and returns that
+    the primary before it did not live to write."""
+    known = {_identity(record) for record in files.read_last_json_lines(run_directory, EVENTS_FILE)}
+    with self._lock:
+      self.directory, self._lines = run_directory, files.open_lines(run_directory, EVENTS_FILE)
+      for record in self._unwritten:
+        if _identity(record) not in known:
+          self._lines.append(files.dump_json(record))
+      self._unwritten.clear()
+
+  def hand_over(self) -> None:
+    """Another process is the primary from now on."""
+    with self._lock:
+      self._lines.close()
+      self.directory = None
 
   def flush(self) -> None:
     self._lines.flush()
 
   def close(self) -> None:
     self._lines.close()
+
+
+def _identity(record: dict[str, Any]) -> tuple[Any, ...]:
+  """What is equal in the records that different processes make of the same event."""
+  return record["kind"], record.get("event"), record.get("epoch"), tuple(record.get("slice") or ())
 
 
 def read_events(run_directory: str) -> list[dict[str, Any]]:

@@ -206,6 +206,26 @@ def read_lines(directory: str, name: str) -> Iterator[str]:
         yield line.decode("utf-8", "replace").removesuffix("\n")
 
 
+def read_last_json_lines(directory: str, name: str, size: int = 1 << 17) -> Iterator[dict[str, Any]]:
+  """The records in about the last `size` bytes of a line file of JSON objects; of an object store, in its last part."""
+  if is_object_store(directory):
+    parts = _parts(directory, name)
+    data = parts[-1][1].read_bytes() if parts else b""
+  else:
+    path = Path(directory) / name
+    if not path.exists():
+      return
+    with path.open("rb") as file:
+      start = max(0, file.seek(0, os.SEEK_END) - size)
+      file.seek(start)
+      data = file.read()
+    if start:
+      data = data.partition(b"\n")[2]  # the first line is cut
+  for value in _parse(data.decode("utf-8", "replace").splitlines()):
+    if isinstance(value, dict):
+      yield value
+
+
 def write_text(directory: str, name: str, text: str) -> None:
   """Writes a whole file of a run directory, local (atomically) or on an object store."""
   write_bytes(directory, name, text.encode("utf-8", "backslashreplace"))

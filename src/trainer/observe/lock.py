@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -53,3 +54,21 @@ def exclusive(directory: str, timeout: float, log: Callable[[str], None]) -> Ite
     yield
   finally:
     os.close(descriptor)
+
+
+def take_over(directory: str) -> None:
+  """Locks the run's folder until this process ends, as soon as the primary before it has released the lock.
+
+  Does not wait: that primary is dead, or about to end.
+  """
+  if is_object_store(directory):
+    return
+  descriptor = os.open(directory, os.O_RDONLY)
+  threading.Thread(target=_lock, args=(descriptor,), name="lock of the run", daemon=True).start()
+
+
+def _lock(descriptor: int) -> None:
+  import fcntl
+
+  with contextlib.suppress(OSError):  # a file system without locks: `exclusive` has said so
+    fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 
 from trainer.observe import files
-from trainer.world import SINGLE_WORLD, World
 
 LOG_FILE = "log.txt"
 
@@ -66,6 +65,17 @@ class Log:
     with self._lock:
       self._print, self._details = printer or to_stdout, details
 
+  def take_over(self, run_directory: str) -> None:
+    """This process is the primary from now on: it continues the log of the primary that is lost or has left."""
+    with self._lock:
+      self._lines, self._quiet = files.open_lines(run_directory, LOG_FILE), False
+
+  def hand_over(self) -> None:
+    """Another process is the primary from now on."""
+    with self._lock:
+      self._lines.close()
+      self._quiet = True
+
   def flush(self) -> None:
     self._lines.flush()
 
@@ -73,13 +83,12 @@ class Log:
     self._lines.close()
 
 
-def get(run_directory: str | None, world: World = SINGLE_WORLD) -> Log:
+def get(run_directory: str | None, *, is_primary: bool = True) -> Log:
   """The log of a run directory (local or gs://; None: stdout only). Continues an existing log.txt.
 
   In a process that is not primary, `line`, `detail` and `record` do nothing, and warnings and errors go to stderr.
   """
-  directory = run_directory if world.is_primary else None
-  return Log(files.open_lines(directory, LOG_FILE), quiet=not world.is_primary)
+  return Log(files.open_lines(run_directory if is_primary else None, LOG_FILE), quiet=not is_primary)
 
 
 def to_stdout(text: str) -> None:

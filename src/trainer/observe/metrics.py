@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -20,6 +21,8 @@ from trainer.observe.log import Log
 
 METRICS_FILE = "metrics.jsonl"
 _LONGEST_FLUSH_SECONDS = 10.0  # limit of the time that a checkpoint waits for TensorBoard files
+_HANDED_ON = 16  # records for a process that joins: more than can be unwritten
+_REMEMBERED = 256  # records that a process can write in the place of a primary that is lost
 _FLUSH_SECONDS = 10.0  # period of TensorBoard flushes: on an object store each one uploads the whole file
 
 # StepRecord field -> TensorBoard tag
@@ -60,6 +63,7 @@ class StepRecord:
   skipped: bool = False  # non-finite: the update was not applied
   z_loss: float | None = None  # per weighted token, added to the loss; None: not used, no field in the record
   examples: dict[str, int] | None = None  # of the run so far, by source; None: no mixture, no field in the record
+  slice_seconds: dict[str, float] | None = None  # {slice: seconds that it computed}, where slices are separate worlds
 
 
 def format_step_line(record: StepRecord) -> str:
@@ -90,23 +94,71 @@ def format_duration(seconds: float) -> str:
 class Metrics:
   """Writes step records; made once per process. A step that is done again (resume, rewind) is written again."""
 
-  def __init__(self, run_directory: str | None, cfg: ObserveSection, events: EventLog, log: Log) -> None:
-    """run_directory: None writes nothing (a process that is not primary)."""
+  def __init__(
+    self, run_directory: str, cfg: ObserveSection, events: EventLog, log: Log, *, is_primary: bool = True
+  ) -> None:
+    """is_primary: whether this process writes; otherwise it only remembers its last records."""
     self._events = events
+    self._cfg, self._log = cfg, log
     self._run_directory = run_directory
     self._last_evaluated: int | None = None  # by this process: an object store may not have the record yet
-    self._lines = files.open_lines(run_directory, METRICS_FILE)
+    self._recent: deque[StepRecord | tuple[int, float, float]] = deque(maxlen=_REMEMBERED)
+    self._open(is_primary)
+
+  def _open(self, is_primary: bool) -> None:
+    directory = self._run_directory
+    self._lines = files.open_lines(directory if is_primary else None, METRICS_FILE)
     self._tensorboard: TensorBoard | None = None
     self._objects: MetricsObjects | None = None
-    if run_directory is not None and cfg.enable_tensorboard:
-      self._tensorboard = TensorBoard(f"{run_directory}/tensorboard", events.process, log)
-    if run_directory is not None and cfg.gcs_metrics:
-      self._objects = MetricsObjects(f"{run_directory}/metrics", cfg.log_period, log)
+    if is_primary and self._cfg.enable_tensorboard:
+      self._tensorboard = TensorBoard(f"{directory}/tensorboard", self._events.process, self._log)
+    if is_primary and self._cfg.gcs_metrics:
+      self._objects = MetricsObjects(f"{directory}/metrics", self._cfg.log_period, self._log)
+
+  def remembered(self) -> list[dict[str, Any] | list[float]]:
+    """The last records, as JSON: for a process that joins the run, and that may have to write them one day."""
+    last = list(self._recent)[-_HANDED_ON:]
+    return [dataclasses.asdict(record) if isinstance(record, StepRecord) else list(record) for record in last]
+
+  def remember(self, records: list[dict[str, Any] | list[float]]) -> None:
+    """Takes in what another process has `remembered`."""
+    for record in records:
+      self._recent.append(StepRecord(**record) if isinstance(record, dict) else (int(record[0]), record[1], record[2]))
+
+  @property
+  def last_step(self) -> int:
+    """The last step that this process has recorded or remembers; 0: none."""
+    return max((record.step for record in self._recent if isinstance(record, StepRecord)), default=0)
+
+  def take_over(self) -> list[StepRecord]:
+    """This process is the primary from now on. Returns the steps that nobody had recorded, now recorded here."""
+    known = list(files.read_last_json_lines(self._run_directory, METRICS_FILE))
+    last = max((record["step"] for record in known if "loss" in record), default=0)
+    evaluated = {record["step"] for record in known if "eval_loss" in record}
+    self._open(True)
+    missing: list[StepRecord] = []
+    for record in list(self._recent):
+      if not isinstance(record, StepRecord):
+        if record[0] >= last and record[0] not in evaluated:
+          self._write_eval(*record)
+      elif record.step > last:
+        self._write(record)
+        missing.append(record)
+    return missing
+
+  def hand_over(self) -> None:
+    """Another process is the primary from now on."""
+    self.close()
+    self._open(False)
 
   def write(self, record: StepRecord) -> None:
     """Records one completed step. Does no I/O to object stores on the caller's thread."""
+    self._recent.append(record)
+    self._write(record)
+
+  def _write(self, record: StepRecord) -> None:
     fields = dataclasses.asdict(record) | self._events.stamp()
-    for optional in ("z_loss", "examples"):
+    for optional in ("z_loss", "examples", "slice_seconds"):
       if fields[optional] is None:
         del fields[optional]
     line = files.dump_json(fields)
@@ -118,6 +170,10 @@ class Metrics:
 
   def write_eval(self, step: int, eval_loss: float, seconds: float = 0.0) -> None:
     """Records an evaluation after `step` (nats per weighted token)."""
+    self._recent.append((step, eval_loss, seconds))
+    self._write_eval(step, eval_loss, seconds)
+
+  def _write_eval(self, step: int, eval_loss: float, seconds: float) -> None:
     fields = {"step": step, "eval_loss": eval_loss, "eval_seconds": seconds} | self._events.stamp()
     self._lines.append(files.dump_json(fields))
     self._last_evaluated = step
@@ -128,7 +184,7 @@ class Metrics:
     """Whether the state after `step` has been evaluated, by this process or by an earlier one of the run."""
     if step == self._last_evaluated:
       return True
-    return self._run_directory is not None and has_evaluation(self._run_directory, step)
+    return has_evaluation(self._run_directory, step)
 
   def flush(self) -> None:
     """Writes pending records. Call before a checkpoint: a run that resumes from it does not write them again."""

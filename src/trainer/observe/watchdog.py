@@ -91,6 +91,12 @@ class Watchdog:
         if self._silent is not None:
           self._silent = 0.0
 
+  @property
+  def operation(self) -> str:
+    """The name of the operation under way; "" if there is none."""
+    with self._lock:
+      return self._operations[-1].name if self._operations else ""
+
   def stop(self) -> None:
     """Ends the thread. Stopping twice, or before `start`, is allowed."""
     self._stop.set()

@@ -1,0 +1,133 @@
+"""Runs of `python -m trainer.launch.local` with a tiny model: real processes, which a test kills, stops and watches."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from end_to_end.command import ROOT, Run, cpu_environment
+
+from trainer.membership.environment import MEMBER, SUPERVISOR
+
+KEYS = (
+  "vocab_size=64 dataset_type=synthetic learning_rate=1e-2 warmup_steps_fraction=0 elastic_enabled=true "
+  "elastic_min_slice_count=1 elastic_min_resize_interval_seconds=0 learning_rate_schedule_steps=1000"
+).split()
+MARK = "TRAINER_TEST_RUN"  # in the environment of every process of a run, so that leftovers are found
+
+
+class ProcessRun(Run):
+  """A run of several slices as processes of this machine."""
+
+  def __init__(self, folder: Path, keys: Sequence[str], *, slices: int = 3, options: Sequence[str] = ()) -> None:
+    """options: of trainer.launch.local, besides --slices."""
+    super().__init__(folder, [*KEYS, *keys])
+    self.keys = [key for key in self.keys if not key.startswith("num_slices=")]
+    self._options = ["--slices", str(slices), *options]
+    self._mark = f"{folder}.{time.time_ns()}"
+
+  def launch(self, *keys: str) -> subprocess.Popen[bytes]:
+    """Starts the supervisor, which starts the slices."""
+    with self.log.open("ab") as file:
+      return subprocess.Popen(
+        [sys.executable, "-m", "trainer.launch.local", *self._options, *self.argv(*keys)],
+        cwd=ROOT,
+        env=cpu_environment({MARK: self._mark}),
+        stdin=subprocess.DEVNULL,
+        stdout=file,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+      )
+
+  def processes(self) -> dict[int, dict[str, str]]:
+    """{process id: its environment} of all living processes of the run."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+      with contextlib.suppress(OSError, ValueError):
+        text = (path / "environ").read_bytes().decode(errors="replace")
+        variables = dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+        if variables.get(MARK) == self._mark and not _is_zombie(path):
+          found[int(path.name)] = variables
+    return found
+
+  def workers(self) -> dict[int, int]:
+    """{member: process id} of the living workers."""
+    return {int(env[MEMBER]): pid for pid, env in self.processes().items() if SUPERVISOR in env}
+
+  def kill(self, member: int, number: int = signal.SIGKILL) -> bool:
+    """Sends the signal to the member's process. Whether it lived."""
+    pid = self.workers().get(member)
+    if pid is None:
+      return False
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(pid, number)
+      return True
+    return False
+
+  @contextlib.contextmanager
+  def launched(self, *keys: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Starts the run; at the end of the block no process of it is left."""
+    supervisor = self.launch(*keys)
+    try:
+      yield supervisor
+    finally:
+      for pid in self.processes():
+        with contextlib.suppress(ProcessLookupError):
+          os.kill(pid, signal.SIGKILL)
+      supervisor.wait(30)
+
+  def wait_for(self, condition: Callable[[], bool], supervisor: subprocess.Popen[bytes], seconds: float = 90) -> None:
+    """Returns when the condition holds. Raises AssertionError after `seconds`, or if the run ends before."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+      assert supervisor.poll() is None, f"the run has ended with {supervisor.returncode}:\n{self.tail()}"
+      assert time.monotonic() < deadline, f"not within {seconds} s:\n{self.tail()}"
+      time.sleep(0.02)
+
+  def wait(self, supervisor: subprocess.Popen[bytes], seconds: float = 120) -> int:
+    """The exit code of the run. Raises AssertionError if it does not end in time, or if a process is left."""
+    try:
+      code = supervisor.wait(seconds)
+    except subprocess.TimeoutExpired:
+      raise AssertionError(f"the run has not ended in {seconds} s:\n{self.tail()}") from None
+    left = self.processes()
+    assert not left, f"processes are left: {[env.get(MEMBER) for env in left.values()]}"
+    return code
+
+  def wait_for_processes(self, seconds: float) -> None:
+    """Returns when no process of the run is left. Raises AssertionError after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while left := self.processes():
+      assert time.monotonic() < deadline, f"{len(left)} processes are left after {seconds} s:\n{self.tail()}"
+      time.sleep(0.1)
+
+  def tail(self) -> str:
+    """The last lines that were printed, without the lines of steps."""
+    lines = self.printed.splitlines()
+    return "\n".join([line for line in lines if not line.startswith(("completed step", "step="))][-40:])
+
+  def evaluations(self) -> dict[int, list[float]]:
+    """{step: the losses of its evaluations}: one each if every evaluation was recorded once."""
+    found: dict[int, list[float]] = {}
+    for record in self.records("metrics"):
+      if "eval_loss" in record:
+        found.setdefault(record["step"], []).append(record["eval_loss"])
+    return found
+
+  def count(self, kind: str) -> int:
+    """How many events of this kind are recorded."""
+    return len(self.events(kind))
+
+  def steps(self) -> list[int]:
+    """The recorded steps, in the order of their records."""
+    return [record["step"] for record in self.records("metrics") if "loss" in record]
+
+
+def _is_zombie(path: Path) -> bool:
+  return (path / "stat").read_text().rpartition(")")[2].split()[0] == "Z"

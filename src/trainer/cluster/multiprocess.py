@@ -1,0 +1,157 @@
+"""Slices as separate JAX worlds: this process has the devices of its own slice, and exchanges sums with the others.
+
+Nothing that another slice does enters XLA. A launcher (trainer.launch) starts the processes and says in the environment
+where the supervisor is and who this process is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Mapping
+
+import jax
+from jax import Device
+
+from trainer import world as world_lib
+from trainer.cluster import host_devices
+from trainer.cluster.api import Cluster, FaultTarget, View
+from trainer.cluster.peers import Peers
+from trainer.config.errors import ConfigError
+from trainer.config.schema import ClusterSection
+from trainer.exchange import Exchange
+from trainer.membership.client import Membership
+from trainer.membership.environment import SUPERVISOR, Place
+from trainer.membership.wire import WireError
+from trainer.world import World
+
+# A peer may be saving a large checkpoint. If it has died, the supervisor says so, and the wait ends at once.
+_CONNECT_SECONDS = 3600.0
+
+
+class MultiprocessCluster(Cluster):
+  """This process's slice, and its place among the members of the run."""
+
+  kind = "multiprocess"
+  recovers_in_process = False  # a lost slice is a lost process; the others lose nothing and need no new attempt
+  peers: Peers
+
+  def __init__(self, devices: tuple[Device, ...], num_slices: int, world: World, peers: Peers, run_id: str) -> None:
+    """num_slices: shares of the global batch, and the most members that compute at a time. run_id: of a new run."""
+    super().__init__({peers.member: devices}, world)
+    self._num_slices = num_slices
+    self.peers = peers
+    self.fresh_run_id = run_id
+
+  @classmethod
+  def start(cls, cfg: ClusterSection, place: Place, environment: Mapping[str, str]) -> MultiprocessCluster:
+    """Joins the run at `place`. Raises ConfigError if nobody answers there."""
+    if cfg.num_slices < 1:
+      raise ConfigError(
+        f"num_slices={cfg.num_slices}: cluster=multiprocess cuts the global batch into num_slices shares for the life "
+        "of the run.\nSet num_slices to the number of slices of the full run."
+      )
+    _join_slice(cfg, environment, place)
+    world = world_lib.of_jax()
+    exchange = Exchange(place.member, place.token, _refused, host=place.host, connect_seconds=_CONNECT_SECONDS)
+    try:
+      membership = Membership(
+        place.supervisor,
+        place.token,
+        member=place.member,
+        lane=place.lane,
+        lanes=place.lanes,
+        address=exchange.address,
+        interrupt=exchange.interrupt,
+      )
+    except (OSError, WireError) as error:
+      raise ConfigError(
+        f"{SUPERVISOR}={place.supervisor}: cannot join the run there: {error}.\nStart the run with "
+        "`python -m trainer.launch.local`, which starts the supervisor."
+      ) from error
+    peers = Peers(membership, exchange, place.lane, cfg.num_slices)
+    welcome = membership.next()
+    assert welcome is not None
+    peers.handle(welcome)
+    return cls(tuple(host_devices.find(environment)), cfg.num_slices, world, peers, place.run_id)
+
+  @property
+  def num_slices(self) -> int:
+    return self._num_slices
+
+  @property
+  def fault_target(self) -> FaultTarget:
+    return self
+
+  def lose(self, slice_id: int, seconds: float | None = None) -> None:
+    """The supervisor kills the member's processes."""
+    self._fault("lose", slice_id, seconds)
+
+  def hang(self, slice_id: int, seconds: float | None = None) -> None:
+    """The supervisor stops the member's processes."""
+    self._fault("hang", slice_id, seconds)
+
+  def give_back(self, slice_id: int) -> None:
+    """The supervisor starts the member's processes, or lets them continue."""
+    self._fault("give_back", slice_id, None)
+
+  def _fault(self, action: str, target: int, seconds: float | None) -> None:
+    if self.is_primary:  # every member comes to the same moment; one request is enough
+      self.peers.membership.send("fault", action=action, target=target, seconds=seconds)
+
+  @property
+  def stop_agreed(self) -> Callable[[], bool]:
+    return lambda: self.peers.stopping or self.peers.left
+
+  @property
+  def is_primary(self) -> bool:
+    return self.peers.is_primary
+
+  def saves_in_storage(self) -> bool:
+    return self.peers.saves_in_storage
+
+  def on_role(self, callback: Callable[[bool], None]) -> None:
+    self.peers.on_role.append(callback)
+
+  def view(self, alive: object = None) -> View:
+    """The view of every attempt: this process's own slice. Its program computes one share."""
+    ((member, devices),) = self.slices.items()
+    return View((member,), (devices,), 1, (0,))
+
+  def alive(self) -> frozenset[int]:
+    return frozenset(self.slices)
+
+  def wait_for(self, count: int, timeout: float, stop: Callable[[], bool] = lambda: False) -> frozenset[int]:
+    return self.alive()
+
+  def returned(self, view: View) -> frozenset[int]:
+    return frozenset()
+
+  def watch(self, *, busy: Callable[[], str], noticed: Callable[[], bool]) -> None:
+    self.peers.membership.watch(busy=busy, noticed=noticed)
+
+  def finished(self, code: int) -> None:
+    self.peers.finished(code)
+
+  def stop(self) -> None:
+    self.peers.membership.close()
+    self.peers.exchange.close()
+    if self.world.size > 1:
+      with contextlib.suppress(RuntimeError):  # another process of the slice has died
+        jax.distributed.shutdown()
+
+
+def _refused(line: str) -> None:
+  print(f"warning: {line}", file=sys.stderr, flush=True)
+
+
+def _join_slice(cfg: ClusterSection, environment: Mapping[str, str], place: Place) -> None:
+  """Forces the slice's host devices on a CPU, and joins the other processes of the slice."""
+  host_devices.force(max(cfg.devices_per_slice, 1), place.lanes, environment)
+  if place.lanes > 1:
+    jax.distributed.initialize(
+      place.slice_coordinator,
+      place.lanes,
+      place.lane,
+      heartbeat_timeout_seconds=cfg.jax_distributed_heartbeat_timeout_seconds,
+    )

@@ -1,0 +1,250 @@
+"""The members of the run as this one sees them: who computes what in this epoch, and what is committed.
+
+The stepper asks `Peers` before and after every exchange. Messages of the supervisor are handled in their order, in the
+training thread; a blocked exchange is interrupted as soon as the members change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+from trainer.exchange import Exchange, PeerLost
+from trainer.membership.client import Membership, SupervisorLost
+from trainer.membership.messages import Message
+
+_END_SECONDS = 10.0  # how long a process that is done waits for the supervisor's answer
+
+
+class MembershipChanged(Exception):
+  """The exchange must be repeated with other members. The sums in hand stay valid."""
+
+
+class RunEnded(Exception):
+  """The supervisor has ended the run while this member waited or computed."""
+
+  def __init__(self, code: int, reason: str) -> None:
+    super().__init__(reason)
+    self.code = code
+
+
+@dataclasses.dataclass(frozen=True)
+class Commit:
+  """A committed round. seconds: {member: how long it computed}."""
+
+  round: str
+  stop: bool
+  seconds: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+  """Members that were lost ({member: (reason, seconds ago)}) and that have joined, and those that compute now."""
+
+  epoch: int
+  lost: dict[int, tuple[str, float]]
+  joined: tuple[int, ...]
+  members: tuple[int, ...]
+  before: int  # how many computed before
+  holds: bool  # too few members: the run waits
+
+
+class Peers:
+  """This process among the members of the run."""
+
+  def __init__(self, membership: Membership, exchange: Exchange, lane: int, shares: int) -> None:
+    """shares: of the global batch, fixed for the life of the run."""
+    self.member = membership.member
+    self.membership, self.exchange = membership, exchange
+    self.num_shares = shares
+    self.lane = lane
+    self.epoch = 0
+    self.members: tuple[int, ...] = ()  # that compute in this epoch
+    self.dealt: dict[int, tuple[int, ...]] = {}  # {member: its shares}
+    self.fresh: tuple[int, ...] = ()  # members that have no state yet
+    self.source = -1  # the member that sends them the state
+    self.primary = -1
+    self.stopping = False  # the last commit ends the run
+    self.left = False  # the last commit has taken this member out of the run
+    self.ended: int | None = None  # the exit code of the run, once the supervisor has ended it
+    self.completed: Callable[[], int] = lambda: 0  # the step of this member's state
+    self.on_change: Callable[[Change], None] = lambda change: None
+    self.on_role: list[Callable[[bool], None]] = []  # called when this process becomes the primary, or is it no more
+    self.addresses: dict[int, str] = {}  # of the members' exchanges
+    self._holds = False
+    self._connected = False  # the exchange is connected for this epoch
+    self._role = False  # is_primary when on_role was called last
+
+  @property
+  def is_primary(self) -> bool:
+    """Whether this process writes the run's records and persistent checkpoints."""
+    return self.primary == self.member and self.lane == 0 and not self.left
+
+  @property
+  def saves_in_storage(self) -> bool:
+    """Whether this member, with all its lanes, writes the persistent checkpoints."""
+    return self.primary == self.member and not self.left
+
+  @property
+  def is_fresh(self) -> bool:
+    """Whether this member must receive the state before it computes."""
+    return self.member in self.fresh
+
+  @property
+  def shares(self) -> tuple[int, ...]:
+    """The shares that this member computes."""
+    return self.dealt.get(self.member, ())
+
+  # ---- the supervisor's messages ----
+
+  def handle(self, received: Message) -> Commit | None:
+    """Takes in one message. Returns the commit if it is one. Raises RunEnded."""
+    kind = received["kind"]
+    if kind == "welcome":
+      self._set_primary(int(received["primary"]))
+    elif kind in ("world", "hold"):
+      self._change_world(received)
+    elif kind == "commit":
+      self.stopping = bool(received["stop"])
+      self.left = self.member in received["leave"]
+      self._announce_role()
+      return Commit(received["round"], self.stopping, received["seconds"])
+    elif kind in ("regather", "lead"):  # this member has received the state at the last moment
+      self._connected, self._holds = False, True
+      if kind == "regather":
+        self.membership.send("ready", newest=self.completed())
+      else:
+        self.membership.send("restored", step=self.completed())
+    elif kind == "end":
+      self.ended = int(received["code"])
+      raise RunEnded(self.ended, received.get("reason", ""))
+    return None
+
+  def _change_world(self, received: Message) -> None:
+    before = frozenset(self.members)
+    self.epoch = int(received["epoch"])
+    self.members = tuple(sorted(int(member) for member in received["members"]))
+    now = time.time()
+    lost = {int(member): (why, max(0.0, now - at)) for member, (why, at) in received["lost"].items()}
+    holds = received["kind"] == "hold"
+    if not holds:
+      self.addresses = {int(member): lanes[self.lane] for member, lanes in received["members"].items()}
+      self.dealt = {int(member): tuple(shares) for member, shares in received["shares"].items()}
+      self.fresh, self.source = tuple(received["fresh"]), int(received["source"])
+    self._connected, self._holds = False, holds
+    self._set_primary(int(received["primary"]))  # first: the primary records the change
+    joined = tuple(sorted(frozenset(self.members) - before)) if before else ()
+    self.on_change(Change(self.epoch, lost, joined, self.members, len(before) or len(self.members), holds))
+
+  def _set_primary(self, primary: int) -> None:
+    self.primary = primary
+    self._announce_role()
+
+  def _announce_role(self) -> None:
+    if self.is_primary != self._role:
+      self._role = self.is_primary
+      for callback in self.on_role:
+        callback(self._role)
+
+  def read_waiting(self) -> None:
+    """Handles the messages that have arrived. They cannot be commits: every commit is waited for."""
+    while (received := self.membership.next(timeout=0)) is not None:
+      assert self.handle(received) is None, f"an unexpected commit {received}"
+
+  def connect(self, send_state: Callable[[int], None]) -> None:
+    """Makes the exchange ready for this epoch: waits while the run holds, connects, serves members without a state.
+
+    send_state(member): sends this member's state. Returns at once if the epoch is connected already. Raises RunEnded
+    and SupervisorLost.
+    """
+    self.read_waiting()
+    while not self._connected:
+      if self._holds:
+        received = self.membership.next()
+        assert received is not None
+        self.handle(received)
+        continue
+      try:
+        self.exchange.connect(self.epoch, self.addresses)
+        if self.source == self.member:
+          for other in self.fresh:
+            send_state(other)
+        self._connected = True
+      except PeerLost as error:
+        self.exchange_failed(error)
+    self.read_waiting()
+
+  def connected(self) -> None:
+    """The exchange is connected for this epoch, and this member has the state: it joined in this epoch."""
+    self._connected = True
+
+  def commit(self, round_name: str) -> Commit:
+    """Tells the supervisor that this member has the sums of the round, and returns the commit.
+
+    Raises MembershipChanged if the round must be exchanged again, RunEnded and SupervisorLost.
+    """
+    self.membership.send("done", epoch=self.epoch, round=round_name)
+    epoch = self.epoch
+    while True:
+      received = self.membership.next()
+      assert received is not None
+      committed = self.handle(received)
+      if committed is not None:
+        assert committed.round == round_name, f"{committed.round} was committed, not {round_name}"
+        return committed
+      if self.epoch != epoch:
+        raise MembershipChanged
+
+  def exchange_failed(self, error: PeerLost) -> None:
+    """The exchange cannot go on in this epoch: waits for the next one."""
+    if error.members:
+      self.membership.send("broken", epoch=self.epoch, members=list(error.members))
+    epoch = self.epoch
+    while self.epoch == epoch:
+      received = self.membership.next()
+      assert received is not None
+      assert self.handle(received) is None, f"a commit without this member's sums: {received}"
+
+  # ---- the ends of an attempt ----
+
+  def await_turn(self, seconds: float) -> None:
+    """After the loss of the supervisor: returns when this member is the one that saves the state.
+
+    The primary saves first. The next member begins when the connection of the one before it is closed, because it has
+    saved and ended, or has died; or after `seconds`.
+    """
+    for member in sorted(self.members, key=lambda member: (member != self.primary, member)):
+      if member == self.member:
+        break
+      self.exchange.wait_closed(member, seconds)
+    self._set_primary(self.member)
+
+  def wait_for_end(self) -> bool:
+    """For a member that has done its last step and is not the primary: whether it has become the primary.
+
+    False: the primary has done everything that was left, and the run is over.
+    """
+    while not self.saves_in_storage:
+      try:
+        received = self.membership.next()
+        assert received is not None
+        self.handle(received)
+      except RunEnded:
+        return False
+    return True
+
+  def finished(self, code: int) -> None:
+    """This process would exit with `code` now. Returns when the supervisor knows that the run is over for it."""
+    if code not in (0, 42):
+      return  # the end of the connection says that it is lost
+    self.membership.send("finished", code=code)
+    try:
+      while self.ended is None:
+        received = self.membership.next(timeout=_END_SECONDS)
+        if received is None:
+          return
+        if received["kind"] == "end":
+          self.ended = int(received["code"])
+    except SupervisorLost:
+      pass  # there is nobody left to tell

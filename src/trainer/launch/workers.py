@@ -1,0 +1,166 @@
+"""The worker processes of one host: started, watched, killed, and started again after a pause."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+FIRST_PAUSE_SECONDS = 0.5  # from the end of a worker to its restart; doubled after every life without progress
+LONGEST_PAUSE_SECONDS = 30.0
+_NORMAL_EXITS = frozenset({0, 2, 42, 130})
+
+
+@dataclasses.dataclass
+class _Worker:
+  """One member of the run on this host, over all its lives."""
+
+  member: int
+  processes: list[subprocess.Popen[bytes]] = dataclasses.field(default_factory=list)
+  lives: int = 0
+  pause: float = FIRST_PAUSE_SECONDS
+  restart_at: float | None = None  # time.monotonic() of the next start; None: it runs, or stays down
+  absent_until: float | None = None  # a rehearsed fault keeps it down until then
+
+
+class Workers:
+  """The processes of the members on this host. All methods may be called from any thread."""
+
+  def __init__(
+    self,
+    command: Sequence[str],
+    environments: Callable[[int], Sequence[Mapping[str, str]]],
+    members: Sequence[int],
+    *,
+    ended: Callable[[int, int], None],
+  ) -> None:
+    """environments(member): one environment for each of its processes. ended(member, code): called when a member has
+    ended, with the exit code of its first process that ended, or minus the number of the signal."""
+    self._command, self._environments = list(command), environments
+    self._ended = ended
+    self._workers = {member: _Worker(member) for member in members}
+    self._lock = threading.RLock()
+    self._closing = False
+
+  @property
+  def members(self) -> frozenset[int]:
+    """The members of this host, dead or alive."""
+    return frozenset(self._workers)
+
+  def start(self) -> None:
+    """Starts every member."""
+    for worker in self._workers.values():
+      self._start(worker)
+
+  def _start(self, worker: _Worker) -> None:
+    with self._lock:
+      if self._closing:
+        return
+      worker.restart_at = worker.absent_until = None
+      worker.lives += 1
+      worker.processes = [
+        # A process group of its own: Ctrl-C in the terminal reaches the supervisor only, which decides.
+        subprocess.Popen(self._command, env=dict(env), process_group=0, stdin=subprocess.DEVNULL)
+        for env in self._environments(worker.member)
+      ]
+      for process in worker.processes:
+        name = f"waits for member {worker.member}"
+        threading.Thread(target=self._wait, args=(worker, worker.lives, process), name=name, daemon=True).start()
+
+  def _wait(self, worker: _Worker, life: int, process: subprocess.Popen[bytes]) -> None:
+    """Thread: waits for one process. The first one that ends takes the others of its slice with it."""
+    code = process.wait()
+    with self._lock:
+      if worker.lives != life or worker.restart_at is not None or not worker.processes:
+        return
+      others = [other for other in worker.processes if other is not process]
+      worker.processes = []
+      for other in others:
+        if code not in _NORMAL_EXITS:
+          other.kill()
+    for other in others:
+      other.wait()
+    self._ended(worker.member, code)
+
+  def restart(self, member: int, *, progress: bool) -> float | None:
+    """Starts the member again after a pause. Returns the pause in seconds; None if a rehearsed fault keeps it down.
+
+    progress: whether the run has gone on since the member's last start.
+    """
+    with self._lock:
+      worker = self._workers[member]
+      worker.pause = FIRST_PAUSE_SECONDS if progress else min(2 * worker.pause, LONGEST_PAUSE_SECONDS)
+      at = time.monotonic() + worker.pause
+      if worker.absent_until is not None:
+        at = worker.absent_until
+      worker.restart_at = at
+      if at == float("inf"):
+        return None
+    threading.Thread(target=self._start_later, args=(worker,), name=f"restarts member {member}", daemon=True).start()
+    return at - time.monotonic()
+
+  def _start_later(self, worker: _Worker) -> None:
+    while True:
+      with self._lock:
+        if self._closing or worker.restart_at is None:
+          return
+        if (left := worker.restart_at - time.monotonic()) <= 0:
+          self._start(worker)
+          return
+      time.sleep(min(left, 0.05))
+
+  def kill(self, member: int) -> None:
+    """Ends the member's processes at once, also if they are stopped."""
+    self._signal(member, signal.SIGKILL)
+
+  def _signal(self, member: int, number: int) -> None:
+    with self._lock:
+      for process in self._workers[member].processes:
+        if process.poll() is None:
+          process.send_signal(number)
+
+  def fault(self, action: str, member: int, seconds: float | None) -> None:
+    """Causes a rehearsed fault: "lose" kills the member, "hang" stops it, "give_back" starts it again or continues it.
+
+    seconds: after this time it is started again, or continues; None: it is restarted as after any other loss.
+    """
+    if member not in self._workers:
+      return
+    with self._lock:
+      worker = self._workers[member]
+      if action == "lose":
+        worker.absent_until = None if seconds is None else time.monotonic() + seconds
+        self._signal(member, signal.SIGKILL)
+      elif action == "hang":
+        self._signal(member, signal.SIGSTOP)
+        if seconds is not None:
+          timer = threading.Timer(seconds, self._signal, (member, signal.SIGCONT))
+          timer.daemon = True
+          timer.start()
+      elif action == "give_back":
+        self._signal(member, signal.SIGCONT)
+        if worker.restart_at is not None:
+          worker.restart_at = time.monotonic()
+          if worker.absent_until == float("inf"):
+            threading.Thread(target=self._start_later, args=(worker,), daemon=True).start()
+          worker.absent_until = None
+
+  def close(self, number: int, seconds: float) -> None:
+    """Sends the signal to all processes, and SIGKILL to those that are left after `seconds`. Returns when all ended."""
+    with self._lock:
+      self._closing = True
+      processes = [process for worker in self._workers.values() for process in worker.processes]
+    for process in processes:
+      if process.poll() is None:
+        process.send_signal(number)
+        process.send_signal(signal.SIGCONT)
+    deadline = time.monotonic() + seconds
+    for process in processes:
+      try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+      except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,387 @@
+"""Decides who trains together and what is committed: a state machine without sockets, threads or processes.
+
+The server passes in what happened (a message of a member, a lost member, the time) and carries out the effects that
+come back. All rules of the protocol are here, so that a test can try every order of events.
+
+A run has at most `total` active members, among which its shares are dealt out. Active members compute; the others are
+ready (spares and members that have returned) or still starting. A member with the state of the run is live. A member
+that joins becomes active first and live when it has received the state from a live member (`joined`).
+
+  gathering   no member has the state: wait until enough members are ready
+  leading     one member restores the newest state from its own backups
+  running     rounds are computed and committed
+  holding     too few members: those that are left keep the state and wait
+  over        nothing is committed any more
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.membership.messages import Message, deal, message, step_of
+from trainer.membership.pulse import Pulse
+
+
+@dataclass(frozen=True)
+class Send:
+  """Send `message` to every lane of `member`."""
+
+  member: int
+  message: Message
+
+
+@dataclass(frozen=True)
+class Kill:
+  """End the processes of `member`: it hangs. Then report it as lost."""
+
+  member: int
+  reason: str
+
+
+@dataclass(frozen=True)
+class Note:
+  """A line for the supervisor's log."""
+
+  text: str
+
+
+Effect = Send | Kill | Note
+_BROKEN_SECONDS = 1.0  # from a broken connection to a new epoch with the same members: a death is noticed earlier
+Effects = list[Effect]
+
+
+@dataclass
+class _Member:
+  lanes: int
+  addresses: dict[int, str] = field(default_factory=dict)  # by lane
+  newest: int = -1  # the newest step that its own backups can restore; -1: it is not ready
+  led: int = -1  # the step that it has restored when it was asked to lead; -1: it was not asked
+  was_active: bool = False
+  reports: dict[tuple[Any, ...], set[int]] = field(default_factory=dict)  # (kind, epoch, round): lanes that sent it
+
+  @property
+  def ready(self) -> bool:
+    return self.newest >= 0
+
+  def whole(self, key: tuple[Any, ...], lane: int) -> bool:
+    """Whether all lanes have sent the report `key`, with this one of `lane`."""
+    sent = self.reports.setdefault(key, set())
+    sent.add(lane)
+    if len(sent) < self.lanes:
+      return False
+    del self.reports[key]
+    return True
+
+
+class Coordinator:
+  """Epochs, members and commits of one run."""
+
+  def __init__(
+    self,
+    total: int,
+    minimum: int,
+    *,
+    clock: Callable[[], float],
+    wall: Callable[[], float] = lambda: 0.0,
+    shares: int | None = None,
+    expected: int | None = None,
+    timeout: float = 300.0,
+    join_interval: float = 0.0,
+    hang_seconds: float = 5.0,
+  ) -> None:
+    """total: the most active members. minimum: the fewest active members. shares: of a step's work (default: total).
+
+    expected: members that a start waits for (default: total); after `timeout` seconds `minimum` members are enough.
+    timeout is also the longest wait for members of a run that holds. join_interval: shortest time from the last change
+    of members until another member joins. wall: time that means the same on all hosts.
+    """
+    assert 1 <= minimum <= total, (minimum, total)
+    self._total, self._minimum, self._expected = total, minimum, expected or total
+    self._clock, self._wall, self._shares = clock, wall, shares or total
+    self._timeout, self._join_interval = timeout, join_interval
+    self._members: dict[int, _Member] = {}  # connected
+    self._waits_since = clock()  # of gathering and holding
+    self._changed_at = -float("inf")  # last change of the active members, other than the first epoch
+    self._done: set[int] = set()  # members that have done the round under way
+    self._leaving: set[int] = set()
+    self._lost: dict[int, tuple[str, float]] = {}  # since the last world or hold: {member: (reason, wall time)}
+    self._source = -1
+    self._broken_at: float | None = None  # when a connection of this epoch was reported as broken
+    self._dealt: dict[int, list[int]] = {}  # of the last epoch
+    self._leader = -1  # the member that was asked to lead and has not answered yet
+    self.pulse = Pulse(clock, hang_seconds=hang_seconds, start_seconds=timeout)
+    self.phase = "gathering"
+    self.epoch = 0
+    self.active: set[int] = set()
+    self.live: set[int] = set()
+    self.primary = -1  # writes the records; -1: not chosen yet
+    self.committed = ""  # the last committed round
+    self.stopping = False
+    self.code: int | None = None  # the exit code of the run, once it is over
+
+  # ---- what happens ----
+
+  def hello(self, member: int, lane: int, lanes: int, address: str) -> Effects:
+    """A process of `member` has connected."""
+    if self.code is not None:
+      return [Send(member, message("end", code=self.code, reason=""))]
+    found = self._members.setdefault(member, _Member(lanes))
+    found.addresses[lane] = address
+    self.pulse.beat(member)
+    if self.primary < 0:
+      self.primary = member
+    return [Send(member, message("welcome", primary=self.primary))]
+
+  def ready(self, member: int, lane: int, newest: int) -> Effects:
+    """`member` can compute. It can restore the step `newest` from its own backups (0: none)."""
+    found = self._members.get(member)
+    if found is None or not found.whole(("ready",), lane):
+      return []
+    found.newest = newest
+    if self.phase == "gathering":
+      return self._gather()
+    if self.phase == "holding":
+      return self._reform()
+    return []  # it joins at the next commit
+
+  def restored(self, member: int, lane: int, step: int) -> Effects:
+    """`member` was asked to lead and has the state after `step`."""
+    found = self._members.get(member)
+    if self.phase != "leading" or found is None or member != self._leader or not found.whole(("restored",), lane):
+      return []
+    found.led, self._leader = step, -1
+    return self._lead()
+
+  def joined(self, member: int, lane: int, epoch: int) -> Effects:
+    """`member` has received the state in this epoch."""
+    found = self._members.get(member)
+    if found is not None and epoch == self.epoch and member in self.active and found.whole(("joined", epoch), lane):
+      self.live.add(member)
+    return []
+
+  def computed(self, member: int, epoch: int, round_name: str, seconds: float) -> Effects:
+    """`member` has computed its shares of the round."""
+    if epoch == self.epoch and member in self.active:
+      self.pulse.computed(member, seconds)
+    return []
+
+  def done(self, member: int, lane: int, epoch: int, round_name: str) -> Effects:
+    """`member` has the sums of the round in this epoch. The last report of an epoch's round commits it."""
+    found = self._members.get(member)
+    if self.phase != "running" or found is None or epoch != self.epoch or member not in self.active:
+      return []
+    if not found.whole(("done", epoch, round_name), lane):
+      return []
+    self._done.add(member)
+    self.live.add(member)
+    return self._commit(round_name) if self._done >= self.active else []
+
+  def broken(self, member: int, epoch: int, peers: tuple[int, ...]) -> Effects:
+    """`member` cannot exchange in this epoch: its connections to `peers` have failed."""
+    if epoch == self.epoch and self._broken_at is None:
+      self._broken_at = self._clock()
+    return []
+
+  def leave(self, member: int) -> Effects:
+    """`member` has SIGTERM."""
+    if member not in self.active:  # it has no work that it could finish
+      return [Send(member, message("end", code=42))] if member in self._members else []
+    self._leaving.add(member)
+    if self.phase == "holding":
+      return self._world(force=True)
+    return []
+
+  def stop(self) -> Effects:
+    """The run must end: after the step under way, with a checkpoint."""
+    if self.stopping:
+      return []
+    self.stopping = True
+    if self.phase == "holding":
+      return self._world(force=True)
+    if self.phase in ("gathering", "leading"):
+      return self.end(42)
+    return []
+
+  def finished(self, member: int, code: int) -> Effects:
+    """`member` has done everything that it owes."""
+    if member == self.primary and self.phase != "over" and (code != 42 or self.stopping):
+      return self.end(code)
+    # A member that leaves, or the last one that was left and got SIGTERM: the run may go on without it.
+    return [Send(member, message("end", code=code))] if code == 42 and member in self._members else []
+
+  def lost(self, member: int, reason: str) -> Effects:
+    """The processes of `member` have ended, or must not be waited for."""
+    if self._members.pop(member, None) is None:
+      return []
+    self.pulse.forget(member)
+    self._leaving.discard(member)
+    was_active = member in self.active
+    self.active.discard(member)
+    self.live.discard(member)
+    if member == self.primary:
+      self.primary = min(self.live, default=min(self._members, default=-1))
+    if self.phase == "leading":
+      if member == self._leader:
+        self._leader = -1
+      return self._lead()
+    if self.phase not in ("running", "holding") or not was_active:
+      return []
+    self._lost[member] = (reason, self._wall())
+    if not self.live:
+      return self._regather()
+    return self._reform()
+
+  def tick(self) -> Effects:
+    """To be called several times a second: limits of waits and of silence."""
+    if self.phase == "over":
+      return []
+    effects: Effects = [Kill(member, reason) for member, reason in self.pulse.silent(self._members)]
+    if self.phase == "running":
+      stuck = self.pulse.stuck(self.active, self._done)
+      effects += [Kill(member, reason) for member, reason in stuck if Kill(member, reason) not in effects]
+      if self._broken_at is not None and self._clock() - self._broken_at > _BROKEN_SECONDS:
+        effects += self._world()  # nobody has died: the same members connect again
+    if self.phase == "gathering":
+      effects += self._gather()
+    if self.phase == "holding" and self._clock() - self._waits_since > self._timeout:
+      effects += self.end(1, self._too_few())
+    return effects
+
+  # ---- the first epoch ----
+
+  def _gather(self) -> Effects:
+    ready = [member for member, found in self._members.items() if found.ready]
+    late = self._clock() - self._waits_since > self._timeout
+    if late and len(ready) < self._minimum:
+      return self.end(1, self._too_few())
+    if len(ready) < (self._minimum if late else self._expected):
+      return []
+    self.phase = "leading"
+    return self._lead()
+
+  def _lead(self) -> Effects:
+    """Asks the next member to restore, or begins with the newest state that a member has restored."""
+    if self._leader >= 0:
+      return []
+    ready = {member: found for member, found in self._members.items() if found.ready}
+    best = max(ready, key=lambda member: (ready[member].led, -member), default=-1)
+    newer = [m for m, found in ready.items() if found.led < 0 and found.newest > (ready[best].led if ready else -1)]
+    if newer:
+      # The primary first, because it holds the records; among equals the lowest.
+      self._leader = max(newer, key=lambda m: (ready[m].newest, m == self.primary, -m))
+      return [Send(self._leader, message("lead"))]
+    if not ready or ready[best].led < 0:
+      return self._regather()
+    # Those that wait may be more than can be active: spares stay ready.
+    self.live = {best}
+    self.active = {best, *sorted(ready.keys() - {best}, key=self._preference)[: self._total - 1]}
+    return self._world()
+
+  def _regather(self) -> Effects:
+    """No member is known to have the state: starts from the backups, or from a state that has just arrived."""
+    self.phase, self._waits_since, self._leader = "gathering", self._clock(), -1
+    self.live, self._done, self._leaving = set(), set(), set()
+    survivors = sorted(self.active)
+    self.active = set()
+    for found in self._members.values():
+      found.led = -1
+    for member in survivors:
+      self._members[member].newest = -1
+    if self.stopping and not survivors:
+      return self.end(42)
+    self._expected = len(survivors) if self.stopping else self._total
+    return [Send(member, message("regather")) for member in survivors] + self._gather()
+
+  # ---- changes of the members ----
+
+  def _preference(self, member: int) -> tuple[bool, int]:
+    """Order in which ready members join: members that have returned before spares."""
+    return (not self._members[member].was_active, member)
+
+  def _joiners(self) -> list[int]:
+    """Ready members that may join now."""
+    ready = [member for member, found in self._members.items() if found.ready and member not in self.active]
+    return sorted(ready, key=self._preference)[: self._total - len(self.active)]
+
+  def _reform(self) -> Effects:
+    """A new epoch after a loss, or after a member became ready while the run holds."""
+    if not self.stopping:
+      self.active |= set(self._joiners())
+    return self._world()
+
+  def _world(self, force: bool = False) -> Effects:
+    """Begins an epoch with the active members, or holds if they are too few. force: goes on with any number."""
+    self.epoch += 1
+    self._done, self._broken_at = set(), None
+    self._changed_at = self._clock()
+    self.pulse.begin_epoch(self.active)
+    if self.primary not in self.live:
+      self.primary = min(self.live)
+    lost = {str(member): list(why) for member, why in self._lost.items()}
+    self._lost = {}
+    if len(self.active) < self._minimum and not self.stopping and not force:
+      if self.phase != "holding":
+        self.phase, self._waits_since = "holding", self._clock()
+      held = message("hold", epoch=self.epoch, members=sorted(self.active), primary=self.primary, lost=lost)
+      return [Send(member, held) for member in sorted(self.active)]
+    self.phase = "running"
+    fresh = sorted(self.active - self.live)
+    if self._source not in self.live:
+      # Not the primary if there is a choice: it also writes the records.
+      self._source = max(self.live - self._leaving or self.live)
+    for member in self.active:
+      self._members[member].was_active = True
+      self._members[member].reports.clear()  # of the epoch before
+    members = {str(m): [address for _, address in sorted(self._members[m].addresses.items())] for m in self.active}
+    self._dealt = deal(self._shares, sorted(self.active), self._dealt)
+    world = message(
+      "world",
+      epoch=self.epoch,
+      members=members,
+      shares={str(member): shares for member, shares in self._dealt.items()},
+      fresh=fresh,
+      source=self._source,
+      primary=self.primary,
+      lost=lost,
+    )
+    return [Send(member, world) for member in sorted(self.active)]
+
+  def _commit(self, round_name: str) -> Effects:
+    """All active members have the sums of the round."""
+    step = step_of(round_name)
+    seconds = self.pulse.committed(is_step=step is not None)
+    self.committed, self._done = round_name, set()
+    staying = self.live - self._leaving
+    alone = bool(self._leaving) and not staying and not self._joiners()
+    stop = step is not None and (self.stopping or alone)
+    leave = sorted(self._leaving) if step is not None and staying and not stop else []
+    committed = message("commit", epoch=self.epoch, round=round_name, stop=stop, leave=leave, seconds=seconds)
+    effects: Effects = [Send(member, committed) for member in sorted(self.active)]
+    if stop:
+      return effects
+    joins = self._clock() - self._changed_at >= self._join_interval or bool(self._leaving)
+    joiners = self._joiners() if joins else []
+    if not leave and not joiners:
+      return effects
+    self._source = max(staying or self.live)  # the state that joiners need is complete there
+    self.active = self.active - set(leave) | set(joiners)
+    self.live -= set(leave)
+    self._leaving -= set(leave)
+    for member in leave:
+      self._members[member].newest = -1  # it ends; it does not join again
+    return effects + self._world()
+
+  def end(self, code: int, reason: str = "") -> Effects:
+    """The run is over, with this exit code. reason: why it cannot go on."""
+    self.phase, self.code = "over", code
+    notes: Effects = [Note(reason)] if reason else []
+    return notes + [Send(member, message("end", code=code, reason=reason)) for member in sorted(self._members)]
+
+  def _too_few(self) -> str:
+    ready = sum(found.ready for found in self._members.values())
+    return (
+      f"waited {self._timeout:g} s for {self._minimum} members; only {max(ready, len(self.active))} are there. Raise "
+      "elastic_timeout_seconds, or lower elastic_min_slice_count."
+    )

@@ -1,0 +1,70 @@
+"""What supervisor and members tell each other. Every message is a JSON object with the field `kind`.
+
+From a member to the supervisor
+  hello     member, lane, lanes, address (where its exchange listens): the first message of a connection. A member is a
+            slice; a slice of several processes has one lane per process
+  ready     newest: it can compute now; the newest step that its own backups can restore (0: none)
+  restored  step: it was asked to lead, and has restored the state after this step
+  joined    epoch: it has received the state from a peer
+  computed  epoch, round, seconds: its shares of the round are computed, which took this long
+  done      epoch, round: it has the sums of all shares; it applies them when the round is committed
+  broken    epoch, members: its connections to these members have failed; the exchange cannot go on in this epoch
+  leave     it has SIGTERM: it wants to leave after the round under way
+  finished  code: the run is over for this member, everything that it owes is done; it would exit with this code
+  beat      busy: what it does besides steps ("save"), or "": a sign of life
+  fault     action ("lose", "hang", "give_back"), target, seconds: a rehearsed fault that the supervisor shall cause
+From the supervisor to a member
+  welcome   primary: the answer to `hello`; this member writes the records until a `world` says otherwise
+  lead      restore the newest state of your own backups, unless you have a state, and answer with `restored`
+  world     epoch, members {id: address of each lane}, shares {id: shares}, fresh, source, primary,
+            lost {id: [reason, wall time]}: a new epoch begins. The members in `fresh` have no state yet: `source`
+            sends it to them
+  hold      epoch, members, lost: as `world`, but there are too few members to go on: wait for the next `world`
+  regather  no member is known to have the state: answer with `ready`. A member that has received the state at the last
+            moment keeps it, and answers with its step
+  commit    epoch, round, stop, leave, seconds {id: seconds}: apply the sums of the round. stop: save, and end the run
+            after this round. leave: members that end after this round
+  end       code, reason: the run is over; exit with this code. reason: why it cannot go on, or ""
+
+A round is "step N" (the update after which N steps are completed) or "eval N" (the evaluation after step N). `commit`
+and `world` reach each member in one order, on one connection. So a member that has computed a round and hears nothing
+keeps its state and its sums: next it hears either `commit`, and applies them, or `world`, and repeats only the
+exchange.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Message = dict[str, Any]
+
+
+def message(kind: str, **fields: Any) -> Message:
+  """A message of this kind."""
+  return {"kind": kind, **fields}
+
+
+def step_of(round_name: str) -> int | None:
+  """N of the round "step N"; None for an evaluation."""
+  kind, _, number = round_name.partition(" ")
+  return int(number) if kind == "step" else None
+
+
+def deal(shares: int, members: list[int], before: Mapping[int, Sequence[int]] | None = None) -> dict[int, list[int]]:
+  """{member: the shares that it computes}. Their numbers differ by at most one.
+
+  before: the last dealing. A member keeps as many of its shares as it may have, because it may have computed them.
+  Without it, shares are dealt in order.
+  """
+  ordered, before = sorted(members), before or {}
+  # Those that have the most keep the most.
+  ranked = sorted(ordered, key=lambda member: (-len(before.get(member, ())), member))
+  room = {member: shares // len(ordered) + (i < shares % len(ordered)) for i, member in enumerate(ranked)}
+  dealt = {member: [share for share in before.get(member, ()) if share < shares][: room[member]] for member in ordered}
+  kept = {share for own in dealt.values() for share in own}
+  free = iter(share for share in range(shares) if share not in kept)
+  for member in ordered:
+    dealt[member] = sorted([*dealt[member], *itertools.islice(free, room[member] - len(dealt[member]))])
+  return dealt

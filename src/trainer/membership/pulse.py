@@ -1,0 +1,95 @@
+"""Signs of life of the members, and which of them must be considered hung."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+
+_STEPS = 200  # whose times give the limit
+_FACTOR = 3.0  # the limit is this multiple of the 99th percentile of the step time
+_FEWEST = 5  # steps before their times say anything
+_BUSY_SECONDS = 1800.0  # limit while a member saves or samples: such work has its own limits
+
+
+class Pulse:
+  """Times since the last sign of life. The limit is max(hang_seconds, 3 x the 99th percentile of the step time)."""
+
+  def __init__(self, clock: Callable[[], float], *, hang_seconds: float, start_seconds: float) -> None:
+    """start_seconds: the limit while the speed of the run is not known, and for a member that is just starting."""
+    self._clock, self._hang_seconds, self._start_seconds = clock, hang_seconds, start_seconds
+    self._beats: dict[int, float] = {}
+    self._busy: dict[int, str] = {}
+    self._computed: dict[int, tuple[float, float]] = {}  # of the round: member: (time of the report, seconds)
+    self._proven: set[int] = set()  # members that have computed a round: all their programs are loaded
+    self._round_began = 0.0
+    self._steps: deque[float] = deque(maxlen=_STEPS)
+
+  def beat(self, member: int, busy: str = "") -> None:
+    """`member` lives. busy: what it does besides steps."""
+    self._beats[member], self._busy[member] = self._clock(), busy
+
+  def forget(self, member: int) -> None:
+    """`member` is lost."""
+    for known in (self._beats, self._busy, self._computed):
+      known.pop(member, None)
+    self._proven.discard(member)
+
+  def begin_epoch(self, members: Collection[int]) -> None:
+    """The round under way starts again with these members."""
+    self._computed = {}
+    self._round_began = self._clock()
+
+  def computed(self, member: int, seconds: float) -> None:
+    """`member` has computed its shares of the round under way."""
+    self.beat(member)
+    self._proven.add(member)
+    self._computed.setdefault(member, (self._clock(), seconds))
+
+  def committed(self, *, is_step: bool) -> dict[str, float]:
+    """The round is committed. Returns {member: seconds that it computed}."""
+    now = self._clock()
+    seconds = {str(member): round(took, 6) for member, (_, took) in sorted(self._computed.items())}
+    if is_step:
+      self._steps.append(now - self._round_began)
+    self._computed, self._round_began = {}, now
+    return seconds
+
+  @property
+  def limit(self) -> float:
+    """The longest silence of a member that computes, in seconds."""
+    if len(self._steps) < _FEWEST:
+      return self._start_seconds
+    ordered = sorted(self._steps)
+    return max(self._hang_seconds, _FACTOR * ordered[int(0.99 * (len(ordered) - 1))])
+
+  def silent(self, members: Collection[int]) -> Iterator[tuple[int, str]]:
+    """(member, reason) of members without a sign of life."""
+    now = self._clock()
+    for member in sorted(members):
+      limit = self.limit if member in self._proven else self._start_seconds
+      if (seconds := now - self._beats.get(member, now)) > max(limit, self._hang_seconds):
+        yield member, f"no sign of life for {seconds:.1f} s"
+
+  def stuck(self, active: Collection[int], done: Collection[int]) -> list[tuple[int, str]]:
+    """(member, reason) of members that hold up the round under way."""
+    if not self._computed:
+      return []
+    now = self._clock()
+    first = min(when for when, _ in self._computed.values())
+    late = [member for member in sorted(active) if member not in self._computed]
+    if late:
+      found = []
+      for member in late:
+        limit = _BUSY_SECONDS if self._busy.get(member) else self.limit
+        if member not in self._proven:
+          limit = max(limit, self._start_seconds)
+        if now - first > limit:
+          what = self._busy.get(member) or "computing the step"
+          found.append((member, f"still {what} {now - first:.1f} s after the first member was ready"))
+      return found
+    last = max(when for when, _ in self._computed.values())
+    if now - last <= self.limit:
+      return []
+    # All have computed, and the exchange stands still although everybody lives: a part of the network is broken.
+    member = max(set(active) - set(done))
+    return [(member, f"the exchange has stood still for {now - last:.1f} s")]

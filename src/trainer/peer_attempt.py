@@ -1,0 +1,111 @@
+"""How an attempt begins and ends where each slice is a JAX world of its own: with others, without a supervisor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from trainer.checkpoint import state_transfer
+from trainer.checkpoint.tiers import Tiers
+from trainer.cluster.peers import Peers
+from trainer.config.schema import Config
+from trainer.elastic.attempt import ElasticRun, Outcome
+from trainer.exchange import PeerLost
+from trainer.peer_stepper import PeerStepper
+from trainer.session import Session
+from trainer.start import Start
+from trainer.state import TrainState
+from trainer.step_records import StepRecords
+
+
+def join(
+  session: Session,
+  elastic: ElasticRun,
+  peers: Peers,
+  abstract: TrainState,
+  tiers: Tiers,
+  restore: Callable[[], Start],
+) -> Start:
+  """The state that the run starts from, or that members which are ahead send to this one.
+
+  This member must be able to compute now. restore(): its own newest good state, or a fresh one; called if it is asked
+  to lead. Raises RunEnded and SupervisorLost.
+  """
+  membership, led = peers.membership, None
+  begin = time.monotonic()
+  membership.send("ready", newest=tiers.newest())
+  while True:
+    message = membership.next()
+    assert message is not None
+    if message["kind"] == "lead":
+      led = led or restore()
+      membership.send("restored", step=led.step)
+    elif message["kind"] == "regather":
+      membership.send("ready", newest=tiers.newest())
+    else:
+      peers.handle(message)
+    if message["kind"] != "world":
+      continue
+    if not peers.is_fresh:
+      assert led is not None
+      return led
+    try:
+      state, header = _receive(peers, abstract)
+    except PeerLost as error:  # the next message says who sends the state now
+      if error.members:
+        membership.send("broken", epoch=peers.epoch, members=list(error.members))
+      continue
+    elastic.down_events = header["down_events"]
+    session.metrics.remember(header["records"])
+    seconds = time.monotonic() - begin
+    session.events.emit("restore", tier="peer", step=header["step"], seconds=seconds)
+    return Start(state, header["step"], "peer", seconds, header["evaluated"], header["meta"])
+
+
+def header(config: Config, session: Session, elastic: ElasticRun, step: int) -> dict[str, Any]:
+  """What a member that joins after `step` must know besides the state, as JSON."""
+  return {
+    "meta": session.data.meta(config, step),
+    "records": session.metrics.remembered(),
+    "down_events": elastic.down_events,
+  }
+
+
+def _receive(peers: Peers, abstract: TrainState) -> tuple[TrainState, dict[str, Any]]:
+  """(state, header) from the source of the epoch. Raises PeerLost if the source is lost."""
+  peers.exchange.connect(peers.epoch, peers.addresses)
+  header, parts = peers.exchange.receive_state(peers.source, lambda header: state_transfer.empty_parts(abstract))
+  state = jax.block_until_ready(state_transfer.assemble(abstract, list(parts)))
+  peers.connected()
+  peers.membership.send("joined", epoch=peers.epoch)
+  return state, header
+
+
+def must_save_for_another(peers: Peers | None) -> bool:
+  """Whether this member is the primary now, because the one before it was lost before its last save.
+
+  Returns at once with a single controller, for the primary, which has saved, and for a member that leaves a run which
+  continues. Any other member waits until the primary has ended the run, or is lost.
+  """
+  return peers is not None and not peers.left and not peers.saves_in_storage and peers.wait_for_end()
+
+
+def end_without_supervisor(
+  config: Config, session: Session, tiers: Tiers, stepper: PeerStepper, records: StepRecords
+) -> Outcome:
+  """Saves the state after the last committed step, so that a restart of the whole run loses nothing.
+
+  One member saves: the primary, or if it dies, the next one. All of them have committed the same steps, except that
+  the last commit may not have reached every member.
+  """
+  records.finish()
+  peers, step = stepper.peers, stepper.completed
+  session.log.warning(f"The supervisor is lost. Saving the state of step {step}, and ending.")
+  with session.watchdog.during("save"):
+    peers.await_turn(config.checkpoint.autocheckpoint_grace_seconds)
+    tiers.maybe_save(step, stepper.state, session.data.meta(config, step), last=True)
+    tiers.wait()
+  return Outcome("preempted", step)

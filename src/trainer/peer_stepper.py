@@ -1,0 +1,184 @@
+"""Steps of a slice that is a JAX world of its own: the sums of all slices are exchanged outside XLA.
+
+The global batch is cut into shares of constant shape, once for the life of the run. The members that are alive compute
+them, exchange the sums, and apply the total when the supervisor has committed the step. If a member is lost before the
+commit, the others keep the sums that they have, compute its shares, and exchange again: no step is lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from trainer.checkpoint import state_transfer
+from trainer.cluster.peers import Change, MembershipChanged, Peers
+from trainer.config.schema import Config
+from trainer.data import Batch, Prefetcher
+from trainer.elastic.attempt import ElasticRun
+from trainer.elastic.peer_changes import PeerChanges
+from trainer.exchange import FlatLayout, HostCopy, PeerLost
+from trainer.exchange.reduction import Wire
+from trainer.models.decoder import Params
+from trainer.program import Feed, Halves
+from trainer.start import Start
+from trainer.state import TrainState
+from trainer.step import Sums
+from trainer.stepper import LossSums, Metrics
+
+Share = int
+
+
+@dataclasses.dataclass(frozen=True)
+class _ShareSums:
+  """What one share adds to a round. grads: None in an evaluation. scalars: float32."""
+
+  grads: HostCopy | None
+  scalars: list[Any]
+
+  def host_scalars(self) -> np.ndarray:
+    """The scalars [n], float32."""
+    return np.asarray(jax.device_get(self.scalars), np.float32)
+
+
+class PeerStepper:
+  """Implements Stepper for one slice among several."""
+
+  # A committed step is recorded before the next one: a member that joins then must never write a record that it missed.
+  runs_ahead = False
+
+  def __init__(
+    self,
+    elastic: ElasticRun,
+    peers: Peers,
+    halves: Halves,
+    train: Feed,
+    evaluation: Feed | None,
+    header: Callable[[int], dict[str, Any]],
+    start: Start,
+    config: Config,
+  ) -> None:
+    """train, evaluation: give the batch of a share. header(step): what a member that joins must know
+    besides the state, as JSON."""
+    self._elastic, self._peers, self._halves = elastic, peers, halves
+    self._train, self._evaluation, self._header = train, evaluation, header
+    self._changes = PeerChanges(elastic)
+    self._state, self._step, self._evaluated = start.state, start.step, start.evaluated
+    self._layout = FlatLayout(halves.abstract.grads)
+    self._total = np.empty(self._layout.size, np.float32)
+    self._wire: Wire = config.optimizer.grad_reduce_dtype
+    self._batches = Prefetcher(self._shares_of_batch, self._step, config.run.steps)
+    self.slice_seconds: dict[str, float] | None = None
+    self.data_wait_seconds = 0.0
+    peers.on_change = self._changed
+    peers.completed = lambda: self._step
+
+  @property
+  def peers(self) -> Peers:
+    """The members of the run."""
+    return self._peers
+
+  @property
+  def state(self) -> TrainState:
+    """The state after `completed` steps."""
+    return self._state
+
+  @property
+  def completed(self) -> int:
+    """Committed steps."""
+    return self._step
+
+  @property
+  def alive(self) -> int:
+    return len(self._peers.members)
+
+  def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
+    index, ahead = next(self._batches)
+    assert index == n - 1 == self._step, f"step {n} after {self._step} steps got the batch of step {index + 1}"
+    self.data_wait_seconds = self._batches.waited_seconds
+    self._elastic.steps.current_step = n
+    self._elastic.reached("step", n)
+    self._state = state
+
+    def compute(share: Share) -> _ShareSums:
+      batch = ahead.pop(share) if share in ahead else self._train.share(index, share)
+      sums = self._halves.sums(state.params, batch)
+      return _ShareSums(self._layout.to_host(sums.grads), [sums.loss, sums.z_loss, sums.weight])
+
+    scalars, self.slice_seconds = self._agree(f"step {n}", compute, self._total)
+    sums = Sums(self._layout.to_device(self._total), *scalars)
+    self._state, metrics = self._halves.apply(state, sums)
+    self._step, self._evaluated = n, False
+    if self._elastic.recovery.under_way:
+      jax.block_until_ready(metrics)
+      self._elastic.recovered(self.alive)
+    return self._state, metrics
+
+  def evaluate(self, params: Params, batches: int) -> list[LossSums]:
+    assert self._evaluation is not None and self._halves.evaluate is not None, "no evaluation data"
+    feed, compiled = self._evaluation, self._halves.evaluate
+
+    def compute(share: Share) -> _ShareSums:
+      sums = [compiled(params, feed.share(index, share)) for index in range(batches)]
+      return _ShareSums(None, list(np.asarray(jax.device_get(sums), np.float32).sum(axis=0, dtype=np.float32)))
+
+    (loss, weight), _ = self._agree(f"eval {self._step}", compute, None)
+    self._evaluated = True
+    return [(loss, weight)]
+
+  def wait(self, arrays: Any, what: str) -> None:
+    jax.block_until_ready(arrays)
+
+  def resize_due(self, n: int) -> bool:
+    return False  # members join between two steps of the same attempt
+
+  def close(self) -> None:
+    """Ends the thread that reads data ahead."""
+    self._batches.close()
+
+  def _shares_of_batch(self, index: int) -> dict[Share, Batch]:
+    """The batches of the shares that this member computes now; the dealing may have changed when they are used."""
+    return {share: self._train.share(index, share) for share in self._peers.shares}
+
+  def _agree(
+    self, round_name: str, compute: Callable[[Share], _ShareSums], total: np.ndarray | None
+  ) -> tuple[np.ndarray, dict[str, float]]:
+    """(sums of the scalars over all shares, the members' seconds) once the round is committed; fills `total`.
+
+    compute(share): called for the shares that this member computes, once for each.
+    """
+    peers, held, seconds = self._peers, dict[Share, _ShareSums](), 0.0
+    while True:
+      peers.connect(self._send_state)
+      began = time.monotonic()
+      for share in peers.shares:
+        if share not in held:
+          held[share] = compute(share)
+      own = {share: held[share].host_scalars() for share in peers.shares}  # waits until the shares are computed
+      seconds += time.monotonic() - began
+      peers.membership.send("computed", epoch=peers.epoch, round=round_name, seconds=seconds)
+      try:
+        if total is not None:
+          grads = {share: grads for share in peers.shares if (grads := held[share].grads) is not None}
+          peers.exchange.reduce(f"{round_name} gradients", grads, peers.dealt, total, self._wire)
+        scalars = np.empty_like(next(iter(own.values())))
+        peers.exchange.reduce(round_name, own, peers.dealt, scalars)
+        committed = peers.commit(round_name)
+      except PeerLost as error:
+        peers.exchange_failed(error)
+      except MembershipChanged:
+        pass  # before the commit: the sums in hand stay valid
+      else:
+        return scalars, committed.seconds
+
+  def _send_state(self, member: int) -> None:
+    header = self._header(self._step) | {"step": self._step, "evaluated": self._evaluated}
+    arrays = state_transfer.local_parts(self._state)
+    self._peers.exchange.send_state(member, header, arrays)
+
+  def _changed(self, change: Change) -> None:
+    self._changes.record(change, self._step)

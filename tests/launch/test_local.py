@@ -1,0 +1,123 @@
+"""Slices as real processes: killed, stopped and asked to leave. Every run is compared with an undisturbed one."""
+
+from __future__ import annotations
+
+import signal
+
+import numpy as np
+import pytest
+from end_to_end import process_runs
+from end_to_end.command import Run, differences
+from end_to_end.process_runs import ProcessRun
+
+STEPS = 120
+KEYS = (f"steps={STEPS}", f"checkpoint_period={STEPS // 3}", "eval_interval=15", "eval_steps=2")
+WAITS = "elastic_min_slice_count=-1"  # for a lost slice: a run of few steps lives through many losses
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> str:
+  return f"jax_cache_dir={tmp_path_factory.mktemp('compiled')}"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, compiled) -> ProcessRun:
+  run = ProcessRun(tmp_path_factory.mktemp("undisturbed"), [*KEYS, compiled])
+  with run.launched() as supervisor:
+    assert run.wait(supervisor) == 0, run.tail()
+  return run
+
+
+def check(run: ProcessRun, undisturbed: ProcessRun) -> None:
+  """The run has the same steps, evaluations, losses and final state as the undisturbed one, each recorded once."""
+  check_steps(run, STEPS)
+  assert run.evaluations() == undisturbed.evaluations(), run.tail()
+  assert all(len(losses) == 1 for losses in run.evaluations().values())
+  assert differences(run, undisturbed, STEPS) == []
+
+
+def check_steps(run: ProcessRun, last: int) -> None:
+  """The run has recorded the steps up to `last`, in order, each once."""
+  assert run.steps() == list(range(1, last + 1)), run.tail()
+
+
+def test_three_worlds_train_as_three_slices_of_one_process(undisturbed, compiled, tmp_path):
+  """The sums of gradients are in another order there, so the losses may differ in the last digits."""
+  single = Run(tmp_path, [*KEYS, *process_runs.KEYS, compiled, "elastic_enabled=false", "num_slices=3"])
+  assert single.finish(timeout=120) == 0, single.printed
+  ours, theirs = undisturbed.losses(), single.losses()
+  assert ours.keys() == theirs.keys()
+  for step in range(1, 51):
+    np.testing.assert_allclose(ours[step], theirs[step], rtol=1e-5)
+  assert undisturbed.committed_steps() == [STEPS // 3, 2 * STEPS // 3, STEPS]
+
+
+def test_two_of_three_slices_die_and_the_last_one_goes_on(undisturbed, compiled, tmp_path):
+  run = ProcessRun(tmp_path, [*KEYS, compiled])
+  with run.launched() as supervisor:
+    run.wait_for(lambda: run.last_step >= 10, supervisor)
+    assert run.kill(0)  # the primary, which writes the records
+    run.wait_for(lambda: run.count("slice_down") == 1, supervisor)
+    assert run.kill(1)
+    assert run.wait(supervisor) == 0, run.tail()
+  check(run, undisturbed)
+  assert [event["slice"] for event in run.events("slice_down")] == [[0], [1]]
+  for recovery in run.events("recovery"):
+    assert recovery["steps_lost"] == 0 and recovery["compilations"] == 0 and recovery["seconds"] < 10
+
+
+def test_no_fault_of_a_slice_costs_a_step(undisturbed, compiled, tmp_path):
+  """One run: the primary is killed, a slice gets SIGTERM, one is stopped, and two are killed at once."""
+  run = ProcessRun(tmp_path, [*KEYS, compiled, WAITS])
+  with run.launched() as supervisor:
+    run.wait_for(lambda: run.last_step >= 10, supervisor)
+    assert run.kill(0)
+    run.wait_for(lambda: run.count("slice_up") == 1, supervisor)
+    assert run.kill(1, signal.SIGTERM)
+    run.wait_for(lambda: run.count("slice_up") == 2, supervisor)
+    assert run.kill(2, signal.SIGSTOP)
+    run.wait_for(lambda: run.count("slice_up") == 3, supervisor)
+    assert run.kill(0) and run.kill(1)
+    assert run.wait(supervisor) == 0, run.tail()
+  check(run, undisturbed)
+  assert "Member 1 ended with exit code 42" in run.printed and "Member 2 hangs" in run.printed
+  lost = [member for event in run.events("slice_down") for member in event["slice"]]
+  assert sorted(lost) == [0, 0, 1, 2]  # a slice that leaves in good order is not lost
+  assert "waiting for the others" in run.printed
+
+
+def test_every_end_of_the_whole_run_is_followed_by_the_same_run(undisturbed, compiled, tmp_path):
+  """SIGTERM to the supervisor, its loss, and the loss of all processes: the same command continues each time."""
+  run = ProcessRun(tmp_path, [*KEYS, compiled])
+  with run.launched() as supervisor:
+    run.wait_for(lambda: run.last_step >= 10, supervisor)
+    supervisor.send_signal(signal.SIGTERM)
+    assert run.wait(supervisor) == 42, run.tail()
+  stopped = run.last_step
+  assert run.committed_steps() == [stopped] and 10 <= stopped < STEPS
+  with run.launched() as supervisor:
+    run.wait_for(lambda: run.last_step >= stopped + 10, supervisor)
+    supervisor.kill()
+    supervisor.wait(30)
+    run.wait_for_processes(seconds=60)  # the slices save and end
+  stopped = run.last_step
+  assert run.committed_steps()[-1] == stopped < STEPS
+  check_steps(run, stopped)
+  with run.launched() as supervisor:
+    run.wait_for(lambda: run.last_step >= stopped + 3, supervisor)  # all processes are killed at the end of the block
+  assert not run.processes()
+  with run.launched() as supervisor:
+    assert run.wait(supervisor) == 0, run.tail()
+  assert run.evaluations().keys() == undisturbed.evaluations().keys()
+  assert differences(run, undisturbed, STEPS) == []
+
+
+def test_a_spare_takes_the_place_of_a_lost_slice(undisturbed, compiled, tmp_path):
+  run = ProcessRun(tmp_path, [*KEYS, compiled, WAITS], options=["--spares", "1"])
+  with run.launched() as supervisor:
+    run.wait_for(lambda: run.last_step >= 20, supervisor)
+    assert run.kill(2)
+    assert run.wait(supervisor) == 0, run.tail()
+  check(run, undisturbed)
+  assert {record["slices"] for record in run.records("metrics") if "loss" in record} == {3}
+  assert any(3 in event["slice"] for event in run.events("slice_up")), run.events("slice_up")

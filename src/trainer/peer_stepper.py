@@ -69,7 +69,7 @@ class PeerStepper:
     self._changes = PeerChanges(elastic)
     self._state, self._step, self._evaluated = start.state, start.step, start.evaluated
     self._layout = FlatLayout(halves.abstract.grads)
-    self._total = np.empty(self._layout.size, np.float32)
+    self._total = self._layout.empty()
     self._wire: Wire = config.optimizer.grad_reduce_dtype
     self._batches = Prefetcher(self._shares_of_batch, self._step, config.run.steps)
     self.slice_seconds: dict[str, float] | None = None

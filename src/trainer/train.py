@@ -22,7 +22,7 @@ from jax import Device
 
 from trainer import after_step, generate, peer_attempt, program
 from trainer import world as world_lib
-from trainer.after_step import Due
+from trainer.after_step import Actions, Due
 from trainer.checkpoint import meta as checkpoint_meta
 from trainer.checkpoint.tiers import Tiers
 from trainer.cluster import View
@@ -151,22 +151,7 @@ def _loop(
       continue
     records.finish()
     loss = _evaluate(config, session, elastic, stepper, state.params, step) if actions.evaluate else None
-    with session.watchdog.during("save"):  # includes waiting for the save before it
-      if actions.snapshot == "late":
-        session.snapshots.wait()
-        _snapshot(config, session, elastic, step, state)
-      final = actions.save == "final"
-      if final or tiers.due_persistent(step):
-        session.metrics.flush()  # a run that resumes from this checkpoint never writes these steps again
-      # Do not save while updates are skipped: retention would delete good checkpoints.
-      if final or (actions.save == "due" and not records.skipped):
-        tiers.maybe_save(step, state, session.data.meta(config, step), last=final, metric=loss)
-        elastic.reached("save", step)
-      if final:
-        tiers.wait()
-        if peer_attempt.must_save_for_another(session.cluster.peers):
-          tiers.maybe_save(step, state, session.data.meta(config, step), last=True, metric=loss)
-          tiers.wait()
+    _save(config, session, elastic, tiers, records, actions, step, state, loss)
     if actions.end in ("preempted", "slice_up"):
       return Outcome(actions.end, step), state
     records.restart_clock()
@@ -176,6 +161,37 @@ def _loop(
       "Training on from them gives numbers that are not finite again unless you change something"
     )
   return Outcome("complete", step), state
+
+
+def _save(
+  config: Config,
+  session: Session,
+  elastic: ElasticRun,
+  tiers: Tiers,
+  records: StepRecords,
+  actions: Actions,
+  step: int,
+  state: TrainState,
+  loss: float | None,
+) -> None:
+  """Takes the late snapshot and saves what is due. loss: of the evaluation of this state, if it was evaluated."""
+  with session.watchdog.during("save"):  # includes waiting for the save before it
+    if actions.snapshot == "late":
+      session.snapshots.wait()
+      _snapshot(config, session, elastic, step, state)
+    final = actions.save == "final"
+    if final or tiers.due_persistent(step):
+      session.metrics.flush()  # a run that resumes from this checkpoint never writes these steps again
+    # Do not save while updates are skipped: retention would delete good checkpoints.
+    if not final and (actions.save != "due" or records.skipped):
+      return
+    tiers.maybe_save(step, state, session.data.meta(config, step), last=final, metric=loss)
+    elastic.reached("save", step)
+    if final:
+      tiers.wait()
+      if peer_attempt.must_save_for_another(session.cluster.peers):
+        tiers.maybe_save(step, state, session.data.meta(config, step), last=True, metric=loss)
+        tiers.wait()
 
 
 def _compiled_step(session: Session, elastic: ElasticRun, view: View) -> Any:

@@ -120,6 +120,11 @@ class ProcessRun(Run):
         found.setdefault(record["step"], []).append(record["eval_loss"])
     return found
 
+  def active(self) -> list[int]:
+    """The members that computed the last recorded step."""
+    records = [record for record in self.records("metrics") if "slice_seconds" in record]
+    return [int(member) for member in records[-1]["slice_seconds"]] if records else []
+
   def count(self, kind: str) -> int:
     """How many events of this kind are recorded."""
     return len(self.events(kind))

@@ -112,12 +112,14 @@ def test_every_end_of_the_whole_run_is_followed_by_the_same_run(undisturbed, com
   assert differences(run, undisturbed, STEPS) == []
 
 
-def test_a_spare_takes_the_place_of_a_lost_slice(undisturbed, compiled, tmp_path):
+def test_a_spare_or_the_restarted_slice_takes_the_place_of_a_lost_one(undisturbed, compiled, tmp_path):
   run = ProcessRun(tmp_path, [*KEYS, compiled, WAITS], options=["--spares", "1"])
   with run.launched() as supervisor:
-    run.wait_for(lambda: run.last_step >= 20, supervisor)
-    assert run.kill(2)
+    run.wait_for(lambda: len(run.active()) == 3, supervisor)
+    (victim, spare) = run.active()[-1], *({0, 1, 2, 3} - set(run.active()))
+    assert run.kill(victim)
     assert run.wait(supervisor) == 0, run.tail()
   check(run, undisturbed)
   assert {record["slices"] for record in run.records("metrics") if "loss" in record} == {3}
-  assert any(3 in event["slice"] for event in run.events("slice_up")), run.events("slice_up")
+  (down,), (up, *_) = run.events("slice_down"), run.events("slice_up")
+  assert down["slice"] == [victim] and up["slice"] in ([spare], [victim])

@@ -144,7 +144,8 @@ class Coordinator:
       return self._gather()
     if self.phase == "holding":
       return self._reform()
-    return []  # it joins at the next commit
+    # It joins at the next commit, if a place is free.
+    return [Note(f"Member {member} is ready and waits as a spare.")] if len(self.active) == self._total else []
 
   def restored(self, member: int, lane: int, step: int) -> Effects:
     """`member` was asked to lead and has the state after `step`."""

@@ -165,7 +165,7 @@ def test_fingerprint_tells_another_order_of_the_same_records(root):
   """A resume must detect a library version that shuffles differently."""
   loader, reordered = load(root), load(root)
   records = reordered._source._records
-  reordered._source._ordered = [records[number] for number in range(len(records))]
+  reordered._source._order._ordered = [records[number] for number in range(len(records))]
   assert loader.fingerprint() == load(root).fingerprint() != reordered.fingerprint()
 
 

@@ -12,7 +12,8 @@ _LARGEST_RATIO = 2
 def line(data: Mapping[str, Any]) -> str:
   """One line that names dataset, tokenizer, tokens and epochs. `data` comes from `Loader.describe`."""
   if data["tokens"] is None:
-    return f"Data: {data['dataset']}; the run reads {data['run_tokens']:,} tokens"
+    epochs = "" if data["epochs"] is None else f", {data['epochs']:.3g} epochs of {data['examples']:,} examples"
+    return f"Data: {data['dataset']}; the run reads {data['run_tokens']:,} tokens{epochs}"
   tokenizer = "token ids"
   if data["tokenizer"] is not None:
     tokenizer = f"{data['tokenizer']} tokenizer with {data['tokenizer_vocab_size']:,} ids"

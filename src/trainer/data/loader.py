@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.data import prepared
+from trainer.data import in_place, prepared
 from trainer.data.batch import Batch, DataError, empty_example, stack
 from trainer.data.mixture import Member, MixtureSource
 from trainer.data.source import Source
@@ -162,7 +162,7 @@ def make_loader(
   else:
     cfg = _evaluation_of(cfg) if cfg.grain_train_mixture_config_path else cfg
     min_examples = global_batch_size if split == "train" else 0
-    source = prepared.open_source(cfg, vocab_size=vocab_size, min_examples=min_examples, split=split, log=log)
+    source = _open(cfg, vocab_size=vocab_size, min_examples=min_examples, split=split, log=log)
   return Loader(
     source,
     global_batch_size=global_batch_size,
@@ -184,6 +184,14 @@ def check(cfg: DataSection, vocab_size: int) -> None:
     prepared.check(section, vocab_size)
 
 
+def _open(
+  cfg: DataSection, *, vocab_size: int, min_examples: int, split: str, log: Callable[[str], None]
+) -> prepared.PreparedSource | in_place.InPlaceSource:
+  """The source of one dataset, read in place if that is possible."""
+  module = in_place if in_place.applies(cfg) else prepared
+  return module.open_source(cfg, vocab_size=vocab_size, min_examples=min_examples, split=split, log=log)
+
+
 def _mixture_entries(cfg: DataSection) -> list[MixtureEntry]:
   from trainer.config import mixture as mixture_file  # imports pydantic
 
@@ -195,7 +203,7 @@ def _open_mixture(cfg: DataSection, vocab_size: int, log: Callable[[str], None])
   members: list[Member] = []
   names: dict[str, str] = {}
   for entry in _mixture_entries(cfg):
-    source = prepared.open_source(entry.section, vocab_size=vocab_size, min_examples=1, split="train", log=log)
+    source = _open(entry.section, vocab_size=vocab_size, min_examples=1, split="train", log=log)
     assert source.num_examples is not None
     limit = entry.epochs if math.isinf(entry.epochs) else int(entry.epochs * source.num_examples)
     if limit == 0:

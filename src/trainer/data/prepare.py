@@ -84,7 +84,10 @@ def _token_groups(documents: Documents, tokenizer: Tokenizer | None, vocab_size:
           finished.append(_framed(unfinished, tokenizer))
           unfinished = []
       else:
-        finished.append(checked(part, vocab_size, place))
+        try:
+          finished.append(checked(part, vocab_size))
+        except ValueError as error:
+          raise ConfigError(f"{place}: {error}") from error
     yield finished
 
 
@@ -95,14 +98,13 @@ def _framed(parts: list[np.ndarray], tokenizer: Tokenizer | None) -> np.ndarray:
   return np.concatenate([*head, *parts, np.array([tokenizer.eos_id], np.int32)])
 
 
-def checked(ids: np.ndarray, vocab_size: int, place: str) -> np.ndarray:
-  """`ids` as int32. Raises ConfigError, naming the place, unless all are in [0, vocab_size)."""
+def checked(ids: np.ndarray, vocab_size: int) -> np.ndarray:
+  """`ids`, at least one, as int32. Raises ValueError unless all are in [0, vocab_size)."""
   low, high = int(ids.min()), int(ids.max())
   if low < 0 or high >= vocab_size:
-    wrong = low if low < 0 else high
-    raise ConfigError(
-      f"{place} has the token {wrong}, but tokens must be from 0 to vocab_size - 1 = {vocab_size - 1}. Set vocab_size "
-      "to the vocabulary that the tokens were made with, or give other files."
+    raise ValueError(
+      f"it has the token {low if low < 0 else high}, but tokens must be from 0 to vocab_size - 1 = {vocab_size - 1}. "
+      "Set vocab_size to the vocabulary that the tokens were made with, or give other files."
     )
   return ids.astype(np.int32)
 

@@ -17,6 +17,7 @@ from trainer.config.errors import ConfigError, require
 from trainer.data import cache, datasets, prepare, store, windows
 from trainer.data.batch import Example, empty_example
 from trainer.data.documents import Documents
+from trainer.data.order import Order
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_bpe, train_bpe
 
 if TYPE_CHECKING:
@@ -34,10 +35,7 @@ _EVAL_KEYS = {
 
 
 class PreparedSource:
-  """The windows of one split. Training: endless, reshuffled each epoch. Evaluation: one fixed order, then padding.
-
-  The order comes from grain, whose `shuffle` computes a permutation per epoch, one index at a time.
-  """
+  """Implements `Source`: the windows of one split of prepared data."""
 
   def __init__(self, folder: Path, *, name: str, split: str, seed: int, tokenizer: Tokenizer | None) -> None:
     """`folder`: of `prepare.build`. `tokenizer`: None if the documents were tokens."""
@@ -49,32 +47,18 @@ class PreparedSource:
     self.has_eval: bool = meta["splits"].get("eval", {"targets": 0})["targets"] > 0
     self._meta = meta
     self._split = split
-    # A fixed seed for evaluation keeps runs comparable. Our seeds are any integers, and grain needs 32 bits.
-    self._seed = int(hashlib.sha256(str(seed).encode()).hexdigest()[:8], 16) if split == "train" else 0
     self._records = store.Records(folder / prepare.file_name(split), meta["splits"][split]["windows"])
-    # Import here, not at first use in the prefetch thread: the main thread may be importing the same modules then.
-    import grain
-
-    ordered = grain.MapDataset.source(self._records).shuffle(seed=self._seed)
-    self._ordered = ordered.repeat() if split == "train" else ordered
+    self._order = Order(self._records, split=split, seed=seed)
 
   def example(self, index: int) -> Example:
     """The window at `index` in the order of the split. Raises OSError, naming the file, when it cannot be read."""
-    if self._split == "eval" and index >= len(self._records):
+    record = self._order.record(index)
+    if record is None:
       return empty_example(self._meta["length"])
-    return windows.example(windows.unpack(self._ordered[index], np.dtype(self._meta["dtype"])), self._meta["length"])
+    return windows.example(windows.unpack(record, np.dtype(self._meta["dtype"])), self._meta["length"])
 
   def fingerprint(self) -> str:
-    return self._fingerprint
-
-  @functools.cached_property
-  def _fingerprint(self) -> str:
-    # The first records in order detect a version of grain that shuffles differently.
-    probe = hashlib.sha256()
-    for index in range(min(8, len(self._records))):
-      probe.update(self._ordered[index])
-    key = f"prepared-{prepare.FORMAT} {self._meta['key']}"
-    return f"{key} split={self._split} seed={self._seed} first={probe.hexdigest()}"
+    return f"prepared-{prepare.FORMAT} {self._meta['key']} {self._order.fingerprint}"
 
   def unigram_entropy(self) -> float:
     return self._meta["unigram_entropy"]

@@ -17,7 +17,7 @@ class Schedule:
 
   In a period of P = sum(shares) examples, source k has exactly shares[k]. Among the first n examples, for every n, the
   number of examples of source k differs from n shares[k] / P by less than 1. So over any range of examples it differs
-  by less than 2; with two sources, by less than 1.
+  by less than 2; with two sources, by at most 1.
 
   The order is the earliest-deadline-first order of Pfair scheduling (Baruah, Cohen, Plaxton and Varvel, Algorithmica
   15, 1996): example j of source k (from 0) has its place in [floor(j / s), ceil((j + 1) / s)), with s = shares[k] / P.

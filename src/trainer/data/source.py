@@ -11,8 +11,8 @@ from trainer.data.tokenizer import Tokenizer
 class Source(Protocol):
   """An ordered sequence of examples. Example i depends only on the source's arguments and i, not on hosts or history.
 
-  `PreparedSource`, `MixtureSource` and `SyntheticSource` implement it. A new format of files is not a new source: it is
-  a function that reads documents (`documents.py`).
+  `PreparedSource`, `InPlaceSource`, `MixtureSource` and `SyntheticSource` implement it. A new format of files is not a
+  new source: it is a function that reads documents (`documents.py`).
   """
 
   name: str

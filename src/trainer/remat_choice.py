@@ -165,10 +165,10 @@ def _compile(config: Config, policy: RematPolicy, slice_sets: SliceSets) -> Cand
 
 
 def _limit(slices: Sequence[Sequence[Device]]) -> int:
-  """Returns the bytes of memory of a device. The devices of a CPU share the memory of the machine."""
+  """Returns the bytes of memory of a device. The CPU devices of a process share the memory of their machine."""
   device = slices[0][0]
   if device.platform == "cpu":
-    return memory.of_host() // sum(map(len, slices))
+    return memory.of_host() // sum(other.process_index == device.process_index for group in slices for other in group)
   if device.platform == "gpu" and (limit := memory.of_device(device, cluster_kind="")) is not None:
     return limit
   return _chip(device).hbm_bytes

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from trainer.sharding import contract_vocab
+
 # Platform -> bytes of one chunk's float32 logits on a device. TPU: a chunk that fits into VMEM (128 MiB on v5e and v6e)
 # needs no pass over HBM; much smaller chunks add to dw too often. CPU: a chunk that fits into the cache
 # (end_to_end/benchmarks/cross_entropy_cpu.py).
@@ -215,7 +217,7 @@ def _sums(
     equation = "btd,btv->dv" if transposed else "btv,btd->vd"
     operands = (x, dlogits) if transposed else (dlogits, x)
     dw += constrain(jnp.einsum(equation, *operands, preferred_element_type=jnp.float32), dw_axes)
-    dx_chunk = jnp.einsum("btv,vd->btd", dlogits, rows, preferred_element_type=jnp.float32).astype(x.dtype)
+    dx_chunk = contract_vocab(dlogits, rows).astype(x.dtype)
     return loss, z, _store_chunk(dx, constrain(dx_chunk, ("batch", "length", "embed")), i), dw
 
   zero, dx, dw = jnp.zeros((), jnp.float32), None, None

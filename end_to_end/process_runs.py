@@ -63,8 +63,10 @@ class ProcessRun(Run):
   def kill(self, member: int, number: int = signal.SIGKILL) -> bool:
     """Sends the signal to the member's process. Whether it lived."""
     pid = self.workers().get(member)
-    if pid is None:
-      return False
+    return pid is not None and self.send(pid, number)
+
+  def send(self, pid: int, number: int) -> bool:
+    """Sends the signal to a process of the run. Whether it lived."""
     with contextlib.suppress(ProcessLookupError):
       os.kill(pid, number)
       return True

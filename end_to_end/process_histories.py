@@ -1,0 +1,185 @@
+"""Runs a tiny model on real processes through random faults and compares each run with an undisturbed one.
+
+  python -m end_to_end.process_histories [--count 300] [--first 0]
+
+Seed i determines history i: members killed (the first too), stopped or asked to end, two at once, again during a
+recovery, and the supervisor or all processes killed, after which the same command starts again. Evaluations and
+checkpoints are so frequent that faults hit them too. Each run must complete; every step and every evaluation must be
+recorded once; losses and final state must be bit-identical to the undisturbed run. After a loss of all processes the
+run resumes from a checkpoint, so steps may be recorded twice, with the same numbers. After the first history that
+breaks a rule, prints the command that repeats it and exits with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from end_to_end.command import differences
+from end_to_end.process_runs import ProcessRun
+
+STEPS = 150
+KEYS = (f"steps={STEPS}", "checkpoint_period=20", "eval_interval=7", "eval_steps=2")
+LIMIT_SECONDS = 300.0  # for one life of the supervisor
+LIVES = 8  # of the supervisor, at most
+
+
+@dataclass(frozen=True)
+class Fault:
+  """What happens once `step` is recorded: `kind` to `count` members, `delay` seconds later."""
+
+  step: int
+  kind: str  # kill, stop, term: a signal to members; supervisor, all: SIGKILL to these
+  count: int
+  delay: float
+
+  def __str__(self) -> str:
+    return f"{self.kind}@{self.step}" + (f" x {self.count}" if self.count > 1 else "") + f" +{1000 * self.delay:.0f} ms"
+
+
+@dataclass(frozen=True)
+class Plan:
+  """One history."""
+
+  slices: int
+  options: tuple[str, ...]
+  keys: tuple[str, ...]
+  faults: tuple[Fault, ...]
+
+
+def plan(seed: int) -> Plan:
+  """Returns history `seed`."""
+  chance = random.Random(seed)
+  slices = chance.choice([3, 3, 4])
+  kinds = ["kill"] * 8 + ["term"] * 2 + ["stop", "supervisor", "all"]
+  faults = [
+    Fault(chance.randrange(1, STEPS - 5), chance.choice(kinds), chance.choice([1, 1, 2]), chance.random() * 0.05)
+    for _ in range(chance.randrange(1, 5))
+  ]
+  if chance.random() < 0.3:  # a second loss while the first one is recovered from
+    first = faults[0]
+    faults.insert(1, Fault(first.step, "kill", 1, chance.random() * 0.02))
+  least = chance.choice([1, 1, -1, 2])
+  options = ("--spares", "1") if chance.random() < 0.2 else ()
+  return Plan(
+    slices, options, (f"elastic_min_slice_count={least}",), tuple(sorted(faults, key=lambda fault: fault.step))
+  )
+
+
+def play(run: ProcessRun, faults: Sequence[Fault], seed: int, happened: Counter[str]) -> list[str]:
+  """Runs to the end through the faults. Returns the rules that the exit codes break."""
+  chance, left = random.Random(seed + 1), list(faults)
+  for _ in range(LIVES):
+    with run.launched() as supervisor:
+      while left and supervisor.poll() is None:
+        fault = left[0]
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while run.last_step < fault.step and supervisor.poll() is None:
+          if time.monotonic() > deadline:
+            return [f"no step {fault.step} within {LIMIT_SECONDS:g} s"]
+          time.sleep(0.01)
+        if supervisor.poll() is not None:
+          break
+        time.sleep(fault.delay)
+        left.pop(0)
+        happened[fault.kind] += _strike(run, fault, supervisor.pid, chance)
+        if fault.kind == "supervisor":
+          supervisor.wait(30)
+          run.wait_for_processes(seconds=90)
+        elif fault.kind == "all":
+          supervisor.wait(30)
+      code = run.wait(supervisor, LIMIT_SECONDS)
+    if code == 0:
+      return []
+    if code not in (42, -signal.SIGKILL):
+      return [f"ended with exit code {code}"]
+  return [f"not complete after {LIVES} lives"]
+
+
+def _strike(run: ProcessRun, fault: Fault, supervisor: int, chance: random.Random) -> int:
+  """Makes the fault happen. Returns how many processes it hit."""
+  numbers = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+  if fault.kind == "supervisor":
+    return run.send(supervisor, signal.SIGKILL)
+  workers = run.workers()
+  if fault.kind == "all":
+    return sum(run.send(pid, signal.SIGKILL) for pid in [supervisor, *workers.values()])
+  victims = chance.sample(sorted(workers), min(fault.count, len(workers)))
+  return sum(run.send(workers[member], numbers[fault.kind]) for member in victims)
+
+
+def check(run: ProcessRun, undisturbed: ProcessRun, faults: Sequence[Fault]) -> list[str]:
+  """Returns the rules that the run breaks; [] if it breaks none."""
+  broken = []
+  restarted = any(fault.kind in ("all", "supervisor") for fault in faults)
+  steps = run.steps()
+  if sorted(set(steps)) != list(range(1, STEPS + 1)):
+    broken.append(f"steps {sorted(set(range(1, STEPS + 1)) - set(steps))} are not recorded")
+  if not restarted and steps != list(range(1, STEPS + 1)):
+    again = sorted(step for step, times in Counter(steps).items() if times > 1)
+    broken.append(f"steps {again} are recorded more than once, or not in order")
+  ours, theirs = run.evaluations(), undisturbed.evaluations()
+  if ours.keys() != theirs.keys():
+    broken.append(f"evaluations at {sorted(ours.keys() ^ theirs.keys())} are in only one run")
+  for step, losses in ours.items():
+    if set(losses) != set(theirs.get(step, ())) or (len(losses) > 1 and not restarted):
+      broken.append(f"the evaluation at step {step} gave {losses}, undisturbed {theirs.get(step)}")
+  for record in run.events("recovery"):
+    if record["steps_lost"] != 0:
+      broken.append(f"{record['steps_lost']} steps lost by {record['event']} of slices {record['slice']}")
+  return broken + differences(run, undisturbed, STEPS)
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--count", type=int, default=300, help="number of histories")
+  parser.add_argument("--first", type=int, default=0, help="seed of the first history")
+  options = parser.parse_args()
+  with tempfile.TemporaryDirectory(prefix="process-histories-") as directory:
+    return run_all(Path(directory), options.first, options.count)
+
+
+def run_all(folder: Path, first: int, count: int) -> int:
+  """Runs and checks the histories; returns the exit code."""
+  compiled, references = f"jax_cache_dir={folder / 'compiled'}", dict[int, ProcessRun]()
+  happened: Counter[str] = Counter()
+  recoveries, start = 0, time.monotonic()
+  for done, seed in enumerate(range(first, first + count), 1):
+    history = plan(seed)
+    if history.slices not in references:
+      reference = ProcessRun(folder / f"undisturbed-{history.slices}", [*KEYS, compiled], slices=history.slices)
+      broken = play(reference, (), 0, happened)
+      assert not broken, (broken, reference.tail())
+      references[history.slices] = reference
+    keys = [*KEYS, compiled, *history.keys]
+    run = ProcessRun(folder / f"history-{seed}", keys, slices=history.slices, options=history.options)
+    try:
+      broken = play(run, history.faults, seed, happened) or check(run, references[history.slices], history.faults)
+    except AssertionError as error:
+      broken = [str(error)]
+    if broken:
+      print(f"history {seed} ({', '.join(map(str, history.faults))}; {history}):", *broken, sep="\n  ")
+      print(run.tail())
+      print(f"repeat with: python -m end_to_end.process_histories --first {seed} --count 1")
+      return 1
+    recoveries += run.count("recovery")
+    if done % 10 == 0 or done == count:
+      seconds = time.monotonic() - start
+      print(
+        f"{done} histories in {seconds:.0f} s, all correct: {recoveries} recoveries; processes hit: "
+        f"{', '.join(f'{hits} {kind}' for kind, hits in sorted(happened.items()))}",
+        flush=True,
+      )
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -96,6 +96,7 @@ def play(run: ProcessRun, faults: Sequence[Fault], seed: int, happened: Counter[
           run.wait_for_processes(seconds=90)
         elif fault.kind == "all":
           supervisor.wait(30)
+          run.wait_for_processes(seconds=30)
       code = run.wait(supervisor, LIMIT_SECONDS)
     if code == 0:
       return []

@@ -239,9 +239,8 @@ class Coordinator:
     if self.phase == "over":
       return []
     effects: Effects = [Kill(member, reason) for member, reason in self.pulse.silent(self._members)]
-    if self.phase == "running":
-      stuck = self.pulse.stuck(self.active, self._done)
-      effects += [Kill(member, reason) for member, reason in stuck if Kill(member, reason) not in effects]
+    if self.phase == "running" and not effects:  # a silent member holds up the others, who are not to blame
+      effects = [Kill(member, reason) for member, reason in self.pulse.stuck(self.active, self._done)]
       if self._broken_at is not None and self._clock() - self._broken_at > _BROKEN_SECONDS:
         effects += self._world()  # nobody has died: the same members connect again
     if self.phase == "gathering":

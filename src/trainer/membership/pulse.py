@@ -88,7 +88,7 @@ class Pulse:
           found.append((member, f"still {what} {now - first:.1f} s after the first member was ready"))
       return found
     last = max(when for when, _ in self._computed.values())
-    if now - last <= self.limit:
+    if now - last <= 2 * self.limit:  # longer than the silence of a member may be, which says more
       return []
     # All have computed, and the exchange stands still although everybody lives: a part of the network is broken.
     member = max(set(active) - set(done))

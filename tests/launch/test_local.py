@@ -123,3 +123,15 @@ def test_a_spare_or_the_restarted_slice_takes_the_place_of_a_lost_one(undisturbe
   assert {record["slices"] for record in run.records("metrics") if "loss" in record} == {3}
   (down,), (up, *_) = run.events("slice_down"), run.events("slice_up")
   assert down["slice"] == [victim] and up["slice"] in ([spare], [victim])
+
+
+def test_rehearsed_faults_happen_to_real_processes(undisturbed, compiled, tmp_path):
+  faults = "slice_down@20:0, hang@50:2, slice_down@70:1:eval/1"
+  run = ProcessRun(tmp_path, [*KEYS, compiled, f"fault_injection={faults}"])
+  with run.launched() as supervisor:
+    assert run.wait(supervisor) == 0, run.tail()
+  check(run, undisturbed)
+  assert [event["fault"] for event in run.events("fault_injected")] == faults.split(", ")
+  assert "Member 0 killed by SIGKILL" in run.printed and "Member 2 hangs" in run.printed
+  (hang,) = [event for event in run.events("slice_down") if event["slice"] == [2]]
+  assert hang["detect_seconds"] >= 5

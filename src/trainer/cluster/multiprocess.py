@@ -96,8 +96,7 @@ class MultiprocessCluster(Cluster):
     self._fault("give_back", slice_id, None)
 
   def _fault(self, action: str, target: int, seconds: float | None) -> None:
-    if self.is_primary:  # every member comes to the same moment; one request is enough
-      self.peers.membership.send("fault", action=action, target=target, seconds=seconds)
+    self.peers.membership.send("fault", action=action, target=target, seconds=seconds)
 
   @property
   def stop_agreed(self) -> Callable[[], bool]:

@@ -235,4 +235,4 @@ def _injector(cluster: Cluster, faults: list[Fault], events: EventLog, clock: Ca
     events.emit("fault_injected", slice=fault.slice, fault=str(fault), step=step)
     events.flush()  # the next thing may be SIGKILL
 
-  return FaultInjector(faults, cluster.fault_target, record, clock=clock)
+  return FaultInjector(faults, cluster.fault_target, record, clock=clock, acts=lambda: cluster.is_primary)

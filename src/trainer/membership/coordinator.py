@@ -34,10 +34,11 @@ class Send:
 
 @dataclass(frozen=True)
 class Kill:
-  """End the processes of `member`: it hangs. Then report it as lost."""
+  """End the processes of `member`: it has given no sign of progress for `seconds`. Then report it as lost."""
 
   member: int
   reason: str
+  seconds: float
 
 
 @dataclass(frozen=True)
@@ -212,8 +213,8 @@ class Coordinator:
     # A member that leaves, or the last one that was left and got SIGTERM: the run may go on without it.
     return [Send(member, message("end", code=code))] if code == 42 and member in self._members else []
 
-  def lost(self, member: int, reason: str) -> Effects:
-    """The processes of `member` have ended, or must not be waited for."""
+  def lost(self, member: int, reason: str, seconds: float = 0.0) -> Effects:
+    """The processes of `member` have ended, or must not be waited for, since `seconds`."""
     if self._members.pop(member, None) is None:
       return []
     self.pulse.forget(member)
@@ -229,7 +230,7 @@ class Coordinator:
       return self._lead()
     if self.phase not in ("running", "holding") or not was_active:
       return []
-    self._lost[member] = (reason, self._wall())
+    self._lost[member] = (reason, self._wall() - seconds)
     if not self.live:
       return self._regather()
     return self._reform()
@@ -238,9 +239,9 @@ class Coordinator:
     """To be called several times a second: limits of waits and of silence."""
     if self.phase == "over":
       return []
-    effects: Effects = [Kill(member, reason) for member, reason in self.pulse.silent(self._members)]
+    effects: Effects = [Kill(*silent) for silent in self.pulse.silent(self._members)]
     if self.phase == "running" and not effects:  # a silent member holds up the others, who are not to blame
-      effects = [Kill(member, reason) for member, reason in self.pulse.stuck(self.active, self._done)]
+      effects = [Kill(*stuck) for stuck in self.pulse.stuck(self.active, self._done)]
       if self._broken_at is not None and self._clock() - self._broken_at > _BROKEN_SECONDS:
         effects += self._world()  # nobody has died: the same members connect again
     if self.phase == "gathering":
@@ -292,7 +293,8 @@ class Coordinator:
     if self.stopping and not survivors:
       return self.end(42)
     self._expected = len(survivors) if self.stopping else self._total
-    return [Send(member, message("regather")) for member in survivors] + self._gather()
+    note = Note("Every member with the state is lost: the run continues from the newest backup.")
+    return [note, *(Send(member, message("regather")) for member in survivors), *self._gather()]
 
   # ---- changes of the members ----
 

@@ -62,16 +62,16 @@ class Pulse:
     ordered = sorted(self._steps)
     return max(self._hang_seconds, _FACTOR * ordered[int(0.99 * (len(ordered) - 1))])
 
-  def silent(self, members: Collection[int]) -> Iterator[tuple[int, str]]:
-    """(member, reason) of members without a sign of life."""
+  def silent(self, members: Collection[int]) -> Iterator[tuple[int, str, float]]:
+    """(member, reason, seconds) of members without a sign of life for so long."""
     now = self._clock()
     for member in sorted(members):
       limit = self.limit if member in self._proven else self._start_seconds
       if (seconds := now - self._beats.get(member, now)) > max(limit, self._hang_seconds):
-        yield member, f"no sign of life for {seconds:.1f} s"
+        yield member, f"no sign of life for {seconds:.1f} s", seconds
 
-  def stuck(self, active: Collection[int], done: Collection[int]) -> list[tuple[int, str]]:
-    """(member, reason) of members that hold up the round under way."""
+  def stuck(self, active: Collection[int], done: Collection[int]) -> list[tuple[int, str, float]]:
+    """(member, reason, seconds) of members that have held up the round under way for so long."""
     if not self._computed:
       return []
     now = self._clock()
@@ -85,11 +85,11 @@ class Pulse:
           limit = max(limit, self._start_seconds)
         if now - first > limit:
           what = self._busy.get(member) or "computing the step"
-          found.append((member, f"still {what} {now - first:.1f} s after the first member was ready"))
+          found.append((member, f"still {what} {now - first:.1f} s after the first member was ready", now - first))
       return found
     last = max(when for when, _ in self._computed.values())
     if now - last <= 2 * self.limit:  # longer than the silence of a member may be, which says more
       return []
     # All have computed, and the exchange stands still although everybody lives: a part of the network is broken.
     member = max(set(active) - set(done))
-    return [(member, f"the exchange has stood still for {now - last:.1f} s")]
+    return [(member, f"the exchange has stood still for {now - last:.1f} s", now - last)]

@@ -55,12 +55,12 @@ class Server:
     with self._lock:
       return frozenset(member for member, _ in self._channels)
 
-  def lost(self, member: int, reason: str) -> None:
-    """The processes of `member` have ended."""
+  def lost(self, member: int, reason: str, seconds: float = 0.0) -> None:
+    """The processes of `member` have ended, or hang since `seconds`."""
     with self._lock:
       for lane in [key for key in self._channels if key[0] == member]:
         self._channels.pop(lane).close()
-      self._carry_out(self.coordinator.lost(member, reason))
+      self._carry_out(self.coordinator.lost(member, reason, seconds))
 
   def stop(self) -> None:
     """The run must end in good order."""
@@ -161,7 +161,7 @@ class Server:
       elif isinstance(effect, Kill):
         self._log(f"Member {effect.member} hangs: {effect.reason}.")
         self._kill(effect.member, effect.reason)
-        self.lost(effect.member, effect.reason)
+        self.lost(effect.member, effect.reason, effect.seconds)
       elif isinstance(effect, Send):
         for key in [key for key in self._channels if key[0] == effect.member]:
           with contextlib.suppress(OSError):  # the thread that reads this connection reports the loss

@@ -136,7 +136,7 @@ class EventLog:
 
 def _identity(record: dict[str, Any]) -> tuple[Any, ...]:
   """What is equal in the records that different processes make of the same event."""
-  return record["kind"], record.get("event"), record.get("epoch"), tuple(record.get("slice") or ())
+  return record["kind"], record.get("event"), record.get("epoch"), str(record.get("slice"))
 
 
 def read_events(run_directory: str) -> list[dict[str, Any]]:

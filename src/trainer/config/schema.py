@@ -458,7 +458,7 @@ class ClusterSection(Section):
 
   cluster: Literal["auto", "simulated", "pathways", "multiprocess"] = Field(
     "auto",
-    description="Where the slices come from. auto: pathways if JAX_PLATFORMS=proxy, else simulated (slices are groups of the devices of this process).",
+    description="Where the slices come from. auto: multiprocess if a launcher started this process as one slice of several, pathways if JAX_PLATFORMS=proxy, else simulated (slices are groups of the devices of this process).",
   )
   num_slices: Devices = Field(0, description="Number of slices. 0: as many as the devices report; on a CPU 1.")
   devices_per_slice: Devices = Field(

@@ -73,6 +73,7 @@ def test_a_damaged_record_in_place_stops_the_run_with_record_and_file(tmp_path):
   ("document", "kind", "message"),
   [
     (np.array([1, 300]), "int32", "record 3 of .*1.array_record: it has the token 300, but"),
+    (np.array([]), "uint16", "record 3 of .*1.array_record: it has no tokens"),
     (np.array([1, -2]), "int32", "it has the token -2, but"),
   ],
 )

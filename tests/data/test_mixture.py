@@ -202,6 +202,7 @@ def test_a_damaged_record_names_the_source(tmp_path, files):
     ({"weight": 0, "path": "web"}, r"mixture.yml line 1: weight is 0.\nGive a number above 0"),
     ({"weight": "many", "path": "web"}, "weight is many"),
     ({"path": "web"}, "web has no weight"),
+    ({"weight": 1}, "web has no files"),
     ({"weight": "inf", "path": "web"}, "the weight of web is infinite"),
     ({"weight": 1, "path": "web", "epochs": -1}, "epochs is -1"),
     ({"weight": 1, "path": "web", "epochs": 0.0001}, "epochs=0.0001 of its 1000 examples is not one example"),

@@ -18,7 +18,7 @@ BUDGETS = {
   "tests/cluster": 60,
   "tests/compiled": 80,
   "tests/config": 60,
-  "tests/data": 60,
+  "tests/data": 80,
   "tests/elastic": 250,
   "tests/kernels": 100,
   "tests/models": 200,

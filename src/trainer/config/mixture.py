@@ -82,6 +82,8 @@ def _entry(name: str, written: dict[str, tuple[str | None, str]], origin: str, d
         f"Give weight, epochs, dataset_type, {', '.join(_SOURCE_KEYS[kind])}. Set other keys for the whole mixture."
       )
     values[key] = convert(all_keys()[key], text, place).value
+  if kind == "grain" and not values["grain_train_files"]:
+    raise ConfigError(f"{origin}: {name} has no files.\nAdd `grain_train_files: FILES`, or another dataset_type.")
   return MixtureEntry(name, Fraction(str(weight)), epochs, data.model_copy(update=values))
 
 

@@ -36,7 +36,10 @@ class _Tokens:
     """The first T + 1 tokens of a record. Raises OSError, naming record and file, if they are not tokens below V."""
     record = self._records[number]
     try:
-      return prepare.checked(np.asarray(self._decode(record))[: self._length + 1], self._vocab_size)
+      tokens = np.asarray(self._decode(record))[: self._length + 1]
+      if not len(tokens):
+        raise ValueError("it has no tokens. Remove empty records")
+      return prepare.checked(tokens, self._vocab_size)
     except ValueError as error:
       raise OSError(f"{self._records.place(number)}: {error}") from error
 

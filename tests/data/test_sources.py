@@ -173,6 +173,8 @@ def test_other_bytes_are_no_example():
 def broken(folder: Path, case: str) -> dict[str, str]:
   """Keys of wrong data."""
   file_type = case.partition(" ")[0]
+  if file_type == "parquet":
+    pytest.importorskip("pyarrow", reason=ARROW)
   path, keys = folder / "data", {"grain_file_type": file_type, "train_data_columns": "body"}
   match case.partition(" ")[2]:
     case "garbage":

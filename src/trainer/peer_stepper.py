@@ -8,8 +8,9 @@ commit, the others keep the sums that they have, compute its shares, and exchang
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,11 +35,12 @@ Share = int
 
 
 @dataclasses.dataclass(frozen=True)
-class _ShareSums:
-  """What one share adds to a round. grads: None in an evaluation. scalars: float32."""
+class _Part:
+  """What one share, or several together, add to a round. scalars: float32. grads, sums: None in an evaluation."""
 
-  grads: HostCopy | None
-  scalars: list[Any]
+  scalars: Any
+  grads: HostCopy | None = None
+  sums: Sums | None = None
 
   def host_scalars(self) -> np.ndarray:
     """The scalars [n], float32."""
@@ -71,6 +73,7 @@ class PeerStepper:
     self._layout = FlatLayout(halves.abstract.grads)
     self._total = self._layout.empty()
     self._wire: Wire = config.optimizer.grad_reduce_dtype
+    self._balanced = config.elastic.elastic_numerics == "balanced"
     self._batches = Prefetcher(self._shares_of_batch, self._step, config.run.steps)
     self.slice_seconds: dict[str, float] | None = None
     self.data_wait_seconds = 0.0
@@ -104,10 +107,9 @@ class PeerStepper:
     self._elastic.reached("step", n)
     self._state = state
 
-    def compute(share: Share) -> _ShareSums:
+    def compute(share: Share) -> _Part:
       batch = ahead.pop(share) if share in ahead else self._train.share(index, share)
-      sums = self._halves.sums(state.params, batch)
-      return _ShareSums(self._layout.to_host(sums.grads), [sums.loss, sums.z_loss, sums.weight])
+      return self._part(self._halves.sums(state.params, batch))
 
     scalars, self.slice_seconds = self._agree(f"step {n}", compute, self._total)
     sums = Sums(self._layout.to_device(self._total), *scalars)
@@ -122,9 +124,9 @@ class PeerStepper:
     assert self._evaluation is not None and self._halves.evaluate is not None, "no evaluation data"
     feed, compiled = self._evaluation, self._halves.evaluate
 
-    def compute(share: Share) -> _ShareSums:
+    def compute(share: Share) -> _Part:
       sums = [compiled(params, feed.share(index, share)) for index in range(batches)]
-      return _ShareSums(None, list(np.asarray(jax.device_get(sums), np.float32).sum(axis=0, dtype=np.float32)))
+      return _Part(np.asarray(jax.device_get(sums), np.float32).sum(axis=0, dtype=np.float32))
 
     (loss, weight), _ = self._agree(f"eval {self._step}", compute, None)
     self._evaluated = True
@@ -144,36 +146,56 @@ class PeerStepper:
     """The batches of the shares that this member computes now; the dealing may have changed when they are used."""
     return {share: self._train.share(index, share) for share in self._peers.shares}
 
+  def _part(self, sums: Sums) -> _Part:
+    return _Part([sums.loss, sums.z_loss, sums.weight], self._layout.to_host(sums.grads), sums)
+
   def _agree(
-    self, round_name: str, compute: Callable[[Share], _ShareSums], total: np.ndarray | None
+    self, round_name: str, compute: Callable[[Share], _Part], total: np.ndarray | None
   ) -> tuple[np.ndarray, dict[str, float]]:
     """(sums of the scalars over all shares, the members' seconds) once the round is committed; fills `total`.
 
     compute(share): called for the shares that this member computes, once for each.
     """
-    peers, held, seconds = self._peers, dict[Share, _ShareSums](), 0.0
+    peers, held, seconds = self._peers, dict[Share, _Part](), 0.0
     while True:
       peers.connect(self._send_state)
       began = time.monotonic()
       for share in peers.shares:
         if share not in held:
           held[share] = compute(share)
-      own = {share: held[share].host_scalars() for share in peers.shares}  # waits until the shares are computed
+      parts, dealt = self._parts({share: held[share] for share in peers.shares})
+      scalars = {number: part.host_scalars() for number, part in parts.items()}  # waits until they are computed
       seconds += time.monotonic() - began
       peers.membership.send("computed", epoch=peers.epoch, round=round_name, seconds=seconds)
       try:
         if total is not None:
-          grads = {share: grads for share in peers.shares if (grads := held[share].grads) is not None}
-          peers.exchange.reduce(f"{round_name} gradients", grads, peers.dealt, total, self._wire)
-        scalars = np.empty_like(next(iter(own.values())))
-        peers.exchange.reduce(round_name, own, peers.dealt, scalars)
+          grads = {number: part.grads for number, part in parts.items() if part.grads is not None}
+          peers.exchange.reduce(f"{round_name} gradients", grads, dealt, total, self._wire)
+        total_scalars = np.empty_like(next(iter(scalars.values())))
+        peers.exchange.reduce(round_name, scalars, dealt, total_scalars)
         committed = peers.commit(round_name)
       except PeerLost as error:
         peers.exchange_failed(error)
       except MembershipChanged:
         pass  # before the commit: the sums in hand stay valid
       else:
-        return scalars, committed.seconds
+        return total_scalars, committed.seconds
+
+  def _parts(self, own: dict[Share, _Part]) -> tuple[dict[int, _Part], Mapping[int, Sequence[int]]]:
+    """(what this member exchanges, by number; {member: the numbers of its parts}).
+
+    bitwise: its shares. balanced: their sum; the number is the member's position.
+    """
+    peers = self._peers
+    if not self._balanced:
+      return own, peers.dealt
+    dealt = {member: [position] for position, member in enumerate(sorted(peers.dealt))}
+    parts = [own[share] for share in sorted(own)]
+    if sums := [part.sums for part in parts if part.sums is not None]:
+      whole = self._part(functools.reduce(self._halves.add, sums))
+    else:  # of an evaluation: scalars only
+      whole = _Part(np.sum([part.host_scalars() for part in parts], axis=0, dtype=np.float32))
+    return {dealt[peers.member][0]: whole}, dealt
 
   def _send_state(self, member: int) -> None:
     header = self._header(self._step) | {"step": self._step, "evaluated": self._evaluated}

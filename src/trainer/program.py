@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Device
@@ -77,7 +78,8 @@ class Program:
       # Not the sums: on a CPU they may share the memory of the exchange's buffer.
       second = jax.jit(self.apply_sums, donate_argnums=0, out_shardings=(of(self.state), metrics))
       evaluation = jax.jit(self.eval_step).lower(self.state.params, self.batch).compile() if evaluates else None
-      return Halves(sums, first.compile(options), second.lower(self.state, sums).compile(options), evaluation)
+      add = jax.jit(functools.partial(jax.tree.map, jnp.add)).lower(sums, sums).compile(options)
+      return Halves(sums, first.compile(options), add, second.lower(self.state, sums).compile(options), evaluation)
 
   @property
   def compiler_options(self) -> dict[str, str] | None:
@@ -112,6 +114,7 @@ class Halves:
 
   abstract: Sums  # ShapeDtypeStructs with shardings
   sums: Callable[[Any, Batch], Sums]  # (params, batch of a share)
+  add: Callable[[Sums, Sums], Sums]
   apply: Callable[[TrainState, Sums], tuple[TrainState, dict[str, jax.Array]]]  # donates the state
   evaluate: Callable[[Any, Batch], tuple[jax.Array, jax.Array]] | None  # (params, batch of a share); None: not needed
 
@@ -148,7 +151,9 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
   cfg = config.model
   length = config.data.max_target_length
   rows = rows_per_micro_batch(config, len(slices[0]))
-  plan = batch_plan.plan(num_slices_total, len(slices), config.optimizer.gradient_accumulation_steps, rows)
+  balanced = config.elastic.elastic_numerics == "balanced"  # then this program computes one micro-batch
+  micro_batches = 1 if balanced else config.optimizer.gradient_accumulation_steps
+  plan = batch_plan.plan(num_slices_total, len(slices), micro_batches, rows)
   mesh = mesh_lib.make(config.parallelism, slices)
   context = mesh.shape[mesh_lib.CONTEXT]
   if length % context:

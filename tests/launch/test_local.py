@@ -135,3 +135,20 @@ def test_rehearsed_faults_happen_to_real_processes(undisturbed, compiled, tmp_pa
   assert "Member 0 killed by SIGKILL" in run.printed and "Member 2 hangs" in run.printed
   (hang,) = [event for event in run.events("slice_down") if event["slice"] == [2]]
   assert hang["detect_seconds"] >= 5
+
+
+def test_balanced_sums_agree_within_float32(compiled, tmp_path):
+  keys = [*KEYS, compiled, "steps=60", "gradient_accumulation_steps=2", "elastic_min_slice_count=1"]
+  single = ProcessRun(tmp_path / "bitwise", keys, slices=3)
+  with single.launched() as supervisor:
+    assert single.wait(supervisor) == 0, single.tail()
+  run = ProcessRun(tmp_path / "balanced", [*keys, "elastic_numerics=balanced"], slices=3)
+  with run.launched() as supervisor:
+    run.wait_for(lambda: run.last_step >= 10, supervisor)
+    assert run.kill(1)
+    assert run.wait(supervisor) == 0, run.tail()
+  check_steps(run, 60)
+  ours, theirs = run.losses(), single.losses()
+  for step in theirs:
+    np.testing.assert_allclose(ours[step][0], theirs[step][0], rtol=1e-5)
+  np.testing.assert_allclose(run.evaluations()[60], single.evaluations()[60], rtol=1e-4)

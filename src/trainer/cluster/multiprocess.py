@@ -69,7 +69,7 @@ class MultiprocessCluster(Cluster):
         f"{SUPERVISOR}={place.supervisor}: cannot join the run there: {error}.\nStart the run with "
         "`python -m trainer.launch.local`, which starts the supervisor."
       ) from error
-    peers = Peers(membership, exchange, place.lane, cfg.num_slices)
+    peers = Peers(membership, exchange, place.lane)
     welcome = membership.next()
     assert welcome is not None
     peers.handle(welcome)

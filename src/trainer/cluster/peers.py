@@ -53,11 +53,9 @@ class Change:
 class Peers:
   """This process among the members of the run."""
 
-  def __init__(self, membership: Membership, exchange: Exchange, lane: int, shares: int) -> None:
-    """shares: of the global batch, fixed for the life of the run."""
+  def __init__(self, membership: Membership, exchange: Exchange, lane: int) -> None:
     self.member = membership.member
     self.membership, self.exchange = membership, exchange
-    self.num_shares = shares
     self.lane = lane
     self.epoch = 0
     self.members: tuple[int, ...] = ()  # that compute in this epoch

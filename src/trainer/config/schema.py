@@ -428,6 +428,10 @@ class ElasticSection(Section):
   elastic_backup_kind: Literal["snapshot", "checkpoint"] = Field(
     "snapshot", description="First source of a recovery: a copy in host memory (snapshot), or the checkpoints."
   )
+  elastic_numerics: Literal["bitwise", "balanced"] = Field(
+    "bitwise",
+    description="Slices as separate processes: how the sums of a step are made. bitwise: one share per slice of the full run, summed in a fixed order, so the result has the same bits whichever slices are alive. balanced: one share per micro-batch, summed first on each slice; fewer slices have less padding and send less, and the last bits depend on who is alive.",
+  )
   elastic_retry_reset_steps: Positive = Field(
     10, description="Completed steps after which the count of attempts is reset."
   )

@@ -36,7 +36,8 @@ class Supervisor:
     self._lanes, self._token, self._run_id = lanes, secrets.token_bytes(32), secrets.token_hex(6)
     elastic = config.elastic
     least = elastic.elastic_min_slice_count if elastic.elastic_enabled else slices
-    shares = slices
+    balanced = elastic.elastic_numerics == "balanced"
+    shares = slices * (config.optimizer.gradient_accumulation_steps if balanced else 1)
     self._coordinator = Coordinator(
       slices,
       slices if least == -1 else least,

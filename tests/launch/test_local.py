@@ -138,7 +138,8 @@ def test_rehearsed_faults_happen_to_real_processes(undisturbed, compiled, tmp_pa
 
 
 def test_balanced_sums_agree_within_float32(compiled, tmp_path):
-  keys = [*KEYS, compiled, "steps=60", "gradient_accumulation_steps=2", "elastic_min_slice_count=1"]
+  # Training amplifies a difference, the faster the higher the learning rate is.
+  keys = [*KEYS, compiled, "steps=60", "gradient_accumulation_steps=2", "learning_rate=1e-4"]
   single = ProcessRun(tmp_path / "bitwise", keys, slices=3)
   with single.launched() as supervisor:
     assert single.wait(supervisor) == 0, single.tail()
@@ -151,4 +152,4 @@ def test_balanced_sums_agree_within_float32(compiled, tmp_path):
   ours, theirs = run.losses(), single.losses()
   for step in theirs:
     np.testing.assert_allclose(ours[step][0], theirs[step][0], rtol=1e-5)
-  np.testing.assert_allclose(run.evaluations()[60], single.evaluations()[60], rtol=1e-4)
+  np.testing.assert_allclose(run.evaluations()[60], single.evaluations()[60], rtol=1e-5)

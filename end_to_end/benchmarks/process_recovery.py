@@ -1,0 +1,105 @@
+"""Times losses and returns of slices that are real processes, from SIGKILL to the next completed step.
+
+    python -m end_to_end.benchmarks.process_recovery [--kills 20] [--restarts 3]
+
+Kills a random slice of three, waits until it is back, and kills again, in one run. Then the same model without this
+protocol: all processes are killed and the command is started again, as a launcher does that restarts everybody.
+A loss lasts from the call of kill() to the time in the record of the next step, which fewer slices computed. A return
+costs the time between the two steps around it, less the median step. Compilations are those of the surviving processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from end_to_end.benchmarks.common import positive
+from end_to_end.process_runs import ProcessRun
+
+ENDLESS = 10**6  # steps
+MODEL = (
+  "base_num_decoder_layers=2 base_emb_dim=128 base_num_query_heads=4 base_num_kv_heads=2 head_dim=32 base_mlp_dim=384 "
+  "vocab_size=2048 max_target_length=128"
+).split()
+CALM_STEPS = 20  # between a return and the next loss
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--kills", type=positive, default=20, help="losses of one slice")
+  parser.add_argument("--restarts", type=positive, default=3, help="losses of everything")
+  options = parser.parse_args()
+  with tempfile.TemporaryDirectory(prefix="process-recovery-") as directory:
+    folder = Path(directory)
+    keys = [*MODEL, f"steps={ENDLESS}", "checkpoint_period=50", f"jax_cache_dir={folder / 'compiled'}"]
+    print("| event | n | p50 | p95 | p99 | most | compilations | steps lost |\n|---|---|---|---|---|---|---|---|")
+    lose_slices(ProcessRun(folder / "slices", keys), options.kills)
+    restart_all(ProcessRun(folder / "all", keys), options.restarts)
+
+
+def lose_slices(run: ProcessRun, kills: int) -> None:
+  chance = random.Random(0)
+  losses, returns = list[float](), list[float]()
+  with run.launched() as supervisor:
+    for kill in range(kills):
+      calm = run.last_step + CALM_STEPS
+      run.wait_for(lambda calm=calm: len(run.active()) == 3 and run.last_step >= calm, supervisor, 300)
+      victim = chance.choice(run.active())
+      began = time.time()
+      assert run.kill(victim)
+      run.wait_for(lambda kill=kill: run.count("slice_up") > kill, supervisor, 300)
+      run.wait_for(lambda: len(run.active()) == 3, supervisor, 300)
+      records = steps(run)
+      losses.append(next(r["wall"] for r in records if r["wall"] > began and r["slices"] == 2) - began)
+      gaps = [(b["wall"] - a["wall"], a["slices"], b["slices"]) for a, b in itertools.pairwise(records)]
+      usual = statistics.median(gap for gap, _, _ in gaps)
+      returns.append([gap for gap, before, after in gaps if (before, after) == (2, 3)][-1] - usual)
+    found = run.events("recovery")
+  line("slice killed", losses, found, "slice_down")
+  line("slice returned", returns, found, "slice_up")
+  print(f"\nMedian step: {1000 * usual:.0f} ms\n")
+
+
+def restart_all(run: ProcessRun, restarts: int) -> None:
+  losses, repeated = list[float](), 0
+  for _ in range(restarts):
+    with run.launched() as supervisor:
+      first = run.last_step
+      run.wait_for(lambda first=first: run.last_step >= first + 2 * CALM_STEPS + 50, supervisor, 300)
+      reached, began = run.last_step, time.time()
+    with run.launched() as supervisor:  # the block before has killed all processes
+      run.wait_for(lambda began=began, reached=reached: new_step(run, began, reached) > 0, supervisor, 300)
+      losses.append(new_step(run, began, reached) - began)
+      repeated += sum(1 for r in steps(run) if r["wall"] > began and r["step"] <= reached)
+  line("everything killed and started again", losses, [], "", steps_lost=repeated)
+
+
+def steps(run: ProcessRun) -> list[dict[str, Any]]:
+  return [record for record in run.records("metrics") if "loss" in record]
+
+
+def new_step(run: ProcessRun, began: float, reached: int) -> float:
+  """The time of the first record of a step after `reached`, since `began`; 0: there is none."""
+  return next((r["wall"] for r in steps(run) if r["wall"] > began and r["step"] > reached), 0.0)
+
+
+def line(
+  name: str, seconds: list[float], recoveries: list[dict[str, Any]], event: str, steps_lost: int | None = None
+) -> None:
+  """Prints one row."""
+  ordered = sorted(seconds)
+  at = [ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))] for share in (0.5, 0.95, 0.99, 1.0)]
+  of_event = [recovery for recovery in recoveries if recovery["event"] == event]
+  compilations = sum(recovery["compilations"] for recovery in of_event) if of_event else "-"
+  lost = sum(recovery["steps_lost"] for recovery in of_event) if steps_lost is None else steps_lost
+  print(f"| {name} | {len(seconds)} | {' | '.join(f'{value:.3f} s' for value in at)} | {compilations} | {lost} |")
+
+
+if __name__ == "__main__":
+  main()

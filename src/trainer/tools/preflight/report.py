@@ -88,6 +88,30 @@ def degraded_lines(table: Sequence[PlanCost], total: int) -> list[str]:
   return lines
 
 
+def process_lines(total: int, micro_batches: int, gradient_bytes: int, wire_bytes: int) -> list[str]:
+  """Returns what a step costs with k of N slices alive where each slice is a process (cluster=multiprocess).
+
+  micro_batches: per slice and step of the full run. gradient_bytes: of one copy of the gradients in float32.
+  wire_bytes: of one copy on its way between slices. Memory and traffic are those of one slice, all hosts together.
+  """
+  lines = ["Slices as processes: elastic_numerics | alive | micro-batches per step | speed | sums held | sent per step"]
+  for balanced in (False, True):
+    count, size_of_share = (total * micro_batches, 1) if balanced else (total, micro_batches)
+    for alive in range(total, 0, -1):
+      shares = -(-count // alive)  # of the slice that has the most
+      sent = (1 if balanced else shares) + 1  # its own parts, and the totals of what it sums
+      columns = (
+        "balanced" if balanced else "bitwise",
+        f"{alive} of {total}",
+        shares * size_of_share,
+        f"{micro_batches / (shares * size_of_share):.1%}",
+        size(shares * gradient_bytes),
+        size(sent * wire_bytes * (alive - 1) / alive),
+      )
+      lines.append(" | ".join(f"{column:>{width}}" for column, width in zip(columns, (38, 7, 22, 6, 9, 9))))
+  return lines
+
+
 def remat_lines(choice: Choice, candidates: Sequence[Candidate]) -> list[str]:
   """Returns the choice of remat_policy=auto, and the table of the candidates that were compiled for it."""
   lines = [str(choice), "  remat_policy | step time | exposed communication | HBM"]

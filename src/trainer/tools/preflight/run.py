@@ -43,15 +43,18 @@ def run(config: Config, started: float) -> int:
   fewer = whole and (total == 1 or config.parallelism.dcn_data_parallelism == -1)
   degraded = config.preflight.preflight_degraded is not DegradedStep.NONE
   wanted = [total, total - 1] if total > 1 and fewer and degraded else [total]
+  compiled_total = total
+  if _separate(config):  # each process compiles the program of its own slice, whoever else is alive
+    wanted, compiled_total = [1], 1
   if config.model.remat_policy is RematPolicy.AUTO:
     config = _choose_remat(config, slices_of, total)
   with concurrent.futures.ThreadPoolExecutor(len(wanted)) as pool:
     # Compile in parallel: the compiler releases the lock of the interpreter.
-    futures = [pool.submit(analysis.analyse, config, slices_of(alive), total) for alive in wanted]
+    futures = [pool.submit(analysis.analyse, config, slices_of(alive), compiled_total) for alive in wanted]
     for line in report.state_lines(_sizes(config, slices, whole)):
       print(line)
     table = batch_plan.table(total, config.optimizer.gradient_accumulation_steps) if fewer else []
-    for line in report.degraded_lines(table, total):
+    for line in _process_lines(config, total) if _separate(config) else report.degraded_lines(table, total):
       print(line, flush=True)
     codes = [0]
     for future in futures:
@@ -101,6 +104,20 @@ def _check_hlo_file(path: str) -> None:
     raise ConfigError(f"{problem}. Choose another file.") from error
 
 
+def _separate(config: Config) -> bool:
+  """Whether each slice is a process with a program of its own."""
+  return config.cluster.cluster == "multiprocess"
+
+
+def _process_lines(config: Config, total: int) -> list[str]:
+  """What a step costs where each slice is a process."""
+  from trainer.tools.preflight import report
+
+  parameters = counts.parameter_count(config.model)
+  wire_bytes = parameters * {"float32": 4, "bfloat16": 2}[config.optimizer.grad_reduce_dtype]
+  return report.process_lines(total, config.optimizer.gradient_accumulation_steps, 4 * parameters, wire_bytes)
+
+
 def _whole(config: Config, total: int) -> bool:
   """Returns whether each of `total` slices holds the whole state. Raises ConfigError if the keys do not fit `total`."""
   from trainer import mesh
@@ -112,7 +129,9 @@ def _devices(config: Config) -> tuple[Callable[[int], Slices], int, str]:
   """Returns (function from k to the devices of k slices, number of slices, line that describes them)."""
   name, count = config.preflight.compile_topology, config.preflight.compile_topology_num_slices
   if not name:
-    cluster = cluster_lib.start(config.cluster)
+    cluster = cluster_lib.start(
+      config.cluster.model_copy(update={"cluster": "simulated"}) if _separate(config) else config.cluster
+    )
     all_slices = cluster.view(cluster.slices).devices
     where = f"For the devices of this machine: {counted(cluster.num_slices, 'slice')} of {cluster.devices_per_slice}"
     return lambda alive: all_slices[:alive], cluster.num_slices, where

@@ -53,7 +53,7 @@ class MultiprocessCluster(Cluster):
       )
     _join_slice(cfg, environment, place)
     world = world_lib.of_jax()
-    exchange = Exchange(place.member, place.token, _refused, host=place.host, connect_seconds=_CONNECT_SECONDS)
+    exchange = Exchange(place.member, place.token, _warn, host=place.host, connect_seconds=_CONNECT_SECONDS)
     try:
       membership = Membership(
         place.supervisor,
@@ -63,6 +63,7 @@ class MultiprocessCluster(Cluster):
         lanes=place.lanes,
         address=exchange.address,
         interrupt=exchange.interrupt,
+        warn=_warn,
       )
     except (OSError, WireError) as error:
       raise ConfigError(
@@ -140,7 +141,7 @@ class MultiprocessCluster(Cluster):
         jax.distributed.shutdown()
 
 
-def _refused(line: str) -> None:
+def _warn(line: str) -> None:
   print(f"warning: {line}", file=sys.stderr, flush=True)
 
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from trainer.membership import wire
-from trainer.membership.messages import Message, message
+from trainer.membership.messages import FROM_SUPERVISOR, Message, check, message
 from trainer.membership.wire import WireError
 
 _BEAT_SECONDS = 0.5
@@ -32,13 +32,15 @@ class Membership:
     lanes: int,
     address: str,
     interrupt: Callable[[int], None],
+    warn: Callable[[str], None],
   ) -> None:
     """supervisor: "host:port". address: where the exchange of this process listens. interrupt(epoch): ends exchanges of
-    epochs before this one; called from a thread when the members change. Raises OSError or WireError."""
+    epochs before this one; called from a thread when the members change. warn:
+    takes a line for people. Raises OSError or WireError."""
     self.member = member
     self.connected = True
     self.leaving = False  # the supervisor knows that this process has SIGTERM
-    self._interrupt = interrupt
+    self._interrupt, self._warn = interrupt, warn
     self._epoch = 0  # of the newest message, perhaps not handled yet
     self._busy: Callable[[], str] = lambda: ""
     self._noticed: Callable[[], bool] = lambda: False
@@ -46,7 +48,8 @@ class Membership:
     self._channel = wire.connect(supervisor, token)
     self._channel.send(message("hello", member=member, lane=lane, lanes=lanes, address=address))
     self._closed = threading.Event()
-    threading.Thread(target=self._receive, name="messages of the supervisor", daemon=True).start()
+    self._receiver = threading.Thread(target=self._receive, name="messages of the supervisor", daemon=True)
+    self._receiver.start()
     self._beats = threading.Thread(target=self._beat, name="signs of life", daemon=True)
     self._beats.start()
 
@@ -76,16 +79,19 @@ class Membership:
     self._closed.set()
     self._channel.close()
     self._beats.join(2 * _BEAT_SECONDS)
+    self._receiver.join(2 * _BEAT_SECONDS)
 
   def _receive(self) -> None:
     try:
       while (received := self._channel.receive()) is not None:
+        check(received, FROM_SUPERVISOR)
         self._messages.put(received)
         if received["kind"] in _INTERRUPTING:
-          self._epoch = int(received.get("epoch", self._epoch + 1))
+          self._epoch = received.get("epoch", self._epoch + 1)
           self._interrupt(self._epoch)
-    except WireError:
-      pass  # as good as a broken connection
+    except (WireError, ValueError) as error:
+      self._warn(f"The supervisor {error}. Its connection is closed.")
+      self._channel.close()
     self.connected = False
     self._messages.put(None)
     self._interrupt(self._epoch + 1)

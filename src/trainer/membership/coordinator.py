@@ -106,6 +106,7 @@ class Coordinator:
     self._waits_since = clock()  # of gathering and holding
     self._changed_at = -float("inf")  # last change of the active members, other than the first epoch
     self._done: set[int] = set()  # members that have done the round under way
+    self._round = ""  # that they have done
     self._leaving: set[int] = set()
     self._lost: dict[int, tuple[str, float]] = {}  # since the last world or hold: {member: (reason, wall time)}
     self._source = -1
@@ -129,6 +130,8 @@ class Coordinator:
     if self.code is not None:
       return [Send(member, message("end", code=self.code, reason=""))]
     found = self._members.setdefault(member, _Member(lanes))
+    if found.lanes != lanes:
+      raise ValueError(f"says that member {member} has {lanes} lanes; its other lanes say {found.lanes}")
     found.addresses[lane] = address
     self.pulse.beat(member)
     if self.primary < 0:
@@ -174,8 +177,11 @@ class Coordinator:
     found = self._members.get(member)
     if self.phase != "running" or found is None or epoch != self.epoch or member not in self.active:
       return []
+    if self._done and round_name != self._round:
+      raise ValueError(f"has done {round_name!r}, and the other members {self._round!r}")
     if not found.whole(("done", epoch, round_name), lane):
       return []
+    self._round = round_name
     self._done.add(member)
     self.live.add(member)
     return self._commit(round_name) if self._done >= self.active else []
@@ -189,7 +195,7 @@ class Coordinator:
   def leave(self, member: int) -> Effects:
     """`member` has SIGTERM."""
     if member not in self.active:  # it has no work that it could finish
-      return [Send(member, message("end", code=42))] if member in self._members else []
+      return [Send(member, message("end", code=42, reason=""))] if member in self._members else []
     self._leaving.add(member)
     if self.phase == "holding":
       return self._world(force=True)
@@ -211,7 +217,7 @@ class Coordinator:
     if member == self.primary and self.phase != "over" and (code != 42 or self.stopping):
       return self.end(code)
     # A member that leaves, or the last one that was left and got SIGTERM: the run may go on without it.
-    return [Send(member, message("end", code=code))] if code == 42 and member in self._members else []
+    return [Send(member, message("end", code=code, reason=""))] if code == 42 and member in self._members else []
 
   def lost(self, member: int, reason: str, seconds: float = 0.0) -> Effects:
     """The processes of `member` have ended, or must not be waited for, since `seconds`."""

@@ -39,11 +39,49 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Message = dict[str, Any]
+_NUMBER = (int, float)
+_NUMBER_OR_NONE = (int, float, type(None))
+FieldTypes = Mapping[str, type | tuple[type, ...]]
+FROM_MEMBER: Mapping[str, FieldTypes] = {
+  "hello": {"member": int, "lane": int, "lanes": int, "address": str},
+  "ready": {"newest": int},
+  "restored": {"step": int},
+  "joined": {"epoch": int},
+  "computed": {"epoch": int, "round": str, "seconds": _NUMBER},
+  "done": {"epoch": int, "round": str},
+  "broken": {"epoch": int, "members": list},
+  "leave": {},
+  "finished": {"code": int},
+  "beat": {"busy": str},
+  "fault": {"action": str, "target": int, "seconds": _NUMBER_OR_NONE},
+}
+_WORLD: FieldTypes = {"epoch": int, "primary": int, "lost": dict}
+FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
+  "welcome": {"primary": int},
+  "lead": {},
+  "world": {**_WORLD, "members": dict, "shares": dict, "fresh": list, "source": int},
+  "hold": {**_WORLD, "members": list},
+  "regather": {},
+  "commit": {"epoch": int, "round": str, "stop": bool, "leave": list, "seconds": dict},
+  "end": {"code": int, "reason": str},
+}
 
 
 def message(kind: str, **fields: Any) -> Message:
   """A message of this kind."""
   return {"kind": kind, **fields}
+
+
+def check(received: Message, kinds: Mapping[str, FieldTypes]) -> None:
+  """Raises ValueError unless the message has a kind of `kinds`, and the fields of this kind with their types."""
+  kind = received.get("kind")
+  fields = kinds.get(kind) if isinstance(kind, str) else None
+  if fields is None:
+    raise ValueError(f"sent a message of the unknown kind {kind!r}")
+  for name, types in fields.items():
+    value = received.get(name)
+    if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
+      raise ValueError(f"sent {kind!r} with {name}={value!r}")
 
 
 def step_of(round_name: str) -> int | None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from trainer.membership import wire
 from trainer.membership.coordinator import Coordinator, Effects, Kill, Note, Send
-from trainer.membership.messages import Message
-from trainer.membership.wire import Channel, WireError
+from trainer.membership.messages import FROM_MEMBER, Message, check, step_of
+from trainer.membership.wire import HANDSHAKE_SECONDS, Channel, WireError
 
 _TICK_SECONDS = 0.1
-_MAX_STRANGERS = 64  # connections that have not proven the token yet
+_MAX_STRANGERS = 64  # connections that have not said hello yet; the oldest one makes room for another
 _BACKLOG = 64
+_CLOSE_SECONDS = 5.0
 
 FaultHandler = Callable[[str, int, float | None], None]
 
@@ -41,13 +42,14 @@ class Server:
     self._token, self._kill, self._fault, self._log = token, kill, fault, log
     self._lock = threading.RLock()
     self._channels: dict[tuple[int, int], Channel] = {}  # by (member, lane)
-    self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
+    self._strangers: dict[socket.socket, float] = {}  # time.monotonic() of their connection, the oldest first
+    self._threads: set[threading.Thread] = set()
     self._closed = threading.Event()
     self.over = threading.Event()
     self._listener = socket.create_server((host, port), backlog=_BACKLOG)
     self.address = f"{host}:{self._listener.getsockname()[1]}"
-    threading.Thread(target=self._listen, name="supervisor listens", daemon=True).start()
-    threading.Thread(target=self._tick, name="supervisor ticks", daemon=True).start()
+    self._start("supervisor listens", self._listen)
+    self._start("supervisor ticks", self._tick)
 
   @property
   def connected(self) -> frozenset[int]:
@@ -75,43 +77,72 @@ class Server:
   def close(self) -> None:
     """Ends all connections and threads."""
     self._closed.set()
+    _shut_down(self._listener)  # closing alone would not wake the thread that accepts
     self._listener.close()
     with self._lock:
       for channel in self._channels.values():
         channel.close()
       self._channels.clear()
+      for sock in self._strangers:
+        _shut_down(sock)
+      threads = list(self._threads)
+    deadline = time.monotonic() + _CLOSE_SECONDS
+    for thread in threads:
+      thread.join(max(0.0, deadline - time.monotonic()))
+
+  def _start(self, name: str, work: Callable[[], None]) -> None:
+    """Runs `work` in a thread that `close` waits for."""
+
+    def run() -> None:
+      try:
+        work()
+      finally:
+        with self._lock:
+          self._threads.discard(threading.current_thread())
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    with self._lock:
+      self._threads.add(thread)
+    thread.start()
 
   def _listen(self) -> None:
     while not self._closed.is_set():
       try:
         sock, _ = self._listener.accept()
-      except OSError:
-        return
-      if not self._strangers.acquire(blocking=False):
-        sock.close()
+      except OSError as error:
+        if not self._closed.wait(_TICK_SECONDS):  # too many open files, for example: it may pass
+          self._log(f"A connection to the supervisor could not be accepted: {error}.")
         continue
-      threading.Thread(target=self._serve, args=(sock,), name="supervisor serves", daemon=True).start()
+      with self._lock:
+        if self._closed.is_set():
+          sock.close()
+          return
+        if len(self._strangers) >= _MAX_STRANGERS:
+          _shut_down(next(iter(self._strangers)))
+          del self._strangers[next(iter(self._strangers))]
+        self._strangers[sock] = time.monotonic()
+      self._start("supervisor serves", functools.partial(self._serve, sock))
 
   def _serve(self, sock: socket.socket) -> None:
     """Thread: one connection, from its handshake to its end."""
     try:
       channel = wire.accept(sock, self._token)
-      first = channel.receive()
-      who = _identity(first)
+      member, lane, lanes, address = _identity(channel.receive())
+      with self._lock:
+        if self._strangers.pop(sock, None) is None or self._closed.is_set():
+          raise WireError("came too late")
+        if (member, lane) in self._channels:
+          raise WireError(f"says that it is member {member}, lane {lane}, which has a connection already")
+        effects = self.coordinator.hello(member, lane, lanes, address)
+        self._channels[member, lane] = channel
+        self._carry_out(effects)
     except (WireError, ValueError) as error:
-      self._log(f"A connection to the supervisor was refused: it {error}.")
-      sock.close()
+      if not self._closed.is_set():
+        self._log(f"A connection to the supervisor was refused: it {error}.")
+      with self._lock:
+        self._strangers.pop(sock, None)
+        sock.close()
       return
-    finally:
-      self._strangers.release()
-    member, lane, lanes, address = who
-    with self._lock:
-      if self._closed.is_set() or (member, lane) in self._channels:
-        self._log(f"A second process says that it is member {member}; it was refused.")
-        channel.close()
-        return
-      self._channels[member, lane] = channel
-      self._carry_out(self.coordinator.hello(member, lane, lanes, address))
     reason = "its connection to the supervisor has ended"
     try:
       while (received := channel.receive()) is not None:
@@ -119,39 +150,41 @@ class Server:
           if self._channels.get((member, lane)) is not channel:
             return
           self._carry_out(self._handle(member, lane, received))
-    except (WireError, ValueError, KeyError, TypeError) as error:
-      reason = f"its connection broke the protocol: it {error}"
+    except (WireError, ValueError) as error:
+      reason = f"it broke the protocol: it {error}"
+      self._log(f"Member {member} is dropped, because {reason}.")
     with self._lock:
       if self._channels.get((member, lane)) is channel:
         self.lost(member, reason)
 
   def _handle(self, member: int, lane: int, received: Message) -> Effects:
-    """What one message of a member leads to."""
+    """What one message of a member leads to. Raises ValueError if no member would send it."""
+    check(received, FROM_MEMBER)
     run, kind = self.coordinator, received["kind"]
     if kind == "beat":
-      run.pulse.beat(member, str(received["busy"]))
+      run.pulse.beat(member, received["busy"])
       return []
     if kind == "ready":
-      return run.ready(member, lane, int(received["newest"]))
+      return run.ready(member, lane, received["newest"])
     if kind == "restored":
-      return run.restored(member, lane, int(received["step"]))
+      return run.restored(member, lane, received["step"])
     if kind == "joined":
-      return run.joined(member, lane, int(received["epoch"]))
+      return run.joined(member, lane, received["epoch"])
     if kind == "computed":
-      return run.computed(member, int(received["epoch"]), str(received["round"]), float(received["seconds"]))
+      return run.computed(member, received["epoch"], received["round"], received["seconds"])
     if kind == "done":
-      return run.done(member, lane, int(received["epoch"]), str(received["round"]))
+      step_of(received["round"])  # ValueError before anything changes
+      return run.done(member, lane, received["epoch"], received["round"])
     if kind == "broken":
-      return run.broken(member, int(received["epoch"]), tuple(int(m) for m in received["members"]))
+      return run.broken(member, received["epoch"], tuple(received["members"]))
     if kind == "leave":
       return run.leave(member)
     if kind == "finished":
-      return run.finished(member, int(received["code"]))
+      return run.finished(member, received["code"])
     if kind == "fault":
-      seconds = received["seconds"]
-      self._fault(str(received["action"]), int(received["target"]), None if seconds is None else float(seconds))
+      self._fault(received["action"], received["target"], received["seconds"])
       return []
-    raise ValueError(f"sent a message of the unknown kind {kind!r}")
+    raise ValueError(f"sent a second {kind!r}")
 
   def _carry_out(self, effects: Effects) -> None:
     """To be called with the lock: so every member gets the messages in the order of the decisions."""
@@ -173,20 +206,23 @@ class Server:
     while not self._closed.wait(_TICK_SECONDS):
       with self._lock:
         self._carry_out(self.coordinator.tick())
+        late = time.monotonic() - HANDSHAKE_SECONDS
+        for sock in [sock for sock, since in self._strangers.items() if since < late]:
+          _shut_down(sock)
 
 
-def _identity(first: Mapping[str, Any] | None) -> tuple[int, int, int, str]:
+def _identity(first: Message | None) -> tuple[int, int, int, str]:
   """(member, lane, lanes, address) of a first message. Raises ValueError if it is something else."""
   if first is None or first.get("kind") != "hello":
     raise ValueError("did not say hello")
-  member, lane, lanes, address = (first.get(name) for name in ("member", "lane", "lanes", "address"))
-  if not (isinstance(member, int) and isinstance(lane, int) and isinstance(lanes, int) and isinstance(address, str)):
-    raise ValueError("sent a hello without member, lane, lanes and address")
+  check(first, FROM_MEMBER)
+  member, lane, lanes, address = (first[name] for name in ("member", "lane", "lanes", "address"))
   if member < 0 or not 0 <= lane < lanes:
     raise ValueError(f"sent a hello of member {member}, lane {lane} of {lanes}")
   return member, lane, lanes, address
 
 
-def now_on_all_hosts() -> float:
-  """Seconds of a clock that means the same on all hosts, as far as their clocks agree."""
-  return time.time()
+def _shut_down(sock: socket.socket) -> None:
+  """Ends the connection. A thread that waits for it wakes, and closes the socket."""
+  with contextlib.suppress(OSError):  # the other side was faster
+    sock.shutdown(socket.SHUT_RDWR)

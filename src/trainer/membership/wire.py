@@ -60,7 +60,10 @@ class Channel:
     if not hmac.compare_digest(code, _code(self._key, self._in, self._received, body)):
       raise WireError("sent a message with a wrong authentication code")
     self._received += 1
-    message = json.loads(body)
+    try:
+      message = json.loads(body)
+    except (ValueError, RecursionError) as error:
+      raise WireError(f"sent a message that is not JSON: {error}") from error
     if not isinstance(message, dict):
       raise WireError("sent a message that is not an object")
     return message
@@ -75,9 +78,8 @@ class Channel:
 def accept(sock: socket.socket, token: bytes) -> Channel:
   """The supervisor's side of a new connection. Raises WireError if the other side does not have the token.
 
-  Takes at most HANDSHAKE_SECONDS.
+  It may take for ever: the caller limits the time and shuts the socket down.
   """
-  sock.settimeout(HANDSHAKE_SECONDS)
   ours = secrets.token_bytes(NONCE_BYTES)
   try:
     sock.sendall(ours)
@@ -86,9 +88,9 @@ def accept(sock: socket.socket, token: bytes) -> Channel:
     if not hmac.compare_digest(proof, _proof(token, b"member", ours + theirs)):
       raise WireError("does not have the token of this job")
     sock.sendall(_proof(token, b"supervisor", ours + theirs))
+    return _authenticated(sock, token, ours + theirs, serves=True)
   except OSError as error:
     raise WireError(f"did not finish the handshake: {error}") from error
-  return _authenticated(sock, token, ours + theirs, serves=True)
 
 
 def connect(address: str, token: bytes) -> Channel:
@@ -105,10 +107,10 @@ def connect(address: str, token: bytes) -> Channel:
     proof = _read(sock, CODE_BYTES)
     if not hmac.compare_digest(proof, _proof(token, b"supervisor", theirs + ours)):
       raise WireError(f"what answers at {address} does not have the token of this job")
+    return _authenticated(sock, token, theirs + ours, serves=False)
   except BaseException:
     sock.close()
     raise
-  return _authenticated(sock, token, theirs + ours, serves=False)
 
 
 def _authenticated(sock: socket.socket, token: bytes, nonces: bytes, *, serves: bool) -> Channel:

@@ -103,7 +103,8 @@ def _run(config: Config, signals: Signals, started: float) -> int:
     code = _train(config, session, cluster)
     signals.ending(code)
     session.finish(config, code)
-    cluster.finished(code)
+    if code in (COMPLETE, PREEMPTED):  # any other end may be the fault of this process: the others go on
+      cluster.finished(code)
   return code
 
 
@@ -118,6 +119,7 @@ def _train(config: Config, session: Session, cluster: Cluster) -> int:
   from trainer.elastic import retry
   from trainer.elastic.attempt import Job
   from trainer.membership.client import SupervisorLost
+  from trainer.step_records import TrainingDiverged
 
   accumulation = config.optimizer.gradient_accumulation_steps
   job = Job(config.run.steps, accumulation, session.data.tokens_per_step, session.state_bytes)
@@ -144,6 +146,10 @@ def _train(config: Config, session: Session, cluster: Cluster) -> int:
   except (ConfigError, ConfigMismatch) as error:
     session.log.error(f"error: {error}")
     return BAD_INPUT
+  except TrainingDiverged as error:  # on every slice alike: one traceback is enough
+    session.log.error(traceback.format_exc() if cluster.is_primary else f"error: {error}")
+    cluster.finished(FAILED)
+    return FAILED
   except Exception as error:  # noqa: BLE001 -- the one place where an error becomes an exit code
     session.log.error(traceback.format_exc())
     if advice := runtime_errors.advice(error):

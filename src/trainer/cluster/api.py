@@ -156,7 +156,7 @@ class Cluster(ABC):
     worlds of the run: they must not take a long save for a hang."""
 
   def finished(self, code: int) -> None:  # noqa: B027 -- most clusters have nobody to tell
-    """This process has done everything and will exit with `code`."""
+    """This process has done everything, or has failed as the others must, and will exit with `code`."""
 
   def stop(self) -> None:  # noqa: B027 -- most clusters have nothing to leave
     """Leaves the JAX world, if `start` joined one."""

@@ -233,9 +233,7 @@ class Peers:
     return True
 
   def finished(self, code: int) -> None:
-    """This process would exit with `code` now. Returns when the supervisor knows that the run is over for it."""
-    if code not in (0, 42):
-      return  # the end of the connection says that it is lost
+    """This process exits with `code`, as the others would. Returns when the supervisor has ended the run for it."""
     self.membership.send("finished", code=code)
     try:
       while self.ended is None:

@@ -32,6 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("slices", "processes_per_slice"):
       _require(getattr(options, name) >= 1, f"--{name.replace('_', '-')} {getattr(options, name)}", "at least 1")
     _require(options.spares >= 0, f"--spares {options.spares}", "at least 0")
+    _refuse_other(arguments, "cluster", "multiprocess")
+    _refuse_other(arguments, "num_slices", str(options.slices))
     arguments = [*arguments, "cluster=multiprocess", f"num_slices={options.slices}"]
     config = load(arguments)
     least = config.elastic.elastic_min_slice_count
@@ -45,6 +47,13 @@ def main(argv: list[str] | None = None) -> int:
     command, config, slices=options.slices, spares=options.spares, lanes=options.processes_per_slice
   )
   return supervisor.run()
+
+
+def _refuse_other(arguments: list[str], key: str, ours: str) -> None:
+  """Raises ConfigError if an argument gives the key another value than this command sets."""
+  for argument in arguments:
+    if argument.startswith(f"{key}=") and argument != f"{key}={ours}":
+      raise ConfigError(f"{argument}: trainer.launch.local sets {key}={ours}.\nRemove {argument}.")
 
 
 def _require(fine: bool, given: str, rule: str) -> None:

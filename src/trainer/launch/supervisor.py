@@ -98,7 +98,7 @@ class Supervisor:
     progress = self._progress.get(member) != self._coordinator.committed
     self._progress[member] = self._coordinator.committed
     self._server.lost(member, reason)
-    if self._coordinator.phase == "over" or self._coordinator.stopping:
+    if self._coordinator.phase == "over" or self._coordinator.stopping or self._interrupted.is_set():
       return
     before = 0 if progress else self._failures.get(member, 0)
     self._failures[member] = before + 1 if code == FAILED else 0

@@ -1,0 +1,76 @@
+"""How `python -m trainer.launch.local` ends: bad input, an error of every slice, Ctrl-C, and a second launch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from end_to_end.command import TINY
+from end_to_end.process_runs import ProcessRun
+
+from trainer.launch import local
+
+ENDLESS = "steps=1000000"
+CONFIG = TINY[0]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> str:
+  return f"jax_cache_dir={tmp_path_factory.mktemp('compiled')}"
+
+
+@pytest.mark.parametrize(
+  "arguments, text",
+  [
+    (["--slices", "0", CONFIG], "--slices 0: it must be at least 1"),
+    (["--slices", "2", "--spares", "-1", CONFIG], "--spares -1: it must be at least 0"),
+    (["--slices", "2", CONFIG, "num_slices=3"], "num_slices=3: trainer.launch.local sets num_slices=2"),
+    (["--slices", "2", CONFIG, "cluster=simulated"], "sets cluster=multiprocess"),
+    (["--slices", "2", CONFIG, "elastic_min_slice_count=3"], "is more than --slices 2"),
+    (["--slices", "2", CONFIG, "no_key=3"], "no_key"),
+    (["--slices", "2", CONFIG, "dataset_type=text", "dataset_path=/nonexistent"], "dataset_path=/nonexistent"),
+  ],
+)
+def test_bad_arguments_start_nothing(arguments, text, capsys):
+  assert local.main(arguments) == 2
+  printed = capsys.readouterr().err
+  assert text in printed and printed.count("error: ") == 1
+
+
+def test_an_error_of_every_slice_ends_the_run_with_one_traceback(compiled, tmp_path):
+  keys = [compiled, ENDLESS, "learning_rate=1e30", "max_nonfinite_steps=2"]
+  run = ProcessRun(tmp_path, keys, slices=2)
+  with run.launched() as supervisor:
+    assert run.wait(supervisor, 60) == 1, run.tail()
+  assert run.printed.count("Traceback") == 1 and "TrainingDiverged: step" in run.printed
+  assert "Starting it again" not in run.printed
+
+
+def test_a_second_launch_is_refused_and_ctrl_c_ends_the_first(compiled, tmp_path):
+  keys = [compiled, ENDLESS, "autocheckpoint_grace_seconds=1"]
+  first, second = ProcessRun(tmp_path, keys, slices=2), ProcessRun(tmp_path, keys, slices=2)
+  second.log = tmp_path / "second.txt"
+  with first.launched() as supervisor:
+    first.wait_for(lambda: first.last_step >= 5, supervisor)
+    with second.launched() as other:
+      assert second.wait(other, 60) == 2, second.tail()
+    step = first.last_step
+    first.wait_for(lambda: first.last_step >= step + 5, supervisor)
+    began = time.monotonic()
+    os.killpg(supervisor.pid, signal.SIGINT)
+    assert first.wait(supervisor, 30) == 130, first.tail()
+    assert time.monotonic() - began < 5.0
+  assert first.steps() == list(range(1, first.last_step + 1))
+  assert "Starting it again" not in first.printed and "Starting it again" not in second.printed
+
+
+def test_a_lost_slice_ends_a_run_that_is_not_elastic(compiled, tmp_path):
+  run = ProcessRun(tmp_path, [compiled, ENDLESS, "elastic_enabled=false"], slices=2)
+  with run.launched() as supervisor:
+    run.wait_for(lambda: run.last_step >= 5, supervisor)
+    assert run.kill(1)
+    assert run.wait(supervisor, 30) == 1, run.tail()
+  assert "Member 1 killed by SIGKILL, and elastic_enabled=false" in run.printed
+  assert "Starting it again" not in run.printed

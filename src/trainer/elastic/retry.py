@@ -203,7 +203,7 @@ class _Loop:
 
 def check(cluster: Cluster, cfg: ElasticSection, steps: int) -> list[Fault]:
   """The faults of a run of `steps` steps. Raises ConfigError where cluster and elastic keys do not fit each other."""
-  if cfg.elastic_enabled and cluster.world.size > 1:
+  if cfg.elastic_enabled and cluster.recovers_in_process and cluster.world.size > 1:
     raise ConfigError(
       f"elastic_enabled=true: the {cluster.world.size} processes of this run share one JAX world, which cannot lose "
       "any of them.\nUse one process (cluster=pathways or simulated), or elastic_enabled=false."

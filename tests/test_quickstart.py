@@ -89,7 +89,9 @@ def test_it_learns_from_ln_v_and_writes_what_the_readme_says(runs):
   assert baselines
   assert float(baselines[1]) == pytest.approx(math.log(4096), abs=0.01)
   assert float(baselines[2]) < float(baselines[1])
-  assert re.search(r"Data: .*email, bpe tokenizer with \d,\d{3} ids, [\d,]+ tokens for training in .* examples .*; .* epochs\n", out)
+  assert re.search(
+    r"Data: .*email, bpe tokenizer with \d,\d{3} ids, [\d,]+ tokens for training in .* examples .*; .* epochs\n", out
+  )
   assert [int(step) for step in re.findall(r"eval at step (\d+): loss", out)] == [3, 6]
   assert re.search(r"sample after step 6 ---\n\S+ ", out)
   assert (directory / "log.txt").read_text().splitlines()[-1] == out.splitlines()[-1]

@@ -10,7 +10,7 @@ from trainer.tools.preflight import report
 
 @pytest.mark.parametrize("total, micro_batches", [(3, 1), (4, 2), (5, 3)])
 def test_the_table_has_the_dealing_of_every_number_of_slices(total, micro_batches):
-  header, *rows = report.process_lines(total, micro_batches, 10**9, 10**9)
+  _, *rows = report.process_lines(total, micro_batches, 10**9, 10**9)
   assert len(rows) == 2 * total
   for row in rows:
     numerics, alive, rounds, speed, held, sent = (column.strip() for column in row.split("|"))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from trainer.cluster import cpu_compiler
 from trainer.cluster.api import Cluster, ProxyLost, View
+from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
 from trainer.membership.environment import SUPERVISOR, Place
 
@@ -35,10 +36,19 @@ def start(cfg: ClusterSection) -> Cluster:
 
 
 def _find(environment: Mapping[str, str]) -> str:
-  """The kind of cluster that the environment is of."""
+  """The kind of cluster that the environment is of. Raises ConfigError for one of several workers of torchrun."""
   if SUPERVISOR in environment:
     return "multiprocess"
-  return "pathways" if "proxy" in environment.get("JAX_PLATFORMS", "") else "simulated"
+  if "proxy" in environment.get("JAX_PLATFORMS", ""):
+    return "pathways"
+  workers = environment.get("WORLD_SIZE", "1")
+  if "TORCHELASTIC_RUN_ID" in environment and workers != "1" and "JAX_NUM_PROCESSES" not in environment:
+    # Each worker would train the whole run, and all of them would write into one run folder.
+    raise ConfigError(
+      f"torchrun started this process as one of WORLD_SIZE={workers} workers: slices that torchrun starts are not "
+      "supported.\nStart the run with `python -m trainer.launch.local --slices N config.yml key=value`, on one machine."
+    )
+  return "simulated"
 
 
 def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:

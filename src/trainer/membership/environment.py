@@ -51,7 +51,7 @@ class Place:
     if missing:
       raise ConfigError(
         f"cluster=multiprocess: the environment lacks {', '.join(missing)}, which a launcher sets.\n"
-        "Start the run with `python -m trainer.launch.local --slices N config.yml key=value`, or with torchrun."
+        "Start the run with `python -m trainer.launch.local --slices N config.yml key=value`."
       )
     try:
       place = cls(

@@ -16,11 +16,6 @@ ENDLESS = "steps=1000000"
 CONFIG = TINY[0]
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> str:
-  return f"jax_cache_dir={tmp_path_factory.mktemp('compiled')}"
-
-
 @pytest.mark.parametrize(
   "arguments, text",
   [

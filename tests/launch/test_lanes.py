@@ -21,9 +21,9 @@ def process_of(run: ProcessRun, member: int, lane: int) -> int:
   return pid
 
 
-def test_a_killed_process_of_a_slice_costs_no_step(tmp_path):
+def test_a_killed_process_of_a_slice_costs_no_step(compiled, tmp_path):
   """Oracle: slices of one process with two devices. Losses and the last checkpoint are bit-identical."""
-  keys = [*KEYS, f"jax_cache_dir={tmp_path / 'compiled'}"]
+  keys = [*KEYS, compiled]
   run = ProcessRun(tmp_path / "lanes", keys, slices=2, options=["--processes-per-slice", "2"])
   with run.launched() as supervisor:
     run.wait_for(lambda: run.last_step >= 5, supervisor)

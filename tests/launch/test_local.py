@@ -16,11 +16,6 @@ WAITS = "elastic_min_slice_count=-1"  # for a lost slice: a run of few steps liv
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> str:
-  return f"jax_cache_dir={tmp_path_factory.mktemp('compiled')}"
-
-
-@pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, compiled) -> ProcessRun:
   run = ProcessRun(tmp_path_factory.mktemp("undisturbed"), [*KEYS, compiled])
   with run.launched() as supervisor:

@@ -72,6 +72,8 @@ def test_no_fault_of_a_slice_costs_a_step(undisturbed, compiled, tmp_path):
     run.wait_for(lambda: run.count("slice_up") == 2, supervisor)
     assert run.kill(2, signal.SIGSTOP)
     run.wait_for(lambda: run.count("slice_up") == 3, supervisor)
+    joined_after = run.last_step
+    run.wait_for(lambda: run.last_step > joined_after, supervisor)  # slice 2 has the state; the other two may die
     assert run.kill(0) and run.kill(1)
     assert run.wait(supervisor) == 0, run.tail()
   check(run, undisturbed)

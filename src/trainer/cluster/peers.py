@@ -148,7 +148,13 @@ class Peers:
   def read_waiting(self) -> None:
     """Handles the messages that have arrived. They cannot be commits: every commit is waited for."""
     while (received := self.membership.next(timeout=0)) is not None:
-      assert self.handle(received) is None, f"an unexpected commit {received}"
+      self._handle_change(received)
+
+  def _handle_change(self, received: Message | None) -> None:
+    """Handles a message that cannot be a commit: this member has not reported its sums."""
+    assert received is not None
+    committed = self.handle(received)
+    assert committed is None, f"{committed} without the sums of member {self.member}"
 
   def connect(self, send_state: Callable[[int], None]) -> None:
     """Makes the exchange ready for this epoch: waits while the run holds, connects, serves members without a state.
@@ -159,9 +165,7 @@ class Peers:
     self.read_waiting()
     while not self._connected:
       if self._holds:
-        received = self.membership.next()
-        assert received is not None
-        self.handle(received)
+        self._handle_change(self.membership.next())
         continue
       try:
         self.exchange.connect(self.epoch, self.addresses)
@@ -200,9 +204,7 @@ class Peers:
       self.membership.send("broken", epoch=self.epoch, members=list(error.members))
     epoch = self.epoch
     while self.epoch == epoch:
-      received = self.membership.next()
-      assert received is not None
-      assert self.handle(received) is None, f"a commit without this member's sums: {received}"
+      self._handle_change(self.membership.next())
 
   # ---- the ends of an attempt ----
 
@@ -225,9 +227,7 @@ class Peers:
     """
     while not self.saves_in_storage:
       try:
-        received = self.membership.next()
-        assert received is not None
-        self.handle(received)
+        self._handle_change(self.membership.next())
       except RunEnded:
         return False
     return True

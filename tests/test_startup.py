@@ -15,7 +15,7 @@ import jax
 import pytest
 
 import trainer
-from trainer import __main__, world
+from trainer import __main__
 from trainer.checkpoint.errors import ConfigMismatch
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
@@ -129,7 +129,7 @@ def test_the_garbage_collector_is_off_no_longer_than_the_first_attempt_starts(tu
   session = SimpleNamespace(
     attempts=0,
     was_ready=True,
-    world=world.SingleWorld(),
+    cluster=SimpleNamespace(is_primary=True),
     signals=Signals(),
     started=0.0,
     events=nothing,

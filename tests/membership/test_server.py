@@ -37,9 +37,8 @@ class Run:
       fault=lambda *fault: self.faults.append(fault),
       log=self.lines.append,
     )
-    self.members = [self.join(0), self.join(1)]
+    self.members = [self.welcomed(0), self.welcomed(1)]  # one after the other: the first one is the primary
     for member in self.members:
-      expect(member, "welcome")
       member.send("ready", newest=0)
     expect(self.members[0], "lead")
     self.members[0].send("restored", step=0)
@@ -57,6 +56,11 @@ class Run:
       interrupt=lambda epoch: None,
       warn=self.lines.append,
     )
+
+  def welcomed(self, member: int) -> Membership:
+    joined = self.join(member)
+    expect(joined, "welcome")
+    return joined
 
   def connect(self) -> socket.socket:
     host, _, port = self.server.address.rpartition(":")

@@ -185,7 +185,7 @@ class Snapshots:
       self._whole, self._pending = made, None
 
   def _verify(self, made: _Snapshot) -> bool:
-    prints = {i: found for i, found in made.prints.items() if i in made.copies}
+    prints = {i: made.prints[i] for i in sorted(made.prints) if i in made.copies}
     if not prints:
       return False
     first, _ = next(iter(prints.values()))

@@ -263,7 +263,9 @@ def test_the_command_refuses_wrong_data_before_it_uses_devices(tmp_path, monkeyp
     raise AssertionError("a device was touched")
 
   monkeypatch.setattr(cluster, "start", touched)
-  common = ["configs/base.yml", f"base_output_directory={tmp_path}/runs", "dataset_type=grain", "grain_file_type=jsonl"]
+  # Without a compilation cache: the command would keep it on for the other tests of this process.
+  common = ["configs/base.yml", f"base_output_directory={tmp_path}/runs", "dataset_type=grain", "jax_cache_dir="]
+  common.append("grain_file_type=jsonl")
   written(tmp_path, "text", "jsonl")
   for keys, message in [
     (["train_data_columns=words", "grain_train_files=data.jsonl"], 'no field "words"'),

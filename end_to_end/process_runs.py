@@ -79,9 +79,11 @@ class ProcessRun(Run):
     try:
       yield supervisor
     finally:
-      for pid in self.processes():
-        with contextlib.suppress(ProcessLookupError):
-          os.kill(pid, signal.SIGKILL)
+      deadline = time.monotonic() + 30
+      while (left := self.processes()) and time.monotonic() < deadline:  # killed processes take a moment to end
+        for pid in left:
+          self.send(pid, signal.SIGKILL)
+        time.sleep(0.05)
       supervisor.wait(30)
 
   def wait_for(self, condition: Callable[[], bool], supervisor: subprocess.Popen[bytes], seconds: float = 90) -> None:

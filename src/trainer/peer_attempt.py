@@ -55,8 +55,7 @@ def join(
     try:
       state, header = _receive(peers, abstract)
     except PeerLost as error:  # the next message says who sends the state now
-      if error.members:
-        membership.send("broken", epoch=peers.epoch, members=list(error.members))
+      peers.report(error)
       continue
     elastic.down_events = header["down_events"]
     session.metrics.remember(header["records"])

@@ -36,7 +36,10 @@ Share = int
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-  """What one share, or several together, add to a round. scalars: float32. grads, sums: None in an evaluation."""
+  """What one share, or several together, add to a round. scalars: float32.
+
+  grads: what is exchanged; None in an evaluation. sums: what is added to other shares first, with balanced sums only.
+  """
 
   scalars: Any
   grads: HostCopy | None = None
@@ -109,7 +112,9 @@ class PeerStepper:
 
     def compute(share: Share) -> _Part:
       batch = ahead.pop(share) if share in ahead else self._train.share(index, share)
-      return self._part(self._halves.sums(state.params, batch))
+      sums = self._halves.sums(state.params, batch)
+      # Balanced: only the sum of all shares goes to the host. Otherwise the device's memory is free after the copy.
+      return _Part(_scalars(sums), sums=sums) if self._balanced else self._exchanged(sums)
 
     scalars, self.slice_seconds = self._agree(f"step {n}", compute, self._total)
     sums = Sums(self._layout.to_device(self._total), *scalars)
@@ -146,8 +151,8 @@ class PeerStepper:
     """The batches of the shares that this member computes now; the dealing may have changed when they are used."""
     return {share: self._train.share(index, share) for share in self._peers.shares}
 
-  def _part(self, sums: Sums) -> _Part:
-    return _Part([sums.loss, sums.z_loss, sums.weight], self._layout.to_host(sums.grads), sums)
+  def _exchanged(self, sums: Sums) -> _Part:
+    return _Part(_scalars(sums), self._layout.to_host(sums.grads))
 
   def _agree(
     self, round_name: str, compute: Callable[[Share], _Part], total: np.ndarray | None
@@ -192,7 +197,8 @@ class PeerStepper:
     dealt = {member: [position] for position, member in enumerate(sorted(peers.dealt))}
     parts = [own[share] for share in sorted(own)]
     if sums := [part.sums for part in parts if part.sums is not None]:
-      whole = self._part(functools.reduce(self._halves.add, sums))
+      assert self._halves.add is not None
+      whole = self._exchanged(functools.reduce(self._halves.add, sums))
     else:  # of an evaluation: scalars only
       whole = _Part(np.sum([part.host_scalars() for part in parts], axis=0, dtype=np.float32))
     return {dealt[peers.member][0]: whole}, dealt
@@ -204,3 +210,7 @@ class PeerStepper:
 
   def _changed(self, change: Change) -> None:
     self._changes.record(change, self._step)
+
+
+def _scalars(sums: Sums) -> list[jax.Array]:
+  return [sums.loss, sums.z_loss, sums.weight]

@@ -67,8 +67,11 @@ class Program:
     """Returns the compiled training step: (state, batch) -> (state, metrics). It donates the state."""
     return self.lower().compile(compiler_options=self.compiler_options)
 
-  def compile_halves(self, *, evaluates: bool) -> Halves:
-    """Returns the halves of a step, compiled, for slices that exchange their sums outside XLA."""
+  def compile_halves(self, *, evaluates: bool, adds: bool) -> Halves:
+    """Returns the halves of a step, compiled, for slices that exchange their sums outside XLA.
+
+    evaluates, adds: whether the run evaluates, and whether a slice adds the sums of its shares.
+    """
     sums = step.abstract_sums(self.state, self.mesh)
     of = functools.partial(jax.tree.map, lambda leaf: leaf.sharding)
     metrics = NamedSharding(self.mesh, PartitionSpec())
@@ -78,7 +81,7 @@ class Program:
       # Not the sums: on a CPU they may share the memory of the exchange's buffer.
       second = jax.jit(self.apply_sums, donate_argnums=0, out_shardings=(of(self.state), metrics))
       evaluation = jax.jit(self.eval_step).lower(self.state.params, self.batch).compile() if evaluates else None
-      add = jax.jit(functools.partial(jax.tree.map, jnp.add)).lower(sums, sums).compile(options)
+      add = jax.jit(functools.partial(jax.tree.map, jnp.add)).lower(sums, sums).compile(options) if adds else None
       return Halves(sums, first.compile(options), add, second.lower(self.state, sums).compile(options), evaluation)
 
   @property
@@ -114,7 +117,7 @@ class Halves:
 
   abstract: Sums  # ShapeDtypeStructs with shardings
   sums: Callable[[Any, Batch], Sums]  # (params, batch of a share)
-  add: Callable[[Sums, Sums], Sums]
+  add: Callable[[Sums, Sums], Sums] | None  # None: not needed
   apply: Callable[[TrainState, Sums], tuple[TrainState, dict[str, jax.Array]]]  # donates the state
   evaluate: Callable[[Any, Batch], tuple[jax.Array, jax.Array]] | None  # (params, batch of a share); None: not needed
 

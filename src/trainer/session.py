@@ -206,4 +206,6 @@ def _compile_step(config: Config, cluster: Cluster, evaluates: bool, prog: Progr
   """The compiled step of `prog`, or its halves. Compiles the checksums of the state's arrays as well, where needed."""
   if config.checkpoint.enable_checkpointing or config.elastic.elastic_enabled:
     fingerprint.prepare(prog.state)
-  return prog.compile_halves(evaluates=evaluates) if cluster.peers is not None else prog.compile()
+  if cluster.peers is None:
+    return prog.compile()
+  return prog.compile_halves(evaluates=evaluates, adds=config.elastic.elastic_numerics == "balanced")

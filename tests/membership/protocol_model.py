@@ -102,7 +102,7 @@ class Model:
     elif received["kind"] == "joined":
       self.carry_out(run.joined(i, 0, received["epoch"]))
     elif received["kind"] == "computed":
-      self.carry_out(run.computed(i, received["epoch"], received["round"], 1.0))
+      self.carry_out(run.computed(i, received["epoch"], 1.0))
     elif received["kind"] == "done":
       self.carry_out(run.done(i, 0, received["epoch"], received["round"]))
     elif received["kind"] == "leave":

@@ -27,7 +27,7 @@ def running(time: Time) -> Coordinator:
     time.now += 1.0
     for member in range(3):
       run.pulse.beat(member)
-      run.computed(member, run.epoch, f"step {step}", 0.5)
+      run.computed(member, run.epoch, 0.5)
     for member in range(3):
       run.done(member, 0, run.epoch, f"step {step}")
   assert run.committed == "step 10"
@@ -42,7 +42,7 @@ def test_only_the_silent_member_is_blamed_for_a_step_that_stands_still():
   time = Time()
   run = running(time)
   for member in (0, 2):
-    run.computed(member, run.epoch, "step 11", 0.5)
+    run.computed(member, run.epoch, 0.5)
   for _ in range(60):  # member 1 is stopped; the others wait for it and give signs of life
     time.now += 0.1
     for member in (0, 2):
@@ -56,7 +56,7 @@ def test_a_member_that_computes_for_ever_is_blamed_although_it_gives_signs_of_li
   time = Time()
   run = running(time)
   for member in (0, 2):
-    run.computed(member, run.epoch, "step 11", 0.5)
+    run.computed(member, run.epoch, 0.5)
   for _ in range(100):
     time.now += 0.1
     for member in range(3):
@@ -70,7 +70,7 @@ def test_a_member_that_saves_is_waited_for():
   time = Time()
   run = running(time)
   for member in (0, 2):
-    run.computed(member, run.epoch, "step 11", 0.5)
+    run.computed(member, run.epoch, 0.5)
   for _ in range(600):
     time.now += 0.1
     for member in range(3):

@@ -5,21 +5,16 @@ from __future__ import annotations
 import inspect
 import os
 import signal
-import socket
 import subprocess
 import sys
 import traceback
 from pathlib import Path
 
+from trainer.launch.ports import free_port
+
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src"
 DEVICES = 2  # of each process
-
-
-def free_port() -> int:
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    return s.getsockname()[1]
 
 
 class Processes:

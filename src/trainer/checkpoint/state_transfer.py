@@ -11,8 +11,6 @@ import numpy as np
 from trainer.checkpoint.arrays import boxes, state_tree
 from trainer.checkpoint.arrays.boxes import Box
 
-Parts = dict[tuple[str, Box], np.ndarray]
-
 
 def local_parts(state: Any) -> list[np.ndarray]:
   """The distinct shards of `state` on this process, on the host. They may share memory with the state."""

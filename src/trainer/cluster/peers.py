@@ -198,10 +198,14 @@ class Peers:
       if self.epoch != epoch:
         raise MembershipChanged
 
-  def exchange_failed(self, error: PeerLost) -> None:
-    """The exchange cannot go on in this epoch: waits for the next one."""
+  def report(self, error: PeerLost) -> None:
+    """Tells the supervisor which connections have failed, unless the exchange was only interrupted."""
     if error.members:
       self.membership.send("broken", epoch=self.epoch, members=list(error.members))
+
+  def exchange_failed(self, error: PeerLost) -> None:
+    """The exchange cannot go on in this epoch: waits for the next one."""
+    self.report(error)
     epoch = self.epoch
     while self.epoch == epoch:
       self._handle_change(self.membership.next())

@@ -16,8 +16,9 @@ from trainer.launch.workers import Workers
 from trainer.membership.coordinator import Coordinator
 from trainer.membership.environment import Place
 from trainer.membership.server import Server
+from trainer.signals import INTERRUPTED, PREEMPTED
 
-FAILED, BAD_INPUT, PREEMPTED, INTERRUPTED = 1, 2, 42, 130
+FAILED, BAD_INPUT = 1, 2
 _END_SECONDS = 30.0  # from the end of the run to the end of the last process
 _INTERRUPT_SECONDS = 5.0
 _MOST_FAILURES = 2  # lives of one member in a row that end with exit code 1 without a new step

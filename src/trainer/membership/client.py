@@ -35,8 +35,9 @@ class Membership:
     warn: Callable[[str], None],
   ) -> None:
     """supervisor: "host:port". address: where the exchange of this process listens. interrupt(epoch): ends exchanges of
-    epochs before this one; called from a thread when the members change. warn:
-    takes a line for people. Raises OSError or WireError."""
+    epochs before this one; called from a thread when the members change. warn takes a line for people.
+
+    Raises OSError or WireError."""
     self.member = member
     self.connected = True
     self.leaving = False  # the supervisor knows that this process has SIGTERM

@@ -166,8 +166,8 @@ class Coordinator:
       self.live.add(member)
     return []
 
-  def computed(self, member: int, epoch: int, round_name: str, seconds: float) -> Effects:
-    """`member` has computed its shares of the round."""
+  def computed(self, member: int, epoch: int, seconds: float) -> Effects:
+    """`member` has computed its shares of the round under way."""
     if epoch == self.epoch and member in self.active:
       self.pulse.computed(member, seconds)
     return []
@@ -186,8 +186,8 @@ class Coordinator:
     self.live.add(member)
     return self._commit(round_name) if self._done >= self.active else []
 
-  def broken(self, member: int, epoch: int, peers: tuple[int, ...]) -> Effects:
-    """`member` cannot exchange in this epoch: its connections to `peers` have failed."""
+  def broken(self, epoch: int) -> Effects:
+    """A member cannot exchange in this epoch: connections of it have failed."""
     if epoch == self.epoch and self._broken_at is None:
       self._broken_at = self._clock()
     return []
@@ -324,7 +324,7 @@ class Coordinator:
     self.epoch += 1
     self._done, self._broken_at = set(), None
     self._changed_at = self._clock()
-    self.pulse.begin_epoch(self.active)
+    self.pulse.begin_epoch()
     if self.primary not in self.live:
       self.primary = min(self.live)
     lost = {str(member): list(why) for member, why in self._lost.items()}

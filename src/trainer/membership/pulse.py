@@ -34,8 +34,8 @@ class Pulse:
       known.pop(member, None)
     self._proven.discard(member)
 
-  def begin_epoch(self, members: Collection[int]) -> None:
-    """The round under way starts again with these members."""
+  def begin_epoch(self) -> None:
+    """The round under way starts again, perhaps with other members."""
     self._computed = {}
     self._round_began = self._clock()
 

@@ -171,12 +171,12 @@ class Server:
     if kind == "joined":
       return run.joined(member, lane, received["epoch"])
     if kind == "computed":
-      return run.computed(member, received["epoch"], received["round"], received["seconds"])
+      return run.computed(member, received["epoch"], received["seconds"])
     if kind == "done":
       step_of(received["round"])  # ValueError before anything changes
       return run.done(member, lane, received["epoch"], received["round"])
     if kind == "broken":
-      return run.broken(member, received["epoch"], tuple(received["members"]))
+      return run.broken(received["epoch"])
     if kind == "leave":
       return run.leave(member)
     if kind == "finished":

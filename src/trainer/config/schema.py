@@ -241,10 +241,16 @@ class DataSection(Section):
     description="dataset_type=grain: a YAML or JSON file of weighted sources to train on, instead of grain_train_files; docs/data.md describes it.",
   )
   grain_file_type: Literal[
-    "arrayrecord", "arrayrecord_text", "arrayrecord_uint16", "arrayrecord_int32", "parquet", "jsonl"
+    "arrayrecord",
+    "arrayrecord_text",
+    "arrayrecord_uint16",
+    "arrayrecord_int32",
+    "arrayrecord_windows",
+    "parquet",
+    "jsonl",
   ] = Field(
     "arrayrecord",
-    description="Format of the files. arrayrecord: records are tf.train.Example. arrayrecord_text, _uint16, _int32: records are UTF-8 text or little-endian token ids. jsonl: also .gz and .zst. parquet and .zst need the extra arrow.",
+    description="Format of the files. arrayrecord: records are tf.train.Example. arrayrecord_text, _uint16, _int32: records are UTF-8 text or little-endian token ids. arrayrecord_windows: examples that trainer.tools.tokenize has packed already. jsonl: also .gz and .zst. parquet and .zst need the extra arrow.",
   )
   train_data_columns: str = Field(
     "text",

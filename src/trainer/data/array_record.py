@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.data import packages, tf_example
+from trainer.data import packages, tf_example, windows
 from trainer.data.documents import Document, Piece
 
 
@@ -46,6 +46,8 @@ def decoder(file_type: str, column: str) -> Callable[[bytes], Document]:
       return lambda record: record.decode("utf-8")
     case "arrayrecord_uint16":
       return lambda record: np.frombuffer(record, "<u2")
+    case "arrayrecord_windows":
+      return lambda record: windows.unpack(record, np.dtype("<i4")).tokens
     case _:
       assert file_type == "arrayrecord_int32", file_type
       return lambda record: np.frombuffer(record, "<i4")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
-import mmap
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ from trainer.config import rules, text_files
 from trainer.config.errors import ConfigError, require
 from trainer.config.text_files import SUFFIXES
 from trainer.data import jsonl
-from trainer.data.documents import Piece
+from trainer.data.documents import Piece, cut_at_lines, line_number
 
 # Folders of the standard library's sources that are not Python code to learn from: installed packages, tests with text
 # that is broken on purpose, tables of code points (encodings), the documentation as one string (pydoc_data).
@@ -71,6 +69,11 @@ def hold_out(pieces: Sequence[Piece], fraction: float) -> tuple[list[Piece], lis
   groups = itertools.groupby(enumerate(units), key=lambda item: int(item[0] * fraction))
   held_out = {min((unit for _, unit in group), key=choose) for _, group in groups}
   return _join(unit for unit in units if unit not in held_out), _join(unit for unit in units if unit in held_out)
+
+
+def cut_documents(piece: Piece, limit: int) -> list[Piece]:
+  """Parts of about `limit` bytes with whole documents. Only a .jsonl file can have more than one."""
+  return _cut(piece, limit) if piece.path.suffix == ".jsonl" else [piece]
 
 
 def documents(piece: Piece) -> Iterator[str]:
@@ -157,16 +160,9 @@ def _hash(piece: Piece) -> bytes:
 
 
 def _cut(piece: Piece, limit: int) -> list[Piece]:
-  """The whole file `piece` in parts of similar size, each of `limit` bytes or less and the rest of its last line."""
-  if piece.size <= limit:
-    return [piece]
-  size = math.ceil(piece.size / math.ceil(piece.size / limit))
-  cuts = [0]
-  with _opened(piece.path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-    while cuts[-1] < piece.size:
-      line_end = data.find(b"\n", cuts[-1] + size - 1, piece.size)
-      cuts.append(line_end + 1 if line_end >= 0 else piece.size)
-  return [replace(piece, start=start, stop=stop) for start, stop in itertools.pairwise(cuts)]
+  """Parts of a file of text; see `cut_at_lines`. Raises ConfigError if the file cannot be read."""
+  with _naming(piece.path):
+    return cut_at_lines(piece, limit)
 
 
 def _join(units: Iterable[Piece]) -> list[Piece]:
@@ -198,10 +194,6 @@ def _json_lines(piece: Piece) -> Iterator[str]:
 
 
 def _line_number(path: Path, offset: int) -> int:
-  """Number of the line (from 1) that contains byte `offset`."""
-  count = 1
-  with _opened(path) as file:
-    while offset > 0 and (block := file.read(min(offset, 2**20))):
-      count += block.count(b"\n")
-      offset -= len(block)
-  return count
+  """Number of the line (from 1) that contains byte `offset`. Raises ConfigError if the file cannot be read."""
+  with _naming(path):
+    return line_number(path, offset)

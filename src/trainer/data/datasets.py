@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from trainer.config import data_files
 from trainer.config.errors import ConfigError
 from trainer.data import array_record, corpus, jsonl, parquet, tfds
-from trainer.data.documents import Documents, Piece
+from trainer.data.documents import Documents, Piece, uncut
 
 if TYPE_CHECKING:
   from trainer.config.schema import DataSection  # pydantic is slow to import and not needed here
@@ -41,7 +41,7 @@ def _text(cfg: DataSection) -> dict[str, Documents]:
   name = cfg.dataset_path or "the Python standard library"
 
   def documents(pieces: Sequence[Piece], name: str) -> Documents:
-    return Documents(name, pieces, corpus.documents, partial(corpus.digest, pieces))
+    return Documents(name, pieces, corpus.documents, partial(corpus.digest, pieces), corpus.cut_documents)
 
   pieces = corpus.find("dataset_path", cfg.dataset_path)
   if cfg.eval_dataset_path:
@@ -57,21 +57,22 @@ def _files(cfg: DataSection, key: str) -> Documents:
   file_type, column = cfg.grain_file_type, cfg.train_data_columns
   root, paths = data_files.find(key, getattr(cfg, key), file_type)
   pieces = [Piece(path.relative_to(root).as_posix(), path, 0, path.stat().st_size) for path in paths]
+  digest = partial(_digest, pieces, file_type, column)
   match file_type:
     case "parquet":
-      read = partial(parquet.read, column=column)
+      return Documents(getattr(cfg, key), pieces, partial(parquet.read, column=column), digest, parquet.cut)
     case "jsonl":
-      read = partial(jsonl.read, column=column)
+      return Documents(getattr(cfg, key), pieces, partial(jsonl.read, column=column), digest, jsonl.cut)
     case _:
       read = partial(array_record.read, file_type=file_type, column=column)
-  return Documents(getattr(cfg, key), pieces, read, partial(_digest, pieces, file_type, column))
+      return Documents(getattr(cfg, key), pieces, read, digest, uncut)
 
 
 def _tfds(cfg: DataSection, split: str) -> Documents:
   folder, column = cfg.dataset_path, cfg.train_data_columns
   pieces = tfds.find(folder, split)
   read = partial(tfds.read, folder=folder, split=split, column=column)
-  return Documents(f"{folder} ({split})", pieces, read, partial(_digest, pieces, "tfds", column))
+  return Documents(f"{folder} ({split})", pieces, read, partial(_digest, pieces, "tfds", column), uncut)
 
 
 def _digest(pieces: Sequence[Piece], file_type: str, column: str) -> str:

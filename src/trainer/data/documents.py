@@ -6,8 +6,11 @@ A source of documents is a file in this folder with such a function (`corpus`, `
 
 from __future__ import annotations
 
+import itertools
+import math
+import mmap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -45,6 +48,8 @@ class Documents:
   """Yields the documents of a piece in order. Raises ConfigError, naming the file, if it cannot."""
   digest: Callable[[], str]
   """Identity of the documents and their order: 64 hex digits."""
+  cut: Callable[[Piece, int], list[Piece]]
+  """The piece in parts of about `limit` bytes that hold whole documents, where the format allows it."""
 
   @property
   def size(self) -> int:
@@ -61,7 +66,8 @@ class Documents:
       for number, document in enumerate(self.read(piece), 1):
         if not len(document):
           continue
-        place = f"document {number} of {piece.path}"
+        after = f" after byte {piece.start}" if piece.start else ""
+        place = f"document {number} of {piece.path}{after}"
         kind = kind or type(document)
         if not isinstance(document, kind):
           raise ConfigError(
@@ -75,3 +81,34 @@ class Documents:
     for _, document in self:
       return isinstance(document, str)
     raise ConfigError(f"{self.name} has no documents. Give files with at least one document that is not empty.")
+
+
+def uncut(piece: Piece, limit: int) -> list[Piece]:
+  """The piece as a whole: for formats whose files cannot be read in parts."""
+  return [piece]
+
+
+def cut_at_lines(piece: Piece, limit: int) -> list[Piece]:
+  """The piece in parts of similar size, each of `limit` bytes or less and the rest of its last line.
+
+  Raises OSError if the file cannot be read.
+  """
+  if piece.size <= limit:
+    return [piece]
+  size = math.ceil(piece.size / math.ceil(piece.size / limit))
+  cuts = [piece.start]
+  with piece.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    while cuts[-1] < piece.stop:
+      line_end = data.find(b"\n", cuts[-1] + size - 1, piece.stop)
+      cuts.append(line_end + 1 if line_end >= 0 else piece.stop)
+  return [replace(piece, start=start, stop=stop) for start, stop in itertools.pairwise(cuts)]
+
+
+def line_number(path: Path, offset: int) -> int:
+  """Number of the line (from 1) that contains byte `offset`. Raises OSError if the file cannot be read."""
+  count = 1
+  with path.open("rb") as file:
+    while offset > 0 and (block := file.read(min(offset, 2**20))):
+      count += block.count(b"\n")
+      offset -= len(block)
+  return count

@@ -1,8 +1,9 @@
-"""Examples that are records of ArrayRecord files of token ids, one each: read where they are, without a copy."""
+"""Examples that are records of ArrayRecord files, one each: token ids or windows, read in place without a copy."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,32 +21,53 @@ if TYPE_CHECKING:
 _COUNTS = "counts.json"
 
 
-class _Tokens:
-  """The records of token ids as int32 arrays. Implements order.Records."""
+_WINDOWS = "arrayrecord_windows"
+DTYPE = np.dtype("<i4")  # of the tokens in a record of a window
+
+
+class _Windows:
+  """The records as windows, packed by `windows.pack`. Implements order.Records."""
 
   def __init__(self, records: array_record.Records, file_type: str, length: int, vocab_size: int) -> None:
     self._records = records
-    self._decode = array_record.decoder(file_type, "")
+    self._decode = self._window if file_type == _WINDOWS else self._tokens(file_type)
     self._length = length
     self._vocab_size = vocab_size
 
   def __len__(self) -> int:
     return len(self._records)
 
-  def __getitem__(self, number: int) -> np.ndarray:
-    """The first T + 1 tokens of a record. Raises OSError, naming record and file, if they are not tokens below V."""
+  def __getitem__(self, number: int) -> bytes:
+    """The window of a record. Raises OSError, naming record and file, if it is not a window of tokens below V."""
     record = self._records[number]
     try:
-      tokens = np.asarray(self._decode(record))[: self._length + 1]
-      if not len(tokens):
+      window = self._decode(record)
+      if not len(window.tokens):
         raise ValueError("it has no tokens. Remove empty records")
-      return prepare.checked(tokens, self._vocab_size)
+      return windows.pack(window._replace(tokens=prepare.checked(window.tokens, self._vocab_size)), DTYPE)
     except ValueError as error:
       raise OSError(f"{self._records.place(number)}: {error}") from error
 
+  def _tokens(self, file_type: str) -> Callable[[bytes], windows.Window]:
+    """The function that makes a window of the first T + 1 tokens of a record."""
+    decode = array_record.decoder(file_type, "")
+    return lambda record: windows.Window(np.asarray(decode(record))[: self._length + 1], np.zeros(0, np.int64))
+
+  def _window(self, record: bytes) -> windows.Window:
+    """The window of a record of trainer.tools.tokenize. Raises ValueError if it is damaged or longer than T + 1."""
+    window = windows.unpack(record, DTYPE)
+    if len(window.tokens) > self._length + 1:
+      raise ValueError(
+        f"it has {len(window.tokens)} tokens, and an example has max_target_length + 1 = {self._length + 1}. Set "
+        f"max_target_length={len(window.tokens) - 1}, or make windows of this length with trainer.tools.tokenize"
+      )
+    if ((window.starts < 1) | (window.starts >= max(2, len(window.tokens)))).any():
+      raise ValueError("it is not a window: the beginnings of its documents lie outside")
+    return window
+
 
 class InPlaceSource:
-  """Implements `Source`. An example is the first T + 1 tokens of a record, and padding."""
+  """Implements `Source`. An example is a window, or the first T + 1 tokens of a record, and padding."""
 
   num_targets: int | None = None  # unknown without reading all records
   tokenizer: Tokenizer | None = None
@@ -53,22 +75,26 @@ class InPlaceSource:
   def __init__(
     self, cfg: DataSection, records: array_record.Records, *, name: str, split: str, digest: str, vocab_size: int
   ) -> None:
-    """`digest`: identity of the records."""
+    """`digest`: identity of the records. Raises ConfigError if the first record is not an example."""
     self.name = name
     self.num_examples: int | None = len(records)
     self.has_eval = cfg.names_eval_data
     self._length = cfg.max_target_length
     self._records = records
-    tokens = _Tokens(records, cfg.grain_file_type, self._length, vocab_size)
-    self._order = Order(tokens, split=split, seed=cfg.data_shuffle_seed)
-    self._key = f"in-place-1 {digest} length={self._length} vocab={vocab_size}"
+    examples = _Windows(records, cfg.grain_file_type, self._length, vocab_size)
+    try:
+      examples[0]
+    except OSError as error:
+      raise ConfigError(str(error)) from error
+    self._order = Order(examples, split=split, seed=cfg.data_shuffle_seed)
+    self._key = f"in-place-2 {digest} length={self._length} vocab={vocab_size}"
 
   def example(self, index: int) -> Example:
     """The record at `index` in the order of the split. Raises OSError, naming record and file, if it has no tokens."""
-    tokens = self._order.record(index)
-    if tokens is None:
+    record = self._order.record(index)
+    if record is None:
       return empty_example(self._length)
-    return windows.example(windows.Window(tokens, np.zeros(0, np.int64)), self._length)
+    return windows.example(windows.unpack(record, DTYPE), self._length)
 
   def fingerprint(self) -> str:
     return f"{self._key} {self._order.fingerprint}"
@@ -85,8 +111,8 @@ class InPlaceSource:
 
 def applies(cfg: DataSection) -> bool:
   """Whether each record of the files is an example, so that nothing has to be prepared."""
-  is_tokens = cfg.grain_file_type in ("arrayrecord_uint16", "arrayrecord_int32")
-  return cfg.dataset_type == "grain" and cfg.packing == "none" and is_tokens
+  whole = ("arrayrecord_uint16", "arrayrecord_int32") if cfg.packing == "none" else ()
+  return cfg.dataset_type == "grain" and cfg.grain_file_type in (_WINDOWS, *whole)
 
 
 def open_source(cfg: DataSection, *, vocab_size: int, min_examples: int, split: str, log: cache.Log) -> InPlaceSource:

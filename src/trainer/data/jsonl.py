@@ -12,7 +12,9 @@ import numpy as np
 
 from trainer.config.errors import ConfigError
 from trainer.data import packages
-from trainer.data.documents import Document, Piece
+from trainer.data.documents import Document, Piece, cut_at_lines, line_number
+
+_COMPRESSED = (".gz", ".zst")
 
 
 def read(piece: Piece, column: str) -> Iterator[Document]:
@@ -23,14 +25,37 @@ def read(piece: Piece, column: str) -> Iterator[Document]:
   number = 0
   try:
     with _opened(piece) as file:
-      for number, line in enumerate(file, 1):  # noqa: B007 (for the error message)
+      for number, line in enumerate(_lines(file, piece), 1):  # noqa: B007 (for the error message)
         if line.strip():
           yield value(line, column)
   except ValueError as error:
+    number += line_number(piece.path, piece.start) - 1 if piece.start else 0
     remedy = f'Every line must be like {{"{column}": "..."}} or {{"{column}": [1, 2, 3]}}. Set train_data_columns'
     raise ConfigError(f"{piece.path}:{number}: {error}. {remedy} to the name of the field.") from error
   except (OSError, EOFError) as error:
     raise ConfigError(f"{piece.path} cannot be read after line {number} ({error}). Fix or remove it.") from error
+
+
+def cut(piece: Piece, limit: int) -> list[Piece]:
+  """Parts of about `limit` bytes with whole lines. A compressed file stays whole, because it is read from its start."""
+  if piece.path.suffix in _COMPRESSED:
+    return [piece]
+  try:
+    return cut_at_lines(piece, limit)
+  except OSError as error:
+    raise ConfigError(f"{piece.path} cannot be read ({error.strerror}). Fix or remove it.") from error
+
+
+def _lines(file: BinaryIO, piece: Piece) -> Iterator[bytes]:
+  """Yields the lines of the piece."""
+  if piece.path.suffix in _COMPRESSED:
+    yield from file
+    return
+  file.seek(piece.start)
+  place = piece.start
+  while place < piece.stop and (line := file.readline()):
+    place += len(line)
+    yield line
 
 
 def value(line: bytes, column: str) -> Document:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,11 +26,37 @@ def read(piece: Piece, column: str) -> Iterator[Document]:
   try:
     with parquet.ParquetFile(piece.path) as file:
       is_text = _is_text(arrow, file.schema_arrow, piece, column)
-      for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
+      starts = _row_groups(file)
+      groups = [number for number, start in enumerate(starts) if piece.start <= start < piece.stop]
+      for batch in file.iter_batches(batch_size=_ROWS, columns=[column], row_groups=groups):
         values = batch.column(0).drop_null()
         yield from values.to_pylist() if is_text else _lists(values, piece, column)
   except (OSError, arrow.ArrowException) as error:
     raise ConfigError(f"{piece.path} cannot be read as Parquet ({error}). Fix or remove it.") from error
+
+
+def cut(piece: Piece, limit: int) -> list[Piece]:
+  """Parts of about `limit` bytes with whole row groups: a row group belongs to the part in which it begins."""
+  parquet = packages.load("pyarrow.parquet", package="pyarrow", extra="arrow", reason="grain_file_type=parquet")
+  try:
+    with parquet.ParquetFile(piece.path) as file:
+      starts = _row_groups(file)
+  except (OSError, ValueError) as error:  # an ArrowInvalid is a ValueError
+    raise ConfigError(f"{piece.path} cannot be read as Parquet ({error}). Fix or remove it.") from error
+  cuts = [piece.start]
+  for start in starts[1:]:
+    if start - cuts[-1] >= limit:
+      cuts.append(start)
+  return [replace(piece, start=start, stop=stop) for start, stop in itertools.pairwise([*cuts, piece.stop])]
+
+
+def _row_groups(file: Any) -> list[int]:
+  """The offsets in bytes at which the row groups of an open file begin, ascending; the first one is 0."""
+  starts = [0]
+  for number in range(1, file.metadata.num_row_groups):
+    chunk = file.metadata.row_group(number).column(0)
+    starts.append(min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset))
+  return starts[: file.metadata.num_row_groups]
 
 
 def _is_text(arrow: Any, schema: Any, piece: Piece, column: str) -> bool:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -24,6 +24,9 @@ PACKINGS = {"split": windows.split, "best_fit": best_fit.pack, "none": windows.s
 _GROUP = 2_000_000
 _PART = 250_000
 _REPORT_SECONDS = 10
+
+Part: TypeAlias = tuple[str, Document, bool]  # place for messages, part of a document, whether it ends the document
+Group: TypeAlias = list[Part]
 
 
 def build(
@@ -48,7 +51,8 @@ def build(
     work = f"Tokenizing ({tokenizer.name})" if tokenizer else "Packing tokens of"
     log(f"{work} {documents.size / 1e6:.1f} MB from {documents.name} for {split}")
     counts[split] = np.zeros(vocab_size, np.int64)
-    cut = PACKINGS[packing](_token_groups(documents, tokenizer, vocab_size), length)
+    parts = _reported(groups(documents, _GROUP), documents.name)
+    cut = PACKINGS[packing](token_groups(parts, tokenizer, vocab_size), length)
     path = folder / file_name(split)
     count = store.write(path, (windows.pack(window, np.dtype(dtype)) for window in _counted(cut, counts[split])))
     known[split] = {"windows": count, "targets": int(counts[split].sum())}
@@ -66,13 +70,14 @@ def build(
   (folder / META).write_text(json.dumps(meta, indent=2))
 
 
-def _token_groups(documents: Documents, tokenizer: Tokenizer | None, vocab_size: int) -> Iterator[list[np.ndarray]]:
-  """Yields all documents as int32 ids, in groups.
+def token_groups(groups: Iterable[Group], tokenizer: Tokenizer | None, vocab_size: int) -> Iterator[list[np.ndarray]]:
+  """Yields the documents of `groups` as int32 ids, in groups.
 
-  A text becomes bos (if the tokenizer has it), the ids of the text, eos. Tokens stay as they are.
+  A text becomes bos (if the tokenizer has it), the ids of the text, eos. Tokens stay as they are. Raises ConfigError
+  for tokens that are not below `vocab_size`.
   """
   unfinished: list[np.ndarray] = []
-  for group in _reported(_groups(_parts(documents)), documents.name):
+  for group in groups:
     texts = [part for _, part, _ in group if isinstance(part, str)]
     assert tokenizer is not None or not texts, "texts need a tokenizer"
     encoded = iter(tokenizer.encode_batch(texts)) if tokenizer else iter(())
@@ -109,8 +114,8 @@ def checked(ids: np.ndarray, vocab_size: int) -> np.ndarray:
   return ids.astype(np.int32)
 
 
-def _parts(documents: Documents) -> Iterator[tuple[str, Document, bool]]:
-  """Yields (place, part of a document, whether it ends the document).
+def _parts(documents: Documents) -> Iterator[Part]:
+  """Yields the documents in parts.
 
   Long texts are cut into parts, after a line end where possible.
   """
@@ -126,21 +131,20 @@ def _parts(documents: Documents) -> Iterator[tuple[str, Document, bool]]:
       yield place, document, True
 
 
-def _groups(parts: Iterable[tuple[str, Document, bool]]) -> Iterator[list[tuple[str, Document, bool]]]:
-  """Yields the parts in lists of about _GROUP characters or tokens."""
-  group, size = [], 0
-  for part in parts:
+def groups(documents: Documents, characters: int) -> Iterator[Group]:
+  """Yields the documents in lists of about so many characters or tokens."""
+  group: Group = []
+  size = 0
+  for part in _parts(documents):
     group.append(part)
     size += len(part[1])
-    if size >= _GROUP:
+    if size >= characters:
       yield group
       group, size = [], 0
   yield group
 
 
-def _reported(
-  groups: Iterable[list[tuple[str, Document, bool]]], name: str
-) -> Iterator[list[tuple[str, Document, bool]]]:
+def _reported(groups: Iterable[Group], name: str) -> Iterator[Group]:
   """Yields the groups, and prints the progress of a long preparation: the log is not open yet."""
   size, reported = 0, time.monotonic()
   for group in groups:

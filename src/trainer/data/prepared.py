@@ -129,13 +129,8 @@ def prepared(
   The tokenizer is None if the documents are tokens. Raises ConfigError if the documents cannot be read, or the
   tokenizer has more than `vocab_size` ids.
   """
-  digests = {split: documents.digest() for split, documents in splits.items()}
-  are_text = {split: _are_text(cfg, documents, digests[split]) for split, documents in splits.items()}
-  if len(set(are_text.values())) > 1:
-    kinds = ", ".join(f"{split}: {'text' if text else 'token ids'}" for split, text in are_text.items())
-    raise ConfigError(f"The splits of a dataset must have the same kind of documents ({kinds}). Give other files.")
-  tokenizer = _tokenizer(cfg, vocab_size, splits["train"], digests["train"], log) if are_text["train"] else None
-  _require_fit(tokenizer, vocab_size)
+  digests = digests_of(splits)
+  tokenizer = tokenizer_of(cfg, splits, digests, vocab_size=vocab_size, log=log)
   # The model's vocabulary matters only for tokens that are given. Text has the ids of its tokenizer.
   ids = tokenizer.vocab_size if tokenizer else vocab_size
   length, packing = cfg.max_target_length, cfg.packing
@@ -145,6 +140,27 @@ def prepared(
   )
   folder = cache.entry(cfg.dataset_cache_directory, f"corpus-{key[:32]}", build=build, fault=prepare.fault, log=log)
   return folder, tokenizer
+
+
+def digests_of(splits: Mapping[str, Documents]) -> dict[str, str]:
+  """{split: identity of its documents}. Reads all text, so call it once."""
+  return {split: documents.digest() for split, documents in splits.items()}
+
+
+def tokenizer_of(
+  cfg: DataSection, splits: Mapping[str, Documents], digests: Mapping[str, str], *, vocab_size: int, log: cache.Log
+) -> Tokenizer | None:
+  """The tokenizer of the documents: given, or trained on them, or in the cache; None if they are tokens.
+
+  Raises ConfigError if the splits have different kinds of documents, or the tokenizer has more than `vocab_size` ids.
+  """
+  are_text = {split: _are_text(cfg, documents, digests[split]) for split, documents in splits.items()}
+  if len(set(are_text.values())) > 1:
+    kinds = ", ".join(f"{split}: {'text' if text else 'token ids'}" for split, text in are_text.items())
+    raise ConfigError(f"The splits of a dataset must have the same kind of documents ({kinds}). Give other files.")
+  tokenizer = _tokenizer(cfg, vocab_size, splits["train"], digests["train"], log) if are_text["train"] else None
+  _require_fit(tokenizer, vocab_size)
+  return tokenizer
 
 
 def _are_text(cfg: DataSection, documents: Documents, digest: str) -> bool:

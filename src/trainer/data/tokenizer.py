@@ -81,6 +81,7 @@ class BpeTokenizer:
     eos_id = next((vocabulary[name] for name in _EOS_NAMES if name in vocabulary), None)
     if eos_id is None:
       raise ValueError(f"the tokenizer has no end-of-text token. It must contain one of {', '.join(_EOS_NAMES)}")
+    self.json_text = json_text
     self.vocab_size = max(vocabulary.values()) + 1
     self.bos_id = next((vocabulary[name] for name in _BOS_NAMES if name in vocabulary), None)
     self.eos_id = eos_id

@@ -1,0 +1,73 @@
+"""`python -m trainer.tools.tokenize CONFIG.yml [key=value ...] --output FOLDER`: tokenises a dataset into ArrayRecord.
+
+The keys of the configuration name the documents, the tokenizer and the splits, as for training. FOLDER gets train/ and
+eval/ with files of records, tokenizer.json, and manifest.json with hashes of all input and output files, the settings
+and the counts. The last line of the output has the keys to train with.
+
+--records=documents (default): a record has the token ids of a document, to be packed when a run prepares its data.
+--records=windows: a record is an example of max_target_length tokens, packed with the key `packing`. It is read in
+place: nothing is prepared or copied.
+
+The work is done in parts of --part-megabytes of input, one output file each, by --processes processes. After a kill at
+any moment, the same command continues. The output does not depend on kills or on the number of processes.
+
+Exit codes: 0: complete. 1: a process was killed. 2: the input is wrong. 130: Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from trainer.config import ConfigError, load
+from trainer.tools.tokenize import run
+from trainer.tools.tokenize.workers import WorkerLost
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Returns the exit code."""
+  parser = argparse.ArgumentParser(
+    prog="python -m trainer.tools.tokenize", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("arguments", nargs="+", metavar="CONFIG.yml key=value", help="as for python -m trainer")
+  parser.add_argument("--output", required=True, metavar="FOLDER", help="local folder, new or of the same command")
+  parser.add_argument("--records", choices=("documents", "windows"), default="documents")
+  parser.add_argument("--processes", type=_at_least_one, default=_cores(), help="default: the number of cores")
+  parser.add_argument("--part-megabytes", type=_positive, default=128.0, help="input of an output file (default: 128)")
+  options = parser.parse_intermixed_args(argv)
+  try:
+    config = load(options.arguments)
+    run.run(config, options.output, options.records, options.processes, round(options.part_megabytes * 1e6))
+  except ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  except WorkerLost as error:
+    print(f"error: {error} The same command continues.", file=sys.stderr)
+    return 1
+  except KeyboardInterrupt:
+    print("\nStopped. The same command continues.", file=sys.stderr)
+    return 130
+  return 0
+
+
+def _cores() -> int:
+  """The cores that this process may use."""
+  return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _at_least_one(text: str) -> int:
+  if (number := int(text)) < 1:
+    raise argparse.ArgumentTypeError(f"{text} is below 1")
+  return number
+
+
+def _positive(text: str) -> float:
+  number = float(text)
+  if not 1e-6 <= number <= 1e6:
+    raise argparse.ArgumentTypeError(f"{text} is not from 0.000001 to 1000000")
+  return number
+
+
+if __name__ == "__main__":
+  sys.exit(main())

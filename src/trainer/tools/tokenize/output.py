@@ -1,0 +1,159 @@
+"""The output folder: files of records, the state of unfinished work, and the manifest of finished work."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.config.errors import ConfigError
+from trainer.data.documents import Piece
+from trainer.data.tokenizer import BpeTokenizer, Tokenizer
+
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+_STATE = ".unfinished"  # a folder: the plan, and a file with the counts of each part that is complete
+_PLAN = "plan.json"
+_COUNTED = ("documents", "tokens", "records", "targets", "bytes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """Some input that becomes one output file."""
+
+  split: str
+  number: int
+  pieces: tuple[Piece, ...]
+
+  @property
+  def size(self) -> int:
+    """Bytes of input."""
+    return sum(piece.size for piece in self.pieces)
+
+
+class Output:
+  """The folder that the tool writes. Files appear whole, by renaming, so that a kill at any moment is harmless."""
+
+  def __init__(self, folder: Path) -> None:
+    self.folder = folder
+    self._state = folder / _STATE
+
+  @contextlib.contextmanager
+  def locked(self) -> Iterator[None]:
+    """Creates the folder and locks it. The lock ends with the process. Raises ConfigError if another process has it."""
+    import fcntl
+
+    try:
+      self.folder.mkdir(parents=True, exist_ok=True)
+      descriptor = os.open(self.folder, os.O_RDONLY)
+    except OSError as error:
+      raise ConfigError(f"--output={self.folder} cannot be written ({error.strerror}). Give another folder.") from error
+    try:
+      fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      yield
+    except BlockingIOError:
+      raise ConfigError(f"Another process writes to {self.folder}. Wait for its end, or give another folder.") from None
+    finally:
+      os.close(descriptor)
+
+  def begin(self, plan: dict[str, Any], tokenizer: Tokenizer | None) -> None:
+    """Records what will be written, or checks that the folder has the same.
+
+    Raises ConfigError if the folder has the output of other input, keys or versions, or other files.
+    """
+    known = self._read(self.folder / MANIFEST) or self._read(self._state / _PLAN)
+    if known is not None:
+      known = {name: value for name, value in known.items() if name in plan}
+      if known != plan:
+        raise ConfigError(
+          f"{self.folder} has the output of another command or of other files (there -> now):\n"
+          + "\n".join(_differences("", known, plan))
+          + "\nGive another folder, or remove this one."
+        )
+    elif others := sorted(path.name for path in self.folder.iterdir() if path.name != _STATE):
+      raise ConfigError(f"{self.folder} is not empty: it has {others[0]}. Give a new folder.")
+    else:
+      self._state.mkdir(exist_ok=True)
+      self._write(self._state / _PLAN, plan)
+    for unfinished in self.folder.glob("*/.part-*"):  # of processes that were killed
+      unfinished.unlink(missing_ok=True)
+    for split in plan["inputs"]:
+      (self.folder / split).mkdir(exist_ok=True)
+    if isinstance(tokenizer, BpeTokenizer):
+      _write(self.folder / TOKENIZER, tokenizer.json_text)
+
+  def path(self, part: Part, parts: Sequence[Part]) -> Path:
+    """The output file of a part of `parts`."""
+    count = sum(other.split == part.split for other in parts)
+    return self.folder / part.split / f"part-{part.number:05}-of-{count:05}.array_record"
+
+  def has(self, part: Part, parts: Sequence[Part]) -> bool:
+    """Whether the part is complete: its file has the recorded size."""
+    known = self._known(part)
+    path = self.path(part, parts)
+    return known is not None and path.is_file() and path.stat().st_size == known["bytes"]
+
+  def finish(self, part: Part, counts: dict[str, Any]) -> None:
+    """Records that the file of a part is complete."""
+    self._write(self._counts_of(part), counts)
+
+  def conclude(self, parts: Sequence[Part]) -> dict[str, dict[str, int]]:
+    """Writes the manifest, if it is absent, and removes what only a restart needs. Returns the totals of each split."""
+    if (manifest := self._read(self.folder / MANIFEST)) is None:
+      plan = self._read(self._state / _PLAN)
+      assert plan is not None, "begin has written the plan"
+      done: dict[str, list[dict[str, Any]]] = {split: [] for split in plan["inputs"]}
+      for part in parts:
+        counts = self._known(part)
+        assert counts is not None, part
+        done[part.split].append(counts)
+      totals = {split: {key: sum(file[key] for file in files) for key in _COUNTED} for split, files in done.items()}
+      manifest = plan | {"totals": totals, "files": done}
+      self._write(self.folder / MANIFEST, manifest)
+    shutil.rmtree(self._state, ignore_errors=True)
+    return manifest["totals"]
+
+  def _known(self, part: Part) -> dict[str, Any] | None:
+    """The counts of a part that was recorded as complete."""
+    if (manifest := self._read(self.folder / MANIFEST)) is not None:
+      return manifest["files"][part.split][part.number]
+    return self._read(self._counts_of(part))
+
+  def _counts_of(self, part: Part) -> Path:
+    return self._state / f"{part.split}-{part.number:05}.json"
+
+  def _read(self, path: Path) -> dict[str, Any] | None:
+    """The JSON of a file; None if it is absent. Raises ConfigError if it is damaged."""
+    try:
+      return json.loads(path.read_text())
+    except FileNotFoundError:
+      return None
+    except (OSError, ValueError) as error:
+      raise ConfigError(f"{path} cannot be read ({error}). Remove {self.folder}, or give another folder.") from error
+
+  def _write(self, path: Path, value: dict[str, Any]) -> None:
+    _write(path, json.dumps(value, indent=1))
+
+
+def _write(path: Path, text: str) -> None:
+  """Writes a whole file, also if the machine stops."""
+  new = path.with_name(f"{path.name}.new")
+  with new.open("w", encoding="utf-8") as file:
+    file.write(text)
+    file.flush()
+    os.fsync(file.fileno())
+  new.rename(path)
+
+
+def _differences(name: str, old: Any, new: Any) -> Iterator[str]:
+  """Yields a line for each value that differs between two JSON values."""
+  if isinstance(old, dict) and isinstance(new, dict):
+    for key in sorted({*old, *new}):
+      yield from _differences(f"{name}.{key}".lstrip("."), old.get(key), new.get(key))
+  elif old != new:
+    yield f"  {name}: {old} -> {new}"

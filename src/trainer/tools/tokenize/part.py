@@ -1,0 +1,126 @@
+"""One part of a dataset: documents from some pieces of input files become the records of one output file."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.data import in_place, packages, prepare, windows
+from trainer.data.documents import Documents, Piece
+from trainer.data.tokenizer import Tokenizer
+
+_GROUP = 250_000  # characters that are tokenised at a time: about 25 MB of memory of each process
+_OPTIONS = "group_size:1,zstd:1"  # of ArrayRecord: every record can be read alone
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+  """What is the same for all parts. Can be pickled."""
+
+  splits: Mapping[str, Documents]
+  tokenizer: Tokenizer | None  # None: the documents are token ids
+  vocab_size: int
+  length: int  # T of a window
+  packing: str
+  records: str  # documents or windows
+
+  @property
+  def file_type(self) -> str:
+    """The value of grain_file_type that reads the output."""
+    if self.records == "windows":
+      return "arrayrecord_windows"
+    return "arrayrecord_uint16" if self.ids <= 2**16 else "arrayrecord_int32"
+
+  @property
+  def ids(self) -> int:
+    """All tokens are below this number."""
+    return self.tokenizer.vocab_size if self.tokenizer else self.vocab_size
+
+  def description(self) -> dict[str, Any]:
+    """Everything that the output depends on except the documents and their division into parts, as JSON."""
+    windowed = self.records == "windows"
+    return {
+      "tokenizer": self.tokenizer.fingerprint if self.tokenizer else None,
+      "vocab_size": self.ids,
+      "records": self.records,
+      "grain_file_type": self.file_type,
+      "max_target_length": self.length if windowed else None,
+      "packing": self.packing if windowed else None,
+      "versions": {name: importlib.metadata.version(name) for name in ("tokenizers", "array-record")},
+    }
+
+
+def write(job: Job, split: str, pieces: Sequence[Piece], path: Path, report: Callable[[int], None]) -> dict[str, Any]:
+  """Writes the records of `pieces` to `path`, whole or not at all. Returns its counts and hashes as JSON.
+
+  report: called with the number of tokens that have been added. Raises ConfigError if a document is wrong, OSError if
+  the file cannot be written.
+  """
+  counts = {"documents": 0, "tokens": 0, "records": 0, "targets": 0}
+  documents = dataclasses.replace(job.splits[split], pieces=pieces)
+  groups = prepare.token_groups(prepare.groups(documents, _GROUP), job.tokenizer, job.ids)
+  temporary = path.with_name(f".{path.name}.{os.getpid()}")
+  try:
+    try:
+      writer = packages.array_record().ArrayRecordWriter(str(temporary), _OPTIONS)
+      for record in _records(job, _counted(groups, counts, report), counts):
+        writer.write(record)
+      writer.close()
+    except RuntimeError as error:
+      raise OSError(f"{path} cannot be written: {error}") from error
+    with temporary.open("rb") as file:
+      os.fsync(file.fileno())
+      digest = hashlib.file_digest(file, "sha256").hexdigest()
+    size = temporary.stat().st_size
+    temporary.rename(path)
+  finally:
+    temporary.unlink(missing_ok=True)
+  inputs = [{"file": piece.name, "start": piece.start, "stop": piece.stop, "sha256": _hash(piece)} for piece in pieces]
+  return {"file": f"{split}/{path.name}", "bytes": size, "sha256": digest, **counts, "inputs": inputs}
+
+
+def _counted(
+  groups: Iterable[list[np.ndarray]], counts: dict[str, int], report: Callable[[int], None]
+) -> Iterator[list[np.ndarray]]:
+  """Yields the groups, and counts their documents and tokens."""
+  for group in groups:
+    tokens = sum(len(document) for document in group)
+    counts["documents"] += len(group)
+    counts["tokens"] += tokens
+    yield group
+    report(tokens)
+
+
+def _records(job: Job, groups: Iterable[Sequence[np.ndarray]], counts: dict[str, int]) -> Iterator[bytes]:
+  """Yields the records, and counts them and the targets that a loss would count."""
+  if job.records == "windows":
+    for window in prepare.PACKINGS[job.packing](groups, job.length):
+      counts["records"] += 1
+      counts["targets"] += len(window.tokens) - 1 - len(window.starts)
+      yield windows.pack(window, in_place.DTYPE)
+    return
+  dtype = "<u2" if job.file_type == "arrayrecord_uint16" else "<i4"
+  for group in groups:
+    for document in group:
+      counts["records"] += 1
+      counts["targets"] += len(document) - 1
+      yield document.astype(dtype).tobytes()
+
+
+def _hash(piece: Piece) -> str:
+  """SHA-256 of the bytes of a piece."""
+  total = hashlib.sha256()
+  with piece.path.open("rb") as file:
+    file.seek(piece.start)
+    left = piece.size
+    while left and (block := file.read(min(left, 2**20))):
+      total.update(block)
+      left -= len(block)
+  return total.hexdigest()

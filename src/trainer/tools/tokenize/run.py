@@ -1,0 +1,79 @@
+"""The work of the tool: finds what is missing in the output folder, and lets processes write it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import Config
+from trainer.data import datasets, prepared
+from trainer.data.documents import Documents, Piece
+from trainer.tools.tokenize.output import Output, Part
+from trainer.tools.tokenize.part import Job
+from trainer.tools.tokenize.progress import Progress
+from trainer.tools.tokenize.workers import Workers
+
+
+def run(config: Config, output: str, records: str, processes: int, part_bytes: int) -> None:
+  """Writes the dataset of `config` to the folder `output`, or what is missing there.
+
+  Raises ConfigError for wrong input, WorkerLost if a process of this tool was killed.
+  """
+  data, vocab_size = config.data, config.model.vocab_size
+  if data.dataset_type == "synthetic" or data.grain_train_mixture_config_path:
+    raise ConfigError("Random tokens and mixtures cannot be tokenised. Give the documents of one dataset.")
+  if "://" in output:
+    raise ConfigError(f"--output={output} is not a local path. Give a folder of this machine.")
+  prepared.check(data, vocab_size)
+  splits = datasets.find(data)
+  digests = prepared.digests_of(splits)
+  tokenizer = prepared.tokenizer_of(data, splits, digests, vocab_size=vocab_size, log=print)
+  parts = [
+    Part(split, number, tuple(pieces))
+    for split, documents in splits.items()
+    for number, pieces in enumerate(cut(documents, part_bytes))
+  ]
+  job = Job(splits, tokenizer, vocab_size, data.max_target_length, data.packing, records)
+  folder = Output(Path(os.path.abspath(os.path.expanduser(output))))
+  with folder.locked():
+    folder.begin(job.description() | {"inputs": digests, "part_bytes": part_bytes}, tokenizer)
+    left = [part for part in parts if not folder.has(part, parts)]
+    if len(left) < len(parts):
+      print(f"{len(parts) - len(left)} of {len(parts)} parts are complete already.", flush=True)
+    if left:
+      with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(Progress(sum(part.size for part in left)))
+        workers = stack.enter_context(Workers(job, min(processes, len(left))))
+        for part, counts in workers.run([(part, folder.path(part, parts)) for part in left], progress.add_tokens):
+          folder.finish(part, counts)
+          progress.add_part(part)
+    totals = folder.conclude(parts)
+  for split, total in totals.items():
+    print(f"{split}: {total['documents']:,} documents, {total['tokens']:,} tokens in {total['records']:,} records")
+  print(f"Train with {' '.join(_keys(folder.folder, job, splits))}")
+
+
+def cut(documents: Documents, part_bytes: int) -> Iterator[list[Piece]]:
+  """Yields the pieces of each part: whole documents, about `part_bytes` of input. Only formats that can be cut are."""
+  part: list[Piece] = []
+  size = 0
+  for piece in documents.pieces:
+    for smaller in documents.cut(piece, part_bytes):
+      if part and size + smaller.size > part_bytes:
+        yield part
+        part, size = [], 0
+      part.append(smaller)
+      size += smaller.size
+  if part:
+    yield part
+
+
+def _keys(folder: Path, job: Job, splits: dict[str, Documents]) -> list[str]:
+  """The keys of a run that trains on the output."""
+  keys = [f"dataset_type=grain grain_file_type={job.file_type} grain_train_files={folder / 'train'}"]
+  keys += [f"grain_eval_files={folder / 'eval'}"] if "eval" in splits else []
+  keys += [f"max_target_length={job.length}"] if job.records == "windows" else []
+  return [*keys, f"vocab_size={job.vocab_size}"]

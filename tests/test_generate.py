@@ -87,5 +87,5 @@ def test_a_sample_that_one_device_cannot_hold_is_a_warning(monkeypatch):
 def test_where_no_sample_can_be_made_that_is_said(monkeypatch):
   monkeypatch.setattr(generate, "continue_text", lambda *args, **kwargs: "x")
   assert end_of_run(ByteTokenizer())[-1] == "sample"
-  assert end_of_run(None) == ["no sample is made of sample_prompt: synthetic data has no tokenizer"]
+  assert end_of_run(None) == ["no sample is made of sample_prompt: the data have no tokenizer"]
   assert end_of_run(ByteTokenizer(), process_count=2)[0].endswith("the weights are spread over processes")

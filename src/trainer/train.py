@@ -310,9 +310,7 @@ def _sample(config: Config, session: Session, prog: Program, params: Params, ste
   if not config.observe.sample_prompt or not session.cluster.saves_in_storage():
     return
   if tokenizer is None or session.cluster.world.size > 1:
-    reason = (
-      "the data are token ids, without a tokenizer" if tokenizer is None else "the weights are spread over processes"
-    )
+    reason = "the data have no tokenizer" if tokenizer is None else "the weights are spread over processes"
     session.log.warning(f"no sample is made of sample_prompt: {reason}")
     return
   start = time.monotonic()

@@ -168,7 +168,7 @@ class Emergency:
   def _write(
     self,
     copies: Mapping[_Copy, Sequence[tuple[str, Box, np.ndarray]]],
-    started: Mapping[str, jax.Array],
+    started: fingerprint.Started,
     meta: dict[str, Any],
   ) -> None:
     prints, bad = fingerprint.collect(started)

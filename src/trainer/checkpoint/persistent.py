@@ -58,7 +58,7 @@ class _Save:
 
   step: int
   meta: dict[str, Any]
-  started: dict[str, jax.Array]
+  started: fingerprint.Started
   clock: float
   blocked: float = 0.0
 

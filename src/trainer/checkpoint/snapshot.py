@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
 from jax import Device
-from jax.sharding import Mesh, NamedSharding
+from pathwaysutils.experimental import split_by_mesh_axis
 
 from trainer.checkpoint.arrays import boxes, fingerprint, state_tree, verified_load
 from trainer.checkpoint.backup import Accept, Candidate, Emit, Log
@@ -42,7 +41,7 @@ class _Snapshot:
   blocking_seconds: float = 0.0
   clock: float = field(default_factory=time.monotonic)
   copying: set[int] = field(default_factory=set)  # slices whose copy is not known to be complete
-  prints: dict[int, tuple[dict[str, str], list[str]]] = field(default_factory=dict)  # by slice: fingerprint.summarize
+  prints: dict[int, tuple[dict[str, str], list[str]]] = field(default_factory=dict)  # by slice: fingerprint.collect
   verified: bool = False  # all copies are complete and equal
   confirmed: bool = False  # `confirm` was called for its step
 
@@ -96,7 +95,7 @@ class Snapshots:
     begin = time.monotonic()
     flat = state_tree.flatten(state)
     started = fingerprint.dispatch(flat)
-    copies = {i: _to_host(flat, devices) for i, devices in self._slices.items()}
+    copies, prints = _to_host(flat, started, self._slices)
     made = _Snapshot(step, copy.deepcopy(dict(meta)), state_tree.describe(flat), copies, state_tree.state_bytes(state))
     made.copying = set(copies)
     made.blocking_seconds = time.monotonic() - begin
@@ -105,7 +104,7 @@ class Snapshots:
       self._pending = made
     # One thread per slice: a slice that never answers must not hold up the others' copies.
     for i, copied in list(copies.items()):
-      args = (made, i, self._slices[i], copied, started)
+      args = (made, i, copied, prints[i])
       threading.Thread(target=self._watch, args=args, name=f"snapshot-{i}", daemon=True).start()
     return True
 
@@ -145,19 +144,12 @@ class Snapshots:
     with self._changed:
       self._wait(RECOVERY_WAIT_SECONDS)
 
-  def _watch(
-    self,
-    made: _Snapshot,
-    i: int,
-    devices: Sequence[Device],
-    copied: Mapping[str, jax.Array],
-    started: Mapping[str, jax.Array],
-  ) -> None:
+  def _watch(self, made: _Snapshot, i: int, copied: Mapping[str, jax.Array], prints: fingerprint.Started) -> None:
     """Thread: waits for the copy of slice i."""
     found = None
     try:
       jax.block_until_ready(copied)
-      found = fingerprint.summarize({name: _value_on(x, devices) for name, x in started.items()})
+      found = fingerprint.collect(prints)
     except jax.errors.JaxRuntimeError:
       pass  # the slice was lost; other slices' copies are still good
     finally:
@@ -235,24 +227,21 @@ class Snapshots:
     return f"memory of slice {candidate.copy}"
 
 
-def _to_host(flat: Mapping[str, jax.Array], devices: Sequence[Device]) -> dict[str, jax.Array]:
-  """Copies of the arrays in the memory of one slice's hosts, dispatched and not waited for."""
+def _to_host(
+  flat: Mapping[str, jax.Array], started: fingerprint.Started, slices: Mapping[int, Sequence[Device]]
+) -> tuple[dict[int, dict[str, jax.Array]], dict[int, fingerprint.Started]]:
+  """Copies of the arrays and of their fingerprints by slice, in the memory of its hosts: dispatched, not waited for.
+
+  All arrays are copied together and then split, because a Pathways proxy needs one request for each of the two.
+  """
   for name, x in flat.items():
-    boxes.owners(name, x, devices)  # raises where the slice does not hold all of it
-  views = []
-  for x in flat.values():
-    mesh = x.sharding.mesh
-    axis = mesh.axis_names.index(DATA)
-    rows = [
-      row for row in range(mesh.devices.shape[axis]) if set(np.take(mesh.devices, row, axis).flat) <= set(devices)
-    ]
-    part = NamedSharding(Mesh(np.take(mesh.devices, rows, axis), mesh.axis_names), x.sharding.spec)
-    shards = [shard.data for shard in x.addressable_shards if shard.device in part.device_set]
-    views.append(jax.make_array_from_single_device_arrays(x.shape, part, shards))
-  hosts = jax.device_put(views, [view.sharding.with_memory_kind(HOST) for view in views])
-  return dict(zip(flat, hosts))
-
-
-def _value_on(x: jax.Array, devices: Sequence[Device]) -> np.ndarray:
-  """The value of a replicated array as one of `devices` has it."""
-  return np.asarray(next(shard.data for shard in x.addressable_shards if shard.device in devices))
+    for devices in slices.values():
+      boxes.owners(name, x, devices)  # raises where the slice does not hold all of it
+  together = [*flat.values(), started.values]
+  hosts = jax.device_put(together, [x.sharding.with_memory_kind(HOST) for x in together])
+  copies, prints = {}, {}
+  for part in split_by_mesh_axis.split_by_mesh_axis(hosts, DATA, len(slices)):
+    i = next(i for i, devices in slices.items() if set(devices) == part[0].sharding.device_set)
+    copies[i] = dict(zip(flat, part))
+    prints[i] = fingerprint.Started(started.names, part[-1])
+  return copies, prints

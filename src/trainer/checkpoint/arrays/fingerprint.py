@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -52,19 +53,28 @@ def _add(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array,
   return tuple(x + y for x, y in zip(a, b))
 
 
+@dataclass(frozen=True)
+class Started:
+  """Fingerprints under way: row i of `values` (uint32 [n, 3], replicated over the mesh) is of the array names[i]."""
+
+  names: tuple[str, ...]
+  values: jax.Array | np.ndarray
+
+
 @functools.lru_cache(maxsize=256)
 def _program(kinds: tuple[tuple[tuple[int, ...], Any, Sharding], ...]) -> Any:
-  """The compiled fingerprints of arrays of these shapes, dtypes and shardings: one program for all of them.
+  """The compiled fingerprints of arrays of these shapes, dtypes and shardings: one program with one result for all.
 
   With a program per array, each program in flight on several CPU devices would hold threads of XLA's pool while it
-  waits for the other devices, and with a hundred arrays no thread would be left to end the waiting.
+  waits for the other devices, and with a hundred arrays no thread would be left to end the waiting. A result per array
+  would be a hundred requests to a Pathways proxy.
   """
   abstract = tuple(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in kinds)
-  replicated = tuple(
-    NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-    for _, _, sharding in kinds
+  meshes = [sharding.mesh for _, _, sharding in kinds if isinstance(sharding, NamedSharding)]
+  replicated = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
+  return (
+    jax.jit(lambda arrays: jnp.stack([*map(_fingerprint, arrays)]), out_shardings=replicated).lower(abstract).compile()
   )
-  return jax.jit(lambda arrays: tuple(map(_fingerprint, arrays)), out_shardings=replicated).lower(abstract).compile()
 
 
 def _program_for(arrays: Mapping[str, Any]) -> Any:
@@ -78,21 +88,19 @@ def prepare(abstract: Any) -> None:
   _program_for(state_tree.flatten(abstract))
 
 
-def dispatch(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def dispatch(arrays: Mapping[str, jax.Array]) -> Started:
   """Starts the fingerprints of `arrays` and returns at once; the arrays may be donated right after."""
-  names = sorted(arrays)
-  return dict(zip(names, _program_for(arrays)(tuple(arrays[name] for name in names)))) if arrays else {}
+  names = tuple(sorted(arrays))
+  if not names:
+    return Started((), np.zeros((0, 3), np.uint32))
+  return Started(names, _program_for(arrays)(tuple(arrays[name] for name in names)))
 
 
-def collect(started: Mapping[str, jax.Array]) -> tuple[dict[str, str], list[str]]:
+def collect(started: Started) -> tuple[dict[str, str], list[str]]:
   """({name: 16 hex digits}, names with non-finite values) of what `dispatch` returned. Waits for the devices."""
-  return summarize({name: np.asarray(x) for name, x in started.items()})
-
-
-def summarize(values: Mapping[str, np.ndarray]) -> tuple[dict[str, str], list[str]]:
-  """The same as `collect`, of values that are on the host already."""
-  prints = {name: f"{int(v[0]):08x}{int(v[1]):08x}" for name, v in values.items()}
-  return prints, [name for name, v in values.items() if v[2]]
+  values = np.asarray(started.values)
+  prints = {name: f"{int(v[0]):08x}{int(v[1]):08x}" for name, v in zip(started.names, values)}
+  return prints, [name for name, v in zip(started.names, values) if v[2]]
 
 
 def differing(arrays: Mapping[str, jax.Array], expected: Mapping[str, Any]) -> list[str]:

@@ -28,7 +28,8 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
   argv: the arguments (default: those of the process). signals: listening for the process; without them SIGTERM and
   SIGINT keep their handlers. The configuration is imported here and not above, so that a signal finds its handler.
   """
-  from trainer.config import ConfigError, cli, load
+  from trainer.config import ConfigError, cli
+  from trainer.config.load import load_with_origins
   from trainer.observe import log
 
   started = time.monotonic()
@@ -41,11 +42,11 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
     log.to_stdout(cli.help_text())
     return COMPLETE
   try:
-    config = load([argument for argument in arguments if argument != "--print-config"])
+    config, origins = load_with_origins([argument for argument in arguments if argument != "--print-config"])
     if "--print-config" in arguments:
-      log.to_stdout(cli.print_config(config).removesuffix("\n"))
+      log.to_stdout(cli.print_config(config, origins).removesuffix("\n"))
       return COMPLETE
-    return _run(config, signals or Signals(), started)
+    return _run(config, origins, signals or Signals(), started)
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return BAD_INPUT
@@ -62,7 +63,7 @@ def _make_stdout_usable() -> None:
     sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _run(config: Config, signals: Signals, started: float) -> int:
+def _run(config: Config, origins: dict[str, str], signals: Signals, started: float) -> int:
   """Runs a valid configuration and returns the exit code. Imports jax here and not above, so that --help stays fast."""
   import gc
 
@@ -91,7 +92,8 @@ def _run(config: Config, signals: Signals, started: float) -> int:
         from trainer import remat_choice  # reads compiled programs, so only if it is needed
 
         config, note = remat_choice.resolve(config, cluster, log.to_stdout)
-      session = stack.enter_context(session_lib.open_session(config, cluster, signals, started))
+        origins["remat_policy"] = "chosen for these devices, because of remat_policy=auto"
+      session = stack.enter_context(session_lib.open_session(config, cluster, signals, started, origins))
     except ConfigError as error:  # a configuration that does not fit the machine or the data; nothing is written yet
       print(f"error: {error}", file=sys.stderr)
       return BAD_INPUT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import jax
 
@@ -19,8 +20,19 @@ from trainer.run_data import RunData
 CONFIG_FILE = "config.yml"  # of the run: every key with its value
 
 
-def announce(config: Config, cluster: Cluster, full: Program, data: RunData, log: Log, events: EventLog) -> None:
-  """Prints what is about to run, and records it as the first event of the process. full: program of all slices."""
+def announce(
+  config: Config,
+  cluster: Cluster,
+  full: Program,
+  data: RunData,
+  log: Log,
+  events: EventLog,
+  origins: Mapping[str, str],
+) -> None:
+  """Prints what is about to run, and records it as the first event of the process.
+
+  full: program of all slices. origins: where each given key was given.
+  """
   device = full.mesh.devices.flat[0]
   model, length = config.model, config.data.max_target_length
   parameters = counts.parameter_count(model)
@@ -60,6 +72,8 @@ def announce(config: Config, cluster: Cluster, full: Program, data: RunData, log
     unigram_entropy=data.train.unigram_entropy(),
     unigram_eval_loss=data.train.unigram_eval_loss(),
     config=config.flat(),
+    origins=dict(origins),
+    chip_hour_price=config.observe.chip_hour_price,
     **environment.describe(),
   )
 

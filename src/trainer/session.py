@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainer import memory, program, run_data
@@ -111,9 +111,12 @@ class Session:
 
 
 @contextlib.contextmanager
-def open_session(config: Config, cluster: Cluster, signals: Signals, started: float) -> Iterator[Session]:
+def open_session(
+  config: Config, cluster: Cluster, signals: Signals, started: float, origins: Mapping[str, str] | None = None
+) -> Iterator[Session]:
   """Checks that the program fits the devices, opens the data and the run's folder, and closes all at the end.
 
+  origins: where each given key was given (see `load_with_origins`), for the report.
   Raises ConfigError for wrong input, before the run's folder is created.
   """
   full = cluster.view(cluster.slices)
@@ -134,10 +137,7 @@ def open_session(config: Config, cluster: Cluster, signals: Signals, started: fl
     metrics = Metrics(config.run_directory, config.observe, events, log, is_primary=cluster.is_primary)
     stack.callback(metrics.close)
     progress = _progress(config, cluster, log)
-    if cluster.is_primary and config.checkpoint.enable_checkpoint_cloud_logger:
-      from trainer.observe.cloud_logger import CheckpointTimings
-
-      stack.enter_context(CheckpointTimings(config.run_directory, config.run.run_name, log))
+    stack.enter_context(_checkpoint_timings(config, cluster, log))
     watchdog = Watchdog(config.observe.watchdog_timeout_seconds, log, events)
     stack.callback(watchdog.stop)
     cluster.watch(busy=lambda: watchdog.operation, noticed=lambda: signals.noticed)
@@ -167,10 +167,19 @@ def open_session(config: Config, cluster: Cluster, signals: Signals, started: fl
     for line in notes:
       log.line(line)
     cluster.on_role(functools.partial(session.change_role, config))
-    announce(config, cluster, full_program, data, log, events)
+    announce(config, cluster, full_program, data, log, events, origins or {})
     stack.enter_context(progress)
     watchdog.start()
     yield session
+
+
+def _checkpoint_timings(config: Config, cluster: Cluster, log: Log) -> contextlib.AbstractContextManager[object]:
+  """Records the times of saves and restores if the configuration asks for it."""
+  if not (cluster.is_primary and config.checkpoint.enable_checkpoint_cloud_logger):
+    return contextlib.nullcontext()
+  from trainer.observe.cloud_logger import CheckpointTimings
+
+  return CheckpointTimings(config.run_directory, config.run.run_name, log)
 
 
 def _record_exit(events: EventLog, code: int) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import trainer
+from trainer.config.cli import print_config
+from trainer.config.load import load, load_with_origins
 
 SECONDS = 1.0
 HEAVY = ("jax", "numpy", "orbax", "grain", "tensorflow", "rich")
@@ -32,7 +34,7 @@ def cpu_seconds() -> float:
 
 @pytest.mark.parametrize(
   ("argv", "words"),
-  [(["--help"], "  steps=1000\n"), (["configs/base.yml", "steps=5", "--print-config"], "\nsteps: 5\n")],
+  [(["--help"], "  steps=1000\n"), (["configs/base.yml", "steps=5", "--print-config"], "\nsteps: 5  ")],
 )
 def test_help_and_print_config_are_fast_and_import_nothing_heavy(argv, words):
   imported = run(*argv, python=("-X", "importtime"))
@@ -126,3 +128,21 @@ def test_a_reader_may_close_the_pipe_before_the_end_of_the_help():
   result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120, env=environment)
   os.close(write)
   assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_print_config_says_where_each_value_comes_from(tmp_path):
+  (tmp_path / "parent.yml").write_text("vocab_size: 512\nsteps: 3\n")
+  (tmp_path / "a.yml").write_text("base_config: parent.yml\n\nsteps: 4  # a comment\nrun_name: 'x # y'\n")
+  config, origins = load_with_origins([str(tmp_path / "a.yml"), "learning_rate=0.5"])
+  assert origins == {
+    "vocab_size": f"{tmp_path}/parent.yml:1",
+    "steps": f"{tmp_path}/a.yml:3",
+    "run_name": f"{tmp_path}/a.yml:4",
+    "learning_rate": "command line",
+  }
+  text = print_config(config, origins)
+  lines = [[part.strip() for part in line.rsplit("  # ", 1)] for line in text.splitlines()]
+  assert ["steps: 4", f"{tmp_path}/a.yml:3"] in lines
+  assert {origin for _, origin in lines} == {*origins.values(), "default"}
+  (tmp_path / "printed.yml").write_text(text)
+  assert load([str(tmp_path / "printed.yml")]) == config

@@ -114,7 +114,7 @@ def test_an_elastic_rewind(tmp_path):
   for step in (3, 4):
     life.step(step, slices=2)
   life.after(0, "run_end", exit=0)
-  assert seconds(tmp_path) == {"steps": 5.0, "steps_lost": 1.75, "wait_slices": 2.0, "restore": 0.5}
+  assert seconds(tmp_path) == {"steps": 5.0, "detect": 0.75, "steps_lost": 1.0, "wait_slices": 2.0, "restore": 0.5}
   result = compute(tmp_path)
   assert (result["steps"], result["steps_lost"], result["attempts"], result["processes"]) == (5, 1, 2, 1)
   assert result["slice_percent"] == round(100 * (3 * 3 + 2 * 2) / 15, 2)

@@ -13,7 +13,7 @@ import pytest
 from tests.support import fake_run, guide_awk
 
 from trainer.observe import log
-from trainer.report import compare, finish, goodput, history, page
+from trainer.report import compare, finish, goodput, history, markup, page
 from trainer.tools import report as tool
 
 
@@ -57,7 +57,7 @@ def test_the_report_is_one_file_and_tells_what_happened(tmp_path):
   assert "http" not in text and "<script" not in text
   for fact in ("60 of 60", "3.2 million parameters", "slice_down", "slice_up", "snapshot", "Complete (exit code 0)."):
     assert fact in shown.text
-  assert "2 recoveries" in shown.text and "2 keys" in shown.text
+  assert "The parts of 2 recoveries" in shown.text and "2 keys" in shown.text
   assert "fault_injection" in shown.text and "slice_down@12:1 <x>" in shown.text
   assert "return <b>None</b>  # \u00e9" in shown.text  # the sample is text, not markup
   assert png_size((tmp_path / "demo" / "loss.png").read_bytes())[0] == 1440
@@ -123,7 +123,7 @@ def test_the_start_of_the_run_is_described(tmp_path):
   ],
 )
 def test_numbers_are_short(value, name, shown):
-  assert page._cell(value, name) == shown
+  assert markup.cell(value, name) == shown
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_numbers_are_short(value, name, shown):
   [(960, "960"), (45_678, "45,678"), (999_999, "999,999"), (3_212_000, "3.2 million"), (8e9, "8.0 billion")],
 )
 def test_parameter_counts_have_a_fitting_unit(number, shown):
-  assert page._magnitude(number) == shown
+  assert markup.magnitude(number) == shown
 
 
 def test_a_count_of_one_is_singular(tmp_path):

@@ -83,7 +83,7 @@ class FakeRun:
 
   def _recovered(self, event: str, slice_id: int, step: int, resume: int, tier: str) -> None:
     lost = step + 1 - resume
-    fields = {"event": event, "slice": [slice_id], "step_before": step, "step_after": resume, "tier": tier}
+    fields = {"event": event, "slice": [slice_id], "step_before": step, "step_after": resume - 1, "tier": tier}
     fields |= {"steps_lost": lost, "tokens_lost": lost * 6144, "slices_after": self.slices, "detect_seconds": 0.2}
     fields |= {"wait_seconds": 0.0, "restore_seconds": 0.1, "compile_seconds": 0.0, "first_step_seconds": 0.4}
     self.events.emit("recovery", **(fields | {"seconds": 0.7, "compilations": 0}))

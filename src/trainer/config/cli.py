@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 
 from trainer.config.document import literal
 from trainer.config.keys import all_keys
@@ -15,7 +16,7 @@ Pre-trains a Qwen3 or Llama decoder.
 
   python -m trainer configs/quickstart.yml               train a small model for two minutes
   python -m trainer configs/quickstart.yml steps=20      change a key
-  python -m trainer CONFIG.yml key=value --print-config  print the resolved configuration, and run nothing
+  python -m trainer CONFIG.yml key=value --print-config  print every key and where its value comes from; run nothing
   python -m trainer --help                               describe every key"""
 
 _PRECEDENCE = """\
@@ -42,6 +43,17 @@ def help_text() -> str:
   return "\n".join(lines)
 
 
-def print_config(config: Config) -> str:
-  """The resolved configuration as YAML. Loading this YAML gives the same configuration."""
-  return "".join(f"{name}: {literal(value)}\n" for name, value in config.flat().items())
+def print_config(config: Config, origins: Mapping[str, str] | None = None) -> str:
+  """The resolved configuration as YAML. Loading this YAML gives the same configuration.
+
+  origins: as of `load_with_origins`; with them, a comment after each value says where the value comes from.
+  """
+  lines = {name: f"{name}: {literal(value)}" for name, value in config.flat().items()}
+  if origins is None:
+    return "".join(f"{line}\n" for line in lines.values())
+  return "".join(f"{line:<40}  # {_printable(origins.get(name, 'default'))}\n" for name, line in lines.items())
+
+
+def _printable(origin: str) -> str:
+  """A file name may have characters that would end the comment."""
+  return origin if origin.isprintable() else ascii(origin)

@@ -6,6 +6,7 @@ which the user's YAML or the command line gives another value is an error, or wi
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +26,14 @@ def load(argv: Sequence[str], *, check_paths: bool = True) -> Config:
   Raises ConfigError with all independent mistakes. Reads files, creates none, touches no device. check_paths=False
   leaves out the checks of output and data folders, for tools that need only the numbers.
   """
+  return load_with_origins(argv, check_paths=check_paths)[0]
+
+
+def load_with_origins(argv: Sequence[str], *, check_paths: bool = True) -> tuple[Config, dict[str, str]]:
+  """Like `load`, and {key: where its value was given}, such as "configs/quickstart.yml:5" or "command line".
+
+  A key that has its default because nobody gave it a value is not in the second one.
+  """
   if isinstance(argv, str) or not all(isinstance(argument, str) for argument in argv):
     raise TypeError(f"load takes a list of arguments, such as ['configs/base.yml', 'steps=5'], not {argv!r}")
   files.check_current_folder()
@@ -38,7 +47,7 @@ def load(argv: Sequence[str], *, check_paths: bool = True) -> Config:
   if check_paths:
     paths.check(config, problems)
   problems.raise_any()
-  return config
+  return config, {name: re.sub(r" line (\d+)$", r":\1", given[name].origin) for name in all_keys() if name in given}
 
 
 def _read(argv: Sequence[str]) -> tuple[Path, dict[str, Given]]:

@@ -497,6 +497,12 @@ class ObserveSection(Section):
     False, description="At the end print the goodput of the run and write goodput.json. Its categories sum to 100 %."
   )
   enable_report: bool = Field(True, description="Write report.html and loss.png at the end.")
+  chip_hour_price: float = Field(
+    0.0,
+    ge=0,
+    le=1e9,
+    description="Price of one chip for one hour, in any currency. The report then shows what each event cost. 0: no prices.",
+  )
   profiler: Literal["", "xplane"] = Field("", description="Record a profile to {run}/profile.")
   skip_first_n_steps_for_profiler: NonNegative = Field(1, description="Steps of an attempt before the profile starts.")
   profiler_steps: Positive = Field(5, description="Steps in the profile.")

@@ -32,7 +32,8 @@ BUCKETS = {
   "snapshot": "copying the state to host memory, as far as it blocks the training",
   "eval": "evaluation, and the sample at the end",
   "profile": "writing profiles",
-  "steps_lost": "steps that were done again, and the time from the last good step until the fault was detected",
+  "detect": "from the last good step until the fault was detected",
+  "steps_lost": "steps that were done again",
   "data_wait": "steps that waited for data",
   "steps": "steps that count: goodput",
   "init": "start of the process or attempt until its first step",
@@ -167,7 +168,7 @@ def _claims_of_life(life: _Life) -> tuple[_Claims, int, int]:
   claims: _Claims = collections.defaultdict(list)
   step_ends = (wall + life.rows["monotonic"] - first) * 1e6
   _claim_steps(claims, life, step_ends)
-  seen = -1  # index of the newest step whose loss a fault has claimed already
+  seen = -1  # index of the newest step after which a fault was detected already
   attempt_ended = -math.inf
   for event in life.events:
     kind, now = event["kind"], (wall + event["monotonic"] - first) * 1e6
@@ -182,7 +183,7 @@ def _claims_of_life(life: _Life) -> tuple[_Claims, int, int]:
     elif kind in ("slice_down", "hang"):
       newest = int(np.searchsorted(life.rows["monotonic"], event["monotonic"])) - 1
       if newest > seen:
-        _claim(claims, "steps_lost", step_ends[newest], now)
+        _claim(claims, "detect", step_ends[newest], now)
         seen = newest
     elif kind == "attempt_end":
       attempt_ended = now  # what is timed after it cannot have begun before it

@@ -98,7 +98,7 @@ def loss_over_steps(run: Run, size: Size = WIDE) -> Figure:
   _title(strip, axes[0], f"{_short(run.name)}: loss", size)
   if slices:
     _draw_slices(axes[1], run, [series.slices_per_step(run)], "pre", "slices\nused")
-  _label_steps(axes[-1])
+  _label_steps(axes[-1], run, nbins=5 if size.is_narrow else 6)
   return figure
 
 
@@ -122,15 +122,17 @@ def over_time(run: Run, goodput: dict[str, Any], size: Size = WIDE) -> Figure:
   return figure
 
 
-def optimizer(run: Run, size: Size = WIDE) -> Figure:
-  """Gradient norm and learning rate over steps."""
-  shape = (2, 1) if size.is_narrow else (1, 2)
+def details(run: Run, size: Size = WIDE) -> Figure:
+  """Distribution of step times, gradient norm, and learning rate."""
+  shape = (3, 1) if size.is_narrow else (1, 3)
   figure = Figure(figsize=(size.inches, 2.6 * shape[0]), layout="constrained")
-  first, second = figure.subplots(*shape)
-  for axis, field, color in ((first, "grad_norm", PURPLE), (second, "lr", GREEN)):
+  times, *others = figure.subplots(*shape)
+  _draw_step_times(times, run)
+  for axis, field, color in zip(others, ("grad_norm", "lr"), (PURPLE, GREEN)):
     axis.plot(*series.thin(run.steps["step"], run.steps[field]), color=color, linewidth=1.3)
-    _label_steps(axis)
+    _label_steps(axis, nbins=4)
     axis.grid(axis="y")
+  first, second = others
   first.set_title("Gradient norm before clipping")
   second.set_title("Learning rate")
   second.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
@@ -140,6 +142,35 @@ def optimizer(run: Run, size: Size = WIDE) -> Figure:
   if len(norms) and norms.max() > 30 * norms.min():
     first.set_yscale("log")
   return figure
+
+
+def _draw_step_times(axis: Axes, run: Run) -> None:
+  """Histogram of the seconds of the steps that count, by number of slices, with median and 99th percentile."""
+  axis.set_title("Step time")
+  seconds, slices = run.steps["seconds"], run.steps["slices"]
+  known = np.isfinite(seconds) & (seconds > 0)
+  seconds, slices = seconds[known], slices[known]
+  if not len(seconds):
+    return
+  low, high = seconds.min(), seconds.max()
+  edges = np.geomspace(low / 1.02, high * 1.02, 36)
+  counts = sorted(set(slices.tolist()))
+  colors = [BLUE, ORANGE, GREEN, PURPLE][: len(counts)] if len(counts) <= 4 else [BLUE]
+  groups = [seconds[slices == count] for count in counts] if len(colors) > 1 else [seconds]
+  labels = [f"{count:.0f} slice{'s' * (count != 1)}" for count in counts] if len(groups) > 1 else None
+  axis.hist(groups, edges.tolist(), stacked=True, color=colors, label=labels)
+  axis.set_xscale("log")
+  axis.minorticks_off()
+  median, late = np.percentile(seconds, (50, 99))
+  axis.set_xticks([median, late], [f"median\n{median:.3g}", f"99 %\n{late:.3g}"])
+  if late < 1.5 * median:  # the two labels would overlap
+    axis.set_xticks([median], [f"median {median:.3g}\n99 % {late:.3g}"])
+  axis.set_xlabel("seconds (log scale)")
+  axis.set_ylabel("steps")
+  axis.grid(axis="y")
+  axis.set_axisbelow(True)
+  if labels:
+    axis.legend(fontsize=9)
 
 
 def comparison(runs: Sequence[Run], steps: np.ndarray, difference: np.ndarray, summary: str) -> Figure:
@@ -316,10 +347,28 @@ def _draw_slices(axis: Axes, run: Run, curves: list[series.Curve], where: Litera
   axis.set_ylabel(label)
 
 
-def _label_steps(axis: Axes) -> None:
-  axis.set_xlabel("step")
-  axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
-  axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+def _label_steps(axis: Axes, run: Run | None = None, nbins: int = 6) -> None:
+  """Labels the steps; with `run`, also the tokens that it had trained on after each of them."""
+  axis.set_xlabel("step" if run is None else "step, and tokens so far")
+  axis.xaxis.set_major_locator(MaxNLocator(nbins=nbins, integer=True, steps=[1, 2, 2.5, 5, 10]))
+  rows = np.zeros(1, [("step", float), ("tokens", float)])  # nothing before the first step
+  if run is not None:
+    few = run.steps[["step", "tokens"]][:: 1 + len(run.steps) // series.MAX_POINTS]
+    rows = np.concatenate([rows, few, run.steps[["step", "tokens"]][-1:]])
+
+  def label(step: float, _: object) -> str:
+    inside = run is not None and 0 <= step <= rows["step"][-1]
+    return f"{step:,.0f}" + (f"\n{_short_number(np.interp(step, rows['step'], rows['tokens']))}" if inside else "")
+
+  axis.xaxis.set_major_formatter(label)
+
+
+def _short_number(number: float) -> str:
+  """`960`, `12.3M`; empty for nan."""
+  for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+    if number >= unit:
+      return f"{number / unit:.3g}{name}"
+  return f"{number:.0f}" if math.isfinite(number) else ""
 
 
 def _short(name: str) -> str:

@@ -18,6 +18,7 @@ def main(argv: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(prog="python -m trainer.tools.report", description=__doc__.split("\n\n")[0])
   parser.add_argument("run_directory", nargs="+", help="{base_output_directory}/{run_name}, local or gs://")
   parser.add_argument("--compare", metavar="PICTURE.png", help="compare two runs instead, and draw them here")
+  parser.add_argument("--chip-hour-price", type=float, help="show costs with this price, not with the run's own")
   arguments = parser.parse_args(argv)
   try:
     if arguments.compare:
@@ -26,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
       for directory in arguments.run_directory:
         run = history.load_with_steps(directory)
-        print(page.write(run, goodput.compute(run)))
+        print(page.write(run, goodput.compute(run), arguments.chip_hour_price))
   except (ConfigError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2

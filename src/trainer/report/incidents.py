@@ -1,0 +1,226 @@
+"""What happened in a run besides training, in sentences, with the cost of each event in seconds, tokens and money."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from trainer.observe import chips
+from trainer.report.history import Run
+
+# Tier of a recovery -> where the state came from.
+_SOURCES = {
+  "snapshot": "a snapshot in host memory",
+  "emergency": "a copy on a local disk",
+  "persistent": "the checkpoint in storage",
+  "peer": "another slice",
+}
+# Parts of a recovery: field without `_seconds`, name.
+_PARTS = {
+  "detect": "detection",
+  "wait": "waiting for slices",
+  "restore": "restore",
+  "compile": "compilation",
+  "first_step": "first step",
+}
+# Exit code of a process -> why another one had to follow.
+_ENDS = {
+  1: "The process before it had failed (exit code 1).",
+  42: "The process before it was stopped by SIGTERM and had saved its state (exit code 42).",
+  130: "The process before it was stopped by Ctrl-C (exit code 130).",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Incident:
+  """One event. A cost that does not apply, or is not known, is None."""
+
+  wall: float  # epoch seconds of its record, which is written at the end of the event
+  time: str  # the same, UTC
+  step: int | None
+  what: str
+  why: str
+  seconds: float | None = None  # during which no step that counts was completed
+  tokens: int | None = None  # trained on again, or not used
+  chips: float | None = None  # that waited for `seconds`
+
+  def price(self, chip_hour_price: float) -> float | None:
+    """In the unit of chip_hour_price; None without a price, or if the time or the chips are not known."""
+    if not chip_hour_price or self.seconds is None or self.chips is None:
+      return None
+    return self.seconds * self.chips / 3600 * chip_hour_price
+
+
+def find(run: Run) -> list[Incident]:
+  """The incidents of a run in order of time. The costs of a lost or returned slice are those of its recovery record."""
+  found = [*_resizes(run), *_restarts(run), *_hangs(run), *_saves(run), *_others(run)]
+  return sorted(found, key=lambda incident: incident.wall)
+
+
+def seconds_together(incidents: list[Incident]) -> float:
+  """The time of all incidents; time that several of them share counts once."""
+  total, end = 0.0, -np.inf
+  spans = sorted((i.wall - i.seconds, i.wall) for i in incidents if i.seconds)
+  for begin, finish in spans:
+    total += max(0.0, finish - max(begin, end))
+    end = max(end, finish)
+  return total
+
+
+def num_chips(run: Run) -> float | None:
+  """Number of chips of the whole run; None if its devices are not recorded. A device of an unknown kind is a chip."""
+  devices = run.start.get("devices")
+  if not devices:
+    return None
+  chip = chips.find(str(run.start.get("device_kind") or ""))
+  return devices / (chip.devices_per_chip if chip else 1)
+
+
+def _chips_of(run: Run, slices: Any) -> float | None:
+  total, whole = num_chips(run), run.start.get("num_slices")
+  return total * slices / whole if total and whole and isinstance(slices, int) else total
+
+
+def _resizes(run: Run) -> Iterator[Incident]:
+  """Lost and returned slices, each with the record of its recovery if the run came to it."""
+  recoveries = run.of_kind("recovery")
+  used: set[int] = set()
+  for event in run.of_kind("slice_down", "slice_up"):
+    match = next((i for i, done in enumerate(recoveries) if i not in used and _recovers(done, event)), None)
+    if match is None:
+      what = f"{_change(event)} The process ended before the next step."
+      yield _incident(event, what, _sentence(event.get("error")))
+      continue
+    used.add(match)
+    yield _resize(run, event, recoveries[match])
+
+
+def _recovers(recovery: dict[str, Any], event: dict[str, Any]) -> bool:
+  """Whether `recovery` is the record of the recovery from `event`, a loss or a return."""
+  same = recovery.get("event") == event["kind"] and str(recovery.get("slice")) == str(event.get("slice"))
+  return same and recovery.get("step_before") == event.get("step") and recovery["wall"] >= event["wall"] - 1
+
+
+def _resize(run: Run, event: dict[str, Any], recovery: dict[str, Any]) -> Incident:
+  lost, after = int(recovery.get("steps_lost") or 0), recovery.get("slices_after")
+  what = f"{_change(event)} Training continued on {_count(after, 'slice')}"
+  source = _SOURCES.get(str(recovery.get("tier")))
+  what += f", from {source}." if source else "."
+  if lost > 0:
+    first = int(recovery["step_after"]) + 1
+    again = f"Step {first} was" if lost == 1 else f"Steps {first} to {first + lost - 1} were"
+    what += f" {again} done again."
+  return dataclasses.replace(
+    _incident(event, what, " ".join(filter(None, (_sentence(event.get("error")), _parts(recovery))))),
+    wall=recovery["wall"],
+    seconds=recovery.get("seconds"),
+    tokens=recovery.get("tokens_lost"),
+    chips=_chips_of(run, after),
+  )
+
+
+def _parts(recovery: dict[str, Any]) -> str:
+  """`Compilation 20.6 s, restore 3.0 s.`: the parts that took a tenth of a recovery or more, the longest first."""
+  total = float(recovery.get("seconds") or 0.0)
+  took = [(float(recovery.get(f"{field}_seconds") or 0.0), name) for field, name in _PARTS.items()]
+  shown = [
+    f"{name} {seconds:.1f} s" for seconds, name in sorted(took, reverse=True) if seconds >= max(0.05, total / 10)
+  ]
+  return _sentence(", ".join(shown))
+
+
+def _restarts(run: Run) -> Iterator[Incident]:
+  """Processes that continued the run after another process had ended."""
+  tokens_per_step = int(run.start.get("tokens_per_step") or 0)
+  starts = run.of_kind("run_start")
+  for before, start in itertools.pairwise(starts):
+    rows = run.rows[run.rows["process"] == _index(run, before)]
+    again = run.redone[run.rows["process"] == _index(run, before)]
+    records = [event for event in run.events if event["process"] == before["process"]]
+    last = max([event["wall"] for event in records] + [float(row["wall"]) for row in rows[-1:]])
+    ready = next((e for e in run.of_kind("init_done") if e["process"] == start["process"]), start)
+    code = next((int(event["exit"]) for event in records if event["kind"] == "run_end"), None)
+    hung = any(event["kind"] == "hang" and "operation" in event for event in records)
+    unknown = "The watchdog had stopped it (exit code 134)." if hung else "It ended without a record: it was killed."
+    step = ready.get("step")
+    what = "The process was started again" + ("." if step is None else f" and continued after step {step}.")
+    if again.any():
+      what += f" {_count(int(again.sum()), 'step')} done again."
+    why = unknown if code is None else _ENDS.get(code, f"The process before it had ended with exit code {code}.")
+    yield dataclasses.replace(
+      _incident(ready, what, why),
+      step=step,
+      seconds=max(0.0, ready["wall"] - last),
+      tokens=int(again.sum()) * tokens_per_step if tokens_per_step else None,
+      chips=num_chips(run),
+    )
+
+
+def _index(run: Run, event: dict[str, Any]) -> int:
+  return run.processes.index(event["process"])
+
+
+def _hangs(run: Run) -> Iterator[Incident]:
+  """Processes that the watchdog ended. A slice that hangs is in the records of lost slices."""
+  for event in run.of_kind("hang"):
+    if "operation" not in event:
+      continue
+    silent = float(event.get("silent_seconds") or 0.0)
+    what = event["operation"] or "the step"
+    yield dataclasses.replace(
+      _incident(event, f"The watchdog ended the process after step {event.get('step')}.", f"{what} did not finish."),
+      seconds=silent,
+      chips=num_chips(run),
+    )
+
+
+def _saves(run: Run) -> Iterator[Incident]:
+  """Checkpoints that were not usable, and snapshots that were refused."""
+  for event in run.of_kind("checkpoint_rejected"):
+    what = f"The {event.get('tier')} checkpoint of step {event.get('step')} was passed over."
+    yield _incident(event, what, _sentence(event.get("reason")))
+  for event in run.of_kind("replicas_differ"):
+    what = f"No snapshot of step {event.get('step')} was taken."
+    yield _incident(event, what, f"{event.get('array')} of slice {event.get('slice')} differs from the other slices.")
+
+
+def _others(run: Run) -> Iterator[Incident]:
+  tokens = run.start.get("tokens_per_step")
+  for event in run.of_kind("nonfinite"):
+    what = f"The update of step {event.get('step')} was not applied."
+    why = f"Loss {event.get('loss')} and gradient norm {event.get('grad_norm')} are not both finite."
+    yield dataclasses.replace(_incident(event, what, why), tokens=tokens)
+  for event in run.of_kind("preemption"):
+    what = f"The process was asked to stop, and stopped after step {event.get('step')}."
+    yield _incident(event, what, f"{event.get('signal', 'SIGTERM')} was received.")
+  for event in run.of_kind("primary"):
+    what = f"Another process writes the records after step {event.get('step')}."
+    yield _incident(event, what, "The process that wrote them before was lost or has left.")
+
+
+def _incident(event: dict[str, Any], what: str, why: str) -> Incident:
+  step = event.get("step")
+  return Incident(event["wall"], str(event.get("time", "")), step if isinstance(step, int) else None, what, why)
+
+
+def _change(event: dict[str, Any]) -> str:
+  """`Slice 1 was lost after step 14.`, `Slices 0, 2 returned after step 25.`"""
+  ids = event.get("slice")
+  ids = ids if isinstance(ids, list) else [ids]
+  who = f"Slice{'s' * (len(ids) != 1)} {', '.join(map(str, ids)) or '?'}"
+  lost = "was lost" if len(ids) == 1 else "were lost"
+  return f"{who} {lost if event['kind'] == 'slice_down' else 'returned'} after step {event.get('step')}."
+
+
+def _sentence(text: Any) -> str:
+  """`text` with a capital letter and a full stop; empty if there is none."""
+  words = str(text or "").strip()
+  return words and words[0].upper() + words[1:].rstrip(".") + "."
+
+
+def _count(number: Any, one: str) -> str:
+  return f"{number} {one}{'' if number == 1 else 's'}"

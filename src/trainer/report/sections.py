@@ -1,0 +1,173 @@
+"""Sections of the report page: incidents and their cost, goodput, configuration, events."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator
+from typing import Any
+
+from trainer.observe.metrics import format_duration
+from trainer.report import incidents as incidents_lib
+from trainer.report import markup
+from trainer.report.goodput import BUCKETS
+from trainer.report.history import Events, Run
+from trainer.report.incidents import Incident
+
+# Buckets of goodput: name and colour.
+_BUCKETS = {
+  "steps": ("steps that count", "#009e73"),
+  "compile": ("compilation", "#56b4e9"),
+  "init": ("start-up", "#0072b2"),
+  "eval": ("evaluation", "#cc79a7"),
+  "profile": ("profile", "#7d5fb8"),
+  "checkpoint": ("checkpoint (blocking)", "#f0e442"),
+  "snapshot": ("snapshot (blocking)", "#c9bd3a"),
+  "restore": ("restore", "#e69f00"),
+  "data_wait": ("waiting for data", "#8c6d31"),
+  "wait_slices": ("waiting for slices", "#b35806"),
+  "detect": ("detecting faults", "#8f3b6d"),
+  "steps_lost": ("steps done again", "#d55e00"),
+  "down": ("no process", "#4a525a"),
+  "other": ("other", "#a8b0b8"),
+}
+
+# Columns of the table of recoveries: field of the `recovery` event, heading.
+_RECOVERY = (
+  ("event", "event"),
+  ("slice", "slice"),
+  ("step_before", "step before"),
+  ("step_after", "after"),
+  ("steps_lost", "steps lost"),
+  ("tokens_lost", "tokens lost"),
+  ("slices_after", "slices"),
+  ("tier", "restored from"),
+  ("detect_seconds", "detect s"),
+  ("wait_seconds", "wait s"),
+  ("restore_seconds", "restore s"),
+  ("compile_seconds", "compile s"),
+  ("first_step_seconds", "first step s"),
+  ("seconds", "total s"),
+  ("compilations", "compilations"),
+)
+
+_MOST_ROWS = 1000  # of a table; a million events would make a page that no browser opens
+
+
+def incidents(run: Run, happened: list[Incident], price: float) -> str:
+  """What happened besides training, one row per incident: what, why, and its cost. price: of a chip for an hour."""
+  if not happened:
+    return "<h2>What happened</h2><p>No slice was lost, and no process ended early.</p>"
+  shown = happened[-_MOST_ROWS:]
+  some = f" The last {len(shown):,} are shown." if len(shown) < len(happened) else ""
+  tokens = sum(incident.tokens or 0 for incident in happened)
+  prices = [incident.price(price) for incident in happened]
+  total = f" and {markup.money(sum(filter(None, prices)))}" if any(value is not None for value in prices) else ""
+  seconds = markup.duration(incidents_lib.seconds_together(happened))
+  rows = "".join(_incident(incident, price) for incident in shown)
+  return (
+    f"<h2>What happened</h2><p>{markup.count(len(happened), 'event')} cost {seconds}, {tokens:,} tokens{total} "
+    f"together.{some}</p>"
+    f'<table class="story"><tr><th>time (UTC)</th><th>event</th><th class="number">time lost</th>'
+    f'<th class="number">tokens again</th>{_PRICE_HEADING if price else ""}</tr>{rows}</table>'
+    f"{_price_note(run, price)}{_phases(run)}"
+  )
+
+
+_PRICE_HEADING = '<th class="number">cost</th>'
+
+
+def _incident(incident: Incident, price: float) -> str:
+  step = "" if incident.step is None else f'<span class="step">step {incident.step:,}</span>'
+  why = f' <span class="sub">{html.escape(incident.why)}</span>' if incident.why else ""
+  seconds = "" if incident.seconds is None else markup.duration(incident.seconds)
+  tokens = "" if incident.tokens is None else f'{incident.tokens:,}<span class="unit"> tokens</span>'
+  cost = incident.price(price)
+  money = f'<td class="number">{"" if cost is None else markup.money(cost)}</td>' if price else ""
+  day, _, hour = incident.time[:19].partition("T")
+  return (
+    f'<tr><td class="when">{day} {hour}{step}</td><td class="text">{html.escape(incident.what)}{why}</td>'
+    f'<td class="number">{seconds}</td><td class="number">{tokens}</td>{money}</tr>'
+  )
+
+
+def _price_note(run: Run, price: float) -> str:
+  if not price:
+    return '<p class="sub">Set chip_hour_price to see the cost of each event in money.</p>'
+  chips = incidents_lib.num_chips(run)
+  return (
+    f'<p class="sub">Cost: time lost x chips that waited (of {chips:,.4g}) x {price:,.4g} for a chip and hour.</p>'
+    if chips
+    else '<p class="sub">The devices of the run are not recorded: no costs.</p>'
+  )
+
+
+def _phases(run: Run) -> str:
+  """The numbers of the recovery records, folded."""
+  recoveries = run.of_kind("recovery")
+  if not recoveries:
+    return ""
+  rows = ([markup.cell(event.get(field), field) for field, _ in _RECOVERY] for event in recoveries[-_MOST_ROWS:])
+  table = markup.table([heading for _, heading in _RECOVERY], rows)
+  return markup.folded(f"The parts of {markup.count(len(recoveries), 'recovery', 'recoveries')}", table)
+
+
+def goodput(run: Run, result: dict[str, Any], price: float) -> str:
+  """Where the wall time went: one bar of 100 %, and a row for each of its parts. result: of goodput.compute."""
+  order = list(_BUCKETS)
+  shares = [(bucket, share) for bucket, share in result["percent"].items() if share > 0]
+  shares.sort(key=lambda item: order.index(item[0]))
+  bar = "".join(
+    f'<span title="{_BUCKETS[bucket][0]}: {share:.2f} %" style="width:{share}%;background:{_BUCKETS[bucket][1]}">'
+    "</span>"
+    for bucket, share in shares
+  )
+  hourly = price * (incidents_lib.num_chips(run) or 0.0)
+  rows = "".join(_bucket(bucket, share, result["seconds"][bucket], hourly) for bucket, share in shares)
+  return (
+    f"<h2>Where the wall time went</h2><p>{result['goodput_percent']:.2f} % of "
+    f"{format_duration(result['wall_seconds'])} (hours:minutes:seconds) were steps that count.</p>"
+    f'<div class="bar">{bar}</div><div class="scroll"><table>{rows}</table></div>'
+  )
+
+
+def _bucket(bucket: str, share: float, seconds: float, hourly: float) -> str:
+  name, color = _BUCKETS[bucket]
+  money = f'<td class="number">{markup.money(seconds / 3600 * hourly)}</td>' if hourly else ""
+  return (
+    f'<tr><td class="name"><span class="key" style="background:{color}"></span> {name}</td>'
+    f'<td class="number">{seconds:,.2f} s</td><td class="number">{share:.2f} %</td>{money}'
+    f'<td class="sub meaning">{html.escape(BUCKETS[bucket])}</td></tr>'
+  )
+
+
+def configuration(values: dict[str, Any] | None, origins: dict[str, str]) -> str:
+  """Every key with its value and where the value comes from; the keys that somebody gave come first."""
+  if not values:
+    return "<h2>Configuration</h2><p>Not recorded.</p>"
+  # str(value): as the run's config.yml has them, with every digit.
+  given = [(key, str(value), origins[key]) for key, value in values.items() if key in origins]
+  rest = [(key, str(value)) for key, value in values.items() if key not in origins]
+  parts = ["<h2>Configuration</h2>"]
+  if given:
+    parts.append(
+      markup.folded(f"{markup.count(len(given), 'key')} given", markup.table(("key", "value", "from"), given))
+    )
+  label = "with default values" if origins else ""
+  parts.append(markup.folded(f"{markup.count(len(rest), 'key')} {label}".strip(), markup.facts(dict(rest))))
+  return "".join(parts)
+
+
+def events(run: Run) -> str:
+  """The records of events.jsonl, folded."""
+  kept: Events = [event for event in run.events if event["kind"] != "run_start"]
+  shown = kept[-_MOST_ROWS:]
+  some = f"The last {len(shown):,} of " if len(shown) < len(kept) else ""
+  table = markup.table(("time (UTC)", "kind", "fields"), _event_rows(shown))
+  return "<h2>Events</h2>" + markup.folded(f"{some}{markup.count(len(kept), 'event')}", table)
+
+
+def _event_rows(shown: Events) -> Iterator[tuple[str, str, str]]:
+  hidden = {"kind", "run", "process", "time", "wall", "monotonic"}
+  for event in shown:
+    fields = ", ".join(f"{key}={markup.cell(value, key)}" for key, value in event.items() if key not in hidden)
+    yield str(event.get("time", ""))[:19].replace("T", " "), event["kind"], fields

@@ -1,0 +1,134 @@
+"""The table of what happened: every cost equals the record in events.jsonl, and every sentence is about its event."""
+
+from __future__ import annotations
+
+import pytest
+from tests.support import fake_run
+
+from trainer.observe.events import read_events
+from trainer.report import goodput, history, incidents, page
+
+
+def found(path) -> list[incidents.Incident]:
+  return incidents.find(history.load(str(path)))
+
+
+def five_faults(path) -> None:
+  """A run on 3 slices with three losses and two returns, and costs that differ."""
+  run = fake_run.FakeRun(path, steps=40, chip_hour_price=3.0)
+  step = 0
+  for change, slice_id, until, again in (
+    ("lose", 1, 8, 0),
+    ("gain", 1, 15, 0),
+    ("lose", 0, 20, 2),
+    ("gain", 0, 28, 0),
+    ("lose", 2, 33, 1),
+  ):
+    while step < until:
+      step += 1
+      run.step(step)
+    if change == "lose":
+      run.lose(slice_id, step, resume=step + 1 - again, outage=0.1 * slice_id)
+      step -= again
+    else:
+      run.gain(slice_id, step)
+  while step < 40:
+    step += 1
+    run.step(step)
+  run.end(step=40)
+
+
+def test_five_faults_cost_what_their_records_say_and_the_buckets_sum_to_a_hundred(tmp_path):
+  five_faults(tmp_path / "five")
+  records = [event for event in read_events(str(tmp_path / "five")) if event["kind"] == "recovery"]
+  shown = found(tmp_path / "five")
+  assert len(shown) == len(records) == 5
+  for incident, record in zip(shown, records, strict=True):
+    assert (incident.seconds, incident.tokens) == (record["seconds"], record["tokens_lost"])
+    chips = 2 * record["slices_after"]  # two devices per slice, each a chip
+    assert incident.chips == chips
+    assert incident.price(3.0) == pytest.approx(record["seconds"] * chips / 3600 * 3.0)
+  assert [incident.tokens for incident in shown] == [0, 0, 2 * 6144, 0, 6144]
+  result = goodput.compute(history.load(str(tmp_path / "five")))
+  assert sum(result["percent"].values()) == pytest.approx(100, abs=1e-9)
+  assert result["seconds"]["detect"] == pytest.approx(0.6, abs=1e-5)  # three losses, each detected after 0.2 s
+  assert result["steps_lost"] == 3 and result["seconds"]["steps_lost"] > 0
+
+
+def test_sentences_name_slice_step_source_and_what_was_done_again(tmp_path):
+  five_faults(tmp_path / "five")
+  text = [incident.what for incident in found(tmp_path / "five")]
+  assert text[0] == "Slice 1 was lost after step 8. Training continued on 2 slices, from a snapshot in host memory."
+  assert text[1].startswith("Slice 1 returned after step 15. Training continued on 3 slices")
+  assert text[2].endswith("Steps 19 to 20 were done again.")
+  assert text[4].endswith("Step 33 was done again.")
+
+
+def test_the_page_shows_costs_only_with_a_price(tmp_path):
+  five_faults(tmp_path / "five")
+  run = history.load(str(tmp_path / "five"))
+  result = goodput.compute(run)
+  priced, free = page.render(run, result)[0], page.render(run, result, 0.0)[0]
+  assert "18,432 tokens and " in priced and "x 3 for a chip and hour" in priced and "cost of the chips" in priced
+  assert "Set chip_hour_price" in free and "cost of the chips" not in free
+  assert "5 events cost 3.5 s" in free  # 0.7 s each
+
+
+def test_incidents_that_share_time_count_once_together(tmp_path):
+  first = incidents.Incident(10.0, "", None, "", "", seconds=4.0)  # 6 to 10
+  second = incidents.Incident(12.0, "", None, "", "", seconds=5.0)  # 7 to 12
+  assert incidents.seconds_together([second, first]) == 6.0
+
+
+@pytest.mark.parametrize(
+  ("end", "why"),
+  [
+    (lambda run: run.end(42), "stopped by SIGTERM"),
+    (lambda run: run.end(1), "had failed (exit code 1)"),
+    (lambda run: run.close(), "it was killed"),
+    (lambda run: (run.after(9.0, "hang", step=5, silent_seconds=9.0, operation=None), run.close()), "exit code 134"),
+  ],
+)
+def test_a_restart_says_why_and_what_it_cost(tmp_path, end, why):
+  first = fake_run.FakeRun(tmp_path / "a", steps=9, slices=1)
+  for step in range(1, 6):
+    first.step(step)
+  end(first)
+  last = first.wall + first.now
+  second = fake_run.FakeRun(tmp_path / "a", steps=9, slices=1, wall=1.8e9 + 100)
+  second.after(0.0, "init_done", step=3, seconds=3.2)
+  for step in range(4, 8):
+    second.step(step)
+  second.close()
+  restart = [incident for incident in found(tmp_path / "a") if "started again" in incident.what]
+  assert len(restart) == 1 and why in restart[0].why
+  assert restart[0].what.endswith("2 steps done again.") and restart[0].tokens == 2 * 6144
+  # Until the second process was first ready: 3.2 s after its start.
+  assert restart[0].seconds == pytest.approx(1.8e9 + 103.2 - last, abs=1e-3)
+
+
+def test_other_events_have_a_reason(tmp_path):
+  run = fake_run.FakeRun(tmp_path / "a", steps=9)
+  run.step(1)
+  run.after(1.0, "nonfinite", step=1, loss="nan", grad_norm="inf")
+  run.after(1.0, "checkpoint_rejected", step=1, tier="persistent", reason="params/a is damaged")
+  run.after(1.0, "replicas_differ", step=1, slice=2, array="params/b")
+  run.after(1.0, "slice_down", step=1, slice=[0, 2], slices=[1], error="the worker died", detect_seconds=0.1)
+  run.after(1.0, "preemption", step=1, signal="SIGTERM")
+  run.close()
+  text = " ".join(f"{incident.what} {incident.why}" for incident in found(tmp_path / "a"))
+  for words in (
+    "The update of step 1 was not applied. Loss nan and gradient norm inf are not both finite.",
+    "The persistent checkpoint of step 1 was passed over. Params/a is damaged.",
+    "params/b of slice 2 differs from the other slices.",
+    "Slices 0, 2 were lost after step 1. The process ended before the next step. The worker died.",
+    "SIGTERM was received.",
+  ):
+    assert words in text
+
+
+def test_a_run_without_incidents_says_so(tmp_path):
+  fake_run.plain_run(tmp_path / "a", steps=3)
+  run = history.load(str(tmp_path / "a"))
+  assert found(tmp_path / "a") == []
+  assert "No slice was lost, and no process ended early." in page.render(run, goodput.compute(run))[0]

@@ -62,15 +62,15 @@ class PeerStepper:
     peers: Peers,
     halves: Halves,
     train: Feed,
-    evaluation: Feed | None,
+    evaluations: Sequence[Feed],
     header: Callable[[int], dict[str, Any]],
     start: Start,
     config: Config,
   ) -> None:
-    """train, evaluation: give the batch of a share. header(step): what a member that joins must know
+    """train, and evaluations of each set: give the batch of a share. header(step): what a member that joins must know
     besides the state, as JSON."""
     self._elastic, self._peers, self._halves = elastic, peers, halves
-    self._train, self._evaluation, self._header = train, evaluation, header
+    self._train, self._evaluations, self._header = train, evaluations, header
     self._changes = PeerChanges(elastic)
     self._state, self._step, self._evaluated = start.state, start.step, start.evaluated
     self._layout = FlatLayout(halves.abstract.grads)
@@ -125,17 +125,20 @@ class PeerStepper:
       self._elastic.recovered(self.alive)
     return self._state, metrics
 
-  def evaluate(self, params: Params, batches: int) -> list[LossSums]:
-    assert self._evaluation is not None and self._halves.evaluate is not None, "no evaluation data"
-    feed, compiled = self._evaluation, self._halves.evaluate
+  def evaluate(self, params: Params, batches: Sequence[int]) -> list[list[LossSums]]:
+    assert self._evaluations and self._halves.evaluate is not None, "no evaluation data"
+    compiled = self._halves.evaluate
 
     def compute(share: Share) -> _Part:
-      sums = [compiled(params, feed.share(index, share)) for index in range(batches)]
-      return _Part(np.asarray(jax.device_get(sums), np.float32).sum(axis=0, dtype=np.float32))
+      sums = [
+        jax.device_get([compiled(params, feed.share(index, share)) for index in range(count)])
+        for feed, count in zip(self._evaluations, batches, strict=True)
+      ]
+      return _Part(np.concatenate([np.asarray(one, np.float32).sum(axis=0, dtype=np.float32) for one in sums]))
 
-    (loss, weight), _ = self._agree(f"eval {self._step}", compute, None)
+    scalars, _ = self._agree(f"eval {self._step}", compute, None)  # one round, so that all sets are evaluated or none
     self._evaluated = True
-    return [(loss, weight)]
+    return [[(loss, weight)] for loss, weight in scalars.reshape(-1, 2)]
 
   def wait(self, arrays: Any, what: str) -> None:
     jax.block_until_ready(arrays)

@@ -10,8 +10,9 @@ from typing import Any
 
 from trainer.checkpoint import meta as checkpoint_meta
 from trainer.config.errors import ConfigError
+from trainer.config.mixture import EVAL_DATA
 from trainer.config.schema import Config
-from trainer.data import Loader, make_loader
+from trainer.data import Loader, make_loader, open_eval_sets
 from trainer.data.loader import Split
 
 
@@ -20,7 +21,8 @@ class RunData:
   """What every attempt of a process trains and evaluates on."""
 
   train: Loader
-  evaluation: Loader | None
+  evaluations: dict[str, Loader]  # by the name of the set, in the order in which they are evaluated
+  main_set: str  # the set whose loss is eval_loss; "" without evaluations
   global_batch_size: int  # examples per step, fixed for the life of the run
   tokens_per_step: int
   identity: dict[str, Any]  # which data, in what order: saved in checkpoints and compared by a resume
@@ -54,11 +56,10 @@ class RunData:
     """Tokens that the run has been trained on after `step`."""
     return self._tokens_offset + step * self.tokens_per_step
 
-  def eval_batches(self, most: int) -> int:
-    """Number of batches of one evaluation: `most`, or as many as the evaluation split has."""
-    assert self.evaluation is not None, "no evaluation data"
-    examples = self.evaluation.num_examples
-    return most if examples is None else min(most, math.ceil(examples / self.global_batch_size))
+  def eval_batches(self, most: int) -> list[int]:
+    """Number of batches of an evaluation of each set: `most`, or as many as the set has."""
+    sizes = [loader.num_examples for loader in self.evaluations.values()]
+    return [most if size is None else min(most, math.ceil(size / self.global_batch_size)) for size in sizes]
 
   def meta(self, config: Config, step: int) -> dict[str, Any]:
     """What a checkpoint of `step` holds besides the state."""
@@ -84,9 +85,22 @@ def open_data(config: Config, global_batch_size: int, note: Callable[[str], None
       return loader
 
     train = load("train")
+    evaluations = {EVAL_DATA: load("eval")} if _evaluates(config, train, note) else {}
+    if config.observe.eval_steps > 0 and config.data.dataset_type != "synthetic":
+      sets = open_eval_sets(
+        config.data,
+        vocab_size=config.model.vocab_size,
+        global_batch_size=global_batch_size,
+        tokenizer=train.tokenizer,
+        log=note,
+      )
+      for loader in sets.values():
+        stack.callback(loader.close)
+      evaluations |= sets
     yield RunData(
       train,
-      load("eval") if _evaluates(config, train, note) else None,
+      evaluations,
+      _main_set(config, evaluations),
       global_batch_size,
       global_batch_size * config.data.max_target_length,
       # Read once: a save must not depend on whether the data can be read at that time.
@@ -95,9 +109,22 @@ def open_data(config: Config, global_batch_size: int, note: Callable[[str], None
     )
 
 
+def _main_set(config: Config, evaluations: Mapping[str, Loader]) -> str:
+  """The set whose loss is eval_loss. Raises ConfigError if the run does not evaluate it."""
+  wanted = config.observe.eval_main_set or next(iter(evaluations), "")
+  if evaluations and wanted not in evaluations:
+    raise ConfigError(f"eval_main_set={wanted}: the run evaluates only {', '.join(evaluations)}. Choose one of them.")
+  return wanted
+
+
 def _evaluates(config: Config, train: Loader, note: Callable[[str], None]) -> bool:
-  """Whether the run evaluates. By default it does if there is held-out text; random tokens teach nothing."""
+  """Whether the run evaluates data of other keys than eval_sets. By default it does if there is held-out text.
+
+  Random tokens teach nothing.
+  """
   data, observe = config.data, config.observe
+  if data.eval_sets and not (train.has_eval or data.names_eval_data):
+    return False
   if observe.eval_steps == 0 or observe.eval_interval > 0 or data.names_eval_data:
     return observe.eval_steps > 0
   if not train.has_eval and data.dataset_type == "text":

@@ -207,7 +207,7 @@ def _program_cache(
   config: Config, cluster: Cluster, data: RunData, events: EventLog, log: Log, counter: CompileCounter
 ) -> ProgramCache[Program]:
   build = functools.partial(program.of_view, config)
-  compile_step = functools.partial(_compile_step, config, cluster, data.evaluation is not None)
+  compile_step = functools.partial(_compile_step, config, cluster, bool(data.evaluations))
   return ProgramCache(build, compile_step, events, log, counter)
 
 

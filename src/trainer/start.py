@@ -19,3 +19,4 @@ class Start:
   seconds: float
   evaluated: bool  # whether this state has been evaluated
   meta: Mapping[str, Any] | None = None
+  eval_loss: float | None = None  # of this state, if an earlier process or attempt has recorded it

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -50,8 +50,8 @@ class Stepper(Protocol):
     """
     ...
 
-  def evaluate(self, params: Params, batches: int) -> list[LossSums]:
-    """Sums over the first `batches` evaluation batches, perhaps not computed yet, in parts that are to be added."""
+  def evaluate(self, params: Params, batches: Sequence[int]) -> list[list[LossSums]]:
+    """For each set, sums over its first batches[set] batches, perhaps not computed yet, in parts to be added."""
     ...
 
   def wait(self, arrays: Any, what: str) -> None:
@@ -80,12 +80,12 @@ class FusedStepper:
     program: Program,
     compiled_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]],
     batches: Prefetcher[Batch],
-    eval_batch: Callable[[int], Batch] | None,
+    eval_batches: Sequence[Callable[[int], Batch]],
   ) -> None:
-    """batches: yields (n - 1, batch of step n) in order; eval_batch: the evaluation batch of an index."""
+    """batches: yields (n - 1, batch of step n) in order; eval_batches: of each set, the batch of an index."""
     self._elastic, self._view, self._guard = elastic, view, guard
     self._program, self._compiled_step = program, compiled_step
-    self._batches, self._eval_batch = batches, eval_batch
+    self._batches, self._eval_batches = batches, eval_batches
     self._steps = 0  # of this attempt
 
   @property
@@ -111,10 +111,12 @@ class FusedStepper:
       self._elastic.prepare_steps(self._view)
     return result
 
-  def evaluate(self, params: Params, batches: int) -> list[LossSums]:
-    assert self._eval_batch is not None, "no evaluation data"
+  def evaluate(self, params: Params, batches: Sequence[int]) -> list[list[LossSums]]:
     with jax.set_mesh(self._program.mesh):
-      return [self._program.evaluate(params, self._on_slices(self._eval_batch(index))) for index in range(batches)]
+      return [
+        [self._program.evaluate(params, self._on_slices(batch(index))) for index in range(count)]
+        for batch, count in zip(self._eval_batches, batches, strict=True)
+      ]
 
   def wait(self, arrays: Any, what: str) -> None:
     self._guard.wait_for_arrays(arrays, what)

@@ -11,6 +11,7 @@ and a run that resumes from it completes step 101 next.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import time
@@ -26,6 +27,7 @@ from trainer.after_step import Actions, Due
 from trainer.checkpoint import meta as checkpoint_meta
 from trainer.checkpoint.tiers import Tiers
 from trainer.cluster import View
+from trainer.config.mixture import EVAL_DATA
 from trainer.config.schema import Config
 from trainer.data import Prefetcher
 from trainer.elastic.attempt import ElasticRun, Outcome
@@ -83,14 +85,14 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
 
     # ---- data: step n trains on batch n-1, dealt out to the slices that are alive
     train_feed = program.Feed(session.data.train, prog)
-    eval_feed = None if session.data.evaluation is None else program.Feed(session.data.evaluation, prog)
+    eval_feeds = [program.Feed(loader, prog) for loader in session.data.evaluations.values()]
     stepper: Stepper
     if peers is None:
       batches = Prefetcher(train_feed, step, config.run.steps)
-      stepper = FusedStepper(elastic, view, guard, prog, compiled_step, batches, eval_feed)
+      stepper = FusedStepper(elastic, view, guard, prog, compiled_step, batches, eval_feeds)
     else:
       header = functools.partial(peer_attempt.header, config, session, elastic)
-      stepper = PeerStepper(elastic, peers, compiled_step, train_feed, eval_feed, header, start, config)
+      stepper = PeerStepper(elastic, peers, compiled_step, train_feed, eval_feeds, header, start, config)
     stack.callback(_close, session, stepper.close)
     records = StepRecords(config, session, elastic, stepper, prog.mesh.devices.flat[0])
     profiler = Profiler(config.run_directory, config.observe, session.log, session.events)
@@ -102,11 +104,18 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
       session.log.line(f"{done}{restored}. Raise steps to train longer; a new run needs another run_name.")
 
     # ---- the loop
+    loss = start.eval_loss
     if not start.evaluated and _evaluation_due(config, session, step):
-      _make_up_evaluation(config, session, elastic, stepper, state.params, step)
+      loss = _make_up_evaluation(config, session, elastic, stepper, state.params, step)
     records.restart_clock()
     try:
-      outcome, state = _loop(config, session, elastic, tiers, stepper, records, profiler, state, step)
+      if _target_reached(config, session, step, loss):
+        with session.watchdog.during("save"):
+          tiers.maybe_save(step, state, session.data.meta(config, step), last=True, metric=loss)
+          _commit_last(config, session, tiers, step, state, loss)
+        outcome = Outcome("complete", step)
+      else:
+        outcome, state = _loop(config, session, elastic, tiers, stepper, records, profiler, state, step)
     except SupervisorLost:
       assert isinstance(stepper, PeerStepper)
       return peer_attempt.end_without_supervisor(config, session, tiers, stepper, records)
@@ -151,9 +160,13 @@ def _loop(
       continue
     records.finish()
     loss = _evaluate(config, session, elastic, stepper, state.params, step) if actions.evaluate else None
+    if _target_reached(config, session, step, loss):
+      actions = dataclasses.replace(actions, snapshot="none", save="final", end="complete")
     _save(config, session, elastic, tiers, records, actions, step, state, loss)
     if actions.end in ("preempted", "slice_up"):
       return Outcome(actions.end, step), state
+    if actions.end == "complete":
+      break
     records.restart_clock()
   if records.skipped:
     session.log.warning(
@@ -188,10 +201,29 @@ def _save(
     tiers.maybe_save(step, state, session.data.meta(config, step), last=final, metric=loss)
     elastic.reached("save", step)
     if final:
-      tiers.wait()
-      if peer_attempt.must_save_for_another(session.cluster.peers):
-        tiers.maybe_save(step, state, session.data.meta(config, step), last=True, metric=loss)
-        tiers.wait()
+      _commit_last(config, session, tiers, step, state, loss)
+
+
+def _commit_last(
+  config: Config, session: Session, tiers: Tiers, step: int, state: TrainState, loss: float | None
+) -> None:
+  """Waits until the last save of the process is committed, by this member or by the one whose task it is."""
+  tiers.wait()
+  if peer_attempt.must_save_for_another(session.cluster.peers):
+    tiers.maybe_save(step, state, session.data.meta(config, step), last=True, metric=loss)
+    tiers.wait()
+
+
+def _target_reached(config: Config, session: Session, step: int, loss: float | None) -> bool:
+  """Whether the run is complete because `loss`, of the state after `step`, is at or below target_eval_loss."""
+  target = config.observe.target_eval_loss
+  if not target or loss is None or not loss <= target:
+    return False
+  session.log.line(
+    f"The evaluation loss {loss:.4f} at step {step} reaches target_eval_loss={target:g}: the run is complete. "
+    "Lower target_eval_loss to train longer."
+  )
+  return True
 
 
 def _compiled_step(session: Session, elastic: ElasticRun, view: View) -> Any:
@@ -229,8 +261,8 @@ def _restore(
   seconds = time.monotonic() - begin
   session.events.emit("restore", tier=tier, step=step, seconds=seconds)
   due = _evaluation_due(config, session, step)
-  evaluated = due and world_lib.from_primary(session.cluster.world, session.metrics.has_evaluation(step))
-  return Start(state, step, tier, seconds, evaluated, meta)
+  loss = world_lib.from_primary(session.cluster.world, session.metrics.eval_loss(step)) if due else None
+  return Start(state, step, tier, seconds, loss is not None, meta, loss)
 
 
 def _resume(session: Session, elastic: ElasticRun, start: Start) -> None:
@@ -265,7 +297,7 @@ def _snapshot(config: Config, session: Session, elastic: ElasticRun, step: int, 
 
 def _evaluation_due(config: Config, session: Session, step: int) -> bool:
   """Whether the state after `step` completed steps should be evaluated."""
-  if session.data.evaluation is None or step == 0:
+  if not session.data.evaluations or step == 0:
     return False
   period = config.observe.eval_interval
   return step >= config.run.steps or (period > 0 and step % period == 0)
@@ -273,32 +305,41 @@ def _evaluation_due(config: Config, session: Session, step: int) -> bool:
 
 def _make_up_evaluation(
   config: Config, session: Session, elastic: ElasticRun, stepper: Stepper, params: Params, step: int
-) -> None:
+) -> float:
   """Evaluates the state that the attempt starts from: an evaluation is due there, and metrics.jsonl does not have it.
 
-  An earlier process had to stop at this step, or was killed before the record was safe.
+  Returns its loss. An earlier process had to stop at this step, or was killed before the record was safe.
   """
   session.log.line(f"An evaluation was due at step {step} and is missing: evaluating before the next step.")
-  _evaluate(config, session, elastic, stepper, params, step)
+  loss = _evaluate(config, session, elastic, stepper, params, step)
   session.metrics.flush()  # if the process is killed from now on, the next one must not evaluate again
+  return loss
 
 
 def _evaluate(
   config: Config, session: Session, elastic: ElasticRun, stepper: Stepper, params: Params, step: int
 ) -> float:
-  """Mean loss in nats per token over the first eval_steps batches of the evaluation split, each once."""
-  start = time.monotonic()
+  """Mean loss in nats per token over the first eval_steps batches of each evaluation set, each once.
+
+  Returns the loss of the main set.
+  """
+  start, data = time.monotonic(), session.data
   elastic.reached("eval", step)
-  batches = session.data.eval_batches(config.observe.eval_steps)
   with session.watchdog.during("evaluation"):
-    sums = stepper.evaluate(params, batches)
+    sums = stepper.evaluate(params, data.eval_batches(config.observe.eval_steps))
     stepper.wait(sums, f"the evaluation at step {step}")
-    total, weight = (sum(float(value) for value in values) for values in zip(*sums))
-  loss, seconds = total / weight if weight else math.nan, time.monotonic() - start
-  session.metrics.write_eval(step, loss, seconds)
-  session.events.emit("eval", step=step, seconds=seconds, loss=loss)
-  session.log.line(f"eval at step {step}: loss {loss:.4f} nats per token over {weight:.0f} tokens, {seconds:.2f} s")
-  return loss
+    totals = [[sum(float(value) for value in values) for values in zip(*parts)] for parts in sums]
+  losses = {name: loss / weight if weight else math.nan for name, (loss, weight) in zip(data.evaluations, totals)}
+  seconds, main = time.monotonic() - start, losses[data.main_set]
+  session.metrics.write_eval(step, main, seconds, losses if len(losses) > 1 else None)
+  session.events.emit("eval", step=step, seconds=seconds, loss=main)
+  for (name, loss), (_, weight) in zip(losses.items(), totals):
+    of_set = "" if name == EVAL_DATA else f" of {name}"
+    session.log.line(
+      f"eval{of_set} at step {step}: loss {loss:.4f} nats per token over {weight:.0f} tokens, {seconds:.2f} s"
+      + (" for all sets" if len(losses) > 1 else "")
+    )
+  return main
 
 
 def _sample(config: Config, session: Session, prog: Program, params: Params, step: int) -> None:

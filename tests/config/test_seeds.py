@@ -115,7 +115,7 @@ grain_use_elastic_iterator=true collect_stack_trace=true enable_dropout=false us
 mesh_axes=['data'] logical_axis_rules=[] trainable_parameters_mask=[] enable_jax_profiler=true qkv_proj=device
 mlpwi=device kv_proj=remat attention_out=device emb_dim=4 base_moe_mlp_dim=3 engram_layers=[] use_mrope=true
 num_channels_for_vit=3 distill_alpha=1 inference_server=x num_pipeline_microbatches=4 wandb_project_name=x
-wi_tile_fwd_mlp_dim=1 ici_context_usp_ulysses_parallelism=2 target_eval_loss=2.0 shardy=true enable_nnx=true
+wi_tile_fwd_mlp_dim=1 ici_context_usp_ulysses_parallelism=2 eval_start_step=2 shardy=true enable_nnx=true
 """
 
 

@@ -61,7 +61,7 @@ def test_a_slice_lost_in_an_evaluation(harness, undisturbed_run, at):
   """The step is repeated, so that neither the evaluation nor the last checkpoint is missing."""
 
   def lose_a_slice_in_the_second_batch(session, cluster):
-    read, asked = session.data.evaluation.batch, []
+    read, asked = session.data.evaluations["eval"].batch, []
 
     def batch(index, rows=None):
       asked.append(index)
@@ -69,7 +69,7 @@ def test_a_slice_lost_in_an_evaluation(harness, undisturbed_run, at):
         cluster.lose(1)
       return read(index, rows)
 
-    session.data.evaluation.batch = batch
+    session.data.evaluations["eval"].batch = batch
 
   history = harness.run("evaluation", EVALUATED, lose_a_slice_in_the_second_batch)
   check(history, undisturbed_run)
@@ -166,13 +166,13 @@ def test_evaluations_do_not_count_as_step_time_in_a_resize_decision(harness):
   seen = []
 
   def slow_down_evaluations(session, cluster):
-    read = session.data.evaluation.batch
+    read = session.data.evaluations["eval"].batch
 
     def batch(index, rows=None):
       time.sleep(1.0)
       return read(index, rows)
 
-    session.data.evaluation.batch = batch
+    session.data.evaluations["eval"].batch = batch
 
   harness.run("timed", [*KEYS, DEGRADE, "eval_interval=1", "eval_steps=1"], slow_down_evaluations, watch=seen.append)
   assert len(seen) == 1
@@ -203,7 +203,7 @@ def test_a_hang_that_ends_before_the_health_check_is_only_slow(harness, undistur
 @pytest.mark.timeout(900)
 def test_a_slice_that_hangs_in_an_evaluation(harness, undisturbed_run):
   def hang_a_slice_in_the_second_batch(session, cluster):
-    read, asked = session.data.evaluation.batch, []
+    read, asked = session.data.evaluations["eval"].batch, []
 
     def batch(index, rows=None):
       asked.append(index)
@@ -211,7 +211,7 @@ def test_a_slice_that_hangs_in_an_evaluation(harness, undisturbed_run):
         cluster.hang(1)
       return read(index, rows)
 
-    session.data.evaluation.batch = batch
+    session.data.evaluations["eval"].batch = batch
 
   history = harness.run("hang-eval", [*EVALUATED, "elastic_hang_check_seconds=0.3"], hang_a_slice_in_the_second_batch)
   check(history, undisturbed_run)

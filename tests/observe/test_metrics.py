@@ -249,13 +249,13 @@ def test_an_evaluation_counts_for_the_last_time_that_its_step_was_done(tmp_path)
   out = open_metrics(tmp_path)
   for step in (1, 10, 2):
     out.write(record(step))
-  assert not metrics.has_evaluation(str(tmp_path), 10)
+  assert metrics.eval_loss(str(tmp_path), 10) is None
   out.write_eval(10, 2.5)
   out.write(record(11))
-  assert out.has_evaluation(10) and open_metrics(tmp_path).has_evaluation(10)
-  assert not any(open_metrics(tmp_path).has_evaluation(step) for step in (0, 1, 2, 11, 100))
+  assert out.eval_loss(10) == open_metrics(tmp_path).eval_loss(10) == 2.5
+  assert all(open_metrics(tmp_path).eval_loss(step) is None for step in (0, 1, 2, 11, 100))
   out.write(record(10))
   out.close()
   with (tmp_path / metrics.METRICS_FILE).open("a") as file:
     file.write('{"step": 10, "eval_lo')  # cut short by a kill
-  assert not open_metrics(tmp_path).has_evaluation(10)
+  assert open_metrics(tmp_path).eval_loss(10) is None

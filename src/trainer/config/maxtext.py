@@ -119,8 +119,8 @@ _KEYS: tuple[tuple[str, str], ...] = (
   ("shard_optimizer_over_data", "Every slice holds the whole state, so that it can survive alone; remove the key."),
   # Evaluation.
   (
-    "target_eval_loss eval_start_step",
-    "A run ends after steps, and evaluates every eval_interval steps; remove the key.",
+    "eval_start_step",
+    "Evaluation begins after eval_interval steps; remove the key.",
   ),
   # Model.
   ("decoder_block", "Qwen3 and Llama are one decoder: set use_qk_norm, rope_type and logits_via_embedding."),

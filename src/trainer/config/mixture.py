@@ -1,4 +1,4 @@
-"""The file of a mixture: for each source its weight, its limit of epochs, and where its documents are."""
+"""The files of a mixture and of evaluation sets: for each source where its documents are, and its share."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ _SOURCE_KEYS = {
   "tfds": ("dataset_path", "train_split", "train_data_columns"),
 }
 _MOST_SOURCES = 1000
+EVAL_DATA = "eval"
+"""Name of the evaluation data that other keys than eval_sets give."""
 
 
 @dataclass(frozen=True)
@@ -52,39 +54,75 @@ def read(data: DataSection) -> list[MixtureEntry]:
   return entries
 
 
-def _entry(name: str, written: dict[str, tuple[str | None, str]], origin: str, data: DataSection) -> MixtureEntry:
-  """The source `name` from its part of the file."""
+def read_eval_sets(data: DataSection) -> dict[str, DataSection]:
+  """{name: the data keys of the set} of data.eval_sets, in the order of the file; {} if it is empty.
+
+  The file is like the file of a mixture, without weights and epochs: the key that names training data names the
+  documents of the set. Raises ConfigError for every mistake.
+  """
+  if not data.eval_sets:
+    return {}
+  path = files.find(data.eval_sets, files.search_folders(), "file of eval_sets")
+  groups = files.read_groups(path)
+  problems = Problems()
+  sets = {}
+  for name, (written, origin) in groups.items():
+    with problems.collect():
+      if name == EVAL_DATA:
+        raise ConfigError(f"{origin}: {name} is the name of the evaluation data of other keys.\nChoose another name.")
+      sets[name] = _section(name, _scalars(written), origin, data, ())
+  if not 1 <= len(groups) <= _MOST_SOURCES:
+    problems.add([f"{files.shown(path)}: has {len(groups)} sets.\nGive 1 to {_MOST_SOURCES} sets."])
+  problems.raise_any()
+  return sets
+
+
+def _scalars(written: dict[str, tuple[str | None, str]]) -> dict[str, tuple[str, str]]:
+  """The keys of a source with their values and places."""
   given: dict[str, tuple[str, str]] = {}
   for key, (text, place) in written.items():
     if text is None:
       raise ConfigError(f"{place}: {key} holds a list or a mapping.\nWrite `{key}: value`.")
     given["grain_train_files" if key == "path" else key] = text, place
+  return given
+
+
+def _entry(name: str, written: dict[str, tuple[str | None, str]], origin: str, data: DataSection) -> MixtureEntry:
+  """The source `name` from its part of the file."""
+  given = _scalars(written)
   if "weight" not in given:
     raise ConfigError(f"{origin}: {name} has no weight.\nAdd `weight: NUMBER`, its share relative to the others.")
   weight = _number("weight", *given.pop("weight"))
   if math.isinf(weight):
     raise ConfigError(f"{origin}: the weight of {name} is infinite.\nGive a number above 0.")
   epochs = _number("epochs", *given.pop("epochs")) if "epochs" in given else math.inf
+  return MixtureEntry(name, Fraction(str(weight)), epochs, _section(name, given, origin, data, ("weight", "epochs")))
+
+
+def _section(
+  name: str, given: dict[str, tuple[str, str]], origin: str, data: DataSection, others: tuple[str, ...]
+) -> DataSection:
+  """The data keys of the source `name`. others: keys that it may have besides these, for the message."""
   kind = "grain"
   if "dataset_type" in given:
     kind = str(convert(all_keys()["dataset_type"], *given.pop("dataset_type")).value)
   if kind not in _SOURCE_KEYS:
-    raise ConfigError(f"{origin}: {name} has dataset_type={kind}.\nChoices in a mixture: {', '.join(_SOURCE_KEYS)}.")
+    raise ConfigError(f"{origin}: {name} has dataset_type={kind}.\nChoices in this file: {', '.join(_SOURCE_KEYS)}.")
   # Only the keys of this source; a mixture trains on all of a text, and its evaluation data have a key of their own.
   values: dict[str, object] = dict.fromkeys(
-    ("grain_train_mixture_config_path", "grain_eval_files", "grain_train_files"), ""
+    ("grain_train_mixture_config_path", "grain_eval_files", "grain_train_files", "eval_split", "eval_dataset_path"), ""
   )
   values |= {"dataset_type": kind, "eval_fraction": 0.0}
   for key, (text, place) in given.items():
     if key not in _SOURCE_KEYS[kind]:
       raise ConfigError(
         f"{place}: {key} is not a key of a source with dataset_type={kind}.\n{did_you_mean(key, _SOURCE_KEYS[kind])}"
-        f"Give weight, epochs, dataset_type, {', '.join(_SOURCE_KEYS[kind])}. Set other keys for the whole mixture."
+        f"Give {', '.join([*others, 'dataset_type', *_SOURCE_KEYS[kind]])}. Set other keys for the whole run."
       )
     values[key] = convert(all_keys()[key], text, place).value
   if kind == "grain" and not values["grain_train_files"]:
     raise ConfigError(f"{origin}: {name} has no files.\nAdd `grain_train_files: FILES`, or another dataset_type.")
-  return MixtureEntry(name, Fraction(str(weight)), epochs, data.model_copy(update=values))
+  return data.model_copy(update=values)
 
 
 def _number(key: str, text: str, origin: str) -> float:

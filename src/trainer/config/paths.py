@@ -37,6 +37,7 @@ def check(config: Config, problems: Problems) -> None:
       _check_output("local_checkpoint_directory", local, local)
   if data.dataset_type != "synthetic":
     _check_data(data, problems)
+    _check_eval_sets(config, problems)
 
 
 def _check_run(config: Config) -> None:
@@ -50,6 +51,19 @@ def _check_run(config: Config) -> None:
     _check_pattern("run_name", run.run_name, run.run_name)
     absolute = config.run_directory if "://" in config.run_directory else os.path.abspath(config.run_directory)
     _check_pattern("base_output_directory", run.base_output_directory, absolute)
+
+
+def _check_eval_sets(config: Config, problems: Problems) -> None:
+  with problems.collect():
+    sets = mixture.read_eval_sets(config.data)
+    for section in sets.values():
+      _check_data(section, problems)
+    main = config.observe.eval_main_set
+    if main and main not in (*sets, mixture.EVAL_DATA):
+      raise ConfigError(
+        f"eval_main_set={shorten(main)}: eval_sets={config.data.eval_sets} has no such set.\n"
+        f"Choose one of {', '.join([*sets, mixture.EVAL_DATA])}."
+      )
 
 
 def _check_data(data: DataSection, problems: Problems) -> None:

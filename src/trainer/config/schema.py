@@ -236,6 +236,10 @@ class DataSection(Section):
   grain_eval_files: str = Field(
     "", description="dataset_type=grain: files for evaluation, named like grain_train_files. Empty: no evaluation."
   )
+  eval_sets: str = Field(
+    "",
+    description="A YAML or JSON file of named sets that are evaluated besides the evaluation data of the keys above; docs/data.md describes it.",
+  )
   grain_train_mixture_config_path: str = Field(
     "",
     description="dataset_type=grain: a YAML or JSON file of weighted sources to train on, instead of grain_train_files; docs/data.md describes it.",
@@ -515,7 +519,17 @@ class ObserveSection(Section):
   eval_interval: int = Field(
     -1, ge=-1, le=2**31 - 1, description="Steps between evaluations. -1: only at the end, if there is evaluation data."
   )
-  eval_steps: NonNegative = Field(8, description="Batches per evaluation. 0: no evaluation.")
+  eval_steps: NonNegative = Field(8, description="Batches per evaluation of a set. 0: no evaluation.")
+  eval_main_set: str = Field(
+    "",
+    description="Name of the set of eval_sets whose loss is recorded as eval_loss, and used by target_eval_loss and checkpoint_keep_best. Empty: the evaluation data of the other keys, or else the first set.",
+  )
+  target_eval_loss: float = Field(
+    0.0,
+    ge=0,
+    le=1e9,
+    description="The run is complete at the first evaluation with this eval_loss or a lower one. 0: never.",
+  )
   sample_prompt: str = Field("", description="Text that the trained model continues at the end. Empty: no sample.")
   sample_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = Field(64, description="Number of tokens of the sample.")
 

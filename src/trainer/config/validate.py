@@ -262,11 +262,12 @@ def _checkpoint(checkpoint: CheckpointSection, observe: ObserveSection) -> Itera
           f"{name}={value}: has no effect without enable_emergency_checkpoint.\n"
           f"Add enable_emergency_checkpoint=true, or remove {name}."
         )
-  if checkpoint.checkpoint_keep_best and (observe.eval_interval < 1 or observe.eval_steps == 0):
-    yield (
-      f"checkpoint_keep_best={checkpoint.checkpoint_keep_best}: needs evaluations to compare.\n"
-      "Set eval_interval above 0 and eval_steps above 0."
-    )
+  for name, value in (
+    ("checkpoint_keep_best", checkpoint.checkpoint_keep_best),
+    ("target_eval_loss", observe.target_eval_loss),
+  ):
+    if value and (observe.eval_interval < 1 or observe.eval_steps == 0):
+      yield f"{name}={value:g}: needs evaluations to compare.\nSet eval_interval above 0 and eval_steps above 0."
 
 
 def _elastic(
@@ -322,10 +323,12 @@ def _observe(observe: ObserveSection, data: DataSection, steps: int) -> Iterator
       f"profiler={observe.profiler}: its {observe.profiler_steps} steps after "
       f"{observe.skip_first_n_steps_for_profiler} skipped ones do not fit in steps={steps}.\nUse fewer profiler_steps."
     )
+  if observe.eval_main_set and not data.eval_sets:
+    yield f"eval_main_set={observe.eval_main_set}: has no effect without eval_sets.\nSet eval_sets, or remove it."
   if observe.eval_interval == 0:
     yield "eval_interval=0: must be a number of steps, or -1 for the end only.\nUse eval_steps=0 for no evaluation."
   held_out = data.dataset_type == "synthetic" or (data.dataset_type == "text" and data.eval_fraction > 0)
-  no_files = not held_out and not data.names_eval_data
+  no_files = not held_out and not data.names_eval_data and not data.eval_sets
   if observe.eval_interval > 0 and (observe.eval_steps == 0 or no_files):
     no_data = "eval_fraction=0 and no eval_dataset_path" if data.dataset_type == "text" else "no evaluation data"
     reason = "eval_steps=0" if observe.eval_steps == 0 else no_data

@@ -5,9 +5,20 @@ they are used.
 """
 
 from trainer.data.batch import Batch, DataError, Example
-from trainer.data.loader import Loader, check, make_loader
+from trainer.data.loader import Loader, check, make_loader, open_eval_sets
 from trainer.data.prefetch import Prefetcher
 from trainer.data.source import Source
 from trainer.data.tokenizer import Tokenizer
 
-__all__ = ["Batch", "DataError", "Example", "Loader", "Prefetcher", "Source", "Tokenizer", "check", "make_loader"]
+__all__ = [
+  "Batch",
+  "DataError",
+  "Example",
+  "Loader",
+  "Prefetcher",
+  "Source",
+  "Tokenizer",
+  "check",
+  "make_loader",
+  "open_eval_sets",
+]

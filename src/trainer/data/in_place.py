@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.data import array_record, cache, datasets, prepare, windows
+from trainer.data import array_record, cache, prepare, windows
 from trainer.data.batch import Example, empty_example
+from trainer.data.documents import Documents
 from trainer.data.order import Order
 from trainer.data.tokenizer import Tokenizer
 
@@ -115,12 +116,20 @@ def applies(cfg: DataSection) -> bool:
   return cfg.dataset_type == "grain" and cfg.grain_file_type in (_WINDOWS, *whole)
 
 
-def open_source(cfg: DataSection, *, vocab_size: int, min_examples: int, split: str, log: cache.Log) -> InPlaceSource:
-  """The source of a split. The cache keeps the number of records of each file.
+def open_source(
+  cfg: DataSection,
+  splits: Mapping[str, Documents],
+  *,
+  vocab_size: int,
+  min_examples: int,
+  split: str,
+  log: cache.Log,
+) -> InPlaceSource:
+  """The source of one of the `splits`. The cache keeps the number of records of each file.
 
   Raises ConfigError if there are fewer than `min_examples` records, or no files for the split.
   """
-  documents = datasets.find(cfg).get(split)
+  documents = splits.get(split)
   if documents is None:
     raise ConfigError("There are no evaluation data. Set grain_eval_files, or eval_steps=0 eval_interval=-1.")
   digest = documents.digest()

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.data import in_place, prepared
+from trainer.data import datasets, in_place, prepared
 from trainer.data.batch import Batch, DataError, empty_example, stack
+from trainer.data.documents import Documents
 from trainer.data.mixture import Member, MixtureSource
 from trainer.data.source import Source
 from trainer.data.synthetic import SyntheticSource
@@ -160,15 +161,46 @@ def make_loader(
   elif cfg.grain_train_mixture_config_path and split == "train":
     source = _open_mixture(cfg, vocab_size, log)
   else:
-    cfg = _evaluation_of(cfg) if cfg.grain_train_mixture_config_path else cfg
     min_examples = global_batch_size if split == "train" else 0
-    source = _open(cfg, vocab_size=vocab_size, min_examples=min_examples, split=split, log=log)
+    source = _open(cfg, datasets.find(cfg), vocab_size, min_examples, split, log)
+  return _loader(cfg, source, global_batch_size, reuse_first=split == "train" and cfg.reuse_example_batch > 0)
+
+
+def open_eval_sets(
+  cfg: DataSection,
+  *,
+  vocab_size: int,
+  global_batch_size: int,
+  tokenizer: Tokenizer | None,
+  log: Callable[[str], None] = print,
+) -> dict[str, Loader]:
+  """{name: loader} of cfg.eval_sets. Texts are tokenised by `tokenizer`, or by the configured one if it is None.
+
+  `log` gets a line about each set. Raises ConfigError like `make_loader`, naming the set.
+  """
+  loaders: dict[str, Loader] = {}
+  for name, section in _eval_sets(cfg).items():
+    try:
+      documents = {"eval": datasets.find(section)["train"]}
+      source = _open(section, documents, vocab_size, 0, "eval", log, tokenizer)
+    except ConfigError as error:
+      for loader in loaders.values():
+        loader.close()
+      raise ConfigError(f"{name} of eval_sets={cfg.eval_sets}: {error}") from error
+    tokens = f"{source.num_targets:,} tokens in " if source.num_targets else ""
+    kind = f"{source.tokenizer.name} tokenizer" if source.tokenizer else "token ids"
+    log(f"Evaluation set {name}: {source.name}, {kind}, {tokens}{source.num_examples:,} examples")
+    loaders[name] = _loader(section, source, global_batch_size, reuse_first=False)
+  return loaders
+
+
+def _loader(cfg: DataSection, source: Source, global_batch_size: int, *, reuse_first: bool) -> Loader:
   return Loader(
     source,
     global_batch_size=global_batch_size,
     length=cfg.max_target_length,
     seed=cfg.data_shuffle_seed,
-    reuse_first=split == "train" and cfg.reuse_example_batch > 0,
+    reuse_first=reuse_first,
   )
 
 
@@ -179,17 +211,27 @@ def check(cfg: DataSection, vocab_size: int) -> None:
   sections = [cfg]
   if cfg.grain_train_mixture_config_path:
     sections = [entry.section for entry in _mixture_entries(cfg)]
-    sections += [_evaluation_of(cfg)] if cfg.grain_eval_files else []
+    if cfg.grain_eval_files:  # checked as files to train on: a mixture has no grain_train_files
+      sections.append(cfg.model_copy(update={"grain_train_files": cfg.grain_eval_files, "grain_eval_files": ""}))
+  sections += _eval_sets(cfg).values()
   for section in sections:
     prepared.check(section, vocab_size)
 
 
 def _open(
-  cfg: DataSection, *, vocab_size: int, min_examples: int, split: str, log: Callable[[str], None]
+  cfg: DataSection,
+  splits: Mapping[str, Documents],
+  vocab_size: int,
+  min_examples: int,
+  split: str,
+  log: Callable[[str], None],
+  tokenizer: Tokenizer | None = None,
 ) -> prepared.PreparedSource | in_place.InPlaceSource:
-  """The source of one dataset, read in place if that is possible."""
-  module = in_place if in_place.applies(cfg) else prepared
-  return module.open_source(cfg, vocab_size=vocab_size, min_examples=min_examples, split=split, log=log)
+  """The source of one of the `splits` of a dataset, read in place if that is possible."""
+  sizes: dict[str, Any] = {"vocab_size": vocab_size, "min_examples": min_examples}
+  if in_place.applies(cfg):
+    return in_place.open_source(cfg, splits, split=split, log=log, **sizes)
+  return prepared.open_source(cfg, splits, split=split, log=log, tokenizer=tokenizer, **sizes)
 
 
 def _mixture_entries(cfg: DataSection) -> list[MixtureEntry]:
@@ -198,12 +240,20 @@ def _mixture_entries(cfg: DataSection) -> list[MixtureEntry]:
   return mixture_file.read(cfg)
 
 
+def _eval_sets(cfg: DataSection) -> dict[str, DataSection]:
+  if not cfg.eval_sets:
+    return {}
+  from trainer.config import mixture as mixture_file  # imports pydantic
+
+  return mixture_file.read_eval_sets(cfg)
+
+
 def _open_mixture(cfg: DataSection, vocab_size: int, log: Callable[[str], None]) -> MixtureSource:
   """The training source of a mixture. Raises ConfigError if a source has no example, or two have the same examples."""
   members: list[Member] = []
   names: dict[str, str] = {}
   for entry in _mixture_entries(cfg):
-    source = _open(entry.section, vocab_size=vocab_size, min_examples=1, split="train", log=log)
+    source = _open(entry.section, datasets.find(entry.section), vocab_size, 1, "train", log)
     assert source.num_examples is not None
     limit = entry.epochs if math.isinf(entry.epochs) else int(entry.epochs * source.num_examples)
     if limit == 0:
@@ -215,8 +265,3 @@ def _open_mixture(cfg: DataSection, vocab_size: int, log: Callable[[str], None])
     names[source.fingerprint()] = entry.name
     members.append(Member(entry.name, source, entry.weight, limit))
   return MixtureSource(members)
-
-
-def _evaluation_of(cfg: DataSection) -> DataSection:
-  """The keys of a mixture's evaluation data. They are also prepared as training data, which are not read."""
-  return cfg.model_copy(update={"grain_train_mixture_config_path": "", "grain_train_files": cfg.grain_eval_files})

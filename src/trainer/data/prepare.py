@@ -64,8 +64,8 @@ def build(
     "tokenizer": tokenizer.fingerprint if tokenizer else None,
     "packing": packing,
     "splits": known,
-    "unigram_entropy": _cross_entropy(counts["train"], counts["train"]),
-    "unigram_eval_loss": _cross_entropy(counts["eval"], counts["train"] + 1) if "eval" in counts else None,
+    "unigram_entropy": _cross_entropy(counts["train"], counts["train"]) if "train" in counts else None,
+    "unigram_eval_loss": _cross_entropy(counts["eval"], counts["train"] + 1) if len(counts) == 2 else None,
   }
   (folder / META).write_text(json.dumps(meta, indent=2))
 

@@ -60,7 +60,7 @@ class PreparedSource:
   def fingerprint(self) -> str:
     return f"prepared-{prepare.FORMAT} {self._meta['key']} {self._order.fingerprint}"
 
-  def unigram_entropy(self) -> float:
+  def unigram_entropy(self) -> float | None:
     return self._meta["unigram_entropy"]
 
   def unigram_eval_loss(self) -> float | None:
@@ -82,17 +82,26 @@ def check(cfg: DataSection, vocab_size: int) -> None:
     _require_fit(_given_tokenizer(cfg), vocab_size)
 
 
-def open_source(cfg: DataSection, *, vocab_size: int, min_examples: int, split: str, log: cache.Log) -> PreparedSource:
-  """The source of a split. Prepares the data first if the cache does not have them.
+def open_source(
+  cfg: DataSection,
+  splits: Mapping[str, Documents],
+  *,
+  vocab_size: int,
+  min_examples: int,
+  split: str,
+  log: cache.Log,
+  tokenizer: Tokenizer | None = None,
+) -> PreparedSource:
+  """The source of one of the `splits` that belong together. Prepares the data first if the cache does not have them.
 
-  Raises ConfigError if there is too little data for `min_examples` windows, or for one token.
+  tokenizer: of text, instead of the configured one. Raises ConfigError if there is too little data for `min_examples`
+  windows, or for one token.
   """
-  splits = datasets.find(cfg)
   if cfg.dataset_type == "text" and cfg.packing == "split":
     # Each target is at least a byte, or the end of a document. Refuse far too little text before anything is cached.
     most = sum(piece.size + 1 for piece in splits[split].pieces) if split in splits else 0
     _check_enough(cfg, splits, split, min_examples, most, most / cfg.max_target_length, "at most ")
-  folder, tokenizer = prepared(cfg, splits, vocab_size=vocab_size, log=log)
+  folder, tokenizer = prepared(cfg, splits, vocab_size=vocab_size, log=log, tokenizer=tokenizer)
   known = json.loads((folder / prepare.META).read_text())["splits"].get(split, {"targets": 0, "windows": 0})
   _check_enough(cfg, splits, split, min_examples, known["targets"], known["windows"])
   return PreparedSource(folder, name=splits[split].name, split=split, seed=cfg.data_shuffle_seed, tokenizer=tokenizer)
@@ -114,7 +123,7 @@ def _check_enough(
   if split == "train":
     remedy = "Give more text, or reduce the batch size or max_target_length."
   found = f"{bound}{targets}" if targets else "0"
-  name = splits.get(split, splits["train"]).name
+  name = splits.get(split, next(iter(splits.values()))).name
   raise ConfigError(
     f"The {split} text of {name} has {found} tokens to learn, but {max(1, min_examples)} examples of "
     f"max_target_length={cfg.max_target_length} are needed (packing={cfg.packing}). {remedy}"
@@ -122,15 +131,20 @@ def _check_enough(
 
 
 def prepared(
-  cfg: DataSection, splits: Mapping[str, Documents], *, vocab_size: int, log: cache.Log
+  cfg: DataSection,
+  splits: Mapping[str, Documents],
+  *,
+  vocab_size: int,
+  log: cache.Log,
+  tokenizer: Tokenizer | None = None,
 ) -> tuple[Path, Tokenizer | None]:
   """(folder with the windows of all splits, tokenizer), both from the cache or made now; see `prepare`.
 
-  The tokenizer is None if the documents are tokens. Raises ConfigError if the documents cannot be read, or the
-  tokenizer has more than `vocab_size` ids.
+  tokenizer: of text, instead of the configured one. The result's is None if the documents are tokens. Raises
+  ConfigError if the documents cannot be read, or the tokenizer has more than `vocab_size` ids.
   """
   digests = digests_of(splits)
-  tokenizer = tokenizer_of(cfg, splits, digests, vocab_size=vocab_size, log=log)
+  tokenizer = tokenizer_of(cfg, splits, digests, vocab_size=vocab_size, log=log, given=tokenizer)
   # The model's vocabulary matters only for tokens that are given. Text has the ids of its tokenizer.
   ids = tokenizer.vocab_size if tokenizer else vocab_size
   length, packing = cfg.max_target_length, cfg.packing
@@ -148,9 +162,15 @@ def digests_of(splits: Mapping[str, Documents]) -> dict[str, str]:
 
 
 def tokenizer_of(
-  cfg: DataSection, splits: Mapping[str, Documents], digests: Mapping[str, str], *, vocab_size: int, log: cache.Log
+  cfg: DataSection,
+  splits: Mapping[str, Documents],
+  digests: Mapping[str, str],
+  *,
+  vocab_size: int,
+  log: cache.Log,
+  given: Tokenizer | None = None,
 ) -> Tokenizer | None:
-  """The tokenizer of the documents: given, or trained on them, or in the cache; None if they are tokens.
+  """The tokenizer of the documents: given, or trained on the first split, or in the cache; None if they are tokens.
 
   Raises ConfigError if the splits have different kinds of documents, or the tokenizer has more than `vocab_size` ids.
   """
@@ -158,7 +178,10 @@ def tokenizer_of(
   if len(set(are_text.values())) > 1:
     kinds = ", ".join(f"{split}: {'text' if text else 'token ids'}" for split, text in are_text.items())
     raise ConfigError(f"The splits of a dataset must have the same kind of documents ({kinds}). Give other files.")
-  tokenizer = _tokenizer(cfg, vocab_size, splits["train"], digests["train"], log) if are_text["train"] else None
+  first = next(iter(splits))
+  if not are_text[first]:
+    return None
+  tokenizer = given or _tokenizer(cfg, vocab_size, splits[first], digests[first], log)
   _require_fit(tokenizer, vocab_size)
   return tokenizer
 

@@ -91,6 +91,16 @@ def format_duration(seconds: float) -> str:
   return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+  """One evaluation after `step`."""
+
+  step: int
+  eval_loss: float  # nats per weighted token; of the main set
+  eval_seconds: float
+  eval_losses: dict[str, float] | None = None  # of each set, if there are several
+
+
 class Metrics:
   """Writes step records; made once per process. A step that is done again (resume, rewind) is written again."""
 
@@ -101,8 +111,8 @@ class Metrics:
     self._events = events
     self._cfg, self._log = cfg, log
     self._run_directory = run_directory
-    self._last_evaluated: int | None = None  # by this process: an object store may not have the record yet
-    self._recent: deque[StepRecord | tuple[int, float, float]] = deque(maxlen=_REMEMBERED)
+    self._last_evaluation: Evaluation | None = None  # by this process: an object store may not have the record yet
+    self._recent: deque[StepRecord | Evaluation] = deque(maxlen=_REMEMBERED)
     self._open(is_primary)
 
   def _open(self, is_primary: bool) -> None:
@@ -115,15 +125,13 @@ class Metrics:
     if is_primary and self._cfg.gcs_metrics:
       self._objects = MetricsObjects(f"{directory}/metrics", self._cfg.log_period, self._log)
 
-  def remembered(self) -> list[dict[str, Any] | list[float]]:
+  def remembered(self) -> list[dict[str, Any]]:
     """The last records, as JSON: for a process that joins the run, and that may have to write them one day."""
-    last = list(self._recent)[-_HANDED_ON:]
-    return [dataclasses.asdict(record) if isinstance(record, StepRecord) else list(record) for record in last]
+    return [dataclasses.asdict(record) for record in list(self._recent)[-_HANDED_ON:]]
 
-  def remember(self, records: list[dict[str, Any] | list[float]]) -> None:
+  def remember(self, records: list[dict[str, Any]]) -> None:
     """Takes in what another process has `remembered`."""
-    for record in records:
-      self._recent.append(StepRecord(**record) if isinstance(record, dict) else (int(record[0]), record[1], record[2]))
+    self._recent.extend(Evaluation(**one) if "eval_loss" in one else StepRecord(**one) for one in records)
 
   @property
   def last_step(self) -> int:
@@ -139,8 +147,8 @@ class Metrics:
     missing: list[StepRecord] = []
     for record in list(self._recent):
       if not isinstance(record, StepRecord):
-        if record[0] >= last and record[0] not in evaluated:
-          self._write_eval(*record)
+        if record.step >= last and record.step not in evaluated:
+          self._write_eval(record)
       elif record.step > last:
         self._write(record)
         missing.append(record)
@@ -168,23 +176,30 @@ class Metrics:
     if self._objects is not None:
       self._objects.write(record.step, line)
 
-  def write_eval(self, step: int, eval_loss: float, seconds: float = 0.0) -> None:
-    """Records an evaluation after `step` (nats per weighted token)."""
-    self._recent.append((step, eval_loss, seconds))
-    self._write_eval(step, eval_loss, seconds)
+  def write_eval(
+    self, step: int, eval_loss: float, seconds: float = 0.0, losses: dict[str, float] | None = None
+  ) -> None:
+    """Records an evaluation after `step` (nats per weighted token). losses: of each set, if there are several."""
+    evaluation = Evaluation(step, eval_loss, seconds, losses)
+    self._recent.append(evaluation)
+    self._write_eval(evaluation)
 
-  def _write_eval(self, step: int, eval_loss: float, seconds: float) -> None:
-    fields = {"step": step, "eval_loss": eval_loss, "eval_seconds": seconds} | self._events.stamp()
+  def _write_eval(self, evaluation: Evaluation) -> None:
+    fields = dataclasses.asdict(evaluation) | self._events.stamp()
+    losses = fields["eval_losses"] or {}
+    if not losses:
+      del fields["eval_losses"]
     self._lines.append(files.dump_json(fields))
-    self._last_evaluated = step
+    self._last_evaluation = evaluation
     if self._tensorboard is not None:
-      self._tensorboard.write(step, {"evaluation/loss": eval_loss}, fields["wall"])
+      scalars = {f"evaluation/loss of {name}": loss for name, loss in losses.items()}
+      self._tensorboard.write(evaluation.step, {"evaluation/loss": evaluation.eval_loss} | scalars, fields["wall"])
 
-  def has_evaluation(self, step: int) -> bool:
-    """Whether the state after `step` has been evaluated, by this process or by an earlier one of the run."""
-    if step == self._last_evaluated:
-      return True
-    return has_evaluation(self._run_directory, step)
+  def eval_loss(self, step: int) -> float | None:
+    """The evaluation loss of the state after `step`, by this process or an earlier one; None: it is not recorded."""
+    if self._last_evaluation is not None and step == self._last_evaluation.step:
+      return self._last_evaluation.eval_loss
+    return eval_loss(self._run_directory, step)
 
   def flush(self) -> None:
     """Writes pending records. Call before a checkpoint: a run that resumes from it does not write them again."""
@@ -328,8 +343,8 @@ def _put_object(directory: str, stem: str, text: str) -> None:
   path.write_text(text)
 
 
-def has_evaluation(run_directory: str, step: int) -> bool:
-  """Whether the newest record of `step` in metrics.jsonl is an evaluation.
+def eval_loss(run_directory: str, step: int) -> float | None:
+  """The loss if the newest record of `step` in metrics.jsonl is an evaluation, else None.
 
   If a step was done again after its evaluation, that evaluation belongs to a history that was given up.
   """
@@ -338,7 +353,7 @@ def has_evaluation(run_directory: str, step: int) -> bool:
     if f'"step": {step},' in line:  # parse only the lines of this step: a long run has a million others
       with contextlib.suppress(json.JSONDecodeError):  # cut short by a kill
         newest = json.loads(line)
-  return "eval_loss" in newest
+  return float(newest["eval_loss"]) if "eval_loss" in newest else None
 
 
 def read_records(run_directory: str) -> list[dict[str, Any]]:

@@ -1,0 +1,129 @@
+"""Several named evaluation sets: their losses, the early end of a run, and mistakes in their file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from end_to_end.command import Run
+from tests.support.command_runs import KEYS
+from tests.support.forked_runs import Server
+
+from trainer.config.errors import ConfigError
+from trainer.config.load import load
+
+pytestmark = pytest.mark.timeout(600)
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def server():
+  started = Server()
+  yield started
+  started.close()
+
+
+def write_data(folder: Path) -> dict[str, Path]:
+  """Writes documents to train on and for two sets."""
+  files = {}
+  for name, words in (("train", "one two three"), ("near", "three two one"), ("far", "@#! 987 %%%")):
+    files[name] = folder / f"{name}.jsonl"
+    lines = [json.dumps({"text": f"{words} {number % 7}"}) for number in range(300 if name == "train" else 20)]
+    files[name].write_text("\n".join(lines))
+  (folder / "far.txt").write_text("\n".join(json.loads(line)["text"] for line in files["far"].read_text().splitlines()))
+  sets = {
+    "near": {"path": str(files["near"]), "grain_file_type": "jsonl"},
+    "far": {"dataset_type": "text", "dataset_path": f"{folder}/far.txt"},
+  }
+  (folder / "sets.json").write_text(json.dumps(sets))
+  return files
+
+
+def keys_of(folder: Path) -> list[str]:
+  keys = "dataset_type=grain grain_file_type=jsonl vocab_size=258 learning_rate=0.5 packing=split eval_interval=2"
+  places = f"grain_train_files={folder}/train.jsonl dataset_cache_directory={folder}/cache"
+  return [*KEYS, *keys.split(), *places.split(), f"jax_cache_dir={folder}/compiled", f"steps={STEPS}", "eval_steps=2"]
+
+
+def evaluations(run: Run) -> list[dict]:
+  return [record for record in run.records("metrics") if "eval_loss" in record]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory, server) -> tuple[Path, Run]:
+  """(folder of the data, a run that evaluates both sets)."""
+  folder = tmp_path_factory.mktemp("sets")
+  write_data(folder)
+  run = Run(folder / "both", [*keys_of(folder), f"eval_sets={folder}/sets.json"], server.start)
+  assert run.finish() == 0, run.printed
+  return folder, run
+
+
+def test_the_losses_of_named_sets_are_those_of_the_sets_alone(both, server):
+  folder, run = both
+  found = evaluations(run)
+  assert [record["step"] for record in found] == list(range(2, STEPS + 1, 2))
+  alone = Run(folder / "alone", [*keys_of(folder), f"grain_eval_files={folder}/near.jsonl"], server.start)
+  assert alone.finish() == 0, alone.printed
+  assert [record["eval_losses"]["near"] for record in found] == [record["eval_loss"] for record in evaluations(alone)]
+  assert all(set(record["eval_losses"]) == {"near", "far"} for record in found)
+  assert [record["eval_loss"] for record in found] == [record["eval_losses"]["near"] for record in found]
+  assert "eval_losses" not in evaluations(alone)[0]
+  assert "eval of far at step 2: loss" in run.printed and "Evaluation set far: " in run.printed
+  assert found[-1]["eval_losses"]["far"] > found[-1]["eval_losses"]["near"] + 0.1
+
+
+def test_a_slice_lost_in_an_evaluation_of_several_sets_costs_no_loss(both, server):
+  folder, run = both
+  faults = "elastic_enabled=true num_slices=2 per_device_batch_size=1 fault_injection=slice_down@4:1:eval"
+  keys = [*keys_of(folder), f"eval_sets={folder}/sets.json", *faults.split()]
+  lost = Run(folder / "lost", keys, server.start)
+  assert lost.finish() == 0, lost.printed
+  assert lost.events("fault_injected") and lost.events("recovery")
+  want, found = evaluations(run), evaluations(lost)
+  assert [record["step"] for record in found] == [record["step"] for record in want]
+  for record, other in zip(found, want, strict=True):
+    assert record["eval_losses"] == pytest.approx(other["eval_losses"], rel=1e-5)
+
+
+def test_a_run_is_complete_at_its_target_and_stays_so(both, server):
+  folder, run = both
+  losses = {record["step"]: record["eval_losses"]["far"] for record in evaluations(run)}
+  target = losses[6]
+  assert all(losses[step] > target for step in (2, 4)), losses
+  keys = [*keys_of(folder), f"eval_sets={folder}/sets.json", "eval_main_set=far", "checkpoint_period=5"]
+  early = Run(folder / "early", keys, server.start)
+  wanted = f"target_eval_loss={target!r}"
+  assert early.finish(wanted) == 0, early.printed
+  assert "at step 6 reaches target_eval_loss=" in early.printed
+  assert early.last_step == 6 and early.committed_steps() == [5, 6]
+  assert {record["step"]: record["eval_loss"] for record in evaluations(early)} == {
+    step: losses[step] for step in (2, 4, 6)
+  }
+  before = early.records("metrics")
+  assert early.finish(wanted) == 0, early.printed
+  assert early.records("metrics") == before and early.committed_steps() == [5, 6]
+  assert early.finish() == 0, early.printed  # without the target, the run goes on
+  assert early.losses() == run.losses()
+
+
+@pytest.mark.parametrize(
+  ("content", "keys", "message"),
+  [
+    ("{}", "", "sets.json: has 0 sets"),
+    ('{"eval": {"path": "FOLDER/near.jsonl"}}', "", "eval is the name of the evaluation data of other keys"),
+    ('{"a": {"path": "FOLDER/none.jsonl", "grain_file_type": "jsonl"}}', "", "none.jsonl' has no files"),
+    ('{"a": {"path": "FOLDER/near.jsonl", "weight": 1}}', "", "weight is not a key of a source"),
+    ('{"a": {"dataset_type": "text"}}', "eval_main_set=b", "eval_main_set=b: .* has no such set.\nChoose one of a"),
+    (None, "eval_main_set=b", "eval_main_set=b: has no effect without eval_sets"),
+    (None, "target_eval_loss=2 eval_steps=0", "target_eval_loss=2: needs evaluations"),
+  ],
+)
+def test_mistakes_are_named(tmp_path, content, keys, message):
+  write_data(tmp_path)
+  if content is not None:
+    (tmp_path / "sets.json").write_text(content.replace("FOLDER", str(tmp_path)))
+    keys += f" eval_sets={tmp_path}/sets.json"
+  with pytest.raises(ConfigError, match=message):
+    load(["configs/base.yml", *keys_of(tmp_path), *keys.split()])

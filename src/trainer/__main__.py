@@ -74,9 +74,11 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
   from trainer import cluster as cluster_lib
   from trainer import compilation_cache, data
   from trainer import session as session_lib
+  from trainer.cluster.peers import RunEnded
   from trainer.config import ConfigError
   from trainer.config.schema import RematPolicy
   from trainer.elastic import retry
+  from trainer.membership.rules import RunRules
   from trainer.observe import log
 
   compilation_cache.enable(config.run.jax_cache_dir)
@@ -84,7 +86,7 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
     stack.callback(gc.enable)
     try:
       data.check(config.data, config.model.vocab_size)
-      cluster = cluster_lib.start(config.cluster)
+      cluster = cluster_lib.start(config.cluster, RunRules.of(config))
       stack.callback(cluster.stop)
       retry.check(cluster, config.elastic, config.run.steps)
       note = ""
@@ -97,6 +99,9 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
     except ConfigError as error:  # a configuration that does not fit the machine or the data; nothing is written yet
       print(f"error: {error}", file=sys.stderr)
       return BAD_INPUT
+    except RunEnded as ended:  # while this process started, or the supervisor does not let it join
+      print(f"The run has ended with exit code {ended.code}. {ended}".rstrip(), file=sys.stderr)
+      return ended.code
     except OSError as error:  # a folder of the run or of the data cannot be opened, although it passed the checks
       print(f"error: cannot start the run: {error}\nFix this, or choose another folder.", file=sys.stderr)
       return BAD_INPUT

@@ -47,8 +47,7 @@ class Run:
 
   def join(self, member: int) -> Membership:
     return Membership(
-      self.server.address,
-      TOKEN,
+      wire.connect(self.server.address, TOKEN),
       member=member,
       lane=0,
       lanes=1,
@@ -291,7 +290,7 @@ def test_a_member_that_breaks_the_protocol_is_dropped_and_the_others_go_on(run, 
   before = run.state()
   channel = wire.connect(run.server.address, TOKEN)
   channel.send(message("hello", member=2, lane=0, lanes=1, address="127.0.0.1:2"))
-  assert channel.receive() == message("welcome", primary=0)
+  assert channel.receive() == message("welcome", primary=0, run_id="")
   if name in BROKEN_FRAMES:
     options, _ = BROKEN_FRAMES[name]
     raw(channel, json.dumps(message("beat", busy="")).encode(), **options)

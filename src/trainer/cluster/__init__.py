@@ -3,52 +3,68 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
-from trainer.cluster import cpu_compiler
+from trainer.cluster import cpu_compiler, torchrun
 from trainer.cluster.api import Cluster, ProxyLost, View
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
 from trainer.membership.environment import SUPERVISOR, Place
+from trainer.membership.rules import RunRules
 
 __all__ = ["Cluster", "ProxyLost", "View", "inherited_environment", "start"]
 
 
-def start(cfg: ClusterSection) -> Cluster:
+def start(cfg: ClusterSection, rules: RunRules | None = None) -> Cluster:
   """Joins or creates this run's JAX world and returns its slices. Call it once, before anything else uses jax.
 
-  Raises ConfigError if this machine or environment cannot provide the cluster, before jax is imported if possible.
+  rules: of the run, which a process that torchrun has started may have to supervise. Raises ConfigError if this
+  machine or environment cannot provide the cluster, before jax is imported if possible.
   """
-  kind = _find(os.environ) if cfg.cluster == "auto" else cfg.cluster
+  kind = _find(cfg, os.environ) if cfg.cluster == "auto" else cfg.cluster
   if kind == "pathways":
     from trainer.cluster.pathways import PathwaysCluster
 
     return PathwaysCluster.start(cfg, os.environ)
-  place = Place.read(os.environ) if kind == "multiprocess" else None
+  if kind == "multiprocess":
+    return _join(cfg, rules, os.environ)
   cpu_compiler.prepare_environment(os.environ)
-  if place is not None:
-    from trainer.cluster.multiprocess import MultiprocessCluster
-
-    return MultiprocessCluster.start(cfg, place, os.environ)
   from trainer.cluster.simulated import SimulatedCluster
 
   return SimulatedCluster.start(cfg, os.environ)
 
 
-def _find(environment: Mapping[str, str]) -> str:
-  """The kind of cluster that the environment is of. Raises ConfigError for one of several workers of torchrun."""
+def _find(cfg: ClusterSection, environment: Mapping[str, str]) -> str:
+  """The kind of cluster that the environment is of."""
   if SUPERVISOR in environment:
     return "multiprocess"
   if "proxy" in environment.get("JAX_PLATFORMS", ""):
     return "pathways"
-  workers = environment.get("WORLD_SIZE", "1")
-  if "TORCHELASTIC_RUN_ID" in environment and workers != "1" and "JAX_NUM_PROCESSES" not in environment:
-    # Each worker would train the whole run, and all of them would write into one run folder.
-    raise ConfigError(
-      f"torchrun started this process as one of WORLD_SIZE={workers} workers: slices that torchrun starts are not "
-      "supported.\nStart the run with `python -m trainer.launch.local --slices N config.yml key=value`, on one machine."
-    )
+  if torchrun.RUN_ID in environment and "JAX_NUM_PROCESSES" not in environment:
+    # A group of one worker too: it may be what is left of several, and the next group may be larger.
+    return "multiprocess" if environment.get("WORLD_SIZE", "1") != "1" or cfg.num_slices > 1 else "simulated"
   return "simulated"
+
+
+def _join(cfg: ClusterSection, rules: RunRules | None, environment: MutableMapping[str, str]) -> Cluster:
+  """This process as one of several worlds. If it is the first one of torchrun, it starts the supervisor."""
+  worker = None
+  if SUPERVISOR not in environment and torchrun.RUN_ID in environment:
+    worker = torchrun.Worker.read(environment)
+    assert rules is not None, "this program does not train"
+    place = worker.place(rules.timeout)
+  else:
+    place = Place.read(environment)
+  if cfg.num_slices < 1:
+    raise ConfigError(
+      f"num_slices={cfg.num_slices}: cluster=multiprocess cuts the global batch into num_slices shares for the life "
+      "of the run.\nSet num_slices to the number of slices of the full run."
+    )
+  supervisor = worker.supervise(rules) if worker is not None and rules is not None else None
+  cpu_compiler.prepare_environment(environment)
+  from trainer.cluster.multiprocess import MultiprocessCluster
+
+  return MultiprocessCluster.start(cfg, place, environment, supervisor)
 
 
 def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:

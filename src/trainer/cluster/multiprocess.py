@@ -7,7 +7,9 @@ where the supervisor is and who this process is.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 
 import jax
@@ -17,16 +19,19 @@ from trainer import world as world_lib
 from trainer.cluster import host_devices
 from trainer.cluster.api import Cluster, FaultTarget, View
 from trainer.cluster.peers import Peers
+from trainer.cluster.torchrun import ChildSupervisor
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
 from trainer.exchange import Exchange
-from trainer.membership.client import Membership
+from trainer.membership import wire
+from trainer.membership.client import Membership, SupervisorLost
 from trainer.membership.environment import SUPERVISOR, Place
-from trainer.membership.wire import WireError
+from trainer.membership.wire import Channel, WireError
 from trainer.world import World
 
 # A peer may be saving a large checkpoint. If it has died, the supervisor says so, and the wait ends at once.
 _CONNECT_SECONDS = 3600.0
+_RETRY_SECONDS = 0.2
 
 
 class MultiprocessCluster(Cluster):
@@ -36,53 +41,46 @@ class MultiprocessCluster(Cluster):
   recovers_in_process = False  # a lost slice is a lost process; the others lose nothing and need no new attempt
   peers: Peers
 
-  def __init__(self, devices: tuple[Device, ...], num_slices: int, world: World, peers: Peers, run_id: str) -> None:
-    """num_slices: shares of the global batch, and the most members that compute at a time. run_id: of a new run."""
+  def __init__(
+    self,
+    devices: tuple[Device, ...],
+    num_slices: int,
+    world: World,
+    peers: Peers,
+    place: Place,
+    supervisor: ChildSupervisor | None,
+  ) -> None:
+    """num_slices: shares of the global batch, and the most members that compute at a time. supervisor: if this process
+    has started it."""
     super().__init__({peers.member: devices}, world)
     self._num_slices = num_slices
     self.peers = peers
-    self.fresh_run_id = run_id
+    self.fresh_run_id = peers.run_id
+    self._place, self._supervisor = place, supervisor
+    self._launcher = os.getppid()
 
   @classmethod
-  def start(cls, cfg: ClusterSection, place: Place, environment: Mapping[str, str]) -> MultiprocessCluster:
-    """Joins the run at `place`. Raises ConfigError if nobody answers there."""
-    if cfg.num_slices < 1:
-      raise ConfigError(
-        f"num_slices={cfg.num_slices}: cluster=multiprocess cuts the global batch into num_slices shares for the life "
-        "of the run.\nSet num_slices to the number of slices of the full run."
-      )
+  def start(
+    cls,
+    cfg: ClusterSection,
+    place: Place,
+    environment: Mapping[str, str],
+    supervisor: ChildSupervisor | None = None,
+  ) -> MultiprocessCluster:
+    """Joins the run at `place`. Raises ConfigError if no supervisor answers there, and RunEnded if it does not let this
+    process join."""
     _join_slice(cfg, environment, place)
     world = world_lib.of_jax()
-    exchange = Exchange(place.member, place.token, _warn, host=place.host, connect_seconds=_CONNECT_SECONDS)
-    try:
-      membership = Membership(
-        place.supervisor,
-        place.token,
-        member=place.member,
-        lane=place.lane,
-        lanes=place.lanes,
-        address=exchange.address,
-        interrupt=exchange.interrupt,
-        warn=_warn,
-      )
-    except (OSError, WireError) as error:
-      raise ConfigError(
-        f"{SUPERVISOR}={place.supervisor}: cannot join the run there: {error}.\nStart the run with "
-        "`python -m trainer.launch.local`, which starts the supervisor."
-      ) from error
-    peers = Peers(membership, exchange, place.lane)
-    welcome = membership.next()
-    assert welcome is not None
-    peers.handle(welcome)
-    return cls(tuple(host_devices.find(environment)), cfg.num_slices, world, peers, place.run_id)
+    peers = _join_run(place)
+    return cls(tuple(host_devices.find(environment)), cfg.num_slices, world, peers, place, supervisor)
 
   @property
   def num_slices(self) -> int:
     return self._num_slices
 
   @property
-  def fault_target(self) -> FaultTarget:
-    return self
+  def fault_target(self) -> FaultTarget | None:
+    return self if self._place.can_rehearse else None
 
   def lose(self, slice_id: int, seconds: float | None = None) -> None:
     """The supervisor kills the member's processes."""
@@ -128,7 +126,7 @@ class MultiprocessCluster(Cluster):
     return frozenset()
 
   def watch(self, *, busy: Callable[[], str], noticed: Callable[[], bool]) -> None:
-    self.peers.membership.watch(busy=busy, noticed=noticed)
+    self.peers.membership.watch(busy=busy, noticed=lambda: noticed() or os.getppid() != self._launcher)
 
   def finished(self, code: int) -> None:
     self.peers.finished(code)
@@ -136,9 +134,63 @@ class MultiprocessCluster(Cluster):
   def stop(self) -> None:
     self.peers.membership.close()
     self.peers.exchange.close()
+    if self._supervisor is not None:
+      self._supervisor.close(over=self.peers.ended is not None)
     if self.world.size > 1:
       with contextlib.suppress(RuntimeError):  # another process of the slice has died
         jax.distributed.shutdown()
+
+
+def _join_run(place: Place) -> Peers:
+  """The members of the run, as this process sees them when the supervisor has let it join.
+
+  Raises ConfigError if no supervisor answers within the time limit, and RunEnded if it refuses.
+  """
+  deadline = time.monotonic() + place.wait_seconds
+  while True:
+    channel = _connect(place, deadline)
+    host = place.host or channel.local_host
+    exchange = Exchange(place.member, place.token, _warn, host=host, connect_seconds=_CONNECT_SECONDS)
+    membership = Membership(
+      channel,
+      member=place.member,
+      lane=place.lane,
+      lanes=place.lanes,
+      address=exchange.address,
+      interrupt=exchange.interrupt,
+      warn=_warn,
+    )
+    peers = Peers(membership, exchange, place.lane)
+    try:
+      welcome = membership.next()
+      assert welcome is not None
+      peers.handle(welcome)
+      return peers
+    except SupervisorLost:  # perhaps the supervisor of the group before this one, which was about to end
+      membership.close()
+      exchange.close()
+      _pause(place, deadline, "it has closed the connection")
+
+
+def _connect(place: Place, deadline: float) -> Channel:
+  """A connection to the supervisor. Raises ConfigError if there is none at `deadline` (time.monotonic seconds)."""
+  while True:
+    reasons = []
+    for address in place.supervisors:
+      try:
+        return wire.connect(address, place.token)
+      except (OSError, WireError) as error:
+        reasons.append(f"{address}: {error}")
+    _pause(place, deadline, "; ".join(dict.fromkeys(reasons)))
+
+
+def _pause(place: Place, deadline: float, reason: str) -> None:
+  """Waits before the next attempt to join. Raises ConfigError at the deadline."""
+  if time.monotonic() >= deadline:
+    raise ConfigError(
+      f"{SUPERVISOR}={','.join(place.supervisors)}: cannot join the run there: {reason}.\n{place.remedy}"
+    )
+  time.sleep(_RETRY_SECONDS)
 
 
 def _warn(line: str) -> None:
@@ -146,7 +198,9 @@ def _warn(line: str) -> None:
 
 
 def _join_slice(cfg: ClusterSection, environment: Mapping[str, str], place: Place) -> None:
-  """Forces the slice's host devices on a CPU, and joins the other processes of the slice."""
+  """Chooses the devices of this process, and joins the other processes of the slice."""
+  if place.gpu is not None:
+    jax.config.update("jax_cuda_visible_devices", str(place.gpu))
   host_devices.force(max(cfg.devices_per_slice, 1), place.lanes, environment)
   if place.lanes > 1:
     jax.distributed.initialize(

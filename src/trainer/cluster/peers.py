@@ -63,6 +63,7 @@ class Peers:
     self.fresh: tuple[int, ...] = ()  # members that have no state yet
     self.source = -1  # the member that sends them the state
     self.primary = -1
+    self.run_id = ""  # of the run, if its folder does not exist yet
     self.stopping = False  # the last commit ends the run
     self.left = False  # the last commit has taken this member out of the run
     self.ended: int | None = None  # the exit code of the run, once the supervisor has ended it
@@ -100,6 +101,7 @@ class Peers:
     """Takes in one message. Returns the commit if it is one. Raises RunEnded."""
     kind = received["kind"]
     if kind == "welcome":
+      self.run_id = received["run_id"]
       self._set_primary(int(received["primary"]))
     elif kind in ("world", "hold"):
       self._change_world(received)

@@ -43,10 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"error: {error}", file=sys.stderr)
     return BAD_INPUT
   command = [sys.executable, "-m", "trainer", *arguments]
-  supervisor = Supervisor(
-    command, config, slices=options.slices, spares=options.spares, lanes=options.processes_per_slice
-  )
-  return supervisor.run()
+  return Supervisor(command, config, spares=options.spares, lanes=options.processes_per_slice).run()
 
 
 def _refuse_other(arguments: list[str], key: str, ours: str) -> None:

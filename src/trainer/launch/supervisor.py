@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import signal
 import threading
-import time
 from collections.abc import Sequence
 from types import FrameType
 
@@ -13,10 +12,10 @@ from trainer.cluster import inherited_environment
 from trainer.config.schema import Config
 from trainer.launch.ports import free_port
 from trainer.launch.workers import Workers
-from trainer.membership.coordinator import Coordinator
 from trainer.membership.environment import Place
+from trainer.membership.rules import RunRules
 from trainer.membership.server import Server
-from trainer.signals import INTERRUPTED, PREEMPTED
+from trainer.signals import INTERRUPTED
 
 FAILED, BAD_INPUT = 1, 2
 _END_SECONDS = 30.0  # from the end of the run to the end of the last process
@@ -32,25 +31,12 @@ def log(line: str) -> None:
 class Supervisor:
   """One run on this host: its supervisor, and the workers of its members."""
 
-  def __init__(self, command: Sequence[str], config: Config, *, slices: int, spares: int, lanes: int) -> None:
+  def __init__(self, command: Sequence[str], config: Config, *, spares: int, lanes: int) -> None:
     """command: of a worker. lanes: processes per slice."""
-    self._lanes, self._token, self._run_id = lanes, secrets.token_bytes(32), secrets.token_hex(6)
-    elastic = config.elastic
-    least = elastic.elastic_min_slice_count if elastic.elastic_enabled else slices
-    balanced = elastic.elastic_numerics == "balanced"
-    shares = slices * (config.optimizer.gradient_accumulation_steps if balanced else 1)
-    self._coordinator = Coordinator(
-      slices,
-      slices if least == -1 else least,
-      clock=time.monotonic,
-      wall=time.time,
-      shares=shares,
-      timeout=elastic.elastic_timeout_seconds,
-      join_interval=elastic.elastic_min_resize_interval_seconds,
-    )
-    self._restarts = elastic.elastic_enabled
+    self._lanes, self._token = lanes, secrets.token_bytes(32)
+    self._coordinator = RunRules.of(config).coordinator(secrets.token_hex(6))
     self._server = Server(self._coordinator, self._token, kill=self._kill, fault=self._fault, log=log)
-    self._workers = Workers(command, self._environments, range(slices + spares), ended=self._ended)
+    self._workers = Workers(command, self._environments, range(config.cluster.num_slices + spares), ended=self._ended)
     self._progress: dict[int, str] = {}  # by member: the last committed round when it ended last
     self._failures: dict[int, int] = {}
     self._interrupted = threading.Event()
@@ -81,10 +67,9 @@ class Supervisor:
     return [
       inherited_environment(
         Place(
-          self._server.address,
+          (self._server.address,),
           self._token,
           member,
-          self._run_id,
           lane,
           self._lanes,
           slice_coordinator=coordinator,
@@ -107,8 +92,6 @@ class Supervisor:
       self._server.end(BAD_INPUT, "")
     elif self._failures[member] >= _MOST_FAILURES:
       self._server.end(FAILED, f"Member {member} has failed {_MOST_FAILURES} times without a new step.")
-    elif not self._restarts:
-      self._server.end(FAILED if code != PREEMPTED else code, f"Member {member} {reason}, and elastic_enabled=false.")
     elif (pause := self._workers.restart(member, progress=progress)) is not None:
       log(f"Member {member} {reason}. Starting it again in {pause:.1f} s.")
 

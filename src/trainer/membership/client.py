@@ -7,9 +7,8 @@ import queue
 import threading
 from collections.abc import Callable
 
-from trainer.membership import wire
 from trainer.membership.messages import FROM_SUPERVISOR, Message, check, message
-from trainer.membership.wire import WireError
+from trainer.membership.wire import Channel, WireError
 
 _BEAT_SECONDS = 0.5
 _INTERRUPTING = ("world", "hold", "regather", "end")
@@ -24,8 +23,7 @@ class Membership:
 
   def __init__(
     self,
-    supervisor: str,
-    token: bytes,
+    channel: Channel,
     *,
     member: int,
     lane: int,
@@ -34,10 +32,8 @@ class Membership:
     interrupt: Callable[[int], None],
     warn: Callable[[str], None],
   ) -> None:
-    """supervisor: "host:port". address: where the exchange of this process listens. interrupt(epoch): ends exchanges of
-    epochs before this one; called from a thread when the members change. warn takes a line for people.
-
-    Raises OSError or WireError."""
+    """channel: to the supervisor. address: where the exchange of this process listens. interrupt(epoch): ends exchanges
+    of epochs before this one; called from a thread when the members change. warn takes a line for people."""
     self.member = member
     self.connected = True
     self.leaving = False  # the supervisor knows that this process has SIGTERM
@@ -46,8 +42,8 @@ class Membership:
     self._busy: Callable[[], str] = lambda: ""
     self._noticed: Callable[[], bool] = lambda: False
     self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-    self._channel = wire.connect(supervisor, token)
-    self._channel.send(message("hello", member=member, lane=lane, lanes=lanes, address=address))
+    self._channel = channel
+    self.send("hello", member=member, lane=lane, lanes=lanes, address=address)
     self._closed = threading.Event()
     self._receiver = threading.Thread(target=self._receive, name="messages of the supervisor", daemon=True)
     self._receiver.start()

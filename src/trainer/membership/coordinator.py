@@ -86,13 +86,17 @@ class Coordinator:
     *,
     clock: Callable[[], float],
     wall: Callable[[], float] = lambda: 0.0,
+    run_id: str = "",
     shares: int | None = None,
     expected: int | None = None,
     timeout: float = 300.0,
     join_interval: float = 0.0,
     hang_seconds: float = 5.0,
+    elastic: bool = True,
   ) -> None:
     """total: the most active members. minimum: the fewest active members. shares: of a step's work (default: total).
+    run_id: of a run whose folder does not exist yet. elastic: whether the run goes on without a member that is lost or
+    leaves; otherwise a loss ends the run with code 1, and SIGTERM to one member is a request to all.
 
     expected: members that a start waits for (default: total); after `timeout` seconds `minimum` members are enough.
     timeout is also the longest wait for members of a run that holds. join_interval: shortest time from the last change
@@ -101,7 +105,7 @@ class Coordinator:
     assert 1 <= minimum <= total, (minimum, total)
     self._total, self._minimum, self._expected = total, minimum, expected or total
     self._clock, self._wall, self._shares = clock, wall, shares or total
-    self._timeout, self._join_interval = timeout, join_interval
+    self._timeout, self._join_interval, self._elastic, self._run_id = timeout, join_interval, elastic, run_id
     self._members: dict[int, _Member] = {}  # connected
     self._waits_since = clock()  # of gathering and holding
     self._changed_at = -float("inf")  # last change of the active members, other than the first epoch
@@ -136,7 +140,7 @@ class Coordinator:
     self.pulse.beat(member)
     if self.primary < 0:
       self.primary = member
-    return [Send(member, message("welcome", primary=self.primary))]
+    return [Send(member, message("welcome", primary=self.primary, run_id=self._run_id))]
 
   def ready(self, member: int, lane: int, newest: int) -> Effects:
     """`member` can compute. It can restore the step `newest` from its own backups (0: none)."""
@@ -196,6 +200,8 @@ class Coordinator:
     """`member` has SIGTERM."""
     if member not in self.active:  # it has no work that it could finish
       return [Send(member, message("end", code=42, reason=""))] if member in self._members else []
+    if not self._elastic:
+      return self.stop()
     self._leaving.add(member)
     if self.phase == "holding":
       return self._world(force=True)
@@ -236,6 +242,8 @@ class Coordinator:
       return self._lead()
     if self.phase not in ("running", "holding") or not was_active:
       return []
+    if not self._elastic and not self.stopping:
+      return self.end(1, f"Member {member} {reason}, and elastic_enabled=false.")
     self._lost[member] = (reason, self._wall() - seconds)
     if not self.live:
       return self._regather()

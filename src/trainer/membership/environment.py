@@ -14,54 +14,56 @@ LANE = "TRAINER_LANE"
 LANES = "TRAINER_LANES"
 HOST = "TRAINER_HOST"
 SLICE_COORDINATOR = "TRAINER_SLICE_COORDINATOR"
-RUN_ID = "TRAINER_RUN_ID"
+
+_HOW_TO_START = "Start the run with `python -m trainer.launch.local --slices N config.yml key=value`"
 
 
 @dataclass(frozen=True)
 class Place:
   """Where the run is, and who this process is in it."""
 
-  supervisor: str  # host:port
+  supervisors: tuple[str, ...]  # host:port; the supervisor listens at one of them
   token: bytes  # of the job: whoever has it may join
   member: int  # number of the slice, from 0
-  run_id: str  # of a run whose folder does not exist yet: the same for all members
   lane: int = 0  # number of the process within its slice
   lanes: int = 1  # processes of a slice
-  host: str = "127.0.0.1"  # address of this host, where the other members connect to
+  host: str = ""  # address of this host, where the other members connect to; "": where the supervisor is reached from
   slice_coordinator: str = ""  # host:port of jax.distributed within the slice; "" with one process per slice
+  gpu: int | None = None  # the only GPU of this host that this process uses; None: all that it sees
+  wait_seconds: float = 0.0  # how long the supervisor may take to listen
+  can_rehearse: bool = True  # whether the supervisor can kill and stop this process, as a rehearsed fault
+  remedy: str = f"{_HOW_TO_START}, which starts the supervisor."  # if the supervisor cannot be reached
 
   def environment(self) -> dict[str, str]:
     """The variables that `read` turns into this place."""
     return {
-      SUPERVISOR: self.supervisor,
+      SUPERVISOR: ",".join(self.supervisors),
       TOKEN: self.token.hex(),
       MEMBER: str(self.member),
       LANE: str(self.lane),
       LANES: str(self.lanes),
       HOST: self.host,
-      RUN_ID: self.run_id,
       SLICE_COORDINATOR: self.slice_coordinator,
     }
 
   @classmethod
   def read(cls, environment: Mapping[str, str]) -> Place:
     """The place that the environment describes. Raises ConfigError if it describes none."""
-    needed = (SUPERVISOR, TOKEN, MEMBER, RUN_ID)
+    needed = (SUPERVISOR, TOKEN, MEMBER)
     missing = [name for name in needed if not environment.get(name)]
     if missing:
       raise ConfigError(
         f"cluster=multiprocess: the environment lacks {', '.join(missing)}, which a launcher sets.\n"
-        "Start the run with `python -m trainer.launch.local --slices N config.yml key=value`."
+        f"{_HOW_TO_START}, or with torchrun."
       )
     try:
       place = cls(
-        environment[SUPERVISOR],
+        tuple(environment[SUPERVISOR].split(",")),
         bytes.fromhex(environment[TOKEN]),
         int(environment[MEMBER]),
-        environment[RUN_ID],
         int(environment.get(LANE) or 0),
         int(environment.get(LANES) or 1),
-        environment.get(HOST) or "127.0.0.1",
+        environment.get(HOST, ""),
         environment.get(SLICE_COORDINATOR, ""),
       )
     except ValueError as error:

@@ -14,7 +14,8 @@ From a member to the supervisor
   beat      busy: what it does besides steps ("save"), or "": a sign of life
   fault     action ("lose", "hang", "give_back"), target, seconds: a rehearsed fault that the supervisor shall cause
 From the supervisor to a member
-  welcome   primary: the answer to `hello`; this member writes the records until a `world` says otherwise
+  welcome   primary, run_id: the answer to `hello`; this member writes the records until a `world` says otherwise.
+            run_id: the id of the run, if its folder does not exist yet
   lead      restore the newest state of your own backups, unless you have a state, and answer with `restored`
   world     epoch, members {id: address of each lane}, shares {id: shares}, fresh, source, primary,
             lost {id: [reason, wall time]}: a new epoch begins. The members in `fresh` have no state yet: `source`
@@ -57,7 +58,7 @@ FROM_MEMBER: Mapping[str, FieldTypes] = {
 }
 _WORLD: FieldTypes = {"epoch": int, "primary": int, "lost": dict}
 FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
-  "welcome": {"primary": int},
+  "welcome": {"primary": int, "run_id": str},
   "lead": {},
   "world": {**_WORLD, "members": dict, "shares": dict, "fresh": list, "source": int},
   "hold": {**_WORLD, "members": list},

@@ -11,12 +11,13 @@ from collections.abc import Callable
 
 from trainer.membership import wire
 from trainer.membership.coordinator import Coordinator, Effects, Kill, Note, Send
-from trainer.membership.messages import FROM_MEMBER, Message, check, step_of
+from trainer.membership.messages import FROM_MEMBER, Message, check, message, step_of
 from trainer.membership.wire import HANDSHAKE_SECONDS, Channel, WireError
+from trainer.signals import PREEMPTED
 
 _TICK_SECONDS = 0.1
 _MAX_STRANGERS = 64  # connections that have not said hello yet; the oldest one makes room for another
-_BACKLOG = 64
+BACKLOG = 64
 _CLOSE_SECONDS = 5.0
 
 FaultHandler = Callable[[str, int, float | None], None]
@@ -30,14 +31,14 @@ class Server:
     coordinator: Coordinator,
     token: bytes,
     *,
-    host: str = "127.0.0.1",
-    port: int = 0,
+    listener: socket.socket | None = None,
     kill: Callable[[int, str], None],
     fault: FaultHandler = lambda action, member, seconds: None,
     log: Callable[[str], None] = lambda line: None,
   ) -> None:
-    """kill(member, reason): ends the processes of a hung member. fault(action, member, seconds): causes a rehearsed
-    fault. Both return at once. log takes a line for people. All are called from threads."""
+    """listener: bound; by default on a free port of the loopback address. kill(member, reason): ends the processes of a
+    hung member. fault(action, member, seconds): causes a rehearsed fault. Both return at once. log takes a line for
+    people. All are called from threads."""
     self.coordinator = coordinator
     self._token, self._kill, self._fault, self._log = token, kill, fault, log
     self._lock = threading.RLock()
@@ -46,8 +47,8 @@ class Server:
     self._threads: set[threading.Thread] = set()
     self._closed = threading.Event()
     self.over = threading.Event()
-    self._listener = socket.create_server((host, port), backlog=_BACKLOG)
-    self.address = f"{host}:{self._listener.getsockname()[1]}"
+    self._listener = listener or socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+    self.address = "{}:{}".format(*self._listener.getsockname()[:2])
     self._start("supervisor listens", self._listen)
     self._start("supervisor ticks", self._tick)
 
@@ -132,7 +133,9 @@ class Server:
         if self._strangers.pop(sock, None) is None or self._closed.is_set():
           raise WireError("came too late")
         if (member, lane) in self._channels:
-          raise WireError(f"says that it is member {member}, lane {lane}, which has a connection already")
+          reason = f"says that it is member {member}, lane {lane}, which has a connection already"
+          channel.send(message("end", code=PREEMPTED, reason=f"The supervisor refuses this process: it {reason}."))
+          raise WireError(reason)
         effects = self.coordinator.hello(member, lane, lanes, address)
         self._channels[member, lane] = channel
         self._carry_out(effects)

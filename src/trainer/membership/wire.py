@@ -68,6 +68,11 @@ class Channel:
       raise WireError("sent a message that is not an object")
     return message
 
+  @property
+  def local_host(self) -> str:
+    """The address of this host on the way to the other side."""
+    return str(self._socket.getsockname()[0])
+
   def close(self) -> None:
     """Ends the connection. A thread that waits in `receive` gets None."""
     with contextlib.suppress(OSError):  # the other side was faster

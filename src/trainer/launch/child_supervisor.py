@@ -1,0 +1,63 @@
+"""The supervisor of a run whose workers another launcher starts: `python -m trainer.launch.child_supervisor`.
+
+The first worker starts it as a child process, and gives it a line of JSON on stdin: token, expected (workers that a
+start waits for), rules (membership.rules.RunRules), listener (an open socket) and parent (its process id). It ends with
+the run, or with its parent; the other workers then save the state and end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from trainer.membership.rules import RunRules
+from trainer.membership.server import Server
+
+_POLL_SECONDS = 0.1
+_END_SECONDS = 10.0  # from the end of the run until the last worker has closed its connection
+
+
+def main() -> int:
+  """Supervises the run until it or the parent ends. Returns 0."""
+  job = json.loads(sys.stdin.readline())
+  coordinator = RunRules(**job["rules"]).coordinator(secrets.token_hex(6), job["expected"])
+  listener = socket.socket(fileno=job["listener"])
+  server = Server(coordinator, bytes.fromhex(job["token"]), listener=listener, kill=_leave_to_launcher, log=_log)
+  _on_sigterm(server.stop)
+  while os.getppid() == job["parent"] and not server.over.wait(_POLL_SECONDS):
+    pass
+  deadline = time.monotonic() + (_END_SECONDS if server.over.is_set() else 0.0)
+  while server.connected and time.monotonic() < deadline:
+    time.sleep(_POLL_SECONDS)
+  server.close()
+  return 0
+
+
+def _leave_to_launcher(member: int, reason: str) -> None:
+  """The process of a hung member may be on another host. The run goes on without it."""
+
+
+def _on_sigterm(stop: Callable[[], None]) -> None:
+  """Calls `stop` at SIGTERM, in a thread: the handler may have interrupted one that holds a lock of the server."""
+
+  def handle(number: int, frame: FrameType | None) -> None:
+    threading.Thread(target=stop, name="stop", daemon=True).start()
+
+  signal.signal(signal.SIGTERM, handle)
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers
+
+
+def _log(line: str) -> None:
+  print(f"supervisor: {line}", flush=True)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -29,8 +29,9 @@ class ProcessRun(Run):
     """options: of trainer.launch.local, besides --slices."""
     super().__init__(folder, [*KEYS, *keys])
     self.keys = [key for key in self.keys if not key.startswith("num_slices=")]
+    self.slices = slices
     self._options = ["--slices", str(slices), *options]
-    self._mark = f"{folder}.{time.time_ns()}"
+    self.mark = f"{folder}.{time.time_ns()}"
 
   def launch(self, *keys: str) -> subprocess.Popen[bytes]:
     """Starts the supervisor, which starts the slices."""
@@ -38,7 +39,7 @@ class ProcessRun(Run):
       return subprocess.Popen(
         [sys.executable, "-m", "trainer.launch.local", *self._options, *self.argv(*keys)],
         cwd=ROOT,
-        env=cpu_environment({MARK: self._mark}),
+        env=cpu_environment({MARK: self.mark}),
         stdin=subprocess.DEVNULL,
         stdout=file,
         stderr=subprocess.STDOUT,
@@ -52,7 +53,7 @@ class ProcessRun(Run):
       with contextlib.suppress(OSError, ValueError):
         text = (path / "environ").read_bytes().decode(errors="replace")
         variables = dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
-        if variables.get(MARK) == self._mark and not _is_zombie(path):
+        if variables.get(MARK) == self.mark and not _is_zombie(path):
           found[int(path.name)] = variables
     return found
 
@@ -79,12 +80,16 @@ class ProcessRun(Run):
     try:
       yield supervisor
     finally:
-      deadline = time.monotonic() + 30
-      while (left := self.processes()) and time.monotonic() < deadline:  # killed processes take a moment to end
-        for pid in left:
-          self.send(pid, signal.SIGKILL)
-        time.sleep(0.05)
+      self.end_processes()
       supervisor.wait(30)
+
+  def end_processes(self) -> None:
+    """Kills all processes of the run."""
+    deadline = time.monotonic() + 30
+    while (left := self.processes()) and time.monotonic() < deadline:  # killed processes take a moment to end
+      for pid in left:
+        self.send(pid, signal.SIGKILL)
+      time.sleep(0.05)
 
   def wait_for(self, condition: Callable[[], bool], supervisor: subprocess.Popen[bytes], seconds: float = 90) -> None:
     """Returns when the condition holds. Raises AssertionError after `seconds`, or if the run ends before."""

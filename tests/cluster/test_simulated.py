@@ -69,16 +69,6 @@ def test_impossible_slices_are_refused_at_the_start(section, message):
     cluster.start(section)
 
 
-def test_workers_of_torchrun_are_refused_before_they_write_into_one_folder(monkeypatch):
-  monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-  monkeypatch.setenv("WORLD_SIZE", "3")
-  with pytest.raises(ConfigError, match=r"WORLD_SIZE=3 workers.*not supported.*\n.*trainer\.launch\.local"):
-    cluster.start(ClusterSection())
-  assert cluster.start(ClusterSection(cluster="simulated")).kind == "simulated"
-  monkeypatch.setenv("WORLD_SIZE", "1")
-  assert cluster.start(ClusterSection()).kind == "simulated"
-
-
 def test_a_platform_that_is_not_there_is_one_message():
   run = run_python(
     "from trainer import cluster; from trainer.config.schema import ClusterSection; cluster.start(ClusterSection())",

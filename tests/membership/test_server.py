@@ -319,7 +319,11 @@ def test_a_bad_first_message_is_refused(run, hello, reason):
   before, epoch = run.state(), dict(run.coordinator._members[1].addresses)
   channel = wire.connect(run.server.address, TOKEN)
   channel.send(hello)
-  assert channel.receive() is None
+  answer = channel.receive()
+  if reason == "has a connection already":  # it may be true of a process that was restarted too early
+    assert answer is not None and answer["kind"] == "end" and answer["code"] == 42 and reason in answer["reason"]
+    answer = channel.receive()
+  assert answer is None
   channel.close()
   run.logged(reason)
   assert run.state() == before and run.coordinator._members[1].addresses == epoch

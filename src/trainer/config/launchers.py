@@ -57,9 +57,14 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
   (
     "nnodes nproc_per_node",
     "an option of torchrun",
-    _TORCHRUN + " Here, slices are counted: num_slices, and elastic_min_slice_count for the minimum.",
+    _TORCHRUN + " Each of its workers is a slice: set num_slices to the most workers, and elastic_min_slice_count for "
+    "the minimum.",
   ),
-  ("max_restarts", "an option of torchrun", _TORCHRUN + " Here, elastic_max_retries limits the recoveries."),
+  (
+    "max_restarts",
+    "an option of torchrun",
+    _TORCHRUN + " It limits the restarts of each node's workers.",
+  ),
   (
     "rdzv_id rdzv_backend rdzv_endpoint rdzv_conf node_rank master_addr master_port local_addr standalone start_method "
     "role log_dir redirects tee no_python run_path monitor_interval",

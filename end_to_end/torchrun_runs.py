@@ -1,0 +1,73 @@
+"""Runs that the real torchrun starts: several nodes on this machine, each with an agent and one worker."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from end_to_end.command import ROOT, cpu_environment
+from end_to_end.process_runs import MARK, ProcessRun
+
+from trainer.launch.ports import free_port
+
+SUPERVISOR = "trainer.launch.child_supervisor"
+
+
+class TorchrunRun(ProcessRun):
+  """A run of several slices, each on a node of its own as far as torchrun knows."""
+
+  def __init__(self, folder: Path, keys: Sequence[str], *, slices: int = 3, restarts: int = 3) -> None:
+    super().__init__(folder, [*keys, f"num_slices={slices}"], slices=slices)
+    self._torchrun = [
+      *(sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{slices}", "--nproc-per-node=1"),
+      *(f"--max-restarts={restarts}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"),
+      # A group is complete when all nodes are there, or this long after the fewest are there.
+      *("--rdzv-id=run", "--local-addr=127.0.0.1", "--rdzv-conf=last_call_timeout=3", "-m", "trainer"),
+    ]
+
+  def argv(self, *keys: str) -> list[str]:
+    return [*super().argv(*keys), f"num_slices={self.slices}"]
+
+  def launch(self, *keys: str) -> subprocess.Popen[bytes]:
+    """Starts the agent of one more node."""
+    changes = {MARK: self.mark, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    with self.log.open("ab") as file:
+      return subprocess.Popen(
+        [*self._torchrun, *self.argv(*keys)],
+        cwd=ROOT,
+        env=cpu_environment(changes),
+        stdin=subprocess.DEVNULL,
+        stdout=file,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+      )
+
+  @contextlib.contextmanager
+  def nodes(self, count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The agents of `count` nodes; the block may add others. At its end no process of the run is left."""
+    with self.launched() as first:
+      agents = [first, *(self.launch() for _ in range(count - 1))]
+      yield agents
+      self.end_processes()
+      for agent in agents:
+        agent.wait(30)
+
+  def workers(self) -> dict[int, int]:
+    """{rank: process id} of the living workers."""
+    return {int(env["RANK"]): pid for pid, env in self._workers().items()}
+
+  def group(self) -> list[int]:
+    """The sizes of the groups of the living workers, one for each worker."""
+    return [int(env["WORLD_SIZE"]) for env in self._workers().values()]
+
+  def _workers(self) -> dict[int, dict[str, str]]:
+    """{process id: its environment} of the living workers."""
+    found = {}
+    for pid, env in self.processes().items():
+      with contextlib.suppress(OSError):
+        if "RANK" in env and SUPERVISOR not in Path(f"/proc/{pid}/cmdline").read_text():
+          found[pid] = env
+    return found

@@ -1,0 +1,120 @@
+"""The place of a process that torchrun has started, read from environments; no process is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import socket
+
+import pytest
+
+from trainer import cluster
+from trainer.cluster import torchrun
+from trainer.cluster.torchrun import Worker
+from trainer.config.errors import ConfigError
+from trainer.config.schema import ClusterSection
+from trainer.membership.rules import RunRules
+
+# As torchrun --nnodes=3 --nproc-per-node=1 sets it for the worker of the second node.
+GROUP = {
+  "RANK": "1",
+  "WORLD_SIZE": "3",
+  "LOCAL_RANK": "0",
+  "LOCAL_WORLD_SIZE": "1",
+  "GROUP_RANK": "1",
+  "GROUP_WORLD_SIZE": "3",
+  "MASTER_ADDR": "127.0.0.1",
+  "MASTER_PORT": "29400",
+  "TORCHELASTIC_RUN_ID": "job",
+  "TORCHELASTIC_RESTART_COUNT": "0",
+  "TORCHELASTIC_MAX_RESTARTS": "3",
+}
+RULES = RunRules(3, 1, 3, 300.0, 0.0, True)
+
+
+@pytest.fixture
+def environment(monkeypatch):
+  def set_variables(**changes: str) -> None:
+    for name, value in (GROUP | changes).items():
+      monkeypatch.setenv(name, value)
+
+  return set_variables
+
+
+def test_every_worker_of_a_group_finds_the_same_supervisor():
+  workers = [Worker.read(GROUP | {"RANK": str(rank)}) for rank in range(3)]
+  places = [worker.place(wait_seconds=1.0) for worker in workers]
+  assert [place.member for place in places] == [0, 1, 2]
+  assert len({(place.supervisors, place.token) for place in places}) == 1
+  assert all(address.startswith("127.0.0.1:2") for address in places[0].supervisors)
+  assert not any(place.can_rehearse for place in places) and {place.gpu for place in places} == {None}
+
+
+def test_restarts_of_a_node_do_not_separate_it_from_the_others():
+  """Each torchrun counts the restarts that its own workers have caused."""
+  restarted = Worker.read(GROUP | {"TORCHELASTIC_RESTART_COUNT": "2", "GROUP_RANK": "2", "RANK": "2"})
+  assert restarted.token == Worker.read(GROUP).token
+
+
+def test_another_run_or_group_has_another_token_and_other_ports():
+  changes = [{}, {"TORCHELASTIC_RUN_ID": "other"}, {"MASTER_PORT": "29401"}, {"MASTER_ADDR": "::1"}]
+  changes.append({"TRAINER_TOKEN": "secret"})
+  workers = [Worker.read(GROUP | change) for change in changes]
+  for one, other in itertools.combinations(workers, 2):
+    assert one.token != other.token and not set(one.ports) & set(other.ports)
+
+
+def test_each_of_several_workers_on_a_node_has_a_gpu_of_its_own():
+  places = [
+    Worker.read(GROUP | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3", "RANK": str(rank)}).place(1.0)
+    for rank in range(3)
+  ]
+  assert [(place.member, place.gpu) for place in places] == [(0, 0), (1, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(
+  "change",
+  [{"RANK": "3"}, {"RANK": "x"}, {"RANK": ""}, {"MASTER_PORT": "0"}, {"MASTER_ADDR": ""}, {"LOCAL_WORLD_SIZE": "4"}],
+)
+def test_an_environment_that_torchrun_would_not_set_is_refused(change):
+  with pytest.raises(ConfigError, match=r"the environment has \{'RANK'"):
+    Worker.read(GROUP | change)
+
+
+def test_rank_0_listens_on_the_first_free_port_of_its_group():
+  worker = Worker.read(GROUP | {"RANK": "0"})
+  with torchrun._listen(worker) as first:
+    assert first.getsockname() == ("127.0.0.1", worker.ports[0])
+    with torchrun._listen(worker) as second:
+      assert second.getsockname() == ("127.0.0.1", worker.ports[1])
+
+
+def test_rank_0_on_another_host_than_master_addr_is_refused():
+  with pytest.raises(ConfigError, match=r"MASTER_ADDR=192\.0\.2\.1: rank 0 cannot listen there"):
+    torchrun._listen(Worker.read(GROUP | {"RANK": "0", "MASTER_ADDR": "192.0.2.1"}))
+
+
+@pytest.mark.parametrize(
+  ("workers", "num_slices", "kind"), [("3", 3, "multiprocess"), ("1", 3, "multiprocess"), ("1", 1, "simulated")]
+)
+def test_a_group_of_one_worker_may_be_what_is_left_of_several(workers, num_slices, kind):
+  assert cluster._find(ClusterSection(num_slices=num_slices), GROUP | {"WORLD_SIZE": workers}) == kind
+
+
+def test_slices_must_be_counted_before_anything_starts(environment):
+  environment(RANK="0")
+  with pytest.raises(ConfigError, match=r"num_slices=0: .*\nSet num_slices to the number of slices"):
+    cluster.start(ClusterSection(), RULES)
+
+
+def test_a_group_that_is_too_small_for_a_run_that_is_not_elastic_is_refused(environment):
+  environment(RANK="0", WORLD_SIZE="2")
+  with pytest.raises(ConfigError, match=r"torchrun has started 2 workers.*\nSet elastic_enabled=true"):
+    cluster.start(ClusterSection(num_slices=3), dataclasses.replace(RULES, elastic=False))
+
+
+def test_a_supervisor_that_never_listens_is_one_message(environment):
+  with socket.create_server(("127.0.0.1", 0)) as free:
+    environment(MASTER_PORT=str(free.getsockname()[1]), LOCAL_WORLD_SIZE="1")
+  with pytest.raises(ConfigError, match=r"(?s)cannot join the run there.*MASTER_ADDR=127\.0\.0\.1.*--local-addr"):
+    cluster.start(ClusterSection(num_slices=3), dataclasses.replace(RULES, timeout=0.1))

@@ -1,0 +1,53 @@
+"""Slices that the real torchrun starts: killed, restarted in groups of other sizes, and compared. Needs torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+
+import pytest
+from end_to_end.command import differences
+from end_to_end.torchrun_runs import TorchrunRun
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+SLOW = 240  # seconds: every start of an agent imports torch
+
+
+@pytest.mark.timeout(600)
+def test_losses_and_groups_of_every_size_change_nothing(compiled, tmp_path):
+  """A node loses its agent, rank 0 is killed, a group of two starts, and a third node joins. Oracle: one worker."""
+  keys = [compiled, "eval_interval=50", "eval_steps=2"]
+  run = TorchrunRun(tmp_path / "run", [*keys, "steps=1000000"])
+  with run.nodes(3) as agents:
+
+    def trains(size: int) -> None:
+      """Returns when a group of this size has trained."""
+      run.wait_for(lambda: run.group() == [size] * size, agents[0], SLOW)
+      starts = run.count("init_done")
+      step = run.last_step
+      run.wait_for(lambda: run.last_step >= step + 5 and run.count("init_done") >= starts, agents[0], SLOW)
+
+    trains(3)
+    third = run.workers()[2]
+    agents[2].kill()  # its worker leaves in good order, and nobody restarts the others
+    run.wait_for(lambda: third not in run.processes(), agents[0])
+    assert run.group() == [3, 3]
+    step = run.last_step
+    run.wait_for(lambda: run.last_step >= step + 5, agents[0])
+    os.kill(run.workers()[0], signal.SIGKILL)  # the supervisor ends with it
+    trains(2)
+    agents.append(run.launch())
+    trains(3)
+    for agent in (agents[0], agents[1], agents[3]):
+      agent.terminate()
+    run.wait_for_processes(SLOW)
+  last = run.last_step
+  assert run.steps() == list(range(1, last + 1)) and run.committed_steps()[-1] == last, run.tail()
+
+  single = TorchrunRun(tmp_path / "single", [*keys, f"steps={last}"])
+  with single.nodes(1) as (agent,):
+    assert agent.wait(SLOW) == 0, single.tail()
+  assert {record["slices"] for record in single.records("metrics") if "loss" in record} == {1}
+  assert differences(run, single, last) == []
+  assert run.evaluations().items() <= single.evaluations().items()

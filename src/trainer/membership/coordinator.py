@@ -243,7 +243,7 @@ class Coordinator:
     if self.phase not in ("running", "holding") or not was_active:
       return []
     if not self._elastic and not self.stopping:
-      return self.end(1, f"Member {member} {reason}, and elastic_enabled=false.")
+      return self.end(1, f"Member {member} is lost ({reason}), and elastic_enabled=false.")
     self._lost[member] = (reason, self._wall() - seconds)
     if not self.live:
       return self._regather()

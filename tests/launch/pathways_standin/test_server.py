@@ -1,0 +1,239 @@
+"""The server as a process: who may use it, how it starts and ends, and what it answers to clients that are not JAX."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from trainer import standin
+from trainer.launch.pathways_standin import messages as messages_lib
+from trainer.launch.pathways_standin.__main__ import main
+from trainer.launch.pathways_standin.control import main as control_main
+
+SERVICE = "/xla.ifrt.proxy.GrpcIfrtService/"
+
+
+@pytest.fixture(scope="module")
+def messages():
+  return messages_lib.load()
+
+
+@pytest.fixture
+def channel(server):
+  with grpc.insecure_channel(server.address.removeprefix("grpc://")) as opened:
+    yield opened
+
+
+def get_version(channel, messages, protocol=(16, 25), serdes=(2, 6)):
+  request = messages.proxy("GrpcGetVersionRequest")()
+  request.min_version.protocol_version, request.max_version.protocol_version = protocol
+  request.min_version.ifrt_serdes_version_number, request.max_version.ifrt_serdes_version_number = serdes
+  call = channel.unary_unary(
+    SERVICE + "GetVersion",
+    request_serializer=lambda message: message.SerializeToString(),
+    response_deserializer=messages.proxy("GrpcGetVersionResponse").FromString,
+  )
+  return call(request, timeout=30)
+
+
+@pytest.fixture
+def ask(channel, messages):
+  """ask(name, **fields): the response to a request in a session of its own."""
+  requests = queue.SimpleQueue()
+  metadata = messages.proxy("GrpcIfrtSessionMetadata")()
+  metadata.version.protocol_version = 25
+  call = channel.stream_stream(
+    SERVICE + "IfrtSession",
+    request_serializer=lambda message: message.SerializeToString(),
+    response_deserializer=messages.proxy("IfrtResponse").FromString,
+  )
+  responses = call(
+    iter(requests.get, None),
+    metadata=[("ifrt-proxy-grpc-ifrt-session-metadata-bin", metadata.SerializeToString())],
+    timeout=60,
+  )
+
+  def send(name, **fields):
+    request = messages.proxy("IfrtRequest")()
+    request.request_metadata.op_id = 7
+    getattr(request, name).SetInParent()
+    getattr(request, name).MergeFrom(type(getattr(request, name))(**fields))
+    requests.put(request)
+    response = next(responses)
+    assert response.response_metadata.op_id == 7
+    return response
+
+  yield send
+  requests.put(None)
+
+
+def test_a_client_of_another_jaxlib_is_refused_in_one_sentence(channel, messages):
+  with pytest.raises(grpc.RpcError) as caught:
+    get_version(channel, messages, serdes=(0, 1))
+  assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+  assert "(16, 25, 0, 1)" in caught.value.details()
+  assert "start it with the client's Python environment." in caught.value.details()
+  assert "\n" not in caught.value.details()
+
+
+@pytest.mark.parametrize("name", ["bitcast_arrays_request", "loaded_host_callback_poll_request"])
+def test_what_is_not_served_is_answered_by_name(ask, name):
+  status = ask(name).response_metadata.status
+  assert (status.code, status.message) == (12, f"{name} is not served by the Pathways stand-in")
+
+
+@pytest.mark.parametrize(
+  "name, fields, text",
+  [
+    ("check_future_request", {"future_handle": 5}, "Unknown future handle: 5"),
+    ("check_value_ready_request", {"value_handles": [6]}, "Unknown array handle: 6"),
+    ("destruct_array_request", {"array_handle": [1, 2]}, "Unknown array handle(s): 1,2"),
+    ("loaded_executable_execute_request", {"loaded_executable_handle": 3}, "Unknown loaded executable handle: 3"),
+    ("loaded_executable_fetch_execute_result_request", {"result_status_handle": 4}, "Unknown result status handle: 4"),
+  ],
+)
+def test_an_unknown_handle_is_not_found(ask, name, fields, text):
+  status = ask(name, **fields).response_metadata.status
+  assert (status.code, status.message) == (5, text)
+
+
+def test_a_handle_whose_array_could_not_be_made_keeps_the_error(ask):
+  ask("copy_arrays_request", array_handles=[11], result_handles=[12])
+  status = ask("check_value_ready_request", value_handles=[12]).response_metadata.status
+  assert (status.code, status.message) == (5, "Unknown array handle: 11")
+
+
+def test_error_arrays(ask, messages):
+  spec = messages.ifrt("ArraySpecProto")()
+  spec.dtype.kind = 11
+  sharding = messages.ifrt("SingleDeviceShardingProto")(device_id=1)
+  spec.sharding.serialized_sharding.type_name = "xla::ifrt::SingleDeviceSharding"
+  spec.sharding.serialized_sharding.data = sharding.SerializeToString()
+  error = messages.cls("tensorflow.StatusProto")(code=10, message="made on purpose")
+  made = ask("make_error_arrays_request", error=error, array_specs=[spec], array_handles=[21])
+  assert list(made.make_error_arrays_response.array_handles) == [21]
+  status = ask("check_value_ready_request", value_handles=[21]).response_metadata.status
+  assert (status.code, status.message) == (10, "made on purpose")
+
+
+@pytest.mark.parametrize(
+  "words, text",
+  [
+    (["explode"], "'explode' is no command"),
+    (["_do_kill"], "is no command"),
+    (["kill"], "kill SLICE"),
+    (["kill", "2"], "'2' is no slice. The slices are 0 to 1."),
+    (["kill", "0", "BAD"], "'BAD' is no error code"),
+    (["hang", "0", "-1"], "'-1' is no time"),
+    (["at", "soon", "drop"], "DISPATCH must be a whole number"),
+    (["at", "3", "explode"], "is no command"),
+    (["random", "1", "0"], "MEAN at least 1"),
+    ([], "is no command"),
+  ],
+)
+def test_a_wrong_command_is_explained(server, words, text):
+  with pytest.raises(standin.StandinError, match=text):
+    server.control(*words)
+
+
+def test_the_control_command(server, capsys):
+  port = server.address.rpartition(":")[2]
+  assert control_main(["--port", port, "status"]) == 0
+  assert '"dispatches"' in capsys.readouterr().out
+  assert control_main(["--port", port, "kill", "9"]) == 2
+  assert "'9' is no slice" in capsys.readouterr().err
+
+
+def test_only_the_owner_can_send_commands(server):
+  path = Path(server.control_path)
+  assert stat.S_IMODE(path.stat().st_mode) == 0o600
+  assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_folder_of_control_sockets_that_others_can_enter_is_refused(tmp_path, monkeypatch):
+  monkeypatch.setattr(standin.tempfile, "gettempdir", lambda: str(tmp_path))
+  folder = Path(standin.control_path("127.0.0.1:1")).parent
+  folder.chmod(0o755)
+  with pytest.raises(standin.StandinError, match="only its owner"):
+    standin.control_path("127.0.0.1:1")
+
+
+def test_lines_that_are_no_commands_do_not_end_the_server(server):
+  with socket.socket(socket.AF_UNIX) as sock:
+    sock.settimeout(30)
+    sock.connect(server.control_path)
+    sock.sendall(b'garbage\n\xff\xfe\n{"a": 1}\n[1, 2]\n["status"]\n')
+    answers = sock.makefile("rb")
+    assert [b'"error"' in answers.readline() for _ in range(5)] == [True] * 4 + [False]
+
+
+@pytest.mark.parametrize(
+  "arguments, text",
+  [
+    (["--slices", "0"], "--slices 0 must be at least 1"),
+    (["--devices-per-slice", "-3"], "--devices-per-slice -3 must be at least 1"),
+    (["--slices", "100", "--devices-per-slice", "100"], "10000 devices are too many"),
+    (["--port", "70000"], "--port 70000 is no port"),
+  ],
+)
+def test_wrong_arguments_end_with_2(arguments, text, capsys):
+  assert main(arguments) == 2
+  assert text in capsys.readouterr().err
+
+
+PARENT = """
+import sys, time
+from trainer.standin import start_standin
+server = start_standin(1, 1, log=open({log!r}, "w"), arguments=("--port", "0", "--at", "1000 kill 0"))
+print(server.process.pid, server.control_path, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_server_ends_with_a_killed_parent(tmp_path):
+  """Also: --at arrives, and the socket of commands is removed."""
+  code = PARENT.format(log=str(tmp_path / "log"))
+  environment = os.environ | {"PYTHONPATH": "src"}
+  with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+    pid, path = parent.stdout.readline().split()
+    assert standin.send(path, ["status"])["planned"] == ["at 1000 kill 0"]
+    parent.send_signal(signal.SIGKILL)
+  deadline = time.monotonic() + 30
+  while running(int(pid)) and time.monotonic() < deadline:
+    time.sleep(0.05)
+  assert not running(int(pid))
+  assert not Path(path).exists()
+
+
+def running(pid: int) -> bool:
+  """Whether the process exists and has not ended."""
+  with contextlib.suppress(OSError):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+  return False
+
+
+def test_exit_ends_the_server_at_once_and_a_taken_port_is_an_error(server, tmp_path):
+  port = server.address.rpartition(":")[2]
+  with open(tmp_path / "log", "w+") as log:
+    with pytest.raises(standin.StandinError, match="exit code 1"):
+      standin.start_standin(1, 1, log=log, arguments=("--port", port))
+    log.seek(0)
+    assert f"127.0.0.1:{port}" in log.read()
+  unix = tmp_path / "socket"
+  with open(tmp_path / "log", "w") as log:
+    other = standin.start_standin(1, 1, log=log, arguments=("--unix", str(unix)))
+  assert other.address == f"grpc://unix:{unix}"
+  assert other.control("exit") == {}
+  assert other.process.wait(30) == 70
+  other.close()

@@ -64,7 +64,7 @@ def start_standin(
 ) -> Standin:
   """Starts a server and returns when it accepts clients.
 
-  arguments: more arguments of the command; a free port unless they say otherwise. log: receives what the server writes to its standard error; None: this
+  arguments: more arguments of the command. log: receives what the server writes to its standard error; None: this
   process's standard error. Raises StandinError if it does not start.
   """
   command = [sys.executable, "-m", "trainer.launch.pathways_standin", "--child", *arguments]

@@ -30,7 +30,8 @@ LAYERS = (
   {"step_records", "after_step", "peer_stepper"},
   {"peer_attempt"},
   {"train"},
-  {"__main__", "launch", "tools"},
+  {"__main__"},
+  {"launch", "tools"},
 )
 
 

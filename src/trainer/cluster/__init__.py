@@ -12,7 +12,7 @@ from trainer.config.schema import ClusterSection
 from trainer.membership.environment import SUPERVISOR, Place
 from trainer.membership.rules import RunRules
 
-__all__ = ["Cluster", "ProxyLost", "View", "inherited_environment", "start"]
+__all__ = ["Cluster", "ProxyLost", "View", "change_environment", "inherited_environment", "start"]
 
 
 def start(cfg: ClusterSection, rules: RunRules | None = None) -> Cluster:
@@ -70,3 +70,12 @@ def _join(cfg: ClusterSection, rules: RunRules | None, environment: MutableMappi
 def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:
   """The environment of this process with `changes`, for a process that it starts."""
   return dict(os.environ) | dict(changes)
+
+
+def change_environment(changes: Mapping[str, str | None]) -> None:
+  """Changes the environment of this process, before `start`. None removes a variable."""
+  for name, value in changes.items():
+    if value is None:
+      os.environ.pop(name, None)
+    else:
+      os.environ[name] = value

@@ -15,9 +15,10 @@ _ELASTIC = (
 )
 _DEVICES = "JAX finds the devices by itself. To compile for a TPU that is not there, use compile_topology."
 _RAY_WORKERS = (
-  "Ray counts hosts. This program counts slices: set num_slices, and elastic_min_slice_count for the minimum."
+  "Ray counts hosts, and this program slices. Give --min-slices and --max-slices to `python -m trainer.launch.ray`."
 )
-_RAY_OBJECT = "Configure Ray in the Python script that starts the trainer. Keys here are flat: key=value."
+_RAY_OPTION = "Give it to Ray's launcher: `python -m trainer.launch.ray --topology 2x4 ... CONFIG.yml key=value`."
+_RAY_OBJECT = "`python -m trainer.launch.ray` sets up Ray Train. Keys here are flat: key=value."
 
 # (names with _ for -, what the names are, what to do)
 _TABLE: tuple[tuple[str, str, str], ...] = (
@@ -73,10 +74,12 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
   ),
   ("num_workers min_workers max_workers", "a setting of Ray's ScalingConfig", _RAY_WORKERS),
   (
-    "use_tpu use_gpu topology accelerator_type",
+    "use_tpu use_gpu",
     "a setting of Ray's ScalingConfig",
     _DEVICES + " To force a platform, set the environment variable JAX_PLATFORMS.",
   ),
+  ("topology accelerator_type", "a setting of Ray's ScalingConfig", _RAY_OPTION),
+  ("min_slices max_slices gpus_per_slice replace_lost", "an option of trainer.launch.ray", _RAY_OPTION),
   (
     "resources_per_worker placement_strategy label_selector trainer_resources",
     "a setting of Ray's ScalingConfig",

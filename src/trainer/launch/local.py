@@ -13,6 +13,7 @@ import argparse
 import sys
 
 from trainer.config import ConfigError, load
+from trainer.launch.keys import refuse_other, require
 from trainer.launch.supervisor import BAD_INPUT, Supervisor
 
 
@@ -30,11 +31,10 @@ def main(argv: list[str] | None = None) -> int:
   options, arguments = parser.parse_known_args(argv)
   try:
     for name in ("slices", "processes_per_slice"):
-      _require(getattr(options, name) >= 1, f"--{name.replace('_', '-')} {getattr(options, name)}", "at least 1")
-    _require(options.spares >= 0, f"--spares {options.spares}", "at least 0")
-    _refuse_other(arguments, "cluster", "multiprocess")
-    _refuse_other(arguments, "num_slices", str(options.slices))
-    arguments = [*arguments, "cluster=multiprocess", f"num_slices={options.slices}"]
+      require(getattr(options, name) >= 1, f"--{name.replace('_', '-')} {getattr(options, name)}", "at least 1")
+    require(options.spares >= 0, f"--spares {options.spares}", "at least 0")
+    ours = {"cluster": "multiprocess", "num_slices": str(options.slices)}
+    arguments += refuse_other(arguments, "trainer.launch.local", ours)
     config = load(arguments)
     least = config.elastic.elastic_min_slice_count
     if least > options.slices:
@@ -44,18 +44,6 @@ def main(argv: list[str] | None = None) -> int:
     return BAD_INPUT
   command = [sys.executable, "-m", "trainer", *arguments]
   return Supervisor(command, config, spares=options.spares, lanes=options.processes_per_slice).run()
-
-
-def _refuse_other(arguments: list[str], key: str, ours: str) -> None:
-  """Raises ConfigError if an argument gives the key another value than this command sets."""
-  for argument in arguments:
-    if argument.startswith(f"{key}=") and argument != f"{key}={ours}":
-      raise ConfigError(f"{argument}: trainer.launch.local sets {key}={ours}.\nRemove {argument}.")
-
-
-def _require(fine: bool, given: str, rule: str) -> None:
-  if not fine:
-    raise ConfigError(f"{given}: it must be {rule}.")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from trainer.signals import INTERRUPTED
 FAILED, BAD_INPUT = 1, 2
 _END_SECONDS = 30.0  # from the end of the run to the end of the last process
 _INTERRUPT_SECONDS = 5.0
-_MOST_FAILURES = 2  # lives of one member in a row that end with exit code 1 without a new step
+MOST_FAILURES = 2  # lives of one member in a row that end with exit code 1 without a new step
 
 
 def log(line: str) -> None:
@@ -90,8 +90,8 @@ class Supervisor:
     self._failures[member] = before + 1 if code == FAILED else 0
     if code == BAD_INPUT and not self._coordinator.committed:
       self._server.end(BAD_INPUT, "")
-    elif self._failures[member] >= _MOST_FAILURES:
-      self._server.end(FAILED, f"Member {member} has failed {_MOST_FAILURES} times without a new step.")
+    elif self._failures[member] >= MOST_FAILURES:
+      self._server.end(FAILED, f"Member {member} has failed {MOST_FAILURES} times without a new step.")
     elif (pause := self._workers.restart(member, progress=progress)) is not None:
       log(f"Member {member} {reason}. Starting it again in {pause:.1f} s.")
 

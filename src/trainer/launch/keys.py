@@ -1,0 +1,32 @@
+"""Checks that the commands of this package share: their options, and the keys that they set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from trainer.config import ConfigError
+
+
+def refuse_other(arguments: Sequence[str], command: str, ours: Mapping[str, str]) -> list[str]:
+  """`ours` as key=value arguments. Raises ConfigError if an argument gives one of these keys another value."""
+  for argument in arguments:
+    key, equals, value = argument.partition("=")
+    if equals and value != ours.get(key, value):
+      raise ConfigError(f"{argument}: {command} sets {key}={ours[key]}.\nRemove {argument}.")
+  return [f"{key}={value}" for key, value in ours.items()]
+
+
+def of_ray(least: int, most: int) -> dict[str, str]:
+  """The keys that trainer.launch.ray sets for a run of at least `least` and at most `most` slices."""
+  return {
+    "cluster": "multiprocess",
+    "num_slices": str(most),
+    "elastic_enabled": "true",
+    "elastic_min_slice_count": str(least),
+  }
+
+
+def require(fine: bool, given: str, rule: str) -> None:
+  """Raises ConfigError with the option and the rule unless `fine`."""
+  if not fine:
+    raise ConfigError(f"{given}: it must be {rule}.")

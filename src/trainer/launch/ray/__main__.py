@@ -1,0 +1,84 @@
+"""Runs slices as workers of Ray Train, on a Ray cluster that is already there.
+
+  python -m trainer.launch.ray --min-slices 1 --max-slices 3 --topology 2x4 --accelerator-type TPU-V6E \
+    CONFIG.yml key=value ...
+
+Each slice has its own JAX world. Slices of TPUs are started as a whole; without --topology a slice is one worker with
+--gpus-per-slice GPUs, or one CPU. The exit codes are the same as with `python -m trainer`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from trainer.config import ConfigError, load
+from trainer.launch.keys import of_ray, refuse_other, require
+from trainer.launch.supervisor import BAD_INPUT
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Runs the command and returns its exit code."""
+  try:
+    chosen, arguments = options(argv)
+    config = load(arguments)
+    from trainer.launch.ray import job
+
+    return job.run(config, arguments, chosen)
+  except ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def options(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+  """(the options of this command, the arguments of `python -m trainer`). Raises ConfigError."""
+  found, arguments = _parser().parse_known_args(argv)
+  _check(found)
+  ours = of_ray(found.min_slices, found.max_slices)
+  return found, [*arguments, *refuse_other(arguments, "trainer.launch.ray", ours)]
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(
+    prog="python -m trainer.launch.ray",
+    description="Run slices as workers of Ray Train, on a Ray cluster (RAY_ADDRESS, or the cluster of this host).",
+    epilog="All other arguments are those of `python -m trainer`.",
+    allow_abbrev=False,
+  )
+  parser.add_argument("--min-slices", type=int, required=True, help="slices that training needs")
+  parser.add_argument("--max-slices", type=int, required=True, help="slices of the full run, and shares of the batch")
+  parser.add_argument("--topology", help="of a TPU slice, such as 2x4")
+  parser.add_argument("--accelerator-type", help="of a TPU slice, by Ray's name, such as TPU-V6E")
+  parser.add_argument("--gpus-per-slice", type=int, default=0, help="GPUs of a slice, which is one worker")
+  parser.add_argument(
+    "--replace-lost",
+    action="store_true",
+    help="after the loss of a worker, Ray replaces only this worker, and the other slices train on; otherwise Ray "
+    "restarts all workers. A slice must be one worker",
+  )
+  return parser
+
+
+def _check(options: argparse.Namespace) -> None:
+  """Raises ConfigError for options that do not fit together."""
+  require(options.min_slices >= 1, f"--min-slices {options.min_slices}", "at least 1")
+  require(
+    options.max_slices >= options.min_slices,
+    f"--max-slices {options.max_slices}",
+    f"at least --min-slices {options.min_slices}",
+  )
+  require(options.gpus_per_slice >= 0, f"--gpus-per-slice {options.gpus_per_slice}", "at least 0")
+  if (options.topology is None) != (options.accelerator_type is None):
+    raise ConfigError(
+      f"--topology {options.topology}, --accelerator-type {options.accelerator_type}: a TPU slice needs both.\n"
+      "Give both, for example --topology 2x4 --accelerator-type TPU-V6E, or neither."
+    )
+  if options.topology is not None and options.gpus_per_slice:
+    raise ConfigError(
+      f"--topology {options.topology}, --gpus-per-slice {options.gpus_per_slice}: a slice has TPUs or GPUs.\n"
+      "Remove one of them."
+    )
+
+
+if __name__ == "__main__":
+  sys.exit(main())

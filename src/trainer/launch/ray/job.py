@@ -1,0 +1,128 @@
+"""One run as a job of Ray Train: the resources of a slice, the policies, and the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from trainer.config import ConfigError
+from trainer.config.schema import Config
+from trainer.launch.supervisor import FAILED
+from trainer.membership.rules import RunRules
+from trainer.observe import files
+from trainer.signals import INTERRUPTED
+
+
+def run(config: Config, arguments: Sequence[str], options: argparse.Namespace) -> int:
+  """Runs the command on the Ray cluster and returns its exit code. Raises ConfigError, before anything is written."""
+  try:
+    import ray
+    from ray.train import TrainingFailedError
+  except ImportError as error:
+    raise ConfigError(
+      f"trainer.launch.ray: needs the package ray: {error}.\nInstall the extra: pip install 'trainer[ray]'."
+    ) from error
+  _connect(ray)
+  lanes = _workers_per_slice(options)
+  if options.replace_lost and lanes > 1:
+    raise ConfigError(
+      f"--replace-lost: Ray replaces single workers, and a slice with --topology {options.topology} has {lanes}.\n"
+      "Remove --replace-lost."
+    )
+  from trainer.launch.ray.workers import SupervisorActor
+
+  supervisor = (
+    ray.remote(num_cpus=0, max_concurrency=8)(SupervisorActor)
+    .options(label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()})
+    .remote(RunRules.of(config), lanes, options.topology is not None, config.elastic.elastic_max_retries)
+  )
+  handler = signal.signal(signal.SIGTERM, functools.partial(_stop, supervisor))
+  try:
+    _trainer(config, arguments, options, lanes, supervisor).fit()
+    code = ray.get(supervisor.exit_code.remote())
+  except TrainingFailedError as error:
+    print(f"error: Ray Train has given up: {error}", file=sys.stderr)
+    code = ray.get(supervisor.exit_code.remote())
+  except (KeyboardInterrupt, SystemExit):  # Ray Train answers Ctrl-C with exit code 0
+    code = INTERRUPTED
+  finally:
+    signal.signal(signal.SIGTERM, handler)
+    ray.shutdown()
+  return FAILED if code is None else code
+
+
+def _connect(ray: Any) -> None:
+  try:
+    ray.init(address="auto")
+  except ConnectionError as error:
+    raise ConfigError(
+      f"trainer.launch.ray: finds no Ray cluster: {error}\nStart one with `ray start --head`, or set RAY_ADDRESS."
+    ) from error
+
+
+def _workers_per_slice(options: argparse.Namespace) -> int:
+  """The hosts of one slice, as Ray counts them: one worker each. Raises ConfigError for a slice that Ray lacks."""
+  if options.topology is None:
+    return 1
+  from ray.util.tpu import get_tpu_worker_resources
+
+  try:
+    workers, _ = get_tpu_worker_resources(options.topology, options.accelerator_type)
+  except ValueError as error:
+    raise ConfigError(
+      f"--topology {options.topology} --accelerator-type {options.accelerator_type}: {error}\n"
+      "Give a topology of this TPU, for example --topology 2x4 --accelerator-type TPU-V6E."
+    ) from error
+  return int(workers)
+
+
+def _trainer(config: Config, arguments: Sequence[str], options: argparse.Namespace, lanes: int, supervisor: Any) -> Any:
+  """Ray's JaxTrainer with the policies of this run."""
+  from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+  from ray.train.v2.jax import JaxTrainer
+
+  from trainer.launch.ray.workers import Program, SliceConfig
+
+  least, most = options.min_slices * lanes, options.max_slices * lanes
+  resources = {"GPU": options.gpus_per_slice, "CPU": 1} if options.gpus_per_slice else {"CPU": 1}
+  tpu = options.topology is not None
+  return JaxTrainer(
+    Program(tuple(arguments), os.getcwd(), config.run_directory, supervisor),
+    jax_config=SliceConfig(supervisor, options.replace_lost, config.checkpoint.autocheckpoint_grace_seconds),
+    scaling_config=ScalingConfig(
+      num_workers=most if least == most else (least, most),
+      use_tpu=tpu,
+      use_gpu=bool(options.gpus_per_slice),
+      topology=options.topology,
+      accelerator_type=options.accelerator_type,
+      resources_per_worker=None if tpu else resources,
+      placement_strategy="SPREAD",
+      elastic_resize_monitor_interval_s=config.elastic.elastic_min_resize_interval_seconds,
+    ),
+    run_config=RunConfig(
+      name=config.run.run_name,
+      storage_path=_storage(config.run.base_output_directory),
+      # The supervisor decides when a failure ends the run, because it knows exit codes and progress.
+      failure_config=FailureConfig(
+        max_failures=-1,
+        controller_failure_limit=config.elastic.elastic_max_retries,  # groups that could not start
+      ),
+      checkpoint_config=CheckpointConfig(num_to_keep=config.checkpoint.max_num_checkpoints_to_keep),
+    ),
+  )
+
+
+def _storage(folder: str) -> str:
+  """Where Ray keeps its own records, and a pointer to the newest checkpoint: beside the runs."""
+  return f"{folder if files.is_object_store(folder) else os.path.abspath(folder)}/ray"
+
+
+def _stop(supervisor: Any, number: int, frame: object) -> None:
+  # In a thread: the handler may have interrupted a call of ray.
+  threading.Thread(target=supervisor.stop.remote, name="stop", daemon=True).start()

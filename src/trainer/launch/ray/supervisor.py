@@ -1,0 +1,171 @@
+"""The supervisor of a run under Ray: Ray starts and restarts the workers, and this says where they belong."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from trainer.launch.ray import slices
+from trainer.launch.ray.slices import Environment, Seat, Worker
+from trainer.launch.supervisor import BAD_INPUT, FAILED, MOST_FAILURES, log
+from trainer.membership.coordinator import Coordinator
+from trainer.membership.environment import Place
+from trainer.membership.rules import RunRules
+from trainer.membership.server import BACKLOG, Server
+
+_POLL_SECONDS = 0.1
+
+
+class RunSupervisor:
+  """One run, over all groups of workers that Ray starts for it. All methods may be called from any thread.
+
+  Ray Train either restarts the whole group after a loss (`begin` again), or only the lost worker (`replace`).
+  """
+
+  def __init__(
+    self, rules: RunRules, *, host: str, lanes: int, tpu: bool, attempts: int, kill: Callable[[int], None]
+  ) -> None:
+    """host: where the workers reach this process. lanes: workers of a slice. attempts: groups without progress before
+    the run gives up. kill(rank): ends that worker's process, and returns at once."""
+    self._rules, self._host, self._lanes, self._tpu, self._kill = rules, host, lanes, tpu, kill
+    self._attempts, self._tries = attempts, 0
+    self._run_id = secrets.token_hex(6)
+    self._lock = threading.RLock()
+    self._server: Server | None = None
+    self._token = b""
+    self._seats: dict[int, Seat] = {}
+    self._workers: dict[int, Worker] = {}
+    self._stopping = False  # the run must end, and not begin again
+    self._leaving = False  # this group ends, and Ray starts another one
+    self._code: int | None = None  # of the run, once it is over
+    self._ended_after: dict[int, str] = {}  # by member: the last committed round when it ended last
+    self._failures: dict[int, int] = {}  # by member: ends with exit code 1 in a row without a new step
+
+  # ---- what Ray has started ----
+
+  def begin(self, workers: Sequence[Worker]) -> dict[int, Environment]:
+    """A group of workers has started, and the group before it is gone. Returns {rank: its environment}."""
+    with self._lock:
+      progress = self._server is not None and bool(self._server.coordinator.committed)
+      self._tries = 1 if progress else self._tries + 1
+      self.close()
+      self._seats = slices.seats(workers, self._lanes)
+      self._workers = {worker.rank: worker for worker in workers}
+      self._token, self._leaving = secrets.token_bytes(32), False
+      coordinator = self._rules.coordinator(self._run_id, expected=len(workers) // self._lanes)
+      listener = socket.create_server((self._host, 0), backlog=BACKLOG)
+      self._server = Server(coordinator, self._token, listener=listener, kill=self._kill_member, log=log)
+      if self._code is not None:
+        self._server.end(self._code, "")
+      elif self._stopping:
+        self._server.stop()
+      elif self._tries > self._attempts:
+        self._server.end(FAILED, f"{self._attempts} groups of workers have ended without a new step.")
+      log(f"Ray has started {len(workers)} workers: {len(workers) // self._lanes} slices.")
+      return {rank: self._environment(rank) for rank in self._workers}
+
+  def replace(self, worker: Worker) -> Environment:
+    """Ray has started this worker in the place of one of the same rank, which is gone. Returns its environment."""
+    with self._lock:
+      assert self._server is not None and self._lanes == 1, "only a group of slices of one worker has replacements"
+      self._server.lost(self._seats[worker.rank].member, "its worker was replaced")
+      self._workers[worker.rank] = worker
+      log(f"Ray has started the worker of member {self._seats[worker.rank].member} again.")
+      return self._environment(worker.rank)
+
+  def _environment(self, rank: int) -> Environment:
+    assert self._server is not None
+    seat = self._seats[rank]
+    ranks = {other.lane: r for r, other in self._seats.items() if other.member == seat.member}
+    first = self._workers[ranks[0]]
+    place = Place(
+      (self._server.address,),
+      self._token,
+      seat.member,
+      seat.lane,
+      self._lanes,
+      host=self._workers[rank].host,
+      slice_coordinator=f"{first.host}:{first.port}" if self._lanes > 1 else "",
+    )
+    hosts = [self._workers[ranks[lane]].host for lane in range(self._lanes)]
+    return slices.environment(place, hosts, tpu=self._tpu)
+
+  # ---- how workers and groups end ----
+
+  def ended(self, rank: int, code: int) -> int | None:
+    """A worker's program has ended with `code`. Returns the exit code of the run if it is over for this worker.
+
+    None: Ray must start the worker again.
+    """
+    with self._lock:
+      server, member = self._server, self._seats[rank].member
+      assert server is not None
+      run = server.coordinator
+      server.lost(member, f"ended with exit code {code}")
+      if run.code is None and not run.stopping:
+        self._judge(server, run, member, code)
+      if run.code is None and not self._leaving and not run.stopping:
+        for other, seat in self._seats.items():
+          if seat.member == member and other != rank:
+            self._kill(other)  # a slice is lost as a whole
+        return None
+      return code if run.code is None else run.code
+
+  def _judge(self, server: Server, run: Coordinator, member: int, code: int) -> None:
+    """Ends the run if the member would fail again."""
+    before = self._failures.get(member, 0) if self._ended_after.get(member) == run.committed else 0
+    self._ended_after[member] = run.committed
+    self._failures[member] = before + 1 if code == FAILED else 0
+    if code == BAD_INPUT and not run.committed:
+      server.end(BAD_INPUT, "")
+    elif self._failures[member] >= MOST_FAILURES:
+      server.end(FAILED, f"Member {member} has failed {MOST_FAILURES} times without a new step.")
+
+  def leave(self, seconds: float) -> None:
+    """Ray is about to end this group: its members save the state and end. Returns when they have, or after `seconds`.
+
+    Does nothing if the run is over.
+    """
+    with self._lock:
+      server = self._server
+      if server is None or server.coordinator.code is not None:
+        return
+      self._leaving = True
+      server.stop()
+    log("Ray ends this group of workers. They save the state and end.")
+    deadline = time.monotonic() + seconds
+    while server.connected and time.monotonic() < deadline:
+      time.sleep(_POLL_SECONDS)
+    if server.connected:
+      log(f"The members {sorted(server.connected)} have not saved in {seconds:g} s.")
+
+  def stop(self) -> None:
+    """The run must end after the step under way, with a checkpoint and exit code 42."""
+    with self._lock:
+      self._stopping = True
+      if self._server is not None:
+        self._server.stop()
+
+  def exit_code(self) -> int | None:
+    """The exit code of the run; None: it is not over."""
+    with self._lock:
+      self._take_code()
+      return self._code
+
+  def _take_code(self) -> None:
+    if self._code is None and self._server is not None and (not self._leaving or self._stopping):
+      self._code = self._server.coordinator.code
+
+  def close(self) -> None:
+    """Ends the connections of the group."""
+    self._take_code()
+    if self._server is not None:
+      self._server.close()
+
+  def _kill_member(self, member: int, reason: str) -> None:
+    for rank, seat in self._seats.items():
+      if seat.member == member:
+        self._kill(rank)

@@ -1,0 +1,191 @@
+"""What runs in Ray's processes: the backend in the controller of Ray Train, and the program in its workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import ray.util
+from ray.train.backend import Backend, BackendConfig
+
+from trainer.cluster import change_environment
+from trainer.launch.ports import free_port
+from trainer.launch.ray.slices import Environment, Worker
+from trainer.launch.ray.supervisor import RunSupervisor
+from trainer.membership.rules import RunRules
+
+_REPORT_SECONDS = 5.0
+_LAST_REPORT_SECONDS = 10.0  # for the report after the end, which needs all workers
+_SLICE_NAME = "ray.io/tpu-slice-name"  # Ray's label of the hosts of a TPU slice of several hosts
+
+
+class SliceLost(Exception):
+  """The program of this worker has ended, and Ray must start it again."""
+
+
+class SupervisorActor:
+  """The supervisor as an actor: the controller and the workers of Ray Train call it."""
+
+  def __init__(self, rules: RunRules, lanes: int, tpu: bool, attempts: int) -> None:
+    self._actors: dict[int, Any] = {}
+    host = ray.util.get_node_ip_address()
+    self._run = RunSupervisor(rules, host=host, lanes=lanes, tpu=tpu, attempts=attempts, kill=self._kill)
+
+  def begin(self, workers: Sequence[Worker], actors: Mapping[int, Any]) -> dict[int, Environment]:
+    self._actors = dict(actors)
+    return self._run.begin(workers)
+
+  def replace(self, worker: Worker, actor: Any) -> Environment:
+    self._actors[worker.rank] = actor
+    return self._run.replace(worker)
+
+  def ended(self, rank: int, code: int) -> int | None:
+    return self._run.ended(rank, code)
+
+  def leave(self, seconds: float) -> None:
+    self._run.leave(seconds)
+
+  def stop(self) -> None:
+    self._run.stop()
+
+  def exit_code(self) -> int | None:
+    return self._run.exit_code()
+
+  def _kill(self, rank: int) -> None:
+    ray.kill(self._actors[rank])
+
+
+@dataclasses.dataclass
+class SliceConfig(BackendConfig):
+  """For Ray Train: every slice is a JAX world of its own. Unlike JaxConfig, it joins no worlds across slices."""
+
+  supervisor: Any  # handle of the SupervisorActor
+  replace_lost: bool  # Ray replaces only lost workers; False: it restarts all
+  grace_seconds: float  # for saving, before Ray ends the workers
+
+  @property
+  def backend_cls(self) -> type[Backend]:
+    return _ReplacingBackend if self.replace_lost else _SliceBackend
+
+
+class _SliceBackend(Backend):
+  """Gives every worker its place, and lets a group save before Ray ends it."""
+
+  def on_start(self, worker_group: Any, backend_config: SliceConfig) -> None:
+    supervisor, found = backend_config.supervisor, worker_group.get_workers()
+    names = {node["NodeID"]: node.get("Labels", {}).get(_SLICE_NAME, "") for node in ray.nodes()}
+    workers = [
+      Worker(one.distributed_context.world_rank, one.metadata.node_ip, port, names.get(one.metadata.node_id, ""))
+      for one, port in zip(found, worker_group.execute(free_port), strict=True)
+    ]
+    if len(found) < found[0].distributed_context.world_size:
+      (worker,), (one,) = workers, found
+      environments = {worker.rank: ray.get(supervisor.replace.remote(worker, one.actor))}
+    else:
+      actors = {worker.rank: one.actor for worker, one in zip(workers, found, strict=True)}
+      environments = ray.get(supervisor.begin.remote(workers, actors))
+    ray.get(
+      [
+        worker_group.execute_single_async(i, change_environment, environments[worker.rank])
+        for i, worker in enumerate(workers)
+      ]
+    )
+
+  def on_shutdown(self, worker_group: Any, backend_config: SliceConfig) -> None:
+    if len(worker_group) == worker_group.get_workers()[0].distributed_context.world_size:
+      ray.get(backend_config.supervisor.leave.remote(backend_config.grace_seconds))
+
+
+class _ReplacingBackend(_SliceBackend):
+  """Each worker is a replica group: Ray Train replaces a lost worker and leaves the others alone."""
+
+  has_replica_groups = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """The program that every worker runs. All fields can be sent to it."""
+
+  arguments: tuple[str, ...]  # of `python -m trainer`
+  folder: str  # the current folder, from which relative paths start
+  run_directory: str
+  supervisor: Any
+
+  def __call__(self) -> int:
+    """Ray Train's training function. Returns the exit code of the run; raises SliceLost to be started again."""
+    rank = ray.train.get_context().get_world_rank()
+    reports = _Reports(self.run_directory, rank)
+    reports.start()
+    code = self._train()
+    run_code: int | None = ray.get(self.supervisor.ended.remote(rank, code))
+    if run_code is None:
+      raise SliceLost(f"the program ended with exit code {code}")
+    reports.close()
+    return run_code
+
+  def _train(self) -> int:
+    """The exit code of the program."""
+    from trainer.__main__ import BAD_INPUT, main
+
+    try:
+      os.chdir(self.folder)
+    except OSError as error:
+      print(
+        f"error: {self.folder}, where the job was started, cannot be entered on this host: {error}.\n"
+        "Start the job in a folder that all hosts have: use the same image, or a shared folder.",
+        file=sys.stderr,
+      )
+      return BAD_INPUT
+    return main(list(self.arguments))
+
+
+class _Reports:
+  """Reports the newest metrics and checkpoint of the run to Ray Train, from a thread.
+
+  A report of Ray Train waits for all workers, so it must never be in the way of training. All workers report at the
+  same pace; Ray keeps the values of rank 0.
+  """
+
+  def __init__(self, run_directory: str, rank: int) -> None:
+    self._run_directory, self._rank = run_directory, rank
+    self._reported = -1  # the step of the checkpoint that was reported last
+    self._closing = threading.Event()
+    self._thread = threading.Thread(target=self._run, name="reports to Ray", daemon=True)
+
+  def start(self) -> None:
+    self._thread.start()
+
+  def close(self) -> None:
+    """Reports once more, if the other workers do too."""
+    self._closing.set()
+    self._thread.join(_LAST_REPORT_SECONDS)
+
+  def _run(self) -> None:
+    while not self._closing.wait(_REPORT_SECONDS):
+      self._report()
+    self._report()
+
+  def _report(self) -> None:
+    if self._rank:
+      ray.train.report({})
+      return
+    from trainer.launch.ray.progress import newest_checkpoint, newest_metrics
+
+    metrics, step = newest_metrics(self._run_directory), newest_checkpoint(self._run_directory)
+    if step <= self._reported:
+      ray.train.report(metrics)
+      return
+    self._reported = step
+    with tempfile.TemporaryDirectory() as folder:  # Ray copies it: a pointer, because the run keeps its checkpoints
+      pointer = {"step": step, "path": f"{self._run_directory}/checkpoints/{step}"}
+      (Path(folder) / "checkpoint.json").write_text(json.dumps(pointer))
+      ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))

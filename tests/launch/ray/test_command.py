@@ -1,0 +1,38 @@
+"""The command `python -m trainer.launch.ray`: what it refuses before it looks for a Ray cluster."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from trainer.launch.ray.__main__ import main
+
+TPU = "--topology 2x4 --accelerator-type TPU-V6E"
+SLICES = "--min-slices 1 --max-slices 3"
+CONFIG = "configs/base.yml run_name=x"
+WRONG = {
+  "no slices": (f"--min-slices 0 --max-slices 3 {CONFIG}", "--min-slices 0: it must be at least 1"),
+  "maximum below minimum": (f"--min-slices 3 --max-slices 2 {CONFIG}", "--max-slices 2: it must be at least"),
+  "a topology of nothing": (f"{SLICES} --topology 2x4 {CONFIG}", "a TPU slice needs both"),
+  "TPUs and GPUs": (f"{SLICES} {TPU} --gpus-per-slice 8 {CONFIG}", "a slice has TPUs or GPUs"),
+  "another number of slices": (f"{SLICES} {CONFIG} num_slices=4", "num_slices=4: trainer.launch.ray sets num_slices=3"),
+  "not elastic": (f"{SLICES} {CONFIG} elastic_enabled=false", "trainer.launch.ray sets elastic_enabled=true"),
+  "Pathways": (f"{SLICES} {CONFIG} enable_single_controller=true", "contradicts cluster=multiprocess"),
+  "a wrong key": (f"{SLICES} {CONFIG} stepz=5", "Did you mean steps?"),
+  "an option of Ray that is none here": (f"{SLICES} {CONFIG} --num-workers 4", "Give --min-slices and --max-slices"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_refused(name, capsys):
+  arguments, message = WRONG[name]
+  assert main(arguments.split()) == 2
+  printed = capsys.readouterr()
+  assert printed.out == "" and printed.err.startswith("error: ") and message in printed.err
+
+
+def test_without_the_package_ray_the_command_says_how_to_install_it(capsys, monkeypatch):
+  monkeypatch.setitem(sys.modules, "ray", None)
+  assert main(f"{SLICES} {TPU} {CONFIG}".split()) == 2
+  assert "pip install 'trainer[ray]'" in capsys.readouterr().err

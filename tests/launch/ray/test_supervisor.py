@@ -1,0 +1,208 @@
+"""The supervisor of a run under Ray, with members that connect to it as workers do, without Ray."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from trainer.launch.ray.slices import Worker
+from trainer.launch.ray.supervisor import RunSupervisor
+from trainer.launch.supervisor import BAD_INPUT, FAILED
+from trainer.membership import wire
+from trainer.membership.client import Membership
+from trainer.membership.environment import Place
+from trainer.membership.rules import RunRules
+from trainer.signals import PREEMPTED
+
+RULES = RunRules(slices=3, minimum=1, shares=3, timeout=60.0, join_interval=0.0, elastic=True)
+SECONDS = 5.0
+
+
+def place_of(environment: dict[str, str | None]) -> Place:
+  return Place.read({name: value for name, value in environment.items() if value is not None})
+
+
+class Group:
+  """The members of one group of workers, one worker per slice."""
+
+  def __init__(self, run: RunSupervisor, ranks: int) -> None:
+    self.environments = run.begin([Worker(rank, "127.0.0.1", 1) for rank in range(ranks)])
+    self.members = {rank: self.join(rank, self.environments[rank]) for rank in range(ranks)}
+    self.step = 0
+
+  def join(self, rank: int, environment: dict[str, str | None]) -> Membership:
+    place = place_of(environment)
+    member = Membership(
+      wire.connect(place.supervisors[0], place.token),
+      member=place.member,
+      lane=place.lane,
+      lanes=place.lanes,
+      address=f"127.0.0.1:{rank}",
+      interrupt=lambda epoch: None,
+      warn=lambda line: None,
+    )
+    member.send("ready", newest=0)
+    return member
+
+  def next(self, rank: int) -> dict:
+    received = self.members[rank].next(timeout=SECONDS)
+    assert received is not None, f"member {rank} hears nothing"
+    return received
+
+  def world(self, rank: int) -> dict:
+    """The next epoch that a member hears of. If it is asked to lead, it has restored the state."""
+    while (received := self.next(rank))["kind"] != "world":
+      if received["kind"] == "lead":
+        self.members[rank].send("restored", step=0)
+    return received
+
+  def commit(self, epoch: int) -> list[dict]:
+    """All members have done a step. Returns the commit, as each of them hears it."""
+    self.step += 1
+    for member in self.members.values():
+      member.send("done", epoch=epoch, round=f"step {self.step}")
+    return [self.next(rank) for rank in self.members]
+
+  def train(self) -> dict:
+    """All members commit a step. Returns the world in which they do."""
+    world = [self.world(rank) for rank in self.members][-1]
+    assert {commit["kind"] for commit in self.commit(world["epoch"])} == {"commit"}
+    return world
+
+  def close(self) -> None:
+    for member in self.members.values():
+      member.close()
+
+
+@pytest.fixture
+def run():
+  supervisor = RunSupervisor(RULES, host="127.0.0.1", lanes=1, tpu=False, attempts=2, kill=lambda rank: None)
+  yield supervisor
+  supervisor.close()
+
+
+def test_a_smaller_group_does_not_wait_for_the_slices_that_are_gone(run):
+  """Ray restarts with two of three slices: they train at once, on all shares, with the id of the same run."""
+  group = Group(run, 3)
+  before = group.next(0)
+  group.close()
+  group = Group(run, 2)
+  after = group.next(0)
+  assert before["kind"] == after["kind"] == "welcome" and before["run_id"] == after["run_id"]
+  world = group.train()
+  assert sorted(world["members"]) == ["0", "1"]
+  assert sorted(share for shares in world["shares"].values() for share in shares) == [0, 1, 2]
+  group.close()
+
+
+def test_a_process_of_an_earlier_group_cannot_join(run):
+  old = Group(run, 1)
+  old.close()
+  new = Group(run, 1)
+  with pytest.raises((OSError, wire.WireError)):
+    old.join(0, old.environments[0])
+  new.close()
+
+
+def test_the_others_train_on_when_a_worker_is_replaced(run):
+  group = Group(run, 2)
+  epoch = group.train()["epoch"]
+  group.members.pop(1).close()
+  world = group.world(0)
+  assert sorted(world["members"]) == ["0"] and world["epoch"] > epoch and run.exit_code() is None
+  group.members[1] = group.join(1, run.replace(Worker(1, "127.0.0.1", 1)))
+  assert group.next(1)["kind"] == "welcome"
+  group.close()
+
+
+def test_exit_code_1_twice_without_a_new_step_ends_the_run(run):
+  group = Group(run, 2)
+  group.train()
+  assert run.ended(1, FAILED) is None
+  assert run.ended(1, FAILED) == FAILED == run.exit_code()
+  assert [group.next(0)["kind"] for _ in range(2)] == ["world", "end"]
+  group.close()
+
+
+def test_wrong_input_ends_the_run_before_the_first_step(run):
+  group = Group(run, 2)
+  assert run.ended(1, BAD_INPUT) == BAD_INPUT == run.exit_code()
+  group.close()
+
+
+def test_groups_without_progress_end_the_run(run):
+  for _ in range(2):
+    Group(run, 1).close()
+    assert run.exit_code() is None
+  last = Group(run, 1)
+  assert last.next(0) == {"kind": "end", "code": FAILED, "reason": ""} and run.exit_code() == FAILED
+  last.close()
+
+
+def test_progress_allows_more_groups(run):
+  for _ in range(4):
+    group = Group(run, 1)
+    group.train()
+    group.close()
+  assert run.exit_code() is None
+
+
+def test_a_group_saves_before_ray_ends_it(run):
+  """`leave` waits until the members have saved and gone. The run is not over: the next group begins."""
+  group = Group(run, 1)
+  epoch = group.train()["epoch"]
+  leaving = threading.Thread(target=run.leave, args=(SECONDS,))
+  leaving.start()
+  deadline = time.monotonic() + SECONDS
+  while not group.commit(epoch)[0]["stop"]:
+    assert time.monotonic() < deadline
+  assert leaving.is_alive()
+  group.members[0].send("finished", code=PREEMPTED)
+  assert group.next(0)["kind"] == "end"
+  assert run.ended(0, PREEMPTED) == PREEMPTED
+  group.close()
+  leaving.join(SECONDS)
+  assert not leaving.is_alive() and run.exit_code() is None
+  again = Group(run, 2)
+  again.train()
+  assert run.exit_code() is None
+  again.close()
+
+
+def test_leaving_has_a_time_limit(run):
+  group = Group(run, 1)
+  group.train()
+  begin = time.monotonic()
+  run.leave(0.5)
+  assert 0.4 < time.monotonic() - begin < SECONDS
+  group.close()
+
+
+def test_a_stop_outlives_the_group(run):
+  """The workers were killed before they had saved. The next group must not train."""
+  group = Group(run, 1)
+  group.train()
+  run.stop()
+  group.close()
+  again = Group(run, 1)
+  assert again.next(0)["kind"] == "end" and run.exit_code() == PREEMPTED
+  again.close()
+
+
+def test_a_slice_is_ended_as_a_whole():
+  killed: list[int] = []
+  run = RunSupervisor(RULES, host="127.0.0.1", lanes=2, tpu=True, attempts=2, kill=killed.append)
+  environments = run.begin([Worker(rank, f"127.0.0.{rank + 1}", 7000 + rank, "ab"[rank // 2]) for rank in range(4)])
+  places = [place_of(environments[rank]) for rank in range(4)]
+  assert [(place.member, place.lane, place.slice_coordinator) for place in places] == [
+    (0, 0, "127.0.0.1:7000"),
+    (0, 1, "127.0.0.1:7000"),
+    (1, 0, "127.0.0.3:7002"),
+    (1, 1, "127.0.0.3:7002"),
+  ]
+  assert environments[3]["TPU_WORKER_HOSTNAMES"] == "127.0.0.3,127.0.0.4"
+  assert run.ended(3, FAILED) is None
+  assert killed == [2]
+  run.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,8 +60,6 @@ def _target(job: Job) -> Iterator[str]:
     yield f"--tpu-type {job.options.tpu_type}: xpk has no such name.\nWrite it like v5litepod-16, v6e-256 or v5p-128."
   if target == "rayjob" and job.pathways:
     yield "rayjob: Ray starts a process on every host.\nSet enable_single_controller=false, or print a jobset."
-  if target == "rayjob" and not has_ray_launcher():
-    yield "rayjob: this version has no trainer.launch.ray, which a RayJob would start.\nPrint a jobset."
   fitting = ("auto", "pathways") if job.pathways else ("auto",)
   if target != "rayjob" and kind not in fitting:
     yield (
@@ -78,11 +75,6 @@ def _target(job: Job) -> Iterator[str]:
     for name in ("service_account", "queue"):
       if getattr(job.options, name) is not None:
         yield f"--{name.replace('_', '-')}: has no effect with xpk, which chooses it.\nRemove it, or print a jobset."
-
-
-def has_ray_launcher() -> bool:
-  """Whether this version has the program that a RayJob starts."""
-  return importlib.util.find_spec("trainer.launch.ray") is not None
 
 
 def _slices(job: Job) -> Iterator[str]:
@@ -102,7 +94,10 @@ def _elastic(job: Job) -> Iterator[str]:
   """The launcher and the program agree on how many slices may be missing, and how often."""
   lost, elastic = job.options.elastic_slices, job.config.elastic
   least = elastic.elastic_min_slice_count
-  if not job.pathways and job.options.target != "rayjob":
+  if job.options.target == "rayjob":
+    yield from _elastic_under_ray(job)
+    return
+  if not job.pathways:
     if lost or elastic.elastic_enabled:
       yield (
         f"--elastic-slices {lost}, elastic_enabled={str(elastic.elastic_enabled).lower()}: without Pathways, a lost "
@@ -143,6 +138,19 @@ def _elastic(job: Job) -> Iterator[str]:
       f"--max-slice-restarts {job.max_slice_restarts}: elastic_max_retries={elastic.elastic_max_retries} allows "
       f"{elastic.elastic_max_retries - 1} recoveries without progress.\nGive --max-slice-restarts "
       f"{elastic.elastic_max_retries} or more, or elastic_max_retries={job.max_slice_restarts + 1}."
+    )
+
+
+def _elastic_under_ray(job: Job) -> Iterator[str]:
+  if job.least_slices < 1:
+    yield (
+      f"--elastic-slices {job.options.elastic_slices}: of --num-slices {job.num_slices} at least one must remain.\n"
+      f"Give at most {job.num_slices - 1}."
+    )
+  if job.options.max_slice_restarts is not None:
+    yield (
+      f"--max-slice-restarts {job.max_slice_restarts}: has no effect in a rayjob, where elastic_max_retries limits "
+      "the restarts without progress.\nRemove it."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -22,9 +23,13 @@ _NAMES = MappingProxyType(
 )
 
 
+# Of these versions Ray expects up to so many chips on one host (machine types ending in 8t); of others four.
+_LARGE_HOSTS = MappingProxyType({"TPU-V5LITEPOD": 8, "TPU-V6E": 8})
+
+
 @dataclass(frozen=True)
 class Slice:
-  """One TPU slice of hosts with four chips each."""
+  """One TPU slice."""
 
   machine_type: str
   accelerator: str
@@ -32,6 +37,7 @@ class Slice:
   ray_version: str
   topology: str  # "4x4"
   hosts: int
+  chips_per_host: int = CHIPS_PER_HOST
 
 
 def resolve(tpu_type: str) -> Slice:
@@ -49,3 +55,12 @@ def resolve(tpu_type: str) -> Slice:
     )
   machine, accelerator, instance, ray_version = _NAMES[version]
   return Slice(machine, accelerator, f"{instance}:{shape}", ray_version, shape, found.chips // CHIPS_PER_HOST)
+
+
+def on_hosts_of_ray(piece: Slice) -> Slice:
+  """The same slice on the hosts that Ray expects: a slice of 8 chips of v5e or v6e has one host."""
+  chips = piece.hosts * piece.chips_per_host
+  if not CHIPS_PER_HOST < chips <= _LARGE_HOSTS.get(piece.ray_version, CHIPS_PER_HOST):
+    return piece
+  machine = piece.machine_type.replace(f"-{CHIPS_PER_HOST}t", f"-{chips}t")
+  return dataclasses.replace(piece, machine_type=machine, hosts=1, chips_per_host=chips)

@@ -39,6 +39,11 @@ class Job:
     return "exec python -m trainer " + shlex.join(self.words)
 
   @property
+  def least_slices(self) -> int:
+    """Slices without which the job waits."""
+    return self.num_slices - self.options.elastic_slices
+
+  @property
   def pathways_folder(self) -> str:
     """gs:// folder for the files of Pathways."""
     return self.options.pathways_gcs_location or self.config.run.base_output_directory

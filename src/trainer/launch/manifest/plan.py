@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainer.config import Config, load
 from trainer.config.errors import require
+from trainer.launch import keys
 from trainer.launch.manifest import budget, checks, hardware
 from trainer.launch.manifest.job import CACHE_FOLDER, Job
 from trainer.launch.manifest.options import Options
@@ -15,12 +16,16 @@ def resolve(options: Options) -> Job:
   """The job of these options. Raises ConfigError with all independent mistakes."""
   config = load(options.config, check_paths=False)
   piece = hardware.resolve(options.tpu_type)
+  piece = hardware.on_hosts_of_ray(piece) if options.target == "rayjob" else piece
   pathways = config.cluster.enable_single_controller
   saving_hosts = 1 if pathways else piece.hosts
   save = budget.save_seconds(config, saving_hosts, options.save_gigabytes_per_second)
   wrapper = budget.XPK_WRAPPER_SECONDS if options.target == "xpk" else 0
   grace = budget.grace_seconds(save, options.step_seconds, wrapper)
   num_slices = options.num_slices or config.cluster.num_slices or 1
+  if options.target == "rayjob" and not pathways:
+    ray_keys = keys.of_ray(max(1, num_slices - options.elastic_slices), num_slices)
+    config = load([*options.config, *keys.refuse_other(options.config, "rayjob", ray_keys)], check_paths=False)
   max_slice_restarts = options.max_slice_restarts
   if max_slice_restarts is None:
     max_slice_restarts = config.elastic.elastic_max_retries

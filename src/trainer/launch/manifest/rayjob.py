@@ -5,18 +5,19 @@ from __future__ import annotations
 import shlex
 
 from trainer.launch.manifest import pods
-from trainer.launch.manifest.hardware import CHIPS_PER_HOST
 from trainer.launch.manifest.job import Job
 from trainer.launch.manifest.pods import Node
 
-_PORTS = ({"name": "gcs", "containerPort": 6379}, {"name": "client", "containerPort": 10001})
+# The job is submitted through the dashboard's port.
+_PORTS = {"gcs": 6379, "dashboard": 8265, "client": 10001}
 
 
 def render(job: Job) -> str:
   """The YAML."""
-  least = job.num_slices - job.options.elastic_slices
-  arguments = [*job.words, f"--min-slices={least}", f"--max-slices={job.num_slices}"]
+  arguments = [*job.words, f"--min-slices={job.least_slices}", f"--max-slices={job.num_slices}"]
   arguments += [f"--topology={job.slice.topology}", f"--accelerator-type={job.slice.ray_version}"]
+  if job.slice.hosts == 1:
+    arguments.append("--replace-lost")
   node = {
     "apiVersion": "ray.io/v1",
     "kind": "RayJob",
@@ -27,9 +28,11 @@ def render(job: Job) -> str:
       "backoffLimit": 0,
       "shutdownAfterJobFinishes": True,
       "rayClusterSpec": {
-        "enableInTreeAutoscaling": least < job.num_slices,
-        "headGroupSpec": {"rayStartParams": {}, "template": _head(job)},
-        "workerGroupSpecs": [_workers(job, least)],
+        # KubeRay replaces lost pods. An autoscaler would remove the hosts of a slice that waits.
+        "enableInTreeAutoscaling": False,
+        # Without CPUs of its own, no worker is placed on the head.
+        "headGroupSpec": {"rayStartParams": {"dashboard-host": "0.0.0.0", "num-cpus": "0"}, "template": _head(job)},
+        "workerGroupSpecs": [_workers(job)],
       },
     },
   }
@@ -42,19 +45,31 @@ def _ray(job: Job, name: str, **more: object) -> Node:
 
 
 def _head(job: Job) -> Node:
-  container = _ray(job, "ray-head", ports=list(_PORTS), resources={"requests": {"cpu": "8", "memory": "32G"}})
-  return pods.pod(job, [container])
+  """It starts the run and supervises it, and needs no volume."""
+  container = _ray(
+    job,
+    "ray-head",
+    # `ray job stop` sends SIGTERM, and SIGKILL after this time, in which the workers save.
+    env=[{"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": str(job.grace_seconds)}],
+    ports=[{"name": name, "containerPort": port} for name, port in _PORTS.items()],
+    resources={"requests": {"cpu": "8", "memory": "32G"}},
+  )
+  container.pop("volumeMounts", None)
+  template = pods.pod(job, [container])
+  template["spec"].pop("volumes", None)
+  return template
 
 
-def _workers(job: Job, least: int) -> Node:
+def _workers(job: Job) -> Node:
   host = {"name": "NODE_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.hostIP"}}}
+  # Without TPUs the program must fail, not train on the CPU.
+  platforms = {"name": "JAX_PLATFORMS", "value": "tpu,cpu"}
   container = _ray(
     job,
     "ray-worker",
-    env=[host, {"name": "VBAR_CONTROL_SERVICE_URL", "value": "$(NODE_IP):8353"}],
-    ports=[{"name": "mxla", "containerPort": 8081}],
+    env=[host, {"name": "VBAR_CONTROL_SERVICE_URL", "value": "$(NODE_IP):8353"}, platforms],
     securityContext={"privileged": True, "runAsUser": 0},
-    resources={"limits": {"google.com/tpu": str(CHIPS_PER_HOST)}},
+    resources={"limits": {"google.com/tpu": str(job.slice.chips_per_host)}},
   )
   selector = {
     "cloud.google.com/gke-tpu-accelerator": job.slice.accelerator,
@@ -63,7 +78,7 @@ def _workers(job: Job, least: int) -> Node:
   return {
     "groupName": "tpu-slices",
     "replicas": job.num_slices,
-    "minReplicas": least,
+    "minReplicas": job.least_slices,
     "maxReplicas": job.num_slices,
     "numOfHosts": job.slice.hosts,
     "rayStartParams": {},

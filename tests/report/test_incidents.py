@@ -68,7 +68,7 @@ def test_the_page_shows_costs_only_with_a_price(tmp_path):
   five_faults(tmp_path / "five")
   run = history.load(str(tmp_path / "five"))
   result = goodput.compute(run)
-  priced, free = page.render(run, result)[0], page.render(run, result, 0.0)[0]
+  priced, free = page.body(run, result)[0], page.body(run, result, 0.0)[0]
   assert "18,432 tokens and " in priced and "x 3 for a chip and hour" in priced and "cost of the chips" in priced
   assert "Set chip_hour_price" in free and "cost of the chips" not in free
   assert "5 events cost 3.5 s" in free  # 0.7 s each
@@ -131,4 +131,4 @@ def test_a_run_without_incidents_says_so(tmp_path):
   fake_run.plain_run(tmp_path / "a", steps=3)
   run = history.load(str(tmp_path / "a"))
   assert found(tmp_path / "a") == []
-  assert "No slice was lost, and no process ended early." in page.render(run, goodput.compute(run))[0]
+  assert "No slice was lost, and no process ended early." in page.body(run, goodput.compute(run))[0]

@@ -189,6 +189,11 @@ def _parts(directory: str, name: str) -> list[tuple[int, Any]]:
   return sorted(((int(number), path) for number, path in found if number.isdigit()), key=lambda item: item[0])
 
 
+def parts_signature(directory: str, name: str) -> list[tuple[str, int, int]]:
+  """Name, length and time of each part object of a line file: it changes when the line file grows."""
+  return [(path.name, (status := path.stat()).length, status.mtime) for _, path in _parts(directory, name)]
+
+
 def read_lines(directory: str, name: str) -> Iterator[str]:
   """Lines of the line file `name`, in the order in which they were appended; none if there is no such file.
 

@@ -10,6 +10,7 @@ import numpy as np
 from trainer.config.errors import ConfigError
 from trainer.observe import files
 from trainer.report import history
+from trainer.report.history import Run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,20 +36,32 @@ def compare(run_directories: Sequence[str], path: str | None = None) -> Comparis
   if len(run_directories) != 2:
     raise ConfigError(f"two run directories can be compared, {len(run_directories)} were given")
   runs = [history.load_with_steps(directory) for directory in run_directories]
-  ours, theirs = (run.steps for run in runs)
-  steps, i, j = np.intersect1d(ours["step"], theirs["step"], assume_unique=True, return_indices=True)
-  if not len(steps):
+  result = of_runs(*runs)
+  if result is None:
     raise ConfigError(f"{run_directories[0]} and {run_directories[1]} have no step in common")
-  difference = _relative(ours["loss"][i], theirs["loss"][j])
-  worst = int(np.argmax(difference))
-  result = Comparison(float(difference[worst]), int(steps[worst]), len(steps), int((difference == 0).sum()))
   if path is not None:
     from trainer.report import plots, style  # matplotlib: a second to import
 
     directory, _, name = path.rpartition("/")
-    figure = plots.styled(plots.comparison, runs, steps, difference, str(result))
+    figure = plots.styled(plots.comparison, runs, *_differences(*runs), str(result))
     files.write_bytes(directory or ".", name, style.png(figure))
   return result
+
+
+def of_runs(ours: Run, theirs: Run) -> Comparison | None:
+  """How far the losses of two runs differ; None if they have no step in common."""
+  steps, difference = _differences(ours, theirs)
+  if not len(steps):
+    return None
+  worst = int(np.argmax(difference))
+  return Comparison(float(difference[worst]), int(steps[worst]), len(steps), int((difference == 0).sum()))
+
+
+def _differences(ours: Run, theirs: Run) -> tuple[np.ndarray, np.ndarray]:
+  """The steps that both runs have, and the relative difference of their losses."""
+  first, second = ours.steps, theirs.steps
+  steps, i, j = np.intersect1d(first["step"], second["step"], assume_unique=True, return_indices=True)
+  return steps, _relative(first["loss"][i], second["loss"][j])
 
 
 def _relative(a: np.ndarray, b: np.ndarray) -> np.ndarray:

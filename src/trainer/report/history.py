@@ -79,7 +79,8 @@ class Run:
 
 def load(run_directory: str) -> Run:
   """Reads a run directory, local or gs://. ConfigError if it holds no records of a run."""
-  events = without_refused(read_events(run_directory))
+  records_of_events = (event for event in read_events(run_directory) if _is_record(event) and "kind" in event)
+  events = without_refused(list(records_of_events))
   processes = {process: index for index, process in enumerate(dict.fromkeys(event["process"] for event in events))}
   records = np.fromiter(_rows(run_directory, processes), _ROW)
   if not events and not len(records):
@@ -114,8 +115,16 @@ def _not_a_run(run_directory: str) -> str:
   )
 
 
+def _is_record(record: dict[str, Any]) -> bool:
+  """Whether a record has what every record has."""
+  clocks = isinstance(record.get("wall"), int | float) and isinstance(record.get("monotonic"), int | float)
+  return clocks and isinstance(record.get("process"), str)
+
+
 def _rows(run_directory: str, processes: dict[str, int]) -> Iterator[tuple[Any, ...]]:
   """Records of metrics.jsonl as values of _ROW, one at a time; adds new processes to `processes`."""
   for record in files.read_json_lines(run_directory, METRICS_FILE):
+    if not _is_record(record) or not isinstance(record.get("step"), int | float):
+      continue  # damaged: a line that a program other than the trainer has changed
     process = processes.setdefault(record.get("process", ""), len(processes))
     yield (*map(record.get, _NUMBERS), process, "loss" in record)

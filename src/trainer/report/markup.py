@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import math
 from collections.abc import Iterable, Sequence
@@ -39,6 +40,9 @@ th { font-weight: 500; font-size: 13px; vertical-align: bottom; }
 .step { display: block; color: var(--soft); }
 .name { white-space: nowrap; } .key { display: inline-block; width: 11px; height: 11px; border-radius: 2px; }
 .bar { display: flex; height: 26px; border-radius: 6px; overflow: hidden; background: var(--line); margin: 14px 0; }
+.notice { background: var(--card); border-radius: 8px; padding: 8px 12px; margin: 0 0 18px;
+  position: sticky; top: 8px; }
+.late { color: var(--bad); font-weight: 600; }
 summary { cursor: pointer; padding: 4px 0; }
 pre { background: var(--card); border-radius: 8px; padding: 14px; white-space: pre-wrap; overflow-wrap: anywhere; }
 @media (max-width: 640px) { body { padding: 18px 14px 40px; } .tiles { grid-template-columns: 1fr 1fr; gap: 8px; }
@@ -57,6 +61,15 @@ def page(title: str, body: str) -> str:
     '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
     '<meta name="viewport" content="width=device-width, initial-scale=1">'
     f"<title>{html.escape(title)}</title><style>{CSS}</style></head>\n<body>{body}\n</body></html>\n"
+  )
+
+
+def picture(name: str, wide: bytes, narrow: bytes) -> str:
+  """A figure of two SVG files, for screens and for phones, inside the page."""
+  image, phone = (f"data:image/svg+xml;base64,{base64.b64encode(data).decode()}" for data in (wide, narrow))
+  return (
+    f'<figure><picture><source media="(max-width: 640px)" srcset="{phone}"><img alt="{name}" src="{image}"></picture>'
+    "</figure>"
   )
 
 

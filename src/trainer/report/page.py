@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import math
 from typing import Any
@@ -33,14 +32,14 @@ def write(run: Run, goodput: dict[str, Any], chip_hour_price: float | None = Non
   goodput: the result of goodput.compute. chip_hour_price: None: as the run was configured. ConfigError if the run has
   no completed step.
   """
-  text, picture = render(run, goodput, chip_hour_price)
+  text, picture = body(run, goodput, chip_hour_price)
   files.write_bytes(run.directory, PICTURE_FILE, picture)
-  files.write_text(run.directory, REPORT_FILE, text)
+  files.write_text(run.directory, REPORT_FILE, markup.page(run.name, text))
   return f"{run.directory.rstrip('/')}/{REPORT_FILE}"
 
 
-def render(run: Run, goodput: dict[str, Any], chip_hour_price: float | None = None) -> tuple[str, bytes]:
-  """The report as HTML that loads nothing, and the picture of the losses as PNG. Arguments as for `write`."""
+def body(run: Run, goodput: dict[str, Any], chip_hour_price: float | None = None) -> tuple[str, bytes]:
+  """The report as the body of an HTML page, and the picture of the losses as PNG. Arguments as for `write`."""
   from trainer.report import plots, style  # matplotlib: a second to import
 
   run.require_steps()
@@ -55,14 +54,14 @@ def render(run: Run, goodput: dict[str, Any], chip_hour_price: float | None = No
     wide, narrow = (plots.styled(draw, *arguments, size) for size in (style.WIDE, style.NARROW))
     pictures[name] = (style.svg(wide), style.svg(narrow))
     picture = picture or style.png(wide)
-  return _page(run, goodput, pictures, price), picture
+  return _sections(run, goodput, pictures, price), picture
 
 
-def _page(run: Run, goodput: dict[str, Any], pictures: dict[str, tuple[bytes, bytes]], price: float) -> str:
+def _sections(run: Run, goodput: dict[str, Any], pictures: dict[str, tuple[bytes, bytes]], price: float) -> str:
   happened = incidents.find(run)
   parts = [
     f"<h1>{html.escape(run.name)}</h1>{_summary(run)}{_tiles(run, goodput, price)}",
-    *(_picture(name, *sizes) for name, sizes in pictures.items()),
+    *(markup.picture(name, *sizes) for name, sizes in pictures.items()),
     sections.incidents(run, happened, price),
     sections.goodput(run, goodput, price),
     _sample(run),
@@ -70,7 +69,7 @@ def _page(run: Run, goodput: dict[str, Any], pictures: dict[str, tuple[bytes, by
     sections.configuration(run.start.get("config"), run.start.get("origins") or {}),
     sections.events(run),
   ]
-  return markup.page(run.name, "\n".join(filter(None, parts)))
+  return "\n".join(filter(None, parts))
 
 
 def _summary(run: Run) -> str:
@@ -129,15 +128,6 @@ def _tiles(run: Run, goodput: dict[str, Any], price: float) -> str:
   if price and chips:
     tiles.append(("cost of the chips", markup.money(goodput["wall_seconds"] * chips / 3600 * price)))
   return '<div class="tiles">' + "".join(f"<div><b>{v}</b>{html.escape(k)}</div>" for k, v in tiles) + "</div>"
-
-
-def _picture(name: str, wide: bytes, narrow: bytes) -> str:
-  sources = (f"data:image/svg+xml;base64,{base64.b64encode(data).decode()}" for data in (wide, narrow))
-  image, phone = sources
-  return (
-    f'<figure><picture><source media="(max-width: 640px)" srcset="{phone}"><img alt="{name}" src="{image}"></picture>'
-    "</figure>"
-  )
 
 
 def _sample(run: Run) -> str:

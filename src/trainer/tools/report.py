@@ -1,7 +1,7 @@
 """`python -m trainer.tools.report RUN_DIR`: writes report.html and loss.png of a run, finished or not.
 
 `python -m trainer.tools.report RUN_DIR OTHER_RUN_DIR --compare PICTURE.png` draws both loss curves in one picture and
-prints how far they differ.
+prints how far they differ. `--compare PAGE.html` writes a page that compares two or more runs.
 """
 
 from __future__ import annotations
@@ -10,18 +10,22 @@ import argparse
 import sys
 
 from trainer.config.errors import ConfigError
-from trainer.report import compare, goodput, history, page
+from trainer.report import compare, comparison_page, goodput, history, page
 
 
 def main(argv: list[str] | None = None) -> int:
   """Returns the exit code: 0, or 2 with one line on stderr if a directory is missing, unreadable or no run."""
   parser = argparse.ArgumentParser(prog="python -m trainer.tools.report", description=__doc__.split("\n\n")[0])
   parser.add_argument("run_directory", nargs="+", help="{base_output_directory}/{run_name}, local or gs://")
-  parser.add_argument("--compare", metavar="PICTURE.png", help="compare two runs instead, and draw them here")
+  parser.add_argument("--compare", metavar="FILE", help="compare the runs instead: PICTURE.png or PAGE.html")
   parser.add_argument("--chip-hour-price", type=float, help="show costs with this price, not with the run's own")
   arguments = parser.parse_args(argv)
   try:
-    if arguments.compare:
+    if (arguments.compare or "").endswith(".html"):
+      runs = [history.load_with_steps(directory) for directory in arguments.run_directory]
+      comparison_page.write(runs, arguments.compare)
+      print(arguments.compare)
+    elif arguments.compare:
       print(compare.compare(arguments.run_directory, arguments.compare))
       print(arguments.compare)
     else:

@@ -1,0 +1,116 @@
+"""`python -m trainer.tools.watch RUN_DIR [RUN_DIR ...]`: shows a run in the browser while it goes on.
+
+The page is the report of the run, and refreshes itself. With several folders it is a comparison of the runs. Folders
+may be copies, and may be on gs://. Only this machine can open the page; forward the port to see it elsewhere:
+`ssh -L 8642:127.0.0.1:8642 HOST`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import http.server
+import json
+import sys
+import urllib.parse
+
+from trainer.config.errors import ConfigError
+from trainer.observe import files
+from trainer.report import live, markup
+from trainer.report.live import LivePage
+
+_HOST, _PORT = "127.0.0.1", 8642
+_LOCAL_NAMES = {"127.0.0.1", "localhost", "[::1]"}
+
+
+class Server(http.server.ThreadingHTTPServer):
+  """Serves one LivePage to browsers on this machine. Raises OSError if the port is in use."""
+
+  daemon_threads = True
+  allow_reuse_address = True
+
+  def __init__(self, page: LivePage, port: int) -> None:
+    """port: 0: any free one."""
+    self.page = page
+    super().__init__((_HOST, port), _Handler)
+
+  @property
+  def url(self) -> str:
+    return urllib.parse.urlunsplit(("http", f"{_HOST}:{self.server_port}", "/", "", ""))
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+  """`/` is the page, `/state?version=N` what is new since version N."""
+
+  server: Server
+  timeout = 30  # a connection without a request must not hold a thread
+
+  def do_GET(self) -> None:
+    # A page of another site must not read the run through a host name that it points to this machine.
+    if self.headers.get("Host", "").rpartition(":")[0] not in _LOCAL_NAMES:
+      self._send(403, "text/plain", "Open this page as localhost or 127.0.0.1.\n")
+      return
+    address = urllib.parse.urlsplit(self.path)
+    if address.path == "/":
+      self._send(200, "text/html; charset=utf-8", markup.page("Run", live.shell()))
+    elif address.path == "/state":
+      state = self.server.page.state()
+      known = urllib.parse.parse_qs(address.query).get("version") == [str(state.version)]
+      answer = {"version": state.version, "notice": state.notice, "is_late": state.is_late}
+      self._send(200, "application/json", json.dumps(answer | {"body": None if known else state.body}))
+    else:
+      self._send(404, "text/plain", "There is only the page at /.\n")
+
+  def _send(self, code: int, kind: str, text: str) -> None:
+    data = text.encode("utf-8", "backslashreplace")
+    self.send_response(code)
+    self.send_header("Content-Type", kind)
+    self.send_header("Content-Length", str(len(data)))
+    self.send_header("Cache-Control", "no-store")
+    self.end_headers()
+    self.wfile.write(data)
+
+  def log_message(self, format: str, *args: object) -> None:
+    """Nothing: a line for every refresh would hide the others."""
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Serves until Ctrl-C and returns 0; 2 if a folder does not exist or the port cannot be used."""
+  parser = argparse.ArgumentParser(prog="python -m trainer.tools.watch", description=__doc__.split("\n\n", 1)[1])
+  parser.add_argument("run_directory", nargs="+", help="{base_output_directory}/{run_name}, local or gs://")
+  parser.add_argument("--port", type=int, help=f"port on {_HOST} (default {_PORT}, or a free one if it is in use)")
+  parser.add_argument("--period", type=float, default=5.0, help="seconds between refreshes, at least (default 5)")
+  arguments = parser.parse_args(argv)
+  try:
+    for directory in arguments.run_directory:
+      if not files.exists(directory):
+        raise ConfigError(f"{directory} does not exist. Give the folder of a run: base_output_directory/run_name")
+    server = _open(LivePage(arguments.run_directory, arguments.period), arguments.port)
+  except (ConfigError, OSError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  with server:
+    print(f"Watching {', '.join(arguments.run_directory)} on {server.url} (Ctrl-C ends)", flush=True)
+    try:
+      server.serve_forever()
+    except KeyboardInterrupt:
+      return 0
+  return 0
+
+
+def _open(page: LivePage, port: int | None) -> Server:
+  """The server on `port`; None: on the usual port, or on a free one if that is in use."""
+  try:
+    return Server(page, _PORT if port is None else port)
+  except OverflowError:
+    raise ConfigError(f"--port {port}: a port is a number from 0 to 65535. Choose another number.") from None
+  except OSError as error:
+    if error.errno != errno.EADDRINUSE:
+      raise
+    if port is not None:
+      raise ConfigError(f"--port {port} is in use on {_HOST}. Choose another port, or leave out --port.") from None
+    return Server(page, 0)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,197 @@
+"""The live page: a real server process, a run that grows, lines cut in half, a folder that goes away, a port in use."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+
+import pytest
+from tests.support import fake_run
+
+from trainer.report import history, live
+from trainer.tools import report, watch
+
+
+def young_run(path, steps: int = 3, **start) -> fake_run.FakeRun:
+  run = fake_run.FakeRun(path, steps=20, slices=1, **start)
+  for step in range(1, steps + 1):
+    run.step(step)
+  return run
+
+
+@pytest.fixture
+def short(monkeypatch):
+  """Pages without pictures, which take a second to draw. Other tests look at whole pages."""
+  monkeypatch.setattr(live, "_body", lambda runs: f"{runs[0].steps[-1]['step']:.0f} of {runs[0].start['steps']}")
+
+
+class Clock:
+  def __init__(self):
+    self.now = 1.8e9 + 4
+
+  def __call__(self) -> float:
+    self.now += 100  # no page is too young to be made again
+    return self.now
+
+
+def get(url: str, **headers) -> tuple[int, str]:
+  try:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as answer:
+      return answer.status, answer.read().decode()
+  except urllib.error.HTTPError as error:
+    return error.code, error.read().decode()
+
+
+def test_the_page_follows_the_run_and_is_made_only_if_the_files_have_changed(tmp_path, short):
+  run = young_run(tmp_path / "a")
+  page = live.LivePage([str(tmp_path / "a")], period=1.0, clock=Clock())
+  first = page.state()
+  assert first.version == 1 and "3 of 20" in first.body and first.notice.startswith("step 3 of 20, 0:00:")
+  assert page.state().version == 1
+  run.step(4)
+  second = page.state()
+  assert second.version == 2 and "4 of 20" in second.body
+  run.end(0, step=4)
+  ended = page.state()
+  assert "ended with exit code 0" in ended.notice and not ended.is_late
+
+
+def test_a_page_is_not_made_again_before_its_time(tmp_path, short):
+  run = young_run(tmp_path / "a")
+  page = live.LivePage([str(tmp_path / "a")], period=1000.0, clock=lambda: 1.8e9 + 10)
+  assert page.state().version == 1
+  run.step(4)
+  assert page.state().version == 1
+  run.close()
+
+
+def test_a_run_that_writes_nothing_any_more_is_late(tmp_path):
+  run = young_run(tmp_path / "a")
+  assert live._notice([history.load(str(tmp_path / "a"))], run.wall + run.now + 59)[1] is False
+  text, late = live._notice([history.load(str(tmp_path / "a"))], run.wall + run.now + 61)
+  assert late and text.endswith("last record 0:01:01 ago")
+  run.close()
+
+
+def test_damaged_lines_are_passed_over(tmp_path, short):
+  run = young_run(tmp_path / "a")
+  run.close()
+  for name in ("metrics.jsonl", "events.jsonl"):
+    whole = (tmp_path / "a" / name).read_bytes()
+    last = whole.splitlines()[-1]
+    damaged = b'{}\n[1, 2]\n{"step": "x", "loss": 1}\n{"kind": "eval"}\n\x00\xff\n'
+    (tmp_path / "a" / name).write_bytes(whole + damaged + last[: len(last) // 2])
+  state = live.LivePage([str(tmp_path / "a")], period=1.0, clock=Clock()).state()
+  assert "3 of 20" in state.body and "Cannot read" not in state.notice
+
+
+def test_a_folder_that_vanishes_leaves_the_last_page_and_comes_back(tmp_path, short):
+  young_run(tmp_path / "a").close()
+  page = live.LivePage([str(tmp_path / "a")], period=1.0, clock=Clock())
+  shown = page.state()
+  shutil.move(tmp_path / "a", tmp_path / "away")
+  gone = page.state()
+  assert gone.body == shown.body and gone.is_late and "does not exist any more" in gone.notice
+  since = re.search(r"since (\S+) UTC", gone.notice)[1]
+  assert since in page.state().notice  # the time of the first failure
+  shutil.move(tmp_path / "away", tmp_path / "a")
+  back = page.state()
+  assert "Cannot read" not in back.notice and back.version == shown.version + 1
+
+
+def test_a_run_before_its_first_step_is_waited_for(tmp_path, short):
+  run = fake_run.FakeRun(tmp_path / "a", steps=20, slices=1)
+  page = live.LivePage([str(tmp_path / "a")], period=1.0, clock=Clock())
+  waiting = page.state()
+  assert "Waiting for the first step" in waiting.body and "no completed step" in waiting.notice
+  run.step(1)
+  assert "1 of 20" in page.state().body
+  run.close()
+
+
+def test_several_runs_are_compared(tmp_path, capsys):
+  fake_run.elastic_run(tmp_path / "a", config={"learning_rate": 0.1, "steps": 60}, error=1e-7)
+  fake_run.plain_run(tmp_path / "b", config={"learning_rate": 0.2, "steps": 60})
+  fake_run.plain_run(tmp_path / "c" / "b", steps=5)
+  folders = [str(tmp_path / name) for name in ("a", "b", "c/b")]
+  state = live.LivePage(folders, period=1.0, clock=Clock()).state()
+  for text in ("3 runs", "<td>learning_rate</td><td>0.1</td><td>0.2</td>", "largest relative difference 1.0e-07"):
+    assert text in state.body
+  assert f"<th>{tmp_path}/c/b</th>" in state.body  # two runs are called b
+  assert "<td>slices lost</td><td>1</td><td>0</td><td>0</td>" in state.body
+  assert report.main([*folders, "--compare", str(tmp_path / "page.html")]) == 0
+  assert capsys.readouterr().out == f"{tmp_path}/page.html\n"
+  assert "3 runs" in (tmp_path / "page.html").read_text()
+
+
+@contextlib.contextmanager
+def watching(*arguments: str):
+  """The command as a process, and the address that it prints."""
+  command = [sys.executable, "-m", "trainer.tools.watch", *arguments]
+  process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+  try:
+    yield process, process.stdout.readline().split(" on ")[1].split()[0]
+  finally:
+    process.kill()
+    process.communicate(timeout=60)
+
+
+def test_the_command_serves_the_page_and_ends_with_ctrl_c(tmp_path):
+  run = young_run(tmp_path / "a", config={"run_name": "<script>alert(1)</script>"})
+  run.close()
+  with watching(str(tmp_path / "a"), "--port", "0") as (process, url):
+    code, page = get(url)
+    assert code == 200 and 'fetch("state?version=" + version' in page
+    state = json.loads(get(f"{url}state?version=-1")[1])
+    assert state["version"] == 1 and "3 of 20" in state["body"] and "<script>alert" not in state["body"]
+    assert json.loads(get(f"{url}state?version=1")[1])["body"] is None
+    assert get(f"{url}etc/passwd")[0] == 404
+    assert get(url, Host="attacker.example:80")[0] == 403
+    shutil.rmtree(tmp_path / "a")
+    assert get(url)[0] == 200
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 0
+
+
+def test_a_port_in_use_is_refused_only_if_it_was_asked_for(tmp_path, capsys, monkeypatch):
+  with socket.create_server(("127.0.0.1", 0)) as other:
+    port = other.getsockname()[1]
+    assert watch.main([str(tmp_path), "--port", str(port)]) == 2
+    assert f"--port {port} is in use on 127.0.0.1. Choose another port" in capsys.readouterr().err
+    monkeypatch.setattr(watch, "_PORT", port)
+    with watch._open(live.LivePage([str(tmp_path)], 1.0), None) as server:
+      assert server.server_port not in (0, port)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "said"), [(["nothing"], "does not exist"), ([".", "--port", "70000"], "0 to 65535")]
+)
+def test_wrong_arguments_are_refused(arguments, said, capsys):
+  assert watch.main(arguments) == 2
+  err = capsys.readouterr().err
+  assert err.startswith("error: ") and said in err and err.count("\n") == 1
+
+
+def test_a_run_on_an_object_store_is_followed(tmp_path, short, monkeypatch):
+  from trainer.observe import files
+
+  run = young_run(tmp_path / "a")
+  run.close()
+  for name in ("metrics.jsonl", "events.jsonl"):  # as an object store has them: numbered parts
+    os.rename(tmp_path / "a" / name, tmp_path / "a" / f"{name}.000000")
+  monkeypatch.setattr(files, "is_object_store", lambda path: True)
+  page = live.LivePage([str(tmp_path / "a")], period=1.0, clock=Clock())
+  assert "3 of 20" in page.state().body and page.state().version == 1
+  part = tmp_path / "a" / "metrics.jsonl.000000"
+  line = json.loads(part.read_text().splitlines()[-1]) | {"step": 4}
+  (tmp_path / "a" / "metrics.jsonl.000001").write_text(json.dumps(line) + "\n")
+  assert "4 of 20" in page.state().body

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory) -> str:
-  """The key of a compilation cache that all tests of this folder share, in every worker of pytest."""
+def shared(tmp_path_factory) -> Path:
+  """A folder that every worker of pytest sees."""
   base = tmp_path_factory.getbasetemp()
-  return f"jax_cache_dir={(base.parent if 'PYTEST_XDIST_WORKER' in os.environ else base) / 'launch-compiled'}"
+  folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "launch"
+  folder.mkdir(exist_ok=True)
+  return folder
+
+
+@pytest.fixture(scope="session")
+def compiled(shared) -> str:
+  """The key of a compilation cache that all tests of this folder share."""
+  return f"jax_cache_dir={shared / 'compiled'}"

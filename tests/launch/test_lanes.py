@@ -10,7 +10,7 @@ from end_to_end.process_runs import ProcessRun
 
 from trainer.membership.environment import LANE, MEMBER
 
-STEPS = 60
+STEPS = 24
 KEYS = f"steps={STEPS} devices_per_slice=2 checkpoint_period={STEPS} elastic_min_slice_count=-1".split()
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from trainer.config.errors import ConfigError
 from trainer.data import corpus
+from trainer.data.documents import BadRecords, Documents
 
 
 def write(root, files: dict[str, str | bytes]) -> None:
@@ -26,7 +27,8 @@ def names(pieces) -> list[str]:
 
 
 def texts(pieces) -> list[str]:
-  return [text for piece in pieces for text in corpus.documents(piece)]
+  documents = Documents("", pieces, corpus.documents, lambda: "", corpus.cut_documents)
+  return [text for _, text in documents.valid(BadRecords(0))]
 
 
 def test_files_in_the_order_of_their_names(tmp_path):

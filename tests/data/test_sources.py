@@ -244,7 +244,7 @@ def broken(folder: Path, case: str) -> dict[str, str]:
     ("parquet other column", r"train_data_columns=text: .*0.parquet has no such column. Choose one of id, body"),
     ("parquet wrong type", "train_data_columns=id: in .*0.parquet it has the type int64. Choose a column of strings"),
     ("parquet nulls in a list", "a list of column body contains a null"),
-    ("arrayrecord garbage", "record 0 of .*data cannot be read"),
+    ("arrayrecord garbage", "data cannot be read as ArrayRecord"),
     ("arrayrecord other column", r"record 0 of .*no feature text \(train_data_columns\). It has a, body, z"),
     ("arrayrecord text of tokens", "record 0 of .*not a tf.train.Example"),
     ("arrayrecord_text text of tokens", "record 0 of .*invalid start byte"),

@@ -172,7 +172,7 @@ def test_fingerprint_tells_another_order_of_the_same_records(root):
 def test_cursor_counts_epochs(root):
   loader = load(root, data_shuffle_seed=5)
   step = 2 * loader.num_examples // BATCH + 1
-  expected = {"next_example": step * BATCH, "seed": 5, "epoch": 2, "mixture": {}}
+  expected = {"next_example": step * BATCH, "seed": 5, "epoch": 2, "mixture": {}, "bad_records": 0}
   assert json.loads(json.dumps(loader.cursor(step))) == expected
 
 

@@ -31,10 +31,10 @@ ROOT = Path(__file__).parents[2]
 LIMIT = 120  # seconds
 
 
-def job_of(records: str, packing: str = "split", vocab_size: int = 300, **keys: str) -> Job:
+def job_of(records: str, packing: str = "split", vocab_size: int = 300, **keys: str | int) -> Job:
   cfg = DataSection(dataset_type="grain", **keys)
   tokenizer = ByteTokenizer() if vocab_size == 300 else None
-  return Job(datasets.find(cfg), tokenizer, vocab_size, LENGTH, packing, records)
+  return Job(datasets.find(cfg), tokenizer, vocab_size, LENGTH, packing, records, cfg.max_bad_records)
 
 
 def write_all(job: Job, folder: Path, part_bytes: int) -> list[bytes]:

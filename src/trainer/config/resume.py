@@ -36,6 +36,7 @@ JUDGED_BY = {
   "grain_file_type": "data",
   "train_data_columns": "data",
   "train_split": "data",
+  "max_bad_records": "data",
   "eval_split": "data",
   "tokenizer_path": "data",
   "per_device_batch_size": "global_batch_size",

@@ -273,6 +273,10 @@ class DataSection(Section):
     "split",
     description="How documents become examples. split: all joined into one stream, which is cut every max_target_length tokens. best_fit: whole documents, together where they fit; only documents longer than max_target_length are cut. none: one document per example, cut at max_target_length. Documents never attend to each other.",
   )
+  max_bad_records: NonNegative = Field(
+    0,
+    description="Records of a source, in training and in evaluation, that may be skipped because they are damaged or have no document. Each is logged. With records that are read in place, a value above 0 reads all of them once at the first start.",
+  )
   tokenizer_type: Literal["byte", "bpe"] = Field(
     "byte",
     description="byte: 256 bytes and special tokens. bpe: byte-level BPE, trained on the text unless tokenizer_path is set.",

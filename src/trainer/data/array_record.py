@@ -2,39 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from trainer.config.errors import ConfigError
 from trainer.data import packages, tf_example, windows
-from trainer.data.documents import Document, Piece
+from trainer.data.documents import BadRecord, Document, Piece
+
+X = TypeVar("X")
 
 
-def read(piece: Piece, file_type: str, column: str) -> Iterator[Document]:
+def read(piece: Piece, file_type: str, column: str) -> Iterator[Document | BadRecord]:
   """Yields the documents of a file. `file_type` is a value of grain_file_type; `column` names a feature of an Example.
 
-  Raises ConfigError, naming file and record, if a record cannot be read or has another format.
+  A record that cannot be read, or has another format, is bad. Raises ConfigError if the file cannot be opened.
   """
-  decode = decoder(file_type, column)
+  return scan(piece, decoder(file_type, column))
+
+
+def scan(piece: Piece, decode: Callable[[bytes], X]) -> Iterator[X | BadRecord]:
+  """Yields each record of a file, decoded. `decode` raises ValueError for a bad record."""
+  total = count(piece)
   number = 0
-  try:
-    reader = _reader(piece.path)
+  while number < total:
+    reader = _reader(piece.path)  # opened again after each damaged record: a reader that failed once is useless
     try:
-      for number in range(reader.num_records()):  # noqa: B007 (for the error messages)
-        yield decode(reader.read())
-    finally:
+      reader.seek(number)
+      for number in range(number, total):  # noqa: B020 (continues after a damaged record)
+        record = reader.read()
+        try:
+          found: X | BadRecord = decode(record)
+        except ValueError as error:  # UnicodeDecodeError is one
+          found = BadRecord(f"record {number} of {piece.path}: {error}.")
+        yield found
       reader.close()
-  except ValueError as error:  # UnicodeDecodeError is one
-    raise ConfigError(f"record {number} of {piece.path}: {error}.") from error
-  except (RuntimeError, IndexError) as error:
-    raise ConfigError(f"record {number} of {piece.path} cannot be read ({error}). Fix or remove the file.") from error
+    except (RuntimeError, IndexError) as error:
+      with contextlib.suppress(RuntimeError):  # it raises the same error again
+        reader.close()
+      yield BadRecord(f"record {number} of {piece.path} cannot be read ({error}). Fix or remove the file.")
+    number += 1
 
 
 def decoder(file_type: str, column: str) -> Callable[[bytes], Document]:

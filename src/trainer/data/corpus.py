@@ -16,7 +16,7 @@ from trainer.config import rules, text_files
 from trainer.config.errors import ConfigError, require
 from trainer.config.text_files import SUFFIXES
 from trainer.data import jsonl
-from trainer.data.documents import Piece, cut_at_lines, line_number
+from trainer.data.documents import BadRecord, Piece, cut_at_lines, line_number
 
 # Folders of the standard library's sources that are not Python code to learn from: installed packages, tests with text
 # that is broken on purpose, tables of code points (encodings), the documentation as one string (pydoc_data).
@@ -76,10 +76,10 @@ def cut_documents(piece: Piece, limit: int) -> list[Piece]:
   return _cut(piece, limit) if piece.path.suffix == ".jsonl" else [piece]
 
 
-def documents(piece: Piece) -> Iterator[str]:
+def documents(piece: Piece) -> Iterator[str | BadRecord]:
   """Yields the non-empty documents of a piece in order: its whole text, or the field "text" of each line of a .jsonl.
 
-  Raises ConfigError with file and line if the text is not UTF-8, a line has no such field, or the file cannot be read.
+  Bad records are text that is not UTF-8, and lines without such a field. Raises ConfigError if a file cannot be read.
   """
   if piece.path.suffix == ".jsonl":
     yield from _json_lines(piece)
@@ -91,7 +91,8 @@ def documents(piece: Piece) -> Iterator[str]:
     text = data.decode("utf-8")
   except UnicodeDecodeError as error:
     line = _line_number(piece.path, piece.start + error.start)
-    raise ConfigError(f"{piece.path}:{line}: not UTF-8 ({error.reason}). Convert or remove the file.") from error
+    yield BadRecord(f"{piece.path}:{line}: not UTF-8 ({error.reason}). Convert or remove the file.")
+    return
   if text:
     yield text
 
@@ -176,7 +177,7 @@ def _join(units: Iterable[Piece]) -> list[Piece]:
   return joined
 
 
-def _json_lines(piece: Piece) -> Iterator[str]:
+def _json_lines(piece: Piece) -> Iterator[str | BadRecord]:
   place = piece.start
   with _opened(piece.path) as file:
     file.seek(place)
@@ -187,7 +188,8 @@ def _json_lines(piece: Piece) -> Iterator[str]:
           raise ValueError('no field "text" with a string')
       except ValueError as error:
         number = _line_number(piece.path, place)
-        raise ConfigError(f'{piece.path}:{number}: {error}. Every line must be like {{"text": "..."}}.') from error
+        yield BadRecord(f'{piece.path}:{number}: {error}. Every line must be like {{"text": "..."}}.')
+        text = ""
       place += len(line)
       if text:
         yield text

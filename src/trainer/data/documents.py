@@ -38,14 +38,42 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class BadRecord:
+  """A record, or several together, that cannot be read or has no document."""
+
+  message: str
+  """Names file and record, the reason, and what to do."""
+  count: int = 1
+
+
+class BadRecords:
+  """The bad records of a split, which are skipped up to a limit."""
+
+  def __init__(self, limit: int, log: Callable[[str], None] = lambda line: None) -> None:
+    """limit: max_bad_records. `log` gets a line for each."""
+    self.messages: list[str] = []
+    self.count = 0
+    self._limit, self._log = limit, log
+
+  def add(self, bad: BadRecord) -> None:
+    """Skips a record. Raises ConfigError if these are more than the limit."""
+    self.count += bad.count
+    self.messages.append(bad.message)
+    if self.count > self._limit:
+      more = f" These are {self.count} bad records, and max_bad_records={self._limit}." if self._limit else ""
+      raise ConfigError(bad.message + more)
+    self._log(f"Bad record {self.count} of at most {self._limit} is skipped: {bad.message}")
+
+
+@dataclass(frozen=True)
 class Documents:
   """The documents of one split of a dataset."""
 
   name: str
   """Where the documents come from, for the log."""
   pieces: Sequence[Piece]
-  read: Callable[[Piece], Iterator[Document]]
-  """Yields the documents of a piece in order. Raises ConfigError, naming the file, if it cannot."""
+  read: Callable[[Piece], Iterator[Document | BadRecord]]
+  """Yields the documents of a piece in order. Raises ConfigError, naming the file, if it cannot be read at all."""
   digest: Callable[[], str]
   """Identity of the documents and their order: 64 hex digits."""
   cut: Callable[[Piece, int], list[Piece]]
@@ -56,14 +84,17 @@ class Documents:
     """Bytes of all pieces."""
     return sum(piece.size for piece in self.pieces)
 
-  def __iter__(self) -> Iterator[tuple[str, Document]]:
-    """Yields (place for messages, document) of all documents that are not empty.
+  def valid(self, bad: BadRecords) -> Iterator[tuple[str, Document]]:
+    """Yields (place for messages, document) of all documents that are not empty. Adds other records to `bad`.
 
-    Raises ConfigError if some documents are text and others are token ids.
+    Raises ConfigError if some documents are text and others are token ids, or there are too many bad records.
     """
     kind: type | None = None
     for piece in self.pieces:
       for number, document in enumerate(self.read(piece), 1):
+        if isinstance(document, BadRecord):
+          bad.add(document)
+          continue
         if not len(document):
           continue
         after = f" after byte {piece.start}" if piece.start else ""
@@ -76,9 +107,9 @@ class Documents:
           )
         yield place, document
 
-  def are_text(self) -> bool:
-    """Whether the first document is text. Raises ConfigError if there is no document."""
-    for _, document in self:
+  def are_text(self, max_bad_records: int) -> bool:
+    """Whether the first document is text. Raises ConfigError if there is no document, or too many are bad before it."""
+    for _, document in self.valid(BadRecords(max_bad_records)):
       return isinstance(document, str)
     raise ConfigError(f"{self.name} has no documents. Give files with at least one document that is not empty.")
 

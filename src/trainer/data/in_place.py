@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.data import array_record, cache, prepare, windows
+from trainer.data import array_record, cache, prepare, prepared, windows
 from trainer.data.batch import Example, empty_example
-from trainer.data.documents import Documents
+from trainer.data.documents import BadRecord, BadRecords, Documents
 from trainer.data.order import Order
 from trainer.data.tokenizer import Tokenizer
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
   from trainer.config.schema import DataSection  # pydantic is slow to import and not needed here
 
 _COUNTS = "counts.json"
+_BAD = "bad.json"
 
 
 _WINDOWS = "arrayrecord_windows"
@@ -29,25 +32,42 @@ DTYPE = np.dtype("<i4")  # of the tokens in a record of a window
 class _Windows:
   """The records as windows, packed by `windows.pack`. Implements order.Records."""
 
-  def __init__(self, records: array_record.Records, file_type: str, length: int, vocab_size: int) -> None:
+  def __init__(
+    self,
+    records: array_record.Records,
+    file_type: str,
+    length: int,
+    vocab_size: int,
+    bad: Sequence[int] = (),
+  ) -> None:
+    """`bad`: numbers of records that are skipped, ascending."""
     self._records = records
+    self._good_before = np.array(bad, np.int64) - np.arange(len(bad))  # of each bad record, the good ones before it
     self._decode = self._window if file_type == _WINDOWS else self._tokens(file_type)
     self._length = length
     self._vocab_size = vocab_size
 
   def __len__(self) -> int:
-    return len(self._records)
+    return len(self._records) - len(self._good_before)
 
   def __getitem__(self, number: int) -> bytes:
     """The window of a record. Raises OSError, naming record and file, if it is not a window of tokens below V."""
+    number += int(np.searchsorted(self._good_before, number, side="right"))
     record = self._records[number]
     try:
-      window = self._decode(record)
-      if not len(window.tokens):
-        raise ValueError("it has no tokens. Remove empty records")
-      return windows.pack(window._replace(tokens=prepare.checked(window.tokens, self._vocab_size)), DTYPE)
+      return windows.pack(self.decode(record), DTYPE)
     except ValueError as error:
       raise OSError(f"{self._records.place(number)}: {error}") from error
+
+  def decode(self, record: bytes) -> windows.Window:
+    """The window of a record. Raises ValueError if it is not a window of tokens below V."""
+    window = self._decode(record)
+    if not len(window.tokens):
+      raise ValueError("it has no tokens. Remove empty records")
+    return window._replace(tokens=prepare.checked(window.tokens, self._vocab_size))
+
+  def close(self) -> None:
+    self._records.close()
 
   def _tokens(self, file_type: str) -> Callable[[bytes], windows.Window]:
     """The function that makes a window of the first T + 1 tokens of a record."""
@@ -74,21 +94,21 @@ class InPlaceSource:
   tokenizer: Tokenizer | None = None
 
   def __init__(
-    self, cfg: DataSection, records: array_record.Records, *, name: str, split: str, digest: str, vocab_size: int
+    self, cfg: DataSection, examples: _Windows, *, name: str, split: str, key: str, bad_records: int
   ) -> None:
-    """`digest`: identity of the records. Raises ConfigError if the first record is not an example."""
+    """`key`: identity of the examples. Raises ConfigError if the first record is not an example."""
     self.name = name
-    self.num_examples: int | None = len(records)
+    self.bad_records = bad_records
+    self.num_examples: int | None = len(examples)
     self.has_eval = cfg.names_eval_data
     self._length = cfg.max_target_length
-    self._records = records
-    examples = _Windows(records, cfg.grain_file_type, self._length, vocab_size)
+    self._examples = examples
     try:
       examples[0]
     except OSError as error:
       raise ConfigError(str(error)) from error
     self._order = Order(examples, split=split, seed=cfg.data_shuffle_seed)
-    self._key = f"in-place-2 {digest} length={self._length} vocab={vocab_size}"
+    self._key = key
 
   def example(self, index: int) -> Example:
     """The record at `index` in the order of the split. Raises OSError, naming record and file, if it has no tokens."""
@@ -107,7 +127,7 @@ class InPlaceSource:
     return None
 
   def close(self) -> None:
-    self._records.close()
+    self._examples.close()
 
 
 def applies(cfg: DataSection) -> bool:
@@ -148,4 +168,40 @@ def open_source(
       "Give more files, or reduce the batch size."
     )
   records = array_record.Records([piece.path for piece in documents.pieces], counts)
-  return InPlaceSource(cfg, records, name=documents.name, split=split, digest=digest, vocab_size=vocab_size)
+  key = f"in-place-2 {digest} length={cfg.max_target_length} vocab={vocab_size}"
+  found = _find_bad(cfg, documents, records, counts, key, vocab_size) if cfg.max_bad_records else {}
+  if found:
+    prepared.require_few(len(found), list(found.values()), cfg.max_bad_records, documents.name, log)
+    key += f" bad={sorted(found)}"
+  examples = _Windows(records, cfg.grain_file_type, cfg.max_target_length, vocab_size, sorted(found))
+  return InPlaceSource(cfg, examples, name=documents.name, split=split, key=key, bad_records=len(found))
+
+
+def _find_bad(
+  cfg: DataSection,
+  documents: Documents,
+  records: array_record.Records,
+  counts: Sequence[int],
+  key: str,
+  vocab_size: int,
+) -> dict[int, str]:
+  """{number: message} of the records that are not examples, from the cache, or found by reading all of them."""
+
+  def build(folder: Path) -> None:
+    print(f"Looking for bad records in {sum(counts):,} records of {documents.name}", flush=True)
+    bad = BadRecords(cfg.max_bad_records, print)
+    decode = _Windows(records, cfg.grain_file_type, cfg.max_target_length, vocab_size).decode
+    found: dict[int, str] = {}
+    for start, piece in zip(itertools.accumulate(counts, initial=0), documents.pieces):
+      for number, record in enumerate(array_record.scan(piece, decode), start):
+        if isinstance(record, BadRecord):
+          bad.add(record)
+          found[number] = record.message
+    (folder / _BAD).write_text(json.dumps(found))
+
+  def fault(folder: Path) -> str | None:
+    return None if (folder / _BAD).is_file() else f"{_BAD} is absent"
+
+  name = f"bad-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+  folder = cache.entry(cfg.dataset_cache_directory, name, build=build, fault=fault, log=print)
+  return {int(number): message for number, message in json.loads((folder / _BAD).read_text()).items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterator
 from typing import BinaryIO, cast
 
@@ -12,28 +13,34 @@ import numpy as np
 
 from trainer.config.errors import ConfigError
 from trainer.data import packages
-from trainer.data.documents import Document, Piece, cut_at_lines, line_number
+from trainer.data.documents import BadRecord, Document, Piece, cut_at_lines, line_number
 
 _COMPRESSED = (".gz", ".zst")
 
 
-def read(piece: Piece, column: str) -> Iterator[Document]:
+def read(piece: Piece, column: str) -> Iterator[Document | BadRecord]:
   """Yields the field `column` of each line of a file: a text, or a list of token ids. Skips blank lines.
 
-  Raises ConfigError with file and line if a line has no such field, or the file cannot be read.
+  A line without such a field is a bad record. Raises ConfigError with file and line if the file cannot be read.
   """
   number = 0
   try:
     with _opened(piece) as file:
-      for number, line in enumerate(_lines(file, piece), 1):  # noqa: B007 (for the error message)
+      for number, line in enumerate(_lines(file, piece), 1):
         if line.strip():
-          yield value(line, column)
+          yield _document(piece, number, line, column)
+  except (OSError, EOFError, zlib.error) as error:
+    raise ConfigError(f"{piece.path} cannot be read after line {number} ({error}). Fix or remove it.") from error
+
+
+def _document(piece: Piece, number: int, line: bytes, column: str) -> Document | BadRecord:
+  """The document in a line of a piece. `number`: of the line, from 1."""
+  try:
+    return value(line, column)
   except ValueError as error:
     number += line_number(piece.path, piece.start) - 1 if piece.start else 0
     remedy = f'Every line must be like {{"{column}": "..."}} or {{"{column}": [1, 2, 3]}}. Set train_data_columns'
-    raise ConfigError(f"{piece.path}:{number}: {error}. {remedy} to the name of the field.") from error
-  except (OSError, EOFError) as error:
-    raise ConfigError(f"{piece.path} cannot be read after line {number} ({error}). Fix or remove it.") from error
+    return BadRecord(f"{piece.path}:{number}: {error}. {remedy} to the name of the field.")
 
 
 def cut(piece: Piece, limit: int) -> list[Piece]:

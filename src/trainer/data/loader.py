@@ -102,7 +102,13 @@ class Loader:
     next_example = step * self._global_batch_size + self._offset
     epoch = next_example // self.num_examples if self.num_examples else 0
     mixture = self._mixture.cursor(next_example) if self._mixture else {}
-    return {"next_example": next_example, "seed": self._seed, "epoch": epoch, "mixture": mixture}
+    return {
+      "next_example": next_example,
+      "seed": self._seed,
+      "epoch": epoch,
+      "mixture": mixture,
+      "bad_records": self._source.bad_records,
+    }
 
   def fingerprint(self) -> str:
     """Identity of the examples and their order: 64 hex digits of data, tokenizer, packing and seed."""

@@ -53,6 +53,7 @@ class MixtureSource:
     percent = [f"{member.name} {100 * part / sum(parts):.4g} %" for member, part in zip(members, parts)]
     self.name = f"mixture of {', '.join(percent)}"
     self.tokenizer: Tokenizer | None = next((m.source.tokenizer for m in members if m.source.tokenizer), None)
+    self.bad_records = sum(member.source.bad_records for member in members)
     self._begin(0, [0] * len(members))
 
   def _begin(self, since: int, before: Sequence[int]) -> None:

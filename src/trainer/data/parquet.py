@@ -11,28 +11,45 @@ import numpy as np
 
 from trainer.config.errors import ConfigError
 from trainer.data import packages
-from trainer.data.documents import Document, Piece
+from trainer.data.documents import BadRecord, Document, Piece
 
 _ROWS = 1024  # that are decoded at a time
 
 
-def read(piece: Piece, column: str) -> Iterator[Document]:
+def read(piece: Piece, column: str) -> Iterator[Document | BadRecord]:
   """Yields the values of `column`: texts, or lists of token ids. Skips nulls.
 
-  Raises ConfigError if the file cannot be read, or has no such column of strings or lists of integers.
+  Lists with nulls, and the rest of a row group that cannot be read, are bad records. Raises ConfigError if the file
+  cannot be opened, or has no such column of strings or lists of integers.
   """
   arrow = packages.load("pyarrow", package="pyarrow", extra="arrow", reason="grain_file_type=parquet")
   parquet = packages.load("pyarrow.parquet", package="pyarrow", extra="arrow", reason="grain_file_type=parquet")
   try:
     with parquet.ParquetFile(piece.path) as file:
       is_text = _is_text(arrow, file.schema_arrow, piece, column)
-      starts = _row_groups(file)
-      groups = [number for number, start in enumerate(starts) if piece.start <= start < piece.stop]
-      for batch in file.iter_batches(batch_size=_ROWS, columns=[column], row_groups=groups):
-        values = batch.column(0).drop_null()
-        yield from values.to_pylist() if is_text else _lists(values, piece, column)
+      for group, start in enumerate(_row_groups(file)):
+        if piece.start <= start < piece.stop:
+          yield from _documents(arrow, file, group, piece, column, is_text)
   except (OSError, arrow.ArrowException) as error:
     raise ConfigError(f"{piece.path} cannot be read as Parquet ({error}). Fix or remove it.") from error
+
+
+def _documents(
+  arrow: Any, file: Any, group: int, piece: Piece, column: str, is_text: bool
+) -> Iterator[Document | BadRecord]:
+  """Yields the documents of a row group of an open file."""
+  rows = 0
+  try:
+    for batch in file.iter_batches(batch_size=_ROWS, columns=[column], row_groups=[group]):
+      values = batch.column(0).drop_null()
+      yield from values.to_pylist() if is_text else _lists(values, f"row group {group} of {piece.path}", column)
+      rows += len(batch)
+  except (OSError, UnicodeDecodeError, arrow.ArrowException) as error:
+    yield BadRecord(
+      f"row {rows} of row group {group} of {piece.path} and the rows after it cannot be read "
+      f"({' '.join(str(error).split())}). Fix or remove the file.",
+      file.metadata.row_group(group).num_rows - rows,
+    )
 
 
 def cut(piece: Piece, limit: int) -> list[Piece]:
@@ -77,10 +94,14 @@ def _is_text(arrow: Any, schema: Any, piece: Piece, column: str) -> bool:
   )
 
 
-def _lists(values: Any, piece: Piece, column: str) -> Iterator[np.ndarray]:
-  """Yields the lists of an Arrow array as arrays of integers."""
+def _lists(values: Any, place: str, column: str) -> Iterator[np.ndarray | BadRecord]:
+  """Yields the lists of an Arrow array as arrays of integers. `place`: for messages."""
   tokens = values.flatten()
   if tokens.null_count:
-    raise ConfigError(f"{piece.path}: a list of column {column} contains a null. Give lists of integers.")
+    for one in values.to_pylist():
+      is_bad = any(token is None for token in one)
+      message = f"{place}: a list of column {column} contains a null. Give lists of integers."
+      yield BadRecord(message) if is_bad else np.array(one, np.int64)
+    return
   lengths = values.value_lengths().to_numpy(zero_copy_only=False)
-  return iter(np.split(tokens.to_numpy(zero_copy_only=False), np.cumsum(lengths)[:-1]) if len(lengths) else [])
+  yield from (np.split(tokens.to_numpy(zero_copy_only=False), np.cumsum(lengths)[:-1]) if len(lengths) else [])

@@ -11,9 +11,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from trainer.config.errors import ConfigError
 from trainer.data import best_fit, cache, store, windows
-from trainer.data.documents import Document, Documents
+from trainer.data.documents import BadRecord, BadRecords, Document, Documents
 from trainer.data.tokenizer import Tokenizer
 
 # Increase it when the files change, or the way in which documents become windows.
@@ -38,6 +37,7 @@ def build(
   vocab_size: int,
   length: int,
   packing: str,
+  max_bad_records: int,
   log: cache.Log,
 ) -> None:
   """Fills `folder` with one file of windows for each split, and meta.json.
@@ -46,16 +46,20 @@ def build(
   Raises ConfigError if a document cannot be read or has other tokens.
   """
   dtype = "<u2" if vocab_size <= 2**16 else "<u4"
-  known, counts = {}, {}
+  known: dict[str, dict[str, Any]] = {}
+  counts: dict[str, np.ndarray] = {}
   for split, documents in splits.items():
     work = f"Tokenizing ({tokenizer.name})" if tokenizer else "Packing tokens of"
     log(f"{work} {documents.size / 1e6:.1f} MB from {documents.name} for {split}")
     counts[split] = np.zeros(vocab_size, np.int64)
-    parts = _reported(groups(documents, _GROUP), documents.name)
-    cut = PACKINGS[packing](token_groups(parts, tokenizer, vocab_size), length)
+    bad = BadRecords(max_bad_records, print)  # `log` gets all of them when the data are opened
+    parts = _reported(groups(documents, _GROUP, bad), documents.name)
+    cut = PACKINGS[packing](token_groups(parts, tokenizer, vocab_size, bad), length)
     path = folder / file_name(split)
     count = store.write(path, (windows.pack(window, np.dtype(dtype)) for window in _counted(cut, counts[split])))
     known[split] = {"windows": count, "targets": int(counts[split].sum())}
+    if bad.count:
+      known[split]["bad"] = {"records": bad.count, "messages": bad.messages}
   meta = {
     "format": FORMAT,
     "key": key,
@@ -70,11 +74,13 @@ def build(
   (folder / META).write_text(json.dumps(meta, indent=2))
 
 
-def token_groups(groups: Iterable[Group], tokenizer: Tokenizer | None, vocab_size: int) -> Iterator[list[np.ndarray]]:
+def token_groups(
+  groups: Iterable[Group], tokenizer: Tokenizer | None, vocab_size: int, bad: BadRecords
+) -> Iterator[list[np.ndarray]]:
   """Yields the documents of `groups` as int32 ids, in groups.
 
-  A text becomes bos (if the tokenizer has it), the ids of the text, eos. Tokens stay as they are. Raises ConfigError
-  for tokens that are not below `vocab_size`.
+  A text becomes bos (if the tokenizer has it), the ids of the text, eos. Tokens stay as they are. A
+  document of tokens that are not below `vocab_size` is added to `bad`, which may raise ConfigError.
   """
   unfinished: list[np.ndarray] = []
   for group in groups:
@@ -92,7 +98,7 @@ def token_groups(groups: Iterable[Group], tokenizer: Tokenizer | None, vocab_siz
         try:
           finished.append(checked(part, vocab_size))
         except ValueError as error:
-          raise ConfigError(f"{place}: {error}") from error
+          bad.add(BadRecord(f"{place}: {error}"))
     yield finished
 
 
@@ -114,12 +120,12 @@ def checked(ids: np.ndarray, vocab_size: int) -> np.ndarray:
   return ids.astype(np.int32)
 
 
-def _parts(documents: Documents) -> Iterator[Part]:
+def _parts(documents: Documents, bad: BadRecords) -> Iterator[Part]:
   """Yields the documents in parts.
 
   Long texts are cut into parts, after a line end where possible.
   """
-  for place, document in documents:
+  for place, document in documents.valid(bad):
     if isinstance(document, str):
       start = 0
       while len(document) - start > _PART:
@@ -131,11 +137,11 @@ def _parts(documents: Documents) -> Iterator[Part]:
       yield place, document, True
 
 
-def groups(documents: Documents, characters: int) -> Iterator[Group]:
-  """Yields the documents in lists of about so many characters or tokens."""
+def groups(documents: Documents, characters: int, bad: BadRecords) -> Iterator[Group]:
+  """Yields the documents in lists of about so many characters or tokens. Bad records are added to `bad`."""
   group: Group = []
   size = 0
-  for part in _parts(documents):
+  for part in _parts(documents, bad):
     group.append(part)
     size += len(part[1])
     if size >= characters:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from trainer.config import rules
 from trainer.config.errors import ConfigError, require
 from trainer.data import cache, datasets, prepare, store, windows
 from trainer.data.batch import Example, empty_example
-from trainer.data.documents import Documents
+from trainer.data.documents import BadRecords, Documents
 from trainer.data.order import Order
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_bpe, train_bpe
 
@@ -45,6 +45,9 @@ class PreparedSource:
     self.num_examples: int | None = meta["splits"][split]["windows"]
     self.num_targets: int | None = meta["splits"][split]["targets"]
     self.has_eval: bool = meta["splits"].get("eval", {"targets": 0})["targets"] > 0
+    bad = meta["splits"][split].get("bad", {"records": 0, "messages": []})
+    self.bad_records: int = bad["records"]
+    self._bad = f" bad={_hash(bad['messages'])}" if self.bad_records else ""
     self._meta = meta
     self._split = split
     self._records = store.Records(folder / prepare.file_name(split), meta["splits"][split]["windows"])
@@ -58,7 +61,7 @@ class PreparedSource:
     return windows.example(windows.unpack(record, np.dtype(self._meta["dtype"])), self._meta["length"])
 
   def fingerprint(self) -> str:
-    return f"prepared-{prepare.FORMAT} {self._meta['key']} {self._order.fingerprint}"
+    return f"prepared-{prepare.FORMAT} {self._meta['key']} {self._order.fingerprint}{self._bad}"
 
   def unigram_entropy(self) -> float | None:
     return self._meta["unigram_entropy"]
@@ -103,8 +106,22 @@ def open_source(
     _check_enough(cfg, splits, split, min_examples, most, most / cfg.max_target_length, "at most ")
   folder, tokenizer = prepared(cfg, splits, vocab_size=vocab_size, log=log, tokenizer=tokenizer)
   known = json.loads((folder / prepare.META).read_text())["splits"].get(split, {"targets": 0, "windows": 0})
+  if "bad" in known:
+    require_few(known["bad"]["records"], known["bad"]["messages"], cfg.max_bad_records, splits[split].name, log)
   _check_enough(cfg, splits, split, min_examples, known["targets"], known["windows"])
   return PreparedSource(folder, name=splits[split].name, split=split, seed=cfg.data_shuffle_seed, tokenizer=tokenizer)
+
+
+def require_few(count: int, messages: Sequence[str], limit: int, name: str, log: cache.Log) -> None:
+  """Logs the bad records of a source. Raises ConfigError if they are more than `limit`."""
+  if count > limit:
+    raise ConfigError(
+      f"{name} has {count} bad records, and max_bad_records={limit}. The first: {messages[0]}\n"
+      f"Fix the file, or set max_bad_records={count} to skip them."
+    )
+  log(f"{name}: {count} bad records are skipped, with max_bad_records={limit}:")
+  for message in messages:
+    log(f"  {message}")
 
 
 def _check_enough(
@@ -150,7 +167,15 @@ def prepared(
   length, packing = cfg.max_target_length, cfg.packing
   key = _hash(prepare.FORMAT, digests, tokenizer.fingerprint if tokenizer else ids, length, packing)
   build = functools.partial(
-    prepare.build, key=key, splits=splits, tokenizer=tokenizer, vocab_size=ids, length=length, packing=packing, log=log
+    prepare.build,
+    key=key,
+    splits=splits,
+    tokenizer=tokenizer,
+    vocab_size=ids,
+    length=length,
+    packing=packing,
+    max_bad_records=cfg.max_bad_records,
+    log=log,
   )
   folder = cache.entry(cfg.dataset_cache_directory, f"corpus-{key[:32]}", build=build, fault=prepare.fault, log=log)
   return folder, tokenizer
@@ -196,7 +221,7 @@ def _are_text(cfg: DataSection, documents: Documents, digest: str) -> bool:
     return True
 
   def build(folder: Path) -> None:
-    (folder / _KIND).write_text(json.dumps({"text": documents.are_text()}))
+    (folder / _KIND).write_text(json.dumps({"text": documents.are_text(cfg.max_bad_records)}))
 
   def fault(folder: Path) -> str | None:
     return None if (folder / _KIND).is_file() else f"{_KIND} is absent"
@@ -229,7 +254,8 @@ def _tokenizer(cfg: DataSection, vocab_size: int, documents: Documents, digest: 
 
   def build(folder: Path) -> None:
     log(f"Training a BPE tokenizer of {vocab_size} ids")
-    (folder / "tokenizer.json").write_text(train_bpe(_sample(documents), vocab_size), encoding="utf-8")
+    text = train_bpe(_sample(documents, BadRecords(cfg.max_bad_records)), vocab_size)
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
 
   def fault(folder: Path) -> str | None:
     try:
@@ -243,11 +269,11 @@ def _tokenizer(cfg: DataSection, vocab_size: int, documents: Documents, digest: 
   return load_bpe(str(folder / "tokenizer.json"))
 
 
-def _sample(documents: Documents) -> Iterator[str]:
+def _sample(documents: Documents, bad: BadRecords) -> Iterator[str]:
   """Yields beginnings of texts, about _SAMPLE characters in total, from files in the order of a hash."""
   left = _SAMPLE
   in_order_of_hash = sorted(documents.pieces, key=lambda piece: _hash(piece.name))
-  for _, document in dataclasses.replace(documents, pieces=in_order_of_hash):
+  for _, document in dataclasses.replace(documents, pieces=in_order_of_hash).valid(bad):
     assert isinstance(document, str), "a tokenizer learns from text"
     yield document[: min(left, _SAMPLE_OF_DOCUMENT)]
     left -= min(len(document), _SAMPLE_OF_DOCUMENT)

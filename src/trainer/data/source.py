@@ -27,6 +27,9 @@ class Source(Protocol):
   has_eval: bool
   """Whether the same data have an evaluation split."""
 
+  bad_records: int
+  """Records of the data that are skipped because they are damaged or have no document."""
+
   tokenizer: Tokenizer | None
   """The tokenizer that made the tokens. None when they are not text."""
 

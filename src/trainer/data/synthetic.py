@@ -17,6 +17,7 @@ class SyntheticSource:
   num_examples: int | None = None
   num_targets: int | None = None
   has_eval = True
+  bad_records = 0
   tokenizer: Tokenizer | None = None
 
   def __init__(self, *, vocab_size: int, length: int, seed: int, stream: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,10 @@ import numpy as np
 
 from trainer.config.errors import ConfigError
 from trainer.data import packages
-from trainer.data.documents import Document, Piece
+from trainer.data.documents import BadRecord, Document, Piece
 
 _PACKAGE = {"package": "tensorflow-datasets", "extra": "tfds", "reason": "dataset_type=tfds"}
+_UNREADABLE = (RuntimeError, IndexError, OSError, UnicodeDecodeError)
 _READ_AT_ONCE = 256  # records; one call for each record is slow
 
 
@@ -37,10 +38,11 @@ def find(folder: str, split: str) -> list[Piece]:
     raise ConfigError(f"dataset_path={folder}: {error}. Prepare the dataset again.") from error
 
 
-def read(piece: Piece, folder: str, split: str, column: str) -> Iterator[Document]:
+def read(piece: Piece, folder: str, split: str, column: str) -> Iterator[Document | BadRecord]:
   """Yields the feature `column` of each example of a shard: a text, or token ids.
 
-  Raises ConfigError if the dataset has no such feature with texts or integers, or the shard cannot be read.
+  An example that cannot be read is a bad record. Raises ConfigError if the dataset has no such feature with texts or
+  integers, or the shard cannot be opened.
   """
   builder = _builder(folder)
   features = builder.info.features
@@ -51,11 +53,26 @@ def read(piece: Piece, folder: str, split: str, column: str) -> Iterator[Documen
   shard = [Path(path).name for path in builder.info.splits[split].filepaths].index(piece.name)
   try:
     source = builder.as_data_source(f"{split}[{shard}shard:{shard + 1}shard]")
-    for start in range(0, len(source), _READ_AT_ONCE):
-      for example in source.__getitems__(range(start, min(start + _READ_AT_ONCE, len(source)))):
-        yield _document(example[column], column, folder)
-  except (RuntimeError, OSError, UnicodeDecodeError) as error:
+    examples = len(source)
+  except (RuntimeError, OSError) as error:
     raise ConfigError(f"{piece.path} cannot be read ({error}). Prepare the dataset again.") from error
+  for start in range(0, examples, _READ_AT_ONCE):
+    numbers = range(start, min(start + _READ_AT_ONCE, examples))
+    try:
+      found = [_document(example[column], column, folder) for example in source.__getitems__(numbers)]
+    except _UNREADABLE:
+      open_again = lambda: builder.as_data_source(f"{split}[{shard}shard:{shard + 1}shard]")
+      yield from (_one(open_again, number, piece, column, folder) for number in numbers)
+    else:
+      yield from found
+
+
+def _one(open_source: Callable[[], Any], number: int, piece: Piece, column: str, folder: str) -> Document | BadRecord:
+  """The document of example `number` of a shard. `open_source`: a reader that failed once is useless."""
+  try:
+    return _document(open_source()[number][column], column, folder)
+  except _UNREADABLE as error:
+    return BadRecord(f"record {number} of {piece.path} cannot be read ({error}). Prepare the dataset again.")
 
 
 def _document(value: Any, column: str, folder: str) -> Document:

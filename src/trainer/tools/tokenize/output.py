@@ -19,7 +19,7 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 _STATE = ".unfinished"  # a folder: the plan, and a file with the counts of each part that is complete
 _PLAN = "plan.json"
-_COUNTED = ("documents", "tokens", "records", "targets", "bytes")
+_COUNTED = ("documents", "tokens", "records", "targets", "bad_records", "bytes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +101,18 @@ class Output:
   def finish(self, part: Part, counts: dict[str, Any]) -> None:
     """Records that the file of a part is complete."""
     self._write(self._counts_of(part), counts)
+
+  def require_few_bad(self, parts: Sequence[Part], limit: int) -> None:
+    """Raises ConfigError if the complete parts of a split have more than `limit` bad records."""
+    for split in dict.fromkeys(part.split for part in parts):
+      known = [known for part in parts if part.split == split and (known := self._known(part)) is not None]
+      count = sum(counts["bad_records"] for counts in known)
+      if count > limit:
+        first = next(message for counts in known for message in counts["bad"])
+        raise ConfigError(
+          f"{split} has {count} bad records, and max_bad_records={limit}. The first: {first}\n"
+          f"Fix the file, or set max_bad_records to at least {count} to skip them."
+        )
 
   def conclude(self, parts: Sequence[Part]) -> dict[str, dict[str, int]]:
     """Writes the manifest, if it is absent, and removes what only a restart needs. Returns the totals of each split."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from trainer.data import in_place, packages, prepare, windows
-from trainer.data.documents import Documents, Piece
+from trainer.data.documents import BadRecords, Documents, Piece
 from trainer.data.tokenizer import Tokenizer
 
 _GROUP = 250_000  # characters that are tokenised at a time: about 25 MB of memory of each process
@@ -30,6 +30,7 @@ class Job:
   length: int  # T of a window
   packing: str
   records: str  # documents or windows
+  max_bad_records: int
 
   @property
   def file_type(self) -> str:
@@ -58,14 +59,15 @@ class Job:
 
 
 def write(job: Job, split: str, pieces: Sequence[Piece], path: Path, report: Callable[[int], None]) -> dict[str, Any]:
-  """Writes the records of `pieces` to `path`, whole or not at all. Returns its counts and hashes as JSON.
+  """Writes the records of `pieces` to `path`, whole or not at all. Returns its counts, hashes and bad records as JSON.
 
   report: called with the number of tokens that have been added. Raises ConfigError if a document is wrong, OSError if
   the file cannot be written.
   """
-  counts = {"documents": 0, "tokens": 0, "records": 0, "targets": 0}
+  counts = {"documents": 0, "tokens": 0, "records": 0, "targets": 0, "bad_records": 0}
   documents = dataclasses.replace(job.splits[split], pieces=pieces)
-  groups = prepare.token_groups(prepare.groups(documents, _GROUP), job.tokenizer, job.ids)
+  bad = BadRecords(job.max_bad_records)
+  groups = prepare.token_groups(prepare.groups(documents, _GROUP, bad), job.tokenizer, job.ids, bad)
   temporary = path.with_name(f".{path.name}.{os.getpid()}")
   try:
     try:
@@ -82,8 +84,16 @@ def write(job: Job, split: str, pieces: Sequence[Piece], path: Path, report: Cal
     temporary.rename(path)
   finally:
     temporary.unlink(missing_ok=True)
+  counts["bad_records"] = bad.count
   inputs = [{"file": piece.name, "start": piece.start, "stop": piece.stop, "sha256": _hash(piece)} for piece in pieces]
-  return {"file": f"{split}/{path.name}", "bytes": size, "sha256": digest, **counts, "inputs": inputs}
+  return {
+    "file": f"{split}/{path.name}",
+    "bytes": size,
+    "sha256": digest,
+    **counts,
+    "bad": bad.messages,
+    "inputs": inputs,
+  }
 
 
 def _counted(

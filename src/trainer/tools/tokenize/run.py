@@ -36,7 +36,7 @@ def run(config: Config, output: str, records: str, processes: int, part_bytes: i
     for split, documents in splits.items()
     for number, pieces in enumerate(cut(documents, part_bytes))
   ]
-  job = Job(splits, tokenizer, vocab_size, data.max_target_length, data.packing, records)
+  job = Job(splits, tokenizer, vocab_size, data.max_target_length, data.packing, records, data.max_bad_records)
   folder = Output(Path(os.path.abspath(os.path.expanduser(output))))
   with folder.locked():
     folder.begin(job.description() | {"inputs": digests, "part_bytes": part_bytes}, tokenizer)
@@ -49,7 +49,12 @@ def run(config: Config, output: str, records: str, processes: int, part_bytes: i
         workers = stack.enter_context(Workers(job, min(processes, len(left))))
         for part, counts in workers.run([(part, folder.path(part, parts)) for part in left], progress.add_tokens):
           folder.finish(part, counts)
+          for message in counts["bad"]:
+            print(f"A bad record is skipped: {message}", flush=True)
+          if counts["bad_records"]:
+            folder.require_few_bad(parts, data.max_bad_records)
           progress.add_part(part)
+    folder.require_few_bad(parts, data.max_bad_records)
     totals = folder.conclude(parts)
   for split, total in totals.items():
     print(f"{split}: {total['documents']:,} documents, {total['tokens']:,} tokens in {total['records']:,} records")

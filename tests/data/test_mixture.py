@@ -203,7 +203,7 @@ def test_a_damaged_record_names_the_source(tmp_path, files):
     ({"weight": "many", "path": "web"}, "weight is many"),
     ({"path": "web"}, "web has no weight"),
     ({"weight": 1}, "web has no files"),
-    ({"weight": "inf", "path": "web"}, "the weight of web is infinite"),
+    ({"weight": "inf", "path": "web"}, "weight is inf."),
     ({"weight": 1, "path": "web", "epochs": -1}, "epochs is -1"),
     ({"weight": 1, "path": "web", "epochs": 0.0001}, "epochs=0.0001 of its 1000 examples is not one example"),
     ({"weight": 1, "path": ["web"]}, "path holds a list or a mapping"),
@@ -232,6 +232,77 @@ def test_an_empty_mixture_is_refused(tmp_path):
     mixture_file.read(section(tmp_path, {}))
 
 
+# ---- weights that change
+
+
+def test_weights_change_at_their_steps_and_every_phase_is_proportional(tmp_path, files):
+  sources = {
+    "web": {"weight": "7, 1 @ 20, 0 @ 60", "path": files["web"]},
+    "code": {"weight": "3, 1 @ 20", "path": files["code"]},
+    "maths": {"weight": "0, 2 @ 30", "path": files["maths"]},
+  }
+  loader = load(tmp_path, sources)
+  documents = read(loader, 0, 80)
+  expected = {(0, 20): (7, 3, 0), (20, 30): (1, 1, 0), (30, 60): (1, 1, 2), (60, 80): (0, 1, 2)}
+  for (first, last), weights in expected.items():
+    found = Counter()
+    for place, number in enumerate(documents[4 * first : 4 * last], 1):
+      found[number // 1000] += 1
+      for source, weight in enumerate(weights, 1):
+        assert abs(found[source] - place * Fraction(weight, sum(weights))) < 1, (first, place)
+  # Each source continues its own order through all phases.
+  alone = load(tmp_path, {"web": {"weight": 1, "path": files["web"]}})
+  from_web = [number for number in documents if number // 1000 == 1]
+  assert from_web == read(alone, 0, 50)[: len(from_web)] and len(from_web) == 56 + 20 + 30
+  counts = Counter(number // 1000 for number in documents)
+  assert loader.examples_by_source(80) == {"web": counts[1], "code": counts[2], "maths": counts[3]}
+  assert "from step 30 web 25 %, code 25 %, maths 50 %" in loader.describe(1)["dataset"]
+  for first in (0, 19, 20, 21, 45, 79):
+    resumed = load(tmp_path, sources)
+    cursor = json.loads(json.dumps(loader.cursor(first)))
+    assert resumed.resume(first, cursor["next_example"], cursor["mixture"], same=True) == []
+    assert read(resumed, first, 80) == documents[4 * first :]
+    assert resumed.cursor(80) == loader.cursor(80)
+
+
+def test_weights_change_at_their_steps_also_after_a_change_of_the_batch_size(tmp_path, files):
+  sources = {
+    "web": {"weight": "1, 3 @ 30", "path": files["web"]},
+    "code": {"weight": 1, "path": files["code"]},
+  }
+  small = load(tmp_path, sources)
+  documents, cursor = read(small, 0, 10), json.loads(json.dumps(small.cursor(10)))
+  large = load(tmp_path, sources, batch=8)
+  lines = large.resume(10, cursor["next_example"], cursor["mixture"], same=True)
+  assert lines[0] == "The mixture changes at example 40."
+  documents += read(large, 10, 50)
+  assert Counter(number // 1000 for number in documents[40:200]) == {1: 80, 2: 80}  # to step 30
+  assert Counter(number // 1000 for number in documents[200:360]) == {1: 120, 2: 40}
+  assert len(set(documents)) == len(documents)
+  again = load(tmp_path, sources, batch=8)
+  cursor = json.loads(json.dumps(large.cursor(35)))
+  assert again.resume(35, cursor["next_example"], cursor["mixture"], same=True) == []
+  assert read(again, 35, 50) == documents[240:]
+
+
+@pytest.mark.parametrize(
+  "weight",
+  ["", "1, 2", "1 @ 5", "1, 2 @ 0", "1, 2 @ 9, 3 @ 9", "1, -1 @ 5", "0, 0 @ 5", "1, inf @ 3", "1, 2 @ x", "1e999"],
+)
+def test_wrong_weights_are_refused(tmp_path, files, weight):
+  with pytest.raises(ConfigError, match=r"weight is .*\n.*such as `weight: '0.7, 0.3 @ 1000'`"):
+    load(tmp_path, {"web": {"weight": weight, "path": files["web"]}})
+
+
+def test_a_phase_without_any_weight_is_refused(tmp_path, files):
+  sources = {
+    "web": {"weight": "1, 0 @ 7", "path": files["web"]},
+    "code": {"weight": "1, 0 @ 5, 1 @ 9", "path": files["code"]},
+  }
+  with pytest.raises(ConfigError, match="all weights are 0 from step 7 on"):
+    load(tmp_path, sources)
+
+
 # ---- any history
 
 
@@ -255,7 +326,10 @@ def corpora(tmp_path_factory) -> tuple[Path, dict[str, str]]:
 def histories(draw):
   """(sources, packing, slices, steps, [(first step of a process, slices alive, hosts), ..])."""
   names = draw(st.lists(st.sampled_from(list(SIZES)), min_size=1, max_size=3, unique=True))
-  sources = {name: {"weight": draw(st.integers(1, 9))} for name in names}
+  changes = st.dictionaries(st.integers(1, 20), st.integers(0, 9), max_size=2)
+  sources = {name: {"weight": str(draw(st.integers(1, 9)))} for name in names}
+  for name in names[1:]:  # the first source always has a weight
+    sources[name]["weight"] += "".join(f", {weight} @ {step}" for step, weight in sorted(draw(changes).items()))
   for name in names[1:]:
     if draw(st.booleans()):
       sources[name]["epochs"] = draw(st.sampled_from([0.3, 1, 2.5]))

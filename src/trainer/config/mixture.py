@@ -18,6 +18,7 @@ _SOURCE_KEYS = {
   "tfds": ("dataset_path", "train_split", "train_data_columns"),
 }
 _MOST_SOURCES = 1000
+_MOST_WEIGHTS = 100  # of a source
 EVAL_DATA = "eval"
 """Name of the evaluation data that other keys than eval_sets give."""
 
@@ -27,8 +28,8 @@ class MixtureEntry:
   """One source of a mixture."""
 
   name: str
-  weight: Fraction
-  """Share of the examples, relative to the other weights; above 0."""
+  weights: tuple[tuple[int, Fraction], ...]
+  """(first step, share of the examples from then on, relative to the other weights), ascending. The first step is 0."""
   epochs: float
   """How often the source may be read; infinity: without a limit."""
   section: DataSection
@@ -51,6 +52,9 @@ def read(data: DataSection) -> list[MixtureEntry]:
   if not 1 <= len(groups) <= _MOST_SOURCES:
     problems.add([f"{files.shown(path)}: has {len(groups)} sources.\nGive 1 to {_MOST_SOURCES} sources."])
   problems.raise_any()
+  for step in sorted({step for entry in entries for step, _ in entry.weights}):
+    if not any(max(pair for pair in entry.weights if pair[0] <= step)[1] for entry in entries):
+      raise ConfigError(f"{files.shown(path)}: all weights are 0 from step {step} on.\nGive one source a weight there.")
   return entries
 
 
@@ -92,11 +96,9 @@ def _entry(name: str, written: dict[str, tuple[str | None, str]], origin: str, d
   given = _scalars(written)
   if "weight" not in given:
     raise ConfigError(f"{origin}: {name} has no weight.\nAdd `weight: NUMBER`, its share relative to the others.")
-  weight = _number("weight", *given.pop("weight"))
-  if math.isinf(weight):
-    raise ConfigError(f"{origin}: the weight of {name} is infinite.\nGive a number above 0.")
+  weights = _weights(*given.pop("weight"))
   epochs = _number("epochs", *given.pop("epochs")) if "epochs" in given else math.inf
-  return MixtureEntry(name, Fraction(str(weight)), epochs, _section(name, given, origin, data, ("weight", "epochs")))
+  return MixtureEntry(name, weights, epochs, _section(name, given, origin, data, ("weight", "epochs")))
 
 
 def _section(
@@ -123,6 +125,26 @@ def _section(
   if kind == "grain" and not values["grain_train_files"]:
     raise ConfigError(f"{origin}: {name} has no files.\nAdd `grain_train_files: FILES`, or another dataset_type.")
   return data.model_copy(update=values)
+
+
+def _weights(text: str, origin: str) -> tuple[tuple[int, Fraction], ...]:
+  """The weights in `text`: a number above 0, or several, each from a step on: "0.7, 0.3 @ 1000, 0 @ 5000"."""
+  found: list[tuple[int, Fraction]] = []
+  for number, part in enumerate(text.split(",")):
+    weight, at, step = part.partition("@")
+    try:
+      found.append((int(step) if at else 0, Fraction(str(float(weight)))))
+    except ValueError:  # no number, or not finite
+      break
+    if bool(at) != bool(number) or found[-1][1] < 0 or (number and found[-1][0] <= found[-2][0]):
+      break
+  else:
+    if len(found) <= _MOST_WEIGHTS and any(weight for _, weight in found):
+      return tuple(found)
+  raise ConfigError(
+    f"{origin}: weight is {shorten(text)}.\nGive a number above 0, or at most {_MOST_WEIGHTS} weights from 0 on that "
+    "change at ascending steps, such as `weight: '0.7, 0.3 @ 1000'`."
+  )
 
 
 def _number(key: str, text: str, origin: str) -> float:

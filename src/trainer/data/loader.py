@@ -13,7 +13,7 @@ from trainer.config.errors import ConfigError
 from trainer.data import datasets, in_place, prepared
 from trainer.data.batch import Batch, DataError, empty_example, stack
 from trainer.data.documents import Documents
-from trainer.data.mixture import Member, MixtureSource
+from trainer.data.mixture import Member, MixtureSource, Steps
 from trainer.data.source import Source
 from trainer.data.synthetic import SyntheticSource
 from trainer.data.tokenizer import Tokenizer
@@ -66,7 +66,8 @@ class Loader:
     mixture: of a `cursor`; None if this run has read no mixture yet. same: it is the cursor of the same data.
     """
     self._offset = next_example - step * self._global_batch_size
-    return self._mixture.resume(next_example, mixture, same=same) if self._mixture else []
+    steps = Steps(self._global_batch_size, self._offset)
+    return self._mixture.resume(next_example, mixture, steps, same=same) if self._mixture else []
 
   @property
   def is_mixture(self) -> bool:
@@ -165,7 +166,7 @@ def make_loader(
       vocab_size=vocab_size, length=cfg.max_target_length, seed=cfg.data_shuffle_seed, stream=stream
     )
   elif cfg.grain_train_mixture_config_path and split == "train":
-    source = _open_mixture(cfg, vocab_size, log)
+    source = _open_mixture(cfg, vocab_size, global_batch_size, log)
   else:
     min_examples = global_batch_size if split == "train" else 0
     source = _open(cfg, datasets.find(cfg), vocab_size, min_examples, split, log)
@@ -254,7 +255,7 @@ def _eval_sets(cfg: DataSection) -> dict[str, DataSection]:
   return mixture_file.read_eval_sets(cfg)
 
 
-def _open_mixture(cfg: DataSection, vocab_size: int, log: Callable[[str], None]) -> MixtureSource:
+def _open_mixture(cfg: DataSection, vocab_size: int, batch: int, log: Callable[[str], None]) -> MixtureSource:
   """The training source of a mixture. Raises ConfigError if a source has no example, or two have the same examples."""
   members: list[Member] = []
   names: dict[str, str] = {}
@@ -269,5 +270,5 @@ def _open_mixture(cfg: DataSection, vocab_size: int, log: Callable[[str], None])
     if other := names.get(source.fingerprint()):
       raise ConfigError(f"{other} and {entry.name} have the same data. Keep one of them, with the sum of the weights.")
     names[source.fingerprint()] = entry.name
-    members.append(Member(entry.name, source, entry.weight, limit))
-  return MixtureSource(members)
+    members.append(Member(entry.name, source, entry.weights, limit))
+  return MixtureSource(members, batch)

@@ -21,13 +21,28 @@ class Member(NamedTuple):
 
   name: str
   source: Source
-  weight: Fraction
+  weights: tuple[tuple[int, Fraction], ...]
+  """(first step, weight from then on), ascending. The first step is 0."""
   limit: float
   """Number of examples that may be read; infinity: without a limit."""
 
+  def weight(self, step: int) -> Fraction:
+    """The weight of the examples of the step after `step` completed steps."""
+    return max(pair for pair in self.weights if pair[0] <= step)[1]
+
+
+class Steps(NamedTuple):
+  """Which example a step begins with."""
+
+  batch: int  # examples of a step
+  offset: int  # of a step's first example, relative to step * batch
+
+  def first_example(self, step: int) -> int:
+    return step * self.batch + self.offset
+
 
 class _Era(NamedTuple):
-  """A range of indices in which the same members take part."""
+  """A range of indices in which the same members take part, with the same weights."""
 
   start: int  # global index
   before: tuple[int, ...]  # examples of each member before it
@@ -38,6 +53,8 @@ class _Era(NamedTuple):
 class MixtureSource:
   """Implements `Source`. A member that has reached its limit leaves, and the others keep their proportions.
 
+  Weights may change at given steps.
+
   The examples of a member come in its own order, so an example is repeated only when its member starts another epoch.
   """
 
@@ -45,16 +62,24 @@ class MixtureSource:
   num_targets: int | None = None
   has_eval = False
 
-  def __init__(self, members: Sequence[Member]) -> None:
+  def __init__(self, members: Sequence[Member], batch: int) -> None:
+    """`batch`: examples of a step."""
     assert members, "a mixture has at least one member"
     self._members = tuple(members)
+    self._changes = sorted({step for member in members for step, _ in member.weights})  # the first is 0
+    self._steps = Steps(batch, 0)
     self._ids = [_short(member.source.fingerprint()) for member in members]
-    parts = shares([member.weight for member in members])
-    percent = [f"{member.name} {100 * part / sum(parts):.4g} %" for member, part in zip(members, parts)]
-    self.name = f"mixture of {', '.join(percent)}"
+    self.name = f"mixture of {'; '.join(self._proportions(step) for step in self._changes)}"
     self.tokenizer: Tokenizer | None = next((m.source.tokenizer for m in members if m.source.tokenizer), None)
     self.bad_records = sum(member.source.bad_records for member in members)
     self._begin(0, [0] * len(members))
+
+  def _proportions(self, step: int) -> str:
+    """The names of the members with their share from `step` on."""
+    taking_part = [member for member in self._members if member.weight(step)]
+    parts = shares([member.weight(step) for member in taking_part])
+    percent = [f"{member.name} {100 * part / sum(parts):.4g} %" for member, part in zip(taking_part, parts)]
+    return (f"from step {step} " if step else "") + ", ".join(percent)
 
   def _begin(self, since: int, before: Sequence[int]) -> None:
     """Sets the number of examples of each member before index `since`, and computes the order from there on."""
@@ -62,11 +87,18 @@ class MixtureSource:
     self._eras: list[_Era] = []
     self.limit: int | None = None
     counts, start = tuple(before), since
-    while active := tuple(n for n, member in enumerate(self._members) if counts[n] < member.limit):
-      schedule = Schedule(shares([self._members[number].weight for number in active]))
+    starts = [self._steps.first_example(step) for step in self._changes]
+    while True:
+      # A change that would come before the first example, after a change of the batch size, holds from there on.
+      step = self._changes[max(0, bisect_right(starts, start) - 1)]
+      active = tuple(n for n, one in enumerate(self._members) if counts[n] < one.limit and one.weight(step))
+      if not active:
+        break
+      schedule = Schedule(shares([self._members[number].weight(step) for number in active]))
       self._eras.append(_Era(start, counts, active, schedule))
       limited = [(rank, self._members[n].limit - counts[n]) for rank, n in enumerate(active)]
       ends = [schedule.index_of(rank, int(left) - 1) + 1 for rank, left in limited if math.isfinite(left)]
+      ends += [first - start for first in starts if first > start][:1]
       if not ends:
         return
       counts, start = self._counts_in(self._eras[-1], start + min(ends)), start + min(ends)
@@ -105,24 +137,27 @@ class MixtureSource:
     counts = self.counts(index)
     return {
       "since": self._since,
+      "steps": list(self._steps),
       "members": {
         member.name: {"id": key, "before": before[key], "count": counts[member.name]}
         for member, key in zip(self._members, self._ids)
       },
     }
 
-  def resume(self, index: int, cursor: Mapping[str, Any] | None, *, same: bool) -> list[str]:
+  def resume(self, index: int, cursor: Mapping[str, Any] | None, steps: Steps, *, same: bool) -> list[str]:
     """Continues at `index` after a checkpoint with this cursor. Returns lines for the log.
 
     cursor: None if no example of a mixture has been read. same: the checkpoint is of the same mixture, so the order
-    stays. Otherwise a new order begins at `index`, in which each member whose data the checkpoint's mixture had, under
-    any name, continues after its last example.
+    stays, unless its weights change at steps that now begin with other examples. Otherwise a new order begins at
+    `index`, in which each member whose data the checkpoint's mixture had, under any name, continues after its last
+    example.
     """
+    self._steps = steps
     if cursor is None:
       self._begin(index, [0] * len(self._members))
       return []
     known = {entry["id"]: (name, entry) for name, entry in cursor["members"].items()}
-    if same:
+    if same and (len(self._changes) == 1 or cursor.get("steps") == list(steps)):
       self._begin(cursor["since"], [known[key][1]["before"] for key in self._ids])
       return []
     counts = [known[key][1]["count"] if key in known else 0 for key in self._ids]
@@ -136,7 +171,11 @@ class MixtureSource:
     return [f"The mixture changes at example {index}.", *lines]
 
   def fingerprint(self) -> str:
-    parts = [[member.name, str(member.weight), str(member.limit), key] for member, key in zip(self._members, self._ids)]
+    # The first weight alone, as a mixture without changes has it.
+    parts = [
+      [member.name, str(member.weights[0][1]), str(member.limit), key, *map(str, member.weights[1:])]
+      for member, key in zip(self._members, self._ids)
+    ]
     return f"mixture-1 {json.dumps(parts)}"
 
   def unigram_entropy(self) -> None:

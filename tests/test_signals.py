@@ -231,3 +231,23 @@ def ended(moment: str, number: int, *arguments: str) -> int:
   result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
   assert "Traceback" not in result.stderr
   return result.returncode
+
+
+# ---- SIGUSR2
+
+
+def test_sigusr2_prints_every_stack_even_during_a_call_into_c_and_the_process_goes_on(running):
+  work = f"def stuck(): {CALL.format(2**21)}\ndef other(): time.sleep(600)\n"
+  work += "threading.Thread(target=other, daemon=True).start()\n"
+  process = running(work + READY + "stuck()\nprint('done', flush=True)")
+  process.send_signal(signal.SIGUSR2)
+  assert process.wait(60) == 0
+  out = process.stdout.read()
+  stacks, _, rest = out.partition("done")
+  assert "in stuck" in stacks and "in other" in stacks and rest == "\n"
+
+
+def test_sigusr2_is_given_back_after_the_run(running):
+  """A process that outlives the run gets the system's default back: SIGUSR2 ends it."""
+  process = running("signals.restore()\n" + READY + "time.sleep(60)")
+  assert answer(process, signal.SIGUSR2)[0] == -signal.SIGUSR2

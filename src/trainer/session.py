@@ -138,7 +138,7 @@ def open_session(
     stack.callback(metrics.close)
     progress = _progress(config, cluster, log)
     stack.enter_context(_checkpoint_timings(config, cluster, log))
-    watchdog = Watchdog(config.observe.watchdog_timeout_seconds, log, events)
+    watchdog = _watchdog(config, cluster, log, events)
     stack.callback(watchdog.stop)
     cluster.watch(busy=lambda: watchdog.operation, noticed=lambda: signals.noticed)
     snapshots = Snapshots(world, log.line, events.emit)
@@ -171,6 +171,11 @@ def open_session(
     stack.enter_context(progress)
     watchdog.start()
     yield session
+
+
+def _watchdog(config: Config, cluster: Cluster, log: Log, events: EventLog) -> Watchdog:
+  recovers = config.elastic.elastic_enabled and cluster.recovers_in_process
+  return Watchdog(config.observe.watchdog_timeout_seconds, log, events, recovers=recovers)
 
 
 def _checkpoint_timings(config: Config, cluster: Cluster, log: Log) -> contextlib.AbstractContextManager[object]:

@@ -6,6 +6,8 @@
 | running | a request: the loop saves and ends with 42 | KeyboardInterrupt in the main thread |
 | ending: all is saved and the exit code is known | the process ends with that code | exit at once with that code |
 
+SIGUSR2 prints the stack of every thread on stderr, in any phase, also while the main thread hangs outside of Python.
+
 A second signal of the same kind, more than a second after the first, ends the process at once: while running with 128
 plus its number, as shells report it, while ending with the exit code that is known.
 """
@@ -14,8 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import faulthandler
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -70,6 +74,8 @@ class Signals:
     threading.Thread(target=self._read, args=(self._pipe[0],), name="signals", daemon=True).start()
     descriptor = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
     self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}, descriptor
+    if sys.__stderr__ is not None:  # None: the process was started with stderr closed
+      faulthandler.register(signal.SIGUSR2, file=sys.__stderr__, all_threads=True)
 
   def reclaim(self, *, forward: bool) -> None:
     """Installs the SIGTERM handler again, for after the start of a runtime that replaces it by one in C.
@@ -108,6 +114,7 @@ class Signals:
     if self._pipe is None or self._before is None:
       return
     handlers, descriptor = self._before
+    faulthandler.unregister(signal.SIGUSR2)
     signal.set_wakeup_fd(descriptor)
     for number, handler in handlers.items():
       signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
       emit=session.events.emit,
     )
     stack.callback(_close, session, tiers.close)
-    guard = elastic.guard(view)
+    guard = elastic.guard(view, session.watchdog.late_after)
     with session.watchdog.during("restore and compilation"):
       prog = session.programs.program(view)
       restore = functools.partial(_restore, config, session, elastic, prog, tiers, slices, survivors)

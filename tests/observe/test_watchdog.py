@@ -147,3 +147,46 @@ def test_zero_turns_it_off(tmp_path):
   with start(tmp_path, "dog.beat(0)\ntime.sleep(0.5)\ndog.stop()", 0) as process:
     process.communicate(timeout=30)
   assert process.returncode == 0
+
+
+LATE = """
+    watchdog.LATE_SECONDS = 0.4
+    for step in range(1, 30):
+      time.sleep(0.01)
+      with dog.during("save"):
+        time.sleep(0.02)  # no part of a step
+      dog.beat(step)
+    assert 0.4 == dog.late_after(), dog.late_after()
+    with dog.during("evaluation"):
+      assert dog.late_after() is None
+    def a_late_step():
+      time.sleep(SECONDS)
+    a_late_step()
+"""
+
+
+def test_a_late_step_is_reported_with_all_stacks_and_goes_on(tmp_path):
+  """Without a timeout too."""
+  code = LATE.replace("SECONDS)", "2.5)") + "    dog.beat(30)\n    a_late_step()\n    dog.rest()\n"
+  with start(tmp_path, code + "    assert dog.late_after() is None\n", 0.0) as process:
+    out, err = process.communicate(timeout=60)
+  assert process.returncode == 0, err
+  assert "a_late_step" in err and "a_late_step" in (tmp_path / "log.txt").read_text()
+  assert "more than max(0.4 s, 3 x the 99th percentile of the last steps), last completed step: 29" in out
+  (late,) = events.read_events(str(tmp_path))  # the second one comes within ten minutes of the first
+  assert (late["kind"], late["step"]) == ("late_step", 29) and 0.4 <= late["silent_seconds"] < 2.5
+
+
+def test_an_adaptive_timeout_ends_a_late_process(tmp_path):
+  with start(tmp_path, LATE.replace("SECONDS)", "60)"), -1.0) as process:
+    out, _ = process.communicate(timeout=60)
+  assert process.returncode == 134 and "(watchdog_timeout_seconds=-1)" in out
+  assert [event["kind"] for event in events.read_events(str(tmp_path))] == ["hang"]
+
+
+def test_an_adaptive_timeout_leaves_time_to_recover(tmp_path):
+  code = "    dog._grace = 60.0\n" + LATE.replace("SECONDS)", "2.5)")
+  with start(tmp_path, code, -1.0) as process:
+    _, err = process.communicate(timeout=60)
+  assert process.returncode == 0, err
+  assert [event["kind"] for event in events.read_events(str(tmp_path))] == ["late_step"]

@@ -459,7 +459,7 @@ class ElasticSection(Section):
     60.0,
     ge=0,
     le=1e9,
-    description="Check the health of the slices when a step takes longer than this number of seconds, and again at this interval. 0: never.",
+    description="Check the health of the slices when a step takes longer than this number of seconds, and again at this interval; already after max(5, 3 times the 99th percentile of the last steps) if that is less. 0: never.",
   )
   snapshot_period: NonNegative = Field(
     0,
@@ -516,9 +516,9 @@ class ObserveSection(Section):
   profiler_steps: Positive = Field(5, description="Steps in the profile.")
   watchdog_timeout_seconds: float = Field(
     0.0,
-    ge=0,
+    ge=-1,
     le=1e9,
-    description="Seconds without a completed step after which all stacks are printed and the process ends with exit code 134; 10 times as long for a start, an evaluation or a save. 0: never.",
+    description="Seconds without a completed step after which all stacks are printed and the process ends with exit code 134; 10 times as long for a start, an evaluation or a save. -1: max(5, 3 times the 99th percentile of the last steps), and 60 before 20 steps are done. 0: never; the stacks of such a late step are printed all the same.",
   )
   eval_interval: int = Field(
     -1, ge=-1, le=2**31 - 1, description="Steps between evaluations. -1: only at the end, if there is evaluation data."

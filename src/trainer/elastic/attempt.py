@@ -105,10 +105,10 @@ class ElasticRun:
       self.log.line(self.announcement)
     self.announcement = ""
 
-  def guard(self, view: View) -> HangGuard:
-    """The waits of an attempt on `view`."""
+  def guard(self, view: View, late_after: Callable[[], float | None] = lambda: None) -> HangGuard:
+    """The waits of an attempt on `view`. late_after: seconds after which the work under way is late; None: unknown."""
     seconds = self.cfg.elastic_hang_check_seconds if self.cfg.elastic_enabled else 0.0
-    return HangGuard(self.cluster, view, seconds, self.cfg.elastic_timeout_seconds, self.log)
+    return HangGuard(self.cluster, view, seconds, self.cfg.elastic_timeout_seconds, self.log, late_after)
 
   def reached(self, moment: Moment, step: int) -> None:
     """`moment` of `step` has come: faults that are due happen now."""

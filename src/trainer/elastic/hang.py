@@ -19,10 +19,20 @@ class HangGuard:
   A slice that never answers leaves the waiting thread blocked for good: it is a daemon, and nobody joins it.
   """
 
-  def __init__(self, cluster: Cluster, view: View, check_seconds: float, silence_seconds: float, log: Log) -> None:
+  def __init__(
+    self,
+    cluster: Cluster,
+    view: View,
+    check_seconds: float,
+    silence_seconds: float,
+    log: Log,
+    late_after: Callable[[], float | None] = lambda: None,
+  ) -> None:
     """check_seconds: time without a result until the slices are asked; 0: wait as long as it takes.
-    silence_seconds: time after which the attempt is given up even though no slice answers at all."""
+    silence_seconds: time after which the attempt is given up even though no slice answers at all.
+    late_after: seconds after which the work under way is late, if known; then the slices are asked already."""
     self._cluster, self._view, self._log = cluster, view, log
+    self._late_after = late_after
     self._check_seconds, self._silence_seconds = check_seconds, silence_seconds
 
   def wait_for_arrays(self, arrays: Any, what: str) -> None:
@@ -35,7 +45,7 @@ class HangGuard:
 
   def result(self, waiter: Waiter[X]) -> X:
     """The result of a call that has been started; raises its error."""
-    seconds, waited = self._check_seconds, 0.0
+    seconds, waited = min(self._check_seconds, self._late_after() or self._check_seconds), 0.0
     while not waiter.done(seconds or None):
       waited += seconds
       late = f"{waiter.what} has not finished in {waited:g} s"

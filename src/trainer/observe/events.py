@@ -40,7 +40,8 @@ Faults and recovery
   slice_up       step, slice (ids returned), slices
   preemption     step (completed so far), signal
   primary        step: this process writes the records from here on; the primary before it is lost or has left
-  hang           step, silent_seconds
+  hang           step, silent_seconds; of the watchdog, which then ends the process, also operation (or null)
+  late_step      step, silent_seconds, operation (null): the watchdog has written the stacks, and still waits
   nonfinite      step, loss, grad_norm
   replicas_differ step, slice, array: no snapshot, because this slice's copy of the array is not that of the others
   recovery       once per slice_down or slice_up, when the first new step has completed:

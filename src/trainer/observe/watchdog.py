@@ -1,15 +1,17 @@
-"""Ends a hung process so that the scheduler can restart it: all stacks are written, then exit code 134."""
+"""Notices late steps and writes all stacks; ends a hung process with exit code 134, so that a scheduler restarts it."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import faulthandler
+import math
 import os
 import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from trainer.observe.events import EventLog
@@ -18,6 +20,14 @@ from trainer.observe.log import Log
 EXIT_CODE = 134  # 128 + SIGABRT, what schedulers show for an aborted process
 LONG_OPERATION_FACTOR = 10  # a start, an evaluation or a save may take this many times the timeout of a step
 _REPORT_SECONDS = 5.0
+
+# A step is late after max(LATE_SECONDS, LATE_FACTOR x the 99th percentile of the last _STEPS steps), once the attempt
+# has done _FEWEST steps.
+LATE_SECONDS, LATE_FACTOR = 5.0, 3.0
+_STEPS, _FEWEST = 200, 20
+_NOTICE_SECONDS = 600.0  # between two reports of late steps: a slow disk must not fill the log with stacks
+ADAPTIVE = -1.0  # a timeout: a late step is a hang
+_ADAPTIVE_TIMEOUT = 60.0  # before enough steps are known, and for long operations
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,8 +38,17 @@ class _Operation:
   seconds: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class _Alarm:
+  """What a tick has found."""
+
+  silent: float  # seconds since the last step or since the operation began
+  operation: str | None  # None: a step
+  is_hang: bool  # the process must end; otherwise the step is late
+
+
 class Watchdog:
-  """A thread that ends the process when no step completes within the timeout. One per process.
+  """A thread that reports late steps, and ends the process when no step completes within the timeout. One per process.
 
   A step: `timeout` seconds from a `beat` to the next `beat` or `rest`. A long operation: LONG_OPERATION_FACTOR times
   `timeout` inside `during`; the clock of the step stands still there.
@@ -46,33 +65,55 @@ class Watchdog:
     *,
     monotonic: Callable[[], float] = time.monotonic,
     end: Callable[[int], None] = os._exit,
+    recovers: bool = False,
   ) -> None:
-    """timeout: seconds; 0 turns the watchdog off. `start` begins the watch."""
-    self._timeout = timeout
+    """timeout: seconds; 0: the process is never ended; ADAPTIVE: a late step is a hang. `start` begins the watch.
+
+    recovers: whether the elastic loop asks the slices about a late step. An adaptive timeout leaves it a minute more.
+    """
+    self._adapts, self._grace = timeout == ADAPTIVE, _ADAPTIVE_TIMEOUT if recovers else 0.0
+    self._timeout = _ADAPTIVE_TIMEOUT if self._adapts else timeout
     self._log, self._events = log, events
     self._monotonic, self._end = monotonic, end
-    self._tick = min(1.0, timeout / 20)
+    self._tick = min(1.0, self._timeout / 20 or 1.0)
     self._lock = threading.Lock()
     self._silent: float | None = None  # seconds since the last beat; None: no step is under way
     self._step: int | None = None
+    self._beat_at: float | None = None  # None: the time until the next beat is not that of a step
+    self._step_seconds: deque[float] = deque(maxlen=_STEPS)  # of the attempt
+    self._notice_from = -math.inf  # time from which a late step may be reported
     self._operations: list[_Operation] = []
     self._stop = threading.Event()
     self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
   def start(self) -> None:
-    """Starts the thread, unless the timeout is 0."""
-    if self._timeout > 0:
-      self._thread.start()
+    """Starts the thread."""
+    self._thread.start()
 
   def beat(self, step: int | None = None) -> None:
     """Restarts the clock of the step. step: the last completed step, for the report of a hang."""
+    now = self._monotonic()
     with self._lock:
-      self._silent, self._step = 0.0, step
+      if self._beat_at is not None:
+        self._step_seconds.append(now - self._beat_at)
+      self._silent, self._step, self._beat_at = 0.0, step, now
 
   def rest(self) -> None:
     """Stops the clock of the step until the next beat: the loop has ended. Waiting for slices has its own timeout."""
     with self._lock:
-      self._silent = None
+      self._silent = self._beat_at = None
+      self._step_seconds.clear()  # on other slices, a step takes another time
+
+  def late_after(self) -> float | None:
+    """Seconds after which a step is late; None while too few steps are known, and during a long operation."""
+    with self._lock:
+      return self._late_after()
+
+  def _late_after(self) -> float | None:
+    if len(self._step_seconds) < _FEWEST or self._operations:
+      return None
+    longest = sorted(self._step_seconds)
+    return max(LATE_SECONDS, LATE_FACTOR * longest[math.ceil(0.99 * len(longest)) - 1])
 
   @contextlib.contextmanager
   def during(self, name: str) -> Iterator[None]:
@@ -80,7 +121,7 @@ class Watchdog:
 
     name: what a report calls it, such as "evaluation". The clock of the step restarts after the block.
     """
-    operation = _Operation(name)
+    operation, began = _Operation(name), self._monotonic()
     with self._lock:
       self._operations.append(operation)
     try:
@@ -88,6 +129,8 @@ class Watchdog:
     finally:
       with self._lock:
         self._operations.remove(operation)
+        if self._beat_at is not None and not self._operations:
+          self._beat_at += self._monotonic() - began  # no part of the step
         if self._silent is not None:
           self._silent = 0.0
 
@@ -108,48 +151,59 @@ class Watchdog:
     while not self._stop.wait(self._tick):
       now = self._monotonic()
       # If a tick took much longer than requested, the whole process stood still, not only the loop.
-      hang = self._count(min(now - before, 2 * self._tick))
+      alarm = self._count(min(now - before, 2 * self._tick), now)
       before = now
-      if hang is not None:
-        self._abort(*hang)
-        return
+      if alarm is not None:
+        self._raise(alarm)
+        if alarm.is_hang:
+          return
 
-  def _count(self, seconds: float) -> tuple[float, str | None] | None:
-    """Adds `seconds` to the clocks that run. Returns (seconds of silence, operation or None) of a hang, else None."""
+  def _count(self, seconds: float, now: float) -> _Alarm | None:
+    """Adds `seconds` to the clocks that run. Returns what has gone on for too long; None if nothing has."""
     with self._lock:
       for operation in self._operations:
         operation.seconds += seconds
-        if operation.seconds >= LONG_OPERATION_FACTOR * self._timeout:
-          return operation.seconds, operation.name
-      if not self._operations and self._silent is not None:
-        self._silent += seconds
-        if self._silent >= self._timeout:
-          return self._silent, None
+        if 0 < LONG_OPERATION_FACTOR * self._timeout <= operation.seconds:
+          return _Alarm(operation.seconds, operation.name, is_hang=True)
+      if self._operations or self._silent is None:
+        return None
+      self._silent += seconds
+      late = self._late_after()
+      limit = late + self._grace if self._adapts and late is not None else self._timeout
+      if 0 < limit <= self._silent:
+        return _Alarm(self._silent, None, is_hang=True)
+      if late is not None and self._silent >= late and now >= self._notice_from:
+        self._notice_from = now + _NOTICE_SECONDS
+        return _Alarm(self._silent, None, is_hang=False)
     return None
 
-  def _abort(self, silent: float, operation: str | None) -> None:
+  def _raise(self, alarm: _Alarm) -> None:
     # The hung thread may hold the lock of stdout or of a file, so the report runs in a thread, with a time limit.
-    report = threading.Thread(target=self._report, args=(silent, operation), name="watchdog report", daemon=True)
+    report = threading.Thread(target=self._report, args=(alarm,), name="watchdog report", daemon=True)
     report.start()
     report.join(_REPORT_SECONDS)
-    self._end(EXIT_CODE)
+    if alarm.is_hang:
+      self._end(EXIT_CODE)
 
-  def _report(self, silent: float, operation: str | None) -> None:
+  def _report(self, alarm: _Alarm) -> None:
     faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
     with tempfile.TemporaryFile() as file:  # faulthandler writes to a descriptor only
       faulthandler.dump_traceback(file=file, all_threads=True)
       file.seek(0)
       stacks = file.read().decode("utf-8", "replace")
-    self._events.emit("hang", step=self._step, silent_seconds=silent, operation=operation)
+    kind = "hang" if alarm.is_hang else "late_step"
+    self._events.emit(kind, step=self._step, silent_seconds=alarm.silent, operation=alarm.operation)
     self._log.record(stacks)
-    limit = f"watchdog_timeout_seconds={self._timeout:g}"
-    if operation is None:
-      what = f"no step completed for {silent:.0f} s ({limit})"
+    limit = f"watchdog_timeout_seconds={ADAPTIVE if self._adapts else self._timeout:g}"
+    if alarm.operation is not None:
+      limit = f"{LONG_OPERATION_FACTOR} x watchdog_timeout_seconds={self._timeout:g}"
+      what = f"{alarm.operation} has not finished in {alarm.silent:.0f} s ({limit})"
+    elif alarm.is_hang:
+      what = f"no step completed for {alarm.silent:.0f} s ({limit})"
     else:
-      what = f"{operation} has not finished in {silent:.0f} s ({LONG_OPERATION_FACTOR} x {limit})"
-    self._log.warning(
-      f"{what}, last completed step: {self._step}; stacks are on stderr and in the log; aborting with exit code "
-      f"{EXIT_CODE}"
-    )
+      rule = f"more than max({LATE_SECONDS:g} s, {LATE_FACTOR:g} x the 99th percentile of the last steps)"
+      what = f"the step has taken {alarm.silent:.0f} s so far, {rule}"
+    end = f"; aborting with exit code {EXIT_CODE}" if alarm.is_hang else "; still waiting"
+    self._log.warning(f"{what}, last completed step: {self._step}; stacks are on stderr and in the log{end}")
     self._events.flush()
     self._log.flush()

@@ -194,6 +194,9 @@ def _others(run: Run) -> Iterator[Incident]:
     what = f"The update of step {event.get('step')} was not applied."
     why = f"Loss {event.get('loss')} and gradient norm {event.get('grad_norm')} are not both finite."
     yield dataclasses.replace(_incident(event, what, why), tokens=tokens)
+  for event in run.of_kind("late_step"):
+    what = f"The step after step {event.get('step')} was late. The stacks of all threads are in the log."
+    yield _incident(event, what, f"It took more than {float(event.get('silent_seconds') or 0):.1f} s.")
   for event in run.of_kind("preemption"):
     what = f"The process was asked to stop, and stopped after step {event.get('step')}."
     yield _incident(event, what, f"{event.get('signal', 'SIGTERM')} was received.")

@@ -16,6 +16,7 @@ import hashlib
 import os
 import re
 import shutil
+import tempfile
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -96,11 +97,10 @@ class Emergency:
     self._probe()
 
   def _probe(self) -> None:
-    probe = self.root / f"probe.p{self._world.rank}"
     try:
       self.root.mkdir(parents=True, exist_ok=True)
-      probe.write_bytes(b"x")
-      probe.unlink()
+      with tempfile.TemporaryFile(dir=self.root) as file:  # without a name: slices on one host may share the folder
+        file.write(b"x")
     except OSError as error:
       raise ConfigError(
         f"local_checkpoint_directory={self._cfg.local_checkpoint_directory} cannot be written ({error}): mount the "
@@ -230,7 +230,8 @@ class Emergency:
     for path in self._other_runs():
       if shutil.disk_usage(self.root).free < size:
         self._log(f"Deleted {path}, local copies of an earlier run: a local save needs the space.")
-        shutil.rmtree(path)
+        with contextlib.suppress(FileNotFoundError):  # another slice on this host deletes them too
+          shutil.rmtree(path)
 
   def _remove(self, copies: Sequence[_Copy]) -> None:
     for copy in copies:

@@ -1,0 +1,175 @@
+"""Goodput under a seeded trace of faults: slices that go on beside a run that is restarted from its checkpoints.
+
+    python -m end_to_end.benchmarks.process_goodput [--steps 2000] [--seed 0] [--slices 2]
+
+One run has no faults. Two others have the same trace: a fault every 15 to 60 s, one of five hits all slices. In the
+first, only the processes of the slices that are hit are killed. In the second, everything is killed and the same
+command is started again, as a launcher does that restarts all processes.
+
+Each slice has one core for itself, as on a node of its own: a slice that starts again takes nothing from the others. So
+this machine needs a core for each slice, and nothing else should run.
+
+Goodput = slice-seconds of the same steps without faults / live slice-seconds. A slice that was hit is not live until it
+takes part in a step again. A slice that was not hit is live all the time, also while a launcher restarts it. All three
+runs must end with the same losses and the same state, bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import math
+import os
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from end_to_end.benchmarks.common import positive
+from end_to_end.benchmarks.process_recovery import MODEL, steps
+from end_to_end.command import differences
+from end_to_end.process_runs import ProcessRun
+
+LEAST, MOST = 15.0, 60.0  # seconds between two faults
+ALL = 0.2  # share of the faults that hit all slices
+LOCAL_PERIOD, STORAGE_PERIOD = 20, 200  # steps between local copies, and between checkpoints
+
+
+@dataclass(frozen=True)
+class Fault:
+  """`slices` are hit, `at` seconds after the first step of the run."""
+
+  at: float
+  slices: tuple[int, ...]
+
+
+def trace(seed: int, slices: int) -> Iterator[Fault]:
+  """Yields faults without end."""
+  chance, at = random.Random(seed), 0.0
+  while True:
+    at += chance.uniform(LEAST, MOST)
+    yield Fault(at, tuple(range(slices)) if chance.random() < ALL else (chance.randrange(slices),))
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--steps", type=positive, default=2000)
+  parser.add_argument("--seed", type=int, default=0, help="of the trace")
+  parser.add_argument("--slices", type=positive, default=2)
+  options = parser.parse_args()
+  cores = sorted(os.sched_getaffinity(0))
+  if len(cores) < options.slices:
+    parser.error(f"--slices {options.slices}: each slice needs a core of its own, and this machine has {len(cores)}")
+  with tempfile.TemporaryDirectory(prefix="process-goodput-") as directory:
+    compare(Path(directory), options.steps, options.seed, cores[: options.slices])
+
+
+def compare(folder: Path, count: int, seed: int, cores: list[int]) -> None:
+  """Makes the three runs and prints a row for each."""
+
+  def make(name: str) -> ProcessRun:
+    ram = folder / name / "ram"
+    ram.mkdir(parents=True)
+    keys = [*MODEL, f"steps={count}", f"checkpoint_period={STORAGE_PERIOD}", f"jax_cache_dir={folder / 'compiled'}"]
+    local = f"enable_emergency_checkpoint=true local_checkpoint_directory={ram} local_checkpoint_period={LOCAL_PERIOD}"
+    return ProcessRun(folder / name, [*keys, *local.split()], slices=len(cores))
+
+  undisturbed = make("undisturbed")
+  play(undisturbed, cores, None, restart=False)
+  usual = (times(undisturbed)[-1] - times(undisturbed)[0]) / (count - 1)
+  print(
+    f"Step without faults, saves included: {1000 * usual:.0f} ms. The trace (seconds: slices), whose start each run sees:"
+  )
+  print(", ".join(f"{fault.at:.0f}: {fault.slices}" for fault in itertools.islice(trace(seed, len(cores)), 20)))
+  print("\n| run | faults | of all slices | wall time | live slice-seconds | steps repeated | goodput |")
+  print("|---|---|---|---|---|---|---|")
+  for name, restart in (("no faults", None), ("the other slices go on", False), ("everything restarts", True)):
+    run, happened = undisturbed, list[tuple[Fault, float]]()
+    if restart is not None:
+      run = make(name.replace(" ", "-"))
+      happened = play(run, cores, trace(seed, len(cores)), restart=restart)
+      assert run.losses() == undisturbed.losses(), name
+      assert differences(run, undisturbed, count) == [], name
+    seconds = times(run)[-1] - times(run)[0]
+    live = len(cores) * seconds - sum(absent(run, fault, when) for fault, when in happened)
+    of_all = sum(len(fault.slices) == len(cores) for fault, _ in happened)
+    columns = [name, len(happened), of_all, f"{seconds:.0f} s", f"{live:.0f} s", len(times(run)) - count]
+    print(f"| {' | '.join(map(str, columns))} | {(count - 1) * usual * len(cores) / live:.1%} |", flush=True)
+
+
+def play(
+  run: ProcessRun, cores: list[int], faults: Iterator[Fault] | None, *, restart: bool
+) -> list[tuple[Fault, float]]:
+  """Runs to the end. Returns the faults that happened, each with the time of the kill, in seconds since the epoch."""
+  happened: list[tuple[Fault, float]] = []
+  endless = faults or itertools.repeat(Fault(math.inf, ()))
+  fault = next(endless)
+  with pinned(run, cores):
+    while True:
+      with run.launched() as supervisor:  # the end of the block kills what runs
+        while supervisor.poll() is None:
+          time.sleep(0.05)
+          if not is_due(run, fault, len(cores)):
+            continue
+          happened.append((fault, time.time()))
+          hit, fault = fault.slices, next(endless)
+          if restart:
+            break
+          for member in hit:
+            run.kill(member)
+        else:
+          assert supervisor.returncode == 0, run.tail()
+          return happened
+
+
+def is_due(run: ProcessRun, fault: Fault, slices: int) -> bool:
+  """Whether the fault shall happen now: its time has come, and all slices take part in the run's last step."""
+  if not run.last_step or fault.at == math.inf:
+    return False
+  return time.time() >= times(run)[0] + fault.at and len(run.active()) == slices
+
+
+def times(run: ProcessRun) -> list[float]:
+  """The times of all recorded steps, repeated ones too, in seconds since the epoch."""
+  return [record["wall"] for record in steps(run)]
+
+
+def absent(run: ProcessRun, fault: Fault, when: float) -> float:
+  """The slice-seconds from the kill until the slices that were hit have taken part in a step again."""
+  total, last = 0.0, times(run)[-1]
+  for member in fault.slices:
+    with_member = (r["wall"] for r in steps(run) if r["wall"] > when and str(member) in r["slice_seconds"])
+    total += next(with_member, last) - when
+  return total
+
+
+@contextlib.contextmanager
+def pinned(run: ProcessRun, cores: list[int]) -> Iterator[None]:
+  """While the block runs, each slice's process has a core for itself from its start on."""
+  ended = threading.Event()
+
+  def pin() -> None:
+    done = set[int]()
+    while not ended.wait(0.1):
+      for member, pid in run.workers().items():
+        if pid not in done:
+          done.add(pid)
+          with contextlib.suppress(OSError):  # the process or a thread has ended
+            for thread in (Path("/proc") / str(pid) / "task").iterdir():
+              os.sched_setaffinity(int(thread.name), {cores[member]})
+
+  thread = threading.Thread(target=pin, daemon=True)
+  thread.start()
+  try:
+    yield
+  finally:
+    ended.set()
+    thread.join()
+
+
+if __name__ == "__main__":
+  main()

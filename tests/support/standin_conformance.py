@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pathwaysutils
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -409,6 +410,7 @@ def same(ours, expected, path=""):
 
 def main(names):
   jax.config.update("jax_num_cpu_devices", DEVICES)
+  pathwaysutils.initialize()  # jax 0.10 does not know the proxy backend without it
   ours, local = jax.devices("proxy")[:DEVICES], jax.devices("cpu")
   report = {}
   for name in names or PROGRAMS:

@@ -191,7 +191,11 @@ class Session:
     body.op_id = request.request_metadata.op_id
     with self._reply_lock:
       self._note_context(request)
-      if counted:
+      if request.HasField("init_request"):
+        # The client keeps this response for ever. It forgets contexts in the order of these numbers, from 0, as it
+        # frees the responses; so it would forget none.
+        body.seq_num = -1
+      elif counted:
         body.seq_num = self._answered
         self._answered += 1
         body.destroyed_user_context_ids.extend(self._contexts)

@@ -13,6 +13,7 @@ import time
 import traceback
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pathwaysutils
 import pytest
@@ -80,6 +81,14 @@ def callbacks_are_refused(s):
     lambda x: jax.debug.print("{}", x),
   ):
     fails(lambda program=program: jax.jit(program)(s.put(s.living)), "UNIMPLEMENTED: .*callback")
+
+
+@scenario
+def a_program_that_fails_when_it_runs(s):
+  result = jax.jit(lambda x: jnp.full((1 << 46,), x[0]))(s.put(s.living))
+  fails(result.block_until_ready, "Out of memory")
+  fails(jax.jit(lambda x: x[:3] + 1)(result).block_until_ready, "Out of memory")
+  s.works(s.living)
 
 
 @scenario

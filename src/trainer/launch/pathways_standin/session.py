@@ -151,6 +151,7 @@ class Session:
       gate = next((gate for array in answer.arrays for gate in array.closed_gates().values()), None)
       computed = all(array.is_computed() for array in answer.arrays)
       shards = [shard for array in answer.arrays for shard in array.shards]
+    error = error or (_failure(shards) if computed else None)
     if error is not None:
       self._reply_error(request, error)
     elif gate is not None:
@@ -162,13 +163,7 @@ class Session:
 
   def _wait(self, request: Any, response: Any, answer: WhenReady, shards: Sequence[Any]) -> None:
     """Thread: waits for shards, then looks again: the slice may have been lost meanwhile."""
-    for shard in shards:
-      try:
-        shard.block_until_ready()
-      except Exception as error:  # noqa: BLE001 -- it is the answer
-        if not shard.is_deleted():  # a donation after the question does not change the answer
-          self._reply_error(request, status.from_error(error))
-          return
+    _failure(shards)
     self._when_ready(request, response, answer)
 
   def _finish(self, request: Any, response: Any, work: Callable[[Any], None]) -> None:
@@ -226,6 +221,17 @@ class Session:
     self.slices.close_store(self.store)
     self.executables.clear()
     self.executions.clear()
+
+
+def _failure(shards: Sequence[Any]) -> Status | None:
+  """Waits for shards. Returns why the computation of one failed; a donated shard was computed without a failure."""
+  for shard in shards:
+    try:
+      shard.block_until_ready()
+    except Exception as error:  # noqa: BLE001 -- whatever it is, it is the answer
+      if not shard.is_deleted():
+        return status.from_error(error)
+  return None
 
 
 def _invented_handles(body: Any) -> list[int]:

@@ -50,7 +50,10 @@ class Service:
 
   def start(self, address: str) -> str:
     """Begins to serve. Returns the address, with the chosen port if it was 0. Raises RuntimeError if it is taken."""
-    port = self._server.add_insecure_port(address)
+    try:
+      port = self._server.add_insecure_port(address)
+    except RuntimeError as error:
+      raise RuntimeError(f"{address}: cannot listen there ({error}). Choose another --port or --unix.") from error
     self._server.start()
     return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 

@@ -246,7 +246,7 @@ def collectives(devices):
     same_everywhere = jax.lax.psum(x, "a"), jax.lax.pmax(x, "a"), jax.lax.all_gather(x, "a", tiled=True)
     scattered = jax.lax.psum_scatter(x, "a", scatter_dimension=1, tiled=True)
     exchanged = jax.lax.all_to_all(x, "a", 1, 0, tiled=True)
-    return same_everywhere, (scattered, jax.lax.ppermute(x, "a", around), exchanged, x + rank)
+    return same_everywhere, (scattered, jax.lax.ppermute(x, "a", around), exchanged, x + rank.astype(x.dtype))
 
   in_specs, out_specs = PartitionSpec("a"), (PartitionSpec(), PartitionSpec("a"))
   shard_map = jax.shard_map(f, mesh=mesh(devices, 4), in_specs=in_specs, out_specs=out_specs, check_vma=False)

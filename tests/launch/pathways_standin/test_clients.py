@@ -10,7 +10,7 @@ from tests.support import standin_conformance, standin_faults
 CHOSEN = (
   "round_trip_bfloat16 round_trip_int4 round_trip_bool round_trip_complex64 round_trip_float8_e4m3fn round_trip_int64 "
   "arithmetic_bfloat16 host_arrays_with_strides arrays_of_keys_move sharded_matmul reshard_with_donation donation "
-  "one_argument_twice deletion bfloat16_collectives_on_a_submesh memory_kinds layouts ahead_of_time "
+  "one_argument_twice deletion collectives bfloat16_collectives_on_a_submesh memory_kinds layouts ahead_of_time "
   "exported assembled_arrays ready_and_copied scalars_and_empty_results threads"
 ).split()
 

@@ -67,13 +67,15 @@ def ask(channel, messages):
   def send(name, **fields):
     request = messages.proxy("IfrtRequest")()
     request.request_metadata.op_id = 7
-    getattr(request, name).SetInParent()
-    getattr(request, name).MergeFrom(type(getattr(request, name))(**fields))
+    if name is not None:
+      getattr(request, name).SetInParent()
+      getattr(request, name).MergeFrom(type(getattr(request, name))(**fields))
     requests.put(request)
     response = next(responses)
     assert response.response_metadata.op_id == 7
     return response
 
+  send.call = responses
   yield send
   requests.put(None)
 
@@ -106,6 +108,38 @@ def test_what_is_not_served_is_answered_by_name(ask, name):
 def test_an_unknown_handle_is_not_found(ask, name, fields, text):
   status = ask(name, **fields).response_metadata.status
   assert (status.code, status.message) == (5, text)
+
+
+def test_a_request_of_an_unknown_type_is_answered(ask, messages, channel):
+  assert ask(None).response_metadata.status.code == 12
+
+
+def test_bytes_that_are_no_request_end_only_their_session(server, channel, messages):
+  empty = messages.proxy("GrpcIfrtSessionMetadata")().SerializeToString()
+  metadata = [("ifrt-proxy-grpc-ifrt-session-metadata-bin", empty)]
+  with pytest.raises(grpc.RpcError):
+    list(channel.stream_stream(SERVICE + "IfrtSession")(iter([b"\xff\xff\xff"]), metadata=metadata, timeout=30))
+  for method in ("GetVersion", "HostBufferLookup", "HostBufferDelete", "NoSuchMethod"):
+    with pytest.raises(grpc.RpcError):
+      list(channel.unary_stream(SERVICE + method)(b"\xff", timeout=30))
+  with pytest.raises(grpc.RpcError) as caught:
+    channel.stream_unary(SERVICE + "HostBufferStore")(iter([b""]), timeout=30)
+  assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+  assert server.control("status")["slices"]
+
+
+def test_a_client_that_has_gone_leaves_nothing(server, ask, messages):
+  mine = ask("init_request").init_response.session_id
+
+  def sessions():
+    return [client["session"] for client in server.control("status")["clients"]]
+
+  assert mine in sessions()
+  ask.call.cancel()
+  deadline = time.monotonic() + 30
+  while mine in sessions() and time.monotonic() < deadline:
+    time.sleep(0.02)
+  assert mine not in sessions()
 
 
 def test_a_handle_whose_array_could_not_be_made_keeps_the_error(ask):

@@ -81,9 +81,7 @@ def compare(folder: Path, count: int, seed: int, cores: list[int]) -> None:
   undisturbed = make("undisturbed")
   play(undisturbed, cores, None, restart=False)
   usual = (times(undisturbed)[-1] - times(undisturbed)[0]) / (count - 1)
-  print(
-    f"Step without faults, saves included: {1000 * usual:.0f} ms. The trace (seconds: slices), whose start each run sees:"
-  )
+  print(f"Step without faults, saves included: {1000 * usual:.0f} ms. The trace (seconds: slices):")
   print(", ".join(f"{fault.at:.0f}: {fault.slices}" for fault in itertools.islice(trace(seed, len(cores)), 20)))
   print("\n| run | faults | of all slices | wall time | live slice-seconds | steps repeated | goodput |")
   print("|---|---|---|---|---|---|---|")

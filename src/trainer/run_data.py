@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trainer.checkpoint import meta as checkpoint_meta
+from trainer.checkpoint.errors import ConfigMismatch
+from trainer.config import resume
 from trainer.config.errors import ConfigError
 from trainer.config.mixture import EVAL_DATA
 from trainer.config.schema import Config
@@ -27,6 +29,7 @@ class RunData:
   tokens_per_step: int
   identity: dict[str, Any]  # which data, in what order: saved in checkpoints and compared by a resume
   steps: int  # of the whole run
+  may_change: bool  # allow_config_change has "data"
   _tokens_offset: int = 0  # tokens of a step minus step * tokens_per_step: the batch size may have changed
 
   def resume(self, step: int, meta: Mapping[str, Any] | None) -> list[str]:
@@ -50,7 +53,28 @@ class RunData:
         "Raise epochs, or remove it from one source, or reduce steps."
       )
     self._tokens_offset = meta["tokens"] - step * self.tokens_per_step if meta is not None else 0
-    return lines
+    # `lines` tell of a new order, which has other next examples.
+    return lines or (self._compare_next(step, meta) if meta is not None and same else [])
+
+  def _compare_next(self, step: int, meta: Mapping[str, Any]) -> list[str]:
+    """A line for the log: whether the next examples are those that the checkpoint announces.
+
+    Raises ConfigMismatch if they differ, unless the data may change.
+    """
+    saved, found = meta["cursor"].get("next_examples", ""), self.train.next_examples(step)
+    place = f"example {meta['cursor']['next_example']}"
+    if not saved or not found:
+      return [f"Data: {place} is next. Its content is not compared, because it could not be read."]
+    if saved == found:
+      return [f"Data: {place} is next. The data and the content of the next examples match the checkpoint."]
+    difference = f"{place} and the examples after it differ from the checkpoint's ({saved} -> {found})"
+    if self.may_change:
+      return [f"Data: {difference}."]
+    raise ConfigMismatch(
+      f"{difference}, although names, sizes and ends of the files are the same: their middle has changed. Restore the "
+      "files and delete the prepared data in dataset_cache_directory, or, if you want this change, allow_config_change="
+      "data"
+    )
 
   def tokens(self, step: int) -> int:
     """Tokens that the run has been trained on after `step`."""
@@ -63,9 +87,8 @@ class RunData:
 
   def meta(self, config: Config, step: int) -> dict[str, Any]:
     """What a checkpoint of `step` holds besides the state."""
-    return checkpoint_meta.build(
-      tokens=self.tokens(step), cursor=self.train.cursor(step), config=config.flat(), identity=self.identity
-    )
+    cursor = self.train.cursor(step) | {"next_examples": self.train.next_examples(step)}
+    return checkpoint_meta.build(tokens=self.tokens(step), cursor=cursor, config=config.flat(), identity=self.identity)
 
 
 @contextlib.contextmanager
@@ -106,6 +129,7 @@ def open_data(config: Config, global_batch_size: int, note: Callable[[str], None
       # Read once: a save must not depend on whether the data can be read at that time.
       {"data": train.fingerprint(), "global_batch_size": global_batch_size},
       config.run.steps,
+      "data" in resume.names(config.run.allow_config_change),
     )
 
 

@@ -431,4 +431,6 @@ def test_the_example_configuration_is_a_mixture(tmp_path, monkeypatch):
   loader = make_loader(config.data, vocab_size=258, global_batch_size=10, split="train", log=lambda line: None)
   mine = [bytes(row[row < 256].tolist()).count(b"mine mine") > 3 for row in loader.batch(0).tokens]
   assert sum(mine) == 3
-  assert loader.describe(1)["dataset"] == "mixture of python 70 %, mine 30 %"
+  assert loader.describe(1)["dataset"] == (
+    "mixture of python 70 %, mine 30 %; from step 100 python 62.5 %, mine 37.5 %"
+  )

@@ -66,6 +66,7 @@ def test_a_mixture_is_killed_resumed_and_changed(tmp_path, server):
   assert run.finish(f"steps={max(STEPS, killed_after)}") == 0, run.printed
   (restored,) = [event["step"] for event in run.events("restore") if event["step"]]
   assert restored > 0
+  assert f"Data: example {2 * restored} is next. The data and the content of the next examples match" in run.printed
   ours, theirs = run.losses(), undisturbed.losses()
   assert {step: ours[step] for step in theirs} == theirs
   examples = {record["step"]: record["examples"] for record in run.records("metrics") if "loss" in record}

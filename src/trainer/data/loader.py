@@ -23,6 +23,7 @@ if TYPE_CHECKING:
   from trainer.config.schema import DataSection  # pydantic is slow to import and not needed here
 
 Split = Literal["train", "eval"]
+_NEXT = 4  # examples that a checkpoint has a hash of
 
 
 class Loader:
@@ -110,6 +111,18 @@ class Loader:
       "mixture": mixture,
       "bad_records": self._source.bad_records,
     }
+
+  def next_examples(self, step: int) -> str:
+    """Hash of the first examples after `step` steps, for any batch size: 16 hex digits. "" if they cannot be read."""
+    first = 0 if self._reuse_first else step * self._global_batch_size + self._offset
+    content = hashlib.sha256()
+    try:
+      for index in range(first, first + _NEXT):
+        for field in self._source.example(index):
+          content.update(field.tobytes())
+    except OSError:  # the end of the data, or a damaged record: the step that needs it will say so
+      return ""
+    return content.hexdigest()[:16]
 
   def fingerprint(self) -> str:
     """Identity of the examples and their order: 64 hex digits of data, tokenizer, packing and seed."""

@@ -1,0 +1,70 @@
+"""A checkpoint has a hash of the next examples, and a resume compares it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from trainer import run_data
+from trainer.checkpoint.errors import ConfigMismatch
+from trainer.config.load import load
+
+KEYS = "dataset_type=grain grain_file_type=jsonl vocab_size=300 max_target_length=16 packing=none".split()
+
+
+def opened(folder: Path, *keys: str, batch: int = 4):
+  places = [f"grain_train_files={folder}/a.jsonl", f"base_output_directory={folder}/runs"]
+  cache = [] if any(key.startswith("dataset_cache") for key in keys) else [f"dataset_cache_directory={folder}/cache"]
+  config = load(["configs/base.yml", *KEYS, *places, *cache, *keys])
+  return config, run_data.open_data(config, batch, lambda line: None)
+
+
+def write(folder: Path, words: list[str]) -> None:
+  (folder / "a.jsonl").write_text("\n".join(json.dumps({"text": word}) for word in words))
+
+
+def test_the_next_examples_of_a_checkpoint_are_compared(tmp_path):
+  words = [f"{number:015}" for number in random.Random(0).sample(range(10**15), 12_000)]
+  write(tmp_path, words)
+  config, data = opened(tmp_path)
+  with data as opened_data:
+    meta = json.loads(json.dumps(opened_data.meta(config, 50)))
+    assert opened_data.resume(50, meta) == [
+      "Data: example 200 is next. The data and the content of the next examples match the checkpoint."
+    ]
+    assert opened_data.meta(config, 51)["cursor"]["next_examples"] != meta["cursor"]["next_examples"]
+  # Half as many examples per step: other steps, the same next examples.
+  _, data = opened(tmp_path, batch=2)
+  with data as opened_data:
+    other = copy.deepcopy(meta)
+    other["identity"] = opened_data.identity
+    assert "match the checkpoint" in opened_data.resume(50, other)[0]
+  # The middle of the file changes, where its digest does not look.
+  content = (tmp_path / "a.jsonl").read_bytes()
+  changed = bytearray(content)
+  changed[70_000:-70_000] = changed[70_000:-70_000].translate(bytes.maketrans(b"123456789", b"234567891"))
+  (tmp_path / "a.jsonl").write_bytes(changed)
+  config, data = opened(tmp_path, f"dataset_cache_directory={tmp_path}/other")
+  with data as opened_data:
+    meta["identity"] = opened_data.identity  # as if none of the first examples had changed
+    with pytest.raises(ConfigMismatch, match=r"example 200 .* differ from the checkpoint's \(\w{16} -> \w{16}\)"):
+      opened_data.resume(50, meta)
+  config, data = opened(tmp_path, f"dataset_cache_directory={tmp_path}/other", "allow_config_change=data")
+  with data as opened_data:
+    assert "differ from the checkpoint's" in opened_data.resume(50, meta)[0]
+
+
+def test_examples_that_cannot_be_read_do_not_prevent_a_save(tmp_path):
+  write(tmp_path, [f"word {number}" for number in range(40)])
+  config, data = opened(tmp_path)
+  with data as opened_data:
+    opened_data.train._source._records.close()
+    for file in (tmp_path / "cache").glob("corpus-*/train.records"):
+      file.write_bytes(b"")
+    meta = opened_data.meta(config, 2)
+    assert meta["cursor"]["next_examples"] == ""
+    assert "is not compared" in opened_data.resume(2, meta)[0]

@@ -1,0 +1,76 @@
+"""docs/troubleshooting.md has a row for every class of errors, runtime meaning, and part that refuses wrong input."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+
+from tests.test_pages import section
+
+from trainer import runtime_errors
+
+ROOT = pathlib.Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "trainer"
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+
+
+def trees() -> dict[pathlib.Path, ast.Module]:
+  return {path.relative_to(SOURCE): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def error_classes(found: dict[pathlib.Path, ast.Module]) -> set[str]:
+  """Classes of exceptions: a base is an exception of Python or of this package."""
+  bases = {
+    node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+    for tree in found.values()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.ClassDef)
+  }
+  errors = {"Exception", "RuntimeError", "ValueError", "OSError", "KeyError", "TypeError", "ConnectionError"}
+  while more := {name for name, of in bases.items() if of & errors} - errors:
+    errors |= more
+  return errors & bases.keys()
+
+
+def refusing_parts(found: dict[pathlib.Path, ast.Module]) -> set[str]:
+  """`config/`, `memory.py`: folders and files of the package with code that makes a ConfigError."""
+  return {
+    f"{path.parts[0]}/" if len(path.parts) > 1 else path.name
+    for path, tree in found.items()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("ConfigError", "TopologyError"))
+  }
+
+
+def first_column(title: str) -> set[str]:
+  """The words in backquotes in the first column of the tables of a section."""
+  rows = [line.split("|")[1] for line in section(PAGE, title).splitlines() if line.startswith("| ")]
+  return {word for cell in rows for word in re.findall(r"`([^`]+)`", cell)}
+
+
+def test_every_class_of_errors_has_a_row():
+  names = error_classes(trees())
+  assert {"ConfigError", "NoGoodCheckpoint", "SliceHang"} <= names
+  assert {name for name in names if f"`{name}`" not in PAGE} == set()
+
+
+def test_every_error_that_the_page_names_exists():
+  named = first_column("Errors that end a run") | first_column("Errors that a run recovers from")
+  assert named - error_classes(trees()) <= {"TimeoutError"}
+
+
+def test_every_part_that_refuses_wrong_input_has_a_row_and_every_row_is_of_such_a_part():
+  assert first_column("Wrong input") - {"src/trainer"} == refusing_parts(trees())
+
+
+def test_every_meaning_of_a_runtime_error_has_a_row():
+  reasons = [reason for _, _, reason in runtime_errors._TABLE] + [runtime_errors.explain("")[1]]
+  table = section(PAGE, "What the runtime's errors mean")
+  assert [reason for reason in reasons if f"| {reason} |" not in table] == []
+
+
+def test_every_exit_code_has_a_row():
+  codes = set(re.findall(r"^\| (\d+) \|", section((ROOT / "README.md").read_text(), "Use it"), flags=re.MULTILINE))
+  assert len(codes) == 6
+  assert codes <= set(re.findall(r"^\| (\d+) \|", section(PAGE, "By exit code"), flags=re.MULTILINE))

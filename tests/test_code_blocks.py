@@ -34,6 +34,7 @@ def commands() -> list[tuple[str, str, tuple[str, ...]]]:
       for line in re.sub(r" *\\\n *", " ", text).splitlines() if language in ("", "bash") else []:
         if match := re.search(r"(?:/python|torchrun .*?) -m (trainer[\w.]*|end_to_end[\w.]*)((?: +(?!&).*)?)", line):
           words = re.split(r"  +[A-Za-z0-9]| &", match[2].rstrip())[0]  # a remark after two spaces, or another command
+          words = re.sub(r"\b(BUCKET|REGISTRY|CLUSTER|PROJECT)\b", lambda name: name[0].lower(), words)
           found.append((page.name, match[1], tuple(shlex.split(words, comments=True))))
   return found
 

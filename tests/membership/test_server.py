@@ -365,3 +365,43 @@ def test_a_supervisor_that_sends_garbage_counts_as_lost(run, body):
   assert not member.connected
   run.logged("The supervisor sent")
   wait_until(lambda: 0 not in run.server.connected, "the supervisor sees the end of the connection")
+
+
+def connect_narrowly(address: tuple[str, int], timeout: float) -> socket.socket:
+  """A connection whose buffer is soon full."""
+  sock = socket.socket()
+  sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+  sock.settimeout(timeout)
+  sock.connect(address)
+  return sock
+
+
+def test_a_member_that_never_reads_holds_up_nobody(run, monkeypatch):
+  """It reports every round, so that the others train, until its connection is full. Then it is dropped."""
+  monkeypatch.setattr(wire, "_SEND_BUFFER_BYTES", 4096)
+  run.members.pop().close()  # its place is free
+  expect(run.members[0], "world")
+  with monkeypatch.context() as patch:
+    patch.setattr(socket, "create_connection", connect_narrowly)
+    deaf = wire.connect(run.server.address, TOKEN)
+  for hello in (message("hello", member=2, lane=0, lanes=1, address="127.0.0.1:2"), message("ready", newest=0)):
+    deaf.send(hello)
+  first = run.members[0]
+  wait_until(lambda: run.coordinator._members.get(2) is not None and run.coordinator._members[2].ready, "member 2")
+  longest, number = 0.0, 0
+  while run.coordinator.epoch < 4:  # epoch 3: member 2 computes; epoch 4: it is dropped
+    number += 1
+    assert number < 10_000
+    began = time.monotonic()
+    epoch = run.coordinator.epoch
+    first.send("done", epoch=epoch, round=f"step {number}")
+    if 2 in run.coordinator.active:
+      deaf.send(message("done", epoch=epoch, round=f"step {number}"))
+    while (received := first.next(timeout=SECONDS))["kind"] != "commit":
+      first.send("done", epoch=received["epoch"], round=f"step {number}")
+    longest = max(longest, time.monotonic() - began)
+    if number == 1:
+      expect(first, "world")
+  assert number > 10 and longest < 1.0
+  run.logged("Member 2 does not read its messages")
+  deaf.close()

@@ -200,8 +200,13 @@ class Server:
         self.lost(effect.member, effect.reason, effect.seconds)
       elif isinstance(effect, Send):
         for key in [key for key in self._channels if key[0] == effect.member]:
-          with contextlib.suppress(OSError):  # the thread that reads this connection reports the loss
+          try:
             self._channels[key].send(effect.message)
+          except BlockingIOError:
+            self._log(f"Member {effect.member} does not read its messages. Its connection is closed.")
+            self._channels[key].close()
+          except OSError:
+            pass  # the thread that reads this connection reports the loss
     if self.coordinator.phase == "over":
       self.over.set()
 

@@ -21,6 +21,8 @@ NONCE_BYTES = 32
 CODE_BYTES = 32
 MAX_MESSAGE_BYTES = 1 << 20
 HANDSHAKE_SECONDS = 5.0
+_SEND_BUFFER_BYTES = 1 << 20  # of the supervisor's side, as far as the system allows
+_DEAD_SECONDS = 15  # after which a connection ends if the other host answers nothing at all
 _LENGTH = struct.Struct("!I")
 
 
@@ -33,19 +35,27 @@ class Channel:
 
   def __init__(self, sock: socket.socket, key: bytes, *, serves: bool) -> None:
     """key: of this connection only. serves: whether this is the supervisor's side."""
-    self._socket, self._key = sock, key
+    self._socket, self._key, self._serves = sock, key, serves
     self._out, self._in = (b"supervisor", b"member") if serves else (b"member", b"supervisor")
     self._sent = self._received = 0
     self._lock = threading.Lock()
 
   def send(self, message: dict[str, Any]) -> None:
-    """Sends one message. Raises OSError if the connection is broken."""
+    """Sends one message. Raises OSError if the connection is broken.
+
+    The supervisor's side never waits: it also raises OSError if the other side has read so little that the buffer of
+    the connection is full. The connection is then useless.
+    """
     body = json.dumps(message).encode()
     assert len(body) <= MAX_MESSAGE_BYTES, f"a message of {len(body)} bytes"
     with self._lock:
       code = _code(self._key, self._out, self._sent, body)
       self._sent += 1
-      self._socket.sendall(_LENGTH.pack(len(body)) + code + body)
+      data = _LENGTH.pack(len(body)) + code + body
+      if not self._serves:
+        self._socket.sendall(data)
+      elif self._socket.send(data, socket.MSG_DONTWAIT) < len(data):
+        raise BlockingIOError("the other side does not read")
 
   def receive(self) -> dict[str, Any] | None:
     """The next message; None if the connection has ended. Raises WireError for bytes that no member would send."""
@@ -121,7 +131,19 @@ def connect(address: str, token: bytes) -> Channel:
 def _authenticated(sock: socket.socket, token: bytes, nonces: bytes, *, serves: bool) -> Channel:
   sock.settimeout(None)
   sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+  _notice_dead_host(sock)
+  if serves:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
   return Channel(sock, _proof(token, b"session", nonces), serves=serves)
+
+
+def _notice_dead_host(sock: socket.socket) -> None:
+  """Makes the connection end if the other host or the network is gone. Elsewhere than on Linux, this takes hours."""
+  sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+  if hasattr(socket, "TCP_USER_TIMEOUT"):
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _DEAD_SECONDS // 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _DEAD_SECONDS // 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _DEAD_SECONDS)
 
 
 def _proof(token: bytes, role: bytes, nonces: bytes) -> bytes:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from end_to_end.command import ROOT, Run, cpu_environment
@@ -25,21 +25,35 @@ MARK = "TRAINER_TEST_RUN"  # in the environment of every process of a run, so th
 class ProcessRun(Run):
   """A run of several slices as processes of this machine."""
 
-  def __init__(self, folder: Path, keys: Sequence[str], *, slices: int = 3, options: Sequence[str] = ()) -> None:
-    """options: of trainer.launch.local, besides --slices."""
+  def __init__(
+    self,
+    folder: Path,
+    keys: Sequence[str],
+    *,
+    slices: int = 3,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+  ) -> None:
+    """options: of trainer.launch.local, besides --slices. environment: changes to the environment."""
     super().__init__(folder, [*KEYS, *keys])
     self.keys = [key for key in self.keys if not key.startswith("num_slices=")]
-    self.slices = slices
+    self.slices, self._environment = slices, environment or {}
     self._options = ["--slices", str(slices), *options]
     self.mark = f"{folder}.{time.time_ns()}"
 
   def launch(self, *keys: str) -> subprocess.Popen[bytes]:
     """Starts the supervisor, which starts the slices."""
+    return self.spawn(
+      [sys.executable, "-m", "trainer.launch.local", *self._options, *self.argv(*keys)], self._environment
+    )
+
+  def spawn(self, command: Sequence[str], changes: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Starts a command of this run, with `changes` to the environment."""
     with self.log.open("ab") as file:
       return subprocess.Popen(
-        [sys.executable, "-m", "trainer.launch.local", *self._options, *self.argv(*keys)],
+        command,
         cwd=ROOT,
-        env=cpu_environment({MARK: self.mark}),
+        env=cpu_environment({MARK: self.mark, **changes}),
         stdin=subprocess.DEVNULL,
         stdout=file,
         stderr=subprocess.STDOUT,
@@ -111,8 +125,15 @@ class ProcessRun(Run):
 
   def wait_for_processes(self, seconds: float) -> None:
     """Returns when no process of the run is left. Raises AssertionError after `seconds`."""
+    self._wait_while(self.processes, seconds)
+
+  def wait_for_workers(self, seconds: float) -> None:
+    """Returns when no worker of the run is left. Raises AssertionError after `seconds`."""
+    self._wait_while(self.workers, seconds)
+
+  def _wait_while(self, processes: Callable[[], Mapping[int, object]], seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while left := self.processes():
+    while left := processes():
       assert time.monotonic() < deadline, f"{len(left)} processes are left after {seconds} s:\n{self.tail()}"
       time.sleep(0.1)
 

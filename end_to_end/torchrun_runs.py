@@ -8,12 +8,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from end_to_end.command import ROOT, cpu_environment
-from end_to_end.process_runs import MARK, ProcessRun
+from end_to_end.process_runs import ProcessRun
 
 from trainer.launch.ports import free_port
 
 SUPERVISOR = "trainer.launch.child_supervisor"
+
+
+class OneWorker(ProcessRun):
+  """A run in the environment that torchrun gives to a group of one worker, which computes all shares."""
+
+  def launch(self, *keys: str) -> subprocess.Popen[bytes]:
+    group = f"RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()}"
+    changes = dict(variable.split("=") for variable in group.split()) | {"TORCHELASTIC_RUN_ID": "one"}
+    return self.spawn([sys.executable, "-m", "trainer", *self.argv(*keys), f"num_slices={self.slices}"], changes)
 
 
 class TorchrunRun(ProcessRun):
@@ -33,17 +41,8 @@ class TorchrunRun(ProcessRun):
 
   def launch(self, *keys: str) -> subprocess.Popen[bytes]:
     """Starts the agent of one more node."""
-    changes = {MARK: self.mark, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    with self.log.open("ab") as file:
-      return subprocess.Popen(
-        [*self._torchrun, *self.argv(*keys)],
-        cwd=ROOT,
-        env=cpu_environment(changes),
-        stdin=subprocess.DEVNULL,
-        stdout=file,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-      )
+    changes = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    return self.spawn([*self._torchrun, *self.argv(*keys)], changes)
 
   @contextlib.contextmanager
   def nodes(self, count: int) -> Iterator[list[subprocess.Popen[bytes]]]:

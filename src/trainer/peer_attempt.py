@@ -102,6 +102,9 @@ def end_without_supervisor(
   """
   records.finish()
   peers, step = stepper.peers, stepper.completed
+  if peers.supervisor_lives():  # only the connection has ended; the others train on, and save
+    session.log.warning(f"The supervisor has given this process up after step {step}. The run goes on without it.")
+    return Outcome("preempted", step)
   session.log.warning(f"The supervisor is lost. Saving the state of step {step}, and ending.")
   with session.watchdog.during("save"):
     peers.await_turn(config.checkpoint.autocheckpoint_grace_seconds)

@@ -41,7 +41,7 @@ def test_an_error_of_every_slice_ends_the_run_with_one_traceback(compiled, tmp_p
   with run.launched() as supervisor:
     assert run.wait(supervisor, 60) == 1, run.tail()
   assert run.printed.count("Traceback") == 1 and "TrainingDiverged: step" in run.printed
-  assert "Starting it again" not in run.printed
+  assert "Starting member" not in run.printed
 
 
 def test_a_second_launch_is_refused_and_ctrl_c_ends_the_first(compiled, tmp_path):
@@ -59,7 +59,7 @@ def test_a_second_launch_is_refused_and_ctrl_c_ends_the_first(compiled, tmp_path
     assert first.wait(supervisor, 30) == 130, first.tail()
     assert time.monotonic() - began < 5.0
   assert first.steps() == list(range(1, first.last_step + 1))
-  assert "Starting it again" not in first.printed and "Starting it again" not in second.printed
+  assert "Starting member" not in first.printed and "Starting member" not in second.printed
 
 
 def test_a_lost_slice_ends_a_run_that_is_not_elastic(compiled, tmp_path):
@@ -69,4 +69,4 @@ def test_a_lost_slice_ends_a_run_that_is_not_elastic(compiled, tmp_path):
     assert run.kill(1)
     assert run.wait(supervisor, 30) == 1, run.tail()
   assert re.search(r"Member 1 is lost \(.*\), and elastic_enabled=false", run.printed)
-  assert "Starting it again" not in run.printed
+  assert "Starting member" not in run.printed

@@ -9,10 +9,10 @@ from trainer.cluster import cpu_compiler, torchrun
 from trainer.cluster.api import Cluster, ProxyLost, View
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
-from trainer.membership.environment import SUPERVISOR, Place
+from trainer.membership.environment import SUPERVISOR, Place, shared_token
 from trainer.membership.rules import RunRules
 
-__all__ = ["Cluster", "ProxyLost", "View", "change_environment", "inherited_environment", "start"]
+__all__ = ["Cluster", "ProxyLost", "View", "change_environment", "inherited_environment", "job_token", "start"]
 
 
 def start(cfg: ClusterSection, rules: RunRules | None = None) -> Cluster:
@@ -65,6 +65,11 @@ def _join(cfg: ClusterSection, rules: RunRules | None, environment: MutableMappi
   from trainer.cluster.multiprocess import MultiprocessCluster
 
   return MultiprocessCluster.start(cfg, place, environment, supervisor)
+
+
+def job_token(path: str) -> bytes:
+  """The token of a job on several hosts, from a file or the environment. Raises ConfigError if there is none."""
+  return shared_token(path, os.environ)
 
 
 def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ where the supervisor is and who this process is.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -72,6 +73,7 @@ class MultiprocessCluster(Cluster):
     _join_slice(cfg, environment, place)
     world = world_lib.of_jax()
     peers = _join_run(place)
+    peers.supervisor_lives = functools.partial(_answers, place)
     return cls(tuple(host_devices.find(environment)), cfg.num_slices, world, peers, place, supervisor)
 
   @property
@@ -182,6 +184,15 @@ def _connect(place: Place, deadline: float) -> Channel:
       except (OSError, WireError) as error:
         reasons.append(f"{address}: {error}")
     _pause(place, deadline, "; ".join(dict.fromkeys(reasons)))
+
+
+def _answers(place: Place) -> bool:
+  """Whether the supervisor accepts connections."""
+  for address in place.supervisors:
+    with contextlib.suppress(OSError, WireError):
+      wire.connect(address, place.token).close()
+      return True
+  return False
 
 
 def _pause(place: Place, deadline: float, reason: str) -> None:

@@ -71,6 +71,7 @@ class Peers:
     self.on_change: Callable[[Change], None] = lambda change: None
     self.on_role: list[Callable[[bool], None]] = []  # called when this process becomes the primary, or is it no more
     self.addresses: dict[int, str] = {}  # of the members' exchanges
+    self.supervisor_lives: Callable[[], bool] = lambda: False  # asked when the connection to it has ended
     self._holds = False
     self._connected = False  # the exchange is connected for this epoch
     self._role = False  # is_primary when on_role was called last

@@ -2,6 +2,8 @@
 
   python -m trainer.launch.local --slices 3 [--spares 1] [--processes-per-slice 1] CONFIG.yml key=value ...
 
+With --listen HOST:PORT --local-slices N, agents on other hosts (trainer.launch.agent) run the other slices.
+
 Every slice is a process (or several) with its own JAX world. This process supervises them: when one is lost, the others
 go on within a fraction of a second and lose no step; the lost one is started again and joins with the state of a living
 one. The exit codes are the same as with `python -m trainer`.
@@ -10,11 +12,14 @@ one. The exit codes are the same as with `python -m trainer`.
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
 
+from trainer.cluster import job_token
 from trainer.config import ConfigError, load
 from trainer.launch.keys import refuse_other, require
-from trainer.launch.supervisor import BAD_INPUT, Supervisor
+from trainer.launch.supervisor import BAD_INPUT, Supervisor, Where
+from trainer.membership.server import BACKLOG
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,22 +33,54 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--slices", type=int, required=True, help="slices that compute, and shares of the batch")
   parser.add_argument("--spares", type=int, default=0, help="more slices, which wait until one is lost")
   parser.add_argument("--processes-per-slice", type=int, default=1, help="processes of one slice, joined by JAX")
+  parser.add_argument("--listen", metavar="HOST:PORT", help="accept agents of other hosts at this address")
+  parser.add_argument("--local-slices", type=int, help="slices of this host, if agents run the others (default: all)")
+  parser.add_argument("--advertise", metavar="HOST", help="the address for other hosts (default: that of --listen)")
+  parser.add_argument("--token-file", default="", help="file with the token (default: variable TRAINER_TOKEN)")
   options, arguments = parser.parse_known_args(argv)
   try:
-    for name in ("slices", "processes_per_slice"):
-      require(getattr(options, name) >= 1, f"--{name.replace('_', '-')} {getattr(options, name)}", "at least 1")
-    require(options.spares >= 0, f"--spares {options.spares}", "at least 0")
+    _check(options)
     ours = {"cluster": "multiprocess", "num_slices": str(options.slices)}
     arguments += refuse_other(arguments, "trainer.launch.local", ours)
     config = load(arguments)
     least = config.elastic.elastic_min_slice_count
     if least > options.slices:
       raise ConfigError(f"elastic_min_slice_count={least} is more than --slices {options.slices}.\nLower it.")
+    where = _listen(options) if options.listen else None
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return BAD_INPUT
-  command = [sys.executable, "-m", "trainer", *arguments]
-  return Supervisor(command, config, spares=options.spares, lanes=options.processes_per_slice).run()
+  local = (options.slices if options.local_slices is None else options.local_slices) + options.spares
+  return Supervisor(arguments, config, local=local, lanes=options.processes_per_slice, where=where).run()
+
+
+def _check(options: argparse.Namespace) -> None:
+  """Raises ConfigError for options that do not fit each other."""
+  for name in ("slices", "processes_per_slice"):
+    require(getattr(options, name) >= 1, f"--{name.replace('_', '-')} {getattr(options, name)}", "at least 1")
+  require(options.spares >= 0, f"--spares {options.spares}", "at least 0")
+  if options.local_slices is not None:
+    require(0 <= options.local_slices <= options.slices, f"--local-slices {options.local_slices}", "0 to --slices")
+    if options.local_slices < options.slices and not options.listen:
+      raise ConfigError(
+        f"--local-slices {options.local_slices} of --slices {options.slices}: agents run the others.\n"
+        "Add --listen HOST:PORT, where agents find this command."
+      )
+
+
+def _listen(options: argparse.Namespace) -> Where:
+  """Listens at --listen. Raises ConfigError if that is impossible."""
+  host, _, port = options.listen.rpartition(":")
+  if not host or not port.isdecimal():
+    raise ConfigError(f"--listen {options.listen}: it must be HOST:PORT, such as 10.0.0.1:7777.")
+  if host == "0.0.0.0" and not options.advertise:
+    raise ConfigError(f"--listen {options.listen}: other hosts need one address.\nAdd --advertise HOST.")
+  token = job_token(options.token_file)
+  try:
+    listener = socket.create_server((host, int(port)), backlog=BACKLOG)
+  except (OSError, OverflowError) as error:
+    raise ConfigError(f"--listen {options.listen}: {error}.\nGive an address of this host, and a free port.") from error
+  return Where(listener, options.advertise or host, token)
 
 
 if __name__ == "__main__":

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import secrets
 import signal
+import socket
 import threading
+import time
 from collections.abc import Sequence
 from types import FrameType
 
-from trainer.cluster import inherited_environment
 from trainer.config.schema import Config
-from trainer.launch.ports import free_port
+from trainer.launch.remote import RemoteWorkers
 from trainer.launch.workers import Workers
 from trainer.membership.environment import Place
+from trainer.membership.messages import Message
 from trainer.membership.rules import RunRules
 from trainer.membership.server import Server
+from trainer.membership.wire import Channel
 from trainer.signals import INTERRUPTED
 
 FAILED, BAD_INPUT = 1, 2
 _END_SECONDS = 30.0  # from the end of the run to the end of the last process
 _INTERRUPT_SECONDS = 5.0
+_AGENT_SECONDS = 2.0  # that an agent may need to end after its processes
 MOST_FAILURES = 2  # lives of one member in a row that end with exit code 1 without a new step
 
 
@@ -28,15 +34,41 @@ def log(line: str) -> None:
   print(f"supervisor: {line}", flush=True)
 
 
-class Supervisor:
-  """One run on this host: its supervisor, and the workers of its members."""
+@dataclasses.dataclass(frozen=True)
+class Where:
+  """Where the supervisor of a run on several hosts listens."""
 
-  def __init__(self, command: Sequence[str], config: Config, *, spares: int, lanes: int) -> None:
-    """command: of a worker. lanes: processes per slice."""
-    self._lanes, self._token = lanes, secrets.token_bytes(32)
+  listener: socket.socket
+  host: str  # the address of this host for the other hosts
+  token: bytes
+
+
+class Supervisor:
+  """One run: its supervisor, the workers of this host, and those of the agents that join."""
+
+  def __init__(
+    self, argv: Sequence[str], config: Config, *, local: int, lanes: int, where: Where | None = None
+  ) -> None:
+    """argv: of `python -m trainer`. local: slices of this host, spares included. lanes: processes per slice. where: on
+    which address agents and members of other hosts are expected; None: this host has all slices."""
+    self._argv, self._lanes = list(argv), lanes
+    self._grace = config.checkpoint.autocheckpoint_grace_seconds
     self._coordinator = RunRules.of(config).coordinator(secrets.token_hex(6))
-    self._server = Server(self._coordinator, self._token, kill=self._kill, fault=self._fault, log=log)
-    self._workers = Workers(command, self._environments, range(config.cluster.num_slices + spares), ended=self._ended)
+    token = where.token if where else secrets.token_bytes(32)
+    self._server = Server(
+      self._coordinator,
+      token,
+      listener=where.listener if where else None,
+      kill=self._kill,
+      fault=self._fault,
+      agent=self._serve_agent if where else None,
+      log=log,
+    )
+    address = f"{where.host}:{self._server.address.rpartition(':')[2]}" if where else self._server.address
+    place = Place((address,), token, 0, lanes=lanes, host=where.host if where else "")
+    self._workers = Workers(argv, place, range(local), ended=self._ended, log=log)
+    self._remote: list[RemoteWorkers] = []
+    self._lock = threading.Lock()  # of self._remote
     self._progress: dict[int, str] = {}  # by member: the last committed round when it ended last
     self._failures: dict[int, int] = {}
     self._interrupted = threading.Event()
@@ -49,12 +81,12 @@ class Supervisor:
       while not self._server.over.wait(0.2) and not self._interrupted.is_set():
         pass
       if self._interrupted.is_set():
-        self._workers.close(signal.SIGINT, _INTERRUPT_SECONDS)
+        self._end(INTERRUPTED, signal.SIGINT, _INTERRUPT_SECONDS)
         return INTERRUPTED
       for member in self._workers.members - self._server.connected:
         self._workers.kill(member)  # it is just starting
-      self._workers.close(0, _END_SECONDS)  # the others end by themselves
       assert self._coordinator.code is not None
+      self._end(self._coordinator.code, 0, _END_SECONDS)  # the members end by themselves
       return self._coordinator.code
     finally:
       self._workers.close(signal.SIGKILL, 0.0)
@@ -62,21 +94,51 @@ class Supervisor:
       for number, handler in handlers.items():
         signal.signal(number, handler)
 
-  def _environments(self, member: int) -> list[dict[str, str]]:
-    coordinator = f"127.0.0.1:{free_port()}" if self._lanes > 1 else ""
-    return [
-      inherited_environment(
-        Place(
-          (self._server.address,),
-          self._token,
-          member,
-          lane,
-          self._lanes,
-          slice_coordinator=coordinator,
-        ).environment()
-      )
-      for lane in range(self._lanes)
-    ]
+  def _end(self, code: int, number: int, seconds: float) -> None:
+    """Sends the signal to all processes of the run, and ends those that are left after `seconds`."""
+    deadline = time.monotonic() + seconds + _AGENT_SECONDS
+    for host in self._agents():
+      host.close(number, seconds, code)
+    self._workers.close(number, seconds)
+    while self._agents() and time.monotonic() < deadline:
+      time.sleep(0.05)
+
+  # ---- agents
+
+  def _agents(self) -> list[RemoteWorkers]:
+    with self._lock:
+      return list(self._remote)
+
+  def _serve_agent(self, channel: Channel, first: Message) -> None:
+    """The connection of an agent, from its first message to its end. Raises ValueError and WireError."""
+    if first["kind"] != "agent" or first["slices"] < 1:
+      raise ValueError(f"sent {first}")
+    connected = self._server.connected  # before the lock: the server calls this object with its own
+    with self._lock:
+      taken = self._workers.members.union(connected, *(host.members for host in self._remote))
+      free = (member for member in itertools.count() if member not in taken)
+      host = RemoteWorkers(channel, frozenset(itertools.islice(free, first["slices"])), first["host"])
+      self._remote.append(host)
+    members = ", ".join(map(str, sorted(host.members)))
+    try:
+      if self._coordinator.code is not None:
+        host.close(0, 0.0, self._coordinator.code)
+        return
+      log(f"The agent at {host.host} starts the members {members}.")
+      host.send("work", argv=self._argv, members=sorted(host.members), lanes=self._lanes, grace=self._grace)
+      host.serve(self._ended)
+      if self._coordinator.code is None:
+        log(f"The agent at {host.host} is gone. Its members {members} leave, and start again when it returns.")
+    finally:
+      with self._lock:
+        self._remote.remove(host)
+
+  def _host(self, member: int) -> Workers | RemoteWorkers | None:
+    """Who starts and kills the member; None: its agent is gone."""
+    hosts: list[Workers | RemoteWorkers] = [self._workers, *self._agents()]
+    return next((host for host in hosts if member in host.members), None)
+
+  # ---- members
 
   def _ended(self, member: int, code: int) -> None:
     """A member has ended: it is lost to the run, and starts again unless that makes no sense."""
@@ -92,14 +154,17 @@ class Supervisor:
       self._server.end(BAD_INPUT, "")
     elif self._failures[member] >= MOST_FAILURES:
       self._server.end(FAILED, f"Member {member} has failed {MOST_FAILURES} times without a new step.")
-    elif (pause := self._workers.restart(member, progress=progress)) is not None:
-      log(f"Member {member} {reason}. Starting it again in {pause:.1f} s.")
+    elif host := self._host(member):
+      log(f"Member {member} {reason}.")
+      host.restart(member, progress=progress)
 
   def _kill(self, member: int, reason: str) -> None:
-    self._workers.kill(member)
+    if host := self._host(member):
+      host.kill(member)
 
   def _fault(self, action: str, member: int, seconds: float | None) -> None:
-    self._workers.fault(action, member, seconds)
+    if host := self._host(member):
+      host.fault(action, member, seconds)
 
   def _signalled(self, number: int, frame: FrameType | None) -> None:
     # Not in the handler: it may have interrupted a thread that holds a lock of the server.

@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+
+from trainer.cluster import inherited_environment
+from trainer.launch.ports import free_port
+from trainer.membership.environment import Place
 
 FIRST_PAUSE_SECONDS = 0.5  # from the end of a worker to its restart; doubled after every life without progress
 LONGEST_PAUSE_SECONDS = 30.0
@@ -31,16 +36,17 @@ class Workers:
 
   def __init__(
     self,
-    command: Sequence[str],
-    environments: Callable[[int], Sequence[Mapping[str, str]]],
+    argv: Sequence[str],
+    place: Place,
     members: Sequence[int],
     *,
     ended: Callable[[int, int], None],
+    log: Callable[[str], None],
   ) -> None:
-    """environments(member): one environment for each of its processes. ended(member, code): called when a member has
-    ended, with the exit code of its first process that ended, or minus the number of the signal."""
-    self._command, self._environments = list(command), environments
-    self._ended = ended
+    """argv: of `python -m trainer`. place: of member 0, lane 0. ended(member, code): called when a member has ended,
+    with the exit code of its first process that ended, or minus the number of the signal. log takes a line."""
+    self._command, self._place = [sys.executable, "-m", "trainer", *argv], place
+    self._ended, self._log = ended, log
     self._workers = {member: _Worker(member) for member in members}
     self._lock = threading.RLock()
     self._closing = False
@@ -70,6 +76,16 @@ class Workers:
         name = f"waits for member {worker.member}"
         threading.Thread(target=self._wait, args=(worker, worker.lives, process), name=name, daemon=True).start()
 
+  def _environments(self, member: int) -> list[dict[str, str]]:
+    """One environment for each process of the member."""
+    lanes = self._place.lanes
+    slice_coordinator = f"127.0.0.1:{free_port()}" if lanes > 1 else ""
+    places = [
+      dataclasses.replace(self._place, member=member, lane=lane, slice_coordinator=slice_coordinator)
+      for lane in range(lanes)
+    ]
+    return [inherited_environment(place.environment()) for place in places]
+
   def _wait(self, worker: _Worker, life: int, process: subprocess.Popen[bytes]) -> None:
     """Thread: waits for one process. The first one that ends takes the others of its slice with it."""
     code = process.wait()
@@ -85,12 +101,14 @@ class Workers:
       other.wait()
     self._ended(worker.member, code)
 
-  def restart(self, member: int, *, progress: bool) -> float | None:
-    """Starts the member again after a pause. Returns the pause in seconds; None if a rehearsed fault keeps it down.
+  def restart(self, member: int, *, progress: bool) -> None:
+    """Starts the member again after a pause, unless a rehearsed fault keeps it down.
 
     progress: whether the run has gone on since the member's last start.
     """
     with self._lock:
+      if self._closing:
+        return
       worker = self._workers[member]
       worker.pause = FIRST_PAUSE_SECONDS if progress else min(2 * worker.pause, LONGEST_PAUSE_SECONDS)
       at = time.monotonic() + worker.pause
@@ -98,9 +116,9 @@ class Workers:
         at = worker.absent_until
       worker.restart_at = at
       if at == float("inf"):
-        return None
+        return
+      self._log(f"Starting member {member} again in {at - time.monotonic():.1f} s.")
     threading.Thread(target=self._start_later, args=(worker,), name=f"restarts member {member}", daemon=True).start()
-    return at - time.monotonic()
 
   def _start_later(self, worker: _Worker) -> None:
     while True:

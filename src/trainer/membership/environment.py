@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainer.config.errors import ConfigError
 
@@ -16,6 +18,25 @@ HOST = "TRAINER_HOST"
 SLICE_COORDINATOR = "TRAINER_SLICE_COORDINATOR"
 
 _HOW_TO_START = "Start the run with `python -m trainer.launch.local --slices N config.yml key=value`"
+_SHORTEST_SECRET = 16  # characters
+
+
+def shared_token(path: str, environment: Mapping[str, str]) -> bytes:
+  """The token of a job on several hosts, 32 bytes: from the text in the file `path`, or if "", in the environment.
+
+  Raises ConfigError if there is no text, or too short a text.
+  """
+  try:
+    secret = Path(path).read_text().strip() if path else environment.get(TOKEN, "").strip()
+  except (OSError, UnicodeDecodeError) as error:
+    raise ConfigError(f"--token-file {path}: {error}.\nGive a text file that all hosts can read.") from error
+  if len(secret) < _SHORTEST_SECRET:
+    where = f"--token-file {path}" if path else f"the environment variable {TOKEN}"
+    raise ConfigError(
+      f"{where} has {len(secret)} characters: the token of a run on several hosts needs at least {_SHORTEST_SECRET}.\n"
+      f"Make one with `openssl rand -hex 32`, and give it to all hosts with --token-file or {TOKEN}."
+    )
+  return hashlib.sha256(secret.encode()).digest()
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,15 @@ From the supervisor to a member
   commit    epoch, round, stop, leave, seconds {id: seconds}: apply the sums of the round. stop: save, and end the run
             after this round. leave: members that end after this round
   end       code, reason: the run is over; exit with this code. reason: why it cannot go on, or ""
+From an agent, which runs the processes of other members on its host, to the supervisor, and back
+  agent     slices, host: the first message of a connection: it can run so many slices; other members reach them at host
+  ended     member, code: a process of the member has ended, with this exit code or minus the number of the signal
+  work      argv, members, lanes, grace: start the processes of these members with these arguments. grace: seconds that
+            they may need to save
+  restart   member, progress: start the member again after a pause; progress: whether the run has gone on meanwhile
+  kill      member: end its processes
+  act       action, member, seconds: cause a rehearsed fault, as in `fault`
+  close     code, number, seconds: the run is over. Send the signal to all processes, SIGKILL after `seconds`, and exit
 
 A round is "step N" (the update after which N steps are completed) or "eval N" (the evaluation after step N). `commit`
 and `world` reach each member in one order, on one connection. So a member that has computed a round and hears nothing
@@ -65,6 +74,17 @@ FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   "regather": {},
   "commit": {"epoch": int, "round": str, "stop": bool, "leave": list, "seconds": dict},
   "end": {"code": int, "reason": str},
+}
+FROM_AGENT: Mapping[str, FieldTypes] = {
+  "agent": {"slices": int, "host": str},
+  "ended": {"member": int, "code": int},
+}
+TO_AGENT: Mapping[str, FieldTypes] = {
+  "work": {"argv": list, "members": list, "lanes": int, "grace": _NUMBER},
+  "restart": {"member": int, "progress": bool},
+  "kill": {"member": int},
+  "act": {"action": str, "member": int, "seconds": _NUMBER_OR_NONE},
+  "close": {"code": int, "number": int, "seconds": _NUMBER},
 }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from trainer.membership import wire
 from trainer.membership.coordinator import Coordinator, Effects, Kill, Note, Send
-from trainer.membership.messages import FROM_MEMBER, Message, check, message, step_of
+from trainer.membership.messages import FROM_AGENT, FROM_MEMBER, Message, check, message, step_of
 from trainer.membership.wire import HANDSHAKE_SECONDS, Channel, WireError
 from trainer.signals import PREEMPTED
 
@@ -21,6 +21,7 @@ BACKLOG = 64
 _CLOSE_SECONDS = 5.0
 
 FaultHandler = Callable[[str, int, float | None], None]
+AgentHandler = Callable[[Channel, Message], None]
 
 
 class Server:
@@ -34,15 +35,18 @@ class Server:
     listener: socket.socket | None = None,
     kill: Callable[[int, str], None],
     fault: FaultHandler = lambda action, member, seconds: None,
+    agent: AgentHandler | None = None,
     log: Callable[[str], None] = lambda line: None,
   ) -> None:
     """listener: bound; by default on a free port of the loopback address. kill(member, reason): ends the processes of a
-    hung member. fault(action, member, seconds): causes a rehearsed fault. Both return at once. log takes a line for
-    people. All are called from threads."""
+    hung member. fault(action, member, seconds): causes a rehearsed fault. Both return at once. agent(channel, first
+    message): serves the connection of an agent to its end; None: agents are refused. log takes a line for people. All
+    are called from threads."""
     self.coordinator = coordinator
-    self._token, self._kill, self._fault, self._log = token, kill, fault, log
+    self._token, self._kill, self._fault, self._agent, self._log = token, kill, fault, agent, log
     self._lock = threading.RLock()
     self._channels: dict[tuple[int, int], Channel] = {}  # by (member, lane)
+    self._agents: set[Channel] = set()
     self._strangers: dict[socket.socket, float] = {}  # time.monotonic() of their connection, the oldest first
     self._threads: set[threading.Thread] = set()
     self._closed = threading.Event()
@@ -81,7 +85,7 @@ class Server:
     _shut_down(self._listener)  # closing alone would not wake the thread that accepts
     self._listener.close()
     with self._lock:
-      for channel in self._channels.values():
+      for channel in (*self._channels.values(), *self._agents):
         channel.close()
       self._channels.clear()
       for sock in self._strangers:
@@ -128,7 +132,16 @@ class Server:
     """Thread: one connection, from its handshake to its end."""
     try:
       channel = wire.accept(sock, self._token)
-      member, lane, lanes, address = _identity(channel.receive())
+      first = channel.receive()
+      if first is not None and first.get("kind") == "agent":
+        self._serve_agent(sock, channel, first)
+        return
+      if first is None:  # it has only asked whether the supervisor lives
+        with self._lock:
+          self._strangers.pop(sock, None)
+          channel.close()
+        return
+      member, lane, lanes, address = _identity(first)
       with self._lock:
         if self._strangers.pop(sock, None) is None or self._closed.is_set():
           raise WireError("came too late")
@@ -159,6 +172,20 @@ class Server:
     with self._lock:
       if self._channels.get((member, lane)) is channel:
         self.lost(member, reason)
+
+  def _serve_agent(self, sock: socket.socket, channel: Channel, first: Message) -> None:
+    """One connection of an agent. Raises ValueError if agents are refused, or if it breaks the protocol."""
+    check(first, FROM_AGENT)
+    with self._lock:
+      if self._agent is None or self._strangers.pop(sock, None) is None or self._closed.is_set():
+        raise ValueError("is an agent, and this run has no slices for agents")
+      self._agents.add(channel)
+    try:
+      self._agent(channel, first)
+    finally:
+      with self._lock:
+        self._agents.discard(channel)
+        channel.close()
 
   def _handle(self, member: int, lane: int, received: Message) -> Effects:
     """What one message of a member leads to. Raises ValueError if no member would send it."""

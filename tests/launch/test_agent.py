@@ -1,0 +1,125 @@
+"""Slices that agents run for a supervisor on another host: each agent has a loopback address of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+
+import pytest
+from end_to_end.agent_runs import AgentRun, Relay
+from end_to_end.command import TINY, differences
+from end_to_end.torchrun_runs import OneWorker
+
+from trainer.launch import agent, local
+from trainer.membership.environment import HOST, MEMBER, SUPERVISOR, TOKEN
+
+CONFIG = TINY[0]
+SLOW = 240  # seconds
+
+
+@pytest.mark.timeout(600)
+def test_losses_of_workers_agents_connections_and_the_supervisor_change_nothing(compiled, tmp_path):
+  """Oracle: one worker that computes everything. The last supervisor is told how many steps the run has."""
+  keys = [compiled, "eval_interval=50", "eval_steps=2"]
+  run = AgentRun(tmp_path / "run", [*keys, "steps=1000000"], local=1)
+  relay = Relay(run.address)
+  try:
+    with run.launched() as supervisor:
+      hosts = [run.agent("127.0.0.2", supervisor=relay.address), run.agent("127.0.0.3")]
+
+      def trains(slices: int) -> None:
+        """Returns when so many slices have completed steps."""
+        step = run.last_step
+        run.wait_for(lambda: run.last_step >= step + 5 and len(run.active()) == slices, supervisor, SLOW)
+
+      trains(3)
+      places = {int(env[MEMBER]): env[HOST] for env in run.processes().values() if SUPERVISOR in env}
+      assert places.pop(0) == "127.0.0.1" and sorted(places.values()) == ["127.0.0.2", "127.0.0.3"]
+      near, far = (member for member, _ in sorted(places.items(), key=lambda item: item[1]))
+
+      assert run.kill(far)
+      run.wait_for(lambda: run.count("slice_up") == 1, supervisor, SLOW)
+      assert f"Member {far} killed by SIGKILL" in run.printed
+
+      hosts[1].kill()  # its worker leaves in good order
+      run.wait_for(lambda: far not in run.workers(), supervisor, SLOW)
+      trains(2)
+      assert run.count("slice_down") == 1
+      hosts[1] = run.agent("127.0.0.3")
+      run.wait_for(lambda: run.count("slice_up") == 2, supervisor, SLOW)
+
+      saved = run.committed_steps()
+      assert relay.cut() == 2  # of the agent, and of its worker
+      run.wait_for(lambda: run.count("slice_down") == 2, supervisor, SLOW)
+      run.wait_for(lambda: run.count("slice_up") == 3, supervisor, SLOW)
+      assert "The supervisor has given this process up" in run.printed
+      assert run.committed_steps() == saved  # the cut member has not saved for a run that goes on
+      trains(3)
+
+      supervisor.kill()
+      supervisor.wait(30)
+      run.wait_for_workers(SLOW)
+      last = run.last_step
+      assert run.committed_steps()[-1] == last
+      steps = last + 60
+      with_steps = run.launch(f"steps={steps}")  # the agents find it at the same address
+      assert with_steps.wait(SLOW) == 0, run.tail()
+      assert [host.wait(30) for host in hosts] == [0, 0]
+      run.wait_for_processes(30)
+  finally:
+    relay.close()
+  assert run.steps() == list(range(1, steps + 1)), run.tail()
+  single = OneWorker(tmp_path / "single", [*keys, f"steps={steps}"])
+  with single.launched() as worker:
+    assert single.wait(worker, SLOW) == 0, single.tail()
+  assert differences(run, single, steps) == []
+  assert run.evaluations() == single.evaluations()
+  assert near != far
+
+
+@pytest.mark.parametrize(
+  ("arguments", "text"),
+  [
+    (["--supervisor", "nowhere"], "--supervisor nowhere: it must be HOST:PORT"),
+    (["--supervisor", "127.0.0.1:1", "--slices", "0"], "--slices 0: it must be at least 1"),
+    (["--supervisor", "127.0.0.1:1", "--token-file", "/nonexistent"], "--token-file /nonexistent"),
+    (["--supervisor", "127.0.0.1:1", "--wait-seconds", "0"], "cannot join within 0 s"),
+  ],
+)
+def test_an_agent_with_bad_arguments_ends(arguments, text, capsys, monkeypatch):
+  monkeypatch.setenv(TOKEN, "a token of this test only")
+  assert agent.main(arguments) == 2
+  printed = capsys.readouterr().err
+  assert text in printed and printed.count("error: ") == 1
+
+
+@pytest.mark.parametrize(
+  ("options", "token", "text"),
+  [
+    (["--local-slices", "1"], "", "Add --listen HOST:PORT"),
+    (["--local-slices", "3"], "", "--local-slices 3: it must be 0 to --slices"),
+    (["--listen", "127.0.0.1:0"], "", "the environment variable TRAINER_TOKEN has 0 characters"),
+    (["--listen", "127.0.0.1:0"], "short", "TRAINER_TOKEN has 5 characters"),
+    (["--listen", "7777"], "", "--listen 7777: it must be HOST:PORT"),
+    (["--listen", "0.0.0.0:0"], "a token of this test only", "Add --advertise HOST"),
+    (["--listen", "192.0.2.1:0"], "a token of this test only", "--listen 192.0.2.1:0"),
+  ],
+)
+def test_a_supervisor_with_bad_options_starts_nothing(options, token, text, capsys, monkeypatch):
+  monkeypatch.setenv(TOKEN, token)
+  assert local.main(["--slices", "2", *options, CONFIG]) == 2
+  printed = capsys.readouterr().err
+  assert text in printed and printed.count("error: ") == 1
+
+
+def test_an_agent_that_waits_ends_at_sigterm(tmp_path):
+  run = AgentRun(tmp_path, [])
+  waiting: subprocess.Popen[bytes] = run.agent("127.0.0.2")
+  try:
+    run.wait_for(lambda: "Waiting for the supervisor" in run.printed, waiting)
+    os.kill(waiting.pid, signal.SIGTERM)
+    assert waiting.wait(30) == 42
+  finally:
+    waiting.kill()
+    waiting.wait(30)

@@ -136,10 +136,8 @@ class Server:
       if first is not None and first.get("kind") == "agent":
         self._serve_agent(sock, channel, first)
         return
-      if first is None:  # it has only asked whether the supervisor lives
-        with self._lock:
-          self._strangers.pop(sock, None)
-          channel.close()
+      if first is None and self._closed_in_time(sock):  # it has only asked whether the supervisor lives
+        channel.close()
         return
       member, lane, lanes, address = _identity(first)
       with self._lock:
@@ -172,6 +170,12 @@ class Server:
     with self._lock:
       if self._channels.get((member, lane)) is channel:
         self.lost(member, reason)
+
+  def _closed_in_time(self, sock: socket.socket) -> bool:
+    """Whether a connection that has ended was not ended by this side. It is no stranger any more."""
+    with self._lock:
+      since = self._strangers.pop(sock, None)
+      return since is not None and time.monotonic() - since < HANDSHAKE_SECONDS
 
   def _serve_agent(self, sock: socket.socket, channel: Channel, first: Message) -> None:
     """One connection of an agent. Raises ValueError if agents are refused, or if it breaks the protocol."""

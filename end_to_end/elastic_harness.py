@@ -18,7 +18,7 @@ import numpy as np
 
 from trainer import train
 from trainer.checkpoint import checksums
-from trainer.cluster import View
+from trainer.cluster import Cluster, View
 from trainer.cluster.simulated import SimulatedCluster
 from trainer.config import load
 from trainer.config.schema import Config
@@ -44,7 +44,7 @@ _ALWAYS = (
 )
 
 
-Prepare = Callable[[Session, SimulatedCluster], None]
+Prepare = Callable[[Session, Cluster], None]
 
 
 @dataclass
@@ -80,11 +80,18 @@ class History:
     return [event for event in self.events if event["kind"] == kind]
 
 
+def simulated_slices() -> SimulatedCluster:
+  """NUM_SLICES slices of one device each."""
+  devices = jax.devices()
+  return SimulatedCluster({i: (devices[i],) for i in range(NUM_SLICES)}, replacement_seconds=0.05)
+
+
 class Harness:
   """Starts runs that share programs and compiled steps. This saves time and does not change results."""
 
-  def __init__(self, directory: Path) -> None:
-    self._directory = directory
+  def __init__(self, directory: Path, make_cluster: Callable[[], Cluster] = simulated_slices) -> None:
+    """make_cluster: NUM_SLICES slices for one run."""
+    self._directory, self._make_cluster = directory, make_cluster
     self._topologies: dict[tuple[int, ...], Topology[Program]] = {}
 
   def run(
@@ -100,9 +107,7 @@ class Harness:
     """
     places = [f"base_output_directory={self._directory}", f"run_name={name}"]
     config = load(["configs/base.yml", *TINY.split(), *_ALWAYS.split(), *places, *keys])
-    devices = jax.devices()
-    slices = {i: (devices[i],) for i in range(NUM_SLICES)}
-    cluster = SimulatedCluster(slices, replacement_seconds=0.05)
+    cluster = self._make_cluster()
     with contextlib.ExitStack() as stack:
       stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
       signals = Signals()

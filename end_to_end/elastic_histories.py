@@ -89,7 +89,7 @@ def run_all(harness: Harness, first: int, count: int) -> int:
       print(f"repeat with: python -m end_to_end.elastic_histories --first {seed} --count 1")
       return 1
     totals["faults"] += len(history.of_kind("fault_injected"))
-    kinds.update(_kind(record["fault"]) for record in history.of_kind("fault_injected"))
+    kinds.update(kind(record["fault"]) for record in history.of_kind("fault_injected"))
     totals["recoveries"] += len(history.of_kind("recovery"))
     totals["completed steps lost"] += sum(record["steps_lost"] for record in history.of_kind("recovery"))
     totals["runs without a fault"] += not faults
@@ -105,7 +105,7 @@ def run_all(harness: Harness, first: int, count: int) -> int:
   return 0
 
 
-def _kind(fault: str) -> str:
+def kind(fault: str) -> str:
   """Returns "slice_down in a save" for slice_down@3:1:save."""
   name, _, rest = fault.partition("@")
   moment = rest.split("/")[0].split(":")[2:] or ["step"]

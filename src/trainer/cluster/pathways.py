@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 
 import jax
 from pathwaysutils.elastic import elastic
 
 from trainer import world as world_lib
-from trainer.cluster import proxy
-from trainer.cluster.api import Cluster, View
+from trainer.cluster import proxy, standin
+from trainer.cluster.api import Cluster, FaultTarget, View
 from trainer.cluster.health import HealthChecks
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
 
 _POLL_SECONDS = 10.0  # between two health checks of slices that are waited for
 _STOP_CHECK_SECONDS = 1.0  # between two looks at stop() while slices are waited for
+# A stand-in's slices return within a second, and its programs are small.
+_STANDIN_POLL_SECONDS, _STANDIN_TIME_LIMIT = 0.5, 5.0
 
 
 class PathwaysCluster(Cluster):
@@ -31,8 +34,9 @@ class PathwaysCluster(Cluster):
     health: Callable[..., HealthChecks] = HealthChecks,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
+    faults: standin.Faults | None = None,
   ) -> None:
-    """poll_seconds, health: replaced in tests."""
+    """poll_seconds, health: replaced in tests. faults: of the stand-in that this process has started, if it has."""
     super().__init__(slices, world_lib.SingleWorld())  # one controller process
     # A failed check means that the slice has lost its memory, even if it answers again later.
     self._health = health(self.slices, failed=lambda slice_id: self._record_deaths([slice_id]))
@@ -40,10 +44,13 @@ class PathwaysCluster(Cluster):
     self._clock = clock
     self._sleep = sleep
     self._last_look = -float("inf")  # on the clock, when `returned` last started checks
+    self._faults = faults
 
   @classmethod
-  def start(cls, cfg: ClusterSection, environment: Mapping[str, str]) -> PathwaysCluster:
-    """Connects to the proxy and gets the slices from it."""
+  def start(cls, cfg: ClusterSection, environment: MutableMapping[str, str]) -> PathwaysCluster:
+    """Connects to the proxy, or to a stand-in that it starts, and gets the slices from it."""
+    if cfg.cluster_standin:
+      return cls._start_standin(cfg, environment)
     platforms = environment.get("JAX_PLATFORMS", "")
     if "proxy" not in platforms:
       raise ConfigError(
@@ -52,11 +59,17 @@ class PathwaysCluster(Cluster):
       )
     if not cfg.enable_single_controller:
       raise ConfigError("On Pathways one process controls all slices. Set enable_single_controller=true.")
-    devices = proxy.connect(environment)
-    slices = {i: tuple(group) for i, group in elastic.get_slice_to_devices(devices).items()}
-    if cfg.num_slices not in (0, len(slices)):
-      raise ConfigError(f"num_slices={cfg.num_slices}, but Pathways has {len(slices)} slices. Set num_slices=0.")
-    return cls(slices)
+    return cls(_connect(cfg, environment))
+
+  @classmethod
+  def _start_standin(cls, cfg: ClusterSection, environment: MutableMapping[str, str]) -> PathwaysCluster:
+    server = standin.start(cfg, environment)
+    health = functools.partial(HealthChecks, time_limit=_STANDIN_TIME_LIMIT)
+    return cls(_connect(cfg, environment), _STANDIN_POLL_SECONDS, health, faults=standin.Faults(server))
+
+  @property
+  def fault_target(self) -> FaultTarget | None:
+    return self._faults
 
   def alive(self) -> frozenset[int]:
     return self._health.check(self.slices)
@@ -70,6 +83,8 @@ class PathwaysCluster(Cluster):
           f"waited {timeout:g} s for {count} slices; only {sorted(alive)} of {sorted(self.slices)} are alive "
           f"({self._health.describe(self.slices)}). Raise elastic_timeout_seconds, or lower elastic_min_slice_count."
         )
+      if self._faults is not None:
+        self._faults.replace()
       self._pause(min(left, self._poll_seconds), stop)
     return alive
 
@@ -84,8 +99,18 @@ class PathwaysCluster(Cluster):
 
   def stop(self) -> None:
     self._health.stop()
+    if self._faults is not None:
+      self._faults.close()
 
   def _pause(self, seconds: float, stop: Callable[[], bool]) -> None:
     end = self._clock() + seconds
     while (left := end - self._clock()) > 0 and not stop():
       self._sleep(min(left, _STOP_CHECK_SECONDS))
+
+
+def _connect(cfg: ClusterSection, environment: Mapping[str, str]) -> dict[int, tuple[jax.Device, ...]]:
+  """{slice: devices} of the proxy that the environment names."""
+  groups = elastic.get_slice_to_devices(proxy.connect(environment))
+  if cfg.num_slices not in (0, len(groups)):
+    raise ConfigError(f"num_slices={cfg.num_slices}, but Pathways has {len(groups)} slices. Set num_slices=0.")
+  return {i: tuple(group) for i, group in groups.items()}

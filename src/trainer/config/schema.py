@@ -482,6 +482,10 @@ class ClusterSection(Section):
   devices_per_slice: Devices = Field(
     0, description="On a CPU: host devices per slice. 0: 1, or the number that XLA_FLAGS sets."
   )
+  cluster_standin: str = Field(
+    "",
+    description="With cluster=pathways: SLICESxDEVICES such as 3x4 starts a stand-in for Pathways on this machine, with so many slices of so many CPU devices, which ends with the run. JAX_PLATFORMS, JAX_BACKEND_TARGET, enable_single_controller and devices_per_slice are not needed then.",
+  )
   enable_single_controller: bool = Field(
     False, description="One process controls all slices (Pathways, or one machine)."
   )

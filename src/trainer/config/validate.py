@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 from trainer.config import resume, rules
@@ -190,6 +191,16 @@ def _cluster(cluster: ClusterSection) -> Iterator[str]:
     yield (
       "enable_single_controller=true: contradicts cluster=multiprocess, where every slice has its own process.\n"
       "Use cluster=pathways or simulated, or enable_single_controller=false."
+    )
+  if cluster.cluster_standin and cluster.cluster != "pathways":
+    yield (
+      f"cluster_standin={cluster.cluster_standin}: is a stand-in for Pathways, but cluster={cluster.cluster}.\n"
+      "Set cluster=pathways, or remove cluster_standin."
+    )
+  if cluster.cluster_standin and not re.fullmatch(r"[1-9]\d{0,2}x[1-9]\d{0,2}", cluster.cluster_standin):
+    yield (
+      f"cluster_standin={shorten(cluster.cluster_standin)}: must be the number of slices and of devices per slice.\n"
+      "Write it like 3x4."
     )
 
 

@@ -222,7 +222,7 @@ def check(cluster: Cluster, cfg: ElasticSection, steps: int) -> list[Fault]:
   if any(fault.slice is not None for fault in faults) and cluster.fault_target is None:
     raise ConfigError(
       f"fault_injection={cfg.fault_injection}: slices of a {cluster.kind} cluster cannot be lost on command.\n"
-      "Delete a worker pod there, or rehearse with cluster=simulated or trainer.launch.local."
+      "Delete a worker pod there, or rehearse with cluster_standin=3x4, cluster=simulated or trainer.launch.local."
     )
   return faults
 

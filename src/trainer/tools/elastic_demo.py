@@ -1,8 +1,11 @@
-"""`python -m trainer.tools.elastic_demo [CONFIG.yml] [key=value ...]`: shows that losing a slice loses nothing.
+"""`python -m trainer.tools.elastic_demo [--pathways] [CONFIG.yml] [key=value ...]`: losing a slice loses nothing.
 
 Runs configs/elastic_demo.yml three times. One run continues with the remaining slices and grows again when the lost
 slice returns. One run keeps a fixed mesh and waits for the replacement. One run has no faults. Prints how well their
 losses agree, and draws the first and the last run in one picture. Exits with 1 if the losses do not agree.
+
+With --pathways the two runs with faults use a stand-in for Pathways, with as many slices and devices, and JAX's real
+proxy client. The run without faults has simulated slices.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ _SCENARIOS = {
   ),
   "undisturbed": ("no faults", ("elastic_min_slice_count=-1", "fault_injection=", "enable_report=false")),
 }
+_PATHWAYS = "--pathways"
 _BAD_INPUT = 2
 
 
@@ -33,6 +37,8 @@ def main(argv: list[str] | None = None) -> int:
   if {"--help", "-h"} & set(arguments):
     print(__doc__)
     return 0
+  pathways = _PATHWAYS in arguments
+  arguments = [argument for argument in arguments if argument != _PATHWAYS]
   if not arguments or "=" in arguments[0]:
     arguments = [_CONFIG, *arguments]
   try:
@@ -44,6 +50,9 @@ def main(argv: list[str] | None = None) -> int:
   directory = f"{config.run_directory}/{time.strftime('%Y%m%d-%H%M%S')}"
   for name, (story, changes) in _SCENARIOS.items():
     own = [*changes, f"base_output_directory={directory}", f"run_name={name}"]
+    if pathways and name != "undisturbed":
+      slices, devices = max(config.cluster.num_slices, 1), max(config.cluster.devices_per_slice, 1)
+      own += ["cluster=pathways", f"cluster_standin={slices}x{devices}"]
     keys = [argument.partition("=")[0] for argument in own]
     others = [argument for argument in arguments if argument.partition("=")[0] not in keys]
     command = ["python", "-m", "trainer", *others, *own]

@@ -1,0 +1,109 @@
+"""Faults of a stand-in that a run has started, and the configuration of one. tests/elastic has runs behind it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from trainer.cluster import standin
+from trainer.cluster.pathways import PathwaysCluster
+from trainer.config import ConfigError, load
+from trainer.config.schema import ClusterSection
+from trainer.standin import StandinError
+
+SECTION = ClusterSection(cluster="pathways", cluster_standin="2x1")
+
+
+class Server:
+  """Records the commands."""
+
+  def __init__(self):
+    self.commands = []
+
+  def control(self, *words):
+    self.commands.append(" ".join(map(str, words)))
+    return {}
+
+
+def faults(replacement_seconds=0.05):
+  server = Server()
+  return standin.Faults(server, replacement_seconds), server.commands
+
+
+def until(condition, seconds=20):
+  end = time.monotonic() + seconds
+  while not condition():
+    assert time.monotonic() < end, "did not happen in time"
+    time.sleep(0.005)
+
+
+def test_a_lost_slice_stays_lost_until_it_is_given_back():
+  slices, commands = faults()
+  slices.lose(1)
+  time.sleep(0.1)
+  slices.give_back(1)
+  slices.give_back(1)  # it is back already
+  assert commands == ["kill 1", "revive 1"]
+
+
+def test_a_hanging_slice_goes_on_with_its_memory():
+  slices, commands = faults()
+  slices.hang(0)
+  slices.give_back(0)
+  slices.hang(0, 0.05)
+  until(lambda: len(commands) == 4)
+  assert commands == ["hang 0", "release 0"] * 2
+
+
+def test_slices_that_the_run_waits_for_are_replaced_with_empty_memory():
+  slices, commands = faults()
+  slices.lose(0)
+  slices.hang(1)
+  slices.lose(2, float("inf"))
+  for _ in range(3):  # at every poll
+    slices.replace()
+  until(lambda: len(commands) == 6)
+  time.sleep(0.1)
+  assert commands[:4] == ["kill 0", "hang 1", "kill 2", "kill 1"]
+  assert sorted(commands[4:]) == ["revive 0", "revive 1"]
+
+
+def test_a_fault_outlives_the_end_of_an_earlier_one():
+  slices, commands = faults()
+  slices.lose(1, 0.2)
+  slices.lose(1, 60)
+  time.sleep(0.4)
+  assert commands == ["kill 1", "kill 1"]
+  slices.close()
+
+
+@pytest.mark.parametrize(
+  ("keys", "message"),
+  [
+    (
+      ["cluster_standin=3x4"],
+      "cluster_standin=3x4: is a stand-in for Pathways, but cluster=auto.\nSet cluster=pathways",
+    ),
+    (["cluster=pathways", "cluster_standin=3"], "cluster_standin"),
+    (["cluster=pathways", "cluster_standin=0x4"], "cluster_standin"),
+  ],
+)
+def test_wrong_values_are_refused(keys, message):
+  with pytest.raises(ConfigError) as refused:
+    load(["configs/base.yml", *keys])
+  assert message in str(refused.value)
+
+
+def test_a_second_proxy_in_the_environment_is_refused():
+  with pytest.raises(ConfigError, match="already names a proxy, JAX_BACKEND_TARGET=grpc://host:1"):
+    PathwaysCluster.start(SECTION, {"JAX_BACKEND_TARGET": "grpc://host:1"})
+
+
+def test_a_stand_in_that_does_not_start_is_wrong_input(monkeypatch):
+  def fails(slices, devices):
+    raise StandinError(f"{slices} slices of {devices}: grpcio is missing")
+
+  monkeypatch.setattr(standin, "start_standin", fails)
+  with pytest.raises(ConfigError, match="cluster_standin=2x1: 2 slices of 1: grpcio is missing"):
+    PathwaysCluster.start(SECTION, {})

@@ -69,10 +69,10 @@ def fixed_mesh(directory: Path, cluster: tuple[str, ...]) -> None:
   assert between == []
 
 
-def fewer_slices(directory: Path, cluster: tuple[str, ...], steps: int = 300) -> None:
+def fewer_slices(directory: Path, cluster: tuple[str, ...]) -> None:
   """Three slices, two, and three again. The guide's awk script, unchanged, reads the log."""
-  flags = f"""per_device_batch_size=4 enable_checkpointing=false remat_policy=full global_parameter_scale=8
-    steps={steps} max_target_length=32 use_iota_embed=true reuse_example_batch=1 dataset_type=synthetic attention=flash
+  flags = """per_device_batch_size=4 enable_checkpointing=false remat_policy=full global_parameter_scale=8 steps=300
+    max_target_length=32 use_iota_embed=true reuse_example_batch=1 dataset_type=synthetic attention=flash
     gcs_metrics=True enable_pathways_goodput=True"""
   faults = "fault_injection=slice_down@20:1,slice_up@30:1"
   keys = "elastic_enabled=true elastic_min_slice_count=2 elastic_min_resize_interval_seconds=0 log_period=100"

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import sys
+import threading
 import time
 import traceback
 from typing import TYPE_CHECKING, NoReturn
@@ -168,6 +169,12 @@ def _train(config: Config, session: Session, cluster: Cluster) -> int:
     return INTERRUPTED
 
 
+def _waiting_for_a_slice() -> bool:
+  """Whether a thread waits in the runtime, perhaps for a slice that hangs (elastic/hang.py, cluster/health.py and
+  checkpoint/snapshot.py start such threads). The interpreter's end would abort the process under it."""
+  return any(thread.name.startswith(("wait for ", "health-", "snapshot-")) for thread in threading.enumerate())
+
+
 def command() -> NoReturn:
   """Runs the command and ends the process, even if background threads still compute."""
   signals = Signals()
@@ -175,7 +182,8 @@ def command() -> NoReturn:
   code = main(signals=signals)
   signals.ignore()
   program_cache = sys.modules.get("trainer.elastic.program_cache")
-  if code == INTERRUPTED or (program_cache is not None and program_cache.compiling_in_background()):
+  compiling = program_cache is not None and program_cache.compiling_in_background()
+  if code == INTERRUPTED or compiling or _waiting_for_a_slice():
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -143,6 +143,9 @@ class PeerStepper:
   def wait(self, arrays: Any, what: str) -> None:
     jax.block_until_ready(arrays)
 
+  def call(self, work: Callable[[], None], what: str) -> None:
+    work()
+
   def resize_due(self, n: int) -> bool:
     return False  # members join between two steps of the same attempt
 

@@ -58,6 +58,10 @@ class Stepper(Protocol):
     """Returns when the arrays are computed; raises their error, or SliceHang. `what` names the work in messages."""
     ...
 
+  def call(self, work: Callable[[], None], what: str) -> None:
+    """Calls work(), which waits for the slices; raises its error, or SliceHang."""
+    ...
+
   def resize_due(self, n: int) -> bool:
     """Whether the attempt should end after step n, so that the next one uses slices that have returned."""
     ...
@@ -120,6 +124,9 @@ class FusedStepper:
 
   def wait(self, arrays: Any, what: str) -> None:
     self._guard.wait_for_arrays(arrays, what)
+
+  def call(self, work: Callable[[], None], what: str) -> None:
+    self._guard.call(work, what)
 
   def resize_due(self, n: int) -> bool:
     return self._elastic.resize_due(self._view, n)

@@ -155,14 +155,14 @@ def _loop(
     )
     actions = after_step.decide(due, uses_snapshots=elastic.uses_snapshots)
     if actions.snapshot == "early":
-      _snapshot(config, session, elastic, step, state)
+      _snapshot(config, session, elastic, stepper, step, state)
     if not actions.record:
       continue
     records.finish()
     loss = _evaluate(config, session, elastic, stepper, state.params, step) if actions.evaluate else None
     if _target_reached(config, session, step, loss):
       actions = dataclasses.replace(actions, snapshot="none", save="final", end="complete")
-    _save(config, session, elastic, tiers, records, actions, step, state, loss)
+    _save(config, session, elastic, tiers, stepper, records, actions, step, state, loss)
     if actions.end in ("preempted", "slice_up"):
       return Outcome(actions.end, step), state
     if actions.end == "complete":
@@ -181,6 +181,7 @@ def _save(
   session: Session,
   elastic: ElasticRun,
   tiers: Tiers,
+  stepper: Stepper,
   records: StepRecords,
   actions: Actions,
   step: int,
@@ -190,8 +191,8 @@ def _save(
   """Takes the late snapshot and saves what is due. loss: of the evaluation of this state, if it was evaluated."""
   with session.watchdog.during("save"):  # includes waiting for the save before it
     if actions.snapshot == "late":
-      session.snapshots.wait()
-      _snapshot(config, session, elastic, step, state)
+      _wait_for_snapshot(session, stepper)
+      _snapshot(config, session, elastic, stepper, step, state)
     final = actions.save == "final"
     if final or tiers.due_persistent(step):
       session.metrics.flush()  # a run that resumes from this checkpoint never writes these steps again
@@ -287,12 +288,20 @@ def _close(session: Session, close: Callable[[], object]) -> None:
     close()
 
 
-def _snapshot(config: Config, session: Session, elastic: ElasticRun, step: int, state: TrainState) -> None:
+def _snapshot(
+  config: Config, session: Session, elastic: ElasticRun, stepper: Stepper, step: int, state: TrainState
+) -> None:
   """Starts a snapshot of `step`, unless the snapshot before it is still being copied. With a fixed period, waits."""
   if elastic.snapshot_policy.is_fixed:
-    session.snapshots.wait()
+    _wait_for_snapshot(session, stepper)
   if session.snapshots.save(step, state, session.data.meta(config, step)):
     elastic.reached("snapshot", step)
+
+
+def _wait_for_snapshot(session: Session, stepper: Stepper) -> None:
+  """Returns when no snapshot is being copied. A slice that hangs never completes its copy: raises SliceHang."""
+  if session.snapshots.busy:
+    stepper.call(session.snapshots.wait, "the last snapshot")
 
 
 def _evaluation_due(config: Config, session: Session, step: int) -> bool:

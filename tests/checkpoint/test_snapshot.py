@@ -279,6 +279,22 @@ def test_recovery_does_not_wait_for_a_copy_of_a_step_that_was_not_recorded(silen
   assert newest(s) == 1
 
 
+def test_a_wait_of_an_attempt_that_was_given_up_does_not_abandon_a_later_snapshot(silent_slice, monkeypatch):
+  monkeypatch.setattr(snapshot, "WAIT_SECONDS", 1.0)
+  recorder = toy_state.Recorder()
+  s = taken(1, recorder=recorder)
+  silent_slice()
+  s.save(2, toy_state.state(2, toy_state.mesh(4, 2)), {})
+  waiting = threading.Thread(target=s.wait)
+  waiting.start()
+  s.begin_attempt(slices(), {0, 1, 2})
+  waiting.join(0.9)
+  assert not waiting.is_alive()
+  s.save(3, toy_state.state(3, toy_state.mesh(4, 2)), {})
+  s.confirm(3)
+  assert not [line for line in recorder.lines if "abandoned" in line]
+
+
 class Stored:
   """A backup in storage, of one step."""
 

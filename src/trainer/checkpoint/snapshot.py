@@ -82,6 +82,7 @@ class Snapshots:
         self._pending = None
       self._wait(RECOVERY_WAIT_SECONDS if lost else WAIT_SECONDS)
       self._pending = None
+      self._changed.notify_all()  # a thread of the attempt that was given up may still wait
       self._confirmed = 0  # the attempt may repeat steps, whose snapshots must be confirmed again
 
   def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> bool:
@@ -131,11 +132,11 @@ class Snapshots:
       self._wait(WAIT_SECONDS)
 
   def _wait(self, seconds: float) -> None:
-    if not self._changed.wait_for(lambda: not self.busy, seconds):
-      assert self._pending is not None
+    made = self._pending
+    if made is not None and not self._changed.wait_for(lambda: made is not self._pending or not made.copying, seconds):
       self._log(
-        f"The snapshot of step {self._pending.step} is abandoned: slices {sorted(self._pending.copying)} have not "
-        f"copied it in {seconds:g} s."
+        f"The snapshot of step {made.step} is abandoned: slices {sorted(made.copying)} have not copied it in "
+        f"{seconds:g} s."
       )
       self._pending = None
 

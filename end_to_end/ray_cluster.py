@@ -1,7 +1,7 @@
-"""A Ray cluster on this machine, whose nodes claim to be TPU hosts of 8 chips. For tests: `python -m ...ray_cluster N`.
+"""A Ray cluster on this machine, whose nodes claim to be TPU hosts: `python -m end_to_end.ray_cluster SLICES HOSTS`.
 
-Prints the address of the cluster. Every line on stdin changes it: "add" adds a host, "remove" kills the newest one. The
-cluster ends with stdin.
+HOSTS of a slice: 1 (v6e, 2x4) or 2 (v4, 2x2x2). Prints the address of the cluster. Every line on stdin changes it:
+"add" adds a slice, "remove" kills the newest host. The cluster ends with stdin.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from typing import Any
 from ray.cluster_utils import Cluster
 
 STORE_BYTES = 80 << 20
-TPU_HOST = {"TPU": 8, "accelerator_type:TPU-V6E": 1, "TPU-v6e-8-head": 1}
+# hosts of a slice -> (Ray's name of the TPU, its topology, Ray's name of the slice, chips of a host)
+KINDS = {1: ("TPU-V6E", "2x4", "v6e-8", 8), 2: ("TPU-V4", "2x2x2", "v4-16", 4)}
 
 
 def main() -> None:
   folder = tempfile.mkdtemp(prefix="ray-")  # short: sockets are in it
   head = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "include_dashboard": False, "temp_dir": folder}
   cluster = Cluster(initialize_head=True, head_node_args=head)
-  hosts = [add(cluster, number) for number in range(int(sys.argv[1]))]
+  slices, hosts_each = map(int, sys.argv[1:])
+  hosts = [host for number in range(slices) for host in add(cluster, number, hosts_each)]
   print(cluster.address, flush=True)
   for line in sys.stdin:
     if line.strip() == "add":
-      hosts.append(add(cluster, len(hosts)))
+      hosts += add(cluster, len(hosts), hosts_each)
     else:
       cluster.remove_node(hosts.pop(), allow_graceful=False)
     print(line.strip(), flush=True)
@@ -33,16 +35,23 @@ def main() -> None:
   shutil.rmtree(folder, ignore_errors=True)
 
 
-def add(cluster: Cluster, number: int) -> Any:
-  """Adds a host that is a slice of its own."""
-  labels = {
-    "ray.io/tpu-pod-type": "v6e-8",
-    "ray.io/tpu-topology": "2x4",
-    "ray.io/tpu-worker-id": "0",
-    "ray.io/tpu-slice-name": f"slice-{number}",
-    "ray.io/accelerator-type": "TPU-V6E",
-  }
-  return cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, resources=dict(TPU_HOST), labels=labels)
+def add(cluster: Cluster, number: int, hosts: int) -> list[Any]:
+  """Adds the hosts of one slice."""
+  accelerator, topology, pod_type, chips = KINDS[hosts]
+  added = []
+  for worker in range(hosts):
+    resources = {"TPU": chips, f"accelerator_type:{accelerator}": 1}
+    if worker == 0:
+      resources[f"TPU-{pod_type}-head"] = 1
+    labels = {
+      "ray.io/tpu-pod-type": pod_type,
+      "ray.io/tpu-topology": topology,
+      "ray.io/tpu-worker-id": str(worker),
+      "ray.io/tpu-slice-name": f"slice-{number}",
+      "ray.io/accelerator-type": accelerator,
+    }
+    added.append(cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, resources=resources, labels=labels))
+  return added
 
 
 if __name__ == "__main__":

@@ -19,24 +19,36 @@ _START_SECONDS = 120
 
 
 class RayRun(ProcessRun):
-  """A run of several slices of one worker each, on nodes that claim to be TPU hosts."""
+  """A run of several slices, on nodes that claim to be TPU hosts."""
 
   def __init__(
-    self, folder: Path, keys: Sequence[str], *, slices: int = 3, minimum: int = 1, replace_lost: bool = False
+    self,
+    folder: Path,
+    keys: Sequence[str],
+    *,
+    slices: int = 3,
+    minimum: int = 1,
+    hosts: int = 1,
+    replace_lost: bool = False,
   ) -> None:
+    """hosts: of a slice, 1 or 2."""
     super().__init__(folder, keys, slices=slices)
     set_by_launcher = ("elastic_enabled=", "elastic_min_slice_count=")
     self.keys = [key for key in self.keys if not key.startswith(set_by_launcher)]
-    self._options = [f"--min-slices={minimum}", f"--max-slices={slices}", "--topology=2x4"]
-    self._options += ["--accelerator-type=TPU-V6E", *(["--replace-lost"] if replace_lost else [])]
+    kind = ["--topology=2x4", "--accelerator-type=TPU-V6E"]
+    if hosts == 2:
+      kind = ["--topology=2x2x2", "--accelerator-type=TPU-V4"]
+    self._options = [f"--min-slices={minimum}", f"--max-slices={slices}", *kind]
+    self._options += ["--replace-lost"] if replace_lost else []
+    self._hosts = hosts
     self._cluster: subprocess.Popen[str] | None = None
     self._address = ""
 
   @contextlib.contextmanager
-  def cluster(self, hosts: int) -> Iterator[None]:
-    """A Ray cluster with so many hosts. At the end of the block no process of it is left."""
+  def cluster(self) -> Iterator[None]:
+    """A Ray cluster with the hosts of all slices. At the end of the block no process of it is left."""
     self._cluster = subprocess.Popen(
-      [sys.executable, "-m", "end_to_end.ray_cluster", str(hosts)],
+      [sys.executable, "-m", "end_to_end.ray_cluster", str(self.slices), str(self._hosts)],
       cwd=ROOT,
       env=cpu_environment({MARK: self.mark, **_ENVIRONMENT}),
       stdin=subprocess.PIPE,
@@ -57,7 +69,7 @@ class RayRun(ProcessRun):
       self._cluster.wait(30)
 
   def change_cluster(self, command: str) -> None:
-    """ "add": one more host. "remove": the newest host dies, with all its processes."""
+    """ "add": one more slice. "remove": the newest host dies, with all its processes."""
     assert self._cluster is not None and self._cluster.stdin is not None
     self._cluster.stdin.write(f"{command}\n")
     self._cluster.stdin.flush()

@@ -4,7 +4,8 @@ Needs the package ray (the extra `ray`) in the environment that runs it. Oracle:
 `trainer.launch.local`. Every run must do every step once, in order, with the same losses, bit by bit.
 
   all    Ray restarts all workers (JaxTrainer): a worker is killed, a host dies (one slice is left), a host comes
-  lost   Ray replaces only lost workers: both workers are killed, one after the other; the other one stays
+  lost   Ray replaces only lost workers: each worker is killed, and one is stopped; the other one stays
+  hosts  slices of two hosts: one process of a slice is killed, and the slice is lost as a whole
   stop   SIGTERM to the job ends it with exit code 42 and a checkpoint; the same command completes it
 """
 
@@ -26,7 +27,7 @@ MODEL = "base_emb_dim=64 base_mlp_dim=128 head_dim=16 max_target_length=64 check
 
 def main() -> int:
   """Runs the checks that are named in the arguments, or all. Returns 0; a failed check raises AssertionError."""
-  chosen = sys.argv[1:] or ["all", "lost", "stop"]
+  chosen = sys.argv[1:] or ["all", "lost", "hosts", "stop"]
   with tempfile.TemporaryDirectory(prefix="ray-train-") as directory:
     folder = Path(directory)
     keys = [*MODEL, f"jax_cache_dir={folder / 'compiled'}"]
@@ -39,7 +40,7 @@ def main() -> int:
 def check_all(folder: Path, keys: list[str]) -> str:
   """A worker is killed, a host dies, a host comes: whole slices train on each time."""
   run = RayRun(folder / "all", [*keys, "steps=1000000"], slices=SLICES)
-  with run.cluster(SLICES), run.launched() as job:
+  with run.cluster(), run.launched() as job:
     first = wait_for_slices(run, job, SLICES)
     run.kill(1)
     second = wait_for_new_workers(run, job, first, SLICES)
@@ -54,13 +55,13 @@ def check_all(folder: Path, keys: list[str]) -> str:
 
 
 def check_lost(folder: Path, keys: list[str]) -> str:
-  """Each worker is killed once. The other one is never restarted."""
+  """Each worker is killed once, and the first one is then stopped. The other one is never restarted."""
   run = RayRun(folder / "lost", [*keys, "steps=1000000"], slices=SLICES, replace_lost=True)
-  with run.cluster(SLICES), run.launched() as job:
+  with run.cluster(), run.launched() as job:
     before = wait_for_slices(run, job, SLICES)
-    for victim in range(SLICES):
-      run.kill(victim)
-      run.wait_for(lambda victim=victim: run.count("slice_up") == victim + 1, job, SECONDS)
+    for fault, (victim, number) in enumerate([(0, signal.SIGKILL), (1, signal.SIGKILL), (0, signal.SIGSTOP)]):
+      run.kill(victim, number)
+      run.wait_for(lambda fault=fault: run.count("slice_up") == fault + 1, job, SECONDS)
       after = wait_for_slices(run, job, SLICES)
       kept = {rank: pid for rank, pid in before.items() if rank != victim}
       assert after[victim] != before[victim] and kept.items() <= after.items(), (before, after)
@@ -68,14 +69,29 @@ def check_lost(folder: Path, keys: list[str]) -> str:
     job.send_signal(signal.SIGTERM)
     assert job.wait(SECONDS) == 42, run.tail()
   compare(folder, keys, run)
-  return f"{SLICES} slices, each worker killed once, the other one kept: {len(run.steps())} steps"
+  return f"{SLICES} slices, each worker killed once, one stopped, the other one kept: {len(run.steps())} steps"
+
+
+def check_hosts(folder: Path, keys: list[str]) -> str:
+  """A process of a slice of two hosts is killed: all workers start again, in whole slices."""
+  keys = [*keys, "devices_per_slice=2"]
+  run = RayRun(folder / "hosts", [*keys, "steps=1000000"], slices=SLICES, hosts=2)
+  with run.cluster(), run.launched() as job:
+    run.wait_for(lambda: len(run.workers()) == 2 * SLICES, job, SECONDS)
+    before = wait_for_slices(run, job, SLICES)
+    run.kill(3)
+    wait_for_new_workers(run, job, before, SLICES, workers=2 * SLICES)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(SECONDS) == 42, run.tail()
+  compare(folder, keys, run)
+  return f"{SLICES} slices of 2 hosts, one process killed: {len(run.steps())} steps"
 
 
 def check_stop(folder: Path, keys: list[str]) -> str:
   """SIGTERM saves and ends the job with 42; the same command goes on."""
   steps = 400
   run = RayRun(folder / "stop", [*keys, f"steps={steps}"], slices=SLICES, minimum=SLICES)
-  with run.cluster(SLICES):
+  with run.cluster():
     with run.launched() as job:
       run.wait_for(lambda: run.last_step >= 20, job, SECONDS)
       job.send_signal(signal.SIGTERM)
@@ -96,10 +112,12 @@ def wait_for_slices(run: RayRun, job, slices: int) -> dict[int, int]:
   return run.workers()
 
 
-def wait_for_new_workers(run: RayRun, job, before: dict[int, int], slices: int) -> dict[int, int]:
-  """As wait_for_slices, after all workers were restarted."""
+def wait_for_new_workers(run: RayRun, job, before: dict[int, int], slices: int, workers: int = 0) -> dict[int, int]:
+  """As wait_for_slices, after all workers were restarted. workers: of all slices (default: one each)."""
   run.wait_for(
-    lambda: len(run.workers()) == slices and not set(run.workers().values()) & set(before.values()), job, SECONDS
+    lambda: len(run.workers()) == (workers or slices) and not set(run.workers().values()) & set(before.values()),
+    job,
+    SECONDS,
   )
   return wait_for_slices(run, job, slices)
 

@@ -1,9 +1,11 @@
 """Times losses and returns of slices that are real processes, from SIGKILL to the next completed step.
 
-    python -m end_to_end.benchmarks.process_recovery [--kills 20] [--restarts 3]
+    python -m end_to_end.benchmarks.process_recovery [--kills 20] [--restarts 3] [--ray 10]
 
 Kills a random slice of three, waits until it is back, and kills again, in one run. Then the same model without this
 protocol: all processes are killed and the command is started again, as a launcher does that restarts everybody.
+--ray does the same on a Ray cluster of four nodes (needs the package ray): Ray replaces the lost worker, or it restarts
+all workers; then the longest time without a completed step is measured.
 A loss lasts from the call of kill() to the time in the record of the next step, which fewer slices computed. A return
 costs the time between the two steps around it, less the median step. Compilations are those of the surviving processes.
 """
@@ -17,10 +19,13 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from end_to_end.benchmarks.common import positive
 from end_to_end.process_runs import ProcessRun
+
+if TYPE_CHECKING:
+  from end_to_end.ray_runs import RayRun
 
 ENDLESS = 10**6  # steps
 MODEL = (
@@ -34,16 +39,27 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--kills", type=positive, default=20, help="losses of one slice")
   parser.add_argument("--restarts", type=positive, default=3, help="losses of everything")
+  parser.add_argument("--ray", type=positive, help="losses of one slice under Ray, for each of its two ways")
   options = parser.parse_args()
   with tempfile.TemporaryDirectory(prefix="process-recovery-") as directory:
     folder = Path(directory)
     keys = [*MODEL, f"steps={ENDLESS}", "checkpoint_period=50", f"jax_cache_dir={folder / 'compiled'}"]
     print("| event | n | p50 | p95 | p99 | most | compilations | steps lost |\n|---|---|---|---|---|---|---|---|")
+    if options.ray:
+      from end_to_end.ray_runs import RayRun
+
+      replaced = RayRun(folder / "replaced", keys, replace_lost=True)
+      with replaced.cluster():
+        lose_slices(replaced, options.ray, "Ray replaces the worker: ")
+      restarted = RayRun(folder / "restarted", keys)
+      with restarted.cluster():
+        restart_by_ray(restarted, options.ray)
+      return
     lose_slices(ProcessRun(folder / "slices", keys), options.kills)
     restart_all(ProcessRun(folder / "all", keys), options.restarts)
 
 
-def lose_slices(run: ProcessRun, kills: int) -> None:
+def lose_slices(run: ProcessRun, kills: int, title: str = "") -> None:
   chance = random.Random(0)
   losses, returns = list[float](), list[float]()
   with run.launched() as supervisor:
@@ -61,8 +77,8 @@ def lose_slices(run: ProcessRun, kills: int) -> None:
       usual = statistics.median(gap for gap, _, _ in gaps)
       returns.append([gap for gap, before, after in gaps if (before, after) == (2, 3)][-1] - usual)
     found = run.events("recovery")
-  line("slice killed", losses, found, "slice_down")
-  line("slice returned", returns, found, "slice_up")
+  line(f"{title}slice killed", losses, found, "slice_down")
+  line(f"{title}slice returned", returns, found, "slice_up")
   print(f"\nMedian step: {1000 * usual:.0f} ms\n")
 
 
@@ -78,6 +94,25 @@ def restart_all(run: ProcessRun, restarts: int) -> None:
       losses.append(new_step(run, began, reached) - began)
       repeated += sum(1 for r in steps(run) if r["wall"] > began and r["step"] <= reached)
   line("everything killed and started again", losses, [], "", steps_lost=repeated)
+
+
+def restart_by_ray(run: RayRun, kills: int) -> None:
+  """Kills one worker at a time; Ray restarts all of them. Prints the longest times without a completed step."""
+  chance = random.Random(0)
+  pauses = list[float]()
+  with run.launched() as job:
+    for _ in range(kills):
+      calm = run.last_step + CALM_STEPS
+      run.wait_for(lambda calm=calm: len(run.active()) == 3 and run.last_step >= calm, job, 300)
+      before, began = set(run.workers().values()), time.time()
+      assert run.kill(chance.choice(run.active()))
+      run.wait_for(lambda before=before: not before & set(run.workers().values()), job, 300)
+      new_group = time.time()
+      run.wait_for(lambda new_group=new_group: steps(run)[-1]["wall"] > new_group, job, 300)
+      walls = [began, *(record["wall"] for record in steps(run) if record["wall"] > began)]
+      pauses.append(max(b - a for a, b in itertools.pairwise(walls)))
+  done = run.steps()
+  line("Ray restarts all workers: longest pause", pauses, [], "", steps_lost=len(done) - len(set(done)))
 
 
 def steps(run: ProcessRun) -> list[dict[str, Any]]:

@@ -178,6 +178,23 @@ def test_a_rayjob_and_its_launcher_agree(name, options, group, chips):
   assert workers["template"]["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == options[2]
 
 
+@pytest.mark.parametrize(
+  "tpu_type, hosts, chips, machine",
+  [  # hosts and chips: ray.util.tpu.get_tpu_worker_resources of Ray 2.60
+    ("v4-16", 2, 4, "ct4p-hightpu-4t"),
+    ("v5litepod-4", 1, 4, "ct5lp-hightpu-4t"),
+    ("v5litepod-8", 1, 8, "ct5lp-hightpu-8t"),
+    ("v5litepod-16", 4, 4, "ct5lp-hightpu-4t"),
+    ("v5p-8", 1, 4, "ct5p-hightpu-4t"),
+    ("v6e-8", 1, 8, "ct6e-standard-8t"),
+    ("tpu7x-8", 1, 4, "tpu7x-standard-4t"),
+  ],
+)
+def test_hosts_of_a_slice_are_those_that_ray_expects(tpu_type, hosts, chips, machine):
+  piece = hardware.on_hosts_of_ray(hardware.resolve(tpu_type))
+  assert (piece.hosts, piece.chips_per_host, piece.machine_type) == (hosts, chips, machine)
+
+
 def test_the_head_of_a_rayjob_has_no_work_and_waits_for_the_save():
   node = rayjob("slices of four hosts")
   head = node["spec"]["rayClusterSpec"]["headGroupSpec"]

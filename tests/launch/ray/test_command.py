@@ -19,6 +19,9 @@ WRONG = {
   "another number of slices": (f"{SLICES} {CONFIG} num_slices=4", "num_slices=4: trainer.launch.ray sets num_slices=3"),
   "not elastic": (f"{SLICES} {CONFIG} elastic_enabled=false", "trainer.launch.ray sets elastic_enabled=true"),
   "Pathways": (f"{SLICES} {CONFIG} enable_single_controller=true", "contradicts cluster=multiprocess"),
+  "restarts without checkpoints": (f"{SLICES} {CONFIG} enable_checkpointing=false", "would begin at step 0"),
+  "a rehearsed hang": (f"{SLICES} {CONFIG} fault_injection=hang@5:1", "Use only slice_down@STEP:SLICE"),
+  "a rehearsed return": (f"{SLICES} {CONFIG} fault_injection=slice_down@5:1/3", "Ray decides when a lost slice"),
   "a wrong key": (f"{SLICES} {CONFIG} stepz=5", "Did you mean steps?"),
   "an option of Ray that is none here": (f"{SLICES} {CONFIG} --num-workers 4", "Give --min-slices and --max-slices"),
 }

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from trainer.config import ConfigError, load
+from trainer.config import Config, ConfigError, faults, load
 from trainer.launch.keys import of_ray, refuse_other, require
 from trainer.launch.supervisor import BAD_INPUT
 
@@ -22,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
   try:
     chosen, arguments = options(argv)
     config = load(arguments)
+    _check_config(config, chosen)
     from trainer.launch.ray import job
 
     return job.run(config, arguments, chosen)
@@ -78,6 +79,21 @@ def _check(options: argparse.Namespace) -> None:
       f"--topology {options.topology}, --gpus-per-slice {options.gpus_per_slice}: a slice has TPUs or GPUs.\n"
       "Remove one of them."
     )
+
+
+def _check_config(config: Config, options: argparse.Namespace) -> None:
+  """Raises ConfigError for keys that do not fit Ray."""
+  if not config.checkpoint.enable_checkpointing and not options.replace_lost:
+    raise ConfigError(
+      "enable_checkpointing=false: after a loss Ray restarts all workers, and the run would begin at step 0.\n"
+      "Set enable_checkpointing=true, or give --replace-lost."
+    )
+  for fault in faults.parse(config.elastic.fault_injection):
+    if isinstance(fault, faults.RandomFaults) or fault.kind in ("slice_up", "hang") or fault.seconds is not None:
+      raise ConfigError(
+        f"fault_injection={config.elastic.fault_injection}: Ray decides when a lost slice returns, and cannot stop its "
+        "processes.\nUse only slice_down@STEP:SLICE and ckpt_kill@STEP."
+      )
 
 
 if __name__ == "__main__":

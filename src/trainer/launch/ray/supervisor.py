@@ -57,7 +57,9 @@ class RunSupervisor:
       self._token, self._leaving = secrets.token_bytes(32), False
       coordinator = self._rules.coordinator(self._run_id, expected=len(workers) // self._lanes)
       listener = socket.create_server((self._host, 0), backlog=BACKLOG)
-      self._server = Server(coordinator, self._token, listener=listener, kill=self._kill_member, log=log)
+      self._server = Server(
+        coordinator, self._token, listener=listener, kill=self._kill_member, fault=self._fault, log=log
+      )
       if self._code is not None:
         self._server.end(self._code, "")
       elif self._stopping:
@@ -169,3 +171,8 @@ class RunSupervisor:
     for rank, seat in self._seats.items():
       if seat.member == member:
         self._kill(rank)
+
+  def _fault(self, action: str, member: int, seconds: float | None) -> None:
+    """Causes a rehearsed loss. Ray starts the member again. The command has refused all other faults."""
+    if action == "lose":
+      self._kill_member(member, "")

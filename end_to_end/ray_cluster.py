@@ -50,7 +50,15 @@ def add(cluster: Cluster, number: int, hosts: int) -> list[Any]:
       "ray.io/tpu-slice-name": f"slice-{number}",
       "ray.io/accelerator-type": accelerator,
     }
-    added.append(cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, resources=resources, labels=labels))
+    added.append(
+      cluster.add_node(
+        num_cpus=1,
+        object_store_memory=STORE_BYTES,
+        resources=resources,
+        labels=labels,
+        env_vars={"TPU_NAME": f"slice-{number}"},  # from which Ray takes the name of a slice of several hosts
+      )
+    )
   return added
 
 

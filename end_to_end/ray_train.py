@@ -4,7 +4,8 @@ Needs the package ray (the extra `ray`) in the environment that runs it. Oracle:
 `trainer.launch.local`. Every run must do every step once, in order, with the same losses, bit by bit.
 
   all    Ray restarts all workers (JaxTrainer): a worker is killed, a host dies (one slice is left), a host comes
-  lost   Ray replaces only lost workers: each worker is killed, and one is stopped; the other one stays
+  lost   Ray replaces only lost workers: each worker is killed, one is stopped, a host dies and comes back, and dies
+         again before the end of the run; the other worker is never restarted
   hosts  slices of two hosts: one process of a slice is killed, and the slice is lost as a whole
   stop   SIGTERM to the job ends it with exit code 42 and a checkpoint; the same command completes it
 """
@@ -55,21 +56,33 @@ def check_all(folder: Path, keys: list[str]) -> str:
 
 
 def check_lost(folder: Path, keys: list[str]) -> str:
-  """Each worker is killed once, and the first one is then stopped. The other one is never restarted."""
+  """Each worker is killed, one is stopped, and a host dies. The other worker is never restarted."""
   run = RayRun(folder / "lost", [*keys, "steps=1000000"], slices=SLICES, replace_lost=True)
   with run.cluster(), run.launched() as job:
     before = wait_for_slices(run, job, SLICES)
     for fault, (victim, number) in enumerate([(0, signal.SIGKILL), (1, signal.SIGKILL), (0, signal.SIGSTOP)]):
       run.kill(victim, number)
       run.wait_for(lambda fault=fault: run.count("slice_up") == fault + 1, job, SECONDS)
-      after = wait_for_slices(run, job, SLICES)
-      kept = {rank: pid for rank, pid in before.items() if rank != victim}
-      assert after[victim] != before[victim] and kept.items() <= after.items(), (before, after)
-      before = after
+      before = check_replaced(before, victim, wait_for_slices(run, job, SLICES))
+    for back in (True, False):
+      run.change_cluster("remove")
+      run.wait_for(lambda: len(run.active()) == SLICES - 1, job, SECONDS)
+      (stayed,) = wait_for_slices(run, job, SLICES - 1).items()
+      if back:
+        run.change_cluster("add")
+        after = wait_for_slices(run, job, SLICES)
+        assert stayed in after.items() and stayed in before.items(), (before, stayed, after)
+        before = after
     job.send_signal(signal.SIGTERM)
     assert job.wait(SECONDS) == 42, run.tail()
   compare(folder, keys, run)
-  return f"{SLICES} slices, each worker killed once, one stopped, the other one kept: {len(run.steps())} steps"
+  return f"{SLICES} slices, 2 workers killed, 1 stopped, 2 hosts dead, the other one kept: {len(run.steps())} steps"
+
+
+def check_replaced(before: dict[int, int], victim: int, after: dict[int, int]) -> dict[int, int]:
+  """Returns `after`, where only the victim has another process."""
+  assert {rank for rank, pid in after.items() if before[rank] != pid} == {victim}, (before, victim, after)
+  return after
 
 
 def check_hosts(folder: Path, keys: list[str]) -> str:

@@ -54,8 +54,8 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument(
     "--replace-lost",
     action="store_true",
-    help="after the loss of a worker, Ray replaces only this worker, and the other slices train on; otherwise Ray "
-    "restarts all workers. A slice must be one worker",
+    help="Ray replaces only lost workers, and the other slices train on; otherwise it restarts all workers. A slice "
+    "must be one worker, and the run starts when --max-slices slices are there",
   )
   return parser
 

@@ -18,6 +18,9 @@ from trainer.membership.rules import RunRules
 from trainer.observe import files
 from trainer.signals import INTERRUPTED
 
+_POLL_SECONDS = 1.0
+_END_SECONDS = 30.0  # from the end of the run to the end of Ray Train
+
 
 def run(config: Config, arguments: Sequence[str], options: argparse.Namespace) -> int:
   """Runs the command on the Ray cluster and returns its exit code. Raises ConfigError, before anything is written."""
@@ -44,17 +47,43 @@ def run(config: Config, arguments: Sequence[str], options: argparse.Namespace) -
   )
   handler = signal.signal(signal.SIGTERM, functools.partial(_stop, supervisor))
   try:
-    _trainer(config, arguments, options, lanes, supervisor).fit()
+    _fit(_trainer(config, arguments, options, lanes, supervisor), supervisor)
     code = ray.get(supervisor.exit_code.remote())
   except TrainingFailedError as error:
     print(f"error: Ray Train has given up: {error}", file=sys.stderr)
     code = ray.get(supervisor.exit_code.remote())
-  except (KeyboardInterrupt, SystemExit):  # Ray Train answers Ctrl-C with exit code 0
+  except KeyboardInterrupt:
     code = INTERRUPTED
   finally:
     signal.signal(signal.SIGTERM, handler)
-    ray.shutdown()
+    ray.shutdown()  # ends the workers, if there are any
   return FAILED if code is None else code
+
+
+def _fit(trainer: Any, supervisor: Any) -> None:
+  """Returns when Ray Train has ended, or a while after the run is over. Raises the error of Ray Train.
+
+  Ray Train does not notice the end while it waits for the host of a lost worker.
+  """
+  import ray
+
+  failed: list[BaseException] = []
+
+  def fit() -> None:
+    try:
+      trainer.fit()
+    except Exception as error:  # noqa: BLE001 - raised below, in the main thread
+      failed.append(error)
+
+  thread = threading.Thread(target=fit, name="Ray Train", daemon=True)
+  thread.start()
+  while thread.is_alive():
+    thread.join(_POLL_SECONDS)
+    if ray.get(supervisor.exit_code.remote()) is not None:
+      thread.join(_END_SECONDS)
+      break
+  if failed:
+    raise failed[0]
 
 
 def _connect(ray: Any) -> None:
@@ -96,7 +125,8 @@ def _trainer(config: Config, arguments: Sequence[str], options: argparse.Namespa
     Program(tuple(arguments), os.getcwd(), config.run_directory, supervisor),
     jax_config=SliceConfig(supervisor, options.replace_lost, config.checkpoint.autocheckpoint_grace_seconds),
     scaling_config=ScalingConfig(
-      num_workers=most if least == most else (least, most),
+      # A group that replaces lost workers has a fixed size: Ray would restart all of them to change it.
+      num_workers=most if options.replace_lost or least == most else (least, most),
       use_tpu=tpu,
       use_gpu=bool(options.gpus_per_slice),
       topology=options.topology,

@@ -47,18 +47,20 @@ class RayRun(ProcessRun):
   @contextlib.contextmanager
   def cluster(self) -> Iterator[None]:
     """A Ray cluster with the hosts of all slices. At the end of the block no process of it is left."""
-    self._cluster = subprocess.Popen(
-      [sys.executable, "-m", "end_to_end.ray_cluster", str(self.slices), str(self._hosts)],
-      cwd=ROOT,
-      env=cpu_environment({MARK: self.mark, **_ENVIRONMENT}),
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.DEVNULL,
-      text=True,
-      start_new_session=True,
-    )
+    with self.log.open("ab") as file:
+      self._cluster = subprocess.Popen(
+        [sys.executable, "-m", "end_to_end.ray_cluster", str(self.slices), str(self._hosts)],
+        cwd=ROOT,
+        env=cpu_environment({MARK: self.mark, **_ENVIRONMENT}),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=file,
+        text=True,
+        start_new_session=True,
+      )
     try:
       self._address = self._answer()
+      assert self._address, f"no Ray cluster:\n{self.tail()}"
       yield
     finally:
       assert self._cluster.stdin is not None

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
 import sys
 
 import pytest
 
-from trainer.launch.ray.__main__ import main
+from trainer.config import load
+from trainer.launch.ray.__main__ import main, options
+
+PAGE = pathlib.Path(__file__).parents[3] / "docs" / "run_on_gpu_cluster.md"
 
 TPU = "--topology 2x4 --accelerator-type TPU-V6E"
 SLICES = "--min-slices 1 --max-slices 3"
@@ -39,3 +44,12 @@ def test_without_the_package_ray_the_command_says_how_to_install_it(capsys, monk
   monkeypatch.setitem(sys.modules, "ray", None)
   assert main(f"{SLICES} {TPU} {CONFIG}".split()) == 2
   assert "pip install 'trainer[ray]'" in capsys.readouterr().err
+
+
+def test_the_command_of_the_page():
+  text = PAGE.read_text().replace("\\\n", " ").replace("BUCKET", "my-bucket")
+  (command,) = re.findall(r"^\.venv/bin/python -m trainer\.launch\.ray (.*)$", text, re.MULTILINE)
+  chosen, arguments = options(command.split())
+  config = load(arguments, check_paths=False)
+  assert (chosen.min_slices, chosen.max_slices, chosen.topology) == (1, 3, "2x4")
+  assert (config.cluster.num_slices, config.elastic.elastic_min_slice_count) == (3, 1)

@@ -14,14 +14,15 @@ from typing import Any
 from ray.cluster_utils import Cluster
 
 STORE_BYTES = 80 << 20
+ATTEMPTS = 4
 # hosts of a slice -> (Ray's name of the TPU, its topology, Ray's name of the slice, chips of a host)
 KINDS = {1: ("TPU-V6E", "2x4", "v6e-8", 8), 2: ("TPU-V4", "2x2x2", "v4-16", 4)}
 
 
 def main() -> None:
   folder = tempfile.mkdtemp(prefix="ray-")  # short: sockets are in it
-  head = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "include_dashboard": False, "temp_dir": folder}
-  cluster = Cluster(initialize_head=True, head_node_args=head)
+  cluster = Cluster()
+  start(cluster, include_dashboard=False, temp_dir=folder)
   slices, hosts_each = map(int, sys.argv[1:])
   hosts = [host for number in range(slices) for host in add(cluster, number, hosts_each)]
   print(cluster.address, flush=True)
@@ -51,15 +52,25 @@ def add(cluster: Cluster, number: int, hosts: int) -> list[Any]:
       "ray.io/accelerator-type": accelerator,
     }
     added.append(
-      cluster.add_node(
-        num_cpus=1,
-        object_store_memory=STORE_BYTES,
+      start(
+        cluster,
         resources=resources,
         labels=labels,
         env_vars={"TPU_NAME": f"slice-{number}"},  # from which Ray takes the name of a slice of several hosts
       )
     )
   return added
+
+
+def start(cluster: Cluster, **options: Any) -> Any:
+  """Starts a node: the head, if it is the first one. Ray gives up after 30 s, which a busy machine may need."""
+  for attempt in range(ATTEMPTS):
+    try:
+      return cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, **options)
+    except Exception:
+      if attempt == ATTEMPTS - 1:
+        raise
+  raise AssertionError
 
 
 if __name__ == "__main__":

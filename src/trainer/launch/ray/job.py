@@ -41,8 +41,8 @@ def run(config: Config, arguments: Sequence[str], options: argparse.Namespace) -
   from trainer.launch.ray.workers import SupervisorActor
 
   supervisor = (
-    ray.remote(num_cpus=0, max_concurrency=8)(SupervisorActor)
-    .options(label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()})
+    ray.remote(SupervisorActor)
+    .options(num_cpus=0, max_concurrency=8, label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()})
     .remote(RunRules.of(config), lanes, options.topology is not None, config.elastic.elastic_max_retries)
   )
   handler = signal.signal(signal.SIGTERM, functools.partial(_stop, supervisor))

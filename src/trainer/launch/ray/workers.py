@@ -80,7 +80,7 @@ class SliceConfig(BackendConfig):
 class _SliceBackend(Backend):
   """Gives every worker its place, and lets a group save before Ray ends it."""
 
-  def on_start(self, worker_group: Any, backend_config: SliceConfig) -> None:
+  def on_start(self, worker_group: Any, backend_config: Any) -> None:
     supervisor, found = backend_config.supervisor, worker_group.get_workers()
     names = {node["NodeID"]: node.get("Labels", {}).get(_SLICE_NAME, "") for node in ray.nodes()}
     workers = [
@@ -100,7 +100,7 @@ class _SliceBackend(Backend):
       ]
     )
 
-  def on_shutdown(self, worker_group: Any, backend_config: SliceConfig) -> None:
+  def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
     if len(worker_group) == worker_group.get_workers()[0].distributed_context.world_size:
       ray.get(backend_config.supervisor.leave.remote(backend_config.grace_seconds))
 

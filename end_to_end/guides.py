@@ -17,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from end_to_end import cluster_drill
 from tests.support import guide_awk
 
 from trainer.observe.events import read_events
@@ -67,6 +68,7 @@ def fixed_mesh(directory: Path, cluster: tuple[str, ...]) -> None:
   rewind = found[0].split("Slice down event detected. Retrying.")[1]
   between = [line for line in rewind.split("completed step: 101")[0].splitlines() if line.startswith("completed")]
   assert between == []
+  assert cluster_drill.verify(log, returns=True, most_lost=100) == []
 
 
 def fewer_slices(directory: Path, cluster: tuple[str, ...]) -> None:

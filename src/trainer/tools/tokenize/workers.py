@@ -57,12 +57,7 @@ class Workers:
         try:
           kind, value = channel.recv()
         except (EOFError, ConnectionError):
-          process = self._connections[channel]
-          process.join(_END_SECONDS)
-          raise WorkerLost(
-            f"A process ended with code {process.exitcode} while it wrote part {working[channel].number} of "
-            f"{working[channel].split} (-9: killed, perhaps for memory; use fewer --processes then)."
-          ) from None
+          raise self._lost(channel, working[channel]) from None
         if kind == "tokens":
           report(value)
         elif kind == "failed":
@@ -82,7 +77,18 @@ class Workers:
     if waiting:
       part, path = waiting.popleft()
       working[channel] = part
-      channel.send((part, path))
+      try:
+        channel.send((part, path))
+      except ConnectionError:
+        raise self._lost(channel, part) from None
+
+  def _lost(self, channel: connection.Connection, part: Part) -> WorkerLost:
+    process = self._connections[channel]
+    process.join(_END_SECONDS)
+    return WorkerLost(
+      f"A process ended with code {process.exitcode} while it wrote part {part.number} of {part.split} (-9: killed, "
+      "perhaps for memory; use fewer --processes then)."
+    )
 
   def __enter__(self) -> Self:
     return self

@@ -232,6 +232,24 @@ def faults_at_a_dispatch(s):
 
 
 @scenario
+def random_faults(s):
+  s.control("random", 11, 4)
+  right = wrong = 0
+  for _ in range(120):
+    result = s.add(s.put(s.everywhere))
+    try:
+      np.testing.assert_array_equal(result, s.value + 1)
+      right += 1
+    except jax.errors.JaxRuntimeError as error:
+      assert str(error).startswith("DATA_LOSS: slice")
+      wrong += 1
+  assert right >= 10 and wrong >= 10, (right, wrong)
+  s.control("reset")
+  s.works(s.everywhere)
+  assert s.control("status")["planned"] == []
+
+
+@scenario
 def snapshots_in_the_host_memory_of_a_living_slice(s):
   host = s.living.with_memory_kind("pinned_host")
   snapshot = jax.device_put(s.put(s.living), host)
@@ -291,9 +309,7 @@ def main(control_path, *names):
     except (Exception, pytest.fail.Exception):  # noqa: BLE001 -- reported
       report[name] = traceback.format_exc()
     finally:
-      for slice_id in (0, 1):
-        for words in (("release", slice_id), ("revive", slice_id), ("slow", slice_id, 0)):
-          setup.control(*words)
+      setup.control("reset")
   print(json.dumps(report))
 
 

@@ -13,6 +13,7 @@ revive SLICE                a lost slice works again, with empty memory
 hang SLICE [SECONDS]        nothing that needs the slice becomes ready until `release`, or for SECONDS
 release SLICE               ends a hang
 slow SLICE SECONDS          every program on the slice takes SECONDS longer; 0 ends it
+reset                       all slices work, none is slow, and nothing is planned
 drop                        ends the connections of all clients
 exit                        the server process ends at once
 at DISPATCH COMMAND         the command, as soon as so many programs have been dispatched; +N: N more than now

@@ -91,6 +91,16 @@ class Commands:
     self._slices.slow(self._slice(words[0]), _seconds(words[1]))
     return {}
 
+  def _do_reset(self, words: list[str]) -> dict[str, Any]:
+    _count(words, 0, 0, "reset")
+    with self._lock:
+      self._planned.clear()
+    for slice_id in range(self._slices.devices.slices):
+      self._slices.revive(slice_id)
+      self._slices.release(slice_id)
+      self._slices.slow(slice_id, 0.0)
+    return {}
+
   def _do_drop(self, words: list[str]) -> dict[str, Any]:
     _count(words, 0, 0, "drop")
     return {"clients": self._service.drop()}

@@ -116,6 +116,8 @@ class Service:
         session.process(request)
     except grpc.RpcError:
       pass  # the client has gone
+    except Exception:  # noqa: BLE001 -- a client that waited for an answer would wait for ever
+      _log.exception("session %d failed", session.number)
     session.responses.put(None)
 
   def _find(self, number: int, context: grpc.ServicerContext) -> Session:

@@ -7,6 +7,8 @@ JSON object: name of the scenario -> "" if it went as expected, else a traceback
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -53,6 +55,16 @@ class Setup:
 
   def control(self, *words):
     return standin.send(self.control_path, [str(word) for word in words])
+
+  def worker(self, slice_id):
+    """The id of the process of a slice; None if the server has no such processes."""
+    return self.control("status")["slices"][slice_id].get("pid")
+
+  def wait_until(self, condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+      assert time.monotonic() < deadline
+      time.sleep(0.02)
 
   def works(self, sharding):
     np.testing.assert_array_equal(self.add(self.put(sharding)), self.value + 1)
@@ -288,6 +300,59 @@ def no_leak(s):
   x.block_until_ready()
   float(loss)
   assert held() == before
+
+
+@scenario
+def a_worker_that_a_signal_kills(s):
+  """Only of a server with a process for each slice."""
+  if (pid := s.worker(1)) is None:
+    return
+  kept, lost = s.put(s.living), s.put(s.dying)
+  jax.block_until_ready((kept, lost))
+  os.kill(pid, signal.SIGKILL)
+  s.wait_until(lambda: s.control("status")["slices"][1]["down"])
+  fails(lambda: np.asarray(lost), f"DATA_LOSS: slice 1 is down: its process {pid} has ended")
+  np.testing.assert_array_equal(s.add(kept), s.value + 1)
+  assert elastic.get_active_slice_indices() == {0}
+  s.control("revive", 1)
+  assert s.worker(1) not in (None, pid)
+  s.works(s.everywhere)
+  np.testing.assert_array_equal(jax.device_put(kept, s.everywhere), s.value)
+
+
+@scenario
+def a_worker_that_is_killed_in_a_collective(s):
+  if (pid := s.worker(1)) is None:
+    return
+  kept = s.put(s.living)
+  specs = {"mesh": s.everywhere.mesh, "in_specs": PartitionSpec("a"), "out_specs": PartitionSpec("a")}
+  total = jax.shard_map(lambda x: jax.lax.psum(x, "a") * 0.25, **specs, check_vma=False)
+  endless = jax.jit(lambda x: jax.lax.fori_loop(0, 1_000_000, lambda i, c: total(c), x))
+  running = endless(s.put(s.everywhere))
+  time.sleep(1.0)
+  assert not running.is_ready()
+  os.kill(pid, signal.SIGKILL)
+  fails(running.block_until_ready, "DATA_LOSS")
+  s.works(s.living)
+  np.testing.assert_array_equal(s.add(kept), s.value + 1)
+  s.control("revive", 1)
+  s.works(s.everywhere)
+  fails(lambda: np.asarray(running), "DATA_LOSS")
+
+
+@scenario
+def a_worker_that_is_stopped(s):
+  if (pid := s.worker(1)) is None:
+    return
+  x, y = s.put(s.dying), s.put(s.living)
+  jax.block_until_ready((x, y))
+  os.kill(pid, signal.SIGSTOP)
+  waiting = s.add(x)
+  np.testing.assert_array_equal(s.add(y), s.value + 1)
+  time.sleep(0.3)
+  assert not waiting.is_ready()
+  os.kill(pid, signal.SIGCONT)
+  np.testing.assert_array_equal(waiting, s.value + 1)
 
 
 @scenario

@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--device-kind", default="cpu", help="what clients see as device_kind; it changes nothing else")
   add_address(parser)
   parser.add_argument("--at", action="append", default=[], metavar="'DISPATCH COMMAND'", help="a fault; repeatable")
+  parser.add_argument("--processes", action="store_true", help="a process for each slice, which any signal may kill")
   parser.add_argument("--child", action="store_true", help="end when standard input ends; print one line of JSON")
   options = parser.parse_args(argv)
   if message := _mistake(options):
@@ -72,7 +73,8 @@ def _serve(options: argparse.Namespace) -> int:
   for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, stop)
   try:
-    server = server_lib.Server(options.slices, options.devices_per_slice, options.device_kind, address(options))
+    sizes = (options.slices, options.devices_per_slice)
+    server = server_lib.Server(*sizes, options.device_kind, address(options), processes=options.processes)
     for planned in options.at:
       server.commands.execute(["at", *planned.split()])
   except (RuntimeError, CommandError) as error:

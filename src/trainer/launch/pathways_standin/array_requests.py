@@ -102,7 +102,7 @@ def _copy_arrays(session: Session, body: Any, response: Any) -> None:
       for shard, old, new in zip(source.shards, source.devices, devices, strict=True):
         reuse = body.copy_semantics == _REUSE and (old, source.memory) == (new, memory)
         lost = shard if isinstance(shard, Status) else session.slices.why_lost([new])
-        shards.append(lost or (shard if reuse else session.devices.put(shard, new, memory)))
+        shards.append(lost or (shard if reuse else session.runtime.put(shard, new, memory)))
       made.append(session.slices.admit(Array(spec, shards), [source]))
     _donate(sources, body.copy_semantics)
   _answer(session, made, body.result_handles, response.copy_arrays_response)
@@ -218,7 +218,7 @@ def _put(session: Session, spec: Spec, values: Sequence[np.ndarray], sources: Se
   where = spec.placement
   with session.slices.lock:
     shards = [
-      session.slices.why_lost([device]) or session.devices.put(value, device, where.memory)
+      session.slices.why_lost([device]) or session.runtime.put(value, device, where.memory)
       for value, device in zip(values, where.devices, strict=True)
     ]
     return session.slices.admit(Array(spec, shards), sources)

@@ -20,14 +20,14 @@ _DELETED = Status("INVALID_ARGUMENT", "Array has been deleted.")
 class Array:
   """One shard for each device of a sharding. Changes only under the lock of the slices."""
 
-  __slots__ = ("__weakref__", "_joined", "deleted", "gates", "made_by", "shards", "spec")
+  __slots__ = ("__weakref__", "deleted", "gates", "joined", "made_by", "shards", "spec")
 
   def __init__(self, spec: Spec, shards: Sequence[Shard]) -> None:
     self.spec, self.shards = spec, list(shards)
     self.gates: dict[int, Gate] = {}  # slice -> what holds back the data; see gates.py
     self.made_by: frozenset[int] = frozenset()  # numbers of the executions that the data come from directly
     self.deleted = False
-    self._joined: Any = None
+    self.joined: Any = None  # what a runtime makes of the shards once; None after they have changed
     assert len(spec.placement.devices) == len(self.shards), spec
 
   @property
@@ -50,13 +50,13 @@ class Array:
 
   def is_deleted(self) -> bool:
     """Whether it was deleted or donated. A shard that another array shares may be donated through that array."""
-    if not self.deleted and any(isinstance(shard, jax.Array) and shard.is_deleted() for shard in self.shards):
+    if not self.deleted and any(not isinstance(shard, Status) and shard.is_deleted() for shard in self.shards):
       self.delete()
     return self.deleted
 
   def delete(self) -> None:
     """Frees the data, unless another array or an execution still uses them."""
-    self.deleted, self._joined = True, None
+    self.deleted, self.joined = True, None
     self.shards, self.gates = [], {}
 
   def lose(self, status: Status, devices: frozenset[int] | None = None) -> int:
@@ -67,7 +67,7 @@ class Array:
         self.shards[i] = status
         lost += 1
     if lost:
-      self._joined = None
+      self.joined = None
     return lost
 
   def is_computed(self) -> bool:
@@ -79,12 +79,6 @@ class Array:
     if self.gates:
       self.gates = {slice_id: gate for slice_id, gate in self.gates.items() if not gate.is_open}
     return self.gates
-
-  def join(self, devices: Any) -> Any:
-    """The argument of an executable with these data. devices: the Devices."""
-    if self._joined is None:
-      self._joined = devices.join(self.shards, self.devices, self.memory)
-    return self._joined
 
 
 class Store:

@@ -6,6 +6,7 @@ they are counted from the start of the server.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import logging
@@ -16,12 +17,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.launch.pathways_standin.arguments import COMMANDS
+from trainer.launch.pathways_standin.runtime import Runtime
 from trainer.launch.pathways_standin.slices import Slices
 from trainer.launch.pathways_standin.status import CODES
 from trainer.launch.pathways_standin.wire import Service
 
 _log = logging.getLogger(__name__)
 
+_CHANGES = frozenset({"kill", "revive", "reset"})
 _RANDOM = "(random)"  # marks a planned command that plans the next one
 _EXIT_CODE = 70  # of a server that was told to exit
 
@@ -33,12 +36,13 @@ class CommandError(ValueError):
 class Commands:
   """Executes commands. All methods may be called from any thread."""
 
-  def __init__(self, slices: Slices, service: Service) -> None:
-    self._slices, self._service = slices, service
+  def __init__(self, slices: Slices, runtime: Runtime, service: Service) -> None:
+    self._slices, self._runtime, self._service = slices, runtime, service
     self._planned: list[tuple[int, int, list[str]]] = []  # heap: dispatch, order, command
     self._random: Iterator[tuple[int, str]] = iter(())
     self._order = itertools.count()
     self._lock = threading.Lock()
+    self._changes = threading.RLock()  # a slice is not revived while it is being killed
     slices.on_dispatch = self._on_dispatch
 
   def execute(self, words: list[str]) -> dict[str, Any]:
@@ -47,7 +51,8 @@ class Commands:
     run = getattr(self, f"_do_{verb}", None) if verb.isalpha() else None
     if run is None:
       raise CommandError(f"{' '.join(words)!r} is no command. The commands are:\n{COMMANDS}")
-    answer = run(rest)
+    with self._changes if verb in _CHANGES else contextlib.nullcontext():
+      answer = run(rest)
     if verb != "status":
       _log.info("%s: %s", " ".join(words), answer)
     return answer
@@ -58,7 +63,7 @@ class Commands:
     with self._lock:
       planned = [f"at {at} {' '.join(command)}" for at, _, command in sorted(self._planned)]
     return {
-      "slices": self._slices.describe(),
+      "slices": [entry | self._runtime.describe(s) for s, entry in enumerate(self._slices.describe())],
       "dispatches": self._slices.dispatches,
       "planned": planned,
       "clients": clients,
@@ -69,11 +74,15 @@ class Commands:
     slice_id, code = self._slice(words[0]), words[1] if len(words) > 1 else "DATA_LOSS"
     if code not in CODES:
       raise CommandError(f"{code!r} is no error code. Use one of {', '.join(CODES)}.")
-    return {"lost_shards": self._slices.kill(slice_id, code, " ".join(words[2:]))}
+    lost = self._slices.kill(slice_id, code, " ".join(words[2:]))
+    self._runtime.shut_down(slice_id)
+    return {"lost_shards": lost}
 
   def _do_revive(self, words: list[str]) -> dict[str, Any]:
     _count(words, 1, 1, "revive SLICE")
-    self._slices.revive(self._slice(words[0]))
+    slice_id = self._slice(words[0])
+    self._runtime.start_up(slice_id)
+    self._slices.revive(slice_id)
     return {}
 
   def _do_hang(self, words: list[str]) -> dict[str, Any]:
@@ -96,6 +105,7 @@ class Commands:
     with self._lock:
       self._planned.clear()
     for slice_id in range(self._slices.devices.slices):
+      self._runtime.start_up(slice_id)
       self._slices.revive(slice_id)
       self._slices.release(slice_id)
       self._slices.slow(slice_id, 0.0)

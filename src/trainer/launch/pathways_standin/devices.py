@@ -5,14 +5,9 @@ A shard is an array of JAX on one device. Device ids of the protocol are the ids
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import jax
-import numpy as np
 from jax._src.sharding_impls import GSPMDSharding
-from jax.sharding import SingleDeviceSharding
-from jaxlib import _hlo, _jax, lapack
+from jaxlib import _hlo, lapack
 
 MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")
 DEFAULT_MEMORY = MEMORY_KINDS[0]
@@ -35,33 +30,10 @@ class Devices:
     self.all = tuple(jax.devices())
     assert [device.id for device in self.all] == list(range(slices * per_slice))
     self.client = self.all[0].client
-    self._single: dict[tuple[int, str], SingleDeviceSharding] = {}
-    self._replicated: dict[tuple[tuple[int, ...], str], GSPMDSharding] = {}
 
   def slice_of(self, device: int) -> int:
     """The slice of a device."""
     return device // self.per_slice
-
-  def put(self, value: np.ndarray | jax.Array, device: int, memory: str) -> jax.Array:
-    """A shard with a copy of the value."""
-    key = (device, memory)
-    if key not in self._single:
-      self._single[key] = SingleDeviceSharding(self.all[device], memory_kind=memory)
-    return jax.device_put(value, self._single[key], may_alias=False)
-
-  def join(self, shards: Sequence[jax.Array], devices: tuple[int, ...], memory: str) -> Any:
-    """One argument of an executable from its shards.
-
-    The array claims to be replicated, with the shape of a shard: PjRt looks at the buffers only, so no arithmetic of
-    shardings is needed.
-    """
-    if len(shards) == 1:
-      return shards[0]
-    key = (devices, memory)
-    if key not in self._replicated:
-      chosen = tuple(self.all[device] for device in devices)
-      self._replicated[key] = GSPMDSharding.get_replicated(chosen, memory_kind=memory)
-    return _jax.ArrayImpl(shards[0].aval, self._replicated[key], list(shards), committed=True, _skip_checks=True)
 
   def index_map(self, op_sharding: bytes, devices: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
     """For each device, the part of an array of this shape that an OpSharding (serialized) puts on it."""

@@ -15,7 +15,9 @@ def _compile(session: Session, body: Any, response: Any) -> InBackground:
     raise Status("UNIMPLEMENTED", "host callbacks: the function lives in the client's process")
 
   def work(response: Any) -> None:
-    made = executables.compile_program(session.messages, session.devices, body.program, body.compile_options.data)
+    options = session.messages.ifrt("XlaCompileOptionsProto").FromString(body.compile_options.data).compile_options
+    made = executables.compile_program(session.messages, session.devices, body.program, options)
+    session.runtime.prepare(made, body.program.data, options.SerializeToString())
     answer = response.compile_response
     answer.name, answer.num_devices = made.name, len(made.devices)
     answer.device_ids.extend(made.devices)
@@ -91,7 +93,7 @@ def _execute(session: Session, body: Any, response: Any) -> None:
         raise Status("INVALID_ARGUMENT", f"argument {i} of {made.name} has been deleted or donated")
     lost = session.slices.why_lost(made.devices) or next((e for a in arguments if (e := a.lost()) is not None), None)
     if lost is None:
-      shards = made.run(session.devices, arguments, kept)
+      shards = session.runtime.run(made, arguments, kept)
     else:
       shards = [[lost] * len(made.devices) for _ in made.outputs]
     results = [Array(output.spec, parts) for output, parts in zip(made.outputs, shards, strict=True)]

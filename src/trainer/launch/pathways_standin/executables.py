@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax._src.interpreters import mlir as jax_mlir
 from jaxlib import _jax
 from jaxlib.mlir import ir
 
 from trainer.launch.pathways_standin import dtypes
-from trainer.launch.pathways_standin.arrays import Array
 from trainer.launch.pathways_standin.devices import DEFAULT_MEMORY, Devices
 from trainer.launch.pathways_standin.messages import Messages
 from trainer.launch.pathways_standin.placement import Placement, Spec
@@ -41,31 +38,14 @@ class Executable:
     self.name, self.loaded, self.devices, self.outputs = name, loaded, devices, outputs
     self.donated = _donated(loaded.get_hlo_text().partition("\n")[0])
 
-  def run(self, devices: Devices, arguments: Sequence[Array], kept: frozenset[int]) -> list[list[jax.Array]]:
-    """Dispatches the program. Returns the shards of each result; they may not be ready yet.
 
-    kept: arguments that the program donates but the caller keeps.
-    """
-    joined = []
-    for i, array in enumerate(arguments):
-      if i in kept and i in self.donated:
-        assert all(isinstance(shard, jax.Array) for shard in array.shards)
-        copies = [devices.put(shard, d, array.memory) for shard, d in zip(array.shards, array.devices, strict=True)]
-        joined.append(devices.join(copies, array.devices, array.memory))
-      else:
-        joined.append(array.join(devices))
-    results = self.loaded.execute_sharded(joined)
-    return results.disassemble_into_single_device_arrays() if self.outputs else []
-
-
-def compile_program(messages: Messages, devices: Devices, program: Any, options: bytes) -> Executable:
-  """Compiles a program. program: a Serialized. options: a serialized XlaCompileOptionsProto. Raises Status."""
+def compile_program(messages: Messages, devices: Devices, program: Any, compile_options: Any) -> Executable:
+  """Compiles a program. program: a Serialized. compile_options: a CompileOptionsProto. Raises Status."""
   if not program.type_name.endswith(("::HloProgram", "::XlaProgram")):
     raise Status("UNIMPLEMENTED", f"programs of the type {program.type_name}")
-  compile_options = messages.ifrt("XlaCompileOptionsProto").FromString(options).compile_options
   chosen = _assigned(compile_options)
   with jax_mlir.make_ir_context() as context, ir.Location.unknown(context):
-    module = _parse(program.data, context)
+    module = parse(program.data, context)
     text = str(module) if b"callback" in program.data else ""
     if (call := _CALLBACK.search(text)) is not None:
       raise Status("UNIMPLEMENTED", f"host callbacks ({call[1]}): the function lives in the client's process")
@@ -90,7 +70,7 @@ def _assigned(compile_options: Any) -> tuple[int, ...]:
   return tuple(device for replica in replicas for device in replica)
 
 
-def _parse(artifact: bytes, context: Any) -> Any:
+def parse(artifact: bytes, context: Any) -> Any:
   """The module of a StableHLO portable artifact."""
   read = _jax.mlir.deserialize_portable_artifact
   if "context" in (read.__doc__ or ""):

@@ -15,9 +15,11 @@ from trainer import standin
 from trainer.launch.pathways_standin import array_requests, client_requests, executable_requests, messages
 from trainer.launch.pathways_standin.commands import CommandError, Commands
 from trainer.launch.pathways_standin.devices import Devices
+from trainer.launch.pathways_standin.runtime import Runtime
 from trainer.launch.pathways_standin.session import Session
 from trainer.launch.pathways_standin.slices import Slices
 from trainer.launch.pathways_standin.wire import INSECURE, Service
+from trainer.launch.pathways_standin.workers import WorkerRuntime
 
 _log = logging.getLogger(__name__)
 _HANDLERS = client_requests.HANDLERS | array_requests.HANDLERS | executable_requests.HANDLERS
@@ -26,13 +28,14 @@ _HANDLERS = client_requests.HANDLERS | array_requests.HANDLERS | executable_requ
 class Server:
   """A running server."""
 
-  def __init__(self, slices: int, devices_per_slice: int, device_kind: str, address: str) -> None:
+  def __init__(self, slices: int, devices_per_slice: int, device_kind: str, address: str, *, processes: bool) -> None:
     """address: as gRPC has it; port 0 chooses one. Raises RuntimeError if it is taken, StandinError for the folder."""
     known = messages.load()
     devices = Devices(slices, devices_per_slice, device_kind)
     self._slices = Slices(devices)
-    self._service = Service(known, lambda number: Session(number, known, devices, self._slices, _HANDLERS))
-    self.commands = Commands(self._slices, self._service)
+    runtime = WorkerRuntime(devices, self._slices.lock, self._slices.note_loss) if processes else Runtime(devices)
+    self._service = Service(known, lambda number: Session(number, known, runtime, self._slices, _HANDLERS))
+    self.commands = Commands(self._slices, runtime, self._service)
     chosen = self._service.start(address)
     self.address = f"grpc://{chosen}"
     self.control_path = standin.control_path(chosen)

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from trainer.launch.pathways_standin import arrays, status
-from trainer.launch.pathways_standin.devices import Devices
 from trainer.launch.pathways_standin.executables import Executable
 from trainer.launch.pathways_standin.host_buffers import HostBuffers
 from trainer.launch.pathways_standin.messages import Messages
+from trainer.launch.pathways_standin.runtime import Runtime
 from trainer.launch.pathways_standin.slices import Slices
 from trainer.launch.pathways_standin.status import Status
 
@@ -62,9 +62,10 @@ class Session:
   """Handles of one client, and the answers to its requests."""
 
   def __init__(
-    self, number: int, messages: Messages, devices: Devices, slices: Slices, handlers: dict[str, Handler]
+    self, number: int, messages: Messages, runtime: Runtime, slices: Slices, handlers: dict[str, Handler]
   ) -> None:
-    self.number, self.messages, self.devices, self.slices = number, messages, devices, slices
+    self.number, self.messages, self.runtime, self.slices = number, messages, runtime, slices
+    self.devices = runtime.devices
     self.store = slices.open_store()
     self.buffers = HostBuffers()
     self.executables: dict[int, Executable] = {}

@@ -152,6 +152,12 @@ class Slices:
       gate.open()  # whoever waits for the slice gets the error now
     return lost
 
+  def note_loss(self, slice_id: int, reason: str) -> None:
+    """A slice was lost without a command."""
+    with self.lock:
+      if slice_id not in self._down:
+        self.kill(slice_id, "DATA_LOSS", f"slice {slice_id} is down: {reason}")
+
   def _fail_running(self, slice_id: int, status: Status) -> int:
     """Fails the executions that still run on the slice, and those that need their results."""
     failed: set[int] = set()

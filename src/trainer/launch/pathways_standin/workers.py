@@ -1,0 +1,323 @@
+"""Slices as processes: the devices of a server whose slices can be killed like any process.
+
+The server keeps handles and routes data; a worker (worker.py) for each slice holds the data and computes. The server's
+own devices only compile programs, to describe them to clients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from jaxlib import _jax
+
+from trainer.launch.pathways_standin.arrays import Array, Shard
+from trainer.launch.pathways_standin.devices import Devices
+from trainer.launch.pathways_standin.executables import Executable
+from trainer.launch.pathways_standin.runtime import Runtime
+from trainer.launch.pathways_standin.status import Status, from_error
+from trainer.launch.ports import free_port
+
+_JOIN_SECONDS = 60.0
+# Without a heartbeat: the server notices a lost worker by its connection, and XLA would end the other workers.
+FOREVER_SECONDS = 1_000_000
+
+
+class Operation:
+  """A program that runs on some slices and may not have ended."""
+
+  def __init__(self, slices: frozenset[int]) -> None:
+    self.slices, self._left = slices, set(slices)
+    self.error: Status | None = None
+    self.ended = threading.Event()
+
+  def end(self, slice_id: int) -> None:
+    self._left.discard(slice_id)
+    if not self._left:
+      self.ended.set()
+
+  def fail(self, error: Status) -> None:
+    self.error = self.error or error
+    self.ended.set()
+
+
+class RemoteShard:
+  """A shard in a worker. It has those methods of a JAX array that the server uses."""
+
+  def __init__(self, worker: Worker, shape: tuple[int, ...], operation: Operation | None) -> None:
+    """operation: computes it; None: it is there when the worker has handled the message that makes it."""
+    self.worker, self.shape, self.operation = worker, shape, operation
+    self.key = next(worker.keys)
+    self.donated = False
+
+  def __del__(self) -> None:
+    if not self.worker.ended:
+      self.worker.free(self.key)
+
+  def is_deleted(self) -> bool:
+    return self.donated
+
+  def is_ready(self) -> bool:
+    return self.operation is None or self.operation.ended.is_set()
+
+  def block_until_ready(self) -> RemoteShard:
+    """Raises Status if its computation failed."""
+    if self.operation is not None:
+      self.operation.ended.wait()
+      if self.operation.error is not None:
+        raise self.operation.error
+    return self
+
+  def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    self.block_until_ready()
+    return self.worker.fetch(self.key)
+
+
+class Worker:
+  """The process of a slice, seen from the server. Sending never blocks."""
+
+  def __init__(self, slice_id: int, lost: Callable[[Worker], None]) -> None:
+    """lost: called in a thread of its own when the process has ended."""
+    self.slice_id, self.keys = slice_id, itertools.count(1)
+    self.sent: set[int] = set()  # numbers of the programs that it has
+    self.ended = False
+    self.gone = threading.Event()  # the process has ended, and everybody knows
+    self._lost = lost
+    self._operations: dict[int, Operation] = {}
+    self._requests: dict[int, queue.SimpleQueue[Any]] = {}
+    self._numbers = itertools.count(1)
+    self._out: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+    self._lock = threading.Lock()
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "trainer.launch.pathways_standin.worker", str(theirs.fileno())]
+    self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    theirs.close()
+    self._connection = Connection(ours.detach())
+    for target in (self._send_all, self._receive_all):
+      threading.Thread(target=target, name=f"standin-slice-{slice_id}", daemon=True).start()
+
+  def send(self, *message: Any) -> None:
+    self._out.put(message)
+
+  def free(self, key: int) -> None:
+    """May be called by the garbage collector, in any thread."""
+    self._out.put(("free", [key]))
+
+  def fetch(self, key: int) -> np.ndarray:
+    """The value of a shard. Raises Status."""
+    found, error = self.ask("get", key)
+    if error:
+      raise from_error(RuntimeError(error))
+    value: np.ndarray = found
+    return value
+
+  def ask(self, name: str, *arguments: Any) -> tuple[Any, str]:
+    """Sends a message with a new number, and waits for the answer (value, error). Raises Status if the worker ends."""
+    number, answer = next(self._numbers), queue.SimpleQueue[Any]()
+    with self._lock:
+      self._requests[number] = answer
+    if self.ended:
+      answer.put((None, self._gone()))
+    self.send(name, number, *arguments)
+    found: tuple[Any, str] = answer.get()
+    with self._lock:
+      self._requests.pop(number, None)
+    return found
+
+  def begin(self, operation: Operation) -> int:
+    """The number of an operation for messages to this worker."""
+    number = next(self._numbers)
+    with self._lock:
+      self._operations[number] = operation
+    return number
+
+  def operations(self) -> list[Operation]:
+    """Those that have not ended here."""
+    with self._lock:
+      return list(self._operations.values())
+
+  def _gone(self) -> str:
+    return f"DATA_LOSS: slice {self.slice_id} is down: its worker process {self.process.pid} has ended"
+
+  def _send_all(self) -> None:
+    """Thread."""
+    with contextlib.suppress(OSError):
+      while (message := self._out.get()) is not None:
+        self._connection.send(message)
+
+  def _receive_all(self) -> None:
+    """Thread: handles what the worker sends, until it ends."""
+    with contextlib.suppress(EOFError, OSError):
+      while True:
+        name, number, *rest = self._connection.recv()
+        if name == "ended":
+          with self._lock:
+            operation = self._operations.pop(number)
+          if rest[0]:
+            operation.fail(from_error(RuntimeError(rest[0])))
+          operation.end(self.slice_id)
+        else:
+          with self._lock:
+            request = self._requests.get(number)
+          if request is not None:
+            request.put(tuple(rest) or (None, ""))
+    self.ended = True
+    self.process.wait()
+    with self._lock:
+      operations, self._operations = list(self._operations.values()), {}
+      requests = list(self._requests.values())
+    for request in requests:
+      request.put((None, self._gone()))
+    for operation in operations:
+      operation.fail(from_error(RuntimeError(self._gone())))
+    self._out.put(None)
+    self._lost(self)
+    self.gone.set()
+
+
+@dataclasses.dataclass
+class _Program:
+  number: int
+  artifact: bytes
+  options: bytes
+  shard_shapes: list[tuple[int, ...]]  # of each result
+
+
+class WorkerRuntime(Runtime):
+  """Shards are in the workers. All methods are called with the lock of the slices, except where they say otherwise."""
+
+  def __init__(self, devices: Devices, lock: threading.RLock, note_loss: Callable[[int, str], None]) -> None:
+    """note_loss(slice, reason): called when a worker has ended."""
+    super().__init__(devices)
+    self._note_loss, self._lock = note_loss, lock
+    self._workers: dict[int, Worker] = {}  # of the slices that are up
+    self._nodes: dict[int, int] = {}  # slice -> its node in the world
+    self._services: list[Any] = []  # of all worlds: an old client must not miss its service
+    self._programs: weakref.WeakKeyDictionary[Executable, _Program] = weakref.WeakKeyDictionary()
+    self._numbers = itertools.count(1)
+    self._start(range(devices.slices))
+
+  # ---- the world
+
+  def _start(self, slices: Iterable[int]) -> None:
+    """Starts workers, and forms a world of them and the workers that are up. Called without the lock."""
+    started = {s: Worker(s, self._when_lost) for s in slices}
+    for worker in started.values():
+      worker.ask("hello")
+    with self._lock:
+      self._workers.update(started)
+      self._form_world()
+
+  def _form_world(self) -> None:
+    workers = [self._workers[s] for s in sorted(self._workers)]
+    for operation in {operation for worker in workers for operation in worker.operations()}:
+      if len(operation.slices) > 1:  # it may wait for a lost worker for ever
+        operation.fail(Status("DATA_LOSS", f"the slices changed during a program on {sorted(operation.slices)}"))
+    if not workers:
+      return
+    address = f"127.0.0.1:{free_port()}"
+    service = _jax.get_distributed_runtime_service(
+      address, len(workers), heartbeat_timeout=FOREVER_SECONDS, shutdown_timeout=1, recoverable=True
+    )
+    self._services.append(service)
+    joins = []
+    for node, worker in enumerate(workers):
+      worker.sent.clear()
+      self._nodes[worker.slice_id] = node
+      arguments = ("join", address, node, len(workers), self.devices.per_slice, FOREVER_SECONDS)
+      joins.append(threading.Thread(target=worker.ask, args=arguments, daemon=True))
+      joins[-1].start()
+    deadline = time.monotonic() + _JOIN_SECONDS
+    for join in joins:
+      join.join(max(0.0, deadline - time.monotonic()))
+
+  def _when_lost(self, worker: Worker) -> None:
+    """Called in a thread of the worker, without the lock."""
+    with self._lock:
+      if self._workers.get(worker.slice_id) is worker:
+        del self._workers[worker.slice_id]
+        self._note_loss(worker.slice_id, f"its process {worker.process.pid} has ended")
+        self._form_world()
+
+  def describe(self, slice_id: int) -> dict[str, Any]:
+    worker = self._workers.get(slice_id)
+    return {"pid": None if worker is None else worker.process.pid}
+
+  def shut_down(self, slice_id: int) -> None:
+    """Kills the worker. Called without the lock."""
+    worker = self._workers.get(slice_id)
+    if worker is not None:
+      worker.process.kill()
+      worker.gone.wait()
+
+  def start_up(self, slice_id: int) -> None:
+    """Called without the lock."""
+    if slice_id not in self._workers:
+      self._start([slice_id])
+
+  # ---- shards and programs
+
+  def put(self, value: Any, device: int, memory: str) -> Shard:
+    slice_id, position = divmod(device, self.devices.per_slice)
+    worker = self._workers[slice_id]
+    if isinstance(value, RemoteShard) and value.worker is worker:
+      shard = RemoteShard(worker, value.shape, value.operation)
+      worker.send("copy", shard.key, value.key, position, memory)
+      return shard
+    try:
+      found = np.asarray(value)
+    except Status as error:
+      return error
+    shard = RemoteShard(worker, found.shape, None)
+    worker.send("put", shard.key, found, position, memory)
+    return shard
+
+  def prepare(self, executable: Executable, program: bytes, options: bytes) -> None:
+    """Called without the lock."""
+    shapes = []
+    for output in executable.outputs:
+      part = output.spec.placement.parts(self.devices, output.spec.shape)[0]
+      shapes.append(tuple(len(range(n)[s]) for s, n in zip(part, output.spec.shape, strict=True)))
+    number = next(self._numbers)
+    self._programs[executable] = _Program(number, program, options, shapes)
+    weakref.finalize(executable, self._forget, number)
+
+  def _forget(self, number: int) -> None:
+    for worker in list(self._workers.values()):
+      worker.send("forget", number)
+
+  def run(self, executable: Executable, arguments: Sequence[Array], kept: frozenset[int]) -> list[list[Shard]]:
+    slices = [self.devices.slice_of(device) for device in executable.devices]
+    for array in arguments:
+      for shard in array.shards:
+        if shard.operation is not None and (error := shard.operation.error) is not None:
+          return [[error] * len(slices) for _ in executable.outputs]
+    operation = Operation(frozenset(slices))
+    program = self._programs[executable]
+    results = [[RemoteShard(self._workers[s], shape, operation) for s in slices] for shape in program.shard_shapes]
+    for slice_id in sorted(operation.slices):
+      worker = self._workers[slice_id]
+      if program.number not in worker.sent:
+        places = [(self._nodes[self.devices.slice_of(d)], d % self.devices.per_slice) for d in executable.devices]
+        worker.send("compile", program.number, program.artifact, program.options, places)
+        worker.sent.add(program.number)
+      own = [i for i, s in enumerate(slices) if s == slice_id]
+      given = [[array.shards[i].key for i in own] for array in arguments]
+      made = [[shards[i].key for i in own] for shards in results]
+      worker.send("execute", worker.begin(operation), program.number, given, sorted(kept & executable.donated), made)
+    for i in executable.donated - kept:
+      for shard in arguments[i].shards:
+        shard.donated = True
+    return results

@@ -27,11 +27,13 @@ _MOST_GROWTH = 200  # bytes of resident memory for each dispatch, in the second 
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("what", choices=["conformance", "faults", "leak", "leak-client"])
+  parser.add_argument("--processes", action="store_true", help="a server with a process for each slice")
   parser.add_argument("--dispatches", type=int, default=100_000)
   options = parser.parse_args()
   if options.what == "leak-client":
     return _dispatch(options.dispatches)
-  server = start_standin(2, 2, "TPU v5 lite")
+  arguments = ("--port", "0", *(["--processes"] if options.processes else []))
+  server = start_standin(2, 2, "TPU v5 lite", arguments=arguments)
   try:
     if options.what == "leak":
       return _measure(server, options.dispatches)

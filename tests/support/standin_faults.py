@@ -26,12 +26,19 @@ from pathwaysutils.elastic import elastic
 from trainer import standin
 
 SCENARIOS = {}
+PROCESS_SCENARIOS = {}
 DATA_LOSS = "DATA_LOSS: slice 1 is down"
 
 
 def scenario(function):
   """Registers a scenario. All slices work before and after it."""
   SCENARIOS[function.__name__] = function
+  return function
+
+
+def scenario_of_processes(function):
+  """Registers a scenario for servers with a process for each slice."""
+  PROCESS_SCENARIOS[function.__name__] = function
   return function
 
 
@@ -57,7 +64,7 @@ class Setup:
     return standin.send(self.control_path, [str(word) for word in words])
 
   def worker(self, slice_id):
-    """The id of the process of a slice; None if the server has no such processes."""
+    """The id of the process of a slice; None if it has none."""
     return self.control("status")["slices"][slice_id].get("pid")
 
   def wait_until(self, condition):
@@ -302,11 +309,9 @@ def no_leak(s):
   assert held() == before
 
 
-@scenario
+@scenario_of_processes
 def a_worker_that_a_signal_kills(s):
-  """Only of a server with a process for each slice."""
-  if (pid := s.worker(1)) is None:
-    return
+  pid = s.worker(1)
   kept, lost = s.put(s.living), s.put(s.dying)
   jax.block_until_ready((kept, lost))
   os.kill(pid, signal.SIGKILL)
@@ -320,10 +325,9 @@ def a_worker_that_a_signal_kills(s):
   np.testing.assert_array_equal(jax.device_put(kept, s.everywhere), s.value)
 
 
-@scenario
+@scenario_of_processes
 def a_worker_that_is_killed_in_a_collective(s):
-  if (pid := s.worker(1)) is None:
-    return
+  pid = s.worker(1)
   kept = s.put(s.living)
   specs = {"mesh": s.everywhere.mesh, "in_specs": PartitionSpec("a"), "out_specs": PartitionSpec("a")}
   total = jax.shard_map(lambda x: jax.lax.psum(x, "a") * 0.25, **specs, check_vma=False)
@@ -340,10 +344,9 @@ def a_worker_that_is_killed_in_a_collective(s):
   fails(lambda: np.asarray(running), "DATA_LOSS")
 
 
-@scenario
+@scenario_of_processes
 def a_worker_that_is_stopped(s):
-  if (pid := s.worker(1)) is None:
-    return
+  pid = s.worker(1)
   x, y = s.put(s.dying), s.put(s.living)
   jax.block_until_ready((x, y))
   os.kill(pid, signal.SIGSTOP)
@@ -367,9 +370,10 @@ def a_dropped_connection(s):
 def main(control_path, *names):
   setup = Setup(control_path)
   report = {}
-  for name in names or SCENARIOS:
+  chosen = SCENARIOS if setup.worker(0) is None else PROCESS_SCENARIOS | SCENARIOS
+  for name in names or chosen:
     try:
-      SCENARIOS[name](setup)
+      chosen[name](setup)
       report[name] = ""
     except (Exception, pytest.fail.Exception):  # noqa: BLE001 -- reported
       report[name] = traceback.format_exc()

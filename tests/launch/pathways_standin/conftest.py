@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +37,10 @@ def run_client(server: Standin, module: str, *arguments: str, platforms: str = "
   result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
   assert result.returncode == 0, result.stderr[-4000:]
   return json.loads(result.stdout.splitlines()[-1])
+
+
+def is_running(pid: int) -> bool:
+  """Whether the process exists and has not ended."""
+  with contextlib.suppress(OSError):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+  return False

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
-from tests.launch.pathways_standin.conftest import run_client
+from tests.launch.pathways_standin.conftest import is_running, run_client
 from tests.support import standin_conformance, standin_faults
+
+from trainer.standin import start_standin
 
 # All of them take a minute of CPU time: `python -m end_to_end.standin` runs them.
 CHOSEN = (
@@ -34,3 +38,27 @@ def faults(server):
 @pytest.mark.parametrize("name", standin_faults.SCENARIOS)
 def test_a_scenario_of_faults(faults, name):
   assert faults[name] == ""
+
+
+# The others take longer than without processes: every return of a slice is the start of a process.
+OF_PROCESSES = (*standin_faults.PROCESS_SCENARIOS, "a_killed_slice", "no_leak")
+
+
+@pytest.fixture(scope="module")
+def faults_of_processes(tmp_path_factory):
+  with open(tmp_path_factory.mktemp("workers") / "log", "w") as log:
+    running = start_standin(2, 2, arguments=("--port", "0", "--processes"), log=log)
+    try:
+      yield run_client(running, "tests.support.standin_faults", running.control_path, *OF_PROCESSES)
+      workers = [entry["pid"] for entry in running.control("status")["slices"]]
+    finally:
+      running.close()
+  deadline = time.monotonic() + 30
+  while any(map(is_running, workers)) and time.monotonic() < deadline:
+    time.sleep(0.05)
+  assert len(workers) == 2 and not any(map(is_running, workers))
+
+
+@pytest.mark.parametrize("name", OF_PROCESSES)
+def test_a_scenario_of_faults_of_processes(faults_of_processes, name):
+  assert faults_of_processes[name] == ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import signal
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from tests.launch.pathways_standin.conftest import is_running
 
 from trainer import standin
 from trainer.launch.pathways_standin import messages as messages_lib
@@ -244,17 +244,10 @@ def test_the_server_ends_with_a_killed_parent(tmp_path):
     assert standin.send(path, ["status"])["planned"] == ["at 1000 kill 0"]
     parent.send_signal(signal.SIGKILL)
   deadline = time.monotonic() + 30
-  while running(int(pid)) and time.monotonic() < deadline:
+  while is_running(int(pid)) and time.monotonic() < deadline:
     time.sleep(0.05)
-  assert not running(int(pid))
+  assert not is_running(int(pid))
   assert not Path(path).exists()
-
-
-def running(pid: int) -> bool:
-  """Whether the process exists and has not ended."""
-  with contextlib.suppress(OSError):
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-  return False
 
 
 def test_exit_ends_the_server_at_once_and_a_taken_port_is_an_error(server, tmp_path):

@@ -30,7 +30,8 @@ from trainer.launch.pathways_standin.executables import parse
 from trainer.launch.pathways_standin.runtime import join_shards
 
 _POLL_SECONDS = 0.001
-_JOIN_SECONDS = 30
+_JOIN_SECONDS = 10  # that a worker waits for the others; one of them may be lost meanwhile
+_PARENT_SECONDS = 1.0  # between two looks whether the server still exists
 
 
 class Worker:
@@ -66,10 +67,26 @@ class Worker:
 
   def hello(self, number: int) -> None:
     """Answers when this process is ready to join a world."""
-    self._send("hello", number)
+    self._send("hello", number, None, "")
 
   def join(self, number: int, address: str, node: int, nodes: int, per_slice: int, heartbeat_seconds: int) -> None:
-    """Forms world `number` with the other workers, as node `node`."""
+    """Forms a world with the other workers, as node `node`. Answers with an error if one of them does not come."""
+    try:
+      made = self._connect(address, node, nodes, per_slice, heartbeat_seconds)
+    except jax.errors.JaxRuntimeError as error:
+      self._send("joined", number, None, str(error))
+      return
+    by_process: dict[int, list[jax.Device]] = {}
+    for device in sorted(made.devices(), key=lambda device: device.id):
+      by_process.setdefault(device.process_index, []).append(device)
+    self._devices, self._node = [by_process[process] for process in sorted(by_process)], node
+    self._loaded.clear()
+    with self._more:  # the server has given up the programs that had peers in the old world
+      self._pending = [entry for entry in self._pending if not entry[2]]
+    self._send("joined", number, None, "")
+
+  def _connect(self, address: str, node: int, nodes: int, per_slice: int, heartbeat_seconds: int) -> Any:
+    """A client of XLA in a new world."""
     client = _jax.get_distributed_runtime_client(
       address,
       node,
@@ -85,14 +102,7 @@ class Worker:
       distributed_client=client, node_id=node, num_nodes=nodes, collectives=collectives, num_devices=per_slice
     )
     self._worlds.append((client, collectives, made))
-    by_process: dict[int, list[jax.Device]] = {}
-    for device in sorted(made.devices(), key=lambda device: device.id):
-      by_process.setdefault(device.process_index, []).append(device)
-    self._devices, self._node = [by_process[process] for process in sorted(by_process)], node
-    self._loaded.clear()
-    with self._more:  # the server has given up the programs that had peers in the old world
-      self._pending = [entry for entry in self._pending if not entry[2]]
-    self._send("joined", number)
+    return made
 
   def put(self, key: int, value: np.ndarray, position: int, memory: str) -> None:
     """A shard with a copy of the value on the device with this position in the slice."""
@@ -188,10 +198,12 @@ class Worker:
     return self._loaded[number], chosen
 
   def _report_ends(self) -> None:
-    """Thread: tells the server when operations have ended."""
+    """Thread: tells the server when operations have ended. Ends the process if the server was killed."""
+    server = os.getppid()
     while True:
       with self._more:
-        self._more.wait_for(lambda: self._pending)
+        if not self._more.wait_for(lambda: self._pending, _PARENT_SECONDS) and os.getppid() != server:
+          os._exit(1)  # the thread of the messages may wait in XLA for ever
         ended = [entry for entry in self._pending if all(s.is_deleted() or s.is_ready() for s in entry[1])]
         self._pending = [entry for entry in self._pending if entry not in ended]
       for operation, results, _ in ended:

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
@@ -30,7 +29,6 @@ from trainer.launch.pathways_standin.runtime import Runtime
 from trainer.launch.pathways_standin.status import Status, from_error
 from trainer.launch.ports import free_port
 
-_JOIN_SECONDS = 60.0
 # Without a heartbeat: the server notices a lost worker by its connection, and XLA would end the other workers.
 FOREVER_SECONDS = 1_000_000
 
@@ -38,18 +36,23 @@ FOREVER_SECONDS = 1_000_000
 class Operation:
   """A program that runs on some slices and may not have ended."""
 
-  def __init__(self, slices: frozenset[int]) -> None:
-    self.slices, self._left = slices, set(slices)
+  def __init__(self, number: int, slices: frozenset[int], inputs: Iterable[Operation]) -> None:
+    """number: larger than of earlier operations. inputs: it needs their results."""
+    self.number, self.slices, self._left = number, slices, set(slices)
     self.error: Status | None = None
-    self.ended = threading.Event()
+    self.ended: threading.Event = threading.Event()
+    self.inputs = tuple(operation for operation in inputs if not operation.ended.is_set())
 
   def end(self, slice_id: int) -> None:
+    """The part of a slice has ended."""
     self._left.discard(slice_id)
     if not self._left:
+      self.inputs = ()
       self.ended.set()
 
   def fail(self, error: Status) -> None:
-    self.error = self.error or error
+    """It will never end, or ended with an error."""
+    self.error, self.inputs = self.error or error, ()
     self.ended.set()
 
 
@@ -102,7 +105,10 @@ class Worker:
     self._lock = threading.Lock()
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "trainer.launch.pathways_standin.worker", str(theirs.fileno())]
-    self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    # A process group of its own: Ctrl-C reaches the server only. Gloo writes to the standard output.
+    self.process = subprocess.Popen(
+      command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, process_group=0
+    )
     theirs.close()
     self._connection = Connection(ours.detach())
     for target in (self._send_all, self._receive_all):
@@ -172,7 +178,7 @@ class Worker:
           with self._lock:
             request = self._requests.get(number)
           if request is not None:
-            request.put(tuple(rest) or (None, ""))
+            request.put(tuple(rest))
     self.ended = True
     self.process.wait()
     with self._lock:
@@ -221,27 +227,35 @@ class WorkerRuntime(Runtime):
       self._form_world()
 
   def _form_world(self) -> None:
-    workers = [self._workers[s] for s in sorted(self._workers)]
-    for operation in {operation for worker in workers for operation in worker.operations()}:
-      if len(operation.slices) > 1:  # it may wait for a lost worker for ever
+    """Connects the workers that run. Repeated if one is lost meanwhile."""
+    operations = {operation for worker in self._workers.values() for operation in worker.operations()}
+    for operation in sorted(operations, key=lambda operation: operation.number):
+      # It may wait for a lost worker for ever, and so may everything that needs its results.
+      if len(operation.slices) > 1 or any(needed.error is not None for needed in operation.inputs):
         operation.fail(Status("DATA_LOSS", f"the slices changed during a program on {sorted(operation.slices)}"))
-    if not workers:
-      return
+    while workers := [self._workers[s] for s in sorted(self._workers) if not self._workers[s].ended]:
+      if self._connect(workers):
+        return
+
+  def _connect(self, workers: list[Worker]) -> bool:
+    """Connects the workers to each other. Returns whether all of them succeeded."""
     address = f"127.0.0.1:{free_port()}"
     service = _jax.get_distributed_runtime_service(
       address, len(workers), heartbeat_timeout=FOREVER_SECONDS, shutdown_timeout=1, recoverable=True
     )
     self._services.append(service)
+    answers: list[str] = []
     joins = []
     for node, worker in enumerate(workers):
       worker.sent.clear()
       self._nodes[worker.slice_id] = node
       arguments = ("join", address, node, len(workers), self.devices.per_slice, FOREVER_SECONDS)
-      joins.append(threading.Thread(target=worker.ask, args=arguments, daemon=True))
+      ask = lambda worker=worker, arguments=arguments: answers.append(worker.ask(*arguments)[1])
+      joins.append(threading.Thread(target=ask, daemon=True))
       joins[-1].start()
-    deadline = time.monotonic() + _JOIN_SECONDS
     for join in joins:
-      join.join(max(0.0, deadline - time.monotonic()))
+      join.join()
+    return not any(answers)
 
   def _when_lost(self, worker: Worker) -> None:
     """Called in a thread of the worker, without the lock."""
@@ -300,13 +314,16 @@ class WorkerRuntime(Runtime):
 
   def run(self, executable: Executable, arguments: Sequence[Array], kept: frozenset[int]) -> list[list[Shard]]:
     slices = [self.devices.slice_of(device) for device in executable.devices]
-    for array in arguments:
-      for shard in array.shards:
-        if shard.operation is not None and (error := shard.operation.error) is not None:
-          return [[error] * len(slices) for _ in executable.outputs]
-    operation = Operation(frozenset(slices))
+    given: list[list[Any]] = [array.shards for array in arguments]
+    needed = {shard.operation for shards in given for shard in shards if shard.operation is not None}
+    for operation in needed:
+      if operation.error is not None:
+        return [[operation.error] * len(slices) for _ in executable.outputs]
+    operation = Operation(next(self._numbers), frozenset(slices), needed)
     program = self._programs[executable]
-    results = [[RemoteShard(self._workers[s], shape, operation) for s in slices] for shape in program.shard_shapes]
+    results: list[list[Any]] = [
+      [RemoteShard(self._workers[s], shape, operation) for s in slices] for shape in program.shard_shapes
+    ]
     for slice_id in sorted(operation.slices):
       worker = self._workers[slice_id]
       if program.number not in worker.sent:
@@ -314,10 +331,10 @@ class WorkerRuntime(Runtime):
         worker.send("compile", program.number, program.artifact, program.options, places)
         worker.sent.add(program.number)
       own = [i for i, s in enumerate(slices) if s == slice_id]
-      given = [[array.shards[i].key for i in own] for array in arguments]
+      keys = [[shards[i].key for i in own] for shards in given]
       made = [[shards[i].key for i in own] for shards in results]
-      worker.send("execute", worker.begin(operation), program.number, given, sorted(kept & executable.donated), made)
+      worker.send("execute", worker.begin(operation), program.number, keys, sorted(kept & executable.donated), made)
     for i in executable.donated - kept:
-      for shard in arguments[i].shards:
+      for shard in given[i]:
         shard.donated = True
     return results

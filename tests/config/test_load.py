@@ -223,7 +223,10 @@ def test_unknown_keys_get_the_nearest_name(write):
     ("elastic_enabled=yes", "must be true or false"),
     ("attention=flsh", "Did you mean flash? Choices: autoselected, dot_product, flash"),
     ("remat_policy=minimal_wth_context", "Did you mean minimal_with_context?"),
-    ("dataset_type=hf", "with dataset_type=text dataset_path=FOLDER.\nChoices: synthetic, text, grain, tfds"),
+    (
+      "dataset_type=c4_mlperf",
+      "with dataset_type=text dataset_path=FOLDER.\nChoices: synthetic, text, grain, tfds, hf",
+    ),
     ("opt_type=adaw", "Did you mean adamw?"),
   ],
 )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import math
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
+from end_to_end import data_histories
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +19,6 @@ from trainer.config.load import load as config_load
 from trainer.config.schema import DataSection
 from trainer.data import Loader, check, make_loader
 from trainer.data.schedule import Schedule, shares
-from trainer.elastic import batch_plan
 
 LENGTH, VOCAB = 8, 400_000
 
@@ -212,7 +210,7 @@ def test_a_damaged_record_names_the_source(tmp_path, files):
       {"weight": 1, "dataset_type": "text", "path": "web"},
       "grain_train_files is not a key of a source with dataset_type=t",
     ),
-    ({"weight": 1, "dataset_type": "synthetic"}, "Choices in this file: grain, text, tfds"),
+    ({"weight": 1, "dataset_type": "synthetic"}, "Choices in this file: grain, text, tfds, hf"),
     ({"weight": 1, "dataset_type": "hf"}, "dataset_type has no such value"),
     ({"weight": 1, "path": "gone"}, "'gone' has no files"),
     ({"weight": 1, "path": "code"}, "code and web have the same data"),
@@ -306,83 +304,17 @@ def test_a_phase_without_any_weight_is_refused(tmp_path, files):
 # ---- any history
 
 
-SIZES = {"web": 1000, "code": 200, "maths": 30}
-
-
 @pytest.fixture(scope="module")
-def corpora(tmp_path_factory) -> tuple[Path, dict[str, str]]:
-  """(folder, file of each source). Documents have 1 to 19 tokens, and every token occurs once."""
-  folder, paths = tmp_path_factory.mktemp("mixture"), {}
-  for number, (name, size) in enumerate(SIZES.items(), 1):
-    lines = [
-      json.dumps({"text": [100_000 * number + 20 * n + place for place in range(1 + n * 7 % 19)]}) for n in range(size)
-    ]
-    paths[name] = str(folder / f"{name}.jsonl")
-    Path(paths[name]).write_text("\n".join(lines))
-  return folder, paths
+def corpora(tmp_path_factory) -> Path:
+  folder = tmp_path_factory.mktemp("histories")
+  data_histories.write_sources(folder)
+  return folder
 
 
-@st.composite
-def histories(draw):
-  """(sources, packing, slices, steps, [(first step of a process, slices alive, hosts), ..])."""
-  names = draw(st.lists(st.sampled_from(list(SIZES)), min_size=1, max_size=3, unique=True))
-  changes = st.dictionaries(st.integers(1, 20), st.integers(0, 9), max_size=2)
-  sources = {name: {"weight": str(draw(st.integers(1, 9)))} for name in names}
-  for name in names[1:]:  # the first source always has a weight
-    sources[name]["weight"] += "".join(f", {weight} @ {step}" for step, weight in sorted(draw(changes).items()))
-  for name in names[1:]:
-    if draw(st.booleans()):
-      sources[name]["epochs"] = draw(st.sampled_from([0.3, 1, 2.5]))
-  slices, steps = draw(st.integers(1, 4)), draw(st.integers(1, 25))
-  starts = [0, *sorted(draw(st.lists(st.integers(0, steps), max_size=4)))]
-  processes = [(start, draw(st.integers(1, slices)), draw(st.integers(1, 3))) for start in starts]
-  return sources, draw(st.sampled_from(["split", "best_fit", "none"])), slices, steps, processes
-
-
-def rows_of(loader: Loader, step: int, rows: np.ndarray) -> dict[int, bytes]:
-  """Row of the global batch -> its content, of the rows that are not padding."""
-  batch = loader.batch(step, rows)
-  contents = [b"".join(field[place].tobytes() for field in batch) for place in range(len(rows))]
-  return {int(row): content for row, content in zip(rows, contents) if row >= 0}
-
-
-@settings(deadline=None, max_examples=60)
-@given(history=histories())
+@settings(deadline=None, max_examples=40)
+@given(history=data_histories.histories())
 def test_any_history_gives_the_order_of_the_undisturbed_run(corpora, history):
-  sources, packing, slices, steps, processes = history
-  folder, files = corpora
-  sources = {name: entry | {"path": files[name]} for name, entry in sources.items()}
-  batch = 3 * slices
-  start = functools.partial(load, folder, sources, batch, packing=packing)
-  whole = start()
-  undisturbed = [rows_of(whole, step, np.arange(batch)) for step in range(steps)]
-  cursor = None
-  for (first, alive, hosts), last in zip(processes, [first for first, *_ in processes[1:]] + [steps]):
-    loader = start()
-    if cursor is not None:
-      loader.resume(first, cursor["next_example"], cursor["mixture"], same=True)
-    rows = batch_plan.plan(slices, alive, 1, 3).rows.reshape(-1)
-    for step in range(first, last):
-      found = {}
-      for own in np.array_split(rows, hosts):
-        found |= rows_of(loader, step, own)
-      assert found == undisturbed[step], step
-    cursor = json.loads(json.dumps(loader.cursor(last)))
-  contents = Counter(content for rows in undisturbed for content in rows.values())
-  for number, name in enumerate(SIZES, 1):
-    own = {content: count for content, count in contents.items() if source_of(content) == number}
-    total = cursor["mixture"]["members"].get(name, {"count": 0})["count"]
-    assert sum(own.values()) == total
-    if own:
-      alone = load(folder, {name: {"weight": 1, "path": files[name]}}, packing=packing)
-      epochs = total / alone._source._members[0].source.num_examples
-      assert max(own.values()) <= math.ceil(epochs)  # an example returns only in another epoch
-      assert epochs < 1 or len(own) == alone._source._members[0].source.num_examples
-
-
-def source_of(content: bytes) -> int:
-  """The source that the first token of an example names."""
-  return int(np.frombuffer(content[:4], np.int32)[0]) // 100_000
+  data_histories.check_history(corpora, history)
 
 
 MANY = """

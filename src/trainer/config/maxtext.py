@@ -284,7 +284,7 @@ _KEYS: tuple[tuple[str, str], ...] = (
 
 # Of keys that both programs have: MaxText's values that this program lacks, and what to do.
 _VALUES: dict[str, tuple[tuple[str, str], ...]] = {
-  "dataset_type": (("hf olmo_grain c4_mlperf", _FILES),),
+  "dataset_type": (("olmo_grain c4_mlperf", _FILES),),
   "grain_file_type": (("tfrecord", "Convert the files to ArrayRecord or Parquet once."),),
   "packing": (("true True", "Use packing=split or best_fit."), ("false False", "Use packing=none.")),
   "attention": (

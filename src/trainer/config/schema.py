@@ -218,13 +218,13 @@ class ModelSection(Section):
 class DataSection(Section):
   """The training and evaluation data. A batch is a pure function of (seed, step)."""
 
-  dataset_type: Literal["synthetic", "text", "grain", "tfds"] = Field(
+  dataset_type: Literal["synthetic", "text", "grain", "tfds", "hf"] = Field(
     "text",
-    description="synthetic: random tokens. text: local files of text. grain: ArrayRecord, Parquet or JSONL files. tfds: a dataset that TensorFlow Datasets has prepared. Except for synthetic, documents are tokenised and packed once, and cached.",
+    description="synthetic: random tokens. text: local files of text. grain: ArrayRecord, Parquet or JSONL files. tfds: a dataset that TensorFlow Datasets has prepared. hf: a folder that Hugging Face datasets has saved with save_to_disk. Except for synthetic, documents are tokenised and packed once, and cached.",
   )
   dataset_path: str = Field(
     "",
-    description="dataset_type=text: a file, or a folder of .txt .md .py .jsonl files. Empty: the sources of the Python standard library. dataset_type=tfds: the folder with dataset_info.json.",
+    description="dataset_type=text: a file, or a folder of .txt .md .py .jsonl files. Empty: the sources of the Python standard library. dataset_type=tfds: the folder with dataset_info.json. dataset_type=hf: the folder with dataset_dict.json or state.json.",
   )
   eval_dataset_path: str = Field(
     "",
@@ -260,8 +260,10 @@ class DataSection(Section):
     "text",
     description="Column of Parquet, field of JSONL, feature of tf.train.Example and TFDS with the documents, in training and evaluation. Strings are tokenised. Lists of integers are token ids and stay as they are.",
   )
-  train_split: str = Field("train", description="dataset_type=tfds: name of the split to train on.")
-  eval_split: str = Field("", description="dataset_type=tfds: name of the split for evaluation. Empty: no evaluation.")
+  train_split: str = Field("train", description="dataset_type=tfds or hf: name of the split to train on.")
+  eval_split: str = Field(
+    "", description="dataset_type=tfds or hf: name of the split for evaluation. Empty: no evaluation."
+  )
   eval_fraction: Fraction = Field(
     0.05,
     description="Share of the training text that is held out for evaluation if eval_dataset_path is empty: files, and parts of large files, spread evenly over the text.",
@@ -299,7 +301,8 @@ class DataSection(Section):
   @property
   def names_eval_data(self) -> bool:
     """Whether a key names data for evaluation. Other text may be held out, and random tokens have no end."""
-    keys = {"text": self.eval_dataset_path, "grain": self.grain_eval_files, "tfds": self.eval_split}
+    keys = {"text": self.eval_dataset_path, "grain": self.grain_eval_files}
+    keys |= {"tfds": self.eval_split, "hf": self.eval_split}
     return bool(keys.get(self.dataset_type))
 
 

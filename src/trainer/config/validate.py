@@ -40,10 +40,10 @@ EFFECTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
   ("lr_schedule_type", ("cosine", "wsd"), "learning_rate_final_fraction"),
   ("dataset_type", ("grain", "synthetic"), "grain_train_files grain_eval_files grain_file_type"),
   ("dataset_type", ("grain", "synthetic"), "grain_train_mixture_config_path"),
-  ("dataset_type", ("tfds", "synthetic"), "train_split eval_split"),
-  ("dataset_type", ("grain", "tfds", "synthetic"), "train_data_columns"),
+  ("dataset_type", ("tfds", "hf", "synthetic"), "train_split eval_split"),
+  ("dataset_type", ("grain", "tfds", "hf", "synthetic"), "train_data_columns"),
   ("dataset_type", ("text", "synthetic"), "eval_dataset_path eval_fraction"),
-  ("dataset_type", ("text", "tfds", "synthetic"), "dataset_path"),
+  ("dataset_type", ("text", "tfds", "hf", "synthetic"), "dataset_path"),
   ("opt_type", ("adamw", "muon"), "adam_b2 adam_eps"),
   ("opt_type", ("adamw", "muon", "sgd"), "adam_b1 mu_dtype"),
 )

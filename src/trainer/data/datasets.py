@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config import data_files
 from trainer.config.errors import ConfigError
-from trainer.data import array_record, corpus, jsonl, parquet, tfds
+from trainer.data import array_record, corpus, hf, jsonl, parquet, tfds
 from trainer.data.documents import Documents, Piece, uncut
 
 if TYPE_CHECKING:
@@ -31,10 +31,22 @@ def find(cfg: DataSection) -> dict[str, Documents]:
     case "grain":
       keys = {"train": "grain_train_files", "eval": "grain_eval_files"}
       return {split: _files(cfg, key) for split, key in keys.items() if getattr(cfg, key)}
+    case "hf":
+      if cfg.eval_split and not hf.has_splits(cfg.dataset_path):
+        raise ConfigError(
+          f"eval_split={cfg.eval_split}: dataset_path={cfg.dataset_path} is a single dataset without splits. "
+          "Save a DatasetDict, or evaluate another dataset with eval_sets."
+        )
+      return {split: _hf(cfg, name) for split, name in _split_names(cfg).items()}
     case _:
       assert cfg.dataset_type == "tfds", cfg.dataset_type
-      names = {"train": cfg.train_split, "eval": cfg.eval_split}
-      return {split: _tfds(cfg, name) for split, name in names.items() if name}
+      return {split: _tfds(cfg, name) for split, name in _split_names(cfg).items()}
+
+
+def _split_names(cfg: DataSection) -> dict[str, str]:
+  """{split: its name in the dataset}."""
+  names = {"train": cfg.train_split, "eval": cfg.eval_split}
+  return {split: name for split, name in names.items() if name}
 
 
 def _text(cfg: DataSection) -> dict[str, Documents]:
@@ -73,6 +85,13 @@ def _tfds(cfg: DataSection, split: str) -> Documents:
   pieces = tfds.find(folder, split)
   read = partial(tfds.read, folder=folder, split=split, column=column)
   return Documents(f"{folder} ({split})", pieces, read, partial(_digest, pieces, "tfds", column), uncut)
+
+
+def _hf(cfg: DataSection, split: str) -> Documents:
+  column = cfg.train_data_columns
+  pieces = hf.find(cfg.dataset_path, split)
+  digest = partial(_digest, pieces, "hf", column)
+  return Documents(f"{cfg.dataset_path} ({split})", pieces, partial(hf.read, column=column), digest, uncut)
 
 
 def _digest(pieces: Sequence[Piece], file_type: str, column: str) -> str:

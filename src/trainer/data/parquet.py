@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from trainer.config.errors import ConfigError
-from trainer.data import packages
+from trainer.data import arrow_column, packages
 from trainer.data.documents import BadRecord, Document, Piece
 
 _ROWS = 1024  # that are decoded at a time
@@ -26,7 +24,7 @@ def read(piece: Piece, column: str) -> Iterator[Document | BadRecord]:
   parquet = packages.load("pyarrow.parquet", package="pyarrow", extra="arrow", reason="grain_file_type=parquet")
   try:
     with parquet.ParquetFile(piece.path) as file:
-      is_text = _is_text(arrow, file.schema_arrow, piece, column)
+      is_text = arrow_column.is_text(file.schema_arrow, piece, column)
       for group, start in enumerate(_row_groups(file)):
         if piece.start <= start < piece.stop:
           yield from _documents(arrow, file, group, piece, column, is_text)
@@ -41,8 +39,7 @@ def _documents(
   rows = 0
   try:
     for batch in file.iter_batches(batch_size=_ROWS, columns=[column], row_groups=[group]):
-      values = batch.column(0).drop_null()
-      yield from values.to_pylist() if is_text else _lists(values, f"row group {group} of {piece.path}", column)
+      yield from arrow_column.documents(batch.column(0), is_text, f"row group {group} of {piece.path}", column)
       rows += len(batch)
   except (OSError, UnicodeDecodeError, arrow.ArrowException) as error:
     yield BadRecord(
@@ -74,34 +71,3 @@ def _row_groups(file: Any) -> list[int]:
     chunk = file.metadata.row_group(number).column(0)
     starts.append(min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset))
   return starts[: file.metadata.num_row_groups]
-
-
-def _is_text(arrow: Any, schema: Any, piece: Piece, column: str) -> bool:
-  """Whether the column has texts, and not lists of integers. Raises ConfigError if it has neither or is absent."""
-  if column not in schema.names:
-    raise ConfigError(
-      f"train_data_columns={column}: {piece.path} has no such column. Choose one of {', '.join(schema.names)}."
-    )
-  kind, types = schema.field(column).type, arrow.types
-  if types.is_string(kind) or types.is_large_string(kind):
-    return True
-  is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-  if is_list and types.is_integer(kind.value_type):
-    return False
-  raise ConfigError(
-    f"train_data_columns={column}: in {piece.path} it has the type {kind}. Choose a column of strings, or of lists of "
-    "integers (token ids)."
-  )
-
-
-def _lists(values: Any, place: str, column: str) -> Iterator[np.ndarray | BadRecord]:
-  """Yields the lists of an Arrow array as arrays of integers. `place`: for messages."""
-  tokens = values.flatten()
-  if tokens.null_count:
-    for one in values.to_pylist():
-      is_bad = any(token is None for token in one)
-      message = f"{place}: a list of column {column} contains a null. Give lists of integers."
-      yield BadRecord(message) if is_bad else np.array(one, np.int64)
-    return
-  lengths = values.value_lengths().to_numpy(zero_copy_only=False)
-  yield from (np.split(tokens.to_numpy(zero_copy_only=False), np.cumsum(lengths)[:-1]) if len(lengths) else [])

@@ -147,7 +147,7 @@ def test_refusals_name_only_keys_that_exist_and_hide_no_key():
     ("tokenizer_type=tiktoken", "Use tokenizer_type=bpe with tokenizer_path=FILE"),
     ("packing=true", "Use packing=split or best_fit"),
     ("grain_file_type=tfrecord", "Convert the files to ArrayRecord or Parquet once"),
-    ("dataset_type=hf", "Give files with dataset_type=grain grain_train_files=FILES"),
+    ("dataset_type=c4_mlperf", "Give files with dataset_type=grain grain_train_files=FILES"),
     ("opt_type=adam_pax", "Use opt_type=adamw"),
     ("rope_type=llama3.1", "Use rope_type=llama3"),
     ("rope_type=yarn", "other scalings are not supported"),

@@ -211,7 +211,7 @@ def test_a_damaged_record_names_the_source(tmp_path, files):
       "grain_train_files is not a key of a source with dataset_type=t",
     ),
     ({"weight": 1, "dataset_type": "synthetic"}, "Choices in this file: grain, text, tfds, hf"),
-    ({"weight": 1, "dataset_type": "hf"}, "dataset_type has no such value"),
+    ({"weight": 1, "dataset_type": "olmo_grain"}, "dataset_type has no such value"),
     ({"weight": 1, "path": "gone"}, "'gone' has no files"),
     ({"weight": 1, "path": "code"}, "code and web have the same data"),
     ("text", "web is not a mapping"),

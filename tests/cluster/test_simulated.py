@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -15,9 +16,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.support.clock import Clock
 
 from trainer import cluster, runtime_errors
+from trainer.cluster import joined_processes
 from trainer.cluster.simulated import SimulatedCluster
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
+from trainer.launch.ports import free_port
 
 
 def make(num_slices=4, clock=None):
@@ -291,24 +294,68 @@ def test_multiprocess_is_refused_before_jax_is_imported():
   assert output(run_python(code)) == "False"
 
 
-def test_two_processes_share_the_slices():
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{s.getsockname()[1]}"
+def free_port_of(ports: range) -> int:
+  for port in ports:
+    with socket.socket() as s, contextlib.suppress(OSError):
+      s.bind(("127.0.0.1", port))
+      return port
+  raise AssertionError("no port is free")
+
+
+def of_jax(process: int, port: int) -> dict[str, str]:
+  variables = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
+  return variables | {"JAX_PROCESS_ID": str(process)}
+
+
+def of_jobset(process: int, port: int) -> dict[str, str]:
+  """The number comes from Kubernetes."""
+  variables = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
+  return variables | {"JOB_COMPLETION_INDEX": str(process)}
+
+
+def of_slurm(process: int, port: int) -> dict[str, str]:
+  """As `srun --nodes=2 --ntasks-per-node=1` sets them. JAX derives the port from the job's id."""
+  variables = {"SLURM_JOB_ID": str(port - 61440), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+  return variables | {
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_PROCID": str(process),
+    "SLURM_LOCALID": "0",
+  }
+
+
+@pytest.mark.parametrize(
+  ("counts", "alone"), [("1", True), ("1(x3)", True), ("2(x3),1", False), ("8", False), ("", False)]
+)
+def test_slurm_says_whether_a_task_has_a_node_of_its_own(counts, alone):
+  assert joined_processes._one_task_per_node(counts) == alone
+
+
+def test_an_sbatch_script_outside_of_srun_is_one_process():
+  """It has the variables of the job, and no step."""
+  environment = of_slurm(0, 61441)
+  del environment["SLURM_STEP_NODELIST"]
+  assert joined_processes.join(ClusterSection(), environment) == 1
+  assert joined_processes.join(ClusterSection(), of_slurm(0, 61441) | {"SLURM_NTASKS": "1"}) == 1
+
+
+@pytest.mark.parametrize("variables", [of_jax, of_jobset, of_slurm])
+def test_two_processes_share_the_slices(variables):
+  port = free_port_of(range(61440, 65536)) if variables is of_slurm else free_port()
   code = (
     START
     + """
   c = cluster.start(ClusterSection(num_slices=2, devices_per_slice=2))
   import jax, jax.numpy as jnp, numpy as np
+  from jax._src import xla_bridge
   from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
   view = c.view(c.alive())
   mesh = Mesh(np.array(view.devices), ("data", "fsdp"))
   x = jax.make_array_from_callback((4,), NamedSharding(mesh, P(("data", "fsdp"))), lambda i: np.arange(4.)[i])
   total = float(jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))(x))
   print(c.world.rank, c.world.size, [d.process_index for s in view.devices for d in s], total)
+  assert xla_bridge.CUDA_VISIBLE_DEVICES.value == "all"
   c.stop()
 """
   )
-  environment = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
-  processes = [run_python(code, **environment, JAX_PROCESS_ID=str(i)) for i in range(2)]
+  processes = [run_python(code, **variables(i, port)) for i in range(2)]
   assert [output(p) for p in processes] == ["0 2 [0, 0, 1, 1] 6.0", "1 2 [0, 0, 1, 1] 6.0"]

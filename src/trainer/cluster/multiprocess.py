@@ -218,5 +218,6 @@ def _join_slice(cfg: ClusterSection, environment: Mapping[str, str], place: Plac
       place.slice_coordinator,
       place.lanes,
       place.lane,
+      cluster_detection_method="deactivate",  # within Slurm it would leave each process only one GPU
       heartbeat_timeout_seconds=cfg.jax_distributed_heartbeat_timeout_seconds,
     )

@@ -17,7 +17,7 @@ import jax
 from jax.experimental import transfer
 
 from trainer import world as world_lib
-from trainer.cluster import host_devices
+from trainer.cluster import host_devices, joined_processes
 from trainer.cluster.api import Cluster, FaultTarget, View
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
@@ -53,7 +53,7 @@ class SimulatedCluster(Cluster):
   @classmethod
   def start(cls, cfg: ClusterSection, environment: Mapping[str, str]) -> SimulatedCluster:
     """Joins the processes that the environment names, forces host devices on a CPU, and groups the devices."""
-    process_count = _join_processes(cfg, environment)
+    process_count = joined_processes.join(cfg, environment)
     wanted = max(cfg.num_slices, 1) * max(cfg.devices_per_slice, 1)
     host_devices.force(wanted, process_count, environment)
     return cls(_group(cfg, host_devices.find(environment)), world_lib.of_jax())
@@ -182,33 +182,6 @@ class _PendingArrays:
 
 def _aval(array: jax.Array) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-
-
-def _join_processes(cfg: ClusterSection, environment: Mapping[str, str]) -> int:
-  """Joins jax.distributed when the environment names peers. Returns how many processes share the host devices."""
-  if "," in environment.get("TPU_WORKER_HOSTNAMES", "") or "MEGASCALE_COORDINATOR_ADDRESS" in environment:
-    # TPU hosts of one or several slices: jax finds the peers by itself.
-    jax.distributed.initialize(heartbeat_timeout_seconds=cfg.jax_distributed_heartbeat_timeout_seconds)
-    return 1
-  names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-  given = {name: environment[name] for name in names if environment.get(name)}
-  if not given:
-    return 1
-  if len(given) != len(names) or not (given[names[1]].isdecimal() and given[names[2]].isdecimal()):
-    raise ConfigError(
-      f"the environment has {given}; several processes need all of {', '.join(names)} (host:port and two numbers). Set "
-      "all of them, or none for one process."
-    )
-  count, index = int(given[names[1]]), int(given[names[2]])
-  if not 0 <= index < count:
-    raise ConfigError(f"JAX_PROCESS_ID={index} must be from 0 to JAX_NUM_PROCESSES-1 = {count - 1}.")
-  if cfg.enable_single_controller and count > 1:
-    raise ConfigError(f"enable_single_controller=true means one process, but JAX_NUM_PROCESSES={count}. Remove one.")
-  if count > 1:
-    jax.distributed.initialize(
-      given[names[0]], count, index, heartbeat_timeout_seconds=cfg.jax_distributed_heartbeat_timeout_seconds
-    )
-  return count
 
 
 def _group(cfg: ClusterSection, devices: list[jax.Device]) -> dict[int, tuple[jax.Device, ...]]:

@@ -1,6 +1,6 @@
 """Times losses and returns of slices that are real processes, from SIGKILL to the next completed step.
 
-    python -m end_to_end.benchmarks.process_recovery [--kills 20] [--restarts 3] [--ray 10]
+    python -m end_to_end.benchmarks.process_recovery [--kills 20] [--restarts 3] [--torchrun 5] [--ray 10]
 
 Kills a random slice of three, waits until it is back, and kills again, in one run. Then the same model without this
 protocol: all processes are killed and the command is started again, as a launcher does that restarts everybody.
@@ -8,6 +8,8 @@ protocol: all processes are killed and the command is started again, as a launch
 all workers; then the longest time without a completed step is measured.
 A loss lasts from the call of kill() to the time in the record of the next step, which fewer slices computed. A return
 costs the time between the two steps around it, less the median step. Compilations are those of the surviving processes.
+With --torchrun (needs torch), torchrun starts the slices. It restarts all of them when one is killed: measured from the
+call of kill() to the first step of the new group.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from end_to_end.benchmarks.common import positive
 from end_to_end.process_runs import ProcessRun
+from end_to_end.torchrun_runs import TorchrunRun
 
 if TYPE_CHECKING:
   from end_to_end.ray_runs import RayRun
@@ -40,6 +43,7 @@ def main() -> None:
   parser.add_argument("--kills", type=positive, default=20, help="losses of one slice")
   parser.add_argument("--restarts", type=positive, default=3, help="losses of everything")
   parser.add_argument("--ray", type=positive, help="losses of one slice under Ray, for each of its two ways")
+  parser.add_argument("--torchrun", type=positive, help="losses of one slice that torchrun has started")
   options = parser.parse_args()
   with tempfile.TemporaryDirectory(prefix="process-recovery-") as directory:
     folder = Path(directory)
@@ -56,6 +60,8 @@ def main() -> None:
         restart_by_ray(restarted, options.ray)
       return
     lose_slices(ProcessRun(folder / "slices", keys), options.kills)
+    if options.torchrun:
+      restart_group(TorchrunRun(folder / "torchrun", keys, restarts=options.torchrun), options.torchrun)
     restart_all(ProcessRun(folder / "all", keys), options.restarts)
 
 
@@ -82,14 +88,37 @@ def lose_slices(run: ProcessRun, kills: int, title: str = "") -> None:
   print(f"\nMedian step: {1000 * usual:.0f} ms\n")
 
 
+def restart_group(run: TorchrunRun, kills: int) -> None:
+  chance = random.Random(0)
+  losses, repeated = list[float](), 0
+  with run.nodes(3) as agents:
+    for _ in range(kills):
+      calm = run.last_step + CALM_STEPS
+      run.wait_for(lambda calm=calm: run.last_step >= calm, agents[0], 300)
+      reached, began = run.last_step, time.time()
+      assert run.kill(chance.randrange(3))
+      run.wait_for(lambda began=began: first_of_group(run, began) > 0, agents[0], 300)
+      losses.append(first_of_group(run, began) - began)
+      repeated += sum(1 for r in steps(run) if r["wall"] > began and r["step"] <= reached)
+  line("slice killed, torchrun restarts all", losses, [], "", steps_lost=repeated)
+
+
+def first_of_group(run: TorchrunRun, began: float) -> float:
+  """The time of the first step of a group that was ready after `began`; 0: there is none."""
+  ready = [event["wall"] for event in run.events("init_done") if event["wall"] > began]
+  return next((r["wall"] for r in steps(run) if ready and r["wall"] > ready[0]), 0.0)
+
+
 def restart_all(run: ProcessRun, restarts: int) -> None:
   losses, repeated = list[float](), 0
   for _ in range(restarts):
     with run.launched() as supervisor:
       first = run.last_step
       run.wait_for(lambda first=first: run.last_step >= first + 2 * CALM_STEPS + 50, supervisor, 300)
-      reached, began = run.last_step, time.time()
-    with run.launched() as supervisor:  # the block before has killed all processes
+      began = time.time()
+      run.end_processes()
+      reached = run.last_step
+    with run.launched() as supervisor:
       run.wait_for(lambda began=began, reached=reached: new_step(run, began, reached) > 0, supervisor, 300)
       losses.append(new_step(run, began, reached) - began)
       repeated += sum(1 for r in steps(run) if r["wall"] > began and r["step"] <= reached)

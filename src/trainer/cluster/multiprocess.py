@@ -128,7 +128,14 @@ class MultiprocessCluster(Cluster):
     return frozenset()
 
   def watch(self, *, busy: Callable[[], str], noticed: Callable[[], bool]) -> None:
-    self.peers.membership.watch(busy=busy, noticed=lambda: noticed() or os.getppid() != self._launcher)
+    def leaves() -> bool:
+      if not noticed() and os.getppid() == self._launcher:
+        return False
+      if self._supervisor is not None:
+        self._supervisor.stop()  # it ends with this process, so the others save and end as well
+      return True
+
+    self.peers.membership.watch(busy=busy, noticed=leaves)
 
   def finished(self, code: int) -> None:
     self.peers.finished(code)

@@ -4,9 +4,9 @@ torchrun gives MASTER_ADDR, MASTER_PORT and the run id to all workers of a group
 listen and the token of the job are derived from them, so nothing else has to be agreed. A worker finds the supervisor
 among the ports because only the right one proves that it has the token: two runs on one host are never confused.
 
-When a worker ends, torchrun restarts the whole group. The workers that live get SIGTERM: they finish the step, one of
-them saves it, and the next group, perhaps of another size, continues from there. When a node is lost together with its
-torchrun, nobody restarts the others: they train on without it.
+When a worker ends, torchrun restarts the whole group. The workers that live get SIGTERM: they finish the step, the last
+of them saves it, and the next group, perhaps of another size, continues from there. If a node is lost together with its
+torchrun, nobody restarts the others: they train on without it. When rank 0 has to leave, all workers save and end.
 """
 
 from __future__ import annotations
@@ -125,6 +125,10 @@ class ChildSupervisor:
     assert self._process.stdin is not None
     with self._process.stdin as stdin, contextlib.suppress(BrokenPipeError):  # then nobody answers at the ports
       stdin.write(json.dumps(job).encode() + b"\n")
+
+  def stop(self) -> None:
+    """Ends the run in good order: all workers finish the step, one saves it, and all end with exit code 42."""
+    self._process.terminate()
 
   def close(self, *, over: bool) -> None:
     """Returns when the supervisor has ended. over: the run is over, so it ends when all workers have."""

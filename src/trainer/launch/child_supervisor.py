@@ -32,8 +32,11 @@ def main() -> int:
   listener = socket.socket(fileno=job["listener"])
   server = Server(coordinator, bytes.fromhex(job["token"]), listener=listener, kill=_leave_to_launcher, log=_log)
   _on_sigterm(server.stop)
+  joined = False
   while os.getppid() == job["parent"] and not server.over.wait(_POLL_SECONDS):
-    pass
+    if joined and not server.connected:  # all workers have ended; the next group has a supervisor of its own
+      break
+    joined = joined or bool(server.connected)
   deadline = time.monotonic() + (_END_SECONDS if server.over.is_set() else 0.0)
   while server.connected and time.monotonic() < deadline:
     time.sleep(_POLL_SECONDS)

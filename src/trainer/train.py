@@ -60,7 +60,7 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
       config.run_directory,
       world=session.cluster.world,
       run_id=session.run_id,
-      slices=slices,
+      slices=session.cluster.copied(view),
       snapshots=session.snapshots,
       saves_in_storage=session.cluster.saves_in_storage,
       log=session.log.line,

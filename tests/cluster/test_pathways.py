@@ -1,6 +1,6 @@
 """The Pathways cluster on CPU devices that are given slice indices, with health checks that fail or hang on command.
 
-There is no Pathways server to run locally; docs/elastic.md lists what these tests cannot show.
+docs/pathways.md has the stand-in for Pathways, and what is not tested.
 """
 
 from __future__ import annotations
@@ -117,6 +117,11 @@ def test_a_down_slice_is_missed_waited_for_and_found_again(slices):
   until(lambda: cluster.returned(view) == {2})
   assert cluster.returned(cluster.view({0, 1, 2, 3})) == frozenset()
   cluster.stop()
+
+
+def test_the_controller_writes_the_local_copy_of_one_slice(slices):
+  cluster = slices.cluster()
+  assert cluster.copied(cluster.view({1, 2, 3})) == {1: tuple(jax.devices()[2:4])}
 
 
 @pytest.mark.parametrize("code", ["DATA_LOSS", "UNAVAILABLE", "ABORTED", "CANCELLED", "INVALID_ARGUMENT", "INTERNAL"])

@@ -69,6 +69,14 @@ def test_slices_that_the_run_waits_for_are_replaced_with_empty_memory():
   assert sorted(commands[4:]) == ["revive 0", "revive 1"]
 
 
+def test_a_dead_slice_that_is_told_to_hang_returns_with_empty_memory():
+  slices, commands = faults()
+  slices.lose(1)
+  slices.hang(1)
+  slices.give_back(1)
+  assert commands == ["kill 1", "revive 1"]
+
+
 def test_a_fault_outlives_the_end_of_an_earlier_one():
   slices, commands = faults()
   slices.lose(1, 0.2)

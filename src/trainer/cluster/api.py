@@ -99,6 +99,10 @@ class Cluster(ABC):
     devices = tuple(self.slices[i] for i in ids)
     return View(ids, devices, self.num_slices, tuple(self._deaths[i] for i in ids))
 
+  def copied(self, view: View) -> dict[int, tuple[Device, ...]]:
+    """{id: devices} of the slices of `view` whose hosts write local copies of the state."""
+    return dict(zip(view.slices, view.devices))
+
   def died(self, view: View) -> frozenset[int]:
     """Ids of the slices of `view` that are known to have died since the view was made. Makes no health check.
 

@@ -65,7 +65,8 @@ class PathwaysCluster(Cluster):
   def _start_standin(cls, cfg: ClusterSection, environment: MutableMapping[str, str]) -> PathwaysCluster:
     server = standin.start(cfg, environment)
     health = functools.partial(HealthChecks, time_limit=_STANDIN_TIME_LIMIT)
-    return cls(_connect(cfg, environment), _STANDIN_POLL_SECONDS, health, faults=standin.Faults(server))
+    slices = _connect(cfg, dict(environment, JAX_BACKEND_TARGET=server.address))
+    return cls(slices, _STANDIN_POLL_SECONDS, health, faults=standin.Faults(server))
 
   @property
   def fault_target(self) -> FaultTarget | None:
@@ -96,6 +97,10 @@ class PathwaysCluster(Cluster):
       for slice_id in missing:
         self._health.begin(slice_id)
     return found
+
+  def copied(self, view: View) -> dict[int, tuple[jax.Device, ...]]:
+    """One slice: this process writes all local copies, and copies of several slices would be equal."""
+    return {view.slices[0]: view.devices[0]}
 
   def stop(self) -> None:
     self._health.stop()

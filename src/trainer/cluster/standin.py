@@ -35,7 +35,6 @@ def start(cfg: ClusterSection, environment: MutableMapping[str, str]) -> Standin
   except StandinError as error:
     raise ConfigError(f"cluster_standin={cfg.cluster_standin}: {error}") from error
   environment["IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS"] = "true"  # read by the client when it connects
-  environment["JAX_BACKEND_TARGET"] = server.address
   jax.config.update("jax_platforms", "proxy")
   jax.config.update("jax_backend_target", server.address)
   return server
@@ -54,21 +53,24 @@ class Faults(FaultTarget):
   """Losses and hangs of the stand-in's slices. The faults are the server's: the run has to find out about them."""
 
   def __init__(self, server: Standin, replacement_seconds: float = REPLACEMENT_SECONDS) -> None:
-    self._server, self._replacement_seconds = server, replacement_seconds
+    self.server, self._replacement_seconds = server, replacement_seconds
     self._outages: dict[int, _Outage] = {}  # by slice
     self._lock = threading.Lock()
 
   def lose(self, slice_id: int, seconds: float | None = None) -> None:
     """The slice dies, with its memory. It returns after `seconds`; None: at `give_back`, or when the run waits."""
     with self._lock:
-      self._server.control("kill", slice_id)
+      self.server.control("kill", slice_id)
       self._begin(slice_id, seconds, hangs=False)
 
   def hang(self, slice_id: int, seconds: float | None = None) -> None:
     """The slice computes nothing. It goes on after `seconds`; None: at `give_back`. Replaced when the run waits."""
     with self._lock:
-      self._server.control("hang", slice_id)
-      self._begin(slice_id, seconds, hangs=True)
+      before = self._outages.get(slice_id)
+      is_dead = before is not None and not before.hangs  # a dead slice stays dead, now until the hang would end
+      if not is_dead:
+        self.server.control("hang", slice_id)
+      self._begin(slice_id, seconds, hangs=not is_dead)
 
   def give_back(self, slice_id: int) -> None:
     """A dead slice returns with empty memory; a hanging one goes on."""
@@ -81,7 +83,7 @@ class Faults(FaultTarget):
       for slice_id, outage in list(self._outages.items()):
         if outage.waits:
           if outage.hangs:
-            self._server.control("kill", slice_id)  # the replacement has empty memory
+            self.server.control("kill", slice_id)  # the replacement has empty memory
           self._begin(slice_id, self._replacement_seconds, hangs=False)
 
   def close(self) -> None:
@@ -110,7 +112,7 @@ class Faults(FaultTarget):
       return
     del self._outages[slice_id]
     _cancel(outage)
-    self._server.control("release" if outage.hangs else "revive", slice_id)
+    self.server.control("release" if outage.hangs else "revive", slice_id)
 
 
 def _cancel(outage: _Outage | None) -> None:

@@ -14,6 +14,7 @@ class HostBuffers:
   """The buffers of one session. They travel on a connection of their own, so a request may arrive before its buffer."""
 
   def __init__(self) -> None:
+    self.received, self.sent = 0, 0  # bytes that arrays were made of, and bytes of arrays that the client has read
     self._data: dict[int, bytes] = {}
     self._arrived = threading.Condition()
     self._closed = False
@@ -34,13 +35,16 @@ class HostBuffers:
       self._arrived.wait_for(lambda: handle in self._data or self._closed)
       if self._closed:
         raise Status("CANCELLED", "the session has ended")
-      return self._data.pop(handle)
+      data = self._data.pop(handle)
+      self.received += len(data)
+      return data
 
   def look_up(self, handle: int) -> bytes:
     """A buffer that is here. Raises Status if it is not."""
     with self._arrived:
       if handle not in self._data:
         raise Status("NOT_FOUND", f"Unknown host buffer handle: {handle}")
+      self.sent += len(self._data[handle])
       return self._data[handle]
 
   def delete(self, handle: int) -> None:

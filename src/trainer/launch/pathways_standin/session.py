@@ -104,6 +104,8 @@ class Session:
       "arrays": len(self.store),
       "executables": len(self.executables),
       "host_buffers": len(self.buffers),
+      "bytes_received": self.buffers.received,
+      "bytes_sent": self.buffers.sent,
       "futures": len(self.futures) + len(self.executions),
       "requests": dict(self.requests),
     }

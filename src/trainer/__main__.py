@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NoReturn
 from trainer.signals import INTERRUPTED, PREEMPTED, Signals
 
 if TYPE_CHECKING:
+  from collections.abc import Callable
+
   from trainer.cluster import Cluster
   from trainer.config import Config
   from trainer.session import Session
@@ -85,10 +87,12 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
   compilation_cache.enable(config.run.jax_cache_dir)
   with contextlib.ExitStack() as stack:
     stack.callback(gc.enable)
+    is_reported: Callable[[], bool] = lambda: False
     try:
       data.check(config.data, config.model.vocab_size)
       cluster = cluster_lib.start(config.cluster, RunRules.of(config))
       stack.callback(cluster.stop)
+      is_reported = cluster.is_reported
       retry.check(cluster, config.elastic, config.run.steps)
       note = ""
       if config.model.remat_policy is RematPolicy.AUTO:
@@ -98,10 +102,11 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
         origins["remat_policy"] = "chosen for these devices, because of remat_policy=auto"
       session = stack.enter_context(session_lib.open_session(config, cluster, signals, started, origins))
     except ConfigError as error:  # a configuration that does not fit the machine or the data; nothing is written yet
-      print(f"error: {error}", file=sys.stderr)
+      if not is_reported():
+        print(f"error: {error}", file=sys.stderr)
       return BAD_INPUT
     except RunEnded as ended:  # while this process started, or the supervisor does not let it join
-      print(f"The run has ended with exit code {ended.code}. {ended}".rstrip(), file=sys.stderr)
+      print(str(ended) or f"The run has ended with exit code {ended.code}.", file=sys.stderr)
       return ended.code
     except OSError as error:  # a folder of the run or of the data cannot be opened, although it passed the checks
       print(f"error: cannot start the run: {error}\nFix this, or choose another folder.", file=sys.stderr)
@@ -152,7 +157,8 @@ def _train(config: Config, session: Session, cluster: Cluster) -> int:
       session.log.error(f"error: {ended}")
     return ended.code
   except (ConfigError, ConfigMismatch) as error:
-    session.log.error(f"error: {error}")
+    if not cluster.is_reported():
+      session.log.error(f"error: {error}")
     return BAD_INPUT
   except TrainingDiverged as error:  # on every slice alike: one traceback is enough
     session.log.error(traceback.format_exc() if cluster.is_primary else f"error: {error}")

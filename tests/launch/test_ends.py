@@ -44,6 +44,14 @@ def test_an_error_of_every_slice_ends_the_run_with_one_traceback(compiled, tmp_p
   assert "Starting member" not in run.printed
 
 
+def test_wrong_input_that_only_the_workers_notice_is_one_message(compiled, tmp_path):
+  run = ProcessRun(tmp_path, [compiled, "steps=10"], slices=3)
+  (run.directory / "run_id").mkdir(parents=True)  # no file of a run
+  with run.launched() as supervisor:
+    assert run.wait(supervisor, 60) == 2, run.tail()
+  assert run.printed.count("error: ") == 1 and "run_id: " in run.printed, run.tail()
+
+
 def test_a_second_launch_is_refused_and_ctrl_c_ends_the_first(compiled, tmp_path):
   keys = [compiled, ENDLESS, "autocheckpoint_grace_seconds=1"]
   first, second = ProcessRun(tmp_path, keys, slices=2), ProcessRun(tmp_path, keys, slices=2)

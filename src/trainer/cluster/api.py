@@ -162,5 +162,10 @@ class Cluster(ABC):
   def finished(self, code: int) -> None:  # noqa: B027 -- most clusters have nobody to tell
     """This process has done everything, or has failed as the others must, and will exit with `code`."""
 
+  def is_reported(self) -> bool:
+    """Whether another process has ended the run with exit code 2, and the reason. Asked before this process reports an
+    error of the user: all of them find the same one. May wait for some seconds."""
+    return False
+
   def stop(self) -> None:  # noqa: B027 -- most clusters have nothing to leave
     """Leaves the JAX world, if `start` joined one."""

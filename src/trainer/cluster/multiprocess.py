@@ -19,7 +19,7 @@ from jax import Device
 from trainer import world as world_lib
 from trainer.cluster import host_devices
 from trainer.cluster.api import Cluster, FaultTarget, View
-from trainer.cluster.peers import Peers
+from trainer.cluster.peers import Peers, RunEnded
 from trainer.cluster.torchrun import ChildSupervisor
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
@@ -33,6 +33,8 @@ from trainer.world import World
 # A peer may be saving a large checkpoint. If it has died, the supervisor says so, and the wait ends at once.
 _CONNECT_SECONDS = 3600.0
 _RETRY_SECONDS = 0.2
+_REPORT_SECONDS = 5.0  # that the primary may need to report an error, and to end
+BAD_INPUT = 2  # exit code
 
 
 class MultiprocessCluster(Cluster):
@@ -140,6 +142,11 @@ class MultiprocessCluster(Cluster):
   def finished(self, code: int) -> None:
     self.peers.finished(code)
 
+  def is_reported(self) -> bool:
+    # The primary waits a little too: it stays the primary while the others join.
+    seconds = _REPORT_SECONDS / 5 if self.peers.is_primary else _REPORT_SECONDS
+    return self.peers.wait_for_code(seconds) == BAD_INPUT
+
   def stop(self) -> None:
     self.peers.membership.close()
     self.peers.exchange.close()
@@ -175,9 +182,12 @@ def _join_run(place: Place) -> Peers:
       assert welcome is not None
       peers.handle(welcome)
       return peers
-    except SupervisorLost:  # perhaps the supervisor of the group before this one, which was about to end
+    except (RunEnded, SupervisorLost) as error:
       membership.close()
       exchange.close()
+      if isinstance(error, RunEnded):
+        raise
+      # Perhaps it was the supervisor of the group before this one, which was about to end.
       _pause(place, deadline, "it has closed the connection")
 
 

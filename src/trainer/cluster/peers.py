@@ -239,6 +239,17 @@ class Peers:
         return False
     return True
 
+  def wait_for_code(self, seconds: float) -> int | None:
+    """The exit code with which the run ends within `seconds`; None if it goes on, or the supervisor is lost."""
+    deadline = time.monotonic() + seconds
+    try:
+      while (received := self.membership.next(timeout=max(0.01, deadline - time.monotonic()))) is not None:
+        if received["kind"] == "end":
+          return int(received["code"])
+    except SupervisorLost:
+      pass
+    return None
+
   def finished(self, code: int) -> None:
     """This process exits with `code`, as the others would. Returns when the supervisor has ended the run for it."""
     self.membership.send("finished", code=code)

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
+import time
 
 import pytest
 from end_to_end.agent_runs import AgentRun, Relay
 from end_to_end.command import TINY, differences
 from end_to_end.torchrun_runs import OneWorker
 
+from trainer.config import load
 from trainer.launch import agent, local
+from trainer.launch.supervisor import Supervisor, Where
+from trainer.membership import wire
 from trainer.membership.environment import HOST, MEMBER, SUPERVISOR, TOKEN
+from trainer.membership.messages import Message, message
+from trainer.membership.wire import Channel
 
 CONFIG = TINY[0]
 SLOW = 240  # seconds
+SECRET = b"s" * 32
 
 
 @pytest.mark.timeout(600)
@@ -107,6 +115,65 @@ def test_a_supervisor_with_bad_options_starts_nothing(options, token, text, caps
   assert local.main(["--slices", "2", *options, CONFIG]) == 2
   printed = capsys.readouterr().err
   assert text in printed and printed.count("error: ") == 1
+
+
+@pytest.fixture
+def supervisor():
+  """A supervisor for agents only, of two slices."""
+  config = load([CONFIG, "cluster=multiprocess", "num_slices=2", "dataset_type=synthetic"])
+  where = Where(socket.create_server(("127.0.0.1", 0)), "127.0.0.1", SECRET)
+  supervisor = Supervisor(["--help"], config, local=0, lanes=1, where=where)
+  yield supervisor
+  supervisor._server.close()
+
+
+def joined(supervisor: Supervisor, slices: int) -> tuple[Channel, Message | None]:
+  """An agent's connection, and the first answer."""
+  channel = wire.connect(supervisor._server.address, SECRET)
+  channel.send(message("agent", slices=slices, host="127.0.0.2"))
+  return channel, channel.receive()
+
+
+def test_agents_get_members_that_nobody_else_has(supervisor):
+  first, work = joined(supervisor, 2)
+  assert work is not None and work["kind"] == "work" and work["members"] == [0, 1] and work["argv"] == ["--help"]
+  second, work = joined(supervisor, 1)
+  assert work is not None and work["members"] == [2]
+  first.close()
+  deadline = time.monotonic() + 10
+  while len(supervisor._agents()) > 1:
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+  third, work = joined(supervisor, 2)
+  assert work is not None and work["members"] == [0, 1]
+  for channel in (second, third):
+    channel.close()
+
+
+@pytest.mark.parametrize(
+  "lie",
+  [
+    message("ended", member=2, code=0),
+    message("ended", member=0, code=-10_000),
+    message("agent", slices=1, host=""),
+    message("hello", member=0, lane=0, lanes=1, address=""),
+    message("ended", member="0", code=0),
+  ],
+)
+def test_an_agent_that_breaks_the_protocol_is_dropped(supervisor, lie):
+  channel, work = joined(supervisor, 2)
+  assert work is not None
+  channel.send(lie)
+  assert channel.receive() is None
+  channel.close()
+
+
+@pytest.mark.parametrize("slices", [0, -1, 1_000_000_000])
+def test_an_agent_with_an_impossible_number_of_slices_is_refused(supervisor, slices):
+  channel, answer = joined(supervisor, slices)
+  assert answer is None
+  channel.close()
+  assert supervisor._agents() == []
 
 
 def test_an_agent_that_waits_ends_at_sigterm(tmp_path):

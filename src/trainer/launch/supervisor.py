@@ -25,6 +25,7 @@ from trainer.signals import INTERRUPTED
 FAILED, BAD_INPUT = 1, 2
 _END_SECONDS = 30.0  # from the end of the run to the end of the last process
 _INTERRUPT_SECONDS = 5.0
+_MOST_SLICES = 1024  # of one agent
 _AGENT_SECONDS = 2.0  # that an agent may need to end after its processes
 MOST_FAILURES = 2  # lives of one member in a row that end with exit code 1 without a new step
 
@@ -111,7 +112,7 @@ class Supervisor:
 
   def _serve_agent(self, channel: Channel, first: Message) -> None:
     """The connection of an agent, from its first message to its end. Raises ValueError and WireError."""
-    if first["kind"] != "agent" or first["slices"] < 1:
+    if first["kind"] != "agent" or not 1 <= first["slices"] <= _MOST_SLICES:
       raise ValueError(f"sent {first}")
     connected = self._server.connected  # before the lock: the server calls this object with its own
     with self._lock:

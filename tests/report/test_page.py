@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.support import fake_run, guide_awk
 
-from trainer.observe import log
+from trainer.observe import events, log
 from trainer.report import compare, finish, goodput, history, markup, page
 from trainer.tools import report as tool
 
@@ -170,6 +170,31 @@ def test_the_end_shown_is_that_of_the_newest_process(tmp_path):
   second.step(2)
   second.close()
   assert "Not ended" in report(tmp_path / "a")
+
+
+def test_a_run_may_end_in_a_process_that_took_over_the_records(tmp_path):
+  """Where each slice is a process, the primary may be killed: the next one writes no run_start."""
+  first = fake_run.FakeRun(tmp_path / "a", steps=4)
+  first.step(1)
+  first.close()  # killed
+  clock = iter(range(200))
+  heir = events.EventLog(str(tmp_path / "a"), "a", wall=lambda: first.wall + 200, monotonic=lambda: 200.0 + next(clock))
+  heir.emit("primary", step=1)
+  assert "Not ended" in report(tmp_path / "a")
+  heir.emit("run_end", exit=0)
+  heir.close()
+  assert "Complete (exit code 0)" in report(tmp_path / "a")
+  result = goodput.compute(history.load(str(tmp_path / "a")))
+  assert sum(result["percent"].values()) == pytest.approx(100, abs=1e-9) and result["processes"] == 2
+
+
+def test_a_watchdog_ended_the_run(tmp_path):
+  run = fake_run.FakeRun(tmp_path / "a", steps=4, slices=1)
+  run.step(1)
+  run.after(9.0, "hang", step=1, silent_seconds=9.0, operation="save")
+  run.close()
+  text = report(tmp_path / "a")
+  assert "Stopped by the watchdog (exit code 134)" in text and "Save did not finish." in text
 
 
 def test_the_end_of_a_run_reads_its_files_once(tmp_path, monkeypatch, capsys):

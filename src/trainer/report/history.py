@@ -58,6 +58,14 @@ class Run:
     most = int(self.rows["slices"].max()) if len(self.rows) else 0
     return max(int(self.start.get("num_slices") or 0), most)
 
+  @property
+  def end(self) -> dict[str, Any] | None:
+    """The newest run_end; None if a process has written the records since: the run goes on, or was killed."""
+    for event in reversed(self.events):
+      if event["kind"] in ("run_end", "run_start", "primary"):
+        return event if event["kind"] == "run_end" else None
+    return None
+
   def of_kind(self, *kinds: str) -> Events:
     return [event for event in self.events if event["kind"] in kinds]
 

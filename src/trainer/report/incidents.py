@@ -170,9 +170,9 @@ def _hangs(run: Run) -> Iterator[Incident]:
     if "operation" not in event:
       continue
     silent = float(event.get("silent_seconds") or 0.0)
-    what = event["operation"] or "the step"
+    ended = f"The watchdog ended the process after step {event.get('step')}."
     yield dataclasses.replace(
-      _incident(event, f"The watchdog ended the process after step {event.get('step')}.", f"{what} did not finish."),
+      _incident(event, ended, _sentence(f"{event['operation'] or 'the step'} did not finish")),
       seconds=silent,
       chips=num_chips(run),
     )

@@ -112,13 +112,12 @@ def _notice(runs: list[Run], now: float) -> tuple[str, bool]:
   """How far the runs are, and whether one of them that has not ended writes nothing any more."""
   texts, late = [], False
   for run in runs:
-    ends = [event for event in run.of_kind("run_end") if event["process"] == run.start.get("process")]
     last = run.steps[-1]
     total = int(run.start.get("steps") or 0)
     text = f"{run.name}: " if len(runs) > 1 else ""
     text += f"step {last['step']:,.0f}" + (f" of {total:,}" if total else "")
-    if ends:
-      texts.append(f"{text}, ended with exit code {ends[-1].get('exit')}")
+    if run.end is not None:
+      texts.append(f"{text}, ended with exit code {run.end.get('exit')}")
       continue
     recent = run.steps["seconds"][-_RECENT_STEPS:]
     if total:

@@ -90,12 +90,11 @@ def _summary(run: Run) -> str:
 
 def _end(run: Run) -> tuple[str, str]:
   """A sentence on how the newest process ended, and its class in the style sheet."""
-  ends = [event for event in run.of_kind("run_end") if event["process"] == run.start.get("process", event["process"])]
-  if not ends and any("operation" in event for event in run.of_kind("hang")[-1:] if event is run.events[-1]):
-    return "Stopped by the watchdog (exit code 134); the same command resumes it.", "bad"
-  if not ends:
+  if run.end is None:
+    if run.events and run.events[-1]["kind"] == "hang" and "operation" in run.events[-1]:
+      return "Stopped by the watchdog (exit code 134); the same command resumes it.", "bad"
     return "Not ended: the run is still going on, or its process was killed.", "sub"
-  code = int(ends[-1]["exit"])
+  code = int(run.end["exit"])
   text, tone = _ENDS.get(code, ("Ended", "bad"))
   return f"{text} (exit code {code}).", tone
 

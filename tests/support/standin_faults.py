@@ -345,6 +345,18 @@ def a_worker_that_is_killed_in_a_collective(s):
 
 
 @scenario_of_processes
+def all_workers_at_once(s):
+  value = s.put(s.everywhere)
+  value.block_until_ready()
+  for pid in (s.worker(0), s.worker(1)):
+    os.kill(pid, signal.SIGKILL)
+  s.wait_until(lambda: all(entry["down"] for entry in s.control("status")["slices"]))
+  fails(s.add(value).block_until_ready, "DATA_LOSS: slice . is down: its process")
+  s.control("reset")
+  s.works(s.everywhere)
+
+
+@scenario_of_processes
 def a_worker_that_is_stopped(s):
   pid = s.worker(1)
   x, y = s.put(s.dying), s.put(s.living)

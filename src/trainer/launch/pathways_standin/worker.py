@@ -30,7 +30,7 @@ from trainer.launch.pathways_standin.executables import parse
 from trainer.launch.pathways_standin.runtime import join_shards
 
 _POLL_SECONDS = 0.001
-_JOIN_SECONDS = 10  # that a worker waits for the others; one of them may be lost meanwhile
+_JOIN_SECONDS = 5  # that a worker waits for the others; one of them may be lost meanwhile
 _PARENT_SECONDS = 1.0  # between two looks whether the server still exists
 
 
@@ -73,7 +73,7 @@ class Worker:
     """Forms a world with the other workers, as node `node`. Answers with an error if one of them does not come."""
     try:
       made = self._connect(address, node, nodes, per_slice, heartbeat_seconds)
-    except jax.errors.JaxRuntimeError as error:
+    except RuntimeError as error:  # jaxlib raises some errors of this client without their own type
       self._send("joined", number, None, str(error))
       return
     by_process: dict[int, list[jax.Device]] = {}

@@ -21,7 +21,7 @@ BUDGETS = {
   "tests/data": 80,
   "tests/elastic": 250,
   "tests/kernels": 100,
-  "tests/launch": 250,
+  "tests/launch": 320,
   "tests/models": 200,
   "tests/observe": 60,
   "tests/report": 60,

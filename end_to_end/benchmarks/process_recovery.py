@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
+import signal
 import statistics
 import tempfile
 import time
@@ -45,6 +46,7 @@ def main() -> None:
   parser.add_argument("--ray", type=positive, help="losses of one slice under Ray, for each of its two ways")
   parser.add_argument("--torchrun", type=positive, help="losses of one slice that torchrun has started")
   options = parser.parse_args()
+  signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no process is left
   with tempfile.TemporaryDirectory(prefix="process-recovery-") as directory:
     folder = Path(directory)
     keys = [*MODEL, f"steps={ENDLESS}", "checkpoint_period=50", f"jax_cache_dir={folder / 'compiled'}"]

@@ -80,9 +80,7 @@ class Commands:
 
   def _do_revive(self, words: list[str]) -> dict[str, Any]:
     _count(words, 1, 1, "revive SLICE")
-    slice_id = self._slice(words[0])
-    self._runtime.start_up(slice_id)
-    self._slices.revive(slice_id)
+    self._revive(self._slice(words[0]))
     return {}
 
   def _do_hang(self, words: list[str]) -> dict[str, Any]:
@@ -105,8 +103,7 @@ class Commands:
     with self._lock:
       self._planned.clear()
     for slice_id in range(self._slices.devices.slices):
-      self._runtime.start_up(slice_id)
-      self._slices.revive(slice_id)
+      self._revive(slice_id)
       self._slices.release(slice_id)
       self._slices.slow(slice_id, 0.0)
     return {}
@@ -161,6 +158,11 @@ class Commands:
         self.execute(command)
       except CommandError as error:
         _log.error("a planned command failed: %s", error)
+
+  def _revive(self, slice_id: int) -> None:
+    if not self._runtime.start_up(slice_id):
+      raise CommandError(f"the process of slice {slice_id} ended at once. The messages of the server say why.")
+    self._slices.revive(slice_id)
 
   def _slice(self, word: str) -> int:
     count = self._slices.devices.slices

@@ -67,8 +67,9 @@ class Runtime:
   def shut_down(self, slice_id: int) -> None:
     """Ends what computes for a slice whose data were given up."""
 
-  def start_up(self, slice_id: int) -> None:
-    """Starts what computes for a slice, before it is used again. Does nothing if it runs."""
+  def start_up(self, slice_id: int) -> bool:
+    """Starts what computes for a slice, if it does not run, before the slice is used again. Returns whether it runs."""
+    return True
 
 
 def join_shards(shards: Sequence[Any], sharding: GSPMDSharding) -> Any:

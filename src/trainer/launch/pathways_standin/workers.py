@@ -130,12 +130,12 @@ class Worker:
     return value
 
   def ask(self, name: str, *arguments: Any) -> tuple[Any, str]:
-    """Sends a message with a new number, and waits for the answer (value, error). Raises Status if the worker ends."""
+    """Sends a message with a new number, and waits for the answer: a value and an error, "" if there is none."""
     number, answer = next(self._numbers), queue.SimpleQueue[Any]()
     with self._lock:
+      if self.ended:
+        return None, self._gone()
       self._requests[number] = answer
-    if self.ended:
-      answer.put((None, self._gone()))
     self.send(name, number, *arguments)
     found: tuple[Any, str] = answer.get()
     with self._lock:
@@ -146,7 +146,10 @@ class Worker:
     """The number of an operation for messages to this worker."""
     number = next(self._numbers)
     with self._lock:
-      self._operations[number] = operation
+      if not self.ended:
+        self._operations[number] = operation
+        return number
+    operation.fail(from_error(RuntimeError(self._gone())))
     return number
 
   def operations(self) -> list[Operation]:
@@ -172,16 +175,16 @@ class Worker:
           with self._lock:
             operation = self._operations.pop(number)
           if rest[0]:
-            operation.fail(from_error(RuntimeError(rest[0])))
+            operation.fail(_status(rest[0]))
           operation.end(self.slice_id)
         else:
           with self._lock:
             request = self._requests.get(number)
           if request is not None:
             request.put(tuple(rest))
-    self.ended = True
     self.process.wait()
     with self._lock:
+      self.ended = True
       operations, self._operations = list(self._operations.values()), {}
       requests = list(self._requests.values())
     for request in requests:
@@ -191,6 +194,13 @@ class Worker:
     self._out.put(None)
     self._lost(self)
     self.gone.set()
+
+
+def _status(error: str) -> Status:
+  """The error of an operation. A connection of gloo breaks when a worker is lost, before the server knows the loss."""
+  if "Gloo" in error:
+    return Status("DATA_LOSS", f"another slice was lost during a program: {error}")
+  return from_error(RuntimeError(error))
 
 
 @dataclasses.dataclass
@@ -214,6 +224,8 @@ class WorkerRuntime(Runtime):
     self._programs: weakref.WeakKeyDictionary[Executable, _Program] = weakref.WeakKeyDictionary()
     self._numbers = itertools.count(1)
     self._start(range(devices.slices))
+    if len(self._workers) < devices.slices:
+      raise RuntimeError("a worker of the Pathways stand-in did not start; its messages say why")
 
   # ---- the world
 
@@ -223,7 +235,7 @@ class WorkerRuntime(Runtime):
     for worker in started.values():
       worker.ask("hello")
     with self._lock:
-      self._workers.update(started)
+      self._workers.update({s: worker for s, worker in started.items() if not worker.ended})
       self._form_world()
 
   def _form_world(self) -> None:
@@ -276,10 +288,11 @@ class WorkerRuntime(Runtime):
       worker.process.kill()
       worker.gone.wait()
 
-  def start_up(self, slice_id: int) -> None:
+  def start_up(self, slice_id: int) -> bool:
     """Called without the lock."""
     if slice_id not in self._workers:
       self._start([slice_id])
+    return slice_id in self._workers
 
   # ---- shards and programs
 

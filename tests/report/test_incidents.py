@@ -71,7 +71,7 @@ def test_the_page_shows_costs_only_with_a_price(tmp_path):
   priced, free = page.body(run, result)[0], page.body(run, result, 0.0)[0]
   assert "18,432 tokens and " in priced and "x 3 for a chip and hour" in priced and "cost of the chips" in priced
   assert "Set chip_hour_price" in free and "cost of the chips" not in free
-  assert "5 events cost 3.5 s" in free  # 0.7 s each
+  assert "5 events cost 3.50 s" in free  # 0.7 s each
 
 
 def test_incidents_that_share_time_count_once_together(tmp_path):

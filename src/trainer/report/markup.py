@@ -122,8 +122,10 @@ def magnitude(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-  """`0.3 s`, `21.6 s`, `0:12:05` from ten minutes on."""
-  return f"{seconds:,.1f} s" if seconds < 600 else format_duration(seconds)
+  """`0.04 s`, `21.6 s`, `0:12:05` from ten minutes on."""
+  if seconds >= 600:
+    return format_duration(seconds)
+  return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
 
 
 def money(amount: float) -> str:

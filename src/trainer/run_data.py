@@ -64,9 +64,8 @@ class RunData:
     saved, found = meta["cursor"].get("next_examples", ""), self.train.next_examples(step)
     place = f"example {meta['cursor']['next_example']}"
     if not saved or not found:
-      return [
-        f"Data: {place} is next. The checkpoint has no hash of the next examples, or they cannot be read: they are not compared."
-      ]
+      reason = "the checkpoint has no hash of them, or they cannot be read"
+      return [f"Data: {place} is next. The next examples are not compared: {reason}."]
     if saved == found:
       return [f"Data: {place} is next. The data and the content of the next examples match the checkpoint."]
     difference = f"{place} and the examples after it differ from the checkpoint's ({saved} -> {found})"

@@ -67,4 +67,4 @@ def test_examples_that_cannot_be_read_do_not_prevent_a_save(tmp_path):
       file.write_bytes(b"")
     meta = opened_data.meta(config, 2)
     assert meta["cursor"]["next_examples"] == ""
-    assert "they are not compared" in opened_data.resume(2, meta)[0]
+    assert "are not compared" in opened_data.resume(2, meta)[0]

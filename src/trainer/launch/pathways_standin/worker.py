@@ -204,7 +204,7 @@ class Worker:
       with self._more:
         if not self._more.wait_for(lambda: self._pending, _PARENT_SECONDS) and os.getppid() != server:
           os._exit(1)  # the thread of the messages may wait in XLA for ever
-        ended = [entry for entry in self._pending if all(s.is_deleted() or s.is_ready() for s in entry[1])]
+        ended = [entry for entry in self._pending if all(map(_is_computed, entry[1]))]
         self._pending = [entry for entry in self._pending if entry not in ended]
       for operation, results, _ in ended:
         error = ""
@@ -216,6 +216,14 @@ class Worker:
         self._send("ended", operation, error)
       if not ended:
         time.sleep(_POLL_SECONDS)
+
+
+def _is_computed(shard: jax.Array) -> bool:
+  """Also for a shard that another thread donates at this moment."""
+  try:
+    return shard.is_deleted() or shard.is_ready()
+  except RuntimeError:
+    return shard.is_deleted()
 
 
 def main(descriptor: int) -> None:

@@ -345,6 +345,15 @@ def a_worker_that_is_killed_in_a_collective(s):
 
 
 @scenario_of_processes
+def a_long_chain_of_donations(s):
+  step = jax.jit(lambda x: x + 1, donate_argnums=0)
+  x = s.put(s.everywhere)
+  for _ in range(1000):
+    x = step(x)
+  np.testing.assert_array_equal(x, s.value + 1000)
+
+
+@scenario_of_processes
 def all_workers_at_once(s):
   value = s.put(s.everywhere)
   value.block_until_ready()

@@ -237,9 +237,9 @@ def ended(moment: str, number: int, *arguments: str) -> int:
 
 
 def test_sigusr2_prints_every_stack_even_during_a_call_into_c_and_the_process_goes_on(running):
-  work = f"def stuck(): {CALL.format(2**21)}\ndef other(): time.sleep(600)\n"
+  work = f"def stuck():\n  {READY}  {CALL.format(2**21)}\ndef other(): time.sleep(600)\n"
   work += "threading.Thread(target=other, daemon=True).start()\n"
-  process = running(work + READY + "stuck()\nprint('done', flush=True)")
+  process = running(work + "stuck()\nprint('done', flush=True)")
   process.send_signal(signal.SIGUSR2)
   assert process.wait(60) == 0
   out = process.stdout.read()

@@ -54,7 +54,7 @@ def test_wrong_input_that_only_the_workers_notice_is_one_message(compiled, tmp_p
 
 def test_a_second_launch_is_refused_and_ctrl_c_ends_the_first(compiled, tmp_path):
   keys = [compiled, ENDLESS, "autocheckpoint_grace_seconds=1"]
-  first, second = ProcessRun(tmp_path, keys, slices=2), ProcessRun(tmp_path, keys, slices=2)
+  first, second = ProcessRun(tmp_path, keys, slices=2), ProcessRun(tmp_path, keys, slices=1)
   second.log = tmp_path / "second.txt"
   with first.launched() as supervisor:
     first.wait_for(lambda: first.last_step >= 5, supervisor)

@@ -143,10 +143,10 @@ def test_balanced_sums_agree_within_float32(compiled, tmp_path):
   # Training amplifies a difference, the faster the higher the learning rate is.
   steps = 30
   keys = [*KEYS, compiled, f"steps={steps}", "gradient_accumulation_steps=2", "learning_rate=1e-4"]
-  single = ProcessRun(tmp_path / "bitwise", keys, slices=3)
+  single = ProcessRun(tmp_path / "bitwise", keys, slices=2)
   with single.launched() as supervisor:
     assert single.wait(supervisor) == 0, single.tail()
-  run = ProcessRun(tmp_path / "balanced", [*keys, "elastic_numerics=balanced"], slices=3)
+  run = ProcessRun(tmp_path / "balanced", [*keys, "elastic_numerics=balanced"], slices=2)
   with run.launched() as supervisor:
     run.wait_for(lambda: run.last_step >= 10, supervisor)
     assert run.kill(1)

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 from jax import Device
-from pathwaysutils.experimental import split_by_mesh_axis
 
 from trainer.checkpoint.arrays import boxes, fingerprint, state_tree, verified_load
 from trainer.checkpoint.backup import Accept, Candidate, Emit, Log
@@ -67,6 +66,9 @@ class Snapshots:
     all other slices are dropped for good, even if such a slice returns. After a loss a copy under way gets
     RECOVERY_WAIT_SECONDS; then it is abandoned and the last restorable snapshot is used.
     """
+    # Imports Orbax, which takes long: not when this module is imported, and not while the first snapshot is made.
+    import pathwaysutils.experimental.split_by_mesh_axis  # noqa: F401
+
     self._slices = {i: tuple(devices) for i, devices in slices.items()}
     with self._changed:
       lost = False
@@ -235,13 +237,15 @@ def _to_host(
 
   All arrays are copied together and then split, because a Pathways proxy needs one request for each of the two.
   """
+  from pathwaysutils.experimental.split_by_mesh_axis import split_by_mesh_axis
+
   for name, x in flat.items():
     for devices in slices.values():
       boxes.owners(name, x, devices)  # raises where the slice does not hold all of it
   together = [*flat.values(), started.values]
   hosts = jax.device_put(together, [x.sharding.with_memory_kind(HOST) for x in together])
   copies, prints = {}, {}
-  for part in split_by_mesh_axis.split_by_mesh_axis(hosts, DATA, len(slices)):
+  for part in split_by_mesh_axis(hosts, DATA, len(slices)):
     i = next(i for i, devices in slices.items() if set(devices) == part[0].sharding.device_set)
     copies[i] = dict(zip(flat, part))
     prints[i] = fingerprint.Started(started.names, part[-1])

@@ -32,11 +32,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-  """Number of worker processes: 0 for files, which start faster in this process. For a folder one more than cores,
-  because tests of processes mostly wait."""
+  """Number of worker processes: one per core for a folder; 0 for files, which start faster in this process."""
   if all(Path(str(arg).partition("::")[0]).is_file() for arg in config.args):
     return 0
-  return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+  return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -129,7 +129,8 @@ def test_a_spare_or_the_restarted_slice_takes_the_place_of_a_lost_one(undisturbe
 
 def test_rehearsed_faults_happen_to_real_processes(undisturbed, compiled, tmp_path):
   faults = "slice_down@20:0, hang@50:2, slice_down@70:1:eval/1"
-  run = ProcessRun(tmp_path, [*KEYS, compiled, f"fault_injection={faults}"])
+  # The run waits for each lost slice: on a busy machine the last fault could otherwise hit the only one with the state.
+  run = ProcessRun(tmp_path, [*KEYS, compiled, WAITS, f"fault_injection={faults}"])
   with run.launched() as supervisor:
     assert run.wait(supervisor) == 0, run.tail()
   check(run, undisturbed)

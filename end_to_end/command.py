@@ -48,6 +48,14 @@ def cpu_environment(changes: Mapping[str, str]) -> dict[str, str]:
   return found
 
 
+def is_running(pid: int) -> bool:
+  """Whether the process exists and has not ended. A process that has ended and was not waited for counts as ended."""
+  try:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+  except OSError:
+    return False
+
+
 def start(argv: Sequence[str], changes: Mapping[str, str], log: Path) -> Process:
   """Starts `python -m trainer *argv` in this clone. Its output is appended to the file `log`."""
   command = [sys.executable, "-m", "trainer", *argv]

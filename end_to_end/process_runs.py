@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from end_to_end.command import ROOT, Run, cpu_environment
+from end_to_end.command import ROOT, Run, cpu_environment, is_running
 
 from trainer.membership.environment import MEMBER, SUPERVISOR
 
@@ -67,7 +67,7 @@ class ProcessRun(Run):
       with contextlib.suppress(OSError, ValueError):
         text = (path / "environ").read_bytes().decode(errors="replace")
         variables = dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
-        if variables.get(MARK) == self.mark and not _is_zombie(path):
+        if variables.get(MARK) == self.mark and is_running(int(path.name)):
           found[int(path.name)] = variables
     return found
 
@@ -162,7 +162,3 @@ class ProcessRun(Run):
   def steps(self) -> list[int]:
     """The recorded steps, in the order of their records."""
     return [record["step"] for record in self.records("metrics") if "loss" in record]
-
-
-def _is_zombie(path: Path) -> bool:
-  return (path / "stat").read_text().rpartition(")")[2].split()[0] == "Z"

@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.standin import start_standin
+from trainer.standin import Standin, start_standin
 
 _HELD = ("arrays", "executables", "host_buffers", "futures")
 _MOST_GROWTH = 200  # bytes of resident memory for each dispatch, in the second half; allocators never settle quite
@@ -51,14 +51,18 @@ def main() -> int:
   return 1 if wrong else 0
 
 
-def _client(server, module: str, arguments: list[str], platforms: str = "proxy") -> subprocess.Popen[str]:
-  environment = os.environ | {
+def client_environment(server: Standin, platforms: str = "proxy") -> dict[str, str]:
+  """The environment of a program of this clone that is a client of the server."""
+  return os.environ | {
     "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS": "true",
     "JAX_PLATFORMS": platforms,
     "JAX_BACKEND_TARGET": server.address,
     "PYTHONPATH": os.pathsep.join(["src", "."]),
   }
-  command = [sys.executable, "-m", module, *arguments]
+
+
+def _client(server, module: str, arguments: list[str], platforms: str = "proxy") -> subprocess.Popen[str]:
+  command, environment = [sys.executable, "-m", module, *arguments], client_environment(server, platforms)
   return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from end_to_end.command import is_running
 from tests.support.data_files import LENGTH, TEXTS, TOKENS, everything, load, write_gzip, write_jsonl, write_parquet
 
 from trainer.config.errors import ConfigError
@@ -147,13 +148,6 @@ def wait_until(condition, seconds: float = 60) -> None:
     time.sleep(0.01)
 
 
-def is_alive(pid: int) -> bool:
-  try:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-  except OSError:
-    return False
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for processes in /proc")
 def test_killed_at_any_moment_and_restarted_it_writes_the_same_bytes(tmp_path):
   source, output = corpus(tmp_path, files=96), tmp_path / "killed"
@@ -179,7 +173,7 @@ def test_killed_at_any_moment_and_restarted_it_writes_the_same_bytes(tmp_path):
     process.kill()
     assert process.wait(LIMIT) == -signal.SIGKILL
     process.stdout.close()
-    wait_until(lambda workers=workers: not any(is_alive(worker) for worker in workers))
+    wait_until(lambda workers=workers: not any(is_running(worker) for worker in workers))
     assert not (output / "manifest.json").exists()
 
   code, text = finished(start(source, output, "--processes=1"))

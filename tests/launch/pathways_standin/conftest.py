@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from end_to_end.standin import client_environment
 
 from trainer.standin import Standin, start_standin
 
@@ -27,20 +25,7 @@ def server(tmp_path_factory):
 
 def run_client(server: Standin, module: str, *arguments: str, platforms: str = "proxy", seconds: float = 240):
   """The last line that a program prints, which is JSON."""
-  environment = os.environ | {
-    "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS": "true",
-    "JAX_PLATFORMS": platforms,
-    "JAX_BACKEND_TARGET": server.address,
-    "PYTHONPATH": os.pathsep.join(["src", "."]),
-  }
-  command = [sys.executable, "-m", module, *arguments]
+  command, environment = [sys.executable, "-m", module, *arguments], client_environment(server, platforms)
   result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
   assert result.returncode == 0, result.stderr[-4000:]
   return json.loads(result.stdout.splitlines()[-1])
-
-
-def is_running(pid: int) -> bool:
-  """Whether the process exists and has not ended."""
-  with contextlib.suppress(OSError):
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-  return False

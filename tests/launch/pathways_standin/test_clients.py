@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
-from tests.launch.pathways_standin.conftest import is_running, run_client
+from end_to_end.command import is_running
+from tests.launch.pathways_standin.conftest import run_client
 from tests.support import standin_conformance, standin_faults
 
 from trainer.standin import start_standin

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from tests.launch.pathways_standin.conftest import is_running
+from end_to_end.command import is_running
 
 from trainer import standin
 from trainer.launch.pathways_standin import messages as messages_lib

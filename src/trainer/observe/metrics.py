@@ -138,6 +138,11 @@ class Metrics:
     """The last step that this process has recorded or remembers; 0: none."""
     return max((record.step for record in self._recent if isinstance(record, StepRecord)), default=0)
 
+  def recorded_step(self) -> int:
+    """The newest step in metrics.jsonl, whichever process has recorded it; 0: none."""
+    known = files.read_last_json_lines(self._run_directory, METRICS_FILE)
+    return max((record["step"] for record in known if "loss" in record), default=0)
+
   def take_over(self) -> list[StepRecord]:
     """This process is the primary from now on. Returns the steps that nobody had recorded, now recorded here."""
     known = list(files.read_last_json_lines(self._run_directory, METRICS_FILE))

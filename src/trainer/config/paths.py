@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from trainer.config import data_files, mixture, text_files
+from trainer.config import data_files, mixture, remote, text_files
 from trainer.config.errors import ConfigError, Problems, shorten
 from trainer.config.files import as_path
 from trainer.config.schema import Config, DataSection
@@ -245,11 +245,10 @@ def _check_text(name: str, value: str) -> None:
   """Checks that `value` is a text file that is not empty, or a folder that contains one."""
   _check_placeholder(name, value)
   kinds = ", ".join(text_files.SUFFIXES)
-  if "://" in value:
-    raise ConfigError(
-      f"{name}={shorten(value)}: dataset_type=text reads local files only.\n"
-      "Mount the bucket as a folder, or copy it here."
-    )
+  if remote.is_address(value):
+    if not text_files.at_address(name, value):
+      raise ConfigError(f"{name}={shorten(value)}: has no file of {kinds} with text in it.\nGive another address.")
+    return
   path = as_path(value, f"{name}=")
   if not os.path.exists(path):
     raise ConfigError(f"{name}={value}: there is no such file or folder.\nGive a file or folder of {kinds}.")

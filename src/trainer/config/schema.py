@@ -220,7 +220,7 @@ class DataSection(Section):
 
   dataset_type: Literal["synthetic", "text", "grain", "tfds", "hf"] = Field(
     "text",
-    description="synthetic: random tokens. text: local files of text. grain: ArrayRecord, Parquet or JSONL files. tfds: a dataset that TensorFlow Datasets has prepared. hf: a folder that Hugging Face datasets has saved with save_to_disk. Except for synthetic, documents are tokenised and packed once, and cached.",
+    description="synthetic: random tokens. text: files of text. grain: ArrayRecord, Parquet or JSONL files. tfds: a dataset that TensorFlow Datasets has prepared. hf: a folder that Hugging Face datasets has saved with save_to_disk. Except for synthetic, documents are tokenised and packed once, and cached.",
   )
   dataset_path: str = Field(
     "",
@@ -231,7 +231,8 @@ class DataSection(Section):
     description="dataset_type=text: a file or folder for evaluation. Empty: hold out eval_fraction of the training text.",
   )
   grain_train_files: str = Field(
-    "", description="dataset_type=grain: training files, folders or patterns such as data/*.parquet, separated by ';'."
+    "",
+    description="dataset_type=grain: training files, folders or patterns such as data/*.parquet, separated by ';'. Parquet and JSONL also at addresses such as gs://BUCKET/data.",
   )
   grain_eval_files: str = Field(
     "", description="dataset_type=grain: files for evaluation, named like grain_train_files. Empty: no evaluation."

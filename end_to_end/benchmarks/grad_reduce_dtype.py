@@ -27,6 +27,7 @@ import numpy as np
 from end_to_end.benchmarks.common import positive
 from end_to_end.command import ROOT
 
+from trainer import step as step_lib
 from trainer.config.load import load
 from trainer.config.schema import Config
 
@@ -139,7 +140,7 @@ class Trial:
     losses = []
     for index in range(steps):
       state, metrics = self.train_step(state, feed(index))
-      losses.append(float(metrics["loss"]))
+      losses.append(step_lib.metric_values(metrics)["loss"])
     held_out = self.feed(seed, "eval")
     with jax.set_mesh(self.program.mesh):
       sums = [self.program.evaluate(state.params, held_out(index)) for index in range(EVALUATION_BATCHES)]

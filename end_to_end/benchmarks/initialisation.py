@@ -136,8 +136,9 @@ class Trial:
       losses, norms = [], []
       for index in range(self._config.run.steps):
         current, metrics = self._train(current, self._feed(index), jnp.float32(rate))
-        losses.append(float(metrics["loss"]))
-        norms.append(float(metrics["grad_norm"]))
+        values = step.metric_values(metrics)
+        losses.append(values["loss"])
+        norms.append(values["grad_norm"])
     warm = len(losses) // 10
     return losses[0], float(np.mean(losses[-TAIL:])), max(norms[warm:])
 

@@ -54,10 +54,10 @@ class Program:
   plan: BatchPlan  # the rows of the global batch that each slice computes
   state: TrainState  # abstract, with shardings
   batch: Any  # a Batch of ShapeDtypeStructs [A, rows, T], with shardings
-  train_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+  train_step: Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]
   eval_step: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
   share_sums: Callable[[Any, Batch], Sums]  # the first half of a step, of this mesh alone
-  apply_sums: Callable[[TrainState, Sums], tuple[TrainState, dict[str, jax.Array]]]  # the second half
+  apply_sums: Callable[[TrainState, Sums], tuple[TrainState, jax.Array]]  # the second half
 
   def lower(self) -> jax.stages.Lowered:
     """Returns the training step, traced."""
@@ -118,7 +118,7 @@ class Halves:
   abstract: Sums  # ShapeDtypeStructs with shardings
   sums: Callable[[Any, Batch], Sums]  # (params, batch of a share)
   add: Callable[[Sums, Sums], Sums] | None  # None: not needed
-  apply: Callable[[TrainState, Sums], tuple[TrainState, dict[str, jax.Array]]]  # donates the state
+  apply: Callable[[TrainState, Sums], tuple[TrainState, jax.Array]]  # donates the state
   evaluate: Callable[[Any, Batch], tuple[jax.Array, jax.Array]] | None  # (params, batch of a share); None: not needed
 
 

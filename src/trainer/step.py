@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -26,6 +27,10 @@ from trainer.mesh import CONTEXT, DATA, FSDP, TENSOR
 from trainer.models.decoder import DecoderFunctions, Params
 from trainer.sharding import constrain, num_shards
 from trainer.state import TrainState
+
+# The metrics of a step, in the order of their array. It is one array, because a controller needs two requests to read
+# an array through a Pathways proxy.
+METRICS = ("loss", "z_loss", "grad_norm", "lr", "weight", "skipped")
 
 
 @jax.tree_util.register_dataclass
@@ -142,12 +147,12 @@ def apply_gradients(
   schedule: Callable[[jax.Array], jax.Array],
   state: TrainState,
   sums: Sums,
-) -> tuple[TrainState, dict[str, jax.Array]]:
-  """Returns the next state and the step's metrics.
+) -> tuple[TrainState, jax.Array]:
+  """Returns the next state and the step's metrics, float32 [len(METRICS)]; `metric_values` gives them names.
 
-  Metrics, scalars: loss and z_loss (nats per token), grad_norm (before clipping), lr, weight (sum over tokens), and
-  skipped (int32: number of non-finite steps in a row, including this one). If the loss or a gradient is not finite,
-  weights and optimizer state stay unchanged.
+  loss and z_loss are in nats per token, grad_norm is before clipping, weight is a sum over tokens, skipped is the
+  number of non-finite steps in a row, including this one. If the loss or a gradient is not finite, weights and
+  optimizer state stay unchanged.
   """
   weight = jnp.maximum(sums.weight, 1.0)
   norm = optax.tree.norm(sums.grads) / weight
@@ -177,7 +182,12 @@ def apply_gradients(
     "weight": sums.weight,
     "skipped": skipped,
   }
-  return new_state, metrics
+  return new_state, jnp.stack([metrics[name].astype(jnp.float32) for name in METRICS])
+
+
+def metric_values(metrics: jax.Array) -> dict[str, float]:
+  """Returns the metrics of a step by name. Waits for the step."""
+  return dict(zip(METRICS, np.asarray(metrics).tolist(), strict=True))
 
 
 def build_train_step(
@@ -186,7 +196,7 @@ def build_train_step(
   optimizer: optax.GradientTransformation,
   schedule: Callable[[jax.Array], jax.Array],
   mesh: Mesh,
-) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+) -> Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]:
   """Returns train_step(state, batch) -> (state, metrics) on `mesh`, to be jitted with the state donated.
 
   The batch's arrays are [A, rows of all slices, T] with `batch_spec`.
@@ -194,7 +204,7 @@ def build_train_step(
   own = functools.partial(loss_and_grads, model, cfg)
   sums = _over_slices(mesh, own, functools.partial(reduced_loss_and_grads, model, cfg))
 
-  def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+  def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
     return apply_gradients(cfg, optimizer, schedule, state, sums(state.params, batch))
 
   return train_step

@@ -6,6 +6,7 @@ import time
 
 import jax
 
+from trainer import step as step_lib
 from trainer.config import counts
 from trainer.config.schema import Config
 from trainer.elastic.attempt import ElasticRun
@@ -56,7 +57,7 @@ class StepRecords:
       return
     (step, arrays, data_wait, slice_seconds), self._pending = self._pending, None
     self._stepper.wait(arrays, f"step {step}")
-    values = {key: float(value) for key, value in jax.device_get(arrays).items()}
+    values = step_lib.metric_values(arrays)
     now = time.monotonic()
     seconds, self._last = now - self._last, now
     alive = self._stepper.alive

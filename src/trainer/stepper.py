@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import jax
 
@@ -18,7 +18,7 @@ from trainer.models.decoder import Params
 from trainer.program import Program
 from trainer.state import TrainState
 
-Metrics = dict[str, jax.Array]  # float32 scalars; see step.apply_gradients
+Metrics: TypeAlias = jax.Array  # float32 [len(step.METRICS)]; see step.apply_gradients
 LossSums = tuple[jax.Array, jax.Array]  # float32 scalars: sum of weighted cross-entropy in nats, sum of weights
 _PREPARE_AFTER = 3  # steps of an attempt: its program has run, and its speed is known
 

@@ -55,6 +55,7 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
   with contextlib.ExitStack() as stack:
     # ---- the program of these slices, and the newest good state (or a fresh one): reading and compiling in parallel
     slices = dict(zip(view.slices, view.devices))
+    guard = elastic.guard(view, session.watchdog.late_after)
     tiers = Tiers(
       config.checkpoint,
       config.run_directory,
@@ -63,11 +64,11 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
       slices=session.cluster.copied(view),
       snapshots=session.snapshots,
       saves_in_storage=session.cluster.saves_in_storage,
+      fetch=guard.call if session.cluster.is_behind_proxy else None,
       log=session.log.line,
       emit=session.events.emit,
     )
     stack.callback(_close, session, tiers.close)
-    guard = elastic.guard(view, session.watchdog.late_after)
     with session.watchdog.during("restore and compilation"):
       prog = session.programs.program(view)
       restore = functools.partial(_restore, config, session, elastic, prog, tiers, slices, survivors)

@@ -82,6 +82,30 @@ def test_state_may_be_donated_while_it_is_written(tmp_path):
   tier.close()
 
 
+def test_behind_a_proxy_a_save_reads_everything_first(tmp_path):
+  """A slice that hangs leaves no half-written folder behind, and no thread that could finish the save later."""
+  asked = []
+
+  def fetch(work, what):
+    asked.append(what)
+    if len(asked) == 1:
+      raise TimeoutError("slices [1] do not answer")
+    return work()
+
+  tier = Persistent(str(tmp_path / "c"), toy_state.config(), world=SingleWorld(), fetch=fetch)
+  state = toy_state.state(1)
+  with pytest.raises(TimeoutError):
+    tier.save(1, state, {})
+  tier.wait()
+  assert not (tmp_path / "c").exists()
+  assert tier.save(1, state, {})
+  tier.wait()
+  assert asked == ["the copy of step 1 for its save"] * 2
+  whole = toy_state.abstract(toy_state.values(), toy_state.mesh(2, 2))
+  toy_state.assert_same_bits(restore(tier, 1, whole), toy_state.values(1))
+  tier.close()
+
+
 def test_retention_keeps_newest_multiples_and_best(tmp_path):
   cfg = toy_state.config(max_num_checkpoints_to_keep=2, checkpoint_keep_period=4, checkpoint_keep_best=1)
   state, losses = toy_state.state(), {1: 3.0, 2: 1.0, 3: 2.0, 4: None, 5: 5.0, 6: None, 7: None}

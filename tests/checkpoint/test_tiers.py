@@ -42,6 +42,21 @@ def test_saves_at_the_period_and_at_the_end(tmp_path):
   assert run(tmp_path / "even", 4) == [2, 4]
 
 
+def test_a_save_that_was_lost_with_a_slice_is_made_up_once(tmp_path):
+  """An attempt that begins after the step of the lost save has no other reason to save before the next period."""
+  assert run(tmp_path, 2, checkpoint_period=2) == [2]
+  recorder = toy_state.Recorder()
+  tiers = make(tmp_path, recorder)
+  assert not tiers.owed(3)  # step 2 is committed
+  tiers.close()
+  tiers = make(tmp_path, recorder)
+  assert not tiers.due(5) and tiers.owed(5)
+  assert recorder.lines == ["The checkpoint of step 4 was not committed: saving step 5 in its place."]
+  assert tiers.maybe_save(5, toy_state.state(5), {}) and not tiers.owed(7)
+  tiers.close()
+  assert make(tmp_path).restore_newest(target()).step == 5
+
+
 def test_without_checkpointing_there_are_no_files(tmp_path):
   assert run(tmp_path, 4, enable_checkpointing=False) == []
   assert make(tmp_path, enable_checkpointing=False).restore_newest(target()) is None

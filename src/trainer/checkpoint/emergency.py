@@ -12,6 +12,7 @@ all hosts and slices is restored; a replaced host gets its parts from the other 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import re
@@ -30,8 +31,9 @@ import numpy as np
 from jax import Device
 
 from trainer.checkpoint import checksums
-from trainer.checkpoint.arrays import boxes, fingerprint, from_hosts, state_tree, verified_load
+from trainer.checkpoint.arrays import boxes, fingerprint, from_hosts, host_copy, state_tree, verified_load
 from trainer.checkpoint.arrays.boxes import Box
+from trainer.checkpoint.arrays.host_copy import Fetch
 from trainer.checkpoint.background import Background
 from trainer.checkpoint.backup import Accept, Candidate, Emit, Log
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
@@ -83,15 +85,18 @@ class Emergency:
     *,
     world: World,
     run_id: str,
+    fetch: Fetch | None = None,
     log: Log = lambda line: None,
     emit: Emit = lambda kind, **fields: None,
   ) -> None:
-    """slices: {id: devices} of the living slices. Raises ConfigError if the tier cannot write there."""
+    """slices: {id: devices} of the living slices. fetch: see host_copy; for devices behind a proxy.
+
+    Raises ConfigError if the tier cannot write there."""
     require(rules.emergency_tier(cfg))
     self._cfg, self._run, self._run_id = cfg, _identity(run_directory), run_id
     self._log, self._emit = log, emit
     self._slices = {i: tuple(devices) for i, devices in slices.items()}
-    self._world = world
+    self._world, self._fetch = world, fetch
     self.root = folder(cfg.local_checkpoint_directory, run_directory) / run_id
     self._background = Background("emergency-checkpoint")
     self._probe()
@@ -135,6 +140,8 @@ class Emergency:
     begin = time.monotonic()
     flat = state_tree.flatten(state)
     started = fingerprint.dispatch(flat)
+    if self._fetch is not None:
+      started = self._fetch(functools.partial(host_copy.read, flat, started), f"the local copy of step {step}")
     copies = {
       _Copy(step, i, self._world.rank): [
         (name, box, boxes.host_copy(flat[name], device)) for name, box, device in parts

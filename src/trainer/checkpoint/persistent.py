@@ -21,7 +21,8 @@ from trainer import runtime_errors
 from trainer import world as world_lib
 from trainer.checkpoint import checksums, retention
 from trainer.checkpoint import run_id as run_id_lib
-from trainer.checkpoint.arrays import fingerprint, single_replica, state_tree, verified_load
+from trainer.checkpoint.arrays import fingerprint, host_copy, single_replica, state_tree, verified_load
+from trainer.checkpoint.arrays.host_copy import Fetch
 from trainer.checkpoint.background import Background
 from trainer.checkpoint.backup import Accept, Candidate, Emit, Log
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
@@ -78,17 +79,19 @@ class Persistent(StepFolders):
     *,
     world: World,
     run_id: str = "",
+    fetch: Fetch | None = None,
     log: Log = lambda line: None,
     emit: Emit = lambda kind, **fields: None,
     atomicity: Literal["auto", "commit_file"] = "auto",
   ) -> None:
-    """run_id: of the folder above `directory`, checked at every save; "": not checked.
+    """run_id: of the folder above `directory`, checked at every save; "": not checked. fetch: see host_copy; for
+    devices behind a proxy.
 
     atomicity="commit_file" makes a local directory behave as an object store does.
     """
     super().__init__(directory, world, log)
     self._run_id = run_id
-    self._cfg, self._emit, self._atomicity = cfg, emit, atomicity
+    self._cfg, self._emit, self._atomicity, self._fetch = cfg, emit, atomicity, fetch
     self._writer: Any = None
     self._background = Background("persistent-checkpoint")
     self._save: _Save | None = None
@@ -118,7 +121,10 @@ class Persistent(StepFolders):
       return False
     flat = state_tree.flatten(state)
     sealed_meta = dict(meta, step=step, metric=metric, versions=versions(), arrays=state_tree.describe(flat))
-    self._save = _Save(step, sealed_meta, fingerprint.dispatch(flat), begin)
+    started = fingerprint.dispatch(flat)
+    if self._fetch is not None and _reads_arrays():
+      started = self._fetch(functools.partial(host_copy.read, flat, started), f"the copy of step {step} for its save")
+    self._save = _Save(step, sealed_meta, started, begin)
     try:
       self.directory.mkdir(parents=True, exist_ok=True)
       self._orbax_writer().save(self.directory / str(step), args=_save_args(flat), force=True)
@@ -177,7 +183,7 @@ class Persistent(StepFolders):
         self._prints()  # raises on every process: if only process 0 raised, the others would wait for its commit
 
       self._writer = ocp.AsyncCheckpointer(
-        _handler(ocp.options.MultiprocessingOptions()),
+        _handler(ocp.options.MultiprocessingOptions(), one_replica=self._fetch is not None and _reads_arrays()),
         async_options=ocp.AsyncOptions(
           timeout_secs=NO_TIMEOUT_SECONDS,
           post_finalization_callback=self._seal,
@@ -326,11 +332,28 @@ class Persistent(StepFolders):
       raise Rejected(f"its arrays cannot be read: {_first_line(error)}") from error
 
 
-def _handler(multiprocessing: Any) -> Any:
-  """Orbax's handler for a step: zarr3 in OCDBT (few files). Compression would save 8 % and double the time."""
-  import orbax.checkpoint as ocp
+def _reads_arrays() -> bool:
+  """Whether Orbax reads arrays to save them. Pathways' own persistence has another handler: its servers write them."""
+  from orbax.checkpoint import type_handlers
 
-  state = ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False, multiprocessing_options=multiprocessing)
+  return type(type_handlers.get_type_handler(jax.Array)) is type_handlers.ArrayHandler
+
+
+def _handler(multiprocessing: Any, *, one_replica: bool = False) -> Any:
+  """Orbax's handler for a step: zarr3 in OCDBT (few files). Compression would save 8 % and double the time.
+
+  one_replica: saves the first replica, instead of a part of each, which Orbax would cut out on the devices.
+  """
+  import orbax.checkpoint as ocp
+  from orbax.checkpoint import type_handlers
+
+  options = {}
+  if one_replica:
+    arrays = type_handlers.ArrayHandler(use_replica_parallel=False)
+    options["type_handler_registry"] = type_handlers.create_type_handler_registry((jax.Array, arrays))
+  state = ocp.PyTreeCheckpointHandler(
+    use_zarr3=True, use_compression=False, multiprocessing_options=multiprocessing, **options
+  )
   return ocp.CompositeCheckpointHandler(state=state)
 
 

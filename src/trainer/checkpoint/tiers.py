@@ -11,6 +11,7 @@ from jax import Device
 
 from trainer.checkpoint import run_id as run_id_lib
 from trainer.checkpoint.arrays import fingerprint
+from trainer.checkpoint.arrays.host_copy import Fetch
 from trainer.checkpoint.background import Background
 from trainer.checkpoint.backup import Accept, Candidate, Emit, Log, Restored, StateBackup, restore_newest
 from trainer.checkpoint.emergency import Emergency
@@ -37,26 +38,28 @@ class Tiers:
     slices: Mapping[int, Sequence[Device]] | None = None,
     snapshots: Snapshots | None = None,
     saves_in_storage: Callable[[], bool] = lambda: True,
+    fetch: Fetch | None = None,
     log: Log = lambda line: None,
     emit: Emit = lambda kind, **fields: None,
   ) -> None:
     """run_id: of run_id.establish at the start of the process (default: the id is read or created now).
     slices: {id: devices} of the living slices (default: all devices are one). saves_in_storage: asked at every save;
-    False while another world of the run does it. log takes a line for people; emit a
-    kind and fields for events.jsonl; both may be called from a thread. Raises ConfigError where the emergency tier is
-    wanted and could not write."""
+    False while another world of the run does it. fetch: see host_copy; for devices behind a proxy. log takes a line for
+    people; emit a kind and fields for events.jsonl; both may be called from a thread. Raises ConfigError where the
+    emergency tier is wanted and could not write."""
     self._cfg, self._log, self._emit = cfg, log, emit
     self._saves_in_storage = saves_in_storage
-    self._saves = saves_in_storage()  # at the last call of `owed`
+    self._saves = False  # whether this world saved in storage at the last call of `owed`; an attempt looks once
     self._makes_up = False
     if run_id is None:
       run_id = run_id_lib.establish(run_directory, world) if cfg.enable_checkpointing else ""
-    self._persistent = Persistent(f"{run_directory}/checkpoints", cfg, world=world, run_id=run_id, log=log, emit=emit)
+    common: dict[str, Any] = {"world": world, "run_id": run_id, "fetch": fetch, "log": log, "emit": emit}
+    self._persistent = Persistent(f"{run_directory}/checkpoints", cfg, **common)
     self._emergency: Emergency | None = None
     self._warm = Background("checkpoint-preparation")
     if cfg.enable_checkpointing and cfg.enable_emergency_checkpoint:
       slices = slices or {0: jax.devices()}
-      self._emergency = Emergency(cfg, run_directory, slices, world=world, run_id=run_id, log=log, emit=emit)
+      self._emergency = Emergency(cfg, run_directory, slices, **common)
     # Of equal steps the first in this list is restored: the fastest.
     tiers: list[StateBackup | None] = [
       snapshots,
@@ -77,9 +80,10 @@ class Tiers:
     return self._due(step, self._cfg.checkpoint_period)
 
   def owed(self, step: int) -> bool:
-    """Whether the last save in storage that was due before `step` was lost with the world that was to do it.
+    """Whether the last save in storage that was due before `step` was lost: with a slice that it needed, or with the
+    world that was to do it.
 
-    Asked after every step: it looks only when this world begins to save in storage.
+    Asked after every step: it looks after the first one of an attempt, and when this world begins to save in storage.
     """
     before, self._saves = self._saves, self._saves_in_storage()
     if before or not self._saves or not self._cfg.enable_checkpointing:

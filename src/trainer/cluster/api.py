@@ -51,6 +51,7 @@ class Cluster(ABC):
   """The slices of this run. A slice fails and returns as a whole; its id and its devices never change."""
 
   kind: str
+  is_behind_proxy = False  # whether this process reaches its devices, and every byte of their memory, through a proxy
   recovers_in_process = True  # whether the loss of a slice ends the attempt, and the elastic loop starts another
   fresh_run_id = ""  # the id of a new run, where several worlds start it; "": the primary chooses one
   peers: Peers | None = None  # the other worlds of the run, where each slice is a world of its own

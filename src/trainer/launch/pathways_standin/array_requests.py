@@ -167,6 +167,7 @@ def _copy_to_host_buffer(session: Session, body: Any, response: Any) -> WhenRead
     if (error := array.error()) is not None:
       raise error
     shard = array.shards[0]
+    session.slices.hold_back(array)
   assert not isinstance(shard, Status)
   if tuple(shard.shape) != array.spec.shape:
     raise Status("INVALID_ARGUMENT", "CopyToHostBuffer of an array that is partitioned over several devices")

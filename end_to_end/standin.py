@@ -21,7 +21,7 @@ from pathlib import Path
 from trainer.standin import Standin, start_standin
 
 _HELD = ("arrays", "executables", "host_buffers", "futures")
-_MOST_GROWTH = 200  # bytes of resident memory for each dispatch, in the second half; allocators never settle quite
+_MOST_GROWTH = 200  # bytes of resident memory for each dispatch, between the two halves; allocators never settle quite
 
 
 def main() -> int:
@@ -94,18 +94,22 @@ def _dispatch(count: int) -> int:
 def _measure(server, count: int) -> int:
   client = _client(server, "end_to_end.standin", ["leak-client", "--dispatches", str(count)])
   rows, began = [], time.monotonic()
-  print("dispatches  seconds  server MiB  client MiB  handles")
+  print("dispatches  seconds  server, client and slices in MiB  handles")
   for line in client.stdout:
     time.sleep(1.0)  # the client sends the last deletions
-    (session,) = server.control("status")["clients"]
-    rows.append((_mebibytes(server.process.pid), _mebibytes(client.pid), [session[key] for key in _HELD]))
-    print(f"{int(line):10d}  {time.monotonic() - began:7.1f}  {rows[-1][0]:10.1f}  {rows[-1][1]:10.1f}  {rows[-1][2]}")
+    status = server.control("status")
+    (session,) = status["clients"]
+    processes = [server.process.pid, client.pid, *(entry["pid"] for entry in status["slices"] if "pid" in entry)]
+    rows.append((list(map(_mebibytes, processes)), [session[key] for key in _HELD]))
+    memory = "  ".join(f"{mebibytes:7.1f}" for mebibytes in rows[-1][0])
+    print(f"{int(line):10d}  {time.monotonic() - began:7.1f}  {memory}  {rows[-1][1]}", flush=True)
     client.stdin.write("\n")
     client.stdin.flush()
-  first, middle, last = rows[0], rows[len(rows) // 2 - 1], rows[-1]
-  growth = [(last[i] - middle[i]) * 2**20 / (count / 2) for i in (0, 1)]
-  print(f"bytes for each dispatch in the second half: server {growth[0]:.0f}, client {growth[1]:.0f}")
-  fine = client.wait() == 0 and first[2] == last[2] and max(growth) <= _MOST_GROWTH
+  halves = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+  peaks = [[max(row[0][i] for row in half) for i in range(len(processes))] for half in halves]
+  growth = [(after - before) * 2**20 / (count / 2) for before, after in zip(*peaks, strict=True)]
+  print("bytes for each dispatch, between the peaks of both halves: " + ", ".join(f"{value:.0f}" for value in growth))
+  fine = client.wait() == 0 and rows[0][1] == rows[-1][1] and max(growth) <= _MOST_GROWTH
   print("no leak" if fine else "LEAK, or a wrong result")
   return 0 if fine else 1
 

@@ -24,8 +24,7 @@ The server ends with the process that started it, also if that process is killed
 
 Without --processes, all devices belong to the server's process, and a lost slice is an administrative state: its data
 are replaced by errors. With --processes, each slice is a process that any signal may kill or stop (`status` has their
-ids), with its data; programs that span slices communicate over gloo. Each start of a worker takes seconds, and a
-program is compiled again in the workers after a slice was lost or has returned.
+ids), with its data; programs that span slices communicate over gloo. Each start of a worker takes seconds.
 
 What it does not model: the time that anything takes on TPUs and between hosts, the numerics of TPUs, the memory limits
 of devices, Pathways' resource manager, programs of plugins (persistence, remote profiling), host callbacks.

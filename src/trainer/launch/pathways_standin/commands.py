@@ -74,9 +74,13 @@ class Commands:
     slice_id, code = self._slice(words[0]), words[1] if len(words) > 1 else "DATA_LOSS"
     if code not in CODES:
       raise CommandError(f"{code!r} is no error code. Use one of {', '.join(CODES)}.")
-    lost = self._slices.kill(slice_id, code, " ".join(words[2:]))
+    before = self._slices.lost_shards
+    if len(words) == 1:
+      self._runtime.shut_down(slice_id)  # a process is killed, and the loss is noticed, as if a user had killed it
+    if len(words) > 1 or not self._slices.is_down(slice_id):
+      self._slices.kill(slice_id, code, " ".join(words[2:]))
     self._runtime.shut_down(slice_id)
-    return {"lost_shards": lost}
+    return {"lost_shards": self._slices.lost_shards - before}
 
   def _do_revive(self, words: list[str]) -> dict[str, Any]:
     _count(words, 1, 1, "revive SLICE")
@@ -160,9 +164,11 @@ class Commands:
         _log.error("a planned command failed: %s", error)
 
   def _revive(self, slice_id: int) -> None:
-    if not self._runtime.start_up(slice_id):
-      raise CommandError(f"the process of slice {slice_id} ended at once. The messages of the server say why.")
-    self._slices.revive(slice_id)
+    self._runtime.start_up(slice_id)
+    with self._slices.lock:  # the process may end at any time
+      if not self._runtime.runs(slice_id):
+        raise CommandError(f"the process of slice {slice_id} ended at once. The messages of the server say why.")
+      self._slices.revive(slice_id)
 
   def _slice(self, word: str) -> int:
     count = self._slices.devices.slices

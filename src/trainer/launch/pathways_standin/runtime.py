@@ -30,8 +30,8 @@ class Runtime:
       self._single[key] = SingleDeviceSharding(self.devices.all[device], memory_kind=memory)
     return jax.device_put(value, self._single[key], may_alias=False)
 
-  def prepare(self, executable: Executable, program: bytes, options: bytes) -> None:
-    """Gets ready to run a program. program: a portable artifact. options: a serialized CompileOptionsProto."""
+  def prepare(self, executable: Executable, options: bytes) -> None:
+    """Gets ready to run a program. options: a serialized CompileOptionsProto."""
 
   def run(self, executable: Executable, arguments: Sequence[Array], kept: frozenset[int]) -> list[list[Shard]]:
     """Dispatches a program. Returns the shards of each result; they may not be ready yet.
@@ -65,10 +65,13 @@ class Runtime:
     return {}
 
   def shut_down(self, slice_id: int) -> None:
-    """Ends what computes for a slice whose data were given up."""
+    """Ends what computes for a slice, if that is a process. Then the slice is down, if it was not before."""
 
-  def start_up(self, slice_id: int) -> bool:
-    """Starts what computes for a slice, if it does not run, before the slice is used again. Returns whether it runs."""
+  def start_up(self, slice_id: int) -> None:
+    """Starts what computes for a slice, if it does not run, before the slice is used again."""
+
+  def runs(self, slice_id: int) -> bool:
+    """Whether that runs."""
     return True
 
 

@@ -57,6 +57,7 @@ class Slices:
     self._running: dict[int, _Execution] = {}
     self._gate_numbers, self._execution_numbers = itertools.count(1), itertools.count(1)
     self.dispatches = 0  # programs that clients have dispatched
+    self.lost_shards = 0  # by all faults so far
     self.on_dispatch: Callable[[int], None] = lambda dispatches: None  # called before a program starts
 
   # ---- what sessions ask
@@ -91,6 +92,10 @@ class Slices:
     for number in array.made_by:
       self._running[number].results.append(weakref.ref(array))
     return array
+
+  def hold_back(self, array: Array) -> None:
+    """A client reads the array, from its first device. If that slice hangs, the answer waits."""
+    array.gates = merge([array.closed_gates(), self._hung_gates(array.devices[:1])])
 
   def begin_dispatch(self) -> None:
     """Counts a program that a client dispatches, and carries out the faults that are planned for this moment."""
@@ -138,8 +143,12 @@ class Slices:
 
   # ---- faults
 
-  def kill(self, slice_id: int, code: str, text: str) -> int:
-    """The slice and its data are lost. Returns the number of lost shards. The slice stays down until `revive`."""
+  def is_down(self, slice_id: int) -> bool:
+    """Whether the slice is lost."""
+    return slice_id in self._down
+
+  def kill(self, slice_id: int, code: str, text: str) -> None:
+    """The slice and its data are lost. The slice stays down until `revive`."""
     status = Status(code, text or f"slice {slice_id} is down: the Pathways stand-in was told to kill it")
     devices = frozenset(d.id for d in self.devices.all if self.devices.slice_of(d.id) == slice_id)
     with self.lock:
@@ -147,10 +156,10 @@ class Slices:
       self._slow.pop(slice_id, None)
       lost = self._fail_running(slice_id, status)
       lost += sum(array.lose(status, devices) for store in self._stores for array in store.arrays())
+      self.lost_shards += lost
       gate = self._hung.pop(slice_id, None)
     if gate is not None:
       gate.open()  # whoever waits for the slice gets the error now
-    return lost
 
   def note_loss(self, slice_id: int, reason: str) -> None:
     """A slice was lost without a command."""

@@ -1,63 +1,78 @@
 """The process of one slice: it holds the data of the slice's devices, and runs their part of every program.
 
-  python -m trainer.launch.pathways_standin.worker FILE_DESCRIPTOR
+  python -m trainer.launch.pathways_standin.worker FILE_DESCRIPTOR DEVICES
 
 The server sends messages, tuples that begin with the name of a method below, over a socket that this process inherits.
-A program that spans several slices communicates with the other workers over gloo. When a slice is lost or returns, the
-workers form a new world ("join"): clients of an old world may have programs that wait forever for a lost peer, and are
-left alone.
+Programs of this slice alone run on a client of XLA that lives as long as the process. For programs that span slices,
+the workers of each such set of slices form a world: a client of XLA that communicates over gloo. A world ends when a
+member is lost: programs may wait forever for the lost peer, so its client is left alone and never used again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
 from multiprocessing.connection import Connection
 from typing import Any
 
 import jax
 import numpy as np
-from jax._src.interpreters import mlir as jax_mlir
 from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import SingleDeviceSharding
 from jaxlib import _jax, lapack, xla_client
-from jaxlib.mlir import ir
 
-from trainer.launch.pathways_standin.executables import parse
 from trainer.launch.pathways_standin.runtime import join_shards
 
+ALONE = 0  # the world of this slice
 _POLL_SECONDS = 0.001
 _JOIN_SECONDS = 5  # that a worker waits for the others; one of them may be lost meanwhile
-_PARENT_SECONDS = 1.0  # between two looks whether the server still exists
+
+Nodes = list[list[jax.Device]]  # of a world: node -> its devices
 
 
 class Worker:
-  """Shards by key, programs by number."""
+  """Shards by key, programs and worlds by number."""
 
-  def __init__(self, connection: Connection) -> None:
+  def __init__(self, connection: Connection, devices: int) -> None:
+    """devices: of this slice."""
     self._connection = connection
     self._send_lock = threading.Lock()
+    self._messages: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     self._shards: dict[int, jax.Array] = {}
-    self._sources: dict[int, tuple[bytes, bytes, list[tuple[int, int]]]] = {}
-    self._loaded: dict[int, Any] = {}  # programs of this world
-    self._pending: list[tuple[int, Sequence[jax.Array], bool]] = []  # operation, its results, whether it has peers
+    self._programs: dict[int, tuple[int, Future[tuple[Any, tuple[jax.Device, ...]]]]] = {}  # number -> world, program
+    self._pending: list[tuple[int, Sequence[jax.Array], int]] = []  # operation, its results, its world
     self._more = threading.Condition()
-    self._worlds: list[Any] = []  # what must not be destroyed while an old program may still use it
-    self._devices: list[list[jax.Device]] = []  # of this world: node -> its devices
-    self._node = 0
+    self._clients: list[Any] = []  # what must not be destroyed while an old program may still use it
+    alone = xla_client.make_cpu_client(num_devices=devices)
+    self._clients.append(alone)
+    self._worlds: dict[int, Future[Nodes]] = {ALONE: Future()}
+    self._worlds[ALONE].set_result([_local_devices(alone)])
 
   def run(self) -> None:
     """Handles messages until the server has gone."""
-    threading.Thread(target=self._report_ends, name="ends", daemon=True).start()
-    try:
+    for target in (self._report_ends, self._read):
+      threading.Thread(target=target, daemon=True).start()
+    while True:
+      name, *arguments = self._messages.get()
+      getattr(self, name)(*arguments)
+
+  def _read(self) -> None:
+    """Thread: receives messages. Ends the process with the server: the other threads may wait in XLA for ever."""
+    with contextlib.suppress(EOFError, OSError):
       while True:
-        name, *arguments = self._connection.recv()
-        getattr(self, name)(*arguments)
-    except (EOFError, OSError):
-      return
+        message = self._connection.recv()
+        if message[0] == "abandon":  # out of order: the other thread may wait for this world
+          self._abandon(message[1])
+        else:
+          self._messages.put(message)
+    sys.stderr.flush()
+    os._exit(0)
 
   def _send(self, *message: Any) -> None:
     with self._send_lock:
@@ -66,26 +81,35 @@ class Worker:
   # ---- messages
 
   def hello(self, number: int) -> None:
-    """Answers when this process is ready to join a world."""
+    """Answers when this process is ready."""
     self._send("hello", number, None, "")
 
-  def join(self, number: int, address: str, node: int, nodes: int, per_slice: int, heartbeat_seconds: int) -> None:
-    """Forms a world with the other workers, as node `node`. Answers with an error if one of them does not come."""
-    try:
-      made = self._connect(address, node, nodes, per_slice, heartbeat_seconds)
-    except RuntimeError as error:  # jaxlib raises some errors of this client without their own type
-      self._send("joined", number, None, str(error))
-      return
-    by_process: dict[int, list[jax.Device]] = {}
-    for device in sorted(made.devices(), key=lambda device: device.id):
-      by_process.setdefault(device.process_index, []).append(device)
-    self._devices, self._node = [by_process[process] for process in sorted(by_process)], node
-    self._loaded.clear()
-    with self._more:  # the server has given up the programs that had peers in the old world
-      self._pending = [entry for entry in self._pending if not entry[2]]
-    self._send("joined", number, None, "")
+  def join(self, world: int, address: str, node: int, nodes: int, heartbeat_seconds: int) -> None:
+    """Begins to form a world with other workers, as node `node`. Says so if one of them does not come."""
 
-  def _connect(self, address: str, node: int, nodes: int, per_slice: int, heartbeat_seconds: int) -> Any:
+    def connect() -> Nodes:
+      made = self._connect(address, node, nodes, heartbeat_seconds)
+      by_process: dict[int, list[jax.Device]] = {}
+      for device in sorted(made.devices(), key=lambda device: device.id):
+        by_process.setdefault(device.process_index, []).append(device)
+      return [by_process[process] for process in sorted(by_process)]
+
+    def report(done: Future[Nodes]) -> None:
+      if (error := done.exception()) is not None:
+        self._send("broken", world, str(error))
+
+    future = self._worlds[world] = Future[Nodes]()
+    future.add_done_callback(report)
+    _begin(connect, future)
+
+  def _abandon(self, world: int) -> None:
+    """A member of the world is lost. The server has given up the programs that run in it."""
+    if world in self._worlds:
+      _finish(self._worlds[world], lambda: _lost(f"a member of the world {world} was lost"))
+    with self._more:
+      self._pending = [entry for entry in self._pending if entry[2] != world]
+
+  def _connect(self, address: str, node: int, nodes: int, heartbeat_seconds: int) -> Any:
     """A client of XLA in a new world."""
     client = _jax.get_distributed_runtime_client(
       address,
@@ -99,18 +123,26 @@ class Worker:
     client.connect()
     collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname="127.0.0.1")
     made = xla_client.make_cpu_client(
-      distributed_client=client, node_id=node, num_nodes=nodes, collectives=collectives, num_devices=per_slice
+      distributed_client=client,
+      node_id=node,
+      num_nodes=nodes,
+      collectives=collectives,
+      num_devices=len(self._worlds[ALONE].result()[0]),
     )
-    self._worlds.append((client, collectives, made))
+    self._clients.append((client, collectives, made))
     return made
 
   def put(self, key: int, value: np.ndarray, position: int, memory: str) -> None:
     """A shard with a copy of the value on the device with this position in the slice."""
-    self._shards[key] = jax.device_put(value, self._sharding(position, memory), may_alias=False)
+    device = self._worlds[ALONE].result()[0][position]
+    self._shards[key] = _place(value, device, memory)
 
   def copy(self, key: int, source: int, position: int, memory: str) -> None:
-    """A shard that is a copy of another."""
-    self._shards[key] = jax.device_put(self._find(source), self._sharding(position, memory), may_alias=False)
+    """A shard that is a copy of another. If that one is missing, so is this one."""
+    shard = self._shards.get(source)
+    if shard is not None:
+      (device,) = shard.devices()
+      self._shards[key] = _place(shard, _local_devices(device.client)[position], memory)
 
   def get(self, request: int, key: int) -> None:
     """Sends the value of a shard when it is ready."""
@@ -118,26 +150,40 @@ class Worker:
 
     def work() -> None:
       try:
-        assert shard is not None, f"unknown shard {key}"
-        self._send("value", request, np.asarray(shard), "")
+        self._send("value", request, np.asarray(_known(shard)), "")
       except Exception as error:  # noqa: BLE001 -- the server gets it
         self._send("value", request, None, str(error))
 
     threading.Thread(target=work, daemon=True).start()
 
-  def compile(self, number: int, program: bytes, options: bytes, devices: list[tuple[int, int]]) -> None:
-    """Remembers a program. devices: (node, position) of each device, in the order of its assignment."""
-    self._sources[number] = (program, options, devices)
+  def load(self, number: int, program: bytes, options: bytes, world: int, devices: list[tuple[int, int]]) -> None:
+    """Begins to load a program that the server has compiled.
+
+    devices: (node, position) of each device, in the order of its assignment.
+    """
+
+    def load_program() -> tuple[Any, tuple[jax.Device, ...]]:
+      nodes = self._worlds[world].result()
+      chosen = tuple(nodes[node][position] for node, position in devices)
+      parsed = _jax.CompileOptions.ParseFromString(options)
+      ids = np.array([device.id for device in chosen]).reshape(parsed.num_replicas, parsed.num_partitions)
+      parsed.device_assignment = xla_client.DeviceAssignment.create(ids)
+      return chosen[0].client.deserialize_executable(program, _jax.DeviceList(chosen), parsed), chosen
+
+    self._programs[number] = world, Future()
+    _begin(load_program, self._programs[number][1])
 
   def execute(
     self, operation: int, number: int, arguments: list[list[int]], kept: list[int], results: list[list[int]]
   ) -> None:
     """Runs a program on this slice's devices. arguments, results: keys of the shards on this slice."""
     try:
-      loaded, chosen = self._load(number)
+      world, future = self._programs[number]
+      loaded, chosen = future.result()
+      own = [device for device in chosen if device.process_index == device.client.process_index()]
       joined = []
       for i, keys in enumerate(arguments):
-        shards = [self._find(key) for key in keys]
+        shards = [self._find(key, device) for key, device in zip(keys, own, strict=True)]
         if i in kept:
           shards = [jax.device_put(shard, shard.sharding, may_alias=False) for shard in shards]
         if len(chosen) == 1:
@@ -149,8 +195,7 @@ class Worker:
       for keys, shards in zip(results, outputs, strict=True):
         self._shards.update(zip(keys, shards, strict=True))
       with self._more:
-        has_peers = len({node for node, _ in self._sources[number][2]}) > 1
-        self._pending.append((operation, [shard for shards in outputs for shard in shards], has_peers))
+        self._pending.append((operation, [shard for shards in outputs for shard in shards], world))
         self._more.notify()
     except Exception as error:  # noqa: BLE001 -- the server gets it
       self._send("ended", operation, str(error))
@@ -162,48 +207,23 @@ class Worker:
 
   def forget(self, number: int) -> None:
     """Forgets a program."""
-    self._sources.pop(number, None)
-    self._loaded.pop(number, None)
+    self._programs.pop(number, None)
 
   # ---- what they use
 
-  def _sharding(self, position: int, memory: str) -> SingleDeviceSharding:
-    return SingleDeviceSharding(self._devices[self._node][position], memory_kind=memory)
-
-  def _find(self, key: int) -> jax.Array:
-    """A shard, on a device of this world."""
-    if key not in self._shards:
-      raise RuntimeError("DATA_LOSS: an argument was lost")
-    shard = self._shards[key]
-    (device,) = shard.devices()
-    position = device.local_hardware_id
-    if device is not self._devices[self._node][position]:
-      moved = jax.device_put(np.asarray(shard), self._sharding(position, shard.sharding.memory_kind))
-      shard = self._shards[key] = moved
+  def _find(self, key: int, device: jax.Device) -> jax.Array:
+    """A shard, on this device: that of the same position in the world of a program."""
+    shard = _known(self._shards.get(key))
+    if shard.devices() != {device}:
+      # A copy even where XLA could share the memory: either of the two may be donated.
+      shard = self._shards[key] = _place(np.asarray(shard), device, shard.sharding.memory_kind)
     return shard
 
-  def _load(self, number: int) -> tuple[Any, tuple[jax.Device, ...]]:
-    """The program, compiled for the devices of this world, and its devices."""
-    program, options, devices = self._sources[number]
-    chosen = tuple(self._devices[node][position] for node, position in devices)
-    if number not in self._loaded:
-      parsed = _jax.CompileOptions.ParseFromString(options)
-      shape = (parsed.num_replicas, parsed.num_partitions)
-      ids = np.array([device.id for device in chosen]).reshape(shape)
-      parsed.device_assignment = xla_client.DeviceAssignment.create(ids)
-      with jax_mlir.make_ir_context() as context, ir.Location.unknown(context):
-        module = parse(program, context)
-        loaded = chosen[0].client.compile_and_load(module, _jax.DeviceList(chosen), parsed)
-      self._loaded[number] = loaded
-    return self._loaded[number], chosen
-
   def _report_ends(self) -> None:
-    """Thread: tells the server when operations have ended. Ends the process if the server was killed."""
-    server = os.getppid()
+    """Thread: tells the server when operations have ended."""
     while True:
       with self._more:
-        if not self._more.wait_for(lambda: self._pending, _PARENT_SECONDS) and os.getppid() != server:
-          os._exit(1)  # the thread of the messages may wait in XLA for ever
+        self._more.wait_for(lambda: self._pending)
         ended = [entry for entry in self._pending if all(map(_is_computed, entry[1]))]
         self._pending = [entry for entry in self._pending if entry not in ended]
       for operation, results, _ in ended:
@@ -218,6 +238,41 @@ class Worker:
         time.sleep(_POLL_SECONDS)
 
 
+def _begin(work: Callable[[], Any], future: Future[Any]) -> None:
+  """Starts a thread that does the work and finishes the future."""
+  threading.Thread(target=_finish, args=(future, work), daemon=True).start()
+
+
+def _finish(future: Future[Any], work: Callable[[], Any]) -> None:
+  """Finishes the future with what the work returns or raises, unless it is finished already."""
+  with contextlib.suppress(InvalidStateError):
+    try:
+      future.set_result(work())
+    except InvalidStateError:
+      raise
+    except Exception as error:  # noqa: BLE001 -- whoever asks the future gets it
+      future.set_exception(error)
+
+
+def _lost(text: str) -> None:
+  raise RuntimeError(f"DATA_LOSS: {text}")
+
+
+def _known(shard: jax.Array | None) -> jax.Array:
+  if shard is None:
+    raise RuntimeError("DATA_LOSS: an argument was lost")
+  return shard
+
+
+def _place(value: Any, device: jax.Device, memory: str) -> jax.Array:
+  return jax.device_put(value, SingleDeviceSharding(device, memory_kind=memory), may_alias=False)
+
+
+def _local_devices(client: Any) -> list[jax.Device]:
+  """The devices of this process, by position."""
+  return sorted(client.local_devices(), key=lambda device: device.local_hardware_id)
+
+
 def _is_computed(shard: jax.Array) -> bool:
   """Also for a shard that another thread donates at this moment."""
   try:
@@ -226,16 +281,14 @@ def _is_computed(shard: jax.Array) -> bool:
     return shard.is_deleted()
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, devices: int) -> None:
   """Runs until the server has gone."""
   jax.config.update("jax_platforms", "cpu")
   jax.config.update("jax_enable_x64", True)
   jax.config.update("jax_enable_compilation_cache", False)
   lapack._lapack.initialize()
-  Worker(Connection(descriptor)).run()
-  sys.stderr.flush()
-  os._exit(0)  # threads inside XLA may never end
+  Worker(Connection(descriptor), devices).run()
 
 
 if __name__ == "__main__":
-  main(int(sys.argv[1]))
+  main(*map(int, sys.argv[1:]))

@@ -1,7 +1,7 @@
 """Slices as processes: the devices of a server whose slices can be killed like any process.
 
 The server keeps handles and routes data; a worker (worker.py) for each slice holds the data and computes. The server's
-own devices only compile programs, to describe them to clients.
+own devices only compile programs, for the workers and to describe them to clients.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from trainer.launch.pathways_standin.devices import Devices
 from trainer.launch.pathways_standin.executables import Executable
 from trainer.launch.pathways_standin.runtime import Runtime
 from trainer.launch.pathways_standin.status import Status, from_error
+from trainer.launch.pathways_standin.worker import ALONE
 from trainer.launch.ports import free_port
 
 # Without a heartbeat: the server notices a lost worker by its connection, and XLA would end the other workers.
@@ -36,9 +37,9 @@ FOREVER_SECONDS = 1_000_000
 class Operation:
   """A program that runs on some slices and may not have ended."""
 
-  def __init__(self, number: int, slices: frozenset[int], inputs: Iterable[Operation]) -> None:
-    """number: larger than of earlier operations. inputs: it needs their results."""
-    self.number, self.slices, self._left = number, slices, set(slices)
+  def __init__(self, number: int, slices: frozenset[int], world: int, inputs: Iterable[Operation]) -> None:
+    """number: larger than of earlier operations. world: where it runs. inputs: it needs their results."""
+    self.number, self.slices, self.world, self._left = number, slices, world, set(slices)
     self.error: Status | None = None
     self.ended: threading.Event = threading.Event()
     self.inputs = tuple(operation for operation in inputs if not operation.ended.is_set())
@@ -91,20 +92,23 @@ class RemoteShard:
 class Worker:
   """The process of a slice, seen from the server. Sending never blocks."""
 
-  def __init__(self, slice_id: int, lost: Callable[[Worker], None]) -> None:
-    """lost: called in a thread of its own when the process has ended."""
+  def __init__(
+    self, slice_id: int, devices: int, lost: Callable[[Worker], None], broken: Callable[[int], None]
+  ) -> None:
+    """devices: of the slice. lost: called in a thread of its own when the process has ended. broken: called with the
+    number of a world that cannot be formed, or whose connections have broken."""
     self.slice_id, self.keys = slice_id, itertools.count(1)
-    self.sent: set[int] = set()  # numbers of the programs that it has
+    self.sent: dict[int, int] = {}  # the programs that it has: number -> world
     self.ended = False
     self.gone = threading.Event()  # the process has ended, and everybody knows
-    self._lost = lost
+    self._lost, self._broken = lost, broken
     self._operations: dict[int, Operation] = {}
     self._requests: dict[int, queue.SimpleQueue[Any]] = {}
     self._numbers = itertools.count(1)
     self._out: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
     self._lock = threading.Lock()
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "trainer.launch.pathways_standin.worker", str(theirs.fileno())]
+    command = [sys.executable, "-m", "trainer.launch.pathways_standin.worker", str(theirs.fileno()), str(devices)]
     # A process group of its own: Ctrl-C reaches the server only. Gloo writes to the standard output.
     self.process = subprocess.Popen(
       command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, process_group=0
@@ -157,6 +161,15 @@ class Worker:
     with self._lock:
       return list(self._operations.values())
 
+  def give_up(self, world: int) -> list[Operation]:
+    """Ends a world here: its operations, which never end, are forgotten and returned."""
+    self.send("abandon", world)
+    with self._lock:
+      given_up = {number: operation for number, operation in self._operations.items() if operation.world == world}
+      for number in given_up:
+        del self._operations[number]
+    return list(given_up.values())
+
   def _gone(self) -> str:
     return f"DATA_LOSS: slice {self.slice_id} is down: its worker process {self.process.pid} has ended"
 
@@ -172,11 +185,9 @@ class Worker:
       while True:
         name, number, *rest = self._connection.recv()
         if name == "ended":
-          with self._lock:
-            operation = self._operations.pop(number)
-          if rest[0]:
-            operation.fail(_status(rest[0]))
-          operation.end(self.slice_id)
+          self._end(number, rest[0])
+        elif name == "broken":
+          self._broken(number)
         else:
           with self._lock:
             request = self._requests.get(number)
@@ -195,6 +206,18 @@ class Worker:
     self._lost(self)
     self.gone.set()
 
+  def _end(self, number: int, error: str) -> None:
+    """The part of an operation that runs here has ended, perhaps with an error."""
+    with self._lock:
+      operation = self._operations.pop(number, None)
+    if operation is None:
+      return  # it was given up
+    if error:
+      operation.fail(_status(error))
+    if "Gloo" in error:
+      self._broken(operation.world)
+    operation.end(self.slice_id)
+
 
 def _status(error: str) -> Status:
   """The error of an operation. A connection of gloo breaks when a worker is lost, before the server knows the loss."""
@@ -206,7 +229,7 @@ def _status(error: str) -> Status:
 @dataclasses.dataclass
 class _Program:
   number: int
-  artifact: bytes
+  binary: bytes  # XLA's serialized executable
   options: bytes
   shard_shapes: list[tuple[int, ...]]  # of each result
 
@@ -219,55 +242,39 @@ class WorkerRuntime(Runtime):
     super().__init__(devices)
     self._note_loss, self._lock = note_loss, lock
     self._workers: dict[int, Worker] = {}  # of the slices that are up
-    self._nodes: dict[int, int] = {}  # slice -> its node in the world
+    self._worlds: dict[tuple[Worker, ...], int] = {}  # members, by slice -> the number of their world
     self._services: list[Any] = []  # of all worlds: an old client must not miss its service
     self._programs: weakref.WeakKeyDictionary[Executable, _Program] = weakref.WeakKeyDictionary()
-    self._numbers = itertools.count(1)
+    self._numbers = itertools.count(ALONE + 1)
     self._start(range(devices.slices))
     if len(self._workers) < devices.slices:
       raise RuntimeError("a worker of the Pathways stand-in did not start; its messages say why")
 
-  # ---- the world
+  # ---- workers and worlds
 
   def _start(self, slices: Iterable[int]) -> None:
-    """Starts workers, and forms a world of them and the workers that are up. Called without the lock."""
-    started = {s: Worker(s, self._when_lost) for s in slices}
+    """Starts workers and waits until they are ready. Called without the lock."""
+    started = {s: Worker(s, self.devices.per_slice, self._when_lost, self._when_broken) for s in slices}
     for worker in started.values():
       worker.ask("hello")
     with self._lock:
       self._workers.update({s: worker for s, worker in started.items() if not worker.ended})
-      self._form_world()
 
-  def _form_world(self) -> None:
-    """Connects the workers that run. Repeated if one is lost meanwhile."""
-    operations = {operation for worker in self._workers.values() for operation in worker.operations()}
-    for operation in sorted(operations, key=lambda operation: operation.number):
-      # It may wait for a lost worker for ever, and so may everything that needs its results.
-      if len(operation.slices) > 1 or any(needed.error is not None for needed in operation.inputs):
-        operation.fail(Status("DATA_LOSS", f"the slices changed during a program on {sorted(operation.slices)}"))
-    while workers := [self._workers[s] for s in sorted(self._workers) if not self._workers[s].ended]:
-      if self._connect(workers):
-        return
-
-  def _connect(self, workers: list[Worker]) -> bool:
-    """Connects the workers to each other. Returns whether all of them succeeded."""
-    address = f"127.0.0.1:{free_port()}"
-    service = _jax.get_distributed_runtime_service(
-      address, len(workers), heartbeat_timeout=FOREVER_SECONDS, shutdown_timeout=1, recoverable=True
-    )
-    self._services.append(service)
-    answers: list[str] = []
-    joins = []
-    for node, worker in enumerate(workers):
-      worker.sent.clear()
-      self._nodes[worker.slice_id] = node
-      arguments = ("join", address, node, len(workers), self.devices.per_slice, FOREVER_SECONDS)
-      ask = lambda worker=worker, arguments=arguments: answers.append(worker.ask(*arguments)[1])
-      joins.append(threading.Thread(target=ask, daemon=True))
-      joins[-1].start()
-    for join in joins:
-      join.join()
-    return not any(answers)
+  def _world(self, slices: Iterable[int]) -> int:
+    """The world of the workers of these slices, which are up. They form it when it is first asked for."""
+    members = tuple(self._workers[s] for s in sorted(slices))
+    if len(members) == 1:
+      return ALONE
+    if members not in self._worlds:
+      address = f"127.0.0.1:{free_port()}"
+      service = _jax.get_distributed_runtime_service(
+        address, len(members), heartbeat_timeout=FOREVER_SECONDS, shutdown_timeout=1, recoverable=True
+      )
+      self._services.append(service)
+      number = self._worlds[members] = next(self._numbers)
+      for node, worker in enumerate(members):
+        worker.send("join", number, address, node, len(members), FOREVER_SECONDS)
+    return self._worlds[members]
 
   def _when_lost(self, worker: Worker) -> None:
     """Called in a thread of the worker, without the lock."""
@@ -275,7 +282,23 @@ class WorkerRuntime(Runtime):
       if self._workers.get(worker.slice_id) is worker:
         del self._workers[worker.slice_id]
         self._note_loss(worker.slice_id, f"its process {worker.process.pid} has ended")
-        self._form_world()
+      self._leave([members for members in self._worlds if worker in members])
+
+  def _when_broken(self, world: int) -> None:
+    """Called in a thread of a worker, without the lock. The next program on these slices forms a new world."""
+    with self._lock:
+      self._leave([members for members, number in self._worlds.items() if number == world])
+
+  def _leave(self, worlds: Iterable[tuple[Worker, ...]]) -> None:
+    """Gives up worlds, the programs that run there, and all programs that need their results."""
+    for members in worlds:
+      number = self._worlds.pop(members)
+      for operation in [operation for worker in members for operation in worker.give_up(number)]:
+        operation.fail(Status("DATA_LOSS", "another slice of a program was lost"))
+    running = {operation for worker in self._workers.values() for operation in worker.operations()}
+    for operation in sorted(running, key=lambda operation: operation.number):
+      if any(needed.error is not None for needed in operation.inputs):
+        operation.fail(Status("DATA_LOSS", "a program was lost whose results were needed"))
 
   def describe(self, slice_id: int) -> dict[str, Any]:
     worker = self._workers.get(slice_id)
@@ -288,10 +311,15 @@ class WorkerRuntime(Runtime):
       worker.process.kill()
       worker.gone.wait()
 
-  def start_up(self, slice_id: int) -> bool:
+  def start_up(self, slice_id: int) -> None:
     """Called without the lock."""
+    worker = self._workers.get(slice_id)
+    if worker is not None and worker.process.poll() is not None:
+      worker.gone.wait()  # it was killed a moment ago
     if slice_id not in self._workers:
       self._start([slice_id])
+
+  def runs(self, slice_id: int) -> bool:
     return slice_id in self._workers
 
   # ---- shards and programs
@@ -311,18 +339,35 @@ class WorkerRuntime(Runtime):
     worker.send("put", shard.key, found, position, memory)
     return shard
 
-  def prepare(self, executable: Executable, program: bytes, options: bytes) -> None:
+  def prepare(self, executable: Executable, options: bytes) -> None:
     """Called without the lock."""
     shapes = []
     for output in executable.outputs:
       part = output.spec.placement.parts(self.devices, output.spec.shape)[0]
       shapes.append(tuple(len(range(n)[s]) for s, n in zip(part, output.spec.shape, strict=True)))
-    number = next(self._numbers)
-    self._programs[executable] = _Program(number, program, options, shapes)
-    weakref.finalize(executable, self._forget, number)
+    binary = self.devices.client.serialize_executable(executable.loaded)
+    made = self._programs[executable] = _Program(next(self._numbers), binary, options, shapes)
+    weakref.finalize(executable, self._forget, made.number)
+    slices = frozenset(map(self.devices.slice_of, executable.devices))
+    with self._lock:
+      if slices <= set(self._workers):
+        self._send_program(made, executable.devices)  # now: the first execution should not wait for it
+
+  def _send_program(self, program: _Program, devices: Sequence[int]) -> int:
+    """Sends the program where it is missing. Returns its world."""
+    slices = sorted(set(map(self.devices.slice_of, devices)))
+    world = self._world(slices)
+    for slice_id in slices:
+      worker = self._workers[slice_id]
+      if worker.sent.get(program.number) != world:
+        places = [(slices.index(self.devices.slice_of(d)), d % self.devices.per_slice) for d in devices]
+        worker.send("load", program.number, program.binary, program.options, world, places)
+        worker.sent[program.number] = world
+    return world
 
   def _forget(self, number: int) -> None:
     for worker in list(self._workers.values()):
+      worker.sent.pop(number, None)
       worker.send("forget", number)
 
   def run(self, executable: Executable, arguments: Sequence[Array], kept: frozenset[int]) -> list[list[Shard]]:
@@ -332,17 +377,14 @@ class WorkerRuntime(Runtime):
     for operation in needed:
       if operation.error is not None:
         return [[operation.error] * len(slices) for _ in executable.outputs]
-    operation = Operation(next(self._numbers), frozenset(slices), needed)
     program = self._programs[executable]
+    world = self._send_program(program, executable.devices)
+    operation = Operation(next(self._numbers), frozenset(slices), world, needed)
     results: list[list[Any]] = [
       [RemoteShard(self._workers[s], shape, operation) for s in slices] for shape in program.shard_shapes
     ]
     for slice_id in sorted(operation.slices):
       worker = self._workers[slice_id]
-      if program.number not in worker.sent:
-        places = [(self._nodes[self.devices.slice_of(d)], d % self.devices.per_slice) for d in executable.devices]
-        worker.send("compile", program.number, program.artifact, program.options, places)
-        worker.sent.add(program.number)
       own = [i for i, s in enumerate(slices) if s == slice_id]
       keys = [[shards[i].key for i in own] for shards in given]
       made = [[shards[i].key for i in own] for shards in results]

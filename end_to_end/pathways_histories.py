@@ -1,13 +1,14 @@
 """Runs a tiny model through random fault histories behind a stand-in for Pathways, with the real proxy client.
 
-  python -m end_to_end.pathways_histories [--count 200] [--first 0]
+  python -m end_to_end.pathways_histories [--count 200] [--first 0] [--processes]
 
 Seed i determines history i. The faults of end_to_end.elastic_histories (slices lost during a step, a snapshot, a save,
 an evaluation, a restore or a recovery, double faults, returns, flapping slices) happen in the stand-in, and a quarter
-of those in steps and evaluations are hangs instead. In every fourth history a thread also kills and revives slices at
-random times. The rules are those of elastic_histories. In addition no recovery may compile, except to make a fresh
-state: every set of slices is compiled once, before the first history, and its executables outlive every loss and
-return. After the first history that breaks a rule, prints the command that repeats it and exits with 1.
+of those in steps, evaluations, snapshots and saves are hangs instead. In every fourth history a thread also kills and
+revives slices at random times. The rules are those of elastic_histories. In addition no recovery may compile, except to
+make a fresh state: every set of slices is compiled once, before the first history, and its executables outlive every
+loss and return. With --processes every slice is a process, which a fault kills; the undisturbed run has the same sums
+then. After the first history that breaks a rule, prints the command that repeats it and exits with 1.
 """
 
 from __future__ import annotations
@@ -40,15 +41,21 @@ from trainer.session import Session
 KEYS = ("elastic_hang_check_seconds=1",)
 TIME_LIMIT = 2.0  # seconds of a health check: what a hang costs
 POLL_SECONDS = 0.05
-HANGS = 0.25  # share of the losses in steps and evaluations that are hangs instead
+HANGS = 0.25  # share of the losses in steps, evaluations, snapshots and saves that are hangs instead
 WILD = 4  # one history in so many has a thread that kills and revives slices at random times
 
 
 class StandIn:
   """One stand-in for many runs of this process."""
 
-  def __init__(self) -> None:
-    cfg = ClusterSection(cluster="pathways", cluster_standin=f"{NUM_SLICES}x1", enable_single_controller=True)
+  def __init__(self, *, processes: bool = False) -> None:
+    """processes: whether each slice is a process."""
+    cfg = ClusterSection(
+      cluster="pathways",
+      cluster_standin=f"{NUM_SLICES}x1",
+      cluster_standin_processes=processes,
+      enable_single_controller=True,
+    )
     self._first = PathwaysCluster.start(cfg, os.environ)
     assert isinstance(self._first.fault_target, standin.Faults)
     self.faults: standin.Faults = self._first.fault_target
@@ -75,7 +82,7 @@ def histories(first: int, count: int) -> Iterator[tuple[str, bool]]:
 
 
 def _perhaps_a_hang(fault: Fault, generator: random.Random) -> Fault:
-  can_hang = fault.kind == "slice_down" and fault.moment in ("step", "eval")
+  can_hang = fault.kind == "slice_down" and fault.moment in ("step", "eval", "snapshot", "save")
   return dataclasses.replace(fault, kind="hang") if can_hang and generator.random() < HANGS else fault
 
 
@@ -144,8 +151,9 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--count", type=int, default=200, help="number of histories")
   parser.add_argument("--first", type=int, default=0, help="seed of the first history")
+  parser.add_argument("--processes", action="store_true", help="a process for each slice")
   options = parser.parse_args()
-  stand_in = StandIn()
+  stand_in = StandIn(processes=options.processes)
   try:
     with tempfile.TemporaryDirectory(prefix="pathways-histories-") as directory:
       return run_all(Harness(Path(directory), stand_in.make_cluster), stand_in, options.first, options.count)

@@ -20,8 +20,11 @@ class Server:
 
   def __init__(self):
     self.commands = []
+    self.down = set()
 
   def control(self, *words):
+    if words == ("status",):
+      return {"slices": [{"slice": s, "down": "DATA_LOSS: lost" if s in self.down else None} for s in range(4)]}
     self.commands.append(" ".join(map(str, words)))
     return {}
 
@@ -69,6 +72,14 @@ def test_slices_that_the_run_waits_for_are_replaced_with_empty_memory():
   assert sorted(commands[4:]) == ["revive 0", "revive 1"]
 
 
+def test_a_slice_that_somebody_else_has_killed_is_replaced_when_the_run_waits():
+  slices, commands = faults()
+  slices.server.down.add(3)
+  slices.replace()
+  until(lambda: len(commands) == 1)
+  assert commands == ["revive 3"]
+
+
 def test_a_dead_slice_that_is_told_to_hang_returns_with_empty_memory():
   slices, commands = faults()
   slices.lose(1)
@@ -95,6 +106,7 @@ def test_a_fault_outlives_the_end_of_an_earlier_one():
     ),
     (["cluster=pathways", "cluster_standin=3"], "cluster_standin"),
     (["cluster=pathways", "cluster_standin=0x4"], "cluster_standin"),
+    (["cluster_standin_processes=true"], "there is no stand-in without cluster_standin.\nSet cluster_standin"),
   ],
 )
 def test_wrong_values_are_refused(keys, message):
@@ -109,7 +121,7 @@ def test_a_second_proxy_in_the_environment_is_refused():
 
 
 def test_a_stand_in_that_does_not_start_is_wrong_input(monkeypatch):
-  def fails(slices, devices):
+  def fails(slices, devices, arguments):
     raise StandinError(f"{slices} slices of {devices}: grpcio is missing")
 
   monkeypatch.setattr(standin, "start_standin", fails)

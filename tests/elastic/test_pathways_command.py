@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -9,33 +11,39 @@ import pytest
 from end_to_end import command
 from end_to_end.command import Run
 
+STEPS, HANG = 60, 50
 KEYS = (
-  "dataset_type=synthetic vocab_size=64 steps=12 cluster=pathways cluster_standin=2x1 elastic_enabled=true "
-  "elastic_min_slice_count=1 elastic_hang_check_seconds=1 snapshot_period=1 fault_injection=hang@6:1/inf"
+  f"dataset_type=synthetic vocab_size=64 steps={STEPS} cluster=pathways cluster_standin=3x1 num_slices=3 "
+  "cluster_standin_processes=true elastic_enabled=true elastic_min_slice_count=1 elastic_hang_check_seconds=1 "
+  f"snapshot_period=1 fault_injection=hang@{HANG}:1/inf"
 ).split()
 
 
-def stand_ins(pid: int) -> list[int]:
-  """The stand-ins among the children of a process."""
-  children = [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
-  return [child for child in children if b"pathways_standin" in Path(f"/proc/{child}/cmdline").read_bytes()]
+def children(pid: int, word: str) -> list[int]:
+  """The children of a process whose command contains the word, in the order of their start."""
+  found = [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+  return sorted(child for child in found if word.encode() in Path(f"/proc/{child}/cmdline").read_bytes())
 
 
 @pytest.mark.timeout(600)
-def test_a_slice_that_hangs_to_the_end_costs_neither_the_run_nor_its_exit_code(tmp_path):
-  """Copies of snapshots on the slice never arrive, and threads of the run wait for it to the end."""
+def test_neither_a_killed_process_nor_a_slice_that_hangs_to_the_end_costs_the_run(tmp_path):
+  """kill -9 during a step; later copies of snapshots never arrive, and threads of the run wait for them to the end."""
   run = Run(tmp_path, KEYS)
   process = run.start()
   assert command.wait_until(process, lambda: run.last_step >= 2), run.printed[-4000:]
-  (server,) = stand_ins(process.pid)
+  (server,) = children(process.pid, "pathways_standin")
+  slices = children(server, "pathways_standin.worker")
+  assert len(slices) == 3 and f"its slices are the processes {', '.join(map(str, slices))}" in run.printed
+  os.kill(slices[2], signal.SIGKILL)
   assert process.wait(240) == 0, run.printed[-4000:]
-  (down,) = run.events("slice_down")
-  assert down["slice"] == [1] and "do not answer" in down["error"] and len(run.events("hang")) == 1
-  (recovery,) = run.events("recovery")
-  assert recovery["tier"] == "snapshot" and recovery["steps_lost"] <= 1 and recovery["slices_after"] == 1
-  assert recovery["detect_seconds"] < 60, "waited for the copy of a snapshot on the hanging slice"
-  assert list(run.losses()) == list(range(1, 13))
+  killed, hung = run.events("slice_down")
+  assert killed["slice"] == [2] and killed["step"] < HANG - 2, "killed too late"
+  assert hung["slice"] == [1] and "do not answer" in hung["error"] and len(run.events("hang")) == 1
+  for recovery, left in zip(run.events("recovery"), (2, 1), strict=True):
+    assert recovery["tier"] == "snapshot" and recovery["steps_lost"] <= 1 and recovery["slices_after"] == left
+    assert recovery["detect_seconds"] < 60, "waited for the copy of a snapshot on the hanging slice"
+  assert list(run.losses()) == list(range(1, STEPS + 1))
   end = time.monotonic() + 20
-  while Path(f"/proc/{server}").exists():
+  while any(map(command.is_running, [server, *slices])):
     assert time.monotonic() < end, "the stand-in has outlived the run"
     time.sleep(0.05)

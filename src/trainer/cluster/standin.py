@@ -31,13 +31,25 @@ def start(cfg: ClusterSection, environment: MutableMapping[str, str]) -> Standin
   slices, devices = map(int, cfg.cluster_standin.split("x"))
   cpu_compiler.prepare_environment(environment)  # inherited by the server, which compiles
   try:
-    server = start_standin(slices, devices)
+    arguments = ("--port", "0", *(["--processes"] if cfg.cluster_standin_processes else []))
+    server = start_standin(slices, devices, arguments=arguments)
   except StandinError as error:
     raise ConfigError(f"cluster_standin={cfg.cluster_standin}: {error}") from error
   environment["IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS"] = "true"  # read by the client when it connects
   jax.config.update("jax_platforms", "proxy")
   jax.config.update("jax_backend_target", server.address)
   return server
+
+
+def describe(server: Standin) -> str:
+  """What a user needs to know to lose slices by hand."""
+  processes = [entry["pid"] for entry in server.control("status")["slices"] if "pid" in entry]
+  of_slices = f"; its slices are the processes {', '.join(map(str, processes))}" if processes else ""
+  port = server.address.rpartition(":")[2]
+  return (
+    f"The stand-in for Pathways is process {server.process.pid}{of_slices}. Commands for it: "
+    f"python -m trainer.launch.pathways_standin.control --port {port} --help"
+  )
 
 
 @dataclass(eq=False)
@@ -58,7 +70,10 @@ class Faults(FaultTarget):
     self._lock = threading.Lock()
 
   def lose(self, slice_id: int, seconds: float | None = None) -> None:
-    """The slice dies, with its memory. It returns after `seconds`; None: at `give_back`, or when the run waits."""
+    """The slice dies, with its memory. It returns after `seconds`; None: at `give_back`, or when the run waits.
+
+    If the slice is a process, this is SIGKILL.
+    """
     with self._lock:
       self.server.control("kill", slice_id)
       self._begin(slice_id, seconds, hangs=False)
@@ -80,6 +95,9 @@ class Faults(FaultTarget):
   def replace(self) -> None:
     """The run waits for slices: the scheduler replaces those that have no time of their return."""
     with self._lock:
+      for entry in self.server.control("status")["slices"]:
+        if entry["down"] and entry["slice"] not in self._outages:  # somebody else has killed it
+          self._outages[entry["slice"]] = _Outage(hangs=False, waits=True)
       for slice_id, outage in list(self._outages.items()):
         if outage.waits:
           if outage.hangs:

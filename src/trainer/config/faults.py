@@ -90,8 +90,8 @@ def _parse_one(text: str) -> Fault | RandomFaults:
     raise ConfigError(f"{given} the slice is missing.\nWrite {kind}@STEP:SLICE.")
   if kind == "slice_up" and match["seconds"]:
     raise ConfigError(f"{given} only slice_down and hang have /SECONDS.\nRemove it.")
-  if kind == "hang" and moment not in ("step", "eval"):
-    raise ConfigError(f"{given} a slice can hang in a step or an evaluation only.\nWrite hang@STEP:SLICE[:eval].")
+  if kind == "hang" and moment in ("restore", "recovery"):
+    raise ConfigError(f"{given} a slice cannot hang in a {moment}.\nUse step, eval, snapshot or save.")
   seconds = float(match["seconds"]) if match["seconds"] else None
   slice_id = int(match["slice"]) if match["slice"] else None
   return Fault(kind, int(match["step"]), slice_id, cast(Moment, moment), seconds)

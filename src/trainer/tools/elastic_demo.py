@@ -1,11 +1,14 @@
-"""`python -m trainer.tools.elastic_demo [--pathways] [CONFIG.yml] [key=value ...]`: losing a slice loses nothing.
+"""Losing a slice loses nothing.
+
+  python -m trainer.tools.elastic_demo [--pathways [--processes]] [CONFIG.yml] [key=value ...]
 
 Runs configs/elastic_demo.yml three times. One run continues with the remaining slices and grows again when the lost
 slice returns. One run keeps a fixed mesh and waits for the replacement. One run has no faults. Prints how well their
 losses agree, and draws the first and the last run in one picture. Exits with 1 if the losses do not agree.
 
 With --pathways the two runs with faults use a stand-in for Pathways, with as many slices and devices, and JAX's real
-proxy client. The run without faults has simulated slices.
+proxy client. The run without faults has simulated slices. With --processes every slice of the stand-in is a process,
+which a fault kills; then the run without faults uses the stand-in too, because sums over gloo have another order.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ _SCENARIOS = {
   ),
   "undisturbed": ("no faults", ("elastic_min_slice_count=-1", "fault_injection=", "enable_report=false")),
 }
-_PATHWAYS = "--pathways"
+_PATHWAYS, _PROCESSES = "--pathways", "--processes"
 _BAD_INPUT = 2
 
 
@@ -38,7 +41,11 @@ def main(argv: list[str] | None = None) -> int:
     print(__doc__)
     return 0
   pathways = _PATHWAYS in arguments
-  arguments = [argument for argument in arguments if argument != _PATHWAYS]
+  processes = _PROCESSES in arguments
+  if processes and not pathways:
+    print(f"error: {_PROCESSES} needs {_PATHWAYS}: simulated slices have no processes.", file=sys.stderr)
+    return _BAD_INPUT
+  arguments = [argument for argument in arguments if argument not in (_PATHWAYS, _PROCESSES)]
   if not arguments or "=" in arguments[0]:
     arguments = [_CONFIG, *arguments]
   try:
@@ -50,9 +57,10 @@ def main(argv: list[str] | None = None) -> int:
   directory = f"{config.run_directory}/{time.strftime('%Y%m%d-%H%M%S')}"
   for name, (story, changes) in _SCENARIOS.items():
     own = [*changes, f"base_output_directory={directory}", f"run_name={name}"]
-    if pathways and name != "undisturbed":
+    if pathways and (processes or name != "undisturbed"):
       slices, devices = max(config.cluster.num_slices, 1), max(config.cluster.devices_per_slice, 1)
       own += ["cluster=pathways", f"cluster_standin={slices}x{devices}"]
+      own += [f"cluster_standin_processes={str(processes).lower()}"]
     keys = [argument.partition("=")[0] for argument in own]
     others = [argument for argument in arguments if argument.partition("=")[0] not in keys]
     command = ["python", "-m", "trainer", *others, *own]

@@ -20,14 +20,20 @@ TOKEN = {"TRAINER_TOKEN": "a token of this test only"}
 class AgentRun(ProcessRun):
   """A run whose supervisor has `local` slices on its own host; agents run the others."""
 
-  def __init__(self, folder: Path, keys: Sequence[str], *, slices: int = 3, local: int = 0) -> None:
-    self.address = f"127.0.0.1:{free_port()}"
+  def __init__(
+    self, folder: Path, keys: Sequence[str], *, slices: int = 3, local: int = 0, host: str = "127.0.0.1"
+  ) -> None:
+    """host: where the supervisor listens."""
+    self.address = f"{host}:{free_port()}"
     options = ["--local-slices", str(local), "--listen", self.address]
     super().__init__(folder, keys, slices=slices, options=options, environment=TOKEN)
 
-  def agent(self, host: str, *, supervisor: str = "", slices: int = 1) -> subprocess.Popen[bytes]:
-    """Starts an agent with the address `host`. supervisor: where it finds the supervisor, if not directly."""
-    command = [sys.executable, "-m", "trainer.launch.agent", "--supervisor", supervisor or self.address]
+  def agent(
+    self, host: str, *, supervisor: str = "", slices: int = 1, prefix: Sequence[str] = ()
+  ) -> subprocess.Popen[bytes]:
+    """Starts an agent with the address `host`. supervisor: where it finds the supervisor, if not directly. prefix: a
+    command that runs the agent's command."""
+    command = [*prefix, sys.executable, "-m", "trainer.launch.agent", "--supervisor", supervisor or self.address]
     return self.spawn([*command, "--host", host, "--slices", str(slices)], TOKEN)
 
 

@@ -12,6 +12,8 @@ import time
 
 import pytest
 
+from trainer.signals import Signals
+
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = ROOT / "src"
 HEADER = """
@@ -135,6 +137,21 @@ def test_while_ending_the_exit_code_stays(running):
   assert (code, text) == (7, "SIGTERM while ending: exiting at once with code 7\n")
   code, text = answer(running(f"{ENDING}{STUCK}"), signal.SIGINT)
   assert (code, text) == (7, "SIGINT while ending: exiting at once with code 7\n")
+
+
+def test_the_thread_may_see_a_signal_when_the_end_has_begun_already(monkeypatch):
+  """On a busy machine, the KeyboardInterrupt that the handler raised has ended the run before the thread runs."""
+  exits: list[int] = []
+  monkeypatch.setattr(os, "_exit", exits.append)
+  signals = Signals()
+  signals.running()
+  with pytest.raises(KeyboardInterrupt):
+    signals._handle(signal.SIGINT, None)
+  signals.ending(130)
+  signals._received("thread", signal.SIGINT)
+  assert exits == []
+  signals._received("thread", signal.SIGINT)  # another one
+  assert exits == [130]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -189,7 +189,10 @@ def command() -> NoReturn:
   signals.ignore()
   program_cache = sys.modules.get("trainer.elastic.program_cache")
   compiling = program_cache is not None and program_cache.compiling_in_background()
-  if code == INTERRUPTED or compiling or _waiting_for_a_slice():
+  writers = sys.modules.get("trainer.observe.writers.background")
+  # wandb would wait at the interpreter's end for a server that does not answer.
+  writing = writers is not None and writers.any_waits()
+  if code == INTERRUPTED or compiling or writing or _waiting_for_a_slice():
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -100,14 +100,27 @@ def end_without_supervisor(
   One member saves: the primary, or if it dies, the next one. All of them have committed the same steps, except that
   the last commit may not have reached every member.
   """
-  records.finish()
   peers, step = stepper.peers, stepper.completed
-  if peers.supervisor_lives():  # only the connection has ended; the others train on, and save
-    session.log.warning(f"The supervisor has given this process up after step {step}. The run goes on without it.")
-    return Outcome("preempted", step)
+
+  def goes_on() -> bool:
+    """Whether the others train on, and save. Without a network, the storage tells: nobody is ahead by two steps."""
+    return peers.supervisor_lives() or session.metrics.recorded_step() > step + 1
+
+  if goes_on():
+    return _given_up(session, peers, step)
+  records.finish()
   session.log.warning(f"The supervisor is lost. Saving the state of step {step}, and ending.")
   with session.watchdog.during("save"):
     peers.await_turn(config.checkpoint.autocheckpoint_grace_seconds)
+    if goes_on():
+      return _given_up(session, peers, step)
     tiers.maybe_save(step, stepper.state, session.data.meta(config, step), last=True)
     tiers.wait()
+  return Outcome("preempted", step)
+
+
+def _given_up(session: Session, peers: Peers, step: int) -> Outcome:
+  """This process leaves a run that goes on without it: it writes no records any more."""
+  peers.give_up()
+  session.log.warning(f"The supervisor has given this process up after step {step}. The run goes on without it.")
   return Outcome("preempted", step)

@@ -28,6 +28,9 @@ from trainer.observe.log import Log
 from trainer.observe.metrics import Metrics
 from trainer.observe.progress import Progress
 from trainer.observe.watchdog import Watchdog
+from trainer.observe.writers.background import BackgroundWriter
+from trainer.observe.writers.goodput_recording import GoodputRecording
+from trainer.observe.writers.service import ServiceRun
 from trainer.program import Program
 from trainer.report import finish
 from trainer.run_data import RunData
@@ -99,8 +102,9 @@ class Session:
   def finish(self, config: Config, code: int) -> None:
     """Records the end of the process with its exit code; for a complete run also goodput and the report."""
     self.events.emit("run_end", exit=code)
-    for record in (self.progress, self.metrics, self.events):
-      record.close()
+    self.progress.close()
+    self.metrics.close(code)
+    self.events.close()
     if not self.cluster.is_primary:
       return
     with_page = code == 0 and config.observe.enable_report
@@ -134,7 +138,9 @@ def open_session(
       stack.enter_context(lock.exclusive(config.run_directory, grace, log.line))
     events = EventLog(config.run_directory, config.run.run_name, is_primary=cluster.is_primary)
     stack.callback(events.close)
-    metrics = Metrics(config.run_directory, config.observe, events, log, is_primary=cluster.is_primary)
+    _record_goodput(config, events, log, stack)
+    identity = _run_id(config, cluster)
+    metrics = _metrics(config, cluster, events, log, identity)
     stack.callback(metrics.close)
     progress = _progress(config, cluster, log)
     stack.enter_context(_checkpoint_timings(config, cluster, log))
@@ -161,7 +167,7 @@ def open_session(
       preemption,
       watchdog,
       state_bytes,
-      _run_id(config, cluster),
+      identity,
       started,
     )
     for line in notes:
@@ -171,6 +177,22 @@ def open_session(
     stack.enter_context(progress)
     watchdog.start()
     yield session
+
+
+def _metrics(config: Config, cluster: Cluster, events: EventLog, log: Log, identity: str) -> Metrics:
+  run = ServiceRun(config.run.run_name, identity, config.flat())
+  return Metrics(config.run_directory, config.observe, events, log, is_primary=cluster.is_primary, run=run)
+
+
+def _record_goodput(config: Config, events: EventLog, log: Log, stack: contextlib.ExitStack) -> None:
+  """Hands all records to ml-goodput-measurement if the configuration asks for it."""
+  if not config.observe.enable_goodput_recording:
+    return
+  begin = functools.partial(GoodputRecording, config.run_directory, config.run.run_name, log)
+  writer = BackgroundWriter("records of goodput", begin, log, "training goes on", waits=False)
+  stack.callback(writer.join)
+  stack.callback(writer.close, None)
+  events.subscribe(lambda record: writer.put(lambda recording: recording.record(record)))
 
 
 def _watchdog(config: Config, cluster: Cluster, log: Log, events: EventLog) -> Watchdog:

@@ -22,6 +22,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from types import FrameType
 
@@ -54,6 +55,7 @@ class Signals:
     self._noticed = False
     self._interrupted = False
     self._first: dict[tuple[str, int], float] = {}  # time.monotonic() of the first signal, by who saw it and its number
+    self._seen: Counter[tuple[str, int]] = Counter()  # signals, by who saw them and their number
     self._forward: Callable[[int], None] | None = None
     self._leaving = threading.Lock()
     self._pipe: tuple[int, int] | None = None
@@ -138,6 +140,9 @@ class Signals:
       return
     now = time.monotonic()
     again = now - self._first.setdefault((seen_by, number), now) > SAME_SIGNAL_SECONDS
+    self._seen[seen_by, number] += 1
+    # On a busy machine, the handler may have interrupted the run before the thread sees the same signal.
+    late = seen_by == "thread" and self._seen["thread", number] <= self._seen["handler", number]
     name = signal.Signals(number).name
     if self._phase is _Phase.STARTING and number == signal.SIGTERM:
       text = f"SIGTERM before the first step of this process: nothing to save. Exit code {PREEMPTED}."
@@ -145,7 +150,7 @@ class Signals:
     elif self._phase is _Phase.STARTING:
       self._exit(INTERRUPTED, "Interrupted.", self.on_exit)
     elif self._phase is _Phase.ENDING:
-      if again or number == signal.SIGINT:
+      if again or (number == signal.SIGINT and not late):
         self._exit(self._code, f"{name} while ending: exiting at once with code {self._code}")
     elif again:
       self._exit(128 + number, f"second {name}: exiting at once")

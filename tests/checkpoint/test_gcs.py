@@ -94,3 +94,35 @@ def test_saves_keeps_restores_and_falls_back(bucket):
   assert "its save did not finish" in restored
   assert unfinished < {*aside.split()}
   assert f"Moved checkpoint 4 to {RUN}/checkpoints_rejected/4" in fallen
+
+
+READ_DOCUMENTS = """
+import json, pathlib, sys
+import fsspec
+from tests.support.data_files import everything, load
+from trainer.config import ConfigError
+
+folder = pathlib.Path(sys.argv[1])
+lines = [json.dumps({"text": f"document {number}"}) for number in range(50)]
+folder.joinpath("a.jsonl").write_text("\\n".join(lines))
+fsspec.filesystem("gs").put(f"{folder}/a.jsonl", "bucket/data/deep/a.jsonl")
+loaders = [
+  load(folder / str(number), grain_train_files=path, grain_file_type="jsonl")
+  for number, path in enumerate((f"{folder}/a.jsonl", "gs://bucket/data", "gs://bucket/d*/*/*.jsonl"))
+]
+assert everything(loaders[0]) == everything(loaders[1]) == everything(loaders[2])
+assert len({loader.fingerprint() for loader in loaders}) == 1
+for address in ("gs://bucket/none", "gs://other-bucket/data"):
+  try:
+    load(folder, grain_train_files=address, grain_file_type="jsonl")
+  except ConfigError as error:
+    print(error)
+"""
+
+
+def test_documents_are_read(bucket, tmp_path):
+  command = [sys.executable, "-c", READ_DOCUMENTS, str(tmp_path)]
+  result = subprocess.run(command, env=bucket, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+  assert result.returncode == 0, result.stderr
+  assert "grain_train_files=gs://bucket/none: 'gs://bucket/none' has no files" in result.stdout
+  assert "grain_train_files=gs://other-bucket/data" in result.stdout

@@ -171,7 +171,7 @@ def test_a_dataset_path_must_contain_text(tmp_path):
   assert "contains no file of .txt" in failure("dataset_path=data")
   assert "is not a text file" in failure("dataset_path=data/inner/a.bin")
   assert "is an empty file" in failure("eval_dataset_path=data/inner/a.txt")
-  assert "reads local files only" in failure("dataset_path=gs://bucket/data")
+  assert "has no file of .txt" in failure("dataset_path=memory://bucket/data")
   (tmp_path / "data" / "inner" / "a.txt").write_text("hello")
   load(["configs/base.yml", "dataset_path=data", "eval_dataset_path=data/inner/a.txt"])
 

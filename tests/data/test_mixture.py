@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from end_to_end import data_histories
+from end_to_end.benchmarks import many_sources
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -317,39 +318,21 @@ def test_any_history_gives_the_order_of_the_undisturbed_run(corpora, history):
   data_histories.check_history(corpora, history)
 
 
-MANY = """
-import os, re, sys, time
-from trainer.config.schema import DataSection
-from trainer.data import check, make_loader
-cfg = DataSection.model_validate_json(sys.argv[1])
-before = time.process_time()
-check(cfg, 400_000)
-loader = make_loader(cfg, vocab_size=400_000, global_batch_size=64, split="train", log=lambda line: None)
-opened = time.process_time() - before
-for step in range(30):
-  loader.batch(step)
-# Not ru_maxrss, which starts with the memory of the process that started this one.
-status = open("/proc/self/status").read()
-threads, kibibytes = (int(re.search(name + r":\\s+(\\d+)", status)[1]) for name in ("Threads", "VmHWM"))
-print(opened, threads, kibibytes / 1024)
-"""
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to count threads")
-def test_64_sources_need_few_threads_and_little_memory(tmp_path, python):
-  """Prepared once; the second process opens all of them and reads from all."""
-  names = [f"source{number}" for number in range(64)]
-  files = {name: write(tmp_path, name, 300, 10 * number) for number, name in enumerate(names)}
-  results = []
-  for count in (1, 64):
-    sources = {name: {"weight": 1 + number % 5, "path": files[name]} for number, name in enumerate(names[:count])}
-    cfg = section(tmp_path, sources)
-    make_loader(cfg, vocab_size=VOCAB, global_batch_size=4, split="train", log=lambda line: None).close()
-    results.append([float(word) for word in python(MANY, cfg.model_dump_json()).communicate(timeout=120)[0].split()])
-  (_, few_threads, few_mebibytes), (seconds, threads, mebibytes) = results
-  assert threads == few_threads <= 16
-  assert mebibytes < few_mebibytes + 20
-  assert seconds < 5
+def test_64_sources_need_few_threads_and_little_memory(tmp_path):
+  """Of all formats, packed by best fit. Prepared once; the second process opens all of them as a run does."""
+  pytest.importorskip("pyarrow", reason="the extra arrow is not installed")
+  mixture = many_sources.write_sources(tmp_path, 64, 40)
+  config = config_load(many_sources.keys(tmp_path, mixture))
+  make_loader(config.data, vocab_size=258, global_batch_size=4, split="train", log=lambda line: None).close()
+  one = many_sources.start(tmp_path, {"source000": mixture["source000"]}, 2)
+  many = many_sources.start(tmp_path, mixture, 5)
+  assert many["threads"] == one["threads"] <= 16
+  assert many["mebibytes"] < one["mebibytes"] + 20
+  assert many["open_cpu_seconds"] < 5
+  weights = {name: source["weight"] for name, source in mixture.items()}
+  examples = 5 * many_sources.BATCH
+  assert all(abs(many["counts"][n] - examples * w / sum(weights.values())) < 1 for n, w in weights.items())
 
 
 def test_the_example_configuration_is_a_mixture(tmp_path, monkeypatch):

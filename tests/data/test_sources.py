@@ -227,7 +227,7 @@ def broken(folder: Path, case: str) -> dict[str, str]:
   [
     ("jsonl missing", r"grain_train_files=.*gone\*: .* has no files with grain_file_type=jsonl"),
     ("jsonl weights", r"ends in a weight, as MaxText writes a mixture.\nSet grain_train_mixture_config_path"),
-    ("jsonl bucket", "only local files can be read"),
+    ("arrayrecord bucket", "the reader of ArrayRecord opens only files of this machine"),
     ("jsonl empty file", "data is an empty file"),
     ("jsonl empty documents", "has no documents"),
     ("jsonl garbage", r"data:1: .*Every line must be like \{\"body\""),

@@ -7,11 +7,12 @@ import signal
 
 from end_to_end.command import differences
 from end_to_end.process_runs import ProcessRun
+from end_to_end.torchrun_runs import OneWorker
 
 from trainer.membership.environment import LANE, MEMBER
 
 STEPS = 24
-KEYS = f"steps={STEPS} devices_per_slice=2 checkpoint_period={STEPS} elastic_min_slice_count=-1".split()
+KEYS = f"steps={STEPS} devices_per_slice=2 checkpoint_period={STEPS}".split()
 
 
 def process_of(run: ProcessRun, member: int, lane: int) -> int:
@@ -22,17 +23,19 @@ def process_of(run: ProcessRun, member: int, lane: int) -> int:
 
 
 def test_a_killed_process_of_a_slice_costs_no_step(compiled, tmp_path):
-  """Oracle: slices of one process with two devices. Losses and the last checkpoint are bit-identical."""
+  """Oracle: one process with two devices, which computes all. Losses and the last checkpoint are bit-identical."""
   keys = [*KEYS, compiled]
-  run = ProcessRun(tmp_path / "lanes", keys, slices=2, options=["--processes-per-slice", "2"])
+  run = ProcessRun(
+    tmp_path / "lanes", [*keys, "elastic_min_slice_count=-1"], slices=2, options=["--processes-per-slice", "2"]
+  )
   with run.launched() as supervisor:
     run.wait_for(lambda: run.last_step >= 5, supervisor)
     os.kill(process_of(run, member=1, lane=1), signal.SIGKILL)
     assert run.wait(supervisor) == 0, run.tail()
   assert [event["slice"] for event in run.events("slice_down")] == [[1]], run.tail()
   assert run.count("slice_up") == 1 and run.steps() == list(range(1, STEPS + 1))
-  single = ProcessRun(tmp_path / "single", keys, slices=2)
-  with single.launched() as supervisor:
-    assert single.wait(supervisor) == 0, single.tail()
+  single = OneWorker(tmp_path / "single", keys, slices=2)
+  with single.launched() as worker:
+    assert single.wait(worker) == 0, single.tail()
   assert run.losses() == single.losses()
   assert differences(run, single, STEPS) == []

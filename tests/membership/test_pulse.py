@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from trainer.membership.coordinator import Coordinator, Kill
 from trainer.membership.pulse import Pulse
 
@@ -86,3 +88,99 @@ def test_slow_steps_have_a_higher_limit():
     time.now += 4.0
     pulse.committed(is_step=True)
   assert pulse.limit == 12.0
+
+
+def all_compute(run: Coordinator, time: Time, seconds: float) -> list[Kill]:
+  """All members have computed and live, and nobody has the sums for so long. Returns who was ended."""
+  found = []
+  for member in range(3):
+    run.computed(member, run.epoch, 0.5)
+  for _ in range(round(10 * seconds)):
+    time.now += 0.1
+    for member in range(3):
+      run.pulse.beat(member)
+    found += [effect for effect in run.tick() if isinstance(effect, Kill)]
+  return found
+
+
+def test_members_connect_again_when_the_exchange_stands_still_and_then_one_goes():
+  time = Time()
+  run = running(time)
+  epoch = run.epoch
+  assert all_compute(run, time, 5.8) == [] and run.epoch == epoch
+  assert all_compute(run, time, 0.4) == [] and run.epoch == epoch + 1
+  assert all_compute(run, time, 5.8) == []
+  (killed, *_) = all_compute(run, time, 0.4)
+  assert killed.member == 2 and "stood still" in killed.reason
+
+
+@pytest.mark.parametrize(
+  ("reports", "fresh", "blamed"),
+  [
+    ({1: [0], 2: [0]}, (), 0),  # nobody reaches the primary
+    ({1: [0]}, (), 1),  # not the primary
+    ({2: [1]}, (), 2),
+    ({2: [1]}, (1,), 1),  # it has no state yet
+    ({2: [0, 1, 7]}, (), 2),  # 7 is no member
+  ],
+)
+def test_of_members_that_cannot_connect_one_goes_and_returns_after_a_growing_pause(reports, fresh, blamed):
+  time = Time()
+  run = running(time)
+  run.live -= set(fresh)
+  for member, others in reports.items():
+    run.broken(member, run.epoch, others)
+  assert all_compute(run, time, 0.9) == []
+  (killed, *_) = all_compute(run, time, 0.2)
+  assert killed.member == blamed and "no connection between" in killed.reason
+  for pause in (30.0, 60.0):
+    run.lost(blamed, killed.reason)
+    rest = sorted(run.active)
+    assert len(rest) == 2
+    run.hello(blamed, 0, 1, "address")
+    run.ready(blamed, 0, 0)
+
+    def commit(number: int, members: list[int]) -> None:
+      for member in members:
+        run.done(member, 0, run.epoch, f"step {number}")
+
+    time.now += pause - 1.0
+    commit(11, rest)
+    assert run.committed == "step 11" and blamed not in run.active
+    time.now += 2.0
+    commit(12, rest)
+    assert blamed in run.active
+    run.broken(blamed, run.epoch, rest)
+    time.now += 1.1
+    for member in range(3):
+      run.pulse.beat(member)
+    (killed,) = (effect for effect in run.tick() if isinstance(effect, Kill))
+    assert killed.member == blamed
+
+
+def test_a_run_that_holds_takes_a_member_back_when_its_pause_is_over():
+  time = Time()
+  run = running(time)
+  run._minimum = 3
+  run.broken(2, run.epoch, [0])
+  time.now += 1.1
+  assert killed(run) == [2]
+  run.lost(2, "not reached")
+  run.hello(2, 0, 1, "address")
+  run.ready(2, 0, 0)
+  assert run.phase == "holding"
+  time.now += 31.0
+  for member in range(3):
+    run.pulse.beat(member)
+  run.tick()
+  assert run.phase == "running" and run.active == {0, 1, 2}
+
+
+def test_reports_of_other_epochs_and_of_members_without_a_part_blame_nobody():
+  time = Time()
+  run = running(time)
+  run.broken(1, run.epoch - 1, [0])
+  run.broken(7, run.epoch, [0])
+  run.broken(1, run.epoch, [1])
+  time.now += 1.1
+  assert killed(run) == []

@@ -230,13 +230,16 @@ def test_a_full_disk_ends_the_tensorboard_files_and_nothing_else(tmp_path):
   code = f"""
     import resource
     from types import SimpleNamespace
-    from trainer.observe.metrics import TensorBoard
+    from trainer.observe.writers.background import BackgroundWriter
+    from trainer.observe.writers.tensorboard import TensorBoard
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
     said = []
-    board = TensorBoard({str(tmp_path)!r}, "p", SimpleNamespace(warning=said.append))
+    open_files = lambda: TensorBoard({str(tmp_path)!r}, "p")
+    board = BackgroundWriter("TensorBoard files", open_files, SimpleNamespace(warning=said.append), "", waits=True)
     for step in range(2000):
-      board.write(step, {{"learning/loss": 1.0}}, 0.0)
-    board.close()
+      board.write(step, {{"learning/loss": 1.0}}, 0.0, is_step=True)
+    board.close(0)
+    board.join()
     print(len(said), said[0])
   """
   result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)

@@ -9,11 +9,12 @@ import sys
 import xml.etree.ElementTree
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.support import fake_run, guide_awk
 
 from trainer.observe import events, log
-from trainer.report import compare, finish, goodput, history, markup, page
+from trainer.report import compare, finish, goodput, history, markup, page, plots, style
 from trainer.tools import report as tool
 
 
@@ -151,6 +152,24 @@ def test_the_history_of_an_elastic_run(tmp_path):
   assert run.evals["step"].tolist() == [20, 40, 60]
   speeds = run.tokens_per_second()
   assert speeds[0] == pytest.approx(6144 / 0.35) and speeds[20] == pytest.approx(6144 / 0.35 * 2 / 3)
+
+
+def test_evaluation_sets_are_shown(tmp_path):
+  """The first evaluation had only one of the sets."""
+  run = fake_run.FakeRun(tmp_path / "sets", slices=1)
+  for step, losses in ((1, {"web": 3.0}), (2, {"web": 2.0, "code <x>": 1.25}), (3, {"web": 2.5, "code <x>": 1.5})):
+    run.step(step)
+    run.metrics.write_eval(step, losses["web"], losses=losses)
+  run.close()
+  loaded = history.load(str(tmp_path / "sets"))
+  assert loaded.eval_sets["web"].tolist() == [3.0, 2.0, 2.5]
+  assert np.array_equal(loaded.eval_sets["code <x>"], [np.nan, 1.25, 1.5], equal_nan=True)
+  shown = Page(report(tmp_path / "sets")).text
+  assert "web 2.5000 (step 3) 2.0000 (step 2)" in shown
+  assert "code <x> 1.5000 (step 3) 1.2500 (step 2)" in shown
+  figure = plots.loss_over_steps(loaded, style.WIDE)
+  labels = {line.get_label() for axis in figure.axes for line in axis.get_lines()}
+  assert {"evaluation (web)", "evaluation (code <x>)"} <= labels
 
 
 def test_a_run_that_is_still_going_on_and_knows_little(tmp_path):

@@ -12,7 +12,9 @@ from trainer.observe import events, log, metrics
 class FakeRun:
   """One process of a run."""
 
-  def __init__(self, path, *, wall: float = 1.8e9, slices: int = 3, steps: int = 60, quiet: bool = True, **start):
+  def __init__(
+    self, path, *, wall: float = 1.8e9, slices: int = 3, steps: int = 60, quiet: bool = True, listener=None, **start
+  ):
     self.path, self.now, self.steps = str(path), 100.0, steps
     self.alive = set(range(slices))
     self.down = 0
@@ -23,6 +25,8 @@ class FakeRun:
     self.events = events.EventLog(
       self.path, self.path.split("/")[-1], wall=lambda: self.wall + self.now, monotonic=lambda: self.now
     )
+    if listener is not None:
+      self.events.subscribe(listener)
     self.metrics = metrics.Metrics(self.path, ObserveSection(enable_tensorboard=False), self.events, self.log)
     self.total = slices
     facts = {"steps": steps, "num_slices": slices, "devices": 2 * slices, "device_kind": "cpu", "vocab_size": 320}

@@ -6,13 +6,12 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
 import types
 
 import jax
 import numpy as np
 import pytest
+from tests.tools.preflight_command import TINY, command
 
 from trainer import config, memory, remat_choice
 from trainer.compiled import analysis
@@ -23,47 +22,10 @@ from trainer.observe import chips
 from trainer.tools.preflight import schedule
 from trainer.tools.preflight.__main__ import main
 
-TINY = (
-  "configs/base.yml run_name=t base_output_directory=unused dataset_type=synthetic base_emb_dim=256 "
-  "base_num_decoder_layers=4 base_num_query_heads=4 base_num_kv_heads=2 base_mlp_dim=512 head_dim=128 vocab_size=1024 "
-  "max_target_length=512 per_device_batch_size=1"
-).split()
 TPU = ["attention=flash", "remat_policy=full", "compile_topology=v5e-4", "compile_topology_num_slices=2"]
-AUTO = ["remat_policy=auto", "jax_cache_dir="]
 needs_compiler = pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install libtpu"
 )
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-  return subprocess.run(
-    [sys.executable, "-m", "trainer.tools.preflight", *TINY, *arguments],
-    capture_output=True,
-    text=True,
-    timeout=500,
-    env={**os.environ, "JAX_PLATFORMS": "cpu"},
-  )
-
-
-def test_for_this_machine():
-  done = command("num_slices=3", "steps=10", "attention=dot_product")
-  assert done.returncode == 0, done.stderr
-  assert "2 of 3 |                      2 |   25.0% |   50.0%" in done.stdout
-  assert "The step on 3 of 3 slices" in done.stdout and "The step on 2 of 3 slices" in done.stdout
-  assert "Ramdisk per host" in done.stdout
-  assert "Measured per device of this machine: matmuls" in done.stdout
-  assert done.stdout.count("Roofline on this CPU: compute") == 2 and done.stdout.count(": fits") == 2
-  assert done.stdout.count("Step time on this CPU: ") == 2
-  assert done.stdout.count("Missing in these times: DCN: the bandwidth is unknown") == 2
-
-
-def test_the_step_with_one_slice_lost_can_be_skipped():
-  done = command("num_slices=3", "steps=10", "attention=dot_product", "preflight.degraded=none", *AUTO)
-  assert done.returncode == 0, done.stderr
-  assert "remat_policy=auto: minimal_with_context, the first policy that fits, in the order for cpus" in done.stdout
-  assert re.search(r"\n  minimal_with_context \| no estimate \| no estimate \| [\d.]+ MB\n", done.stdout), done.stdout
-  assert "The step on 3 of 3 slices" in done.stdout and "The step on 2 of 3 slices" not in done.stdout
-  assert "2 of 3 |                      2 |   25.0% |   50.0%" in done.stdout
 
 
 @pytest.fixture

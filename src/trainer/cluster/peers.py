@@ -10,7 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-from trainer.exchange import Exchange, PeerLost
+from trainer.exchange import Exchange, PeerLost, Unreachable
 from trainer.membership.client import Membership, SupervisorLost
 from trainer.membership.messages import Message
 
@@ -65,7 +65,7 @@ class Peers:
     self.primary = -1
     self.run_id = ""  # of the run, if its folder does not exist yet
     self.stopping = False  # the last commit ends the run
-    self.left = False  # the last commit has taken this member out of the run
+    self.left = False  # the run goes on without this member
     self.ended: int | None = None  # the exit code of the run, once the supervisor has ended it
     self.completed: Callable[[], int] = lambda: 0  # the step of this member's state
     self.on_change: Callable[[Change], None] = lambda change: None
@@ -204,7 +204,8 @@ class Peers:
   def report(self, error: PeerLost) -> None:
     """Tells the supervisor which connections have failed, unless the exchange was only interrupted."""
     if error.members:
-      self.membership.send("broken", epoch=self.epoch, members=list(error.members))
+      kind = "unreachable" if isinstance(error, Unreachable) else "broken"
+      self.membership.send(kind, epoch=self.epoch, members=list(error.members))
 
   def exchange_failed(self, error: PeerLost) -> None:
     """The exchange cannot go on in this epoch: waits for the next one."""
@@ -226,6 +227,11 @@ class Peers:
         break
       self.exchange.wait_closed(member, seconds)
     self._set_primary(self.member)
+
+  def give_up(self) -> None:
+    """The run goes on without this member, which did not leave: it is not the primary any more."""
+    self.left = True
+    self._announce_role()
 
   def wait_for_end(self) -> bool:
     """For a member that has done its last step and is not the primary: whether it has become the primary.

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import glob
 import os
+import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import NamedTuple, TypeAlias, TypeVar
 
+from trainer.config import remote
 from trainer.config.errors import ConfigError, shorten
 from trainer.config.files import as_path
+
+File: TypeAlias = Path | remote.RemoteFile
+X = TypeVar("X", bound=File)
 
 # Names that are read in a folder, by the beginning of grain_file_type. TFDS adds -00000-of-00001 to its names.
 _NAMES = {
@@ -20,40 +26,78 @@ _NAMES = {
 }
 
 
-def find(key: str, value: str, file_type: str) -> tuple[Path, list[Path]]:
-  """(folder that contains all files, the files) of files, folders and patterns separated by ';'. Sorted by name.
+class Found(NamedTuple):
+  """A file with documents."""
+
+  name: str  # relative to the folder that contains all files, with '/'
+  file: File
+  size: int  # bytes
+
+
+def find(key: str, value: str, file_type: str) -> list[Found]:
+  """The files that files, folders, patterns and addresses name, separated by ';'. Sorted by name.
 
   Folders are searched with their subfolders, without hidden names. `file_type`: a value of grain_file_type. Raises
   ConfigError if a part has no file, or a file is empty or cannot be read.
   """
-  found: set[Path] = set()
+  found: set[File] = set()
   names = _NAMES[file_type.partition("_")[0]]
   for part in map(str.strip, value.split(";")):
-    if "://" in part:
-      raise ConfigError(f"{key}={shorten(value)}: only local files can be read.\nMount the bucket as a folder.")
     if re.fullmatch(r".*[,:]\s*[\d.]+", part):
       raise ConfigError(
         f"{key}={shorten(value)}: {part!r} ends in a weight, as MaxText writes a mixture.\n"
         "Set grain_train_mixture_config_path to a file with the sources and their weights."
       )
-    files = list(_files(as_path(part, f"{key}="), names)) if part else []
+    files = list(_files(key, part, names, file_type)) if part else []
     if not files:
       raise ConfigError(
         f"{key}={shorten(value)}: {part!r} has no files with grain_file_type={file_type}.\nGive files, folders with "
         f"{', '.join(names)}, or patterns with * and ?, separated by ';'."
       )
     found.update(files)
-  for path in found:
-    if not os.access(path, os.R_OK):
-      raise ConfigError(f"{key}={shorten(value)}: {path} cannot be read.\nAllow reading it, or name other files.")
-    if path.stat().st_size == 0:
-      raise ConfigError(f"{key}={shorten(value)}: {path} is an empty file.\nRemove it, or name other files.")
-  files = sorted(found, key=lambda path: path.as_posix())
-  return Path(os.path.commonpath([path.parent for path in files])), files
+  if len({isinstance(file, Path) for file in found}) > 1:
+    raise ConfigError(
+      f"{key}={shorten(value)}: some files are local and some are not.\nGive a mixture with two sources, or files of "
+      "one place."
+    )
+  return _named(key, value, found)
 
 
-def _files(path: Path, names: tuple[str, ...]) -> Iterator[Path]:
-  """Yields the files of one file, folder or pattern, as absolute paths."""
+def _named(key: str, value: str, files: set[File]) -> list[Found]:
+  """The files with their names and sizes. Raises ConfigError for a file that is empty or cannot be read."""
+  found = []
+  for name, file in relative_names(files):
+    if isinstance(file, Path) and not os.access(file, os.R_OK):
+      raise ConfigError(f"{key}={shorten(value)}: {file} cannot be read.\nAllow reading it, or name other files.")
+    size = file.stat().st_size if isinstance(file, Path) else file.size
+    if size == 0:
+      raise ConfigError(f"{key}={shorten(value)}: {file} is an empty file.\nRemove it, or name other files.")
+    found.append(Found(name, file, size))
+  return found
+
+
+def relative_names(files: Collection[X]) -> list[tuple[str, X]]:
+  """The files with their names relative to the folder that contains all of them, sorted by these names."""
+  places = {str(file).rpartition("://")[2]: file for file in files}
+  root = posixpath.commonpath([posixpath.dirname(place) for place in places]) if places else ""
+  return [(place.removeprefix(root).lstrip("/"), places[place]) for place in sorted(places)]
+
+
+def _files(key: str, part: str, names: tuple[str, ...], file_type: str) -> Iterator[File]:
+  """Yields the files of one file, folder or pattern."""
+  if not remote.is_address(part):
+    yield from _local(as_path(part, f"{key}="), names)
+  elif file_type in ("parquet", "jsonl"):
+    yield from remote.find(key, part, names)
+  else:
+    raise ConfigError(
+      f"{key}={shorten(part)}: the reader of ArrayRecord opens only files of this machine.\n"
+      "Mount the bucket as a folder (gcsfuse), copy the files, or give files of Parquet or JSONL."
+    )
+
+
+def _local(path: Path, names: tuple[str, ...]) -> Iterator[Path]:
+  """Yields the local files of one file, folder or pattern, as absolute paths."""
   path = Path(os.path.abspath(path))
   for match in [path] if path.exists() else map(Path, glob.glob(str(path), recursive=True)):
     if match.is_file():

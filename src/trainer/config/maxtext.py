@@ -21,7 +21,10 @@ _PREPARED = "Data are tokenised and packed once, and read by index without worke
 _FORMAT = "Checkpoints have one format; remove the key."
 _FLOAT32 = "Softmax, norms, logits and the loss are always computed in float32; remove the key."
 _SHARDING = "Sharding follows one table in trainer/sharding.py; set sizes with dcn_*_parallelism and ici_*_parallelism."
-_GOODPUT = "Goodput is computed locally: enable_pathways_goodput=true prints it and writes goodput.json."
+_GOODPUT = (
+  "Goodput is computed locally: enable_pathways_goodput=true prints it and writes goodput.json. For Google's monitor, "
+  "which is a program of its own, set enable_goodput_recording=true."
+)
 _CLOUD = "Metrics go to TensorBoard files and metrics.jsonl and, with gcs_metrics=true, to objects in the run's folder."
 _TIERS = "Use enable_emergency_checkpoint=true with local_checkpoint_directory and local_checkpoint_period."
 _KERNEL = "attention=flash chooses the platform's kernel and its block sizes; remove the key."
@@ -244,7 +247,7 @@ _KEYS: tuple[tuple[str, str], ...] = (
   ),
   # What is recorded.
   (
-    "enable_goodput_recording monitor_goodput goodput_upload_interval_seconds enable_gcp_goodput_metrics "
+    "monitor_goodput goodput_upload_interval_seconds enable_gcp_goodput_metrics "
     "enable_gcp_step_deviation_metrics monitor_step_time_deviation step_deviation_interval_seconds",
     _GOODPUT,
   ),
@@ -254,7 +257,7 @@ _KEYS: tuple[tuple[str, str], ...] = (
   ("metrics_dir", "Metrics are in {base_output_directory}/{run_name}."),
   (
     "use_vertex_tensorboard report_heartbeat_metric_for_gcp_monitoring report_performance_metric_for_gcp_monitoring "
-    "heartbeat_reporting_interval_in_seconds vertex_* wandb_* enable_wandb* managed_mldiagnostics* "
+    "heartbeat_reporting_interval_in_seconds vertex_* managed_mldiagnostics* "
     "record_internal_nn_metrics write_estimator_result prometheus_port",
     _CLOUD,
   ),

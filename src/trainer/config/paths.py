@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from trainer.config import data_files, mixture, text_files
+from trainer.config import data_files, mixture, remote, text_files
 from trainer.config.errors import ConfigError, Problems, shorten
 from trainer.config.files import as_path
 from trainer.config.schema import Config, DataSection
@@ -17,12 +17,18 @@ from trainer.config.schema import Config, DataSection
 # are reliable there is untested.
 _WRITERS = {"gs": ("gcsfs", "tensorflow")}
 # The files and folders of a run's folder.
-_RUN_FILES = "log.txt events.jsonl metrics.jsonl config.yml goodput.json report.html loss.png"
-_RUN_FOLDERS = "checkpoints tensorboard metrics profile"
+_RUN_FILES = "log.txt events.jsonl metrics.jsonl config.yml goodput.json goodput_records.jsonl report.html loss.png"
+_RUN_FOLDERS = "checkpoints tensorboard metrics profile wandb"
+# Key that needs a package, the package, and the extra of this project that has it.
+_EXTRAS = (
+  ("enable_wandb", "wandb", "wandb"),
+  ("enable_trackio", "trackio", "trackio"),
+  ("enable_goodput_recording", "ml_goodput_measurement", "goodput"),
+)
 
 
 def check(config: Config, problems: Problems) -> None:
-  """Adds to `problems` every output folder that cannot be written and every data path that cannot be read."""
+  """Adds to `problems` output folders that cannot be written, packages that are missing, data that cannot be read."""
   run, checkpoint, data = config.run, config.checkpoint, config.data
   local = checkpoint.local_checkpoint_directory
   with problems.collect():
@@ -35,6 +41,13 @@ def check(config: Config, problems: Problems) -> None:
   with problems.collect():
     if checkpoint.enable_emergency_checkpoint and local and "://" not in local:
       _check_output("local_checkpoint_directory", local, local)
+  for key, package, extra in _EXTRAS:
+    with problems.collect():
+      if getattr(config.observe, key) and not _is_installed(package):
+        raise ConfigError(
+          f"{key}=true: needs the package {package}, which is not installed.\n"
+          f"Run .venv/bin/python -m pip install -e '.[{extra}]' -c requirements.lock, or remove {key}."
+        )
   if data.dataset_type != "synthetic":
     _check_data(data, problems)
     _check_eval_sets(config, problems)
@@ -232,11 +245,10 @@ def _check_text(name: str, value: str) -> None:
   """Checks that `value` is a text file that is not empty, or a folder that contains one."""
   _check_placeholder(name, value)
   kinds = ", ".join(text_files.SUFFIXES)
-  if "://" in value:
-    raise ConfigError(
-      f"{name}={shorten(value)}: dataset_type=text reads local files only.\n"
-      "Mount the bucket as a folder, or copy it here."
-    )
+  if remote.is_address(value):
+    if not text_files.at_address(name, value):
+      raise ConfigError(f"{name}={shorten(value)}: has no file of {kinds} with text in it.\nGive another address.")
+    return
   path = as_path(value, f"{name}=")
   if not os.path.exists(path):
     raise ConfigError(f"{name}={value}: there is no such file or folder.\nGive a file or folder of {kinds}.")

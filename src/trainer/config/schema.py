@@ -220,7 +220,7 @@ class DataSection(Section):
 
   dataset_type: Literal["synthetic", "text", "grain", "tfds", "hf"] = Field(
     "text",
-    description="synthetic: random tokens. text: local files of text. grain: ArrayRecord, Parquet or JSONL files. tfds: a dataset that TensorFlow Datasets has prepared. hf: a folder that Hugging Face datasets has saved with save_to_disk. Except for synthetic, documents are tokenised and packed once, and cached.",
+    description="synthetic: random tokens. text: files of text. grain: ArrayRecord, Parquet or JSONL files. tfds: a dataset that TensorFlow Datasets has prepared. hf: a folder that Hugging Face datasets has saved with save_to_disk. Except for synthetic, documents are tokenised and packed once, and cached.",
   )
   dataset_path: str = Field(
     "",
@@ -231,7 +231,8 @@ class DataSection(Section):
     description="dataset_type=text: a file or folder for evaluation. Empty: hold out eval_fraction of the training text.",
   )
   grain_train_files: str = Field(
-    "", description="dataset_type=grain: training files, folders or patterns such as data/*.parquet, separated by ';'."
+    "",
+    description="dataset_type=grain: training files, folders or patterns such as data/*.parquet, separated by ';'. Parquet and JSONL also at addresses such as gs://BUCKET/data.",
   )
   grain_eval_files: str = Field(
     "", description="dataset_type=grain: files for evaluation, named like grain_train_files. Empty: no evaluation."
@@ -508,12 +509,27 @@ class ObserveSection(Section):
     1, description="Steps between printed lines. With gcs_metrics also the number of steps in one metrics object."
   )
   enable_tensorboard: bool = Field(True, description="Write TensorBoard event files to {run}/tensorboard.")
+  enable_wandb: bool = Field(
+    False,
+    description="Also send the numbers of every step to Weights & Biases (extra wandb). The run stays offline, in {run}/wandb, without an API key or with WANDB_MODE=offline.",
+  )
+  wandb_project_name: str = Field("trainer", description="Project in Weights & Biases.")
+  wandb_run_name: str = Field("", description="Name of the run in Weights & Biases. Empty: run_name.")
+  enable_trackio: bool = Field(
+    False,
+    description="Also write the numbers of every step to trackio (extra trackio): SQLite files of this machine, or the server that TRACKIO_SERVER_URL or TRACKIO_SPACE_ID names.",
+  )
+  trackio_project_name: str = Field("trainer", description="Project in trackio.")
   gcs_metrics: bool = Field(
     False,
     description="Also write one metrics object per log_period to {run}/metrics, for object stores, which cannot append to files.",
   )
   enable_pathways_goodput: bool = Field(
     False, description="At the end print the goodput of the run and write goodput.json. Its categories sum to 100 %."
+  )
+  enable_goodput_recording: bool = Field(
+    False,
+    description="Record the run's events for Google's ml-goodput-measurement (extra goodput): in Cloud Logging, or without credentials in {run}/goodput_records.jsonl.",
   )
   enable_report: bool = Field(True, description="Write report.html and loss.png at the end.")
   chip_hour_price: float = Field(

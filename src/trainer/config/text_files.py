@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainer.config import remote
 from trainer.config.errors import ConfigError
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
@@ -38,3 +39,9 @@ def below(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
           (links if path.is_symlink() else folders).append(path)
       elif path.suffix in SUFFIXES and os.path.isfile(path):
         yield path
+
+
+def at_address(key: str, address: str) -> list[remote.RemoteFile]:
+  """The text files that are not empty at the address of a file or a folder. ConfigError as for `remote.find`."""
+  found = remote.find(key, address, [f"*{suffix}" for suffix in SUFFIXES])
+  return [file for file in found if file.size and file.suffix in SUFFIXES]

@@ -339,6 +339,12 @@ def _observe(observe: ObserveSection, data: DataSection, steps: int) -> Iterator
       f"profiler={observe.profiler}: its {observe.profiler_steps} steps after "
       f"{observe.skip_first_n_steps_for_profiler} skipped ones do not fit in steps={steps}.\nUse fewer profiler_steps."
     )
+  for name in ("wandb_project_name", "trackio_project_name"):
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", getattr(observe, name)):
+      yield (
+        f"{name}={shorten(getattr(observe, name))!r}: is not the name of a project.\n"
+        "Use 1 to 100 letters, digits, dots, hyphens and underscores."
+      )
   if observe.eval_main_set and not data.eval_sets:
     yield f"eval_main_set={observe.eval_main_set}: has no effect without eval_sets.\nSet eval_sets, or remove it."
   if observe.eval_interval == 0:

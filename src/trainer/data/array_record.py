@@ -8,11 +8,11 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
+from trainer.config.data_files import File
 from trainer.config.errors import ConfigError
 from trainer.data import packages, tf_example, windows
 from trainer.data.documents import BadRecord, Document, Piece
@@ -86,7 +86,7 @@ class Records:
   microseconds. An open file needs 8 bytes of memory per record.
   """
 
-  def __init__(self, paths: Sequence[Path], counts: Sequence[int]) -> None:
+  def __init__(self, paths: Sequence[File], counts: Sequence[int]) -> None:
     """`counts`: number of records of each file."""
     self._paths = paths
     self._starts = [0, *itertools.accumulate(counts)]
@@ -123,6 +123,6 @@ class Records:
         self._readers[file] = None
 
 
-def _reader(path: Path) -> Any:
+def _reader(path: File) -> Any:
   """A reader without threads that read ahead: the file system does that. Raises RuntimeError if it cannot be opened."""
   return packages.array_record().ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")

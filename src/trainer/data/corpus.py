@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
-from trainer.config import rules, text_files
+from trainer.config import data_files, remote, rules, text_files
+from trainer.config.data_files import File
 from trainer.config.errors import ConfigError, require
 from trainer.config.text_files import SUFFIXES
 from trainer.data import jsonl
@@ -34,15 +35,17 @@ def find(key: str, path: str) -> list[Piece]:
   if not path:
     return _standard_library(key)
   root = Path(path).expanduser()
-  if root.is_file():
+  if remote.is_address(path):
+    files = data_files.relative_names(text_files.at_address(key, path))
+    pieces = [Piece(name, file, 0, file.size) for name, file in files]
+  elif root.is_file():
     if root.suffix not in SUFFIXES:
       raise ConfigError(f"{key}={path} ends in {root.suffix!r}. Give a file that ends in one of {', '.join(SUFFIXES)}.")
-    files = [root]
+    pieces = _pieces([root], root.parent)
   elif root.is_dir():
-    files = list(text_files.below(root))
+    pieces = _pieces(list(text_files.below(root)), root)
   else:
-    raise ConfigError(f"{key}={path} does not exist. Give a local file or folder of {', '.join(SUFFIXES)}.")
-  pieces = _pieces(files, root if root.is_dir() else root.parent)
+    raise ConfigError(f"{key}={path} does not exist. Give a file or folder of {', '.join(SUFFIXES)}.")
   if not pieces:
     raise ConfigError(f"{key}={path} has no text. Give a folder with a non-empty file of {', '.join(SUFFIXES)}.")
   return pieces
@@ -131,16 +134,16 @@ def _pieces(files: Sequence[Path], root: Path) -> list[Piece]:
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _naming(path: File) -> Iterator[None]:
   """Turns an OSError inside the block into a ConfigError with the path."""
   try:
     yield
   except OSError as error:
-    raise ConfigError(f"{path} cannot be read ({error.strerror}). Fix or remove it.") from error
+    raise ConfigError(f"{path} cannot be read ({error.strerror or error}). Fix or remove it.") from error
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _opened(path: File) -> Iterator[BinaryIO]:
   """The file, open for reading. An OSError inside the block becomes a ConfigError with the path."""
   with _naming(path), path.open("rb") as file:
     yield file
@@ -195,7 +198,7 @@ def _json_lines(piece: Piece) -> Iterator[str | BadRecord]:
         yield text
 
 
-def _line_number(path: Path, offset: int) -> int:
+def _line_number(path: File, offset: int) -> int:
   """Number of the line (from 1) that contains byte `offset`. Raises ConfigError if the file cannot be read."""
   with _naming(path):
     return line_number(path, offset)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config import data_files
+from trainer.config import data_files, remote
 from trainer.config.errors import ConfigError
 from trainer.data import array_record, corpus, hf, jsonl, parquet, tfds
 from trainer.data.documents import Documents, Piece, uncut
@@ -67,8 +66,7 @@ def _text(cfg: DataSection) -> dict[str, Documents]:
 def _files(cfg: DataSection, key: str) -> Documents:
   """The documents of the files that `key` names."""
   file_type, column = cfg.grain_file_type, cfg.train_data_columns
-  root, paths = data_files.find(key, getattr(cfg, key), file_type)
-  pieces = [Piece(path.relative_to(root).as_posix(), path, 0, path.stat().st_size) for path in paths]
+  pieces = [Piece(name, file, 0, size) for name, file, size in data_files.find(key, getattr(cfg, key), file_type)]
   digest = partial(_digest, pieces, file_type, column)
   match file_type:
     case "parquet":
@@ -95,19 +93,29 @@ def _hf(cfg: DataSection, split: str) -> Documents:
 
 
 def _digest(pieces: Sequence[Piece], file_type: str, column: str) -> str:
-  """Identity of files: format, names, sizes, and the first and last bytes of each. Reading all would take too long."""
+  """Identity of files: format, names, sizes, and the first and last bytes of each. Reading all would take too long.
+
+  It does not depend on the place of the files, so they may be moved to another folder or to an object store.
+  """
   total = hashlib.sha256(json.dumps([file_type, column]).encode())
-  for piece in pieces:
-    total.update(json.dumps([piece.name, piece.size, _ends(piece.path)]).encode())
+  for piece, ends in zip(pieces, _ends(pieces), strict=True):
+    total.update(json.dumps([piece.name, piece.size, hashlib.sha256(ends).hexdigest()]).encode())
   return total.hexdigest()
 
 
-def _ends(path: Path) -> str:
-  """Hash of the beginning and the end of a file. Parquet and ArrayRecord have their index at the end."""
-  try:
-    with path.open("rb") as file:
-      content = file.read(_SAMPLED)
-      file.seek(max(0, path.stat().st_size - _SAMPLED))
-      return hashlib.sha256(content + file.read(_SAMPLED)).hexdigest()
-  except OSError as error:
-    raise ConfigError(f"{path} cannot be read ({error.strerror}). Fix or remove it.") from error
+def _ends(pieces: Sequence[Piece]) -> Iterator[bytes]:
+  """Yields the beginning and the end of each file. Parquet and ArrayRecord have their index at the end."""
+  far = [piece.path for piece in pieces if isinstance(piece.path, remote.RemoteFile)]
+  both = [(0, min(_SAMPLED, file.size)) for file in far], [(max(0, file.size - _SAMPLED), file.size) for file in far]
+  heads, tails = (remote.ranges(far, side) for side in both)
+  for piece in pieces:
+    try:
+      if isinstance(piece.path, remote.RemoteFile):
+        yield next(heads) + next(tails)
+        continue
+      with piece.path.open("rb") as file:
+        content = file.read(_SAMPLED)
+        file.seek(max(0, piece.size - _SAMPLED))
+        yield content + file.read(_SAMPLED)
+    except OSError as error:
+      raise ConfigError(f"{piece.path} cannot be read ({error.strerror or error}). Fix or remove it.") from error

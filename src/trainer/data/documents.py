@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import itertools
 import math
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 
+from trainer.config.data_files import File
 from trainer.config.errors import ConfigError
+
+_AROUND_CUT = 2**16  # bytes that are read to find the end of a line
 
 # A text, or the integer token ids [n] of a document that is tokenised already.
 Document: TypeAlias = str | np.ndarray
@@ -28,7 +29,7 @@ class Piece:
 
   name: str
   """Path relative to the dataset's folder, with '/'. Order and split depend on it, not on where the folder is."""
-  path: Path
+  path: File
   start: int
   stop: int  # in bytes; excluded
 
@@ -128,14 +129,15 @@ def cut_at_lines(piece: Piece, limit: int) -> list[Piece]:
     return [piece]
   size = math.ceil(piece.size / math.ceil(piece.size / limit))
   cuts = [piece.start]
-  with piece.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+  with piece.path.open("rb", _AROUND_CUT) as file:
     while cuts[-1] < piece.stop:
-      line_end = data.find(b"\n", cuts[-1] + size - 1, piece.stop)
-      cuts.append(line_end + 1 if line_end >= 0 else piece.stop)
+      file.seek(min(cuts[-1] + size, piece.stop) - 1)
+      file.readline()
+      cuts.append(min(file.tell(), piece.stop))
   return [replace(piece, start=start, stop=stop) for start, stop in itertools.pairwise(cuts)]
 
 
-def line_number(path: Path, offset: int) -> int:
+def line_number(path: File, offset: int) -> int:
   """Number of the line (from 1) that contains byte `offset`. Raises OSError if the file cannot be read."""
   count = 1
   with path.open("rb") as file:

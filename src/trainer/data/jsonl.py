@@ -7,6 +7,7 @@ import io
 import json
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import BinaryIO, cast
 
 import numpy as np
@@ -50,7 +51,7 @@ def cut(piece: Piece, limit: int) -> list[Piece]:
   try:
     return cut_at_lines(piece, limit)
   except OSError as error:
-    raise ConfigError(f"{piece.path} cannot be read ({error.strerror}). Fix or remove it.") from error
+    raise ConfigError(f"{piece.path} cannot be read ({error.strerror or error}). Fix or remove it.") from error
 
 
 def _lines(file: BinaryIO, piece: Piece) -> Iterator[bytes]:
@@ -79,13 +80,17 @@ def value(line: bytes, column: str) -> Document:
   raise ValueError(f'no field "{column}" with a string or a list of integers')
 
 
-def _opened(piece: Piece) -> BinaryIO:
-  match piece.path.suffix:
-    case ".gz":
-      return cast(BinaryIO, gzip.open(piece.path))
-    case ".zst":
-      pyarrow = packages.load("pyarrow", package="pyarrow", extra="arrow", reason=f"{piece.path} (zstd)")
-      stream = pyarrow.CompressedInputStream(pyarrow.OSFile(str(piece.path)), "zstd")
-      return io.BufferedReader(stream, 2**20)
-    case _:
-      return piece.path.open("rb")
+@contextmanager
+def _opened(piece: Piece) -> Iterator[BinaryIO]:
+  """The file of the piece, decompressed."""
+  with piece.path.open("rb") as file:
+    match piece.path.suffix:
+      case ".gz":
+        with gzip.open(file) as content:
+          yield cast(BinaryIO, content)
+      case ".zst":
+        pyarrow = packages.load("pyarrow", package="pyarrow", extra="arrow", reason=f"{piece.path} (zstd)")
+        with pyarrow.CompressedInputStream(file, "zstd") as stream:
+          yield io.BufferedReader(stream, 2**20)
+      case _:
+        yield file

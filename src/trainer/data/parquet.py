@@ -23,7 +23,7 @@ def read(piece: Piece, column: str) -> Iterator[Document | BadRecord]:
   arrow = packages.load("pyarrow", package="pyarrow", extra="arrow", reason="grain_file_type=parquet")
   parquet = packages.load("pyarrow.parquet", package="pyarrow", extra="arrow", reason="grain_file_type=parquet")
   try:
-    with parquet.ParquetFile(piece.path) as file:
+    with piece.path.open("rb") as content, parquet.ParquetFile(content) as file:
       is_text = arrow_column.is_text(file.schema_arrow, piece, column)
       for group, start in enumerate(_row_groups(file)):
         if piece.start <= start < piece.stop:
@@ -53,7 +53,7 @@ def cut(piece: Piece, limit: int) -> list[Piece]:
   """Parts of about `limit` bytes with whole row groups: a row group belongs to the part in which it begins."""
   parquet = packages.load("pyarrow.parquet", package="pyarrow", extra="arrow", reason="grain_file_type=parquet")
   try:
-    with parquet.ParquetFile(piece.path) as file:
+    with piece.path.open("rb") as content, parquet.ParquetFile(content) as file:
       starts = _row_groups(file)
   except (OSError, ValueError) as error:  # an ArrowInvalid is a ValueError
     raise ConfigError(f"{piece.path} cannot be read as Parquet ({error}). Fix or remove it.") from error

@@ -3,8 +3,8 @@
 A lost member never enters XLA: it is a broken connection, PeerLost. Imports only NumPy, JAX and the standard library.
 """
 
-from trainer.exchange.errors import CorruptFrame, MismatchedCall, PeerLost
+from trainer.exchange.errors import CorruptFrame, MismatchedCall, PeerLost, Unreachable
 from trainer.exchange.exchange import Exchange
 from trainer.exchange.layout import FlatLayout, HostCopy
 
-__all__ = ["CorruptFrame", "Exchange", "FlatLayout", "HostCopy", "MismatchedCall", "PeerLost"]
+__all__ = ["CorruptFrame", "Exchange", "FlatLayout", "HostCopy", "MismatchedCall", "PeerLost", "Unreachable"]

@@ -18,6 +18,13 @@ class PeerLost(RuntimeError):
     super().__init__(f"lost the connection to member {names}: {reason}" if names else reason)
 
 
+class Unreachable(PeerLost):
+  """No connection to a peer, although it may live: the network between the two may be broken.
+
+  Report the peer to the supervisor, which decides who of the two goes on.
+  """
+
+
 class CorruptFrame(PeerLost):
   """A frame of a living peer arrived damaged.
 

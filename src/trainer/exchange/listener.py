@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hmac
 import os
 import select
@@ -13,11 +14,13 @@ import time
 from collections.abc import Callable, Collection
 
 from trainer.exchange import handshake
-from trainer.exchange.errors import PeerLost
+from trainer.exchange.errors import PeerLost, Unreachable
 from trainer.exchange.link import Stop, Stopped
 
 HANDSHAKE_SECONDS = 2.0
 MOST_PENDING = 64  # connections without a handshake; one more closes the oldest, so that strangers block nobody
+# The system answers for a peer that is busy or stopped. It asks again after 1 and 3 s if an answer is lost.
+REACH_SECONDS = 3.5
 _PAUSE_SECONDS = 0.1  # after a failed accept, which usually means that descriptors are used up
 
 
@@ -187,17 +190,14 @@ class Listener:
 def dial(token: bytes, address: str, call: handshake.Call, stop: Stop, deadline: float) -> socket.socket:
   """Returns a connection to the listener at `address` ("host:port") after a handshake in both directions.
 
-  Raises PeerLost if the listener refuses or does not prove that it has the token, and at `deadline`; Stopped if `stop`
-  is set.
+  Raises Unreachable if there is no connection to the address after REACH_SECONDS. Raises PeerLost if the listener
+  refuses or does not prove that it has the token, and at `deadline`; Stopped if `stop` is set.
   """
   host, _, port = address.rpartition(":")
   sock = socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET)
   try:
     sock.setblocking(False)
-    sock.connect_ex((host.strip("[]"), int(port)))
-    stop.wait(sock, select.POLLOUT, deadline)
-    if error := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-      raise ConnectionError(os.strerror(error))
+    _reach(sock, (host.strip("[]"), int(port)), call.listener, stop, deadline)
     answer = handshake.make_answer(token, _receive(sock, handshake.CHALLENGE_BYTES, stop, deadline), call)
     if answer is None:
       raise ConnectionError("the listener is not a member of a run")
@@ -207,10 +207,23 @@ def dial(token: bytes, address: str, call: handshake.Call, stop: Stop, deadline:
   except OSError as error:
     sock.close()
     raise PeerLost([call.listener], f"{address}: {error}") from error
-  except Stopped:
+  except (Stopped, Unreachable):
     sock.close()
     raise
   return sock
+
+
+def _reach(sock: socket.socket, address: tuple[str, int], listener: int, stop: Stop, deadline: float) -> None:
+  """Connects the socket. Raises Unreachable."""
+  try:
+    if error := sock.connect_ex(address):
+      if error != errno.EINPROGRESS:
+        raise ConnectionError(os.strerror(error))
+      stop.wait(sock, select.POLLOUT, min(deadline, time.monotonic() + REACH_SECONDS))
+      if error := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        raise ConnectionError(os.strerror(error))
+  except OSError as error:
+    raise Unreachable([listener], "{}:{}: {}".format(*address, error)) from error
 
 
 def _receive(sock: socket.socket, size: int, stop: Stop, deadline: float) -> bytes:

@@ -16,7 +16,8 @@ that joins becomes active first and live when it has received the state from a l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +50,8 @@ class Note:
 
 
 Effect = Send | Kill | Note
-_BROKEN_SECONDS = 1.0  # from a broken connection to a new epoch with the same members: a death is noticed earlier
+_BROKEN_SECONDS = 1.0  # from a broken connection to a new epoch: a death is noticed earlier
+_APART_SECONDS, _MOST_APART_SECONDS = 30.0, 600.0  # pause of a member that others cannot reach; doubled each time
 Effects = list[Effect]
 
 
@@ -115,6 +117,9 @@ class Coordinator:
     self._lost: dict[int, tuple[str, float]] = {}  # since the last world or hold: {member: (reason, wall time)}
     self._source = -1
     self._broken_at: float | None = None  # when a connection of this epoch was reported as broken
+    self._unreached: set[frozenset[int]] = set()  # pairs of members that could not connect in this epoch
+    self._stood_still = False  # the exchange of the round under way, in an earlier epoch
+    self._apart: dict[int, tuple[float, float]] = {}  # {member that was not reached: (when it may join, its pause)}
     self._dealt: dict[int, list[int]] = {}  # of the last epoch
     self._leader = -1  # the member that was asked to lead and has not answered yet
     self.pulse = Pulse(clock, hang_seconds=hang_seconds, start_seconds=timeout)
@@ -190,10 +195,11 @@ class Coordinator:
     self.live.add(member)
     return self._commit(round_name) if self._done >= self.active else []
 
-  def broken(self, epoch: int) -> Effects:
-    """A member cannot exchange in this epoch: connections of it have failed."""
-    if epoch == self.epoch and self._broken_at is None:
-      self._broken_at = self._clock()
+  def broken(self, member: int, epoch: int, unreached: Sequence[int] = ()) -> Effects:
+    """`member` cannot exchange in this epoch: connections have failed. unreached: members it could not connect with."""
+    if epoch == self.epoch and member in self.active:
+      self._broken_at = self._clock() if self._broken_at is None else self._broken_at
+      self._unreached |= {frozenset((member, other)) for other in self.active.intersection(unreached) - {member}}
     return []
 
   def leave(self, member: int) -> Effects:
@@ -255,14 +261,41 @@ class Coordinator:
       return []
     effects: Effects = [Kill(*silent) for silent in self.pulse.silent(self._members)]
     if self.phase == "running" and not effects:  # a silent member holds up the others, who are not to blame
-      effects = [Kill(*stuck) for stuck in self.pulse.stuck(self.active, self._done)]
-      if self._broken_at is not None and self._clock() - self._broken_at > _BROKEN_SECONDS:
-        effects += self._world()  # nobody has died: the same members connect again
+      effects = [Kill(*stuck) for stuck in self.pulse.stuck(self.active)] or self._mend()
     if self.phase == "gathering":
       effects += self._gather()
+    if self.phase == "holding" and not self.stopping and self._joiners():  # one that was apart may join now
+      effects += self._reform()
     if self.phase == "holding" and self._clock() - self._waits_since > self._timeout:
       effects += self.end(1, self._too_few())
     return effects
+
+  def _mend(self) -> Effects:
+    """What to do if members that live cannot exchange: they connect again, or one of them goes."""
+    seconds = self.pulse.stands_still(self.active)
+    if self._broken_at is not None and self._clock() - self._broken_at > _BROKEN_SECONDS:
+      if self._unreached:
+        return [self._separate()]
+    elif seconds and self._stood_still:
+      return [Kill(max(self.active - self._done), f"the exchange has stood still for {seconds:.1f} s again", seconds)]
+    elif seconds:
+      self._stood_still = True
+    else:
+      return []
+    what = f"The exchange has stood still for {seconds:.1f} s" if seconds else "A connection between members has ended"
+    return [Note(f"{what}. The same members connect again."), *self._world()]
+
+  def _separate(self) -> Kill:
+    """Ends the member to blame for connections that cannot be made, and keeps it away for a while."""
+    pairs = Counter(member for pair in self._unreached for member in pair if member in self.active)
+    # One that has no state yet rather than one that trains, and not the one that writes the records.
+    victim = max(pairs, key=lambda m: (pairs[m], m not in self.live, m != self.primary, m))
+    others = sorted({member for pair in self._unreached if victim in pair for member in pair} - {victim})
+    pause = min(2 * self._apart.get(victim, (0.0, _APART_SECONDS / 2))[1], _MOST_APART_SECONDS)
+    self._apart[victim] = self._clock() + pause, pause
+    names = ", ".join(map(str, others))
+    reason = f"no connection between it and member {names}, so it may join again in {pause:g} s at the earliest"
+    return Kill(victim, reason, _BROKEN_SECONDS)
 
   # ---- the first epoch ----
 
@@ -319,6 +352,7 @@ class Coordinator:
   def _joiners(self) -> list[int]:
     """Ready members that may join now."""
     ready = [member for member, found in self._members.items() if found.ready and member not in self.active]
+    ready = [member for member in ready if self._apart.get(member, (0.0, 0.0))[0] <= self._clock()]
     return sorted(ready, key=self._preference)[: self._total - len(self.active)]
 
   def _reform(self) -> Effects:
@@ -330,7 +364,7 @@ class Coordinator:
   def _world(self, force: bool = False) -> Effects:
     """Begins an epoch with the active members, or holds if they are too few. force: goes on with any number."""
     self.epoch += 1
-    self._done, self._broken_at = set(), None
+    self._done, self._broken_at, self._unreached = set(), None, set()
     self._changed_at = self._clock()
     self.pulse.begin_epoch()
     if self.primary not in self.live:
@@ -368,7 +402,9 @@ class Coordinator:
     """All active members have the sums of the round."""
     step = step_of(round_name)
     seconds = self.pulse.committed(is_step=step is not None)
-    self.committed, self._done = round_name, set()
+    self.committed, self._done, self._stood_still = round_name, set(), False
+    for member in self.active:
+      self._apart.pop(member, None)
     staying = self.live - self._leaving
     alone = bool(self._leaving) and not staying and not self._joiners()
     stop = step is not None and (self.stopping or alone)

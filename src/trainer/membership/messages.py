@@ -9,6 +9,7 @@ From a member to the supervisor
   computed  epoch, round, seconds: its shares of the round are computed, which took this long
   done      epoch, round: it has the sums of all shares; it applies them when the round is committed
   broken    epoch, members: its connections to these members have failed; the exchange cannot go on in this epoch
+  unreachable  epoch, members: it cannot connect with these members in this epoch
   leave     it has SIGTERM: it wants to leave after the round under way
   finished  code: the run is over for this member, everything that it owes is done; it would exit with this code
   beat      busy: what it does besides steps ("save"), or "": a sign of life
@@ -60,6 +61,7 @@ FROM_MEMBER: Mapping[str, FieldTypes] = {
   "computed": {"epoch": int, "round": str, "seconds": _NUMBER},
   "done": {"epoch": int, "round": str},
   "broken": {"epoch": int, "members": list},
+  "unreachable": {"epoch": int, "members": list},
   "leave": {},
   "finished": {"code": int},
   "beat": {"busy": str},

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 _STEPS = 200  # whose times give the limit
 _FACTOR = 3.0  # the limit is this multiple of the 99th percentile of the step time
 _FEWEST = 5  # steps before their times say anything
+_LATER_SECONDS = 1.0  # how much later an exchange that stands still counts: a member's silence says more
 _BUSY_SECONDS = 1800.0  # limit while a member saves or samples: such work has its own limits
 
 
@@ -70,26 +71,25 @@ class Pulse:
       if (seconds := now - self._beats.get(member, now)) > max(limit, self._hang_seconds):
         yield member, f"no sign of life for {seconds:.1f} s", seconds
 
-  def stuck(self, active: Collection[int], done: Collection[int]) -> list[tuple[int, str, float]]:
+  def stuck(self, active: Collection[int]) -> list[tuple[int, str, float]]:
     """(member, reason, seconds) of members that have held up the round under way for so long."""
     if not self._computed:
       return []
     now = self._clock()
     first = min(when for when, _ in self._computed.values())
-    late = [member for member in sorted(active) if member not in self._computed]
-    if late:
-      found = []
-      for member in late:
-        limit = _BUSY_SECONDS if self._busy.get(member) else self.limit
-        if member not in self._proven:
-          limit = max(limit, self._start_seconds)
-        if now - first > limit:
-          what = self._busy.get(member) or "computing the step"
-          found.append((member, f"still {what} {now - first:.1f} s after the first member was ready", now - first))
-      return found
-    last = max(when for when, _ in self._computed.values())
-    if now - last <= 2 * self.limit:  # longer than the silence of a member may be, which says more
-      return []
-    # All have computed, and the exchange stands still although everybody lives: a part of the network is broken.
-    member = max(set(active) - set(done))
-    return [(member, f"the exchange has stood still for {now - last:.1f} s", now - last)]
+    found = []
+    for member in sorted(set(active) - self._computed.keys()):
+      limit = _BUSY_SECONDS if self._busy.get(member) else self.limit
+      if member not in self._proven:
+        limit = max(limit, self._start_seconds)
+      if now - first > limit:
+        what = self._busy.get(member) or "computing the step"
+        found.append((member, f"still {what} {now - first:.1f} s after the first member was ready", now - first))
+    return found
+
+  def stands_still(self, active: Collection[int]) -> float:
+    """Seconds since all active members have computed, if the exchange takes too long although they live; else 0."""
+    if not self._computed.keys() >= set(active):
+      return 0.0
+    seconds = self._clock() - max((when for when, _ in self._computed.values()), default=self._clock())
+    return seconds if seconds > self.limit + _LATER_SECONDS else 0.0

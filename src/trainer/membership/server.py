@@ -210,7 +210,11 @@ class Server:
       step_of(received["round"])  # ValueError before anything changes
       return run.done(member, lane, received["epoch"], received["round"])
     if kind == "broken":
-      return run.broken(received["epoch"])
+      return run.broken(member, received["epoch"])
+    if kind == "unreachable":
+      if not all(isinstance(other, int) for other in received["members"]):
+        raise ValueError(f"sent 'unreachable' with members={received['members']}")
+      return run.broken(member, received["epoch"], received["members"])
     if kind == "leave":
       return run.leave(member)
     if kind == "finished":
@@ -226,7 +230,7 @@ class Server:
       if isinstance(effect, Note):
         self._log(effect.text)
       elif isinstance(effect, Kill):
-        self._log(f"Member {effect.member} hangs: {effect.reason}.")
+        self._log(f"Member {effect.member} is ended: {effect.reason}.")
         self._kill(effect.member, effect.reason)
         self.lost(effect.member, effect.reason, effect.seconds)
       elif isinstance(effect, Send):

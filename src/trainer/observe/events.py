@@ -90,6 +90,17 @@ class EventLog:
     self._clocks = (wall, monotonic)
     self._lines = files.open_lines(self.directory, EVENTS_FILE)
     self._lock = threading.Lock()
+    self._listeners: list[Callable[[dict[str, Any]], None]] = []
+
+  def subscribe(self, listener: Callable[[dict[str, Any]], None]) -> None:
+    """`listener` gets every record that this process writes from now on, also those of metrics.jsonl. It must return
+    at once, and may be called from any thread."""
+    self._listeners.append(listener)
+
+  def tell(self, record: dict[str, Any]) -> None:
+    """Hands a record that was written to the listeners."""
+    for listener in self._listeners:
+      listener(record)
 
   def stamp(self) -> dict[str, Any]:
     """Process, attempt and times: fields of every record of events.jsonl and metrics.jsonl."""
@@ -109,6 +120,8 @@ class EventLog:
         if self.directory is None and kind in _OWED:
           self._unwritten.append(record)
       self._lines.append(files.dump_json(record))
+      if self.directory is not None:
+        self.tell(record)
     return record
 
   def take_over(self, run_directory: str) -> None:

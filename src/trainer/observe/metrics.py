@@ -1,15 +1,14 @@
-"""What every step prints and records: the log line, metrics.jsonl, TensorBoard, metrics objects."""
+"""What every step prints and records: log line, metrics.jsonl, metrics objects, TensorBoard, services."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,19 @@ from trainer.config.schema import ObserveSection
 from trainer.observe import files
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
+from trainer.observe.writers.background import BackgroundWriter, Scalars
+from trainer.observe.writers.objects import MetricsObjects
+from trainer.observe.writers.service import EachStepOnce, Service, ServiceRun
+from trainer.observe.writers.tensorboard import TensorBoard
+from trainer.observe.writers.trackio_runs import TrackioRun
+from trainer.observe.writers.wandb_runs import WandbRun
 
 METRICS_FILE = "metrics.jsonl"
-_LONGEST_FLUSH_SECONDS = 10.0  # limit of the time that a checkpoint waits for TensorBoard files
 _HANDED_ON = 16  # records for a process that joins: more than can be unwritten
 _REMEMBERED = 256  # records that a process can write in the place of a primary that is lost
-_FLUSH_SECONDS = 10.0  # period of TensorBoard flushes: on an object store each one uploads the whole file
 
-# StepRecord field -> TensorBoard tag
-_TENSORBOARD = {
+# StepRecord field -> name of the scalar in TensorBoard and in the services
+_SCALARS = {
   "loss": "learning/loss",
   "z_loss": "learning/z_loss",
   "grad_norm": "learning/grad_norm",
@@ -105,11 +108,19 @@ class Metrics:
   """Writes step records; made once per process. A step that is done again (resume, rewind) is written again."""
 
   def __init__(
-    self, run_directory: str, cfg: ObserveSection, events: EventLog, log: Log, *, is_primary: bool = True
+    self,
+    run_directory: str,
+    cfg: ObserveSection,
+    events: EventLog,
+    log: Log,
+    *,
+    is_primary: bool = True,
+    run: ServiceRun | None = None,
   ) -> None:
-    """is_primary: whether this process writes; otherwise it only remembers its last records."""
+    """is_primary: whether this process writes; otherwise it only remembers its last records. run: for services."""
     self._events = events
     self._cfg, self._log = cfg, log
+    self._service_run = run or ServiceRun()
     self._run_directory = run_directory
     self._last_evaluation: Evaluation | None = None  # by this process: an object store may not have the record yet
     self._recent: deque[StepRecord | Evaluation] = deque(maxlen=_REMEMBERED)
@@ -118,12 +129,26 @@ class Metrics:
   def _open(self, is_primary: bool) -> None:
     directory = self._run_directory
     self._lines = files.open_lines(directory if is_primary else None, METRICS_FILE)
-    self._tensorboard: TensorBoard | None = None
+    self._writers = list(self._open_writers()) if is_primary else []
     self._objects: MetricsObjects | None = None
-    if is_primary and self._cfg.enable_tensorboard:
-      self._tensorboard = TensorBoard(f"{directory}/tensorboard", self._events.process, self._log)
     if is_primary and self._cfg.gcs_metrics:
       self._objects = MetricsObjects(f"{directory}/metrics", self._cfg.log_period, self._log)
+
+  def _open_writers(self) -> Iterator[BackgroundWriter]:
+    """One for each destination that the configuration asks for. Its library is imported at the first write."""
+    cfg, run, log = self._cfg, self._service_run, self._log
+    if cfg.enable_tensorboard:
+      board = functools.partial(TensorBoard, f"{self._run_directory}/tensorboard", self._events.process)
+      yield BackgroundWriter("TensorBoard files", board, log, "enable_tensorboard=false turns them off", waits=True)
+    if cfg.enable_wandb:
+      yield self._service("wandb", functools.partial(WandbRun, self._run_directory, cfg, run, log))
+    if cfg.enable_trackio:
+      yield self._service("trackio", functools.partial(TrackioRun, cfg, run, log))
+
+  def _service(self, name: str, begin: Callable[[], Service]) -> BackgroundWriter:
+    once = functools.partial(EachStepOnce, begin, functools.partial(_service_rows, self._run_directory))
+    remedy = "training goes on; a process that resumes the run sends what is missing"
+    return BackgroundWriter(f"records in {name}", once, self._log, remedy, waits=False)
 
   def remembered(self) -> list[dict[str, Any]]:
     """The last records, as JSON: for a process that joins the run, and that may have to write them one day."""
@@ -137,6 +162,11 @@ class Metrics:
   def last_step(self) -> int:
     """The last step that this process has recorded or remembers; 0: none."""
     return max((record.step for record in self._recent if isinstance(record, StepRecord)), default=0)
+
+  def recorded_step(self) -> int:
+    """The newest step in metrics.jsonl, whichever process has recorded it; 0: none."""
+    known = files.read_last_json_lines(self._run_directory, METRICS_FILE)
+    return max((record["step"] for record in known if "loss" in record), default=0)
 
   def take_over(self) -> list[StepRecord]:
     """This process is the primary from now on. Returns the steps that nobody had recorded, now recorded here."""
@@ -156,7 +186,7 @@ class Metrics:
 
   def hand_over(self) -> None:
     """Another process is the primary from now on."""
-    self.close()
+    self.close(None)
     self._open(False)
 
   def write(self, record: StepRecord) -> None:
@@ -171,8 +201,9 @@ class Metrics:
         del fields[optional]
     line = files.dump_json(fields)
     self._lines.append(line)
-    if self._tensorboard is not None:
-      self._tensorboard.write(record.step, {tag: fields.get(key) for key, tag in _TENSORBOARD.items()}, fields["wall"])
+    self._events.tell(fields)
+    for writer in self._writers:
+      writer.write(record.step, _scalars(fields), fields["wall"], is_step=True)
     if self._objects is not None:
       self._objects.write(record.step, line)
 
@@ -191,9 +222,8 @@ class Metrics:
       del fields["eval_losses"]
     self._lines.append(files.dump_json(fields))
     self._last_evaluation = evaluation
-    if self._tensorboard is not None:
-      scalars = {f"evaluation/loss of {name}": loss for name, loss in losses.items()}
-      self._tensorboard.write(evaluation.step, {"evaluation/loss": evaluation.eval_loss} | scalars, fields["wall"])
+    for writer in self._writers:
+      writer.write(evaluation.step, _eval_scalars(evaluation.eval_loss, losses), fields["wall"], is_step=False)
 
   def eval_loss(self, step: int) -> float | None:
     """The evaluation loss of the state after `step`, by this process or an earlier one; None: it is not recorded."""
@@ -204,143 +234,39 @@ class Metrics:
   def flush(self) -> None:
     """Writes pending records. Call before a checkpoint: a run that resumes from it does not write them again."""
     self._lines.flush()
-    if self._tensorboard is not None:
-      self._tensorboard.flush()
+    for writer in self._writers:
+      writer.flush()
 
-  def close(self) -> None:
-    """Writes pending records and closes the files. Closing twice is allowed."""
+  def close(self, exit_code: int | None = None) -> None:
+    """Writes pending records and closes the files. Closing twice is allowed.
+
+    exit_code: of the process, for services; None: another process goes on, or the code is not known.
+    """
     self._lines.close()
-    if self._tensorboard is not None:
-      self._tensorboard.close()
+    for writer in self._writers:
+      writer.close(exit_code)
+    for writer in self._writers:
+      writer.join()
     if self._objects is not None:
       self._objects.close()
-    self._tensorboard = self._objects = None
+    self._writers, self._objects = [], None
 
 
-class TensorBoard:
-  """TensorBoard event files. A step at or before the last one starts a new file that purges the steps it replaces.
-
-  All work happens in a separate thread. It imports tensorboardX at the first record: the import takes seconds if torch
-  is installed, and would delay the first step.
-  """
-
-  def __init__(self, directory: str, process: str, log: Log) -> None:
-    self._directory, self._process, self._log = directory, process, log
-    self._files = 0
-    self._writer: Any = None
-    self._last = -1
-    self._flushed = float("-inf")
-    self._failed = False
-    self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensorboard")
-
-  def write(self, step: int, scalars: dict[str, float | None], wall: float) -> None:
-    if not self._failed:
-      self._submit(self._write, step, scalars, wall)
-
-  def flush(self) -> None:
-    """Returns when all records are written, or after _LONGEST_FLUSH_SECONDS: a slow disk must not stop a run."""
-    wait([self._submit(self._flush)], _LONGEST_FLUSH_SECONDS)
-
-  def close(self) -> None:
-    self._submit(self._close_file)
-    self._thread.shutdown(wait=True)
-
-  def _submit(self, function: Callable[..., None], *args: Any) -> Future[None]:
-    future = self._thread.submit(function, *args)
-    future.add_done_callback(self._report)
-    return future
-
-  def _report(self, done: Future[None]) -> None:
-    error = done.exception()
-    if error is not None and not self._failed:
-      self._failed = True
-      self._log.warning(f"no TensorBoard files from here on: {error} (enable_tensorboard=false turns them off)")
-
-  def _write(self, step: int, scalars: dict[str, float | None], wall: float) -> None:
-    is_train = "learning/loss" in scalars
-    if self._writer is None or (is_train and step <= self._last):
-      self._open_file(step)
-    from tensorboardX.proto.event_pb2 import Event
-    from tensorboardX.proto.summary_pb2 import Summary
-
-    values = [Summary.Value(tag=tag, simple_value=float(value)) for tag, value in scalars.items() if value is not None]
-    self._writer.write_event(Event(wall_time=wall, step=step, summary=Summary(value=values)))
-    if time.monotonic() - self._flushed > _FLUSH_SECONDS:
-      self._flush()
-    if is_train:
-      self._last = step
-
-  def _flush(self) -> None:
-    if self._writer is not None:
-      self._writer.flush()
-    self._flushed = time.monotonic()
-
-  def _open_file(self, step: int) -> None:
-    # Not SummaryWriter: its thread ends when the disk is full, and closing it then waits for ever.
-    from tensorboardX.event_file_writer import EventsWriter
-    from tensorboardX.proto.event_pb2 import Event, SessionLog
-    from tensorboardX.record_writer import directory_check
-
-    self._close_file()
-    directory_check(self._directory)
-    # tensorboardX names files by the second: without a suffix, a quick rewind would overwrite the previous file.
-    self._writer = EventsWriter(f"{self._directory}/events", f".{self._files:04d}.{self._process}")
-    self._files += 1
-    # Tells TensorBoard to drop this step and later steps of the previous files.
-    self._writer.write_event(Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START)))
-
-  def _close_file(self) -> None:
-    if self._writer is not None:
-      writer, self._writer = self._writer, None
-      writer.close()
+def _scalars(fields: dict[str, Any]) -> Scalars:
+  """The numbers of a step for TensorBoard and services, from its record; numbers that are not known are left out."""
+  return {tag: float(fields[key]) for key, tag in _SCALARS.items() if fields.get(key) is not None}
 
 
-class MetricsObjects:
-  """One immutable object per `period` steps: {directory}/metrics_step_000001_to_step_000010.txt, JSON lines."""
-
-  def __init__(self, directory: str, period: int, log: Log) -> None:
-    self._directory, self._period, self._log = directory, period, log
-    self._pending: list[tuple[int, str]] = []
-    self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="metrics objects")
-
-  def write(self, step: int, line: str) -> None:
-    if self._pending and step != self._pending[-1][0] + 1:  # a rewind: the pending steps become their own object
-      self._put()
-    self._pending.append((step, line))
-    if step % self._period == 0:
-      self._put()
-
-  def _put(self) -> None:
-    if not self._pending:
-      return
-    first, last = self._pending[0][0], self._pending[-1][0]
-    text = "".join(f"{line}\n" for _, line in self._pending)
-    self._pending = []
-    self._writer.submit(
-      _put_object, self._directory, f"metrics_step_{first:06d}_to_step_{last:06d}", text
-    ).add_done_callback(self._report)
-
-  def _report(self, done: Future[None]) -> None:
-    error = done.exception()
-    if error is not None:
-      self._log.warning(f"cannot write a metrics object under {self._directory}: {error}")
-
-  def close(self) -> None:
-    self._put()
-    self._writer.shutdown(wait=True)
+def _eval_scalars(loss: float, losses: dict[str, float]) -> Scalars:
+  return {"evaluation/loss": loss} | {f"evaluation/loss of {name}": value for name, value in losses.items()}
 
 
-def _put_object(directory: str, stem: str, text: str) -> None:
-  """Writes {stem}.txt, or {stem}.1.txt and so on where steps are done again: an object is never replaced."""
-  from etils import epath
-
-  root = epath.Path(directory)
-  root.mkdir(parents=True, exist_ok=True)
-  path, again = root / f"{stem}.txt", 0
-  while path.exists():
-    again += 1
-    path = root / f"{stem}.{again}.txt"
-  path.write_text(text)
+def _service_rows(run_directory: str) -> Iterator[tuple[int, Scalars, Scalars]]:
+  """The history of the run for EachStepOnce."""
+  for record in read_metrics(run_directory):
+    evaluation = _eval_scalars(record["eval_loss"], record.get("eval_losses") or {}) if "eval_loss" in record else {}
+    if "loss" in record:
+      yield int(record["step"]), _scalars(record), evaluation
 
 
 def eval_loss(run_directory: str, step: int) -> float | None:
@@ -380,8 +306,8 @@ def given_up(steps: Sequence[float] | np.ndarray, completed: Sequence[bool] | np
 def read_metrics(run_directory: str) -> list[dict[str, Any]]:
   """The run's history as it stands: one dict per step in order, each from the last time that the step was done.
 
-  A step that is done again removes everything after it from the history. `eval_loss` is in the dict of the step after
-  which it was measured.
+  A step that is done again removes everything after it from the history. `eval_loss` (and `eval_losses`, if there are
+  several sets) is in the dict of the step after which it was measured.
   """
   records = read_records(run_directory)
   gone = given_up([record["step"] for record in records], ["loss" in record for record in records])
@@ -391,5 +317,6 @@ def read_metrics(run_directory: str) -> list[dict[str, Any]]:
     if "loss" in record:
       history[step] = record
     else:
-      history.setdefault(step, {"step": step})["eval_loss"] = record["eval_loss"]
+      evaluation: dict[str, Any] = {key: record[key] for key in ("eval_loss", "eval_losses") if key in record}
+      history.setdefault(step, {"step": step}).update(evaluation)
   return [history[step] for step in sorted(history)]

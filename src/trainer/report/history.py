@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ class Run:
   rows: np.ndarray  # every step record in the order written, steps that were done again included
   redone: np.ndarray  # for each of `rows`: whether the step, or one before it, was done again later
   evals: np.ndarray  # rows of the evaluations that count, in order
+  eval_sets: dict[str, np.ndarray]  # by name, if there are several sets: their losses, one for each of `evals`
   events: Events  # of the processes that were not refused
   start: dict[str, Any]  # the newest run_start of these, {} if there is none
 
@@ -90,7 +92,8 @@ def load(run_directory: str) -> Run:
   records_of_events = (event for event in read_events(run_directory) if _is_record(event) and "kind" in event)
   events = without_refused(list(records_of_events))
   processes = {process: index for index, process in enumerate(dict.fromkeys(event["process"] for event in events))}
-  records = np.fromiter(_rows(run_directory, processes), _ROW)
+  losses: list[dict[str, float]] = []
+  records = np.fromiter(_rows(run_directory, processes, losses), _ROW)
   if not events and not len(records):
     raise ConfigError(_not_a_run(run_directory))
   completed, redone = records["completed"], given_up(records["step"], records["completed"])
@@ -102,6 +105,7 @@ def load(run_directory: str) -> Run:
     rows=records[completed],
     redone=redone[completed],
     evals=records[~completed & ~redone],
+    eval_sets=_by_set(list(itertools.compress(losses, ~redone[~completed]))),
     events=events,
     start=starts[-1] if starts else {},
   )
@@ -129,10 +133,22 @@ def _is_record(record: dict[str, Any]) -> bool:
   return clocks and isinstance(record.get("process"), str)
 
 
-def _rows(run_directory: str, processes: dict[str, int]) -> Iterator[tuple[Any, ...]]:
-  """Records of metrics.jsonl as values of _ROW, one at a time; adds new processes to `processes`."""
+def _rows(run_directory: str, processes: dict[str, int], losses: list[dict[str, float]]) -> Iterator[tuple[Any, ...]]:
+  """Records of metrics.jsonl as values of _ROW, one at a time.
+
+  Adds new processes to `processes`, and the losses of each evaluation by set to `losses`.
+  """
   for record in files.read_json_lines(run_directory, METRICS_FILE):
     if not _is_record(record) or not isinstance(record.get("step"), int | float):
       continue  # damaged: a line that a program other than the trainer has changed
     process = processes.setdefault(record.get("process", ""), len(processes))
+    if "loss" not in record:
+      sets = record.get("eval_losses") or {}
+      losses.append({name: loss for name, loss in sets.items() if isinstance(loss, int | float)})
     yield (*map(record.get, _NUMBERS), process, "loss" in record)
+
+
+def _by_set(losses: Sequence[dict[str, float]]) -> dict[str, np.ndarray]:
+  """{name: losses of all evaluations}; nan where an evaluation has no such set."""
+  names = dict.fromkeys(name for one in losses for name in one)
+  return {name: np.array([one.get(name, np.nan) for one in losses], np.float64) for name in names}

@@ -62,6 +62,7 @@ def _sections(run: Run, goodput: dict[str, Any], pictures: dict[str, tuple[bytes
   parts = [
     f"<h1>{html.escape(run.name)}</h1>{_summary(run)}{_tiles(run, goodput, price)}",
     *(markup.picture(name, *sizes) for name, sizes in pictures.items()),
+    sections.evaluation_sets(run),
     sections.incidents(run, happened, price),
     sections.goodput(run, goodput, price),
     _sample(run),

@@ -15,7 +15,22 @@ from matplotlib.ticker import MaxNLocator
 
 from trainer.report import series
 from trainer.report.history import Events, Run
-from trainer.report.style import BLUE, GREEN, GREY, INK, ORANGE, PAPER, PURPLE, SKY, STYLE, VERMILION, WIDE, Size
+from trainer.report.style import (
+  BLUE,
+  BROWN,
+  GREEN,
+  GREY,
+  INK,
+  ORANGE,
+  PAPER,
+  PURPLE,
+  SKY,
+  STYLE,
+  VERMILION,
+  VIOLET,
+  WIDE,
+  Size,
+)
 
 # Rows of the strip of events: label, kind, colour, marker, whether a line goes down through the curves.
 _ROWS = (
@@ -284,10 +299,7 @@ def _draw_loss(axis: Axes, run: Run, scale: _Scale) -> None:
     dot: dict[str, Any] = {"marker": "x", "s": 22} if len(run.lost) <= 50 else {"marker": ".", "s": 4}
     axis.scatter(scale.rows(lost), lost["loss"], color=VERMILION, label="done again", zorder=3, **dot)
   if len(run.evals):
-    few = {"marker": "o", "markersize": 6, "markeredgecolor": PAPER, "markeredgewidth": 0.8}
-    dot = few if len(run.evals) <= 30 else {}
-    curve = series.thin(scale.rows(run.evals), run.evals["eval_loss"])
-    axis.plot(*curve, color=ORANGE, linewidth=1.2, label="evaluation", zorder=4, **dot)
+    _draw_evaluations(axis, run, scale.rows(run.evals))
   references = _references(run)
   for line in references:
     _draw_reference(axis, line)
@@ -301,6 +313,19 @@ def _draw_loss(axis: Axes, run: Run, scale: _Scale) -> None:
     axis.set_ylim(low - margin, high + margin)
   axis.set_ylabel("loss (nats per token)")
   axis.grid(axis="y")
+
+
+def _draw_evaluations(axis: Axes, run: Run, places: np.ndarray) -> None:
+  """The curve of eval_loss, and thinner curves of the first other sets. The page has a table of all sets."""
+  few: dict[str, Any] = {"marker": "o", "markersize": 6, "markeredgecolor": PAPER, "markeredgewidth": 0.8}
+  dot = few if len(run.evals) <= 30 else {}
+  main = run.evals["eval_loss"]
+  others = {name: losses for name, losses in run.eval_sets.items() if not np.array_equal(losses, main, equal_nan=True)}
+  of_main = next((f" ({name})" for name in run.eval_sets if name not in others), "")
+  for color, (name, losses) in zip((PURPLE, GREEN, BROWN, VIOLET), others.items()):
+    look: dict[str, Any] = {"linewidth": 1.0, "linestyle": "--", "markersize": 4} if dot else {"linewidth": 0.8}
+    axis.plot(*series.thin(places, losses), color=color, label=f"evaluation ({name})", zorder=4, **(dot | look))
+  axis.plot(*series.thin(places, main), color=ORANGE, linewidth=1.2, label=f"evaluation{of_main}", zorder=4, **dot)
 
 
 @dataclasses.dataclass(frozen=True)

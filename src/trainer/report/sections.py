@@ -1,10 +1,12 @@
-"""Sections of the report page: incidents and their cost, goodput, configuration, events."""
+"""Sections of the report page: evaluation sets, incidents and their cost, goodput, configuration, events."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from trainer.observe.metrics import format_duration
 from trainer.report import incidents as incidents_lib
@@ -71,6 +73,21 @@ def incidents(run: Run, happened: list[Incident], price: float) -> str:
     f'<th class="number">tokens again</th>{_PRICE_HEADING if price else ""}</tr>{rows}</table>'
     f"{_price_note(run, price)}{_phases(run)}"
   )
+
+
+def evaluation_sets(run: Run) -> str:
+  """The losses of each evaluation set, if there are several: last and lowest."""
+  rows = []
+  for name, losses in run.eval_sets.items():
+    known = np.isfinite(losses)
+    if known.any():
+      lowest = np.nanargmin(np.where(known, losses, np.nan))
+      last = np.flatnonzero(known)[-1]
+      values = (f"{losses[n]:.4f} (step {run.evals['step'][n]:,.0f})" for n in (last, lowest))
+      rows.append((name, *values))
+  if not rows:
+    return ""
+  return "<h2>Evaluation sets</h2>" + markup.table(("set", "last loss", "lowest loss"), rows[:_MOST_ROWS])
 
 
 _PRICE_HEADING = '<th class="number">cost</th>'

@@ -1,0 +1,120 @@
+"""enable_wandb: the run in Weights & Biases, online, or offline for a later `wandb sync`.
+
+wandb's own environment variables decide where the run goes (WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL, WANDB_MODE).
+Without an API key the run stays offline. Each process of an offline run leaves a folder `{run}/wandb/offline-run-*`,
+with the same run id: `wandb sync {run}/wandb/*` uploads them as one run.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer.config.schema import ObserveSection
+from trainer.observe import files
+from trainer.observe.log import Log
+from trainer.observe.writers.service import EVALUATED, ServiceRun
+from trainer.signals import PREEMPTED
+
+_BLOCK = 1 << 15  # bytes; wandb writes its records in blocks, in the format of LevelDB's log
+_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+_TAIL_BLOCKS = 64  # that are read to find the last step of an offline run
+
+
+class WandbRun:
+  """A Service: the run's part of this process."""
+
+  def __init__(self, run_directory: str, cfg: ObserveSection, run: ServiceRun, log: Log) -> None:
+    """Begins or continues the run. Raises wandb's errors."""
+    import wandb
+
+    directory = Path(tempfile.mkdtemp(prefix="wandb-") if files.is_object_store(run_directory) else run_directory)
+    run_id = run.id or uuid.uuid4().hex[:12]
+    settings = wandb.Settings(console="off", silent=True)
+    wandb.setup(settings)  # silent from here on: stdout has the lines of log.txt
+    mode = wandb.setup().settings.mode
+    if mode == "online" and not wandb.login(prompt=False):
+      mode = "offline"
+    # As it is now: wandb creates this process's folder, which is empty.
+    self.last_step, self.last_evaluation = offline_progress(directory / "wandb", run_id)
+    self._run: Any = wandb.init(
+      project=cfg.wandb_project_name,
+      name=cfg.wandb_run_name or run.name,
+      id=run_id,
+      resume="allow",
+      mode=mode,
+      dir=directory,
+      config=dict(run.config),
+      reinit="create_new",
+      settings=settings,
+    )
+    self._run.define_metric("evaluation/*", step_metric=EVALUATED)
+    if self._run.offline:
+      kept = "" if str(directory) == run_directory else "; they are lost with this machine: set WANDB_API_KEY"
+      log.line(f"wandb is offline. `wandb sync {directory}/wandb/*` uploads the run's files{kept}")
+    else:
+      self.last_step = self._run.starting_step - 1 if self._run.resumed else 0
+      self.last_evaluation = int(self._run.summary.get(EVALUATED, 0))
+      log.line(f"wandb: {self._run.url}")
+
+  def add(self, step: int, scalars: dict[str, float]) -> None:
+    self._run.log(scalars, step=step, commit=True)
+
+  def finish(self, exit_code: int | None) -> None:
+    if exit_code == PREEMPTED:
+      self._run.mark_preempting()
+    self._run.finish(exit_code=exit_code or 0)
+
+
+def offline_progress(directory: Path, run_id: str) -> tuple[int, int]:
+  """The last step and the last evaluation (EVALUATED) in the offline folders of a run; 0: none.
+
+  Reads the ends of the files: the records that wandb itself would upload, so a step lost by a kill is not counted.
+  """
+  step = evaluated = 0
+  for path in directory.glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"):
+    for row in history(path, _TAIL_BLOCKS):
+      step = max(step, int(row.get("_step", 0)))
+      evaluated = max(evaluated, int(row.get(EVALUATED, 0)))
+  return step, evaluated
+
+
+def history(path: Path, blocks: int | None = None) -> Iterator[dict[str, Any]]:
+  """The rows in a .wandb file, in order; blocks: only those that begin in this number of last blocks."""
+  from wandb.proto import wandb_internal_pb2
+
+  for data in _records(path, blocks):
+    record = wandb_internal_pb2.Record.FromString(data)
+    if record.HasField("history"):
+      items = record.history.item
+      yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def _records(path: Path, blocks: int | None) -> Iterator[bytes]:
+  """The whole records of a file. A record that was cut short, by a kill, ends the sequence."""
+  with path.open("rb") as file:
+    size = file.seek(0, 2)
+    first = 0 if blocks is None else max(0, -(-size // _BLOCK) - blocks)
+    file.seek(first * _BLOCK)
+    parts: list[bytes] | None = None  # of the record that is being read
+    at = 7 if first == 0 else 0  # the file begins with wandb's own 7 bytes
+    while block := file.read(_BLOCK):
+      while at + 7 <= len(block):
+        length, kind = struct.unpack_from("<HB", block, at + 4)  # after a checksum of 4 bytes
+        data = block[at + 7 : at + 7 + length]
+        if not kind or len(data) < length:
+          break
+        at += 7 + length
+        if kind in (_FULL, _FIRST):
+          parts = []
+        if parts is not None:
+          parts.append(data)
+          if kind in (_FULL, _LAST):
+            yield b"".join(parts)
+            parts = None
+      at = 0

@@ -1,0 +1,232 @@
+"""wandb and trackio: each step and evaluation once, whatever the processes of the run do, and no harm if they fail.
+
+The last two tests use the real packages, offline, where they are installed (extras wandb and trackio).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from trainer.config import ConfigError
+from trainer.config import paths as config_paths
+from trainer.config.load import load
+from trainer.config.schema import ObserveSection
+from trainer.observe import events, log, metrics
+from trainer.observe.writers import background, service
+
+
+class Kept:
+  """A service that keeps rows in a list, which outlives the process that it stands for."""
+
+  def __init__(self, rows: list[tuple[int, dict[str, float]]]):
+    self.rows = rows
+    self.last_step = max((step for step, _ in rows), default=0)
+    self.last_evaluation = int(max((row.get(service.EVALUATED, 0) for _, row in rows), default=0))
+
+  def add(self, step, scalars):
+    assert step > max((step for step, _ in self.rows), default=0), "a service drops such a row"
+    self.rows.append((step, dict(scalars)))
+
+  def finish(self, exit_code):
+    pass
+
+
+def process(rows, history=()) -> service.EachStepOnce:
+  recorded = [(step, {"loss": step}, {"eval": step} if evaluated else {}) for step, evaluated in history]
+  return service.EachStepOnce(lambda: Kept(rows), lambda: recorded)
+
+
+def steps(writer, *numbers):
+  for step in numbers:
+    writer.write(step, {"loss": float(step)}, 0.0, is_step=True)
+
+
+def seen(rows) -> list[tuple[int, int | None]]:
+  """(step, step of the evaluation in its row)."""
+  return [(step, row.get(service.EVALUATED)) for step, row in rows]
+
+
+def test_steps_that_are_done_again_and_their_evaluations_are_there_once():
+  rows = []
+  writer = process(rows)
+  steps(writer, 1, 2)
+  writer.write(2, {"eval": 2.0}, 0.0, is_step=False)
+  steps(writer, 3, 2)
+  writer.write(2, {"eval": 2.0}, 0.0, is_step=False)
+  steps(writer, 3, 4)
+  writer.close(0)
+  assert seen(rows) == [(1, None), (2, 2), (3, None), (4, None)] and rows[1][1]["loss"] == 2.0
+
+
+def test_the_next_process_goes_on_where_the_service_is():
+  rows = []
+  first = process(rows)
+  steps(first, 1, 2, 3, 4)  # killed: step 4 was not added
+  assert seen(rows) == [(1, None), (2, None), (3, None)]
+  second = process(rows)  # from the checkpoint of step 2
+  steps(second, 3, 4, 5)
+  second.close(0)
+  assert [step for step, _ in rows] == [1, 2, 3, 4, 5]
+
+
+def test_rows_that_are_missing_come_from_the_records_of_the_run():
+  """The service was down, or was turned on in the middle of the run."""
+  rows = [(1, {"loss": 1.0})]
+  writer = process(rows, history=[(1, False), (2, True), (3, False), (4, True), (5, False)])
+  steps(writer, 5, 6)
+  writer.close(42)
+  assert seen(rows) == [(1, None), (2, 2), (3, None), (4, 4), (5, None), (6, None)]
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_an_evaluation_that_is_made_up_for_is_in_the_next_row(goes_on):
+  rows = [(3, {"loss": 3.0})]
+  writer = process(rows)
+  writer.write(3, {"eval": 3.5}, 0.0, is_step=False)
+  if goes_on:
+    steps(writer, 4)
+  writer.close(0)
+  assert seen(rows)[1:] == [(4, 3)] and rows[1][1]["eval"] == 3.5
+
+
+class Said:
+  def __init__(self):
+    self.lines = []
+    self.warning = self.line = self.lines.append
+
+
+def test_a_service_that_cannot_be_reached_is_named_once_and_delays_nothing():
+  said = Said()
+
+  def unreachable():
+    raise ConnectionError("no route")
+
+  writer = background.BackgroundWriter("records in x", unreachable, said, "training goes on", waits=False)
+  for step in range(50):
+    writer.write(step, {}, 0.0, is_step=True)
+    writer.flush()
+  writer.close(0)
+  writer.join()
+  assert said.lines == ["no records in x from here on: no route (training goes on)"]
+
+
+def test_a_service_that_never_answers_does_not_hold_the_end_of_the_process(monkeypatch):
+  monkeypatch.setattr(background, "LONGEST_WAIT_SECONDS", 0.2)
+  said, release = Said(), threading.Event()
+  writer = background.BackgroundWriter("records in x", release.wait, said, "training goes on", waits=False)
+  writer.write(1, {}, 0.0, is_step=True)
+  writer.flush()
+  writer.close(42)
+  writer.join()
+  assert said.lines == ["no records in x from here on: no answer for 0.2 s (training goes on)"]
+  assert background.any_waits()  # so that the command ends without waiting for the library
+  release.set()
+
+
+@pytest.mark.parametrize(
+  ("key", "package", "extra"),
+  [
+    ("enable_wandb", "wandb", "wandb"),
+    ("enable_trackio", "trackio", "trackio"),
+    ("enable_goodput_recording", "ml_goodput_measurement", "goodput"),
+  ],
+)
+def test_a_missing_package_is_refused_before_anything_else(key, package, extra, monkeypatch, tmp_path):
+  installed = config_paths._is_installed
+  monkeypatch.setattr(config_paths, "_is_installed", lambda name: name != package and installed(name))
+  words = ["configs/quickstart.yml", f"{key}=true", f"base_output_directory={tmp_path}/runs"]
+  with pytest.raises(ConfigError, match=rf"{key}=true: needs the package {package}.*\n.*'\.\[{extra}\]'"):
+    load(words)
+  assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("key", ["wandb_project_name", "trackio_project_name"])
+def test_a_name_that_is_no_project_is_refused(key):
+  with pytest.raises(ConfigError, match=f"{key}='a/b': is not the name of a project"):
+    load(["configs/quickstart.yml", f"{key}=a/b"], check_paths=False)
+
+
+# ---- the real packages
+
+PROCESS = """
+import json, os, sys
+from trainer.config.schema import ObserveSection
+from trainer.observe import events, log, metrics
+from trainer.observe.writers.service import ServiceRun
+
+folder, first, last, end = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+cfg = ObserveSection(enable_tensorboard=False, **json.loads(sys.argv[5]))
+run = ServiceRun("a 'b' \\u00fc", "0123456789ab", {"learning_rate": 0.1})
+out = metrics.Metrics(folder, cfg, events.EventLog(folder, "r"), log.get(folder), run=run)
+for step in range(first, last + 1):
+  numbers = dict(seconds=0.1, loss=1 / step, grad_norm=float("nan"), lr=0, tokens=step, slices=1)
+  out.write(metrics.StepRecord(step=step, **numbers))
+  if step % 5 == 0:
+    out.write_eval(step, 2 / step, 0.1)
+    out.flush()
+if end == "kill":
+  out._writers[0]._waits = True
+  out.flush()  # the service has begun
+  os.kill(os.getpid(), 9)
+out.close(42)
+"""
+
+
+def three_processes(folder, **cfg) -> None:
+  """Steps 1 to 7, then 6 to 12 and a kill, then 11 to 16."""
+  environment = os.environ | {"WANDB_MODE": "offline", "TRACKIO_DIR": str(folder / "trackio"), "HF_HUB_OFFLINE": "1"}
+  for first, last, end in ((1, 7, "close"), (6, 12, "kill"), (11, 16, "close")):
+    arguments = [str(folder / "run"), str(first), str(last), end, json.dumps(cfg)]
+    result = subprocess.run(
+      [sys.executable, "-c", PROCESS, *arguments], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == (-9 if end == "kill" else 0), result.stdout + result.stderr
+    assert "from here on" not in result.stdout
+
+
+def test_a_run_in_wandb_goes_on_after_a_kill_with_every_step_once(tmp_path):
+  pytest.importorskip("wandb", reason="the extra wandb is not installed")
+  from trainer.observe.writers import wandb_runs
+
+  three_processes(tmp_path, enable_wandb=True)
+  parts = sorted((tmp_path / "run" / "wandb").glob("offline-run-*-0123456789ab/run-0123456789ab.wandb"))
+  assert len(parts) == 3
+  rows = [row for part in parts for row in wandb_runs.history(part)]
+  assert [row["_step"] for row in rows] == list(range(1, 17))
+  assert [row["learning/loss"] for row in rows] == [1 / step for step in range(1, 17)]
+  evaluated = [(row["evaluation/step"], row["evaluation/loss"]) for row in rows if "evaluation/step" in row]
+  assert evaluated == [(5, 2 / 5), (10, 2 / 10), (15, 2 / 15)]
+  assert "wandb is offline. `wandb sync" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_run_in_trackio_goes_on_after_a_kill_with_every_step_once(tmp_path):
+  pytest.importorskip("trackio", reason="the extra trackio is not installed")
+  three_processes(tmp_path, enable_trackio=True)
+  with sqlite3.connect(tmp_path / "trackio" / "trainer.db") as database:
+    found = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+  assert {name for name, _, _ in found} == {"a 'b' \u00fc-012345"}
+  assert [step for _, step, _ in found] == list(range(1, 17))
+  rows = [json.loads(row) for _, _, row in found]
+  assert [row["learning/loss"] for row in rows] == [1 / step for step in range(1, 17)]
+  assert [row["evaluation/step"] for row in rows if "evaluation/step" in row] == [5, 10, 15]
+
+
+def test_the_rows_for_services_are_those_of_the_metrics(tmp_path):
+  """Written, done again, evaluated: what a later process would send is the history as it stands."""
+  out = metrics.Metrics(
+    str(tmp_path), ObserveSection(enable_tensorboard=False), events.EventLog(str(tmp_path)), log.get(None)
+  )
+  for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0), (2, 3.5)):
+    out.write(metrics.StepRecord(step=step, seconds=0.1, loss=loss, grad_norm=1, lr=0, tokens=1, slices=1))
+  out.write_eval(2, 3.25, 0.1, {"a": 3.25, "b": 7.0})
+  out.close()
+  (one, first, none), (two, second, evaluation) = metrics._service_rows(str(tmp_path))
+  assert (one, two, first["learning/loss"], second["learning/loss"], none) == (1, 2, 5.0, 3.5, {})
+  assert evaluation == {"evaluation/loss": 3.25, "evaluation/loss of a": 3.25, "evaluation/loss of b": 7.0}

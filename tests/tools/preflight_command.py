@@ -1,0 +1,24 @@
+"""The preflight command on a tiny model, for its tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+TINY = (
+  "configs/base.yml run_name=t base_output_directory=unused dataset_type=synthetic base_emb_dim=256 "
+  "base_num_decoder_layers=4 base_num_query_heads=4 base_num_kv_heads=2 base_mlp_dim=512 head_dim=128 vocab_size=1024 "
+  "max_target_length=512 per_device_batch_size=1"
+).split()
+AUTO = ["remat_policy=auto", "jax_cache_dir="]
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+  return subprocess.run(
+    [sys.executable, "-m", "trainer.tools.preflight", *TINY, *arguments],
+    capture_output=True,
+    text=True,
+    timeout=500,
+    env={**os.environ, "JAX_PLATFORMS": "cpu"},
+  )

@@ -7,7 +7,7 @@ trainer.tools.tokenize has packed. Prints examples and MB of tokens per CPU seco
 matters little: of the preparation, and of reading shuffled examples of --length tokens. "grain, records" reads shuffled
 records without packing. "grain, first fit" reads, shuffles, and packs by first fit, as the grain pipeline of MaxText
 does. Each line is the best of three rounds, in turn. Then one source of short examples gives --draws examples, and the
-memory of the process is printed after 1 % of them and at the end.
+memory of the process is printed after 1, 5, 10, 20, 50 and 100 % of them.
 """
 
 from __future__ import annotations
@@ -112,14 +112,14 @@ def memory() -> float:
 
 def draw(folder: Path, draws: int) -> None:
   loader = opened(section(folder, "data.array_record", "arrayrecord_uint16", 8, "split"))
-  seen: list[float] = []
+  steps = -(-draws // BATCH)
+  shown = {steps * share // 1000 for share in (10, 50, 100, 200, 500, 1000)}
   began = time.process_time()
-  for step in range(-(-draws // BATCH)):
+  for step in range(1, steps + 1):
     loader.batch(step)
-    if step in (draws // BATCH // 100, draws // BATCH - 1):
-      seen.append(memory())
-  seconds = time.process_time() - began
-  print(f"{draws:,} draws: {seen[0]:.1f} MiB after 1 %, {seen[-1]:.1f} MiB at the end, {seconds:.0f} CPU seconds")
+    if step in shown:
+      seconds = time.process_time() - began
+      print(f"{step * BATCH:12,} draws: {memory():.1f} MiB, {seconds:.0f} CPU seconds", flush=True)
 
 
 def main() -> None:

@@ -188,6 +188,10 @@ def broken(folder: Path, case: str) -> dict[str, str]:
       parquet, arrow = (pytest.importorskip(name, reason=ARROW) for name in ("pyarrow.parquet", "pyarrow"))
       parquet.write_table(arrow.table({"body": [[1, None]]}), path)
       return {"grain_train_files": str(path), **keys}
+    case "two columns of one name":
+      parquet, arrow = (pytest.importorskip(name, reason=ARROW) for name in ("pyarrow.parquet", "pyarrow"))
+      parquet.write_table(arrow.Table.from_arrays([arrow.array(["a"])] * 2, names=["body", "body"]), path)
+      return {"grain_train_files": str(path), **keys}
     case "negative":
       return written(folder, "tokens", file_type, values=[np.array([3, -1])])
     case "too large":
@@ -243,6 +247,7 @@ def broken(folder: Path, case: str) -> dict[str, str]:
     ("parquet garbage", "data cannot be read as Parquet"),
     ("parquet other column", r"train_data_columns=text: .*0.parquet has no such column. Choose one of id, body"),
     ("parquet wrong type", "train_data_columns=id: in .*0.parquet it has the type int64. Choose a column of strings"),
+    ("parquet two columns of one name", "train_data_columns=body: .*data has several columns with this name"),
     ("parquet nulls in a list", "a list of column body contains a null"),
     ("arrayrecord garbage", "data cannot be read as ArrayRecord"),
     ("arrayrecord other column", r"record 0 of .*no feature text \(train_data_columns\). It has a, body, z"),
@@ -288,6 +293,41 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
   monkeypatch.setattr(packages.importlib, "import_module", absent)
   with pytest.raises(ConfigError, match=r"grain_file_type=parquet needs the package pyarrow.*Run .*\[arrow\]"):
     load(tmp_path, grain_train_files=str(tmp_path), grain_file_type="parquet")
+
+
+def test_odd_files_are_read(tmp_path):
+  """Strings that pandas and Polars save in types of their own, a file without row groups, CRLF, and a mark of UTF-8."""
+  arrow, parquet = (pytest.importorskip(name, reason=ARROW) for name in ("pyarrow", "pyarrow.parquet"))
+  strings = arrow.array(TEXTS)
+  tables = {"0": strings[:0], "1": strings[:15].dictionary_encode(), "2": strings[15:].cast(arrow.string_view())}
+  (tmp_path / "odd").mkdir()
+  for name, column in tables.items():
+    parquet.write_table(arrow.table({"body": column}), tmp_path / "odd" / f"{name}.parquet")
+  assert parquet.read_metadata(tmp_path / "odd" / "0.parquet").num_rows == 0
+  expected = everything(load(tmp_path, **written(tmp_path, "text", "jsonl")))
+  lines = (tmp_path / "data.jsonl").read_bytes().rstrip(b"\n")
+  (tmp_path / "odd.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.replace(b"\n", b"\r\n"))
+  for name, file_type in (("odd", "parquet"), ("odd.jsonl", "jsonl")):
+    keys = {"grain_train_files": f"{tmp_path}/{name}", "grain_file_type": file_type, "train_data_columns": "body"}
+    assert everything(load(tmp_path, **keys)) == expected
+
+
+@pytest.mark.parametrize("change", ["content", "size"])
+def test_files_that_change_while_they_are_prepared_are_refused(tmp_path, monkeypatch, change):
+  """The cache would keep them under the identity of the files before."""
+  keys = written(tmp_path, "text", "jsonl")
+  path = Path(keys["grain_train_files"])
+  build = prepare.build
+
+  def build_and_change(folder: Path, **arguments) -> None:
+    build(folder, **arguments)
+    old = path.read_bytes()
+    path.write_bytes(old.replace(b"document 3", b"document 8") if change == "content" else old + b"\n")
+
+  monkeypatch.setattr(prepare, "build", build_and_change)
+  with pytest.raises(ConfigError, match="Start again when"):
+    load(tmp_path, **keys)
+  assert not list((tmp_path / "cache").glob("corpus-*"))
 
 
 def test_a_record_that_is_damaged_later_names_step_and_file(tmp_path):

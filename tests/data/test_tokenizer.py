@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers as tokenizers_lib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -139,3 +140,20 @@ def test_bad_tokenizer_files_are_named(tmp_path):
   path.write_text(renamed(train_bpe(["x"], 300), {"<|eos|>": "<|stop|>"}), encoding="utf-8")
   with pytest.raises(ConfigError, match="no end-of-text token"):
     load_bpe(str(path))
+  given = json.loads(train_bpe(["x"], 300))
+  given["model"]["dropout"] = 0.1
+  path.write_text(json.dumps(given), encoding="utf-8")
+  with pytest.raises(ConfigError, match="its model has dropout, so each preparation would give other tokens"):
+    load_bpe(str(path))
+
+
+def test_texts_are_neither_cut_nor_padded(tmp_path):
+  """Published files may ask for both, for the program that they were made for."""
+  plain = tokenizers_lib.Tokenizer.from_str(train_bpe([SAMPLE], 300))
+  plain.save(str(tmp_path / "plain.json"))
+  plain.enable_truncation(5)
+  plain.enable_padding(length=64)
+  plain.save(str(tmp_path / "cutting.json"))
+  paths = (str(tmp_path / name) for name in ("plain.json", "cutting.json"))
+  expected, found = (load_bpe(path).encode_batch([SAMPLE, "a"]) for path in paths)
+  assert len(expected[0]) > 5 and [ids.tolist() for ids in found] == [ids.tolist() for ids in expected]

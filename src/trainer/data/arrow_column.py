@@ -18,9 +18,13 @@ def is_text(schema: Any, piece: Piece, column: str) -> bool:
     raise ConfigError(
       f"train_data_columns={column}: {piece.path} has no such column. Choose one of {', '.join(schema.names)}."
     )
+  if schema.names.count(column) > 1:
+    raise ConfigError(f"train_data_columns={column}: {piece.path} has several columns with this name. Rename one.")
   types = importlib.import_module("pyarrow.types")
   kind = schema.field(column).type
-  if types.is_string(kind) or types.is_large_string(kind):
+  if types.is_dictionary(kind):  # how pandas saves a categorical column
+    kind = kind.value_type
+  if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
     return True
   is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
   if is_list and types.is_integer(kind.value_type):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -114,6 +115,11 @@ def _ends(pieces: Sequence[Piece]) -> Iterator[bytes]:
         yield next(heads) + next(tails)
         continue
       with piece.path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != piece.size:
+          raise ConfigError(
+            f"{piece.path} had {piece.size} bytes and now has {size}. Start again when no program writes to it."
+          )
         content = file.read(_SAMPLED)
         file.seek(max(0, piece.size - _SAMPLED))
         yield content + file.read(_SAMPLED)

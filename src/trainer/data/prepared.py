@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -167,17 +166,23 @@ def prepared(
   ids = tokenizer.vocab_size if tokenizer else vocab_size
   length, packing = cfg.max_target_length, cfg.packing
   key = _hash(prepare.FORMAT, digests, tokenizer.fingerprint if tokenizer else ids, length, packing)
-  build = functools.partial(
-    prepare.build,
-    key=key,
-    splits=splits,
-    tokenizer=tokenizer,
-    vocab_size=ids,
-    length=length,
-    packing=packing,
-    max_bad_records=cfg.max_bad_records,
-    log=log,
-  )
+
+  def build(folder: Path) -> None:
+    prepare.build(
+      folder,
+      key=key,
+      splits=splits,
+      tokenizer=tokenizer,
+      vocab_size=ids,
+      length=length,
+      packing=packing,
+      max_bad_records=cfg.max_bad_records,
+      log=log,
+    )
+    if digests_of(splits) != digests:  # the cache must not keep them under the name of other files
+      names = ", ".join(documents.name for documents in splits.values())
+      raise ConfigError(f"Files of {names} have changed while they were read. Start again when they are complete.")
+
   folder = cache.entry(cfg.dataset_cache_directory, f"corpus-{key[:32]}", build=build, fault=prepare.fault, log=log)
   return folder, tokenizer
 

@@ -68,13 +68,18 @@ class BpeTokenizer:
   name = "bpe"
 
   def __init__(self, json_text: str) -> None:
-    """Raises ValueError if the JSON is not a tokenizer, or has no end-of-text token."""
+    """Raises ValueError if the JSON is not a tokenizer, has no end-of-text token, or tokenises at random."""
     import tokenizers
 
     try:
       self._tokenizer = tokenizers.Tokenizer.from_str(json_text)
     except Exception as error:  # the library raises Exception itself
       raise ValueError(f"not a tokenizers JSON file: {error}") from error
+    if getattr(self._tokenizer.model, "dropout", None):
+      raise ValueError("its model has dropout, so each preparation would give other tokens. Set dropout to null in it")
+    # Published tokenizers may cut or pad each text to the length of another program.
+    self._tokenizer.no_truncation()
+    self._tokenizer.no_padding()
     # Text that looks like a special token is encoded as text, so that it cannot end a document.
     self._tokenizer.encode_special_tokens = True
     vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)

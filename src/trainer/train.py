@@ -139,7 +139,7 @@ def _loop(
   """Steps from `state`, after `step` completed steps, until the attempt ends in good order."""
   first = step
   while step < config.run.steps:
-    profiler.before_step(step - first, functools.partial(jax.block_until_ready, state))
+    profiler.before_step(step - first, functools.partial(stepper.wait, state, f"the profile before step {step + 1}"))
     step += 1
     state, metrics = stepper.step(state, step)
     records.dispatched(step, metrics)

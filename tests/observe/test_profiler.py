@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import threading
+
 import jax
 import numpy as np
 import pytest
+from jax._src import profiler as jax_profiler
 
 from trainer.config.schema import ObserveSection
 from trainer.observe import events, log, profiler
@@ -14,15 +17,15 @@ def make(path, **cfg) -> profiler.Profiler:
 
 
 def traces(path) -> list:
-  return sorted(path.glob("profile/plugins/profile/*/*.xplane.pb"))
+  return sorted(path.glob("profile/*/plugins/profile/*/*.xplane.pb"))
 
 
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
   """Replaces the tracer, to see exactly when it is started and stopped."""
   made: list[str] = []
-  monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: made.append("start"))
-  monkeypatch.setattr(jax.profiler, "stop_trace", lambda: made.append("stop"))
+  tracer = (lambda directory: made.append("start"), lambda: made.append("stop"))
+  monkeypatch.setattr(profiler, "_tracer", lambda directory: tracer)
   return made
 
 
@@ -63,6 +66,50 @@ def test_every_attempt_has_its_own_profile(tmp_path, calls):
     tracer.before_step(2)
     tracer.close()
   assert calls == ["start", "stop"] * 2
+
+
+def test_attempts_within_a_second_keep_all_their_profiles(tmp_path):
+  """JAX names the folder of a profile by the second, so the second one would replace the first."""
+  log_events = events.EventLog(str(tmp_path))
+  section = ObserveSection(profiler="xplane", skip_first_n_steps_for_profiler=0, profiler_steps=1)
+  for attempt in (1, 2):
+    log_events.emit("attempt_start", attempt=attempt)
+    tracer = profiler.Profiler(str(tmp_path), section, log.get(None), log_events)
+    tracer.before_step(0)
+    jax.block_until_ready(jax.numpy.ones(3) + attempt)
+    tracer.close()
+  found = traces(tmp_path)
+  assert [path.parts[len(tmp_path.parts) + 1][-2:] for path in found] == ["-1", "-2"]
+  for path in found:
+    names = {
+      event.name
+      for plane in jax.profiler.ProfileData.from_file(str(path)).planes
+      for line in plane.lines
+      for event in line.events
+    }
+    assert any("block_until_ready" in name for name in names)
+
+
+def test_a_tracer_that_does_not_end_is_given_up(tmp_path, monkeypatch, capsys):
+  """Pathways asks every slice for its part of the profile, and a slice may hang."""
+  release = threading.Event()
+  monkeypatch.setattr(profiler, "_LONGEST_END_SECONDS", 0.2)
+  monkeypatch.setattr(profiler, "_tracer", lambda directory: (lambda folder: None, release.wait))
+  tracer = make(tmp_path)
+  tracer.before_step(2)
+  tracer.close()
+  assert "warning: the profile was lost: the tracer did not end within 0.2 s" in capsys.readouterr().out
+  release.set()
+
+
+def test_folders_of_an_object_store_are_for_the_tracer_of_pathways(monkeypatch):
+  """Which pathwaysutils puts in the place of JAX's."""
+  of_jax, of_pathways = (jax.profiler.start_trace, jax.profiler.stop_trace), (lambda folder: None, lambda: None)
+  for name, function in zip(("start_trace", "stop_trace"), of_pathways):
+    monkeypatch.setattr(jax.profiler, name, function)
+    monkeypatch.setattr(jax_profiler, name, function)
+  assert profiler._tracer("gs://b/run/profile") == of_pathways
+  assert profiler._tracer("/runs/a/profile") == of_jax
 
 
 def test_no_profiler_records_nothing(tmp_path, calls):

@@ -68,16 +68,41 @@ def test_the_page_shows_costs_only_with_a_price(tmp_path):
   five_faults(tmp_path / "five")
   run = history.load(str(tmp_path / "five"))
   result = goodput.compute(run)
-  priced, free = page.body(run, result)[0], page.body(run, result, 0.0)[0]
+  priced, free = (page._sections(run, result, {}, price) for price in (3.0, 0.0))  # without pictures
   assert "18,432 tokens and " in priced and "x 3 for a chip and hour" in priced and "cost of the chips" in priced
   assert "Set chip_hour_price" in free and "cost of the chips" not in free
   assert "5 events cost 3.50 s" in free  # 0.7 s each
 
 
-def test_incidents_that_share_time_count_once_together(tmp_path):
-  first = incidents.Incident(10.0, "", None, "", "", seconds=4.0)  # 6 to 10
-  second = incidents.Incident(12.0, "", None, "", "", seconds=5.0)  # 7 to 12
-  assert incidents.seconds_together([second, first]) == 6.0
+def test_time_that_incidents_share_is_charged_once():
+  first = incidents.Incident(10.0, "", None, "", "", seconds=4.0, chips=2.0)  # 6 to 10
+  second = incidents.Incident(12.0, "", None, "", "", seconds=5.0, chips=8.0)  # 7 to 12
+  inside = incidents.Incident(9.0, "", None, "", "", seconds=1.0, chips=4.0)  # 8 to 9
+  unknown = incidents.Incident(9.5, "", None, "", "")
+  charged = incidents.charge([inside, unknown, first, second])
+  assert [incident.own_seconds for incident in charged] == [0.0, None, 4.0, 2.0]
+  assert [incident.price(3600.0) for incident in charged] == [0.0, None, 8.0, 16.0]
+
+
+def test_the_total_is_the_sum_of_the_costs_shown_and_less_than_the_run(tmp_path):
+  """Two losses that overlap: the second one is detected while the run still recovers from the first one."""
+  run = fake_run.FakeRun(tmp_path / "two", steps=9, chip_hour_price=3600.0)
+  for step in range(1, 5):
+    run.step(step)
+  for slice_id in (1, 2):
+    run.after(0.2, "slice_down", slice=[slice_id], step=4, slices=[0], detect_seconds=0.1)
+  fields = {"event": "slice_down", "step_before": 4, "step_after": 4, "slices_after": 1, "steps_lost": 0}
+  run.after(2.0, "recovery", slice=[1], seconds=2.3, **fields)
+  run.after(0.0, "recovery", slice=[2], seconds=2.1, **fields)
+  run.step(5)
+  run.end(step=5)
+  records = history.load(str(tmp_path / "two"))
+  shown = incidents.find(records)
+  assert [incident.seconds for incident in shown] == [2.3, 2.1]
+  prices = [incident.price(3600.0) for incident in shown]
+  assert sum(prices) == pytest.approx(2.3 * 2)  # one slice of two chips waited for 2.3 s
+  text = page._sections(records, goodput.compute(records), {}, 3600.0)
+  assert "2 events cost 2.30 s, 0 tokens and 4.60 together" in text
 
 
 @pytest.mark.parametrize(
@@ -131,4 +156,4 @@ def test_a_run_without_incidents_says_so(tmp_path):
   fake_run.plain_run(tmp_path / "a", steps=3)
   run = history.load(str(tmp_path / "a"))
   assert found(tmp_path / "a") == []
-  assert "No slice was lost, and no process ended early." in page.body(run, goodput.compute(run))[0]
+  assert "No slice was lost, and no process ended early." in page._sections(run, goodput.compute(run), {}, 0.0)

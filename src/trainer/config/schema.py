@@ -538,7 +538,9 @@ class ObserveSection(Section):
     le=1e9,
     description="Price of one chip for one hour, in any currency. The report then shows what each event cost. 0: no prices.",
   )
-  profiler: Literal["", "xplane"] = Field("", description="Record a profile to {run}/profile.")
+  profiler: Literal["", "xplane"] = Field(
+    "", description="Record a profile of each attempt to {run}/profile/PROCESS-ATTEMPT."
+  )
   skip_first_n_steps_for_profiler: NonNegative = Field(1, description="Steps of an attempt before the profile starts.")
   profiler_steps: Positive = Field(5, description="Steps in the profile.")
   watchdog_timeout_seconds: float = Field(

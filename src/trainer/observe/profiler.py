@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
 from trainer.config.schema import ObserveSection
+from trainer.observe import files
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
+
+_LONGEST_END_SECONDS = 60.0  # that the end of an attempt waits for a tracer, perhaps of a slice that hangs
 
 
 class Profiler:
   """Records steps [skip, skip + profiler_steps) of one attempt to {run}/profile; one object per attempt.
 
-  If an attempt ends inside the window, `close` keeps the profile so far. Errors of the profiler become warnings: they
-  must not end the training.
+  Each attempt of each process has its own folder there. If an attempt ends inside the window, `close` keeps the
+  profile so far, and the next attempt records a window of its own. Errors of the profiler become warnings: they must
+  not end the training.
   """
 
   def __init__(self, run_directory: str, cfg: ObserveSection, log: Log, events: EventLog) -> None:
-    self._directory = f"{run_directory}/profile"
+    self._directory = f"{run_directory}/profile/{events.process}-{events.attempt}"
     first = cfg.skip_first_n_steps_for_profiler
     self._window = range(first, first + cfg.profiler_steps) if cfg.profiler == "xplane" else range(0)
     self._log, self._events = log, events
-    self._running = False
+    self._stop: Callable[[], object] | None = None  # while the tracer runs
     self._ended = False
 
   def before_step(self, index: int, wait: Callable[[], object] = lambda: None) -> None:
@@ -31,36 +36,59 @@ class Profiler:
     `wait` returns when all dispatched work is done. Steps run asynchronously, so without `wait` the window would hold
     other steps. It is called only at the two ends of the window; its exceptions are those of the training step.
     """
-    if not self._running and index in self._window and not self._ended:
+    if self._stop is None and index in self._window and not self._ended:
       wait()
       self._start()
-    elif self._running and index >= self._window.stop:
+    elif self._stop is not None and index >= self._window.stop:
       wait()
       self.close()
 
   def close(self) -> None:
     """Ends the attempt's profile if it is running. Closing twice is allowed."""
-    running, self._running, self._ended = self._running, False, True
-    if not running:
+    stop, self._stop, self._ended = self._stop, None, True
+    if stop is None:
       return
-    import jax
-
     began = time.monotonic()
-    try:
-      jax.profiler.stop_trace()
-    except (RuntimeError, ValueError, OSError) as error:
-      self._log.warning(f"the profile was lost: {error}")
+    errors: list[Exception] = []
+    # In a thread: Pathways asks every slice for its part, and a slice may hang.
+    stopping = threading.Thread(target=_call, args=(stop, errors), name="profiler", daemon=True)
+    stopping.start()
+    stopping.join(_LONGEST_END_SECONDS)
+    if stopping.is_alive():
+      errors.append(TimeoutError(f"the tracer did not end within {_LONGEST_END_SECONDS:g} s"))
+    if errors:
+      self._log.warning(f"the profile was lost: {errors[0]}")
       return
     self._events.emit("profile", seconds=time.monotonic() - began, directory=self._directory)
     self._log.line(f"profile written to {self._directory}")
 
   def _start(self) -> None:
-    import jax
-
+    start, stop = _tracer(self._directory)
     try:
-      jax.profiler.start_trace(self._directory)
+      start(self._directory)
     except (RuntimeError, ValueError, OSError) as error:
       self._ended = True
       self._log.warning(f"no profile of this attempt: {error}")
       return
-    self._running = True
+    self._stop = stop
+
+
+def _tracer(directory: str) -> tuple[Callable[[str], object], Callable[[], object]]:
+  """The functions that start a profile to `directory`, and stop it.
+
+  Behind Pathways, pathwaysutils has replaced JAX's functions by functions that record on Pathways' servers. These can
+  only write to gs://. For another folder, JAX's own functions record this process, the controller.
+  """
+  import jax
+  from pathwaysutils import profiling
+
+  if files.is_object_store(directory):
+    return jax.profiler.start_trace, jax.profiler.stop_trace
+  return profiling._original_start_trace, profiling._original_stop_trace
+
+
+def _call(function: Callable[[], object], errors: list[Exception]) -> None:
+  try:
+    function()
+  except (RuntimeError, ValueError, OSError) as error:
+    errors.append(error)

@@ -47,28 +47,32 @@ class Incident:
   seconds: float | None = None  # during which no step that counts was completed
   tokens: int | None = None  # trained on again, or not used
   chips: float | None = None  # that waited for `seconds`
+  own_seconds: float | None = None  # the part of `seconds` that is not charged to an incident that began earlier
 
   def price(self, chip_hour_price: float) -> float | None:
-    """In the unit of chip_hour_price; None without a price, or if the time or the chips are not known."""
-    if not chip_hour_price or self.seconds is None or self.chips is None:
+    """Of own_seconds, in the unit of chip_hour_price; None without a price, or if the time or the chips are not
+    known."""
+    if not chip_hour_price or self.own_seconds is None or self.chips is None:
       return None
-    return self.seconds * self.chips / 3600 * chip_hour_price
+    return self.own_seconds * self.chips / 3600 * chip_hour_price
 
 
 def find(run: Run) -> list[Incident]:
   """The incidents of a run in order of time. The costs of a lost or returned slice are those of its recovery record."""
   found = [*_resizes(run), *_restarts(run), *_hangs(run), *_saves(run), *_others(run)]
-  return sorted(found, key=lambda incident: incident.wall)
+  return charge(sorted(found, key=lambda incident: incident.wall))
 
 
-def seconds_together(incidents: list[Incident]) -> float:
-  """The time of all incidents; time that several of them share counts once."""
-  total, end = 0.0, -np.inf
-  spans = sorted((i.wall - i.seconds, i.wall) for i in incidents if i.seconds)
-  for begin, finish in spans:
-    total += max(0.0, finish - max(begin, end))
-    end = max(end, finish)
-  return total
+def charge(incidents: list[Incident]) -> list[Incident]:
+  """The same incidents with own_seconds: time that several share belongs to the one that began first. So their sum is
+  the time in which at least one of them was under way."""
+  charged, end = list(incidents), -np.inf
+  began = {index: incident.wall - incident.seconds for index, incident in enumerate(incidents) if incident.seconds}
+  for index in sorted(began, key=lambda index: (began[index], incidents[index].wall)):
+    own = max(0.0, incidents[index].wall - max(began[index], end))
+    charged[index] = dataclasses.replace(incidents[index], own_seconds=min(own, incidents[index].seconds or 0.0))
+    end = max(end, incidents[index].wall)
+  return charged
 
 
 def num_chips(run: Run) -> float | None:

@@ -64,7 +64,7 @@ def incidents(run: Run, happened: list[Incident], price: float) -> str:
   tokens = sum(incident.tokens or 0 for incident in happened)
   prices = [incident.price(price) for incident in happened]
   total = f" and {markup.money(sum(filter(None, prices)))}" if any(value is not None for value in prices) else ""
-  seconds = markup.duration(incidents_lib.seconds_together(happened))
+  seconds = markup.duration(sum(incident.own_seconds or 0.0 for incident in happened))
   rows = "".join(_incident(incident, price) for incident in shown)
   return (
     f"<h2>What happened</h2><p>{markup.count(len(happened), 'event')} cost {seconds}, {tokens:,} tokens{total} "
@@ -112,7 +112,8 @@ def _price_note(run: Run, price: float) -> str:
     return '<p class="sub">Set chip_hour_price to see the cost of each event in money.</p>'
   chips = incidents_lib.num_chips(run)
   return (
-    f'<p class="sub">Cost: time lost x chips that waited (of {chips:,.4g}) x {price:,.4g} for a chip and hour.</p>'
+    f'<p class="sub">Cost: time lost x chips that waited (of {chips:,.4g}) x {price:,.4g} for a chip and hour. '
+    "Time that several events share is charged to the event that began first.</p>"
     if chips
     else '<p class="sub">The devices of the run are not recorded: no costs.</p>'
   )

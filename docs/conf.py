@@ -1,0 +1,37 @@
+"""Builds the pages as a site: `python -m sphinx -W --keep-going -c docs . build/docs`. A broken link is an error."""
+
+from __future__ import annotations
+
+import pathlib
+
+from sphinx.application import Sphinx
+
+project = "trainer"
+extensions = ["myst_parser"]
+html_theme = "furo"  # loads nothing from the internet
+html_title = "trainer"
+root_doc = "README"
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**"]
+myst_heading_anchors = 3
+nitpicky = True
+# A code block without a language is a command or output; Pygments then guesses Python.
+highlight_language = "none"
+
+_FIRST = ("run_on_gke", "run_on_gpu_cluster", "elastic", "pathways", "checkpoints", "data", "preflight")
+
+
+def setup(app: Sphinx) -> None:
+  app.connect("source-read", _add_contents)
+
+
+def _add_contents(app: Sphinx, page: str, source: list[str]) -> None:
+  """Adds the site's table of contents to its first page: on GitHub, README.md needs none."""
+  if page != root_doc:
+    return
+  folder = pathlib.Path(app.srcdir)
+  names = sorted(path.stem for path in (folder / "docs").glob("*.md"))
+  guides = [f"docs/{name}" for name in (*_FIRST, *(name for name in names if name not in _FIRST))]
+  benchmarks = sorted(f"docs/benchmarks/{path.stem}" for path in (folder / "docs" / "benchmarks").glob("*.md"))
+  for title, pages in (("Guides", guides), ("Benchmarks", benchmarks), ("Project", ["CONTRIBUTING", "CHANGELOG"])):
+    entries = "\n".join(pages)
+    source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{entries}\n```\n"

@@ -61,7 +61,7 @@ def _facts(run: Run, first: Run) -> dict[str, str]:
     "goodput": f"{result['goodput_percent']:.2f} %",
     "slices lost": f"{len(run.of_kind('slice_down')):,}",
     "steps done again": f"{result['steps_lost']:,}",
-    "time lost by events": markup.duration(incidents.seconds_together(happened)),
+    "time lost by events": markup.duration(sum(incident.own_seconds or 0.0 for incident in happened)),
   }
   return facts | {"losses against the first run": "" if run is first else _difference(first, run)}
 

@@ -136,9 +136,7 @@ def open_session(
     if cluster.is_primary:  # a predecessor that is stopping may use its whole grace period
       grace = config.checkpoint.autocheckpoint_grace_seconds
       stack.enter_context(lock.exclusive(config.run_directory, grace, log.line))
-    events = EventLog(config.run_directory, config.run.run_name, is_primary=cluster.is_primary)
-    stack.callback(events.close)
-    _record_goodput(config, events, log, stack)
+    events = _events(config, cluster, log, stack)
     identity = _run_id(config, cluster)
     metrics = _metrics(config, cluster, events, log, identity)
     stack.callback(metrics.close)
@@ -184,15 +182,18 @@ def _metrics(config: Config, cluster: Cluster, events: EventLog, log: Log, ident
   return Metrics(config.run_directory, config.observe, events, log, is_primary=cluster.is_primary, run=run)
 
 
-def _record_goodput(config: Config, events: EventLog, log: Log, stack: contextlib.ExitStack) -> None:
-  """Hands all records to ml-goodput-measurement if the configuration asks for it."""
+def _events(config: Config, cluster: Cluster, log: Log, stack: contextlib.ExitStack) -> EventLog:
+  """The event log, closed with `stack`. ml-goodput-measurement gets all records if the configuration asks for it."""
+  events = EventLog(config.run_directory, config.run.run_name, is_primary=cluster.is_primary)
+  stack.callback(events.close)
   if not config.observe.enable_goodput_recording:
-    return
+    return events
   begin = functools.partial(GoodputRecording, config.run_directory, config.run.run_name, log)
   writer = BackgroundWriter("records of goodput", begin, log, "training goes on", waits=False)
   stack.callback(writer.join)
   stack.callback(writer.close, None)
   events.subscribe(lambda record: writer.put(lambda recording: recording.record(record)))
+  return events
 
 
 def _watchdog(config: Config, cluster: Cluster, log: Log, events: EventLog) -> Watchdog:

@@ -116,12 +116,12 @@ def has_namespaces() -> bool:
     return False
 
 
-def starter(wrapper: Wrapper) -> command.Start:
-  """Returns a function that starts `python -m trainer` in a container, through the wrapper."""
+def starter(wrapper: Wrapper, programs: Path = Path(sys.executable).parent) -> command.Start:
+  """Returns a function that starts `python -m trainer` in a container, through the wrapper. programs: has `python`."""
 
   def start(argv: Sequence[str], changes: Mapping[str, str], log: Path) -> Container:
     environment = command.cpu_environment(changes)
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    environment["PATH"] = f"{programs}:{environment['PATH']}"
     text = wrapper.text.replace("COMMAND", f"exec python -m trainer {shlex.join(argv)}")
     return Container(["/bin/bash", "-c", text], environment, log)
 
@@ -147,7 +147,9 @@ def terminate(run: Run, wrapper: Wrapper, rng: random.Random, duration: float) -
     assert process.poll() == 0, f"the command ended with {process.poll()}:\n{run.printed[-4000:]}"
     return None
   seconds = time.monotonic() - begin
-  heard = sigterm.handles_sigterm(process)
+  heard = True
+  with contextlib.suppress(OSError):  # it has ended at this moment
+    heard = sigterm.handles_sigterm(process)
   process.send_signal(signal.SIGTERM)
   try:
     code = process.wait(wrapper.grace)

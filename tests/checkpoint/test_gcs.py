@@ -68,7 +68,9 @@ def run(env, *actions: str, code: int = 0) -> list[str]:
 
 
 def test_saves_keeps_restores_and_falls_back(bucket):
-  _, files, restored = run(bucket, f"save {RUN} 1 4", f"files {RUN}/checkpoints", f"restore {RUN} 4")
+  saves = f"save {RUN} 1 4", f"files {RUN}/checkpoints", f"restore {RUN} 4"
+  _, files, restored, watched = run(bucket, *saves, "watch gs://bucket/runs/watched")
+  assert [line.partition(",")[0] for line in watched.splitlines()[-2:]] == ["step 2 of 9", "step 3 of 9"]
   names = files.split()[1:]
   assert {name.split("/")[0] for name in names} == {"2", "3", "4"}
   sealed = ("commit_success.txt", "meta.json", "manifest.json")

@@ -38,6 +38,36 @@ def restore(directory: str, step: str) -> None:
   toy_state.assert_same_bits(restored.state, toy_state.values(int(step)))
 
 
+def watch(directory: str) -> None:
+  """What trainer.tools.watch reads of a run; then a record is added as another process does it, without gcsfs."""
+  import itertools
+  import json
+  import urllib.parse
+  import urllib.request
+
+  from tests.support import fake_run
+
+  from trainer.observe.files import read_lines
+  from trainer.report import live
+
+  live._body = lambda runs: ""  # without pictures
+  run = fake_run.FakeRun(directory, steps=9, slices=1)
+  run.step(1)
+  run.step(2)
+  run.close()
+  clock = itertools.count(2_000_000_000, 1000)  # no page is too young to be made again
+  page = live.LivePage([directory], period=0.0, clock=lambda: next(clock))
+  print(page.state().notice)
+  *_, last = read_lines(directory, "metrics.jsonl")
+  bucket, _, folder = directory.removeprefix("gs://").partition("/")
+  name = urllib.parse.quote(f"{folder}/metrics.jsonl.000001", safe="")
+  address = f"{os.environ['STORAGE_EMULATOR_HOST']}/upload/storage/v1/b/{bucket}/o?uploadType=media&name={name}"
+  urllib.request.urlopen(
+    urllib.request.Request(address, json.dumps(json.loads(last) | {"step": 3}).encode()), timeout=60
+  )
+  print(page.state().notice)
+
+
 def files(directory: str) -> None:
   from etils import epath
 

@@ -58,9 +58,7 @@ def exists(directory: str) -> bool:
   """Whether the folder exists, local or on an object store."""
   if not is_object_store(directory):
     return Path(directory).exists()
-  from etils import epath
-
-  return epath.Path(directory).exists()
+  return _object_folder(directory).exists()
 
 
 def open_lines(directory: str | None, name: str) -> LineFile:
@@ -180,13 +178,23 @@ def _encode(line: str) -> bytes:
 
 def _parts(directory: str, name: str) -> list[tuple[int, Any]]:
   """(number, path) of the part objects of `name`, in order."""
-  from etils import epath
-
-  root = epath.Path(directory)
+  root = _object_folder(directory)
   if not root.exists():
     return []
   found = [(path.name[len(name) + 1 :], path) for path in root.iterdir() if path.name.startswith(f"{name}.")]
   return sorted(((int(number), path) for number, path in found if number.isdigit()), key=lambda item: item[0])
+
+
+def _object_folder(directory: str) -> Any:
+  """The folder as an epath, without what earlier listings have shown: gcsfs keeps listings for ever, and another
+  process may have added objects."""
+  from etils import epath
+
+  root = epath.Path(directory)
+  backend = getattr(root, "_backend", None)
+  if hasattr(backend, "fs"):  # fsspec; the other one, tensorflow, keeps no listings
+    backend.fs(directory).invalidate_cache()
+  return root
 
 
 def parts_signature(directory: str, name: str) -> list[tuple[str, int, int]]:

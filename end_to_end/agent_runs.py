@@ -12,6 +12,7 @@ from pathlib import Path
 
 from end_to_end.process_runs import ProcessRun
 
+from trainer import addresses
 from trainer.launch.ports import free_port
 
 TOKEN = {"TRAINER_TOKEN": "a token of this test only"}
@@ -24,7 +25,7 @@ class AgentRun(ProcessRun):
     self, folder: Path, keys: Sequence[str], *, slices: int = 3, local: int = 0, host: str = "127.0.0.1"
   ) -> None:
     """host: where the supervisor listens."""
-    self.address = f"{host}:{free_port()}"
+    self.address = addresses.join(host, free_port())
     options = ["--local-slices", str(local), "--listen", self.address]
     super().__init__(folder, keys, slices=slices, options=options, environment=TOKEN)
 

@@ -23,6 +23,7 @@ from trainer.membership.wire import Channel
 
 CONFIG = TINY[0]
 SLOW = 240  # seconds
+FAR = "::1" if os.path.exists("/proc/net/if_inet6") else "127.0.0.3"  # the address of a host
 SECRET = b"s" * 32
 
 
@@ -34,7 +35,7 @@ def test_losses_of_workers_agents_connections_and_the_supervisor_change_nothing(
   relay = Relay(run.address)
   try:
     with run.launched() as supervisor:
-      hosts = [run.agent("127.0.0.2", supervisor=relay.address), run.agent("127.0.0.3")]
+      hosts = [run.agent("127.0.0.2", supervisor=relay.address), run.agent(FAR)]
 
       def trains(slices: int) -> None:
         """Returns when so many slices have completed steps."""
@@ -43,8 +44,8 @@ def test_losses_of_workers_agents_connections_and_the_supervisor_change_nothing(
 
       trains(2)
       places = {env[HOST]: int(env[MEMBER]) for env in run.processes().values() if SUPERVISOR in env}
-      assert sorted(places) == ["127.0.0.2", "127.0.0.3"]
-      far = places["127.0.0.3"]
+      assert sorted(places) == ["127.0.0.2", FAR]
+      far = places[FAR]
 
       assert run.kill(far)
       run.wait_for(lambda: run.count("slice_down") == 1, supervisor, SLOW)
@@ -54,7 +55,7 @@ def test_losses_of_workers_agents_connections_and_the_supervisor_change_nothing(
       hosts[1].kill()  # its worker leaves in good order
       run.wait_for(lambda: far not in run.workers(), supervisor, SLOW)
       trains(1)
-      hosts[1] = run.agent("127.0.0.3")
+      hosts[1] = run.agent(FAR)
       trains(2)
 
       assert relay.cut() == 2  # of the agent, and of its worker

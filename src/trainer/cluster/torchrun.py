@@ -22,6 +22,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
+from trainer import addresses
 from trainer.config.errors import ConfigError
 from trainer.membership.environment import TOKEN, Place
 from trainer.membership.rules import RunRules
@@ -81,7 +82,7 @@ class Worker:
   def place(self, wait_seconds: float) -> Place:
     """Where this worker joins the run."""
     return Place(
-      tuple(f"{self.master_host}:{port}" for port in self.ports),
+      tuple(addresses.join(self.master_host, port) for port in self.ports),
       self.token,
       self.rank,
       gpu=self.local_rank if self.local_workers > 1 else None,
@@ -143,7 +144,7 @@ def _listen(worker: Worker) -> socket.socket:
   reason: OSError | None = None
   for port in worker.ports:
     try:
-      return socket.create_server((worker.master_host, port), backlog=BACKLOG)
+      return addresses.listen(worker.master_host, port, BACKLOG)
     except OSError as error:
       reason = error
   raise ConfigError(

@@ -12,7 +12,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection
+from typing import Any
 
+from trainer import addresses
 from trainer.exchange import handshake
 from trainer.exchange.errors import PeerLost, Unreachable
 from trainer.exchange.link import Stop, Stopped
@@ -42,11 +44,9 @@ class Listener:
     self._member = member
     self._token = token
     self._refused = refused
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    self._sock = socket.create_server((host, 0), family=family, backlog=MOST_PENDING)
+    self._sock = addresses.listen(host, 0, MOST_PENDING)
     self._sock.setblocking(False)
-    port = self._sock.getsockname()[1]
-    self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    self.address = addresses.join(host, self._sock.getsockname()[1])
     self._arrivals = threading.Condition()
     self._epoch = -1  # connections of earlier epochs are refused
     self._arrived: dict[int, tuple[int, socket.socket]] = {}  # member -> (epoch, connection), not claimed yet
@@ -193,11 +193,14 @@ def dial(token: bytes, address: str, call: handshake.Call, stop: Stop, deadline:
   Raises Unreachable if there is no connection to the address after REACH_SECONDS. Raises PeerLost if the listener
   refuses or does not prove that it has the token, and at `deadline`; Stopped if `stop` is set.
   """
-  host, _, port = address.rpartition(":")
-  sock = socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET)
+  try:
+    family, *_, target = socket.getaddrinfo(*addresses.split(address), type=socket.SOCK_STREAM)[0]
+  except OSError as error:
+    raise Unreachable([call.listener], f"{address}: {error}") from error
+  sock = socket.socket(family)
   try:
     sock.setblocking(False)
-    _reach(sock, (host.strip("[]"), int(port)), call.listener, stop, deadline)
+    _reach(sock, target, address, call.listener, stop, deadline)
     answer = handshake.make_answer(token, _receive(sock, handshake.CHALLENGE_BYTES, stop, deadline), call)
     if answer is None:
       raise ConnectionError("the listener is not a member of a run")
@@ -213,17 +216,17 @@ def dial(token: bytes, address: str, call: handshake.Call, stop: Stop, deadline:
   return sock
 
 
-def _reach(sock: socket.socket, address: tuple[str, int], listener: int, stop: Stop, deadline: float) -> None:
-  """Connects the socket. Raises Unreachable."""
+def _reach(sock: socket.socket, target: Any, address: str, listener: int, stop: Stop, deadline: float) -> None:
+  """Connects the socket with `target`, which the system made of `address`. Raises Unreachable."""
   try:
-    if error := sock.connect_ex(address):
+    if error := sock.connect_ex(target):
       if error != errno.EINPROGRESS:
         raise ConnectionError(os.strerror(error))
       stop.wait(sock, select.POLLOUT, min(deadline, time.monotonic() + REACH_SECONDS))
       if error := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
         raise ConnectionError(os.strerror(error))
   except OSError as error:
-    raise Unreachable([listener], "{}:{}: {}".format(*address, error)) from error
+    raise Unreachable([listener], f"{address}: {error}") from error
 
 
 def _receive(sock: socket.socket, size: int, stop: Stop, deadline: float) -> bytes:

@@ -18,6 +18,7 @@ import threading
 import time
 from types import FrameType
 
+from trainer import addresses
 from trainer.cluster import job_token
 from trainer.config.errors import ConfigError
 from trainer.launch.workers import Workers
@@ -151,9 +152,10 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--wait-seconds", type=float, default=300.0, help="longest wait for the supervisor (300)")
   options = parser.parse_args(argv)
   try:
-    host, _, port = options.supervisor.rpartition(":")
-    if not host or not port.isdecimal():
-      raise ConfigError(f"--supervisor {options.supervisor}: it must be HOST:PORT, such as 10.0.0.1:7777.")
+    try:
+      addresses.split(options.supervisor)
+    except ValueError as error:
+      raise ConfigError(f"--supervisor {options.supervisor}: {error}.") from error
     if options.slices < 1:
       raise ConfigError(f"--slices {options.slices}: it must be at least 1.")
     agent = Agent(

@@ -12,9 +12,9 @@ one. The exit codes are the same as with `python -m trainer`.
 from __future__ import annotations
 
 import argparse
-import socket
 import sys
 
+from trainer import addresses
 from trainer.cluster import job_token
 from trainer.config import ConfigError, load
 from trainer.launch.keys import refuse_other, require
@@ -70,15 +70,16 @@ def _check(options: argparse.Namespace) -> None:
 
 def _listen(options: argparse.Namespace) -> Where:
   """Listens at --listen. Raises ConfigError if that is impossible."""
-  host, _, port = options.listen.rpartition(":")
-  if not host or not port.isdecimal():
-    raise ConfigError(f"--listen {options.listen}: it must be HOST:PORT, such as 10.0.0.1:7777.")
-  if host == "0.0.0.0" and not options.advertise:
+  try:
+    host, port = addresses.split(options.listen)
+  except ValueError as error:
+    raise ConfigError(f"--listen {options.listen}: {error}.") from error
+  if host in ("0.0.0.0", "::") and not options.advertise:
     raise ConfigError(f"--listen {options.listen}: other hosts need one address.\nAdd --advertise HOST.")
   token = job_token(options.token_file)
   try:
-    listener = socket.create_server((host, int(port)), backlog=BACKLOG)
-  except (OSError, OverflowError) as error:
+    listener = addresses.listen(host, port, BACKLOG)
+  except OSError as error:
     raise ConfigError(f"--listen {options.listen}: {error}.\nGive an address of this host, and a free port.") from error
   return Where(listener, options.advertise or host, token)
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
+from trainer import addresses
 from trainer.config.schema import Config
 from trainer.launch.remote import RemoteWorkers
 from trainer.launch.workers import Workers
@@ -65,7 +66,7 @@ class Supervisor:
       agent=self._serve_agent if where else None,
       log=log,
     )
-    address = f"{where.host}:{self._server.address.rpartition(':')[2]}" if where else self._server.address
+    address = addresses.join(where.host, where.listener.getsockname()[1]) if where else self._server.address
     place = Place((address,), token, 0, lanes=lanes, host=where.host if where else "")
     self._workers = Workers(argv, place, range(local), ended=self._ended, log=log)
     self._remote: list[RemoteWorkers] = []

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer import addresses
 from trainer.config.errors import ConfigError
 
 SUPERVISOR = "TRAINER_SUPERVISOR"
@@ -87,9 +88,11 @@ class Place:
         environment.get(HOST, ""),
         environment.get(SLICE_COORDINATOR, ""),
       )
+      for address in place.supervisors:
+        addresses.split(address)
     except ValueError as error:
-      given = {name: environment.get(name) for name in (MEMBER, LANE, LANES)}
-      raise ConfigError(f"the environment has {given}: {error}.\nThese are numbers that a launcher sets.") from error
+      given = {name: environment.get(name) for name in (SUPERVISOR, MEMBER, LANE, LANES)}
+      raise ConfigError(f"the environment has {given}: {error}.\nLeave these variables to a launcher.") from error
     if place.member < 0 or not 0 <= place.lane < place.lanes or (place.lanes > 1) != bool(place.slice_coordinator):
       raise ConfigError(
         f"the environment names member {place.member}, lane {place.lane} of {place.lanes} and the slice's coordinator "

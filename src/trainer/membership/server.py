@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from trainer import addresses
 from trainer.membership import wire
 from trainer.membership.coordinator import Coordinator, Effects, Kill, Note, Send
 from trainer.membership.messages import FROM_AGENT, FROM_MEMBER, Message, check, message, step_of
@@ -51,8 +52,8 @@ class Server:
     self._threads: set[threading.Thread] = set()
     self._closed = threading.Event()
     self.over = threading.Event()
-    self._listener = listener or socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-    self.address = "{}:{}".format(*self._listener.getsockname()[:2])
+    self._listener = listener or addresses.listen("127.0.0.1", 0, BACKLOG)
+    self.address = addresses.join(*self._listener.getsockname()[:2])
     self._start("supervisor listens", self._listen)
     self._start("supervisor ticks", self._tick)
 

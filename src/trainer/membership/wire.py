@@ -17,6 +17,8 @@ import struct
 import threading
 from typing import Any
 
+from trainer import addresses
+
 NONCE_BYTES = 32
 CODE_BYTES = 32
 MAX_MESSAGE_BYTES = 1 << 20
@@ -113,8 +115,7 @@ def connect(address: str, token: bytes) -> Channel:
 
   Raises OSError if nothing answers there, WireError if it does not have the token.
   """
-  host, _, port = address.rpartition(":")
-  sock = socket.create_connection((host, int(port)), timeout=HANDSHAKE_SECONDS)
+  sock = socket.create_connection(addresses.split(address), timeout=HANDSHAKE_SECONDS)
   try:
     theirs = _read(sock, NONCE_BYTES)
     ours = secrets.token_bytes(NONCE_BYTES)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 
+from trainer import addresses
 from trainer.launch.ray import slices
 from trainer.launch.ray.slices import Environment, Seat, Worker
 from trainer.launch.supervisor import BAD_INPUT, FAILED, MOST_FAILURES, log
@@ -56,7 +56,7 @@ class RunSupervisor:
       self._workers = {worker.rank: worker for worker in workers}
       self._token, self._leaving = secrets.token_bytes(32), False
       coordinator = self._rules.coordinator(self._run_id, expected=len(workers) // self._lanes)
-      listener = socket.create_server((self._host, 0), backlog=BACKLOG)
+      listener = addresses.listen(self._host, 0, BACKLOG)
       self._server = Server(
         coordinator, self._token, listener=listener, kill=self._kill_member, fault=self._fault, log=log
       )
@@ -90,7 +90,7 @@ class RunSupervisor:
       seat.lane,
       self._lanes,
       host=self._workers[rank].host,
-      slice_coordinator=f"{first.host}:{first.port}" if self._lanes > 1 else "",
+      slice_coordinator=addresses.join(first.host, first.port) if self._lanes > 1 else "",
     )
     hosts = [self._workers[ranks[lane]].host for lane in range(self._lanes)]
     return slices.environment(place, hosts, tpu=self._tpu)

@@ -297,11 +297,15 @@ def test_the_tool_refuses_a_path_without_a_run_with_one_message(tmp_path, capsys
   (tmp_path / "empty").mkdir()
   (tmp_path / "file").write_text("x")
   fake_run.FakeRun(tmp_path / "unborn").close()
+  failed = fake_run.FakeRun(tmp_path / "failed")
+  failed.after(1.0, "run_end", exit=1)
+  failed.close()
   for name, reason in (
     ("nothing", "does not exist"),
     ("empty", "is not the folder of a run"),
     ("file", "is not the folder of a run"),
     ("unborn", "no completed step"),
+    ("failed", "the run ended with exit code 1 before its first step. log.txt there says why"),
   ):
     for arguments in ([str(tmp_path / name)], [str(tmp_path / name)] * 2 + ["--compare", str(tmp_path / "p.png")]):
       assert tool.main(arguments) == 2

@@ -191,7 +191,7 @@ def _object_folder(directory: str) -> Any:
   from etils import epath
 
   root = epath.Path(directory)
-  backend = getattr(root, "_backend", None)
+  backend: Any = getattr(root, "_backend", None)
   if hasattr(backend, "fs"):  # fsspec; the other one, tensorflow, keeps no listings
     backend.fs(directory).invalidate_cache()
   return root

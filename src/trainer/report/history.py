@@ -73,8 +73,14 @@ class Run:
 
   def require_steps(self) -> None:
     """ConfigError if no step was completed yet."""
-    if not len(self.steps):
-      raise ConfigError(f"{self.directory}: no completed step in {METRICS_FILE} yet. Try again after the first step")
+    if len(self.steps):
+      return
+    if self.end is not None:
+      raise ConfigError(
+        f"{self.directory}: the run ended with exit code {self.end.get('exit')} before its first step. "
+        "log.txt there says why"
+      )
+    raise ConfigError(f"{self.directory}: no completed step in {METRICS_FILE} yet. Try again after the first step")
 
   def tokens_per_second(self) -> np.ndarray:
     """Of the whole cluster, for each row of `steps`: the step's tokens by its seconds (nan where unknown)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 from tests.launch.manifest.cases import COMMON, ELASTIC, IMAGE, LOCAL, PATHWAYS, PLACE, RUN, V5E
 
@@ -74,6 +76,12 @@ WRONG = {
     "has no effect in a rayjob",
   ),
   "a RayJob with restarts": (f"rayjob {COMMON} --max-restarts 3", "has no effect in a rayjob, where Ray restarts"),
+  "an empty name": (f"jobset {COMMON} --workload ''", "--workload '': is not a name"),
+  "a queue with a space": (f"jobset {COMMON} --queue 'a b'", "--queue 'a b': is not a name"),
+  "an account that is a command": (f"gcluster {COMMON} --service-account 'x;id'", "--service-account 'x;id'"),
+  "a cluster with a space": (f"xpk {COMMON} --cluster 'a b' --project p --zone z", "--cluster 'a b': is not a name"),
+  "a zone that is a command": (f"xpk {COMMON} --cluster a --project p --zone '$(id)'", "--zone '$(id)': is not a name"),
+  "a tag with a space": (f"pathwaysjob {COMMON} {PATHWAYS} --pathways-version 'a b'", "--pathways-version 'a b'"),
   "a simulated cluster": (
     f"jobset {COMMON} cluster=simulated",
     "the job on GKE needs cluster=auto",
@@ -94,7 +102,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_job_is_refused(name, capsys):
   arguments, message = WRONG[name]
-  assert main(arguments.split()) == 2
+  assert main(shlex.split(arguments)) == 2
   printed = capsys.readouterr()
   assert printed.out == ""
   assert message in printed.err and "mistakes" not in printed.err

@@ -11,13 +11,33 @@ from trainer.launch.manifest.job import Job
 
 # The label that leads pods to the Pathways head is NAME-pathways-head-0-0.NAME, and Kubernetes allows 63 characters.
 _LONGEST_PATHWAYS_NAME = 22
+# Options that are names, and how Kubernetes, Google Cloud and image registries spell them. Without this check, a space
+# or a semicolon would end a word of the printed command.
+_NAMES = {
+  "cluster": r"[A-Za-z0-9][\w.:-]*",
+  "project": r"[a-z][a-z0-9.:-]*",
+  "zone": r"[a-z][a-z0-9-]*",
+  "workload": r".+",  # more in _name
+  "service_account": r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?",
+  "queue": r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?",
+  "pathways_version": r"\w[\w.-]*",
+  "pathways_gcs_location": r"[\w./:-]+",
+}
 _LONGEST_NAME = {"gcluster": 28, "xpk": 40, "jobset": 40, "pathwaysjob": 22, "rayjob": 40}
 
 
 def problems(job: Job) -> Iterator[str]:
   """All broken rules."""
-  for rule in (_name, _files, _target, _slices, _elastic, _restarts, _grace, _ramdisk, _cache):
+  for rule in (_names, _name, _files, _target, _slices, _elastic, _restarts, _grace, _ramdisk, _cache):
     yield from rule(job)
+
+
+def _names(job: Job) -> Iterator[str]:
+  for name, pattern in _NAMES.items():
+    value = getattr(job.options, name)
+    if value is not None and not re.fullmatch(pattern, value, flags=re.ASCII):
+      option = f"--{name.replace('_', '-')}"
+      yield f"{option} {value!r}: is not a name.\nGive {option} a name of letters, digits and hyphens, or leave it out."
 
 
 def _name(job: Job) -> Iterator[str]:

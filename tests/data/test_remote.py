@@ -13,7 +13,7 @@ from trainer.config import ConfigError, remote
 from trainer.config import load as config_load
 from trainer.config.schema import DataSection
 from trainer.data import datasets, jsonl
-from trainer.data.tokenizer import ByteTokenizer
+from trainer.data.tokenizer import BpeTokenizer, ByteTokenizer, load_bpe, train_bpe
 from trainer.tools.tokenize import part
 
 fsspec = pytest.importorskip("fsspec")
@@ -119,6 +119,18 @@ def test_an_address_without_text_is_refused(tmp_path, store, address):
   store.pipe({"/bucket/picture.png": b"x", "/bucket/empty.txt": b""})
   with pytest.raises(ConfigError, match=f"dataset_path={address}: has no file of .* with text in it"):
     config_load(["configs/base.yml", f"dataset_path={address}", f"base_output_directory={tmp_path}"])
+
+
+def test_a_tokenizer_has_an_address(tmp_path, store):
+  store.pipe("/bucket/tokenizer.json", train_bpe(TEXTS, 300).encode())
+  keys = [f"base_output_directory={tmp_path}", "tokenizer_type=bpe", "vocab_size=300"]
+  path = config_load(["configs/base.yml", *keys, "tokenizer_path=memory://bucket/tokenizer.json"]).data.tokenizer_path
+  assert load_bpe(path).fingerprint == BpeTokenizer(train_bpe(TEXTS, 300)).fingerprint
+  for wrong in ("memory://bucket/none", "memory://bucket"):
+    with pytest.raises(ConfigError, match=f"tokenizer_path={wrong}: there is no such file"):
+      config_load(["configs/base.yml", *keys, f"tokenizer_path={wrong}"])
+    with pytest.raises(ConfigError, match=f"tokenizer_path={wrong}: there is no such file"):
+      load_bpe(wrong)
 
 
 def test_a_file_that_becomes_shorter_is_an_error(tmp_path, store):

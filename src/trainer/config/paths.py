@@ -111,11 +111,7 @@ def _check_data(data: DataSection, problems: Problems) -> None:
             "Give a local folder that datasets has saved with save_to_disk."
           )
   with problems.collect():
-    if (
-      data.tokenizer_type == "bpe"
-      and data.tokenizer_path
-      and not os.path.isfile(as_path(data.tokenizer_path, "tokenizer_path="))
-    ):
+    if data.tokenizer_type == "bpe" and data.tokenizer_path and not _is_file("tokenizer_path", data.tokenizer_path):
       raise ConfigError(f"tokenizer_path={data.tokenizer_path}: there is no such file.\nGive a tokenizers JSON file.")
   with problems.collect():
     folder = data.dataset_cache_directory
@@ -123,6 +119,12 @@ def _check_data(data: DataSection, problems: Problems) -> None:
       raise ConfigError("dataset_cache_directory is empty: tokens need a folder.\nUse dataset_cache_directory=tokens.")
     if not _is_address("dataset_cache_directory", folder):  # the cache refuses addresses of object stores itself
       _check_folder("dataset_cache_directory", folder, folder)
+
+
+def _is_file(name: str, value: str) -> bool:
+  if remote.is_address(value):
+    return bool(remote.find(name, value, ()))
+  return os.path.isfile(as_path(value, f"{name}="))
 
 
 def _check_pattern(name: str, value: str, path: str) -> None:

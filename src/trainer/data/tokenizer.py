@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from trainer.config import remote
 from trainer.config.errors import ConfigError
 
 _BOS, _EOS = "<|bos|>", "<|eos|>"
@@ -134,9 +135,19 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
 def load_bpe(path: str) -> BpeTokenizer:
   """The tokenizer in a tokenizers JSON file. Raises ConfigError with the path if it cannot be read."""
   try:
-    return BpeTokenizer(Path(path).expanduser().read_text(encoding="utf-8"))
+    return BpeTokenizer(_read(path).decode("utf-8"))
   except (OSError, ValueError) as error:
     raise ConfigError(f"tokenizer_path={path}: {error}") from error
+
+
+def _read(path: str) -> bytes:
+  """The content of a file, local or at an address. Raises OSError."""
+  if not remote.is_address(path):
+    return Path(path).expanduser().read_bytes()
+  for file in remote.find("tokenizer_path", path, ()):
+    with file.open() as content:
+      return content.read()
+  raise FileNotFoundError("there is no such file")
 
 
 def _encodable(text: str) -> str:

@@ -123,9 +123,14 @@ def control_path(address: str) -> str:
   """
   if address.startswith("unix:"):
     return f"{address.removeprefix('unix:')}.control"
-  folder = Path(tempfile.gettempdir()) / f"pathways-standin-{os.getuid()}"
-  folder.mkdir(mode=0o700, exist_ok=True)
-  status = folder.lstat()
+  try:
+    folder = Path(tempfile.gettempdir()) / f"pathways-standin-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+  except OSError as error:
+    raise StandinError(
+      f"no folder for the control socket: {error}. Set TMPDIR to a folder that you can write."
+    ) from error
   if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
     raise StandinError(f"{folder} must be a folder that only its owner, user {os.getuid()}, can enter. Remove it.")
   return str(folder / f"{address.rpartition(':')[2]}.control")

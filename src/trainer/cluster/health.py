@@ -129,8 +129,9 @@ def _compile(devices: tuple[jax.Device, ...]) -> Callable[[], None]:
   """A program that adds 1 on each of the devices, and checks the result."""
   sharding = NamedSharding(Mesh(np.array(devices), ("device",)), PartitionSpec("device"))
   values = np.arange(len(devices), dtype=np.float32)
-  abstract = jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)
-  compiled = jax.jit(lambda x: x + 1, out_shardings=sharding).lower(abstract).compile()
+  # Raises an error if the slice is down. It is asked at every poll, and each time would compile a program.
+  first = jax.block_until_ready(jax.device_put(values, sharding))
+  compiled = jax.jit(lambda x: x + 1, out_shardings=sharding).lower(first).compile()
 
   def run() -> None:
     result = np.asarray(compiled(jax.device_put(values, sharding)))

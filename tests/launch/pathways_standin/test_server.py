@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -210,6 +211,62 @@ def test_lines_that_are_no_commands_do_not_end_the_server(server):
     sock.sendall(b'garbage\n\xff\xfe\n{"a": 1}\n[1, 2]\n["status"]\n')
     answers = sock.makefile("rb")
     assert [b'"error"' in answers.readline() for _ in range(5)] == [True] * 4 + [False]
+
+
+def test_bytes_that_are_no_grpc_end_only_their_connection(server):
+  host, _, port = server.address.removeprefix("grpc://").rpartition(":")
+  for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 4096, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 64):
+    with socket.create_connection((host, int(port)), 10) as sock:
+      sock.sendall(garbage)
+      sock.settimeout(0.5)
+      with contextlib.suppress(OSError):
+        while sock.recv(4096):  # until the server closes it, or has no more to say
+          pass
+  assert len(server.control("status")["slices"]) == 2
+
+
+def test_commands_that_change_nothing_are_no_errors(server):
+  """Revive a slice that lives, release one that does not hang, kill a dead one, lose all of them."""
+
+  def wrong():
+    entries = server.control("status")["slices"]
+    return [(entry["down"] is not None, entry["hung"]) for entry in entries]
+
+  for words in (["revive", 0], ["release", 1], ["slow", 0, 0], ["reset"]):
+    assert server.control(*words) == {}
+  assert wrong() == [(False, False)] * 2
+  server.control("hang", 0)
+  server.control("hang", 0)
+  server.control("kill", 0)  # the loss ends the hang
+  server.control("kill", 0, "ABORTED", "twice")
+  server.control("kill", 1)
+  assert wrong() == [(True, False)] * 2
+  assert server.control("status")["slices"][0]["down"] == "ABORTED: twice"
+  server.control("release", 0)
+  server.control("release", 0)
+  server.control("reset")
+  assert wrong() == [(False, False)] * 2
+
+
+def test_a_full_disk_is_an_error_and_leaves_no_socket_behind():
+  with socket.socket() as sock:
+    sock.bind(("127.0.0.1", 0))
+    port = sock.getsockname()[1]
+  command = [sys.executable, "-m", "trainer.launch.pathways_standin", "--slices", "1", "--port", str(port)]
+  with open("/dev/full", "w") as full:
+    done = subprocess.run(
+      command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, env=os.environ | {"PYTHONPATH": "src"}
+    )
+  assert done.returncode == 1 and "Traceback" not in done.stderr
+  assert "error: cannot print the address of the server: [Errno 28]" in done.stderr
+  assert not Path(standin.control_path(f"127.0.0.1:{port}")).exists()
+
+
+def test_no_writable_folder_for_the_control_socket_is_explained(tmp_path, monkeypatch):
+  (tmp_path / "file").touch()
+  monkeypatch.setattr(standin.tempfile, "gettempdir", lambda: str(tmp_path / "file"))
+  with pytest.raises(standin.StandinError, match=r"no folder for the control socket: .*Set TMPDIR"):
+    standin.control_path("127.0.0.1:1")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import logging
@@ -77,16 +78,22 @@ def _serve(options: argparse.Namespace) -> int:
     server = server_lib.Server(*sizes, options.device_kind, address(options), processes=options.processes)
     for planned in options.at:
       server.commands.execute(["at", *planned.split()])
-  except (RuntimeError, CommandError) as error:
+  except (RuntimeError, CommandError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return _BAD_INPUT if isinstance(error, CommandError | StandinError) else 1
   if options.child:
-    print(json.dumps({"address": server.address, "control": server.control_path}), flush=True)
     threading.Thread(target=_wait_for_parent, args=(ended,), name="standin-parent", daemon=True).start()
+    text = json.dumps({"address": server.address, "control": server.control_path})
   else:
-    print(server_lib.describe(server, options.slices, options.devices_per_slice), flush=True)
-  ended.wait()
-  server.close()
+    text = server_lib.describe(server, options.slices, options.devices_per_slice)
+  try:
+    print(text, flush=True)
+    ended.wait()
+  except OSError as error:
+    print(f"error: cannot print the address of the server: {error}", file=sys.stderr)
+    code = 1
+  finally:
+    server.close()
   return code
 
 
@@ -98,6 +105,7 @@ def _wait_for_parent(ended: threading.Event) -> None:
 
 if __name__ == "__main__":
   exit_code = main()
-  sys.stdout.flush()
-  sys.stderr.flush()
+  for stream in (sys.stdout, sys.stderr):
+    with contextlib.suppress(OSError):  # a full disk
+      stream.flush()
   os._exit(exit_code)  # threads inside gRPC and XLA would delay or abort the end of the interpreter

@@ -70,6 +70,9 @@ class Runtime:
   def start_up(self, slice_id: int) -> None:
     """Starts what computes for a slice, if it does not run, before the slice is used again."""
 
+  def close(self) -> None:
+    """Ends the processes of all slices. The server ends now."""
+
   def runs(self, slice_id: int) -> bool:
     """Whether that runs."""
     return True

@@ -34,6 +34,7 @@ class Server:
     devices = Devices(slices, devices_per_slice, device_kind)
     self._slices = Slices(devices)
     runtime = WorkerRuntime(devices, self._slices.lock, self._slices.note_loss) if processes else Runtime(devices)
+    self._runtime = runtime
     self._service = Service(known, lambda number: Session(number, known, runtime, self._slices, _HANDLERS))
     self.commands = Commands(self._slices, runtime, self._service)
     chosen = self._service.start(address)
@@ -42,7 +43,8 @@ class Server:
     self._control = _listen(self.control_path, self.commands)
 
   def close(self) -> None:
-    """Removes the control socket. The process should end now: it has threads inside gRPC and XLA."""
+    """Ends the slices and removes the control socket. The process should end now: it has threads in gRPC and XLA."""
+    self._runtime.close()
     self._control.server_close()
     Path(self.control_path).unlink(missing_ok=True)
 

@@ -319,6 +319,10 @@ class WorkerRuntime(Runtime):
     if slice_id not in self._workers:
       self._start([slice_id])
 
+  def close(self) -> None:
+    for worker in list(self._workers.values()):
+      worker.process.kill()  # a client of XLA prints a page of errors about a service that ends before it
+
   def runs(self, slice_id: int) -> bool:
     return slice_id in self._workers
 

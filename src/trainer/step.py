@@ -185,7 +185,7 @@ def apply_gradients(
   return new_state, jnp.stack([metrics[name].astype(jnp.float32) for name in METRICS])
 
 
-def metric_values(metrics: jax.Array) -> dict[str, float]:
+def metric_values(metrics: jax.Array | np.ndarray) -> dict[str, float]:
   """Returns the metrics of a step by name. Waits for the step."""
   return dict(zip(METRICS, np.asarray(metrics).tolist(), strict=True))
 

@@ -56,8 +56,7 @@ class StepRecords:
     if self._pending is None:
       return
     (step, arrays, data_wait, slice_seconds), self._pending = self._pending, None
-    self._stepper.wait(arrays, f"step {step}")
-    values = step_lib.metric_values(arrays)
+    values = step_lib.metric_values(self._stepper.read(arrays, f"step {step}"))
     now = time.monotonic()
     seconds, self._last = now - self._last, now
     alive = self._stepper.alive

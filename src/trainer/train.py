@@ -336,8 +336,8 @@ def _evaluate(
   start, data = time.monotonic(), session.data
   elastic.reached("eval", step)
   with session.watchdog.during("evaluation"):
-    sums = stepper.evaluate(params, data.eval_batches(config.observe.eval_steps))
-    stepper.wait(sums, f"the evaluation at step {step}")
+    computed = stepper.evaluate(params, data.eval_batches(config.observe.eval_steps))
+    sums = stepper.read(computed, f"the evaluation at step {step}")
     totals = [[sum(float(value) for value in values) for values in zip(*parts)] for parts in sums]
   losses = {name: loss / weight if weight else math.nan for name, (loss, weight) in zip(data.evaluations, totals)}
   seconds, main = time.monotonic() - start, losses[data.main_set]

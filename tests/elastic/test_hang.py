@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import jax
+import numpy as np
 import pytest
 
 from trainer.cluster.simulated import SimulatedCluster
@@ -49,6 +50,21 @@ def test_a_slice_that_is_silent_while_others_answer_hangs(guarded):
   with pytest.raises(SliceHang, match=r"step 7 has not finished in 0.0625 s and slices \[1\] do not answer") as caught:
     guarded.wait()
   assert caught.value.slices == {1}
+
+
+def test_a_slice_that_hangs_when_its_result_is_read_hangs(guarded):
+  """The result is computed, and the copy to the host never arrives."""
+
+  class Result:
+    def __array__(self, dtype=None, copy=None):
+      guarded.ended.wait()
+      return np.zeros(6, np.float32)
+
+  guarded.answer({0, 2, 3})
+  with pytest.raises(SliceHang, match=r"step 7 .* slices \[1\] do not answer"):
+    guarded.guard.read({"metrics": Result()}, "step 7")
+  guarded.ended.set()
+  assert guarded.guard.read({"metrics": Result()}, "step 8")["metrics"].shape == (6,)
 
 
 def test_slices_that_are_all_silent_may_only_be_busy(guarded):

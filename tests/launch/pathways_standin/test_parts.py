@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from trainer.launch.pathways_standin import dtypes, messages, status
+from trainer.launch.pathways_standin import dtypes, executables, messages, status
 from trainer.launch.pathways_standin.commands import random_faults
 from trainer.launch.pathways_standin.gates import Gate, Timer, merge
 from trainer.launch.pathways_standin.host_buffers import HostBuffers, to_array, to_bytes
@@ -21,6 +21,12 @@ from trainer.launch.pathways_standin.status import Status
 def test_a_type_has_one_number_and_one_name_in_mlir(dtype):
   assert dtypes.from_kind(dtypes.KIND_OF[dtype]) == dtype
   assert list(dtypes.by_mlir_name().values()).count(dtype) == 1
+
+
+def test_an_execution_takes_over_only_what_a_result_uses():
+  alias = "HloModule m, input_output_alias={ {}: (1, {}, may-alias) }, buffer_donor={ (0, {}) }, num_partitions=2"
+  assert executables._donated(alias) == {1}
+  assert executables._donated("HloModule m, buffer_donor={ (0, {}) }, num_partitions=2") == frozenset()
 
 
 def test_names_in_mlir():

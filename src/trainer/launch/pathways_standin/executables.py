@@ -88,7 +88,11 @@ def _result_types(module: Any) -> list[tuple[np.dtype, tuple[int, ...]]]:
   else:
     raise Status("INVALID_ARGUMENT", "the program has no function main")
   found = []
-  for result in map(ir.RankedTensorType, results):
+  for result_type in results:
+    try:
+      result = ir.RankedTensorType(result_type)
+    except ValueError as error:  # a token
+      raise Status("UNIMPLEMENTED", f"results of the type {result_type}") from error
     element = str(result.element_type).lower()
     if element not in names:
       raise Status("UNIMPLEMENTED", f"results of the element type {result.element_type}")
@@ -119,8 +123,11 @@ def _outputs(
 
 
 def _donated(header: str) -> frozenset[int]:
-  """The parameters that an execution takes over, from the first line of the HLO text."""
-  found = _braces(header, "input_output_alias") + _braces(header, "buffer_donor")
+  """The parameters that an execution takes over, from the first line of the HLO text.
+
+  A `buffer_donor` that became no alias of a result stays with the caller.
+  """
+  found = _braces(header, "input_output_alias")
   return frozenset(int(number) for number in re.findall(r"\(\s*(\d+)\s*,", found))
 
 

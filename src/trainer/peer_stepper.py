@@ -140,6 +140,9 @@ class PeerStepper:
     self._evaluated = True
     return [[(loss, weight)] for loss, weight in scalars.reshape(-1, 2)]
 
+  def wait(self, arrays: Any, what: str) -> None:
+    jax.block_until_ready(arrays)
+
   def read(self, arrays: Any, what: str) -> Any:
     return jax.device_get(arrays)
 

@@ -54,8 +54,12 @@ class Stepper(Protocol):
     """For each set, sums over its first batches[set] batches, perhaps not computed yet, in parts to be added."""
     ...
 
+  def wait(self, arrays: Any, what: str) -> None:
+    """Returns when the arrays are computed; raises their error, or SliceHang. `what` names the work in messages."""
+    ...
+
   def read(self, arrays: Any, what: str) -> Any:
-    """The arrays on the host; raises their error, or SliceHang. `what` names the work in messages."""
+    """The arrays on the host; raises their error, or SliceHang."""
     ...
 
   def call(self, work: Callable[[], None], what: str) -> None:
@@ -121,6 +125,9 @@ class FusedStepper:
         [self._program.evaluate(params, self._on_slices(batch(index))) for index in range(count)]
         for batch, count in zip(self._eval_batches, batches, strict=True)
       ]
+
+  def wait(self, arrays: Any, what: str) -> None:
+    self._guard.wait_for_arrays(arrays, what)
 
   def read(self, arrays: Any, what: str) -> Any:
     return self._guard.read(arrays, what)

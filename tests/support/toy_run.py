@@ -112,7 +112,7 @@ class ToyRun:
         raise self.fail_at[step]
       began = elastic.clock()
       state, loss = compiled(state, elastic.cluster.poison(batch, view))
-      guard.read(loss, f"step {step}")
+      guard.wait_for_arrays((state, loss), f"step {step}")
       if isinstance(elastic.clock, Clock):
         elastic.clock.sleep(1)  # a step takes a second
       used = sorted(int(r) for r in rows.ravel() if r != batch_plan.PADDING)

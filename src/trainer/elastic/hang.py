@@ -37,11 +37,14 @@ class HangGuard:
     self._late_after = late_after
     self._check_seconds, self._silence_seconds = check_seconds, silence_seconds
 
+  def wait_for_arrays(self, arrays: Any, what: str) -> None:
+    """Returns when the arrays are computed; raises their error. `what` names the work in messages: "step 12"."""
+    self.call(lambda: self._cluster.block_until_ready(arrays, self._view), what)
+
   def read(self, arrays: Any, what: str) -> Any:
     """The arrays on the host, as jax.device_get returns them; raises their error.
 
-    A slice may also hang between the end of a computation and the copy of its result. `what` names the work in
-    messages: "step 12".
+    A slice may also hang between the end of a computation and the copy of its result.
     """
 
     def work() -> Any:

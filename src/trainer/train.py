@@ -151,7 +151,7 @@ def _loop(
       stop=session.preemption.requested(step),
       resize=stepper.resize_due(step),
       evaluation=_evaluation_due(config, session, step),
-      checkpoint=tiers.due(step) or tiers.owed(step),
+      checkpoint=tiers.owed(step) or tiers.due(step),
       snapshot=elastic.snapshot_due(step),
     )
     actions = after_step.decide(due, uses_snapshots=elastic.uses_snapshots)

@@ -83,7 +83,8 @@ class Tiers:
     """Whether the last save in storage that was due before `step` was lost: with a slice that it needed, or with the
     world that was to do it.
 
-    Asked after every step: it looks after the first one of an attempt, and when this world begins to save in storage.
+    To be asked after every step, also where a save is due: it looks after the first step of an attempt, and when this
+    world begins to save in storage. Later a save that is still being written would look like a lost one.
     """
     before, self._saves = self._saves, self._saves_in_storage()
     if before or not self._saves or not self._cfg.enable_checkpointing:

@@ -23,7 +23,8 @@ from end_to_end.process_runs import ProcessRun
 WARM_UP = 10  # losses
 CALM_STEPS = 20  # between a return and the reading
 GROWTH = 8 << 20  # bytes, from the end of the warm-up to the end: allocators keep some pages that they may use again
-KEYS = (f"steps={10**6}", "checkpoint_period=200", "eval_interval=50", "eval_steps=2")
+# No saves: TensorStore keeps 20 to 200 KB of Python objects of each (docs/benchmarks/processes.md).
+KEYS = (f"steps={10**6}", f"checkpoint_period={10**6}", "eval_interval=50", "eval_steps=2")
 
 
 @dataclass(frozen=True)

@@ -274,8 +274,9 @@ def test_quantized_training_is_close_to_plain_training(name):
     assert ours["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["fsdp", "slices"])
-@pytest.mark.parametrize("optimizer", ["adafactor", "muon", "sgd"])
+@pytest.mark.parametrize(
+  ("optimizer", "name"), [("adafactor", "fsdp"), ("adafactor", "slices"), ("muon", "slices"), ("sgd", "fsdp")]
+)
 def test_other_optimizers_sharded_equal_unsharded(optimizer, name):
   where, _ = MESHES[name]
   changes = {"data": {"per_device_batch_size": ROWS / math.prod(where)}, "optimizer": {"opt_type": optimizer}}
@@ -464,10 +465,10 @@ def test_bfloat16_weights_keep_the_types_of_the_state(optimizer, mu_dtype, scan_
     assert set(moments) == {jnp.dtype(mu_dtype or {"adafactor": "float32", "sgd": "bfloat16"}[optimizer])}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_bfloat16_weights_learn_as_float32_ones_do(optimizer):
   """Three steps at a rate that bfloat16's 8 bits can hold: losses within 1 %, and the weights go as far, within 5 %."""
-  keys = {"opt_type": optimizer, "learning_rate": 3.0 if optimizer == "sgd" else 0.02}
+  keys = {"opt_type": optimizer, "learning_rate": 0.02}
   losses, distances = [], []
   for weight_dtype in ("float32", "bfloat16"):
     cfg = config(model={"weight_dtype": weight_dtype}, optimizer=keys)

@@ -28,6 +28,7 @@ class Group:
   """The members of one group of workers, one worker per slice."""
 
   def __init__(self, run: RunSupervisor, ranks: int) -> None:
+    self.run = run
     self.environments = run.begin([Worker(rank, "127.0.0.1", 1) for rank in range(ranks)])
     self.members = {rank: self.join(rank, self.environments[rank]) for rank in range(ranks)}
     self.step = 0
@@ -43,6 +44,10 @@ class Group:
       interrupt=lambda epoch: None,
       warn=lambda line: None,
     )
+    deadline = time.monotonic() + SECONDS
+    while place.member not in self.run._server.connected:  # so that the first member becomes the primary
+      assert time.monotonic() < deadline, f"member {place.member} is not let in"
+      time.sleep(0.001)
     member.send("ready", newest=0)
     return member
 

@@ -104,6 +104,7 @@ def play(
 ) -> list[tuple[Fault, float]]:
   """Runs to the end. Returns the faults that happened, each with the time of the kill, in seconds since the epoch."""
   happened: list[tuple[Fault, float]] = []
+  began: float | None = None  # when the first step was completed
   endless = faults or itertools.repeat(Fault(math.inf, ()))
   fault = next(endless)
   with pinned(run, cores):
@@ -111,7 +112,10 @@ def play(
       with run.launched() as supervisor:  # the end of the block kills what runs
         while supervisor.poll() is None:
           time.sleep(0.05)
-          if not is_due(run, fault, len(cores)):
+          if began is None and run.last_step:
+            began = times(run)[0]
+          # To read all records takes time of the slices' cores, so only once the time has come.
+          if began is None or time.time() < began + fault.at or len(run.active()) < len(cores):
             continue
           happened.append((fault, time.time()))
           hit, fault = fault.slices, next(endless)
@@ -122,13 +126,6 @@ def play(
         else:
           assert supervisor.returncode == 0, run.tail()
           return happened
-
-
-def is_due(run: ProcessRun, fault: Fault, slices: int) -> bool:
-  """Whether the fault shall happen now: its time has come, and all slices take part in the run's last step."""
-  if not run.last_step or fault.at == math.inf:
-    return False
-  return time.time() >= times(run)[0] + fault.at and len(run.active()) == slices
 
 
 def times(run: ProcessRun) -> list[float]:

@@ -12,6 +12,7 @@ once, with the same numbers, and the same final state bit by bit. Exits with 1 i
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import os
 import random
@@ -19,7 +20,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,14 +96,18 @@ def terminate(run: Run, steps: int, rng: random.Random, duration: float) -> Ende
   process.send_signal(signal.SIGTERM)
   code = command.wait_for_exit(process)
   last, committed = run.last_step, max(run.committed_steps(), default=0)
-  wrong = ""
+  return Ended(aimed, seconds, code, first, last, committed, mistake(code, last, committed, steps))
+
+
+def mistake(code: int, last: int, committed: int, steps: int) -> str:
+  """What is wrong with a process that ended with `code` after step `last`; "" if nothing is."""
   if code not in (0, 42):
-    wrong = f"exit code {code}"
-  elif committed != last:
-    wrong = f"step {last} is not committed"
-  elif code == 0 and last != steps:
-    wrong = "exit code 0, but the run is not complete"
-  return Ended(aimed, seconds, code, first, last, committed, wrong)
+    return f"exit code {code}"
+  if committed != last:
+    return f"step {last} is not committed"
+  if code == 0 and last != steps:
+    return "exit code 0, but the run is not complete"
+  return ""
 
 
 def differences(run: Run, undisturbed: Run, steps: int) -> list[str]:
@@ -126,13 +131,23 @@ def torment(folder: Path, start: command.Start, steps: int, signals: int, seed: 
   begin = time.monotonic()
   assert undisturbed.finish() == 0, undisturbed.printed[-4000:]
   duration = time.monotonic() - begin
-  number, rng = 0, random.Random(seed)
+  rng = random.Random(seed)
+  runs = (command.text_run(folder, f"terminated-{number}", keys, start) for number in itertools.count())
+  yield from ends(runs, lambda run: terminate(run, steps, rng, duration), undisturbed, steps, signals)
+
+
+def ends(
+  runs: Iterator[Run], end: Callable[[Run], Ended | None], undisturbed: Run, steps: int, signals: int
+) -> Iterator[Ended | str]:
+  """Starts each run again and again until it is complete, and the next one until `signals` were sent.
+
+  end: starts a run and ends it with a signal; None if the run was complete before. Yields the end of each process, and
+  for each complete run its differences ("" if there are none).
+  """
   while signals > 0:
-    run = command.text_run(folder, f"terminated-{number}", keys, start)
-    number += 1
-    complete = False
+    run, complete = next(runs), False
     while signals > 0 and not complete:
-      ended = terminate(run, steps, rng, duration)
+      ended = end(run)
       if ended is not None:
         signals -= 1
         yield ended

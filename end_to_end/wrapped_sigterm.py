@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import itertools
 import logging
 import os
 import random
@@ -165,10 +166,8 @@ def terminate(run: Run, wrapper: Wrapper, rng: random.Random, duration: float) -
     wrong = f"exit code 143 after step {last}" if last > first else ""
   elif code not in (0, 42):
     wrong = f"exit code {code} within {time.monotonic() - begin - seconds:.1f} s"
-  elif committed != last:
-    wrong = f"step {last} is not committed"
-  elif code == 0 and last != STEPS:
-    wrong = "exit code 0, but the run is not complete"
+  else:
+    wrong = sigterm.mistake(code, last, committed, STEPS)
   return sigterm.Ended(aim, seconds, code, first, last, committed, wrong)
 
 
@@ -181,19 +180,9 @@ def torment(folder: Path, name: str, signals: int, seed: int) -> Iterator[sigter
     assert undisturbed.finish() == 0, undisturbed.printed[-4000:]
   events = undisturbed.records("events")
   duration = events[-1]["wall"] - events[0]["wall"] + 2  # the imports come before the first event
-  number, rng = 0, random.Random(seed)
-  while signals > 0:
-    run = command.text_run(folder, f"{name}-{number}", keys, starter(wrapper))
-    number += 1
-    complete = False
-    while signals > 0 and not complete:
-      ended = terminate(run, wrapper, rng, duration)
-      if ended is not None:
-        signals -= 1
-        yield ended
-      complete = ended is None or ended.code == 0
-    assert run.finish() == 0, run.printed[-4000:]
-    yield "; ".join(sigterm.differences(run, undisturbed, STEPS))
+  rng = random.Random(seed)
+  runs = (command.text_run(folder, f"{name}-{number}", keys, starter(wrapper)) for number in itertools.count())
+  yield from sigterm.ends(runs, lambda run: terminate(run, wrapper, rng, duration), undisturbed, STEPS, signals)
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ import functools
 import itertools
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -165,13 +165,12 @@ class Metrics:
 
   def recorded_step(self) -> int:
     """The newest step in metrics.jsonl, whichever process has recorded it; 0: none."""
-    known = files.read_last_json_lines(self._run_directory, METRICS_FILE)
-    return max((record["step"] for record in known if "loss" in record), default=0)
+    return _last_step(files.read_last_json_lines(self._run_directory, METRICS_FILE))
 
   def take_over(self) -> list[StepRecord]:
     """This process is the primary from now on. Returns the steps that nobody had recorded, now recorded here."""
     known = list(files.read_last_json_lines(self._run_directory, METRICS_FILE))
-    last = max((record["step"] for record in known if "loss" in record), default=0)
+    last = _last_step(known)
     evaluated = {record["step"] for record in known if "eval_loss" in record}
     self._open(True)
     missing: list[StepRecord] = []
@@ -267,6 +266,11 @@ def _service_rows(run_directory: str) -> Iterator[tuple[int, Scalars, Scalars]]:
     evaluation = _eval_scalars(record["eval_loss"], record.get("eval_losses") or {}) if "eval_loss" in record else {}
     if "loss" in record:
       yield int(record["step"]), _scalars(record), evaluation
+
+
+def _last_step(records: Iterable[dict[str, Any]]) -> int:
+  """The newest step of the records; 0: none."""
+  return max((record["step"] for record in records if "loss" in record), default=0)
 
 
 def eval_loss(run_directory: str, step: int) -> float | None:

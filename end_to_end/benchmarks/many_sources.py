@@ -7,8 +7,8 @@ and ArrayRecord of token ids, and a mixture of all of them with different weight
 other, read the configuration of this mixture with packing=best_fit, check and open its data like `python -m trainer`,
 and read --batches batches with its prefetch thread: a first start, which prepares the data, a later start, and a later
 start with the first source alone. Prints for each: seconds to read the configuration and to open the data, threads
-while it reads, the highest resident memory of the process, and batches of 64 examples per second. Seconds of imports
-are printed apart.
+while it reads, the highest resident memory of the process, and batches of 64 examples per second. Seconds of imports,
+and the processes that prepare the data, are printed apart.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WORDS = "the of and to in is that for it as was with be by on not he his but at
 
 # A process that opens the data of a configuration as a run does, without JAX, which has threads and memory of its own.
 READER = """
-import json, re, sys, time
+import json, re, resource, sys, time
 began = time.perf_counter()
 import grain, pydantic
 from trainer.config import load
@@ -50,10 +50,12 @@ check(config.data, config.model.vocab_size)
 loader = make_loader(config.data, vocab_size=config.model.vocab_size, global_batch_size=batch, split="train",
                      log=lambda line: None)
 opened, opened_cpu = time.perf_counter(), time.process_time()
+others = resource.getrusage(resource.RUSAGE_CHILDREN)
 with Prefetcher(loader.batch, 0, batches) as steps:
   threads = max(status("Threads") for _ in steps)
 read = time.perf_counter()
 result = {"import_seconds": imported - began, "open_seconds": opened - imported, "open_cpu_seconds": opened_cpu - cpu,
+          "others_cpu_seconds": others.ru_utime + others.ru_stime, "others_mebibytes": others.ru_maxrss / 1024,
           "threads": threads, "mebibytes": status("VmHWM") / 1024, "batches_per_second": batches / (read - opened),
           "counts": loader.examples_by_source(batches)}
 print("RESULT " + json.dumps(result))
@@ -143,7 +145,8 @@ def main() -> None:
       found = start(folder, sources, args.batches)
       print(
         f"{label:24} open {found['open_seconds']:6.2f} s ({found['open_cpu_seconds']:.2f} CPU s; imports "
-        f"{found['import_seconds']:.2f} s), "
+        f"{found['import_seconds']:.2f} s; other processes {found['others_cpu_seconds']:.2f} CPU s, at most "
+        f"{found['others_mebibytes']:.1f} MiB each), "
         f"{found['threads']:3} threads, {found['mebibytes']:6.1f} MiB, {found['batches_per_second']:6.1f} batches/s",
         flush=True,
       )

@@ -80,6 +80,7 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
   from trainer.cluster.peers import RunEnded
   from trainer.config import ConfigError
   from trainer.config.schema import RematPolicy
+  from trainer.data.workers import WorkerLost
   from trainer.elastic import retry
   from trainer.membership.rules import RunRules
   from trainer.observe import log
@@ -108,6 +109,9 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
     except RunEnded as ended:  # while this process started, or the supervisor does not let it join
       print(str(ended) or f"The run has ended with exit code {ended.code}.", file=sys.stderr)
       return ended.code
+    except WorkerLost as error:
+      print(f"error: {error} Start again, with more memory if it is killed again.", file=sys.stderr)
+      return FAILED
     except OSError as error:  # a folder of the run or of the data cannot be opened, although it passed the checks
       print(f"error: cannot start the run: {error}\nFix this, or choose another folder.", file=sys.stderr)
       return BAD_INPUT

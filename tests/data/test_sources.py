@@ -319,8 +319,8 @@ def test_files_that_change_while_they_are_prepared_are_refused(tmp_path, monkeyp
   path = Path(keys["grain_train_files"])
   build = prepare.build
 
-  def build_and_change(folder: Path, **arguments) -> None:
-    build(folder, **arguments)
+  def build_and_change(folder: Path, log, **arguments) -> None:
+    build(folder, log, **arguments)
     old = path.read_bytes()
     path.write_bytes(old.replace(b"document 3", b"document 8") if change == "content" else old + b"\n")
 

@@ -426,11 +426,11 @@ def test_has_eval(root):
 RACER = """
 import sys
 from trainer.config.schema import DataSection
-from trainer.data import datasets, prepared
+from trainer.data import datasets, prepared, workers
 cfg = DataSection.model_validate_json(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
-folder, tokenizer = prepared.prepared(cfg, datasets.find(cfg), vocab_size=400, log=print)
+folder, tokenizer = prepared.prepared(cfg, datasets.find(cfg), vocab_size=400, log=print, call=workers.here)
 print(tokenizer.fingerprint, (folder / "meta.json").read_text().replace("\\n", ""))
 """
 

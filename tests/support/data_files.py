@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from trainer.config.schema import DataSection
-from trainer.data import Batch, Loader, make_loader, packages, prepared
+from trainer.data import Batch, Loader, check, make_loader, packages
 
 LENGTH = 24
 TEXTS = [f"document {number} " + "\u00e9x" * (number * 7 % 13) for number in range(40)]
@@ -22,7 +22,7 @@ def load(folder: Path, split: str = "train", batch: int = 4, vocab_size: int = 3
   cfg = DataSection(
     **{"dataset_type": "grain", "max_target_length": LENGTH, "dataset_cache_directory": str(folder / "cache"), **keys}
   )
-  prepared.check(cfg, vocab_size)
+  check(cfg, vocab_size)
   return make_loader(cfg, vocab_size=vocab_size, global_batch_size=batch, split=split, log=lambda line: None)
 
 

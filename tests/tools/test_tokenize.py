@@ -134,11 +134,8 @@ def tree(folder: Path) -> dict[str, str]:
 
 
 def children(pid: int) -> list[int]:
-  """Processes that `pid` has started, without the resource tracker of multiprocessing."""
-  found = [
-    int(text) for task in Path(f"/proc/{pid}/task").iterdir() for text in (task / "children").read_text().split()
-  ]
-  return [child for child in found if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+  """Processes that `pid` has started."""
+  return [int(text) for task in Path(f"/proc/{pid}/task").iterdir() for text in (task / "children").read_text().split()]
 
 
 def wait_until(condition, seconds: float = 60) -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.data import array_record, cache, prepare, prepared, windows
+from trainer.data import array_record, cache, prepare, prepared, windows, workers
 from trainer.data.batch import Example, empty_example
-from trainer.data.documents import BadRecord, BadRecords, Documents
+from trainer.data.documents import BadRecord, BadRecords, Documents, Piece
 from trainer.data.order import Order
 from trainer.data.tokenizer import Tokenizer
 
@@ -138,24 +139,25 @@ def applies(cfg: DataSection) -> bool:
 
 def open_source(
   cfg: DataSection,
-  splits: Mapping[str, Documents],
+  documents: Documents | None,
   *,
   vocab_size: int,
   min_examples: int,
   split: str,
   log: cache.Log,
+  call: workers.Call,
 ) -> InPlaceSource:
-  """The source of one of the `splits`. The cache keeps the number of records of each file.
+  """The source of the documents of a split. The cache keeps the number of records of each file, which `call` counts.
 
   Raises ConfigError if there are fewer than `min_examples` records, or no files for the split.
   """
-  documents = splits.get(split)
   if documents is None:
     raise ConfigError("There are no evaluation data. Set grain_eval_files, or eval_steps=0 eval_interval=-1.")
   digest = documents.digest()
 
   def build(folder: Path) -> None:
-    (folder / _COUNTS).write_text(json.dumps([array_record.count(piece) for piece in documents.pieces]))
+    counted = call(partial(_counts, documents.pieces), f"it counted the records of {documents.name}")
+    (folder / _COUNTS).write_text(json.dumps(counted))
 
   def fault(folder: Path) -> str | None:
     return None if (folder / _COUNTS).is_file() else f"{_COUNTS} is absent"
@@ -169,7 +171,7 @@ def open_source(
     )
   records = array_record.Records([piece.path for piece in documents.pieces], counts)
   key = f"in-place-2 {digest} length={cfg.max_target_length} vocab={vocab_size}"
-  found = _find_bad(cfg, documents, records, counts, key, vocab_size) if cfg.max_bad_records else {}
+  found = _find_bad(cfg, documents, counts, key, vocab_size, call) if cfg.max_bad_records else {}
   if found:
     prepared.require_few(len(found), list(found.values()), cfg.max_bad_records, documents.name, log)
     key += f" bad={sorted(found)}"
@@ -177,27 +179,28 @@ def open_source(
   return InPlaceSource(cfg, examples, name=documents.name, split=split, key=key, bad_records=len(found))
 
 
+def _counts(pieces: Sequence[Piece]) -> list[int]:
+  """The number of records of each file."""
+  return [array_record.count(piece) for piece in pieces]
+
+
 def _find_bad(
-  cfg: DataSection,
-  documents: Documents,
-  records: array_record.Records,
-  counts: Sequence[int],
-  key: str,
-  vocab_size: int,
+  cfg: DataSection, documents: Documents, counts: Sequence[int], key: str, vocab_size: int, call: workers.Call
 ) -> dict[int, str]:
   """{number: message} of the records that are not examples, from the cache, or found by reading all of them."""
 
   def build(folder: Path) -> None:
     print(f"Looking for bad records in {sum(counts):,} records of {documents.name}", flush=True)
-    bad = BadRecords(cfg.max_bad_records, print)
-    decode = _Windows(records, cfg.grain_file_type, cfg.max_target_length, vocab_size).decode
-    found: dict[int, str] = {}
-    for start, piece in zip(itertools.accumulate(counts, initial=0), documents.pieces):
-      for number, record in enumerate(array_record.scan(piece, decode), start):
-        if isinstance(record, BadRecord):
-          bad.add(record)
-          found[number] = record.message
-    (folder / _BAD).write_text(json.dumps(found))
+    work = partial(
+      _read_all,
+      documents.pieces,
+      counts,
+      cfg.grain_file_type,
+      cfg.max_target_length,
+      vocab_size,
+      BadRecords(cfg.max_bad_records, print),
+    )
+    (folder / _BAD).write_text(json.dumps(call(work, f"it read {documents.name}")))
 
   def fault(folder: Path) -> str | None:
     return None if (folder / _BAD).is_file() else f"{_BAD} is absent"
@@ -205,3 +208,18 @@ def _find_bad(
   name = f"bad-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
   folder = cache.entry(cfg.dataset_cache_directory, name, build=build, fault=fault, log=print)
   return {int(number): message for number, message in json.loads((folder / _BAD).read_text()).items()}
+
+
+def _read_all(
+  pieces: Sequence[Piece], counts: Sequence[int], file_type: str, length: int, vocab_size: int, bad: BadRecords
+) -> dict[int, str]:
+  """{number: message} of the records that are not examples. Raises ConfigError if they are too many."""
+  records = array_record.Records([piece.path for piece in pieces], counts)
+  decode = _Windows(records, file_type, length, vocab_size).decode
+  found: dict[int, str] = {}
+  for start, piece in zip(itertools.accumulate(counts, initial=0), pieces):
+    for number, record in enumerate(array_record.scan(piece, decode), start):
+      if isinstance(record, BadRecord):
+        bad.add(record)
+        found[number] = record.message
+  return found

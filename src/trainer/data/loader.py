@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.data import datasets, in_place, prepared
+from trainer.data import datasets, in_place, prepared, workers
 from trainer.data.batch import Batch, DataError, empty_example, stack
 from trainer.data.documents import Documents
 from trainer.data.mixture import Member, MixtureSource, Steps
@@ -182,7 +183,7 @@ def make_loader(
     source = _open_mixture(cfg, vocab_size, global_batch_size, log)
   else:
     min_examples = global_batch_size if split == "train" else 0
-    source = _open(cfg, datasets.find(cfg), vocab_size, min_examples, split, log)
+    (source,) = _open_all([_Found(cfg, datasets.find(cfg))], vocab_size, min_examples, split, log)
   return _loader(cfg, source, global_batch_size, reuse_first=split == "train" and cfg.reuse_example_batch > 0)
 
 
@@ -198,20 +199,21 @@ def open_eval_sets(
 
   `log` gets a line about each set. Raises ConfigError like `make_loader`, naming the set.
   """
-  loaders: dict[str, Loader] = {}
-  for name, section in _eval_sets(cfg).items():
-    try:
-      documents = {"eval": datasets.find(section)["train"]}
-      source = _open(section, documents, vocab_size, 0, "eval", log, tokenizer)
-    except ConfigError as error:
-      for loader in loaders.values():
-        loader.close()
-      raise ConfigError(f"{name} of eval_sets={cfg.eval_sets}: {error}") from error
+  found = []
+  sections = _eval_sets(cfg)
+  for name, section in sections.items():
+    place = f"{name} of eval_sets={cfg.eval_sets}"
+    with _naming(place):
+      found.append(_Found(section, {"eval": datasets.find(section)["train"]}, place))
+  sources = _open_all(found, vocab_size, 0, "eval", log, tokenizer)
+  for name, source in zip(sections, sources, strict=True):
     tokens = f"{source.num_targets:,} tokens in " if source.num_targets else ""
     kind = f"{source.tokenizer.name} tokenizer" if source.tokenizer else "token ids"
     log(f"Evaluation set {name}: {source.name}, {kind}, {tokens}{source.num_examples:,} examples")
-    loaders[name] = _loader(section, source, global_batch_size, reuse_first=False)
-  return loaders
+  return {
+    name: _loader(section, source, global_batch_size, reuse_first=False)
+    for (name, section), source in zip(sections.items(), sources, strict=True)
+  }
 
 
 def _loader(cfg: DataSection, source: Source, global_batch_size: int, *, reuse_first: bool) -> Loader:
@@ -234,24 +236,53 @@ def check(cfg: DataSection, vocab_size: int) -> None:
     if cfg.grain_eval_files:  # checked as files to train on: a mixture has no grain_train_files
       sections.append(cfg.model_copy(update={"grain_train_files": cfg.grain_eval_files, "grain_eval_files": ""}))
   sections += _eval_sets(cfg).values()
-  for section in sections:
-    prepared.check(section, vocab_size)
+  found = [_Found(section, {} if section.dataset_type == "text" else datasets.find(section)) for section in sections]
+  check_one = lambda one, call: prepared.check(one.section, one.splits, vocab_size, call)
+  workers.prepare_each(check_one, found, [one.size for one in found])
 
 
-def _open(
-  cfg: DataSection,
-  splits: Mapping[str, Documents],
+class _Found(NamedTuple):
+  """A dataset whose files have been found."""
+
+  section: DataSection
+  splits: Mapping[str, Documents]
+  place: str = ""  # in the configuration, for error messages
+
+  @property
+  def size(self) -> int:
+    """Bytes of all files."""
+    return sum(documents.size for documents in self.splits.values())
+
+
+@contextlib.contextmanager
+def _naming(place: str) -> Iterator[None]:
+  """Puts `place`, if there is one, before the message of a ConfigError."""
+  try:
+    yield
+  except ConfigError as error:
+    if not place:
+      raise
+    raise ConfigError(f"{place}: {error}") from error
+
+
+def _open_all(
+  found: Sequence[_Found],
   vocab_size: int,
   min_examples: int,
   split: str,
   log: Callable[[str], None],
   tokenizer: Tokenizer | None = None,
-) -> prepared.PreparedSource | in_place.InPlaceSource:
-  """The source of one of the `splits` of a dataset, read in place if that is possible."""
-  sizes: dict[str, Any] = {"vocab_size": vocab_size, "min_examples": min_examples}
-  if in_place.applies(cfg):
-    return in_place.open_source(cfg, splits, split=split, log=log, **sizes)
-  return prepared.open_source(cfg, splits, split=split, log=log, tokenizer=tokenizer, **sizes)
+) -> list[prepared.PreparedSource | in_place.InPlaceSource]:
+  """The source of a split of each dataset, read in place if that is possible."""
+  keys: dict[str, Any] = {"vocab_size": vocab_size, "min_examples": min_examples, "split": split, "log": log}
+
+  def open_one(one: _Found, call: workers.Call) -> prepared.PreparedSource | in_place.InPlaceSource:
+    with _naming(one.place):
+      if in_place.applies(one.section):
+        return in_place.open_source(one.section, one.splits.get(split), call=call, **keys)
+      return prepared.open_source(one.section, one.splits, call=call, tokenizer=tokenizer, **keys)
+
+  return workers.prepare_each(open_one, found, [one.size for one in found])
 
 
 def _mixture_entries(cfg: DataSection) -> list[MixtureEntry]:
@@ -272,8 +303,9 @@ def _open_mixture(cfg: DataSection, vocab_size: int, batch: int, log: Callable[[
   """The training source of a mixture. Raises ConfigError if a source has no example, or two have the same examples."""
   members: list[Member] = []
   names: dict[str, str] = {}
-  for entry in _mixture_entries(cfg):
-    source = _open(entry.section, datasets.find(entry.section), vocab_size, 1, "train", log)
+  entries = _mixture_entries(cfg)
+  found = [_Found(entry.section, datasets.find(entry.section)) for entry in entries]
+  for entry, source in zip(entries, _open_all(found, vocab_size, 1, "train", log), strict=True):
     assert source.num_examples is not None
     limit = entry.epochs if math.isinf(entry.epochs) else int(entry.epochs * source.num_examples)
     if limit == 0:

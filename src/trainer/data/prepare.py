@@ -30,6 +30,7 @@ Group: TypeAlias = list[Part]
 
 def build(
   folder: Path,
+  log: cache.Log,
   *,
   key: str,
   splits: Mapping[str, Documents],
@@ -38,7 +39,6 @@ def build(
   length: int,
   packing: str,
   max_bad_records: int,
-  log: cache.Log,
 ) -> None:
   """Fills `folder` with one file of windows for each split, and meta.json.
 

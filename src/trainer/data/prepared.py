@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from trainer.config import rules
 from trainer.config.errors import ConfigError, require
-from trainer.data import cache, datasets, prepare, store, windows
+from trainer.data import cache, prepare, store, windows, workers
 from trainer.data.batch import Example, empty_example
 from trainer.data.documents import BadRecords, Documents
 from trainer.data.order import Order
@@ -73,14 +74,13 @@ class PreparedSource:
     self._records.close()
 
 
-def check(cfg: DataSection, vocab_size: int) -> None:
+def check(cfg: DataSection, splits: Mapping[str, Documents], vocab_size: int, call: workers.Call) -> None:
   """Raises ConfigError for data that cannot be prepared, as far as the first document of each split shows it.
 
   A check of seconds, before devices are used: a missing package, a wrong column or type, a tokenizer with more ids than
-  `vocab_size`. Text files have been checked with the configuration.
+  `vocab_size`. `splits`: {} for text, whose files have been checked with the configuration.
   """
-  splits = {} if cfg.dataset_type == "text" else datasets.find(cfg)
-  are_text = [_are_text(cfg, documents, documents.digest()) for documents in splits.values()]
+  are_text = [_are_text(cfg, documents, documents.digest(), call) for documents in splits.values()]
   if cfg.dataset_type == "text" or any(are_text):
     _require_fit(_given_tokenizer(cfg), vocab_size)
 
@@ -93,18 +93,19 @@ def open_source(
   min_examples: int,
   split: str,
   log: cache.Log,
+  call: workers.Call,
   tokenizer: Tokenizer | None = None,
 ) -> PreparedSource:
   """The source of one of the `splits` that belong together. Prepares the data first if the cache does not have them.
 
-  tokenizer: of text, instead of the configured one. Raises ConfigError if there is too little data for `min_examples`
-  windows, or for one token.
+  call: how the preparation is called. tokenizer: of text, instead of the configured one. Raises ConfigError if there is
+  too little data for `min_examples` windows, or for one token.
   """
   if cfg.dataset_type == "text" and cfg.packing == "split":
     # Each target is at least a byte, or the end of a document. Refuse far too little text before anything is cached.
     most = sum(piece.size + 1 for piece in splits[split].pieces) if split in splits else 0
     _check_enough(cfg, splits, split, min_examples, most, most / cfg.max_target_length, "at most ")
-  folder, tokenizer = prepared(cfg, splits, vocab_size=vocab_size, log=log, tokenizer=tokenizer)
+  folder, tokenizer = prepared(cfg, splits, vocab_size=vocab_size, log=log, call=call, tokenizer=tokenizer)
   known = json.loads((folder / prepare.META).read_text())["splits"].get(split, {"targets": 0, "windows": 0})
   if "bad" in known:
     require_few(known["bad"]["records"], known["bad"]["messages"], cfg.max_bad_records, splits[split].name, log)
@@ -153,6 +154,7 @@ def prepared(
   *,
   vocab_size: int,
   log: cache.Log,
+  call: workers.Call,
   tokenizer: Tokenizer | None = None,
 ) -> tuple[Path, Tokenizer | None]:
   """(folder with the windows of all splits, tokenizer), both from the cache or made now; see `prepare`.
@@ -161,14 +163,15 @@ def prepared(
   ConfigError if the documents cannot be read, or the tokenizer has more than `vocab_size` ids.
   """
   digests = digests_of(splits)
-  tokenizer = tokenizer_of(cfg, splits, digests, vocab_size=vocab_size, log=log, given=tokenizer)
+  tokenizer = tokenizer_of(cfg, splits, digests, vocab_size=vocab_size, log=log, call=call, given=tokenizer)
   # The model's vocabulary matters only for tokens that are given. Text has the ids of its tokenizer.
   ids = tokenizer.vocab_size if tokenizer else vocab_size
   length, packing = cfg.max_target_length, cfg.packing
   key = _hash(prepare.FORMAT, digests, tokenizer.fingerprint if tokenizer else ids, length, packing)
 
   def build(folder: Path) -> None:
-    prepare.build(
+    work = partial(
+      prepare.build,
       folder,
       key=key,
       splits=splits,
@@ -177,8 +180,8 @@ def prepared(
       length=length,
       packing=packing,
       max_bad_records=cfg.max_bad_records,
-      log=log,
     )
+    call(work, f"it prepared {next(iter(splits.values())).name}", log)
     if digests_of(splits) != digests:  # the cache must not keep them under the name of other files
       names = ", ".join(documents.name for documents in splits.values())
       raise ConfigError(f"Files of {names} have changed while they were read. Start again when they are complete.")
@@ -199,35 +202,36 @@ def tokenizer_of(
   *,
   vocab_size: int,
   log: cache.Log,
+  call: workers.Call,
   given: Tokenizer | None = None,
 ) -> Tokenizer | None:
   """The tokenizer of the documents: given, or trained on the first split, or in the cache; None if they are tokens.
 
   Raises ConfigError if the splits have different kinds of documents, or the tokenizer has more than `vocab_size` ids.
   """
-  are_text = {split: _are_text(cfg, documents, digests[split]) for split, documents in splits.items()}
+  are_text = {split: _are_text(cfg, documents, digests[split], call) for split, documents in splits.items()}
   if len(set(are_text.values())) > 1:
     kinds = ", ".join(f"{split}: {'text' if text else 'token ids'}" for split, text in are_text.items())
     raise ConfigError(f"The splits of a dataset must have the same kind of documents ({kinds}). Give other files.")
   first = next(iter(splits))
   if not are_text[first]:
     return None
-  tokenizer = given or _tokenizer(cfg, vocab_size, splits[first], digests[first], log)
+  tokenizer = given or _tokenizer(cfg, vocab_size, splits[first], digests[first], log, call)
   _require_fit(tokenizer, vocab_size)
   return tokenizer
 
 
-def _are_text(cfg: DataSection, documents: Documents, digest: str) -> bool:
+def _are_text(cfg: DataSection, documents: Documents, digest: str, call: workers.Call) -> bool:
   """Whether the documents are text and not token ids.
 
-  The cache remembers it, because reading even one document may load a large library: the reader of ArrayRecord starts
-  64 threads.
+  The cache remembers it, because reading even one document may load a large library.
   """
   if cfg.dataset_type == "text":
     return True
 
   def build(folder: Path) -> None:
-    (folder / _KIND).write_text(json.dumps({"text": documents.are_text(cfg.max_bad_records)}))
+    is_text = call(partial(documents.are_text, cfg.max_bad_records), f"it read {documents.name}")
+    (folder / _KIND).write_text(json.dumps({"text": is_text}))
 
   def fault(folder: Path) -> str | None:
     return None if (folder / _KIND).is_file() else f"{_KIND} is absent"
@@ -253,14 +257,17 @@ def _given_tokenizer(cfg: DataSection) -> Tokenizer | None:
   return load_bpe(cfg.tokenizer_path) if cfg.tokenizer_path else None
 
 
-def _tokenizer(cfg: DataSection, vocab_size: int, documents: Documents, digest: str, log: cache.Log) -> Tokenizer:
+def _tokenizer(
+  cfg: DataSection, vocab_size: int, documents: Documents, digest: str, log: cache.Log, call: workers.Call
+) -> Tokenizer:
   """The configured tokenizer. Trains a BPE on `documents` if no file is given and the cache does not have it."""
   if given := _given_tokenizer(cfg):
     return given
 
   def build(folder: Path) -> None:
     log(f"Training a BPE tokenizer of {vocab_size} ids")
-    text = train_bpe(_sample(documents, BadRecords(cfg.max_bad_records)), vocab_size)
+    work = partial(_train, documents, cfg.max_bad_records, vocab_size)
+    text = call(work, f"it trained a tokenizer on {documents.name}")
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
 
   def fault(folder: Path) -> str | None:
@@ -273,6 +280,11 @@ def _tokenizer(cfg: DataSection, vocab_size: int, documents: Documents, digest: 
   name = f"tokenizer-{_hash(prepare.FORMAT, digest, vocab_size, _SAMPLE)[:32]}"
   folder = cache.entry(cfg.dataset_cache_directory, name, build=build, fault=fault, log=log)
   return load_bpe(str(folder / "tokenizer.json"))
+
+
+def _train(documents: Documents, max_bad_records: int, vocab_size: int) -> str:
+  """The JSON of a BPE that is learned from some of the documents."""
+  return train_bpe(_sample(documents, BadRecords(max_bad_records)), vocab_size)
 
 
 def _sample(documents: Documents, bad: BadRecords) -> Iterator[str]:

@@ -17,12 +17,11 @@ Exit codes: 0: complete. 1: a process was killed. 2: the input is wrong. 130: Ct
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 
 from trainer.config import ConfigError, load
+from trainer.data.workers import WorkerLost, cores
 from trainer.tools.tokenize import run
-from trainer.tools.tokenize.workers import WorkerLost
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("arguments", nargs="+", metavar="CONFIG.yml key=value", help="as for python -m trainer")
   parser.add_argument("--output", required=True, metavar="FOLDER", help="local folder, new or of the same command")
   parser.add_argument("--records", choices=("documents", "windows"), default="documents")
-  parser.add_argument("--processes", type=_at_least_one, default=_cores(), help="default: the number of cores")
+  parser.add_argument("--processes", type=_at_least_one, default=cores(), help="default: the number of cores")
   parser.add_argument("--part-megabytes", type=_positive, default=128.0, help="input of an output file (default: 128)")
   options = parser.parse_intermixed_args(argv)
   try:
@@ -43,17 +42,12 @@ def main(argv: list[str] | None = None) -> int:
     print(f"error: {error}", file=sys.stderr)
     return 2
   except WorkerLost as error:
-    print(f"error: {error} The same command continues.", file=sys.stderr)
+    print(f"error: {error} The same command continues; fewer --processes need less memory.", file=sys.stderr)
     return 1
   except KeyboardInterrupt:
     print("\nStopped. The same command continues.", file=sys.stderr)
     return 130
   return 0
-
-
-def _cores() -> int:
-  """The cores that this process may use."""
-  return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _at_least_one(text: str) -> int:

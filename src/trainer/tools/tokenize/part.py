@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.config.errors import ConfigError
 from trainer.data import in_place, packages, prepare, windows
 from trainer.data.documents import BadRecords, Documents, Piece
 from trainer.data.tokenizer import Tokenizer
@@ -94,6 +95,17 @@ def write(job: Job, split: str, pieces: Sequence[Piece], path: Path, report: Cal
     "bad": bad.messages,
     "inputs": inputs,
   }
+
+
+def write_in_worker(
+  job: Job, split: str, pieces: Sequence[Piece], path: Path, report: Callable[[int], None]
+) -> dict[str, Any]:
+  """`write` in one of many processes. Raises ConfigError also if the file cannot be written."""
+  os.putenv("TOKENIZERS_PARALLELISM", "false")  # this process is one of as many as the user wants cores used
+  try:
+    return write(job, split, pieces, path, report)
+  except OSError as error:
+    raise ConfigError(str(error)) from error
 
 
 def _counted(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +20,7 @@ class Progress:
   def __init__(self, size: int) -> None:
     """`size`: bytes of input that this process has to read."""
     self._size = size
+    self._lock = threading.Lock()
     self._done = 0
     self._tokens = 0
     self._began = self._printed = time.monotonic()
@@ -44,14 +46,16 @@ class Progress:
       print(self._text(), flush=True)
 
   def add_tokens(self, tokens: int) -> None:
-    """Some tokens of a part have been written."""
-    self._tokens += tokens
-    self._show()
+    """Some tokens of a part have been written. Thread safe."""
+    with self._lock:
+      self._tokens += tokens
+      self._show()
 
   def add_part(self, part: Part) -> None:
     """A part is complete."""
-    self._done += part.size
-    self._show()
+    with self._lock:
+      self._done += part.size
+      self._show()
 
   def _text(self) -> str:
     seconds = time.monotonic() - self._began

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
-from trainer.data import datasets, prepared
+from trainer.data import check, datasets, prepared
 from trainer.data.documents import Documents, Piece
+from trainer.data.workers import Workers, here
+from trainer.tools.tokenize import part as part_lib
 from trainer.tools.tokenize.output import Output, Part
 from trainer.tools.tokenize.part import Job
 from trainer.tools.tokenize.progress import Progress
-from trainer.tools.tokenize.workers import Workers
 
 
 def run(config: Config, output: str, records: str, processes: int, part_bytes: int) -> None:
@@ -27,10 +29,10 @@ def run(config: Config, output: str, records: str, processes: int, part_bytes: i
     raise ConfigError("Random tokens and mixtures cannot be tokenised. Give the documents of one dataset.")
   if "://" in output:
     raise ConfigError(f"--output={output} is not a local path. Give a folder of this machine.")
-  prepared.check(data, vocab_size)
+  check(data, vocab_size)
   splits = datasets.find(data)
   digests = prepared.digests_of(splits)
-  tokenizer = prepared.tokenizer_of(data, splits, digests, vocab_size=vocab_size, log=print)
+  tokenizer = prepared.tokenizer_of(data, splits, digests, vocab_size=vocab_size, log=print, call=here)
   parts = [
     Part(split, number, tuple(pieces))
     for split, documents in splits.items()
@@ -44,21 +46,30 @@ def run(config: Config, output: str, records: str, processes: int, part_bytes: i
     if len(left) < len(parts):
       print(f"{len(parts) - len(left)} of {len(parts)} parts are complete already.", flush=True)
     if left:
-      with contextlib.ExitStack() as stack:
-        progress = stack.enter_context(Progress(sum(part.size for part in left)))
-        workers = stack.enter_context(Workers(job, min(processes, len(left))))
-        for part, counts in workers.run([(part, folder.path(part, parts)) for part in left], progress.add_tokens):
-          folder.finish(part, counts)
-          for message in counts["bad"]:
-            print(f"A bad record is skipped: {message}", flush=True)
-          if counts["bad_records"]:
-            folder.require_few_bad(parts, data.max_bad_records)
-          progress.add_part(part)
+      _write(job, folder, parts, left, processes)
     folder.require_few_bad(parts, data.max_bad_records)
     totals = folder.conclude(parts)
   for split, total in totals.items():
     print(f"{split}: {total['documents']:,} documents, {total['tokens']:,} tokens in {total['records']:,} records")
   print(f"Train with {' '.join(_keys(folder.folder, job, splits))}")
+
+
+def _write(job: Job, folder: Output, parts: Sequence[Part], left: Sequence[Part], processes: int) -> None:
+  """Writes the parts `left` of `parts`, with so many processes."""
+  progress = Progress(sum(part.size for part in left))
+  with progress, Workers(min(processes, len(left))) as workers:
+
+    def write(part: Part) -> dict[str, Any]:
+      work = partial(part_lib.write_in_worker, job, part.split, part.pieces, folder.path(part, parts))
+      return workers.call(work, f"it wrote part {part.number} of {part.split}", progress.add_tokens)
+
+    for part, counts in workers.each(write, left):
+      folder.finish(part, counts)
+      for message in counts["bad"]:
+        print(f"A bad record is skipped: {message}", flush=True)
+      if counts["bad_records"]:
+        folder.require_few_bad(parts, job.max_bad_records)
+      progress.add_part(part)
 
 
 def cut(documents: Documents, part_bytes: int) -> Iterator[list[Piece]]:

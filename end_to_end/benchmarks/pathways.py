@@ -1,10 +1,11 @@
-"""Counts the requests and bytes of steps, snapshots and saves behind a stand-in for Pathways, and times recoveries.
+"""Counts the requests and bytes of steps, saves and recoveries behind a stand-in for Pathways, and times recoveries.
 
     python -m end_to_end.benchmarks.pathways [--runs 10]
 
 Uses the model and the slices of end_to_end.elastic_harness: three slices of one CPU device, every set of slices
-compiled before. Requests and bytes are differences of the stand-in's own counters between two runs. Recoveries are
-timed behind the stand-in and on simulated slices, in turn; the wait for a replacement is not counted.
+compiled before. Requests and bytes are differences of the stand-in's own counters, between two runs or between two
+moments of a recovery. Recoveries are timed behind the stand-in and on simulated slices, in turn; the wait for a
+replacement is not counted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from end_to_end.benchmarks.common import positive
 from end_to_end.benchmarks.elastic_recovery import DOWN_AND_UP, REPLACED
 from end_to_end.elastic_harness import NUM_SLICES, Harness
 from end_to_end.pathways_histories import StandIn
+
+from trainer.elastic.attempt import ElasticRun
 
 NEVER = 1000  # as a period, in steps
 
@@ -40,8 +44,8 @@ def main() -> None:
     os._exit(0)
   with tempfile.TemporaryDirectory(prefix="pathways-") as directory:
     count(Path(directory))
-  print("\n| fault to next completed step | cluster | p50 | p95 | compilations | completed steps lost | n |")
-  print("|---|---|---|---|---|---|---|", flush=True)
+  print("\n| fault to next completed step | cluster | p50 | p95 | until detected | restore | first step | n |")
+  print("|---|---|---|---|---|---|---|---|", flush=True)
   for kind in ("pathways", "simulated"):
     command = [
       sys.executable,
@@ -54,9 +58,11 @@ def main() -> None:
     ]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=3000, check=True)
     for name, found in json.loads(done.stdout.splitlines()[-1]).items():
+      assert not any(record["compilations"] or record["steps_lost"] for record in found), found
       p50, p95 = np.percentile([r["seconds"] - r["wait_seconds"] for r in found], [50, 95])
-      compilations, lost = (sum(r[key] for r in found) for key in ("compilations", "steps_lost"))
-      print(f"| {name} | {kind} | {p50:.3f} s | {p95:.3f} s | {compilations} | {lost} | {len(found)} |", flush=True)
+      parts = (np.median([r[f"{part}_seconds"] for r in found]) for part in ("detect", "restore", "first_step"))
+      of_parts = " | ".join(f"{seconds:.3f} s" for seconds in parts)
+      print(f"| {name} | {kind} | {p50:.3f} s | {p95:.3f} s | {of_parts} | {len(found)} |", flush=True)
   sys.stdout.flush()
   os._exit(0)
 
@@ -91,9 +97,51 @@ def count(directory: Path) -> None:
   line("a step with a snapshot", snapshot, 10)
   line("a persistent save", saved, 2)
   line("an emergency save", copied, 2)
+  for part, row in of_a_recovery(harness, stand_in).items():
+    line(part, row, 1)
   sizes: list[int] = []
   harness.run("size", ["steps=1"], prepare=lambda session, cluster: sizes.append(session.state_bytes))
   print(f"\nThe state has {sizes[0]:,} bytes.")
+
+
+def of_a_recovery(harness: Harness, stand_in: StandIn) -> dict[str, Counter[str]]:
+  """What the parts of a recovery cost, from a lost slice to the next completed step, which two slices compute."""
+  parts: dict[str, Counter[str]] = {}
+  last = Counter[str]()
+
+  def note(elastic: ElasticRun, part: str) -> None:
+    nonlocal last
+    if elastic.recovery.under_way or part == "":
+      now = totals(stand_in)
+      parts[part], last = now - last, now
+
+  def noting(elastic: ElasticRun, call: Callable[..., Any], part: str, *, before: bool = False) -> Callable[..., Any]:
+    """The call, with a note of the part before or after it."""
+
+    def noted(*arguments: Any, **keywords: Any) -> Any:
+      if before:
+        note(elastic, part)
+      result = call(*arguments, **keywords)
+      if not before:
+        note(elastic, part)
+      return result
+
+    return noted
+
+  def watch(elastic: ElasticRun) -> None:
+    if not elastic.faults.fired:  # the first attempt
+      faults, recovery = elastic.faults, elastic.recovery
+      faults.record = noting(elastic, faults.record, "")
+      for method, part in (("begin", "finding a loss"), ("waited", "waiting"), ("restored", "a restore")):
+        setattr(recovery, method, noting(elastic, getattr(recovery, method), part))
+      recovery.finish = noting(elastic, recovery.finish, "the step after it", before=True)  # type: ignore[method-assign]
+
+  keys = ["steps=20", "eval_steps=0", f"checkpoint_period={NEVER}", "snapshot_period=1"]
+  for name in ("compiles", "counted"):
+    gc.collect()
+    harness.run(name, [*keys, "elastic_min_slice_count=2", "fault_injection=slice_down@10:1"], watch=watch)
+  del parts[""]
+  return parts
 
 
 def totals(stand_in: StandIn) -> Counter[str]:

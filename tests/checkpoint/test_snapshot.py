@@ -109,6 +109,20 @@ def test_restoring_does_not_compile_on_a_prepared_topology():
   assert compiled == []
 
 
+def test_a_restore_copies_the_arrays_together_to_one_slice_after_the_other(monkeypatch):
+  """A Pathways proxy needs a request for each array and slice if device_put gets the shardings of several slices."""
+  s, put, calls = taken(1), jax.device_put, []
+
+  def device_put(x, shardings, **kwargs):
+    calls.append([(len(a.sharding.device_set), len(b.device_set)) for a, b in zip(x, shardings, strict=True)])
+    return put(x, shardings, **kwargs)
+
+  monkeypatch.setattr(jax, "device_put", device_put)
+  target = toy_state.abstract(toy_state.values(), toy_state.mesh(3, 2, 2))
+  toy_state.assert_same_bits(restore(s, target).state, toy_state.values(1))
+  assert calls == [[(2, 2)] * 3 * len(jax.tree.leaves(target))]
+
+
 def test_a_state_that_is_not_finite_leaves_the_older_snapshot():
   recorder = toy_state.Recorder()
   s = taken(1, recorder=recorder)

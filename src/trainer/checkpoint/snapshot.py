@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Device
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from trainer.checkpoint.arrays import boxes, fingerprint, state_tree, verified_load
 from trainer.checkpoint.backup import Accept, Candidate, Emit, Log
@@ -67,6 +69,7 @@ class Snapshots:
     RECOVERY_WAIT_SECONDS; then it is abandoned and the last restorable snapshot is used.
     """
     # Imports Orbax, which takes long: not when this module is imported, and not while the first snapshot is made.
+    import pathwaysutils.experimental.concatenate_by_mesh_axis
     import pathwaysutils.experimental.split_by_mesh_axis  # noqa: F401
 
     self._slices = {i: tuple(devices) for i, devices in slices.items()}
@@ -214,7 +217,7 @@ class Snapshots:
 
     def read(targets: Mapping[str, Any]) -> dict[str, jax.Array]:
       names = list(targets)
-      placed = jax.device_put([held[name] for name in names], [targets[name].sharding for name in names])
+      placed = _to_slices([held[name] for name in names], [targets[name].sharding for name in names])
       return dict(zip(names, jax.block_until_ready(placed)))
 
     try:
@@ -250,3 +253,34 @@ def _to_host(
     copies[i] = dict(zip(flat, part))
     prints[i] = fingerprint.Started(started.names, part[-1])
   return copies, prints
+
+
+def _to_slices(held: list[jax.Array], shardings: list[Sharding]) -> list[jax.Array]:
+  """Copies of the arrays of one slice with these shardings: dispatched, not waited for.
+
+  Where each slice gets the same copy, all arrays are copied to one slice after the other and then joined. A Pathways
+  proxy needs one request for each slice, and one to join. With the shardings of all slices, device_put would copy each
+  array to each slice by itself.
+  """
+  from pathwaysutils.experimental.concatenate_by_mesh_axis import concatenate_by_mesh_axis
+
+  parts = _by_slice(shardings, len(held[0].sharding.device_set))
+  if len(parts) == 1:
+    return jax.device_put(held, shardings)
+  copies = iter(jax.device_put(held * len(parts), [sharding for part in parts for sharding in part]))
+  return concatenate_by_mesh_axis([[next(copies) for _ in part] for part in parts], DATA)
+
+
+def _by_slice(shardings: list[Sharding], devices: int) -> list[list[Sharding]]:
+  """The shardings for each group of so many devices, if all groups hold the same; else one list, the shardings."""
+  first = shardings[0]
+  if not isinstance(first, NamedSharding):
+    return [shardings]
+  mesh, axis = first.mesh, first.mesh.axis_names.index(DATA)
+  groups = mesh.size // devices
+  if mesh.size % devices or mesh.devices.shape[axis] % groups:
+    return [shardings]
+  meshes = [Mesh(part, mesh.axis_names, axis_types=mesh.axis_types) for part in np.split(mesh.devices, groups, axis)]
+  return [
+    [NamedSharding(part, sharding.spec, memory_kind=sharding.memory_kind) for sharding in shardings] for part in meshes
+  ]

@@ -53,6 +53,8 @@ class Setup:
     self.living, self.dying = self.sharding(self.devices[:2]), self.sharding(self.devices[2:])
     self.value = np.arange(8, dtype=np.float32)
     self.add = jax.jit(lambda x: x + 1)
+    specs = {"mesh": self.everywhere.mesh, "in_specs": PartitionSpec("a"), "out_specs": PartitionSpec("a")}
+    self.total = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "a") * 0.25, **specs, check_vma=False))
 
   def sharding(self, devices, **kwargs):
     return NamedSharding(Mesh(np.array(devices), ("a",)), PartitionSpec("a"), **kwargs)
@@ -329,9 +331,7 @@ def a_worker_that_a_signal_kills(s):
 def a_worker_that_is_killed_in_a_collective(s):
   pid = s.worker(1)
   kept = s.put(s.living)
-  specs = {"mesh": s.everywhere.mesh, "in_specs": PartitionSpec("a"), "out_specs": PartitionSpec("a")}
-  total = jax.shard_map(lambda x: jax.lax.psum(x, "a") * 0.25, **specs, check_vma=False)
-  endless = jax.jit(lambda x: jax.lax.fori_loop(0, 1_000_000, lambda i, c: total(c), x))
+  endless = jax.jit(lambda x: jax.lax.fori_loop(0, 1_000_000, lambda i, c: s.total(c), x))
   running = endless(s.put(s.everywhere))
   time.sleep(1.0)
   assert not running.is_ready()
@@ -367,16 +367,64 @@ def all_workers_at_once(s):
 
 @scenario_of_processes
 def a_worker_that_is_stopped(s):
+  """Nothing that waits for its data, not even more waits than the server has threads, stops the other slice."""
+  pid = s.worker(1)
+  x, y = s.put(s.dying), s.put(s.living)
+  both = s.add(s.put(s.everywhere))
+  jax.block_until_ready((x, y, both))
+  os.kill(pid, signal.SIGSTOP)
+  waiting = [s.add(x) for _ in range(40)]
+  copied = jax.device_put(x, s.living)
+  again = jax.device_put(copied, s.living.with_memory_kind("pinned_host"))
+  read = []
+  calls = [array.block_until_ready for array in waiting]
+  calls += [lambda: read.append(np.asarray(x)), lambda: read.append(np.asarray(both.addressable_shards[3].data))]
+  threads = [threading.Thread(target=call) for call in calls]
+  for thread in threads:
+    thread.start()
+  for _ in range(3):
+    s.works(s.living)
+  assert not any(array.is_ready() for array in (*waiting, copied, again)) and not read
+  os.kill(pid, signal.SIGCONT)
+  for thread in threads:
+    thread.join(30)
+  for array in (copied, again):
+    np.testing.assert_array_equal(array, s.value)
+  np.testing.assert_array_equal(s.add(copied), s.value + 1)
+  np.testing.assert_array_equal(waiting[7], s.value + 1)
+  assert sorted(map(len, read)) == [2, 8]
+
+
+@scenario_of_processes
+def a_worker_that_stays_stopped_is_lost(s):
   pid = s.worker(1)
   x, y = s.put(s.dying), s.put(s.living)
   jax.block_until_ready((x, y))
   os.kill(pid, signal.SIGSTOP)
-  waiting = s.add(x)
-  np.testing.assert_array_equal(s.add(y), s.value + 1)
-  time.sleep(0.3)
-  assert not waiting.is_ready()
-  os.kill(pid, signal.SIGCONT)
-  np.testing.assert_array_equal(waiting, s.value + 1)
+  copied = jax.device_put(x, s.living)
+  dependent = s.add(copied)  # holds up the other slice until the loss
+  after = s.add(y)
+  text = f"DATA_LOSS: slice 1 is down: its process {pid} has not answered for .* s and was killed"
+  for array in (copied, dependent, x):
+    fails(lambda array=array: np.asarray(array), text)
+  np.testing.assert_array_equal(after, s.value + 1)
+  assert s.worker(1) is None
+  s.control("revive", 1)
+  s.works(s.everywhere)
+
+
+@scenario_of_processes
+def a_part_of_a_program_that_was_given_up(s):
+  """Slice 0 moves its part of a result that never comes to its own world: it may not wait for ever."""
+  pid = s.worker(1)
+  s.total(s.put(s.everywhere)).block_until_ready()
+  os.kill(pid, signal.SIGSTOP)
+  part = s.total(s.put(s.everywhere)).addressable_shards[0].data
+  dependent = s.add(part)
+  time.sleep(0.5)
+  os.kill(pid, signal.SIGKILL)
+  fails(lambda: np.asarray(dependent), "DATA_LOSS")
+  s.works(s.living)
 
 
 @scenario

@@ -48,7 +48,7 @@ OF_PROCESSES = (*standin_faults.PROCESS_SCENARIOS, "a_killed_slice", "no_leak")
 @pytest.fixture(scope="module")
 def faults_of_processes(tmp_path_factory):
   with open(tmp_path_factory.mktemp("workers") / "log", "w") as log:
-    running = start_standin(2, 2, arguments=("--port", "0", "--processes"), log=log)
+    running = start_standin(2, 2, arguments=("--port", "0", "--processes", "--worker-timeout", "8"), log=log)
     try:
       yield run_client(running, "tests.support.standin_faults", running.control_path, *OF_PROCESSES)
       workers = [entry["pid"] for entry in running.control("status")["slices"]]

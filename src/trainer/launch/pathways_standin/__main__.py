@@ -13,7 +13,7 @@ import sys
 import threading
 from typing import Any
 
-from trainer.launch.pathways_standin.arguments import COMMANDS, add_address, address
+from trainer.launch.pathways_standin.arguments import COMMANDS, WORKER_TIMEOUT, add_address, address
 from trainer.standin import StandinError
 
 _MOST_DEVICES = 512  # threads of forced CPU devices: more than a machine can run
@@ -35,6 +35,14 @@ def main(argv: list[str] | None = None) -> int:
   add_address(parser)
   parser.add_argument("--at", action="append", default=[], metavar="'DISPATCH COMMAND'", help="a fault; repeatable")
   parser.add_argument("--processes", action="store_true", help="a process for each slice, which any signal may kill")
+  parser.add_argument(
+    "--worker-timeout",
+    type=float,
+    default=WORKER_TIMEOUT,
+    metavar="SECONDS",
+    help="with --processes: kill the process of a slice that has not answered for so long, for example a stopped one "
+    f"({WORKER_TIMEOUT:g})",
+  )
   parser.add_argument("--child", action="store_true", help="end when standard input ends; print one line of JSON")
   options = parser.parse_args(argv)
   if message := _mistake(options):
@@ -52,6 +60,8 @@ def _mistake(options: argparse.Namespace) -> str:
       return f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1."
   if (devices := options.slices * options.devices_per_slice) > _MOST_DEVICES:
     return f"{devices} devices are too many to simulate. Use at most {_MOST_DEVICES}."
+  if not options.worker_timeout >= 1:
+    return f"--worker-timeout {options.worker_timeout:g} must be at least 1 second."
   if not 0 <= options.port < 65536:
     return f"--port {options.port} is no port. Use 0 to 65535."
   if importlib.util.find_spec("grpc") is None:
@@ -75,7 +85,8 @@ def _serve(options: argparse.Namespace) -> int:
     signal.signal(number, stop)
   try:
     sizes = (options.slices, options.devices_per_slice)
-    server = server_lib.Server(*sizes, options.device_kind, address(options), processes=options.processes)
+    timeout = options.worker_timeout if options.processes else None
+    server = server_lib.Server(*sizes, options.device_kind, address(options), worker_timeout=timeout)
     for planned in options.at:
       server.commands.execute(["at", *planned.split()])
   except (RuntimeError, CommandError, OSError) as error:

@@ -166,21 +166,23 @@ def _copy_to_host_buffer(session: Session, body: Any, response: Any) -> WhenRead
     array = session.store.find(body.array_handle)
     if (error := array.error()) is not None:
       raise error
-    shard = array.shards[0]
     session.slices.hold_back(array)
-  assert not isinstance(shard, Status)
-  if tuple(shard.shape) != array.spec.shape:
-    raise Status("INVALID_ARGUMENT", "CopyToHostBuffer of an array that is partitioned over several devices")
+    assert not isinstance(array.shards[0], Status)
+    if tuple(array.shards[0].shape) != array.spec.shape:
+      raise Status("INVALID_ARGUMENT", "CopyToHostBuffer of an array that is partitioned over several devices")
+    shard = session.runtime.to_host(array.shards[0])
+    where = Placement(array.devices[:1], array.memory, "SingleDeviceSharding", replicated=True)
+    copied = Array(dataclasses.replace(array.spec, placement=where), [shard])
   strides = _strides(body)
 
   def finish(response: Any) -> None:
     session.buffers.store(body.host_buffer_handle, host_buffers.to_bytes(np.asarray(shard), strides))
 
-  return WhenReady([array], finish)
+  return WhenReady([array, copied], finish)
 
 
 def _reshard_arrays(session: Session, body: Any, response: Any) -> None:
-  """Waits for the data: a reshard goes through the memory of this process."""
+  """A reshard goes through the memory of this process."""
   specs = [placement.decode_spec(session.messages, proto) for proto in body.array_specs]
   made = []
   with session.slices.lock:
@@ -189,9 +191,7 @@ def _reshard_arrays(session: Session, body: Any, response: Any) -> None:
       if (error := source.error()) is not None:
         made.append(Array(spec, [error] * len(spec.placement.devices)))
         continue
-      whole = _whole(session, source)
-      parts = spec.placement.parts(session.devices, spec.shape)
-      made.append(_put(session, spec, [whole[part] for part in parts], [source]))
+      made.append(_reshard(session, source, spec))
     _donate(sources, body.copy_semantics)
   _answer(session, made, body.result_handles, response.reshard_arrays_response)
 
@@ -214,7 +214,7 @@ def _usable(session: Session, handles: Iterable[int]) -> list[Array]:
   return found
 
 
-def _put(session: Session, spec: Spec, values: Sequence[np.ndarray], sources: Sequence[Array] = ()) -> Array:
+def _put(session: Session, spec: Spec, values: Sequence[np.ndarray]) -> Array:
   """A new array with these values, one for each device."""
   where = spec.placement
   with session.slices.lock:
@@ -222,7 +222,7 @@ def _put(session: Session, spec: Spec, values: Sequence[np.ndarray], sources: Se
       session.slices.why_lost([device]) or session.runtime.put(value, device, where.memory)
       for value, device in zip(values, where.devices, strict=True)
     ]
-    return session.slices.admit(Array(spec, shards), sources)
+    return session.slices.admit(Array(spec, shards))
 
 
 def _derive(session: Session, spec: Spec, parts: Sequence[tuple[Array, int]]) -> Array:
@@ -238,13 +238,25 @@ def _one_shard(session: Session, whole: Array, i: int) -> Array:
   return _derive(session, Spec(whole.spec.dtype, shape, where), [(whole, i)])
 
 
-def _whole(session: Session, source: Array) -> np.ndarray:
-  """The value of an array, from its shards."""
-  parts = source.spec.placement.parts(session.devices, source.spec.shape)
-  value = np.empty(source.spec.shape, source.spec.dtype)
-  for part, shard in zip(parts, source.shards, strict=True):
-    value[part] = np.asarray(shard)
-  return value
+def _reshard(session: Session, source: Array, spec: Spec) -> Array:
+  """An array with the value of another one that is not lost."""
+  before = source.spec.placement.parts(session.devices, spec.shape)
+  after = spec.placement.parts(session.devices, spec.shape)
+  shards: list[Shard | None] = [session.slices.why_lost([device]) for device in spec.placement.devices]
+  alive = [i for i, lost in enumerate(shards) if lost is None]
+
+  def change(values: list[np.ndarray]) -> list[np.ndarray]:
+    whole = np.empty(spec.shape, spec.dtype)
+    for part, value in zip(before, values, strict=True):
+      whole[part] = value
+    return [whole[after[i]] for i in alive]
+
+  shapes = [tuple(len(range(n)[s]) for s, n in zip(after[i], spec.shape, strict=True)) for i in alive]
+  devices = [spec.placement.devices[i] for i in alive]
+  made = session.runtime.rearrange(source.shards, change, shapes, devices, spec.placement.memory)
+  for i, shard in zip(alive, made, strict=True):
+    shards[i] = shard
+  return session.slices.admit(Array(spec, shards), [source])
 
 
 def _donate(sources: Sequence[Array], semantics: int) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import SingleDeviceSharding
 from jaxlib import _jax
@@ -13,6 +14,9 @@ from jaxlib import _jax
 from trainer.launch.pathways_standin.arrays import Array, Shard
 from trainer.launch.pathways_standin.devices import Devices
 from trainer.launch.pathways_standin.executables import Executable
+from trainer.launch.pathways_standin.gates import Gate
+
+Rearrange: TypeAlias = Callable[[list[np.ndarray]], list[np.ndarray]]
 
 
 class Runtime:
@@ -29,6 +33,26 @@ class Runtime:
     if key not in self._single:
       self._single[key] = SingleDeviceSharding(self.devices.all[device], memory_kind=memory)
     return jax.device_put(value, self._single[key], may_alias=False)
+
+  def rearrange(
+    self,
+    shards: Sequence[Any],
+    change: Rearrange,
+    shapes: Sequence[tuple[int, ...]],
+    devices: Sequence[int],
+    memory: str,
+  ) -> list[Shard]:
+    """Shards on these devices with what `change` makes of the values of other shards. shapes: of the new shards."""
+    values = change([np.asarray(shard) for shard in shards])
+    return [self.put(value, device, memory) for value, device in zip(values, devices, strict=True)]
+
+  def to_host(self, shard: Any) -> Any:
+    """The same shard, or a copy in this process that may be on its way. NumPy can convert it."""
+    return shard
+
+  def held_back_by(self, shards: Sequence[Any]) -> Gate | None:
+    """What opens when the first of these shards that is not ready has become ready; None: a thread must wait."""
+    return None
 
   def prepare(self, executable: Executable, options: bytes) -> None:
     """Gets ready to run a program. options: a serialized CompileOptionsProto."""

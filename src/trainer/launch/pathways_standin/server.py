@@ -28,12 +28,19 @@ _HANDLERS = client_requests.HANDLERS | array_requests.HANDLERS | executable_requ
 class Server:
   """A running server."""
 
-  def __init__(self, slices: int, devices_per_slice: int, device_kind: str, address: str, *, processes: bool) -> None:
-    """address: as gRPC has it; port 0 chooses one. Raises RuntimeError if it is taken, StandinError for the folder."""
+  def __init__(
+    self, slices: int, devices_per_slice: int, device_kind: str, address: str, *, worker_timeout: float | None
+  ) -> None:
+    """address: as gRPC has it; port 0 chooses one. worker_timeout: see workers.py; None: slices are no processes.
+
+    Raises RuntimeError if the address is taken, StandinError for the folder of the control socket.
+    """
     known = messages.load()
     devices = Devices(slices, devices_per_slice, device_kind)
     self._slices = Slices(devices)
-    runtime = WorkerRuntime(devices, self._slices.lock, self._slices.note_loss) if processes else Runtime(devices)
+    runtime = Runtime(devices)
+    if worker_timeout is not None:
+      runtime = WorkerRuntime(devices, self._slices.lock, self._slices.note_loss, worker_timeout)
     self._runtime = runtime
     self._service = Service(known, lambda number: Session(number, known, runtime, self._slices, _HANDLERS))
     self.commands = Commands(self._slices, runtime, self._service)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -80,7 +81,6 @@ class Session:
     self._contexts: list[int] = []  # contexts of requests that are answered, which the client may forget
     self._compilers = ThreadPoolExecutor(_COMPILERS, f"standin-{number}-compile")
     self._waiters = ThreadPoolExecutor(_WAITERS, f"standin-{number}-wait")
-    self._closed = False
 
   def new_handle(self) -> int:
     """A handle that no client invents."""
@@ -157,10 +157,10 @@ class Session:
     error = error or (_failure(shards) if computed else None)
     if error is not None:
       self._reply_error(request, error)
-    elif gate is not None:
-      gate.when_open(lambda: self._submit(self._waiters, self._when_ready, request, response, answer))
-    elif computed:
+    elif computed and gate is None:
       self._finish(request, response, answer.finish)
+    elif (gate := gate or self.runtime.held_back_by(shards)) is not None:
+      gate.when_open(lambda: self._submit(self._waiters, self._when_ready, request, response, answer))
     else:
       self._submit(self._waiters, self._wait, request, response, answer, shards)
 
@@ -180,9 +180,18 @@ class Session:
       return
     self._reply(request, response)
 
-  def _submit(self, pool: ThreadPoolExecutor, call: Callable[..., None], *arguments: Any) -> None:
-    if not self._closed:
-      pool.submit(call, *arguments)
+  def _submit(self, pool: ThreadPoolExecutor, call: Callable[..., None], request: Any, *arguments: Any) -> None:
+    """Calls in a thread. An error of the call is the answer to the request."""
+
+    def work() -> None:
+      try:
+        call(request, *arguments)
+      except Exception as error:  # noqa: BLE001 -- a client that waited for an answer would wait for ever
+        _log.warning("%s failed", request.WhichOneof("request"), exc_info=error)
+        self._reply_error(request, status.from_error(error))
+
+    with contextlib.suppress(RuntimeError):  # the session has ended
+      pool.submit(work)
 
   def _reply(self, request: Any, response: Any, *, counted: bool = True) -> None:
     body = response.response_metadata
@@ -216,7 +225,6 @@ class Session:
 
   def close(self) -> None:
     """Frees everything that the session holds."""
-    self._closed = True
     self.buffers.close()
     self.responses.put(None)
     for pool in (self._compilers, self._waiters):

@@ -33,6 +33,9 @@ ALONE = 0  # the world of this slice
 _POLL_SECONDS = 0.001
 _JOIN_SECONDS = 5  # that a worker waits for the others; one of them may be lost meanwhile
 
+# Messages that are handled when they arrive: the main thread may wait for a world, or for a shard of a stopped slice.
+_OUT_OF_ORDER = frozenset({"abandon", "ping", "expect", "arrive"})
+
 Nodes = list[list[jax.Device]]  # of a world: node -> its devices
 
 
@@ -44,11 +47,12 @@ class Worker:
     self._connection = connection
     self._send_lock = threading.Lock()
     self._messages: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-    self._shards: dict[int, jax.Array] = {}
+    self._shards: dict[int, jax.Array | Future[jax.Array]] = {}  # a Future: on its way from another slice
     self._programs: dict[int, tuple[int, Future[tuple[Any, tuple[jax.Device, ...]]]]] = {}  # number -> world, program
     self._pending: list[tuple[int, Sequence[jax.Array], int]] = []  # operation, its results, its world
     self._more = threading.Condition()
     self._clients: list[Any] = []  # what must not be destroyed while an old program may still use it
+    self._given_up: list[Any] = []  # clients whose programs may never end
     alone = xla_client.make_cpu_client(num_devices=devices)
     self._clients.append(alone)
     self._worlds: dict[int, Future[Nodes]] = {ALONE: Future()}
@@ -67,8 +71,8 @@ class Worker:
     with contextlib.suppress(EOFError, OSError):
       while True:
         message = self._connection.recv()
-        if message[0] == "abandon":  # out of order: the other thread may wait for this world
-          self._abandon(message[1])
+        if message[0] in _OUT_OF_ORDER:
+          getattr(self, message[0])(*message[1:])
         else:
           self._messages.put(message)
     sys.stderr.flush()
@@ -102,10 +106,16 @@ class Worker:
     future.add_done_callback(report)
     _begin(connect, future)
 
-  def _abandon(self, world: int) -> None:
+  def ping(self) -> None:
+    """Shows the server that this process is not stopped."""
+    self._send("pong", 0)
+
+  def abandon(self, world: int) -> None:
     """A member of the world is lost. The server has given up the programs that run in it."""
     if world in self._worlds:
-      _finish(self._worlds[world], lambda: _lost(f"a member of the world {world} was lost"))
+      if (formed := self._worlds[world]).done() and formed.exception() is None:
+        self._given_up.append(formed.result()[0][0].client)
+      _finish(self._worlds[world], lambda: _fail(f"DATA_LOSS: a member of the world {world} was lost"))
     with self._more:
       self._pending = [entry for entry in self._pending if entry[2] != world]
 
@@ -137,12 +147,31 @@ class Worker:
     device = self._worlds[ALONE].result()[0][position]
     self._shards[key] = _place(value, device, memory)
 
+  def expect(self, key: int) -> None:
+    """A shard is on its way from another slice. Programs that need it wait for it, and later ones wait for them."""
+    self._shards[key] = Future()
+
+  def arrive(self, key: int, value: np.ndarray | None, position: int, memory: str, error: str) -> None:
+    """A shard that was expected, or why it will never come."""
+    device = self._worlds[ALONE].result()[0][position]
+    expected = self._shards.get(key)
+    if isinstance(expected, Future):  # else it was freed
+      _finish(expected, lambda: _fail(error) if error else _place(value, device, memory))
+
   def copy(self, key: int, source: int, position: int, memory: str) -> None:
     """A shard that is a copy of another. If that one is missing, so is this one."""
     shard = self._shards.get(source)
-    if shard is not None:
-      (device,) = shard.devices()
-      self._shards[key] = _place(shard, _local_devices(device.client)[position], memory)
+
+    def work() -> jax.Array:
+      known = _known(shard)
+      (device,) = known.devices()
+      return _place(known, _local_devices(device.client)[position], memory)
+
+    if isinstance(shard, Future):  # what comes after this message does not wait
+      made = self._shards[key] = Future[jax.Array]()
+      shard.add_done_callback(lambda done: _finish(made, work))
+    elif shard is not None:
+      self._shards[key] = work()
 
   def get(self, request: int, key: int) -> None:
     """Sends the value of a shard when it is ready."""
@@ -177,6 +206,7 @@ class Worker:
     self, operation: int, number: int, arguments: list[list[int]], kept: list[int], results: list[list[int]]
   ) -> None:
     """Runs a program on this slice's devices. arguments, results: keys of the shards on this slice."""
+    world = ALONE
     try:
       world, future = self._programs[number]
       loaded, chosen = future.result()
@@ -199,6 +229,8 @@ class Worker:
         self._more.notify()
     except Exception as error:  # noqa: BLE001 -- the server gets it
       self._send("ended", operation, str(error))
+      if world != ALONE:  # the other members may wait for this one
+        self._send("broken", world, str(error))
 
   def free(self, keys: list[int]) -> None:
     """Forgets shards."""
@@ -215,6 +247,10 @@ class Worker:
     """A shard, on this device: that of the same position in the world of a program."""
     shard = _known(self._shards.get(key))
     if shard.devices() != {device}:
+      while not _is_computed(shard):
+        if next(iter(shard.devices())).client in self._given_up:
+          _fail("DATA_LOSS: an argument is the result of a program that was given up")
+        time.sleep(_POLL_SECONDS)
       # A copy even where XLA could share the memory: either of the two may be donated.
       shard = self._shards[key] = _place(np.asarray(shard), device, shard.sharding.memory_kind)
     return shard
@@ -254,14 +290,15 @@ def _finish(future: Future[Any], work: Callable[[], Any]) -> None:
       future.set_exception(error)
 
 
-def _lost(text: str) -> None:
-  raise RuntimeError(f"DATA_LOSS: {text}")
+def _fail(error: str) -> Any:
+  raise RuntimeError(error)
 
 
-def _known(shard: jax.Array | None) -> jax.Array:
+def _known(shard: jax.Array | Future[jax.Array] | None) -> jax.Array:
+  """The shard, when it has arrived. Raises RuntimeError if it is lost."""
   if shard is None:
     raise RuntimeError("DATA_LOSS: an argument was lost")
-  return shard
+  return shard.result() if isinstance(shard, Future) else shard
 
 
 def _place(value: Any, device: jax.Device, memory: str) -> jax.Array:

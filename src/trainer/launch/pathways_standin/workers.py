@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import queue
 import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
@@ -22,39 +24,80 @@ from typing import Any
 import numpy as np
 from jaxlib import _jax
 
+from trainer.launch.pathways_standin.arguments import WORKER_TIMEOUT
 from trainer.launch.pathways_standin.arrays import Array, Shard
 from trainer.launch.pathways_standin.devices import Devices
 from trainer.launch.pathways_standin.executables import Executable
-from trainer.launch.pathways_standin.runtime import Runtime
+from trainer.launch.pathways_standin.gates import Gate
+from trainer.launch.pathways_standin.runtime import Rearrange, Runtime
 from trainer.launch.pathways_standin.status import Status, from_error
 from trainer.launch.pathways_standin.worker import ALONE
 from trainer.launch.ports import free_port
 
-# Without a heartbeat: the server notices a lost worker by its connection, and XLA would end the other workers.
+# Without a heartbeat: the server notices a lost worker itself, and XLA would end the other workers.
 FOREVER_SECONDS = 1_000_000
+_PING_SECONDS = 1.0
+_START_SECONDS = 120.0  # of a worker, which imports JAX
+
+_log = logging.getLogger(__name__)
+
+Answer = Callable[[Any, str], None]  # called with a value and an error, "" if there is none
 
 
 class Operation:
-  """A program that runs on some slices and may not have ended."""
+  """A program that runs on some slices, or a copy, that may not have ended."""
 
   def __init__(self, number: int, slices: frozenset[int], world: int, inputs: Iterable[Operation]) -> None:
     """number: larger than of earlier operations. world: where it runs. inputs: it needs their results."""
     self.number, self.slices, self.world, self._left = number, slices, world, set(slices)
     self.error: Status | None = None
-    self.ended: threading.Event = threading.Event()
-    self.inputs = tuple(operation for operation in inputs if not operation.ended.is_set())
+    self.ended = Gate(number)
+    self.inputs = tuple(operation for operation in inputs if not operation.ended.is_open)
 
   def end(self, slice_id: int) -> None:
     """The part of a slice has ended."""
     self._left.discard(slice_id)
     if not self._left:
       self.inputs = ()
-      self.ended.set()
+      self.ended.open()
 
   def fail(self, error: Status) -> None:
     """It will never end, or ended with an error."""
     self.error, self.inputs = self.error or error, ()
-    self.ended.set()
+    self.ended.open()
+
+  def wait(self) -> None:
+    """Returns when it has ended. Raises Status if it failed."""
+    ended = threading.Event()
+    self.ended.when_open(ended.set)
+    ended.wait()
+    if self.error is not None:
+      raise self.error
+
+
+class HostShard:
+  """The value of a shard on its way to this process. It has those methods of a JAX array that the server uses."""
+
+  def __init__(self, shape: tuple[int, ...], operation: Operation) -> None:
+    """operation: the copy."""
+    self.shape, self.operation = shape, operation
+    self.value: np.ndarray | None = None
+
+  def is_deleted(self) -> bool:
+    return False
+
+  def is_ready(self) -> bool:
+    return self.operation.ended.is_open
+
+  def block_until_ready(self) -> HostShard:
+    """Raises Status if the copy failed."""
+    self.operation.wait()
+    return self
+
+  def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    self.operation.wait()
+    assert self.value is not None
+    return self.value
 
 
 class RemoteShard:
@@ -74,19 +117,13 @@ class RemoteShard:
     return self.donated
 
   def is_ready(self) -> bool:
-    return self.operation is None or self.operation.ended.is_set()
+    return self.operation is None or self.operation.ended.is_open
 
   def block_until_ready(self) -> RemoteShard:
     """Raises Status if its computation failed."""
     if self.operation is not None:
-      self.operation.ended.wait()
-      if self.operation.error is not None:
-        raise self.operation.error
+      self.operation.wait()
     return self
-
-  def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-    self.block_until_ready()
-    return self.worker.fetch(self.key)
 
 
 class Worker:
@@ -103,7 +140,9 @@ class Worker:
     self.gone = threading.Event()  # the process has ended, and everybody knows
     self._lost, self._broken = lost, broken
     self._operations: dict[int, Operation] = {}
-    self._requests: dict[int, queue.SimpleQueue[Any]] = {}
+    self._requests: dict[int, Answer] = {}
+    self._heard, self._silent_seconds = True, 0.0  # since the last ping; and before it
+    self._end_reason = "has ended"
     self._numbers = itertools.count(1)
     self._out: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
     self._lock = threading.Lock()
@@ -125,26 +164,48 @@ class Worker:
     """May be called by the garbage collector, in any thread."""
     self._out.put(("free", [key]))
 
-  def fetch(self, key: int) -> np.ndarray:
-    """The value of a shard. Raises Status."""
-    found, error = self.ask("get", key)
-    if error:
-      raise from_error(RuntimeError(error))
-    value: np.ndarray = found
-    return value
-
-  def ask(self, name: str, *arguments: Any) -> tuple[Any, str]:
-    """Sends a message with a new number, and waits for the answer: a value and an error, "" if there is none."""
-    number, answer = next(self._numbers), queue.SimpleQueue[Any]()
+  def ask(self, name: str, *arguments: Any, answer: Answer) -> int:
+    """Sends a message with a new number, which it returns. `answer` is called in another thread, or at once."""
+    number = next(self._numbers)
     with self._lock:
-      if self.ended:
-        return None, self._gone()
-      self._requests[number] = answer
-    self.send(name, number, *arguments)
-    found: tuple[Any, str] = answer.get()
+      ended = self.ended
+      if not ended:
+        self._requests[number] = answer
+    if ended:
+      answer(None, self._gone())
+    else:
+      self.send(name, number, *arguments)
+    return number
+
+  def drop_request(self, number: int) -> None:
+    """Nobody waits for this answer any more."""
     with self._lock:
       self._requests.pop(number, None)
-    return found
+
+  def wait_for_start(self) -> None:
+    """Returns when the process is ready, or has ended. Kills it if it takes too long."""
+    ready = threading.Event()
+    self.ask("hello", answer=lambda value, error: ready.set())
+    if not ready.wait(_START_SECONDS):
+      self.kill(f"did not start in {_START_SECONDS:g} s")
+      self.gone.wait()
+
+  def ping(self, timeout: float) -> None:
+    """To be called every _PING_SECONDS. Kills a process that has not answered for `timeout` seconds.
+
+    Counts pings, not time, because this process may have been stopped as well.
+    """
+    self._silent_seconds = 0.0 if self._heard else self._silent_seconds + _PING_SECONDS
+    self._heard = False
+    if self._silent_seconds >= timeout:
+      _log.warning("slice %d is lost: its process %d is silent", self.slice_id, self.process.pid)
+      self.kill(f"has not answered for {timeout:g} s and was killed")
+    self.send("ping")
+
+  def kill(self, reason: str = "has ended") -> None:
+    """Kills the process. reason: what errors will say of it."""
+    self._end_reason = reason
+    self.process.kill()
 
   def begin(self, operation: Operation) -> int:
     """The number of an operation for messages to this worker."""
@@ -170,8 +231,13 @@ class Worker:
         del self._operations[number]
     return list(given_up.values())
 
+  @property
+  def ending(self) -> str:
+    """How the process has ended."""
+    return f"its process {self.process.pid} {self._end_reason}"
+
   def _gone(self) -> str:
-    return f"DATA_LOSS: slice {self.slice_id} is down: its worker process {self.process.pid} has ended"
+    return f"DATA_LOSS: slice {self.slice_id} is down: {self.ending}"
 
   def _send_all(self) -> None:
     """Thread."""
@@ -184,29 +250,30 @@ class Worker:
     with contextlib.suppress(EOFError, OSError):
       while True:
         name, number, *rest = self._connection.recv()
+        self._heard = True
         if name == "ended":
-          self._end(number, rest[0])
+          self.end_operation(number, rest[0])
         elif name == "broken":
           self._broken(number)
         else:
           with self._lock:
-            request = self._requests.get(number)
-          if request is not None:
-            request.put(tuple(rest))
+            answer = self._requests.pop(number, None)
+          if answer is not None:
+            answer(*rest)
     self.process.wait()
     with self._lock:
       self.ended = True
       operations, self._operations = list(self._operations.values()), {}
-      requests = list(self._requests.values())
-    for request in requests:
-      request.put((None, self._gone()))
+      requests, self._requests = list(self._requests.values()), {}
+    for answer in requests:
+      answer(None, self._gone())
     for operation in operations:
       operation.fail(from_error(RuntimeError(self._gone())))
     self._out.put(None)
     self._lost(self)
     self.gone.set()
 
-  def _end(self, number: int, error: str) -> None:
+  def end_operation(self, number: int, error: str) -> None:
     """The part of an operation that runs here has ended, perhaps with an error."""
     with self._lock:
       operation = self._operations.pop(number, None)
@@ -237,8 +304,14 @@ class _Program:
 class WorkerRuntime(Runtime):
   """Shards are in the workers. All methods are called with the lock of the slices, except where they say otherwise."""
 
-  def __init__(self, devices: Devices, lock: threading.RLock, note_loss: Callable[[int, str], None]) -> None:
-    """note_loss(slice, reason): called when a worker has ended."""
+  def __init__(
+    self,
+    devices: Devices,
+    lock: threading.RLock,
+    note_loss: Callable[[int, str], None],
+    timeout: float = WORKER_TIMEOUT,
+  ) -> None:
+    """note_loss(slice, reason): called when a worker has ended. timeout: seconds of silence that end a worker."""
     super().__init__(devices)
     self._note_loss, self._lock = note_loss, lock
     self._workers: dict[int, Worker] = {}  # of the slices that are up
@@ -249,6 +322,7 @@ class WorkerRuntime(Runtime):
     self._start(range(devices.slices))
     if len(self._workers) < devices.slices:
       raise RuntimeError("a worker of the Pathways stand-in did not start; its messages say why")
+    threading.Thread(target=self._watch, args=(timeout,), name="standin-watch", daemon=True).start()
 
   # ---- workers and worlds
 
@@ -256,9 +330,16 @@ class WorkerRuntime(Runtime):
     """Starts workers and waits until they are ready. Called without the lock."""
     started = {s: Worker(s, self.devices.per_slice, self._when_lost, self._when_broken) for s in slices}
     for worker in started.values():
-      worker.ask("hello")
+      worker.wait_for_start()
     with self._lock:
       self._workers.update({s: worker for s, worker in started.items() if not worker.ended})
+
+  def _watch(self, timeout: float) -> None:
+    """Thread: no wait for a worker is endless, because a worker that has stopped answering is killed."""
+    while True:
+      time.sleep(_PING_SECONDS)
+      for worker in list(self._workers.values()):
+        worker.ping(timeout)
 
   def _world(self, slices: Iterable[int]) -> int:
     """The world of the workers of these slices, which are up. They form it when it is first asked for."""
@@ -281,7 +362,7 @@ class WorkerRuntime(Runtime):
     with self._lock:
       if self._workers.get(worker.slice_id) is worker:
         del self._workers[worker.slice_id]
-        self._note_loss(worker.slice_id, f"its process {worker.process.pid} has ended")
+        self._note_loss(worker.slice_id, worker.ending)
       self._leave([members for members in self._worlds if worker in members])
 
   def _when_broken(self, world: int) -> None:
@@ -297,8 +378,9 @@ class WorkerRuntime(Runtime):
         operation.fail(Status("DATA_LOSS", "another slice of a program was lost"))
     running = {operation for worker in self._workers.values() for operation in worker.operations()}
     for operation in sorted(running, key=lambda operation: operation.number):
-      if any(needed.error is not None for needed in operation.inputs):
-        operation.fail(Status("DATA_LOSS", "a program was lost whose results were needed"))
+      error = next((needed.error for needed in operation.inputs if needed.error is not None), None)
+      if error is not None:
+        operation.fail(error)
 
   def describe(self, slice_id: int) -> dict[str, Any]:
     worker = self._workers.get(slice_id)
@@ -308,7 +390,7 @@ class WorkerRuntime(Runtime):
     """Kills the worker. Called without the lock."""
     worker = self._workers.get(slice_id)
     if worker is not None:
-      worker.process.kill()
+      worker.kill()
       worker.gone.wait()
 
   def start_up(self, slice_id: int) -> None:
@@ -321,7 +403,7 @@ class WorkerRuntime(Runtime):
 
   def close(self) -> None:
     for worker in list(self._workers.values()):
-      worker.process.kill()  # a client of XLA prints a page of errors about a service that ends before it
+      worker.kill()  # a client of XLA prints a page of errors about a service that ends before it
 
   def runs(self, slice_id: int) -> bool:
     return slice_id in self._workers
@@ -335,13 +417,73 @@ class WorkerRuntime(Runtime):
       shard = RemoteShard(worker, value.shape, value.operation)
       worker.send("copy", shard.key, value.key, position, memory)
       return shard
-    try:
-      found = np.asarray(value)
-    except Status as error:
-      return error
+    if isinstance(value, RemoteShard):
+      return self.rearrange([value], lambda values: values, [value.shape], [device], memory)[0]
+    found = np.asarray(value)
     shard = RemoteShard(worker, found.shape, None)
     worker.send("put", shard.key, found, position, memory)
     return shard
+
+  def rearrange(
+    self,
+    shards: Sequence[Any],
+    change: Rearrange,
+    shapes: Sequence[tuple[int, ...]],
+    devices: Sequence[int],
+    memory: str,
+  ) -> list[Shard]:
+    """Returns at once. The values travel through this process when they are there."""
+    needed = [shard.operation for shard in shards if shard.operation is not None]
+    made: list[Any] = []
+    numbers: list[tuple[Worker, int]] = []
+    for device, shape in zip(devices, shapes, strict=True):
+      worker = self._workers[self.devices.slice_of(device)]
+      operation = Operation(next(self._numbers), frozenset([worker.slice_id]), ALONE, needed)
+      made.append(RemoteShard(worker, shape, operation))
+      numbers.append((worker, worker.begin(operation)))
+      worker.send("expect", made[-1].key)
+    # Not the shards themselves: a client may delete them meanwhile.
+    places = [(shard.key, device % self.devices.per_slice) for shard, device in zip(made, devices, strict=True)]
+    sources = [self.to_host(shard) for shard in shards]
+
+    def arrive() -> None:
+      error, values = "", list[Any]([None] * len(places))
+      try:
+        values = change([np.asarray(source) for source in sources])
+      except Exception as found:  # noqa: BLE001 -- whoever waits for the copy gets it
+        error = str(from_error(found))
+      for value, (worker, number), (key, position) in zip(values, numbers, places, strict=True):
+        worker.send("arrive", key, value, position, memory, error)
+        worker.end_operation(number, error)
+
+    _when_all_ended([source.operation for source in sources], arrive)
+    return made
+
+  def to_host(self, shard: Any) -> Any:
+    source, worker = shard.operation, shard.worker
+    copy = Operation(next(self._numbers), frozenset([worker.slice_id]), ALONE, [] if source is None else [source])
+    found = HostShard(shard.shape, copy)
+
+    def arrive(value: Any, error: str) -> None:
+      found.value = value
+      if error:
+        copy.fail((source and source.error) or from_error(RuntimeError(error)))
+      else:
+        copy.end(worker.slice_id)
+
+    number = worker.ask("get", shard.key, answer=arrive)
+
+    def give_up() -> None:
+      if source.error is not None:  # the worker may wait for ever for a program that was given up
+        worker.drop_request(number)
+        copy.fail(source.error)
+
+    if source is not None:
+      source.ended.when_open(give_up)
+    return found
+
+  def held_back_by(self, shards: Sequence[Any]) -> Gate | None:
+    return next((shard.operation.ended for shard in shards if not shard.is_ready()), None)
 
   def prepare(self, executable: Executable, options: bytes) -> None:
     """Called without the lock."""
@@ -397,3 +539,19 @@ class WorkerRuntime(Runtime):
       for shard in given[i]:
         shard.donated = True
     return results
+
+
+def _when_all_ended(operations: Sequence[Operation], call: Callable[[], None]) -> None:
+  """Calls once, in the thread that ends the last of the operations."""
+  left, lock = len(operations), threading.Lock()
+
+  def one_ended() -> None:
+    nonlocal left
+    with lock:
+      left -= 1
+      last = left == 0
+    if last:
+      call()
+
+  for operation in operations:
+    operation.ended.when_open(one_ended)

@@ -45,9 +45,11 @@ def test_the_numbers_of_types_are_those_of_jaxlib():
     assert dtypes.by_mlir_name()[name.replace("fnuiz", "fnuz")] == dtype, (kind, name)
 
 
-def test_a_string_array_is_not_served():
-  with pytest.raises(Status, match="UNIMPLEMENTED: arrays of DTypeProto kind 99"):
-    dtypes.from_kind(99)
+def test_arrays_that_are_not_served_are_named():
+  kinds = messages.load().ifrt("DTypeProto").Kind
+  for kind, name in (("KIND_STRING", "strings"), ("KIND_TOKEN", "tokens"), ("KIND_OPAQUE", "opaque values")):
+    with pytest.raises(Status, match=f"UNIMPLEMENTED: arrays of {name}: "):
+      dtypes.from_kind(kinds.Value(kind))
 
 
 @pytest.mark.parametrize("permutation", list(itertools.permutations(range(3))))

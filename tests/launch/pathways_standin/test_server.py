@@ -21,6 +21,7 @@ from trainer import standin
 from trainer.launch.pathways_standin import messages as messages_lib
 from trainer.launch.pathways_standin.__main__ import main
 from trainer.launch.pathways_standin.control import main as control_main
+from trainer.launch.pathways_standin.server import _HANDLERS
 
 SERVICE = "/xla.ifrt.proxy.GrpcIfrtService/"
 
@@ -49,36 +50,48 @@ def get_version(channel, messages, protocol=(16, 25), serdes=(2, 6)):
 
 
 @pytest.fixture
-def ask(channel, messages):
-  """ask(name, **fields): the response to a request in a session of its own."""
-  requests = queue.SimpleQueue()
-  metadata = messages.proxy("GrpcIfrtSessionMetadata")()
-  metadata.version.protocol_version = 25
-  call = channel.stream_stream(
-    SERVICE + "IfrtSession",
-    request_serializer=lambda message: message.SerializeToString(),
-    response_deserializer=messages.proxy("IfrtResponse").FromString,
-  )
-  responses = call(
-    iter(requests.get, None),
-    metadata=[("ifrt-proxy-grpc-ifrt-session-metadata-bin", metadata.SerializeToString())],
-    timeout=60,
-  )
+def open_session(channel, messages):
+  """open_session(): a session; session(name, **fields): the response to a request."""
+  opened = []
 
-  def send(name, **fields):
-    request = messages.proxy("IfrtRequest")()
-    request.request_metadata.op_id = 7
-    if name is not None:
-      getattr(request, name).SetInParent()
-      getattr(request, name).MergeFrom(type(getattr(request, name))(**fields))
-    requests.put(request)
-    response = next(responses)
-    assert response.response_metadata.op_id == 7
-    return response
+  def open_one():
+    requests = queue.SimpleQueue()
+    opened.append(requests)
+    metadata = messages.proxy("GrpcIfrtSessionMetadata")()
+    metadata.version.protocol_version = 25
+    call = channel.stream_stream(
+      SERVICE + "IfrtSession",
+      request_serializer=lambda message: message.SerializeToString(),
+      response_deserializer=messages.proxy("IfrtResponse").FromString,
+    )
+    responses = call(
+      iter(requests.get, None),
+      metadata=[("ifrt-proxy-grpc-ifrt-session-metadata-bin", metadata.SerializeToString())],
+      timeout=60,
+    )
 
-  send.call = responses
-  yield send
-  requests.put(None)
+    def send(name, **fields):
+      request = messages.proxy("IfrtRequest")()
+      request.request_metadata.op_id = 7
+      if name is not None:
+        getattr(request, name).SetInParent()
+        getattr(request, name).MergeFrom(type(getattr(request, name))(**fields))
+      requests.put(request)
+      response = next(responses)
+      assert response.response_metadata.op_id == 7
+      return response
+
+    send.call = responses
+    return send
+
+  yield open_one
+  for requests in opened:
+    requests.put(None)
+
+
+@pytest.fixture
+def ask(open_session):
+  return open_session()
 
 
 def test_a_client_of_another_jaxlib_is_refused_in_one_sentence(channel, messages):
@@ -90,10 +103,44 @@ def test_a_client_of_another_jaxlib_is_refused_in_one_sentence(channel, messages
   assert "\n" not in caught.value.details()
 
 
-@pytest.mark.parametrize("name", ["bitcast_arrays_request", "loaded_host_callback_poll_request"])
-def test_what_is_not_served_is_answered_by_name(ask, name):
-  status = ask(name).response_metadata.status
-  assert (status.code, status.message) == (12, f"{name} is not served by the Pathways stand-in")
+def test_every_request_that_is_not_served_is_answered_by_name(ask, messages):
+  requests = messages.proxy("IfrtRequest").DESCRIPTOR.oneofs_by_name["request"].fields
+  names = {field.name for field in requests} - set(_HANDLERS)
+  assert {"bitcast_arrays_request", "loaded_host_callback_poll_request"} <= names
+  for name in names:
+    status = ask(name).response_metadata.status
+    assert (status.code, status.message) == (12, f"{name} is not served by the Pathways stand-in")
+
+
+def on_one_device(messages, **fields):
+  """An ArraySpecProto of float32[2, 3] on device 1, with these fields instead."""
+  sharding = messages.ifrt("SingleDeviceShardingProto")(device_id=1).SerializeToString()
+  serialized = {"type_name": "xla::ifrt::SingleDeviceSharding", "data": sharding}
+  usual = {"dtype": {"kind": 11}, "shape": {"dims": [2, 3]}, "sharding": {"serialized_sharding": serialized}}
+  return messages.ifrt("ArraySpecProto")(**(usual | fields))
+
+
+@pytest.mark.parametrize(
+  "fields, text",
+  [
+    ({"dtype": {"kind": 99}}, "arrays of strings: the Pathways stand-in serves numeric types"),
+    ({"layout": b"x"}, "arrays with a custom layout that no compiled program made"),
+    (
+      {"sharding": {"serialized_sharding": {"type_name": "xla::ifrt::OpaqueSharding2"}}},
+      "shardings of the type xla::ifrt::OpaqueSharding2",
+    ),
+  ],
+)
+def test_an_array_that_is_not_served_is_answered_by_name(ask, messages, fields, text):
+  spec = on_one_device(messages, **fields)
+  for name, wanted in (
+    ("make_arrays_from_host_buffer_shards_request", {"specs": [{"array_spec": spec}], "array_handles": [31]}),
+    ("make_error_arrays_request", {"array_specs": [spec], "array_handles": [31]}),
+  ):
+    status = ask(name, **wanted).response_metadata.status
+    assert (status.code, status.message) == (12, text)
+    later = ask("check_value_ready_request", value_handles=[31]).response_metadata.status
+    assert (later.code, later.message) == (12, text)
 
 
 @pytest.mark.parametrize(
@@ -149,17 +196,35 @@ def test_a_handle_whose_array_could_not_be_made_keeps_the_error(ask):
   assert (status.code, status.message) == (5, "Unknown array handle: 11")
 
 
+def make_error_array(ask, messages, handle, text):
+  error = messages.cls("tensorflow.StatusProto")(code=10, message=text)
+  made = ask("make_error_arrays_request", error=error, array_specs=[on_one_device(messages)], array_handles=[handle])
+  assert list(made.make_error_arrays_response.array_handles) == [handle]
+
+
+def error_of(ask, handle):
+  status = ask("check_value_ready_request", value_handles=[handle]).response_metadata.status
+  return status.code, status.message
+
+
 def test_error_arrays(ask, messages):
-  spec = messages.ifrt("ArraySpecProto")()
-  spec.dtype.kind = 11
-  sharding = messages.ifrt("SingleDeviceShardingProto")(device_id=1)
-  spec.sharding.serialized_sharding.type_name = "xla::ifrt::SingleDeviceSharding"
-  spec.sharding.serialized_sharding.data = sharding.SerializeToString()
-  error = messages.cls("tensorflow.StatusProto")(code=10, message="made on purpose")
-  made = ask("make_error_arrays_request", error=error, array_specs=[spec], array_handles=[21])
-  assert list(made.make_error_arrays_response.array_handles) == [21]
-  status = ask("check_value_ready_request", value_handles=[21]).response_metadata.status
-  assert (status.code, status.message) == (10, "made on purpose")
+  make_error_array(ask, messages, 21, "made on purpose")
+  assert error_of(ask, 21) == (10, "made on purpose")
+
+
+def test_two_clients_have_handles_of_their_own(server, open_session, messages):
+  first, second = open_session(), open_session()
+  numbers = [ask("init_request").init_response.session_id for ask in (first, second)]
+  make_error_array(first, messages, 21, "of the first")
+  assert error_of(second, 21) == (5, "Unknown array handle: 21")
+  make_error_array(second, messages, 21, "of the second")
+  assert error_of(first, 21) == (10, "of the first")
+  first.call.cancel()
+  deadline = time.monotonic() + 30
+  while numbers[0] in (found := [client["session"] for client in server.control("status")["clients"]]):
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+  assert numbers[1] in found and error_of(second, 21) == (10, "of the second")
 
 
 @pytest.mark.parametrize(
@@ -276,6 +341,7 @@ def test_no_writable_folder_for_the_control_socket_is_explained(tmp_path, monkey
     (["--devices-per-slice", "-3"], "--devices-per-slice -3 must be at least 1"),
     (["--slices", "100", "--devices-per-slice", "100"], "10000 devices are too many"),
     (["--port", "70000"], "--port 70000 is no port"),
+    (["--worker-timeout", "0"], "--worker-timeout 0 must be at least 1 second"),
   ],
 )
 def test_wrong_arguments_end_with_2(arguments, text, capsys):

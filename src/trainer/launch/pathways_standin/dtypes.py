@@ -38,14 +38,16 @@ _KINDS: dict[int, type] = {
   30: ml_dtypes.float4_e2m1fn,
   31: ml_dtypes.float8_e8m0fnu,
 }
+_NOT_SERVED = {14: "opaque values", 17: "tokens", 99: "strings"}
 DTYPES = {kind: np.dtype(scalar) for kind, scalar in _KINDS.items()}
 KIND_OF = {dtype: kind for kind, dtype in DTYPES.items()}
 
 
 def from_kind(kind: int) -> np.dtype:
-  """The type of a DTypeProto.Kind. Raises Status for types that are not served: strings, tokens, opaque values."""
+  """The type of a DTypeProto.Kind. Raises Status for types that are not served."""
   if kind not in DTYPES:
-    raise Status("UNIMPLEMENTED", f"arrays of DTypeProto kind {kind}: the Pathways stand-in serves numeric types")
+    name = _NOT_SERVED.get(kind, f"DTypeProto kind {kind}")
+    raise Status("UNIMPLEMENTED", f"arrays of {name}: the Pathways stand-in serves numeric types")
   return DTYPES[kind]
 
 

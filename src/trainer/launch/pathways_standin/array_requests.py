@@ -252,8 +252,8 @@ def _reshard(session: Session, source: Array, spec: Spec) -> Array:
     return [whole[after[i]] for i in alive]
 
   shapes = [tuple(len(range(n)[s]) for s, n in zip(after[i], spec.shape, strict=True)) for i in alive]
-  devices = [spec.placement.devices[i] for i in alive]
-  made = session.runtime.rearrange(source.shards, change, shapes, devices, spec.placement.memory)
+  places = [(spec.placement.devices[i], shape) for i, shape in zip(alive, shapes, strict=True)]
+  made = session.runtime.rearrange(source.shards, change, places, spec.placement.memory)
   for i, shard in zip(alive, made, strict=True):
     shards[i] = shard
   return session.slices.admit(Array(spec, shards), [source])

@@ -17,6 +17,7 @@ from trainer.launch.pathways_standin.executables import Executable
 from trainer.launch.pathways_standin.gates import Gate
 
 Rearrange: TypeAlias = Callable[[list[np.ndarray]], list[np.ndarray]]
+Place: TypeAlias = tuple[int, tuple[int, ...]]  # the device of a shard, and its shape
 
 
 class Runtime:
@@ -34,17 +35,10 @@ class Runtime:
       self._single[key] = SingleDeviceSharding(self.devices.all[device], memory_kind=memory)
     return jax.device_put(value, self._single[key], may_alias=False)
 
-  def rearrange(
-    self,
-    shards: Sequence[Any],
-    change: Rearrange,
-    shapes: Sequence[tuple[int, ...]],
-    devices: Sequence[int],
-    memory: str,
-  ) -> list[Shard]:
-    """Shards on these devices with what `change` makes of the values of other shards. shapes: of the new shards."""
+  def rearrange(self, shards: Sequence[Any], change: Rearrange, places: Sequence[Place], memory: str) -> list[Shard]:
+    """Shards in these places with what `change` makes of the values of other shards."""
     values = change([np.asarray(shard) for shard in shards])
-    return [self.put(value, device, memory) for value, device in zip(values, devices, strict=True)]
+    return [self.put(value, device, memory) for value, (device, _) in zip(values, places, strict=True)]
 
   def to_host(self, shard: Any) -> Any:
     """The same shard, or a copy in this process that may be on its way. NumPy can convert it."""

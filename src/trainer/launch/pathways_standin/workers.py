@@ -29,7 +29,7 @@ from trainer.launch.pathways_standin.arrays import Array, Shard
 from trainer.launch.pathways_standin.devices import Devices
 from trainer.launch.pathways_standin.executables import Executable
 from trainer.launch.pathways_standin.gates import Gate
-from trainer.launch.pathways_standin.runtime import Rearrange, Runtime
+from trainer.launch.pathways_standin.runtime import Place, Rearrange, Runtime
 from trainer.launch.pathways_standin.status import Status, from_error
 from trainer.launch.pathways_standin.worker import ALONE
 from trainer.launch.ports import free_port
@@ -418,41 +418,34 @@ class WorkerRuntime(Runtime):
       worker.send("copy", shard.key, value.key, position, memory)
       return shard
     if isinstance(value, RemoteShard):
-      return self.rearrange([value], lambda values: values, [value.shape], [device], memory)[0]
+      return self.rearrange([value], lambda values: values, [(device, value.shape)], memory)[0]
     found = np.asarray(value)
     shard = RemoteShard(worker, found.shape, None)
     worker.send("put", shard.key, found, position, memory)
     return shard
 
-  def rearrange(
-    self,
-    shards: Sequence[Any],
-    change: Rearrange,
-    shapes: Sequence[tuple[int, ...]],
-    devices: Sequence[int],
-    memory: str,
-  ) -> list[Shard]:
+  def rearrange(self, shards: Sequence[Any], change: Rearrange, places: Sequence[Place], memory: str) -> list[Shard]:
     """Returns at once. The values travel through this process when they are there."""
     needed = [shard.operation for shard in shards if shard.operation is not None]
     made: list[Any] = []
     numbers: list[tuple[Worker, int]] = []
-    for device, shape in zip(devices, shapes, strict=True):
+    for device, shape in places:
       worker = self._workers[self.devices.slice_of(device)]
       operation = Operation(next(self._numbers), frozenset([worker.slice_id]), ALONE, needed)
       made.append(RemoteShard(worker, shape, operation))
       numbers.append((worker, worker.begin(operation)))
       worker.send("expect", made[-1].key)
     # Not the shards themselves: a client may delete them meanwhile.
-    places = [(shard.key, device % self.devices.per_slice) for shard, device in zip(made, devices, strict=True)]
+    targets = [(shard.key, device % self.devices.per_slice) for shard, (device, _) in zip(made, places, strict=True)]
     sources = [self.to_host(shard) for shard in shards]
 
     def arrive() -> None:
-      error, values = "", list[Any]([None] * len(places))
+      error, values = "", list[Any]([None] * len(targets))
       try:
         values = change([np.asarray(source) for source in sources])
       except Exception as found:  # noqa: BLE001 -- whoever waits for the copy gets it
         error = str(from_error(found))
-      for value, (worker, number), (key, position) in zip(values, numbers, places, strict=True):
+      for value, (worker, number), (key, position) in zip(values, numbers, targets, strict=True):
         worker.send("arrive", key, value, position, memory, error)
         worker.end_operation(number, error)
 

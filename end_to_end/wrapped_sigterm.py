@@ -12,8 +12,9 @@ seed: in its first half second (perhaps before there is a handler), at any momen
 right after a step that is saved or evaluated; after the grace period of the pod it gets SIGKILL. It must end within
 this period, with exit code 42 and the last step committed. Other ends are right too: 0 if the run was complete before
 the signal came to the program; 143 if the program had no handler yet, and so no step; and 137, after SIGKILL, if PID 1
-had no handler yet, because Linux then discards the signal. When a run is complete, its records and final state must be
-those of the undisturbed run, each step and each evaluation once. Exits with 1 if anything differs.
+had no handler yet, because Linux then discards the signal. Such a run starts again from step 0. When a run is complete,
+its records and final state must be those of the undisturbed run, each step and each evaluation once. Exits with 1 if
+anything differs.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import logging
 import os
 import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -161,7 +163,8 @@ def terminate(run: Run, wrapper: Wrapper, rng: random.Random, duration: float) -
   last, committed = run.last_step, max(run.committed_steps(), default=0)
   wrong = ""
   if code == 137 and not heard:
-    pass  # the steps after the last checkpoint are done again
+    # The next process would repeat the steps after the last checkpoint, and here each step must be done once.
+    shutil.rmtree(run.directory, ignore_errors=True)
   elif code == 143:  # no handler yet
     wrong = f"exit code 143 after step {last}" if last > first else ""
   elif code not in (0, 42):

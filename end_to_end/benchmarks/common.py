@@ -20,6 +20,11 @@ def positive(text: str) -> int:
   return int(text)
 
 
+def cpu_seconds() -> float:
+  """Returns the CPU time of this process and of the processes that it has started and that have ended."""
+  return sum(os.times()[:4])
+
+
 def positives(text: str) -> list[int]:
   """Returns the whole numbers of a text such as "1,2,3", each at least 1, for argparse."""
   try:

@@ -25,7 +25,7 @@ from typing import Any
 
 import grain
 import numpy as np
-from end_to_end.benchmarks.common import positive
+from end_to_end.benchmarks.common import cpu_seconds, positive
 
 from trainer.config.schema import DataSection
 from trainer.data import Loader, datasets, make_loader, packages
@@ -142,10 +142,10 @@ def main() -> None:
     ):  # fmt: skip
       for packing in ("split", "best_fit", "none"):
         cfg = section(folder, file, kind, args.length, packing)
-        began = time.process_time()
+        began = cpu_seconds()
         loader = opened(cfg)
         if packing != "none" or kind != "arrayrecord_uint16":
-          seconds = time.process_time() - began
+          seconds = cpu_seconds() - began
           print(f"prepare {kind}, {packing:10} {2e-6 * lengths.sum() / seconds:8.1f} MB of tokens per CPU second")
         readers[f"{kind}, {packing}"] = lambda loader=loader: of_loader(loader, args.examples)
     write_windows(folder, args.length)

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from end_to_end.benchmarks.common import positive
+from end_to_end.benchmarks.common import cpu_seconds, positive
 
 from trainer.config.schema import DataSection
 from trainer.data import Loader, Tokenizer, corpus, make_loader
@@ -91,10 +91,10 @@ def main() -> None:
       tokenizer_path=str(folder / "tokenizer.json"), max_target_length=args.length, packing="split",
       dataset_cache_directory=str(folder / "cache"),
     )  # fmt: skip
-    began = time.process_time()
+    began = cpu_seconds()
     with contextlib.redirect_stdout(io.StringIO()):
       loader = make_loader(cfg, vocab_size=4096, global_batch_size=args.batch, split="train", log=lambda line: None)
-    prepared = time.process_time() - began
+    prepared = cpu_seconds() - began
     print(f"{len(texts) * args.copies:,} documents; preparation: {prepared:.2f} CPU s")
     for epoch in range(args.epochs):
       once = 0.0 if epoch else prepared

@@ -6,6 +6,7 @@ import math
 
 from trainer.checkpoint.ramdisk_size import ramdisk_by_rule
 from trainer.config import Config, counts
+from trainer.observe.writers.background import LONGEST_WAIT_SECONDS
 
 # Kubernetes' own grace period, which a pod has if nobody asks for another. The head pods that xpk and gcluster make
 # for Pathways always have it.
@@ -33,9 +34,19 @@ def save_seconds(config: Config, hosts: int, gigabytes_per_second: float) -> flo
   return checkpoint_bytes(config) / (hosts * gigabytes_per_second * 1e9)
 
 
-def grace_seconds(save: float, step: float, wrapper: float) -> int:
-  """Seconds from SIGTERM to SIGKILL in which a step ends and a save is committed."""
-  return max(DEFAULT_GRACE_SECONDS, math.ceil(wrapper + step + SAVE_MARGIN * save + COMMIT_SECONDS))
+def service_seconds(config: Config) -> float:
+  """The longest time for which the end of a process waits for a service that does not answer; 0 without services.
+
+  The checkpoint is committed before. A process that is killed in this time only lacks the exit code 42.
+  """
+  observe = config.observe
+  services = observe.enable_wandb or observe.enable_trackio or observe.enable_goodput_recording
+  return LONGEST_WAIT_SECONDS if services else 0.0
+
+
+def grace_seconds(save: float, step: float, others: float) -> int:
+  """Seconds from SIGTERM to SIGKILL in which a step ends and a save is committed. others: of shells and services."""
+  return max(DEFAULT_GRACE_SECONDS, math.ceil(others + step + SAVE_MARGIN * save + COMMIT_SECONDS))
 
 
 def ramdisk_mebibytes(config: Config, hosts: int, copies: int) -> int:

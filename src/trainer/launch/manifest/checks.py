@@ -23,6 +23,8 @@ _NAMES = {
   "pathways_version": r"\w[\w.-]*",
   "pathways_gcs_location": r"[\w./:-]+",
 }
+# Targets that do not set the grace period of the Pathways head: it is DEFAULT_GRACE_SECONDS.
+FIXED_GRACE = ("xpk", "gcluster")
 _LONGEST_NAME = {"gcluster": 28, "xpk": 40, "jobset": 40, "pathwaysjob": 22, "rayjob": 40}
 
 
@@ -191,8 +193,7 @@ def _restarts(job: Job) -> Iterator[str]:
 
 def _grace(job: Job) -> Iterator[str]:
   """A save fits the time that the pods are given."""
-  fixed = job.pathways and job.options.target in ("xpk", "gcluster")
-  if fixed and job.grace_seconds > budget.DEFAULT_GRACE_SECONDS:
+  if job.pathways and job.options.target in FIXED_GRACE and job.grace_seconds > budget.DEFAULT_GRACE_SECONDS:
     yield (
       f"A save needs {job.grace_seconds} s after SIGTERM ({job.save_seconds:.1f} s to write "
       f"{budget.checkpoint_bytes(job.config) / 1e9:.1f} GB), and the Pathways head of {job.options.target} has "

@@ -21,7 +21,9 @@ def resolve(options: Options) -> Job:
   saving_hosts = 1 if pathways else piece.hosts
   save = budget.save_seconds(config, saving_hosts, options.save_gigabytes_per_second)
   wrapper = budget.XPK_WRAPPER_SECONDS if options.target == "xpk" else 0
-  grace = budget.grace_seconds(save, options.step_seconds, wrapper)
+  # Not where the period is fixed: services must not make a save impossible that fits it.
+  services = 0.0 if pathways and options.target in checks.FIXED_GRACE else budget.service_seconds(config)
+  grace = budget.grace_seconds(save, options.step_seconds, wrapper + services)
   num_slices = options.num_slices or config.cluster.num_slices or 1
   if options.target == "rayjob" and not pathways:
     ray_keys = keys.of_ray(max(1, num_slices - options.elastic_slices), num_slices)

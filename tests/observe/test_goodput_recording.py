@@ -57,6 +57,7 @@ def test_the_library_computes_the_goodput_of_the_report(tmp_path, recorded):
   next_attempt(run, 3, 0.6)
   for step in range(21, 31):
     run.step(step)
+  run.after(2.0, "checkpoint_saved", step=30, seconds=2.0, blocking_seconds=0.5)
   run.after(0.0, "run_end", exit=0)
   run.close()
   ours = goodput.compute(history.load(str(tmp_path / "r")))
@@ -68,6 +69,8 @@ def test_the_library_computes_the_goodput_of_the_report(tmp_path, recorded):
   # step is longer than the others as the start of the program.
   assert productive == pytest.approx(ours["seconds"]["steps"] + ours["seconds"]["data_wait"], rel=0.02)
   assert badput[BADPUT.CUSTOM_BADPUT_EVENTS]["EVALUATION"] == pytest.approx(1.5)
+  assert badput[BADPUT.CUSTOM_BADPUT_EVENTS]["CHECKPOINT_SAVE"] == pytest.approx(0.5)
+  assert badput[BADPUT.CUSTOM_BADPUT_EVENTS]["PROCESS_END"] == pytest.approx(1.5)  # the wait for the commit
   assert badput[BADPUT.TPU_INITIALIZATION] + badput[BADPUT.TRAINING_PREP] == pytest.approx(3.2)
   assert badput[BADPUT.ELASTIC_REINITIALIZATION] == pytest.approx(0.8 + 0.6)
   assert badput[BADPUT.ELASTIC_SLICE_DOWN] == pytest.approx(0.3) and badput[BADPUT.ELASTIC_SCALE_UP] > 0.1

@@ -7,7 +7,8 @@ The library keeps its records in Cloud Logging, in the log `goodput_{run_name}`.
 
 The library infers the end of a step from the start of the next one. So where a process ends, or slices change, the end
 of the last step is recorded as the start of the step that would have followed. The library sees that this step is then
-started a second time, and counts a disruption.
+started a second time, and counts a disruption. What a process does after its last step, such as waiting for the commit
+of a checkpoint, would count as part of this step. So it is recorded as badput.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class GoodputRecording:
     self._began: float | None = None  # wall time of run_start, until the first step can be dispatched
     self._waits_for: str | None = None  # "slice_down" or "scale_up", from the event to the next attempt
     self._last: tuple[int, float] | None = None  # the last completed step, and when it ended
+    self._badput_ended = 0.0  # wall time of the end of all badput so far
 
   def record(self, record: dict[str, Any]) -> None:
     """Takes the record of an event or of a completed step."""
@@ -112,6 +114,7 @@ class GoodputRecording:
     if ended > began:
       self._recorder.record_custom_badput_event_start_time(_utc(began), kind)
       self._recorder.record_custom_badput_event_end_time(_utc(ended), kind)
+      self._badput_ended = max(self._badput_ended, ended)
 
   def _start(self, record: dict[str, Any]) -> None:
     """A process or an attempt begins; or, with init_done, its first step can be dispatched."""
@@ -147,6 +150,8 @@ class GoodputRecording:
       self._recorder.record_step_start_time(self._last[0] + 1, _utc(now))
 
   def _end(self, record: dict[str, Any]) -> None:
+    if self._last is not None:
+      self._badput("PROCESS_END", max(self._last[1], self._badput_ended), record["wall"])
     self._end_last_step(record["wall"])
     if record["exit"] == 0:
       self._recorder.record_job_end_time(_utc(record["wall"]))

@@ -1,7 +1,7 @@
 """A server that stands in for Pathways: rehearse a Pathways job on one machine, with JAX's real proxy client.
 
   python -m trainer.launch.pathways_standin --slices 3 --devices-per-slice 4 [--device-kind "TPU v5 lite"]
-                        [--port 29000 | --unix PATH] [--processes] [--at "DISPATCH COMMAND"]
+              [--port 29000 | --unix PATH] [--processes [--worker-timeout SECONDS]] [--at "DISPATCH COMMAND"]
   IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS=true JAX_PLATFORMS=proxy JAX_BACKEND_TARGET=grpc://127.0.0.1:29000 \\
     python your_program.py
   python -m trainer.launch.pathways_standin.control kill 1
@@ -24,7 +24,8 @@ The server ends with the process that started it, also if that process is killed
 
 Without --processes, all devices belong to the server's process, and a lost slice is an administrative state: its data
 are replaced by errors. With --processes, each slice is a process that any signal may kill or stop (`status` has their
-ids), with its data; programs that span slices communicate over gloo. Each start of a worker takes seconds.
+ids), with its data; programs that span slices communicate over gloo. Each start of a worker takes seconds. A worker
+that has not answered for --worker-timeout seconds is killed.
 
 What it does not model: the time that anything takes on TPUs and between hosts, the numerics of TPUs, the memory limits
 of devices, Pathways' resource manager, programs of plugins (persistence, remote profiling), host callbacks.

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from end_to_end.command import Process
+from end_to_end.forked_runs import Server
 from end_to_end.process_runs import ProcessRun
 
 from trainer import addresses
 from trainer.launch.ports import free_port
 
+AGENT = "trainer.launch.agent"
 TOKEN = {"TRAINER_TOKEN": "a token of this test only"}
 
 
@@ -22,20 +24,27 @@ class AgentRun(ProcessRun):
   """A run whose supervisor has `local` slices on its own host; agents run the others."""
 
   def __init__(
-    self, folder: Path, keys: Sequence[str], *, slices: int = 3, local: int = 0, host: str = "127.0.0.1"
+    self,
+    folder: Path,
+    keys: Sequence[str],
+    *,
+    slices: int = 3,
+    local: int = 0,
+    host: str = "127.0.0.1",
+    server: Server | None = None,
   ) -> None:
-    """host: where the supervisor listens."""
+    """host: where the supervisor listens. server: as for ProcessRun."""
     self.address = addresses.join(host, free_port())
     options = ["--local-slices", str(local), "--listen", self.address]
-    super().__init__(folder, keys, slices=slices, options=options, environment=TOKEN)
+    super().__init__(folder, keys, slices=slices, options=options, environment=TOKEN, server=server)
 
-  def agent(
-    self, host: str, *, supervisor: str = "", slices: int = 1, prefix: Sequence[str] = ()
-  ) -> subprocess.Popen[bytes]:
+  def agent(self, host: str, *, supervisor: str = "", slices: int = 1, prefix: Sequence[str] = ()) -> Process:
     """Starts an agent with the address `host`. supervisor: where it finds the supervisor, if not directly. prefix: a
     command that runs the agent's command."""
-    command = [*prefix, sys.executable, "-m", "trainer.launch.agent", "--supervisor", supervisor or self.address]
-    return self.spawn([*command, "--host", host, "--slices", str(slices)], TOKEN)
+    argv = ["--supervisor", supervisor or self.address, "--host", host, "--slices", str(slices)]
+    if prefix:
+      return self.spawn([*prefix, sys.executable, "-m", AGENT, *argv], TOKEN)
+    return self.run_module(AGENT, argv, TOKEN)
 
 
 class Relay:

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from end_to_end.command import ROOT, Run, cpu_environment, is_running
+from end_to_end.command import ROOT, Process, Run, cpu_environment, is_running
+from end_to_end.forked_runs import Server
 
 from trainer.membership.environment import MEMBER, SUPERVISOR
 
@@ -33,19 +34,25 @@ class ProcessRun(Run):
     slices: int = 3,
     options: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    server: Server | None = None,
   ) -> None:
-    """options: of trainer.launch.local, besides --slices. environment: changes to the environment."""
+    """options: of trainer.launch.local, besides --slices. environment: changes to the environment. server: forks the
+    processes of the run; None: each is an interpreter of its own, as for users."""
     super().__init__(folder, [*KEYS, *keys])
     self.keys = [key for key in self.keys if not key.startswith("num_slices=")]
     self.slices, self._environment = slices, environment or {}
-    self._options = ["--slices", str(slices), *options]
+    self._options, self._server = ["--slices", str(slices), *options], server
     self.mark = f"{folder}.{time.time_ns()}"
 
-  def launch(self, *keys: str) -> subprocess.Popen[bytes]:
+  def launch(self, *keys: str) -> Process:
     """Starts the supervisor, which starts the slices."""
-    return self.spawn(
-      [sys.executable, "-m", "trainer.launch.local", *self._options, *self.argv(*keys)], self._environment
-    )
+    return self.run_module("trainer.launch.local", [*self._options, *self.argv(*keys)], self._environment)
+
+  def run_module(self, module: str, argv: Sequence[str], changes: Mapping[str, str]) -> Process:
+    """Starts `python -m module *argv` as a process of this run, with `changes` to the environment."""
+    if self._server:
+      return self._server.run(module, argv, {MARK: self.mark, **changes}, self.log)
+    return self.spawn([sys.executable, "-m", module, *argv], changes)
 
   def spawn(self, command: Sequence[str], changes: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Starts a command of this run, with `changes` to the environment."""
@@ -88,7 +95,7 @@ class ProcessRun(Run):
     return False
 
   @contextlib.contextmanager
-  def launched(self, *keys: str) -> Iterator[subprocess.Popen[bytes]]:
+  def launched(self, *keys: str) -> Iterator[Process]:
     """Starts the run; at the end of the block no process of it is left."""
     supervisor = self.launch(*keys)
     try:
@@ -105,15 +112,16 @@ class ProcessRun(Run):
         self.send(pid, signal.SIGKILL)
       time.sleep(0.05)
 
-  def wait_for(self, condition: Callable[[], bool], supervisor: subprocess.Popen[bytes], seconds: float = 90) -> None:
+  def wait_for(self, condition: Callable[[], bool], supervisor: Process, seconds: float = 90) -> None:
     """Returns when the condition holds. Raises AssertionError after `seconds`, or if the run ends before."""
     deadline = time.monotonic() + seconds
     while not condition():
-      assert supervisor.poll() is None, f"the run has ended with {supervisor.returncode}:\n{self.tail()}"
+      code = supervisor.poll()
+      assert code is None, f"the run has ended with {code}:\n{self.tail()}"
       assert time.monotonic() < deadline, f"not within {seconds} s:\n{self.tail()}"
       time.sleep(0.02)
 
-  def wait(self, supervisor: subprocess.Popen[bytes], seconds: float = 120) -> int:
+  def wait(self, supervisor: Process, seconds: float = 120) -> int:
     """The exit code of the run. Raises AssertionError if it does not end in time, or if a process is left."""
     try:
       code = supervisor.wait(seconds)

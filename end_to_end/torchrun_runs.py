@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from end_to_end.command import Process
 from end_to_end.process_runs import ProcessRun
 
 from trainer.launch.ports import free_port
@@ -18,10 +18,10 @@ SUPERVISOR = "trainer.launch.child_supervisor"
 class OneWorker(ProcessRun):
   """A run in the environment that torchrun gives to a group of one worker, which computes all shares."""
 
-  def launch(self, *keys: str) -> subprocess.Popen[bytes]:
+  def launch(self, *keys: str) -> Process:
     group = f"RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()}"
     changes = dict(variable.split("=") for variable in group.split()) | {"TORCHELASTIC_RUN_ID": "one"}
-    return self.spawn([sys.executable, "-m", "trainer", *self.argv(*keys), f"num_slices={self.slices}"], changes)
+    return self.run_module("trainer", [*self.argv(*keys), f"num_slices={self.slices}"], changes)
 
 
 class TorchrunRun(ProcessRun):
@@ -39,13 +39,13 @@ class TorchrunRun(ProcessRun):
   def argv(self, *keys: str) -> list[str]:
     return [*super().argv(*keys), f"num_slices={self.slices}"]
 
-  def launch(self, *keys: str) -> subprocess.Popen[bytes]:
+  def launch(self, *keys: str) -> Process:
     """Starts the agent of one more node."""
     changes = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     return self.spawn([*self._torchrun, *self.argv(*keys)], changes)
 
   @contextlib.contextmanager
-  def nodes(self, count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+  def nodes(self, count: int) -> Iterator[list[Process]]:
     """The agents of `count` nodes; the block may add others. At its end no process of the run is left."""
     with self.launched() as first:
       agents = [first, *(self.launch() for _ in range(count - 1))]

@@ -18,6 +18,7 @@ os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 
 import jax
 import pytest
+from end_to_end.forked_runs import StandaloneServer
 from tests.support.budgets import Budgets
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -36,6 +37,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
   if all(Path(str(arg).partition("::")[0]).is_file() for arg in config.args):
     return 0
   return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[StandaloneServer]:
+  """Starts runs of the real command, and of launchers, without the seconds that their imports take."""
+  started = StandaloneServer()
+  yield started
+  started.close()
 
 
 @pytest.fixture(autouse=True, scope="module")

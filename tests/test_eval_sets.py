@@ -8,20 +8,12 @@ from pathlib import Path
 import pytest
 from end_to_end.command import Run
 from tests.support.command_runs import KEYS
-from tests.support.forked_runs import Server
 
 from trainer.config.errors import ConfigError
 from trainer.config.load import load
 
 pytestmark = pytest.mark.timeout(600)
 STEPS = 12
-
-
-@pytest.fixture(scope="module")
-def server():
-  started = Server()
-  yield started
-  started.close()
 
 
 def write_data(folder: Path) -> dict[str, Path]:

@@ -43,31 +43,30 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, tuple[pathlib.Path, str]]:
-  """Run directory and stdout of two runs that differ only in their names."""
-  folder = tmp_path_factory.mktemp("quickstart")
-  processes = {name: quickstart(folder, name) for name in ("one", "two")}
-  results = {}
-  try:
-    for name, process in processes.items():
-      out, err = process.communicate(timeout=500)
-      assert process.returncode == 0, out + err
-      results[name] = folder / name, out
-  finally:
-    for process in processes.values():
-      process.kill()
-  return results
+def folder(tmp_path_factory) -> pathlib.Path:
+  return tmp_path_factory.mktemp("quickstart")
 
 
-def test_the_same_command_again_finds_the_run_complete(runs):
-  directory, _ = runs["one"]
-  before = (directory / "metrics.jsonl").read_bytes()
-  process = quickstart(directory.parent, "one")
+def finished(folder: pathlib.Path, name: str) -> tuple[pathlib.Path, str]:
+  """Runs the small quickstart. Returns its run directory and what it printed."""
+  process = quickstart(folder, name)
   try:
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=500)
   finally:
     process.kill()
   assert process.returncode == 0, out + err
+  return folder / name, out
+
+
+@pytest.fixture(scope="module")
+def run(folder) -> tuple[pathlib.Path, str]:
+  return finished(folder, "one")
+
+
+def test_the_same_command_again_finds_the_run_complete(run):
+  directory, _ = run
+  before = (directory / "metrics.jsonl").read_bytes()
+  _, out = finished(directory.parent, "one")
   assert "All 6 steps are done already." in out
   assert "completed step" not in out
   assert (directory / "metrics.jsonl").read_bytes() == before
@@ -77,8 +76,9 @@ def records(directory: pathlib.Path) -> list[dict]:
   return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_it_learns_from_ln_v_and_writes_what_the_readme_says(runs):
-  directory, out = runs["one"]
+@pytest.mark.oldest
+def test_it_learns_from_ln_v_and_writes_what_the_readme_says(run):
+  directory, out = run
   losses = [float(loss) for loss in re.findall(r"completed step: \d+, .*? loss: ([\d.]+)", out)]
   assert len(losses) == 6
   assert losses[0] == pytest.approx(math.log(4096), abs=0.1)
@@ -101,14 +101,16 @@ def test_it_learns_from_ln_v_and_writes_what_the_readme_says(runs):
   assert {path.name for path in (directory / "checkpoints").iterdir()} == {"3", "6"}
 
 
-def test_step_time_excludes_evaluation_time(runs):
+def test_step_time_excludes_evaluation_time(run):
   """Step 4 follows the first evaluation, whose compilation takes much longer than a step."""
-  by_step = {(record["step"], "eval_loss" in record): record for record in records(runs["one"][0])}
+  by_step = {(record["step"], "eval_loss" in record): record for record in records(run[0])}
   assert by_step[4, False]["seconds"] < by_step[3, True]["eval_seconds"]
 
 
-def test_two_runs_with_the_same_seed_are_bit_identical(runs):
-  one, two = (directory for directory, _ in runs.values())
+def test_two_runs_with_the_same_seed_are_bit_identical(run, folder):
+  """They differ only in their names."""
+  runs = run, finished(folder, "two")
+  one, two = (directory for directory, _ in runs)
   ignored = TIMED | {"process"}
   numbers = [
     [{key: value for key, value in record.items() if key not in ignored} for record in records(run)]
@@ -120,5 +122,5 @@ def test_two_runs_with_the_same_seed_are_bit_identical(runs):
   assert states[0].keys() == states[1].keys() and len(states[0]) > 10
   for name, array in states[0].items():
     assert np.array_equal(np.asarray(array), np.asarray(states[1][name])), name
-  samples = [out[out.index("--- sample") : out.index("--- end of sample")] for _, out in runs.values()]
+  samples = [out[out.index("--- sample") : out.index("--- end of sample")] for _, out in runs]
   assert samples[0] == samples[1]

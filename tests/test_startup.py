@@ -37,6 +37,7 @@ print(json.dumps({"code": code, "modules": sorted({name.split(".")[0] for name i
 """
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("dataset_type", ["synthetic", "text"])
 def test_a_run_imports_nothing_that_it_does_not_need(tmp_path, dataset_type):
   (tmp_path / "corpus").mkdir()

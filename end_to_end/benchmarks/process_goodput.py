@@ -9,9 +9,11 @@ command is started again, as a launcher does that restarts all processes.
 Each slice has one core for itself, as on a node of its own: a slice that starts again takes nothing from the others. So
 this machine needs a core for each slice, and nothing else should run.
 
-Goodput = slice-seconds of the same steps without faults / live slice-seconds. A slice that was hit is not live until it
-takes part in a step again. A slice that was not hit is live all the time, also while a launcher restarts it. All three
-runs must end with the same losses and the same state, bit by bit.
+Goodput = slice-seconds that the steps take without faults / live slice-seconds. A slice that was hit is not live until
+it takes part in a step again. A slice that was not hit is live all the time, also while a launcher restarts it. What a
+step takes without faults is measured in the same run, because a machine's speed differs from run to run: from some
+seconds after all slices are back, to the next fault. All three runs must end with the same losses and the same state,
+bit by bit.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +38,7 @@ from end_to_end.process_runs import ProcessRun
 
 LEAST, MOST = 15.0, 60.0  # seconds between two faults
 ALL = 0.2  # share of the faults that hit all slices
+SETTLED = 3.0  # seconds after all slices are back; then the run is as without faults
 LOCAL_PERIOD, STORAGE_PERIOD = 20, 200  # steps between local copies, and between checkpoints
 
 
@@ -79,24 +82,23 @@ def compare(folder: Path, count: int, seed: int, cores: list[int]) -> None:
     return ProcessRun(folder / name, [*keys, *local.split()], slices=len(cores))
 
   undisturbed = make("undisturbed")
-  play(undisturbed, cores, None, restart=False)
-  usual = (times(undisturbed)[-1] - times(undisturbed)[0]) / (count - 1)
-  print(f"Step without faults, saves included: {1000 * usual:.0f} ms. The trace (seconds: slices):")
+  print("The trace (seconds: slices):")
   print(", ".join(f"{fault.at:.0f}: {fault.slices}" for fault in itertools.islice(trace(seed, len(cores)), 20)))
-  print("\n| run | faults | of all slices | wall time | live slice-seconds | steps repeated | goodput |")
-  print("|---|---|---|---|---|---|---|")
+  print("\n| run | faults | of all slices | wall time | live slice-seconds | steps repeated | usual step | goodput |")
+  print("|---|---|---|---|---|---|---|---|")
   for name, restart in (("no faults", None), ("the other slices go on", False), ("everything restarts", True)):
-    run, happened = undisturbed, list[tuple[Fault, float]]()
-    if restart is not None:
-      run = make(name.replace(" ", "-"))
-      happened = play(run, cores, trace(seed, len(cores)), restart=restart)
-      assert run.losses() == undisturbed.losses(), name
-      assert differences(run, undisturbed, count) == [], name
+    run = undisturbed if restart is None else make(name.replace(" ", "-"))
+    happened = play(run, cores, None if restart is None else trace(seed, len(cores)), restart=bool(restart))
+    assert run.losses() == undisturbed.losses(), name
+    assert differences(run, undisturbed, count) == [], name
     seconds = times(run)[-1] - times(run)[0]
-    live = len(cores) * seconds - sum(absent(run, fault, when) for fault, when in happened)
+    away = [(when, returned(run, fault, when)) for fault, when in happened]
+    live = len(cores) * seconds - sum(back - when for when, backs in away for back in backs)
+    usual = between(times(run), [(when, max(backs) + SETTLED) for when, backs in away])
     of_all = sum(len(fault.slices) == len(cores) for fault, _ in happened)
     columns = [name, len(happened), of_all, f"{seconds:.0f} s", f"{live:.0f} s", len(times(run)) - count]
-    print(f"| {' | '.join(map(str, columns))} | {(count - 1) * usual * len(cores) / live:.1%} |", flush=True)
+    columns += [f"{1000 * usual:.1f} ms", f"{(count - 1) * usual * len(cores) / live:.1%}"]
+    print(f"| {' | '.join(map(str, columns))} |", flush=True)
 
 
 def play(
@@ -124,7 +126,7 @@ def play(
           for member in hit:
             run.kill(member)
         else:
-          assert supervisor.returncode == 0, run.tail()
+          assert supervisor.poll() == 0, run.tail()
           return happened
 
 
@@ -133,13 +135,21 @@ def times(run: ProcessRun) -> list[float]:
   return [record["wall"] for record in steps(run)]
 
 
-def absent(run: ProcessRun, fault: Fault, when: float) -> float:
-  """The slice-seconds from the kill until the slices that were hit have taken part in a step again."""
-  total, last = 0.0, times(run)[-1]
-  for member in fault.slices:
-    with_member = (r["wall"] for r in steps(run) if r["wall"] > when and str(member) in r["slice_seconds"])
-    total += next(with_member, last) - when
-  return total
+def returned(run: ProcessRun, fault: Fault, when: float) -> list[float]:
+  """When each of the slices that were hit has taken part in a step again; the end of the run if it has not."""
+  after = [record for record in steps(run) if record["wall"] > when]
+  ends = times(run)[-1]
+  return [next((r["wall"] for r in after if str(member) in r["slice_seconds"]), ends) for member in fault.slices]
+
+
+def between(steps_at: Sequence[float], excluded: Sequence[tuple[float, float]]) -> float:
+  """The mean seconds from one step to the next, over all steps of which no part is in an excluded time."""
+  taken = [
+    end - start
+    for start, end in itertools.pairwise(steps_at)
+    if all(end <= first or start >= last for first, last in excluded)
+  ]
+  return sum(taken) / len(taken)
 
 
 @contextlib.contextmanager

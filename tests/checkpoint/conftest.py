@@ -7,14 +7,6 @@ import signal
 import pytest
 from end_to_end.command import Run
 from tests.support.command_runs import KEYS
-from tests.support.forked_runs import Server
-
-
-@pytest.fixture(scope="session")
-def server():
-  s = Server()
-  yield s
-  s.close()
 
 
 @pytest.fixture(scope="module")

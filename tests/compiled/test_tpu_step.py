@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import collections
-import importlib.util
 
 import pytest
+from tests.support import needs
 
 from trainer import config
 from trainer.cluster import topologies
@@ -14,9 +14,7 @@ from trainer.compiled.events import Channel
 from trainer.config.counts import parameter_count
 from trainer.observe import chips
 
-pytestmark = pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install libtpu"
-)
+pytestmark = needs.LIBTPU
 COMMON = "configs/base.yml run_name=t base_output_directory=unused dataset_type=synthetic per_device_batch_size=1"
 FLASH = "attention=flash remat_policy=full"
 

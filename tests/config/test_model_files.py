@@ -14,6 +14,7 @@ from trainer.config.schema import ModelSection
 torch = pytest.importorskip("torch", reason="the oracle needs torch (CPU)")
 flop_counter = pytest.importorskip("torch.utils.flop_counter")
 transformers = pytest.importorskip("transformers", reason="the oracle is transformers")
+pytestmark = pytest.mark.oldest
 
 
 @dataclass(frozen=True)

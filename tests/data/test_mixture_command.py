@@ -11,18 +11,10 @@ import pytest
 from end_to_end.command import Run
 from tests.support import tfds_dataset
 from tests.support.command_runs import KEYS, start_and_train
-from tests.support.forked_runs import Server
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Sharding info not provided")]
 STEPS = 24
 ARROW = "pyarrow is not installed: it belongs to the extra arrow, which setup.sh --dev installs"
-
-
-@pytest.fixture
-def server():
-  started = Server()
-  yield started
-  started.close()
 
 
 def write_sources(folder: Path) -> dict[str, dict[str, object]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 
 import jax
@@ -11,13 +10,12 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from tests.support import needs
 
 from trainer.config.schema import ModelSection
 from trainer.kernels import attention, remat
 
-pytestmark = pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install libtpu"
-)
+pytestmark = needs.LIBTPU
 
 B, T, D, N, K, H, L = 4, 512, 256, 4, 2, 128, 3
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import time
 
 import pytest
@@ -28,10 +27,10 @@ SECRET = b"s" * 32
 
 
 @pytest.mark.timeout(600)
-def test_losses_of_workers_agents_connections_and_the_supervisor_change_nothing(compiled, tmp_path):
+def test_losses_of_workers_agents_connections_and_the_supervisor_change_nothing(compiled, server, tmp_path):
   """Oracle: one worker that computes everything. The last supervisor is told how many steps the run has."""
   keys = [compiled, "eval_interval=50", "eval_steps=2", "checkpoint_period=1000000"]
-  run = AgentRun(tmp_path / "run", [*keys, "steps=1000000"], slices=2)
+  run = AgentRun(tmp_path / "run", [*keys, "steps=1000000"], slices=2, server=server)
   relay = Relay(run.address)
   try:
     with run.launched() as supervisor:
@@ -52,7 +51,7 @@ def test_losses_of_workers_agents_connections_and_the_supervisor_change_nothing(
       trains(2)
       assert f"Member {far} killed by SIGKILL" in run.printed
 
-      hosts[1].kill()  # its worker leaves in good order
+      hosts[1].send_signal(signal.SIGKILL)  # its worker leaves in good order
       run.wait_for(lambda: far not in run.workers(), supervisor, SLOW)
       trains(1)
       hosts[1] = run.agent(FAR)
@@ -63,7 +62,7 @@ def test_losses_of_workers_agents_connections_and_the_supervisor_change_nothing(
       trains(2)
       assert run.committed_steps() == []  # the cut member has not saved for a run that goes on
 
-      supervisor.kill()
+      supervisor.send_signal(signal.SIGKILL)
       supervisor.wait(30)
       run.wait_for_workers(SLOW)
       last = run.last_step
@@ -76,7 +75,7 @@ def test_losses_of_workers_agents_connections_and_the_supervisor_change_nothing(
   finally:
     relay.close()
   assert run.steps() == list(range(1, steps + 1)), run.tail()
-  single = OneWorker(tmp_path / "single", [*keys, f"steps={steps}"], slices=2)
+  single = OneWorker(tmp_path / "single", [*keys, f"steps={steps}"], slices=2, server=server)
   with single.launched() as worker:
     assert single.wait(worker, SLOW) == 0, single.tail()
   assert differences(run, single, steps) == []
@@ -179,11 +178,11 @@ def test_an_agent_with_an_impossible_number_of_slices_is_refused(supervisor, sli
 
 def test_an_agent_that_waits_ends_at_sigterm(tmp_path):
   run = AgentRun(tmp_path, [])
-  waiting: subprocess.Popen[bytes] = run.agent("127.0.0.2")
+  waiting = run.agent("127.0.0.2")
   try:
     run.wait_for(lambda: "Waiting for the supervisor" in run.printed, waiting)
     os.kill(waiting.pid, signal.SIGTERM)
     assert waiting.wait(30) == 42
   finally:
-    waiting.kill()
+    waiting.send_signal(signal.SIGKILL)
     waiting.wait(30)

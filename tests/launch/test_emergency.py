@@ -16,12 +16,12 @@ def keys(run_folder, compiled: str) -> list[str]:
   ]
 
 
-def test_local_copies_of_one_slice_are_enough_for_all(compiled, tmp_path):
+def test_local_copies_of_one_slice_are_enough_for_all(compiled, server, tmp_path):
   """Slice 0 has lost its copies. The copies of slice 1 are the newest state that is left."""
-  undisturbed = ProcessRun(tmp_path / "undisturbed", keys(tmp_path / "undisturbed", compiled), slices=2)
+  undisturbed = ProcessRun(tmp_path / "undisturbed", keys(tmp_path / "undisturbed", compiled), slices=2, server=server)
   with undisturbed.launched() as supervisor:
     assert undisturbed.wait(supervisor) == 0, undisturbed.tail()
-  run = ProcessRun(tmp_path / "run", keys(tmp_path / "run", compiled), slices=2)
+  run = ProcessRun(tmp_path / "run", keys(tmp_path / "run", compiled), slices=2, server=server)
   with run.launched() as supervisor:
     run.wait_for(lambda: run.last_step >= 4 * PERIOD, supervisor)  # all processes are killed at the end of the block
   reached = run.last_step

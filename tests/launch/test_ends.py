@@ -35,17 +35,17 @@ def test_bad_arguments_start_nothing(arguments, text, capsys):
   assert text in printed and printed.count("error: ") == 1
 
 
-def test_an_error_of_every_slice_ends_the_run_with_one_traceback(compiled, tmp_path):
+def test_an_error_of_every_slice_ends_the_run_with_one_traceback(compiled, server, tmp_path):
   keys = [compiled, ENDLESS, "learning_rate=1e30", "max_nonfinite_steps=2"]
-  run = ProcessRun(tmp_path, keys, slices=2)
+  run = ProcessRun(tmp_path, keys, slices=2, server=server)
   with run.launched() as supervisor:
     assert run.wait(supervisor, 60) == 1, run.tail()
   assert run.printed.count("Traceback") == 1 and "TrainingDiverged: step" in run.printed
   assert "Starting member" not in run.printed
 
 
-def test_wrong_input_that_only_the_workers_notice_is_one_message(compiled, tmp_path):
-  run = ProcessRun(tmp_path, [compiled, "steps=10"], slices=3)
+def test_wrong_input_that_only_the_workers_notice_is_one_message(compiled, server, tmp_path):
+  run = ProcessRun(tmp_path, [compiled, "steps=10"], slices=3, server=server)
   (run.directory / "run_id").mkdir(parents=True)  # no file of a run
   with run.launched() as supervisor:
     assert run.wait(supervisor, 60) == 2, run.tail()
@@ -70,8 +70,8 @@ def test_a_second_launch_is_refused_and_ctrl_c_ends_the_first(compiled, tmp_path
   assert "Starting member" not in first.printed and "Starting member" not in second.printed
 
 
-def test_a_lost_slice_ends_a_run_that_is_not_elastic(compiled, tmp_path):
-  run = ProcessRun(tmp_path, [compiled, ENDLESS, "elastic_enabled=false"], slices=2)
+def test_a_lost_slice_ends_a_run_that_is_not_elastic(compiled, server, tmp_path):
+  run = ProcessRun(tmp_path, [compiled, ENDLESS, "elastic_enabled=false"], slices=2, server=server)
   with run.launched() as supervisor:
     run.wait_for(lambda: run.last_step >= 5, supervisor)
     assert run.kill(1)

@@ -22,11 +22,15 @@ def process_of(run: ProcessRun, member: int, lane: int) -> int:
   return pid
 
 
-def test_a_killed_process_of_a_slice_costs_no_step(compiled, tmp_path):
+def test_a_killed_process_of_a_slice_costs_no_step(compiled, server, tmp_path):
   """Oracle: one process with two devices, which computes all. Losses and the last checkpoint are bit-identical."""
   keys = [*KEYS, compiled]
   run = ProcessRun(
-    tmp_path / "lanes", [*keys, "elastic_min_slice_count=-1"], slices=2, options=["--processes-per-slice", "2"]
+    tmp_path / "lanes",
+    [*keys, "elastic_min_slice_count=-1"],
+    slices=2,
+    options=["--processes-per-slice", "2"],
+    server=server,
   )
   with run.launched() as supervisor:
     run.wait_for(lambda: run.last_step >= 5, supervisor)
@@ -34,7 +38,7 @@ def test_a_killed_process_of_a_slice_costs_no_step(compiled, tmp_path):
     assert run.wait(supervisor) == 0, run.tail()
   assert [event["slice"] for event in run.events("slice_down")] == [[1]], run.tail()
   assert run.count("slice_up") == 1 and run.steps() == list(range(1, STEPS + 1))
-  single = OneWorker(tmp_path / "single", keys, slices=2)
+  single = OneWorker(tmp_path / "single", keys, slices=2, server=server)
   with single.launched() as worker:
     assert single.wait(worker) == 0, single.tail()
   assert run.losses() == single.losses()

@@ -17,9 +17,9 @@ WAITS = "elastic_min_slice_count=-1"  # for a lost slice: a run of few steps liv
 
 
 @pytest.fixture(scope="module")
-def undisturbed(shared, compiled) -> ProcessRun:
+def undisturbed(shared, compiled, server) -> ProcessRun:
   """The run that the others are compared with. The first worker of pytest that needs it runs it for all."""
-  run = ProcessRun(shared / "undisturbed", [*KEYS, compiled])
+  run = ProcessRun(shared / "undisturbed", [*KEYS, compiled], server=server)
   with (shared / "undisturbed.lock").open("w") as file:
     fcntl.flock(file, fcntl.LOCK_EX)
     if STEPS not in run.committed_steps():
@@ -41,9 +41,9 @@ def check_steps(run: ProcessRun, last: int) -> None:
   assert run.steps() == list(range(1, last + 1)), run.tail()
 
 
-def test_three_worlds_train_as_three_slices_of_one_process(undisturbed, compiled, tmp_path):
+def test_three_worlds_train_as_three_slices_of_one_process(undisturbed, compiled, server, tmp_path):
   """The sums of gradients are in another order there, so the losses may differ in the last digits."""
-  single = Run(tmp_path, [*KEYS, *process_runs.KEYS, compiled, "elastic_enabled=false", "num_slices=3"])
+  single = Run(tmp_path, [*KEYS, *process_runs.KEYS, compiled, "elastic_enabled=false", "num_slices=3"], server.start)
   assert single.finish(timeout=120) == 0, single.printed
   ours, theirs = undisturbed.losses(), single.losses()
   assert ours.keys() == theirs.keys()
@@ -53,6 +53,7 @@ def test_three_worlds_train_as_three_slices_of_one_process(undisturbed, compiled
 
 
 def test_two_of_three_slices_die_and_the_last_one_goes_on(undisturbed, compiled, tmp_path):
+  """Each process is an interpreter of its own, as for users. In the other tests of this file they are forked."""
   run = ProcessRun(tmp_path, [*KEYS, compiled])
   with run.launched() as supervisor:
     run.wait_for(lambda: run.last_step >= 10, supervisor)
@@ -66,9 +67,9 @@ def test_two_of_three_slices_die_and_the_last_one_goes_on(undisturbed, compiled,
     assert recovery["steps_lost"] == 0 and recovery["compilations"] == 0 and recovery["seconds"] < 10
 
 
-def test_no_fault_of_a_slice_costs_a_step(undisturbed, compiled, tmp_path):
+def test_no_fault_of_a_slice_costs_a_step(undisturbed, compiled, server, tmp_path):
   """One run: the primary is killed, a slice gets SIGTERM, one is stopped, and two are killed at once."""
-  run = ProcessRun(tmp_path, [*KEYS, compiled, WAITS])
+  run = ProcessRun(tmp_path, [*KEYS, compiled, WAITS], server=server)
   with run.launched() as supervisor:
     run.wait_for(lambda: run.last_step >= 10, supervisor)
     assert run.kill(0)
@@ -88,9 +89,9 @@ def test_no_fault_of_a_slice_costs_a_step(undisturbed, compiled, tmp_path):
   assert "waiting for the others" in run.printed
 
 
-def test_every_end_of_the_whole_run_is_followed_by_the_same_run(undisturbed, compiled, tmp_path):
+def test_every_end_of_the_whole_run_is_followed_by_the_same_run(undisturbed, compiled, server, tmp_path):
   """SIGTERM to the supervisor, its loss, and the loss of all processes: the same command continues each time."""
-  run = ProcessRun(tmp_path, [*KEYS, compiled])
+  run = ProcessRun(tmp_path, [*KEYS, compiled], server=server)
   with run.launched() as supervisor:
     run.wait_for(lambda: run.last_step >= 10, supervisor)
     supervisor.send_signal(signal.SIGTERM)
@@ -99,7 +100,7 @@ def test_every_end_of_the_whole_run_is_followed_by_the_same_run(undisturbed, com
   assert run.committed_steps() == [stopped] and 10 <= stopped < STEPS
   with run.launched() as supervisor:
     run.wait_for(lambda: run.last_step >= stopped + 10, supervisor)
-    supervisor.kill()
+    supervisor.send_signal(signal.SIGKILL)
     supervisor.wait(30)
     run.wait_for_processes(seconds=60)  # the slices save and end
   stopped = run.last_step
@@ -114,8 +115,8 @@ def test_every_end_of_the_whole_run_is_followed_by_the_same_run(undisturbed, com
   assert differences(run, undisturbed, STEPS) == []
 
 
-def test_a_spare_or_the_restarted_slice_takes_the_place_of_a_lost_one(undisturbed, compiled, tmp_path):
-  run = ProcessRun(tmp_path, [*KEYS, compiled, WAITS], options=["--spares", "1"])
+def test_a_spare_or_the_restarted_slice_takes_the_place_of_a_lost_one(undisturbed, compiled, server, tmp_path):
+  run = ProcessRun(tmp_path, [*KEYS, compiled, WAITS], options=["--spares", "1"], server=server)
   with run.launched() as supervisor:
     run.wait_for(lambda: len(run.active()) == 3, supervisor)
     (victim, spare) = run.active()[-1], *({0, 1, 2, 3} - set(run.active()))
@@ -127,10 +128,10 @@ def test_a_spare_or_the_restarted_slice_takes_the_place_of_a_lost_one(undisturbe
   assert down["slice"] == [victim] and up["slice"] in ([spare], [victim])
 
 
-def test_rehearsed_faults_happen_to_real_processes(undisturbed, compiled, tmp_path):
+def test_rehearsed_faults_happen_to_real_processes(undisturbed, compiled, server, tmp_path):
   faults = "slice_down@20:0, hang@50:2, slice_down@70:1:eval/1"
   # The run waits for each lost slice: on a busy machine the last fault could otherwise hit the only one with the state.
-  run = ProcessRun(tmp_path, [*KEYS, compiled, WAITS, f"fault_injection={faults}"])
+  run = ProcessRun(tmp_path, [*KEYS, compiled, WAITS, f"fault_injection={faults}"], server=server)
   with run.launched() as supervisor:
     assert run.wait(supervisor) == 0, run.tail()
   check(run, undisturbed)
@@ -140,14 +141,14 @@ def test_rehearsed_faults_happen_to_real_processes(undisturbed, compiled, tmp_pa
   assert hang["detect_seconds"] >= 5
 
 
-def test_balanced_sums_agree_within_float32(compiled, tmp_path):
+def test_balanced_sums_agree_within_float32(compiled, server, tmp_path):
   # Training amplifies a difference, the faster the higher the learning rate is.
   steps = 30
   keys = [*KEYS, compiled, f"steps={steps}", "gradient_accumulation_steps=2", "learning_rate=1e-4"]
-  single = ProcessRun(tmp_path / "bitwise", keys, slices=2)
+  single = ProcessRun(tmp_path / "bitwise", keys, slices=2, server=server)
   with single.launched() as supervisor:
     assert single.wait(supervisor) == 0, single.tail()
-  run = ProcessRun(tmp_path / "balanced", [*keys, "elastic_numerics=balanced"], slices=2)
+  run = ProcessRun(tmp_path / "balanced", [*keys, "elastic_numerics=balanced"], slices=2, server=server)
   with run.launched() as supervisor:
     run.wait_for(lambda: run.last_step >= 10, supervisor)
     assert run.kill(1)

@@ -10,7 +10,10 @@ import pytest
 from end_to_end.command import differences
 from end_to_end.torchrun_runs import TorchrunRun
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+pytestmark = [
+  pytest.mark.oldest,
+  pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed"),
+]
 SLOW = 240  # seconds: every start of an agent imports torch
 
 
@@ -29,7 +32,7 @@ def test_losses_and_groups_of_every_size_change_nothing(compiled, tmp_path):
 
     trains(3)
     third = run.workers()[2]
-    agents[2].kill()  # its worker leaves in good order, and nobody restarts the others
+    agents[2].send_signal(signal.SIGKILL)  # its worker leaves in good order, and nobody restarts the others
     run.wait_for(lambda: third not in run.processes(), agents[0])
     assert run.group() == [3, 3]
     step = run.last_step
@@ -39,7 +42,7 @@ def test_losses_and_groups_of_every_size_change_nothing(compiled, tmp_path):
     agents.append(run.launch())
     trains(3)
     for agent in (agents[0], agents[1], agents[3]):
-      agent.terminate()
+      agent.send_signal(signal.SIGTERM)
     run.wait_for_processes(SLOW)
   last = run.last_step
   assert run.steps() == list(range(1, last + 1)) and run.committed_steps()[-1] == last, run.tail()

@@ -15,6 +15,7 @@ from trainer.models.layers import Kernels
 
 torch = pytest.importorskip("torch", reason="the oracle needs torch (CPU)")
 transformers = pytest.importorskip("transformers", reason="the oracle is transformers")
+pytestmark = pytest.mark.oldest
 
 TINY = {
   "base_emb_dim": 64,

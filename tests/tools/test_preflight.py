@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -11,6 +10,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from tests.support import needs
 from tests.tools.preflight_command import TINY, command
 
 from trainer import config, memory, remat_choice
@@ -23,9 +23,6 @@ from trainer.tools.preflight import schedule
 from trainer.tools.preflight.__main__ import main
 
 TPU = ["attention=flash", "remat_policy=full", "compile_topology=v5e-4", "compile_topology_num_slices=2"]
-needs_compiler = pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install libtpu"
-)
 
 
 @pytest.fixture
@@ -126,14 +123,14 @@ def test_unreadable_compiler_output_is_not_reported_as_wrong_input(monkeypatch):
   assert "no ENTRY computation" in str(caught.value.__cause__)
 
 
-@needs_compiler
+@needs.libtpu
 def test_the_topology_has_its_own_number_of_slices(no_compiler, capsys):
   no_compiler[2] = no_compiler[1] = analysis.DoesNotFit(2, "too much")
   assert main([*TINY, *TPU, "num_slices=3"]) == 1
   assert "Using compile_topology_num_slices=2, not num_slices=3" in capsys.readouterr().out
 
 
-@needs_compiler
+@needs.libtpu
 def test_for_tpus_that_this_machine_does_not_have(tmp_path, capsys):
   file = tmp_path / "step.hlo"
   done = command(*TPU, f"preflight.hlo_file={file}")
@@ -155,7 +152,7 @@ def test_for_tpus_that_this_machine_does_not_have(tmp_path, capsys):
   assert f"| step time | {estimate[1]} |" in text and f"| DCN exposed | {estimate[2]} |" in text
 
 
-@needs_compiler
+@needs.libtpu
 def test_the_policy_with_the_shortest_estimated_step_is_analysed_and_kept(monkeypatch, tmp_path, capsys):
   policies = ["full", "save_out_proj"]
   monkeypatch.setattr(remat_choice, "CANDIDATES", tuple(map(RematPolicy, policies)))
@@ -171,7 +168,7 @@ def test_the_policy_with_the_shortest_estimated_step_is_analysed_and_kept(monkey
   assert json.loads(entry.read_text())[0] == best
 
 
-@needs_compiler
+@needs.libtpu
 def test_little_optimization_changes_memory_but_not_flops_or_communication():
   from trainer.cluster import topologies
 
@@ -211,7 +208,7 @@ def test_a_step_that_fails_with_little_optimization_is_compiled_with_full_optimi
   assert tried == [{"a": "b", **analysis.LITTLE_OPTIMIZATION}] * quick + [{"a": "b"}]
 
 
-@needs_compiler
+@needs.libtpu
 @pytest.mark.parametrize(
   "changes", [["gradient_accumulation_steps=2"], ["use_qk_norm=false", "logits_via_embedding=true"]]
 )
@@ -251,7 +248,7 @@ def check_schedule(found: analysis.Analysis) -> None:
   assert sum(transfer.exposed for transfer in times.transfers) == pytest.approx(sum(times.exposed.values()))
 
 
-@needs_compiler
+@needs.libtpu
 @pytest.mark.parametrize("policy, forward", [("full", 2), ("minimal_with_context", 1)])
 def test_attention_counts_once_per_run_of_its_kernels(policy, forward):
   """Two matmuls forward, two more if the policy does not save the result, and five backward; all in one block."""
@@ -284,7 +281,7 @@ def test_attention_counts_once_per_run_of_its_kernels(policy, forward):
   assert found.unpriced_kernel_runs == 0
 
 
-@needs_compiler
+@needs.libtpu
 def test_offloaded_activations_go_to_the_host_and_back_once():
   """Queries, keys, values, the output projection and the two inner arrays of the MLP, per token in bf16. The output of
   the MLP is not offloaded, because the backward pass does not read it."""
@@ -326,7 +323,7 @@ def test_the_out_of_memory_message_of_the_compiler_is_shortened(message, expecte
   assert analysis.out_of_memory(message) == expected
 
 
-@needs_compiler
+@needs.libtpu
 def test_a_step_that_does_not_fit_is_reported_with_the_numbers_of_the_compiler():
   from trainer.cluster import topologies
 

@@ -1,0 +1,24 @@
+"""Tests that only the environment with the oldest Python can run, because the other one lacks torch or libtpu.
+
+`.ci/run` runs the tests with the mark `oldest` there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+LIBTPU = [
+  pytest.mark.oldest,
+  pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install libtpu"),
+]
+
+
+def libtpu(test: Callable[..., Any]) -> Callable[..., Any]:
+  """Decorates one test."""
+  for mark in LIBTPU:
+    test = mark(test)
+  return test

@@ -136,6 +136,7 @@ def child(request: dict[str, Any], orphan: bool) -> NoReturn:
   show(request["environment"])
   os.environ.update(request["environment"])
   sys.argv = [request["module"], *request["argv"]]
+  sys.modules.pop(request["module"], None)  # it runs as __main__
   runpy.run_module(request["module"], run_name="__main__", alter_sys=True)  # ends in sys.exit
   raise AssertionError
 

@@ -120,9 +120,11 @@ def test_a_spare_or_the_restarted_slice_takes_the_place_of_a_lost_one(undisturbe
   with run.launched() as supervisor:
     run.wait_for(lambda: len(run.active()) == 3, supervisor)
     (victim, spare) = run.active()[-1], *({0, 1, 2, 3} - set(run.active()))
+    assert run.kill(spare, signal.SIGSTOP)  # nobody waits for it yet
     assert run.kill(victim)
     assert run.wait(supervisor) == 0, run.tail()
   check(run, undisturbed)
+  assert f"Member {spare} is ended: no sign of life for" in run.printed
   assert {record["slices"] for record in run.records("metrics") if "loss" in record} == {3}
   (down,), (up, *_) = run.events("slice_down"), run.events("slice_up")
   assert down["slice"] == [victim] and up["slice"] in ([spare], [victim])

@@ -28,7 +28,7 @@ def running(time: Time) -> Coordinator:
   for step in range(1, 11):
     time.now += 1.0
     for member in range(3):
-      run.pulse.beat(member)
+      run.pulse.beat(member, 0)
       run.computed(member, run.epoch, 0.5)
     for member in range(3):
       run.done(member, 0, run.epoch, f"step {step}")
@@ -48,7 +48,7 @@ def test_only_the_silent_member_is_blamed_for_a_step_that_stands_still():
   for _ in range(60):  # member 1 is stopped; the others wait for it and give signs of life
     time.now += 0.1
     for member in (0, 2):
-      run.pulse.beat(member)
+      run.pulse.beat(member, 0)
     if dead := killed(run):
       break
   assert dead == [1] and 5.0 < time.now - 10.0 < 5.3
@@ -62,10 +62,27 @@ def test_a_member_that_computes_for_ever_is_blamed_although_it_gives_signs_of_li
   for _ in range(100):
     time.now += 0.1
     for member in range(3):
-      run.pulse.beat(member)
+      run.pulse.beat(member, 0)
     if dead := killed(run):
       break
   assert dead == [1] and 5.0 < time.now - 10.0 < 5.3
+
+
+def test_a_silent_process_is_noticed_before_its_member_is_needed():
+  """Member 3 is a spare, of which one of two processes is stopped. Member 4 still compiles and is waited for."""
+  time = Time()
+  run = running(time)
+  for member, lane in ((3, 0), (3, 1), (4, 0)):
+    run.hello(member, lane, 2 if member == 3 else 1, "address")
+  for lane in range(2):
+    run.ready(3, lane, 0)
+  for _ in range(60):
+    time.now += 0.1
+    for member in range(4):
+      run.pulse.beat(member, 0)
+    if dead := killed(run):
+      break
+  assert dead == [3] and 5.0 < time.now - 10.0 < 5.3
 
 
 def test_a_member_that_saves_is_waited_for():
@@ -76,7 +93,7 @@ def test_a_member_that_saves_is_waited_for():
   for _ in range(600):
     time.now += 0.1
     for member in range(3):
-      run.pulse.beat(member, "save" if member == 1 else "")
+      run.pulse.beat(member, 0, "save" if member == 1 else "")
     assert killed(run) == []
 
 
@@ -98,7 +115,7 @@ def all_compute(run: Coordinator, time: Time, seconds: float) -> list[Kill]:
   for _ in range(round(10 * seconds)):
     time.now += 0.1
     for member in range(3):
-      run.pulse.beat(member)
+      run.pulse.beat(member, 0)
     found += [effect for effect in run.tick() if isinstance(effect, Kill)]
   return found
 
@@ -153,7 +170,7 @@ def test_of_members_that_cannot_connect_one_goes_and_returns_after_a_growing_pau
     run.broken(blamed, run.epoch, rest)
     time.now += 1.1
     for member in range(3):
-      run.pulse.beat(member)
+      run.pulse.beat(member, 0)
     (killed,) = (effect for effect in run.tick() if isinstance(effect, Kill))
     assert killed.member == blamed
 
@@ -171,7 +188,7 @@ def test_a_run_that_holds_takes_a_member_back_when_its_pause_is_over():
   assert run.phase == "holding"
   time.now += 31.0
   for member in range(3):
-    run.pulse.beat(member)
+    run.pulse.beat(member, 0)
   run.tick()
   assert run.phase == "running" and run.active == {0, 1, 2}
 

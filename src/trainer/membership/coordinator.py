@@ -142,7 +142,7 @@ class Coordinator:
     if found.lanes != lanes:
       raise ValueError(f"says that member {member} has {lanes} lanes; its other lanes say {found.lanes}")
     found.addresses[lane] = address
-    self.pulse.beat(member)
+    self.pulse.beat(member, lane)
     if self.primary < 0:
       self.primary = member
     return [Send(member, message("welcome", primary=self.primary, run_id=self._run_id))]
@@ -153,6 +153,7 @@ class Coordinator:
     if found is None or not found.whole(("ready",), lane):
       return []
     found.newest = newest
+    self.pulse.ready(member)
     if self.phase == "gathering":
       return self._gather()
     if self.phase == "holding":

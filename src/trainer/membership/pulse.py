@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator
 
 _STEPS = 200  # whose times give the limit
 _FACTOR = 3.0  # the limit is this multiple of the 99th percentile of the step time
-_FEWEST = 5  # steps before their times say anything
 _LATER_SECONDS = 1.0  # how much later an exchange that stands still counts: a member's silence says more
 _BUSY_SECONDS = 1800.0  # limit while a member saves or samples: such work has its own limits
 
@@ -16,23 +15,28 @@ class Pulse:
   """Times since the last sign of life. The limit is max(hang_seconds, 3 x the 99th percentile of the step time)."""
 
   def __init__(self, clock: Callable[[], float], *, hang_seconds: float, start_seconds: float) -> None:
-    """start_seconds: the limit while the speed of the run is not known, and for a member that is just starting."""
+    """start_seconds: the limit while the speed of the run is not known, and for a member that is not ready yet."""
     self._clock, self._hang_seconds, self._start_seconds = clock, hang_seconds, start_seconds
-    self._beats: dict[int, float] = {}
-    self._busy: dict[int, str] = {}
+    self._beats: dict[tuple[int, int], tuple[float, str]] = {}  # (member, lane): (time, what it does besides steps)
+    self._ready: set[int] = set()  # members that wait for work or do it, and no longer import or compile
     self._computed: dict[int, tuple[float, float]] = {}  # of the round: member: (time of the report, seconds)
     self._proven: set[int] = set()  # members that have computed a round: all their programs are loaded
     self._round_began = 0.0
     self._steps: deque[float] = deque(maxlen=_STEPS)
 
-  def beat(self, member: int, busy: str = "") -> None:
-    """`member` lives. busy: what it does besides steps."""
-    self._beats[member], self._busy[member] = self._clock(), busy
+  def beat(self, member: int, lane: int, busy: str = "") -> None:
+    """This process of `member` lives. busy: what it does besides steps."""
+    self._beats[member, lane] = self._clock(), busy
+
+  def ready(self, member: int) -> None:
+    """`member` can compute."""
+    self._ready.add(member)
 
   def forget(self, member: int) -> None:
     """`member` is lost."""
-    for known in (self._beats, self._busy, self._computed):
-      known.pop(member, None)
+    self._beats = {key: beat for key, beat in self._beats.items() if key[0] != member}
+    self._computed.pop(member, None)
+    self._ready.discard(member)
     self._proven.discard(member)
 
   def begin_epoch(self) -> None:
@@ -42,7 +46,6 @@ class Pulse:
 
   def computed(self, member: int, seconds: float) -> None:
     """`member` has computed its shares of the round under way."""
-    self.beat(member)
     self._proven.add(member)
     self._computed.setdefault(member, (self._clock(), seconds))
 
@@ -58,17 +61,18 @@ class Pulse:
   @property
   def limit(self) -> float:
     """The longest silence of a member that computes, in seconds."""
-    if len(self._steps) < _FEWEST:
+    if not self._steps:
       return self._start_seconds
     ordered = sorted(self._steps)
     return max(self._hang_seconds, _FACTOR * ordered[int(0.99 * (len(ordered) - 1))])
 
   def silent(self, members: Collection[int]) -> Iterator[tuple[int, str, float]]:
-    """(member, reason, seconds) of members without a sign of life for so long."""
+    """(member, reason, seconds) of members of which a process has given no sign of life for so long."""
     now = self._clock()
     for member in sorted(members):
-      limit = self.limit if member in self._proven else self._start_seconds
-      if (seconds := now - self._beats.get(member, now)) > max(limit, self._hang_seconds):
+      limit = self.limit if member in self._ready else self._start_seconds
+      seconds = max((now - at for (other, _), (at, _) in self._beats.items() if other == member), default=0.0)
+      if seconds > max(limit, self._hang_seconds):
         yield member, f"no sign of life for {seconds:.1f} s", seconds
 
   def stuck(self, active: Collection[int]) -> list[tuple[int, str, float]]:
@@ -79,11 +83,12 @@ class Pulse:
     first = min(when for when, _ in self._computed.values())
     found = []
     for member in sorted(set(active) - self._computed.keys()):
-      limit = _BUSY_SECONDS if self._busy.get(member) else self.limit
+      busy = next((busy for (other, _), (_, busy) in self._beats.items() if other == member and busy), "")
+      limit = _BUSY_SECONDS if busy else self.limit
       if member not in self._proven:
         limit = max(limit, self._start_seconds)
       if now - first > limit:
-        what = self._busy.get(member) or "computing the step"
+        what = busy or "computing the step"
         found.append((member, f"still {what} {now - first:.1f} s after the first member was ready", now - first))
     return found
 

@@ -197,7 +197,7 @@ class Server:
     check(received, FROM_MEMBER)
     run, kind = self.coordinator, received["kind"]
     if kind == "beat":
-      run.pulse.beat(member, received["busy"])
+      run.pulse.beat(member, lane, received["busy"])
       return []
     if kind == "ready":
       return run.ready(member, lane, received["newest"])

@@ -137,8 +137,8 @@ def child(request: dict[str, Any], orphan: bool) -> NoReturn:
   os.environ.update(request["environment"])
   sys.argv = [request["module"], *request["argv"]]
   sys.modules.pop(request["module"], None)  # it runs as __main__
-  runpy.run_module(request["module"], run_name="__main__", alter_sys=True)  # ends in sys.exit
-  raise AssertionError
+  runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+  sys.exit(0)
 
 
 def fork_workers(log: str) -> None:

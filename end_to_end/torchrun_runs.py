@@ -33,8 +33,9 @@ class TorchrunRun(ProcessRun):
       *(sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{slices}", "--nproc-per-node=1"),
       *(f"--max-restarts={restarts}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"),
       # A group is complete when all nodes are there, or this long after the fewest are there.
-      *("--rdzv-id=run", "--local-addr=127.0.0.1", "--rdzv-conf=last_call_timeout=3", "-m", "trainer"),
+      *("--rdzv-id=run", "--local-addr=127.0.0.1"),
     ]
+    self._nodes = 0  # that were started
 
   def argv(self, *keys: str) -> list[str]:
     return [*super().argv(*keys), f"num_slices={self.slices}"]
@@ -42,7 +43,10 @@ class TorchrunRun(ProcessRun):
   def launch(self, *keys: str) -> Process:
     """Starts the agent of one more node."""
     changes = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    return self.spawn([*self._torchrun, *self.argv(*keys)], changes)
+    # The first node has the store, whichever process is the fastest: the run ends if that node is lost.
+    conf = f"--rdzv-conf=last_call_timeout=3,is_host={str(self._nodes == 0).lower()}"
+    self._nodes += 1
+    return self.spawn([*self._torchrun, conf, "-m", "trainer", *self.argv(*keys)], changes)
 
   @contextlib.contextmanager
   def nodes(self, count: int) -> Iterator[list[Process]]:

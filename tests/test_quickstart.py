@@ -76,7 +76,6 @@ def records(directory: pathlib.Path) -> list[dict]:
   return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.oldest
 def test_it_learns_from_ln_v_and_writes_what_the_readme_says(run):
   directory, out = run
   losses = [float(loss) for loss in re.findall(r"completed step: \d+, .*? loss: ([\d.]+)", out)]

@@ -42,8 +42,8 @@ def test_switched_off_there_is_no_request(key):
 
 
 @pytest.mark.timeout(600)
-def test_four_processes_agree_on_the_step(tmp_path):
-  processes = Processes("preempted", tmp_path, 4)
+def test_four_processes_agree_on_the_step(server, tmp_path):
+  processes = Processes(server, "preempted", tmp_path, 4)
   wait_for_text(processes, 2, "step 5\n")
   processes.processes[2].send_signal(signal.SIGTERM)  # only to one process, as when a single host is reclaimed
   texts = processes.finish()
@@ -53,8 +53,8 @@ def test_four_processes_agree_on_the_step(tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_a_second_signal_ends_one_of_several_at_once(tmp_path):
-  processes = Processes("ignoring_preemption", tmp_path, 2)
+def test_a_second_signal_ends_one_of_several_at_once(server, tmp_path):
+  processes = Processes(server, "ignoring_preemption", tmp_path, 2)
   try:
     for line in ("ready", "asked"):
       wait_for_text(processes, 1, line)

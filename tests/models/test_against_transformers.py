@@ -86,12 +86,15 @@ def relative(ours: np.ndarray, theirs: np.ndarray) -> float:
   return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
-@pytest.mark.parametrize(
-  ("kernel", "scan"), [("dot_product", True), ("dot_product", False), ("flash", True)], ids=["scan", "loop", "flash"]
-)
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_and_gradients(name, scan, kernel):
-  cfg = config(name, scan_layers=scan)
+# Every model, and one of each kind with the other loop over layers and with the other attention.
+CASES = [(name, "scan") for name in MODELS]
+CASES += [(name, variant) for name in ("qwen3", "llama3.1") for variant in ("loop", "flash")]
+
+
+@pytest.mark.parametrize(("name", "variant"), CASES)
+def test_logits_and_gradients(name, variant):
+  cfg = config(name, scan_layers=variant != "loop")
+  kernel = "flash" if variant == "flash" else "dot_product"
   attn = attention.choose(
     kernel, platform="cpu", mesh=None, head_dim=cfg.head_dim, seq_len=T, num_q_heads=4, num_kv_heads=cfg.num_kv_heads
   )

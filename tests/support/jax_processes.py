@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import signal
 import subprocess
@@ -10,26 +11,30 @@ import sys
 import traceback
 from pathlib import Path
 
+from end_to_end.forked_runs import Server
+
 from trainer.launch.ports import free_port
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ROOT / "src"
 DEVICES = 2  # of each process
+MODULE = "tests.support.jax_processes"
 
 
 class Processes:
   """Running processes. `finish` waits for all, kills the rest after a failure, and shows output of failed processes."""
 
-  def __init__(self, scenario: str, path: Path, processes: int, arguments: tuple[str, ...] = ()) -> None:
+  def __init__(
+    self, server: Server, scenario: str, path: Path, processes: int, arguments: tuple[str, ...] = ()
+  ) -> None:
+    """server: forks the processes."""
     port = str(free_port())
-    env = os.environ | {"PYTHONPATH": f"{SOURCES}:{ROOT}", "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
-    env.pop("XLA_FLAGS", None)
     self.logs = [path / f"{scenario}.{processes}.{i}.log" for i in range(processes)]
-    self.processes = []
-    for i, log in enumerate(self.logs):
-      command = [sys.executable, __file__, scenario, str(i), str(processes), port, str(path), *arguments]
-      with log.open("wb") as file:
-        self.processes.append(subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT))
+    for log in self.logs:
+      log.touch()
+    self.processes = [
+      server.run(MODULE, [scenario, str(i), str(processes), port, str(path), *arguments], {}, log)
+      for i, log in enumerate(self.logs)
+    ]
 
   def finish(self, timeout: float = 240) -> list[str]:
     """The output of every process. Raises AssertionError if a process did not exit with 0."""
@@ -54,6 +59,8 @@ class Processes:
 def main() -> None:
   from trainer.signals import Signals
 
+  assert isinstance(sys.stdout, io.TextIOWrapper)
+  sys.stdout.reconfigure(line_buffering=True)  # tests wait for lines
   scenario, index, count, port, path, *arguments = sys.argv[1:]
   signals = Signals()
   signals.listen()  # before jax.distributed, as the command does

@@ -127,9 +127,8 @@ def test_a_spare_or_the_restarted_slice_takes_the_place_of_a_lost_one(undisturbe
   assert f"Member {spare} is ended: no sign of life for" in run.printed
   assert {record["slices"] for record in run.records("metrics") if "loss" in record} == {3}
   downs, ups = ([event["slice"] for event in run.events(kind)] for kind in ("slice_down", "slice_up"))
-  assert downs[0] == [victim] and all(
-    down == [spare] for down in downs[1:]
-  )  # it had joined when its silence was noticed
+  # The spare had joined when its silence was noticed.
+  assert downs[0] == [victim] and all(down == [spare] for down in downs[1:])
   assert ups and all(up in ([spare], [victim]) for up in ups)
 
 

@@ -11,8 +11,8 @@ from collections import defaultdict
 
 import pytest
 
-# CPU seconds of a whole run, per folder. "tests" stands for the files directly in tests/, and for all processes that the
-# fixture `server` has forked: they count when it ends, which is after the last test.
+# CPU seconds of a whole run, per folder. "tests" stands for the files directly in tests/, and for all processes that
+# the fixture `server` has forked: they count when it ends, which is after the last test.
 BUDGETS = {
   "tests": 700,
   "tests/checkpoint": 250,

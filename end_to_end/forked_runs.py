@@ -119,7 +119,8 @@ def serve(requests: IO[str], answers: IO[str], *, orphans: bool) -> None:
 
 def child(request: dict[str, Any], orphan: bool) -> NoReturn:
   """Becomes the command."""
-  if sys.platform == "linux" and not orphan:
+  linux = sys.platform == "linux"
+  if linux and not orphan:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
   os.setsid()
   log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -133,7 +134,8 @@ def child(request: dict[str, Any], orphan: bool) -> NoReturn:
   signal.signal(signal.SIGINT, signal.default_int_handler)
   if request["module"] in LAUNCHERS:
     fork_workers(request["log"])
-  show(request["environment"])
+  if linux:
+    show(request["environment"])
   os.environ.update(request["environment"])
   sys.argv = [request["module"], *request["argv"]]
   sys.modules.pop(request["module"], None)  # it runs as __main__

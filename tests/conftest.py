@@ -52,3 +52,5 @@ def _free_compiled_programs() -> Iterator[None]:
   """Drops a module's compiled programs: each holds memory maps, and Linux limits a process to 65,530 maps."""
   yield
   jax.clear_caches()
+  cache = jax.config.jax_compilation_cache_dir
+  assert cache is None, f"tests of this module have turned on the compilation cache {cache}: set jax_cache_dir="

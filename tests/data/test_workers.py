@@ -73,6 +73,7 @@ def test_the_command_says_that_a_process_was_killed(tmp_path, monkeypatch, capsy
     raise WorkerLost("A process ended with code -9 while it read A.")
 
   monkeypatch.setattr(data_lib, "check", lost)
-  assert __main__.main(["configs/quickstart.yml", f"base_output_directory={tmp_path}"]) == __main__.FAILED
+  keys = [f"base_output_directory={tmp_path}", "jax_cache_dir="]
+  assert __main__.main(["configs/quickstart.yml", *keys]) == __main__.FAILED
   assert "error: A process ended with code -9 while it read A. Start again" in capsys.readouterr().err
   assert list(tmp_path.iterdir()) == []

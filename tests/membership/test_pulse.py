@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 
 from trainer.membership.coordinator import Coordinator, Kill
@@ -40,17 +42,24 @@ def killed(run: Coordinator) -> list[int]:
   return [effect.member for effect in run.tick() if isinstance(effect, Kill)]
 
 
+def first_killed(run: Coordinator, time: Time, living: Collection[int]) -> list[int]:
+  """Who is ended first, while one process of each of these members gives signs of life; [] if nobody is in 10 s."""
+  for _ in range(100):
+    time.now += 0.1
+    for member in living:
+      run.pulse.beat(member, 0)
+    if dead := killed(run):
+      return dead
+  return []
+
+
 def test_only_the_silent_member_is_blamed_for_a_step_that_stands_still():
   time = Time()
   run = running(time)
   for member in (0, 2):
     run.computed(member, run.epoch, 0.5)
-  for _ in range(60):  # member 1 is stopped; the others wait for it and give signs of life
-    time.now += 0.1
-    for member in (0, 2):
-      run.pulse.beat(member, 0)
-    if dead := killed(run):
-      break
+  # Member 1 is stopped; the others wait for it.
+  dead = first_killed(run, time, (0, 2))
   assert dead == [1] and 5.0 < time.now - 10.0 < 5.3
 
 
@@ -59,12 +68,7 @@ def test_a_member_that_computes_for_ever_is_blamed_although_it_gives_signs_of_li
   run = running(time)
   for member in (0, 2):
     run.computed(member, run.epoch, 0.5)
-  for _ in range(100):
-    time.now += 0.1
-    for member in range(3):
-      run.pulse.beat(member, 0)
-    if dead := killed(run):
-      break
+  dead = first_killed(run, time, range(3))
   assert dead == [1] and 5.0 < time.now - 10.0 < 5.3
 
 
@@ -76,12 +80,7 @@ def test_a_silent_process_is_noticed_before_its_member_is_needed():
     run.hello(member, lane, 2 if member == 3 else 1, "address")
   for lane in range(2):
     run.ready(3, lane, 0)
-  for _ in range(60):
-    time.now += 0.1
-    for member in range(4):
-      run.pulse.beat(member, 0)
-    if dead := killed(run):
-      break
+  dead = first_killed(run, time, range(4))
   assert dead == [3] and 5.0 < time.now - 10.0 < 5.3
 
 

@@ -21,6 +21,8 @@ import pytest
 from end_to_end.forked_runs import StandaloneServer
 from tests.support.budgets import Budgets
 
+from trainer.data.workers import cores
+
 jax.config.update("jax_num_cpu_devices", 8)
 
 
@@ -36,7 +38,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
   """Number of worker processes: one per core for a folder; 0 for files, which start faster in this process."""
   if all(Path(str(arg).partition("::")[0]).is_file() for arg in config.args):
     return 0
-  return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+  return cores()
 
 
 @pytest.fixture(scope="session")

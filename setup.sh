@@ -168,7 +168,7 @@ if [ -n "$uv" ]; then
   say "installing ${all:-core} with uv"
   # Byte code too, as pip does unasked: else the first start compiles a million lines of Python before its first step,
   # and every start does where PYTHONDONTWRITEBYTECODE is set, as in many containers.
-  uv pip install --quiet --compile-bytecode --python "$venv/bin/python" --constraint "$root/requirements.lock" --editable "$target"
+  UV_COMPILE_BYTECODE="${UV_COMPILE_BYTECODE:-1}" uv pip install --quiet --python "$venv/bin/python" --constraint "$root/requirements.lock" --editable "$target"
 else
   say "installing ${all:-core} with pip (a few minutes; uv would be faster)"
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \

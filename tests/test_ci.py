@@ -42,7 +42,7 @@ def clone(tmp_path):
   for environment in (".venv", ".venv-oldest"):
     folder = tmp_path / environment / "bin"
     folder.mkdir(parents=True)
-    for name in ("python", "ruff", "mypy"):
+    for name in ("python", "python3", "ruff", "mypy"):
       (folder / name).write_text(PROGRAM)
       (folder / name).chmod(0o755)
   for command in (["init", "-q"], ["add", "."], ["-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "m"]):
@@ -55,6 +55,7 @@ def start(clone: pathlib.Path, behavior: str) -> subprocess.Popen:
   return subprocess.Popen(
     ["bash", ".ci/run"],
     cwd=clone,
+    env=os.environ | {"PATH": f"{clone}/.venv/bin:{os.environ['PATH']}"},  # its python3 downloads no uv
     stdin=subprocess.DEVNULL,
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,

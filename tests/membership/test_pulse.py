@@ -84,6 +84,21 @@ def test_a_silent_process_is_noticed_before_its_member_is_needed():
   assert dead == [3] and 5.0 < time.now - 10.0 < 5.3
 
 
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_a_member_that_is_stopped_while_the_run_starts_is_noticed_soon(is_ready):
+  """The others compile their first step for a minute, and live."""
+  time = Time()
+  run = Coordinator(3, 1, clock=time, timeout=300.0)
+  for member in range(3):
+    run.hello(member, 0, 1, "address")
+  for member in range(3 if is_ready else 2):
+    run.ready(member, 0, 0)
+  dead: list[int] = []
+  while not dead and time.now < 60.0:
+    dead = first_killed(run, time, (0, 1))
+  assert dead == [2] and 30.0 < time.now < 30.3
+
+
 def test_a_member_that_saves_is_waited_for():
   time = Time()
   run = running(time)

@@ -8,15 +8,20 @@ from collections.abc import Callable, Collection, Iterator
 _STEPS = 200  # whose times give the limit
 _FACTOR = 3.0  # the limit is this multiple of the 99th percentile of the step time
 _LATER_SECONDS = 1.0  # how much later an exchange that stands still counts: a member's silence says more
+_START_SILENCE_SECONDS = 30.0  # limit while a member imports and compiles, which delays the thread of its signs
 _BUSY_SECONDS = 1800.0  # limit while a member saves or samples: such work has its own limits
 
 
 class Pulse:
-  """Times since the last sign of life. The limit is max(hang_seconds, 3 x the 99th percentile of the step time)."""
+  """Times since the last sign of life, and times of computations.
+
+  The limit of both is max(hang_seconds, 3 x the 99th percentile of the step time).
+  """
 
   def __init__(self, clock: Callable[[], float], *, hang_seconds: float, start_seconds: float) -> None:
-    """start_seconds: the limit while the speed of the run is not known, and for a member that is not ready yet."""
+    """start_seconds: the limit of computations while the speed of the run is not known, and of a member's first one."""
     self._clock, self._hang_seconds, self._start_seconds = clock, hang_seconds, start_seconds
+    self._start_silence = min(max(start_seconds, hang_seconds), _START_SILENCE_SECONDS)
     self._beats: dict[tuple[int, int], tuple[float, str]] = {}  # (member, lane): (time, what it does besides steps)
     self._ready: set[int] = set()  # members that wait for work or do it, and no longer import or compile
     self._computed: dict[int, tuple[float, float]] = {}  # of the round: member: (time of the report, seconds)
@@ -60,7 +65,7 @@ class Pulse:
 
   @property
   def limit(self) -> float:
-    """The longest silence of a member that computes, in seconds."""
+    """The longest silence of a member that is ready, and the longest computation of one that has computed before."""
     if not self._steps:
       return self._start_seconds
     ordered = sorted(self._steps)
@@ -70,9 +75,9 @@ class Pulse:
     """(member, reason, seconds) of members of which a process has given no sign of life for so long."""
     now = self._clock()
     for member in sorted(members):
-      limit = self.limit if member in self._ready else self._start_seconds
+      limit = self.limit if self._steps and member in self._ready else self._start_silence
       seconds = max((now - at for (other, _), (at, _) in self._beats.items() if other == member), default=0.0)
-      if seconds > max(limit, self._hang_seconds):
+      if seconds > limit:
         yield member, f"no sign of life for {seconds:.1f} s", seconds
 
   def stuck(self, active: Collection[int]) -> list[tuple[int, str, float]]:

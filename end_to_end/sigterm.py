@@ -3,10 +3,11 @@
   JAX_PLATFORMS=cpu python -m end_to_end.sigterm [--signals 30] [--seed 0]
 
 A tiny model trains on text with a checkpoint after every fifth step and an evaluation after every third. Each process
-gets SIGTERM at a moment drawn from the seed: two in three between 0.3 s after its start and the time that an
-undisturbed run takes, one in three around the last step. A process must end with 42 and everything committed, or with 0
-and the run complete. When a run is complete, its records must be the undisturbed run's: every step and every evaluation
-once, with the same numbers, and the same final state bit by bit. Exits with 1 if anything differs.
+gets SIGTERM at a moment drawn from the seed: a third of them between 0.3 s after its start and the time that an
+undisturbed run takes, a third after a random step, and a third around the last step. A process must end with 42 and
+everything committed, or with 0 and the run complete. When a run is complete, its records must be the undisturbed run's:
+every step and every evaluation once, with the same numbers, and the same final state bit by bit. Exits with 1 if
+anything differs.
 """
 
 from __future__ import annotations
@@ -82,10 +83,13 @@ def terminate(run: Run, steps: int, rng: random.Random, duration: float) -> Ende
   begin = time.monotonic()
   process = run.start()
   wait_for_handler(process)
-  aimed = rng.choice(["any moment", "any moment", "the end"])
+  aimed = rng.choice(["any moment", "a step", "the end"])
   if aimed == "any moment":
     until = begin + rng.uniform(EARLIEST_SECONDS, duration)
     reached = command.wait_until(process, lambda: time.monotonic() >= until, pause=0.002)
+  elif aimed == "a step":
+    step = rng.randint(min(first + 1, steps), steps)
+    reached = command.wait_until(process, lambda: run.last_step >= step, pause=0.002)
   else:
     reached = command.wait_until(process, lambda: run.last_step >= steps, pause=0.002)
     time.sleep(rng.uniform(0, 0.8))

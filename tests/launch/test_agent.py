@@ -186,3 +186,19 @@ def test_an_agent_that_waits_ends_at_sigterm(tmp_path):
   finally:
     waiting.send_signal(signal.SIGKILL)
     waiting.wait(30)
+
+
+def test_members_that_do_not_connect_in_time_are_ended(supervisor, monkeypatch):
+  assert supervisor._connect_seconds == 300.0
+  monkeypatch.setattr(supervisor, "_connect_seconds", 1.0)
+  channel, _ = joined(supervisor, 2)
+  supervisor._end_missing()
+  begin = time.monotonic()
+  time.sleep(0.5)
+  supervisor._end_missing()
+  assert supervisor._missing.keys() == {0, 1}
+  time.sleep(begin + 1.1 - time.monotonic())
+  supervisor._end_missing()
+  asked = [channel.receive() for _ in range(2)]
+  assert [(each["kind"], each["member"]) for each in asked if each] == [("kill", 0), ("kill", 1)]
+  channel.close()

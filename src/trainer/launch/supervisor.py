@@ -26,6 +26,7 @@ from trainer.signals import INTERRUPTED
 FAILED, BAD_INPUT = 1, 2
 _END_SECONDS = 30.0  # from the end of the run to the end of the last process
 _INTERRUPT_SECONDS = 5.0
+_LEAST_CONNECT_SECONDS = 60.0  # that every process has to import and connect
 _MOST_SLICES = 1024  # of one agent
 _AGENT_SECONDS = 2.0  # that an agent may need to end after its processes
 MOST_FAILURES = 2  # lives of one member in a row that end with exit code 1 without a new step
@@ -55,6 +56,7 @@ class Supervisor:
     which address agents and members of other hosts are expected; None: this host has all slices."""
     self._argv, self._lanes = list(argv), lanes
     self._grace = config.checkpoint.autocheckpoint_grace_seconds
+    self._connect_seconds = max(config.elastic.elastic_timeout_seconds, _LEAST_CONNECT_SECONDS)
     self._coordinator = RunRules.of(config).coordinator(secrets.token_hex(6))
     token = where.token if where else secrets.token_bytes(32)
     self._server = Server(
@@ -73,6 +75,7 @@ class Supervisor:
     self._lock = threading.Lock()  # of self._remote
     self._progress: dict[int, str] = {}  # by member: the last committed round when it ended last
     self._failures: dict[int, int] = {}
+    self._missing: dict[int, float] = {}  # members without all connections: time.monotonic() when that was first seen
     self._interrupted = threading.Event()
 
   def run(self) -> int:
@@ -81,7 +84,7 @@ class Supervisor:
     try:
       self._workers.start()
       while not self._server.over.wait(0.2) and not self._interrupted.is_set():
-        pass
+        self._end_missing()
       if self._interrupted.is_set():
         self._end(INTERRUPTED, signal.SIGINT, _INTERRUPT_SECONDS)
         return INTERRUPTED
@@ -135,12 +138,27 @@ class Supervisor:
       with self._lock:
         self._remote.remove(host)
 
+  def _hosts(self) -> list[Workers | RemoteWorkers]:
+    """Those who start and kill members."""
+    return [self._workers, *self._agents()]
+
   def _host(self, member: int) -> Workers | RemoteWorkers | None:
     """Who starts and kills the member; None: its agent is gone."""
-    hosts: list[Workers | RemoteWorkers] = [self._workers, *self._agents()]
-    return next((host for host in hosts if member in host.members), None)
+    return next((host for host in self._hosts() if member in host.members), None)
 
   # ---- members
+
+  def _end_missing(self) -> None:
+    """Ends members of which a process has not connected in time: it may hang before it can give signs of life."""
+    now, connected = time.monotonic(), self._server.processes
+    hosts = {member: host for host in self._hosts() for member in host.members}
+    missing = {m for m in hosts if any((m, lane) not in connected for lane in range(self._lanes))}
+    self._missing = {member: self._missing.get(member, now) for member in missing}
+    for member, since in list(self._missing.items()):
+      if now - since > self._connect_seconds:
+        log(f"Member {member} has not connected in {self._connect_seconds:g} s: its processes are ended.")
+        hosts[member].kill(member)
+        del self._missing[member]  # the time of its next start begins
 
   def _ended(self, member: int, code: int) -> None:
     """A member has ended: it is lost to the run, and starts again unless that makes no sense."""

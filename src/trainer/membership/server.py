@@ -60,8 +60,13 @@ class Server:
   @property
   def connected(self) -> frozenset[int]:
     """The members that have a connection."""
+    return frozenset(member for member, _ in self.processes)
+
+  @property
+  def processes(self) -> frozenset[tuple[int, int]]:
+    """(member, lane) of the processes that have a connection."""
     with self._lock:
-      return frozenset(member for member, _ in self._channels)
+      return frozenset(self._channels)
 
   def lost(self, member: int, reason: str, seconds: float = 0.0) -> None:
     """The processes of `member` have ended, or hang since `seconds`."""

@@ -100,6 +100,7 @@ def test_every_end_of_the_whole_run_is_followed_by_the_same_run(undisturbed, com
   assert run.committed_steps() == [stopped] and 10 <= stopped < STEPS
   with run.launched() as supervisor:
     run.wait_for(lambda: run.last_step >= stopped + 10, supervisor)
+    assert run.kill(1, signal.SIGSTOP)  # nobody is left who would end it
     supervisor.send_signal(signal.SIGKILL)
     supervisor.wait(30)
     run.wait_for_processes(seconds=60)  # the slices save and end

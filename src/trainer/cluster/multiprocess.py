@@ -7,8 +7,10 @@ where the supervisor is and who this process is.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +37,7 @@ _CONNECT_SECONDS = 3600.0
 _RETRY_SECONDS = 0.2
 _REPORT_SECONDS = 5.0  # that the primary may need to report an error, and to end
 BAD_INPUT = 2  # exit code
+_PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that this process gets when its parent ends
 
 
 class MultiprocessCluster(Cluster):
@@ -157,11 +160,18 @@ class MultiprocessCluster(Cluster):
         jax.distributed.shutdown()
 
 
+def _continue_when_launcher_ends() -> None:
+  """Lets this process find out that its launcher is gone, and end, also if it is stopped then. On Linux."""
+  if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
 def _join_run(place: Place) -> Peers:
   """The members of the run, as this process sees them when the supervisor has let it join.
 
   Raises ConfigError if no supervisor answers within the time limit, and RunEnded if it refuses.
   """
+  _continue_when_launcher_ends()
   deadline = time.monotonic() + place.wait_seconds
   while True:
     channel = _connect(place, deadline)

@@ -35,13 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-  """Number of worker processes; 0 for files, which start faster in this process.
-
-  For a folder, one more than the cores: tests wait for processes and time limits a quarter of their time.
-  """
+  """Number of worker processes: one per core for a folder; 0 for files, which start faster in this process."""
   if all(Path(str(arg).partition("::")[0]).is_file() for arg in config.args):
     return 0
-  return cores() + 1
+  return cores()
 
 
 @pytest.fixture(scope="session")

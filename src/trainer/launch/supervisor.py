@@ -149,7 +149,7 @@ class Supervisor:
   # ---- members
 
   def _end_missing(self) -> None:
-    """Ends members of which a process has not connected in time: it may hang before it can give signs of life."""
+    """Ends every member that has a process without a connection for too long. Such a process gives no signs of life."""
     now, connected = time.monotonic(), self._server.processes
     hosts = {member: host for host in self._hosts() for member in host.members}
     missing = {m for m in hosts if any((m, lane) not in connected for lane in range(self._lanes))}

@@ -82,9 +82,7 @@ def run(
 ) -> tuple[list, TrainState]:
   """Metrics of each of `steps` steps on packed batches, and the final state on the host."""
   prog = program.build(cfg, slices(where), total or where[0])
-  # A copy, because the step overwrites the state it is given.
-  place = lambda host, leaf: jax.device_put(np.array(host), leaf.sharding)
-  state = jax.tree.map(place, fresh(cfg), prog.state)
+  state = on_devices(fresh(cfg), prog)
   compiled = prog.compile()
   history = []
   for index in range(steps):
@@ -95,6 +93,11 @@ def run(
     state, metrics = compiled(state, placed)
     history.append(step.metric_values(metrics))
   return history, jax.device_get(state)
+
+
+def on_devices(state: TrainState, prog: program.Program) -> TrainState:
+  """A copy of a state on the devices of a program: the step overwrites the state that it receives."""
+  return jax.tree.map(lambda host, leaf: jax.device_put(np.array(host), leaf.sharding), state, prog.state)
 
 
 # The keys that an initial state depends on.
@@ -137,14 +140,14 @@ def assert_close(got: tuple[list, TrainState], want: tuple[list, TrainState], to
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
 
 
-def gradients(accumulation: int = 1, **model) -> step.Sums:
-  """The summed gradients themselves, before clipping and optimizer, of four packed rows; layers stacked."""
+def gradients(batch: Batch | None = None, accumulation: int = 1, **model) -> step.Sums:
+  """The summed gradients themselves, before clipping and optimizer, of a batch (four packed rows); layers stacked."""
   cfg = config(model=model)
   functional = program.build(cfg, slices((1, 1)), 1).model
   params = jax.tree.map(jnp.asarray, fresh(config()).params)
   if not cfg.model.scan_layers:
     params["layers"] = {str(i): jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(2)}
-  batch = jax.tree.map(lambda x: x.reshape(accumulation, -1, T), packed_batch(4))
+  batch = jax.tree.map(lambda x: x.reshape(accumulation, -1, T), batch or packed_batch(4))
   sums = jax.jit(functools.partial(step.loss_and_grads, functional, cfg.optimizer))(params, batch)
   if not cfg.model.scan_layers:
     sums.grads["layers"] = jax.tree.map(
@@ -352,18 +355,15 @@ def test_gradients_that_travel_in_bfloat16_are_rounded_once_per_slice():
 
 
 def test_a_vocabulary_that_does_not_divide_is_padded_for_the_loss_only():
-  odd = {"model": {"vocab_size": 97, "logits_via_embedding": True}}
-  want = run(config(**odd))
-  got = run(config(**odd, data={"per_device_batch_size": ROWS / 8}), (1, 8))
+  odd = {"vocab_size": 97, "logits_via_embedding": True}
+  want = one_device(frozenset(odd.items()))
+  got = run(config(model=odd, data={"per_device_batch_size": ROWS / 8}), (1, 8))
   assert got[1].params["embedding"].shape == (97, 32)
   assert_close(got, want, 5e-6)
 
 
 def test_packed_documents_equal_documents_alone():
   """Each document in a row of its own, padded: the same sums of loss and the same gradients, within 1e-6."""
-  cfg = config()
-  prog = program.build(cfg, slices((1, 1)), 1)
-  params = jax.tree.map(jnp.asarray, fresh(config()).params)
   packed = packed_batch(4)
   alone = []
   for row in range(4):
@@ -375,8 +375,7 @@ def test_packed_documents_equal_documents_alone():
       document.segment_ids[: where.sum()] = 1
       alone.append(document)
   single = Batch(*(np.stack(field) for field in zip(*alone)))
-  sums = jax.jit(functools.partial(step.loss_and_grads, prog.model, cfg.optimizer))
-  got, want = (sums(params, jax.tree.map(lambda x: x[None], batch)) for batch in (packed, single))
+  got, want = plain_gradients(), gradients(single)
   assert float(got.weight) == float(want.weight) == packed.weights.sum()
   assert float(got.loss) == pytest.approx(float(want.loss), rel=1e-6)
   for ours, theirs in zip(jax.tree.leaves(got.grads), jax.tree.leaves(want.grads), strict=True):
@@ -387,10 +386,10 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters():
   prog = program.build(config(), slices((1, 1)), 1)
   compiled = prog.compile()
   place = lambda batch: Batch(*(jax.device_put(x[None], a.sharding) for x, a in zip(batch, prog.batch)))
+  before = fresh(config())
   good = packed_batch()
   bad = good._replace(weights=np.where(good.weights > 0, np.inf, 0).astype(np.float32))
-  before = jax.device_get(prog.init(jax.random.key(3)))
-  state, metrics = compiled(prog.init(jax.random.key(3)), place(bad))
+  state, metrics = compiled(on_devices(before, prog), place(bad))
   assert step.metric_values(metrics)["skipped"] == 1 and int(state.step) == 1
   jax.tree.map(
     np.testing.assert_array_equal, jax.device_get((state.params, state.opt_state)), (before.params, before.opt_state)
@@ -405,12 +404,8 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters():
 
 def test_padding_weighs_nothing():
   """Added rows of padding do not change loss and gradients: the loss is per weighted token."""
-  prog = program.build(config(), slices((1, 1)), 1)
-  params = jax.tree.map(jnp.asarray, fresh(config()).params)
-  batch = packed_batch(4)
-  padded = Batch(*(np.concatenate([field, np.zeros_like(field)]) for field in batch))
-  sums = jax.jit(functools.partial(step.loss_and_grads, prog.model, config().optimizer))
-  got, want = (sums(params, jax.tree.map(lambda x: x[None], b)) for b in (padded, batch))
+  padded = Batch(*(np.concatenate([field, np.zeros_like(field)]) for field in packed_batch(4)))
+  got, want = gradients(padded), plain_gradients()
   assert float(got.weight) == float(want.weight)
   assert float(got.loss) == pytest.approx(float(want.loss), rel=1e-6)
   for ours, theirs in zip(jax.tree.leaves(got.grads), jax.tree.leaves(want.grads), strict=True):

@@ -82,6 +82,18 @@ def oracle(cfg: ModelSection):
   return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shared)).float()
 
 
+def random_weights(model: DecoderFunctions, cfg: ModelSection):
+  """Returns weights drawn by numpy, because to compile the real initialization takes as long as the step."""
+  rng = np.random.default_rng(7)
+
+  def draw(path, leaf):
+    if "scale" in jax.tree_util.keystr(path):  # of a norm: not 1, so that a wrong scale changes the result
+      return jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), leaf.dtype)
+    return jnp.asarray(cfg.initializer_range * rng.standard_normal(leaf.shape), leaf.dtype)
+
+  return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(model.init, jax.random.key(0)))
+
+
 def relative(ours: np.ndarray, theirs: np.ndarray) -> float:
   return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
@@ -99,11 +111,8 @@ def test_logits_and_gradients(name, variant):
     kernel, platform="cpu", mesh=None, head_dim=cfg.head_dim, seq_len=T, num_q_heads=4, num_kv_heads=cfg.num_kv_heads
   )
   model = DecoderFunctions(cfg, Kernels(attn, projection.choose("cpu", "")))
-  params = jax.jit(model.init)(jax.random.key(7))
-  rng = np.random.default_rng(0)
-  # Move the norm scales away from 1, so that a wrong scale changes the result.
-  params = jax.tree.map(lambda p: p * jnp.asarray(rng.uniform(0.5, 1.5, p.shape), p.dtype), params)
-  tokens = rng.integers(0, cfg.vocab_size, (2, T + 1))
+  params = random_weights(model, cfg)
+  tokens = np.random.default_rng(0).integers(0, cfg.vocab_size, (2, T + 1))
   inputs, targets = tokens[:, :-1], tokens[:, 1:]
   positions = np.broadcast_to(np.arange(T), inputs.shape)
 
@@ -142,9 +151,7 @@ def test_logits_and_gradients(name, variant):
 def test_conversion_and_back_is_exact(name, scan):
   cfg = config(name, scan_layers=scan, base_num_decoder_layers=11)  # two digits: "10" sorts before "2"
   model = DecoderFunctions(cfg, Kernels(None))
-  rng = np.random.default_rng(0)
-  draw = lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype)
-  params = jax.tree.map(draw, jax.eval_shape(model.init, jax.random.key(0)))  # nothing is compiled
+  params = random_weights(model, cfg)
   back = from_hugging_face(to_hugging_face(params, cfg), cfg)
   assert jax.tree.structure(back) == jax.tree.structure(params)
   jax.tree.map(np.testing.assert_array_equal, back, params)
@@ -152,7 +159,7 @@ def test_conversion_and_back_is_exact(name, scan):
 
 def test_conversion_names_the_weight_that_does_not_fit():
   cfg = config("qwen3")
-  tensors = to_hugging_face(jax.jit(DecoderFunctions(cfg, Kernels(None)).init)(jax.random.key(0)), cfg)
+  tensors = to_hugging_face(random_weights(DecoderFunctions(cfg, Kernels(None)), cfg), cfg)
   with pytest.raises(ValueError, match=r"model\.norm\.weight is missing"):
     from_hugging_face({k: v for k, v in tensors.items() if k != "model.norm.weight"}, cfg)
   with pytest.raises(ValueError, match="has no place for 1 weights"):

@@ -172,7 +172,7 @@ class PeerStepper:
     """
     peers, held, seconds = self._peers, dict[Share, _Part](), 0.0
     while True:
-      peers.connect(self._send_state)
+      peers.connect(self._send_state, self._receive_state)
       began = time.monotonic()
       for share in peers.shares:
         if share not in held:
@@ -216,6 +216,11 @@ class PeerStepper:
     header = self._header(self._step) | {"step": self._step, "evaluated": self._evaluated}
     arrays = state_transfer.local_parts(self._state)
     self._peers.exchange.send_state(member, header, arrays)
+
+  def _receive_state(self, member: int) -> None:
+    arrays = functools.partial(state_transfer.empty_parts, self._state)
+    header, _ = self._peers.exchange.receive_state(member, lambda header: arrays())
+    assert header["step"] == self._step, f"member {member} sends step {header['step']}, and this one has {self._step}"
 
   def _changed(self, change: Change) -> None:
     self._changes.record(change, self._step)

@@ -24,7 +24,7 @@ def running(time: Time) -> Coordinator:
     run.hello(member, 0, 1, "address")
   for member in range(3):
     run.ready(member, 0, 0)
-  run.restored(0, 0, 0)
+  run.restored(0, 0, run.epoch, 0)
   for member in (1, 2):
     run.joined(member, 0, run.epoch)
   for step in range(1, 11):

@@ -176,15 +176,20 @@ class Emergency:
     """Deletes old copies, so that with `step` at most COPIES copies of each slice remain.
 
     Also deletes copies of `step` and later steps: they are left from before a restore of an older step. Copies of
-    slices and processes that are gone stay until they are older than all of this process's copies.
+    slices and processes that are gone stay until they are older than all of this process's copies. If this process has
+    none, because the host had the place of another slice before, the newest of them stay.
     """
     entries = {*self._copies.files("json"), *self._copies.files("bin")}
     mine = {entry for entry in entries if entry.process == self._world.rank and entry.slice in self._slices}
-    past = sorted({entry.step for entry in mine if entry.step < step and entry.path(self.root, "json").exists()})
-    kept = set(past[-(COPIES - 1) :])
-    oldest = min(kept, default=step)
-    gone = [e for e in entries if e.slice not in self._slices or e.process >= self._world.size]
-    self._copies.remove([entry for entry in mine if entry.step not in kept] + [e for e in gone if e.step < oldest])
+    gone = {e for e in entries if e.slice not in self._slices or e.process >= self._world.size}
+
+    def newest(copies: set[Copy]) -> list[int]:
+      steps = sorted({e.step for e in copies if e.step < step and e.path(self.root, "json").exists()})
+      return steps[-(COPIES - 1) :]
+
+    kept = newest(mine)
+    oldest = min(kept or newest(gone), default=step)
+    self._copies.remove([e for e in mine if e.step not in kept] + [e for e in gone if e.step < oldest])
 
   def _other_runs(self) -> list[Path]:
     """The folders of earlier runs in the same run folder, which was then deleted or moved."""

@@ -7,6 +7,7 @@ commit, the others keep the sums that they have, compute its shares, and exchang
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -66,11 +67,12 @@ class PeerStepper:
     header: Callable[[int], dict[str, Any]],
     start: Start,
     config: Config,
+    during: Callable[[str], contextlib.AbstractContextManager[object]],
   ) -> None:
     """train, and evaluations of each set: give the batch of a share. header(step): what a member that joins must know
-    besides the state, as JSON."""
+    besides the state, as JSON. during(what): this process does something else than steps inside the block."""
     self._elastic, self._peers, self._halves = elastic, peers, halves
-    self._train, self._evaluations, self._header = train, evaluations, header
+    self._train, self._evaluations, self._header, self._during = train, evaluations, header, during
     self._changes = PeerChanges(elastic)
     self._state, self._step, self._evaluated = start.state, start.step, start.evaluated
     self._layout = FlatLayout(halves.abstract.grads)
@@ -172,7 +174,7 @@ class PeerStepper:
     """
     peers, held, seconds = self._peers, dict[Share, _Part](), 0.0
     while True:
-      peers.connect(self._send_state)
+      peers.connect(self._send_state, self._receive_state)
       began = time.monotonic()
       for share in peers.shares:
         if share not in held:
@@ -215,7 +217,14 @@ class PeerStepper:
   def _send_state(self, member: int) -> None:
     header = self._header(self._step) | {"step": self._step, "evaluated": self._evaluated}
     arrays = state_transfer.local_parts(self._state)
-    self._peers.exchange.send_state(member, header, arrays)
+    with self._during("state for another slice"):
+      self._peers.exchange.send_state(member, header, arrays)
+
+  def _receive_state(self, member: int) -> None:
+    arrays = functools.partial(state_transfer.empty_parts, self._state)
+    with self._during("state from another slice"):
+      header, _ = self._peers.exchange.receive_state(member, lambda header: arrays())
+    assert header["step"] == self._step, f"member {member} sends step {header['step']}, and this one has {self._step}"
 
   def _changed(self, change: Change) -> None:
     self._changes.record(change, self._step)

@@ -93,7 +93,8 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
       stepper = FusedStepper(elastic, view, guard, prog, compiled_step, batches, eval_feeds)
     else:
       header = functools.partial(peer_attempt.header, config, session, elastic)
-      stepper = PeerStepper(elastic, peers, compiled_step, train_feed, eval_feeds, header, start, config)
+      during = session.watchdog.during
+      stepper = PeerStepper(elastic, peers, compiled_step, train_feed, eval_feeds, header, start, config, during)
     stack.callback(_close, session, stepper.close)
     records = StepRecords(config, session, elastic, stepper, prog.mesh.devices.flat[0])
     profiler = Profiler(config.run_directory, config.observe, session.log, session.events)

@@ -47,8 +47,8 @@ def tier(path, which=None, recorder=None, **changes):
   )
 
 
-def filled(path, steps=(1, 2), **changes):
-  t = tier(path, **changes)
+def filled(path, steps=(1, 2), which=None, **changes):
+  t = tier(path, which, **changes)
   for step in steps:
     t.save(step, toy_state.state(step), {"tokens": step})
   t.wait()
@@ -352,3 +352,15 @@ def test_a_refused_local_copy_is_named_with_its_place(tmp_path):
 
   with pytest.raises(ConfigMismatch, match=r"another seed\nThe checkpoint \(emergency\) is .*/ram/run-.*/3"):
     new_tiers(tmp_path).restore_newest(toy_state.abstract(toy_state.values(), toy_state.mesh(2, 4)), refuse)
+
+
+def test_the_only_copy_of_a_host_stays_until_the_next_one_is_complete(tmp_path, monkeypatch):
+  """After a restart the host has the place of another slice. Its first save does not succeed."""
+  filled(tmp_path, steps=(1, 2), which={0: slices()[0]})
+  t = tier(tmp_path, {1: slices()[1]})
+  monkeypatch.setattr(t, "_write", lambda *args: (_ for _ in ()).throw(OSError("no space")))
+  t.save(3, toy_state.state(3, toy_state.mesh(1, 4, first=4)), {"tokens": 3})
+  with pytest.raises(CheckpointError, match="no space"):
+    t.wait()
+  assert restore(t) == 2
+  assert {int(name.split(".")[0]) for name in files(t)} == {2}

@@ -28,6 +28,8 @@ class Member:
   history: list[str] | None = None
   world: dict[str, Any] | None = None
   mode: str = "starting"  # starting, waiting, receiving, computing, exchanging, undecided, ended
+  before: list[str] | None = None  # its state when another one is sent to it
+  led: bool = False  # the state is from a backup, and nobody has trained on it yet
   stop: bool = False
   exit: int | None = None
 
@@ -96,9 +98,9 @@ class Model:
     received = member.outbox.popleft()
     run, i = self.coordinator, member.id
     if received["kind"] == "ready":
-      self.carry_out(run.ready(i, 0, received["newest"]))
+      self.carry_out(run.ready(i, 0, received["newest"], received["holds"]))
     elif received["kind"] == "restored":
-      self.carry_out(run.restored(i, 0, received["step"]))
+      self.carry_out(run.restored(i, 0, received["epoch"], received["step"]))
     elif received["kind"] == "joined":
       self.carry_out(run.joined(i, 0, received["epoch"]))
     elif received["kind"] == "computed":
@@ -113,7 +115,7 @@ class Model:
   def act(self, member: Member) -> None:
     """The member does the next thing that it can do. It looks at its messages where the program does."""
     if member.mode == "starting":
-      member.say("ready", newest=member.newest)
+      member.say("ready", newest=member.newest, holds=member.history is not None)
       member.mode = "waiting"
     elif member.mode == "receiving":
       assert member.world is not None
@@ -122,6 +124,7 @@ class Model:
         self.read(member)
       elif state is not None:
         member.history = list(state)
+        assert member.before in (None, state), "a member that trains must have the state that is sent to it"
         member.say("joined", epoch=member.world["epoch"])
         member.mode = "computing"
     elif member.mode == "computing":
@@ -149,9 +152,13 @@ class Model:
     received = member.inbox.popleft()
     kind = received["kind"]
     if kind == "lead":
-      if member.history is None:
-        member.history = list(self.checkpoint)
-      member.say("restored", step=member.step)
+      if received["leader"] == member.id:
+        if member.history is None:
+          member.history = list(self.checkpoint)
+          member.led = True
+        member.say("restored", epoch=received["epoch"], step=member.step)
+      elif member.led:
+        member.history, member.led = None, False
     elif kind in ("world", "hold"):
       member.world = received
       if kind == "hold":
@@ -162,8 +169,9 @@ class Model:
       if not fresh and member.history is not None and received["source"] == member.id:
         for other in received["fresh"]:
           self.states[epoch, other] = list(member.history)
-      if fresh:
-        member.history = None
+      if fresh:  # it may have the state already: then its report of that was on the way
+        member.before, member.history = None if member.led else member.history, None
+      member.led = False
       member.mode = "receiving" if fresh else "computing"
       if not fresh:
         assert member.history is not None, "a live member has no state"

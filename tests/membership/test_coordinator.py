@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from tests.membership.protocol_model import Model
 
+from trainer.membership.coordinator import Coordinator, Effects, Note, Send
 from trainer.membership.messages import deal
 
 STEPS = 7
+GATHERS = "A member is lost while the newest state is restored: waiting for all members."
 EVERY_ROUND = [name for n in range(1, STEPS + 1) for name in ([f"step {n}"] + [f"eval {n}"] * (n % 3 == 0))]
 
 
@@ -61,3 +63,111 @@ def test_every_share_is_dealt_once_after_any_change(shares, members):
     assert sorted(share for own in before.values() for share in own) == list(range(shares))
     sizes = [len(own) for own in before.values()]
     assert max(sizes) - min(sizes) <= 1
+
+
+class Start:
+  """A run of three members that starts after the loss of all. Every member can compute."""
+
+  def __init__(self, newest: dict[int, int], *, minimum: int = 1) -> None:
+    """newest: {member: the newest step that it can restore by itself}."""
+    self.now = 0.0
+    self.run = Coordinator(3, minimum, clock=lambda: self.now)
+    for member in newest:
+      self.run.hello(member, 0, 1, f"address-{member}")
+    self.sent: Effects = []
+    for member, step in newest.items():
+      self.sent = self.ready(member, step)
+
+  def ready(self, member: int, newest: int, holds: bool = False) -> Effects:
+    self.run.hello(member, 0, 1, f"address-{member}")
+    return self.run.ready(member, 0, newest, holds)
+
+  def wait(self, seconds: float) -> Effects:
+    """What the supervisor decides in this time. All members live."""
+    effects: Effects = []
+    for _ in range(round(10 * seconds)):
+      self.now += 0.1
+      for member in self.run._members:
+        self.run.pulse.beat(member, 0)
+      effects += self.run.tick()
+    return effects
+
+
+def lead(effects: Effects) -> tuple[int, list[int]]:
+  """(the leader, who is asked to lead or to help) if effects ask for that."""
+  asked = {e.member: e.message for e in effects if isinstance(e, Send) and e.message["kind"] == "lead"}
+  (message, *others) = asked.values()
+  assert all(other == message for other in others) and set(message["members"]) == {str(member) for member in asked}
+  return message["leader"], sorted(asked)
+
+
+def test_the_member_with_the_newest_backup_leads_and_all_others_help_it():
+  start = Start({0: 10, 1: 20, 2: 0})
+  assert lead(start.sent) == (1, [0, 1, 2])
+  assert start.run.primary == 1  # so that the log has what it restores
+  assert start.run.restored(0, 0, start.run.epoch, 10) == []  # it was not asked
+  assert start.run.restored(1, 0, start.run.epoch - 1, 20) == []  # an earlier answer
+  worlds = start.run.restored(1, 0, start.run.epoch, 25)
+  assert [e.message["kind"] for e in worlds] == ["world"] * 3
+  assert worlds[0].message["source"] == 1 and worlds[0].message["fresh"] == [0, 2]
+
+
+def test_a_member_that_holds_the_state_needs_no_help():
+  start = Start({0: 30, 1: 20})
+  assert lead(start.ready(2, 25, holds=True)) == (2, [2])
+
+
+def test_a_leader_that_is_lost_is_waited_for_because_it_may_have_parts_that_no_other_one_has():
+  start = Start({0: 10, 1: 20, 2: 0})
+  assert start.run.lost(1, "killed") == [Note(GATHERS)] and start.run.phase == "gathering"
+  assert start.wait(60) == []
+  assert lead(start.ready(1, 20)) == (1, [0, 1, 2])
+
+
+def test_the_loss_of_a_helper_matters_only_if_the_leader_says_so():
+  start = Start({0: 10, 1: 20, 2: 0})
+  assert start.run.lost(0, "killed") == []
+  assert start.wait(5) == [] and start.run.phase == "leading"
+  assert start.run.broken(1, start.run.epoch) == []
+  assert start.wait(2) == [Note(GATHERS)]
+  assert start.run.restored(1, 0, start.run.epoch, 20) == []  # it comes too late: it lacks the parts of member 0
+  assert lead(start.ready(0, 10)) == (1, [0, 1, 2])
+
+
+def test_a_helper_that_lives_and_cannot_be_reached_is_left_out():
+  start = Start({0: 10, 1: 20, 2: 0})
+  start.run.broken(1, start.run.epoch, [2])
+  assert lead(start.wait(2)) == (1, [0, 1])
+
+
+def test_a_start_that_fails_again_and_again_needs_neither_help_nor_all_members():
+  start = Start({0: 10, 1: 20, 2: 0})
+  for _ in range(3):
+    start.run.broken(1, start.run.epoch)
+    assert lead(start.wait(2)) == (1, [0, 1, 2])
+  start.run.lost(0, "killed")
+  start.run.broken(1, start.run.epoch)
+  assert lead(start.wait(2)) == (1, [1])
+  assert {e.member for e in start.run.restored(1, 0, start.run.epoch, 20)} == {1, 2}
+
+
+@pytest.mark.parametrize("minimum, code", [(1, None), (3, 1)])
+def test_the_wait_for_a_lost_leader_has_a_limit(minimum, code):
+  start = Start({0: 10, 1: 20, 2: 0}, minimum=minimum)
+  start.run.lost(1, "killed")
+  sent = start.wait(301)
+  assert start.run.code == code
+  if code is None:
+    assert lead(sent) == (0, [0, 2])
+
+
+def test_members_that_received_the_state_at_the_last_moment_go_on_with_it():
+  """Members 1 and 2 have received the state of step 7. The source is lost before the supervisor knows."""
+  start = Start({0: 0, 1: 0, 2: 0})
+  start.run.restored(0, 0, start.run.epoch, 7)
+  assert [e.message["kind"] for e in start.run.lost(0, "killed") if isinstance(e, Send)] == ["regather"] * 2
+  start.ready(0, 9)  # of an older history: this step was not done again
+  start.ready(1, 7, holds=True)
+  assert lead(start.ready(2, 7, holds=True)) == (1, [1])
+  (world, *_) = start.run.restored(1, 0, start.run.epoch, 7)
+  assert world.message["fresh"] == [0]

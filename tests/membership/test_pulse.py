@@ -24,7 +24,7 @@ def running(time: Time) -> Coordinator:
     run.hello(member, 0, 1, "address")
   for member in range(3):
     run.ready(member, 0, 0)
-  run.restored(0, 0, 0)
+  run.restored(0, 0, run.epoch, 0)
   for member in (1, 2):
     run.joined(member, 0, run.epoch)
   for step in range(1, 11):
@@ -215,3 +215,67 @@ def test_reports_of_other_epochs_and_of_members_without_a_part_blame_nobody():
   run.broken(1, run.epoch, [1])
   time.now += 1.1
   assert killed(run) == []
+
+
+def joined(run: Coordinator, time: Time, first_seconds: float) -> None:
+  """Member 3 takes the place of member 2, which is lost. The first computations of the run took `first_seconds`."""
+  run.pulse._longest_first = first_seconds
+  run.lost(2, "killed")
+  run.hello(3, 0, 1, "address")
+  run.ready(3, 0, 0)
+  for member in (0, 1):
+    run.done(member, 0, run.epoch, "step 11")
+  run.joined(3, 0, run.epoch)
+  assert run.active == {0, 1, 3}
+  for member in (0, 1):
+    run.computed(member, run.epoch, 0.5)
+
+
+@pytest.mark.parametrize("first_seconds, limit", [(0.5, 5.0), (4.0, 12.0), (200.0, 300.0)])
+def test_a_first_computation_that_hangs_has_the_limit_of_those_that_the_run_has_seen(first_seconds, limit):
+  time = Time()
+  run = running(time)
+  joined(run, time, first_seconds)
+  dead: list[int] = []
+  while not dead and time.now < 400.0:
+    dead = first_killed(run, time, (0, 1, 3))
+  assert dead == [3] and limit < time.now - 10.0 < limit + 0.3
+
+
+def test_a_first_computation_that_is_slow_and_healthy_is_waited_for():
+  time = Time()
+  run = running(time)
+  joined(run, time, 4.0)
+  assert first_killed(run, time, (0, 1, 3)) == []  # in 10 s, twice the limit of a usual computation
+  run.computed(3, run.epoch, 10.0)
+  assert run.pulse._longest_first == pytest.approx(10.0)
+
+
+def test_the_first_computation_is_measured_without_the_start_before_it():
+  """Member 0 waits for the state for 20 s, and then computes for 2 s. Member 1 computes for 3 s."""
+  time = Time()
+  pulse = Pulse(time, hang_seconds=5.0, start_seconds=300.0)
+  pulse.begin_epoch()
+  time.now = 3.0
+  pulse.computed(1, 3.0)
+  time.now = 20.0
+  pulse.beat(0, 0, "restore and compilation")
+  time.now = 22.0
+  pulse.computed(0, 2.0)
+  assert pulse._longest_first == 3.0
+
+
+def test_a_member_has_time_to_compute_after_a_long_save():
+  """It saves for 60 s, while the others have computed. It hangs if it then computes for more than 5 s."""
+  time = Time()
+  run = running(time)
+  for member in (0, 2):
+    run.computed(member, run.epoch, 0.5)
+  for _ in range(600):
+    time.now += 0.1
+    for member in range(3):
+      run.pulse.beat(member, 0, "save" if member == 1 else "")
+    assert killed(run) == []
+  saved = time.now
+  dead = first_killed(run, time, range(3))
+  assert dead == [1] and 5.0 < time.now - saved < 5.3

@@ -32,7 +32,7 @@ def test_rules_of_a_configuration(keys, minimum, shares):
 
 
 def training(rules: RunRules, members: int) -> Coordinator:
-  """A run in epoch 1."""
+  """A run that trains."""
   run = rules.coordinator("id", members)
   for member in range(members):
     (welcome,) = run.hello(member, 0, 1, "")
@@ -41,7 +41,7 @@ def training(rules: RunRules, members: int) -> Coordinator:
   for member in range(members):
     assert run.phase == "gathering"
     run.ready(member, 0, 0)
-  run.restored(0, 0, 0)
+  run.restored(0, 0, run.epoch, 0)
   assert run.phase == "running"
   return run
 
@@ -65,6 +65,6 @@ def test_the_loss_of_a_member_ends_a_run_that_is_not_elastic():
 def test_sigterm_to_one_member_is_a_request_to_all_in_a_run_that_is_not_elastic():
   run = training(RunRules(2, 2, 2, 300.0, 0.0, False), members=2)
   assert run.leave(1) == [] and run.stopping
-  run.done(0, 0, 1, "step 1")
-  commits = [effect.message for effect in run.done(1, 0, 1, "step 1") if isinstance(effect, Send)]
+  run.done(0, 0, run.epoch, "step 1")
+  commits = [effect.message for effect in run.done(1, 0, run.epoch, "step 1") if isinstance(effect, Send)]
   assert [(commit["stop"], commit["leave"]) for commit in commits] == [(True, []), (True, [])]

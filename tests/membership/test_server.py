@@ -24,7 +24,7 @@ SECONDS = 5.0
 
 
 class Run:
-  """A server with two members, which train in epoch 1."""
+  """A server with two members, which train in epoch 2."""
 
   def __init__(self) -> None:
     self.lines: list[str] = []
@@ -39,9 +39,10 @@ class Run:
     )
     self.members = [self.welcomed(0), self.welcomed(1)]  # one after the other: the first one is the primary
     for member in self.members:
-      member.send("ready", newest=0)
+      member.send("ready", newest=0, holds=False)
     expect(self.members[0], "lead")
-    self.members[0].send("restored", step=0)
+    expect(self.members[1], "lead")  # it helps member 0
+    self.members[0].send("restored", epoch=1, step=0)
     for member in self.members:
       expect(member, "world")
 
@@ -305,7 +306,7 @@ def test_a_member_that_breaks_the_protocol_is_dropped_and_the_others_go_on(run, 
 
 
 BAD_HELLOS = {
-  "no hello": (message("ready", newest=0), "did not say hello"),
+  "no hello": (message("ready", newest=0, holds=False), "did not say hello"),
   "negative": (message("hello", member=-1, lane=0, lanes=1, address=""), "member -1"),
   "lane": (message("hello", member=2, lane=1, lanes=1, address=""), "lane 1 of 1"),
   "type": (message("hello", member="2", lane=0, lanes=1, address=""), "member='2'"),
@@ -335,7 +336,7 @@ def test_reports_of_other_epochs_and_members_without_a_part_change_nothing(run):
   spare = run.join(2)
   run.members.append(spare)
   expect(spare, "welcome")
-  for epoch in (0, 1, 2, -1):
+  for epoch in (0, 2, 3, -1):
     for kind, fields in {
       "done": {"round": "step 1"},
       "computed": {"round": "step 1", "seconds": 1e9},
@@ -343,11 +344,11 @@ def test_reports_of_other_epochs_and_members_without_a_part_change_nothing(run):
       "broken": {"members": [0, 1]},
     }.items():
       spare.send(kind, epoch=epoch, **fields)
-      if epoch != 1:
+      if epoch != 2:
         run.members[0].send(kind, epoch=epoch, **fields)
-  spare.send("restored", step=10**9)
+  spare.send("restored", epoch=1, step=10**9)
   spare.send("finished", code=0)
-  run.members[0].send("restored", step=10**9)
+  run.members[0].send("restored", epoch=1, step=10**9)
   spare.send("fault", action="nothing", target=0, seconds=None)
   wait_until(lambda: bool(run.faults), "all messages are handled")
   assert run.state() == before
@@ -384,12 +385,15 @@ def test_a_member_that_never_reads_holds_up_nobody(run, monkeypatch):
   with monkeypatch.context() as patch:
     patch.setattr(socket, "create_connection", connect_narrowly)
     deaf = wire.connect(run.server.address, TOKEN)
-  for hello in (message("hello", member=2, lane=0, lanes=1, address="127.0.0.1:2"), message("ready", newest=0)):
+  for hello in (
+    message("hello", member=2, lane=0, lanes=1, address="127.0.0.1:2"),
+    message("ready", newest=0, holds=False),
+  ):
     deaf.send(hello)
   first = run.members[0]
   wait_until(lambda: run.coordinator._members.get(2) is not None and run.coordinator._members[2].ready, "member 2")
   longest, number = 0.0, 0
-  while run.coordinator.epoch < 4:  # epoch 3: member 2 computes; epoch 4: it is dropped
+  while run.coordinator.epoch < 5:  # epoch 4: member 2 computes; epoch 5: it is dropped
     number += 1
     assert number < 10_000
     began = time.monotonic()

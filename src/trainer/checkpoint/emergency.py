@@ -1,32 +1,28 @@
 """The emergency tier: frequent saves to a local folder (ramdisk), one full copy of the state per slice.
 
-Every process writes what its devices hold of each of its slices, without waiting for other processes:
-  {local_checkpoint_directory}/{run}/{id}/{step}.s{slice}.p{process}.bin   the parts of the arrays
-  {local_checkpoint_directory}/{run}/{id}/{step}.s{slice}.p{process}.json  what is where, with a CRC-32 each; last
-{run} is the run's name and a hash of where the run's folder is, {id} the content of {run}/run_id: runs of the same name
-in different folders, or one after the other in the same folder, have no local copies in common.
-After a failure the processes exchange lists of the parts that they still have. The newest step that is complete over
-all hosts and slices is restored; a replaced host gets its parts from the other copies.
+Every process writes what its devices hold of each of its slices, without waiting for other processes
+(local_copies.py has the files). After a failure the processes exchange lists of the parts that they still have. The
+newest step that is complete over all hosts and slices is restored; a replaced host gets its parts from the other
+copies. Where each slice is a JAX world of its own, the processes of the other slices lend their parts (lending.py).
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import hashlib
+import itertools
 import os
-import re
 import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Device
 
@@ -37,39 +33,16 @@ from trainer.checkpoint.arrays.host_copy import Fetch
 from trainer.checkpoint.background import Background
 from trainer.checkpoint.backup import Accept, Candidate, Emit, Log
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
-from trainer.checkpoint.meta import check_meta
+from trainer.checkpoint.lending import Borrowed, Lender, Lenders
+from trainer.checkpoint.local_copies import ENTRY, Copy, Listed, LocalCopies, Part, box_of, folder, identity, parts_of
+from trainer.checkpoint.together import together
 from trainer.config import rules
 from trainer.config.errors import ConfigError, require
 from trainer.config.schema import CheckpointSection
 from trainer.world import World
 
-NUMBER = "(0|[1-9][0-9]{0,17})"
-ENTRY = re.compile(rf"{NUMBER}\.s{NUMBER}\.p{NUMBER}\.(json|bin)")
 ALIGNMENT = 64  # bytes: parts can be viewed as any type in place
 COPIES = 2  # of each slice that are kept: while one is written, the one before it is whole
-
-
-@dataclass(frozen=True)
-class _Copy:
-  """The copy that one process wrote of its part of one slice at one step."""
-
-  step: int
-  slice: int
-  process: int
-
-  def path(self, root: Path, kind: str) -> Path:
-    return root / f"{self.step}.s{self.slice}.p{self.process}.{kind}"
-
-
-def _identity(run_directory: str) -> str:
-  """A text that is the same for every spelling of one folder."""
-  return run_directory.rstrip("/") if "://" in run_directory else os.path.realpath(run_directory)
-
-
-def folder(local_directory: str | Path, run_directory: str) -> Path:
-  """Where every host keeps the local copies of the runs in `run_directory`, each run in a folder named by its id."""
-  run = _identity(run_directory)
-  return Path(local_directory).expanduser() / f"{run.rsplit('/', 1)[-1]}-{hashlib.sha256(run.encode()).hexdigest()[:8]}"
 
 
 class Emergency:
@@ -93,11 +66,13 @@ class Emergency:
 
     Raises ConfigError if the tier cannot write there."""
     require(rules.emergency_tier(cfg))
-    self._cfg, self._run, self._run_id = cfg, _identity(run_directory), run_id
+    self._cfg, self._run, self._run_id = cfg, identity(run_directory), run_id
     self._log, self._emit = log, emit
     self._slices = {i: tuple(devices) for i, devices in slices.items()}
     self._world, self._fetch = world, fetch
     self.root = folder(cfg.local_checkpoint_directory, run_directory) / run_id
+    self._copies = LocalCopies(self.root, run_id)
+    self._borrowed: Borrowed | None = None
     self._background = Background("emergency-checkpoint")
     self._probe()
 
@@ -143,9 +118,7 @@ class Emergency:
     if self._fetch is not None:
       started = self._fetch(functools.partial(host_copy.read, flat, started), f"the local copy of step {step}")
     copies = {
-      _Copy(step, i, self._world.rank): [
-        (name, box, boxes.host_copy(flat[name], device)) for name, box, device in parts
-      ]
+      Copy(step, i, self._world.rank): [(name, box, boxes.host_copy(flat[name], device)) for name, box, device in parts]
       for i, parts in self.parts(state).items()
     }
     full_meta = dict(meta, step=step, arrays=state_tree.describe(flat))
@@ -154,12 +127,12 @@ class Emergency:
     def work() -> None:
       try:
         self._collect_garbage(step)
-        self._remove(list(copies))
+        self._copies.remove(list(copies))
         self._make_room(sum(data.nbytes for parts in copies.values() for _, _, data in parts))
         self._write(copies, started, full_meta)
       except OSError as error:
         with contextlib.suppress(OSError):  # report the first error
-          self._remove(list(copies))
+          self._copies.remove(list(copies))
         raise CheckpointError(
           f"step {step} could not be saved in {self.root}: {error}. Give local_checkpoint_directory the space that "
           "trainer.tools.preflight prints, or raise local_checkpoint_period and set enable_emergency_checkpoint=false"
@@ -174,7 +147,7 @@ class Emergency:
 
   def _write(
     self,
-    copies: Mapping[_Copy, Sequence[tuple[str, Box, np.ndarray]]],
+    copies: Mapping[Copy, Sequence[tuple[str, Box, np.ndarray]]],
     started: fingerprint.Started,
     meta: dict[str, Any],
   ) -> None:
@@ -199,23 +172,24 @@ class Emergency:
       temporary.write_bytes(checksums.dump(entry))
       os.replace(temporary, final)
 
-  def _entries(self, kind: str) -> list[_Copy]:
-    found = [ENTRY.fullmatch(path.name) for path in self.root.iterdir()]
-    return [_Copy(int(m[1]), int(m[2]), int(m[3])) for m in found if m and m[4] == kind]
-
   def _collect_garbage(self, step: int) -> None:
     """Deletes old copies, so that with `step` at most COPIES copies of each slice remain.
 
     Also deletes copies of `step` and later steps: they are left from before a restore of an older step. Copies of
-    slices and processes that are gone stay until they are older than all of this process's copies.
+    slices and processes that are gone stay until they are older than all of this process's copies. If this process has
+    none, because the host had the place of another slice before, the newest of them stay.
     """
-    entries = {*self._entries("json"), *self._entries("bin")}
+    entries = {*self._copies.files("json"), *self._copies.files("bin")}
     mine = {entry for entry in entries if entry.process == self._world.rank and entry.slice in self._slices}
-    past = sorted({entry.step for entry in mine if entry.step < step and entry.path(self.root, "json").exists()})
-    kept = set(past[-(COPIES - 1) :])
-    oldest = min(kept, default=step)
-    gone = [e for e in entries if e.slice not in self._slices or e.process >= self._world.size]
-    self._remove([entry for entry in mine if entry.step not in kept] + [e for e in gone if e.step < oldest])
+    gone = {e for e in entries if e.slice not in self._slices or e.process >= self._world.size}
+
+    def newest(copies: set[Copy]) -> list[int]:
+      steps = sorted({e.step for e in copies if e.step < step and e.path(self.root, "json").exists()})
+      return steps[-(COPIES - 1) :]
+
+    kept = newest(mine)
+    oldest = min(kept or newest(gone), default=step)
+    self._copies.remove([e for e in mine if e.step not in kept] + [e for e in gone if e.step < oldest])
 
   def _other_runs(self) -> list[Path]:
     """The folders of earlier runs in the same run folder, which was then deleted or moved."""
@@ -240,15 +214,6 @@ class Emergency:
         with contextlib.suppress(FileNotFoundError):  # another slice on this host deletes them too
           shutil.rmtree(path)
 
-  def _remove(self, copies: Sequence[_Copy]) -> None:
-    for copy in copies:
-      for kind in ("json", "json.tmp", "bin"):  # the json first: without it the bin is not used
-        path = copy.path(self.root, kind)
-        if path.is_dir() and not path.is_symlink():  # not ours, but a save needs the name
-          shutil.rmtree(path)
-        else:
-          path.unlink(missing_ok=True)
-
   def wait(self) -> None:
     """Returns when the save in flight is complete on this process. Raises CheckpointError if it failed."""
     self._background.wait()
@@ -259,116 +224,106 @@ class Emergency:
 
   # ---- restoring ----
 
-  def candidates(self) -> list[Candidate]:
-    """Saves that are complete if the parts of all processes are put together, newest first.
+  def lender(self) -> Lender:
+    """Answers questions of processes of other worlds about the copies of this host."""
+    return Lender(self._copies)
 
-    Candidate.copy is the digest of the fingerprints: saves with equal digests are equal bit by bit, and their parts can
-    be mixed.
-    """
-    have: dict[Candidate, dict[str, set[Box]]] = {}
-    shapes: dict[Candidate, dict[str, Any]] = {}
-    mine = []
-    for entry in self._read_entries():
-      mine.append([
-        entry["meta"]["step"],
-        entry["digest"],
-        {name: x["shape"] for name, x in entry["meta"]["arrays"].items()},
-        [(part["array"], part["box"]) for part in entry["parts"]],
-      ])  # fmt: skip
-    for step, digest, arrays, parts in [entry for entries in self._world.gather(mine) for entry in entries]:
-      candidate = Candidate(step, digest)
-      shapes[candidate] = arrays
-      for name, box in parts:
-        have.setdefault(candidate, {}).setdefault(name, set()).add(_box(box))
-    whole = [
-      candidate
-      for candidate, arrays in shapes.items()
-      if all(boxes.complete(shape, have[candidate].get(name, ())) for name, shape in arrays.items())
-    ]
-    for step in sorted({c.step for c in shapes} - {c.step for c in whole}, reverse=True):
+  @contextlib.contextmanager
+  def borrowing(self, lenders: Lenders) -> Iterator[None]:
+    """Inside the block, candidates and restores also use the copies of processes of other worlds.
+
+    `candidates` and `restore` then raise LenderLost, on every process of this world alike."""
+    self._borrowed = Borrowed(lenders, lambda member, line: self._log(f"Member {member}: {line}"))
+    try:
+      yield
+    finally:
+      self._borrowed = None
+
+  def newest(self) -> int:
+    """The newest step that this world can restore; 0: none. Logs nothing."""
+    whole, _ = self._known(self._copies.listed()[0])
+    return max((candidate.step for candidate in whole), default=0)
+
+  def candidates(self) -> list[Candidate]:
+    """Saves that are complete if the parts of all processes are put together, newest first."""
+    listed, damage = self._copies.listed()
+    for line in damage:
+      self._log(line)
+    if self._borrowed is not None:
+      listed = listed + together(self._world, self._borrowed.copies)
+    whole, partial = self._known(listed)
+    for step in sorted({c.step for c in partial} - {c.step for c in whole}, reverse=True):
       self._log(f"Emergency checkpoint {step} is not used: parts of it are missing on every slice.")
     return sorted(whole, key=lambda c: (c.step, c.copy), reverse=True)
 
-  def _read_entries(self) -> list[dict[str, Any]]:
-    """The undamaged indices of this host and this run, each with "file", the path of its data."""
-    entries = []
-    for copy in sorted(self._entries("json"), key=lambda c: (c.step, c.slice, c.process)):
-      path = copy.path(self.root, "json")
-      try:
-        entry = checksums.parse(checksums.read(path), path.name)
-        _check_entry(entry)
-      except Rejected as reason:
-        self._log(f"Emergency checkpoint {path} is not used: {reason}")
-        continue
-      if entry["run"] == self._run_id and entry["meta"]["step"] == copy.step:
-        entries.append(entry | {"file": copy.path(self.root, "bin")})
-    return entries
+  def _known(self, mine: Sequence[Listed]) -> tuple[set[Candidate], set[Candidate]]:
+    """The saves whose copies all processes know of: (those with all parts, those that lack parts)."""
+    have: dict[Candidate, dict[str, set[Box]]] = {}
+    shapes: dict[Candidate, dict[str, list[int]]] = {}
+    everywhere = itertools.chain.from_iterable(self._world.gather([copy.to_json() for copy in mine]))
+    for copy in map(Listed.from_json, everywhere):
+      shapes[copy.candidate] = copy.shapes
+      for name, box in copy.parts:
+        have.setdefault(copy.candidate, {}).setdefault(name, set()).add(box)
+    whole = {
+      candidate
+      for candidate, arrays in shapes.items()
+      if all(boxes.complete(shape, have[candidate].get(name, ())) for name, shape in arrays.items())
+    }
+    return whole, shapes.keys() - whole
 
   def path(self, candidate: Candidate) -> str:
     return f"{self.root}/{candidate.step}"
 
   def restore(self, candidate: Candidate, abstract: Any, accept: Accept) -> tuple[Any, dict[str, Any]]:
     """(state, meta), assembled from the undamaged parts of all processes."""
-    held, meta = self._held(candidate)
+    held, meta, damage = self._copies.held(candidate)
+    for line in damage:
+      self._log(line)
+      self._emit("checkpoint_rejected", step=candidate.step, tier="emergency", reason=line)
+    table = self._table({name: set(parts) for name, parts in held.items()})
+    borrowed = self._borrowed
+    if borrowed is not None:
+      known = {name: set().union(*(row.get(name, ()) for row in table)) for row in table for name in row}
+      meta = together(self._world, lambda: borrowed.choose(candidate, known)) or meta
+      table = self._with_borrowed(table, borrowed)
     counts = [bool(m) for m in self._world.gather(bool(meta))]
     if not any(counts):
       raise Rejected("all its copies are damaged")
     meta = self._world.gather(meta if counts.index(True) == self._world.rank else None)[counts.index(True)]
     accept(meta)
-    table = [
-      {name: set(map(_box, found)) for name, found in boxes_of.items()}
-      for boxes_of in self._world.gather({name: list(parts) for name, parts in held.items()})
-    ]
     for name, x in meta["arrays"].items():
-      if not boxes.complete(x["shape"], set().union(*[boxes_of.get(name, set()) for boxes_of in table])):
+      if not boxes.complete(x["shape"], set().union(*[row.get(name, set()) for row in table])):
         raise Rejected(f"a part of {name} is damaged or missing in every copy")
     self._log(f"Restoring checkpoint from {self.path(candidate)}.")
 
     def read(targets: Mapping[str, Any]) -> dict[str, jax.Array]:
-      return {name: from_hosts.assemble(self._world, name, x, held.get(name, {}), table) for name, x in targets.items()}
+      lent = borrowed.fetch(candidate, meta["arrays"], targets) if borrowed is not None else {}
+      return {
+        name: from_hosts.assemble(self._world, name, x, held.get(name, {}) | lent.get(name, {}), table)
+        for name, x in targets.items()
+      }
 
     return verified_load.load(self._world, read, meta["arrays"], abstract), meta
 
-  def _held(self, candidate: Candidate) -> tuple[dict[str, dict[Box, np.ndarray]], dict[str, Any]]:
-    """({array: {box: data, mapped from the file}} of the undamaged parts on this host, meta or {})."""
-    held: dict[str, dict[Box, np.ndarray]] = {}
-    meta: dict[str, Any] = {}
-    for entry in self._read_entries():
-      if (entry["meta"]["step"], entry["digest"]) != (candidate.step, candidate.copy):
-        continue
-      damaged = []
-      for part in entry["parts"]:
-        dtype = jnp.dtype(entry["meta"]["arrays"][part["array"]]["dtype"])
-        box = _box(part["box"])
-        data = _map(entry["file"], part["offset"], boxes.volume(box) * dtype.itemsize)
-        if data is None or zlib.crc32(data.data) != part["crc32"]:
-          damaged.append(part["array"])
-          continue
-        shape = [stop - start for start, stop in box]
-        held.setdefault(part["array"], {})[box] = data.view(dtype).reshape(shape)
-        meta = entry["meta"]
-      if damaged:
-        self._log(f"Emergency checkpoint {entry['file']} is damaged: {len(damaged)} parts, the first of {damaged[0]}.")
-        self._emit("checkpoint_rejected", step=candidate.step, tier="emergency", reason=f"{damaged[0]} is damaged")
-    return held, meta
+  def _table(self, mine: Mapping[str, set[Box]]) -> list[dict[str, set[Box]]]:
+    """The boxes that each process has, {array: boxes} per rank."""
+    rows = self._world.gather({name: sorted(found) for name, found in mine.items()})
+    return [{name: set(map(box_of, found)) for name, found in row.items()} for row in rows]
 
-
-def _check_entry(entry: Mapping[str, Any]) -> None:
-  """Raises Rejected if the index of a copy lacks what a restore reads."""
-  if missing := [key for key in ("run", "digest", "meta", "parts") if key not in entry]:
-    raise Rejected(f"it lacks {', '.join(missing)}")
-  check_meta(entry["meta"])
-
-
-def _box(value: Any) -> Box:
-  return tuple((start, stop) for start, stop in value)
-
-
-def _map(path: Path, offset: int, size: int) -> np.ndarray | None:
-  """`size` bytes of the file from `offset`, mapped into memory; None if the file is shorter."""
-  try:
-    if not path.is_file() or path.stat().st_size < offset + size:
-      return None
-    return np.memmap(path, np.uint8, "r", offset, (size,)) if size else np.empty(0, np.uint8)
-  except OSError:
-    return None
+  def _with_borrowed(self, table: Sequence[dict[str, set[Box]]], borrowed: Borrowed) -> list[dict[str, set[Box]]]:
+    """The table with the parts that are lent to each process. Logs who lends how many."""
+    lent: dict[Part, int] = {}  # the first process borrows a part that several could borrow
+    for rank, found in enumerate(self._world.gather(borrowed.lent)):
+      parts = parts_of([part for _, part in found])
+      if rank == self._world.rank:
+        borrowed.leave([part for part in parts if part in lent])
+      lent |= {part: member for part, (member, _) in zip(parts, found, strict=True) if part not in lent}
+    if lent:
+      counts = sorted(collections.Counter(lent.values()).items())
+      names = ", ".join(f"{count} of member {member}" for member, count in counts)
+      self._log(f"Parts of local copies that come from other slices: {names}.")
+    row = {name: set(found) for name, found in table[self._world.rank].items()}
+    for _, (name, box) in borrowed.lent:
+      row.setdefault(name, set()).add(box)
+    return self._table(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from trainer.checkpoint.background import Background
 from trainer.checkpoint.backup import Accept, Candidate, Emit, Log, Restored, StateBackup, restore_newest
 from trainer.checkpoint.emergency import Emergency
 from trainer.checkpoint.errors import NoGoodCheckpoint
+from trainer.checkpoint.lending import Lender, Lenders
 from trainer.checkpoint.persistent import Persistent
 from trainer.checkpoint.snapshot import Snapshots
 from trainer.config.schema import CheckpointSection
@@ -150,8 +152,18 @@ class Tiers:
   # ---- restoring ----
 
   def newest(self) -> int:
-    """The step of the newest candidate of all backups; 0: there is none. Reads no data."""
-    return max((candidate.step for backup in self._backups for candidate in backup.candidates()), default=0)
+    """The newest step that this world can restore by itself; 0: none. Reads no data, and logs nothing."""
+    local = self._emergency.newest() if self._emergency is not None else 0
+    others = [backup for backup in self._backups if backup is not self._emergency]
+    return max([local, *(candidate.step for backup in others for candidate in backup.candidates())])
+
+  def lender(self) -> Lender | None:
+    """Answers questions of other worlds about the local copies of this host; None without the emergency tier."""
+    return self._emergency.lender() if self._emergency is not None else None
+
+  def borrowing(self, lenders: Lenders) -> contextlib.AbstractContextManager[None]:
+    """Inside the block, restores also use the local copies of other worlds, and may raise LenderLost."""
+    return self._emergency.borrowing(lenders) if self._emergency is not None else contextlib.nullcontext()
 
   def restore_newest(self, abstract: Any, accept: Accept = lambda meta: None) -> Restored | None:
     """The newest good state, with the shapes, types and shardings of `abstract`; None on a first start.

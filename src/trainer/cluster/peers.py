@@ -103,7 +103,7 @@ class Peers:
     kind = received["kind"]
     if kind == "welcome":
       self.run_id = received["run_id"]
-      self._set_primary(int(received["primary"]))
+      self.set_primary(int(received["primary"]))
     elif kind in ("world", "hold"):
       self._change_world(received)
     elif kind == "commit":
@@ -111,12 +111,12 @@ class Peers:
       self.left = self.member in received["leave"]
       self._announce_role()
       return Commit(received["round"], self.stopping, received["seconds"])
-    elif kind in ("regather", "lead"):  # this member has received the state at the last moment
+    elif kind == "regather":  # this member has received the state at the last moment
       self._connected, self._holds = False, True
-      if kind == "regather":
-        self.membership.send("ready", newest=self.completed())
-      else:
-        self.membership.send("restored", step=self.completed())
+      self.membership.send("ready", newest=self.completed(), holds=True)
+    elif kind == "lead":
+      self.set_primary(int(received["leader"]))
+      self.membership.send("restored", epoch=received["epoch"], step=self.completed())
     elif kind == "end":
       self.ended = int(received["code"])
       raise RunEnded(self.ended, received.get("reason", ""))
@@ -130,15 +130,20 @@ class Peers:
     lost = {int(member): (why, max(0.0, now - at)) for member, (why, at) in received["lost"].items()}
     holds = received["kind"] == "hold"
     if not holds:
-      self.addresses = {int(member): lanes[self.lane] for member, lanes in received["members"].items()}
+      self.addresses = self.of_this_lane(received)
       self.dealt = {int(member): tuple(shares) for member, shares in received["shares"].items()}
       self.fresh, self.source = tuple(received["fresh"]), int(received["source"])
     self._connected, self._holds = False, holds
-    self._set_primary(int(received["primary"]))  # first: the primary records the change
+    self.set_primary(int(received["primary"]))  # first: the primary records the change
     joined = tuple(sorted(frozenset(self.members) - before)) if before else ()
     self.on_change(Change(self.epoch, lost, joined, self.members, len(before) or len(self.members), holds))
 
-  def _set_primary(self, primary: int) -> None:
+  def of_this_lane(self, received: Message) -> dict[int, str]:
+    """{member: where the process of this lane listens} of a message with `members`."""
+    return {int(member): lanes[self.lane] for member, lanes in received["members"].items()}
+
+  def set_primary(self, primary: int) -> None:
+    """This member writes the run's records and persistent checkpoints from now on."""
     self.primary = primary
     self._announce_role()
 
@@ -159,11 +164,12 @@ class Peers:
     committed = self.handle(received)
     assert committed is None, f"{committed} without the sums of member {self.member}"
 
-  def connect(self, send_state: Callable[[int], None]) -> None:
+  def connect(self, send_state: Callable[[int], None], receive_state: Callable[[int], None]) -> None:
     """Makes the exchange ready for this epoch: waits while the run holds, connects, serves members without a state.
 
-    send_state(member): sends this member's state. Returns at once if the epoch is connected already. Raises RunEnded
-    and SupervisorLost.
+    send_state(member): sends this member's state. receive_state(member): takes the state that this member has already;
+    it is sent again if members were lost before the supervisor knew that it had arrived. Returns at once if the epoch
+    is connected already. Raises RunEnded and SupervisorLost.
     """
     self.read_waiting()
     while not self._connected:
@@ -175,6 +181,9 @@ class Peers:
         if self.source == self.member:
           for other in self.fresh:
             send_state(other)
+        elif self.is_fresh:
+          receive_state(self.source)
+          self.membership.send("joined", epoch=self.epoch)
         self._connected = True
       except PeerLost as error:
         self.exchange_failed(error)
@@ -201,15 +210,15 @@ class Peers:
       if self.epoch != epoch:
         raise MembershipChanged
 
-  def report(self, error: PeerLost) -> None:
-    """Tells the supervisor which connections have failed, unless the exchange was only interrupted."""
+  def report(self, error: PeerLost, epoch: int) -> None:
+    """Tells the supervisor which connections of the epoch have failed, unless the exchange was only interrupted."""
     if error.members:
       kind = "unreachable" if isinstance(error, Unreachable) else "broken"
-      self.membership.send(kind, epoch=self.epoch, members=list(error.members))
+      self.membership.send(kind, epoch=epoch, members=list(error.members))
 
   def exchange_failed(self, error: PeerLost) -> None:
     """The exchange cannot go on in this epoch: waits for the next one."""
-    self.report(error)
+    self.report(error, self.epoch)
     epoch = self.epoch
     while self.epoch == epoch:
       self._handle_change(self.membership.next())
@@ -226,7 +235,7 @@ class Peers:
       if member == self.member:
         break
       self.exchange.wait_closed(member, seconds)
-    self._set_primary(self.member)
+    self.set_primary(self.member)
 
   def give_up(self) -> None:
     """The run goes on without this member, which did not leave: it is not the primary any more."""

@@ -11,7 +11,7 @@ from trainer.membership.messages import FROM_SUPERVISOR, Message, check, message
 from trainer.membership.wire import Channel, WireError
 
 _BEAT_SECONDS = 0.5
-_INTERRUPTING = ("world", "hold", "regather", "end")
+_INTERRUPTING = ("lead", "world", "hold", "regather", "end")
 
 
 class SupervisorLost(Exception):

@@ -8,7 +8,7 @@ ready (spares and members that have returned) or still starting. A member with t
 that joins becomes active first and live when it has received the state from a live member (`joined`).
 
   gathering   no member has the state: wait until enough members are ready
-  leading     one member restores the newest state from its own backups
+  leading     one member restores the newest state. The others send it the parts of local copies that its slice lacks
   running     rounds are computed and committed
   holding     too few members: those that are left keep the state and wait
   over        nothing is committed any more
@@ -17,7 +17,7 @@ that joins becomes active first and live when it has received the state from a l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,7 @@ class Note:
 Effect = Send | Kill | Note
 _BROKEN_SECONDS = 1.0  # from a broken connection to a new epoch: a death is noticed earlier
 _APART_SECONDS, _MOST_APART_SECONDS = 30.0, 600.0  # pause of a member that others cannot reach; doubled each time
+_MOST_FAILED_LEADS = 3  # after which a leader restores without the others, and lost members are not waited for
 Effects = list[Effect]
 
 
@@ -59,8 +60,8 @@ Effects = list[Effect]
 class _Member:
   lanes: int
   addresses: dict[int, str] = field(default_factory=dict)  # by lane
-  newest: int = -1  # the newest step that its own backups can restore; -1: it is not ready
-  led: int = -1  # the step that it has restored when it was asked to lead; -1: it was not asked
+  newest: int = -1  # the newest step that it can restore without the others; -1: it is not ready
+  holds: bool = False  # whether it has the state of this step in memory
   was_active: bool = False
   reports: dict[tuple[Any, ...], set[int]] = field(default_factory=dict)  # (kind, epoch, round): lanes that sent it
 
@@ -122,6 +123,8 @@ class Coordinator:
     self._apart: dict[int, tuple[float, float]] = {}  # {member that was not reached: (when it may join, its pause)}
     self._dealt: dict[int, list[int]] = {}  # of the last epoch
     self._leader = -1  # the member that was asked to lead and has not answered yet
+    self._failed_leads = 0  # in a row
+    self._survivors: set[int] = set()  # members that may hold the state, when no other one does
     self.pulse = Pulse(clock, hang_seconds=hang_seconds, start_seconds=timeout)
     self.phase = "gathering"
     self.epoch = 0
@@ -147,12 +150,12 @@ class Coordinator:
       self.primary = member
     return [Send(member, message("welcome", primary=self.primary, run_id=self._run_id))]
 
-  def ready(self, member: int, lane: int, newest: int) -> Effects:
-    """`member` can compute. It can restore the step `newest` from its own backups (0: none)."""
+  def ready(self, member: int, lane: int, newest: int, holds: bool = False) -> Effects:
+    """`member` can compute. It holds the state of the step `newest`, or can restore it without others (0: none)."""
     found = self._members.get(member)
     if found is None or not found.whole(("ready",), lane):
       return []
-    found.newest = newest
+    found.newest, found.holds = newest, holds
     self.pulse.ready(member)
     if self.phase == "gathering":
       return self._gather()
@@ -161,13 +164,20 @@ class Coordinator:
     # It joins at the next commit, if a place is free.
     return [Note(f"Member {member} is ready and waits as a spare.")] if len(self.active) == self._total else []
 
-  def restored(self, member: int, lane: int, step: int) -> Effects:
-    """`member` was asked to lead and has the state after `step`."""
+  def restored(self, member: int, lane: int, epoch: int, step: int) -> Effects:
+    """`member` was asked to lead in this epoch and has the state after `step`."""
     found = self._members.get(member)
-    if self.phase != "leading" or found is None or member != self._leader or not found.whole(("restored",), lane):
+    if self.phase != "leading" or found is None or (member, epoch) != (self._leader, self.epoch):
       return []
-    found.led, self._leader = step, -1
-    return self._lead()
+    if not found.whole(("restored", epoch), lane):
+      return []
+    ready = self._ready()
+    self.live = {member, *(other for other in ready if ready[other].holds and ready[other].newest == step)}
+    # Those that wait may be more than can be active: spares stay ready.
+    others = sorted(ready.keys() - {member}, key=lambda m: (m not in self.live, self._preference(m)))
+    self.active = {member, *others[: self._total - 1]}
+    self.live &= self.active
+    return self._world()
 
   def joined(self, member: int, lane: int, epoch: int) -> Effects:
     """`member` has received the state in this epoch."""
@@ -198,9 +208,9 @@ class Coordinator:
 
   def broken(self, member: int, epoch: int, unreached: Sequence[int] = ()) -> Effects:
     """`member` cannot exchange in this epoch: connections have failed. unreached: members it could not connect with."""
-    if epoch == self.epoch and member in self.active:
+    if epoch == self.epoch and (member in self.active or member == self._leader):
       self._broken_at = self._clock() if self._broken_at is None else self._broken_at
-      self._unreached |= {frozenset((member, other)) for other in self.active.intersection(unreached) - {member}}
+      self._unreached |= {frozenset((member, other)) for other in self._members.keys() & set(unreached) - {member}}
     return []
 
   def leave(self, member: int) -> Effects:
@@ -222,7 +232,7 @@ class Coordinator:
     if self.phase == "holding":
       return self._world(force=True)
     if self.phase in ("gathering", "leading"):
-      return self.end(42)
+      return self._stop_start()
     return []
 
   def finished(self, member: int, code: int) -> Effects:
@@ -243,10 +253,11 @@ class Coordinator:
     self.live.discard(member)
     if member == self.primary:
       self.primary = min(self.live, default=min(self._members, default=-1))
-    if self.phase == "leading":
-      if member == self._leader:
-        self._leader = -1
-      return self._lead()
+    self._survivors.discard(member)
+    if self.phase in ("gathering", "leading") and self.stopping:
+      return self._stop_start()
+    if self.phase == "leading":  # the leader says whether it needs any other member
+      return self._gather_again() if member == self._leader else []
     if self.phase not in ("running", "holding") or not was_active:
       return []
     if not self._elastic and not self.stopping:
@@ -263,6 +274,8 @@ class Coordinator:
     effects: Effects = [Kill(*silent) for silent in self.pulse.silent(self._members)]
     if self.phase == "running" and not effects:  # a silent member holds up the others, who are not to blame
       effects = [Kill(*stuck) for stuck in self.pulse.stuck(self.active)] or self._mend()
+    if self.phase == "leading" and self._is_broken():
+      effects += self._gather_again()
     if self.phase == "gathering":
       effects += self._gather()
     if self.phase == "holding" and not self.stopping and self._joiners():  # one that was apart may join now
@@ -274,7 +287,7 @@ class Coordinator:
   def _mend(self) -> Effects:
     """What to do if members that live cannot exchange: they connect again, or one of them goes."""
     seconds = self.pulse.stands_still(self.active)
-    if self._broken_at is not None and self._clock() - self._broken_at > _BROKEN_SECONDS:
+    if self._is_broken():
       if self._unreached:
         return [self._separate()]
     elif seconds and self._stood_still:
@@ -285,6 +298,9 @@ class Coordinator:
       return []
     what = f"The exchange has stood still for {seconds:.1f} s" if seconds else "A connection between members has ended"
     return [Note(f"{what}. The same members connect again."), *self._world()]
+
+  def _is_broken(self) -> bool:
+    return self._broken_at is not None and self._clock() - self._broken_at > _BROKEN_SECONDS
 
   def _separate(self) -> Kill:
     """Ends the member to blame for connections that cannot be made, and keeps it away for a while."""
@@ -300,49 +316,55 @@ class Coordinator:
 
   # ---- the first epoch ----
 
+  def _ready(self) -> dict[int, _Member]:
+    return {member: found for member, found in self._members.items() if found.ready}
+
   def _gather(self) -> Effects:
-    ready = [member for member, found in self._members.items() if found.ready]
-    late = self._clock() - self._waits_since > self._timeout
-    if late and len(ready) < self._minimum:
+    ready, late = self._ready().keys(), self._clock() - self._waits_since > self._timeout
+    least = 1 if self.stopping else self._minimum
+    if late and len(ready) < least:
       return self.end(1, self._too_few())
-    if len(ready) < (self._minimum if late else self._expected):
+    if not late and not self._survivors <= ready:
       return []
-    self.phase = "leading"
-    return self._lead()
+    enough = least if late or self.stopping or self._failed_leads > _MOST_FAILED_LEADS else self._expected
+    return self._lead() if len(ready) >= enough else []
 
   def _lead(self) -> Effects:
-    """Asks the next member to restore, or begins with the newest state that a member has restored."""
-    if self._leader >= 0:
-      return []
-    ready = {member: found for member, found in self._members.items() if found.ready}
-    best = max(ready, key=lambda member: (ready[member].led, -member), default=-1)
-    newer = [m for m, found in ready.items() if found.led < 0 and found.newest > (ready[best].led if ready else -1)]
-    if newer:
-      # The primary first, because it holds the records; among equals the lowest.
-      self._leader = max(newer, key=lambda m: (ready[m].newest, m == self.primary, -m))
-      return [Send(self._leader, message("lead"))]
-    if not ready or ready[best].led < 0:
-      return self._regather()
-    # Those that wait may be more than can be active: spares stay ready.
-    self.live = {best}
-    self.active = {best, *sorted(ready.keys() - {best}, key=self._preference)[: self._total - 1]}
-    return self._world()
+    """Asks one member to restore the newest state, and the others to help it."""
+    self.phase, self.epoch, self._broken_at = "leading", self.epoch + 1, None
+    ready = self._ready()
+    # A state in memory needs no backup. Then the member that needs the fewest parts of the others, and of these the
+    # primary, because it holds the records.
+    leader = max(ready, key=lambda m: (ready[m].holds, ready[m].newest, m == self.primary, -m))
+    alone = ready[leader].holds or self._failed_leads > _MOST_FAILED_LEADS
+    asked = [leader] if alone else [m for m in ready if frozenset((leader, m)) not in self._unreached]
+    self._leader = self.primary = leader  # so the log says what is restored, and what is damaged
+    lead = message("lead", epoch=self.epoch, leader=leader, members=self._addresses(asked))
+    return [Send(member, lead) for member in sorted(asked)]
+
+  def _gather_again(self) -> Effects:
+    """The leader is lost, or a member that it needs: waits for the members again, because each may have parts of the
+    newest state that no other one has."""
+    self.phase, self._waits_since, self._leader = "gathering", self._clock(), -1
+    self._failed_leads += 1
+    return [Note("A member is lost while the newest state is restored: waiting for all members."), *self._gather()]
 
   def _regather(self) -> Effects:
     """No member is known to have the state: starts from the backups, or from a state that has just arrived."""
-    self.phase, self._waits_since, self._leader = "gathering", self._clock(), -1
-    self.live, self._done, self._leaving = set(), set(), set()
-    survivors = sorted(self.active)
-    self.active = set()
-    for found in self._members.values():
-      found.led = -1
-    for member in survivors:
+    self.phase, self._waits_since, self._failed_leads = "gathering", self._clock(), 0
+    self._survivors, self._expected = self.active, self._total
+    self.active, self.live, self._done, self._leaving = set(), set(), set(), set()
+    for member in self._survivors:
       self._members[member].newest = -1
-    if self.stopping and not survivors:
-      return self.end(42)
-    self._expected = len(survivors) if self.stopping else self._total
     note = Note("Every member with the state is lost: the run continues from the newest backup.")
-    return [note, *(Send(member, message("regather")) for member in survivors), *self._gather()]
+    asked = [Send(member, message("regather")) for member in sorted(self._survivors)]
+    return [note, *asked, *(self._stop_start() if self.stopping else self._gather())]
+
+  def _stop_start(self) -> Effects:
+    """The run must end before a member has restored the state: at once, unless a survivor may have to save it."""
+    if not self._survivors:
+      return self.end(42)
+    return self._gather() if self.phase == "gathering" else []
 
   # ---- changes of the members ----
 
@@ -365,7 +387,8 @@ class Coordinator:
   def _world(self, force: bool = False) -> Effects:
     """Begins an epoch with the active members, or holds if they are too few. force: goes on with any number."""
     self.epoch += 1
-    self._done, self._broken_at, self._unreached = set(), None, set()
+    self._done, self._broken_at, self._unreached, self._leader = set(), None, set(), -1
+    self._survivors = set()
     self._changed_at = self._clock()
     self.pulse.begin_epoch()
     if self.primary not in self.live:
@@ -385,12 +408,11 @@ class Coordinator:
     for member in self.active:
       self._members[member].was_active = True
       self._members[member].reports.clear()  # of the epoch before
-    members = {str(m): [address for _, address in sorted(self._members[m].addresses.items())] for m in self.active}
     self._dealt = deal(self._shares, sorted(self.active), self._dealt)
     world = message(
       "world",
       epoch=self.epoch,
-      members=members,
+      members=self._addresses(self.active),
       shares={str(member): shares for member, shares in self._dealt.items()},
       fresh=fresh,
       source=self._source,
@@ -398,6 +420,10 @@ class Coordinator:
       lost=lost,
     )
     return [Send(member, world) for member in sorted(self.active)]
+
+  def _addresses(self, members: Collection[int]) -> dict[str, list[str]]:
+    """{member: the addresses of its lanes}, as JSON."""
+    return {str(m): [address for _, address in sorted(self._members[m].addresses.items())] for m in members}
 
   def _commit(self, round_name: str) -> Effects:
     """All active members have the sums of the round."""

@@ -3,8 +3,9 @@
 From a member to the supervisor
   hello     member, lane, lanes, address (where its exchange listens): the first message of a connection. A member is a
             slice; a slice of several processes has one lane per process
-  ready     newest: it can compute now; the newest step that its own backups can restore (0: none)
-  restored  step: it was asked to lead, and has restored the state after this step
+  ready     newest, holds: it can compute now. newest: the step of the state that it holds in memory, or, if it holds no
+            state, the newest step that the backups of its own slice can restore (0: none)
+  restored  epoch, step: it was asked to lead in this epoch, and has the state after this step
   joined    epoch: it has received the state from a peer
   computed  epoch, round, seconds: its shares of the round are computed, which took this long
   done      epoch, round: it has the sums of all shares; it applies them when the round is committed
@@ -17,13 +18,15 @@ From a member to the supervisor
 From the supervisor to a member
   welcome   primary, run_id: the answer to `hello`; this member writes the records until a `world` says otherwise.
             run_id: the id of the run, if its folder does not exist yet
-  lead      restore the newest state of your own backups, unless you have a state, and answer with `restored`
+  lead      epoch, leader, members {id: address of each lane}: `leader` restores the newest state of all backups, unless
+            it holds a state, and answers with `restored`. The other members connect with it, and send it the parts of
+            local copies that it asks for
   world     epoch, members {id: address of each lane}, shares {id: shares}, fresh, source, primary,
             lost {id: [reason, wall time]}: a new epoch begins. The members in `fresh` have no state yet: `source`
             sends it to them
   hold      epoch, members, lost: as `world`, but there are too few members to go on: wait for the next `world`
   regather  no member is known to have the state: answer with `ready`. A member that has received the state at the last
-            moment keeps it, and answers with its step
+            moment keeps it, and says so
   commit    epoch, round, stop, leave, seconds {id: seconds}: apply the sums of the round. stop: save, and end the run
             after this round. leave: members that end after this round
   end       code, reason: the run is over; exit with this code. reason: why it cannot go on, or ""
@@ -55,8 +58,8 @@ _NUMBER_OR_NONE = (int, float, type(None))
 FieldTypes = Mapping[str, type | tuple[type, ...]]
 FROM_MEMBER: Mapping[str, FieldTypes] = {
   "hello": {"member": int, "lane": int, "lanes": int, "address": str},
-  "ready": {"newest": int},
-  "restored": {"step": int},
+  "ready": {"newest": int, "holds": bool},
+  "restored": {"epoch": int, "step": int},
   "joined": {"epoch": int},
   "computed": {"epoch": int, "round": str, "seconds": _NUMBER},
   "done": {"epoch": int, "round": str},
@@ -70,7 +73,7 @@ FROM_MEMBER: Mapping[str, FieldTypes] = {
 _WORLD: FieldTypes = {"epoch": int, "primary": int, "lost": dict}
 FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   "welcome": {"primary": int, "run_id": str},
-  "lead": {},
+  "lead": {"epoch": int, "leader": int, "members": dict},
   "world": {**_WORLD, "members": dict, "shares": dict, "fresh": list, "source": int},
   "hold": {**_WORLD, "members": list},
   "regather": {},

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 
 _STEPS = 200  # whose times give the limit
-_FACTOR = 3.0  # the limit is this multiple of the 99th percentile of the step time
+_FACTOR = 3.0  # the limit is this multiple of the 99th percentile of the step time, or of the longest first computation
 _LATER_SECONDS = 1.0  # how much later an exchange that stands still counts: a member's silence says more
 _START_SILENCE_SECONDS = 30.0  # limit while a member imports and compiles, which delays the thread of its signs
 _BUSY_SECONDS = 1800.0  # limit while a member saves or samples: such work has its own limits
@@ -15,23 +15,30 @@ _BUSY_SECONDS = 1800.0  # limit while a member saves or samples: such work has i
 class Pulse:
   """Times since the last sign of life, and times of computations.
 
-  The limit of both is max(hang_seconds, 3 x the 99th percentile of the step time).
+  The limit of both is max(hang_seconds, 3 x the 99th percentile of the step time). A first computation also loads
+  programs and reads the first data, so its limit is at least 3 x the longest first computation of the run so far: the
+  members that started the run have shown what it takes.
   """
 
   def __init__(self, clock: Callable[[], float], *, hang_seconds: float, start_seconds: float) -> None:
-    """start_seconds: the limit of computations while the speed of the run is not known, and of a member's first one."""
+    """start_seconds: the limit of computations while the speed of the run is not known, and the longest that a first
+    computation can get."""
     self._clock, self._hang_seconds, self._start_seconds = clock, hang_seconds, start_seconds
     self._start_silence = min(max(start_seconds, hang_seconds), _START_SILENCE_SECONDS)
     self._beats: dict[tuple[int, int], tuple[float, str]] = {}  # (member, lane): (time, what it does besides steps)
     self._ready: set[int] = set()  # members that wait for work or do it, and no longer import or compile
     self._computed: dict[int, tuple[float, float]] = {}  # of the round: member: (time of the report, seconds)
     self._proven: set[int] = set()  # members that have computed a round: all their programs are loaded
+    self._longest_first = 0.0  # seconds of the longest first computation
+    self._busy_until: dict[int, float] = {}  # when each member was last busy with something besides steps
     self._round_began = 0.0
     self._steps: deque[float] = deque(maxlen=_STEPS)
 
   def beat(self, member: int, lane: int, busy: str = "") -> None:
     """This process of `member` lives. busy: what it does besides steps."""
     self._beats[member, lane] = self._clock(), busy
+    if busy:
+      self._busy_until[member] = self._clock()
 
   def ready(self, member: int) -> None:
     """`member` can compute."""
@@ -43,6 +50,7 @@ class Pulse:
     self._computed.pop(member, None)
     self._ready.discard(member)
     self._proven.discard(member)
+    self._busy_until.pop(member, None)
 
   def begin_epoch(self) -> None:
     """The round under way starts again, perhaps with other members."""
@@ -51,7 +59,9 @@ class Pulse:
 
   def computed(self, member: int, seconds: float) -> None:
     """`member` has computed its shares of the round under way."""
-    self._proven.add(member)
+    if member not in self._proven:
+      self._proven.add(member)
+      self._longest_first = max(self._longest_first, self._clock() - self._since(member, self._round_began))
     self._computed.setdefault(member, (self._clock(), seconds))
 
   def committed(self, *, is_step: bool) -> dict[str, float]:
@@ -62,6 +72,10 @@ class Pulse:
       self._steps.append(now - self._round_began)
     self._computed, self._round_began = {}, now
     return seconds
+
+  def _since(self, member: int, moment: float) -> float:
+    """`moment`, or when the member had done what it did besides steps, if that was later."""
+    return max(moment, self._busy_until.get(member, moment))
 
   @property
   def limit(self) -> float:
@@ -81,7 +95,9 @@ class Pulse:
         yield member, f"no sign of life for {seconds:.1f} s", seconds
 
   def stuck(self, active: Collection[int]) -> list[tuple[int, str, float]]:
-    """(member, reason, seconds) of members that have held up the round under way for so long."""
+    """(member, reason, seconds) of members that have held up the round under way for so long.
+
+    The time counts from the first member that had computed, and from the end of a save."""
     if not self._computed:
       return []
     now = self._clock()
@@ -91,10 +107,11 @@ class Pulse:
       busy = next((busy for (other, _), (_, busy) in self._beats.items() if other == member and busy), "")
       limit = _BUSY_SECONDS if busy else self.limit
       if member not in self._proven:
-        limit = max(limit, self._start_seconds)
-      if now - first > limit:
+        limit = max(limit, min(_FACTOR * self._longest_first, self._start_seconds))
+      seconds = now - (first if busy else self._since(member, first))
+      if seconds > limit:
         what = busy or "computing the step"
-        found.append((member, f"still {what} {now - first:.1f} s after the first member was ready", now - first))
+        found.append((member, f"still {what} {seconds:.1f} s after it could begin", seconds))
     return found
 
   def stands_still(self, active: Collection[int]) -> float:

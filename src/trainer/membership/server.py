@@ -205,9 +205,9 @@ class Server:
       run.pulse.beat(member, lane, received["busy"])
       return []
     if kind == "ready":
-      return run.ready(member, lane, received["newest"])
+      return run.ready(member, lane, received["newest"], received["holds"])
     if kind == "restored":
-      return run.restored(member, lane, received["step"])
+      return run.restored(member, lane, received["epoch"], received["step"])
     if kind == "joined":
       return run.joined(member, lane, received["epoch"])
     if kind == "computed":

@@ -48,7 +48,7 @@ class Group:
     while place.member not in self.run._server.connected:  # so that the first member becomes the primary
       assert time.monotonic() < deadline, f"member {place.member} is not let in"
       time.sleep(0.001)
-    member.send("ready", newest=0)
+    member.send("ready", newest=0, holds=False)
     return member
 
   def next(self, rank: int) -> dict:
@@ -60,7 +60,7 @@ class Group:
     """The next epoch that a member hears of. If it is asked to lead, it has restored the state."""
     while (received := self.next(rank))["kind"] != "world":
       if received["kind"] == "lead":
-        self.members[rank].send("restored", step=0)
+        self.members[rank].send("restored", epoch=received["epoch"], step=0)
     return received
 
   def commit(self, epoch: int) -> list[dict]:

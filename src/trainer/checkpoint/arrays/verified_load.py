@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from trainer import world as world_lib
 from trainer.checkpoint.arrays import fingerprint, layer_layout, malloc, state_tree
-from trainer.checkpoint.errors import CheckpointError, Rejected
+from trainer.checkpoint.errors import Rejected
+from trainer.checkpoint.together import together
 from trainer.world import World
 
 # A restore may hold this much in addition to the state, or an eighth of the state if that is more.
@@ -37,7 +37,7 @@ def _load(world: World, read: Read, saved: Mapping[str, Any], abstract: Any) -> 
     targets: dict[str, Any] = {}
     for move in batch:
       targets.update(layer_layout.stored(move, saved, wanted))
-    arrays = _read_together(world, read, targets)
+    arrays = together(world, lambda targets=targets: dict(read(targets)))  # type: ignore[misc]
     expected = {name: saved[name]["fingerprint"] for name in targets}
     if wrong := fingerprint.differing(arrays, expected):
       raise Rejected(f"{wrong[0]} does not have the fingerprint it was saved with ({len(wrong)} such arrays)")
@@ -45,19 +45,3 @@ def _load(world: World, read: Read, saved: Mapping[str, Any], abstract: Any) -> 
       result.update(layer_layout.convert(move, arrays, wanted))
     del arrays  # before the next batch is read
   return state_tree.unflatten(abstract, result)
-
-
-def _read_together(world: World, read: Read, targets: Mapping[str, Any]) -> Mapping[str, jax.Array]:
-  """read(targets) if it succeeds on every process. Every process raises what one of them raises."""
-  rejected, failed, arrays = "", "", {}
-  try:
-    arrays = dict(read(targets))
-  except Rejected as reason:
-    rejected = str(reason)
-  except CheckpointError as error:
-    failed = str(error)
-  if failed := world_lib.first_reason(world, failed):
-    raise CheckpointError(failed)
-  if rejected := world_lib.first_reason(world, rejected):
-    raise Rejected(rejected)
-  return arrays

@@ -31,20 +31,24 @@ class AgentRun(ProcessRun):
     slices: int = 3,
     local: int = 0,
     host: str = "127.0.0.1",
+    options: Sequence[str] = (),
     server: Server | None = None,
   ) -> None:
-    """host: where the supervisor listens. server: as for ProcessRun."""
+    """host: where the supervisor listens. options: more of its options. server: as for ProcessRun."""
     self.address = addresses.join(host, free_port())
-    options = ["--local-slices", str(local), "--listen", self.address]
-    super().__init__(folder, keys, slices=slices, options=options, environment=TOKEN, server=server)
+    own = ["--local-slices", str(local), "--listen", self.address]
+    super().__init__(folder, keys, slices=slices, options=[*own, *options], environment=TOKEN, server=server)
 
-  def agent(self, host: str, *, supervisor: str = "", slices: int = 1, prefix: Sequence[str] = ()) -> Process:
+  def agent(
+    self, host: str, *, supervisor: str = "", slices: int = 1, prefix: Sequence[str] = (), home: str = ""
+  ) -> Process:
     """Starts an agent with the address `host`. supervisor: where it finds the supervisor, if not directly. prefix: a
-    command that runs the agent's command."""
+    command that runs the agent's command. home: its home folder, if not the usual one."""
+    environment = TOKEN | ({"HOME": home} if home else {})
     argv = ["--supervisor", supervisor or self.address, "--host", host, "--slices", str(slices)]
     if prefix:
-      return self.spawn([*prefix, sys.executable, "-m", AGENT, *argv], TOKEN)
-    return self.run_module(AGENT, argv, TOKEN)
+      return self.spawn([*prefix, sys.executable, "-m", AGENT, *argv], environment)
+    return self.run_module(AGENT, argv, environment)
 
 
 class Relay:

@@ -99,18 +99,6 @@ def test_a_member_that_is_stopped_while_the_run_starts_is_noticed_soon(is_ready)
   assert dead == [2] and 30.0 < time.now < 30.3
 
 
-def test_a_member_that_saves_is_waited_for():
-  time = Time()
-  run = running(time)
-  for member in (0, 2):
-    run.computed(member, run.epoch, 0.5)
-  for _ in range(600):
-    time.now += 0.1
-    for member in range(3):
-      run.pulse.beat(member, 0, "save" if member == 1 else "")
-    assert killed(run) == []
-
-
 def test_slow_steps_have_a_higher_limit():
   time = Time()
   pulse = Pulse(time, hang_seconds=5.0, start_seconds=300.0)
@@ -265,7 +253,7 @@ def test_the_first_computation_is_measured_without_the_start_before_it():
   assert pulse._longest_first == 3.0
 
 
-def test_a_member_has_time_to_compute_after_a_long_save():
+def test_a_member_that_saves_is_waited_for_and_then_has_time_to_compute():
   """It saves for 60 s, while the others have computed. It hangs if it then computes for more than 5 s."""
   time = Time()
   run = running(time)

@@ -216,3 +216,11 @@ def test_a_lender_sends_only_what_it_has_checked(hosts):
     lender.answer({"ask": "send", "save": save, "parts": [[part["array"], part["box"]]]})
   checked, _ = lender.answer({"ask": "check", "save": save, "parts": [[part["array"], part["box"]]]})
   assert [(name, box_of(box)) for name, box in checked["good"]] == [(part["array"], box_of(part["box"]))]
+
+
+def test_a_copy_without_parts_is_not_a_save(tmp_path):
+  """A process writes such a copy if other processes of its slice hold all arrays."""
+  host = Host(tmp_path, 0)
+  for step in STEPS:
+    host.file(step, "json").write_bytes(checksums.dump(host.index(step) | {"parts": []}))
+  assert host.restore() is None

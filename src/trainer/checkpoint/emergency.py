@@ -268,7 +268,7 @@ class Emergency:
     whole = {
       candidate
       for candidate, arrays in shapes.items()
-      if all(boxes.complete(shape, have[candidate].get(name, ())) for name, shape in arrays.items())
+      if all(boxes.complete(shape, have.get(candidate, {}).get(name, ())) for name, shape in arrays.items())
     }
     return whole, shapes.keys() - whole
 

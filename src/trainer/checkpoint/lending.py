@@ -25,7 +25,7 @@ Allocate = Callable[[dict[str, Any]], Sequence[np.ndarray]]
 
 
 class Lenders(Protocol):
-  """Processes of other worlds, each of which has a Lender."""
+  """Processes of other worlds. Each process answers with a Lender."""
 
   @property
   def members(self) -> Sequence[int]:
@@ -60,7 +60,7 @@ class Lender:
 
 
 class Borrowed:
-  """The parts that lenders have, and those of them that a restore uses."""
+  """The parts that lenders have, and the lender of each part that a restore uses."""
 
   def __init__(self, lenders: Lenders, damage: Callable[[int, str], None]) -> None:
     """damage(member, line): called for every damaged file of a lender."""

@@ -1,4 +1,4 @@
-"""Work of which every process must know whether it failed on any of them, before the next collective."""
+"""Runs work on every process. If it fails on one process, it raises on all, before the next collective."""
 
 from __future__ import annotations
 

@@ -250,21 +250,34 @@ def test_projections_that_are_fused_equal_separate_ones(name, monkeypatch):
 @pytest.mark.parametrize("where, tensor", [((1, 8), 2), ((2, 4), 1)])
 def test_weights_gathered_in_two_stages_are_the_same(where, tensor, monkeypatch):
   """Two neighbours of the four along fsdp first. This is the form for a torus of three dims."""
-  monkeypatch.setattr(program.sharding, "gather_first", lambda mesh: mesh.shape["fsdp"] // 2)
+  monkeypatch.setattr(program.sharding, "gather_first", lambda mesh, width: mesh.shape["fsdp"] // 2)
   parallelism = {"ici_tensor_parallelism": tensor}
   cfg = config(data={"per_device_batch_size": ROWS / math.prod(where)}, parallelism=parallelism)
   assert program.build(cfg, slices(where), where[0]).model.kernels.project.gather_first == 2
   assert_close(run(cfg, where), reference(), 5e-6)
 
 
-@pytest.mark.parametrize("shape, first", [((4, 4), 1), ((1, 8), 1), ((2, 2, 4), 4), ((4, 4, 8), 8)])
-def test_only_a_torus_of_three_dims_gathers_in_two_stages(shape, first):
+@pytest.mark.parametrize(
+  "shape, width, first",
+  [
+    ((4, 4), 1024, 1),
+    ((1, 8), 1024, 1),
+    ((2, 2, 4), 1024, 4),
+    ((4, 4, 8), 4096, 8),
+    ((8, 8), 4096, 1),
+    ((8, 8), 2560, 8),
+    ((16, 16), 5120, 16),
+    ((1, 8), 320, 1),
+    ((1, 1), 8, 1),
+  ],
+)
+def test_shards_that_do_not_fill_tiles_and_a_torus_of_three_dims_gather_in_two_stages(shape, width, first):
   coords = list(np.ndindex(*shape, *(1,) * (3 - len(shape))))
   devices = np.array([types.SimpleNamespace(coords=place, slice_index=0) for place in coords])
   mesh = types.SimpleNamespace(
     devices=devices.reshape(1, -1, 1, 1), axis_names=AXES, shape={"data": 1, "fsdp": len(coords)}
   )
-  assert sharding.gather_first(mesh) == first
+  assert sharding.gather_first(mesh, width) == first
 
 
 @pytest.mark.parametrize("name", ["all"])

@@ -176,7 +176,7 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     precision=cfg.matmul_precision,
   )
   gathers_again = cfg.remat_policy is RematPolicy.NONE  # otherwise it would keep the whole weights of all layers
-  project = projection.choose(platform, cfg.quantization, gathers_again, sharding.gather_first(mesh))
+  project = projection.choose(platform, cfg.quantization, gathers_again, sharding.gather_first(mesh, cfg.emb_dim))
   model = DecoderFunctions(
     cfg, Kernels(kernel, project, rope.choose_rotate_half(platform), CHUNK_LOGITS_BYTES[platform])
   )

@@ -33,6 +33,8 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
 # Dims that stay unsharded if their size does not divide: another dim of the same array then uses the mesh axis.
 OPTIONAL = frozenset({"vocab"})
 
+_TILE_ROWS = 16  # of a TPU's memory tile, in bfloat16
+
 ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
   "batch": (FSDP,),
   "length": (CONTEXT,),
@@ -204,18 +206,21 @@ def gather(w: jax.Array, dim: int, first: int = 1) -> jax.Array:
   return w
 
 
-def gather_first(mesh: Mesh) -> int:
+def gather_first(mesh: Mesh, width: int) -> int:
   """Returns how many neighbours along fsdp gather a weight first, before groups of such neighbours do; 1: all at once.
 
-  Over a torus of three dims (v4, v5p) the TPU compiler has no all-gather: it sums whole arrays that are zero except for
-  a shard, and sends twice as much. So the devices of a line gather first, and then the planes across these lines.
+  width: D, which fsdp shards. Of some gathers the TPU compiler makes an all-reduce of whole arrays that are zero except
+  for a shard, which sends twice as much. In two stages, along lines of devices and then across these lines, they stay
+  gathers. These are the gathers over three dims of a torus (v4, v5p), and those over two dims (v5e, v6e) of shards that
+  do not fill tiles of memory. All others are faster in one stage (docs/benchmarks/tpu_compile.md).
   """
   line = np.moveaxis(mesh.devices, mesh.axis_names.index(FSDP), -1).reshape(-1, mesh.shape[FSDP])[0]
   coords = [getattr(device, "coords", None) for device in line]
   if None in coords or len({getattr(device, "slice_index", 0) for device in line}) > 1:
     return 1
   varies = lambda some: sum(len(set(values)) > 1 for values in zip(*some))
-  if varies(coords) < 3:
+  fills_tiles = width // len(line) % _TILE_ROWS == 0
+  if varies(coords) < (3 if fills_tiles else 2):
     return 1
   return max(n for n in range(1, len(line)) if len(line) % n == 0 and varies(coords[:n]) <= 1)
 

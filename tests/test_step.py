@@ -258,24 +258,27 @@ def test_weights_gathered_in_two_stages_are_the_same(where, tensor, monkeypatch)
 
 
 @pytest.mark.parametrize(
-  "shape, width, first",
+  "num_slices, shape, width, first",
   [
-    ((4, 4), 1024, 1),
-    ((1, 8), 1024, 1),
-    ((2, 2, 4), 1024, 4),
-    ((4, 4, 8), 4096, 8),
-    ((8, 8), 4096, 1),
-    ((8, 8), 2560, 8),
-    ((16, 16), 5120, 16),
-    ((1, 8), 320, 1),
-    ((1, 1), 8, 1),
+    (2, (4, 4), 1024, 1),
+    (2, (1, 8), 1024, 1),
+    (2, (2, 2, 4), 1024, 4),
+    (1, (4, 4, 8), 4096, 8),
+    (2, (8, 8), 4096, 1),
+    (1, (8, 8), 4096, 8),
+    (2, (8, 8), 2560, 8),
+    (2, (16, 16), 5120, 16),
+    (1, (1, 8), 320, 1),
+    (1, (1, 1), 8, 1),
   ],
 )
-def test_shards_that_do_not_fill_tiles_and_a_torus_of_three_dims_gather_in_two_stages(shape, width, first):
+def test_gathers_of_which_the_compiler_would_make_all_reduces_have_two_stages(num_slices, shape, width, first):
   coords = list(np.ndindex(*shape, *(1,) * (3 - len(shape))))
-  devices = np.array([types.SimpleNamespace(coords=place, slice_index=0) for place in coords])
+  devices = [types.SimpleNamespace(coords=place, slice_index=i) for i in range(num_slices) for place in coords]
   mesh = types.SimpleNamespace(
-    devices=devices.reshape(1, -1, 1, 1), axis_names=AXES, shape={"data": 1, "fsdp": len(coords)}
+    devices=np.array(devices).reshape(num_slices, -1, 1, 1),
+    axis_names=AXES,
+    shape={"data": num_slices, "fsdp": len(coords)},
   )
   assert sharding.gather_first(mesh, width) == first
 

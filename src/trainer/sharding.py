@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -209,20 +209,24 @@ def gather(w: jax.Array, dim: int, first: int = 1) -> jax.Array:
 def gather_first(mesh: Mesh, width: int) -> int:
   """Returns how many neighbours along fsdp gather a weight first, before groups of such neighbours do; 1: all at once.
 
-  width: D, which fsdp shards. Of some gathers the TPU compiler makes an all-reduce of whole arrays that are zero except
-  for a shard, which sends twice as much. In two stages, along lines of devices and then across these lines, they stay
-  gathers. These are the gathers over three dims of a torus (v4, v5p), and those over two dims (v5e, v6e) of shards that
-  do not fill tiles of memory. All others are faster in one stage (docs/benchmarks/tpu_compile.md).
+  width: D, which fsdp shards. The TPU compiler makes all-reduces, which send twice as much, of some gathers and of the
+  sums of their derivatives. In two stages, along lines of devices and then across these lines, they stay what they are.
+  This concerns a torus of three dims (v4, v5p), and of two dims (v5e, v6e) shards that do not fill tiles of memory, and
+  programs of a single slice. All others are faster in one stage (docs/benchmarks/tpu_compile.md).
   """
   line = np.moveaxis(mesh.devices, mesh.axis_names.index(FSDP), -1).reshape(-1, mesh.shape[FSDP])[0]
   coords = [getattr(device, "coords", None) for device in line]
-  if None in coords or len({getattr(device, "slice_index", 0) for device in line}) > 1:
+  if None in coords or len(_slices(line)) > 1:
     return 1
   varies = lambda some: sum(len(set(values)) > 1 for values in zip(*some))
   fills_tiles = width // len(line) % _TILE_ROWS == 0
-  if varies(coords) < (3 if fills_tiles else 2):
+  if varies(coords) < (3 if fills_tiles and len(_slices(mesh.devices.flat)) > 1 else 2):
     return 1
   return max(n for n in range(1, len(line)) if len(line) % n == 0 and varies(coords[:n]) <= 1)
+
+
+def _slices(devices: Iterable[jax.Device]) -> set[int]:
+  return {getattr(device, "slice_index", 0) for device in devices}
 
 
 def num_shards(*axes: str) -> int:

@@ -249,7 +249,7 @@ def test_projections_that_are_fused_equal_separate_ones(name, monkeypatch):
 
 @pytest.mark.parametrize("where, tensor", [((1, 8), 2), ((2, 4), 1)])
 def test_weights_gathered_in_two_stages_are_the_same(where, tensor, monkeypatch):
-  """Two neighbours of the four along fsdp first. This is the form for a torus of three dims."""
+  """Two neighbours of the four along fsdp first. Some slices of TPUs need this form: see `sharding.gather_first`."""
   monkeypatch.setattr(program.sharding, "gather_first", lambda mesh, width: mesh.shape["fsdp"] // 2)
   parallelism = {"ici_tensor_parallelism": tensor}
   cfg = config(data={"per_device_batch_size": ROWS / math.prod(where)}, parallelism=parallelism)

@@ -209,10 +209,10 @@ def gather(w: jax.Array, dim: int, first: int = 1) -> jax.Array:
 def gather_first(mesh: Mesh, width: int) -> int:
   """Returns how many neighbours along fsdp gather a weight first, before groups of such neighbours do; 1: all at once.
 
-  width: D, which fsdp shards. The TPU compiler makes all-reduces, which send twice as much, of some gathers and of the
-  sums of their derivatives. In two stages, along lines of devices and then across these lines, they stay what they are.
-  This concerns a torus of three dims (v4, v5p), and of two dims (v5e, v6e) shards that do not fill tiles of memory, and
-  programs of a single slice. All others are faster in one stage (docs/benchmarks/tpu_compile.md).
+  width: D, which fsdp shards. The TPU compiler turns some gathers, and the sums in their derivatives, into all-reduces,
+  which send twice as much. It does not if they have two stages: along lines of devices, then across these lines. That
+  goes for slices of three dims (v4, v5p). On slices of two dims (v5e, v6e) it goes for programs of a single slice, and
+  for shards that do not fill tiles of memory. All others are faster in one stage (docs/benchmarks/tpu_compile.md).
   """
   line = np.moveaxis(mesh.devices, mesh.axis_names.index(FSDP), -1).reshape(-1, mesh.shape[FSDP])[0]
   coords = [getattr(device, "coords", None) for device in line]

@@ -141,7 +141,7 @@ def wait_for_new_workers(run: RayRun, job, before: dict[int, int], slices: int, 
 
 
 def compare(folder: Path, keys: list[str], run: RayRun) -> None:
-  """Every step was done once, in order; losses and the last state are those of a run without Ray and without faults."""
+  """Asserts that every step was done once, in order, with the losses and the last state of an undisturbed local run."""
   last = run.steps()[-1]
   assert run.steps() == list(range(1, last + 1)), "a step was lost or repeated"
   oracle = ProcessRun(folder / f"oracle-{run.folder.name}", [*keys, f"steps={last}"], slices=SLICES)

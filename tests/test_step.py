@@ -272,7 +272,7 @@ def test_weights_gathered_in_two_stages_are_the_same(where, tensor, monkeypatch)
     (1, (1, 1), 8, 1),
   ],
 )
-def test_gathers_of_which_the_compiler_would_make_all_reduces_have_two_stages(num_slices, shape, width, first):
+def test_gathers_have_two_stages_where_the_compiler_would_make_all_reduces(num_slices, shape, width, first):
   coords = list(np.ndindex(*shape, *(1,) * (3 - len(shape))))
   devices = [types.SimpleNamespace(coords=place, slice_index=i) for i in range(num_slices) for place in coords]
   mesh = types.SimpleNamespace(

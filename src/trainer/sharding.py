@@ -210,9 +210,9 @@ def gather_first(mesh: Mesh, width: int) -> int:
   """Returns how many neighbours along fsdp gather a weight first, before groups of such neighbours do; 1: all at once.
 
   width: D, which fsdp shards. The TPU compiler turns some gathers, and the sums in their derivatives, into all-reduces,
-  which send twice as much. It does not if they have two stages: along lines of devices, then across these lines. That
-  goes for slices of three dims (v4, v5p). On slices of two dims (v5e, v6e) it goes for programs of a single slice, and
-  for shards that do not fill tiles of memory. All others are faster in one stage (docs/benchmarks/tpu_compile.md).
+  which send twice as much. It does not if they have two stages: along lines of devices, then across these lines. This
+  concerns slices of three dims (v4, v5p). On slices of two dims (v5e, v6e) it concerns programs of a single slice, and
+  shards that do not fill tiles of memory. All others are faster in one stage (docs/benchmarks/tpu_compile.md).
   """
   line = np.moveaxis(mesh.devices, mesh.axis_names.index(FSDP), -1).reshape(-1, mesh.shape[FSDP])[0]
   coords = [getattr(device, "coords", None) for device in line]
@@ -220,7 +220,8 @@ def gather_first(mesh: Mesh, width: int) -> int:
     return 1
   varies = lambda some: sum(len(set(values)) > 1 for values in zip(*some))
   fills_tiles = width // len(line) % _TILE_ROWS == 0
-  if varies(coords) < (3 if fills_tiles and len(_slices(mesh.devices.flat)) > 1 else 2):
+  dims_of_one_stage = 2 if fills_tiles and len(_slices(mesh.devices.flat)) > 1 else 1
+  if varies(coords) <= dims_of_one_stage:
     return 1
   return max(n for n in range(1, len(line)) if len(line) % n == 0 and varies(coords[:n]) <= 1)
 

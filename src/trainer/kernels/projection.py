@@ -18,7 +18,8 @@ from trainer.kernels import quantized
 class Projection:
   """project(x [*B, *K], w [*K, *N], contracted=len(K)) -> [*B, *N] in the dtype of x, to which w is cast.
 
-  Where a weight is sharded (see sharding.manual_over_fsdp), it is cast first and gathered along `sharded_dim`.
+  Where a weight is sharded (see sharding.manual_over_fsdp), it is cast to `gather_dtype` first and gathered along
+  `sharded_dim`.
   """
 
   function: Callable[[jax.Array, jax.Array, int], jax.Array]
@@ -26,6 +27,7 @@ class Projection:
   share: Callable[[jax.Array], jax.Array] = lambda x: x  # see project_each
   gathers_again: bool = False  # gather in the backward pass again; otherwise the policy of remat decides
   gather_first: int = 1  # see sharding.gather
+  gather_dtype: str | None = None  # None: the dtype of x
 
   def __call__(self, x: jax.Array, w: jax.Array, contracted: int = 1, sharded_dim: int = 0) -> jax.Array:
     return self.project_each(x, [w], contracted, sharded_dim)[0]
@@ -41,7 +43,7 @@ class Projection:
     if not sharding.is_manual_over_fsdp():
       return self.function(x, w, contracted)
     run = lambda x, w: self.function(x, sharding.gather(w, sharded_dim, self.gather_first), contracted)
-    return (jax.checkpoint(run) if self.gathers_again else run)(x, w.astype(x.dtype))
+    return (jax.checkpoint(run) if self.gathers_again else run)(x, w.astype(self.gather_dtype or x.dtype))
 
   def project_all(self, x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """Returns x [*B, K] times each of the `weights` [K, N], [*B, N] each.
@@ -67,7 +69,9 @@ def choose(platform: str, quantization: str, gathers_again: bool = False, gather
   chosen = Projection(_cpu, fuses_shared_input=False, share=_materialized) if platform == "cpu" else PLAIN
   if quantization:
     chosen = Projection(functools.partial(_quantized, quantization), fuses_shared_input=True)
-  return dataclasses.replace(chosen, gathers_again=gathers_again, gather_first=gather_first)
+  # XLA's CPU compiler aborts on the derivative of a gather of bfloat16, a sum in bfloat16 (jax 0.12).
+  gather_dtype = "float32" if platform == "cpu" else None
+  return dataclasses.replace(chosen, gathers_again=gathers_again, gather_first=gather_first, gather_dtype=gather_dtype)
 
 
 def _quantized(mode: str, x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:

@@ -78,3 +78,15 @@ def test_a_lost_slice_ends_a_run_that_is_not_elastic(compiled, server, tmp_path)
     assert run.wait(supervisor, 30) == 1, run.tail()
   assert re.search(r"Member 1 is lost \(.*\), and elastic_enabled=false", run.printed)
   assert "Starting member" not in run.printed
+
+
+def test_a_member_that_leaves_with_the_last_step_returns_for_the_evaluation(compiled, server, tmp_path):
+  """The others wait for it: elastic_min_slice_count=-1. Steps of seconds, so that SIGTERM comes during the last one."""
+  keys = [compiled, "steps=2", "gradient_accumulation_steps=2000", "elastic_min_slice_count=-1", "eval_interval=2"]
+  run = ProcessRun(tmp_path, keys, slices=2, server=server)
+  with run.launched() as supervisor:
+    run.wait_for(lambda: run.last_step >= 1, supervisor)
+    assert run.kill(1, signal.SIGTERM)
+    assert run.wait(supervisor, 100) == 0, run.tail()
+  assert "with the state of step 2 in memory" in run.printed, run.tail()
+  assert run.steps() == [1, 2] and list(run.evaluations()) == [2]

@@ -3,8 +3,9 @@
   python -m end_to_end.process_histories [--count 300] [--first 0]
 
 Seed i determines history i: members killed (the first too), stopped or asked to end, two at once, again during a
-recovery, and the supervisor or all processes killed, after which the same command starts again. Evaluations and
-checkpoints are so frequent that faults hit them too. Each run must complete; every step and every evaluation must be
+recovery, and the supervisor or all processes killed, after which the same command starts again. In half of the
+histories the exchange begins during the backward pass. Evaluations and checkpoints are so frequent that faults hit them
+too. Each run must complete; every step and every evaluation must be
 recorded once; losses and final state must be bit-identical to the undisturbed run. After a loss of all processes the
 run resumes from a checkpoint, so steps may be recorded twice, with the same numbers. After the first history that
 breaks a rule, prints the command that repeats it and exits with 1.
@@ -30,7 +31,7 @@ from end_to_end.forked_runs import Server, StandaloneServer
 from end_to_end.process_runs import ProcessRun
 
 STEPS = 150
-KEYS = (f"steps={STEPS}", "checkpoint_period=20", "eval_interval=7", "eval_steps=2")
+KEYS = (f"steps={STEPS}", "checkpoint_period=20", "eval_interval=7", "eval_steps=2", "base_num_decoder_layers=2")
 LIMIT_SECONDS = 300.0  # for one life of the supervisor
 LIVES = 8  # of the supervisor, at most
 
@@ -72,9 +73,8 @@ def plan(seed: int) -> Plan:
     faults.insert(1, Fault(first.step, "kill", 1, chance.random() * 0.02))
   least = chance.choice([1, 1, -1, 2])
   options = ("--spares", "1") if chance.random() < 0.2 else ()
-  return Plan(
-    slices, options, (f"elastic_min_slice_count={least}",), tuple(sorted(faults, key=lambda fault: fault.step))
-  )
+  keys = (f"elastic_min_slice_count={least}", f"exchange_stages={chance.choice([1, 2])}")
+  return Plan(slices, options, keys, tuple(sorted(faults, key=lambda fault: fault.step)))
 
 
 def play(run: ProcessRun, faults: Sequence[Fault], seed: int, happened: Counter[str]) -> list[str]:

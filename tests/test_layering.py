@@ -23,6 +23,7 @@ LAYERS = (
   {"models"},
   {"state", "generate"},
   {"step"},
+  {"share_sums"},
   {"memory", "program", "run_data"},
   {"compiled"},
   {"announce"},

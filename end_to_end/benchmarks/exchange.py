@@ -24,7 +24,7 @@ import numpy as np
 from end_to_end.benchmarks.common import positive, positives
 from end_to_end.command import ROOT, cpu_environment
 
-from trainer.exchange import Exchange, FlatLayout
+from trainer.exchange import Exchange, FlatLayout, Part
 
 TOKEN = b"a token of benchmarks"
 LEAVES = 8  # arrays that the values are divided into, as gradients are
@@ -141,7 +141,7 @@ def make_programs(
       assert np.asarray(total).reshape(-1)[-1] == count * (count + 1) / 2
 
   def reduce(tag: str, wire: Any) -> None:
-    exchange.reduce(tag, {member: layout.to_host(tree)}, dealt, out, wire)
+    exchange.reduce(tag, {member: layout.to_host([Part(tree)])}, dealt, out, wire)
     check(layout.to_device(out))
 
   def send_state(tag: str) -> None:

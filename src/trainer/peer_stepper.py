@@ -3,6 +3,8 @@
 The global batch is cut into shares of constant shape, once for the life of the run. The members that are alive compute
 them, exchange the sums, and apply the total when the supervisor has committed the step. If a member is lost before the
 commit, the others keep the sums that they have, compute its shares, and exchange again: no step is lost.
+
+The exchange begins with the first gradients of the backward pass, while the device computes the others.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -23,7 +26,7 @@ from trainer.config.schema import Config
 from trainer.data import Batch, Prefetcher
 from trainer.elastic.attempt import ElasticRun
 from trainer.elastic.peer_changes import PeerChanges
-from trainer.exchange import FlatLayout, HostCopy, PeerLost
+from trainer.exchange import FlatLayout, HostCopy, Part, PeerLost
 from trainer.exchange.reduction import Wire
 from trainer.models.decoder import Params
 from trainer.program import Feed, Halves
@@ -36,15 +39,15 @@ Share = int
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
-  """What one share, or several together, add to a round. scalars: float32.
+class _Own:
+  """What one share of this member, or several together, add to a round. scalars: float32; known before the gradients.
 
-  grads: what is exchanged; None in an evaluation. sums: what is added to other shares first, with balanced sums only.
+  grads: what is exchanged; None in an evaluation. parts: what is added to other shares first, with balanced sums only.
   """
 
   scalars: Any
   grads: HostCopy | None = None
-  sums: Sums | None = None
+  parts: Sequence[Part] = ()
 
   def host_scalars(self) -> np.ndarray:
     """The scalars [n], float32."""
@@ -76,7 +79,9 @@ class PeerStepper:
     self._changes = PeerChanges(elastic)
     self._state, self._step, self._evaluated = start.state, start.step, start.evaluated
     self._layout = FlatLayout(halves.abstract.grads)
+    self._known = self._layout.ranges(halves.sums.parts)
     self._total = self._layout.empty()
+    self._reports = ThreadPoolExecutor(1, "report of the computation")
     self._wire: Wire = config.optimizer.grad_reduce_dtype
     self._balanced = config.elastic.elastic_numerics == "balanced"
     self._batches = Prefetcher(self._shares_of_batch, self._step, config.run.steps)
@@ -112,11 +117,11 @@ class PeerStepper:
     self._elastic.reached("step", n)
     self._state = state
 
-    def compute(share: Share) -> _Part:
+    def compute(share: Share) -> _Own:
       batch = ahead.pop(share) if share in ahead else self._train.share(index, share)
-      sums = self._halves.sums(state.params, batch)
+      scalars, parts = self._halves.sums(state.params, batch)
       # Balanced: only the sum of all shares goes to the host. Otherwise the device's memory is free after the copy.
-      return _Part(_scalars(sums), sums=sums) if self._balanced else self._exchanged(sums)
+      return _Own(scalars, parts=parts) if self._balanced else _Own(scalars, self._layout.to_host(parts))
 
     scalars, self.slice_seconds = self._agree(f"step {n}", compute, self._total)
     sums = Sums(self._layout.to_device(self._total), *scalars)
@@ -131,12 +136,12 @@ class PeerStepper:
     assert self._evaluations and self._halves.evaluate is not None, "no evaluation data"
     compiled = self._halves.evaluate
 
-    def compute(share: Share) -> _Part:
+    def compute(share: Share) -> _Own:
       sums = [
         jax.device_get([compiled(params, feed.share(index, share)) for index in range(count)])
         for feed, count in zip(self._evaluations, batches, strict=True)
       ]
-      return _Part(np.concatenate([np.asarray(one, np.float32).sum(axis=0, dtype=np.float32) for one in sums]))
+      return _Own(np.concatenate([np.asarray(one, np.float32).sum(axis=0, dtype=np.float32) for one in sums]))
 
     scalars, _ = self._agree(f"eval {self._step}", compute, None)  # one round, so that all sets are evaluated or none
     self._evaluated = True
@@ -155,24 +160,22 @@ class PeerStepper:
     return False  # members join between two steps of the same attempt
 
   def close(self) -> None:
-    """Ends the thread that reads data ahead."""
+    """Ends the threads that read data ahead and that report computations."""
     self._batches.close()
+    self._reports.shutdown()
 
   def _shares_of_batch(self, index: int) -> dict[Share, Batch]:
     """The batches of the shares that this member computes now; the dealing may have changed when they are used."""
     return {share: self._train.share(index, share) for share in self._peers.shares}
 
-  def _exchanged(self, sums: Sums) -> _Part:
-    return _Part(_scalars(sums), self._layout.to_host(sums.grads))
-
   def _agree(
-    self, round_name: str, compute: Callable[[Share], _Part], total: np.ndarray | None
+    self, round_name: str, compute: Callable[[Share], _Own], total: np.ndarray | None
   ) -> tuple[np.ndarray, dict[str, float]]:
     """(sums of the scalars over all shares, the members' seconds) once the round is committed; fills `total`.
 
     compute(share): called for the shares that this member computes, once for each.
     """
-    peers, held, seconds = self._peers, dict[Share, _Part](), 0.0
+    peers, held, seconds = self._peers, dict[Share, _Own](), 0.0
     while True:
       peers.connect(self._send_state, self._receive_state)
       began = time.monotonic()
@@ -180,15 +183,17 @@ class PeerStepper:
         if share not in held:
           held[share] = compute(share)
       parts, dealt = self._parts({share: held[share] for share in peers.shares})
-      scalars = {number: part.host_scalars() for number, part in parts.items()}  # waits until they are computed
-      seconds += time.monotonic() - began
-      peers.membership.send("computed", epoch=peers.epoch, round=round_name, seconds=seconds)
+      scalars = {number: part.host_scalars() for number, part in parts.items()}  # waits for them only
+      # From a thread of its own: the exchange stands still while another member computes, and the supervisor must know
+      # that this member does not hold it up.
+      report = self._reports.submit(self._report, round_name, peers.epoch, list(parts.values()), began - seconds)
       try:
         if total is not None:
           grads = {number: part.grads for number, part in parts.items() if part.grads is not None}
-          peers.exchange.reduce(f"{round_name} gradients", grads, dealt, total, self._wire)
+          peers.exchange.reduce(f"{round_name} gradients", grads, dealt, total, self._wire, self._known)
         total_scalars = np.empty_like(next(iter(scalars.values())))
         peers.exchange.reduce(round_name, scalars, dealt, total_scalars)
+        report.result()
         committed = peers.commit(round_name)
       except PeerLost as error:
         peers.exchange_failed(error)
@@ -196,8 +201,19 @@ class PeerStepper:
         pass  # before the commit: the sums in hand stay valid
       else:
         return total_scalars, committed.seconds
+      finally:
+        seconds = report.result()
 
-  def _parts(self, own: dict[Share, _Part]) -> tuple[dict[int, _Part], Mapping[int, Sequence[int]]]:
+  def _report(self, round_name: str, epoch: int, parts: Sequence[_Own], began: float) -> float:
+    """Tells the supervisor when `parts` are computed, and returns the seconds since `began`."""
+    for part in parts:
+      if part.grads is not None:
+        part.grads.wait()
+    seconds = time.monotonic() - began
+    self._peers.membership.send("computed", epoch=epoch, round=round_name, seconds=seconds)
+    return seconds
+
+  def _parts(self, own: dict[Share, _Own]) -> tuple[dict[int, _Own], Mapping[int, Sequence[int]]]:
     """(what this member exchanges, by number; {member: the numbers of its parts}).
 
     bitwise: its shares. balanced: their sum; the number is the member's position.
@@ -206,12 +222,10 @@ class PeerStepper:
     if not self._balanced:
       return own, peers.dealt
     dealt = {member: [position] for position, member in enumerate(sorted(peers.dealt))}
-    parts = [own[share] for share in sorted(own)]
-    if sums := [part.sums for part in parts if part.sums is not None]:
-      assert self._halves.add is not None
-      whole = self._exchanged(functools.reduce(self._halves.add, sums))
-    else:  # of an evaluation: scalars only
-      whole = _Part(np.sum([part.host_scalars() for part in parts], axis=0, dtype=np.float32))
+    shares = [own[share] for share in sorted(own)]
+    parts = [share.parts for share in shares if share.parts]
+    grads = self._layout.to_host(self._halves.sums.add(parts)) if parts else None  # none in an evaluation
+    whole = _Own(np.sum([share.host_scalars() for share in shares], axis=0, dtype=np.float32), grads)
     return {dealt[peers.member][0]: whole}, dealt
 
   def _send_state(self, member: int) -> None:
@@ -228,7 +242,3 @@ class PeerStepper:
 
   def _changed(self, change: Change) -> None:
     self._changes.record(change, self._step)
-
-
-def _scalars(sums: Sums) -> list[jax.Array]:
-  return [sums.loss, sums.z_loss, sums.weight]

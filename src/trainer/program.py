@@ -14,14 +14,13 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Device
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer import mesh as mesh_lib
-from trainer import optimizers, sharding, state, step
+from trainer import optimizers, sharding, share_sums, state, step
 from trainer.cluster import View
 from trainer.config import counts
 from trainer.config.errors import ConfigError
@@ -35,12 +34,17 @@ from trainer.kernels.cross_entropy import CHUNK_LOGITS_BYTES
 from trainer.models import rope
 from trainer.models.decoder import DecoderFunctions
 from trainer.models.layers import Kernels
+from trainer.share_sums import OneProgram, ShareSums, Stages
 from trainer.state import TrainState
 from trainer.step import Sums
 
 # The TPU compiler turns an all-gather of a weight and its matmul into a ring of partial matmuls, however small: with
 # D = 1024 on 16 chips each one contracts 64 values, and the matrix unit has 128 rows. Only above this size it may.
 TPU_OPTIONS = MappingProxyType({"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"})
+
+# Stages of a share on an accelerator (exchange_stages=0): little of the exchange is left when the last one ends, and to
+# start a program costs nothing beside its work. A CPU needs its cores for the computation.
+_STAGES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Program:
   batch: Any  # a Batch of ShapeDtypeStructs [A, rows, T], with shardings
   train_step: Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]
   eval_step: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
-  share_sums: Callable[[Any, Batch], Sums]  # the first half of a step, of this mesh alone
+  share: OneProgram | Stages  # the first half of a step, of this mesh alone
   apply_sums: Callable[[TrainState, Sums], tuple[TrainState, jax.Array]]  # the second half
 
   def lower(self) -> jax.stages.Lowered:
@@ -77,12 +81,11 @@ class Program:
     metrics = NamedSharding(self.mesh, PartitionSpec())
     options = self.compiler_options
     with jax.set_mesh(self.mesh):
-      first = jax.jit(self.share_sums, out_shardings=of(sums)).lower(self.state.params, self.batch)
+      first = self.share.compile(self.state.params, self.batch, sums.grads, options, adds=adds)
       # Not the sums: on a CPU they may share the memory of the exchange's buffer.
       second = jax.jit(self.apply_sums, donate_argnums=0, out_shardings=(of(self.state), metrics))
       evaluation = jax.jit(self.eval_step).lower(self.state.params, self.batch).compile() if evaluates else None
-      add = jax.jit(functools.partial(jax.tree.map, jnp.add)).lower(sums, sums).compile(options) if adds else None
-      return Halves(sums, first.compile(options), add, second.lower(self.state, sums).compile(options), evaluation)
+      return Halves(sums, first, second.lower(self.state, sums).compile(options), evaluation)
 
   @property
   def compiler_options(self) -> dict[str, str] | None:
@@ -116,8 +119,7 @@ class Halves:
   """The compiled halves of a step of one slice, and what is exchanged between them."""
 
   abstract: Sums  # ShapeDtypeStructs with shardings
-  sums: Callable[[Any, Batch], Sums]  # (params, batch of a share)
-  add: Callable[[Sums, Sums], Sums] | None  # None: not needed
+  sums: ShareSums
   apply: Callable[[TrainState, Sums], tuple[TrainState, jax.Array]]  # donates the state
   evaluate: Callable[[Any, Batch], tuple[jax.Array, jax.Array]] | None  # (params, batch of a share); None: not needed
 
@@ -193,9 +195,20 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     batch=step.abstract_batch(mesh, plan.micro_batches, len(slices) * rows, length),
     train_step=precisely(step.build_train_step(model, config.optimizer, optimizer, schedule, mesh)),
     eval_step=precisely(step.build_eval_step(model, config.optimizer, mesh)),
-    share_sums=precisely(functools.partial(step.loss_and_grads, model, config.optimizer)),
+    share=_share(config, model, platform, precisely),
     apply_sums=precisely(functools.partial(step.apply_gradients, config.optimizer, optimizer, schedule)),
   )
+
+
+def _share(config: Config, model: DecoderFunctions, platform: str, traced: share_sums.Traced) -> OneProgram | Stages:
+  """Returns how a slice that is a JAX world of its own computes the sums of a share."""
+  layers = config.model.num_decoder_layers
+  stages = config.elastic.exchange_stages
+  if stages == 0:
+    stages = min(_STAGES, layers) if platform != "cpu" and config.model.scan_layers else 1
+  if stages == 1:
+    return OneProgram.of(model, config.optimizer, traced)
+  return Stages.of(model, config.optimizer, layers, stages, traced)
 
 
 def _with_precision(precision: str, fn: Callable[..., Any]) -> Callable[..., Any]:

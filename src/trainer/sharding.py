@@ -152,6 +152,38 @@ def manual_over_fsdp(run: Callable[..., Any], weights: Any, totals: Any, axes: d
   )(weights, totals, rows)
 
 
+def in_parts_over_fsdp(
+  run: Callable[..., Any], weights: Any, axes: Any, rows: Any, own: Any = None, *, returns_grads: bool = False
+) -> Any:
+  """Returns run(weights, rows, own) = (x [B, T, D], results), computed by each shard of fsdp on its own rows.
+
+  For a derivative that is computed in parts, each by a call. weights, axes, rows: as in `manual_over_fsdp`. own: any
+  arrays of a shard that an earlier call has returned as results. They have a first dim of shards outside `run`.
+  returns_grads: the results are gradients of the weights, or of some of their rows, and are summed over fsdp.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or mesh.shape[FSDP] == 1:
+    return run(weights, rows, own)
+  of_weights = lambda leaf, axes: _only_fsdp(parameter_spec(axes, leaf.shape, mesh, "of the layers"))
+  specs = jax.tree.map(of_weights, weights, axes)
+  batch = PartitionSpec(FSDP)
+
+  def run_shard(weights: Any, rows: Any, own: Any) -> Any:
+    x, results = run(weights, rows, jax.tree.map(lambda array: array[0], own))
+    if not returns_grads:
+      return x, jax.tree.map(lambda array: array[None], results)
+    whole = lambda grad, spec: grad if FSDP in spec else jax.lax.psum(grad, FSDP)
+    return x, jax.tree.map(whole, results, specs)
+
+  return jax.shard_map(
+    run_shard,
+    axis_names={FSDP},
+    in_specs=(specs, batch, batch),
+    out_specs=(batch, specs if returns_grads else batch),
+    check_vma=False,
+  )(weights, rows, own)
+
+
 def _on_first_shard(total: jax.Array) -> jax.Array:
   """Returns `total` on the first shard of fsdp and 0 on the others, with the gradient of `total` itself.
 

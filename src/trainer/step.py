@@ -64,6 +64,13 @@ def token_losses(
     params = params | {"final_norm": norm}
   decoder = model.merge(params)
   x_BTD, head_VD = decoder.hidden_and_head(batch.tokens, batch.positions, batch.segment_ids, reduce)
+  return head_losses(model, cfg, x_BTD, head_VD, batch)
+
+
+def head_losses(
+  model: DecoderFunctions, cfg: OptimizerSection, x_BTD: jax.Array, head_VD: jax.Array, batch: Batch
+) -> tuple[jax.Array, jax.Array]:
+  """Returns what `token_losses` returns, from the stream after the final norm and the weights of the output head."""
   vocab = head_VD.shape[0]
   parts = num_shards(FSDP, TENSOR, CONTEXT)
   if vocab % parts:

@@ -86,6 +86,8 @@ REFUSED = [
   ([*ELASTIC, "dcn_tensor_parallelism=3"], "a slice must hold the whole state to survive alone"),
   ([*ELASTIC, "dcn_context_parallelism=3"], "a slice must hold the whole state to survive alone"),
   ([*ELASTIC, "elastic_backup_kind=checkpoint", "enable_checkpointing=false"], "needs enable_checkpointing=true"),
+  (["exchange_stages=99"], "exchange_stages=99: the model has only"),
+  (["exchange_stages=2", "scan_layers=false"], "needs scan_layers=true"),
   (["fault_injection=slice_down@12:1, slice_up@30:1"], "slice_down, slice_up would only end a run that is not elastic"),
   (["fault_injection=random:seed=1,rate=0.05"], "random would only end a run that is not elastic"),
   ([*ELASTIC, "fault_injection=slice_dwn@12:1"], "slice_down, slice_up, hang or ckpt_kill"),
@@ -121,6 +123,8 @@ ACCEPTED = [
   ["fault_injection=ckpt_kill@50"],
   ["profiler=xplane", "steps=6"],
   ["eval_fraction=0"],
+  ["exchange_stages=2"],
+  ["exchange_stages=1", "scan_layers=false"],
 ]
 
 

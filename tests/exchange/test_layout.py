@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.support.exchange_members import members, same_bits
 
-from trainer.exchange import FlatLayout, HostCopy, reduction
+from trainer.exchange import FlatLayout, HostCopy, Part, reduction
 
 
 def mesh(first=0):
@@ -54,7 +54,7 @@ def test_a_tree_comes_back_from_its_flat_buffer():
   abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), values)
   layout = FlatLayout(abstract)
   assert layout.size == SIZE  # a replicated shard counts once
-  flat = layout.to_host(values).read(0, SIZE).copy()
+  flat = layout.to_host([Part(values)]).read(0, SIZE).copy()
   everything = np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(values)])
   np.testing.assert_array_equal(np.sort(flat), np.sort(everything))
   assert_equal(layout.to_device(flat), values)
@@ -62,15 +62,15 @@ def test_a_tree_comes_back_from_its_flat_buffer():
 
 def test_slices_with_equal_meshes_have_equal_layouts():
   values, other = tree(seed=1), tree(seed=1, first=4)
-  flat = FlatLayout(values).to_host(values).read(0, SIZE).copy()
+  flat = FlatLayout(values).to_host([Part(values)]).read(0, SIZE).copy()
   assert_equal(FlatLayout(other).to_device(flat), other)
 
 
 @pytest.mark.parametrize("bucket", [1, 5, 64, SIZE])
 def test_values_can_be_read_in_buckets_and_again(bucket):
   values = tree()
-  copy = FlatLayout(values).to_host(values)
-  whole = FlatLayout(values).to_host(values).read(0, SIZE)
+  copy = FlatLayout(values).to_host([Part(values)])
+  whole = FlatLayout(values).to_host([Part(values)]).read(0, SIZE)
   for _ in range(2):
     found = [copy.read(start, min(SIZE, start + bucket)) for start in range(0, SIZE, bucket)]
     assert same_bits(np.concatenate(found), whole)
@@ -78,7 +78,7 @@ def test_values_can_be_read_in_buckets_and_again(bucket):
 
 def test_the_copy_holds_no_device_array_after_it_was_read():
   values = tree()
-  copy = FlatLayout(values).to_host(values)
+  copy = FlatLayout(values).to_host([Part(values)])
   copy.read(0, 10)
   assert isinstance(copy._parts[0], np.ndarray) and not isinstance(copy._parts[-1], np.ndarray)
   copy.read(0, SIZE)
@@ -88,7 +88,7 @@ def test_the_copy_holds_no_device_array_after_it_was_read():
 def test_empty_trees_have_empty_buffers():
   layout = FlatLayout({})
   assert layout.size == 0 and layout.to_device(np.zeros(0, np.float32)) == {}
-  copy = layout.to_host({})
+  copy = layout.to_host([Part({})])
   assert isinstance(copy, HostCopy) and copy.size == 0
   with members(2) as those:
     those.call(lambda exchange, member: exchange.reduce("s", {member: copy}, {0: [0], 1: [1]}, np.zeros(0, np.float32)))
@@ -99,7 +99,7 @@ def test_other_types_and_other_shardings_are_refused():
     FlatLayout({"x": jnp.zeros(3, jnp.bfloat16)})
   values = tree()
   with pytest.raises(AssertionError, match="not NamedSharding"):
-    FlatLayout(values).to_host(values | {"both": jax.device_put(values["both"], values["loss"].sharding)})
+    FlatLayout(values).to_host([Part(values | {"both": jax.device_put(values["both"], values["loss"].sharding)})])
 
 
 def test_device_arrays_are_summed_over_members(monkeypatch):
@@ -110,7 +110,7 @@ def test_device_arrays_are_summed_over_members(monkeypatch):
 
   def reduce(exchange, member):
     out = np.empty(SIZE, np.float32)
-    exchange.reduce("s", {member: layouts[member].to_host(own[member])}, {0: [0], 1: [1]}, out)
+    exchange.reduce("s", {member: layouts[member].to_host([Part(own[member])])}, {0: [0], 1: [1]}, out)
     return layouts[member].to_device(out)
 
   with members(2) as those:
@@ -125,7 +125,7 @@ def test_large_shards_use_the_memory_of_the_flat_buffer():
   values = tree()
   layout = FlatLayout(values)
   flat = layout.empty()
-  flat[:] = layout.to_host(values).read(0, SIZE)
+  flat[:] = layout.to_host([Part(values)]).read(0, SIZE)
   back = layout.to_device(flat)
   assert_equal(back, values)
   shard = back["aligned"].addressable_shards[0].data

@@ -145,7 +145,5 @@ def test_members_that_make_different_calls_are_told_so(change):
 def test_a_plan_covers_every_value_once():
   for size, group in itertools.product((0, 1, 3, 16, 100), (1, 2, 3, 5)):
     plan = reduction.Plan({member: [member] for member in range(group)}, size, "float32")
-    covered = [
-      index for bucket in range(plan.buckets) for member in range(group) for index in range(*plan.part(bucket, member))
-    ]
+    covered = [index for bucket in plan.order for member in range(group) for index in range(*plan.part(bucket, member))]
     assert covered == list(range(size))

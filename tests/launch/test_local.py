@@ -150,6 +150,7 @@ def test_balanced_sums_agree_within_float32(compiled, server, tmp_path):
   # Training amplifies a difference, the faster the higher the learning rate is.
   steps = 30
   keys = [*KEYS, compiled, f"steps={steps}", "gradient_accumulation_steps=2", "learning_rate=1e-4"]
+  keys += ["base_num_decoder_layers=2", "exchange_stages=2"]
   single = ProcessRun(tmp_path / "bitwise", keys, slices=2, server=server)
   with single.launched() as supervisor:
     assert single.wait(supervisor) == 0, single.tail()

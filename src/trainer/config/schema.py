@@ -450,6 +450,10 @@ class ElasticSection(Section):
     "bitwise",
     description="Slices as separate processes: how the sums of a step are made. bitwise: one share per slice of the full run, summed in a fixed order, so the result has the same bits whichever slices are alive. balanced: one share per micro-batch, summed first on each slice; fewer slices have less padding and send less, and the last bits depend on who is alive.",
   )
+  exchange_stages: NonNegative = Field(
+    0,
+    description="Slices as separate processes: into how many programs, at least, the backward pass through the layers is divided. The gradients of one travel to the other slices while the next computes. 1: the exchange begins when all gradients are computed. 0: 4 on GPUs and TPUs, 1 on CPUs and with scan_layers=false.",
+  )
   elastic_retry_reset_steps: Positive = Field(
     10, description="Completed steps after which the count of attempts is reset."
   )

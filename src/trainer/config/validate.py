@@ -64,6 +64,7 @@ def check(config: Config, problems: Problems) -> None:
   problems.add(_checkpoint(config.checkpoint, config.observe))
   with problems.collect():
     problems.add(_faults(config.elastic, config.checkpoint))
+  problems.add(_stages(config.elastic, config.model))
   problems.add(_observe(config.observe, config.data, config.run.steps))
   problems.add(_preflight(config.preflight))
   parallelism = [*_parallelism(config.parallelism, config.cluster)]
@@ -314,6 +315,17 @@ def _elastic(
     yield (
       "elastic_backup_kind=checkpoint: needs enable_checkpointing=true, or a recovery starts from step 0.\n"
       "Use elastic_backup_kind=snapshot, or turn checkpoints on."
+    )
+
+
+def _stages(elastic: ElasticSection, model: ModelSection) -> Iterator[str]:
+  stages, layers = elastic.exchange_stages, model.num_decoder_layers
+  if stages > layers:
+    yield f"exchange_stages={stages}: the model has only {layers} layers.\nUse at most {layers}."
+  elif stages > 1 and not model.scan_layers:
+    yield (
+      f"exchange_stages={stages}: needs scan_layers=true, because the stages are one program.\n"
+      "Use scan_layers=true, or exchange_stages=1."
     )
 
 

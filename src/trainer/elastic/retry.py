@@ -208,11 +208,12 @@ def check(cluster: Cluster, cfg: ElasticSection, steps: int) -> list[Fault]:
       f"elastic_enabled=true: the {cluster.world.size} processes of this run share one JAX world, which cannot lose "
       "any of them.\nUse one process (cluster=pathways or simulated), or elastic_enabled=false."
     )
-  if cfg.elastic_numerics == "balanced" and cluster.recovers_in_process:
-    raise ConfigError(
-      f"elastic_numerics=balanced: the slices of a {cluster.kind} cluster sum inside one program.\n"
-      "Remove the key, or start the slices as processes with `python -m trainer.launch.local`."
-    )
+  for key, default in (("elastic_numerics", "bitwise"), ("exchange_stages", 0)):
+    if cluster.recovers_in_process and (value := getattr(cfg, key)) != default:
+      raise ConfigError(
+        f"{key}={value}: the slices of a {cluster.kind} cluster sum inside one program.\n"
+        "Remove the key, or start the slices as processes with `python -m trainer.launch.local`."
+      )
   if cfg.elastic_enabled and cfg.elastic_min_slice_count > cluster.num_slices:
     raise ConfigError(
       f"elastic_min_slice_count={cfg.elastic_min_slice_count}: there are only {cluster.num_slices} slices.\n"

@@ -5,6 +5,6 @@ A lost member never enters XLA: it is a broken connection, PeerLost. Imports onl
 
 from trainer.exchange.errors import CorruptFrame, MismatchedCall, PeerLost, Unreachable
 from trainer.exchange.exchange import Exchange
-from trainer.exchange.layout import FlatLayout, HostCopy
+from trainer.exchange.layout import FlatLayout, HostCopy, Part
 
-__all__ = ["CorruptFrame", "Exchange", "FlatLayout", "HostCopy", "MismatchedCall", "PeerLost", "Unreachable"]
+__all__ = ["CorruptFrame", "Exchange", "FlatLayout", "HostCopy", "MismatchedCall", "Part", "PeerLost", "Unreachable"]

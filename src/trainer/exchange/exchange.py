@@ -89,6 +89,7 @@ class Exchange:
     dealt: Mapping[int, Sequence[int]],
     out: np.ndarray,
     wire: Wire = "float32",
+    known: Sequence[tuple[int, int]] = (),
   ) -> None:
     """Fills `out`, float32 [F], with the sum of all shares.
 
@@ -101,6 +102,9 @@ class Exchange:
     the sum, and the total after it, also where nothing is sent. Losses and token counts need float32: reduce them in a
     call of their own.
 
+    known: ranges [start, stop) of the values in the order in which the members compute them, equal on all members. The
+    values are exchanged in this order, so that a sum may begin before all values of `own` are computed.
+
     Raises PeerLost if a connection fails or `interrupt` is called, CorruptFrame for a wrong checksum, MismatchedCall if
     the members disagree, and errors of reading `own`, which `interrupt` cannot end. After any error this epoch is over
     for this member, and `out` is undefined. The other connections stay open until the next `connect`, so that peers see
@@ -109,7 +113,7 @@ class Exchange:
     """
     assert set(dealt) == {self._member, *self._links} and set(own) == set(dealt[self._member]), (dealt, list(own))
     assert out.dtype == np.float32 and out.ndim == 1 and all(data.size == out.size for data in own.values())
-    plan = Plan(dealt, out.size, wire)
+    plan = Plan(dealt, out.size, wire, known)
     data = {share: _Array(x) if isinstance(x, np.ndarray) else x for share, x in own.items()}
     links = list(self._links.values())
     with self._in_epoch():

@@ -9,7 +9,8 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,6 +30,17 @@ class _Leaf:
   held: dict[jax.Device, _Box]
 
 
+class Part(NamedTuple):
+  """Some arrays of a pytree, or some rows of them, for `FlatLayout`.
+
+  tree: nested as the whole tree, without the keys that it has no arrays of; arrays, or ShapeDtypeStructs with
+  shardings. first: the index of their first row in the whole arrays.
+  """
+
+  tree: Any
+  first: int = 0
+
+
 class FlatLayout:
   """Where the shards of a pytree are in a flat float32 buffer [size]: in the order of the tree and of their indices.
 
@@ -37,9 +49,9 @@ class FlatLayout:
   """
 
   def __init__(self, abstract: Any) -> None:
-    leaves, self._tree = jax.tree.flatten(abstract)
+    paths, self._tree = jax.tree_util.tree_flatten_with_path(abstract)
     self._leaves: list[_Leaf] = []
-    for leaf in leaves:
+    for _, leaf in paths:
       assert leaf.dtype == np.float32, f"{leaf.dtype}{list(leaf.shape)}: sums are float32"
       indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
       held = {
@@ -47,6 +59,7 @@ class FlatLayout:
         for device, index in indices.items()
       }
       self._leaves.append(_Leaf(leaf.shape, leaf.sharding, dict.fromkeys(sorted(set(held.values())), 0), held))
+    self._by_path = {path: leaf for (path, _), leaf in zip(paths, self._leaves)}
     shards = [(leaf.boxes, box, math.prod(_shape(box))) for leaf in self._leaves for box in leaf.boxes]
     self.size = 0
     for boxes, box, size in sorted(shards, key=lambda shard: shard[2] % _ALIGNED > 0):
@@ -59,20 +72,40 @@ class FlatLayout:
     start = -(raw.ctypes.data // raw.itemsize) % _ALIGNED
     return raw[start : start + self.size]
 
-  def to_host(self, tree: Any) -> HostCopy:
-    """Starts the copies of all shards of `tree` to the host, and returns the values for `Exchange.reduce`.
+  def ranges(self, parts: Sequence[Part]) -> list[tuple[int, int]]:
+    """Returns where the values of `parts` are in the flat buffer, [start, stop) of each shard, in the order of the
+    parts: `known` of `Exchange.reduce`."""
+    places = [place for part in parts for _, places in self._places(part) for place in places.values()]
+    return [(start, start + size) for start, size in places]
 
-    Do not donate the arrays of `tree` while the copy is in use: on a CPU the copy is the memory of the arrays.
+  def to_host(self, parts: Sequence[Part]) -> HostCopy:
+    """Starts the copies of all shards of `parts` to the host, and returns the values for `Exchange.reduce`.
+
+    parts: in the order in which they are computed; together they have every value once. Do not donate their arrays
+    while the copy is in use: on a CPU the copy is the memory of the arrays.
     """
-    parts: list[tuple[int, Any]] = []
-    for leaf, array in zip(self._leaves, self._tree.flatten_up_to(tree), strict=True):
-      assert array.sharding.is_equivalent_to(leaf.sharding, len(leaf.shape)), f"{array.sharding}, not {leaf.sharding}"
-      shards = {leaf.held[shard.device]: shard.data for shard in array.addressable_shards}
-      parts += [(offset, shards[box]) for box, offset in leaf.boxes.items() if shards[box].size]
-    parts.sort(key=lambda part: part[0])
-    for _, shard in parts:
+    copied: list[tuple[int, Any]] = []
+    for part in parts:
+      for array, places in self._places(part):
+        shards = {shard.device: shard.data for shard in array.addressable_shards}
+        copied += [(start, shards[device]) for device, (start, size) in places.items() if size]
+    for _, shard in copied:
       shard.copy_to_host_async()
-    return HostCopy(parts, self.size)
+    copied.sort(key=lambda one: one[0])
+    assert sum(shard.size for _, shard in copied) == self.size, f"not the {self.size} values of the layout"
+    return HostCopy(copied, self.size)
+
+  def _places(self, part: Part) -> Iterator[tuple[Any, dict[jax.Device, tuple[int, int]]]]:
+    """Yields each array with {device: (offset in the flat buffer, size) of its shard}, a replicated shard once."""
+    for path, array in jax.tree_util.tree_flatten_with_path(part.tree)[0]:
+      leaf = self._by_path[path]
+      assert array.sharding.is_equivalent_to(leaf.sharding, len(leaf.shape)), f"{array.sharding}, not {leaf.sharding}"
+      shard = array.sharding.shard_shape(array.shape)
+      is_whole = array.shape == leaf.shape
+      assert is_whole or (shard[0], *leaf.shape[1:]) == array.shape, f"{array.shape} are not whole rows of {leaf.shape}"
+      offset = part.first * math.prod(shard[1:])
+      devices = {box: device for device, box in leaf.held.items()}  # one of those that hold the box
+      yield array, {device: (leaf.boxes[box] + offset, math.prod(shard)) for box, device in devices.items()}
 
   def to_device(self, flat: np.ndarray) -> Any:
     """Returns the pytree of arrays, sharded like `abstract`, with the values of `flat`.
@@ -117,6 +150,12 @@ class HostCopy:
         break
       found.append(self._values(index)[max(0, start - offset) : stop - offset])
     return found[0] if len(found) == 1 else np.concatenate(found)
+
+  def wait(self) -> None:
+    """Returns when all values are computed. Any thread may call it."""
+    for part in list(self._parts):
+      if not isinstance(part, np.ndarray):
+        part.block_until_ready()
 
   def _values(self, index: int) -> np.ndarray:
     part = self._parts[index]

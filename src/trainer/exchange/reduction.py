@@ -1,9 +1,10 @@
 """One sum over all shares: reduce-scatter and all-gather by buckets, with one reader and one writer thread per peer.
 
 A bucket has one part per member. A member receives the pieces of its part from all shares, sums them, and sends the
-total to all. Buckets follow each other, so that the copy from the device, both directions of the network and the sums
-overlap. No member starts a bucket more than WINDOW buckets after its oldest unfinished one, so a fast member does not
-fill the memory of a slow one: at most 2 * WINDOW pieces per share wait for the rest of their bucket.
+total to all. Buckets follow each other in the order in which their values become known, so that the computation, the
+copy from the device, both directions of the network and the sums overlap. No member starts a bucket more than WINDOW
+buckets after its oldest unfinished one, so a fast member does not fill the memory of a slow one: at most 2 * WINDOW
+pieces per share wait for the rest of their bucket.
 """
 
 from __future__ import annotations
@@ -34,26 +35,38 @@ class HostData(Protocol):
   size: int
 
   def read(self, start: int, stop: int) -> np.ndarray:
-    """Returns the values [start, stop), after waiting for them. Called by one thread, in ascending order."""
+    """Returns the values [start, stop), after waiting for them. Called by one thread."""
     ...
 
 
 class Plan:
-  """Who sums what. Equal on all members: {member: shares}, the number of values, and the type on the wire."""
+  """Who sums what, and in which order. Equal on all members: {member: shares}, the number of values, their type on the
+  wire, and `known`: ranges [start, stop) in the order in which their values become known; other values are known first.
 
-  def __init__(self, dealt: Mapping[int, Sequence[int]], size: int, wire: Wire) -> None:
+  order: all buckets; a bucket comes when the last of its values is known. position: {bucket: its index in `order`}.
+  """
+
+  def __init__(
+    self, dealt: Mapping[int, Sequence[int]], size: int, wire: Wire, known: Sequence[tuple[int, int]] = ()
+  ) -> None:
     self.members = sorted(dealt)
     self.dealt = {member: sorted(dealt[member]) for member in self.members}
     self.shares = sorted(share for shares in dealt.values() for share in shares)
     self.size = size
     self.dtype = np.dtype(jnp.bfloat16 if wire == "bfloat16" else np.float32)
     self._bucket = len(self.members) * PART
-    self.buckets = -(-size // self._bucket)
+    self._known = [list(part) for part in known]
+    last = [0] * -(-size // self._bucket)  # of each bucket: the index of the range that is known last
+    for index, (start, stop) in enumerate(known):
+      for bucket in range(start // self._bucket, -(-stop // self._bucket)):
+        last[bucket] = index
+    self.order = sorted(range(len(last)), key=lambda bucket: last[bucket])
+    self.position = {bucket: position for position, bucket in enumerate(self.order)}
     assert len(set(self.shares)) == len(self.shares) > 0, f"shares {self.shares}: each belongs to one member"
 
   def identify(self, epoch: int, tag: str) -> int:
     """Returns a number that differs between calls of different epochs, tags or plans."""
-    text = json.dumps([epoch, tag, list(self.dealt.items()), self.size, str(self.dtype)])
+    text = json.dumps([epoch, tag, list(self.dealt.items()), self.size, str(self.dtype), self._known])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
   def bucket(self, bucket: int) -> tuple[int, int]:
@@ -68,7 +81,7 @@ class Plan:
 
   def frames(self, sender: int, receiver: int) -> Iterator[tuple[Kind, int, int]]:
     """Yields (kind, share, bucket) of every frame from one member to another."""
-    for bucket in range(self.buckets):
+    for bucket in self.order:
       start, stop = self.part(bucket, receiver)
       if start < stop:
         yield from ((Kind.PIECE, share, bucket) for share in self.dealt[sender])
@@ -109,8 +122,8 @@ class Reduction:
     self._stop = stop
     self._changed = threading.Condition()
     self._pieces: dict[int, dict[int, np.ndarray]] = {}  # bucket -> share -> this member's part, in the wire's dtype
-    self._finished: set[int] = set()  # buckets from `_oldest` on whose sum this member has computed
-    self._oldest = 0  # the first bucket whose sum is missing
+    self._finished: set[int] = set()  # positions from `_oldest` on whose sum this member has computed
+    self._oldest = 0  # the position of the first bucket whose sum is missing
     self._errors: list[Exception] = []
     self._outgoing: dict[int, queue.SimpleQueue[_Outgoing | None]] = {
       link.member: queue.SimpleQueue() for link in links
@@ -159,9 +172,9 @@ class Reduction:
 
   def _offer(self) -> None:
     """Hands the own shares to the writers and to the sum, bucket by bucket."""
-    for bucket in range(self._plan.buckets):
+    for position, bucket in enumerate(self._plan.order):
       with self._changed:
-        while not self._stop.is_set and self._oldest <= bucket - WINDOW:
+        while not self._stop.is_set and self._oldest <= position - WINDOW:
           self._changed.wait()
       if self._stop.is_set:
         raise Stopped
@@ -191,7 +204,7 @@ class Reduction:
     for outgoing in self._outgoing.values():
       outgoing.put(_Outgoing(Kind.TOTAL, 0, bucket, sent, checksum))
     with self._changed:
-      self._finished.add(bucket)
+      self._finished.add(self._plan.position[bucket])
       while self._oldest in self._finished:
         self._finished.remove(self._oldest)
         self._oldest += 1

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -71,20 +72,47 @@ class Decoder(nnx.Module):
     """
     name = "embedding" if self.cfg.logits_via_embedding else "lm_head"
     head = getattr(self, name)
-    state = nnx.state(self.layers)
-    axes = {"layers": _logical_axes(state), "head": head.get_metadata("axes")}
+    weights, layer_axes = self.layer_weights()
+    axes = {"layers": layer_axes, "head": head.get_metadata("axes")}
     totals: Params = {"layers": None, "head": None}
     if reduce is not None:
       totals = {"layers": reduce.totals["layers"], "head": reduce.totals[name]}
 
-    cos, sin = rope.cos_sin_tables(positions_BT, rope.inverse_frequencies(self.cfg))
-    rows = (constrain(self._embed(tokens_BT, reduce), "batch", "length", "embed"), cos, sin, segment_ids_BT)
+    rows = (self.embed(tokens_BT, reduce), *self.positions(positions_BT, segment_ids_BT))
     run = functools.partial(self._run_layers, reduce)
-    x_BTD, head_total = manual_over_fsdp(run, nnx.to_pure_dict(state), totals, axes, rows)
+    x_BTD, head_total = manual_over_fsdp(run, weights, totals, axes, rows)
     head_VD = head[...]
     if reduce is not None:
       head_VD = reduce.attach(head_VD, head_total, is_sum=True, adds_totals=False)
     return self.final_norm(x_BTD), head_VD
+
+  def embed(self, tokens_BT: jax.Array, reduce: GradReduce | None = None) -> jax.Array:
+    """Returns the residual stream before the layers, [B, T, D] in cfg.dtype. reduce: see `hidden_and_head`."""
+    return constrain(self._embed(tokens_BT, reduce), "batch", "length", "embed")
+
+  def positions(self, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns what every layer must know about the rows besides the stream: cos, sin and the segment ids."""
+    return (*rope.cos_sin_tables(positions_BT, rope.inverse_frequencies(self.cfg)), segment_ids_BT)
+
+  def layer_weights(self) -> tuple[Params, Params]:
+    """Returns the weights of all layers, and their logical axes."""
+    state = nnx.state(self.layers)
+    return nnx.to_pure_dict(state), _logical_axes(state)
+
+  def run_layer(
+    self, layer: DecoderLayer, x_BTD: jax.Array, weights: Params, positions: Sequence[jax.Array]
+  ) -> jax.Array:
+    """Returns the stream after one layer with these weights. `layer`: of `self.layers`, for its structure.
+
+    A derivative keeps what remat_policy names.
+    """
+    graphdef, state = nnx.split(layer)
+    apply = lambda x, weights: nnx.merge(graphdef, _like(state, weights))(x, *positions)
+    use_remat, policy = remat.checkpoint_policy(self.cfg)
+    if use_remat:
+      # Outside a scan, common-subexpression elimination could undo the recomputation; inside a scan it cannot.
+      apply = jax.checkpoint(apply, policy=policy, prevent_cse=not self.cfg.scan_layers)
+    return apply(x_BTD, weights)
 
   def _run_layers(
     self, reduce: GradReduce | None, weights: Params, totals: Params, rows: Any
@@ -95,16 +123,11 @@ class Decoder(nnx.Module):
     """
     x_BTD, *positions = rows
     L = self.cfg.num_decoder_layers
-    use_remat, policy = remat.checkpoint_policy(self.cfg)
-    # Outside a scan, common-subexpression elimination could undo the recomputation; inside a scan it cannot.
-    wrap = functools.partial(jax.checkpoint, policy=policy, prevent_cse=not self.cfg.scan_layers)
 
     def run_layer(layer: DecoderLayer, x: jax.Array, weights: Params, total: Any, part: Any) -> tuple[jax.Array, Any]:
-      graphdef, state = nnx.split(layer)
-      apply = lambda x, weights: nnx.merge(graphdef, _like(state, weights))(x, *positions)
       if reduce is not None:
         weights, part = reduce.attach((weights, part), (total, part), adds_totals=reduce.adds_totals)
-      return (wrap(apply) if use_remat else apply)(x, weights), part
+      return self.run_layer(layer, x, weights, positions), part
 
     parts = jax.tree.map(lambda head: _split(head, L), totals["head"])
     if self.cfg.scan_layers:

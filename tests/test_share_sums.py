@@ -1,0 +1,116 @@
+"""The sums of a share as several programs: the same bits as one program, and the parts that an exchange needs."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from tests.test_step import config, fresh, on_devices, packed_batch, slices
+
+from trainer import program
+from trainer.config.schema import Config
+from trainer.data import Batch
+from trainer.exchange import FlatLayout
+from trainer.share_sums import OneProgram, ShareSums, Stages
+from trainer.step import abstract_sums
+
+LAYERS = 4
+
+
+def build(*, stages: int, model=None, optimizer=None, parallelism=None, devices=1) -> tuple[program.Program, Config]:
+  cfg = config(
+    model={"base_num_decoder_layers": LAYERS, **(model or {})},
+    optimizer=optimizer or {},
+    parallelism=parallelism or {},
+    data={"per_device_batch_size": 8 / devices},
+    elastic={"exchange_stages": stages},
+  )
+  return program.build(cfg, slices((1, devices)), 1), cfg
+
+
+def share(prog: program.Program, seed: int) -> Batch:
+  host = packed_batch(8 * prog.plan.micro_batches, seed)
+  return Batch(*(jax.device_put(x.reshape(a.shape), a.sharding) for x, a in zip(host, prog.batch)))
+
+
+def compiled(prog: program.Program, *, adds: bool = False) -> tuple[ShareSums, FlatLayout]:
+  grads = abstract_sums(prog.state, prog.mesh).grads
+  with jax.set_mesh(prog.mesh):
+    return prog.share.compile(prog.state.params, prog.batch, grads, None, adds=adds), FlatLayout(grads)
+
+
+def sums(prog: program.Program, cfg: Config) -> tuple[list, np.ndarray]:
+  """The scalars of a share, and its gradients as flat values."""
+  share_sums, layout = compiled(prog)
+  scalars, parts = share_sums(on_devices(fresh(cfg), prog).params, share(prog, 0))
+  return jax.device_get(scalars), layout.to_host(parts).read(0, layout.size)
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"optimizer": {"gradient_accumulation_steps": 3}, "model": {"remat_policy": "minimal", "attention": "flash"}},
+    {
+      "stages": 3,
+      "optimizer": {"gradient_accumulation_steps": 2},
+      "model": {"logits_via_embedding": False, "remat_policy": "full", "scan_unroll": 2, "quantization": "int8"},
+      "parallelism": {"ici_fsdp_parallelism": 4},
+      "devices": 4,
+    },
+    {
+      "model": {"use_iota_embed": True},
+      "parallelism": {"ici_tensor_parallelism": 2, "ici_context_parallelism": 2},
+      "devices": 8,
+    },
+  ],
+  ids=["tied", "fsdp", "all axes"],
+)
+def test_several_programs_give_the_sums_of_one(changes):
+  """The same bits; with tensor and context parallelism, the compiler chooses the order of some sums in each program."""
+  changes = {"stages": 2} | changes
+  one, cfg = build(**changes | {"stages": 1})
+  several, _ = build(**changes)
+  assert isinstance(one.share, OneProgram) and isinstance(several.share, Stages)
+  scalars, grads = sums(one, cfg)
+  own_scalars, own_grads = sums(several, cfg)
+  tolerance = 1e-6 if "ici_tensor_parallelism" in changes.get("parallelism", {}) else 0
+  np.testing.assert_allclose(own_scalars, scalars, rtol=tolerance)
+  np.testing.assert_allclose(own_grads, grads, rtol=0, atol=tolerance * np.abs(grads).max())
+  assert np.any(grads)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_shares_are_added_from_left_to_right(stages):
+  prog, cfg = build(stages=stages)
+  share_sums, layout = compiled(prog, adds=True)
+  params = on_devices(fresh(cfg), prog).params
+  parts = [share_sums(params, share(prog, seed))[1] for seed in range(3)]
+  first, second, third, total = (layout.to_host(some).read(0, layout.size) for some in (*parts, share_sums.add(parts)))
+  assert total.tobytes() == ((first + second) + third).tobytes()
+
+
+def test_the_exchange_follows_the_backward_pass():
+  share_sums, layout = compiled(build(stages=4, model={"logits_via_embedding": False})[0])
+  ranges = layout.ranges(share_sums.parts)
+  assert [set(part.tree) for part in share_sums.parts] == [{"final_norm", "lm_head"}, *[{"layers"}] * 4, {"embedding"}]
+  assert [part.first for part in share_sums.parts[1:-1]] == [3, 2, 1, 0]
+  ends = [0, *(stop for _, stop in sorted(ranges))]
+  assert [start for start, _ in sorted(ranges)] == ends[:-1] and ends[-1] == layout.size  # every value once
+
+
+def test_no_weight_is_kept_for_the_derivative():
+  prog, _ = build(stages=2, model={"remat_policy": "full"})
+  with jax.set_mesh(prog.mesh):
+    begun = jax.eval_shape(prog.share.begin, prog.state.params, prog.batch)
+  kept = [leaf.shape for leaf in jax.tree.leaves(begun.saved)]
+  _, rows, length = prog.batch.tokens.shape
+  assert kept[0] == (LAYERS, rows, length, 32)  # the streams before the layers
+  assert all(math.prod(shape) <= LAYERS * rows * length for shape in kept[1:]), kept
+
+
+def test_the_number_of_stages_divides_the_layers():
+  of = lambda stages: len(build(stages=stages)[0].share.firsts)
+  assert [of(2), of(3), of(4)] == [2, 4, 4]
+  assert isinstance(build(stages=0)[0].share, OneProgram)  # on CPUs

@@ -156,8 +156,9 @@ def text_run(folder: Path, name: str, keys: Sequence[str], start: Start = start)
     text.mkdir()
     for path in sorted((ROOT / "src" / "trainer").glob("*.py")):
       (text / f"{path.stem}.txt").write_text(path.read_text())
-  shared = [f"dataset_path={text}", f"dataset_cache_directory={folder / 'tokens'}"]
-  return Run(folder / name, ["dataset_type=text", *shared, f"jax_cache_dir={folder / 'compiled'}", *keys], start)
+  shared = ["dataset_type=text", "vocab_size=258"]
+  shared += [f"dataset_path={text}", f"dataset_cache_directory={folder / 'tokens'}"]
+  return Run(folder / name, [*shared, f"jax_cache_dir={folder / 'compiled'}", *keys], start)
 
 
 def wait_for_exit(process: Process, timeout: float = 600) -> int:

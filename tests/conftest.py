@@ -49,6 +49,21 @@ def server() -> Iterator[StandaloneServer]:
   started.close()
 
 
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory) -> Path:
+  """A folder that every worker of pytest sees."""
+  base = tmp_path_factory.getbasetemp()
+  folder: Path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+  folder.mkdir(exist_ok=True)
+  return folder
+
+
+@pytest.fixture(scope="session")
+def compiled(shared) -> str:
+  """The key of a compilation cache that the runs of all tests share."""
+  return f"jax_cache_dir={shared / 'compiled'}"
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _free_compiled_programs() -> Iterator[None]:
   """Drops a module's compiled programs: each holds memory maps, and Linux limits a process to 65,530 maps."""

@@ -9,14 +9,8 @@ from end_to_end.command import Run
 from tests.support.command_runs import KEYS
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-  """The key of a compilation cache that the runs of a module share."""
-  return f"jax_cache_dir={tmp_path_factory.mktemp('compiled')}"
-
-
 @pytest.fixture
-def make(server, cache, tmp_path):
+def make(server, compiled, tmp_path):
   """make(key=value, ...) returns a run. Processes that are still alive after the test are killed."""
   processes = []
 
@@ -24,7 +18,7 @@ def make(server, cache, tmp_path):
     processes.append(server.start(argv, changes, log))
     return processes[-1]
 
-  yield lambda *keys: Run(tmp_path / "a", [*KEYS, cache, *keys], start)
+  yield lambda *keys: Run(tmp_path / "a", [*KEYS, compiled, *keys], start)
   for process in processes:
     if process.poll() is None:
       process.send_signal(signal.SIGKILL)

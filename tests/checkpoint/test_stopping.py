@@ -131,8 +131,8 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("how", WRAPPED)
-def test_sigterm_to_a_bash_wrapper_is_42(tmp_path, cache, how):
-  run = Run(tmp_path / "a", [*KEYS, cache, f"steps={ENDLESS}"])
+def test_sigterm_to_a_bash_wrapper_is_42(tmp_path, compiled, how):
+  run = Run(tmp_path / "a", [*KEYS, compiled, f"steps={ENDLESS}"])
   line = WRAPPED[how].format(command=" ".join([sys.executable, "-m trainer", *run.argv()]))
   with run.log.open("wb") as log:
     wrapper = subprocess.Popen(
@@ -143,9 +143,9 @@ def test_sigterm_to_a_bash_wrapper_is_42(tmp_path, cache, how):
   assert_stopped(run, wrapper)
 
 
-def test_sigterm_to_the_group_of_a_bash_wrapper_is_one_notice(tmp_path, cache):
+def test_sigterm_to_the_group_of_a_bash_wrapper_is_one_notice(tmp_path, compiled):
   """`timeout` and tini -g signal the whole group. bash ends at once; the command must still save and commit."""
-  run = Run(tmp_path / "a", [*KEYS, cache, f"steps={ENDLESS}"])
+  run = Run(tmp_path / "a", [*KEYS, compiled, f"steps={ENDLESS}"])
   line = " ".join([sys.executable, "-m trainer", *run.argv()]) + "; echo ended with $?"
   with run.log.open("wb") as log:
     wrapper = subprocess.Popen(

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-import os
+import fcntl
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+from end_to_end.torchrun_runs import OneWorker
+
+# Two slices of two devices. `compiled` is added, and the tests add processes and faults.
+LANES_STEPS = 40
+LANES = f"steps={LANES_STEPS} devices_per_slice=2 checkpoint_period={LANES_STEPS}".split()
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory) -> Path:
-  """A folder that every worker of pytest sees."""
-  base = tmp_path_factory.getbasetemp()
-  folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "launch"
-  folder.mkdir(exist_ok=True)
-  return folder
+def once(shared) -> Callable[[str], AbstractContextManager[None]]:
+  """once(name): a block that one worker of pytest executes at a time."""
+
+  @contextmanager
+  def block(name: str) -> Iterator[None]:
+    with (shared / f"{name}.lock").open("w") as file:
+      fcntl.flock(file, fcntl.LOCK_EX)
+      yield
+
+  return block
 
 
 @pytest.fixture(scope="session")
-def compiled(shared) -> str:
-  """The key of a compilation cache that all tests of this folder share."""
-  return f"jax_cache_dir={shared / 'compiled'}"
+def one_worker(shared: Path, compiled: str, server, once) -> OneWorker:
+  """A run of LANES in one process, which computes all. The first worker of pytest that needs it runs it for all."""
+  run = OneWorker(shared / "one-worker", [*LANES, compiled], slices=2, server=server)
+  with once("one-worker"):
+    if LANES_STEPS not in run.committed_steps():
+      with run.launched() as worker:
+        assert run.wait(worker) == 0, run.tail()
+  return run

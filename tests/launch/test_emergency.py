@@ -5,8 +5,9 @@ from __future__ import annotations
 from end_to_end.agent_runs import AgentRun
 from end_to_end.command import differences
 from end_to_end.process_runs import ProcessRun
+from tests.launch.conftest import LANES, LANES_STEPS
 
-STEPS = 40
+STEPS = LANES_STEPS
 PERIOD = 5  # of local copies; the only checkpoint in storage is that of the last step
 
 
@@ -45,7 +46,7 @@ def test_local_copies_of_one_slice_are_enough_for_all(compiled, server, tmp_path
 
 def on_two_hosts(folder, compiled: str, server) -> AgentRun:
   """Two slices of two processes each, without a process on the supervisor's host."""
-  changes = [*keys("~/ram", compiled), "devices_per_slice=2"]
+  changes = [*keys("~/ram", compiled), *LANES]
   return AgentRun(folder, changes, slices=2, options=["--processes-per-slice", "2"], server=server)
 
 
@@ -57,18 +58,11 @@ def hosts(run: AgentRun) -> None:
     run.agent(f"127.0.0.{number + 2}", home=str(home))
 
 
-def finish_on_two_hosts(run: AgentRun) -> None:
-  """Starts the run and its hosts, and checks that it completes."""
-  with run.launched() as supervisor:
-    hosts(run)
-    assert supervisor.wait(120) == 0, run.tail()
-    run.wait_for_processes(30)  # the agents end after the supervisor
+def test_parts_of_a_state_on_two_hosts_are_put_together(compiled, one_worker, server, tmp_path):
+  """Each host lacks the copies of another process of its slice; together they have every part of the newest state.
 
-
-def test_parts_of_a_state_on_two_hosts_are_put_together(compiled, server, tmp_path):
-  """Each host lacks the copies of another process of its slice; together they have every part of the newest state."""
-  undisturbed = on_two_hosts(tmp_path / "undisturbed", compiled, server)
-  finish_on_two_hosts(undisturbed)
+  Oracle: one process with two devices, which computes all and has no local copies.
+  """
   run = on_two_hosts(tmp_path / "run", compiled, server)
   with run.launched() as supervisor:
     hosts(run)
@@ -80,8 +74,11 @@ def test_parts_of_a_state_on_two_hosts_are_put_together(compiled, server, tmp_pa
     assert gone
     for path in gone:
       path.unlink()
-  finish_on_two_hosts(run)
+  with run.launched() as supervisor:
+    hosts(run)
+    assert supervisor.wait(120) == 0, run.tail()
+    run.wait_for_processes(30)  # the agents end after the supervisor
   (step,) = {event["step"] for event in run.events("restore") if event["tier"] == "emergency"}
   assert reached - 2 * PERIOD <= step <= reached
   assert sorted(run.losses()) == list(range(1, STEPS + 1))
-  assert differences(run, undisturbed, STEPS) == []
+  assert differences(run, one_worker, STEPS) == []

@@ -7,12 +7,9 @@ import signal
 
 from end_to_end.command import differences
 from end_to_end.process_runs import ProcessRun
-from end_to_end.torchrun_runs import OneWorker
+from tests.launch.conftest import LANES, LANES_STEPS
 
 from trainer.membership.environment import LANE, MEMBER
-
-STEPS = 24
-KEYS = f"steps={STEPS} devices_per_slice=2 checkpoint_period={STEPS}".split()
 
 
 def process_of(run: ProcessRun, member: int, lane: int) -> int:
@@ -22,12 +19,11 @@ def process_of(run: ProcessRun, member: int, lane: int) -> int:
   return pid
 
 
-def test_a_killed_process_of_a_slice_costs_no_step(compiled, server, tmp_path):
+def test_a_killed_process_of_a_slice_costs_no_step(compiled, one_worker, server, tmp_path):
   """Oracle: one process with two devices, which computes all. Losses and the last checkpoint are bit-identical."""
-  keys = [*KEYS, compiled]
   run = ProcessRun(
     tmp_path / "lanes",
-    [*keys, "elastic_min_slice_count=-1"],
+    [*LANES, compiled, "elastic_min_slice_count=-1"],
     slices=2,
     options=["--processes-per-slice", "2"],
     server=server,
@@ -37,9 +33,6 @@ def test_a_killed_process_of_a_slice_costs_no_step(compiled, server, tmp_path):
     os.kill(process_of(run, member=1, lane=1), signal.SIGKILL)
     assert run.wait(supervisor) == 0, run.tail()
   assert [event["slice"] for event in run.events("slice_down")] == [[1]], run.tail()
-  assert run.count("slice_up") == 1 and run.steps() == list(range(1, STEPS + 1))
-  single = OneWorker(tmp_path / "single", keys, slices=2, server=server)
-  with single.launched() as worker:
-    assert single.wait(worker) == 0, single.tail()
-  assert run.losses() == single.losses()
-  assert differences(run, single, STEPS) == []
+  assert run.count("slice_up") == 1 and run.steps() == list(range(1, LANES_STEPS + 1))
+  assert run.losses() == one_worker.losses()
+  assert differences(run, one_worker, LANES_STEPS) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import signal
 
 import numpy as np
@@ -17,11 +16,10 @@ WAITS = "elastic_min_slice_count=-1"  # for a lost slice: a run of few steps liv
 
 
 @pytest.fixture(scope="module")
-def undisturbed(shared, compiled, server) -> ProcessRun:
+def undisturbed(shared, compiled, server, once) -> ProcessRun:
   """The run that the others are compared with. The first worker of pytest that needs it runs it for all."""
   run = ProcessRun(shared / "undisturbed", [*KEYS, compiled], server=server)
-  with (shared / "undisturbed.lock").open("w") as file:
-    fcntl.flock(file, fcntl.LOCK_EX)
+  with once("undisturbed"):
     if STEPS not in run.committed_steps():
       with run.launched() as supervisor:
         assert run.wait(supervisor) == 0, run.tail()

@@ -22,7 +22,7 @@ from trainer.config.rules import AXES
 from trainer.config.schema import Config, ModelSection, OptimizerSection, RematPolicy
 from trainer.data import Batch
 from trainer.grad_reduce import GradReduce
-from trainer.kernels import projection, remat
+from trainer.kernels import projection
 from trainer.models import decoder
 from trainer.state import TrainState
 
@@ -159,14 +159,17 @@ def gradients(batch: Batch | None = None, accumulation: int = 1, **model) -> ste
 plain_gradients = functools.cache(gradients)
 
 
-# The offloading policies need a memory space that the CPU compiler lacks; tests/kernels/test_tpu_compile.py has one.
+# Each named activation is saved by one of these policies and recomputed by another. tests/kernels/test_remat.py tests
+# all policies. Offloading needs a memory space that the CPU compiler lacks; see tests/kernels/test_tpu_compile.py.
+POLICIES = RematPolicy.FULL, RematPolicy.SAVE_DOT_WITH_CONTEXT_EXCEPT_MLP, RematPolicy.MINIMAL, RematPolicy.CUSTOM
+
+
 @pytest.mark.parametrize(
   "changes",
   [
     {"scan_layers": False},
-    {"accumulation": 2},
     {"accumulation": 4},
-    *({"remat_policy": p} for p in (*remat.TABLE, RematPolicy.CUSTOM) if "offloaded" not in p),
+    *({"remat_policy": policy} for policy in POLICIES),
   ],
   ids=lambda changes: "-".join(map(str, *changes.items())),
 )
@@ -207,23 +210,13 @@ def test_an_unrolled_scan_changes_nothing():
   assert_close(run(config(model={"scan_unroll": 2})), reference(), 2e-6)
 
 
-def test_recomputation_changes_nothing():
-  assert_close(run(config(model={"remat_policy": RematPolicy.FULL})), reference(), 2e-6)
-
-
-@pytest.mark.parametrize("accumulation", [2, 16])
-def test_accumulation_equals_the_big_batch(accumulation):
-  changes = {
-    "data": {"per_device_batch_size": ROWS / accumulation},
-    "optimizer": {"gradient_accumulation_steps": accumulation},
-  }
+def test_accumulation_equals_the_big_batch():
+  changes = {"data": {"per_device_batch_size": 1}, "optimizer": {"gradient_accumulation_steps": ROWS}}
   assert_close(run(config(**changes)), reference(), 2e-6)
 
 
 MESHES = {
   "fsdp": ((1, 8), {}),
-  "tensor": ((1, 2), {"ici_tensor_parallelism": 2}),
-  "context": ((1, 2), {"ici_context_parallelism": 2}),
   "data-inside": ((1, 8), {"ici_data_parallelism": 4}),
   "slices": ((4, 2), {}),
   "all": ((2, 4), {"ici_tensor_parallelism": 2, "ici_context_parallelism": 2}),
@@ -238,11 +231,10 @@ def test_sharded_equals_unsharded(name):
   assert_close(run(config(**changes), where), reference(), 5e-6)
 
 
-@pytest.mark.parametrize("name", ["tensor", "all"])
-def test_projections_that_are_fused_equal_separate_ones(name, monkeypatch):
+def test_projections_that_are_fused_equal_separate_ones(monkeypatch):
   """Accelerators compute gate and up in one matmul; a CPU one by one."""
   monkeypatch.setattr(program.projection, "choose", lambda *_: projection.PLAIN)
-  where, parallelism = MESHES[name]
+  where, parallelism = MESHES["all"]
   changes = {"data": {"per_device_batch_size": ROWS / math.prod(where)}, "parallelism": parallelism}
   assert_close(run(config(**changes), where), reference(), 5e-6)
 
@@ -283,9 +275,8 @@ def test_gathers_have_two_stages_where_the_compiler_would_make_all_reduces(num_s
   assert sharding.gather_first(mesh, width) == first
 
 
-@pytest.mark.parametrize("name", ["all"])
-def test_quantized_training_is_close_to_plain_training(name):
-  where, parallelism = MESHES[name]
+def test_quantized_training_is_close_to_plain_training():
+  where, parallelism = MESHES["all"]
   data = {"per_device_batch_size": ROWS / math.prod(where)}
   metrics, _ = run(config(model={"quantization": "int8"}, data=data, parallelism=parallelism), where)
   for ours, plain in zip(metrics, reference()[0], strict=True):
@@ -293,9 +284,7 @@ def test_quantized_training_is_close_to_plain_training(name):
     assert ours["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.02)
 
 
-@pytest.mark.parametrize(
-  ("optimizer", "name"), [("adafactor", "fsdp"), ("adafactor", "slices"), ("muon", "slices"), ("sgd", "fsdp")]
-)
+@pytest.mark.parametrize(("optimizer", "name"), [("adafactor", "slices"), ("muon", "slices"), ("sgd", "fsdp")])
 def test_other_optimizers_sharded_equal_unsharded(optimizer, name):
   where, _ = MESHES[name]
   changes = {"data": {"per_device_batch_size": ROWS / math.prod(where)}, "optimizer": {"opt_type": optimizer}}
@@ -317,7 +306,7 @@ def test_adafactors_averages_are_sharded_like_their_weights():
   assert_close(run(sharded, where), run(whole), 5e-6)
 
 
-@pytest.mark.parametrize("alive", [1, 2, 3])
+@pytest.mark.parametrize("alive", [1, 3])
 def test_fewer_slices_train_on_the_same_batch(alive):
   got = run(config(data={"per_device_batch_size": 2}), (alive, 2), total=4)
   assert_close(got, reference(), 5e-6)
@@ -358,10 +347,8 @@ def one_device(model: frozenset[tuple[str, object]]) -> tuple[list, TrainState]:
 def test_gradients_that_travel_in_bfloat16_are_rounded_once_per_slice():
   where, _ = MESHES["slices"]
   rows = {"per_device_batch_size": ROWS / math.prod(where)}
-  metrics, state = run(
-    config(data=rows, optimizer={"opt_type": "sgd", "grad_reduce_dtype": "bfloat16"}), where, steps=1
-  )
-  exact, wanted = run(config(optimizer={"opt_type": "sgd"}), steps=1)
+  metrics, state = run(config(data=rows, optimizer={"opt_type": "sgd", "grad_reduce_dtype": "bfloat16"}), where)
+  exact, wanted = reference("sgd")
   assert metrics[0]["loss"] == pytest.approx(exact[0]["loss"], rel=5e-6)
   assert metrics[0]["grad_norm"] != exact[0]["grad_norm"]
   assert metrics[0]["grad_norm"] == pytest.approx(exact[0]["grad_norm"], rel=2**-8)
@@ -454,13 +441,21 @@ def test_weights_that_nothing_shards_are_refused(monkeypatch):
     program.build(config(data={"per_device_batch_size": 2}), slices((1, 2)), 1)
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
-@pytest.mark.parametrize("mu_dtype", ["", "float32"])
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon", "sgd"])
+@pytest.mark.parametrize(
+  ("optimizer", "mu_dtype", "scan_layers"),
+  [
+    ("adamw", "", True),
+    ("adamw", "float32", False),
+    ("adafactor", "", True),
+    ("adafactor", "", False),
+    ("muon", "", False),
+    ("muon", "float32", True),
+    ("sgd", "", True),
+    ("sgd", "float32", False),
+  ],
+)
 def test_bfloat16_weights_keep_the_types_of_the_state(optimizer, mu_dtype, scan_layers):
   """The step is compiled once, so its output must have the types of its input. Second moments are float32."""
-  if optimizer == "adafactor" and mu_dtype:
-    pytest.skip("it has no first moment")
   keys = {"opt_type": optimizer, "mu_dtype": mu_dtype}
   cfg = config(model={"weight_dtype": "bfloat16", "scan_layers": scan_layers}, optimizer=keys)
   prog = program.build(cfg, slices((1, 1)), 1)
@@ -478,12 +473,12 @@ def test_bfloat16_weights_keep_the_types_of_the_state(optimizer, mu_dtype, scan_
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_bfloat16_weights_learn_as_float32_ones_do(optimizer):
-  """Three steps at a rate that bfloat16's 8 bits can hold: losses within 1 %, and the weights go as far, within 5 %."""
-  keys = {"opt_type": optimizer, "learning_rate": 0.02}
+  """At a rate that bfloat16's 8 bits can hold: losses within 1 %, and the weights go as far, within 5 %."""
+  exact, rounded = (
+    config(model={"weight_dtype": dtype}, optimizer={"opt_type": optimizer}) for dtype in ("float32", "bfloat16")
+  )
   losses, distances = [], []
-  for weight_dtype in ("float32", "bfloat16"):
-    cfg = config(model={"weight_dtype": weight_dtype}, optimizer=keys)
-    metrics, state = run(cfg, steps=3)
+  for cfg, (metrics, state) in ((exact, reference(optimizer)), (rounded, run(rounded))):
     first = fresh(cfg)
     apart = jax.tree.map(lambda a, b: np.abs(np.float32(a) - np.float32(b)).sum(), state.params, first.params)
     losses.append([one["loss"] for one in metrics])

@@ -73,7 +73,7 @@ def fixed_mesh(directory: Path, cluster: tuple[str, ...]) -> None:
 
 def fewer_slices(directory: Path, cluster: tuple[str, ...]) -> None:
   """Three slices, two, and three again. The guide's awk script, unchanged, reads the log."""
-  flags = """per_device_batch_size=4 enable_checkpointing=false remat_policy=full global_parameter_scale=8 steps=300
+  flags = """per_device_batch_size=4 enable_checkpointing=false remat_policy=full global_parameter_scale=8 steps=60
     max_target_length=32 use_iota_embed=true reuse_example_batch=1 dataset_type=synthetic attention=flash
     gcs_metrics=True enable_pathways_goodput=True"""
   faults = "fault_injection=slice_down@20:1,slice_up@30:1"

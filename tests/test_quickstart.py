@@ -21,7 +21,7 @@ CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "quickstart.yml"
 SHRUNK = (
   "base_emb_dim=64 base_num_decoder_layers=2 base_num_query_heads=2 base_num_kv_heads=1 head_dim=32 base_mlp_dim=128 "
   "per_device_batch_size=4 max_target_length=64 steps=6 eval_interval=3 eval_steps=2 checkpoint_period=3 "
-  "sample_tokens=8 jax_cache_dir="
+  "sample_tokens=8"
 ).split()
 TIMED = {
   *("seconds", "eval_seconds", "data_wait", "eta", "wall", "monotonic"),
@@ -30,8 +30,9 @@ TIMED = {
 
 
 def quickstart(folder: pathlib.Path, name: str) -> subprocess.Popen[str]:
-  """Starts the small quickstart with its own cache, so that it also trains a tokenizer."""
+  """Starts the small quickstart with its own caches, so that it also trains a tokenizer and compiles."""
   paths = [f"base_output_directory={folder}", f"run_name={name}", f"dataset_cache_directory={folder}/cache_{name}"]
+  paths.append(f"jax_cache_dir={folder}/compiled_{name}")
   paths.append(f"dataset_path={pathlib.Path(email.__file__).parent}")  # half a megabyte of the standard library
   environment = os.environ | {"PYTHONPATH": str(pathlib.Path(trainer.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
   environment.pop("XLA_FLAGS", None)  # compile as for a user

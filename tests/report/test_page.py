@@ -51,6 +51,14 @@ def report(path) -> str:
   return Path(page.write(run, goodput.compute(run))).read_text()
 
 
+@pytest.fixture
+def no_pictures(monkeypatch):
+  """Pages with empty pictures: it takes two seconds to draw them."""
+  monkeypatch.setattr(plots, "styled", lambda *_: None)
+  monkeypatch.setattr(style, "svg", lambda figure: b"<svg/>")
+  monkeypatch.setattr(style, "png", lambda figure: b"")
+
+
 def test_the_report_is_one_file_and_tells_what_happened(tmp_path):
   fake_run.elastic_run(tmp_path / "demo", config={"learning_rate": 0.001, "fault_injection": "slice_down@12:1 <x>"})
   text = report(tmp_path / "demo")
@@ -85,7 +93,7 @@ def test_pictures_follow_the_width_of_the_screen_and_the_choice_of_light_or_dark
   assert sum(attrs.get("media") == "(max-width: 640px)" for attrs in shown.media) == 3
 
 
-def test_the_start_of_the_run_is_described(tmp_path):
+def test_the_start_of_the_run_is_described(no_pictures, tmp_path):
   fake_run.plain_run(
     tmp_path / "a",
     steps=3,
@@ -135,7 +143,7 @@ def test_parameter_counts_have_a_fitting_unit(number, shown):
   assert markup.magnitude(number) == shown
 
 
-def test_a_count_of_one_is_singular(tmp_path):
+def test_a_count_of_one_is_singular(no_pictures, tmp_path):
   run = fake_run.FakeRun(tmp_path / "one", slices=1, devices=1, config={"steps": 1})
   run.step(1)
   run.close()
@@ -181,7 +189,7 @@ def test_a_run_that_is_still_going_on_and_knows_little(tmp_path):
   assert "recover" not in shown.text and "Sample" not in shown.text
 
 
-def test_the_end_shown_is_that_of_the_newest_process(tmp_path):
+def test_the_end_shown_is_that_of_the_newest_process(no_pictures, tmp_path):
   first = fake_run.FakeRun(tmp_path / "a", steps=4, slices=1)
   first.step(1)
   first.end(42, step=1)
@@ -191,7 +199,7 @@ def test_the_end_shown_is_that_of_the_newest_process(tmp_path):
   assert "Not ended" in report(tmp_path / "a")
 
 
-def test_a_run_may_end_in_a_process_that_took_over_the_records(tmp_path):
+def test_a_run_may_end_in_a_process_that_took_over_the_records(no_pictures, tmp_path):
   """Where each slice is a process, the primary may be killed: the next one writes no run_start."""
   first = fake_run.FakeRun(tmp_path / "a", steps=4)
   first.step(1)
@@ -207,7 +215,7 @@ def test_a_run_may_end_in_a_process_that_took_over_the_records(tmp_path):
   assert sum(result["percent"].values()) == pytest.approx(100, abs=1e-9) and result["processes"] == 2
 
 
-def test_a_watchdog_ended_the_run(tmp_path):
+def test_a_watchdog_ended_the_run(no_pictures, tmp_path):
   run = fake_run.FakeRun(tmp_path / "a", steps=4, slices=1)
   run.step(1)
   run.after(9.0, "hang", step=1, silent_seconds=9.0, operation="save")
@@ -250,7 +258,7 @@ def test_restarts_and_bad_losses_are_drawn(tmp_path):
   assert "(exit code 42)" in shown.text and "4,000 of 4,000" in shown.text
 
 
-def test_a_table_of_very_many_events_is_cut(tmp_path):
+def test_a_table_of_very_many_events_is_cut(no_pictures, tmp_path):
   run = fake_run.FakeRun(tmp_path / "a", steps=1, slices=1)
   run.step(1)
   for step in range(3000):

@@ -24,7 +24,7 @@ from trainer.world import SingleWorld
 KEYS = (
   "configs/base.yml run_name=run dataset_type=synthetic base_emb_dim=16 base_num_decoder_layers=2 base_mlp_dim=32 "
   "base_num_query_heads=2 base_num_kv_heads=1 head_dim=8 vocab_size=64 max_target_length=64 per_device_batch_size=4 "
-  "dtype=float32 remat_policy=auto elastic_enabled=true"
+  "dtype=float32 opt_type=sgd remat_policy=auto elastic_enabled=true"
 ).split()
 V5E = chips.find("v5e")
 TPU = [[types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", coords=(0, 0, 0))]]
@@ -201,13 +201,14 @@ def test_a_run_keeps_a_policy_that_auto_can_have_chosen(cluster, chooses, tmp_pa
     resolve(config, cluster)
 
 
-def test_a_run_keeps_its_policy_through_a_lost_slice_and_a_resume(tmp_path):
+def test_a_run_keeps_its_policy_through_a_lost_slice_and_a_resume(server, tmp_path):
   """The resume finds a cache that says otherwise."""
   keys = (
-    "dataset_type=synthetic vocab_size=64 remat_policy=auto elastic_enabled=true elastic_min_slice_count=1 "
-    f"fault_injection=slice_down@3:1 learning_rate_schedule_steps=100 jax_cache_dir={tmp_path}/cache"
+    "dataset_type=synthetic vocab_size=64 opt_type=sgd remat_policy=auto elastic_enabled=true "
+    "elastic_min_slice_count=1 fault_injection=slice_down@3:1 learning_rate_schedule_steps=100 "
+    f"jax_cache_dir={tmp_path}/cache"
   )
-  run = Run(tmp_path, keys.split())
+  run = Run(tmp_path, keys.split(), server.start)
   assert run.finish("steps=5") == 0, run.printed
   assert len(run.events("recovery")) == 1 and run.last_step == 5
   chosen = FIXED_ORDER["cpu"][0]

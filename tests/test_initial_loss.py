@@ -17,7 +17,8 @@ from trainer.kernels.attention_xla import dot_product
 from trainer.models.decoder import DecoderFunctions
 from trainer.models.layers import Kernels
 
-MODELS = sorted((Path(__file__).parent.parent / "configs" / "models").glob("*.yml"))
+FOLDER = Path(__file__).parent.parent / "configs" / "models"
+MODELS = sorted(FOLDER.glob("*.yml"))
 SHRUNK = {
   "base_num_decoder_layers": 2,
   "base_num_query_heads": 4,
@@ -31,9 +32,14 @@ SHRUNK = {
 WIDTH = {"own-vocabulary": 32, "bytes": 512}
 
 
-@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
-@pytest.mark.parametrize("vocabulary", WIDTH)
-def test_the_loss_of_a_fresh_model_is_that_of_guessing(path, vocabulary):
+# Every model with few tokens, and one model of each vocabulary with all of its tokens.
+CASES = [(path.stem, "bytes") for path in MODELS]
+CASES += [(name, "own-vocabulary") for name in ("llama2-7b", "llama3.2-1b", "qwen3-14b")]
+
+
+@pytest.mark.parametrize(("name", "vocabulary"), CASES)
+def test_the_loss_of_a_fresh_model_is_that_of_guessing(name, vocabulary):
+  path = FOLDER / f"{name}.yml"
   values = yaml.safe_load(path.read_text()) | SHRUNK | {"base_emb_dim": WIDTH[vocabulary]}
   cfg = ModelSection(**values | ({"vocab_size": 256} if vocabulary == "bytes" else {}))
   assert abs(fresh_loss(cfg.model_dump_json()) - math.log(cfg.vocab_size)) < 0.1

@@ -48,8 +48,10 @@ def test_round_trip(tmp_path, caplog, mode, asynchronous):
   tier.close()
 
 
-@pytest.mark.parametrize("data,fsdp", [(1, 1), (2, 1), (1, 4), (4, 2), (1, 8)])
-@pytest.mark.parametrize("scanned", [True, False])
+@pytest.mark.parametrize(
+  ("data", "fsdp", "scanned"),
+  [(1, 1, True), (2, 1, False), (1, 4, True), (4, 2, True), (4, 2, False), (1, 8, False)],
+)
 def test_restores_onto_other_meshes_and_layer_layouts(tmp_path, data, fsdp, scanned):
   tier = Persistent(str(tmp_path / "c"), toy_state.config(), world=SingleWorld())
   tier.save(1, toy_state.state(1), {})

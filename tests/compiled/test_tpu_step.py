@@ -27,23 +27,25 @@ def compiled(arguments: str, topology: str, slices: int) -> tuple[config.Config,
 
 
 def test_a_published_model_on_three_slices():
-  """MaxText with the same compiler: 2,075 MB of temporaries, 448 MB of arguments, 13.6 GB of traffic.
+  """Measured: 448 MB of arguments, 260 MB of temporaries, 5.3 GB of traffic, 3.7 of 32.7 ms of DCN exposed.
 
-  It needs 40 ms of the network between slices and exposes 14 ms of them.
+  Sequences of 2,048 tokens, which docs/benchmarks/tpu_compile.md has, take half as long again to compile.
   """
-  cfg, found = compiled("model_name=qwen3-0.6b max_target_length=2048 grad_reduce_dtype=bfloat16", "v5e-16", 3)
+  length = 512
+  keys = f"model_name=qwen3-0.6b max_target_length={length} grad_reduce_dtype=bfloat16"
+  cfg, found = compiled(keys, "v5e-16", 3)
   assert found.memory.arguments < 460e6
-  assert found.memory.temporaries < 2075e6 / 3
-  assert found.costs.device_bytes < 13.6e9 * 0.8
+  assert found.memory.temporaries < 280e6
+  assert found.costs.device_bytes < 5.6e9
   sent = collections.Counter()
   for collective in found.collectives:
     sent[collective.kind, collective.crosses_slices] += collective.bytes * collective.times
   gradients = 2 * parameter_count(cfg.model) / 16
   assert gradients <= sent["all-reduce", True] < 1.02 * gradients
-  rows = 3 * 2048 * 2 * cfg.model.emb_dim  # looked up by a chip, from three slices, in bfloat16
+  rows = 3 * length * 2 * cfg.model.emb_dim  # looked up by a chip, from three slices, in bfloat16
   assert rows <= sent["all-gather", True] < 1.1 * rows
   layers = 2 * 440e6  # the weights of all layers in bfloat16, gathered
-  loss = 4 * 16 * 2048 * cfg.model.emb_dim  # the gradient of the last hidden states, in float32
+  loss = 4 * 16 * length * cfg.model.emb_dim  # the gradient of the last hidden states, in float32
   assert 0.95 * layers < sent["reduce-scatter", False] - loss < 1.05 * layers
   assert sent["all-reduce", False] < 0.01 * layers
   timeline = analysis.timeline(found, chips.find("TPU v5 lite"))

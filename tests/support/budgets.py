@@ -17,16 +17,16 @@ BUDGETS = {
   "tests": 700,
   "tests/checkpoint": 250,
   "tests/cluster": 60,
-  "tests/compiled": 140,
+  "tests/compiled": 110,
   "tests/config": 60,
   "tests/data": 80,
-  "tests/elastic": 250,
+  "tests/elastic": 200,
   "tests/kernels": 100,
   "tests/launch": 80,
   "tests/models": 100,
   "tests/observe": 60,
   "tests/report": 60,
-  "tests/tools": 150,
+  "tests/tools": 100,
 }
 DEFAULT_BUDGET = 60  # of a folder without an entry
 LIMIT = 2.0  # a folder that takes this many times its budget fails the run; machines differ, so 1 only warns

@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 TINY = (
-  "configs/base.yml run_name=t base_output_directory=unused dataset_type=synthetic base_emb_dim=256 "
-  "base_num_decoder_layers=4 base_num_query_heads=4 base_num_kv_heads=2 base_mlp_dim=512 head_dim=128 vocab_size=1024 "
-  "max_target_length=512 per_device_batch_size=1"
+  "configs/base.yml run_name=t base_output_directory=unused dataset_type=synthetic base_emb_dim=128 "
+  "base_num_decoder_layers=2 base_num_query_heads=2 base_num_kv_heads=1 base_mlp_dim=256 head_dim=128 vocab_size=512 "
+  "max_target_length=128 per_device_batch_size=1"
 ).split()
 AUTO = ["remat_policy=auto", "jax_cache_dir="]
 

@@ -214,8 +214,10 @@ def test_slices_exchange_the_gradients_once():
   from trainer.cluster import topologies
   from trainer.config.counts import parameter_count
 
-  changes = "gradient_accumulation_steps=2 logits_via_embedding=true use_qk_norm=false".split()
-  cfg = config.load([*TINY, *TPU, *changes])
+  changes = "gradient_accumulation_steps=2 logits_via_embedding=true use_qk_norm=false"
+  larger = "base_emb_dim=256 base_num_query_heads=4 base_num_kv_heads=2 base_mlp_dim=512 vocab_size=1024"
+  given = [*TINY, *TPU, *changes.split(), *larger.split()]
+  cfg = config.load(list({key.partition("=")[0]: key for key in given}.values()))
   slices = topologies.devices(topologies.resolve("v5e-4"), 2)
   found = analysis.analyse(cfg, slices, 2)
   assert isinstance(found, analysis.Analysis)
@@ -325,7 +327,8 @@ def test_the_out_of_memory_message_of_the_compiler_is_shortened(message, expecte
 def test_a_step_that_does_not_fit_is_reported_with_the_numbers_of_the_compiler():
   from trainer.cluster import topologies
 
-  cfg = config.load([*TINY[:-1], "per_device_batch_size=1024", "attention=dot_product", "remat_policy=none"])
+  large = "max_target_length=512 per_device_batch_size=8192 attention=dot_product remat_policy=none".split()
+  cfg = config.load([*TINY[:-2], *large])
   found = analysis.analyse(cfg, topologies.devices(topologies.resolve("v5e-1"), 1), 1)
   assert isinstance(found, analysis.DoesNotFit)
   assert re.fullmatch(r"total memory required for .* exceeds available HBM \(15.75G\)", found.reason)

@@ -17,7 +17,7 @@ from trainer.kernels import attention, remat
 
 pytestmark = needs.LIBTPU
 
-B, T, D, N, K, H, L = 4, 512, 256, 4, 2, 128, 3
+B, T, D, N, K, H, L = 4, 512, 128, 4, 2, 128, 3
 
 
 @pytest.fixture

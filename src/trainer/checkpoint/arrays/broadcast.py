@@ -6,6 +6,7 @@ and int8 into int32.)
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -46,13 +47,16 @@ def shards(target: Any, parts: Mapping[Device, np.ndarray]) -> jax.Array:
   for device in spread.addressable_devices:
     data = parts[device].view(word).reshape(local) if device in parts else np.zeros(local, word)
     buffers.append(jax.device_put(data, device))
-  stack = jax.make_array_from_single_device_arrays(shape, spread, buffers)
+  return _merge(jax.make_array_from_single_device_arrays(shape, spread, buffers), dtype, sharding)
 
-  def merge(words: jax.Array) -> jax.Array:
-    words = jnp.sum(words, axis=0, dtype=words.dtype)
-    return words != 0 if dtype == jnp.bool_ else jax.lax.bitcast_convert_type(words, dtype)
 
-  return jax.jit(merge, out_shardings=sharding, donate_argnums=0)(stack)
+# One function for all calls, so that arrays of equal shape, type and sharding share a compiled program.
+@functools.partial(jax.jit, static_argnums=(1, 2), donate_argnums=0)
+def _merge(words: jax.Array, dtype: np.dtype[Any], sharding: NamedSharding) -> jax.Array:
+  """Returns the sum of `words` [copies, ...] as an array of `dtype`."""
+  words = jnp.sum(words, axis=0, dtype=words.dtype)
+  values = words != 0 if dtype == jnp.bool_ else jax.lax.bitcast_convert_type(words, dtype)
+  return jax.lax.with_sharding_constraint(values, sharding)
 
 
 def to_all_hosts(world: World, data: np.ndarray | None, size: int, source: int) -> np.ndarray:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import types
 import zlib
 
@@ -285,14 +286,66 @@ def test_weights_gathered_in_two_stages_are_the_same(where, tensor, monkeypatch)
   ],
 )
 def test_gathers_have_two_stages_where_the_compiler_would_make_all_reduces(num_slices, shape, width, first):
+  assert sharding.gather_first(tpu_mesh(num_slices, shape), width) == first
+
+
+def tpu_mesh(num_slices: int, shape: tuple[int, ...]) -> types.SimpleNamespace:
+  """A mesh whose axis fsdp has all devices of a TPU slice with this shape, row by row."""
   coords = list(np.ndindex(*shape, *(1,) * (3 - len(shape))))
   devices = [types.SimpleNamespace(coords=place, slice_index=i) for i in range(num_slices) for place in coords]
-  mesh = types.SimpleNamespace(
-    devices=np.array(devices).reshape(num_slices, -1, 1, 1),
-    axis_names=AXES,
-    shape={"data": num_slices, "fsdp": len(coords)},
+  sizes = (num_slices, len(coords), 1, 1)
+  return types.SimpleNamespace(
+    devices=np.array(devices).reshape(sizes), axis_names=AXES, shape=dict(zip(AXES, sizes, strict=True))
   )
-  assert sharding.gather_first(mesh, width) == first
+
+
+@pytest.mark.parametrize(
+  "shape, tokens, vocab, neighbours",
+  [
+    ((4, 4), 2048, 151936, 1),
+    ((4, 4), 8192, 151936, 4),
+    ((8, 8), 2048, 128256, 8),
+    ((8, 8), 512, 128256, 1),
+    ((16, 16), 2048, 151936, 16),
+    ((4, 4, 8), 2048, 128256, 8),
+    ((1, 1), 2048, 151936, 1),
+  ],
+)
+def test_neighbours_gather_rows_of_the_head_where_tokens_are_many(shape, tokens, vocab, neighbours):
+  for num_slices in (1, 2):
+    mesh = tpu_mesh(num_slices, shape)
+    assert sharding.head_neighbours(mesh, tokens, vocab) == neighbours
+    mesh.shape["tensor"] = 2
+    assert sharding.head_neighbours(mesh, tokens, vocab) == 1
+
+
+SPLITS = {
+  "slices, padded, tied": ((2, 4), {}, {"vocab_size": 97, "logits_via_embedding": True}),
+  "tensor": ((1, 8), {"ici_tensor_parallelism": 2}, {}),
+  "context, whole vocabulary": ((1, 8), {"ici_context_parallelism": 4}, {}),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_a_loss_whose_neighbours_gather_rows_of_the_head_is_the_same(name, monkeypatch):
+  """Two neighbours along fsdp. Large slices of TPUs need this form: see `sharding.head_neighbours`."""
+  where, parallelism, model = SPLITS[name]
+  monkeypatch.setattr(program.sharding, "head_neighbours", lambda *_: 2)
+  cfg = config(model=model, data={"per_device_batch_size": ROWS / math.prod(where)}, parallelism=parallelism)
+  assert_close(run(cfg, where), one_device(frozenset(model.items())), 5e-6)
+
+
+def test_neighbours_that_gather_rows_of_the_head_exchange_fewer_tokens(monkeypatch):
+  """Of 8 shards, 2 neighbours have the same rows of the head: gathers of tokens are half as large."""
+  cfg = config(data={"per_device_batch_size": ROWS / 8}, optimizer={"num_vocab_tiling": 1})
+
+  def gathered() -> set[str]:
+    text = program.build(cfg, slices((1, 8)), 1).compile().as_text()
+    return set(re.findall(r"= f32\[(\d+),32,32\]\S* all-gather\(.*/linear_cross_entropy/", text))
+
+  assert gathered() == {str(ROWS)}
+  monkeypatch.setattr(program.sharding, "head_neighbours", lambda *_: 2)
+  assert gathered() == {str(ROWS // 2)}
 
 
 def test_quantized_training_is_close_to_plain_training():

@@ -179,9 +179,10 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
   )
   gathers_again = cfg.remat_policy is RematPolicy.NONE  # otherwise it would keep the whole weights of all layers
   project = projection.choose(platform, cfg.quantization, gathers_again, sharding.gather_first(mesh, cfg.emb_dim))
-  model = DecoderFunctions(
-    cfg, Kernels(kernel, project, rope.choose_rotate_half(platform), CHUNK_LOGITS_BYTES[platform])
-  )
+  tokens = len(slices) * rows * length // (mesh.shape[mesh_lib.DATA] * mesh.shape[mesh_lib.FSDP])
+  neighbours = sharding.head_neighbours(mesh, tokens, cfg.vocab_size)
+  kernels = Kernels(kernel, project, rope.choose_rotate_half(platform), CHUNK_LOGITS_BYTES[platform], neighbours)
+  model = DecoderFunctions(cfg, kernels)
   optimizer = optimizers.build(config.optimizer, model.logical_axes(), cfg.weight_dtype)
   schedule = optimizers.schedule(config.optimizer, config.run.steps)
   precisely = functools.partial(_with_precision, cfg.matmul_precision)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
@@ -49,8 +50,7 @@ ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
   "lookup_length": (CONTEXT,),
   "lookup_vocab": (),
   "lookup_embed": (FSDP,),
-  # The loss gathers a chunk of tokens over fsdp and context and splits the vocabulary instead (vocabulary-parallel
-  # loss, Megatron-LM). Each chip owns the gradient of its rows of the head, so no array as large as the head is sent.
+  # The loss gathers a chunk of tokens and splits the vocabulary instead. For fsdp, see LossExchange.
   "head_vocab": (FSDP, TENSOR),
   "loss_batch": (),
   "loss_length": (),
@@ -199,23 +199,90 @@ def _only_fsdp(spec: PartitionSpec) -> PartitionSpec:
   return PartitionSpec(*(FSDP if has_fsdp(entry) else None for entry in spec))
 
 
-def contract_vocab(dlogits_BTV: jax.Array, rows_VD: jax.Array) -> jax.Array:
-  """Returns the product [B, T, D] in float32, contracted over V, which fsdp shards; B is sharded over fsdp instead.
+@dataclasses.dataclass(frozen=True)
+class LossExchange:
+  """The communication of a loss whose vocabulary is split over `shards` of fsdp (Megatron-LM).
 
-  The parts of the devices are summed and split by one reduce-scatter. The TPU compiler's own partitioning would send
-  twice as much (see `manual_over_fsdp`).
+  With neighbours=1, each shard has its own rows of the head and gathers a chunk of the tokens of the slice. Otherwise
+  each group of `neighbours` gathers its rows, and tokens are gathered only over shards that are in different groups and
+  have the same place in them: shards / neighbours of them have the whole vocabulary together.
   """
-  contract = functools.partial(jnp.einsum, "btv,vd->btd", preferred_element_type=jnp.float32)
+
+  shards: int = 1
+  neighbours: int = 1
+
+  def gather_head(self, rows: jax.Array) -> jax.Array:
+    """Returns the rows [V, ...] of all neighbours."""
+    return self._run(jax.lax.all_gather, rows, self._groups, axis=0, tiled=True)
+
+  def scatter_head(self, rows: jax.Array) -> jax.Array:
+    """Returns the shard's own rows [V, ...], summed over neighbours: the derivative of `gather_head`."""
+    return self._run(jax.lax.psum_scatter, rows, self._groups, scatter_dimension=0, tiled=True)
+
+  def gather_tokens(self, x: jax.Array) -> jax.Array:
+    """Returns x [B, ...] of all shards with which this shard splits the vocabulary."""
+    return self._run(jax.lax.all_gather, x, self._groups.T, axis=0, tiled=True)
+
+  def scatter_tokens(self, x: jax.Array) -> jax.Array:
+    """Returns the shard's own part of x [B, ...], summed over the vocabulary: the derivative of `gather_tokens`.
+
+    One reduce-scatter: the TPU compiler's own partitioning would send twice as much (see `manual_over_fsdp`).
+    """
+    return self._run(jax.lax.psum_scatter, x, self._groups.T, scatter_dimension=0, tiled=True)
+
+  def max_over_vocab(self, x: Any) -> Any:
+    """Returns the maximum over the parts of the vocabulary."""
+    return self._run(jax.lax.pmax, x, self._groups.T)
+
+  def sum_over_vocab(self, x: Any) -> Any:
+    """Returns the sum over the parts of the vocabulary."""
+    return self._run(jax.lax.psum, x, self._groups.T)
+
+  def sum_over_tokens(self, x: Any) -> Any:
+    """Returns the sum over all tokens of the slice, from sums over the gathered tokens."""
+    return self._run(jax.lax.psum, x, self._groups)
+
+  @property
+  def _groups(self) -> np.ndarray:
+    """The shards as an array [groups, neighbours]. A column has all shards that split the vocabulary."""
+    return np.arange(self.shards).reshape(-1, self.neighbours)
+
+  @staticmethod
+  def _run(collective: Callable[..., Any], x: Any, groups: np.ndarray, **options: Any) -> Any:
+    return x if groups.shape[1] == 1 else collective(x, FSDP, axis_index_groups=groups.tolist(), **options)
+
+
+def loss_over_fsdp(run: Callable[..., Any], neighbours: int, *arrays: jax.Array) -> Any:
+  """Returns run(exchange, *arrays) = (sums over tokens, arrays), computed by each shard of fsdp on its own parts.
+
+  fsdp shards dim 0 of each array. neighbours: see `LossExchange`.
+  """
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty or mesh.shape[FSDP] == 1:
-    return contract(dlogits_BTV, rows_VD)
+    return run(LossExchange(), *arrays)
   return jax.shard_map(
-    lambda dlogits, rows: jax.lax.psum_scatter(contract(dlogits, rows), FSDP, scatter_dimension=0, tiled=True),
+    functools.partial(run, LossExchange(mesh.shape[FSDP], neighbours)),
     axis_names={FSDP},
-    in_specs=(PartitionSpec(None, None, FSDP), PartitionSpec(FSDP)),
-    out_specs=PartitionSpec(FSDP),
+    in_specs=PartitionSpec(FSDP),
+    out_specs=(PartitionSpec(), PartitionSpec(FSDP)),
     check_vma=False,
-  )(dlogits_BTV, rows_VD)
+  )(*arrays)
+
+
+def head_neighbours(mesh: Mesh, tokens: int, vocab: int) -> int:
+  """Returns how many neighbours along fsdp gather their rows of the head for the loss; 1: none (see `LossExchange`).
+
+  tokens: of a shard of fsdp in a micro-batch. The result is the length of a line of devices in the slice, or 1 if a
+  line does not save more than half of what a device sends.
+  """
+  shards = mesh.shape[FSDP]
+  neighbours = _length_of_line(_fsdp_coords(mesh))
+  if mesh.shape[TENSOR] > 1 or mesh.shape[CONTEXT] > 1:
+    return 1  # these axes split the rows of a shard too
+  # Tokens travel in the compute dtype and their gradients in float32, and so do rows of the head and their gradients.
+  sent = (shards // neighbours - 1) * tokens + (neighbours - 1) * vocab / shards
+  # Half, because a ring along a line uses no more than half of the links of a device.
+  return neighbours if sent < (shards - 1) * tokens / 2 else 1
 
 
 def is_manual_over_fsdp() -> bool:
@@ -246,16 +313,27 @@ def gather_first(mesh: Mesh, width: int) -> int:
   concerns slices of three dims (v4, v5p). On slices of two dims (v5e, v6e) it concerns programs of a single slice, and
   shards that do not fill tiles of memory. All others are faster in one stage (docs/benchmarks/tpu_compile.md).
   """
+  coords = _fsdp_coords(mesh)
+  fills_tiles = width // mesh.shape[FSDP] % _TILE_ROWS == 0
+  dims_of_one_stage = 2 if fills_tiles and len(_slices(mesh.devices.flat)) > 1 else 1
+  return 1 if _dims(coords) <= dims_of_one_stage else _length_of_line(coords)
+
+
+def _fsdp_coords(mesh: Mesh) -> list[Any]:
+  """Returns where the devices along fsdp lie in their slice. Empty if they do not say so, or are in several slices."""
   line = np.moveaxis(mesh.devices, mesh.axis_names.index(FSDP), -1).reshape(-1, mesh.shape[FSDP])[0]
   coords = [getattr(device, "coords", None) for device in line]
-  if None in coords or len(_slices(line)) > 1:
-    return 1
-  varies = lambda some: sum(len(set(values)) > 1 for values in zip(*some))
-  fills_tiles = width // len(line) % _TILE_ROWS == 0
-  dims_of_one_stage = 2 if fills_tiles and len(_slices(mesh.devices.flat)) > 1 else 1
-  if varies(coords) <= dims_of_one_stage:
-    return 1
-  return max(n for n in range(1, len(line)) if len(line) % n == 0 and varies(coords[:n]) <= 1)
+  return [] if None in coords or len(_slices(line)) > 1 else coords
+
+
+def _length_of_line(coords: list[Any]) -> int:
+  """Returns the largest number of first devices that lie on one line and divide all devices, but not all of them."""
+  return max((n for n in range(1, len(coords)) if len(coords) % n == 0 and _dims(coords[:n]) <= 1), default=1)
+
+
+def _dims(coords: list[Any]) -> int:
+  """Returns the number of dims in which the devices lie apart."""
+  return sum(len(set(values)) > 1 for values in zip(*coords))
 
 
 def _slices(devices: Iterable[jax.Device]) -> set[int]:

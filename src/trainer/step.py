@@ -91,6 +91,7 @@ def head_losses(
       valid_vocab=vocab,
       vocab_shards=parts,
       length_shards=num_shards(CONTEXT),
+      head_neighbours=model.kernels.head_neighbours,
       chunk_logits_bytes=model.kernels.chunk_logits_bytes,
     )
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trainer.sharding import contract_vocab
+from trainer import sharding
 
 # Platform -> bytes of one chunk's float32 logits on a device. TPU: a chunk that fits into VMEM (128 MiB on v5e and v6e)
 # needs no pass over HBM; much smaller chunks add to dw too often. CPU: a chunk that fits into the cache
@@ -38,6 +38,7 @@ def linear_cross_entropy(
   valid_vocab: int | None = None,
   vocab_shards: int = 1,
   length_shards: int = 1,
+  head_neighbours: int = 1,
   chunk_logits_bytes: int = CHUNK_LOGITS_BYTES["tpu"],
   constrain: Constrain = unconstrained,
 ) -> tuple[jax.Array, jax.Array]:
@@ -54,6 +55,7 @@ def linear_cross_entropy(
     valid_vocab: logits from this index on are padding and count as -inf.
     vocab_shards: number of devices over which the vocabulary is split.
     length_shards: number of devices over which T is split.
+    head_neighbours: number of devices that gather their rows of the head: see sharding.LossExchange.
     chunk_logits_bytes: see `num_chunks`.
     constrain: constrain(array, axes) shards the parts: an x chunk ("loss_batch", "loss_length", "embed"), logits
       ("loss_batch", "loss_length", "vocab"), w and dw ("vocab", "embed"), dw transposed ("embed", "vocab"), a dx chunk
@@ -74,7 +76,9 @@ def linear_cross_entropy(
   chunks = num_chunks or choose_chunks(
     own, 4 * x.shape[0] * length_shards * w.shape[0] / vocab_shards, chunk_logits_bytes
   )
-  return _fused(x, w, targets, weights, _Static(z_loss, min(chunks, own), vocab, length_shards, constrain))
+  padded_from = vocab if vocab < w.shape[0] else None
+  static = _Static(z_loss, min(chunks, own), padded_from, length_shards, head_neighbours, constrain)
+  return _fused(x, w, targets, weights, static)
 
 
 def choose_chunks(length: int, position_bytes: float, limit: int) -> int:
@@ -109,8 +113,9 @@ class _Static(NamedTuple):
 
   z_loss: float
   chunks: int
-  vocab: int  # logits from this index on are padding
+  padded_from: int | None  # logits from this index on are padding
   shards: int  # number of devices over which T is split
+  neighbours: int  # number of devices that gather their rows of the head
   constrain: Constrain
 
 
@@ -182,30 +187,47 @@ def _sums(
   with_grads: bool,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, Any]]:
   """Returns ((loss_sum, z_sum), (dx, dw)). Without `with_grads` the gradients are None."""
-  z_loss, chunks, vocab, shards, constrain = static
-  rows = constrain(w.astype(x.dtype), ("vocab", "embed"))
-  is_column = jnp.arange(w.shape[0], dtype=jnp.int32)
+  run = functools.partial(_shard_sums, static, with_grads)
+  rows = jnp.arange(w.shape[0], dtype=jnp.int32)
+  return sharding.loss_over_fsdp(run, static.neighbours, x, w, rows, targets, weights)
+
+
+def _shard_sums(
+  static: _Static,
+  with_grads: bool,
+  exchange: sharding.LossExchange,
+  x: jax.Array,
+  w: jax.Array,
+  column: jax.Array,
+  targets: jax.Array,
+  weights: jax.Array,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, Any]]:
+  """Returns what `_sums` returns. Each shard of fsdp computes it from its own parts. column: indices of its rows."""
+  z_loss, chunks, padded_from, shards, _, constrain = static
+  rows = exchange.gather_head(constrain(w.astype(x.dtype), ("vocab", "embed")))
+  column = exchange.gather_head(column)
   # float32: accumulate dw transposed, [D, V]. A CPU then transposes the narrow x of a chunk, and not its dlogits. For
   # bfloat16, the CPU runtime has no kernel of this form.
   transposed = x.dtype == jnp.float32
   dw_axes = ("embed", "vocab") if transposed else ("vocab", "embed")
-  views = [_by_chunk(array, shards, chunks) for array in (x, targets, weights)]
+  x_view = _by_chunk(x, shards, chunks)
+  views = [_by_chunk(exchange.gather_tokens(array), shards, chunks) for array in (targets, weights)]
 
   def one(i: jax.Array, carry: Any) -> Any:
     loss, z, dx, dw = carry
-    x, targets, weights = (_chunk(view, i) for view in views)
-    x = constrain(x, ("loss_batch", "loss_length", "embed"))
+    targets, weights = (_chunk(view, i) for view in views)
+    x = constrain(exchange.gather_tokens(_chunk(x_view, i)), ("loss_batch", "loss_length", "embed"))
     logits = jnp.einsum("btd,vd->btv", x, rows, preferred_element_type=jnp.float32)
     logits = constrain(logits, ("loss_batch", "loss_length", "vocab"))
-    if vocab < w.shape[0]:
-      logits = jnp.where(is_column < vocab, logits, -jnp.inf)
-    largest = jnp.max(logits, axis=-1, keepdims=True)
+    if padded_from is not None:
+      logits = jnp.where(column < padded_from, logits, -jnp.inf)
+    largest = exchange.max_over_vocab(jnp.max(logits, axis=-1, keepdims=True))
     exponents = jnp.exp(logits - largest)
-    total = jnp.sum(exponents, axis=-1, keepdims=True)
-    log_z = (jnp.log(total) + largest)[..., 0]
-    hit = is_column == targets[..., None]
+    hit = column == targets[..., None]
     # A masked sum instead of a gather: with a sharded vocabulary it needs only one sum across devices.
-    target = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
+    sums = jnp.sum(exponents, axis=-1, keepdims=True), jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
+    total, target = exchange.sum_over_vocab(sums)
+    log_z = (jnp.log(total) + largest)[..., 0]
     loss += jnp.sum(weights * (log_z - target))
     z += z_loss * jnp.sum(weights * jnp.square(log_z))
     if not with_grads:
@@ -217,15 +239,17 @@ def _sums(
     equation = "btd,btv->dv" if transposed else "btv,btd->vd"
     operands = (x, dlogits) if transposed else (dlogits, x)
     dw += constrain(jnp.einsum(equation, *operands, preferred_element_type=jnp.float32), dw_axes)
-    dx_chunk = contract_vocab(dlogits, rows).astype(x.dtype)
-    return loss, z, _store_chunk(dx, constrain(dx_chunk, ("batch", "length", "embed")), i), dw
+    dx_chunk = exchange.scatter_tokens(jnp.einsum("btv,vd->btd", dlogits, rows, preferred_element_type=jnp.float32))
+    return loss, z, _store_chunk(dx, constrain(dx_chunk.astype(x.dtype), ("batch", "length", "embed")), i), dw
 
   zero, dx, dw = jnp.zeros((), jnp.float32), None, None
   if with_grads:
     dx = _by_chunk(constrain(jnp.zeros_like(x), ("batch", "length", "embed")), shards, chunks)
-    dw = constrain(jnp.zeros(w.shape[::-1] if transposed else w.shape, jnp.float32), dw_axes)
+    dw = constrain(jnp.zeros(rows.shape[::-1] if transposed else rows.shape, jnp.float32), dw_axes)
   with jax.named_scope("linear_cross_entropy"):
     loss, z, dx, dw = jax.lax.fori_loop(0, chunks, one, (zero, zero, dx, dw))
+  loss, z = exchange.sum_over_tokens((loss, z))
   if not with_grads:
     return (loss, z), (None, None)
-  return (loss, z), (_whole(dx, x.shape[1]), (dw.T if transposed else dw).astype(w.dtype))
+  dw = exchange.scatter_head(dw.T if transposed else dw)
+  return (loss, z), (_whole(dx, x.shape[1]), dw.astype(w.dtype))

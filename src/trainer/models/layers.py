@@ -27,6 +27,7 @@ class Kernels:
   project: Projection = projection.PLAIN
   rotate_half: rope.RotateHalf = rope.rotate_half_by_reversal  # for the rotary positions
   chunk_logits_bytes: int = CHUNK_LOGITS_BYTES["tpu"]
+  head_neighbours: int = 1  # see sharding.LossExchange
 
 
 def normal_param(

@@ -302,8 +302,9 @@ def tpu_mesh(num_slices: int, shape: tuple[int, ...]) -> types.SimpleNamespace:
 @pytest.mark.parametrize(
   "shape, tokens, vocab, neighbours",
   [
-    ((4, 4), 2048, 151936, 1),
-    ((4, 4), 8192, 151936, 4),
+    ((4, 4), 2048, 32000, 4),
+    ((4, 4), 2048, 151936, 1),  # rows are as many as tokens
+    ((4, 4), 8192, 151936, 1),  # too many rows on a device
     ((8, 8), 2048, 128256, 8),
     ((8, 8), 512, 128256, 1),
     ((16, 16), 2048, 151936, 16),
@@ -317,6 +318,12 @@ def test_neighbours_gather_rows_of_the_head_where_tokens_are_many(shape, tokens,
     assert sharding.head_neighbours(mesh, tokens, vocab) == neighbours
     mesh.shape["tensor"] = 2
     assert sharding.head_neighbours(mesh, tokens, vocab) == 1
+
+
+def test_devices_that_are_not_on_lines_do_not_gather_rows_of_the_head():
+  mesh = tpu_mesh(1, (4, 4))
+  mesh.devices[0, 4:8] = mesh.devices[0, [7, 8, 4, 5]]
+  assert sharding.head_neighbours(mesh, 2048, 32000) == 1
 
 
 SPLITS = {

@@ -35,6 +35,9 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
 OPTIONAL = frozenset({"vocab"})
 
 _TILE_ROWS = 16  # of a TPU's memory tile, in bfloat16
+# Rows of the head on a device. A chunk of the loss has 96 MiB of logits: 1,024 tokens with this many rows. With fewer
+# tokens, adding to the gradient of the rows in memory takes longer than the matmul (v5e).
+_MAX_HEAD_ROWS = 24 << 10
 
 ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
   "batch": (FSDP,),
@@ -272,17 +275,21 @@ def loss_over_fsdp(run: Callable[..., Any], neighbours: int, *arrays: jax.Array)
 def head_neighbours(mesh: Mesh, tokens: int, vocab: int) -> int:
   """Returns how many neighbours along fsdp gather their rows of the head for the loss; 1: none (see `LossExchange`).
 
-  tokens: of a shard of fsdp in a micro-batch. The result is the length of a line of devices in the slice, or 1 if a
-  line does not save more than half of what a device sends.
+  tokens: of a shard of fsdp in a micro-batch. The result is the length of the lines of devices that fsdp consists of,
+  if gathering over lines saves more than half of what a device sends.
   """
   shards = mesh.shape[FSDP]
-  neighbours = _length_of_line(_fsdp_coords(mesh))
-  if mesh.shape[TENSOR] > 1 or mesh.shape[CONTEXT] > 1:
-    return 1  # these axes split the rows of a shard too
+  coords = _fsdp_coords(mesh)
+  neighbours = _length_of_line(coords)
+  lines = [coords[i : i + neighbours] for i in range(0, len(coords), neighbours)]
+  # The other axes split the rows of a shard too.
+  if mesh.shape[TENSOR] > 1 or mesh.shape[CONTEXT] > 1 or max(map(_dims, lines), default=0) > 1:
+    return 1
   # Tokens travel in the compute dtype and their gradients in float32, and so do rows of the head and their gradients.
   sent = (shards // neighbours - 1) * tokens + (neighbours - 1) * vocab / shards
   # Half, because a ring along a line uses no more than half of the links of a device.
-  return neighbours if sent < (shards - 1) * tokens / 2 else 1
+  saves = sent < (shards - 1) * tokens / 2
+  return neighbours if saves and vocab * neighbours <= _MAX_HEAD_ROWS * shards else 1
 
 
 def is_manual_over_fsdp() -> bool:

@@ -142,6 +142,11 @@ def _receive(peers: Peers, abstract: TrainState) -> tuple[TrainState, dict[str, 
   return state, header
 
 
+def leaves(peers: Peers | None) -> bool:
+  """Whether this process ends and the run goes on without it: what follows the last step is the others' task."""
+  return peers is not None and peers.left
+
+
 def must_save_for_another(peers: Peers | None) -> bool:
   """Whether this member is the primary now, because the one before it was lost before its last save.
 

@@ -148,7 +148,7 @@ def _loop(
       records.finish()
 
     due = Due(
-      last=step == config.run.steps and not _leaves(session),
+      last=step == config.run.steps and not peer_attempt.leaves(session.cluster.peers),
       stop=session.preemption.requested(step),
       resize=stepper.resize_due(step),
       evaluation=_evaluation_due(config, session, step),
@@ -215,12 +215,6 @@ def _commit_last(
   if peer_attempt.must_save_for_another(session.cluster.peers):
     tiers.maybe_save(step, state, session.data.meta(config, step), last=True, metric=loss)
     tiers.wait()
-
-
-def _leaves(session: Session) -> bool:
-  """Whether this process ends and the run goes on without it: what follows the last step is the others' task."""
-  peers = session.cluster.peers
-  return peers is not None and peers.left
 
 
 def _target_reached(config: Config, session: Session, step: int, loss: float | None) -> bool:

@@ -192,6 +192,21 @@ def _sums(
   return sharding.loss_over_fsdp(run, static.neighbours, x, w, rows, targets, weights)
 
 
+def _softmax(
+  exchange: sharding.LossExchange, logits: jax.Array, hit: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+  """Returns (exponents [B, T, V], their sum [B, T, 1], log of the normaliser [B, T], logit of the target [B, T]).
+
+  V: the part of the vocabulary of this device; the others are over the whole vocabulary. hit: where the target is.
+  """
+  largest = exchange.max_over_vocab(jnp.max(logits, axis=-1, keepdims=True))
+  exponents = jnp.exp(logits - largest)
+  # A masked sum instead of a gather: with a sharded vocabulary it needs only one sum across devices.
+  sums = jnp.sum(exponents, axis=-1, keepdims=True), jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
+  total, target = exchange.sum_over_vocab(sums)
+  return exponents, total, (jnp.log(total) + largest)[..., 0], target
+
+
 def _shard_sums(
   static: _Static,
   with_grads: bool,
@@ -221,13 +236,8 @@ def _shard_sums(
     logits = constrain(logits, ("loss_batch", "loss_length", "vocab"))
     if padded_from is not None:
       logits = jnp.where(column < padded_from, logits, -jnp.inf)
-    largest = exchange.max_over_vocab(jnp.max(logits, axis=-1, keepdims=True))
-    exponents = jnp.exp(logits - largest)
     hit = column == targets[..., None]
-    # A masked sum instead of a gather: with a sharded vocabulary it needs only one sum across devices.
-    sums = jnp.sum(exponents, axis=-1, keepdims=True), jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
-    total, target = exchange.sum_over_vocab(sums)
-    log_z = (jnp.log(total) + largest)[..., 0]
+    exponents, total, log_z, target = _softmax(exchange, logits, hit)
     loss += jnp.sum(weights * (log_z - target))
     z += z_loss * jnp.sum(weights * jnp.square(log_z))
     if not with_grads:

@@ -4,7 +4,8 @@ The global batch is cut into shares of constant shape, once for the life of the 
 them, exchange the sums, and apply the total when the supervisor has committed the step. If a member is lost before the
 commit, the others keep the sums that they have, compute its shares, and exchange again: no step is lost.
 
-The exchange begins with the first gradients of the backward pass, while the device computes the others.
+If the sums of a share are several programs (`share_sums.py`), the exchange begins with the first gradients, while the
+device computes the others.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Share = int
 
 @dataclasses.dataclass(frozen=True)
 class _Own:
-  """What one share of this member, or several together, add to a round. scalars: float32; known before the gradients.
+  """What one share of this member, or several together, add to a round. scalars: float32; known before all gradients.
 
   grads: what is exchanged; None in an evaluation. parts: what is added to other shares first, with balanced sums only.
   """
@@ -184,8 +185,8 @@ class PeerStepper:
           held[share] = compute(share)
       parts, dealt = self._parts({share: held[share] for share in peers.shares})
       scalars = {number: part.host_scalars() for number, part in parts.items()}  # waits for them only
-      # From a thread of its own: the exchange stands still while another member computes, and the supervisor must know
-      # that this member does not hold it up.
+      # In a thread of its own: the exchange begins before the gradients are computed, and stands still while another
+      # member computes. The supervisor must know which member it waits for.
       report = self._reports.submit(self._report, round_name, peers.epoch, list(parts.values()), began - seconds)
       try:
         if total is not None:

@@ -20,7 +20,7 @@ from jax import Device
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer import mesh as mesh_lib
-from trainer import optimizers, sharding, share_sums, state, step
+from trainer import optimizers, sharding, state, step
 from trainer.cluster import View
 from trainer.config import counts
 from trainer.config.errors import ConfigError
@@ -34,7 +34,7 @@ from trainer.kernels.cross_entropy import CHUNK_LOGITS_BYTES
 from trainer.models import rope
 from trainer.models.decoder import DecoderFunctions
 from trainer.models.layers import Kernels
-from trainer.share_sums import OneProgram, ShareSums, Stages
+from trainer.share_sums import OneProgram, ShareSums, Stages, Traced
 from trainer.state import TrainState
 from trainer.step import Sums
 
@@ -42,8 +42,8 @@ from trainer.step import Sums
 # D = 1024 on 16 chips each one contracts 64 values, and the matrix unit has 128 rows. Only above this size it may.
 TPU_OPTIONS = MappingProxyType({"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"})
 
-# Stages of a share on an accelerator (exchange_stages=0): little of the exchange is left when the last one ends, and to
-# start a program costs nothing beside its work. A CPU needs its cores for the computation.
+# Stages of a share on an accelerator (exchange_stages=0): little of the exchange is left when the last one ends, and a
+# program takes much longer to run than to start. A CPU needs its cores for the computation.
 _STAGES = 4
 
 
@@ -201,7 +201,7 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
   )
 
 
-def _share(config: Config, model: DecoderFunctions, platform: str, traced: share_sums.Traced) -> OneProgram | Stages:
+def _share(config: Config, model: DecoderFunctions, platform: str, traced: Traced) -> OneProgram | Stages:
   """Returns how a slice that is a JAX world of its own computes the sums of a share."""
   layers = config.model.num_decoder_layers
   stages = config.elastic.exchange_stages

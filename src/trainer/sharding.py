@@ -137,9 +137,8 @@ def manual_over_fsdp(run: Callable[..., Any], weights: Any, totals: Any, axes: d
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty or mesh.shape[FSDP] == 1:
     return run(weights, totals, rows)
-  of_weights = lambda leaf, axes: _only_fsdp(parameter_spec(axes, leaf.shape, mesh, "of the layers"))
-  specs = jax.tree.map(of_weights, weights, axes["layers"])
-  total_specs = {key: None if x is None else jax.tree.map(of_weights, x, axes[key]) for key, x in totals.items()}
+  specs = _specs_over_fsdp(weights, axes["layers"], mesh)
+  total_specs = {key: None if x is None else _specs_over_fsdp(x, axes[key], mesh) for key, x in totals.items()}
   batch = PartitionSpec(FSDP)
 
   def run_shard(weights: Any, totals: Any, rows: Any) -> Any:
@@ -167,8 +166,7 @@ def in_parts_over_fsdp(
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty or mesh.shape[FSDP] == 1:
     return run(weights, rows, own)
-  of_weights = lambda leaf, axes: _only_fsdp(parameter_spec(axes, leaf.shape, mesh, "of the layers"))
-  specs = jax.tree.map(of_weights, weights, axes)
+  specs = _specs_over_fsdp(weights, axes, mesh)
   batch = PartitionSpec(FSDP)
 
   def run_shard(weights: Any, rows: Any, own: Any) -> Any:
@@ -194,6 +192,13 @@ def _on_first_shard(total: jax.Array) -> jax.Array:
   """
   others = jnp.where(jax.lax.axis_index(FSDP) == 0, 0.0, -total)
   return total + jax.lax.stop_gradient(others)
+
+
+def _specs_over_fsdp(weights: Any, axes: Any, mesh: AbstractMesh) -> Any:
+  """Returns the specs of `weights` with logical `axes`, as far as they concern fsdp."""
+  return jax.tree.map(
+    lambda leaf, axes: _only_fsdp(parameter_spec(axes, leaf.shape, mesh, "of the layers")), weights, axes
+  )
 
 
 def _only_fsdp(spec: PartitionSpec) -> PartitionSpec:

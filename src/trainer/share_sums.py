@@ -1,7 +1,7 @@
 """The sums of one share, where each slice is a JAX world of its own: one program, or several, one after the other.
 
 With several programs the exchange between slices overlaps the backward pass: the first gradients travel while the next
-program computes. The operations are those of `step.loss_and_grads`.
+program computes. Together the programs do the operations of `step.loss_and_grads`.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ class OneProgram:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Begun:
-  """A share of which the gradients of the layers and of the table are still missing.
+  """A share after `begin`: the gradients of the layers and of the embedding table are not computed yet.
 
-  grads: those of the final norm and of an untied head, float32. dx: the gradient of the stream after the last layer,
-  [B, T, D]. tied: the gradient of a tied head, in weight_dtype. positions, saved: what the derivative of the layers
-  needs. earlier: the gradients of all micro-batches but the last one; None if there is one.
+  grads: the gradients of the final norm and of an untied head, float32. dx: the gradient of the stream after the last
+  layer, [B, T, D]. tied: the gradient of a tied head, in weight_dtype. positions, saved: what the derivative of the
+  layers needs. earlier: the gradients of all micro-batches but the last one; None if there is one.
   """
 
   scalars: Scalars
@@ -149,8 +149,9 @@ def finish(model: DecoderFunctions, params: Params, begun: Begun, dx: jax.Array,
 class Stages:
   """The sums of a share as several functions. The exchange begins when the first of them ends.
 
-  `begin` ends with the gradients of the head. `layers` has those of some layers, and is called from the last layers to
-  the first. `finish` has those of the embedding table. firsts: the first layer of each call of `layers`.
+  `begin` computes the gradients of the head. `layers` computes the gradients of some layers; it is called from the last
+  layers to the first. `finish` computes the gradient of the embedding table. firsts: the first layer of each call of
+  `layers`.
   """
 
   begin: Callable[[Params, Batch], Begun]

@@ -324,7 +324,7 @@ def _stages(elastic: ElasticSection, model: ModelSection) -> Iterator[str]:
     yield f"exchange_stages={stages}: the model has only {layers} layers.\nUse at most {layers}."
   elif stages > 1 and not model.scan_layers:
     yield (
-      f"exchange_stages={stages}: needs scan_layers=true, because the stages are one program.\n"
+      f"exchange_stages={stages}: needs scan_layers=true, because all stages run one compiled program.\n"
       "Use scan_layers=true, or exchange_stages=1."
     )
 

@@ -153,7 +153,7 @@ class HostCopy:
 
   def wait(self) -> None:
     """Returns when all values are computed. Any thread may call it."""
-    for part in list(self._parts):
+    for part in self._parts:  # `read` replaces entries meanwhile
       if not isinstance(part, np.ndarray):
         part.block_until_ready()
 

@@ -42,10 +42,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[StandaloneServer]:
+def server(pytestconfig) -> Iterator[StandaloneServer]:
   """Starts runs of the real command, and of launchers, without the seconds that their imports take."""
-  started = StandaloneServer()
+  budgets = pytestconfig.pluginmanager.get_plugin("budgets")
+  budgets.server = started = StandaloneServer()
   yield started
+  budgets.server = None
   started.close()
 
 

@@ -1,7 +1,8 @@
 """CPU budget of each test folder: measured in every run, printed at its end, and enforced with a margin of two.
 
-CPU seconds are those of this process and of its children that have ended. Unlike wall time, they depend little on other
-work of the machine. With N cores, a run takes about the sum of the table divided by N.
+CPU seconds are those of this process, of its children that have ended, and of the runs that the fixture `server` has
+forked. Unlike wall time, they depend little on other work of the machine. With N cores, a run takes about the sum of
+the table divided by N.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import os
 from collections import defaultdict
 
 import pytest
+from end_to_end.forked_runs import Server
 
-# CPU seconds of a whole run, per folder. "tests" stands for the files directly in tests/, and for all processes that
-# the fixture `server` has forked: they count when it ends, which is after the last test.
+# CPU seconds of a whole run, per folder. "tests" stands for the files directly in tests/.
 BUDGETS = {
   "tests": 700,
   "tests/checkpoint": 250,
@@ -36,22 +37,27 @@ class Budgets:
   """Pytest plugin. Workers of pytest-xdist attach the seconds to their reports; the main process adds them up."""
 
   def __init__(self) -> None:
+    # Set while the fixture `server` lives. When it has ended, its seconds are those of a child that has ended.
+    self.server: Server | None = None
     self._last = 0.0
     self._spent: defaultdict[str, float] = defaultdict(float)
 
   def pytest_collection_finish(self) -> None:
-    self._last = cpu_seconds()
+    self._last = self._cpu_seconds()
 
   @pytest.hookimpl(wrapper=True)
   def pytest_runtest_makereport(self):
     """Adds the CPU seconds since the previous report, including fixtures."""
     report = yield
-    now = cpu_seconds()
+    now = self._cpu_seconds()
     report.cpu_seconds, self._last = now - self._last, now
     return report
 
   def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
     self._spent[folder(report.nodeid)] += report.cpu_seconds
+
+  def _cpu_seconds(self) -> float:
+    return sum(os.times()[:4]) + (self.server.cpu_seconds() if self.server else 0)
 
   def over_limit(self) -> list[str]:
     """The folders whose tests took more than LIMIT times their budget."""
@@ -75,12 +81,6 @@ class Budgets:
       remark = "FAILED: over twice the budget" if name in over else "over budget" if spent > budget else ""
       lines.append(f"{spent:7.0f} of {budget:4.0f}  {name}  {remark}".rstrip())
     return [*lines, f"{sum(self._spent.values()):7.0f} in all (budgets: {__name__.replace('.', '/')}.py)"]
-
-
-def cpu_seconds() -> float:
-  """CPU time of this process and of its children that have ended and been waited for."""
-  times = os.times()
-  return times.user + times.system + times.children_user + times.children_system
 
 
 def folder(nodeid: str) -> str:

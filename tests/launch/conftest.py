@@ -8,11 +8,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+from end_to_end.local_copies import KEYS as LANES  # two slices of two devices; the tests add processes and faults
+from end_to_end.local_copies import STEPS as LANES_STEPS
 from end_to_end.torchrun_runs import OneWorker
-
-# Two slices of two devices. `compiled` is added, and the tests add processes and faults.
-LANES_STEPS = 40
-LANES = f"steps={LANES_STEPS} devices_per_slice=2 checkpoint_period={LANES_STEPS}".split()
 
 
 @pytest.fixture(scope="session")

@@ -52,6 +52,7 @@ class Note:
 Effect = Send | Kill | Note
 _BROKEN_SECONDS = 1.0  # from a broken connection to a new epoch: a death is noticed earlier
 _APART_SECONDS, _MOST_APART_SECONDS = 30.0, 600.0  # pause of a member that others cannot reach; doubled each time
+_SHORT_WAIT_SECONDS = 10.0  # of a start, without a line for people
 _MOST_FAILED_LEADS = 3  # after which a leader restores without the others, and lost members are not waited for
 Effects = list[Effect]
 
@@ -111,6 +112,7 @@ class Coordinator:
     self._timeout, self._join_interval, self._elastic, self._run_id = timeout, join_interval, elastic, run_id
     self._members: dict[int, _Member] = {}  # connected
     self._waits_since = clock()  # of gathering and holding
+    self._told_since = -1.0  # the last wait of which people were told
     self._changed_at = -float("inf")  # last change of the active members, other than the first epoch
     self._done: set[int] = set()  # members that have done the round under way
     self._round = ""  # that they have done
@@ -277,7 +279,7 @@ class Coordinator:
     if self.phase == "leading" and self._is_broken():
       effects += self._gather_again()
     if self.phase == "gathering":
-      effects += self._gather()
+      effects += self._gather() or self._tell_of_wait()
     if self.phase == "holding" and not self.stopping and self._joiners():  # one that was apart may join now
       effects += self._reform()
     if self.phase == "holding" and self._clock() - self._waits_since > self._timeout:
@@ -328,6 +330,19 @@ class Coordinator:
       return []
     enough = least if late or self.stopping or self._failed_leads > _MOST_FAILED_LEADS else self._expected
     return self._lead() if len(ready) >= enough else []
+
+  def _tell_of_wait(self) -> Effects:
+    """A line about a wait that is not short, once."""
+    if self._told_since == self._waits_since or self._clock() - self._waits_since < _SHORT_WAIT_SECONDS:
+      return []
+    self._told_since = self._waits_since
+    then = f"it starts with {self._minimum}" if self._minimum < self._expected else "it ends with an error"
+    return [
+      Note(
+        f"{len(self._ready())} of {self._expected} members are ready. The run waits for the others; after "
+        f"{self._timeout:g} s in all, {then}."
+      )
+    ]
 
   def _lead(self) -> Effects:
     """Asks one member to restore the newest state, and the others to help it."""

@@ -122,7 +122,7 @@ def test_a_leader_that_is_lost_is_waited_for_because_it_may_have_parts_that_no_o
   assert start.run.lost(1, "killed") == [Note(GATHERS)] and start.run.phase == "gathering"
   assert start.wait(9) == []
   (told,) = start.wait(60)  # people are told once of a long wait
-  assert told == Note("2 of 3 members are ready. The run waits for the others; after 300 s in all, it starts with 1.")
+  assert told == Note("Ready members: 2 of 3. The run waits for the others; after 300 s in all, it starts with 1.")
   assert lead(start.ready(1, 20)) == (1, [0, 1, 2])
 
 

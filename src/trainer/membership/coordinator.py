@@ -52,7 +52,7 @@ class Note:
 Effect = Send | Kill | Note
 _BROKEN_SECONDS = 1.0  # from a broken connection to a new epoch: a death is noticed earlier
 _APART_SECONDS, _MOST_APART_SECONDS = 30.0, 600.0  # pause of a member that others cannot reach; doubled each time
-_SHORT_WAIT_SECONDS = 10.0  # of a start, without a line for people
+_SHORT_WAIT_SECONDS = 10.0  # for members at a start, without a line about it
 _MOST_FAILED_LEADS = 3  # after which a leader restores without the others, and lost members are not waited for
 Effects = list[Effect]
 
@@ -107,12 +107,12 @@ class Coordinator:
     of members until another member joins. wall: time that means the same on all hosts.
     """
     assert 1 <= minimum <= total, (minimum, total)
-    self._total, self._minimum, self._expected = total, minimum, expected or total
+    self._total, self._minimum, self._expected = total, minimum, max(expected or total, minimum)
     self._clock, self._wall, self._shares = clock, wall, shares or total
     self._timeout, self._join_interval, self._elastic, self._run_id = timeout, join_interval, elastic, run_id
     self._members: dict[int, _Member] = {}  # connected
     self._waits_since = clock()  # of gathering and holding
-    self._told_since = -1.0  # the last wait of which people were told
+    self._ready_since: float | None = None  # when the first of the ready members began to wait for others
     self._changed_at = -float("inf")  # last change of the active members, other than the first epoch
     self._done: set[int] = set()  # members that have done the round under way
     self._round = ""  # that they have done
@@ -332,17 +332,18 @@ class Coordinator:
     return self._lead() if len(ready) >= enough else []
 
   def _tell_of_wait(self) -> Effects:
-    """A line about a wait that is not short, once."""
-    if self._told_since == self._waits_since or self._clock() - self._waits_since < _SHORT_WAIT_SECONDS:
-      return []
-    self._told_since = self._waits_since
-    then = f"it starts with {self._minimum}" if self._minimum < self._expected else "it ends with an error"
-    return [
-      Note(
-        f"{len(self._ready())} of {self._expected} members are ready. The run waits for the others; after "
-        f"{self._timeout:g} s in all, {then}."
-      )
-    ]
+    """A line, once, about members that are waited for while others are ready."""
+    ready, now = len(self._ready()), self._clock()
+    if not ready:
+      self._ready_since = None
+    elif self._ready_since is None:
+      self._ready_since = now
+    elif now - self._ready_since > _SHORT_WAIT_SECONDS:
+      self._ready_since = float("inf")
+      then = f"it starts with {self._minimum}" if self._minimum < self._expected else "it ends with an error"
+      what = f"Ready members: {ready} of {self._expected}. The run waits for the others"
+      return [Note(f"{what}; after {self._timeout:g} s in all, {then}.")]
+    return []
 
   def _lead(self) -> Effects:
     """Asks one member to restore the newest state, and the others to help it."""

@@ -1,0 +1,198 @@
+"""Random damage to the local copies of real processes on two hosts: a run goes on from the newest good state.
+
+  python -m end_to_end.local_copies [--count 20] [--first 0]
+
+Two slices of two processes each; each host has a home folder of its own, where each process copies its part of the
+state. Seed i determines trial i: all processes are killed; then copies are deleted, cut, changed in one bit, emptied,
+exchanged with another step's or another process's, or replaced by a folder; a host loses all of them, or the hosts
+change places. Then the same command starts again. It must resume from a step at least as new as the newest one of which
+an undamaged copy of each process's part is left on any host, and complete; every step must be recorded, and losses and
+final state must be bit-identical to a run of one process without local copies. After the first trial that breaks a
+rule, prints the command that repeats it and exits with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from end_to_end.agent_runs import AgentRun
+from end_to_end.command import differences
+from end_to_end.forked_runs import Server, StandaloneServer
+from end_to_end.torchrun_runs import OneWorker
+
+STEPS, PERIOD = 40, 5
+# The only checkpoint in storage is that of the last step.
+KEYS = (f"steps={STEPS}", "devices_per_slice=2", f"checkpoint_period={STEPS}")
+COPIES = ("enable_emergency_checkpoint=true", "local_checkpoint_directory=~/ram", f"local_checkpoint_period={PERIOD}")
+LIMIT_SECONDS = 240.0
+PROCESSES = 2  # of a slice
+
+
+class TwoHosts(AgentRun):
+  """A run of two slices of two processes each, one slice per host, and no process on the supervisor's host."""
+
+  def __init__(self, folder: Path, keys: Sequence[str], *, server: Server | None = None) -> None:
+    options = ["--processes-per-slice", str(PROCESSES)]
+    super().__init__(folder, [*KEYS, *COPIES, *keys], slices=2, options=options, server=server)
+    self.homes = [folder / "host0", folder / "host1"]
+
+  def start_hosts(self) -> None:
+    """Starts the agents. Each host has a home folder of its own."""
+    for number, home in enumerate(self.homes):
+      home.mkdir(exist_ok=True)
+      self.agent(f"127.0.0.{number + 2}", home=str(home))
+
+  def copies(self, step: str = "*", slice_number: str = "*", process: str = "*", kind: str = "*") -> list[Path]:
+    """The files of local copies, in order."""
+    name = f"{step}.s{slice_number}.p{process}.{kind}"
+    return sorted(path for home in self.homes for path in home.rglob(name) if path.suffix in (".bin", ".json"))
+
+  def kill_after(self, step: int) -> int:
+    """Starts the run, and kills all its processes after this step. Returns the last recorded step."""
+    with self.launched() as supervisor:
+      self.start_hosts()
+      self.wait_for(lambda: self.last_step >= step, supervisor, LIMIT_SECONDS)
+    return self.last_step
+
+  def finish(self) -> int:
+    """Starts the run again, and returns its exit code when no process of it is left."""
+    with self.launched() as supervisor:
+      self.start_hosts()
+      code = supervisor.wait(LIMIT_SECONDS)
+      self.wait_for_processes(30)  # the agents end after the supervisor
+    return code
+
+
+def _flip(path: Path, chance: random.Random) -> None:
+  data = bytearray(path.read_bytes())
+  data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+  path.write_bytes(data)
+
+
+def _cut(path: Path, chance: random.Random) -> None:
+  data = path.read_bytes()
+  path.write_bytes(data[: chance.randrange(len(data))])
+
+
+def _folder(path: Path, chance: random.Random) -> None:
+  path.unlink()
+  path.mkdir()
+
+
+DAMAGE: dict[str, Callable[[Path, random.Random], None]] = {
+  "delete": lambda path, chance: path.unlink(),
+  "flip a bit of": _flip,
+  "cut": _cut,
+  "empty": lambda path, chance: path.write_bytes(b""),
+  "make a folder of": _folder,
+}
+
+
+def damage(run: TwoHosts, chance: random.Random) -> tuple[list[str], int]:
+  """Damages copies. Returns what was done, and the newest step that needs no damaged file (0: none)."""
+  done: list[str] = []
+  touched: set[Path] = set()
+  name = lambda path: f"{path.relative_to(run.folder).parts[0]}/{path.name}"
+  if chance.random() < 0.15:
+    home = chance.choice(run.homes)
+    done.append(f"wipe {home.name}")
+    shutil.rmtree(home / "ram")
+  files = run.copies()
+  for _ in range(chance.randrange(1, 9)):
+    path = chance.choice(files)
+    if path in touched:
+      continue
+    if chance.random() < 0.25:  # content of another copy under this name
+      other = chance.choice([file for file in files if file.suffix == path.suffix and file != path])
+      if other not in touched:
+        pairs = [(other, path)]
+        if chance.random() < 0.5:  # both files of the copy
+          pairs = [(other.with_suffix(suffix), path.with_suffix(suffix)) for suffix in (".bin", ".json")]
+        if all(source.is_file() and target not in touched for source, target in pairs):
+          done.append(f"copy {name(other)} over {' and '.join(name(target) for _, target in pairs)}")
+          touched |= {target for _, target in pairs}
+          for source, target in pairs:
+            shutil.copy(source, target)
+      continue
+    what = chance.choice(list(DAMAGE))
+    done.append(f"{what} {name(path)}")
+    touched.add(path)
+    DAMAGE[what](path, chance)
+  if chance.random() < 0.2:
+    done.append("the hosts change places")
+    run.homes.reverse()
+  return done, _newest(run, touched)
+
+
+def _newest(run: TwoHosts, damaged: set[Path]) -> int:
+  """The newest step of which each process's part has a copy without a damaged file; 0 if there is none."""
+  parts: dict[int, set[str]] = {}
+  for index in run.copies(kind="json"):
+    data = index.with_suffix(".bin")
+    if data.is_file() and not damaged & {index, data}:
+      step, _, process, _ = index.name.split(".")
+      parts.setdefault(int(step), set()).add(process)
+  return max((step for step, processes in parts.items() if len(processes) == PROCESSES), default=0)
+
+
+def trial(run: TwoHosts, undisturbed: OneWorker, seed: int) -> tuple[str, list[str]]:
+  """Plays trial `seed`. Returns what happened, and the rules that the run breaks."""
+  chance = random.Random(seed)
+  reached = run.kill_after(chance.randrange(2 * PERIOD + 1, STEPS - PERIOD))
+  done, good = damage(run, chance)
+  code = run.finish()
+  (resumed,) = {event["step"] for event in run.events("restore")[1:] if event["tier"] != "peer"}
+  what = f"killed after step {reached}; {', '.join(done)}; {good} is undamaged, resumed from {resumed}"
+  if code != 0:
+    return what, [f"exit code {code}"]
+  broken = differences(run, undisturbed, STEPS)
+  if not good <= resumed <= reached:
+    broken.append(f"step {good} could be restored")
+  if sorted(run.losses()) != list(range(1, STEPS + 1)):
+    broken.append("not every step is recorded")
+  return what, broken
+
+
+def run_all(folder: Path, first: int, count: int, server: Server) -> int:
+  """Runs and checks the trials; returns the exit code."""
+  compiled = f"jax_cache_dir={folder / 'compiled'}"
+  undisturbed = OneWorker(folder / "undisturbed", [*KEYS, compiled], slices=2, server=server)
+  with undisturbed.launched() as worker:
+    assert undisturbed.wait(worker) == 0, undisturbed.tail()
+  for seed in range(first, first + count):
+    start = time.monotonic()
+    run = TwoHosts(folder / f"trial-{seed}", [compiled], server=server)
+    try:
+      what, broken = trial(run, undisturbed, seed)
+    except AssertionError as error:
+      what, broken = "not finished", [str(error)]
+    print(f"trial {seed}, {time.monotonic() - start:.0f} s: {what}", flush=True)
+    if broken:
+      print(*broken, run.tail(), sep="\n  ")
+      print(f"repeat with: python -m end_to_end.local_copies --first {seed} --count 1")
+      return 1
+  return 0
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--count", type=int, default=20, help="number of trials")
+  parser.add_argument("--first", type=int, default=0, help="seed of the first trial")
+  options = parser.parse_args()
+  server = StandaloneServer()
+  try:
+    with tempfile.TemporaryDirectory(prefix="local-copies-") as directory:
+      return run_all(Path(directory), options.first, options.count, server)
+  finally:
+    server.close()
+
+
+if __name__ == "__main__":
+  sys.exit(main())

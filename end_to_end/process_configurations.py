@@ -1,0 +1,214 @@
+"""Trains random small models on real processes, one of which is killed, and compares each run with two others.
+
+  python -m end_to_end.process_configurations [--count 40] [--first 0]
+
+Seed i determines the model (shapes that do not divide evenly too), dtypes, optimizer, attention, remat policy, the mesh
+of a slice, processes per slice, stages of the exchange, evaluations, and which processes are killed or asked to end.
+There are two oracles. One process that computes everything must have the same losses, evaluations and final state, bit
+by bit (with elastic_numerics=balanced, nearly the same losses). One controller with simulated slices, whose step is one
+compiled program, must have nearly the same losses. After the first run that breaks a rule, prints the command that
+repeats it and exits with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from end_to_end.command import Run, differences
+from end_to_end.forked_runs import Server, StandaloneServer
+from end_to_end.process_runs import KEYS, ProcessRun
+from end_to_end.torchrun_runs import OneWorker
+
+STEPS = 30
+LIMIT_SECONDS = 300.0
+# Largest relative difference of a loss from another way to sum: of gradients in float32, and of anything shorter. The
+# learning rate is large, so rounding grows from step to step: only the first steps are compared so.
+CLOSE, ROUNDED, FIRST_STEPS = 1e-4, 1e-2, 5
+POLICIES = (
+  "full none minimal minimal_with_context auto save_qkv_proj save_out_proj minimal_offloaded qkv_proj_offloaded"
+).split()
+
+
+@dataclass(frozen=True)
+class Plan:
+  """One run. keys: without those of the oracles. faults: (step, member, signal)."""
+
+  slices: int
+  keys: dict[str, object]
+  options: tuple[str, ...]
+  faults: tuple[tuple[int, int, int], ...]
+
+  @property
+  def balanced(self) -> bool:
+    return self.keys["elastic_numerics"] == "balanced"
+
+  @property
+  def tolerance(self) -> float:
+    exact = ("dtype", "weight_dtype", "grad_reduce_dtype")
+    rounded = any(self.keys[key] != "float32" for key in exact) or self.keys["quantization"] != ""
+    # Muon makes an orthogonal matrix of each gradient, small as it may be.
+    return ROUNDED if rounded or self.keys["opt_type"] == "muon" else CLOSE
+
+
+def plan(seed: int) -> Plan:
+  """Returns run `seed`."""
+  chance = random.Random(seed)
+  pick = lambda *values: chance.choice(values)
+  devices, slices = pick(1, 1, 2, 2, 4), pick(2, 3)
+  layers, scanned = pick(1, 2, 3, 4), pick("true", "true", "false")
+  query_heads, kv_heads = pick((2, 1), (4, 2), (3, 3), (4, 4))
+  keys: dict[str, object] = {
+    "devices_per_slice": devices,
+    "gradient_accumulation_steps": pick(1, 1, 2, 3),
+    "remat_policy": pick(*POLICIES),
+    "attention": pick("autoselected", "dot_product", "flash"),
+    "dtype": pick("float32", "bfloat16"),
+    "weight_dtype": pick("float32", "float32", "bfloat16"),
+    "grad_reduce_dtype": pick("float32", "bfloat16"),
+    "quantization": pick("", "", "", "int8", "fp8"),
+    "opt_type": pick("adamw", "adamw", "adafactor", "muon", "sgd"),
+    "logits_via_embedding": pick("true", "false"),
+    "use_qk_norm": pick("true", "false"),
+    "base_num_decoder_layers": layers,
+    "scan_layers": scanned,
+    "exchange_stages": pick(*range(layers + 1)) if scanned == "true" else 0,
+    "elastic_numerics": pick("bitwise", "bitwise", "bitwise", "balanced"),
+    "max_target_length": pick(16, 17, 30, 32),
+    "per_device_batch_size": pick(1, 2, 3),
+    "vocab_size": pick(61, 64, 128),
+    "base_num_query_heads": query_heads,
+    "base_num_kv_heads": kv_heads,
+    "base_emb_dim": pick(16, 24, 32),
+    "base_mlp_dim": pick(32, 48),
+    "head_dim": pick(8, 16),
+    "checkpoint_period": pick(7, 1000),
+    "elastic_min_slice_count": pick(1, 1, -1),
+    "sharding_tolerance": 1.0,
+    "steps": STEPS,
+  }
+  if devices > 1:
+    even = {"tensor": kv_heads, "context": keys["max_target_length"], "fsdp": 2, "data": 2}
+    axis = pick(*(axis for axis, size in even.items() if size % 2 == 0))
+    keys |= {} if axis == "fsdp" else {f"ici_{axis}_parallelism": 2}
+  if pick(True, False, False):
+    keys |= {"eval_interval": pick(5, 7), "eval_steps": 2}
+  if scanned == "true" and layers % 2 == 0:
+    keys |= pick({}, {}, {}, {"scan_unroll": 2})
+  if keys["opt_type"] != "adafactor":
+    keys |= pick({}, {}, {"mu_dtype": "bfloat16"})
+  for rare in (
+    {"z_loss_multiplier": 1e-3},
+    {"num_vocab_tiling": 2},
+    {"use_iota_embed": "true"},
+    {"rope_type": "llama3"},
+    {"gradient_clipping_threshold": 0},
+    {"lr_schedule_type": "wsd"},
+    {"reuse_example_batch": 1},
+    {"log_period": 3},
+  ):
+    keys |= rare if chance.random() < 0.2 else {}
+  options = ("--processes-per-slice", "2") if devices > 1 and chance.random() < 0.35 else ()
+  options += ("--spares", "1") if chance.random() < 0.2 else ()
+  faults = [
+    (chance.randrange(2, STEPS - 3), chance.randrange(slices), pick(*[signal.SIGKILL] * 3, signal.SIGTERM))
+    for _ in range(pick(1, 2))
+  ]
+  return Plan(slices, keys, options, tuple(sorted(faults)))
+
+
+def arguments(keys: dict[str, object]) -> list[str]:
+  return [f"{key}={value}" for key, value in keys.items()]
+
+
+def train(run: ProcessRun, faults: tuple[tuple[int, int, int], ...] = ()) -> tuple[int, int]:
+  """Runs to the end through the faults. Returns the exit code and how many processes they hit."""
+  hit = 0
+  with run.launched() as supervisor:
+    for step, member, number in faults:
+      run.wait_for(lambda step=step: run.last_step >= step, supervisor, LIMIT_SECONDS)
+      hit += run.kill(member, number)
+    return run.wait(supervisor, LIMIT_SECONDS), hit
+
+
+def distance(run: Run, oracle: Run) -> float:
+  """The largest relative difference of a loss of the first steps."""
+  ours, theirs = run.losses(), oracle.losses()
+  return max(abs(ours[step][0] - theirs[step][0]) / theirs[step][0] for step in range(1, FIRST_STEPS + 1))
+
+
+def check(folder: Path, seed: int, server: Server) -> tuple[str, list[str]]:
+  """Plays run `seed`. Returns a summary, and the rules that are broken."""
+  history = plan(seed)
+  compiled = f"jax_cache_dir={folder / 'compiled'}"
+  start = time.monotonic()
+
+  alone = history.keys | {"elastic_min_slice_count": 1}  # one worker is the only member
+  one = OneWorker(folder / "one", [compiled, *arguments(alone)], slices=history.slices, server=server)
+  code, _ = train(one)
+  if code == 2:
+    return f"refused: {one.printed.splitlines()[-1]}", []
+  if code != 0:
+    return "one process", [f"exit code {code}", one.tail()]
+
+  keys = [compiled, *arguments(history.keys)]
+  run = ProcessRun(folder / "run", keys, slices=history.slices, options=history.options, server=server)
+  code, hit = train(run, history.faults)
+  if code != 0:
+    return "processes", [f"exit code {code}", run.tail()]
+  broken = []
+  if run.steps() != list(range(1, STEPS + 1)) and "with the state is lost" not in run.printed:
+    broken.append(f"the recorded steps are {run.steps()}")
+  if not history.balanced:
+    broken += differences(run, one, STEPS)
+    if run.evaluations() != one.evaluations():
+      broken.append(f"evaluations {run.evaluations()}, of one process {one.evaluations()}")
+  elif (apart := distance(run, one)) > history.tolerance:
+    broken.append(f"losses differ by {apart:.1e} from those of one process")
+
+  same = {key: value for key, value in history.keys.items() if not key.startswith(("elastic_", "exchange_"))}
+  changes = ["elastic_enabled=false", "elastic_min_slice_count=-1", "cluster=simulated", f"num_slices={history.slices}"]
+  single = Run(folder / "single", [*KEYS, compiled, *arguments(same), *changes], server.start)
+  code = single.finish(timeout=LIMIT_SECONDS)
+  if code != 0:
+    return "one controller", [f"exit code {code}", single.printed[-2000:]]
+  if (apart := distance(one, single)) > history.tolerance:
+    broken.append(f"losses differ by {apart:.1e} from those of one controller")
+  seconds = time.monotonic() - start
+  return f"{hit} signals, {apart:.1e} from one controller, {seconds:.0f} s", broken
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--count", type=int, default=40, help="number of runs")
+  parser.add_argument("--first", type=int, default=0, help="seed of the first run")
+  options = parser.parse_args()
+  server = StandaloneServer()
+  try:
+    with tempfile.TemporaryDirectory(prefix="process-configurations-") as directory:
+      for seed in range(options.first, options.first + options.count):
+        folder = Path(directory) / str(seed)
+        try:
+          summary, broken = check(folder, seed, server)
+        except AssertionError as error:
+          summary, broken = "not finished", [str(error)]
+        print(f"run {seed}: {summary}", flush=True)
+        if broken:
+          print(*broken, plan(seed), sep="\n  ")
+          print(f"repeat with: python -m end_to_end.process_configurations --first {seed} --count 1")
+          return 1
+        shutil.rmtree(folder)
+  finally:
+    server.close()
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -4,8 +4,9 @@
 
 Seed i determines the model (shapes that do not divide evenly too), dtypes, optimizer, attention, remat policy, the mesh
 of a slice, processes per slice, stages of the exchange, evaluations, and which processes are killed or asked to end.
-There are two oracles. One process that computes everything must have the same losses, evaluations and final state, bit
-by bit (with elastic_numerics=balanced, nearly the same losses). One controller with simulated slices, whose step is one
+There are two oracles. One process that computes everything (slices that nobody kills, if they have several processes of
+several devices each) must have the same losses, evaluations and final state, bit by bit (with
+elastic_numerics=balanced, nearly the same losses). One controller with simulated slices, whose step is one
 compiled program, must have nearly the same losses. After the first run that breaks a rule, prints the command that
 repeats it and exits with 1.
 """
@@ -21,6 +22,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from end_to_end.command import Run, differences
 from end_to_end.forked_runs import Server, StandaloneServer
@@ -32,6 +34,8 @@ LIMIT_SECONDS = 300.0
 # Largest relative difference of a loss from another way to sum: of gradients in float32, and of anything shorter. The
 # learning rate is large, so rounding grows from step to step: only the first steps are compared so.
 CLOSE, ROUNDED, FIRST_STEPS = 1e-4, 1e-2, 5
+PROCESSES = 2  # of a slice, in some runs
+LANES = ("--processes-per-slice", str(PROCESSES))
 POLICIES = (
   "full none minimal minimal_with_context auto save_qkv_proj save_out_proj minimal_offloaded qkv_proj_offloaded"
 ).split()
@@ -42,7 +46,7 @@ class Plan:
   """One run. keys: without those of the oracles. faults: (step, member, signal)."""
 
   slices: int
-  keys: dict[str, object]
+  keys: dict[str, Any]
   options: tuple[str, ...]
   faults: tuple[tuple[int, int, int], ...]
 
@@ -65,7 +69,7 @@ def plan(seed: int) -> Plan:
   devices, slices = pick(1, 1, 2, 2, 4), pick(2, 3)
   layers, scanned = pick(1, 2, 3, 4), pick("true", "true", "false")
   query_heads, kv_heads = pick((2, 1), (4, 2), (3, 3), (4, 4))
-  keys: dict[str, object] = {
+  keys: dict[str, Any] = {
     "devices_per_slice": devices,
     "gradient_accumulation_steps": pick(1, 1, 2, 3),
     "remat_policy": pick(*POLICIES),
@@ -115,7 +119,7 @@ def plan(seed: int) -> Plan:
     {"log_period": 3},
   ):
     keys |= rare if chance.random() < 0.2 else {}
-  options = ("--processes-per-slice", "2") if devices > 1 and chance.random() < 0.35 else ()
+  options = LANES if devices > 1 and chance.random() < 0.35 else ()
   options += ("--spares", "1") if chance.random() < 0.2 else ()
   faults = [
     (chance.randrange(2, STEPS - 3), chance.randrange(slices), pick(*[signal.SIGKILL] * 3, signal.SIGTERM))
@@ -124,7 +128,7 @@ def plan(seed: int) -> Plan:
   return Plan(slices, keys, options, tuple(sorted(faults)))
 
 
-def arguments(keys: dict[str, object]) -> list[str]:
+def arguments(keys: dict[str, Any]) -> list[str]:
   return [f"{key}={value}" for key, value in keys.items()]
 
 
@@ -150,8 +154,11 @@ def check(folder: Path, seed: int, server: Server) -> tuple[str, list[str]]:
   compiled = f"jax_cache_dir={folder / 'compiled'}"
   start = time.monotonic()
 
-  alone = history.keys | {"elastic_min_slice_count": 1}  # one worker is the only member
-  one = OneWorker(folder / "one", [compiled, *arguments(alone)], slices=history.slices, server=server)
+  alone = [compiled, *arguments(history.keys | {"elastic_min_slice_count": 1})]  # one worker is the only member
+  one: ProcessRun = OneWorker(folder / "one", alone, slices=history.slices, server=server)
+  if LANES[0] in history.options and history.keys["devices_per_slice"] > PROCESSES:
+    # Two devices in each of two processes sum in another order than four devices in one process.
+    one = ProcessRun(folder / "one", alone, slices=history.slices, options=LANES, server=server)
   code, _ = train(one)
   if code == 2:
     return f"refused: {one.printed.splitlines()[-1]}", []

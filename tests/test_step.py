@@ -5,12 +5,15 @@ Tolerances are relative, in float32, and stated at each test; sums in another or
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
 import re
 import types
 import zlib
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +31,7 @@ from trainer.kernels import projection
 from trainer.models import decoder
 from trainer.state import TrainState
 
-V, T, ROWS = 96, 32, 16
+V, T, ROWS = 96, 32, 16  # V: tokens that occur; the vocabulary is larger
 BASE = {
   "model": {
     "base_emb_dim": 32,
@@ -37,7 +40,7 @@ BASE = {
     "base_num_kv_heads": 2,
     "base_mlp_dim": 64,
     "head_dim": 8,
-    "vocab_size": V,
+    "vocab_size": 4096,  # few tokens for a table of this size: slices exchange rows of its gradient, not the table
     "dtype": "float32",
     "initializer_range": 0.2,
     "attention": "dot_product",
@@ -79,20 +82,32 @@ def slices(shape: tuple[int, int]) -> list[list[jax.Device]]:
   return [devices[i * shape[1] : (i + 1) * shape[1]] for i in range(shape[0])]
 
 
-def run(
-  cfg: Config, where: tuple[int, int] = (1, 1), total: int | None = None, steps: int = 2
-) -> tuple[list, TrainState]:
-  """Metrics of each of `steps` steps on packed batches, and the final state on the host."""
+class Compiled(NamedTuple):
+  program: program.Program
+  step: jax.stages.Compiled
+
+
+def compiled(cfg: Config, where: tuple[int, int] = (1, 1), total: int | None = None) -> Compiled:
   prog = program.build(cfg, slices(where), total or where[0])
+  return Compiled(prog, prog.compile())
+
+
+def run(cfg: Config, where: tuple[int, int] = (1, 1), total: int | None = None) -> tuple[list, TrainState]:
+  """Metrics of each of two steps on packed batches, and the final state on the host."""
+  return two_steps(cfg, compiled(cfg, where, total))
+
+
+def two_steps(cfg: Config, built: Compiled) -> tuple[list, TrainState]:
+  """What `run` returns, with a compiled program."""
+  prog = built.program
   state = on_devices(fresh(cfg), prog)
-  compiled = prog.compile()
   history = []
-  for index in range(steps):
+  for index in range(2):
     host = packed_batch(seed=index)
     rows = prog.plan.rows.reshape(-1)
     dealt = Batch(*(np.where((rows >= 0)[:, None], field[rows], 0) for field in host))
     placed = Batch(*(jax.device_put(x.reshape(a.shape), a.sharding) for x, a in zip(dealt, prog.batch)))
-    state, metrics = compiled(state, placed)
+    state, metrics = built.step(state, placed)
     history.append(step.metric_values(metrics))
   return history, jax.device_get(state)
 
@@ -143,9 +158,37 @@ def _fresh(values: str) -> TrainState:
 
 
 @functools.cache
-def reference(optimizer: str = "adamw") -> tuple[list, TrainState]:
-  """One device, one micro-batch, scanned layers, no remat."""
-  return run(config(optimizer={"opt_type": optimizer}))
+def on_one_device() -> Compiled:
+  """The program of the reference: one micro-batch, scanned layers, no remat."""
+  return compiled(config())
+
+
+@functools.cache
+def reference() -> tuple[list, TrainState]:
+  return two_steps(config(), on_one_device())
+
+
+TIED = {"vocab_size": 513, "logits_via_embedding": True}  # 513 does not divide by any number of devices here
+TABLE = {"vocab_size": V}  # a table so small that slices exchange all of it
+
+
+@functools.cache
+def tied_reference() -> tuple[list, TrainState]:
+  """With SGD, whose state is the gradient of the first step and adds the second one."""
+  return run(config(model=TIED, optimizer={"opt_type": "sgd"}))
+
+
+@functools.cache
+def muon_reference() -> tuple[list, TrainState]:
+  return run(config(model=TABLE, optimizer={"opt_type": "muon"}))
+
+
+@pytest.fixture
+def by_rows(monkeypatch) -> list[bool]:
+  """Whether slices exchange rows of the table's gradient: the decisions of the programs that the test builds."""
+  decisions, decide = [], GradReduce.rows_are_smaller
+  monkeypatch.setattr(GradReduce, "rows_are_smaller", lambda *args: decisions.append(decide(*args)) or decisions[-1])
+  return decisions
 
 
 def assert_close(got: tuple[list, TrainState], want: tuple[list, TrainState], tolerance: float) -> None:
@@ -161,49 +204,94 @@ def assert_close(got: tuple[list, TrainState], want: tuple[list, TrainState], to
 
 
 def gradients(batch: Batch | None = None, accumulation: int = 1, **model) -> step.Sums:
-  """The summed gradients themselves, before clipping and optimizer, of a batch (four packed rows); layers stacked."""
+  """The summed gradients themselves, before clipping and optimizer, of a batch of ROWS rows; layers stacked."""
   cfg = config(model=model)
-  functional = program.build(cfg, slices((1, 1)), 1).model
   params = jax.tree.map(jnp.asarray, fresh(config()).params)
   if not cfg.model.scan_layers:
     params["layers"] = {str(i): jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(2)}
-  batch = jax.tree.map(lambda x: x.reshape(accumulation, -1, T), batch or packed_batch(4))
-  sums = jax.jit(functools.partial(step.loss_and_grads, functional, cfg.optimizer))(params, batch)
-  if not cfg.model.scan_layers:
-    sums.grads["layers"] = jax.tree.map(
-      lambda *layers: jnp.stack(layers), *(sums.grads["layers"][str(i)] for i in range(2))
-    )
-  return sums
+  batch = packed_batch() if batch is None else batch
+  sums = gradient_program(cfg.model_dump_json())(params, jax.tree.map(lambda x: x.reshape(accumulation, -1, T), batch))
+  return dataclasses.replace(sums, grads=stacked(sums.grads))
+
+
+@functools.cache
+def gradient_program(values: str) -> Callable[..., step.Sums]:
+  """values: JSON of the configuration. Compiled once for all batches of one shape."""
+  cfg = Config.model_validate_json(values)
+  functional = program.build(cfg, slices((1, 1)), 1).model
+  return jax.jit(functools.partial(step.loss_and_grads, functional, cfg.optimizer))
+
+
+def stacked(tree):
+  """A tree of weights, or a state, with its layers stacked as those of a scan."""
+  holds_layers = lambda x: isinstance(x, dict) and "0" in x.get("layers", {})
+  stack = lambda *layers: np.stack(layers)
+  return jax.tree.map(
+    lambda x: x | {"layers": jax.tree.map(stack, *(x["layers"][str(i)] for i in range(2)))} if holds_layers(x) else x,
+    tree,
+    is_leaf=holds_layers,
+  )
 
 
 plain_gradients = functools.cache(gradients)
 
 
-# Each named activation is saved by one of these policies and recomputed by another. tests/kernels/test_remat.py tests
-# all policies. Offloading needs a memory space that the CPU compiler lacks; see tests/kernels/test_tpu_compile.py.
-POLICIES = RematPolicy.FULL, RematPolicy.SAVE_DOT_WITH_CONTEXT_EXCEPT_MLP, RematPolicy.MINIMAL, RematPolicy.CUSTOM
+def assert_same_sums(got: step.Sums, want: step.Sums, tolerance: float) -> None:
+  """tolerance: of gradients, relative to the largest number of each array."""
+  assert float(got.weight) == float(want.weight)
+  assert float(got.loss) == pytest.approx(float(want.loss), rel=1e-6)
+  for ours, theirs in zip(jax.tree.leaves(got.grads), jax.tree.leaves(want.grads), strict=True):
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * np.abs(theirs).max())
 
 
 @pytest.mark.parametrize(
   "changes",
   [
     {"scan_layers": False},
-    {"accumulation": 4},
-    *({"remat_policy": policy} for policy in POLICIES),
+    {"accumulation": 4, "scan_unroll": 2, "use_iota_embed": True},
+    # Each named activation is recomputed by one of these policies and saved by the other. tests/kernels/test_remat.py
+    # tests all policies. Offloading needs a memory space that the CPU compiler lacks: see test_tpu_compile.py there.
+    {"remat_policy": RematPolicy.FULL},
+    {"remat_policy": RematPolicy.MINIMAL_WITH_CONTEXT},
   ],
-  ids=lambda changes: "-".join(map(str, *changes.items())),
+  ids=lambda changes: "-".join(map(str, changes.values())) if "remat_policy" in changes else "-".join(changes),
 )
 def test_the_gradients_themselves_are_the_same(changes):
   """The first step of Adam is nearly the gradient's sign: weights after it tell little about the gradient's size.
 
   Within 1e-6 of the largest number of each array, 2e-6 where rows are summed in another order.
   """
-  tolerance = 2e-6 if "accumulation" in changes else 1e-6
-  got, want = gradients(**changes), plain_gradients()
-  assert float(got.weight) == float(want.weight)
-  assert float(got.loss) == pytest.approx(float(want.loss), rel=1e-6)
-  for ours, theirs in zip(jax.tree.leaves(got.grads), jax.tree.leaves(want.grads), strict=True):
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * np.abs(theirs).max())
+  assert_same_sums(gradients(**changes), plain_gradients(), 2e-6 if "accumulation" in changes else 1e-6)
+
+
+def test_packed_documents_equal_documents_alone():
+  """Each document in a row of its own, padded: the same sums of loss and the same gradients, within 2e-6."""
+  packed = packed_batch(4)
+  alone = []
+  for row in range(4):
+    for segment in range(1, packed.segment_ids[row].max() + 1):
+      where = packed.segment_ids[row] == segment
+      document = Batch(*(np.zeros(T, field.dtype) for field in packed))
+      for field, source in zip(document, packed):
+        field[: where.sum()] = source[row, where]
+      document.segment_ids[: where.sum()] = 1
+      alone.append(document)
+  assert len(alone) > 4
+  single = Batch(*(np.stack(field) for field in zip(*alone)))
+  got, want = gradients(with_padding(packed)), gradients(with_padding(single))
+  assert float(got.weight) == packed.weights.sum()
+  assert_same_sums(got, want, 2e-6)
+
+
+def with_padding(batch: Batch) -> Batch:
+  """A batch with rows of padding, ROWS in all."""
+  return Batch(*(np.concatenate([x, np.zeros((ROWS - len(x), T), x.dtype)]) for x in batch))
+
+
+def test_padding_weighs_nothing():
+  """Two halves of a batch, each with rows of padding, have the sums of the batch: the loss is per weighted token."""
+  parts = [gradients(with_padding(Batch(*(x[rows] for x in packed_batch())))) for rows in (slice(8), slice(8, None))]
+  assert_same_sums(jax.tree.map(jnp.add, *parts), plain_gradients(), 2e-6)
 
 
 @functools.cache
@@ -220,22 +308,6 @@ def test_a_fresh_state_is_the_same_on_every_mesh(name):
     np.testing.assert_array_equal(ours, theirs)
 
 
-def test_unrolled_layers_equal_scanned_ones():
-  got = run(config(model={"scan_layers": False}))
-  want = reference()
-  stack = lambda params: (
-    {**params, "layers": jax.tree.map(lambda *x: np.stack(x), *(params["layers"][str(i)] for i in range(2)))}
-  )
-  holds_layers = lambda x: isinstance(x, dict) and "layers" in x
-  stacked = jax.tree.map(lambda x: stack(x) if holds_layers(x) else x, got[1], is_leaf=holds_layers)
-  assert_close((got[0], stacked), want, 2e-6)
-
-
-def test_accumulation_equals_the_big_batch():
-  changes = {"data": {"per_device_batch_size": 1}, "optimizer": {"gradient_accumulation_steps": ROWS}}
-  assert_close(run(config(**changes)), reference(), 2e-6)
-
-
 MESHES = {
   "fsdp": ((1, 8), {}),
   "data-inside": ((1, 8), {"ici_data_parallelism": 4}),
@@ -245,29 +317,30 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_sharded_equals_unsharded(name):
+@pytest.mark.parametrize("name", ["slices", "all", "fsdp-across"])
+def test_sharded_equals_unsharded(name, by_rows):
+  """And several micro-batches in sequence equal one. See below for more meshes, with other optimizers and models."""
   where, parallelism = MESHES[name]
-  changes = {"data": {"per_device_batch_size": ROWS / math.prod(where)}, "parallelism": parallelism}
-  assert_close(run(config(**changes), where), reference(), 5e-6)
+  micro_batches = 2 if name == "fsdp-across" else 1
+  rows = {"per_device_batch_size": ROWS / math.prod(where) / micro_batches}
+  accumulation = {"gradient_accumulation_steps": micro_batches}
+  assert_close(run(config(data=rows, parallelism=parallelism, optimizer=accumulation), where), reference(), 5e-6)
+  assert any(by_rows) == (name != "fsdp-across")
 
 
-def test_projections_that_are_fused_equal_separate_ones(monkeypatch):
-  """Accelerators compute gate and up in one matmul; a CPU one by one."""
-  monkeypatch.setattr(program.projection, "choose", lambda *_: projection.PLAIN)
-  where, parallelism = MESHES["all"]
-  changes = {"data": {"per_device_batch_size": ROWS / math.prod(where)}, "parallelism": parallelism}
-  assert_close(run(config(**changes), where), reference(), 5e-6)
+def test_weights_that_are_fused_and_gathered_in_two_stages_are_the_same(monkeypatch):
+  """As on TPUs: gate and up are one matmul (a CPU computes one by one). Some slices gather weights in two stages:
 
-
-@pytest.mark.parametrize("where, tensor", [((1, 8), 2), ((2, 4), 1)])
-def test_weights_gathered_in_two_stages_are_the_same(where, tensor, monkeypatch):
-  """Two neighbours of the four along fsdp first. Some slices of TPUs need this form: see `sharding.gather_first`."""
+  two neighbours of the four along fsdp first (`sharding.gather_first`).
+  """
+  choose = projection.choose
+  monkeypatch.setattr(program.projection, "choose", lambda _, *others: choose("tpu", *others))
   monkeypatch.setattr(program.sharding, "gather_first", lambda mesh, width: mesh.shape["fsdp"] // 2)
-  parallelism = {"ici_tensor_parallelism": tensor}
-  cfg = config(data={"per_device_batch_size": ROWS / math.prod(where)}, parallelism=parallelism)
-  assert program.build(cfg, slices(where), where[0]).model.kernels.project.gather_first == 2
-  assert_close(run(cfg, where), reference(), 5e-6)
+  cfg = config(data={"per_device_batch_size": ROWS / 8}, parallelism={"ici_tensor_parallelism": 2})
+  built = compiled(cfg, (1, 8))
+  project = built.program.model.kernels.project
+  assert project.gather_first == 2 and project.fuses_shared_input
+  assert_close(two_steps(cfg, built), reference(), 5e-6)
 
 
 @pytest.mark.parametrize(
@@ -326,33 +399,38 @@ def test_devices_that_are_not_on_lines_do_not_gather_rows_of_the_head():
   assert sharding.head_neighbours(mesh, 2048, 32000) == 1
 
 
-SPLITS = {
-  "slices, padded, tied": ((2, 4), {}, {"vocab_size": 97, "logits_via_embedding": True}),
-  "tensor": ((1, 8), {"ici_tensor_parallelism": 2}, {}),
-  "context, whole vocabulary": ((1, 8), {"ici_context_parallelism": 4}, {}),
-}
-
-
-@pytest.mark.parametrize("name", SPLITS)
-def test_a_loss_whose_neighbours_gather_rows_of_the_head_is_the_same(name, monkeypatch):
-  """Two neighbours along fsdp. Large slices of TPUs need this form: see `sharding.head_neighbours`."""
-  where, parallelism, model = SPLITS[name]
-  monkeypatch.setattr(program.sharding, "head_neighbours", lambda *_: 2)
-  cfg = config(model=model, data={"per_device_batch_size": ROWS / math.prod(where)}, parallelism=parallelism)
-  assert_close(run(cfg, where), one_device(frozenset(model.items())), 5e-6)
-
-
 def test_neighbours_that_gather_rows_of_the_head_exchange_fewer_tokens(monkeypatch):
-  """Of 8 shards, 2 neighbours have the same rows of the head: gathers of tokens are half as large."""
-  cfg = config(data={"per_device_batch_size": ROWS / 8}, optimizer={"num_vocab_tiling": 1})
+  """Of 8 shards, 2 neighbours have the same rows of the head: gathers of tokens are half as large.
+
+  With and without neighbours, the step on 8 shards equals the step on one device. Large slices of TPUs need this form:
+  see `sharding.head_neighbours`.
+  """
+  cfg = config(data={"per_device_batch_size": ROWS / 8})
 
   def gathered() -> set[str]:
-    text = program.build(cfg, slices((1, 8)), 1).compile().as_text()
-    return set(re.findall(r"= f32\[(\d+),32,32\]\S* all-gather\(.*/linear_cross_entropy/", text))
+    built = compiled(cfg, (1, 8))
+    assert_close(two_steps(cfg, built), reference(), 5e-6)
+    return set(re.findall(r"= f32\[(\d+),32,32\]\S* all-gather\(.*/linear_cross_entropy/", built.step.as_text()))
 
   assert gathered() == {str(ROWS)}
   monkeypatch.setattr(program.sharding, "head_neighbours", lambda *_: 2)
   assert gathered() == {str(ROWS // 2)}
+
+
+def test_neighbours_that_have_the_whole_head_give_the_same_loss(monkeypatch):
+  """Two neighbours that are all of fsdp, in one of four slices."""
+  monkeypatch.setattr(program.sharding, "head_neighbours", lambda *_: 2)
+  assert_close(run(config(data={"per_device_batch_size": 2}), (1, 2), total=4), reference(), 5e-6)
+
+
+def test_neighbours_in_several_slices_give_the_same_loss_and_weights(monkeypatch):
+  """Two neighbours of the four along fsdp, for the loss of a padded and tied head and for gathers in two stages."""
+  monkeypatch.setattr(program.sharding, "head_neighbours", lambda *_: 2)
+  monkeypatch.setattr(program.sharding, "gather_first", lambda mesh, width: mesh.shape["fsdp"] // 2)
+  cfg = config(model=TIED, data={"per_device_batch_size": ROWS / 8}, optimizer={"opt_type": "sgd"})
+  built = compiled(cfg, (2, 4))
+  assert built.program.model.kernels.project.gather_first == 2
+  assert_close(two_steps(cfg, built), tied_reference(), 5e-6)
 
 
 def test_quantized_training_is_close_to_plain_training():
@@ -364,110 +442,78 @@ def test_quantized_training_is_close_to_plain_training():
     assert ours["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.02)
 
 
-@pytest.mark.parametrize(("optimizer", "name"), [("adafactor", "slices"), ("muon", "slices"), ("sgd", "fsdp")])
-def test_other_optimizers_sharded_equal_unsharded(optimizer, name):
-  where, _ = MESHES[name]
-  changes = {"data": {"per_device_batch_size": ROWS / math.prod(where)}, "optimizer": {"opt_type": optimizer}}
-  assert_close(run(config(**changes), where), reference(optimizer), 5e-6)
+def test_three_of_four_slices_train_on_the_same_batch(by_rows):
+  """See above for one of four slices."""
+  assert_close(run(config(data={"per_device_batch_size": 2}), (3, 2), total=4), reference(), 5e-6)
+  assert any(by_rows)
+
+
+def test_muon_sharded_equals_muon_unsharded(by_rows):
+  where, parallelism = MESHES["data-inside"]
+  data = {"per_device_batch_size": ROWS / math.prod(where)}
+  cfg = config(model=TABLE, data=data, parallelism=parallelism, optimizer={"opt_type": "muon"})
+  assert_close(run(cfg, where), muon_reference(), 5e-6)
+  assert by_rows and not any(by_rows)
 
 
 def test_adafactors_averages_are_sharded_like_their_weights():
-  """The averages over query heads keep the width and the head size, so they are large."""
+  """The averages over query heads keep the width and the head size, so they are large. Other weights have none.
+
+  And with adafactor, too, the step on several devices equals the step on one device.
+  """
   wide = {"base_emb_dim": 256, "base_num_query_heads": 128, "base_num_kv_heads": 128}
-  where, _ = MESHES["fsdp"]
-  whole, sharded = (
-    config(model=wide, data={"per_device_batch_size": rows}, optimizer={"opt_type": "adafactor"})
-    for rows in (ROWS, ROWS / math.prod(where))
+  on = lambda where: config(
+    model=wide, data={"per_device_batch_size": ROWS / math.prod(where)}, optimizer={"opt_type": "adafactor"}
   )
-  state = program.build(sharded, slices(where), 1).state
+  where, _ = MESHES["fsdp"]
+  state = program.build(on(where), slices(where), 1).state
   shards = [(leaf.shape, leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(state.opt_state)]
   of_inputs, of_output = ((2, 256, 8), (2, 32, 8)), ((2, 8, 256), (2, 8, 32))
   assert shards.count(of_inputs) == 3 and shards.count(of_output) == 1
-  assert_close(run(sharded, where), run(whole), 5e-6)
+  where, _ = MESHES["slices"]
+  assert_close(run(on(where), where), run(on((1, 1))), 5e-6)
 
 
-@pytest.mark.parametrize("alive", [1, 3])
-def test_fewer_slices_train_on_the_same_batch(alive):
-  got = run(config(data={"per_device_batch_size": 2}), (alive, 2), total=4)
-  assert_close(got, reference(), 5e-6)
-
-
-LONG = {"vocab_size": 4096}  # few tokens for a table of this size: slices exchange rows, not the table
 REDUCED = {
-  "rows": ({"model": LONG}, (2, 2), 2),
-  "rows, tensor and context": (
-    {"model": LONG, "parallelism": {"ici_tensor_parallelism": 2, "ici_context_parallelism": 2}}, (2, 4), 2,
-  ),
-  "rows, accumulated, tied, unrolled": (
-    {"model": LONG | {"logits_via_embedding": True, "scan_layers": False, "remat_policy": "full"}}, (2, 2), 4,
-  ),
-  "table, accumulated, tied, padded": ({"model": {"vocab_size": 97, "logits_via_embedding": True}}, (2, 2), 4),
-  "iota": ({"model": LONG | {"use_iota_embed": True}}, (2, 2), 2),
-}  # fmt: skip
+  "rows, accumulated, unrolled": {"scan_layers": False, "remat_policy": "full"},
+  "table, accumulated, iota": {"use_iota_embed": True},
+}
 
 
 @pytest.mark.parametrize("name", REDUCED)
-def test_gradients_reduced_in_the_backward_pass_equal_those_of_one_device(name, monkeypatch):
-  changes, where, total = REDUCED[name]
-  by_rows, decide = [], GradReduce.rows_are_smaller
-  monkeypatch.setattr(GradReduce, "rows_are_smaller", lambda *args: by_rows.append(decide(*args)) or by_rows[-1])
-  got = run(config(**changes, data={"per_device_batch_size": ROWS / total / where[1]}), where, total)
+def test_gradients_reduced_in_the_backward_pass_equal_those_of_one_device(name, by_rows):
+  """Of a tied table with padding, in two of four slices."""
+  model = TIED | REDUCED[name]
+  cfg = config(model=model, data={"per_device_batch_size": ROWS / 8}, optimizer={"opt_type": "sgd"})
+  history, state = run(cfg, (2, 2), total=4)
   assert any(by_rows) == name.startswith("rows")
-  equal = {"use_iota_embed", "remat_policy"}
-  model = frozenset(item for item in changes["model"].items() if item[0] not in equal)
-  assert_close(got, one_device(model), 5e-6)
-
-
-@functools.cache
-def one_device(model: frozenset[tuple[str, object]]) -> tuple[list, TrainState]:
-  """The reference with other keys of the model."""
-  return run(config(model=dict(model)))
+  assert_close((history, stacked(state)), tied_reference(), 5e-6)
 
 
 def test_gradients_that_travel_in_bfloat16_are_rounded_once_per_slice():
   where, _ = MESHES["slices"]
   rows = {"per_device_batch_size": ROWS / math.prod(where)}
-  metrics, state = run(config(data=rows, optimizer={"opt_type": "sgd", "grad_reduce_dtype": "bfloat16"}), where)
-  exact, wanted = reference("sgd")
+  changes = {"opt_type": "sgd", "grad_reduce_dtype": "bfloat16"}
+  metrics, state = run(config(model=TIED, data=rows, optimizer=changes), where)
+  exact, wanted = tied_reference()
   assert metrics[0]["loss"] == pytest.approx(exact[0]["loss"], rel=5e-6)
   assert metrics[0]["grad_norm"] != exact[0]["grad_norm"]
   assert metrics[0]["grad_norm"] == pytest.approx(exact[0]["grad_norm"], rel=2**-8)
-  before = jax.tree.leaves(fresh(config(optimizer={"opt_type": "sgd"})).params)
+  before = jax.tree.leaves(fresh(config(model=TIED, optimizer={"opt_type": "sgd"})).params)
   for ours, theirs, start in zip(jax.tree.leaves(state.params), jax.tree.leaves(wanted.params), before, strict=True):
     assert np.linalg.norm(ours - theirs) < 2**-7 * np.linalg.norm(theirs - start)
 
 
 def test_a_vocabulary_that_does_not_divide_is_padded_for_the_loss_only():
-  odd = {"vocab_size": 97, "logits_via_embedding": True}
-  want = one_device(frozenset(odd.items()))
-  got = run(config(model=odd, data={"per_device_batch_size": ROWS / 8}), (1, 8))
-  assert got[1].params["embedding"].shape == (97, 32)
-  assert_close(got, want, 5e-6)
-
-
-def test_packed_documents_equal_documents_alone():
-  """Each document in a row of its own, padded: the same sums of loss and the same gradients, within 1e-6."""
-  packed = packed_batch(4)
-  alone = []
-  for row in range(4):
-    for segment in range(1, packed.segment_ids[row].max() + 1):
-      where = packed.segment_ids[row] == segment
-      document = Batch(*(np.zeros(T, field.dtype) for field in packed))
-      for field, source in zip(document, packed):
-        field[: where.sum()] = source[row, where]
-      document.segment_ids[: where.sum()] = 1
-      alone.append(document)
-  single = Batch(*(np.stack(field) for field in zip(*alone)))
-  got, want = plain_gradients(), gradients(single)
-  assert float(got.weight) == float(want.weight) == packed.weights.sum()
-  assert float(got.loss) == pytest.approx(float(want.loss), rel=1e-6)
-  for ours, theirs in zip(jax.tree.leaves(got.grads), jax.tree.leaves(want.grads), strict=True):
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * np.abs(theirs).max())
+  """And the step with SGD on 8 shards equals the step on one device."""
+  cfg = config(model=TIED, data={"per_device_batch_size": ROWS / 8}, optimizer={"opt_type": "sgd"})
+  got = run(cfg, (1, 8))
+  assert got[1].params["embedding"].shape == (513, 32)
+  assert_close(got, tied_reference(), 5e-6)
 
 
 def test_a_step_that_is_not_finite_changes_nothing_but_the_counters():
-  prog = program.build(config(), slices((1, 1)), 1)
-  compiled = prog.compile()
+  prog, compiled = on_one_device()
   place = lambda batch: Batch(*(jax.device_put(x[None], a.sharding) for x, a in zip(batch, prog.batch)))
   before = fresh(config())
   good = packed_batch()
@@ -485,24 +531,9 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters():
   assert not np.array_equal(state.params["embedding"], before.params["embedding"])
 
 
-def test_padding_weighs_nothing():
-  """Added rows of padding do not change loss and gradients: the loss is per weighted token."""
-  padded = Batch(*(np.concatenate([field, np.zeros_like(field)]) for field in packed_batch(4)))
-  got, want = gradients(padded), plain_gradients()
-  assert float(got.weight) == float(want.weight)
-  assert float(got.loss) == pytest.approx(float(want.loss), rel=1e-6)
-  for ours, theirs in zip(jax.tree.leaves(got.grads), jax.tree.leaves(want.grads), strict=True):
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * np.abs(theirs).max())
-
-
-def test_an_unrolled_scan_and_the_iota_embedding_change_nothing():
-  """One is a way to loop over layers, the other a way to look tokens up."""
-  assert_close(run(config(model={"scan_unroll": 2, "use_iota_embed": True})), reference(), 2e-6)
-
-
 def test_sizes_that_do_not_fit_are_refused():
   with pytest.raises(ConfigError, match=r"'embed' of size 32 .* 'fsdp' \(3 ways\)"):
-    program.build(config(data={"per_device_batch_size": 3}), slices((1, 3)), 1)
+    program.build(config(model=TABLE, data={"per_device_batch_size": 3}), slices((1, 3)), 1)
   with pytest.raises(ConfigError, match="does not divide over data=1 x fsdp=4"):
     program.build(config(data={"per_device_batch_size": 0.5}), slices((1, 4)), 1)
   tensor = config(data={"per_device_batch_size": 0.25}, parallelism={"ici_tensor_parallelism": 2})
@@ -552,14 +583,27 @@ def test_bfloat16_weights_keep_the_types_of_the_state(optimizer, mu_dtype, scan_
     assert set(moments) == {jnp.dtype(mu_dtype or {"adafactor": "float32", "sgd": "bfloat16"}[optimizer])}
 
 
+@functools.cache
+def in_bfloat16() -> tuple[list, TrainState]:
+  """The reference with weights and computation in bfloat16."""
+  return run(config(model=BFLOAT16))
+
+
+BFLOAT16 = {"dtype": "bfloat16", "weight_dtype": "bfloat16"}
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_bfloat16_weights_learn_as_float32_ones_do(optimizer):
   """At a rate that bfloat16's 8 bits can hold: losses within 1 %, and the weights go as far, within 5 %."""
-  exact, rounded = (
-    config(model={"weight_dtype": dtype}, optimizer={"opt_type": optimizer}) for dtype in ("float32", "bfloat16")
-  )
+  muon = {"model": TABLE, "optimizer": {"opt_type": "muon"}}
+  if optimizer == "muon":
+    exact, rounded = config(**muon), config(**muon | {"model": TABLE | {"weight_dtype": "bfloat16"}})
+    runs = muon_reference(), run(rounded)
+  else:
+    exact, rounded = config(), config(model=BFLOAT16)
+    runs = reference(), in_bfloat16()
   losses, distances = [], []
-  for cfg, (metrics, state) in ((exact, reference(optimizer)), (rounded, run(rounded))):
+  for cfg, (metrics, state) in zip((exact, rounded), runs, strict=True):
     first = fresh(cfg)
     apart = jax.tree.map(lambda a, b: np.abs(np.float32(a) - np.float32(b)).sum(), state.params, first.params)
     losses.append([one["loss"] for one in metrics])
@@ -578,24 +622,23 @@ def test_a_frequent_tokens_gradient_adds_up_whatever_the_type_of_the_weights():
 
 
 def test_norms_learn_where_weights_are_bfloat16():
-  """A step of 1e-3 from 1.0 is a quarter of the smallest step of bfloat16."""
-  cfg = config(model={"weight_dtype": "bfloat16"}, optimizer={"learning_rate": 1e-3})
-  _, state = run(cfg)
+  """They have digits that bfloat16 lacks: next to 1.0 its numbers are 4e-3 and 8e-3 apart."""
+  _, state = in_bfloat16()
   scale = state.params["final_norm"]["scale"]
-  assert scale.dtype == jnp.float32 and (scale != 1).all()
+  assert scale.dtype == jnp.float32 and (scale != scale.astype(jnp.bfloat16).astype(np.float32)).all()
 
 
 def test_bfloat16_compute_keeps_float32_weights_and_loss():
-  history, state = run(config(model={"dtype": "bfloat16"}))
-  assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
-  assert history[0]["loss"] == pytest.approx(reference()[0][0]["loss"], rel=2e-2)
+  prog = program.build(config(model={"dtype": "bfloat16"}), slices((1, 1)), 1)
+  after, _ = jax.eval_shape(prog.train_step, prog.state, prog.batch)
+  assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(after.params))
+  got = gradients(dtype="bfloat16")
+  assert got.loss.dtype == jnp.float32 and float(got.loss) == pytest.approx(float(plain_gradients().loss), rel=2e-2)
 
 
 def test_bfloat16_compute_on_shards():
   """XLA's CPU compiler aborts on a sum in bfloat16 over fsdp."""
-  model = {"dtype": "bfloat16", "weight_dtype": "bfloat16"}
   changes = {"data": {"per_device_batch_size": ROWS / 8}, "parallelism": {"ici_context_parallelism": 2}}
-  sharded, whole = run(config(model=model, **changes), (2, 4)), run(config(model=model))
-  for ours, theirs in zip(sharded[0], whole[0], strict=True):
+  for ours, theirs in zip(run(config(model=BFLOAT16, **changes), (2, 4))[0], in_bfloat16()[0], strict=True):
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-3)
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-2)

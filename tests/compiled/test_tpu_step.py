@@ -26,35 +26,39 @@ def compiled(arguments: str, topology: str, slices: int) -> tuple[config.Config,
   return cfg, found
 
 
-def test_a_published_model_on_three_slices():
-  """Measured: 448 MB of arguments, 260 MB of temporaries, 5.3 GB of traffic, 3.7 of 32.7 ms of DCN exposed.
+def test_twelve_layers_on_three_slices():
+  """Measured: 24.6 MB of arguments, 9.3 MB of temporaries, 73 MB of traffic, 0.17 of 1.84 ms of DCN exposed.
 
-  Sequences of 2,048 tokens, which docs/benchmarks/tpu_compile.md has, take half as long again to compile.
+  docs/benchmarks/tpu_compile.md has the command that shows the same of a published model. It takes minutes.
   """
-  length = 512
-  keys = f"model_name=qwen3-0.6b max_target_length={length} grad_reduce_dtype=bfloat16"
+  length, chips_per_slice = 128, 16
+  keys = (
+    "base_emb_dim=512 base_num_decoder_layers=12 base_num_query_heads=4 base_num_kv_heads=2 base_mlp_dim=1024 "
+    f"head_dim=128 vocab_size=8192 logits_via_embedding=true max_target_length={length} grad_reduce_dtype=bfloat16"
+  )
   cfg, found = compiled(keys, "v5e-16", 3)
-  assert found.memory.arguments < 460e6
-  assert found.memory.temporaries < 280e6
-  assert found.costs.device_bytes < 5.6e9
+  parameters = parameter_count(cfg.model)
+  assert found.memory.arguments < 1.02 * 3 * 4 * parameters / chips_per_slice  # weights and moments in float32
+  assert found.memory.temporaries < 10e6
+  assert found.costs.device_bytes < 78e6
   sent = collections.Counter()
   for collective in found.collectives:
     sent[collective.kind, collective.crosses_slices] += collective.bytes * collective.times
-  gradients = 2 * parameter_count(cfg.model) / 16
+  gradients = 2 * parameters / chips_per_slice
   assert gradients <= sent["all-reduce", True] < 1.02 * gradients
   rows = 3 * length * 2 * cfg.model.emb_dim  # looked up by a chip, from three slices, in bfloat16
   assert rows <= sent["all-gather", True] < 1.1 * rows
-  layers = 2 * 440e6  # the weights of all layers in bfloat16, gathered
-  loss = 4 * 16 * length * cfg.model.emb_dim  # the gradient of the last hidden states, in float32
+  layers = 2 * (parameters - cfg.model.vocab_size * cfg.model.emb_dim)  # all their weights in bfloat16, gathered
+  loss = 4 * chips_per_slice * length * cfg.model.emb_dim  # the gradient of the last hidden states, in float32
   assert 0.95 * layers < sent["reduce-scatter", False] - loss < 1.05 * layers
   assert sent["all-reduce", False] < 0.01 * layers
   timeline = analysis.timeline(found, chips.find("TPU v5 lite"))
-  assert timeline.exposed[Channel.DCN] < 0.005 < 0.03 < timeline.needed(Channel.DCN)
+  assert timeline.exposed[Channel.DCN] < 0.23e-3 < 1.6e-3 < timeline.needed(Channel.DCN)
 
 
 @pytest.mark.parametrize(
   "keys",
-  ["ici_tensor_parallelism=2 max_target_length=128", "ici_context_parallelism=4 max_target_length=512"],
+  ["ici_tensor_parallelism=2 max_target_length=128", "ici_context_parallelism=2 max_target_length=256"],
 )
 def test_no_mesh_computes_twice_or_sends_whole_tables(keys):
   """Each chip executes its share of the matmuls, and sends at most its fsdp shard of a table at once."""
@@ -64,6 +68,6 @@ def test_no_mesh_computes_twice_or_sends_whole_tables(keys):
   )
   cfg, found = compiled(f"{sizes} {keys}", "v5e-8", 1)
   # Remat executes the layers, a sixth of the total, once more. In a short sequence, attention computes its only block.
-  assert found.costs.flops < 1.3 * found.model_flops
+  assert found.costs.flops < 1.2 * found.model_flops
   table = 4 * cfg.model.vocab_size * cfg.model.emb_dim / found.mesh["fsdp"]
   assert max(c.bytes for c in found.collectives) <= 1.01 * table  # the compiler joins it with the gradients of norms

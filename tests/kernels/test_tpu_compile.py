@@ -82,13 +82,12 @@ def test_a_step_compiles_and_saves_what_its_policy_names(tpu):
   # One forward kernel: the context is saved, so the backward pass does not recompute it.
   assert kernels_in(text) == ["splash_mha_dkv", "splash_mha_fwd"]
   assert f"{T},{T}]" not in text  # no scores
-  full = compile_step(mesh_of(tpu, 2, 2, 1), "full")
-  assert kernels_in(full.as_text()) == ["splash_mha_dkv", "splash_mha_fwd", "splash_mha_fwd"]
 
 
 def test_a_sharded_sequence_compiles(tpu):
   text = compile_step(mesh_of(tpu, 1, 2, 2), "full").as_text()
-  assert len(kernels_in(text)) == 3
+  # The policy saves no activation: the backward pass computes the context once more.
+  assert kernels_in(text) == ["splash_mha_dkv", "splash_mha_fwd", "splash_mha_fwd"]
   assert re.search(rf"bf16\[[\d,]*{T // 2},{H}\][^\n]* custom-call", text)  # a device holds half of the queries
 
 

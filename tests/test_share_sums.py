@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,7 +23,7 @@ LAYERS = 4
 
 def build(*, stages: int, model=None, optimizer=None, parallelism=None, devices=1) -> tuple[program.Program, Config]:
   cfg = config(
-    model={"base_num_decoder_layers": LAYERS, **(model or {})},
+    model={"base_num_decoder_layers": LAYERS, "vocab_size": 96, **(model or {})},
     optimizer=optimizer or {},
     parallelism=parallelism or {},
     data={"per_device_batch_size": 8 / devices},
@@ -35,47 +37,60 @@ def share(prog: program.Program, seed: int) -> Batch:
   return Batch(*(jax.device_put(x.reshape(a.shape), a.sharding) for x, a in zip(host, prog.batch)))
 
 
-def compiled(prog: program.Program, *, adds: bool = False) -> tuple[ShareSums, FlatLayout]:
+CASES = {
+  "tied": {
+    "stages": 2,
+    "optimizer": {"gradient_accumulation_steps": 3},
+    "model": {"logits_via_embedding": True, "remat_policy": "minimal", "attention": "flash", "scan_unroll": 2},
+  },
+  "fsdp": {
+    "stages": 4,
+    "optimizer": {"gradient_accumulation_steps": 2},
+    "model": {"logits_via_embedding": False, "quantization": "int8"},
+    "parallelism": {"ici_fsdp_parallelism": 4},
+    "devices": 4,
+  },
+  "all axes": {
+    "stages": 2,
+    "model": {"use_iota_embed": True, "remat_policy": "full"},
+    "parallelism": {"ici_tensor_parallelism": 2, "ici_context_parallelism": 2},
+    "devices": 8,
+  },
+}
+
+
+class Compiled(NamedTuple):
+  program: program.Program
+  config: Config
+  sums: ShareSums
+  layout: FlatLayout
+
+
+@functools.cache
+def compiled(name: str, stages: int) -> Compiled:
+  """Several tests use these programs."""
+  prog, cfg = build(**CASES[name] | {"stages": stages})
   grads = abstract_sums(prog.state, prog.mesh).grads
   with jax.set_mesh(prog.mesh):
-    return prog.share.compile(prog.state.params, prog.batch, grads, None, adds=adds), FlatLayout(grads)
+    share_sums = prog.share.compile(prog.state.params, prog.batch, grads, None, adds=name == "tied")
+  return Compiled(prog, cfg, share_sums, FlatLayout(grads))
 
 
-def sums(prog: program.Program, cfg: Config) -> tuple[list, np.ndarray]:
+def sums(built: Compiled) -> tuple[list, np.ndarray]:
   """The scalars of a share, and its gradients as flat values."""
-  share_sums, layout = compiled(prog)
-  scalars, parts = share_sums(on_devices(fresh(cfg), prog).params, share(prog, 0))
-  return jax.device_get(scalars), layout.to_host(parts).read(0, layout.size)
+  prog = built.program
+  scalars, parts = built.sums(on_devices(fresh(built.config), prog).params, share(prog, 0))
+  return jax.device_get(scalars), built.layout.to_host(parts).read(0, built.layout.size)
 
 
-@pytest.mark.parametrize(
-  "changes",
-  [
-    {"optimizer": {"gradient_accumulation_steps": 3}, "model": {"remat_policy": "minimal", "attention": "flash"}},
-    {
-      "stages": 3,
-      "optimizer": {"gradient_accumulation_steps": 2},
-      "model": {"logits_via_embedding": False, "remat_policy": "full", "scan_unroll": 2, "quantization": "int8"},
-      "parallelism": {"ici_fsdp_parallelism": 4},
-      "devices": 4,
-    },
-    {
-      "model": {"use_iota_embed": True},
-      "parallelism": {"ici_tensor_parallelism": 2, "ici_context_parallelism": 2},
-      "devices": 8,
-    },
-  ],
-  ids=["tied", "fsdp", "all axes"],
-)
-def test_several_programs_give_the_sums_of_one(changes):
+@pytest.mark.parametrize("name", CASES)
+def test_several_programs_give_the_sums_of_one(name):
   """The same bits; with tensor and context parallelism, the compiler chooses the order of some sums in each program."""
-  changes = {"stages": 2} | changes
-  one, cfg = build(**changes | {"stages": 1})
-  several, _ = build(**changes)
-  assert isinstance(one.share, OneProgram) and isinstance(several.share, Stages)
-  scalars, grads = sums(one, cfg)
-  own_scalars, own_grads = sums(several, cfg)
-  tolerance = 1e-6 if "ici_tensor_parallelism" in changes.get("parallelism", {}) else 0
+  one, several = compiled(name, 1), compiled(name, CASES[name]["stages"])
+  assert isinstance(one.program.share, OneProgram) and isinstance(several.program.share, Stages)
+  scalars, grads = sums(one)
+  own_scalars, own_grads = sums(several)
+  tolerance = 1e-6 if name == "all axes" else 0
   np.testing.assert_allclose(own_scalars, scalars, rtol=tolerance)
   np.testing.assert_allclose(own_grads, grads, rtol=0, atol=tolerance * np.abs(grads).max())
   assert np.any(grads)
@@ -83,8 +98,7 @@ def test_several_programs_give_the_sums_of_one(changes):
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_shares_are_added_from_left_to_right(stages):
-  prog, cfg = build(stages=stages)
-  share_sums, layout = compiled(prog, adds=True)
+  prog, cfg, share_sums, layout = compiled("tied", stages)
   params = on_devices(fresh(cfg), prog).params
   parts = [share_sums(params, share(prog, seed))[1] for seed in range(3)]
   first, second, third, total = (layout.to_host(some).read(0, layout.size) for some in (*parts, share_sums.add(parts)))
@@ -92,7 +106,7 @@ def test_shares_are_added_from_left_to_right(stages):
 
 
 def test_the_exchange_follows_the_backward_pass():
-  share_sums, layout = compiled(build(stages=4, model={"logits_via_embedding": False})[0])
+  _, _, share_sums, layout = compiled("fsdp", LAYERS)
   ranges = layout.ranges(share_sums.parts)
   assert [set(part.tree) for part in share_sums.parts] == [{"final_norm", "lm_head"}, *[{"layers"}] * 4, {"embedding"}]
   assert [part.first for part in share_sums.parts[1:-1]] == [3, 2, 1, 0]

@@ -6,6 +6,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from trainer.compiled import analysis
+
 TINY = (
   "configs/base.yml run_name=t base_output_directory=unused dataset_type=synthetic base_emb_dim=128 "
   "base_num_decoder_layers=2 base_num_query_heads=2 base_num_kv_heads=1 base_mlp_dim=256 head_dim=128 vocab_size=512 "
@@ -22,3 +26,16 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     timeout=500,
     env={**os.environ, "JAX_PLATFORMS": "cpu"},
   )
+
+
+def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Makes preflight compile equal steps once. It compiles the step that remat_policy=auto has chosen a second time."""
+  analyse, findings = analysis.analyse, {}
+
+  def once(config, slices, total):
+    key = config.model_dump_json(), len(slices), total
+    if key not in findings:
+      findings[key] = analyse(config, slices, total)
+    return findings[key]
+
+  monkeypatch.setattr(analysis, "analyse", once)

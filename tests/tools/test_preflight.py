@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from tests.support import needs
-from tests.tools.preflight_command import TINY, command
+from tests.tools.preflight_command import TINY, command, compile_once
 
 from trainer import config, memory, remat_choice
 from trainer.compiled import analysis
@@ -154,6 +154,7 @@ def test_for_tpus_that_this_machine_does_not_have(tmp_path, capsys):
 
 @needs.libtpu
 def test_the_policy_with_the_shortest_estimated_step_is_analysed_and_kept(monkeypatch, tmp_path, capsys):
+  compile_once(monkeypatch)
   policies = ["full", "save_out_proj"]
   monkeypatch.setattr(remat_choice, "CANDIDATES", tuple(map(RematPolicy, policies)))
   keys = [f"base_output_directory={tmp_path}", f"jax_cache_dir={tmp_path}/cache", "compile_topology=v5e-4"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.tools.preflight_command import AUTO, TINY, command
+from tests.tools.preflight_command import AUTO, TINY, command, compile_once
 
 from trainer.observe.chips import Chip
 from trainer.tools.preflight import cpu_peaks
@@ -12,7 +12,7 @@ from trainer.tools.preflight.__main__ import main
 
 
 def test_for_this_machine():
-  done = command("num_slices=3", "steps=10", "attention=dot_product")
+  done = command("num_slices=3", "steps=10", "attention=dot_product", "base_num_decoder_layers=1", "opt_type=sgd")
   assert done.returncode == 0, done.stderr
   assert "2 of 3 |                      2 |   25.0% |   50.0%" in done.stdout
   assert "The step on 3 of 3 slices" in done.stdout and "The step on 2 of 3 slices" in done.stdout
@@ -26,6 +26,7 @@ def test_for_this_machine():
 def test_the_step_with_one_slice_lost_can_be_skipped(monkeypatch, capsys):
   """In this process, and the rates of the machine are given."""
   monkeypatch.setattr(cpu_peaks, "measure", lambda *_: Chip("this CPU", (), 1e9, 1 << 40, 1e9, 1e9))
+  compile_once(monkeypatch)
   keys = "num_slices=4 steps=10 attention=dot_product dtype=float32 opt_type=sgd preflight.degraded=none"
   assert main([*TINY, *keys.split(), *AUTO]) == 0
   out = capsys.readouterr().out

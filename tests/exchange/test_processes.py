@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -84,6 +85,7 @@ def deal(members):
   return {member: list(range(SHARES))[index :: len(members)] for index, member in enumerate(members)}
 
 
+@functools.cache  # twelve million random numbers
 def expected(tag):
   return digest(sum_in_order({share: share_values(share, tag, SIZE) for share in range(SHARES)}))
 

@@ -1,8 +1,8 @@
-"""SIGTERM to one of several processes: all agree on the step at which they save and end."""
+"""SIGTERM: one request, and what a second signal does. That several processes agree on the step at which they save and
+end is shown in test_processes.py."""
 
 from __future__ import annotations
 
-import re
 import signal
 import time
 
@@ -42,30 +42,13 @@ def test_switched_off_there_is_no_request(key):
 
 
 @pytest.mark.timeout(600)
-def test_four_processes_agree_on_the_step(server, tmp_path):
-  processes = Processes(server, "preempted", tmp_path, 4)
-  wait_for_text(processes, 2, "step 5\n")
-  processes.processes[2].send_signal(signal.SIGTERM)  # only to one process, as when a single host is reclaimed
-  texts = processes.finish()
-  stops = [re.findall(r"stopped at (\d+), committed (\d+)", text) for text in texts]
-  assert stops[0] and all(stop == stops[0] for stop in stops)
-  assert stops[0][0][0] == stops[0][0][1]
-
-
-@pytest.mark.timeout(600)
 def test_a_second_signal_ends_one_of_several_at_once(server, tmp_path):
   processes = Processes(server, "ignoring_preemption", tmp_path, 2)
   try:
     for line in ("ready", "asked"):
-      wait_for_text(processes, 1, line)
+      processes.wait_for_text(1, line)
       processes.processes[1].send_signal(signal.SIGTERM)
       time.sleep(1.3)
     assert processes.processes[1].wait(30) == 143
   finally:
     processes.kill()
-
-
-def wait_for_text(processes: Processes, index: int, text: str) -> None:
-  deadline = time.monotonic() + 180
-  while text not in processes.logs[index].read_text() and time.monotonic() < deadline:
-    time.sleep(0.05)

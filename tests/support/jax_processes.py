@@ -1,4 +1,4 @@
-"""Several real processes joined by jax.distributed, each of which runs one function of checkpoint_scenarios.py."""
+"""Several real processes joined by jax.distributed, each of which runs functions of checkpoint_scenarios.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -26,7 +27,7 @@ class Processes:
   def __init__(
     self, server: Server, scenario: str, path: Path, processes: int, arguments: tuple[str, ...] = ()
   ) -> None:
-    """server: forks the processes."""
+    """server: forks the processes. scenario: a function, or several with commas, each with a folder of its name."""
     port = str(free_port())
     self.logs = [path / f"{scenario}.{processes}.{i}.log" for i in range(processes)]
     for log in self.logs:
@@ -35,6 +36,14 @@ class Processes:
       server.run(MODULE, [scenario, str(i), str(processes), port, str(path), *arguments], {}, log)
       for i, log in enumerate(self.logs)
     ]
+
+  def wait_for_text(self, index: int, text: str, timeout: float = 400) -> None:
+    """Returns when process `index` has printed `text`, after `timeout` seconds, or when a process has ended."""
+    deadline = time.monotonic() + timeout
+    while text not in self.logs[index].read_text() and time.monotonic() < deadline:
+      if any(process.poll() is not None for process in self.processes):
+        return
+      time.sleep(0.05)
 
   def finish(self, timeout: float = 240) -> list[str]:
     """The output of every process. Raises AssertionError if a process did not exit with 0."""
@@ -72,9 +81,12 @@ def main() -> None:
   from tests.support import checkpoint_scenarios
 
   try:
-    function = getattr(checkpoint_scenarios, scenario)
-    options = {"signals": signals} if "signals" in inspect.signature(function).parameters else {}
-    function(Path(path), *arguments, **options)
+    for name in scenario.split(","):
+      function = getattr(checkpoint_scenarios, name)
+      options = {"signals": signals} if "signals" in inspect.signature(function).parameters else {}
+      folder = Path(path) if name == scenario else Path(path) / name
+      folder.mkdir(exist_ok=True)
+      function(folder, *arguments, **options)
   except BaseException:  # noqa: BLE001 -- printed, and the process ends
     traceback.print_exc()
     os._exit(1)  # otherwise the other processes would wait for it at the exit barrier

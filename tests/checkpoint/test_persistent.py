@@ -14,6 +14,7 @@ import pytest
 from tests.support import toy_state
 
 from trainer.checkpoint import CheckpointError, NonFiniteState, run_id
+from trainer.checkpoint.arrays import fingerprint
 from trainer.checkpoint.errors import Rejected
 from trainer.checkpoint.persistent import Persistent
 from trainer.config.errors import ConfigError
@@ -48,15 +49,24 @@ def test_round_trip(tmp_path, caplog, mode, asynchronous):
   tier.close()
 
 
+@pytest.fixture(scope="module")
+def two_layouts(tmp_path_factory) -> str:
+  """A folder with checkpoint 1, with stacked layers, and checkpoint 2, with separate layers."""
+  folder = str(tmp_path_factory.mktemp("layouts") / "c")
+  tier = Persistent(folder, toy_state.config(), world=SingleWorld())
+  tier.save(1, toy_state.state(1), {})
+  tier.save(2, toy_state.state(2, scanned=False), {})
+  tier.wait()
+  tier.close()
+  return folder
+
+
 @pytest.mark.parametrize(
   ("data", "fsdp", "scanned"),
   [(1, 1, True), (2, 1, False), (1, 4, True), (4, 2, True), (4, 2, False), (1, 8, False)],
 )
-def test_restores_onto_other_meshes_and_layer_layouts(tmp_path, data, fsdp, scanned):
-  tier = Persistent(str(tmp_path / "c"), toy_state.config(), world=SingleWorld())
-  tier.save(1, toy_state.state(1), {})
-  tier.save(2, toy_state.state(2, scanned=False), {})
-  tier.wait()
+def test_restores_onto_other_meshes_and_layer_layouts(two_layouts, data, fsdp, scanned):
+  tier = Persistent(two_layouts, toy_state.config(), world=SingleWorld())
   for step in (1, 2):
     want = toy_state.values(step, scanned)
     target = toy_state.abstract(want, toy_state.mesh(data, fsdp))
@@ -64,6 +74,18 @@ def test_restores_onto_other_meshes_and_layer_layouts(tmp_path, data, fsdp, scan
     toy_state.assert_same_bits(got, want)
     assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, target)
   tier.wait()
+  tier.close()
+
+
+def test_a_hundred_arrays_on_eight_devices_are_saved_with_one_program_of_checksums(tmp_path):
+  """A hundred programs of checksums at once could deadlock the devices."""
+  values = {f"array {i}": np.full((8, 1 + i % 2), i, np.float32) for i in range(100)}
+  tier = Persistent(str(tmp_path / "c"), toy_state.config(), world=SingleWorld())
+  programs = fingerprint._program.cache_info().misses
+  tier.save(1, toy_state.place(values, toy_state.mesh(2, 4)), {})
+  tier.wait()
+  assert fingerprint._program.cache_info().misses == programs + 1
+  toy_state.assert_same_bits(restore(tier, 1, toy_state.abstract(values, toy_state.mesh(2, 4))), values)
   tier.close()
 
 

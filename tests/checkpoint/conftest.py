@@ -9,6 +9,17 @@ from end_to_end.command import Run
 from tests.support.command_runs import KEYS
 
 
+@pytest.fixture(scope="session")
+def start(server, compiled):
+  """Starts runs of commands in end_to_end, which have a cache and a schedule each, with programs that all runs share."""
+
+  def with_shared_programs(argv, changes, log):
+    keys = [key for key in argv if not key.startswith("jax_cache_dir=")]
+    return server.start([*keys, compiled, "learning_rate_schedule_steps=1000"], changes, log)
+
+  return with_shared_programs
+
+
 @pytest.fixture
 def make(server, compiled, tmp_path):
   """make(key=value, ...) returns a run. Processes that are still alive after the test are killed."""

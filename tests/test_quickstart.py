@@ -29,15 +29,13 @@ TIMED = {
 }
 
 
-def quickstart(folder: pathlib.Path, name: str) -> subprocess.Popen[str]:
-  """Starts the small quickstart with its own caches, so that it also trains a tokenizer and compiles."""
+def command_line(folder: pathlib.Path, name: str) -> list[str]:
+  """The arguments of the small quickstart. Each run trains its own tokenizer; all share compiled programs, as a user's
+  runs do."""
   paths = [f"base_output_directory={folder}", f"run_name={name}", f"dataset_cache_directory={folder}/cache_{name}"]
-  paths.append(f"jax_cache_dir={folder}/compiled_{name}")
+  paths.append(f"jax_cache_dir={folder}/compiled")
   paths.append(f"dataset_path={pathlib.Path(email.__file__).parent}")  # half a megabyte of the standard library
-  environment = os.environ | {"PYTHONPATH": str(pathlib.Path(trainer.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
-  environment.pop("XLA_FLAGS", None)  # compile as for a user
-  command = [sys.executable, "-m", "trainer", str(CONFIG), *SHRUNK, *paths]
-  return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+  return [str(CONFIG), *SHRUNK, *paths]
 
 
 pytestmark = pytest.mark.timeout(600)
@@ -48,26 +46,29 @@ def folder(tmp_path_factory) -> pathlib.Path:
   return tmp_path_factory.mktemp("quickstart")
 
 
-def finished(folder: pathlib.Path, name: str) -> tuple[pathlib.Path, str]:
-  """Runs the small quickstart. Returns its run directory and what it printed."""
-  process = quickstart(folder, name)
-  try:
-    out, err = process.communicate(timeout=500)
-  finally:
-    process.kill()
-  assert process.returncode == 0, out + err
-  return folder / name, out
-
-
 @pytest.fixture(scope="module")
 def run(folder) -> tuple[pathlib.Path, str]:
-  return finished(folder, "one")
+  """The small quickstart as a user starts it: its run directory and what it printed."""
+  environment = os.environ | {"PYTHONPATH": str(pathlib.Path(trainer.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
+  environment.pop("XLA_FLAGS", None)  # compile as for a user
+  command = [sys.executable, "-m", "trainer", *command_line(folder, "one")]
+  done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
+  assert done.returncode == 0, done.stdout + done.stderr
+  return folder / "one", done.stdout
 
 
-def test_the_same_command_again_finds_the_run_complete(run):
+def forked(server, folder: pathlib.Path, name: str) -> str:
+  """Runs the small quickstart and returns what it printed."""
+  log = folder / f"printed_{name}.txt"
+  log.unlink(missing_ok=True)
+  assert server.start(command_line(folder, name), {}, log).wait(500) == 0, log.read_text()
+  return log.read_text()
+
+
+def test_the_same_command_again_finds_the_run_complete(run, server):
   directory, _ = run
   before = (directory / "metrics.jsonl").read_bytes()
-  _, out = finished(directory.parent, "one")
+  out = forked(server, directory.parent, "one")
   assert "All 6 steps are done already." in out
   assert "completed step" not in out
   assert (directory / "metrics.jsonl").read_bytes() == before
@@ -107,9 +108,9 @@ def test_step_time_excludes_evaluation_time(run):
   assert by_step[4, False]["seconds"] < by_step[3, True]["eval_seconds"]
 
 
-def test_two_runs_with_the_same_seed_are_bit_identical(run, folder):
+def test_two_runs_with_the_same_seed_are_bit_identical(run, server, folder):
   """They differ only in their names."""
-  runs = run, finished(folder, "two")
+  runs = run, (folder / "two", forked(server, folder, "two"))
   one, two = (directory for directory, _ in runs)
   ignored = TIMED | {"process"}
   numbers = [

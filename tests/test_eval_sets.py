@@ -32,10 +32,10 @@ def write_data(folder: Path) -> dict[str, Path]:
   return files
 
 
-def keys_of(folder: Path) -> list[str]:
+def keys_of(folder: Path, compiled: str = "") -> list[str]:
   keys = "dataset_type=grain grain_file_type=jsonl vocab_size=258 learning_rate=0.5 packing=split eval_interval=2"
   places = f"grain_train_files={folder}/train.jsonl dataset_cache_directory={folder}/cache"
-  return [*KEYS, *keys.split(), *places.split(), f"jax_cache_dir={folder}/compiled", f"steps={STEPS}", "eval_steps=2"]
+  return [*KEYS, *keys.split(), *places.split(), *compiled.split(), f"steps={STEPS}", "eval_steps=2"]
 
 
 def evaluations(run: Run) -> list[dict]:
@@ -43,20 +43,20 @@ def evaluations(run: Run) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory, server) -> tuple[Path, Run]:
+def both(tmp_path_factory, server, compiled) -> tuple[Path, Run]:
   """(folder of the data, a run that evaluates both sets)."""
   folder = tmp_path_factory.mktemp("sets")
   write_data(folder)
-  run = Run(folder / "both", [*keys_of(folder), f"eval_sets={folder}/sets.json"], server.start)
+  run = Run(folder / "both", [*keys_of(folder, compiled), f"eval_sets={folder}/sets.json"], server.start)
   assert run.finish() == 0, run.printed
   return folder, run
 
 
-def test_the_losses_of_named_sets_are_those_of_the_sets_alone(both, server):
+def test_the_losses_of_named_sets_are_those_of_the_sets_alone(both, server, compiled):
   folder, run = both
   found = evaluations(run)
   assert [record["step"] for record in found] == list(range(2, STEPS + 1, 2))
-  alone = Run(folder / "alone", [*keys_of(folder), f"grain_eval_files={folder}/near.jsonl"], server.start)
+  alone = Run(folder / "alone", [*keys_of(folder, compiled), f"grain_eval_files={folder}/near.jsonl"], server.start)
   assert alone.finish() == 0, alone.printed
   assert [record["eval_losses"]["near"] for record in found] == [record["eval_loss"] for record in evaluations(alone)]
   assert all(set(record["eval_losses"]) == {"near", "far"} for record in found)
@@ -66,10 +66,10 @@ def test_the_losses_of_named_sets_are_those_of_the_sets_alone(both, server):
   assert found[-1]["eval_losses"]["far"] > found[-1]["eval_losses"]["near"] + 0.1
 
 
-def test_a_slice_lost_in_an_evaluation_of_several_sets_costs_no_loss(both, server):
+def test_a_slice_lost_in_an_evaluation_of_several_sets_costs_no_loss(both, server, compiled):
   folder, run = both
   faults = "elastic_enabled=true num_slices=2 per_device_batch_size=1 fault_injection=slice_down@4:1:eval"
-  keys = [*keys_of(folder), f"eval_sets={folder}/sets.json", *faults.split()]
+  keys = [*keys_of(folder, compiled), f"eval_sets={folder}/sets.json", *faults.split()]
   lost = Run(folder / "lost", keys, server.start)
   assert lost.finish() == 0, lost.printed
   assert lost.events("fault_injected") and lost.events("recovery")
@@ -79,12 +79,12 @@ def test_a_slice_lost_in_an_evaluation_of_several_sets_costs_no_loss(both, serve
     assert record["eval_losses"] == pytest.approx(other["eval_losses"], rel=1e-5)
 
 
-def test_a_run_is_complete_at_its_target_and_stays_so(both, server):
+def test_a_run_is_complete_at_its_target_and_stays_so(both, server, compiled):
   folder, run = both
   losses = {record["step"]: record["eval_losses"]["far"] for record in evaluations(run)}
   target = losses[6]
   assert all(losses[step] > target for step in (2, 4)), losses
-  keys = [*keys_of(folder), f"eval_sets={folder}/sets.json", "eval_main_set=far", "checkpoint_period=5"]
+  keys = [*keys_of(folder, compiled), f"eval_sets={folder}/sets.json", "eval_main_set=far", "checkpoint_period=5"]
   early = Run(folder / "early", keys, server.start)
   wanted = f"target_eval_loss={target!r}"
   assert early.finish(wanted) == 0, early.printed

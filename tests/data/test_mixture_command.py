@@ -37,7 +37,7 @@ def write_sources(folder: Path) -> dict[str, dict[str, object]]:
   }
 
 
-def test_a_mixture_is_killed_resumed_and_changed(tmp_path, server):
+def test_a_mixture_is_killed_resumed_and_changed(tmp_path, server, compiled):
   sources = write_sources(tmp_path)
   path = tmp_path / "mixture.yml"
 
@@ -45,7 +45,7 @@ def test_a_mixture_is_killed_resumed_and_changed(tmp_path, server):
     path.write_text(json.dumps({name: sources[name] | {"weight": weight} for name, weight in weights.items()}))
 
   keys = [*KEYS, "dataset_type=grain", f"grain_train_mixture_config_path={path}", "vocab_size=258", "packing=best_fit"]
-  keys += [f"dataset_cache_directory={tmp_path}/cache", f"jax_cache_dir={tmp_path}/compiled", "max_target_length=64"]
+  keys += [f"dataset_cache_directory={tmp_path}/cache", compiled, "max_target_length=64"]
   weigh(tfds=4, parquet=3, jsonl=1)
 
   undisturbed = Run(tmp_path / "undisturbed", keys, server.start)

@@ -11,7 +11,7 @@ from tests.support.command_runs import KEYS
 
 @pytest.fixture(scope="session")
 def start(server, compiled):
-  """Starts runs of commands in end_to_end, which have a cache and a schedule each, with programs that all runs share."""
+  """Starts runs for commands of end_to_end. Their own caches and schedules are replaced, to share compiled programs."""
 
   def with_shared_programs(argv, changes, log):
     keys = [key for key in argv if not key.startswith("jax_cache_dir=")]

@@ -6,15 +6,17 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.support.jax_processes import ROOT
+from end_to_end.command import ROOT, cpu_environment
 
 from trainer.launch.ports import free_port
 
@@ -28,7 +30,7 @@ RUN = "gs://bucket/runs/a"
 
 @pytest.fixture(scope="module")
 def bucket():
-  """The environment of processes for which gs://bucket is empty."""
+  """Changes to the environment of processes for which gs://bucket is empty."""
   machine = {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()]
   folder = Path(EMULATOR.origin).parent / "vendor" / "fake-gcs-server" / "bin"
   port = free_port()
@@ -47,9 +49,8 @@ def bucket():
       time.sleep(0.1)
   else:
     raise AssertionError("the emulator does not answer")
-  yield os.environ | {
-    "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-    "JAX_PLATFORMS": "cpu",
+  yield {
+    "XLA_FLAGS": os.environ["XLA_FLAGS"],
     "STORAGE_EMULATOR_HOST": url,
     "TENSORSTORE_GCS_HTTP_URL": url,
     "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
@@ -59,17 +60,23 @@ def bucket():
   server.wait()
 
 
-def run(env, *actions: str, code: int = 0) -> list[str]:
-  """The output of each action. One process does all actions."""
-  command = [sys.executable, "-m", "tests.support.gcs_run", *" ; ".join(actions).split()]
-  result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-  assert result.returncode == code, result.stdout + result.stderr
-  return result.stdout.split("---")[1:]
+@pytest.fixture
+def run(server, bucket, tmp_path) -> Callable[..., list[str]]:
+  """run(action, ...): the output of each action. One process does all actions."""
+  log = tmp_path / "printed.txt"
+
+  def start(*actions: str, code: int = 0) -> list[str]:
+    log.unlink(missing_ok=True)
+    process = server.run("tests.support.gcs_run", " ; ".join(actions).split(), bucket, log)
+    assert process.wait(200) == code, log.read_text()
+    return re.split("^--- ", log.read_text(), flags=re.MULTILINE)[1:]
+
+  return start
 
 
-def test_saves_keeps_restores_and_falls_back(bucket):
+def test_saves_keeps_restores_and_falls_back(run):
   saves = f"save {RUN} 1 4", f"files {RUN}/checkpoints", f"restore {RUN} 4"
-  _, files, restored, watched = run(bucket, *saves, "watch gs://bucket/runs/watched")
+  _, files, restored, watched = run(*saves, "watch gs://bucket/runs/watched")
   assert [line.partition(",")[0] for line in watched.splitlines()[-2:]] == ["step 2 of 9", "step 3 of 9"]
   names = files.split()[1:]
   assert {name.split("/")[0] for name in names} == {"2", "3", "4"}
@@ -78,10 +85,9 @@ def test_saves_keeps_restores_and_falls_back(bucket):
   assert f"Found commit_success file. Keeping {RUN}/checkpoints/4/." in restored
 
   # Killed before the commit: without a marker it is not a checkpoint. The folder is moved aside.
-  run(bucket, f"die_in_save {RUN} 5", code=9)
+  run(f"die_in_save {RUN} 5", code=9)
   data = max(name for name in names if name.startswith("4/state/ocdbt.process_0/d/"))
   before, restored, aside, _, fallen, *_ = run(
-    bucket,
     f"files {RUN}/checkpoints",
     f"restore {RUN} 4",
     f"files {RUN}/checkpoints_rejected",
@@ -124,7 +130,8 @@ for address in ("gs://bucket/none", "gs://other-bucket/data"):
 
 def test_documents_are_read(bucket, tmp_path):
   command = [sys.executable, "-c", READ_DOCUMENTS, str(tmp_path)]
-  result = subprocess.run(command, env=bucket, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+  environment = cpu_environment(bucket)
+  result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
   assert result.returncode == 0, result.stderr
   assert "grain_train_files=gs://bucket/none: 'gs://bucket/none' has no files" in result.stdout
   assert "grain_train_files=gs://other-bucket/data" in result.stdout

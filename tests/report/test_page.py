@@ -59,9 +59,16 @@ def no_pictures(monkeypatch):
   monkeypatch.setattr(style, "png", lambda figure: b"")
 
 
-def test_the_report_is_one_file_and_tells_what_happened(tmp_path):
-  fake_run.elastic_run(tmp_path / "demo", config={"learning_rate": 0.001, "fault_injection": "slice_down@12:1 <x>"})
-  text = report(tmp_path / "demo")
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory) -> tuple[Path, str]:
+  """The folder and the report of an elastic run."""
+  folder = tmp_path_factory.mktemp("report") / "demo"
+  fake_run.elastic_run(folder, config={"learning_rate": 0.001, "fault_injection": "slice_down@12:1 <x>"})
+  return folder, report(folder)
+
+
+def test_the_report_is_one_file_and_tells_what_happened(demo):
+  folder, text = demo
   shown = Page(text)
   assert "http" not in text and "<script" not in text
   for fact in ("60 of 60", "3.2 million parameters", "slice_down", "slice_up", "snapshot", "Complete (exit code 0)."):
@@ -69,12 +76,11 @@ def test_the_report_is_one_file_and_tells_what_happened(tmp_path):
   assert "The parts of 2 recoveries" in shown.text and "2 keys" in shown.text
   assert "fault_injection" in shown.text and "slice_down@12:1 <x>" in shown.text
   assert "return <b>None</b>  # \u00e9" in shown.text  # the sample is text, not markup
-  assert png_size((tmp_path / "demo" / "loss.png").read_bytes())[0] == 1440
+  assert png_size((folder / "loss.png").read_bytes())[0] == 1440
 
 
-def test_pictures_follow_the_width_of_the_screen_and_the_choice_of_light_or_dark(tmp_path):
-  fake_run.elastic_run(tmp_path / "demo")
-  text = report(tmp_path / "demo")
+def test_pictures_follow_the_width_of_the_screen_and_the_choice_of_light_or_dark(demo):
+  _, text = demo
   shown = Page(text)
   assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in shown.media
   assert "@media (prefers-color-scheme: dark)" in text
@@ -224,7 +230,7 @@ def test_a_watchdog_ended_the_run(no_pictures, tmp_path):
   assert "Stopped by the watchdog (exit code 134)" in text and "Save did not finish." in text
 
 
-def test_the_end_of_a_run_reads_its_files_once(tmp_path, monkeypatch, capsys):
+def test_the_end_of_a_run_reads_its_files_once(no_pictures, tmp_path, monkeypatch, capsys):
   fake_run.plain_run(tmp_path / "a", steps=3)
   read = []
   monkeypatch.setattr(history, "load", lambda directory, load=history.load: read.append(directory) or load(directory))
@@ -292,7 +298,7 @@ def test_equal_runs_are_equal_and_nan_differs_from_a_number(tmp_path):
   assert compare.compare([str(tmp_path / "c"), str(tmp_path / "c")]).equal_steps == 2
 
 
-def test_the_tool(tmp_path, capsys):
+def test_the_tool(no_pictures, tmp_path, capsys):
   fake_run.plain_run(tmp_path / "a", steps=3)
   assert tool.main([str(tmp_path / "a")]) == 0
   assert capsys.readouterr().out == f"{tmp_path}/a/report.html\n"

@@ -9,6 +9,7 @@ import pytest
 from end_to_end import process_runs
 from end_to_end.command import Run, differences
 from end_to_end.process_runs import ProcessRun
+from end_to_end.torchrun_runs import OneWorker
 
 STEPS = 120
 KEYS = (f"steps={STEPS}", f"checkpoint_period={STEPS // 3}", "eval_interval=15", "eval_steps=2")
@@ -149,9 +150,9 @@ def test_balanced_sums_agree_within_float32(compiled, server, tmp_path):
   steps = 30
   keys = [*KEYS, compiled, f"steps={steps}", "gradient_accumulation_steps=2", "learning_rate=1e-4"]
   keys += ["base_num_decoder_layers=2", "exchange_stages=2"]
-  single = ProcessRun(tmp_path / "bitwise", keys, slices=2, server=server)
-  with single.launched() as supervisor:
-    assert single.wait(supervisor) == 0, single.tail()
+  single = OneWorker(tmp_path / "bitwise", keys, slices=2, server=server)
+  with single.launched() as worker:
+    assert single.wait(worker) == 0, single.tail()
   run = ProcessRun(tmp_path / "balanced", [*keys, "elastic_numerics=balanced"], slices=2, server=server)
   with run.launched() as supervisor:
     run.wait_for(lambda: run.last_step >= 10, supervisor)

@@ -52,9 +52,10 @@ def test_wrong_input_that_only_the_workers_notice_is_one_message(compiled, serve
   assert run.printed.count("error: ") == 1 and "run_id: " in run.printed, run.tail()
 
 
-def test_a_second_launch_is_refused_and_ctrl_c_ends_the_first(compiled, tmp_path):
+def test_a_second_launch_is_refused_and_ctrl_c_ends_the_first(compiled, server, tmp_path):
+  """The first one is no fork: Ctrl-C reaches the processes that it would reach at a user's terminal."""
   keys = [compiled, ENDLESS, "autocheckpoint_grace_seconds=1"]
-  first, second = ProcessRun(tmp_path, keys, slices=2), ProcessRun(tmp_path, keys, slices=1)
+  first, second = ProcessRun(tmp_path, keys, slices=2), ProcessRun(tmp_path, keys, slices=1, server=server)
   second.log = tmp_path / "second.txt"
   with first.launched() as supervisor:
     first.wait_for(lambda: first.last_step >= 5, supervisor)

@@ -15,19 +15,19 @@ from end_to_end.forked_runs import Server
 
 # CPU seconds of a whole run, per folder. "tests" stands for the files directly in tests/.
 BUDGETS = {
-  "tests": 700,
-  "tests/checkpoint": 250,
+  "tests": 450,
+  "tests/checkpoint": 350,
   "tests/cluster": 60,
-  "tests/compiled": 110,
+  "tests/compiled": 60,
   "tests/config": 60,
-  "tests/data": 80,
+  "tests/data": 90,
   "tests/elastic": 200,
-  "tests/kernels": 100,
-  "tests/launch": 80,
-  "tests/models": 100,
+  "tests/kernels": 60,
+  "tests/launch": 140,
+  "tests/models": 60,
   "tests/observe": 60,
   "tests/report": 60,
-  "tests/tools": 100,
+  "tests/tools": 70,
 }
 DEFAULT_BUDGET = 60  # of a folder without an entry
 LIMIT = 2.0  # a folder that takes this many times its budget fails the run; machines differ, so 1 only warns

@@ -68,10 +68,10 @@ def test_every_share_is_dealt_once_after_any_change(shares, members):
 class Start:
   """A run of three members that starts after the loss of all. Every member can compute."""
 
-  def __init__(self, newest: dict[int, int], *, minimum: int = 1) -> None:
+  def __init__(self, newest: dict[int, int], *, minimum: int = 1, expected: int | None = None) -> None:
     """newest: {member: the newest step that it can restore by itself}."""
     self.now = 0.0
-    self.run = Coordinator(3, minimum, clock=lambda: self.now)
+    self.run = Coordinator(3, minimum, clock=lambda: self.now, expected=expected)
     for member in newest:
       self.run.hello(member, 0, 1, f"address-{member}")
     self.sent: Effects = []
@@ -161,6 +161,16 @@ def test_the_wait_for_a_lost_leader_has_a_limit(minimum, code):
   assert start.run.code == code
   if code is None:
     assert lead(sent) == (0, [0, 2])
+
+
+def test_a_start_that_expects_fewer_members_than_the_run_needs_waits_for_these():
+  """As under torchrun with one worker and elastic_min_slice_count=-1."""
+  start = Start({0: 0}, minimum=3, expected=1)
+  assert start.sent == [] and start.run.phase == "gathering"
+  (told,) = start.wait(60)
+  assert told == Note("Ready members: 1 of 3. The run waits for the others; after 300 s in all, it ends with an error.")
+  start.ready(1, 0)
+  assert lead(start.ready(2, 0)) == (0, [0, 1, 2])
 
 
 def test_members_that_received_the_state_at_the_last_moment_go_on_with_it():

@@ -5,26 +5,26 @@
 Two slices of two processes each; each host has a home folder of its own, where each process copies its part of the
 state. Seed i determines trial i: all processes are killed; then copies are deleted, cut, changed in one bit, emptied,
 exchanged with another step's or another process's, or replaced by a folder; a host loses all of them, or the hosts
-change places. Then the same command starts again. It must resume from a step at least as new as the newest one of which
-an undamaged copy of each process's part is left on any host, and complete; every step must be recorded, and losses and
-final state must be bit-identical to a run of one process without local copies. After the first trial that breaks a
-rule, prints the command that repeats it and exits with 1.
+change places. Then the same command starts again. A step can be restored if each process's part of its state has an
+undamaged copy on some host: the run must resume from the newest such step, or from a newer one, and complete. Every
+step must be recorded, and losses and final state must be bit-identical to a run of one process without local copies.
+After the first trial that breaks a rule, prints the command that repeats it and exits with 1.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from end_to_end.agent_runs import AgentRun
 from end_to_end.command import differences
-from end_to_end.forked_runs import Server, StandaloneServer
+from end_to_end.corrupt_entries import a_folder, missing, truncated
+from end_to_end.forked_runs import Server
+from end_to_end.process_runs import seeded_command
 from end_to_end.torchrun_runs import OneWorker
 
 STEPS, PERIOD = 40, 5
@@ -49,10 +49,9 @@ class TwoHosts(AgentRun):
       home.mkdir(exist_ok=True)
       self.agent(f"127.0.0.{number + 2}", home=str(home))
 
-  def copies(self, step: str = "*", slice_number: str = "*", process: str = "*", kind: str = "*") -> list[Path]:
-    """The files of local copies, in order."""
-    name = f"{step}.s{slice_number}.p{process}.{kind}"
-    return sorted(path for home in self.homes for path in home.rglob(name) if path.suffix in (".bin", ".json"))
+  def copies(self, *suffixes: str) -> list[Path]:
+    """The files of local copies that end with one of the suffixes, in order."""
+    return sorted(path for home in self.homes for path in home.rglob("*.s*.p*.*") if path.suffix in suffixes)
 
   def kill_after(self, step: int) -> int:
     """Starts the run, and kills all its processes after this step. Returns the last recorded step."""
@@ -71,27 +70,18 @@ class TwoHosts(AgentRun):
 
 
 def _flip(path: Path, chance: random.Random) -> None:
+  """Changes any bit: each byte of a local copy counts, unlike those of the files in storage."""
   data = bytearray(path.read_bytes())
   data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
   path.write_bytes(data)
 
 
-def _cut(path: Path, chance: random.Random) -> None:
-  data = path.read_bytes()
-  path.write_bytes(data[: chance.randrange(len(data))])
-
-
-def _folder(path: Path, chance: random.Random) -> None:
-  path.unlink()
-  path.mkdir()
-
-
-DAMAGE: dict[str, Callable[[Path, random.Random], None]] = {
-  "delete": lambda path, chance: path.unlink(),
+DAMAGE: dict[str, Callable[[Path, random.Random], object]] = {
+  "delete": missing,
   "flip a bit of": _flip,
-  "cut": _cut,
+  "cut": truncated,
   "empty": lambda path, chance: path.write_bytes(b""),
-  "make a folder of": _folder,
+  "make a folder of": a_folder,
 }
 
 
@@ -104,7 +94,7 @@ def damage(run: TwoHosts, chance: random.Random) -> tuple[list[str], int]:
     home = chance.choice(run.homes)
     done.append(f"wipe {home.name}")
     shutil.rmtree(home / "ram")
-  files = run.copies()
+  files = run.copies(".bin", ".json")
   for _ in range(chance.randrange(1, 9)):
     path = chance.choice(files)
     if path in touched:
@@ -134,7 +124,7 @@ def damage(run: TwoHosts, chance: random.Random) -> tuple[list[str], int]:
 def _newest(run: TwoHosts, damaged: set[Path]) -> int:
   """The newest step of which each process's part has a copy without a damaged file; 0 if there is none."""
   parts: dict[int, set[str]] = {}
-  for index in run.copies(kind="json"):
+  for index in run.copies(".json"):
     data = index.with_suffix(".bin")
     if data.is_file() and not damaged & {index, data}:
       step, _, process, _ = index.name.split(".")
@@ -181,18 +171,5 @@ def run_all(folder: Path, first: int, count: int, server: Server) -> int:
   return 0
 
 
-def main() -> int:
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-  parser.add_argument("--count", type=int, default=20, help="number of trials")
-  parser.add_argument("--first", type=int, default=0, help="seed of the first trial")
-  options = parser.parse_args()
-  server = StandaloneServer()
-  try:
-    with tempfile.TemporaryDirectory(prefix="local-copies-") as directory:
-      return run_all(Path(directory), options.first, options.count, server)
-  finally:
-    server.close()
-
-
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(seeded_command(__doc__, "trials", 20, run_all))

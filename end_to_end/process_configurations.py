@@ -13,20 +13,18 @@ repeats it and exits with 1.
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from end_to_end.command import Run, differences
-from end_to_end.forked_runs import Server, StandaloneServer
-from end_to_end.process_runs import KEYS, ProcessRun
+from end_to_end.forked_runs import Server
+from end_to_end.process_runs import KEYS, ProcessRun, seeded_command
 from end_to_end.torchrun_runs import OneWorker
 
 STEPS = 30
@@ -195,30 +193,21 @@ def check(folder: Path, seed: int, server: Server) -> tuple[str, list[str]]:
   return f"{hit} signals, {apart:.1e} from one controller, {seconds:.0f} s", broken
 
 
-def main() -> int:
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-  parser.add_argument("--count", type=int, default=40, help="number of runs")
-  parser.add_argument("--first", type=int, default=0, help="seed of the first run")
-  options = parser.parse_args()
-  server = StandaloneServer()
-  try:
-    with tempfile.TemporaryDirectory(prefix="process-configurations-") as directory:
-      for seed in range(options.first, options.first + options.count):
-        folder = Path(directory) / str(seed)
-        try:
-          summary, broken = check(folder, seed, server)
-        except AssertionError as error:
-          summary, broken = "not finished", [str(error)]
-        print(f"run {seed}: {summary}", flush=True)
-        if broken:
-          print(*broken, plan(seed), sep="\n  ")
-          print(f"repeat with: python -m end_to_end.process_configurations --first {seed} --count 1")
-          return 1
-        shutil.rmtree(folder)
-  finally:
-    server.close()
+def run_all(folder: Path, first: int, count: int, server: Server) -> int:
+  """Plays and checks the runs; returns the exit code."""
+  for seed in range(first, first + count):
+    try:
+      summary, broken = check(folder / str(seed), seed, server)
+    except AssertionError as error:
+      summary, broken = "not finished", [str(error)]
+    print(f"run {seed}: {summary}", flush=True)
+    if broken:
+      print(*broken, plan(seed), sep="\n  ")
+      print(f"repeat with: python -m end_to_end.process_configurations --first {seed} --count 1")
+      return 1
+    shutil.rmtree(folder / str(seed))
   return 0
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(seeded_command(__doc__, "runs", 40, run_all))

@@ -15,11 +15,9 @@ The processes are forked from one that has imported everything, so that a start 
 
 from __future__ import annotations
 
-import argparse
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -27,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from end_to_end.command import differences
-from end_to_end.forked_runs import Server, StandaloneServer
-from end_to_end.process_runs import ProcessRun
+from end_to_end.forked_runs import Server
+from end_to_end.process_runs import ProcessRun, seeded_command
 
 STEPS = 150
 KEYS = (f"steps={STEPS}", "checkpoint_period=20", "eval_interval=7", "eval_steps=2", "base_num_decoder_layers=2")
@@ -143,19 +141,6 @@ def check(run: ProcessRun, undisturbed: ProcessRun, faults: Sequence[Fault]) -> 
   return broken + differences(run, undisturbed, STEPS)
 
 
-def main() -> int:
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-  parser.add_argument("--count", type=int, default=300, help="number of histories")
-  parser.add_argument("--first", type=int, default=0, help="seed of the first history")
-  options = parser.parse_args()
-  server = StandaloneServer()
-  try:
-    with tempfile.TemporaryDirectory(prefix="process-histories-") as directory:
-      return run_all(Path(directory), options.first, options.count, server)
-  finally:
-    server.close()
-
-
 def run_all(folder: Path, first: int, count: int, server: Server) -> int:
   """Runs and checks the histories; returns the exit code."""
   compiled, references = f"jax_cache_dir={folder / 'compiled'}", dict[int, ProcessRun]()
@@ -192,4 +177,4 @@ def run_all(folder: Path, first: int, count: int, server: Server) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(seeded_command(__doc__, "histories", 300, run_all))

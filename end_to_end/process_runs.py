@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from end_to_end.command import ROOT, Process, Run, cpu_environment, is_running
-from end_to_end.forked_runs import Server
+from end_to_end.forked_runs import Server, StandaloneServer
 
 from trainer.membership.environment import MEMBER, SUPERVISOR
 
@@ -21,6 +23,24 @@ KEYS = (
   "elastic_min_slice_count=1 elastic_min_resize_interval_seconds=0 learning_rate_schedule_steps=1000"
 ).split()
 MARK = "TRAINER_TEST_RUN"  # in the environment of every process of a run, so that leftovers are found
+
+
+def seeded_command(doc: str, what: str, count: int, run_all: Callable[[Path, int, int, Server], int]) -> int:
+  """Reads --count and --first from the command line, and returns run_all(folder, first, count, server).
+
+  doc: of the module. what: the name of what a seed determines, in the plural. count: the default. folder: is deleted at
+  the end. server: forks the processes.
+  """
+  parser = argparse.ArgumentParser(description=doc.split("\n")[0])
+  parser.add_argument("--count", type=int, default=count, help=f"number of {what}")
+  parser.add_argument("--first", type=int, default=0, help="the first seed")
+  options = parser.parse_args()
+  server = StandaloneServer()
+  try:
+    with tempfile.TemporaryDirectory(prefix=f"{what}-") as directory:
+      return run_all(Path(directory), options.first, options.count, server)
+  finally:
+    server.close()
 
 
 class ProcessRun(Run):

@@ -76,8 +76,9 @@ def measure(count: int, size: int, repeats: int) -> dict[str, list[tuple[float, 
       process.stdin.flush()
     return json.loads(_line(processes[0], "{"))
   finally:
-    for process in processes:
+    for process in reversed(processes):  # jax.distributed ends with member 0, and the others would print errors
       process.kill()
+    for process in processes:
       process.communicate(timeout=60)
 
 

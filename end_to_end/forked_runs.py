@@ -184,7 +184,10 @@ def show(environment: Mapping[str, str]) -> None:
 
 
 if __name__ == "__main__":
+  import gc
+
   import orbax.checkpoint  # noqa: F401 -- these imports take the time
+  import pathwaysutils  # noqa: F401 -- every run imports it before its first step
 
   import trainer.cluster.multiprocess
   import trainer.elastic.retry
@@ -192,4 +195,5 @@ if __name__ == "__main__":
   import trainer.launch.local
   import trainer.train  # noqa: F401
 
+  gc.freeze()  # otherwise each forked process looks for garbage among all that is imported, and copies its pages
   serve(sys.stdin, sys.stdout, orphans=False)

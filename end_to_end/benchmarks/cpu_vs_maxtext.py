@@ -6,7 +6,8 @@ MAXTEXT_PYTHON is the Python of an environment with MaxText (pip install maxtext
 compute in float32. A round runs every configuration of both programs once, so that a busy machine slows both. The
 result of a configuration is the least step time, without the first two steps of each run. The share of the peak is the
 FLOP/s of the step's matmuls (6 FLOPs per parameter and token, plus attention) divided by the best FLOP/s of a matmul on
-this machine.
+this machine. The bound is the time of the step's matmuls alone: each matmul with a weight as a program of its own, and
+attention (which computes its scores twice) at the best FLOP/s.
 """
 
 from __future__ import annotations
@@ -31,15 +32,24 @@ MAXTEXT_KEYS = (
   "attention=dot_product"
 ).split()
 ROWS = 8  # of the global batch: 4,096 tokens
-# Times float32 matmuls of 1024 to 2048 rows. The best one is the peak of the machine.
-PEAK = """
+LAYERS = 4
+# Prints the best FLOP/s of float32 matmuls of 1024 to 2048 rows, and the seconds of a step's matmuls with its weights.
+MATMULS = """
 import time, jax, jax.numpy as jnp
-best = 0
-for n in (1024, 1536, 2048):
-  a = jnp.ones((n, n)); f = jax.jit(jnp.matmul); f(a, a).block_until_ready()
-  for _ in range(8):
-    t = time.perf_counter(); f(a, a).block_until_ready(); best = max(best, 2 * n**3 / (time.perf_counter() - t))
-print(best)
+def seconds(f, *arrays):
+  f, best = jax.jit(f), float("inf")
+  for _ in range(12):
+    t = time.perf_counter(); f(*arrays).block_until_ready(); best = min(best, time.perf_counter() - t)
+  return best
+squares = [(n, jnp.ones((n, n))) for n in (1024, 1536, 2048)]
+print(max(2 * n**3 / seconds(jnp.matmul, a, a) for n, a in squares))
+total = 0
+for rows, columns, number in ((256, 512, 4), (256, 256, 4), (256, 2048, 4), (1024, 256, 4), (256, 4096, 1)):
+  x, w, y = (jnp.ones(shape) for shape in ((4096, rows), (rows, columns), (4096, columns)))
+  output = seconds(lambda a, b: a @ b, x, w)
+  gradients = seconds(lambda a, b: a @ b.T, y, w) + seconds(lambda a, b: a.T @ b, x, y)
+  total += number * (output + gradients)
+print(total)
 """
 
 
@@ -69,8 +79,9 @@ def main() -> None:
         first, steps = _run(command, environment)
         seconds.setdefault((remat, name), []).extend(steps)
         starts.setdefault((remat, name), []).append(first)
-  peak = float(_output([sys.executable, "-c", PEAK], {}))
-  print(f"matmul peak {peak / 1e9:.0f} GFLOP/s")
+  peak, weights = map(float, _output([sys.executable, "-c", MATMULS], {}).split())
+  bound = weights + 7 * LAYERS * _attention_flops() / peak
+  print(f"matmul peak {peak / 1e9:.0f} GFLOP/s; bound: matmuls alone {bound:.3f} s a step")
   for (remat, name), steps in seconds.items():
     theirs = min(seconds[remat, "maxtext"])
     tokens = ROWS * 512 / min(steps)
@@ -86,8 +97,12 @@ def _flops() -> float:
   Recomputation is not counted.
   """
   layer = 256 * 64 * (4 + 2 + 2 + 4) + 3 * 256 * 1024
-  attention = 2 * 512 * 4 * 64 // 2
-  return 6 * ROWS * 512 * (4 * (layer + attention) + 256 * 4096)
+  return 6 * (ROWS * 512 * (LAYERS * layer + 256 * 4096) + LAYERS * _attention_flops())
+
+
+def _attention_flops() -> float:
+  """Returns the FLOPs of one of the matmuls of one layer's attention, half of the full one (causal)."""
+  return ROWS * 4 * 512 * 512 * 64
 
 
 def _maxtext(python: str, keys: list[str], devices: int) -> tuple[list[str], dict[str, str]]:

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 from end_to_end.command import differences
-from end_to_end.torchrun_runs import TorchrunRun
+from end_to_end.torchrun_runs import OneWorker, TorchrunRun
 
 pytestmark = [
   pytest.mark.oldest,
@@ -18,7 +18,7 @@ SLOW = 240  # seconds: every start of an agent imports torch
 
 
 @pytest.mark.timeout(600)
-def test_losses_and_groups_of_every_size_change_nothing(compiled, tmp_path):
+def test_losses_and_groups_of_every_size_change_nothing(compiled, server, tmp_path):
   """A node loses its agent, rank 0 is killed, a group of two starts, and a third node joins. Oracle: one worker."""
   keys = [compiled, "eval_interval=50", "eval_steps=2"]
   run = TorchrunRun(tmp_path / "run", [*keys, "steps=1000000"])
@@ -47,9 +47,9 @@ def test_losses_and_groups_of_every_size_change_nothing(compiled, tmp_path):
   last = run.last_step
   assert run.steps() == list(range(1, last + 1)) and run.committed_steps()[-1] == last, run.tail()
 
-  single = TorchrunRun(tmp_path / "single", [*keys, f"steps={last}"])
-  with single.nodes(1) as (agent,):
-    assert agent.wait(SLOW) == 0, single.tail()
+  single = OneWorker(tmp_path / "single", [*keys, f"steps={last}"], slices=3, server=server)
+  with single.launched() as worker:
+    assert single.wait(worker) == 0, single.tail()
   assert {record["slices"] for record in single.records("metrics") if "loss" in record} == {1}
   assert differences(run, single, last) == []
   assert run.evaluations().items() <= single.evaluations().items()

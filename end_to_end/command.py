@@ -138,11 +138,12 @@ class Run:
     """Returns all arrays in the persistent checkpoint of `step` (weights, optimizer state, counters), read by Orbax."""
     import jax
     import orbax.checkpoint as ocp
+    from etils import epath
 
-    path = self.directory / "checkpoints" / str(step) / "state"
-    reader = ocp.PyTreeCheckpointer()
-    plain = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), reader.metadata(path).item_metadata.tree)
-    found: dict[str, np.ndarray] = reader.restore(path, restore_args=plain)
+    path = epath.Path(self.directory / "checkpoints" / str(step) / "state")
+    reader = ocp.PyTreeCheckpointHandler()  # a Checkpointer would warn: the folder of one item has no metadata file
+    plain = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), reader.metadata(path).tree)
+    found: dict[str, np.ndarray] = reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=plain))
     return found
 
 

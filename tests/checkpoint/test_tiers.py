@@ -117,8 +117,14 @@ def test_a_lost_commit_marker_is_no_first_start(tmp_path):
     make(tmp_path).restore_newest(target())
 
 
-def test_only_an_unfinished_first_save_is_a_first_start(tmp_path):
-  (tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp").mkdir(parents=True)
+@pytest.mark.parametrize("files", [(), ("manifest.json",), ("manifest.json", "commit_success.txt")])
+def test_only_an_unfinished_first_save_is_a_first_start(tmp_path, files):
+  """Killed before the folder gets its final name: before it is sealed, before its marker is written, and after that."""
+  run(tmp_path, 2)
+  step = tmp_path / "checkpoints" / "2"
+  for name in {"manifest.json", "commit_success.txt"} - set(files):
+    (step / name).unlink()
+  step.rename(f"{step}.orbax-checkpoint-tmp")
   recorder = toy_state.Recorder()
   assert make(tmp_path, recorder).restore_newest(target()) is None
   assert "its save did not finish" in recorder.lines[0]

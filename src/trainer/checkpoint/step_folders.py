@@ -65,8 +65,9 @@ class StepFolders:
     return sorted(int(path.name) for path in self._folders() if self._committed(path.name))
 
   def unfinished(self) -> dict[str, bool]:
-    """{folder name: whether it had been sealed} of steps that are not committed. Every process must call.
+    """{folder name: whether it is sealed and has its final name} of steps that are not committed.
 
+    Every process must call. A folder with a temporary name was never committed: its save was killed before the rename.
     Removes folders that retention has half deleted.
     """
     return self._on_primary(self._unfinished)
@@ -80,7 +81,7 @@ class StepFolders:
         except OSError as error:
           self._log(f"{path}, half deleted by retention, cannot be removed: {error}. Delete it.")
       elif STEP.fullmatch(path.name.partition(UNFINISHED)[0]) and not self._committed(path.name):
-        found[path.name] = (path / MANIFEST).exists()
+        found[path.name] = UNFINISHED not in path.name and (path / MANIFEST).exists()
     return found
 
   def verify(self, step: int, part: int = 0, parts: int = 1) -> dict[str, Any]:

@@ -3,8 +3,8 @@
     JAX_PLATFORMS=cpu python -m end_to_end.benchmarks.gpu_models [MODEL ...] [--gpus 8] [--keys key=value ...]
 
 Needs the CUDA packages of JAX (bash setup.sh --gpu). Prints a Markdown table with one row per model: memory per GPU,
-the time of the matmuls, of the HBM traffic and of the collectives at the peak rates, and the seconds to compile. The
-FLOPs of cuDNN's kernels (flash attention) are not counted.
+the time of the matmuls, of the HBM traffic and of the collectives at the peak rates, and the seconds to compile.
+Attention counts twice: with a mask for packed rows and without one. A step computes one of them.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def compiled(arguments: str, topology: str, slices: int) -> tuple[config.Config,
 
 
 def test_twelve_layers_on_three_slices():
-  """Measured: 24.6 MB of arguments, 9.3 MB of temporaries, 73 MB of traffic, 0.17 of 1.84 ms of DCN exposed.
+  """Measured: 24.6 MB of arguments, 9.3 MB of temporaries (10.0 with jax 0.12), 73 MB of traffic, 0.17 of 1.84 ms of DCN exposed.
 
   docs/benchmarks/tpu_compile.md has the command that shows the same of a published model. It takes minutes.
   """
@@ -39,7 +39,7 @@ def test_twelve_layers_on_three_slices():
   cfg, found = compiled(keys, "v5e-16", 3)
   parameters = parameter_count(cfg.model)
   assert found.memory.arguments < 1.02 * 3 * 4 * parameters / chips_per_slice  # weights and moments in float32
-  assert found.memory.temporaries < 10e6
+  assert found.memory.temporaries < 10.5e6
   assert found.costs.device_bytes < 78e6
   sent = collections.Counter()
   for collective in found.collectives:

@@ -162,7 +162,7 @@ def bytes_moved(module: Module, computation: Computation, instruction: Instructi
   if instruction.opcode in _FREE or instruction.opcode.endswith("-done") or _moves_nothing(instruction):
     return by_space
   operands = [computation.by_name.get(name) for name in instruction.operands]
-  inner = module.computations[instruction.called[0]] if instruction.opcode == "fusion" else None
+  inner = module.computations[instruction.called[0]] if instruction.opcode in ("fusion", "fusion-start") else None
   if inner is not None and inner.root.target == "AsyncCollectiveDone":
     return by_space  # the buffers count where the collective starts
   for index, operand in enumerate(operands):
@@ -198,6 +198,8 @@ def written(instruction: Instruction) -> tuple[Array, ...]:
     return instruction.result[-2:-1]
   if instruction.opcode in ("collective-permute-start", "all-gather-start"):
     return instruction.result[1:2]
+  if instruction.opcode == "fusion-start":  # of the GPU compiler
+    return instruction.result[len(instruction.operands) : -1]
   return instruction.result
 
 

@@ -1,4 +1,4 @@
-"""Code that several benchmarks share: types of command-line arguments, and timing."""
+"""Code that several benchmarks share: types of command-line arguments, configurations, and timing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from end_to_end.command import ROOT
+
+from trainer.config import load
+from trainer.config.schema import Config
 
 
 def positive(text: str) -> int:
@@ -43,6 +46,15 @@ def sizes(letters: str, example: str) -> Callable[[str], list[int]]:
     return numbers
 
   return parse
+
+
+def model_config(model: str, defaults: Sequence[str], keys: Sequence[str]) -> Config:
+  """Returns the configuration of a published model with the keys `defaults`, or `keys` instead. Raises ConfigError."""
+  given = {key.split("=")[0]: key for key in (*defaults, *keys)}
+  return load(
+    ["configs/base.yml", f"model_name={model}", "run_name=t", "base_output_directory=unused", *given.values()],
+    check_paths=False,
+  )
 
 
 def time_in_turns(programs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 
-from trainer.config import ConfigError, load
+from end_to_end.benchmarks.common import model_config, positive
+
+from trainer.config import ConfigError
 from trainer.config.schema import Config
 
 KEYS = ("per_device_batch_size=8", "max_target_length=2048", "attention=flash", "remat_policy=full")
@@ -52,11 +54,11 @@ gpu_device_info {
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("models", nargs="*", default=["qwen3-0.6b", "qwen3-1.7b"])
-  parser.add_argument("--gpus", type=int, default=1, help="of one slice, on one host")
+  parser.add_argument("--gpus", type=positive, default=1, help="of one slice, on one host")
   parser.add_argument("--keys", nargs="*", default=[], help="added to, or instead of, " + " ".join(KEYS))
   args = parser.parse_args()
   try:
-    configs = [_config(model, args.keys) for model in args.models]
+    configs = [model_config(model, KEYS, args.keys) for model in args.models]
   except ConfigError as error:
     parser.error(str(error))
 
@@ -70,14 +72,6 @@ def main() -> None:
   print("|---" * len(COLUMNS) + "|", flush=True)
   for model, config in zip(args.models, configs):
     print(_row(model, config, gpus), flush=True)
-
-
-def _config(model: str, keys: list[str]) -> Config:
-  given = {key.split("=")[0]: key for key in (*KEYS, *keys)}
-  return load(
-    ["configs/base.yml", f"model_name={model}", "run_name=t", "base_output_directory=unused", *given.values()],
-    check_paths=False,
-  )
 
 
 def _row(model: str, config: Config, gpus: list[object]) -> str:

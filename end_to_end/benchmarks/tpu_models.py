@@ -13,11 +13,11 @@ import argparse
 import subprocess
 import sys
 
+from end_to_end.benchmarks.common import model_config
 from end_to_end.command import ROOT
 
 from trainer.cluster import topologies
-from trainer.config import ConfigError, load
-from trainer.config.schema import Config
+from trainer.config import ConfigError
 
 SMALL, MEDIUM, LARGE, HUGE = ("v5e-16", 3), ("v5e-256", 2), ("v5p-256", 2), ("v5p-1024", 2)
 WHERE = {"qwen3-14b": MEDIUM, "qwen3-32b": MEDIUM, "70b": LARGE, "405b": HUGE}
@@ -44,7 +44,7 @@ def main() -> None:
   models = args.models or sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yml"))
   for model in models:
     try:
-      _config(model, args.keys)
+      model_config(model, KEYS, args.keys)
     except ConfigError as error:
       parser.error(str(error))
   print(f"| {' | '.join(COLUMNS)} |")
@@ -60,17 +60,9 @@ def main() -> None:
   sys.exit(failed > 0)
 
 
-def _config(model: str, keys: list[str]) -> Config:
-  given = {key.split("=")[0]: key for key in (*KEYS, *keys)}
-  return load(
-    ["configs/base.yml", f"model_name={model}", "run_name=t", "base_output_directory=unused", *given.values()],
-    check_paths=False,
-  )
-
-
 def _row(model: str, topology: str, slices: int, keys: list[str]) -> str:
   """Returns one row of the table."""
-  config = _config(model, keys)
+  config = model_config(model, KEYS, keys)
   place = topologies.resolve(topology)
   topologies.prepare_environment()
   from trainer.compiled import analysis

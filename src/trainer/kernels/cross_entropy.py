@@ -15,8 +15,8 @@ from trainer import sharding
 
 # Platform -> bytes of one chunk's float32 logits on a device. TPU: a chunk that fits into VMEM (128 MiB on v5e and v6e)
 # needs no pass over HBM; much smaller chunks add to dw too often. CPU: a chunk that fits into the cache
-# (end_to_end/benchmarks/cross_entropy_cpu.py). GPU: no chunk stays on the chip, and each one reads and writes dw
-# (docs/benchmarks/gpu_models.md).
+# (end_to_end/benchmarks/cross_entropy_cpu.py). GPU: logits do not stay on the chip, and each chunk reads and
+# writes dw (docs/benchmarks/gpu_models.md).
 CHUNK_LOGITS_BYTES: Mapping[str, int] = MappingProxyType({"cpu": 8 << 20, "tpu": 96 << 20, "gpu": 768 << 20})
 
 Constrain = Callable[[jax.Array, tuple[str, ...]], jax.Array]

@@ -10,6 +10,8 @@ Attention counts twice: with a mask for packed rows and without one. A step comp
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from typing import Any
 
 from end_to_end.benchmarks.common import model_config, positive
 
@@ -74,7 +76,7 @@ def main() -> None:
     print(_row(model, config, gpus), flush=True)
 
 
-def _row(model: str, config: Config, gpus: list[object]) -> str:
+def _row(model: str, config: Config, gpus: Sequence[Any]) -> str:
   """Returns one row of the table."""
   from trainer.compiled import analysis
   from trainer.observe import chips
@@ -82,7 +84,7 @@ def _row(model: str, config: Config, gpus: list[object]) -> str:
 
   chip = chips.find("H100")
   assert chip is not None
-  found = analysis.analyse(config, [gpus], 1)  # type: ignore[list-item]  # compile-only devices
+  found = analysis.analyse(config, [gpus], 1)
   if not isinstance(found, analysis.Analysis):
     raise SystemExit(f"{model} on {len(gpus)} GPUs: {found.reason}")
   memory, line = found.memory, analysis.roofline(found, chip)

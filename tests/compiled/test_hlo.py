@@ -278,7 +278,7 @@ def test_the_precision_of_a_matmul_is_the_higher_precision_of_its_operands():
 @pytest.mark.parametrize("after_colon", ["", " "])
 def test_gpu_libraries(after_colon):
   """The text is synthetic and follows the sources of XLA and JAX: backend_config has the dimensions of a cuBLAS matmul,
-  and for cuDNN attention the shape of the scores and the mask. A jax of 2026 prints spaces after its colons."""
+  and for cuDNN attention the shape of the scores and the mask. JAX 0.12 writes spaces after colons."""
   text = pathlib.Path(__file__).with_name("gpu.hlo").read_text()
   found = costs.count(hlo.parse(text.replace('":', f'":{after_colon}')))
   attention = 2 * 2 * 8 * 512 * 1024 * 64

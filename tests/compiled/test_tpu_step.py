@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 
+import jax
 import pytest
 from tests.support import needs
 
@@ -40,7 +41,7 @@ def test_twelve_layers_on_three_slices():
   cfg, found = compiled(keys, "v5e-16", 3)
   parameters = parameter_count(cfg.model)
   assert found.memory.arguments < 1.02 * 3 * 4 * parameters / chips_per_slice  # weights and moments in float32
-  assert found.memory.temporaries < 10.5e6
+  assert found.memory.temporaries < (10e6 if jax.__version_info__ < (0, 12) else 10.5e6)
   assert found.costs.device_bytes < 78e6
   sent = collections.Counter()
   for collective in found.collectives:

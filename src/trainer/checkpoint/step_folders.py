@@ -75,13 +75,14 @@ class StepFolders:
   def _unfinished(self) -> dict[str, bool]:
     found = {}
     for path in self._folders():
+      step, temporary, _ = path.name.partition(UNFINISHED)
       if (path / DELETED).exists():
         try:
           path.rmtree()
         except OSError as error:
           self._log(f"{path}, half deleted by retention, cannot be removed: {error}. Delete it.")
-      elif STEP.fullmatch(path.name.partition(UNFINISHED)[0]) and not self._committed(path.name):
-        found[path.name] = UNFINISHED not in path.name and (path / MANIFEST).exists()
+      elif STEP.fullmatch(step) and not self._committed(path.name):
+        found[path.name] = not temporary and (path / MANIFEST).exists()
     return found
 
   def verify(self, step: int, part: int = 0, parts: int = 1) -> dict[str, Any]:

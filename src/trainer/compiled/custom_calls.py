@@ -32,7 +32,7 @@ def flops(computation: Computation, kernel: Instruction) -> tuple[str, float] | 
 
   The type is "" if the kernel itself states its FLOPs.
   """
-  stated = _STATED.search(kernel.rest)
+  stated = _STATED.search(_config(kernel))
   if stated:
     return "", float(stated.group(1))
   arrays = [computation.by_name[name].result[0] for name in kernel.operands]
@@ -78,19 +78,24 @@ def _computed(queries: int, keys: int, rows: int, columns: int) -> float:
   return reached / (queries // rows * (keys // columns))
 
 
+def _config(kernel: Instruction) -> str:
+  """Returns the text of `kernel` without spaces after the colons of its JSON. JAX writes such spaces, XLA does not."""
+  return kernel.rest.replace('": ', '":')
+
+
 def _fmha(kernel: Instruction, arrays: list[Array]) -> tuple[str, float] | None:
   """cuDNN attention. Its configuration has the shape of the scores, [B, N, T, S]. Backward is one fused kernel."""
-  scores = re.search(r'"intermediate_tensor_shape":\s*\{[^{}]*"dimensions":\s*\[([^\]]*)\]', kernel.rest)
+  scores = re.search(r'"intermediate_tensor_shape":\{[^{}]*"dimensions":\[([^\]]*)\]', _config(kernel))
   if scores is None:
     return None
   matmuls = _MATMULS["fused" if "Backward" in kernel.target else "fwd"]
-  causal = 2 if re.search(r'"mask_type":\s*"(?:PADDING_)?CAUSAL"', kernel.rest) else 1
+  causal = 2 if re.search(r'"mask_type":"(?:PADDING_)?CAUSAL"', _config(kernel)) else 1
   return arrays[0].dtype, matmuls * 2.0 * math.prod(numbers(scores.group(1))) * arrays[0].dims[-1] / causal
 
 
 def _gemm(kernel: Instruction, arrays: list[Array]) -> tuple[str, float] | None:
   """Returns the type of a matmul, and 2 x elements of the result x size of the contraction."""
-  contracted = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', kernel.rest)
+  contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', _config(kernel))
   if contracted is None:
     return None
   size = math.prod(arrays[0].dims[d] for d in numbers(contracted.group(1)))

@@ -84,11 +84,38 @@ def test_building_a_program_allocates_no_array():
     assert isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding.mesh == prog.mesh
 
 
-@pytest.mark.parametrize(("platform", "options"), [("cpu", None), ("tpu", dict(program.TPU_OPTIONS))])
-def test_only_tpus_get_compiler_options(platform, options):
-  device = types.SimpleNamespace(platform=platform)
-  mesh = types.SimpleNamespace(devices=np.array([device]))
-  assert dataclasses.replace(build(config(), 1, 1), mesh=mesh).compiler_options == options
+@pytest.mark.parametrize(
+  "platform, kind, options",
+  [
+    ("cpu", "cpu", {}),
+    ("gpu", "NVIDIA H100 80GB HBM3", {}),
+    ("tpu", "TPU v5 lite", program.TPU_OPTIONS),
+    ("tpu", "TPU v5p", {**program.TPU_OPTIONS, **program.SPARSECORE_OPTIONS}),
+    ("tpu", "TPU v6 lite", {**program.TPU_OPTIONS, **program.SPARSECORE_OPTIONS}),
+    ("tpu", "TPU of tomorrow", program.TPU_OPTIONS),
+  ],
+)
+def test_tpus_get_compiler_options_and_given_flags_replace_them(platform, kind, options):
+  device = types.SimpleNamespace(platform=platform, device_kind=kind)
+  assert program.compiler_options(device, {}) == options
+  given = dict.fromkeys(program.SPARSECORE_OPTIONS, "false") | {"xla_other": True}
+  assert program.compiler_options(device, given) == {**options, **given}
+
+
+def test_given_flags_reach_the_compiler_of_the_step():
+  cfg = config()
+  with_flags = cfg.with_values(compile_xla_flags="--xla_backend_optimization_level=0 xla_cpu_enable_fast_math=false")
+  expected = {"xla_backend_optimization_level": "0", "xla_cpu_enable_fast_math": False}
+  assert build(with_flags, 1, 1).compiler_options == expected
+  program.check_compiler_flags(with_flags, [jax.devices()[:2]])
+  with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_flag"):
+    build(cfg.with_values(compile_xla_flags="--xla_no_such_flag=1"), 1, 1).compile()
+
+
+@pytest.mark.parametrize("flag", ["xla_no_such_flag=1", "xla_backend_optimization_level=high"])
+def test_flags_that_the_compiler_refuses(flag):
+  with pytest.raises(ConfigError, match=rf"compile_xla_flags=--{flag}: the compiler of cpu refuses: .*\nRemove"):
+    program.check_compiler_flags(config().with_values(compile_xla_flags=f"--{flag}"), [jax.devices()[:1]])
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

@@ -75,7 +75,7 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
   gc.disable()
 
   from trainer import cluster as cluster_lib
-  from trainer import compilation_cache, data
+  from trainer import compilation_cache, data, program
   from trainer import session as session_lib
   from trainer.cluster.peers import RunEnded
   from trainer.config import ConfigError
@@ -95,6 +95,7 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
       stack.callback(cluster.stop)
       is_reported = cluster.is_reported
       retry.check(cluster, config.elastic, config.run.steps)
+      program.check_compiler_flags(config, cluster.view(cluster.slices).devices)
       note = ""
       if config.model.remat_policy is RematPolicy.AUTO:
         from trainer import remat_choice  # reads compiled programs, so only if it is needed

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,12 +17,13 @@ import jax
 import numpy as np
 import optax
 from jax import Device
+from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer import mesh as mesh_lib
 from trainer import optimizers, sharding, state, step
 from trainer.cluster import View
-from trainer.config import counts
+from trainer.config import compiler_flags, counts
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config, RematPolicy
 from trainer.data import Batch, Loader
@@ -34,6 +35,7 @@ from trainer.kernels.cross_entropy import CHUNK_LOGITS_BYTES
 from trainer.models import rope
 from trainer.models.decoder import DecoderFunctions
 from trainer.models.layers import Kernels
+from trainer.observe import chips
 from trainer.share_sums import OneProgram, ShareSums, Stages, Traced
 from trainer.state import TrainState
 from trainer.step import Sums
@@ -41,6 +43,25 @@ from trainer.step import Sums
 # The TPU compiler turns an all-gather of a weight and its matmul into a ring of partial matmuls, however small: with
 # D = 1024 on 16 chips each one contracts 64 values, and the matrix unit has 128 rows. Only above this size it may.
 TPU_OPTIONS = MappingProxyType({"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"})
+
+# SparseCores can move the data of a collective while the matrix units compute. Without these options, the matrix units
+# of v5p and v6e wait for every collective inside a slice. The scheduler starts a transfer early only if it expects that
+# it takes long. Measured in docs/benchmarks/tpu_compile.md.
+_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
+_WITH_SPARSECORES = ("v5p", "v6e")
+SPARSECORE_OPTIONS = MappingProxyType(
+  {
+    f"{_OFFLOAD}_all_gather": "true",
+    f"{_OFFLOAD}_2d_all_gather": "true",
+    f"{_OFFLOAD}_3d_all_gather": "true",
+    f"{_OFFLOAD}_reduce_scatter": "true",
+    f"{_OFFLOAD}_nd_reduce_scatter": "true",
+    f"{_OFFLOAD}_all_reduce": "true",
+    "xla_tpu_enable_sparse_core_offload_queuing_in_lhs": "true",
+    "xla_tpu_sparse_core_all_gather_latency_multiplier": "1",
+    "xla_tpu_sparse_core_reduce_scatter_latency_multiplier": "3",
+  }
+)
 
 # Stages of a share on an accelerator (exchange_stages=0): little of the exchange is left when the last one ends, and a
 # program takes much longer to run than to start. A CPU needs its cores for the computation.
@@ -62,6 +83,7 @@ class Program:
   eval_step: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
   share: OneProgram | Stages  # the first half of a step, of this mesh alone
   apply_sums: Callable[[TrainState, Sums], tuple[TrainState, jax.Array]]  # the second half
+  compiler_options: Mapping[str, str | bool]  # of the step
 
   def lower(self) -> jax.stages.Lowered:
     """Returns the training step, traced."""
@@ -69,7 +91,7 @@ class Program:
 
   def compile(self) -> Any:
     """Returns the compiled training step: (state, batch) -> (state, metrics). It donates the state."""
-    return self.lower().compile(compiler_options=self.compiler_options)
+    return self.lower().compile(compiler_options=dict(self.compiler_options))
 
   def compile_halves(self, *, evaluates: bool, adds: bool) -> Halves:
     """Returns the halves of a step, compiled, for slices that exchange their sums outside XLA.
@@ -79,18 +101,13 @@ class Program:
     sums = step.abstract_sums(self.state, self.mesh)
     of = functools.partial(jax.tree.map, lambda leaf: leaf.sharding)
     metrics = NamedSharding(self.mesh, PartitionSpec())
-    options = self.compiler_options
+    options = dict(self.compiler_options)
     with jax.set_mesh(self.mesh):
       first = self.share.compile(self.state.params, self.batch, sums.grads, options, adds=adds)
       # Not the sums: on a CPU they may share the memory of the exchange's buffer.
       second = jax.jit(self.apply_sums, donate_argnums=0, out_shardings=(of(self.state), metrics))
       evaluation = jax.jit(self.eval_step).lower(self.state.params, self.batch).compile() if evaluates else None
       return Halves(sums, first, second.lower(self.state, sums).compile(options), evaluation)
-
-  @property
-  def compiler_options(self) -> dict[str, str] | None:
-    """Compiler options of the step; None: the defaults."""
-    return dict(TPU_OPTIONS) if self.mesh.devices.flat[0].platform == "tpu" else None
 
   def init(self, key: jax.Array) -> TrainState:
     """Returns a fresh sharded state from `key`: the same numbers on every mesh."""
@@ -198,7 +215,37 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     eval_step=precisely(step.build_eval_step(model, config.optimizer, mesh)),
     share=_share(config, model, platform, precisely),
     apply_sums=precisely(functools.partial(step.apply_gradients, config.optimizer, optimizer, schedule)),
+    compiler_options=compiler_options(slices[0][0], compiler_flags.parse(config.run.compile_xla_flags)),
   )
+
+
+def compiler_options(device: Device, given: Mapping[str, str | bool]) -> dict[str, str | bool]:
+  """Returns the compiler options of the step for devices like `device`: the trainer's own, and those `given`."""
+  own: dict[str, str | bool] = dict(TPU_OPTIONS) if device.platform == "tpu" else {}
+  chip = chips.find(device.device_kind)
+  if chip is not None and chip.name in _WITH_SPARSECORES:
+    own |= SPARSECORE_OPTIONS
+  return {**own, **given}
+
+
+def check_compiler_flags(config: Config, slices: Sequence[Sequence[Device]]) -> None:
+  """Raises ConfigError if the compiler of these devices refuses compile_xla_flags: it compiles one addition."""
+  flags = compiler_flags.parse(config.run.compile_xla_flags)
+  if not flags:
+    return
+  mesh = Mesh(np.array([device for devices in slices for device in devices]), ("all",))
+  number = jax.ShapeDtypeStruct((), np.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+  try:
+    jax.jit(lambda x: x + 1).lower(number).compile(compiler_options=flags)
+  except JaxRuntimeError as error:
+    if "INVALID_ARGUMENT" not in str(error):
+      raise
+    reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ").rstrip(" :")
+    kind = slices[0][0].device_kind
+    raise ConfigError(
+      f"compile_xla_flags={config.run.compile_xla_flags}: the compiler of {kind} refuses: {reason}\n"
+      "Remove the option, or give it a value that this compiler accepts."
+    ) from error
 
 
 def _share(config: Config, model: DecoderFunctions, platform: str, traced: Traced) -> OneProgram | Stages:

@@ -233,7 +233,7 @@ def _entry(config: Config, slice_sets: SliceSets) -> str:
   """
   sections = (config.model, config.optimizer, config.parallelism)
   keys = {name: value for section in sections for name, value in section if not isinstance(value, float)}
-  shape = config.data.per_device_batch_size, config.data.max_target_length
+  step = config.data.per_device_batch_size, config.data.max_target_length, config.run.compile_xla_flags
   devices = [(device.device_kind, getattr(device, "coords", None)) for device in slice_sets[0][0]]
-  facts = [keys, shape, [len(slices) for slices in slice_sets], devices, _limit(slice_sets[0]), environment.versions()]
+  facts = [keys, step, [len(slices) for slices in slice_sets], devices, _limit(slice_sets[0]), environment.versions()]
   return f"remat_policy-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}.json"

@@ -34,6 +34,31 @@ def test_a_scans_matmuls_count_as_often_as_they_run():
   assert costs.count(module).flops == pytest.approx(3 * layers * 2 * rows * width * width)
 
 
+def test_a_call_of_a_sparsecore_counts_once():
+  """The traffic is that of the called computation. The compiler states infinite cycles for a fusion of a SparseCore."""
+  text = """%f (x: f32[1000], y: f32[1000]) -> f32[1000] {
+  %x = f32[1000]{0} parameter(0)
+  %y = f32[1000]{0} parameter(1)
+  ROOT %sum = f32[1000]{0} add(%x, %y)
+}
+
+%offloaded (a: f32[1000], b: f32[1000]) -> f32[1000] {
+  %a = f32[1000]{0} parameter(0)
+  %b = f32[1000]{0} parameter(1)
+  ROOT %o = f32[1000]{0} fusion(%a, %b), calls=%f, backend_config={"estimated_cycles":"9223372036854775807"}
+}, execution_thread="sparsecore"
+
+ENTRY %main (p: f32[1000]) -> f32[1000] {
+  %p = f32[1000]{0} parameter(0)
+  %call = ((), (), (s32[1])) call-start(), to_apply=%offloaded
+  %update = ((f32[1000]{0}, f32[1000]{0}), f32[1000]{0}) call-update(%call, %p, %p)
+  ROOT %done = f32[1000]{0} call-done(%update)
+}
+"""
+  counted = costs.count(hlo.parse(text))
+  assert (counted.device_bytes, counted.cycles) == (12_000, 0)
+
+
 def test_a_loop_whose_counter_is_copied_before_the_increment():
   """The TPU compiler writes the loop over micro-batches like this when activations are offloaded."""
   text = """%body (p: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {

@@ -88,7 +88,7 @@ class MosaicError(Exception):
 )
 def test_a_refusal_keeps_the_first_line(monkeypatch, stage, error, kind, expected):
   class Refusing:
-    compiler_options = None
+    compiler_options = types.MappingProxyType({})
     plan = types.SimpleNamespace(rows=np.zeros((1, 1)))
 
     def lower(self):
@@ -108,9 +108,14 @@ def test_a_file_that_cannot_be_written_is_refused(capsys):
   assert "preflight_hlo_file=no/such/folder/file.hlo: cannot be written" in capsys.readouterr().err
 
 
+def test_flags_that_the_compiler_refuses_are_wrong_input(capsys):
+  assert main([*TINY, "compile_xla_flags=--xla_no_such_flag=1"]) == 2
+  assert "error: compile_xla_flags=--xla_no_such_flag=1: the compiler of cpu refuses" in capsys.readouterr().err
+
+
 def test_unreadable_compiler_output_is_not_reported_as_wrong_input(monkeypatch):
   class Compiled:
-    compiler_options = None
+    compiler_options = types.MappingProxyType({})
     plan = types.SimpleNamespace(rows=np.zeros((1, 1)))
     lower = compile = memory_analysis = lambda self, **_: self
 

@@ -119,6 +119,44 @@ def test_computation_between_start_and_done_hides_a_collective(between, exposed)
   assert timeline.transfers[0].computed == pytest.approx(between * NANO)
 
 
+def offloaded(config: str = "") -> str:
+  """A computation of a SparseCore with an all-reduce of 1000 bytes."""
+  return (
+    "%offloaded (q: s8[1000]) -> s8[1000] {\n  %q = s8[1000]{0:S(1)} parameter(0)\n"
+    f"  ROOT %o = s8[1000]{{0:S(1)}} all-reduce(%q), {GROUPS}, backend_config={{{config}}}\n"
+    '}, execution_thread="sparsecore"\n\n'
+  )
+
+
+CALL = "  %call = ((s8[1000]), s8[1000], s32[]) call-start({}), to_apply=%offloaded\n"
+CALL_DONE = "  %done = s8[1000]{0:S(1)} call-done(%call)\n"
+
+
+@pytest.mark.parametrize("before, between, exposed", [(0, 1500, 0), (5000, 400, 600), (5000, 0, 1000)])
+def test_a_sparsecore_transfers_when_its_call_gets_its_operands(before, between, exposed):
+  """The call begins earlier only to load the program of the SparseCore."""
+  text = (
+    CALL.format("")
+    + compute("f", before)
+    + "  %a = s8[1000]{0:S(1)} bitcast(%p)\n"
+    + "  %update = ((s8[1000]), s8[1000]) call-update(%call, %a)\n"
+    + compute("g", between)
+    + CALL_DONE.replace("%call", "%update")
+  )
+  read = module(text, offloaded())
+  timeline = simulated(read)
+  check(timeline, before + between, links=exposed)
+  (transfer,) = timeline.transfers
+  assert (transfer.calls, transfer.needed) == (1, 1e-6)
+  (found,) = collectives.find(hlo.parse(read), SLICES)
+  assert (found.kind, found.times) == ("all-reduce", 1)
+
+
+def test_a_call_that_begins_with_its_operands_transfers_at_once():
+  text = "  %a = s8[1000]{0:S(1)} bitcast(%p)\n" + CALL.format("%a") + compute("f", 400) + CALL_DONE
+  check(simulated(module(text, offloaded())), 400, links=600)
+
+
 def test_a_transfer_between_slices_is_waited_for_by_its_recv_done():
   text = sent("psum", "p", 4000) + compute("f", 1500) + received("psum", 4000) + compute("g", 100)
   timeline = simulated(module(text))
@@ -221,6 +259,14 @@ def test_the_longest_branch_of_a_conditional_counts():
   check(simulated(module(text, others)), 70)
 
 
+def rings(*axes: str) -> str:
+  """The algorithm of a SparseCore: rings along axes, in both directions; or a ring through all devices."""
+  named = [f',"explicit_strategy_ring_dim":"ICI_RING_DIM_{axis}_MESH"' if axis else "" for axis in axes]
+  phases = ",".join(f'{{"core_count":"8"{name}}}' for name in named)
+  strategies = ",".join([f'{{"phase_rings":[{phases}]}}'] * 2)
+  return f'{{"ici_strategy_config":{{"color_strategies":[{strategies}]}}}}'
+
+
 @pytest.mark.parametrize(
   "stated, chip, devices, share",
   [
@@ -230,6 +276,13 @@ def test_the_longest_branch_of_a_conditional_counts():
     ('{"emitter":"RotatedPincerEmitter","strategy":"UniDirectionNDRingStrategy"}', "v5e", 256, 1),
     ('{"emitter":"RotatedPincerShortEmitter","strategy":"StrategyND"}', "v5p", 64, 1),
     ("{}", "v6e", 64, 1 / 2),
+    (rings("X"), "v6e", 64, 1 / 4),
+    (rings("X"), "v6e", 256, 1 / 2),
+    (rings("X", "Y"), "v6e", 64, 1 / 2),
+    (rings("X", "Y"), "v5p", 128, 2 / 3),
+    (rings("X", "Y", "Z"), "v5p", 128, 1),
+    (rings(""), "v6e", 64, 1 / 2),
+    (rings(""), "v5p", 128, 1 / 3),
     ("{}", "H100", 8, 1),
   ],
 )
@@ -244,6 +297,19 @@ def test_the_algorithm_decides_how_many_links_a_collective_uses(stated, chip, de
   timeline = simulation.simulate(hlo.parse(text), [0] * devices, Rates(found, None))
   sent = 2 * (devices - 1) / devices * 4000
   assert timeline.exposed[Channel.LINKS] == pytest.approx(sent / (found.link_bandwidth / 2 * share), rel=1e-4)
+
+
+@pytest.mark.parametrize("devices, share", [(64, 1 / 4), (256, 1 / 2)])
+def test_a_ring_through_a_line_passes_its_links_twice_without_a_wraparound(devices, share):
+  stated = '{"emitter":"1DAllGatherOnMajorDimImbalanced"}'
+  text = module(
+    "  %r = s8[4000]{0:S(1)} all-reduce(%p), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%nothing, "
+    f'backend_config={{"collective_algorithm_config":{stated}}}\n'
+  )
+  found = chips.find("v5e")
+  assert found is not None
+  timeline = simulation.simulate(hlo.parse(text), [0] * devices, Rates(found, None))
+  assert timeline.exposed[Channel.LINKS] == pytest.approx(7000 / (found.link_bandwidth / 2 * share), rel=1e-4)
 
 
 def together(name: str, nanoseconds: int, part: int) -> tuple[str, str]:

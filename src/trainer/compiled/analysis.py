@@ -137,7 +137,7 @@ def _compiled(
 ) -> Finding:
   start = time.monotonic()
   alive = prog.plan.rows.shape[1]
-  options = prog.compiler_options if optimized else {**(prog.compiler_options or {}), **LITTLE_OPTIMIZATION}
+  options = {**prog.compiler_options, **({} if optimized else LITTLE_OPTIMIZATION)}
   try:
     compiled = lowered.compile(compiler_options=options)
   # XLA raises JaxRuntimeError; the compiler of Pallas kernels raises a class that JAX does not export.

@@ -11,7 +11,9 @@ import numpy as np
 from trainer.compiled.hlo import Computation, Instruction, Module
 from trainer.observe.chips import Chip
 
-_ONE_RING = re.compile(r'"emitter":"1D|"strategy":"(?:\w*1D\w*|StrategyRing)"')
+_ONE_RING = re.compile(r'"emitter":"1D|"strategy":"(?:\w*1D\w*|StrategyRing)"|"phase_rings":')
+# An axis of the slice along which a SparseCore runs rings. Without one, it runs a ring through all devices of a group.
+_RING_AXIS = re.compile(r'"explicit_strategy_ring_dim":"ICI_RING_DIM_([XYZ])')
 # A part of a collective that several fusions execute together. The first part waits for no flag.
 _PART = re.compile(r'"async_collective_fusion_config":\{"flag_start":"(-?\d+)"')
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
@@ -64,16 +66,22 @@ class Reader:
     return _megascale(instruction, times) if is_megascale(instruction) else None
 
 
-def link_share(collective: Instruction, chip: Chip, devices_per_slice: int) -> float:
+def link_share(instruction: Instruction, collective: Collective, chip: Chip, devices_per_slice: int) -> float:
   """Returns the share of a device's links that move data at a time, by the algorithm that the TPU compiler states.
 
-  One ring uses two links. Rings along all axes use all links of a torus; without wraparounds, data passes the links of
-  an axis twice. A collective in several fusions states no algorithm, and counts like rings along all axes.
+  A ring through all devices of a slice uses two links. Rings along axes use the links of these axes; without
+  wraparounds, data passes these links twice. A ring through a part of a slice counts as a ring along one axis. A
+  collective in several fusions states no algorithm, and counts like rings along all axes.
   """
   if not chip.links:
     return 1.0
-  share = 1.0 if devices_per_slice >= chip.torus_devices else 0.5
-  return min(share, 2 / chip.links) if _ONE_RING.search(collective.rest) else share
+  of_axes = 1.0 if devices_per_slice >= chip.torus_devices else 0.5
+  axes = len(set(_RING_AXIS.findall(instruction.rest)))
+  if axes:
+    return min(1.0, 2 * axes / chip.links) * of_axes
+  if _ONE_RING.search(instruction.rest):
+    return 2 / chip.links * (of_axes if collective.group < devices_per_slice else 1.0)
+  return of_axes
 
 
 def find(module: Module, slice_of: Sequence[int]) -> list[Collective]:

@@ -19,12 +19,13 @@ from trainer.compiled.hlo import DEVICE, HOST, Array, Computation, Instruction, 
 # These instructions pass a buffer on, or run another computation whose instructions are counted separately.
 _FREE = frozenset(
   "parameter constant tuple get-tuple-element bitcast while conditional call after-all partition-id replica-id iota "
-  "opt-barrier optimization-barrier async-start async-update async-done add-dependency domain "
+  "opt-barrier optimization-barrier async-start async-update call-start call-update add-dependency domain "
   "send send-done recv recv-done".split()
 )
 _SLICES = frozenset({"dynamic-slice", "slice", "gather", "dynamic-slice-start", "slice-start"})
 _UPDATES = frozenset({"dynamic-update-slice", "dynamic-update-slice-start"})
 _PRECISIONS = ("default", "high", "highest")
+_INFINITE = 2**63 - 1
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
@@ -65,9 +66,10 @@ def count(module: Module, precision: str = "default") -> Costs:
 
 
 def estimated_cycles(instruction: Instruction) -> int:
-  """Returns the TPU compiler's estimate for a fusion; 0 if there is none."""
+  """Returns the TPU compiler's estimate for a fusion; 0 if there is none. A fusion of a SparseCore states infinity."""
   estimate = _CYCLES.search(instruction.rest)
-  return int(estimate.group(1)) if estimate else 0
+  cycles = int(estimate.group(1)) if estimate else 0
+  return 0 if cycles == _INFINITE else cycles
 
 
 def flops_of(

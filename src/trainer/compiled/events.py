@@ -37,6 +37,8 @@ class Action(enum.Enum):
 
   COMPUTE = enum.auto()  # the result is no transfer
   START = enum.auto()  # the result is the transfer
+  PREPARE = enum.auto()  # the result is the transfer; it starts at the UPDATE that gives it its operands
+  UPDATE = enum.auto()  # the result is the first operand, a transfer
   SEND = enum.auto()  # a `recv` of the same rendezvous gives the transfer
   RECV = enum.auto()
   WAIT = enum.auto()
@@ -55,7 +57,7 @@ _STRUCTURE = {
   "call": Action.CALL,
   "conditional": Action.BRANCH,
 }
-_ASYNC = {"start": Action.START, "done": Action.WAIT, "update": Action.PASS}
+_ASYNC = {"start": Action.START, "done": Action.WAIT, "update": Action.UPDATE}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -153,6 +155,8 @@ class Decoder:
     if opcode.endswith(("-start", "-done", "-update")):
       action = _ASYNC[opcode.rsplit("-", 1)[1]]
       sites = self._started(computation, instruction) if action is Action.START else ()
+      if action is Action.START and self._lacks_operands(instruction):
+        action = Action.PREPARE
       return Event(instruction, action, starts=sites)
     return self._computing(computation, instruction, fused)
 
@@ -203,6 +207,10 @@ class Decoder:
     seconds = sum(prices.price(self._module, owner, part, self._rates).seconds for owner, part in wrapped)
     return (Site(Channel.CORES, base, computation.origin(start), 0.0, round(seconds * SECOND)),)
 
+  def _lacks_operands(self, start: Instruction) -> bool:
+    """Returns whether `start` begins a call without the operands. A SparseCore then only loads the program."""
+    return not start.operands and any(called.parameters for called in self._called(start))
+
   def _called(self, instruction: Instruction) -> list[Computation]:
     return [self._module.computations[name] for name in instruction.called]
 
@@ -218,7 +226,7 @@ class Decoder:
   def _collective_site(self, instruction: Instruction, collective: Collective, source: str) -> Site:
     if collective.crosses_slices:
       return self._site(Channel.DCN, collective.kind, source, collective.bytes, collective.sent)
-    share = collectives.link_share(instruction, self._rates.chip, self._reader.devices_per_slice)
+    share = collectives.link_share(instruction, collective, self._rates.chip, self._reader.devices_per_slice)
     return self._site(Channel.LINKS, collective.kind, source, collective.bytes, collective.sent / share)
 
   def _site(self, channel: Channel, kind: str, source: str, size: float, sent: float) -> Site:

@@ -22,7 +22,7 @@ _CALLED = re.compile(r"\b(?:calls|body|condition|to_apply|branch_computations|tr
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 # The device executes the instructions of the computations that these call one by one.
-_RUN_SEPARATELY = frozenset({"while", "conditional", "call", "async-start"})
+_RUN_SEPARATELY = frozenset({"while", "conditional", "call", "call-start", "async-start"})
 
 # Memory spaces by the number in S(..) of a layout. A layout without S(..) is in the main memory of the device.
 DEVICE, HOST = 0, 5

@@ -76,7 +76,8 @@ class _Flight:
 class _Handle:
   """The result of a `-start` or of a `recv`."""
 
-  flights: tuple[_Flight, ...] | None  # None: a `recv` whose `send` has not run yet
+  flights: tuple[_Flight, ...] | None  # None: a `recv` whose `send` has not run yet, or a call without its operands
+  prepared: tuple[Site, ...] = ()  # the transfers of a call without its operands
 
 
 # The result of an instruction, as far as it contains handles: a handle, a tuple of results, or None.
@@ -160,6 +161,8 @@ class _Player:
       return first[event.index] if isinstance(first, tuple) else first
     if action is Action.PASS:
       return first
+    if action is Action.UPDATE:
+      return self._update(first)
     if action in (Action.LOOP, Action.CALL, Action.BRANCH):
       return self._call(computation, event, operands)
     if action is Action.WAIT:
@@ -230,6 +233,8 @@ class _Player:
 
   def _begin(self, event: Event) -> _Handle | None:
     """Starts the transfers of an instruction and returns the handle to wait for."""
+    if event.action is Action.PREPARE:
+      return _Handle(None, event.starts)
     flights = tuple(self._start(site) for site in event.starts)
     if event.action is Action.START:
       return _Handle(flights)
@@ -246,6 +251,13 @@ class _Player:
     if handle.flights is None:
       self._recvs[event.key].append(handle)
     return handle
+
+  def _update(self, operand: _Value) -> _Value:
+    """Starts the transfers of a call that gets its operands now. Returns the call."""
+    handle = _handle(operand)
+    if handle is not None and handle.prepared:
+      handle.flights, handle.prepared = tuple(self._start(site) for site in handle.prepared), ()
+    return operand
 
   def _end(self, event: Event, operand: _Value) -> None:
     """Waits for the transfers of the operand of a `-done`."""

@@ -271,7 +271,6 @@ _KEYS: tuple[tuple[str, str], ...] = (
   ("max_checkify", "Set the environment variable JAX_DEBUG_NANS=true to find the operation that makes a NaN."),
   # Compilation.
   ("compiled_trainstep_file", "Compiled steps are found again through jax_cache_dir; remove the key."),
-  ("compile_xla_flags", "Set the environment variable XLA_FLAGS or LIBTPU_INIT_ARGS."),
   ("internal_compile internal_compile_num_devices", "Use compile_topology with python -m trainer.tools.preflight."),
   ("max_inflight_computations", "The program dispatches at most one step ahead; remove the key."),
   # Inference and other training.

@@ -78,6 +78,10 @@ class RunSection(Section):
   jax_cache_dir: str = Field(
     "~/.cache/trainer/jax", description="Folder of the persistent compilation cache. Empty: no cache."
   )
+  compile_xla_flags: str = Field(
+    "",
+    description="Options of the compiler for the training step: --xla_name=value --xla_name=value. They replace the trainer's own options of the same name.",
+  )
   allow_config_change: str = Field(
     "",
     description="Comma-separated names of keys that may differ from the checkpoint's when a run resumes, although they change the model or the order of the data.",

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from trainer.config import resume, rules
+from trainer.config import compiler_flags, resume, rules
 from trainer.config.counts import examples_per_slice, parameter_count, valid_batch_sizes
 from trainer.config.errors import Problems, did_you_mean, shorten
 from trainer.config.faults import RandomFaults
@@ -52,6 +52,8 @@ EFFECTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 def check(config: Config, problems: Problems) -> None:
   """Adds to `problems` every combination of values that cannot work or can have no effect."""
   problems.add(_allow_config_change(config.run.allow_config_change))
+  with problems.collect():
+    compiler_flags.parse(config.run.compile_xla_flags)
   problems.add(_representable(config.model))
   problems.add(_representable(config.optimizer))
   problems.add(_model(config.model))

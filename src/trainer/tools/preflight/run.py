@@ -27,6 +27,7 @@ def run(config: Config, started: float) -> int:
   _check_hlo_file(config.preflight.preflight_hlo_file)
   slices_of, total, where = _devices(config)
   # These modules import jax, so import them only now that the environment names the platform.
+  from trainer import program
   from trainer.compiled import analysis
   from trainer.elastic import batch_plan
   from trainer.observe import chips
@@ -34,6 +35,7 @@ def run(config: Config, started: float) -> int:
 
   print(where)
   slices = slices_of(total)
+  program.check_compiler_flags(config, slices)
   chip = chips.find(slices[0][0].device_kind)
   if slices[0][0].platform == "cpu":
     # Measure before any compilation competes for the CPU.

@@ -344,28 +344,34 @@ def test_weights_that_are_fused_and_gathered_in_two_stages_are_the_same(monkeypa
 
 
 @pytest.mark.parametrize(
-  "num_slices, shape, width, first",
+  "kind, num_slices, shape, width, first",
   [
-    (2, (4, 4), 1024, 1),
-    (2, (1, 8), 1024, 1),
-    (2, (2, 2, 4), 1024, 4),
-    (1, (4, 4, 8), 4096, 8),
-    (2, (8, 8), 4096, 1),
-    (1, (8, 8), 4096, 8),
-    (2, (8, 8), 2560, 8),
-    (2, (16, 16), 5120, 16),
-    (1, (1, 8), 320, 1),
-    (1, (1, 1), 8, 1),
+    ("TPU v5 lite", 2, (4, 4), 1024, 1),
+    ("TPU v5 lite", 1, (8, 8), 4096, 1),
+    ("TPU v5 lite", 2, (8, 8), 2560, 1),
+    ("TPU v5 lite", 2, (16, 16), 4096, 1),
+    ("TPU v5 lite", 2, (16, 16), 5120, 16),  # shards of 20 rows
+    ("TPU v5 lite", 1, (16, 16), 4096, 1),
+    ("TPU v6 lite", 1, (16, 16), 5120, 16),
+    ("TPU v5p", 2, (2, 2, 4), 1024, 1),
+    ("TPU v5p", 2, (4, 4, 8), 4096, 8),
+    ("TPU v5p", 1, (4, 4, 8), 4096, 8),
+    ("TPU v4", 2, (4, 4, 4), 4096, 4),
+    ("TPU v5 lite", 1, (1, 1), 8, 1),
+    ("cpu", 1, (16, 16), 5120, 1),
   ],
 )
-def test_gathers_have_two_stages_where_the_compiler_would_make_all_reduces(num_slices, shape, width, first):
-  assert sharding.gather_first(tpu_mesh(num_slices, shape), width) == first
+def test_gathers_have_two_stages_where_the_compiler_would_make_all_reduces(kind, num_slices, shape, width, first):
+  """And where lines of devices have wraparounds: v5e and v6e from 256 chips on, v4 and v5p from 64."""
+  assert sharding.gather_first(tpu_mesh(num_slices, shape, kind), width) == first
 
 
-def tpu_mesh(num_slices: int, shape: tuple[int, ...]) -> types.SimpleNamespace:
+def tpu_mesh(num_slices: int, shape: tuple[int, ...], kind: str = "TPU v5 lite") -> types.SimpleNamespace:
   """A mesh whose axis fsdp has all devices of a TPU slice with this shape, row by row."""
   coords = list(np.ndindex(*shape, *(1,) * (3 - len(shape))))
-  devices = [types.SimpleNamespace(coords=place, slice_index=i) for i in range(num_slices) for place in coords]
+  devices = [
+    types.SimpleNamespace(coords=place, slice_index=i, device_kind=kind) for i in range(num_slices) for place in coords
+  ]
   sizes = (num_slices, len(coords), 1, 1)
   return types.SimpleNamespace(
     devices=np.array(devices).reshape(sizes), axis_names=AXES, shape=dict(zip(AXES, sizes, strict=True))

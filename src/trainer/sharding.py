@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from trainer.config.errors import ConfigError
 from trainer.mesh import CONTEXT, DATA, FSDP, TENSOR
+from trainer.observe import chips
 
 # Logical axis -> mesh axes, tried in order. A mesh axis shards at most one dim of an array. The mesh axis `data` does
 # not appear: every slice holds the whole state, and the step is written for one slice, inside a shard_map that is
@@ -321,14 +322,22 @@ def gather_first(mesh: Mesh, width: int) -> int:
   """Returns how many neighbours along fsdp gather a weight first, before groups of such neighbours do; 1: all at once.
 
   width: D, which fsdp shards. The TPU compiler turns some gathers, and the sums in their derivatives, into all-reduces,
-  which send twice as much. It does not if they have two stages: along lines of devices, then across these lines. This
-  concerns slices of three dims (v4, v5p). On slices of two dims (v5e, v6e) it concerns programs of a single slice, and
-  shards that do not fill tiles of memory. All others are faster in one stage (docs/benchmarks/tpu_compile.md).
+  which send twice as much. It does not if they have two stages: along lines of devices, then across these lines. With
+  wraparounds, two stages are faster on slices of three dims (v4, v5p), and on slices of two dims (v5e, v6e) for shards
+  that do not fill tiles of memory. Without wraparounds, a line passes its links twice, and one stage is as fast or
+  faster (docs/benchmarks/tpu_compile.md).
   """
   coords = _fsdp_coords(mesh)
   fills_tiles = width // mesh.shape[FSDP] % _TILE_ROWS == 0
-  dims_of_one_stage = 2 if fills_tiles and len(_slices(mesh.devices.flat)) > 1 else 1
-  return 1 if _dims(coords) <= dims_of_one_stage else _length_of_line(coords)
+  one_stage = not _has_wraparounds(mesh) or _dims(coords) <= (2 if fills_tiles else 1)
+  return 1 if one_stage else _length_of_line(coords)
+
+
+def _has_wraparounds(mesh: Mesh) -> bool:
+  """Returns whether the slices of the mesh are large enough to have wraparound links."""
+  chip = chips.find(mesh.devices.flat[0].device_kind)
+  devices = mesh.devices.size // len(_slices(mesh.devices.flat))
+  return chip is not None and 0 < chip.torus_devices <= devices
 
 
 def _fsdp_coords(mesh: Mesh) -> list[Any]:

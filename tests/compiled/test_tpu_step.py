@@ -58,6 +58,23 @@ def test_twelve_layers_on_three_slices():
   assert timeline.exposed[Channel.DCN] < 0.23e-3 < 1.6e-3 < timeline.needed(Channel.DCN)
 
 
+def test_sparsecores_carry_what_a_slice_gathers_and_scatters():
+  """On v6e and v5p, where the matrix units would wait for a collective that they execute themselves."""
+  keys = (
+    "base_emb_dim=512 base_num_decoder_layers=3 base_num_query_heads=4 base_num_kv_heads=2 base_mlp_dim=1024 "
+    "head_dim=128 vocab_size=4096 max_target_length=128"
+  )
+  module = compiled(keys, "v6e-8", 1)[1].module
+  instructions = [i for computation in module.computations.values() for i in computation.instructions]
+  offloaded = {name for i in instructions if i.opcode == "call-start" for name in i.called}
+  where = collections.defaultdict(set)
+  for computation, instruction, _ in module.executed():
+    for _, part in module.parts(computation, instruction):
+      where[part.opcode.removesuffix("-start")].add(computation.name)
+  for kind in ("all-gather", "reduce-scatter"):
+    assert where[kind] and where[kind] <= offloaded
+
+
 @pytest.mark.parametrize(
   "keys",
   ["ici_tensor_parallelism=2 max_target_length=128", "ici_context_parallelism=2 max_target_length=256"],

@@ -1,6 +1,6 @@
 """Compiles the training step of every model for TPUs, without a TPU, and prints whether it fits.
 
-    JAX_PLATFORMS=cpu python -m end_to_end.benchmarks.tpu_models [MODEL ...] [--keys max_target_length=2048 ...]
+    JAX_PLATFORMS=cpu python -m end_to_end.benchmarks.tpu_models [MODEL ...] [--on v6e-64 2] [--keys KEY=VALUE ...]
 
 Needs libtpu (bash setup.sh --tpu). Prints a Markdown table with one row per model, for all slices of the topology:
 memory per chip, the time of a step with the communication that its schedule does not hide, the least time (roofline),
@@ -19,7 +19,7 @@ from end_to_end.command import ROOT
 from trainer.cluster import topologies
 from trainer.config import ConfigError
 
-SMALL, MEDIUM, LARGE, HUGE = ("v5e-16", 3), ("v5e-256", 2), ("v5p-256", 2), ("v5p-1024", 2)
+SMALL, MEDIUM, LARGE, HUGE = ("v5e-16", "3"), ("v5e-256", "2"), ("v5p-256", "2"), ("v5p-1024", "2")
 WHERE = {"qwen3-14b": MEDIUM, "qwen3-32b": MEDIUM, "70b": LARGE, "405b": HUGE}
 KEYS = ("per_device_batch_size=1", "max_target_length=2048", "attention=flash", "remat_policy=full")
 
@@ -33,6 +33,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("models", nargs="*", help="default: all of configs/models")
   parser.add_argument("--keys", nargs="*", default=[], help="added to, or instead of, " + " ".join(KEYS))
+  parser.add_argument("--on", nargs=2, metavar=("TOPOLOGY", "SLICES"), help="default: depends on the model")
   parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # model, topology, slices, in a new process
   args = parser.parse_args()
   if args.one:
@@ -51,8 +52,8 @@ def main() -> None:
   print("|---" * len(COLUMNS) + "|", flush=True)
   failed = 0
   for model in models:
-    topology, slices = next((place for name, place in WHERE.items() if name in model), SMALL)
-    command = [sys.executable, "-m", "end_to_end.benchmarks.tpu_models", "--one", model, topology, str(slices)]
+    topology, slices = args.on or next((place for name, place in WHERE.items() if name in model), SMALL)
+    command = [sys.executable, "-m", "end_to_end.benchmarks.tpu_models", "--one", model, topology, slices]
     done = subprocess.run([*command, "--keys", *args.keys], capture_output=True, text=True)
     failed += done.returncode != 0 or "| no |" in done.stdout
     # A table cell is one line, and the end of a traceback matters most.

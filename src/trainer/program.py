@@ -44,11 +44,10 @@ from trainer.step import Sums
 # D = 1024 on 16 chips each one contracts 64 values, and the matrix unit has 128 rows. Only above this size it may.
 TPU_OPTIONS = MappingProxyType({"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"})
 
-# SparseCores can move the data of a collective while the matrix units compute. Without these options, the matrix units
-# of v5p and v6e wait for every collective inside a slice. The scheduler starts a transfer early only if it expects that
-# it takes long. Measured in docs/benchmarks/tpu_compile.md.
-_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
+# SparseCores can move the data of a collective while the matrix units compute. 7x does so by default. On v5p and v6e the
+# matrix units wait for every collective inside a slice, unless these options are set (docs/benchmarks/tpu_compile.md).
 _WITH_SPARSECORES = ("v5p", "v6e")
+_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
 SPARSECORE_OPTIONS = MappingProxyType(
   {
     f"{_OFFLOAD}_all_gather": "true",
@@ -57,6 +56,11 @@ SPARSECORE_OPTIONS = MappingProxyType(
     f"{_OFFLOAD}_reduce_scatter": "true",
     f"{_OFFLOAD}_nd_reduce_scatter": "true",
     f"{_OFFLOAD}_all_reduce": "true",
+    # How SparseCores run: MaxText sets the same with every offload (benchmarks/xla_flags_library.py).
+    "xla_tpu_use_tc_device_shape_on_sc": "true",
+    "xla_sc_disable_megacore_partitioning": "true",
+    "xla_sc_enable_instruction_fusion": "false",
+    # The scheduler lets transfers wait for each other, so that it can start more of them early.
     "xla_tpu_enable_sparse_core_offload_queuing_in_lhs": "true",
     "xla_tpu_sparse_core_all_gather_latency_multiplier": "1",
     "xla_tpu_sparse_core_reduce_scatter_latency_multiplier": "3",

@@ -44,8 +44,8 @@ from trainer.step import Sums
 # D = 1024 on 16 chips each one contracts 64 values, and the matrix unit has 128 rows. Only above this size it may.
 TPU_OPTIONS = MappingProxyType({"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"})
 
-# SparseCores can move the data of a collective while the matrix units compute. 7x does so by default. On v5p and v6e the
-# matrix units wait for every collective inside a slice, unless these options are set (docs/benchmarks/tpu_compile.md).
+# SparseCores can move the data of a collective while the matrix units compute. On 7x this is the default. On v5p and
+# v6e, the matrix units wait for every collective inside a slice without these options (docs/benchmarks/tpu_compile.md).
 _WITH_SPARSECORES = ("v5p", "v6e")
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
 SPARSECORE_OPTIONS = MappingProxyType(

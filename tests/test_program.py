@@ -84,22 +84,29 @@ def test_building_a_program_allocates_no_array():
     assert isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding.mesh == prog.mesh
 
 
+TPU, SPARSECORE, WIDE = program.TPU_OPTIONS, program.SPARSECORE_OPTIONS, program.WIDE_OPTIONS
+
+
 @pytest.mark.parametrize(
-  "platform, kind, options",
+  "platform, kind, width, options",
   [
-    ("cpu", "cpu", {}),
-    ("gpu", "NVIDIA H100 80GB HBM3", {}),
-    ("tpu", "TPU v5 lite", program.TPU_OPTIONS),
-    ("tpu", "TPU v5p", {**program.TPU_OPTIONS, **program.SPARSECORE_OPTIONS}),
-    ("tpu", "TPU v6 lite", {**program.TPU_OPTIONS, **program.SPARSECORE_OPTIONS}),
-    ("tpu", "TPU of tomorrow", program.TPU_OPTIONS),
+    ("cpu", "cpu", 8192, {}),
+    ("gpu", "NVIDIA H100 80GB HBM3", 8192, {}),
+    ("tpu", "TPU v4", 8192, TPU),
+    ("tpu", "TPU v5 lite", 2048, TPU),
+    ("tpu", "TPU v5 lite", 2560, {**TPU, **WIDE}),
+    ("tpu", "TPU v5p", 1024, {**TPU, **SPARSECORE}),
+    ("tpu", "TPU v5p", 8192, {**TPU, **SPARSECORE, **WIDE}),
+    ("tpu", "TPU v6 lite", 4096, {**TPU, **SPARSECORE, **WIDE}),
+    ("tpu", "TPU7x", 4096, TPU),
+    ("tpu", "TPU of tomorrow", 8192, TPU),
   ],
 )
-def test_tpus_get_compiler_options_and_given_flags_replace_them(platform, kind, options):
+def test_tpus_get_compiler_options_and_given_flags_replace_them(platform, kind, width, options):
   device = types.SimpleNamespace(platform=platform, device_kind=kind)
-  assert program.compiler_options(device, {}) == options
-  given = dict.fromkeys(program.SPARSECORE_OPTIONS, "false") | {"xla_other": True}
-  assert program.compiler_options(device, given) == {**options, **given}
+  assert program.compiler_options(device, width, {}) == options
+  given = dict.fromkeys(options, "other") | {"xla_other": True}
+  assert program.compiler_options(device, width, given) == given
 
 
 def test_given_flags_reach_the_compiler_of_the_step():

@@ -60,7 +60,7 @@ SPARSECORE_OPTIONS = MappingProxyType(
     "xla_tpu_use_tc_device_shape_on_sc": "true",
     "xla_sc_disable_megacore_partitioning": "true",
     "xla_sc_enable_instruction_fusion": "false",
-    # The scheduler lets transfers wait for each other, so that it can start more of them early.
+    # For the scheduler: transfers may queue, and how much longer than estimated they take.
     "xla_tpu_enable_sparse_core_offload_queuing_in_lhs": "true",
     "xla_tpu_sparse_core_all_gather_latency_multiplier": "1",
     "xla_tpu_sparse_core_reduce_scatter_latency_multiplier": "3",

@@ -334,10 +334,10 @@ def gather_first(mesh: Mesh, width: int) -> int:
 
 
 def _has_wraparounds(mesh: Mesh) -> bool:
-  """Returns whether the slices of the mesh are large enough to have wraparound links."""
+  """Returns whether the slices of the mesh have wraparound links."""
   chip = chips.find(mesh.devices.flat[0].device_kind)
   devices = mesh.devices.size // len(_slices(mesh.devices.flat))
-  return chip is not None and 0 < chip.torus_devices <= devices
+  return chip is not None and chip.has_wraparounds(devices)
 
 
 def _fsdp_coords(mesh: Mesh) -> list[Any]:

@@ -35,7 +35,7 @@ def test_a_scans_matmuls_count_as_often_as_they_run():
 
 
 def test_a_call_of_a_sparsecore_counts_once():
-  """The traffic is that of the called computation. The compiler states infinite cycles for a fusion of a SparseCore."""
+  """Only the called computation counts. The compiler writes the largest integer as the cycles of its fusion."""
   text = """%f (x: f32[1000], y: f32[1000]) -> f32[1000] {
   %x = f32[1000]{0} parameter(0)
   %y = f32[1000]{0} parameter(1)

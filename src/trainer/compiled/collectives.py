@@ -75,7 +75,7 @@ def link_share(instruction: Instruction, collective: Collective, chip: Chip, dev
   """
   if not chip.links:
     return 1.0
-  of_axes = 1.0 if devices_per_slice >= chip.torus_devices else 0.5
+  of_axes = 1.0 if chip.has_wraparounds(devices_per_slice) else 0.5
   axes = len(set(_RING_AXIS.findall(instruction.rest)))
   if axes:
     return min(1.0, 2 * axes / chip.links) * of_axes

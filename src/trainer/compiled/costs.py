@@ -25,7 +25,7 @@ _FREE = frozenset(
 _SLICES = frozenset({"dynamic-slice", "slice", "gather", "dynamic-slice-start", "slice-start"})
 _UPDATES = frozenset({"dynamic-update-slice", "dynamic-update-slice-start"})
 _PRECISIONS = ("default", "high", "highest")
-_INFINITE = 2**63 - 1
+_INFINITE = 2**63 - 1  # the compiler writes this for fusions of a SparseCore
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
@@ -66,7 +66,7 @@ def count(module: Module, precision: str = "default") -> Costs:
 
 
 def estimated_cycles(instruction: Instruction) -> int:
-  """Returns the TPU compiler's estimate for a fusion; 0 if there is none. A fusion of a SparseCore states infinity."""
+  """Returns the TPU compiler's estimate for a fusion; 0 if there is none, as for the fusions of a SparseCore."""
   estimate = _CYCLES.search(instruction.rest)
   cycles = int(estimate.group(1)) if estimate else 0
   return 0 if cycles == _INFINITE else cycles

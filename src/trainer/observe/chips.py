@@ -36,6 +36,10 @@ class Chip:
   links: int = 0
   torus_devices: int = 0
 
+  def has_wraparounds(self, devices: int) -> bool:
+    """Returns whether a slice of this many devices has wraparound links."""
+    return 0 < self.torus_devices <= devices
+
   def peak(self, dtype: str, precision: str = "default") -> float:
     """Operations/s of matmuls whose operands are of HLO type `dtype`: "s8", "f8e4m3fn", "bf16", ...
 

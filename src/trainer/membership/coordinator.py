@@ -164,7 +164,7 @@ class Coordinator:
     if self.phase == "holding":
       return self._reform()
     # It joins at the next commit, if a place is free.
-    return [Note(f"Member {member} is ready and waits as a spare.")] if len(self.active) == self._total else []
+    return [_waits(member)] if len(self.active) == self._total else []
 
   def restored(self, member: int, lane: int, epoch: int, step: int) -> Effects:
     """`member` was asked to lead in this epoch and has the state after `step`."""
@@ -179,7 +179,7 @@ class Coordinator:
     others = sorted(ready.keys() - {member}, key=lambda m: (m not in self.live, self._preference(m)))
     self.active = {member, *others[: self._total - 1]}
     self.live &= self.active
-    return self._world()
+    return [*map(_waits, sorted(ready.keys() - self.active)), *self._world()]
 
   def joined(self, member: int, lane: int, epoch: int) -> Effects:
     """`member` has received the state in this epoch."""
@@ -480,3 +480,7 @@ class Coordinator:
       f"waited {self._timeout:g} s for {self._minimum} members; only {max(ready, len(self.active))} are there. Raise "
       "elastic_timeout_seconds, or lower elastic_min_slice_count."
     )
+
+
+def _waits(member: int) -> Note:
+  return Note(f"Member {member} is ready and waits as a spare.")

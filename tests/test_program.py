@@ -84,7 +84,11 @@ def test_building_a_program_allocates_no_array():
     assert isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding.mesh == prog.mesh
 
 
-TPU, SPARSECORE, WIDE = program.TPU_OPTIONS, program.SPARSECORE_OPTIONS, program.WIDE_OPTIONS
+TPU, SPARSECORE = program.TPU_OPTIONS, program.SPARSECORE_OPTIONS
+
+
+def memory(mib: int) -> dict[str, str]:
+  return {program.ON_CHIP_MEMORY: str(mib * 1024)}
 
 
 @pytest.mark.parametrize(
@@ -94,10 +98,10 @@ TPU, SPARSECORE, WIDE = program.TPU_OPTIONS, program.SPARSECORE_OPTIONS, program
     ("gpu", "NVIDIA H100 80GB HBM3", 8192, {}),
     ("tpu", "TPU v4", 8192, TPU),
     ("tpu", "TPU v5 lite", 2048, TPU),
-    ("tpu", "TPU v5 lite", 2560, {**TPU, **WIDE}),
+    ("tpu", "TPU v5 lite", 2560, {**TPU, **memory(48)}),
     ("tpu", "TPU v5p", 1024, {**TPU, **SPARSECORE}),
-    ("tpu", "TPU v5p", 8192, {**TPU, **SPARSECORE, **WIDE}),
-    ("tpu", "TPU v6 lite", 4096, {**TPU, **SPARSECORE, **WIDE}),
+    ("tpu", "TPU v5p", 8192, {**TPU, **SPARSECORE, **memory(64)}),
+    ("tpu", "TPU v6 lite", 4096, {**TPU, **SPARSECORE, **memory(64)}),
     ("tpu", "TPU7x", 4096, TPU),
     ("tpu", "TPU of tomorrow", 8192, TPU),
   ],

@@ -40,9 +40,16 @@ from trainer.share_sums import OneProgram, ShareSums, Stages, Traced
 from trainer.state import TrainState
 from trainer.step import Sums
 
-# The TPU compiler turns an all-gather of a weight and its matmul into a ring of partial matmuls, however small: with
-# D = 1024 on 16 chips each one contracts 64 values, and the matrix unit has 128 rows. Only above this size it may.
-TPU_OPTIONS = MappingProxyType({"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"})
+TPU_OPTIONS = MappingProxyType(
+  {
+    # The TPU compiler turns an all-gather of a weight and its matmul into a ring of partial matmuls, however small: with
+    # D = 1024 on 16 chips each one contracts 64 values, and the matrix unit has 128 rows. Only above this size it may.
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
+    # It turns gathers of small weights (keys and values of llama3.1-8b on 64 chips) into all-reduces of arrays that are
+    # mostly zeros, which take twice as long and hide behind nothing.
+    "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+  }
+)
 
 # SparseCores can move the data of a collective while the matrix units compute. On 7x this is the default. On v5p and
 # v6e, the matrix units wait for every collective inside a slice without these options (docs/benchmarks/tpu_compile.md).
@@ -67,11 +74,11 @@ SPARSECORE_OPTIONS = MappingProxyType(
   }
 )
 
-# More on-chip memory for one fusion. The step of wide models is 3 to 10 % shorter, and compilation takes up to twice as
-# long. Up to D = 2,048 it gains nothing (docs/benchmarks/tpu_compile.md).
+# On-chip memory for one fusion, in KiB, by chip. The step of wide models is 3 to 10 % shorter than with the compiler's
+# default, and compilation takes up to twice as long. Up to D = 2,048 it gains nothing (docs/benchmarks/tpu_compile.md).
 _WIDE = 2560
-_WITH_LARGE_MEMORY = ("v5e", "v5p", "v6e")
-WIDE_OPTIONS = MappingProxyType({"xla_tpu_scoped_vmem_limit_kib": "65536"})
+ON_CHIP_MEMORY = "xla_tpu_scoped_vmem_limit_kib"
+_ON_CHIP_KIB = MappingProxyType({"v5e": 48 << 10, "v5p": 64 << 10, "v6e": 64 << 10})
 
 # Stages of a share on an accelerator (exchange_stages=0): little of the exchange is left when the last one ends, and a
 # program takes much longer to run than to start. A CPU needs its cores for the computation.
@@ -238,8 +245,8 @@ def compiler_options(device: Device, width: int, given: Mapping[str, str | bool]
   chip = chips.find(device.device_kind)
   if chip is not None and chip.name in _WITH_SPARSECORES:
     own |= SPARSECORE_OPTIONS
-  if chip is not None and chip.name in _WITH_LARGE_MEMORY and width >= _WIDE:
-    own |= WIDE_OPTIONS
+  if chip is not None and chip.name in _ON_CHIP_KIB and width >= _WIDE:
+    own[ON_CHIP_MEMORY] = str(_ON_CHIP_KIB[chip.name])
   return {**own, **given}
 
 

@@ -43,7 +43,10 @@ class Projection:
     if not sharding.is_manual_over_fsdp():
       return self.function(x, w, contracted)
     run = lambda x, w: self.function(x, sharding.gather(w, sharded_dim, self.gather_first), contracted)
-    return (jax.checkpoint(run) if self.gathers_again else run)(x, w.astype(self.gather_dtype or x.dtype))
+    # Without the barrier, the TPU compiler may choose the layout of a shard for a later matmul, and then copy the whole
+    # gathered weight.
+    shard = _materialized(w).astype(self.gather_dtype or x.dtype)
+    return (jax.checkpoint(run) if self.gathers_again else run)(x, shard)
 
   def project_all(self, x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """Returns x [*B, K] times each of the `weights` [K, N], [*B, N] each.
@@ -92,7 +95,8 @@ def _cpu(x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:
 def _materialized(x: jax.Array) -> jax.Array:
   """Returns x as one array that the matmuls and their derivatives read; the compiler does not compute it twice.
 
-  Once for all matmuls with the same x: the derivative of a layer keeps a barrier's result, and keeps each one.
+  Once for all matmuls with the same x: the derivative of a layer keeps a barrier's result, and keeps each one. The
+  gradient passes without a barrier.
   """
   return jax.lax.optimization_barrier(x)
 

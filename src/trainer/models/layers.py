@@ -75,6 +75,37 @@ def _rms_norm_backward(epsilon: float, saved: tuple[jax.Array, jax.Array], g: ja
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def rotated_rms_norm(
+  x_BTNH: jax.Array, scale: jax.Array, cos: jax.Array, sin: jax.Array, epsilon: float, rotate_half: rope.RotateHalf
+) -> jax.Array:
+  """Returns `rope.rotate` of `rms_norm`, with one rounding to the dtype of x instead of two.
+
+  The scale is part of the tables, and the division by the rms comes last. So the rotation needs only x: a TPU would
+  otherwise compute the norm twice, for both terms of the rotation.
+  """
+  x32 = x_BTNH.astype(jnp.float32)
+  scale_of_other_half = jnp.roll(scale, scale.size // 2)
+  rotated = x32 * (scale * cos) + rotate_half(x_BTNH) * (scale_of_other_half * sin)
+  return (_inverse_rms(x32, epsilon) * rotated).astype(x_BTNH.dtype)
+
+
+def _rotated_rms_norm_forward(
+  x_BTNH: jax.Array, scale: jax.Array, cos: jax.Array, sin: jax.Array, epsilon: float, rotate_half: rope.RotateHalf
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+  return rotated_rms_norm(x_BTNH, scale, cos, sin, epsilon, rotate_half), (x_BTNH, scale, cos, sin)
+
+
+def _rotated_rms_norm_backward(
+  epsilon: float, rotate_half: rope.RotateHalf, saved: tuple[jax.Array, ...], g_BTNH: jax.Array
+) -> tuple[jax.Array, jax.Array, None, None]:
+  x_BTNH, scale, cos, sin = saved
+  return *_rms_norm_backward(epsilon, (x_BTNH, scale), rope.rotate_back(g_BTNH, cos, sin, rotate_half)), None, None
+
+
+rotated_rms_norm.defvjp(_rotated_rms_norm_forward, _rotated_rms_norm_backward)
+
+
 class RMSNorm(nnx.Module):
   """`rms_norm` with a learned scale. The scale is always float32: near 1, bfloat16 loses every update below 1/256."""
 
@@ -113,9 +144,12 @@ class Attention(nnx.Module):
     q = checkpoint_name(constrain(q, "batch", "length", "heads", "head_dim"), "query_proj")
     k = checkpoint_name(constrain(k, "batch", "length", "kv_heads", "head_dim"), "key_proj")
     v = checkpoint_name(constrain(v, "batch", "length", "kv_heads", "head_dim"), "value_proj")
+    rotate_half = self.kernels.rotate_half
     if self.use_qk_norm:
-      q, k = self.query_norm(q), self.key_norm(k)
-    q, k = (rope.rotate(part, cos, sin, self.kernels.rotate_half) for part in (q, k))
+      norms = (q, self.query_norm), (k, self.key_norm)
+      q, k = (rotated_rms_norm(x, norm.scale[...], cos, sin, norm.epsilon, rotate_half) for x, norm in norms)
+    else:
+      q, k = (rope.rotate(x, cos, sin, rotate_half) for x in (q, k))
     # The kernel itself names what its backward pass needs "context" for remat.
     context = self.kernels.attention(q, k, v, segment_ids_BT, segment_ids_BT)
     context = constrain(context, "batch", "length", "heads", "head_dim")

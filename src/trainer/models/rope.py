@@ -37,7 +37,8 @@ def cos_sin_tables(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.A
   float32, because bfloat16 rounds position 257 to 256.
   """
   angles = positions.astype(jnp.float32)[..., None, None] * np.tile(frequencies, 2)
-  return jnp.cos(angles), jnp.sin(angles)
+  # Without the barrier, XLA moves the cosines and sines into the loop over layers and computes them again in each one.
+  return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
 
 
 # x [.., H] -> (-second half, first half), float32.
@@ -85,6 +86,11 @@ def rotate(
   return (x_BTNH.astype(jnp.float32) * cos + rotate_half(x_BTNH) * sin).astype(x_BTNH.dtype)
 
 
+def rotate_back(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array, rotate_half: RotateHalf) -> jax.Array:
+  """Returns x rotated by the opposite angles, in the same shape and dtype: the transpose of `rotate`."""
+  return (x_BTNH.astype(jnp.float32) * cos - rotate_half(x_BTNH) * sin).astype(x_BTNH.dtype)
+
+
 def _forward(
   x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array, rotate_half: RotateHalf
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -94,9 +100,7 @@ def _forward(
 def _backward(
   rotate_half: RotateHalf, tables: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, None, None]:
-  """Returns the gradient of x. The transpose of a rotation is the rotation by the opposite angle."""
-  cos, sin = tables
-  return (g.astype(jnp.float32) * cos - rotate_half(g) * sin).astype(g.dtype), None, None
+  return rotate_back(g, *tables, rotate_half), None, None
 
 
 rotate.defvjp(_forward, _backward)

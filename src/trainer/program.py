@@ -42,8 +42,9 @@ from trainer.step import Sums
 
 TPU_OPTIONS = MappingProxyType(
   {
-    # The TPU compiler turns an all-gather of a weight and its matmul into a ring of partial matmuls, however small: with
-    # D = 1024 on 16 chips each one contracts 64 values, and the matrix unit has 128 rows. Only above this size it may.
+    # The TPU compiler turns an all-gather of a weight and its matmul into a ring of partial matmuls, however small:
+    # with D = 1024 on 16 chips each one contracts 64 values, and the matrix unit has 128 rows. Only above this size it
+    # may.
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
     # It turns gathers of small weights (keys and values of llama3.1-8b on 64 chips) into all-reduces of arrays that are
     # mostly zeros, which take twice as long and hide behind nothing.

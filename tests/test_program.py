@@ -88,7 +88,7 @@ TPU, SPARSECORE = program.TPU_OPTIONS, program.SPARSECORE_OPTIONS
 
 
 def memory(mib: int) -> dict[str, str]:
-  return {program.ON_CHIP_MEMORY: str(mib * 1024)}
+  return {program.ON_CHIP_MEMORY_OPTION: str(mib * 1024)}
 
 
 @pytest.mark.parametrize(

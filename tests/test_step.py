@@ -331,15 +331,15 @@ def test_sharded_equals_unsharded(name, by_rows):
 def test_weights_that_are_fused_and_gathered_in_two_stages_are_the_same(monkeypatch):
   """As on TPUs: gate and up are one matmul (a CPU computes one by one). Some slices gather weights in two stages:
 
-  two neighbours of the four along fsdp first (`sharding.gather_first`).
+  two neighbours of the four along fsdp first (`sharding.first_stage`).
   """
   choose = projection.choose
   monkeypatch.setattr(program.projection, "choose", lambda _, *others: choose("tpu", *others))
-  monkeypatch.setattr(program.sharding, "gather_first", lambda mesh, width: mesh.shape["fsdp"] // 2)
+  monkeypatch.setattr(program.sharding, "first_stage", lambda mesh, width: mesh.shape["fsdp"] // 2)
   cfg = config(data={"per_device_batch_size": ROWS / 8}, parallelism={"ici_tensor_parallelism": 2})
   built = compiled(cfg, (1, 8))
   project = built.program.model.kernels.project
-  assert project.gather_first == 2 and project.fuses_shared_input
+  assert project.first_stage == 2 and project.fuses_shared_input
   assert_close(two_steps(cfg, built), reference(), 5e-6)
 
 
@@ -363,7 +363,7 @@ def test_weights_that_are_fused_and_gathered_in_two_stages_are_the_same(monkeypa
 )
 def test_gathers_have_two_stages_where_the_compiler_would_make_all_reduces(kind, num_slices, shape, width, first):
   """And where lines of devices have wraparounds: v5e and v6e from 256 chips on, v4 and v5p from 64."""
-  assert sharding.gather_first(tpu_mesh(num_slices, shape, kind), width) == first
+  assert sharding.first_stage(tpu_mesh(num_slices, shape, kind), width) == first
 
 
 def tpu_mesh(num_slices: int, shape: tuple[int, ...], kind: str = "TPU v5 lite") -> types.SimpleNamespace:
@@ -432,10 +432,10 @@ def test_neighbours_that_have_the_whole_head_give_the_same_loss(monkeypatch):
 def test_neighbours_in_several_slices_give_the_same_loss_and_weights(monkeypatch):
   """Two neighbours of the four along fsdp, for the loss of a padded and tied head and for gathers in two stages."""
   monkeypatch.setattr(program.sharding, "head_neighbours", lambda *_: 2)
-  monkeypatch.setattr(program.sharding, "gather_first", lambda mesh, width: mesh.shape["fsdp"] // 2)
+  monkeypatch.setattr(program.sharding, "first_stage", lambda mesh, width: mesh.shape["fsdp"] // 2)
   cfg = config(model=TIED, data={"per_device_batch_size": ROWS / 8}, optimizer={"opt_type": "sgd"})
   built = compiled(cfg, (2, 4))
-  assert built.program.model.kernels.project.gather_first == 2
+  assert built.program.model.kernels.project.first_stage == 2
   assert_close(two_steps(cfg, built), tied_reference(), 5e-6)
 
 

@@ -43,8 +43,8 @@ from trainer.step import Sums
 TPU_OPTIONS = MappingProxyType(
   {
     # The TPU compiler turns an all-gather of a weight and its matmul into a ring of partial matmuls, however small:
-    # with D = 1024 on 16 chips each one contracts 64 values, and the matrix unit has 128 rows. Only above this size it
-    # may.
+    # with D = 1024 on 16 chips each one contracts 64 values, and the matrix unit has 128 rows. The value is the size in
+    # MiB above which the compiler may do this; no weight is that large.
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
     # It turns gathers of small weights (keys and values of llama3.1-8b on 64 chips) into all-reduces of arrays that are
     # mostly zeros, which take twice as long and hide behind nothing.
@@ -68,17 +68,18 @@ SPARSECORE_OPTIONS = MappingProxyType(
     "xla_tpu_use_tc_device_shape_on_sc": "true",
     "xla_sc_disable_megacore_partitioning": "true",
     "xla_sc_enable_instruction_fusion": "false",
-    # For the scheduler: transfers may queue, and how much longer than estimated they take.
+    # For the scheduler: transfers may queue. The multipliers scale its estimates of their latency.
     "xla_tpu_enable_sparse_core_offload_queuing_in_lhs": "true",
     "xla_tpu_sparse_core_all_gather_latency_multiplier": "1",
     "xla_tpu_sparse_core_reduce_scatter_latency_multiplier": "3",
   }
 )
 
-# On-chip memory for one fusion, in KiB, by chip. The step of wide models is 3 to 10 % shorter than with the compiler's
-# default, and compilation takes up to twice as long. Up to D = 2,048 it gains nothing (docs/benchmarks/tpu_compile.md).
-_WIDE = 2560
-ON_CHIP_MEMORY = "xla_tpu_scoped_vmem_limit_kib"
+# On-chip memory for one fusion, in KiB, by chip. From D = 2,560 on, the estimated step is 6 to 14 % shorter than with
+# the compiler's default, and compilation takes up to twice as long. Up to D = 2,048 the step is not shorter
+# (docs/benchmarks/tpu_compile.md).
+_MIN_WIDE_D = 2560
+ON_CHIP_MEMORY_OPTION = "xla_tpu_scoped_vmem_limit_kib"
 _ON_CHIP_KIB = MappingProxyType({"v5e": 48 << 10, "v5p": 64 << 10, "v6e": 64 << 10})
 
 # Stages of a share on an accelerator (exchange_stages=0): little of the exchange is left when the last one ends, and a
@@ -97,8 +98,8 @@ class Program:
   plan: BatchPlan  # the rows of the global batch that each slice computes
   state: TrainState  # abstract, with shardings
   batch: Any  # a Batch of ShapeDtypeStructs [A, rows, T], with shardings
-  train_step: Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]
-  eval_step: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
+  train_step: Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]  # see step.build_train_step
+  eval_step: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]  # see step.build_eval_step
   share: OneProgram | Stages  # the first half of a step, of this mesh alone
   apply_sums: Callable[[TrainState, Sums], tuple[TrainState, jax.Array]]  # the second half
   compiler_options: Mapping[str, str | bool]  # of the step
@@ -117,13 +118,12 @@ class Program:
     evaluates, adds: whether the run evaluates, and whether a slice adds the sums of its shares.
     """
     sums = step.abstract_sums(self.state, self.mesh)
-    of = functools.partial(jax.tree.map, lambda leaf: leaf.sharding)
-    metrics = NamedSharding(self.mesh, PartitionSpec())
+    out_shardings = state.shardings(self.state), NamedSharding(self.mesh, PartitionSpec())
     options = dict(self.compiler_options)
     with jax.set_mesh(self.mesh):
       first = self.share.compile(self.state.params, self.batch, sums.grads, options, adds=adds)
-      # Not the sums: on a CPU they may share the memory of the exchange's buffer.
-      second = jax.jit(self.apply_sums, donate_argnums=0, out_shardings=(of(self.state), metrics))
+      # Donate only the state: on a CPU the sums may share the memory of the exchange's buffer.
+      second = jax.jit(self.apply_sums, donate_argnums=0, out_shardings=out_shardings)
       evaluation = jax.jit(self.eval_step).lower(self.state.params, self.batch).compile() if evaluates else None
       return Halves(sums, first, second.lower(self.state, sums).compile(options), evaluation)
 
@@ -212,8 +212,10 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     dtype=cfg.dtype,
     precision=cfg.matmul_precision,
   )
-  gathers_again = cfg.remat_policy is RematPolicy.NONE  # otherwise it would keep the whole weights of all layers
-  project = projection.choose(platform, cfg.quantization, gathers_again, sharding.gather_first(mesh, cfg.emb_dim))
+  # Without a remat policy, the backward pass would keep the gathered weights of all layers.
+  gathers_again = cfg.remat_policy is RematPolicy.NONE
+  first_stage = sharding.first_stage(mesh, cfg.emb_dim)
+  project = projection.choose(platform, cfg.quantization, gathers_again, first_stage)
   tokens = len(slices) * rows * length // (mesh.shape[mesh_lib.DATA] * mesh.shape[mesh_lib.FSDP])
   neighbours = sharding.head_neighbours(mesh, tokens, cfg.vocab_size)
   kernels = Kernels(kernel, project, rope.choose_rotate_half(platform), CHUNK_LOGITS_BYTES[platform], neighbours)
@@ -240,14 +242,14 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
 def compiler_options(device: Device, width: int, given: Mapping[str, str | bool]) -> dict[str, str | bool]:
   """Returns the compiler options of the step of a model with D = `width` for devices like `device`.
 
-  `given` are the user's. They replace the trainer's own options of the same name.
+  given: options of the user. They replace the trainer's own options of the same name.
   """
   own: dict[str, str | bool] = dict(TPU_OPTIONS) if device.platform == "tpu" else {}
   chip = chips.find(device.device_kind)
   if chip is not None and chip.name in _WITH_SPARSECORES:
     own |= SPARSECORE_OPTIONS
-  if chip is not None and chip.name in _ON_CHIP_KIB and width >= _WIDE:
-    own[ON_CHIP_MEMORY] = str(_ON_CHIP_KIB[chip.name])
+  if chip is not None and chip.name in _ON_CHIP_KIB and width >= _MIN_WIDE_D:
+    own[ON_CHIP_MEMORY_OPTION] = str(_ON_CHIP_KIB[chip.name])
   return {**own, **given}
 
 

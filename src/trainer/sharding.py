@@ -304,22 +304,22 @@ def is_manual_over_fsdp() -> bool:
   return not mesh.empty and FSDP in mesh.manual_axes
 
 
-def gather(w: jax.Array, dim: int, first: int = 1) -> jax.Array:
+def gather(w: jax.Array, dim: int, first_stage: int = 1) -> jax.Array:
   """Returns the whole weight from each device's shard `w`, in a trace that is manual over fsdp.
 
-  fsdp shards dim `dim`. `first` neighbours gather first (see `gather_first`). The derivative sums the gradients over
-  fsdp and returns the device's own shard of the sum.
+  fsdp shards dim `dim`. first_stage: see the function `first_stage`. The derivative sums the gradients over fsdp and
+  returns the device's own shard of the sum.
   """
-  if first == 1:
+  if first_stage == 1:
     return jax.lax.all_gather(w, FSDP, axis=dim, tiled=True)
-  positions = np.arange(jax.lax.axis_size(FSDP)).reshape(-1, first)
+  positions = np.arange(jax.lax.axis_size(FSDP)).reshape(-1, first_stage)
   for groups in (positions, positions.T):
     w = jax.lax.all_gather(w, FSDP, axis=dim, tiled=True, axis_index_groups=groups.tolist())
   return w
 
 
-def gather_first(mesh: Mesh, width: int) -> int:
-  """Returns how many neighbours along fsdp gather a weight first, before groups of such neighbours do; 1: all at once.
+def first_stage(mesh: Mesh, width: int) -> int:
+  """Returns how many neighbours along fsdp gather a weight in a first stage, before their groups do; 1: one stage.
 
   width: D, which fsdp shards. The TPU compiler turns some gathers, and the sums in their derivatives, into all-reduces,
   which send twice as much. It does not if they have two stages: along lines of devices, then across these lines. With

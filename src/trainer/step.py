@@ -26,7 +26,7 @@ from trainer.kernels.cross_entropy import linear_cross_entropy
 from trainer.mesh import CONTEXT, DATA, FSDP, TENSOR
 from trainer.models.decoder import DecoderFunctions, Params
 from trainer.sharding import constrain, num_shards
-from trainer.state import TrainState
+from trainer.state import TrainState, shardings
 
 # The metrics of a step, in the order of their array. It is one array, because a controller needs two requests to read
 # an array through a Pathways proxy.
@@ -239,9 +239,8 @@ def build_eval_step(
 
 def lower_train_step(train_step: Callable[..., Any], state: TrainState, batch: Batch, mesh: Mesh) -> jax.stages.Lowered:
   """Returns `train_step` traced for an abstract `state` and `batch`. The state is donated and keeps its shardings."""
-  state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-  metrics = NamedSharding(mesh, PartitionSpec())
-  jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, metrics))
+  out_shardings = shardings(state), NamedSharding(mesh, PartitionSpec())
+  jitted = jax.jit(train_step, donate_argnums=0, out_shardings=out_shardings)
   with jax.set_mesh(mesh):
     return jitted.lower(state, batch)
 

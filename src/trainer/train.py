@@ -2,7 +2,8 @@
 
 An attempt builds the program for its slices, restores the newest good state, and steps until the run is complete, the
 process must stop (SIGTERM), a slice has returned, or a slice is lost. A lost slice shows as an exception, which
-`elastic/retry.py` catches. Only compiled steps and snapshots outlive an attempt.
+`elastic/retry.py` catches. Programs, compiled steps, snapshots, and the records and data of the session outlive an
+attempt.
 
 `step` counts completed optimizer steps everywhere: after `completed step: 100` the checkpoint of step 100 may follow,
 and a run that resumes from it completes step 101 next.
@@ -84,7 +85,7 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
     state, step = start.state, start.step
     _resume(session, elastic, start)
 
-    # ---- data: step n trains on batch n-1, dealt out to the slices that are alive
+    # ---- data: step n trains on batch n-1, divided among the slices that are alive
     train_feed = program.Feed(session.data.train, prog)
     eval_feeds = [program.Feed(loader, prog) for loader in session.data.evaluations.values()]
     stepper: Stepper
@@ -137,7 +138,7 @@ def _loop(
   state: TrainState,
   step: int,
 ) -> tuple[Outcome, TrainState]:
-  """Steps from `state`, after `step` completed steps, until the attempt ends in good order."""
+  """Trains from `state`, after `step` completed steps. Returns the outcome and the last state."""
   first = step
   while step < config.run.steps:
     profiler.before_step(step - first, functools.partial(stepper.wait, state, f"the profile before step {step + 1}"))
@@ -172,8 +173,8 @@ def _loop(
     records.restart_clock()
   if records.skipped:
     session.log.warning(
-      f"the last {records.skipped} steps were skipped: the weights are those of step {step - records.skipped}. "
-      "Training on from them gives numbers that are not finite again unless you change something"
+      f"the last {records.skipped} steps were skipped, because their loss or gradient was not finite: the weights are "
+      f"those of step {step - records.skipped}. Change the learning rate, the data or the model before you continue"
     )
   return Outcome("complete", step), state
 
@@ -210,7 +211,7 @@ def _save(
 def _commit_last(
   config: Config, session: Session, tiers: Tiers, step: int, state: TrainState, loss: float | None
 ) -> None:
-  """Waits until the last save of the process is committed, by this member or by the one whose task it is."""
+  """Waits until the last save of the process is committed, by this member or by the member that saves in storage."""
   tiers.wait()
   if peer_attempt.must_save_for_another(session.cluster.peers):
     tiers.maybe_save(step, state, session.data.meta(config, step), last=True, metric=loss)
@@ -230,7 +231,7 @@ def _target_reached(config: Config, session: Session, step: int, loss: float | N
 
 
 def _compiled_step(session: Session, elastic: ElasticRun, view: View) -> Any:
-  """The compiled step of `view`. The recovery log learns how long the attempt waited for it."""
+  """Returns the compiled step of `view`. Records in the recovery log how long the attempt waited for it."""
   start = time.monotonic()
   compiled_step = session.programs.step(view)
   elastic.recovery.compiled(time.monotonic() - start)
@@ -246,7 +247,7 @@ def _restore(
   slices: dict[int, tuple[Device, ...]],
   survivors: frozenset[int],
 ) -> Start:
-  """The newest good state, or a fresh one."""
+  """Returns the newest good state, or a fresh one."""
   begin = time.monotonic()
 
   def accept(meta: dict[str, Any]) -> None:
@@ -330,7 +331,7 @@ def _make_up_evaluation(
 def _evaluate(
   config: Config, session: Session, elastic: ElasticRun, stepper: Stepper, params: Params, step: int
 ) -> float:
-  """Mean loss in nats per token over the first eval_steps batches of each evaluation set, each once.
+  """Evaluates each evaluation set on its first eval_steps batches, and writes the mean losses, in nats per token.
 
   Returns the loss of the main set.
   """

@@ -296,7 +296,7 @@ class DataSection(Section):
     1.0,
     gt=0,
     le=1_000_000,
-    description="Examples per device in one micro-batch. Times the devices of the full topology it must be a whole number.",
+    description="Examples per device in one micro-batch. Times the devices of a slice it must be a whole number of at least 1.",
   )
   data_shuffle_seed: int = Field(0, ge=-(2**63), le=2**64 - 1, description="Seed of the order of examples.")
   reuse_example_batch: Annotated[int, Field(ge=0, le=1)] = Field(

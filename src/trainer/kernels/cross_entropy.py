@@ -73,12 +73,12 @@ def linear_cross_entropy(
     raise ValueError(f"valid_vocab={valid_vocab} must be in 1..{w.shape[0]}, the rows of the output head.")
   if x.shape[1] % length_shards:
     raise ValueError(f"The length {x.shape[1]} does not divide by length_shards={length_shards}.")
-  own = x.shape[1] // length_shards
+  shard_length = x.shape[1] // length_shards
   chunks = num_chunks or choose_chunks(
-    own, 4 * x.shape[0] * length_shards * w.shape[0] / vocab_shards, chunk_logits_bytes
+    shard_length, 4 * x.shape[0] * length_shards * w.shape[0] / vocab_shards, chunk_logits_bytes
   )
   padded_from = vocab if vocab < w.shape[0] else None
-  static = _Static(z_loss, min(chunks, own), padded_from, length_shards, head_neighbours, constrain)
+  static = _Static(z_loss, min(chunks, shard_length), padded_from, length_shards, head_neighbours, constrain)
   return _fused(x, w, targets, weights, static)
 
 
@@ -189,16 +189,17 @@ def _sums(
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, Any]]:
   """Returns ((loss_sum, z_sum), (dx, dw)). Without `with_grads` the gradients are None."""
   run = functools.partial(_shard_sums, static, with_grads)
-  rows = jnp.arange(w.shape[0], dtype=jnp.int32)
-  return sharding.loss_over_fsdp(run, static.neighbours, x, w, rows, targets, weights)
+  token_ids = jnp.arange(w.shape[0], dtype=jnp.int32)
+  return sharding.loss_over_fsdp(run, static.neighbours, x, w, token_ids, targets, weights)
 
 
 def _softmax(
   exchange: sharding.LossExchange, logits: jax.Array, hit: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-  """Returns (exponents [B, T, V], their sum [B, T, 1], log of the normaliser [B, T], logit of the target [B, T]).
+  """Returns (exponents, their sum [B, T, 1], log of the normaliser [B, T], logit of the target [B, T]), float32.
 
-  V: the part of the vocabulary of this device; the others are over the whole vocabulary. hit: where the target is.
+  The exponents have the shape of `logits`: [B, T, this device's part of V]. The other results are over the whole
+  vocabulary. hit: bool of the same shape, true at the target.
   """
   largest = exchange.max_over_vocab(jnp.max(logits, axis=-1, keepdims=True))
   exponents = jnp.exp(logits - largest)
@@ -214,14 +215,14 @@ def _shard_sums(
   exchange: sharding.LossExchange,
   x: jax.Array,
   w: jax.Array,
-  column: jax.Array,
+  token_ids: jax.Array,
   targets: jax.Array,
   weights: jax.Array,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, Any]]:
-  """Returns what `_sums` returns. Each shard of fsdp computes it from its own parts. column: indices of its rows."""
+  """Returns what `_sums` returns. Each shard of fsdp computes it from its own parts. token_ids: of the rows of w."""
   z_loss, chunks, padded_from, shards, _, constrain = static
-  rows = exchange.gather_head(constrain(w.astype(x.dtype), ("vocab", "embed")))
-  column = exchange.gather_head(column)
+  head = exchange.gather_head(constrain(w.astype(x.dtype), ("vocab", "embed")))
+  token_ids = exchange.gather_head(token_ids)
   # float32: accumulate dw transposed, [D, V]. A CPU then transposes the narrow x of a chunk, and not its dlogits. For
   # bfloat16, the CPU runtime has no kernel of this form.
   transposed = x.dtype == jnp.float32
@@ -233,11 +234,11 @@ def _shard_sums(
     loss, z, dx, dw = carry
     targets, weights = (_chunk(view, i) for view in views)
     x = constrain(exchange.gather_tokens(_chunk(x_view, i)), ("loss_batch", "loss_length", "embed"))
-    logits = jnp.einsum("btd,vd->btv", x, rows, preferred_element_type=jnp.float32)
+    logits = jnp.einsum("btd,vd->btv", x, head, preferred_element_type=jnp.float32)
     logits = constrain(logits, ("loss_batch", "loss_length", "vocab"))
     if padded_from is not None:
-      logits = jnp.where(column < padded_from, logits, -jnp.inf)
-    hit = column == targets[..., None]
+      logits = jnp.where(token_ids < padded_from, logits, -jnp.inf)
+    hit = token_ids == targets[..., None]
     exponents, total, log_z, target = _softmax(exchange, logits, hit)
     loss += jnp.sum(weights * (log_z - target))
     z += z_loss * jnp.sum(weights * jnp.square(log_z))
@@ -250,13 +251,13 @@ def _shard_sums(
     equation = "btd,btv->dv" if transposed else "btv,btd->vd"
     operands = (x, dlogits) if transposed else (dlogits, x)
     dw += constrain(jnp.einsum(equation, *operands, preferred_element_type=jnp.float32), dw_axes)
-    dx_chunk = exchange.scatter_tokens(jnp.einsum("btv,vd->btd", dlogits, rows, preferred_element_type=jnp.float32))
+    dx_chunk = exchange.scatter_tokens(jnp.einsum("btv,vd->btd", dlogits, head, preferred_element_type=jnp.float32))
     return loss, z, _store_chunk(dx, constrain(dx_chunk.astype(x.dtype), ("batch", "length", "embed")), i), dw
 
   zero, dx, dw = jnp.zeros((), jnp.float32), None, None
   if with_grads:
     dx = _by_chunk(constrain(jnp.zeros_like(x), ("batch", "length", "embed")), shards, chunks)
-    dw = constrain(jnp.zeros(rows.shape[::-1] if transposed else rows.shape, jnp.float32), dw_axes)
+    dw = constrain(jnp.zeros(head.shape[::-1] if transposed else head.shape, jnp.float32), dw_axes)
   with jax.named_scope("linear_cross_entropy"):
     loss, z, dx, dw = jax.lax.fori_loop(0, chunks, one, (zero, zero, dx, dw))
   loss, z = exchange.sum_over_tokens((loss, z))

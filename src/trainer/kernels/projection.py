@@ -22,11 +22,11 @@ class Projection:
   `sharded_dim`.
   """
 
-  function: Callable[[jax.Array, jax.Array, int], jax.Array]
+  function: Callable[[jax.Array, jax.Array, int], jax.Array]  # of x, the whole w, and `contracted`
   fuses_shared_input: bool  # whether `project_all` joins the weights into one matmul
-  share: Callable[[jax.Array], jax.Array] = lambda x: x  # see project_each
+  prepare_input: Callable[[jax.Array], jax.Array] = lambda x: x  # applied once for all weights of project_each
   gathers_again: bool = False  # gather in the backward pass again; otherwise the policy of remat decides
-  gather_first: int = 1  # see sharding.gather
+  first_stage: int = 1  # of a gather; see sharding.gather
   gather_dtype: str | None = None  # None: the dtype of x
 
   def __call__(self, x: jax.Array, w: jax.Array, contracted: int = 1, sharded_dim: int = 0) -> jax.Array:
@@ -36,16 +36,16 @@ class Projection:
     self, x: jax.Array, weights: Sequence[jax.Array], contracted: int = 1, sharded_dim: int = 0
   ) -> tuple[jax.Array, ...]:
     """Returns x times each of the `weights`, in separate matmuls. Their derivatives keep one x for all of them."""
-    x = self.share(x)
+    x = self.prepare_input(x)
     return tuple(self._project(x, w, contracted, sharded_dim) for w in weights)
 
   def _project(self, x: jax.Array, w: jax.Array, contracted: int, sharded_dim: int) -> jax.Array:
     if not sharding.is_manual_over_fsdp():
       return self.function(x, w, contracted)
-    run = lambda x, w: self.function(x, sharding.gather(w, sharded_dim, self.gather_first), contracted)
+    run = lambda x, w: self.function(x, sharding.gather(w, sharded_dim, self.first_stage), contracted)
     # Without the barrier, the TPU compiler may choose the layout of a shard for a later matmul, and then copy the whole
     # gathered weight.
-    shard = _materialized(w).astype(self.gather_dtype or x.dtype)
+    shard = _with_barrier(w).astype(self.gather_dtype or x.dtype)
     return (jax.checkpoint(run) if self.gathers_again else run)(x, shard)
 
   def project_all(self, x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
@@ -67,14 +67,17 @@ def _plain(x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:
 PLAIN = Projection(_plain, fuses_shared_input=True)
 
 
-def choose(platform: str, quantization: str, gathers_again: bool = False, gather_first: int = 1) -> Projection:
-  """Returns the projection for a platform ("cpu", "gpu", "tpu") and a quantization: a key of quantized.MODES, or ""."""
-  chosen = Projection(_cpu, fuses_shared_input=False, share=_materialized) if platform == "cpu" else PLAIN
+def choose(platform: str, quantization: str, gathers_again: bool = False, first_stage: int = 1) -> Projection:
+  """Returns the projection for a platform ("cpu", "gpu", "tpu") and a quantization: a key of quantized.MODES, or "".
+
+  gathers_again, first_stage: see the fields of `Projection`.
+  """
+  chosen = Projection(_cpu, fuses_shared_input=False, prepare_input=_with_barrier) if platform == "cpu" else PLAIN
   if quantization:
     chosen = Projection(functools.partial(_quantized, quantization), fuses_shared_input=True)
   # XLA's CPU compiler aborts on the derivative of a gather of bfloat16, a sum in bfloat16 (jax 0.12).
   gather_dtype = "float32" if platform == "cpu" else None
-  return dataclasses.replace(chosen, gathers_again=gathers_again, gather_first=gather_first, gather_dtype=gather_dtype)
+  return dataclasses.replace(chosen, gathers_again=gathers_again, first_stage=first_stage, gather_dtype=gather_dtype)
 
 
 def _quantized(mode: str, x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:
@@ -92,16 +95,16 @@ def _cpu(x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:
 
 
 @jax.custom_vjp
-def _materialized(x: jax.Array) -> jax.Array:
-  """Returns x as one array that the matmuls and their derivatives read; the compiler does not compute it twice.
+def _with_barrier(x: jax.Array) -> jax.Array:
+  """Returns x (any shape and dtype) behind an optimization barrier. The gradient passes without a barrier.
 
-  Once for all matmuls with the same x: the derivative of a layer keeps a barrier's result, and keeps each one. The
-  gradient passes without a barrier.
+  The compiler computes an input of several matmuls only once, and keeps the layout of a shard. Use it once per input,
+  because the derivative of a layer saves the result of every barrier.
   """
   return jax.lax.optimization_barrier(x)
 
 
-_materialized.defvjp(lambda x: (_materialized(x), None), lambda _, g: (g,))
+_with_barrier.defvjp(lambda x: (_with_barrier(x), None), lambda _, g: (g,))
 
 
 @jax.custom_vjp

@@ -79,10 +79,11 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 def rotated_rms_norm(
   x_BTNH: jax.Array, scale: jax.Array, cos: jax.Array, sin: jax.Array, epsilon: float, rotate_half: rope.RotateHalf
 ) -> jax.Array:
-  """Returns `rope.rotate` of `rms_norm`, with one rounding to the dtype of x instead of two.
+  """Returns `rope.rotate(rms_norm(x, scale), cos, sin)`, [B, T, N, H] in the dtype of x, but rounded only once.
 
-  The scale is part of the tables, and the division by the rms comes last. So the rotation needs only x: a TPU would
-  otherwise compute the norm twice, for both terms of the rotation.
+  scale: float32 [H]. cos, sin: see `rope.cos_sin_tables`; they get no gradient. The scale is multiplied into cos and
+  sin, and the division by the rms comes last. So the rotation reads only x. Otherwise a TPU would compute the norm
+  twice, once for each term of the rotation.
   """
   x32 = x_BTNH.astype(jnp.float32)
   scale_of_other_half = jnp.roll(scale, scale.size // 2)
@@ -99,6 +100,7 @@ def _rotated_rms_norm_forward(
 def _rotated_rms_norm_backward(
   epsilon: float, rotate_half: rope.RotateHalf, saved: tuple[jax.Array, ...], g_BTNH: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, None]:
+  """Returns (dx, dscale, None, None): rotates the gradient back, then derives the norm."""
   x_BTNH, scale, cos, sin = saved
   return *_rms_norm_backward(epsilon, (x_BTNH, scale), rope.rotate_back(g_BTNH, cos, sin, rotate_half)), None, None
 
@@ -116,6 +118,10 @@ class RMSNorm(nnx.Module):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     return rms_norm(x, self.scale[...], self.epsilon)
+
+  def rotated(self, x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array, rotate_half: rope.RotateHalf) -> jax.Array:
+    """Returns the norm of each head, rotated: see `rotated_rms_norm`."""
+    return rotated_rms_norm(x_BTNH, self.scale[...], cos, sin, self.epsilon, rotate_half)
 
 
 class Attention(nnx.Module):
@@ -146,8 +152,8 @@ class Attention(nnx.Module):
     v = checkpoint_name(constrain(v, "batch", "length", "kv_heads", "head_dim"), "value_proj")
     rotate_half = self.kernels.rotate_half
     if self.use_qk_norm:
-      norms = (q, self.query_norm), (k, self.key_norm)
-      q, k = (rotated_rms_norm(x, norm.scale[...], cos, sin, norm.epsilon, rotate_half) for x, norm in norms)
+      q = self.query_norm.rotated(q, cos, sin, rotate_half)
+      k = self.key_norm.rotated(k, cos, sin, rotate_half)
     else:
       q, k = (rope.rotate(x, cos, sin, rotate_half) for x in (q, k))
     # The kernel itself names what its backward pass needs "context" for remat.

@@ -100,7 +100,11 @@ def _rotated_rms_norm_forward(
 def _rotated_rms_norm_backward(
   epsilon: float, rotate_half: rope.RotateHalf, saved: tuple[jax.Array, ...], g_BTNH: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, None]:
-  """Returns (dx, dscale, None, None): rotates the gradient back, then derives the norm."""
+  """Returns (dx, dscale, None, None).
+
+  The gradient is rounded to the dtype of x between the rotation and the norm. Without this rounding, a TPU would write
+  and read twice as many bytes (docs/LOG.md).
+  """
   x_BTNH, scale, cos, sin = saved
   return *_rms_norm_backward(epsilon, (x_BTNH, scale), rope.rotate_back(g_BTNH, cos, sin, rotate_half)), None, None
 

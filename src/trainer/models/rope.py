@@ -56,7 +56,7 @@ def rotate_half_by_reversal(x: jax.Array) -> jax.Array:
 
 
 def rotate_half_by_matmul(x: jax.Array) -> jax.Array:
-  """Returns what `rotate_half_by_reversal` returns, bit for bit, as a product with a permutation matrix.
+  """Returns what `rotate_half_by_reversal` returns, bit for bit for finite x, as a product with a permutation matrix.
 
   On a TPU the halves of a head are halves of a vector register, and moving them takes longer than the product. The
   product is exact, because each of its sums has one term.

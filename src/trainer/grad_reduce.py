@@ -33,10 +33,10 @@ class GradReduce:
     """
     return jax.tree.map(lambda w, total: _attach(w, total, _Static(self.dtype, is_sum, adds_totals)), weights, totals)
 
-  def rows_are_smaller(self, rows: int, vocab: int, row_dtype: Any) -> bool:
+  def rows_are_smaller(self, rows: float, vocab: float, row_dtype: Any) -> bool:
     """Returns whether sending the gradients of `rows` looked-up rows is less than reducing a table of `vocab` rows.
 
-    With k slices a device sends (k - 1) times its rows, or 2 (k - 1) / k times its shard of the table.
+    rows, vocab: shares of a device. With k slices it sends (k - 1) times its rows, or 2 (k - 1) / k times its table.
     """
     return jax.lax.axis_size(DATA) * rows * jnp.dtype(row_dtype).itemsize < 2 * vocab * jnp.dtype(self.dtype).itemsize
 

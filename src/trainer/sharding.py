@@ -22,6 +22,7 @@ from trainer.observe import chips
 # manual over `data`.
 PARAMETER_RULES: dict[str, tuple[str, ...]] = {
   "layers": (),
+  "joined": (),  # weights that one matmul reads
   "vocab": (FSDP, TENSOR),
   "table_embed": (FSDP,),  # uses fsdp only if the vocabulary does not divide by it (151936 on 256 chips)
   "head_embed": (FSDP,),  # as table_embed; a separate name, because weight decay applies to a head and not to the table
@@ -304,18 +305,36 @@ def is_manual_over_fsdp() -> bool:
   return not mesh.empty and FSDP in mesh.manual_axes
 
 
-def gather(w: jax.Array, dim: int, first_stage: int = 1) -> jax.Array:
-  """Returns the whole weight from each device's shard `w`, in a trace that is manual over fsdp.
+def gather(w: jax.Array, axes: tuple[str, ...], first_stage: int = 1) -> jax.Array:
+  """Returns a weight gathered over fsdp from each device's shard `w`, in a trace that is manual over fsdp.
 
-  fsdp shards dim `dim`. first_stage: see the function `first_stage`. The derivative sums the gradients over fsdp and
-  returns the device's own shard of the sum.
+  axes: logical axes of w. Shards over tensor stay shards. first_stage: see the function `first_stage`. The derivative
+  sums the gradients over fsdp and returns the device's own shard of the sum.
   """
-  if first_stage == 1:
-    return jax.lax.all_gather(w, FSDP, axis=dim, tiled=True)
-  positions = np.arange(jax.lax.axis_size(FSDP)).reshape(-1, first_stage)
-  for groups in (positions, positions.T):
-    w = jax.lax.all_gather(w, FSDP, axis=dim, tiled=True, axis_index_groups=groups.tolist())
-  return w
+  dim = next(dim for dim, axis in enumerate(axes) if FSDP in PARAMETER_RULES[axis])
+  spec = PartitionSpec(*(TENSOR if TENSOR in PARAMETER_RULES[axis] else None for axis in axes))
+
+  def run(w: jax.Array) -> jax.Array:
+    if first_stage == 1:
+      return jax.lax.all_gather(w, FSDP, axis=dim, tiled=True)
+    positions = np.arange(jax.lax.axis_size(FSDP)).reshape(-1, first_stage)
+    for groups in (positions, positions.T):
+      w = jax.lax.all_gather(w, FSDP, axis=dim, tiled=True, axis_index_groups=groups.tolist())
+    return w
+
+  return on_tensor_shards(run, spec, spec, w)
+
+
+def on_tensor_shards(run: Callable[..., jax.Array], given: Any, result: PartitionSpec, *arrays: jax.Array) -> jax.Array:
+  """Returns run(*arrays), computed by each shard of tensor on its own parts.
+
+  given, result: specs of the arrays and of the result over tensor. The compiler's own partitioning would gather the
+  arrays over tensor first, for a collective over fsdp and for a reshape that moves the sharded dim.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or mesh.shape[TENSOR] == 1:
+    return run(*arrays)
+  return jax.shard_map(run, axis_names={TENSOR}, in_specs=given, out_specs=result, check_vma=False)(*arrays)
 
 
 def first_stage(mesh: Mesh, width: int) -> int:

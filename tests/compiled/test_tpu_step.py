@@ -75,6 +75,26 @@ def test_sparsecores_carry_what_a_slice_gathers_and_scatters():
     assert where[kind] and where[kind] <= offloaded
 
 
+def test_tensor_parallelism_divides_what_is_sent():
+  """A chip gathers only its part of a weight over tensor, and sends only its shard of the gradients to other slices."""
+  keys = (
+    "base_emb_dim=512 base_num_decoder_layers=3 base_num_query_heads=4 base_num_kv_heads=4 base_mlp_dim=1024 "
+    "head_dim=128 vocab_size=8192 logits_via_embedding=true max_target_length=128 grad_reduce_dtype=bfloat16"
+  )
+  cfg, found = compiled(f"{keys} ici_tensor_parallelism=4", "v5e-16", 2)
+  table = cfg.model.vocab_size * cfg.model.emb_dim
+  sent = collections.Counter()
+  for collective in found.collectives:
+    sent[collective.kind, collective.crosses_slices] += collective.bytes * collective.times
+  # In bfloat16. The table counts twice: the gradients of the head are known long before the gradients of the lookup.
+  gradients = 2 * (parameter_count(cfg.model) + table) / 16
+  assert gradients <= sum(bytes for (_, crosses), bytes in sent.items() if crosses) < 1.02 * gradients
+  # In the layers, fsdp gathers the chip's part of each weight in the forward and in the backward pass. The lookup gathers
+  # its part of the table and the rows.
+  layers = 2 * (parameter_count(cfg.model) - table) / 4
+  assert 2 * layers < sent["all-gather", False] < 1.02 * (2 * layers + 2 * 2 * table / 4)
+
+
 @pytest.mark.parametrize(
   "keys",
   ["ici_tensor_parallelism=2 max_target_length=128", "ici_context_parallelism=2 max_target_length=256"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,15 @@ import jax.numpy as jnp
 from trainer import sharding
 from trainer.kernels import quantized
 
+Axes = tuple[str, ...]
+
 
 @dataclasses.dataclass(frozen=True)
 class Projection:
-  """project(x [*B, *K], w [*K, *N], contracted=len(K)) -> [*B, *N] in the dtype of x, to which w is cast.
+  """project(x [*B, *K], w [*K, *N], axes, contracted=len(K)) -> [*B, *N] in the dtype of x, to which w is cast.
 
-  Where a weight is sharded (see sharding.manual_over_fsdp), it is cast to `gather_dtype` first and gathered along
-  `sharded_dim`.
+  axes: logical axes of w. Where a weight is sharded (see sharding.manual_over_fsdp), it is cast to `gather_dtype` and
+  gathered over fsdp first.
   """
 
   function: Callable[[jax.Array, jax.Array, int], jax.Array]  # of x, the whole w, and `contracted`
@@ -29,33 +31,33 @@ class Projection:
   first_stage: int = 1  # of a gather; see sharding.gather
   gather_dtype: str | None = None  # None: the dtype of x
 
-  def __call__(self, x: jax.Array, w: jax.Array, contracted: int = 1, sharded_dim: int = 0) -> jax.Array:
-    return self.project_each(x, [w], contracted, sharded_dim)[0]
+  def __call__(self, x: jax.Array, w: jax.Array, axes: Axes, contracted: int = 1) -> jax.Array:
+    return self.project_each(x, [(w, axes)], contracted)[0]
 
   def project_each(
-    self, x: jax.Array, weights: Sequence[jax.Array], contracted: int = 1, sharded_dim: int = 0
+    self, x: jax.Array, weights: Iterable[tuple[jax.Array, Axes]], contracted: int = 1
   ) -> tuple[jax.Array, ...]:
     """Returns x times each of the `weights`, in separate matmuls. Their derivatives keep one x for all of them."""
     x = self.prepare_input(x)
-    return tuple(self._project(x, w, contracted, sharded_dim) for w in weights)
+    return tuple(self._project(x, w, axes, contracted) for w, axes in weights)
 
-  def _project(self, x: jax.Array, w: jax.Array, contracted: int, sharded_dim: int) -> jax.Array:
+  def _project(self, x: jax.Array, w: jax.Array, axes: Axes, contracted: int) -> jax.Array:
     if not sharding.is_manual_over_fsdp():
       return self.function(x, w, contracted)
-    run = lambda x, w: self.function(x, sharding.gather(w, sharded_dim, self.first_stage), contracted)
+    run = lambda x, w: self.function(x, sharding.gather(w, axes, self.first_stage), contracted)
     # Without the barrier, the TPU compiler may choose the layout of a shard for a later matmul, and then copy the whole
     # gathered weight.
     shard = _with_barrier(w).astype(self.gather_dtype or x.dtype)
     return (jax.checkpoint(run) if self.gathers_again else run)(x, shard)
 
-  def project_all(self, x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """Returns x [*B, K] times each of the `weights` [K, N], [*B, N] each.
+  def project_all(self, x: jax.Array, weights: Sequence[jax.Array], axes: Axes) -> tuple[jax.Array, ...]:
+    """Returns x [*B, K] times each of the `weights` [K, N], [*B, N] each. axes: the logical axes of each weight.
 
     A joint matmul compiles once, reads x once and has one wide gradient. The weights are joined while they are sharded.
     """
     if not self.fuses_shared_input:
-      return self.project_each(x, weights)
-    joined = self(x, jnp.stack([w.astype(x.dtype) for w in weights], axis=1))
+      return self.project_each(x, [(w, axes) for w in weights])
+    joined = self(x, jnp.stack([w.astype(x.dtype) for w in weights], axis=1), (axes[0], "joined", axes[1]))
     return tuple(jax.lax.index_in_dim(joined, i, -2, keepdims=False) for i in range(len(weights)))
 
 

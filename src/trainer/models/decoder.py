@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from trainer.config.schema import ModelSection
 from trainer.grad_reduce import GradReduce
 from trainer.kernels import remat
-from trainer.mesh import FSDP
+from trainer.mesh import CONTEXT, FSDP, TENSOR
 from trainer.models import rope
 from trainer.models.layers import AttentionFunction, DecoderLayer, Kernels, RMSNorm, normal_param
-from trainer.sharding import constrain, manual_over_fsdp, num_shards, of_all_slices
+from trainer.sharding import constrain, manual_over_fsdp, num_shards, of_all_slices, on_tensor_shards
 
 # A nested dict of arrays. With scan_layers, `layers` holds arrays stacked on a leading dim L; else {"0": .., "1": ..}.
 Params = dict[str, Any]
@@ -149,12 +150,22 @@ class Decoder(nnx.Module):
     x_BTD, head_VD = self.hidden_and_head(tokens_BT, positions_BT, segment_ids_BT)
     return jnp.einsum("btd,vd->btv", x_BTD, head_VD.astype(x_BTD.dtype), preferred_element_type=jnp.float32)
 
+  def _rows_are_smaller(self, reduce: GradReduce, tokens: int, vocab: int) -> bool:
+    """Returns whether a device sends less for the gradients of the looked-up rows than for its shard of the table.
+
+    fsdp divides both: the width of the rows, and the table. context divides the tokens. tensor divides the table,
+    unless its rows do not divide.
+    """
+    sharded = vocab % num_shards(FSDP, TENSOR) == 0
+    rows = tokens / num_shards(CONTEXT)
+    return reduce.rows_are_smaller(rows, vocab / num_shards(TENSOR) if sharded else vocab, jnp.dtype(self.cfg.dtype))
+
   def _embed(self, tokens_BT: jax.Array, reduce: GradReduce | None) -> jax.Array:
     dtype = jnp.dtype(self.cfg.dtype)
     table_VD, iota = self.embedding[...], self.cfg.use_iota_embed
     # The gradients of the table are the last of the backward pass, and nothing hides their way to the other slices. The
     # rows of the batch's tokens are usually far smaller than the table.
-    by_rows = reduce is not None and not iota and reduce.rows_are_smaller(tokens_BT.size, len(table_VD), dtype)
+    by_rows = reduce is not None and not iota and self._rows_are_smaller(reduce, tokens_BT.size, len(table_VD))
     if reduce is not None:
       # Totals of a tied table are added with the gradient of the head, which is ready early.
       adds = reduce.adds_totals and not self.cfg.logits_via_embedding
@@ -269,14 +280,27 @@ class DecoderFunctions:
 
 
 def _split(array: jax.Array, parts: int) -> jax.Array:
-  """Returns an array [V, D] as [parts, ceil(V / parts), D], padded with zeros."""
-  padded = jnp.pad(array, ((0, -len(array) % parts), (0, 0)))
-  return padded.reshape(parts, -1, array.shape[1])
+  """Returns an array [V, D] as [parts, ceil(V / parts), D], padded with zeros. Each shard of tensor splits its rows."""
+
+  def run(array: jax.Array) -> jax.Array:
+    padded = jnp.pad(array, ((0, -len(array) % parts), (0, 0)))
+    return padded.reshape(parts, -1, array.shape[1])
+
+  whole, split = _specs_over_tensor(len(array))
+  return on_tensor_shards(run, whole, split, array)
 
 
 def _join(array: jax.Array, parts: jax.Array) -> jax.Array:
   """Returns the array of the shape of `array` [V, D] that `_split` has split into `parts`."""
-  return parts.reshape(-1, parts.shape[-1])[: len(array)]
+  run = lambda array, parts: parts.reshape(-1, parts.shape[-1])[: len(array)]
+  whole, split = _specs_over_tensor(len(array))
+  return on_tensor_shards(run, (whole, split), whole, array, parts)
+
+
+def _specs_over_tensor(rows: int) -> tuple[PartitionSpec, PartitionSpec]:
+  """Returns the specs over tensor of an array [rows, D], and of the parts [parts, rows / parts, D] of `_split`."""
+  axis = TENSOR if rows % num_shards(TENSOR) == 0 else None
+  return PartitionSpec(axis), PartitionSpec(None, axis)
 
 
 def _like(state: Any, weights: Params) -> Any:

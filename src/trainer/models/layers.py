@@ -132,15 +132,18 @@ class Attention(nnx.Module):
   """Grouped-query attention with rotary positions. With `use_qk_norm`, RMSNorm on each query head and key head."""
 
   KEYS = 4
+  QUERY_AXES = ("embed", "heads", "head_dim")
+  KEY_AXES = ("embed", "kv_heads", "head_dim")
+  OUT_AXES = ("heads", "head_dim", "embed")
 
   def __init__(self, cfg: ModelSection, kernels: Kernels, out_std: float, *, keys: jax.Array) -> None:
     D, N, K, H = cfg.emb_dim, cfg.num_query_heads, cfg.num_kv_heads, cfg.head_dim
     std = cfg.initializer_range
     query_key, key_key, value_key, out_key = keys
-    self.query = normal_param(query_key, (D, N, H), ("embed", "heads", "head_dim"), std, cfg)
-    self.key = normal_param(key_key, (D, K, H), ("embed", "kv_heads", "head_dim"), std, cfg)
-    self.value = normal_param(value_key, (D, K, H), ("embed", "kv_heads", "head_dim"), std, cfg)
-    self.out = normal_param(out_key, (N, H, D), ("heads", "head_dim", "embed"), out_std, cfg)
+    self.query = normal_param(query_key, (D, N, H), self.QUERY_AXES, std, cfg)
+    self.key = normal_param(key_key, (D, K, H), self.KEY_AXES, std, cfg)
+    self.value = normal_param(value_key, (D, K, H), self.KEY_AXES, std, cfg)
+    self.out = normal_param(out_key, (N, H, D), self.OUT_AXES, out_std, cfg)
     if cfg.use_qk_norm:
       self.query_norm = RMSNorm(H, cfg)
       self.key_norm = RMSNorm(H, cfg)
@@ -150,7 +153,8 @@ class Attention(nnx.Module):
   def __call__(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
     project = self.kernels.project
     # Three separate matmuls: to split a joint result, a TPU would copy it three times, head by head.
-    q, k, v = project.project_each(x_BTD, [self.query[...], self.key[...], self.value[...]])
+    weights = (self.query[...], self.QUERY_AXES), (self.key[...], self.KEY_AXES), (self.value[...], self.KEY_AXES)
+    q, k, v = project.project_each(x_BTD, weights)
     q = checkpoint_name(constrain(q, "batch", "length", "heads", "head_dim"), "query_proj")
     k = checkpoint_name(constrain(k, "batch", "length", "kv_heads", "head_dim"), "key_proj")
     v = checkpoint_name(constrain(v, "batch", "length", "kv_heads", "head_dim"), "value_proj")
@@ -163,7 +167,7 @@ class Attention(nnx.Module):
     # The kernel itself names what its backward pass needs "context" for remat.
     context = self.kernels.attention(q, k, v, segment_ids_BT, segment_ids_BT)
     context = constrain(context, "batch", "length", "heads", "head_dim")
-    out = project(context, self.out[...], contracted=2, sharded_dim=2)
+    out = project(context, self.out[...], self.OUT_AXES, contracted=2)
     return checkpoint_name(constrain(out, "batch", "length", "embed"), "out_proj")
 
 
@@ -171,20 +175,22 @@ class FeedForward(nnx.Module):
   """SwiGLU feed-forward: down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
 
   KEYS = 3
+  UP_AXES = ("embed", "mlp")
+  DOWN_AXES = ("mlp", "embed")
 
   def __init__(self, cfg: ModelSection, kernels: Kernels, out_std: float, *, keys: jax.Array) -> None:
     D, F = cfg.emb_dim, cfg.mlp_dim
     gate_key, up_key, down_key = keys
-    self.gate = normal_param(gate_key, (D, F), ("embed", "mlp"), cfg.initializer_range, cfg)
-    self.up = normal_param(up_key, (D, F), ("embed", "mlp"), cfg.initializer_range, cfg)
-    self.down = normal_param(down_key, (F, D), ("mlp", "embed"), out_std, cfg)
+    self.gate = normal_param(gate_key, (D, F), self.UP_AXES, cfg.initializer_range, cfg)
+    self.up = normal_param(up_key, (D, F), self.UP_AXES, cfg.initializer_range, cfg)
+    self.down = normal_param(down_key, (F, D), self.DOWN_AXES, out_std, cfg)
     self.project = kernels.project
 
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
-    gate, up = self.project.project_all(x_BTD, [self.gate[...], self.up[...]])
+    gate, up = self.project.project_all(x_BTD, [self.gate[...], self.up[...]], self.UP_AXES)
     gate = checkpoint_name(constrain(gate, "batch", "length", "mlp"), "mlpwi_0")
     up = checkpoint_name(constrain(up, "batch", "length", "mlp"), "mlpwi_1")
-    out = self.project(swiglu(gate, up), self.down[...], sharded_dim=1)
+    out = self.project(swiglu(gate, up), self.down[...], self.DOWN_AXES)
     return checkpoint_name(constrain(out, "batch", "length", "embed"), "mlpwo")
 
 

@@ -354,15 +354,15 @@ def test_weights_that_are_fused_and_gathered_in_two_stages_are_the_same(monkeypa
     ("TPU v5 lite", 1, (16, 16), 4096, 1),
     ("TPU v6 lite", 1, (16, 16), 5120, 16),
     ("TPU v5p", 2, (2, 2, 4), 1024, 1),
-    ("TPU v5p", 2, (4, 4, 8), 4096, 8),
-    ("TPU v5p", 1, (4, 4, 8), 4096, 8),
-    ("TPU v4", 2, (4, 4, 4), 4096, 4),
+    ("TPU v5p", 2, (4, 4, 8), 4096, 1),
+    ("TPU v5p", 1, (4, 4, 8), 5120, 8),  # shards of 40 rows
+    ("TPU v4", 2, (4, 4, 4), 2560, 4),
     ("TPU v5 lite", 1, (1, 1), 8, 1),
     ("cpu", 1, (16, 16), 5120, 1),
   ],
 )
 def test_gathers_have_two_stages_where_the_compiler_would_make_all_reduces(kind, num_slices, shape, width, first):
-  """And where lines of devices have wraparounds: v5e and v6e from 256 chips on, v4 and v5p from 64."""
+  """That is, where shards do not fill tiles, and lines of devices have wraparounds (from 256 and 64 chips on)."""
   assert sharding.first_stage(tpu_mesh(num_slices, shape, kind), width) == first
 
 

@@ -340,15 +340,14 @@ def on_tensor_shards(run: Callable[..., jax.Array], given: Any, result: Partitio
 def first_stage(mesh: Mesh, width: int) -> int:
   """Returns how many neighbours along fsdp gather a weight in a first stage, before their groups do; 1: one stage.
 
-  width: D, which fsdp shards. The TPU compiler turns some gathers, and the sums in their derivatives, into all-reduces,
-  which send twice as much. It does not if they have two stages: along lines of devices, then across these lines. With
-  wraparounds, two stages are faster on slices of three dims (v4, v5p), and on slices of two dims (v5e, v6e) for shards
-  that do not fill tiles of memory. Without wraparounds, a line passes its links twice, and one stage is as fast or
+  width: D, which fsdp shards. If shards do not fill tiles of memory, the TPU compiler turns some gathers, and the sums
+  in their derivatives, into all-reduces, which send twice as much. It does not if they have two stages: along lines of
+  devices, then across these lines. Without wraparounds, a line passes its links twice, and one stage is as fast or
   faster (docs/benchmarks/tpu_compile.md).
   """
   coords = _fsdp_coords(mesh)
   fills_tiles = width // mesh.shape[FSDP] % _TILE_ROWS == 0
-  one_stage = not _has_wraparounds(mesh) or _dims(coords) <= (2 if fills_tiles else 1)
+  one_stage = fills_tiles or not _has_wraparounds(mesh) or _dims(coords) <= 1
   return 1 if one_stage else _length_of_line(coords)
 
 

@@ -89,8 +89,8 @@ def test_tensor_parallelism_divides_what_is_sent():
   # In bfloat16. The table counts twice: the gradients of the head are known long before the gradients of the lookup.
   gradients = 2 * (parameter_count(cfg.model) + table) / 16
   assert gradients <= sum(bytes for (_, crosses), bytes in sent.items() if crosses) < 1.02 * gradients
-  # In the layers, fsdp gathers the chip's part of each weight in the forward and in the backward pass. The lookup gathers
-  # its part of the table and the rows.
+  # In the layers, fsdp gathers the chip's part of each weight in the forward and in the backward pass. The lookup
+  # gathers its part of the table and the rows.
   layers = 2 * (parameter_count(cfg.model) - table) / 4
   assert 2 * layers < sent["all-gather", False] < 1.02 * (2 * layers + 2 * 2 * table / 4)
 

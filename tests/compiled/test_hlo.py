@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -347,6 +348,25 @@ def test_text_that_is_not_hlo_is_refused():
 TRANSFER = "_xla_megascale_transfer_type"
 
 
+SLICES_LISTED = '"{0,1,2}x{0:15}"'
+DEVICES_LISTED = "{{100000,100001,200000,200001,300000,300001},{100002,200002}}"
+
+
+def megascale(kind: str, target: str) -> hlo.Module:
+  """A program in which a device of one of three slices sends 300 bytes to the host."""
+  attributes = f'_xla_host_transfer_rendezvous="r",_xla_megascale_target={target},{TRANSFER}="{kind}"'
+  return hlo.parse(f"""HloModule m
+
+ENTRY %main (p: s8[300]) -> s8[300] {{
+  %p = s8[300]{{0}} parameter(0)
+  %token = token[] after-all()
+  %send = (s8[300]{{0}}, u32[], token[]) send(%p, %token), frontend_attributes={{{attributes}}}
+  ROOT %r = s8[300]{{0}} bitcast(%p)
+}}
+""")
+
+
+@pytest.mark.parametrize("target", [SLICES_LISTED, DEVICES_LISTED])
 @pytest.mark.parametrize(
   "kind, found, payload, sent",
   [
@@ -357,19 +377,16 @@ TRANSFER = "_xla_megascale_transfer_type"
     ("ONE_TO_ONE", "collective-permute", 300, 300),
   ],
 )
-def test_bytes_between_slices(kind, found, payload, sent):
-  """A device of one of three slices sends 300 bytes to the host."""
-  attributes = f'_xla_host_transfer_rendezvous="r",_xla_megascale_target="{{0,1,2}}x{{0:15}}",{TRANSFER}="{kind}"'
-  text = f"""ENTRY %main (p: s8[300]) -> s8[300] {{
-  %p = s8[300]{{0}} parameter(0)
-  %token = token[] after-all()
-  %send = (s8[300]{{0}}, u32[], token[]) send(%p, %token), frontend_attributes={{{attributes}}}
-  ROOT %r = s8[300]{{0}} bitcast(%p)
-}}
-"""
-  (collective,) = collectives.find(hlo.parse("HloModule m\n\n" + text), [0] * 16 + [1] * 16 + [2] * 16)
+def test_bytes_between_slices(kind, found, payload, sent, target):
+  (collective,) = collectives.find(megascale(kind, target), [0] * 16 + [1] * 16 + [2] * 16)
   assert (collective.kind, collective.bytes, collective.sent) == (found, payload, pytest.approx(sent))
   assert collective.operand_bytes == 300
+
+
+@pytest.mark.parametrize("target", ['"everyone"', "{}"])
+def test_a_transfer_between_slices_with_an_unknown_target_is_refused(target):
+  with pytest.raises(ValueError, match=f"send: the target of a transfer between slices is .*{re.escape(target)}"):
+    collectives.find(megascale("ALL_REDUCE", target), [0, 1, 2])
 
 
 def fusion_with_a_collective(name: str, flag: int, target: str) -> str:

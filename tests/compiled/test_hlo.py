@@ -193,7 +193,13 @@ def test_collectives_in_a_scan_multiply(mesh):
   ],
 )
 def test_notations_of_groups(written, groups):
-  text = f"""ENTRY %main (p: f32[8]) -> f32[8] {{
+  text = f"""%add (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}}
+
+ENTRY %main (p: f32[8]) -> f32[8] {{
   %p = f32[8]{{0}} parameter(0)
   ROOT %r = f32[8]{{0}} all-reduce(%p), channel_id=1, replica_groups={written}, to_apply=%add
 }}
@@ -340,9 +346,50 @@ ENTRY %main (a: f32[4,8], b: f32[1,8], i: s32[]) -> f32[4,8] {
   assert costs.count(module).device_bytes == 32 + 32 + index
 
 
-def test_text_that_is_not_hlo_is_refused():
-  with pytest.raises(ValueError, match="no ENTRY computation"):
-    hlo.parse("hello")
+WHOLE = """HloModule m, is_scheduled=true, num_partitions=4
+
+%double (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  ROOT %sum = f32[8]{0} add(%a, %a)
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %copied = f32[8]{0} copy(%p)
+  ROOT %f = f32[8]{0} fusion(%copied), kind=kLoop, calls=%double
+}
+"""
+
+
+def test_the_first_line_states_the_number_of_devices():
+  assert hlo.parse(WHOLE).devices == 4
+  assert hlo.parse(WHOLE.replace("num_partitions=4", "replica_count=2, num_partitions=4")).devices == 8
+  assert hlo.parse(WHOLE.replace(", num_partitions=4", "")).devices == 1
+
+
+@pytest.mark.parametrize(
+  "removed, put, message",
+  [
+    (WHOLE, "hello", "it has no ENTRY computation"),
+    (WHOLE[WHOLE.index("ENTRY") :], "", "it has no ENTRY computation"),
+    (WHOLE[WHOLE.index("  ROOT %f") :], "", "the computation main does not end"),
+    ("}\n\nENTRY", "\nENTRY", "the computation double does not end"),
+    (WHOLE[WHOLE.index("  %p = ") : -2], "", "the computation main is empty"),
+    (WHOLE[WHOLE.index("%double (") : WHOLE.index("ENTRY")], "", "f calls the computation double, which is not there"),
+    ("%double (a: f32[8]) -> f32[8] {\n", "", "an instruction is outside of a computation: %a = f32"),
+    ("  %copied = f32[8]{0} copy(%p)\n", "", "f reads copied, which is not in the computation main"),
+    ("copy(%p)", "", "the instruction copied is cut off"),
+    ("copy(%p)", "copy(%p", "the instruction copied is cut off"),
+    ("f32[8]{0} copy(%p)", "nonsense", "the instruction copied is cut off"),
+    (", calls=%double", "", "the fusion f has no calls="),
+    ("calls=%double", "calls=", "the fusion f has no calls="),
+    ("fusion(%copied)", "fusion()", "the number of operands of f is not the number of parameters of double"),
+  ],
+)
+def test_a_damaged_text_is_refused(removed, put, message):
+  assert removed in WHOLE
+  with pytest.raises(ValueError, match=re.escape(message)):
+    hlo.parse(WHOLE.replace(removed, put))
 
 
 TRANSFER = "_xla_megascale_transfer_type"

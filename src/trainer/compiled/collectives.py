@@ -54,8 +54,7 @@ class Reader:
     The TPU compiler turns communication across slices into transfers over the host (megascale), each with a `send`. In
     such a program, the remaining collectives stay inside a slice, and their groups number the devices of one slice.
     """
-    instructions = (i for computation in module.computations.values() for i in computation.instructions)
-    if any(is_megascale(instruction) for instruction in instructions):
+    if has_transfers_between_slices(module):
       slice_of = [0] * (len(slice_of) // len(set(slice_of)))
     self._slice_of = slice_of
     self.devices_per_slice = len(slice_of) // len(set(slice_of))
@@ -129,6 +128,11 @@ def _collective(
 def is_megascale(instruction: Instruction) -> bool:
   """Returns whether `instruction` sends data to another slice (the host moves the data)."""
   return instruction.opcode == "send" and "_xla_megascale_transfer_type" in instruction.rest
+
+
+def has_transfers_between_slices(module: Module) -> bool:
+  """Returns whether `module` is the program of each slice of several TPU slices, and not one program of all devices."""
+  return any(is_megascale(i) for computation in module.computations.values() for i in computation.instructions)
 
 
 def _megascale(send: Instruction, times: float) -> Collective:

@@ -108,6 +108,16 @@ def test_a_file_that_cannot_be_written_is_refused(capsys):
   assert "preflight_hlo_file=no/such/folder/file.hlo: cannot be written" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("before", [None, "the step of an earlier command"])
+def test_a_refused_command_leaves_the_file_as_it_was(tmp_path, capsys, before):
+  file = tmp_path / "step.hlo"
+  if before is not None:
+    file.write_text(before)
+  assert main([*TINY, f"preflight.hlo_file={file}", "compile_topology=v5e-3"]) == 2
+  assert "compile_topology=v5e-3" in capsys.readouterr().err
+  assert (file.read_text() if file.exists() else None) == before
+
+
 def test_flags_that_the_compiler_refuses_are_wrong_input(capsys):
   assert main([*TINY, "compile_xla_flags=--xla_no_such_flag=1"]) == 2
   assert "error: compile_xla_flags=--xla_no_such_flag=1: the compiler of cpu refuses" in capsys.readouterr().err

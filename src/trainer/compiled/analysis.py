@@ -20,7 +20,7 @@ from trainer.compiled.collectives import Collective
 from trainer.compiled.costs import Costs
 from trainer.compiled.hlo import Module
 from trainer.compiled.simulation import Timeline
-from trainer.config import counts
+from trainer.config import compiler_flags, counts
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config, DegradedStep
 from trainer.observe import chips
@@ -114,7 +114,8 @@ def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total
   quick program fits.
 
   Raises:
-    ConfigError: sizes do not fit the devices, or their compiler does not show its programs.
+    ConfigError: sizes do not fit the devices, their compiler does not show its programs, or the user's limit of on-chip
+      memory is too low.
     RuntimeError: the output of the compiler cannot be read.
   """
   start = time.monotonic()
@@ -149,6 +150,8 @@ def _compiled(
     compiled = lowered.compile(compiler_options=options)
   # XLA raises JaxRuntimeError; the compiler of Pallas kernels raises a class that JAX does not export.
   except Exception as error:  # noqa: BLE001
+    if "CompileTimeScopedVmemOom" in str(error):
+      return _lacks_on_chip_memory(config, alive, error)
     if "RESOURCE_EXHAUSTED" not in str(error):
       return Refused(alive, _first_line(error))
     return DoesNotFit(alive, out_of_memory(str(error)))
@@ -159,6 +162,22 @@ def _compiled(
     raise
   except ValueError as error:  # else it would look like a configuration error, which has another exit code
     raise RuntimeError("preflight cannot read the output of this version of the compiler") from error
+
+
+def _lacks_on_chip_memory(config: Config, slices: int, error: Exception) -> Refused:
+  """Returns the refusal of a step with an operation that needs more on-chip memory (VMEM) than the limit.
+
+  Raises ConfigError if the user has set the limit.
+  """
+  numbers = re.search(r"Scoped allocation with size (\S+) and limit (\S+)", str(error))
+  needed, limit = numbers.groups() if numbers else ("more", "lower")
+  problem = f"an operation needs {needed} of on-chip memory (VMEM), and the limit is {limit}"
+  option = compiler_flags.ON_CHIP_MEMORY_OPTION
+  if option in compiler_flags.parse(config.run.compile_xla_flags):
+    raise ConfigError(
+      f"compile_xla_flags={config.run.compile_xla_flags}: {problem}.\nRaise {option}, or remove it."
+    ) from error
+  return Refused(slices, f"{problem}. Set compile_xla_flags=--{option}=KIB to a higher limit")
 
 
 def _first_line(error: Exception) -> str:

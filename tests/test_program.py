@@ -129,6 +129,22 @@ def test_flags_that_the_compiler_refuses(flag):
     program.check_compiler_flags(config().with_values(compile_xla_flags=f"--{flag}"), [jax.devices()[:1]])
 
 
+@pytest.mark.parametrize(
+  "message, error",
+  [
+    ("RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out", ConfigError),
+    ("INTERNAL: a bug", jax.errors.JaxRuntimeError),
+  ],
+)
+def test_flags_with_which_nothing_fits_are_wrong_input(monkeypatch, message, error):
+  def refusing(_):
+    raise jax.errors.JaxRuntimeError(message)
+
+  monkeypatch.setattr(program.jax, "jit", refusing)
+  with pytest.raises(error, match="CompileTimeScopedVmemOom\nRemove" if error is ConfigError else "INTERNAL"):
+    program.check_compiler_flags(config().with_values(compile_xla_flags="--xla_a=1"), [jax.devices()[:1]])
+
+
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("alive", [1, 2, 3])
 def test_the_feed_deals_every_row_of_the_global_batch_to_the_slices_alive(alive, accumulation):

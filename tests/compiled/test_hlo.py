@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -192,7 +193,13 @@ def test_collectives_in_a_scan_multiply(mesh):
   ],
 )
 def test_notations_of_groups(written, groups):
-  text = f"""ENTRY %main (p: f32[8]) -> f32[8] {{
+  text = f"""%add (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}}
+
+ENTRY %main (p: f32[8]) -> f32[8] {{
   %p = f32[8]{{0}} parameter(0)
   ROOT %r = f32[8]{{0}} all-reduce(%p), channel_id=1, replica_groups={written}, to_apply=%add
 }}
@@ -339,14 +346,74 @@ ENTRY %main (a: f32[4,8], b: f32[1,8], i: s32[]) -> f32[4,8] {
   assert costs.count(module).device_bytes == 32 + 32 + index
 
 
-def test_text_that_is_not_hlo_is_refused():
-  with pytest.raises(ValueError, match="no ENTRY computation"):
-    hlo.parse("hello")
+WHOLE = """HloModule m, is_scheduled=true, num_partitions=4
+
+%double (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  ROOT %sum = f32[8]{0} add(%a, %a)
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %copied = f32[8]{0} copy(%p)
+  ROOT %f = f32[8]{0} fusion(%copied), kind=kLoop, calls=%double
+}
+"""
+
+
+def test_the_first_line_states_the_number_of_devices():
+  assert hlo.parse(WHOLE).devices == 4
+  assert hlo.parse(WHOLE.replace("num_partitions=4", "replica_count=2, num_partitions=4")).devices == 8
+  assert hlo.parse(WHOLE.replace(", num_partitions=4", "")).devices == 1
+
+
+@pytest.mark.parametrize(
+  "removed, put, message",
+  [
+    (WHOLE, "hello", "it has no ENTRY computation"),
+    (WHOLE[WHOLE.index("ENTRY") :], "", "it has no ENTRY computation"),
+    (WHOLE[WHOLE.index("  ROOT %f") :], "", "the computation main does not end"),
+    ("}\n\nENTRY", "\nENTRY", "the computation double does not end"),
+    (WHOLE[WHOLE.index("  %p = ") : -2], "", "the computation main is empty"),
+    (WHOLE[WHOLE.index("%double (") : WHOLE.index("ENTRY")], "", "f calls the computation double, which is not there"),
+    ("%double (a: f32[8]) -> f32[8] {\n", "", "an instruction is outside of a computation: %a = f32"),
+    ("  %copied = f32[8]{0} copy(%p)\n", "", "f reads copied, which is not in the computation main"),
+    ("copy(%p)", "", "the instruction copied is cut off"),
+    ("copy(%p)", "copy(%p", "the instruction copied is cut off"),
+    ("f32[8]{0} copy(%p)", "nonsense", "the instruction copied is cut off"),
+    (", calls=%double", "", "the fusion f has no calls="),
+    ("calls=%double", "calls=", "the fusion f has no calls="),
+    ("fusion(%copied)", "fusion()", "the number of operands of f is not the number of parameters of double"),
+  ],
+)
+def test_a_damaged_text_is_refused(removed, put, message):
+  assert removed in WHOLE
+  with pytest.raises(ValueError, match=re.escape(message)):
+    hlo.parse(WHOLE.replace(removed, put))
 
 
 TRANSFER = "_xla_megascale_transfer_type"
 
 
+SLICES_LISTED = '"{0,1,2}x{0:15}"'
+DEVICES_LISTED = "{{100000,100001,200000,200001,300000,300001},{100002,200002}}"
+
+
+def megascale(kind: str, target: str) -> hlo.Module:
+  """A program in which a device of one of three slices sends 300 bytes to the host."""
+  attributes = f'_xla_host_transfer_rendezvous="r",_xla_megascale_target={target},{TRANSFER}="{kind}"'
+  return hlo.parse(f"""HloModule m
+
+ENTRY %main (p: s8[300]) -> s8[300] {{
+  %p = s8[300]{{0}} parameter(0)
+  %token = token[] after-all()
+  %send = (s8[300]{{0}}, u32[], token[]) send(%p, %token), frontend_attributes={{{attributes}}}
+  ROOT %r = s8[300]{{0}} bitcast(%p)
+}}
+""")
+
+
+@pytest.mark.parametrize("target", [SLICES_LISTED, DEVICES_LISTED])
 @pytest.mark.parametrize(
   "kind, found, payload, sent",
   [
@@ -357,19 +424,16 @@ TRANSFER = "_xla_megascale_transfer_type"
     ("ONE_TO_ONE", "collective-permute", 300, 300),
   ],
 )
-def test_bytes_between_slices(kind, found, payload, sent):
-  """A device of one of three slices sends 300 bytes to the host."""
-  attributes = f'_xla_host_transfer_rendezvous="r",_xla_megascale_target="{{0,1,2}}x{{0:15}}",{TRANSFER}="{kind}"'
-  text = f"""ENTRY %main (p: s8[300]) -> s8[300] {{
-  %p = s8[300]{{0}} parameter(0)
-  %token = token[] after-all()
-  %send = (s8[300]{{0}}, u32[], token[]) send(%p, %token), frontend_attributes={{{attributes}}}
-  ROOT %r = s8[300]{{0}} bitcast(%p)
-}}
-"""
-  (collective,) = collectives.find(hlo.parse("HloModule m\n\n" + text), [0] * 16 + [1] * 16 + [2] * 16)
+def test_bytes_between_slices(kind, found, payload, sent, target):
+  (collective,) = collectives.find(megascale(kind, target), [0] * 16 + [1] * 16 + [2] * 16)
   assert (collective.kind, collective.bytes, collective.sent) == (found, payload, pytest.approx(sent))
   assert collective.operand_bytes == 300
+
+
+@pytest.mark.parametrize("target", ['"everyone"', "{}"])
+def test_a_transfer_between_slices_with_an_unknown_target_is_refused(target):
+  with pytest.raises(ValueError, match=f"send: the target of a transfer between slices is .*{re.escape(target)}"):
+    collectives.find(megascale("ALL_REDUCE", target), [0, 1, 2])
 
 
 def fusion_with_a_collective(name: str, flag: int, target: str) -> str:

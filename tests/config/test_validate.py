@@ -95,6 +95,13 @@ REFUSED = [
   (["compile_xla_flags=--xla_tpu_enable_x"], "--xla_tpu_enable_x is not of the form --xla_name=value"),
   (["compile_xla_flags=--no_xla=1"], "--no_xla=1 is not of the form --xla_name=value"),
   (["compile_xla_flags=--xla_a=1 xla_a=2"], "xla_a=2 is given twice"),
+  *(
+    (
+      [f"compile_xla_flags=--xla_tpu_scoped_vmem_limit_kib={kib}"],
+      f"kib={kib}: must be a whole number of at least 4096",
+    )
+    for kib in ("-5", "0", "256", "4095", "64M")
+  ),
   (["profiler=xplane", "steps=5"], "do not fit in steps=5"),
   (["eval_interval=5", "eval_steps=0"], "no effect with eval_steps=0"),
   (["eval_interval=5", "eval_fraction=0"], "no effect with eval_fraction=0"),

@@ -77,16 +77,9 @@ class MosaicError(Exception):
   """Like the error class of the kernel compiler, which is not a JaxRuntimeError."""
 
 
-@pytest.mark.parametrize(
-  "stage, error, kind, expected",
-  [
-    ("lower", NotImplementedError("Unsupported dot precision: HIGH"), "Refused", "Unsupported dot precision: HIGH"),
-    ("compile", MosaicError("INTERNAL: Bad lhs type\nstack"), "Refused", "INTERNAL: Bad lhs type"),
-    ("compile", MosaicError("RESOURCE_EXHAUSTED: all of it\nstack"), "DoesNotFit", "RESOURCE_EXHAUSTED: all of it"),
-    ("compile", jax.errors.JaxRuntimeError("INTERNAL: no\nstack"), "Refused", "INTERNAL: no"),
-  ],
-)
-def test_a_refusal_keeps_the_first_line(monkeypatch, stage, error, kind, expected):
+def refusing(error, stage="compile"):
+  """A program that the compiler refuses."""
+
   class Refusing:
     compiler_options = types.MappingProxyType({})
     plan = types.SimpleNamespace(rows=np.zeros((1, 1)))
@@ -99,13 +92,52 @@ def test_a_refusal_keeps_the_first_line(monkeypatch, stage, error, kind, expecte
     def compile(self, **_):
       raise error
 
-  monkeypatch.setattr(analysis.program, "build", lambda *_: Refusing())
+  return Refusing()
+
+
+@pytest.mark.parametrize(
+  "stage, error, kind, expected",
+  [
+    ("lower", NotImplementedError("Unsupported dot precision: HIGH"), "Refused", "Unsupported dot precision: HIGH"),
+    ("compile", MosaicError("INTERNAL: Bad lhs type\nstack"), "Refused", "INTERNAL: Bad lhs type"),
+    ("compile", MosaicError("RESOURCE_EXHAUSTED: all of it\nstack"), "DoesNotFit", "RESOURCE_EXHAUSTED: all of it"),
+    ("compile", jax.errors.JaxRuntimeError("INTERNAL: no\nstack"), "Refused", "INTERNAL: no"),
+  ],
+)
+def test_a_refusal_keeps_the_first_line(monkeypatch, stage, error, kind, expected):
+  monkeypatch.setattr(analysis.program, "build", lambda *_: refusing(error, stage))
   assert analysis.analyse(None, [[]], 1) == getattr(analysis, kind)(1, expected)
+
+
+def test_too_little_on_chip_memory_is_not_reported_as_too_little_hbm(monkeypatch):
+  text = (
+    "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of memory in memory space vmem while allocating "
+  )
+  text += "on stack for %splash. Scoped allocation with size 5.21M and limit 4.00M exceeded scoped vmem limit by 1.21M."
+  monkeypatch.setattr(analysis.program, "build", lambda *_: refusing(jax.errors.JaxRuntimeError(text)))
+  problem = "an operation needs 5.21M of on-chip memory (VMEM), and the limit is 4.00M"
+  found = analysis.analyse(config.load(TINY), [[]], 1)
+  assert isinstance(found, analysis.Refused)
+  assert found.reason == f"{problem}. Set compile_xla_flags=--xla_tpu_scoped_vmem_limit_kib=KIB to a higher limit"
+  flag = "compile_xla_flags=--xla_tpu_scoped_vmem_limit_kib=4096"
+  with pytest.raises(config.ConfigError) as caught:
+    analysis.analyse(config.load([*TINY, flag]), [[]], 1)
+  assert str(caught.value) == f"{flag}: {problem}.\nRaise xla_tpu_scoped_vmem_limit_kib, or remove it."
 
 
 def test_a_file_that_cannot_be_written_is_refused(capsys):
   assert main([*TINY, "preflight.hlo_file=no/such/folder/file.hlo"]) == 2
   assert "preflight_hlo_file=no/such/folder/file.hlo: cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("before", [None, "the step of an earlier command"])
+def test_a_refused_command_leaves_the_file_as_it_was(tmp_path, capsys, before):
+  file = tmp_path / "step.hlo"
+  if before is not None:
+    file.write_text(before)
+  assert main([*TINY, f"preflight.hlo_file={file}", "compile_topology=v5e-3"]) == 2
+  assert "compile_topology=v5e-3" in capsys.readouterr().err
+  assert (file.read_text() if file.exists() else None) == before
 
 
 def test_flags_that_the_compiler_refuses_are_wrong_input(capsys):

@@ -52,8 +52,9 @@ def received(name: str, size: int) -> str:
 
 
 def module(entry: str, others: str = "") -> str:
+  partitions = 2 if "_xla_megascale_target" in entry + others else 4  # of one slice, or of both
   return (
-    "HloModule m, is_scheduled=true\n\n"
+    f"HloModule m, is_scheduled=true, num_partitions={partitions}\n\n"
     "%nothing () -> s8[8] {\n  ROOT %n = s8[8]{0:S(1)} constant({...})\n}\n\n"
     f"{others}\nENTRY %main (p: s8[4000]) -> s8[4000] {{\n  %p = s8[4000]{{0:S(1)}} parameter(0)\n{entry}"
     "  ROOT %end = s8[4000]{0:S(1)} bitcast(%p)\n}\n"
@@ -473,10 +474,22 @@ def test_the_command_prints_one_column_per_file(tmp_path, capsys):
   "arguments, message",
   [
     (["--chip=v5f"], "--chip=v5f: unknown. Choose one of v4, v5e"),
-    (["--slices=0"], "--slices=0: must be greater than 0."),
-    (["--clock-ghz=-1"], "--clock-ghz=-1.0: must be greater than 0."),
+    (["--slices=0"], "--slices=0: must be at least 1 and at most 1,024."),
+    (["--slices=100000000"], "--slices=100000000: must be at least 1 and at most 1,024."),
+    (["--devices-per-slice=100000000"], "--devices-per-slice=100000000: must be at least 1 and at most 32,768."),
+    (["--clock-ghz=-1"], "--clock-ghz=-1.0: must be at least 0.01 and at most 100."),
+    (["--clock-ghz=nan"], "--clock-ghz=nan: must be at least 0.01 and at most 100."),
+    (["--clock-ghz=1e-300"], "--clock-ghz=1e-300: must be at least 0.01 and at most 100."),
+    (["--dcn-gbps=nan"], "--dcn-gbps=nan: must be at least 0.001 and at most 1,000,000."),
+    (["--dcn-gbps=inf"], "--dcn-gbps=inf: must be at least 0.001 and at most 1,000,000."),
+    (["--transfers=-1"], "--transfers=-1: must be at least 0 and at most 1,000,000."),
     (["absent.hlo"], "No such file or directory: 'absent.hlo'"),
     ([__file__], f"{__file__}: not the text of a scheduled HLO module: is_scheduled=true is not in its first line."),
+    (
+      ["--slices=3"],
+      "file.hlo: --slices=3 x --devices-per-slice=2 is 6 devices, and this program is for 4. Give two numbers whose "
+      "product is 4.",
+    ),
   ],
 )
 def test_wrong_arguments_of_the_command(tmp_path, capsys, arguments, message):
@@ -485,3 +498,53 @@ def test_wrong_arguments_of_the_command(tmp_path, capsys, arguments, message):
   devices = ["--slices=2", "--devices-per-slice=2", "--chip=v5e"]
   assert schedule.main([*devices, *arguments, str(file)]) == 2
   assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
+    (
+      ["--slices=2", "--devices-per-slice=4"],
+      "--devices-per-slice=4, and each slice of this program has 2 devices. Set --devices-per-slice=2.",
+    ),
+    (
+      ["--slices=1", "--devices-per-slice=2"],
+      "--slices=1, and a transfer of this program joins 2. Set --slices=2 or more.",
+    ),
+  ],
+)
+def test_arguments_that_contradict_transfers_between_slices(tmp_path, capsys, arguments, message):
+  file = tmp_path / "file.hlo"
+  file.write_text(module(sent("psum", "p", 900) + received("psum", 900)))
+  assert schedule.main([str(file), "--chip=v5e", *arguments]) == 2
+  assert capsys.readouterr().err == f"error: {file}: {message}\n"
+  assert schedule.main([str(file), "--chip=v5e", "--slices=3", "--devices-per-slice=2"]) == 0  # the other axis has one
+
+
+def test_times_with_an_unknown_rate_are_unknown(tmp_path, capsys):
+  """No bandwidth between slices is published for v4."""
+  file = tmp_path / "file.hlo"
+  devices = ["--slices=2", "--devices-per-slice=2", "--chip=v4"]
+  names = ["DCN needed", "DCN exposed", "cycles + exposed DCN", "step time"]
+  file.write_text(module(sent("psum", "p", 900) + compute("f", 100_000) + received("psum", 900)))
+  assert schedule.main([str(file), *devices]) == 0
+  text = capsys.readouterr().out
+  assert all(f"| {name} | unknown |" in text for name in names), text
+  assert "| links exposed | 0.0 ms |" in text
+  assert "file.hlo: not in these times: DCN: the bandwidth is unknown" in text
+  file.write_text(module(compute("f", 100_000)))
+  assert schedule.main([str(file), *devices]) == 0
+  assert "unknown |" not in capsys.readouterr().out, "nothing is sent to other slices"
+
+
+def test_a_damaged_file_is_named(tmp_path, capsys):
+  file = tmp_path / "file.hlo"
+  text = module(compute("f", 5)).encode()
+  devices = ["--slices=2", "--devices-per-slice=2", "--chip=v5e"]
+  file.write_bytes(text[:-2])
+  assert schedule.main([str(file), *devices]) == 2
+  cut = "damaged or cut off: the computation main does not end; write the file again with preflight.hlo_file."
+  assert capsys.readouterr().err == f"error: {file}: {cut}\n"
+  file.write_bytes(text + b"\x80")
+  assert schedule.main([str(file), *devices]) == 2
+  assert f"error: {file}: damaged or not a text: invalid start byte at byte {len(text)}" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from jax import Device
+from jax.sharding import Mesh
 
 from trainer import program
 from trainer.compiled import collectives, costs, hlo, prices, simulation
@@ -19,7 +20,7 @@ from trainer.compiled.collectives import Collective
 from trainer.compiled.costs import Costs
 from trainer.compiled.hlo import Module
 from trainer.compiled.simulation import Timeline
-from trainer.config import counts
+from trainer.config import compiler_flags, counts
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config, DegradedStep
 from trainer.observe import chips
@@ -113,7 +114,8 @@ def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total
   quick program fits.
 
   Raises:
-    ConfigError: sizes do not fit the devices, or their compiler does not show its programs.
+    ConfigError: sizes do not fit the devices, their compiler does not show its programs, or the user's limit of on-chip
+      memory is too low.
     RuntimeError: the output of the compiler cannot be read.
   """
   start = time.monotonic()
@@ -125,15 +127,21 @@ def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total
   trace_seconds = time.monotonic() - start
   quick = len(slices) < num_slices_total and config.preflight.preflight_degraded is DegradedStep.QUICK
   if quick and slices[0][0].platform == "tpu":
-    found = _compiled(config, prog, lowered, num_slices_total, trace_seconds, optimized=False)
+    found = _compiled(config, prog, lowered, slices, num_slices_total, trace_seconds, optimized=False)
     chip = chips.find(slices[0][0].device_kind)
     if chip is not None and fits(found, chip):
       return found
-  return _compiled(config, prog, lowered, num_slices_total, trace_seconds, optimized=True)
+  return _compiled(config, prog, lowered, slices, num_slices_total, trace_seconds, optimized=True)
 
 
 def _compiled(
-  config: Config, prog: Program, lowered: Any, num_slices_total: int, trace_seconds: float, optimized: bool
+  config: Config,
+  prog: Program,
+  lowered: Any,
+  slices: Sequence[Sequence[Device]],
+  num_slices_total: int,
+  trace_seconds: float,
+  optimized: bool,
 ) -> Finding:
   start = time.monotonic()
   alive = prog.plan.rows.shape[1]
@@ -142,16 +150,34 @@ def _compiled(
     compiled = lowered.compile(compiler_options=options)
   # XLA raises JaxRuntimeError; the compiler of Pallas kernels raises a class that JAX does not export.
   except Exception as error:  # noqa: BLE001
+    if "CompileTimeScopedVmemOom" in str(error):
+      return _lacks_on_chip_memory(config, alive, error)
     if "RESOURCE_EXHAUSTED" not in str(error):
       return Refused(alive, _first_line(error))
     return DoesNotFit(alive, out_of_memory(str(error)))
   seconds = time.monotonic() - start
   try:
-    return read_compiled(config, prog, compiled, num_slices_total, trace_seconds, seconds, optimized)
+    return read_compiled(config, prog, compiled, slices, num_slices_total, trace_seconds, seconds, optimized)
   except ConfigError:
     raise
   except ValueError as error:  # else it would look like a configuration error, which has another exit code
     raise RuntimeError("preflight cannot read the output of this version of the compiler") from error
+
+
+def _lacks_on_chip_memory(config: Config, slices: int, error: Exception) -> Refused:
+  """Returns the refusal of a step with an operation that needs more on-chip memory (VMEM) than the limit.
+
+  Raises ConfigError if the user has set the limit.
+  """
+  numbers = re.search(r"Scoped allocation with size (\S+) and limit (\S+)", str(error))
+  needed, limit = numbers.groups() if numbers else ("more", "lower")
+  problem = f"an operation needs {needed} of on-chip memory (VMEM), and the limit is {limit}"
+  option = compiler_flags.ON_CHIP_MEMORY_OPTION
+  if option in compiler_flags.parse(config.run.compile_xla_flags):
+    raise ConfigError(
+      f"compile_xla_flags={config.run.compile_xla_flags}: {problem}.\nRaise {option}, or remove it."
+    ) from error
+  return Refused(slices, f"{problem}. Set compile_xla_flags=--{option}=KIB to a higher limit")
 
 
 def _first_line(error: Exception) -> str:
@@ -172,12 +198,13 @@ def read_compiled(
   config: Config,
   prog: Program,
   compiled: Any,
+  slices: Sequence[Sequence[Device]],
   num_slices_total: int,
   trace_seconds: float,
   compile_seconds: float,
   optimized: bool,
 ) -> Analysis:
-  """Returns the analysis of `compiled`, the compiled step of `prog`."""
+  """Returns the analysis of `compiled`, the compiled step of `prog` on `slices`."""
   text, stats = compiled.as_text(), compiled.memory_analysis()
   if text is None or stats is None:
     raise ConfigError(
@@ -188,6 +215,7 @@ def read_compiled(
   if config.preflight.preflight_hlo_file and alive == num_slices_total:
     pathlib.Path(config.preflight.preflight_hlo_file).write_text(text)
   module = hlo.parse(text)
+  slice_of_partition = slice_of(prog.mesh, slices)
   counted = compiled.cost_analysis() or {}
   devices = list(prog.mesh.devices.flat)
   tokens = program.global_batch_size(config, num_slices_total, len(devices) // alive) * config.data.max_target_length
@@ -212,9 +240,9 @@ def read_compiled(
     xla_bytes=counted.get("bytes accessed", 0.0),
     costs=costs.count(module, config.model.matmul_precision),
     unknown_loops=tuple(module.unknown_loops()),
-    collectives=tuple(collectives.find(module, slice_of(prog))),
+    collectives=tuple(collectives.find(module, slice_of_partition)),
     module=module,
-    slice_of=tuple(slice_of(prog)),
+    slice_of=tuple(slice_of_partition),
     precision=config.model.matmul_precision,
     model_flops=counts.flops_per_token(config.model, config.data.max_target_length) * tokens / len(devices),
     tokens=tokens,
@@ -224,13 +252,10 @@ def read_compiled(
   )
 
 
-def slice_of(prog: Program) -> list[int]:
-  """Returns the slice of each partition of the program. Partitions follow the mesh, in which slices are outermost."""
-  known = [getattr(device, "slice_index", None) for device in prog.mesh.devices.flat]
-  if all(index is not None for index in known) and len(set(known)) > 1:
-    return [int(index) for index in known if index is not None]
-  per_slice = prog.mesh.devices.size // prog.plan.rows.shape[1]
-  return [position // per_slice for position in range(prog.mesh.devices.size)]
+def slice_of(mesh: Mesh, slices: Sequence[Sequence[Device]]) -> list[int]:
+  """Returns the index in `slices` of the slice of each partition of a program for `mesh`, in the order of the mesh."""
+  indices = {device: index for index, devices in enumerate(slices) for device in devices}
+  return [indices[device] for device in mesh.devices.flat]
 
 
 def timeline(analysis: Analysis, chip: chips.Chip) -> Timeline | None:

@@ -16,6 +16,8 @@ _ONE_RING = re.compile(r'"emitter":"1D|"strategy":"(?:\w*1D\w*|StrategyRing)"|"p
 _RING_AXIS = re.compile(r'"explicit_strategy_ring_dim":"ICI_RING_DIM_([XYZ])')
 # A part of a collective that several fusions execute together. The first part waits for no flag.
 _PART = re.compile(r'"async_collective_fusion_config":\{"flag_start":"(-?\d+)"')
+# The TPU compiler numbers device d of slice s as s * 100000 + d in the groups of a transfer between slices.
+_DEVICES_BELOW = 100_000
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 
 
@@ -52,8 +54,7 @@ class Reader:
     The TPU compiler turns communication across slices into transfers over the host (megascale), each with a `send`. In
     such a program, the remaining collectives stay inside a slice, and their groups number the devices of one slice.
     """
-    instructions = (i for computation in module.computations.values() for i in computation.instructions)
-    if any(is_megascale(instruction) for instruction in instructions):
+    if has_transfers_between_slices(module):
       slice_of = [0] * (len(slice_of) // len(set(slice_of)))
     self._slice_of = slice_of
     self.devices_per_slice = len(slice_of) // len(set(slice_of))
@@ -129,14 +130,33 @@ def is_megascale(instruction: Instruction) -> bool:
   return instruction.opcode == "send" and "_xla_megascale_transfer_type" in instruction.rest
 
 
+def has_transfers_between_slices(module: Module) -> bool:
+  """Returns whether `module` is the program of each slice of several TPU slices, and not one program of all devices."""
+  return any(is_megascale(i) for computation in module.computations.values() for i in computation.instructions)
+
+
 def _megascale(send: Instruction, times: float) -> Collective:
-  """Returns a transfer between slices. Its target lists slices and the devices of each, as in `{1,2,3}x{0:15}`."""
+  """Returns a transfer between slices."""
   kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', send.rest)
-  target = re.search(r'_xla_megascale_target="\{([^}]*)\}', send.rest)
-  slices = max(len(target.group(1).split(",")), 2) if target else 2
+  slices = _target_slices(send)
   name = kind.group(1).lower().replace("_", "-") if kind else "send"
   size = send.result[0].bytes * (slices if name == "all-gather" else 1)
   return Collective("collective-permute" if name == "one-to-one" else name, size, slices, True, times, rendezvous(send))
+
+
+def _target_slices(send: Instruction) -> int:
+  """Returns the number of slices in the target of a transfer.
+
+  The target lists slices and the devices of each, as in `"{1,2,3}x{0:15}"`, or groups of devices, as in
+  `{{100000,100001,200000,200001}}`: device 1 of slice 2 is 200001. Raises ValueError for any other target.
+  """
+  if listed := re.search(r'_xla_megascale_target="\{([\d,]+)\}x', send.rest):
+    return len(set(_numbers(listed.group(1))))
+  if groups := re.search(r"_xla_megascale_target=\{((?:\{[\d,]+\},?)+)\}", send.rest):
+    members = map(_numbers, re.findall(r"\{([\d,]+)\}", groups.group(1)))
+    return max(len({device // _DEVICES_BELOW for device in group}) for group in members)
+  target = re.search(r"_xla_megascale_target=.{0,60}", send.rest)
+  raise ValueError(f"{send.name}: the target of a transfer between slices is {target.group() if target else 'absent'}")
 
 
 def rendezvous(transfer: Instruction) -> str:

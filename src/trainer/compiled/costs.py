@@ -116,7 +116,8 @@ def _convolution_flops(computation: Computation, conv: Instruction) -> float:
   window are padding, which costs nothing.
   """
   labels = re.match(r"([\w?]+)_([\w?]+)->([\w?]+)", conv.attribute("dim_labels") or "")
-  assert labels is not None, f"a convolution without dim_labels: {conv.name}"
+  if labels is None:
+    raise ValueError(f"the convolution {conv.name} has no dim_labels")
   left, kernel, out = labels.groups()
   left_dims, kernel_dims = (_shape(computation, name).dims for name in conv.operands[:2])
   out_dims = conv.result[0].dims

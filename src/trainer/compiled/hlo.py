@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 _SHAPE = re.compile(r"([a-z][a-z0-9]*)\[([\d,]*)\](?:\{([^{}]*)\})?")
@@ -20,6 +20,8 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _END = re.compile(r"^\}(?:\s|, |$)")
 _CALLED = re.compile(r"\b(?:calls|body|condition|to_apply|branch_computations|true_computation|false_computation)=")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+
+_REQUIRED_CALLS = {"fusion": ("calls",), "while": ("condition", "body")}
 
 # The device executes the instructions of the computations that these call one by one.
 _RUN_SEPARATELY = frozenset({"while", "conditional", "call", "call-start", "async-start"})
@@ -147,6 +149,7 @@ class Computation:
 class Module:
   computations: dict[str, Computation]
   entry: str
+  devices: int = 1  # replicas x partitions; of a program with transfers between TPU slices, the devices of one slice
 
   @functools.cached_property
   def runs(self) -> dict[str, float]:
@@ -266,23 +269,60 @@ class Module:
 
 
 def parse(text: str) -> Module:
-  """Returns the module from `text`, the result of `compiled.as_text()`."""
+  """Returns the module from `text`, the result of `compiled.as_text()`.
+
+  Raises ValueError if the text is not a whole module: an instruction is cut off, a computation is empty or does not
+  end, an operand or a called computation is not there, or no computation is the ENTRY.
+  """
   computations: dict[str, Computation] = {}
-  entry, name = "", ""
+  entry, name = "", ""  # name: of the computation that the line belongs to; empty between computations
   body: list[Instruction] = []
   for line in _logical_lines(text):
-    if _END.match(line):
-      computations[name] = Computation(name, tuple(body))
-      continue
     header = _COMPUTATION.match(line)
-    if header:
-      name, body = header.group(2), []
+    if _END.match(line):
+      if not body:
+        raise ValueError(f"the computation {name} is empty" if name else "a computation ends that does not begin")
+      computations[name] = Computation(name, tuple(body))
+      name, body = "", []
+    elif header:
+      if name:
+        raise ValueError(f"the computation {name} does not end")
+      name = header.group(2)
       entry = name if header.group(1) else entry
     elif _INSTRUCTION.match(line):
+      if not name:
+        raise ValueError(f"an instruction is outside of a computation: {line.strip()[:60]}")
       body.append(_instruction(line))
+  if name:
+    raise ValueError(f"the computation {name} does not end")
   if not entry:
-    raise ValueError("This is not an HLO module: it has no ENTRY computation.")
-  return Module(computations, entry)
+    raise ValueError("it has no ENTRY computation")
+  for computation in computations.values():
+    for instruction in computation.instructions:
+      _check_references(computation, instruction, computations)
+  return Module(computations, entry, _devices(text))
+
+
+def _check_references(computation: Computation, instruction: Instruction, known: Mapping[str, Computation]) -> None:
+  """Raises ValueError unless the operands of `instruction` and the computations that it calls are there."""
+  for attribute in _REQUIRED_CALLS.get(instruction.opcode, ()):
+    if not instruction.attribute(attribute):
+      raise ValueError(f"the {instruction.opcode} {instruction.name} has no {attribute}=")
+  for called in instruction.called:
+    if called not in known:
+      raise ValueError(f"{instruction.name} calls the computation {called}, which is not there")
+    if instruction.opcode == "fusion" and len(known[called].parameters) != len(instruction.operands):
+      raise ValueError(f"the number of operands of {instruction.name} is not the number of parameters of {called}")
+  if instruction.opcode not in ("parameter", "constant"):
+    for operand in instruction.operands:
+      if operand not in computation.by_name:
+        raise ValueError(f"{instruction.name} reads {operand}, which is not in the computation {computation.name}")
+
+
+def _devices(text: str) -> int:
+  """Returns replicas x partitions. The first line of the text states a number other than 1."""
+  first = text.partition("\n")[0]
+  return math.prod(int(count) for count in re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", first))
 
 
 def _logical_lines(text: str) -> Iterator[str]:
@@ -305,14 +345,18 @@ def _instruction(line: str) -> Instruction:
   head = _INSTRUCTION.match(line)
   assert head is not None
   start = head.end()
-  result = _balanced(line, start) if line[start] == "(" else line[start : line.index(" ", start)]
-  opening = line.index("(", start + len(result))
-  opcode = line[start + len(result) : opening].strip()
+  end = start + len(_balanced(line, start)) if line.startswith("(", start) else line.find(" ", start)
+  opening = line.find("(", end)
+  if not start < end <= opening:
+    raise ValueError(f"the instruction {head.group(2)} is cut off")
   operands = _balanced(line, opening)
+  if not operands.endswith(")"):
+    raise ValueError(f"the instruction {head.group(2)} is cut off")
+  opcode = line[end:opening].strip()
   return Instruction(
     name=head.group(2),
     opcode=opcode,
-    result=arrays(result),
+    result=arrays(line[start:end]),
     operands=(operands[1:-1],) if opcode == "constant" else _operands(operands[1:-1]),
     rest=line[opening + len(operands) :],
     is_root=head.group(1) is not None,
@@ -353,9 +397,9 @@ def _operands(text: str) -> tuple[str, ...]:
 
 
 def _balanced(text: str, start: int) -> str:
-  """Returns the value that begins at `start`: a bracketed group, or a word."""
+  """Returns the value that begins at `start`: a bracketed group, or a word. Empty at the end of `text`."""
   closing = {"(": ")", "{": "}", "[": "]"}
-  if text[start] not in closing:
+  if text[start : start + 1] not in closing:
     word = re.match(r'"[^"]*"|[^\s,(){}]+', text[start:])
     return word.group(0) if word else ""
   depth = 0

@@ -582,8 +582,8 @@ class PreflightSection(Section):
     "",
     description="TPU slice to compile for; no TPU is needed. MaxText's names such as v5e-16 or v5p-64 (v5e and v6e count chips; v4, v5p and 7x count cores), or a JAX topology name such as v5e:4x4.",
   )
-  compile_topology_num_slices: Positive = Field(
-    1, le=511, description="Number of slices of compile_topology, at most 511: the limit of the TPU compiler."
+  compile_topology_num_slices: Annotated[int, Field(ge=1, le=511)] = Field(
+    1, description="Number of slices of compile_topology, at most 511: the limit of the TPU compiler."
   )
   preflight_search: bool = Field(
     False,

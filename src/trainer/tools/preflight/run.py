@@ -96,11 +96,16 @@ def _choose_remat(config: Config, slices_of: Callable[[int], Slices], total: int
 
 
 def _check_hlo_file(path: str) -> None:
-  """Raises ConfigError if preflight_hlo_file cannot be written."""
+  """Raises ConfigError if preflight_hlo_file cannot be written. Changes no file, and leaves no new file."""
   if not path:
     return
+  file = pathlib.Path(path).resolve()  # of a link, the file that is written
+  existed = file.exists()
   try:
-    pathlib.Path(path).write_text("")
+    with file.open("a"):
+      pass
+    if not existed:
+      file.unlink()
   except OSError as error:
     problem = f"preflight_hlo_file={path}: cannot be written: {error.strerror}"
     raise ConfigError(f"{problem}. Choose another file.") from error

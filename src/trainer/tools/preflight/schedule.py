@@ -5,7 +5,9 @@
 Prints a table of what one execution computes and sends, and how long it takes, with one column per file. A file holds
 the text of a scheduled HLO module: of a step of this trainer (preflight.hlo_file=FILE) or of any other program.
 
-Exit codes: 0, or 2: an argument is wrong, or a file cannot be read.
+A time that includes transfers with an unknown bandwidth is unknown: give --dcn-gbps.
+
+Exit codes: 0, or 2: an argument is wrong or contradicts a file, or a file cannot be read or is damaged.
 """
 
 from __future__ import annotations
@@ -15,15 +17,30 @@ import dataclasses
 import pathlib
 import sys
 from collections.abc import Sequence
+from types import MappingProxyType
 
 from trainer.compiled import collectives, costs, hlo, prices, simulation
 from trainer.compiled.collectives import Collective
 from trainer.compiled.costs import Costs
 from trainer.compiled.events import Channel
+from trainer.compiled.hlo import Module
 from trainer.compiled.prices import Rates
 from trainer.compiled.simulation import Timeline
 from trainer.observe import chips
 from trainer.tools.preflight.report import milliseconds, size, transfer_lines
+
+# The smallest and the largest value of each number. The TPU compiler accepts 511 slices, and the largest TPU slice has
+# 18,432 devices.
+_LIMITS = MappingProxyType(
+  {
+    "slices": (1, 1024),
+    "devices_per_slice": (1, 32_768),
+    "clock_ghz": (0.01, 100),
+    "dcn_gbps": (0.001, 1_000_000),
+    "transfers": (0, 1_000_000),
+  }
+)
+_WRITE_AGAIN = "write the file again with preflight.hlo_file"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +83,10 @@ def _rates(args: argparse.Namespace) -> Rates:
   chip = chips.find(args.chip)
   if chip is None:
     raise ValueError(f"--chip={args.chip}: unknown. Choose one of {', '.join(chip.name for chip in chips.CHIPS)}.")
-  for name in ("slices", "devices_per_slice", "clock_ghz", "dcn_gbps"):
+  for name, (least, most) in _LIMITS.items():
     value = getattr(args, name)
-    if value is not None and value <= 0:
-      raise ValueError(f"--{name.replace('_', '-')}={value}: must be greater than 0.")
+    if value is not None and not least <= value <= most:  # also refuses nan
+      raise ValueError(f"--{name.replace('_', '-')}={value}: must be at least {least} and at most {most:,}.")
   if args.clock_ghz is not None:
     chip = dataclasses.replace(chip, clock_hz=args.clock_ghz * 1e9)
   rates = prices.rates(chip)
@@ -77,16 +94,52 @@ def _rates(args: argparse.Namespace) -> Rates:
 
 
 def _measure(path: pathlib.Path, slices: int, devices_per_slice: int, rates: Rates) -> Measured:
-  """Raises ValueError if the file does not hold a scheduled HLO module."""
-  text = path.read_text()
+  """Raises ValueError if the file does not hold a scheduled HLO module of a program for these slices."""
+  try:
+    text = path.read_text()
+  except UnicodeDecodeError as error:
+    raise ValueError(f"{path}: damaged or not a text: {error.reason} at byte {error.start}; {_WRITE_AGAIN}.") from error
   if "is_scheduled=true" not in text.partition("\n")[0]:
     raise ValueError(
       f"{path}: not the text of a scheduled HLO module: is_scheduled=true is not in its first line. Use the text of a "
       "compiled program (compiled.as_text())."
     )
-  slice_of = [position // devices_per_slice for position in range(slices * devices_per_slice)]
-  module = hlo.parse(text)
-  return Measured(costs.count(module), collectives.find(module, slice_of), simulation.simulate(module, slice_of, rates))
+  try:
+    module = hlo.parse(text)
+  except ValueError as error:
+    raise ValueError(f"{path}: damaged or cut off: {error}; {_WRITE_AGAIN}.") from error
+  try:
+    _check_devices(module, slices, devices_per_slice)
+    slice_of = [position // devices_per_slice for position in range(slices * devices_per_slice)]
+    found = collectives.find(module, slice_of)
+    _check_slices(module, found, slices)
+    return Measured(costs.count(module), found, simulation.simulate(module, slice_of, rates))
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from error
+
+
+def _check_devices(module: Module, slices: int, devices_per_slice: int) -> None:
+  """Raises ValueError if `module` is not a program for this many devices."""
+  if collectives.has_transfers_between_slices(module):  # a program of one slice; all slices run it
+    if devices_per_slice != module.devices:
+      raise ValueError(
+        f"--devices-per-slice={devices_per_slice}, and each slice of this program has {module.devices} devices. Set "
+        f"--devices-per-slice={module.devices}."
+      )
+  elif slices * devices_per_slice != module.devices:
+    raise ValueError(
+      f"--slices={slices} x --devices-per-slice={devices_per_slice} is {slices * devices_per_slice} devices, and this "
+      f"program is for {module.devices}. Give two numbers whose product is {module.devices}."
+    )
+
+
+def _check_slices(module: Module, found: Sequence[Collective], slices: int) -> None:
+  """Raises ValueError if a transfer of `module` joins more than `slices` slices. It may join fewer, along one axis."""
+  joined = max((c.group for c in found if c.crosses_slices), default=1)
+  if collectives.has_transfers_between_slices(module) and joined > slices:
+    raise ValueError(
+      f"--slices={slices}, and a transfer of this program joins {joined}. Set --slices={joined} or more."
+    )
 
 
 def _assumptions(rates: Rates) -> str:
@@ -106,10 +159,12 @@ def table(names: Sequence[str], measured: Sequence[Measured], rates: Rates) -> l
 
 
 def _rows(found: Measured, rates: Rates) -> dict[str, str]:
-  """Returns the cells of one file, by the name of their row."""
+  """Returns the cells of one file, by the name of their row. A time that includes an unknown time is unknown."""
   timeline, clock = found.timeline, rates.chip.clock_hz
   fusions = found.costs.cycles / clock if clock else None
   known = lambda seconds: "unknown" if seconds is None else milliseconds(seconds)
+  exposed = {c: None if timeline.needed(c) is None else timeline.exposed[c] for c in Channel}
+  dcn = exposed[Channel.DCN]
   across = [c for c in found.collectives if c.crosses_slices]
   inside = {kind: size(_payload(found.collectives, kind)) for kind in collectives.KINDS[:4]}
   return {
@@ -119,15 +174,15 @@ def _rows(found: Measured, rates: Rates) -> dict[str, str]:
     "between slices: operands": size(sum(c.operand_bytes for c in across)),
     "between slices: sent": size(sum(c.sent for c in across)),
     "DCN needed": known(timeline.needed(Channel.DCN)),
-    "DCN exposed": milliseconds(timeline.exposed[Channel.DCN]),
+    "DCN exposed": known(dcn),
     "links needed": known(timeline.needed(Channel.LINKS)),
-    "links exposed": milliseconds(timeline.exposed[Channel.LINKS]),
-    "host exposed": milliseconds(timeline.exposed[Channel.HOST]),
-    "on-chip prefetch exposed": milliseconds(timeline.exposed[Channel.MEMORY]),
-    "other cores exposed": milliseconds(timeline.exposed[Channel.CORES]),
-    "cycles + exposed DCN": known(fusions and fusions + timeline.exposed[Channel.DCN]),
+    "links exposed": known(exposed[Channel.LINKS]),
+    "host exposed": known(exposed[Channel.HOST]),
+    "on-chip prefetch exposed": known(exposed[Channel.MEMORY]),
+    "other cores exposed": known(exposed[Channel.CORES]),
+    "cycles + exposed DCN": known(None if fusions is None or dcn is None else fusions + dcn),
     **{f"computation {basis}": milliseconds(seconds) for basis, seconds in timeline.computation.items()},
-    "step time": milliseconds(timeline.seconds),
+    "step time": known(None if None in exposed.values() else timeline.seconds),
   }
 
 

@@ -23,17 +23,21 @@ from trainer.observe import chips
 PARAMETER_RULES: dict[str, tuple[str, ...]] = {
   "layers": (),
   "joined": (),  # weights that one matmul reads
-  "vocab": (FSDP, TENSOR),
-  "table_embed": (FSDP,),  # uses fsdp only if the vocabulary does not divide by it (151936 on 256 chips)
-  "head_embed": (FSDP,),  # as table_embed; a separate name, because weight decay applies to a head and not to the table
-  "embed": (FSDP,),
+  "vocab": (FSDP, TENSOR, CONTEXT),
+  "table_embed": (FSDP, CONTEXT),  # uses fsdp only if the vocabulary does not divide by it (151936 on 256 chips)
+  "head_embed": (
+    FSDP,
+    CONTEXT,
+  ),  # as table_embed; a separate name, because weight decay applies to a head and not to the table
+  "embed": (FSDP, CONTEXT),
   "heads": (TENSOR,),
   "kv_heads": (TENSOR,),
   "mlp": (TENSOR,),
   "head_dim": (),
   "norm": (),
 }
-# Dims that stay unsharded if their size does not divide: another dim of the same array then uses the mesh axis.
+# Dims that stay unsharded if their size does not divide: another dim of the same array then uses the mesh axis. With
+# context, every dim does: it splits activations first of all.
 OPTIONAL = frozenset({"vocab"})
 
 _TILE_ROWS = 16  # of a TPU's memory tile, in bfloat16
@@ -77,7 +81,7 @@ def parameter_spec(axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh, na
       if mesh_axis in used or mesh.shape[mesh_axis] == 1:
         continue
       if size % parts:
-        if axis in OPTIONAL:
+        if axis in OPTIONAL or mesh_axis == CONTEXT:
           continue
         raise ConfigError(
           f"Weight {name} {shape}: its dim '{axis}' of size {size} is sharded over mesh axis '{mesh_axis}' "
@@ -305,36 +309,56 @@ def is_manual_over_fsdp() -> bool:
   return not mesh.empty and FSDP in mesh.manual_axes
 
 
-def gather(w: jax.Array, axes: tuple[str, ...], first_stage: int = 1) -> jax.Array:
-  """Returns a weight gathered over fsdp from each device's shard `w`, in a trace that is manual over fsdp.
+def with_whole_weight(
+  run: Callable[[jax.Array, jax.Array], jax.Array],
+  x: jax.Array,
+  w: jax.Array,
+  axes: tuple[str, ...],
+  first_stage: int = 1,
+) -> jax.Array:
+  """Returns run(x, whole weight) [B, T, ...] for x [B, T, ...], in a trace that is manual over fsdp.
 
-  axes: logical axes of w. Shards over tensor stay shards. first_stage: see the function `first_stage`. The derivative
-  sums the gradients over fsdp and returns the device's own shard of the sum.
+  w: the device's shard of the weight, with logical `axes`. Shards over tensor stay shards. first_stage: see the
+  function `first_stage`. The derivative sums the gradients of the weight over fsdp and context, and returns the
+  device's own shard of the sum. Each shard of context computes its part of T.
   """
+  context = num_shards(CONTEXT)
   dim = next(dim for dim, axis in enumerate(axes) if FSDP in PARAMETER_RULES[axis])
+  sharded = (FSDP, CONTEXT) if context > 1 and w.shape[dim] % context == 0 else (FSDP,)
+  gather = functools.partial(_gather, axes=axes, dim=dim, over=sharded, first_stage=first_stage)
+  spec = PartitionSpec(*(CONTEXT if i == dim and CONTEXT in sharded else None for i in range(w.ndim)))
+  length = PartitionSpec(None, CONTEXT)
+  return on_shards((CONTEXT,), lambda x, w: run(x, gather(w)), (length, spec), length, x, w)
+
+
+def _gather(w: jax.Array, axes: tuple[str, ...], dim: int, over: tuple[str, ...], first_stage: int) -> jax.Array:
+  """Returns the shards `w` of a weight with logical `axes`, gathered along `dim` over the mesh axes `over`."""
   spec = PartitionSpec(*(TENSOR if TENSOR in PARAMETER_RULES[axis] else None for axis in axes))
 
   def run(w: jax.Array) -> jax.Array:
     if first_stage == 1:
-      return jax.lax.all_gather(w, FSDP, axis=dim, tiled=True)
+      return jax.lax.all_gather(w, over, axis=dim, tiled=True)
+    if CONTEXT in over:
+      w = jax.lax.all_gather(w, CONTEXT, axis=dim, tiled=True)
     positions = np.arange(jax.lax.axis_size(FSDP)).reshape(-1, first_stage)
     for groups in (positions, positions.T):
       w = jax.lax.all_gather(w, FSDP, axis=dim, tiled=True, axis_index_groups=groups.tolist())
     return w
 
-  return on_tensor_shards(run, spec, spec, w)
+  return on_shards((TENSOR,), run, spec, spec, w)
 
 
-def on_tensor_shards(run: Callable[..., jax.Array], given: Any, result: PartitionSpec, *arrays: jax.Array) -> jax.Array:
-  """Returns run(*arrays), computed by each shard of tensor on its own parts.
+def on_shards(
+  axes: tuple[str, ...], run: Callable[..., jax.Array], given: Any, result: PartitionSpec, *arrays: jax.Array
+) -> jax.Array:
+  """Returns run(*arrays), computed by each shard of the mesh `axes` on its own parts.
 
-  given, result: specs of the arrays and of the result over tensor. The compiler's own partitioning would gather the
-  arrays over tensor first, for a collective over fsdp and for a reshape that moves the sharded dim.
+  given, result: specs of the arrays and of the result over `axes`. The compiler's own partitioning would gather the
+  arrays over `axes` first, for a collective over fsdp and for a reshape that moves the sharded dim.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty or mesh.shape[TENSOR] == 1:
+  if num_shards(*axes) == 1:
     return run(*arrays)
-  return jax.shard_map(run, axis_names={TENSOR}, in_specs=given, out_specs=result, check_vma=False)(*arrays)
+  return jax.shard_map(run, axis_names=set(axes), in_specs=given, out_specs=result, check_vma=False)(*arrays)
 
 
 def first_stage(mesh: Mesh, width: int) -> int:

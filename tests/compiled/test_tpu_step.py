@@ -75,24 +75,24 @@ def test_sparsecores_carry_what_a_slice_gathers_and_scatters():
     assert where[kind] and where[kind] <= offloaded
 
 
-def test_tensor_parallelism_divides_what_is_sent():
-  """A chip gathers only its part of a weight over tensor, and sends only its shard of the gradients to other slices."""
+@pytest.mark.parametrize("axis, parts", [("tensor", 4), ("context", 1)])
+def test_every_mesh_axis_divides_what_is_sent(axis, parts):
+  """A chip sends only its shard of the gradients to other slices, and gathers only its part of a weight over tensor."""
+  layers, length = 3, 512
   keys = (
-    "base_emb_dim=512 base_num_decoder_layers=3 base_num_query_heads=4 base_num_kv_heads=4 base_mlp_dim=1024 "
-    "head_dim=128 vocab_size=8192 logits_via_embedding=true max_target_length=128 grad_reduce_dtype=bfloat16"
+    f"base_emb_dim=512 base_num_decoder_layers={layers} base_num_query_heads=4 base_num_kv_heads=4 base_mlp_dim=1024 "
+    f"head_dim=128 vocab_size=8192 logits_via_embedding=true max_target_length={length} grad_reduce_dtype=bfloat16"
   )
-  cfg, found = compiled(f"{keys} ici_tensor_parallelism=4", "v5e-16", 2)
-  table = cfg.model.vocab_size * cfg.model.emb_dim
-  sent = collections.Counter()
-  for collective in found.collectives:
-    sent[collective.kind, collective.crosses_slices] += collective.bytes * collective.times
+  cfg, found = compiled(f"{keys} ici_{axis}_parallelism=4", "v5e-16", 2)
+  D, F, table = cfg.model.emb_dim, cfg.model.mlp_dim, cfg.model.vocab_size * cfg.model.emb_dim
   # In bfloat16. The table counts twice: the gradients of the head are known long before the gradients of the lookup.
   gradients = 2 * (parameter_count(cfg.model) + table) / 16
-  assert gradients <= sum(bytes for (_, crosses), bytes in sent.items() if crosses) < 1.02 * gradients
-  # In the layers, fsdp gathers the chip's part of each weight in the forward and in the backward pass. The lookup
-  # gathers its part of the table and the rows.
-  layers = 2 * (parameter_count(cfg.model) - table) / 4
-  assert 2 * layers < sent["all-gather", False] < 1.02 * (2 * layers + 2 * 2 * table / 4)
+  across, inside = ([c for c in found.collectives if c.crosses_slices == crosses] for crosses in (True, False))
+  assert gradients <= sum(c.bytes * c.times for c in across) < 1.02 * gradients
+  gathered = [c.bytes for c in inside if c.kind == "all-gather" and c.times == layers]
+  assert max(gathered) == 2 * (2 * D * F) / parts  # gate and up in bfloat16
+  if axis == "context":  # the gradient of the lookup in float32, and no gradients of layers
+    assert sum(c.bytes * c.times for c in inside if c.kind == "all-reduce") < 1.02 * 4 * table
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ BUDGETS = {
   "tests": 450,
   "tests/checkpoint": 350,
   "tests/cluster": 60,
-  "tests/compiled": 60,
+  "tests/compiled": 80,
   "tests/config": 60,
   "tests/data": 90,
   "tests/elastic": 200,

@@ -44,7 +44,8 @@ class Projection:
   def _project(self, x: jax.Array, w: jax.Array, axes: Axes, contracted: int) -> jax.Array:
     if not sharding.is_manual_over_fsdp():
       return self.function(x, w, contracted)
-    run = lambda x, w: self.function(x, sharding.gather(w, axes, self.first_stage), contracted)
+    multiply = lambda x, w: self.function(x, w, contracted)
+    run = lambda x, w: sharding.with_whole_weight(multiply, x, w, axes, self.first_stage)
     # Without the barrier, the TPU compiler may choose the layout of a shard for a later matmul, and then copy the whole
     # gathered weight.
     shard = _with_barrier(w).astype(self.gather_dtype or x.dtype)

@@ -21,7 +21,7 @@ from trainer.kernels import remat
 from trainer.mesh import CONTEXT, FSDP, TENSOR
 from trainer.models import rope
 from trainer.models.layers import AttentionFunction, DecoderLayer, Kernels, RMSNorm, normal_param
-from trainer.sharding import constrain, manual_over_fsdp, num_shards, of_all_slices, on_tensor_shards
+from trainer.sharding import constrain, manual_over_fsdp, num_shards, of_all_slices, on_shards
 
 # A nested dict of arrays. With scan_layers, `layers` holds arrays stacked on a leading dim L; else {"0": .., "1": ..}.
 Params = dict[str, Any]
@@ -153,12 +153,11 @@ class Decoder(nnx.Module):
   def _rows_are_smaller(self, reduce: GradReduce, tokens: int, vocab: int) -> bool:
     """Returns whether a device sends less for the gradients of the looked-up rows than for its shard of the table.
 
-    fsdp divides both: the width of the rows, and the table. context divides the tokens. tensor divides the table,
-    unless its rows do not divide.
+    fsdp divides both: the width of the rows, and the table. context divides the tokens. tensor and context divide the
+    rows of the table.
     """
-    sharded = vocab % num_shards(FSDP, TENSOR) == 0
-    rows = tokens / num_shards(CONTEXT)
-    return reduce.rows_are_smaller(rows, vocab / num_shards(TENSOR) if sharded else vocab, jnp.dtype(self.cfg.dtype))
+    table = vocab / num_shards(*_axes_of_rows(vocab // num_shards(FSDP)))
+    return reduce.rows_are_smaller(tokens / num_shards(CONTEXT), table, jnp.dtype(self.cfg.dtype))
 
   def _embed(self, tokens_BT: jax.Array, reduce: GradReduce | None) -> jax.Array:
     dtype = jnp.dtype(self.cfg.dtype)
@@ -280,27 +279,30 @@ class DecoderFunctions:
 
 
 def _split(array: jax.Array, parts: int) -> jax.Array:
-  """Returns an array [V, D] as [parts, ceil(V / parts), D], padded with zeros. Each shard of tensor splits its rows."""
+  """Returns an array [V, D] as [parts, ceil(V / parts), D], padded with zeros. Each device splits its own rows."""
 
   def run(array: jax.Array) -> jax.Array:
     padded = jnp.pad(array, ((0, -len(array) % parts), (0, 0)))
     return padded.reshape(parts, -1, array.shape[1])
 
-  whole, split = _specs_over_tensor(len(array))
-  return on_tensor_shards(run, whole, split, array)
+  axes = _axes_of_rows(len(array))
+  return on_shards(axes, run, PartitionSpec(axes), PartitionSpec(None, axes), array)
 
 
 def _join(array: jax.Array, parts: jax.Array) -> jax.Array:
   """Returns the array of the shape of `array` [V, D] that `_split` has split into `parts`."""
   run = lambda array, parts: parts.reshape(-1, parts.shape[-1])[: len(array)]
-  whole, split = _specs_over_tensor(len(array))
-  return on_tensor_shards(run, (whole, split), whole, array, parts)
+  axes = _axes_of_rows(len(array))
+  return on_shards(axes, run, (PartitionSpec(axes), PartitionSpec(None, axes)), PartitionSpec(axes), array, parts)
 
 
-def _specs_over_tensor(rows: int) -> tuple[PartitionSpec, PartitionSpec]:
-  """Returns the specs over tensor of an array [rows, D], and of the parts [parts, rows / parts, D] of `_split`."""
-  axis = TENSOR if rows % num_shards(TENSOR) == 0 else None
-  return PartitionSpec(axis), PartitionSpec(None, axis)
+def _axes_of_rows(rows: int) -> tuple[str, ...]:
+  """Returns the mesh axes besides fsdp that shard `rows` rows of a head: see sharding.PARAMETER_RULES."""
+  axes: tuple[str, ...] = ()
+  for axis in (TENSOR, CONTEXT):
+    if rows % num_shards(*axes, axis) == 0:
+      axes += (axis,)
+  return axes
 
 
 def _like(state: Any, weights: Params) -> Any:

@@ -322,30 +322,31 @@ def with_whole_weight(
   function `first_stage`. The derivative sums the gradients of the weight over fsdp and context, and returns the
   device's own shard of the sum. Each shard of context computes its part of T.
   """
-  context = num_shards(CONTEXT)
-  dim = next(dim for dim, axis in enumerate(axes) if FSDP in PARAMETER_RULES[axis])
-  sharded = (FSDP, CONTEXT) if context > 1 and w.shape[dim] % context == 0 else (FSDP,)
-  gather = functools.partial(_gather, axes=axes, dim=dim, over=sharded, first_stage=first_stage)
-  spec = PartitionSpec(*(CONTEXT if i == dim and CONTEXT in sharded else None for i in range(w.ndim)))
+  context, rules = num_shards(CONTEXT), [PARAMETER_RULES[axis] for axis in axes]
+  dim = next(dim for dim, rule in enumerate(rules) if FSDP in rule)
+  over = (FSDP, CONTEXT) if context > 1 and w.shape[dim] % context == 0 else (FSDP,)
+  gather = functools.partial(_gather, dim=dim, over=over, first_stage=first_stage)
+  whole = [TENSOR if TENSOR in rule else None for rule in rules]
+  shard = [CONTEXT if i == dim and CONTEXT in over else entry for i, entry in enumerate(whole)]
+  if context == 1:
+    return run(x, on_shards((TENSOR,), gather, PartitionSpec(*shard), PartitionSpec(*whole), w))
+  # The gathered weight has a dim of context, so that the gradients of its copies are added by the reduce-scatter only.
+  copies = PartitionSpec(CONTEXT, *whole)
+  w = on_shards((TENSOR, CONTEXT), lambda w: gather(w)[None], PartitionSpec(*shard), copies, w)
   length = PartitionSpec(None, CONTEXT)
-  return on_shards((CONTEXT,), lambda x, w: run(x, gather(w)), (length, spec), length, x, w)
+  return on_shards((CONTEXT,), lambda x, w: run(x, w[0]), (length, PartitionSpec(CONTEXT)), length, x, w)
 
 
-def _gather(w: jax.Array, axes: tuple[str, ...], dim: int, over: tuple[str, ...], first_stage: int) -> jax.Array:
-  """Returns the shards `w` of a weight with logical `axes`, gathered along `dim` over the mesh axes `over`."""
-  spec = PartitionSpec(*(TENSOR if TENSOR in PARAMETER_RULES[axis] else None for axis in axes))
-
-  def run(w: jax.Array) -> jax.Array:
-    if first_stage == 1:
-      return jax.lax.all_gather(w, over, axis=dim, tiled=True)
-    if CONTEXT in over:
-      w = jax.lax.all_gather(w, CONTEXT, axis=dim, tiled=True)
-    positions = np.arange(jax.lax.axis_size(FSDP)).reshape(-1, first_stage)
-    for groups in (positions, positions.T):
-      w = jax.lax.all_gather(w, FSDP, axis=dim, tiled=True, axis_index_groups=groups.tolist())
-    return w
-
-  return on_shards((TENSOR,), run, spec, spec, w)
+def _gather(w: jax.Array, dim: int, over: tuple[str, ...], first_stage: int) -> jax.Array:
+  """Returns the shards `w` of a weight, gathered along `dim` over the mesh axes `over`."""
+  if first_stage == 1:
+    return jax.lax.all_gather(w, over, axis=dim, tiled=True)
+  if CONTEXT in over:
+    w = jax.lax.all_gather(w, CONTEXT, axis=dim, tiled=True)
+  positions = np.arange(jax.lax.axis_size(FSDP)).reshape(-1, first_stage)
+  for groups in (positions, positions.T):
+    w = jax.lax.all_gather(w, FSDP, axis=dim, tiled=True, axis_index_groups=groups.tolist())
+  return w
 
 
 def on_shards(

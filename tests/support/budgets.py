@@ -54,7 +54,8 @@ class Budgets:
     return report
 
   def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-    self._spent[folder(report.nodeid)] += report.cpu_seconds
+    # pytest-xdist makes the report of a test that has ended its process.
+    self._spent[folder(report.nodeid)] += getattr(report, "cpu_seconds", 0.0)
 
   def _cpu_seconds(self) -> float:
     return sum(os.times()[:4]) + (self.server.cpu_seconds() if self.server else 0)

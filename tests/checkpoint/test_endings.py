@@ -254,7 +254,8 @@ def test_a_loss_that_is_not_a_number_is_1_and_is_never_committed(make):
   assert run.events("run_end")[-1]["exit"] == 1
   assert run.committed_steps() == [1] and run.last_step == 12  # ten steps are skipped, one more ends the run
   assert run.finish("max_nonfinite_steps=20") == 0
-  assert "warning: the last 15 steps were skipped: the weights are those of step 1" in run.printed
+  reason = "because their loss or gradient was not finite"
+  assert f"warning: the last 15 steps were skipped, {reason}: the weights are those of step 1" in run.printed
   assert run.committed_steps() == [1, 16]
   assert all(_finite(x) for x in run.arrays(16).values())
 

@@ -25,7 +25,7 @@ def inputs(dtype=jnp.float32):
 
 
 def run(project, x, w, g):
-  out, vjp = jax.vjp(lambda x, w: project(x, w, 2), x, w)
+  out, vjp = jax.vjp(lambda x, w: project(x, w, ("heads", "head_dim", "embed"), 2), x, w)
   return out, *vjp(g)
 
 

@@ -112,7 +112,9 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
       loss = _make_up_evaluation(config, session, elastic, stepper, state.params, step)
     records.restart_clock()
     try:
-      if _target_reached(config, session, step, loss):
+      # An earlier process or attempt may have ended after the last step and before its last save was committed.
+      unsaved = step >= config.run.steps and start.tier != "persistent"
+      if _target_reached(config, session, step, loss) or unsaved:
         with session.watchdog.during("save"):
           tiers.maybe_save(step, state, session.data.meta(config, step), last=True, metric=loss)
           _commit_last(config, session, tiers, step, state, loss)

@@ -28,6 +28,18 @@ def test_killed_again_and_again(start, undisturbed):
   assert command.differences(run, undisturbed, STEPS) == []
 
 
+def test_a_run_that_was_killed_before_its_last_commit_saves_its_last_step(start, tmp_path):
+  """The local copy of the last step is complete, so nothing is left to train."""
+  run = kill_and_resume.make_run(tmp_path, "killed", start, 4)
+  assert run.finish() == 0, run.printed
+  last = run.arrays(4)
+  shutil.rmtree(run.directory / "checkpoints" / "4")
+  assert run.finish() == 0, run.printed
+  assert "All 4 steps are done already" in run.printed
+  assert run.events("checkpoint_restored")[-1]["tier"] == "emergency"
+  np.testing.assert_equal(run.arrays(4), last)
+
+
 def test_the_check_reports_a_broken_run(undisturbed, tmp_path):
   shutil.copytree(undisturbed.folder, tmp_path / "other")
   other = command.Run(tmp_path / "other", [])

@@ -2,8 +2,7 @@
 
 An attempt builds the program for its slices, restores the newest good state, and steps until the run is complete, the
 process must stop (SIGTERM), a slice has returned, or a slice is lost. A lost slice shows as an exception, which
-`elastic/retry.py` catches. Programs, compiled steps, snapshots, and the records and data of the session outlive an
-attempt.
+`elastic/retry.py` catches. Only the session (programs, snapshots, data, records) outlives an attempt.
 
 `step` counts completed optimizer steps everywhere: after `completed step: 100` the checkpoint of step 100 may follow,
 and a run that resumes from it completes step 101 next.

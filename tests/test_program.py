@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from trainer import program
+from trainer.config import compiler_flags
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
 from trainer.data import Batch
@@ -88,7 +89,7 @@ TPU, SPARSECORE = program.TPU_OPTIONS, program.SPARSECORE_OPTIONS
 
 
 def memory(mib: int) -> dict[str, str]:
-  return {program.ON_CHIP_MEMORY_OPTION: str(mib * 1024)}
+  return {compiler_flags.ON_CHIP_MEMORY_OPTION: str(mib * 1024)}
 
 
 @pytest.mark.parametrize(

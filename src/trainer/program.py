@@ -79,7 +79,6 @@ SPARSECORE_OPTIONS = MappingProxyType(
 # the compiler's default, and compilation takes up to twice as long. Up to D = 2,048 the step is not shorter
 # (docs/benchmarks/tpu_compile.md).
 _MIN_WIDE_D = 2560
-ON_CHIP_MEMORY_OPTION = compiler_flags.ON_CHIP_MEMORY_OPTION
 _ON_CHIP_KIB = MappingProxyType({"v5e": 48 << 10, "v5p": 64 << 10, "v6e": 64 << 10})
 
 # Stages of a share on an accelerator (exchange_stages=0): little of the exchange is left when the last one ends, and a
@@ -249,7 +248,7 @@ def compiler_options(device: Device, width: int, given: Mapping[str, str | bool]
   if chip is not None and chip.name in _WITH_SPARSECORES:
     own |= SPARSECORE_OPTIONS
   if chip is not None and chip.name in _ON_CHIP_KIB and width >= _MIN_WIDE_D:
-    own[ON_CHIP_MEMORY_OPTION] = str(_ON_CHIP_KIB[chip.name])
+    own[compiler_flags.ON_CHIP_MEMORY_OPTION] = str(_ON_CHIP_KIB[chip.name])
   return {**own, **given}
 
 

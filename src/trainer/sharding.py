@@ -121,13 +121,8 @@ def of_all_slices(x: jax.Array, *axes: str) -> jax.Array:
   """
   mesh = jax.sharding.get_abstract_mesh()
   spec = _activation_spec(axes, mesh)
-  return jax.shard_map(
-    lambda part: jax.lax.all_gather(part, DATA, axis=0, tiled=True),
-    axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-    in_specs=spec,
-    out_specs=spec,
-    check_vma=False,
-  )(x)
+  automatic = tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
+  return on_shards(automatic, lambda part: jax.lax.all_gather(part, DATA, axis=0, tiled=True), spec, spec, x)
 
 
 def manual_over_fsdp(run: Callable[..., Any], weights: Any, totals: Any, axes: dict[str, Any], rows: Any) -> Any:
@@ -136,7 +131,7 @@ def manual_over_fsdp(run: Callable[..., Any], weights: Any, totals: Any, axes: d
   axes: logical axes of "layers" (the `weights`) and "head". totals: arrays with these axes, or None for both; `run`
   returns those of the head unchanged. rows: arrays [B, ...].
 
-  Inside `run`, arrays are those of one shard, and `gather` returns whole weights. Then the gradient of a weight is
+  Inside `run`, arrays are those of one shard, and `with_whole_weight` gathers weights. Then the gradient of a weight is
   summed and split over fsdp by one reduce-scatter. The TPU compiler's own partitioning would send twice as much: it
   sums whole gradients and then cuts its shard out of them.
   """

@@ -28,7 +28,7 @@ class Projection:
   fuses_shared_input: bool  # whether `project_all` joins the weights into one matmul
   prepare_input: Callable[[jax.Array], jax.Array] = lambda x: x  # applied once for all weights of project_each
   gathers_again: bool = False  # gather in the backward pass again; otherwise the policy of remat decides
-  first_stage: int = 1  # of a gather; see sharding.gather
+  first_stage: int = 1  # of a gather; see sharding.first_stage
   gather_dtype: str | None = None  # None: the dtype of x
 
   def __call__(self, x: jax.Array, w: jax.Array, axes: Axes, contracted: int = 1) -> jax.Array:

@@ -75,11 +75,12 @@ SPARSECORE_OPTIONS = MappingProxyType(
   }
 )
 
-# On-chip memory for one fusion, in KiB, by chip. From D = 2,560 on, the estimated step is 6 to 14 % shorter than with
-# the compiler's default, and compilation takes up to twice as long. Up to D = 2,048 the step is not shorter
-# (docs/benchmarks/tpu_compile.md).
-_MIN_WIDE_D = 2560
-_ON_CHIP_KIB = MappingProxyType({"v5e": 48 << 10, "v5p": 64 << 10, "v6e": 64 << 10})
+# Chip -> pairs (least D, KiB of on-chip memory for one fusion), in ascending order. From D = 2,560 on, the estimated step
+# is 6 to 14 % shorter than with the compiler's default, and compilation takes up to twice as long. Up to D = 2,048 the
+# step is not shorter (docs/benchmarks/tpu_compile.md).
+_ON_CHIP_KIB = MappingProxyType(
+  {"v5e": ((2560, 64 << 10), (4096, 48 << 10)), "v5p": ((2560, 64 << 10),), "v6e": ((2560, 64 << 10),)}
+)
 
 # Stages of a share on an accelerator (exchange_stages=0): little of the exchange is left when the last one ends, and a
 # program takes much longer to run than to start. A CPU needs its cores for the computation.
@@ -244,11 +245,13 @@ def compiler_options(device: Device, width: int, given: Mapping[str, str | bool]
   given: options of the user. They replace the trainer's own options of the same name.
   """
   own: dict[str, str | bool] = dict(TPU_OPTIONS) if device.platform == "tpu" else {}
-  chip = chips.find(device.device_kind)
-  if chip is not None and chip.name in _WITH_SPARSECORES:
+  found = chips.find(device.device_kind)
+  chip = None if found is None else found.name
+  if chip in _WITH_SPARSECORES:
     own |= SPARSECORE_OPTIONS
-  if chip is not None and chip.name in _ON_CHIP_KIB and width >= _MIN_WIDE_D:
-    own[compiler_flags.ON_CHIP_MEMORY_OPTION] = str(_ON_CHIP_KIB[chip.name])
+  for least, kib in _ON_CHIP_KIB.get(chip, ()):
+    if width >= least:
+      own[compiler_flags.ON_CHIP_MEMORY_OPTION] = str(kib)
   return {**own, **given}
 
 

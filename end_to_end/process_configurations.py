@@ -98,8 +98,9 @@ def plan(seed: int) -> Plan:
   }
   if devices > 1:
     even = {"tensor": kv_heads, "context": keys["max_target_length"], "fsdp": 2, "data": 2}
-    axis = pick(*(axis for axis, size in even.items() if size % 2 == 0))
-    keys |= {} if axis == "fsdp" else {f"ici_{axis}_parallelism": 2}
+    axes = [axis for axis, size in even.items() if size % 2 == 0]
+    chosen = chance.sample(axes, pick(1, 2) if devices == 4 else 1)
+    keys |= {f"ici_{axis}_parallelism": 2 for axis in chosen if axis != "fsdp"}
   if pick(True, False, False):
     keys |= {"eval_interval": pick(5, 7), "eval_steps": 2}
   if scanned == "true" and layers % 2 == 0:

@@ -558,6 +558,9 @@ def test_weights_that_nothing_shards_are_refused(monkeypatch):
   monkeypatch.setitem(sharding.PARAMETER_RULES, "embed", ())
   with pytest.raises(ConfigError, match=r"of the parameters would be replicated .* sharding_tolerance=2.0%"):
     program.build(config(data={"per_device_batch_size": 2}), slices((1, 2)), 1)
+  odd = config(model={"base_emb_dim": 33, "vocab_size": 61}, parallelism={"ici_context_parallelism": 2})
+  with pytest.raises(ConfigError, match=r"100.0% of the parameters would be replicated on each of 2 devices"):
+    program.build(odd, slices((1, 2)), 1)
 
 
 @pytest.mark.parametrize(

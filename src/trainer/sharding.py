@@ -411,7 +411,7 @@ def check_replication(shapes: Any, shardings: Any, tolerance: float) -> None:
   shards parameters. The most common cause is a dim that no rule covers.
   """
   pairs = list(zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(shardings), strict=True))
-  num_devices = math.prod(pairs[0][1].mesh.shape[axis] for axis in (FSDP, TENSOR)) if pairs else 1
+  num_devices = math.prod(pairs[0][1].mesh.shape[axis] for axis in (FSDP, TENSOR, CONTEXT)) if pairs else 1
   if num_devices == 1:
     return
   total = sum(leaf.size for (_, leaf), _ in pairs)

@@ -111,12 +111,12 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
       loss = _make_up_evaluation(config, session, elastic, stepper, state.params, step)
     records.restart_clock()
     try:
-      # An earlier process or attempt may have ended after the last step and before its last save was committed.
-      unsaved = step >= config.run.steps and start.tier != "persistent"
-      if _target_reached(config, session, step, loss) or unsaved:
-        with session.watchdog.during("save"):
-          tiers.maybe_save(step, state, session.data.meta(config, step), last=True, metric=loss)
-          _commit_last(config, session, tiers, step, state, loss)
+      if _target_reached(config, session, step, loss) or step >= config.run.steps:
+        if start.tier != "persistent":  # an earlier process may have ended before it committed the last checkpoint
+          with session.watchdog.during("save"):
+            if tiers.save_in_storage(step, state, session.data.meta(config, step), metric=loss):
+              elastic.reached("save", step)
+            _commit_last(config, session, tiers, step, state, loss)
         outcome = Outcome("complete", step)
       else:
         outcome, state = _loop(config, session, elastic, tiers, stepper, records, profiler, state, step)
@@ -215,7 +215,7 @@ def _commit_last(
   """Waits until the last save of the process is committed, by this member or by the member that saves in storage."""
   tiers.wait()
   if peer_attempt.must_save_for_another(session.cluster.peers):
-    tiers.maybe_save(step, state, session.data.meta(config, step), last=True, metric=loss)
+    tiers.save_in_storage(step, state, session.data.meta(config, step), metric=loss)
     tiers.wait()
 
 
@@ -280,7 +280,7 @@ def _resume(session: Session, elastic: ElasticRun, start: Start) -> None:
 def _save_and_end(config: Config, session: Session, elastic: ElasticRun, tiers: Tiers, start: Start) -> Outcome:
   """Ends a process that must stop during a recovery: saves the restored state and computes nothing more."""
   _resume(session, elastic, start)
-  tiers.maybe_save(start.step, start.state, session.data.meta(config, start.step), last=True)
+  tiers.save_in_storage(start.step, start.state, session.data.meta(config, start.step))
   tiers.wait()
   return Outcome("preempted", start.step)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -29,15 +30,31 @@ def test_killed_again_and_again(start, undisturbed):
 
 
 def test_a_run_that_was_killed_before_its_last_commit_saves_its_last_step(start, tmp_path):
-  """The local copy of the last step is complete, so nothing is left to train."""
+  """The local copy of the last step is complete, so nothing is left to train, and nothing may touch this copy."""
   run = kill_and_resume.make_run(tmp_path, "killed", start, 4)
   assert run.finish() == 0, run.printed
-  last = run.arrays(4)
-  shutil.rmtree(run.directory / "checkpoints" / "4")
+  last, folder = run.arrays(4), run.directory / "checkpoints" / "4"
+  local = lambda: {path: path.stat().st_mtime_ns for path in run.ram.rglob("4.*")}
+  before = local()
+  assert before
+
+  shutil.rmtree(folder)
+  assert run.finish("fault_injection=ckpt_kill@4") == -signal.SIGKILL
+  assert 4 not in run.committed_steps()
   assert run.finish() == 0, run.printed
   assert "All 4 steps are done already" in run.printed
   assert run.events("checkpoint_restored")[-1]["tier"] == "emergency"
   np.testing.assert_equal(run.arrays(4), last)
+
+  damaged = max((folder / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
+  damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+  assert run.finish() == 0, run.printed
+  assert run.events("checkpoint_rejected")[-1]["tier"] == "persistent"
+  np.testing.assert_equal(run.arrays(4), last)
+
+  saves = run.events("checkpoint_saved")
+  assert run.finish() == 0, run.printed
+  assert run.events("checkpoint_saved") == saves and local() == before
 
 
 def test_the_check_reports_a_broken_run(undisturbed, tmp_path):

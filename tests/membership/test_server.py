@@ -358,12 +358,16 @@ def test_reports_of_other_epochs_and_members_without_a_part_change_nothing(run):
 
 @pytest.mark.parametrize("body", [b"garbage", b"[]", b'{"kind": "obey"}', b'{"kind": "world", "epoch": "1"}'])
 def test_a_supervisor_that_sends_garbage_counts_as_lost(run, body):
-  member = run.members[0]
+  member, lost = run.members[0], []
+  member.watch(busy=str, noticed=bool, lost=lambda: lost.append("noticed"))
   channel = run.server._channels[0, 0]
   raw(channel, body)
   with pytest.raises(SupervisorLost):
     member.next(timeout=SECONDS)
   assert not member.connected
+  wait_until(lambda: lost == ["noticed"], "the loss is told")
+  member.watch(busy=str, noticed=bool, lost=lambda: lost.append("late"))
+  assert lost == ["noticed", "late"]
   run.logged("The supervisor sent")
   wait_until(lambda: 0 not in run.server.connected, "the supervisor sees the end of the connection")
 

@@ -95,6 +95,24 @@ def test_a_long_operation_that_hangs_is_aborted_by_name(tmp_path, before):
   assert (hang["operation"], hang["step"]) == ("restore", 4 if before else None)
 
 
+@pytest.mark.parametrize("timeout, seconds", [(0, 0.3), (0.6, 0.6)], ids=["no timeout", "its own timeout"])
+def test_a_limit_holds_from_now_on_where_there_was_none(tmp_path, timeout, seconds):
+  code = """
+    dog.beat(4)
+    if not sys.argv[2].startswith("0."):
+      with dog.during("save"):
+        time.sleep(4)
+    dog.limit(0.3, "elastic_timeout_seconds")
+    time.sleep(60)
+  """
+  with start(tmp_path, code, timeout) as process:
+    out, _ = process.communicate(timeout=30)
+  assert process.returncode == 134
+  (hang,) = events.read_events(str(tmp_path))
+  assert seconds <= hang["silent_seconds"] < seconds + 2
+  assert ("(elastic_timeout_seconds=0.3)" if timeout == 0 else "(watchdog_timeout_seconds=0.6)") in out
+
+
 def test_the_clock_of_the_step_restarts_after_a_long_operation(tmp_path):
   code = """
     dog.beat(5)

@@ -282,17 +282,36 @@ class Persistent(StepFolders):
 
     Every process raises CheckpointError if the storage fails.
     """
-    reason, meta, path = "", {}, self.path(candidate)
-    try:
-      meta = self.verify(candidate.step, self._world.rank, self._world.size)
-    except Rejected as rejection:
-      reason = str(rejection)
-    if reason := world_lib.first_reason(self._world, reason):
-      raise Rejected(reason)
+    path = self.path(candidate)
+    meta = self._verified(candidate.step)
     self._log(f"Found commit_success file. Keeping {path}/.")
     accept(meta)
     self._log(f"Restoring checkpoint from {path}.")
     return self.load(candidate.step, abstract, meta), meta
+
+  def damage(self, step: int) -> str:
+    """Why the committed checkpoint of `step` is not good; "" if it is good, or if there is none.
+
+    Every process must call. The processes share the work. Every process raises CheckpointError if the storage fails.
+    """
+    if not self._on_primary(lambda: self._committed(str(step))):
+      return ""
+    try:
+      self._verified(step)
+    except Rejected as reason:
+      return str(reason)
+    return ""
+
+  def _verified(self, step: int) -> dict[str, Any]:
+    """The meta of a committed step. The processes share the work, and every process raises Rejected."""
+    reason, meta = "", {}
+    try:
+      meta = self.verify(step, self._world.rank, self._world.size)
+    except Rejected as rejection:
+      reason = str(rejection)
+    if reason := world_lib.first_reason(self._world, reason):
+      raise Rejected(reason)
+    return meta
 
   def load(self, step: int, abstract: Any, meta: Mapping[str, Any]) -> Any:
     """The state of `step` (meta: as from `verify`) with the shapes, types and shardings of `abstract`.

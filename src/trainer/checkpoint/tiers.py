@@ -120,6 +120,20 @@ class Tiers:
       saved |= self._persistent.save(step, state, meta, metric=metric)
     return saved
 
+  def save_in_storage(self, step: int, state: Any, meta: Mapping[str, Any], *, metric: float | None = None) -> bool:
+    """Saves in the persistent tier, unless it has a good checkpoint of `step`. Whether it saved.
+
+    For a state that was restored, or is saved in the other tiers: a second local copy would replace a good one. A
+    damaged checkpoint of `step` is moved aside first. meta, metric: see `maybe_save`.
+    """
+    if not self._cfg.enable_checkpointing or not self._saves_in_storage():
+      return False
+    self.check()
+    if reason := self._persistent.damage(step):
+      self._rejected(self._persistent, Candidate(step), reason)
+      self._persistent.set_aside({str(step): reason})
+    return self._persistent.save(step, state, meta, metric=metric)
+
   def check(self) -> None:
     """Raises CheckpointError if a save in the background has failed. Does not wait."""
     self._persistent.check()
@@ -177,9 +191,7 @@ class Tiers:
     bad: dict[str, str] = {}  # {folder name in storage: reason}
 
     def rejected(backup: StateBackup, candidate: Candidate, reason: str) -> None:
-      path = backup.path(candidate)
-      self._log(f"Checkpoint of step {candidate.step} ({backup.tier}, {path}) is not used: {reason}.")
-      self._emit("checkpoint_rejected", step=candidate.step, tier=backup.tier, reason=reason)
+      self._rejected(backup, candidate, reason)
       if backup is self._persistent:
         bad[str(candidate.step)] = reason
 
@@ -204,6 +216,11 @@ class Tiers:
     else:
       self._emit("checkpoint_restored", step=restored.step, tier=restored.tier, path=restored.path)
     return restored
+
+  def _rejected(self, backup: StateBackup, candidate: Candidate, reason: str) -> None:
+    path = backup.path(candidate)
+    self._log(f"Checkpoint of step {candidate.step} ({backup.tier}, {path}) is not used: {reason}.")
+    self._emit("checkpoint_rejected", step=candidate.step, tier=backup.tier, reason=reason)
 
 
 def _prepare(abstract: Any) -> None:

@@ -156,9 +156,12 @@ class Cluster(ABC):
 
     jax.block_until_ready(arrays)
 
-  def watch(self, *, busy: Callable[[], str], noticed: Callable[[], bool]) -> None:  # noqa: B027 -- as above
+  def watch(  # noqa: B027 -- as above
+    self, *, busy: Callable[[], str], noticed: Callable[[], bool], unsupervised: Callable[[], None]
+  ) -> None:
     """busy(): what this process does besides steps, "" if nothing. noticed(): whether it has SIGTERM. For the other
-    worlds of the run: they must not take a long save for a hang."""
+    worlds of the run: they must not take a long save for a hang. unsupervised(): called from a thread when the process
+    that would end a hang of this one is lost."""
 
   def finished(self, code: int) -> None:  # noqa: B027 -- most clusters have nobody to tell
     """This process has done everything, or has failed as the others must, and will exit with `code`."""

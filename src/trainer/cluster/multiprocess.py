@@ -132,7 +132,7 @@ class MultiprocessCluster(Cluster):
   def returned(self, view: View) -> frozenset[int]:
     return frozenset()
 
-  def watch(self, *, busy: Callable[[], str], noticed: Callable[[], bool]) -> None:
+  def watch(self, *, busy: Callable[[], str], noticed: Callable[[], bool], unsupervised: Callable[[], None]) -> None:
     def leaves() -> bool:
       if not noticed() and os.getppid() == self._launcher:
         return False
@@ -140,7 +140,7 @@ class MultiprocessCluster(Cluster):
         self._supervisor.stop()  # it ends with this process, so the others save and end as well
       return True
 
-    self.peers.membership.watch(busy=busy, noticed=leaves)
+    self.peers.membership.watch(busy=busy, noticed=leaves, lost=unsupervised)
 
   def finished(self, code: int) -> None:
     self.peers.finished(code)

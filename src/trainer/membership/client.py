@@ -41,6 +41,7 @@ class Membership:
     self._epoch = 0  # of the newest message, perhaps not handled yet
     self._busy: Callable[[], str] = lambda: ""
     self._noticed: Callable[[], bool] = lambda: False
+    self._lost: Callable[[], None] = lambda: None
     self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
     self._channel = channel
     self.send("hello", member=member, lane=lane, lanes=lanes, address=address)
@@ -50,10 +51,12 @@ class Membership:
     self._beats = threading.Thread(target=self._beat, name="signs of life", daemon=True)
     self._beats.start()
 
-  def watch(self, *, busy: Callable[[], str], noticed: Callable[[], bool]) -> None:
+  def watch(self, *, busy: Callable[[], str], noticed: Callable[[], bool], lost: Callable[[], None]) -> None:
     """busy(): what this process does besides steps, "" if nothing. noticed(): whether it has SIGTERM. Both are asked
-    for every sign of life."""
-    self._busy, self._noticed = busy, noticed
+    for every sign of life. lost(): called from a thread when the connection has ended, and `close` did not end it."""
+    self._busy, self._noticed, self._lost = busy, noticed, lost
+    if not self.connected:
+      lost()
 
   def send(self, kind: str, **fields: object) -> None:
     """Sends one message. A broken connection is not reported here: `next` raises SupervisorLost."""
@@ -92,6 +95,8 @@ class Membership:
     self.connected = False
     self._messages.put(None)
     self._interrupt(self._epoch + 1)
+    if not self._closed.is_set():
+      self._lost()
 
   def _beat(self) -> None:
     while not self._closed.wait(_BEAT_SECONDS) and self.connected:

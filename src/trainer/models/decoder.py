@@ -169,15 +169,16 @@ class Decoder(nnx.Module):
       # Totals of a tied table are added with the gradient of the head, which is ready early.
       adds = reduce.adds_totals and not self.cfg.logits_via_embedding
       table_VD = reduce.attach(table_VD, reduce.totals["embedding"], is_sum=by_rows, adds_totals=adds)
+    # Gather over tensor and context first. With the constraint of the lookup alone, the compiler gathers the whole table
+    # on every chip. With none, the processes of a slice of CPUs may wait for each other for ever (odd vocabulary, iota).
+    divides = table_VD.shape[0] % num_shards(FSDP) == 0
+    table_VD = constrain(table_VD, *(("table_vocab", "embed") if divides else ("lookup_vocab", "lookup_embed")))
     if iota:
       one_hot = tokens_BT[..., None] == jnp.arange(self.cfg.vocab_size, dtype=tokens_BT.dtype)
       return jnp.einsum("btv,vd->btd", one_hot.astype(dtype), table_VD.astype(dtype))
     # Each chip looks up its own columns of the table for all tokens of the slice. Then the rows move to the chips that
     # hold their tokens. This exchanges the chip's shard of the table and the chip's own activations. With a sharded
     # vocabulary (the layout of the head) each chip would send the activations of all chips, in both directions.
-    if table_VD.shape[0] % num_shards(FSDP) == 0:
-      # Gather over tensor first. With a single constraint the compiler gathers the whole table on every chip.
-      table_VD = constrain(table_VD, "table_vocab", "embed")
     table_VD = constrain(table_VD, "lookup_vocab", "lookup_embed")
     tokens_BT = constrain(tokens_BT, "lookup_batch", "lookup_length")
     rows_BTD = _lookup(table_VD, tokens_BT, dtype.name, by_rows)

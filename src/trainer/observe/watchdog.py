@@ -73,6 +73,7 @@ class Watchdog:
     """
     self._adapts, self._grace = timeout == ADAPTIVE, _ADAPTIVE_TIMEOUT if recovers else 0.0
     self._timeout = _ADAPTIVE_TIMEOUT if self._adapts else timeout
+    self._key = "watchdog_timeout_seconds"  # of the configuration, which sets the timeout
     self._log, self._events = log, events
     self._monotonic, self._end = monotonic, end
     self._tick = min(1.0, self._timeout / 20 or 1.0)
@@ -103,6 +104,16 @@ class Watchdog:
     with self._lock:
       self._silent = self._beat_at = None
       self._step_seconds.clear()  # on other slices, a step takes another time
+
+  def limit(self, timeout: float, key: str) -> None:
+    """Sets the timeout if it was 0, from now on. key: of the configuration, for the report."""
+    with self._lock:
+      if self._timeout == 0:
+        self._timeout, self._key = timeout, key
+        for operation in self._operations:
+          operation.seconds = 0.0
+        if self._silent is not None:
+          self._silent = 0.0
 
   def late_after(self) -> float | None:
     """Seconds after which a step is late; None while too few steps are known, and during a long operation."""
@@ -194,9 +205,9 @@ class Watchdog:
     kind = "hang" if alarm.is_hang else "late_step"
     self._events.emit(kind, step=self._step, silent_seconds=alarm.silent, operation=alarm.operation)
     self._log.record(stacks)
-    limit = f"watchdog_timeout_seconds={ADAPTIVE if self._adapts else self._timeout:g}"
+    limit = f"{self._key}={ADAPTIVE if self._adapts else self._timeout:g}"
     if alarm.operation is not None:
-      limit = f"{LONG_OPERATION_FACTOR} x watchdog_timeout_seconds={self._timeout:g}"
+      limit = f"{LONG_OPERATION_FACTOR} x {self._key}={self._timeout:g}"
       what = f"{alarm.operation} has not finished in {alarm.silent:.0f} s ({limit})"
     elif alarm.is_hang:
       what = f"no step completed for {alarm.silent:.0f} s ({limit})"

@@ -75,9 +75,9 @@ SPARSECORE_OPTIONS = MappingProxyType(
   }
 )
 
-# Chip -> pairs (least D, KiB of on-chip memory for one fusion), in ascending order. From D = 2,560 on, the estimated step
-# is 6 to 14 % shorter than with the compiler's default, and compilation takes up to twice as long. Up to D = 2,048 the
-# step is not shorter (docs/benchmarks/tpu_compile.md).
+# Chip -> pairs (least D, KiB of on-chip memory for one fusion), in ascending order. From D = 2,560 on, the estimated
+# step is 6 to 14 % shorter than with the compiler's default, and compilation takes up to twice as long. Up to D = 2,048
+# the step is not shorter (docs/benchmarks/tpu_compile.md).
 _ON_CHIP_KIB = MappingProxyType(
   {"v5e": ((2560, 64 << 10), (4096, 48 << 10)), "v5p": ((2560, 64 << 10),), "v6e": ((2560, 64 << 10),)}
 )
@@ -246,7 +246,7 @@ def compiler_options(device: Device, width: int, given: Mapping[str, str | bool]
   """
   own: dict[str, str | bool] = dict(TPU_OPTIONS) if device.platform == "tpu" else {}
   found = chips.find(device.device_kind)
-  chip = None if found is None else found.name
+  chip = "" if found is None else found.name
   if chip in _WITH_SPARSECORES:
     own |= SPARSECORE_OPTIONS
   for least, kib in _ON_CHIP_KIB.get(chip, ()):

@@ -24,8 +24,8 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
   "layers": (),
   "joined": (),  # weights that one matmul reads
   "vocab": (FSDP, TENSOR, CONTEXT),
-  # The width of a table or head uses fsdp only if its vocabulary does not divide by it (151936 on 256 chips). Two names,
-  # because weight decay applies to a head and not to a table.
+  # The width of a table or head uses fsdp only if its vocabulary does not divide by it (151936 on 256 chips). Two
+  # names, because weight decay applies to a head and not to a table.
   "table_embed": (FSDP, CONTEXT),
   "head_embed": (FSDP, CONTEXT),
   "embed": (FSDP, CONTEXT),

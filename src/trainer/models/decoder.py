@@ -169,8 +169,9 @@ class Decoder(nnx.Module):
       # Totals of a tied table are added with the gradient of the head, which is ready early.
       adds = reduce.adds_totals and not self.cfg.logits_via_embedding
       table_VD = reduce.attach(table_VD, reduce.totals["embedding"], is_sum=by_rows, adds_totals=adds)
-    # Gather over tensor and context first. With the constraint of the lookup alone, the compiler gathers the whole table
-    # on every chip. With none, the processes of a slice of CPUs may wait for each other for ever (odd vocabulary, iota).
+    # Gather over tensor and context first. With the constraint of the lookup alone, the compiler gathers the whole
+    # table on every chip. With none, the processes of a slice of CPUs may wait for each other for ever (iota and an odd
+    # vocabulary).
     divides = table_VD.shape[0] % num_shards(FSDP) == 0
     table_VD = constrain(table_VD, *(("table_vocab", "embed") if divides else ("lookup_vocab", "lookup_embed")))
     if iota:

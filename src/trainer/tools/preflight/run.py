@@ -29,7 +29,6 @@ def run(config: Config, started: float) -> int:
   # These modules import jax, so import them only now that the environment names the platform.
   from trainer import program
   from trainer.compiled import analysis
-  from trainer.elastic import batch_plan
   from trainer.observe import chips
   from trainer.tools.preflight import cpu_peaks, report, search
 
@@ -55,8 +54,7 @@ def run(config: Config, started: float) -> int:
     futures = [pool.submit(analysis.analyse, config, slices_of(alive), compiled_total) for alive in wanted]
     for line in report.state_lines(_sizes(config, slices, whole)):
       print(line)
-    table = batch_plan.table(total, config.optimizer.gradient_accumulation_steps) if fewer else []
-    for line in _process_lines(config, total) if _separate(config) else report.degraded_lines(table, total):
+    for line in _process_lines(config, total) if _separate(config) else _degraded_lines(config, total, fewer):
       print(line, flush=True)
     codes = [0]
     for future in futures:
@@ -114,6 +112,18 @@ def _check_hlo_file(path: str) -> None:
 def _separate(config: Config) -> bool:
   """Whether each slice is a process with a program of its own."""
   return config.cluster.cluster == "multiprocess"
+
+
+def _degraded_lines(config: Config, total: int, fewer: bool) -> list[str]:
+  """Returns what a step costs with each number of living slices. fewer: whether the run continues without some."""
+  from trainer.elastic import batch_plan
+  from trainer.tools.preflight import report
+
+  accumulation = config.optimizer.gradient_accumulation_steps
+  lines = report.degraded_lines(batch_plan.table(total, accumulation) if fewer else [], total)
+  if fewer and total > 1:
+    lines += report.finer_lines(total, config.data.per_device_batch_size, accumulation)
+  return lines
 
 
 def _process_lines(config: Config, total: int) -> list[str]:

@@ -64,7 +64,7 @@ def plan(seed: int) -> Plan:
   """Returns run `seed`."""
   chance = random.Random(seed)
   pick = lambda *values: chance.choice(values)
-  devices, slices = pick(1, 1, 2, 2, 4), pick(2, 3)
+  devices, slices = pick(1, 1, 2, 2, 4, 4), pick(2, 3)
   layers, scanned = pick(1, 2, 3, 4), pick("true", "true", "false")
   query_heads, kv_heads = pick((2, 1), (4, 2), (3, 3), (4, 4))
   keys: dict[str, Any] = {
@@ -99,7 +99,7 @@ def plan(seed: int) -> Plan:
   if devices > 1:
     even = {"tensor": kv_heads, "context": keys["max_target_length"], "fsdp": 2, "data": 2}
     axes = [axis for axis, size in even.items() if size % 2 == 0]
-    chosen = chance.sample(axes, pick(1, 2) if devices == 4 else 1)
+    chosen = chance.sample(axes, pick(1, 2, 2) if devices == 4 else 1)
     keys |= {f"ici_{axis}_parallelism": 2 for axis in chosen if axis != "fsdp"}
   if pick(True, False, False):
     keys |= {"eval_interval": pick(5, 7), "eval_steps": 2}

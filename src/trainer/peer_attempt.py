@@ -178,7 +178,7 @@ def end_without_supervisor(
     peers.await_turn(config.checkpoint.autocheckpoint_grace_seconds)
     if goes_on():
       return _given_up(session, peers, step)
-    tiers.maybe_save(step, stepper.state, session.data.meta(config, step), last=True)
+    tiers.save_in_storage(step, stepper.state, session.data.meta(config, step))
     tiers.wait()
   return Outcome("preempted", step)
 

@@ -280,8 +280,8 @@ def _resume(session: Session, elastic: ElasticRun, start: Start) -> None:
 def _save_and_end(config: Config, session: Session, elastic: ElasticRun, tiers: Tiers, start: Start) -> Outcome:
   """Ends a process that must stop during a recovery: saves the restored state and computes nothing more."""
   _resume(session, elastic, start)
-  tiers.save_in_storage(start.step, start.state, session.data.meta(config, start.step))
-  tiers.wait()
+  if start.tier != "persistent":
+    tiers.save_in_storage(start.step, start.state, session.data.meta(config, start.step))
   return Outcome("preempted", start.step)
 
 

@@ -36,3 +36,22 @@ def test_a_killed_process_of_a_slice_costs_no_step(compiled, one_worker, server,
   assert run.count("slice_up") == 1 and run.steps() == list(range(1, LANES_STEPS + 1))
   assert run.losses() == one_worker.losses()
   assert differences(run, one_worker, LANES_STEPS) == []
+
+
+def test_processes_of_a_slice_agree_on_the_order_of_collectives(server, tmp_path):
+  """If the compiler chose how to shard the one-hot matmul, both would wait for each other in the first step."""
+  mesh = "devices_per_slice=4 ici_fsdp_parallelism=1 ici_tensor_parallelism=2 ici_context_parallelism=2"
+  shape = "base_num_decoder_layers=2 base_emb_dim=16 base_mlp_dim=32 base_num_query_heads=4 base_num_kv_heads=2"
+  table = "vocab_size=61 use_iota_embed=true logits_via_embedding=true sharding_tolerance=1.0"
+  batch = "dataset_type=synthetic max_target_length=16 per_device_batch_size=1 exchange_stages=2 steps=2"
+  rest = "head_dim=8 dtype=float32 attention=dot_product remat_policy=full"
+  run = ProcessRun(
+    tmp_path / "order",
+    f"{mesh} {shape} {table} {batch} {rest}".split(),
+    slices=1,
+    options=["--processes-per-slice", "2"],
+    server=server,
+  )
+  with run.launched() as supervisor:
+    assert run.wait(supervisor, 60) == 0, run.tail()
+  assert run.steps() == [1, 2]

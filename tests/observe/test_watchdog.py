@@ -113,6 +113,22 @@ def test_a_limit_holds_from_now_on_where_there_was_none(tmp_path, timeout, secon
   assert ("(elastic_timeout_seconds=0.3)" if timeout == 0 else "(watchdog_timeout_seconds=0.6)") in out
 
 
+def test_a_limit_is_not_shorter_than_the_steps_and_saves_of_a_healthy_process(tmp_path):
+  code = """
+    for step in range(3):
+      time.sleep(0.4)
+      dog.beat(step)
+    dog.limit(0.1, "elastic_timeout_seconds")
+    time.sleep(2.5)
+    with dog.during("save"):
+      time.sleep(2.5)
+    dog.stop()
+  """
+  with start(tmp_path, code, 0) as process:
+    process.communicate(timeout=30)
+  assert process.returncode == 0 and events.read_events(str(tmp_path)) == []
+
+
 def test_the_clock_of_the_step_restarts_after_a_long_operation(tmp_path):
   code = """
     dog.beat(5)

@@ -303,12 +303,16 @@ class Persistent(StepFolders):
     return ""
 
   def _verified(self, step: int) -> dict[str, Any]:
-    """The meta of a committed step. The processes share the work, and every process raises Rejected."""
-    reason, meta = "", {}
+    """The meta of a committed step. The processes share the work, and raise Rejected or CheckpointError together."""
+    failed, reason, meta = "", "", {}
     try:
       meta = self.verify(step, self._world.rank, self._world.size)
     except Rejected as rejection:
       reason = str(rejection)
+    except OSError as error:
+      failed = f"{self.directory / str(step)} cannot be read: {_first_line(error)}"
+    if failed := world_lib.first_reason(self._world, failed):
+      raise CheckpointError(failed)
     if reason := world_lib.first_reason(self._world, reason):
       raise Rejected(reason)
     return meta

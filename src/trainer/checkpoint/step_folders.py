@@ -34,13 +34,15 @@ class StepFolders:
     self._unusable: set[str] = set()  # rejected folders that could not be moved away: a save may overwrite them
 
   def _on_primary(self, call: Callable[[], Any]) -> Any:
-    """The JSON value of call() on the primary, on every process. Every process raises the primary's CheckpointError."""
+    """The JSON value of call() on the primary, on every process. Every process raises CheckpointError if it failed."""
     value, failed = None, ""
     if self._world.is_primary:
       try:
         value = call()
       except CheckpointError as error:
         failed = str(error)
+      except OSError as error:
+        failed = f"{self.directory} cannot be read: {error}"
     value, failed = world_lib.from_primary(self._world, [value, failed])
     if failed:
       raise CheckpointError(failed)

@@ -27,6 +27,7 @@ LATE_SECONDS, LATE_FACTOR = 5.0, 3.0
 _STEPS, _FEWEST = 200, 20
 _NOTICE_SECONDS = 600.0  # between two reports of late steps: a slow disk must not fill the log with stacks
 ADAPTIVE = -1.0  # a timeout: a late step is a hang
+_LEAST_OPERATION = 1800.0  # seconds; see `Watchdog.limit`
 _ADAPTIVE_TIMEOUT = 60.0  # before enough steps are known, and for long operations
 
 
@@ -74,6 +75,7 @@ class Watchdog:
     self._adapts, self._grace = timeout == ADAPTIVE, _ADAPTIVE_TIMEOUT if recovers else 0.0
     self._timeout = _ADAPTIVE_TIMEOUT if self._adapts else timeout
     self._key = "watchdog_timeout_seconds"  # of the configuration, which sets the timeout
+    self._least_step = self._least_operation = 0.0  # the shortest limits that the timeout can give; see `limit`
     self._log, self._events = log, events
     self._monotonic, self._end = monotonic, end
     self._tick = min(1.0, self._timeout / 20 or 1.0)
@@ -106,10 +108,16 @@ class Watchdog:
       self._step_seconds.clear()  # on other slices, a step takes another time
 
   def limit(self, timeout: float, key: str) -> None:
-    """Sets the timeout if it was 0, from now on. key: of the configuration, for the report."""
+    """Sets the timeout if it was 0, from now on. key: of the configuration, for the report.
+
+    A step may still take LONG_OPERATION_FACTOR times the longest of the attempt, and a long operation half an hour: who
+    did not ask for a timeout must not lose a healthy process by it.
+    """
     with self._lock:
       if self._timeout == 0:
         self._timeout, self._key = timeout, key
+        self._least_step = LONG_OPERATION_FACTOR * max(self._step_seconds, default=0.0)
+        self._least_operation = _LEAST_OPERATION
         for operation in self._operations:
           operation.seconds = 0.0
         if self._silent is not None:
@@ -174,13 +182,13 @@ class Watchdog:
     with self._lock:
       for operation in self._operations:
         operation.seconds += seconds
-        if 0 < LONG_OPERATION_FACTOR * self._timeout <= operation.seconds:
+        if 0 < max(LONG_OPERATION_FACTOR * self._timeout, self._least_operation) <= operation.seconds:
           return _Alarm(operation.seconds, operation.name, is_hang=True)
       if self._operations or self._silent is None:
         return None
       self._silent += seconds
       late = self._late_after()
-      limit = late + self._grace if self._adapts and late is not None else self._timeout
+      limit = late + self._grace if self._adapts and late is not None else max(self._timeout, self._least_step)
       if 0 < limit <= self._silent:
         return _Alarm(self._silent, None, is_hang=True)
       if late is not None and self._silent >= late and now >= self._notice_from:

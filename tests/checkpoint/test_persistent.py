@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -323,3 +325,37 @@ def test_only_the_primary_deletes_what_retention_left_half_deleted(tmp_path):
   assert half.exists()
   assert Persistent(str(tmp_path / "c"), toy_state.config(), world=SingleWorld()).unfinished() == {}
   assert not half.exists()
+
+
+class OneOfTwo:
+  """A process of two, each in a thread."""
+
+  size = 2
+
+  def __init__(self, rank, values, barrier):
+    self.rank, self.is_primary, self._values, self._barrier = rank, rank == 0, values, barrier
+
+  def gather(self, value):
+    self._values[self.rank] = value
+    self._barrier.wait(timeout=30)
+    values = list(self._values)
+    self._barrier.wait(timeout=30)
+    return values
+
+
+@pytest.mark.parametrize("method", ["_committed", "verify"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_storage_that_fails_for_one_process_is_an_error_on_both(tmp_path, method, failing):
+  def failure(*args):
+    raise OSError("503")
+
+  values, barrier = [None, None], threading.Barrier(2)
+  tiers = [Persistent(str(tmp_path), toy_state.config(), world=OneOfTwo(rank, values, barrier)) for rank in (0, 1)]
+  for tier in tiers:
+    tier._committed, tier.verify = lambda name: True, lambda *args: {}
+  setattr(tiers[failing], method, failure)
+  with ThreadPoolExecutor(2) as pool:
+    errors = [future.exception(timeout=60) for future in [pool.submit(tier.damage, 4) for tier in tiers]]
+  asked = method == "verify" or failing == 0  # only the primary asks whether a step is committed
+  assert [type(error) for error in errors] == ([CheckpointError] * 2 if asked else [type(None)] * 2)
+  assert all("cannot be read: " in str(error) and "503" in str(error) for error in errors if error)

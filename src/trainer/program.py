@@ -245,11 +245,11 @@ def compiler_options(device: Device, width: int, given: Mapping[str, str | bool]
   given: options of the user. They replace the trainer's own options of the same name.
   """
   own: dict[str, str | bool] = dict(TPU_OPTIONS) if device.platform == "tpu" else {}
-  found = chips.find(device.device_kind)
-  chip = "" if found is None else found.name
-  if chip in _WITH_SPARSECORES:
+  chip = chips.find(device.device_kind)
+  name = "" if chip is None else chip.name
+  if name in _WITH_SPARSECORES:
     own |= SPARSECORE_OPTIONS
-  for least, kib in _ON_CHIP_KIB.get(chip, ()):
+  for least, kib in _ON_CHIP_KIB.get(name, ()):
     if width >= least:
       own[compiler_flags.ON_CHIP_MEMORY_OPTION] = str(kib)
   return {**own, **given}

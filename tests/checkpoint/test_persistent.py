@@ -16,7 +16,7 @@ import pytest
 from tests.support import toy_state
 
 from trainer.checkpoint import CheckpointError, NonFiniteState, run_id
-from trainer.checkpoint.arrays import fingerprint
+from trainer.checkpoint.arrays import fingerprint, single_replica
 from trainer.checkpoint.errors import Rejected
 from trainer.checkpoint.persistent import Persistent
 from trainer.config.errors import ConfigError
@@ -359,3 +359,21 @@ def test_storage_that_fails_for_one_process_is_an_error_on_both(tmp_path, method
   asked = method == "verify" or failing == 0  # only the primary asks whether a step is committed
   assert [type(error) for error in errors] == ([CheckpointError] * 2 if asked else [type(None)] * 2)
   assert all("cannot be read: " in str(error) and "503" in str(error) for error in errors if error)
+
+
+@pytest.mark.parametrize("kind", [CheckpointError, Rejected])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_read_of_one_replica_that_fails_in_one_process_is_an_error_on_both(kind, failing):
+  values, barrier = [None, None], threading.Barrier(2)
+
+  def restore_part(rank):
+    def read_arrays(targets):
+      if rank == failing:
+        raise kind("503")
+      return {}
+
+    single_replica.read(OneOfTwo(rank, values, barrier), read_arrays, {})
+
+  with ThreadPoolExecutor(2) as pool:
+    errors = [future.exception(timeout=60) for future in [pool.submit(restore_part, rank) for rank in (0, 1)]]
+  assert [(type(error), str(error)) for error in errors] == [(kind, "503")] * 2

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import jax
 
 from trainer import runtime_errors
-from trainer import world as world_lib
 from trainer.checkpoint import checksums, retention
 from trainer.checkpoint import run_id as run_id_lib
 from trainer.checkpoint.arrays import fingerprint, host_copy, single_replica, state_tree, verified_load
@@ -27,6 +26,7 @@ from trainer.checkpoint.background import Background
 from trainer.checkpoint.backup import Accept, Candidate, Emit, Log
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
 from trainer.checkpoint.step_folders import COMMIT, MANIFEST, META, UNFINISHED, StepFolders
+from trainer.checkpoint.together import together
 from trainer.config.schema import CheckpointSection
 from trainer.world import World
 
@@ -290,7 +290,7 @@ class Persistent(StepFolders):
     return self.load(candidate.step, abstract, meta), meta
 
   def damage(self, step: int) -> str:
-    """Why the committed checkpoint of `step` is not good; "" if it is good, or if there is none.
+    """Returns why the committed checkpoint of `step` is not good; "" if it is good, or if there is none.
 
     Every process must call. The processes share the work. Every process raises CheckpointError if the storage fails.
     """
@@ -304,18 +304,14 @@ class Persistent(StepFolders):
 
   def _verified(self, step: int) -> dict[str, Any]:
     """The meta of a committed step. The processes share the work, and raise Rejected or CheckpointError together."""
-    failed, reason, meta = "", "", {}
-    try:
-      meta = self.verify(step, self._world.rank, self._world.size)
-    except Rejected as rejection:
-      reason = str(rejection)
-    except OSError as error:
-      failed = f"{self.directory / str(step)} cannot be read: {_first_line(error)}"
-    if failed := world_lib.first_reason(self._world, failed):
-      raise CheckpointError(failed)
-    if reason := world_lib.first_reason(self._world, reason):
-      raise Rejected(reason)
-    return meta
+
+    def verify() -> dict[str, Any]:
+      try:
+        return self.verify(step, self._world.rank, self._world.size)
+      except OSError as error:
+        raise CheckpointError(f"{self.directory / str(step)} cannot be read: {_first_line(error)}") from error
+
+    return together(self._world, verify)
 
   def load(self, step: int, abstract: Any, meta: Mapping[str, Any]) -> Any:
     """The state of `step` (meta: as from `verify`) with the shapes, types and shardings of `abstract`.

@@ -130,7 +130,7 @@ class Tiers:
       return False
     self.check()
     if reason := self._persistent.damage(step):
-      self._rejected(self._persistent, Candidate(step), reason)
+      self._report_rejected(self._persistent, Candidate(step), reason)
       self._persistent.set_aside({str(step): reason})
     return self._persistent.save(step, state, meta, metric=metric)
 
@@ -191,7 +191,7 @@ class Tiers:
     bad: dict[str, str] = {}  # {folder name in storage: reason}
 
     def rejected(backup: StateBackup, candidate: Candidate, reason: str) -> None:
-      self._rejected(backup, candidate, reason)
+      self._report_rejected(backup, candidate, reason)
       if backup is self._persistent:
         bad[str(candidate.step)] = reason
 
@@ -217,7 +217,7 @@ class Tiers:
       self._emit("checkpoint_restored", step=restored.step, tier=restored.tier, path=restored.path)
     return restored
 
-  def _rejected(self, backup: StateBackup, candidate: Candidate, reason: str) -> None:
+  def _report_rejected(self, backup: StateBackup, candidate: Candidate, reason: str) -> None:
     path = backup.path(candidate)
     self._log(f"Checkpoint of step {candidate.step} ({backup.tier}, {path}) is not used: {reason}.")
     self._emit("checkpoint_rejected", step=candidate.step, tier=backup.tier, reason=reason)

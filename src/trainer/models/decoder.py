@@ -172,8 +172,9 @@ class Decoder(nnx.Module):
     # Gather over tensor and context first. With the constraint of the lookup alone, the compiler gathers the whole
     # table on every chip. With none, the processes of a slice of CPUs may wait for each other for ever (iota and an odd
     # vocabulary).
-    divides = table_VD.shape[0] % num_shards(FSDP) == 0
-    table_VD = constrain(table_VD, *(("table_vocab", "embed") if divides else ("lookup_vocab", "lookup_embed")))
+    divides = len(table_VD) % num_shards(FSDP) == 0
+    axes = ("table_vocab", "embed") if divides else ("lookup_vocab", "lookup_embed")
+    table_VD = constrain(table_VD, *axes)
     if iota:
       one_hot = tokens_BT[..., None] == jnp.arange(self.cfg.vocab_size, dtype=tokens_BT.dtype)
       return jnp.einsum("btv,vd->btd", one_hot.astype(dtype), table_VD.astype(dtype))

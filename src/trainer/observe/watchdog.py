@@ -19,6 +19,7 @@ from trainer.observe.log import Log
 
 EXIT_CODE = 134  # 128 + SIGABRT, what schedulers show for an aborted process
 LONG_OPERATION_FACTOR = 10  # a start, an evaluation or a save may take this many times the timeout of a step
+_LEAST_OPERATION_SECONDS = 1800.0  # a long operation may take this long after `Watchdog.limit`
 _REPORT_SECONDS = 5.0
 
 # A step is late after max(LATE_SECONDS, LATE_FACTOR x the 99th percentile of the last _STEPS steps), once the attempt
@@ -27,7 +28,6 @@ LATE_SECONDS, LATE_FACTOR = 5.0, 3.0
 _STEPS, _FEWEST = 200, 20
 _NOTICE_SECONDS = 600.0  # between two reports of late steps: a slow disk must not fill the log with stacks
 ADAPTIVE = -1.0  # a timeout: a late step is a hang
-_LEAST_OPERATION = 1800.0  # seconds; see `Watchdog.limit`
 _ADAPTIVE_TIMEOUT = 60.0  # before enough steps are known, and for long operations
 
 
@@ -75,7 +75,7 @@ class Watchdog:
     self._adapts, self._grace = timeout == ADAPTIVE, _ADAPTIVE_TIMEOUT if recovers else 0.0
     self._timeout = _ADAPTIVE_TIMEOUT if self._adapts else timeout
     self._key = "watchdog_timeout_seconds"  # of the configuration, which sets the timeout
-    self._least_step = self._least_operation = 0.0  # the shortest limits that the timeout can give; see `limit`
+    self._step_limit, self._operation_limit = self._timeout, LONG_OPERATION_FACTOR * self._timeout
     self._log, self._events = log, events
     self._monotonic, self._end = monotonic, end
     self._tick = min(1.0, self._timeout / 20 or 1.0)
@@ -110,14 +110,14 @@ class Watchdog:
   def limit(self, timeout: float, key: str) -> None:
     """Sets the timeout if it was 0, from now on. key: of the configuration, for the report.
 
-    A step may still take LONG_OPERATION_FACTOR times the longest of the attempt, and a long operation half an hour: who
-    did not ask for a timeout must not lose a healthy process by it.
+    A step may still take LONG_OPERATION_FACTOR times the longest step of the attempt, and a long operation half an
+    hour: a user who has set no timeout must not lose a healthy process by this one.
     """
     with self._lock:
       if self._timeout == 0:
         self._timeout, self._key = timeout, key
-        self._least_step = LONG_OPERATION_FACTOR * max(self._step_seconds, default=0.0)
-        self._least_operation = _LEAST_OPERATION
+        self._step_limit = max(timeout, LONG_OPERATION_FACTOR * max(self._step_seconds, default=0.0))
+        self._operation_limit = max(LONG_OPERATION_FACTOR * timeout, _LEAST_OPERATION_SECONDS)
         for operation in self._operations:
           operation.seconds = 0.0
         if self._silent is not None:
@@ -182,13 +182,13 @@ class Watchdog:
     with self._lock:
       for operation in self._operations:
         operation.seconds += seconds
-        if 0 < max(LONG_OPERATION_FACTOR * self._timeout, self._least_operation) <= operation.seconds:
+        if 0 < self._operation_limit <= operation.seconds:
           return _Alarm(operation.seconds, operation.name, is_hang=True)
       if self._operations or self._silent is None:
         return None
       self._silent += seconds
       late = self._late_after()
-      limit = late + self._grace if self._adapts and late is not None else max(self._timeout, self._least_step)
+      limit = late + self._grace if self._adapts and late is not None else self._step_limit
       if 0 < limit <= self._silent:
         return _Alarm(self._silent, None, is_hang=True)
       if late is not None and self._silent >= late and now >= self._notice_from:

@@ -9,10 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from trainer import world as world_lib
 from trainer.checkpoint.arrays import boxes, broadcast
 from trainer.checkpoint.arrays.verified_load import Read
-from trainer.checkpoint.errors import Rejected
+from trainer.checkpoint.together import together
 from trainer.mesh import DATA
 from trainer.world import World
 
@@ -26,8 +25,8 @@ def first_replica(mesh: Mesh) -> Mesh:
 def read(world: World, read_arrays: Read, targets: Mapping[str, Any]) -> dict[str, jax.Array]:
   """What `read_arrays(targets)` gives on every device, read by the first replica only. A collective.
 
-  Raises Rejected on every process where it is raised on one. Arrays sharded over `data` have no replicas and are read
-  by all.
+  Every process raises the Rejected or CheckpointError that one of them raises. Arrays sharded over `data` have no
+  replicas and are read by all.
   """
   replicated = {name: x for name, x in targets.items() if DATA in broadcast.spare_axes(x.sharding)}
   mine = {
@@ -37,13 +36,8 @@ def read(world: World, read_arrays: Read, targets: Mapping[str, Any]) -> dict[st
     for name, x in replicated.items()
   }
   mine = {name: x for name, x in mine.items() if x.sharding.addressable_devices}
-  reason, arrays = "", {}
-  try:
-    arrays = dict(read_arrays(mine | {name: x for name, x in targets.items() if name not in replicated}))
-  except Rejected as rejection:
-    reason = str(rejection)
-  if reason := world_lib.first_reason(world, reason):
-    raise Rejected(reason)
+  mine |= {name: x for name, x in targets.items() if name not in replicated}
+  arrays = together(world, lambda: dict(read_arrays(mine)))
   for name, target in replicated.items():
     parts = {}
     if name in arrays:

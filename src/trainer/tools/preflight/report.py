@@ -10,7 +10,6 @@ from trainer.compiled.collectives import Collective
 from trainer.compiled.simulation import Timeline, Transfer
 from trainer.config.errors import counted
 from trainer.elastic import batch_plan
-from trainer.elastic.batch_plan import PlanCost
 from trainer.observe.chips import Chip
 from trainer.remat_choice import Candidate, Choice
 
@@ -71,7 +70,7 @@ def state_lines(sizes: StateSizes) -> list[str]:
   ]
 
 
-def degraded_lines(table: Sequence[PlanCost], total: int) -> list[str]:
+def degraded_lines(table: Sequence[batch_plan.PlanCost], total: int) -> list[str]:
   """Returns what a step costs with k of N slices alive. An empty table means that all slices are needed."""
   if total == 1:
     return ["Slices: one; the run cannot continue if it is lost"]

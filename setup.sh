@@ -174,7 +174,7 @@ else
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
     --constraint "$root/requirements.lock" --editable "$target"
 fi
-"$venv/bin/python" -m compileall -q "$root/src/trainer"
+"$venv/bin/python" -m compileall -q "$root/src"
 
 # ---- torch, for the tests against transformers, where a CPU build of it is to be had
 

@@ -11,7 +11,7 @@ extensions = ["myst_parser"]
 html_theme = "furo"  # loads nothing from the internet
 html_title = "trainer"
 root_doc = "README"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**"]
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**", "src/*/README.md"]
 myst_heading_anchors = 3
 nitpicky = True
 # A code block without a language is a command or output; Pygments then guesses Python.
@@ -32,6 +32,9 @@ def _add_contents(app: Sphinx, page: str, source: list[str]) -> None:
   names = sorted(path.stem for path in (folder / "docs").glob("*.md"))
   guides = [f"docs/{name}" for name in (*_FIRST, *(name for name in names if name not in _FIRST))]
   benchmarks = sorted(f"docs/benchmarks/{path.stem}" for path in (folder / "docs" / "benchmarks").glob("*.md"))
-  for title, pages in (("Guides", guides), ("Benchmarks", benchmarks), ("Project", ["CONTRIBUTING", "CHANGELOG"])):
+  packages = sorted(f"src/{path.parent.name}/README" for path in folder.glob("src/*/README.md"))
+  project_pages = ["CONTRIBUTING", "CHANGELOG"]
+  sections = {"Guides": guides, "Benchmarks": benchmarks, "Packages": packages, "Project": project_pages}
+  for title, pages in sections.items():
     entries = "\n".join(pages)
     source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{entries}\n```\n"

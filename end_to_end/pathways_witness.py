@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Any
 
-from trainer.standin import send, start_standin
+from pathways_standin.process import send, start_standin
 
 STEPS, KILL_AFTER, REVIVE_AFTER = 16, 4, 8
 SLICES = 3

@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.standin import Standin, start_standin
+from pathways_standin.process import Standin, start_standin
 
 _HELD = ("arrays", "executables", "host_buffers", "futures")
 _MOST_GROWTH = 200  # bytes of resident memory for each dispatch, between the two halves; allocators never settle quite

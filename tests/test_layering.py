@@ -5,14 +5,18 @@ from __future__ import annotations
 import ast
 import functools
 import pathlib
+import sys
 
 import pytest
 
 SOURCE = pathlib.Path(__file__).parents[1] / "src"
 
+# Package -> the packages that it may import.
+PACKAGES = {"pathways_standin": set(), "stepcost": set(), "trainer": {"pathways_standin", "stepcost"}}
+
 # From the bottom up. A part may import parts of lower rows, not of its own row.
 LAYERS = (
-  {"addresses", "compilation_cache", "runtime_errors", "signals", "standin", "world"},
+  {"addresses", "compilation_cache", "runtime_errors", "signals", "world"},
   {"config"},
   {"observe"},
   {"report"},
@@ -25,9 +29,9 @@ LAYERS = (
   {"step"},
   {"share_sums"},
   {"memory", "program", "run_data"},
-  {"compiled"},
   {"announce"},
-  {"remat_choice", "session", "start", "stepper"},
+  {"preflight"},
+  {"session", "start", "stepper"},
   {"step_records", "after_step", "peer_stepper"},
   {"peer_attempt"},
   {"train"},
@@ -37,17 +41,17 @@ LAYERS = (
 
 
 @functools.cache
-def modules() -> dict[str, ast.Module]:
-  """Module name -> syntax tree, of the whole package."""
+def modules(package: str = "trainer") -> dict[str, ast.Module]:
+  """Module name -> syntax tree, of a whole package."""
   found = {}
-  for path in sorted((SOURCE / "trainer").rglob("*.py")):
+  for path in sorted((SOURCE / package).rglob("*.py")):
     parts = path.relative_to(SOURCE).with_suffix("").parts
     found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text())
   return found
 
 
 def imports(tree: ast.AST, known: dict[str, ast.Module]) -> set[str]:
-  """The trainer modules that `tree` imports, those inside functions included."""
+  """The modules of our packages that `tree` imports, those inside functions included."""
   names = set()
   for node in ast.walk(tree):
     if isinstance(node, ast.Import):
@@ -56,7 +60,7 @@ def imports(tree: ast.AST, known: dict[str, ast.Module]) -> set[str]:
       assert node.level == 0, f"line {node.lineno}: imports are absolute here"
       parent = node.module or ""
       names |= {f"{parent}.{alias.name}" if f"{parent}.{alias.name}" in known else parent for alias in node.names}
-  return {name for name in names if name == "trainer" or name.startswith("trainer.")}
+  return {name for name in names if name.partition(".")[0] in PACKAGES}
 
 
 def part(module: str) -> str:
@@ -72,7 +76,7 @@ def violations(importer: str, imported: set[str]) -> list[str]:
   return [
     f"{importer} imports {name}: {part(name)} is {'beside' if rank[part(name)] == rank[mine] else 'above'} {mine}"
     for name in sorted(imported)
-    if name != "trainer" and part(name) != mine and rank[part(name)] >= rank[mine]
+    if name.startswith("trainer.") and part(name) != mine and rank[part(name)] >= rank[mine]
   ]
 
 
@@ -97,9 +101,34 @@ def test_the_check_sees_upward_and_sideways_imports(importer, text, complaint):
   assert line.endswith(complaint)
 
 
-def test_no_import_cycles():
+def test_packages_import_only_what_the_table_says():
+  assert {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()} == PACKAGES.keys()
+  for package, allowed in PACKAGES.items():
+    known = modules(package)
+    imported = {name.partition(".")[0] for tree in known.values() for name in imports(tree, known)}
+    assert imported - {package} == allowed, package
+
+
+@pytest.mark.parametrize(
+  "package, libraries",
+  [("pathways_standin", {"jax", "jaxlib", "numpy", "ml_dtypes", "grpc", "google"}), ("stepcost", {"numpy", "jax"})],
+)
+def test_packages_of_their_own_need_few_libraries(package, libraries):
+  """They are installed without the dependencies of the trainer."""
+  roots = set()
+  for tree in modules(package).values():
+    for node in ast.walk(tree):
+      if isinstance(node, ast.Import):
+        roots |= {alias.name.partition(".")[0] for alias in node.names}
+      elif isinstance(node, ast.ImportFrom):
+        roots.add((node.module or "").partition(".")[0])
+  assert roots - sys.stdlib_module_names - {package} == libraries
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_import_cycles(package):
   """Also inside a part. Imports under TYPE_CHECKING and inside functions count."""
-  known = modules()
+  known = modules(package)
   graph = {name: imports(tree, known) - {name} for name, tree in known.items()}
   while leaves := [name for name, needs in graph.items() if not needs & graph.keys()]:
     for name in leaves:

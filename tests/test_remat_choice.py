@@ -9,16 +9,16 @@ import pytest
 import yaml
 from end_to_end.command import Run
 
+from stepcost import chips
 from trainer import config as config_lib
-from trainer import memory, remat_choice
+from trainer import memory
 from trainer.cluster.simulated import SimulatedCluster
-from trainer.compiled import analysis
-from trainer.compiled.analysis import DoesNotFit, Memory, Refused
 from trainer.config.errors import ConfigError
 from trainer.config.schema import RematPolicy
 from trainer.kernels import remat
-from trainer.observe import chips
-from trainer.remat_choice import CANDIDATES, FIXED_ORDER
+from trainer.preflight import analysis, remat_choice
+from trainer.preflight.analysis import DoesNotFit, Memory, Refused
+from trainer.preflight.remat_choice import CANDIDATES, FIXED_ORDER
 from trainer.world import SingleWorld
 
 KEYS = (

@@ -78,9 +78,9 @@ def main() -> None:
 
 def _row(model: str, config: Config, gpus: Sequence[Any]) -> str:
   """Returns one row of the table."""
-  from trainer.compiled import analysis
-  from trainer.observe import chips
-  from trainer.tools.preflight.report import milliseconds, size
+  from stepcost import chips
+  from stepcost.text import milliseconds, size
+  from trainer.preflight import analysis
 
   chip = chips.find("H100")
   assert chip is not None

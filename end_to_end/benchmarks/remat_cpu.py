@@ -19,7 +19,7 @@ from end_to_end.benchmarks.common import positive
 from trainer import program
 from trainer.config.load import load
 from trainer.data import make_loader
-from trainer.remat_choice import CANDIDATES
+from trainer.preflight.remat_choice import CANDIDATES
 
 
 def main() -> None:

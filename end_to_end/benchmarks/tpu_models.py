@@ -16,7 +16,7 @@ import sys
 from end_to_end.benchmarks.common import model_config
 from end_to_end.command import ROOT
 
-from trainer.cluster import topologies
+from stepcost import topologies
 from trainer.config import ConfigError
 
 SMALL, MEDIUM, LARGE, HUGE = ("v5e-16", "3"), ("v5e-256", "2"), ("v5p-256", "2"), ("v5p-1024", "2")
@@ -66,10 +66,10 @@ def _row(model: str, topology: str, slices: int, keys: list[str]) -> str:
   config = model_config(model, KEYS, keys)
   place = topologies.resolve(topology)
   topologies.prepare_environment()
-  from trainer.compiled import analysis
-  from trainer.compiled.events import Channel
-  from trainer.observe import chips
-  from trainer.tools.preflight.report import milliseconds, size
+  from stepcost import chips
+  from stepcost.events import Channel
+  from stepcost.text import milliseconds, size
+  from trainer.preflight import analysis
 
   devices = topologies.devices(place, slices)
   chip = chips.find(devices[0][0].device_kind)

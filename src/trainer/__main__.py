@@ -98,7 +98,7 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
       program.check_compiler_flags(config, cluster.view(cluster.slices).devices)
       note = ""
       if config.model.remat_policy is RematPolicy.AUTO:
-        from trainer import remat_choice  # reads compiled programs, so only if it is needed
+        from trainer.preflight import remat_choice  # reads compiled programs, so only if it is needed
 
         config, note = remat_choice.resolve(config, cluster, log.to_stdout)
         origins["remat_policy"] = "chosen for these devices, because of remat_policy=auto"

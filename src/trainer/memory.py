@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
+from stepcost import chips
 from trainer.cluster import Cluster
 from trainer.config.errors import ConfigError, counted
-from trainer.observe import chips
 
 # Files with the memory limit of a container, for cgroup v2 and v1.
 CONTAINER_LIMITS = (

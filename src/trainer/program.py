@@ -20,6 +20,7 @@ from jax import Device
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from stepcost import chips
 from trainer import mesh as mesh_lib
 from trainer import optimizers, sharding, state, step
 from trainer.cluster import View
@@ -35,7 +36,6 @@ from trainer.kernels.cross_entropy import CHUNK_LOGITS_BYTES
 from trainer.models import rope
 from trainer.models.decoder import DecoderFunctions
 from trainer.models.layers import Kernels
-from trainer.observe import chips
 from trainer.share_sums import OneProgram, ShareSums, Stages, Traced
 from trainer.state import TrainState
 from trainer.step import Sums

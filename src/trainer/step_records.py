@@ -6,11 +6,11 @@ import time
 
 import jax
 
+from stepcost import chips
 from trainer import step as step_lib
 from trainer.config import counts
 from trainer.config.schema import Config
 from trainer.elastic.attempt import ElasticRun
-from trainer.observe import chips
 from trainer.observe.metrics import StepRecord
 from trainer.observe.throughput import Throughput
 from trainer.session import Session

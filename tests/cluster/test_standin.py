@@ -6,11 +6,11 @@ import time
 
 import pytest
 
+from pathways_standin.process import StandinError
 from trainer.cluster import standin
 from trainer.cluster.pathways import PathwaysCluster
 from trainer.config import ConfigError, load
 from trainer.config.schema import ClusterSection
-from trainer.standin import StandinError
 
 SECTION = ClusterSection(cluster="pathways", cluster_standin="2x1")
 

@@ -9,8 +9,9 @@ import textwrap
 import numpy as np
 import pytest
 
+from stepcost import chips
 from trainer.config.schema import ObserveSection
-from trainer.observe import chips, events, log, metrics, throughput
+from trainer.observe import events, log, metrics, throughput
 
 
 def record(step: int, **changes) -> metrics.StepRecord:

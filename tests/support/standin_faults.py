@@ -23,7 +23,7 @@ from jax.experimental import io_callback
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pathwaysutils.elastic import elastic
 
-from trainer import standin
+from pathways_standin import process
 
 SCENARIOS = {}
 PROCESS_SCENARIOS = {}
@@ -63,7 +63,7 @@ class Setup:
     return jax.device_put(self.value, sharding)
 
   def control(self, *words):
-    return standin.send(self.control_path, [str(word) for word in words])
+    return process.send(self.control_path, [str(word) for word in words])
 
   def worker(self, slice_id):
     """The id of the process of a slice; None if it has none."""

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from trainer.compiled import analysis
+from trainer.preflight import analysis
 
 TINY = (
   "configs/base.yml run_name=t base_output_directory=unused dataset_type=synthetic base_emb_dim=128 "

@@ -13,14 +13,14 @@ import pytest
 from tests.support import needs
 from tests.tools.preflight_command import TINY, command, compile_once
 
-from trainer import config, memory, remat_choice
-from trainer.compiled import analysis
-from trainer.compiled.events import Channel
-from trainer.compiled.prices import Basis
+from stepcost import chips
+from stepcost.__main__ import main as schedule
+from stepcost.events import Channel
+from stepcost.prices import Basis
+from trainer import config, memory
 from trainer.config.schema import RematPolicy
-from trainer.observe import chips
-from trainer.tools.preflight import schedule
-from trainer.tools.preflight.__main__ import main
+from trainer.preflight import analysis, remat_choice
+from trainer.tools.preflight import main
 
 TPU = ["attention=flash", "remat_policy=full", "compile_topology=v5e-4", "compile_topology_num_slices=2"]
 
@@ -28,9 +28,8 @@ TPU = ["attention=flash", "remat_policy=full", "compile_topology=v5e-4", "compil
 @pytest.fixture
 def no_compiler(monkeypatch):
   """Findings that a test provides instead of compiling: {slices: finding}."""
-  from trainer.compiled import analysis
-  from trainer.observe import chips
-  from trainer.tools.preflight import cpu_peaks
+  from stepcost import chips
+  from trainer.preflight import analysis, cpu_peaks
 
   found: dict[int, analysis.Finding] = {}
   monkeypatch.setattr(analysis, "analyse", lambda config, slices, total: found[len(slices)])
@@ -184,7 +183,7 @@ def test_for_tpus_that_this_machine_does_not_have(tmp_path, capsys):
   assert "Step time: unknown" in one
   assert "Missing in these times" not in two, "each transfer has a start and an end"
   # The file holds the step on all slices.
-  assert schedule.main([str(file), "--slices=2", "--devices-per-slice=4", "--chip=v5e"]) == 0
+  assert schedule([str(file), "--slices=2", "--devices-per-slice=4", "--chip=v5e"]) == 0
   text = capsys.readouterr().out
   assert f"| step time | {estimate[1]} |" in text and f"| DCN exposed | {estimate[2]} |" in text
 
@@ -208,7 +207,7 @@ def test_the_policy_with_the_shortest_estimated_step_is_analysed_and_kept(monkey
 
 @needs.libtpu
 def test_little_optimization_changes_memory_but_not_flops_or_communication():
-  from trainer.cluster import topologies
+  from stepcost import topologies
 
   slices = topologies.devices(topologies.resolve("v5e-4"), 1)
   quick = analysis.analyse(config.load([*TINY, *TPU]), slices, 2)
@@ -249,7 +248,7 @@ def test_a_step_that_fails_with_little_optimization_is_compiled_with_full_optimi
 @needs.libtpu
 def test_slices_exchange_the_gradients_once():
   """Each chip sends its float32 shard of every gradient once, for any number of micro-batches, of tied tables too."""
-  from trainer.cluster import topologies
+  from stepcost import topologies
   from trainer.config.counts import parameter_count
 
   changes = "gradient_accumulation_steps=2 logits_via_embedding=true use_qk_norm=false"
@@ -293,8 +292,7 @@ def test_attention_counts_once_per_run_of_its_kernels(policy, forward):
   import jax
   import jax.numpy as jnp
 
-  from trainer.cluster import topologies
-  from trainer.compiled import costs, hlo
+  from stepcost import costs, hlo, topologies
   from trainer.config.schema import ModelSection
   from trainer.kernels import attention_splash, remat
 
@@ -323,7 +321,7 @@ def test_attention_counts_once_per_run_of_its_kernels(policy, forward):
 def test_offloaded_activations_go_to_the_host_and_back_once():
   """Queries, keys, values, the output projection and the two inner arrays of the MLP, per token in bf16. The output of
   the MLP is not offloaded, because the backward pass does not read it."""
-  from trainer.cluster import topologies
+  from stepcost import topologies
 
   # jax 0.12 unrolls a loop over two layers, and then the compiler moves the last layer's arrays twice.
   three = [key.replace("num_decoder_layers=2", "num_decoder_layers=3") for key in TINY]
@@ -337,7 +335,7 @@ def test_offloaded_activations_go_to_the_host_and_back_once():
 
 
 def test_without_the_compiler_the_error_says_what_to_install(monkeypatch, capsys):
-  monkeypatch.setattr("trainer.cluster.topologies.importlib.util.find_spec", lambda name: None)
+  monkeypatch.setattr("stepcost.topologies.importlib.util.find_spec", lambda name: None)
   assert main([*TINY, *TPU]) == 2
   assert "setup.sh --tpu" in capsys.readouterr().err
 
@@ -365,7 +363,7 @@ def test_the_out_of_memory_message_of_the_compiler_is_shortened(message, expecte
 
 @needs.libtpu
 def test_a_step_that_does_not_fit_is_reported_with_the_numbers_of_the_compiler():
-  from trainer.cluster import topologies
+  from stepcost import topologies
 
   large = "max_target_length=512 per_device_batch_size=8192 attention=dot_product remat_policy=none".split()
   cfg = config.load([*TINY[:-2], *large])

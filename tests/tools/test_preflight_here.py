@@ -6,9 +6,9 @@ import re
 
 from tests.tools.preflight_command import AUTO, TINY, command, compile_once
 
-from trainer.observe.chips import Chip
-from trainer.tools.preflight import cpu_peaks
-from trainer.tools.preflight.__main__ import main
+from stepcost.chips import Chip
+from trainer.preflight import cpu_peaks
+from trainer.tools.preflight import main
 
 
 def test_for_this_machine():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.membership.messages import deal
-from trainer.tools.preflight import report
+from trainer.preflight import report
 
 
 @pytest.mark.parametrize("total, micro_batches", [(3, 1), (4, 2), (5, 3)])

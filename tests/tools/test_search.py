@@ -8,14 +8,13 @@ import types
 
 import pytest
 
-from trainer.compiled import costs, hlo
-from trainer.compiled.analysis import Analysis, DoesNotFit, Memory, Refused
+from stepcost import chips, costs, hlo
 from trainer.config import load
 from trainer.config.errors import ConfigError
 from trainer.config.schema import RematPolicy
-from trainer.observe import chips
-from trainer.remat_choice import CANDIDATES
-from trainer.tools.preflight import search
+from trainer.preflight import search
+from trainer.preflight.analysis import Analysis, DoesNotFit, Memory, Refused
+from trainer.preflight.remat_choice import CANDIDATES
 
 CHIP = chips.Chip("test", (), 1e12, 1000, 1e9, 1e9)
 # Bytes per example, by policy.

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import jax
 
+from pathways_standin.process import Standin, StandinError, start_standin
 from trainer.cluster import cpu_compiler
 from trainer.cluster.api import FaultTarget
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
-from trainer.standin import Standin, StandinError, start_standin
 
 REPLACEMENT_SECONDS = 1.0  # how long the stand-in's scheduler takes to replace a slice that the run waits for
 
@@ -48,7 +48,7 @@ def describe(server: Standin) -> str:
   port = server.address.rpartition(":")[2]
   return (
     f"The stand-in for Pathways is process {server.process.pid}{of_slices}. Commands for it: "
-    f"python -m trainer.launch.pathways_standin.control --port {port} --help"
+    f"python -m pathways_standin.control --port {port} --help"
   )
 
 

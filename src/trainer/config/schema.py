@@ -43,7 +43,7 @@ class RematPolicy(StrEnum):
   QKV_PROJ_OFFLOADED = "qkv_proj_offloaded"
   MINIMAL_OFFLOADED = "minimal_offloaded"
   CUSTOM = "custom"
-  AUTO = "auto"  # only until the program is built: trainer.remat_choice replaces it
+  AUTO = "auto"  # only until the program is built: trainer.preflight.remat_choice replaces it
 
 
 class DegradedStep(StrEnum):
@@ -595,7 +595,7 @@ class PreflightSection(Section):
   )
   preflight_hlo_file: str = Field(
     "",
-    description="File for the compiled step on all slices, as HLO text (preflight.hlo_file=FILE), to read with trainer.tools.preflight.schedule. Empty: no file.",
+    description="File for the compiled step on all slices, as HLO text (preflight.hlo_file=FILE), to read with stepcost. Empty: no file.",
   )
 
 

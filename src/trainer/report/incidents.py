@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.observe import chips
+from stepcost import chips
 from trainer.report.history import Run
 
 # Tier of a recovery -> where the state came from.

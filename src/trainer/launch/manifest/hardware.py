@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from trainer.cluster import topologies
+from stepcost import topologies
 from trainer.config import ConfigError
 
 CHIPS_PER_HOST = 4
@@ -45,8 +45,7 @@ def resolve(tpu_type: str) -> Slice:
   try:
     found = topologies.resolve(tpu_type)
   except topologies.TopologyError as error:
-    message = str(error).replace("compile_topology=", "--tpu-type ")
-    raise ConfigError(f"{message}\nGive Google Cloud's name, such as v5litepod-16 or v5p-64.") from None
+    raise ConfigError(f"--tpu-type {error}\nGive Google Cloud's name, such as v5litepod-16 or v5p-64.") from None
   version, _, shape = found.jax_name.partition(":")
   if found.chips < CHIPS_PER_HOST:
     raise ConfigError(

@@ -1,0 +1,217 @@
+"""Commands for a running stand-in: its state, its faults, and faults at a certain dispatch.
+
+A command is a list of words; `arguments.COMMANDS` has their forms. A dispatch is a program that a client has started;
+they are counted from the start of the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import logging
+import os
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from pathways_standin.arguments import COMMANDS
+from pathways_standin.runtime import Runtime
+from pathways_standin.slices import Slices
+from pathways_standin.status import CODES
+from pathways_standin.wire import Service
+
+_log = logging.getLogger(__name__)
+
+_CHANGES = frozenset({"kill", "revive", "reset"})
+_RANDOM = "(random)"  # marks a planned command that plans the next one
+_EXIT_CODE = 70  # of a server that was told to exit
+
+
+class CommandError(ValueError):
+  """A command that does not exist or has wrong arguments."""
+
+
+class Commands:
+  """Executes commands. All methods may be called from any thread."""
+
+  def __init__(self, slices: Slices, runtime: Runtime, service: Service) -> None:
+    self._slices, self._runtime, self._service = slices, runtime, service
+    self._planned: list[tuple[int, int, list[str]]] = []  # heap: dispatch, order, command
+    self._random: Iterator[tuple[int, str]] = iter(())
+    self._order = itertools.count()
+    self._lock = threading.Lock()
+    self._changes = threading.RLock()  # a slice is not revived while it is being killed
+    slices.on_dispatch = self._on_dispatch
+
+  def execute(self, words: list[str]) -> dict[str, Any]:
+    """What the command reports. Raises CommandError."""
+    verb, rest = (words[0], words[1:]) if words else ("", [])
+    run = getattr(self, f"_do_{verb}", None) if verb.isalpha() else None
+    if run is None:
+      raise CommandError(f"{' '.join(words)!r} is no command. The commands are:\n{COMMANDS}")
+    with self._changes if verb in _CHANGES else contextlib.nullcontext():
+      answer = run(rest)
+    if verb != "status":
+      _log.info("%s: %s", " ".join(words), answer)
+    return answer
+
+  def _do_status(self, words: list[str]) -> dict[str, Any]:
+    _count(words, 0, 0, "status")
+    clients = [session.describe() for session in self._service.sessions()]
+    with self._lock:
+      planned = [f"at {at} {' '.join(command)}" for at, _, command in sorted(self._planned)]
+    return {
+      "slices": [entry | self._runtime.describe(s) for s, entry in enumerate(self._slices.describe())],
+      "dispatches": self._slices.dispatches,
+      "planned": planned,
+      "clients": clients,
+    }
+
+  def _do_kill(self, words: list[str]) -> dict[str, Any]:
+    _count(words, 1, None, "kill SLICE [CODE [TEXT]]")
+    slice_id, code = self._slice(words[0]), words[1] if len(words) > 1 else "DATA_LOSS"
+    if code not in CODES:
+      raise CommandError(f"{code!r} is no error code. Use one of {', '.join(CODES)}.")
+    before = self._slices.lost_shards
+    if len(words) == 1:
+      self._runtime.shut_down(slice_id)  # a process is killed, and the loss is noticed, as if a user had killed it
+    if len(words) > 1 or not self._slices.is_down(slice_id):
+      self._slices.kill(slice_id, code, " ".join(words[2:]))
+    self._runtime.shut_down(slice_id)
+    return {"lost_shards": self._slices.lost_shards - before}
+
+  def _do_revive(self, words: list[str]) -> dict[str, Any]:
+    _count(words, 1, 1, "revive SLICE")
+    self._revive(self._slice(words[0]))
+    return {}
+
+  def _do_hang(self, words: list[str]) -> dict[str, Any]:
+    _count(words, 1, 2, "hang SLICE [SECONDS]")
+    self._slices.hang(self._slice(words[0]), _seconds(words[1]) if len(words) > 1 else None)
+    return {}
+
+  def _do_release(self, words: list[str]) -> dict[str, Any]:
+    _count(words, 1, 1, "release SLICE")
+    self._slices.release(self._slice(words[0]))
+    return {}
+
+  def _do_slow(self, words: list[str]) -> dict[str, Any]:
+    _count(words, 2, 2, "slow SLICE SECONDS")
+    self._slices.slow(self._slice(words[0]), _seconds(words[1]))
+    return {}
+
+  def _do_reset(self, words: list[str]) -> dict[str, Any]:
+    _count(words, 0, 0, "reset")
+    with self._lock:
+      self._planned.clear()
+    for slice_id in range(self._slices.devices.slices):
+      self._revive(slice_id)
+      self._slices.release(slice_id)
+      self._slices.slow(slice_id, 0.0)
+    return {}
+
+  def _do_drop(self, words: list[str]) -> dict[str, Any]:
+    _count(words, 0, 0, "drop")
+    return {"clients": self._service.drop()}
+
+  def _do_exit(self, words: list[str]) -> dict[str, Any]:
+    _count(words, 0, 0, "exit")
+    os._exit(_EXIT_CODE)
+
+  def _do_at(self, words: list[str]) -> dict[str, Any]:
+    _count(words, 2, None, "at DISPATCH COMMAND")
+    number = words[0].removeprefix("+")
+    if not number.isdecimal():
+      raise CommandError(f"at {words[0]}: DISPATCH must be a whole number, or +N. Use it like: at 120 kill 1")
+    if not hasattr(self, f"_do_{words[1]}"):
+      raise CommandError(f"at {words[0]} {words[1]}: {words[1]!r} is no command. The commands are:\n{COMMANDS}")
+    at = int(number) + (self._slices.dispatches if words[0].startswith("+") else 0)
+    with self._lock:
+      heapq.heappush(self._planned, (at, next(self._order), words[1:]))
+    return {"at": at}
+
+  def _do_random(self, words: list[str]) -> dict[str, Any]:
+    _count(words, 2, 2, "random SEED MEAN")
+    seed, mean = words
+    if not seed.isdecimal() or not mean.isdecimal() or int(mean) < 1:
+      raise CommandError(f"random {seed} {mean}: SEED and MEAN must be whole numbers, and MEAN at least 1.")
+    now = self._slices.dispatches
+    with self._lock:
+      self._random = random_faults(int(seed), int(mean), self._slices.devices.slices, start=now)
+      self._plan_random()
+    return {"from": now}
+
+  def _plan_random(self) -> None:
+    """Plans the next random fault; the lock is held."""
+    for at, command in itertools.islice(self._random, 1):
+      heapq.heappush(self._planned, (at, next(self._order), [*command.split(), _RANDOM]))
+
+  def _on_dispatch(self, dispatches: int) -> None:
+    """Executes what is planned for now. Called by the slices after each dispatch."""
+    while self._planned:
+      with self._lock:
+        if not self._planned or self._planned[0][0] > dispatches:
+          return
+        command = heapq.heappop(self._planned)[2]
+        if command[-1] == _RANDOM:
+          command = command[:-1]
+          self._plan_random()
+      try:
+        self.execute(command)
+      except CommandError as error:
+        _log.error("a planned command failed: %s", error)
+
+  def _revive(self, slice_id: int) -> None:
+    self._runtime.start_up(slice_id)
+    with self._slices.lock:  # the process may end at any time
+      if not self._runtime.runs(slice_id):
+        raise CommandError(f"the process of slice {slice_id} ended at once. The messages of the server say why.")
+      self._slices.revive(slice_id)
+
+  def _slice(self, word: str) -> int:
+    count = self._slices.devices.slices
+    if not word.isdecimal() or int(word) >= count:
+      raise CommandError(f"{word!r} is no slice. The slices are 0 to {count - 1}.")
+    return int(word)
+
+
+def random_faults(seed: int, mean: int, slices: int, start: int = 0) -> Iterator[tuple[int, str]]:
+  """Endless (dispatch, command). At least one slice is always well; a hang ends by itself, because a client that waits
+  for the slice may dispatch nothing more."""
+  rng = random.Random(seed)
+  at, cures = start, dict[int, str]()  # ill slice -> what cures it
+  while True:
+    at += 1 + int(rng.expovariate(1 / mean))
+    well = [s for s in range(slices) if s not in cures]
+    if cures and (len(well) == 1 or rng.random() < 0.5):
+      slice_id = rng.choice(sorted(cures))
+      yield at, cures.pop(slice_id)
+    elif len(well) > 1:
+      slice_id, kind = rng.choice(well), rng.choice(("kill", "hang", "slow"))
+      if kind == "kill":
+        cures[slice_id] = f"revive {slice_id}"
+        yield at, f"kill {slice_id}"
+      elif kind == "hang":
+        yield at, f"hang {slice_id} {rng.uniform(0.1, 3.0):.2f}"
+      else:
+        cures[slice_id] = f"slow {slice_id} 0"
+        yield at, f"slow {slice_id} {rng.uniform(0.001, 0.1):.3f}"
+    else:
+      yield at, f"hang 0 {rng.uniform(0.1, 3.0):.2f}"
+
+
+def _count(words: list[str], least: int, most: int | None, form: str) -> None:
+  if len(words) < least or (most is not None and len(words) > most):
+    raise CommandError(f"{len(words)} arguments for {form.split()[0]!r}. Use it like: {form}")
+
+
+def _seconds(word: str) -> float:
+  try:
+    seconds = float(word)
+  except ValueError:
+    seconds = -1.0
+  if not 0 <= seconds < float("inf"):
+    raise CommandError(f"{word!r} is no time. Give a number of seconds, at least 0.")
+  return seconds

@@ -1,0 +1,97 @@
+"""FLOPs of custom calls, which XLA counts as zero: Pallas kernels, and GPU libraries.
+
+The FLOPs of attention follow from its sizes and from the share that a causal mask leaves. cuDNN has small tiles, so the
+share is half. The splash kernel computes every block that is not fully masked: more than half of a short sequence.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from stepcost.hlo import Array, Computation, Instruction, matmul_dtype, numbers
+
+_STATED = re.compile(r'"cost_estimate":\{[^{}]*"flops":"?(\d+)')
+# The name of a splash kernel contains its phase, and whether it has segments and saves residuals.
+_SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
+_BLOCK = re.compile(r"(block_\w+)\W+(\d+)")
+# Number of matmuls of T x S x H per head. Forward: q k and p v. Backward: both kernels compute k q again and dO v; then
+# one computes dq = ds k, the other dv = p dO and dk = ds q. The fused kernel computes all five once.
+_MATMULS = {"fwd": 2, "dq": 3, "dkv": 4, "fused": 5}
+
+
+def is_kernel(instruction: Instruction) -> bool:
+  """Returns whether the instruction is a custom call whose computation the text of the module does not show."""
+  target = instruction.target
+  return target in ("tpu_custom_call", "__gpu$xla.gpu.triton") or target.startswith(("__cublas$", "__cudnn$"))
+
+
+def flops(computation: Computation, kernel: Instruction) -> tuple[str, float] | None:
+  """Returns (HLO type of the operands, FLOPs) of one run of `kernel`, or None if its FLOPs are unknown.
+
+  The type is "" if the kernel itself states its FLOPs.
+  """
+  stated = _STATED.search(_config(kernel))
+  if stated:
+    return "", float(stated.group(1))
+  arrays = [computation.by_name[name].result[0] for name in kernel.operands]
+  target = kernel.target
+  if target.startswith(("__cublas$gemm", "__cublas$lt$matmul")):
+    return _gemm(kernel, arrays)
+  if target.startswith("__cudnn$fmha"):
+    return _fmha(kernel, arrays)
+  # The compiler may rename an instruction. The name of its operation then still ends with the name of the kernel.
+  named = _SPLASH.findall(kernel.name) or _SPLASH.findall(kernel.source)
+  return _splash(kernel, arrays, named[-1]) if named else None
+
+
+def _splash(kernel: Instruction, arrays: list[Array], phase: str) -> tuple[str, float] | None:
+  """Operands: integers that describe the mask, q [.., N, T, H], k and v [.., K, S, H], and others.
+
+  None if the kernel does not state its blocks, from which its FLOPs follow. JAX's kernels state them in their metadata.
+  """
+  q, k = [a for a in arrays if a.dtype in ("bf16", "f16", "f32")][:2]
+  suffix = {"fwd": "", "dq": "_dq", "dkv": "_dkv"}[phase]
+  # The fused backward kernel also returns dq, one part per block of keys.
+  if phase == "dkv" and any(len(a.dims) == len(q.dims) + 1 and a.dims[-3:] == q.dims[-3:] for a in kernel.result):
+    phase = "fused"
+  blocks = {name: int(size) for name, size in _BLOCK.findall(kernel.rest)}
+  rows, columns = blocks.get(f"block_q{suffix}"), blocks.get(f"block_kv{suffix}")
+  if not rows or not columns:
+    return None
+  queries, keys = q.dims[-2], k.dims[-2]
+  return q.dtype, _MATMULS[phase] * 2.0 * math.prod(q.dims) * keys * _computed(queries, keys, rows, columns)
+
+
+def _computed(queries: int, keys: int, rows: int, columns: int) -> float:
+  """Returns the share of blocks that are not above the diagonal, for the last `queries` of a sequence of `keys`.
+
+  The last queries, because with a context axis the chip that holds them has the most work, and the others wait for it.
+  """
+  first = keys - queries
+  reached = sum(math.ceil((first + end) / columns) for end in range(rows, queries + 1, rows))
+  return reached / (queries // rows * (keys // columns))
+
+
+def _config(kernel: Instruction) -> str:
+  """Returns the text of `kernel` without spaces after the colons of its JSON. JAX writes such spaces, XLA does not."""
+  return kernel.rest.replace('": ', '":')
+
+
+def _fmha(kernel: Instruction, arrays: list[Array]) -> tuple[str, float] | None:
+  """cuDNN attention. Its configuration has the shape of the scores, [B, N, T, S]. Backward is one fused kernel."""
+  scores = re.search(r'"intermediate_tensor_shape":\{[^{}]*"dimensions":\[([^\]]*)\]', _config(kernel))
+  if scores is None:
+    return None
+  matmuls = _MATMULS["fused" if "Backward" in kernel.target else "fwd"]
+  causal = 2 if re.search(r'"mask_type":"(?:PADDING_)?CAUSAL"', _config(kernel)) else 1
+  return arrays[0].dtype, matmuls * 2.0 * math.prod(numbers(scores.group(1))) * arrays[0].dims[-1] / causal
+
+
+def _gemm(kernel: Instruction, arrays: list[Array]) -> tuple[str, float] | None:
+  """Returns the type of a matmul, and 2 x elements of the result x size of the contraction."""
+  contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', _config(kernel))
+  if contracted is None:
+    return None
+  size = math.prod(arrays[0].dims[d] for d in numbers(contracted.group(1)))
+  return matmul_dtype(*arrays[:2]), 2.0 * math.prod(kernel.result[0].dims) * size

@@ -1,0 +1,192 @@
+"""TPU slices to compile for without having them, by the names of MaxText and of jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+from types import MappingProxyType
+from typing import Any
+
+# Chips of a slice -> its shape, as Google Cloud offers it (docs.cloud.google.com/tpu/docs, page of each version).
+_FLAT = MappingProxyType(
+  {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)}  # v5e, v6e
+)
+_SMALL = MappingProxyType(
+  {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}  # v4, v5p, 7x
+)
+CUBE = 4  # Larger ones are made of whole cubes of 4 x 4 x 4 chips.
+LONGEST = MappingProxyType({2: 16, 3: 256})  # the most chips along a side, by the number of sides
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+  """The names and limits of one TPU version."""
+
+  jax_name: str
+  sides: int
+  largest: int  # chips of a slice
+  counted: int  # of the number in a name such as v5p-64: 2 where it counts cores, 1 where it counts chips
+  chip_config_name: str = "default"
+
+  def shape(self, chips: int) -> tuple[int, ...] | None:
+    """Returns the shape of a slice with `chips` chips, or None if no such slice exists.
+
+    If cubes can be arranged in several ways, the shape is the most compact one, as in MaxText's table of names.
+    """
+    if self.sides == 2:
+      return _FLAT.get(chips)
+    cubes, rest = divmod(chips, CUBE**3)
+    if rest or not 0 < chips <= self.largest:
+      return _SMALL.get(chips)
+    divisors = [d for d in range(1, cubes + 1) if cubes % d == 0]
+    pairs = ((a, b) for a in divisors for b in divisors if a <= b and cubes % (a * b) == 0 and a * b * b <= cubes)
+    found = min(((a, b, cubes // (a * b)) for a, b in pairs), key=sum)
+    return tuple(CUBE * side for side in found) if CUBE * max(found) <= LONGEST[3] else None
+
+
+# v4's two cores are one device in "megacore"; 7x has no such mode, so its chip is two devices.
+GENERATIONS = MappingProxyType(
+  {
+    "v4": Generation("v4", 3, 4096, 2, "megacore"),
+    "v5e": Generation("v5e", 2, 256, 1),
+    "v5litepod": Generation("v5e", 2, 256, 1),
+    "v5p": Generation("v5p", 3, 8960, 2),
+    "v6e": Generation("v6e", 2, 256, 1),
+    "7x": Generation("tpu7x", 3, 9216, 2),
+    "tpu7x": Generation("tpu7x", 3, 9216, 2),
+  }
+)
+
+COMPILER_ENVIRONMENT = MappingProxyType(
+  {
+    "TPU_SKIP_MDS_QUERY": "1",  # asks no metadata server what machine this is
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # two may compile at once: there is no chip to share
+    # It complains where these are not set. The topology comes from the call, whatever they say.
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+  }
+)
+
+
+class TopologyError(ValueError):
+  """The compiler cannot compile for this topology. The message has its name, the rule and the remedy."""
+
+
+class CompilerMissing(TopologyError):
+  """The TPU compiler is not installed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+  """One slice, described as `jax.experimental.topologies` needs it."""
+
+  name: str  # as given
+  jax_name: str  # "v5e:4x4"
+  chip_config_name: str
+  chips: int
+  chips_per_host: tuple[int, int, int]
+
+  @property
+  def hosts(self) -> int:
+    return max(1, self.chips // math.prod(self.chips_per_host))
+
+
+def resolve(name: str) -> Topology:
+  """Returns the topology of `v5e-16` (names of MaxText and Google Cloud) or `v5e:4x4` (jax). Raises TopologyError.
+
+  Names of v5e and v6e count chips. Names of v4, v5p and 7x count cores, two per chip: v5p-64 has 32 chips.
+  """
+  found = re.fullmatch(r"(\w+)(?:-(\d+)|:(\d+(?:x\d+)*))", name.strip().lower())
+  if not found or found.group(1) not in GENERATIONS:
+    raise TopologyError(
+      f"{name}: no such TPU slice. Give VERSION-NUMBER ({_examples()}) or a jax topology name (v5e:4x4, v5p:4x4x8)."
+    )
+  version, number, written = found.groups()
+  generation = GENERATIONS[version]
+  if number:
+    chips, rest = divmod(int(number), generation.counted)
+    shape = None if rest else generation.shape(chips)
+    if shape is None:
+      raise TopologyError(f"{name}: {_numbers(version, generation)}")
+  else:
+    shape = tuple(int(side) for side in written.split("x"))
+    _check_shape(name, shape, generation)
+  host = (1, 1, 1) if math.prod(shape) == 1 else (2, 2, 1)
+  jax_name = f"{generation.jax_name}:{'x'.join(map(str, shape))}"
+  return Topology(name, jax_name, generation.chip_config_name, math.prod(shape), host)
+
+
+def _numbers(version: str, generation: Generation) -> str:
+  """Returns the end of an error message: which numbers occur in the names of a version's slices."""
+  if generation.sides == 2:
+    return f"the number counts chips, and slices of {version} have {', '.join(map(str, _FLAT))}."
+  small = ", ".join(str(chips * generation.counted) for chips in _SMALL)
+  return (
+    f"the number counts cores, two to a chip, and slices of {version} have {small}, or a multiple of "
+    f"{CUBE**3 * generation.counted} up to {generation.largest * generation.counted} that makes a box with no side "
+    f"above {LONGEST[3]} chips. Another shape can be given in jax's way: {generation.jax_name}:AxBxC."
+  )
+
+
+def _check_shape(name: str, shape: tuple[int, ...], generation: Generation) -> None:
+  """Raises TopologyError for a shape that the compiler refuses. For some shapes the compiler would end the process."""
+  longest = LONGEST[generation.sides]
+  wrong = None
+  if len(shape) != generation.sides:
+    wrong = f"it has {len(shape)} sides, and slices of {generation.jax_name} have {generation.sides}"
+  elif math.prod(shape) > generation.largest or max(shape) > longest:
+    wrong = "it is too large"
+  elif math.prod(shape) != 1 and (0 in shape or shape[0] % 2 or shape[1] % 2):
+    wrong = "a host has 2 x 2 chips, which do not fill it"
+  if wrong:
+    form = f"{generation.jax_name}:{'x'.join('ABC'[: generation.sides])}"
+    raise TopologyError(
+      f"{name}: {wrong}. Give {form} with at most {longest} chips along a side and "
+      f"{generation.largest} in all, A and B even; one chip has 1 for each side."
+    )
+
+
+def devices(topology: Topology, num_slices: int) -> tuple[tuple[Any, ...], ...]:
+  """Returns the described (not attached) devices of `num_slices` such slices, by slice. Raises TopologyError."""
+  if importlib.util.find_spec("libtpu") is None:
+    needs = "which needs no TPU, only Linux on x86-64"
+    raise CompilerMissing(f"{topology.name}: the TPU compiler is not installed. Install libtpu, {needs}.")
+  from jax.errors import JaxRuntimeError
+  from jax.experimental import topologies as jax_topologies
+
+  try:
+    described = jax_topologies.get_topology_desc(
+      platform="tpu",
+      topology_name=topology.jax_name,
+      chip_config_name=topology.chip_config_name,
+      chips_per_host_bounds=topology.chips_per_host,
+      num_slices=num_slices,
+    )
+  except JaxRuntimeError as error:
+    raise TopologyError(
+      f"{topology.name}: the TPU compiler does not know {topology.jax_name}: {str(error).splitlines()[0]}"
+    ) from error
+  slices: dict[int, list[Any]] = {}
+  for device in described.devices:
+    slices.setdefault(getattr(device, "slice_index", 0) or 0, []).append(device)
+  return tuple(tuple(slices[index]) for index in sorted(slices))
+
+
+def prepare_environment() -> None:
+  """Sets the variables that stop the TPU compiler from looking for a TPU, or waiting for one, when it is loaded.
+
+  To be called before jax is imported, only by programs that do not train.
+  """
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  for name, value in COMPILER_ENVIRONMENT.items():
+    os.environ.setdefault(name, value)
+
+
+def _examples() -> str:
+  return ", ".join(f"{name}-{16 * generation.counted}" for name, generation in GENERATIONS.items())

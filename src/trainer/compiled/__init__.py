@@ -1,1 +1,0 @@
-"""Reads memory, costs, communication and times from a compiled step."""

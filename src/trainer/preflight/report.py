@@ -1,0 +1,225 @@
+"""The findings of preflight as lines of text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from stepcost.chips import Chip
+from stepcost.collectives import Collective
+from stepcost.text import milliseconds, size, transfer_lines
+from trainer.config.errors import counted
+from trainer.elastic import batch_plan
+from trainer.preflight.analysis import Analysis, DoesNotFit, roofline, timeline
+from trainer.preflight.remat_choice import Candidate, Choice
+
+EXPOSED_SHOWN = 5  # transfers
+
+QUICK = (
+  "Compiled quickly, with little optimization, to check that it fits. The program that runs is fully optimized, and "
+  "uses more memory only if there is room. Set preflight.degraded=full to compile exactly that program"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StateSizes:
+  """Sizes of one copy of the training state, and of checkpoints and ramdisks that hold it."""
+
+  parameters: int
+  parameter_bytes: int
+  state_bytes: int  # parameters, optimizer state and counters: a persistent checkpoint, or one copy of a snapshot
+  hosts_per_slice: int
+  ramdisk_by_rule: int | None  # both are None if no slice holds the whole state
+  ramdisk_exact: int | None
+
+
+def machine_line(chip: Chip) -> str:
+  """Returns the line with the measured peaks of this machine's CPU."""
+  return (
+    f"Measured per device of this machine: matmuls {chip.peak_flops / 1e9:,.1f} GFLOP/s, memory "
+    f"{chip.hbm_bandwidth / 1e9:,.1f} GB/s, {size(chip.hbm_bytes)} in size"
+  )
+
+
+def state_lines(sizes: StateSizes) -> list[str]:
+  """Returns the lines on parameters, checkpoints, snapshots and ramdisks."""
+  per_host = sizes.state_bytes / sizes.hosts_per_slice
+  lines = [
+    f"Parameters: {sizes.parameters:,} ({size(sizes.parameter_bytes)})",
+    f"Checkpoint: {size(sizes.state_bytes)} of arrays, one copy of the whole state",
+  ]
+  if sizes.ramdisk_by_rule is None or sizes.ramdisk_exact is None:
+    return [*lines, "Snapshot and ramdisk: none, because no slice holds the whole state (dcn_*_parallelism)"]
+  return [
+    *lines,
+    f"Snapshot: {size(sizes.state_bytes)} of host memory per slice and copy, {size(per_host)} per host "
+    f"({counted(sizes.hosts_per_slice, 'host')} per slice), two copies while a new one is being written",
+    f"Ramdisk per host: {size(sizes.ramdisk_by_rule)} by the rule (parameters x 12 bytes / hosts x 2 x 1.15)",
+    f"Ramdisk per host: {size(sizes.ramdisk_exact)} by exact count, for two saves without a margin",
+  ]
+
+
+def degraded_lines(table: Sequence[batch_plan.PlanCost], total: int) -> list[str]:
+  """Returns what a step costs with k of N slices alive. An empty table means that all slices are needed."""
+  if total == 1:
+    return ["Slices: one; the run cannot continue if it is lost"]
+  if not table:
+    return [f"Slices: dcn_*_parallelism needs all {total}; the run cannot continue with fewer"]
+  lines = ["Slices alive | micro-batches per step | padding | speed, if only computation counts"]
+  for row in reversed(table):
+    columns = (
+      f"{row.alive} of {total}",
+      row.micro_batches,
+      f"{row.padding_share:.1%}",
+      f"{row.relative_throughput:.1%}",
+    )
+    lines.append(" | ".join(f"{column:>{width}}" for column, width in zip(columns, (12, 22, 7, 7))))
+  return lines
+
+
+def finer_lines(total: int, batch: float, accumulation: int) -> list[str]:
+  """Returns divisions of the global batch into more micro-batches that are faster with one slice lost.
+
+  batch, accumulation: per_device_batch_size and gradient_accumulation_steps of the configuration.
+  """
+  speed = lambda micro_batches: batch_plan.plan(total, total - 1, micro_batches, 1).relative_throughput
+  best, lines = speed(accumulation), []
+  for parts in range(2, int(batch) + 1):
+    if batch % parts == 0 and (faster := speed(accumulation * parts)) > best:
+      keys = f"per_device_batch_size={batch / parts:g} gradient_accumulation_steps={accumulation * parts}"
+      lines.append(f"The same batch with {keys}: {faster:.1%} of the speed with {total - 1} of {total} slices")
+      best = faster
+  return lines
+
+
+def process_lines(total: int, micro_batches: int, gradient_bytes: int, wire_bytes: int) -> list[str]:
+  """Returns what a step costs with k of N slices alive where each slice is a process (cluster=multiprocess).
+
+  micro_batches: per slice and step of the full run. gradient_bytes: of one copy of the gradients in float32.
+  wire_bytes: of one copy on its way between slices. Memory and traffic are those of one slice, all hosts together.
+  """
+  lines = ["Slices as processes: elastic_numerics | alive | micro-batches per step | speed | sums held | sent per step"]
+  for balanced in (False, True):
+    count, size_of_share = (total * micro_batches, 1) if balanced else (total, micro_batches)
+    for alive in range(total, 0, -1):
+      shares = -(-count // alive)  # of the slice that has the most
+      sent = (1 if balanced else shares) + 1  # its own parts, and the totals of what it sums
+      columns = (
+        "balanced" if balanced else "bitwise",
+        f"{alive} of {total}",
+        shares * size_of_share,
+        f"{micro_batches / (shares * size_of_share):.1%}",
+        size(shares * gradient_bytes),
+        size(sent * wire_bytes * (alive - 1) / alive),
+      )
+      lines.append(" | ".join(f"{column:>{width}}" for column, width in zip(columns, (38, 7, 22, 6, 9, 9))))
+  return lines
+
+
+def remat_lines(choice: Choice, candidates: Sequence[Candidate]) -> list[str]:
+  """Returns the choice of remat_policy=auto, and the table of the candidates that were compiled for it."""
+  lines = [str(choice), "  remat_policy | step time | exposed communication | HBM"]
+  for c in candidates:
+    times = f"{milliseconds(c.seconds)} | {milliseconds(c.exposed)}" if c.seconds else "no estimate | no estimate"
+    lines.append(f"  {c.policy} | " + (f"cannot run: {c.problem}" if c.problem else f"{times} | {size(c.total_bytes)}"))
+  return lines
+
+
+def analysis_lines(analysis: Analysis, chip: Chip | None) -> list[str]:
+  """Returns all lines about one compiled step."""
+  a = analysis
+  mesh = ", ".join(f"{axis}={ways}" for axis, ways in a.mesh.items() if ways > 1) or "one device"
+  total = counted(a.num_slices_total, "slice")
+  runs = a.costs.unpriced_kernel_runs
+  unpriced = f" (without {runs} runs of kernels with unknown FLOPs)" if runs else ""
+  lines = [
+    f"The step on {a.slices} of {total} x {a.devices_per_slice} {a.device_kind}: mesh {mesh}",
+    f"  Attention: {a.attention}; {a.micro_batches} micro-batches per step; {a.tokens:,} tokens per step",
+    f"  {memory_line(a, chip)}",
+    *([] if a.optimized else [f"  {QUICK}"]),
+    f"  FLOPs per device and step: {a.model_flops:.3e} of the model, {a.costs.flops:.3e} executed{unpriced}",
+  ]
+  if a.optimized:
+    lines += [
+      f"  Memory traffic per device and step: {size(a.costs.device_bytes)}"
+      + (f", and {size(a.costs.host_bytes)} to and from the host" if a.costs.host_bytes else ""),
+      f"  The compiler's own counts, each loop once: {a.xla_flops:.3e} FLOPs, {a.xla_bytes:.3e} bytes accessed",
+    ]
+    if a.costs.cycles:
+      lines.append(f"  The compiler's estimate: {a.costs.cycles:.3e} cycles, without kernels and communication")
+  for loop in a.unknown_loops:
+    lines.append(f"  Counted as one turn, because the number of turns is unknown: the loop {loop}")
+  lines += [f"  {line}" for line in collective_lines(a.collectives)]
+  if chip is not None:
+    lines += [f"  {line}" for line in (*step_time_lines(a, chip), *roofline_lines(a, chip))]
+  lines.append(f"  Seconds: {a.trace_seconds:.1f} to trace, {a.compile_seconds:.1f} to compile")
+  return lines
+
+
+def memory_line(a: Analysis, chip: Chip | None) -> str:
+  """Returns the line on the HBM that a device needs and has."""
+  m = a.memory
+  parts = (
+    f"HBM per device: arguments {size(m.arguments)} ({size(m.aliased)} reused for results) + temporaries "
+    f"{size(m.temporaries)} + outputs {size(m.outputs)} + code and buffers {size(m.code)} = {size(m.total)}"
+  )
+  host = f"; pinned host memory {size(m.host)}, {size(m.host * a.devices_per_host)} per host" if m.host else ""
+  if chip is None:
+    return parts + host
+  verdict = "fits" if m.fits(chip) else "does not fit"
+  return f"{parts} of {size(chip.hbm_bytes)} ({m.total / chip.hbm_bytes:.0%}): {verdict}{host}"
+
+
+def refusal_lines(refusal: DoesNotFit) -> list[str]:
+  return [f"The step on {counted(refusal.slices, 'slice')} does not fit: {refusal.reason}"]
+
+
+def collective_lines(collectives: Iterable[Collective]) -> list[str]:
+  """Returns the communication by kind, inside and across slices, with loops multiplied."""
+  groups: dict[tuple[bool, str, int], list[Collective]] = {}
+  for c in collectives:
+    groups.setdefault((c.crosses_slices, c.kind, c.group), []).append(c)
+  if not groups:
+    return ["Communication: none"]
+  lines = ["Communication per device and step: kind | where | group | calls | payload | sent"]
+  for (crosses, kind, group), members in sorted(groups.items()):
+    calls = sum(c.times for c in members)
+    payload = sum(c.bytes * c.times for c in members)
+    sent = sum(c.sent for c in members)
+    where = "across slices (DCN)" if crosses else "inside a slice"
+    lines.append(f"  {kind} | {where} | {group} | {calls:,.0f} | {size(payload)} | {size(sent)}")
+  return lines
+
+
+def step_time_lines(a: Analysis, chip: Chip) -> list[str]:
+  """Returns the estimated time of a step, what is computed and what is exposed in it, and what the estimate lacks."""
+  t = timeline(a, chip)
+  if t is None:
+    return ["Step time: unknown, because this program is not optimized"]
+  exposed = ", ".join(f"{channel} {milliseconds(seconds)}" for channel, seconds in t.exposed.items() if seconds)
+  basis = ", ".join(f"{milliseconds(seconds)} {basis}" for basis, seconds in t.computation.items() if seconds)
+  return [
+    f"Step time on {chip.name}: {milliseconds(t.seconds)}: computation {milliseconds(t.computed)}, exposed "
+    f"{exposed or 'nothing'}; {throughput(a, chip, t.seconds)}",
+    f"  Computation: {basis}",
+    *(["  The most exposed transfers:"] if exposed else []),
+    *(f"    {line}" for line in transfer_lines(t, EXPOSED_SHOWN)),
+    *(f"  Missing in these times: {problem}" for problem in t.problems),
+  ]
+
+
+def throughput(a: Analysis, chip: Chip, seconds: float) -> str:
+  """Returns the tokens per second and the MFU of steps that take `seconds`."""
+  tokens = a.tokens / seconds / (a.slices * a.devices_per_slice)
+  return f"{tokens:,.0f} tokens/s/device, MFU {a.model_flops / chip.peak_flops / seconds:.0%}"
+
+
+def roofline_lines(a: Analysis, chip: Chip) -> list[str]:
+  """Returns the least time that a step can take on this chip."""
+  r = roofline(a, chip)
+  known = lambda seconds: "unknown" if seconds is None else milliseconds(seconds)
+  return [
+    f"Roofline on {chip.name}: compute {milliseconds(r.compute)}, HBM {known(r.memory)}, "
+    f"links {milliseconds(r.ici)}, DCN {known(r.dcn)}, host {milliseconds(r.host)}",
+    f"  at least {milliseconds(r.seconds)} per step, limited by {r.bound}; at most {throughput(a, chip, r.seconds)}",
+  ]

@@ -1,0 +1,200 @@
+"""Runs preflight on a valid configuration: compiles the steps and prints the findings."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from stepcost import topologies
+from trainer import cluster as cluster_lib
+from trainer.config import counts
+from trainer.config.errors import ConfigError, counted
+from trainer.config.schema import Config, DegradedStep, RematPolicy
+
+Slices = Sequence[Sequence[Any]]
+
+
+def run(config: Config, started: float) -> int:
+  """Prints the findings and returns the exit code.
+
+  0: every compiled step fits. 1: one does not fit. 3: the compiler refused a step for a reason other than memory.
+  """
+  _check_hlo_file(config.preflight.preflight_hlo_file)
+  slices_of, total, where = _devices(config)
+  # These modules import jax, so import them only now that the environment names the platform.
+  from stepcost import chips
+  from trainer import program
+  from trainer.preflight import analysis, cpu_peaks, report, search
+
+  print(where)
+  slices = slices_of(total)
+  program.check_compiler_flags(config, slices)
+  chip = chips.find(slices[0][0].device_kind)
+  if slices[0][0].platform == "cpu":
+    # Measure before any compilation competes for the CPU.
+    chip = cpu_peaks.measure([device for devices in slices for device in devices], config.model.dtype)
+    print(report.machine_line(chip))
+  whole = _whole(config, total)
+  fewer = whole and (total == 1 or config.parallelism.dcn_data_parallelism == -1)
+  degraded = config.preflight.preflight_degraded is not DegradedStep.NONE
+  wanted = [total, total - 1] if total > 1 and fewer and degraded else [total]
+  compiled_total = total
+  if _separate(config):  # each process compiles the program of its own slice, whoever else is alive
+    wanted, compiled_total = [1], 1
+  if config.model.remat_policy is RematPolicy.AUTO:
+    config = _choose_remat(config, slices_of, total)
+  with concurrent.futures.ThreadPoolExecutor(len(wanted)) as pool:
+    # Compile in parallel: the compiler releases the lock of the interpreter.
+    futures = [pool.submit(analysis.analyse, config, slices_of(alive), compiled_total) for alive in wanted]
+    for line in report.state_lines(_sizes(config, slices, whole)):
+      print(line)
+    for line in _process_lines(config, total) if _separate(config) else _degraded_lines(config, total, fewer):
+      print(line, flush=True)
+    codes = [0]
+    for future in futures:
+      found = future.result()
+      if isinstance(found, analysis.Refused):
+        living = counted(found.slices, "slice")
+        print(f"error: the compiler refused the step on {living}: {found.reason}", file=sys.stderr)
+        codes.append(3)
+        continue
+      if isinstance(found, analysis.DoesNotFit):
+        lines, fits = report.refusal_lines(found), False
+      else:
+        lines = report.analysis_lines(found, chip)
+        fits = chip is None or found.memory.fits(chip)
+      codes.append(0 if fits else 1)
+      print("\n".join(lines), flush=True)
+  if config.preflight.preflight_search:
+    print("\n".join(search.lines(config, [slices_of(alive) for alive in wanted], chip)))
+  print(f"Seconds in total: {time.monotonic() - started:.1f}")
+  return max(codes)
+
+
+def _choose_remat(config: Config, slices_of: Callable[[int], Slices], total: int) -> Config:
+  """Returns `config` with the policy that a run would choose. Prints all candidates, and keeps the choice for the run.
+
+  A run in a folder with a config.yml keeps its own policy, which may be another one.
+  """
+  from trainer.preflight import remat_choice, report
+
+  needed = [total, total - 1] if remat_choice.needs_fewer(config, total) else [total]
+  slice_sets = [slices_of(alive) for alive in needed]
+  choice, candidates = remat_choice.choose(config, slice_sets)
+  remat_choice.keep(config, slice_sets, choice)
+  print("\n".join(report.remat_lines(choice, candidates)), flush=True)
+  return config.with_values(remat_policy=choice.policy)
+
+
+def _check_hlo_file(path: str) -> None:
+  """Raises ConfigError if preflight_hlo_file cannot be written. Changes no file, and leaves no new file."""
+  if not path:
+    return
+  file = pathlib.Path(path).resolve()  # of a link, the file that is written
+  existed = file.exists()
+  try:
+    with file.open("a"):
+      pass
+    if not existed:
+      file.unlink()
+  except OSError as error:
+    problem = f"preflight_hlo_file={path}: cannot be written: {error.strerror}"
+    raise ConfigError(f"{problem}. Choose another file.") from error
+
+
+def _separate(config: Config) -> bool:
+  """Whether each slice is a process with a program of its own."""
+  return config.cluster.cluster == "multiprocess"
+
+
+def _degraded_lines(config: Config, total: int, fewer: bool) -> list[str]:
+  """Returns what a step costs with each number of living slices. fewer: whether the run continues without some."""
+  from trainer.elastic import batch_plan
+  from trainer.preflight import report
+
+  accumulation = config.optimizer.gradient_accumulation_steps
+  lines = report.degraded_lines(batch_plan.table(total, accumulation) if fewer else [], total)
+  if fewer and total > 1:
+    lines += report.finer_lines(total, config.data.per_device_batch_size, accumulation)
+  return lines
+
+
+def _process_lines(config: Config, total: int) -> list[str]:
+  """What a step costs where each slice is a process."""
+  from trainer.preflight import report
+
+  parameters = counts.parameter_count(config.model)
+  wire_bytes = parameters * {"float32": 4, "bfloat16": 2}[config.optimizer.grad_reduce_dtype]
+  return report.process_lines(total, config.optimizer.gradient_accumulation_steps, 4 * parameters, wire_bytes)
+
+
+def _whole(config: Config, total: int) -> bool:
+  """Returns whether each of `total` slices holds the whole state. Raises ConfigError if the keys do not fit `total`."""
+  from trainer import mesh
+
+  return set(mesh.axis_sizes(config.parallelism, "dcn", total)[1:]) == {1}
+
+
+def _devices(config: Config) -> tuple[Callable[[int], Slices], int, str]:
+  """Returns (function from k to the devices of k slices, number of slices, line that describes them)."""
+  name, count = config.preflight.compile_topology, config.preflight.compile_topology_num_slices
+  if not name:
+    cluster = cluster_lib.start(
+      config.cluster.model_copy(update={"cluster": "simulated"}) if _separate(config) else config.cluster
+    )
+    all_slices = cluster.view(cluster.slices).devices
+    where = f"For the devices of this machine: {counted(cluster.num_slices, 'slice')} of {cluster.devices_per_slice}"
+    return lambda alive: all_slices[:alive], cluster.num_slices, where
+  given = config.cluster.num_slices or count
+  with _refusals():
+    topology = topologies.resolve(name)
+  topologies.prepare_environment()
+  # Describe k slices as a topology of k: the compiler needs a program that uses all slices of its topology.
+  slices_of = functools.cache(_refusals()(functools.partial(topologies.devices, topology)))
+  return (
+    slices_of,
+    count,
+    (
+      f"For {counted(count, 'slice')} of {topology.jax_name}: {topology.chips} chips "
+      f"({len(slices_of(count)[0])} devices) on {counted(topology.hosts, 'host')} each; no TPU is needed"
+      + (f"\nUsing compile_topology_num_slices={count}, not num_slices={given}" if given != count else "")
+    ),
+  )
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+  """Raises ConfigError for a topology that is refused."""
+  try:
+    yield
+  except topologies.TopologyError as error:
+    missing = isinstance(error, topologies.CompilerMissing)
+    remedy = "\nRun bash setup.sh --tpu, or leave out compile_topology to use the devices of this machine."
+    raise ConfigError(f"compile_topology={error}{remedy if missing else ''}") from error
+
+
+def _sizes(config: Config, slices: Slices, whole: bool) -> Any:
+  """Returns the sizes of the state and its copies. `whole`: each slice holds the whole state."""
+  from trainer import program
+  from trainer.checkpoint import ramdisk_size
+  from trainer.checkpoint.arrays import state_tree
+  from trainer.preflight import report
+
+  state = program.build(config, slices, len(slices)).state
+  host_of = lambda device: device.process_index
+  hosts = len({host_of(device) for device in slices[0]})
+  parameters = counts.parameter_count(config.model)
+  return report.StateSizes(
+    parameters=parameters,
+    parameter_bytes=state_tree.state_bytes(state.params),
+    state_bytes=state_tree.state_bytes(state),
+    hosts_per_slice=hosts,
+    ramdisk_by_rule=ramdisk_size.ramdisk_by_rule(parameters, hosts) if whole else None,
+    ramdisk_exact=max(ramdisk_size.ramdisk_exact(state, slices[0], host_of).values()) if whole else None,
+  )

@@ -1,0 +1,147 @@
+"""Compiles the step with different remat policies and batch sizes, and ranks the ones that fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from stepcost.chips import Chip
+from stepcost.text import milliseconds, size
+from trainer.config.errors import ConfigError
+from trainer.config.schema import Config, RematPolicy
+from trainer.kernels import remat
+from trainer.preflight.analysis import Analysis, Finding, Refused, analyse, fits, timeline
+from trainer.preflight.remat_choice import CANDIDATES
+
+MAX_DOUBLINGS = 5
+
+CompileStep = Callable[[RematPolicy, float], Finding]  # raises ConfigError if a batch does not divide over the devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+  policy: RematPolicy
+  per_device_batch_size: float
+  seconds: float  # of a step, by the schedule of the compiled program
+  exposed: float  # seconds of communication in it
+  tokens_per_second: float  # per device
+  total_bytes: int
+  host_bytes: int  # pinned
+
+
+def lines(config: Config, slice_sets: Sequence[Sequence[Sequence[Any]]], chip: Chip | None) -> list[str]:
+  """Returns the ranking as text, with the suggestion first. Prints each attempt, because each one is a compilation.
+
+  slice_sets: the sets of slices on which the step must fit. The ranking is for the first one, which has all slices.
+  """
+  if chip is None:
+    return ["Search: this device is not in the table of chips, so candidates cannot be ranked"]
+  all_slices = slice_sets[0]
+  refused: dict[str, str] = {}  # reason -> the first program that was refused for it
+
+  def compile_step(policy: RematPolicy, batch: float) -> Finding:
+    tried = config.with_values(remat_policy=policy, per_device_batch_size=batch, preflight_hlo_file="")
+    # Fewer slices need more micro-batches and more memory, so try the smallest set first.
+    for slices in reversed(slice_sets):
+      where = f" on {len(slices)} of {len(all_slices)} slices" if len(slice_sets) > 1 else ""
+      name = f"remat_policy={policy} per_device_batch_size={batch:g}{where}"
+      print(f"Search: compiling {name}", flush=True)
+      finding = analyse(tried, slices, len(all_slices))
+      if isinstance(finding, Refused):
+        refused.setdefault(finding.reason, name)
+      if not fits(finding, chip):
+        break
+    return finding
+
+  given = config.model.remat_policy
+  own = None if given in CANDIDATES else given
+  found = sorted(
+    candidates(compile_step, config.data.per_device_batch_size, chip, own), key=lambda c: -c.tokens_per_second
+  )
+  text = _ranking(config, found) if found else [
+    "Search: nothing fits, not even remat_policy=full with the smallest per_device_batch_size that divides over the "
+    "devices. Use more devices, or raise ici_tensor_parallelism or ici_context_parallelism."
+  ]  # fmt: skip
+  for reason, name in refused.items():
+    text.append(f"Search: the compiler refused {name} for a reason other than memory: {reason}")
+  return text
+
+
+def _ranking(config: Config, found: Sequence[Candidate]) -> list[str]:
+  """Returns the suggestion and the table of all candidates that fit."""
+  best = found[0]
+  suggested = f"remat_policy={best.policy} per_device_batch_size={best.per_device_batch_size:g}"
+  text = [f"Search: {suggested} is the fastest candidate that fits"]
+  fields = type(config.model).model_fields
+  choices = [name for name in remat.NAMES if getattr(config.model, name) != fields[name].default]
+  if choices and best.policy is not RematPolicy.CUSTOM:
+    text.append(f"  Ignored, because they apply only to remat_policy=custom: {', '.join(choices)}")
+  text += [
+    "  Ranked by tokens/s/device at the estimated time of each compiled step: its computation, and the communication"
+    " that its schedule does not hide. Another per_device_batch_size changes the global batch.",
+    "  remat_policy | per_device_batch_size | step time | exposed communication | tokens/s/device | HBM | pinned host "
+    "memory",
+  ]
+  for c in found:
+    text.append(
+      f"  {c.policy} | {c.per_device_batch_size:g} | {milliseconds(c.seconds)} | {milliseconds(c.exposed)} | "
+      f"{c.tokens_per_second:,.0f} | {size(c.total_bytes)} | {size(c.host_bytes)}"
+    )
+  return text
+
+
+def candidates(
+  compile_step: CompileStep, batch: float, chip: Chip, own: RematPolicy | None = None
+) -> Iterator[Candidate]:
+  """Yields the candidates that fit, for each batch size: of remat_choice.CANDIDATES, and the user's `own` policy.
+
+  Doubles the batch until nothing fits. Then halves it until something fits, and continues while smaller batches are
+  faster: a smaller batch may leave room for a policy that recomputes less.
+  """
+
+  def of_batch(batch: float) -> list[Candidate]:
+    findings = {} if own is None else {own: compile_step(own, batch)}
+    for policy in CANDIDATES:
+      findings[policy] = found = compile_step(policy, batch)
+      if not fits(found, chip) and not isinstance(found, Refused):
+        break  # the next policies need more memory
+    return [_candidate(policy, batch, found, chip) for policy, found in findings.items() if fits(found, chip)]
+
+  here = of_batch(batch)
+  yield from here
+  larger, doublings = here, 0
+  while larger and doublings < MAX_DOUBLINGS:
+    doublings += 1
+    larger = of_batch(batch * 2**doublings)
+    yield from larger
+  fastest = _fastest(here)
+  while RematPolicy.NONE not in {candidate.policy for candidate in here}:
+    batch /= 2
+    try:
+      here = of_batch(batch)
+    except ConfigError:  # the batch does not divide over the devices
+      return
+    yield from here
+    if fastest and _fastest(here) <= fastest:
+      return
+    fastest = _fastest(here)
+
+
+def _fastest(found: Sequence[Candidate]) -> float:
+  return max((c.tokens_per_second for c in found), default=0.0)
+
+
+def _candidate(policy: RematPolicy, batch: float, found: Analysis, chip: Chip) -> Candidate:
+  times = timeline(found, chip)
+  assert times is not None, "a candidate is compiled with full optimization on all slices"
+  devices = found.slices * found.devices_per_slice
+  return Candidate(
+    policy,
+    batch,
+    times.seconds,
+    times.seconds - times.computed,
+    found.tokens / times.seconds / devices,
+    found.memory.total,
+    found.memory.host,
+  )

@@ -1,0 +1,41 @@
+"""`python -m trainer.tools.preflight CONFIG.yml key=value ...`: prints what a run needs and costs, without running it.
+
+With compile_topology=v5e-16 compile_topology_num_slices=3, preflight compiles the exact training step for TPUs that
+this machine does not have. Without these keys it compiles for the devices of this machine. preflight.search=true also
+searches for the fastest remat policy and batch size that fit.
+
+Preflight also compiles the step with one slice lost. It does so quickly, with little optimization, and compiles that
+step with full optimization only if the quick program does not fit. preflight.degraded=full always compiles it with full
+optimization; preflight.degraded=none skips it.
+
+Exit codes: 0: the step fits. 1: it does not fit. 2: the input is wrong, or the compiler is not installed. 3: the
+compiler refused the step for a reason other than memory.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from trainer.config import ConfigError, load
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Prints the findings to stdout as soon as they are known, and returns the exit code."""
+  started = time.monotonic()
+  arguments = sys.argv[1:] if argv is None else argv
+  if not arguments or {"--help", "-h"} & set(arguments):
+    print(__doc__)
+    return 0 if arguments else 2
+  try:
+    config = load(arguments, check_paths=False)
+    from trainer.preflight import run  # imports jax, so only after the arguments are checked
+
+    return run.run(config, started)
+  except ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,549 @@
+"""The simulated schedule, on HLO texts made by hand whose times are known.
+
+All texts run on a device that computes a cycle per nanosecond, sends a byte per nanosecond to the devices of its slice
+and a byte per nanosecond to other slices. There are 2 slices of 2 devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+
+import pytest
+
+from stepcost import chips, collectives, hlo, simulation
+from stepcost.__main__ import main
+from stepcost.chips import Chip
+from stepcost.events import Channel
+from stepcost.prices import HOST_BANDWIDTH, Basis, Rates
+from stepcost.simulation import Timeline
+
+CHIP = Chip("test", (), 1e12, 1 << 30, 1e12, 2e9, clock_hz=1e9)
+RATES = Rates(CHIP, dcn=1e9)
+SLICES = [0, 0, 1, 1]
+NANO = 1e-9
+
+# An all-reduce of n bytes in a group of two sends n bytes.
+SENT = 'is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="%s",_xla_megascale_target='
+SENT += '"{0,1}x{0:1}",_xla_megascale_transfer_type="ALL_REDUCE"}'
+
+
+def compute(name: str, nanoseconds: int, *operands: str) -> str:
+  uses = ", ".join(f"%{operand}" for operand in operands)
+  return (
+    f"  %{name} = s8[8]{{0:S(1)}} fusion({uses}), kind=kLoop, calls=%nothing, "
+    f'backend_config={{"window_config":{{"estimated_cycles":"{nanoseconds}"}}}}\n'
+  )
+
+
+def sent(name: str, operand: str, size: int) -> str:
+  """The start of a transfer to another slice, and the receipt of its result."""
+  return (
+    f"  %{name}.send = (s8[{size}]{{0}}, u32[], token[]) send(%{operand}), {SENT % name}\n"
+    f"  %{name}.sent = token[] send-done(%{name}.send), {SENT % name}\n"
+    f"  %{name}.recv = (s8[{size}]{{0}}, u32[], token[]) recv(%{name}.send), {SENT % name}\n"
+  )
+
+
+def received(name: str, size: int) -> str:
+  return f"  %{name} = (s8[{size}]{{0}}, token[]) recv-done(%{name}.recv), {SENT % name}\n"
+
+
+def module(entry: str, others: str = "") -> str:
+  partitions = 2 if "_xla_megascale_target" in entry + others else 4  # of one slice, or of both
+  return (
+    f"HloModule m, is_scheduled=true, num_partitions={partitions}\n\n"
+    "%nothing () -> s8[8] {\n  ROOT %n = s8[8]{0:S(1)} constant({...})\n}\n\n"
+    f"{others}\nENTRY %main (p: s8[4000]) -> s8[4000] {{\n  %p = s8[4000]{{0:S(1)}} parameter(0)\n{entry}"
+    "  ROOT %end = s8[4000]{0:S(1)} bitcast(%p)\n}\n"
+  )
+
+
+def loop(body: str, state: str, carried: str, name: str = "body") -> str:
+  """A body that carries `state` (its types) and gives `carried` (names) to the next turn."""
+  return (
+    f"%{name} (s: ({state})) -> ({state}) {{\n  %{name}.s = ({state}) parameter(0)\n{body}"
+    f"  ROOT %{name}.t = ({state}) tuple({carried})\n}}\n\n"
+    f"%{name}.condition (s: ({state})) -> pred[] {{\n  %{name}.c = ({state}) parameter(0)\n"
+    f'  ROOT %{name}.r = pred[] custom-call(%{name}.c), custom_call_target="AllocateBuffer"\n}}\n\n'
+  )
+
+
+def runs(state: str, initial: str, turns: int | None, name: str = "body") -> str:
+  """Calls a loop."""
+  known = "" if turns is None else f', backend_config={{"known_trip_count":{{"n":"{turns}"}}}}'
+  return (
+    f"  %{name}.i = ({state}) tuple({initial})\n"
+    f"  %{name}.w = ({state}) while(%{name}.i), condition=%{name}.condition, body=%{name}{known}\n"
+  )
+
+
+def simulated(text: str, rates: Rates = RATES) -> Timeline:
+  return simulation.simulate(hlo.parse(text), SLICES, rates)
+
+
+def check(timeline: Timeline, computed: int, **exposed: int) -> None:
+  """Compares nanoseconds of computation, and exposed nanoseconds by channel."""
+  found = {channel.name.lower(): round(seconds / NANO, 3) for channel, seconds in timeline.exposed.items() if seconds}
+  assert found == {channel: nanoseconds for channel, nanoseconds in exposed.items() if nanoseconds}
+  assert timeline.computed == pytest.approx(computed * NANO)
+  assert timeline.seconds == pytest.approx((computed + sum(exposed.values())) * NANO)
+
+
+GROUPS = "channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%nothing"
+ALL_REDUCE = f"  %r = s8[1000]{{0:S(1)}} all-reduce(%a), {GROUPS}\n"
+ALL_REDUCE_START = f"  %r = s8[1000]{{0:S(1)}} all-reduce-start(%a), {GROUPS}\n"
+
+
+def test_a_synchronous_collective_is_exposed():
+  text = compute("f", 300) + "  %a = s8[1000]{0:S(1)} bitcast(%p)\n" + ALL_REDUCE + compute("g", 400)
+  timeline = simulated(module(text))
+  check(timeline, 700, links=1000)
+  (transfer,) = timeline.transfers
+  assert (transfer.site.kind, transfer.site.bytes, transfer.calls) == ("all-reduce", 1000, 1)
+  assert (transfer.needed, transfer.exposed, transfer.computed) == (1e-6, 1e-6, 0)
+
+
+@pytest.mark.parametrize("between, exposed", [(1500, 0), (1000, 0), (400, 600), (0, 1000)])
+def test_computation_between_start_and_done_hides_a_collective(between, exposed):
+  text = (
+    "  %a = s8[1000]{0:S(1)} bitcast(%p)\n"
+    + ALL_REDUCE_START
+    + compute("f", between)
+    + "  %done = s8[1000]{0:S(1)} all-reduce-done(%r)\n"
+    + compute("g", 50)
+  )
+  timeline = simulated(module(text))
+  check(timeline, between + 50, links=exposed)
+  assert timeline.transfers[0].computed == pytest.approx(between * NANO)
+
+
+def offloaded(config: str = "") -> str:
+  """A computation of a SparseCore with an all-reduce of 1000 bytes."""
+  return (
+    "%offloaded (q: s8[1000]) -> s8[1000] {\n  %q = s8[1000]{0:S(1)} parameter(0)\n"
+    f"  ROOT %o = s8[1000]{{0:S(1)}} all-reduce(%q), {GROUPS}, backend_config={{{config}}}\n"
+    '}, execution_thread="sparsecore"\n\n'
+  )
+
+
+CALL = "  %call = ((s8[1000]), s8[1000], s32[]) call-start({}), to_apply=%offloaded\n"
+CALL_DONE = "  %done = s8[1000]{0:S(1)} call-done(%call)\n"
+
+
+@pytest.mark.parametrize("before, between, exposed", [(0, 1500, 0), (5000, 400, 600), (5000, 0, 1000)])
+def test_a_sparsecore_transfers_when_its_call_gets_its_operands(before, between, exposed):
+  """The call begins earlier only to load the program of the SparseCore."""
+  text = (
+    CALL.format("")
+    + compute("f", before)
+    + "  %a = s8[1000]{0:S(1)} bitcast(%p)\n"
+    + "  %update = ((s8[1000]), s8[1000]) call-update(%call, %a)\n"
+    + compute("g", between)
+    + CALL_DONE.replace("%call", "%update")
+  )
+  read = module(text, offloaded())
+  timeline = simulated(read)
+  check(timeline, before + between, links=exposed)
+  (transfer,) = timeline.transfers
+  assert (transfer.calls, transfer.needed) == (1, 1e-6)
+  (found,) = collectives.find(hlo.parse(read), SLICES)
+  assert (found.kind, found.times) == ("all-reduce", 1)
+
+
+def test_a_call_that_begins_with_its_operands_transfers_at_once():
+  text = "  %a = s8[1000]{0:S(1)} bitcast(%p)\n" + CALL.format("%a") + compute("f", 400) + CALL_DONE
+  check(simulated(module(text, offloaded())), 400, links=600)
+
+
+def test_a_transfer_between_slices_is_waited_for_by_its_recv_done():
+  text = sent("psum", "p", 4000) + compute("f", 1500) + received("psum", 4000) + compute("g", 100)
+  timeline = simulated(module(text))
+  check(timeline, 1600, dcn=2500)
+  assert timeline.needed(Channel.DCN) == pytest.approx(4000 * NANO)
+  assert timeline.needed(Channel.LINKS) == 0
+
+
+def test_two_transfers_of_one_channel_queue():
+  """The second starts at 100 ns, moves from 1000 to 3000, and is waited for at 100 + 1900 = 2000."""
+  text = sent("a", "p", 1000) + compute("f", 100) + sent("b", "p", 2000) + compute("g", 1900)
+  check(simulated(module(text + received("b", 2000) + received("a", 1000))), 2000, dcn=1000)
+
+
+def test_two_channels_do_not_queue():
+  text = (
+    "  %a = s8[1000]{0:S(1)} bitcast(%p)\n"
+    + sent("psum", "p", 1000)
+    + ALL_REDUCE_START
+    + compute("f", 1000)
+    + "  %done = s8[1000]{0:S(1)} all-reduce-done(%r)\n"
+    + received("psum", 1000)
+  )
+  check(simulated(module(text)), 1000)
+
+
+STATE = "s32[], (s8[600]{0}, u32[], token[])"
+CARRIED = (
+  "  %i = s32[] get-tuple-element(%body.s), index=0\n"
+  "  %psum.before = (s8[600]{0}, u32[], token[]) get-tuple-element(%body.s), index=1\n"
+  "  %got = (s8[600]{0}, token[]) recv-done(%psum.before), channel_id=1\n"
+)
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3, 28, 1000])
+@pytest.mark.parametrize("work, first, each, last", [(700, 600, 0, 600), (500, 600, 100, 600)])
+def test_a_transfer_that_ends_in_the_next_turn(turns, work, first, each, last):
+  """The layer's gradient travels while the next layer is computed. Nothing hides the first and the last one."""
+  body = CARRIED + sent("psum", "i", 600) + compute("f", work)
+  text = "  %zero = s32[] constant(0)\n" + sent("first", "p", 600)
+  after = (
+    "  %last = (s8[600]{0}, u32[], token[]) get-tuple-element(%body.w), index=1\n"
+    "  %done = (s8[600]{0}, token[]) recv-done(%last), channel_id=1\n"
+  )
+  whole = module(text + runs(STATE, "%zero, %first.recv", turns) + after, loop(body, STATE, "%i, %psum.recv"))
+  timeline = simulated(whole)
+  check(timeline, turns * work, dcn=first + (turns - 1) * each + max(0, last - work))
+  assert sum(transfer.calls for transfer in timeline.transfers) == turns + 1
+  assert timeline.needed(Channel.DCN) == pytest.approx((turns + 1) * 600 * NANO)
+
+
+@pytest.mark.parametrize("turns", [1, 3, 50])
+def test_a_queue_that_grows_in_every_turn_is_waited_for_at_the_end(turns):
+  """Each turn computes 100 ns and sends for 600 ns, and waits for the transfer before the last one."""
+  state = "s32[], (s8[600]{0}, u32[], token[])"
+  body = "  %i = s32[] get-tuple-element(%body.s), index=0\n" + sent("psum", "i", 600) + compute("f", 100)
+  after = (
+    "  %last = (s8[600]{0}, u32[], token[]) get-tuple-element(%body.w), index=1\n"
+    "  %done = (s8[600]{0}, token[]) recv-done(%last), channel_id=1\n"
+  )
+  text = "  %zero = s32[] constant(0)\n" + runs(state, "%zero, %zero", turns) + after
+  timeline = simulated(module(text, loop(body, state, "%i, %psum.recv")))
+  check(timeline, turns * 100, dcn=turns * 500)
+
+
+@pytest.mark.parametrize("outer, inner", [(1, 1), (3, 4), (100, 1000)])
+def test_nested_loops_multiply(outer, inner):
+  one = "s32[]"
+  index = lambda name: f"  %{name}.k = s32[] get-tuple-element(%{name}.s), index=0\n"
+  within = index("in") + compute("f", 10) + sent("psum", "in.k", 25) + received("psum", 25)
+  around = index("out") + runs(one, "%out.k", inner, "in") + compute("g", 7)
+  text = "  %zero = s32[] constant(0)\n" + runs(one, "%zero", outer, "out")
+  others = loop(within, one, "%in.k", "in") + loop(around, one, "%out.k", "out")
+  timeline = simulated(module(text, others))
+  check(timeline, outer * (inner * 10 + 7), dcn=outer * inner * 25)
+  assert timeline.transfers[0].calls == outer * inner
+
+
+def test_a_loop_with_an_unknown_number_of_turns_counts_once_and_is_reported():
+  body = "  %k = s32[] get-tuple-element(%body.s), index=0\n" + compute("f", 10)
+  text = "  %zero = s32[] constant(0)\n" + runs("s32[]", "%zero", None)
+  timeline = simulated(module(text, loop(body, "s32[]", "%k")))
+  check(timeline, 10)
+  assert timeline.problems == ("the number of turns is unknown: the loop body.w counts once",)
+
+
+def test_a_loop_without_turns_takes_no_time():
+  body = "  %k = s32[] get-tuple-element(%body.s), index=0\n" + compute("f", 10)
+  text = "  %zero = s32[] constant(0)\n" + runs("s32[]", "%zero", 0)
+  check(simulated(module(text, loop(body, "s32[]", "%k"))), 0)
+
+
+def test_the_longest_branch_of_a_conditional_counts():
+  branch = (
+    "%{0} (b: s8[8]) -> s8[8] {{\n  %{0}.p = s8[8]{{0:S(1)}} parameter(0)\n{1}"
+    "  ROOT %{0}.r = s8[8]{{0:S(1)}} bitcast(%{0}.p)\n}}\n\n"
+  )
+  others = branch.format("short", compute("f", 10)) + branch.format("long", compute("g", 70))
+  text = "  %k = s32[] constant(0)\n  %c = s8[8]{0:S(1)} conditional(%k, %p, %p), branch_computations={%long, %short}\n"
+  check(simulated(module(text, others)), 70)
+
+
+def rings(*axes: str) -> str:
+  """The algorithm of a SparseCore: rings along axes, in both directions; or a ring through all devices."""
+  named = [f',"explicit_strategy_ring_dim":"ICI_RING_DIM_{axis}_MESH"' if axis else "" for axis in axes]
+  phases = ",".join(f'{{"core_count":"8"{name}}}' for name in named)
+  strategies = ",".join([f'{{"phase_rings":[{phases}]}}'] * 2)
+  return f'{{"ici_strategy_config":{{"color_strategies":[{strategies}]}}}}'
+
+
+@pytest.mark.parametrize(
+  "stated, chip, devices, share",
+  [
+    ('{"emitter":"SingleInputAllReduceScatterFusion","strategy":"StrategyRing","debug":"colors:1"}', "v5e", 16, 1 / 2),
+    ('{"emitter":"1DAllGatherOnMajorDimImbalanced"}', "v5p", 64, 1 / 3),
+    ('{"emitter":"RotatedPincerEmitter","strategy":"UniDirectionNDRingStrategy"}', "v5e", 16, 1 / 2),
+    ('{"emitter":"RotatedPincerEmitter","strategy":"UniDirectionNDRingStrategy"}', "v5e", 256, 1),
+    ('{"emitter":"RotatedPincerShortEmitter","strategy":"StrategyND"}', "v5p", 64, 1),
+    ("{}", "v6e", 64, 1 / 2),
+    (rings("X"), "v6e", 64, 1 / 4),
+    (rings("X"), "v6e", 256, 1 / 2),
+    (rings("X", "Y"), "v6e", 64, 1 / 2),
+    (rings("X", "Y"), "v5p", 128, 2 / 3),
+    (rings("X", "Y", "Z"), "v5p", 128, 1),
+    (rings(""), "v6e", 64, 1 / 2),
+    (rings(""), "v5p", 128, 1 / 3),
+    ("{}", "H100", 8, 1),
+  ],
+)
+def test_the_algorithm_decides_how_many_links_a_collective_uses(stated, chip, devices, share):
+  """The TPU compiler states a ring through all chips, or rings along the axes of the slice."""
+  text = module(
+    f"  %r = s8[4000]{{0:S(1)}} all-reduce(%p), replica_groups={{}}, to_apply=%nothing, "
+    f'backend_config={{"collective_algorithm_config":{stated}}}\n'
+  )
+  found = chips.find(chip)
+  assert found is not None
+  timeline = simulation.simulate(hlo.parse(text), [0] * devices, Rates(found, None))
+  sent = 2 * (devices - 1) / devices * 4000
+  assert timeline.exposed[Channel.LINKS] == pytest.approx(sent / (found.link_bandwidth / 2 * share), rel=1e-4)
+
+
+@pytest.mark.parametrize("devices, share", [(64, 1 / 4), (256, 1 / 2)])
+def test_a_ring_through_a_line_passes_its_links_twice_without_a_wraparound(devices, share):
+  stated = '{"emitter":"1DAllGatherOnMajorDimImbalanced"}'
+  text = module(
+    "  %r = s8[4000]{0:S(1)} all-reduce(%p), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%nothing, "
+    f'backend_config={{"collective_algorithm_config":{stated}}}\n'
+  )
+  found = chips.find("v5e")
+  assert found is not None
+  timeline = simulation.simulate(hlo.parse(text), [0] * devices, Rates(found, None))
+  assert timeline.exposed[Channel.LINKS] == pytest.approx(7000 / (found.link_bandwidth / 2 * share), rel=1e-4)
+
+
+def together(name: str, nanoseconds: int, part: int) -> tuple[str, str]:
+  """A fusion that computes, and executes a part of the all-gather of channel 7; and its body."""
+  body = (
+    f"%{name}.body (q: s8[500]) -> s8[1000] {{\n  %{name}.q = s8[500]{{0:S(1)}} parameter(0)\n"
+    f"  ROOT %{name}.g = s8[1000]{{0:S(1)}} all-gather(%{name}.q), channel_id=7, replica_groups={{{{0,1}},{{2,3}}}}, "
+    f'dimensions={{0}}, backend_config={{"async_collective_fusion_config":{{"flag_start":"{part}"}}}}\n}}\n\n'
+  )
+  return compute(name, nanoseconds, "p").replace("%nothing", f"%{name}.body"), body
+
+
+@pytest.mark.parametrize("work, other, exposed", [(600, 0, 0), (300, 0, 200), (300, 400, 200), (0, 700, 500)])
+def test_a_collective_in_fusions_moves_on_while_one_of_them_computes(work, other, exposed):
+  """A device sends 500 bytes. Computation of other fusions between the first and the last one does not help."""
+  parts = together("first", 0, -1), together("middle", work, 2), together("last", 0, 8)
+  (first, middle, last), bodies = zip(*parts)
+  text = module(first + middle + compute("f", other) + last, "".join(bodies))
+  timeline = simulated(text)
+  check(timeline, work + other, links=exposed)
+  (transfer,) = timeline.transfers
+  assert (transfer.calls, transfer.site.bytes) == (1, 1000)
+
+
+def test_a_collective_in_one_fusion_is_exposed():
+  fusion, body = together("only", 100, 2)
+  check(simulated(module(fusion, body)), 100, links=500)
+
+
+def test_two_collectives_in_turn_may_use_the_same_channel():
+  """In a program without loops over layers. Each needs 500 ns, and 300 and 200 are computed meanwhile."""
+  parts = [together(f"{name}.{part + 1}", work, part) for name, work in (("a", 300), ("b", 200)) for part in (-1, 2, 8)]
+  fusions, bodies = zip(*parts)
+  # The first and the last part of each compute nothing.
+  idle = [compute_nothing(fusion) if index % 3 != 1 else fusion for index, fusion in enumerate(fusions)]
+  text = module("".join(idle), "".join(bodies))
+  timeline = simulated(text)
+  check(timeline, 500, links=200 + 300)
+  assert [transfer.calls for transfer in timeline.transfers] == [1, 1]
+  assert sum(collective.times for collective in collectives.find(hlo.parse(text), SLICES)) == 2
+
+
+def compute_nothing(fusion: str) -> str:
+  return re.sub(r'"estimated_cycles":"\d+"', '"estimated_cycles":"0"', fusion)
+
+
+def test_two_loops_may_use_the_same_channel():
+  """As the forward and the backward pass do with the weights of the MLP. Each has its own all-gather per turn."""
+  entry, others = "  %zero = s32[] constant(0)\n", ""
+  for name, turns in (("forward", 3), ("backward", 2)):
+    parts = (together(f"{name}.{part + 1}", 500, part) for part in (-1, 2, 8))
+    fusions, bodies = zip(*parts)
+    body = f"  %p = s32[] get-tuple-element(%{name}.s), index=0\n" + "".join(fusions)
+    others += "".join(bodies) + loop(body, "s32[]", "%p", name)
+    entry += runs("s32[]", "%zero", turns, name)
+  text = module(entry, others)
+  check(simulated(text), 5 * 3 * 500)
+  assert sum(collective.times for collective in collectives.find(hlo.parse(text), SLICES)) == 5
+
+
+def test_copies_to_the_host():
+  moved = "  %c = (s8[12000]{0:S(5)}, s8[12000]{0}, u32[]) copy-start(%a)\n"
+  text = "  %a = s8[12000]{0} bitcast(%p)\n" + moved + compute("f", 400) + "  %d = s8[12000]{0:S(5)} copy-done(%c)\n"
+  timeline = simulated(module(text))
+  check(timeline, 400, host=600)
+  assert timeline.transfers[0].site.bytes == 12000 == HOST_BANDWIDTH * 1000 * NANO
+
+
+def test_copies_into_on_chip_memory():
+  moved = "  %c = (s8[12000]{0:S(1)}, s8[12000]{0}, u32[]) copy-start(%a)\n"
+  text = "  %a = s8[12000]{0} bitcast(%p)\n" + moved + compute("f", 5) + "  %d = s8[12000]{0:S(1)} copy-done(%c)\n"
+  check(simulated(module(text)), 5, memory=7)
+
+
+def test_nothing_is_sent():
+  text = sent("psum", "p", 0) + received("psum", 0) + compute("f", 5)
+  timeline = simulated(module(text))
+  check(timeline, 5)
+  assert timeline.transfers[0].calls == 1
+
+
+def test_a_transfer_that_nothing_waits_for_ends_with_the_step():
+  check(simulated(module(sent("psum", "p", 900) + compute("f", 100))), 100, dcn=800)
+
+
+def test_an_end_without_a_start_is_reported():
+  timeline = simulated(module("  %d = s8[4000]{0:S(1)} all-reduce-done(%p)\n" + compute("f", 5)))
+  check(timeline, 5)
+  assert timeline.problems == ("d ends a transfer whose start is unknown; it counts as finished",)
+
+
+def test_a_result_that_was_not_sent_is_reported():
+  text = (
+    f"  %psum.recv = (s8[9]{{0}}, u32[], token[]) recv(%p), {SENT % 'psum'}\n" + received("psum", 9) + compute("f", 5)
+  )
+  timeline = simulated(module(text))
+  check(timeline, 5)
+  assert timeline.problems == ("psum waits for a transfer that has not been sent yet; it counts as finished",)
+
+
+def test_an_unknown_bandwidth_is_reported():
+  text = sent("psum", "p", 900) + compute("f", 100) + received("psum", 900)
+  timeline = simulated(module(text), dataclasses.replace(RATES, dcn=None))
+  check(timeline, 100)
+  assert timeline.needed(Channel.DCN) is None
+  assert timeline.problems == ("DCN: the bandwidth is unknown",)
+
+
+def test_instructions_without_an_estimate_cost_their_bytes_or_flops():
+  text = (
+    "  %a = f32[1000,1000]{1,0} bitcast(%p)\n"
+    "  %sum = f32[1000,1000]{1,0} add(%a, %a)\n"
+    "  %dot = f32[1000,1000]{1,0} dot(%a, %sum), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n"
+    "  %later = f32[1000,1000]{1,0} operation-of-tomorrow(%a)\n"
+    '  %kernel = f32[1000,1000]{1,0} custom-call(%a), custom_call_target="tpu_custom_call"\n'
+  )
+  timeline = simulated(module(text))
+  # 4 MB each: the sum moves 12 MB, the other two 8 MB, and the matmul has 2e9 FLOPs.
+  assert timeline.computation[Basis.RATES] == pytest.approx(12e-6 + 2e-3 + 8e-6)
+  assert timeline.computation[Basis.UNKNOWN_KERNEL] == pytest.approx(8e-6)
+  assert timeline.computation[Basis.ESTIMATE] == timeline.computation[Basis.KERNEL] == 0
+
+
+def test_kernels_cost_their_flops_at_the_peak():
+  text = (pathlib.Path(__file__).with_name("splash.hlo")).read_text()
+  timeline = simulation.simulate(hlo.parse(text), [0], RATES)
+  matmul = 2 * 3 * 4 * 256 * 512 * 128
+  moved = 2 * 3 * 4 * 256 * 128 * 2  # one kernel states 7 FLOPs and one states nothing: two arrays
+  assert timeline.computation[Basis.KERNEL] == pytest.approx((14 * matmul + moved) / 1e12)
+  assert timeline.computation[Basis.UNKNOWN_KERNEL] == pytest.approx(moved / 1e12)
+
+
+def test_the_command_prints_one_column_per_file(tmp_path, capsys):
+  """On a v5e the clock is 1.5 GHz, and other slices get 25 Gbit/s: 3,125 bytes per microsecond."""
+  first, second = tmp_path / "first.hlo", tmp_path / "second.hlo"
+  first.write_text(module(sent("psum", "p", 3_125_000) + compute("f", 600_000) + received("psum", 3_125_000)))
+  second.write_text(module(compute("f", 3_000_000)))
+  devices = ["--slices=2", "--devices-per-slice=2", "--chip=v5e"]
+  assert main([str(first), str(second), *devices, "--transfers=3"]) == 0
+  lines = capsys.readouterr().out.splitlines()
+  assert lines[0].startswith("v5e: 1.5 GHz, 197 TFLOP/s") and lines[0].endswith("DCN 25 Gbit/s per device")
+  assert lines[1] == "| per device and step | first.hlo | second.hlo |"
+  rows = {name.strip(): cells for name, *cells in (line.strip("|").split("|") for line in lines[3:] if line[0] == "|")}
+  cells = lambda name: [cell.strip() for cell in rows[name]]
+  assert cells("cycles of fusions") == ["6.000e+05 (0.4 ms)", "3.000e+06 (2.0 ms)"]
+  assert cells("between slices: operands") == cells("between slices: sent") == ["3.12 MB", "0.00 MB"]
+  assert cells("DCN needed") == ["1.0 ms", "0.0 ms"]
+  assert cells("DCN exposed") == ["0.6 ms", "0.0 ms"]
+  assert cells("cycles + exposed DCN") == ["1.0 ms", "2.0 ms"]
+  assert cells("step time") == ["1.0 ms", "2.0 ms"]
+  assert lines[-1] == (
+    "first.hlo: DCN all-reduce x 1, 3.12 MB each: needs 1.0 ms, exposed 0.6 ms; meanwhile 0.4 ms of computation, "
+    "above all f; from psum.send"
+  )
+  assert main([str(first), *devices, "--clock-ghz=0.5", "--dcn-gbps=50"]) == 0
+  text = capsys.readouterr().out
+  assert "| DCN exposed | 0.0 ms |" in text and "| step time | 1.2 ms |" in text
+
+
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
+    (["--chip=v5f"], "--chip=v5f: unknown. Choose one of v4, v5e"),
+    (["--slices=0"], "--slices=0: must be at least 1 and at most 1,024."),
+    (["--slices=100000000"], "--slices=100000000: must be at least 1 and at most 1,024."),
+    (["--devices-per-slice=100000000"], "--devices-per-slice=100000000: must be at least 1 and at most 32,768."),
+    (["--clock-ghz=-1"], "--clock-ghz=-1.0: must be at least 0.01 and at most 100."),
+    (["--clock-ghz=nan"], "--clock-ghz=nan: must be at least 0.01 and at most 100."),
+    (["--clock-ghz=1e-300"], "--clock-ghz=1e-300: must be at least 0.01 and at most 100."),
+    (["--dcn-gbps=nan"], "--dcn-gbps=nan: must be at least 0.001 and at most 1,000,000."),
+    (["--dcn-gbps=inf"], "--dcn-gbps=inf: must be at least 0.001 and at most 1,000,000."),
+    (["--transfers=-1"], "--transfers=-1: must be at least 0 and at most 1,000,000."),
+    (["absent.hlo"], "No such file or directory: 'absent.hlo'"),
+    ([__file__], f"{__file__}: not the text of a scheduled HLO module: is_scheduled=true is not in its first line."),
+    (
+      ["--slices=3"],
+      "file.hlo: --slices=3 x --devices-per-slice=2 is 6 devices, and this program is for 4. Give two numbers whose "
+      "product is 4.",
+    ),
+  ],
+)
+def test_wrong_arguments_of_the_command(tmp_path, capsys, arguments, message):
+  file = tmp_path / "file.hlo"
+  file.write_text(module(""))
+  devices = ["--slices=2", "--devices-per-slice=2", "--chip=v5e"]
+  assert main([*devices, *arguments, str(file)]) == 2
+  assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
+    (
+      ["--slices=2", "--devices-per-slice=4"],
+      "--devices-per-slice=4, and each slice of this program has 2 devices. Set --devices-per-slice=2.",
+    ),
+    (
+      ["--slices=1", "--devices-per-slice=2"],
+      "--slices=1, and a transfer of this program joins 2. Set --slices=2 or more.",
+    ),
+  ],
+)
+def test_arguments_that_contradict_transfers_between_slices(tmp_path, capsys, arguments, message):
+  file = tmp_path / "file.hlo"
+  file.write_text(module(sent("psum", "p", 900) + received("psum", 900)))
+  assert main([str(file), "--chip=v5e", *arguments]) == 2
+  assert capsys.readouterr().err == f"error: {file}: {message}\n"
+  assert main([str(file), "--chip=v5e", "--slices=3", "--devices-per-slice=2"]) == 0  # the other axis has one
+
+
+def test_times_with_an_unknown_rate_are_unknown(tmp_path, capsys):
+  """No bandwidth between slices is published for v4."""
+  file = tmp_path / "file.hlo"
+  devices = ["--slices=2", "--devices-per-slice=2", "--chip=v4"]
+  names = ["DCN needed", "DCN exposed", "cycles + exposed DCN", "step time"]
+  file.write_text(module(sent("psum", "p", 900) + compute("f", 100_000) + received("psum", 900)))
+  assert main([str(file), *devices]) == 0
+  text = capsys.readouterr().out
+  assert all(f"| {name} | unknown |" in text for name in names), text
+  assert "| links exposed | 0.0 ms |" in text
+  assert "file.hlo: not in these times: DCN: the bandwidth is unknown" in text
+  file.write_text(module(compute("f", 100_000)))
+  assert main([str(file), *devices]) == 0
+  assert "unknown |" not in capsys.readouterr().out, "nothing is sent to other slices"
+
+
+def test_a_damaged_file_is_named(tmp_path, capsys):
+  file = tmp_path / "file.hlo"
+  text = module(compute("f", 5)).encode()
+  devices = ["--slices=2", "--devices-per-slice=2", "--chip=v5e"]
+  file.write_bytes(text[:-2])
+  assert main([str(file), *devices]) == 2
+  cut = "damaged or cut off: the computation main does not end; write the file again."
+  assert capsys.readouterr().err == f"error: {file}: {cut}\n"
+  file.write_bytes(text + b"\x80")
+  assert main([str(file), *devices]) == 2
+  assert f"error: {file}: damaged or not a text: invalid start byte at byte {len(text)}" in capsys.readouterr().err

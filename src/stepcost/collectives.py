@@ -53,18 +53,36 @@ class Reader:
 
     The TPU compiler turns communication across slices into transfers over the host (megascale), each with a `send`. In
     such a program, the remaining collectives stay inside a slice, and their groups number the devices of one slice.
+
+    Raises ValueError if an instruction is called in an unknown form, so that its collectives would not count.
     """
+    _require_calls(module)
     if has_transfers_between_slices(module):
       slice_of = [0] * (len(slice_of) // len(set(slice_of)))
     self._slice_of = slice_of
     self.devices_per_slice = len(slice_of) // len(set(slice_of))
 
   def read(self, computation: Computation, instruction: Instruction, times: float = 1.0) -> Collective | None:
-    """Returns the collective that `instruction` starts or executes, or None if it starts none."""
+    """Returns the collective that `instruction` starts or executes, or None if it starts none.
+
+    Raises ValueError for a collective of an unknown kind.
+    """
     kind = instruction.opcode.removesuffix("-start")
     if kind in KINDS:
       return _collective(computation, instruction, kind, times, self._slice_of)
+    if "replica_groups=" in instruction.rest and not instruction.opcode.endswith(("-done", "-update")):
+      raise ValueError(f"{instruction.name} is a collective of an unknown kind, {instruction.opcode}")
     return _megascale(instruction, times) if is_megascale(instruction) else None
+
+
+def _require_calls(module: Module) -> None:
+  """Raises ValueError if a computation with collectives is there, and no instruction that runs calls it."""
+  for name, computation in module.computations.items():
+    if not module.runs[name] and (kinds := {i.opcode for i in computation.instructions if "replica_groups=" in i.rest}):
+      raise ValueError(
+        f"the computation {name} has collectives ({', '.join(sorted(kinds))}), and no instruction calls it in a form "
+        "that is known. Use a version of the compiler that was tried (README.md of stepcost)"
+      )
 
 
 def link_share(instruction: Instruction, collective: Collective, chip: Chip, devices_per_slice: int) -> float:

@@ -19,8 +19,8 @@ from stepcost.hlo import DEVICE, HOST, Array, Computation, Instruction, Module, 
 # These instructions pass a buffer on, or run another computation whose instructions are counted separately.
 _FREE = frozenset(
   "parameter constant tuple get-tuple-element bitcast while conditional call after-all partition-id replica-id iota "
-  "opt-barrier optimization-barrier async-start async-update call-start call-update add-dependency domain "
-  "send send-done recv recv-done".split()
+  "opt-barrier optimization-barrier async-start async-update call-start call-update custom-call-start "
+  "custom-call-update add-dependency domain send send-done recv recv-done".split()
 )
 _SLICES = frozenset({"dynamic-slice", "slice", "gather", "dynamic-slice-start", "slice-start"})
 _UPDATES = frozenset({"dynamic-update-slice", "dynamic-update-slice-start"})

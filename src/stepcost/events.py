@@ -204,6 +204,8 @@ class Decoder:
     sites = sum((self._collective_sites(owner, part) for owner, part in inside), ())
     if sites:
       return sites
+    if not wrapped:
+      raise ValueError(f"{start.name}: what a {start.opcode} without a computation starts is unknown")
     seconds = sum(prices.price(self._module, owner, part, self._rates).seconds for owner, part in wrapped)
     return (Site(Channel.CORES, base, computation.origin(start), 0.0, round(seconds * SECOND)),)
 

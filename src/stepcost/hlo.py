@@ -18,13 +18,16 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 # `}` alone, or with the name of the thread of the computation. `}},` belongs to an attribute with several lines.
 _END = re.compile(r"^\}(?:\s|, |$)")
-_CALLED = re.compile(r"\b(?:calls|body|condition|to_apply|branch_computations|true_computation|false_computation)=")
+_CALLED = re.compile(
+  r"\b(?:calls|body|condition|to_apply|branch_computations|true_computation|false_computation|called_computations)="
+)
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 _REQUIRED_CALLS = {"fusion": ("calls",), "while": ("condition", "body")}
 
 # The device executes the instructions of the computations that these call one by one.
-_RUN_SEPARATELY = frozenset({"while", "conditional", "call", "call-start", "async-start"})
+# A `custom-call-start` that calls one is what libtpu 0.0.52 writes where earlier versions write `call-start`.
+_RUN_SEPARATELY = frozenset({"while", "conditional", "call", "call-start", "custom-call-start", "async-start"})
 
 # Memory spaces by the number in S(..) of a layout. A layout without S(..) is in the main memory of the device.
 DEVICE, HOST = 0, 5

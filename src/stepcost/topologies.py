@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -59,6 +60,8 @@ GENERATIONS = MappingProxyType(
     "tpu7x": Generation("tpu7x", 3, 9216, 2),
   }
 )
+
+TRIED_COMPILERS = ("0.0.50.1", "0.0.52")  # versions of libtpu whose programs stepcost was tried with
 
 COMPILER_ENVIRONMENT = MappingProxyType(
   {
@@ -176,6 +179,15 @@ def devices(topology: Topology, num_slices: int) -> tuple[tuple[Any, ...], ...]:
   for device in described.devices:
     slices.setdefault(getattr(device, "slice_index", 0) or 0, []).append(device)
   return tuple(tuple(slices[index]) for index in sorted(slices))
+
+
+def untried_compiler() -> str:
+  """Returns the version of libtpu if stepcost was not tried with its programs, else ""."""
+  try:
+    version = importlib.metadata.version("libtpu")
+  except importlib.metadata.PackageNotFoundError:
+    return ""
+  return "" if version in TRIED_COMPILERS else version
 
 
 def prepare_environment() -> None:

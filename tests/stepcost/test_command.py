@@ -12,7 +12,7 @@ import re
 
 import pytest
 
-from stepcost import chips, collectives, hlo, simulation
+from stepcost import chips, collectives, costs, hlo, simulation
 from stepcost.__main__ import main
 from stepcost.chips import Chip
 from stepcost.events import Channel
@@ -547,3 +547,62 @@ def test_a_damaged_file_is_named(tmp_path, capsys):
   file.write_bytes(text + b"\x80")
   assert main([str(file), *devices]) == 2
   assert f"error: {file}: damaged or not a text: invalid start byte at byte {len(text)}" in capsys.readouterr().err
+
+
+def sparse_core_program(start: str, update: str, done: str, called: str) -> str:
+  """A gather of 100 bytes on a SparseCore, during 60 ns of computation."""
+  group = "replica_groups={{0,1},{2,3}}, dimensions={0}"
+  gather = (
+    f"%called (p: s8[100]) -> s8[200] {{\n  %p = s8[100]{{0}} parameter(0)\n"
+    f'  ROOT %gather = s8[200]{{0}} all-gather(%p), {group}\n}}, execution_thread="sparsecore"\n'
+  )
+  entry = (
+    "  %own = s8[100]{0} parameter(1)\n"
+    f'  %start = ((), (), s32[9]{{0}}) {start}(), async_execution_thread="sparsecore", {called}\n'
+    f"  %update = ((s8[100]{{0}}), s8[200]{{0}}, s32[9]{{0}}) {update}(%start, %own)\n"
+    f"{compute('work', 60)}  %whole = s8[200]{{0}} {done}(%update)\n"
+  )
+  return module(entry, gather)
+
+
+@pytest.mark.parametrize(
+  "opcodes, called",
+  [
+    (("call-start", "call-update", "call-done"), "to_apply=%called"),  # libtpu 0.0.50.1
+    (
+      ("custom-call-start", "custom-call-update", "custom-call-done"),  # libtpu 0.0.52
+      'custom_call_target="TODO(b/522284627)", called_computations={%called}',
+    ),
+  ],
+)
+def test_collectives_of_sparse_cores_count_in_the_forms_of_both_compilers(opcodes, called):
+  parsed = hlo.parse(sparse_core_program(*opcodes, called))
+  (found,) = collectives.find(parsed, SLICES)
+  assert (found.kind, found.bytes, found.times) == ("all-gather", 200, 1)
+  timeline = simulation.simulate(parsed, SLICES, RATES)
+  assert timeline.exposed[Channel.LINKS] == pytest.approx(40 * NANO)
+  assert costs.count(parsed).device_bytes == 100 + 200
+
+
+@pytest.mark.parametrize(
+  "text, said",
+  [
+    (
+      sparse_core_program("new-start", "new-update", "new-done", "new_form={%called}"),
+      "the computation called has collectives (all-gather), and no instruction calls it",
+    ),
+    (
+      module("  %out = s8[200]{0} ragged-all-gather(%p), replica_groups={{0,1},{2,3}}\n"),
+      "out is a collective of an unknown kind, ragged-all-gather",
+    ),
+    (
+      module("  %s = (s8[200]{0}) new-start(%p), target=1\n  %d = s8[200]{0} new-done(%s)\n"),
+      "s: what a new-start without a computation starts is unknown",
+    ),
+  ],
+)
+def test_what_has_an_unknown_form_is_refused_by_name(text, said, tmp_path, capsys):
+  file = tmp_path / "file.hlo"
+  file.write_text(text)
+  assert main([str(file), "--slices=2", "--devices-per-slice=2", "--chip=v6e"]) == 2
+  assert said in capsys.readouterr().err

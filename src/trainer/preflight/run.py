@@ -152,6 +152,7 @@ def _devices(config: Config) -> tuple[Callable[[int], Slices], int, str]:
     where = f"For the devices of this machine: {counted(cluster.num_slices, 'slice')} of {cluster.devices_per_slice}"
     return lambda alive: all_slices[:alive], cluster.num_slices, where
   given = config.cluster.num_slices or count
+  untried, tried = topologies.untried_compiler(), " and ".join(topologies.TRIED_COMPILERS)
   with _refusals():
     topology = topologies.resolve(name)
   topologies.prepare_environment()
@@ -164,6 +165,7 @@ def _devices(config: Config) -> tuple[Callable[[int], Slices], int, str]:
       f"For {counted(count, 'slice')} of {topology.jax_name}: {topology.chips} chips "
       f"({len(slices_of(count)[0])} devices) on {counted(topology.hosts, 'host')} each; no TPU is needed"
       + (f"\nUsing compile_topology_num_slices={count}, not num_slices={given}" if given != count else "")
+      + (f"\nThe times were not tried with libtpu {untried}, only with {tried}" if untried else "")
     ),
   )
 

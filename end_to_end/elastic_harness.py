@@ -29,7 +29,7 @@ from trainer.elastic.retry import elastic_retry
 from trainer.observe.events import read_events
 from trainer.observe.metrics import read_metrics
 from trainer.program import Program
-from trainer.session import Session, open_session
+from trainer.run.session import Session, open_session
 from trainer.signals import Signals
 
 NUM_SLICES = 3

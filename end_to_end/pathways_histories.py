@@ -36,7 +36,7 @@ from trainer.cluster.health import HealthChecks
 from trainer.cluster.pathways import PathwaysCluster
 from trainer.config.faults import Fault, parse
 from trainer.config.schema import ClusterSection
-from trainer.session import Session
+from trainer.run.session import Session
 
 KEYS = ("elastic_hang_check_seconds=1",)
 TIME_LIMIT = 2.0  # seconds of a health check: what a hang costs

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from trainer.after_step import Actions, Due, decide
+from trainer.run.after_step import Actions, Due, decide
 
 CASES = [
   # what is due, actions with snapshots, actions without

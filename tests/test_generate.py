@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from trainer import generate, program, train
+from trainer import program
 from trainer.config.schema import Config
 from trainer.data.tokenizer import ByteTokenizer
+from trainer.run import generate
 
 T = 128
 
@@ -58,7 +59,7 @@ def test_a_model_trained_on_any_mesh_is_sampled_on_one_device(samples_of_one_dev
 
 
 def end_of_run(tokenizer, process_count: int = 1) -> list[str]:
-  """The log lines of `train._sample`."""
+  """The log lines of `generate.sample`."""
   said: list[str] = []
   session = types.SimpleNamespace(
     data=types.SimpleNamespace(train=types.SimpleNamespace(tokenizer=tokenizer)),
@@ -68,7 +69,7 @@ def end_of_run(tokenizer, process_count: int = 1) -> list[str]:
     events=types.SimpleNamespace(emit=lambda kind, **fields: said.append(kind)),
   )
   prog = types.SimpleNamespace(model=None, mesh=types.SimpleNamespace(devices=np.array(jax.devices()[:1])))
-  train._sample(config(), session, prog, {}, step=7)
+  generate.sample(config(), session, prog, {}, step=7)
   return said
 
 

@@ -16,7 +16,7 @@ from trainer.cluster.simulated import SimulatedCluster
 from trainer.config import ConfigError
 from trainer.observe.events import read_events
 from trainer.observe.metrics import StepRecord
-from trainer.session import open_session
+from trainer.run.session import open_session
 from trainer.signals import Signals
 from trainer.world import SingleWorld
 

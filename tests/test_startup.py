@@ -20,7 +20,7 @@ from trainer.checkpoint.errors import ConfigMismatch
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
 from trainer.elastic import retry
-from trainer.session import Session
+from trainer.run.session import Session
 from trainer.signals import Signals
 
 # tensorflow comes with tensorflow-datasets' sources, torch with transformers, matplotlib with the report.

@@ -24,7 +24,7 @@ SMALL = (
   "base_num_kv_heads=2 base_mlp_dim=1024 head_dim=64 vocab_size=4096 dataset_type=synthetic per_device_batch_size=8 "
   "max_target_length=512 steps=1 enable_checkpointing=false dtype=float32"
 ).split()
-IMPORTS = "import sys, trainer.train, trainer.session, trainer.elastic.retry; print(len(sys.modules))"
+IMPORTS = "import sys, trainer.train, trainer.run.session, trainer.elastic.retry; print(len(sys.modules))"
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
   from trainer.cluster import Cluster
   from trainer.config import Config
-  from trainer.session import Session
+  from trainer.run.session import Session
 
 # Exit codes that a scheduler reads (docs/architecture.md). PREEMPTED and INTERRUPTED are defined with the signals, 134
 # for a hung process with the watchdog.
@@ -76,7 +76,6 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
 
   from trainer import cluster as cluster_lib
   from trainer import compilation_cache, data, program
-  from trainer import session as session_lib
   from trainer.cluster.peers import RunEnded
   from trainer.config import ConfigError
   from trainer.config.schema import RematPolicy
@@ -84,6 +83,7 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
   from trainer.elastic import retry
   from trainer.membership.rules import RunRules
   from trainer.observe import log
+  from trainer.run import session as session_lib
 
   compilation_cache.enable(config.run.jax_cache_dir)
   with contextlib.ExitStack() as stack:
@@ -137,7 +137,7 @@ def _train(config: Config, session: Session, cluster: Cluster) -> int:
   from trainer.elastic import retry
   from trainer.elastic.attempt import Job
   from trainer.membership.client import SupervisorLost
-  from trainer.step_records import TrainingDiverged
+  from trainer.run.step_records import TrainingDiverged
 
   accumulation = config.optimizer.gradient_accumulation_steps
   job = Job(config.run.steps, accumulation, session.data.tokens_per_step, session.state_bytes)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer import run_data
 from trainer.checkpoint.errors import ConfigMismatch
 from trainer.config.load import load
+from trainer.run import run_data
 
 KEYS = "dataset_type=grain grain_file_type=jsonl vocab_size=300 max_target_length=16 packing=none".split()
 

@@ -202,6 +202,13 @@ class ElasticRun:
       self._declined = returned
     return worthwhile
 
+  def compiled_step(self, view: View) -> Any:
+    """The compiled step of `view`. Records how long the attempt waited for it."""
+    start = self.clock()
+    compiled = self.programs.step(view)
+    self.recovery.compiled(self.clock() - start)
+    return compiled
+
   def prepare_steps(self, view: View) -> None:
     """Compiles in the background for the topologies that may come next, if the run may go on with fewer slices.
 

@@ -20,7 +20,6 @@ from jax import Device
 from stepcost import chips
 from trainer import memory
 from trainer import world as world_lib
-from trainer.announce import CONFIG_FILE
 from trainer.cluster import Cluster
 from trainer.config import files as config_files
 from trainer.config.errors import ConfigError
@@ -28,6 +27,7 @@ from trainer.config.schema import Config, RematPolicy
 from trainer.observe import environment, files
 from trainer.preflight import analysis
 from trainer.preflight.analysis import Analysis, DoesNotFit
+from trainer.run.announce import CONFIG_FILE
 
 # From the least memory to the most: after a policy that does not fit, no other one fits. Policies that offload are not
 # candidates: the traffic to the host takes longer than the recomputation of `full` (docs/benchmarks/remat.md).

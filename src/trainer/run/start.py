@@ -20,3 +20,4 @@ class Start:
   evaluated: bool  # whether this state has been evaluated
   meta: Mapping[str, Any] | None = None
   eval_loss: float | None = None  # of this state, if an earlier process or attempt has recorded it
+  stops: bool = False  # the process must stop: it saves this state and computes nothing more

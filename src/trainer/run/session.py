@@ -10,8 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainer import memory, program, run_data
-from trainer.announce import CONFIG_FILE, announce
+from trainer import memory, program
 from trainer.checkpoint import run_id
 from trainer.checkpoint.arrays import fingerprint, state_tree
 from trainer.checkpoint.preemption import Preemption
@@ -33,7 +32,9 @@ from trainer.observe.writers.goodput_recording import GoodputRecording
 from trainer.observe.writers.service import ServiceRun
 from trainer.program import Program
 from trainer.report import finish
-from trainer.run_data import RunData
+from trainer.run import run_data
+from trainer.run.announce import CONFIG_FILE, announce
+from trainer.run.run_data import RunData
 from trainer.signals import Signals
 
 

@@ -1,4 +1,4 @@
-"""How an attempt begins and ends where each slice is a JAX world of its own: with others, without a supervisor."""
+"""How a member begins: it restores the newest state for all, lends its local copies, or receives the state."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from trainer.checkpoint.lending import Allocate, Answer
 from trainer.checkpoint.tiers import Tiers
 from trainer.cluster.peers import Peers
 from trainer.config.schema import Config
-from trainer.elastic.attempt import ElasticRun, Outcome
+from trainer.elastic.attempt import ElasticRun
 from trainer.exchange import Exchange, PeerLost
 from trainer.membership.messages import Message
-from trainer.peer_stepper import PeerStepper
-from trainer.session import Session
-from trainer.start import Start
+from trainer.run.session import Session
+from trainer.run.start import Start
 from trainer.state import TrainState
-from trainer.step_records import StepRecords
 
 
 def join(
@@ -140,51 +138,3 @@ def _receive(peers: Peers, abstract: TrainState) -> tuple[TrainState, dict[str, 
   peers.connected()
   peers.membership.send("joined", epoch=peers.epoch)
   return state, header
-
-
-def leaves(peers: Peers | None) -> bool:
-  """Whether this process ends and the run goes on without it: what follows the last step is the others' task."""
-  return peers is not None and peers.left
-
-
-def must_save_for_another(peers: Peers | None) -> bool:
-  """Whether this member is the primary now, because the one before it was lost before its last save.
-
-  Returns at once with a single controller, for the primary, which has saved, and for a member that leaves a run which
-  continues. Any other member waits until the primary has ended the run, or is lost.
-  """
-  return peers is not None and not peers.left and not peers.saves_in_storage and peers.wait_for_end()
-
-
-def end_without_supervisor(
-  config: Config, session: Session, tiers: Tiers, stepper: PeerStepper, records: StepRecords
-) -> Outcome:
-  """Saves the state after the last committed step, so that a restart of the whole run loses nothing.
-
-  One member saves: the primary, or if it dies, the next one. All of them have committed the same steps, except that
-  the last commit may not have reached every member.
-  """
-  peers, step = stepper.peers, stepper.completed
-
-  def goes_on() -> bool:
-    """Whether the others train on, and save. Without a network, the storage tells: nobody is ahead by two steps."""
-    return peers.supervisor_lives() or session.metrics.recorded_step() > step + 1
-
-  if goes_on():
-    return _given_up(session, peers, step)
-  records.finish()
-  session.log.warning(f"The supervisor is lost. Saving the state of step {step}, and ending.")
-  with session.watchdog.during("save"):
-    peers.await_turn(config.checkpoint.autocheckpoint_grace_seconds)
-    if goes_on():
-      return _given_up(session, peers, step)
-    tiers.save_in_storage(step, stepper.state, session.data.meta(config, step))
-    tiers.wait()
-  return Outcome("preempted", step)
-
-
-def _given_up(session: Session, peers: Peers, step: int) -> Outcome:
-  """This process leaves a run that goes on without it: it writes no records any more."""
-  peers.give_up()
-  session.log.warning(f"The supervisor has given this process up after step {step}. The run goes on without it.")
-  return Outcome("preempted", step)

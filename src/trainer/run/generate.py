@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trainer.config.schema import Config
 from trainer.data.tokenizer import Tokenizer
 from trainer.kernels.attention_xla import dot_product
 from trainer.models.decoder import DecoderFunctions, Params
+from trainer.program import Program
+from trainer.run.session import Session
 
 _WINDOW = 256
 
@@ -50,3 +55,35 @@ def continue_text(
     key = jax.random.fold_in(jax.random.key(seed), i)
     history.append(int(next_token(params, padded, len(recent), key)))
   return tokenizer.decode(history[begin:])
+
+
+def sample(config: Config, session: Session, prog: Program, params: Params, step: int) -> None:
+  """Prints the trained model's continuation of sample_prompt, so that a person sees what it has learned.
+
+  The run is complete without it: if one device cannot hold the model, the log has a warning.
+  """
+  tokenizer = session.data.train.tokenizer
+  if not config.observe.sample_prompt or not session.cluster.saves_in_storage():
+    return
+  if tokenizer is None or session.cluster.world.size > 1:
+    reason = "the data have no tokenizer" if tokenizer is None else "the weights are spread over processes"
+    session.log.warning(f"no sample is made of sample_prompt: {reason}")
+    return
+  start = time.monotonic()
+  try:
+    with session.watchdog.during("sample"):
+      text = continue_text(
+        prog.model,
+        jax.device_put(params, prog.mesh.devices.flat[0]),
+        tokenizer,
+        config.observe.sample_prompt,
+        tokens=config.observe.sample_tokens,
+        seed=config.run.init_weights_seed,
+      )
+  except jax.errors.JaxRuntimeError as error:
+    session.log.warning(f"no sample is made of sample_prompt, one device must hold the whole model for it: {error}")
+    return
+  session.log.line(f"--- sample after step {step} ---\n{config.observe.sample_prompt}{text}\n--- end of sample ---")
+  session.events.emit(
+    "sample", step=step, seconds=time.monotonic() - start, prompt=config.observe.sample_prompt, text=text
+  )

@@ -13,8 +13,8 @@ from trainer.config.schema import Config
 from trainer.elastic.attempt import ElasticRun
 from trainer.observe.metrics import StepRecord
 from trainer.observe.throughput import Throughput
-from trainer.session import Session
-from trainer.stepper import Metrics, Stepper
+from trainer.run.driver import Driver, Metrics
+from trainer.run.session import Session
 
 
 class TrainingDiverged(RuntimeError):
@@ -24,11 +24,9 @@ class TrainingDiverged(RuntimeError):
 class StepRecords:
   """Records each step after the next one is dispatched, so that the devices never wait for the host."""
 
-  def __init__(
-    self, config: Config, session: Session, elastic: ElasticRun, stepper: Stepper, device: jax.Device
-  ) -> None:
-    """device: one of those that the stepper computes on."""
-    self._session, self._elastic, self._stepper = session, elastic, stepper
+  def __init__(self, config: Config, session: Session, elastic: ElasticRun, driver: Driver, device: jax.Device) -> None:
+    """device: one of those that the driver computes on."""
+    self._session, self._elastic, self._driver = session, elastic, driver
     self._limit = config.optimizer.max_nonfinite_steps
     self._has_z_loss = config.optimizer.z_loss_multiplier > 0
     chip = chips.find(device.device_kind)
@@ -49,17 +47,17 @@ class StepRecords:
   def dispatched(self, step: int, metrics: Metrics) -> None:
     """`step` has been dispatched. Waits for the step before it and records that one."""
     self.finish()
-    self._pending = (step, metrics, self._stepper.data_wait_seconds, self._stepper.slice_seconds)
+    self._pending = (step, metrics, self._driver.data_wait_seconds, self._driver.slice_seconds)
 
   def finish(self) -> None:
     """Waits for the last dispatched step and records it. Raises the runtime's error if the step failed."""
     if self._pending is None:
       return
     (step, arrays, data_wait, slice_seconds), self._pending = self._pending, None
-    values = step_lib.metric_values(self._stepper.read(arrays, f"step {step}"))
+    values = step_lib.metric_values(self._driver.read(arrays, f"step {step}"))
     now = time.monotonic()
     seconds, self._last = now - self._last, now
-    alive = self._stepper.alive
+    alive = self._driver.alive
     rates = self._throughput.rates(seconds, alive * self._session.cluster.devices_per_slice)
     self.skipped = skipped = int(values["skipped"])
     record = StepRecord(
@@ -88,6 +86,14 @@ class StepRecords:
     self._session.snapshots.confirm(step)
     if skipped:
       self._nonfinite(record, skipped)
+
+  def warn_if_skipped(self, step: int) -> None:
+    """Warns if the run ends after `step` with updates that were skipped."""
+    if self.skipped:
+      self._session.log.warning(
+        f"the last {self.skipped} steps were skipped, because their loss or gradient was not finite: the weights are "
+        f"those of step {step - self.skipped}. Change the learning rate, the data or the model before you continue"
+      )
 
   def _nonfinite(self, record: StepRecord, skipped: int) -> None:
     self._session.events.emit("nonfinite", step=record.step, loss=record.loss, grad_norm=record.grad_norm)

@@ -1,0 +1,246 @@
+"""One attempt: its program, its backups, its driver, and the parts of a step that follow the step itself."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from trainer import world as world_lib
+from trainer.checkpoint import meta as checkpoint_meta
+from trainer.checkpoint.tiers import Tiers
+from trainer.cluster import View
+from trainer.config.mixture import EVAL_DATA
+from trainer.config.schema import Config
+from trainer.elastic.attempt import ElasticRun
+from trainer.models.decoder import Params
+from trainer.observe.profiler import Profiler
+from trainer.program import Program
+from trainer.run import generate
+from trainer.run.after_step import Actions
+from trainer.run.driver import Driver
+from trainer.run.many_worlds import ManyWorlds
+from trainer.run.one_controller import OneController
+from trainer.run.session import Session
+from trainer.run.start import Start
+from trainer.run.step_records import StepRecords
+from trainer.state import TrainState
+
+
+@dataclass(frozen=True)
+class Attempt:
+  """What an attempt on the slices of `view` is made of. `step` counts completed steps."""
+
+  config: Config
+  session: Session
+  elastic: ElasticRun
+  view: View
+  survivors: frozenset[int]  # slices whose host memory has outlived the previous attempt
+  program: Program
+  tiers: Tiers
+  driver: Driver
+  records: StepRecords
+  profiler: Profiler
+
+  @classmethod
+  def open(
+    cls,
+    config: Config,
+    session: Session,
+    elastic: ElasticRun,
+    view: View,
+    survivors: frozenset[int],
+    stack: contextlib.ExitStack,
+  ) -> Attempt:
+    """Everything about these slices that needs no array. `stack` closes it."""
+
+    def close(call: Callable[[], object]) -> None:
+      session.watchdog.rest()  # no step is expected any more
+      with session.watchdog.during("end of the attempt"):
+        call()
+
+    cluster = session.cluster
+    guard = elastic.guard(view, session.watchdog.late_after)
+    tiers = Tiers(
+      config.checkpoint,
+      config.run_directory,
+      world=cluster.world,
+      run_id=session.run_id,
+      slices=cluster.copied(view),
+      snapshots=session.snapshots,
+      saves_in_storage=cluster.saves_in_storage,
+      fetch=guard.call if cluster.is_behind_proxy else None,
+      log=session.log.line,
+      emit=session.events.emit,
+    )
+    stack.callback(close, tiers.close)
+    program = session.programs.program(view)
+    driver: Driver
+    if cluster.peers is None:
+      driver = OneController(config, session, elastic, view, guard, program)
+    else:
+      driver = ManyWorlds(config, session, elastic, view, program, cluster.peers, tiers)
+    stack.callback(close, driver.close)
+    records = StepRecords(config, session, elastic, driver, program.mesh.devices.flat[0])
+    profiler = Profiler(config.run_directory, config.observe, session.log, session.events)
+    stack.callback(close, profiler.close)
+    return cls(config, session, elastic, view, survivors, program, tiers, driver, records, profiler)
+
+  # ---- the beginning
+
+  def restore(self) -> Start:
+    """Returns the newest good state, or a fresh one."""
+    session, begin = self.session, time.monotonic()
+    session.snapshots.begin_attempt(dict(zip(self.view.slices, self.view.devices)), self.survivors)
+    if (saved := self.tiers.restore_newest(self.program.state, self._accept)) is not None:
+      state, step, tier, meta = saved.state, saved.step, saved.tier, saved.meta
+    else:
+      state, step, tier, meta = self.program.init(jax.random.key(self.config.run.init_weights_seed)), 0, "none", None
+    jax.block_until_ready(state)
+    seconds = time.monotonic() - begin
+    session.events.emit("restore", tier=tier, step=step, seconds=seconds)
+    due = self.evaluation_due(step)
+    loss = world_lib.from_primary(session.cluster.world, session.metrics.eval_loss(step)) if due else None
+    return Start(state, step, tier, seconds, loss is not None, meta, loss)
+
+  def _accept(self, meta: dict[str, Any]) -> None:
+    """Raises ConfigMismatch if a checkpoint with this `meta` belongs to a run with other numbers."""
+    config, session = self.config, self.session
+    self.elastic.announce()
+    changes = checkpoint_meta.check_config(meta, config.flat(), session.data.identity, config.run.allow_config_change)
+    for change in changes:
+      session.log.line(f"Changed since the checkpoint: {change}")
+
+  def resume(self, start: Start) -> None:
+    """Sets the elastic loop and the data to the restored state."""
+    self.elastic.restored(start.step, start.tier, start.seconds)
+    for line in self.session.data.resume(start.step, start.meta):
+      self.session.log.line(line)
+
+  # ---- backups
+
+  def snapshot(self, step: int, state: TrainState) -> None:
+    """Starts a snapshot of `step`, unless the snapshot before it is still being copied. With a fixed period, waits."""
+    if self.elastic.snapshot_policy.is_fixed:
+      self._wait_for_snapshot()
+    if self.session.snapshots.save(step, state, self.session.data.meta(self.config, step)):
+      self.elastic.reached("snapshot", step)
+
+  def _wait_for_snapshot(self) -> None:
+    """Returns when no snapshot is being copied. A slice that hangs never completes its copy: raises SliceHang."""
+    if self.session.snapshots.busy:
+      self.driver.call(self.session.snapshots.wait, "the last snapshot")
+
+  def save(self, actions: Actions, step: int, state: TrainState, loss: float | None) -> None:
+    """Takes the late snapshot and saves what is due. loss: of the evaluation of this state, if it was evaluated."""
+    session, tiers = self.session, self.tiers
+    with session.watchdog.during("save"):  # includes waiting for the save before it
+      if actions.snapshot == "late":
+        self._wait_for_snapshot()
+        self.snapshot(step, state)
+      final = actions.save == "final"
+      if final or tiers.due_persistent(step):
+        session.metrics.flush()  # a run that resumes from this checkpoint never writes these steps again
+      # Do not save while updates are skipped: retention would delete good checkpoints.
+      if not final and (actions.save != "due" or self.records.skipped):
+        return
+      tiers.maybe_save(step, state, session.data.meta(self.config, step), last=final, metric=loss)
+      self.elastic.reached("save", step)
+      if final:
+        self._commit_last(step, state, loss)
+
+  def save_restored(self, start: Start, loss: float | None) -> None:
+    """Commits the restored last state, unless it is in the storage already.
+
+    An earlier process may have ended before it committed the last checkpoint.
+    """
+    if start.tier == "persistent":
+      return
+    with self.session.watchdog.during("save"):
+      if self.save_in_storage(start.step, start.state, loss):
+        self.elastic.reached("save", start.step)
+      self._commit_last(start.step, start.state, loss)
+
+  def save_in_storage(self, step: int, state: TrainState, loss: float | None = None) -> bool:
+    """Saves in the persistent tier only, see `Tiers.save_in_storage`."""
+    return self.tiers.save_in_storage(step, state, self.session.data.meta(self.config, step), metric=loss)
+
+  def _commit_last(self, step: int, state: TrainState, loss: float | None) -> None:
+    """Waits until the last save of the process is committed, by this member or by the member that saves in storage."""
+
+    def save() -> None:
+      self.save_in_storage(step, state, loss)
+      self.tiers.wait()
+
+    self.tiers.wait()
+    self.driver.finish(save)
+
+  def end_without_coordination(self, step: int, state: TrainState) -> None:
+    """Saves the last state of a run whose worlds cannot agree any more."""
+    self.save_in_storage(step, state)
+    self.tiers.wait()
+
+  # ---- evaluations
+
+  def evaluation_due(self, step: int) -> bool:
+    """Whether the state after `step` completed steps should be evaluated."""
+    if not self.session.data.evaluations or step == 0:
+      return False
+    period = self.config.observe.eval_interval
+    return step >= self.config.run.steps or (period > 0 and step % period == 0)
+
+  def make_up_evaluation(self, params: Params, step: int) -> float:
+    """Evaluates the state that the attempt starts from: an evaluation is due there, and metrics.jsonl does not have it.
+
+    Returns its loss. An earlier process had to stop at this step, or was killed before the record was safe.
+    """
+    self.session.log.line(f"An evaluation was due at step {step} and is missing: evaluating before the next step.")
+    loss = self.evaluate(params, step)
+    self.session.metrics.flush()  # if the process is killed from now on, the next one must not evaluate again
+    return loss
+
+  def evaluate(self, params: Params, step: int) -> float:
+    """Evaluates each evaluation set on its first eval_steps batches, and writes the mean losses, in nats per token.
+
+    Returns the loss of the main set.
+    """
+    session, data, start = self.session, self.session.data, time.monotonic()
+    self.elastic.reached("eval", step)
+    with session.watchdog.during("evaluation"):
+      computed = self.driver.evaluate(params, data.eval_batches(self.config.observe.eval_steps))
+      sums = self.driver.read(computed, f"the evaluation at step {step}")
+      totals = [[sum(float(value) for value in values) for values in zip(*parts)] for parts in sums]
+    losses = {name: loss / weight if weight else math.nan for name, (loss, weight) in zip(data.evaluations, totals)}
+    seconds, main = time.monotonic() - start, losses[data.main_set]
+    session.metrics.write_eval(step, main, seconds, losses if len(losses) > 1 else None)
+    session.events.emit("eval", step=step, seconds=seconds, loss=main)
+    for (name, loss), (_, weight) in zip(losses.items(), totals):
+      of_set = "" if name == EVAL_DATA else f" of {name}"
+      session.log.line(
+        f"eval{of_set} at step {step}: loss {loss:.4f} nats per token over {weight:.0f} tokens, {seconds:.2f} s"
+        + (" for all sets" if len(losses) > 1 else "")
+      )
+    return main
+
+  def target_reached(self, step: int, loss: float | None) -> bool:
+    """Whether the run is complete because `loss`, of the state after `step`, is at or below target_eval_loss."""
+    target = self.config.observe.target_eval_loss
+    if not target or loss is None or not loss <= target:
+      return False
+    self.session.log.line(
+      f"The evaluation loss {loss:.4f} at step {step} reaches target_eval_loss={target:g}: the run is complete. "
+      "Lower target_eval_loss to train longer."
+    )
+    return True
+
+  def sample(self, params: Params, step: int) -> None:
+    """Prints the trained model's continuation of sample_prompt, so that a person sees what it has learned.
+
+    The run is complete without it: if one device cannot hold the model, the log has a warning.
+    """
+    generate.sample(self.config, self.session, self.program, params, step)

@@ -1,0 +1,177 @@
+"""Each slice is a JAX world of its own: the members exchange the sums of a step outside XLA, and apply the total.
+
+An attempt of a member begins with others (`joining.py`), takes part in rounds (`rounds.py`), and lasts as long as the
+process: members that are lost or join change who computes which shares, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from trainer.checkpoint import state_transfer
+from trainer.checkpoint.tiers import Tiers
+from trainer.cluster import View
+from trainer.cluster.peers import Peers
+from trainer.config.schema import Config
+from trainer.data import Batch, Prefetcher
+from trainer.elastic.attempt import ElasticRun, Outcome
+from trainer.membership.client import SupervisorLost
+from trainer.models.decoder import Params
+from trainer.program import Feed, Halves, Program
+from trainer.run import joining, member_changes
+from trainer.run.driver import LossSums, Metrics
+from trainer.run.rounds import Own, Rounds, Share
+from trainer.run.session import Session
+from trainer.run.start import Start
+from trainer.state import TrainState
+from trainer.step import Sums
+
+
+class ManyWorlds:
+  """Implements Driver for one slice among several."""
+
+  # A committed step is recorded before the next one: a member that joins then must never write a record that it missed.
+  runs_ahead = False
+  coordination_errors: tuple[type[Exception], ...] = (SupervisorLost,)
+
+  def __init__(
+    self,
+    config: Config,
+    session: Session,
+    elastic: ElasticRun,
+    view: View,
+    program: Program,
+    peers: Peers,
+    tiers: Tiers,
+  ) -> None:
+    """view, program: of this process's slice, for one share of the batch."""
+    self._config, self._session, self._elastic, self._view = config, session, elastic, view
+    self._program, self._peers, self._tiers = program, peers, tiers
+    self._train = Feed(session.data.train, program)
+    self._evaluations = [Feed(loader, program) for loader in session.data.evaluations.values()]
+    self.slice_seconds: dict[str, float] | None = None
+    self.data_wait_seconds = 0.0
+    self._threads = contextlib.ExitStack()  # empty if the attempt ends before it has a state
+
+  @property
+  def alive(self) -> int:
+    return len(self._peers.members)
+
+  def start(self, restore: Callable[[], Start], resume: Callable[[Start], None]) -> Start:
+    # First the compilation: a member joins the others when it can compute.
+    self._halves: Halves = self._elastic.compiled_step(self._view)
+    start = joining.join(self._session, self._elastic, self._peers, self._program.state, self._tiers, restore)
+    resume(start)
+    self._state, self._step, self._evaluated = start.state, start.step, start.evaluated
+    wire, balanced = self._config.optimizer.grad_reduce_dtype, self._config.elastic.elastic_numerics == "balanced"
+    self._rounds = Rounds(self._peers, self._halves, wire, balanced, self._send_state, self._receive_state)
+    self._threads.callback(self._rounds.close)
+    self._total = self._rounds.layout.empty()
+    self._batches = Prefetcher(self._shares_of_batch, self._step, self._config.run.steps)
+    self._threads.callback(self._batches.close)
+    self._peers.on_change = lambda change: member_changes.record(self._elastic, change, self._step)
+    self._peers.completed = lambda: self._step
+    return start
+
+  def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
+    index, ahead = next(self._batches)
+    assert index == n - 1 == self._step, f"step {n} after {self._step} steps got the batch of step {index + 1}"
+    self.data_wait_seconds = self._batches.waited_seconds
+    self._elastic.steps.current_step = n
+    self._elastic.reached("step", n)
+    self._state = state
+
+    def compute(share: Share) -> Own:
+      batch = ahead.pop(share) if share in ahead else self._train.share(index, share)
+      return self._rounds.sums(state.params, batch)
+
+    scalars, self.slice_seconds = self._rounds.agree(f"step {n}", compute, self._total)
+    sums = Sums(self._rounds.layout.to_device(self._total), *scalars)
+    self._state, metrics = self._halves.apply(state, sums)
+    self._step, self._evaluated = n, False
+    if self._elastic.recovery.under_way:
+      jax.block_until_ready(metrics)
+      self._elastic.recovered(self.alive)
+    return self._state, metrics
+
+  def evaluate(self, params: Params, batches: Sequence[int]) -> list[list[LossSums]]:
+    assert self._evaluations and self._halves.evaluate is not None, "no evaluation data"
+    compiled = self._halves.evaluate
+
+    def compute(share: Share) -> Own:
+      sums = [
+        jax.device_get([compiled(params, feed.share(index, share)) for index in range(count)])
+        for feed, count in zip(self._evaluations, batches, strict=True)
+      ]
+      return Own(np.concatenate([np.asarray(one, np.float32).sum(axis=0, dtype=np.float32) for one in sums]))
+
+    # One round, so that all sets are evaluated or none.
+    scalars, _ = self._rounds.agree(f"eval {self._step}", compute, None)
+    self._evaluated = True
+    return [[(loss, weight)] for loss, weight in scalars.reshape(-1, 2)]
+
+  def wait(self, arrays: Any, what: str) -> None:
+    jax.block_until_ready(arrays)
+
+  def read(self, arrays: Any, what: str) -> Any:
+    return jax.device_get(arrays)
+
+  def call(self, work: Callable[[], None], what: str) -> None:
+    work()
+
+  def resize_due(self, n: int) -> bool:
+    return False  # members join between two steps of the same attempt
+
+  def leaves(self) -> bool:
+    return self._peers.left
+
+  def finish(self, save: Callable[[], None]) -> None:
+    """A member that is not the primary waits until the primary has ended the run, or is lost before its last save."""
+    if not self._peers.left and not self._peers.saves_in_storage and self._peers.wait_for_end():
+      save()
+
+  def end_without_coordination(self, save: Callable[[int, TrainState], None]) -> Outcome:
+    """One member saves: the primary, or if it dies, the next one. All of them have committed the same steps, except
+    that the last commit may not have reached every member."""
+    session, peers, step = self._session, self._peers, self._step
+
+    def goes_on() -> bool:
+      """Whether the others train on, and save. Without a network, the storage tells: nobody is ahead by two steps."""
+      return peers.supervisor_lives() or session.metrics.recorded_step() > step + 1
+
+    if not goes_on():
+      session.log.warning(f"The supervisor is lost. Saving the state of step {step}, and ending.")
+      with session.watchdog.during("save"):
+        peers.await_turn(self._config.checkpoint.autocheckpoint_grace_seconds)
+        if not goes_on():
+          save(step, self._state)
+          return Outcome("preempted", step)
+    peers.give_up()  # this process writes no records any more
+    session.log.warning(f"The supervisor has given this process up after step {step}. The run goes on without it.")
+    return Outcome("preempted", step)
+
+  def close(self) -> None:
+    self._threads.close()
+
+  def _shares_of_batch(self, index: int) -> dict[Share, Batch]:
+    """The batches of the shares that this member computes now; the dealing may have changed when they are used."""
+    return {share: self._train.share(index, share) for share in self._peers.shares}
+
+  def _send_state(self, member: int) -> None:
+    header = joining.header(self._config, self._session, self._elastic, self._step)
+    header |= {"step": self._step, "evaluated": self._evaluated}
+    arrays = state_transfer.local_parts(self._state)
+    with self._session.watchdog.during("state for another slice"):
+      self._peers.exchange.send_state(member, header, arrays)
+
+  def _receive_state(self, member: int) -> None:
+    arrays = functools.partial(state_transfer.empty_parts, self._state)
+    with self._session.watchdog.during("state from another slice"):
+      header, _ = self._peers.exchange.receive_state(member, lambda header: arrays())
+    assert header["step"] == self._step, f"member {member} sends step {header['step']}, and this one has {self._step}"

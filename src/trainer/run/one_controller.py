@@ -1,0 +1,112 @@
+"""One controller drives all slices: one jitted program computes a step, and the gradients are summed inside it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from trainer.cluster import View
+from trainer.config.schema import Config
+from trainer.data import Batch, Prefetcher
+from trainer.elastic.attempt import ElasticRun, Outcome
+from trainer.elastic.hang import HangGuard, Waiter
+from trainer.models.decoder import Params
+from trainer.program import Feed, Program
+from trainer.run.driver import LossSums, Metrics
+from trainer.run.session import Session
+from trainer.run.start import Start
+from trainer.state import TrainState
+
+_PREPARE_AFTER = 3  # steps of an attempt: its program has run, and its speed is known
+
+
+class OneController:
+  """Implements Driver for the slices of one view."""
+
+  runs_ahead = True
+  coordination_errors: tuple[type[Exception], ...] = ()
+  slice_seconds: dict[str, float] | None = None
+
+  def __init__(
+    self, config: Config, session: Session, elastic: ElasticRun, view: View, guard: HangGuard, program: Program
+  ) -> None:
+    """guard: waits for the slices of `view`."""
+    self._config, self._session, self._elastic = config, session, elastic
+    self._view, self._guard, self._program = view, guard, program
+    self._compiled_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]] | None = None
+    self._batches: Prefetcher[Batch] | None = None
+    self._evaluations = [Feed(loader, program) for loader in session.data.evaluations.values()]
+    self._steps = 0  # of this attempt
+
+  @property
+  def alive(self) -> int:
+    return self._view.num_alive
+
+  @property
+  def data_wait_seconds(self) -> float:
+    assert self._batches is not None
+    return self._batches.waited_seconds
+
+  def start(self, restore: Callable[[], Start], resume: Callable[[Start], None]) -> Start:
+    restoring = Waiter(restore, "the restore")  # while this thread compiles
+    if self._elastic.recovery.under_way and self._session.preemption.requested(self._elastic.steps.last_step):
+      start = dataclasses.replace(self._guard.result(restoring), stops=True)
+      resume(start)
+      return start
+    self._compiled_step = self._elastic.compiled_step(self._view)
+    start = self._guard.result(restoring)
+    resume(start)
+    feed = Feed(self._session.data.train, self._program)
+    self._batches = Prefetcher(feed, start.step, self._config.run.steps)
+    return start
+
+  def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
+    assert self._batches is not None and self._compiled_step is not None
+    index, batch = next(self._batches)
+    assert index == n - 1, f"step {n} got the batch of step {index + 1}"
+    self._elastic.steps.current_step = n
+    self._elastic.reached("step", n)
+    result = self._compiled_step(state, self._on_slices(batch))
+    self._steps += 1
+    if self._steps == _PREPARE_AFTER:
+      self._elastic.prepare_steps(self._view)
+    return result
+
+  def evaluate(self, params: Params, batches: Sequence[int]) -> list[list[LossSums]]:
+    with jax.set_mesh(self._program.mesh):
+      return [
+        [self._program.evaluate(params, self._on_slices(batch(index))) for index in range(count)]
+        for batch, count in zip(self._evaluations, batches, strict=True)
+      ]
+
+  def wait(self, arrays: Any, what: str) -> None:
+    self._guard.wait_for_arrays(arrays, what)
+
+  def read(self, arrays: Any, what: str) -> Any:
+    return self._guard.read(arrays, what)
+
+  def call(self, work: Callable[[], None], what: str) -> None:
+    self._guard.call(work, what)
+
+  def resize_due(self, n: int) -> bool:
+    return self._elastic.resize_due(self._view, n)
+
+  def leaves(self) -> bool:
+    return False
+
+  def finish(self, save: Callable[[], None]) -> None:
+    """Does nothing: this process has saved."""
+
+  def end_without_coordination(self, save: Callable[[int, TrainState], None]) -> Outcome:
+    raise AssertionError("one controller needs no coordination")
+
+  def close(self) -> None:
+    if self._batches is not None:
+      self._batches.close()
+
+  def _on_slices(self, batch: Batch) -> Batch:
+    """The batch as the slices get it: in error state if one of them is lost and only simulated."""
+    return self._session.cluster.poison(batch, self._view)

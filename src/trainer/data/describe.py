@@ -24,6 +24,14 @@ def line(data: Mapping[str, Any]) -> str:
   )
 
 
+def documents(data: Mapping[str, Any]) -> list[str]:
+  """A line with the tokens around each document, and the first tokens; [] if the data are not text."""
+  if data["tokenizer"] is None:
+    return []
+  begin, end = (f"{token[0]} ({token[1]})" if token else "no token" for token in (data["bos_token"], data["eos_token"]))
+  return [f"Documents begin with {begin} and end with {end}. The first tokens: {data['first_tokens']!r}"]
+
+
 def vocabulary_warning(data: Mapping[str, Any], vocab_size: int) -> str | None:
   """A warning if the model's `vocab_size` is far above the tokenizer's ids, else None.
 

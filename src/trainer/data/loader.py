@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "eval"]
 _NEXT = 4  # examples that a checkpoint has a hash of
+_SHOWN = 20  # tokens
 
 
 class Loader:
@@ -141,23 +142,37 @@ class Loader:
   def describe(self, steps: int) -> dict[str, Any]:
     """What `steps` steps read, as JSON; fields that do not apply (random tokens, mixtures) are None.
 
-    dataset, tokenizer (its name; None: the data are tokens), tokenizer_vocab_size, tokens and examples (of one epoch),
-    density (share of the positions that count in the loss), run_tokens (of all steps, padding included), epochs (how
-    often the run reads the data).
+    dataset, tokenizer (its name; None: the data are tokens), tokenizer_vocab_size, bos_token and eos_token (name and
+    id), first_tokens (of the first batch, decoded), tokens and examples (of one epoch), density (share of the positions
+    that count in the loss), run_tokens (of all steps, padding included), epochs (how often the run reads the data).
     """
     source, tokenizer = self._source, self._source.tokenizer
     examples = self._global_batch_size * (1 if self._reuse_first else steps)
     positions = source.num_examples * self._length if source.num_examples else 0
+    named = lambda id: None if id is None or tokenizer is None else [tokenizer.decode([id], specials=True), id]
     return {
       "dataset": source.name,
       "tokenizer": tokenizer.name if tokenizer else None,
       "tokenizer_vocab_size": tokenizer.vocab_size if tokenizer else None,
+      "bos_token": named(tokenizer.bos_id if tokenizer else None),
+      "eos_token": named(tokenizer.eos_id if tokenizer else None),
+      "first_tokens": self._first_tokens(),
       "tokens": source.num_targets,
       "examples": source.num_examples,
       "density": source.num_targets / positions if source.num_targets and positions else None,
       "run_tokens": steps * self._global_batch_size * self._length,
       "epochs": examples / source.num_examples if source.num_examples else None,
     }
+
+  def _first_tokens(self) -> str | None:
+    """The first tokens of the first batch, decoded; None if the data are not text, or cannot be read."""
+    if (tokenizer := self._source.tokenizer) is None:
+      return None
+    try:
+      first = self._source.example(0)
+      return tokenizer.decode(first.tokens[first.segment_ids > 0][:_SHOWN], specials=True)
+    except OSError:  # the step that needs it will say so
+      return None
 
   def close(self) -> None:
     """Closes open files. Idempotent."""

@@ -17,7 +17,7 @@ from trainer.data.documents import Documents
 from trainer.data.mixture import Member, MixtureSource, Steps
 from trainer.data.source import Source
 from trainer.data.synthetic import SyntheticSource
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer import Tokenizer, ends
 
 if TYPE_CHECKING:
   from trainer.config.mixture import MixtureEntry
@@ -149,13 +149,11 @@ class Loader:
     source, tokenizer = self._source, self._source.tokenizer
     examples = self._global_batch_size * (1 if self._reuse_first else steps)
     positions = source.num_examples * self._length if source.num_examples else 0
-    named = lambda id: None if id is None or tokenizer is None else [tokenizer.decode([id], specials=True), id]
     return {
       "dataset": source.name,
       "tokenizer": tokenizer.name if tokenizer else None,
       "tokenizer_vocab_size": tokenizer.vocab_size if tokenizer else None,
-      "bos_token": named(tokenizer.bos_id if tokenizer else None),
-      "eos_token": named(tokenizer.eos_id if tokenizer else None),
+      **ends(tokenizer),
       "first_tokens": self._first_tokens(),
       "tokens": source.num_targets,
       "examples": source.num_examples,

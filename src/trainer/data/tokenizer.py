@@ -179,6 +179,13 @@ def _template(processor: dict[str, Any]) -> tuple[list[str], list[str]]:
   return [], []
 
 
+def ends(tokenizer: Tokenizer | None) -> dict[str, Any]:
+  """[name, id] of bos_token and eos_token, as JSON; None: there is no such token."""
+  ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id} if tokenizer else {}
+  named = {key: [tokenizer.decode([id], specials=True), id] for key, id in ids.items() if tokenizer and id is not None}
+  return {"bos_token": None, "eos_token": None} | named
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
   """The JSON of a byte-level BPE with at most `vocab_size` ids, learned from `texts`. Deterministic.
 

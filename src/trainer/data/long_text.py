@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -57,7 +57,7 @@ def _windows(tokenizer: tokenizers.Tokenizer, text: str) -> Iterator[_Window]:
     yield from _encoded(tokenizer, text, some)
 
 
-def _encoded(tokenizer: tokenizers.Tokenizer, text: str, spans: Iterable[tuple[int, int]]) -> Iterator[_Window]:
+def _encoded(tokenizer: tokenizers.Tokenizer, text: str, spans: Sequence[tuple[int, int]]) -> Iterator[_Window]:
   encodings = tokenizer.encode_batch([text[begin:end] for begin, end in spans], add_special_tokens=False)
   for (begin, end), encoding in zip(spans, encodings, strict=True):
     places = np.array(encoding.offsets, np.int64).reshape(-1, 2) + begin

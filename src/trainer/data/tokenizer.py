@@ -159,7 +159,7 @@ def _without_control_pieces(content: dict[str, Any]) -> str | None:
   pieces = content["model"]["vocab"]
   if not isinstance(pieces, list):
     return None
-  for token in content["added_tokens"]:
+  for token in content.get("added_tokens", ()):
     if token["special"] and token["id"] < len(pieces):
       pieces[token["id"]][1] = -1e6
   return json.dumps(content)
@@ -234,4 +234,4 @@ def _read(path: str) -> bytes:
 
 def _encodable(text: str) -> str:
   """`text` with '?' instead of lone surrogates, which JSON can contain and the library refuses."""
-  return text.encode("utf-8", "replace").decode("utf-8")
+  return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

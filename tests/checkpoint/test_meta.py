@@ -72,7 +72,7 @@ def test_text_that_an_older_version_has_tokenised_is_named_as_the_cause():
   older = saved(tokenizer_type="bpe")
   del older["config"]["bos_token"], older["config"]["eos_token"]
   now = Config().flat() | {"tokenizer_type": "bpe"}
-  with pytest.raises(ConfigMismatch, match=r"an older version of this program has tokenised them otherwise\n.*=data$"):
+  with pytest.raises(ConfigMismatch, match=r"an older version has tokenised the text otherwise\n.*=data$"):
     meta.check_config(older, now, IDENTITY | {"data": "def"})
   with pytest.raises(ConfigMismatch, match=r"eos_token +'' -> '</s>' +a cause"):
     meta.check_config(saved(tokenizer_type="bpe"), now | {"eos_token": "</s>"}, IDENTITY | {"data": "def"})

@@ -69,7 +69,7 @@ def _message(
     if key == JUDGED_BY["dataset_path"] and not explained:
       # Before eos_token was a key, other tokens could begin and end documents, and long texts had other ids.
       older = saved["config"].get("tokenizer_type") == "bpe" and "eos_token" not in saved["config"]
-      cause = "an older version of this program has tokenised them otherwise" if older else "the files have changed"
+      cause = "an older version has tokenised the text otherwise" if older else "the files have changed"
       what += f": the keys are the same, so {cause}"
     rows.append((key, _short(old), _short(new), what))
     rows += [(cause, _short(differences[cause][0]), _short(differences[cause][1]), "a cause") for cause in causes]

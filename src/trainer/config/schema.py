@@ -289,6 +289,14 @@ class DataSection(Section):
     description="byte: 256 bytes and special tokens. bpe: byte-level BPE, trained on the text unless tokenizer_path is set.",
   )
   tokenizer_path: str = Field("", description="tokenizer_type=bpe: a tokenizers JSON file. Empty: train a tokenizer.")
+  bos_token: str = Field(
+    "",
+    description="Special token of tokenizer_path that begins a document; none: no token. Empty: that of its template, or <|begin_of_text|>, <s> or <bos> if it is special, or no token.",
+  )
+  eos_token: str = Field(
+    "",
+    description="Special token of tokenizer_path that ends a document. Empty: that of its template, or <|end_of_text|>, <|endoftext|>, </s> or <eos> if it is special.",
+  )
   max_target_length: Annotated[int, Field(ge=1, le=2**27)] = Field(
     1024, description="T: tokens of one training example."
   )

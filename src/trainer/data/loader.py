@@ -17,7 +17,7 @@ from trainer.data.documents import Documents
 from trainer.data.mixture import Member, MixtureSource, Steps
 from trainer.data.source import Source
 from trainer.data.synthetic import SyntheticSource
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer import Tokenizer, ends
 
 if TYPE_CHECKING:
   from trainer.config.mixture import MixtureEntry
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "eval"]
 _NEXT = 4  # examples that a checkpoint has a hash of
+_SHOWN = 20  # tokens
 
 
 class Loader:
@@ -141,9 +142,9 @@ class Loader:
   def describe(self, steps: int) -> dict[str, Any]:
     """What `steps` steps read, as JSON; fields that do not apply (random tokens, mixtures) are None.
 
-    dataset, tokenizer (its name; None: the data are tokens), tokenizer_vocab_size, tokens and examples (of one epoch),
-    density (share of the positions that count in the loss), run_tokens (of all steps, padding included), epochs (how
-    often the run reads the data).
+    dataset, tokenizer (its name; None: the data are tokens), tokenizer_vocab_size, bos_token and eos_token (name and
+    id), first_tokens (of the first batch, decoded), tokens and examples (of one epoch), density (share of the positions
+    that count in the loss), run_tokens (of all steps, padding included), epochs (how often the run reads the data).
     """
     source, tokenizer = self._source, self._source.tokenizer
     examples = self._global_batch_size * (1 if self._reuse_first else steps)
@@ -152,12 +153,24 @@ class Loader:
       "dataset": source.name,
       "tokenizer": tokenizer.name if tokenizer else None,
       "tokenizer_vocab_size": tokenizer.vocab_size if tokenizer else None,
+      **ends(tokenizer),
+      "first_tokens": self._first_tokens(),
       "tokens": source.num_targets,
       "examples": source.num_examples,
       "density": source.num_targets / positions if source.num_targets and positions else None,
       "run_tokens": steps * self._global_batch_size * self._length,
       "epochs": examples / source.num_examples if source.num_examples else None,
     }
+
+  def _first_tokens(self) -> str | None:
+    """The first tokens of the first batch, decoded; None if the data are not text, or cannot be read."""
+    if (tokenizer := self._source.tokenizer) is None:
+      return None
+    try:
+      first = self._source.example(0)
+      return tokenizer.decode(first.tokens[first.segment_ids > 0][:_SHOWN], specials=True)
+    except OSError:  # the step that needs it will say so
+      return None
 
   def close(self) -> None:
     """Closes open files. Idempotent."""

@@ -254,7 +254,7 @@ def _given_tokenizer(cfg: DataSection) -> Tokenizer | None:
   if cfg.tokenizer_type == "byte":
     require(rules.tokenizer(cfg))
     return ByteTokenizer()
-  return load_bpe(cfg.tokenizer_path) if cfg.tokenizer_path else None
+  return load_bpe(cfg.tokenizer_path, cfg.bos_token, cfg.eos_token) if cfg.tokenizer_path else None
 
 
 def _tokenizer(

@@ -284,6 +284,24 @@ def test_weights_change_at_their_steps_also_after_a_change_of_the_batch_size(tmp
   assert read(again, 35, 50) == documents[240:]
 
 
+@pytest.mark.parametrize(("first", "second"), [(7, 1), (7, 2), (3, 4), (12, 5)])
+def test_a_resume_with_another_batch_size_continues_the_order(tmp_path, files, first, second):
+  """A mixture without changes has one order of examples, whatever the batch size, and it starts with the run."""
+  weights = {"web": "0.61", "code": "0.29", "maths": "0.10"}
+  sources = {name: {"weight": weight, "path": files[name]} for name, weight in weights.items()}
+  loader = load(tmp_path, sources, batch=first)
+  cursor = json.loads(json.dumps(loader.cursor(7)))
+  resumed = load(tmp_path, sources, batch=second)
+  assert resumed.resume(7, cursor["next_example"], cursor["mixture"], same=True) == []
+  counts = {name: member["count"] for name, member in cursor["mixture"]["members"].items()}
+  assert resumed.examples_by_source(7) == counts
+  assert read(resumed, 7, 27) == read(load(tmp_path, sources, batch=1), 7 * first, 7 * first + 20 * second)
+  # A second resume, with the first batch size.
+  cursor = json.loads(json.dumps(resumed.cursor(27)))
+  loader.resume(27, cursor["next_example"], cursor["mixture"], same=True)
+  assert loader.cursor(27)["mixture"]["members"] == cursor["mixture"]["members"]
+
+
 @pytest.mark.parametrize(
   "weight",
   ["", "1, 2", "1 @ 5", "1, 2 @ 0", "1, 2 @ 9, 3 @ 9", "1, -1 @ 5", "0, 0 @ 5", "1, inf @ 3", "1, 2 @ x", "1e999"],
@@ -324,7 +342,8 @@ def test_64_sources_need_few_threads_and_little_memory(tmp_path):
   pytest.importorskip("pyarrow", reason="the extra arrow is not installed")
   mixture = many_sources.write_sources(tmp_path, 64, 40)
   many = many_sources.start(tmp_path, mixture, 5)
-  one = many_sources.start(tmp_path, {"source000": mixture["source000"]}, 2)
+  # Both read more batches than the prefetch thread prepares ahead, so that this thread lives when it is counted.
+  one = many_sources.start(tmp_path, {"source000": mixture["source000"]}, 5)
   assert many["others_cpu_seconds"] > 0 == one["others_cpu_seconds"]
   assert many["threads"] == one["threads"] <= 16
   assert many["mebibytes"] < one["mebibytes"] + 20

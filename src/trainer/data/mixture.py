@@ -88,9 +88,9 @@ class MixtureSource:
     self.limit: int | None = None
     counts, start = tuple(before), since
     starts = [self._steps.first_example(step) for step in self._changes]
+    starts[0] = min(since, starts[0])  # step 0 can have a later number after a change of the batch size
     while True:
-      # A change that would come before the first example, after a change of the batch size, holds from there on.
-      step = self._changes[max(0, bisect_right(starts, start) - 1)]
+      step = self._changes[bisect_right(starts, start) - 1]
       active = tuple(n for n, one in enumerate(self._members) if counts[n] < one.limit and one.weight(step))
       if not active:
         break

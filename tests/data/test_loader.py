@@ -104,7 +104,9 @@ def test_after_a_change_of_batch_size_the_next_example_follows():
 
 def test_cursor_is_json_and_counts_examples():
   cursor = loader(data_shuffle_seed=3).cursor(7)
-  assert json.loads(json.dumps(cursor)) == {"next_example": 42, "seed": 3, "epoch": 0, "mixture": {}, "bad_records": 0}
+  assert json.loads(json.dumps(cursor)) == {
+    "next_example": 42, "seed": 3, "epoch": 0, "order": 2, "mixture": {}, "bad_records": 0,
+  }  # fmt: skip
 
 
 def test_synthetic_has_no_text_and_no_end():

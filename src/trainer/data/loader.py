@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.data import datasets, in_place, prepared, workers
+from trainer.data import datasets, in_place, order, prepared, workers
 from trainer.data.batch import Batch, DataError, empty_example, stack
 from trainer.data.documents import Documents
 from trainer.data.mixture import Member, MixtureSource, Steps
@@ -44,6 +44,8 @@ class Loader:
     self._seed = seed
     self._reuse_first = reuse_first
     self._offset = 0  # of a step's first example, relative to step * global_batch_size
+    self.order = order.NEWEST
+    """Number of the order of the examples; see `order`."""
 
   @property
   def tokenizer(self) -> Tokenizer | None:
@@ -59,6 +61,12 @@ class Loader:
   def has_eval(self) -> bool:
     """Whether the data have an evaluation split, so that make_loader(split="eval") works."""
     return self._source.has_eval
+
+  def use_order(self, number: int) -> None:
+    """Makes another order of the examples hold. Call it before a thread reads. Raises OSError, naming the file."""
+    if number != self.order:
+      self._source.use_order(number)
+      self.order = number
 
   def resume(
     self, step: int, next_example: int, mixture: Mapping[str, Any] | None = None, same: bool = True
@@ -109,6 +117,7 @@ class Loader:
       "next_example": next_example,
       "seed": self._seed,
       "epoch": epoch,
+      "order": self.order,
       "mixture": mixture,
       "bad_records": self._source.bad_records,
     }
@@ -127,8 +136,8 @@ class Loader:
 
   def fingerprint(self) -> str:
     """Identity of the examples and their order: 64 hex digits of data, tokenizer, packing and seed."""
-    order = f"{self._source.fingerprint()} reuse={self._reuse_first}"
-    return hashlib.sha256(order.encode()).hexdigest()
+    ordered = f"{self._source.fingerprint()} reuse={self._reuse_first}"
+    return hashlib.sha256(ordered.encode()).hexdigest()
 
   def unigram_entropy(self) -> float | None:
     """Training loss of a unigram model (each token's frequency), nats per token; None for synthetic data."""

@@ -68,11 +68,14 @@ class MixtureSource:
     self._members = tuple(members)
     self._changes = sorted({step for member in members for step, _ in member.weights})  # the first is 0
     self._steps = Steps(batch, 0)
-    self._ids = [_short(member.source.fingerprint()) for member in members]
     self.name = f"mixture of {'; '.join(self._proportions(step) for step in self._changes)}"
     self.tokenizer: Tokenizer | None = next((m.source.tokenizer for m in members if m.source.tokenizer), None)
     self.bad_records = sum(member.source.bad_records for member in members)
+    self._identify()
     self._begin(0, [0] * len(members))
+
+  def _identify(self) -> None:
+    self._ids = [_short(member.source.fingerprint()) for member in self._members]
 
   def _proportions(self, step: int) -> str:
     """The names of the members with their share from `step` on."""
@@ -112,6 +115,11 @@ class MixtureSource:
   def _era(self, index: int) -> _Era:
     assert index >= self._since, (index, self._since)
     return self._eras[bisect_right(self._eras, index, key=lambda era: era.start) - 1]
+
+  def use_order(self, number: int) -> None:
+    for member in self._members:
+      member.source.use_order(number)
+    self._identify()
 
   def example(self, index: int) -> Example:
     """Example `index`. Raises OSError, naming the member, if it cannot be read or all members are at their limits."""

@@ -58,18 +58,12 @@ class RunData:
   def resume(self, step: int, meta: Mapping[str, Any] | None) -> list[str]:
     """The run continues after `step` with the next example. meta: of the restored state; None: a fresh start.
 
-    The cursor in `meta` matters if the batch size has changed. Examples of other data have other numbers, but a changed
-    mixture continues each source that it keeps. Returns lines for the log. Raises ConfigError if the data end before
-    the run.
+    The cursor in `meta` matters if the batch size or the data have changed. Returns lines for the log. Raises
+    ConfigError if the data end before the run.
     """
-    next_example, mixture, same = step * self.global_batch_size, None, False
     self._use_order(meta)
-    if meta is not None:
-      same = meta["identity"].get("data") == self.identity["data"]
-      mixture = meta["cursor"]["mixture"] or None
-      if same or (mixture and self.train.is_mixture):
-        next_example = meta["cursor"]["next_example"]
-    lines = self.train.resume(step, next_example, mixture, same)
+    same = meta is not None and meta["identity"].get("data") == self.identity["data"]
+    lines = self.train.resume(step, meta and meta["cursor"], same=same)
     last = self.train.last_step()
     if last is not None and last < self.steps:
       raise ConfigError(

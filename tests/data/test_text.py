@@ -165,7 +165,9 @@ def test_cursor_counts_epochs(root):
   loader = load(root, data_shuffle_seed=5)
   step = 2 * loader.num_examples // BATCH + 1
   expected = {"next_example": step * BATCH, "seed": 5, "epoch": 2, "order": 2, "mixture": {}, "bad_records": 0}
-  assert json.loads(json.dumps(loader.cursor(step))) == expected
+  cursor = json.loads(json.dumps(loader.cursor(step)))
+  assert [*cursor.pop("sources").values()] == [step * BATCH]
+  assert cursor == expected
 
 
 def test_reuse_example_batch(root):

@@ -170,7 +170,9 @@ class MixtureSource:
     if same and (len(self._changes) == 1 or cursor.get("steps") == list(steps)):
       before = {entry["id"]: entry["before"] for entry in members.values()}
       self._begin(cursor["since"], [before[key] for key in self._ids])
-      return []
+      # Older versions began another era after a change of the batch size.
+      if self.examples_read(index) == {entry["id"]: entry["count"] for entry in members.values()}:
+        return []
     counts = [read.get(key, 0) for key in self._ids]
     self._begin(index, counts)
     if not read:

@@ -24,7 +24,6 @@ from jax import Device
 from trainer import after_step, generate, peer_attempt, program
 from trainer import world as world_lib
 from trainer.after_step import Actions, Due
-from trainer.checkpoint import meta as checkpoint_meta
 from trainer.checkpoint.tiers import Tiers
 from trainer.cluster import View
 from trainer.config.mixture import EVAL_DATA
@@ -253,8 +252,7 @@ def _restore(
 
   def accept(meta: dict[str, Any]) -> None:
     elastic.announce()
-    changes = checkpoint_meta.check_config(meta, config.flat(), session.data.identity, config.run.allow_config_change)
-    for change in changes:
+    for change in session.data.accept(config, meta):
       session.log.line(f"Changed since the checkpoint: {change}")
 
   session.snapshots.begin_attempt(slices, survivors)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.data import datasets, in_place, prepared, workers
+from trainer.data import datasets, in_place, order, prepared, workers
 from trainer.data.batch import Batch, DataError, empty_example, stack
 from trainer.data.documents import Documents
-from trainer.data.mixture import Member, MixtureSource, Steps
+from trainer.data.mixture import Member, MixtureSource, Steps, short
 from trainer.data.source import Source
 from trainer.data.synthetic import SyntheticSource
 from trainer.data.tokenizer import Tokenizer, ends
@@ -45,6 +45,10 @@ class Loader:
     self._seed = seed
     self._reuse_first = reuse_first
     self._offset = 0  # of a step's first example, relative to step * global_batch_size
+    self.order = order.NEWEST
+    """Number of the order of the examples; see `order`."""
+    self._id = short(source.fingerprint())
+    self._read: dict[str, int] = {}  # examples of each source that were read before the resume
 
   @property
   def tokenizer(self) -> Tokenizer | None:
@@ -61,16 +65,34 @@ class Loader:
     """Whether the data have an evaluation split, so that make_loader(split="eval") works."""
     return self._source.has_eval
 
-  def resume(
-    self, step: int, next_example: int, mixture: Mapping[str, Any] | None = None, same: bool = True
-  ) -> list[str]:
-    """Makes step `step` begin with example `next_example`. Call it before a thread reads. Returns lines for the log.
+  def use_order(self, number: int) -> None:
+    """Makes another order of the examples hold. Call it before a thread reads. Raises OSError, naming the file."""
+    if number != self.order:
+      self._source.use_order(number)
+      self.order, self._id = number, short(self._source.fingerprint())
 
-    mixture: of a `cursor`; None if this run has read no mixture yet. same: it is the cursor of the same data.
+  def resume(self, step: int, cursor: Mapping[str, Any] | None, *, same: bool) -> list[str]:
+    """Makes step `step` begin with the next example. Call it before a thread reads. Returns lines for the log.
+
+    cursor: of the checkpoint; None: a fresh start. same: the checkpoint is of the same data. With other data, each
+    source that the run has read continues after its last example, alone or in a mixture.
     """
+    cursor = cursor or {}
+    mixture = cursor.get("mixture", {})
+    # Older versions wrote only the counts of the members of a mixture.
+    self._read = cursor.get("sources") or {entry["id"]: entry["count"] for entry in mixture.get("members", {}).values()}
+    next_example = step * self._global_batch_size
+    lines: list[str] = []
+    if same or (cursor and self._mixture):
+      next_example = cursor["next_example"]
+    elif self._id in self._read:
+      next_example = self._read[self._id]
+      lines = [f"Data: {self._source.name} continues at its example {next_example}."]
     self._offset = next_example - step * self._global_batch_size
-    steps = Steps(self._global_batch_size, self._offset)
-    return self._mixture.resume(next_example, mixture, steps, same=same) if self._mixture else []
+    if self._mixture:
+      steps = Steps(self._global_batch_size, self._offset)
+      lines = self._mixture.resume(next_example, mixture, self._read, steps, same=same)
+    return lines
 
   @property
   def is_mixture(self) -> bool:
@@ -106,11 +128,14 @@ class Loader:
     next_example = step * self._global_batch_size + self._offset
     epoch = next_example // self.num_examples if self.num_examples else 0
     mixture = self._mixture.cursor(next_example) if self._mixture else {}
+    now = self._mixture.examples_read(next_example) if self._mixture else {self._id: next_example}
     return {
       "next_example": next_example,
       "seed": self._seed,
       "epoch": epoch,
+      "order": self.order,
       "mixture": mixture,
+      "sources": self._read | now,
       "bad_records": self._source.bad_records,
     }
 
@@ -128,8 +153,8 @@ class Loader:
 
   def fingerprint(self) -> str:
     """Identity of the examples and their order: 64 hex digits of data, tokenizer, packing and seed."""
-    order = f"{self._source.fingerprint()} reuse={self._reuse_first}"
-    return hashlib.sha256(order.encode()).hexdigest()
+    ordered = f"{self._source.fingerprint()} reuse={self._reuse_first}"
+    return hashlib.sha256(ordered.encode()).hexdigest()
 
   def unigram_entropy(self) -> float | None:
     """Training loss of a unigram model (each token's frequency), nats per token; None for synthetic data."""

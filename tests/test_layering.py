@@ -12,7 +12,7 @@ SOURCE = pathlib.Path(__file__).parents[1] / "src"
 
 # From the bottom up. A part may import parts of lower rows, not of its own row.
 LAYERS = (
-  {"addresses", "compilation_cache", "runtime_errors", "signals", "standin", "world"},
+  {"addresses", "compilation_cache", "open_files", "runtime_errors", "signals", "standin", "world"},
   {"config"},
   {"observe"},
   {"report"},

@@ -343,6 +343,20 @@ def test_parts_without_documents_do_not_end_a_run(tmp_path):
   assert everything(load(tmp_path, grain_train_files=f"{tmp_path}/data.jsonl", **JSONL)) == expected
 
 
+def test_a_damaged_parquet_file_is_the_first_error(tmp_path):
+  """Before a column, a vocabulary or a tokenizer is checked, and before the files before it are tokenised."""
+  keys = written(tmp_path, "text", "parquet") | {"train_data_columns": "wrong", "tokenizer_type": "bpe"}
+  folder = Path(keys["grain_train_files"]).parent
+  files = sorted(folder.glob("*.parquet"))
+  content = files[0].read_bytes()
+  (folder / "8.parquet").write_bytes(content[:-9])
+  (folder / "9.parquet").write_bytes(b"\0" * len(content))
+  with pytest.raises(ConfigError, match=r"8.parquet cannot be read as Parquet.*2 files.*9.parquet"):
+    load(tmp_path, **keys)
+  with pytest.raises(ConfigError, match=r"0.parquet is a file of another type .*\nSet grain_file_type=parquet"):
+    load(tmp_path, **keys | {"grain_file_type": "arrayrecord"})
+
+
 JSONL = {"grain_file_type": "jsonl", "train_data_columns": "body"}
 
 

@@ -47,7 +47,7 @@ def _document(piece: Piece, number: int, line: bytes, column: str) -> Document |
 
 def cut(piece: Piece, limit: int) -> list[Piece]:
   """Parts of about `limit` bytes with whole lines. A compressed file stays whole, because it is read from its start."""
-  if piece.path.suffix in _COMPRESSED:
+  if _suffix(piece) in _COMPRESSED:
     return [piece]
   try:
     return cut_at_lines(piece, limit)
@@ -57,7 +57,7 @@ def cut(piece: Piece, limit: int) -> list[Piece]:
 
 def _lines(file: BinaryIO, piece: Piece) -> Iterator[bytes]:
   """Yields the lines of the piece."""
-  if piece.path.suffix in _COMPRESSED:
+  if _suffix(piece) in _COMPRESSED:
     yield from file
     return
   file.seek(piece.start)
@@ -98,11 +98,15 @@ def _field(record: Any, column: str) -> Any:
   return None if record[head] is None else _field(record[head], rest)
 
 
+def _suffix(piece: Piece) -> str:
+  return piece.path.suffix.lower()
+
+
 @contextmanager
 def _opened(piece: Piece) -> Iterator[BinaryIO]:
   """The file of the piece, decompressed."""
   with piece.path.open("rb") as file:
-    match piece.path.suffix:
+    match _suffix(piece):
       case ".gz":
         with gzip.open(file) as content:
           yield cast(BinaryIO, content)

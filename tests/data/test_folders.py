@@ -103,9 +103,9 @@ def test_an_empty_part_of_jsonl_has_no_documents(tmp_path):
 
 def test_a_folder_without_such_files_says_what_it_has(tmp_path):
   write(tmp_path, "d/a.parquet", "d/b.parquet")
-  with pytest.raises(ConfigError, match=r"no files with grain_file_type=jsonl, only \*.parquet: 2 \("):
+  with pytest.raises(ConfigError, match=r"no files with grain_file_type=jsonl \(not read: \*.parquet: 2 \("):
     found("jsonl", tmp_path / "d")
-  with pytest.raises(ConfigError, match=r"has no text, only \*.parquet: 2"):
+  with pytest.raises(ConfigError, match=r"has no text \(not read: \*.parquet: 2"):
     found("text", tmp_path / "d")
   with pytest.raises(
     ConfigError, match=r"a.parquet is a file of another type than .*=jsonl.\nSet grain_file_type=parquet"

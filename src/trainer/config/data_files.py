@@ -52,7 +52,7 @@ def find(key: str, value: str, file_type: str, left: LeftOut | None = None) -> l
     files = list(_files(key, part, names, file_type, left)) if part else []
     if not files:
       raise ConfigError(
-        f"{key}={shorten(value)}: {part!r} has no files with grain_file_type={file_type}{left.only}.\n"
+        f"{key}={shorten(value)}: {part!r} has no files with grain_file_type={file_type}{left.note}.\n"
         f"Give files, folders with {', '.join(names)}, or patterns with * and ?, separated by ';', or set "
         "grain_file_type."
       )
@@ -70,11 +70,11 @@ def _named(key: str, value: str, files: Collection[File], file_type: str, left: 
   """The files with their names and sizes. Raises ConfigError for a file that is of another type or cannot be read."""
   found, ours = [], file_type.partition("_")[0]
   for name, file in relative_names(files):
-    other = next((kind for kind, names in _NAMES.items() if folders.matches(file.name, names)), ours)
-    if other != ours:
+    kinds = [kind for kind, names in _NAMES.items() if folders.matches(file.name, names)]
+    if kinds and ours not in kinds:
       raise ConfigError(
         f"{key}={shorten(value)}: {file} is a file of another type than grain_file_type={file_type}.\n"
-        f"Set grain_file_type={other}, or name other files."
+        f"Set grain_file_type={kinds[0]}, or name other files."
       )
     if isinstance(file, Path) and not os.access(file, os.R_OK):
       raise ConfigError(f"{key}={shorten(value)}: {file} cannot be read.\nAllow reading it, or name other files.")

@@ -41,9 +41,9 @@ class LeftOut:
     return "; ".join([*parts, f"others: {rest:,}"] if rest else parts)
 
   @property
-  def only(self) -> str:
-    """The end of a sentence that says what was not found."""
-    return f", only {self}" if self._kinds else ""
+  def note(self) -> str:
+    """For the end of a sentence about files that were not found."""
+    return f" (not read: {self})" if self._kinds else ""
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

@@ -252,7 +252,7 @@ def _check_text(name: str, value: str) -> None:
   if remote.is_address(value):
     if not text_files.at_address(name, value, left):
       raise ConfigError(
-        f"{name}={shorten(value)}: has no file of {kinds} with text in it{left.only}.\nGive another address."
+        f"{name}={shorten(value)}: has no file of {kinds} with text in it{left.note}.\nGive another address."
       )
     return
   path = as_path(value, f"{name}=")
@@ -265,7 +265,7 @@ def _check_text(name: str, value: str) -> None:
       raise ConfigError(f"{name}={value}: {error}.\nOr give another folder.") from None
     if not found:
       raise ConfigError(
-        f"{name}={value}: contains no file of {kinds} with text in it{left.only}.\nGive another folder."
+        f"{name}={value}: contains no file of {kinds} with text in it{left.note}.\nGive another folder."
       )
     return
   if path.suffix.lower() not in text_files.SUFFIXES or not os.path.isfile(path):

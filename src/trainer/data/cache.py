@@ -81,15 +81,16 @@ def _delete_old(root: Path, ours: str, temporary: Path, log: Log) -> None:
 
   Names the folders whose processes may be alive without a lock that is visible here.
   """
-  unknown = []
+  here, unknown = _place(root), []
   for folder in sorted(path for path in root.glob(".*-????????") if path.is_dir() and path != temporary):
     name, _, place = folder.name[1:-9].rpartition(".")
-    if place != _place(root):
+    if place != here:
       unknown.append(str(folder))
       continue
-    with suppress(BlockingIOError), nullcontext() if name == ours else _locked(root / f".{name}.lock", wait=False):
+    # An OSError: its process lives, or it belongs to another user.
+    with suppress(OSError), nullcontext() if name == ours else _locked(root / f".{name}.lock", wait=False):
       if folder.is_dir():  # its process has not just ended
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder)
         log(f"Deleted {folder} of a preparation that was killed")
   if unknown:
     log(

@@ -52,7 +52,7 @@ def find(key: str, path: str, left: LeftOut | None = None) -> list[Piece]:
     raise ConfigError(f"{key}={path} does not exist. Give a file or folder of {', '.join(SUFFIXES)}.")
   if not pieces:
     raise ConfigError(
-      f"{key}={path} has no text{left.only}. Give a folder with a non-empty file of {', '.join(SUFFIXES)}."
+      f"{key}={path} has no text{left.note}. Give a folder with a non-empty file of {', '.join(SUFFIXES)}."
     )
   return pieces
 

@@ -75,7 +75,7 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
   gc.disable()
 
   from trainer import cluster as cluster_lib
-  from trainer import compilation_cache, data, program
+  from trainer import compilation_cache, data, open_files, program
   from trainer import session as session_lib
   from trainer.cluster.peers import RunEnded
   from trainer.config import ConfigError
@@ -85,6 +85,7 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
   from trainer.membership.rules import RunRules
   from trainer.observe import log
 
+  open_files.raise_limit()
   compilation_cache.enable(config.run.jax_cache_dir)
   with contextlib.ExitStack() as stack:
     stack.callback(gc.enable)

@@ -264,7 +264,8 @@ def _restore(
   seconds = time.monotonic() - begin
   session.events.emit("restore", tier=tier, step=step, seconds=seconds)
   due = _evaluation_due(config, session, step)
-  loss = world_lib.from_primary(session.cluster.world, session.metrics.eval_loss(step)) if due else None
+  recorded = session.metrics.eval_loss(step, session.data.evaluations, session.data.main_set) if due else None
+  loss = world_lib.from_primary(session.cluster.world, recorded) if due else None
   return Start(state, step, tier, seconds, loss is not None, meta, loss)
 
 
@@ -319,9 +320,9 @@ def _make_up_evaluation(
 ) -> float:
   """Evaluates the state that the attempt starts from: an evaluation is due there, and metrics.jsonl does not have it.
 
-  Returns its loss. An earlier process had to stop at this step, or was killed before the record was safe.
+  Returns its loss. An earlier process stopped at this step, was killed before the record was safe, or had fewer sets.
   """
-  session.log.line(f"An evaluation was due at step {step} and is missing: evaluating before the next step.")
+  session.log.line(f"An evaluation was due at step {step}, and it or one of its sets is missing: evaluating now.")
   loss = _evaluate(config, session, elastic, stepper, params, step)
   session.metrics.flush()  # if the process is killed from now on, the next one must not evaluate again
   return loss

@@ -263,7 +263,7 @@ class DataSection(Section):
   )
   train_data_columns: str = Field(
     "text",
-    description="Column of Parquet, field of JSONL, feature of tf.train.Example and TFDS with the documents, in training and evaluation. Strings are tokenised. Lists of integers are token ids and stay as they are.",
+    description="Column of Parquet, field of JSONL, feature of tf.train.Example and TFDS with the documents, in training and evaluation; `meta.text` is a nested column or field. Strings are tokenised. Lists of integers are token ids and stay as they are.",
   )
   train_split: str = Field("train", description="dataset_type=tfds or hf: name of the split to train on.")
   eval_split: str = Field(

@@ -316,8 +316,11 @@ def _open_all(
 
   def open_one(one: _Found, call: workers.Call) -> prepared.PreparedSource | in_place.InPlaceSource:
     with _naming(one.place):
+      documents = one.splits.get(split)
+      if documents and documents.left_out:
+        log(f"Not read in {documents.name}: {documents.left_out}")
       if in_place.applies(one.section):
-        return in_place.open_source(one.section, one.splits.get(split), call=call, **keys)
+        return in_place.open_source(one.section, documents, call=call, **keys)
       return prepared.open_source(one.section, one.splits, call=call, tokenizer=tokenizer, **keys)
 
   return workers.prepare_each(open_one, found, [one.size for one in found])

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from trainer import addresses
+from trainer import addresses, open_files
 from trainer.membership import wire
 from trainer.membership.coordinator import Coordinator, Effects, Kill, Note, Send
 from trainer.membership.messages import FROM_AGENT, FROM_MEMBER, Message, check, message, step_of
@@ -43,6 +43,7 @@ class Server:
     hung member. fault(action, member, seconds): causes a rehearsed fault. Both return at once. agent(channel, first
     message): serves the connection of an agent to its end; None: agents are refused. log takes a line for people. All
     are called from threads."""
+    open_files.raise_limit()  # each member has a connection
     self.coordinator = coordinator
     self._token, self._kill, self._fault, self._agent, self._log = token, kill, fault, agent, log
     self._lock = threading.RLock()

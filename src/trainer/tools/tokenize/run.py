@@ -31,6 +31,9 @@ def run(config: Config, output: str, records: str, processes: int, part_bytes: i
     raise ConfigError(f"--output={output} is not a local path. Give a folder of this machine.")
   check(data, vocab_size)
   splits = datasets.find(data)
+  for documents in splits.values():
+    if documents.left_out:
+      print(f"Not read in {documents.name}: {documents.left_out}", flush=True)
   digests = prepared.digests_of(splits)
   tokenizer = prepared.tokenizer_of(data, splits, digests, vocab_size=vocab_size, log=print, call=here)
   parts = [

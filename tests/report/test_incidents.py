@@ -108,7 +108,7 @@ def test_the_total_is_the_sum_of_the_costs_shown_and_less_than_the_run(tmp_path)
 @pytest.mark.parametrize(
   ("end", "why"),
   [
-    (lambda run: run.end(42), "stopped by SIGTERM"),
+    (lambda run: run.end(42), "stopped by a signal"),
     (lambda run: run.end(1), "had failed (exit code 1)"),
     (lambda run: run.close(), "it was killed"),
     (lambda run: (run.after(9.0, "hang", step=5, silent_seconds=9.0, operation=None), run.close()), "exit code 134"),

@@ -416,7 +416,7 @@ class CheckpointSection(Section):
     description="Write structured records of save and restore times: to Cloud Logging if its library is installed, else to a JSONL file in the run's folder.",
   )
   enable_autocheckpoint: bool = Field(
-    True, description="On SIGTERM finish the step, save, commit, and exit with code 42."
+    True, description="On SIGTERM, SIGUSR1 or SIGHUP finish the step, save, commit, and exit with code 42."
   )
   autocheckpoint_grace_seconds: float = Field(
     25.0,

@@ -30,7 +30,7 @@ _PARTS = {
 # Exit code of a process -> why another one had to follow.
 _ENDS = {
   1: "The process before it had failed (exit code 1).",
-  42: "The process before it was stopped by SIGTERM and had saved its state (exit code 42).",
+  42: "The process before it was stopped by a signal and had saved its state (exit code 42).",
   130: "The process before it was stopped by Ctrl-C (exit code 130).",
 }
 

@@ -21,7 +21,7 @@ _ENDS = {
   0: ("Complete", "good"),
   1: ("Failed", "bad"),
   2: ("Refused: wrong configuration or input", "bad"),
-  42: ("Stopped by SIGTERM after a checkpoint; the same command resumes it", "sub"),
+  42: ("Stopped by a signal after a checkpoint; the same command resumes it", "sub"),
   130: ("Stopped by Ctrl-C", "sub"),
 }
 

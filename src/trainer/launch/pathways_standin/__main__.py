@@ -14,6 +14,7 @@ import threading
 from typing import Any
 
 from trainer.launch.pathways_standin.arguments import COMMANDS, WORKER_TIMEOUT, add_address, address
+from trainer.signals import requests
 from trainer.standin import StandinError
 
 _MOST_DEVICES = 512  # threads of forced CPU devices: more than a machine can run
@@ -21,7 +22,7 @@ _BAD_INPUT = 2
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Serves until SIGTERM, Ctrl-C or, with --child, the end of standard input. Returns the exit code."""
+  """Serves until a request to end, Ctrl-C or, with --child, the end of standard input. Returns the exit code."""
   parser = argparse.ArgumentParser(
     prog="python -m trainer.launch.pathways_standin",
     description="Serve JAX's Pathways (IFRT proxy) client, with slices of CPU devices that can be lost.",
@@ -81,7 +82,7 @@ def _serve(options: argparse.Namespace) -> int:
     code = 128 + number
     ended.set()
 
-  for number in (signal.SIGTERM, signal.SIGINT):
+  for number in (*requests(), signal.SIGINT):
     signal.signal(number, stop)
   try:
     sizes = (options.slices, options.devices_per_slice)

@@ -132,6 +132,20 @@ def test_a_restart_says_why_and_what_it_cost(tmp_path, end, why):
   assert restart[0].seconds == pytest.approx(1.8e9 + 103.2 - last, abs=1e-3)
 
 
+def test_a_complete_run_that_is_started_again_or_extended_is_no_incident(tmp_path):
+  wall, done = 1.8e9, 0
+  for until in (3, 3, 6, 4):
+    run = fake_run.FakeRun(tmp_path / "a", steps=until, slices=1, wall=wall)
+    for step in range(done + 1, until + 1):
+      run.step(step)
+    done = max(done, until)
+    run.end(0, step=done)
+    wall += 86400.0
+  assert found(tmp_path / "a") == []
+  text = page._sections(*(run := history.load(str(tmp_path / "a")), goodput.compute(run)), {}, 3600.0)
+  assert "6 (4 wanted)" in text and "6 of 4" not in text
+
+
 def test_other_events_have_a_reason(tmp_path):
   run = fake_run.FakeRun(tmp_path / "a", steps=9)
   run.step(1)

@@ -105,9 +105,8 @@ def _tiles(run: Run, goodput: dict[str, Any], price: float) -> str:
   last = run.steps[-1]
   speeds = run.tokens_per_second()
   speeds = speeds[np.isfinite(speeds)]
-  total = run.start.get("steps")
   tiles = [
-    ("steps", f"{last['step']:,.0f}" + (f" of {total:,}" if total else "")),
+    ("steps", run.progress()),
     ("training loss", f"{last['loss']:.4f}"),
   ]
   if len(run.evals):

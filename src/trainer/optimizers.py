@@ -6,7 +6,7 @@ Each optimizer is built for a learning rate of 1. `apply_gradients` multiplies i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -44,6 +44,23 @@ def schedule(cfg: OptimizerSection, steps: int) -> Callable[[jax.Array], jax.Arr
     return jnp.where(step < warmup, peak * jnp.minimum(warm, 1.0), after)
 
   return rate
+
+
+def rise(cfg: OptimizerSection, steps: int, saved: Mapping[str, Any], step: int) -> str:
+  """A warning that a longer schedule raises the learning rate after `step` steps, and how to avoid it; "" if not.
+
+  saved: the keys of the run that did the steps before.
+  """
+  length = saved.get("learning_rate_schedule_steps", -1)
+  length = saved.get("steps", steps) if length == -1 else length
+  kept = cfg.model_copy(update={"learning_rate_schedule_steps": length})
+  before, after = (float(schedule(each, steps)(jnp.int32(step))) for each in (kept, cfg))
+  if after <= before * 1.001:
+    return ""
+  return (
+    f"the learning rate rises from {before:.3g} to {after:.3g} at step {step + 1}, because the schedule of the steps "
+    f"before it has {length} steps. Set learning_rate_schedule_steps={length} to continue with {before:.3g}"
+  )
 
 
 def build(cfg: OptimizerSection, logical_axes: Any, weight_dtype: str = "float32") -> optax.GradientTransformation:

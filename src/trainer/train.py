@@ -24,7 +24,6 @@ from jax import Device
 from trainer import after_step, generate, peer_attempt, program
 from trainer import world as world_lib
 from trainer.after_step import Actions, Due
-from trainer.checkpoint import meta as checkpoint_meta
 from trainer.checkpoint.tiers import Tiers
 from trainer.cluster import View
 from trainer.config.mixture import EVAL_DATA
@@ -38,7 +37,7 @@ from trainer.observe.profiler import Profiler
 from trainer.peer_stepper import PeerStepper
 from trainer.program import Program
 from trainer.session import Session
-from trainer.start import Start
+from trainer.start import Start, may_resume
 from trainer.state import TrainState
 from trainer.step_records import StepRecords
 from trainer.stepper import FusedStepper, Stepper
@@ -253,9 +252,7 @@ def _restore(
 
   def accept(meta: dict[str, Any]) -> None:
     elastic.announce()
-    changes = checkpoint_meta.check_config(meta, config.flat(), session.data.identity, config.run.allow_config_change)
-    for change in changes:
-      session.log.line(f"Changed since the checkpoint: {change}")
+    may_resume(config, session.data.identity, meta, session.log.line)
 
   session.snapshots.begin_attempt(slices, survivors)
   if (saved := tiers.restore_newest(prog.state, accept)) is not None:

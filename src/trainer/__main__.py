@@ -75,6 +75,8 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
   gc.disable()
 
   from trainer import cluster as cluster_lib
+
+  cluster_lib.check_environment()
   from trainer import compilation_cache, data, program
   from trainer import session as session_lib
   from trainer.cluster.peers import RunEnded

@@ -101,7 +101,7 @@ def _build(cfg: OptimizerSection, logical_axes: Any, mu_dtype: str) -> optax.Gra
     adafactor = optax.adafactor(learning_rate=None, weight_decay_rate=rate, weight_decay_mask=mask or True)
     return _per_layer(adafactor, logical_axes)
   dims = jax.tree.map(_muon_dims, logical_axes, is_leaf=is_axes)
-  muon = contrib.muon(
+  muon = contrib.muon(  # its Adam part has Nesterov momentum too
     learning_rate=-1.0,  # undoes the negation in optax.muon: we negate below, after weight decay
     beta=cfg.adam_b1,
     adam_b1=cfg.adam_b1,

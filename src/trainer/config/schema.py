@@ -341,7 +341,8 @@ class OptimizerSection(Section):
   """Optimizer, learning-rate schedule and gradients."""
 
   opt_type: Literal["adamw", "adafactor", "muon", "sgd"] = Field(
-    "adamw", description="Optimizer. muon uses adamw for embeddings, head and norms."
+    "adamw",
+    description="Optimizer. muon updates embeddings, head and norms by adamw with Nesterov momentum, as MaxText does, with the same learning rate.",
   )
   learning_rate: float = Field(3e-4, ge=0, description="Peak learning rate.")
   lr_schedule_type: Literal["cosine", "wsd", "constant"] = Field(

@@ -28,8 +28,8 @@ COMPLETE, FAILED, BAD_INPUT = 0, 1, 2
 def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
   """Runs the command and returns its exit code.
 
-  argv: the arguments (default: those of the process). signals: listening for the process; without them SIGTERM and
-  SIGINT keep their handlers. The configuration is imported here and not above, so that a signal finds its handler.
+  argv: the arguments (default: those of the process). signals: listening for the process; without them the
+  handlers stay. The configuration is imported here and not above, so that a signal finds its handler.
   """
   from trainer.config import ConfigError, cli
   from trainer.config.load import load_with_origins
@@ -75,6 +75,8 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
   gc.disable()
 
   from trainer import cluster as cluster_lib
+
+  cluster_lib.check_environment()
   from trainer import compilation_cache, data, open_files, program
   from trainer import session as session_lib
   from trainer.cluster.peers import RunEnded

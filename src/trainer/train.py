@@ -37,7 +37,7 @@ from trainer.observe.profiler import Profiler
 from trainer.peer_stepper import PeerStepper
 from trainer.program import Program
 from trainer.session import Session
-from trainer.start import Start
+from trainer.start import Start, may_resume
 from trainer.state import TrainState
 from trainer.step_records import StepRecords
 from trainer.stepper import FusedStepper, Stepper
@@ -252,8 +252,7 @@ def _restore(
 
   def accept(meta: dict[str, Any]) -> None:
     elastic.announce()
-    for change in session.data.accept(config, meta):
-      session.log.line(f"Changed since the checkpoint: {change}")
+    may_resume(config, session.data, meta, session.log.line)
 
   session.snapshots.begin_attempt(slices, survivors)
   if (saved := tiers.restore_newest(prog.state, accept)) is not None:

@@ -71,6 +71,19 @@ def test_a_second_launch_is_refused_and_ctrl_c_ends_the_first(compiled, server, 
   assert "Starting member" not in first.printed and "Starting member" not in second.printed
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_warning_to_every_process_saves_and_ends(compiled, server, tmp_path, number):
+  """As Slurm sends SIGUSR1 before the end of the time, and a system SIGHUP when the user is logged out."""
+  run = ProcessRun(tmp_path, [compiled, ENDLESS], slices=2, server=server)
+  with run.launched() as supervisor:
+    run.wait_for(lambda: run.last_step >= 5, supervisor)
+    for process in (supervisor.pid, *run.processes()):
+      os.kill(process, number)
+    assert run.wait(supervisor, 30) == 42, run.tail()
+  assert run.committed_steps()[-1] == run.last_step
+  assert run.steps() == list(range(1, run.last_step + 1))
+
+
 def test_a_lost_slice_ends_a_run_that_is_not_elastic(compiled, server, tmp_path):
   run = ProcessRun(tmp_path, [compiled, ENDLESS, "elastic_enabled=false"], slices=2, server=server)
   with run.launched() as supervisor:

@@ -349,7 +349,8 @@ class OptimizerSection(Section):
   """Optimizer, learning-rate schedule and gradients."""
 
   opt_type: Literal["adamw", "adafactor", "muon", "sgd"] = Field(
-    "adamw", description="Optimizer. muon uses adamw for embeddings, head and norms."
+    "adamw",
+    description="Optimizer. muon updates embeddings, head and norms by adamw with Nesterov momentum, as MaxText does, with the same learning rate.",
   )
   learning_rate: float = Field(3e-4, ge=0, description="Peak learning rate.")
   lr_schedule_type: Literal["cosine", "wsd", "constant"] = Field(
@@ -424,7 +425,7 @@ class CheckpointSection(Section):
     description="Write structured records of save and restore times: to Cloud Logging if its library is installed, else to a JSONL file in the run's folder.",
   )
   enable_autocheckpoint: bool = Field(
-    True, description="On SIGTERM finish the step, save, commit, and exit with code 42."
+    True, description="On SIGTERM, SIGUSR1 or SIGHUP finish the step, save, commit, and exit with code 42."
   )
   autocheckpoint_grace_seconds: float = Field(
     25.0,

@@ -26,7 +26,7 @@ from trainer.membership import wire
 from trainer.membership.environment import Place
 from trainer.membership.messages import TO_AGENT, Message, check, message
 from trainer.membership.wire import Channel, WireError
-from trainer.signals import INTERRUPTED, PREEMPTED
+from trainer.signals import INTERRUPTED, PREEMPTED, requests
 
 BAD_INPUT = 2
 _RETRY_SECONDS = 0.5
@@ -48,7 +48,7 @@ class Agent:
 
     Raises ConfigError if no supervisor answers at first.
     """
-    handlers = {number: signal.signal(number, self._signalled) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.signal(number, self._signalled) for number in (*requests(), signal.SIGINT)}
     try:
       self._channel = self._join()
       while self._channel is not None:

@@ -21,7 +21,7 @@ from trainer.membership.messages import Message
 from trainer.membership.rules import RunRules
 from trainer.membership.server import Server
 from trainer.membership.wire import Channel
-from trainer.signals import INTERRUPTED
+from trainer.signals import INTERRUPTED, requests
 
 FAILED, BAD_INPUT = 1, 2
 _END_SECONDS = 30.0  # from the end of the run to the end of the last process
@@ -80,7 +80,7 @@ class Supervisor:
 
   def run(self) -> int:
     """Starts the members and supervises them to the end of the run. Returns the exit code of the run."""
-    handlers = {number: signal.signal(number, self._signalled) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.signal(number, self._signalled) for number in (*requests(), signal.SIGINT)}
     try:
       self._workers.start()
       while not self._server.over.wait(0.2) and not self._interrupted.is_set():

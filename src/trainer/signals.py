@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import FrameType
+from typing import NoReturn
 
 PREEMPTED, INTERRUPTED = 42, 130  # exit codes, see docs/architecture.md
 # `timeout` and shells signal the process and then its whole group, and Python's handler runs later than the thread. All
@@ -170,6 +171,23 @@ class Signals:
     with contextlib.suppress(OSError):
       os.write(2, f"{text}\n".encode())
     os._exit(code)
+
+
+def run_launcher(main: Callable[[], int]) -> NoReturn:
+  """Runs the command of a launcher and ends the process with its exit code. Until `main` installs handlers of its own,
+  SIGTERM and SIGINT end the process at once: it has started nothing yet."""
+
+  def end(number: int, frame: FrameType | None) -> None:
+    with contextlib.suppress(OSError):
+      os.write(2, f"{signal.Signals(number).name} before anything was started.\n".encode())
+    os._exit(PREEMPTED if number == signal.SIGTERM else INTERRUPTED)
+
+  for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, end)
+  code = main()
+  for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)
+  sys.exit(code)
 
 
 def _handler_address(number: int) -> int:

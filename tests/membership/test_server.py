@@ -413,3 +413,14 @@ def test_a_member_that_never_reads_holds_up_nobody(run, monkeypatch):
   assert number > 10 and longest < 1.0
   run.logged("Member 2 does not read its messages")
   deaf.close()
+
+
+def test_a_thousand_strangers_cause_few_lines(run):
+  before = run.state()
+  for _ in range(1000):
+    with run.connect() as sock, contextlib.suppress(OSError):
+      sock.sendall(bytes(64))
+      sock.recv(4096)
+  run.logged("left out for a minute")
+  assert len(run.lines) < 20 and run.state() == before
+  run.commits("step 1")

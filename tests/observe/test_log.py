@@ -6,8 +6,7 @@ import subprocess
 import sys
 import textwrap
 
-from trainer import __main__
-from trainer.observe import files, log
+from trainer.observe import files, log, screen
 
 
 def test_a_line_is_the_same_on_stdout_and_in_the_file(tmp_path, capsys):
@@ -53,7 +52,7 @@ def test_redirect_moves_only_the_screen(tmp_path, capsys):
 def test_a_terminal_without_the_character_gets_an_escape(tmp_path, monkeypatch):
   raw = io.BytesIO()
   monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-  __main__._make_stdout_usable()
+  screen.protect()
   out = log.get(str(tmp_path))
   out.line("a \u2713 and a lone \udc80")
   assert raw.getvalue() == b"a \\u2713 and a lone \\udc80\n"

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from trainer.membership.coordinator import Coordinator
+from trainer.membership.pulse import RunningClock
 
 if TYPE_CHECKING:
   from trainer.config.schema import Config  # slow to import: a child process that supervises has no configuration
@@ -43,7 +44,7 @@ class RunRules:
     return Coordinator(
       self.slices,
       self.minimum,
-      clock=time.monotonic,
+      clock=RunningClock(),
       wall=time.time,
       run_id=run_id,
       shares=self.shares,

@@ -26,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
   from trainer.config import ConfigError, load
   from trainer.launch.keys import refuse_other
   from trainer.launch.supervisor import BAD_INPUT, Supervisor
+  from trainer.membership.rules import RunRules
   from trainer.observe import screen
 
   screen.protect()
@@ -51,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     least = config.elastic.elastic_min_slice_count
     if least > options.slices:
       raise ConfigError(f"elastic_min_slice_count={least} is more than --slices {options.slices}.\nLower it.")
+    RunRules.of(config).check(options.processes_per_slice)
     where = _listen(options) if options.listen else None
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.membership.messages import Message, deal, message, step_of
+from trainer.membership.messages import Message, deal, message, step_of, to_ranges
 from trainer.membership.pulse import Pulse
 
 
@@ -53,6 +53,7 @@ Effect = Send | Kill | Note
 _BROKEN_SECONDS = 1.0  # from a broken connection to a new epoch: a death is noticed earlier
 _APART_SECONDS, _MOST_APART_SECONDS = 30.0, 600.0  # pause of a member that others cannot reach; doubled each time
 _SHORT_WAIT_SECONDS = 10.0  # for members at a start, without a line about it
+_MOST_RANGES = 2048  # of shares in a message. Each loss divides some; then they are dealt in order again
 _MOST_FAILED_LEADS = 3  # after which a leader restores without the others, and lost members are not waited for
 Effects = list[Effect]
 
@@ -425,11 +426,15 @@ class Coordinator:
       self._members[member].was_active = True
       self._members[member].reports.clear()  # of the epoch before
     self._dealt = deal(self._shares, sorted(self.active), self._dealt)
+    ranges = {str(member): to_ranges(shares) for member, shares in self._dealt.items()}
+    if sum(map(len, ranges.values())) > _MOST_RANGES:
+      self._dealt = deal(self._shares, sorted(self.active))
+      ranges = {str(member): to_ranges(shares) for member, shares in self._dealt.items()}
     world = message(
       "world",
       epoch=self.epoch,
       members=self._addresses(self.active),
-      shares={str(member): shares for member, shares in self._dealt.items()},
+      ranges=ranges,
       fresh=fresh,
       source=self._source,
       primary=self.primary,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import sys
 import threading
@@ -33,11 +32,11 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
   """
   from trainer.config import ConfigError, cli
   from trainer.config.load import load_with_origins
-  from trainer.observe import log
+  from trainer.observe import log, screen
 
   started = time.monotonic()
   arguments = sys.argv[1:] if argv is None else argv
-  _make_stdout_usable()
+  screen.protect()
   if not arguments:
     print(cli.usage(), file=sys.stderr)
     return BAD_INPUT
@@ -56,14 +55,6 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
   except KeyboardInterrupt:  # before there is a log, or once it is closed
     print("Interrupted.", file=sys.stderr)
     return INTERRUPTED
-
-
-def _make_stdout_usable() -> None:
-  """Replaces a closed stdout (`>&-`), and escapes characters that its encoding lacks."""
-  if sys.stdout is None:
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
-  if isinstance(sys.stdout, io.TextIOWrapper):
-    sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _run(config: Config, origins: dict[str, str], signals: Signals, started: float) -> int:

@@ -28,6 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import FrameType
+from typing import NoReturn
 
 PREEMPTED, INTERRUPTED = 42, 130  # exit codes, see docs/architecture.md
 _REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -180,6 +181,24 @@ class Signals:
     with contextlib.suppress(OSError):
       os.write(2, f"{text}\n".encode())
     os._exit(code)
+
+
+def run_launcher(main: Callable[[], int]) -> NoReturn:
+  """Runs the command of a launcher and ends the process with its exit code. Until `main` installs handlers of its own,
+  Ctrl-C and requests to end end the process at once: it has started nothing yet."""
+
+  def end(number: int, frame: FrameType | None) -> None:
+    with contextlib.suppress(OSError):
+      os.write(2, f"{signal.Signals(number).name} before anything was started.\n".encode())
+    os._exit(INTERRUPTED if number == signal.SIGINT else PREEMPTED)
+
+  numbers = (*requests(), signal.SIGINT)
+  for number in numbers:
+    signal.signal(number, end)
+  code = main()
+  for number in numbers:
+    signal.signal(number, signal.SIG_IGN)
+  sys.exit(code)
 
 
 def _handler_address(number: int) -> int:

@@ -18,16 +18,22 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from trainer.launch.errors import end_on_error
 from trainer.membership.rules import RunRules
 from trainer.membership.server import Server
+from trainer.observe import screen
+from trainer.observe.log import to_stdout
 from trainer.signals import requests
 
+FAILED = 1
 _POLL_SECONDS = 0.1
 _END_SECONDS = 10.0  # from the end of the run until the last worker has closed its connection
 
 
 def main() -> int:
   """Supervises the run until it or the parent ends. Returns 0."""
+  screen.protect()
+  end_on_error(lambda: os._exit(FAILED))  # as if it had been killed: the workers save the state and end
   job = json.loads(sys.stdin.readline())
   coordinator = RunRules(**job["rules"]).coordinator(secrets.token_hex(6), job["expected"])
   listener = socket.socket(fileno=job["listener"])
@@ -61,7 +67,7 @@ def _on_request(stop: Callable[[], None]) -> None:
 
 
 def _log(line: str) -> None:
-  print(f"supervisor: {line}", flush=True)
+  to_stdout(f"supervisor: {line}")
 
 
 if __name__ == "__main__":

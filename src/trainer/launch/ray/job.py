@@ -38,12 +38,14 @@ def run(config: Config, arguments: Sequence[str], options: argparse.Namespace) -
       f"--replace-lost: Ray replaces single workers, and a slice with --topology {options.topology} has {lanes}.\n"
       "Remove --replace-lost."
     )
+  rules = RunRules.of(config)
+  rules.check(lanes)
   from trainer.launch.ray.workers import SupervisorActor
 
   supervisor = (
     ray.remote(SupervisorActor)
     .options(num_cpus=0, max_concurrency=8, label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()})
-    .remote(RunRules.of(config), lanes, options.topology is not None, config.elastic.elastic_max_retries)
+    .remote(rules, lanes, options.topology is not None, config.elastic.elastic_max_retries)
   )
   handlers = {number: signal.signal(number, functools.partial(_stop, supervisor)) for number in requests()}
   try:

@@ -71,6 +71,45 @@ def test_a_second_launch_is_refused_and_ctrl_c_ends_the_first(compiled, server, 
   assert "Starting member" not in first.printed and "Starting member" not in second.printed
 
 
+def test_a_launch_that_waits_does_not_get_in_when_the_primary_changes(compiled, server, tmp_path):
+  """Between the death of a primary and the next primary, no process of the run writes the records."""
+  first = ProcessRun(tmp_path, [compiled, ENDLESS], slices=2, server=server)
+  second = ProcessRun(tmp_path, [compiled, ENDLESS, "autocheckpoint_grace_seconds=600"], slices=2, server=server)
+  second.log = tmp_path / "second.txt"
+  with first.launched() as supervisor:
+    first.wait_for(lambda: first.last_step >= 5, supervisor)
+    with second.launched() as other:
+      second.wait_for(lambda: "Another process is training" in second.printed, other)
+      for member in (0, 1):
+        first.wait_for(lambda: len(first.active()) == 2, supervisor)
+        step = first.last_step
+        supervisor.send_signal(signal.SIGSTOP)  # so that there is no primary for a second
+        assert first.kill(member)
+        time.sleep(1)
+        supervisor.send_signal(signal.SIGCONT)
+        first.wait_for(lambda step=step: first.last_step >= step + 5, supervisor)
+      supervisor.send_signal(signal.SIGTERM)
+      assert supervisor.wait(60) == 42, first.tail()
+      assert first.steps() == list(range(1, first.last_step + 1))
+      step = first.last_step
+      second.wait_for(lambda: second.last_step >= step + 5, other)
+  assert second.steps() == list(range(1, second.last_step + 1))
+
+
+def test_no_member_leads_while_another_launch_trains(compiled, server, tmp_path):
+  """The first member of the second launch waits for longer than the supervisor waits for members."""
+  first = ProcessRun(tmp_path, [compiled, ENDLESS, "per_device_batch_size=4"], slices=1, server=server)
+  keys = [compiled, ENDLESS, "elastic_timeout_seconds=6", "autocheckpoint_grace_seconds=14"]
+  second = ProcessRun(tmp_path, keys, slices=2, server=server)
+  second.log = tmp_path / "second.txt"
+  with first.launched() as supervisor:
+    first.wait_for(lambda: first.last_step >= 5, supervisor)
+    with second.launched() as other:
+      assert second.wait(other, 60) in (1, 2), second.tail()
+  assert first.steps() == list(range(1, first.last_step + 1))
+  assert "Restoring" not in second.printed and "completed step" not in second.printed
+
+
 def test_a_lost_slice_ends_a_run_that_is_not_elastic(compiled, server, tmp_path):
   run = ProcessRun(tmp_path, [compiled, ENDLESS, "elastic_enabled=false"], slices=2, server=server)
   with run.launched() as supervisor:

@@ -125,7 +125,7 @@ def _train(config: Config, session: Session, cluster: Cluster) -> int:
   import functools
 
   from trainer import runtime_errors, train
-  from trainer.checkpoint.errors import ConfigMismatch
+  from trainer.checkpoint.errors import CheckpointError, ConfigMismatch
   from trainer.cluster.peers import RunEnded
   from trainer.config import ConfigError
   from trainer.elastic import retry
@@ -165,6 +165,8 @@ def _train(config: Config, session: Session, cluster: Cluster) -> int:
     return FAILED
   except Exception as error:  # noqa: BLE001 -- the one place where an error becomes an exit code
     session.log.error(traceback.format_exc())
+    if isinstance(error, CheckpointError):  # the other slices have the same storage, and would lose their state there
+      cluster.finished(FAILED)
     if advice := runtime_errors.advice(error):
       session.log.error(f"error: {advice}")
     return FAILED

@@ -167,8 +167,11 @@ def end_without_supervisor(
   peers, step = stepper.peers, stepper.completed
 
   def goes_on() -> bool:
-    """Whether the others train on, and save. Without a network, the storage tells: nobody is ahead by two steps."""
-    return peers.supervisor_lives() or session.metrics.recorded_step() > step + 1
+    """Whether the others train on, and save. Without a network, the storage tells: nobody is ahead by two steps.
+
+    The processes of a slice may see different things, and must save together or not at all."""
+    ahead = peers.supervisor_lives() or session.metrics.recorded_step() > step + 1
+    return any(session.cluster.world.gather(ahead))
 
   if goes_on():
     return _given_up(session, peers, step)

@@ -65,6 +65,7 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
       saves_in_storage=session.cluster.saves_in_storage,
       fetch=guard.call if session.cluster.is_behind_proxy else None,
       log=session.log.line,
+      warn=session.log.warning,
       emit=session.events.emit,
     )
     stack.callback(_close, session, tiers.close)
@@ -198,7 +199,7 @@ def _save(
       _snapshot(config, session, elastic, stepper, step, state)
     final = actions.save == "final"
     if final or tiers.due_persistent(step):
-      session.metrics.flush()  # a run that resumes from this checkpoint never writes these steps again
+      session.metrics.flush(wait=not final)  # a run that resumes from this checkpoint never writes these steps again
     # Do not save while updates are skipped: retention would delete good checkpoints.
     if not final and (actions.save != "due" or records.skipped):
       return

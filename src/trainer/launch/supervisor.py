@@ -32,7 +32,10 @@ _INTERRUPT_SECONDS = 5.0
 _LEAST_CONNECT_SECONDS = 60.0  # that every process has to import and connect
 _MOST_SLICES = 1024  # of one agent
 _AGENT_SECONDS = 2.0  # that an agent may need to end after its processes
-MOST_FAILURES = 2  # lives of one member in a row that end with exit code 1 without a new step
+MOST_FAILURES = 2  # lives of one member in a row that fail without a new step
+# Exit codes of a process that has failed by itself. Other signals come from outside: they say nothing about it.
+_CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+_FAILURES = {FAILED, *(-number for number in _CRASHES)}
 
 
 def log(line: str) -> None:
@@ -175,7 +178,7 @@ class Supervisor:
     if self._coordinator.phase == "over" or self._coordinator.stopping or self._interrupted.is_set():
       return
     before = 0 if progress else self._failures.get(member, 0)
-    self._failures[member] = before + 1 if code == FAILED else 0
+    self._failures[member] = before + 1 if code in _FAILURES else 0
     if code == BAD_INPUT and not self._coordinator.committed:
       self._server.end(BAD_INPUT, "")
     elif self._failures[member] >= MOST_FAILURES:

@@ -31,6 +31,7 @@ Time spent
   checkpoint_saved  step, tier, path, seconds (from the start of the save to its commit), blocking_seconds (of these, at
                     the beginning, the training loop waited)
   checkpoint_restored step, tier, path; checkpoint_rejected step, tier, reason (damaged: passed over)
+  checkpoint_failed tier, reason: the storage failed at a save, and training goes on
   snapshot          step, seconds, blocking_seconds, bytes
   eval              step, seconds, loss
   profile           seconds (for writing it), directory

@@ -233,11 +233,13 @@ class Metrics:
       return self._last_evaluation.eval_loss
     return eval_loss(self._run_directory, step, sets, main)
 
-  def flush(self) -> None:
-    """Writes pending records. Call before a checkpoint: a run that resumes from it does not write them again."""
+  def flush(self, *, wait: bool = True) -> None:
+    """Writes pending records. Call before a checkpoint: a run that resumes from it does not write them again.
+
+    wait: False before the last save of a process: a writer may not delay it, and `close` waits for all of them."""
     self._lines.flush()
     for writer in self._writers:
-      writer.flush()
+      writer.flush(wait=wait)
 
   def close(self, exit_code: int | None = None) -> None:
     """Writes pending records and closes the files. Closing twice is allowed.

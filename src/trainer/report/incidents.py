@@ -189,6 +189,8 @@ def _saves(run: Run) -> Iterator[Incident]:
   for event in run.of_kind("checkpoint_rejected"):
     what = f"The {event.get('tier')} checkpoint of step {event.get('step')} was passed over."
     yield _incident(event, what, _sentence(event.get("reason")))
+  for event in run.of_kind("checkpoint_failed"):
+    yield _incident(event, f"A save in the {event.get('tier')} tier failed.", _sentence(event.get("reason")))
   for event in run.of_kind("replicas_differ"):
     what = f"No snapshot of step {event.get('step')} was taken."
     yield _incident(event, what, f"{event.get('array')} of slice {event.get('slice')} differs from the other slices.")

@@ -1,12 +1,16 @@
-"""Reads mixtures through random histories of processes, and compares the order of examples with an undisturbed reader.
+"""Reads data through random histories of a run whose resumes change all that may change, and follows every example.
 
   python -m end_to_end.data_histories [--count 1000]
 
-A history has 1 to 8 sources with weights that change, limits of epochs and bad records, a packing, slices that are lost
-and return, hosts that share the rows of each step, and resumes, also of resumes and at the same step. No example may be
-lost or repeated: every step has the rows of the undisturbed reader, which is one host with all slices. The counts in
-the cursor are the examples that were read. An example of a source returns only in its next epoch. Prints a history that
-breaks a rule, made as small as possible, and exits with 1.
+A history has 1 to 8 sources with weights that change, limits of epochs and bad records, slices that are lost and
+return, hosts that share the rows of each step, and resumes, also of resumes and at the same step. A resume may change
+the size of the batch, the weights, the sources (also one source alone, without a mixture), the packing, the length of
+an example and the seed. Some runs keep the order of examples of an older version.
+
+The examples of each source must be those of the source alone, in its order: none is lost, and none is repeated before
+the next epoch of its source. Each share of a mixture has an error below one example since the last change. The cursor
+counts the examples that were read. A resume is refused only if allow_config_change does not name what has changed.
+Prints a history that breaks a rule, made as small as possible, and exits with 1.
 """
 
 from __future__ import annotations
@@ -15,60 +19,95 @@ import argparse
 import contextlib
 import functools
 import io
+import itertools
 import json
 import math
 import sys
 import tempfile
 import time
 from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from trainer.run.run_data import open_data
 
-from trainer.config.schema import DataSection
-from trainer.data import Loader, check, make_loader
+from trainer.config.schema import Config, DataSection
+from trainer.data import Loader, check, make_loader, order
 from trainer.elastic import batch_plan
 
-LENGTH, ROWS = 8, 3  # tokens of an example, rows of a slice
+ROWS = 3  # of a slice
 VOCAB = 900_001  # the tokens of source k begin with 100,000 k
 DOCUMENTS = (1000, 200, 30, 60, 90, 45, 120, 75)
 BAD = (0, 2, 1, 0, 3, 0, 1, 2)  # bad records of each source
+NAMES = tuple(f"s{number}" for number in range(len(DOCUMENTS)))
+
+
+class Data(NamedTuple):
+  """The data of a process."""
+
+  sources: dict[str, dict[str, Any]]  # as in the file of a mixture
+  alone: bool  # without a mixture: the first source
+  packing: str
+  length: int  # of an example, in tokens
+  seed: int
 
 
 class Process(NamedTuple):
   """A process of the run, and the world around it."""
 
   first: int  # step that it starts with
+  slices: int
   alive: int  # slices
   hosts: int  # processes that share the rows
+  data: Data
 
 
 class History(NamedTuple):
   """What happens to a run."""
 
-  sources: dict[str, dict[str, Any]]  # as in the file of a mixture
-  packing: str
-  slices: int
   steps: int
+  order: int
   processes: list[Process]
 
 
 @st.composite
-def histories(draw: Any) -> History:
-  names = draw(st.lists(st.sampled_from([f"s{number}" for number in range(8)]), min_size=1, max_size=8, unique=True))
-  changes = st.dictionaries(st.integers(1, 20), st.integers(0, 9), max_size=2)
+def mixtures(draw: Any) -> dict[str, dict[str, Any]]:
+  names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=8, unique=True))
+  changes = st.dictionaries(st.integers(1, 20), st.integers(0, 9), max_size=draw(st.sampled_from([0, 2])))
   sources: dict[str, dict[str, Any]] = {name: {"weight": str(draw(st.integers(1, 9)))} for name in names}
   for name in names[1:]:  # the first source always has a weight and no limit
     sources[name]["weight"] += "".join(f", {weight} @ {step}" for step, weight in sorted(draw(changes).items()))
     if draw(st.booleans()):
       sources[name]["epochs"] = draw(st.sampled_from([0.3, 1, 2.5]))
-  slices, steps = draw(st.integers(1, 4)), draw(st.integers(1, 25))
-  starts = [0, *sorted(draw(st.lists(st.integers(0, steps), max_size=4)))]
-  processes = [Process(start, draw(st.integers(1, slices)), draw(st.integers(1, 3))) for start in starts]
-  return History(sources, draw(st.sampled_from(["split", "best_fit", "none"])), slices, steps, processes)
+  return sources
+
+
+# Values of the fields of Data.
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+  "sources": mixtures(),
+  "alone": st.sampled_from([False, False, False, True]),
+  "packing": st.sampled_from(["split", "best_fit", "none"]),
+  "length": st.sampled_from([8, 5]),
+  "seed": st.sampled_from([0, 1]),
+}
+
+
+@st.composite
+def histories(draw: Any) -> History:
+  steps, slices = draw(st.integers(1, 25)), draw(st.integers(1, 4))
+  data = Data(**{key: draw(values) for key, values in VALUES.items()})
+  processes: list[Process] = []
+  for first in [0, *sorted(draw(st.lists(st.integers(0, steps), max_size=4)))]:
+    if processes:
+      changed = draw(st.lists(st.sampled_from(Data._fields), max_size=2, unique=True))
+      data = data._replace(**{key: draw(VALUES[key]) for key in changed})
+      slices = draw(st.integers(1, 4))
+    processes.append(Process(first, slices, draw(st.integers(1, slices)), draw(st.integers(1, 3)), data))
+  return History(steps, draw(st.sampled_from([order.NEWEST, order.FIRST])), processes)
 
 
 def write_sources(folder: Path) -> None:
@@ -80,61 +119,148 @@ def write_sources(folder: Path) -> None:
     ]
     for place in range(bad):
       lines.insert(11 * place + 5, ('{"text": "cut', '{"text": [1, -1]}', '{"other": 1}')[place])
-    (folder / f"s{number}.jsonl").write_text("\n".join(lines))
+    (folder / f"{NAMES[number]}.jsonl").write_text("\n".join(lines))
 
 
-def load(folder: Path, sources: dict[str, dict[str, Any]], batch: int, packing: str) -> Loader:
+def configured(folder: Path, data: Data, allowed: str = "") -> Config:
+  """The configuration of a run with these data and allow_config_change=`allowed`."""
   path = folder / "mixture.yml"
-  path.write_text(json.dumps({name: entry | {"path": f"{folder}/{name}.jsonl"} for name, entry in sources.items()}))
-  cfg = DataSection(
-    dataset_type="grain", grain_file_type="jsonl", grain_train_mixture_config_path=str(path), packing=packing,
-    max_target_length=LENGTH, dataset_cache_directory=str(folder / "cache"), max_bad_records=max(BAD),
+  entries = {name: entry | {"path": f"{folder}/{name}.jsonl"} for name, entry in data.sources.items()}
+  path.write_text(json.dumps(entries))
+  files = next(iter(entries.values()))["path"] if data.alone else ""
+  section = DataSection(
+    dataset_type="grain", grain_file_type="jsonl", packing=data.packing, max_target_length=data.length,
+    grain_train_files=files, grain_train_mixture_config_path="" if data.alone else str(path),
+    data_shuffle_seed=data.seed, dataset_cache_directory=str(folder / "cache"), max_bad_records=max(BAD),
   )  # fmt: skip
-  check(cfg, VOCAB)
-  return make_loader(cfg, vocab_size=VOCAB, global_batch_size=batch, split="train", log=lambda line: None)
+  base = Config()
+  run = base.run.model_copy(update={"allow_config_change": allowed})
+  model = base.model.model_copy(update={"vocab_size": VOCAB})
+  return base.model_copy(update={"data": section, "run": run, "model": model})
+
+
+@functools.cache
+def source_alone(folder: Path, name: str, packing: str, length: int, seed: int, number: int) -> Loader:
+  """The examples of a source in the order with this number: one in each step."""
+  cfg = configured(folder, Data({name: {}}, True, packing, length, seed)).data
+  loader = make_loader(cfg, vocab_size=VOCAB, global_batch_size=1, split="train", log=lambda line: None)
+  loader.use_order(number)
+  return loader
 
 
 def check_history(folder: Path, history: History) -> None:
-  """Raises AssertionError if the history loses, repeats or reorders an example."""
-  batch = ROWS * history.slices
-  start = functools.partial(load, folder, history.sources, batch, history.packing)
-  whole = start()
-  undisturbed = [_rows(whole, step, np.arange(batch)) for step in range(history.steps)]
-  cursor = whole.cursor(0)
+  """Raises AssertionError if the history loses, repeats or reorders an example, or ConfigMismatch if it is refused."""
+  meta: dict[str, Any] | None = None
+  follower = Follower(folder, history.order)
+  before = history.processes[0]
   ends = [process.first for process in history.processes[1:]] + [history.steps]
   for process, end in zip(history.processes, ends, strict=True):
-    loader = start()
-    if process is not history.processes[0]:
-      loader.resume(process.first, cursor["next_example"], cursor["mixture"], same=True)
-      assert loader.next_examples(process.first) == whole.next_examples(process.first)
-    rows = batch_plan.plan(history.slices, process.alive, 1, ROWS).rows.reshape(-1)
-    for step in range(process.first, end):
-      found: dict[int, bytes] = {}
-      for own in np.array_split(rows, process.hosts):
-        found |= _rows(loader, step, own)
-      assert found == undisturbed[step], f"step {step}"
-    cursor = json.loads(json.dumps(loader.cursor(end)))
-    loader.close()
-  whole.close()
-  assert cursor["bad_records"] == sum(BAD[int(name[1:])] for name in history.sources)
-  _check_counts(folder, history, undisturbed, cursor)
+    batch = ROWS * process.slices
+    config = configured(folder, process.data, ",".join(_changes(before, process)))
+    check(config.data, VOCAB)
+    with open_data(config, batch, lambda line: None) as data:
+      if meta is not None:
+        data.accept(config, meta)
+      elif history.order == order.FIRST:  # a run of an older version
+        meta = {"cursor": {}, "identity": {}, "tokens": 0}
+      data.resume(process.first, meta)
+      follower.begin(before, process)
+      rows = batch_plan.plan(process.slices, process.alive, 1, ROWS).rows.reshape(-1)
+      for step in range(process.first, end):
+        found: dict[int, bytes] = {}
+        for own in np.array_split(rows, process.hosts):
+          found |= _rows(data.train, step, own)
+        follower.read(step, [found[row] for row in range(batch)])
+      meta = json.loads(json.dumps(data.meta(config, end)))
+      follower.check_cursor(meta["cursor"])
+    before = process
 
 
-def _check_counts(folder: Path, history: History, undisturbed: list[dict[int, bytes]], cursor: dict[str, Any]) -> None:
-  """The examples of each source are those that its cursor counts, and return only in another epoch."""
-  contents = Counter(content for rows in undisturbed for content in rows.values())
-  for name in history.sources:
-    first = 100_000 * (int(name[1:]) + 1)
-    own = {content: count for content, count in contents.items() if 0 <= _first_token(content) - first < 100_000}
-    total = cursor["mixture"]["members"][name]["count"]
-    assert sum(own.values()) == total, name
-    if own:
-      alone = load(folder, {name: {"weight": 1}}, ROWS, history.packing)
-      examples = alone._source._members[0].source.num_examples  # type: ignore[attr-defined]
-      alone.close()
-      assert max(own.values()) <= math.ceil(total / examples), name
-      assert total < examples or len(own) == examples, name
-  assert sum(contents.values()) == history.steps * ROWS * history.slices
+def _changes(before: Process, now: Process) -> list[str]:
+  """What allow_config_change must name."""
+  keys = {"packing": "packing", "length": "max_target_length", "seed": "data_shuffle_seed"}
+  changed = [key for field, key in keys.items() if getattr(before.data, field) != getattr(now.data, field)]
+  if before.data != now.data:
+    changed.append("data")
+  return changed + ["global_batch_size"] * (before.slices != now.slices)
+
+
+class Follower:
+  """Compares the examples that a run reads with the examples of its sources."""
+
+  def __init__(self, folder: Path, number: int) -> None:
+    self._folder, self._order = folder, number
+    self._counts: dict[tuple[Any, ...], int] = {}  # examples read of a source with a packing, a length and a seed
+    self._seen: set[tuple[Any, ...]] = set()
+    self._era: tuple[Any, ...] = ()
+    self._in_era: Counter[str] = Counter()
+
+  def begin(self, before: Process, process: Process) -> None:
+    """The run continues with `process`."""
+    self._data = data = process.data
+    self._weights = {name: _weights(entry["weight"]) for name, entry in data.sources.items()}
+    self._changes = {step for weights in self._weights.values() for step, _ in weights}
+    if before.data != data or (before.slices != process.slices and len(self._changes) > 1):
+      self._era = ()  # shares are counted from here on
+    self._names = [next(iter(data.sources))] if data.alone else [*data.sources]
+    for name in self._names:  # data that the run has not read yet, alone, begin where the steps are
+      self._counts.setdefault(self._key(name), process.first * ROWS * process.slices if data.alone else 0)
+
+  def read(self, step: int, contents: list[bytes]) -> None:
+    """Checks the examples of a step."""
+    weights = {name: max(pair for pair in self._weights[name] if pair[0] <= step)[1] for name in self._names}
+    since = max(change for change in self._changes if change <= step)
+    for content in contents:
+      name = NAMES[_first_token(content) // 100_000 - 1]
+      key, alone = self._key(name), self._alone(name)
+      number = self._counts[key]
+      assert content == _rows(alone, number, np.zeros(1, int))[0], f"step {step}: not example {number} of {name}"
+      assert alone.num_examples is not None
+      identity = key, number // alone.num_examples, content
+      assert identity not in self._seen, f"step {step}: example {number} of {name} is repeated in its epoch"
+      self._seen.add(identity)
+      if not self._data.alone:
+        self._check_share(step, name, since, weights)
+      self._counts[key] += 1
+
+  def _check_share(self, step: int, name: str, since: int, weights: dict[str, int]) -> None:
+    """Counts an example of `name`, and checks the shares since weights changed or a source reached its limit."""
+    active = [other for other in self._names if weights[other] and self._counts[self._key(other)] < self._limit(other)]
+    assert name in active, f"step {step}: {name} has weight 0, or more examples than its epochs"
+    if self._era != (since, active):
+      self._era, self._in_era = (since, active), Counter()
+    self._in_era[name] += 1
+    total, parts = self._in_era.total(), sum(weights[other] for other in active)
+    for other in active:
+      error = self._in_era[other] - total * Fraction(weights[other], parts)
+      assert abs(error) < 1, f"step {step}: the share of {other} has an error of {float(error)} examples"
+
+  def check_cursor(self, cursor: dict[str, Any]) -> None:
+    """Checks that the cursor counts the examples that were read."""
+    counts = {name: self._counts[self._key(name)] for name in self._names}
+    members = cursor["mixture"].get("members", {})
+    assert {name: member["count"] for name, member in members.items()} == ({} if self._data.alone else counts)
+    assert cursor["order"] == self._order
+    assert sorted(cursor["sources"].values()) == sorted(self._counts.values())
+    assert cursor["bad_records"] == sum(BAD[NAMES.index(name)] for name in self._names)
+
+  def _key(self, name: str) -> tuple[Any, ...]:
+    return name, self._data.packing, self._data.length, self._data.seed
+
+  def _alone(self, name: str) -> Loader:
+    return source_alone(self._folder, *self._key(name), self._order)
+
+  def _limit(self, name: str) -> float:
+    size = self._alone(name).num_examples
+    assert size is not None
+    epochs = self._data.sources[name].get("epochs", math.inf)
+    return epochs if math.isinf(epochs) else int(epochs * size)
+
+
+def _weights(weight: str) -> list[tuple[int, int]]:
+  """[(first step, weight from then on)]."""
+  first, *changes = weight.split(", ")
+  return [(0, int(first)), *((int(step), int(value)) for value, step in (change.split(" @ ") for change in changes))]
 
 
 def _rows(loader: Loader, step: int, rows: np.ndarray) -> dict[int, bytes]:
@@ -163,24 +289,35 @@ def main() -> int:
     def run(history: History) -> None:
       with contextlib.redirect_stdout(io.StringIO()):  # the preparation names the bad records
         check_history(folder, history)
-      seen.update({
-        "histories": 1,
-        "sources": len(history.sources),
-        "resumes": len(history.processes) - 1,
-        "steps": history.steps,
-        "examples": history.steps * ROWS * history.slices,
-        "sources with bad records": sum(BAD[int(source[1:])] > 0 for source in history.sources),
-        "limits of epochs": sum("epochs" in entry for entry in history.sources.values()),
-        "changes of weights": sum(entry["weight"].count("@") for entry in history.sources.values()),
-      })  # fmt: skip
+      seen.update(_statistics(history))
 
     began, cpu = time.monotonic(), time.process_time()
     run()
   print(", ".join(f"{value:,} {kind}" for kind, value in seen.items()))
   print(
-    f"0 lost, 0 repeated, 0 reordered; {time.monotonic() - began:.0f} s, {time.process_time() - cpu:.0f} CPU seconds"
+    f"0 lost, 0 repeated, 0 reordered, 0 falsely refused; {time.monotonic() - began:.0f} s, "
+    f"{time.process_time() - cpu:.0f} CPU seconds"
   )
   return 0
+
+
+def _statistics(history: History) -> dict[str, int]:
+  processes = history.processes
+  ends = [process.first for process in processes[1:]] + [history.steps]
+  pairs = list(itertools.pairwise(processes))
+  entries = [entry for process in processes for entry in process.data.sources.values()]
+  return {
+    "histories": 1,
+    "resumes": len(pairs),
+    "steps": history.steps,
+    "examples": sum((end - one.first) * ROWS * one.slices for one, end in zip(processes, ends)),
+    "other batch sizes": sum(one.slices != two.slices for one, two in pairs),
+    "other processes": sum(one.hosts != two.hosts for one, two in pairs),
+    **{f"changes of {key}": sum(getattr(a.data, key) != getattr(b.data, key) for a, b in pairs) for key in VALUES},
+    "limits of epochs": sum("epochs" in entry for entry in entries),
+    "changes of weights at a step": sum(entry["weight"].count("@") for entry in entries),
+    "runs with the order of an older version": int(history.order == order.FIRST),
+  }
 
 
 if __name__ == "__main__":

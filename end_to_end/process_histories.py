@@ -3,9 +3,12 @@
   python -m end_to_end.process_histories [--count 300] [--first 0]
 
 Seed i determines history i: members killed (the first too), stopped or asked to end, two at once, again during a
-recovery, and the supervisor or all processes killed, after which the same command starts again. In half of the
-histories the exchange begins during the backward pass. Evaluations and checkpoints are so frequent that faults hit them
-too. Each run must complete; every step and every evaluation must be
+recovery, and the supervisor or all processes killed, after which the same command starts again. The supervisor is also
+stopped for longer than members may be silent, and continued. Stdout and stderr of all processes are a file, a pipe
+whose reader goes away, or a full disk. In half of the histories the exchange begins during the backward pass.
+Evaluations and checkpoints are so frequent that faults hit them too.
+
+Each run must complete; no member is lost that was not hit; no thread fails; every step and every evaluation must be
 recorded once; losses and final state must be bit-identical to the undisturbed run. After a loss of all processes the
 run resumes from a checkpoint, so steps may be recorded twice, with the same numbers. After the first history that
 breaks a rule, prints the command that repeats it and exits with 1.
@@ -15,12 +18,13 @@ The processes are forked from one that has imported everything, so that a start 
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +36,8 @@ STEPS = 150
 KEYS = (f"steps={STEPS}", "checkpoint_period=20", "eval_interval=7", "eval_steps=2", "base_num_decoder_layers=2")
 LIMIT_SECONDS = 300.0  # for one life of the supervisor
 LIVES = 8  # of the supervisor, at most
+PAUSE_SECONDS = 6.0  # longer than the 5 s for which a member may be silent
+FAILURES = ("Traceback", "Exception in thread")  # of a thread or a process
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class Fault:
   """What happens once `step` is recorded: `kind` to `count` members, `delay` seconds later."""
 
   step: int
-  kind: str  # kill, stop, term: a signal to members; supervisor, all: SIGKILL to these
+  kind: str  # kill, stop, term: a signal to members; supervisor, all: SIGKILL to these; pause: of the supervisor; cut
   count: int
   delay: float
 
@@ -54,6 +60,7 @@ class Plan:
   slices: int
   options: tuple[str, ...]
   keys: tuple[str, ...]
+  output: str  # of all processes: file, pipe or full
   faults: tuple[Fault, ...]
 
 
@@ -69,14 +76,35 @@ def plan(seed: int) -> Plan:
   if chance.random() < 0.3:  # a second loss while the first one is recovered from
     first = faults[0]
     faults.insert(1, Fault(first.step, "kill", 1, chance.random() * 0.02))
+  output = chance.choice(["file", "pipe", "full"])
+  late = ["cut"] * (output == "pipe") + ["pause"] * chance.randrange(2)
+  faults += [Fault(chance.randrange(1, STEPS - 5), kind, 1, chance.random() * 0.05) for kind in late]
   least = chance.choice([1, 1, -1, 2])
   options = ("--spares", "1") if chance.random() < 0.2 else ()
   keys = (f"elastic_min_slice_count={least}", f"exchange_stages={chance.choice([1, 2])}")
-  return Plan(slices, options, keys, tuple(sorted(faults, key=lambda fault: fault.step)))
+  return Plan(slices, options, keys, output, tuple(sorted(faults, key=lambda fault: fault.step)))
 
 
-def play(run: ProcessRun, faults: Sequence[Fault], seed: int, happened: Counter[str]) -> list[str]:
-  """Runs to the end through the faults. Returns the rules that the exit codes break."""
+def play(run: ProcessRun, output: str, faults: Sequence[Fault], seed: int, happened: Counter[str]) -> list[str]:
+  """Runs to the end through the faults. Returns the rules that the exit codes and the losses of members break."""
+  with run.piped() if output == "pipe" else contextlib.nullcontext(lambda: None) as cut:
+    if output == "full":
+      run.output = Path("/dev/full")
+    hit: Counter[int] = Counter()
+    broken = _play(run, cut, faults, seed, happened, hit)
+  lost = Counter(member for event in run.events("slice_down") for member in event["slice"])
+  return broken + [f"member {member} is lost {times} times too often" for member, times in (lost - hit).items()]
+
+
+def _play(
+  run: ProcessRun,
+  cut: Callable[[], None],
+  faults: Sequence[Fault],
+  seed: int,
+  happened: Counter[str],
+  hit: Counter[int],
+) -> list[str]:
+  """Runs to the end through the faults; counts those that happen, and the members that are hit."""
   chance, left = random.Random(seed + 1), list(faults)
   for _ in range(LIVES):
     with run.launched() as supervisor:
@@ -91,7 +119,9 @@ def play(run: ProcessRun, faults: Sequence[Fault], seed: int, happened: Counter[
           break
         time.sleep(fault.delay)
         left.pop(0)
-        happened[fault.kind] += _strike(run, fault, supervisor.pid, chance)
+        if fault.kind == "cut":
+          cut()
+        happened[fault.kind] += _strike(run, fault, supervisor.pid, chance, hit)
         if fault.kind == "supervisor":
           supervisor.wait(30)
           run.wait_for_processes(seconds=90)
@@ -106,23 +136,31 @@ def play(run: ProcessRun, faults: Sequence[Fault], seed: int, happened: Counter[
   return [f"not complete after {LIVES} lives"]
 
 
-def _strike(run: ProcessRun, fault: Fault, supervisor: int, chance: random.Random) -> int:
+def _strike(run: ProcessRun, fault: Fault, supervisor: int, chance: random.Random, hit: Counter[int]) -> int:
   """Makes the fault happen. Returns how many processes it hit."""
   numbers = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+  if fault.kind == "cut":
+    return 1
   if fault.kind == "supervisor":
     return run.send(supervisor, signal.SIGKILL)
+  if fault.kind == "pause":
+    run.send(supervisor, signal.SIGSTOP)
+    time.sleep(PAUSE_SECONDS)
+    return run.send(supervisor, signal.SIGCONT)
   workers = run.workers()
   if fault.kind == "all":
     return sum(run.send(pid, signal.SIGKILL) for pid in [supervisor, *workers.values()])
   victims = chance.sample(sorted(workers), min(fault.count, len(workers)))
+  hit.update(victims)
   return sum(run.send(workers[member], numbers[fault.kind]) for member in victims)
 
 
 def check(run: ProcessRun, undisturbed: ProcessRun, faults: Sequence[Fault]) -> list[str]:
   """Returns the rules that the run breaks; [] if it breaks none."""
-  broken = []
+  broken = [f"{failure!r} was printed" for failure in FAILURES if failure in run.printed]
   # Two kills may hit the only two members that have the state. The protocol's model tests that nothing else leads here.
-  restarted = any(fault.kind in ("all", "supervisor") for fault in faults) or "with the state is lost" in run.printed
+  restarted = any(fault.kind in ("all", "supervisor") for fault in faults) or run.count("checkpoint_restored") > 0
+  restarted = restarted or "with the state is lost" in run.printed
   steps = run.steps()
   if sorted(set(steps)) != list(range(1, STEPS + 1)):
     broken.append(f"steps {sorted(set(range(1, STEPS + 1)) - set(steps))} are not recorded")
@@ -151,13 +189,14 @@ def run_all(folder: Path, first: int, count: int, server: Server) -> int:
     if history.slices not in references:
       name = f"undisturbed-{history.slices}"
       reference = ProcessRun(folder / name, [*KEYS, compiled], slices=history.slices, server=server)
-      broken = play(reference, (), 0, happened)
+      broken = play(reference, "file", (), 0, happened)
       assert not broken, (broken, reference.tail())
       references[history.slices] = reference
     keys = [*KEYS, compiled, *history.keys]
     run = ProcessRun(folder / f"history-{seed}", keys, slices=history.slices, options=history.options, server=server)
     try:
-      broken = play(run, history.faults, seed, happened) or check(run, references[history.slices], history.faults)
+      broken = play(run, history.output, history.faults, seed, happened)
+      broken = broken or check(run, references[history.slices], history.faults)
     except AssertionError as error:
       broken = [str(error)]
     if broken:

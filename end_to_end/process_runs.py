@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -63,6 +64,7 @@ class ProcessRun(Run):
     self.slices, self._environment = slices, environment or {}
     self._options, self._server = ["--slices", str(slices), *options], server
     self.mark = f"{folder}.{time.time_ns()}"
+    self.output = self.log  # stdout and stderr of all processes
 
   def launch(self, *keys: str) -> Process:
     """Starts the supervisor, which starts the slices."""
@@ -71,12 +73,12 @@ class ProcessRun(Run):
   def run_module(self, module: str, argv: Sequence[str], changes: Mapping[str, str]) -> Process:
     """Starts `python -m module *argv` as a process of this run, with `changes` to the environment."""
     if self._server:
-      return self._server.run(module, argv, {MARK: self.mark, **changes}, self.log)
+      return self._server.run(module, argv, {MARK: self.mark, **changes}, self.output)
     return self.spawn([sys.executable, "-m", module, *argv], changes)
 
   def spawn(self, command: Sequence[str], changes: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Starts a command of this run, with `changes` to the environment."""
-    with self.log.open("ab") as file:
+    with self.output.open("ab") as file:
       return subprocess.Popen(
         command,
         cwd=ROOT,
@@ -86,6 +88,40 @@ class ProcessRun(Run):
         stderr=subprocess.STDOUT,
         start_new_session=True,
       )
+
+  @contextlib.contextmanager
+  def piped(self) -> Iterator[Callable[[], None]]:
+    """The output of what is launched in the block goes to the log through a pipe. Yields what closes the pipe.
+
+    Then the processes that live have a stdout and stderr without a reader, and later ones have a full disk.
+    """
+    pipe, closing = self.folder / f"pipe-{time.time_ns()}", threading.Event()
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+
+    def copy() -> None:
+      with self.log.open("ab", buffering=0) as log:
+        while not closing.wait(0.01):
+          with contextlib.suppress(BlockingIOError):
+            log.write(os.read(reader, 1 << 16))
+      full = pipe.with_suffix(".full")
+      full.symlink_to("/dev/full")
+      full.replace(pipe)
+      os.close(reader)
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+
+    def close() -> None:
+      closing.set()
+      thread.join()
+
+    self.output = pipe
+    try:
+      yield close
+    finally:
+      close()
+      self.output = self.log
 
   def processes(self) -> dict[int, dict[str, str]]:
     """{process id: its environment} of all living processes of the run."""

@@ -100,6 +100,23 @@ def test_a_run_is_complete_at_its_target_and_stays_so(both, server, compiled):
   assert early.losses() == run.losses()
 
 
+def test_sets_that_are_added_to_a_complete_run_are_evaluated_once(both, server, compiled):
+  folder, evaluated = both
+  run = Run(folder / "added", [*keys_of(folder, compiled), f"grain_eval_files={folder}/near.jsonl"], server.start)
+  assert run.finish() == 0, run.printed
+  before, steps = evaluations(run), run.committed_steps()
+  sets = f"eval_sets={folder}/sets.json"
+  for _ in range(2):
+    assert run.finish(sets) == 0, run.printed
+    (added,) = evaluations(run)[len(before) :]
+    assert added["step"] == STEPS and added["eval_loss"] == before[-1]["eval_loss"]
+    assert added["eval_losses"] == {"eval": added["eval_loss"], **evaluations(evaluated)[-1]["eval_losses"]}
+  # The losses of fewer sets, and of another main set, are known.
+  assert run.finish(sets, "eval_main_set=far", "grain_eval_files=") == 0, run.printed
+  assert len(evaluations(run)) == len(before) + 1 and run.committed_steps() == steps
+  assert run.printed.count("evaluating now") == 1
+
+
 @pytest.mark.parametrize(
   ("content", "keys", "message"),
   [

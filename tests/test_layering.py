@@ -16,7 +16,7 @@ PACKAGES = {"pathways_standin": set(), "stepcost": set(), "trainer": {"pathways_
 
 # From the bottom up. A part may import parts of lower rows, not of its own row.
 LAYERS = (
-  {"addresses", "compilation_cache", "runtime_errors", "signals", "world"},
+  {"addresses", "compilation_cache", "open_files", "runtime_errors", "signals", "world"},
   {"config"},
   {"observe"},
   {"report"},

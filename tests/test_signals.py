@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT to real processes in each phase, from the first import to the interpreter's shutdown."""
+"""Signals to real processes in each phase, from the first import to the interpreter's shutdown."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ STUCK = CALL.format(2**31 - 1)
 READY = "print('ready', flush=True)\n"
 
 
-def start(code: str) -> subprocess.Popen:
+def start(code: str, *wrapper: str) -> subprocess.Popen:
   environment = os.environ | {"PYTHONPATH": str(SOURCES)}
-  command = [sys.executable, "-uc", HEADER + textwrap.dedent(code)]
+  command = [*wrapper, sys.executable, "-uc", HEADER + textwrap.dedent(code)]
   process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
   line = process.stdout.readline()
   assert line == "ready\n", line + process.stdout.read()
@@ -40,7 +40,7 @@ def start(code: str) -> subprocess.Popen:
 @pytest.fixture
 def running():
   processes = []
-  yield lambda code: processes.append(start(code)) or processes[-1]
+  yield lambda *command: processes.append(start(*command)) or processes[-1]
   for process in processes:
     process.kill()
     process.wait()
@@ -59,10 +59,18 @@ def answer(process: subprocess.Popen, *numbers: signal.Signals, pause: float = 0
 # ---- starting
 
 
+REQUESTS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP], ids=lambda n: n.name)
+
+
+@REQUESTS
 @pytest.mark.parametrize("work", ["time.sleep(60)", STUCK], ids=["Python", "a call into C"])
-def test_while_starting_a_signal_ends_the_process_at_once(running, work):
-  nothing_to_save = "SIGTERM before the first step of this process: nothing to save. Exit code 42.\n"
-  assert answer(running(READY + work), signal.SIGTERM) == (42, nothing_to_save)
+def test_while_starting_a_request_ends_the_process_at_once(running, work, number):
+  nothing_to_save = f"{number.name} before the first step of this process: nothing to save. Exit code 42.\n"
+  assert answer(running(READY + work), number) == (42, nothing_to_save)
+
+
+@pytest.mark.parametrize("work", ["time.sleep(60)", STUCK], ids=["Python", "a call into C"])
+def test_while_starting_sigint_ends_the_process_at_once(running, work):
   assert answer(running(READY + work), signal.SIGINT) == (130, "Interrupted.\n")
 
 
@@ -85,8 +93,23 @@ print("asked", flush=True)
 """
 
 
-def test_the_first_sigterm_is_a_request(running):
-  assert answer(running(f"{LOOP}\nsys.exit(42)"), signal.SIGTERM) == (42, "asked\n")
+@REQUESTS
+def test_the_first_signal_is_a_request(running, number):
+  assert answer(running(f"{LOOP}\nprint(signals.request)\nsys.exit(42)"), number) == (42, f"asked\n{number.name}\n")
+
+
+def test_nohup_keeps_sighup_ignored(running):
+  process = running(f"{LOOP}\nprint(signals.request)", "nohup")
+  process.send_signal(signal.SIGHUP)
+  time.sleep(0.5)
+  assert process.poll() is None
+  assert answer(process, signal.SIGTERM) == (0, "asked\nSIGTERM\n")
+
+
+def test_another_kind_of_request_is_not_the_second_of_the_same_kind(running):
+  """Slurm warns with SIGUSR1, and sends SIGTERM when the time is over. The save between them goes on."""
+  process = running(f"{LOOP}\ntime.sleep(3)\nsys.exit(42)")
+  assert answer(process, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM, pause=1.2) == (42, "asked\n")
 
 
 @pytest.mark.parametrize("after", ["time.sleep(1000)", STUCK], ids=["Python", "a call into C"])
@@ -154,7 +177,7 @@ def test_the_thread_may_see_a_signal_when_the_end_has_begun_already(monkeypatch)
   assert exits == [130]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_the_interpreters_shutdown_is_not_interrupted(running, number):
   code = f"""
   class Late:  # deleted when the interpreter has put back the system's defaults
@@ -195,9 +218,9 @@ def test_a_handler_in_c_that_replaces_ours_is_replaced_and_called(running):
 
 
 def test_signals_can_be_given_back(running):
-  for call in ("leave_sigterm_to_the_system", "restore"):
-    code, _ = answer(running(f"signals.{call}()\n{READY}\ntime.sleep(60)"), signal.SIGTERM)
-    assert code == -signal.SIGTERM
+  for call in ("leave_requests_to_the_system", "restore"):
+    for number in signal.SIGTERM, signal.SIGHUP:
+      assert answer(running(f"signals.{call}()\n{READY}\ntime.sleep(60)"), number)[0] == -number
 
 
 def test_signals_keep_their_handlers_without_listen():
@@ -205,7 +228,7 @@ def test_signals_keep_their_handlers_without_listen():
 
   signals, before = Signals(), signal.getsignal(signal.SIGTERM)
   signals.reclaim(forward=True)
-  signals.leave_sigterm_to_the_system()
+  signals.leave_requests_to_the_system()
   signals.restore()
   assert signal.getsignal(signal.SIGTERM) is before and not signals.noticed
 
@@ -229,7 +252,9 @@ runpy.run_module("trainer", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.parametrize("moment", ["trainer.config", "jax", "jaxlib._jax", "flax"])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 42), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+  ("number", "code"), [(signal.SIGTERM, 42), (signal.SIGINT, 130), (signal.SIGHUP, 42)], ids=["TERM", "INT", "HUP"]
+)
 def test_a_signal_during_an_import_of_the_command(tmp_path, moment, number, code):
   arguments = "configs/base.yml", f"base_output_directory={tmp_path}", "dataset_type=synthetic", "steps=1"
   assert ended(moment, number, *arguments) == code

@@ -38,7 +38,7 @@ _WORDS = "the of and to in is that for it as was with be by on not he his but at
 READER = """
 import json, re, resource, sys, time
 began = time.perf_counter()
-import grain, pydantic
+import pydantic
 from trainer.config import load
 from trainer.data import Prefetcher, check, make_loader
 imported, cpu = time.perf_counter(), time.process_time()

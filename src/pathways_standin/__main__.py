@@ -21,7 +21,7 @@ _BAD_INPUT = 2
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Serves until SIGTERM, Ctrl-C or, with --child, the end of standard input. Returns the exit code."""
+  """Serves until a request to end, Ctrl-C or, with --child, the end of standard input. Returns the exit code."""
   parser = argparse.ArgumentParser(
     prog="python -m pathways_standin",
     description="Serve JAX's Pathways (IFRT proxy) client, with slices of CPU devices that can be lost.",
@@ -81,7 +81,10 @@ def _serve(options: argparse.Namespace) -> int:
     code = 128 + number
     ended.set()
 
-  for number in (signal.SIGTERM, signal.SIGINT):
+  numbers = [signal.SIGTERM, signal.SIGINT]
+  if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+    numbers.append(signal.SIGHUP)
+  for number in numbers:
     signal.signal(number, stop)
   try:
     sizes = (options.slices, options.devices_per_slice)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import sys
 import threading
@@ -28,16 +27,16 @@ COMPLETE, FAILED, BAD_INPUT = 0, 1, 2
 def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
   """Runs the command and returns its exit code.
 
-  argv: the arguments (default: those of the process). signals: listening for the process; without them SIGTERM and
-  SIGINT keep their handlers. The configuration is imported here and not above, so that a signal finds its handler.
+  argv: the arguments (default: those of the process). signals: listening for the process; without them the
+  handlers stay. The configuration is imported here and not above, so that a signal finds its handler.
   """
   from trainer.config import ConfigError, cli
   from trainer.config.load import load_with_origins
-  from trainer.observe import log
+  from trainer.observe import log, screen
 
   started = time.monotonic()
   arguments = sys.argv[1:] if argv is None else argv
-  _make_stdout_usable()
+  screen.protect()
   if not arguments:
     print(cli.usage(), file=sys.stderr)
     return BAD_INPUT
@@ -58,14 +57,6 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
     return INTERRUPTED
 
 
-def _make_stdout_usable() -> None:
-  """Replaces a closed stdout (`>&-`), and escapes characters that its encoding lacks."""
-  if sys.stdout is None:
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
-  if isinstance(sys.stdout, io.TextIOWrapper):
-    sys.stdout.reconfigure(errors="backslashreplace")
-
-
 def _run(config: Config, origins: dict[str, str], signals: Signals, started: float) -> int:
   """Runs a valid configuration and returns the exit code. Imports jax here and not above, so that --help stays fast."""
   import gc
@@ -75,7 +66,9 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
   gc.disable()
 
   from trainer import cluster as cluster_lib
-  from trainer import compilation_cache, data, program
+
+  cluster_lib.check_environment()
+  from trainer import compilation_cache, data, open_files, program
   from trainer.cluster.peers import RunEnded
   from trainer.config import ConfigError
   from trainer.config.schema import RematPolicy
@@ -85,6 +78,7 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
   from trainer.observe import log
   from trainer.run import session as session_lib
 
+  open_files.raise_limit()
   compilation_cache.enable(config.run.jax_cache_dir)
   with contextlib.ExitStack() as stack:
     stack.callback(gc.enable)
@@ -131,7 +125,7 @@ def _train(config: Config, session: Session, cluster: Cluster) -> int:
   import functools
 
   from trainer import runtime_errors, train
-  from trainer.checkpoint.errors import ConfigMismatch
+  from trainer.checkpoint.errors import CheckpointError, ConfigMismatch
   from trainer.cluster.peers import RunEnded
   from trainer.config import ConfigError
   from trainer.elastic import retry
@@ -171,6 +165,8 @@ def _train(config: Config, session: Session, cluster: Cluster) -> int:
     return FAILED
   except Exception as error:  # noqa: BLE001 -- the one place where an error becomes an exit code
     session.log.error(traceback.format_exc())
+    if isinstance(error, CheckpointError):  # the other slices have the same storage, and would lose their state there
+      cluster.finished(FAILED)
     if advice := runtime_errors.advice(error):
       session.log.error(f"error: {advice}")
     return FAILED

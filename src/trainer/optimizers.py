@@ -6,7 +6,7 @@ Each optimizer is built for a learning rate of 1. `apply_gradients` multiplies i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -44,6 +44,23 @@ def schedule(cfg: OptimizerSection, steps: int) -> Callable[[jax.Array], jax.Arr
     return jnp.where(step < warmup, peak * jnp.minimum(warm, 1.0), after)
 
   return rate
+
+
+def rise(cfg: OptimizerSection, steps: int, saved: Mapping[str, Any], step: int) -> str:
+  """A warning that a longer schedule raises the learning rate after `step` steps, and how to avoid it; "" if not.
+
+  saved: the keys of the run that did the steps before.
+  """
+  length = saved.get("learning_rate_schedule_steps", -1)
+  length = saved.get("steps", steps) if length == -1 else length
+  kept = cfg.model_copy(update={"learning_rate_schedule_steps": length})
+  before, after = (float(schedule(each, steps)(jnp.int32(step))) for each in (kept, cfg))
+  if after <= before * 1.001:
+    return ""
+  return (
+    f"the learning rate rises from {before:.3g} to {after:.3g} at step {step + 1}, because the schedule of the steps "
+    f"before it has {length} steps. Set learning_rate_schedule_steps={length} to continue with {before:.3g}"
+  )
 
 
 def build(cfg: OptimizerSection, logical_axes: Any, weight_dtype: str = "float32") -> optax.GradientTransformation:
@@ -84,7 +101,7 @@ def _build(cfg: OptimizerSection, logical_axes: Any, mu_dtype: str) -> optax.Gra
     adafactor = optax.adafactor(learning_rate=None, weight_decay_rate=rate, weight_decay_mask=mask or True)
     return _per_layer(adafactor, logical_axes)
   dims = jax.tree.map(_muon_dims, logical_axes, is_leaf=is_axes)
-  muon = contrib.muon(
+  muon = contrib.muon(  # its Adam part has Nesterov momentum too
     learning_rate=-1.0,  # undoes the negation in optax.muon: we negate below, after weight decay
     beta=cfg.adam_b1,
     adam_b1=cfg.adam_b1,

@@ -1,9 +1,12 @@
-"""SIGTERM and SIGINT (Ctrl-C) from the first line of the command until the process has ended with its exit code.
+"""Signals that end the process, from the first line of the command until the process has ended with its exit code.
 
-| phase | SIGTERM | SIGINT |
+SIGTERM, SIGUSR1 (the warning of Slurm and other schedulers) and SIGHUP (a lost terminal; ignored under nohup) are
+requests to save and end. SIGINT is Ctrl-C.
+
+| phase | request | SIGINT |
 |---|---|---|
 | starting: this process has done no step | nothing to save: exit at once with 42 | exit at once with 130 |
-| running | a request: the loop saves and ends with 42 | KeyboardInterrupt in the main thread |
+| running | the loop saves and ends with 42 | KeyboardInterrupt in the main thread |
 | ending: all is saved and the exit code is known | the process ends with that code | exit at once with that code |
 
 SIGUSR2 prints the stack of every thread on stderr, in any phase, also while the main thread hangs outside of Python.
@@ -25,14 +28,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import FrameType
+from typing import NoReturn
 
 PREEMPTED, INTERRUPTED = 42, 130  # exit codes, see docs/architecture.md
+_REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # `timeout` and shells signal the process and then its whole group, and Python's handler runs later than the thread. All
 # of that is one signal. A user who signals a second time waits longer.
 SAME_SIGNAL_SECONDS = 1.0
 _RECORD_SECONDS = 2.0  # that `on_exit` may take
 
 Handler = Callable[[int, FrameType | None], None]
+
+
+def requests() -> list[signal.Signals]:
+  """The signals that ask this process to save and end. An ignored signal (as under nohup) does not."""
+  return [signal.SIGTERM, *(n for n in _REQUESTS[1:] if signal.getsignal(n) is not signal.SIG_IGN)]
 
 
 class _Phase(enum.Enum):
@@ -42,7 +52,7 @@ class _Phase(enum.Enum):
 
 
 class Signals:
-  """Owns both handlers of the process. Made once, in the main thread, before anything slow is imported.
+  """Owns the handlers of the process. Made once, in the main thread, before anything slow is imported.
 
   Python runs a handler only between two bytecodes of the main thread, which may be in an import, a compilation or a
   hung collective for minutes. A thread therefore reads each signal from a pipe that Python's C handler writes at once.
@@ -52,7 +62,7 @@ class Signals:
     self.on_exit: Callable[[int], None] = lambda code: None  # records an exit while starting; gets the exit code
     self._phase = _Phase.STARTING
     self._code = 0  # of the phase ENDING
-    self._noticed = False
+    self.request = ""  # name of the first signal that asked this process to save and end
     self._interrupted = False
     self._first: dict[tuple[str, int], float] = {}  # time.monotonic() of the first signal, by who saw it and its number
     self._seen: Counter[tuple[str, int]] = Counter()  # signals, by who saw them and their number
@@ -64,11 +74,11 @@ class Signals:
   @property
   def noticed(self) -> bool:
     """Whether this process was asked to save and end."""
-    return self._noticed
+    return bool(self.request)
 
   def listen(self) -> None:
     """Installs the handlers. Leaves SIGINT alone if it is ignored, as for a command in a shell's background."""
-    handlers: dict[int, Handler] = {signal.SIGTERM: self._handle}
+    handlers: dict[int, Handler] = dict.fromkeys(requests(), self._handle)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
       handlers[signal.SIGINT] = self._handle
     self._pipe = os.pipe()
@@ -93,10 +103,11 @@ class Signals:
     if forward and address not in (signal.SIG_DFL, signal.SIG_IGN, _handler_address(signal.SIGTERM)):
       self._forward = ctypes.CFUNCTYPE(None, ctypes.c_int)(address)
 
-  def leave_sigterm_to_the_system(self) -> None:
-    """From now on SIGTERM ends the process as if it had no handler."""
+  def leave_requests_to_the_system(self) -> None:
+    """From now on a request ends the process as if it had no handler."""
     if self._before is not None:
-      signal.signal(signal.SIGTERM, signal.SIG_DFL)
+      for number in requests():
+        signal.signal(number, signal.SIG_DFL)
 
   def running(self) -> None:
     """From now on there may be something to save."""
@@ -107,8 +118,8 @@ class Signals:
     self._phase, self._code = _Phase.ENDING, code
 
   def ignore(self) -> None:
-    """Ignores both signals, also while the interpreter shuts down, which would put the system's defaults back."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+    """Ignores these signals, also while the interpreter shuts down, which would put the system's defaults back."""
+    for number in (*_REQUESTS, signal.SIGINT):
       signal.signal(number, signal.SIG_IGN)
 
   def restore(self) -> None:
@@ -129,14 +140,14 @@ class Signals:
     os.close(descriptor)
 
   def _handle(self, number: int, frame: FrameType | None) -> None:
-    """Python's handler. Sees SIGTERM too, for when a library has replaced the wakeup descriptor."""
+    """Python's handler. Sees requests too, for when a library has replaced the wakeup descriptor."""
     self._received("handler", number)
     if number == signal.SIGINT and self._phase is _Phase.RUNNING and not self._interrupted:
       self._interrupted = True  # once: the cleanup after it must not be interrupted by a repetition
       raise KeyboardInterrupt
 
   def _received(self, seen_by: str, number: int) -> None:
-    if number not in (signal.SIGTERM, signal.SIGINT):
+    if number not in (*_REQUESTS, signal.SIGINT):
       return
     now = time.monotonic()
     again = now - self._first.setdefault((seen_by, number), now) > SAME_SIGNAL_SECONDS
@@ -144,8 +155,8 @@ class Signals:
     # On a busy machine, the handler may have interrupted the run before the thread sees the same signal.
     late = seen_by == "thread" and self._seen["thread", number] <= self._seen["handler", number]
     name = signal.Signals(number).name
-    if self._phase is _Phase.STARTING and number == signal.SIGTERM:
-      text = f"SIGTERM before the first step of this process: nothing to save. Exit code {PREEMPTED}."
+    if self._phase is _Phase.STARTING and number != signal.SIGINT:
+      text = f"{name} before the first step of this process: nothing to save. Exit code {PREEMPTED}."
       self._exit(PREEMPTED, text, self.on_exit)
     elif self._phase is _Phase.STARTING:
       self._exit(INTERRUPTED, "Interrupted.", self.on_exit)
@@ -154,10 +165,10 @@ class Signals:
         self._exit(self._code, f"{name} while ending: exiting at once with code {self._code}")
     elif again:
       self._exit(128 + number, f"second {name}: exiting at once")
-    elif number == signal.SIGTERM and not self._noticed:
-      self._noticed = True
+    elif number != signal.SIGINT and not self.request:
+      self.request = name
       if self._forward is not None:
-        self._forward(number)
+        self._forward(signal.SIGTERM)
 
   def _exit(self, code: int, text: str, record: Callable[[int], None] | None = None) -> None:
     """Ends the process, once. `record` runs in a thread: this one may have interrupted whoever holds a lock."""
@@ -170,6 +181,24 @@ class Signals:
     with contextlib.suppress(OSError):
       os.write(2, f"{text}\n".encode())
     os._exit(code)
+
+
+def run_launcher(main: Callable[[], int]) -> NoReturn:
+  """Runs the command of a launcher and ends the process with its exit code. Until `main` installs handlers of its own,
+  Ctrl-C and requests to end end the process at once: it has started nothing yet."""
+
+  def end(number: int, frame: FrameType | None) -> None:
+    with contextlib.suppress(OSError):
+      os.write(2, f"{signal.Signals(number).name} before anything was started.\n".encode())
+    os._exit(INTERRUPTED if number == signal.SIGINT else PREEMPTED)
+
+  numbers = (*requests(), signal.SIGINT)
+  for number in numbers:
+    signal.signal(number, end)
+  code = main()
+  for number in numbers:
+    signal.signal(number, signal.SIG_IGN)
+  sys.exit(code)
 
 
 def _handler_address(number: int) -> int:

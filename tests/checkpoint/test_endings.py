@@ -35,6 +35,19 @@ def test_a_complete_run_is_0_and_so_is_a_repetition(make):
   assert run.committed_steps() == [3, 4] and sorted(run.losses()) == [1, 2, 3, 4]
 
 
+def test_more_steps_raise_the_learning_rate_loudly_or_not_at_all(make):
+  run = make("learning_rate_schedule_steps=-1", "learning_rate=0.01")
+  for keys in ["steps=4"], ["steps=8", "learning_rate_schedule_steps=4"]:
+    assert run.finish(*keys) == 0
+  assert "warning: the learning rate" not in run.printed
+  assert run.finish("steps=20") == 0
+  warning = next(line for line in run.printed.splitlines() if line.startswith("warning: the learning rate rises"))
+  rates = {record["step"]: record["lr"] for record in run.records("metrics") if "lr" in record}
+  assert rates[8] == pytest.approx(0.001)
+  assert f"from {rates[8]:.3g} to {rates[9]:.3g} at step 9" in warning
+  assert "Set learning_rate_schedule_steps=4 " in warning
+
+
 @pytest.mark.parametrize(
   ("keys", "told"),
   [
@@ -182,12 +195,14 @@ def break_by_a_link(run: Run) -> None:
 
 
 @pytest.mark.parametrize("breaks", [break_by_a_file, break_by_a_link])
-def test_a_checkpoint_folder_that_becomes_unwritable_is_1(make, breaks):
+def test_a_checkpoint_folder_that_becomes_unwritable_is_1_at_the_end(make, breaks):
   run = make(f"steps={ENDLESS}")
   process = start_and_train(run, 4)
   breaks(run)
-  assert process.wait(240) == 1
+  assert command.wait_until(process, lambda: len(run.events("checkpoint_failed")) >= 2), run.printed[-4000:]
   assert f"could not be saved in {run.directory}/checkpoints" in run.printed
+  process.send_signal(signal.SIGTERM)
+  assert process.wait(240) == 1
   assert run.events("run_end")[-1]["exit"] == 1
 
 

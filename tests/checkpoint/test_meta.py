@@ -67,6 +67,17 @@ def test_a_key_that_one_side_does_not_know_is_no_difference():
   assert meta.check_config(older, Config().flat(), IDENTITY) == []
 
 
+def test_text_that_an_older_version_has_tokenised_is_named_as_the_cause():
+  """It could take ordinary tokens for the special ones, and cut long texts."""
+  older = saved(tokenizer_type="bpe")
+  del older["config"]["bos_token"], older["config"]["eos_token"]
+  now = Config().flat() | {"tokenizer_type": "bpe"}
+  with pytest.raises(ConfigMismatch, match=r"an older version has tokenised the text otherwise\n.*=data$"):
+    meta.check_config(older, now, IDENTITY | {"data": "def"})
+  with pytest.raises(ConfigMismatch, match=r"eos_token +'' -> '</s>' +a cause"):
+    meta.check_config(saved(tokenizer_type="bpe"), now | {"eos_token": "</s>"}, IDENTITY | {"data": "def"})
+
+
 def test_changed_files_are_named_as_the_cause():
   """Unless a changed key explains the difference."""
   for changes, said in (({}, True), ({"dataset_path": "other"}, False), ({"tokenizer_type": "bpe"}, False)):

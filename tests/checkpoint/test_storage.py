@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from tests.support import toy_state
 
-from trainer.checkpoint import CheckpointError, Tiers
+from trainer.checkpoint import Tiers
+from trainer.checkpoint.errors import SaveFailed
 from trainer.config import ConfigError
 from trainer.world import SingleWorld
 
@@ -47,24 +48,26 @@ def state(step: int):
 
 
 def make(path, **changes):
-  return Tiers(toy_state.config(checkpoint_period=1, **changes), str(path / "run"), world=SingleWorld())
+  recorder = toy_state.Recorder()
+  cfg = toy_state.config(checkpoint_period=1, **changes)
+  return Tiers(cfg, str(path / "run"), world=SingleWorld(), log=recorder.log), recorder.lines
 
 
 def assert_restores(path, step, **changes):
   target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0))
-  restored = make(path, **changes).restore_newest(target)
+  restored = make(path, **changes)[0].restore_newest(target)
   assert restored.step == step
   toy_state.assert_same_bits(restored.state, jax.tree.map(np.asarray, state(step)))
 
 
-def save_until_it_fails(tiers, first: int, last: int) -> int:
-  """The first step at which saving raised CheckpointError. (An asynchronous failure may come one call late.)"""
+def save_until_it_fails(tiers, lines, first: int, last: int) -> int:
+  """The first step at which the storage failed. That is one line, and the next save is tried."""
   for step in range(first, last + 1):
-    try:
-      tiers.maybe_save(step, state(step), {})
-      tiers.wait()
-    except CheckpointError as error:
-      assert f"step {step} could not be saved in" in str(error)
+    before = len(lines)
+    tiers.maybe_save(step, state(step), {})
+    tiers.wait()
+    if new := lines[before:]:
+      assert len(new) == 1 and f"step {step} could not be saved in" in new[0] and "Training goes on" in new[0]
       return step
   raise AssertionError(f"no error up to step {last}")
 
@@ -73,63 +76,78 @@ def save_until_it_fails(tiers, first: int, last: int) -> int:
 def test_persistent_disk_full(disk, asynchronous):
   path = disk(5 * MIB)  # space for four copies of 1 MiB, not for five
   options = {"async_checkpointing": asynchronous, "max_num_checkpoints_to_keep": 9}
-  tiers = make(path, **options)
-  failed = save_until_it_fails(tiers, 1, 6)
+  tiers, lines = make(path, **options)
+  failed = save_until_it_fails(tiers, lines, 1, 6)
   assert failed in (4, 5)
-  tiers.close()
+  with pytest.raises(SaveFailed, match=f"step {failed + 1} could not be saved"):
+    tiers.maybe_save(failed + 1, state(failed + 1), {}, last=True)
   remount(path, f"size={20 * MIB}")
   assert_restores(path, failed - 1)
-  tiers = make(path)
   tiers.maybe_save(failed, state(failed), {})
   tiers.close()
   assert_restores(path, failed)
 
 
 def test_retention_makes_room(disk):
-  tiers = make(disk(5 * MIB), max_num_checkpoints_to_keep=2)
+  tiers, lines = make(disk(5 * MIB), max_num_checkpoints_to_keep=2)
   for step in range(1, 9):
     tiers.maybe_save(step, state(step), {})
   tiers.close()
+  assert not lines
 
 
 def test_persistent_becomes_read_only(disk):
   path = disk(20 * MIB)
-  tiers = make(path)
+  tiers, lines = make(path)
   tiers.maybe_save(1, state(1), {})
   tiers.wait()
   remount(path, "ro")
-  assert save_until_it_fails(tiers, 2, 2) == 2
+  assert save_until_it_fails(tiers, lines, 2, 2) == 2
   tiers.close()
   assert_restores(path, 1)
 
 
 def emergency(path, run=None):
-  """Tiers with a ramdisk under `path` and the run's folder `run` (default: under `path` too)."""
+  """(tiers, their lines) with a ramdisk under `path` and the run's folder `run` (default: under `path` too)."""
+  recorder = toy_state.Recorder()
   cfg = toy_state.config(
     enable_emergency_checkpoint=True,
     local_checkpoint_directory=str(path / "ram"),
     local_checkpoint_period=1,
     checkpoint_period=1000,
   )
-  return Tiers(cfg, str(run or path / "run"), world=SingleWorld())
+  return Tiers(cfg, str(run or path / "run"), world=SingleWorld(), log=recorder.log), recorder.lines
 
 
 def test_ramdisk_full(disk):
   path = disk(int(1.5 * MIB))
-  tiers = emergency(path)
-  assert save_until_it_fails(tiers, 1, 3) == 2
+  tiers, lines = emergency(path)
+  assert save_until_it_fails(tiers, lines, 1, 3) == 2
   tiers.close()
   target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0))
-  restored = emergency(path).restore_newest(target)
+  restored = emergency(path)[0].restore_newest(target)
   assert (restored.step, restored.tier) == (1, "emergency")
 
 
 def test_ramdisk_of_two_copies_is_enough(disk):
   path = disk(int(2.3 * MIB))  # 2 x 1.15: the rule of the guide
-  tiers = emergency(path)
+  tiers, lines = emergency(path)
   for step in range(1, 7):
     tiers.maybe_save(step, state(step), {})
   tiers.close()
+  assert not lines
+
+
+def test_a_last_state_that_storage_refuses_goes_to_the_ramdisk(disk, tmp_path):
+  path = disk(20 * MIB)
+  tiers, _ = emergency(tmp_path, run=path / "run")
+  remount(path, "ro")
+  with pytest.raises(SaveFailed):
+    tiers.maybe_save(7, state(7), {}, last=True)
+  remount(path, "rw")
+  target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0))
+  restored = emergency(tmp_path, run=path / "run")[0].restore_newest(target)
+  assert (restored.step, restored.tier) == (7, "emergency")
 
 
 def test_ramdisk_that_is_read_only_from_the_start_is_refused(disk, tmp_path):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
 import shutil
 import subprocess
 import sys
+import tempfile
 
 import jax.numpy as jnp
 import pytest
@@ -171,3 +174,32 @@ def test_import_is_light():
   )
   out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
   assert out.stdout.strip() == "[]"
+
+
+def test_a_step_folder_of_another_user_does_not_stop_the_next_save():
+  """The newest step cannot be read, and cannot be moved to another folder. The run must save this step again."""
+  if os.geteuid() != 0:
+    pytest.skip("only root can become another user")
+  with tempfile.TemporaryDirectory() as folder:  # not in tmp_path, which other users cannot enter
+    save_as_another_user(pathlib.Path(folder))
+
+
+def save_as_another_user(path):
+  tiers = make(path, checkpoint_period=1)
+  for step in (1, 2):
+    tiers.maybe_save(step, toy_state.state(step), {})
+  tiers.close()
+  path.chmod(0o777)
+  (path / "checkpoints").chmod(0o777)
+  (path / "checkpoints" / "2").chmod(0o700)
+  recorder = toy_state.Recorder()
+  os.seteuid(65534)
+  try:
+    tiers = make(path, recorder, checkpoint_period=1)
+    assert tiers.restore_newest(target()).step == 1
+    assert tiers.maybe_save(2, toy_state.state(20), {}, last=True)
+    tiers.close()
+  finally:
+    os.seteuid(0)
+  assert any("renamed to 2.rejected." in line for line in recorder.lines)
+  toy_state.assert_same_bits(make(path).restore_newest(target()).state, toy_state.values(20))

@@ -10,6 +10,7 @@ import pytest
 
 from trainer import cluster
 from trainer.cluster import torchrun
+from trainer.cluster.peers import RunEnded
 from trainer.cluster.torchrun import Worker
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
@@ -116,5 +117,5 @@ def test_a_group_that_is_too_small_for_a_run_that_is_not_elastic_is_refused(envi
 def test_a_supervisor_that_never_listens_is_one_message(environment):
   with socket.create_server(("127.0.0.1", 0)) as free:
     environment(MASTER_PORT=str(free.getsockname()[1]), LOCAL_WORLD_SIZE="1")
-  with pytest.raises(ConfigError, match=r"(?s)cannot join the run there.*MASTER_ADDR=127\.0\.0\.1.*--local-addr"):
+  with pytest.raises(RunEnded, match=r"(?s)cannot join the run there.*MASTER_ADDR=127\.0\.0\.1.*--local-addr"):
     cluster.start(ClusterSection(num_slices=3), dataclasses.replace(RULES, timeout=0.1))

@@ -128,6 +128,16 @@ def test_a_config_file_with_an_impossible_name_is_refused(tmp_path):
       load([value])
 
 
+@pytest.mark.parametrize("key", ["jax_cache_dir", "base_output_directory"])  # its default has ~; the user gives ~
+def test_without_a_home_folder_the_message_names_home(monkeypatch, key):
+  """As in a container whose user is a number without an entry in /etc/passwd."""
+  monkeypatch.delenv("HOME")
+  monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+  message = failure("dataset_type=synthetic", "base_output_directory=~/runs")
+  assert f"{key}=~/" in message and "~ is the home folder, and this user has none" in message
+  assert "Set HOME to a folder" in message and "no such user" not in message
+
+
 def test_a_tilde_means_the_home_folder(monkeypatch, tmp_path):
   monkeypatch.setenv("HOME", str(tmp_path))
   config = load(["configs/base.yml", "base_output_directory=~/runs/", "run_name=r"])

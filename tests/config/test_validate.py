@@ -47,6 +47,8 @@ REFUSED = [
   (["model_name=llama3-8b", "max_target_length=8193"], "model llama3-8b allows at most 8192"),
   (["reuse_example_batch=2"], "must be at least 0 and at most 1"),
   (["tokenizer_path=t.json"], "no effect with tokenizer_type=byte"),
+  (["eos_token=</s>"], "eos_token=</s>: has no effect without a tokenizer file"),
+  (["tokenizer_type=bpe", "bos_token=[CLS]"], "bos_token=[CLS]: has no effect without a tokenizer file"),
   (["eval_fraction=1"], "nothing to train on"),
   (["learning_rate_schedule_steps=0"], "must be positive"),
   (["lr_schedule_type=wsd", "warmup_steps_fraction=0.6", "wsd_decay_steps_fraction=0.5"], "exceed the schedule"),

@@ -87,13 +87,13 @@ def test_the_entry_of_a_faster_host_is_kept(tmp_path):
 CHILD = """
 import os, pathlib, sys, time
 from trainer.data import cache
-root, pause = sys.argv[1], float(sys.argv[2])
+root, pause, name = sys.argv[1], float(sys.argv[2]), (*sys.argv[3:], "thing")[0]
 def build(folder):
   print("building", flush=True)
   (folder / "value").write_text("half")
-  time.sleep(pause)
+  time.sleep(pause) if pause >= 0 else sys.stdin.readline()
   (folder / "value").write_text(f"made by {os.getpid()}")
-folder = cache.entry(root, "thing", build=build, fault=lambda folder: None, log=print)
+folder = cache.entry(root, name, build=build, fault=lambda folder: None, log=print)
 print((folder / "value").read_text(), flush=True)
 """
 
@@ -108,7 +108,8 @@ def test_racing_processes_build_once(tmp_path, python):
 
 
 def test_after_a_failed_build_one_waiting_process_builds(tmp_path, python):
-  """The lock file is deleted while they wait: locks on the deleted file must not let two processes build at once."""
+  """Lock file and folder are deleted while they wait: locks on the deleted file must not let two build at once."""
+  tmp_path = tmp_path / "new" / "cache"
   failing = CHILD.replace('(folder / "value").write_text(f"made', 'raise RuntimeError("stop")\n  (folder / f"made')
   first = python(failing, str(tmp_path), "0.5")
   assert first.stdout.readline() == "building\n"
@@ -127,4 +128,25 @@ def test_a_killed_builder_does_not_block_others(tmp_path, python):
   assert second.poll() is None  # it waits for the first one
   first.send_signal(signal.SIGKILL)
   first.communicate(timeout=60)
-  assert second.communicate(timeout=60)[0].splitlines() == ["building", f"made by {second.pid}"]
+  assert second.communicate(timeout=60)[0].splitlines()[1:] == ["building", f"made by {second.pid}"]
+
+
+@pytest.mark.parametrize("name", ["thing", "another"])
+def test_the_next_preparation_deletes_what_killed_ones_left_and_nothing_else(tmp_path, python, name):
+  killed, living = python(CHILD, str(tmp_path), "60"), python(CHILD, str(tmp_path), "-1", "living-0123abcd")
+  for process in (killed, living):
+    assert process.stdout.readline() == "building\n"
+  killed.send_signal(signal.SIGKILL)
+  killed.communicate(timeout=60)
+  (used,) = tmp_path.glob(".living*-*/")
+  (left,) = tmp_path.glob(".thing*-*/")
+  # Another host, whose locks are invisible here, or an earlier version may still use these.
+  others = [tmp_path / left.name.replace(cache._place(tmp_path), "0123abcd"), tmp_path / ".thing-abcdefgh"]
+  for folder in others:
+    (folder / "whole").mkdir(parents=True)
+  lines = python(CHILD, str(tmp_path), "0", name).communicate(timeout=60)[0].splitlines()
+  assert not left.exists() and used.exists() and all(folder.exists() for folder in others)
+  assert any(f"{left} of a preparation that was killed" in line for line in lines), lines
+  assert any(all(str(folder) in line for folder in others) for line in lines), lines
+  assert living.communicate("\n", timeout=60)[0].splitlines()[-1] == f"made by {living.pid}"
+  assert visible(tmp_path) == sorted([*(folder.name for folder in others), name, "living-0123abcd"])

@@ -53,6 +53,21 @@ def test_a_saved_dataset_has_the_documents_of_its_writer(tmp_path, kind):
   assert load(tmp_path, "eval", packing="none", **keys_of(several, eval_split="validation")).num_examples == 3
 
 
+def test_files_without_documents_and_nested_columns(tmp_path):
+  rows = [[{"meta": {"body": None}}] * 3, [{"meta": None}, *({"meta": {"body": text}} for text in TEXTS)]]
+  parts = [*map(arrow.Table.from_pylist, rows), arrow.table({"other": arrow.nulls(0)})]
+  parts += [arrow.table({"meta": arrow.nulls(2)}), arrow.Table.from_pylist([{"meta": {"body": None}}]).slice(1)]
+  folder = tmp_path / "nested"
+  folder.mkdir()
+  names = [f"{number}.arrow" for number in range(len(parts))]
+  for name, table in zip(names, parts):
+    with arrow.OSFile(str(folder / name), "wb") as file, arrow.ipc.new_stream(file, table.schema) as writer:
+      writer.write_table(table)
+  (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+  found = everything(load(tmp_path, **keys_of(folder, train_data_columns="meta.body")))
+  assert found == everything(load(tmp_path, **written(tmp_path, "text", "jsonl")))
+
+
 def test_wrong_folders_are_refused(tmp_path):
   folder = save_splits(tmp_path / "splits", train=TEXTS)
   for keys, message in (

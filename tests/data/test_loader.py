@@ -96,7 +96,7 @@ def test_reuse_example_batch():
 def test_after_a_change_of_batch_size_the_next_example_follows():
   small, large = loader(global_batch_size=4), loader(global_batch_size=12)
   assert large.fingerprint() == small.fingerprint()  # the batch size is not part of it
-  large.resume(3, small.cursor(3)["next_example"])
+  large.resume(3, small.cursor(3), same=True)
   parts = [small.batch(step).tokens for step in range(3, 9)]
   np.testing.assert_array_equal(np.concatenate([large.batch(3).tokens, large.batch(4).tokens]), np.concatenate(parts))
   assert large.cursor(5)["next_example"] == 36
@@ -104,7 +104,10 @@ def test_after_a_change_of_batch_size_the_next_example_follows():
 
 def test_cursor_is_json_and_counts_examples():
   cursor = loader(data_shuffle_seed=3).cursor(7)
-  assert json.loads(json.dumps(cursor)) == {"next_example": 42, "seed": 3, "epoch": 0, "mixture": {}, "bad_records": 0}
+  assert [*cursor.pop("sources").values()] == [42]
+  assert json.loads(json.dumps(cursor)) == {
+    "next_example": 42, "seed": 3, "epoch": 0, "order": 2, "mixture": {}, "bad_records": 0,
+  }  # fmt: skip
 
 
 def test_synthetic_has_no_text_and_no_end():

@@ -140,7 +140,7 @@ def test_adding_a_source_repeats_and_loses_nothing(tmp_path, files):
   loader = load(tmp_path, before)
   documents, cursor = read(loader, 0, 20), json.loads(json.dumps(loader.cursor(20)))
   changed = load(tmp_path, {"code": {"weight": 1, "path": files["code"]}, "pages": {"weight": 1, "path": files["web"]}})
-  lines = changed.resume(20, cursor["next_example"], cursor["mixture"], same=False)
+  lines = changed.resume(20, cursor, same=False)
   assert lines == [
     "The mixture changes at example 80.",
     "Mixture: code is new",
@@ -156,9 +156,33 @@ def test_adding_a_source_repeats_and_loses_nothing(tmp_path, files):
   # A later resume of the changed mixture continues as if it had not been interrupted.
   resumed = load(tmp_path, {"code": {"weight": 1, "path": files["code"]}, "pages": {"weight": 1, "path": files["web"]}})
   cursor = json.loads(json.dumps(changed.cursor(33)))
-  assert resumed.resume(33, cursor["next_example"], cursor["mixture"], same=True) == []
+  assert resumed.resume(33, cursor, same=True) == []
   assert read(resumed, 33, 60) == read(changed, 33, 60)
   assert resumed.cursor(40) == changed.cursor(40)
+
+
+def test_a_source_continues_alone_in_a_mixture_and_after_its_return(tmp_path, files):
+  def alone(name: str) -> Loader:
+    keys = {"grain_train_files": files[name], "grain_train_mixture_config_path": ""}
+    cfg = section(tmp_path, {}).model_copy(update=keys)
+    return make_loader(cfg, vocab_size=VOCAB, global_batch_size=4, split="train", log=lambda line: None)
+
+  web, code = ({name: {"weight": 1, "path": files[name]}} for name in ("web", "code"))
+  cursor, documents = None, []
+  lines = []
+  for number, start in enumerate(
+    [lambda: alone("web"), lambda: load(tmp_path, web | code), lambda: load(tmp_path, code), lambda: alone("web"),
+     lambda: load(tmp_path, web | code), lambda: alone("code")]
+  ):  # fmt: skip
+    loader, first = start(), 10 * number
+    lines += loader.resume(first, cursor, same=False)
+    documents += read(loader, first, first + 10)
+    cursor = json.loads(json.dumps(loader.cursor(first + 10)))
+  assert len(set(documents)) == len(documents) == 240
+  assert [n for n in documents if n // 1000 == 1] == read(alone("web"), 0, 30)
+  assert [n for n in documents if n // 1000 == 2] == read(alone("code"), 0, 30)
+  assert [line for line in lines if "new" in line] == ["Mixture: code is new"]
+  assert f"Data: {files['web']} continues at its example 60." in lines
 
 
 def test_the_fingerprint_is_of_weights_limits_and_data(tmp_path, files):
@@ -259,7 +283,7 @@ def test_weights_change_at_their_steps_and_every_phase_is_proportional(tmp_path,
   for first in (0, 19, 20, 21, 45, 79):
     resumed = load(tmp_path, sources)
     cursor = json.loads(json.dumps(loader.cursor(first)))
-    assert resumed.resume(first, cursor["next_example"], cursor["mixture"], same=True) == []
+    assert resumed.resume(first, cursor, same=True) == []
     assert read(resumed, first, 80) == documents[4 * first :]
     assert resumed.cursor(80) == loader.cursor(80)
 
@@ -272,7 +296,7 @@ def test_weights_change_at_their_steps_also_after_a_change_of_the_batch_size(tmp
   small = load(tmp_path, sources)
   documents, cursor = read(small, 0, 10), json.loads(json.dumps(small.cursor(10)))
   large = load(tmp_path, sources, batch=8)
-  lines = large.resume(10, cursor["next_example"], cursor["mixture"], same=True)
+  lines = large.resume(10, cursor, same=True)
   assert lines[0] == "The mixture changes at example 40."
   documents += read(large, 10, 50)
   assert Counter(number // 1000 for number in documents[40:200]) == {1: 80, 2: 80}  # to step 30
@@ -280,8 +304,45 @@ def test_weights_change_at_their_steps_also_after_a_change_of_the_batch_size(tmp
   assert len(set(documents)) == len(documents)
   again = load(tmp_path, sources, batch=8)
   cursor = json.loads(json.dumps(large.cursor(35)))
-  assert again.resume(35, cursor["next_example"], cursor["mixture"], same=True) == []
+  assert again.resume(35, cursor, same=True) == []
   assert read(again, 35, 50) == documents[240:]
+
+
+@pytest.mark.parametrize(("first", "second"), [(7, 1), (7, 2), (3, 4), (12, 5)])
+def test_a_resume_with_another_batch_size_continues_the_order(tmp_path, files, first, second):
+  """A mixture without changes has one order of examples, whatever the batch size, and it starts with the run."""
+  weights = {"web": "0.61", "code": "0.29", "maths": "0.10"}
+  sources = {name: {"weight": weight, "path": files[name]} for name, weight in weights.items()}
+  loader = load(tmp_path, sources, batch=first)
+  cursor = json.loads(json.dumps(loader.cursor(7)))
+  resumed = load(tmp_path, sources, batch=second)
+  assert resumed.resume(7, cursor, same=True) == []
+  counts = {name: member["count"] for name, member in cursor["mixture"]["members"].items()}
+  assert resumed.examples_by_source(7) == counts
+  assert read(resumed, 7, 27) == read(load(tmp_path, sources, batch=1), 7 * first, 7 * first + 20 * second)
+  # A second resume, with the first batch size.
+  cursor = json.loads(json.dumps(resumed.cursor(27)))
+  loader.resume(27, cursor, same=True)
+  assert loader.cursor(27)["mixture"]["members"] == cursor["mixture"]["members"]
+
+
+def test_a_cursor_of_a_version_that_counted_differently_loses_nothing(tmp_path, files):
+  sources = {"web": {"weight": "0.61", "path": files["web"]}, "code": {"weight": "0.39", "path": files["code"]}}
+  loader = load(tmp_path, sources, batch=1)
+  cursor = json.loads(json.dumps(loader.cursor(49)))
+  for name, added in (("web", -1), ("code", 1)):
+    entry = cursor["mixture"]["members"][name]
+    entry["count"] += added
+    cursor["sources"][entry["id"]] += added
+  lines = loader.resume(49, cursor, same=True)
+  assert lines[0] == "The mixture changes at example 49."
+  counts = {name: entry["count"] for name, entry in cursor["mixture"]["members"].items()}
+  assert loader.examples_by_source(49) == counts
+  alone = {name: read(load(tmp_path, {name: sources[name]}, batch=1), 0, 200) for name in sources}
+  documents = read(loader, 49, 149)
+  for number, name in enumerate(sources, 1):
+    own = [document for document in documents if document // 1000 == number]
+    assert own == alone[name][counts[name] :][: len(own)]
 
 
 @pytest.mark.parametrize(
@@ -324,7 +385,8 @@ def test_64_sources_need_few_threads_and_little_memory(tmp_path):
   pytest.importorskip("pyarrow", reason="the extra arrow is not installed")
   mixture = many_sources.write_sources(tmp_path, 64, 40)
   many = many_sources.start(tmp_path, mixture, 5)
-  one = many_sources.start(tmp_path, {"source000": mixture["source000"]}, 2)
+  # Both read more batches than the prefetch thread prepares ahead, so that this thread lives when it is counted.
+  one = many_sources.start(tmp_path, {"source000": mixture["source000"]}, 5)
   assert many["others_cpu_seconds"] > 0 == one["others_cpu_seconds"]
   assert many["threads"] == one["threads"] <= 16
   assert many["mebibytes"] < one["mebibytes"] + 20

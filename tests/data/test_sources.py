@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from pathlib import Path
 
 import numpy as np
@@ -310,6 +311,79 @@ def test_odd_files_are_read(tmp_path):
   for name, file_type in (("odd", "parquet"), ("odd.jsonl", "jsonl")):
     keys = {"grain_train_files": f"{tmp_path}/{name}", "grain_file_type": file_type, "train_data_columns": "body"}
     assert everything(load(tmp_path, **keys)) == expected
+
+
+def parts_without_documents(arrow) -> dict:
+  """Tables as programs write them for a part of a dataset in which nothing has a text."""
+  return {
+    "column of nulls": arrow.table({"body": arrow.nulls(5)}),
+    "no rows, null type": arrow.table({"body": arrow.nulls(0)}),
+    "no rows, no columns": arrow.table({}),
+    "no rows, numbers": arrow.table({"body": arrow.array([], arrow.float64())}),
+    "nulls of another type": arrow.table({"body": arrow.array([None, None], arrow.float64())}),
+    "empty lists": arrow.table({"body": [[], []]}),
+    "empty texts": arrow.table({"body": ["", None]}),
+  }
+
+
+def test_parts_without_documents_do_not_end_a_run(tmp_path):
+  arrow, parquet = (pytest.importorskip(name, reason=ARROW) for name in ("pyarrow", "pyarrow.parquet"))
+  (tmp_path / "parts").mkdir()
+  parts = parts_without_documents(arrow)
+  for number, table in enumerate(parts.values()):
+    parquet.write_table(table, tmp_path / "parts" / f"{number}.parquet")
+  keys = {"grain_train_files": f"{tmp_path}/parts", "grain_file_type": "parquet", "train_data_columns": "body"}
+  with pytest.raises(ConfigError, match="parts has no documents"):
+    load(tmp_path, **keys)
+  parquet.write_table(arrow.table({"body": TEXTS}), tmp_path / "parts" / "9.parquet")
+  expected = everything(load(tmp_path, **written(tmp_path, "text", "jsonl")))
+  assert everything(load(tmp_path, **keys)) == expected
+  lines = (tmp_path / "data.jsonl").read_text()
+  (tmp_path / "data.jsonl").write_text('{"body": null}\n' + lines + '{"body": ""}\n')
+  assert everything(load(tmp_path, grain_train_files=f"{tmp_path}/data.jsonl", **JSONL)) == expected
+
+
+def test_a_damaged_parquet_file_is_the_first_error(tmp_path):
+  """Before a column, a vocabulary or a tokenizer is checked, and before the files before it are tokenised."""
+  keys = written(tmp_path, "text", "parquet") | {"train_data_columns": "wrong", "tokenizer_type": "bpe"}
+  folder = Path(keys["grain_train_files"]).parent
+  files = sorted(folder.glob("*.parquet"))
+  content = files[0].read_bytes()
+  (folder / "8.parquet").write_bytes(content[:-9])
+  (folder / "9.parquet").write_bytes(b"\0" * len(content))
+  with pytest.raises(ConfigError, match=r"8.parquet cannot be read as Parquet.*2 files.*9.parquet"):
+    load(tmp_path, **keys)
+  with pytest.raises(ConfigError, match=r"0.parquet is a file of another type .*\nSet grain_file_type=parquet"):
+    load(tmp_path, **keys | {"grain_file_type": "arrayrecord"})
+
+
+JSONL = {"grain_file_type": "jsonl", "train_data_columns": "body"}
+
+
+def test_nested_columns_are_read(tmp_path):
+  arrow, parquet = (pytest.importorskip(name, reason=ARROW) for name in ("pyarrow", "pyarrow.parquet"))
+  expected = everything(load(tmp_path, **written(tmp_path, "text", "jsonl")))
+  rows = [{"meta": {"in": {"body": text}, "n": 1}, "id": 1} for text in TEXTS]
+  rows.insert(3, {"meta": {"in": None, "n": 1}, "id": 2})
+  rows.insert(5, {"meta": None, "id": 2})
+  parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "nested.parquet")
+  (tmp_path / "nested.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  for file_type in ("parquet", "jsonl"):
+    keys = {"grain_train_files": f"{tmp_path}/nested.{file_type}", "grain_file_type": file_type}
+    assert everything(load(tmp_path, train_data_columns="meta.in.body", **keys)) == expected
+    for column in ("meta.body", "in.body", "meta.in.body.x", "."):
+      with pytest.raises(ConfigError, match=f"{column}.*no such column.*meta.in|no field .{column}"):
+        load(tmp_path, train_data_columns=column, **keys)
+  keys = {"grain_train_files": f"{tmp_path}/nested.parquet", "grain_file_type": "parquet"}
+  with pytest.raises(ConfigError, match=r"meta.in: in .* it has the type struct<body: string>"):
+    load(tmp_path, train_data_columns="meta.in", **keys)
+  # A column with such a name comes first.
+  dotted = [{"meta.in": text, "meta": {"in": "no"}} for text in TEXTS]
+  parquet.write_table(arrow.Table.from_pylist(dotted), tmp_path / "dotted.parquet")
+  (tmp_path / "dotted.jsonl").write_text("".join(json.dumps(row) + "\n" for row in dotted))
+  for file_type in ("parquet", "jsonl"):
+    keys = {"grain_train_files": f"{tmp_path}/dotted.{file_type}", "grain_file_type": file_type}
+    assert everything(load(tmp_path, train_data_columns="meta.in", **keys)) == expected
 
 
 @pytest.mark.parametrize("change", ["content", "size"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import signal
 import threading
 import tracemalloc
@@ -161,19 +162,13 @@ def test_seeds_give_other_orders_of_the_same_windows(root):
   assert windows_of(loaders[0], loaders[0].num_examples, loaders[0].num_examples) != orders[1]
 
 
-def test_fingerprint_tells_another_order_of_the_same_records(root):
-  """A resume must detect a library version that shuffles differently."""
-  loader, reordered = load(root), load(root)
-  records = reordered._source._records
-  reordered._source._order._ordered = [records[number] for number in range(len(records))]
-  assert loader.fingerprint() == load(root).fingerprint() != reordered.fingerprint()
-
-
 def test_cursor_counts_epochs(root):
   loader = load(root, data_shuffle_seed=5)
   step = 2 * loader.num_examples // BATCH + 1
-  expected = {"next_example": step * BATCH, "seed": 5, "epoch": 2, "mixture": {}, "bad_records": 0}
-  assert json.loads(json.dumps(loader.cursor(step))) == expected
+  expected = {"next_example": step * BATCH, "seed": 5, "epoch": 2, "order": 2, "mixture": {}, "bad_records": 0}
+  cursor = json.loads(json.dumps(loader.cursor(step)))
+  assert [*cursor.pop("sources").values()] == [step * BATCH]
+  assert cursor == expected
 
 
 def test_reuse_example_batch(root):
@@ -239,13 +234,29 @@ def test_bpe_with_a_given_file(root, tmp_path):
   assert "word" in text or "line" in text
 
 
-def test_long_documents_are_tokenized_in_parts(root, monkeypatch):
+def test_documents_do_not_depend_on_the_groups_that_they_are_tokenized_in(root, monkeypatch):
   whole = load(root)
-  monkeypatch.setattr(prepare, "_PART", 50)
   monkeypatch.setattr(prepare, "_GROUP", 120)
-  parts = load(root, dataset_cache_directory=str(root.parent / "other"))
-  assert parts.num_examples == whole.num_examples
-  assert_equal(parts.batch(3), whole.batch(3))
+  groups = load(root, dataset_cache_directory=str(root.parent / "other"))
+  assert groups.num_examples == whole.num_examples
+  assert_equal(groups.batch(3), whole.batch(3))
+
+
+def test_the_log_and_the_identity_tell_which_tokens_surround_documents(root, tmp_path):
+  path = tmp_path / "tokenizer.json"
+  path.write_text(train_bpe(["some other text"], 300), encoding="utf-8")
+  keys = {"tokenizer_type": "bpe", "tokenizer_path": str(path), "packing": "none"}
+  plain, changed = load(root, **keys), load(root, **keys, bos_token="none", eos_token="<|bos|>")
+  again = load(root, **keys, bos_token="<|bos|>", eos_token="<|eos|>")
+  assert plain.fingerprint() == again.fingerprint() != changed.fingerprint()
+  for loader, begin, around in [
+    (plain, "<|bos|>", r"begin with <\|bos\|> \(0\) and end with <\|eos\|> \(1\)\."),
+    (changed, "", r"begin with no token and end with <\|bos\|> \(0\)\."),
+  ]:
+    (line,) = describe.documents(loader.describe(10))
+    assert re.search(around, line)
+    text = begin + loader.tokenizer.decode(loader.batch(0).tokens[0][:20])
+    assert line.endswith(f"The first tokens: {text!r}")
 
 
 def test_the_cache_is_reused_until_text_or_settings_change(root):
@@ -392,6 +403,9 @@ def test_the_run_says_what_it_reads(root):
     "dataset": str(root),
     "tokenizer": "byte",
     "tokenizer_vocab_size": 258,
+    "bos_token": ["<|bos|>", 256],
+    "eos_token": ["<|eos|>", 257],
+    "first_tokens": loader.tokenizer.decode(loader.batch(0).tokens[0][:20], specials=True),
     "tokens": targets(loader),
     "density": targets(loader) / (loader.num_examples * LENGTH),
     "examples": loader.num_examples,

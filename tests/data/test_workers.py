@@ -17,12 +17,13 @@ from trainer import data as data_lib
 from trainer.config.errors import ConfigError
 from trainer.config.schema import DataSection
 from trainer.data import Loader, cache, make_loader, workers
+from trainer.data.tokenizer import train_bpe
 from trainer.data.workers import WorkerLost, Workers
 
 
-def opened(folder: Path, path: Path) -> Loader:
+def opened(folder: Path, path: Path, **more: str) -> Loader:
   keys = {"dataset_type": "grain", "grain_train_files": str(path), "grain_file_type": "jsonl", "max_target_length": 24}
-  section = DataSection(**keys, dataset_cache_directory=str(folder))
+  section = DataSection(**keys, **more, dataset_cache_directory=str(folder))
   return make_loader(section, vocab_size=300, global_batch_size=4, split="train", log=lambda line: None)
 
 
@@ -41,6 +42,19 @@ def test_the_same_data_and_the_same_error_as_in_this_process(tmp_path, monkeypat
   assert str(there.value) == str(here.value)
   entries = [sorted(path.name for path in (tmp_path / folder).iterdir()) for folder in ("here", "there")]
   assert entries[0] == entries[1] and len(entries[0]) == 3  # of the bad file only its kind
+
+
+def test_text_with_names_of_special_tokens_is_text_in_another_process(tmp_path, monkeypatch):
+  """The tokenizer is sent there. Its library forgets how special tokens in a text are encoded."""
+  path = Path(write_jsonl(tmp_path / "data", "text", [f"{text}<|eos|>a<|bos|>" for text in TEXTS]))
+  tokenizer = tmp_path / "tokenizer.json"
+  tokenizer.write_text(train_bpe(TEXTS, 280), encoding="utf-8")
+  keys = {"tokenizer_type": "bpe", "tokenizer_path": str(tokenizer)}
+  want = opened(tmp_path / "here", path, **keys)
+  monkeypatch.setattr(workers, "_SMALL", 0)
+  found = opened(tmp_path / "there", path, **keys)
+  assert found.next_examples(0) == want.next_examples(0)
+  assert found.describe(1)["tokens"] == want.describe(1)["tokens"]
 
 
 def processes(pool: Workers) -> list[subprocess.Popen]:

@@ -176,12 +176,13 @@ def test_an_agent_with_an_impossible_number_of_slices_is_refused(supervisor, sli
   assert supervisor._agents() == []
 
 
-def test_an_agent_that_waits_ends_at_sigterm(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_agent_that_waits_ends_at_a_signal(tmp_path, number):
   run = AgentRun(tmp_path, [])
   waiting = run.agent("127.0.0.2")
   try:
     run.wait_for(lambda: "Waiting for the supervisor" in run.printed, waiting)
-    os.kill(waiting.pid, signal.SIGTERM)
+    os.kill(waiting.pid, number)
     assert waiting.wait(30) == 42
   finally:
     waiting.send_signal(signal.SIGKILL)

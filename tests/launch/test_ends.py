@@ -71,6 +71,78 @@ def test_a_second_launch_is_refused_and_ctrl_c_ends_the_first(compiled, server, 
   assert "Starting member" not in first.printed and "Starting member" not in second.printed
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_warning_to_every_process_saves_and_ends(compiled, server, tmp_path, number):
+  """As Slurm sends SIGUSR1 before the end of the time, and a system SIGHUP when the user is logged out."""
+  run = ProcessRun(tmp_path, [compiled, ENDLESS], slices=2, server=server)
+  with run.launched() as supervisor:
+    run.wait_for(lambda: run.last_step >= 5, supervisor)
+    for process in (supervisor.pid, *run.processes()):
+      os.kill(process, number)
+    assert run.wait(supervisor, 30) == 42, run.tail()
+  assert run.committed_steps()[-1] == run.last_step
+  assert run.steps() == list(range(1, run.last_step + 1))
+
+
+def test_a_launch_that_waits_does_not_get_in_when_the_primary_changes(compiled, server, tmp_path):
+  """Between the death of a primary and the next primary, no process of the run writes the records."""
+  first = ProcessRun(tmp_path, [compiled, ENDLESS], slices=2, server=server)
+  second = ProcessRun(tmp_path, [compiled, ENDLESS, "autocheckpoint_grace_seconds=600"], slices=2, server=server)
+  second.log = tmp_path / "second.txt"
+  with first.launched() as supervisor:
+    first.wait_for(lambda: first.last_step >= 5, supervisor)
+    with second.launched() as other:
+      second.wait_for(lambda: "Another process is training" in second.printed, other)
+      for member in (0, 1):
+        first.wait_for(lambda: len(first.active()) == 2, supervisor)
+        step = first.last_step
+        supervisor.send_signal(signal.SIGSTOP)  # so that there is no primary for a second
+        assert first.kill(member)
+        time.sleep(1)
+        supervisor.send_signal(signal.SIGCONT)
+        first.wait_for(lambda step=step: first.last_step >= step + 5, supervisor)
+      supervisor.send_signal(signal.SIGTERM)
+      assert supervisor.wait(60) == 42, first.tail()
+      assert first.steps() == list(range(1, first.last_step + 1))
+      step = first.last_step
+      second.wait_for(lambda: second.last_step >= step + 5, other)
+  assert second.steps() == list(range(1, second.last_step + 1))
+
+
+def test_no_member_leads_while_another_launch_trains(compiled, server, tmp_path):
+  """The first member of the second launch waits for longer than the supervisor waits for members."""
+  first = ProcessRun(tmp_path, [compiled, ENDLESS, "per_device_batch_size=4"], slices=1, server=server)
+  keys = [compiled, ENDLESS, "elastic_timeout_seconds=6", "autocheckpoint_grace_seconds=14"]
+  second = ProcessRun(tmp_path, keys, slices=2, server=server)
+  second.log = tmp_path / "second.txt"
+  with first.launched() as supervisor:
+    first.wait_for(lambda: first.last_step >= 5, supervisor)
+    with second.launched() as other:
+      assert second.wait(other, 60) in (1, 2), second.tail()
+  assert first.steps() == list(range(1, first.last_step + 1))
+  assert "Restoring" not in second.printed and "completed step" not in second.printed
+
+
+@pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGSEGV, signal.SIGKILL])
+def test_a_member_that_crashes_twice_without_a_step_ends_the_run(compiled, server, tmp_path, number):
+  """SIGKILL comes from outside: the member starts again as often as that happens."""
+  run = ProcessRun(tmp_path, [compiled, ENDLESS, "elastic_min_slice_count=-1"], slices=2, server=server)
+  with run.launched() as supervisor:
+    run.wait_for(lambda: len(run.active()) == 2, supervisor)
+    for life in range(1, 3):
+      assert run.kill(1, number)
+      run.wait_for(lambda: 1 not in run.workers() or supervisor.poll() is not None, supervisor)
+      if life == 1 or number == signal.SIGKILL:
+        run.wait_for(lambda life=life: run.printed.count("Starting member 1 again") == life, supervisor)
+        run.wait_for(lambda: 1 in run.workers(), supervisor)
+    if number != signal.SIGKILL:
+      assert run.wait(supervisor, 60) == 1, run.tail()
+      assert "Member 1 has failed 2 times without a new step" in run.printed
+    else:
+      step = run.last_step
+      run.wait_for(lambda: run.last_step > step, supervisor)
+
+
 def test_a_lost_slice_ends_a_run_that_is_not_elastic(compiled, server, tmp_path):
   run = ProcessRun(tmp_path, [compiled, ENDLESS, "elastic_enabled=false"], slices=2, server=server)
   with run.launched() as supervisor:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
 from tests.membership.protocol_model import Model
 
+from trainer.membership import coordinator
 from trainer.membership.coordinator import Coordinator, Effects, Note, Send
-from trainer.membership.messages import deal
+from trainer.membership.messages import deal, from_ranges, to_ranges
 
 STEPS = 7
 GATHERS = "A member is lost while the newest state is restored: waiting for all members."
@@ -183,3 +187,32 @@ def test_members_that_received_the_state_at_the_last_moment_go_on_with_it():
   assert lead(start.ready(2, 7, holds=True)) == (1, [1])
   (world, *_) = start.run.restored(1, 0, start.run.epoch, 7)
   assert world.message["fresh"] == [0]
+
+
+@pytest.mark.parametrize("shares", [1, 10, 1000])
+def test_ranges_are_the_shares(shares):
+  chance = random.Random(shares)
+  for _ in range(20):
+    chosen = sorted(chance.sample(range(shares), chance.randrange(shares + 1)))
+    ranges = to_ranges(chosen)
+    assert list(from_ranges(ranges)) == chosen
+    assert all(end < first for (_, end), (first, _) in itertools.pairwise(ranges))
+
+
+def test_a_hundred_losses_do_not_divide_the_shares_without_end(monkeypatch):
+  monkeypatch.setattr(coordinator, "_MOST_RANGES", 200)
+  run = Coordinator(16, 1, clock=lambda: 0.0, shares=1000)
+  chance, counts = random.Random(0), []
+  for member in range(16):
+    run.hello(member, 0, 1, "address")
+  run.active = set(range(16))
+  for _ in range(100):
+    absent = sorted(set(range(16)) - run.active)
+    lose = not absent or (len(absent) < 8 and chance.random() < 0.5)
+    run.active ^= {chance.choice(sorted(run.active) if lose else absent)}
+    run.live = set(run.active)
+    (world, *_) = (effect.message for effect in run._world() if isinstance(effect, Send))
+    counts.append(sum(map(len, world["ranges"].values())))
+    dealt = sorted(share for ranges in world["ranges"].values() for share in from_ranges(ranges))
+    assert dealt == list(range(1000))
+  assert 100 < max(counts) <= 200 and counts.count(len(run.active)) < 10

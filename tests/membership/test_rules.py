@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
 
 import pytest
 
-from trainer.config import load
+from trainer.config import ConfigError, load
 from trainer.membership.coordinator import Coordinator, Send
 from trainer.membership.rules import RunRules
 
@@ -68,3 +69,19 @@ def test_sigterm_to_one_member_is_a_request_to_all_in_a_run_that_is_not_elastic(
   run.done(0, 0, run.epoch, "step 1")
   commits = [effect.message for effect in run.done(1, 0, run.epoch, "step 1") if isinstance(effect, Send)]
   assert [(commit["stop"], commit["leave"]) for commit in commits] == [(True, []), (True, [])]
+
+
+@pytest.mark.parametrize(
+  ("slices", "shares", "lanes", "text"),
+  [
+    (799, 799, 1, ""),
+    (800, 800, 1, r"num_slices=800: .* at most 799 slices of 1 processes.*\nMake the slices larger"),
+    (300, 300, 8, r"num_slices=300: .* at most 214 slices of 8 processes"),
+    (2, 200_000, 1, ""),
+    (2, 1 << 21, 1, r"= 2097152 shares .* at most 1048576 are possible\.\nLower gradient_accumulation_steps"),
+  ],
+)
+def test_sizes_that_no_message_has_room_for_are_refused_before_a_start(slices, shares, lanes, text):
+  rules = RunRules(slices, 1, shares, 300.0, 0.0, True)
+  with pytest.raises(ConfigError, match=text) if text else contextlib.nullcontext():
+    rules.check(lanes)

@@ -16,7 +16,7 @@ from trainer.membership import server as server_lib
 from trainer.membership import wire
 from trainer.membership.client import Membership, SupervisorLost
 from trainer.membership.coordinator import Coordinator
-from trainer.membership.messages import message
+from trainer.membership.messages import from_ranges, message
 from trainer.membership.server import Server
 
 TOKEN = b"t" * 32
@@ -26,10 +26,11 @@ SECONDS = 5.0
 class Run:
   """A server with two members, which train in epoch 2."""
 
-  def __init__(self) -> None:
+  def __init__(self, shares: int = 2) -> None:
     self.lines: list[str] = []
+    self.worlds: list[dict[str, object]] = []  # by member: the first one
     self.faults: list[tuple[str, int, float | None]] = []
-    self.coordinator = Coordinator(2, 1, clock=time.monotonic)
+    self.coordinator = Coordinator(2, 1, clock=time.monotonic, shares=shares)
     self.server = Server(
       self.coordinator,
       TOKEN,
@@ -44,7 +45,7 @@ class Run:
     expect(self.members[1], "lead")  # it helps member 0
     self.members[0].send("restored", epoch=1, step=0)
     for member in self.members:
-      expect(member, "world")
+      self.worlds.append(expect(member, "world"))
 
   def join(self, member: int) -> Membership:
     return Membership(
@@ -413,3 +414,26 @@ def test_a_member_that_never_reads_holds_up_nobody(run, monkeypatch):
   assert number > 10 and longest < 1.0
   run.logged("Member 2 does not read its messages")
   deaf.close()
+
+
+def test_a_thousand_strangers_cause_few_lines(run):
+  before = run.state()
+  for _ in range(1000):
+    with run.connect() as sock, contextlib.suppress(OSError):
+      sock.sendall(bytes(64))
+      sock.recv(4096)
+  run.logged("left out for a minute")
+  assert len(run.lines) < 20 and run.state() == before
+  run.commits("step 1")
+
+
+def test_two_hundred_thousand_shares_fit_into_the_default_buffer(monkeypatch):
+  monkeypatch.setattr(wire, "_SEND_BUFFER_BYTES", 212_992)  # net.core.wmem_max of Linux
+  run = Run(shares=200_000)
+  for world in run.worlds:
+    assert len(json.dumps(world)) < 1000
+    assert sorted(sum(map(from_ranges, world["ranges"].values()), ())) == list(range(200_000))
+  run.members.pop().close()
+  assert from_ranges(expect(run.members[0], "world")["ranges"]["0"]) == tuple(range(200_000))
+  run.members.pop().close()
+  run.server.close()

@@ -248,18 +248,21 @@ def test_a_full_disk_ends_the_tensorboard_files_and_nothing_else(tmp_path):
   assert result.stdout.startswith("1 no TensorBoard files from here on: [Errno 27]")
 
 
+ONE = {"eval"}, "eval"  # the only set
+
+
 def test_an_evaluation_counts_for_the_last_time_that_its_step_was_done(tmp_path):
   """Also for the next process. A step that is done again has not been evaluated, whatever the records before say."""
   out = open_metrics(tmp_path)
   for step in (1, 10, 2):
     out.write(record(step))
-  assert metrics.eval_loss(str(tmp_path), 10) is None
+  assert metrics.eval_loss(str(tmp_path), 10, *ONE) is None
   out.write_eval(10, 2.5)
   out.write(record(11))
-  assert out.eval_loss(10) == open_metrics(tmp_path).eval_loss(10) == 2.5
-  assert all(open_metrics(tmp_path).eval_loss(step) is None for step in (0, 1, 2, 11, 100))
+  assert out.eval_loss(10, *ONE) == open_metrics(tmp_path).eval_loss(10, *ONE) == 2.5
+  assert all(open_metrics(tmp_path).eval_loss(step, *ONE) is None for step in (0, 1, 2, 11, 100))
   out.write(record(10))
   out.close()
   with (tmp_path / metrics.METRICS_FILE).open("a") as file:
     file.write('{"step": 10, "eval_lo')  # cut short by a kill
-  assert open_metrics(tmp_path).eval_loss(10) is None
+  assert open_metrics(tmp_path).eval_loss(10, *ONE) is None

@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -127,6 +128,33 @@ def test_a_service_that_never_answers_does_not_hold_the_end_of_the_process(monke
   writer.join()
   assert said.lines == ["no records in x from here on: no answer for 0.2 s (training goes on)"]
   assert background.any_waits()  # so that the command ends without waiting for the library
+  release.set()
+
+
+def test_the_records_for_a_service_that_hangs_are_bounded(monkeypatch):
+  monkeypatch.setattr(background, "MOST_WAITING", 100)
+  said, release = Said(), threading.Event()
+  writer = background.BackgroundWriter("records in x", release.wait, said, "training goes on", waits=False)
+  for step in range(1000):
+    writer.write(step, {}, 0.0, is_step=True)
+    writer.flush()
+  assert said.lines == ["no records in x from here on: no answer, and 100 records wait (training goes on)"]
+  assert writer._tasks.qsize() <= 101
+  release.set()
+
+
+def test_a_disk_that_hangs_delays_one_checkpoint_and_no_last_save(monkeypatch):
+  monkeypatch.setattr(background, "LONGEST_WAIT_SECONDS", 2.0)
+  said, release = Said(), threading.Event()
+  writer = background.BackgroundWriter("TensorBoard files", release.wait, said, "off", waits=True)
+  writer.write(1, {}, 0.0, is_step=True)
+  seconds = []
+  for wait in (False, True, True, False):
+    began = time.monotonic()
+    writer.flush(wait=wait)
+    seconds.append(time.monotonic() - began)
+  assert seconds[1] >= 2.0 and max(seconds[0], *seconds[2:]) < 1.0
+  assert said.lines == ["no TensorBoard files from here on: no answer for 2 s (off)"]
   release.set()
 
 

@@ -135,6 +135,26 @@ def test_a_restart_of_the_process(tmp_path):
   assert compute(tmp_path)["processes"] == 2
 
 
+@pytest.mark.parametrize("pause", [86400.0, 3.0, -20.0])  # -20 s: the wall clock was set back
+def test_the_time_after_a_complete_run_does_not_count(tmp_path, pause):
+  wall, done = 1000.0, 0
+  for until in (10, 10, 15, 12):  # complete; started again; extended; started with fewer steps
+    life = Life(tmp_path, wall)
+    life.after(2, "run_start", seconds=2)
+    for step in range(done + 1, until + 1):
+      life.step(step)
+    done = max(done, until)
+    life.after(0, "run_end", exit=0)
+    wall += life.now - 100 + pause
+  assert seconds(tmp_path) == {"steps": 15.0, "init": 8.0}
+  if pause > 0:  # the picture has the same clock
+    result, rows = compute(tmp_path), history.load(str(tmp_path)).rows
+    assert goodput.elapsed(result, rows["wall"])[[9, 10, -1]] == pytest.approx([12, 17, 21])
+    Life(tmp_path, wall).step(16)  # then killed
+    Life(tmp_path, wall + 40).step(17)
+    assert seconds(tmp_path) == {"steps": 17.0, "init": 8.0, "down": 39.0}
+
+
 def test_a_wall_clock_that_is_set_back_does_not_make_lives_overlap(tmp_path):
   first = Life(tmp_path, wall=1000.0)
   first.step(0, seconds=100)

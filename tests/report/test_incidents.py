@@ -108,7 +108,7 @@ def test_the_total_is_the_sum_of_the_costs_shown_and_less_than_the_run(tmp_path)
 @pytest.mark.parametrize(
   ("end", "why"),
   [
-    (lambda run: run.end(42), "stopped by SIGTERM"),
+    (lambda run: run.end(42), "stopped by a signal"),
     (lambda run: run.end(1), "had failed (exit code 1)"),
     (lambda run: run.close(), "it was killed"),
     (lambda run: (run.after(9.0, "hang", step=5, silent_seconds=9.0, operation=None), run.close()), "exit code 134"),
@@ -130,6 +130,20 @@ def test_a_restart_says_why_and_what_it_cost(tmp_path, end, why):
   assert restart[0].what.endswith("2 steps done again.") and restart[0].tokens == 2 * 6144
   # Until the second process was first ready: 3.2 s after its start.
   assert restart[0].seconds == pytest.approx(1.8e9 + 103.2 - last, abs=1e-3)
+
+
+def test_a_complete_run_that_is_started_again_or_extended_is_no_incident(tmp_path):
+  wall, done = 1.8e9, 0
+  for until in (3, 3, 6, 4):
+    run = fake_run.FakeRun(tmp_path / "a", steps=until, slices=1, wall=wall)
+    for step in range(done + 1, until + 1):
+      run.step(step)
+    done = max(done, until)
+    run.end(0, step=done)
+    wall += 86400.0
+  assert found(tmp_path / "a") == []
+  text = page._sections(*(run := history.load(str(tmp_path / "a")), goodput.compute(run)), {}, 3600.0)
+  assert "6 (4 wanted)" in text and "6 of 4" not in text
 
 
 def test_other_events_have_a_reason(tmp_path):

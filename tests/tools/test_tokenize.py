@@ -23,7 +23,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import DataSection
 from trainer.data import array_record, datasets
 from trainer.data.documents import Piece
-from trainer.data.tokenizer import ByteTokenizer
+from trainer.data.tokenizer import ByteTokenizer, train_bpe
 from trainer.tools.tokenize import part as part_lib
 from trainer.tools.tokenize import run
 from trainer.tools.tokenize.part import Job
@@ -102,7 +102,7 @@ def command(source: Path, output: Path, *arguments: str) -> list[str]:
   keys = [f"dataset_path={source}", "max_target_length=64", "eval_fraction=0.1", "vocab_size=300"]
   keys += [f"dataset_cache_directory={source.parent / 'cache'}", f"base_output_directory={source.parent / 'runs'}"]
   options = ["--output", str(output), "--part-megabytes=0.03", "--processes=2", *arguments]
-  return [sys.executable, "-m", "trainer.tools.tokenize", "configs/base.yml", *keys, "tokenizer_type=byte", *options]
+  return [sys.executable, "-m", "trainer.tools.tokenize", "configs/base.yml", "tokenizer_type=byte", *keys, *options]
 
 
 def start(source: Path, output: Path, *arguments: str) -> subprocess.Popen:
@@ -114,6 +114,30 @@ def start(source: Path, output: Path, *arguments: str) -> subprocess.Popen:
 def finished(process: subprocess.Popen) -> tuple[int, str]:
   text, _ = process.communicate(timeout=LIMIT)
   return process.returncode, text
+
+
+def test_the_keys_name_the_tokens_around_documents_and_text_never_has_them(tmp_path):
+  source, output = tmp_path / "text", tmp_path / "output"
+  source.mkdir()
+  for number in range(9):
+    (source / f"{number}.txt").write_text(f"a [SEP] in text {number} [CLS]")
+  tokenizer = train_bpe(["a text"], 300).replace("<|bos|>", "[CLS]").replace("<|eos|>", "[SEP]")
+  (tmp_path / "tokenizer.json").write_text("\ufeff" + tokenizer, encoding="utf-8")
+  keys = ["tokenizer_type=bpe", f"tokenizer_path={tmp_path / 'tokenizer.json'}", "eval_fraction=0"]
+  code, text = finished(start(source, output, *keys))
+  assert code == 2 and "it has no special token named <|eos|>" in text and "tokens: [CLS], [SEP]" in text
+  code, text = finished(start(source, output, *keys, "bos_token=[CLS]", "eos_token=[SEP]"))
+  assert code == 0 and "Documents begin with [CLS] (0) and end with [SEP] (1)\n" in text
+  assert json.loads((output / "manifest.json").read_text())["eos_token"] == ["[SEP]", 1]
+  paths = sorted((output / "train").iterdir())
+  pieces = [Piece(path.name, path, 0, path.stat().st_size) for path in paths]
+  records = array_record.Records(paths, [array_record.count(piece) for piece in pieces])
+  documents = [np.frombuffer(records[number], "<u2").tolist() for number in range(len(records))]
+  records.close()
+  assert len(documents) == 9
+  assert all(ids[0] == 0 and ids[-1] == 1 and not {0, 1} & {*ids[1:-1]} for ids in documents)
+  code, text = finished(start(source, output, *keys, "eos_token=[SEP]"))
+  assert code == 2 and "has the output of another command" in text and "bos_token" in text
 
 
 def corpus(folder: Path, files: int = 24, lines: int = 500) -> Path:

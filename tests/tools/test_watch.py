@@ -9,8 +9,10 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 
@@ -131,6 +133,22 @@ def test_several_runs_are_compared(tmp_path, capsys):
   assert report.main([*folders, "--compare", str(tmp_path / "page.html")]) == 0
   assert capsys.readouterr().out == f"{tmp_path}/page.html\n"
   assert "3 runs" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("target", ["http://[/", "x://]:", "/state?version=\xff%zz"])
+def test_an_address_that_is_none_is_an_answer(tmp_path, short, capfd, target):
+  young_run(tmp_path / "a").close()
+  with watch.Server(live.LivePage([str(tmp_path / "a")], period=1.0), 0) as server:
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=30) as raw:
+      raw.sendall(f"GET {target} HTTP/1.0\r\nHost: localhost:1\r\n\r\n".encode("latin-1"))
+      assert raw.makefile("rb").readline().split()[1] == (b"200" if "state" in target else b"400")
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=30) as raw:
+      raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets the connection
+      raw.sendall(b"GET /state HTTP/1.0\r\n")
+    assert get(f"{server.url}nothing")[0] == 404  # the threads before it have ended, or soon will
+    server.shutdown()
+  assert capfd.readouterr().err == ""
 
 
 @contextlib.contextmanager

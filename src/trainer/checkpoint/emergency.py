@@ -32,7 +32,7 @@ from trainer.checkpoint.arrays.boxes import Box
 from trainer.checkpoint.arrays.host_copy import Fetch
 from trainer.checkpoint.background import Background
 from trainer.checkpoint.backup import Accept, Candidate, Emit, Log
-from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
+from trainer.checkpoint.errors import NonFiniteState, Rejected, SaveFailed
 from trainer.checkpoint.lending import Borrowed, Lender, Lenders
 from trainer.checkpoint.local_copies import ENTRY, Copy, Listed, LocalCopies, Part, box_of, folder, identity, parts_of
 from trainer.checkpoint.together import together
@@ -74,6 +74,7 @@ class Emergency:
     self._copies = LocalCopies(self.root, run_id)
     self._borrowed: Borrowed | None = None
     self._background = Background("emergency-checkpoint")
+    self._failed = 0  # the step of the last save, if it failed on this process
     self._probe()
 
   def _probe(self) -> None:
@@ -109,9 +110,10 @@ class Emergency:
   def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> bool:
     """Starts a save; returns when the state has been copied to the host, so that its buffers may be donated.
 
-    Raises CheckpointError or NonFiniteState for the save before this one.
+    Raises SaveFailed or NonFiniteState for the save before this one.
     """
     self.wait()
+    failed, self._failed = self._world.gather(self._failed), 0
     begin = time.monotonic()
     flat = state_tree.flatten(state)
     started = fingerprint.dispatch(flat)
@@ -126,6 +128,8 @@ class Emergency:
 
     def work() -> None:
       try:
+        # Without the parts of a process a step cannot be restored: it must not replace an older one.
+        self._copies.remove([copy for copy in self._copies.files("json") if copy.step in failed and self._owns(copy)])
         self._collect_garbage(step)
         self._copies.remove(list(copies))
         self._make_room(sum(data.nbytes for parts in copies.values() for _, _, data in parts))
@@ -133,9 +137,10 @@ class Emergency:
       except OSError as error:
         with contextlib.suppress(OSError):  # report the first error
           self._copies.remove(list(copies))
-        raise CheckpointError(
+        self._failed = step
+        raise SaveFailed(
           f"step {step} could not be saved in {self.root}: {error}. Give local_checkpoint_directory the space that "
-          "trainer.tools.preflight prints, or raise local_checkpoint_period and set enable_emergency_checkpoint=false"
+          "trainer.tools.preflight prints, or set enable_emergency_checkpoint=false"
         ) from error
       self._emit("checkpoint_saved", step=step, tier="emergency", path=str(self.root), blocking_seconds=blocked,
                  seconds=time.monotonic() - begin)  # fmt: skip
@@ -180,7 +185,7 @@ class Emergency:
     none, because the host had the place of another slice before, the newest of them stay.
     """
     entries = {*self._copies.files("json"), *self._copies.files("bin")}
-    mine = {entry for entry in entries if entry.process == self._world.rank and entry.slice in self._slices}
+    mine = set(filter(self._owns, entries))
     gone = {e for e in entries if e.slice not in self._slices or e.process >= self._world.size}
 
     def newest(copies: set[Copy]) -> list[int]:
@@ -190,6 +195,10 @@ class Emergency:
     kept = newest(mine)
     oldest = min(kept or newest(gone), default=step)
     self._copies.remove([e for e in mine if e.step not in kept] + [e for e in gone if e.step < oldest])
+
+  def _owns(self, copy: Copy) -> bool:
+    """Whether this process has written the copy, or another process in its place."""
+    return copy.process == self._world.rank and copy.slice in self._slices
 
   def _other_runs(self) -> list[Path]:
     """The folders of earlier runs in the same run folder, which was then deleted or moved."""
@@ -215,11 +224,11 @@ class Emergency:
           shutil.rmtree(path)
 
   def wait(self) -> None:
-    """Returns when the save in flight is complete on this process. Raises CheckpointError if it failed."""
+    """Returns when the save in flight is complete on this process. Raises SaveFailed or NonFiniteState."""
     self._background.wait()
 
   def check(self) -> None:
-    """Raises CheckpointError if a save in the background has failed. Does not wait."""
+    """As `wait`, but does not wait."""
     self._background.check()
 
   # ---- restoring ----

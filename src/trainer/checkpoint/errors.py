@@ -11,6 +11,12 @@ class NonFiniteState(CheckpointError):
   """The state to be saved has infinities or NaNs; it was not committed."""
 
 
+class SaveFailed(CheckpointError):
+  """The storage failed at a save. The state is good, and so are the saves before: training may go on, and save later.
+
+  Every process of the world raises it for the same save."""
+
+
 class NoGoodCheckpoint(CheckpointError):
   """There are checkpoints and all are damaged. Starting from step 0 without an error would hide the loss."""
 

@@ -67,7 +67,10 @@ def _message(
     causes = [cause for cause, judge in JUDGED_BY.items() if judge == key and cause in differences]
     explained = causes or differences.keys() & (CHANGES_DATA_ORDER | CHANGES_STATE)
     if key == JUDGED_BY["dataset_path"] and not explained:
-      what += ": the keys are the same, so the files have changed"
+      # Before eos_token was a key, other tokens could begin and end documents, and long texts had other ids.
+      older = saved["config"].get("tokenizer_type") == "bpe" and "eos_token" not in saved["config"]
+      cause = "an older version has tokenised the text otherwise" if older else "the files have changed"
+      what += f": the keys are the same, so {cause}"
     rows.append((key, _short(old), _short(new), what))
     rows += [(cause, _short(differences[cause][0]), _short(differences[cause][1]), "a cause") for cause in causes]
   widths = [max(len(row[column]) for row in rows) for column in range(3)]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +26,8 @@ from trainer.checkpoint.arrays import fingerprint, host_copy, single_replica, st
 from trainer.checkpoint.arrays.host_copy import Fetch
 from trainer.checkpoint.background import Background
 from trainer.checkpoint.backup import Accept, Candidate, Emit, Log
-from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
+from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected, SaveFailed
+from trainer.checkpoint.save_barriers import NO_TIMEOUT_SECONDS, SaveBarriers
 from trainer.checkpoint.step_folders import COMMIT, MANIFEST, META, UNFINISHED, StepFolders
 from trainer.checkpoint.together import together
 from trainer.config.schema import CheckpointSection
@@ -36,9 +39,6 @@ UNSEALED = frozenset({"_CHECKPOINT_METADATA", COMMIT, MANIFEST})
 # An object store checks a checksum of every object itself, and reading all files twice would double the time of a
 # restore. There larger files have no CRC in the manifest, only their size; array data has its fingerprints.
 OBJECT_STORE_CRC_LIMIT = 1 << 20
-# Orbax measures its timeouts with the wall clock, and a clock that is corrected must not fail a save. A save that
-# hangs is noticed by the watchdog and by the heartbeats of jax.distributed.
-NO_TIMEOUT_SECONDS = 10 * 365 * 24 * 3600
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "trainer")
 
 
@@ -61,6 +61,7 @@ class _Save:
   meta: dict[str, Any]
   started: fingerprint.Started
   clock: float
+  barriers: SaveBarriers | None  # of several processes
   blocked: float = 0.0
 
 
@@ -111,22 +112,25 @@ class Persistent(StepFolders):
     """Starts (async_checkpointing) or completes a save of `state`, a pytree of jax.Arrays; False if the step exists.
 
     Returns when the state has been copied to the host: its buffers may then be donated. `meta` is JSON; `metric` is
-    the evaluation loss, for checkpoint_keep_best. force overwrites. Raises CheckpointError for this save and for the
-    one before it, and NonFiniteState (from `wait` or the next call) if the state has infinities or NaNs.
+    the evaluation loss, for checkpoint_keep_best. force overwrites. Raises SaveFailed for this save and for the one
+    before it if the storage fails, NonFiniteState (from `wait` or the next call) if the state has infinities or NaNs,
+    and CheckpointError if the run's folder is not the one of the start.
     """
     self.wait()
     begin = time.monotonic()
-    exists = self._on_primary(lambda: self._usable(step))
-    if exists and not force:
+    exists, failed, name = self._on_primary(lambda: [*self._prepare(step, force), secrets.token_hex(8)])
+    if failed:
+      raise SaveFailed(failed)
+    if exists:
       return False
     flat = state_tree.flatten(state)
     sealed_meta = dict(meta, step=step, metric=metric, versions=versions(), arrays=state_tree.describe(flat))
     started = fingerprint.dispatch(flat)
     if self._fetch is not None and _reads_arrays():
       started = self._fetch(functools.partial(host_copy.read, flat, started), f"the copy of step {step} for its save")
-    self._save = _Save(step, sealed_meta, started, begin)
+    barriers = SaveBarriers(f"save/{name}", self._world.rank) if self._world.size > 1 else None
+    self._save = _Save(step, sealed_meta, started, begin, barriers)
     try:
-      self.directory.mkdir(parents=True, exist_ok=True)
       self._orbax_writer().save(self.directory / str(step), args=_save_args(flat), force=True)
     except jax.errors.JaxRuntimeError:
       raise
@@ -139,10 +143,25 @@ class Persistent(StepFolders):
       self.wait()
     return True
 
-  def _usable(self, step: int) -> bool:
-    """Whether the step is saved already. Raises CheckpointError if the run's folder is not the one of the start."""
-    self._check_run_folder(step)
-    return self._committed(str(step)) and str(step) not in self._unusable
+  def _prepare(self, step: int, force: bool) -> tuple[bool, str]:
+    """(whether the step is saved already, why it cannot be saved or ""). On the primary. Makes room for the folder.
+
+    Where Orbax itself cannot make the folder on the primary, the other processes wait for it. Raises CheckpointError
+    if the run's folder is not the one of the start.
+    """
+    try:
+      self._check_run_folder(step)
+      if not force and self._committed(str(step)) and str(step) not in self._unusable:
+        return True, ""
+      for path in (self.directory / str(step), temporary := self.directory / f"{step}{UNFINISHED}"):
+        if path.exists():
+          path.rmtree()
+      if "://" not in str(self.directory):
+        temporary.mkdir(parents=True)
+        temporary.rmdir()
+    except OSError as error:
+      return False, str(self._failed(step, error))
+    return False, ""
 
   def _check_run_folder(self, step: int) -> None:
     run = self.directory.parent
@@ -157,11 +176,11 @@ class Persistent(StepFolders):
       )
 
   def wait(self) -> None:
-    """Returns when the save in flight is committed. Raises CheckpointError if it failed."""
+    """Returns when the save in flight is committed. Raises SaveFailed, NonFiniteState or CheckpointError."""
     self._background.wait()
 
   def check(self) -> None:
-    """Raises CheckpointError if a save in the background has failed. Does not wait."""
+    """As `wait`, but does not wait."""
     self._background.check()
 
   def close(self) -> None:
@@ -176,10 +195,12 @@ class Persistent(StepFolders):
       import orbax.checkpoint as ocp
       from orbax.checkpoint.options import AtomicityMode, AtomicityOptions
 
-      barrier = ocp.multihost.get_barrier_sync_fn()
+      for library in ("absl", "asyncio"):
+        logging.getLogger(library).addFilter(_is_not_repeated)
 
       def finite_barrier(*, key: str, timeout_ms: int) -> None:
-        barrier(key=key, timeout_ms=timeout_ms)
+        assert self._save is not None and self._save.barriers is not None
+        self._save.barriers.wait()
         self._prints()  # raises on every process: if only process 0 raised, the others would wait for its commit
 
       self._writer = ocp.AsyncCheckpointer(
@@ -234,15 +255,13 @@ class Persistent(StepFolders):
       raise self._failure(save.step, error) from error
 
   def _failure(self, step: int, error: BaseException) -> BaseException:
-    """The error to raise for `error`. Removes the unfinished save, because the space it takes may be the problem.
-
-    With several processes others may still write there: then it stays until the next start moves it aside.
-    """
-    self._save = None
-    no_writers = self._world.size == 1 or isinstance(error, NonFiniteState)
+    """The error to raise for `error`, on every process. Removes the unfinished save: it takes space."""
+    save, self._save = self._save, None
+    if save is not None and save.barriers is not None:
+      save.barriers.fail(str(self._failed(step, error)))
     for name in (f"{step}{UNFINISHED}", str(step)):
       path = self.directory / name
-      if no_writers and self._world.is_primary and path.exists() and not self._committed(name):
+      if self._world.is_primary and path.exists() and not self._committed(name):
         with contextlib.suppress(OSError):  # report the first error
           path.rmtree()
     if isinstance(error, CheckpointError | jax.errors.JaxRuntimeError):
@@ -251,15 +270,26 @@ class Persistent(StepFolders):
       self._check_run_folder(step)
     except CheckpointError as moved:  # the reason for whatever Orbax reports
       return moved
-    return CheckpointError(
+    return self._failed(step, error)
+
+  def _failed(self, step: int, error: BaseException) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+      return error
+    # An error of the runtime is no error of the storage: a slice may be lost.
+    kind = SaveFailed if runtime_errors.find(error) is None else CheckpointError
+    return kind(
       f"step {step} could not be saved in {self.directory}: {_first_line(error)}. Earlier checkpoints are untouched; "
-      "check space and permissions there and start again to resume"
+      "check space and permissions there"
     )
 
   def _prune(self, save: _Save) -> None:
     """Deletes what retention does not keep. A folder that cannot be read or deleted must not fail a good save."""
     if self._losses is None:
-      self._losses = {step: self._loss(step) for step in self.steps()}
+      try:
+        self._losses = {step: self._loss(step) for step in self.steps()}
+      except (CheckpointError, OSError) as error:
+        self._log(f"Retention deletes nothing: {error}.")
+        return
     self._losses[save.step] = save.meta["metric"]
     for step in sorted(set(self._losses) - retention.kept(self._losses, self._cfg)):
       try:
@@ -349,6 +379,11 @@ class Persistent(StepFolders):
       if runtime_errors.is_outage(text) or isinstance(error, PermissionError):
         raise CheckpointError(f"{self.directory / str(step)} cannot be read: {_first_line(error)}") from error
       raise Rejected(f"its arrays cannot be read: {_first_line(error)}") from error
+
+
+def _is_not_repeated(record: logging.LogRecord) -> bool:
+  """False for errors of a save that Orbax and asyncio print, with a traceback for each array: they are raised too."""
+  return record.levelno < logging.ERROR or not (record.name == "asyncio" or "orbax" in record.pathname)
 
 
 def _reads_arrays() -> bool:

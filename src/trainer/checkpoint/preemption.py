@@ -1,4 +1,4 @@
-"""Whether the run must save and end: SIGTERM to one process is a request to all, and all agree on the step."""
+"""Whether the run must save and end. A request (SIGTERM, ...) to one process is one to all, and all agree on a step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Preemption:
     self._agreed = False
     self._announced = False
     if not self._enabled:
-      signals.leave_sigterm_to_the_system()
+      signals.leave_requests_to_the_system()
       return
     several = world.size > 1
     signals.reclaim(forward=several)
@@ -56,8 +56,9 @@ class Preemption:
       self._agreed = bool(multihost_utils.reached_preemption_sync_point(step))
     if self.noticed and not self._announced:  # not in the handler, which may have interrupted a print
       self._announced = True
-      self._emit("preemption", step=step, signal="SIGTERM")
-      self._log("SIGTERM received: finishing the step, saving a checkpoint and exiting.")
+      request = self._signals.request or "SIGTERM"  # received by another process
+      self._emit("preemption", step=step, signal=request)
+      self._log(f"{request} received: finishing the step, saving a checkpoint and exiting.")
     return self._agreed
 
   @property

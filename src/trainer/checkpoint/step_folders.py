@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -143,8 +144,14 @@ class StepFolders:
         (aside / f"{target.name}.reason.txt").write_text(reason + "\n")
         return f"Moved checkpoint {name} to {target}"
       except OSError as error:
-        self._unusable.add(name)
-        return f"Checkpoint {name} cannot be moved to checkpoints_rejected ({error}), a save may overwrite it"
+        problem = f"Checkpoint {name} cannot be moved to checkpoints_rejected ({error})"
+        try:  # the folder of another user can be renamed, although it cannot be moved
+          target = self.directory / f"{name}.rejected.{time.time_ns()}"
+          _move(self.directory / name, target)
+          return f"{problem}, it is renamed to {target.name}"
+        except OSError:
+          self._unusable.add(name)
+          return f"{problem}, a save may overwrite it"
     raise AssertionError(f"1000 rejected checkpoints named {name}")
 
   def _rejected_folder(self) -> Any:

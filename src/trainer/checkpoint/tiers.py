@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax import Device
@@ -16,18 +17,21 @@ from trainer.checkpoint.arrays.host_copy import Fetch
 from trainer.checkpoint.background import Background
 from trainer.checkpoint.backup import Accept, Candidate, Emit, Log, Restored, StateBackup, restore_newest
 from trainer.checkpoint.emergency import Emergency
-from trainer.checkpoint.errors import NoGoodCheckpoint
+from trainer.checkpoint.errors import CheckpointError, NoGoodCheckpoint, SaveFailed
 from trainer.checkpoint.lending import Lender, Lenders
 from trainer.checkpoint.persistent import Persistent
 from trainer.checkpoint.snapshot import Snapshots
 from trainer.config.schema import CheckpointSection
 from trainer.world import World
 
+T = TypeVar("T")
+
 
 class Tiers:
   """The backups of one attempt. Every process must call every method, in the same order.
 
-  `step` always counts completed steps. Errors of a background save are raised by the next call.
+  `step` always counts completed steps. If the storage fails at a save, a warning says so, and the next save that is
+  due tries again: the processes that train still hold the state. Other errors of a save are raised by the next save.
   """
 
   def __init__(
@@ -42,14 +46,15 @@ class Tiers:
     saves_in_storage: Callable[[], bool] = lambda: True,
     fetch: Fetch | None = None,
     log: Log = lambda line: None,
+    warn: Log | None = None,
     emit: Emit = lambda kind, **fields: None,
   ) -> None:
     """run_id: of run_id.establish at the start of the process (default: the id is read or created now).
     slices: {id: devices} of the living slices (default: all devices are one). saves_in_storage: asked at every save;
     False while another world of the run does it. fetch: see host_copy; for devices behind a proxy. log takes a line for
-    people; emit a kind and fields for events.jsonl; both may be called from a thread. Raises ConfigError where the
-    emergency tier is wanted and could not write."""
-    self._cfg, self._log, self._emit = cfg, log, emit
+    people, and warn a warning (default: log); emit a kind and fields for events.jsonl. A thread may call them. Raises
+    ConfigError where the emergency tier is wanted and could not write."""
+    self._cfg, self._log, self._warn, self._emit = cfg, log, warn or log, emit
     self._saves_in_storage = saves_in_storage
     self._saves = False  # whether this world saved in storage at the last call of `owed`; an attempt looks once
     self._makes_up = False
@@ -86,16 +91,26 @@ class Tiers:
     world that was to do it.
 
     To be asked after every step, also where a save is due: it looks after the first step of an attempt, and when this
-    world begins to save in storage. Later a save that is still being written would look like a lost one.
+    world begins to save in storage. Later a save that is still being written would look like a lost one. Also tells of
+    a save in the background that has failed since the last call.
     """
+    for tier in self._saving():
+      self._call_or_warn(tier, tier.check)
     before, self._saves = self._saves, self._saves_in_storage()
     if before or not self._saves or not self._cfg.enable_checkpointing:
       return False
     due = step - step % self._cfg.checkpoint_period
-    self._makes_up = due > 0 and due != step and max(self._persistent.steps(), default=0) < due
+    self._makes_up = due > 0 and due != step and self._newest_in_storage() < due
     if self._makes_up:
       self._log(f"The checkpoint of step {due} was not committed: saving step {step} in its place.")
     return self._makes_up
+
+  def _newest_in_storage(self) -> int:
+    """The newest committed step, as the primary lists it; 0: none, or the listing fails, which the next save tells."""
+    try:
+      return max((candidate.step for candidate in self._persistent.candidates()), default=0)
+    except CheckpointError:
+      return 0
 
   def _due(self, step: int, period: int) -> bool:
     return self._cfg.enable_checkpointing and step > 0 and step % period == 0
@@ -105,51 +120,71 @@ class Tiers:
   ) -> bool:
     """Saves in the tiers whose period ends at `step`, and with `last` in the persistent tier. Whether it saved.
 
-    last: no step follows in this process. Returns as soon as the state may be donated.
+    last: no step follows in this process: as `save_in_storage`. Otherwise returns as soon as the state may be donated.
     meta: of meta.build; metric: evaluation loss of this state, if known.
     """
     if not self._cfg.enable_checkpointing:
       return False
-    self.check()
     saved = False
     if self._emergency is not None and self._due(step, self._cfg.local_checkpoint_period):
-      self._emergency.save(step, state, meta)
-      saved = True
+      saved = self._save_or_warn(self._emergency, step, state, meta)
     if (last or self.due_persistent(step) or self._makes_up) and self._saves_in_storage():
       self._makes_up = False
-      saved |= self._persistent.save(step, state, meta, metric=metric)
+      if last:
+        return self._commit(step, state, meta, metric) or saved
+      saved |= self._save_or_warn(self._persistent, step, state, meta, metric=metric)
     return saved
 
-  def save_in_storage(self, step: int, state: Any, meta: Mapping[str, Any], *, metric: float | None = None) -> bool:
-    """Saves in the persistent tier, unless it has a good checkpoint of `step`. Whether it saved.
+  def _saving(self) -> list[Persistent | Emergency]:
+    return [self._persistent] if self._emergency is None else [self._emergency, self._persistent]
 
-    For a state that was restored, or is saved in the other tiers: a second local copy would replace a good one. A
-    damaged checkpoint of `step` is moved aside first. meta, metric: see `maybe_save`.
+  def _save_or_warn(self, tier: Persistent | Emergency, *args: Any, **options: Any) -> bool:
+    """Whether the tier saves, after the save before it. A warning says if the storage failed at one of them."""
+    self._call_or_warn(tier, tier.wait)
+    return bool(self._call_or_warn(tier, functools.partial(tier.save, *args, **options)))
+
+  def _call_or_warn(self, tier: StateBackup, call: Callable[[], T]) -> T | None:
+    try:
+      return call()
+    except SaveFailed as error:
+      self._warn(f"{error}. Training goes on, and the next save that is due tries again")
+      self._emit("checkpoint_failed", tier=tier.tier, reason=str(error))
+      return None
+
+  def save_in_storage(self, step: int, state: Any, meta: Mapping[str, Any], *, metric: float | None = None) -> bool:
+    """Saves in the persistent tier, unless it has a good checkpoint of `step`. Whether it saved. Waits for the commit.
+
+    For a state that was restored, or is saved in the other tiers: a second local copy would replace a good one. If the
+    storage fails, the emergency tier saves the state unless it has it, and SaveFailed is raised. A damaged checkpoint
+    of `step` is moved aside first. meta, metric: see `maybe_save`.
     """
     if not self._cfg.enable_checkpointing or not self._saves_in_storage():
       return False
-    self.check()
     if reason := self._persistent.damage(step):
       self._report_rejected(self._persistent, Candidate(step), reason)
       self._persistent.set_aside({str(step): reason})
-    return self._persistent.save(step, state, meta, metric=metric)
+    return self._commit(step, state, meta, metric)
 
-  def check(self) -> None:
-    """Raises CheckpointError if a save in the background has failed. Does not wait."""
-    self._persistent.check()
-    if self._emergency is not None:
-      self._emergency.check()
+  def _commit(self, step: int, state: Any, meta: Mapping[str, Any], metric: float | None) -> bool:
+    self._call_or_warn(self._persistent, self._persistent.wait)
+    try:
+      saved = self._persistent.save(step, state, meta, metric=metric)
+      self._persistent.wait()
+      return saved
+    except SaveFailed:
+      if self._emergency is not None and self._emergency.newest() < step:
+        self._save_or_warn(self._emergency, step, state, meta)
+      raise
 
   def wait(self) -> None:
-    """Returns when all saves are committed. Raises CheckpointError if one failed."""
-    self._persistent.wait()
-    if self._emergency is not None:
-      self._emergency.wait()
+    """Returns when all saves are committed, or have failed."""
+    for tier in self._saving():
+      self._call_or_warn(tier, tier.wait)
 
   def close(self) -> None:
     """Waits for all saves and frees the threads.
 
-    Raises CheckpointError like `wait`. While another exception is being raised, it logs its own error instead: the
+    Raises errors like `wait`. While another exception is being raised, it logs its own error instead: the
     other exception is the reason why the attempt ends.
     """
     ending = sys.exception() is not None

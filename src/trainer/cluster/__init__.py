@@ -5,14 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, MutableMapping
 
-from trainer.cluster import cpu_compiler, torchrun
+from trainer.cluster import cpu_compiler, torchrun, variables
 from trainer.cluster.api import Cluster, ProxyLost, View
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
 from trainer.membership.environment import SUPERVISOR, Place, shared_token
 from trainer.membership.rules import RunRules
 
-__all__ = ["Cluster", "ProxyLost", "View", "change_environment", "inherited_environment", "job_token", "start"]
+__all__ = [
+  "Cluster",
+  "ProxyLost",
+  "View",
+  "change_environment",
+  "check_environment",
+  "inherited_environment",
+  "job_token",
+  "start",
+]
+
+
+def check_environment() -> None:
+  """Raises ConfigError if variables of JAX or XLA are wrong. Call it before jax is imported."""
+  variables.check(os.environ)
 
 
 def start(cfg: ClusterSection, rules: RunRules | None = None) -> Cluster:

@@ -53,7 +53,8 @@ class Cluster(ABC):
   kind: str
   is_behind_proxy = False  # whether this process reaches its devices, and every byte of their memory, through a proxy
   recovers_in_process = True  # whether the loss of a slice ends the attempt, and the elastic loop starts another
-  fresh_run_id = ""  # the id of a new run, where several worlds start it; "": the primary chooses one
+  # The id of a launch, and of the run if it is new, where several worlds start it; "": the primary chooses one.
+  fresh_run_id = ""
   peers: Peers | None = None  # the other worlds of the run, where each slice is a world of its own
 
   def __init__(self, slices: Mapping[int, Iterable[Device]], world: World) -> None:

@@ -34,8 +34,10 @@ def find(environment: Mapping[str, str]) -> list[jax.Device]:
   """The devices of this JAX world. Raises ConfigError if no backend starts."""
   try:
     return jax.devices()
-  except RuntimeError as error:  # it is misspelled, has no device here, or is not installed
+  # It is misspelled, has no device here, or is not installed: JAX asserts that a known name has a plugin.
+  except (RuntimeError, AssertionError) as error:
+    reason = (str(error) or "the backend is not installed").splitlines()[0]
     raise ConfigError(
-      f"JAX_PLATFORMS={environment.get('JAX_PLATFORMS', '')!r}: JAX finds no devices: {str(error).splitlines()[0]}\n"
+      f"JAX_PLATFORMS={environment.get('JAX_PLATFORMS', '')!r}: JAX finds no devices: {reason}\n"
       "Set JAX_PLATFORMS=cpu to run on the CPU, or install JAX for this machine's accelerator (setup.sh --gpu, --tpu)."
     ) from error

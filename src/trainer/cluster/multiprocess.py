@@ -23,7 +23,6 @@ from trainer.cluster import host_devices
 from trainer.cluster.api import Cluster, FaultTarget, View
 from trainer.cluster.peers import Peers, RunEnded
 from trainer.cluster.torchrun import ChildSupervisor
-from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
 from trainer.exchange import Exchange
 from trainer.membership import wire
@@ -34,9 +33,10 @@ from trainer.world import World
 
 # A peer may be saving a large checkpoint. If it has died, the supervisor says so, and the wait ends at once.
 _CONNECT_SECONDS = 3600.0
+_SLOW_SECONDS = 3600.0  # for a supervisor that listens and does not answer
 _RETRY_SECONDS = 0.2
 _REPORT_SECONDS = 5.0  # that the primary may need to report an error, and to end
-BAD_INPUT = 2  # exit code
+_FAILED, BAD_INPUT = 1, 2  # exit codes
 _PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that this process gets when its parent ends
 
 
@@ -73,8 +73,8 @@ class MultiprocessCluster(Cluster):
     environment: Mapping[str, str],
     supervisor: ChildSupervisor | None = None,
   ) -> MultiprocessCluster:
-    """Joins the run at `place`. Raises ConfigError if no supervisor answers there, and RunEnded if it does not let this
-    process join."""
+    """Joins the run at `place`. Raises RunEnded if no supervisor answers there, or if it does not let this process
+    join."""
     _join_slice(cfg, environment, place)
     world = world_lib.of_jax()
     peers = _join_run(place)
@@ -169,12 +169,12 @@ def _continue_when_launcher_ends() -> None:
 def _join_run(place: Place) -> Peers:
   """The members of the run, as this process sees them when the supervisor has let it join.
 
-  Raises ConfigError if no supervisor answers within the time limit, and RunEnded if it refuses.
+  Raises RunEnded with exit code 1 if there is none, which may be no fault of the configuration, and if it refuses.
   """
   _continue_when_launcher_ends()
-  deadline = time.monotonic() + place.wait_seconds
+  start = time.monotonic()
   while True:
-    channel = _connect(place, deadline)
+    channel = _connect(place, start)
     host = place.host or channel.local_host
     exchange = Exchange(place.member, place.token, _warn, host=host, connect_seconds=_CONNECT_SECONDS)
     membership = Membership(
@@ -198,19 +198,23 @@ def _join_run(place: Place) -> Peers:
       if isinstance(error, RunEnded):
         raise
       # Perhaps it was the supervisor of the group before this one, which was about to end.
-      _pause(place, deadline, "it has closed the connection")
+      _pause(place, start + (place.wait_seconds or _SLOW_SECONDS), "it has closed the connection")
 
 
-def _connect(place: Place, deadline: float) -> Channel:
-  """A connection to the supervisor. Raises ConfigError if there is none at `deadline` (time.monotonic seconds)."""
+def _connect(place: Place, start: float) -> Channel:
+  """A connection to the supervisor. start: when this process began to join, in time.monotonic seconds. Raises RunEnded
+  if there is none after place.wait_seconds. A launcher's supervisor listens already: it may be stopped or slow, unless
+  the system refuses the connection."""
   while True:
-    reasons = []
+    reasons, seconds = [], place.wait_seconds
     for address in place.supervisors:
       try:
         return wire.connect(address, place.token)
       except (OSError, WireError) as error:
         reasons.append(f"{address}: {error}")
-    _pause(place, deadline, "; ".join(dict.fromkeys(reasons)))
+        if not isinstance(error, ConnectionRefusedError | WireError):
+          seconds = place.wait_seconds or _SLOW_SECONDS
+    _pause(place, start + seconds, "; ".join(dict.fromkeys(reasons)))
 
 
 def _answers(place: Place) -> bool:
@@ -223,11 +227,10 @@ def _answers(place: Place) -> bool:
 
 
 def _pause(place: Place, deadline: float, reason: str) -> None:
-  """Waits before the next attempt to join. Raises ConfigError at the deadline."""
+  """Waits before the next attempt to join. Raises RunEnded at the deadline."""
   if time.monotonic() >= deadline:
-    raise ConfigError(
-      f"{SUPERVISOR}={','.join(place.supervisors)}: cannot join the run there: {reason}.\n{place.remedy}"
-    )
+    where = f"{SUPERVISOR}={','.join(place.supervisors)}"
+    raise RunEnded(_FAILED, f"error: {where}: cannot join the run there: {reason}.\n{place.remedy}")
   time.sleep(_RETRY_SECONDS)
 
 

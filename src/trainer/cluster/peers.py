@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from trainer.exchange import Exchange, PeerLost, Unreachable
 from trainer.membership.client import Membership, SupervisorLost
-from trainer.membership.messages import Message
+from trainer.membership.messages import Message, from_ranges
 
 _END_SECONDS = 10.0  # how long a process that is done waits for the supervisor's answer
 
@@ -131,7 +131,7 @@ class Peers:
     holds = received["kind"] == "hold"
     if not holds:
       self.addresses = self.of_this_lane(received)
-      self.dealt = {int(member): tuple(shares) for member, shares in received["shares"].items()}
+      self.dealt = {int(member): from_ranges(ranges) for member, ranges in received["ranges"].items()}
       self.fresh, self.source = tuple(received["fresh"]), int(received["source"])
     self._connected, self._holds = False, holds
     self.set_primary(int(received["primary"]))  # first: the primary records the change

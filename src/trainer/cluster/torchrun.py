@@ -100,6 +100,7 @@ class Worker:
         f"num_slices={rules.slices}: torchrun has started {self.workers} workers, and elastic_enabled=false needs one "
         "for each slice.\nSet elastic_enabled=true with elastic_min_slice_count, or start more workers."
       )
+    rules.check(lanes=1)
     return ChildSupervisor(self, rules) if self.rank == 0 else None
 
 

@@ -7,13 +7,13 @@ import os
 import posixpath
 import re
 from collections.abc import Collection, Iterator
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, TypeVar
 
-from trainer.config import remote
+from trainer.config import folders, remote
 from trainer.config.errors import ConfigError, shorten
 from trainer.config.files import as_path
+from trainer.config.folders import LeftOut
 
 File: TypeAlias = Path | remote.RemoteFile
 X = TypeVar("X", bound=File)
@@ -34,12 +34,13 @@ class Found(NamedTuple):
   size: int  # bytes
 
 
-def find(key: str, value: str, file_type: str) -> list[Found]:
+def find(key: str, value: str, file_type: str, left: LeftOut | None = None) -> list[Found]:
   """The files that files, folders, patterns and addresses name, separated by ';'. Sorted by name.
 
-  Folders are searched with their subfolders, without hidden names. `file_type`: a value of grain_file_type. Raises
-  ConfigError if a part has no file, or a file is empty or cannot be read.
+  Folders are searched as `folders.below` says. `file_type`: a value of grain_file_type. left: gets what is not read.
+  Raises ConfigError if a part has no file, or a file is of another type, empty (except JSONL) or cannot be read.
   """
+  left = left or LeftOut()
   found: set[File] = set()
   names = _NAMES[file_type.partition("_")[0]]
   for part in map(str.strip, value.split(";")):
@@ -48,11 +49,12 @@ def find(key: str, value: str, file_type: str) -> list[Found]:
         f"{key}={shorten(value)}: {part!r} ends in a weight, as MaxText writes a mixture.\n"
         "Set grain_train_mixture_config_path to a file with the sources and their weights."
       )
-    files = list(_files(key, part, names, file_type)) if part else []
+    files = list(_files(key, part, names, file_type, left)) if part else []
     if not files:
       raise ConfigError(
-        f"{key}={shorten(value)}: {part!r} has no files with grain_file_type={file_type}.\nGive files, folders with "
-        f"{', '.join(names)}, or patterns with * and ?, separated by ';'."
+        f"{key}={shorten(value)}: {part!r} has no files with grain_file_type={file_type}{left.note}.\n"
+        f"Give files, folders with {', '.join(names)}, or patterns with * and ?, separated by ';', or set "
+        "grain_file_type."
       )
     found.update(files)
   if len({isinstance(file, Path) for file in found}) > 1:
@@ -60,19 +62,29 @@ def find(key: str, value: str, file_type: str) -> list[Found]:
       f"{key}={shorten(value)}: some files are local and some are not.\nGive a mixture with two sources, or files of "
       "one place."
     )
-  return _named(key, value, found)
+  local = [file for file in found if isinstance(file, Path)]
+  return _named(key, value, folders.once(local, left) if local else found, file_type, left)
 
 
-def _named(key: str, value: str, files: set[File]) -> list[Found]:
-  """The files with their names and sizes. Raises ConfigError for a file that is empty or cannot be read."""
-  found = []
+def _named(key: str, value: str, files: Collection[File], file_type: str, left: LeftOut) -> list[Found]:
+  """The files with their names and sizes. Raises ConfigError for a file that is of another type or cannot be read."""
+  found, ours = [], file_type.partition("_")[0]
   for name, file in relative_names(files):
+    kinds = [kind for kind, names in _NAMES.items() if folders.matches(file.name, names)]
+    if kinds and ours not in kinds:
+      raise ConfigError(
+        f"{key}={shorten(value)}: {file} is a file of another type than grain_file_type={file_type}.\n"
+        f"Set grain_file_type={kinds[0]}, or name other files."
+      )
     if isinstance(file, Path) and not os.access(file, os.R_OK):
       raise ConfigError(f"{key}={shorten(value)}: {file} cannot be read.\nAllow reading it, or name other files.")
     size = file.stat().st_size if isinstance(file, Path) else file.size
-    if size == 0:
+    if size == 0 and ours == "jsonl" and len(files) > 1:  # a part of a dataset without lines
+      left.add("empty files", file)
+    elif size == 0:
       raise ConfigError(f"{key}={shorten(value)}: {file} is an empty file.\nRemove it, or name other files.")
-    found.append(Found(name, file, size))
+    else:
+      found.append(Found(name, file, size))
   return found
 
 
@@ -83,12 +95,12 @@ def relative_names(files: Collection[X]) -> list[tuple[str, X]]:
   return [(place.removeprefix(root).lstrip("/"), places[place]) for place in sorted(places)]
 
 
-def _files(key: str, part: str, names: tuple[str, ...], file_type: str) -> Iterator[File]:
+def _files(key: str, part: str, names: tuple[str, ...], file_type: str, left: LeftOut) -> Iterator[File]:
   """Yields the files of one file, folder or pattern."""
   if not remote.is_address(part):
-    yield from _local(as_path(part, f"{key}="), names)
+    yield from _local(as_path(part, f"{key}="), names, left)
   elif file_type in ("parquet", "jsonl"):
-    yield from remote.find(key, part, names)
+    yield from remote.find(key, part, names, left)
   else:
     raise ConfigError(
       f"{key}={shorten(part)}: the reader of ArrayRecord opens only files of this machine.\n"
@@ -96,15 +108,29 @@ def _files(key: str, part: str, names: tuple[str, ...], file_type: str) -> Itera
     )
 
 
-def _local(path: Path, names: tuple[str, ...]) -> Iterator[Path]:
+def _local(path: Path, names: tuple[str, ...], left: LeftOut) -> Iterator[Path]:
   """Yields the local files of one file, folder or pattern, as absolute paths."""
   path = Path(os.path.abspath(path))
-  for match in [path] if path.exists() else map(Path, glob.glob(str(path), recursive=True)):
-    if match.is_file():
+  if not path.exists() and "**" in path.parts:
+    yield from _deep(path, names, left)
+    return
+  for match in [path] if path.exists() else sorted(map(Path, glob.glob(str(path)))):
+    if match.is_dir():
+      yield from folders.named(folders.below(match, left), names, left)
+    elif folders.is_file(match, left):
       yield match
-      continue
-    for folder, subfolders, files in os.walk(match):
-      subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-      for name in files:
-        if not name.startswith(".") and any(fnmatch(name, wanted) for wanted in names):
-          yield Path(folder, name)
+
+
+def _deep(pattern: Path, names: tuple[str, ...], left: LeftOut) -> Iterator[Path]:
+  """Yields the files of a pattern with `**`: glob would follow links in circles."""
+  place = pattern.parts.index("**")
+  tail = "/".join(pattern.parts[place + 1 :]) or "*"
+  if "**" in tail:
+    raise ConfigError(f"{pattern}: has ** several times.\nWrite one ** and separate several patterns by ';'.")
+  for root in sorted(map(Path, glob.glob(str(Path(*pattern.parts[:place]))))):
+    for file in folders.below(root, left) if root.is_dir() else ():
+      below = file.relative_to(root)
+      if below.match(tail) or (
+        folders.matches(file.name, names) and any(folder.match(tail) for folder in below.parents)
+      ):
+        yield file

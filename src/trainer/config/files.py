@@ -43,6 +43,8 @@ def as_path(value: str, label: str) -> Path:
     path = Path(value).expanduser()
     names = [os.fsencode(part) for part in path.parts]
   except RuntimeError:
+    if Path(value).parts[0] == "~":
+      raise ConfigError(f"{given}: ~ is the home folder, and this user has none.\nSet HOME to a folder.") from None
     raise ConfigError(f"{given}: there is no such user.\nWrite the path without ~.") from None
   except UnicodeEncodeError:
     raise ConfigError(f"{given}: has a character that no file name can have.\nChoose another path.") from None

@@ -161,7 +161,7 @@ def _choice(key: Key, text: str, origin: str) -> str:
 
 def _check_text(key: Key, text: str, origin: str) -> None:
   """Refuses a value of a text key that only another program's configuration would give a meaning."""
-  if key.name == "sample_prompt":
+  if key.name in ("sample_prompt", "bos_token", "eos_token"):  # such as [SEP]
     return
   if text == "None" or _is_list(text):
     raise ConfigError(f"{key.name}={shorten(text)} ({origin}): {key.name} must be one text.\n{_remedy(key, text)}")

@@ -44,7 +44,7 @@ _NONFINITE = (
   "Steps with a non-finite loss or gradient are skipped and counted; max_nonfinite_steps=0 stops at the first."
 )
 _ROPE = "Use rope_max_timescale, and rope_type=llama3 with rope_scaling_factor for Llama 3.1's scaling."
-_DOCUMENTS = "Documents always stand between the tokenizer's own bos, if it has one, and eos; remove the key."
+_DOCUMENTS = "Documents begin with bos_token (none: no token) and end with eos_token: set these, and remove the key."
 _OWN_ROWS = "Every process reads only its own rows; remove the key."
 _CONTEXT = "Use ici_context_parallelism to shard the sequence; remove the key."
 _DECAY = "Use weight_decay_mask=matrices (no norms, biases, embeddings) or all."

@@ -11,6 +11,7 @@ from pathlib import Path
 from trainer.config import data_files, mixture, remote, text_files
 from trainer.config.errors import ConfigError, Problems, shorten
 from trainer.config.files import as_path
+from trainer.config.folders import LeftOut
 from trainer.config.schema import Config, DataSection
 
 # The packages of which one is needed to write to each kind of address. Other object stores are refused: whether commits
@@ -247,22 +248,27 @@ def _check_text(name: str, value: str) -> None:
   """Checks that `value` is a text file that is not empty, or a folder that contains one."""
   _check_placeholder(name, value)
   kinds = ", ".join(text_files.SUFFIXES)
+  left = LeftOut()
   if remote.is_address(value):
-    if not text_files.at_address(name, value):
-      raise ConfigError(f"{name}={shorten(value)}: has no file of {kinds} with text in it.\nGive another address.")
+    if not text_files.at_address(name, value, left):
+      raise ConfigError(
+        f"{name}={shorten(value)}: has no file of {kinds} with text in it{left.note}.\nGive another address."
+      )
     return
   path = as_path(value, f"{name}=")
   if not os.path.exists(path):
     raise ConfigError(f"{name}={value}: there is no such file or folder.\nGive a file or folder of {kinds}.")
   if os.path.isdir(path):
     try:
-      found = any(file.stat().st_size for file in text_files.below(path))
+      found = any(file.stat().st_size for file in text_files.below(path, left))
     except (ConfigError, OSError) as error:
       raise ConfigError(f"{name}={value}: {error}.\nOr give another folder.") from None
     if not found:
-      raise ConfigError(f"{name}={value}: contains no file of {kinds} with text in it.\nGive another folder.")
+      raise ConfigError(
+        f"{name}={value}: contains no file of {kinds} with text in it{left.note}.\nGive another folder."
+      )
     return
-  if path.suffix not in text_files.SUFFIXES or not os.path.isfile(path):
+  if path.suffix.lower() not in text_files.SUFFIXES or not os.path.isfile(path):
     raise ConfigError(f"{name}={value}: is not a text file that dataset_type=text reads.\nGive one of {kinds}.")
   if path.stat().st_size == 0:
     raise ConfigError(f"{name}={value}: is an empty file.\nGive a file or folder with text in it.")

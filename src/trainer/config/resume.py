@@ -39,6 +39,8 @@ JUDGED_BY = {
   "max_bad_records": "data",
   "eval_split": "data",
   "tokenizer_path": "data",
+  "bos_token": "data",
+  "eos_token": "data",
   "per_device_batch_size": "global_batch_size",
   "gradient_accumulation_steps": "global_batch_size",
 }

@@ -81,6 +81,9 @@ def tokenizer(data: DataSection) -> Iterator[str]:
       f"tokenizer_path={data.tokenizer_path}: has no effect with tokenizer_type={data.tokenizer_type}.\n"
       "Use tokenizer_type=bpe, or remove tokenizer_path."
     )
+  for name, value in {"bos_token": data.bos_token, "eos_token": data.eos_token}.items():
+    if value and not data.tokenizer_path:
+      yield f"{name}={value}: has no effect without a tokenizer file.\nSet tokenizer_path, or remove {name}."
 
 
 def training_text(eval_fraction: float) -> Iterator[str]:

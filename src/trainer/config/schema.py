@@ -263,7 +263,7 @@ class DataSection(Section):
   )
   train_data_columns: str = Field(
     "text",
-    description="Column of Parquet, field of JSONL, feature of tf.train.Example and TFDS with the documents, in training and evaluation. Strings are tokenised. Lists of integers are token ids and stay as they are.",
+    description="Column of Parquet, field of JSONL, feature of tf.train.Example and TFDS with the documents, in training and evaluation; `meta.text` is a nested column or field. Strings are tokenised. Lists of integers are token ids and stay as they are.",
   )
   train_split: str = Field("train", description="dataset_type=tfds or hf: name of the split to train on.")
   eval_split: str = Field(
@@ -289,6 +289,14 @@ class DataSection(Section):
     description="byte: 256 bytes and special tokens. bpe: byte-level BPE, trained on the text unless tokenizer_path is set.",
   )
   tokenizer_path: str = Field("", description="tokenizer_type=bpe: a tokenizers JSON file. Empty: train a tokenizer.")
+  bos_token: str = Field(
+    "",
+    description="Special token of tokenizer_path that begins a document; none: no token. Empty: that of its template, or <|begin_of_text|>, <s> or <bos> if it is special, or no token.",
+  )
+  eos_token: str = Field(
+    "",
+    description="Special token of tokenizer_path that ends a document. Empty: that of its template, or <|end_of_text|>, <|endoftext|>, </s> or <eos> if it is special.",
+  )
   max_target_length: Annotated[int, Field(ge=1, le=2**27)] = Field(
     1024, description="T: tokens of one training example."
   )
@@ -341,7 +349,8 @@ class OptimizerSection(Section):
   """Optimizer, learning-rate schedule and gradients."""
 
   opt_type: Literal["adamw", "adafactor", "muon", "sgd"] = Field(
-    "adamw", description="Optimizer. muon uses adamw for embeddings, head and norms."
+    "adamw",
+    description="Optimizer. muon updates embeddings, head and norms by adamw with Nesterov momentum, as MaxText does, with the same learning rate.",
   )
   learning_rate: float = Field(3e-4, ge=0, description="Peak learning rate.")
   lr_schedule_type: Literal["cosine", "wsd", "constant"] = Field(
@@ -416,7 +425,7 @@ class CheckpointSection(Section):
     description="Write structured records of save and restore times: to Cloud Logging if its library is installed, else to a JSONL file in the run's folder.",
   )
   enable_autocheckpoint: bool = Field(
-    True, description="On SIGTERM finish the step, save, commit, and exit with code 42."
+    True, description="On SIGTERM, SIGUSR1 or SIGHUP finish the step, save, commit, and exit with code 42."
   )
   autocheckpoint_grace_seconds: float = Field(
     25.0,

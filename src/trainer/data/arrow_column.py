@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,33 +12,58 @@ from trainer.config.errors import ConfigError
 from trainer.data.documents import BadRecord, Document, Piece
 
 
-def is_text(schema: Any, piece: Piece, column: str) -> bool:
-  """Whether the column has texts, and not lists of integers. Raises ConfigError if it has neither or is absent."""
-  if column not in schema.names:
-    raise ConfigError(
-      f"train_data_columns={column}: {piece.path} has no such column. Choose one of {', '.join(schema.names)}."
-    )
-  if schema.names.count(column) > 1:
-    raise ConfigError(f"train_data_columns={column}: {piece.path} has several columns with this name. Rename one.")
+def find(schema: Any, piece: Piece, column: str) -> list[str]:
+  """The names that lead to `column`: a column, or a field of a nested column as in `meta.text`.
+
+  They end at a column of the type null. Raises ConfigError if there is no such column.
+  """
   types = importlib.import_module("pyarrow.types")
-  kind = schema.field(column).type
-  if types.is_dictionary(kind):  # how pandas saves a categorical column
-    kind = kind.value_type
-  if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
-    return True
-  is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-  if is_list and types.is_integer(kind.value_type):
-    return False
-  raise ConfigError(
-    f"train_data_columns={column}: in {piece.path} it has the type {kind}. Choose a column of strings, or of lists of "
-    "integers (token ids)."
-  )
+  fields, left, found = list(schema), column, []
+  while left:
+    names = [field.name for field in fields]
+    name, _, left = (left, "", "") if left in names else left.partition(".")
+    if names.count(name) > 1:
+      raise ConfigError(f"train_data_columns={column}: {piece.path} has several columns with this name. Rename one.")
+    if name not in names:
+      nested = [f"{top.name}.{field.name}" for top in schema for field in _fields(types, top)]
+      known = ", ".join([*schema.names, *nested])
+      raise ConfigError(f"train_data_columns={column}: {piece.path} has no such column. Choose one of {known}.")
+    found.append(name)
+    field = fields[names.index(name)]
+    if types.is_null(field.type):  # of a part in which all values are null, so that nothing is known below it
+      break
+    fields = _fields(types, field)
+  return found
 
 
-def documents(values: Any, is_text: bool, place: str, column: str) -> Iterator[Document | BadRecord]:
-  """Yields the documents in a column of a record batch, without nulls. `place`: for messages."""
+def _fields(types: Any, field: Any) -> list[Any]:
+  """The fields of a nested column; [] of another column."""
+  return list(field.type) if types.is_struct(field.type) else []
+
+
+def documents(batch: Any, names: Sequence[str], place: str) -> Iterator[Document | BadRecord]:
+  """Yields the documents of a record batch, without nulls. names: of `find`. place: for messages.
+
+  Raises ConfigError if they are neither texts nor lists of integers. A column of nulls may have any type.
+  """
+  values = batch.column(names[0])
+  for name in names[1:]:
+    values = values.flatten()[values.type.get_field_index(name)]  # null where the column above it is null
   values = values.drop_null()
-  yield from values.to_pylist() if is_text else _lists(values, place, column)
+  if not len(values):
+    return
+  column, types = ".".join(names), importlib.import_module("pyarrow.types")
+  kind = values.type.value_type if types.is_dictionary(values.type) else values.type  # pandas' categorical column
+  is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+  if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+    yield from values.to_pylist()
+  elif is_list and (types.is_integer(kind.value_type) or types.is_null(kind.value_type)):  # null: all lists are empty
+    yield from _lists(values, place, column)
+  else:
+    raise ConfigError(
+      f"train_data_columns={column}: in {place} it has the type {kind}. Choose a column of strings, or of lists of "
+      "integers (token ids)."
+    )
 
 
 def _lists(values: Any, place: str, column: str) -> Iterator[np.ndarray | BadRecord]:

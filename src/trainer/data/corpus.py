@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import itertools
 import json
@@ -12,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
-from trainer.config import data_files, remote, rules, text_files
+from trainer.config import data_files, folders, remote, rules, text_files
 from trainer.config.data_files import File
 from trainer.config.errors import ConfigError, require
+from trainer.config.folders import LeftOut
 from trainer.config.text_files import SUFFIXES
 from trainer.data import jsonl
 from trainer.data.documents import BadRecord, Piece, cut_at_lines, line_number
@@ -22,32 +24,36 @@ from trainer.data.documents import BadRecord, Piece, cut_at_lines, line_number
 # Folders of the standard library's sources that are not Python code to learn from: installed packages, tests with text
 # that is broken on purpose, tables of code points (encodings), the documentation as one string (pydoc_data).
 _NOT_LIBRARY = frozenset("__pycache__ dist-packages encodings idle_test pydoc_data site-packages test tests".split())
+_MARK = codecs.BOM_UTF8  # some editors begin a file with it
 # The smaller side of a split has about this number of units, or more.
 _UNITS = 16
 
 
-def find(key: str, path: str) -> list[Piece]:
+def find(key: str, path: str, left: LeftOut | None = None) -> list[Piece]:
   """The non-empty text files at `path`, sorted by name. Empty path: the Python standard library's sources.
 
-  `key` is the configuration key for error messages. Skips hidden files and folders. Raises ConfigError if the path does
-  not exist or contains no text.
+  `key` is the configuration key for error messages. Folders are searched as `folders.below` says. left: gets what is
+  not read. Raises ConfigError if the path does not exist or contains no text.
   """
+  left = left or LeftOut()
   if not path:
     return _standard_library(key)
   root = Path(path).expanduser()
   if remote.is_address(path):
-    files = data_files.relative_names(text_files.at_address(key, path))
+    files = data_files.relative_names(text_files.at_address(key, path, left))
     pieces = [Piece(name, file, 0, file.size) for name, file in files]
   elif root.is_file():
-    if root.suffix not in SUFFIXES:
+    if root.suffix.lower() not in SUFFIXES:
       raise ConfigError(f"{key}={path} ends in {root.suffix!r}. Give a file that ends in one of {', '.join(SUFFIXES)}.")
     pieces = _pieces([root], root.parent)
   elif root.is_dir():
-    pieces = _pieces(list(text_files.below(root)), root)
+    pieces = _pieces(folders.once(text_files.below(root, left), left), root)
   else:
     raise ConfigError(f"{key}={path} does not exist. Give a file or folder of {', '.join(SUFFIXES)}.")
   if not pieces:
-    raise ConfigError(f"{key}={path} has no text. Give a folder with a non-empty file of {', '.join(SUFFIXES)}.")
+    raise ConfigError(
+      f"{key}={path} has no text{left.note}. Give a folder with a non-empty file of {', '.join(SUFFIXES)}."
+    )
   return pieces
 
 
@@ -76,7 +82,7 @@ def hold_out(pieces: Sequence[Piece], fraction: float) -> tuple[list[Piece], lis
 
 def cut_documents(piece: Piece, limit: int) -> list[Piece]:
   """Parts of about `limit` bytes with whole documents. Only a .jsonl file can have more than one."""
-  return _cut(piece, limit) if piece.path.suffix == ".jsonl" else [piece]
+  return _cut(piece, limit) if _is_jsonl(piece) else [piece]
 
 
 def documents(piece: Piece) -> Iterator[str | BadRecord]:
@@ -84,12 +90,13 @@ def documents(piece: Piece) -> Iterator[str | BadRecord]:
 
   Bad records are text that is not UTF-8, and lines without such a field. Raises ConfigError if a file cannot be read.
   """
-  if piece.path.suffix == ".jsonl":
+  if _is_jsonl(piece):
     yield from _json_lines(piece)
     return
   with _opened(piece.path) as file:
     file.seek(piece.start)
     data = file.read(piece.size)
+  data = data if piece.start else data.removeprefix(_MARK)
   try:
     text = data.decode("utf-8")
   except UnicodeDecodeError as error:
@@ -109,7 +116,8 @@ def digest(pieces: Sequence[Piece]) -> str:
       file.seek(piece.start)
       left = piece.size
       while left and (block := file.read(min(left, 2**20))):
-        content.update(block)
+        is_start = left == piece.size and not piece.start and not _is_jsonl(piece)
+        content.update(block.removeprefix(_MARK) if is_start else block)
         left -= len(block)
     total.update(json.dumps([piece.name, piece.start, piece.stop, content.hexdigest()]).encode())
   return total.hexdigest()
@@ -117,7 +125,7 @@ def digest(pieces: Sequence[Piece]) -> str:
 
 def _standard_library(key: str) -> list[Piece]:
   root = Path(sysconfig.get_path("stdlib"))
-  files = [file for file in text_files.below(root, _NOT_LIBRARY) if file.suffix == ".py" and _is_utf8(file)]
+  files = [file for file in text_files.below(root, LeftOut(), _NOT_LIBRARY) if file.suffix == ".py" and _is_utf8(file)]
   pieces = _pieces(files, root)
   if not pieces:
     raise ConfigError(f"{key} is empty, and the interpreter has no library sources in {root}. Set {key}.")
@@ -147,6 +155,10 @@ def _opened(path: File) -> Iterator[BinaryIO]:
   """The file, open for reading. An OSError inside the block becomes a ConfigError with the path."""
   with _naming(path), path.open("rb") as file:
     yield file
+
+
+def _is_jsonl(piece: Piece) -> bool:
+  return piece.path.suffix.lower() == ".jsonl"
 
 
 def _is_utf8(file: Path) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config import data_files, remote
 from trainer.config.errors import ConfigError
+from trainer.config.folders import LeftOut
 from trainer.data import array_record, corpus, hf, jsonl, parquet, tfds
 from trainer.data.documents import Documents, Piece, uncut
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
   from trainer.config.schema import DataSection  # pydantic is slow to import and not needed here
 
 _SAMPLED = 2**16  # bytes at each end of a file
+_PARQUET = b"PAR1"  # at both ends of a file
 
 
 def find(cfg: DataSection) -> dict[str, Documents]:
@@ -52,31 +54,35 @@ def _split_names(cfg: DataSection) -> dict[str, str]:
 def _text(cfg: DataSection) -> dict[str, Documents]:
   name = cfg.dataset_path or "the Python standard library"
 
-  def documents(pieces: Sequence[Piece], name: str) -> Documents:
-    return Documents(name, pieces, corpus.documents, partial(corpus.digest, pieces), corpus.cut_documents)
+  def documents(pieces: Sequence[Piece], name: str, left: object = "") -> Documents:
+    digest = partial(corpus.digest, pieces)
+    return Documents(name, pieces, corpus.documents, digest, corpus.cut_documents, str(left))
 
-  pieces = corpus.find("dataset_path", cfg.dataset_path)
+  left = LeftOut()
+  pieces = corpus.find("dataset_path", cfg.dataset_path, left)
   if cfg.eval_dataset_path:
-    held_out = corpus.find("eval_dataset_path", cfg.eval_dataset_path)
-    return {"train": documents(pieces, name), "eval": documents(held_out, cfg.eval_dataset_path)}
+    other = LeftOut()
+    held_out = corpus.find("eval_dataset_path", cfg.eval_dataset_path, other)
+    return {"train": documents(pieces, name, left), "eval": documents(held_out, cfg.eval_dataset_path, other)}
   train, held_out = corpus.hold_out(pieces, cfg.eval_fraction)
-  splits = {"train": documents(train, name)}
+  splits = {"train": documents(train, name, left)}
   return splits | {"eval": documents(held_out, name)} if held_out else splits
 
 
 def _files(cfg: DataSection, key: str) -> Documents:
   """The documents of the files that `key` names."""
   file_type, column = cfg.grain_file_type, cfg.train_data_columns
-  pieces = [Piece(name, file, 0, size) for name, file, size in data_files.find(key, getattr(cfg, key), file_type)]
+  name, left = getattr(cfg, key), LeftOut()
+  pieces = [Piece(found.name, found.file, 0, found.size) for found in data_files.find(key, name, file_type, left)]
   digest = partial(_digest, pieces, file_type, column)
   match file_type:
     case "parquet":
-      return Documents(getattr(cfg, key), pieces, partial(parquet.read, column=column), digest, parquet.cut)
+      return Documents(name, pieces, partial(parquet.read, column=column), digest, parquet.cut, str(left))
     case "jsonl":
-      return Documents(getattr(cfg, key), pieces, partial(jsonl.read, column=column), digest, jsonl.cut)
+      return Documents(name, pieces, partial(jsonl.read, column=column), digest, jsonl.cut, str(left))
     case _:
       read = partial(array_record.read, file_type=file_type, column=column)
-      return Documents(getattr(cfg, key), pieces, read, digest, uncut)
+      return Documents(name, pieces, read, digest, uncut, str(left))
 
 
 def _tfds(cfg: DataSection, split: str) -> Documents:
@@ -99,8 +105,17 @@ def _digest(pieces: Sequence[Piece], file_type: str, column: str) -> str:
   It does not depend on the place of the files, so they may be moved to another folder or to an object store.
   """
   total = hashlib.sha256(json.dumps([file_type, column]).encode())
+  bad = []
   for piece, ends in zip(pieces, _ends(pieces), strict=True):
     total.update(json.dumps([piece.name, piece.size, hashlib.sha256(ends).hexdigest()]).encode())
+    if file_type == "parquet" and not ends[:4] == ends[-4:] == _PARQUET:
+      bad.append(str(piece.path))
+  if bad:  # now, and not when hours of preparation have come to this file
+    more = f" {len(bad)} files are like this, the last one {bad[-1]}." if len(bad) > 1 else ""
+    raise ConfigError(
+      f"{bad[0]} cannot be read as Parquet: it does not begin and end with {_PARQUET.decode()}, as if it were cut off."
+      f"{more} Fix or remove it."
+    )
   return total.hexdigest()
 
 

@@ -24,6 +24,15 @@ def line(data: Mapping[str, Any]) -> str:
   )
 
 
+def documents(data: Mapping[str, Any]) -> list[str]:
+  """A line with the tokens around each document and, if known, the first tokens; [] if the data are not text."""
+  if data["eos_token"] is None:
+    return []
+  begin, end = (f"{token[0]} ({token[1]})" if token else "no token" for token in (data["bos_token"], data["eos_token"]))
+  first = f". The first tokens: {text!r}" if (text := data.get("first_tokens")) is not None else ""
+  return [f"Documents begin with {begin} and end with {end}{first}"]
+
+
 def vocabulary_warning(data: Mapping[str, Any], vocab_size: int) -> str | None:
   """A warning if the model's `vocab_size` is far above the tokenizer's ids, else None.
 

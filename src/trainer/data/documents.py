@@ -79,6 +79,8 @@ class Documents:
   """Identity of the documents and their order: 64 hex digits."""
   cut: Callable[[Piece, int], list[Piece]]
   """The piece in parts of about `limit` bytes that hold whole documents, where the format allows it."""
+  left_out: str = ""
+  """What is at the given places and is not read, for the log."""
 
   @property
   def size(self) -> int:

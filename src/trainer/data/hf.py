@@ -53,18 +53,18 @@ def has_splits(path: str) -> bool:
 def read(piece: Piece, column: str) -> Iterator[Document | BadRecord]:
   """Yields the values of `column`: texts, or lists of token ids. Skips nulls.
 
-  Lists with nulls are bad records. Raises ConfigError if the file cannot be read, or has no such column of strings or
-  lists of integers.
+  Lists with nulls are bad records. Raises ConfigError if the file cannot be read, or has rows but no such column of
+  strings or lists of integers.
   """
   arrow = packages.load("pyarrow", package="pyarrow", extra="arrow", reason="dataset_type=hf")
   ipc = packages.load("pyarrow.ipc", package="pyarrow", extra="arrow", reason="dataset_type=hf")
   number = 0
   try:
     with arrow.memory_map(str(piece.path)) as file, ipc.open_stream(file) as reader:
-      is_text = arrow_column.is_text(reader.schema, piece, column)
       for number, batch in enumerate(reader):
-        place = f"record batch {number} of {piece.path}"
-        yield from arrow_column.documents(batch.column(column), is_text, place, column)
+        if len(batch):
+          names = arrow_column.find(reader.schema, piece, column)
+          yield from arrow_column.documents(batch, names, f"record batch {number} of {piece.path}")
   except (OSError, UnicodeDecodeError, arrow.ArrowException) as error:
     raise ConfigError(
       f"{piece.path} cannot be read after record batch {number} ({error}). Save the dataset again."

@@ -110,6 +110,7 @@ class InPlaceSource:
       raise ConfigError(str(error)) from error
     self._order = Order(examples, split=split, seed=cfg.data_shuffle_seed)
     self._key = key
+    self.use_order = self._order.use
 
   def example(self, index: int) -> Example:
     """The record at `index` in the order of the split. Raises OSError, naming record and file, if it has no tokens."""

@@ -8,7 +8,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from trainer.data import packages
 from trainer.data.documents import BadRecord, Document, Piece, cut_at_lines, line_number
 
 _COMPRESSED = (".gz", ".zst")
+_ABSENT = object()
 
 
 def read(piece: Piece, column: str) -> Iterator[Document | BadRecord]:
@@ -46,7 +47,7 @@ def _document(piece: Piece, number: int, line: bytes, column: str) -> Document |
 
 def cut(piece: Piece, limit: int) -> list[Piece]:
   """Parts of about `limit` bytes with whole lines. A compressed file stays whole, because it is read from its start."""
-  if piece.path.suffix in _COMPRESSED:
+  if _suffix(piece) in _COMPRESSED:
     return [piece]
   try:
     return cut_at_lines(piece, limit)
@@ -56,7 +57,7 @@ def cut(piece: Piece, limit: int) -> list[Piece]:
 
 def _lines(file: BinaryIO, piece: Piece) -> Iterator[bytes]:
   """Yields the lines of the piece."""
-  if piece.path.suffix in _COMPRESSED:
+  if _suffix(piece) in _COMPRESSED:
     yield from file
     return
   file.seek(piece.start)
@@ -67,12 +68,17 @@ def _lines(file: BinaryIO, piece: Piece) -> Iterator[bytes]:
 
 
 def value(line: bytes, column: str) -> Document:
-  """The text, or the token ids as int64, in the field `column` of a line of JSON. Raises ValueError otherwise."""
+  """The text, or the token ids as int64, in the field `column` of a line of JSON, or in nested fields (`meta.text`).
+
+  A null is an empty text. Raises ValueError if there is no such field, or it has another type.
+  """
   try:
     record = json.loads(line)
   except RecursionError:
     raise ValueError("nested too deep") from None
-  found = record.get(column) if isinstance(record, dict) else None
+  found = _field(record, column)
+  if found is None:
+    return ""
   if isinstance(found, str):
     return found
   if isinstance(found, list) and all(type(token) is int and abs(token) < 2**62 for token in found):
@@ -80,11 +86,27 @@ def value(line: bytes, column: str) -> Document:
   raise ValueError(f'no field "{column}" with a string or a list of integers')
 
 
+def _field(record: Any, column: str) -> Any:
+  """The value of the field `column`, or of nested fields; None below a null; _ABSENT without such a field."""
+  if not isinstance(record, dict):
+    return _ABSENT
+  if column in record:
+    return record[column]
+  head, _, rest = column.partition(".")
+  if not rest or head not in record:
+    return _ABSENT
+  return None if record[head] is None else _field(record[head], rest)
+
+
+def _suffix(piece: Piece) -> str:
+  return piece.path.suffix.lower()
+
+
 @contextmanager
 def _opened(piece: Piece) -> Iterator[BinaryIO]:
   """The file of the piece, decompressed."""
   with piece.path.open("rb") as file:
-    match piece.path.suffix:
+    match _suffix(piece):
       case ".gz":
         with gzip.open(file) as content:
           yield cast(BinaryIO, content)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.data import datasets, in_place, prepared, workers
+from trainer.data import datasets, in_place, order, prepared, workers
 from trainer.data.batch import Batch, DataError, empty_example, stack
 from trainer.data.documents import Documents
-from trainer.data.mixture import Member, MixtureSource, Steps
+from trainer.data.mixture import Member, MixtureSource, Steps, short
 from trainer.data.source import Source
 from trainer.data.synthetic import SyntheticSource
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer import Tokenizer, ends
 
 if TYPE_CHECKING:
   from trainer.config.mixture import MixtureEntry
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "eval"]
 _NEXT = 4  # examples that a checkpoint has a hash of
+_SHOWN = 20  # tokens
 
 
 class Loader:
@@ -44,6 +45,10 @@ class Loader:
     self._seed = seed
     self._reuse_first = reuse_first
     self._offset = 0  # of a step's first example, relative to step * global_batch_size
+    self.order = order.NEWEST
+    """Number of the order of the examples; see `order`."""
+    self._id = short(source.fingerprint())
+    self._read: dict[str, int] = {}  # examples of each source that were read before the resume
 
   @property
   def tokenizer(self) -> Tokenizer | None:
@@ -60,16 +65,34 @@ class Loader:
     """Whether the data have an evaluation split, so that make_loader(split="eval") works."""
     return self._source.has_eval
 
-  def resume(
-    self, step: int, next_example: int, mixture: Mapping[str, Any] | None = None, same: bool = True
-  ) -> list[str]:
-    """Makes step `step` begin with example `next_example`. Call it before a thread reads. Returns lines for the log.
+  def use_order(self, number: int) -> None:
+    """Makes another order of the examples hold. Call it before a thread reads. Raises OSError, naming the file."""
+    if number != self.order:
+      self._source.use_order(number)
+      self.order, self._id = number, short(self._source.fingerprint())
 
-    mixture: of a `cursor`; None if this run has read no mixture yet. same: it is the cursor of the same data.
+  def resume(self, step: int, cursor: Mapping[str, Any] | None, *, same: bool) -> list[str]:
+    """Makes step `step` begin with the next example. Call it before a thread reads. Returns lines for the log.
+
+    cursor: of the checkpoint; None: a fresh start. same: the checkpoint is of the same data. With other data, each
+    source that the run has read continues after its last example, alone or in a mixture.
     """
+    cursor = cursor or {}
+    mixture = cursor.get("mixture", {})
+    # Older versions wrote only the counts of the members of a mixture.
+    self._read = cursor.get("sources") or {entry["id"]: entry["count"] for entry in mixture.get("members", {}).values()}
+    next_example = step * self._global_batch_size
+    lines: list[str] = []
+    if same or (cursor and self._mixture):
+      next_example = cursor["next_example"]
+    elif self._id in self._read:
+      next_example = self._read[self._id]
+      lines = [f"Data: {self._source.name} continues at its example {next_example}."]
     self._offset = next_example - step * self._global_batch_size
-    steps = Steps(self._global_batch_size, self._offset)
-    return self._mixture.resume(next_example, mixture, steps, same=same) if self._mixture else []
+    if self._mixture:
+      steps = Steps(self._global_batch_size, self._offset)
+      lines = self._mixture.resume(next_example, mixture, self._read, steps, same=same)
+    return lines
 
   @property
   def is_mixture(self) -> bool:
@@ -105,11 +128,14 @@ class Loader:
     next_example = step * self._global_batch_size + self._offset
     epoch = next_example // self.num_examples if self.num_examples else 0
     mixture = self._mixture.cursor(next_example) if self._mixture else {}
+    now = self._mixture.examples_read(next_example) if self._mixture else {self._id: next_example}
     return {
       "next_example": next_example,
       "seed": self._seed,
       "epoch": epoch,
+      "order": self.order,
       "mixture": mixture,
+      "sources": self._read | now,
       "bad_records": self._source.bad_records,
     }
 
@@ -127,8 +153,8 @@ class Loader:
 
   def fingerprint(self) -> str:
     """Identity of the examples and their order: 64 hex digits of data, tokenizer, packing and seed."""
-    order = f"{self._source.fingerprint()} reuse={self._reuse_first}"
-    return hashlib.sha256(order.encode()).hexdigest()
+    ordered = f"{self._source.fingerprint()} reuse={self._reuse_first}"
+    return hashlib.sha256(ordered.encode()).hexdigest()
 
   def unigram_entropy(self) -> float | None:
     """Training loss of a unigram model (each token's frequency), nats per token; None for synthetic data."""
@@ -141,9 +167,9 @@ class Loader:
   def describe(self, steps: int) -> dict[str, Any]:
     """What `steps` steps read, as JSON; fields that do not apply (random tokens, mixtures) are None.
 
-    dataset, tokenizer (its name; None: the data are tokens), tokenizer_vocab_size, tokens and examples (of one epoch),
-    density (share of the positions that count in the loss), run_tokens (of all steps, padding included), epochs (how
-    often the run reads the data).
+    dataset, tokenizer (its name; None: the data are tokens), tokenizer_vocab_size, bos_token and eos_token (name and
+    id), first_tokens (of the first batch, decoded), tokens and examples (of one epoch), density (share of the positions
+    that count in the loss), run_tokens (of all steps, padding included), epochs (how often the run reads the data).
     """
     source, tokenizer = self._source, self._source.tokenizer
     examples = self._global_batch_size * (1 if self._reuse_first else steps)
@@ -152,12 +178,24 @@ class Loader:
       "dataset": source.name,
       "tokenizer": tokenizer.name if tokenizer else None,
       "tokenizer_vocab_size": tokenizer.vocab_size if tokenizer else None,
+      **ends(tokenizer),
+      "first_tokens": self._first_tokens(),
       "tokens": source.num_targets,
       "examples": source.num_examples,
       "density": source.num_targets / positions if source.num_targets and positions else None,
       "run_tokens": steps * self._global_batch_size * self._length,
       "epochs": examples / source.num_examples if source.num_examples else None,
     }
+
+  def _first_tokens(self) -> str | None:
+    """The first tokens of the first batch, decoded; None if the data are not text, or cannot be read."""
+    if (tokenizer := self._source.tokenizer) is None:
+      return None
+    try:
+      first = self._source.example(0)
+      return tokenizer.decode(first.tokens[first.segment_ids > 0][:_SHOWN], specials=True)
+    except OSError:  # the step that needs it will say so
+      return None
 
   def close(self) -> None:
     """Closes open files. Idempotent."""
@@ -278,8 +316,11 @@ def _open_all(
 
   def open_one(one: _Found, call: workers.Call) -> prepared.PreparedSource | in_place.InPlaceSource:
     with _naming(one.place):
+      documents = one.splits.get(split)
+      if documents and documents.left_out:
+        log(f"Not read in {documents.name}: {documents.left_out}")
       if in_place.applies(one.section):
-        return in_place.open_source(one.section, one.splits.get(split), call=call, **keys)
+        return in_place.open_source(one.section, documents, call=call, **keys)
       return prepared.open_source(one.section, one.splits, call=call, tokenizer=tokenizer, **keys)
 
   return workers.prepare_each(open_one, found, [one.size for one in found])

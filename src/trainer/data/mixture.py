@@ -68,11 +68,14 @@ class MixtureSource:
     self._members = tuple(members)
     self._changes = sorted({step for member in members for step, _ in member.weights})  # the first is 0
     self._steps = Steps(batch, 0)
-    self._ids = [_short(member.source.fingerprint()) for member in members]
     self.name = f"mixture of {'; '.join(self._proportions(step) for step in self._changes)}"
     self.tokenizer: Tokenizer | None = next((m.source.tokenizer for m in members if m.source.tokenizer), None)
     self.bad_records = sum(member.source.bad_records for member in members)
+    self._identify()
     self._begin(0, [0] * len(members))
+
+  def _identify(self) -> None:
+    self._ids = [short(member.source.fingerprint()) for member in self._members]
 
   def _proportions(self, step: int) -> str:
     """The names of the members with their share from `step` on."""
@@ -88,9 +91,9 @@ class MixtureSource:
     self.limit: int | None = None
     counts, start = tuple(before), since
     starts = [self._steps.first_example(step) for step in self._changes]
+    starts[0] = min(since, starts[0])  # step 0 can have a later number after a change of the batch size
     while True:
-      # A change that would come before the first example, after a change of the batch size, holds from there on.
-      step = self._changes[max(0, bisect_right(starts, start) - 1)]
+      step = self._changes[bisect_right(starts, start) - 1]
       active = tuple(n for n, one in enumerate(self._members) if counts[n] < one.limit and one.weight(step))
       if not active:
         break
@@ -113,6 +116,11 @@ class MixtureSource:
     assert index >= self._since, (index, self._since)
     return self._eras[bisect_right(self._eras, index, key=lambda era: era.start) - 1]
 
+  def use_order(self, number: int) -> None:
+    for member in self._members:
+      member.source.use_order(number)
+    self._identify()
+
   def example(self, index: int) -> Example:
     """Example `index`. Raises OSError, naming the member, if it cannot be read or all members are at their limits."""
     if self.limit is not None and index >= self.limit:
@@ -131,6 +139,10 @@ class MixtureSource:
       return {member.name: count for member, count in zip(self._members, self._before)}
     return {member.name: count for member, count in zip(self._members, self._counts_in(self._era(index), index))}
 
+  def examples_read(self, index: int) -> dict[str, int]:
+    """Like `counts`, by `short` of the fingerprint of each member's source."""
+    return dict(zip(self._ids, self.counts(index).values()))
+
   def cursor(self, index: int) -> dict[str, Any]:
     """The state of the mixture before `index` as JSON for a checkpoint: what `resume` needs."""
     before = dict(zip(self._ids, self._before))
@@ -144,29 +156,32 @@ class MixtureSource:
       },
     }
 
-  def resume(self, index: int, cursor: Mapping[str, Any] | None, steps: Steps, *, same: bool) -> list[str]:
+  def resume(
+    self, index: int, cursor: Mapping[str, Any], read: Mapping[str, int], steps: Steps, *, same: bool
+  ) -> list[str]:
     """Continues at `index` after a checkpoint with this cursor. Returns lines for the log.
 
-    cursor: None if no example of a mixture has been read. same: the checkpoint is of the same mixture, so the order
-    stays, unless its weights change at steps that now begin with other examples. Otherwise a new order begins at
-    `index`, in which each member whose data the checkpoint's mixture had, under any name, continues after its last
-    example.
+    cursor: {} if the run has no mixture yet. read: `examples_read` of all sources that the run has read. same: the
+    checkpoint is of the same mixture, so the order stays, unless its weights change at steps that now begin with other
+    examples. Otherwise a new order begins at `index`, in which each member continues after its last example.
     """
     self._steps = steps
-    if cursor is None:
-      self._begin(index, [0] * len(self._members))
-      return []
-    known = {entry["id"]: (name, entry) for name, entry in cursor["members"].items()}
+    members = cursor.get("members", {})
     if same and (len(self._changes) == 1 or cursor.get("steps") == list(steps)):
-      self._begin(cursor["since"], [known[key][1]["before"] for key in self._ids])
-      return []
-    counts = [known[key][1]["count"] if key in known else 0 for key in self._ids]
+      before = {entry["id"]: entry["before"] for entry in members.values()}
+      self._begin(cursor["since"], [before[key] for key in self._ids])
+      # Older versions began another era after a change of the batch size.
+      if self.examples_read(index) == {entry["id"]: entry["count"] for entry in members.values()}:
+        return []
+    counts = [read.get(key, 0) for key in self._ids]
     self._begin(index, counts)
+    if not read:
+      return []
     lines = [
-      f"Mixture: {member.name} {f'continues at its example {count}' if key in known else 'is new'}"
+      f"Mixture: {member.name} {f'continues at its example {count}' if key in read else 'is new'}"
       for member, key, count in zip(self._members, self._ids, counts)
     ]
-    gone = [(name, entry["count"]) for key, (name, entry) in known.items() if key not in self._ids]
+    gone = [(name, entry["count"]) for name, entry in members.items() if entry["id"] not in self._ids]
     lines += [f"Mixture: {name} is removed after {count} examples" for name, count in gone]
     return [f"The mixture changes at example {index}.", *lines]
 
@@ -189,6 +204,6 @@ class MixtureSource:
       member.source.close()
 
 
-def _short(fingerprint: str) -> str:
+def short(fingerprint: str) -> str:
   """16 hex digits that stand for a fingerprint in a checkpoint."""
   return hashlib.sha256(fingerprint.encode()).hexdigest()[:16]

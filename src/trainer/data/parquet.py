@@ -18,28 +18,27 @@ def read(piece: Piece, column: str) -> Iterator[Document | BadRecord]:
   """Yields the values of `column`: texts, or lists of token ids. Skips nulls.
 
   Lists with nulls, and the rest of a row group that cannot be read, are bad records. Raises ConfigError if the file
-  cannot be opened, or has no such column of strings or lists of integers.
+  cannot be opened, or has rows but no such column of strings or lists of integers.
   """
   arrow = packages.load("pyarrow", package="pyarrow", extra="arrow", reason="grain_file_type=parquet")
   parquet = packages.load("pyarrow.parquet", package="pyarrow", extra="arrow", reason="grain_file_type=parquet")
   try:
     with piece.path.open("rb") as content, parquet.ParquetFile(content) as file:
-      is_text = arrow_column.is_text(file.schema_arrow, piece, column)
+      # A file without rows may have any columns: programs write one for a shard from which all rows were removed.
+      names = arrow_column.find(file.schema_arrow, piece, column) if file.metadata.num_rows else []
       for group, start in enumerate(_row_groups(file)):
         if piece.start <= start < piece.stop:
-          yield from _documents(arrow, file, group, piece, column, is_text)
+          yield from _documents(arrow, file, group, piece, names)
   except (OSError, arrow.ArrowException) as error:
     raise ConfigError(f"{piece.path} cannot be read as Parquet ({error}). Fix or remove it.") from error
 
 
-def _documents(
-  arrow: Any, file: Any, group: int, piece: Piece, column: str, is_text: bool
-) -> Iterator[Document | BadRecord]:
+def _documents(arrow: Any, file: Any, group: int, piece: Piece, names: list[str]) -> Iterator[Document | BadRecord]:
   """Yields the documents of a row group of an open file."""
   rows = 0
   try:
-    for batch in file.iter_batches(batch_size=_ROWS, columns=[column], row_groups=[group]):
-      yield from arrow_column.documents(batch.column(0), is_text, f"row group {group} of {piece.path}", column)
+    for batch in file.iter_batches(batch_size=_ROWS, columns=[".".join(names)], row_groups=[group]):
+      yield from arrow_column.documents(batch, names, f"row group {group} of {piece.path}")
       rows += len(batch)
   except (OSError, UnicodeDecodeError, arrow.ArrowException) as error:
     yield BadRecord(

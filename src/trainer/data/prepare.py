@@ -21,11 +21,9 @@ META = "meta.json"
 PACKINGS = {"split": windows.split, "best_fit": best_fit.pack, "none": windows.single}
 # Characters or tokens that are processed at a time. The tokenizer needs about 100 bytes of memory for each character.
 _GROUP = 2_000_000
-_PART = 250_000
 _REPORT_SECONDS = 10
 
-Part: TypeAlias = tuple[str, Document, bool]  # place for messages, part of a document, whether it ends the document
-Group: TypeAlias = list[Part]
+Group: TypeAlias = list[tuple[str, Document]]  # places for messages, and documents
 
 
 def build(
@@ -53,8 +51,8 @@ def build(
     log(f"{work} {documents.size / 1e6:.1f} MB from {documents.name} for {split}")
     counts[split] = np.zeros(vocab_size, np.int64)
     bad = BadRecords(max_bad_records, print)  # `log` gets all of them when the data are opened
-    parts = _reported(groups(documents, _GROUP, bad), documents.name)
-    cut = PACKINGS[packing](token_groups(parts, tokenizer, vocab_size, bad), length)
+    some = _reported(groups(documents, _GROUP, bad), documents.name)
+    cut = PACKINGS[packing](token_groups(some, tokenizer, vocab_size, bad), length)
     path = folder / file_name(split)
     count = store.write(path, (windows.pack(window, np.dtype(dtype)) for window in _counted(cut, counts[split])))
     known[split] = {"windows": count, "targets": int(counts[split].sum())}
@@ -82,31 +80,21 @@ def token_groups(
   A text becomes bos (if the tokenizer has it), the ids of the text, eos. Tokens stay as they are. A
   document of tokens that are not below `vocab_size` is added to `bad`, which may raise ConfigError.
   """
-  unfinished: list[np.ndarray] = []
   for group in groups:
-    texts = [part for _, part, _ in group if isinstance(part, str)]
-    assert tokenizer is not None or not texts, "texts need a tokenizer"
-    encoded = iter(tokenizer.encode_batch(texts)) if tokenizer else iter(())
+    if tokenizer is not None:
+      begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+      head, end = np.array(begin, np.int32), np.array([tokenizer.eos_id], np.int32)
+      texts = [document for _, document in group if isinstance(document, str)]
+      yield [np.concatenate([head, ids, end]) for ids in tokenizer.encode_batch(texts)]
+      continue
     finished = []
-    for place, part, is_last in group:
-      if isinstance(part, str):
-        unfinished.append(next(encoded))
-        if is_last:
-          finished.append(_framed(unfinished, tokenizer))
-          unfinished = []
-      else:
-        try:
-          finished.append(checked(part, vocab_size))
-        except ValueError as error:
-          bad.add(BadRecord(f"{place}: {error}"))
+    for place, ids in group:
+      assert isinstance(ids, np.ndarray), "texts need a tokenizer"
+      try:
+        finished.append(checked(ids, vocab_size))
+      except ValueError as error:
+        bad.add(BadRecord(f"{place}: {error}"))
     yield finished
-
-
-def _framed(parts: list[np.ndarray], tokenizer: Tokenizer | None) -> np.ndarray:
-  """The ids of a text between the special tokens of its ends."""
-  assert tokenizer is not None
-  head = [] if tokenizer.bos_id is None else [np.array([tokenizer.bos_id], np.int32)]
-  return np.concatenate([*head, *parts, np.array([tokenizer.eos_id], np.int32)])
 
 
 def checked(ids: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -120,30 +108,13 @@ def checked(ids: np.ndarray, vocab_size: int) -> np.ndarray:
   return ids.astype(np.int32)
 
 
-def _parts(documents: Documents, bad: BadRecords) -> Iterator[Part]:
-  """Yields the documents in parts.
-
-  Long texts are cut into parts, after a line end where possible.
-  """
-  for place, document in documents.valid(bad):
-    if isinstance(document, str):
-      start = 0
-      while len(document) - start > _PART:
-        end = document.rfind("\n", start, start + _PART) + 1 or start + _PART
-        yield place, document[start:end], False
-        start = end
-      yield place, document[start:], True
-    else:
-      yield place, document, True
-
-
 def groups(documents: Documents, characters: int, bad: BadRecords) -> Iterator[Group]:
   """Yields the documents in lists of about so many characters or tokens. Bad records are added to `bad`."""
   group: Group = []
   size = 0
-  for part in _parts(documents, bad):
-    group.append(part)
-    size += len(part[1])
+  for place, document in documents.valid(bad):
+    group.append((place, document))
+    size += len(document)
     if size >= characters:
       yield group
       group, size = [], 0
@@ -155,7 +126,7 @@ def _reported(groups: Iterable[Group], name: str) -> Iterator[Group]:
   size, reported = 0, time.monotonic()
   for group in groups:
     yield group
-    size += sum(len(part) for _, part, _ in group)
+    size += sum(len(document) for _, document in group)
     if time.monotonic() - reported > _REPORT_SECONDS:
       reported = time.monotonic()
       print(f"Preparing {name}: {size / 1e6:,.0f} million characters or tokens, at {group[-1][0]}", flush=True)

@@ -53,6 +53,7 @@ class PreparedSource:
     self._split = split
     self._records = store.Records(folder / prepare.file_name(split), meta["splits"][split]["windows"])
     self._order = Order(self._records, split=split, seed=seed)
+    self.use_order = self._order.use
 
   def example(self, index: int) -> Example:
     """The window at `index` in the order of the split. Raises OSError, naming the file, when it cannot be read."""
@@ -254,7 +255,7 @@ def _given_tokenizer(cfg: DataSection) -> Tokenizer | None:
   if cfg.tokenizer_type == "byte":
     require(rules.tokenizer(cfg))
     return ByteTokenizer()
-  return load_bpe(cfg.tokenizer_path) if cfg.tokenizer_path else None
+  return load_bpe(cfg.tokenizer_path, cfg.bos_token, cfg.eos_token) if cfg.tokenizer_path else None
 
 
 def _tokenizer(

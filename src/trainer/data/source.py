@@ -33,6 +33,10 @@ class Source(Protocol):
   tokenizer: Tokenizer | None
   """The tokenizer that made the tokens. None when they are not text."""
 
+  def use_order(self, number: int) -> None:
+    """Changes the order of the examples to the one with this number; see `order.py`. A new source has the newest."""
+    ...
+
   def example(self, index: int) -> Example:
     """The example of global index `index` >= 0. Raises OSError, naming the file, when it cannot be read."""
     ...

@@ -1,17 +1,20 @@
 """Records in a local file, read by number: NAME.records has a checksum after each record, NAME.index has the offsets.
 
 Not ArrayRecord: its reader starts 64 threads per process and keeps the index of every open file in memory. A read here
-is two system calls without a lock, so the number of open files costs neither threads nor memory.
+is two system calls, so the number of open files costs neither threads nor memory.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import struct
-import threading
 import zlib
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
+
+from trainer.open_files import LastUsed
 
 _OFFSET = struct.Struct("<Q")
 _RANGE = struct.Struct("<QQ")
@@ -19,14 +22,14 @@ _CHECKSUM = struct.Struct("<I")
 
 
 class Records:
-  """The records that `write` wrote. Thread safe. The files are opened at the first read."""
+  """The records that `write` wrote. Thread safe. The files are opened when they are read."""
 
   def __init__(self, path: Path, count: int) -> None:
     """`path`: the file of records; `count`: their number."""
     self._path = path
     self._count = count
-    self._lock = threading.Lock()
-    self._files: tuple[int, int] | None = None
+    # io.FileIO reads without a buffer.
+    self._index, self._data = (LastUsed(partial(io.FileIO, file)) for file in (index_of(path), path))
 
   def __len__(self) -> int:
     return self._count
@@ -36,11 +39,12 @@ class Records:
     if not 0 <= number < self._count:
       raise IndexError(number)
     try:
-      index, records = self._opened()
-      start, stop = _RANGE.unpack(os.pread(index, _RANGE.size, number * _OFFSET.size))
-      if not start <= stop <= os.fstat(records).st_size:
-        raise ValueError("its offset is wrong")
-      data = os.pread(records, stop - start, start)
+      with self._index.opened() as file:
+        start, stop = _RANGE.unpack(os.pread(file.fileno(), _RANGE.size, number * _OFFSET.size))
+      with self._data.opened() as file:
+        if not start <= stop <= os.fstat(file.fileno()).st_size:
+          raise ValueError("its offset is wrong")
+        data = os.pread(file.fileno(), stop - start, start)
       if data[-_CHECKSUM.size :] != _checksum(data[: -_CHECKSUM.size]):
         raise ValueError("its checksum is wrong")
     except (OSError, ValueError, struct.error) as error:
@@ -50,24 +54,10 @@ class Records:
       ) from error
     return data[: -_CHECKSUM.size]
 
-  def _opened(self) -> tuple[int, int]:
-    """File descriptors of the index and of the records."""
-    with self._lock:
-      if self._files is None:
-        index = os.open(index_of(self._path), os.O_RDONLY)
-        try:
-          self._files = index, os.open(self._path, os.O_RDONLY)
-        except OSError:
-          os.close(index)
-          raise
-      return self._files
-
   def close(self) -> None:
-    """Closes the files. Idempotent. No other thread may be reading."""
-    with self._lock:
-      for descriptor in self._files or ():
-        os.close(descriptor)
-      self._files = None
+    """Closes the files. Idempotent."""
+    self._index.close()
+    self._data.close()
 
 
 def index_of(path: Path) -> Path:

@@ -30,6 +30,9 @@ class SyntheticSource:
     self._segment_ids = np.ones(length, np.int32)
     self._positions = np.arange(length, dtype=np.int32)
 
+  def use_order(self, number: int) -> None:
+    pass
+
   def example(self, index: int) -> Example:
     """One document of T + 1 random tokens without padding."""
     # Philox words are the same in all NumPy versions; Generator.integers does not guarantee that.

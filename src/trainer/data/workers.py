@@ -17,6 +17,8 @@ from multiprocessing import connection
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
+from trainer.observe import screen
+
 X = TypeVar("X")
 Y = TypeVar("Y")
 # A process costs 0.4 CPU seconds to start, which is more than the preparation of a few small sources.
@@ -156,6 +158,7 @@ class _Worker:
 
 def serve(descriptor: int) -> None:
   """Body of a process: calls the functions that arrive, until it is killed or the process that started it has ended."""
+  screen.protect()
   threading.Thread(target=_end_with_parent, daemon=True).start()
   channel = connection.Connection(descriptor)
   while True:

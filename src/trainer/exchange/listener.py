@@ -18,6 +18,7 @@ from trainer import addresses
 from trainer.exchange import handshake
 from trainer.exchange.errors import PeerLost, Unreachable
 from trainer.exchange.link import Stop, Stopped
+from trainer.observe.screen import Sparse
 
 HANDSHAKE_SECONDS = 2.0
 MOST_PENDING = 64  # connections without a handshake; one more closes the oldest, so that strangers block nobody
@@ -43,7 +44,7 @@ class Listener:
   def __init__(self, member: int, token: bytes, host: str, refused: Callable[[str], None]) -> None:
     self._member = member
     self._token = token
-    self._refused = refused
+    self._refused = Sparse(refused)
     self._sock = addresses.listen(host, 0, MOST_PENDING)
     self._sock.setblocking(False)
     self.address = addresses.join(host, self._sock.getsockname()[1])

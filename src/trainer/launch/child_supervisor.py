@@ -18,20 +18,27 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from trainer.launch.errors import end_on_error
 from trainer.membership.rules import RunRules
 from trainer.membership.server import Server
+from trainer.observe import screen
+from trainer.observe.log import to_stdout
+from trainer.signals import requests
 
+FAILED = 1
 _POLL_SECONDS = 0.1
 _END_SECONDS = 10.0  # from the end of the run until the last worker has closed its connection
 
 
 def main() -> int:
   """Supervises the run until it or the parent ends. Returns 0."""
+  screen.protect()
+  end_on_error(lambda: os._exit(FAILED))  # as if it had been killed: the workers save the state and end
   job = json.loads(sys.stdin.readline())
   coordinator = RunRules(**job["rules"]).coordinator(secrets.token_hex(6), job["expected"])
   listener = socket.socket(fileno=job["listener"])
   server = Server(coordinator, bytes.fromhex(job["token"]), listener=listener, kill=_leave_to_launcher, log=_log)
-  _on_sigterm(server.stop)
+  _on_request(server.stop)
   joined = False
   while os.getppid() == job["parent"] and not server.over.wait(_POLL_SECONDS):
     if joined and not server.connected:  # all workers have ended; the next group has a supervisor of its own
@@ -48,18 +55,19 @@ def _leave_to_launcher(member: int, reason: str) -> None:
   """The process of a hung member may be on another host. The run goes on without it."""
 
 
-def _on_sigterm(stop: Callable[[], None]) -> None:
-  """Calls `stop` at SIGTERM, in a thread: the handler may have interrupted one that holds a lock of the server."""
+def _on_request(stop: Callable[[], None]) -> None:
+  """Calls `stop` at a request to end, in a thread: the handler may have interrupted a thread that holds a lock."""
 
   def handle(number: int, frame: FrameType | None) -> None:
     threading.Thread(target=stop, name="stop", daemon=True).start()
 
-  signal.signal(signal.SIGTERM, handle)
+  for request in requests():
+    signal.signal(request, handle)
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers
 
 
 def _log(line: str) -> None:
-  print(f"supervisor: {line}", flush=True)
+  to_stdout(f"supervisor: {line}")
 
 
 if __name__ == "__main__":

@@ -13,17 +13,23 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
-from trainer import addresses
-from trainer.cluster import job_token
-from trainer.config import ConfigError, load
-from trainer.launch.keys import refuse_other, require
-from trainer.launch.supervisor import BAD_INPUT, Supervisor, Where
-from trainer.membership.server import BACKLOG
+from trainer import signals
+
+if TYPE_CHECKING:
+  from trainer.launch.supervisor import Where
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Runs the command and returns its exit code."""
+  """Runs the command and returns its exit code. Imports here and not above, so that a signal finds its handler."""
+  from trainer.config import ConfigError, load
+  from trainer.launch.keys import refuse_other
+  from trainer.launch.supervisor import BAD_INPUT, Supervisor
+  from trainer.membership.rules import RunRules
+  from trainer.observe import screen
+
+  screen.protect()
   parser = argparse.ArgumentParser(
     prog="python -m trainer.launch.local",
     description="Run several slices as processes of this machine.",
@@ -46,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     least = config.elastic.elastic_min_slice_count
     if least > options.slices:
       raise ConfigError(f"elastic_min_slice_count={least} is more than --slices {options.slices}.\nLower it.")
+    RunRules.of(config).check(options.processes_per_slice)
     where = _listen(options) if options.listen else None
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
@@ -56,6 +63,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _check(options: argparse.Namespace) -> None:
   """Raises ConfigError for options that do not fit each other."""
+  from trainer.config import ConfigError
+  from trainer.launch.keys import require
+
   for name in ("slices", "processes_per_slice"):
     require(getattr(options, name) >= 1, f"--{name.replace('_', '-')} {getattr(options, name)}", "at least 1")
   require(options.spares >= 0, f"--spares {options.spares}", "at least 0")
@@ -70,6 +80,12 @@ def _check(options: argparse.Namespace) -> None:
 
 def _listen(options: argparse.Namespace) -> Where:
   """Listens at --listen. Raises ConfigError if that is impossible."""
+  from trainer import addresses
+  from trainer.cluster import job_token
+  from trainer.config import ConfigError
+  from trainer.launch.supervisor import Where
+  from trainer.membership.server import BACKLOG
+
   try:
     host, port = addresses.split(options.listen)
   except ValueError as error:
@@ -85,4 +101,4 @@ def _listen(options: argparse.Namespace) -> Where:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  signals.run_launcher(main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import secrets
@@ -14,6 +15,7 @@ from types import FrameType
 
 from trainer import addresses
 from trainer.config.schema import Config
+from trainer.launch.errors import handled
 from trainer.launch.remote import RemoteWorkers
 from trainer.launch.workers import Workers
 from trainer.membership.environment import Place
@@ -21,6 +23,7 @@ from trainer.membership.messages import Message
 from trainer.membership.rules import RunRules
 from trainer.membership.server import Server
 from trainer.membership.wire import Channel
+from trainer.observe.log import to_stdout
 from trainer.signals import INTERRUPTED
 
 FAILED, BAD_INPUT = 1, 2
@@ -29,12 +32,15 @@ _INTERRUPT_SECONDS = 5.0
 _LEAST_CONNECT_SECONDS = 60.0  # that every process has to import and connect
 _MOST_SLICES = 1024  # of one agent
 _AGENT_SECONDS = 2.0  # that an agent may need to end after its processes
-MOST_FAILURES = 2  # lives of one member in a row that end with exit code 1 without a new step
+MOST_FAILURES = 2  # lives of one member in a row that fail without a new step
+# Exit codes of a process that has failed by itself. Other signals come from outside: they say nothing about it.
+_CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+_FAILURES = {FAILED, *(-number for number in _CRASHES)}
 
 
 def log(line: str) -> None:
   """Prints a line of the supervisor."""
-  print(f"supervisor: {line}", flush=True)
+  to_stdout(f"supervisor: {line}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,16 +81,19 @@ class Supervisor:
     self._lock = threading.Lock()  # of self._remote
     self._progress: dict[int, str] = {}  # by member: the last committed round when it ended last
     self._failures: dict[int, int] = {}
-    self._missing: dict[int, float] = {}  # members without all connections: time.monotonic() when that was first seen
-    self._interrupted = threading.Event()
+    self._missing: dict[int, float] = {}  # members without all connections: when that was first seen, by the clock
+    self._interrupted, self._failed = threading.Event(), threading.Event()
 
   def run(self) -> int:
     """Starts the members and supervises them to the end of the run. Returns the exit code of the run."""
-    handlers = {number: signal.signal(number, self._signalled) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with handled(self._signalled, self._failed.set), contextlib.closing(self):
       self._workers.start()
-      while not self._server.over.wait(0.2) and not self._interrupted.is_set():
+      while not self._server.over.wait(0.2) and not self._interrupted.is_set() and not self._failed.is_set():
         self._end_missing()
+      if self._failed.is_set():
+        self._server.close()  # as if this process had died: the members save the state and end
+        self._end(FAILED, 0, self._grace + _END_SECONDS)
+        return FAILED
       if self._interrupted.is_set():
         self._end(INTERRUPTED, signal.SIGINT, _INTERRUPT_SECONDS)
         return INTERRUPTED
@@ -93,11 +102,11 @@ class Supervisor:
       assert self._coordinator.code is not None
       self._end(self._coordinator.code, 0, _END_SECONDS)  # the members end by themselves
       return self._coordinator.code
-    finally:
-      self._workers.close(signal.SIGKILL, 0.0)
-      self._server.close()
-      for number, handler in handlers.items():
-        signal.signal(number, handler)
+
+  def close(self) -> None:
+    """Kills what is left of the members on this host, and ends all connections."""
+    self._workers.close(signal.SIGKILL, 0.0)
+    self._server.close()
 
   def _end(self, code: int, number: int, seconds: float) -> None:
     """Sends the signal to all processes of the run, and ends those that are left after `seconds`."""
@@ -150,14 +159,14 @@ class Supervisor:
 
   def _end_missing(self) -> None:
     """Ends every member that has a process without a connection for too long. Such a process gives no signs of life."""
-    now, connected = time.monotonic(), self._server.processes
+    now, connected = self._coordinator.clock(), self._server.processes
     hosts = {member: host for host in self._hosts() for member in host.members}
     missing = {m for m in hosts if any((m, lane) not in connected for lane in range(self._lanes))}
     self._missing = {member: self._missing.get(member, now) for member in missing}
     for member, since in list(self._missing.items()):
       if now - since > self._connect_seconds:
-        log(f"Member {member} has not connected in {self._connect_seconds:g} s: its processes are ended.")
         hosts[member].kill(member)
+        log(f"Member {member} has not connected in {self._connect_seconds:g} s: its processes are ended.")
         del self._missing[member]  # the time of its next start begins
 
   def _ended(self, member: int, code: int) -> None:
@@ -169,7 +178,7 @@ class Supervisor:
     if self._coordinator.phase == "over" or self._coordinator.stopping or self._interrupted.is_set():
       return
     before = 0 if progress else self._failures.get(member, 0)
-    self._failures[member] = before + 1 if code == FAILED else 0
+    self._failures[member] = before + 1 if code in _FAILURES else 0
     if code == BAD_INPUT and not self._coordinator.committed:
       self._server.end(BAD_INPUT, "")
     elif self._failures[member] >= MOST_FAILURES:

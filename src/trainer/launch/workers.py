@@ -17,6 +17,8 @@ from trainer.membership.environment import Place
 FIRST_PAUSE_SECONDS = 0.5  # from the end of a worker to its restart; doubled after every life without progress
 LONGEST_PAUSE_SECONDS = 30.0
 _NORMAL_EXITS = frozenset({0, 2, 42, 130})
+_NOT_STARTED = 1  # as an exit code
+_LANE_SECONDS = 30.0  # from such an exit of one process of a member to the end of its other processes
 
 
 @dataclasses.dataclass
@@ -26,6 +28,7 @@ class _Worker:
   member: int
   processes: list[subprocess.Popen[bytes]] = dataclasses.field(default_factory=list)
   lives: int = 0
+  ended: bool = False  # a process of this life has ended, so the others must
   pause: float = FIRST_PAUSE_SECONDS
   restart_at: float | None = None  # time.monotonic() of the next start; None: it runs, or stays down
   absent_until: float | None = None  # a rehearsed fault keeps it down until then
@@ -66,12 +69,18 @@ class Workers:
       if self._closing:
         return
       worker.restart_at = worker.absent_until = None
-      worker.lives += 1
-      worker.processes = [
-        # A process group of its own: Ctrl-C in the terminal reaches the supervisor only, which decides.
-        subprocess.Popen(self._command, env=dict(env), process_group=0, stdin=subprocess.DEVNULL)
-        for env in self._environments(worker.member)
-      ]
+      worker.lives, worker.ended, worker.processes = worker.lives + 1, False, []
+      try:
+        for env in self._environments(worker.member):
+          # A process group of its own: Ctrl-C in the terminal reaches the supervisor only, which decides.
+          started = subprocess.Popen(self._command, env=dict(env), process_group=0, stdin=subprocess.DEVNULL)
+          worker.processes.append(started)
+      except OSError as error:  # too many processes, or no memory: it may pass
+        self._log(f"Member {worker.member} cannot be started: {error}.")
+        worker.ended = True
+        _wait_for(worker.processes, 0.0)
+        threading.Thread(target=self._ended, args=(worker.member, _NOT_STARTED), daemon=True).start()
+        return
       for process in worker.processes:
         name = f"waits for member {worker.member}"
         threading.Thread(target=self._wait, args=(worker, worker.lives, process), name=name, daemon=True).start()
@@ -90,15 +99,14 @@ class Workers:
     """Thread: waits for one process. The first one that ends takes the others of its slice with it."""
     code = process.wait()
     with self._lock:
-      if worker.lives != life or worker.restart_at is not None or not worker.processes:
+      if worker.lives != life or worker.ended:
         return
-      others = [other for other in worker.processes if other is not process]
-      worker.processes = []
-      for other in others:
-        if code not in _NORMAL_EXITS:
-          other.kill()
-    for other in others:
-      other.wait()
+      worker.ended = True
+    left = _wait_for(worker.processes, _LANE_SECONDS if code in _NORMAL_EXITS else 0.0)
+    if left and code in _NORMAL_EXITS:
+      self._log(
+        f"Member {worker.member}: {left} processes are killed, {_LANE_SECONDS:g} s after another one has ended."
+      )
     self._ended(worker.member, code)
 
   def restart(self, member: int, *, progress: bool) -> None:
@@ -175,10 +183,18 @@ class Workers:
       if process.poll() is None:
         process.send_signal(number)
         process.send_signal(signal.SIGCONT)
-    deadline = time.monotonic() + seconds
-    for process in processes:
-      try:
-        process.wait(max(0.0, deadline - time.monotonic()))
-      except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    _wait_for(processes, seconds)
+
+
+def _wait_for(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> int:
+  """Returns when all have ended: sends SIGKILL to those that are left after `seconds`. Returns their number."""
+  deadline, killed = time.monotonic() + seconds, []
+  for process in processes:
+    try:
+      process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+      process.kill()
+      killed.append(process)
+  for process in killed:
+    process.wait()
+  return len(killed)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.membership.messages import Message, deal, message, step_of
+from trainer.membership.messages import Message, deal, message, step_of, to_ranges
 from trainer.membership.pulse import Pulse
 
 
@@ -53,6 +53,7 @@ Effect = Send | Kill | Note
 _BROKEN_SECONDS = 1.0  # from a broken connection to a new epoch: a death is noticed earlier
 _APART_SECONDS, _MOST_APART_SECONDS = 30.0, 600.0  # pause of a member that others cannot reach; doubled each time
 _SHORT_WAIT_SECONDS = 10.0  # for members at a start, without a line about it
+_MOST_RANGES = 2048  # of shares in a message. Each loss divides some; then they are dealt in order again
 _MOST_FAILED_LEADS = 3  # after which a leader restores without the others, and lost members are not waited for
 Effects = list[Effect]
 
@@ -108,7 +109,7 @@ class Coordinator:
     """
     assert 1 <= minimum <= total, (minimum, total)
     self._total, self._minimum, self._expected = total, minimum, max(expected or total, minimum)
-    self._clock, self._wall, self._shares = clock, wall, shares or total
+    self.clock, self._wall, self._shares = clock, wall, shares or total
     self._timeout, self._join_interval, self._elastic, self._run_id = timeout, join_interval, elastic, run_id
     self._members: dict[int, _Member] = {}  # connected
     self._waits_since = clock()  # of gathering and holding
@@ -211,7 +212,7 @@ class Coordinator:
   def broken(self, member: int, epoch: int, unreached: Sequence[int] = ()) -> Effects:
     """`member` cannot exchange in this epoch: connections have failed. unreached: members it could not connect with."""
     if epoch == self.epoch and (member in self.active or member == self._leader):
-      self._broken_at = self._clock() if self._broken_at is None else self._broken_at
+      self._broken_at = self.clock() if self._broken_at is None else self._broken_at
       self._unreached |= {frozenset((member, other)) for other in self._members.keys() & set(unreached) - {member}}
     return []
 
@@ -282,7 +283,7 @@ class Coordinator:
       effects += self._gather() or self._tell_of_wait()
     if self.phase == "holding" and not self.stopping and self._joiners():  # one that was apart may join now
       effects += self._reform()
-    if self.phase == "holding" and self._clock() - self._waits_since > self._timeout:
+    if self.phase == "holding" and self.clock() - self._waits_since > self._timeout:
       effects += self.end(1, self._too_few())
     return effects
 
@@ -302,7 +303,7 @@ class Coordinator:
     return [Note(f"{what}. The same members connect again."), *self._world()]
 
   def _is_broken(self) -> bool:
-    return self._broken_at is not None and self._clock() - self._broken_at > _BROKEN_SECONDS
+    return self._broken_at is not None and self.clock() - self._broken_at > _BROKEN_SECONDS
 
   def _separate(self) -> Kill:
     """Ends the member to blame for connections that cannot be made, and keeps it away for a while."""
@@ -311,7 +312,7 @@ class Coordinator:
     victim = max(pairs, key=lambda m: (pairs[m], m not in self.live, m != self.primary, m))
     others = sorted({member for pair in self._unreached if victim in pair for member in pair} - {victim})
     pause = min(2 * self._apart.get(victim, (0.0, _APART_SECONDS / 2))[1], _MOST_APART_SECONDS)
-    self._apart[victim] = self._clock() + pause, pause
+    self._apart[victim] = self.clock() + pause, pause
     names = ", ".join(map(str, others))
     reason = f"no connection between it and member {names}, so it may join again in {pause:g} s at the earliest"
     return Kill(victim, reason, _BROKEN_SECONDS)
@@ -322,7 +323,7 @@ class Coordinator:
     return {member: found for member, found in self._members.items() if found.ready}
 
   def _gather(self) -> Effects:
-    ready, late = self._ready().keys(), self._clock() - self._waits_since > self._timeout
+    ready, late = self._ready().keys(), self.clock() - self._waits_since > self._timeout
     least = 1 if self.stopping else self._minimum
     if late and len(ready) < least:
       return self.end(1, self._too_few())
@@ -333,7 +334,7 @@ class Coordinator:
 
   def _tell_of_wait(self) -> Effects:
     """A line, once, about members that are waited for while others are ready."""
-    ready, now = len(self._ready()), self._clock()
+    ready, now = len(self._ready()), self.clock()
     if not ready:
       self._ready_since = None
     elif self._ready_since is None:
@@ -361,13 +362,13 @@ class Coordinator:
   def _gather_again(self) -> Effects:
     """The leader is lost, or a member that it needs: waits for the members again, because each may have parts of the
     newest state that no other one has."""
-    self.phase, self._waits_since, self._leader = "gathering", self._clock(), -1
+    self.phase, self._waits_since, self._leader = "gathering", self.clock(), -1
     self._failed_leads += 1
     return [Note("A member is lost while the newest state is restored: waiting for all members."), *self._gather()]
 
   def _regather(self) -> Effects:
     """No member is known to have the state: starts from the backups, or from a state that has just arrived."""
-    self.phase, self._waits_since, self._failed_leads = "gathering", self._clock(), 0
+    self.phase, self._waits_since, self._failed_leads = "gathering", self.clock(), 0
     self._survivors, self._expected = self.active, self._total
     self.active, self.live, self._done, self._leaving = set(), set(), set(), set()
     for member in self._survivors:
@@ -391,7 +392,7 @@ class Coordinator:
   def _joiners(self) -> list[int]:
     """Ready members that may join now."""
     ready = [member for member, found in self._members.items() if found.ready and member not in self.active]
-    ready = [member for member in ready if self._apart.get(member, (0.0, 0.0))[0] <= self._clock()]
+    ready = [member for member in ready if self._apart.get(member, (0.0, 0.0))[0] <= self.clock()]
     return sorted(ready, key=self._preference)[: self._total - len(self.active)]
 
   def _reform(self) -> Effects:
@@ -405,7 +406,7 @@ class Coordinator:
     self.epoch += 1
     self._done, self._broken_at, self._unreached, self._leader = set(), None, set(), -1
     self._survivors = set()
-    self._changed_at = self._clock()
+    self._changed_at = self.clock()
     self.pulse.begin_epoch()
     if self.primary not in self.live:
       self.primary = min(self.live)
@@ -413,7 +414,7 @@ class Coordinator:
     self._lost = {}
     if len(self.active) < self._minimum and not self.stopping and not force:
       if self.phase != "holding":
-        self.phase, self._waits_since = "holding", self._clock()
+        self.phase, self._waits_since = "holding", self.clock()
       held = message("hold", epoch=self.epoch, members=sorted(self.active), primary=self.primary, lost=lost)
       return [Send(member, held) for member in sorted(self.active)]
     self.phase = "running"
@@ -425,11 +426,15 @@ class Coordinator:
       self._members[member].was_active = True
       self._members[member].reports.clear()  # of the epoch before
     self._dealt = deal(self._shares, sorted(self.active), self._dealt)
+    ranges = {str(member): to_ranges(shares) for member, shares in self._dealt.items()}
+    if sum(map(len, ranges.values())) > _MOST_RANGES:
+      self._dealt = deal(self._shares, sorted(self.active))
+      ranges = {str(member): to_ranges(shares) for member, shares in self._dealt.items()}
     world = message(
       "world",
       epoch=self.epoch,
       members=self._addresses(self.active),
-      shares={str(member): shares for member, shares in self._dealt.items()},
+      ranges=ranges,
       fresh=fresh,
       source=self._source,
       primary=self.primary,
@@ -456,7 +461,7 @@ class Coordinator:
     effects: Effects = [Send(member, committed) for member in sorted(self.active)]
     if stop:
       return effects
-    joins = self._clock() - self._changed_at >= self._join_interval or bool(self._leaving)
+    joins = self.clock() - self._changed_at >= self._join_interval or bool(self._leaving)
     joiners = self._joiners() if joins else []
     if not leave and not joiners:
       return effects

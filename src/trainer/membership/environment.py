@@ -52,7 +52,7 @@ class Place:
   host: str = ""  # address of this host, where the other members connect to; "": where the supervisor is reached from
   slice_coordinator: str = ""  # host:port of jax.distributed within the slice; "" with one process per slice
   gpu: int | None = None  # the only GPU of this host that this process uses; None: all that it sees
-  wait_seconds: float = 0.0  # how long the supervisor may take to listen
+  wait_seconds: float = 0.0  # how long the supervisor may take to listen and to answer; 0: it listens already
   can_rehearse: bool = True  # whether the supervisor can kill and stop this process, as a rehearsed fault
   remedy: str = f"{_HOW_TO_START}, which starts the supervisor."  # if the supervisor cannot be reached
 

@@ -21,7 +21,7 @@ From the supervisor to a member
   lead      epoch, leader, members {id: address of each lane}: `leader` restores the newest state of all backups, unless
             it holds a state, and answers with `restored`. The other members connect with it, and send it the parts of
             local copies that it asks for
-  world     epoch, members {id: address of each lane}, shares {id: shares}, fresh, source, primary,
+  world     epoch, members {id: address of each lane}, ranges {id: [[first share, end], ...]}, fresh, source, primary,
             lost {id: [reason, wall time]}: a new epoch begins. The members in `fresh` have no state yet: `source`
             sends it to them
   hold      epoch, members, lost: as `world`, but there are too few members to go on: wait for the next `world`
@@ -74,7 +74,7 @@ _WORLD: FieldTypes = {"epoch": int, "primary": int, "lost": dict}
 FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   "welcome": {"primary": int, "run_id": str},
   "lead": {"epoch": int, "leader": int, "members": dict},
-  "world": {**_WORLD, "members": dict, "shares": dict, "fresh": list, "source": int},
+  "world": {**_WORLD, "members": dict, "ranges": dict, "fresh": list, "source": int},
   "hold": {**_WORLD, "members": list},
   "regather": {},
   "commit": {"epoch": int, "round": str, "stop": bool, "leave": list, "seconds": dict},
@@ -132,3 +132,19 @@ def deal(shares: int, members: list[int], before: Mapping[int, Sequence[int]] | 
   for member in ordered:
     dealt[member] = sorted([*dealt[member], *itertools.islice(free, room[member] - len(dealt[member]))])
   return dealt
+
+
+def to_ranges(shares: Sequence[int]) -> list[list[int]]:
+  """[[first, end], ...] of ascending shares: a message has room for many shares, of which each member has few runs."""
+  ranges: list[list[int]] = []
+  for share in shares:
+    if ranges and ranges[-1][1] == share:
+      ranges[-1][1] += 1
+    else:
+      ranges.append([share, share + 1])
+  return ranges
+
+
+def from_ranges(ranges: Sequence[Sequence[int]]) -> tuple[int, ...]:
+  """The shares of `to_ranges`."""
+  return tuple(share for first, end in ranges for share in range(first, end))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 
@@ -10,6 +12,24 @@ _FACTOR = 3.0  # the limit is this multiple of the 99th percentile of the step t
 _LATER_SECONDS = 1.0  # how much later an exchange that stands still counts: a member's silence says more
 _START_SILENCE_SECONDS = 30.0  # limit while a member imports and compiles, which delays the thread of its signs
 _BUSY_SECONDS = 1800.0  # limit while a member saves or samples: such work has its own limits
+_MOST_LATE_SECONDS = 0.5  # that a reading of the clock adds: the supervisor reads it every 0.1 s
+
+
+class RunningClock:
+  """Seconds in which this process ran: time.monotonic() without the time in which it was stopped (Ctrl-Z, a container
+  that is paused, swapping). Signs of life that arrived meanwhile are still to be read, so their age means nothing.
+  """
+
+  def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+    self._monotonic, self._lock = monotonic, threading.Lock()
+    self._read, self._seconds = monotonic(), 0.0
+
+  def __call__(self) -> float:
+    with self._lock:
+      now = self._monotonic()
+      self._seconds += min(now - self._read, _MOST_LATE_SECONDS)
+      self._read = now
+      return self._seconds
 
 
 class Pulse:

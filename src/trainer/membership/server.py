@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from trainer import addresses
+from trainer import addresses, open_files
 from trainer.membership import wire
 from trainer.membership.coordinator import Coordinator, Effects, Kill, Note, Send
 from trainer.membership.messages import FROM_AGENT, FROM_MEMBER, Message, check, message, step_of
 from trainer.membership.wire import HANDSHAKE_SECONDS, Channel, WireError
+from trainer.observe.screen import Sparse
 from trainer.signals import PREEMPTED
 
 _TICK_SECONDS = 0.1
@@ -43,12 +44,14 @@ class Server:
     hung member. fault(action, member, seconds): causes a rehearsed fault. Both return at once. agent(channel, first
     message): serves the connection of an agent to its end; None: agents are refused. log takes a line for people. All
     are called from threads."""
+    open_files.raise_limit()  # each member has a connection
     self.coordinator = coordinator
     self._token, self._kill, self._fault, self._agent, self._log = token, kill, fault, agent, log
     self._lock = threading.RLock()
     self._channels: dict[tuple[int, int], Channel] = {}  # by (member, lane)
     self._agents: set[Channel] = set()
-    self._strangers: dict[socket.socket, float] = {}  # time.monotonic() of their connection, the oldest first
+    self._strangers: dict[socket.socket, float] = {}  # when they connected, by the clock, the oldest first
+    self._log_stranger = Sparse(log)
     self._threads: set[threading.Thread] = set()
     self._closed = threading.Event()
     self.over = threading.Event()
@@ -113,26 +116,34 @@ class Server:
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     with self._lock:
+      thread.start()
       self._threads.add(thread)
-    thread.start()
 
   def _listen(self) -> None:
     while not self._closed.is_set():
       try:
         sock, _ = self._listener.accept()
-      except OSError as error:
-        if not self._closed.wait(_TICK_SECONDS):  # too many open files, for example: it may pass
-          self._log(f"A connection to the supervisor could not be accepted: {error}.")
-        continue
-      with self._lock:
-        if self._closed.is_set():
-          sock.close()
-          return
-        if len(self._strangers) >= _MAX_STRANGERS:
-          _shut_down(next(iter(self._strangers)))
-          del self._strangers[next(iter(self._strangers))]
-        self._strangers[sock] = time.monotonic()
-      self._start("supervisor serves", functools.partial(self._serve, sock))
+        self._admit(sock)
+      except (OSError, RuntimeError) as error:
+        if not self._closed.wait(_TICK_SECONDS):  # too many open files or threads, for example: it may pass
+          self._log_stranger(f"A connection to the supervisor could not be accepted: {error}.")
+
+  def _admit(self, sock: socket.socket) -> None:
+    """Serves a new connection in a thread. Raises RuntimeError if none can be started."""
+    with self._lock:
+      if self._closed.is_set():
+        sock.close()
+        return
+      if len(self._strangers) >= _MAX_STRANGERS:
+        _shut_down(next(iter(self._strangers)))
+        del self._strangers[next(iter(self._strangers))]
+      self._strangers[sock] = self.coordinator.clock()
+      try:
+        self._start("supervisor serves", functools.partial(self._serve, sock))
+      except RuntimeError:
+        del self._strangers[sock]
+        sock.close()
+        raise
 
   def _serve(self, sock: socket.socket) -> None:
     """Thread: one connection, from its handshake to its end."""
@@ -158,7 +169,7 @@ class Server:
         self._carry_out(effects)
     except (WireError, ValueError) as error:
       if not self._closed.is_set():
-        self._log(f"A connection to the supervisor was refused: it {error}.")
+        self._log_stranger(f"A connection to the supervisor was refused: it {error}.")
       with self._lock:
         self._strangers.pop(sock, None)
         sock.close()
@@ -181,7 +192,7 @@ class Server:
     """Whether a connection that has ended was not ended by this side. It is no stranger any more."""
     with self._lock:
       since = self._strangers.pop(sock, None)
-      return since is not None and time.monotonic() - since < HANDSHAKE_SECONDS
+      return since is not None and self.coordinator.clock() - since < HANDSHAKE_SECONDS
 
   def _serve_agent(self, sock: socket.socket, channel: Channel, first: Message) -> None:
     """One connection of an agent. Raises ValueError if agents are refused, or if it breaks the protocol."""
@@ -236,16 +247,16 @@ class Server:
       if isinstance(effect, Note):
         self._log(effect.text)
       elif isinstance(effect, Kill):
-        self._log(f"Member {effect.member} is ended: {effect.reason}.")
         self._kill(effect.member, effect.reason)
+        self._log(f"Member {effect.member} is ended: {effect.reason}.")
         self.lost(effect.member, effect.reason, effect.seconds)
       elif isinstance(effect, Send):
         for key in [key for key in self._channels if key[0] == effect.member]:
           try:
             self._channels[key].send(effect.message)
           except BlockingIOError:
-            self._log(f"Member {effect.member} does not read its messages. Its connection is closed.")
             self._channels[key].close()
+            self._log(f"Member {effect.member} does not read its messages. Its connection is closed.")
           except OSError:
             pass  # the thread that reads this connection reports the loss
     if self.coordinator.phase == "over":
@@ -255,7 +266,7 @@ class Server:
     while not self._closed.wait(_TICK_SECONDS):
       with self._lock:
         self._carry_out(self.coordinator.tick())
-        late = time.monotonic() - HANDSHAKE_SECONDS
+        late = self.coordinator.clock() - HANDSHAKE_SECONDS
         for sock in [sock for sock, since in self._strangers.items() if since < late]:
           _shut_down(sock)
 

@@ -17,7 +17,8 @@ Life of the process
                 global_batch_size, tokens_per_step, parameters, flops_per_token, vocab_size, unigram_entropy (nats per
                 token or null), unigram_eval_loss (the same model's loss on the evaluation split, or null), config
                 (flat dict), origins (dict: where each key was given; absent: default), chip_hour_price, data (dict:
-                dataset, tokenizer, tokens, epochs), git_commit (or null), command, host, versions (dict)
+                dataset, tokenizer, bos_token, eos_token, first_tokens, tokens, epochs), git_commit (or null), command,
+                host, versions (dict)
   attempt_start attempt, step (completed so far), slices (ids alive)
   init_done     seconds (from the start of the process or of the attempt until the first step could be dispatched)
   compile       seconds, what, cached (from the persistent cache), compilations, background
@@ -30,6 +31,7 @@ Time spent
   checkpoint_saved  step, tier, path, seconds (from the start of the save to its commit), blocking_seconds (of these, at
                     the beginning, the training loop waited)
   checkpoint_restored step, tier, path; checkpoint_rejected step, tier, reason (damaged: passed over)
+  checkpoint_failed tier, reason: the storage failed at a save, and training goes on
   snapshot          step, seconds, blocking_seconds, bytes
   eval              step, seconds, loss
   profile           seconds (for writing it), directory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -92,13 +91,5 @@ def get(run_directory: str | None, *, is_primary: bool = True) -> Log:
 
 
 def to_stdout(text: str) -> None:
-  """Prints one or more lines; nothing once the reader of stdout has closed it."""
-  try:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-  except BrokenPipeError:
-    # The reader has closed the pipe (`| head`, a closed terminal). Logging to the file continues. Point stdout at
-    # /dev/null: otherwise its buffered text would fail again in the next print, or at exit.
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
-    os.close(null)
+  """Prints one or more lines. Never raises after `screen.protect`."""
+  print(text, flush=True)

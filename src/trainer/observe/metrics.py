@@ -8,7 +8,7 @@ import functools
 import itertools
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -224,17 +224,22 @@ class Metrics:
     for writer in self._writers:
       writer.write(evaluation.step, _eval_scalars(evaluation.eval_loss, losses), fields["wall"], is_step=False)
 
-  def eval_loss(self, step: int) -> float | None:
-    """The evaluation loss of the state after `step`, by this process or an earlier one; None: it is not recorded."""
+  def eval_loss(self, step: int, sets: Collection[str], main: str) -> float | None:
+    """The loss on the set `main` of the state after `step`, by this process or an earlier one.
+
+    None: the losses of all `sets` are not recorded.
+    """
     if self._last_evaluation is not None and step == self._last_evaluation.step:
       return self._last_evaluation.eval_loss
-    return eval_loss(self._run_directory, step)
+    return eval_loss(self._run_directory, step, sets, main)
 
-  def flush(self) -> None:
-    """Writes pending records. Call before a checkpoint: a run that resumes from it does not write them again."""
+  def flush(self, *, wait: bool = True) -> None:
+    """Writes pending records. Call before a checkpoint: a run that resumes from it does not write them again.
+
+    wait: False before the last save of a process: a writer may not delay it, and `close` waits for all of them."""
     self._lines.flush()
     for writer in self._writers:
-      writer.flush()
+      writer.flush(wait=wait)
 
   def close(self, exit_code: int | None = None) -> None:
     """Writes pending records and closes the files. Closing twice is allowed.
@@ -273,8 +278,8 @@ def _last_step(records: Iterable[dict[str, Any]]) -> int:
   return max((record["step"] for record in records if "loss" in record), default=0)
 
 
-def eval_loss(run_directory: str, step: int) -> float | None:
-  """The loss if the newest record of `step` in metrics.jsonl is an evaluation, else None.
+def eval_loss(run_directory: str, step: int, sets: Collection[str], main: str) -> float | None:
+  """The loss on `main` if the newest record of `step` in metrics.jsonl is an evaluation of all `sets`, else None.
 
   If a step was done again after its evaluation, that evaluation belongs to a history that was given up.
   """
@@ -283,7 +288,9 @@ def eval_loss(run_directory: str, step: int) -> float | None:
     if f'"step": {step},' in line:  # parse only the lines of this step: a long run has a million others
       with contextlib.suppress(json.JSONDecodeError):  # cut short by a kill
         newest = json.loads(line)
-  return float(newest["eval_loss"]) if "eval_loss" in newest else None
+  # A record of a single set does not name it.
+  losses = newest.get("eval_losses", {main: newest["eval_loss"]} if "eval_loss" in newest else {})
+  return float(losses[main]) if losses.keys() >= set(sets) else None
 
 
 def read_records(run_directory: str) -> list[dict[str, Any]]:

@@ -26,11 +26,12 @@ def body(runs: Sequence[Run]) -> str:
 
   for run in runs:
     run.require_steps()
-  names = labels(runs)
-  wide, narrow = (style.svg(plots.styled(overlay.losses, runs, names, size)) for size in (style.WIDE, style.NARROW))
+  names, results = labels(runs), [goodput.compute(run) for run in runs]
+  draw = lambda size: style.svg(plots.styled(overlay.losses, runs, results, names, size))
+  wide, narrow = draw(style.WIDE), draw(style.NARROW)
   images = markup.picture("Losses of the runs over steps and over wall time", wide, narrow)
   return (
-    f"<h1>{markup.count(len(runs), 'run')}</h1>{images}<h2>Numbers</h2>{_numbers(runs, names)}"
+    f"<h1>{markup.count(len(runs), 'run')}</h1>{images}<h2>Numbers</h2>{_numbers(runs, results, names)}"
     f"<h2>Configuration</h2>{_differences(runs, names)}"
   )
 
@@ -41,15 +42,15 @@ def labels(runs: Sequence[Run]) -> list[str]:
   return [run.directory if names.count(run.name) > 1 else run.name for run in runs]
 
 
-def _numbers(runs: Sequence[Run], names: Sequence[str]) -> str:
+def _numbers(runs: Sequence[Run], results: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
   """A column per run, so that the page of two runs fits a phone."""
-  columns = [_facts(run, runs[0]) for run in runs]
+  columns = [_facts(run, result, runs[0]) for run, result in zip(runs, results)]
   rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
   return markup.table(("", *names), rows)
 
 
-def _facts(run: Run, first: Run) -> dict[str, str]:
-  result, happened = goodput.compute(run), incidents.find(run)
+def _facts(run: Run, result: dict[str, Any], first: Run) -> dict[str, str]:
+  happened = incidents.find(run)
   speeds = run.tokens_per_second()
   speeds = speeds[np.isfinite(speeds)]
   facts = {

@@ -1,8 +1,9 @@
 """Goodput: where the wall time of a run went, in buckets that sum to 100 %, across restarts of the process.
 
 Computed after the run from events.jsonl and metrics.jsonl: it costs no training time and can be repeated. Every
-microsecond between the first and the last record belongs to exactly one bucket. The records claim intervals; where
-claims overlap (a compilation inside a step), the bucket that comes first in BUCKETS wins. Google's
+microsecond between the first and the last record belongs to exactly one bucket, except the time from the end of a
+complete run (exit code 0) until it was started again. The records claim intervals; where claims overlap (a compilation
+inside a step), the bucket that comes first in BUCKETS wins. Google's
 ml-goodput-measurement has the same categories, but adds them up separately.
 """
 
@@ -68,31 +69,38 @@ _Claims = dict[str, list[np.ndarray]]
 def compute(run: Run) -> dict[str, Any]:
   """Goodput of a run.
 
-  Returns began (epoch seconds); wall_seconds; seconds and percent {bucket: value} with every bucket of BUCKETS,
+  Returns began (epoch seconds); idle [[begin, end], ...] (epoch seconds): no time of the run, because the run was
+  complete; wall_seconds (without them); seconds and percent {bucket: value} with every bucket of BUCKETS,
   summing to wall_seconds and to 100 (percent in steps of 0.01, largest remainder); goodput_percent; steps (that
   count), steps_lost, processes, attempts; and slice_percent: slices alive, averaged over the time of the steps that
   count, of the slices of the run.
   """
   claims: _Claims = collections.defaultdict(list)
-  begin, at = None, 0  # at: end of the previous life; lives never overlap, whatever the wall clock says
+  idle: list[list[float]] = []
+  begin = at = removed = 0  # at: end of the previous life; lives never overlap, whatever the wall clock says
   lives = _lives(run)
-  for life in lives:
+  for index, life in enumerate(lives):
     found, first, last = _claims_of_life(life)
-    shift = 0 if begin is None else max(0, at - first)
-    if begin is None:
-      begin = first
-    elif first + shift > at:
-      claims["down"].append(np.array([[at, first + shift]]))
+    if index == 0:
+      begin = at = first
+    elif first > at and lives[index - 1].is_complete:
+      idle.append([at / 1e6, first / 1e6])
+      removed += first - at
+    elif first > at:
+      claims["down"].append(np.array([[at, first]]) - removed)
+    at = max(at, first)
     for rank, intervals in found.items():
-      claims[rank] += [interval + shift for interval in intervals]
-    at = last + shift
-  assert begin is not None
+      claims[rank] += [interval + (at - first - removed) for interval in intervals]
+    at += last - first
+  assert lives
+  at -= removed
   claims["other"].append(np.array([[begin, at]]))
   micros = _partition(claims)
   assert sum(micros.values()) == at - begin
   percent = _percent(micros)
   return {
     "began": begin / 1e6,
+    "idle": idle,
     "wall_seconds": (at - begin) / 1e6,
     "goodput_percent": percent["steps"],
     "percent": percent,
@@ -103,6 +111,11 @@ def compute(run: Run) -> dict[str, Any]:
     "attempts": len(run.of_kind("attempt_start")),
     "slice_percent": _slice_percent(run),
   }
+
+
+def elapsed(result: dict[str, Any], wall: Any) -> Any:
+  """Seconds of the run from its first record to the moments `wall` (epoch seconds). result: of `compute`."""
+  return wall - result["began"] - sum(np.clip(wall - begin, 0, end - begin) for begin, end in result["idle"])
 
 
 def _slice_percent(run: Run) -> float | None:
@@ -136,6 +149,11 @@ class _Life:
   events: Events
   rows: np.ndarray
   redone: np.ndarray
+
+  @property
+  def is_complete(self) -> bool:
+    """Whether the process has ended because all steps were done."""
+    return bool(self.events) and self.events[-1]["kind"] == "run_end" and self.events[-1].get("exit") == 0
 
   def edges(self) -> tuple[float, float, float]:
     """Wall time of the first record; monotonic time of the first and of the last one."""

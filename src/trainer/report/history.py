@@ -71,6 +71,11 @@ class Run:
   def of_kind(self, *kinds: str) -> Events:
     return [event for event in self.events if event["kind"] in kinds]
 
+  def progress(self) -> str:
+    """`15 of 40`: the last step and the wanted steps; `80 (40 wanted)` after a start with fewer steps."""
+    done, wanted = int(self.steps["step"][-1]), int(self.start.get("steps") or 0)
+    return f"{done:,}" + (f" of {wanted:,}" if wanted >= done else f" ({wanted:,} wanted)" if wanted else "")
+
   def require_steps(self) -> None:
     """ConfigError if no step was completed yet."""
     if len(self.steps):

@@ -30,7 +30,7 @@ _PARTS = {
 # Exit code of a process -> why another one had to follow.
 _ENDS = {
   1: "The process before it had failed (exit code 1).",
-  42: "The process before it was stopped by SIGTERM and had saved its state (exit code 42).",
+  42: "The process before it was stopped by a signal and had saved its state (exit code 42).",
   130: "The process before it was stopped by Ctrl-C (exit code 130).",
 }
 
@@ -138,7 +138,7 @@ def _parts(recovery: dict[str, Any]) -> str:
 
 
 def _restarts(run: Run) -> Iterator[Incident]:
-  """Processes that continued the run after another process had ended."""
+  """Processes that continued the run after another process had ended before all its steps were done."""
   tokens_per_step = int(run.start.get("tokens_per_step") or 0)
   starts = run.of_kind("run_start")
   for before, start in itertools.pairwise(starts):
@@ -148,6 +148,8 @@ def _restarts(run: Run) -> Iterator[Incident]:
     last = max([event["wall"] for event in records] + [float(row["wall"]) for row in rows[-1:]])
     ready = next((e for e in run.of_kind("init_done") if e["process"] == start["process"]), start)
     code = next((int(event["exit"]) for event in records if event["kind"] == "run_end"), None)
+    if code == 0:
+      continue
     hung = any(event["kind"] == "hang" and "operation" in event for event in records)
     unknown = "The watchdog had stopped it (exit code 134)." if hung else "It ended without a record: it was killed."
     step = ready.get("step")
@@ -187,6 +189,8 @@ def _saves(run: Run) -> Iterator[Incident]:
   for event in run.of_kind("checkpoint_rejected"):
     what = f"The {event.get('tier')} checkpoint of step {event.get('step')} was passed over."
     yield _incident(event, what, _sentence(event.get("reason")))
+  for event in run.of_kind("checkpoint_failed"):
+    yield _incident(event, f"A save in the {event.get('tier')} tier failed.", _sentence(event.get("reason")))
   for event in run.of_kind("replicas_differ"):
     what = f"No snapshot of step {event.get('step')} was taken."
     yield _incident(event, what, f"{event.get('array')} of slice {event.get('slice')} differs from the other slices.")

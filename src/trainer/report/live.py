@@ -115,7 +115,7 @@ def _notice(runs: list[Run], now: float) -> tuple[str, bool]:
     last = run.steps[-1]
     total = int(run.start.get("steps") or 0)
     text = f"{run.name}: " if len(runs) > 1 else ""
-    text += f"step {last['step']:,.0f}" + (f" of {total:,}" if total else "")
+    text += f"step {run.progress()}"
     if run.end is not None:
       texts.append(f"{text}, ended with exit code {run.end.get('exit')}")
       continue

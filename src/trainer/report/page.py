@@ -21,7 +21,7 @@ _ENDS = {
   0: ("Complete", "good"),
   1: ("Failed", "bad"),
   2: ("Refused: wrong configuration or input", "bad"),
-  42: ("Stopped by SIGTERM after a checkpoint; the same command resumes it", "sub"),
+  42: ("Stopped by a signal after a checkpoint; the same command resumes it", "sub"),
   130: ("Stopped by Ctrl-C", "sub"),
 }
 
@@ -105,9 +105,8 @@ def _tiles(run: Run, goodput: dict[str, Any], price: float) -> str:
   last = run.steps[-1]
   speeds = run.tokens_per_second()
   speeds = speeds[np.isfinite(speeds)]
-  total = run.start.get("steps")
   tiles = [
-    ("steps", f"{last['step']:,.0f}" + (f" of {total:,}" if total else "")),
+    ("steps", run.progress()),
     ("training loss", f"{last['loss']:.4f}"),
   ]
   if len(run.evals):

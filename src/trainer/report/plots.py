@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from trainer.report import series
+from trainer.report.goodput import elapsed
 from trainer.report.history import Events, Run
 from trainer.report.style import (
   BLUE,
@@ -30,6 +31,7 @@ from trainer.report.style import (
   VIOLET,
   WIDE,
   Size,
+  time_unit,
 )
 
 # Rows of the strip of events: label, kind, colour, marker, whether a line goes down through the curves.
@@ -69,16 +71,15 @@ class _Steps:
 class _Time:
   """Wall time since the first start, in the unit that suits its length."""
 
-  def __init__(self, began: float, seconds: float) -> None:
-    self._began = began
-    self._unit, name = (
-      (1.0, "seconds") if seconds < 600 else (60.0, "minutes") if seconds < 4 * 3600 else (3600.0, "hours")
-    )
+  def __init__(self, goodput: dict[str, Any]) -> None:
+    """goodput: the result of goodput.compute."""
+    self._goodput = goodput
+    self._unit, name = time_unit(goodput["wall_seconds"])
     self.label = f"{name} since the first start"
-    self.end = seconds / self._unit
+    self.end = goodput["wall_seconds"] / self._unit
 
   def at(self, wall: Any) -> Any:
-    return (wall - self._began) / self._unit
+    return elapsed(self._goodput, wall) / self._unit
 
   def rows(self, rows: np.ndarray) -> np.ndarray:
     return self.at(rows["wall"])
@@ -119,7 +120,7 @@ def loss_over_steps(run: Run, size: Size = WIDE) -> Figure:
 
 def over_time(run: Run, goodput: dict[str, Any], size: Size = WIDE) -> Figure:
   """Loss, speed and slices alive over wall time."""
-  scale = _Time(goodput["began"], goodput["wall_seconds"])
+  scale = _Time(goodput)
   slices = run.total_slices > 1
   figure, strip, axes = _stack(_marks([run]), scale, size, heights=(3.2, 1.6, 0.8 if slices else 0))
   _draw_loss(axes[0], run, scale)

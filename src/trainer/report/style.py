@@ -52,6 +52,11 @@ STYLE: dict[Any, Any] = {
 }
 
 
+def time_unit(seconds: float) -> tuple[float, str]:
+  """Seconds and name of the unit for an axis of this length."""
+  return (1.0, "seconds") if seconds < 600 else (60.0, "minutes") if seconds < 4 * 3600 else (3600.0, "hours")
+
+
 @dataclasses.dataclass(frozen=True)
 class Size:
   """A width to draw for. The height of a figure is the same in both."""

@@ -47,6 +47,7 @@ def announce(
     f"mesh {mesh}, jax {jax.__version__}",
     f"Attention: {full.attention.name} ({full.attention.reason})",
     describe.line(source),
+    *describe.documents(source),
     *_losses_to_beat(data, model.vocab_size),
   ]
   for line in lines:

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
+from trainer import optimizers
 from trainer import world as world_lib
-from trainer.checkpoint import meta as checkpoint_meta
 from trainer.checkpoint.tiers import Tiers
 from trainer.cluster import View
 from trainer.config.mixture import EVAL_DATA
@@ -76,6 +76,7 @@ class Attempt:
       saves_in_storage=cluster.saves_in_storage,
       fetch=guard.call if cluster.is_behind_proxy else None,
       log=session.log.line,
+      warn=session.log.warning,
       emit=session.events.emit,
     )
     stack.callback(close, tiers.close)
@@ -105,16 +106,18 @@ class Attempt:
     seconds = time.monotonic() - begin
     session.events.emit("restore", tier=tier, step=step, seconds=seconds)
     due = self.evaluation_due(step)
-    loss = world_lib.from_primary(session.cluster.world, session.metrics.eval_loss(step)) if due else None
+    recorded = session.metrics.eval_loss(step, session.data.evaluations, session.data.main_set) if due else None
+    loss = world_lib.from_primary(session.cluster.world, recorded) if due else None
     return Start(state, step, tier, seconds, loss is not None, meta, loss)
 
   def _accept(self, meta: dict[str, Any]) -> None:
     """Raises ConfigMismatch if a checkpoint with this `meta` belongs to a run with other numbers."""
     config, session = self.config, self.session
     self.elastic.announce()
-    changes = checkpoint_meta.check_config(meta, config.flat(), session.data.identity, config.run.allow_config_change)
-    for change in changes:
+    for change in session.data.accept(config, meta):
       session.log.line(f"Changed since the checkpoint: {change}")
+    if rise := optimizers.rise(config.optimizer, config.run.steps, meta["config"], meta["step"]):
+      session.log.line(f"warning: {rise}")
 
   def resume(self, start: Start) -> None:
     """Sets the elastic loop and the data to the restored state."""
@@ -145,7 +148,8 @@ class Attempt:
         self.snapshot(step, state)
       final = actions.save == "final"
       if final or tiers.due_persistent(step):
-        session.metrics.flush()  # a run that resumes from this checkpoint never writes these steps again
+        # A run that resumes from this checkpoint never writes these steps again.
+        session.metrics.flush(wait=not final)
       # Do not save while updates are skipped: retention would delete good checkpoints.
       if not final and (actions.save != "due" or self.records.skipped):
         return
@@ -197,9 +201,12 @@ class Attempt:
   def make_up_evaluation(self, params: Params, step: int) -> float:
     """Evaluates the state that the attempt starts from: an evaluation is due there, and metrics.jsonl does not have it.
 
-    Returns its loss. An earlier process had to stop at this step, or was killed before the record was safe.
+    Returns its loss. An earlier process stopped at this step, or was killed before the record was safe, or had fewer
+    sets.
     """
-    self.session.log.line(f"An evaluation was due at step {step} and is missing: evaluating before the next step.")
+    self.session.log.line(
+      f"An evaluation was due at step {step}, and it or one of its sets is missing: evaluating now."
+    )
     loss = self.evaluate(params, step)
     self.session.metrics.flush()  # if the process is killed from now on, the next one must not evaluate again
     return loss

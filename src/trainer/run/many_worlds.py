@@ -142,8 +142,12 @@ class ManyWorlds:
     session, peers, step = self._session, self._peers, self._step
 
     def goes_on() -> bool:
-      """Whether the others train on, and save. Without a network, the storage tells: nobody is ahead by two steps."""
-      return peers.supervisor_lives() or session.metrics.recorded_step() > step + 1
+      """Whether the others train on, and save. Without a network, the storage tells: nobody is ahead by two steps.
+
+      The processes of a slice may see different things, and must save together or not at all.
+      """
+      ahead = peers.supervisor_lives() or session.metrics.recorded_step() > step + 1
+      return any(session.cluster.world.gather(ahead))
 
     if not goes_on():
       session.log.warning(f"The supervisor is lost. Saving the state of step {step}, and ending.")

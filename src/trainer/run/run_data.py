@@ -15,6 +15,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.mixture import EVAL_DATA
 from trainer.config.schema import Config
 from trainer.data import Loader, make_loader, open_eval_sets
+from trainer.data import order as data_order
 from trainer.data.loader import Split
 
 
@@ -32,20 +33,37 @@ class RunData:
   may_change: bool  # allow_config_change has "data"
   _tokens_offset: int = 0  # tokens of a step minus step * tokens_per_step: the batch size may have changed
 
+  def accept(self, config: Config, meta: Mapping[str, Any]) -> list[str]:
+    """Lines that name the harmless differences between a checkpoint's meta and the present run.
+
+    Continues the checkpoint's order of examples, which is part of the comparison. Raises ConfigMismatch if the run may
+    not resume from the checkpoint.
+    """
+    self._use_order(meta)
+    return checkpoint_meta.check_config(meta, config.flat(), self.identity, config.run.allow_config_change)
+
+  def _use_order(self, meta: Mapping[str, Any] | None) -> None:
+    """A run keeps the order of examples that it started with; its checkpoints name it."""
+    number = data_order.NEWEST if meta is None else meta.get("cursor", {}).get("order", data_order.FIRST)
+    if not data_order.FIRST <= number <= data_order.NEWEST:
+      raise ConfigMismatch(
+        f"the checkpoint has examples in an order with number {number}, and this version knows the orders "
+        f"{data_order.FIRST} to {data_order.NEWEST}. Use the version that started the run, or a newer one"
+      )
+    if number != self.train.order:
+      for loader in (self.train, *self.evaluations.values()):
+        loader.use_order(number)
+      self.identity = self.identity | {"data": self.train.fingerprint()}
+
   def resume(self, step: int, meta: Mapping[str, Any] | None) -> list[str]:
     """The run continues after `step` with the next example. meta: of the restored state; None: a fresh start.
 
-    The cursor in `meta` matters if the batch size has changed. Examples of other data have other numbers, but a changed
-    mixture continues each source that it keeps. Returns lines for the log. Raises ConfigError if the data end before
-    the run.
+    The cursor in `meta` matters if the batch size or the data have changed. Returns lines for the log. Raises
+    ConfigError if the data end before the run.
     """
-    next_example, mixture, same = step * self.global_batch_size, None, False
-    if meta is not None:
-      same = meta["identity"].get("data") == self.identity["data"]
-      mixture = meta["cursor"]["mixture"] or None
-      if same or (mixture and self.train.is_mixture):
-        next_example = meta["cursor"]["next_example"]
-    lines = self.train.resume(step, next_example, mixture, same)
+    self._use_order(meta)
+    same = meta is not None and meta["identity"].get("data") == self.identity["data"]
+    lines = self.train.resume(step, meta and meta["cursor"], same=same)
     last = self.train.last_step()
     if last is not None and last < self.steps:
       raise ConfigError(
@@ -54,7 +72,12 @@ class RunData:
       )
     self._tokens_offset = meta["tokens"] - step * self.tokens_per_step if meta is not None else 0
     # `lines` tell of a new order, which has other next examples.
-    return lines or (self._compare_next(step, meta) if meta is not None and same else [])
+    lines = lines or (self._compare_next(step, meta) if meta is not None and same else [])
+    if self.train.order != data_order.NEWEST and (self.train.num_examples or self.train.is_mixture):
+      lines.append(
+        f"Data: the run keeps order {self.train.order} of its examples. New runs have order {data_order.NEWEST}."
+      )
+    return lines
 
   def _compare_next(self, step: int, meta: Mapping[str, Any]) -> list[str]:
     """A line for the log: whether the next examples are those that the checkpoint announces.

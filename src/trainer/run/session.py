@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -93,7 +94,6 @@ class Session:
       for record in (self.metrics, self.events, self.log):
         record.hand_over()
       return
-    lock.take_over(config.run_directory)
     self.log.take_over(config.run_directory)
     self.events.take_over(config.run_directory)
     for missing in self.metrics.take_over():
@@ -134,9 +134,10 @@ def open_session(
     data = stack.enter_context(run_data.open_data(config, batch, notes.append))
     log = log_lib.get(config.run_directory, is_primary=cluster.is_primary)
     stack.callback(log.close)
-    if cluster.is_primary:  # a predecessor that is stopping may use its whole grace period
-      grace = config.checkpoint.autocheckpoint_grace_seconds
-      stack.enter_context(lock.exclusive(config.run_directory, grace, log.line))
+    if cluster.is_primary or cluster.peers is not None:  # this process writes the run's files now, or may one day
+      launch = cluster.fresh_run_id or secrets.token_hex(6)
+      grace = config.checkpoint.autocheckpoint_grace_seconds  # that a predecessor which is stopping may need
+      stack.enter_context(lock.held(config.run_directory, launch, grace, log.line))
     events = _events(config, cluster, log, stack)
     identity = _run_id(config, cluster)
     metrics = _metrics(config, cluster, events, log, identity)

@@ -13,6 +13,7 @@ import http.server
 import json
 import sys
 import urllib.parse
+from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.observe import files
@@ -34,6 +35,11 @@ class Server(http.server.ThreadingHTTPServer):
     self.page = page
     super().__init__((_HOST, port), _Handler)
 
+  def handle_error(self, request: Any, client_address: Any) -> None:
+    """Nothing for a browser that has closed its connection."""
+    if not isinstance(sys.exception(), ConnectionError):
+      super().handle_error(request, client_address)
+
   @property
   def url(self) -> str:
     return urllib.parse.urlunsplit(("http", f"{_HOST}:{self.server_port}", "/", "", ""))
@@ -50,7 +56,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     if self.headers.get("Host", "").rpartition(":")[0] not in _LOCAL_NAMES:
       self._send(403, "text/plain", "Open this page as localhost or 127.0.0.1.\n")
       return
-    address = urllib.parse.urlsplit(self.path)
+    try:
+      address = urllib.parse.urlsplit(self.path)
+    except ValueError as error:
+      self._send(400, "text/plain", f"{error}: {self.path}\n")
+      return
     if address.path == "/":
       self._send(200, "text/html; charset=utf-8", markup.page("Run", live.shell()))
     elif address.path == "/state":

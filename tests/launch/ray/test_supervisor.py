@@ -13,6 +13,7 @@ from trainer.launch.supervisor import BAD_INPUT, FAILED
 from trainer.membership import wire
 from trainer.membership.client import Membership
 from trainer.membership.environment import Place
+from trainer.membership.messages import from_ranges
 from trainer.membership.rules import RunRules
 from trainer.signals import PREEMPTED
 
@@ -98,7 +99,7 @@ def test_a_smaller_group_does_not_wait_for_the_slices_that_are_gone(run):
   assert before["kind"] == after["kind"] == "welcome" and before["run_id"] == after["run_id"]
   world = group.train()
   assert sorted(world["members"]) == ["0", "1"]
-  assert sorted(share for shares in world["shares"].values() for share in shares) == [0, 1, 2]
+  assert sorted(share for ranges in world["ranges"].values() for share in from_ranges(ranges)) == [0, 1, 2]
   group.close()
 
 

@@ -16,7 +16,7 @@ from trainer.config.schema import Config
 from trainer.launch.supervisor import FAILED
 from trainer.membership.rules import RunRules
 from trainer.observe import files
-from trainer.signals import INTERRUPTED
+from trainer.signals import INTERRUPTED, requests
 
 _POLL_SECONDS = 1.0
 _END_SECONDS = 30.0  # from the end of the run to the end of Ray Train
@@ -38,14 +38,16 @@ def run(config: Config, arguments: Sequence[str], options: argparse.Namespace) -
       f"--replace-lost: Ray replaces single workers, and a slice with --topology {options.topology} has {lanes}.\n"
       "Remove --replace-lost."
     )
+  rules = RunRules.of(config)
+  rules.check(lanes)
   from trainer.launch.ray.workers import SupervisorActor
 
   supervisor = (
     ray.remote(SupervisorActor)
     .options(num_cpus=0, max_concurrency=8, label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()})
-    .remote(RunRules.of(config), lanes, options.topology is not None, config.elastic.elastic_max_retries)
+    .remote(rules, lanes, options.topology is not None, config.elastic.elastic_max_retries)
   )
-  handler = signal.signal(signal.SIGTERM, functools.partial(_stop, supervisor))
+  handlers = {number: signal.signal(number, functools.partial(_stop, supervisor)) for number in requests()}
   try:
     _fit(_trainer(config, arguments, options, lanes, supervisor), supervisor)
     code = ray.get(supervisor.exit_code.remote())
@@ -55,7 +57,8 @@ def run(config: Config, arguments: Sequence[str], options: argparse.Namespace) -
   except KeyboardInterrupt:
     code = INTERRUPTED
   finally:
-    signal.signal(signal.SIGTERM, handler)
+    for number, handler in handlers.items():
+      signal.signal(number, handler)
     ray.shutdown()  # ends the workers, if there are any
   return FAILED if code is None else code
 

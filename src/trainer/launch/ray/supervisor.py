@@ -151,6 +151,12 @@ class RunSupervisor:
       if self._server is not None:
         self._server.stop()
 
+  def fail(self) -> None:
+    """A thread of this process has failed: the run ends with exit code 1."""
+    with self._lock:
+      if self._server is not None:
+        self._server.end(FAILED, "The supervisor has failed.")
+
   def exit_code(self) -> int | None:
     """The exit code of the run; None: it is not over."""
     with self._lock:

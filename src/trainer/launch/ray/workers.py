@@ -18,10 +18,12 @@ import ray.util
 from ray.train.backend import Backend, BackendConfig
 
 from trainer.cluster import change_environment
+from trainer.launch.errors import end_on_error
 from trainer.launch.ports import free_port
 from trainer.launch.ray.slices import Environment, Worker
 from trainer.launch.ray.supervisor import RunSupervisor
 from trainer.membership.rules import RunRules
+from trainer.observe import screen
 
 _REPORT_SECONDS = 5.0
 _LAST_REPORT_SECONDS = 10.0  # for the report after the end, which needs all workers
@@ -39,6 +41,8 @@ class SupervisorActor:
     self._actors: dict[int, Any] = {}
     host = ray.util.get_node_ip_address()
     self._run = RunSupervisor(rules, host=host, lanes=lanes, tpu=tpu, attempts=attempts, kill=self._kill)
+    screen.protect()
+    end_on_error(self._run.fail)
 
   def begin(self, workers: Sequence[Worker], actors: Mapping[int, Any]) -> dict[int, Environment]:
     self._actors = dict(actors)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from trainer.observe.log import Log
 
+MOST_WAITING = 30_000  # records for a destination that does not answer
 LONGEST_WAIT_SECONDS = 10.0  # of a checkpoint, or of the end of a process, for a destination that does not answer
 _THREAD = "writer of "
 
@@ -63,16 +64,22 @@ class BackgroundWriter:
 
   def put(self, use: Callable[[Any], None]) -> None:
     """Calls `use` with the destination in the thread. Returns at once."""
+    if self._tasks.qsize() >= MOST_WAITING:
+      self._fail(f"no answer, and {MOST_WAITING} records wait")
     if not self._failed:
       self._tasks.put(lambda: self._use(use))
 
-  def flush(self) -> None:
-    """With waits=True, returns when all numbers are written, or after LONGEST_WAIT_SECONDS."""
+  def flush(self, *, wait: bool = True) -> None:
+    """Begins to write all numbers. With wait and waits=True, returns when that is done. Gives a destination up that
+    takes more than LONGEST_WAIT_SECONDS."""
+    if self._failed:
+      return
     done = threading.Event()
     self._tasks.put(self._flush)
-    if self._waits:
+    if wait and self._waits:
       self._tasks.put(done.set)
-      done.wait(LONGEST_WAIT_SECONDS)
+      if not done.wait(LONGEST_WAIT_SECONDS):
+        self._fail(f"no answer for {LONGEST_WAIT_SECONDS:g} s")
 
   def close(self, exit_code: int | None) -> None:
     """Begins to write what is left and to close the destination. Call `join` afterwards."""

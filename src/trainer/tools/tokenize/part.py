@@ -15,7 +15,7 @@ import numpy as np
 from trainer.config.errors import ConfigError
 from trainer.data import in_place, packages, prepare, windows
 from trainer.data.documents import BadRecords, Documents, Piece
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer import Tokenizer, ends
 
 _GROUP = 250_000  # characters that are tokenised at a time: about 25 MB of memory of each process
 _OPTIONS = "group_size:1,zstd:1"  # of ArrayRecord: every record can be read alone
@@ -50,6 +50,7 @@ class Job:
     windowed = self.records == "windows"
     return {
       "tokenizer": self.tokenizer.fingerprint if self.tokenizer else None,
+      **ends(self.tokenizer),
       "vocab_size": self.ids,
       "records": self.records,
       "grain_file_type": self.file_type,

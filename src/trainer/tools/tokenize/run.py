@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
-from trainer.data import check, datasets, prepared
+from trainer.data import check, datasets, describe, prepared
 from trainer.data.documents import Documents, Piece
 from trainer.data.workers import Workers, here
 from trainer.tools.tokenize import part as part_lib
@@ -31,6 +31,9 @@ def run(config: Config, output: str, records: str, processes: int, part_bytes: i
     raise ConfigError(f"--output={output} is not a local path. Give a folder of this machine.")
   check(data, vocab_size)
   splits = datasets.find(data)
+  for documents in splits.values():
+    if documents.left_out:
+      print(f"Not read in {documents.name}: {documents.left_out}", flush=True)
   digests = prepared.digests_of(splits)
   tokenizer = prepared.tokenizer_of(data, splits, digests, vocab_size=vocab_size, log=print, call=here)
   parts = [
@@ -39,6 +42,8 @@ def run(config: Config, output: str, records: str, processes: int, part_bytes: i
     for number, pieces in enumerate(cut(documents, part_bytes))
   ]
   job = Job(splits, tokenizer, vocab_size, data.max_target_length, data.packing, records, data.max_bad_records)
+  for line in describe.documents(job.description()):
+    print(line, flush=True)
   folder = Output(Path(os.path.abspath(os.path.expanduser(output))))
   with folder.locked():
     folder.begin(job.description() | {"inputs": digests, "part_bytes": part_bytes}, tokenizer)

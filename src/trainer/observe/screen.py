@@ -1,0 +1,75 @@
+"""Streams for stdout and stderr that never raise: a lost terminal or a full disk must not end what a process does."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+_MOST_LINES, _PERIOD_SECONDS = 10, 60.0
+
+
+class _Stream(io.TextIOWrapper):
+  """Text on a file descriptor. Its first error (a closed pipe, a full disk, a lost terminal) points it to /dev/null."""
+
+  def write(self, text: str) -> int:
+    try:
+      return super().write(text)
+    except OSError as error:
+      self._lose(error)
+      return len(text)
+
+  def flush(self) -> None:
+    try:
+      super().flush()
+    except OSError as error:
+      self._lose(error)
+
+  def _lose(self, error: OSError) -> None:
+    if isinstance(error, BlockingIOError):  # the reader of a non-blocking pipe is slow: what fits is written later
+      return
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, self.fileno())  # also for text that is still in the buffer, for libraries, and for child processes
+    os.close(null)
+    if self is sys.stdout and not isinstance(error, BrokenPipeError):  # `| head` closes the pipe on purpose
+      print(f"warning: stdout is lost: {error}. This process prints nothing there any more.", file=sys.stderr)
+
+
+def protect() -> None:
+  """Makes every print of this process safe, also those of libraries: after an error of stdout or stderr, nothing is
+  printed there any more, and the process goes on. Also opens them if they are closed (`>&-`), and escapes characters
+  that their encoding lacks."""
+  for name in ("stdout", "stderr"):
+    stream = getattr(sys, name)
+    if stream is None:
+      setattr(sys, name, open(os.devnull, "w", errors="backslashreplace"))  # noqa: SIM115 - open until the end
+    elif type(stream) is io.TextIOWrapper:  # neither protected already nor replaced by a test
+      with contextlib.suppress(OSError):
+        stream.flush()
+      file = io.BufferedWriter(io.FileIO(stream.fileno(), "w", closefd=False))
+      setattr(sys, name, _Stream(file, stream.encoding, "backslashreplace", line_buffering=True))
+
+
+class Sparse:
+  """Passes on at most 10 lines a minute, and the number of those that it leaves out: for what strangers can cause."""
+
+  def __init__(self, log: Callable[[str], None]) -> None:
+    self._log, self._lock = log, threading.Lock()
+    self._since, self._lines = time.monotonic(), 0
+
+  def __call__(self, line: str) -> None:
+    with self._lock:
+      now, omitted = time.monotonic(), self._lines - _MOST_LINES
+      if now - self._since > _PERIOD_SECONDS:
+        self._since, self._lines = now, 0
+        if omitted > 0:
+          self._log(f"{omitted} more lines like the next one were left out.")
+      self._lines += 1
+      if self._lines == _MOST_LINES:
+        line += " More lines like this one are left out for a minute."
+      if self._lines <= _MOST_LINES:
+        self._log(line)

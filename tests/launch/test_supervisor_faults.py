@@ -1,0 +1,186 @@
+"""Supervisors that stand still, whose output is lost, or of which a thread fails: no healthy member is lost."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from end_to_end.command import ROOT, TINY, cpu_environment
+from end_to_end.process_runs import ProcessRun
+
+from trainer.launch import workers as workers_lib
+from trainer.launch.workers import Workers
+from trainer.membership import wire
+from trainer.membership.environment import TOKEN, Place, shared_token
+
+ENDLESS = "steps=1000000"
+
+
+def advances(run: ProcessRun, supervisor, slices: int = 2) -> None:
+  """Returns when so many slices have completed more steps."""
+  step = run.last_step
+  run.wait_for(lambda: run.last_step >= step + 5 and len(run.active()) == slices, supervisor)
+
+
+def test_a_supervisor_that_is_stopped_at_the_start_and_later_loses_no_member(compiled, server, tmp_path):
+  """The first time before the members have connected, which they try for 5 s at a time. Then two minutes in a second:
+  they seem to have been silent for longer than any limit."""
+  run = ProcessRun(tmp_path, [compiled, ENDLESS], slices=2, server=server)
+  with run.launched() as supervisor:
+    run.wait_for(lambda: len(run.workers()) == 2, supervisor)
+    for before in (lambda: None, lambda: advances(run, supervisor)):
+      before()
+      supervisor.send_signal(signal.SIGSTOP)
+      time.sleep(8)
+      supervisor.send_signal(signal.SIGCONT)
+      advances(run, supervisor)
+    supervisor.send_signal(signal.SIGTERM)
+    assert run.wait(supervisor, 60) == 42, run.tail()
+  assert run.count("slice_down") == 0 and "Starting member" not in run.printed, run.tail()
+  assert run.steps() == list(range(1, run.last_step + 1))
+
+
+@pytest.mark.parametrize("how", ["pipe", "full"])
+def test_a_run_whose_output_is_lost_restarts_members_and_notices_hangs(compiled, server, tmp_path, how):
+  keys = [compiled, ENDLESS, "elastic_min_slice_count=1"]
+  run = ProcessRun(tmp_path, keys, slices=2, server=server)
+  with run.piped() as cut:
+    if how == "full":
+      run.output = Path("/dev/full")
+    with run.launched() as supervisor:
+      advances(run, supervisor)
+      cut()
+      assert run.kill(1)
+      run.wait_for(lambda: run.count("slice_up") == 1, supervisor)
+      advances(run, supervisor)
+      assert run.kill(0, signal.SIGSTOP)
+      run.wait_for(lambda: run.count("slice_up") == 2, supervisor)
+      advances(run, supervisor)
+      supervisor.send_signal(signal.SIGTERM)
+      assert run.wait(supervisor, 60) == 42
+  assert [event["slice"] for event in run.events("slice_down")] == [[1], [0]]
+  assert run.steps() == list(range(1, run.last_step + 1)) and run.committed_steps()[-1] == run.last_step
+
+
+BROKEN = """
+import sys
+from trainer.launch import local
+from trainer.membership.coordinator import Coordinator
+
+def tick(self):
+  assert not self.committed or int(self.committed.split()[1]) < 5, "an error in the thread that ticks"
+  return []
+
+Coordinator.tick = tick
+sys.exit(local.main())
+"""
+
+
+def test_an_error_in_a_thread_of_the_supervisor_ends_the_run_with_its_state(compiled, tmp_path):
+  run = ProcessRun(tmp_path, [compiled, ENDLESS, "gradient_accumulation_steps=20"], slices=2)
+  run.launch = lambda: run.spawn([sys.executable, "-c", BROKEN, "--slices", "2", *run.argv()], {})
+  with run.launched() as supervisor:
+    assert run.wait(supervisor, 100) == 1, run.tail()
+  assert run.printed.count("an error in the thread that ticks") >= 1 and "exit code 1" in run.printed
+  assert run.last_step >= 5 and run.committed_steps()[-1] == run.last_step
+
+
+# ---- workers
+
+
+class Ends:
+  """Workers of one member with two lanes, whose program is `code`, and the ends that they report."""
+
+  def __init__(self, code: str) -> None:
+    self.lines: list[str] = []
+    self.codes: list[int] = []
+    self.ended = threading.Event()
+    place = Place(("127.0.0.1:1",), b"t" * 32, 0, lanes=2)
+    self.workers = Workers([], place, [0], ended=self._end, log=self.lines.append)
+    self.workers._command = [
+      sys.executable,
+      "-c",
+      f"import os, signal, sys, time\nlane = os.environ['TRAINER_LANE']\n{code}",
+    ]
+
+  def _end(self, member: int, code: int) -> None:
+    self.codes.append(code)
+    self.ended.set()
+
+  @property
+  def running(self) -> int:
+    return sum(process.poll() is None for process in self.workers._workers[0].processes)
+
+
+STANDS_STILL = "os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+@pytest.mark.parametrize("code", [0, 42, 1])
+@pytest.mark.parametrize("stays", [STANDS_STILL, "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"])
+def test_a_process_that_outlives_its_member_is_killed_and_the_member_ends(monkeypatch, code, stays):
+  monkeypatch.setattr(workers_lib, "_LANE_SECONDS", 1.0)
+  ends = Ends(f"sys.exit({code}) if lane == '0' else None\n{stays}")
+  ends.workers.start()
+  assert ends.ended.wait(20) and ends.codes == [code] and ends.running == 0
+  assert len(ends.lines) == (code != 1)
+  ends.workers.close(0, 0.0)
+
+
+def test_a_process_that_outlives_its_member_is_killed_at_the_end_of_the_run():
+  ends = Ends(f"sys.exit(42) if lane == '0' else None\n{STANDS_STILL}")
+  ends.workers.start()
+  deadline = time.monotonic() + 20
+  while ends.running == 2 and time.monotonic() < deadline:
+    time.sleep(0.01)
+  ends.workers.close(signal.SIGTERM, 0.5)
+  assert ends.running == 0
+
+
+def test_a_member_that_cannot_be_started_has_failed_and_may_start_later():
+  ends = Ends("sys.exit(7)")
+  command = ends.workers._command
+  ends.workers._command = ["/nonexistent/python"]
+  ends.workers.start()
+  assert ends.ended.wait(20) and ends.codes == [1] and "cannot be started" in ends.lines[0]
+  ends.ended.clear()
+  ends.workers._command = command
+  ends.workers.restart(0, progress=True)
+  assert ends.ended.wait(20) and ends.codes == [1, 7]
+  ends.workers.close(0, 0.0)
+
+
+# ---- signals while a launcher starts
+
+
+@pytest.mark.parametrize("module", ["local", "agent"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 42), (signal.SIGINT, 130)])
+def test_a_signal_while_a_launcher_imports_ends_it_with_its_code(tmp_path, module, number, code):
+  (tmp_path / "pydantic.py").write_text(f"import os, time\nos.kill(os.getpid(), {int(number)})\ntime.sleep(60)\n")
+  environment = cpu_environment({"PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}:{ROOT}", TOKEN: "a token of this test only"})
+  options = {"local": ["--slices", "2", TINY[0]], "agent": ["--supervisor", "127.0.0.1:1"]}[module]
+  command = [sys.executable, "-m", f"trainer.launch.{module}", *options]
+  ended = subprocess.run(command, env=environment, cwd=ROOT, timeout=60, capture_output=True, text=True)
+  assert ended.returncode == code and "Traceback" not in ended.stderr, ended.stderr
+
+
+def test_sigterm_to_an_agent_while_it_connects_ends_it():
+  token = "a token of this test only"
+  with socket.create_server(("127.0.0.1", 0)) as listener:
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    command = [sys.executable, "-m", "trainer.launch.agent", "--supervisor", address]
+    with subprocess.Popen(command, env=cpu_environment({TOKEN: token}), cwd=ROOT) as agent:
+      try:
+        sock, _ = listener.accept()
+        agent.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        channel = wire.accept(sock, shared_token("", {TOKEN: token}))
+        assert agent.wait(30) == 42
+        channel.close()
+      finally:
+        agent.kill()

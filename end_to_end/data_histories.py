@@ -33,11 +33,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from trainer.run.run_data import open_data
 
 from trainer.config.schema import Config, DataSection
 from trainer.data import Loader, check, make_loader, order
 from trainer.elastic import batch_plan
+from trainer.run.run_data import open_data
 
 ROWS = 3  # of a slice
 VOCAB = 900_001  # the tokens of source k begin with 100,000 k

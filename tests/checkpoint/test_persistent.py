@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import pathlib
+import re
+import subprocess
 import sys
 import threading
 import time
@@ -23,6 +27,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import CheckpointSection
 from trainer.world import SingleWorld
 
+ROOT = pathlib.Path(__file__).parents[2]
 MODES = ["auto", "commit_file"]
 
 
@@ -77,6 +82,27 @@ def test_restores_onto_other_meshes_and_layer_layouts(two_layouts, data, fsdp, s
     assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, target)
   tier.wait()
   tier.close()
+
+
+def test_the_lines_of_the_page_read_a_checkpoint_with_orbax_alone_on_one_device(two_layouts, tmp_path):
+  """The folder was written by eight devices: Orbax asks for as many, unless it reads into numpy."""
+  page = (ROOT / "docs" / "checkpoints.md").read_text()
+  lines = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1].replace(
+    "runs/quickstart/checkpoints/200/state", f"{two_layouts}/1/state"
+  )
+  assert lines.count("\n") <= 10 and "trainer" not in lines
+  lines += f"assert jax.device_count() == 1\nnp.savez({str(tmp_path / 'found.npz')!r}, **arrays)\n"
+  environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
+  subprocess.run([sys.executable, "-c", lines], env=environment, check=True, timeout=240)
+  found = np.load(tmp_path / "found.npz")
+  want = toy_state.values(1)
+  for name in ("embedding", "layers.mlp.w", "layers.norm"):
+    value = want["params"]
+    for part in name.split("."):
+      value = value[part]
+    np.testing.assert_array_equal(found[f"params.{name}"], value)
+  np.testing.assert_array_equal(found["big"], want["big"])
+  assert len(found) == len(jax.tree.leaves(want))
 
 
 def test_a_hundred_arrays_on_eight_devices_are_saved_with_one_program_of_checksums(tmp_path):

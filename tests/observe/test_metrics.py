@@ -259,8 +259,12 @@ def test_an_evaluation_counts_for_the_last_time_that_its_step_was_done(tmp_path)
   assert metrics.eval_loss(str(tmp_path), 10, *ONE) is None
   out.write_eval(10, 2.5)
   out.write(record(11))
+  assert open_metrics(tmp_path).eval_loss(10, {"eval", "web"}, "eval") is None
+  out.write_eval(11, 3.0, losses={"eval": 3.0, "web": 4.0})
+  for sets, main, loss in (({"eval", "web"}, "eval", 3.0), ({"web"}, "web", 4.0), ({"eval", "new"}, "eval", None)):
+    assert open_metrics(tmp_path).eval_loss(11, sets, main) == loss
   assert out.eval_loss(10, *ONE) == open_metrics(tmp_path).eval_loss(10, *ONE) == 2.5
-  assert all(open_metrics(tmp_path).eval_loss(step, *ONE) is None for step in (0, 1, 2, 11, 100))
+  assert all(open_metrics(tmp_path).eval_loss(step, *ONE) is None for step in (0, 1, 2, 12, 100))
   out.write(record(10))
   out.close()
   with (tmp_path / metrics.METRICS_FILE).open("a") as file:

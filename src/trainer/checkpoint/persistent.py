@@ -1,6 +1,6 @@
 """The persistent tier: Orbax in {run}/checkpoints/{step}, local or gs://, with checksums of every file and array.
 
-A step's folder has Orbax's `state/`, our `meta.json` and `manifest.json` (a CRC-32 of every file), and the marker
+A step's folder has Orbax's `state/`, our `meta.json` and `manifest.json` (see `checksums.manifest`), and the marker
 `commit_success.txt`. All files are in place before Orbax commits: locally by renaming the folder, on an object store by
 writing the marker last. A step without the marker is not finished.
 """

@@ -14,6 +14,7 @@ _READ_FLAGS = "import os, sys; os.environ['XLA_FLAGS'] = sys.argv[1]; from jaxli
 # Attribute of jax.config -> values with which this program cannot work, and the reason.
 _REFUSED = {
   "jax_disable_jit": ((True,), "the program compiles its steps before it runs them"),
+  "jax_no_tracing": ((True,), "the program traces its steps"),
   "jax_transfer_guard": (("disallow", "disallow_explicit"), "each step copies its batch to the devices"),
   "jax_numpy_rank_promotion": (("raise",), "optax and flax add arrays of different ranks"),
 }

@@ -220,8 +220,9 @@ def test_the_grace_period_covers_a_save():
   seconds = 8_030_261_248 * 12 / 0.5e9
   assert spec["terminationGracePeriodSeconds"] == pytest.approx(5 + 1.25 * seconds + 2, abs=1)
   assert f"autocheckpoint_grace_seconds={spec['terminationGracePeriodSeconds']}" in container["command"][2]
-  with_service, _ = program(documents(f"{case} enable_wandb=true")[0])
-  assert with_service["terminationGracePeriodSeconds"] == spec["terminationGracePeriodSeconds"] + 10
+  for keys, more in (("enable_wandb=true", 10), ("enable_wandb=true enable_goodput_recording=true", 20)):
+    with_service, _ = program(documents(f"{case} {keys}")[0])
+    assert with_service["terminationGracePeriodSeconds"] == spec["terminationGracePeriodSeconds"] + more
 
 
 def test_hosts_of_a_slice_save_together():

@@ -40,8 +40,9 @@ def service_seconds(config: Config) -> float:
   The checkpoint is committed before. A process that is killed in this time only lacks the exit code 42.
   """
   observe = config.observe
-  services = observe.enable_wandb or observe.enable_trackio or observe.enable_goodput_recording
-  return LONGEST_WAIT_SECONDS if services else 0.0
+  # The services of the metrics share their time. The writer of goodput is closed after them.
+  waits = (observe.enable_wandb or observe.enable_trackio) + observe.enable_goodput_recording
+  return waits * LONGEST_WAIT_SECONDS
 
 
 def grace_seconds(save: float, step: float, others: float) -> int:

@@ -84,6 +84,7 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
   from trainer.elastic import retry
   from trainer.membership.rules import RunRules
   from trainer.observe import log
+  from trainer.standin import StandinLost
 
   compilation_cache.enable(config.run.jax_cache_dir)
   with contextlib.ExitStack() as stack:
@@ -110,7 +111,7 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
     except RunEnded as ended:  # while this process started, or the supervisor does not let it join
       print(str(ended) or f"The run has ended with exit code {ended.code}.", file=sys.stderr)
       return ended.code
-    except WorkerLost as error:
+    except (WorkerLost, StandinLost) as error:
       print(f"error: {error} Start again, with more memory if it is killed again.", file=sys.stderr)
       return FAILED
     except OSError as error:  # a folder of the run or of the data cannot be opened, although it passed the checks

@@ -107,10 +107,10 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
 
     # ---- the loop
     loss = start.eval_loss
-    if not start.evaluated and _evaluation_due(config, session, step):
-      loss = _make_up_evaluation(config, session, elastic, stepper, state.params, step)
-    records.restart_clock()
     try:
+      if not start.evaluated and _evaluation_due(config, session, step):
+        loss = _make_up_evaluation(config, session, elastic, stepper, state.params, step)
+      records.restart_clock()
       if _target_reached(config, session, step, loss) or step >= config.run.steps:
         if start.tier != "persistent":  # an earlier process may have ended before it committed the last checkpoint
           with session.watchdog.during("save"):

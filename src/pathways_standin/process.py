@@ -21,10 +21,15 @@ from typing import IO, Any
 START_SECONDS = 120.0
 _STOP_SECONDS = 5.0
 _COMMAND_SECONDS = 60.0
+_BAD_INPUT = 2  # exit code of the server
 
 
 class StandinError(RuntimeError):
   """The server does not start, does not answer, or refuses a command."""
+
+
+class StandinLost(StandinError):
+  """The server has ended while it started, although its arguments are right: it may start the next time."""
 
 
 class Standin:
@@ -51,6 +56,7 @@ class Standin:
     except subprocess.TimeoutExpired:
       self.process.kill()
       self.process.wait()
+    Path(self.control_path).unlink(missing_ok=True)  # of a server that was killed
     self.process.stdout.close()
 
 
@@ -65,7 +71,7 @@ def start_standin(
   """Starts a server and returns when it accepts clients.
 
   arguments: more arguments of the command. log: receives what the server writes to its standard error; None: this
-  process's standard error. Raises StandinError if it does not start.
+  process's standard error. Raises StandinError if it does not start: StandinLost if its arguments are right.
   """
   command = [sys.executable, "-m", "pathways_standin", "--child", *arguments]
   command += ["--slices", str(slices), "--devices-per-slice", str(devices_per_slice), "--device-kind", device_kind]
@@ -78,7 +84,8 @@ def start_standin(
   if not line:
     process.kill()
     process.communicate()  # closes the pipes
-    raise StandinError(f"the Pathways stand-in did not start (exit code {process.returncode}). Its messages say why.")
+    kind = StandinError if process.returncode == _BAD_INPUT else StandinLost
+    raise kind(f"the Pathways stand-in did not start (exit code {process.returncode}). Its messages say why.")
   ready = json.loads(line)
   return Standin(process, ready["address"], ready["control"])
 

@@ -68,6 +68,7 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
   from trainer import cluster as cluster_lib
 
   cluster_lib.check_environment()
+  from pathways_standin.process import StandinLost
   from trainer import compilation_cache, data, open_files, program
   from trainer.cluster.peers import RunEnded
   from trainer.config import ConfigError
@@ -104,7 +105,7 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
     except RunEnded as ended:  # while this process started, or the supervisor does not let it join
       print(str(ended) or f"The run has ended with exit code {ended.code}.", file=sys.stderr)
       return ended.code
-    except WorkerLost as error:
+    except (WorkerLost, StandinLost) as error:
       print(f"error: {error} Start again, with more memory if it is killed again.", file=sys.stderr)
       return FAILED
     except OSError as error:  # a folder of the run or of the data cannot be opened, although it passed the checks

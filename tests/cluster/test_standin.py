@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from pathlib import Path
 
 import pytest
+from end_to_end.command import Run
 
 from pathways_standin.process import StandinError
 from trainer.cluster import standin
@@ -127,3 +131,34 @@ def test_a_stand_in_that_does_not_start_is_wrong_input(monkeypatch):
   monkeypatch.setattr(standin, "start_standin", fails)
   with pytest.raises(ConfigError, match="cluster_standin=2x1: 2 slices of 1: grpcio is missing"):
     PathwaysCluster.start(SECTION, {})
+
+
+@pytest.mark.parametrize("of", ["pathways_standin.worker", "pathways_standin\0--child"])
+def test_a_stand_in_that_is_killed_while_it_starts_is_1(tmp_path, of):
+  """The same command may succeed the next time: a scheduler restarts after 1, and not after 2."""
+  run = Run(tmp_path, ["cluster=pathways", "cluster_standin=2x1", "cluster_standin_processes=true", "steps=2"])
+  run.keys = [key for key in run.keys if not key.startswith(("num_slices=", "devices_per_slice="))]
+  process = run.start()
+  try:
+    while not (found := [pid for pid in processes_below(process.pid) if of in command_of(pid)]):
+      assert process.poll() is None, run.printed
+      time.sleep(0.01)
+    os.kill(found[0], signal.SIGKILL)
+    assert process.wait(120) == 1, run.printed
+  finally:
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+  assert "did not start" in run.printed and "Traceback" not in run.printed
+
+
+def command_of(pid: int) -> str:
+  try:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+  except OSError:
+    return ""
+
+
+def processes_below(pid: int) -> list[int]:
+  """The ids of the living processes that the process has started, directly or not."""
+  found = [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+  return [*found, *(below for child in found for below in processes_below(child))]

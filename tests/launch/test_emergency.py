@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from end_to_end.command import differences
 from end_to_end.local_copies import COPIES, PERIOD, STEPS, TwoHosts
 from end_to_end.process_runs import ProcessRun
@@ -52,3 +54,19 @@ def test_parts_of_a_state_on_two_hosts_are_put_together(compiled, one_worker, se
   assert reached - 2 * PERIOD <= step <= reached
   assert sorted(run.losses()) == list(range(1, STEPS + 1))
   assert differences(run, one_worker, STEPS) == []
+
+
+def test_a_restored_state_is_saved_if_the_supervisor_is_lost_during_the_missing_evaluation(compiled, server, tmp_path):
+  """The newest state is in local copies, and its evaluation is not recorded: it comes before the next step."""
+  run = on_one_host(tmp_path, compiled, server)
+  run.keys.append("eval_interval=5")
+  with run.launched("eval_steps=1") as supervisor:
+    run.wait_for(lambda: run.last_step >= 12, supervisor)
+  metrics = run.directory / "metrics.jsonl"
+  metrics.write_text("".join(line for line in metrics.open() if "eval_loss" not in line))
+  with run.launched("eval_steps=10000") as supervisor:
+    run.wait_for(lambda: "is missing: evaluating" in run.printed, supervisor)
+    supervisor.send_signal(signal.SIGKILL)
+    run.wait_for_workers(90)
+  (step,) = [event["step"] for event in run.events("restore") if event["tier"] == "emergency"]
+  assert run.committed_steps() == [step], run.tail()

@@ -66,7 +66,8 @@ def test_a_second_launch_is_refused_and_ctrl_c_ends_the_first(compiled, server, 
     began = time.monotonic()
     os.killpg(supervisor.pid, signal.SIGINT)
     assert first.wait(supervisor, 30) == 130, first.tail()
-    assert time.monotonic() - began < 5.0
+    # Members that have not ended 5 s after the signal are killed. On a busy machine, the processes need time to exit.
+    assert time.monotonic() - began < 10.0
   assert first.steps() == list(range(1, first.last_step + 1))
   assert "Starting member" not in first.printed and "Starting member" not in second.printed
 

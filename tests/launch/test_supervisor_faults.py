@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import signal
 import socket
 import subprocess
@@ -11,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from end_to_end import process_histories
 from end_to_end.command import ROOT, TINY, cpu_environment
 from end_to_end.process_runs import ProcessRun
 
@@ -66,6 +69,33 @@ def test_a_run_whose_output_is_lost_restarts_members_and_notices_hangs(compiled,
       assert run.wait(supervisor, 60) == 42
   assert [event["slice"] for event in run.events("slice_down")] == [[1], [0]]
   assert run.steps() == list(range(1, run.last_step + 1)) and run.committed_steps()[-1] == run.last_step
+
+
+def test_a_reader_that_stops_reading_pauses_the_run_and_loses_no_member(compiled, server, tmp_path):
+  """As with Ctrl-S in a terminal, or `| less`: the primary waits in a print, and the others wait for its sums."""
+  run = ProcessRun(tmp_path, [compiled, ENDLESS, "log_period=1"], slices=2, server=server)
+  run.output = tmp_path / "pipe"
+  os.mkfifo(run.output)
+  reader = os.open(run.output, os.O_RDONLY | os.O_NONBLOCK)
+  fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 16384)
+  with run.launched() as supervisor:
+    run.wait_for(lambda: run.last_step >= 1, supervisor)
+    os.set_blocking(reader, True)
+    time.sleep(12)
+    paused = run.last_step
+    drain = threading.Thread(target=lambda: [None for _ in iter(lambda: os.read(reader, 4096), b"")])
+    drain.start()
+    run.wait_for(lambda: run.last_step >= paused + 5, supervisor)
+    supervisor.send_signal(signal.SIGTERM)
+    assert run.wait(supervisor, 60) == 42
+  drain.join()
+  os.close(reader)
+  assert run.count("slice_down") == 0 and run.steps() == list(range(1, run.last_step + 1))
+
+
+def test_a_history_of_the_launcher_itself(server, tmp_path):
+  """Its output goes away, it is stopped, and its members are killed. `end_to_end.process_histories` has more."""
+  assert process_histories.run_all(tmp_path, 67, 1, server) == 0
 
 
 BROKEN = """

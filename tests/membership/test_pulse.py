@@ -267,3 +267,19 @@ def test_a_member_that_saves_is_waited_for_and_then_has_time_to_compute():
   saved = time.now
   dead = first_killed(run, time, range(3))
   assert dead == [1] and 5.0 < time.now - saved < 5.3
+
+
+def test_an_exchange_that_waits_for_a_member_that_prints_is_waited_for():
+  """It has computed, and a terminal that is stopped holds up its print for a minute."""
+  time = Time()
+  run = running(time)
+  epoch = run.epoch
+  for member in range(3):
+    run.computed(member, epoch, 0.5)
+  for _ in range(600):
+    time.now += 0.1
+    for member in range(3):
+      run.pulse.beat(member, 0, "printing" if member == 1 else "")
+    assert run.tick() == []
+  assert all_compute(run, time, 5.8) == [] and run.epoch == epoch
+  assert all_compute(run, time, 0.4) == [] and run.epoch == epoch + 1

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +23,7 @@ from trainer.config.load import load
 from trainer.config.schema import ObserveSection
 from trainer.observe import events, log, metrics
 from trainer.observe.writers import background, service
+from trainer.observe.writers.wandb_runs import WandbRun
 
 
 class Kept:
@@ -129,6 +132,27 @@ def test_a_service_that_never_answers_does_not_hold_the_end_of_the_process(monke
   assert said.lines == ["no records in x from here on: no answer for 0.2 s (training goes on)"]
   assert background.any_waits()  # so that the command ends without waiting for the library
   release.set()
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_the_folder_of_wandb_for_a_run_on_an_object_store(monkeypatch, offline):
+  """It is deleted at the end, unless its files are the only ones."""
+  folders = []
+  finished = SimpleNamespace(
+    offline=offline, resumed=False, summary={}, url="x", define_metric=lambda *a, **k: None, finish=lambda **k: None
+  )
+
+  def init(**options):
+    folders.append(options["dir"])
+    return finished
+
+  settings = SimpleNamespace(settings=SimpleNamespace(mode="online"))
+  fake = SimpleNamespace(Settings=dict, setup=lambda *a: settings, login=lambda **k: True, init=init)
+  monkeypatch.setitem(sys.modules, "wandb", fake)
+  run = WandbRun("gs://bucket/run", ObserveSection(), service.ServiceRun(), Said())
+  run.finish(0)
+  assert folders[0].exists() == offline
+  shutil.rmtree(folders[0], ignore_errors=True)
 
 
 def test_the_records_for_a_service_that_hangs_are_bounded(monkeypatch):

@@ -48,6 +48,19 @@ def test_a_hung_process_dumps_its_stacks_and_exits_with_134(tmp_path):
   assert hang["kind"] == "hang" and hang["step"] == 7 and 0.5 <= hang["silent_seconds"] < 5
 
 
+def test_it_aborts_even_when_nobody_reads_stderr(tmp_path):
+  code = """
+    import fcntl, os
+    fcntl.fcntl(2, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(2, b"x" * 4096)
+    dog.beat(step=3)
+    time.sleep(600)
+  """
+  with start(tmp_path, code, 0.5) as process:
+    assert process.wait(timeout=30) == 134
+  assert [record["kind"] for record in events.read_events(str(tmp_path))] == ["hang"]
+
+
 def test_it_aborts_even_when_stdout_hangs(tmp_path):
   code = """
     dog.beat(step=3)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import jax
 
-from pathways_standin.process import Standin, StandinError, start_standin
+from pathways_standin.process import Standin, StandinError, StandinLost, start_standin
 from trainer.cluster import cpu_compiler
 from trainer.cluster.api import FaultTarget
 from trainer.config.errors import ConfigError
@@ -21,7 +21,8 @@ REPLACEMENT_SECONDS = 1.0  # how long the stand-in's scheduler takes to replace 
 def start(cfg: ClusterSection, environment: MutableMapping[str, str]) -> Standin:
   """Starts the stand-in that cluster_standin describes, and makes it JAX's backend. Before the first use of a device.
 
-  Raises ConfigError if the environment already names a proxy, or the stand-in does not start.
+  Raises ConfigError if the environment already names a proxy, or the stand-in does not start; StandinLost if it was
+  killed meanwhile.
   """
   if target := environment.get("JAX_BACKEND_TARGET"):
     raise ConfigError(
@@ -33,6 +34,8 @@ def start(cfg: ClusterSection, environment: MutableMapping[str, str]) -> Standin
   try:
     arguments = ("--port", "0", *(["--processes"] if cfg.cluster_standin_processes else []))
     server = start_standin(slices, devices, arguments=arguments)
+  except StandinLost:
+    raise
   except StandinError as error:
     raise ConfigError(f"cluster_standin={cfg.cluster_standin}: {error}") from error
   environment["IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS"] = "true"  # read by the client when it connects

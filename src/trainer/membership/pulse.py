@@ -135,8 +135,10 @@ class Pulse:
     return found
 
   def stands_still(self, active: Collection[int]) -> float:
-    """Seconds since all active members have computed, if the exchange takes too long although they live; else 0."""
+    """Seconds since all active members have computed and none does anything besides steps, if the exchange takes too
+    long although they live; else 0."""
     if not self._computed.keys() >= set(active):
       return 0.0
-    seconds = self._clock() - max((when for when, _ in self._computed.values()), default=self._clock())
+    ready = (self._since(member, when) for member, (when, _) in self._computed.items())
+    seconds = self._clock() - max(ready, default=self._clock())
     return seconds if seconds > self.limit + _LATER_SECONDS else 0.0

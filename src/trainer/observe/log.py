@@ -24,6 +24,7 @@ class Log:
     self._lock = threading.Lock()
     self._print: Callable[[str], None] = to_stdout
     self._details = True
+    self.operation = ""  # "printing" while a print is under way, which a terminal that is stopped (Ctrl-S) holds up
 
   def line(self, text: str) -> None:
     """Prints and records one line, or a block of lines."""
@@ -31,7 +32,7 @@ class Log:
       return
     with self._lock:
       self._lines.append(text)
-      self._print(text)
+      self._show(text)
 
   def detail(self, text: str) -> None:
     """Like `line`, for the line of every step: not printed while a progress bar shows the same numbers."""
@@ -40,7 +41,12 @@ class Log:
     with self._lock:
       self._lines.append(text)
       if self._details:
-        self._print(text)
+        self._show(text)
+
+  def _show(self, text: str) -> None:
+    self.operation = "printing"
+    self._print(text)
+    self.operation = ""
 
   def record(self, text: str) -> None:
     """Records text in the file only. Takes no lock, so that a watchdog can use it while a print hangs."""

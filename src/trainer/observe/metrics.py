@@ -8,7 +8,7 @@ import functools
 import itertools
 import json
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,6 +124,7 @@ class Metrics:
     self._run_directory = run_directory
     self._last_evaluation: Evaluation | None = None  # by this process: an object store may not have the record yet
     self._recent: deque[StepRecord | Evaluation] = deque(maxlen=_REMEMBERED)
+    self._before = _last_step_record(self._last_records())  # perhaps of a launch that was ahead of this one
     self._open(is_primary)
 
   def _open(self, is_primary: bool) -> None:
@@ -164,13 +165,17 @@ class Metrics:
     return max((record.step for record in self._recent if isinstance(record, StepRecord)), default=0)
 
   def recorded_step(self) -> int:
-    """The newest step in metrics.jsonl, whichever process has recorded it; 0: none."""
-    return _last_step(files.read_last_json_lines(self._run_directory, METRICS_FILE))
+    """The step that was recorded last, by any process, since this process began; 0: none."""
+    last = _last_step_record(self._last_records())
+    return 0 if last == self._before else int(last.get("step", 0))
+
+  def _last_records(self) -> list[dict[str, Any]]:
+    return list(files.read_last_json_lines(self._run_directory, METRICS_FILE))
 
   def take_over(self) -> list[StepRecord]:
     """This process is the primary from now on. Returns the steps that nobody had recorded, now recorded here."""
-    known = list(files.read_last_json_lines(self._run_directory, METRICS_FILE))
-    last = _last_step(known)
+    known = self._last_records()
+    last = _last_step_record(known).get("step", 0)
     evaluated = {record["step"] for record in known if "eval_loss" in record}
     self._open(True)
     missing: list[StepRecord] = []
@@ -273,9 +278,9 @@ def _service_rows(run_directory: str) -> Iterator[tuple[int, Scalars, Scalars]]:
       yield int(record["step"]), _scalars(record), evaluation
 
 
-def _last_step(records: Iterable[dict[str, Any]]) -> int:
-  """The newest step of the records; 0: none."""
-  return max((record["step"] for record in records if "loss" in record), default=0)
+def _last_step_record(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+  """The last record of a completed step; empty if there is none."""
+  return next((record for record in reversed(records) if "loss" in record), {})
 
 
 def eval_loss(run_directory: str, step: int, sets: Collection[str], main: str) -> float | None:

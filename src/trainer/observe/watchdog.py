@@ -7,7 +7,6 @@ import dataclasses
 import faulthandler
 import math
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -205,7 +204,6 @@ class Watchdog:
       self._end(EXIT_CODE)
 
   def _report(self, alarm: _Alarm) -> None:
-    faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
     with tempfile.TemporaryFile() as file:  # faulthandler writes to a descriptor only
       faulthandler.dump_traceback(file=file, all_threads=True)
       file.seek(0)
@@ -213,6 +211,8 @@ class Watchdog:
     kind = "hang" if alarm.is_hang else "late_step"
     self._events.emit(kind, step=self._step, silent_seconds=alarm.silent, operation=alarm.operation)
     self._log.record(stacks)
+    with contextlib.suppress(OSError):
+      os.write(2, stacks.encode())  # not by faulthandler, which would hold the GIL while nobody reads a pipe
     limit = f"{self._key}={ADAPTIVE if self._adapts else self._timeout:g}"
     if alarm.operation is not None:
       limit = f"{LONG_OPERATION_FACTOR} x {self._key}={self._timeout:g}"

@@ -146,7 +146,7 @@ def open_session(
     stack.enter_context(_checkpoint_timings(config, cluster, log))
     watchdog = _watchdog(config, cluster, log, events)
     stack.callback(watchdog.stop)
-    _watch(config, cluster, watchdog, signals)
+    _watch(config, cluster, watchdog, signals, log)
     snapshots = Snapshots(world, log.line, events.emit)
     stack.callback(snapshots.close)
     signals.on_exit = functools.partial(_record_exit, events)
@@ -198,10 +198,10 @@ def _events(config: Config, cluster: Cluster, log: Log, stack: contextlib.ExitSt
   return events
 
 
-def _watch(config: Config, cluster: Cluster, watchdog: Watchdog, signals: Signals) -> None:
+def _watch(config: Config, cluster: Cluster, watchdog: Watchdog, signals: Signals, log: Log) -> None:
   """Lets the other worlds of the run know what this process does. If nobody watches it any more, its hangs end."""
   limit = functools.partial(watchdog.limit, config.elastic.elastic_timeout_seconds, "elastic_timeout_seconds")
-  cluster.watch(busy=lambda: watchdog.operation, noticed=lambda: signals.noticed, unsupervised=limit)
+  cluster.watch(busy=lambda: watchdog.operation or log.operation, noticed=lambda: signals.noticed, unsupervised=limit)
 
 
 def _watchdog(config: Config, cluster: Cluster, log: Log, events: EventLog) -> Watchdog:

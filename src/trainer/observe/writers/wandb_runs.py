@@ -8,6 +8,7 @@ with the same run id: `wandb sync {run}/wandb/*` uploads them as one run.
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import tempfile
 import uuid
@@ -33,7 +34,8 @@ class WandbRun:
     """Begins or continues the run. Raises wandb's errors."""
     import wandb
 
-    directory = Path(tempfile.mkdtemp(prefix="wandb-") if files.is_object_store(run_directory) else run_directory)
+    self._temporary = tempfile.mkdtemp(prefix="wandb-") if files.is_object_store(run_directory) else ""
+    directory = Path(self._temporary or run_directory)
     run_id = run.id or uuid.uuid4().hex[:12]
     settings = wandb.Settings(console="off", silent=True)
     wandb.setup(settings)  # silent from here on: stdout has the lines of log.txt
@@ -55,7 +57,7 @@ class WandbRun:
     )
     self._run.define_metric("evaluation/*", step_metric=EVALUATED)
     if self._run.offline:
-      kept = "" if str(directory) == run_directory else "; they are lost with this machine: set WANDB_API_KEY"
+      kept = "" if not self._temporary else "; they are lost with this machine: set WANDB_API_KEY"
       log.line(f"wandb is offline. `wandb sync {directory}/wandb/*` uploads the run's files{kept}")
     else:
       self.last_step = self._run.starting_step - 1 if self._run.resumed else 0
@@ -69,6 +71,8 @@ class WandbRun:
     if exit_code == PREEMPTED:
       self._run.mark_preempting()
     self._run.finish(exit_code=exit_code or 0)
+    if self._temporary and not self._run.offline:  # wandb has all of it
+      shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 def offline_progress(directory: Path, run_id: str) -> tuple[int, int]:

@@ -64,7 +64,7 @@ class ProcessRun(Run):
     self.slices, self._environment = slices, environment or {}
     self._options, self._server = ["--slices", str(slices), *options], server
     self.mark = f"{folder}.{time.time_ns()}"
-    self.output = self.log  # stdout and stderr of all processes
+    self.output: Path | None = None  # stdout and stderr of all processes; None: the log
 
   def launch(self, *keys: str) -> Process:
     """Starts the supervisor, which starts the slices."""
@@ -73,12 +73,12 @@ class ProcessRun(Run):
   def run_module(self, module: str, argv: Sequence[str], changes: Mapping[str, str]) -> Process:
     """Starts `python -m module *argv` as a process of this run, with `changes` to the environment."""
     if self._server:
-      return self._server.run(module, argv, {MARK: self.mark, **changes}, self.output)
+      return self._server.run(module, argv, {MARK: self.mark, **changes}, self.output or self.log)
     return self.spawn([sys.executable, "-m", module, *argv], changes)
 
   def spawn(self, command: Sequence[str], changes: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Starts a command of this run, with `changes` to the environment."""
-    with self.output.open("ab") as file:
+    with (self.output or self.log).open("ab") as file:
       return subprocess.Popen(
         command,
         cwd=ROOT,
@@ -121,7 +121,7 @@ class ProcessRun(Run):
       yield close
     finally:
       close()
-      self.output = self.log
+      self.output = None
 
   def processes(self) -> dict[int, dict[str, str]]:
     """{process id: its environment} of all living processes of the run."""

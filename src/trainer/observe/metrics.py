@@ -164,12 +164,15 @@ class Metrics:
     return max((record.step for record in self._recent if isinstance(record, StepRecord)), default=0)
 
   def recorded_step(self) -> int:
-    """The newest step in metrics.jsonl, whichever process has recorded it; 0: none."""
-    return _last_step(files.read_last_json_lines(self._run_directory, METRICS_FILE))
+    """The last step in metrics.jsonl, whichever process has recorded it; 0: none."""
+    return _last_step(self._newest())
+
+  def _newest(self) -> list[dict[str, Any]]:
+    return _standing(list(files.read_last_json_lines(self._run_directory, METRICS_FILE)))
 
   def take_over(self) -> list[StepRecord]:
     """This process is the primary from now on. Returns the steps that nobody had recorded, now recorded here."""
-    known = list(files.read_last_json_lines(self._run_directory, METRICS_FILE))
+    known = self._newest()
     last = _last_step(known)
     evaluated = {record["step"] for record in known if "eval_loss" in record}
     self._open(True)
@@ -269,7 +272,7 @@ def _service_rows(run_directory: str) -> Iterator[tuple[int, Scalars, Scalars]]:
 
 
 def _last_step(records: Iterable[dict[str, Any]]) -> int:
-  """The newest step of the records; 0: none."""
+  """The last step of the records; 0: none."""
   return max((record["step"] for record in records if "loss" in record), default=0)
 
 
@@ -307,16 +310,20 @@ def given_up(steps: Sequence[float] | np.ndarray, completed: Sequence[bool] | np
   return np.asarray(steps) >= np.append(first_later[1:], np.inf)[: len(steps)]
 
 
+def _standing(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+  """The records that count: without those that were given up."""
+  gone = given_up([record["step"] for record in records], ["loss" in record for record in records])
+  return list(itertools.compress(records, ~gone))
+
+
 def read_metrics(run_directory: str) -> list[dict[str, Any]]:
   """The run's history as it stands: one dict per step in order, each from the last time that the step was done.
 
   A step that is done again removes everything after it from the history. `eval_loss` (and `eval_losses`, if there are
   several sets) is in the dict of the step after which it was measured.
   """
-  records = read_records(run_directory)
-  gone = given_up([record["step"] for record in records], ["loss" in record for record in records])
   history: dict[int, dict[str, Any]] = {}
-  for record in itertools.compress(records, ~gone):
+  for record in _standing(read_records(run_directory)):
     step = record["step"]
     if "loss" in record:
       history[step] = record

@@ -39,12 +39,12 @@ class Problems:
     self._messages = list(dict.fromkeys([*self._messages, *messages]))
 
   @contextlib.contextmanager
-  def collect(self) -> Iterator[None]:
-    """Adds the messages of a ConfigError that the block raises, and continues after the block."""
+  def collect(self, prefix: str = "") -> Iterator[None]:
+    """Adds the messages of a ConfigError that the block raises, after `prefix`, and continues after the block."""
     try:
       yield
     except ConfigError as error:
-      self.add(error.messages)
+      self.add(f"{prefix}{message}" for message in error.messages)
 
   def raise_any(self) -> None:
     """Raises one ConfigError with all messages. Does nothing if there are none."""

@@ -70,14 +70,22 @@ def _check_run(config: Config) -> None:
 def _check_eval_sets(config: Config, problems: Problems) -> None:
   with problems.collect():
     sets = mixture.read_eval_sets(config.data)
-    for section in sets.values():
-      _check_data(section, problems)
+    for name, section in sets.items():
+      _check_part(f"set {name} of eval_sets", section, problems)
     main = config.observe.eval_main_set
     if main and main not in (*sets, mixture.EVAL_DATA):
       raise ConfigError(
         f"eval_main_set={shorten(main)}: eval_sets={config.data.eval_sets} has no such set.\n"
         f"Choose one of {', '.join([*sets, mixture.EVAL_DATA])}."
       )
+
+
+def _check_part(name: str, data: DataSection, problems: Problems) -> None:
+  """As `_check_data`, for keys from a file of several datasets: the messages begin with `name`."""
+  with problems.collect(f"{name}: "):
+    own = Problems()
+    _check_data(data, own)
+    own.raise_any()
 
 
 def _check_data(data: DataSection, problems: Problems) -> None:
@@ -91,7 +99,7 @@ def _check_data(data: DataSection, problems: Problems) -> None:
       with problems.collect():
         if data.grain_train_mixture_config_path:
           for entry in mixture.read(data):
-            _check_data(entry.section, problems)
+            _check_part(f"source {entry.name} of the mixture", entry.section, problems)
         elif not data.grain_train_files:
           raise ConfigError("dataset_type=grain: needs files to train on.\nSet grain_train_files.")
       for name in ("grain_train_files", "grain_eval_files"):

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from types import FrameType
 
-PREEMPTED, INTERRUPTED = 42, 130  # exit codes, see docs/architecture.md
+PREEMPTED, INTERRUPTED = 42, 130  # exit codes, see README.md
 # `timeout` and shells signal the process and then its whole group, and Python's handler runs later than the thread. All
 # of that is one signal. A user who signals a second time waits longer.
 SAME_SIGNAL_SECONDS = 1.0

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 
 import pytest
-from tests.test_layering import LAYERS
+from tests.support import house
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -52,7 +52,6 @@ def test_the_readme_says_how_large_the_code_is():
   assert [int(number.replace(",", "")) for number in stated.groups()] == pytest.approx(sizes, rel=0.05)
 
 
-def test_the_page_shows_the_layers_of_the_import_test():
-  text = section((ROOT / "docs" / "architecture.md").read_text(), "Imports point down")
-  rows = text.partition("```\n")[2].partition("\n```")[0].splitlines()
-  assert [set(row.split(", ")) for row in rows] == [set(layer) for layer in reversed(LAYERS)]
+def test_the_picture_of_the_house_is_that_of_the_imports():
+  drawn = house.picture(house.needs())
+  assert house.PICTURE.read_text() == drawn, "draw it again: .venv/bin/python -m tests.support.house"

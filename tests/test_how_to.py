@@ -18,11 +18,11 @@ PAGES = sorted((ROOT / "docs" / "how_to").glob("add_*.md"))
 SMALL = (
   "base_emb_dim=64 base_num_decoder_layers=2 base_num_query_heads=2 base_num_kv_heads=1 head_dim=32 base_mlp_dim=128 "
   "max_target_length=32 per_device_batch_size=2 enable_report=false enable_checkpointing=false remat_policy=none "
-  "jax_cache_dir= dataset_cache_directory=cache"
+  "jax_cache_dir= dataset_cache_directory=cache eval_steps=0 opt_type=adamw"
 ).split()
 # Runs all commands, then all tests, in one process: importing JAX takes longer than two steps.
 DRIVER = """
-import json, os, shlex, subprocess, sys
+import json, os, shlex, subprocess, sys, time
 import pytest
 tests, sys.argv[1:] = sys.argv[1:], []
 for command in json.load(open("commands.json")):
@@ -38,7 +38,8 @@ for command in json.load(open("commands.json")):
     assert code == 0, f"exit code {code}: {command}"
   else:
     subprocess.run(["bash", "-c", command], check=True)
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--import-mode=importlib", *tests]))
+  print("CPU seconds so far:", round(time.process_time(), 1), flush=True)
+sys.exit(pytest.main(["-q", "-o", "addopts=", "--import-mode=importlib", "--basetemp=temporary", *tests]))
 """
 
 
@@ -74,11 +75,11 @@ def copy_of_the_code(folder: pathlib.Path) -> None:
 
 
 def small(command: str) -> str:
-  """A training command with a smaller model. Sizes of a model that the command names stay."""
+  """A training command with a small model and a simple optimizer, unless it names a model or an optimizer."""
   if ".venv/bin/python -m trainer " not in command:
     return command
-  named = "model_name=" in command
-  return " ".join([command, *(word for word in SMALL if not (named and re.match(r"base_|head_dim", word)))])
+  named = "base_|head_dim" if "model_name=" in command else "opt_type" if "opt_type=" in command else "-"
+  return " ".join([command, *(word for word in SMALL if not re.match(named, word))])
 
 
 @pytest.mark.timeout(900)

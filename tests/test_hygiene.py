@@ -226,7 +226,9 @@ def test_ci_runs_the_second_command():
 def test_every_path_that_the_documents_name_exists():
   """`src/...`, `configs/...` and the like in README.md, CONTRIBUTING.md and docs/, in backquotes or as a link."""
   missing = []
-  for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]:
+  for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+    if page.match("docs/how_to/add_*") or page.match("docs/benchmarks/*"):
+      continue  # they name files that they make, and files of other projects
     text = page.read_text()
     linked = [(page.parent, target) for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text)]
     quoted = [(ROOT, path) for path in re.findall(r"`((?:src|configs|docs|tests|\.ci)/[\w./-]*\w)`", text)]

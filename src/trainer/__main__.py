@@ -19,7 +19,7 @@ if TYPE_CHECKING:
   from trainer.config import Config
   from trainer.session import Session
 
-# Exit codes that a scheduler reads (docs/architecture.md). PREEMPTED and INTERRUPTED are defined with the signals, 134
+# Exit codes that a scheduler reads (README.md). PREEMPTED and INTERRUPTED are defined with the signals, 134
 # for a hung process with the watchdog.
 COMPLETE, FAILED, BAD_INPUT = 0, 1, 2
 

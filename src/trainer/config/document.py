@@ -38,7 +38,8 @@ Generated from `src/trainer/config/schema.py` by `.venv/bin/python -m trainer.co
 - **Disabled keys**: a value that disables other keys also removes those keys from lower-precedence files. For example,
   `eval_steps=0` removes the `eval_interval` of a YAML. The keys of a feature that is turned off
   (`elastic_enabled=false`, `enable_checkpointing=false`, `dataset_type=synthetic`, `profiler=`) may stay.
-- **Files**: a relative path of a config file starts in the current folder, then in the root of the repository.
+- **Files**: a relative path of a config file starts in the current folder, else in the root of the repository, else in
+  its `src`. A path in `base_config` starts in the folder of its YAML, else in `configs` of the repository.
 - **Names**: keys are flat. On the command line `section.key=value`, `--key=value` and `-` for `_` are accepted too.
 - **Values** are text until they meet their key: `1e-3` is a number, `none` is a word, and the text after the first `=`
   needs no YAML quotes. `None` for a key that may be empty means empty.

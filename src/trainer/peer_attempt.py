@@ -182,7 +182,6 @@ def end_without_supervisor(
     if goes_on():
       return _given_up(session, peers, step)
     tiers.save_in_storage(step, stepper.state, session.data.meta(config, step))
-    tiers.wait()
   return Outcome("preempted", step)
 
 

@@ -133,10 +133,7 @@ def open_session(
     data = stack.enter_context(run_data.open_data(config, batch, notes.append))
     log = log_lib.get(config.run_directory, is_primary=cluster.is_primary)
     stack.callback(log.close)
-    if cluster.is_primary or cluster.peers is not None:  # this process writes the run's files now, or may one day
-      launch = cluster.fresh_run_id or secrets.token_hex(6)
-      grace = config.checkpoint.autocheckpoint_grace_seconds  # that a predecessor which is stopping may need
-      stack.enter_context(lock.held(config.run_directory, launch, grace, log.line))
+    stack.enter_context(_lock(config, cluster, log))
     events = _events(config, cluster, log, stack)
     identity = _run_id(config, cluster)
     metrics = _metrics(config, cluster, events, log, identity)
@@ -179,6 +176,14 @@ def open_session(
     stack.enter_context(progress)
     watchdog.start()
     yield session
+
+
+def _lock(config: Config, cluster: Cluster, log: Log) -> contextlib.AbstractContextManager[None]:
+  """The lock of the run's folder, where this process writes the run's files now, or may one day."""
+  if not cluster.is_primary and cluster.peers is None:
+    return contextlib.nullcontext()
+  grace = config.checkpoint.autocheckpoint_grace_seconds  # that a predecessor which is stopping may need
+  return lock.held(config.run_directory, cluster.fresh_run_id or secrets.token_hex(6), grace, log.line)
 
 
 def _metrics(config: Config, cluster: Cluster, events: EventLog, log: Log, identity: str) -> Metrics:

@@ -216,7 +216,6 @@ def _commit_last(
   tiers.wait()
   if peer_attempt.must_save_for_another(session.cluster.peers):
     tiers.save_in_storage(step, state, session.data.meta(config, step), metric=loss)
-    tiers.wait()
 
 
 def _target_reached(config: Config, session: Session, step: int, loss: float | None) -> bool:

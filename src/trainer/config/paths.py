@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from trainer.config import data_files, mixture, remote, text_files
-from trainer.config.errors import ConfigError, Problems, shorten
+from trainer.config.errors import ConfigError, Problems, how_to_install, shorten
 from trainer.config.files import as_path
 from trainer.config.schema import Config, DataSection
 
@@ -45,8 +45,7 @@ def check(config: Config, problems: Problems) -> None:
     with problems.collect():
       if getattr(config.observe, key) and not _is_installed(package):
         raise ConfigError(
-          f"{key}=true: needs the package {package}, which is not installed.\n"
-          f"Run .venv/bin/python -m pip install -e '.[{extra}]' -c requirements.lock, or remove {key}."
+          f"{key}=true: needs the package {package}, which is not installed.\n{how_to_install(extra)}, or remove {key}."
         )
   if data.dataset_type != "synthetic":
     _check_data(data, problems)
@@ -193,7 +192,7 @@ def _is_address(name: str, value: str) -> bool:
     package = _WRITERS[scheme][0]
     raise ConfigError(
       f"{name}={value}: writing to {scheme}:// needs the package {package}, which is not installed.\n"
-      f"Run python -m pip install {package} (setup.sh with --tpu or --gpu does), or choose a local folder."
+      f"{how_to_install('gcs')}, or choose a local folder."
     )
   return True
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, BinaryIO
 
-from trainer.config.errors import ConfigError, shorten
+from trainer.config.errors import ConfigError, how_to_install, shorten
 
 # Bytes of a request. At 50 ms per request this is above 100 MB/s, and a tokenizer needs less.
 _BLOCK = 2**23
@@ -99,7 +99,7 @@ def find(key: str, address: str, names: Sequence[str]) -> list[RemoteFile]:
     raise ConfigError(
       f"{key}={shorten(address)}: cannot be listed ({' '.join(str(error).split())}).\n"
       "Check the address, the permissions and the network, or install the package of this kind of address (for gs://: "
-      ".venv/bin/python -m pip install -e '.[gcs]' -c requirements.lock), or copy the files to this machine."
+      f"{how_to_install('gcs')}), or copy the files to this machine."
     ) from error
   return found
 

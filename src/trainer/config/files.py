@@ -20,6 +20,11 @@ def package_root() -> Path:
   return Path(__file__).resolve().parents[1]
 
 
+def is_in_package(path: str) -> bool:
+  """Whether every installation has the file, because it belongs to this package."""
+  return ".." not in Path(path).parts and not Path(path).is_absolute() and (package_root() / path).is_file()
+
+
 def check_current_folder() -> None:
   """Raises ConfigError if the current folder has been removed: relative paths mean nothing there."""
   try:

@@ -30,7 +30,8 @@ def test_the_reading_path_is_short():
 
 def test_the_map_names_every_file_and_folder_of_the_package():
   text = (ROOT / "docs" / "map.md").read_text()
-  entries = [path for path in (ROOT / "src" / "trainer").iterdir() if path.name not in ("__init__.py", "__pycache__")]
+  unnamed = ("__init__.py", "__pycache__", "py.typed")
+  entries = [path for path in (ROOT / "src" / "trainer").iterdir() if path.name not in unnamed]
   missing = [path.name for path in entries if f"{path.name}{'/' * path.is_dir()}`" not in text]
   assert missing == []
 

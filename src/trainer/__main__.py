@@ -10,6 +10,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, NoReturn
 
+import trainer
 from trainer.signals import INTERRUPTED, PREEMPTED, Signals
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
     return BAD_INPUT
   if {"--help", "-h"} & set(arguments):
     log.to_stdout(cli.help_text())
+    return COMPLETE
+  if "--version" in arguments:
+    log.to_stdout(f"trainer {trainer.__version__}")
     return COMPLETE
   try:
     config, origins = load_with_origins([argument for argument in arguments if argument != "--print-config"])

@@ -7,6 +7,7 @@ import difflib
 import textwrap
 from collections.abc import Iterable, Iterator
 
+DISTRIBUTION = "elastic-trainer-jax"  # the name of this project for installers, as in pyproject.toml
 _MOST_SHOWN = 10
 
 
@@ -26,6 +27,11 @@ def _numbered(messages: tuple[str, ...]) -> str:
   ]
   more = [f"... and {len(messages) - _MOST_SHOWN} more."] if len(messages) > _MOST_SHOWN else []
   return "\n".join([f"{len(messages)} mistakes in the configuration:", *shown, *more])
+
+
+def how_to_install(extra: str) -> str:
+  """The remedy for a missing package that `extra` of pyproject.toml has, as the beginning of a sentence."""
+  return f"Run bash setup.sh --{extra} (in a clone) or python -m pip install '{DISTRIBUTION}[{extra}]'"
 
 
 class Problems:

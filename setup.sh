@@ -5,6 +5,8 @@
 #   bash setup.sh --dev        and what the tests, the linter and the type checker need
 #   bash setup.sh --tpu        and libtpu
 #   bash setup.sh --gpu        and CUDA 13 for NVIDIA GPUs
+#   bash setup.sh --arrow      and the extra arrow of pyproject.toml; in the same way gcs, goodput, ray, standin, tfds,
+#                              trackio, wandb
 #   --python 3.12 | PATH       this interpreter, not the newest suitable one that is found
 #   --venv DIR                 another folder than .venv
 #
@@ -27,7 +29,9 @@ fail() {
 
 while [ $# -gt 0 ]; do
   case "$1" in
-    --dev | --tpu | --gpu) extras="$extras ${1#--}" ;;
+    --dev | --tpu | --gpu | --arrow | --gcs | --goodput | --ray | --standin | --tfds | --trackio | --wandb)
+      extras="$extras ${1#--}"
+      ;;
     --python | --venv)
       [ $# -ge 2 ] || fail "$1 needs a value. See the head of setup.sh."
       if [ "$1" = --python ]; then
@@ -41,7 +45,7 @@ while [ $# -gt 0 ]; do
       sed -n '2,/^set /{/^#/s/^# \{0,1\}//p;}' "$root/setup.sh"
       exit 0
       ;;
-    *) fail "unknown argument '$1'. It takes --dev, --tpu, --gpu, --python VERSION_OR_PATH, --venv DIR." ;;
+    *) fail "unknown argument '$1'. It takes --dev, --tpu, --gpu or another extra, --python VERSION_OR_PATH, --venv DIR." ;;
   esac
   shift
 done
@@ -161,6 +165,8 @@ if [ "$(probe "$venv/bin/python" 2>/dev/null | cut -d' ' -f1)" != "$version" ]; 
     "$python" -m venv "$venv"
   fi
 fi
+# The lock without its hashes.
+versions() { sed -e '/^ *--hash/d' -e 's/ *\\$//' "$root/requirements.lock"; }
 all="$(for extra in $extras $(tail -n +2 "$stamp" 2>/dev/null | sed 's/core//'); do echo "$extra"; done | sort -u | paste -sd, -)"
 rm -f "$stamp" # until the end, the environment is not complete
 target="$root${all:+[$all]}"
@@ -170,9 +176,9 @@ if [ -n "$uv" ]; then
   # and every start does where PYTHONDONTWRITEBYTECODE is set, as in many containers.
   UV_COMPILE_BYTECODE="${UV_COMPILE_BYTECODE:-1}" uv pip install --quiet --python "$venv/bin/python" --constraint "$root/requirements.lock" --editable "$target"
 else
-  say "installing ${all:-core} with pip (a few minutes; uv would be faster)"
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-    --constraint "$root/requirements.lock" --editable "$target"
+  say "installing ${all:-core} with pip (a few minutes; uv would be faster, and check the hashes of requirements.lock)"
+  # pip cannot install a folder while it checks hashes.
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint <(versions) --editable "$target"
 fi
 "$venv/bin/python" -m compileall -q "$root/src"
 
@@ -191,8 +197,7 @@ case ",$all," in
     case "$(uname -s) $offer" in
       *+cpu | Darwin\ 2*)
         say "installing torch $offer, for the tests against transformers"
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-          --constraint "$root/requirements.lock" "$TORCH"
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint <(versions) "$TORCH"
         ;;
       *)
         say "torch is left out: pip offers ${offer:+only }${offer:-no $TORCH for Python $version}${offer:+, a build with CUDA}."

@@ -17,7 +17,8 @@ nitpicky = True
 # A code block without a language is a command or output; Pygments then guesses Python.
 highlight_language = "none"
 
-_FIRST = ("run_on_gke", "run_on_gpu_cluster", "elastic", "pathways", "checkpoints", "data", "preflight")
+_FIRST = ("tutorial", "concepts", "questions", "coming_from", "elastic", "run_on_gke", "run_on_gpu_cluster", "on_call")
+_FOLDERS = {"How to": "how_to", "Benchmarks": "benchmarks", "Decisions": "decisions"}
 
 
 def setup(app: Sphinx) -> None:
@@ -31,10 +32,13 @@ def _add_contents(app: Sphinx, page: str, source: list[str]) -> None:
   folder = pathlib.Path(app.srcdir)
   names = sorted(path.stem for path in (folder / "docs").glob("*.md"))
   guides = [f"docs/{name}" for name in (*_FIRST, *(name for name in names if name not in _FIRST))]
-  benchmarks = sorted(f"docs/benchmarks/{path.stem}" for path in (folder / "docs" / "benchmarks").glob("*.md"))
   packages = sorted(f"src/{path.parent.name}/README" for path in folder.glob("src/*/README.md"))
   project_pages = ["CONTRIBUTING", "CHANGELOG"]
-  sections = {"Guides": guides, "Benchmarks": benchmarks, "Packages": packages, "Project": project_pages}
+  sections = {"Guides": guides} | {
+    title: sorted(f"docs/{name}/{path.stem}" for path in (folder / "docs" / name).glob("*.md"))
+    for title, name in _FOLDERS.items()
+  }
+  sections |= {"Packages": packages, "Project": project_pages}
   for title, pages in sections.items():
     entries = "\n".join(pages)
     source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{entries}\n```\n"

@@ -1,14 +1,17 @@
-"""The README and docs/architecture.md agree with the code: reading path, map of the code, direction of imports."""
+"""README.md, docs/map.md and docs/architecture.md agree with the code."""
 
 from __future__ import annotations
 
 import pathlib
 import re
+from collections.abc import Iterable
 
-from tests.test_layering import LAYERS
+import pytest
+from tests.support import house
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+SOURCE = ROOT / "src"
 MAX_LINES = 1800  # of the reading path
 
 
@@ -26,13 +29,30 @@ def test_the_reading_path_is_short():
 
 
 def test_the_map_names_every_file_and_folder_of_the_package():
-  text = section(README, "A map of the code")
-  entries = [path for path in (ROOT / "src" / "trainer").iterdir() if path.name not in ("__init__.py", "__pycache__")]
+  text = (ROOT / "docs" / "map.md").read_text()
+  unnamed = ("__init__.py", "__pycache__", "py.typed")
+  entries = [path for path in (ROOT / "src" / "trainer").iterdir() if path.name not in unnamed]
   missing = [path.name for path in entries if f"{path.name}{'/' * path.is_dir()}`" not in text]
   assert missing == []
 
 
-def test_the_page_shows_the_layers_of_the_import_test():
-  text = section((ROOT / "docs" / "architecture.md").read_text(), "Imports point down")
-  rows = text.partition("```\n")[2].partition("\n```")[0].splitlines()
-  assert [set(row.split(", ")) for row in rows] == [set(layer) for layer in reversed(LAYERS)]
+def lines_of(paths: Iterable[pathlib.Path]) -> int:
+  return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def test_the_readme_says_how_large_the_code_is():
+  stated = re.search(r"has ([\d,]+) lines of Python.*? have ([\d,]+) of them.*? have ([\d,]+)\.", README, re.DOTALL)
+  assert stated
+  path = re.findall(r"\]\((src/trainer/[\w/]+\.py)\)", section(README, "How it works: a reading path"))
+  beside = [SOURCE / "pathways_standin", SOURCE / "stepcost"]
+  sizes = [
+    lines_of((SOURCE / "trainer").rglob("*.py")),
+    lines_of(ROOT / name for name in path),
+    lines_of(file for package in beside for file in package.rglob("*.py")),
+  ]
+  assert [int(number.replace(",", "")) for number in stated.groups()] == pytest.approx(sizes, rel=0.05)
+
+
+def test_the_picture_of_the_house_is_that_of_the_imports():
+  drawn = house.picture(house.needs())
+  assert house.PICTURE.read_text() == drawn, "draw it again: .venv/bin/python -m tests.support.house"

@@ -65,7 +65,7 @@ def _mistake(options: argparse.Namespace) -> str:
   if not 0 <= options.port < 65536:
     return f"--port {options.port} is no port. Use 0 to 65535."
   if importlib.util.find_spec("grpc") is None:
-    return "the package grpcio is missing. Install it: python -m pip install grpcio protobuf"
+    return "the package grpcio is missing. Run python -m pip install grpcio protobuf."
   return ""
 
 

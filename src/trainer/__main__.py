@@ -10,6 +10,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, NoReturn
 
+import trainer
 from trainer.signals import INTERRUPTED, PREEMPTED, Signals
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
   from trainer.config import Config
   from trainer.run.session import Session
 
-# Exit codes that a scheduler reads (docs/architecture.md). PREEMPTED and INTERRUPTED are defined with the signals, 134
+# Exit codes that a scheduler reads (README.md). PREEMPTED and INTERRUPTED are defined with the signals, 134
 # for a hung process with the watchdog.
 COMPLETE, FAILED, BAD_INPUT = 0, 1, 2
 
@@ -42,6 +43,9 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
     return BAD_INPUT
   if {"--help", "-h"} & set(arguments):
     log.to_stdout(cli.help_text())
+    return COMPLETE
+  if "--version" in arguments:
+    log.to_stdout(f"trainer {trainer.__version__}")
     return COMPLETE
   try:
     config, origins = load_with_origins([argument for argument in arguments if argument != "--print-config"])

@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import NoReturn
 
-PREEMPTED, INTERRUPTED = 42, 130  # exit codes, see docs/architecture.md
+PREEMPTED, INTERRUPTED = 42, 130  # exit codes, see README.md
 _REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # `timeout` and shells signal the process and then its whole group, and Python's handler runs later than the thread. All
 # of that is one signal. A user who signals a second time waits longer.

@@ -47,7 +47,7 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
     try:
       outcome, state = _train(attempt, start)
     except attempt.driver.coordination_errors:
-      return attempt.driver.end_without_coordination(attempt.end_without_coordination)
+      return attempt.driver.end_without_coordination(attempt.save_in_storage)
     if outcome.kind == "complete":
       attempt.sample(state.params, outcome.step)
     return outcome

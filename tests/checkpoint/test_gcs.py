@@ -1,4 +1,4 @@
-"""gs:// through the real code, against an emulator of Cloud Storage (needs: pip install -e '.[gcs,dev]')."""
+"""gs:// through the real code, against an emulator of Cloud Storage (needs: bash setup.sh --dev)."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import yaml
 from trainer.config import Config, load
 from trainer.config.cli import help_text, print_config
 from trainer.config.document import base_yaml, literal, page
-from trainer.config.files import read_yaml, repository_root
+from trainer.config.files import package_root, read_yaml
 from trainer.config.keys import all_keys
 
 REMEDY = "run `python -m trainer.config.document` and commit the files that it writes"
@@ -16,11 +16,11 @@ BUDGET = 160
 
 
 def test_base_yml_is_current():
-  assert (repository_root() / "configs/base.yml").read_text() == base_yaml(), REMEDY
+  assert (package_root() / "configs/base.yml").read_text() == base_yaml(), REMEDY
 
 
 def test_the_configuration_page_is_current():
-  assert (repository_root() / "docs/configuration.md").read_text() == page(), REMEDY
+  assert (package_root().parents[1] / "docs/configuration.md").read_text() == page(), REMEDY
 
 
 def test_base_yml_means_the_same_to_a_yaml_library():
@@ -46,7 +46,7 @@ def test_help_has_every_key_with_its_default():
     assert f"  {key.name}={literal(key.default)}\n" in text
 
 
-MODELS = sorted(path.stem for path in (repository_root() / "configs/models").glob("*.yml"))
+MODELS = sorted(path.stem for path in (package_root() / "configs/models").glob("*.yml"))
 PRINTED = [
   [],
   ["model_name=llama3.1-8b", "sample_prompt=it's: #1", "learning_rate=1e-07"],

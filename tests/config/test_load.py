@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from trainer.config import Config, ConfigError, load
-from trainer.config.files import repository_root
+from trainer.config.files import package_root
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_restated_defaults_of_base_yml_do_not_conflict_with_a_model():
 
 
 def test_an_edited_copy_of_base_yml_conflicts_only_where_it_was_edited(write):
-  text = (repository_root() / "configs/base.yml").read_text()
+  text = (package_root() / "configs/base.yml").read_text()
   copy = write("copy.yml", text.replace("vocab_size: 32000", "vocab_size: 4096"))
   assert load([copy]).model.vocab_size == 4096
   message = failure(copy, "model_name=qwen3-0.6b")
@@ -97,7 +97,7 @@ def test_an_edited_copy_of_base_yml_conflicts_only_where_it_was_edited(write):
 
 
 def test_an_edited_copy_of_base_yml_overrides_only_where_it_was_edited(write):
-  text = (repository_root() / "configs/base.yml").read_text()
+  text = (package_root() / "configs/base.yml").read_text()
   for old, new in {
     "model_name: default": "model_name: qwen3-0.6b",
     "override_model_config: false": "override_model_config: true",

@@ -8,7 +8,7 @@ import pytest
 
 from trainer.config import load
 from trainer.config.counts import flops_per_token, parameter_count
-from trainer.config.files import repository_root
+from trainer.config.files import package_root
 from trainer.config.schema import ModelSection
 
 torch = pytest.importorskip("torch", reason="the oracle needs torch (CPU)")
@@ -111,7 +111,7 @@ def implied_shapes(model: ModelSection) -> dict[str, tuple[int, ...]]:
 
 
 def test_every_model_file_has_published_values():
-  assert {path.stem for path in (repository_root() / "configs/models").glob("*.yml")} == MODELS.keys()
+  assert {path.stem for path in (package_root() / "configs/models").glob("*.yml")} == MODELS.keys()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -35,7 +35,7 @@ def test_a_full_disk_costs_no_member_and_no_step(compiled, server, tmp_path, fil
   keys = [compiled, ENDLESS, *KEEPS_ALL, f"devices_per_slice={lanes}"]
   run = ProcessRun(tmp_path, keys, slices=2, options=["--processes-per-slice", str(lanes)], server=server)
   with run.launched() as supervisor:
-    run.wait_for(lambda: run.count("checkpoint_failed") >= 2, supervisor)
+    run.wait_for(lambda: run.count("checkpoint_failed") >= 2, supervisor, 240)  # four processes compile first
     assert "Starting member" not in run.printed and run.printed.count("could not be saved") >= 2, run.tail()
     saved = run.committed_steps()
     grow()

@@ -76,6 +76,30 @@ def test_the_history_is_the_last_time_each_step_was_done(tmp_path):
   assert [r["step"] for r in metrics.read_records(str(tmp_path))] == [0, 1, 2, 3, 3, 1, 2, 2]
 
 
+@pytest.mark.parametrize("reached", [4, 6])  # by the processes that were restarted from the checkpoint of step 2
+def test_a_new_primary_ignores_records_that_an_earlier_restart_gave_up(tmp_path, reached):
+  first = open_metrics(tmp_path)
+  for step in range(1, 7):
+    first.write(record(step))
+  first.write_eval(6, 2.0)
+  first.close()  # killed
+  second, third = open_metrics(tmp_path), open_metrics(tmp_path)
+  third.hand_over()
+  for step in range(3, 8):
+    if step <= reached:
+      second.write(record(step))
+    third.write(record(step))
+    if step == 6:
+      third.write_eval(6, 1.0)
+  second.close()  # killed: it had not written the rest
+  assert third.recorded_step() == reached
+  assert [missing.step for missing in third.take_over()] == list(range(reached + 1, 8))
+  third.close()
+  history = metrics.read_metrics(str(tmp_path))
+  assert [one["step"] for one in history] == list(range(1, 8))
+  assert [one.get("eval_loss") for one in history] == [None] * 5 + [1.0, None]
+
+
 def test_metrics_objects_are_one_per_period_and_never_replaced(tmp_path):
   out = open_metrics(tmp_path, gcs_metrics=True, log_period=10)
   for step in [*range(1, 16), *range(11, 24)]:  # a rewind from 15 to 10

@@ -194,7 +194,9 @@ def test_a_missing_package_is_refused_before_anything_else(key, package, extra, 
   installed = config_paths._is_installed
   monkeypatch.setattr(config_paths, "_is_installed", lambda name: name != package and installed(name))
   words = ["configs/quickstart.yml", f"{key}=true", f"base_output_directory={tmp_path}/runs"]
-  with pytest.raises(ConfigError, match=rf"{key}=true: needs the package {package}.*\n.*'\.\[{extra}\]'"):
+  with pytest.raises(
+    ConfigError, match=rf"{key}=true: needs the package {package}.*\n.*'elastic-trainer-jax\[{extra}\]'"
+  ):
     load(words)
   assert not (tmp_path / "runs").exists()
 

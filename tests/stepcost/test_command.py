@@ -571,7 +571,7 @@ def sparse_core_program(start: str, update: str, done: str, called: str) -> str:
     (("call-start", "call-update", "call-done"), "to_apply=%called"),  # libtpu 0.0.50.1
     (
       ("custom-call-start", "custom-call-update", "custom-call-done"),  # libtpu 0.0.52
-      'custom_call_target="TODO(b/522284627)", called_computations={%called}',
+      'custom_call_target="(b/522284627)", called_computations={%called}',
     ),
   ],
 )

@@ -15,7 +15,7 @@ from end_to_end.forked_runs import Server
 
 # CPU seconds of a whole run, per folder. "tests" stands for the files directly in tests/.
 BUDGETS = {
-  "tests": 450,
+  "tests": 560,
   "tests/checkpoint": 350,
   "tests/cluster": 60,
   "tests/config": 60,

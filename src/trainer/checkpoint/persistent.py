@@ -200,8 +200,8 @@ class Persistent(StepFolders):
 
       def finite_barrier(*, key: str, timeout_ms: int) -> None:
         assert self._save is not None and self._save.barriers is not None
+        self._prints()  # first: every process raises the same error
         self._save.barriers.wait()
-        self._prints()  # raises on every process: if only process 0 raised, the others would wait for its commit
 
       self._writer = ocp.AsyncCheckpointer(
         _handler(ocp.options.MultiprocessingOptions(), one_replica=self._fetch is not None and _reads_arrays()),

@@ -10,7 +10,7 @@ from trainer.config.keys import all_keys
 from trainer.config.schema import Config
 
 _USAGE = """\
-Usage: python -m trainer CONFIG.yml [key=value ...] [--print-config | --help]
+Usage: python -m trainer CONFIG.yml [key=value ...] [--print-config | --help | --version]
 
 Pre-trains a Qwen3 or Llama decoder.
 

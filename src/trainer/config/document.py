@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import yaml
 
-from trainer.config.files import repository_root
+from trainer.config.files import package_root
 from trainer.config.keys import Key, Scalar, all_keys
 from trainer.config.schema import Config
 
@@ -38,7 +38,8 @@ Generated from `src/trainer/config/schema.py` by `.venv/bin/python -m trainer.co
 - **Disabled keys**: a value that disables other keys also removes those keys from lower-precedence files. For example,
   `eval_steps=0` removes the `eval_interval` of a YAML. The keys of a feature that is turned off
   (`elastic_enabled=false`, `enable_checkpointing=false`, `dataset_type=synthetic`, `profiler=`) may stay.
-- **Files**: a relative path of a config file starts in the current folder, then in the root of the repository.
+- **Files**: a relative path of a config file starts in the current folder, then in the package, so
+  `configs/quickstart.yml` names the same file everywhere.
 - **Names**: keys are flat. On the command line `section.key=value`, `--key=value` and `-` for `_` are accepted too.
 - **Values** are text until they meet their key: `1e-3` is a number, `none` is a word, and the text after the first `=`
   needs no YAML quotes. `None` for a key that may be empty means empty.
@@ -106,8 +107,9 @@ def main() -> None:
   """Writes both files to the repository."""
   if sys.argv[1:]:
     sys.exit(__doc__ + "\nIt takes no arguments.")
-  root = repository_root()
-  for path, text in ((root / "configs/base.yml", base_yaml()), (root / "docs/configuration.md", page())):
+  package = package_root()
+  page_path = package.parents[1] / "docs/configuration.md"
+  for path, text in ((package / "configs/base.yml", base_yaml()), (page_path, page())):
     path.parent.mkdir(exist_ok=True)
     path.write_text(text, encoding="utf-8")
     print(f"wrote {path}")

@@ -7,6 +7,7 @@ import difflib
 import textwrap
 from collections.abc import Iterable, Iterator
 
+DISTRIBUTION = "elastic-trainer-jax"  # the name of this project for installers, as in pyproject.toml
 _MOST_SHOWN = 10
 
 
@@ -28,6 +29,11 @@ def _numbered(messages: tuple[str, ...]) -> str:
   return "\n".join([f"{len(messages)} mistakes in the configuration:", *shown, *more])
 
 
+def how_to_install(extra: str) -> str:
+  """The remedy for a missing package that `extra` of pyproject.toml has, as the beginning of a sentence."""
+  return f"Run bash setup.sh --{extra} (in a clone) or python -m pip install '{DISTRIBUTION}[{extra}]'"
+
+
 class Problems:
   """Collects messages, so that one command reports all its independent mistakes at once."""
 
@@ -39,12 +45,12 @@ class Problems:
     self._messages = list(dict.fromkeys([*self._messages, *messages]))
 
   @contextlib.contextmanager
-  def collect(self) -> Iterator[None]:
-    """Adds the messages of a ConfigError that the block raises, and continues after the block."""
+  def collect(self, prefix: str = "") -> Iterator[None]:
+    """Adds the messages of a ConfigError that the block raises, after `prefix`, and continues after the block."""
     try:
       yield
     except ConfigError as error:
-      self.add(error.messages)
+      self.add(f"{prefix}{message}" for message in error.messages)
 
   def raise_any(self) -> None:
     """Raises one ConfigError with all messages. Does nothing if there are none."""

@@ -15,9 +15,14 @@ PARENT_KEY = "base_config"
 _LONGEST_PATH, _LONGEST_NAME = 3000, 255
 
 
-def repository_root() -> Path:
-  """The folder that holds configs/ in a checkout (the package is at src/trainer)."""
-  return Path(__file__).resolve().parents[3]
+def package_root() -> Path:
+  """The folder of the package, which has configs/ in a clone and in an installation."""
+  return Path(__file__).resolve().parents[1]
+
+
+def is_in_package(path: str) -> bool:
+  """Whether every installation has the file, because it belongs to this package."""
+  return ".." not in Path(path).parts and not Path(path).is_absolute() and (package_root() / path).is_file()
 
 
 def check_current_folder() -> None:
@@ -29,8 +34,8 @@ def check_current_folder() -> None:
 
 
 def search_folders() -> list[Path]:
-  """The folders in which a relative path is searched, in order: current folder, repository, package."""
-  return [Path.cwd(), repository_root(), repository_root() / "src"]
+  """The folders in which a relative path is searched, in order: current folder, package."""
+  return [Path.cwd(), package_root()]
 
 
 def as_path(value: str, label: str) -> Path:
@@ -75,7 +80,8 @@ def find(path: str, folders: Sequence[Path], what: str) -> Path:
     if entry.suffix in (".yml", ".yaml")
   }
   hint = did_you_mean(path, siblings) or (f"YAML files there: {', '.join(list(siblings)[:8])}. " if siblings else "")
-  places = " or ".join(dict.fromkeys("here" if folder == Path.cwd() else shown(folder) for folder in folders))
+  names = {Path.cwd(): "here", package_root(): f"in {package_root()}"}
+  places = " or ".join(dict.fromkeys(names.get(folder) or shown(folder) for folder in folders))
   raise ConfigError(
     f"{path}: there is no such {what}.\n{hint}A relative path starts {places}; the program's own files are in "
     "configs/, such as configs/base.yml."
@@ -83,8 +89,8 @@ def find(path: str, folders: Sequence[Path], what: str) -> Path:
 
 
 def shown(path: Path) -> str:
-  """The path for a message: relative to the current folder or to the repository if it is below one of them."""
-  for root in (Path.cwd(), repository_root()):
+  """The path for a message: relative to the current folder or to the package if it is below one of them."""
+  for root in (Path.cwd(), package_root()):
     if path.is_relative_to(root):
       return str(path.relative_to(root))
   return str(path)

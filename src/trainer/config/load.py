@@ -108,7 +108,7 @@ def _read_with_parents(path: Path, children: tuple[Path, ...]) -> dict[str, Give
     if parent is None:
       raise ConfigError(f"{files.shown(path)}: base_config is a list or a mapping.\nGive one file.")
     if parent:
-      folders = [path.parent, files.repository_root() / "configs"]
+      folders = [path.parent, files.package_root() / "configs"]
       values = _read_with_parents(files.find(parent, folders, "base_config"), (*children, path.resolve()))
   problems.raise_any()
   # base.yml, or an edited copy of it, lists every model key: a default that it repeats is not a choice of the user.

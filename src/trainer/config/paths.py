@@ -6,10 +6,11 @@ import errno
 import importlib.util
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.config import data_files, mixture, remote, text_files
-from trainer.config.errors import ConfigError, Problems, shorten
+from trainer.config.errors import ConfigError, Problems, how_to_install, shorten
 from trainer.config.files import as_path
 from trainer.config.folders import LeftOut
 from trainer.config.schema import Config, DataSection
@@ -21,7 +22,7 @@ _WRITERS = {"gs": ("gcsfs", "tensorflow")}
 _RUN_FILES = "log.txt events.jsonl metrics.jsonl config.yml goodput.json goodput_records.jsonl report.html loss.png"
 _RUN_FOLDERS = "checkpoints tensorboard metrics profile wandb"
 # Key that needs a package, the package, and the extra of this project that has it.
-_EXTRAS = (
+EXTRAS = (
   ("enable_wandb", "wandb", "wandb"),
   ("enable_trackio", "trackio", "trackio"),
   ("enable_goodput_recording", "ml_goodput_measurement", "goodput"),
@@ -42,12 +43,11 @@ def check(config: Config, problems: Problems) -> None:
   with problems.collect():
     if checkpoint.enable_emergency_checkpoint and local and "://" not in local:
       _check_output("local_checkpoint_directory", local, local)
-  for key, package, extra in _EXTRAS:
+  for key, package, extra in EXTRAS:
     with problems.collect():
       if getattr(config.observe, key) and not _is_installed(package):
         raise ConfigError(
-          f"{key}=true: needs the package {package}, which is not installed.\n"
-          f"Run .venv/bin/python -m pip install -e '.[{extra}]' -c requirements.lock, or remove {key}."
+          f"{key}=true: needs the package {package}, which is not installed.\n{how_to_install(extra)}, or remove {key}."
         )
   if data.dataset_type != "synthetic":
     _check_data(data, problems)
@@ -70,14 +70,22 @@ def _check_run(config: Config) -> None:
 def _check_eval_sets(config: Config, problems: Problems) -> None:
   with problems.collect():
     sets = mixture.read_eval_sets(config.data)
-    for section in sets.values():
-      _check_data(section, problems)
+    for name, section in sets.items():
+      _check_part(f"set {name} of eval_sets", section, problems)
     main = config.observe.eval_main_set
     if main and main not in (*sets, mixture.EVAL_DATA):
       raise ConfigError(
         f"eval_main_set={shorten(main)}: eval_sets={config.data.eval_sets} has no such set.\n"
         f"Choose one of {', '.join([*sets, mixture.EVAL_DATA])}."
       )
+
+
+def _check_part(name: str, data: DataSection, problems: Problems) -> None:
+  """As `_check_data`, for keys from a file of several datasets: the messages begin with `name`."""
+  with problems.collect(f"{name}: "):
+    own = Problems()
+    _check_data(data, own)
+    own.raise_any()
 
 
 def _check_data(data: DataSection, problems: Problems) -> None:
@@ -91,7 +99,7 @@ def _check_data(data: DataSection, problems: Problems) -> None:
       with problems.collect():
         if data.grain_train_mixture_config_path:
           for entry in mixture.read(data):
-            _check_data(entry.section, problems)
+            _check_part(f"source {entry.name} of the mixture", entry.section, problems)
         elif not data.grain_train_files:
           raise ConfigError("dataset_type=grain: needs files to train on.\nSet grain_train_files.")
       for name in ("grain_train_files", "grain_eval_files"):
@@ -183,9 +191,8 @@ def _is_address(name: str, value: str) -> bool:
       f"{name}={shorten(value)}: must be {written}, or a folder of this machine.\n"
       "Write one of these. A local path has no '://', and starts with ./ if its first name ends in ':'."
     )
-  bucket = rest.removeprefix("//").partition("/")[0]
-  if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]", bucket):
-    raise ConfigError(f"{name}={shorten(value)}: '{bucket}' is not a bucket name.\nWrite {scheme}://BUCKET/FOLDER.")
+  for problem in bucket_problems(f"{name}={shorten(value)}", value):
+    raise ConfigError(problem)
   if not value.isprintable() or len(value.encode()) > 500:
     raise ConfigError(
       f"{name}={shorten(value)!a}: is not a name for objects.\nUse at most 500 bytes of printable characters."
@@ -194,9 +201,19 @@ def _is_address(name: str, value: str) -> bool:
     package = _WRITERS[scheme][0]
     raise ConfigError(
       f"{name}={value}: writing to {scheme}:// needs the package {package}, which is not installed.\n"
-      f"Run python -m pip install {package} (setup.sh with --tpu or --gpu does), or choose a local folder."
+      f"{how_to_install('gcs')}, or choose a local folder."
     )
   return True
+
+
+def bucket_problems(given: str, address: str) -> Iterator[str]:
+  """Yields a message if `address`, shown as `given`, names a bucket that cannot exist."""
+  bucket = address.partition("://")[2].partition("/")[0]
+  if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]", bucket):
+    yield (
+      f"{given}: '{bucket}' is not a bucket name: it has 3 or more of a-z, 0-9, - _ and ., and begins and ends with a "
+      "letter or digit.\nWrite gs://BUCKET/FOLDER with the name of your bucket."
+    )
 
 
 def _is_installed(package: str) -> bool:

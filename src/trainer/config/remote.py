@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from trainer.config.errors import ConfigError, shorten
+from trainer.config.errors import ConfigError, how_to_install, shorten
 from trainer.config.folders import LeftOut, matches
 
 # Bytes of a request. At 50 ms per request this is above 100 MB/s, and a tokenizer needs less.
@@ -100,7 +100,7 @@ def find(key: str, address: str, names: Sequence[str], left: LeftOut | None = No
     raise ConfigError(
       f"{key}={shorten(address)}: cannot be listed ({' '.join(str(error).split())}).\n"
       "Check the address, the permissions and the network, or install the package of this kind of address (for gs://: "
-      ".venv/bin/python -m pip install -e '.[gcs]' -c requirements.lock), or copy the files to this machine."
+      f"{how_to_install('gcs')}), or copy the files to this machine."
     ) from error
   return found
 

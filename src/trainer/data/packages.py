@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, how_to_install
 
 
 def load(module: str, *, package: str, extra: str, reason: str) -> Any:
@@ -18,8 +18,7 @@ def load(module: str, *, package: str, extra: str, reason: str) -> Any:
     return importlib.import_module(module)
   except ImportError as error:
     raise ConfigError(
-      f"{reason} needs the package {package}, which is not installed ({error}). "
-      f"Run .venv/bin/python -m pip install -e '.[{extra}]' -c requirements.lock."
+      f"{reason} needs the package {package}, which is not installed ({error}). {how_to_install(extra)}."
     ) from error
 
 

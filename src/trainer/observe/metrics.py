@@ -170,7 +170,7 @@ class Metrics:
     return 0 if last == self._before else int(last.get("step", 0))
 
   def _last_records(self) -> list[dict[str, Any]]:
-    return list(files.read_last_json_lines(self._run_directory, METRICS_FILE))
+    return _standing(list(files.read_last_json_lines(self._run_directory, METRICS_FILE)))
 
   def take_over(self) -> list[StepRecord]:
     """This process is the primary from now on. Returns the steps that nobody had recorded, now recorded here."""
@@ -319,16 +319,20 @@ def given_up(steps: Sequence[float] | np.ndarray, completed: Sequence[bool] | np
   return np.asarray(steps) >= np.append(first_later[1:], np.inf)[: len(steps)]
 
 
+def _standing(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+  """The records that count: without those that were given up."""
+  gone = given_up([record["step"] for record in records], ["loss" in record for record in records])
+  return list(itertools.compress(records, ~gone))
+
+
 def read_metrics(run_directory: str) -> list[dict[str, Any]]:
   """The run's history as it stands: one dict per step in order, each from the last time that the step was done.
 
   A step that is done again removes everything after it from the history. `eval_loss` (and `eval_losses`, if there are
   several sets) is in the dict of the step after which it was measured.
   """
-  records = read_records(run_directory)
-  gone = given_up([record["step"] for record in records], ["loss" in record for record in records])
   history: dict[int, dict[str, Any]] = {}
-  for record in itertools.compress(records, ~gone):
+  for record in _standing(read_records(run_directory)):
     step = record["step"]
     if "loss" in record:
       history[step] = record

@@ -14,7 +14,7 @@ from typing import Any
 from stepcost import topologies
 from trainer import cluster as cluster_lib
 from trainer.config import counts
-from trainer.config.errors import ConfigError, counted
+from trainer.config.errors import ConfigError, counted, how_to_install
 from trainer.config.schema import Config, DegradedStep, RematPolicy
 
 Slices = Sequence[Sequence[Any]]
@@ -177,7 +177,7 @@ def _refusals() -> Iterator[None]:
     yield
   except topologies.TopologyError as error:
     missing = isinstance(error, topologies.CompilerMissing)
-    remedy = "\nRun bash setup.sh --tpu, or leave out compile_topology to use the devices of this machine."
+    remedy = f"\n{how_to_install('tpu')}, or leave out compile_topology to use the devices of this machine."
     raise ConfigError(f"compile_topology={error}{remedy if missing else ''}") from error
 
 

@@ -171,23 +171,13 @@ class Attempt:
       self._commit_last(start.step, start.state, loss)
 
   def save_in_storage(self, step: int, state: TrainState, loss: float | None = None) -> bool:
-    """Saves in the persistent tier only, see `Tiers.save_in_storage`."""
+    """Commits a checkpoint in the persistent tier only, see `Tiers.save_in_storage`. Returns whether it saved."""
     return self.tiers.save_in_storage(step, state, self.session.data.meta(self.config, step), metric=loss)
 
   def _commit_last(self, step: int, state: TrainState, loss: float | None) -> None:
     """Waits until the last save of the process is committed, by this member or by the member that saves in storage."""
-
-    def save() -> None:
-      self.save_in_storage(step, state, loss)
-      self.tiers.wait()
-
     self.tiers.wait()
-    self.driver.finish(save)
-
-  def end_without_coordination(self, step: int, state: TrainState) -> None:
-    """Saves the last state of a run whose worlds cannot agree any more."""
-    self.save_in_storage(step, state)
-    self.tiers.wait()
+    self.driver.finish(lambda: self.save_in_storage(step, state, loss))
 
   # ---- evaluations
 

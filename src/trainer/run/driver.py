@@ -76,11 +76,11 @@ class Driver(Protocol):
     """Whether this process ends and the run goes on without it: what follows the last step is the others' task."""
     ...
 
-  def finish(self, save: Callable[[], None]) -> None:
+  def finish(self, save: Callable[[], object]) -> None:
     """The last save of this process is committed. Calls save() if another process was to save, and is lost."""
     ...
 
-  def end_without_coordination(self, save: Callable[[int, TrainState], None]) -> Outcome:
+  def end_without_coordination(self, save: Callable[[int, TrainState], object]) -> Outcome:
     """Ends the attempt after one of `coordination_errors`: save(step, state) of the last state, so that a restart of
     the whole run loses nothing."""
     ...

@@ -131,12 +131,12 @@ class ManyWorlds:
   def leaves(self) -> bool:
     return self._peers.left
 
-  def finish(self, save: Callable[[], None]) -> None:
+  def finish(self, save: Callable[[], object]) -> None:
     """A member that is not the primary waits until the primary has ended the run, or is lost before its last save."""
     if not self._peers.left and not self._peers.saves_in_storage and self._peers.wait_for_end():
       save()
 
-  def end_without_coordination(self, save: Callable[[int, TrainState], None]) -> Outcome:
+  def end_without_coordination(self, save: Callable[[int, TrainState], object]) -> Outcome:
     """One member saves: the primary, or if it dies, the next one. All of them have committed the same steps, except
     that the last commit may not have reached every member."""
     session, peers, step = self._session, self._peers, self._step

@@ -97,10 +97,10 @@ class OneController:
   def leaves(self) -> bool:
     return False
 
-  def finish(self, save: Callable[[], None]) -> None:
+  def finish(self, save: Callable[[], object]) -> None:
     """Does nothing: this process has saved."""
 
-  def end_without_coordination(self, save: Callable[[int, TrainState], None]) -> Outcome:
+  def end_without_coordination(self, save: Callable[[int, TrainState], object]) -> Outcome:
     raise AssertionError("one controller needs no coordination")
 
   def close(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainer import memory, program
-from trainer.checkpoint import run_id
+from trainer.checkpoint import disk_space, run_id
 from trainer.checkpoint.arrays import fingerprint, state_tree
 from trainer.checkpoint.preemption import Preemption
 from trainer.checkpoint.snapshot import Snapshots
@@ -134,10 +134,7 @@ def open_session(
     data = stack.enter_context(run_data.open_data(config, batch, notes.append))
     log = log_lib.get(config.run_directory, is_primary=cluster.is_primary)
     stack.callback(log.close)
-    if cluster.is_primary or cluster.peers is not None:  # this process writes the run's files now, or may one day
-      launch = cluster.fresh_run_id or secrets.token_hex(6)
-      grace = config.checkpoint.autocheckpoint_grace_seconds  # that a predecessor which is stopping may need
-      stack.enter_context(lock.held(config.run_directory, launch, grace, log.line))
+    stack.enter_context(_lock(config, cluster, log))
     events = _events(config, cluster, log, stack)
     identity = _run_id(config, cluster)
     metrics = _metrics(config, cluster, events, log, identity)
@@ -174,9 +171,20 @@ def open_session(
       log.line(line)
     cluster.on_role(functools.partial(session.change_role, config))
     announce(config, cluster, full_program, data, log, events, origins or {})
+    copied, in_storage = cluster.copied(full), cluster.saves_in_storage()
+    for shortage in disk_space.warnings(config, full_program.state, in_storage=in_storage, copied=copied):
+      log.warning(shortage)
     stack.enter_context(progress)
     watchdog.start()
     yield session
+
+
+def _lock(config: Config, cluster: Cluster, log: Log) -> contextlib.AbstractContextManager[None]:
+  """The lock of the run's folder, where this process writes the run's files now, or may one day."""
+  if not cluster.is_primary and cluster.peers is None:
+    return contextlib.nullcontext()
+  grace = config.checkpoint.autocheckpoint_grace_seconds  # that a predecessor which is stopping may need
+  return lock.held(config.run_directory, cluster.fresh_run_id or secrets.token_hex(6), grace, log.line)
 
 
 def _metrics(config: Config, cluster: Cluster, events: EventLog, log: Log, identity: str) -> Metrics:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 IMAGE = "--image gcr.io/my-project/trainer"
 PLACE = "--cluster my-cluster --project my-project --zone us-central1"
-RUN = "configs/base.yml base_output_directory=gs://my-bucket/runs run_name=first model_name=qwen3-0.6b"
+RUN = (
+  "configs/base.yml base_output_directory=gs://my-bucket/runs run_name=first model_name=qwen3-0.6b "
+  "dataset_type=text dataset_path=gs://my-bucket/texts"
+)
 PATHWAYS = "enable_single_controller=true"
 ELASTIC = f"{PATHWAYS} elastic_enabled=true"
 LOCAL = "enable_emergency_checkpoint=true local_checkpoint_directory=/local local_checkpoint_period=10"
+GRAIN = "dataset_path= dataset_type=grain"
+RAY = "--image-extras ray"
 V5E = "--tpu-type v5litepod-16 --num-slices 3"
 COMMON = f"{RUN} {IMAGE} {V5E}"
 
-# Twelve jobs of all kinds that can run. The first word is the target.
+# Fifteen jobs of all kinds that can run. The first word is the target.
 VALID = (
   f"jobset {COMMON} {ELASTIC} --elastic-slices 1 {PLACE}",
   f"jobset {COMMON} {ELASTIC} {LOCAL} --elastic-slices 2 elastic_min_slice_count=1 --cache-volume compiled --queue q",
@@ -25,6 +30,9 @@ VALID = (
   f"xpk {COMMON} {LOCAL} {PLACE} --max-restarts 5 --save-gigabytes-per-second 0.05",
   f"gcluster {COMMON} {ELASTIC} {PLACE} --elastic-slices 1 --cache-volume compiled --pathways-version v1",
   f"gcluster {COMMON} {LOCAL} --step-seconds 60 --service-account writer",
+  f"jobset {COMMON} enable_wandb=true enable_trackio=true --image-extras wandb,trackio",
+  f"jobset {COMMON} {GRAIN} grain_file_type=arrayrecord grain_train_files=/cache/data --cache-volume gs://data",
+  f"gcluster {COMMON} {GRAIN} grain_file_type=parquet grain_train_files=gs://one/a;gs://two/b*.parquet",
 )
 
 

@@ -108,7 +108,7 @@ NAMES = {
   "DOCKER_IMAGE": "gcr.io/my-project/trainer",
   "BASE_OUTPUT_DIRECTORY": "gs://my-bucket/maxtext-runs",
   "RAMDISK_DIRECTORY": "local",
-  "DATA_PATH": "texts",
+  "DATA_PATH": "gs://my-bucket/texts",
   "CHECKPOINT_PERIOD": "100",
   "LOCAL_CHECKPOINT_PERIOD": "10",
 }

@@ -51,7 +51,11 @@ def recorded(folder) -> list[str]:
 
 @pytest.mark.parametrize("target", ["xpk", "gcluster"])
 def test_odd_values_survive_two_shells(shell, tmp_path, target):
-  odd = ["sample_prompt=a 'b' \"c\" $HOME `id` \\ #", "local_checkpoint_directory=", "eval_dataset_path=x y"]
+  odd = [
+    "sample_prompt=a 'b' \"c\" $HOME `id` \\ #",
+    "local_checkpoint_directory=",
+    "eval_dataset_path=gs://bucket/x y",
+  ]
   arguments = [target, *f"{COMMON} {ELASTIC} {PLACE} --elastic-slices 1".split(), *odd]
   shell(render(arguments)).wait(timeout=20)
   command = next(word for word in recorded(tmp_path) if word.startswith("--command=")).removeprefix("--command=")

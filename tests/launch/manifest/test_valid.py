@@ -1,4 +1,4 @@
-"""Twelve varied jobs: Kubernetes' own schemas and JobSet's models accept them, and they mean what they must."""
+"""Fifteen varied jobs: Kubernetes' own schemas and JobSet's models accept them, and they mean what they must."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from kubeflow_trainer_api import models
-from tests.launch.manifest.cases import COMMON, ELASTIC, IMAGE, LOCAL, RUN, VALID, one_line
+from tests.launch.manifest.cases import COMMON, ELASTIC, IMAGE, LOCAL, RAY, RUN, VALID, one_line
 
 from trainer.config import load
 from trainer.launch.manifest import hardware
@@ -121,7 +121,7 @@ def assert_command_is_known(case: str) -> None:
 
 
 def test_twelve_varied_jobs_are_valid():
-  assert len(VALID) == 12 and {case.split()[0] for case in VALID} == {"gcluster", "xpk", "jobset", "pathwaysjob"}
+  assert len(VALID) == 15 and {case.split()[0] for case in VALID} == {"gcluster", "xpk", "jobset", "pathwaysjob"}
   started = time.monotonic()
   for case in VALID:
     if case.split()[0] in FLAGS:
@@ -135,9 +135,13 @@ def test_twelve_varied_jobs_are_valid():
 
 
 RAYJOBS = {
-  "slices of four hosts": f"rayjob {COMMON} {LOCAL} --elastic-slices 1 elastic_max_retries=2 --cache-volume compiled",
-  "slices of one host": f"rayjob {RUN} {IMAGE} --tpu-type v6e-8 --num-slices 3 --elastic-slices 2 --queue q",
-  "one slice": f"rayjob {RUN} {IMAGE} --tpu-type v5p-128 --save-gigabytes-per-second 0.05 --service-account writer",
+  "slices of four hosts": (
+    f"rayjob {COMMON} {RAY} {LOCAL} --elastic-slices 1 elastic_max_retries=2 --cache-volume compiled"
+  ),
+  "slices of one host": f"rayjob {RUN} {IMAGE} {RAY} --tpu-type v6e-8 --num-slices 3 --elastic-slices 2 --queue q",
+  "one slice": (
+    f"rayjob {RUN} {IMAGE} {RAY} --tpu-type v5p-128 --save-gigabytes-per-second 0.05 --service-account writer"
+  ),
 }
 
 
@@ -220,7 +224,10 @@ def test_the_grace_period_covers_a_save():
   seconds = 8_030_261_248 * 12 / 0.5e9
   assert spec["terminationGracePeriodSeconds"] == pytest.approx(5 + 1.25 * seconds + 2, abs=1)
   assert f"autocheckpoint_grace_seconds={spec['terminationGracePeriodSeconds']}" in container["command"][2]
-  for keys, more in (("enable_wandb=true", 10), ("enable_wandb=true enable_goodput_recording=true", 20)):
+  for keys, more in (
+    ("enable_wandb=true --image-extras wandb", 10),
+    ("enable_wandb=true enable_goodput_recording=true --image-extras wandb,goodput", 20),
+  ):
     with_service, _ = program(documents(f"{case} {keys}")[0])
     assert with_service["terminationGracePeriodSeconds"] == spec["terminationGracePeriodSeconds"] + more
 

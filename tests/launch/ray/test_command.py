@@ -43,7 +43,7 @@ def test_wrong_arguments_are_refused(name, capsys):
 def test_without_the_package_ray_the_command_says_how_to_install_it(capsys, monkeypatch):
   monkeypatch.setitem(sys.modules, "ray", None)
   assert main(f"{SLICES} {TPU} {CONFIG}".split()) == 2
-  assert "pip install 'trainer[ray]'" in capsys.readouterr().err
+  assert "pip install 'elastic-trainer-jax[ray]'" in capsys.readouterr().err
 
 
 def test_the_command_of_the_page():

@@ -27,6 +27,14 @@ def checkpoint_bytes(config: Config) -> int:
   return counts.parameter_count(config.model) * (weight + first_moment + 4)
 
 
+def state_bytes(config: Config) -> int:
+  """The least bytes of weights and optimizer state: without second moments, except AdamW's."""
+  weight = _BYTES[config.model.weight_dtype]
+  moment = _BYTES[config.optimizer.mu_dtype or config.model.weight_dtype]
+  moments = {"adamw": moment + 4, "muon": moment, "sgd": moment, "adafactor": 0}[config.optimizer.opt_type]
+  return counts.parameter_count(config.model) * (weight + moments)
+
+
 def save_seconds(config: Config, hosts: int, gigabytes_per_second: float) -> float:
   """Seconds in which `hosts` hosts write a checkpoint together; 0 if SIGTERM does not save."""
   if not (config.checkpoint.enable_checkpointing and config.checkpoint.enable_autocheckpoint):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
+from trainer.config import files
 from trainer.launch.manifest import budget
 from trainer.launch.manifest.job import Job
 
@@ -23,6 +23,10 @@ _NAMES = {
   "pathways_version": r"\w[\w.-]*",
   "pathways_gcs_location": r"[\w./:-]+",
 }
+ONLY_PACKAGED = (
+  "the container does not have this file.\n"
+  "Copy it below configs/ before the image is built, and give its path from there: configs/NAME.yml."
+)
 # Targets that do not set the grace period of the Pathways head: it is DEFAULT_GRACE_SECONDS.
 FIXED_GRACE = ("xpk", "gcluster")
 _LONGEST_NAME = {"gcluster": 28, "xpk": 40, "jobset": 40, "pathwaysjob": 22, "rayjob": 40}
@@ -55,17 +59,16 @@ def _name(job: Job) -> Iterator[str]:
 
 
 def _files(job: Job) -> Iterator[str]:
-  path = job.options.config[0]
-  if Path(path).expanduser().is_absolute() or ".." in Path(path).parts:
-    yield (
-      f"{path}: the container does not have this file.\n"
-      "Copy it below configs/ before the image is built, and give its path below the repository."
-    )
+  path, model = job.options.config[0], job.config.model.model_name
+  if not files.is_in_package(path):
+    yield f"{path}: {ONLY_PACKAGED}"
+  if model.endswith((".yml", ".yaml")) and not files.is_in_package(model):
+    yield f"model_name={model}: {ONLY_PACKAGED}"
   folders = {"base_output_directory=": job.config.run.base_output_directory}
   if job.options.pathways_gcs_location is not None:
     folders["--pathways-gcs-location "] = job.options.pathways_gcs_location
   for name, value in folders.items():
-    if not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/.*)?", value):
+    if not value.startswith("gs://"):
       yield (
         f"{name}{value}: must be in Cloud Storage, because the disk of a pod is lost with it.\n"
         "Write gs://BUCKET/FOLDER."
@@ -82,6 +85,11 @@ def _target(job: Job) -> Iterator[str]:
     yield f"--tpu-type {job.options.tpu_type}: xpk has no such name.\nWrite it like v5litepod-16, v6e-256 or v5p-128."
   if target == "rayjob" and job.pathways:
     yield "rayjob: Ray starts a process on every host.\nSet enable_single_controller=false, or print a jobset."
+  if job.config.cluster.cluster_standin:
+    yield (
+      f"cluster_standin={job.config.cluster.cluster_standin}: is a stand-in for Pathways, and would train on CPUs.\n"
+      "Remove cluster_standin."
+    )
   fitting = ("auto", "pathways") if job.pathways else ("auto",)
   if target != "rayjob" and kind not in fitting:
     yield (

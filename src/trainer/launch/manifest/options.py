@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 from trainer.config import ConfigError
 
 RAMDISKS = ("emptydir", "csi")
+# The extras that docker/Dockerfile installs only with --build-arg EXTRAS="...".
+EXTRAS = ("goodput", "ray", "tfds", "trackio", "wandb")
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,7 @@ class Options:
   target: str
   config: tuple[str, ...]  # CONFIG.yml key=value ...
   image: str
+  image_extras: tuple[str, ...]
   tpu_type: str
   cluster: str | None
   project: str | None
@@ -67,6 +70,7 @@ def _parser(targets: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument(name, help=text, metavar=None if "choices" in more else "VALUE", **more)
 
   add("--image", "container image with this program (docker/Dockerfile)", required=True)
+  add("--image-extras", f"comma-separated EXTRAS of the image's build: {', '.join(EXTRAS)}", type=_extras, default=())
   add("--tpu-type", "one slice, by Google Cloud's name, such as v5litepod-16 or v6e-256", required=True)
   add("--num-slices", "slices of the run (default: the key num_slices, or 1)", type=_whole(1))
   add("--cluster", "name of the GKE cluster")
@@ -101,6 +105,13 @@ def _whole(least: int) -> Any:
     return int(text)
 
   return convert
+
+
+def _extras(text: str) -> tuple[str, ...]:
+  found = tuple(text.split(","))
+  if unknown := [name for name in found if name not in EXTRAS]:
+    raise argparse.ArgumentTypeError(f"{unknown[0]!r} must be one of {', '.join(EXTRAS)}")
+  return found
 
 
 def _positive(text: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer.config import Config, load
 from trainer.config.errors import require
 from trainer.launch import keys
-from trainer.launch.manifest import budget, checks, hardware
+from trainer.launch.manifest import budget, checks, contents, hardware
 from trainer.launch.manifest.job import CACHE_FOLDER, Job
 from trainer.launch.manifest.options import Options
 
@@ -49,7 +49,7 @@ def resolve(options: Options) -> Job:
     ramdisk_mebibytes=ramdisk,
     words=(*options.config, *_added_keys(options, grace)),
   )
-  require(checks.problems(job))
+  require([*checks.problems(job), *contents.problems(job)])
   return job
 
 

@@ -13,7 +13,7 @@ from trainer.launch.manifest.job import CACHE_FOLDER, Job
 Node = dict[str, Any]
 
 CONTAINER = "trainer"
-# Exit codes after which a restart would fail in the same way (docs/architecture.md); 126 and 127 are the shell's, for a
+# Exit codes after which a restart would fail in the same way (README.md); 126 and 127 are the shell's, for a
 # program that cannot be started.
 NEVER_RESTART = (1, 2, 126, 127, 130)
 _CACHE, _RAMDISK = "compilation-cache", "ramdisk"

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.config import ConfigError
+from trainer.config.errors import ConfigError, how_to_install
 from trainer.config.schema import Config
 from trainer.launch.supervisor import FAILED
 from trainer.membership.rules import RunRules
@@ -28,9 +28,7 @@ def run(config: Config, arguments: Sequence[str], options: argparse.Namespace) -
     import ray
     from ray.train import TrainingFailedError
   except ImportError as error:
-    raise ConfigError(
-      f"trainer.launch.ray: needs the package ray: {error}.\nInstall the extra: pip install 'trainer[ray]'."
-    ) from error
+    raise ConfigError(f"trainer.launch.ray: needs the package ray: {error}.\n{how_to_install('ray')}.") from error
   _connect(ray)
   lanes = _workers_per_slice(options)
   if options.replace_lost and lanes > 1:

@@ -41,7 +41,7 @@ def readable(run: Run) -> dict[str, int]:
   for path in sorted(run.directory.glob("profile/*/plugins/profile/*/*.xplane.pb")):
     planes = ProfileData.from_file(str(path)).planes
     names = [event.name for plane in planes for line in plane.lines for event in line.events]
-    found[path.relative_to(run.directory / "profile").parts[0]] = sum("stepper.py" in name for name in names)
+    found[path.relative_to(run.directory / "profile").parts[0]] = sum("one_controller.py" in name for name in names)
   return found
 
 

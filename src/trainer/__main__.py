@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
   argv: the arguments (default: those of the process). signals: listening for the process; without them the
   handlers stay. The configuration is imported here and not above, so that a signal finds its handler.
   """
+  from trainer.cluster.variables import check_environment
   from trainer.config import ConfigError, cli
   from trainer.config.load import load_with_origins
   from trainer.observe import log, screen
@@ -52,6 +53,7 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
     if "--print-config" in arguments:
       log.to_stdout(cli.print_config(config, origins).removesuffix("\n"))
       return COMPLETE
+    check_environment()
     return _run(config, origins, signals or Signals(), started)
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
@@ -69,10 +71,8 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
   # of the time until the first step. `Session.ready`, or a second attempt, turns the collector on again.
   gc.disable()
 
-  from trainer import cluster as cluster_lib
-
-  cluster_lib.check_environment()
   from pathways_standin.process import StandinLost
+  from trainer import cluster as cluster_lib
   from trainer import compilation_cache, data, open_files, program
   from trainer.cluster.peers import RunEnded
   from trainer.config import ConfigError

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import jax
 
+from trainer.checkpoint import disk_space
 from trainer.cluster import Cluster
 from trainer.config import counts
 from trainer.config.schema import Config
@@ -54,6 +55,9 @@ def announce(
     log.line(line)
   if warning := describe.vocabulary_warning(source, model.vocab_size):
     log.warning(warning)
+  copied = cluster.copied(cluster.view(cluster.slices))
+  for shortage in disk_space.warnings(config, full.state, in_storage=cluster.saves_in_storage(), copied=copied):
+    log.warning(shortage)
   if config.run.log_config:
     _print_config(config, log)
   events.emit(

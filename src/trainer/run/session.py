@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainer import memory, program
-from trainer.checkpoint import disk_space, run_id
+from trainer.checkpoint import run_id
 from trainer.checkpoint.arrays import fingerprint, state_tree
 from trainer.checkpoint.preemption import Preemption
 from trainer.checkpoint.snapshot import Snapshots
@@ -171,9 +171,6 @@ def open_session(
       log.line(line)
     cluster.on_role(functools.partial(session.change_role, config))
     announce(config, cluster, full_program, data, log, events, origins or {})
-    copied, in_storage = cluster.copied(full), cluster.saves_in_storage()
-    for shortage in disk_space.warnings(config, full_program.state, in_storage=in_storage, copied=copied):
-      log.warning(shortage)
     stack.enter_context(progress)
     watchdog.start()
     yield session

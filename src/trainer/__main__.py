@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
   argv: the arguments (default: those of the process). signals: listening for the process; without them the
   handlers stay. The configuration is imported here and not above, so that a signal finds its handler.
   """
-  from trainer.cluster.variables import check_environment
+  from trainer.cluster import check_environment
   from trainer.config import ConfigError, cli
   from trainer.config.load import load_with_origins
   from trainer.observe import log, screen

@@ -18,7 +18,7 @@ FIRST_PAUSE_SECONDS = 0.5  # from the end of a worker to its restart; doubled af
 LONGEST_PAUSE_SECONDS = 30.0
 _NORMAL_EXITS = frozenset({0, 2, 42, 130})
 _NOT_STARTED = 1  # as an exit code
-_LANE_SECONDS = 30.0  # from such an exit of one process of a member to the end of its other processes
+_LANE_SECONDS = 60.0  # from such an exit of one process of a member to the end of its other processes
 
 
 @dataclasses.dataclass
@@ -105,7 +105,7 @@ class Workers:
     left = _wait_for(worker.processes, _LANE_SECONDS if code in _NORMAL_EXITS else 0.0)
     if left and code in _NORMAL_EXITS:
       self._log(
-        f"Member {worker.member}: {left} processes are killed, {_LANE_SECONDS:g} s after another one has ended."
+        f"Member {worker.member}: {left} processes were killed, {_LANE_SECONDS:g} s after another one had ended."
       )
     self._ended(worker.member, code)
 

@@ -50,7 +50,11 @@ def protect() -> None:
     elif type(stream) is io.TextIOWrapper:  # neither protected already nor replaced by a test
       with contextlib.suppress(OSError):
         stream.flush()
-      file = io.BufferedWriter(io.FileIO(stream.fileno(), "w", closefd=False))
+      try:
+        file = io.BufferedWriter(io.FileIO(stream.fileno(), "w", closefd=False))
+      except io.UnsupportedOperation:  # in memory
+        stream.reconfigure(errors="backslashreplace")
+        continue
       setattr(sys, name, _Stream(file, stream.encoding, "backslashreplace", line_buffering=True))
 
 

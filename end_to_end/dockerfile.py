@@ -100,11 +100,19 @@ def order(stages: Mapping[str, Stage], target: str) -> list[Stage]:
   return list(found.values())
 
 
-def environment(stages: Mapping[str, Stage], target: str, before: int | None = None) -> dict[str, str]:
-  """The environment of a stage: PATH of the base image, and ENV up to the line `before` (None: all of them)."""
+def environment(
+  stages: Mapping[str, Stage], target: str, before: int | None = None, build_args: Mapping[str, str] | None = None
+) -> dict[str, str]:
+  """The environment of a stage: PATH of the base image, and ENV up to the line `before` (None: all of them).
+
+  build_args: the values of --build-arg. The stage's ARGs are variables only while it is built, so not without `before`.
+  """
   stage = stages[target]
   found = environment(stages, stage.base) if stage.base in stages else {"PATH": SYSTEM_PATH}
   for step in stage.instructions:
+    if step.keyword == "ARG" and before is not None and step.line < before:
+      name, _, default = step.text.partition("=")
+      found[name] = (build_args or {}).get(name, default.strip('"'))
     if step.keyword == "ENV" and (before is None or step.line < before):
       pairs = re.findall(r'(\w+)=("[^"]*"|\S+)', step.text)
       found |= {name: substitute(value.strip('"'), found) for name, value in pairs}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -63,9 +64,19 @@ def make_base(folder: Path, suite: str, python: Path) -> Path:
 class Image:
   """The stages of a Dockerfile, each as a mounted root below `folder`."""
 
-  def __init__(self, stages: dict[str, dockerfile.Stage], base: Path, folder: Path, binds: Sequence[Path]) -> None:
-    """binds: files and folders of this machine that RUN sees at the same path, such as the configuration of pip."""
-    self.stages, self.base, self.folder, self.binds = stages, base, folder, binds
+  def __init__(
+    self,
+    stages: dict[str, dockerfile.Stage],
+    base: Path,
+    folder: Path,
+    binds: Sequence[Path],
+    build_args: dict[str, str],
+  ) -> None:
+    """build_args: of docker build.
+
+    binds: files and folders of this machine that RUN sees at the same path, such as the configuration of pip.
+    """
+    self.stages, self.base, self.folder, self.binds, self.build_args = stages, base, folder, binds, build_args
 
   def root(self, name: str) -> Path:
     return self.folder / name / "root" if name in self.stages else self.base
@@ -112,9 +123,13 @@ class Image:
       path = origin / source.lstrip("/")
       if origin == ROOT and not sent_to_docker(source):
         raise FileNotFoundError(f"line {step.line}: {source} is not in the build context. Add it to the ignore file.")
-      if path.is_dir():
-        ignore = shutil.ignore_patterns("__pycache__", "*.egg-info") if origin == ROOT else None
+      if path.is_dir() and origin == ROOT:
+        ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(path, into, symlinks=True, dirs_exist_ok=True, ignore=ignore)
+        continue
+      if path.is_dir():  # cp replaces a link that is there already, as Docker does
+        into.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["cp", "--archive", f"{path}/.", into], check=True)
         continue
       target = into / path.name if destination.endswith("/") else into
       target.parent.mkdir(parents=True, exist_ok=True)
@@ -131,7 +146,8 @@ class Image:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.touch()
       mount("--bind", str(path), str(target))
-    environment = {"HOME": os.path.expanduser("~root")} | dockerfile.environment(self.stages, name, step.line) | extra
+    own = dockerfile.environment(self.stages, name, step.line, self.build_args)
+    environment = {"HOME": os.path.expanduser("~root")} | own | extra
     subprocess.run(command_in(root, "0:0", environment, workdir, ["/bin/sh", "-c", step.text]), check=True)
     for path in self.binds:
       subprocess.run(["umount", root / str(path).lstrip("/")], check=True)
@@ -172,12 +188,20 @@ def check_modules(image: Image, target: str, folder: Path) -> None:
   log = folder / "preflight.txt"
   code = image.start(target, ["-m", "trainer.tools.preflight", "--help"], log).wait(120)
   assert code == 0 and "preflight" in log.read_text(), (code, log.read_text())
-  probe = 'id -u; touch /app/x 2>/dev/null && echo "can write /app"; touch "$HOME/.cache/x" /workspace/x && echo cache'
+  probe = 'id -u; touch /opt/venv/x 2>/dev/null && echo "can write"; touch "$HOME/.cache/x" /workspace/x && echo cache'
   arguments = (image.last(target, "USER"), dockerfile.environment(image.stages, target), "/")
   argv = command_in(image.root(target), *arguments, ["/bin/sh", "-c", probe])
   printed = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout
   assert printed.split() == ["1000", "cache"], printed
-  print("user 1000, code not writable, cache and workspace writable; -m trainer.tools.preflight --help: exit 0")
+  # As KubeRay starts its commands, and with the packages' metadata.
+  extras = image.build_args.get("EXTRAS", "").split()
+  modules = ["pyarrow", "gcsfs", *(name for name in extras if name != "goodput")]
+  code = f"import {', '.join(modules)}, importlib.metadata as m; print(m.version('elastic-trainer-jax'))"
+  probe = f"command -v wget; python -c {shlex.quote(code)}"
+  probe += "; ray --version" if "ray" in extras else ""
+  argv = command_in(image.root(target), *arguments, ["/bin/bash", "-lc", probe])
+  printed = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True).stdout
+  print(f"user 1000, packages not writable, cache and workspace writable; in a login shell: {printed.split()}")
 
 
 def check_quickstart(image: Image, target: str, folder: Path, steps: int) -> None:
@@ -229,7 +253,7 @@ def replay(arguments: argparse.Namespace) -> None:
   folder.mkdir(parents=True, exist_ok=True)
   base = make_base(folder, arguments.suite, arguments.python)
   stages = dockerfile.parse(FILE.read_text())
-  image = Image(stages, base, folder, arguments.bind)
+  image = Image(stages, base, folder, arguments.bind, dict(value.split("=", 1) for value in arguments.build_arg))
   extra = {name: os.environ[name] for name in arguments.build_env}
   started = time.monotonic()
   for stage in dockerfile.order(stages, arguments.target):
@@ -249,6 +273,7 @@ def main() -> int:
   parser.add_argument("--suite", default="bookworm", help="of Debian")
   parser.add_argument("--bind", type=Path, nargs="*", default=[Path("/etc/resolv.conf")], help="files that RUN needs")
   parser.add_argument("--build-env", nargs="*", default=[], help="names of variables that RUN needs")
+  parser.add_argument("--build-arg", nargs="*", default=[], help="NAME=VALUE of docker build, such as EXTRAS=ray")
   parser.add_argument("--steps", type=int, default=200, help="of the quickstart")
   parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
   arguments = parser.parse_args()

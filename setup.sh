@@ -165,7 +165,8 @@ if [ "$(probe "$venv/bin/python" 2>/dev/null | cut -d' ' -f1)" != "$version" ]; 
     "$python" -m venv "$venv"
   fi
 fi
-# The lock without its hashes.
+# The lock without its hashes, which the images check: pip cannot install a folder while it checks hashes, and a mirror
+# may have files of its own.
 versions() { sed -e '/^ *--hash/d' -e 's/ *\\$//' "$root/requirements.lock"; }
 all="$(for extra in $extras $(tail -n +2 "$stamp" 2>/dev/null | sed 's/core//'); do echo "$extra"; done | sort -u | paste -sd, -)"
 rm -f "$stamp" # until the end, the environment is not complete
@@ -174,10 +175,9 @@ if [ -n "$uv" ]; then
   say "installing ${all:-core} with uv"
   # Byte code too, as pip does unasked: else the first start compiles a million lines of Python before its first step,
   # and every start does where PYTHONDONTWRITEBYTECODE is set, as in many containers.
-  UV_COMPILE_BYTECODE="${UV_COMPILE_BYTECODE:-1}" uv pip install --quiet --python "$venv/bin/python" --constraint "$root/requirements.lock" --editable "$target"
+  UV_COMPILE_BYTECODE="${UV_COMPILE_BYTECODE:-1}" uv pip install --quiet --python "$venv/bin/python" --constraint <(versions) --editable "$target"
 else
-  say "installing ${all:-core} with pip (a few minutes; uv would be faster, and check the hashes of requirements.lock)"
-  # pip cannot install a folder while it checks hashes.
+  say "installing ${all:-core} with pip (a few minutes; uv would be faster)"
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint <(versions) --editable "$target"
 fi
 "$venv/bin/python" -m compileall -q "$root/src"

@@ -92,6 +92,7 @@ class Image:
     mount("-t", "overlay", "overlay", "-o", options, str(root))
     mount("--rbind", "/dev", str(root / "dev"))
     mount("-t", "proc", "proc", str(root / "proc"))
+    mount("--rbind", "/sys", str(root / "sys"))  # libtpu aborts without it
     workdir, user = self.last(stage.base, "WORKDIR") or "/", self.last(stage.base, "USER")
     for step in stage.instructions:
       print(f"  {stage.name}, line {step.line}: {step.keyword} {step.text}"[:140], flush=True)

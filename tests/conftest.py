@@ -32,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
   signal.signal(signal.SIGTERM, signal.default_int_handler)
   # A job in a shell's background inherits an ignored SIGINT, and so would the processes that the tests start.
   signal.signal(signal.SIGINT, signal.default_int_handler)
+  signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and the processes would ignore it too
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -20,7 +20,7 @@ from trainer.config.errors import ConfigError
     ({"JAX_PLATFORMS": "cuda"}, "JAX_PLATFORMS='cuda': JAX finds no devices: the backend is not installed"),
     ({"XLA_FLAGS": "--xla_nonsense=1"}, "XLA_FLAGS=--xla_nonsense=1: Unknown flag in XLA_FLAGS: --xla_nonsense=1"),
     ({"JAX_DEBUG_NANS": "perhaps"}, "invalid truth value 'perhaps' for environment 'JAX_DEBUG_NANS'"),
-    ({"JAX_NUM_CPU_DEVICES": "two"}, "a variable of the environment (JAX_NUM_CPU_DEVICES, JAX_PLATFORMS)"),
+    ({"JAX_NUM_CPU_DEVICES": "two"}, "JAX_NUM_CPU_DEVICES, JAX_PLATFORMS)"),
     ({"JAX_DISABLE_JIT": "1"}, "JAX_DISABLE_JIT=True: "),
     ({"JAX_TRANSFER_GUARD": "disallow"}, "JAX_TRANSFER_GUARD=disallow: "),
   ],

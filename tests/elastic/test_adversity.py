@@ -10,8 +10,8 @@ import time
 import pytest
 from end_to_end.elastic_histories import KEYS, STEPS
 
-from trainer import train
 from trainer.elastic.attempt import Outcome
+from trainer.run import attempt
 
 DEGRADE, FIXED = "elastic_min_slice_count=1", "elastic_min_slice_count=-1"
 
@@ -149,7 +149,7 @@ def test_an_attempt_that_fails_at_its_start_leaves_no_thread(harness, monkeypatc
   def fail(*arguments):
     raise RuntimeError("the records cannot be opened")
 
-  monkeypatch.setattr(train, "StepRecords", fail)
+  monkeypatch.setattr(attempt, "StepRecords", fail)
   before = set(threading.enumerate())
   with pytest.raises(RuntimeError, match="cannot be opened"):
     harness.run("fails", [*KEYS, DEGRADE])

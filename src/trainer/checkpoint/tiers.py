@@ -48,13 +48,16 @@ class Tiers:
     log: Log = lambda line: None,
     warn: Log | None = None,
     emit: Emit = lambda kind, **fields: None,
+    committing: Callable[[int], object] = lambda step: None,
   ) -> None:
     """run_id: of run_id.establish at the start of the process (default: the id is read or created now).
     slices: {id: devices} of the living slices (default: all devices are one). saves_in_storage: asked at every save;
     False while another world of the run does it. fetch: see host_copy; for devices behind a proxy. log takes a line for
-    people, and warn a warning (default: log); emit a kind and fields for events.jsonl. A thread may call them. Raises
+    people, and warn a warning (default: log); emit a kind and fields for events.jsonl. A thread may call them.
+    committing: called with the step of the last save, before its commit is awaited. Raises
     ConfigError where the emergency tier is wanted and could not write."""
     self._cfg, self._log, self._warn, self._emit = cfg, log, warn or log, emit
+    self._committing = committing
     self._saves_in_storage = saves_in_storage
     self._saves = False  # whether this world saved in storage at the last call of `owed`; an attempt looks once
     self._makes_up = False
@@ -169,6 +172,8 @@ class Tiers:
     self._call_or_warn(self._persistent, self._persistent.wait)
     try:
       saved = self._persistent.save(step, state, meta, metric=metric)
+      if saved:
+        self._committing(step)
       self._persistent.wait()
       return saved
     except SaveFailed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -78,6 +79,7 @@ class Attempt:
       log=session.log.line,
       warn=session.log.warning,
       emit=session.events.emit,
+      committing=functools.partial(elastic.reached, "save"),
     )
     stack.callback(close, tiers.close)
     program = session.programs.program(view)
@@ -154,9 +156,10 @@ class Attempt:
       if not final and (actions.save != "due" or self.records.skipped):
         return
       tiers.maybe_save(step, state, session.data.meta(self.config, step), last=final, metric=loss)
-      self.elastic.reached("save", step)
       if final:
         self._commit_last(step, state, loss)
+      else:
+        self.elastic.reached("save", step)
 
   def save_restored(self, start: Start, loss: float | None) -> None:
     """Commits the restored last state, unless it is in the storage already.
@@ -166,8 +169,7 @@ class Attempt:
     if start.tier == "persistent":
       return
     with self.session.watchdog.during("save"):
-      if self.save_in_storage(start.step, start.state, loss):
-        self.elastic.reached("save", start.step)
+      self.save_in_storage(start.step, start.state, loss)
       self._commit_last(start.step, start.state, loss)
 
   def save_in_storage(self, step: int, state: TrainState, loss: float | None = None) -> bool:

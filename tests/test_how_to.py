@@ -69,8 +69,9 @@ def commands(page: pathlib.Path) -> list[str]:
 
 def copy_of_the_code(folder: pathlib.Path) -> None:
   """With .pyc files, which are valid because copies keep the times of their sources."""
-  for name in ("src", "configs", "docs"):
+  for name in ("src", "docs"):
     shutil.copytree(ROOT / name, folder / name)
+  (folder / "configs").symlink_to("src/trainer/configs")
   shutil.copy(ROOT / "pyproject.toml", folder)
 
 

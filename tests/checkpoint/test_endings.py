@@ -96,7 +96,7 @@ def test_a_configuration_that_proves_wrong_inside_an_attempt_is_2_with_one_messa
   folder.touch()
   assert run.finish() == 2
   assert "cannot be written" in run.printed and "Traceback" not in run.printed
-  assert run.last_step == 0 and [event["exit"] for event in run.events("run_end")] == [2, 2]
+  assert run.last_step == 0 and [event["exit"] for event in run.events("run_end")] == [2]
 
 
 def test_a_resume_with_another_model_data_or_batch_size_is_2_unless_it_is_allowed(make):

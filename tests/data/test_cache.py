@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import signal
 import time
 
@@ -150,3 +151,14 @@ def test_the_next_preparation_deletes_what_killed_ones_left_and_nothing_else(tmp
   assert any(all(str(folder) in line for folder in others) for line in lines), lines
   assert living.communicate("\n", timeout=60)[0].splitlines()[-1] == f"made by {living.pid}"
   assert visible(tmp_path) == sorted([*(folder.name for folder in others), name, "living-0123abcd"])
+
+
+def test_a_relative_cache_directory(tmp_path, monkeypatch):
+  """The folder of a preparation is compared by name: mkdtemp returns an absolute path."""
+  monkeypatch.chdir(tmp_path)
+  root = pathlib.Path("cache")
+  root.mkdir()
+  own = (tmp_path / "cache").joinpath(f".kind-a.{cache._place(root)}-abcdefgh")
+  own.mkdir()
+  cache._delete_old(root, "kind-a", own, print)
+  assert own.is_dir()

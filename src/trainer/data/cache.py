@@ -82,7 +82,7 @@ def _delete_old(root: Path, ours: str, temporary: Path, log: Log) -> None:
   Names the folders whose processes may be alive without a lock that is visible here.
   """
   here, unknown = _place(root), []
-  for folder in sorted(path for path in root.glob(".*-????????") if path.is_dir() and path != temporary):
+  for folder in sorted(path for path in root.glob(".*-????????") if path.is_dir() and path.name != temporary.name):
     name, _, place = folder.name[1:-9].rpartition(".")
     if place != here:
       unknown.append(str(folder))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -31,7 +32,6 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
   argv: the arguments (default: those of the process). signals: listening for the process; without them the
   handlers stay. The configuration is imported here and not above, so that a signal finds its handler.
   """
-  from trainer.cluster import check_environment
   from trainer.config import ConfigError, cli
   from trainer.config.load import load_with_origins
   from trainer.observe import log, screen
@@ -53,7 +53,6 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
     if "--print-config" in arguments:
       log.to_stdout(cli.print_config(config, origins).removesuffix("\n"))
       return COMPLETE
-    check_environment()
     return _run(config, origins, signals or Signals(), started)
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
@@ -65,14 +64,13 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
 
 def _run(config: Config, origins: dict[str, str], signals: Signals, started: float) -> int:
   """Runs a valid configuration and returns the exit code. Imports jax here and not above, so that --help stays fast."""
-  import gc
-
   # Imports and tracing make millions of objects that stay. Collecting garbage among them repeatedly would take a tenth
   # of the time until the first step. `Session.ready`, or a second attempt, turns the collector on again.
   gc.disable()
-
-  from pathways_standin.process import StandinLost
   from trainer import cluster as cluster_lib
+
+  cluster_lib.check_environment()
+  from pathways_standin.process import StandinLost
   from trainer import compilation_cache, data, open_files, program
   from trainer.cluster.peers import RunEnded
   from trainer.config import ConfigError

@@ -20,7 +20,7 @@ import functools
 from trainer.cluster import View
 from trainer.config.schema import Config
 from trainer.elastic.attempt import ElasticRun, Outcome
-from trainer.run import after_step
+from trainer.run import after_step, generate
 from trainer.run.after_step import Due
 from trainer.run.attempt import Attempt
 from trainer.run.session import Session
@@ -49,7 +49,7 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
     except attempt.driver.coordination_errors:
       return attempt.driver.end_without_coordination(attempt.save_in_storage)
     if outcome.kind == "complete":
-      attempt.sample(state.params, outcome.step)
+      generate.sample(config, session, attempt.program, state.params, outcome.step)
     return outcome
 
 

@@ -49,8 +49,10 @@ def _shortage(folder: Path, needed: int, what: str, remedy: str) -> Iterator[str
   """needed: bytes, with those that files below `folder` have already."""
   folder = folder.expanduser().absolute()
   usage = shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists()))
+  if not usage.total or needed <= usage.free:  # total: 0 where the file system does not tell
+    return
   present = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-  if usage.total and needed - present > usage.free:  # total: 0 where the file system does not tell
+  if needed - present > usage.free:
     yield (
       f"{folder} will need {_gb(needed)} ({what}), and {_gb(usage.free + present)} are there. A save will fail. Free "
       f"space, or {remedy}"

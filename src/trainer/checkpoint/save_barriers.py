@@ -26,7 +26,7 @@ class SaveBarriers:
 
   def wait(self) -> None:
     """Waits at the next barrier. Raises SaveFailed, on every process, if one of them has failed before it."""
-    self._client.wait_at_barrier(f"{self._name}.{self._left.pop(0)}", NO_TIMEOUT_SECONDS * 1000)
+    self._arrive()
     if failed := self._client.key_value_dir_get(f"{self._name}/"):
       raise SaveFailed(min(failed)[1])
 
@@ -35,4 +35,8 @@ class SaveBarriers:
     with contextlib.suppress(jax.errors.JaxRuntimeError):
       self._client.key_value_set(f"{self._name}/{self._rank}", reason)
       while self._left:
-        self._client.wait_at_barrier(f"{self._name}.{self._left.pop(0)}", NO_TIMEOUT_SECONDS * 1000)
+        self._arrive()
+
+  def _arrive(self) -> None:
+    """Waits at the next barrier for all processes."""
+    self._client.wait_at_barrier(f"{self._name}.{self._left.pop(0)}", NO_TIMEOUT_SECONDS * 1000)

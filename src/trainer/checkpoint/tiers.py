@@ -25,6 +25,7 @@ from trainer.config.schema import CheckpointSection
 from trainer.world import World
 
 T = TypeVar("T")
+Begun = Callable[[], object]
 
 
 class Tiers:
@@ -48,16 +49,13 @@ class Tiers:
     log: Log = lambda line: None,
     warn: Log | None = None,
     emit: Emit = lambda kind, **fields: None,
-    committing: Callable[[int], object] = lambda step: None,
   ) -> None:
     """run_id: of run_id.establish at the start of the process (default: the id is read or created now).
     slices: {id: devices} of the living slices (default: all devices are one). saves_in_storage: asked at every save;
     False while another world of the run does it. fetch: see host_copy; for devices behind a proxy. log takes a line for
-    people, and warn a warning (default: log); emit a kind and fields for events.jsonl. A thread may call them.
-    committing: called with the step of the last save, before its commit is awaited. Raises
+    people, and warn a warning (default: log); emit a kind and fields for events.jsonl. A thread may call them. Raises
     ConfigError where the emergency tier is wanted and could not write."""
     self._cfg, self._log, self._warn, self._emit = cfg, log, warn or log, emit
-    self._committing = committing
     self._saves_in_storage = saves_in_storage
     self._saves = False  # whether this world saved in storage at the last call of `owed`; an attempt looks once
     self._makes_up = False
@@ -119,23 +117,32 @@ class Tiers:
     return self._cfg.enable_checkpointing and step > 0 and step % period == 0
 
   def maybe_save(
-    self, step: int, state: Any, meta: Mapping[str, Any], *, last: bool = False, metric: float | None = None
+    self,
+    step: int,
+    state: Any,
+    meta: Mapping[str, Any],
+    *,
+    last: bool = False,
+    metric: float | None = None,
+    begun: Begun = lambda: None,
   ) -> bool:
     """Saves in the tiers whose period ends at `step`, and with `last` in the persistent tier. Whether it saved.
 
     last: no step follows in this process: as `save_in_storage`. Otherwise returns as soon as the state may be donated.
-    meta: of meta.build; metric: evaluation loss of this state, if known.
+    meta: of meta.build; metric: evaluation loss of this state, if known. begun: called once, when what is due has begun
+    and no commit has been awaited; also if nothing is due.
     """
-    if not self._cfg.enable_checkpointing:
-      return False
     saved = False
     if self._emergency is not None and self._due(step, self._cfg.local_checkpoint_period):
       saved = self._save_or_warn(self._emergency, step, state, meta)
-    if (last or self.due_persistent(step) or self._makes_up) and self._saves_in_storage():
+    due = self._cfg.enable_checkpointing and (last or self.due_persistent(step) or self._makes_up)
+    if due and self._saves_in_storage():
       self._makes_up = False
-      if last:
-        return self._commit(step, state, meta, metric) or saved
-      saved |= self._save_or_warn(self._persistent, step, state, meta, metric=metric)
+      if not last:
+        saved |= self._save_or_warn(self._persistent, step, state, meta, metric=metric)
+      elif self._commit(step, state, meta, metric, begun):
+        return True
+    begun()
     return saved
 
   def _saving(self) -> list[Persistent | Emergency]:
@@ -154,26 +161,34 @@ class Tiers:
       self._emit("checkpoint_failed", tier=tier.tier, reason=str(error))
       return None
 
-  def save_in_storage(self, step: int, state: Any, meta: Mapping[str, Any], *, metric: float | None = None) -> bool:
+  def save_in_storage(
+    self,
+    step: int,
+    state: Any,
+    meta: Mapping[str, Any],
+    *,
+    metric: float | None = None,
+    begun: Begun = lambda: None,
+  ) -> bool:
     """Saves in the persistent tier, unless it has a good checkpoint of `step`. Whether it saved. Waits for the commit.
 
     For a state that was restored, or is saved in the other tiers: a second local copy would replace a good one. If the
     storage fails, the emergency tier saves the state unless it has it, and SaveFailed is raised. A damaged checkpoint
-    of `step` is moved aside first. meta, metric: see `maybe_save`.
+    of `step` is moved aside first. meta, metric: see `maybe_save`. begun: called if it saves, before the commit.
     """
     if not self._cfg.enable_checkpointing or not self._saves_in_storage():
       return False
     if reason := self._persistent.damage(step):
       self._report_rejected(self._persistent, Candidate(step), reason)
       self._persistent.set_aside({str(step): reason})
-    return self._commit(step, state, meta, metric)
+    return self._commit(step, state, meta, metric, begun)
 
-  def _commit(self, step: int, state: Any, meta: Mapping[str, Any], metric: float | None) -> bool:
+  def _commit(self, step: int, state: Any, meta: Mapping[str, Any], metric: float | None, begun: Begun) -> bool:
     self._call_or_warn(self._persistent, self._persistent.wait)
     try:
       saved = self._persistent.save(step, state, meta, metric=metric)
       if saved:
-        self._committing(step)
+        begun()
       self._persistent.wait()
       return saved
     except SaveFailed:

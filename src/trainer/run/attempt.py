@@ -22,7 +22,6 @@ from trainer.elastic.attempt import ElasticRun
 from trainer.models.decoder import Params
 from trainer.observe.profiler import Profiler
 from trainer.program import Program
-from trainer.run import generate
 from trainer.run.after_step import Actions
 from trainer.run.driver import Driver
 from trainer.run.many_worlds import ManyWorlds
@@ -79,7 +78,6 @@ class Attempt:
       log=session.log.line,
       warn=session.log.warning,
       emit=session.events.emit,
-      committing=functools.partial(elastic.reached, "save"),
     )
     stack.callback(close, tiers.close)
     program = session.programs.program(view)
@@ -155,11 +153,10 @@ class Attempt:
       # Do not save while updates are skipped: retention would delete good checkpoints.
       if not final and (actions.save != "due" or self.records.skipped):
         return
-      tiers.maybe_save(step, state, session.data.meta(self.config, step), last=final, metric=loss)
+      begun = functools.partial(self.elastic.reached, "save", step)
+      tiers.maybe_save(step, state, session.data.meta(self.config, step), last=final, metric=loss, begun=begun)
       if final:
         self._commit_last(step, state, loss)
-      else:
-        self.elastic.reached("save", step)
 
   def save_restored(self, start: Start, loss: float | None) -> None:
     """Commits the restored last state, unless it is in the storage already.
@@ -169,12 +166,16 @@ class Attempt:
     if start.tier == "persistent":
       return
     with self.session.watchdog.during("save"):
-      self.save_in_storage(start.step, start.state, loss)
+      begun = functools.partial(self.elastic.reached, "save", start.step)
+      self.save_in_storage(start.step, start.state, loss, begun)
       self._commit_last(start.step, start.state, loss)
 
-  def save_in_storage(self, step: int, state: TrainState, loss: float | None = None) -> bool:
+  def save_in_storage(
+    self, step: int, state: TrainState, loss: float | None = None, begun: Callable[[], object] = lambda: None
+  ) -> bool:
     """Commits a checkpoint in the persistent tier only, see `Tiers.save_in_storage`. Returns whether it saved."""
-    return self.tiers.save_in_storage(step, state, self.session.data.meta(self.config, step), metric=loss)
+    meta = self.session.data.meta(self.config, step)
+    return self.tiers.save_in_storage(step, state, meta, metric=loss, begun=begun)
 
   def _commit_last(self, step: int, state: TrainState, loss: float | None) -> None:
     """Waits until the last save of the process is committed, by this member or by the member that saves in storage."""
@@ -236,10 +237,3 @@ class Attempt:
       "Lower target_eval_loss to train longer."
     )
     return True
-
-  def sample(self, params: Params, step: int) -> None:
-    """Prints the trained model's continuation of sample_prompt, so that a person sees what it has learned.
-
-    The run is complete without it: if one device cannot hold the model, the log has a warning.
-    """
-    generate.sample(self.config, self.session, self.program, params, step)

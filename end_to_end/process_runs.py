@@ -219,6 +219,11 @@ class ProcessRun(Run):
     records = [record for record in self.records("metrics") if "slice_seconds" in record]
     return [int(member) for member in records[-1]["slice_seconds"]] if records else []
 
+  @property
+  def first_primary(self) -> int:
+    """The member that leads the first attempt and writes its records: the first that has reached the supervisor."""
+    return self.events("attempt_start")[0]["slices"][0]
+
   def count(self, kind: str) -> int:
     """How many events of this kind are recorded."""
     return len(self.events(kind))

@@ -52,7 +52,7 @@ def test_the_next_primary_goes_on_too(compiled, server, tmp_path, fill):
   run = ProcessRun(tmp_path, [compiled, ENDLESS, *KEEPS_ALL], slices=2, server=server)
   with run.launched() as supervisor:
     run.wait_for(lambda: run.count("checkpoint_failed") >= 2, supervisor)
-    assert run.kill(0)
+    assert run.kill(run.first_primary)
     failed = run.count("checkpoint_failed")
     run.wait_for(lambda: run.count("primary") == 1 and run.count("checkpoint_failed") >= failed + 2, supervisor)
     run.wait_for(lambda: len(run.active()) == 2, supervisor)  # the lost member gets the state of the other one

@@ -79,6 +79,8 @@ def test_no_fault_of_a_slice_costs_a_step(undisturbed, compiled, server, tmp_pat
     assert run.kill(first)
     run.wait_for(lambda: run.count("slice_up") == 1, supervisor)
     assert run.count("primary") == 1
+    # All have the state now. A member that gets SIGTERM before its first step ends at once, like one that is lost.
+    run.wait_for(lambda step=run.last_step: run.last_step > step, supervisor)
     assert run.kill(1, signal.SIGTERM)
     run.wait_for(lambda: run.count("slice_up") == 2, supervisor)
     assert run.kill(2, signal.SIGSTOP)

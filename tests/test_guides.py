@@ -86,8 +86,8 @@ def test_the_tutorial_trains_on_a_text_and_compares_two_runs(server, tmp_path, m
   for file in [ROOT / "README.md", *DOCS.glob("*.md")]:
     (pathlib.Path("my_text") / file.name).write_text(file.read_text())
   two = ["steps=2", "eval_interval=1", "eval_steps=1", "checkpoint_period=2", "sample_tokens=4"]
-  two += [f"base_output_directory={tmp_path}/runs", f"dataset_cache_directory={tmp_path}/cache", "jax_cache_dir="]
-  two.append(f"dataset_path={tmp_path}/my_text")
+  two += [f"base_output_directory={tmp_path}/runs", f"dataset_cache_directory={tmp_path}/cache"]
+  two += [f"dataset_path={tmp_path}/my_text", f"jax_cache_dir={tmp_path}/compiled"]
   trained = []
   for words in commands:
     module, arguments = (words[words.index("-m") + 1], words[words.index("-m") + 2 :]) if "-m" in words else ("", [])

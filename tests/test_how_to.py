@@ -96,7 +96,7 @@ def test_the_walks_lead_to_a_program_that_trains(tmp_path):
   environment = os.environ | {
     "PYTHONPATH": str(tmp_path / "src"),
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",
   }
   command = [sys.executable, "driver.py", *tests]
   done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=850)

@@ -252,7 +252,11 @@ def test_pictures_have_their_numbers_as_text_and_under_the_pointer(demo):
   loss, speed, details = shown.alts
   first, last = run.steps["loss"][[0, -1]]
   assert f"training from {first:.4g} at step 1 to {last:.4g} at step 60" in loss and "2 to 3 slices used" in loss
-  assert "median" in speed and "tokens per second" in speed and "Learning rate: at most 0.000978, at the end 0.0001." in details
+  assert (
+    "median" in speed
+    and "tokens per second" in speed
+    and "Learning rate: at most 0.000978, at the end 0.0001." in details
+  )
   steps, time, norm, rate = (area for areas in shown.values for area in areas)
   curves = {name: (xs, ys) for name, _, xs, ys in steps["curves"]}
   assert steps["label"] == "step" and curves.keys() == {"training", "training, smoothed", "evaluation", "slices used"}

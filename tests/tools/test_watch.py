@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import html.parser
 import json
 import os
 import re
@@ -19,6 +18,7 @@ import urllib.request
 
 import pytest
 from tests.support import fake_run
+from tests.support.report_page import Page
 
 from trainer.report import history, live
 from trainer.tools import report, watch
@@ -205,14 +205,12 @@ def test_a_folder_that_does_not_exist_yet_is_waited_for(tmp_path, short):
   assert "3 of 20" in page.state().body and "Waiting" not in page.state().notice
 
 
-class Links(html.parser.HTMLParser):
-  def __init__(self, text: str):
-    super().__init__()
-    self.links = []
-    self.feed(text)
-
-  def handle_starttag(self, tag, attrs):
-    self.links += [dict(attrs)["href"]] if tag == "a" else []
+def test_the_command_says_that_a_folder_does_not_exist_yet(tmp_path):
+  command = [sys.executable, "-m", "trainer.tools.watch", str(tmp_path / "a"), "--port", "0"]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    assert process.stdout.readline() == f"{tmp_path}/a does not exist yet. Waiting for it\n"
+    assert process.stdout.readline().startswith(f"Watching {tmp_path}/a on ")
+    process.kill()
 
 
 def test_a_folder_of_runs_is_a_list_of_links(tmp_path):
@@ -222,7 +220,7 @@ def test_a_folder_of_runs_is_a_list_of_links(tmp_path):
   (tmp_path / "no run").mkdir()
   with watching(str(tmp_path), "--port", "0") as (_, url):
     body = json.loads(get(f"{url}state?version=-1")[1])["body"]
-    links = Links(body).links
+    links = Page(body).links
     assert links == ["a%20%3Cb%3E/", "older/c/", "unborn/"] and "<b>" not in body
     assert "3 of 20" in body and "5 of 20" in body and "no completed step" in body
     assert 'fetch("state?version=" + version' in get(url + links[1])[1]

@@ -8,7 +8,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.transforms import Bbox
 
 from trainer.report import markup, plots, style
@@ -34,22 +36,21 @@ def areas(figure: Figure) -> list[dict[str, Any]]:
   Returns for each: label (of the horizontal axis), limits (of it), boxes ([[left, top, right, bottom]], shares of the
   picture), curves ([name, style of matplotlib, xs, ys], null where a curve has a gap).
   """
-  groups = {frozenset(axis.get_shared_x_axes().get_siblings(axis)) for axis in figure.axes}
   found = []
-  place = figure.axes.index
-  for axes in sorted((sorted(group, key=place) for group in groups), key=lambda axes: place(axes[0])):
+  for first in figure.axes:
+    axes = sorted(first.get_shared_x_axes().get_siblings(first), key=figure.axes.index)
     lines = [line for axis in axes for line in axis.get_lines() if not str(line.get_label()).startswith("_")]
     box = Bbox.union([axis.get_position() for axis in axes])
-    curves = [
-      [line.get_label(), line.get_drawstyle(), *([_number(value) for value in values] for values in line.get_data())]
-      for line in lines
-    ]
-    if curves:
+    if lines and first is axes[0]:
       label = next((axis.get_xlabel() for axis in reversed(axes) if axis.get_xlabel()), "").partition(",")[0]
       shares = [round(share, 4) for share in (box.x0, 1 - box.y1, box.x1, 1 - box.y0)]
-      found.append({"label": label, "limits": list(axes[0].get_xlim()), "boxes": [shares], "curves": curves})
+      found.append(
+        {"label": label, "limits": list(axes[0].get_xlim()), "boxes": [shares], "curves": [*map(_curve, lines)]}
+      )
   return found
 
 
-def _number(value: float) -> float | None:
-  return float(f"{value:.7g}") if math.isfinite(value) else None
+def _curve(line: Line2D) -> list[Any]:
+  points = np.asarray(line.get_xydata(), np.float64).T.tolist()
+  xs, ys = ([float(f"{value:.7g}") if math.isfinite(value) else None for value in values] for values in points)
+  return [line.get_label(), line.get_drawstyle(), xs, ys]

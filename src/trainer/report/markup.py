@@ -29,10 +29,10 @@ h1 + .scroll { margin-top: 16px; }
 .tiles div { background: var(--card); border-radius: 8px; padding: 10px 12px; font-size: 13px; color: var(--soft); }
 .tiles b { display: block; font-size: 19px; line-height: 1.3; color: var(--ink); font-variant-numeric: tabular-nums; }
 figure { margin: 28px 0; position: relative; } img { display: block; width: 100%; height: auto; }
-figure i, output { position: absolute; display: none; pointer-events: none; } .read i, .read output { display: block; }
-figure i { border-left: 1px solid var(--soft); }
-output { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 6px 10px; font-size: 13px;
-  white-space: pre; font-variant-numeric: tabular-nums; box-shadow: 0 2px 8px #0003; z-index: 1; }
+figure i, figure span { position: absolute; display: none; pointer-events: none; }
+.read i, .read span { display: block; } figure i { border-left: 1px solid var(--soft); }
+figure span { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 6px 10px;
+  font-size: 13px; white-space: pre; font-variant-numeric: tabular-nums; box-shadow: 0 2px 8px #0003; z-index: 1; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 14px; }
 td, th { padding: 5px 18px 5px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
 th { font-weight: 500; font-size: 13px; vertical-align: bottom; }
@@ -53,7 +53,7 @@ pre { background: var(--card); border-radius: 8px; padding: 14px; white-space: p
 body:has(.compared) { max-width: none; } .compared figure { max-width: 1440px; }
 .compared td, .compared th { min-width: 110px; }
 .compared td:first-child, .compared th:first-child { position: sticky; left: 0; background: var(--paper);
-  max-width: 42vw; overflow-wrap: anywhere; }
+  max-width: 50vw; font-size: 13px; overflow-wrap: break-word; }
 @media (max-width: 640px) { body { padding: 18px 14px 40px; } .tiles { grid-template-columns: 1fr 1fr; gap: 8px; }
   .meaning { display: none; } td, th { padding-right: 14px; } .unit { display: inline; }
   .story tr:first-child { display: none; } .step { display: inline; margin-left: 12px; }
@@ -67,7 +67,7 @@ body:has(.compared) { max-width: none; } .compared figure { max-width: 1440px; }
 SCRIPT = """
 const readable = (x) => x.toLocaleString("en", { maximumSignificantDigits: 5 });
 function read(event) {
-  const figure = event.target.closest?.("figure"), [line, text] = figure ? figure.querySelectorAll("i, output") : [];
+  const figure = event.target.closest?.("figure"), [line, text] = figure ? figure.querySelectorAll("i, span") : [];
   document.querySelectorAll("figure.read").forEach((other) => other.classList.remove("read"));
   if (!figure) return;
   const frame = figure.getBoundingClientRect(), size = [...figure.querySelectorAll("source")]
@@ -123,7 +123,7 @@ def picture(text: str, images: Sequence[tuple[int | None, bytes]], values: str) 
   sources = "".join(f'<source media="(max-width: {screen}px)" srcset="{data}">' for screen, data in others)
   return (
     f'<figure data-values="{values}"><picture>{sources}<img alt="{text}" src="{image}"></picture>'
-    "<i></i><output></output></figure>"
+    "<i></i><span></span></figure>"
   )
 
 

@@ -49,8 +49,9 @@ def compared(
     _dress(pair[0], "step", title)
     _dress(pair[1], f"{name} since the first start", f"{title} over wall time")
     pair[0].set_ylabel("loss (nats per token)")
+    pair[1].set_xlim(left=0)
   handles, labels = training[0].get_legend_handles_labels()
-  figure.legend(handles, labels, loc="outside lower left", fontsize=9, ncols=1 if size.is_narrow else 3)
+  figure.legend(handles, labels, loc="outside lower left", fontsize=9, ncols=1 if size.is_narrow else 4)
   return figure
 
 

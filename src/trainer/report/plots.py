@@ -369,7 +369,7 @@ def _references(run: Run) -> list[_Reference]:
 def _draw_reference(axis: Axes, line: _Reference) -> None:
   axis.axhline(line.value, color=line.color, linewidth=1, linestyle=":", zorder=0)
   place, where = (0.995, line.value), ("axes fraction", "data")
-  look: dict[str, Any] = {"ha": "right", "va": "bottom" if line.above else "top", "color": line.color}
+  look: dict[str, Any] = {"ha": "right", "va": "bottom" if line.above else "top", "color": GREY}
   look |= {"fontsize": 9, "zorder": 5}
   look["bbox"] = {"facecolor": PAPER, "alpha": 0.8, "linewidth": 0, "pad": 0.5}  # readable also on a curve
   axis.annotate(f"{line.name} = {line.value:.2f}", place, (0, 2 if line.above else -2), where, "offset points", **look)
@@ -389,7 +389,7 @@ def _label_steps(axis: Axes, run: Run | None = None, nbins: int = 6) -> None:
   axis.set_xlabel("step" if run is None else "step, and tokens so far")
   first, last = axis.get_xlim()
   if last - first < 2:  # one or two steps: their ticks are whole numbers too
-    axis.set_xlim(math.ceil(first) - 1.2, math.floor(last) + 0.2)
+    axis.set_xlim(math.ceil(first) - 0.7, math.floor(last) + 0.7)
   axis.xaxis.set_major_locator(MaxNLocator(nbins=nbins, integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10]))
   rows = np.zeros(1, [("step", float), ("tokens", float)])  # nothing before the first step
   if run is not None:

@@ -46,7 +46,7 @@ def spread(places: np.ndarray) -> np.ndarray:
 
 def dots(points: int) -> dict[str, Any]:
   """How a curve of this many points is drawn: few points have markers, because one point has no line."""
-  return {"marker": "o", "markersize": 4} if points < _SMOOTHED_FROM else {}
+  return {"marker": "o", "markersize": 4, "zorder": 6} if points < _SMOOTHED_FROM else {}
 
 
 def smooth(values: np.ndarray) -> np.ndarray | None:

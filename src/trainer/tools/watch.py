@@ -17,6 +17,7 @@ import urllib.parse
 from typing import Any
 
 from trainer.config.errors import ConfigError
+from trainer.observe import files
 from trainer.report import live, markup
 from trainer.report.live import LivePage
 
@@ -109,6 +110,9 @@ def main(argv: list[str] | None = None) -> int:
     print(f"error: {error}", file=sys.stderr)
     return 2
   with server:
+    for directory in arguments.run_directory:
+      if not files.exists(directory):
+        print(f"{directory} does not exist yet. Waiting for it", flush=True)
     print(f"Watching {', '.join(arguments.run_directory)} on {server.url} (Ctrl-C ends)", flush=True)
     try:
       server.serve_forever()

@@ -32,7 +32,8 @@ figure { margin: 28px 0; position: relative; } img { display: block; width: 100%
 figure i, figure span { position: absolute; display: none; pointer-events: none; }
 .read i, .read span { display: block; } figure i { border-left: 1px solid var(--soft); }
 figure span { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 6px 10px;
-  font-size: 13px; white-space: pre; font-variant-numeric: tabular-nums; box-shadow: 0 2px 8px #0003; z-index: 1; }
+  font-size: 13px; white-space: pre-wrap; max-width: 48%; font-variant-numeric: tabular-nums;
+  box-shadow: 0 2px 8px #0003; z-index: 1; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 14px; }
 td, th { padding: 5px 18px 5px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
 th { font-weight: 500; font-size: 13px; vertical-align: bottom; }
@@ -55,6 +56,7 @@ body:has(.compared) { max-width: none; } .compared figure { max-width: 1440px; }
 .compared td:first-child, .compared th:first-child { position: sticky; left: 0; background: var(--paper);
   max-width: 50vw; font-size: 13px; overflow-wrap: break-word; }
 @media (max-width: 640px) { body { padding: 18px 14px 40px; } .tiles { grid-template-columns: 1fr 1fr; gap: 8px; }
+  .facts td:first-child { white-space: normal; width: 40%; }
   .meaning { display: none; } td, th { padding-right: 14px; } .unit { display: inline; }
   .story tr:first-child { display: none; } .step { display: inline; margin-left: 12px; }
   .story tr { display: flex; flex-wrap: wrap; gap: 2px 14px; padding: 10px 0; border-bottom: 1px solid var(--line); }

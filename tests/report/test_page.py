@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import re
 import struct
 import subprocess
@@ -194,6 +195,8 @@ def test_tiles_say_what_they_are(no_pictures, tmp_path):
   tiles = Page(report(tmp_path / "long")).tiles
   assert {"training loss, mean of last 20 steps", "evaluation loss (step 60)"} <= set(tiles)
   assert loaded.last_loss()[0] == pytest.approx(loaded.steps["loss"][40:].mean())
+  loaded.steps["loss"][59] = math.nan  # an update that was not applied
+  assert loaded.last_loss()[0] == pytest.approx(loaded.steps["loss"][40:59].mean())
 
 
 def test_the_data_are_described_in_words(no_pictures, tmp_path):

@@ -90,10 +90,15 @@ class Run:
     raise ConfigError(f"{self.directory}: no completed step in {METRICS_FILE} yet. Try again after the first step")
 
   def last_loss(self) -> tuple[float, str]:
-    """The training loss at the end of `steps`, and in words what it is: one step says little."""
-    if len(self.steps) < 2 * _LAST_STEPS:
-      return float(self.steps[-1]["loss"]), "last step"
-    return float(np.mean(self.steps["loss"][-_LAST_STEPS:])), f"mean of last {_LAST_STEPS} steps"
+    """The training loss at the end of `steps`, and in words what it is: a mean of those that are finite.
+
+    The last step of a short run, whose loss still falls so fast that a mean would hide it.
+    """
+    losses = self.steps["loss"][-_LAST_STEPS:]
+    finite = losses[np.isfinite(losses)]
+    if len(self.steps) < 2 * _LAST_STEPS or not len(finite):
+      return float(losses[-1]), "last step"
+    return float(np.mean(finite)), f"mean of last {_LAST_STEPS} steps"
 
   def tokens_per_second(self) -> np.ndarray:
     """Of the whole cluster, for each row of `steps`: the step's tokens by its seconds (nan where unknown)."""

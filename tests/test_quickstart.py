@@ -14,6 +14,7 @@ import sys
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from tests.support.report_page import Page
 
 import trainer
 
@@ -97,7 +98,13 @@ def test_it_learns_from_ln_v_and_writes_what_the_readme_says(run):
   assert re.search(r"sample after step 6 ---\n\S+ ", out)
   assert (directory / "log.txt").read_text().splitlines()[-1] == out.splitlines()[-1]
   assert (directory / "loss.png").read_bytes().startswith(b"\x89PNG")
-  assert "data:image/svg+xml" in (directory / "report.html").read_text()
+  page = Page((directory / "report.html").read_text())
+  assert all(load.startswith("data:image/svg+xml") for load in page.loads) and len(page.loads) == 6
+  assert "6 steps, 0 s lost, 0 tokens lost" in page.text and "training loss, last step" in page.tiles
+  assert f"training from {losses[0]:.4g} at step 1 to {losses[-1]:.4g} at step 6" in page.alts[0]
+  (over_steps,) = page.values[0]
+  assert over_steps["curves"][0][3] == pytest.approx(losses, abs=6e-4)
+  assert page.cells[page.cells.index("Data set") + 1].endswith("email")
   assert list((directory / "tensorboard").glob("events.out.tfevents.*"))
   assert {path.name for path in (directory / "checkpoints").iterdir()} == {"3", "6"}
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import base64
-import html.parser
+import math
 import re
 import struct
 import subprocess
@@ -12,32 +12,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.support import fake_run, guide_awk
+from tests.support.report_page import Page
 
 from trainer.observe import events, log
-from trainer.report import compare, finish, goodput, history, markup, page, plots, style
+from trainer.report import (
+  compare,
+  comparison_page,
+  finish,
+  goodput,
+  history,
+  hover,
+  markup,
+  overlay,
+  page,
+  plots,
+  style,
+)
 from trainer.tools import report as tool
-
-
-class Page(html.parser.HTMLParser):
-  """Checks that tags are balanced and collects what is loaded and what is said."""
-
-  def __init__(self, text: str):
-    super().__init__()
-    self.open, self.loads, self.media, self.text = [], [], [], ""
-    self.feed(text)
-    assert self.open == []
-
-  def handle_starttag(self, tag, attrs):
-    self.loads += [value for name, value in attrs if name in ("src", "href", "srcset", "data")]
-    self.media += [dict(attrs)] if tag in ("meta", "source") else []
-    if tag not in ("meta", "img", "source"):
-      self.open.append(tag)
-
-  def handle_endtag(self, tag):
-    assert self.open.pop() == tag
-
-  def handle_data(self, data):
-    self.text += data + " "
 
 
 def png_size(data: bytes) -> tuple[int, int]:
@@ -53,9 +44,8 @@ def report(path) -> str:
 
 @pytest.fixture
 def no_pictures(monkeypatch):
-  """Pages with empty pictures: it takes two seconds to draw them."""
-  monkeypatch.setattr(plots, "styled", lambda *_: None)
-  monkeypatch.setattr(style, "svg", lambda figure: b"<svg/>")
+  """Pages without pictures: it takes two seconds to draw them."""
+  monkeypatch.setattr(hover, "picture", lambda *_: ("<figure></figure>", None))
   monkeypatch.setattr(style, "png", lambda figure: b"")
 
 
@@ -70,7 +60,7 @@ def demo(tmp_path_factory) -> tuple[Path, str]:
 def test_the_report_is_one_file_and_tells_what_happened(demo):
   folder, text = demo
   shown = Page(text)
-  assert "http" not in text and "<script" not in text
+  assert "http" not in text and shown.scripts == [{}]  # one script, inside the page
   for fact in ("60 of 60", "3.2 million parameters", "slice_down", "slice_up", "snapshot", "Complete (exit code 0)."):
     assert fact in shown.text
   assert "The parts of 2 recoveries" in shown.text and "2 keys" in shown.text
@@ -133,7 +123,7 @@ def test_the_start_of_the_run_is_described(no_pictures, tmp_path):
     (73728, "tokens_lost", "73,728"),
     (float("nan"), "loss", "nan"),
     ([0, 2], "slice", "0, 2"),
-    (True, "cached", "True"),
+    (True, "cached", "true"),
     (None, "x", ""),
   ],
 )
@@ -184,6 +174,68 @@ def test_evaluation_sets_are_shown(tmp_path):
   figure = plots.loss_over_steps(loaded, style.WIDE)
   labels = {line.get_label() for axis in figure.axes for line in axis.get_lines()}
   assert {"evaluation (web)", "evaluation (code <x>)"} <= labels
+
+
+def test_the_first_sentence_says_what_was_lost(no_pictures, tmp_path):
+  fake_run.elastic_run(tmp_path / "a")
+  assert "60 steps, 1 slice lost, 1.40 s lost, 6,144 tokens lost" in Page(report(tmp_path / "a")).text
+  fake_run.plain_run(tmp_path / "b", steps=3, slices=1)
+  assert "3 steps, 0 s lost, 0 tokens lost" in Page(report(tmp_path / "b")).text
+
+
+def test_tiles_say_what_they_are(no_pictures, tmp_path):
+  """The loss did not say whether it is a mean; a run without evaluations had a tile to compare them with."""
+  fake_run.plain_run(tmp_path / "short", steps=3, unigram_eval_loss=4.6)
+  loaded = history.load(str(tmp_path / "short"))
+  tiles = Page(report(tmp_path / "short")).tiles
+  assert "training loss, last step" in tiles and not any("evaluation" in tile for tile in tiles)
+  assert loaded.last_loss() == (loaded.steps["loss"][-1], "last step")
+  fake_run.plain_run(tmp_path / "long", unigram_eval_loss=4.6)
+  loaded = history.load(str(tmp_path / "long"))
+  tiles = Page(report(tmp_path / "long")).tiles
+  assert {"training loss, mean of last 20 steps", "evaluation loss (step 60)"} <= set(tiles)
+  assert loaded.last_loss()[0] == pytest.approx(loaded.steps["loss"][40:].mean())
+  loaded.steps["loss"][59] = math.nan  # an update that was not applied
+  assert loaded.last_loss()[0] == pytest.approx(loaded.steps["loss"][40:59].mean())
+
+
+def test_the_data_are_described_in_words(no_pictures, tmp_path):
+  data = {"dataset": "text", "tokenizer_vocab_size": 512, "density": 0.5, "run_tokens": 10, "first_tokens": None}
+  fake_run.plain_run(tmp_path / "a", steps=3, data=data | {"something_new": 1})
+  cells = Page(report(tmp_path / "a")).cells
+  for name, value in (
+    ("Data set", "text"),
+    ("Vocabulary of the tokenizer", "512"),
+    ("Positions that hold text", "50.00 %"),
+    ("Tokens of all steps, with padding", "10"),
+    ("something new", "1"),
+  ):
+    assert cells[cells.index(name) + 1] == value
+  assert not set(data) - {"dataset"} & set(cells) and "Beginning of the first batch" not in cells
+
+
+def test_pictures_have_their_numbers_as_text_and_under_the_pointer(demo):
+  folder, text = demo
+  shown, run = Page(text), history.load(str(folder))
+  loss, speed, details = shown.alts
+  first, last = run.steps["loss"][[0, -1]]
+  assert f"training from {first:.4g} at step 1 to {last:.4g} at step 60" in loss and "2 to 3 slices used" in loss
+  assert (
+    "median" in speed
+    and "tokens per second" in speed
+    and "Learning rate: at most 0.000978, at the end 0.0001." in details
+  )
+  steps, time, norm, rate = (area for areas in shown.values for area in areas)
+  curves = {name: (xs, ys) for name, _, xs, ys in steps["curves"]}
+  assert steps["label"] == "step" and curves.keys() == {"training", "training, smoothed", "evaluation", "slices used"}
+  assert curves["training"][0] == run.steps["step"].tolist()
+  assert curves["training"][1] == pytest.approx(run.steps["loss"], rel=1e-6)
+  assert curves["evaluation"][0] == [20, 40, 60]
+  assert [curve[0] for area in (norm, rate) for curve in area["curves"]] == ["gradient norm", "learning rate"]
+  for area in (steps, time, norm, rate):
+    assert len(area["boxes"]) == 2  # for phones and for wide screens
+    for left, top, right, bottom in area["boxes"]:
+      assert 0 <= left < right <= 1 and 0 <= top < bottom <= 1
 
 
 def test_a_run_that_is_still_going_on_and_knows_little(tmp_path):
@@ -242,7 +294,7 @@ def test_the_end_of_a_run_reads_its_files_once(no_pictures, tmp_path, monkeypatc
 
 def test_a_report_that_fails_is_a_warning(tmp_path, monkeypatch, capsys):
   fake_run.plain_run(tmp_path / "a", steps=3)
-  for name in ("plots", "style"):
+  for name in ("plots", "style", "hover"):
     monkeypatch.delitem(sys.modules, f"trainer.report.{name}", raising=False)
     monkeypatch.delattr(f"trainer.report.{name}", raising=False)
   monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -296,6 +348,45 @@ def test_equal_runs_are_equal_and_nan_differs_from_a_number(tmp_path):
   result = compare.compare([str(tmp_path / "a"), str(tmp_path / "c")], str(tmp_path / "both.png"))
   assert result.largest == float("inf") and result.at_step == 2 and result.common_steps == 2
   assert compare.compare([str(tmp_path / "c"), str(tmp_path / "c")]).equal_steps == 2
+
+
+def comparison(*folders) -> Page:
+  return Page(comparison_page.body([history.load(str(folder)) for folder in folders]))
+
+
+def test_runs_that_should_be_equal_are_compared_and_others_are_not(no_pictures, tmp_path):
+  """Two runs with other models had a "largest relative difference"."""
+  config = {"learning_rate": 0.1, "num_slices": 3, "elastic_enabled": True}
+  fake_run.plain_run(tmp_path / "a", config=config)
+  fake_run.elastic_run(tmp_path / "b", error=1e-7, config=config | {"elastic_enabled": False})
+  fake_run.plain_run(tmp_path / "c", config=config | {"learning_rate": 0.2})
+  fake_run.plain_run(tmp_path / "d", config=config, steps=30)
+  fake_run.plain_run(tmp_path / "e", config=config, data={"tokens": 7})
+  cells = comparison(*(tmp_path / name for name in "abcde")).cells
+  row = cells.index("losses against the first run")
+  assert cells[row + 1] == "" and cells[row + 2].startswith("largest relative difference 1.0e-07")
+  reasons = ("learning_rate", "learning rates", "data")
+  assert cells[row + 3 : row + 6] == [f"not compared: other {reason}" for reason in reasons]
+  row = cells.index("elastic_enabled")
+  assert cells[row + 1 : row + 3] == ["true", "false"]  # as in YAML
+
+
+def test_the_figure_of_a_comparison_has_smoothed_and_evaluation_curves_and_hides_no_run(tmp_path):
+  fake_run.plain_run(tmp_path / "a")
+  fake_run.plain_run(tmp_path / "b")
+  text = comparison_page.body([history.load(str(tmp_path / name)) for name in "ab"])
+  shown = Page(text)
+  assert "a: " in shown.alts[0] and "mean of last 20 steps" in shown.alts[0]
+  (areas,) = shown.values
+  for area in areas:
+    assert [curve[0] for curve in area["curves"]] == ["a", "b", "a, evaluation", "b, evaluation"]
+  assert len(areas[0]["boxes"]) == 3
+  runs = [history.load(str(tmp_path / name)) for name in "ab"]
+  figure = plots.styled(overlay.compared, runs, [goodput.compute(run) for run in runs], ["a", "b"], ["b"], style.WIDE)
+  one, two = (next(line for line in figure.axes[0].get_lines() if line.get_label() == name) for name in "ab")
+  assert one.get_linewidth() == two.get_linewidth() and one.get_alpha() is None
+  assert one.get_linestyle() == "-" and two.get_linestyle() == "--"  # equal curves: both are seen
+  assert 'class="compared"' in text
 
 
 def test_the_tool(no_pictures, tmp_path, capsys):

@@ -93,3 +93,35 @@ def test_curves_of_a_long_run_have_few_points(tmp_path):
   loaded = history.load(str(tmp_path / "a"))
   assert len(series.speed(loaded)[0]) <= 3 * series.MAX_POINTS
   assert len(series.slices_per_step(loaded)[0]) == 2
+
+
+def gaps(run, rows) -> list[float]:
+  """The last x before each gap of the curve of `rows`."""
+  xs, ys = series.broken(run, rows, rows["step"], rows["step"])
+  assert np.array_equal(np.isnan(xs), np.isnan(ys)) and set(xs[np.isfinite(xs)]) == set(rows["step"])
+  return xs[np.flatnonzero(np.isnan(xs)) - 1].tolist()
+
+
+def test_a_curve_breaks_where_the_run_stood_still(tmp_path):
+  """The loss ran flat through an outage of 40 s in one process, and so did the evaluations."""
+  run = fake_run.FakeRun(tmp_path / "a", steps=100)
+  for step in range(1, 101):
+    run.step(step)
+    if step == 30:
+      run.lose(1, 30, resume=31, outage=40.0)
+    if step == 50:  # an evaluation is no outage
+      run.after(40.0, "eval", step=50, seconds=40.0)
+    if step == 70:
+      run.close()
+      now = run.wall + run.now
+      run = fake_run.FakeRun(tmp_path / "a", steps=100, wall=now)
+  run.end(step=100)
+  loaded = history.load(str(tmp_path / "a"))
+  assert gaps(loaded, loaded.steps) == [30, 70]
+  assert gaps(loaded, loaded.evals) == [20, 60]
+
+
+def test_a_steady_run_has_one_curve(tmp_path):
+  fake_run.plain_run(tmp_path / "a")
+  loaded = history.load(str(tmp_path / "a"))
+  assert gaps(loaded, loaded.steps) == [] and gaps(loaded, loaded.evals) == []

@@ -18,6 +18,7 @@ import urllib.request
 
 import pytest
 from tests.support import fake_run
+from tests.support.report_page import Page
 
 from trainer.report import history, live
 from trainer.tools import report, watch
@@ -102,7 +103,7 @@ def test_a_folder_that_vanishes_leaves_the_last_page_and_comes_back(tmp_path, sh
   shown = page.state()
   shutil.move(tmp_path / "a", tmp_path / "away")
   gone = page.state()
-  assert gone.body == shown.body and gone.is_late and "does not exist any more" in gone.notice
+  assert gone.body == shown.body and gone.is_late and "does not exist" in gone.notice
   since = re.search(r"since (\S+) UTC", gone.notice)[1]
   assert since in page.state().notice  # the time of the first failure
   shutil.move(tmp_path / "away", tmp_path / "a")
@@ -126,7 +127,7 @@ def test_several_runs_are_compared(tmp_path, capsys):
   fake_run.plain_run(tmp_path / "c" / "b", steps=5)
   folders = [str(tmp_path / name) for name in ("a", "b", "c/b")]
   state = live.LivePage(folders, period=1.0, clock=Clock()).state()
-  for text in ("3 runs", "<td>learning_rate</td><td>0.1</td><td>0.2</td>", "largest relative difference 1.0e-07"):
+  for text in ("3 runs", "<td>learning_rate</td><td>0.1</td><td>0.2</td>", "not compared: other learning_rate"):
     assert text in state.body
   assert f"<th>{tmp_path}/c/b</th>" in state.body  # two runs are called b
   assert "<td>slices lost</td><td>1</td><td>0</td><td>0</td>" in state.body
@@ -190,13 +191,54 @@ def test_a_port_in_use_is_refused_only_if_it_was_asked_for(tmp_path, capsys, mon
       assert server.server_port not in (0, port)
 
 
-@pytest.mark.parametrize(
-  ("arguments", "said"), [(["nothing"], "does not exist"), ([".", "--port", "70000"], "0 to 65535")]
-)
-def test_wrong_arguments_are_refused(arguments, said, capsys):
-  assert watch.main(arguments) == 2
+def test_a_port_that_is_none_is_refused(tmp_path, capsys):
+  assert watch.main([str(tmp_path), "--port", "70000"]) == 2
   err = capsys.readouterr().err
-  assert err.startswith("error: ") and said in err and err.count("\n") == 1
+  assert err.startswith("error: ") and "0 to 65535" in err and err.count("\n") == 1
+
+
+def test_a_folder_that_does_not_exist_yet_is_waited_for(tmp_path, short):
+  page = live.LivePage([str(tmp_path / "a")], period=1.0, clock=Clock())
+  waiting = page.state()
+  assert "Waiting" in waiting.body and "does not exist. Waiting since" in waiting.notice and not waiting.is_late
+  young_run(tmp_path / "a").close()
+  assert "3 of 20" in page.state().body and "Waiting" not in page.state().notice
+
+
+def test_the_command_says_that_a_folder_does_not_exist_yet(tmp_path):
+  command = [sys.executable, "-m", "trainer.tools.watch", str(tmp_path / "a"), "--port", "0"]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    assert process.stdout.readline() == f"{tmp_path}/a does not exist yet. Waiting for it\n"
+    assert process.stdout.readline().startswith(f"Watching {tmp_path}/a on ")
+    process.kill()
+
+
+def test_a_folder_of_runs_is_a_list_of_links(tmp_path):
+  young_run(tmp_path / "a <b>").close()
+  young_run(tmp_path / "older" / "c", steps=5).close()
+  fake_run.FakeRun(tmp_path / "unborn").close()
+  (tmp_path / "no run").mkdir()
+  with watching(str(tmp_path), "--port", "0") as (_, url):
+    body = json.loads(get(f"{url}state?version=-1")[1])["body"]
+    links = Page(body).links
+    assert links == ["a%20%3Cb%3E/", "older/c/", "unborn/"] and "<b>" not in body
+    assert "3 of 20" in body and "5 of 20" in body and "no completed step" in body
+    assert 'fetch("state?version=" + version' in get(url + links[1])[1]
+    assert "5 of 20" in json.loads(get(f"{url}{links[1]}state?version=-1")[1])["body"]
+    for other in ("nothing/", "no%20run/", "older/", "older/../../etc/", "a%20%3Cb%3E"):
+      assert get(url + other)[0] == 404
+
+
+def test_only_runs_that_have_changed_are_read_again(tmp_path, monkeypatch):
+  runs = [young_run(tmp_path / name) for name in "ab"]
+  read = []
+  monkeypatch.setattr(history, "load", lambda folder, load=history.load: read.append(folder[-1]) or load(folder))
+  page = live.LivePage([str(tmp_path)], period=1.0, clock=Clock())
+  assert page.state().version == 1 and page.state().version == 1 and read == ["a", "b"]
+  runs[1].step(4)
+  assert page.state().version == 2 and read == ["a", "b", "b"]
+  for run in runs:
+    run.close()
 
 
 def test_a_run_on_an_object_store_is_followed(tmp_path, short, monkeypatch):

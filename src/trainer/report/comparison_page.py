@@ -8,10 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from trainer.config import resume
+from trainer.config.schema import OptimizerSection
 from trainer.observe import files
 from trainer.observe.metrics import format_duration
 from trainer.report import compare, goodput, incidents, markup
 from trainer.report.history import Run
+
+_DETERMINES_LOSSES = (
+  resume.CHANGES_STATE | resume.CHANGES_MODEL | resume.CHANGES_DATA_ORDER | set(OptimizerSection.model_fields)
+)
 
 
 def write(runs: Sequence[Run], path: str) -> None:
@@ -22,17 +28,18 @@ def write(runs: Sequence[Run], path: str) -> None:
 
 def body(runs: Sequence[Run]) -> str:
   """The comparison as the body of an HTML page. The first run is the one that the others are compared with."""
-  from trainer.report import overlay, plots, style  # matplotlib: a second to import
+  from trainer.report import hover, overlay, style  # matplotlib: a second to import
 
   for run in runs:
     run.require_steps()
   names, results = labels(runs), [goodput.compute(run) for run in runs]
-  draw = lambda size: style.svg(plots.styled(overlay.losses, runs, results, names, size))
-  wide, narrow = draw(style.WIDE), draw(style.NARROW)
-  images = markup.picture("Losses of the runs over steps and over wall time", wide, narrow)
+  equal = [name for name, run in zip(names[1:], runs[1:]) if not _other(runs[0], run)]
+  ends = "; ".join(f"{name}: {_loss(run)}" for name, run in zip(names, runs))
+  text = f"Losses of the runs over steps and over wall time. At the end, {ends}."
+  images, _ = hover.picture(text, style.FULL_PAGE, overlay.compared, runs, results, names, equal)
   return (
-    f"<h1>{markup.count(len(runs), 'run')}</h1>{images}<h2>Numbers</h2>{_numbers(runs, results, names)}"
-    f"<h2>Configuration</h2>{_differences(runs, names)}"
+    f'<div class="compared"><h1>{markup.count(len(runs), "run")}</h1>{images}<h2>Numbers</h2>'
+    f"{_numbers(runs, results, names)}<h2>Configuration</h2>{_differences(runs, names)}</div>"
   )
 
 
@@ -46,7 +53,7 @@ def _numbers(runs: Sequence[Run], results: Sequence[dict[str, Any]], names: Sequ
   """A column per run, so that the page of two runs fits a phone."""
   columns = [_facts(run, result, runs[0]) for run, result in zip(runs, results)]
   rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
-  return markup.table(("", *names), rows)
+  return markup.table(("", *names), [row for row in rows if any(row[1:])])
 
 
 def _facts(run: Run, result: dict[str, Any], first: Run) -> dict[str, str]:
@@ -55,21 +62,40 @@ def _facts(run: Run, result: dict[str, Any], first: Run) -> dict[str, str]:
   speeds = speeds[np.isfinite(speeds)]
   facts = {
     "steps": f"{run.steps[-1]['step']:,.0f}",
-    "training loss": f"{run.steps[-1]['loss']:.4f}",
-    "evaluation loss": f"{run.evals[-1]['eval_loss']:.4f}" if len(run.evals) else "",
+    "training loss": _loss(run),
+    "evaluation loss": "".join(f"{row['eval_loss']:.4f} (step {row['step']:,.0f})" for row in run.evals[-1:]),
     "tokens per second (median)": f"{np.median(speeds):,.0f}" if len(speeds) else "",
     "wall time": format_duration(result["wall_seconds"]),
     "goodput": f"{result['goodput_percent']:.2f} %",
-    "slices lost": f"{len(run.of_kind('slice_down')):,}",
+    "slices lost": f"{incidents.slices_lost(run):,}",
     "steps done again": f"{result['steps_lost']:,}",
     "time lost by events": markup.duration(sum(incident.own_seconds or 0.0 for incident in happened)),
   }
   return facts | {"losses against the first run": "" if run is first else _difference(first, run)}
 
 
+def _loss(run: Run) -> str:
+  loss, of_steps = run.last_loss()
+  return f"{loss:.4f} ({of_steps})"
+
+
 def _difference(first: Run, run: Run) -> str:
+  if other := _other(first, run):
+    return f"not compared: other {', '.join(other[:3])}{', ...' * (len(other) > 3)}"
   found = compare.of_runs(first, run)
   return "no step in common" if found is None else str(found)
+
+
+def _other(first: Run, run: Run) -> list[str]:
+  """Names of what makes two runs different trainings; [] if their losses should be the same."""
+  ours, theirs = (one.start.get("config") or {} for one in (first, run))
+  found = [key for key in ours if key in _DETERMINES_LOSSES and ours[key] != theirs.get(key)]
+  data, others = ([(one.start.get("data") or {}).get(key) for key in ("tokens", "examples")] for one in (first, run))
+  found += ["data"] * (data != others)
+  found += ["tokens_per_step"] * (first.start.get("tokens_per_step") != run.start.get("tokens_per_step"))
+  _, i, j = np.intersect1d(first.steps["step"], run.steps["step"], assume_unique=True, return_indices=True)
+  same = np.array_equal(first.steps["lr"][i], run.steps["lr"][j], equal_nan=True)
+  return found or ["learning rates"] * (not same)
 
 
 def _differences(runs: Sequence[Run], names: Sequence[str]) -> str:
@@ -82,4 +108,6 @@ def _differences(runs: Sequence[Run], names: Sequence[str]) -> str:
     return f"<p>Not recorded: {html.escape(unknown)}.</p>"
   if not different:
     return "<p>All keys have the same values.</p>"
-  return markup.table(("key", *names), [[key, *(str(own.get(key, "")) for own in values)] for key in different])
+  return markup.table(
+    ("key", *names), [[key, *(markup.scalar(own.get(key, "")) for own in values)] for key in different]
+  )

@@ -17,6 +17,8 @@ from trainer.observe.metrics import METRICS_FILE, given_up
 
 Events = list[dict[str, Any]]
 
+_LAST_STEPS = 20
+
 # A record of metrics.jsonl as a row of numbers. A number that the record lacks is nan.
 _NUMBERS = (
   *("step", "seconds", "loss", "eval_loss", "grad_norm", "lr", "tokens", "slices", "data_wait", "mfu"),
@@ -86,6 +88,17 @@ class Run:
         "log.txt there says why"
       )
     raise ConfigError(f"{self.directory}: no completed step in {METRICS_FILE} yet. Try again after the first step")
+
+  def last_loss(self) -> tuple[float, str]:
+    """The training loss at the end of `steps`, and in words what it is: a mean of those that are finite.
+
+    The last step of a short run, whose loss still falls so fast that a mean would hide it.
+    """
+    losses = self.steps["loss"][-_LAST_STEPS:]
+    finite = losses[np.isfinite(losses)]
+    if len(self.steps) < 2 * _LAST_STEPS or not len(finite):
+      return float(losses[-1]), "last step"
+    return float(np.mean(finite)), f"mean of last {_LAST_STEPS} steps"
 
   def tokens_per_second(self) -> np.ndarray:
     """Of the whole cluster, for each row of `steps`: the step's tokens by its seconds (nan where unknown)."""

@@ -75,6 +75,12 @@ def charge(incidents: list[Incident]) -> list[Incident]:
   return charged
 
 
+def slices_lost(run: Run) -> int:
+  """How often a slice was lost; several that were lost together are as many losses."""
+  lost = (event.get("slice") for event in run.of_kind("slice_down"))
+  return sum(len(ids) if isinstance(ids, list) else 1 for ids in lost)
+
+
 def num_chips(run: Run) -> float | None:
   """Number of chips of the whole run; None if its devices are not recorded. A device of an unknown kind is a chip."""
   devices = run.start.get("devices")

@@ -1,11 +1,14 @@
-"""The report of a run that still goes on, made again when its files have changed; for `trainer.tools.watch`."""
+"""The report of a run that still goes on, or a list of runs, made again when files have changed: for `tools.watch`."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import html
 import os
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from trainer.config.errors import ConfigError
 from trainer.observe import files
 from trainer.observe.events import EVENTS_FILE
 from trainer.observe.metrics import METRICS_FILE, format_duration
-from trainer.report import comparison_page, goodput, history, page
+from trainer.report import comparison_page, goodput, history, markup, page
 from trainer.report.history import Run
 
 _LARGEST_SHARE = 0.25  # of the time that making pages may take: the machine may be training
@@ -35,16 +38,20 @@ class State:
 
 
 class LivePage:
-  """The report of one run, or the comparison of several. Safe in threads; the work happens in `state`."""
+  """The report of one run, the comparison of several, or the list of the runs in a folder that is no run.
+
+  Safe in threads; the work happens in `state`.
+  """
 
   def __init__(self, directories: Sequence[str], period: float, clock: Callable[[], float] = time.time) -> None:
     """period: seconds for which a page is not made again."""
     self._directories = list(directories)
-    self._period, self._clock = period, clock
+    self.period, self._clock = period, clock
     self._lock = threading.Lock()
-    self._seen: list[object] = []  # of the files, when the page was made
+    self._seen: list[Sequence[object]] = []  # of the files, when the page was made
     self._state = State(0, "<p>Waiting for the first step.</p>", "", False)
     self._runs: list[Run] = []
+    self._listed: dict[str, tuple[object, str]] = {}  # folder in a folder of runs: its signature, its row
     self._next = float("-inf")  # time from which the page may be made again
     self._failing_since: float | None = None
 
@@ -62,19 +69,24 @@ class LivePage:
         self._state = dataclasses.replace(self._state, notice=notice, is_late=late)
       elif problem is not None:
         since = time.strftime("%H:%M:%S", time.gmtime(self._failing_since))
-        self._state = dataclasses.replace(
-          self._state, notice=f"Cannot read the run since {since} UTC: {problem}", is_late=True
-        )
+        notice = f"Cannot read the run since {since} UTC: {problem}"
+        if not self._state.version:  # nothing was seen yet: the run may only begin
+          notice = f"{problem}. Waiting since {since} UTC"
+        self._state = dataclasses.replace(self._state, notice=notice, is_late=self._state.version > 0)
       return self._state
 
   def _update(self) -> str | None:
     """Makes the page again if needed. Returns what is wrong with the files, else None."""
     began = time.monotonic()
     try:
-      seen = [_signature(directory, name) for directory in self._directories for name in (METRICS_FILE, EVENTS_FILE)]
+      folders = runs_in(self._directories[0]) if len(self._directories) == 1 else []
+      seen = [_signature(directory) for directory in folders or self._directories]
       if seen != self._seen or self._failing_since is not None:
-        self._runs = [history.load_with_steps(directory) for directory in self._directories]
-        body = _body(self._runs)
+        if folders:
+          body = self._list(folders, seen)
+        else:
+          self._runs = [history.load_with_steps(directory) for directory in self._directories]
+          body = _body(self._runs)
         self._state = dataclasses.replace(self._state, body=body, version=self._state.version + 1)
         self._seen = seen
       self._failing_since = None
@@ -85,7 +97,57 @@ class LivePage:
       return str(error)
     finally:
       spent = time.monotonic() - began
-      self._next = self._clock() + max(self._period, spent / _LARGEST_SHARE)
+      self._next = self._clock() + max(self.period, spent / _LARGEST_SHARE)
+
+  def listed(self, name: str) -> str | None:
+    """The folder of the run `name` of the list; None if the list has no such run."""
+    folder = str(Path(self._directories[0]) / name)
+    with contextlib.suppress(ConfigError):
+      return folder if folder in runs_in(self._directories[0]) else None
+    return None
+
+  def _list(self, folders: Sequence[str], signatures: Sequence[object]) -> str:
+    """A table of the runs, with links to their pages. Reads only the runs whose files have changed."""
+    for folder, signature in zip(folders, signatures):
+      if self._listed.get(folder, (None,))[0] != signature:
+        self._listed[folder] = signature, _row(folder, str(Path(folder).relative_to(self._directories[0])))
+    headings = ("run", "steps", "training loss", "goodput", "last record (UTC)", "")
+    rows = "".join(self._listed[folder][1] for folder in folders)
+    return (
+      f'<h1>{markup.count(len(folders), "run")}</h1><div class="scroll"><table>'
+      f"<tr>{''.join(f'<th>{heading}</th>' for heading in headings)}</tr>{rows}</table></div>"
+    )
+
+
+def runs_in(directory: str) -> list[str]:
+  """The folders of runs in `directory` and in its folders, by name; [] if `directory` is a run, or not local.
+
+  ConfigError if it does not exist.
+  """
+  if files.is_object_store(directory) or _signature(directory):
+    return []
+  found = (Path(directory).glob(f"{depth}/{name}") for depth in ("*", "*/*") for name in (METRICS_FILE, EVENTS_FILE))
+  return sorted({str(path.parent) for paths in found for path in paths})
+
+
+def _row(folder: str, name: str) -> str:
+  """A run in the list of runs, as a row of an HTML table."""
+  link = f'<a href="{urllib.parse.quote(name)}/">{html.escape(name)}</a>'
+  try:
+    run = history.load_with_steps(folder)
+  except (ConfigError, OSError) as error:
+    return f'<tr><td>{link}</td><td colspan="5">{html.escape(str(error))}</td></tr>'
+  loss, of_steps = run.last_loss()
+  cells = (
+    *(link, run.progress(), f"{loss:.4f} ({of_steps})", f"{goodput.compute(run)['goodput_percent']:.2f} %"),
+    time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(_last_record(run))),
+    "not ended" if run.end is None else f"ended with exit code {run.end.get('exit')}",
+  )
+  return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+
+
+def _last_record(run: Run) -> float:
+  return max(float(run.steps[-1]["wall"]), max((event["wall"] for event in run.events), default=0.0))
 
 
 def _body(runs: list[Run]) -> str:
@@ -94,18 +156,19 @@ def _body(runs: list[Run]) -> str:
   return page.body(runs[0], goodput.compute(runs[0]))[0]
 
 
-def _signature(directory: str, name: str) -> object:
-  """A value that changes when the line file grows or is replaced; None while it does not exist."""
+def _signature(directory: str) -> Sequence[object]:
+  """For each line file that exists, a value that changes when it grows or is replaced. ConfigError without a folder."""
+  names = (METRICS_FILE, EVENTS_FILE)
   if files.is_object_store(directory):
-    return files.parts_signature(directory, name)
-  path = Path(directory) / name
-  try:
-    status = os.stat(path)
-  except FileNotFoundError:
-    if not Path(directory).exists():
-      raise ConfigError(f"{directory} does not exist any more") from None
-    return None
-  return status.st_ino, status.st_size, status.st_mtime_ns
+    return [parts for name in names if (parts := files.parts_signature(directory, name))]
+  if not Path(directory).exists():
+    raise ConfigError(f"{directory} does not exist")
+  found: list[object] = []
+  for name in names:
+    with contextlib.suppress(FileNotFoundError):
+      status = os.stat(Path(directory) / name)
+      found.append((status.st_ino, status.st_size, status.st_mtime_ns))
+  return found
 
 
 def _notice(runs: list[Run], now: float) -> tuple[str, bool]:
@@ -122,7 +185,7 @@ def _notice(runs: list[Run], now: float) -> tuple[str, bool]:
     recent = run.steps["seconds"][-_RECENT_STEPS:]
     if total:
       text += f", {format_duration(float(np.median(recent)) * max(0.0, total - last['step']))} left"
-    silent = now - max(float(last["wall"]), max((event["wall"] for event in run.events), default=0.0))
+    silent = now - _last_record(run)
     limit = max(_LATE_SECONDS, 10 * float(run.steps["seconds"].max()))
     late = late or silent > limit
     texts.append(f"{text}, last record {format_duration(silent)} ago")

@@ -12,6 +12,7 @@ from trainer.observe import files
 from trainer.observe.metrics import format_duration
 from trainer.report import incidents, markup, sections
 from trainer.report.history import Run
+from trainer.report.incidents import Incident
 
 REPORT_FILE = "report.html"
 PICTURE_FILE = "loss.png"
@@ -40,28 +41,21 @@ def write(run: Run, goodput: dict[str, Any], chip_hour_price: float | None = Non
 
 def body(run: Run, goodput: dict[str, Any], chip_hour_price: float | None = None) -> tuple[str, bytes]:
   """The report as the body of an HTML page, and the picture of the losses as PNG. Arguments as for `write`."""
-  from trainer.report import plots, style  # matplotlib: a second to import
+  from trainer.report import hover, plots, style  # matplotlib: a second to import
 
   run.require_steps()
   price = float(run.start.get("chip_hour_price") or 0.0) if chip_hour_price is None else chip_hour_price
-  pictures: dict[str, tuple[bytes, bytes]] = {}
-  picture = b""
-  for name, draw, arguments in (
-    ("Loss over steps and tokens", plots.loss_over_steps, (run,)),
-    ("Loss and speed over wall time", plots.over_time, (run, goodput)),
-    ("Step times, gradient norm and learning rate", plots.details, (run,)),
-  ):
-    wide, narrow = (plots.styled(draw, *arguments, size) for size in (style.WIDE, style.NARROW))
-    pictures[name] = (style.svg(wide), style.svg(narrow))
-    picture = picture or style.png(wide)
-  return _sections(run, goodput, pictures, price), picture
+  loss, speed, details = sections.captions(run, goodput)
+  first, figure = hover.picture(loss, style.PAGE, plots.loss_over_steps, run)
+  second, _ = hover.picture(speed, style.PAGE, plots.over_time, run, goodput)
+  third, _ = hover.picture(details, style.PAGE, plots.details, run)
+  return _sections(run, goodput, first + second + third, price), style.png(figure)
 
 
-def _sections(run: Run, goodput: dict[str, Any], pictures: dict[str, tuple[bytes, bytes]], price: float) -> str:
+def _sections(run: Run, goodput: dict[str, Any], pictures: str, price: float) -> str:
   happened = incidents.find(run)
   parts = [
-    f"<h1>{html.escape(run.name)}</h1>{_summary(run)}{_tiles(run, goodput, price)}",
-    *(markup.picture(name, *sizes) for name, sizes in pictures.items()),
+    f"<h1>{html.escape(run.name)}</h1>{_summary(run, happened)}{_tiles(run, goodput, price)}{pictures}",
     sections.evaluation_sets(run),
     sections.incidents(run, happened, price),
     sections.goodput(run, goodput, price),
@@ -73,9 +67,14 @@ def _sections(run: Run, goodput: dict[str, Any], pictures: dict[str, tuple[bytes
   return "\n".join(filter(None, parts))
 
 
-def _summary(run: Run) -> str:
-  """How the run ended, and in one line what ran where."""
+def _summary(run: Run, happened: list[Incident]) -> str:
+  """How the run ended, what it has lost, and in one line what ran where."""
   end, tone = _end(run)
+  lost = [markup.count(len(run.steps), "step")]
+  if run.total_slices > 1:
+    lost.append(f"{markup.count(incidents.slices_lost(run), 'slice')} lost")
+  lost.append(f"{markup.duration(sum(incident.own_seconds or 0.0 for incident in happened))} lost")
+  lost.append(f"{sum(incident.tokens or 0 for incident in happened):,} tokens lost")
   facts = []
   if run.start.get("parameters"):
     facts.append(f"{markup.magnitude(run.start['parameters'])} parameters")
@@ -86,7 +85,8 @@ def _summary(run: Run) -> str:
     )
   if run.start.get("time"):
     facts.append(f"Last start: {run.start['time'][:19].replace('T', ' ')} UTC")
-  return f'<p class="{tone}">{end}</p><p class="sub">{html.escape(". ".join(facts))}</p>'
+  told = html.escape(". ".join(facts))
+  return f'<p class="{tone}">{end}</p><p class="lead">{", ".join(lost)}</p><p class="sub">{told}</p>'
 
 
 def _end(run: Run) -> tuple[str, str]:
@@ -105,13 +105,14 @@ def _tiles(run: Run, goodput: dict[str, Any], price: float) -> str:
   last = run.steps[-1]
   speeds = run.tokens_per_second()
   speeds = speeds[np.isfinite(speeds)]
+  loss, of_steps = run.last_loss()
   tiles = [
     ("steps", run.progress()),
-    ("training loss", f"{last['loss']:.4f}"),
+    (f"training loss, {of_steps}", f"{loss:.4f}"),
   ]
   if len(run.evals):
-    tiles.append(("evaluation loss", f"{run.evals[-1]['eval_loss']:.4f}"))
-  if run.start.get("unigram_eval_loss"):
+    tiles.append((f"evaluation loss (step {run.evals[-1]['step']:,.0f})", f"{run.evals[-1]['eval_loss']:.4f}"))
+  if len(run.evals) and run.start.get("unigram_eval_loss"):
     tiles.append(("evaluation loss of a unigram model", f"{run.start['unigram_eval_loss']:.4f}"))
   tiles.append(("tokens", f"{last['tokens']:,.0f}"))
   if len(speeds):
@@ -146,6 +147,6 @@ def _started(run: Run) -> str:
   versions = start.get("versions") or {}
   known |= {"Versions": ", ".join(f"{package} {version}" for package, version in versions.items())} if versions else {}
   return (
-    f"<h2>Data</h2>{markup.facts(data) if data else '<p>Not recorded.</p>'}"
+    f"<h2>Data</h2>{sections.data(data) if data else '<p>Not recorded.</p>'}"
     f"<h2>Start</h2>{markup.facts(known) if known else '<p>Not recorded.</p>'}"
   )

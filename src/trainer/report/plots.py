@@ -55,6 +55,8 @@ class _Scale(Protocol):
 
   def rows(self, rows: np.ndarray) -> np.ndarray: ...
 
+  def curve(self, run: Run, rows: np.ndarray, values: np.ndarray) -> series.Curve: ...
+
   def event(self, event: dict[str, Any]) -> float | None: ...
 
 
@@ -63,6 +65,9 @@ class _Steps:
 
   def rows(self, rows: np.ndarray) -> np.ndarray:
     return rows["step"]
+
+  def curve(self, run: Run, rows: np.ndarray, values: np.ndarray) -> series.Curve:
+    return series.thin(rows["step"], values)
 
   def event(self, event: dict[str, Any]) -> float | None:
     return event.get("step")
@@ -83,6 +88,9 @@ class _Time:
 
   def rows(self, rows: np.ndarray) -> np.ndarray:
     return self.at(rows["wall"])
+
+  def curve(self, run: Run, rows: np.ndarray, values: np.ndarray) -> series.Curve:
+    return series.broken(run, rows, self.rows(rows), values)
 
   def event(self, event: dict[str, Any]) -> float | None:
     return self.at(series.moment(event))
@@ -126,10 +134,10 @@ def over_time(run: Run, goodput: dict[str, Any], size: Size = WIDE) -> Figure:
   _draw_loss(axes[0], run, scale)
   _title(strip, axes[0], "Loss and speed over wall time", size)
   xs, speeds = series.speed(run)
-  axes[1].plot(scale.at(xs), speeds, color=BLUE, linewidth=1.4)
-  axes[0].set_xlim(0, scale.end)
+  axes[1].plot(scale.at(xs), speeds, color=BLUE, linewidth=1.4, label="tokens/s")
+  axes[0].set_xlim(0, 1.01 * scale.end)
   axes[1].set_ylabel("tokens/s")
-  axes[1].set_ylim(bottom=0)
+  axes[1].set_ylim(0, 1.08 * max(speeds[np.isfinite(speeds)], default=1.0))
   axes[1].grid(axis="y")
   axes[1].yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
   if slices:
@@ -144,8 +152,10 @@ def details(run: Run, size: Size = WIDE) -> Figure:
   figure = Figure(figsize=(size.inches, 2.6 * shape[0]), layout="constrained")
   times, *others = figure.subplots(*shape)
   _draw_step_times(times, run)
-  for axis, field, color in zip(others, ("grad_norm", "lr"), (PURPLE, GREEN)):
-    axis.plot(*series.thin(run.steps["step"], run.steps[field]), color=color, linewidth=1.3)
+  curves = (("grad_norm", "gradient norm", PURPLE), ("lr", "learning rate", GREEN))
+  for axis, (field, name, color) in zip(others, curves):
+    look: dict[str, Any] = {"color": color, "linewidth": 1.3, "label": name} | series.dots(len(run.steps))
+    axis.plot(*series.thin(run.steps["step"], run.steps[field]), **look)
     _label_steps(axis, nbins=4)
     axis.grid(axis="y")
   first, second = others
@@ -183,6 +193,7 @@ def _draw_step_times(axis: Axes, run: Run) -> None:
     axis.set_xticks([median], [f"median {median:.3g}\n99 % {late:.3g}"])
   axis.set_xlabel("seconds (log scale)")
   axis.set_ylabel("steps")
+  axis.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, min_n_ticks=1))
   axis.grid(axis="y")
   axis.set_axisbelow(True)
   if labels:
@@ -282,25 +293,23 @@ def _title(strip: Axes, labelled: Axes, text: str, size: Size) -> None:
 def _draw_loss(axis: Axes, run: Run, scale: _Scale) -> None:
   """Loss of the history, of lost steps, of evaluations, and the lines that a person compares them with."""
   losses, smoothed = run.steps["loss"], series.smooth(run.steps["loss"])
-  places = scale.rows(run.steps)
-  looks: list[tuple[np.ndarray, dict[str, Any]]] = [(losses, {"color": BLUE, "linewidth": 1.4})]
+  looks: list[tuple[np.ndarray, dict[str, Any]]] = [
+    (losses, {"color": BLUE, "linewidth": 1.4} | series.dots(len(losses)))
+  ]
   if smoothed is not None:
     looks = [
       (losses, {"color": SKY, "linewidth": 0.9, "alpha": 0.7}),
       (smoothed, {"color": BLUE, "linewidth": 1.8}),
     ]
   for values, look in looks:
-    # Over steps, the history has no gaps. Over time, no curve may go on while no process ran.
-    parts = [(places, values)] if isinstance(scale, _Steps) else series.lives(run, places, values)
     name = "training, smoothed" if values is smoothed else "training"
-    for index, part in enumerate(parts):
-      axis.plot(*series.thin(*part), label=name if index == 0 else "_", **look)
+    axis.plot(*scale.curve(run, run.steps, values), label=name, **look)
   if len(run.lost):
     lost = run.lost[:: -(-len(run.lost) // series.MAX_POINTS)]
     dot: dict[str, Any] = {"marker": "x", "s": 22} if len(run.lost) <= 50 else {"marker": ".", "s": 4}
     axis.scatter(scale.rows(lost), lost["loss"], color=VERMILION, label="done again", zorder=3, **dot)
   if len(run.evals):
-    _draw_evaluations(axis, run, scale.rows(run.evals))
+    _draw_evaluations(axis, run, scale)
   references = _references(run)
   for line in references:
     _draw_reference(axis, line)
@@ -316,7 +325,7 @@ def _draw_loss(axis: Axes, run: Run, scale: _Scale) -> None:
   axis.grid(axis="y")
 
 
-def _draw_evaluations(axis: Axes, run: Run, places: np.ndarray) -> None:
+def _draw_evaluations(axis: Axes, run: Run, scale: _Scale) -> None:
   """The curve of eval_loss, and thinner curves of the first other sets. The page has a table of all sets."""
   few: dict[str, Any] = {"marker": "o", "markersize": 6, "markeredgecolor": PAPER, "markeredgewidth": 0.8}
   dot = few if len(run.evals) <= 30 else {}
@@ -325,8 +334,10 @@ def _draw_evaluations(axis: Axes, run: Run, places: np.ndarray) -> None:
   of_main = next((f" ({name})" for name in run.eval_sets if name not in others), "")
   for color, (name, losses) in zip((PURPLE, GREEN, BROWN, VIOLET), others.items()):
     look: dict[str, Any] = {"linewidth": 1.0, "linestyle": "--", "markersize": 4} if dot else {"linewidth": 0.8}
-    axis.plot(*series.thin(places, losses), color=color, label=f"evaluation ({name})", zorder=4, **(dot | look))
-  axis.plot(*series.thin(places, main), color=ORANGE, linewidth=1.2, label=f"evaluation{of_main}", zorder=4, **dot)
+    curve = scale.curve(run, run.evals, losses)
+    axis.plot(*curve, color=color, label=f"evaluation ({name})", zorder=4, **(dot | look))
+  curve = scale.curve(run, run.evals, main)
+  axis.plot(*curve, color=ORANGE, linewidth=1.2, label=f"evaluation{of_main}", zorder=4, **dot)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,7 +369,7 @@ def _references(run: Run) -> list[_Reference]:
 def _draw_reference(axis: Axes, line: _Reference) -> None:
   axis.axhline(line.value, color=line.color, linewidth=1, linestyle=":", zorder=0)
   place, where = (0.995, line.value), ("axes fraction", "data")
-  look: dict[str, Any] = {"ha": "right", "va": "bottom" if line.above else "top", "color": line.color}
+  look: dict[str, Any] = {"ha": "right", "va": "bottom" if line.above else "top", "color": GREY}
   look |= {"fontsize": 9, "zorder": 5}
   look["bbox"] = {"facecolor": PAPER, "alpha": 0.8, "linewidth": 0, "pad": 0.5}  # readable also on a curve
   axis.annotate(f"{line.name} = {line.value:.2f}", place, (0, 2 if line.above else -2), where, "offset points", **look)
@@ -367,7 +378,7 @@ def _draw_reference(axis: Axes, line: _Reference) -> None:
 def _draw_slices(axis: Axes, run: Run, curves: list[series.Curve], where: Literal["pre", "post"], label: str) -> None:
   for xs, ys in curves:
     axis.fill_between(xs, ys, step=where, color=GREEN, alpha=0.25, linewidth=0)
-    axis.step(xs, ys, where=where, color=GREEN, linewidth=1.4)
+    axis.step(xs, ys, where=where, color=GREEN, linewidth=1.4, label=label.replace("\n", " "))
   axis.set_ylim(0, run.total_slices + 0.4)
   axis.set_yticks(sorted({0, run.total_slices}))
   axis.set_ylabel(label)
@@ -376,7 +387,10 @@ def _draw_slices(axis: Axes, run: Run, curves: list[series.Curve], where: Litera
 def _label_steps(axis: Axes, run: Run | None = None, nbins: int = 6) -> None:
   """Labels the steps; with `run`, also the tokens that it had trained on after each of them."""
   axis.set_xlabel("step" if run is None else "step, and tokens so far")
-  axis.xaxis.set_major_locator(MaxNLocator(nbins=nbins, integer=True, steps=[1, 2, 2.5, 5, 10]))
+  first, last = axis.get_xlim()
+  if last - first < 2:  # one or two steps: their ticks are whole numbers too
+    axis.set_xlim(math.ceil(first) - 0.7, math.floor(last) + 0.7)
+  axis.xaxis.set_major_locator(MaxNLocator(nbins=nbins, integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10]))
   rows = np.zeros(1, [("step", float), ("tokens", float)])  # nothing before the first step
   if run is not None:
     few = run.steps[["step", "tokens"]][:: 1 + len(run.steps) // series.MAX_POINTS]

@@ -52,6 +52,21 @@ _RECOVERY = (
   ("compilations", "compilations"),
 )
 
+# Field of the description of the data (trainer.data.loader): name.
+_DATA = {
+  "dataset": "Data set",
+  "tokenizer": "Tokenizer",
+  "tokenizer_vocab_size": "Vocabulary of the tokenizer",
+  "bos_token": "Before each document",
+  "eos_token": "After each document",
+  "first_tokens": "Beginning of the first batch",
+  "tokens": "Tokens in an epoch",
+  "examples": "Examples in an epoch",
+  "density": "Positions that hold text",
+  "run_tokens": "Tokens of all steps, with padding",
+  "epochs": "Epochs of the run",
+}
+
 _MOST_ROWS = 1000  # of a table; a million events would make a page that no browser opens
 
 
@@ -73,6 +88,34 @@ def incidents(run: Run, happened: list[Incident], price: float) -> str:
     f'<th class="number">tokens again</th>{_PRICE_HEADING if price else ""}</tr>{rows}</table>'
     f"{_price_note(run, price)}{_phases(run)}"
   )
+
+
+def captions(run: Run, result: dict[str, Any]) -> list[str]:
+  """What the three pictures show, with their numbers, for readers who do not see them."""
+  steps, speeds = run.steps, run.tokens_per_second()
+  ends = f"from {steps[0]['loss']:.4g} at step {steps[0]['step']:,.0f} to {steps[-1]['loss']:.4g} at step "
+  loss = f"Loss over steps and tokens: training {ends}{steps[-1]['step']:,.0f}"
+  if len(run.evals):
+    loss += f", evaluation from {run.evals[0]['eval_loss']:.4g} to {run.evals[-1]['eval_loss']:.4g}"
+  if run.total_slices > 1:
+    loss += f"; {steps['slices'].min():.0f} to {steps['slices'].max():.0f} slices used"
+  speed = f"Loss and speed over {format_duration(result['wall_seconds'])} of wall time"
+  if np.isfinite(speeds).any():
+    speed += f": median {np.nanmedian(speeds):,.0f} tokens per second"
+  details = (
+    f"Step times: median {np.median(steps['seconds']):.3g} s, 99 % {np.percentile(steps['seconds'], 99):.3g} s. "
+    f"Gradient norm: from {steps[0]['grad_norm']:.3g} to {steps[-1]['grad_norm']:.3g}. "
+    f"Learning rate: at most {steps['lr'].max():.3g}, at the end {steps[-1]['lr']:.3g}"
+  )
+  return [f"{text}." for text in (loss, speed, details)]
+
+
+def data(values: dict[str, Any]) -> str:
+  """Which data the run reads; a field that does not apply is left out."""
+  known = {key: value for key, value in values.items() if value is not None}
+  if isinstance(known.get("density"), float):
+    known["density"] = f"{100 * known['density']:.2f} %"
+  return markup.facts({_DATA.get(key, key.replace("_", " ")): value for key, value in known.items()})
 
 
 def evaluation_sets(run: Run) -> str:
@@ -162,9 +205,8 @@ def configuration(values: dict[str, Any] | None, origins: dict[str, str]) -> str
   """Every key with its value and where the value comes from; the keys that somebody gave come first."""
   if not values:
     return "<h2>Configuration</h2><p>Not recorded.</p>"
-  # str(value): as the run's config.yml has them, with every digit.
-  given = [(key, str(value), origins[key]) for key, value in values.items() if key in origins]
-  rest = [(key, str(value)) for key, value in values.items() if key not in origins]
+  given = [(key, markup.scalar(value), origins[key]) for key, value in values.items() if key in origins]
+  rest = [(key, markup.scalar(value)) for key, value in values.items() if key not in origins]
   parts = ["<h2>Configuration</h2>"]
   if given:
     parts.append(

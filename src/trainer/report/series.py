@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from trainer.report.history import Run
@@ -9,6 +11,7 @@ from trainer.report.history import Run
 MAX_POINTS = 1500  # of one curve: more than a screen has columns
 _SMOOTHED_FROM = 30  # steps: fewer are read one by one
 _SMOOTHED_SHARE = 50  # smoothing reaches over 1/50 of the steps to either side
+_SEEN = 0.02  # of the time: a shorter pause is not seen in a picture
 
 Curve = tuple[np.ndarray, np.ndarray]
 
@@ -41,6 +44,11 @@ def spread(places: np.ndarray) -> np.ndarray:
   return places[first]
 
 
+def dots(points: int) -> dict[str, Any]:
+  """How a curve of this many points is drawn: few points have markers, because one point has no line."""
+  return {"marker": "o", "markersize": 4, "zorder": 6} if points < _SMOOTHED_FROM else {}
+
+
 def smooth(values: np.ndarray) -> np.ndarray | None:
   """Centred mean of neighbours, as far to either side as 1/50 of all values; None for a few values.
 
@@ -61,10 +69,24 @@ def smooth(values: np.ndarray) -> np.ndarray | None:
   return values
 
 
-def lives(run: Run, *columns: np.ndarray) -> list[tuple[np.ndarray, ...]]:
-  """The columns of run.steps cut where another process goes on: a curve over time must not bridge that gap."""
-  cuts = np.flatnonzero(np.diff(run.steps["process"])) + 1
-  return list(zip(*(np.split(column, cuts) for column in columns)))
+def broken(run: Run, rows: np.ndarray, xs: np.ndarray, ys: np.ndarray) -> Curve:
+  """A thin curve over time of run.steps or run.evals, with a nan where the run stood still: no line may bridge that.
+
+  The run stood still where another process goes on, and where a step came so late that the pause is seen, unless an
+  evaluation took the time.
+  """
+  steps = run.steps
+  pauses, changes = np.diff(steps["wall"]), np.diff(steps["process"]) != 0
+  for event in run.of_kind("eval"):
+    after = int(np.searchsorted(steps["step"], event.get("step") or 0))
+    if after < len(pauses):
+      pauses[after] -= float(event.get("seconds") or 0.0)
+  late = pauses > max(_SEEN * pauses[~changes].sum(), 5 * np.median(steps["seconds"]))
+  firsts = steps["step"][1:][changes | late]  # the first step after each pause
+  parts = zip(*(np.split(column, np.searchsorted(rows["step"], firsts)) for column in (xs, ys)))
+  gap = np.full(1, np.nan)
+  pieces = [piece for part in parts if len(part[0]) for piece in (thin(*part), (gap, gap))]
+  return np.concatenate([piece[0] for piece in pieces])[:-1], np.concatenate([piece[1] for piece in pieces])[:-1]
 
 
 def slices_per_step(run: Run) -> Curve:

@@ -25,7 +25,7 @@ DARK = {
   GRID: "#2b3138",
   PAPER: "#15181c",
   BLUE: "#4aa8e0",
-  SKY: "#2d6f99",
+  SKY: "#3c86b5",
   GREEN: "#1fbf92",
   VIOLET: "#9b7bd4",
 }
@@ -36,6 +36,7 @@ STYLE: dict[Any, Any] = {
   "axes.spines.top": False,
   "axes.spines.right": False,
   "axes.edgecolor": LINE,
+  "axes.formatter.useoffset": False,
   "axes.facecolor": "none",
   "axes.labelcolor": INK,
   "axes.titlecolor": INK,
@@ -59,13 +60,16 @@ def time_unit(seconds: float) -> tuple[float, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-  """A width to draw for. The height of a figure is the same in both."""
+  """A width to draw for. The height of a figure is the same in all."""
 
   inches: float
-  is_narrow: bool
+  screen: int | None = None  # pixels: of the widest screen that it is for; None: of any wider one
+  is_narrow: bool = False
 
 
-WIDE, NARROW = Size(10.0, False), Size(4.7, True)
+NARROW, WIDE = Size(4.7, screen=640, is_narrow=True), Size(10.0)
+PAGE = (NARROW, WIDE)
+FULL_PAGE = (NARROW, Size(10.0, screen=1100), Size(14.5))  # of a page without margins
 
 
 def png(figure: Figure) -> bytes:

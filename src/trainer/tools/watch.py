@@ -1,7 +1,8 @@
 """`python -m trainer.tools.watch RUN_DIR [RUN_DIR ...]`: shows a run in the browser while it goes on.
 
-The page is the report of the run, and refreshes itself. With several folders it is a comparison of the runs. Folders
-may be copies, and may be on gs://. Only this machine can open the page; forward the port to see it elsewhere:
+The page is the report of the run, and refreshes itself. With several folders it is a comparison of the runs. A local
+folder of runs gets a list of them with links. A folder that does not exist yet is waited for. Folders may be copies,
+and may be on gs://. Only this machine can open the page; forward the port to see it elsewhere:
 `ssh -L 8642:127.0.0.1:8642 HOST`.
 """
 
@@ -25,7 +26,7 @@ _LOCAL_NAMES = {"127.0.0.1", "localhost", "[::1]"}
 
 
 class Server(http.server.ThreadingHTTPServer):
-  """Serves one LivePage to browsers on this machine. Raises OSError if the port is in use."""
+  """Serves a LivePage, and the runs that it lists, to browsers on this machine. OSError if the port is in use."""
 
   daemon_threads = True
   allow_reuse_address = True
@@ -33,6 +34,7 @@ class Server(http.server.ThreadingHTTPServer):
   def __init__(self, page: LivePage, port: int) -> None:
     """port: 0: any free one."""
     self.page = page
+    self._runs: dict[str, LivePage] = {}
     super().__init__((_HOST, port), _Handler)
 
   def handle_error(self, request: Any, client_address: Any) -> None:
@@ -40,13 +42,22 @@ class Server(http.server.ThreadingHTTPServer):
     if not isinstance(sys.exception(), ConnectionError):
       super().handle_error(request, client_address)
 
+  def page_of(self, path: str) -> LivePage | None:
+    """The page of an address without its last part: / is the first page, /NAME/ the run NAME of its list."""
+    name = urllib.parse.unquote(path).strip("/")
+    if not name:
+      return self.page
+    if folder := self.page.listed(name):
+      return self._runs.setdefault(folder, LivePage([folder], self.page.period))
+    return None
+
   @property
   def url(self) -> str:
     return urllib.parse.urlunsplit(("http", f"{_HOST}:{self.server_port}", "/", "", ""))
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-  """`/` is the page, `/state?version=N` what is new since version N."""
+  """`/` is the page, `/state?version=N` what is new since version N. `/NAME/` is the page of a run that / lists."""
 
   server: Server
   timeout = 30  # a connection without a request must not hold a thread
@@ -61,15 +72,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     except ValueError as error:
       self._send(400, "text/plain", f"{error}: {self.path}\n")
       return
-    if address.path == "/":
+    folder, _, last = address.path.rpartition("/")
+    page = self.server.page_of(folder)
+    if page and not last:
       self._send(200, "text/html; charset=utf-8", markup.page("Run", live.shell()))
-    elif address.path == "/state":
-      state = self.server.page.state()
+    elif page and last == "state":
+      state = page.state()
       known = urllib.parse.parse_qs(address.query).get("version") == [str(state.version)]
       answer = {"version": state.version, "notice": state.notice, "is_late": state.is_late}
       self._send(200, "application/json", json.dumps(answer | {"body": None if known else state.body}))
     else:
-      self._send(404, "text/plain", "There is only the page at /.\n")
+      self._send(404, "text/plain", "There are only the page at / and the runs that it lists.\n")
 
   def _send(self, code: int, kind: str, text: str) -> None:
     data = text.encode("utf-8", "backslashreplace")
@@ -85,21 +98,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Serves until Ctrl-C and returns 0; 2 if a folder does not exist or the port cannot be used."""
+  """Serves until Ctrl-C and returns 0; 2 if the port cannot be used."""
   parser = argparse.ArgumentParser(prog="python -m trainer.tools.watch", description=__doc__.split("\n\n", 1)[1])
   parser.add_argument("run_directory", nargs="+", help="{base_output_directory}/{run_name}, local or gs://")
   parser.add_argument("--port", type=int, help=f"port on {_HOST} (default {_PORT}, or a free one if it is in use)")
   parser.add_argument("--period", type=float, default=5.0, help="seconds between refreshes, at least (default 5)")
   arguments = parser.parse_args(argv)
   try:
-    for directory in arguments.run_directory:
-      if not files.exists(directory):
-        raise ConfigError(f"{directory} does not exist. Give the folder of a run: base_output_directory/run_name")
     server = _open(LivePage(arguments.run_directory, arguments.period), arguments.port)
   except (ConfigError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   with server:
+    for directory in arguments.run_directory:
+      if not files.exists(directory):
+        print(f"{directory} does not exist yet. Waiting for it", flush=True)
     print(f"Watching {', '.join(arguments.run_directory)} on {server.url} (Ctrl-C ends)", flush=True)
     try:
       server.serve_forever()

@@ -14,6 +14,7 @@ import numpy as np
 from trainer.data import best_fit, cache, store, windows
 from trainer.data.documents import BadRecord, BadRecords, Document, Documents
 from trainer.data.tokenizer import Tokenizer
+from trainer.observe.log import tell
 
 # Increase it when the files change, or the way in which documents become windows.
 FORMAT = 2
@@ -50,7 +51,7 @@ def build(
     work = f"Tokenizing ({tokenizer.name})" if tokenizer else "Packing tokens of"
     log(f"{work} {documents.size / 1e6:.1f} MB from {documents.name} for {split}")
     counts[split] = np.zeros(vocab_size, np.int64)
-    bad = BadRecords(max_bad_records, print)  # `log` gets all of them when the data are opened
+    bad = BadRecords(max_bad_records, tell)  # `log` gets all of them when the data are opened
     some = _reported(groups(documents, _GROUP, bad), documents.name)
     cut = PACKINGS[packing](token_groups(some, tokenizer, vocab_size, bad), length)
     path = folder / file_name(split)
@@ -129,7 +130,7 @@ def _reported(groups: Iterable[Group], name: str) -> Iterator[Group]:
     size += sum(len(document) for _, document in group)
     if time.monotonic() - reported > _REPORT_SECONDS:
       reported = time.monotonic()
-      print(f"Preparing {name}: {size / 1e6:,.0f} million characters or tokens, at {group[-1][0]}", flush=True)
+      tell(f"Preparing {name}: {size / 1e6:,.0f} million characters or tokens, at {group[-1][0]}")
 
 
 def _counted(cut: Iterable[windows.Window], counts: np.ndarray) -> Iterator[windows.Window]:

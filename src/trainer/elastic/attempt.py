@@ -91,6 +91,7 @@ class ElasticRun:
   steps: StepClock = field(init=False)
   down_events: int = 0
   announcement: str = ""  # "Elastic attempt 2 out of 10", until it is printed
+  _shown: tuple[int, int] = (0, 0)  # down_events and living slices of the last line about them
   _declined: frozenset[int] = frozenset()  # returned slices that the log said would not be used
 
   def __post_init__(self) -> None:
@@ -132,8 +133,9 @@ class ElasticRun:
       self.snapshot_policy.completed(step, seconds)
     self.retries.completed(step)
     self.recovered(alive)
-    if self.cfg.elastic_enabled:
-      self.log.detail(format_elastic_line(step, self.down_events, alive))
+    if self.cfg.elastic_enabled and (counts := (self.down_events, alive)) != self._shown:
+      self.log.detail(format_elastic_line(step, *counts))
+      self._shown = counts
 
   def recovered(self, alive: int) -> None:
     """The events so far have been recovered from: a step is completed on `alive` slices, or no step is left to do."""
@@ -161,7 +163,8 @@ class ElasticRun:
     self.down_events += 1
     self.recovery.begin("slice_down", lost, began, step=step, alive=before)
     self.resizes.resized()
-    self.log.line("Slice down event detected. Retrying.")
+    names = f"slice {', '.join(map(str, lost))}" if lost else "a slice"
+    self.log.line(f"Slice down event detected. Retrying. Lost after step {step}: {names} ({event.reason}).")
 
   def grow(self, returned: list[int], alive: Collection[int], *, before: int, step: int) -> None:
     """Records that the run continues after `step` with slices that have returned. before: how many computed."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -429,6 +431,15 @@ def test_the_example_configurations_run_on_data_of_their_format(tmp_path, reques
   config = config_load([str(root), *keys])
   loader = make_loader(config.data, vocab_size=4096, global_batch_size=4, split="train", log=lambda line: None)
   assert "document" in loader.tokenizer.decode(loader.batch(0).tokens.ravel())
+
+
+def test_a_cache_without_space_for_the_prepared_data_is_a_warning(tmp_path, monkeypatch, capsys):
+  keys = written(tmp_path, "text", "jsonl")
+  monkeypatch.setattr(prepare.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+  load(tmp_path, **keys)
+  (warning,) = [line for line in capsys.readouterr().out.splitlines() if "will need about" in line]
+  assert re.search(r"warning: the prepared data will need about [\d.e-]+ GB in /.*, and 1e-06 GB are free\.", warning)
+  assert "dataset_cache_directory" in warning
 
 
 def test_a_long_preparation_prints_where_it_is(tmp_path, monkeypatch, capsys):

@@ -396,6 +396,24 @@ def test_every_thread_of_an_attempt_places_arrays_on_a_living_slice():
   assert jax.config.jax_default_device == before
 
 
+def test_a_rehearsed_fault_may_wait_for_the_preparation(undisturbed):
+  """As in elastic_demo: on a busy machine, the loss would come before the steps for fewer slices are compiled."""
+  toy = ToyRun(cache={})
+  compile_now = toy.compile_now
+
+  def slowly(view):  # so slowly that the rest of the run is too short for a compilation to be of use
+    time.sleep(0.5)
+    return compile_now(view)
+
+  toy.compile_now = slowly
+  assert train(toy, "slice_down@7:1:prepared, slice_up@12:1").kind == "complete"
+  same_run(toy, undisturbed)
+  assert [recovery["compilations"] for recovery in records(toy, "recovery")] == [0, 0]
+  assert toy.lines.index("A rehearsed fault waits before step 7 until the other steps are prepared.") < next(
+    number for number, line in enumerate(toy.lines) if line.startswith("Slice down event detected.")
+  )
+
+
 def test_a_step_prepared_too_late_is_the_only_program_that_a_recovery_waits_for(tmp_path):
   """Nothing is compiled twice: the recovery waits for the compilation under way, and the queue behind it is dropped."""
   toy = ToyRun(cache={}, steps=8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 
 from trainer.data import best_fit, cache, store, windows
 from trainer.data.documents import BadRecord, BadRecords, Document, Documents
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer import ByteTokenizer, Tokenizer
 from trainer.observe.log import tell
 
 # Increase it when the files change, or the way in which documents become windows.
@@ -45,6 +46,8 @@ def build(
   Raises ConfigError if a document cannot be read or has other tokens.
   """
   dtype = "<u2" if vocab_size <= 2**16 else "<u4"
+  if shortage := _shortage(folder, splits, tokenizer, np.dtype(dtype).itemsize):
+    tell(f"warning: {shortage}")
   known: dict[str, dict[str, Any]] = {}
   counts: dict[str, np.ndarray] = {}
   for split, documents in splits.items():
@@ -120,6 +123,23 @@ def groups(documents: Documents, characters: int, bad: BadRecords) -> Iterator[G
       yield group
       group, size = [], 0
   yield group
+
+
+def _shortage(folder: Path, splits: Mapping[str, Documents], tokenizer: Tokenizer | None, token_bytes: int) -> str:
+  """A message if the prepared data will probably not fit into `folder`; "" otherwise.
+
+  A byte tokenizer makes a token of each byte, and others a token of about four. Compressed files need more than this.
+  """
+  tokens = sum(documents.size for documents in splits.values())
+  if not isinstance(tokenizer, ByteTokenizer):
+    tokens //= 4
+  needed, free = tokens * token_bytes / 1e9, shutil.disk_usage(folder).free / 1e9
+  if needed <= free:
+    return ""
+  return (
+    f"the prepared data will need about {needed:.3g} GB in {folder.parent.parent}, and {free:.3g} GB are free. Free "
+    "space, or set dataset_cache_directory to another folder"
+  )
 
 
 def _reported(groups: Iterable[Group], name: str) -> Iterator[Group]:

@@ -115,6 +115,11 @@ class ElasticRun:
     """`moment` of `step` has come: faults that are due happen now."""
     if moment == "snapshot":
       self.snapshot_policy.taken(step)
+    if moment == "step" and self.faults.waits(step):
+      if not self.programs.wait(0.0):
+        self.log.line(f"A rehearsed fault waits before step {step} until the other steps are prepared.")
+        self.programs.wait(None)
+      self.faults.at("prepared", step)
     self.faults.at(moment, step)
 
   def restored(self, step: int, tier: str, seconds: float) -> None:
@@ -226,4 +231,6 @@ class ElasticRun:
 
   def _long_enough_to_compile(self) -> bool:
     steps = self.steps
+    if self.faults.waits(self.job.steps):
+      return True
     return steps.step_seconds == 0.0 or steps.seconds_left(steps.last_step) > self.programs.compile_seconds

@@ -23,7 +23,13 @@ TINY = (
 ).split()
 
 TAIL = 4096  # bytes that hold several records
+_TIME = re.compile(r"^\d\d-\d\d \d\d:\d\d:\d\d ", re.MULTILINE)
 STEP = re.compile(rb'"step": (\d+), "seconds"')
+
+
+def without_times(log: str) -> str:
+  """Returns the lines of a log without the time in front of each."""
+  return _TIME.sub("", log)
 
 
 class Process(Protocol):
@@ -89,7 +95,8 @@ class Run:
 
   @property
   def printed(self) -> str:
-    return self.log.read_text(errors="replace") if self.log.exists() else ""
+    """What the processes have printed, without the time of each line."""
+    return without_times(self.log.read_text(errors="replace")) if self.log.exists() else ""
 
   def records(self, name: str) -> list[dict[str, Any]]:
     """Returns the records of metrics.jsonl or events.jsonl, without a line that a kill has truncated."""

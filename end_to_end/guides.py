@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from end_to_end import cluster_drill
+from end_to_end.command import without_times
 from tests.support import guide_awk
 
 from trainer.observe.events import read_events
@@ -39,7 +40,7 @@ def trainer(directory: Path, name: str, cluster: tuple[str, ...], *keys: str, co
   environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
   done = subprocess.run([*command, *cluster], capture_output=True, text=True, timeout=800, env=environment)
   assert done.returncode == code, f"exit code {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
-  return (directory / name / "log.txt").read_text()
+  return without_times((directory / name / "log.txt").read_text())
 
 
 def fixed_mesh(directory: Path, cluster: tuple[str, ...]) -> None:
@@ -56,7 +57,7 @@ def fixed_mesh(directory: Path, cluster: tuple[str, ...]) -> None:
     r"completed step: 8, seconds: \d+\.\d{3}, TFLOP/s/device: \d+\.\d{3}, loss: \d+\.\d{3}, .*",
     r"completed step: 9, seconds: .*",
     r"completed step: 148, .*",  # 149 may be lost with the slice: it was dispatched, and perhaps not computed
-    r"Slice down event detected\. Retrying\.",
+    r"Slice down event detected\. Retrying\. Lost after step \d+: slice 1 \(.*\)\.",
     rf"Found commit_success file\. Keeping {checkpoint}/\.",
     r"Elastic attempt 2 out of 10",
     rf"Restoring checkpoint from {checkpoint}\.",

@@ -97,7 +97,7 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
       if config.model.remat_policy is RematPolicy.AUTO:
         from trainer.preflight import remat_choice  # reads compiled programs, so only if it is needed
 
-        config, note = remat_choice.resolve(config, cluster, log.to_stdout)
+        config, note = remat_choice.resolve(config, cluster, log.tell)
         origins["remat_policy"] = "chosen for these devices, because of remat_policy=auto"
       session = stack.enter_context(session_lib.open_session(config, cluster, signals, started, origins))
     except ConfigError as error:  # a configuration that does not fit the machine or the data; nothing is written yet

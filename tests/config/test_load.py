@@ -310,9 +310,11 @@ def test_load_takes_a_list_of_arguments(argv):
 
 
 def test_arguments_that_are_not_assignments():
-  assert "expected key=value" in failure("configs/base.yml", "steps")
-  assert "expected key=value" in failure("configs/base.yml", "--verbose")
-  assert load(["configs/base.yml", "--steps=5"]).run.steps == 5
+  assert "Write steps=VALUE" in failure("configs/base.yml", "steps")
+  assert "expected key=value" in failure("configs/base.yml", "stepping")
+  for words in ("--steps=5", "--steps 5", "steps = 5", "steps =5", "steps 5"):
+    config = load(["configs/base.yml", *words.split(), "--learning-rate", "1e-4"])
+    assert (config.run.steps, config.optimizer.learning_rate) == (5, 1e-4)
   assert load(["configs/base.yml", "steps=5", "steps=6"]).run.steps == 6
   assert "steps=x" in failure("configs/base.yml", "steps=x", "steps=6")
   for argument in ("--print-config=1", "print_config=true"):

@@ -7,9 +7,8 @@ import re
 import pytest
 
 from trainer.config import ConfigError, load
+from trainer.config.answers import answer, tables
 from trainer.config.keys import all_keys
-from trainer.config.launchers import _TABLE
-from trainer.config.maxtext import _KEYS, _VALUES, answer
 
 ELASTIC_GUIDE = """
 base_output_directory=gs://my-bucket/runs run_name=elastic-qwen3-20260101-000000 model_name=qwen3-0.6b
@@ -122,18 +121,17 @@ wi_tile_fwd_mlp_dim=1 ici_context_usp_ulysses_parallelism=2 eval_start_step=2 sh
 @pytest.mark.parametrize("argument", REFUSED.split())
 def test_keys_of_maxtext_without_meaning_are_refused_with_a_reason(argument):
   first, remedy = failure(argument).splitlines()
-  assert "of MaxText has no meaning here" in first
+  assert "this is a key of MaxText and has no meaning here" in first
   assert len(remedy) > 10
 
 
 def test_refusals_name_only_keys_that_exist_and_hide_no_key():
-  texts = [remedy for _, remedy in _KEYS] + [remedy for *_, remedy in _TABLE]
-  texts += [remedy for values in _VALUES.values() for _, remedy in values]
+  texts = [entry["remedy"] for table in tables().values() for entry in table]
   words = {word for text in texts for word in re.findall(r"[a-z]\w*_\w+", text)}
   values = {choice for key in all_keys().values() for choice in key.choices}
   assert words - values - {"dcn_", "ici_", "xla_dump_to"} <= all_keys().keys()
   assert not [name for name in all_keys() if answer(name)]
-  assert _VALUES.keys() <= all_keys().keys()
+  assert {entry["key"] for entry in tables()["values"]} <= all_keys().keys()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -431,9 +433,18 @@ def test_the_example_configurations_run_on_data_of_their_format(tmp_path, reques
   assert "document" in loader.tokenizer.decode(loader.batch(0).tokens.ravel())
 
 
+def test_a_cache_without_space_for_the_prepared_data_is_a_warning(tmp_path, monkeypatch, capsys):
+  keys = written(tmp_path, "text", "jsonl")
+  monkeypatch.setattr(prepare.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+  load(tmp_path, **keys)
+  (warning,) = [line for line in capsys.readouterr().out.splitlines() if "will need about" in line]
+  assert re.search(r"warning: the prepared data will need about [\d.e-]+ GB in /.*, and 1e-06 GB are free\.", warning)
+  assert "dataset_cache_directory" in warning
+
+
 def test_a_long_preparation_prints_where_it_is(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(prepare, "_GROUP", 100)
   monkeypatch.setattr(prepare, "_REPORT_SECONDS", -1)
   load(tmp_path, **written(tmp_path, "text", "jsonl"))
-  lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Preparing")]
+  lines = [line for line in capsys.readouterr().out.splitlines() if "Preparing" in line]
   assert len(lines) > 5 and lines[-1].endswith(f"at document 40 of {tmp_path}/data.jsonl")

@@ -94,7 +94,7 @@ def test_a_missing_slice_outweighs_a_permanent_error(cluster, text, outage):
   if outage == "lose and return":
     cluster.give_back(1)
   event = classify(runtime_error(text), cluster, view)
-  assert event.kind is Kind.SLICE_DOWN and event.lost == {1} and "slices [1] are lost" in event.reason
+  assert event.kind is Kind.SLICE_DOWN and event.lost == {1}
   rest = cluster.view({0, 2, 3})  # a slice outside the view cannot be the cause
   assert classify(runtime_error(text), cluster, rest).kind is Kind.DETERMINISTIC
 

@@ -70,6 +70,12 @@ def test_a_second_launch_is_refused_and_ctrl_c_ends_the_first(compiled, server, 
     assert time.monotonic() - began < 10.0
   assert first.steps() == list(range(1, first.last_step + 1))
   assert "Starting member" not in first.printed and "Starting member" not in second.printed
+  pids = re.findall(r"^supervisor: Member \d is process (\d+)\.$", first.printed, re.MULTILINE)
+  assert f"supervisor: Process {supervisor.pid} supervises the run, at 127.0.0.1:" in first.printed and len(pids) == 2
+  lines = first.log.read_text().splitlines()
+  assert all(re.match(r"\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in lines if "upervisor" in line or "step" in line)
+  assert "supervisor: Interrupted: all processes end without a save." in first.printed
+  assert "the run continues from" not in first.printed
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP], ids=lambda number: number.name)

@@ -25,14 +25,10 @@ def open_metrics(path, **cfg) -> metrics.Metrics:
 
 
 def test_the_step_line_word_for_word():
-  line = metrics.format_step_line(
-    record(8, tflops_per_device=43.43, tokens_per_second_per_device=1234.4, mfu=0.1234, eta=62.3)
-  )
-  assert line == (
-    "completed step: 8, seconds: 0.159, TFLOP/s/device: 43.430, loss: 9.774, tokens/s/device: 1234, MFU: 12.3%, "
-    "lr: 3.00e-04, grad_norm: 1.234, tokens: 73728, slices: 3, data_wait: 0.000, eta: 0:01:02"
-  )
-  assert ", MFU: n/a, " in metrics.format_step_line(record(8))
+  line = metrics.format_step_line(record(8, tflops_per_device=43.43))
+  assert line == ("completed step: 8, seconds: 0.159, TFLOP/s/device: 43.430, loss: 9.774, grad_norm: 1.234, slices: 3")
+  long = record(99_999, tflops_per_device=430.12, slices=64)
+  assert len(log.timed(metrics.format_step_line(long))) <= 120
   assert metrics.format_duration(3 * 86400) == "72:00:00"
 
 

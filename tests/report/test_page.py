@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from end_to_end.command import without_times
 from tests.support import fake_run, guide_awk
 from tests.support.report_page import Page
 
@@ -287,7 +288,7 @@ def test_the_end_of_a_run_reads_its_files_once(no_pictures, tmp_path, monkeypatc
   read = []
   monkeypatch.setattr(history, "load", lambda directory, load=history.load: read.append(directory) or load(directory))
   finish.write_or_warn(str(tmp_path / "a"), log.get(None), with_goodput=True, with_page=True)
-  goodput_line, report_line = capsys.readouterr().out.splitlines()
+  goodput_line, report_line = without_times(capsys.readouterr().out).splitlines()
   assert goodput_line.startswith("goodput: ") and report_line == f"Report: {tmp_path}/a/report.html"
   assert len(read) == 1
 
@@ -299,7 +300,7 @@ def test_a_report_that_fails_is_a_warning(tmp_path, monkeypatch, capsys):
     monkeypatch.delattr(f"trainer.report.{name}", raising=False)
   monkeypatch.setitem(sys.modules, "matplotlib", None)
   finish.write_or_warn(str(tmp_path / "a"), log.get(None), with_goodput=False, with_page=True)
-  assert capsys.readouterr().out.startswith("warning: no report: ModuleNotFoundError")
+  assert without_times(capsys.readouterr().out).startswith("warning: no report: ModuleNotFoundError")
 
 
 def test_restarts_and_bad_losses_are_drawn(tmp_path):
@@ -429,7 +430,7 @@ def test_the_guides_awk_script_reads_our_log_unchanged(tmp_path):
 
 def test_the_log_of_a_run_has_the_guides_lines(tmp_path):
   fake_run.elastic_run(tmp_path / "demo")
-  lines = (tmp_path / "demo" / "log.txt").read_text().splitlines()
+  lines = without_times((tmp_path / "demo" / "log.txt").read_text()).splitlines()
   shape = re.compile(r"completed step: \d+, seconds: \d+\.\d{3}, TFLOP/s/device: \d+\.\d{3}, loss: \d+\.\d{3}, .*")
   assert sum(bool(shape.fullmatch(line)) for line in lines) == 61
 

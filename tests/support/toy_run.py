@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from end_to_end.command import without_times
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tests.support.clock import Clock
@@ -149,7 +150,7 @@ def train(toy, faults="", num_slices=4, directory=None, cluster=None, clock=None
   cfg = ElasticSection(fault_injection=faults, **keys)
   lines, records = [], []
   log, events = get(directory), EventLog(directory)
-  log.redirect(lines.append)
+  log.redirect(lambda text: lines.append(without_times(text)))
   emit = events.emit
   events.emit = lambda kind, **fields: records.append(emit(kind, **fields)) or records[-1]
   job = Job(toy.steps, toy.micro_batches, 100, 4 * WIDTH * WIDTH)

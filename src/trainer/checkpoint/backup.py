@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -62,6 +63,16 @@ class StateBackup(Protocol):
   def path(self, candidate: Candidate) -> str:
     """Where the candidate lies, for messages."""
     ...
+
+
+def committed(
+  backup: StateBackup, candidate: Candidate, begin: float, blocking_seconds: float, emit: Emit, log: Log
+) -> None:
+  """Records that the save of `candidate`, which began at `begin` (time.monotonic()), is committed now."""
+  step, tier, seconds = candidate.step, backup.tier, time.monotonic() - begin
+  emit("checkpoint_saved", step=step, tier=tier, path=backup.path(candidate), blocking_seconds=blocking_seconds,
+       seconds=seconds)  # fmt: skip
+  log(f"Saved checkpoint {step} in {seconds:.1f} s ({tier}).")
 
 
 def restore_newest(

@@ -31,7 +31,7 @@ from trainer.checkpoint.arrays import boxes, fingerprint, from_hosts, host_copy,
 from trainer.checkpoint.arrays.boxes import Box
 from trainer.checkpoint.arrays.host_copy import Fetch
 from trainer.checkpoint.background import Background
-from trainer.checkpoint.backup import Accept, Candidate, Emit, Log
+from trainer.checkpoint.backup import Accept, Candidate, Emit, Log, committed
 from trainer.checkpoint.errors import NonFiniteState, Rejected, SaveFailed
 from trainer.checkpoint.lending import Borrowed, Lender, Lenders
 from trainer.checkpoint.local_copies import ENTRY, Copy, Listed, LocalCopies, Part, box_of, folder, identity, parts_of
@@ -142,8 +142,7 @@ class Emergency:
           f"step {step} could not be saved in {self.root}: {error}. Give local_checkpoint_directory the space that "
           "trainer.tools.preflight prints, or set enable_emergency_checkpoint=false"
         ) from error
-      self._emit("checkpoint_saved", step=step, tier="emergency", path=str(self.root), blocking_seconds=blocked,
-                 seconds=time.monotonic() - begin)  # fmt: skip
+      committed(self, Candidate(step), begin, blocked, self._emit, self._log)
 
     self._background.start(work)
     if not self._cfg.async_checkpointing:

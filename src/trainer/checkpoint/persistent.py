@@ -25,7 +25,7 @@ from trainer.checkpoint import run_id as run_id_lib
 from trainer.checkpoint.arrays import fingerprint, host_copy, single_replica, state_tree, verified_load
 from trainer.checkpoint.arrays.host_copy import Fetch
 from trainer.checkpoint.background import Background
-from trainer.checkpoint.backup import Accept, Candidate, Emit, Log
+from trainer.checkpoint.backup import Accept, Candidate, Emit, Log, committed
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected, SaveFailed
 from trainer.checkpoint.save_barriers import NO_TIMEOUT_SECONDS, SaveBarriers
 from trainer.checkpoint.step_folders import COMMIT, MANIFEST, META, UNFINISHED, StepFolders
@@ -247,8 +247,7 @@ class Persistent(StepFolders):
     """In the background: waits for the commit, then deletes what retention does not keep."""
     try:
       self._writer.wait_until_finished()
-      self._emit("checkpoint_saved", step=save.step, tier="persistent", path=str(self.directory / str(save.step)),
-                 blocking_seconds=save.blocked, seconds=time.monotonic() - save.clock)  # fmt: skip
+      committed(self, Candidate(save.step), save.clock, save.blocked, self._emit, self._log)
       if self._world.is_primary:
         self._prune(save)
     except Exception as error:

@@ -29,6 +29,7 @@ from trainer.membership import wire
 from trainer.membership.client import Membership, SupervisorLost
 from trainer.membership.environment import SUPERVISOR, Place
 from trainer.membership.wire import Channel, WireError
+from trainer.observe import log
 from trainer.world import World
 
 # A peer may be saving a large checkpoint. If it has died, the supervisor says so, and the wait ends at once.
@@ -176,7 +177,7 @@ def _join_run(place: Place) -> Peers:
   while True:
     channel = _connect(place, start)
     host = place.host or channel.local_host
-    exchange = Exchange(place.member, place.token, _warn, host=host, connect_seconds=_CONNECT_SECONDS)
+    exchange = Exchange(place.member, place.token, log.warn, host=host, connect_seconds=_CONNECT_SECONDS)
     membership = Membership(
       channel,
       member=place.member,
@@ -184,7 +185,7 @@ def _join_run(place: Place) -> Peers:
       lanes=place.lanes,
       address=exchange.address,
       interrupt=exchange.interrupt,
-      warn=_warn,
+      warn=log.warn,
     )
     peers = Peers(membership, exchange, place.lane)
     try:
@@ -232,10 +233,6 @@ def _pause(place: Place, deadline: float, reason: str) -> None:
     where = f"{SUPERVISOR}={','.join(place.supervisors)}"
     raise RunEnded(_FAILED, f"error: {where}: cannot join the run there: {reason}.\n{place.remedy}")
   time.sleep(_RETRY_SECONDS)
-
-
-def _warn(line: str) -> None:
-  print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def _join_slice(cfg: ClusterSection, environment: Mapping[str, str], place: Place) -> None:

@@ -68,7 +68,7 @@ class PathwaysCluster(Cluster):
     server = standin.start(cfg, environment)
     health = functools.partial(HealthChecks, time_limit=_STANDIN_TIME_LIMIT)
     slices = _connect(cfg, dict(environment, JAX_BACKEND_TARGET=server.address))
-    log_lib.to_stdout(standin.describe(server))
+    log_lib.tell(standin.describe(server))
     return cls(slices, _STANDIN_POLL_SECONDS, health, faults=standin.Faults(server))
 
   @property

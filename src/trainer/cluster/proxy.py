@@ -21,7 +21,7 @@ _ATTEMPT_SECONDS = 5.0
 
 
 def connect(
-  environment: Mapping[str, str], log: Callable[[str], None] = log_lib.to_stdout, pause_seconds: float = 1.0
+  environment: Mapping[str, str], log: Callable[[str], None] = log_lib.tell, pause_seconds: float = 1.0
 ) -> list[jax.Device]:
   """The devices of the proxy that the environment names. Waits for a proxy that has not started yet.
 

@@ -73,7 +73,7 @@ def shorten(text: str) -> str:
 def nearest(word: str, names: Iterable[str]) -> str | None:
   """The name most similar to `word`, or None if no name is similar enough to be what was meant."""
   lowered = {name.lower(): name for name in names}
-  found = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.7)
+  found = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.8)
   return lowered[found[0]] if found else None
 
 

@@ -9,6 +9,7 @@
 
 MOMENT is one of
   step       before STEP is computed (the default)
+  prepared   as step, after the run has waited for the compilations in the background
   snapshot   while a snapshot of STEP is made
   save       while a checkpoint of STEP is written
   eval       when the evaluation of STEP begins
@@ -26,7 +27,7 @@ from typing import Literal, cast, get_args
 
 from trainer.config.errors import ConfigError
 
-Moment = Literal["step", "snapshot", "save", "eval", "restore", "recovery"]
+Moment = Literal["step", "prepared", "snapshot", "save", "eval", "restore", "recovery"]
 Kind = Literal["slice_down", "slice_up", "hang", "ckpt_kill"]
 
 _EXAMPLE = "Write for example fault_injection='slice_down@12:1, slice_up@30:1, hang@40:2, ckpt_kill@50'."

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from trainer.config.errors import ConfigError, Problems, did_you_mean, shorten
+from trainer.config.errors import ConfigError, Problems, nearest, shorten
 
 PARENT_KEY = "base_config"
 # Bytes. Systems allow 4096 for a whole path, and the files of a run add long names of their own.
@@ -73,13 +73,15 @@ def find(path: str, folders: Sequence[Path], what: str) -> Path:
     if os.path.isdir(candidate):
       raise ConfigError(f"{path}: the {what} must be a YAML file, and this is a folder.\nGive a file in it.")
   siblings = {
-    str(Path(path).parent / entry.name): None
+    str(Path(path).parent / entry.stem): str(Path(path).parent / entry.name)
     for candidate in candidates
     if os.path.isdir(candidate.parent) and os.access(candidate.parent, os.R_OK)
     for entry in sorted(candidate.parent.iterdir())
     if entry.suffix in (".yml", ".yaml")
   }
-  hint = did_you_mean(path, siblings) or (f"YAML files there: {', '.join(list(siblings)[:8])}. " if siblings else "")
+  near = nearest(str(Path(path).with_suffix("")), siblings)  # a common .yml makes no two names similar
+  there = f"YAML files there: {', '.join(list(siblings.values())[:8])}. " if siblings else ""
+  hint = f"Did you mean {siblings[near]}? " if near else there
   names = {Path.cwd(): "here", package_root(): f"in {package_root()}"}
   places = " or ".join(dict.fromkeys(names.get(folder) or shown(folder) for folder in folders))
   raise ConfigError(

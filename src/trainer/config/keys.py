@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, get_args, get_origin
 
-from trainer.config import launchers, maxtext
+from trainer.config import answers
 from trainer.config.errors import ConfigError, did_you_mean, shorten
 from trainer.config.schema import Config
 
@@ -94,7 +94,7 @@ def _kind(annotation: Any) -> tuple[type, tuple[str, ...]]:
 def is_answered(name: str) -> bool:
   """Whether `name` is a key, or one of another program for which there is a prepared answer."""
   spelled = name.replace("-", "_")
-  return spelled in all_keys() or bool(launchers.answer(spelled) or maxtext.answer(spelled))
+  return spelled in all_keys() or answers.answer(spelled) is not None
 
 
 def resolve(name: str, origin: str) -> Key:
@@ -111,11 +111,9 @@ def resolve(name: str, origin: str) -> Key:
     return keys[rest]
   if dot and f"{section}_{rest}" in keys:
     return keys[f"{section}_{rest}"]
-  if option := launchers.answer(spelled):
-    raise ConfigError(f"{name} ({origin}): this is {option[0]} and has no meaning here.\n{option[1]}")
-  if remedy := maxtext.answer(spelled):
-    raise ConfigError(f"{name} ({origin}): this key of MaxText has no meaning here.\n{remedy}")
-  hint = did_you_mean(spelled.replace(".", "_"), keys) or did_you_mean(rest, keys)
+  if found := answers.answer(spelled):
+    raise ConfigError(f"{name} ({origin}): this is {found[0]} and has no meaning here.\n{found[1]}")
+  hint = f"Did you mean {rest}? " if rest in keys else did_you_mean(spelled.replace(".", "_"), keys)
   raise ConfigError(
     f"{shorten(name)} ({origin}): there is no such key.\n{hint}configs/base.yml and --help list every key."
   )
@@ -123,7 +121,7 @@ def resolve(name: str, origin: str) -> Key:
 
 def convert(key: Key, text: str, origin: str) -> Given:
   """`text` as a value of the key's type, within its range; ConfigError if it is not one."""
-  text = maxtext.translated(key.name, text)
+  text = answers.translated(key.name, text)
   if text == "None" and key.default == "" and key.kind is str:
     text = ""  # Python's and MaxText's word for "not set"
   if key.choices:
@@ -139,7 +137,7 @@ def convert(key: Key, text: str, origin: str) -> Given:
   if not key.allows(value):
     message = f"{key.name}={shorten(text)} ({origin}): {key.name} must be {key.bounds}.\n"
     raise ConfigError(
-      message + (maxtext.answer_for_value(key.name, text) or f"Default: {key.default}. {key.description}")
+      message + (answers.answer_for_value(key.name, text) or f"Default: {key.default}. {key.description}")
     )
   return Given(value, origin)
 
@@ -155,7 +153,7 @@ def _choice(key: Key, text: str, origin: str) -> str:
   shown = ", ".join(choice or "'' (empty)" for choice in key.choices)
   remedy = _remedy(key, text)
   near = did_you_mean(text, [choice for choice in key.choices if choice])
-  hint = f"{remedy}\n" if remedy else near or launchers.hint_for_value(key.name)
+  hint = f"{remedy}\n" if remedy else near or answers.HINTS.get(key.name, "")
   raise ConfigError(f"{key.name}={shorten(text)} ({origin}): {key.name} has no such value.\n{hint}Choices: {shown}.")
 
 
@@ -173,7 +171,7 @@ def _is_list(text: str) -> bool:
 
 def _remedy(key: Key, text: str) -> str:
   """What to write instead of a value that the key cannot have; empty if nothing is known."""
-  if remedy := maxtext.answer_for_value(key.name, text):
+  if remedy := answers.answer_for_value(key.name, text):
     return remedy
   if text in ("", "None", "none", "null"):
     return f"To use the default, {key.default}, remove the key."

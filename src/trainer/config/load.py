@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.config import files, launchers, paths, validate
+from trainer.config import files, paths, validate
 from trainer.config.errors import ConfigError, Problems, did_you_mean, shorten
 from trainer.config.keys import Given, all_keys, convert, is_answered, resolve
 from trainer.config.schema import Config, ModelSection
@@ -70,29 +70,36 @@ def _read(argv: Sequence[str]) -> tuple[Path, dict[str, Given]]:
 def _command_line(argv: Sequence[str], problems: Problems) -> dict[str, Given]:
   """The values of the arguments after the config file, by key."""
   values: dict[str, Given] = {}
-  expects_value = False
-  for argument in argv[1:]:
-    name, equals, text = argument.partition("=")
-    if not equals and expects_value and not argument.startswith("-"):
-      expects_value = False  # the value of the launcher's option before it, which is in `problems` already
-      continue
-    expects_value = not equals and argument.startswith("--") and _is_launcher_option(argument)
+  left = list(argv[1:])
+  while left:
+    argument = left.pop(0)
+    given, equals, value = argument.partition("=")
+    name = given.lstrip("-")
+    text = value if equals else None
+    if not equals and (argument.startswith("--") or is_answered(name)):
+      text = _detached(left)
     with problems.collect():
-      name = name.lstrip("-") if equals or expects_value else name
       if name.replace("_", "-").lstrip("-") == "print-config":
         raise ConfigError(f"{shorten(argument)}: --print-config takes no value.\nWrite --print-config alone.")
       if name == files.PARENT_KEY:
         raise ConfigError(f"{shorten(argument)}: {name} belongs in a YAML file, not here.\nWrite it in {argv[0]}.")
-      if not equals and not expects_value:
+      if not name or not (equals or argument.startswith("-") or is_answered(name)):
         raise ConfigError(f"{shorten(argument)}: expected key=value after the config file.\n{USAGE}")
       key = resolve(name, "command line")
+      if text is None:
+        raise ConfigError(f"{shorten(argument)}: the key {key.name} needs a value.\nWrite {key.name}=VALUE.")
       # The last value wins, as with MaxText: scripts append to the arguments that they were given.
       values[key.name] = convert(key, text, "command line")
   return values
 
 
-def _is_launcher_option(argument: str) -> bool:
-  return launchers.answer(argument.lstrip("-").replace("-", "_")) is not None
+def _detached(left: list[str]) -> str | None:
+  """Takes the value of `--key value` or `key = value` from the arguments that are left; None: there is none."""
+  if left and left[0] == "=":
+    left.pop(0)
+  if not left or left[0].startswith("--") or "=" in left[0].lstrip("="):
+    return None
+  return left.pop(0).lstrip("=")
 
 
 def _read_with_parents(path: Path, children: tuple[Path, ...]) -> dict[str, Given]:

@@ -76,7 +76,9 @@ def count(piece: Piece) -> int:
     finally:
       reader.close()
   except RuntimeError as error:
-    raise ConfigError(f"{piece.path} cannot be read as ArrayRecord ({error}). Fix or remove it.") from error
+    raise ConfigError(
+      f"{piece.path} cannot be read as ArrayRecord ({error}). Fix or remove it, or set grain_file_type."
+    ) from error
 
 
 class Records:

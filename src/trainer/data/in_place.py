@@ -18,6 +18,7 @@ from trainer.data.batch import Example, empty_example
 from trainer.data.documents import BadRecord, BadRecords, Documents, Piece
 from trainer.data.order import Order
 from trainer.data.tokenizer import Tokenizer
+from trainer.observe.log import tell
 
 if TYPE_CHECKING:
   from trainer.config.schema import DataSection  # pydantic is slow to import and not needed here
@@ -191,7 +192,7 @@ def _find_bad(
   """{number: message} of the records that are not examples, from the cache, or found by reading all of them."""
 
   def build(folder: Path) -> None:
-    print(f"Looking for bad records in {sum(counts):,} records of {documents.name}", flush=True)
+    tell(f"Looking for bad records in {sum(counts):,} records of {documents.name}")
     work = partial(
       _read_all,
       documents.pieces,
@@ -199,7 +200,7 @@ def _find_bad(
       cfg.grain_file_type,
       cfg.max_target_length,
       vocab_size,
-      BadRecords(cfg.max_bad_records, print),
+      BadRecords(cfg.max_bad_records, tell),
     )
     (folder / _BAD).write_text(json.dumps(call(work, f"it read {documents.name}")))
 
@@ -207,7 +208,7 @@ def _find_bad(
     return None if (folder / _BAD).is_file() else f"{_BAD} is absent"
 
   name = f"bad-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
-  folder = cache.entry(cfg.dataset_cache_directory, name, build=build, fault=fault, log=print)
+  folder = cache.entry(cfg.dataset_cache_directory, name, build=build, fault=fault, log=tell)
   return {int(number): message for number, message in json.loads((folder / _BAD).read_text()).items()}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,8 @@ import numpy as np
 
 from trainer.data import best_fit, cache, store, windows
 from trainer.data.documents import BadRecord, BadRecords, Document, Documents
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer import ByteTokenizer, Tokenizer
+from trainer.observe.log import tell
 
 # Increase it when the files change, or the way in which documents become windows.
 FORMAT = 2
@@ -44,13 +46,15 @@ def build(
   Raises ConfigError if a document cannot be read or has other tokens.
   """
   dtype = "<u2" if vocab_size <= 2**16 else "<u4"
+  if shortage := _shortage(folder, splits, tokenizer, np.dtype(dtype).itemsize):
+    tell(f"warning: {shortage}")
   known: dict[str, dict[str, Any]] = {}
   counts: dict[str, np.ndarray] = {}
   for split, documents in splits.items():
     work = f"Tokenizing ({tokenizer.name})" if tokenizer else "Packing tokens of"
     log(f"{work} {documents.size / 1e6:.1f} MB from {documents.name} for {split}")
     counts[split] = np.zeros(vocab_size, np.int64)
-    bad = BadRecords(max_bad_records, print)  # `log` gets all of them when the data are opened
+    bad = BadRecords(max_bad_records, tell)  # `log` gets all of them when the data are opened
     some = _reported(groups(documents, _GROUP, bad), documents.name)
     cut = PACKINGS[packing](token_groups(some, tokenizer, vocab_size, bad), length)
     path = folder / file_name(split)
@@ -121,6 +125,23 @@ def groups(documents: Documents, characters: int, bad: BadRecords) -> Iterator[G
   yield group
 
 
+def _shortage(folder: Path, splits: Mapping[str, Documents], tokenizer: Tokenizer | None, token_bytes: int) -> str:
+  """A message if the prepared data will probably not fit into `folder`; "" otherwise.
+
+  A byte tokenizer makes a token of each byte, and others a token of about four. Compressed files need more than this.
+  """
+  tokens = sum(documents.size for documents in splits.values())
+  if not isinstance(tokenizer, ByteTokenizer):
+    tokens //= 4
+  needed, free = tokens * token_bytes / 1e9, shutil.disk_usage(folder).free / 1e9
+  if needed <= free:
+    return ""
+  return (
+    f"the prepared data will need about {needed:.3g} GB in {folder.parent.parent}, and {free:.3g} GB are free. Free "
+    "space, or set dataset_cache_directory to another folder"
+  )
+
+
 def _reported(groups: Iterable[Group], name: str) -> Iterator[Group]:
   """Yields the groups, and prints the progress of a long preparation: the log is not open yet."""
   size, reported = 0, time.monotonic()
@@ -129,7 +150,7 @@ def _reported(groups: Iterable[Group], name: str) -> Iterator[Group]:
     size += sum(len(document) for _, document in group)
     if time.monotonic() - reported > _REPORT_SECONDS:
       reported = time.monotonic()
-      print(f"Preparing {name}: {size / 1e6:,.0f} million characters or tokens, at {group[-1][0]}", flush=True)
+      tell(f"Preparing {name}: {size / 1e6:,.0f} million characters or tokens, at {group[-1][0]}")
 
 
 def _counted(cut: Iterable[windows.Window], counts: np.ndarray) -> Iterator[windows.Window]:

@@ -19,6 +19,7 @@ from trainer.data.batch import Example, empty_example
 from trainer.data.documents import BadRecords, Documents
 from trainer.data.order import Order
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_bpe, train_bpe
+from trainer.observe.log import tell
 
 if TYPE_CHECKING:
   from trainer.config.schema import DataSection  # pydantic is slow to import and not needed here
@@ -237,7 +238,7 @@ def _are_text(cfg: DataSection, documents: Documents, digest: str, call: workers
   def fault(folder: Path) -> str | None:
     return None if (folder / _KIND).is_file() else f"{_KIND} is absent"
 
-  folder = cache.entry(cfg.dataset_cache_directory, f"kind-{digest[:32]}", build=build, fault=fault, log=print)
+  folder = cache.entry(cfg.dataset_cache_directory, f"kind-{digest[:32]}", build=build, fault=fault, log=tell)
   return json.loads((folder / _KIND).read_text())["text"]
 
 

@@ -88,7 +88,7 @@ class BpeTokenizer:
       content = json.loads(json_text)
       self._tokenizer = tokenizers.Tokenizer.from_str(_without_control_pieces(content) or json_text)
     except Exception as error:  # the library raises Exception itself
-      raise ValueError(f"not a tokenizers JSON file: {error}") from error
+      raise ValueError(f"not a tokenizers JSON file ({error}). Give a tokenizer.json of that library") from error
     if getattr(self._tokenizer.model, "dropout", None):
       raise ValueError("its model has dropout, so each preparation would give other tokens. Set dropout to null in it")
     # Published tokenizers may cut or pad each text to the length of another program.

@@ -91,6 +91,7 @@ class ElasticRun:
   steps: StepClock = field(init=False)
   down_events: int = 0
   announcement: str = ""  # "Elastic attempt 2 out of 10", until it is printed
+  _shown: tuple[int, int] = (0, 0)  # down_events and living slices of the last line about them
   _declined: frozenset[int] = frozenset()  # returned slices that the log said would not be used
 
   def __post_init__(self) -> None:
@@ -114,6 +115,11 @@ class ElasticRun:
     """`moment` of `step` has come: faults that are due happen now."""
     if moment == "snapshot":
       self.snapshot_policy.taken(step)
+    if moment == "step" and self.faults.waits(step):
+      if not self.programs.wait(0.0):
+        self.log.line(f"A rehearsed fault waits before step {step} until the other steps are prepared.")
+        self.programs.wait(None)
+      self.faults.at("prepared", step)
     self.faults.at(moment, step)
 
   def restored(self, step: int, tier: str, seconds: float) -> None:
@@ -132,8 +138,9 @@ class ElasticRun:
       self.snapshot_policy.completed(step, seconds)
     self.retries.completed(step)
     self.recovered(alive)
-    if self.cfg.elastic_enabled:
-      self.log.detail(format_elastic_line(step, self.down_events, alive))
+    if self.cfg.elastic_enabled and (counts := (self.down_events, alive)) != self._shown:
+      self.log.detail(format_elastic_line(step, *counts))
+      self._shown = counts
 
   def recovered(self, alive: int) -> None:
     """The events so far have been recovered from: a step is completed on `alive` slices, or no step is left to do."""
@@ -161,7 +168,8 @@ class ElasticRun:
     self.down_events += 1
     self.recovery.begin("slice_down", lost, began, step=step, alive=before)
     self.resizes.resized()
-    self.log.line("Slice down event detected. Retrying.")
+    names = f"slice {', '.join(map(str, lost))}" if lost else "a slice"
+    self.log.line(f"Slice down event detected. Retrying. Lost after step {step}: {names} ({event.reason}).")
 
   def grow(self, returned: list[int], alive: Collection[int], *, before: int, step: int) -> None:
     """Records that the run continues after `step` with slices that have returned. before: how many computed."""
@@ -223,4 +231,6 @@ class ElasticRun:
 
   def _long_enough_to_compile(self) -> bool:
     steps = self.steps
+    if self.faults.waits(self.job.steps):
+      return True
     return steps.step_seconds == 0.0 or steps.seconds_left(steps.last_step) > self.programs.compile_seconds

@@ -70,7 +70,7 @@ def _classify_text(text: str, cluster: Cluster, view: View) -> Event:
     return Event(Kind.DISCONNECTED, reason)
   lost = cluster.lost(view, runtime_errors.slices_lost(text))
   if lost:
-    return Event(Kind.SLICE_DOWN, f"{reason}; slices {sorted(lost)} are lost", lost)
+    return Event(Kind.SLICE_DOWN, reason, lost)
   if meaning is Meaning.LOSS:
     return Event(Kind.SLICE_DOWN, reason)
   if meaning is Meaning.PERMANENT:

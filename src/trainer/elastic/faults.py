@@ -49,7 +49,7 @@ def draw(faults: RandomFaults, num_slices: int, steps: int) -> list[Fault]:
         slice_id = generator.choice(alive)
         down.add(slice_id)
         # A process restores once at its start: a later fault of that moment would never happen.
-        moments = [moment for moment in get_args(Moment) if moment != "restore" or step == 1]
+        moments = [moment for moment in get_args(Moment) if moment != "prepared" and (moment != "restore" or step == 1)]
         moment = generator.choice(["step", "step", *moments])
         drawn.append(Fault("slice_down", step, slice_id, cast(Moment, moment)))
       else:
@@ -84,6 +84,10 @@ class FaultInjector:
       if self.acts():
         self.record(fault, step)
         self._make(fault)
+
+  def waits(self, step: int) -> bool:
+    """Whether a fault that is due at `step` needs the compilations in the background."""
+    return any(fault.moment == "prepared" and fault.step <= step for fault in self.faults)
 
   def assert_all_fired(self) -> None:
     """Raises AssertionError with the faults that did not happen."""

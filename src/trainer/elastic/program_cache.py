@@ -167,6 +167,8 @@ class _BackgroundCompiler:
 
   def wait(self, timeout: float | None) -> bool:
     """Whether the thread has ended within `timeout` seconds (None: waits until it has)."""
+    if timeout is None:
+      self._set_niceness(0)  # on a busy machine, a thread of low priority would keep the caller waiting
     self._thread.join(timeout)
     return not self._thread.is_alive()
 

@@ -22,7 +22,7 @@ from trainer.launch.errors import end_on_error
 from trainer.membership.rules import RunRules
 from trainer.membership.server import Server
 from trainer.observe import screen
-from trainer.observe.log import to_stdout
+from trainer.observe.log import tell
 from trainer.signals import requests
 
 FAILED = 1
@@ -67,7 +67,7 @@ def _on_request(stop: Callable[[], None]) -> None:
 
 
 def _log(line: str) -> None:
-  to_stdout(f"supervisor: {line}")
+  tell(f"supervisor: {line}")
 
 
 if __name__ == "__main__":

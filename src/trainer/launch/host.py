@@ -15,7 +15,7 @@ from trainer.membership import wire
 from trainer.membership.environment import Place
 from trainer.membership.messages import TO_AGENT, Message, check, message
 from trainer.membership.wire import Channel, WireError
-from trainer.observe.log import to_stdout
+from trainer.observe.log import tell
 from trainer.signals import INTERRUPTED, PREEMPTED
 
 FAILED = 1
@@ -138,4 +138,4 @@ def _obey(workers: Workers, received: Message) -> None:
 
 
 def _log(line: str) -> None:
-  to_stdout(f"agent: {line}")
+  tell(f"agent: {line}")

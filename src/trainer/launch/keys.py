@@ -9,9 +9,10 @@ from trainer.config import ConfigError
 
 def refuse_other(arguments: Sequence[str], command: str, ours: Mapping[str, str]) -> list[str]:
   """`ours` as key=value arguments. Raises ConfigError if an argument gives one of these keys another value."""
-  for argument in arguments:
-    key, equals, value = argument.partition("=")
-    if equals and value != ours.get(key, value):
+  for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    name, equals, value = argument.partition("=")
+    key, value = name.lstrip("-").replace("-", "_"), value if equals else following
+    if value != ours.get(key, value):
       raise ConfigError(f"{argument}: {command} sets {key}={ours[key]}.\nRemove {argument}.")
   return [f"{key}={value}" for key, value in ours.items()]
 

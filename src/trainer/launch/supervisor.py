@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import os
 import secrets
 import signal
 import socket
@@ -23,7 +24,7 @@ from trainer.membership.messages import Message
 from trainer.membership.rules import RunRules
 from trainer.membership.server import Server
 from trainer.membership.wire import Channel
-from trainer.observe.log import to_stdout
+from trainer.observe.log import tell
 from trainer.signals import INTERRUPTED
 
 FAILED, BAD_INPUT = 1, 2
@@ -40,7 +41,7 @@ _FAILURES = {FAILED, *(-number for number in _CRASHES)}
 
 def log(line: str) -> None:
   """Prints a line of the supervisor."""
-  to_stdout(f"supervisor: {line}")
+  tell(f"supervisor: {line}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Supervisor:
     self._argv, self._lanes = list(argv), lanes
     self._grace = config.checkpoint.autocheckpoint_grace_seconds
     self._connect_seconds = max(config.elastic.elastic_timeout_seconds, _LEAST_CONNECT_SECONDS)
+    self._interrupted, self._failed = threading.Event(), threading.Event()
     self._coordinator = RunRules.of(config).coordinator(secrets.token_hex(6))
     token = where.token if where else secrets.token_bytes(32)
     self._server = Server(
@@ -72,21 +74,21 @@ class Supervisor:
       kill=self._kill,
       fault=self._fault,
       agent=self._serve_agent if where else None,
-      log=log,
+      log=self._note,
     )
-    address = addresses.join(where.host, where.listener.getsockname()[1]) if where else self._server.address
-    place = Place((address,), token, 0, lanes=lanes, host=where.host if where else "")
+    self._address = addresses.join(where.host, where.listener.getsockname()[1]) if where else self._server.address
+    place = Place((self._address,), token, 0, lanes=lanes, host=where.host if where else "")
     self._workers = Workers(argv, place, range(local), ended=self._ended, log=log)
     self._remote: list[RemoteWorkers] = []
     self._lock = threading.Lock()  # of self._remote
     self._progress: dict[int, str] = {}  # by member: the last committed round when it ended last
     self._failures: dict[int, int] = {}
     self._missing: dict[int, float] = {}  # members without all connections: when that was first seen, by the clock
-    self._interrupted, self._failed = threading.Event(), threading.Event()
 
   def run(self) -> int:
     """Starts the members and supervises them to the end of the run. Returns the exit code of the run."""
     with handled(self._signalled, self._failed.set), contextlib.closing(self):
+      log(f"Process {os.getpid()} supervises the run, at {self._address}. SIGTERM to it saves and ends the run.")
       self._workers.start()
       while not self._server.over.wait(0.2) and not self._interrupted.is_set() and not self._failed.is_set():
         self._end_missing()
@@ -95,6 +97,7 @@ class Supervisor:
         self._end(FAILED, 0, self._grace + _END_SECONDS)
         return FAILED
       if self._interrupted.is_set():
+        log("Interrupted: all processes end without a save. SIGTERM instead of Ctrl-C saves first.")
         self._end(INTERRUPTED, signal.SIGINT, _INTERRUPT_SECONDS)
         return INTERRUPTED
       for member in self._workers.members - self._server.connected:
@@ -186,6 +189,11 @@ class Supervisor:
     elif host := self._host(member):
       log(f"Member {member} {reason}.")
       host.restart(member, progress=progress)
+
+  def _note(self, line: str) -> None:
+    """A decision of the coordinator. After Ctrl-C it decides about members that end as intended."""
+    if not self._interrupted.is_set():
+      log(line)
 
   def _kill(self, member: int, reason: str) -> None:
     if host := self._host(member):

@@ -81,6 +81,8 @@ class Workers:
         _wait_for(worker.processes, 0.0)
         threading.Thread(target=self._ended, args=(worker.member, _NOT_STARTED), daemon=True).start()
         return
+      pids = ", ".join(str(process.pid) for process in worker.processes)
+      self._log(f"Member {worker.member} is process {pids}.")
       for process in worker.processes:
         name = f"waits for member {worker.member}"
         threading.Thread(target=self._wait, args=(worker, worker.lives, process), name=name, daemon=True).start()

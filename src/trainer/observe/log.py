@@ -1,9 +1,11 @@
-"""The run's plain-text log: every line on stdout and in {run}/log.txt, word for word the same."""
+"""The run's plain-text log: every line on stdout and in {run}/log.txt, word for word the same, after its time."""
 
 from __future__ import annotations
 
 import sys
+import textwrap
 import threading
+import time
 from collections.abc import Callable
 
 from trainer.observe import files
@@ -14,8 +16,8 @@ LOG_FILE = "log.txt"
 class Log:
   """Prints and records lines; made once per process by `get` and passed to the components that log.
 
-  Lines have no prefix, because scripts read them (`completed step: 8, ...`). Each line is flushed. Only the primary
-  process prints.
+  Scripts read the lines (`completed step: 8, ...`), so only the time precedes them. Each line is flushed. Only the
+  primary process prints.
   """
 
   def __init__(self, lines: files.LineFile, *, quiet: bool = False) -> None:
@@ -31,6 +33,7 @@ class Log:
     if self._quiet:
       return
     with self._lock:
+      text = timed(text)
       self._lines.append(text)
       self._show(text)
 
@@ -39,6 +42,7 @@ class Log:
     if self._quiet:
       return
     with self._lock:
+      text = timed(text)
       self._lines.append(text)
       if self._details:
         self._show(text)
@@ -51,19 +55,19 @@ class Log:
   def record(self, text: str) -> None:
     """Records text in the file only. Takes no lock, so that a watchdog can use it while a print hangs."""
     if not self._quiet:
-      self._lines.append(text)
+      self._lines.append(timed(text))
 
   def warning(self, text: str) -> None:
     """Prints and records a line that starts with `warning: `; processes that are not primary print it on stderr."""
     if self._quiet:
-      print(f"warning: {text}", file=sys.stderr, flush=True)
+      warn(text)
     else:
       self.line(f"warning: {text}")
 
   def error(self, text: str) -> None:
     """Records what ended the run, and prints it on stderr, in every process."""
     self.record(text)
-    print(text, file=sys.stderr, flush=True)
+    print(timed(text), file=sys.stderr, flush=True)
 
   def redirect(self, printer: Callable[[str], None] | None, *, details: bool = True) -> None:
     """Prints through `printer` from now on, without the lines of `detail` if details=False; None: to stdout."""
@@ -94,6 +98,21 @@ def get(run_directory: str | None, *, is_primary: bool = True) -> Log:
   In a process that is not primary, `line`, `detail` and `record` do nothing, and warnings and errors go to stderr.
   """
   return Log(files.open_lines(run_directory if is_primary else None, LOG_FILE), quiet=not is_primary)
+
+
+def timed(text: str) -> str:
+  """Returns `text` with month, day and time (UTC, as in events.jsonl) in front of each line that is not blank."""
+  return textwrap.indent(text, time.strftime("%m-%d %H:%M:%S ", time.gmtime()))
+
+
+def tell(text: str) -> None:
+  """Prints lines with their time, for a process or a moment without a `Log`."""
+  to_stdout(timed(text))
+
+
+def warn(text: str) -> None:
+  """Prints a warning with its time on stderr, for a process that is not primary."""
+  print(timed(f"warning: {text}"), file=sys.stderr, flush=True)
 
 
 def to_stdout(text: str) -> None:

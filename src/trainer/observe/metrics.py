@@ -70,18 +70,15 @@ class StepRecord:
 
 
 def format_step_line(record: StepRecord) -> str:
-  """`completed step: 8, seconds: 0.159, TFLOP/s/device: 43.430, loss: 9.774, tokens/s/device: ...`, in fixed order."""
-  mfu = "n/a" if record.mfu is None else f"{100 * record.mfu:.1f}%"
+  """The line of a step: with the time in front it fits 120 columns. metrics.jsonl has all numbers."""
   return (
     f"completed step: {record.step}, seconds: {record.seconds:.3f}, TFLOP/s/device: {record.tflops_per_device:.3f}, "
-    f"loss: {record.loss:.3f}, tokens/s/device: {record.tokens_per_second_per_device:.0f}, MFU: {mfu}, "
-    f"lr: {record.lr:.2e}, grad_norm: {record.grad_norm:.3f}, tokens: {record.tokens}, slices: {record.slices}, "
-    f"data_wait: {record.data_wait:.3f}, eta: {format_duration(record.eta)}"
+    f"loss: {record.loss:.3f}, grad_norm: {record.grad_norm:.3f}, slices: {record.slices}"
   )
 
 
 def format_elastic_line(step: int, down_event_count: int, good_slice_count: int) -> str:
-  """The line of every step of an elastic run. Scripts read from it when the number of slices changed."""
+  """The line of the first step on a number of slices, in an elastic run. Scripts read from it when that changed."""
   return (
     f"step={step} elastic_manager.elastic_down_event_count={down_event_count} "
     f"elastic_manager.good_slice_count={good_slice_count}"

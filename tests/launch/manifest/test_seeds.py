@@ -115,7 +115,7 @@ NAMES = {
 # The programs of the guides, and what takes their place.
 PROGRAMS = {
   "python3 -m maxtext.trainers.pre_train.train \\\n    src/maxtext/": "exec python -m trainer \\\n    ",
-  "python3 src/maxtext/trainers/pre_train/train.py src/maxtext/": "exec python -m trainer ",
+  "python3 src/maxtext/trainers/pre_train/train.py src/maxtext/": "exec env JAX_PLATFORMS=tpu,cpu python -m trainer ",
   "python3 -m MaxText.elastic_train MaxText/": "exec python -m trainer ",
 }
 HARDWARE = "--image gcr.io/my-project/trainer --tpu-type v5litepod-16 --num-slices 3"
@@ -132,7 +132,7 @@ def with_our_names(text: str) -> str:
 
 def keys(guide: str) -> list[str]:
   """The configuration file and the keys of a guide's command."""
-  return with_our_names(guide).split("exec python -m trainer")[1].replace("\\", " ").replace('"', " ").split()
+  return with_our_names(guide).split("python -m trainer")[1].replace("\\", " ").replace('"', " ").split()
 
 
 def test_the_command_of_the_elastic_guide():

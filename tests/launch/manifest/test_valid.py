@@ -117,7 +117,9 @@ def assert_command_is_known(case: str) -> None:
   flags = {word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")}
   assert flags and flags <= set(FLAGS[target].split())
   command = next(word for word in words if word.startswith("--command="))
-  assert re.match(r"--command=exec (env \S+ \S+ )?python -m trainer\s", command)
+  assert re.match(r"--command=exec (env (\S+ )+)?python -m trainer\s", command)
+  # A TPU host that finds no TPU must fail, not train on its CPU. xpk gives the head of Pathways its environment.
+  assert "JAX_PLATFORMS=" in command or words[:3] == ["xpk", "workload", "create-pathways"]
 
 
 def test_twelve_varied_jobs_are_valid():

@@ -11,6 +11,8 @@ from trainer.launch.manifest.job import CACHE_FOLDER, Job
 
 # A killed process (137), a segmentation fault (139) and an unhandled SIGTERM (143) say nothing about the input.
 _RESTART_ON = "42,134,137,139,143"
+# Without TPUs the program must fail, not train on the CPU.
+_TPU_ENVIRONMENT = "JAX_PLATFORMS=tpu,cpu"
 # The Pathways head of some versions of gcluster gives the program no environment. The proxy is in the same pod.
 _PATHWAYS_ENVIRONMENT = "JAX_PLATFORMS=proxy JAX_BACKEND_TARGET=grpc://localhost:29000"
 
@@ -46,7 +48,8 @@ def xpk(job: Job) -> str:
       # xpk writes a / before the path.
       options += [f"--ramdisk-directory={job.local_folder.lstrip('/')}", "--mtc-enabled"]
       comments.append(f"Create the cluster with --enable-mtc --mtc-ramdisk-size={job.ramdisk_mebibytes}Mi.")
-  return _text(comments, f"xpk workload {'create-pathways' if job.pathways else 'create'}", options, job, "")
+  program, environment = ("create-pathways", "") if job.pathways else ("create", _TPU_ENVIRONMENT)
+  return _text(comments, f"xpk workload {program}", options, job, environment)
 
 
 def gcluster(job: Job) -> str:
@@ -85,12 +88,13 @@ def gcluster(job: Job) -> str:
     options.append(f"--mount={shlex.quote(f'{given.cache_volume};{CACHE_FOLDER};rw')}")
   for name, value in (("service-account", given.service_account), ("queue", given.queue)):
     options += [f"--{name}={value}"] if value else []
-  return _text(comments, "gcluster job submit", options, job, _PATHWAYS_ENVIRONMENT if job.pathways else "")
+  environment = _PATHWAYS_ENVIRONMENT if job.pathways else _TPU_ENVIRONMENT
+  return _text(comments, "gcluster job submit", options, job, environment)
 
 
 def _text(comments: list[str], program: str, options: list[str], job: Job, environment: str) -> str:
   """The comments, and the command with one option and one key per line. environment: NAME=value for the program."""
-  first = f"exec {'env ' if environment else ''}{environment}".rstrip() + " python -m trainer"
+  first = f"exec env {environment} python -m trainer" if environment else "exec python -m trainer"
   words = [first, *map(shlex.quote, job.words)]
   inner = " \\\n    ".join(map(_in_double_quotes, words))
   lines = [program, *options, f'--command="{inner}"']

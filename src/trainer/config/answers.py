@@ -1,0 +1,58 @@
+"""Names and values of other programs that this program lacks: the answer to a user who gives one of them.
+
+answers.yml has them: the keys of MaxText, options of launchers, and settings of other trainers.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from fnmatch import translate
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+# What an unknown value of a key may have been meant for.
+HINTS = {"cluster": "If this is the name of a GKE cluster, give it to xpk or gcluster, outside the command.\n"}
+
+# Values of MaxText that mean "not set", and what they are here.
+_UNSET = {"num_slices": {"-1": "0"}, "compile_topology_num_slices": {"-1": "1"}}
+
+
+def answer(name: str) -> tuple[str, str] | None:
+  """Returns (what `name` is, what to do), or None if it is no name of another program that this program lacks.
+
+  name: with _ for -, and perhaps with a section: a section that the answers do not name makes no difference.
+  """
+  for spelled in dict.fromkeys([name, name.rpartition(".")[2]]):
+    for pattern, entry in _patterns("keys", "names"):
+      if pattern.fullmatch(spelled):
+        return entry["what"], entry["remedy"]
+  return None
+
+
+def answer_for_value(name: str, value: str) -> str | None:
+  """Returns what to do instead of giving another program's `value` of the key `name`; None for other values."""
+  for pattern, entry in _patterns("values", "values"):
+    if entry["key"] == name and pattern.fullmatch(value):
+      return entry["remedy"]
+  return None
+
+
+def translated(name: str, value: str) -> str:
+  """Returns `value` of the key `name`, with MaxText's value for "not set" replaced by the one of this program."""
+  return _UNSET.get(name, {}).get(value, value)
+
+
+@functools.cache
+def tables() -> dict[str, list[dict[str, str]]]:
+  """Returns answers.yml: the first entry that matches counts, and * in a name is any text."""
+  loader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # texts only: true stays "true"
+  tables: dict[str, list[dict[str, str]]] = yaml.load((Path(__file__).with_name("answers.yml")).read_text(), loader)
+  return tables
+
+
+@functools.cache
+def _patterns(table: str, field: str) -> list[tuple[re.Pattern[str], dict[str, str]]]:
+  return [(re.compile("|".join(map(translate, entry[field].split()))), entry) for entry in tables()[table]]

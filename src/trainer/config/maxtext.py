@@ -157,10 +157,10 @@ _KEYS: tuple[tuple[str, str], ...] = (
   ("global_head_dim", "Set head_dim."),
   ("global_num_kv_heads", "Set base_num_kv_heads."),
   (
-    "num_experts num_experts_per_tok base_moe_mlp_dim moe_* megablox sparse_matmul capacity_factor num_moe_* "
-    "ragged_buffer_factor ragged_gather* load_balance_loss_weight use_random_routing use_custom_sort_vjp "
+    "moe_* megablox sparse_matmul capacity_factor num_moe_* "
+    "ragged_buffer_factor ragged_gather* use_random_routing use_custom_sort_vjp "
     "use_ring_of_experts use_ragged_sort use_gather_mosaic_kernel wi_tile_* wo_tile_* merge_gating_gmm use_tokamax_gmm "
-    "use_gmm_v2 norm_topk_prob shard_exp_on_fsdp use_2d_fsdp_sharding first_num_dense_layers shared_experts "
+    "use_gmm_v2 shard_exp_on_fsdp use_2d_fsdp_sharding first_num_dense_layers shared_experts "
     "routed_* n_routing_groups topk_routing_group first_num_hash_layers float32_weight_sum float32_gate_logits "
     "use_batch_split_schedule batch_split_factor interleave_moe_layer_step *_expert_parallelism",
     _DENSE,

@@ -94,6 +94,7 @@ class Program:
   mesh: Mesh
   model: DecoderFunctions
   attention: Attention
+  grouped_matmul: grouped_matmul.Chosen  # of experts
   optimizer: optax.GradientTransformation
   plan: BatchPlan  # the rows of the global batch that each slice computes
   state: TrainState  # abstract, with shardings
@@ -229,6 +230,7 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     mesh=mesh,
     model=model,
     attention=kernel,
+    grouped_matmul=grouped,
     optimizer=optimizer,
     plan=plan,
     state=state.abstract(model, optimizer, mesh, config.parallelism.sharding_tolerance),

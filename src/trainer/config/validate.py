@@ -122,6 +122,11 @@ def _experts(model: ModelSection) -> Iterator[str]:
       f"num_experts={model.num_experts}: with decoder_sparse_step={model.decoder_sparse_step} and mlp_only_layers="
       f"{model.mlp_only_layers} no layer has experts.\nSet num_experts=1 for a dense model."
     )
+  if model.num_experts > 1 and model.quantization:
+    yield (
+      f"quantization={model.quantization}: the matmuls of experts (num_experts={model.num_experts}) have no 8-bit form.\n"
+      'Set quantization="".'
+    )
   if model.scan_layers and 0 < len(sparse) < len(layers):
     yield (
       "scan_layers=true: with this decoder_sparse_step or mlp_only_layers some layers have experts and others have "

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 # (x [M, K], w [E, K, N], sizes int32 [E]) -> [M, N] in the dtype of x. The first sizes[0] rows belong to group 0, and so
 # on; the sizes add up to M. Differentiable in x and w.
@@ -19,31 +20,40 @@ GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-  """A grouped matmul and its name for the log."""
+  """A grouped matmul, its name, and why it was chosen, for the log."""
 
   name: str
+  reason: str
   function: GroupedMatmul
 
 
 def choose(platform: str) -> Chosen:
   """Returns the grouped matmul for a platform: "cpu", "gpu" or "tpu"."""
   if platform == "tpu":
-    return Chosen("megablox", _megablox)
+    return Chosen("megablox", "the Pallas kernel of JAX for TPUs", _megablox)
   if platform == "gpu":
-    return Chosen("ragged_dot", jax.lax.ragged_dot)
-  return Chosen("tiles", in_tiles)
+    return Chosen("ragged_dot", "XLA's operation for GPUs", jax.lax.ragged_dot)
+  return Chosen("tiles", "XLA's ragged_dot computes every expert for every token on a CPU", in_tiles)
 
 
 def _megablox(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
   """The Pallas kernel of JAX for TPUs. Rows are padded to whole tiles."""
   from jax.experimental.pallas.ops.tpu.megablox import gmm  # imported here: only a TPU needs Pallas
 
-  tile = 512
-  rows = len(x)
-  # The rows of the padding belong to the last group. They are zeros, and so are their results.
-  padded = jnp.pad(x, ((0, -rows % tile), (0, 0)))
-  sizes = sizes.at[-1].add(len(padded) - rows)
-  return gmm(padded, w.astype(x.dtype), sizes, x.dtype, (tile, min(tile, w.shape[1]), min(tile, w.shape[2])))[:rows]
+  tiles = (512, min(512, w.shape[1]), min(512, w.shape[2]))
+
+  def run(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    # The rows of the padding belong to the last group. They are zeros, and so are their results.
+    padded = jnp.pad(x, ((0, -len(x) % tiles[0]), (0, 0)))
+    sizes = sizes.at[-1].add(len(padded) - len(x))
+    return gmm(padded, w.astype(x.dtype), sizes, x.dtype, tiles)[: len(x)]
+
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    return run(x, w, sizes)
+  # XLA cannot partition a Pallas kernel, not even over axes of one device.
+  whole, axes = PartitionSpec(), set(mesh.axis_names) - set(mesh.manual_axes)
+  return jax.shard_map(run, axis_names=axes, in_specs=whole, out_specs=whole, check_vma=False)(x, w, sizes)
 
 
 @jax.custom_vjp

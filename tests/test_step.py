@@ -144,7 +144,7 @@ def _fresh(values: str) -> TrainState:
 
   def draw(path, leaf):
     parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-    if parts[-1] == "scale":
+    if parts[-1] in ("scale", "load"):
       return np.ones(leaf.shape, leaf.dtype)
     layer = next((int(part) for part in parts if part.isdigit()), None)  # a layer of its own is one of the stacked ones
     shape = leaf.shape if layer is None else (cfg.model.num_decoder_layers, *leaf.shape)

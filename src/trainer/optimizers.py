@@ -145,15 +145,15 @@ def _per_layer(optimizer: optax.GradientTransformation, logical_axes: Any) -> op
 
 
 def _is_matrix(axes: tuple[str, ...]) -> bool:
-  """Whether a weight is a matrix: not the scale of a norm, not the embedding table (also if it is the head)."""
-  return _TABLE not in axes and "norm" not in axes
+  """Whether a weight is a matrix: no scale of a norm, load of experts, or embedding table (also if it is the head)."""
+  return not {_TABLE, "norm", "load"} & set(axes)
 
 
 def _muon_dims(axes: tuple[str, ...]) -> contrib.MuonDimensionNumbers | None:
   """Dims of a projection as a matrix for Muon, with heads and head_dim as one side; None if Adam updates the weight."""
   if not _is_matrix(axes) or _VOCABULARY in axes:
     return None
-  own = [i for i, axis in enumerate(axes) if axis != "layers"]
+  own = [i for i, axis in enumerate(axes) if axis not in ("layers", "experts")]
   reads_residual = axes[own[0]] == "embed"
   split = own[:1] if reads_residual else own[:-1]
   rest = [i for i in own if i not in split]

@@ -30,7 +30,7 @@ from trainer.config.schema import Config, RematPolicy
 from trainer.data import Batch, Loader
 from trainer.elastic import batch_plan
 from trainer.elastic.batch_plan import BatchPlan
-from trainer.kernels import attention, projection
+from trainer.kernels import attention, grouped_matmul, projection
 from trainer.kernels.attention import Attention
 from trainer.kernels.cross_entropy import CHUNK_LOGITS_BYTES
 from trainer.models import rope
@@ -94,6 +94,7 @@ class Program:
   mesh: Mesh
   model: DecoderFunctions
   attention: Attention
+  grouped_matmul: grouped_matmul.Chosen  # of experts
   optimizer: optax.GradientTransformation
   plan: BatchPlan  # the rows of the global batch that each slice computes
   state: TrainState  # abstract, with shardings
@@ -218,7 +219,9 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
   project = projection.choose(platform, cfg.quantization, gathers_again, first_stage)
   tokens = len(slices) * rows * length // (mesh.shape[mesh_lib.DATA] * mesh.shape[mesh_lib.FSDP])
   neighbours = sharding.head_neighbours(mesh, tokens, cfg.vocab_size)
-  kernels = Kernels(kernel, project, rope.choose_rotate_half(platform), CHUNK_LOGITS_BYTES[platform], neighbours)
+  grouped = grouped_matmul.choose(platform)
+  rotate_half, chunk = rope.choose_rotate_half(platform), CHUNK_LOGITS_BYTES[platform]
+  kernels = Kernels(kernel, grouped.function, project, rotate_half, chunk, neighbours)
   model = DecoderFunctions(cfg, kernels)
   optimizer = optimizers.build(config.optimizer, model.logical_axes(), cfg.weight_dtype)
   schedule = optimizers.schedule(config.optimizer, config.run.steps)
@@ -227,6 +230,7 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     mesh=mesh,
     model=model,
     attention=kernel,
+    grouped_matmul=grouped,
     optimizer=optimizer,
     plan=plan,
     state=state.abstract(model, optimizer, mesh, config.parallelism.sharding_tolerance),

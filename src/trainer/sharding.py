@@ -33,6 +33,8 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
   "kv_heads": (TENSOR,),
   "mlp": (TENSOR,),
   "head_dim": (),
+  "experts": (),
+  "load": (),
   "norm": (),
 }
 # Dims that stay unsharded if their size does not divide: another dim of the same array then uses the mesh axis. With
@@ -52,6 +54,7 @@ ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
   "kv_heads": (TENSOR,),
   "mlp": (TENSOR,),
   "head_dim": (),
+  "experts": (),
   # For the embedding lookup, each chip has all tokens of the slice and a part of the width (see Decoder).
   "table_vocab": (FSDP,),
   "lookup_batch": (),
@@ -304,17 +307,19 @@ def is_manual_over_fsdp() -> bool:
 
 
 def with_whole_weight(
-  run: Callable[[jax.Array, jax.Array], jax.Array],
-  x: jax.Array,
+  run: Callable[[Any, jax.Array], jax.Array],
+  x: Any,
   w: jax.Array,
   axes: tuple[str, ...],
   first_stage: int = 1,
+  sums_over_tensor: bool = False,
 ) -> jax.Array:
-  """Returns run(x, whole weight) [B, T, ...] for x [B, T, ...], in a trace that is manual over fsdp.
+  """Returns run(x, whole weight) [B, T, ...] for arrays x [B, T, ...], in a trace that is manual over fsdp.
 
   w: the device's shard of the weight, with logical `axes`. Shards over tensor stay shards. first_stage: see the
   function `first_stage`. The derivative sums the gradients of the weight over fsdp and context, and returns the
-  device's own shard of the sum. Each shard of context computes its part of T.
+  device's own shard of the sum. Each shard of context computes its part of T. sums_over_tensor: `run` is manual over
+  tensor too, and adds up the results of its shards.
   """
   context, rules = num_shards(CONTEXT), [PARAMETER_RULES[axis] for axis in axes]
   dim = next(dim for dim, rule in enumerate(rules) if FSDP in rule)
@@ -322,13 +327,16 @@ def with_whole_weight(
   gather = functools.partial(_gather, dim=dim, over=over, first_stage=first_stage)
   whole = [TENSOR if TENSOR in rule else None for rule in rules]
   shard = [CONTEXT if i == dim and CONTEXT in over else entry for i, entry in enumerate(whole)]
+  own = (TENSOR,) if sums_over_tensor else ()
   if context == 1:
-    return run(x, on_shards((TENSOR,), gather, PartitionSpec(*shard), PartitionSpec(*whole), w))
+    w = on_shards((TENSOR,), gather, PartitionSpec(*shard), PartitionSpec(*whole), w)
+    return on_shards(own, run, (PartitionSpec(), PartitionSpec(*whole)), PartitionSpec(), x, w)
   # The gathered weight has a dim of context, so that the gradients of its copies are added by the reduce-scatter only.
   copies = PartitionSpec(CONTEXT, *whole)
   w = on_shards((TENSOR, CONTEXT), lambda w: gather(w)[None], PartitionSpec(*shard), copies, w)
   length = PartitionSpec(None, CONTEXT)
-  return on_shards((CONTEXT,), lambda x, w: run(x, w[0]), (length, PartitionSpec(CONTEXT)), length, x, w)
+  given = copies if sums_over_tensor else PartitionSpec(CONTEXT)
+  return on_shards((*own, CONTEXT), lambda x, w: run(x, w[0]), (length, given), length, x, w)
 
 
 def _gather(w: jax.Array, dim: int, over: tuple[str, ...], first_stage: int) -> jax.Array:
@@ -344,7 +352,7 @@ def _gather(w: jax.Array, dim: int, over: tuple[str, ...], first_stage: int) -> 
 
 
 def on_shards(
-  axes: tuple[str, ...], run: Callable[..., jax.Array], given: Any, result: PartitionSpec, *arrays: jax.Array
+  axes: tuple[str, ...], run: Callable[..., jax.Array], given: Any, result: PartitionSpec, *arrays: Any
 ) -> jax.Array:
   """Returns run(*arrays), computed by each shard of the mesh `axes` on its own parts.
 

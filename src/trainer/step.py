@@ -24,11 +24,12 @@ from trainer.data import Batch
 from trainer.grad_reduce import GradReduce
 from trainer.kernels.cross_entropy import linear_cross_entropy
 from trainer.mesh import CONTEXT, DATA, FSDP, TENSOR
+from trainer.models import experts
 from trainer.models.decoder import DecoderFunctions, Params
 from trainer.sharding import constrain, num_shards
 from trainer.state import TrainState, shardings
 
-# The metrics of a step, in the order of their array. It is one array, because a controller needs two requests to read
+# The metrics of a step, in the order of their array; a model with experts has experts.METRICS after them. It is one array, because a controller needs two requests to read
 # an array through a Pathways proxy.
 METRICS = ("loss", "z_loss", "grad_norm", "lr", "weight", "skipped")
 
@@ -156,24 +157,26 @@ def apply_gradients(
   state: TrainState,
   sums: Sums,
 ) -> tuple[TrainState, jax.Array]:
-  """Returns the next state and the step's metrics, float32 [len(METRICS)]; `metric_values` gives them names.
+  """Returns the next state and the step's metrics, float32; `metric_values` gives them names.
 
   loss and z_loss are in nats per token, grad_norm is before clipping, weight is a sum over tokens, skipped is the
   number of non-finite steps in a row, including this one. If the loss or a gradient is not finite, weights and
   optimizer state stay unchanged.
   """
   weight = jnp.maximum(sums.weight, 1.0)
-  norm = optax.tree.norm(sums.grads) / weight
+  sum_grads, counts = experts.split_loads(sums.grads)
+  norm = optax.tree.norm(sum_grads) / weight
   loss = sums.loss / weight
   finite = jnp.isfinite(norm) & jnp.isfinite(loss)
   scale = 1.0 / weight
   if cfg.gradient_clipping_threshold > 0:
     scale *= jnp.minimum(1.0, cfg.gradient_clipping_threshold / jnp.maximum(norm, 1e-12))
   # Mean and clipping in one product: the gradients are read by the norm and by the optimizer, and not stored again.
-  grads = jax.tree.map(lambda g: g * scale, sums.grads)
+  grads = jax.tree.map(lambda g: g * scale, sum_grads)
   rate = schedule(state.step)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   params = jax.tree.map(lambda p, u: (p.astype(jnp.float32) + rate * u).astype(p.dtype), state.params, updates)
+  params, router = experts.take_loads(params, counts)
   keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
   skipped = jnp.where(finite, 0, state.skipped + 1)
   new_state = TrainState(
@@ -190,12 +193,12 @@ def apply_gradients(
     "weight": sums.weight,
     "skipped": skipped,
   }
-  return new_state, jnp.stack([metrics[name].astype(jnp.float32) for name in METRICS])
+  return new_state, jnp.stack([x.astype(jnp.float32) for x in (*map(metrics.get, METRICS), *router.values())])
 
 
 def metric_values(metrics: jax.Array | np.ndarray) -> dict[str, float]:
   """Returns the metrics of a step by name. Waits for the step."""
-  return dict(zip(METRICS, np.asarray(metrics).tolist(), strict=True))
+  return dict(zip(METRICS + experts.METRICS, np.asarray(metrics).tolist(), strict=False))
 
 
 def build_train_step(

@@ -23,23 +23,35 @@ def parameter_count(model: ModelSection) -> int:
   """Number of parameters of the decoder. A tied embedding counts once."""
   tables = 1 if model.logits_via_embedding else 2
   norms = 2 * model.emb_dim + (2 * model.head_dim if model.use_qk_norm else 0)
-  per_layer = _layer_matmul_parameters(model) + norms
-  return tables * model.vocab_size * model.emb_dim + model.num_decoder_layers * per_layer + model.emb_dim
+  layers = _layers_matmul_parameters(model, model.num_experts) + model.num_decoder_layers * norms
+  return tables * model.vocab_size * model.emb_dim + layers + model.emb_dim
+
+
+def active_parameter_count(model: ModelSection) -> int:
+  """Number of parameters that compute one token: all, or those of its k experts instead of those of all experts."""
+  idle = _layers_matmul_parameters(model, model.num_experts)
+  return parameter_count(model) - idle + _layers_matmul_parameters(model, model.num_experts_per_tok)
 
 
 def flops_per_token(model: ModelSection, sequence_length: int) -> float:
   """Model FLOPs of one training step per token, forward and backward, at T = sequence_length.
 
-  The sum of two parts: 6 per parameter of a matmul (2 forward, 4 backward), with the output head and without the
+  The sum of two parts: 6 per active parameter of a matmul (2 forward, 4 backward), with the output head and without the
   embedding lookup and the norms; and 12 L N H T / 2 for the two attention matmuls, which are causal and so need half of
   the square. Recomputation by remat is not counted: this is the numerator of MFU, not of hardware utilisation.
   """
-  matmuls = model.num_decoder_layers * _layer_matmul_parameters(model) + model.vocab_size * model.emb_dim
+  matmuls = _layers_matmul_parameters(model, model.num_experts_per_tok) + model.vocab_size * model.emb_dim
   attention = 12 * model.num_decoder_layers * model.num_query_heads * model.head_dim * sequence_length / 2
   return 6.0 * matmuls + attention
 
 
-def _layer_matmul_parameters(model: ModelSection) -> int:
-  """Number of weights in the matmuls of one layer: queries and output D N H, keys and values D K H, SwiGLU 3 D F."""
-  heads = 2 * model.num_query_heads + 2 * model.num_kv_heads
-  return model.emb_dim * heads * model.head_dim + 3 * model.emb_dim * model.mlp_dim
+def _layers_matmul_parameters(model: ModelSection, experts: int) -> int:
+  """Number of weights in the matmuls of all layers, with so many of the experts of a layer that has some.
+
+  Queries and output have D N H, keys and values D K H, a SwiGLU 3 D F, and a router D E.
+  """
+  layers, D = model.num_decoder_layers, model.emb_dim
+  sparse = sum(map(model.has_experts, range(layers)))
+  heads = (2 * model.num_query_heads + 2 * model.num_kv_heads) * model.head_dim
+  dense = (layers - sparse) * 3 * model.mlp_dim
+  return D * (layers * heads + dense + sparse * (3 * experts * model.moe_mlp_dim + model.num_experts))

@@ -9,6 +9,7 @@ from __future__ import annotations
 CHANGES_STATE = frozenset({
   "base_emb_dim", "base_num_decoder_layers", "base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "head_dim",
   "vocab_size", "global_parameter_scale", "use_qk_norm", "logits_via_embedding", "opt_type",
+  "num_experts", "base_moe_mlp_dim", "decoder_sparse_step", "mlp_only_layers",
 })  # fmt: skip
 
 # The function that the model computes, the types of its arrays (a checkpoint is cast to them), and the initialization:
@@ -16,7 +17,7 @@ CHANGES_STATE = frozenset({
 CHANGES_MODEL = frozenset({
   "normalization_layer_epsilon", "rope_max_timescale", "rope_type", "rope_scaling_factor", "rope_low_freq_factor",
   "rope_high_freq_factor", "rope_original_max_position_embeddings", "initializer_range", "init_weights_seed", "dtype",
-  "weight_dtype", "matmul_precision", "quantization", "mu_dtype",
+  "weight_dtype", "matmul_precision", "quantization", "mu_dtype", "num_experts_per_tok", "norm_topk_prob",
 })  # fmt: skip
 
 # The examples of each step.
@@ -54,7 +55,7 @@ FREE = frozenset({
   "learning_rate_schedule_steps", "warmup_steps_fraction", "learning_rate_final_fraction",
   "wsd_decay_steps_fraction", "wsd_decay_style", "adam_b1", "adam_b2", "adam_eps", "adam_weight_decay",
   "weight_decay_mask", "grad_reduce_dtype", "gradient_clipping_threshold", "z_loss_multiplier", "num_vocab_tiling",
-  "max_nonfinite_steps",
+  "max_nonfinite_steps", "load_balance_loss_weight",
 })  # fmt: skip
 
 # The values of allow_config_change: keys, and names in `identity`, for which a resume is refused but would work.

@@ -112,6 +112,30 @@ class ModelSection(Section):
   base_mlp_dim: Annotated[int, Field(ge=1, le=2**24)] = Field(
     1536, description="F: hidden width of the SwiGLU feed-forward, before global_parameter_scale."
   )
+  num_experts: Annotated[int, Field(ge=1, le=2**12)] = Field(
+    1, description="E: experts of a layer with a mixture of experts (Qwen3-MoE). 1: a dense model."
+  )
+  num_experts_per_tok: Annotated[int, Field(ge=1, le=2**8)] = Field(
+    1, description="k: experts that compute a token. At most num_experts."
+  )
+  base_moe_mlp_dim: Annotated[int, Field(ge=1, le=2**20)] = Field(
+    768, description="Hidden width of one expert, before global_parameter_scale."
+  )
+  norm_topk_prob: bool = Field(True, description="Divide the router's probabilities of the k experts by their sum.")
+  decoder_sparse_step: Positive = Field(
+    1,
+    description="Every so many layers one has experts: layers i with (i + 1) % decoder_sparse_step = 0. The others are dense. Not 1: needs scan_layers=false.",
+  )
+  mlp_only_layers: str = Field(
+    "",
+    pattern=r"^(\d+(, ?\d+)*)?$",
+    description="Layers without experts, counted from 0 and separated by commas. Needs scan_layers=false.",
+  )
+  load_balance_loss_weight: float = Field(
+    0.001,
+    ge=0,
+    description="Weight of the loss that balances the load of the experts: E times the sum over experts of their load in the step before times their mean probability, as a mean over layers.",
+  )
   head_dim: Annotated[int, Field(ge=1, le=2**13)] = Field(
     64, description="H: width of one attention head. Must be even."
   )
@@ -213,6 +237,20 @@ class ModelSection(Section):
   @property
   def mlp_dim(self) -> int:
     return self.base_mlp_dim * self._scales[0]
+
+  @property
+  def moe_mlp_dim(self) -> int:
+    return self.base_moe_mlp_dim * self._scales[0]
+
+  def has_experts(self, layer: int) -> bool:
+    """Whether the layer (from 0) has experts instead of the feed-forward of a dense model."""
+    dense = layer in self.dense_layers or (layer + 1) % self.decoder_sparse_step != 0
+    return self.num_experts > 1 and not dense
+
+  @property
+  def dense_layers(self) -> list[int]:
+    """The layers of mlp_only_layers."""
+    return [int(layer) for layer in self.mlp_only_layers.split(",") if layer]
 
   @property
   def num_decoder_layers(self) -> int:

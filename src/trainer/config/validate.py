@@ -107,6 +107,33 @@ def _allow_config_change(allowed: str) -> Iterator[str]:
       )
 
 
+def _experts(model: ModelSection) -> Iterator[str]:
+  if model.num_experts_per_tok > model.num_experts:
+    yield (
+      f"num_experts_per_tok={model.num_experts_per_tok}: must be at most num_experts={model.num_experts}.\n"
+      "Lower it or raise num_experts."
+    )
+  layers = range(model.num_decoder_layers)
+  if outside := [layer for layer in model.dense_layers if layer not in layers]:
+    yield f"mlp_only_layers={model.mlp_only_layers}: {outside} are no layers of this model.\nThey count from 0 to {len(layers) - 1}."
+  sparse = [layer for layer in layers if model.has_experts(layer)]
+  if model.num_experts > 1 and not sparse:
+    yield (
+      f"num_experts={model.num_experts}: with decoder_sparse_step={model.decoder_sparse_step} and mlp_only_layers="
+      f"{model.mlp_only_layers} no layer has experts.\nSet num_experts=1 for a dense model."
+    )
+  if model.num_experts > 1 and model.quantization:
+    yield (
+      f"quantization={model.quantization}: the matmuls of experts (num_experts={model.num_experts}) have no 8-bit form.\n"
+      'Set quantization="".'
+    )
+  if model.scan_layers and 0 < len(sparse) < len(layers):
+    yield (
+      "scan_layers=true: with this decoder_sparse_step or mlp_only_layers some layers have experts and others have "
+      "not, and a scan needs equal layers.\nSet scan_layers=false."
+    )
+
+
 def _model(model: ModelSection) -> Iterator[str]:
   scale = model.global_parameter_scale
   if scale & (scale - 1):
@@ -122,6 +149,7 @@ def _model(model: ModelSection) -> Iterator[str]:
   yield from rules.heads_share(model.base_num_query_heads, model.base_num_kv_heads)
   if model.head_dim % 2:
     yield (f"head_dim={model.head_dim}: must be even, because RoPE rotates pairs of values.\nUse {model.head_dim + 1}.")
+  yield from _experts(model)
   if model.num_decoder_layers % model.scan_unroll:
     yield (
       f"scan_unroll={model.scan_unroll}: must divide the number of layers, {model.num_decoder_layers}.\n"
@@ -249,6 +277,7 @@ def _shards(config: Config) -> Iterator[str]:
     ("tensor", "base_num_query_heads", model.num_query_heads),
     ("tensor", "base_num_kv_heads", model.num_kv_heads),
     ("tensor", "base_mlp_dim", model.mlp_dim),
+    ("tensor", "base_moe_mlp_dim", model.moe_mlp_dim if model.num_experts > 1 else 0),
     ("fsdp", "base_emb_dim", model.emb_dim),
     ("context", "max_target_length", config.data.max_target_length),
   ):

@@ -6,12 +6,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from trainer import sharding
 from trainer.kernels import quantized
+from trainer.mesh import CONTEXT, TENSOR
 
 Axes = tuple[str, ...]
 
@@ -44,12 +47,35 @@ class Projection:
   def _project(self, x: jax.Array, w: jax.Array, axes: Axes, contracted: int) -> jax.Array:
     if not sharding.is_manual_over_fsdp():
       return self.function(x, w, contracted)
-    multiply = lambda x, w: self.function(x, w, contracted)
-    run = lambda x, w: sharding.with_whole_weight(multiply, x, w, axes, self.first_stage)
+    return self._gathered(lambda x, w: self.function(x, w, contracted), x, w, axes, x.dtype)
+
+  def _gathered(
+    self,
+    multiply: Callable[[Any, jax.Array], jax.Array],
+    x: Any,
+    w: jax.Array,
+    axes: Axes,
+    dtype: jnp.dtype,
+    sums_over_tensor: bool = False,
+  ) -> jax.Array:
+    """Returns multiply(x, whole w). The shards of w travel in `dtype`, or in gather_dtype."""
+    run = lambda x, w: sharding.with_whole_weight(multiply, x, w, axes, self.first_stage, sums_over_tensor)
     # Without the barrier, the TPU compiler may choose the layout of a shard for a later matmul, and then copy the whole
     # gathered weight.
-    shard = _with_barrier(w).astype(self.gather_dtype or x.dtype)
+    shard = _with_barrier(w).astype(self.gather_dtype or dtype)
     return (jax.checkpoint(run) if self.gathers_again else run)(x, shard)
+
+  def with_whole(self, run: Callable[[Any, jax.Array], jax.Array], x: Any, w: jax.Array, axes: Axes) -> jax.Array:
+    """Returns run(x, whole w) [B, T, ...] for arrays x [B, T, ...]; axes: the logical axes of w, of which tensor shards
+    the last.
+
+    For more than a matmul: `run` gets the tokens of one shard of fsdp and context, and w is gathered for it. It is
+    manual over tensor, if that has shards, and adds up their results.
+    """
+    if sharding.is_manual_over_fsdp():
+      return self._gathered(run, x, w, axes, w.dtype, sums_over_tensor=True)
+    own, shard = PartitionSpec(None, CONTEXT), PartitionSpec(*[None] * (w.ndim - 1), TENSOR)
+    return sharding.on_shards((TENSOR, CONTEXT), run, (own, shard), own, x, w)
 
   def project_all(self, x: jax.Array, weights: Sequence[jax.Array], axes: Axes) -> tuple[jax.Array, ...]:
     """Returns x [*B, K] times each of the `weights` [K, N], [*B, N] each. axes: the logical axes of each weight.

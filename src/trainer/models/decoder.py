@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from trainer.config.schema import ModelSection
@@ -20,7 +21,8 @@ from trainer.grad_reduce import GradReduce
 from trainer.kernels import remat
 from trainer.mesh import CONTEXT, FSDP, TENSOR
 from trainer.models import rope
-from trainer.models.layers import AttentionFunction, DecoderLayer, Kernels, RMSNorm, normal_param
+from trainer.models.experts import Experts
+from trainer.models.layers import Attention, AttentionFunction, FeedForward, Kernels, RMSNorm, normal_param
 from trainer.sharding import constrain, manual_over_fsdp, num_shards, of_all_slices, on_shards
 
 # A nested dict of arrays. With scan_layers, `layers` holds arrays stacked on a leading dim L; else {"0": .., "1": ..}.
@@ -28,6 +30,35 @@ Params = dict[str, Any]
 
 # Largest standard deviation of a fresh model's logits. Half its square, 0.04, is what they add to the loss ln(V).
 _HEAD_STD = 0.28
+
+
+class DecoderLayer(nnx.Module):
+  """Pre-norm residual layer: x + attention(norm(x)), then + feed_forward(norm(x)).
+
+  The feed-forward is that of a dense model or a mixture of experts. keys: `keys_per_layer` random keys.
+  """
+
+  def __init__(self, cfg: ModelSection, kernels: Kernels, index: int, *, keys: jax.Array) -> None:
+    # Matrices that write to the residual stream start smaller, so that its variance does not grow with depth (GPT-2).
+    out_std = cfg.initializer_range / (2 * cfg.num_decoder_layers) ** 0.5
+    self.attention_norm = RMSNorm(cfg.emb_dim, cfg)
+    self.attention = Attention(cfg, kernels, out_std, keys=keys[: Attention.KEYS])
+    self.feed_forward_norm = RMSNorm(cfg.emb_dim, cfg)
+    self.has_experts = cfg.has_experts(index)
+    kind = Experts if self.has_experts else FeedForward
+    self.feed_forward = kind(cfg, kernels, out_std, keys=keys[Attention.KEYS :][: kind.KEYS])
+
+  def __call__(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+    x_BTD = checkpoint_name(constrain(x_BTD, "batch", "length", "embed"), "decoder_layer_input")
+    with jax.named_scope("attention"):
+      x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos, sin, segment_ids_BT)
+    with jax.named_scope("feed_forward"):
+      rows = self.feed_forward_norm(x_BTD)
+      return x_BTD + (self.feed_forward(rows, segment_ids_BT) if self.has_experts else self.feed_forward(rows))
+
+
+def _keys_per_layer(cfg: ModelSection) -> int:
+  return Attention.KEYS + (Experts.KEYS if cfg.num_experts > 1 else FeedForward.KEYS)
 
 
 class Decoder(nnx.Module):
@@ -40,15 +71,16 @@ class Decoder(nnx.Module):
   def __init__(self, cfg: ModelSection, kernels: Kernels, *, key: jax.Array) -> None:
     V, D, L = cfg.vocab_size, cfg.emb_dim, cfg.num_decoder_layers
     # Split once for all weights: on a CPU each split takes a tenth of a second to compile.
-    keys = jax.random.split(key, 2 + L * DecoderLayer.KEYS)
-    embedding_key, head_key, layer_keys = keys[0], keys[1], keys[2:].reshape(L, DecoderLayer.KEYS)
+    each = _keys_per_layer(cfg)
+    keys = jax.random.split(key, 2 + L * each)
+    embedding_key, head_key, layer_keys = keys[0], keys[1], keys[2:].reshape(L, each)
     tied = cfg.logits_via_embedding
     self.embedding = normal_param(embedding_key, (V, D), ("vocab", "table_embed"), cfg.initializer_range, cfg)
-    make_layer = functools.partial(_layer, cfg, kernels)
+    make_layer = lambda index, keys: DecoderLayer(cfg, kernels, index, keys=keys)
     if cfg.scan_layers:
-      self.layers = nnx.vmap(make_layer)(layer_keys)
+      self.layers = nnx.vmap(functools.partial(make_layer, 0))(layer_keys)
     else:
-      self.layers = nnx.Dict({str(i): make_layer(layer_keys[i]) for i in range(L)})
+      self.layers = nnx.Dict({str(i): make_layer(i, layer_keys[i]) for i in range(L)})
     self.final_norm = RMSNorm(D, cfg, scale=_tied_norm_scale(cfg) if tied else 1.0)
     if not tied:
       head_std = min(cfg.initializer_range, _HEAD_STD / D**0.5)
@@ -243,12 +275,10 @@ def _embedding_share(cfg: ModelSection) -> float:
   sigma = cfg.emb_dim**0.5 * cfg.initializer_range  # standard deviation of gate and up
   gate = sigma * np.linspace(-6, 6, 1001)
   density = np.exp(-np.square(gate / sigma) / 2)
+  # A token's experts have weights that add up to at most 1: their outputs together vary most if one has all of it.
+  width = cfg.moe_mlp_dim if cfg.num_experts > 1 else cfg.mlp_dim
   squared_silu = np.average(np.square(gate / (1 + np.exp(-gate))), weights=density)
-  return float(1 / np.sqrt(1 + cfg.mlp_dim * squared_silu * sigma**2 / 2))
-
-
-def _layer(cfg: ModelSection, kernels: Kernels, keys: jax.Array) -> DecoderLayer:
-  return DecoderLayer(cfg, kernels, keys=keys)
+  return float(1 / np.sqrt(1 + width * squared_silu * sigma**2 / 2))
 
 
 class DecoderFunctions:

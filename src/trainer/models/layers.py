@@ -11,9 +11,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from trainer.config.schema import ModelSection
-from trainer.kernels import projection
+from trainer.kernels import grouped_matmul, projection
 from trainer.kernels.attention import AttentionFunction
 from trainer.kernels.cross_entropy import CHUNK_LOGITS_BYTES
+from trainer.kernels.grouped_matmul import GroupedMatmul
 from trainer.kernels.projection import Projection
 from trainer.models import rope
 from trainer.sharding import constrain
@@ -24,6 +25,7 @@ class Kernels:
   """The implementations that the model uses, chosen once for a platform."""
 
   attention: AttentionFunction
+  grouped_matmul: GroupedMatmul = grouped_matmul.in_tiles  # of experts
   project: Projection = projection.PLAIN
   rotate_half: rope.RotateHalf = rope.rotate_half_by_reversal  # for the rotary positions
   chunk_logits_bytes: int = CHUNK_LOGITS_BYTES["tpu"]
@@ -192,24 +194,3 @@ class FeedForward(nnx.Module):
     up = checkpoint_name(constrain(up, "batch", "length", "mlp"), "mlpwi_1")
     out = self.project(swiglu(gate, up), self.down[...], self.DOWN_AXES)
     return checkpoint_name(constrain(out, "batch", "length", "embed"), "mlpwo")
-
-
-class DecoderLayer(nnx.Module):
-  """Pre-norm residual layer: x + attention(norm(x)), then + feed_forward(norm(x)). `keys` holds KEYS random keys."""
-
-  KEYS = Attention.KEYS + FeedForward.KEYS
-
-  def __init__(self, cfg: ModelSection, kernels: Kernels, *, keys: jax.Array) -> None:
-    # Matrices that write to the residual stream start smaller, so that its variance does not grow with depth (GPT-2).
-    out_std = cfg.initializer_range / (2 * cfg.num_decoder_layers) ** 0.5
-    self.attention_norm = RMSNorm(cfg.emb_dim, cfg)
-    self.attention = Attention(cfg, kernels, out_std, keys=keys[: Attention.KEYS])
-    self.feed_forward_norm = RMSNorm(cfg.emb_dim, cfg)
-    self.feed_forward = FeedForward(cfg, kernels, out_std, keys=keys[Attention.KEYS :])
-
-  def __call__(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
-    x_BTD = checkpoint_name(constrain(x_BTD, "batch", "length", "embed"), "decoder_layer_input")
-    with jax.named_scope("attention"):
-      x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos, sin, segment_ids_BT)
-    with jax.named_scope("feed_forward"):
-      return x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))

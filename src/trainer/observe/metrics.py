@@ -41,6 +41,9 @@ _SCALARS = {
   "tokens_per_second_per_device": "perf/tokens_per_second_per_device",
   "mfu": "perf/mfu",
   "data_wait": "perf/data_wait_seconds",
+  "router_load_max": "router/load_max",
+  "router_load_min": "router/load_min",
+  "router_entropy": "router/entropy",
   "eta": "perf/eta_seconds",
   "slices": "elastic/slices",
 }
@@ -65,15 +68,19 @@ class StepRecord:
   eta: float = 0.0  # seconds until the last step
   skipped: bool = False  # non-finite: the update was not applied
   z_loss: float | None = None  # per weighted token, added to the loss; None: not used, no field in the record
+  router_load_max: float | None = None  # tokens of the most used expert of any layer, relative to an even load, ...
+  router_load_min: float | None = None  # ... those of the least used one, ...
+  router_entropy: float | None = None  # ... and the mean entropy of a layer, 1 if even; None: no experts, no fields
   examples: dict[str, int] | None = None  # of the run so far, by source; None: no mixture, no field in the record
   slice_seconds: dict[str, float] | None = None  # {slice: seconds that it computed}, where slices are separate worlds
 
 
 def format_step_line(record: StepRecord) -> str:
   """The line of a step: with the time in front it fits 120 columns. metrics.jsonl has all numbers."""
+  router = "" if record.router_load_max is None else f", router_load_max: {record.router_load_max:.2f}"
   return (
     f"completed step: {record.step}, seconds: {record.seconds:.3f}, TFLOP/s/device: {record.tflops_per_device:.3f}, "
-    f"loss: {record.loss:.3f}, grad_norm: {record.grad_norm:.3f}, slices: {record.slices}"
+    f"loss: {record.loss:.3f}, grad_norm: {record.grad_norm:.3f}, slices: {record.slices}{router}"
   )
 
 
@@ -197,7 +204,7 @@ class Metrics:
 
   def _write(self, record: StepRecord) -> None:
     fields = dataclasses.asdict(record) | self._events.stamp()
-    for optional in ("z_loss", "examples", "slice_seconds"):
+    for optional in ("z_loss", "router_load_max", "router_load_min", "router_entropy", "examples", "slice_seconds"):
       if fields[optional] is None:
         del fields[optional]
     line = files.dump_json(fields)

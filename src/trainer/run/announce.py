@@ -38,15 +38,19 @@ def announce(
   model, length = config.model, config.data.max_target_length
   parameters = counts.parameter_count(model)
   source = data.train.describe(config.run.steps)
+  active = f"{counts.active_parameter_count(model):,} of them active in a token"
+  choice = f"{model.num_experts_per_tok} of {model.num_experts} experts"
+  experts = f"{active} ({choice}), " if model.num_experts > 1 else ""
   mesh = ", ".join(f"{axis}={size}" for axis, size in full.mesh.shape.items() if size > 1) or "one device"
   lines = [
     f"Run {config.run_directory}: {config.run.steps} steps of {data.global_batch_size} x {length} tokens",
-    f"Model {model.model_name}: {parameters:,} parameters, {model.num_decoder_layers} layers, "
+    f"Model {model.model_name}: {parameters:,} parameters, {experts}{model.num_decoder_layers} layers, "
     f"remat_policy={model.remat_policy}, {model.dtype}",
     f"Devices: {cluster.num_slices} slice{'s' * (cluster.num_slices > 1)} of {cluster.devices_per_slice} "
     f"{device.device_kind} ({cluster.kind}), "
     f"mesh {mesh}, jax {jax.__version__}",
     f"Attention: {full.attention.name} ({full.attention.reason})",
+    *([f"Experts: {full.grouped_matmul.name} ({full.grouped_matmul.reason})"] if experts else []),
     describe.line(source),
     *describe.documents(source),
     *_losses_to_beat(data, model.vocab_size),

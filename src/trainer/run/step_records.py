@@ -11,6 +11,7 @@ from trainer import step as step_lib
 from trainer.config import counts
 from trainer.config.schema import Config
 from trainer.elastic.attempt import ElasticRun
+from trainer.models import experts
 from trainer.observe.metrics import StepRecord
 from trainer.observe.throughput import Throughput
 from trainer.run.driver import Driver, Metrics
@@ -76,6 +77,7 @@ class StepRecords:
       eta=self._throughput.eta(step, seconds),
       skipped=skipped > 0,
       z_loss=values["z_loss"] if self._has_z_loss else None,
+      **{name: values.get(name) for name in experts.METRICS},
       examples=self._session.data.train.examples_by_source(step) or None,
       slice_seconds=slice_seconds,
     )

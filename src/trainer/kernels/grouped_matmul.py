@@ -1,0 +1,124 @@
+"""Matmuls of rows with the weights of their groups: the matmul of a mixture of experts without dropped tokens.
+
+docs/notation.md has the letters: M rows, E groups (experts), K and N the widths of the two sides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+# (x [M, K], w [E, K, N], sizes int32 [E]) -> [M, N] in the dtype of x. The first sizes[0] rows belong to group 0, and so
+# on; the sizes add up to M. Differentiable in x and w.
+GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+  """A grouped matmul, its name, and why it was chosen, for the log."""
+
+  name: str
+  reason: str
+  function: GroupedMatmul
+
+
+def choose(platform: str) -> Chosen:
+  """Returns the grouped matmul for a platform: "cpu", "gpu" or "tpu"."""
+  if platform == "tpu":
+    return Chosen("megablox", "the Pallas kernel of JAX for TPUs", _megablox)
+  if platform == "gpu":
+    return Chosen("ragged_dot", "XLA's operation for GPUs", jax.lax.ragged_dot)
+  return Chosen("tiles", "XLA's ragged_dot computes every expert for every token on a CPU", in_tiles)
+
+
+def _megablox(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+  """The Pallas kernel of JAX for TPUs. Rows are padded to whole tiles."""
+  from jax.experimental.pallas.ops.tpu.megablox import gmm  # imported here: only a TPU needs Pallas
+
+  tiles = (512, min(512, w.shape[1]), min(512, w.shape[2]))
+
+  def run(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    # The rows of the padding belong to the last group. They are zeros, and so are their results.
+    padded = jnp.pad(x, ((0, -len(x) % tiles[0]), (0, 0)))
+    sizes = sizes.at[-1].add(len(padded) - len(x))
+    return gmm(padded, w.astype(x.dtype), sizes, x.dtype, tiles)[: len(x)]
+
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    return run(x, w, sizes)
+  # XLA cannot partition a Pallas kernel, not even over axes of one device.
+  whole, axes = PartitionSpec(), set(mesh.axis_names) - set(mesh.manual_axes)
+  return jax.shard_map(run, axis_names=axes, in_specs=whole, out_specs=whole, check_vma=False)(x, w, sizes)
+
+
+@jax.custom_vjp
+def in_tiles(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+  """The grouped matmul for a CPU. Its time follows the rows: XLA's ragged_dot multiplies all rows by all groups there."""
+  return _rows_times_weights(x, w.astype(x.dtype), sizes, transposed=False)
+
+
+def _forward(x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+  return in_tiles(x, w, sizes), (x, w, sizes)
+
+
+def _backward(saved: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+  x, w, sizes = saved
+  dx = _rows_times_weights(g, w.astype(g.dtype), sizes, transposed=True)
+  return dx, _rows_times_rows(x, g, sizes).astype(w.dtype), None
+
+
+in_tiles.defvjp(_forward, _backward)
+
+
+def _rows_times_weights(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
+  """Returns the rows of x [M, K] times the weights of their groups, w [E, K, N], or [E, N, K] if transposed: [M, N]."""
+  tile, rows = _tile(x, sizes), len(x)
+  padded = jnp.pad(x, ((0, tile), (0, 0)))
+  contracted = (((1,), (1 if transposed else 0,)), ((), ()))
+
+  def group(out: jax.Array, given: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+    weights, start, size = given
+
+    def one(i: jax.Array, out: jax.Array) -> jax.Array:
+      # The last tile of a group also writes rows of the next groups, which these write after it.
+      at = start + i * tile
+      part = jax.lax.dynamic_slice_in_dim(padded, at, tile)
+      result = jax.lax.dot_general(part, weights, contracted)
+      return jax.lax.dynamic_update_slice_in_dim(out, result, at, 0)
+
+    return jax.lax.fori_loop(0, -(-size // tile), one, out), None
+
+  out = jnp.zeros((rows + tile, w.shape[1 if transposed else 2]), x.dtype)
+  out, _ = jax.lax.scan(group, out, (w, jnp.cumsum(sizes) - sizes, sizes))
+  return out[:rows]
+
+
+def _rows_times_rows(x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
+  """Returns the sum of the outer products of x [M, K] and g [M, N] in each group, [E, K, N] in float32."""
+  tile = _tile(x, sizes)
+  x, g = (jnp.pad(array, ((0, tile), (0, 0))) for array in (x, g))
+
+  def group(_: None, given: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+    start, size = given
+
+    def one(i: jax.Array, total: jax.Array) -> jax.Array:
+      at = start + i * tile
+      own = (i * tile + jnp.arange(tile, dtype=jnp.int32) < size)[:, None]
+      part = jnp.where(own, jax.lax.dynamic_slice_in_dim(x, at, tile), 0)
+      contracted = (((0,), (0,)), ((), ()))
+      other = jax.lax.dynamic_slice_in_dim(g, at, tile)
+      return total + jax.lax.dot_general(part, other, contracted, preferred_element_type=jnp.float32)
+
+    return None, jax.lax.fori_loop(0, -(-size // tile), one, jnp.zeros((x.shape[1], g.shape[1]), jnp.float32))
+
+  return jax.lax.scan(group, None, (jnp.cumsum(sizes) - sizes, sizes))[1]
+
+
+def _tile(x: jax.Array, sizes: jax.Array) -> int:
+  """Rows of a tile: about a quarter of the mean group, a power of two from 8 to 256. It depends on shapes alone."""
+  return min(256, max(8, 1 << (max(1, len(x) // (4 * len(sizes))).bit_length() - 1)))

@@ -1,0 +1,194 @@
+"""The mixture of experts of Qwen3-MoE: a router, and experts that compute only the tokens that it sends them.
+
+No token is dropped, and nothing depends on other micro-batches: assignments are sorted by expert and position, and a
+token's results are added in the order of its choices. So a share has the same bits whoever computes it.
+
+The load of the experts, which the balance loss needs, belongs to the whole batch. It is a weight whose gradient is the
+number of tokens that chose each expert. Whatever sums gradients over micro-batches, shares and slices sums it too. The
+optimizer's step replaces the load by these counts (`take_loads`), so the loss uses the load of the step before. This
+loss is a sum over tokens, like the loss of the model: no division of the batch changes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from trainer import sharding
+from trainer.config.schema import ModelSection
+from trainer.kernels import projection
+from trainer.mesh import TENSOR
+from trainer.models.layers import Kernels, normal_param, swiglu
+from trainer.sharding import constrain
+
+Params = dict[str, Any]
+
+# The metrics of a step: the largest and the smallest load of an expert of any layer, relative to an even one, and the
+# mean entropy of the loads of a layer, relative to that of even ones.
+METRICS = ("router_load_max", "router_load_min", "router_entropy")
+
+
+class Experts(nnx.Module):
+  """E SwiGLU feed-forwards. Each token takes the sum of k of them, weighted by the router (Qwen3-MoE)."""
+
+  KEYS = 4
+  ROUTER_AXES = ("embed", "experts")
+  UP_AXES = ("experts", "embed", "mlp")
+  DOWN_AXES = ("experts", "mlp", "embed")
+
+  def __init__(self, cfg: ModelSection, kernels: Kernels, out_std: float, *, keys: jax.Array) -> None:
+    E, D, F = cfg.num_experts, cfg.emb_dim, cfg.moe_mlp_dim
+    router_key, gate_key, up_key, down_key = keys
+    self.router = normal_param(router_key, (D, E), self.ROUTER_AXES, cfg.initializer_range, cfg)
+    self.gate = normal_param(gate_key, (E, D, F), self.UP_AXES, cfg.initializer_range, cfg)
+    self.up = normal_param(up_key, (E, D, F), self.UP_AXES, cfg.initializer_range, cfg)
+    self.down = normal_param(down_key, (E, F, D), self.DOWN_AXES, out_std, cfg)
+    # Mean number of choices per token that fell on each expert in the last step. They add up to k.
+    self.load = nnx.Param(jnp.full((E,), cfg.num_experts_per_tok / E, jnp.float32), axes=("load",))
+    self.cfg = cfg
+    self.kernels = kernels
+
+  def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+    """Returns [B, T, D] in the dtype of x. Tokens of segment 0 are padding and do not count for the balance."""
+    cfg, project = self.cfg, self.kernels.project
+    # The router is never quantized.
+    route = dataclasses.replace(project, function=projection.PLAIN.function, prepare_input=lambda x: x)
+    logits = constrain(route(x_BTD, self.router[...], self.ROUTER_AXES), "batch", "length", "experts")
+    probs_BTE = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    scores, chosen = jax.lax.top_k(probs_BTE, cfg.num_experts_per_tok)
+    if cfg.norm_topk_prob:
+      scores = scores / jnp.sum(scores, axis=-1, keepdims=True)
+    weights = [self.gate[...], self.up[...], jnp.swapaxes(self.down[...], 1, 2)]
+    joined = jnp.stack([w.astype(x_BTD.dtype) for w in weights])
+    run = functools.partial(_run, self.kernels)
+    given = (x_BTD, chosen, scores.astype(x_BTD.dtype))
+    out = project.with_whole(run, given, joined, ("joined", *self.UP_AXES))
+    strength = cfg.load_balance_loss_weight * cfg.num_experts / cfg.num_decoder_layers
+    out = _balanced(out, probs_BTE, chosen, self.load[...], segment_ids_BT != 0, strength)
+    return checkpoint_name(constrain(out, "batch", "length", "embed"), "mlpwo")
+
+
+def _run(kernels: Kernels, given: tuple[jax.Array, ...], w_3EDF: jax.Array) -> jax.Array:
+  """Returns the output of the experts [B, T, D] for x [B, T, D], chosen experts and scores [B, T, k]."""
+  out = _compute(kernels, given, w_3EDF)
+  return out if sharding.num_shards(TENSOR) == 1 else jax.lax.psum(out, TENSOR)
+
+
+def _compute(kernels: Kernels, given: tuple[jax.Array, ...], w_3EDF: jax.Array) -> jax.Array:
+  """`_run` with all of F, or with one shard of it: then the result is a term of the sum over shards."""
+  x_BTD, chosen_BTk, scores_BTk = given
+  k, D = chosen_BTk.shape[-1], x_BTD.shape[-1]
+  order, back, sizes = _sorted_by_expert(chosen_BTk.reshape(-1), w_3EDF.shape[1])
+  rows = _permute(jnp.repeat(x_BTD.reshape(-1, D), k, axis=0), order, back)
+  multiply = kernels.grouped_matmul
+  gate = checkpoint_name(multiply(rows, w_3EDF[0], sizes), "mlpwi_0")
+  up = checkpoint_name(multiply(rows, w_3EDF[1], sizes), "mlpwi_1")
+  down = multiply(swiglu(gate, up), jnp.swapaxes(w_3EDF[2], 1, 2), sizes)
+  results = _permute(down, back, order).reshape(*chosen_BTk.shape, D)
+  return jnp.sum(results * scores_BTk[..., None], axis=-2)
+
+
+def _sorted_by_expert(experts: jax.Array, E: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns the order of the assignments `experts` [M] by expert and position, its inverse, and the sizes [E].
+
+  One sort of one array: the TPU compiler needs minutes for a stable sort of pairs.
+  """
+  M = len(experts)
+  assert M * E < 2**31, (M, E)
+  positions = jnp.arange(M, dtype=jnp.int32)
+  order = jnp.sort(experts * M + positions) % M
+  is_expert = experts[:, None] == jnp.arange(E, dtype=experts.dtype)
+  earlier = jnp.cumsum(is_expert, axis=0, dtype=jnp.int32)
+  sizes = earlier[-1]
+  back = jnp.take_along_axis(earlier - 1 + jnp.cumsum(sizes) - sizes, experts[:, None], axis=1)[:, 0]
+  return order, back, sizes
+
+
+@jax.custom_vjp
+def _permute(x: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
+  """Returns x[order]. `back` is the inverse permutation: the derivative reads rows instead of adding to them."""
+  return x[order]
+
+
+_permute.defvjp(
+  lambda x, order, back: (_permute(x, order, back), back),
+  lambda back, g: (g[back], None, None),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _balanced(
+  out: jax.Array, probs_BTE: jax.Array, chosen_BTk: jax.Array, load: jax.Array, real_BT: jax.Array, strength: float
+) -> jax.Array:
+  """Returns `out`. The derivative adds that of the balance loss: the sum of strength * load * probs over real tokens.
+
+  The gradient of `load` is not the derivative: it counts the real tokens that chose each expert.
+  """
+  return out
+
+
+def _balanced_forward(
+  out: jax.Array, probs_BTE: jax.Array, chosen_BTk: jax.Array, load: jax.Array, real_BT: jax.Array, strength: float
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+  return out, (chosen_BTk, load, real_BT)
+
+
+def _balanced_backward(strength: float, saved: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array | None, ...]:
+  chosen_BTk, load, real_BT = saved
+  real = real_BT.astype(jnp.float32)[..., None]
+  is_chosen = chosen_BTk[..., None] == jnp.arange(len(load), dtype=chosen_BTk.dtype)
+  counts = jnp.sum(jnp.where(is_chosen, real[..., None], 0.0), axis=(0, 1, 2))
+  return g, strength * load * real, None, counts, None
+
+
+_balanced.defvjp(_balanced_forward, _balanced_backward)
+
+
+def split_loads(grads: Params) -> tuple[Params, list[jax.Array]]:
+  """Returns the gradients with zeros for the loads of experts, and the counts that stood there, [E] or [L, E] each."""
+  counts: list[jax.Array] = []
+
+  def visit(node: Any) -> Any:
+    if not isinstance(node, dict):
+      return node
+    if "load" in node and "router" in node:
+      counts.append(node["load"])
+      return node | {"load": jnp.zeros_like(node["load"])}
+    return {name: visit(value) for name, value in node.items()}
+
+  return visit(grads), counts
+
+
+def take_loads(params: Params, counts: list[jax.Array]) -> tuple[Params, dict[str, jax.Array]]:
+  """Returns the weights with the loads of the experts from `counts` (of `split_loads`), and the step's METRICS.
+
+  Without experts, returns the weights and {}.
+  """
+  left, loads = iter(counts), []
+
+  def visit(node: Any) -> Any:
+    if not isinstance(node, dict):
+      return node
+    if "load" in node and "router" in node:
+      own = next(left)
+      total = jnp.sum(own, axis=-1, keepdims=True)
+      k = jnp.sum(node["load"], axis=-1, keepdims=True)
+      load = jnp.where(total > 0, own / jnp.maximum(total, 1.0) * k, node["load"])
+      loads.append(load / k)
+      return node | {"load": load}
+    return {name: visit(value) for name, value in node.items()}
+
+  params = visit(params)
+  if not loads:
+    return params, {}
+  shares = jnp.concatenate([load.reshape(-1, load.shape[-1]) for load in loads])
+  experts = shares.shape[-1]
+  entropy = -jnp.sum(jax.scipy.special.xlogy(shares, shares), axis=-1) / jnp.log(jnp.float32(experts))
+  values = (jnp.max(shares) * experts, jnp.min(shares) * experts, jnp.mean(entropy))
+  return params, dict(zip(METRICS, values, strict=True))

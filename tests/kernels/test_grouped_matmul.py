@@ -1,0 +1,42 @@
+"""Grouped matmuls and their derivatives against a loop over rows in float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trainer.kernels import grouped_matmul
+
+SIZES = {
+  "uneven": [13, 0, 40, 1, 46],
+  "all rows in one group": [0, 0, 100, 0, 0],
+  "the first group and the last": [60, 0, 0, 0, 40],
+  "one row": [0, 0, 0, 1, 0],
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("function", [grouped_matmul.in_tiles, jax.lax.ragged_dot], ids=["tiles", "ragged_dot"])
+def test_equals_a_loop_over_rows(name, dtype, function):
+  sizes, rng = np.array(SIZES[name]), np.random.default_rng(0)
+  M, E, K, N = sizes.sum(), len(sizes), 16, 24
+  x, w, g = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((M, K), (E, K, N), (M, N)))
+  out, derivative = jax.vjp(jax.jit(lambda x, w: function(x, w, jnp.asarray(sizes, jnp.int32))), x, w)
+  dx, dw = derivative(g)
+  assert (out.dtype, dx.dtype, dw.dtype) == (jnp.dtype(dtype),) * 3
+  x, w, g = (np.asarray(array, np.float64) for array in (x, w, g))
+  group = np.repeat(np.arange(E), sizes)
+  want = np.zeros((E, K, N))
+  np.add.at(want, group, x[:, :, None] * g[:, None, :])
+  tolerance = 1e-5 if dtype == "float32" else 0.02
+  pairs = ((out, np.einsum("mk,mkn->mn", x, w[group])), (dx, np.einsum("mn,mkn->mk", g, w[group])), (dw, want))
+  for ours, theirs in pairs:
+    np.testing.assert_allclose(np.asarray(ours, np.float64), theirs, rtol=0, atol=tolerance * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize(("platform", "name"), [("cpu", "tiles"), ("gpu", "ragged_dot"), ("tpu", "megablox")])
+def test_each_platform_has_one(platform, name):
+  assert grouped_matmul.choose(platform).name == name

@@ -35,9 +35,7 @@ def test_sharded_equals_unsharded(name):
   where, parallelism = MESHES[name]
   micro_batches = 2 if name == "slices" else 1
   rows = {"per_device_batch_size": ROWS / math.prod(where) / micro_batches}
-  cfg = config(
-    model=MOE, data=rows, parallelism=parallelism, optimizer={"gradient_accumulation_steps": micro_batches}
-  )
+  cfg = config(model=MOE, data=rows, parallelism=parallelism, optimizer={"gradient_accumulation_steps": micro_batches})
   got = test_step.run(cfg, where)
   assert_close(got, reference(), 5e-6)
   np.testing.assert_allclose(load(got[1].params), load(reference()[1].params), rtol=1e-6)

@@ -29,8 +29,8 @@ from trainer.models.decoder import DecoderFunctions, Params
 from trainer.sharding import constrain, num_shards
 from trainer.state import TrainState, shardings
 
-# The metrics of a step, in the order of their array; a model with experts has experts.METRICS after them. It is one array, because a controller needs two requests to read
-# an array through a Pathways proxy.
+# The metrics of a step, in the order of their array. A model with experts has experts.METRICS after them. It is one
+# array, because a controller needs two requests to read an array through a Pathways proxy.
 METRICS = ("loss", "z_loss", "grad_norm", "lr", "weight", "skipped")
 
 

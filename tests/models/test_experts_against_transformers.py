@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from tests.models.test_against_transformers import TINY, random_weights, relative
+
 from trainer.config.schema import ModelSection
 from trainer.kernels import projection
 from trainer.kernels.attention_xla import dot_product
@@ -24,8 +24,18 @@ CASES = {
   "k = 2": {"num_experts_per_tok": 2},
   "k = 8 of 8": {"num_experts_per_tok": 8, "num_experts": 8},
   "probabilities as they are": {"num_experts_per_tok": 2, "norm_topk_prob": False},
-  "every second layer": {"num_experts_per_tok": 2, "decoder_sparse_step": 2, "base_num_decoder_layers": 4, "scan_layers": False},
-  "three groups of layers": {"num_experts_per_tok": 3, "mlp_only_layers": "1,3", "base_num_decoder_layers": 5, "scan_layers": False},
+  "every second layer": {
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 2,
+    "base_num_decoder_layers": 4,
+    "scan_layers": False,
+  },
+  "three groups of layers": {
+    "num_experts_per_tok": 3,
+    "mlp_only_layers": "1,3",
+    "base_num_decoder_layers": 5,
+    "scan_layers": False,
+  },
 }
 T = 48
 
@@ -86,7 +96,7 @@ def to_theirs(params, cfg: ModelSection) -> dict[str, np.ndarray]:
       }
     else:
       tensors |= {f"{name}.mlp.{part}_proj.weight": np.asarray(mlp[part]).T for part in ("gate", "up", "down")}
-  assert H == np.asarray(params["final_norm"]["scale"]).size // cfg.num_query_heads
+  assert np.asarray(params["final_norm"]["scale"]).size // cfg.num_query_heads == H
   return {key: np.array(value) for key, value in tensors.items()}
 
 

@@ -115,7 +115,10 @@ def _experts(model: ModelSection) -> Iterator[str]:
     )
   layers = range(model.num_decoder_layers)
   if outside := [layer for layer in model.dense_layers if layer not in layers]:
-    yield f"mlp_only_layers={model.mlp_only_layers}: {outside} are no layers of this model.\nThey count from 0 to {len(layers) - 1}."
+    yield (
+      f"mlp_only_layers={model.mlp_only_layers}: {outside} are no layers of this model.\n"
+      f"They count from 0 to {len(layers) - 1}."
+    )
   sparse = [layer for layer in layers if model.has_experts(layer)]
   if model.num_experts > 1 and not sparse:
     yield (
@@ -124,7 +127,8 @@ def _experts(model: ModelSection) -> Iterator[str]:
     )
   if model.num_experts > 1 and model.quantization:
     yield (
-      f"quantization={model.quantization}: the matmuls of experts (num_experts={model.num_experts}) have no 8-bit form.\n"
+      f"quantization={model.quantization}: the matmuls of experts have no 8-bit form, and num_experts="
+      f"{model.num_experts}.\n"
       'Set quantization="".'
     )
   if model.scan_layers and 0 < len(sparse) < len(layers):

@@ -1,20 +1,19 @@
 """Matmuls of rows with the weights of their groups: the matmul of a mixture of experts without dropped tokens.
 
-docs/notation.md has the letters: M rows, E groups (experts), K and N the widths of the two sides.
+M: rows. E: groups (experts). K, N: widths of the two sides.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-# (x [M, K], w [E, K, N], sizes int32 [E]) -> [M, N] in the dtype of x. The first sizes[0] rows belong to group 0, and so
-# on; the sizes add up to M. Differentiable in x and w.
+# (x [M, K], w [E, K, N], sizes int32 [E]) -> [M, N] in the dtype of x. The first sizes[0] rows belong to group 0, the
+# next sizes[1] to group 1, and so on; the sizes add up to M. Differentiable in x and w.
 GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -58,7 +57,7 @@ def _megablox(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def in_tiles(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-  """The grouped matmul for a CPU. Its time follows the rows: XLA's ragged_dot multiplies all rows by all groups there."""
+  """The grouped matmul for a CPU: a loop over tiles of rows. XLA's ragged_dot multiplies all rows by all groups there."""
   return _rows_times_weights(x, w.astype(x.dtype), sizes, transposed=False)
 
 

@@ -44,8 +44,7 @@ class DecoderLayer(nnx.Module):
     self.attention_norm = RMSNorm(cfg.emb_dim, cfg)
     self.attention = Attention(cfg, kernels, out_std, keys=keys[: Attention.KEYS])
     self.feed_forward_norm = RMSNorm(cfg.emb_dim, cfg)
-    self.has_experts = cfg.has_experts(index)
-    kind = Experts if self.has_experts else FeedForward
+    kind = Experts if cfg.has_experts(index) else FeedForward
     self.feed_forward = kind(cfg, kernels, out_std, keys=keys[Attention.KEYS :][: kind.KEYS])
 
   def __call__(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
@@ -53,8 +52,7 @@ class DecoderLayer(nnx.Module):
     with jax.named_scope("attention"):
       x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos, sin, segment_ids_BT)
     with jax.named_scope("feed_forward"):
-      rows = self.feed_forward_norm(x_BTD)
-      return x_BTD + (self.feed_forward(rows, segment_ids_BT) if self.has_experts else self.feed_forward(rows))
+      return x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD), segment_ids_BT)
 
 
 def _keys_per_layer(cfg: ModelSection) -> int:

@@ -188,7 +188,7 @@ class FeedForward(nnx.Module):
     self.down = normal_param(down_key, (F, D), self.DOWN_AXES, out_std, cfg)
     self.project = kernels.project
 
-  def __call__(self, x_BTD: jax.Array) -> jax.Array:
+  def __call__(self, x_BTD: jax.Array, _segment_ids_BT: jax.Array) -> jax.Array:
     gate, up = self.project.project_all(x_BTD, [self.gate[...], self.up[...]], self.UP_AXES)
     gate = checkpoint_name(constrain(gate, "batch", "length", "mlp"), "mlpwi_0")
     up = checkpoint_name(constrain(up, "batch", "length", "mlp"), "mlpwi_1")

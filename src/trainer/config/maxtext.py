@@ -230,7 +230,7 @@ _KEYS: tuple[tuple[str, str], ...] = (
   ("save_checkpoint_on_completion", "A checkpoint is always saved at the end; remove the key."),
   ("save_checkpoint_on_start", "The first checkpoint is at checkpoint_period; remove the key."),
   ("enable_continuous_checkpointing", "Set checkpoint_period; enable_autocheckpoint also saves on SIGTERM."),
-  ("load_parameters_path load_full_state_path load_from_prefill_dir force_load_checkpoint", _RESUME),
+  ("load_full_state_path load_from_prefill_dir force_load_checkpoint", _RESUME),
   (
     "enable_orbax_v1 checkpoint_storage_* checkpoint_conversion_fn source_checkpoint_layout checkpoint_is_quantized "
     "save_quantized_params_path colocated_python_checkpointing",

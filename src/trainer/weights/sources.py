@@ -6,7 +6,7 @@ import functools
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -50,7 +50,7 @@ class Source:
   arrays: Mapping[str, Mapping[str, Any]]
   read: verified_load.Read
   tensors: Mapping[str, safetensors.Tensor]  # of a Hugging Face folder, by our names; else empty
-  step: int = 0
+  meta: Mapping[str, Any] = field(default_factory=dict)  # of the checkpoint
 
   @property
   def tokenizer_folder(self) -> str:
@@ -82,9 +82,7 @@ def open_source(place: str, world: World = SINGLE_WORLD) -> Source:
 
   Raises ConfigError, which names what is missing or wrong there. Verifies the files of a checkpoint.
   """
-  directory, at, step = place.rpartition("@")
-  if not at or not step.isdigit():
-    directory, step = place, ""
+  directory, step = split(place)
   folder = run_id.folder(directory)
   try:
     if not step and (folder / CONFIG).exists():
@@ -98,6 +96,12 @@ def open_source(place: str, world: World = SINGLE_WORLD) -> Source:
   )
 
 
+def split(place: str) -> tuple[str, str]:
+  """(folder, step or "") of RUN_DIR or RUN_DIR@STEP."""
+  directory, at, step = place.rpartition("@")
+  return (directory, step) if at and step.isdigit() else (place, "")
+
+
 def _of_run(directory: str, step: int | None, world: World) -> Source:
   persistent = Persistent(f"{directory}/checkpoints", CheckpointSection(), world=world)
   steps = [candidate.step for candidate in persistent.candidates()]
@@ -109,7 +113,7 @@ def _of_run(directory: str, step: int | None, world: World) -> Source:
   model, data = ModelSection(**keys_of(ModelSection)), DataSection(**keys_of(DataSection))
   arrays = {name: entry for name, entry in meta["arrays"].items() if name.startswith("params.")}
   read = functools.partial(persistent.read, step)
-  return Source(f"{directory}@{step}", directory, model, data, arrays, read, {}, step)
+  return Source(f"{directory}@{step}", directory, model, data, arrays, read, {}, meta)
 
 
 def _hugging_face(folder: Any) -> Source:

@@ -32,8 +32,7 @@ def keep(run_directory: str, tokenizer: Tokenizer | None, source: str = "") -> N
 
 def folder_of(place: str) -> Any:
   """The folder (an epath) that may hold the tokenizer's files of a Hugging Face folder, RUN_DIR or RUN_DIR@STEP."""
-  directory, at, step = place.rpartition("@")
-  folder = run_id.folder(directory if at and step.isdigit() else place)
+  folder = run_id.folder(sources.split(place)[0])
   return folder if (folder / sources.CONFIG).exists() else folder / sources.TOKENIZER
 
 

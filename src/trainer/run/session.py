@@ -195,7 +195,7 @@ def _parameters(config: Config, cluster: Cluster) -> Callable[[], Source] | None
     source.check(config.model)
     return source
 
-  begun = run_id.read(config.run_directory) if cluster.is_primary else ""
+  begun = cluster.is_primary and (run_id.folder(config.run_directory) / run_id.FILE).exists()
   if not world_lib.from_primary(cluster.world, begun):
     opened()
   return opened

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from pydantic import ValidationError
 
 from trainer.checkpoint import run_id
 from trainer.checkpoint.arrays import verified_load
@@ -59,8 +60,8 @@ class Source:
 
   def check(self, cfg: ModelSection) -> None:
     """Raises ConfigError with all keys of `cfg` that do not fit these weights."""
-    names = _SIZES + (_ROPE if self.model.rope_type == cfg.rope_type == "llama3" else [])
-    differ = [name for name in names if getattr(cfg, name) != getattr(self.model, name)]
+    compared = _SIZES + (_ROPE if self.model.rope_type == cfg.rope_type == "llama3" else [])
+    differ = [name for name in compared if getattr(cfg, name) != getattr(self.model, name)]
     if differ:
       table = "; ".join(f"{name}={getattr(cfg, name)}, there {getattr(self.model, name)}" for name in differ)
       raise ConfigError(f"{self.where} has another model: {table}. Set model_name, or these keys, to its model.")
@@ -118,7 +119,11 @@ def _of_run(directory: str, step: int | None, world: World) -> Source:
 
 def _hugging_face(folder: Any) -> Source:
   where = str(folder)
-  model = ModelSection(**hf_config.keys(read_json(folder / CONFIG), f"{where}/{CONFIG}"))
+  keys = hf_config.keys(read_json(folder / CONFIG), f"{where}/{CONFIG}")
+  try:
+    model = ModelSection(**keys)
+  except ValidationError as error:
+    raise ConfigError(f"{where}/{CONFIG}: {error}. Correct the file.") from error
   found = _tensors(folder)
   tensors = {}
   for name, weight in names.weights(model).items():

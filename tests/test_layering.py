@@ -29,6 +29,7 @@ LAYERS = (
   {"step"},
   {"share_sums"},
   {"memory", "program"},
+  {"weights"},
   {"run"},
   {"preflight"},
   {"train"},

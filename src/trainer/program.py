@@ -133,6 +133,12 @@ class Program:
     with jax.set_mesh(self.mesh):
       return self._init(key)
 
+  def init_from(self, params: Any) -> TrainState:
+    """Returns a fresh sharded state with these weights, sharded like `state.params`. It donates them."""
+    create = functools.partial(state.with_params, self.optimizer)
+    with jax.set_mesh(self.mesh):
+      return jax.jit(create, out_shardings=state.shardings(self.state), donate_argnums=0)(params)
+
   @functools.cached_property
   def _init(self) -> Callable[[jax.Array], TrainState]:
     create = functools.partial(state.create, self.model, self.optimizer)

@@ -31,7 +31,11 @@ class TrainState:
 
 def create(model: DecoderFunctions, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
   """Returns a fresh state with weights drawn from `key`. Can be traced."""
-  params = model.init(key)
+  return with_params(optimizer, model.init(key))
+
+
+def with_params(optimizer: optax.GradientTransformation, params: Params) -> TrainState:
+  """Returns a fresh state with these weights. Can be traced."""
   zero = jnp.zeros((), jnp.int32)
   return TrainState(step=zero, params=params, opt_state=optimizer.init(params), skipped=zero)
 

@@ -1,4 +1,4 @@
-"""A mixture of experts compared with Qwen3-MoE of Hugging Face transformers in float32 on a CPU: logits and gradients."""
+"""A mixture of experts compared with Qwen3-MoE of transformers in float32 on a CPU: logits and gradients."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def to_theirs(params, cfg: ModelSection) -> dict[str, np.ndarray]:
   }
   for i in range(cfg.num_decoder_layers):
     layers = params["layers"]
-    layer = jax.tree.map(lambda x: np.asarray(x[i]), layers) if cfg.scan_layers else layers[str(i)]
+    layer = jax.tree.map(lambda x, i=i: np.asarray(x[i]), layers) if cfg.scan_layers else layers[str(i)]
     attention, mlp, name = layer["attention"], layer["feed_forward"], f"model.layers.{i}"
     flat = lambda x: np.asarray(x).reshape(D, -1).T
     tensors |= {

@@ -38,6 +38,11 @@ def check_config(
   Raises ConfigMismatch with a table if a difference changes the model or the data order and its key is not in
   allow_config_change. Arrays of other shapes are never allowed.
   """
+  if "imported" in saved:
+    raise ConfigMismatch(
+      f"the run's folder holds only parameters, imported from {saved['imported']}. Choose another run_name, and set "
+      "load_parameters_path to this folder"
+    )
   if missing := [key for key in ("tokens", "cursor", "config", "identity") if key not in saved]:
     raise Rejected(f"its meta lacks {', '.join(missing)}")
   compared = CHANGES_STATE | (ALLOWABLE - set(names(allow_config_change)))

@@ -312,7 +312,7 @@ class Persistent(StepFolders):
     Every process raises CheckpointError if the storage fails.
     """
     path = self.path(candidate)
-    meta = self._verified(candidate.step)
+    meta = self.verified(candidate.step)
     self._log(f"Found commit_success file. Keeping {path}/.")
     accept(meta)
     self._log(f"Restoring checkpoint from {path}.")
@@ -326,12 +326,12 @@ class Persistent(StepFolders):
     if not self._on_primary(lambda: self._committed(str(step))):
       return ""
     try:
-      self._verified(step)
+      self.verified(step)
     except Rejected as reason:
       return str(reason)
     return ""
 
-  def _verified(self, step: int) -> dict[str, Any]:
+  def verified(self, step: int) -> dict[str, Any]:
     """The meta of a committed step. The processes share the work, and raise Rejected or CheckpointError together."""
 
     def verify() -> dict[str, Any]:
@@ -348,12 +348,13 @@ class Persistent(StepFolders):
     Every process must call. Every process raises Rejected if the arrays are not what was saved, and CheckpointError if
     the storage fails.
     """
-    read = functools.partial(self._read, step)
+    read = functools.partial(self.read, step)
     if self._cfg.enable_single_replica_ckpt_restoring:
       read = functools.partial(single_replica.read, self._world, read)
     return verified_load.load(self._world, read, meta["arrays"], abstract)
 
-  def _read(self, step: int, targets: Mapping[str, Any]) -> dict[str, jax.Array]:
+  def read(self, step: int, targets: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """The arrays of a step for {name: ShapeDtypeStruct with sharding} in their stored shapes and types, not checked."""
     if not targets:
       return {}
     import orbax.checkpoint as ocp

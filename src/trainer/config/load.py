@@ -41,6 +41,7 @@ def load_with_origins(argv: Sequence[str], *, check_paths: bool = True) -> tuple
   given.update(_model_values(given, path))
   if not given.get("run_name", Given("", "")).value:
     given["run_name"] = Given(path.stem, "the config file's name")
+  given |= _tokenizer_of_parameters(given)
   config = _build(given)
   problems = Problems()
   validate.check(config, problems)
@@ -201,6 +202,20 @@ def _model_values(given: dict[str, Given], config_path: Path) -> dict[str, Given
       "Remove the keys, or set override_model_config=true to use your values."
     )
   return {key: value for key, value in _without_useless(model, explicit).items() if key not in conflicts}
+
+
+def _tokenizer_of_parameters(given: dict[str, Given]) -> dict[str, Given]:
+  """The tokenizer beside the parameters of load_parameters_path, unless another is given."""
+  place = given.get("load_parameters_path")
+  chosen = any(given[key].explicit for key in ("tokenizer_type", "tokenizer_path") if key in given)
+  if place is None or not place.value or chosen:
+    return {}
+  folder = re.sub(r"@\d+$", "", str(place.value)).rstrip("/")
+  for file in (f"{folder}/tokenizer.json", f"{folder}/tokenizer/tokenizer.json"):
+    if paths.is_file("load_parameters_path", file):
+      origin = f"load_parameters_path, {place.origin}"
+      return {"tokenizer_type": Given("bpe", origin), "tokenizer_path": Given(file, origin)}
+  return {}
 
 
 def _find_model(name: str, origin: str, config_path: Path) -> Path:

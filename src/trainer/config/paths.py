@@ -20,7 +20,7 @@ from trainer.config.schema import Config, DataSection
 _WRITERS = {"gs": ("gcsfs", "tensorflow")}
 # The files and folders of a run's folder.
 _RUN_FILES = "log.txt events.jsonl metrics.jsonl config.yml goodput.json goodput_records.jsonl report.html loss.png"
-_RUN_FOLDERS = "checkpoints tensorboard metrics profile wandb"
+_RUN_FOLDERS = "checkpoints tokenizer tensorboard metrics profile wandb"
 # Key that needs a package, the package, and the extra of this project that has it.
 EXTRAS = (
   ("enable_wandb", "wandb", "wandb"),
@@ -36,6 +36,8 @@ def check(config: Config, problems: Problems) -> None:
   with problems.collect():
     _check_run_name(run.run_name)
     _check_run(config)
+  with problems.collect():
+    _check_parameters(config)
   with problems.collect():
     if run.jax_cache_dir:
       # Only its kind is checked: JAX warns if it cannot write there, and a read-only home must not prevent training.
@@ -65,6 +67,19 @@ def _check_run(config: Config) -> None:
     _check_pattern("run_name", run.run_name, run.run_name)
     absolute = config.run_directory if "://" in config.run_directory else os.path.abspath(config.run_directory)
     _check_pattern("base_output_directory", run.base_output_directory, absolute)
+
+
+def _check_parameters(config: Config) -> None:
+  """load_parameters_path is a folder, unless the run has begun: a restored run ignores it."""
+  place = config.run.load_parameters_path
+  if not place or remote.is_address(place) or os.path.isfile(f"{config.run_directory}/run_id"):
+    return
+  folders = (re.sub(r"@\d+$", "", place), place)
+  if not any(os.path.isdir(as_path(folder, "load_parameters_path=")) for folder in folders):
+    raise ConfigError(
+      f"load_parameters_path={shorten(place)}: there is no such folder.\n"
+      "Give a Hugging Face folder, RUN_DIR or RUN_DIR@STEP."
+    )
 
 
 def _check_eval_sets(config: Config, problems: Problems) -> None:
@@ -120,7 +135,7 @@ def _check_data(data: DataSection, problems: Problems) -> None:
             "Give a local folder that datasets has saved with save_to_disk."
           )
   with problems.collect():
-    if data.tokenizer_type == "bpe" and data.tokenizer_path and not _is_file("tokenizer_path", data.tokenizer_path):
+    if data.tokenizer_type == "bpe" and data.tokenizer_path and not is_file("tokenizer_path", data.tokenizer_path):
       raise ConfigError(f"tokenizer_path={data.tokenizer_path}: there is no such file.\nGive a tokenizers JSON file.")
   with problems.collect():
     folder = data.dataset_cache_directory
@@ -130,7 +145,8 @@ def _check_data(data: DataSection, problems: Problems) -> None:
       _check_folder("dataset_cache_directory", folder, folder)
 
 
-def _is_file(name: str, value: str) -> bool:
+def is_file(name: str, value: str) -> bool:
+  """Whether the value of the key `name` is a file, local or at an address."""
   if remote.is_address(value):
     return bool(remote.find(name, value, ()))
   return os.path.isfile(as_path(value, f"{name}="))

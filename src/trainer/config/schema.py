@@ -71,6 +71,10 @@ class RunSection(Section):
     le=2**32 - 1,  # JAX takes 32 bits, and would drop those above them in silence
     description="Seed of the initial weights.",
   )
+  load_parameters_path: str = Field(
+    "",
+    description="The first parameters of a new run: a Hugging Face folder of a Qwen3 or Llama, or RUN_DIR or RUN_DIR@STEP of another run, local or gs://. The optimizer and the schedule are fresh. The tokenizer there serves the data unless tokenizer_type or tokenizer_path is given. A run that resumes ignores it. Empty: random parameters.",
+  )
   log_config: bool = Field(
     True,
     description="Print the keys that differ from their defaults at the start. All keys are in {run}/config.yml.",
@@ -246,6 +250,11 @@ class ModelSection(Section):
     """Whether the layer (from 0) has experts instead of the feed-forward of a dense model."""
     dense = layer in self.dense_layers or (layer + 1) % self.decoder_sparse_step != 0
     return self.num_experts > 1 and not dense
+
+  @property
+  def has_unlike_layers(self) -> bool:
+    """Whether some layers have experts and others have not: they cannot be stacked."""
+    return len({self.has_experts(layer) for layer in range(self.num_decoder_layers)}) > 1
 
   @property
   def dense_layers(self) -> list[int]:

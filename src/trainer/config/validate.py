@@ -49,6 +49,9 @@ EFFECTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 
 
+UNLIKE_LAYERS = "text needs equal layers, and some layers here have experts and others have not."
+
+
 def check(config: Config, problems: Problems) -> None:
   """Adds to `problems` every combination of values that cannot work or can have no effect."""
   problems.add(_allow_config_change(config.run.allow_config_change))
@@ -68,6 +71,8 @@ def check(config: Config, problems: Problems) -> None:
     problems.add(_faults(config.elastic, config.checkpoint))
   problems.add(_stages(config.elastic, config.model))
   problems.add(_observe(config.observe, config.data, config.run.steps))
+  if config.observe.sample_prompt and config.model.has_unlike_layers:
+    problems.add([f"sample_prompt={config.observe.sample_prompt}: {UNLIKE_LAYERS}\nSet sample_prompt=''."])
   problems.add(_preflight(config.preflight))
   parallelism = [*_parallelism(config.parallelism, config.cluster)]
   problems.add(parallelism)
@@ -131,7 +136,7 @@ def _experts(model: ModelSection) -> Iterator[str]:
       f"{model.num_experts}.\n"
       'Set quantization="".'
     )
-  if model.scan_layers and 0 < len(sparse) < len(layers):
+  if model.scan_layers and model.has_unlike_layers:
     yield (
       "scan_layers=true: with this decoder_sparse_step or mlp_only_layers some layers have experts and others have "
       "not, and a scan needs equal layers.\nSet scan_layers=false."

@@ -57,7 +57,7 @@ def _megablox(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def in_tiles(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-  """The grouped matmul for a CPU: a loop over tiles of rows. XLA's ragged_dot multiplies all rows by all groups there."""
+  """The grouped matmul for a CPU: a loop over tiles. XLA's ragged_dot multiplies all rows by all groups there."""
   return _rows_times_weights(x, w.astype(x.dtype), sizes, transposed=False)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import operator
@@ -22,7 +21,7 @@ from trainer.kernels import remat
 from trainer.mesh import CONTEXT, FSDP, TENSOR
 from trainer.models import rope
 from trainer.models.experts import Experts
-from trainer.models.layers import Attention, AttentionFunction, FeedForward, Kernels, RMSNorm, normal_param
+from trainer.models.layers import Attention, FeedForward, Kernels, RMSNorm, normal_param
 from trainer.sharding import constrain, manual_over_fsdp, num_shards, of_all_slices, on_shards
 
 # A nested dict of arrays. With scan_layers, `layers` holds arrays stacked on a leading dim L; else {"0": .., "1": ..}.
@@ -284,13 +283,19 @@ class DecoderFunctions:
 
   def __init__(self, cfg: ModelSection, kernels: Kernels) -> None:
     self.kernels = kernels
-    self._cfg = cfg
+    self.cfg = cfg
     self._build = functools.partial(Decoder, cfg, kernels)
     self._graphdef, self._state = nnx.split(nnx.eval_shape(lambda: self._build(key=jax.random.key(0))))
 
-  def with_attention(self, attention: AttentionFunction) -> DecoderFunctions:
-    """Returns the same model with another attention function."""
-    return DecoderFunctions(self._cfg, dataclasses.replace(self.kernels, attention=attention))
+  def stacked(self, params: Params) -> tuple[DecoderFunctions, Params]:
+    """Returns the same model with scan_layers, and its weights from those of this model."""
+    if self.cfg.scan_layers:
+      return self, params
+    layers = [params["layers"][str(i)] for i in range(self.cfg.num_decoder_layers)]
+    stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
+    return DecoderFunctions(self.cfg.model_copy(update={"scan_layers": True}), self.kernels), params | {
+      "layers": stacked
+    }
 
   def init(self, key: jax.Array) -> Params:
     """Returns fresh weights drawn from `key`."""

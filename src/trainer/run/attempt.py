@@ -27,7 +27,7 @@ from trainer.run.driver import Driver
 from trainer.run.many_worlds import ManyWorlds
 from trainer.run.one_controller import OneController
 from trainer.run.session import Session
-from trainer.run.start import Start
+from trainer.run.start import Start, fresh_state
 from trainer.run.step_records import StepRecords
 from trainer.state import TrainState
 
@@ -101,7 +101,7 @@ class Attempt:
     if (saved := self.tiers.restore_newest(self.program.state, self._accept)) is not None:
       state, step, tier, meta = saved.state, saved.step, saved.tier, saved.meta
     else:
-      state, step, tier, meta = self.program.init(jax.random.key(self.config.run.init_weights_seed)), 0, "none", None
+      state, step, tier, meta = fresh_state(self.config, session, self.program), 0, "none", None
     jax.block_until_ready(state)
     seconds = time.monotonic() - begin
     session.events.emit("restore", tier=tier, step=step, seconds=seconds)

@@ -1,21 +1,18 @@
-"""Sampling from a trained model, for a person to read. Slow: each token runs the model on the whole window."""
+"""The sample at the end of a run, for a person to read."""
 
 from __future__ import annotations
 
 import time
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from trainer.config.schema import Config
 from trainer.data.tokenizer import Tokenizer
-from trainer.kernels.attention_xla import dot_product
+from trainer.models import generation
 from trainer.models.decoder import DecoderFunctions, Params
+from trainer.models.generation import Sampling
 from trainer.program import Program
 from trainer.run.session import Session
-
-_WINDOW = 256
 
 
 def continue_text(
@@ -30,31 +27,12 @@ def continue_text(
 ) -> str:
   """The text of `tokens` tokens sampled after `prompt` at `temperature` (0: always the most likely token).
 
-  The model sees the last 256 tokens, or the prompt if it is longer. `params` must be on one device. Deterministic.
+  `params` must be on one device. Deterministic.
   """
-  # The training attention may work only with the mesh, length and batch size of training.
-  model = model.with_attention(dot_product)
-  history = list(tokenizer.encode(prompt))
-  window = max(len(history), min(_WINDOW, len(history) + tokens))
-
-  @jax.jit
-  def next_token(params: Params, window_T: jax.Array, length: jax.Array, key: jax.Array) -> jax.Array:
-    positions = jnp.arange(window_T.shape[0], dtype=jnp.int32)
-    segments = (positions < length).astype(jnp.int32)
-    logits = model.merge(params).logits(window_T[None], positions[None], segments[None])[0, length - 1]
-    logits = logits[: tokenizer.vocab_size]
-    if temperature == 0:
-      return jnp.argmax(logits)
-    return jax.random.categorical(key, logits / temperature)
-
-  begin = len(history)
-  for i in range(tokens):
-    recent = history[-window:]
-    padded = np.zeros(window, np.int32)
-    padded[: len(recent)] = recent
-    key = jax.random.fold_in(jax.random.key(seed), i)
-    history.append(int(next_token(params, padded, len(recent), key)))
-  return tokenizer.decode(history[begin:])
+  sampling = Sampling(temperature, seed=seed)
+  ids = [tokenizer.encode(prompt) or [tokenizer.eos_id]]
+  steps = generation.stream(model, params, ids, tokens, vocab_size=tokenizer.vocab_size, sampling=sampling)
+  return tokenizer.decode(id for (id,) in steps if id is not None)
 
 
 def sample(config: Config, session: Session, prog: Program, params: Params, step: int) -> None:

@@ -39,10 +39,10 @@ class RunData:
     Continues the checkpoint's order of examples, which is part of the comparison. Raises ConfigMismatch if the run may
     not resume from the checkpoint.
     """
-    self._use_order(meta)
+    self.use_order(meta)
     return checkpoint_meta.check_config(meta, config.flat(), self.identity, config.run.allow_config_change)
 
-  def _use_order(self, meta: Mapping[str, Any] | None) -> None:
+  def use_order(self, meta: Mapping[str, Any] | None) -> None:
     """A run keeps the order of examples that it started with; its checkpoints name it."""
     number = data_order.NEWEST if meta is None else meta.get("cursor", {}).get("order", data_order.FIRST)
     if not data_order.FIRST <= number <= data_order.NEWEST:
@@ -61,7 +61,7 @@ class RunData:
     The cursor in `meta` matters if the batch size or the data have changed. Returns lines for the log. Raises
     ConfigError if the data end before the run.
     """
-    self._use_order(meta)
+    self.use_order(meta)
     same = meta is not None and meta["identity"].get("data") == self.identity["data"]
     lines = self.train.resume(step, meta and meta["cursor"], same=same)
     last = self.train.last_step()

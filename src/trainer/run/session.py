@@ -8,10 +8,11 @@ import functools
 import gc
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trainer import memory, program
+from trainer import world as world_lib
 from trainer.checkpoint import run_id
 from trainer.checkpoint.arrays import fingerprint, state_tree
 from trainer.checkpoint.preemption import Preemption
@@ -37,6 +38,8 @@ from trainer.run import run_data
 from trainer.run.announce import CONFIG_FILE, announce
 from trainer.run.run_data import RunData
 from trainer.signals import Signals
+from trainer.weights import sources, tokenizers
+from trainer.weights.sources import Source
 
 
 @dataclasses.dataclass
@@ -56,6 +59,7 @@ class Session:
   watchdog: Watchdog
   state_bytes: int  # of one full copy of parameters and optimizer state
   run_id: str  # of checkpoint.run_id.establish; "" without checkpoints
+  parameters: Callable[[], Source] | None  # that a new run starts from; None: random ones
   started: float  # time.monotonic() at the start of the process or of the current attempt
   attempts: int = 0
   was_ready: bool = False
@@ -75,6 +79,7 @@ class Session:
     now = time.monotonic()
     if self.cluster.is_primary and not self.was_ready:
       files.write_text(config.run_directory, CONFIG_FILE, cli.print_config(config))
+      tokenizers.keep(config.run_directory, self.data.train.tokenizer, config.run.load_parameters_path)
     self.was_ready = True
     self.events.emit("init_done", step=step, seconds=now - self.started)
     self.watchdog.beat(step)
@@ -129,6 +134,7 @@ def open_session(
   memory.require_fit(full_program.state, counts.parameter_count(config.model), cluster)
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
   world = cluster.world
+  parameters = _parameters(config, cluster)
   with contextlib.ExitStack() as stack:
     notes: list[str] = []  # for the log, which is not open yet
     data = stack.enter_context(run_data.open_data(config, batch, notes.append))
@@ -165,6 +171,7 @@ def open_session(
       watchdog,
       state_bytes,
       identity,
+      parameters,
       started,
     )
     for line in notes:
@@ -174,6 +181,24 @@ def open_session(
     stack.enter_context(progress)
     watchdog.start()
     yield session
+
+
+def _parameters(config: Config, cluster: Cluster) -> Callable[[], Source] | None:
+  """Opens the source of load_parameters_path at its first call. A new run opens it now, and checks it."""
+  place = config.run.load_parameters_path
+  if not place:
+    return None
+
+  @functools.cache
+  def opened() -> Source:
+    source = sources.open_source(place, cluster.world)
+    source.check(config.model)
+    return source
+
+  begun = cluster.is_primary and (run_id.folder(config.run_directory) / run_id.FILE).exists()
+  if not world_lib.from_primary(cluster.world, begun):
+    opened()
+  return opened
 
 
 def _lock(config: Config, cluster: Cluster, log: Log) -> contextlib.AbstractContextManager[None]:

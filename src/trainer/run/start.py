@@ -6,6 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
+from trainer.config.schema import Config
+from trainer.program import Program
+from trainer.run.session import Session
 from trainer.state import TrainState
 
 
@@ -21,3 +26,12 @@ class Start:
   meta: Mapping[str, Any] | None = None
   eval_loss: float | None = None  # of this state, if an earlier process or attempt has recorded it
   stops: bool = False  # the process must stop: it saves this state and computes nothing more
+
+
+def fresh_state(config: Config, session: Session, program: Program) -> TrainState:
+  """The state of step 0: with the parameters of load_parameters_path, or with random ones."""
+  if session.parameters is None:
+    return program.init(jax.random.key(config.run.init_weights_seed))
+  source = session.parameters()
+  session.log.line(f"The parameters are those of {source.where}.")
+  return program.init_from(source.load(program.state.params, session.cluster.world))

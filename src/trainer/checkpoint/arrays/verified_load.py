@@ -23,7 +23,8 @@ def load(world: World, read: Read, saved: Mapping[str, Any], abstract: Any) -> A
   """The state of abstract's structure, shapes, types and shardings; a collective: what one process raises all raise.
 
   read: gives the arrays for {name: ShapeDtypeStruct with sharding} in their stored shapes and types. saved: {name:
-  {"shape", "dtype", "fingerprint"}}. Raises Rejected where they do not fit or are not what was saved.
+  {"shape", "dtype", "fingerprint"}}, without a fingerprint where nothing is known of the values. Raises Rejected where
+  they do not fit or are not what was saved.
   """
   with malloc.return_freed_memory():
     return _load(world, read, saved, abstract)
@@ -38,8 +39,8 @@ def _load(world: World, read: Read, saved: Mapping[str, Any], abstract: Any) -> 
     for move in batch:
       targets.update(layer_layout.stored(move, saved, wanted))
     arrays = together(world, lambda targets=targets: dict(read(targets)))  # type: ignore[misc]
-    expected = {name: saved[name]["fingerprint"] for name in targets}
-    if wrong := fingerprint.differing(arrays, expected):
+    expected = {name: saved[name]["fingerprint"] for name in targets if "fingerprint" in saved[name]}
+    if wrong := fingerprint.differing({name: arrays[name] for name in expected}, expected):
       raise Rejected(f"{wrong[0]} does not have the fingerprint it was saved with ({len(wrong)} such arrays)")
     for move in batch:
       result.update(layer_layout.convert(move, arrays, wanted))

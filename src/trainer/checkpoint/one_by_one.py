@@ -1,0 +1,84 @@
+"""Writes a checkpoint of arrays that are made one after the other, so that only one of them is in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from trainer.checkpoint import checksums, persistent
+from trainer.checkpoint.arrays import fingerprint
+from trainer.checkpoint.errors import Rejected
+from trainer.checkpoint.step_folders import MANIFEST, META
+
+
+@dataclass(frozen=True)
+class Lazy:
+  """An array that `make` returns."""
+
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  make: Callable[[], np.ndarray]
+
+  @property
+  def size(self) -> int:
+    return int(np.prod(self.shape))
+
+  @property
+  def nbytes(self) -> int:
+    return self.size * self.dtype.itemsize
+
+
+def write(folder: Any, arrays: Mapping[str, Lazy], meta: Mapping[str, Any], done: Callable[[str], object]) -> None:
+  """Writes the checkpoint `folder` (an epath). meta: JSON, without "arrays". done: called with each name.
+
+  Raises OSError if the storage fails, and Rejected, which names the array, if a value is not finite.
+  """
+  import orbax.checkpoint as ocp
+  from orbax.checkpoint import type_handlers
+
+  described = {name: {"shape": list(x.shape), "dtype": str(x.dtype)} for name, x in arrays.items()}
+
+  class Handler(type_handlers.NumpyHandler):
+    def typestr(self) -> str:
+      return "jax.Array"
+
+    async def serialize(self, values: Sequence[Lazy], infos: Sequence[Any], args: Any = None) -> list[Any]:
+      for i, (value, info) in enumerate(zip(values, infos, strict=True)):
+        array = np.ascontiguousarray(value.make())
+        assert array.shape == value.shape and array.dtype == value.dtype, info.name
+        described[info.name]["fingerprint"] = _print(info.name, array)
+        await self._background_serialize([array], [info], [args[i] if args else ocp.SaveArgs()])
+        done(info.name)
+      return []
+
+  registry = type_handlers.create_type_handler_registry(
+    (Lazy, Handler()),
+    (jax.Array, type_handlers.ArrayHandler()),  # without it Orbax warns
+  )
+  state = ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False, type_handler_registry=registry)
+  # A folder that Orbax makes in the background would be made over arrays that are written already.
+  at_once = ocp.AsyncOptions(create_directories_asynchronously=False)
+  options = ocp.CompositeOptions(async_options=at_once)
+  try:
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(composite_options=options, state=state)) as writer:
+      writer.save(folder, args=ocp.args.Composite(state=ocp.args.PyTreeSave(dict(arrays))))
+  except (OSError, Rejected):
+    raise
+  except Exception as error:  # tensorstore reports a full disk as ValueError
+    raise OSError(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+  whole = dict(meta, metric=None, versions=persistent.versions(), arrays=described)
+  (folder / META).write_bytes(checksums.dump(whole))
+  limit = persistent.OBJECT_STORE_CRC_LIMIT if "://" in str(folder) else None
+  (folder / MANIFEST).write_bytes(checksums.dump(checksums.manifest(folder, persistent.UNSEALED, limit)))
+
+
+def _print(name: str, array: np.ndarray) -> str:
+  """The fingerprint of one array."""
+  prints, bad = fingerprint.collect(fingerprint.dispatch({name: jax.device_put(array, jax.devices("cpu")[0])}))
+  if bad:
+    raise Rejected(f"{name} has values that are not finite")
+  return prints[name]

@@ -1,0 +1,40 @@
+"""`python -m trainer.tools.export_hf RUN_DIR[@STEP] DIR`: writes the weights of a run as a Hugging Face folder.
+
+STEP: default is the newest checkpoint. DIR: new, local or gs://. It gets config.json, generation_config.json, the files
+of the tokenizer, and safetensors; transformers, vLLM and others read it. Every tensor keeps its type unless --dtype
+names another. At the end the logits of both are compared on a short prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from trainer.config.errors import ConfigError
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Returns the exit code: 0, or 2 with one line on stderr if the run is wrong or the folder cannot be written."""
+  parser = argparse.ArgumentParser(prog="python -m trainer.tools.export_hf", description=__doc__.split("\n\n")[0])
+  parser.add_argument("run_directory", metavar="RUN_DIR[@STEP]")
+  parser.add_argument("directory", metavar="DIR")
+  parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="")
+  arguments = parser.parse_args(argv)
+  from trainer.weights import export, sources, tokenizers
+
+  try:
+    source = sources.open_source(arguments.run_directory)
+    tokenizer = None
+    try:
+      tokenizer = tokenizers.of_source(source)
+    except ConfigError as error:  # the weights are whole without it
+      print(f"warning: the export has only those files of a tokenizer that the run has: {error}")
+    export.export(source, arguments.directory, tokenizer=tokenizer, dtype=arguments.dtype)
+  except ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

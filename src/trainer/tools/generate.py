@@ -1,0 +1,80 @@
+"""`python -m trainer.tools.generate RUN_DIR[@STEP] "PROMPT"`: continues a text with a trained model.
+
+Also reads a Hugging Face folder. --prompts FILE continues every line of a file, all at the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.config.errors import ConfigError
+
+if TYPE_CHECKING:
+  from trainer.models.generation import Sampling
+  from trainer.weights.model import Model
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Returns the exit code: 0, or 2 with one line on stderr if the model or the prompts cannot be used."""
+  parser = argparse.ArgumentParser(prog="python -m trainer.tools.generate", description=__doc__.split("\n\n")[0])
+  parser.add_argument("model", metavar="RUN_DIR[@STEP]")
+  parser.add_argument("prompt", nargs="?", metavar="PROMPT")
+  parser.add_argument("--prompts", metavar="FILE", help="a prompt in every line")
+  parser.add_argument("--tokens", type=int, default=128, help="the most new tokens of a text (default: 128)")
+  parser.add_argument("--temperature", type=float, default=0.7, help="0: always the most likely token (default: 0.7)")
+  parser.add_argument("--top-k", type=int, default=0, help="only the K most likely tokens (default: 0, all)")
+  parser.add_argument("--top-p", type=float, default=1.0, help="only the most likely tokens with this sum (default: 1)")
+  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="", help="default: as in training")
+  arguments = parser.parse_intermixed_args(argv)
+  if (arguments.prompt is None) == (arguments.prompts is None):
+    parser.error("give a PROMPT or --prompts FILE")
+  if arguments.tokens < 1 or arguments.temperature < 0 or arguments.top_k < 0 or not 0 < arguments.top_p <= 1:
+    parser.error("--tokens is at least 1, --temperature and --top-k at least 0, --top-p above 0 and at most 1")
+  from trainer.models.generation import Sampling
+  from trainer.weights.model import Model
+
+  try:
+    prompts = [arguments.prompt] if arguments.prompts is None else Path(arguments.prompts).read_text().splitlines()
+    if not prompts:
+      raise ConfigError(f"{arguments.prompts}: is empty. Write a prompt in every line.")
+    model = Model.from_run(arguments.model, arguments.dtype)
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    _write(model, prompts, arguments.tokens, sampling)
+  except (ConfigError, OSError, UnicodeDecodeError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  return 0
+
+
+def _write(model: Model, prompts: Sequence[str], tokens: int, sampling: Sampling) -> None:
+  """Prints the texts, a single one while it grows, and the speed on stderr."""
+  rows: list[list[int]] = [[] for _ in prompts]
+  shown, times = "", [time.monotonic()]
+  if len(prompts) == 1:
+    print(prompts[0], end="", flush=True)
+  for step in model.stream([model.encode(prompt) for prompt in prompts], tokens, sampling):
+    times.append(time.monotonic())
+    for row, id in zip(rows, step):
+      row.extend(() if id is None else (id,))
+    text = model.tokenizer.decode(rows[0])
+    if len(prompts) == 1 and not text.endswith("\ufffd"):  # a character may need more tokens
+      print(text[len(shown) :], end="", flush=True)
+      shown = text
+  if len(prompts) == 1:
+    print(model.tokenizer.decode(rows[0])[len(shown) :])
+  else:
+    for prompt, row in zip(prompts, rows):
+      print(f"--- {prompt}{model.tokenizer.decode(row)}")
+  if len(times) > 3:  # the second step is compiled before the second token
+    speed = (sum(map(len, rows)) - 2 * len(rows)) / max(times[-1] - times[2], 1e-9)
+    print(f"first token after {times[1] - times[0]:.2f} s, then {speed:.1f} tokens/s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

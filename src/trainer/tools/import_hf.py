@@ -1,0 +1,32 @@
+"""`python -m trainer.tools.import_hf DIR RUN_DIR`: makes a run folder with the weights of a Hugging Face folder.
+
+DIR: config.json and safetensors of a Qwen3 or Llama, local or gs://. RUN_DIR: new. `load_parameters_path=RUN_DIR`
+trains from it; trainer.tools.generate, evaluate and export_hf read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from trainer.config.errors import ConfigError
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Returns the exit code: 0, or 2 with one line on stderr if the folder is wrong or cannot be written."""
+  parser = argparse.ArgumentParser(prog="python -m trainer.tools.import_hf", description=__doc__.split("\n\n")[0])
+  parser.add_argument("directory", metavar="DIR")
+  parser.add_argument("run_directory", metavar="RUN_DIR")
+  arguments = parser.parse_args(argv)
+  from trainer.weights import importing
+
+  try:
+    importing.import_folder(arguments.directory, arguments.run_directory)
+  except ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

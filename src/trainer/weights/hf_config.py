@@ -1,0 +1,134 @@
+"""config.json of Qwen3 and Llama, and the model's keys: each says what the other does not, or is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import ModelSection
+
+ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
+# Fields that are numbers of the model -> its key.
+_KEYS = {
+  "vocab_size": "vocab_size",
+  "hidden_size": "base_emb_dim",
+  "intermediate_size": "base_mlp_dim",
+  "num_hidden_layers": "base_num_decoder_layers",
+  "num_attention_heads": "base_num_query_heads",
+  "num_key_value_heads": "base_num_kv_heads",
+  "head_dim": "head_dim",
+  "max_position_embeddings": "max_position_embeddings",
+  "rms_norm_eps": "normalization_layer_epsilon",
+  "initializer_range": "initializer_range",
+  "tie_word_embeddings": "logits_via_embedding",
+}
+_SCALING = {
+  "factor": "rope_scaling_factor",
+  "low_freq_factor": "rope_low_freq_factor",
+  "high_freq_factor": "rope_high_freq_factor",
+  "original_max_position_embeddings": "rope_original_max_position_embeddings",
+}
+# What transformers takes for a field that is absent.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+  "qwen3": {"head_dim": 128, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "num_key_value_heads": 32},
+  "llama": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
+}
+# Fields that must have these values, because the decoder knows no other.
+_FIXED: dict[str, tuple[Any, ...]] = {
+  "hidden_act": ("silu",),
+  "attention_bias": (False,),
+  "mlp_bias": (False,),
+  "attention_dropout": (0, None),
+  "use_sliding_window": (False, None),
+  "pretraining_tp": (1, None),
+  "partial_rotary_factor": (1, None),
+}
+# Fields that say nothing about the function that the model computes.
+_DESCRIPTIONS = frozenset(
+  "architectures model_type transformers_version torch_dtype dtype use_cache bos_token_id eos_token_id pad_token_id "
+  "max_window_layers sliding_window layer_types rope_theta rope_scaling rope_parameters output_attentions "
+  "output_hidden_states return_dict is_encoder_decoder".split()
+)
+
+
+def keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+  """The model's keys for the content of a config.json. Raises ConfigError that names a field which has no key."""
+  architectures = config.get("architectures") or []
+  family = ARCHITECTURES.get(architectures[0] if len(architectures) == 1 else "", "")
+  if not family or config.get("model_type", family) != family:
+    found = f"architectures={architectures}, model_type={config.get('model_type')}"
+    raise ConfigError(f"{where}: {found}. Only {' and '.join(ARCHITECTURES)} can be read.")
+  known = _DESCRIPTIONS | _KEYS.keys() | _FIXED.keys()
+  if unknown := sorted(name for name in config if name not in known and not name.startswith("_")):
+    raise ConfigError(f"{where}: unknown fields {', '.join(unknown)}, which may change the model. Use another model.")
+  for name, allowed in _FIXED.items():
+    if name in config and config[name] not in allowed:
+      raise ConfigError(f"{where}: {name}={config[name]}. The decoder has only {name}={allowed[0]}.")
+  if others := set(config.get("layer_types") or ()) - {"full_attention"}:
+    raise ConfigError(f"{where}: layer_types has {', '.join(sorted(others))}. The decoder has only full_attention.")
+  complete: dict[str, Any] = {"initializer_range": 0.02, "tie_word_embeddings": False, **_DEFAULTS[family], **config}
+  if family == "llama":
+    complete["num_key_value_heads"] = complete.get("num_key_value_heads") or complete.get("num_attention_heads")
+    complete["head_dim"] = complete.get("head_dim") or complete["hidden_size"] // complete["num_attention_heads"]
+  if missing := [name for name in _KEYS if complete.get(name) is None]:
+    raise ConfigError(f"{where}: has no {', '.join(missing)}. Get the file again.")
+  model = {key: complete[name] for name, key in _KEYS.items()}
+  return model | _rope(config, where) | {"use_qk_norm": family == "qwen3"}
+
+
+def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+  """The keys of RoPE, from either spelling or from both."""
+  both: dict[str, Any] = {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
+  for spelling in (config.get("rope_scaling") or {}, config.get("rope_parameters") or {}):
+    for field, value in spelling.items():
+      name = "rope_type" if field == "type" else field
+      if both.setdefault(name, value) != value:
+        raise ConfigError(f"{where}: {name} is {both[name]} in one place and {value} in another. Correct the file.")
+  kind = both.pop("rope_type", "default")
+  found = {"rope_type": kind, "rope_max_timescale": both.pop("rope_theta", 10000.0)}
+  if kind not in ("default", "llama3"):
+    raise ConfigError(f"{where}: rope_type={kind}. Only default and llama3 can be read.")
+  if kind == "llama3":
+    if missing := _SCALING.keys() - both.keys():
+      raise ConfigError(f"{where}: rope_type=llama3 has no {', '.join(sorted(missing))}. Get the file again.")
+    found |= {key: both.pop(name) for name, key in _SCALING.items()}
+  if both:
+    raise ConfigError(f"{where}: unknown fields of RoPE: {', '.join(sorted(both))}. Use another model.")
+  return found
+
+
+def build(cfg: ModelSection, dtype: str, ends: Mapping[str, int | None]) -> dict[str, Any]:
+  """The content of config.json for a model. ends: bos_token_id and eos_token_id.
+
+  In both spellings, because transformers 5 writes rope_parameters and dtype, and older readers know only rope_theta,
+  rope_scaling and torch_dtype.
+  """
+  architecture = "Qwen3ForCausalLM" if cfg.use_qk_norm else "LlamaForCausalLM"
+  # As model_type=default would give them: global_parameter_scale is in these properties.
+  sizes = {
+    "base_emb_dim": cfg.emb_dim,
+    "base_mlp_dim": cfg.mlp_dim,
+    "base_num_decoder_layers": cfg.num_decoder_layers,
+    "base_num_query_heads": cfg.num_query_heads,
+    "base_num_kv_heads": cfg.num_kv_heads,
+  }
+  scaling: dict[str, Any] = {"rope_type": cfg.rope_type}
+  if cfg.rope_type == "llama3":
+    scaling |= {name: getattr(cfg, key) for name, key in _SCALING.items()}
+  return {
+    "architectures": [architecture],
+    "model_type": ARCHITECTURES[architecture],
+    **{name: sizes.get(key, getattr(cfg, key)) for name, key in _KEYS.items()},
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    **({} if cfg.use_qk_norm else {"mlp_bias": False}),
+    "rope_theta": cfg.rope_max_timescale,
+    "rope_scaling": None if cfg.rope_type == "default" else scaling,
+    "rope_parameters": {"rope_theta": cfg.rope_max_timescale, **scaling},
+    "torch_dtype": dtype,
+    "dtype": dtype,
+    "use_cache": True,
+    **ends,
+  }

@@ -1,0 +1,81 @@
+"""A trained model as one object: its logits, and text that it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import ModelSection
+from trainer.config.validate import UNLIKE_LAYERS
+from trainer.data.tokenizer import Tokenizer
+from trainer.kernels import projection
+from trainer.kernels.attention_xla import dot_product
+from trainer.models import generation
+from trainer.models.decoder import DecoderFunctions, Params
+from trainer.models.generation import DEFAULT, Sampling
+from trainer.models.layers import Kernels
+from trainer.weights import sources, tokenizers
+
+
+@dataclass(frozen=True)
+class Model:
+  """A model on one device. stop: the ids that end a text."""
+
+  functions: DecoderFunctions
+  params: Params
+  tokenizer: Tokenizer
+  stop: frozenset[int]
+
+  @classmethod
+  def from_run(cls, place: str, dtype: str = "") -> Model:
+    """The model in RUN_DIR, RUN_DIR@STEP or a Hugging Face folder.
+
+    dtype: float32 or bfloat16, in which it computes and holds its matrices; "": that of the run. Raises ConfigError.
+    """
+    source = sources.open_source(place)
+    if source.model.has_unlike_layers:
+      raise ConfigError(f"{place}: {UNLIKE_LAYERS}")
+    dtype = dtype or source.model.dtype
+    device = jax.devices()[0]
+    cfg: ModelSection = source.model.model_copy(update={"dtype": dtype, "weight_dtype": dtype, "scan_layers": True})
+    functions = DecoderFunctions(cfg, Kernels(dot_product, projection.choose(device.platform, cfg.quantization)))
+    one = jax.sharding.SingleDeviceSharding(device)
+    on_device = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one)
+    params = source.load(jax.tree.map(on_device, functions.abstract()))
+    tokenizer = tokenizers.of_source(source)
+    return cls(functions, params, tokenizer, tokenizers.stop_ids(source, tokenizer))
+
+  def encode(self, text: str) -> list[int]:
+    """The ids of the beginning of a document."""
+    begin = [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
+    return [*begin, *self.tokenizer.encode(text)] or [self.tokenizer.eos_id]
+
+  def logits(self, ids: Sequence[int]) -> np.ndarray:
+    """The logits [T, V], float32, after each of the T ids."""
+    tokens = jnp.asarray([ids], jnp.int32)
+    positions = jnp.arange(len(ids), dtype=jnp.int32)[None]
+    run = jax.jit(lambda params: self.functions.merge(params).logits(tokens, positions, jnp.ones_like(tokens)))
+    return np.asarray(run(self.params)[0])
+
+  def stream(
+    self, prompts: Sequence[Sequence[int]], tokens: int, sampling: Sampling = DEFAULT
+  ) -> Iterator[list[int | None]]:
+    """As `generation.stream`, up to a token that ends a text. Raises ConfigError if a text would become too long."""
+    longest, limit = max(map(len, prompts)) + tokens, self.functions.cfg.max_position_embeddings
+    if longest > limit:
+      raise ConfigError(f"{longest} tokens are more than max_position_embeddings={limit}. Ask for fewer.")
+    size = min(self.tokenizer.vocab_size, self.functions.cfg.vocab_size)
+    return generation.stream(
+      self.functions, self.params, prompts, tokens, vocab_size=size, stop=self.stop, sampling=sampling
+    )
+
+  def generate(self, prompts: Sequence[str], tokens: int = 128, sampling: Sampling = DEFAULT) -> list[str]:
+    """The continuation of each prompt."""
+    steps = list(self.stream([self.encode(prompt) for prompt in prompts], tokens, sampling))
+    rows = [[step[i] for step in steps] for i in range(len(prompts))]
+    return [self.tokenizer.decode(id for id in row if id is not None) for row in rows]

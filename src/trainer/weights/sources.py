@@ -1,0 +1,193 @@
+"""Where parameters come from: a Hugging Face folder, or a checkpoint of a run."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from pydantic import ValidationError
+
+from trainer.checkpoint import run_id
+from trainer.checkpoint.arrays import verified_load
+from trainer.checkpoint.errors import CheckpointError, Rejected
+from trainer.checkpoint.persistent import Persistent
+from trainer.config.errors import ConfigError
+from trainer.config.schema import CheckpointSection, DataSection, ModelSection
+from trainer.models.decoder import Params
+from trainer.weights import hf_config, names, safetensors
+from trainer.world import SINGLE_WORLD, World
+
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+GENERATION = "generation_config.json"
+ENDS = ("bos_token_id", "eos_token_id")  # its fields
+TOKENIZER = "tokenizer"  # folder of a run that holds the files of its tokenizer
+TOKENIZER_FILES = (
+  "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
+  f"tokenizer.model chat_template.jinja {GENERATION}"
+).split()
+_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # old files have it; it is no weight
+# What must agree between a run and its source: the shapes, and the function that the weights were trained for.
+_SIZES = (
+  "vocab_size emb_dim num_decoder_layers num_query_heads num_kv_heads mlp_dim head_dim use_qk_norm "
+  "logits_via_embedding normalization_layer_epsilon rope_max_timescale rope_type"
+).split()
+_ROPE = ("rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_position_embeddings").split()
+
+
+@dataclass(frozen=True)
+class Source:
+  """Parameters that can be read. arrays: {name in a state: {"shape", "dtype"}}, with a fingerprint in a checkpoint."""
+
+  where: str
+  directory: str
+  model: ModelSection
+  data: DataSection | None  # of the run; None: a Hugging Face folder
+  arrays: Mapping[str, Mapping[str, Any]]
+  read: verified_load.Read
+  tensors: Mapping[str, safetensors.Tensor]  # of a Hugging Face folder, by our names; else empty
+  meta: Mapping[str, Any] = field(default_factory=dict)  # of the checkpoint
+
+  @property
+  def tokenizer_folder(self) -> str:
+    """Where the files of the tokenizer are, if there are any."""
+    return self.directory if self.data is None else f"{self.directory}/{TOKENIZER}"
+
+  def check(self, cfg: ModelSection) -> None:
+    """Raises ConfigError with all keys of `cfg` that do not fit these weights."""
+    compared = _SIZES + (_ROPE if self.model.rope_type == cfg.rope_type == "llama3" else [])
+    differ = [name for name in compared if getattr(cfg, name) != getattr(self.model, name)]
+    if differ:
+      table = "; ".join(f"{name}={getattr(cfg, name)}, there {getattr(self.model, name)}" for name in differ)
+      raise ConfigError(f"{self.where} has another model: {table}. Set model_name, or these keys, to its model.")
+
+  def load(self, abstract: Params, world: World = SINGLE_WORLD) -> Params:
+    """The parameters with the shapes, types and shardings of `abstract`. Every process of `world` must call.
+
+    A process reads only the bytes of its shards from local files. Raises ConfigError, on all processes, if they
+    cannot be read or do not fit.
+    """
+    try:
+      return verified_load.load(world, self.read, self.arrays, {"params": abstract})["params"]
+    except (Rejected, CheckpointError) as error:
+      raise ConfigError(f"{self.where}: {error}. Get the files again, or give another folder.") from error
+
+
+def open_source(place: str, world: World = SINGLE_WORLD) -> Source:
+  """The parameters in a Hugging Face folder, or in RUN_DIR or RUN_DIR@STEP (default: the newest checkpoint).
+
+  Raises ConfigError, which names what is missing or wrong there. Verifies the files of a checkpoint.
+  """
+  directory, step = split(place)
+  folder = run_id.folder(directory)
+  try:
+    if not step and (folder / CONFIG).exists():
+      return _hugging_face(folder)
+    if (folder / "checkpoints").exists():
+      return _of_run(directory, int(step) if step else None, world)
+  except (Rejected, CheckpointError, OSError) as error:
+    raise ConfigError(f"{place}: {error}.") from error
+  raise ConfigError(
+    f"{place}: has neither {CONFIG} nor checkpoints. Give a Hugging Face folder, RUN_DIR or RUN_DIR@STEP."
+  )
+
+
+def split(place: str) -> tuple[str, str]:
+  """(folder, step or "") of RUN_DIR or RUN_DIR@STEP."""
+  directory, at, step = place.rpartition("@")
+  return (directory, step) if at and step.isdigit() else (place, "")
+
+
+def _of_run(directory: str, step: int | None, world: World) -> Source:
+  persistent = Persistent(f"{directory}/checkpoints", CheckpointSection(), world=world)
+  steps = [candidate.step for candidate in persistent.candidates()]
+  if not steps or (step is not None and step not in steps):
+    raise ConfigError(f"{directory}: has no checkpoint {'' if step is None else step}, but {steps or 'none'}.")
+  step = steps[0] if step is None else step
+  meta = persistent.verified(step)
+  keys_of = lambda section: {key: value for key, value in meta["config"].items() if key in section.model_fields}
+  model, data = ModelSection(**keys_of(ModelSection)), DataSection(**keys_of(DataSection))
+  arrays = {name: entry for name, entry in meta["arrays"].items() if name.startswith("params.")}
+  read = functools.partial(persistent.read, step)
+  return Source(f"{directory}@{step}", directory, model, data, arrays, read, {}, meta)
+
+
+def _hugging_face(folder: Any) -> Source:
+  where = str(folder)
+  keys = hf_config.keys(read_json(folder / CONFIG), f"{where}/{CONFIG}")
+  try:
+    model = ModelSection(**keys)
+  except ValidationError as error:
+    raise ConfigError(f"{where}/{CONFIG}: {error}. Correct the file.") from error
+  found = _tensors(folder)
+  tensors = {}
+  for name, weight in names.weights(model).items():
+    tensor = found.pop(weight.theirs, None)
+    if tensor is None:
+      raise ConfigError(f"{where}: {weight.theirs} is missing. Get the folder again.")
+    if tensor.shape != weight.their_shape:
+      raise ConfigError(
+        f"{where}: {weight.theirs} has shape {tensor.shape}, and its {CONFIG} says {weight.their_shape}. Correct it."
+      )
+    tensors[name] = tensor
+  head = found.pop(names.HEAD, None)
+  if head is not None and not np.array_equal(_bits(head.array()), _bits(tensors["params.embedding"].array())):
+    raise ConfigError(f"{where}: {names.HEAD} differs from the embedding, but {CONFIG} says tie_word_embeddings.")
+  if extra := [name for name in found if not _BUFFER.fullmatch(name)]:
+    raise ConfigError(f"{where}: the model has no place for {len(extra)} tensors: {', '.join(sorted(extra)[:5])}.")
+  weights = names.weights(model)
+  arrays = {name: {"shape": weights[name].shape, "dtype": str(x.dtype)} for name, x in tensors.items()}
+
+  def read(targets: Mapping[str, Any]) -> dict[str, jax.Array]:
+    try:
+      return {name: _place(weights[name].to_ours(tensors[name].array()), target) for name, target in targets.items()}
+    except (OSError, ValueError) as error:
+      raise Rejected(f"{', '.join(targets)} cannot be read: {error}") from error
+
+  return Source(where, where, model, None, arrays, read, tensors)
+
+
+def _place(array: np.ndarray, target: Any) -> jax.Array:
+  part = lambda index: np.ascontiguousarray(array[index])
+  return jax.make_array_from_callback(target.shape, target.sharding, part)
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+  return array.view(f"u{array.dtype.itemsize}")
+
+
+def _tensors(folder: Any) -> dict[str, safetensors.Tensor]:
+  """All tensors of a folder by name. Raises ConfigError if its index and its files do not say the same."""
+  if not (folder / INDEX).exists():
+    if not (folder / SINGLE).exists():
+      raise ConfigError(f"{folder}: has neither {SINGLE} nor {INDEX}. Save the model as safetensors.")
+    return safetensors.read(folder / SINGLE)
+  places = read_json(folder / INDEX).get("weight_map")
+  if not isinstance(places, dict) or any("/" in str(file) for file in places.values()):
+    raise ConfigError(f"{folder / INDEX}: has no weight_map of names and files. Get the file again.")
+  found: dict[str, safetensors.Tensor] = {}
+  for file in sorted(set(places.values())):
+    if not (folder / file).exists():
+      raise ConfigError(f"{folder}: {file}, which {INDEX} names, is missing. Get the folder again.")
+    inside = safetensors.read(folder / file)
+    named = {name for name, place in places.items() if place == file}
+    if wrong := sorted(named ^ inside.keys()):
+      raise ConfigError(f"{folder}: {INDEX} and {file} differ about {', '.join(wrong[:5])}. Get the folder again.")
+    found |= inside
+  return found
+
+
+def read_json(path: Any) -> dict[str, Any]:
+  """The object in a JSON file (an epath). Raises ConfigError."""
+  try:
+    found = json.loads(path.read_text())
+  except (OSError, ValueError) as error:
+    raise ConfigError(f"{path}: cannot be read: {error}. Get the file again.") from error
+  if not isinstance(found, dict):
+    raise ConfigError(f"{path}: holds no JSON object. Get the file again.")
+  return found

@@ -1,0 +1,53 @@
+"""The tokenizer of a run's folder, which every run keeps beside its checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer.checkpoint import run_id
+from trainer.config.errors import ConfigError
+from trainer.config.schema import DataSection
+from trainer.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_bpe
+from trainer.observe import files
+from trainer.weights import sources
+from trainer.weights.sources import Source
+
+
+def keep(run_directory: str, tokenizer: Tokenizer | None, source: str = "") -> None:
+  """Writes the files of `tokenizer` into the run's folder, once. source: "", or load_parameters_path.
+
+  The other files of the source's tokenizer, such as its chat template, are kept if the run uses the same tokenizer.
+  """
+  target = f"{run_directory}/{sources.TOKENIZER}"
+  if not isinstance(tokenizer, BpeTokenizer) or (run_id.folder(target) / "tokenizer.json").exists():
+    return
+  if source:
+    theirs = folder_of(source)
+    if (theirs / "tokenizer.json").exists() and (theirs / "tokenizer.json").read_text() == tokenizer.json_text:
+      for name in sources.TOKENIZER_FILES:
+        if (theirs / name).exists():
+          files.write_bytes(target, name, (theirs / name).read_bytes())
+  files.write_text(target, "tokenizer.json", tokenizer.json_text)
+
+
+def folder_of(place: str) -> Any:
+  """The folder (an epath) that may hold the tokenizer's files of a Hugging Face folder, RUN_DIR or RUN_DIR@STEP."""
+  folder = run_id.folder(sources.split(place)[0])
+  return folder if (folder / sources.CONFIG).exists() else folder / sources.TOKENIZER
+
+
+def of_source(source: Source) -> Tokenizer:
+  """The tokenizer of a run or a Hugging Face folder. Raises ConfigError if it cannot be found."""
+  file, cfg = run_id.folder(source.tokenizer_folder) / "tokenizer.json", source.data or DataSection()
+  if file.exists() or cfg.tokenizer_path:
+    return load_bpe(str(file) if file.exists() else cfg.tokenizer_path, cfg.bos_token, cfg.eos_token)
+  if source.data is not None and cfg.tokenizer_type == "byte":
+    return ByteTokenizer()
+  raise ConfigError(f"{source.where}: {file} is missing. Copy the tokenizer of the model there.")
+
+
+def stop_ids(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
+  """The ids that end a text: the tokenizer's, and those that generation_config.json names."""
+  file = run_id.folder(source.tokenizer_folder) / sources.GENERATION
+  named = sources.read_json(file).get("eos_token_id") if file.exists() else None
+  return frozenset([tokenizer.eos_id, *(named if isinstance(named, list) else [] if named is None else [named])])

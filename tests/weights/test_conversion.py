@@ -1,0 +1,199 @@
+"""A Hugging Face folder -> a run -> a Hugging Face folder: the same bits, or one clear error and nothing written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import transformers
+from tests.support import hf_folders
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import Config
+from trainer.tools import export_hf, import_hf
+from trainer.weights import export, importing, sources
+from trainer.weights import safetensors as own_format
+
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+def assert_same_bits(found, expected):
+  assert found.keys() == expected.keys()
+  for name, tensor in expected.items():
+    assert found[name].dtype == tensor.dtype and found[name].tobytes() == tensor.tobytes(), name
+
+
+@pytest.mark.parametrize("number", range(len(hf_folders.MODELS)), ids=list(hf_folders.MODELS))
+def test_every_family_comes_back_with_the_same_bits(tmp_path, number):
+  name = list(hf_folders.MODELS)[number]
+  layers = 11 if number == 0 else 2  # two digits: "10" sorts before "2"
+  cfg = hf_folders.model(name, base_num_decoder_layers=layers)
+  tensors = hf_folders.write_folder(tmp_path / "hf", cfg, DTYPES[number % 3], shards=1 + number % 2)
+  importing.import_folder(str(tmp_path / "hf"), str(tmp_path / "run"))
+  source = sources.open_source(str(tmp_path / "run"))
+  export.export(source, str(tmp_path / "back"), shard_bytes=1 if number % 2 else 10**9)
+  assert_same_bits(hf_folders.read_folder(tmp_path / "back"), tensors)
+  found = transformers.AutoConfig.from_pretrained(tmp_path / "back")
+  expected = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
+  # transformers takes 1 and 2 for Llama's ends where a folder names none.
+  differ = {key for key, value in expected.to_dict().items() if found.to_dict().get(key) != value}
+  assert differ <= {"bos_token_id", "eos_token_id", "_name_or_path"}
+  assert str(found.dtype).endswith(DTYPES[number % 3])
+
+
+def test_older_readers_find_their_fields(tmp_path):
+  """vLLM, SGLang and llama.cpp of 2025 read rope_theta, rope_scaling, torch_dtype and head_dim."""
+  config = hf_folders.model("llama3.2")
+  run = tmp_path / "run"
+  hf_folders.write_run(run, Config(model=config), hf_folders.random_params(config))
+  assert export_hf.main([f"{run}@5", str(tmp_path / "hf"), "--dtype", "bfloat16"]) == 0
+  found = json.loads((tmp_path / "hf" / "config.json").read_text())
+  scaling = found["rope_scaling"]
+  assert scaling["rope_type"] == "llama3" and scaling["factor"] == 32.0
+  assert found["rope_parameters"] == {**scaling, "rope_theta": found["rope_theta"]}
+  assert found["torch_dtype"] == found["dtype"] == "bfloat16" and found["head_dim"] == 16
+  expected = hf_folders.to_hugging_face(hf_folders.random_params(config), config)
+  expected = {name: value.astype(jnp.bfloat16) for name, value in expected.items()}
+  assert_same_bits(hf_folders.read_folder(tmp_path / "hf"), expected)
+
+
+def edit_config(**fields):
+  def change(folder):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+  return change
+
+
+def edit_tensors(change):
+  def rewrite(folder):
+    tensors = hf_folders.read_folder(folder)
+    change(tensors)
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+
+  return rewrite
+
+
+def edit_bytes(change):
+  def rewrite(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(change(path.read_bytes()))
+
+  return rewrite
+
+
+def with_index(places):
+  def rewrite(folder):
+    names = dict.fromkeys(hf_folders.read_folder(folder), "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names | places}))
+
+  return rewrite
+
+
+NORM = "model.norm.weight"
+WRONG = {
+  "another architecture": (edit_config(architectures=["MistralForCausalLM"]), "Only Qwen3ForCausalLM"),
+  "an unknown field": (edit_config(logit_scale=2.0), "unknown fields logit_scale"),
+  "a size of zero": (edit_config(hidden_size=0), "base_emb_dim"),
+  "a bias": (edit_config(attention_bias=True), "attention_bias=True"),
+  "quantized": (edit_config(quantization_config={"bits": 4}), "unknown fields quantization_config"),
+  "another rope": (edit_config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e6}), "rope_type=yarn"),
+  "two values of theta": (edit_config(rope_theta=5.0), "rope_theta is 5.0 in one place"),
+  "sliding windows": (edit_config(layer_types=["sliding_attention"] * 3), "sliding_attention"),
+  "more layers": (edit_config(num_hidden_layers=4), r"model\.layers\.3\..* is missing"),
+  "fewer layers": (edit_config(num_hidden_layers=2), "no place for 11 tensors"),
+  "a missing tensor": (edit_tensors(lambda x: x.pop(NORM)), f"{NORM} is missing"),
+  "an extra tensor": (edit_tensors(lambda x: x.update(more=x[NORM])), "no place for 1 tensors: more"),
+  "another shape": (edit_tensors(lambda x: x.update({NORM: x[NORM][:-1]})), r"shape \(63,\).* \(64,\)"),
+  "another type": (edit_tensors(lambda x: x.update({NORM: x[NORM].astype(np.int8)})), "is I8"),
+  "not finite": (edit_tensors(lambda x: x.update({NORM: x[NORM] * np.float32("nan")})), "not finite"),
+  "truncated": (edit_bytes(lambda data: data[:-1]), "truncated"),
+  "only the header": (edit_bytes(lambda data: data[:6]), "truncated"),
+  "a damaged header": (edit_bytes(lambda data: data[:20] + b"\0" + data[21:]), "header cannot be read"),
+  "another offset": (edit_bytes(lambda data: data.replace(b"[0,", b"[1,", 1)), "are not those of its shape"),
+  "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "Save the model as safetensors"),
+  "an index with a file that lacks": (with_index({"a": "b.safetensors"}), "b.safetensors, which .* is missing"),
+  "an index with a tensor that lacks": (with_index({"a": "model.safetensors"}), "differ about a"),
+  "a file outside": (with_index({"a": "../b.safetensors"}), "no weight_map"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_folder_is_one_error_and_nothing_is_written(tmp_path, capsys, fault):
+  change, message = WRONG[fault]
+  hf_folders.write_folder(tmp_path / "hf", hf_folders.model("qwen3"), shards=1)
+  change(tmp_path / "hf")
+  assert import_hf.main([str(tmp_path / "hf"), str(tmp_path / "run")]) == 2
+  error = capsys.readouterr().err
+  assert re.search(message, error), error
+  assert (error.count("\n") == 1 or "base_emb_dim" in message) and [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_repeated_tied_head_must_be_the_embedding(tmp_path):
+  tensors = hf_folders.write_folder(tmp_path / "hf", hf_folders.model("qwen3-tied"), shards=1)
+  head = tensors["model.embed_tokens.weight"].copy()
+  file = tmp_path / "hf" / "model.safetensors"
+  write = lambda: safetensors.numpy.save_file({**tensors, "lm_head.weight": head}, file)
+  write()
+  assert sources.open_source(str(tmp_path / "hf")).model.logits_via_embedding
+  head[3, 4] += 1
+  write()
+  with pytest.raises(ConfigError, match=r"lm_head\.weight differs from the embedding"):
+    sources.open_source(str(tmp_path / "hf"))
+
+
+@pytest.fixture
+def run(tmp_path):
+  hf_folders.write_folder(tmp_path / "hf", hf_folders.model("qwen3"), shards=1)
+  importing.import_folder(str(tmp_path / "hf"), str(tmp_path / "run"))
+  return tmp_path / "run"
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, run, monkeypatch, capsys):
+  def full(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  before = sorted(tmp_path.iterdir())
+  monkeypatch.setattr(own_format, "write", full)
+  assert export_hf.main([str(run), str(tmp_path / "back")]) == 2
+  assert "No space left" in capsys.readouterr().err
+  monkeypatch.setattr("orbax.checkpoint.type_handlers.NumpyHandler._open_and_write", full)
+  assert import_hf.main([str(tmp_path / "hf"), str(tmp_path / "other")]) == 2
+  assert "No space left" in capsys.readouterr().err
+  assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_damaged_checkpoint_and_a_folder_with_files_are_refused(tmp_path, run, capsys):
+  assert import_hf.main([str(tmp_path / "hf"), str(run)]) == 2
+  assert "has files already" in capsys.readouterr().err
+  biggest = max((run / "checkpoints").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+  data = bytearray(biggest.read_bytes())
+  data[len(data) // 2] ^= 1
+  biggest.write_bytes(data)
+  assert export_hf.main([str(run), str(tmp_path / "back")]) == 2
+  assert "damaged" in capsys.readouterr().err and not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("module", ["import_hf", "export_hf"])
+def test_a_kill_leaves_no_folder_and_the_same_command_completes(tmp_path, run, module):
+  source, target = (tmp_path / "hf", tmp_path / "new") if module == "import_hf" else (run, tmp_path / "new")
+  command = [sys.executable, "-m", f"trainer.tools.{module}", str(source), str(target)]
+  process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+  work = tmp_path / "new.unfinished"
+  while not work.exists() and process.poll() is None:
+    time.sleep(0.001)
+  process.send_signal(signal.SIGKILL)
+  process.wait(60)
+  assert not target.exists() and work.exists()
+  main = import_hf.main if module == "import_hf" else export_hf.main
+  assert main([str(source), str(target)]) == 0
+  assert target.exists() and not work.exists()

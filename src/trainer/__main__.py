@@ -72,14 +72,14 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
   cluster_lib.check_environment()
   from pathways_standin.process import StandinLost
   from trainer import compilation_cache, data, open_files, program
-  from trainer.cluster.peers import RunEnded
+  from trainer.cluster.launched import run_rules
   from trainer.config import ConfigError
   from trainer.config.schema import RematPolicy
   from trainer.data.workers import WorkerLost
   from trainer.elastic import retry
-  from trainer.membership.rules import RunRules
   from trainer.observe import log
   from trainer.run import session as session_lib
+  from worlds.peers import RunEnded
 
   open_files.raise_limit()
   compilation_cache.enable(config.run.jax_cache_dir)
@@ -88,7 +88,7 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
     is_reported: Callable[[], bool] = lambda: False
     try:
       data.check(config.data, config.model.vocab_size)
-      cluster = cluster_lib.start(config.cluster, RunRules.of(config))
+      cluster = cluster_lib.start(config.cluster, run_rules(config))
       stack.callback(cluster.stop)
       is_reported = cluster.is_reported
       retry.check(cluster, config.elastic, config.run.steps)
@@ -129,12 +129,12 @@ def _train(config: Config, session: Session, cluster: Cluster) -> int:
 
   from trainer import runtime_errors, train
   from trainer.checkpoint.errors import CheckpointError, ConfigMismatch
-  from trainer.cluster.peers import RunEnded
   from trainer.config import ConfigError
   from trainer.elastic import retry
   from trainer.elastic.attempt import Job
-  from trainer.membership.client import SupervisorLost
   from trainer.run.step_records import TrainingDiverged
+  from worlds.membership.client import SupervisorLost
+  from worlds.peers import RunEnded
 
   accumulation = config.optimizer.gradient_accumulation_steps
   job = Job(config.run.steps, accumulation, session.data.tokens_per_step, session.state_bytes)

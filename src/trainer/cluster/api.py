@@ -13,8 +13,8 @@ from trainer.config.errors import ConfigError
 if TYPE_CHECKING:
   from jax import Device
 
-  from trainer.cluster.peers import Peers
   from trainer.world import World
+  from worlds.peers import Peers
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,7 @@ where the supervisor is and who this process is.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import os
-import signal
-import sys
-import time
 from collections.abc import Callable, Mapping
 
 import jax
@@ -21,23 +16,15 @@ from jax import Device
 from trainer import world as world_lib
 from trainer.cluster import host_devices
 from trainer.cluster.api import Cluster, FaultTarget, View
-from trainer.cluster.peers import Peers, RunEnded
 from trainer.cluster.torchrun import ChildSupervisor
 from trainer.config.schema import ClusterSection
-from trainer.exchange import Exchange
-from trainer.membership import wire
-from trainer.membership.client import Membership, SupervisorLost
-from trainer.membership.environment import SUPERVISOR, Place
-from trainer.membership.wire import Channel, WireError
 from trainer.world import World
+from worlds.join import join
+from worlds.peers import Peers
+from worlds.place import Place
 
-# A peer may be saving a large checkpoint. If it has died, the supervisor says so, and the wait ends at once.
-_CONNECT_SECONDS = 3600.0
-_SLOW_SECONDS = 3600.0  # for a supervisor that listens and does not answer
-_RETRY_SECONDS = 0.2
 _REPORT_SECONDS = 5.0  # that the primary may need to report an error, and to end
-_FAILED, BAD_INPUT = 1, 2  # exit codes
-_PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that this process gets when its parent ends
+BAD_INPUT = 2  # exit code
 
 
 class MultiprocessCluster(Cluster):
@@ -77,8 +64,7 @@ class MultiprocessCluster(Cluster):
     join."""
     _join_slice(cfg, environment, place)
     world = world_lib.of_jax()
-    peers = _join_run(place)
-    peers.supervisor_lives = functools.partial(_answers, place)
+    peers = join(place)
     return cls(tuple(host_devices.find(environment)), cfg.num_slices, world, peers, place, supervisor)
 
   @property
@@ -158,84 +144,6 @@ class MultiprocessCluster(Cluster):
     if self.world.size > 1:
       with contextlib.suppress(RuntimeError):  # another process of the slice has died
         jax.distributed.shutdown()
-
-
-def _continue_when_launcher_ends() -> None:
-  """Lets this process find out that its launcher is gone, and end, also if it is stopped then. On Linux."""
-  if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
-
-
-def _join_run(place: Place) -> Peers:
-  """The members of the run, as this process sees them when the supervisor has let it join.
-
-  Raises RunEnded with exit code 1 if there is none, which may be no fault of the configuration, and if it refuses.
-  """
-  _continue_when_launcher_ends()
-  start = time.monotonic()
-  while True:
-    channel = _connect(place, start)
-    host = place.host or channel.local_host
-    exchange = Exchange(place.member, place.token, _warn, host=host, connect_seconds=_CONNECT_SECONDS)
-    membership = Membership(
-      channel,
-      member=place.member,
-      lane=place.lane,
-      lanes=place.lanes,
-      address=exchange.address,
-      interrupt=exchange.interrupt,
-      warn=_warn,
-    )
-    peers = Peers(membership, exchange, place.lane)
-    try:
-      welcome = membership.next()
-      assert welcome is not None
-      peers.handle(welcome)
-      return peers
-    except (RunEnded, SupervisorLost) as error:
-      membership.close()
-      exchange.close()
-      if isinstance(error, RunEnded):
-        raise
-      # Perhaps it was the supervisor of the group before this one, which was about to end.
-      _pause(place, start + (place.wait_seconds or _SLOW_SECONDS), "it has closed the connection")
-
-
-def _connect(place: Place, start: float) -> Channel:
-  """A connection to the supervisor. start: when this process began to join, in time.monotonic seconds. Raises RunEnded
-  if there is none after place.wait_seconds. A launcher's supervisor listens already: it may be stopped or slow, unless
-  the system refuses the connection."""
-  while True:
-    reasons, seconds = [], place.wait_seconds
-    for address in place.supervisors:
-      try:
-        return wire.connect(address, place.token)
-      except (OSError, WireError) as error:
-        reasons.append(f"{address}: {error}")
-        if not isinstance(error, ConnectionRefusedError | WireError):
-          seconds = place.wait_seconds or _SLOW_SECONDS
-    _pause(place, start + seconds, "; ".join(dict.fromkeys(reasons)))
-
-
-def _answers(place: Place) -> bool:
-  """Whether the supervisor accepts connections."""
-  for address in place.supervisors:
-    with contextlib.suppress(OSError, WireError):
-      wire.connect(address, place.token).close()
-      return True
-  return False
-
-
-def _pause(place: Place, deadline: float, reason: str) -> None:
-  """Waits before the next attempt to join. Raises RunEnded at the deadline."""
-  if time.monotonic() >= deadline:
-    where = f"{SUPERVISOR}={','.join(place.supervisors)}"
-    raise RunEnded(_FAILED, f"error: {where}: cannot join the run there: {reason}.\n{place.remedy}")
-  time.sleep(_RETRY_SECONDS)
-
-
-def _warn(line: str) -> None:
-  print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def _join_slice(cfg: ClusterSection, environment: Mapping[str, str], place: Place) -> None:

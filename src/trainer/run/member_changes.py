@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from trainer.cluster.peers import Change
 from trainer.elastic.attempt import ElasticRun
 from trainer.elastic.events import Event, Kind
+from worlds.peers import Change
 
 
 def record(elastic: ElasticRun, change: Change, step: int) -> None:

@@ -85,10 +85,6 @@ class FaultInjector:
         self.record(fault, step)
         self._make(fault)
 
-  def assert_all_fired(self) -> None:
-    """Raises AssertionError with the faults that did not happen."""
-    assert not self.faults, f"these faults never happened: {', '.join(map(str, self.faults))}"
-
   def _make(self, fault: Fault) -> None:
     if fault.kind == "ckpt_kill":
       self.kill()

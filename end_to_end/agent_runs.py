@@ -13,8 +13,8 @@ from end_to_end.command import Process
 from end_to_end.forked_runs import Server
 from end_to_end.process_runs import ProcessRun
 
-from trainer import addresses
-from trainer.launch.ports import free_port
+from worlds import addresses
+from worlds.addresses import free_port
 
 AGENT = "trainer.launch.agent"
 TOKEN = {"TRAINER_TOKEN": "a token of this test only"}

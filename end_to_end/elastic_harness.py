@@ -121,16 +121,7 @@ class Harness:
       accumulation = config.optimizer.gradient_accumulation_steps
       job = Job(config.run.steps, accumulation, session.data.tokens_per_step, session.state_bytes)
       prepare(session, cluster)
-      outcome = elastic_retry(
-        attempt,
-        cluster,
-        config.elastic,
-        session.events,
-        session.log,
-        job=job,
-        programs=session.programs,
-        stop=lambda: session.preemption.noticed,
-      )
+      outcome = elastic_retry(attempt, session, config.elastic, job=job, stop=lambda: session.preemption.noticed)
     losses = {record["step"]: record["loss"] for record in read_metrics(config.run_directory) if "loss" in record}
     events = read_events(config.run_directory)
     meta = Path(config.run_directory) / "checkpoints" / str(outcome.step) / "meta.json"

@@ -17,7 +17,7 @@ from pathlib import Path
 from end_to_end.command import ROOT, Process, Run, cpu_environment, is_running
 from end_to_end.forked_runs import Server, StandaloneServer
 
-from trainer.membership.environment import MEMBER, SUPERVISOR
+from worlds.place import MEMBER, SUPERVISOR
 
 KEYS = (
   "vocab_size=64 dataset_type=synthetic learning_rate=1e-2 warmup_steps_fraction=0 elastic_enabled=true "

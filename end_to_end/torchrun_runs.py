@@ -10,7 +10,7 @@ from pathlib import Path
 from end_to_end.command import Process
 from end_to_end.process_runs import ProcessRun
 
-from trainer.launch.ports import free_port
+from worlds.addresses import free_port
 
 SUPERVISOR = "trainer.launch.child_supervisor"
 

@@ -44,7 +44,7 @@ def test_the_readme_says_how_large_the_code_is():
   stated = re.search(r"has ([\d,]+) lines of Python.*? have ([\d,]+) of them.*? have ([\d,]+)\.", README, re.DOTALL)
   assert stated
   path = re.findall(r"\]\((src/trainer/[\w/]+\.py)\)", section(README, "How it works: a reading path"))
-  beside = [SOURCE / "pathways_standin", SOURCE / "stepcost"]
+  beside = [SOURCE / name for name in ("pathways_standin", "stepcost", "worlds")]
   sizes = [
     lines_of((SOURCE / "trainer").rglob("*.py")),
     lines_of(ROOT / name for name in path),

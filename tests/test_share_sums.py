@@ -14,9 +14,9 @@ from tests.test_step import config, fresh, on_devices, packed_batch, slices
 from trainer import program
 from trainer.config.schema import Config
 from trainer.data import Batch
-from trainer.exchange import FlatLayout
 from trainer.share_sums import OneProgram, ShareSums, Stages
 from trainer.step import abstract_sums
+from worlds.exchange import FlatLayout
 
 LAYERS = 4
 

@@ -95,7 +95,7 @@ def test_only_an_error_of_the_users_input_is_2(monkeypatch, error, code, printed
   data = SimpleNamespace(tokens_per_step=1)
   session = SimpleNamespace(data=data, state_bytes=1, events=None, log=log, programs=None, preemption=None)
   monkeypatch.setattr(retry, "elastic_retry", fail)
-  cluster = SimpleNamespace(is_reported=lambda: False)
+  cluster = SimpleNamespace(coordination=SimpleNamespace(is_reported=lambda: False))
   assert __main__._train(Config(), session, cluster) == code
   assert printed in "".join(lines) and ("Traceback" in "".join(lines)) == (code == 1)
 
@@ -131,7 +131,7 @@ def test_the_garbage_collector_is_off_no_longer_than_the_first_attempt_starts(tu
   session = SimpleNamespace(
     attempts=0,
     was_ready=True,
-    cluster=SimpleNamespace(is_primary=True),
+    cluster=SimpleNamespace(coordination=SimpleNamespace(is_primary=True)),
     signals=Signals(),
     started=0.0,
     events=nothing,

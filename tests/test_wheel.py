@@ -58,7 +58,7 @@ def test_every_config_is_in_the_wheel(wheel):
   folders = (ROOT / "src/trainer/configs", wheel / "trainer/configs")
   repository, packed = ({str(path.relative_to(root)) for path in root.rglob("*.*")} for root in folders)
   assert packed == repository and "models/llama3.1-405b.yml" in packed
-  assert all((wheel / name / "py.typed").exists() for name in ("trainer", "pathways_standin", "stepcost"))
+  assert all((wheel / name / "py.typed").exists() for name in ("trainer", "pathways_standin", "stepcost", "worlds"))
 
 
 def test_the_elastic_demo_finds_its_configuration(run):

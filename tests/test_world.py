@@ -31,8 +31,6 @@ def test_one_process_agrees_with_itself():
   alone = SingleWorld()
   assert alone.gather({"a": 1}) == [{"a": 1}]
   assert world_lib.from_primary(alone, [1, 2]) == [1, 2]
-  assert world_lib.first_reason(alone, "") == ""
-  assert world_lib.first_reason(alone, "no space") == "no space"
 
 
 def test_the_primary_may_have_any_rank():
@@ -40,10 +38,6 @@ def test_the_primary_may_have_any_rank():
   assert world_lib.from_primary(second, "mine") == "mine"
   third = FixedWorld(2, [[False, None], [True, "hers"], None])
   assert world_lib.from_primary(third, "ignored") == "hers"
-
-
-def test_one_process_with_a_reason_is_enough():
-  assert world_lib.first_reason(FixedWorld(0, ["", "", "disk full"]), "") == "disk full"
 
 
 def test_without_jax_distributed_the_world_is_one_process():

@@ -24,7 +24,7 @@ import numpy as np
 from end_to_end.benchmarks.common import positive, positives
 from end_to_end.command import ROOT, cpu_environment
 
-from trainer.exchange import Exchange, FlatLayout, Part
+from worlds.exchange import Exchange, FlatLayout, Part
 
 TOKEN = b"a token of benchmarks"
 LEAVES = 8  # arrays that the values are divided into, as gradients are

@@ -24,7 +24,7 @@ from end_to_end.benchmarks.common import positive
 from end_to_end.command import ROOT, cpu_environment
 from end_to_end.partition import FAR, NEAR, Network, hosts
 
-from trainer.exchange import Exchange
+from worlds.exchange import Exchange
 
 TOKEN = b"a token of benchmarks"
 MODEL = (
@@ -128,7 +128,7 @@ def make_programs(exchange: Exchange, member: int, keys: list[str]) -> tuple[int
 
   from trainer import config, program, step
   from trainer.data import Batch
-  from trainer.exchange import FlatLayout
+  from worlds.exchange import FlatLayout
 
   sums = {}
   for stages in (1, STAGES):

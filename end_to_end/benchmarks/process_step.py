@@ -23,7 +23,7 @@ from end_to_end.process_runs import ProcessRun
 
 from trainer import config
 from trainer.config.counts import parameter_count
-from trainer.launch.ports import free_port
+from worlds.addresses import free_port
 
 SKIPPED = 5  # steps
 COMMON = "enable_checkpointing=false per_device_batch_size=2 base_num_query_heads=4 base_num_kv_heads=2".split()

@@ -72,14 +72,14 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
   cluster_lib.check_environment()
   from pathways_standin.process import StandinLost
   from trainer import compilation_cache, data, open_files, program
-  from trainer.cluster.peers import RunEnded
+  from trainer.cluster.launched import run_rules
   from trainer.config import ConfigError
   from trainer.config.schema import RematPolicy
   from trainer.data.workers import WorkerLost
   from trainer.elastic import retry
-  from trainer.membership.rules import RunRules
-  from trainer.observe import log
   from trainer.run import session as session_lib
+  from worlds import lines
+  from worlds.peers import RunEnded
 
   open_files.raise_limit()
   compilation_cache.enable(config.run.jax_cache_dir)
@@ -88,16 +88,16 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
     is_reported: Callable[[], bool] = lambda: False
     try:
       data.check(config.data, config.model.vocab_size)
-      cluster = cluster_lib.start(config.cluster, RunRules.of(config))
+      cluster = cluster_lib.start(config.cluster, run_rules(config))
       stack.callback(cluster.stop)
-      is_reported = cluster.is_reported
+      is_reported = cluster.coordination.is_reported
       retry.check(cluster, config.elastic, config.run.steps)
       program.check_compiler_flags(config, cluster.view(cluster.slices).devices)
       note = ""
       if config.model.remat_policy is RematPolicy.AUTO:
         from trainer.preflight import remat_choice  # reads compiled programs, so only if it is needed
 
-        config, note = remat_choice.resolve(config, cluster, log.tell)
+        config, note = remat_choice.resolve(config, cluster, lines.tell)
         origins["remat_policy"] = "chosen for these devices, because of remat_policy=auto"
       session = stack.enter_context(session_lib.open_session(config, cluster, signals, started, origins))
     except ConfigError as error:  # a configuration that does not fit the machine or the data; nothing is written yet
@@ -119,7 +119,7 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
     signals.ending(code)
     session.finish(config, code)
     if code in (COMPLETE, PREEMPTED):  # any other end may be the fault of this process: the others go on
-      cluster.finished(code)
+      cluster.coordination.finished(code)
   return code
 
 
@@ -129,27 +129,18 @@ def _train(config: Config, session: Session, cluster: Cluster) -> int:
 
   from trainer import runtime_errors, train
   from trainer.checkpoint.errors import CheckpointError, ConfigMismatch
-  from trainer.cluster.peers import RunEnded
   from trainer.config import ConfigError
   from trainer.elastic import retry
   from trainer.elastic.attempt import Job
-  from trainer.membership.client import SupervisorLost
   from trainer.run.step_records import TrainingDiverged
+  from worlds.membership.client import SupervisorLost
+  from worlds.peers import RunEnded
 
   accumulation = config.optimizer.gradient_accumulation_steps
   job = Job(config.run.steps, accumulation, session.data.tokens_per_step, session.state_bytes)
   attempt = functools.partial(train.run, config, session)
   try:
-    outcome = retry.elastic_retry(
-      attempt,
-      cluster,
-      config.elastic,
-      session.events,
-      session.log,
-      job=job,
-      programs=session.programs,
-      stop=lambda: session.preemption.noticed,
-    )
+    outcome = retry.elastic_retry(attempt, session, config.elastic, job=job, stop=lambda: session.preemption.noticed)
     return COMPLETE if outcome.kind == "complete" else PREEMPTED
   except SupervisorLost:  # before this process had a state
     session.log.error("error: the supervisor is lost; this process has nothing to save.")
@@ -159,17 +150,17 @@ def _train(config: Config, session: Session, cluster: Cluster) -> int:
       session.log.error(f"error: {ended}")
     return ended.code
   except (ConfigError, ConfigMismatch) as error:
-    if not cluster.is_reported():
+    if not cluster.coordination.is_reported():
       session.log.error(f"error: {error}")
     return BAD_INPUT
   except TrainingDiverged as error:  # on every slice alike: one traceback is enough
-    session.log.error(traceback.format_exc() if cluster.is_primary else f"error: {error}")
-    cluster.finished(FAILED)
+    session.log.error(traceback.format_exc() if cluster.coordination.is_primary else f"error: {error}")
+    cluster.coordination.finished(FAILED)
     return FAILED
   except Exception as error:  # noqa: BLE001 -- the one place where an error becomes an exit code
     session.log.error(traceback.format_exc())
     if isinstance(error, CheckpointError):  # the other slices have the same storage, and would lose their state there
-      cluster.finished(FAILED)
+      cluster.coordination.finished(FAILED)
     if advice := runtime_errors.advice(error):
       session.log.error(f"error: {advice}")
     return FAILED

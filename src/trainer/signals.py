@@ -30,19 +30,12 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import NoReturn
 
-PREEMPTED, INTERRUPTED = 42, 130  # exit codes, see README.md
-_REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+from worlds.interruptions import INTERRUPTED, PREEMPTED, REQUESTS, Handler, requests
+
 # `timeout` and shells signal the process and then its whole group, and Python's handler runs later than the thread. All
 # of that is one signal. A user who signals a second time waits longer.
 SAME_SIGNAL_SECONDS = 1.0
 _RECORD_SECONDS = 2.0  # that `on_exit` may take
-
-Handler = Callable[[int, FrameType | None], None]
-
-
-def requests() -> list[signal.Signals]:
-  """The signals that ask this process to save and end. An ignored signal (as under nohup) does not."""
-  return [signal.SIGTERM, *(n for n in _REQUESTS[1:] if signal.getsignal(n) is not signal.SIG_IGN)]
 
 
 class _Phase(enum.Enum):
@@ -119,7 +112,7 @@ class Signals:
 
   def ignore(self) -> None:
     """Ignores these signals, also while the interpreter shuts down, which would put the system's defaults back."""
-    for number in (*_REQUESTS, signal.SIGINT):
+    for number in (*REQUESTS, signal.SIGINT):
       signal.signal(number, signal.SIG_IGN)
 
   def restore(self) -> None:
@@ -147,7 +140,7 @@ class Signals:
       raise KeyboardInterrupt
 
   def _received(self, seen_by: str, number: int) -> None:
-    if number not in (*_REQUESTS, signal.SIGINT):
+    if number not in (*REQUESTS, signal.SIGINT):
       return
     now = time.monotonic()
     again = now - self._first.setdefault((seen_by, number), now) > SAME_SIGNAL_SECONDS

@@ -84,12 +84,13 @@ def _loop(attempt: Attempt, state: TrainState, step: int) -> tuple[Outcome, Trai
     if not driver.runs_ahead:
       records.finish()
 
+    tiers.completed(step)
     due = Due(
       last=step == steps and not driver.leaves(),
       stop=attempt.session.preemption.requested(step),
       resize=driver.resize_due(step),
       evaluation=attempt.evaluation_due(step),
-      checkpoint=tiers.owed(step) or tiers.due(step),
+      checkpoint=tiers.due(step),
       snapshot=elastic.snapshot_due(step),
     )
     actions = after_step.decide(due, uses_snapshots=elastic.uses_snapshots)

@@ -85,8 +85,3 @@ def from_primary(world: World, value: Any) -> Any:
   """The primary's JSON value, on every process; the other processes' values are ignored."""
   values = world.gather([world.is_primary, value if world.is_primary else None])
   return next(value for primary, value in values if primary)
-
-
-def first_reason(world: World, reason: str) -> str:
-  """The first process's non-empty `reason` against going on, on every process; "" if no process has a reason."""
-  return next((given for given in world.gather(reason) if given), "")

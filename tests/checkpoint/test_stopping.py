@@ -14,8 +14,8 @@ from end_to_end import command
 from end_to_end.command import ROOT, Run
 from tests.support.command_runs import ENDLESS, KEYS, assert_stopped, start_and_train, write_text
 
-from trainer.launch.ports import free_port
 from trainer.report import goodput, history, page
+from worlds.addresses import free_port
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Sharding info not provided")]
 

@@ -9,11 +9,11 @@ import time
 import pytest
 from end_to_end.command import ROOT, TINY, cpu_environment
 
-from trainer.membership import wire
-from trainer.membership.coordinator import Coordinator
-from trainer.membership.environment import Place
-from trainer.membership.messages import message
-from trainer.membership.server import Server
+from worlds.membership import wire
+from worlds.membership.coordinator import Coordinator
+from worlds.membership.messages import message
+from worlds.membership.server import Server
+from worlds.place import Place
 
 TOKEN = b"t" * 32
 

@@ -20,7 +20,7 @@ from trainer.cluster import joined_processes
 from trainer.cluster.simulated import SimulatedCluster
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
-from trainer.launch.ports import free_port
+from worlds.addresses import free_port
 
 
 def make(num_slices=4, clock=None):

@@ -10,11 +10,11 @@ import pytest
 
 from trainer import cluster
 from trainer.cluster import torchrun
-from trainer.cluster.peers import RunEnded
 from trainer.cluster.torchrun import Worker
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
-from trainer.membership.rules import RunRules
+from worlds.membership.rules import RunRules
+from worlds.peers import RunEnded
 
 # As torchrun --nnodes=3 --nproc-per-node=1 sets it for the worker of the second node.
 GROUP = {

@@ -117,7 +117,7 @@ def test_each_fault_happens_once_at_the_first_moment_of_its_kind():
       injector.at("step", 5)
   assert slices.calls == [("lose", 1, None), ("give_back", 1), ("hang", 0, None), ("lose", 2, 7.0)]
   assert records == [("slice_down@3:1", 3), ("slice_up@5:1", 5), ("hang@6:0", 6), ("slice_down@4:2:save/7", 6)]
-  injector.assert_all_fired()
+  assert not injector.faults
 
 
 @pytest.mark.parametrize("moment", ["save", "eval"])
@@ -149,11 +149,10 @@ def test_random_faults_happen_in_their_order_whatever_the_moments_are(seed):
     assert fired == drawn[: len(fired)]
 
 
-def test_faults_that_never_happened_are_named():
+def test_faults_that_have_not_happened_stay():
   injector = FaultInjector(list(parse("slice_down@3:1, ckpt_kill@9")), Slices())
   injector.at("step", 5)
-  with pytest.raises(AssertionError, match="ckpt_kill@9"):
-    injector.assert_all_fired()
+  assert [str(fault) for fault in injector.faults] == ["ckpt_kill@9"]
 
 
 def test_ckpt_kill_is_a_real_sigkill():

@@ -141,7 +141,7 @@ def test_slices_prepared_in_the_background_cost_no_compilation():
 
   def patient(elastic, view, survivors):
     prepare = ElasticRun.prepare_steps
-    elastic.prepare_steps = lambda view: (prepare(elastic, view), elastic.programs.wait(60))
+    elastic.prepare_steps = lambda view: (prepare(elastic, view), elastic.session.programs.wait(60))
     return real(elastic, view, survivors)
 
   toy.attempt = patient
@@ -433,7 +433,7 @@ def test_a_step_prepared_too_late_is_the_only_program_that_a_recovery_waits_for(
   def example(step, rows):
     if step == 4 and not release.is_set():
       assert compiling.wait(60)  # slices (1, 2, 3), the first in the queue
-      toy.elastic.cluster.lose(0)
+      toy.elastic.session.cluster.lose(0)
       threading.Timer(0.2, release.set).start()
     return lose(step, rows)
 

@@ -12,13 +12,15 @@ from end_to_end.agent_runs import AgentRun, Relay
 from end_to_end.command import TINY, differences
 from end_to_end.torchrun_runs import OneWorker
 
+from trainer.cluster.launched import run_rules
 from trainer.config import load
 from trainer.launch import agent, local
-from trainer.launch.supervisor import Supervisor, Where
-from trainer.membership import wire
-from trainer.membership.environment import HOST, MEMBER, SUPERVISOR, TOKEN
-from trainer.membership.messages import Message, message
-from trainer.membership.wire import Channel
+from trainer.launch.keys import program
+from worlds.membership import wire
+from worlds.membership.messages import Message, message
+from worlds.membership.wire import Channel
+from worlds.place import HOST, MEMBER, SUPERVISOR, TOKEN
+from worlds.supervisor import Supervisor, Where
 
 CONFIG = TINY[0]
 SLOW = 240  # seconds
@@ -122,7 +124,7 @@ def supervisor():
   """A supervisor for agents only, of two slices."""
   config = load([CONFIG, "cluster=multiprocess", "num_slices=2", "dataset_type=synthetic"])
   where = Where(socket.create_server(("127.0.0.1", 0)), "127.0.0.1", SECRET)
-  supervisor = Supervisor(["--help"], config, local=0, lanes=1, where=where)
+  supervisor = Supervisor(program(), ["--help"], run_rules(config), local=0, lanes=1, grace=30.0, where=where)
   yield supervisor
   supervisor._server.close()
 

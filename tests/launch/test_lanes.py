@@ -9,7 +9,7 @@ from end_to_end.command import differences
 from end_to_end.process_runs import ProcessRun
 from tests.launch.conftest import LANES, LANES_STEPS
 
-from trainer.membership.environment import LANE, MEMBER
+from worlds.place import LANE, MEMBER
 
 
 def process_of(run: ProcessRun, member: int, lane: int) -> int:

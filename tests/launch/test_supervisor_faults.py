@@ -17,10 +17,11 @@ from end_to_end import process_histories
 from end_to_end.command import ROOT, TINY, cpu_environment
 from end_to_end.process_runs import ProcessRun
 
-from trainer.launch import workers as workers_lib
-from trainer.launch.workers import Workers
-from trainer.membership import wire
-from trainer.membership.environment import TOKEN, Place, shared_token
+from trainer.cluster.launched import shared_token
+from worlds import workers as workers_lib
+from worlds.membership import wire
+from worlds.place import TOKEN, Place
+from worlds.workers import Program, Workers
 
 ENDLESS = "steps=1000000"
 
@@ -101,7 +102,7 @@ def test_a_history_of_the_launcher_itself(server, tmp_path):
 BROKEN = """
 import sys
 from trainer.launch import local
-from trainer.membership.coordinator import Coordinator
+from worlds.membership.coordinator import Coordinator
 
 def tick(self):
   assert not self.committed or int(self.committed.split()[1]) < 5, "an error in the thread that ticks"
@@ -132,12 +133,9 @@ class Ends:
     self.codes: list[int] = []
     self.ended = threading.Event()
     place = Place(("127.0.0.1:1",), b"t" * 32, 0, lanes=2)
-    self.workers = Workers([], place, [0], ended=self._end, log=self.lines.append)
-    self.workers._command = [
-      sys.executable,
-      "-c",
-      f"import os, signal, sys, time\nlane = os.environ['TRAINER_LANE']\n{code}",
-    ]
+    code = f"import os, signal, sys, time\nlane = os.environ['TRAINER_LANE']\n{code}"
+    program = Program((sys.executable, "-c"), os.environ)
+    self.workers = Workers(program, [code], place, [0], ended=self._end, log=self.lines.append)
 
   def _end(self, member: int, code: int) -> None:
     self.codes.append(code)

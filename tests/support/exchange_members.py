@@ -8,7 +8,7 @@ import threading
 
 import numpy as np
 
-from trainer.exchange import Exchange
+from worlds.exchange import Exchange
 
 TOKEN = b"a token of tests"
 

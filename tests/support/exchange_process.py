@@ -17,7 +17,7 @@ import time
 
 import numpy as np
 
-from trainer.exchange import Exchange, PeerLost
+from worlds.exchange import Exchange, PeerLost
 
 TOKEN = b"a token of processes"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from end_to_end.forked_runs import Server
 
-from trainer.launch.ports import free_port
+from worlds.addresses import free_port
 
 ROOT = Path(__file__).parents[2]
 DEVICES = 2  # of each process

@@ -6,6 +6,8 @@ only, and batch_plan assigns them to slices. Snapshots are numpy copies, one for
 
 from __future__ import annotations
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,7 +98,7 @@ class ToyRun:
     self.elastic = elastic
     guard = elastic.guard(view)
     before = elastic.clock()
-    compiled, plan, sharded, place = elastic.programs.step(view)
+    compiled, plan, sharded, place = elastic.session.programs.step(view)
     elastic.recovery.compiled(elastic.clock() - before)
     step, w, tier = self.restore(survivors)
     state = jax.device_put(w, sharded)
@@ -112,7 +114,7 @@ class ToyRun:
       if step in self.fail_at:
         raise self.fail_at[step]
       began = elastic.clock()
-      state, loss = compiled(state, elastic.cluster.poison(batch, view))
+      state, loss = compiled(state, elastic.session.cluster.poison(batch, view))
       guard.wait_for_arrays((state, loss), f"step {step}")
       if isinstance(elastic.clock, Clock):
         elastic.clock.sleep(1)  # a step takes a second
@@ -129,7 +131,7 @@ class ToyRun:
 
   def snapshot(self, elastic, view, step, w):
     elastic.reached("snapshot", step)
-    self.snapshots = {i: (step, w) for i in view.slices if i not in elastic.cluster.died(view)}
+    self.snapshots = {i: (step, w) for i in view.slices if i not in elastic.session.cluster.died(view)}
     if self.save_period and step % self.save_period == 0:
       elastic.reached("save", step)
       self.saved = (step, w)
@@ -158,9 +160,8 @@ def train(toy, faults="", num_slices=4, directory=None, cluster=None, clock=None
   with CompileCounter() as counter:
     programs = ProgramCache(lambda view: view, toy.compile, events, log, counter, clock)
     try:
-      return elastic_retry(
-        toy.attempt, cluster, cfg, events, log, job=job, programs=programs, clock=clock, sleep=clock.sleep
-      )
+      session = types.SimpleNamespace(cluster=cluster, log=log, events=events, programs=programs)
+      return elastic_retry(toy.attempt, session, cfg, job=job, clock=clock, sleep=clock.sleep)
     finally:
       # jax counts compilations per process: a compilation that is still running would count for the next test.
       assert programs.wait(60)

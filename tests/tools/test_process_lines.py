@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.membership.messages import deal
 from trainer.preflight import report
+from worlds.membership.messages import deal
 
 
 @pytest.mark.parametrize("total, micro_batches", [(3, 1), (4, 2), (5, 3)])

@@ -57,7 +57,7 @@ class Tiers:
     ConfigError where the emergency tier is wanted and could not write."""
     self._cfg, self._log, self._warn, self._emit = cfg, log, warn or log, emit
     self._saves_in_storage = saves_in_storage
-    self._saves = False  # whether this world saved in storage at the last call of `owed`; an attempt looks once
+    self._saves = False  # whether this world saved in storage after the last step; an attempt looks once
     self._makes_up = False
     if run_id is None:
       run_id = run_id_lib.establish(run_directory, world) if cfg.enable_checkpointing else ""
@@ -79,32 +79,31 @@ class Tiers:
   # ---- saving ----
 
   def due(self, step: int) -> bool:
-    """Whether maybe_save(step, ...) without `last` would save."""
+    """Whether maybe_save(step, ...) without `last` would save, after completed(step)."""
     local = self._emergency is not None and self._due(step, self._cfg.local_checkpoint_period)
-    return local or self.due_persistent(step)
+    return local or self.due_persistent(step) or self._makes_up
 
   def due_persistent(self, step: int) -> bool:
     """Whether the persistent tier saves at `step`."""
     return self._due(step, self._cfg.checkpoint_period)
 
-  def owed(self, step: int) -> bool:
-    """Whether the last save in storage that was due before `step` was lost: with a slice that it needed, or with the
-    world that was to do it.
+  def completed(self, step: int) -> None:
+    """To be called after every step: finds out whether the last save in storage that was due before `step` was lost,
+    with a slice that it needed, or with the world that was to do it. Such a save is due until it is made up.
 
-    To be asked after every step, also where a save is due: it looks after the first step of an attempt, and when this
-    world begins to save in storage. Later a save that is still being written would look like a lost one. Also tells of
-    a save in the background that has failed since the last call.
+    It looks after the first step of an attempt, and when this world begins to save in storage. Later a save that is
+    still being written would look like a lost one. Also warns of a save in the background that has failed.
     """
     for tier in self._saving():
       self._call_or_warn(tier, tier.check)
     before, self._saves = self._saves, self._saves_in_storage()
+    self._makes_up &= self._saves
     if before or not self._saves or not self._cfg.enable_checkpointing:
-      return False
+      return
     due = step - step % self._cfg.checkpoint_period
     self._makes_up = due > 0 and due != step and self._newest_in_storage() < due
     if self._makes_up:
       self._log(f"The checkpoint of step {due} was not committed: saving step {step} in its place.")
-    return self._makes_up
 
   def _newest_in_storage(self) -> int:
     """The newest committed step, as the primary lists it; 0: none, or the listing fails, which the next save tells."""

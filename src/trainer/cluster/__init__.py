@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, MutableMapping
 
-from trainer.cluster import cpu_compiler, torchrun, variables
+from trainer.cluster import cpu_compiler, launched, torchrun, variables
 from trainer.cluster.api import Cluster, ProxyLost, View
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
-from trainer.membership.environment import SUPERVISOR, Place, shared_token
-from trainer.membership.rules import RunRules
+from worlds.membership.rules import RunRules
+from worlds.place import SUPERVISOR
 
 __all__ = [
   "Cluster",
@@ -68,7 +68,7 @@ def _join(cfg: ClusterSection, rules: RunRules | None, environment: MutableMappi
     assert rules is not None, "this program does not train"
     place = worker.place(rules.timeout)
   else:
-    place = Place.read(environment)
+    place = launched.place(environment)
   if cfg.num_slices < 1:
     raise ConfigError(
       f"num_slices={cfg.num_slices}: cluster=multiprocess cuts the global batch into num_slices shares for the life "
@@ -83,12 +83,12 @@ def _join(cfg: ClusterSection, rules: RunRules | None, environment: MutableMappi
 
 def job_token(path: str) -> bytes:
   """The token of a job on several hosts, from a file or the environment. Raises ConfigError if there is none."""
-  return shared_token(path, os.environ)
+  return launched.shared_token(path, os.environ)
 
 
-def inherited_environment(changes: Mapping[str, str]) -> dict[str, str]:
-  """The environment of this process with `changes`, for a process that it starts."""
-  return dict(os.environ) | dict(changes)
+def inherited_environment() -> dict[str, str]:
+  """A copy of the environment of this process, for processes that it starts."""
+  return dict(os.environ)
 
 
 def change_environment(changes: Mapping[str, str | None]) -> None:

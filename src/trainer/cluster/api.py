@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trainer.cluster.coordination import Coordination
 from trainer.config.errors import ConfigError
 
 if TYPE_CHECKING:
   from jax import Device
 
-  from trainer.cluster.peers import Peers
   from trainer.world import World
 
 
@@ -52,14 +52,14 @@ class Cluster(ABC):
 
   kind: str
   is_behind_proxy = False  # whether this process reaches its devices, and every byte of their memory, through a proxy
-  recovers_in_process = True  # whether the loss of a slice ends the attempt, and the elastic loop starts another
-  # The id of a launch, and of the run if it is new, where several worlds start it; "": the primary chooses one.
-  fresh_run_id = ""
-  peers: Peers | None = None  # the other worlds of the run, where each slice is a world of its own
 
-  def __init__(self, slices: Mapping[int, Iterable[Device]], world: World) -> None:
+  def __init__(
+    self, slices: Mapping[int, Iterable[Device]], world: World, coordination: Coordination | None = None
+  ) -> None:
+    """coordination: with the other worlds of the run (default: there are none)."""
     self.slices: dict[int, tuple[Device, ...]] = {i: tuple(slices[i]) for i in sorted(slices)}
     self.world = world
+    self.coordination = coordination or Coordination(world)
     sizes = {i: len(devices) for i, devices in self.slices.items()}
     if not sizes or len(set(sizes.values())) != 1 or 0 in sizes.values():
       raise ConfigError(f"slices have {sizes} devices (slice: devices); all need the same number, at least one")
@@ -78,21 +78,12 @@ class Cluster(ABC):
     return None
 
   @property
-  def stop_agreed(self) -> Callable[[], bool] | None:
-    """Whether this process ends after the last step, where several worlds agree on it; None: `world` is the run."""
-    return None
+  def recovers_in_process(self) -> bool:
+    """Whether the loss of a slice ends the attempt, and the elastic loop starts another.
 
-  @property
-  def is_primary(self) -> bool:
-    """Whether this process writes the files that exist once per run. May become true during the run."""
-    return self.world.is_primary
-
-  def saves_in_storage(self) -> bool:
-    """Whether the processes of this JAX world write the persistent checkpoints. May change during the run."""
-    return True
-
-  def on_role(self, callback: Callable[[bool], None]) -> None:  # noqa: B027 -- most clusters never change the primary
-    """Has `callback` called with `is_primary` whenever that changes during the run."""
+    Where slices are worlds of their own, a lost slice is a lost process, and the others need no new attempt.
+    """
+    return self.coordination.peers is None
 
   def view(self, alive: Iterable[int]) -> View:
     """A view of the slices `alive`, for one attempt."""
@@ -156,21 +147,6 @@ class Cluster(ABC):
     import jax
 
     jax.block_until_ready(arrays)
-
-  def watch(  # noqa: B027 -- as above
-    self, *, busy: Callable[[], str], noticed: Callable[[], bool], unsupervised: Callable[[], None]
-  ) -> None:
-    """busy(): what this process does besides steps, "" if nothing. noticed(): whether it has SIGTERM. For the other
-    worlds of the run: they must not take a long save for a hang. unsupervised(): called from a thread when the process
-    that would end a hang of this one is lost."""
-
-  def finished(self, code: int) -> None:  # noqa: B027 -- most clusters have nobody to tell
-    """This process has done everything, or has failed as the others must, and will exit with `code`."""
-
-  def is_reported(self) -> bool:
-    """Whether another process has ended the run with exit code 2, and the reason. Asked before this process reports an
-    error of the user: all of them find the same one. May wait for some seconds."""
-    return False
 
   def stop(self) -> None:  # noqa: B027 -- most clusters have nothing to leave
     """Leaves the JAX world, if `start` joined one."""

@@ -15,7 +15,7 @@ from trainer.cluster.api import Cluster, FaultTarget, View
 from trainer.cluster.health import HealthChecks
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
-from trainer.observe import log as log_lib
+from worlds import lines
 
 _POLL_SECONDS = 10.0  # between two health checks of slices that are waited for
 _STOP_CHECK_SECONDS = 1.0  # between two looks at stop() while slices are waited for
@@ -68,7 +68,7 @@ class PathwaysCluster(Cluster):
     server = standin.start(cfg, environment)
     health = functools.partial(HealthChecks, time_limit=_STANDIN_TIME_LIMIT)
     slices = _connect(cfg, dict(environment, JAX_BACKEND_TARGET=server.address))
-    log_lib.tell(standin.describe(server))
+    lines.tell(standin.describe(server))
     return cls(slices, _STANDIN_POLL_SECONDS, health, faults=standin.Faults(server))
 
   @property

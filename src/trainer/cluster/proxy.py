@@ -11,7 +11,7 @@ import jax
 import pathwaysutils
 
 from trainer.config.errors import ConfigError
-from trainer.observe import log as log_lib
+from worlds import lines
 
 _TARGET = "JAX_BACKEND_TARGET"
 _TIMEOUT = "PATHWAYS_PROXY_CONNECTION_TIMEOUT_SECS"
@@ -21,7 +21,7 @@ _ATTEMPT_SECONDS = 5.0
 
 
 def connect(
-  environment: Mapping[str, str], log: Callable[[str], None] = log_lib.tell, pause_seconds: float = 1.0
+  environment: Mapping[str, str], log: Callable[[str], None] = lines.tell, pause_seconds: float = 1.0
 ) -> list[jax.Device]:
   """The devices of the proxy that the environment names. Waits for a proxy that has not started yet.
 

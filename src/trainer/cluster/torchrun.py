@@ -22,11 +22,12 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from trainer import addresses
+from trainer.cluster import launched
 from trainer.config.errors import ConfigError
-from trainer.membership.environment import TOKEN, Place
-from trainer.membership.rules import RunRules
-from trainer.membership.server import BACKLOG
+from worlds import addresses
+from worlds.membership.rules import RunRules
+from worlds.membership.server import BACKLOG
+from worlds.place import TOKEN, Place
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
 _PORTS = 8  # that the supervisor tries, in this order
@@ -100,7 +101,7 @@ class Worker:
         f"num_slices={rules.slices}: torchrun has started {self.workers} workers, and elastic_enabled=false needs one "
         "for each slice.\nSet elastic_enabled=true with elastic_min_slice_count, or start more workers."
       )
-    rules.check(lanes=1)
+    launched.check(rules, lanes=1)
     return ChildSupervisor(self, rules) if self.rank == 0 else None
 
 

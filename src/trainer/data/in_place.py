@@ -18,15 +18,12 @@ from trainer.data.batch import Example, empty_example
 from trainer.data.documents import BadRecord, BadRecords, Documents, Piece
 from trainer.data.order import Order
 from trainer.data.tokenizer import Tokenizer
-from trainer.observe.log import tell
+from worlds.lines import tell
 
 if TYPE_CHECKING:
   from trainer.config.schema import DataSection  # pydantic is slow to import and not needed here
 
-_COUNTS = "counts.json"
-_BAD = "bad.json"
-
-
+_RECORDS = "records.json"
 _WINDOWS = "arrayrecord_windows"
 DTYPE = np.dtype("<i4")  # of the tokens in a record of a window
 
@@ -155,61 +152,50 @@ def open_source(
   """
   if documents is None:
     raise ConfigError("There are no evaluation data. Set grain_eval_files, or eval_steps=0 eval_interval=-1.")
-  digest = documents.digest()
-
-  def build(folder: Path) -> None:
-    counted = call(partial(_counts, documents.pieces), f"it counted the records of {documents.name}")
-    (folder / _COUNTS).write_text(json.dumps(counted))
-
-  def fault(folder: Path) -> str | None:
-    return None if (folder / _COUNTS).is_file() else f"{_COUNTS} is absent"
-
-  folder = cache.entry(cfg.dataset_cache_directory, f"counts-{digest[:32]}", build=build, fault=fault, log=log)
-  counts = json.loads((folder / _COUNTS).read_text())
+  digest, length = documents.digest(), cfg.max_target_length
+  key = f"in-place-2 {digest} length={length} vocab={vocab_size}"
+  counts, found = _records(cfg, documents, key if cfg.max_bad_records else digest, vocab_size, log, call)
   if sum(counts) < max(1, min_examples):
     raise ConfigError(
       f"{documents.name} has {sum(counts)} records, but {max(1, min_examples)} examples are needed. "
       "Give more files, or reduce the batch size."
     )
   records = array_record.Records([piece.path for piece in documents.pieces], counts)
-  key = f"in-place-2 {digest} length={cfg.max_target_length} vocab={vocab_size}"
-  found = _find_bad(cfg, documents, counts, key, vocab_size, call) if cfg.max_bad_records else {}
   if found:
     prepared.require_few(len(found), list(found.values()), cfg.max_bad_records, documents.name, log)
     key += f" bad={sorted(found)}"
-  examples = _Windows(records, cfg.grain_file_type, cfg.max_target_length, vocab_size, sorted(found))
+  examples = _Windows(records, cfg.grain_file_type, length, vocab_size, sorted(found))
   return InPlaceSource(cfg, examples, name=documents.name, split=split, key=key, bad_records=len(found))
+
+
+def _records(
+  cfg: DataSection, documents: Documents, key: str, vocab_size: int, log: cache.Log, call: workers.Call
+) -> tuple[list[int], dict[int, str]]:
+  """(number of records of each file, {number: message} of the records that are not examples), from the cache or from
+  the files. Only with max_bad_records, all records are read. key: what the result depends on."""
+
+  def build(folder: Path) -> None:
+    counts = call(partial(_counts, documents.pieces), f"it counted the records of {documents.name}")
+    bad: dict[int, str] = {}
+    if cfg.max_bad_records:
+      tell(f"Looking for bad records in {sum(counts):,} records of {documents.name}")
+      sizes, most = (cfg.max_target_length, vocab_size), BadRecords(cfg.max_bad_records, tell)
+      work = partial(_read_all, documents.pieces, counts, cfg.grain_file_type, *sizes, most)
+      bad = call(work, f"it read {documents.name}")
+    (folder / _RECORDS).write_text(json.dumps([counts, bad]))
+
+  def fault(folder: Path) -> str | None:
+    return None if (folder / _RECORDS).is_file() else f"{_RECORDS} is absent"
+
+  name = f"records-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+  folder = cache.entry(cfg.dataset_cache_directory, name, build=build, fault=fault, log=log)
+  counts, bad = json.loads((folder / _RECORDS).read_text())
+  return counts, {int(number): message for number, message in bad.items()}
 
 
 def _counts(pieces: Sequence[Piece]) -> list[int]:
   """The number of records of each file."""
   return [array_record.count(piece) for piece in pieces]
-
-
-def _find_bad(
-  cfg: DataSection, documents: Documents, counts: Sequence[int], key: str, vocab_size: int, call: workers.Call
-) -> dict[int, str]:
-  """{number: message} of the records that are not examples, from the cache, or found by reading all of them."""
-
-  def build(folder: Path) -> None:
-    tell(f"Looking for bad records in {sum(counts):,} records of {documents.name}")
-    work = partial(
-      _read_all,
-      documents.pieces,
-      counts,
-      cfg.grain_file_type,
-      cfg.max_target_length,
-      vocab_size,
-      BadRecords(cfg.max_bad_records, tell),
-    )
-    (folder / _BAD).write_text(json.dumps(call(work, f"it read {documents.name}")))
-
-  def fault(folder: Path) -> str | None:
-    return None if (folder / _BAD).is_file() else f"{_BAD} is absent"
-
-  name = f"bad-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
-  folder = cache.entry(cfg.dataset_cache_directory, name, build=build, fault=fault, log=tell)
-  return {int(number): message for number, message in json.loads((folder / _BAD).read_text()).items()}
 
 
 def _read_all(

@@ -15,7 +15,7 @@ import numpy as np
 from trainer.data import best_fit, cache, store, windows
 from trainer.data.documents import BadRecord, BadRecords, Document, Documents
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer
-from trainer.observe.log import tell
+from worlds.lines import tell
 
 # Increase it when the files change, or the way in which documents become windows.
 FORMAT = 2

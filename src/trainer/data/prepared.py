@@ -19,7 +19,7 @@ from trainer.data.batch import Example, empty_example
 from trainer.data.documents import BadRecords, Documents
 from trainer.data.order import Order
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_bpe, train_bpe
-from trainer.observe.log import tell
+from worlds.lines import tell
 
 if TYPE_CHECKING:
   from trainer.config.schema import DataSection  # pydantic is slow to import and not needed here

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from trainer.cluster import Cluster, View
 from trainer.config.faults import Moment
@@ -41,6 +41,15 @@ class Job:
   micro_batches: int  # per slice and step on the full topology
   tokens_per_step: int
   state_bytes: int  # of one full copy of parameters and optimizer state
+
+
+class Shared(Protocol):
+  """What the elastic loop uses of the session, which outlives an attempt too."""
+
+  cluster: Cluster
+  log: Log
+  events: EventLog
+  programs: ProgramCache[Any]
 
 
 @dataclass
@@ -78,15 +87,12 @@ class ElasticRun:
 
   cfg: ElasticSection
   job: Job
-  cluster: Cluster
-  log: Log
-  programs: ProgramCache[Any]
+  session: Shared
   faults: FaultInjector
   retries: RetryPolicy
   resizes: ResizePolicy
   snapshot_policy: SnapshotPolicy
   recovery: RecoveryLog
-  events: EventLog
   clock: Callable[[], float] = time.monotonic
   steps: StepClock = field(init=False)
   down_events: int = 0
@@ -103,22 +109,23 @@ class ElasticRun:
     `restored` prints it for an attempt that reads no checkpoint.
     """
     if self.announcement:
-      self.log.line(self.announcement)
+      self.session.log.line(self.announcement)
     self.announcement = ""
 
   def guard(self, view: View, late_after: Callable[[], float | None] = lambda: None) -> HangGuard:
     """The waits of an attempt on `view`. late_after: seconds after which the work under way is late; None: unknown."""
     seconds = self.cfg.elastic_hang_check_seconds if self.cfg.elastic_enabled else 0.0
-    return HangGuard(self.cluster, view, seconds, self.cfg.elastic_timeout_seconds, self.log, late_after)
+    cluster, log = self.session.cluster, self.session.log
+    return HangGuard(cluster, view, seconds, self.cfg.elastic_timeout_seconds, log, late_after)
 
   def reached(self, moment: Moment, step: int) -> None:
     """`moment` of `step` has come: faults that are due happen now."""
     if moment == "snapshot":
       self.snapshot_policy.taken(step)
     if moment == "step" and self.faults.waits(step):
-      if not self.programs.wait(0.0):
-        self.log.line(f"A rehearsed fault waits before step {step} until the other steps are prepared.")
-        self.programs.wait(None)
+      if not self.session.programs.wait(0.0):
+        self.session.log.line(f"A rehearsed fault waits before step {step} until the other steps are prepared.")
+        self.session.programs.wait(None)
       self.faults.at("prepared", step)
     self.faults.at(moment, step)
 
@@ -139,7 +146,7 @@ class ElasticRun:
     self.retries.completed(step)
     self.recovered(alive)
     if self.cfg.elastic_enabled and (counts := (self.down_events, alive)) != self._shown:
-      self.log.detail(format_elastic_line(step, *counts))
+      self.session.log.detail(format_elastic_line(step, *counts))
       self._shown = counts
 
   def recovered(self, alive: int) -> None:
@@ -156,8 +163,8 @@ class ElasticRun:
     lost = sorted(event.lost)
     detect_seconds = self.clock() - began
     if event.kind is Kind.HANG:
-      self.events.emit("hang", step=step, silent_seconds=detect_seconds)
-    self.events.emit(
+      self.session.events.emit("hang", step=step, silent_seconds=detect_seconds)
+    self.session.events.emit(
       "slice_down",
       step=step,
       slice=lost,
@@ -169,20 +176,21 @@ class ElasticRun:
     self.recovery.begin("slice_down", lost, began, step=step, alive=before)
     self.resizes.resized()
     names = f"slice {', '.join(map(str, lost))}" if lost else "a slice"
-    self.log.line(f"Slice down event detected. Retrying. Lost after step {step}: {names} ({event.reason}).")
+    line = f"Slice down event detected. Retrying. Lost after step {step}: {names} ({event.reason})."
+    self.session.log.line(line)
 
   def grow(self, returned: list[int], alive: Collection[int], *, before: int, step: int) -> None:
     """Records that the run continues after `step` with slices that have returned. before: how many computed."""
     self.recovery.begin("slice_up", returned, self.clock(), step=step, alive=before)
     self.retries.resized()
-    self.events.emit("slice_up", step=step, slice=returned, slices=sorted(alive))
-    self.log.line(f"Slice up event: slices {returned} have returned. Continuing with them after step {step}.")
+    self.session.events.emit("slice_up", step=step, slice=returned, slices=sorted(alive))
+    self.session.log.line(f"Slice up event: slices {returned} have returned. Continuing with them after step {step}.")
 
   @property
   def uses_snapshots(self) -> bool:
     """Whether attempts take snapshots, and restore from them first."""
     snapshots = self.cfg.elastic_enabled and self.cfg.elastic_backup_kind == "snapshot"
-    return snapshots and self.cluster.recovers_in_process
+    return snapshots and self.session.cluster.recovers_in_process
 
   def snapshot_due(self, step: int) -> bool:
     """Whether the attempt should take a snapshot of `step`."""
@@ -192,18 +200,19 @@ class ElasticRun:
     """Whether the attempt on `view` should end after `step`, to go on with slices that have returned."""
     if not self.cfg.elastic_enabled or view.is_full:
       return False
-    returned = self.cluster.returned(view)
+    returned = self.session.cluster.returned(view)
     if not returned or not self.resizes.interval_over:
       return False
     now, then = (
-      batch_plan.plan(self.cluster.num_slices, alive, self.job.micro_batches, 1).relative_throughput
+      batch_plan.plan(self.session.cluster.num_slices, alive, self.job.micro_batches, 1).relative_throughput
       for alive in (view.num_alive, view.num_alive + len(returned))
     )
     saved_seconds = self.steps.seconds_left(step) * (1 - now / then)
-    compile_seconds = 0.0 if self.programs.has_step({*view.slices, *returned}) else self.programs.compile_seconds
+    programs = self.session.programs
+    compile_seconds = 0.0 if programs.has_step({*view.slices, *returned}) else programs.compile_seconds
     worthwhile = self.resizes.worthwhile(saved_seconds, compile_seconds)
     if not worthwhile and returned != self._declined:
-      self.log.line(
+      self.session.log.line(
         f"Slices {sorted(returned)} have returned. Using them would save only {saved_seconds:.1f} s of the run, so the "
         "run goes on without them."
       )
@@ -213,7 +222,7 @@ class ElasticRun:
   def compiled_step(self, view: View) -> Any:
     """The compiled step of `view`. Records how long the attempt waited for it."""
     start = self.clock()
-    compiled = self.programs.step(view)
+    compiled = self.session.programs.step(view)
     self.recovery.compiled(self.clock() - start)
     return compiled
 
@@ -226,11 +235,11 @@ class ElasticRun:
     fewest = self.cfg.elastic_min_slice_count
     if not self.cfg.elastic_enabled or fewest == -1:
       return
-    views = [next_view for next_view in next_views(self.cluster, view) if next_view.num_alive >= fewest]
-    self.programs.prepare(views, self._long_enough_to_compile)
+    views = [next_view for next_view in next_views(self.session.cluster, view) if next_view.num_alive >= fewest]
+    self.session.programs.prepare(views, self._long_enough_to_compile)
 
   def _long_enough_to_compile(self) -> bool:
     steps = self.steps
     if self.faults.waits(self.job.steps):
       return True
-    return steps.step_seconds == 0.0 or steps.seconds_left(steps.last_step) > self.programs.compile_seconds
+    return steps.step_seconds == 0.0 or steps.seconds_left(steps.last_step) > self.session.programs.compile_seconds

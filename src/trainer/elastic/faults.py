@@ -89,10 +89,6 @@ class FaultInjector:
     """Whether a fault that is due at `step` needs the compilations in the background."""
     return any(fault.moment == "prepared" and fault.step <= step for fault in self.faults)
 
-  def assert_all_fired(self) -> None:
-    """Raises AssertionError with the faults that did not happen."""
-    assert not self.faults, f"these faults never happened: {', '.join(map(str, self.faults))}"
-
   def _make(self, fault: Fault) -> None:
     if fault.kind == "ckpt_kill":
       self.kill()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -13,14 +12,12 @@ from trainer.cluster import Cluster, View
 from trainer.config.errors import ConfigError
 from trainer.config.faults import Fault, parse
 from trainer.config.schema import ElasticSection
-from trainer.elastic.attempt import ElasticRun, Job, Outcome
+from trainer.elastic.attempt import ElasticRun, Job, Outcome, Shared
 from trainer.elastic.events import Event, Kind, classify
 from trainer.elastic.faults import FaultInjector, expand
 from trainer.elastic.policy import ResizePolicy, RetryPolicy, SnapshotPolicy
-from trainer.elastic.program_cache import ProgramCache
 from trainer.elastic.recovery import RecoveryLog
 from trainer.observe.events import EventLog, read_events
-from trainer.observe.log import Log
 
 _SNAPSHOT_OVERHEAD = 0.01  # largest share of the step time that snapshots may cost
 
@@ -30,13 +27,10 @@ Attempt = Callable[[ElasticRun, View, frozenset[int]], Outcome]
 
 def elastic_retry(
   attempt: Attempt,
-  cluster: Cluster,
+  session: Shared,
   cfg: ElasticSection,
-  events: EventLog,
-  log: Log,
   *,
   job: Job,
-  programs: ProgramCache[Any],
   stop: Callable[[], bool] = lambda: False,
   clock: Callable[[], float] = time.monotonic,
   sleep: Callable[[float], None] = time.sleep,
@@ -51,38 +45,33 @@ def elastic_retry(
     ConfigError: what `check` would have raised; before the first attempt.
     TimeoutError: too few slices within elastic_timeout_seconds.
   """
-  faults = check(cluster, cfg, job.steps)
+  cluster, log, events = session.cluster, session.log, session.events
   elastic = ElasticRun(
     cfg,
     job,
-    cluster,
-    log,
-    programs,
-    _injector(cluster, faults, events, clock),
+    session,
+    _injector(cluster, check(cluster, cfg, job.steps), events, clock),
     RetryPolicy(cfg.elastic_max_retries, cfg.elastic_retry_reset_steps),
     ResizePolicy(cfg.elastic_min_resize_interval_seconds, clock),
     SnapshotPolicy(cfg.snapshot_period, _SNAPSHOT_OVERHEAD, job.state_bytes),
-    RecoveryLog(events, log, programs.counter, job.tokens_per_step, clock),
-    events,
+    RecoveryLog(events, log, session.programs.counter, job.tokens_per_step, clock),
     clock,
   )
   try:
     if cfg.elastic_enabled and cluster.recovers_in_process:
-      outcome = _Loop(attempt, elastic, events, stop, sleep).run()
+      outcome = _Loop(attempt, elastic, stop, sleep).run()
     else:
-      outcome = _run(attempt, elastic, events, cluster.view(cluster.slices), frozenset(cluster.slices), number=1)
+      outcome = _run(attempt, elastic, cluster.view(cluster.slices), frozenset(cluster.slices), number=1)
   finally:
-    programs.close()
+    session.programs.close()
   if elastic.faults.faults and outcome.kind == "complete":
     log.warning(f"these faults of fault_injection never happened: {', '.join(map(str, elastic.faults.faults))}")
   return outcome
 
 
-def _run(
-  attempt: Attempt, elastic: ElasticRun, events: EventLog, view: View, survivors: frozenset[int], number: int
-) -> Outcome:
+def _run(attempt: Attempt, elastic: ElasticRun, view: View, survivors: frozenset[int], number: int) -> Outcome:
   elastic.steps.begin_attempt()
-  events.emit("attempt_start", attempt=number, step=elastic.steps.last_step, slices=list(view.slices))
+  elastic.session.events.emit("attempt_start", attempt=number, step=elastic.steps.last_step, slices=list(view.slices))
   # Arrays that are not placed explicitly must not go to a dead slice's device. The context manager jax.default_device
   # would hold for this thread only, and an attempt restores, prefetches and compiles in others.
   before = jax.config.jax_default_device
@@ -101,16 +90,16 @@ class _Loop:
     self,
     attempt: Attempt,
     elastic: ElasticRun,
-    events: EventLog,
     stop: Callable[[], bool],
     sleep: Callable[[float], None],
   ) -> None:
-    self._attempt, self._elastic, self._events, self._stop, self._sleep = attempt, elastic, events, stop, sleep
+    self._attempt, self._elastic, self._stop, self._sleep = attempt, elastic, stop, sleep
+    self._session = elastic.session
     self._unexplained_at = -1  # step of the last attempt's unexplained error; -1: it ended otherwise
 
   def run(self) -> Outcome:
     """The outcome of the last attempt."""
-    elastic, cluster, log = self._elastic, self._elastic.cluster, self._elastic.log
+    elastic, cluster, log = self._elastic, self._session.cluster, self._session.log
     log.line("Elastic utils: Elastic training enabled.")
     log.line("Elastic Retry Enabled")
     view: View | None = None
@@ -125,12 +114,12 @@ class _Loop:
       if before is not None:  # a slice may also have died during the wait, and its replacement answers by now
         survivors &= frozenset(before.slices) - cluster.died(before)
       try:
-        outcome = _run(self._attempt, elastic, self._events, view, survivors, number)
+        outcome = _run(self._attempt, elastic, view, survivors, number)
       except Exception as error:
         if not self._can_retry(error, view):
           raise
       else:
-        self._events.emit("attempt_end", step=outcome.step, outcome=outcome.kind)
+        self._session.events.emit("attempt_end", step=outcome.step, outcome=outcome.kind)
         if outcome.kind != "slice_up":
           elastic.recovered(view.num_alive)
           return outcome
@@ -139,30 +128,30 @@ class _Loop:
   def _wait(self) -> View | None:
     """The view of the next attempt: as soon as enough slices are alive, or of those alive once the run must stop."""
     elastic = self._elastic
-    cfg, cluster = elastic.cfg, elastic.cluster
+    cfg, cluster = elastic.cfg, self._session.cluster
     needed = cluster.num_slices if cfg.elastic_min_slice_count == -1 else cfg.elastic_min_slice_count
     start = elastic.clock()
     alive = cluster.wait_for(needed, cfg.elastic_timeout_seconds, self._stop)
     seconds = elastic.clock() - start
     elastic.recovery.waited(seconds)
     if elastic.recovery.under_way:
-      self._events.emit("wait_slices", seconds=seconds, wanted=needed, alive=sorted(alive))
+      self._session.events.emit("wait_slices", seconds=seconds, wanted=needed, alive=sorted(alive))
     return cluster.view(alive) if alive else None
 
   def _can_retry(self, error: Exception, view: View) -> bool:
     """Whether another attempt makes sense after `error` of the last one; prepares for it, after a pause if need be."""
     elastic = self._elastic
     elastic.announce()  # if the attempt ended before it had a state
-    event = classify(error, elastic.cluster, view)
+    event = classify(error, self._session.cluster, view)
     outcome = "slice_down" if event.is_slice_loss else "failed"
-    self._events.emit("attempt_end", step=elastic.steps.last_step, outcome=outcome)
+    self._session.events.emit("attempt_end", step=elastic.steps.last_step, outcome=outcome)
     step = elastic.steps.current_step
     retry = event.is_slice_loss or (event.kind is Kind.UNKNOWN and step != self._unexplained_at)
     if event.is_slice_loss:
       self._lose(event, view)
     elif retry:
-      elastic.log.warning(f"step {step} failed for an unknown reason ({event.reason}). Trying it once more")
-      elastic.programs.forget_steps()  # in case the reason is a step that was compiled for a slice's earlier life
+      self._session.log.warning(f"step {step} failed for an unknown reason ({event.reason}). Trying it once more")
+      self._session.programs.forget_steps()  # in case the reason is a step that was compiled for a slice's earlier life
     self._unexplained_at = step if event.kind is Kind.UNKNOWN else -1
     pause = elastic.retries.failed() if retry else None
     if pause is None:
@@ -171,7 +160,7 @@ class _Loop:
     traceback.clear_frames(error.__traceback__)  # they hold the dead attempt's arrays
     elastic.announcement = f"Elastic attempt {elastic.retries.attempt} out of {elastic.cfg.elastic_max_retries}"
     if pause:
-      elastic.log.line(f"No progress since the last event; pausing {pause:g} s.")
+      self._session.log.line(f"No progress since the last event; pausing {pause:g} s.")
       self._pause(pause)
     return True
 
@@ -186,12 +175,12 @@ class _Loop:
     """Records that the attempt on `view` has ended after `step` so that the next one uses returned slices."""
     elastic = self._elastic
     elastic.resizes.resized()
-    if lost := elastic.cluster.lost(view):
+    if lost := self._session.cluster.lost(view):
       self._lose(Event(Kind.SLICE_DOWN, "the health check at a resize missed it", lost), view)
-    alive = elastic.cluster.alive()
+    alive = self._session.cluster.alive()
     returned = sorted(alive - frozenset(view.slices))
     if not returned:
-      elastic.log.line("The returned slices do not answer any more. Continuing without them.")
+      self._session.log.line("The returned slices do not answer any more. Continuing without them.")
       return
     elastic.grow(returned, alive, before=view.num_alive, step=step)
 
@@ -241,4 +230,4 @@ def _injector(cluster: Cluster, faults: list[Fault], events: EventLog, clock: Ca
     events.emit("fault_injected", slice=fault.slice, fault=str(fault), step=step)
     events.flush()  # the next thing may be SIGKILL
 
-  return FaultInjector(faults, cluster.fault_target, record, clock=clock, acts=lambda: cluster.is_primary)
+  return FaultInjector(faults, cluster.fault_target, record, clock=clock, acts=lambda: cluster.coordination.is_primary)

@@ -20,11 +20,12 @@ BAD_INPUT = 2
 
 def main(argv: list[str] | None = None) -> int:
   """Runs the command and returns its exit code. Imports here and not above, so that a signal finds its handler."""
-  from trainer import addresses
   from trainer.cluster import job_token
   from trainer.config.errors import ConfigError
-  from trainer.launch.host import Agent
+  from trainer.launch.keys import program
   from trainer.observe import screen
+  from worlds import addresses
+  from worlds.agent import Agent
 
   screen.protect()
   parser = argparse.ArgumentParser(
@@ -44,13 +45,20 @@ def main(argv: list[str] | None = None) -> int:
     if options.slices < 1:
       raise ConfigError(f"--slices {options.slices}: it must be at least 1.")
     agent = Agent(
+      program(),
       options.supervisor,
       job_token(options.token_file),
       slices=options.slices,
       host=options.host,
       wait_seconds=options.wait_seconds,
     )
-    return agent.run()
+    try:
+      return agent.run()
+    except TimeoutError as error:
+      raise ConfigError(
+        f"--supervisor {options.supervisor}: {error}.\nStart `python -m trainer.launch.local --listen HOST:PORT` "
+        "there, with the same token, and let this host reach the port."
+      ) from error
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return BAD_INPUT

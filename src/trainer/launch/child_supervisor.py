@@ -1,8 +1,8 @@
 """The supervisor of a run whose workers another launcher starts: `python -m trainer.launch.child_supervisor`.
 
 The first worker starts it as a child process, and gives it a line of JSON on stdin: token, expected (workers that a
-start waits for), rules (membership.rules.RunRules), listener (an open socket) and parent (its process id). It ends with
-the run, or with its parent; the other workers then save the state and end.
+start waits for), rules (worlds.membership.rules.RunRules), listener (an open socket) and parent (its process id). It
+ends with the run, or with its parent; the other workers then save the state and end.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from trainer.launch.errors import end_on_error
-from trainer.membership.rules import RunRules
-from trainer.membership.server import Server
+from trainer import open_files
 from trainer.observe import screen
-from trainer.observe.log import tell
-from trainer.signals import requests
+from worlds.interruptions import end_on_error, requests
+from worlds.membership.rules import RunRules
+from worlds.membership.server import Server
+from worlds.supervisor import FAILED, log
 
-FAILED = 1
 _POLL_SECONDS = 0.1
 _END_SECONDS = 10.0  # from the end of the run until the last worker has closed its connection
 
@@ -33,11 +32,12 @@ _END_SECONDS = 10.0  # from the end of the run until the last worker has closed 
 def main() -> int:
   """Supervises the run until it or the parent ends. Returns 0."""
   screen.protect()
+  open_files.raise_limit()  # each worker has a connection
   end_on_error(lambda: os._exit(FAILED))  # as if it had been killed: the workers save the state and end
   job = json.loads(sys.stdin.readline())
   coordinator = RunRules(**job["rules"]).coordinator(secrets.token_hex(6), job["expected"])
   listener = socket.socket(fileno=job["listener"])
-  server = Server(coordinator, bytes.fromhex(job["token"]), listener=listener, kill=_leave_to_launcher, log=_log)
+  server = Server(coordinator, bytes.fromhex(job["token"]), listener=listener, kill=_leave_to_launcher, log=log)
   _on_request(server.stop)
   joined = False
   while os.getppid() == job["parent"] and not server.over.wait(_POLL_SECONDS):
@@ -64,10 +64,6 @@ def _on_request(stop: Callable[[], None]) -> None:
   for request in requests():
     signal.signal(request, handle)
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers
-
-
-def _log(line: str) -> None:
-  tell(f"supervisor: {line}")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 
+from trainer.cluster import inherited_environment
 from trainer.config import ConfigError
+from worlds.workers import Program
+
+
+def program() -> Program:
+  """The program that the processes of a run execute: this one."""
+  return Program((sys.executable, "-m", "trainer"), inherited_environment())
 
 
 def refuse_other(arguments: Sequence[str], command: str, ours: Mapping[str, str]) -> list[str]:

@@ -18,16 +18,17 @@ from typing import TYPE_CHECKING
 from trainer import signals
 
 if TYPE_CHECKING:
-  from trainer.launch.supervisor import Where
+  from worlds.supervisor import Where
 
 
 def main(argv: list[str] | None = None) -> int:
   """Runs the command and returns its exit code. Imports here and not above, so that a signal finds its handler."""
+  from trainer import open_files
+  from trainer.cluster.launched import check, run_rules
   from trainer.config import ConfigError, load
-  from trainer.launch.keys import refuse_other
-  from trainer.launch.supervisor import BAD_INPUT, Supervisor
-  from trainer.membership.rules import RunRules
+  from trainer.launch.keys import program, refuse_other
   from trainer.observe import screen
+  from worlds.supervisor import BAD_INPUT, Supervisor
 
   screen.protect()
   parser = argparse.ArgumentParser(
@@ -52,13 +53,24 @@ def main(argv: list[str] | None = None) -> int:
     least = config.elastic.elastic_min_slice_count
     if least > options.slices:
       raise ConfigError(f"elastic_min_slice_count={least} is more than --slices {options.slices}.\nLower it.")
-    RunRules.of(config).check(options.processes_per_slice)
+    rules = run_rules(config)
+    check(rules, options.processes_per_slice)
     where = _listen(options) if options.listen else None
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return BAD_INPUT
   local = (options.slices if options.local_slices is None else options.local_slices) + options.spares
-  return Supervisor(arguments, config, local=local, lanes=options.processes_per_slice, where=where).run()
+  open_files.raise_limit()  # each member has a connection
+  supervisor = Supervisor(
+    program(),
+    arguments,
+    rules,
+    local=local,
+    lanes=options.processes_per_slice,
+    grace=config.checkpoint.autocheckpoint_grace_seconds,
+    where=where,
+  )
+  return supervisor.run()
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -80,11 +92,11 @@ def _check(options: argparse.Namespace) -> None:
 
 def _listen(options: argparse.Namespace) -> Where:
   """Listens at --listen. Raises ConfigError if that is impossible."""
-  from trainer import addresses
   from trainer.cluster import job_token
   from trainer.config import ConfigError
-  from trainer.launch.supervisor import Where
-  from trainer.membership.server import BACKLOG
+  from worlds import addresses
+  from worlds.membership.server import BACKLOG
+  from worlds.supervisor import Where
 
   try:
     host, port = addresses.split(options.listen)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 import threading
-import time
 from collections.abc import Callable
 
 from trainer.observe import files
+from worlds.lines import timed, warn
 
 LOG_FILE = "log.txt"
 
@@ -98,21 +97,6 @@ def get(run_directory: str | None, *, is_primary: bool = True) -> Log:
   In a process that is not primary, `line`, `detail` and `record` do nothing, and warnings and errors go to stderr.
   """
   return Log(files.open_lines(run_directory if is_primary else None, LOG_FILE), quiet=not is_primary)
-
-
-def timed(text: str) -> str:
-  """Returns `text` with month, day and time (UTC, as in events.jsonl) in front of each line that is not blank."""
-  return textwrap.indent(text, time.strftime("%m-%d %H:%M:%S ", time.gmtime()))
-
-
-def tell(text: str) -> None:
-  """Prints lines with their time, for a process or a moment without a `Log`."""
-  to_stdout(timed(text))
-
-
-def warn(text: str) -> None:
-  """Prints a warning with its time on stderr, for a process that is not primary."""
-  print(timed(f"warning: {text}"), file=sys.stderr, flush=True)
 
 
 def to_stdout(text: str) -> None:

@@ -6,11 +6,6 @@ import contextlib
 import io
 import os
 import sys
-import threading
-import time
-from collections.abc import Callable
-
-_MOST_LINES, _PERIOD_SECONDS = 10, 60.0
 
 
 class _Stream(io.TextIOWrapper):
@@ -56,24 +51,3 @@ def protect() -> None:
         stream.reconfigure(errors="backslashreplace")
         continue
       setattr(sys, name, _Stream(file, stream.encoding, "backslashreplace", line_buffering=True))
-
-
-class Sparse:
-  """Passes on at most 10 lines a minute, and the number of those that it leaves out: for what strangers can cause."""
-
-  def __init__(self, log: Callable[[str], None]) -> None:
-    self._log, self._lock = log, threading.Lock()
-    self._since, self._lines = time.monotonic(), 0
-
-  def __call__(self, line: str) -> None:
-    with self._lock:
-      now, omitted = time.monotonic(), self._lines - _MOST_LINES
-      if now - self._since > _PERIOD_SECONDS:
-        self._since, self._lines = now, 0
-        if omitted > 0:
-          self._log(f"{omitted} more lines like the next one were left out.")
-      self._lines += 1
-      if self._lines == _MOST_LINES:
-        line += " More lines like this one are left out for a minute."
-      if self._lines <= _MOST_LINES:
-        self._log(line)

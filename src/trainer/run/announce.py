@@ -59,8 +59,8 @@ def announce(
     log.line(line)
   if warning := describe.vocabulary_warning(source, model.vocab_size):
     log.warning(warning)
-  copied = cluster.copied(cluster.view(cluster.slices))
-  for shortage in disk_space.warnings(config, full.state, in_storage=cluster.saves_in_storage(), copied=copied):
+  copied, in_storage = cluster.copied(cluster.view(cluster.slices)), cluster.coordination.saves_in_storage()
+  for shortage in disk_space.warnings(config, full.state, in_storage=in_storage, copied=copied):
     log.warning(shortage)
   if config.run.log_config:
     _print_config(config, log)

@@ -73,7 +73,7 @@ class Attempt:
       run_id=session.run_id,
       slices=cluster.copied(view),
       snapshots=session.snapshots,
-      saves_in_storage=cluster.saves_in_storage,
+      saves_in_storage=cluster.coordination.saves_in_storage,
       fetch=guard.call if cluster.is_behind_proxy else None,
       log=session.log.line,
       warn=session.log.warning,
@@ -82,10 +82,10 @@ class Attempt:
     stack.callback(close, tiers.close)
     program = session.programs.program(view)
     driver: Driver
-    if cluster.peers is None:
+    if (peers := cluster.coordination.peers) is None:
       driver = OneController(config, session, elastic, view, guard, program)
     else:
-      driver = ManyWorlds(config, session, elastic, view, program, cluster.peers, tiers)
+      driver = ManyWorlds(config, session, elastic, view, program, peers, tiers)
     stack.callback(close, driver.close)
     records = StepRecords(config, session, elastic, driver, program.mesh.devices.flat[0])
     profiler = Profiler(config.run_directory, config.observe, session.log, session.events)

@@ -41,7 +41,7 @@ def sample(config: Config, session: Session, prog: Program, params: Params, step
   The run is complete without it: if one device cannot hold the model, the log has a warning.
   """
   tokenizer = session.data.train.tokenizer
-  if not config.observe.sample_prompt or not session.cluster.saves_in_storage():
+  if not config.observe.sample_prompt or not session.cluster.coordination.saves_in_storage():
     return
   if tokenizer is None or session.cluster.world.size > 1:
     reason = "the data have no tokenizer" if tokenizer is None else "the weights are spread over processes"

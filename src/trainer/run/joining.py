@@ -13,14 +13,14 @@ from trainer.checkpoint import state_transfer
 from trainer.checkpoint.errors import LenderLost
 from trainer.checkpoint.lending import Allocate, Answer
 from trainer.checkpoint.tiers import Tiers
-from trainer.cluster.peers import Peers
 from trainer.config.schema import Config
 from trainer.elastic.attempt import ElasticRun
-from trainer.exchange import Exchange, PeerLost
-from trainer.membership.messages import Message
 from trainer.run.session import Session
 from trainer.run.start import Start
 from trainer.state import TrainState
+from worlds.exchange import Exchange, PeerLost
+from worlds.membership.messages import Message
+from worlds.peers import Peers
 
 
 def join(

@@ -17,11 +17,9 @@ import numpy as np
 from trainer.checkpoint import state_transfer
 from trainer.checkpoint.tiers import Tiers
 from trainer.cluster import View
-from trainer.cluster.peers import Peers
 from trainer.config.schema import Config
 from trainer.data import Batch, Prefetcher
 from trainer.elastic.attempt import ElasticRun, Outcome
-from trainer.membership.client import SupervisorLost
 from trainer.models.decoder import Params
 from trainer.program import Feed, Halves, Program
 from trainer.run import joining, member_changes
@@ -31,6 +29,8 @@ from trainer.run.session import Session
 from trainer.run.start import Start
 from trainer.state import TrainState
 from trainer.step import Sums
+from worlds.membership.client import SupervisorLost
+from worlds.peers import Peers
 
 
 class ManyWorlds:

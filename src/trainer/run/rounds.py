@@ -18,10 +18,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from trainer.cluster.peers import MembershipChanged, Peers
-from trainer.exchange import FlatLayout, HostCopy, Part, PeerLost
-from trainer.exchange.reduction import Wire
 from trainer.program import Halves
+from worlds.exchange import FlatLayout, HostCopy, Part, PeerLost
+from worlds.exchange.reduction import Wire
+from worlds.peers import MembershipChanged, Peers
 
 Share = int
 

@@ -77,7 +77,7 @@ class Session:
     Now, because the checkpoint has accepted it, the configuration becomes the run's: {run}/config.yml.
     """
     now = time.monotonic()
-    if self.cluster.is_primary and not self.was_ready:
+    if self.cluster.coordination.is_primary and not self.was_ready:
       files.write_text(config.run_directory, CONFIG_FILE, cli.print_config(config))
       tokenizers.keep(config.run_directory, self.data.train.tokenizer, config.run.load_parameters_path)
     self.was_ready = True
@@ -111,7 +111,7 @@ class Session:
     self.progress.close()
     self.metrics.close(code)
     self.events.close()
-    if not self.cluster.is_primary:
+    if not self.cluster.coordination.is_primary:
       return
     with_page = code == 0 and config.observe.enable_report
     if config.observe.enable_pathways_goodput or with_page:
@@ -138,7 +138,7 @@ def open_session(
   with contextlib.ExitStack() as stack:
     notes: list[str] = []  # for the log, which is not open yet
     data = stack.enter_context(run_data.open_data(config, batch, notes.append))
-    log = log_lib.get(config.run_directory, is_primary=cluster.is_primary)
+    log = log_lib.get(config.run_directory, is_primary=cluster.coordination.is_primary)
     stack.callback(log.close)
     stack.enter_context(_lock(config, cluster, log))
     events = _events(config, cluster, log, stack)
@@ -153,7 +153,7 @@ def open_session(
     snapshots = Snapshots(world, log.line, events.emit)
     stack.callback(snapshots.close)
     signals.on_exit = functools.partial(_record_exit, events)
-    preemption = Preemption(config.checkpoint, world, signals, log.line, events.emit, cluster.stop_agreed)
+    preemption = Preemption(config.checkpoint, world, signals, log.line, events.emit, cluster.coordination.stop_agreed)
     programs = _program_cache(config, cluster, data, events, log, stack.enter_context(CompileCounter()))
     programs.topologies[full.slices] = Topology(full_program)
     state_bytes = state_tree.state_bytes(full_program.state)
@@ -176,7 +176,7 @@ def open_session(
     )
     for line in notes:
       log.line(line)
-    cluster.on_role(functools.partial(session.change_role, config))
+    cluster.coordination.on_role(functools.partial(session.change_role, config))
     announce(config, cluster, full_program, data, log, events, origins or {})
     stack.enter_context(progress)
     watchdog.start()
@@ -195,7 +195,7 @@ def _parameters(config: Config, cluster: Cluster) -> Callable[[], Source] | None
     source.check(config.model)
     return source
 
-  begun = cluster.is_primary and (run_id.folder(config.run_directory) / run_id.FILE).exists()
+  begun = cluster.coordination.is_primary and (run_id.folder(config.run_directory) / run_id.FILE).exists()
   if not world_lib.from_primary(cluster.world, begun):
     opened()
   return opened
@@ -203,20 +203,20 @@ def _parameters(config: Config, cluster: Cluster) -> Callable[[], Source] | None
 
 def _lock(config: Config, cluster: Cluster, log: Log) -> contextlib.AbstractContextManager[None]:
   """The lock of the run's folder, where this process writes the run's files now, or may one day."""
-  if not cluster.is_primary and cluster.peers is None:
+  if not cluster.coordination.is_primary and cluster.coordination.peers is None:
     return contextlib.nullcontext()
   grace = config.checkpoint.autocheckpoint_grace_seconds  # that a predecessor which is stopping may need
-  return lock.held(config.run_directory, cluster.fresh_run_id or secrets.token_hex(6), grace, log.line)
+  return lock.held(config.run_directory, cluster.coordination.fresh_run_id or secrets.token_hex(6), grace, log.line)
 
 
 def _metrics(config: Config, cluster: Cluster, events: EventLog, log: Log, identity: str) -> Metrics:
   run = ServiceRun(config.run.run_name, identity, config.flat())
-  return Metrics(config.run_directory, config.observe, events, log, is_primary=cluster.is_primary, run=run)
+  return Metrics(config.run_directory, config.observe, events, log, is_primary=cluster.coordination.is_primary, run=run)
 
 
 def _events(config: Config, cluster: Cluster, log: Log, stack: contextlib.ExitStack) -> EventLog:
   """The event log, closed with `stack`. ml-goodput-measurement gets all records if the configuration asks for it."""
-  events = EventLog(config.run_directory, config.run.run_name, is_primary=cluster.is_primary)
+  events = EventLog(config.run_directory, config.run.run_name, is_primary=cluster.coordination.is_primary)
   stack.callback(events.close)
   if not config.observe.enable_goodput_recording:
     return events
@@ -231,7 +231,9 @@ def _events(config: Config, cluster: Cluster, log: Log, stack: contextlib.ExitSt
 def _watch(config: Config, cluster: Cluster, watchdog: Watchdog, signals: Signals, log: Log) -> None:
   """Lets the other worlds of the run know what this process does. If nobody watches it any more, its hangs end."""
   limit = functools.partial(watchdog.limit, config.elastic.elastic_timeout_seconds, "elastic_timeout_seconds")
-  cluster.watch(busy=lambda: watchdog.operation or log.operation, noticed=lambda: signals.noticed, unsupervised=limit)
+  cluster.coordination.watch(
+    busy=lambda: watchdog.operation or log.operation, noticed=lambda: signals.noticed, unsupervised=limit
+  )
 
 
 def _watchdog(config: Config, cluster: Cluster, log: Log, events: EventLog) -> Watchdog:
@@ -241,7 +243,7 @@ def _watchdog(config: Config, cluster: Cluster, log: Log, events: EventLog) -> W
 
 def _checkpoint_timings(config: Config, cluster: Cluster, log: Log) -> contextlib.AbstractContextManager[object]:
   """Records the times of saves and restores if the configuration asks for it."""
-  if not (cluster.is_primary and config.checkpoint.enable_checkpoint_cloud_logger):
+  if not (cluster.coordination.is_primary and config.checkpoint.enable_checkpoint_cloud_logger):
     return contextlib.nullcontext()
   from trainer.observe.cloud_logger import CheckpointTimings
 
@@ -259,14 +261,14 @@ def _progress(config: Config, cluster: Cluster, log: Log) -> Progress:
     total_steps=config.run.steps,
     total_slices=cluster.num_slices,
     log_period=config.observe.log_period,
-    terminal=None if cluster.is_primary else False,
+    terminal=None if cluster.coordination.is_primary else False,
   )
 
 
 def _run_id(config: Config, cluster: Cluster) -> str:
   if not config.checkpoint.enable_checkpointing:
     return ""
-  return run_id.establish(config.run_directory, cluster.world, cluster.fresh_run_id)
+  return run_id.establish(config.run_directory, cluster.world, cluster.coordination.fresh_run_id)
 
 
 def _program_cache(
@@ -281,6 +283,6 @@ def _compile_step(config: Config, cluster: Cluster, evaluates: bool, prog: Progr
   """The compiled step of `prog`, or its halves. Compiles the checksums of the state's arrays as well, where needed."""
   if config.checkpoint.enable_checkpointing or config.elastic.elastic_enabled:
     fingerprint.prepare(prog.state)
-  if cluster.peers is None:
+  if cluster.coordination.peers is None:
     return prog.compile()
   return prog.compile_halves(evaluates=evaluates, adds=config.elastic.elastic_numerics == "balanced")

@@ -6,7 +6,7 @@ import pytest
 
 from trainer import cluster
 from trainer.launch.ray.slices import Seat, Worker, environment, seats
-from trainer.membership.environment import Place
+from worlds.place import Place
 
 PLACE = Place(("10.0.0.9:4000",), b"t" * 32, member=1, lane=1, lanes=2, slice_coordinator="10.0.0.3:5000")
 
@@ -42,7 +42,7 @@ def test_a_slice_sees_only_itself(monkeypatch):
   for name in changes:
     monkeypatch.setenv(name, stale.get(name, "stale"))  # and as before after the test
   cluster.change_environment(changes)
-  after = cluster.inherited_environment({})
+  after = cluster.inherited_environment()
   assert not [name for name in after if name.startswith("MEGASCALE_")]
   assert (after["TPU_WORKER_ID"], after["TPU_WORKER_HOSTNAMES"]) == ("1", "10.0.0.3,10.0.0.4")
   assert Place.read(after) == PLACE

@@ -9,13 +9,13 @@ import pytest
 
 from trainer.launch.ray.slices import Worker
 from trainer.launch.ray.supervisor import RunSupervisor
-from trainer.launch.supervisor import BAD_INPUT, FAILED
-from trainer.membership import wire
-from trainer.membership.client import Membership
-from trainer.membership.environment import Place
-from trainer.membership.messages import from_ranges
-from trainer.membership.rules import RunRules
 from trainer.signals import PREEMPTED
+from worlds.membership import wire
+from worlds.membership.client import Membership
+from worlds.membership.messages import from_ranges
+from worlds.membership.rules import RunRules
+from worlds.place import Place
+from worlds.supervisor import BAD_INPUT, FAILED
 
 RULES = RunRules(slices=3, minimum=1, shares=3, timeout=60.0, join_interval=0.0, elastic=True)
 SECONDS = 5.0

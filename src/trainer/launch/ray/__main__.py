@@ -14,7 +14,7 @@ import sys
 
 from trainer.config import Config, ConfigError, faults, load
 from trainer.launch.keys import of_ray, refuse_other, require
-from trainer.launch.supervisor import BAD_INPUT
+from worlds.supervisor import BAD_INPUT
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,12 +11,12 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from trainer.cluster.launched import check, run_rules
 from trainer.config.errors import ConfigError, how_to_install
 from trainer.config.schema import Config
-from trainer.launch.supervisor import FAILED
-from trainer.membership.rules import RunRules
 from trainer.observe import files
 from trainer.signals import INTERRUPTED, requests
+from worlds.supervisor import FAILED
 
 _POLL_SECONDS = 1.0
 _END_SECONDS = 30.0  # from the end of the run to the end of Ray Train
@@ -36,8 +36,8 @@ def run(config: Config, arguments: Sequence[str], options: argparse.Namespace) -
       f"--replace-lost: Ray replaces single workers, and a slice with --topology {options.topology} has {lanes}.\n"
       "Remove --replace-lost."
     )
-  rules = RunRules.of(config)
-  rules.check(lanes)
+  rules = run_rules(config)
+  check(rules, lanes)
   from trainer.launch.ray.workers import SupervisorActor
 
   supervisor = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer.membership.environment import Place
+from worlds.place import Place
 
 # GKE gives these variables to the pods of several slices. Each slice is a JAX world of its own here: with them, libtpu
 # would wait for the other slices, also for lost ones.

@@ -7,14 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from trainer import addresses
+from trainer import open_files
 from trainer.launch.ray import slices
 from trainer.launch.ray.slices import Environment, Seat, Worker
-from trainer.launch.supervisor import BAD_INPUT, FAILED, MOST_FAILURES, log
-from trainer.membership.coordinator import Coordinator
-from trainer.membership.environment import Place
-from trainer.membership.rules import RunRules
-from trainer.membership.server import BACKLOG, Server
+from worlds import addresses
+from worlds.membership.coordinator import Coordinator
+from worlds.membership.rules import RunRules
+from worlds.membership.server import BACKLOG, Server
+from worlds.place import Place
+from worlds.supervisor import BAD_INPUT, FAILED, MOST_FAILURES, log
 
 _POLL_SECONDS = 0.1
 
@@ -30,6 +31,7 @@ class RunSupervisor:
   ) -> None:
     """host: where the workers reach this process. lanes: workers of a slice. attempts: groups without progress before
     the run gives up. kill(rank): ends that worker's process, and returns at once."""
+    open_files.raise_limit()  # each worker has a connection
     self._rules, self._host, self._lanes, self._tpu, self._kill = rules, host, lanes, tpu, kill
     self._attempts, self._tries = attempts, 0
     self._run_id = secrets.token_hex(6)

@@ -18,12 +18,12 @@ import ray.util
 from ray.train.backend import Backend, BackendConfig
 
 from trainer.cluster import change_environment
-from trainer.launch.errors import end_on_error
-from trainer.launch.ports import free_port
 from trainer.launch.ray.slices import Environment, Worker
 from trainer.launch.ray.supervisor import RunSupervisor
-from trainer.membership.rules import RunRules
 from trainer.observe import screen
+from worlds.addresses import free_port
+from worlds.interruptions import end_on_error
+from worlds.membership.rules import RunRules
 
 _REPORT_SECONDS = 5.0
 _LAST_REPORT_SECONDS = 10.0  # for the report after the end, which needs all workers

@@ -1,0 +1,105 @@
+"""This process among the worlds of a run: who writes the files of the run, and how the worlds agree on its end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from trainer.cluster.torchrun import ChildSupervisor
+from trainer.world import World
+
+if TYPE_CHECKING:
+  from worlds.peers import Peers  # imports jax
+
+_BAD_INPUT = 2  # exit code
+_REPORT_SECONDS = 5.0  # that the primary may need to report an error, and to end
+
+
+class Coordination:
+  """A run of one world: there is nobody to agree with."""
+
+  peers: Peers | None = None  # the worlds of the run, where each slice is a world of its own
+  # The id of a launch, and of the run if it is new, where several worlds start it; "": the primary chooses one.
+  fresh_run_id = ""
+  # Whether this process ends after the last step, where several worlds agree on it; None: the world is the run.
+  stop_agreed: Callable[[], bool] | None = None
+
+  def __init__(self, world: World) -> None:
+    self._world = world
+
+  @property
+  def is_primary(self) -> bool:
+    """Whether this process writes the files that exist once per run. May change during the run."""
+    return self._world.is_primary
+
+  def saves_in_storage(self) -> bool:
+    """Whether the processes of this JAX world write the persistent checkpoints. May change during the run."""
+    return True
+
+  def on_role(self, callback: Callable[[bool], None]) -> None:
+    """Has `callback` called with `is_primary` whenever that changes during the run."""
+
+  def watch(self, *, busy: Callable[[], str], noticed: Callable[[], bool], unsupervised: Callable[[], None]) -> None:
+    """busy(): what this process does besides steps, "" if nothing. noticed(): whether it has SIGTERM. For the other
+    worlds of the run: they must not take a long save for a hang. unsupervised(): called from a thread when the process
+    that would end a hang of this one is lost."""
+
+  def finished(self, code: int) -> None:
+    """This process has done everything, or has failed as the others must, and will exit with `code`."""
+
+  def is_reported(self) -> bool:
+    """Whether another process has ended the run with exit code 2, and the reason. Asked before this process reports an
+    error of the user: all of them find the same one. May wait for some seconds."""
+    return False
+
+  def close(self) -> None:
+    """Ends the connections with the other worlds."""
+
+
+class WithPeers(Coordination):
+  """A run whose slices are worlds of their own."""
+
+  peers: Peers
+
+  def __init__(self, world: World, peers: Peers, supervisor: ChildSupervisor | None = None) -> None:
+    """supervisor: of the run, if this process has started it."""
+    super().__init__(world)
+    self.peers, self._supervisor = peers, supervisor
+    self.fresh_run_id = peers.run_id
+    self.stop_agreed = lambda: peers.stopping or peers.left
+    self._launcher = os.getppid()
+
+  @property
+  def is_primary(self) -> bool:
+    return self.peers.is_primary
+
+  def saves_in_storage(self) -> bool:
+    return self.peers.saves_in_storage
+
+  def on_role(self, callback: Callable[[bool], None]) -> None:
+    self.peers.on_role.append(callback)
+
+  def watch(self, *, busy: Callable[[], str], noticed: Callable[[], bool], unsupervised: Callable[[], None]) -> None:
+    def leaves() -> bool:
+      if not noticed() and os.getppid() == self._launcher:
+        return False
+      if self._supervisor is not None:
+        self._supervisor.stop()  # it ends with this process, so the others save and end as well
+      return True
+
+    self.peers.membership.watch(busy=busy, noticed=leaves, lost=unsupervised)
+
+  def finished(self, code: int) -> None:
+    self.peers.finished(code)
+
+  def is_reported(self) -> bool:
+    # The primary waits a little too: it stays the primary while the others join.
+    seconds = _REPORT_SECONDS / 5 if self.peers.is_primary else _REPORT_SECONDS
+    return self.peers.wait_for_code(seconds) == _BAD_INPUT
+
+  def close(self) -> None:
+    self.peers.membership.close()
+    self.peers.exchange.close()
+    if self._supervisor is not None:
+      self._supervisor.close(over=self.peers.ended is not None)

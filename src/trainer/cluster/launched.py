@@ -1,0 +1,73 @@
+"""What a run with several worlds takes from its configuration, and its processes from their environment."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import Config
+from worlds.membership.rules import MOST_SHARES, RunRules, most_members
+from worlds.place import TOKEN, Place
+
+_HOW_TO_START = (
+  "Start the run with `python -m trainer.launch.local --slices N config.yml key=value`, which starts the supervisor, "
+  "or with torchrun."
+)
+_SHORTEST_SECRET = 16  # characters
+
+
+def run_rules(config: Config) -> RunRules:
+  """The rules of a run of num_slices slices."""
+  elastic, slices = config.elastic, config.cluster.num_slices
+  minimum = elastic.elastic_min_slice_count if elastic.elastic_enabled else slices
+  balanced = elastic.elastic_numerics == "balanced"
+  return RunRules(
+    slices,
+    slices if minimum == -1 else minimum,
+    slices * (config.optimizer.gradient_accumulation_steps if balanced else 1),
+    elastic.elastic_timeout_seconds,
+    elastic.elastic_min_resize_interval_seconds,
+    elastic.elastic_enabled,
+  )
+
+
+def check(rules: RunRules, lanes: int) -> None:
+  """Raises ConfigError if the messages about members of so many processes could be too large for a connection."""
+  if rules.slices > (most := most_members(lanes)):
+    raise ConfigError(
+      f"num_slices={rules.slices}: with cluster=multiprocess at most {most} slices of {lanes} processes are possible, "
+      "because one message has the addresses of all.\nMake the slices larger, and num_slices smaller."
+    )
+  if rules.shares > MOST_SHARES:
+    raise ConfigError(
+      f"elastic_numerics=balanced has num_slices x gradient_accumulation_steps = {rules.shares} shares of a step; "
+      f"at most {MOST_SHARES} are possible.\nLower gradient_accumulation_steps, and raise per_device_batch_size."
+    )
+
+
+def place(environment: Mapping[str, str]) -> Place:
+  """The place of a process that a launcher has started. Raises ConfigError if the environment describes none."""
+  try:
+    return Place.read(environment, _HOW_TO_START)
+  except ValueError as error:
+    raise ConfigError(f"cluster=multiprocess: {error}") from error
+
+
+def shared_token(path: str, environment: Mapping[str, str]) -> bytes:
+  """The token of a job on several hosts, 32 bytes: from the text in the file `path`, or if "", in the environment.
+
+  Raises ConfigError if there is no text, or too short a text.
+  """
+  try:
+    secret = Path(path).read_text().strip() if path else environment.get(TOKEN, "").strip()
+  except (OSError, UnicodeDecodeError) as error:
+    raise ConfigError(f"--token-file {path}: {error}.\nGive a text file that all hosts can read.") from error
+  if len(secret) < _SHORTEST_SECRET:
+    where = f"--token-file {path}" if path else f"the environment variable {TOKEN}"
+    raise ConfigError(
+      f"{where} has {len(secret)} characters: the token of a run on several hosts needs at least {_SHORTEST_SECRET}.\n"
+      f"Make one with `openssl rand -hex 32`, and give it to all hosts with --token-file or {TOKEN}."
+    )
+  return hashlib.sha256(secret.encode()).digest()

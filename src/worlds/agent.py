@@ -1,0 +1,141 @@
+"""The slices of one host of a run whose supervisor is on another host."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from types import FrameType
+
+from worlds import lines
+from worlds.interruptions import INTERRUPTED, PREEMPTED, handled
+from worlds.membership import wire
+from worlds.membership.messages import TO_AGENT, Message, check, message
+from worlds.membership.wire import Channel, WireError
+from worlds.place import Place
+from worlds.workers import Program, Workers
+
+FAILED = 1
+_RETRY_SECONDS = 0.5
+_INTERRUPT_SECONDS = 5.0
+
+
+class Agent:
+  """The slices of one host."""
+
+  def __init__(
+    self, program: Program, supervisor: str, token: bytes, *, slices: int, host: str, wait_seconds: float
+  ) -> None:
+    """program: its arguments come from the supervisor. supervisor: host:port. host: where other members reach this
+    host; "": where the supervisor is reached from."""
+    self._program, self._supervisor, self._token = program, supervisor, token
+    self._slices, self._host = slices, host
+    self._wait_seconds = wait_seconds
+    self._channel: Channel | None = None
+    self._signal = 0  # that ends the agent
+    self._failed = False
+
+  def run(self) -> int:
+    """Serves one supervisor after the other. Returns the exit code of the run, or 42 if the agent has to end before.
+
+    Raises TimeoutError if no supervisor answers at first.
+    """
+    with handled(self._signalled, self._fail):
+      self._join()
+      while self._channel is not None:
+        code = self._serve(self._channel)
+        if code is not None:
+          return code
+        _log(f"The connection to the supervisor has ended. Waiting up to {self._wait_seconds:g} s for the next one.")
+        self._channel = None
+        with contextlib.suppress(TimeoutError):
+          self._join()
+      if self._failed:
+        return FAILED
+      return INTERRUPTED if self._signal == signal.SIGINT else PREEMPTED
+
+  def _join(self) -> None:
+    """Connects to the supervisor, unless a signal comes before. Raises TimeoutError after the longest wait."""
+    deadline, told = time.monotonic() + self._wait_seconds, False
+    while not self._signal:
+      try:
+        self._channel = wire.connect(self._supervisor, self._token)
+      except (OSError, WireError) as error:
+        if not told:
+          told = True
+          _log(f"Waiting for the supervisor at {self._supervisor}: {error}.")
+        if time.monotonic() >= deadline:
+          raise TimeoutError(f"cannot join within {self._wait_seconds:g} s: {error}") from error
+        time.sleep(_RETRY_SECONDS)
+      else:
+        if self._signal:  # the handler could not close this connection
+          self._channel.close()
+          self._channel = None
+        return
+
+  def _serve(self, channel: Channel) -> int | None:
+    """Runs the members that the supervisor gives to this host. Returns the exit code of the run; None: it goes on
+    without this agent, or the supervisor is lost."""
+    workers, grace = None, 0.0
+    try:
+      channel.send(message("agent", slices=self._slices, host=self._host or channel.local_host))
+      while (received := channel.receive()) is not None:
+        check(received, TO_AGENT)
+        if received["kind"] == "close":
+          if workers is not None:
+            workers.close(received["number"], received["seconds"])
+          return int(received["code"])
+        if received["kind"] == "work":
+          if workers is not None:
+            raise ValueError("sent work twice")
+          workers, grace = self._workers(channel, received), received["grace"]
+          _log(f"Starting the members {', '.join(map(str, received['members']))}.")
+          workers.start()
+        elif workers is not None:
+          _obey(workers, received)
+    except (OSError, WireError, ValueError) as error:
+      _log(f"The supervisor is not understood: it {error}.")
+    finally:
+      channel.close()
+      if workers is not None:
+        number = self._signal or signal.SIGTERM
+        workers.close(number, _INTERRUPT_SECONDS if number == signal.SIGINT else grace)
+    return None
+
+  def _workers(self, channel: Channel, work: Message) -> Workers:
+    host = self._host or channel.local_host
+    place = Place((self._supervisor,), self._token, 0, lanes=work["lanes"], host=host)
+
+    def ended(member: int, code: int) -> None:
+      with contextlib.suppress(OSError):  # the supervisor is lost, as the other thread notices
+        channel.send(message("ended", member=member, code=code))
+
+    argv = [str(argument) for argument in work["argv"]]
+    return Workers(self._program, argv, place, work["members"], ended=ended, log=_log)
+
+  def _fail(self) -> None:
+    self._failed = True
+    self._signalled(signal.SIGTERM, None)
+
+  def _signalled(self, number: int, frame: FrameType | None) -> None:
+    self._signal = number
+    if self._channel is not None:  # in a thread: the main thread may hold the lock of the connection
+      threading.Thread(target=self._channel.close, name="stop", daemon=True).start()
+
+
+def _obey(workers: Workers, received: Message) -> None:
+  """Carries out a message about one member."""
+  member = received["member"]
+  if member not in workers.members:
+    raise ValueError(f"sent {received}, and this host has the members {sorted(workers.members)}")
+  if received["kind"] == "restart":
+    workers.restart(member, progress=received["progress"])
+  elif received["kind"] == "kill":
+    workers.kill(member)
+  else:
+    workers.fault(received["action"], member, received["seconds"])
+
+
+def _log(line: str) -> None:
+  lines.tell(f"agent: {line}")

@@ -1,0 +1,194 @@
+"""The exchange between slices: connections of an epoch, sums over shares, and the state for a joining member.
+
+The caller is told by the supervisor which members form an epoch and where they listen. `connect` joins them; then all
+members call `reduce` with the same tag and dealing. After PeerLost the caller waits for the next epoch, connects, and
+calls `reduce` again with the same data, which `reduce` never modifies. Every epoch has connections of its own, so no
+byte of an earlier epoch can be read in a later one.
+
+With several processes per slice, process p of a slice exchanges with process p of the other slices: each such group has
+its own members and addresses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from worlds.exchange import state
+from worlds.exchange.errors import PeerLost
+from worlds.exchange.handshake import TOKEN_BYTES, Call
+from worlds.exchange.link import Link, Stop, Stopped
+from worlds.exchange.listener import Listener, dial
+from worlds.exchange.reduction import HostData, Plan, Reduction, Wire
+
+
+class Exchange:
+  """Connects member `member` with its peers. One thread calls it, except for `interrupt`, which any thread may call.
+
+  token: secret of the job, at least 16 bytes. host: IP address to listen on, reachable for the peers. connect_seconds:
+  time limit of `connect`. refused: called on another thread with one line for each refused connection; must not raise.
+  address: where peers connect, "host:port".
+  """
+
+  def __init__(
+    self,
+    member: int,
+    token: bytes,
+    refused: Callable[[str], None],
+    *,
+    host: str = "127.0.0.1",
+    connect_seconds: float = 10.0,
+  ) -> None:
+    if len(token) < TOKEN_BYTES:
+      raise ValueError(f"A job token of {len(token)} bytes is too short. Use secrets.token_bytes({TOKEN_BYTES}).")
+    self._member = member
+    self._token = token
+    self._connect_seconds = connect_seconds
+    self._lock = threading.Lock()  # of the next three, which `interrupt` uses
+    self._stop = Stop()
+    self._epoch = -1
+    self._first_allowed = 0  # the oldest epoch that was not interrupted
+    self._links: dict[int, Link] = {}
+    self._listener = Listener(member, token, host, refused)
+    self.address = self._listener.address
+
+  def connect(self, epoch: int, peers: Mapping[int, str]) -> None:
+    """Connects with the peers of an epoch, {member: address}, this member included. Drops all earlier connections.
+
+    Epochs ascend. Raises PeerLost with the members that cannot be reached within the time limit, or that refuse; and
+    without members if `interrupt` has named a later epoch.
+    """
+    assert self._member in peers and epoch > self._epoch, f"epoch {epoch} after {self._epoch}, members {list(peers)}"
+    self._drop_links()
+    with self._lock:
+      self._stop.close()
+      self._stop, self._epoch = Stop(), epoch
+      if epoch < self._first_allowed:
+        self._stop.set()
+    self._listener.begin(epoch)
+    deadline = time.monotonic() + self._connect_seconds
+    with self._in_epoch():
+      for member in sorted(peers):
+        if member < self._member:  # of two members, the one with the higher id connects
+          call = Call(epoch, self._member, member)
+          sock = dial(self._token, peers[member], call, self._stop, deadline)
+          self._links[member] = Link(member, sock, self._stop)
+      callers = [member for member in peers if member > self._member]
+      for member, sock in self._listener.claim(callers, self._stop, deadline).items():
+        self._links[member] = Link(member, sock, self._stop)
+
+  def reduce(
+    self,
+    tag: str,
+    own: Mapping[int, np.ndarray | HostData],
+    dealt: Mapping[int, Sequence[int]],
+    out: np.ndarray,
+    wire: Wire = "float32",
+    known: Sequence[tuple[int, int]] = (),
+  ) -> None:
+    """Fills `out`, float32 [F], with the sum of all shares.
+
+    own: {share: float32 [F]} of this member, read and not modified. dealt: {member: shares} of all members of the
+    epoch, each share once; a member may have no shares. Shares are numbers without a meaning here: if a member has
+    summed its shares already (`elastic_numerics=balanced`), deal one number to each member.
+
+    The sum is computed in float32, in ascending order of the shares, from left to right. So it has the same bits for
+    every dealing and every number of members. wire: type on the network. With bfloat16, every share is rounded before
+    the sum, and the total after it, also where nothing is sent. Losses and token counts need float32: reduce them in a
+    call of their own.
+
+    known: ranges [start, stop) of the values in the order in which the members compute them, equal on all members. The
+    values are exchanged in this order, so that a sum may begin before all values of `own` are computed.
+
+    Raises PeerLost if a connection fails or `interrupt` is called, CorruptFrame for a wrong checksum, MismatchedCall if
+    the members disagree, and errors of reading `own`, which `interrupt` cannot end. After any error this epoch is over
+    for this member, and `out` is undefined. The other connections stay open until the next `connect`, so that peers see
+    only the failures that really happened: report the error to the supervisor, which ends the epoch for them. There is
+    no time limit: a peer may compile, and the supervisor notices a peer that hangs.
+    """
+    assert set(dealt) == {self._member, *self._links} and set(own) == set(dealt[self._member]), (dealt, list(own))
+    assert out.dtype == np.float32 and out.ndim == 1 and all(data.size == out.size for data in own.values())
+    plan = Plan(dealt, out.size, wire, known)
+    data = {share: _Array(x) if isinstance(x, np.ndarray) else x for share, x in own.items()}
+    links = list(self._links.values())
+    with self._in_epoch():
+      Reduction(plan, plan.identify(self._epoch, tag), self._member, data, out, links, self._stop).run()
+
+  def send_state(self, member: int, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
+    """Sends the run's state to a member that has just joined. header: JSON. Raises PeerLost."""
+    with self._in_epoch():
+      state.send(self._links[member], self._epoch, header, arrays)
+
+  def receive_state(
+    self, member: int, allocate: Callable[[dict[str, Any]], Sequence[np.ndarray]]
+  ) -> tuple[dict[str, Any], Sequence[np.ndarray]]:
+    """Returns the header and the arrays that `member` sends.
+
+    allocate: returns C-contiguous arrays to be filled, of the right shapes, for a header; it may refuse the header with
+    an exception. Raises PeerLost, CorruptFrame, and MismatchedCall if the arrays of the sender have other sizes.
+    """
+    with self._in_epoch():
+      return state.receive(self._links[member], self._epoch, allocate)
+
+  def wait_closed(self, member: int, seconds: float) -> bool:
+    """Whether `member` closes its connection of the last epoch within `seconds`, or has none: as a rule it has ended.
+
+    For the end of a run, after an interruption: data that it still sends are dropped.
+    """
+    link = self._links.get(member)
+    return link is None or link.wait_closed(seconds)
+
+  def interrupt(self, next_epoch: int) -> None:
+    """Ends all epochs before `next_epoch`: a blocked call, and every later call for such an epoch, raises PeerLost.
+
+    The number makes it safe to call this before the caller's thread has connected to the epoch that is now over. Do not
+    call it from a signal handler, because it takes a lock.
+    """
+    with self._lock:
+      self._first_allowed = max(self._first_allowed, next_epoch)
+      if self._epoch < self._first_allowed:
+        self._stop.set()
+    self._listener.notify()
+
+  def close(self) -> None:
+    """Closes all connections and ends the listening thread."""
+    self._drop_links()
+    self._listener.close()
+    with self._lock:
+      self._stop.close()
+
+  @contextlib.contextmanager
+  def _in_epoch(self) -> Iterator[None]:
+    """Raises PeerLost if the present epoch is over, before the block or during it. Every error ends the epoch."""
+    over = PeerLost([], f"epoch {self._epoch} is over for member {self._member}")
+    if self._stop.is_set:
+      raise over
+    try:
+      yield
+    except Stopped:
+      raise over from None
+    except BaseException:
+      self._stop.set()
+      raise
+
+  def _drop_links(self) -> None:
+    for link in self._links.values():
+      link.close()
+    self._links.clear()
+
+
+class _Array:
+  """A share that is in host memory already."""
+
+  def __init__(self, values: np.ndarray) -> None:
+    assert values.dtype == np.float32 and values.ndim == 1, f"{values.dtype}{list(values.shape)}"
+    self.size = values.size
+    self._values = values
+
+  def read(self, start: int, stop: int) -> np.ndarray:
+    return self._values[start:stop]

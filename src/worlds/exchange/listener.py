@@ -1,0 +1,242 @@
+"""Accepts connections of peers on a thread of its own, and closes all others after a short time."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hmac
+import os
+import select
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+from worlds import addresses
+from worlds.exchange import handshake
+from worlds.exchange.errors import PeerLost, Unreachable
+from worlds.exchange.link import Stop, Stopped
+from worlds.sparse import Sparse
+
+HANDSHAKE_SECONDS = 2.0
+MOST_PENDING = 64  # connections without a handshake; one more closes the oldest, so that strangers block nobody
+# The system answers for a peer that is busy or stopped. It asks again after 1 and 3 s if an answer is lost.
+REACH_SECONDS = 3.5
+_PAUSE_SECONDS = 0.1  # after a failed accept, which usually means that descriptors are used up
+
+
+@dataclasses.dataclass
+class _Pending:
+  """A connection that has not proved yet that it has the token."""
+
+  sock: socket.socket
+  name: str
+  nonce: bytes
+  deadline: float
+  answer: bytes = b""
+
+
+class Listener:
+  """Listens for the peers of member `member`. refused: called with one line for each connection that is refused."""
+
+  def __init__(self, member: int, token: bytes, host: str, refused: Callable[[str], None]) -> None:
+    self._member = member
+    self._token = token
+    self._refused = Sparse(refused)
+    self._sock = addresses.listen(host, 0, MOST_PENDING)
+    self._sock.setblocking(False)
+    self.address = addresses.join(host, self._sock.getsockname()[1])
+    self._arrivals = threading.Condition()
+    self._epoch = -1  # connections of earlier epochs are refused
+    self._arrived: dict[int, tuple[int, socket.socket]] = {}  # member -> (epoch, connection), not claimed yet
+    self._pending: dict[socket.socket, _Pending] = {}
+    self._wake, self._waker = socket.socketpair()
+    self._selector = selectors.DefaultSelector()
+    self._selector.register(self._sock, selectors.EVENT_READ)
+    self._selector.register(self._wake, selectors.EVENT_READ)
+    self._thread = threading.Thread(target=self._serve, name="exchange-listen", daemon=True)
+    self._thread.start()
+
+  def begin(self, epoch: int) -> None:
+    """Drops connections of earlier epochs, and refuses them from now on."""
+    with self._arrivals:
+      self._epoch = epoch
+      for member, (theirs, sock) in list(self._arrived.items()):
+        if theirs < epoch:
+          del self._arrived[member]
+          sock.close()
+
+  def claim(self, members: Collection[int], stop: Stop, deadline: float) -> dict[int, socket.socket]:
+    """Returns the connections of `members` for the present epoch, as soon as all have arrived.
+
+    Raises PeerLost with the missing members at `deadline` (time.monotonic seconds), and Stopped if `stop` is set.
+    """
+    with self._arrivals:
+      while missing := {m for m in members if self._arrived.get(m, (-1, None))[0] != self._epoch}:
+        if stop.is_set:
+          raise Stopped
+        if not self._arrivals.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+          raise PeerLost(missing, "no connection within the time limit")
+      return {member: self._arrived.pop(member)[1] for member in members}
+
+  def notify(self) -> None:
+    """Makes `claim` look at its `stop` again."""
+    with self._arrivals:
+      self._arrivals.notify_all()
+
+  def close(self) -> None:
+    """Ends the thread and closes all connections that were not claimed."""
+    self._waker.send(b"c")
+    self._thread.join()
+    sockets = [self._sock, self._wake, self._waker, *self._pending, *(sock for _, sock in self._arrived.values())]
+    for sock in sockets:
+      sock.close()
+    self._pending.clear()
+    self._arrived.clear()
+    self._selector.close()
+
+  def _serve(self) -> None:
+    while True:
+      first = min((pending.deadline for pending in self._pending.values()), default=None)
+      timeout = None if first is None else max(0.0, first - time.monotonic())
+      for key, _ in self._selector.select(timeout):
+        if key.fileobj is self._wake:
+          return
+        if key.fileobj is self._sock:
+          self._accept()
+        elif (pending := self._pending.get(key.fileobj)) is not None:  # type: ignore[call-overload]
+          self._advance(pending)
+      for pending in list(self._pending.values()):
+        if pending.deadline <= time.monotonic():
+          self._refuse(pending, f"no valid handshake within {HANDSHAKE_SECONDS:g} s")
+
+  def _accept(self) -> None:
+    try:
+      sock, address = self._sock.accept()
+    except BlockingIOError:  # the caller has left already
+      return
+    except OSError as error:
+      self._refused(f"cannot accept a connection: {error}")
+      time.sleep(_PAUSE_SECONDS)
+      return
+    sock.setblocking(False)
+    challenge, nonce = handshake.make_challenge()
+    pending = _Pending(sock, f"{address[0]}:{address[1]}", nonce, time.monotonic() + HANDSHAKE_SECONDS)
+    if len(self._pending) == MOST_PENDING:
+      self._refuse(next(iter(self._pending.values())), f"more than {MOST_PENDING} connections without a handshake")
+    self._pending[sock] = pending
+    self._selector.register(sock, selectors.EVENT_READ)
+    self._send(pending, challenge)
+
+  def _advance(self, pending: _Pending) -> None:
+    """Reads a part of the answer, and decides once it is complete."""
+    try:
+      data = pending.sock.recv(handshake.ANSWER_BYTES - len(pending.answer))
+    except BlockingIOError:
+      return
+    except OSError as error:
+      self._refuse(pending, str(error))
+      return
+    pending.answer += data
+    if not data:
+      self._refuse(pending, "closed before the handshake was complete")
+    elif len(pending.answer) == handshake.ANSWER_BYTES:
+      self._decide(pending)
+
+  def _decide(self, pending: _Pending) -> None:
+    checked = handshake.check_answer(self._token, pending.nonce, pending.answer)
+    if checked is None:
+      self._refuse(pending, "wrong token")
+      return
+    call, proof = checked
+    if call.listener != self._member:
+      self._refuse(pending, f"member {call.caller} looks for member {call.listener}; this is member {self._member}")
+      return
+    with self._arrivals:
+      earlier = self._arrived.get(call.caller)
+      if call.epoch < max(self._epoch, earlier[0] if earlier else -1):
+        self._refuse(pending, f"member {call.caller} connects for epoch {call.epoch}, which is over")
+        return
+      if not self._send(pending, proof):
+        return
+      self._forget(pending)
+      self._arrived[call.caller] = (call.epoch, pending.sock)
+      if earlier:
+        earlier[1].close()
+      self._arrivals.notify_all()
+
+  def _send(self, pending: _Pending, message: bytes) -> bool:
+    """Sends a short message, which fits into the empty buffer of a new connection, or refuses the connection."""
+    try:
+      sent = pending.sock.send(message)
+    except OSError as error:
+      self._refuse(pending, str(error))
+      return False
+    if sent != len(message):
+      self._refuse(pending, "the connection accepts no data")
+    return sent == len(message)
+
+  def _refuse(self, pending: _Pending, reason: str) -> None:
+    self._forget(pending)
+    pending.sock.close()
+    self._refused(f"refused a connection from {pending.name}: {reason}")
+
+  def _forget(self, pending: _Pending) -> None:
+    del self._pending[pending.sock]
+    self._selector.unregister(pending.sock)
+
+
+def dial(token: bytes, address: str, call: handshake.Call, stop: Stop, deadline: float) -> socket.socket:
+  """Returns a connection to the listener at `address` ("host:port") after a handshake in both directions.
+
+  Raises Unreachable if there is no connection to the address after REACH_SECONDS. Raises PeerLost if the listener
+  refuses or does not prove that it has the token, and at `deadline`; Stopped if `stop` is set.
+  """
+  try:
+    family, *_, target = socket.getaddrinfo(*addresses.split(address), type=socket.SOCK_STREAM)[0]
+  except OSError as error:
+    raise Unreachable([call.listener], f"{address}: {error}") from error
+  sock = socket.socket(family)
+  try:
+    sock.setblocking(False)
+    _reach(sock, target, address, call.listener, stop, deadline)
+    answer = handshake.make_answer(token, _receive(sock, handshake.CHALLENGE_BYTES, stop, deadline), call)
+    if answer is None:
+      raise ConnectionError("the listener is not a member of a run")
+    sock.sendall(answer[0])
+    if not hmac.compare_digest(_receive(sock, handshake.PROOF_BYTES, stop, deadline), answer[1]):
+      raise ConnectionError("the listener has another token")
+  except OSError as error:
+    sock.close()
+    raise PeerLost([call.listener], f"{address}: {error}") from error
+  except (Stopped, Unreachable):
+    sock.close()
+    raise
+  return sock
+
+
+def _reach(sock: socket.socket, target: Any, address: str, listener: int, stop: Stop, deadline: float) -> None:
+  """Connects the socket with `target`, which the system made of `address`. Raises Unreachable."""
+  try:
+    if error := sock.connect_ex(target):
+      if error != errno.EINPROGRESS:
+        raise ConnectionError(os.strerror(error))
+      stop.wait(sock, select.POLLOUT, min(deadline, time.monotonic() + REACH_SECONDS))
+      if error := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        raise ConnectionError(os.strerror(error))
+  except OSError as error:
+    raise Unreachable([listener], f"{address}: {error}") from error
+
+
+def _receive(sock: socket.socket, size: int, stop: Stop, deadline: float) -> bytes:
+  """Returns exactly `size` bytes of a handshake."""
+  data = b""
+  while len(data) < size:
+    stop.wait(sock, select.POLLIN, deadline)
+    more = sock.recv(size - len(data))
+    if not more:
+      raise ConnectionError("refused by the listener")
+    data += more
+  return data

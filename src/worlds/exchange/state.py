@@ -1,0 +1,64 @@
+"""Sends the state of a run from one member to another: a JSON header, then the bytes of its arrays."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from worlds.exchange.errors import MismatchedCall
+from worlds.exchange.link import Frame, Kind, Link
+
+LONGEST_HEADER = 16 << 20  # bytes
+CHUNK = 4 << 20  # bytes; each chunk has a checksum
+
+
+def send(link: Link, epoch: int, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
+  """Sends header and arrays. Raises PeerLost."""
+  raw = json.dumps(header).encode()
+  assert len(raw) <= LONGEST_HEADER, f"a header of {len(raw)} bytes"
+  link.send(Kind.STATE_HEADER, epoch, 0, 0, memoryview(raw), zlib.crc32(raw))
+  for number, array in enumerate(arrays):
+    for index, chunk in enumerate(_chunks(np.ascontiguousarray(array))):
+      link.send(Kind.STATE_ARRAY, epoch, number, index, chunk, zlib.crc32(chunk))
+
+
+def receive(
+  link: Link, epoch: int, allocate: Callable[[dict[str, Any]], Sequence[np.ndarray]]
+) -> tuple[dict[str, Any], Sequence[np.ndarray]]:
+  """Returns the header, and the arrays of `allocate(header)` with the received content."""
+  frame = _expect(link, Kind.STATE_HEADER, epoch, 0, 0)
+  if frame.length > LONGEST_HEADER:
+    raise MismatchedCall(
+      f"Member {link.member} sent a header of {frame.length} bytes; at most {LONGEST_HEADER} are allowed. Send less."
+    )
+  raw = bytearray(frame.length)
+  link.receive_payload(frame, memoryview(raw))
+  header = json.loads(raw)
+  arrays = allocate(header)
+  for number, array in enumerate(arrays):
+    assert array.flags.c_contiguous and array.flags.writeable, f"array {number} cannot be filled in place"
+    for index, chunk in enumerate(_chunks(array)):
+      link.receive_payload(_expect(link, Kind.STATE_ARRAY, epoch, number, index), chunk)
+  return header, arrays
+
+
+def _expect(link: Link, kind: Kind, epoch: int, number: int, index: int) -> Frame:
+  """Returns the header of the next frame, which must be this one."""
+  frame = link.receive()
+  if (frame.kind, frame.call, frame.share, frame.bucket) != (kind, epoch, number, index):
+    raise MismatchedCall(
+      f"Member {link.member} sent {frame}; {kind.name} {number}, {index} of epoch {epoch} is expected. Send the state "
+      "before the first reduction of an epoch, with as many arrays as the receiver has."
+    )
+  return frame
+
+
+def _chunks(array: np.ndarray) -> Iterator[memoryview]:
+  """Yields the bytes of a contiguous array."""
+  raw = memoryview(array.reshape(-1).view(np.uint8))
+  for start in range(0, len(raw), CHUNK):
+    yield raw[start : start + CHUNK]

@@ -1,0 +1,48 @@
+"""What may happen to a process at any time: signals, and unexpected errors in its threads."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+PREEMPTED, INTERRUPTED = 42, 130  # exit codes
+REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+Handler = Callable[[int, FrameType | None], None]
+
+
+def requests() -> list[signal.Signals]:
+  """The signals that ask this process to save and end. An ignored signal (as under nohup) does not."""
+  return [signal.SIGTERM, *(n for n in REQUESTS[1:] if signal.getsignal(n) is not signal.SIG_IGN)]
+
+
+def end_on_error(end: Callable[[], None]) -> None:
+  """From now on, an unexpected exception in any thread of this process is printed, and calls `end` in that thread:
+  otherwise the run would wait for ever for what the thread should have done."""
+
+  def report(args: threading.ExceptHookArgs) -> None:
+    name = args.thread.name if args.thread else "unknown"
+    text = "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
+    print(f"error: the thread {name!r} has failed, so the run ends with exit code 1.\n{text}", file=sys.stderr)
+    end()
+
+  threading.excepthook = report
+
+
+@contextlib.contextmanager
+def handled(signalled: Handler, failed: Callable[[], None]) -> Iterator[None]:
+  """During the block, Ctrl-C and requests to end call `signalled`, and `end_on_error` calls `failed`."""
+  hook = threading.excepthook
+  handlers = {number: signal.signal(number, signalled) for number in (*requests(), signal.SIGINT)}
+  end_on_error(failed)
+  try:
+    yield
+  finally:
+    threading.excepthook = hook
+    for number, handler in handlers.items():
+      signal.signal(number, handler)

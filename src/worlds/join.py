@@ -1,0 +1,100 @@
+"""How a process that a launcher has started becomes a member of its run."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import signal
+import sys
+import time
+
+from worlds import lines
+from worlds.exchange import Exchange
+from worlds.membership import wire
+from worlds.membership.client import Membership, SupervisorLost
+from worlds.membership.wire import Channel, WireError
+from worlds.peers import Peers, RunEnded
+from worlds.place import SUPERVISOR, Place
+
+# A peer may be saving a large checkpoint. If it has died, the supervisor says so, and the wait ends at once.
+_CONNECT_SECONDS = 3600.0
+_SLOW_SECONDS = 3600.0  # for a supervisor that listens and does not answer
+_RETRY_SECONDS = 0.2
+_FAILED = 1  # exit code
+_PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that this process gets when its parent ends
+
+
+def join(place: Place) -> Peers:
+  """The members of the run, as this process sees them when the supervisor has let it join.
+
+  Raises RunEnded with exit code 1 if there is none, which may be no fault of the configuration, and if it refuses.
+  """
+  _continue_when_launcher_ends()
+  start = time.monotonic()
+  while True:
+    channel = _connect(place, start)
+    host = place.host or channel.local_host
+    exchange = Exchange(place.member, place.token, lines.warn, host=host, connect_seconds=_CONNECT_SECONDS)
+    membership = Membership(
+      channel,
+      member=place.member,
+      lane=place.lane,
+      lanes=place.lanes,
+      address=exchange.address,
+      interrupt=exchange.interrupt,
+      warn=lines.warn,
+    )
+    peers = Peers(membership, exchange, place.lane)
+    try:
+      welcome = membership.next()
+      assert welcome is not None
+      peers.handle(welcome)
+      peers.supervisor_lives = functools.partial(_answers, place)
+      return peers
+    except (RunEnded, SupervisorLost) as error:
+      membership.close()
+      exchange.close()
+      if isinstance(error, RunEnded):
+        raise
+      # Perhaps it was the supervisor of the group before this one, which was about to end.
+      _pause(place, start + (place.wait_seconds or _SLOW_SECONDS), "it has closed the connection")
+
+
+def _continue_when_launcher_ends() -> None:
+  """Lets this process find out that its launcher is gone, and end, also if it is stopped then. On Linux."""
+  if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
+def _connect(place: Place, start: float) -> Channel:
+  """A connection to the supervisor. start: when this process began to join, in time.monotonic seconds. Raises RunEnded
+  if there is none after place.wait_seconds. A launcher's supervisor listens already: it may be stopped or slow, unless
+  the system refuses the connection."""
+  while True:
+    reasons, seconds = [], place.wait_seconds
+    for address in place.supervisors:
+      try:
+        return wire.connect(address, place.token)
+      except (OSError, WireError) as error:
+        reasons.append(f"{address}: {error}")
+        if not isinstance(error, ConnectionRefusedError | WireError):
+          seconds = place.wait_seconds or _SLOW_SECONDS
+    _pause(place, start + seconds, "; ".join(dict.fromkeys(reasons)))
+
+
+def _answers(place: Place) -> bool:
+  """Whether the supervisor accepts connections."""
+  for address in place.supervisors:
+    with contextlib.suppress(OSError, WireError):
+      wire.connect(address, place.token).close()
+      return True
+  return False
+
+
+def _pause(place: Place, deadline: float, reason: str) -> None:
+  """Waits before the next attempt to join. Raises RunEnded at the deadline."""
+  if time.monotonic() >= deadline:
+    where = f"{SUPERVISOR}={','.join(place.supervisors)}"
+    raise RunEnded(_FAILED, f"error: {where}: cannot join the run there: {reason}.\n{place.remedy}")
+  time.sleep(_RETRY_SECONDS)

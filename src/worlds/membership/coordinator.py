@@ -1,0 +1,491 @@
+"""Decides who trains together and what is committed: a state machine without sockets, threads or processes.
+
+The server passes in what happened (a message of a member, a lost member, the time) and carries out the effects that
+come back. All rules of the protocol are here, so that a test can try every order of events.
+
+A run has at most `total` active members, among which its shares are dealt out. Active members compute; the others are
+ready (spares and members that have returned) or still starting. A member with the state of the run is live. A member
+that joins becomes active first and live when it has received the state from a live member (`joined`).
+
+  gathering   no member has the state: wait until enough members are ready
+  leading     one member restores the newest state. The others send it the parts of local copies that its slice lacks
+  running     rounds are computed and committed
+  holding     too few members: those that are left keep the state and wait
+  over        nothing is committed any more
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from worlds.membership.messages import Message, deal, message, step_of, to_ranges
+from worlds.membership.pulse import Pulse
+
+
+@dataclass(frozen=True)
+class Send:
+  """Send `message` to every lane of `member`."""
+
+  member: int
+  message: Message
+
+
+@dataclass(frozen=True)
+class Kill:
+  """End the processes of `member`: it has given no sign of progress for `seconds`. Then report it as lost."""
+
+  member: int
+  reason: str
+  seconds: float
+
+
+@dataclass(frozen=True)
+class Note:
+  """A line for the supervisor's log."""
+
+  text: str
+
+
+Effect = Send | Kill | Note
+_BROKEN_SECONDS = 1.0  # from a broken connection to a new epoch: a death is noticed earlier
+_APART_SECONDS, _MOST_APART_SECONDS = 30.0, 600.0  # pause of a member that others cannot reach; doubled each time
+_SHORT_WAIT_SECONDS = 10.0  # for members at a start, without a line about it
+_MOST_RANGES = 2048  # of shares in a message. Each loss divides some; then they are dealt in order again
+_MOST_FAILED_LEADS = 3  # after which a leader restores without the others, and lost members are not waited for
+Effects = list[Effect]
+
+
+@dataclass
+class _Member:
+  lanes: int
+  addresses: dict[int, str] = field(default_factory=dict)  # by lane
+  newest: int = -1  # the newest step that it can restore without the others; -1: it is not ready
+  holds: bool = False  # whether it has the state of this step in memory
+  was_active: bool = False
+  reports: dict[tuple[Any, ...], set[int]] = field(default_factory=dict)  # (kind, epoch, round): lanes that sent it
+
+  @property
+  def ready(self) -> bool:
+    return self.newest >= 0
+
+  def whole(self, key: tuple[Any, ...], lane: int) -> bool:
+    """Whether all lanes have sent the report `key`, with this one of `lane`."""
+    sent = self.reports.setdefault(key, set())
+    sent.add(lane)
+    if len(sent) < self.lanes:
+      return False
+    del self.reports[key]
+    return True
+
+
+class Coordinator:
+  """Epochs, members and commits of one run."""
+
+  def __init__(
+    self,
+    total: int,
+    minimum: int,
+    *,
+    clock: Callable[[], float],
+    wall: Callable[[], float] = lambda: 0.0,
+    run_id: str = "",
+    shares: int | None = None,
+    expected: int | None = None,
+    timeout: float = 300.0,
+    join_interval: float = 0.0,
+    hang_seconds: float = 5.0,
+    elastic: bool = True,
+  ) -> None:
+    """total: the most active members. minimum: the fewest active members. shares: of a step's work (default: total).
+    run_id: of a run whose folder does not exist yet. elastic: whether the run goes on without a member that is lost or
+    leaves; otherwise a loss ends the run with code 1, and SIGTERM to one member is a request to all.
+
+    expected: members that a start waits for (default: total); after `timeout` seconds `minimum` members are enough.
+    timeout is also the longest wait for members of a run that holds. join_interval: shortest time from the last change
+    of members until another member joins. wall: time that means the same on all hosts.
+    """
+    assert 1 <= minimum <= total, (minimum, total)
+    self._total, self._minimum, self._expected = total, minimum, max(expected or total, minimum)
+    self.clock, self._wall, self._shares = clock, wall, shares or total
+    self._timeout, self._join_interval, self._elastic, self._run_id = timeout, join_interval, elastic, run_id
+    self._members: dict[int, _Member] = {}  # connected
+    self._waits_since = clock()  # of gathering and holding
+    self._ready_since: float | None = None  # when the first of the ready members began to wait for others
+    self._changed_at = -float("inf")  # last change of the active members, other than the first epoch
+    self._done: set[int] = set()  # members that have done the round under way
+    self._round = ""  # that they have done
+    self._leaving: set[int] = set()
+    self._lost: dict[int, tuple[str, float]] = {}  # since the last world or hold: {member: (reason, wall time)}
+    self._source = -1
+    self._broken_at: float | None = None  # when a connection of this epoch was reported as broken
+    self._unreached: set[frozenset[int]] = set()  # pairs of members that could not connect in this epoch
+    self._stood_still = False  # the exchange of the round under way, in an earlier epoch
+    self._apart: dict[int, tuple[float, float]] = {}  # {member that was not reached: (when it may join, its pause)}
+    self._dealt: dict[int, list[int]] = {}  # of the last epoch
+    self._leader = -1  # the member that was asked to lead and has not answered yet
+    self._failed_leads = 0  # in a row
+    self._survivors: set[int] = set()  # members that may hold the state, when no other one does
+    self.pulse = Pulse(clock, hang_seconds=hang_seconds, start_seconds=timeout)
+    self.phase = "gathering"
+    self.epoch = 0
+    self.active: set[int] = set()
+    self.live: set[int] = set()
+    self.primary = -1  # writes the records; -1: not chosen yet
+    self.committed = ""  # the last committed round
+    self.stopping = False
+    self.code: int | None = None  # the exit code of the run, once it is over
+
+  # ---- what happens ----
+
+  def hello(self, member: int, lane: int, lanes: int, address: str) -> Effects:
+    """A process of `member` has connected."""
+    if self.code is not None:
+      return [Send(member, message("end", code=self.code, reason=""))]
+    found = self._members.setdefault(member, _Member(lanes))
+    if found.lanes != lanes:
+      raise ValueError(f"says that member {member} has {lanes} lanes; its other lanes say {found.lanes}")
+    found.addresses[lane] = address
+    self.pulse.beat(member, lane)
+    if self.primary < 0:
+      self.primary = member
+    return [Send(member, message("welcome", primary=self.primary, run_id=self._run_id))]
+
+  def ready(self, member: int, lane: int, newest: int, holds: bool = False) -> Effects:
+    """`member` can compute. It holds the state of the step `newest`, or can restore it without others (0: none)."""
+    found = self._members.get(member)
+    if found is None or not found.whole(("ready",), lane):
+      return []
+    found.newest, found.holds = newest, holds
+    self.pulse.ready(member)
+    if self.phase == "gathering":
+      return self._gather()
+    if self.phase == "holding":
+      return self._reform()
+    # It joins at the next commit, if a place is free.
+    return [_waits(member)] if len(self.active) == self._total else []
+
+  def restored(self, member: int, lane: int, epoch: int, step: int) -> Effects:
+    """`member` was asked to lead in this epoch and has the state after `step`."""
+    found = self._members.get(member)
+    if self.phase != "leading" or found is None or (member, epoch) != (self._leader, self.epoch):
+      return []
+    if not found.whole(("restored", epoch), lane):
+      return []
+    ready = self._ready()
+    self.live = {member, *(other for other in ready if ready[other].holds and ready[other].newest == step)}
+    # Those that wait may be more than can be active: spares stay ready.
+    others = sorted(ready.keys() - {member}, key=lambda m: (m not in self.live, self._preference(m)))
+    self.active = {member, *others[: self._total - 1]}
+    self.live &= self.active
+    return [*map(_waits, sorted(ready.keys() - self.active)), *self._world()]
+
+  def joined(self, member: int, lane: int, epoch: int) -> Effects:
+    """`member` has received the state in this epoch."""
+    found = self._members.get(member)
+    if found is not None and epoch == self.epoch and member in self.active and found.whole(("joined", epoch), lane):
+      self.live.add(member)
+    return []
+
+  def computed(self, member: int, epoch: int, seconds: float) -> Effects:
+    """`member` has computed its shares of the round under way."""
+    if epoch == self.epoch and member in self.active:
+      self.pulse.computed(member, seconds)
+    return []
+
+  def done(self, member: int, lane: int, epoch: int, round_name: str) -> Effects:
+    """`member` has the sums of the round in this epoch. The last report of an epoch's round commits it."""
+    found = self._members.get(member)
+    if self.phase != "running" or found is None or epoch != self.epoch or member not in self.active:
+      return []
+    if self._done and round_name != self._round:
+      raise ValueError(f"has done {round_name!r}, and the other members {self._round!r}")
+    if not found.whole(("done", epoch, round_name), lane):
+      return []
+    self._round = round_name
+    self._done.add(member)
+    self.live.add(member)
+    return self._commit(round_name) if self._done >= self.active else []
+
+  def broken(self, member: int, epoch: int, unreached: Sequence[int] = ()) -> Effects:
+    """`member` cannot exchange in this epoch: connections have failed. unreached: members it could not connect with."""
+    if epoch == self.epoch and (member in self.active or member == self._leader):
+      self._broken_at = self.clock() if self._broken_at is None else self._broken_at
+      self._unreached |= {frozenset((member, other)) for other in self._members.keys() & set(unreached) - {member}}
+    return []
+
+  def leave(self, member: int) -> Effects:
+    """`member` has SIGTERM."""
+    if member not in self.active:  # it has no work that it could finish
+      return [Send(member, message("end", code=42, reason=""))] if member in self._members else []
+    if not self._elastic:
+      return self.stop()
+    self._leaving.add(member)
+    if self.phase == "holding":
+      return self._world(force=True)
+    return []
+
+  def stop(self) -> Effects:
+    """The run must end: after the step under way, with a checkpoint."""
+    if self.stopping:
+      return []
+    self.stopping = True
+    if self.phase == "holding":
+      return self._world(force=True)
+    if self.phase in ("gathering", "leading"):
+      return self._stop_start()
+    return []
+
+  def finished(self, member: int, code: int) -> Effects:
+    """`member` has done everything that it owes."""
+    if member == self.primary and self.phase != "over" and (code != 42 or self.stopping):
+      return self.end(code)
+    # A member that leaves, or the last one that was left and got SIGTERM: the run may go on without it.
+    return [Send(member, message("end", code=code, reason=""))] if code == 42 and member in self._members else []
+
+  def lost(self, member: int, reason: str, seconds: float = 0.0) -> Effects:
+    """The processes of `member` have ended, or must not be waited for, since `seconds`."""
+    if self._members.pop(member, None) is None:
+      return []
+    self.pulse.forget(member)
+    self._leaving.discard(member)
+    was_active = member in self.active
+    self.active.discard(member)
+    self.live.discard(member)
+    if member == self.primary:
+      self.primary = min(self.live, default=min(self._members, default=-1))
+    self._survivors.discard(member)
+    if self.phase in ("gathering", "leading") and self.stopping:
+      return self._stop_start()
+    if self.phase == "leading":  # the leader says whether it needs any other member
+      return self._gather_again() if member == self._leader else []
+    if self.phase not in ("running", "holding") or not was_active:
+      return []
+    if not self._elastic and not self.stopping:
+      return self.end(1, f"Member {member} is lost ({reason}), and elastic_enabled=false.")
+    self._lost[member] = (reason, self._wall() - seconds)
+    if not self.live:
+      return self._regather()
+    return self._reform()
+
+  def tick(self) -> Effects:
+    """To be called several times a second: limits of waits and of silence."""
+    if self.phase == "over":
+      return []
+    effects: Effects = [Kill(*silent) for silent in self.pulse.silent(self._members)]
+    if self.phase == "running" and not effects:  # a silent member holds up the others, who are not to blame
+      effects = [Kill(*stuck) for stuck in self.pulse.stuck(self.active)] or self._mend()
+    if self.phase == "leading" and self._is_broken():
+      effects += self._gather_again()
+    if self.phase == "gathering":
+      effects += self._gather() or self._tell_of_wait()
+    if self.phase == "holding" and not self.stopping and self._joiners():  # one that was apart may join now
+      effects += self._reform()
+    if self.phase == "holding" and self.clock() - self._waits_since > self._timeout:
+      effects += self.end(1, self._too_few())
+    return effects
+
+  def _mend(self) -> Effects:
+    """What to do if members that live cannot exchange: they connect again, or one of them goes."""
+    seconds = self.pulse.stands_still(self.active)
+    if self._is_broken():
+      if self._unreached:
+        return [self._separate()]
+    elif seconds and self._stood_still:
+      return [Kill(max(self.active - self._done), f"the exchange has stood still for {seconds:.1f} s again", seconds)]
+    elif seconds:
+      self._stood_still = True
+    else:
+      return []
+    what = f"The exchange has stood still for {seconds:.1f} s" if seconds else "A connection between members has ended"
+    return [Note(f"{what}. The same members connect again."), *self._world()]
+
+  def _is_broken(self) -> bool:
+    return self._broken_at is not None and self.clock() - self._broken_at > _BROKEN_SECONDS
+
+  def _separate(self) -> Kill:
+    """Ends the member to blame for connections that cannot be made, and keeps it away for a while."""
+    pairs = Counter(member for pair in self._unreached for member in pair if member in self.active)
+    # One that has no state yet rather than one that trains, and not the one that writes the records.
+    victim = max(pairs, key=lambda m: (pairs[m], m not in self.live, m != self.primary, m))
+    others = sorted({member for pair in self._unreached if victim in pair for member in pair} - {victim})
+    pause = min(2 * self._apart.get(victim, (0.0, _APART_SECONDS / 2))[1], _MOST_APART_SECONDS)
+    self._apart[victim] = self.clock() + pause, pause
+    names = ", ".join(map(str, others))
+    reason = f"no connection between it and member {names}, so it may join again in {pause:g} s at the earliest"
+    return Kill(victim, reason, _BROKEN_SECONDS)
+
+  # ---- the first epoch ----
+
+  def _ready(self) -> dict[int, _Member]:
+    return {member: found for member, found in self._members.items() if found.ready}
+
+  def _gather(self) -> Effects:
+    ready, late = self._ready().keys(), self.clock() - self._waits_since > self._timeout
+    least = 1 if self.stopping else self._minimum
+    if late and len(ready) < least:
+      return self.end(1, self._too_few())
+    if not late and not self._survivors <= ready:
+      return []
+    enough = least if late or self.stopping or self._failed_leads > _MOST_FAILED_LEADS else self._expected
+    return self._lead() if len(ready) >= enough else []
+
+  def _tell_of_wait(self) -> Effects:
+    """A line, once, about members that are waited for while others are ready."""
+    ready, now = len(self._ready()), self.clock()
+    if not ready:
+      self._ready_since = None
+    elif self._ready_since is None:
+      self._ready_since = now
+    elif now - self._ready_since > _SHORT_WAIT_SECONDS:
+      self._ready_since = float("inf")
+      then = f"it starts with {self._minimum}" if self._minimum < self._expected else "it ends with an error"
+      what = f"Ready members: {ready} of {self._expected}. The run waits for the others"
+      return [Note(f"{what}; after {self._timeout:g} s in all, {then}.")]
+    return []
+
+  def _lead(self) -> Effects:
+    """Asks one member to restore the newest state, and the others to help it."""
+    self.phase, self.epoch, self._broken_at = "leading", self.epoch + 1, None
+    ready = self._ready()
+    # A state in memory needs no backup. Then the member that needs the fewest parts of the others, and of these the
+    # primary, because it holds the records.
+    leader = max(ready, key=lambda m: (ready[m].holds, ready[m].newest, m == self.primary, -m))
+    alone = ready[leader].holds or self._failed_leads > _MOST_FAILED_LEADS
+    asked = [leader] if alone else [m for m in ready if frozenset((leader, m)) not in self._unreached]
+    self._leader = self.primary = leader  # so the log says what is restored, and what is damaged
+    lead = message("lead", epoch=self.epoch, leader=leader, members=self._addresses(asked))
+    return [Send(member, lead) for member in sorted(asked)]
+
+  def _gather_again(self) -> Effects:
+    """The leader is lost, or a member that it needs: waits for the members again, because each may have parts of the
+    newest state that no other one has."""
+    self.phase, self._waits_since, self._leader = "gathering", self.clock(), -1
+    self._failed_leads += 1
+    return [Note("A member is lost while the newest state is restored: waiting for all members."), *self._gather()]
+
+  def _regather(self) -> Effects:
+    """No member is known to have the state: starts from the backups, or from a state that has just arrived."""
+    self.phase, self._waits_since, self._failed_leads = "gathering", self.clock(), 0
+    self._survivors, self._expected = self.active, self._total
+    self.active, self.live, self._done, self._leaving = set(), set(), set(), set()
+    for member in self._survivors:
+      self._members[member].newest = -1
+    note = Note("Every member with the state is lost: the run continues from the newest backup.")
+    asked = [Send(member, message("regather")) for member in sorted(self._survivors)]
+    return [note, *asked, *(self._stop_start() if self.stopping else self._gather())]
+
+  def _stop_start(self) -> Effects:
+    """The run must end before a member has restored the state: at once, unless a survivor may have to save it."""
+    if not self._survivors:
+      return self.end(42)
+    return self._gather() if self.phase == "gathering" else []
+
+  # ---- changes of the members ----
+
+  def _preference(self, member: int) -> tuple[bool, int]:
+    """Order in which ready members join: members that have returned before spares."""
+    return (not self._members[member].was_active, member)
+
+  def _joiners(self) -> list[int]:
+    """Ready members that may join now."""
+    ready = [member for member, found in self._members.items() if found.ready and member not in self.active]
+    ready = [member for member in ready if self._apart.get(member, (0.0, 0.0))[0] <= self.clock()]
+    return sorted(ready, key=self._preference)[: self._total - len(self.active)]
+
+  def _reform(self) -> Effects:
+    """A new epoch after a loss, or after a member became ready while the run holds."""
+    if not self.stopping:
+      self.active |= set(self._joiners())
+    return self._world()
+
+  def _world(self, force: bool = False) -> Effects:
+    """Begins an epoch with the active members, or holds if they are too few. force: goes on with any number."""
+    self.epoch += 1
+    self._done, self._broken_at, self._unreached, self._leader = set(), None, set(), -1
+    self._survivors = set()
+    self._changed_at = self.clock()
+    self.pulse.begin_epoch()
+    if self.primary not in self.live:
+      self.primary = min(self.live)
+    lost = {str(member): list(why) for member, why in self._lost.items()}
+    self._lost = {}
+    if len(self.active) < self._minimum and not self.stopping and not force:
+      if self.phase != "holding":
+        self.phase, self._waits_since = "holding", self.clock()
+      held = message("hold", epoch=self.epoch, members=sorted(self.active), primary=self.primary, lost=lost)
+      return [Send(member, held) for member in sorted(self.active)]
+    self.phase = "running"
+    fresh = sorted(self.active - self.live)
+    if self._source not in self.live:
+      # Not the primary if there is a choice: it also writes the records.
+      self._source = max(self.live - self._leaving or self.live)
+    for member in self.active:
+      self._members[member].was_active = True
+      self._members[member].reports.clear()  # of the epoch before
+    self._dealt = deal(self._shares, sorted(self.active), self._dealt)
+    ranges = {str(member): to_ranges(shares) for member, shares in self._dealt.items()}
+    if sum(map(len, ranges.values())) > _MOST_RANGES:
+      self._dealt = deal(self._shares, sorted(self.active))
+      ranges = {str(member): to_ranges(shares) for member, shares in self._dealt.items()}
+    world = message(
+      "world",
+      epoch=self.epoch,
+      members=self._addresses(self.active),
+      ranges=ranges,
+      fresh=fresh,
+      source=self._source,
+      primary=self.primary,
+      lost=lost,
+    )
+    return [Send(member, world) for member in sorted(self.active)]
+
+  def _addresses(self, members: Collection[int]) -> dict[str, list[str]]:
+    """{member: the addresses of its lanes}, as JSON."""
+    return {str(m): [address for _, address in sorted(self._members[m].addresses.items())] for m in members}
+
+  def _commit(self, round_name: str) -> Effects:
+    """All active members have the sums of the round."""
+    step = step_of(round_name)
+    seconds = self.pulse.committed(is_step=step is not None)
+    self.committed, self._done, self._stood_still = round_name, set(), False
+    for member in self.active:
+      self._apart.pop(member, None)
+    staying = self.live - self._leaving
+    alone = bool(self._leaving) and not staying and not self._joiners()
+    stop = step is not None and (self.stopping or alone)
+    leave = sorted(self._leaving) if step is not None and staying and not stop else []
+    committed = message("commit", epoch=self.epoch, round=round_name, stop=stop, leave=leave, seconds=seconds)
+    effects: Effects = [Send(member, committed) for member in sorted(self.active)]
+    if stop:
+      return effects
+    joins = self.clock() - self._changed_at >= self._join_interval or bool(self._leaving)
+    joiners = self._joiners() if joins else []
+    if not leave and not joiners:
+      return effects
+    self._source = max(staying or self.live)  # the state that joiners need is complete there
+    self.active = self.active - set(leave) | set(joiners)
+    self.live -= set(leave)
+    self._leaving -= set(leave)
+    for member in leave:
+      self._members[member].newest = -1  # it ends; it does not join again
+    return effects + self._world()
+
+  def end(self, code: int, reason: str = "") -> Effects:
+    """The run is over, with this exit code. reason: why it cannot go on."""
+    self.phase, self.code = "over", code
+    notes: Effects = [Note(reason)] if reason else []
+    return notes + [Send(member, message("end", code=code, reason=reason)) for member in sorted(self._members)]
+
+  def _too_few(self) -> str:
+    ready = sum(found.ready for found in self._members.values())
+    return (
+      f"waited {self._timeout:g} s for {self._minimum} members; only {max(ready, len(self.active))} are there. Raise "
+      "elastic_timeout_seconds, or lower elastic_min_slice_count."
+    )
+
+
+def _waits(member: int) -> Note:
+  return Note(f"Member {member} is ready and waits as a spare.")

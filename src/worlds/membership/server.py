@@ -1,0 +1,287 @@
+"""The supervisor's side of the connections: authenticates members, feeds the coordinator, carries out its effects."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from worlds import addresses
+from worlds.interruptions import PREEMPTED
+from worlds.membership import wire
+from worlds.membership.coordinator import Coordinator, Effects, Kill, Note, Send
+from worlds.membership.messages import FROM_AGENT, FROM_MEMBER, Message, check, message, step_of
+from worlds.membership.wire import HANDSHAKE_SECONDS, Channel, WireError
+from worlds.sparse import Sparse
+
+_TICK_SECONDS = 0.1
+_MAX_STRANGERS = 64  # connections that have not said hello yet; the oldest one makes room for another
+BACKLOG = 64
+_CLOSE_SECONDS = 5.0
+
+FaultHandler = Callable[[str, int, float | None], None]
+AgentHandler = Callable[[Channel, Message], None]
+
+
+class Server:
+  """Listens for members. One lock guards the coordinator; effects are carried out in the order of the decisions."""
+
+  def __init__(
+    self,
+    coordinator: Coordinator,
+    token: bytes,
+    *,
+    listener: socket.socket | None = None,
+    kill: Callable[[int, str], None],
+    fault: FaultHandler = lambda action, member, seconds: None,
+    agent: AgentHandler | None = None,
+    log: Callable[[str], None] = lambda line: None,
+  ) -> None:
+    """listener: bound; by default on a free port of the loopback address. kill(member, reason): ends the processes of a
+    hung member. fault(action, member, seconds): causes a rehearsed fault. Both return at once. agent(channel, first
+    message): serves the connection of an agent to its end; None: agents are refused. log takes a line for people. All
+    are called from threads."""
+    self.coordinator = coordinator
+    self._token, self._kill, self._fault, self._agent, self._log = token, kill, fault, agent, log
+    self._lock = threading.RLock()
+    self._channels: dict[tuple[int, int], Channel] = {}  # by (member, lane)
+    self._agents: set[Channel] = set()
+    self._strangers: dict[socket.socket, float] = {}  # when they connected, by the clock, the oldest first
+    self._log_stranger = Sparse(log)
+    self._threads: set[threading.Thread] = set()
+    self._closed = threading.Event()
+    self.over = threading.Event()
+    self._listener = listener or addresses.listen("127.0.0.1", 0, BACKLOG)
+    self.address = addresses.join(*self._listener.getsockname()[:2])
+    self._start("supervisor listens", self._listen)
+    self._start("supervisor ticks", self._tick)
+
+  @property
+  def connected(self) -> frozenset[int]:
+    """The members that have a connection."""
+    return frozenset(member for member, _ in self.processes)
+
+  @property
+  def processes(self) -> frozenset[tuple[int, int]]:
+    """(member, lane) of the processes that have a connection."""
+    with self._lock:
+      return frozenset(self._channels)
+
+  def lost(self, member: int, reason: str, seconds: float = 0.0) -> None:
+    """The processes of `member` have ended, or hang since `seconds`."""
+    with self._lock:
+      for lane in [key for key in self._channels if key[0] == member]:
+        self._channels.pop(lane).close()
+      self._carry_out(self.coordinator.lost(member, reason, seconds))
+
+  def stop(self) -> None:
+    """The run must end in good order."""
+    with self._lock:
+      self._carry_out(self.coordinator.stop())
+
+  def end(self, code: int, reason: str) -> None:
+    """The run cannot go on."""
+    with self._lock:
+      self._carry_out(self.coordinator.end(code, reason))
+
+  def close(self) -> None:
+    """Ends all connections and threads."""
+    self._closed.set()
+    _shut_down(self._listener)  # closing alone would not wake the thread that accepts
+    self._listener.close()
+    with self._lock:
+      for channel in (*self._channels.values(), *self._agents):
+        channel.close()
+      self._channels.clear()
+      for sock in self._strangers:
+        _shut_down(sock)
+      threads = list(self._threads)
+    deadline = time.monotonic() + _CLOSE_SECONDS
+    for thread in threads:
+      thread.join(max(0.0, deadline - time.monotonic()))
+
+  def _start(self, name: str, work: Callable[[], None]) -> None:
+    """Runs `work` in a thread that `close` waits for."""
+
+    def run() -> None:
+      try:
+        work()
+      finally:
+        with self._lock:
+          self._threads.discard(threading.current_thread())
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    with self._lock:
+      thread.start()
+      self._threads.add(thread)
+
+  def _listen(self) -> None:
+    while not self._closed.is_set():
+      try:
+        sock, _ = self._listener.accept()
+        self._admit(sock)
+      except (OSError, RuntimeError) as error:
+        if not self._closed.wait(_TICK_SECONDS):  # too many open files or threads, for example: it may pass
+          self._log_stranger(f"A connection to the supervisor could not be accepted: {error}.")
+
+  def _admit(self, sock: socket.socket) -> None:
+    """Serves a new connection in a thread. Raises RuntimeError if none can be started."""
+    with self._lock:
+      if self._closed.is_set():
+        sock.close()
+        return
+      if len(self._strangers) >= _MAX_STRANGERS:
+        _shut_down(next(iter(self._strangers)))
+        del self._strangers[next(iter(self._strangers))]
+      self._strangers[sock] = self.coordinator.clock()
+      try:
+        self._start("supervisor serves", functools.partial(self._serve, sock))
+      except RuntimeError:
+        del self._strangers[sock]
+        sock.close()
+        raise
+
+  def _serve(self, sock: socket.socket) -> None:
+    """Thread: one connection, from its handshake to its end."""
+    try:
+      channel = wire.accept(sock, self._token)
+      first = channel.receive()
+      if first is not None and first.get("kind") == "agent":
+        self._serve_agent(sock, channel, first)
+        return
+      if first is None and self._closed_in_time(sock):  # it has only asked whether the supervisor lives
+        channel.close()
+        return
+      member, lane, lanes, address = _identity(first)
+      with self._lock:
+        if self._strangers.pop(sock, None) is None or self._closed.is_set():
+          raise WireError("came too late")
+        if (member, lane) in self._channels:
+          reason = f"says that it is member {member}, lane {lane}, which has a connection already"
+          channel.send(message("end", code=PREEMPTED, reason=f"The supervisor refuses this process: it {reason}."))
+          raise WireError(reason)
+        effects = self.coordinator.hello(member, lane, lanes, address)
+        self._channels[member, lane] = channel
+        self._carry_out(effects)
+    except (WireError, ValueError) as error:
+      if not self._closed.is_set():
+        self._log_stranger(f"A connection to the supervisor was refused: it {error}.")
+      with self._lock:
+        self._strangers.pop(sock, None)
+        sock.close()
+      return
+    reason = "its connection to the supervisor has ended"
+    try:
+      while (received := channel.receive()) is not None:
+        with self._lock:
+          if self._channels.get((member, lane)) is not channel:
+            return
+          self._carry_out(self._handle(member, lane, received))
+    except (WireError, ValueError) as error:
+      reason = f"it broke the protocol: it {error}"
+      self._log(f"Member {member} is dropped, because {reason}.")
+    with self._lock:
+      if self._channels.get((member, lane)) is channel:
+        self.lost(member, reason)
+
+  def _closed_in_time(self, sock: socket.socket) -> bool:
+    """Whether a connection that has ended was not ended by this side. It is no stranger any more."""
+    with self._lock:
+      since = self._strangers.pop(sock, None)
+      return since is not None and self.coordinator.clock() - since < HANDSHAKE_SECONDS
+
+  def _serve_agent(self, sock: socket.socket, channel: Channel, first: Message) -> None:
+    """One connection of an agent. Raises ValueError if agents are refused, or if it breaks the protocol."""
+    check(first, FROM_AGENT)
+    with self._lock:
+      if self._agent is None or self._strangers.pop(sock, None) is None or self._closed.is_set():
+        raise ValueError("is an agent, and this run has no slices for agents")
+      self._agents.add(channel)
+    try:
+      self._agent(channel, first)
+    finally:
+      with self._lock:
+        self._agents.discard(channel)
+        channel.close()
+
+  def _handle(self, member: int, lane: int, received: Message) -> Effects:
+    """What one message of a member leads to. Raises ValueError if no member would send it."""
+    check(received, FROM_MEMBER)
+    run, kind = self.coordinator, received["kind"]
+    if kind == "beat":
+      run.pulse.beat(member, lane, received["busy"])
+      return []
+    if kind == "ready":
+      return run.ready(member, lane, received["newest"], received["holds"])
+    if kind == "restored":
+      return run.restored(member, lane, received["epoch"], received["step"])
+    if kind == "joined":
+      return run.joined(member, lane, received["epoch"])
+    if kind == "computed":
+      return run.computed(member, received["epoch"], received["seconds"])
+    if kind == "done":
+      step_of(received["round"])  # ValueError before anything changes
+      return run.done(member, lane, received["epoch"], received["round"])
+    if kind == "broken":
+      return run.broken(member, received["epoch"])
+    if kind == "unreachable":
+      if not all(isinstance(other, int) for other in received["members"]):
+        raise ValueError(f"sent 'unreachable' with members={received['members']}")
+      return run.broken(member, received["epoch"], received["members"])
+    if kind == "leave":
+      return run.leave(member)
+    if kind == "finished":
+      return run.finished(member, received["code"])
+    if kind == "fault":
+      self._fault(received["action"], received["target"], received["seconds"])
+      return []
+    raise ValueError(f"sent a second {kind!r}")
+
+  def _carry_out(self, effects: Effects) -> None:
+    """To be called with the lock: so every member gets the messages in the order of the decisions."""
+    for effect in effects:
+      if isinstance(effect, Note):
+        self._log(effect.text)
+      elif isinstance(effect, Kill):
+        self._kill(effect.member, effect.reason)
+        self._log(f"Member {effect.member} is ended: {effect.reason}.")
+        self.lost(effect.member, effect.reason, effect.seconds)
+      elif isinstance(effect, Send):
+        for key in [key for key in self._channels if key[0] == effect.member]:
+          try:
+            self._channels[key].send(effect.message)
+          except BlockingIOError:
+            self._channels[key].close()
+            self._log(f"Member {effect.member} does not read its messages. Its connection is closed.")
+          except OSError:
+            pass  # the thread that reads this connection reports the loss
+    if self.coordinator.phase == "over":
+      self.over.set()
+
+  def _tick(self) -> None:
+    while not self._closed.wait(_TICK_SECONDS):
+      with self._lock:
+        self._carry_out(self.coordinator.tick())
+        late = self.coordinator.clock() - HANDSHAKE_SECONDS
+        for sock in [sock for sock, since in self._strangers.items() if since < late]:
+          _shut_down(sock)
+
+
+def _identity(first: Message | None) -> tuple[int, int, int, str]:
+  """(member, lane, lanes, address) of a first message. Raises ValueError if it is something else."""
+  if first is None or first.get("kind") != "hello":
+    raise ValueError("did not say hello")
+  check(first, FROM_MEMBER)
+  member, lane, lanes, address = (first[name] for name in ("member", "lane", "lanes", "address"))
+  if member < 0 or not 0 <= lane < lanes:
+    raise ValueError(f"sent a hello of member {member}, lane {lane} of {lanes}")
+  return member, lane, lanes, address
+
+
+def _shut_down(sock: socket.socket) -> None:
+  """Ends the connection. A thread that waits for it wakes, and closes the socket."""
+  with contextlib.suppress(OSError):  # the other side was faster
+    sock.shutdown(socket.SHUT_RDWR)

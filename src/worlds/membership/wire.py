@@ -1,0 +1,166 @@
+"""Authenticated connections that carry JSON messages, in order, between the supervisor and the members of a run.
+
+Both sides prove that they have the job's token before anything else is read: the proof covers a random number of the
+other side, so a recorded conversation is worth nothing. Each message has an authentication code over its direction and
+its position, so a message cannot be changed, repeated or left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import threading
+from typing import Any
+
+from worlds import addresses
+
+NONCE_BYTES = 32
+CODE_BYTES = 32
+MAX_MESSAGE_BYTES = 1 << 20
+HANDSHAKE_SECONDS = 5.0
+_SEND_BUFFER_BYTES = 1 << 20  # of the supervisor's side, as far as the system allows
+_DEAD_SECONDS = 15  # after which a connection ends if the other host answers nothing at all
+_LENGTH = struct.Struct("!I")
+
+
+class WireError(Exception):
+  """The other side is not a member of this job, or it broke the protocol."""
+
+
+class Channel:
+  """One authenticated connection. `send` may be called from any thread, `receive` from one."""
+
+  def __init__(self, sock: socket.socket, key: bytes, *, serves: bool) -> None:
+    """key: of this connection only. serves: whether this is the supervisor's side."""
+    self._socket, self._key, self._serves = sock, key, serves
+    self._out, self._in = (b"supervisor", b"member") if serves else (b"member", b"supervisor")
+    self._sent = self._received = 0
+    self._lock = threading.Lock()
+
+  def send(self, message: dict[str, Any]) -> None:
+    """Sends one message. Raises OSError if the connection is broken.
+
+    The supervisor's side never waits: it also raises OSError if the other side has read so little that the buffer of
+    the connection is full. The connection is then useless.
+    """
+    body = json.dumps(message).encode()
+    assert len(body) <= MAX_MESSAGE_BYTES, f"a message of {len(body)} bytes"
+    with self._lock:
+      code = _code(self._key, self._out, self._sent, body)
+      self._sent += 1
+      data = _LENGTH.pack(len(body)) + code + body
+      if not self._serves:
+        self._socket.sendall(data)
+      elif self._socket.send(data, socket.MSG_DONTWAIT) < len(data):
+        raise BlockingIOError("the other side does not read")
+
+  def receive(self) -> dict[str, Any] | None:
+    """The next message; None if the connection has ended. Raises WireError for bytes that no member would send."""
+    try:
+      (size,) = _LENGTH.unpack(_read(self._socket, _LENGTH.size))
+      if size > MAX_MESSAGE_BYTES:
+        raise WireError(f"announced a message of {size} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
+      code = _read(self._socket, CODE_BYTES)
+      body = _read(self._socket, size)
+    except OSError:
+      return None
+    if not hmac.compare_digest(code, _code(self._key, self._in, self._received, body)):
+      raise WireError("sent a message with a wrong authentication code")
+    self._received += 1
+    try:
+      message = json.loads(body)
+    except (ValueError, RecursionError) as error:
+      raise WireError(f"sent a message that is not JSON: {error}") from error
+    if not isinstance(message, dict):
+      raise WireError("sent a message that is not an object")
+    return message
+
+  @property
+  def local_host(self) -> str:
+    """The address of this host on the way to the other side."""
+    return str(self._socket.getsockname()[0])
+
+  def close(self) -> None:
+    """Ends the connection. A thread that waits in `receive` gets None."""
+    with contextlib.suppress(OSError):  # the other side was faster
+      self._socket.shutdown(socket.SHUT_RDWR)
+    self._socket.close()
+
+
+def accept(sock: socket.socket, token: bytes) -> Channel:
+  """The supervisor's side of a new connection. Raises WireError if the other side does not have the token.
+
+  It may take for ever: the caller limits the time and shuts the socket down.
+  """
+  ours = secrets.token_bytes(NONCE_BYTES)
+  try:
+    sock.sendall(ours)
+    answer = _read(sock, NONCE_BYTES + CODE_BYTES)
+    theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+    if not hmac.compare_digest(proof, _proof(token, b"member", ours + theirs)):
+      raise WireError("does not have the token of this job")
+    sock.sendall(_proof(token, b"supervisor", ours + theirs))
+    return _authenticated(sock, token, ours + theirs, serves=True)
+  except OSError as error:
+    raise WireError(f"did not finish the handshake: {error}") from error
+
+
+def connect(address: str, token: bytes) -> Channel:
+  """The member's side: connects to the supervisor at "host:port".
+
+  Raises OSError if nothing answers there, WireError if it does not have the token.
+  """
+  sock = socket.create_connection(addresses.split(address), timeout=HANDSHAKE_SECONDS)
+  try:
+    theirs = _read(sock, NONCE_BYTES)
+    ours = secrets.token_bytes(NONCE_BYTES)
+    sock.sendall(ours + _proof(token, b"member", theirs + ours))
+    proof = _read(sock, CODE_BYTES)
+    if not hmac.compare_digest(proof, _proof(token, b"supervisor", theirs + ours)):
+      raise WireError(f"what answers at {address} does not have the token of this job")
+    return _authenticated(sock, token, theirs + ours, serves=False)
+  except BaseException:
+    sock.close()
+    raise
+
+
+def _authenticated(sock: socket.socket, token: bytes, nonces: bytes, *, serves: bool) -> Channel:
+  sock.settimeout(None)
+  sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+  _notice_dead_host(sock)
+  if serves:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+  return Channel(sock, _proof(token, b"session", nonces), serves=serves)
+
+
+def _notice_dead_host(sock: socket.socket) -> None:
+  """Makes the connection end if the other host or the network is gone. Elsewhere than on Linux, this takes hours."""
+  sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+  if hasattr(socket, "TCP_USER_TIMEOUT"):
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _DEAD_SECONDS // 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _DEAD_SECONDS // 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _DEAD_SECONDS)
+
+
+def _proof(token: bytes, role: bytes, nonces: bytes) -> bytes:
+  return hmac.digest(token, role + b"\0" + nonces, hashlib.sha256)
+
+
+def _code(key: bytes, sender: bytes, position: int, body: bytes) -> bytes:
+  return hmac.digest(key, sender + struct.pack("!Q", position) + body, hashlib.sha256)
+
+
+def _read(sock: socket.socket, size: int) -> bytes:
+  """Exactly `size` bytes. Raises ConnectionError at the end of the stream."""
+  data = bytearray()
+  while len(data) < size:
+    part = sock.recv(size - len(data))
+    if not part:
+      raise ConnectionError("the connection has ended")
+    data += part
+  return bytes(data)

@@ -1,0 +1,279 @@
+"""The members of the run as this one sees them: who computes what in this epoch, and what is committed.
+
+The stepper asks `Peers` before and after every exchange. Messages of the supervisor are handled in their order, in the
+training thread; a blocked exchange is interrupted as soon as the members change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+from worlds.exchange import Exchange, PeerLost, Unreachable
+from worlds.membership.client import Membership, SupervisorLost
+from worlds.membership.messages import Message, from_ranges
+
+_END_SECONDS = 10.0  # how long a process that is done waits for the supervisor's answer
+
+
+class MembershipChanged(Exception):
+  """The exchange must be repeated with other members. The sums in hand stay valid."""
+
+
+class RunEnded(Exception):
+  """The supervisor has ended the run while this member waited or computed."""
+
+  def __init__(self, code: int, reason: str) -> None:
+    super().__init__(reason)
+    self.code = code
+
+
+@dataclasses.dataclass(frozen=True)
+class Commit:
+  """A committed round. seconds: {member: how long it computed}."""
+
+  round: str
+  stop: bool
+  seconds: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+  """Members that were lost ({member: (reason, seconds ago)}) and that have joined, and those that compute now."""
+
+  epoch: int
+  lost: dict[int, tuple[str, float]]
+  joined: tuple[int, ...]
+  members: tuple[int, ...]
+  before: int  # how many computed before
+  holds: bool  # too few members: the run waits
+
+
+class Peers:
+  """This process among the members of the run."""
+
+  def __init__(self, membership: Membership, exchange: Exchange, lane: int) -> None:
+    self.member = membership.member
+    self.membership, self.exchange = membership, exchange
+    self.lane = lane
+    self.epoch = 0
+    self.members: tuple[int, ...] = ()  # that compute in this epoch
+    self.dealt: dict[int, tuple[int, ...]] = {}  # {member: its shares}
+    self.fresh: tuple[int, ...] = ()  # members that have no state yet
+    self.source = -1  # the member that sends them the state
+    self.primary = -1
+    self.run_id = ""  # of the run, if its folder does not exist yet
+    self.stopping = False  # the last commit ends the run
+    self.left = False  # the run goes on without this member
+    self.ended: int | None = None  # the exit code of the run, once the supervisor has ended it
+    self.completed: Callable[[], int] = lambda: 0  # the step of this member's state
+    self.on_change: Callable[[Change], None] = lambda change: None
+    self.on_role: list[Callable[[bool], None]] = []  # called when this process becomes the primary, or is it no more
+    self.addresses: dict[int, str] = {}  # of the members' exchanges
+    self.supervisor_lives: Callable[[], bool] = lambda: False  # asked when the connection to it has ended
+    self._holds = False
+    self._connected = False  # the exchange is connected for this epoch
+    self._role = False  # is_primary when on_role was called last
+
+  @property
+  def is_primary(self) -> bool:
+    """Whether this process writes the run's records and persistent checkpoints."""
+    return self.primary == self.member and self.lane == 0 and not self.left
+
+  @property
+  def saves_in_storage(self) -> bool:
+    """Whether this member, with all its lanes, writes the persistent checkpoints."""
+    return self.primary == self.member and not self.left
+
+  @property
+  def is_fresh(self) -> bool:
+    """Whether this member must receive the state before it computes."""
+    return self.member in self.fresh
+
+  @property
+  def shares(self) -> tuple[int, ...]:
+    """The shares that this member computes."""
+    return self.dealt.get(self.member, ())
+
+  # ---- the supervisor's messages ----
+
+  def handle(self, received: Message) -> Commit | None:
+    """Takes in one message. Returns the commit if it is one. Raises RunEnded."""
+    kind = received["kind"]
+    if kind == "welcome":
+      self.run_id = received["run_id"]
+      self.set_primary(int(received["primary"]))
+    elif kind in ("world", "hold"):
+      self._change_world(received)
+    elif kind == "commit":
+      self.stopping = bool(received["stop"])
+      self.left = self.member in received["leave"]
+      self._announce_role()
+      return Commit(received["round"], self.stopping, received["seconds"])
+    elif kind == "regather":  # this member has received the state at the last moment
+      self._connected, self._holds = False, True
+      self.membership.send("ready", newest=self.completed(), holds=True)
+    elif kind == "lead":
+      self.set_primary(int(received["leader"]))
+      self.membership.send("restored", epoch=received["epoch"], step=self.completed())
+    elif kind == "end":
+      self.ended = int(received["code"])
+      raise RunEnded(self.ended, received.get("reason", ""))
+    return None
+
+  def _change_world(self, received: Message) -> None:
+    before = frozenset(self.members)
+    self.epoch = int(received["epoch"])
+    self.members = tuple(sorted(int(member) for member in received["members"]))
+    now = time.time()
+    lost = {int(member): (why, max(0.0, now - at)) for member, (why, at) in received["lost"].items()}
+    holds = received["kind"] == "hold"
+    if not holds:
+      self.addresses = self.of_this_lane(received)
+      self.dealt = {int(member): from_ranges(ranges) for member, ranges in received["ranges"].items()}
+      self.fresh, self.source = tuple(received["fresh"]), int(received["source"])
+    self._connected, self._holds = False, holds
+    self.set_primary(int(received["primary"]))  # first: the primary records the change
+    joined = tuple(sorted(frozenset(self.members) - before)) if before else ()
+    self.on_change(Change(self.epoch, lost, joined, self.members, len(before) or len(self.members), holds))
+
+  def of_this_lane(self, received: Message) -> dict[int, str]:
+    """{member: where the process of this lane listens} of a message with `members`."""
+    return {int(member): lanes[self.lane] for member, lanes in received["members"].items()}
+
+  def set_primary(self, primary: int) -> None:
+    """This member writes the run's records and persistent checkpoints from now on."""
+    self.primary = primary
+    self._announce_role()
+
+  def _announce_role(self) -> None:
+    if self.is_primary != self._role:
+      self._role = self.is_primary
+      for callback in self.on_role:
+        callback(self._role)
+
+  def read_waiting(self) -> None:
+    """Handles the messages that have arrived. They cannot be commits: every commit is waited for."""
+    while (received := self.membership.next(timeout=0)) is not None:
+      self._handle_change(received)
+
+  def _handle_change(self, received: Message | None) -> None:
+    """Handles a message that cannot be a commit: this member has not reported its sums."""
+    assert received is not None
+    committed = self.handle(received)
+    assert committed is None, f"{committed} without the sums of member {self.member}"
+
+  def connect(self, send_state: Callable[[int], None], receive_state: Callable[[int], None]) -> None:
+    """Makes the exchange ready for this epoch: waits while the run holds, connects, serves members without a state.
+
+    send_state(member): sends this member's state. receive_state(member): takes the state that this member has already;
+    it is sent again if members were lost before the supervisor knew that it had arrived. Returns at once if the epoch
+    is connected already. Raises RunEnded and SupervisorLost.
+    """
+    self.read_waiting()
+    while not self._connected:
+      if self._holds:
+        self._handle_change(self.membership.next())
+        continue
+      try:
+        self.exchange.connect(self.epoch, self.addresses)
+        if self.source == self.member:
+          for other in self.fresh:
+            send_state(other)
+        elif self.is_fresh:
+          receive_state(self.source)
+          self.membership.send("joined", epoch=self.epoch)
+        self._connected = True
+      except PeerLost as error:
+        self.exchange_failed(error)
+    self.read_waiting()
+
+  def connected(self) -> None:
+    """The exchange is connected for this epoch, and this member has the state: it joined in this epoch."""
+    self._connected = True
+
+  def commit(self, round_name: str) -> Commit:
+    """Tells the supervisor that this member has the sums of the round, and returns the commit.
+
+    Raises MembershipChanged if the round must be exchanged again, RunEnded and SupervisorLost.
+    """
+    self.membership.send("done", epoch=self.epoch, round=round_name)
+    epoch = self.epoch
+    while True:
+      received = self.membership.next()
+      assert received is not None
+      committed = self.handle(received)
+      if committed is not None:
+        assert committed.round == round_name, f"{committed.round} was committed, not {round_name}"
+        return committed
+      if self.epoch != epoch:
+        raise MembershipChanged
+
+  def report(self, error: PeerLost, epoch: int) -> None:
+    """Tells the supervisor which connections of the epoch have failed, unless the exchange was only interrupted."""
+    if error.members:
+      kind = "unreachable" if isinstance(error, Unreachable) else "broken"
+      self.membership.send(kind, epoch=epoch, members=list(error.members))
+
+  def exchange_failed(self, error: PeerLost) -> None:
+    """The exchange cannot go on in this epoch: waits for the next one."""
+    self.report(error, self.epoch)
+    epoch = self.epoch
+    while self.epoch == epoch:
+      self._handle_change(self.membership.next())
+
+  # ---- the ends of an attempt ----
+
+  def await_turn(self, seconds: float) -> None:
+    """After the loss of the supervisor: returns when this member is the one that saves the state.
+
+    The primary saves first. The next member begins when the connection of the one before it is closed, because it has
+    saved and ended, or has died; or after `seconds`.
+    """
+    for member in sorted(self.members, key=lambda member: (member != self.primary, member)):
+      if member == self.member:
+        break
+      self.exchange.wait_closed(member, seconds)
+    self.set_primary(self.member)
+
+  def give_up(self) -> None:
+    """The run goes on without this member, which did not leave: it is not the primary any more."""
+    self.left = True
+    self._announce_role()
+
+  def wait_for_end(self) -> bool:
+    """For a member that has done its last step and is not the primary: whether it has become the primary.
+
+    False: the primary has done everything that was left, and the run is over.
+    """
+    while not self.saves_in_storage:
+      try:
+        self._handle_change(self.membership.next())
+      except RunEnded:
+        return False
+    return True
+
+  def wait_for_code(self, seconds: float) -> int | None:
+    """The exit code with which the run ends within `seconds`; None if it goes on, or the supervisor is lost."""
+    deadline = time.monotonic() + seconds
+    try:
+      while (received := self.membership.next(timeout=max(0.01, deadline - time.monotonic()))) is not None:
+        if received["kind"] == "end":
+          return int(received["code"])
+    except SupervisorLost:
+      pass
+    return None
+
+  def finished(self, code: int) -> None:
+    """This process exits with `code`, as the others would. Returns when the supervisor has ended the run for it."""
+    self.membership.send("finished", code=code)
+    try:
+      while self.ended is None:
+        received = self.membership.next(timeout=_END_SECONDS)
+        if received is None:
+          return
+        if received["kind"] == "end":
+          self.ended = int(received["code"])
+    except SupervisorLost:
+      pass  # there is nobody left to tell

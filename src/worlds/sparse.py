@@ -1,0 +1,30 @@
+"""A log for what strangers can cause."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+_MOST_LINES, _PERIOD_SECONDS = 10, 60.0
+
+
+class Sparse:
+  """Passes on at most 10 lines a minute, and the number of those that it leaves out."""
+
+  def __init__(self, log: Callable[[str], None]) -> None:
+    self._log, self._lock = log, threading.Lock()
+    self._since, self._lines = time.monotonic(), 0
+
+  def __call__(self, line: str) -> None:
+    with self._lock:
+      now, omitted = time.monotonic(), self._lines - _MOST_LINES
+      if now - self._since > _PERIOD_SECONDS:
+        self._since, self._lines = now, 0
+        if omitted > 0:
+          self._log(f"{omitted} more lines like the next one were left out.")
+      self._lines += 1
+      if self._lines == _MOST_LINES:
+        line += " More lines like this one are left out for a minute."
+      if self._lines <= _MOST_LINES:
+        self._log(line)

@@ -1,0 +1,216 @@
+"""Supervises one run: decides about its members with a coordinator, and restarts those that are lost."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from worlds import addresses, lines
+from worlds.interruptions import INTERRUPTED, handled
+from worlds.membership.messages import Message
+from worlds.membership.rules import RunRules
+from worlds.membership.server import Server
+from worlds.membership.wire import Channel
+from worlds.place import Place
+from worlds.remote import RemoteWorkers
+from worlds.workers import Program, Workers
+
+FAILED, BAD_INPUT = 1, 2
+_END_SECONDS = 30.0  # from the end of the run to the end of the last process
+_INTERRUPT_SECONDS = 5.0
+_LEAST_CONNECT_SECONDS = 60.0  # that every process has to import and connect
+_MOST_SLICES = 1024  # of one agent
+_AGENT_SECONDS = 2.0  # that an agent may need to end after its processes
+MOST_FAILURES = 2  # lives of one member in a row that fail without a new step
+# Exit codes of a process that has failed by itself. Other signals come from outside: they say nothing about it.
+_CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+_FAILURES = {FAILED, *(-number for number in _CRASHES)}
+
+
+def log(line: str) -> None:
+  """Prints a line of the supervisor."""
+  lines.tell(f"supervisor: {line}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+  """Where the supervisor of a run on several hosts listens."""
+
+  listener: socket.socket
+  host: str  # the address of this host for the other hosts
+  token: bytes
+
+
+class Supervisor:
+  """One run: its supervisor, the workers of this host, and those of the agents that join."""
+
+  def __init__(
+    self,
+    program: Program,
+    argv: Sequence[str],
+    rules: RunRules,
+    *,
+    local: int,
+    lanes: int,
+    grace: float,
+    where: Where | None = None,
+  ) -> None:
+    """argv: of the program, on all hosts. local: slices of this host, spares included. lanes: processes per slice.
+    grace: seconds that a member may need to save its state and end. where: on which address agents and members of other
+    hosts are expected; None: this host has all slices."""
+    self._argv, self._lanes, self._grace = list(argv), lanes, grace
+    self._connect_seconds = max(rules.timeout, _LEAST_CONNECT_SECONDS)
+    self._interrupted, self._failed = threading.Event(), threading.Event()
+    self._coordinator = rules.coordinator(secrets.token_hex(6))
+    token = where.token if where else secrets.token_bytes(32)
+    self._server = Server(
+      self._coordinator,
+      token,
+      listener=where.listener if where else None,
+      kill=self._kill,
+      fault=self._fault,
+      agent=self._serve_agent if where else None,
+      log=self._note,
+    )
+    self._address = addresses.join(where.host, where.listener.getsockname()[1]) if where else self._server.address
+    place = Place((self._address,), token, 0, lanes=lanes, host=where.host if where else "")
+    self._workers = Workers(program, argv, place, range(local), ended=self._ended, log=log)
+    self._remote: list[RemoteWorkers] = []
+    self._lock = threading.Lock()  # of self._remote
+    self._progress: dict[int, str] = {}  # by member: the last committed round when it ended last
+    self._failures: dict[int, int] = {}
+    self._missing: dict[int, float] = {}  # members without all connections: when that was first seen, by the clock
+
+  def run(self) -> int:
+    """Starts the members and supervises them to the end of the run. Returns the exit code of the run."""
+    with handled(self._signalled, self._failed.set), contextlib.closing(self):
+      log(f"Process {os.getpid()} supervises the run, at {self._address}. SIGTERM to it saves and ends the run.")
+      self._workers.start()
+      while not self._server.over.wait(0.2) and not self._interrupted.is_set() and not self._failed.is_set():
+        self._end_missing()
+      if self._failed.is_set():
+        self._server.close()  # as if this process had died: the members save the state and end
+        self._end(FAILED, 0, self._grace + _END_SECONDS)
+        return FAILED
+      if self._interrupted.is_set():
+        log("Interrupted: all processes end without a save. SIGTERM instead of Ctrl-C saves first.")
+        self._end(INTERRUPTED, signal.SIGINT, _INTERRUPT_SECONDS)
+        return INTERRUPTED
+      for member in self._workers.members - self._server.connected:
+        self._workers.kill(member)  # it is just starting
+      assert self._coordinator.code is not None
+      self._end(self._coordinator.code, 0, _END_SECONDS)  # the members end by themselves
+      return self._coordinator.code
+
+  def close(self) -> None:
+    """Kills what is left of the members on this host, and ends all connections."""
+    self._workers.close(signal.SIGKILL, 0.0)
+    self._server.close()
+
+  def _end(self, code: int, number: int, seconds: float) -> None:
+    """Sends the signal to all processes of the run, and ends those that are left after `seconds`."""
+    deadline = time.monotonic() + seconds + _AGENT_SECONDS
+    for host in self._agents():
+      host.close(number, seconds, code)
+    self._workers.close(number, seconds)
+    while self._agents() and time.monotonic() < deadline:
+      time.sleep(0.05)
+
+  # ---- agents
+
+  def _agents(self) -> list[RemoteWorkers]:
+    with self._lock:
+      return list(self._remote)
+
+  def _serve_agent(self, channel: Channel, first: Message) -> None:
+    """The connection of an agent, from its first message to its end. Raises ValueError and WireError."""
+    if first["kind"] != "agent" or not 1 <= first["slices"] <= _MOST_SLICES:
+      raise ValueError(f"sent {first}")
+    connected = self._server.connected  # before the lock: the server calls this object with its own
+    with self._lock:
+      taken = self._workers.members.union(connected, *(host.members for host in self._remote))
+      free = (member for member in itertools.count() if member not in taken)
+      host = RemoteWorkers(channel, frozenset(itertools.islice(free, first["slices"])), first["host"])
+      self._remote.append(host)
+    members = ", ".join(map(str, sorted(host.members)))
+    try:
+      if self._coordinator.code is not None:
+        host.close(0, 0.0, self._coordinator.code)
+        return
+      log(f"The agent at {host.host} starts the members {members}.")
+      host.send("work", argv=self._argv, members=sorted(host.members), lanes=self._lanes, grace=self._grace)
+      host.serve(self._ended)
+      if self._coordinator.code is None:
+        log(f"The agent at {host.host} is gone. Its members {members} leave, and start again when it returns.")
+    finally:
+      with self._lock:
+        self._remote.remove(host)
+
+  def _hosts(self) -> list[Workers | RemoteWorkers]:
+    """Those who start and kill members."""
+    return [self._workers, *self._agents()]
+
+  def _host(self, member: int) -> Workers | RemoteWorkers | None:
+    """Who starts and kills the member; None: its agent is gone."""
+    return next((host for host in self._hosts() if member in host.members), None)
+
+  # ---- members
+
+  def _end_missing(self) -> None:
+    """Ends every member that has a process without a connection for too long. Such a process gives no signs of life."""
+    now, connected = self._coordinator.clock(), self._server.processes
+    hosts = {member: host for host in self._hosts() for member in host.members}
+    missing = {m for m in hosts if any((m, lane) not in connected for lane in range(self._lanes))}
+    self._missing = {member: self._missing.get(member, now) for member in missing}
+    for member, since in list(self._missing.items()):
+      if now - since > self._connect_seconds:
+        hosts[member].kill(member)
+        log(f"Member {member} has not connected in {self._connect_seconds:g} s: its processes are ended.")
+        del self._missing[member]  # the time of its next start begins
+
+  def _ended(self, member: int, code: int) -> None:
+    """A member has ended: it is lost to the run, and starts again unless that makes no sense."""
+    reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    progress = self._progress.get(member) != self._coordinator.committed
+    self._progress[member] = self._coordinator.committed
+    self._server.lost(member, reason)
+    if self._coordinator.phase == "over" or self._coordinator.stopping or self._interrupted.is_set():
+      return
+    before = 0 if progress else self._failures.get(member, 0)
+    self._failures[member] = before + 1 if code in _FAILURES else 0
+    if code == BAD_INPUT and not self._coordinator.committed:
+      self._server.end(BAD_INPUT, "")
+    elif self._failures[member] >= MOST_FAILURES:
+      self._server.end(FAILED, f"Member {member} has failed {MOST_FAILURES} times without a new step.")
+    elif host := self._host(member):
+      log(f"Member {member} {reason}.")
+      host.restart(member, progress=progress)
+
+  def _note(self, line: str) -> None:
+    """A decision of the coordinator. After Ctrl-C it decides about members that end as intended."""
+    if not self._interrupted.is_set():
+      log(line)
+
+  def _kill(self, member: int, reason: str) -> None:
+    if host := self._host(member):
+      host.kill(member)
+
+  def _fault(self, action: str, member: int, seconds: float | None) -> None:
+    if host := self._host(member):
+      host.fault(action, member, seconds)
+
+  def _signalled(self, number: int, frame: FrameType | None) -> None:
+    # Not in the handler: it may have interrupted a thread that holds a lock of the server.
+    if number == signal.SIGINT:
+      self._interrupted.set()
+    else:
+      threading.Thread(target=self._server.stop, name="stop", daemon=True).start()

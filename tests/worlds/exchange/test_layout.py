@@ -1,0 +1,132 @@
+"""Flat buffers of sharded pytrees, and back."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.support.exchange_members import members, same_bits
+
+from worlds.exchange import FlatLayout, HostCopy, Part, reduction
+
+
+def mesh(first=0):
+  return Mesh(np.array(jax.devices()[first : first + 4]).reshape(2, 2), ("fsdp", "tensor"))
+
+
+def tree(seed=0, first=0):
+  """Arrays on 4 devices: sharded over both axes, over one, replicated, empty, scalars."""
+  random = np.random.default_rng(seed)
+
+  def array(shape, *spec):
+    values = random.standard_normal(shape).astype(np.float32)
+    return jax.device_put(values, NamedSharding(mesh(first), PartitionSpec(*spec)))
+
+  return {
+    "both": array((3, 8, 6), None, "fsdp", "tensor"),
+    "aligned": array((4, 32), None, "tensor"),
+    "one": array((6, 5), "tensor"),
+    "all_in_one_dim": array((8,), ("fsdp", "tensor")),
+    "replicated": array((7,)),
+    "empty": array((0, 4), None, "fsdp"),
+    "loss": array(()),
+    "scalars": (array((1,)), array(())),
+  }
+
+
+SIZE = 3 * 8 * 6 + 4 * 32 + 6 * 5 + 8 + 7 + 1 + 1 + 1
+
+
+def assert_equal(a, b):
+  def check(x, y):
+    assert x.sharding == y.sharding and x.dtype == y.dtype
+    assert same_bits(np.asarray(x), np.asarray(y))
+    for mine, other in zip(x.addressable_shards, y.addressable_shards, strict=True):
+      assert mine.device == other.device and same_bits(np.asarray(mine.data), np.asarray(other.data))
+
+  jax.tree.map(check, a, b)
+
+
+def test_a_tree_comes_back_from_its_flat_buffer():
+  values = tree()
+  abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), values)
+  layout = FlatLayout(abstract)
+  assert layout.size == SIZE  # a replicated shard counts once
+  flat = layout.to_host([Part(values)]).read(0, SIZE).copy()
+  everything = np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(values)])
+  np.testing.assert_array_equal(np.sort(flat), np.sort(everything))
+  assert_equal(layout.to_device(flat), values)
+
+
+def test_slices_with_equal_meshes_have_equal_layouts():
+  values, other = tree(seed=1), tree(seed=1, first=4)
+  flat = FlatLayout(values).to_host([Part(values)]).read(0, SIZE).copy()
+  assert_equal(FlatLayout(other).to_device(flat), other)
+
+
+@pytest.mark.parametrize("bucket", [1, 5, 64, SIZE])
+def test_values_can_be_read_in_buckets_and_again(bucket):
+  values = tree()
+  copy = FlatLayout(values).to_host([Part(values)])
+  whole = FlatLayout(values).to_host([Part(values)]).read(0, SIZE)
+  for _ in range(2):
+    found = [copy.read(start, min(SIZE, start + bucket)) for start in range(0, SIZE, bucket)]
+    assert same_bits(np.concatenate(found), whole)
+
+
+def test_the_copy_holds_no_device_array_after_it_was_read():
+  values = tree()
+  copy = FlatLayout(values).to_host([Part(values)])
+  copy.read(0, 10)
+  assert isinstance(copy._parts[0], np.ndarray) and not isinstance(copy._parts[-1], np.ndarray)
+  copy.read(0, SIZE)
+  assert all(isinstance(part, np.ndarray) for part in copy._parts)
+
+
+def test_empty_trees_have_empty_buffers():
+  layout = FlatLayout({})
+  assert layout.size == 0 and layout.to_device(np.zeros(0, np.float32)) == {}
+  copy = layout.to_host([Part({})])
+  assert isinstance(copy, HostCopy) and copy.size == 0
+  with members(2) as those:
+    those.call(lambda exchange, member: exchange.reduce("s", {member: copy}, {0: [0], 1: [1]}, np.zeros(0, np.float32)))
+
+
+def test_other_types_and_other_shardings_are_refused():
+  with pytest.raises(AssertionError, match="sums are float32"):
+    FlatLayout({"x": jnp.zeros(3, jnp.bfloat16)})
+  values = tree()
+  with pytest.raises(AssertionError, match="not NamedSharding"):
+    FlatLayout(values).to_host([Part(values | {"both": jax.device_put(values["both"], values["loss"].sharding)})])
+
+
+def test_device_arrays_are_summed_over_members(monkeypatch):
+  """Two slices of 4 devices: sums of trees go through host copies and come back with the shardings of each slice."""
+  monkeypatch.setattr(reduction, "PART", 16)
+  own = [tree(seed=2), tree(seed=3, first=4)]
+  layouts = [FlatLayout(values) for values in own]
+
+  def reduce(exchange, member):
+    out = np.empty(SIZE, np.float32)
+    exchange.reduce("s", {member: layouts[member].to_host([Part(own[member])])}, {0: [0], 1: [1]}, out)
+    return layouts[member].to_device(out)
+
+  with members(2) as those:
+    totals = those.call(reduce)
+  expected = jax.tree.map(lambda x, y: np.asarray(x) + np.asarray(y), *own)
+  for total, values in zip(totals, own, strict=True):
+    assert_equal(total, jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), expected, values))
+
+
+def test_large_shards_use_the_memory_of_the_flat_buffer():
+  """The rule for the caller in `to_device` has a reason, and the copy is really saved."""
+  values = tree()
+  layout = FlatLayout(values)
+  flat = layout.empty()
+  flat[:] = layout.to_host([Part(values)]).read(0, SIZE)
+  back = layout.to_device(flat)
+  assert_equal(back, values)
+  shard = back["aligned"].addressable_shards[0].data
+  assert shard.unsafe_buffer_pointer() == flat.ctypes.data

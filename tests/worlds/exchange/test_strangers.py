@@ -1,0 +1,175 @@
+"""Connections without the job's token: closed after a short time, logged, and without effect on the members."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+
+import pytest
+from tests.support.exchange_members import TOKEN, members, random_shares, same_bits, sum_in_order
+
+from worlds.exchange import Exchange, PeerLost, handshake, listener
+
+
+@pytest.fixture(autouse=True)
+def short_limit(monkeypatch):
+  monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 1.5)
+
+
+@contextlib.contextmanager
+def stranger(exchange):
+  """A connection that has received the challenge, and the challenge."""
+  host, port = exchange.address.split(":")
+  with socket.create_connection((host, int(port)), timeout=5) as sock:
+    yield sock, sock.recv(handshake.CHALLENGE_BYTES, socket.MSG_WAITALL)
+
+
+def is_closed(sock, seconds=10):
+  """Whether the other side closes the connection, after at most `seconds`, without another byte."""
+  sock.settimeout(seconds)
+  try:
+    return sock.recv(1) == b""
+  except ConnectionResetError:
+    return True
+
+
+def wait_for(line, lines, seconds=5):
+  deadline = time.monotonic() + seconds
+  while not any(line in text for text in lines):
+    assert time.monotonic() < deadline, f"{line!r} is not among {lines}"
+    time.sleep(0.01)
+
+
+def check_members(those):
+  """The members can still connect and reduce, at once."""
+  shares = random_shares(2, 100)
+  start = time.monotonic()
+  those.connect()
+  assert all(same_bits(result, sum_in_order(shares)) for result in those.reduce(shares, {0: [0], 1: [1]}))
+  assert time.monotonic() - start < 1.2  # less than the limit of a handshake
+
+
+def test_a_valid_answer_is_accepted_once_and_a_replay_is_not():
+  with members(2) as those:
+    call = handshake.Call(1, 1, 0)
+    with stranger(those.all[0]) as (sock, challenge):
+      answer, proof = handshake.make_answer(TOKEN, challenge, call)
+      sock.sendall(answer)
+      assert sock.recv(handshake.PROOF_BYTES, socket.MSG_WAITALL) == proof
+    with stranger(those.all[0]) as (sock, challenge):
+      sock.sendall(answer)
+      assert is_closed(sock)
+    wait_for("wrong token", those.refused)
+    check_members(those)
+
+
+@pytest.mark.parametrize(
+  "garbage", ["random bytes", "an HTTP request", "a wrong token", "an old epoch", "another member"]
+)
+def test_a_wrong_answer_is_refused_at_once(garbage):
+  with members(2) as those:
+    those.connect()
+    with stranger(those.all[0]) as (sock, challenge):
+      answers = {
+        "random bytes": os.urandom(handshake.ANSWER_BYTES),
+        "an HTTP request": b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: " + b"x" * 100 + b"\r\n\r\n",
+        "a wrong token": handshake.make_answer(b"another token...", challenge, handshake.Call(3, 1, 0))[0],
+        "an old epoch": handshake.make_answer(TOKEN, challenge, handshake.Call(1, 1, 0))[0],
+        "another member": handshake.make_answer(TOKEN, challenge, handshake.Call(3, 1, 5))[0],
+      }
+      sock.sendall(answers[garbage])
+      start = time.monotonic()
+      assert is_closed(sock)
+      assert time.monotonic() - start < 1.2
+    reasons = {"an old epoch": "epoch 1, which is over", "another member": "looks for member 5; this is member 0"}
+    wait_for(reasons.get(garbage, "wrong token"), those.refused)
+    check_members(those)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET"])
+def test_a_slow_stranger_is_closed_at_the_time_limit(sent):
+  with members(2) as those, stranger(those.all[0]) as (sock, _):
+    sock.sendall(sent)
+    check_members(those)  # the stranger is still there
+    assert those.refused == []
+    assert is_closed(sock)
+    wait_for("no valid handshake within 1.5 s", those.refused)
+
+
+def test_a_slow_trickle_does_not_extend_the_time_limit():
+  with members(2) as those, stranger(those.all[0]) as (sock, _):
+    start = time.monotonic()
+    with contextlib.suppress(OSError):
+      while time.monotonic() - start < 10:
+        sock.sendall(b"x")
+        time.sleep(0.05)
+    assert time.monotonic() - start < 4
+    wait_for("no valid handshake", those.refused)
+
+
+def test_a_stranger_that_leaves_is_logged():
+  with members(2) as those:
+    with stranger(those.all[0]):
+      pass
+    wait_for("closed before the handshake was complete", those.refused)
+
+
+def test_a_flood_of_silent_strangers_blocks_no_member():
+  with members(2) as those, contextlib.ExitStack() as stack:
+    for _ in range(listener.MOST_PENDING + 20):
+      stack.enter_context(stranger(those.all[0]))
+    check_members(those)
+    wait_for(f"more than {listener.MOST_PENDING} connections", those.refused)
+
+
+def test_a_member_with_another_token_is_refused():
+  with members(1) as those:
+    impostor = Exchange(1, b"another token...", those.refused.append)
+    try:
+      with pytest.raises(PeerLost, match="refused by the listener") as error:
+        impostor.connect(2, {0: those.all[0].address, 1: impostor.address})
+      assert error.value.members == (0,)
+    finally:
+      impostor.close()
+
+
+@pytest.mark.parametrize("behaviour", ["another protocol", "no token", "silence", "closes"])
+def test_a_listener_that_is_not_a_member_is_left(behaviour):
+  with socket.create_server(("127.0.0.1", 0)) as server, members(2, connect_seconds=0.3) as those:
+
+    def serve():
+      sock, _ = server.accept()
+      with sock:
+        if behaviour == "closes":
+          return
+        if behaviour != "silence":
+          sock.sendall(
+            handshake.make_challenge()[0] if behaviour == "no token" else b"HTTP/1.1 400 Bad Request\r\n\r\n"
+          )
+        if behaviour == "no token":
+          sock.recv(handshake.ANSWER_BYTES, socket.MSG_WAITALL)
+          sock.sendall(os.urandom(handshake.PROOF_BYTES))
+        time.sleep(0.5)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    port = server.getsockname()[1]
+    with pytest.raises(PeerLost) as error:
+      those.all[1].connect(2, {0: f"127.0.0.1:{port}", 1: those.all[1].address})
+    thread.join()
+    assert error.value.members == (0,)
+    reasons = {
+      "another protocol": "not a member",
+      "no token": "another token",
+      "silence": "time limit",
+      "closes": "refused by the listener",
+    }
+    assert reasons[behaviour] in str(error.value)
+
+
+def test_a_short_token_is_refused():
+  with pytest.raises(ValueError, match="A job token of 3 bytes is too short"):
+    Exchange(0, b"abc", print)

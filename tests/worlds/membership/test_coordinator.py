@@ -1,0 +1,218 @@
+"""The protocol of membership, in every order of events that a seed can produce."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from tests.worlds.membership.protocol_model import Model
+
+from worlds.membership import coordinator
+from worlds.membership.coordinator import Coordinator, Effects, Note, Send
+from worlds.membership.messages import deal, from_ranges, to_ranges
+
+STEPS = 7
+GATHERS = "A member is lost while the newest state is restored: waiting for all members."
+EVERY_ROUND = [name for n in range(1, STEPS + 1) for name in ([f"step {n}"] + [f"eval {n}"] * (n % 3 == 0))]
+
+
+def test_an_undisturbed_run_applies_every_round_once():
+  model = Model(0)
+  assert model.run(faults=0.0) == 0
+  assert model.applied == EVERY_ROUND
+
+
+@pytest.mark.parametrize("total, spares, minimum", [(3, 0, 1), (3, 1, 1), (4, 2, 2), (3, 0, 3), (1, 0, 1), (2, 1, 2)])
+def test_no_order_of_faults_loses_or_repeats_a_round(total, spares, minimum):
+  kills = leaves = 0
+  for seed in range(150):
+    model = Model(seed, total=total, spares=spares, minimum=minimum)
+    code = model.run(faults=(0.005, 0.02, 0.1)[seed % 3])
+    assert code == 0, (seed, code)
+    assert model.applied == EVERY_ROUND, (seed, model.applied)
+    kills += model.kills
+    leaves += model.leaves
+  assert kills > 100 and leaves > 50, "the faults did not happen"
+
+
+def test_a_stop_ends_at_one_step_with_the_state_saved():
+  for seed in range(100):
+    model = Model(seed, steps=10**6)
+    for _ in range(300 + seed):
+      model.event(0.01)
+    model.carry_out(model.coordinator.stop())
+    assert model.run(faults=0.01, most_faults=20) == 42, seed
+    # Nothing that any member has applied is missing in the checkpoint.
+    assert model.checkpoint == model.applied, seed
+
+
+def test_shares_are_dealt_evenly():
+  assert deal(5, [7, 2]) == {2: [0, 1, 2], 7: [3, 4]}
+  assert deal(2, [0, 1, 2]) == {0: [0], 1: [1], 2: []}
+
+
+def test_a_member_keeps_the_shares_that_it_has_computed():
+  before = deal(6, [0, 1, 2])
+  assert deal(6, [1, 2], before) == {1: [0, 2, 3], 2: [1, 4, 5]}
+  assert deal(6, [0, 1, 2], {1: [0, 2, 3], 2: [1, 4, 5]}) == {0: [3, 5], 1: [0, 2], 2: [1, 4]}
+  assert deal(4, [1, 2, 3], {0: [0, 1], 1: [2, 3]}) == {1: [2, 3], 2: [0], 3: [1]}
+
+
+@pytest.mark.parametrize("shares, members", [(1, 1), (3, 2), (7, 3), (8, 8), (5, 4)])
+def test_every_share_is_dealt_once_after_any_change(shares, members):
+  before: dict[int, list[int]] = {}
+  for count in (members, 1, members, max(1, members - 1)):
+    before = deal(shares, list(range(count)), before)
+    assert sorted(share for own in before.values() for share in own) == list(range(shares))
+    sizes = [len(own) for own in before.values()]
+    assert max(sizes) - min(sizes) <= 1
+
+
+class Start:
+  """A run of three members that starts after the loss of all. Every member can compute."""
+
+  def __init__(self, newest: dict[int, int], *, minimum: int = 1, expected: int | None = None) -> None:
+    """newest: {member: the newest step that it can restore by itself}."""
+    self.now = 0.0
+    self.run = Coordinator(3, minimum, clock=lambda: self.now, expected=expected)
+    for member in newest:
+      self.run.hello(member, 0, 1, f"address-{member}")
+    self.sent: Effects = []
+    for member, step in newest.items():
+      self.sent = self.ready(member, step)
+
+  def ready(self, member: int, newest: int, holds: bool = False) -> Effects:
+    self.run.hello(member, 0, 1, f"address-{member}")
+    return self.run.ready(member, 0, newest, holds)
+
+  def wait(self, seconds: float) -> Effects:
+    """What the supervisor decides in this time. All members live."""
+    effects: Effects = []
+    for _ in range(round(10 * seconds)):
+      self.now += 0.1
+      for member in self.run._members:
+        self.run.pulse.beat(member, 0)
+      effects += self.run.tick()
+    return effects
+
+
+def lead(effects: Effects) -> tuple[int, list[int]]:
+  """(the leader, who is asked to lead or to help) if effects ask for that."""
+  asked = {e.member: e.message for e in effects if isinstance(e, Send) and e.message["kind"] == "lead"}
+  (message, *others) = asked.values()
+  assert all(other == message for other in others) and set(message["members"]) == {str(member) for member in asked}
+  return message["leader"], sorted(asked)
+
+
+def test_the_member_with_the_newest_backup_leads_and_all_others_help_it():
+  start = Start({0: 10, 1: 20, 2: 0})
+  assert lead(start.sent) == (1, [0, 1, 2])
+  assert start.run.primary == 1  # so that the log has what it restores
+  assert start.run.restored(0, 0, start.run.epoch, 10) == []  # it was not asked
+  assert start.run.restored(1, 0, start.run.epoch - 1, 20) == []  # an earlier answer
+  worlds = start.run.restored(1, 0, start.run.epoch, 25)
+  assert [e.message["kind"] for e in worlds] == ["world"] * 3
+  assert worlds[0].message["source"] == 1 and worlds[0].message["fresh"] == [0, 2]
+
+
+def test_a_member_that_holds_the_state_needs_no_help():
+  start = Start({0: 30, 1: 20})
+  assert lead(start.ready(2, 25, holds=True)) == (2, [2])
+
+
+def test_a_leader_that_is_lost_is_waited_for_because_it_may_have_parts_that_no_other_one_has():
+  start = Start({0: 10, 1: 20, 2: 0})
+  assert start.run.lost(1, "killed") == [Note(GATHERS)] and start.run.phase == "gathering"
+  assert start.wait(9) == []
+  (told,) = start.wait(60)  # people are told once of a long wait
+  assert told == Note("Ready members: 2 of 3. The run waits for the others; after 300 s in all, it starts with 1.")
+  assert lead(start.ready(1, 20)) == (1, [0, 1, 2])
+
+
+def test_the_loss_of_a_helper_matters_only_if_the_leader_says_so():
+  start = Start({0: 10, 1: 20, 2: 0})
+  assert start.run.lost(0, "killed") == []
+  assert start.wait(5) == [] and start.run.phase == "leading"
+  assert start.run.broken(1, start.run.epoch) == []
+  assert start.wait(2) == [Note(GATHERS)]
+  assert start.run.restored(1, 0, start.run.epoch, 20) == []  # it comes too late: it lacks the parts of member 0
+  assert lead(start.ready(0, 10)) == (1, [0, 1, 2])
+
+
+def test_a_helper_that_lives_and_cannot_be_reached_is_left_out():
+  start = Start({0: 10, 1: 20, 2: 0})
+  start.run.broken(1, start.run.epoch, [2])
+  assert lead(start.wait(2)) == (1, [0, 1])
+
+
+def test_a_start_that_fails_again_and_again_needs_neither_help_nor_all_members():
+  start = Start({0: 10, 1: 20, 2: 0})
+  for _ in range(3):
+    start.run.broken(1, start.run.epoch)
+    assert lead(start.wait(2)) == (1, [0, 1, 2])
+  start.run.lost(0, "killed")
+  start.run.broken(1, start.run.epoch)
+  assert lead(start.wait(2)) == (1, [1])
+  assert {e.member for e in start.run.restored(1, 0, start.run.epoch, 20)} == {1, 2}
+
+
+@pytest.mark.parametrize("minimum, code", [(1, None), (3, 1)])
+def test_the_wait_for_a_lost_leader_has_a_limit(minimum, code):
+  start = Start({0: 10, 1: 20, 2: 0}, minimum=minimum)
+  start.run.lost(1, "killed")
+  sent = start.wait(301)
+  assert start.run.code == code
+  if code is None:
+    assert lead(sent) == (0, [0, 2])
+
+
+def test_a_start_that_expects_fewer_members_than_the_run_needs_waits_for_these():
+  """As under torchrun with one worker and elastic_min_slice_count=-1."""
+  start = Start({0: 0}, minimum=3, expected=1)
+  assert start.sent == [] and start.run.phase == "gathering"
+  (told,) = start.wait(60)
+  assert told == Note("Ready members: 1 of 3. The run waits for the others; after 300 s in all, it ends with an error.")
+  start.ready(1, 0)
+  assert lead(start.ready(2, 0)) == (0, [0, 1, 2])
+
+
+def test_members_that_received_the_state_at_the_last_moment_go_on_with_it():
+  """Members 1 and 2 have received the state of step 7. The source is lost before the supervisor knows."""
+  start = Start({0: 0, 1: 0, 2: 0})
+  start.run.restored(0, 0, start.run.epoch, 7)
+  assert [e.message["kind"] for e in start.run.lost(0, "killed") if isinstance(e, Send)] == ["regather"] * 2
+  start.ready(0, 9)  # of an older history: this step was not done again
+  start.ready(1, 7, holds=True)
+  assert lead(start.ready(2, 7, holds=True)) == (1, [1])
+  (world, *_) = start.run.restored(1, 0, start.run.epoch, 7)
+  assert world.message["fresh"] == [0]
+
+
+@pytest.mark.parametrize("shares", [1, 10, 1000])
+def test_ranges_are_the_shares(shares):
+  chance = random.Random(shares)
+  for _ in range(20):
+    chosen = sorted(chance.sample(range(shares), chance.randrange(shares + 1)))
+    ranges = to_ranges(chosen)
+    assert list(from_ranges(ranges)) == chosen
+    assert all(end < first for (_, end), (first, _) in itertools.pairwise(ranges))
+
+
+def test_a_hundred_losses_do_not_divide_the_shares_without_end(monkeypatch):
+  monkeypatch.setattr(coordinator, "_MOST_RANGES", 200)
+  run = Coordinator(16, 1, clock=lambda: 0.0, shares=1000)
+  chance, counts = random.Random(0), []
+  for member in range(16):
+    run.hello(member, 0, 1, "address")
+  run.active = set(range(16))
+  for _ in range(100):
+    absent = sorted(set(range(16)) - run.active)
+    lose = not absent or (len(absent) < 8 and chance.random() < 0.5)
+    run.active ^= {chance.choice(sorted(run.active) if lose else absent)}
+    run.live = set(run.active)
+    (world, *_) = (effect.message for effect in run._world() if isinstance(effect, Send))
+    counts.append(sum(map(len, world["ranges"].values())))
+    dealt = sorted(share for ranges in world["ranges"].values() for share in from_ranges(ranges))
+    assert dealt == list(range(1000))
+  assert 100 < max(counts) <= 200 and counts.count(len(run.active)) < 10

@@ -108,11 +108,11 @@ hardware=cpu skip_jax_distributed_system=true monitor_goodput=true use_truncatio
 ici_expert_parallelism=2 dataset_name=c4/en hf_path=allenai/c4 hf_access_token=x grain_worker_count=4
 cosine_learning_rate_final_fraction=0.1 decoder_block=llama2 enable_multi_tier_checkpointing=true
 multi_tier_checkpointing_backup_interval_minutes=30 metrics_file=m.txt compiled_trainstep_file=x
-logits_dot_in_fp32=true sa_block_q=512 num_experts=8 ici_sequence_parallelism=2 save_checkpoint_on_completion=true
+logits_dot_in_fp32=true sa_block_q=512 capacity_factor=1 ici_sequence_parallelism=2 save_checkpoint_on_completion=true
 adamw_mask=x skip_step_on_spikes=true use_vertex_tensorboard=true checkpoint_storage_use_zarr3=true rope_use_scale=true
 grain_use_elastic_iterator=true collect_stack_trace=true enable_dropout=false use_qwix_quantization=true
 mesh_axes=['data'] logical_axis_rules=[] trainable_parameters_mask=[] enable_jax_profiler=true qkv_proj=device
-mlpwi=device kv_proj=remat attention_out=device emb_dim=4 base_moe_mlp_dim=3 engram_layers=[] use_mrope=true
+mlpwi=device kv_proj=remat attention_out=device emb_dim=4 megablox=true engram_layers=[] use_mrope=true
 num_channels_for_vit=3 distill_alpha=1 inference_server=x num_pipeline_microbatches=4
 wi_tile_fwd_mlp_dim=1 ici_context_usp_ulysses_parallelism=2 eval_start_step=2 shardy=true enable_nnx=true
 """

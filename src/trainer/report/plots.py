@@ -137,7 +137,7 @@ def over_time(run: Run, goodput: dict[str, Any], size: Size = WIDE) -> Figure:
   axes[1].plot(scale.at(xs), speeds, color=BLUE, linewidth=1.4, label="tokens/s")
   axes[0].set_xlim(0, 1.01 * scale.end)
   axes[1].set_ylabel("tokens/s")
-  axes[1].set_ylim(0, 1.08 * max(speeds[np.isfinite(speeds)], default=1.0))
+  axes[1].set_ylim(0, 1.08 * max(speeds[np.isfinite(speeds)], default=0.0) or 1.0)
   axes[1].grid(axis="y")
   axes[1].yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
   if slices:

@@ -10,7 +10,7 @@ import jax
 from trainer.checkpoint import disk_space
 from trainer.cluster import Cluster
 from trainer.config import counts
-from trainer.config.schema import Config
+from trainer.config.schema import Config, ModelSection
 from trainer.data import describe
 from trainer.observe import environment
 from trainer.observe.events import EventLog
@@ -38,19 +38,16 @@ def announce(
   model, length = config.model, config.data.max_target_length
   parameters = counts.parameter_count(model)
   source = data.train.describe(config.run.steps)
-  active = f"{counts.active_parameter_count(model):,} of them active in a token"
-  choice = f"{model.num_experts_per_tok} of {model.num_experts} experts"
-  experts = f"{active} ({choice}), " if model.num_experts > 1 else ""
   mesh = ", ".join(f"{axis}={size}" for axis, size in full.mesh.shape.items() if size > 1) or "one device"
   lines = [
     f"Run {config.run_directory}: {config.run.steps} steps of {data.global_batch_size} x {length} tokens",
-    f"Model {model.model_name}: {parameters:,} parameters, {experts}{model.num_decoder_layers} layers, "
+    f"Model {model.model_name}: {parameters:,} parameters, {model.num_decoder_layers} layers, "
     f"remat_policy={model.remat_policy}, {model.dtype}",
     f"Devices: {cluster.num_slices} slice{'s' * (cluster.num_slices > 1)} of {cluster.devices_per_slice} "
     f"{device.device_kind} ({cluster.kind}), "
     f"mesh {mesh}, jax {jax.__version__}",
     f"Attention: {full.attention.name} ({full.attention.reason})",
-    *([f"Experts: {full.grouped_matmul.name} ({full.grouped_matmul.reason})"] if experts else []),
+    *_experts(model, full),
     describe.line(source),
     *describe.documents(source),
     *_losses_to_beat(data, model.vocab_size),
@@ -59,8 +56,7 @@ def announce(
     log.line(line)
   if warning := describe.vocabulary_warning(source, model.vocab_size):
     log.warning(warning)
-  copied, in_storage = cluster.copied(cluster.view(cluster.slices)), cluster.coordination.saves_in_storage()
-  for shortage in disk_space.warnings(config, full.state, in_storage=in_storage, copied=copied):
+  for shortage in _shortages(config, cluster, full):
     log.warning(shortage)
   if config.run.log_config:
     _print_config(config, log)
@@ -85,6 +81,23 @@ def announce(
     chip_hour_price=config.observe.chip_hour_price,
     **environment.describe(),
   )
+
+
+def _shortages(config: Config, cluster: Cluster, full: Program) -> list[str]:
+  """Returns a warning for each place that lacks space for what the run saves there."""
+  copied, in_storage = cluster.copied(cluster.view(cluster.slices)), cluster.coordination.saves_in_storage()
+  return [*disk_space.warnings(config, full.state, in_storage=in_storage, copied=copied)]
+
+
+def _experts(model: ModelSection, full: Program) -> list[str]:
+  """Returns a line about the experts; [] for a dense model."""
+  if model.num_experts == 1:
+    return []
+  return [
+    f"Experts: {model.num_experts_per_tok} of {model.num_experts} in a token, with "
+    f"{counts.active_parameter_count(model):,} active parameters; {full.grouped_matmul.name} "
+    f"({full.grouped_matmul.reason})"
+  ]
 
 
 def _losses_to_beat(data: RunData, vocab_size: int) -> list[str]:

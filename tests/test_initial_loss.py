@@ -27,6 +27,7 @@ SHRUNK = {
   "head_dim": 32,
   "dtype": "float32",
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "base_moe_mlp_dim": 64}
 # Wide with 256 tokens: the loss of a wrongly scaled tied head grows with the width. Narrow with the model's own
 # vocabulary, where only the size of the vocabulary matters and most of the time goes into random weights.
 WIDTH = {"own-vocabulary": 32, "bytes": 512}
@@ -41,6 +42,7 @@ CASES += [(name, "own-vocabulary") for name in ("llama2-7b", "llama3.2-1b", "qwe
 def test_the_loss_of_a_fresh_model_is_that_of_guessing(name, vocabulary):
   path = FOLDER / f"{name}.yml"
   values = yaml.safe_load(path.read_text()) | SHRUNK | {"base_emb_dim": WIDTH[vocabulary]}
+  values |= EXPERTS if "num_experts" in values else {}
   cfg = ModelSection(**values | ({"vocab_size": 256} if vocabulary == "bytes" else {}))
   assert abs(fresh_loss(cfg.model_dump_json()) - math.log(cfg.vocab_size)) < 0.1
 

@@ -36,6 +36,8 @@ MODELS = {
   "qwen3-8b": Published(8_190_735_360, 40960, 1e6, 1e-6, False),
   "qwen3-14b": Published(14_768_307_200, 40960, 1e6, 1e-6, False),
   "qwen3-32b": Published(32_762_123_264, 40960, 1e6, 1e-6, False),
+  "qwen3-30b-a3b": Published(30_532_122_624, 40960, 1e6, 1e-6, False),
+  "qwen3-235b-a22b": Published(235_093_634_560, 40960, 5e6, 1e-6, False),
   "llama2-7b": Published(6_738_415_616, 4096, 1e4, 1e-5, False),
   "llama3-8b": Published(8_030_261_248, 8192, 5e5, 1e-5, False),
   "llama3-70b": Published(70_553_706_496, 8192, 5e5, 1e-5, False),
@@ -62,7 +64,16 @@ def transformers_model(model: ModelSection) -> torch.nn.Module:
       "high_freq_factor": model.rope_high_freq_factor,
       "original_max_position_embeddings": model.rope_original_max_position_embeddings,
     }
-  family = "Qwen3" if model.use_qk_norm else "Llama"
+  experts = {}
+  if model.num_experts > 1:
+    experts = {
+      "num_experts": model.num_experts,
+      "num_experts_per_tok": model.num_experts_per_tok,
+      "moe_intermediate_size": model.moe_mlp_dim,
+      "decoder_sparse_step": model.decoder_sparse_step,
+      "mlp_only_layers": model.dense_layers,
+    }
+  family = "Qwen3Moe" if experts else "Qwen3" if model.use_qk_norm else "Llama"
   config_class, model_class = getattr(transformers, f"{family}Config"), getattr(transformers, f"{family}ForCausalLM")
   config = config_class(
     hidden_size=model.emb_dim,
@@ -78,6 +89,7 @@ def transformers_model(model: ModelSection) -> torch.nn.Module:
     initializer_range=model.initializer_range,
     rope_parameters=rope,
     attn_implementation="eager",
+    **experts,
   )
   with torch.device("meta"):
     return model_class(config)
@@ -98,12 +110,16 @@ def implied_shapes(model: ModelSection) -> dict[str, tuple[int, ...]]:
       "self_attn.k_proj.weight": (kv_heads, width),
       "self_attn.v_proj.weight": (kv_heads, width),
       "self_attn.o_proj.weight": (width, heads),
-      "mlp.gate_proj.weight": (model.mlp_dim, width),
-      "mlp.up_proj.weight": (model.mlp_dim, width),
-      "mlp.down_proj.weight": (width, model.mlp_dim),
       "input_layernorm.weight": (width,),
       "post_attention_layernorm.weight": (width,),
     }
+    if model.has_experts(index):
+      E, F = model.num_experts, model.moe_mlp_dim
+      layer |= {"mlp.gate.weight": (E, width), "mlp.experts.gate_up_proj": (E, 2 * F, width)}
+      layer |= {"mlp.experts.down_proj": (E, width, F)}
+    else:
+      layer |= {f"mlp.{part}_proj.weight": (model.mlp_dim, width) for part in ("gate", "up")}
+      layer |= {"mlp.down_proj.weight": (width, model.mlp_dim)}
     if model.use_qk_norm:
       layer |= {"self_attn.q_norm.weight": (model.head_dim,), "self_attn.k_norm.weight": (model.head_dim,)}
     shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}

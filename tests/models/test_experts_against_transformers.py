@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.models.test_against_transformers import TINY, random_weights, relative
+from tests.support.hf_folders import TINY, random_params
 
 from trainer.config.schema import ModelSection
 from trainer.kernels import projection
@@ -38,6 +38,10 @@ CASES = {
   },
 }
 T = 48
+
+
+def relative(ours: np.ndarray, theirs: np.ndarray) -> float:
+  return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
 def oracle(cfg: ModelSection):
@@ -110,7 +114,7 @@ def with_loads(params, load: np.ndarray):
 def test_logits_and_gradients(name):
   cfg = ModelSection(**{**MOE, **CASES[name]})
   model = DecoderFunctions(cfg, Kernels(dot_product, project=projection.choose("cpu", "")))
-  params = random_weights(model, cfg)
+  params = random_params(cfg)
   tokens = np.random.default_rng(0).integers(0, cfg.vocab_size, (2, T + 1))
   inputs, targets = tokens[:, :-1], tokens[:, 1:]
   positions = np.broadcast_to(np.arange(T), inputs.shape)

@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+from end_to_end.command import without_times
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ObserveSection
@@ -198,7 +199,7 @@ def test_write_leaves_a_file_and_a_line(tmp_path, capsys):
   result = goodput.compute(run)
   goodput.write(run, result, log.get(None))
   assert json.loads((tmp_path / "goodput.json").read_text()) == result
-  assert capsys.readouterr().out == "goodput: 75.00% of 0:01:23 (other 25.00%), steps lost: 0\n"
+  assert without_times(capsys.readouterr().out) == "goodput: 75.00% of 0:01:23 (other 25.00%), steps lost: 0\n"
 
 
 def test_a_directory_without_a_run_is_an_error(tmp_path):

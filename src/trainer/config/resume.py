@@ -17,7 +17,8 @@ CHANGES_STATE = frozenset({
 CHANGES_MODEL = frozenset({
   "normalization_layer_epsilon", "rope_max_timescale", "rope_type", "rope_scaling_factor", "rope_low_freq_factor",
   "rope_high_freq_factor", "rope_original_max_position_embeddings", "initializer_range", "init_weights_seed", "dtype",
-  "weight_dtype", "matmul_precision", "quantization", "mu_dtype", "num_experts_per_tok", "norm_topk_prob",
+  "num_experts_per_tok", "norm_topk_prob",
+  "weight_dtype", "matmul_precision", "quantization", "mu_dtype",
 })  # fmt: skip
 
 # The examples of each step.

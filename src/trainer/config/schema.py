@@ -131,9 +131,7 @@ class ModelSection(Section):
     description="Every so many layers one has experts: layers i with (i + 1) % decoder_sparse_step = 0. The others are dense. Not 1: needs scan_layers=false.",
   )
   mlp_only_layers: str = Field(
-    "",
-    pattern=r"^(\d+(, ?\d+)*)?$",
-    description="Layers without experts, counted from 0 and separated by commas. Needs scan_layers=false.",
+    "", description="Layers without experts, counted from 0 and separated by commas. Needs scan_layers=false."
   )
   load_balance_loss_weight: float = Field(
     0.001,
@@ -258,8 +256,9 @@ class ModelSection(Section):
 
   @property
   def dense_layers(self) -> list[int]:
-    """The layers of mlp_only_layers."""
-    return [int(layer) for layer in self.mlp_only_layers.split(",") if layer]
+    """The layers of mlp_only_layers: its numbers, each -1 if it is none."""
+    texts = [text.strip() for text in self.mlp_only_layers.split(",") if text.strip()]
+    return [int(text) if text.isascii() and text.isdigit() else -1 for text in texts]
 
   @property
   def num_decoder_layers(self) -> int:

@@ -38,6 +38,7 @@ _SIZES = (
   "logits_via_embedding normalization_layer_epsilon rope_max_timescale rope_type"
 ).split()
 _ROPE = ("rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_position_embeddings").split()
+_EXPERTS = "num_experts num_experts_per_tok moe_mlp_dim norm_topk_prob decoder_sparse_step dense_layers".split()
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Source:
   def check(self, cfg: ModelSection) -> None:
     """Raises ConfigError with all keys of `cfg` that do not fit these weights."""
     compared = _SIZES + (_ROPE if self.model.rope_type == cfg.rope_type == "llama3" else [])
+    compared += _EXPERTS if max(self.model.num_experts, cfg.num_experts) > 1 else []
     differ = [name for name in compared if getattr(cfg, name) != getattr(self.model, name)]
     if differ:
       table = "; ".join(f"{name}={getattr(cfg, name)}, there {getattr(self.model, name)}" for name in differ)

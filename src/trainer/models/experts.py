@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -154,15 +155,11 @@ def split_loads(grads: Params) -> tuple[Params, list[jax.Array]]:
   """Returns the gradients with zeros for the loads of experts, and the counts that stood there, [E] or [L, E] each."""
   counts: list[jax.Array] = []
 
-  def visit(node: Any) -> Any:
-    if not isinstance(node, dict):
-      return node
-    if "load" in node and "router" in node:
-      counts.append(node["load"])
-      return node | {"load": jnp.zeros_like(node["load"])}
-    return {name: visit(value) for name, value in node.items()}
+  def take(count: jax.Array) -> jax.Array:
+    counts.append(count)
+    return jnp.zeros_like(count)
 
-  return visit(grads), counts
+  return _map_loads(take, grads), counts
 
 
 def take_loads(params: Params, counts: list[jax.Array]) -> tuple[Params, dict[str, jax.Array]]:
@@ -170,25 +167,29 @@ def take_loads(params: Params, counts: list[jax.Array]) -> tuple[Params, dict[st
 
   Without experts, returns the weights and {}.
   """
-  left, loads = iter(counts), []
+  left, shares = iter(counts), []
 
-  def visit(node: Any) -> Any:
-    if not isinstance(node, dict):
-      return node
-    if "load" in node and "router" in node:
-      own = next(left)
-      total = jnp.sum(own, axis=-1, keepdims=True)
-      k = jnp.sum(node["load"], axis=-1, keepdims=True)
-      load = jnp.where(total > 0, own / jnp.maximum(total, 1.0) * k, node["load"])
-      loads.append(load / k)
-      return node | {"load": load}
-    return {name: visit(value) for name, value in node.items()}
+  def replace(load: jax.Array) -> jax.Array:
+    count = next(left)
+    total, k = (jnp.sum(array, axis=-1, keepdims=True) for array in (count, load))
+    load = jnp.where(total > 0, count / jnp.maximum(total, 1.0) * k, load)
+    shares.append((load / k).reshape(-1, load.shape[-1]))
+    return load
 
-  params = visit(params)
-  if not loads:
+  params = _map_loads(replace, params)
+  if not shares:
     return params, {}
-  shares = jnp.concatenate([load.reshape(-1, load.shape[-1]) for load in loads])
-  experts = shares.shape[-1]
-  entropy = -jnp.sum(jax.scipy.special.xlogy(shares, shares), axis=-1) / jnp.log(jnp.float32(experts))
-  values = (jnp.max(shares) * experts, jnp.min(shares) * experts, jnp.mean(entropy))
+  all_shares = jnp.concatenate(shares)
+  experts = all_shares.shape[-1]
+  entropy = -jnp.sum(jax.scipy.special.xlogy(all_shares, all_shares), axis=-1) / jnp.log(jnp.float32(experts))
+  values = (jnp.max(all_shares) * experts, jnp.min(all_shares) * experts, jnp.mean(entropy))
   return params, dict(zip(METRICS, values, strict=True))
+
+
+def _map_loads(change: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
+  """Returns a tree of weights with change(load) for the load of every mixture of experts."""
+  if not isinstance(tree, dict):
+    return tree
+  if "load" in tree and "router" in tree:
+    return tree | {"load": change(tree["load"])}
+  return {name: _map_loads(change, value) for name, value in tree.items()}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support.hf_folders import MODELS, random_params, to_hugging_face, transformers_config
+from tests.support.hf_folders import MODELS, random_params, relative, to_hugging_face, transformers_config
 from tests.support.hf_folders import model as config
 
 from trainer.config.schema import ModelSection
@@ -25,10 +25,6 @@ def oracle(cfg: ModelSection):
   """Returns the transformers model of the same shape."""
   kind = transformers.Qwen3ForCausalLM if cfg.use_qk_norm else transformers.LlamaForCausalLM
   return kind(transformers_config(cfg)).float()
-
-
-def relative(ours: np.ndarray, theirs: np.ndarray) -> float:
-  return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
 # Every model, and one of each kind with the other loop over layers and with the other attention.

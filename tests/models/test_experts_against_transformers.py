@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support.hf_folders import TINY, random_params
+from tests.support.hf_folders import TINY, random_params, relative
 
 from trainer.config.schema import ModelSection
 from trainer.kernels import projection
@@ -38,10 +38,6 @@ CASES = {
   },
 }
 T = 48
-
-
-def relative(ours: np.ndarray, theirs: np.ndarray) -> float:
-  return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
 def oracle(cfg: ModelSection):

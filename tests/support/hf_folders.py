@@ -98,6 +98,11 @@ def random_params(cfg: ModelSection, seed: int = 7) -> Params:
   return jax.tree_util.tree_map_with_path(draw, abstract)
 
 
+def relative(ours: np.ndarray, theirs: np.ndarray) -> float:
+  """The largest difference, relative to the largest number of `theirs`."""
+  return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
 def to_hugging_face(params: Params, cfg: ModelSection) -> dict[str, np.ndarray]:
   """The weights under Hugging Face's names and in its layouts."""
   flat = state_tree.flatten({"params": params})

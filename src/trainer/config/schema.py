@@ -246,8 +246,7 @@ class ModelSection(Section):
 
   def has_experts(self, layer: int) -> bool:
     """Whether the layer (from 0) has experts instead of the feed-forward of a dense model."""
-    dense = layer in self.dense_layers or (layer + 1) % self.decoder_sparse_step != 0
-    return self.num_experts > 1 and not dense
+    return self.num_experts > 1 and (layer + 1) % self.decoder_sparse_step == 0 and layer not in self.dense_layers
 
   @property
   def has_unlike_layers(self) -> bool:

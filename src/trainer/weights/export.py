@@ -145,10 +145,7 @@ def _arrays(source: Source) -> Callable[[str], np.ndarray]:
 
 def _write_tokenizer(source: Source, folder: Any, tokenizer: Tokenizer | None) -> dict[str, Any]:
   """Writes the tokenizer's files and generation_config.json; returns the ids of the tokens around documents."""
-  theirs = run_id.folder(source.tokenizer_folder)
-  for name in sources.TOKENIZER_FILES:
-    if (theirs / name).exists():
-      (folder / name).write_bytes((theirs / name).read_bytes())
+  sources.copy_tokenizer(run_id.folder(source.tokenizer_folder), folder)
   ends: dict[str, Any] = dict.fromkeys(sources.ENDS)
   if isinstance(tokenizer, BpeTokenizer):
     ends = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}

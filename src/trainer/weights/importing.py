@@ -53,9 +53,7 @@ def _write_weights(source: Source, config: Config, folder: Any, report: Callable
 def _copy_tokenizer(source: Any, target: Any) -> None:
   """Copies the files of the tokenizer, and the ids that end a text from config.json if no other file has them."""
   target.mkdir(parents=True)
-  for name in sources.TOKENIZER_FILES:
-    if (source / name).exists():
-      (target / name).write_bytes((source / name).read_bytes())
+  sources.copy_tokenizer(source, target)
   if not (target / sources.GENERATION).exists():
     ends = {k: v for k, v in sources.read_json(source / sources.CONFIG).items() if k in sources.ENDS and v is not None}
     (target / sources.GENERATION).write_text(json.dumps(ends) + "\n")

@@ -99,6 +99,13 @@ def open_source(place: str, world: World = SINGLE_WORLD) -> Source:
   )
 
 
+def copy_tokenizer(source: Any, target: Any) -> None:
+  """Copies those files of a tokenizer that the folder `source` has to the folder `target` (epaths)."""
+  for name in TOKENIZER_FILES:
+    if (source / name).exists():
+      (target / name).write_bytes((source / name).read_bytes())
+
+
 def split(place: str) -> tuple[str, str]:
   """(folder, step or "") of RUN_DIR or RUN_DIR@STEP."""
   directory, at, step = place.rpartition("@")

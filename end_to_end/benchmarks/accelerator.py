@@ -82,7 +82,7 @@ def _run(keys: list[str]) -> list[dict[str, Any]]:
   with tempfile.TemporaryDirectory() as folder:
     command = [sys.executable, "-m", "trainer", "configs/base.yml", "dataset_type=synthetic", "run_name=t"]
     command += [f"base_output_directory={folder}", "enable_checkpointing=false", *keys]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode and "RESOURCE_EXHAUSTED" in done.stdout + done.stderr:
       return []

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trainer.kernels import grouped_matmul
+from trainer.kernels import grouped_matmul, grouped_matmul_gpu
 
 SIZES = {
   "uneven": [13, 0, 40, 1, 46],
@@ -15,14 +15,18 @@ SIZES = {
   "the first group and the last": [60, 0, 0, 0, 40],
   "one row": [0, 0, 0, 1, 0],
 }
+FUNCTIONS = {
+  "tiles": grouped_matmul.in_tiles,
+  "blocks": lambda x, w, sizes: grouped_matmul_gpu.in_blocks(x, w, sizes, True),  # ran on an H200: kernels_gpu.md
+}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SIZES)
-@pytest.mark.parametrize("function", [grouped_matmul.in_tiles, jax.lax.ragged_dot], ids=["tiles", "ragged_dot"])
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_equals_a_loop_over_rows(name, dtype, function):
   sizes, rng = np.array(SIZES[name]), np.random.default_rng(0)
-  M, E, K, N = sizes.sum(), len(sizes), 16, 24
+  M, E, K, N = sizes.sum(), len(sizes), 16, 136
   x, w, g = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((M, K), (E, K, N), (M, N)))
   out, derivative = jax.vjp(jax.jit(lambda x, w: function(x, w, jnp.asarray(sizes, jnp.int32))), x, w)
   dx, dw = derivative(g)
@@ -37,6 +41,6 @@ def test_equals_a_loop_over_rows(name, dtype, function):
     np.testing.assert_allclose(np.asarray(ours, np.float64), theirs, rtol=0, atol=tolerance * np.abs(theirs).max())
 
 
-@pytest.mark.parametrize(("platform", "name"), [("cpu", "tiles"), ("gpu", "ragged_dot"), ("tpu", "megablox")])
+@pytest.mark.parametrize(("platform", "name"), [("cpu", "tiles"), ("gpu", "blocks"), ("tpu", "megablox")])
 def test_each_platform_has_one(platform, name):
   assert grouped_matmul.choose(platform).name == name

@@ -60,6 +60,7 @@ class Snapshots:
     self._pending: _Snapshot | None = None  # not restorable yet: still copying, or its step is not confirmed
     self._whole: _Snapshot | None = None  # restorable
     self._confirmed = 0
+    self._reserved = False
 
   def begin_attempt(self, slices: Mapping[int, Sequence[Device]], survivors: Collection[int]) -> None:
     """To be called before the other methods, at the start of every attempt.
@@ -89,6 +90,18 @@ class Snapshots:
       self._pending = None
       self._changed.notify_all()  # a thread of the attempt that was given up may still wait
       self._confirmed = 0  # the attempt may repeat steps, whose snapshots must be confirmed again
+
+  def reserve(self, state: Any) -> None:
+    """Makes a process with GPUs lock memory for two snapshots of `state`, which it keeps. On other platforms: nothing.
+
+    Locking takes 0.4 s per GB on an H200's host, and would hold up the first two snapshots. To be called while the step
+    is compiled.
+    """
+    arrays = list(state_tree.flatten(state).values())
+    if not self._reserved and next(iter(arrays[0].devices())).platform == "gpu":
+      targets = [x.sharding.with_memory_kind(HOST) for x in arrays]
+      jax.block_until_ready([jax.device_put(arrays, targets) for _ in range(2)])
+    self._reserved = True
 
   def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> bool:
     """Starts a snapshot of `state`, whose buffers may be donated at once; False while a copy is still under way.

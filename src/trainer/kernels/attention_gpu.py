@@ -6,7 +6,8 @@ with a mask of [B, 1, T, S] in the compute dtype: the only array that is not lin
 for the backward pass. Only one of the two branches runs. The backward pass runs the forward kernel again, because JAX
 does not pass the residuals of cuDNN, which differ between the branches, to a custom gradient.
 
-This kernel has not run on a GPU yet. The tests check the lowered program, and the same calls in plain XLA.
+The tests check the lowered program, and the same calls in plain XLA. On an H200 (docs/benchmarks/accelerator.md) output
+and gradients were within 0.4% of attention by definition in float32: the rounding of bfloat16.
 """
 
 from __future__ import annotations

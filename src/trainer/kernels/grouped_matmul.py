@@ -31,7 +31,7 @@ def choose(platform: str) -> Chosen:
   if platform == "tpu":
     return Chosen("megablox", "the Pallas kernel of JAX for TPUs", _megablox)
   if platform == "gpu":
-    return Chosen("ragged_dot", "XLA's operation for GPUs", jax.lax.ragged_dot)
+    return Chosen("blocks", "a Pallas kernel: XLA's ragged_dot computes every expert for every token on a GPU", _blocks)
   return Chosen("tiles", "XLA's ragged_dot computes every expert for every token on a CPU", in_tiles)
 
 
@@ -47,10 +47,21 @@ def _megablox(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     sizes = sizes.at[-1].add(len(padded) - len(x))
     return gmm(padded, w.astype(x.dtype), sizes, x.dtype, tiles)[: len(x)]
 
+  return _on_each_device(run, x, w, sizes)
+
+
+def _blocks(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+  """The Pallas kernels for GPUs."""
+  from trainer.kernels.grouped_matmul_gpu import in_blocks  # imported here: only a GPU needs Triton
+
+  return _on_each_device(in_blocks, x, w, sizes)
+
+
+def _on_each_device(run: GroupedMatmul, x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+  """Returns run(x, w, sizes). XLA cannot partition a Pallas kernel, not even over axes of one device."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     return run(x, w, sizes)
-  # XLA cannot partition a Pallas kernel, not even over axes of one device.
   whole, axes = PartitionSpec(), set(mesh.axis_names) - set(mesh.manual_axes)
   return jax.shard_map(run, axis_names=axes, in_specs=whole, out_specs=whole, check_vma=False)(x, w, sizes)
 

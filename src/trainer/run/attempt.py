@@ -103,6 +103,8 @@ class Attempt:
     else:
       state, step, tier, meta = fresh_state(self.config, session, self.program), 0, "none", None
     jax.block_until_ready(state)
+    if self.elastic.uses_snapshots:
+      session.snapshots.reserve(state)
     seconds = time.monotonic() - begin
     session.events.emit("restore", tier=tier, step=step, seconds=seconds)
     due = self.evaluation_due(step)

@@ -110,7 +110,7 @@ def test_a_whole_run_on_an_object_store(bucket, tmp_path):
   ]
   finish.write_or_warn("gs://b/run", out, with_goodput=True, with_page=True)
   out.close()
-  goodput, report = (line[15:] for line in files.read_lines("gs://b/run", "log.txt"))
+  goodput, _, report = (line[15:] for line in files.read_lines("gs://b/run", "log.txt"))
   assert goodput.startswith("goodput: ") and report == "Report: gs://b/run/report.html"
 
 

@@ -288,8 +288,9 @@ def test_the_end_of_a_run_reads_its_files_once(no_pictures, tmp_path, monkeypatc
   read = []
   monkeypatch.setattr(history, "load", lambda directory, load=history.load: read.append(directory) or load(directory))
   finish.write_or_warn(str(tmp_path / "a"), log.get(None), with_goodput=True, with_page=True)
-  goodput_line, report_line = without_times(capsys.readouterr().out).splitlines()
+  goodput_line, drawing, report_line = without_times(capsys.readouterr().out).splitlines()
   assert goodput_line.startswith("goodput: ") and report_line == f"Report: {tmp_path}/a/report.html"
+  assert drawing == "Drawing the report ..."
   assert len(read) == 1
 
 
@@ -300,7 +301,7 @@ def test_a_report_that_fails_is_a_warning(tmp_path, monkeypatch, capsys):
     monkeypatch.delattr(f"trainer.report.{name}", raising=False)
   monkeypatch.setitem(sys.modules, "matplotlib", None)
   finish.write_or_warn(str(tmp_path / "a"), log.get(None), with_goodput=False, with_page=True)
-  assert without_times(capsys.readouterr().out).startswith("warning: no report: ModuleNotFoundError")
+  assert "\nwarning: no report: ModuleNotFoundError" in without_times(capsys.readouterr().out)
 
 
 def test_restarts_and_bad_losses_are_drawn(tmp_path):

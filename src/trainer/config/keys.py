@@ -112,7 +112,7 @@ def resolve(name: str, origin: str) -> Key:
   if dot and f"{section}_{rest}" in keys:
     return keys[f"{section}_{rest}"]
   if found := answers.answer(spelled):
-    raise ConfigError(f"{name} ({origin}): this is {found[0]} and has no meaning here.\n{found[1]}")
+    raise ConfigError(f"{name} ({origin}): this is {found[0]}, not of this program.\n{found[1]}")
   hint = f"Did you mean {rest}? " if rest in keys else did_you_mean(spelled.replace(".", "_"), keys)
   raise ConfigError(
     f"{shorten(name)} ({origin}): there is no such key.\n{hint}configs/base.yml and --help list every key."

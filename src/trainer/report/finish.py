@@ -17,6 +17,7 @@ def write_or_warn(run_directory: str, log: Log, *, with_goodput: bool, with_page
     if with_goodput:
       goodput.write(run, result, log)
     if with_page:
+      log.line("Drawing the report ...")
       log.line(f"Report: {page.write(run, result)}")
   except Exception as error:  # noqa: BLE001 - see above
     log.warning(f"no report: {error!r}; `python -m trainer.tools.report {run_directory}` tries again")

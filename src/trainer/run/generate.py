@@ -47,6 +47,7 @@ def sample(config: Config, session: Session, prog: Program, params: Params, step
     reason = "the data have no tokenizer" if tokenizer is None else "the weights are spread over processes"
     session.log.warning(f"no sample is made of sample_prompt: {reason}")
     return
+  session.log.line("Compiling what samples from the model ...")
   start = time.monotonic()
   try:
     with session.watchdog.during("sample"):

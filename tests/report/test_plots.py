@@ -7,7 +7,7 @@ import types
 import pytest
 from tests.support import fake_run
 
-from trainer.report import goodput, history, plots
+from trainer.report import goodput, history, plots, sections
 
 
 def lines(evals=({"step": 1},), **start) -> dict[str, tuple[float, bool]]:
@@ -52,3 +52,16 @@ def test_short_runs_have_markers_and_ticks_that_differ(tmp_path, steps):
         assert len(set(texts)) == len(texts)
   numbers = [tick.get_text().split("\n")[0] for tick in figures(tmp_path / "b", steps)[0].axes[-1].get_xticklabels()]
   assert {str(step) for step in range(1, steps + 1)} <= set(numbers)
+
+
+def test_a_run_with_experts_shows_their_loads(tmp_path):
+  fake = fake_run.FakeRun(tmp_path / "a", steps=3)
+  for step, most in enumerate((2.5, 2.0, 1.5), start=1):
+    fake.step(step, router_load_max=most, router_load_min=0.25, router_entropy=0.9)
+  fake.close()
+  run = history.load(str(tmp_path / "a"))
+  *_, axis = plots.styled(plots.details, run).axes
+  curves = {line.get_label(): line.get_ydata().tolist() for line in axis.get_lines()[:2]}
+  assert curves == {"most used": [2.5, 2.0, 1.5], "least used": [0.25, 0.25, 0.25]}
+  caption = sections.captions(run, goodput.compute(run))[2]
+  assert "1.5 for the most used, 0.25 for the least used, at the end; no token is dropped." in caption

@@ -48,7 +48,7 @@ class FakeRun:
     noise = random.Random(step).gauss(0, 0.05)
     return 1.9 + (math.log(320) - 1.9) * math.exp(-step / (0.18 * self.steps)) + noise * (step > 1)
 
-  def step(self, step: int, *, error: float = 0.0) -> None:
+  def step(self, step: int, *, error: float = 0.0, **fields: float) -> None:
     seconds = 0.35 * self.total / self.slices
     self.now += seconds
     record = metrics.StepRecord(
@@ -62,6 +62,7 @@ class FakeRun:
       tokens_per_second_per_device=6144 / seconds / (2 * self.slices),
       eta=(self.steps - step) * seconds,
       data_wait=0.002,
+      **fields,
     )
     self.metrics.write(record)
     self.log.line(metrics.format_elastic_line(step, self.down, self.slices))

@@ -22,7 +22,7 @@ _LAST_STEPS = 20
 # A record of metrics.jsonl as a row of numbers. A number that the record lacks is nan.
 _NUMBERS = (
   *("step", "seconds", "loss", "eval_loss", "grad_norm", "lr", "tokens", "slices", "data_wait", "mfu"),
-  *("wall", "monotonic"),
+  *("wall", "monotonic", "router_load_max", "router_load_min", "router_entropy"),
 )
 _ROW = np.dtype(
   [
@@ -56,6 +56,10 @@ class Run:
   def lost(self) -> np.ndarray:
     """Rows of steps that were done again later."""
     return self.rows[self.redone]
+
+  @property
+  def has_experts(self) -> bool:
+    return bool(np.isfinite(self.steps["router_load_max"]).any())
 
   @property
   def total_slices(self) -> int:

@@ -147,10 +147,11 @@ def over_time(run: Run, goodput: dict[str, Any], size: Size = WIDE) -> Figure:
 
 
 def details(run: Run, size: Size = WIDE) -> Figure:
-  """Distribution of step times, gradient norm, and learning rate."""
-  shape = (3, 1) if size.is_narrow else (1, 3)
+  """Distribution of step times, gradient norm, learning rate, and the load of the experts if there are any."""
+  parts = 3 + run.has_experts
+  shape = (parts, 1) if size.is_narrow else (parts // 2, 2) if run.has_experts else (1, parts)
   figure = Figure(figsize=(size.inches, 2.6 * shape[0]), layout="constrained")
-  times, *others = figure.subplots(*shape)
+  times, *others = figure.subplots(*shape).flat
   _draw_step_times(times, run)
   curves = (("grad_norm", "gradient norm", PURPLE), ("lr", "learning rate", GREEN))
   for axis, (field, name, color) in zip(others, curves):
@@ -158,7 +159,7 @@ def details(run: Run, size: Size = WIDE) -> Figure:
     axis.plot(*series.thin(run.steps["step"], run.steps[field]), **look)
     _label_steps(axis, nbins=4)
     axis.grid(axis="y")
-  first, second = others
+  first, second = others[:2]
   first.set_title("Gradient norm before clipping")
   second.set_title("Learning rate")
   second.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
@@ -167,7 +168,22 @@ def details(run: Run, size: Size = WIDE) -> Figure:
   norms = norms[np.isfinite(norms) & (norms > 0)]
   if len(norms) and norms.max() > 30 * norms.min():
     first.set_yscale("log")
+  if run.has_experts:
+    _draw_loads(others[2], run)
   return figure
+
+
+def _draw_loads(axis: Axes, run: Run) -> None:
+  """The loads of the most and the least used expert, relative to an even load."""
+  axis.set_title("Tokens of an expert, relative to an even load")
+  for field, name, color in (("router_load_max", "most used", ORANGE), ("router_load_min", "least used", BLUE)):
+    look: dict[str, Any] = {"color": color, "linewidth": 1.3, "label": name} | series.dots(len(run.steps))
+    axis.plot(*series.thin(run.steps["step"], run.steps[field]), **look)
+  axis.axhline(1, color=GREEN, linewidth=1)
+  axis.set_ylim(bottom=0)
+  axis.legend(fontsize=9)
+  axis.grid(axis="y")
+  _label_steps(axis, nbins=4)
 
 
 def _draw_step_times(axis: Axes, run: Run) -> None:

@@ -107,6 +107,12 @@ def captions(run: Run, result: dict[str, Any]) -> list[str]:
     f"Gradient norm: from {steps[0]['grad_norm']:.3g} to {steps[-1]['grad_norm']:.3g}. "
     f"Learning rate: at most {steps['lr'].max():.3g}, at the end {steps[-1]['lr']:.3g}"
   )
+  if run.has_experts:
+    last = steps[-1]
+    details += (
+      f". Tokens of an expert, relative to an even load: {last['router_load_max']:.3g} for the most used, "
+      f"{last['router_load_min']:.3g} for the least used, at the end; no token is dropped"
+    )
   return [f"{text}." for text in (loss, speed, details)]
 
 

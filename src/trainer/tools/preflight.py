@@ -18,6 +18,7 @@ import sys
 import time
 
 from trainer.config import ConfigError, load
+from trainer.config.keys import preflight_options
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,10 +29,11 @@ def main(argv: list[str] | None = None) -> int:
     print(__doc__)
     return 0 if arguments else 2
   try:
-    config = load(arguments, check_paths=False)
+    options, others = preflight_options(arguments)
+    config = load(others, check_paths=False)
     from trainer.preflight import run  # imports jax, so only after the arguments are checked
 
-    return run.run(config, started)
+    return run.run(config, options, started)
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2

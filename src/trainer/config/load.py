@@ -154,11 +154,11 @@ def _without_useless(lower: dict[str, Given], higher: dict[str, Given]) -> dict[
 
 
 def _is_resolved(own: dict[str, Given], path: Path, children: tuple[Path, ...]) -> bool:
-  """Whether a file with every model key was resolved from the model that it names, as --print-config writes it.
+  """Whether --print-config has written this file, which has every model key and names a model.
 
-  In such a file a default is a value that replaced the model's with override_model_config. A copy of base.yml to which
-  a model_name was added looks similar. It differs in the values: where the model's value is not the default, the copy
-  never has the model's.
+  The other possibility is a copy of base.yml to which a model_name was added. A printed file has values of the model
+  that are no defaults, and the copy has none. In a printed file a default is a choice of the user, who replaced the
+  model's value with override_model_config; in the copy it is none.
   """
   if not own["override_model_config"].value or own["model_name"].value == "default":
     return False

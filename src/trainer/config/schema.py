@@ -80,8 +80,7 @@ class RunSection(Section):
     description="The first parameters of a new run: a Hugging Face folder of a Qwen3 or Llama, or RUN_DIR or RUN_DIR@STEP of another run, local or gs://. The optimizer and the schedule are fresh. The tokenizer there serves the data unless tokenizer_type or tokenizer_path is given. A run that resumes ignores it. Empty: random parameters.",
   )
   log_config: bool = Field(
-    True,
-    description="Print the keys that differ from their defaults at the start. All keys are in {run}/config.yml.",
+    True, description="Print the keys that differ from their defaults at the start. All keys are in {run}/config.yml."
   )
   jax_cache_dir: str = Field(
     "~/.cache/trainer/jax", description="Folder of the persistent compilation cache. Empty: no cache."
@@ -528,8 +527,7 @@ class ElasticSection(Section):
     description="Check the health of the slices when a step takes longer than this number of seconds, and again at this interval; already after max(5, 3 times the 99th percentile of the last steps) if that is less. 0: never.",
   )
   snapshot_period: NonNegative = Field(
-    0,
-    description="Steps between snapshots. 0: chosen so that snapshots cost at most 1 % of the step time.",
+    0, description="Steps between snapshots. 0: chosen so that snapshots cost at most 1 % of the step time."
   )
   fault_injection: str = Field(
     "",

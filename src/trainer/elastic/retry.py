@@ -88,11 +88,7 @@ class _Loop:
   """Attempts until the run is complete, must stop, or cannot continue."""
 
   def __init__(
-    self,
-    attempt: Attempt,
-    elastic: ElasticRun,
-    stop: Callable[[], bool],
-    sleep: Callable[[float], None],
+    self, attempt: Attempt, elastic: ElasticRun, stop: Callable[[], bool], sleep: Callable[[float], None]
   ) -> None:
     self._attempt, self._elastic, self._stop, self._sleep = attempt, elastic, stop, sleep
     self._session = elastic.session

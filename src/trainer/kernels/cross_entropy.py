@@ -162,13 +162,7 @@ def _whole(view: jax.Array, length: int) -> jax.Array:
 
 
 def _sums(
-  x: jax.Array,
-  w: jax.Array,
-  targets: jax.Array,
-  weights: jax.Array,
-  static: _Static,
-  *,
-  with_grads: bool,
+  x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array, static: _Static, *, with_grads: bool
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, Any]]:
   """Returns ((loss_sum, z_sum), (dx, dw)). Without `with_grads` the gradients are None."""
   run = functools.partial(_shard_sums, static, with_grads)

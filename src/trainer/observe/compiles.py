@@ -102,8 +102,5 @@ class CompileCounter:
         )
       else:
         self._counts = dataclasses.replace(
-          old,
-          compilations=old.compilations + (not hit),
-          cached=old.cached + hit,
-          seconds=old.seconds + duration,
+          old, compilations=old.compilations + (not hit), cached=old.cached + hit, seconds=old.seconds + duration
         )

@@ -52,9 +52,7 @@ def run(config: Config, options: PreflightOptions, started: float) -> int:
   with concurrent.futures.ThreadPoolExecutor(len(wanted)) as pool:
     # Compile in parallel: the compiler releases the lock of the interpreter.
     analyse = functools.partial(
-      analysis.analyse,
-      quickly=options.preflight_degraded is DegradedStep.QUICK,
-      hlo_file=options.preflight_hlo_file,
+      analysis.analyse, quickly=options.preflight_degraded is DegradedStep.QUICK, hlo_file=options.preflight_hlo_file
     )
     futures = [pool.submit(analyse, config, slices_of(alive), compiled_total) for alive in wanted]
     for line in report.state_lines(_sizes(config, slices, whole)):

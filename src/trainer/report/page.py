@@ -124,10 +124,7 @@ def _tiles(run: Run, goodput: dict[str, Any], price: float) -> str:
   speeds = run.tokens_per_second()
   speeds = speeds[np.isfinite(speeds)]
   loss, of_steps = run.last_loss()
-  tiles = [
-    ("steps", run.progress()),
-    (f"training loss, {of_steps}", f"{loss:.4f}"),
-  ]
+  tiles = [("steps", run.progress()), (f"training loss, {of_steps}", f"{loss:.4f}")]
   if len(run.evals):
     tiles.append((f"evaluation loss (step {run.evals[-1]['step']:,.0f})", f"{run.evals[-1]['eval_loss']:.4f}"))
   if len(run.evals) and run.start.get("unigram_eval_loss"):

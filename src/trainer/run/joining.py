@@ -24,12 +24,7 @@ from worlds.peers import Peers
 
 
 def join(
-  session: Session,
-  elastic: ElasticRun,
-  peers: Peers,
-  abstract: TrainState,
-  tiers: Tiers,
-  restore: Callable[[], Start],
+  session: Session, elastic: ElasticRun, peers: Peers, abstract: TrainState, tiers: Tiers, restore: Callable[[], Start]
 ) -> Start:
   """The state that the run starts from, or that members which are ahead send to this one.
 

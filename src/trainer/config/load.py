@@ -174,8 +174,7 @@ def _typed(raw: dict[str, tuple[str | None, str]], problems: Problems) -> dict[s
     with problems.collect():
       if is_removed(name, text):
         continue
-      is_activation = (name, text) != (as_key(name, text))
-      name, text = as_key(name, text)
+      given, (name, text) = name, as_key(name, text)
       if text is None and not is_answered(name):
         raise ConfigError(f"{origin}: {shorten(name)} holds a list or a mapping.\nKeys are flat: write `key: value`.")
       key = resolve(name, origin)
@@ -184,7 +183,7 @@ def _typed(raw: dict[str, tuple[str | None, str]], problems: Problems) -> dict[s
           f"{origin}: {key.name} holds a list or a mapping, and a key has one value.\n"
           f"Write `{key.name}: value`. Several text files go into one folder."
         )
-      if key.name in values and not is_activation:
+      if key.name in values and given == name:  # several activations may be given
         raise ConfigError(f"{key.name} is given twice: {values[key.name].origin} and {origin}.\nRemove one of them.")
       values = _over(values, {key.name: convert(key, text, origin)})
   return values

@@ -2,7 +2,8 @@
 
 With compile_topology=v5e-16 compile_topology_num_slices=3, preflight compiles the exact training step for TPUs that
 this machine does not have. Without these keys it compiles for the devices of this machine. preflight.search=true also
-searches for the fastest remat policy and batch size that fit.
+searches for the fastest remat policy and batch size that fit. preflight.hlo_file=FILE writes the compiled step on all
+slices as HLO text, to read with stepcost.
 
 Preflight also compiles the step with one slice lost. It does so quickly, with little optimization, and compiles that
 step with full optimization only if the quick program does not fit. preflight.degraded=full always compiles it with full

@@ -52,8 +52,7 @@ class StandIn:
     """processes: whether each slice is a process."""
     cfg = ClusterSection(
       cluster="pathways",
-      cluster_standin=f"{NUM_SLICES}x1",
-      cluster_standin_processes=processes,
+      cluster_standin=f"{NUM_SLICES}x1{':processes' if processes else ''}",
       enable_single_controller=True,
     )
     self._first = PathwaysCluster.start(cfg, os.environ)

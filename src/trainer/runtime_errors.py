@@ -25,11 +25,7 @@ _TABLE: tuple[tuple[str, Meaning, str], ...] = (
   (r"Mosaic|Triton|failed to compile|[Cc]ompilation fail|Compile", Meaning.PERMANENT, "the program does not compile"),
   (r"RET_CHECK|Check failed", Meaning.PERMANENT, "an internal check of the compiler or runtime failed"),
   (r"\bnan\b|NaN|non-finite", Meaning.PERMANENT, "a number is not finite"),
-  (
-    r"INVALID_ARGUMENT|FAILED_PRECONDITION",
-    Meaning.PERMANENT,
-    "wrong shapes, types or donated buffers",
-  ),
+  (r"INVALID_ARGUMENT|FAILED_PRECONDITION", Meaning.PERMANENT, "wrong shapes, types or donated buffers"),
   (r"UNIMPLEMENTED|OUT_OF_RANGE|ALREADY_EXISTS", Meaning.PERMANENT, "the program asks for an unsupported operation"),
   (r"PERMISSION_DENIED|UNAUTHENTICATED", Meaning.PERMANENT, "credentials are missing"),
   (r"[Gg]loo|Connection (closed|reset|refused)|Socket closed", Meaning.AMBIGUOUS, "the network or a peer failed"),

@@ -54,7 +54,7 @@ class ShareSums:
 
 @dataclasses.dataclass(frozen=True)
 class OneProgram:
-  """The sums of a share as one function. The exchange begins when all of them are known."""
+  """One program that computes all sums of a share. The exchange begins when the program ends."""
 
   sums: Callable[[Params, Batch], Sums]
 

@@ -51,9 +51,7 @@ def abstract(
   shapes = jax.eval_shape(lambda: create(model, optimizer, jax.random.key(0)))
   params, axes = shapes.params, model.logical_axes()
   specs = jax.tree_util.tree_map_with_path(
-    lambda path, leaf, names: sharding.parameter_spec(names, leaf.shape, mesh, jax.tree_util.keystr(path)),
-    params,
-    axes,
+    lambda path, leaf, names: sharding.parameter_spec(names, leaf.shape, mesh, jax.tree_util.keystr(path)), params, axes
   )
   named = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
   sharding.check_replication(params, named, tolerance)

@@ -180,10 +180,7 @@ def apply_gradients(
   keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
   skipped = jnp.where(finite, 0, state.skipped + 1)
   new_state = TrainState(
-    step=state.step + 1,
-    params=keep(params, state.params),
-    opt_state=keep(opt_state, state.opt_state),
-    skipped=skipped,
+    step=state.step + 1, params=keep(params, state.params), opt_state=keep(opt_state, state.opt_state), skipped=skipped
   )
   metrics = {
     "loss": loss,

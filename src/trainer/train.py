@@ -23,8 +23,8 @@ from trainer.elastic.attempt import ElasticRun, Outcome
 from trainer.run import after_step, generate
 from trainer.run.after_step import Due
 from trainer.run.attempt import Attempt
+from trainer.run.driver import Start
 from trainer.run.session import Session
-from trainer.run.start import Start
 from trainer.state import TrainState
 
 

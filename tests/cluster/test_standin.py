@@ -110,7 +110,7 @@ def test_a_fault_outlives_the_end_of_an_earlier_one():
     ),
     (["cluster=pathways", "cluster_standin=3"], "cluster_standin"),
     (["cluster=pathways", "cluster_standin=0x4"], "cluster_standin"),
-    (["cluster_standin_processes=true"], "there is no stand-in without cluster_standin.\nSet cluster_standin"),
+    (["cluster=pathways", "cluster_standin=3x4:threads"], "cluster_standin"),
   ],
 )
 def test_wrong_values_are_refused(keys, message):
@@ -136,7 +136,7 @@ def test_a_stand_in_that_does_not_start_is_wrong_input(monkeypatch):
 @pytest.mark.parametrize("of", ["pathways_standin.worker", "pathways_standin\0--child"])
 def test_a_stand_in_that_is_killed_while_it_starts_is_1(tmp_path, of):
   """The same command may succeed the next time: a scheduler restarts after 1, and not after 2."""
-  run = Run(tmp_path, ["cluster=pathways", "cluster_standin=2x1", "cluster_standin_processes=true", "steps=2"])
+  run = Run(tmp_path, ["cluster=pathways", "cluster_standin=2x1:processes", "steps=2"])
   run.keys = [key for key in run.keys if not key.startswith(("num_slices=", "devices_per_slice="))]
   process = run.start()
   try:

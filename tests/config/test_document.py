@@ -12,7 +12,7 @@ from trainer.config.files import package_root, read_yaml
 from trainer.config.keys import all_keys
 
 REMEDY = "run `python -m trainer.config.document` and commit the files that it writes"
-BUDGET = 168
+BUDGET = 149
 
 
 def test_base_yml_is_current():
@@ -37,7 +37,6 @@ def test_a_key_has_one_limit_on_each_side():
   for key in all_keys().values():
     rules = [rule[0] for rule, _ in key.limits]
     assert len(rules) == len(set(rules)), key.name
-  assert all_keys()["compile_topology_num_slices"].bounds == "at least 1 and at most 511"
 
 
 def test_help_has_every_key_with_its_default():

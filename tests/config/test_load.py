@@ -7,6 +7,8 @@ import pytest
 
 from trainer.config import Config, ConfigError, load
 from trainer.config.files import package_root
+from trainer.config.keys import preflight_options
+from trainer.config.schema import PreflightOptions
 
 
 @pytest.fixture
@@ -170,14 +172,56 @@ def test_spelling_of_values_in_yaml(write):
 
 
 def test_a_dot_names_the_section_or_stands_for_an_underscore():
-  argv = ["configs/base.yml", "preflight.search=true", "elastic.elastic_enabled=true", "elastic.timeout_seconds=5"]
+  argv = ["configs/base.yml", "elastic.elastic_enabled=true", "elastic.timeout_seconds=5"]
   config = load([*argv, "optimizer.learning_rate=0.5", "snapshot.period=4"])
-  assert config.preflight.preflight_search
   assert config.elastic.elastic_enabled
   assert config.elastic.elastic_timeout_seconds == 5
   assert config.elastic.snapshot_period == 4
   assert config.optimizer.learning_rate == 0.5
-  assert not load(["configs/base.yml", "preflight.search=true", "preflight_search=false"]).preflight.preflight_search
+
+
+def test_preflight_has_options_that_are_written_like_keys():
+  words = ["a.yml", "preflight.search=true", "--compile-topology-num-slices=-1", "steps=5", "preflight_search=false"]
+  options, others = preflight_options(words)
+  assert others == ["a.yml", "steps=5"]
+  assert options == PreflightOptions()
+  with pytest.raises(ConfigError, match="compile_topology_num_slices must be at least 1 and at most 511"):
+    preflight_options(["compile_topology_num_slices=512"])
+
+
+REMOVED = """
+decoder_layer_input: device
+query_proj: device
+key_proj: remat
+mlpwo: offload
+cluster_standin_processes: false
+elastic_retry_reset_steps: 10
+wandb_project_name: trainer
+wandb_run_name: ''
+compile_topology: ''
+compile_topology_num_slices: 1
+preflight_search: false
+preflight_degraded: quick
+preflight_hlo_file: ''
+"""
+
+
+def test_the_config_of_an_older_run_loads(tmp_path):
+  """It has keys that are no more: with their defaults they change nothing."""
+  path = tmp_path / "config.yml"
+  path.write_text(f"remat_policy: custom\n{REMOVED}")
+  assert load([str(path)]).model.custom_remat == "query_proj=device,mlpwo=offload"
+  assert load([str(path), "mlpwo=remat", "out_proj=device"]).model.custom_remat == "query_proj=device,out_proj=device"
+  assert load([str(path), "remat_policy=full"]).model.custom_remat == ""
+  path.write_text(REMOVED.replace("trainer", "mine").replace(": device", ": remat").replace("offload", "remat"))
+  with pytest.raises(ConfigError, match=r"wandb_project_name .*older versions.*\n.*variable WANDB_PROJECT"):
+    load([str(path)])
+
+
+@pytest.mark.parametrize("words", ["query_proj=device mlpwo=offload", "custom_remat=mlpwo=offload,query_proj=device"])
+def test_an_activation_is_a_key_as_in_maxtext(words):
+  config = load(["configs/base.yml", "remat_policy=custom", "custom_remat=mlpwo=remat", *words.split()])
+  assert config.model.activations == {"decoder_layer_input": "device", "query_proj": "device", "mlpwo": "offload"}
 
 
 def test_configs_are_found_from_every_folder(tmp_path, monkeypatch):

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from tests.support.plain_cross_entropy import plain_cross_entropy
 
-from trainer.kernels.cross_entropy import choose_chunks, linear_cross_entropy, plain_cross_entropy
+from trainer.kernels.cross_entropy import choose_chunks, linear_cross_entropy
 
 
 def inputs(b=3, t=16, d=8, v=61, dtype=jnp.float32, valid=None):

@@ -11,7 +11,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from trainer.config.schema import ObserveSection
 from trainer.observe import events, files, log, metrics
-from trainer.report import finish
+from trainer.report import page
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_whole_run_on_an_object_store(bucket, tmp_path):
     "metrics_step_000001_to_step_000002.txt",
     "metrics_step_000003_to_step_000003.txt",
   ]
-  finish.write_or_warn("gs://b/run", out, with_goodput=True, with_page=True)
+  page.write_or_warn("gs://b/run", out, with_goodput=True, with_page=True)
   out.close()
   goodput, _, report = (line[15:] for line in files.read_lines("gs://b/run", "log.txt"))
   assert goodput.startswith("goodput: ") and report == "Report: gs://b/run/report.html"

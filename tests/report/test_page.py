@@ -19,7 +19,6 @@ from trainer.observe import events, log
 from trainer.report import (
   compare,
   comparison_page,
-  finish,
   goodput,
   history,
   hover,
@@ -287,7 +286,7 @@ def test_the_end_of_a_run_reads_its_files_once(no_pictures, tmp_path, monkeypatc
   fake_run.plain_run(tmp_path / "a", steps=3)
   read = []
   monkeypatch.setattr(history, "load", lambda directory, load=history.load: read.append(directory) or load(directory))
-  finish.write_or_warn(str(tmp_path / "a"), log.get(None), with_goodput=True, with_page=True)
+  page.write_or_warn(str(tmp_path / "a"), log.get(None), with_goodput=True, with_page=True)
   goodput_line, drawing, report_line = without_times(capsys.readouterr().out).splitlines()
   assert goodput_line.startswith("goodput: ") and report_line == f"Report: {tmp_path}/a/report.html"
   assert drawing == "Drawing the report ..."
@@ -300,7 +299,7 @@ def test_a_report_that_fails_is_a_warning(tmp_path, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, f"trainer.report.{name}", raising=False)
     monkeypatch.delattr(f"trainer.report.{name}", raising=False)
   monkeypatch.setitem(sys.modules, "matplotlib", None)
-  finish.write_or_warn(str(tmp_path / "a"), log.get(None), with_goodput=False, with_page=True)
+  page.write_or_warn(str(tmp_path / "a"), log.get(None), with_goodput=False, with_page=True)
   assert "\nwarning: no report: ModuleNotFoundError" in without_times(capsys.readouterr().out)
 
 
@@ -441,7 +440,7 @@ def test_recording_and_reporting_need_no_jax():
     "import sys\n"
     "from trainer.observe import log, metrics, events, progress, throughput\n"
     "from trainer.observe import watchdog, files\n"
-    "from trainer.report import compare, finish, goodput, history, page, plots\n"
+    "from trainer.report import compare, goodput, history, page, plots\n"
     "import trainer.tools.report\n"
     "print(sorted(name for name in sys.modules if name.split('.')[0] in ('jax', 'jaxlib', 'tensorboardX', 'rich')))\n"
   )

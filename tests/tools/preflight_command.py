@@ -32,10 +32,10 @@ def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
   """Makes preflight compile equal steps once. It compiles the step that remat_policy=auto has chosen a second time."""
   analyse, findings = analysis.analyse, {}
 
-  def once(config, slices, total):
+  def once(config, slices, total, **options):
     key = config.model_dump_json(), len(slices), total
     if key not in findings:
-      findings[key] = analyse(config, slices, total)
+      findings[key] = analyse(config, slices, total, **options)
     return findings[key]
 
   monkeypatch.setattr(analysis, "analyse", once)

@@ -22,7 +22,8 @@ from trainer.config.schema import RematPolicy
 from trainer.preflight import analysis, remat_choice
 from trainer.tools.preflight import main
 
-TPU = ["attention=flash", "remat_policy=full", "compile_topology=v5e-4", "compile_topology_num_slices=2"]
+STEP = ["attention=flash", "remat_policy=full"]
+TPU = [*STEP, "compile_topology=v5e-4", "compile_topology_num_slices=2"]
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def no_compiler(monkeypatch):
   from trainer.preflight import analysis, cpu_peaks
 
   found: dict[int, analysis.Finding] = {}
-  monkeypatch.setattr(analysis, "analyse", lambda config, slices, total: found[len(slices)])
+  monkeypatch.setattr(analysis, "analyse", lambda config, slices, total, **_: found[len(slices)])
   monkeypatch.setattr(cpu_peaks, "measure", lambda *_: chips.CHIPS[0])
   return found
 
@@ -210,8 +211,8 @@ def test_little_optimization_changes_memory_but_not_flops_or_communication():
   from stepcost import topologies
 
   slices = topologies.devices(topologies.resolve("v5e-4"), 1)
-  quick = analysis.analyse(config.load([*TINY, *TPU]), slices, 2)
-  full = analysis.analyse(config.load([*TINY, *TPU, "preflight.degraded=full"]), slices, 2)
+  quick = analysis.analyse(config.load([*TINY, *STEP]), slices, 2)
+  full = analysis.analyse(config.load([*TINY, *STEP]), slices, 2, quickly=False)
   assert isinstance(quick, analysis.Analysis) and isinstance(full, analysis.Analysis)
   assert full.optimized and not quick.optimized
   assert quick.memory.arguments == full.memory.arguments
@@ -221,9 +222,9 @@ def test_little_optimization_changes_memory_but_not_flops_or_communication():
 
 
 @pytest.mark.parametrize("refusal", ["RESOURCE_EXHAUSTED: all of it", "INTERNAL: no"])
-@pytest.mark.parametrize("total, degraded, quick", [(2, "quick", True), (2, "full", False), (1, "quick", False)])
+@pytest.mark.parametrize("total, quickly, quick", [(2, True, True), (2, False, False), (1, True, False)])
 def test_a_step_that_fails_with_little_optimization_is_compiled_with_full_optimization(
-  monkeypatch, refusal, total, degraded, quick
+  monkeypatch, refusal, total, quickly, quick
 ):
   """And the step on all slices is always compiled with full optimization."""
   tried = []
@@ -240,8 +241,8 @@ def test_a_step_that_fails_with_little_optimization_is_compiled_with_full_optimi
   )
   monkeypatch.setattr(analysis.program, "build", lambda *_: program)
   tpu = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
-  cfg = config.load([*TINY, f"preflight.degraded={degraded}"])
-  assert analysis.analyse(cfg, [[tpu]], total) == analysis.Refused(1, "INTERNAL: fully optimized")
+  found = analysis.analyse(config.load(TINY), [[tpu]], total, quickly=quickly)
+  assert found == analysis.Refused(1, "INTERNAL: fully optimized")
   assert tried == [{"a": "b", **analysis.LITTLE_OPTIMIZATION}] * quick + [{"a": "b"}]
 
 
@@ -253,7 +254,7 @@ def test_slices_exchange_the_gradients_once():
 
   changes = "gradient_accumulation_steps=2 logits_via_embedding=true use_qk_norm=false"
   larger = "base_emb_dim=256 base_num_query_heads=4 base_num_kv_heads=2 base_mlp_dim=512 vocab_size=1024"
-  given = [*TINY, *TPU, *changes.split(), *larger.split()]
+  given = [*TINY, *STEP, *changes.split(), *larger.split()]
   cfg = config.load(list({key.partition("=")[0]: key for key in given}.values()))
   slices = topologies.devices(topologies.resolve("v5e-4"), 2)
   found = analysis.analyse(cfg, slices, 2)

@@ -155,7 +155,7 @@ def test_the_configured_policy_is_tried_and_refusals_are_printed(monkeypatch):
   config = load(["configs/base.yml", *keys], check_paths=False)
   lines = search.lines(config, [[[types.SimpleNamespace(platform="tpu")]]], CHIP)
   assert "remat_policy=full per_device_batch_size=8 is the fastest candidate that fits" in lines[0]
-  assert lines[1] == "  Ignored, because they apply only to remat_policy=custom: mlpwo"
+  assert lines[1] == "  Ignored, because it applies only to remat_policy=custom: custom_remat=mlpwo=offload"
   assert any(line.startswith("  custom | 8 |") for line in lines)
   assert lines[-1] == (
     "Search: the compiler refused remat_policy=save_out_proj per_device_batch_size=4 for a reason other than memory: "

@@ -101,13 +101,7 @@ class Persistent(StepFolders):
   # ---- saving ----
 
   def save(
-    self,
-    step: int,
-    state: Any,
-    meta: Mapping[str, Any],
-    *,
-    metric: float | None = None,
-    force: bool = False,
+    self, step: int, state: Any, meta: Mapping[str, Any], *, metric: float | None = None, force: bool = False
   ) -> bool:
     """Starts (async_checkpointing) or completes a save of `state`, a pytree of jax.Arrays; False if the step exists.
 
@@ -364,9 +358,7 @@ class Persistent(StepFolders):
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
     args = ocp.args.PyTreeRestore(
-      item=dict(targets),
-      restore_args=ocp.checkpoint_utils.construct_restore_args(dict(targets)),
-      partial_restore=True,
+      item=dict(targets), restore_args=ocp.checkpoint_utils.construct_restore_args(dict(targets)), partial_restore=True
     )
     try:
       with ocp.Checkpointer(_handler(alone), multiprocessing_options=alone) as reader:

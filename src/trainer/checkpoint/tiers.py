@@ -161,13 +161,7 @@ class Tiers:
       return None
 
   def save_in_storage(
-    self,
-    step: int,
-    state: Any,
-    meta: Mapping[str, Any],
-    *,
-    metric: float | None = None,
-    begun: Begun = lambda: None,
+    self, step: int, state: Any, meta: Mapping[str, Any], *, metric: float | None = None, begun: Begun = lambda: None
   ) -> bool:
     """Saves in the persistent tier, unless it has a good checkpoint of `step`. Whether it saved. Waits for the commit.
 

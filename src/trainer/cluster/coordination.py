@@ -22,7 +22,8 @@ class Coordination:
   peers: Peers | None = None  # the worlds of the run, where each slice is a world of its own
   # The id of a launch, and of the run if it is new, where several worlds start it; "": the primary chooses one.
   fresh_run_id = ""
-  # Whether this process ends after the last step, where several worlds agree on it; None: the world is the run.
+  # Asked after every step where several worlds decide together when to stop: whether this process must stop now. None:
+  # a run of one world, which decides alone.
   stop_agreed: Callable[[], bool] | None = None
 
   def __init__(self, world: World) -> None:
@@ -34,7 +35,7 @@ class Coordination:
     return self._world.is_primary
 
   def saves_in_storage(self) -> bool:
-    """Whether the processes of this JAX world write the persistent checkpoints. May change during the run."""
+    """Whether this world writes the persistent checkpoints; of several worlds one does. May change during the run."""
     return True
 
   def on_role(self, callback: Callable[[bool], None]) -> None:

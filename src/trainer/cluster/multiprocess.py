@@ -45,11 +45,7 @@ class MultiprocessCluster(Cluster):
 
   @classmethod
   def start(
-    cls,
-    cfg: ClusterSection,
-    place: Place,
-    environment: Mapping[str, str],
-    supervisor: ChildSupervisor | None = None,
+    cls, cfg: ClusterSection, place: Place, environment: Mapping[str, str], supervisor: ChildSupervisor | None = None
   ) -> MultiprocessCluster:
     """Joins the run at `place`. Raises RunEnded if no supervisor answers there, or if it does not let this process
     join."""

@@ -29,10 +29,11 @@ def start(cfg: ClusterSection, environment: MutableMapping[str, str]) -> Standin
       f"cluster_standin={cfg.cluster_standin}: the environment already names a proxy, JAX_BACKEND_TARGET={target}.\n"
       "Remove one of them."
     )
-  slices, devices = map(int, cfg.cluster_standin.split("x"))
+  sizes, _, processes = cfg.cluster_standin.partition(":")
+  slices, devices = map(int, sizes.split("x"))
   cpu_compiler.prepare_environment(environment)  # inherited by the server, which compiles
   try:
-    arguments = ("--port", "0", *(["--processes"] if cfg.cluster_standin_processes else []))
+    arguments = ("--port", "0", *(["--processes"] if processes else []))
     server = start_standin(slices, devices, arguments=arguments)
   except StandinLost:
     raise

@@ -40,6 +40,12 @@ def answer_for_value(name: str, value: str) -> str | None:
   return None
 
 
+def is_removed(name: str, value: str | None) -> bool:
+  """Whether `name` was a key and `value` its default, as config.yml of an older run has it: nothing is lost then."""
+  removed = next((entry for entry in tables()["keys"] if name.replace("-", "_") in entry["names"].split()), {})
+  return value is not None and value.lower() == removed.get("default")
+
+
 def translated(name: str, value: str) -> str:
   """Returns `value` of the key `name`, with MaxText's value for "not set" replaced by the one of this program."""
   return _UNSET.get(name, {}).get(value, value)

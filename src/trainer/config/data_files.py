@@ -1,4 +1,4 @@
-"""The files that a key names with dataset_type=grain: one rule for the configuration check and for the data."""
+"""The files that a key names: one rule for the configuration check and for the data."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ _NAMES = {
   "jsonl": ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.json", "*.json.gz", "*.json.zst"),
 }
 
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
+_TEXT_NAMES = [f"*{suffix}" for suffix in TEXT_SUFFIXES]
+
 
 class Found(NamedTuple):
   """A file with documents."""
@@ -35,7 +38,7 @@ class Found(NamedTuple):
 
 
 def find(key: str, value: str, file_type: str, left: LeftOut | None = None) -> list[Found]:
-  """The files that files, folders, patterns and addresses name, separated by ';'. Sorted by name.
+  """With dataset_type=grain: what files, folders, patterns and addresses name, separated by ';'. Sorted by name.
 
   Folders are searched as `folders.below` says. `file_type`: a value of grain_file_type. left: gets what is not read.
   Raises ConfigError if a part has no file, or a file is of another type, empty (except JSONL) or cannot be read.
@@ -134,3 +137,14 @@ def _deep(pattern: Path, names: tuple[str, ...], left: LeftOut) -> Iterator[Path
         folders.matches(file.name, names) and any(folder.match(tail) for folder in below.parents)
       ):
         yield file
+
+
+def text_below(root: Path, left: LeftOut, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
+  """Yields the text files below the folder `root`, also empty files. Raises ConfigError as `folders.below`."""
+  return folders.named(folders.below(root, left, skip), _TEXT_NAMES, left)
+
+
+def text_at_address(key: str, address: str, left: LeftOut) -> list[remote.RemoteFile]:
+  """The text files that are not empty at the address of a file or a folder. ConfigError as for `remote.find`."""
+  found = remote.find(key, address, _TEXT_NAMES, left)
+  return [file for file in found if file.size and file.suffix.lower() in TEXT_SUFFIXES]

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, get_args, get_origin
 
 from trainer.config import answers
 from trainer.config.errors import ConfigError, did_you_mean, shorten
-from trainer.config.schema import Config
+from trainer.config.schema import ACTIVATIONS, Config, PreflightOptions
 
 Scalar = bool | int | float | str
 
@@ -65,10 +66,14 @@ class Given:
 @functools.cache
 def all_keys() -> dict[str, Key]:
   """Every key by name, in schema order."""
+  return _table({name: field.annotation for name, field in Config.model_fields.items()})
+
+
+def _table(sections: Mapping[str, Any]) -> dict[str, Key]:
+  """The keys of {name: subclass of Section}."""
   keys: dict[str, Key] = {}
-  for section, section_field in Config.model_fields.items():
-    assert section_field.annotation is not None
-    for name, field in section_field.annotation.model_fields.items():
+  for section, fields in sections.items():
+    for name, field in fields.model_fields.items():
       kind, choices = _kind(field.annotation)
       default = field.default.value if isinstance(field.default, StrEnum) else field.default
       limits = tuple(
@@ -91,9 +96,31 @@ def _kind(annotation: Any) -> tuple[type, tuple[str, ...]]:
   return annotation, ()
 
 
+def preflight_options(arguments: Sequence[str]) -> tuple[PreflightOptions, list[str]]:
+  """The options of preflight among `arguments`, and the other arguments. ConfigError for a value that is none."""
+  known = _table({"preflight": PreflightOptions})
+  given, others = {}, []
+  for argument in arguments:
+    name, equals, text = argument.lstrip("-").partition("=")
+    key = known.get(name.replace("-", "_").replace("preflight.", "preflight_"))
+    if equals and key is not None:
+      given[key.name] = convert(key, text, "command line").value
+    else:
+      others.append(argument)
+  return PreflightOptions.model_validate(given), others
+
+
+def as_key(name: str, text: str | None) -> tuple[str, str | None]:
+  """The key and its value for MaxText's key of an activation: custom_remat has all of them."""
+  activation = name.replace("-", "_").removeprefix("model.")
+  if activation not in ACTIVATIONS:
+    return name, text
+  return "custom_remat", text if text is None else f"{activation}={text}"
+
+
 def is_answered(name: str) -> bool:
   """Whether `name` is a key, or one of another program for which there is a prepared answer."""
-  spelled = name.replace("-", "_")
+  spelled = as_key(name.replace("-", "_"), None)[0]
   return spelled in all_keys() or answers.answer(spelled) is not None
 
 

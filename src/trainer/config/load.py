@@ -13,8 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.config import files, paths, validate
+from trainer.config.answers import is_removed
 from trainer.config.errors import ConfigError, Problems, did_you_mean, shorten
-from trainer.config.keys import Given, all_keys, convert, is_answered, resolve
+from trainer.config.keys import Given, all_keys, as_key, convert, is_answered, resolve
 from trainer.config.schema import Config, ModelSection
 
 USAGE = "Usage: python -m trainer CONFIG.yml key=value ..."
@@ -65,7 +66,7 @@ def _read(argv: Sequence[str]) -> tuple[Path, dict[str, Given]]:
   command = _command_line(argv, problems)
   problems.raise_any()
   assert path is not None
-  return path, _without_useless(lower, command) | command
+  return path, _over(_without_useless(lower, command), command)
 
 
 def _command_line(argv: Sequence[str], problems: Problems) -> dict[str, Given]:
@@ -86,11 +87,14 @@ def _command_line(argv: Sequence[str], problems: Problems) -> dict[str, Given]:
         raise ConfigError(f"{shorten(argument)}: {name} belongs in a YAML file, not here.\nWrite it in {argv[0]}.")
       if not name or not (equals or argument.startswith("-") or is_answered(name)):
         raise ConfigError(f"{shorten(argument)}: expected key=value after the config file.\n{USAGE}")
+      if is_removed(name, text):
+        continue
+      name, text = as_key(name, text)
       key = resolve(name, "command line")
       if text is None:
         raise ConfigError(f"{shorten(argument)}: the key {key.name} needs a value.\nWrite {key.name}=VALUE.")
       # The last value wins, as with MaxText: scripts append to the arguments that they were given.
-      values[key.name] = convert(key, text, "command line")
+      values = _over(values, {key.name: convert(key, text, "command line")})
   return values
 
 
@@ -124,7 +128,15 @@ def _read_with_parents(path: Path, children: tuple[Path, ...]) -> dict[str, Give
   for name, value in own.items():
     repeats_default = is_table and value.value == all_keys()[name].default
     own[name] = replace(value, explicit=not repeats_default)
-  return _without_useless(values, own) | own
+  return _over(_without_useless(values, own), own)
+
+
+def _over(lower: dict[str, Given], higher: dict[str, Given]) -> dict[str, Given]:
+  """`lower` with the values of `higher`, which has precedence. For custom_remat this holds for each activation."""
+  values = lower | higher
+  if (name := "custom_remat") in lower.keys() & higher.keys():
+    values[name] = replace(higher[name], value=f"{lower[name].value},{higher[name].value}")
+  return values
 
 
 def _without_useless(lower: dict[str, Given], higher: dict[str, Given]) -> dict[str, Given]:
@@ -142,11 +154,11 @@ def _without_useless(lower: dict[str, Given], higher: dict[str, Given]) -> dict[
 
 
 def _is_resolved(own: dict[str, Given], path: Path, children: tuple[Path, ...]) -> bool:
-  """Whether a file with every model key was resolved from the model that it names, as --print-config writes it.
+  """Whether --print-config has written this file, which has every model key and names a model.
 
-  In such a file a default is a value that replaced the model's with override_model_config. A copy of base.yml to which
-  a model_name was added looks similar. It differs in the values: where the model's value is not the default, the copy
-  never has the model's.
+  The other possibility is a copy of base.yml to which a model_name was added. A printed file has values of the model
+  that are no defaults, and the copy has none. In a printed file a default is a choice of the user, who replaced the
+  model's value with override_model_config; in the copy it is none.
   """
   if not own["override_model_config"].value or own["model_name"].value == "default":
     return False
@@ -160,6 +172,9 @@ def _typed(raw: dict[str, tuple[str | None, str]], problems: Problems) -> dict[s
   values: dict[str, Given] = {}
   for name, (text, origin) in raw.items():
     with problems.collect():
+      if is_removed(name, text):
+        continue
+      given, (name, text) = name, as_key(name, text)
       if text is None and not is_answered(name):
         raise ConfigError(f"{origin}: {shorten(name)} holds a list or a mapping.\nKeys are flat: write `key: value`.")
       key = resolve(name, origin)
@@ -168,9 +183,9 @@ def _typed(raw: dict[str, tuple[str | None, str]], problems: Problems) -> dict[s
           f"{origin}: {key.name} holds a list or a mapping, and a key has one value.\n"
           f"Write `{key.name}: value`. Several text files go into one folder."
         )
-      if key.name in values:
+      if key.name in values and given == name:  # several activations may be given
         raise ConfigError(f"{key.name} is given twice: {values[key.name].origin} and {origin}.\nRemove one of them.")
-      values[key.name] = convert(key, text, origin)
+      values = _over(values, {key.name: convert(key, text, origin)})
   return values
 
 
@@ -239,4 +254,8 @@ def _build(given: dict[str, Given]) -> Config:
   sections: dict[str, dict[str, object]] = {name: {} for name in Config.model_fields}
   for name, value in given.items():
     sections[all_keys()[name].section][name] = value.value
-  return Config.model_validate(sections)
+  config = Config.model_validate(sections)
+  # In one form: a table of MaxText's keys with their defaults is no choice.
+  default, chosen = ModelSection().activations, config.model.activations
+  text = ",".join(f"{name}={choice}" for name, choice in chosen.items() if choice != default.get(name, "remat"))
+  return config.with_values(custom_remat=text)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.config import data_files, mixture, remote, text_files
+from trainer.config import data_files, mixture, remote
 from trainer.config.errors import ConfigError, Problems, how_to_install, shorten
 from trainer.config.files import as_path
 from trainer.config.folders import LeftOut
@@ -280,10 +280,10 @@ def _check_tfds(folder: str) -> None:
 def _check_text(name: str, value: str) -> None:
   """Checks that `value` is a text file that is not empty, or a folder that contains one."""
   _check_placeholder(name, value)
-  kinds = ", ".join(text_files.SUFFIXES)
+  kinds = ", ".join(data_files.TEXT_SUFFIXES)
   left = LeftOut()
   if remote.is_address(value):
-    if not text_files.at_address(name, value, left):
+    if not data_files.text_at_address(name, value, left):
       raise ConfigError(
         f"{name}={shorten(value)}: has no file of {kinds} with text in it{left.note}.\nGive another address."
       )
@@ -293,7 +293,7 @@ def _check_text(name: str, value: str) -> None:
     raise ConfigError(f"{name}={value}: there is no such file or folder.\nGive a file or folder of {kinds}.")
   if os.path.isdir(path):
     try:
-      found = any(file.stat().st_size for file in text_files.below(path, left))
+      found = any(file.stat().st_size for file in data_files.text_below(path, left))
     except (ConfigError, OSError) as error:
       raise ConfigError(f"{name}={value}: {error}.\nOr give another folder.") from None
     if not found:
@@ -301,7 +301,7 @@ def _check_text(name: str, value: str) -> None:
         f"{name}={value}: contains no file of {kinds} with text in it{left.note}.\nGive another folder."
       )
     return
-  if path.suffix.lower() not in text_files.SUFFIXES or not os.path.isfile(path):
+  if path.suffix.lower() not in data_files.TEXT_SUFFIXES or not os.path.isfile(path):
     raise ConfigError(f"{name}={value}: is not a text file that dataset_type=text reads.\nGive one of {kinds}.")
   if path.stat().st_size == 0:
     raise ConfigError(f"{name}={value}: is an empty file.\nGive a file or folder with text in it.")

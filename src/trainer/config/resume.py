@@ -51,9 +51,8 @@ JUDGED_BY = {
 # learning rate, schedule, decay, clipping. The resume logs a change of these keys and continues.
 FREE = frozenset({
   "model_name", "override_model_config", "max_position_embeddings", "use_iota_embed", "attention", "scan_layers",
-  "scan_unroll", "remat_policy", "decoder_layer_input", "query_proj", "key_proj", "value_proj", "context", "out_proj",
-  "mlpwi_0", "mlpwi_1", "mlpwo", "dataset_cache_directory", "eval_sets", "learning_rate", "lr_schedule_type",
-  "learning_rate_schedule_steps", "warmup_steps_fraction", "learning_rate_final_fraction",
+  "scan_unroll", "remat_policy", "custom_remat", "dataset_cache_directory", "eval_sets", "learning_rate",
+  "lr_schedule_type", "learning_rate_schedule_steps", "warmup_steps_fraction", "learning_rate_final_fraction",
   "wsd_decay_steps_fraction", "wsd_decay_style", "adam_b1", "adam_b2", "adam_eps", "adam_weight_decay",
   "weight_decay_mask", "grad_reduce_dtype", "gradient_clipping_threshold", "z_loss_multiplier", "num_vocab_tiling",
   "max_nonfinite_steps", "load_balance_loss_weight",

@@ -12,7 +12,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Remat = Literal["remat", "device", "offload"]
+# Activations of a layer that remat_policy=custom can keep, with MaxText's names.
+ACTIVATIONS = (
+  *("decoder_layer_input", "query_proj", "key_proj", "value_proj", "context"),
+  *("out_proj", "mlpwi_0", "mlpwi_1", "mlpwo"),
+)
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 # The state counts steps in 32 bits. Other counts have the same limit.
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -76,8 +80,7 @@ class RunSection(Section):
     description="The first parameters of a new run: a Hugging Face folder of a Qwen3 or Llama, or RUN_DIR or RUN_DIR@STEP of another run, local or gs://. The optimizer and the schedule are fresh. The tokenizer there serves the data unless tokenizer_type or tokenizer_path is given. A run that resumes ignores it. Empty: random parameters.",
   )
   log_config: bool = Field(
-    True,
-    description="Print the keys that differ from their defaults at the start. All keys are in {run}/config.yml.",
+    True, description="Print the keys that differ from their defaults at the start. All keys are in {run}/config.yml."
   )
   jax_cache_dir: str = Field(
     "~/.cache/trainer/jax", description="Folder of the persistent compilation cache. Empty: no cache."
@@ -205,18 +208,10 @@ class ModelSection(Section):
     RematPolicy.FULL,
     description="Which activations of a layer are kept for the backward pass. The others are recomputed. auto: chosen once for the run, on TPUs the fastest that fits by the estimate of preflight. Policies compute the same function, but do not give bit-identical numbers.",
   )
-  decoder_layer_input: Remat = Field(
-    "device",
-    description="remat_policy=custom: the layer's input. It is always kept: on the device, or with offload on the host.",
+  custom_remat: str = Field(
+    "",
+    description="remat_policy=custom: what happens to each activation, such as query_proj=device,mlpwo=offload. device: kept on the device; offload: kept on the host; remat: recomputed, which is the default. Activations: decoder_layer_input (the layer's input, which is always kept), query_proj, key_proj, value_proj, context (attention output before the output projection), out_proj, mlpwi_0 (gate), mlpwi_1 (up), mlpwo (down). MaxText's keys are accepted too: query_proj=device. What a file or the command line says is added to what the files of lower precedence say.",
   )
-  query_proj: Remat = Field("remat", description="remat_policy=custom: queries.")
-  key_proj: Remat = Field("remat", description="remat_policy=custom: keys.")
-  value_proj: Remat = Field("remat", description="remat_policy=custom: values.")
-  context: Remat = Field("remat", description="remat_policy=custom: attention output before the output projection.")
-  out_proj: Remat = Field("remat", description="remat_policy=custom: output projection of attention.")
-  mlpwi_0: Remat = Field("remat", description="remat_policy=custom: gate projection of the feed-forward.")
-  mlpwi_1: Remat = Field("remat", description="remat_policy=custom: up projection of the feed-forward.")
-  mlpwo: Remat = Field("remat", description="remat_policy=custom: down projection of the feed-forward.")
 
   @property
   def _scales(self) -> tuple[int, int, int]:
@@ -252,6 +247,12 @@ class ModelSection(Section):
   def has_unlike_layers(self) -> bool:
     """Whether some layers have experts and others have not: they cannot be stacked."""
     return len({self.has_experts(layer) for layer in range(self.num_decoder_layers)}) > 1
+
+  @property
+  def activations(self) -> dict[str, str]:
+    """{activation: what custom_remat says of it}; the last entry of a name counts."""
+    entries = (entry.partition("=") for entry in self.custom_remat.split(",") if entry.strip())
+    return {"decoder_layer_input": "device"} | {name.strip(): choice.strip() for name, _, choice in entries}
 
   @property
   def dense_layers(self) -> list[int]:
@@ -493,7 +494,8 @@ class ElasticSection(Section):
     300.0, gt=0, le=1e9, description="Longest wait for the slices that training needs, in seconds."
   )
   elastic_max_retries: Positive = Field(
-    10, description="Attempts without progress before the run gives up, including the first attempt."
+    10,
+    description="Attempts without progress before the run gives up, including the first attempt. 10 completed steps are progress.",
   )
   elastic_min_slice_count: int = Field(
     -1,
@@ -512,9 +514,6 @@ class ElasticSection(Section):
     0,
     description="Slices as separate processes: into how many programs, at least, the backward pass through the layers is divided. The gradients of one travel to the other slices while the next computes. 1: the exchange begins when all gradients are computed. 0: 4 on GPUs and TPUs, 1 on CPUs and with scan_layers=false.",
   )
-  elastic_retry_reset_steps: Positive = Field(
-    10, description="Completed steps after which the count of attempts is reset."
-  )
   elastic_min_resize_interval_seconds: float = Field(
     30.0,
     ge=0,
@@ -528,8 +527,7 @@ class ElasticSection(Section):
     description="Check the health of the slices when a step takes longer than this number of seconds, and again at this interval; already after max(5, 3 times the 99th percentile of the last steps) if that is less. 0: never.",
   )
   snapshot_period: NonNegative = Field(
-    0,
-    description="Steps between snapshots. 0: chosen so that snapshots cost at most 1 % of the step time.",
+    0, description="Steps between snapshots. 0: chosen so that snapshots cost at most 1 % of the step time."
   )
   fault_injection: str = Field(
     "",
@@ -550,11 +548,7 @@ class ClusterSection(Section):
   )
   cluster_standin: str = Field(
     "",
-    description="With cluster=pathways: SLICESxDEVICES such as 3x4 starts a stand-in for Pathways on this machine, with so many slices of so many CPU devices, which ends with the run. JAX_PLATFORMS, JAX_BACKEND_TARGET, enable_single_controller and devices_per_slice are not needed then.",
-  )
-  cluster_standin_processes: bool = Field(
-    False,
-    description="With cluster_standin: every slice is a process of its own, which kill -9 loses with its memory; slices communicate over gloo.",
+    description="With cluster=pathways: SLICESxDEVICES such as 3x4 starts a stand-in for Pathways on this machine, with so many slices of so many CPU devices, which ends with the run. With 3x4:processes every slice is a process of its own, which kill -9 loses with its memory; slices communicate over gloo. JAX_PLATFORMS, JAX_BACKEND_TARGET, enable_single_controller and devices_per_slice are not needed then.",
   )
   enable_single_controller: bool = Field(
     False, description="One process controls all slices (Pathways, or one machine)."
@@ -573,10 +567,8 @@ class ObserveSection(Section):
   enable_tensorboard: bool = Field(True, description="Write TensorBoard event files to {run}/tensorboard.")
   enable_wandb: bool = Field(
     False,
-    description="Also send the numbers of every step to Weights & Biases (extra wandb). The run stays offline, in {run}/wandb, without an API key or with WANDB_MODE=offline.",
+    description="Also send the numbers of every step to Weights & Biases (extra wandb). The run stays offline, in {run}/wandb, without an API key or with WANDB_MODE=offline. WANDB_PROJECT and WANDB_NAME name it.",
   )
-  wandb_project_name: str = Field("trainer", description="Project in Weights & Biases.")
-  wandb_run_name: str = Field("", description="Name of the run in Weights & Biases. Empty: run_name.")
   enable_trackio: bool = Field(
     False,
     description="Also write the numbers of every step to trackio (extra trackio): SQLite files of this machine, or the server that TRACKIO_SERVER_URL or TRACKIO_SPACE_ID names.",
@@ -629,8 +621,8 @@ class ObserveSection(Section):
   sample_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = Field(64, description="Number of tokens of the sample.")
 
 
-class PreflightSection(Section):
-  """Keys that only trainer.tools.preflight reads."""
+class PreflightOptions(Section):
+  """Options of trainer.tools.preflight: no keys of a run, but written like keys."""
 
   compile_topology: str = Field(
     "",
@@ -665,7 +657,6 @@ class Config(Section):
   elastic: ElasticSection = ElasticSection()
   cluster: ClusterSection = ClusterSection()
   observe: ObserveSection = ObserveSection()
-  preflight: PreflightSection = PreflightSection()
 
   def flat(self) -> dict[str, bool | int | float | str]:
     """All keys in schema order, with their values as YAML scalars."""

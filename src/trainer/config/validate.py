@@ -12,6 +12,7 @@ from trainer.config.errors import Problems, did_you_mean, shorten
 from trainer.config.faults import RandomFaults
 from trainer.config.faults import parse as parse_faults
 from trainer.config.schema import (
+  ACTIVATIONS,
   CheckpointSection,
   ClusterSection,
   Config,
@@ -21,20 +22,18 @@ from trainer.config.schema import (
   ObserveSection,
   OptimizerSection,
   ParallelismSection,
-  PreflightSection,
   Section,
 )
 
 SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers of float32
 MOST_PARAMETERS = 10**13  # 25 times the largest file of configs/models
 MOST_TOKENS = 2**31 - 1  # of a device's micro-batch: XLA indexes with 32 bits
-_CUSTOM_REMAT = "decoder_layer_input query_proj key_proj value_proj context out_proj mlpwi_0 mlpwi_1 mlpwo"
 _ROPE_SCALING = "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_position_embeddings"
 
 # (a key, the values with which other keys have an effect, those keys). Switches of whole features are not listed: a
 # user who turns checkpoints off for an hour must not have to remove all their keys.
 EFFECTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
-  ("remat_policy", ("custom",), _CUSTOM_REMAT),
+  ("remat_policy", ("custom",), "custom_remat"),
   ("rope_type", ("llama3",), _ROPE_SCALING),
   ("lr_schedule_type", ("wsd",), "wsd_decay_steps_fraction wsd_decay_style"),
   ("lr_schedule_type", ("cosine", "wsd"), "learning_rate_final_fraction"),
@@ -73,7 +72,6 @@ def check(config: Config, problems: Problems) -> None:
   problems.add(_observe(config.observe, config.data, config.run.steps))
   if config.observe.sample_prompt and config.model.has_unlike_layers:
     problems.add([f"sample_prompt={config.observe.sample_prompt}: {UNLIKE_LAYERS}\nSet sample_prompt=''."])
-  problems.add(_preflight(config.preflight))
   parallelism = [*_parallelism(config.parallelism, config.cluster)]
   problems.add(parallelism)
   if parallelism:
@@ -143,6 +141,16 @@ def _experts(model: ModelSection) -> Iterator[str]:
     )
 
 
+def _custom_remat(model: ModelSection) -> Iterator[str]:
+  for name, choice in model.activations.items():
+    if name not in ACTIVATIONS or choice not in ("remat", "device", "offload"):
+      near = did_you_mean(name, ACTIVATIONS) if name not in ACTIVATIONS else ""
+      yield (
+        f"custom_remat: {shorten(name)}={shorten(choice)} is not one of {', '.join(ACTIVATIONS)} with remat, device or "
+        f"offload.\n{near}Write for example custom_remat=query_proj=device,mlpwo=offload."
+      )
+
+
 def _model(model: ModelSection) -> Iterator[str]:
   scale = model.global_parameter_scale
   if scale & (scale - 1):
@@ -158,6 +166,7 @@ def _model(model: ModelSection) -> Iterator[str]:
   yield from rules.heads_share(model.base_num_query_heads, model.base_num_kv_heads)
   if model.head_dim % 2:
     yield (f"head_dim={model.head_dim}: must be even, because RoPE rotates pairs of values.\nUse {model.head_dim + 1}.")
+  yield from _custom_remat(model)
   yield from _experts(model)
   if model.num_decoder_layers % model.scan_unroll:
     yield (
@@ -237,15 +246,10 @@ def _cluster(cluster: ClusterSection) -> Iterator[str]:
       f"cluster_standin={cluster.cluster_standin}: is a stand-in for Pathways, but cluster={cluster.cluster}.\n"
       "Set cluster=pathways, or remove cluster_standin."
     )
-  if cluster.cluster_standin and not re.fullmatch(r"[1-9]\d{0,2}x[1-9]\d{0,2}", cluster.cluster_standin):
+  if cluster.cluster_standin and not re.fullmatch(r"[1-9]\d{0,2}x[1-9]\d{0,2}(:processes)?", cluster.cluster_standin):
     yield (
       f"cluster_standin={shorten(cluster.cluster_standin)}: must be the number of slices and of devices per slice.\n"
-      "Write it like 3x4."
-    )
-  if cluster.cluster_standin_processes and not cluster.cluster_standin:
-    yield (
-      "cluster_standin_processes=true: there is no stand-in without cluster_standin.\n"
-      "Set cluster_standin, for example to 3x1, or remove cluster_standin_processes."
+      "Write it like 3x4, or 3x4:processes."
     )
 
 
@@ -391,12 +395,11 @@ def _observe(observe: ObserveSection, data: DataSection, steps: int) -> Iterator
       f"profiler={observe.profiler}: its {observe.profiler_steps} steps after "
       f"{observe.skip_first_n_steps_for_profiler} skipped ones do not fit in steps={steps}.\nUse fewer profiler_steps."
     )
-  for name in ("wandb_project_name", "trackio_project_name"):
-    if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", getattr(observe, name)):
-      yield (
-        f"{name}={shorten(getattr(observe, name))!r}: is not the name of a project.\n"
-        "Use 1 to 100 letters, digits, dots, hyphens and underscores."
-      )
+  if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", project := observe.trackio_project_name):
+    yield (
+      f"trackio_project_name={shorten(project)!r}: is not the name of a project.\n"
+      "Use 1 to 100 letters, digits, dots, hyphens and underscores."
+    )
   if observe.eval_main_set and not data.eval_sets:
     yield f"eval_main_set={observe.eval_main_set}: has no effect without eval_sets.\nSet eval_sets, or remove it."
   if observe.eval_interval == 0:
@@ -407,12 +410,3 @@ def _observe(observe: ObserveSection, data: DataSection, steps: int) -> Iterator
     no_data = "eval_fraction=0 and no eval_dataset_path" if data.dataset_type == "text" else "no evaluation data"
     reason = "eval_steps=0" if observe.eval_steps == 0 else no_data
     yield f"eval_interval={observe.eval_interval}: has no effect with {reason}.\nChange one of the two."
-
-
-def _preflight(preflight: PreflightSection) -> Iterator[str]:
-  count = preflight.compile_topology_num_slices
-  if count != 1 and not preflight.compile_topology:
-    yield (
-      f"compile_topology_num_slices={count}: has no effect without compile_topology.\n"
-      "Add compile_topology, such as v5e-16; for simulated slices of this machine use num_slices."
-    )

@@ -13,11 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
-from trainer.config import data_files, folders, remote, rules, text_files
-from trainer.config.data_files import File
+from trainer.config import data_files, folders, remote, rules
+from trainer.config.data_files import TEXT_SUFFIXES, File
 from trainer.config.errors import ConfigError, require
 from trainer.config.folders import LeftOut
-from trainer.config.text_files import SUFFIXES
 from trainer.data import jsonl
 from trainer.data.documents import BadRecord, Piece, cut_at_lines, line_number
 
@@ -40,19 +39,21 @@ def find(key: str, path: str, left: LeftOut | None = None) -> list[Piece]:
     return _standard_library(key)
   root = Path(path).expanduser()
   if remote.is_address(path):
-    files = data_files.relative_names(text_files.at_address(key, path, left))
+    files = data_files.relative_names(data_files.text_at_address(key, path, left))
     pieces = [Piece(name, file, 0, file.size) for name, file in files]
   elif root.is_file():
-    if root.suffix.lower() not in SUFFIXES:
-      raise ConfigError(f"{key}={path} ends in {root.suffix!r}. Give a file that ends in one of {', '.join(SUFFIXES)}.")
+    if root.suffix.lower() not in TEXT_SUFFIXES:
+      raise ConfigError(
+        f"{key}={path} ends in {root.suffix!r}. Give a file that ends in one of {', '.join(TEXT_SUFFIXES)}."
+      )
     pieces = _pieces([root], root.parent)
   elif root.is_dir():
-    pieces = _pieces(folders.once(text_files.below(root, left), left), root)
+    pieces = _pieces(folders.once(data_files.text_below(root, left), left), root)
   else:
-    raise ConfigError(f"{key}={path} does not exist. Give a file or folder of {', '.join(SUFFIXES)}.")
+    raise ConfigError(f"{key}={path} does not exist. Give a file or folder of {', '.join(TEXT_SUFFIXES)}.")
   if not pieces:
     raise ConfigError(
-      f"{key}={path} has no text{left.note}. Give a folder with a non-empty file of {', '.join(SUFFIXES)}."
+      f"{key}={path} has no text{left.note}. Give a folder with a non-empty file of {', '.join(TEXT_SUFFIXES)}."
     )
   return pieces
 
@@ -125,7 +126,9 @@ def digest(pieces: Sequence[Piece]) -> str:
 
 def _standard_library(key: str) -> list[Piece]:
   root = Path(sysconfig.get_path("stdlib"))
-  files = [file for file in text_files.below(root, LeftOut(), _NOT_LIBRARY) if file.suffix == ".py" and _is_utf8(file)]
+  files = [
+    file for file in data_files.text_below(root, LeftOut(), _NOT_LIBRARY) if file.suffix == ".py" and _is_utf8(file)
+  ]
   pieces = _pieces(files, root)
   if not pieces:
     raise ConfigError(f"{key} is empty, and the interpreter has no library sources in {root}. Set {key}.")

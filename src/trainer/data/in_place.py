@@ -32,12 +32,7 @@ class _Windows:
   """The records as windows, packed by `windows.pack`. Implements order.Records."""
 
   def __init__(
-    self,
-    records: array_record.Records,
-    file_type: str,
-    length: int,
-    vocab_size: int,
-    bad: Sequence[int] = (),
+    self, records: array_record.Records, file_type: str, length: int, vocab_size: int, bad: Sequence[int] = ()
   ) -> None:
     """`bad`: numbers of records that are skipped, ascending."""
     self._records = records

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 from trainer.data.batch import DataError
@@ -102,9 +101,7 @@ class Prefetcher(Generic[X]):
   def __enter__(self) -> Self:
     return self
 
-  def __exit__(
-    self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-  ) -> None:
+  def __exit__(self, *error: object) -> None:
     self.close()
 
 

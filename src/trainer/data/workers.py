@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing import connection
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from trainer.observe import screen
@@ -105,9 +104,7 @@ class Workers:
   def __enter__(self) -> Self:
     return self
 
-  def __exit__(
-    self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-  ) -> None:
+  def __exit__(self, *error: object) -> None:
     with self._lock:
       self._closed = True
     for worker in self._all:

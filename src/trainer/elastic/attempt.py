@@ -165,12 +165,7 @@ class ElasticRun:
     if event.kind is Kind.HANG:
       self.session.events.emit("hang", step=step, silent_seconds=detect_seconds)
     self.session.events.emit(
-      "slice_down",
-      step=step,
-      slice=lost,
-      slices=sorted(alive),
-      error=event.reason,
-      detect_seconds=detect_seconds,
+      "slice_down", step=step, slice=lost, slices=sorted(alive), error=event.reason, detect_seconds=detect_seconds
     )
     self.down_events += 1
     self.recovery.begin("slice_down", lost, began, step=step, alive=before)

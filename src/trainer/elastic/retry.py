@@ -19,6 +19,7 @@ from trainer.elastic.policy import ResizePolicy, RetryPolicy, SnapshotPolicy
 from trainer.elastic.recovery import RecoveryLog
 from trainer.observe.events import EventLog, read_events
 
+_RESET_STEPS = 10  # completed steps after which the count of attempts is reset
 _SNAPSHOT_OVERHEAD = 0.01  # largest share of the step time that snapshots may cost
 
 # attempt(elastic, view, survivors): survivors are the slices whose host memory has outlived the previous attempt.
@@ -51,7 +52,7 @@ def elastic_retry(
     job,
     session,
     _injector(cluster, check(cluster, cfg, job.steps), events, clock),
-    RetryPolicy(cfg.elastic_max_retries, cfg.elastic_retry_reset_steps),
+    RetryPolicy(cfg.elastic_max_retries, _RESET_STEPS),
     ResizePolicy(cfg.elastic_min_resize_interval_seconds, clock),
     SnapshotPolicy(cfg.snapshot_period, _SNAPSHOT_OVERHEAD, job.state_bytes),
     RecoveryLog(events, log, session.programs.counter, job.tokens_per_step, clock),
@@ -87,11 +88,7 @@ class _Loop:
   """Attempts until the run is complete, must stop, or cannot continue."""
 
   def __init__(
-    self,
-    attempt: Attempt,
-    elastic: ElasticRun,
-    stop: Callable[[], bool],
-    sleep: Callable[[float], None],
+    self, attempt: Attempt, elastic: ElasticRun, stop: Callable[[], bool], sleep: Callable[[float], None]
   ) -> None:
     self._attempt, self._elastic, self._stop, self._sleep = attempt, elastic, stop, sleep
     self._session = elastic.session

@@ -259,10 +259,7 @@ def _forward_band(band: _Band, work: _Work, out: jax.Array, log_sum: jax.Array) 
 
 
 def _backward_band(
-  band: _Band,
-  work: _Work,
-  rows: tuple[jax.Array, jax.Array, jax.Array],
-  grads: tuple[jax.Array, jax.Array, jax.Array],
+  band: _Band, work: _Work, rows: tuple[jax.Array, jax.Array, jax.Array], grads: tuple[jax.Array, jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns `grads` plus the part of this band.
 

@@ -76,17 +76,8 @@ def _flash(
   return _masked_or_causal(_call, (q, k, v), (q_segment_ids, kv_segment_ids, first), implementation)
 
 
-def _flash_fwd(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  q_segment_ids: jax.Array,
-  kv_segment_ids: jax.Array,
-  first: jax.Array,
-  implementation: Implementation,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  out = _flash(q, k, v, q_segment_ids, kv_segment_ids, first, implementation)
-  return checkpoint_name(out, "context"), (q, k, v, q_segment_ids, kv_segment_ids, first)
+def _flash_fwd(*arguments: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+  return checkpoint_name(_flash(*arguments), "context"), arguments[:6]
 
 
 def _flash_bwd(

@@ -92,23 +92,6 @@ def choose_chunks(length: int, position_bytes: float, limit: int) -> int:
   return next((n for n in range(least, min(2 * least, length) + 1) if length % n == 0), least)
 
 
-def plain_cross_entropy(
-  x: jax.Array,
-  w: jax.Array,
-  targets: jax.Array,
-  weights: jax.Array,
-  *,
-  z_loss: float,
-  valid_vocab: int | None = None,
-) -> tuple[jax.Array, jax.Array]:
-  """Returns what `linear_cross_entropy` returns, from [B, T, V] logits. The oracle; here z_sum has its own gradient."""
-  logits = jnp.einsum("btd,vd->btv", x, w.astype(x.dtype), preferred_element_type=jnp.float32)
-  logits = logits[..., : valid_vocab or w.shape[0]]
-  log_z = jax.nn.logsumexp(logits, axis=-1)
-  target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-  return jnp.sum(weights * (log_z - target)), z_loss * jnp.sum(weights * jnp.square(log_z))
-
-
 class _Static(NamedTuple):
   """The arguments of the fused loss that are known when it is traced."""
 
@@ -179,13 +162,7 @@ def _whole(view: jax.Array, length: int) -> jax.Array:
 
 
 def _sums(
-  x: jax.Array,
-  w: jax.Array,
-  targets: jax.Array,
-  weights: jax.Array,
-  static: _Static,
-  *,
-  with_grads: bool,
+  x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array, static: _Static, *, with_grads: bool
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, Any]]:
   """Returns ((loss_sum, z_sum), (dx, dw)). Without `with_grads` the gradients are None."""
   run = functools.partial(_shard_sums, static, with_grads)

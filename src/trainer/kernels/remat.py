@@ -12,19 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from trainer.config.schema import ModelSection, RematPolicy
-
-NAMES = (
-  "decoder_layer_input",
-  "query_proj",
-  "key_proj",
-  "value_proj",
-  "context",
-  "out_proj",
-  "mlpwi_0",
-  "mlpwi_1",
-  "mlpwo",
-)
+from trainer.config.schema import ACTIVATIONS, ModelSection, RematPolicy
 
 
 class SavedNames(NamedTuple):
@@ -60,11 +48,8 @@ def saved_names(cfg: ModelSection) -> SavedNames:
   assert cfg.remat_policy is not RematPolicy.NONE, "remat_policy=none saves everything and has no names"
   if cfg.remat_policy is not RematPolicy.CUSTOM:
     return TABLE[cfg.remat_policy]
-  choices = {name: getattr(cfg, name) for name in NAMES}
-  return SavedNames(
-    tuple(name for name, choice in choices.items() if choice == "device"),
-    tuple(name for name, choice in choices.items() if choice == "offload"),
-  )
+  kept = lambda choice: tuple(name for name in ACTIVATIONS if cfg.activations.get(name, "remat") == choice)
+  return SavedNames(kept("device"), kept("offload"))
 
 
 def checkpoint_policy(cfg: ModelSection) -> tuple[bool, Callable[..., Any] | None]:

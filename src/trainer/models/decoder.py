@@ -89,11 +89,7 @@ class Decoder(nnx.Module):
     return self.hidden_and_head(tokens_BT, positions_BT, segment_ids_BT)[0]
 
   def hidden_and_head(
-    self,
-    tokens_BT: jax.Array,
-    positions_BT: jax.Array,
-    segment_ids_BT: jax.Array,
-    reduce: GradReduce | None = None,
+    self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array, reduce: GradReduce | None = None
   ) -> tuple[jax.Array, jax.Array]:
     """Returns what `hidden` returns, and the weights of the output head, [V, D] in weight_dtype.
 

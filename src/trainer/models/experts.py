@@ -117,10 +117,7 @@ def _permute(x: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
   return x[order]
 
 
-_permute.defvjp(
-  lambda x, order, back: (_permute(x, order, back), back),
-  lambda back, g: (g[back], None, None),
-)
+_permute.defvjp(lambda x, order, back: (_permute(x, order, back), back), lambda back, g: (g[back], None, None))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 import jax.monitoring
@@ -40,9 +39,7 @@ class CheckpointTimings:
     jax.monitoring.register_event_duration_secs_listener(self._on_duration)
     return self
 
-  def __exit__(
-    self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-  ) -> None:
+  def __exit__(self, *error: object) -> None:
     jax.monitoring.unregister_event_duration_listener(self._on_duration)
     self._lines.close()
 

@@ -7,7 +7,6 @@ import dataclasses
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Self
 
 import jax.monitoring
@@ -70,9 +69,7 @@ class CompileCounter:
     jax.monitoring.register_event_duration_secs_listener(self._on_duration)
     return self
 
-  def __exit__(
-    self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-  ) -> None:
+  def __exit__(self, *error: object) -> None:
     jax.monitoring.unregister_event_listener(self._on_event)
     jax.monitoring.unregister_event_duration_listener(self._on_duration)
 
@@ -105,8 +102,5 @@ class CompileCounter:
         )
       else:
         self._counts = dataclasses.replace(
-          old,
-          compilations=old.compilations + (not hit),
-          cached=old.cached + hit,
-          seconds=old.seconds + duration,
+          old, compilations=old.compilations + (not hit), cached=old.cached + hit, seconds=old.seconds + duration
         )

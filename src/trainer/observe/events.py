@@ -82,8 +82,8 @@ class EventLog:
     monotonic: Callable[[], float] = time.monotonic,
   ) -> None:
     """run_directory: local or gs://; None: nothing is kept (`emit` still returns the record)."""
-    self.run_directory = run_directory  # to read; `directory`: to write, None while this process is not the primary
-    self.directory = run_directory if is_primary else None
+    self.run_directory = run_directory  # where every process reads
+    self.directory = run_directory if is_primary else None  # where the primary writes; None in other processes
     self.run_name = run_name
     self.process = uuid.uuid4().hex[:8]
     self.attempt = 1

@@ -29,27 +29,22 @@ class Log:
 
   def line(self, text: str) -> None:
     """Prints and records one line, or a block of lines."""
-    if self._quiet:
-      return
-    with self._lock:
-      text = timed(text)
-      self._lines.append(text)
-      self._show(text)
+    self._add(text, show=True)
 
   def detail(self, text: str) -> None:
     """Like `line`, for the line of every step: not printed while a progress bar shows the same numbers."""
+    self._add(text, show=self._details)
+
+  def _add(self, text: str, show: bool) -> None:
     if self._quiet:
       return
     with self._lock:
       text = timed(text)
       self._lines.append(text)
-      if self._details:
-        self._show(text)
-
-  def _show(self, text: str) -> None:
-    self.operation = "printing"
-    self._print(text)
-    self.operation = ""
+      if show:
+        self.operation = "printing"
+        self._print(text)
+        self.operation = ""
 
   def record(self, text: str) -> None:
     """Records text in the file only. Takes no lock, so that a watchdog can use it while a print hangs."""

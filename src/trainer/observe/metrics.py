@@ -146,7 +146,7 @@ class Metrics:
       board = functools.partial(TensorBoard, f"{self._run_directory}/tensorboard", self._events.process)
       yield BackgroundWriter("TensorBoard files", board, log, "enable_tensorboard=false turns them off", waits=True)
     if cfg.enable_wandb:
-      yield self._service("wandb", functools.partial(WandbRun, self._run_directory, cfg, run, log))
+      yield self._service("wandb", functools.partial(WandbRun, self._run_directory, run, log))
     if cfg.enable_trackio:
       yield self._service("trackio", functools.partial(TrackioRun, cfg, run, log))
 

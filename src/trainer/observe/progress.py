@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 from typing import Any, Self
 
 from trainer.observe.log import Log
@@ -36,9 +35,7 @@ class Progress:
       self._open()
     return self
 
-  def __exit__(
-    self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-  ) -> None:
+  def __exit__(self, *error: object) -> None:
     self.close()
 
   def step(self, record: StepRecord) -> None:

@@ -22,7 +22,7 @@ from stepcost.simulation import Timeline
 from trainer import program
 from trainer.config import compiler_flags, counts
 from trainer.config.errors import ConfigError
-from trainer.config.schema import Config, DegradedStep
+from trainer.config.schema import Config
 from trainer.program import Program
 
 
@@ -104,13 +104,15 @@ def fits(found: Finding, chip: chips.Chip) -> TypeGuard[Analysis]:
   return isinstance(found, Analysis) and found.memory.fits(chip)
 
 
-def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int) -> Finding:
+def analyse(
+  config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int, *, quickly: bool = True, hlo_file: str = ""
+) -> Finding:
   """Returns the analysis of the step for `slices`, the slices that are alive.
 
-  With preflight_degraded=quick and fewer slices than `num_slices_total`, compile for TPUs with little optimization
-  first. This takes a quarter of the time. If that program does not fit, compile with full optimization. A fully
-  optimized program keeps fewer values, and uses more memory for overlap only if there is room, so it fits whenever the
-  quick program fits.
+  hlo_file: where the text of the compiled step is written, if `slices` are all of them. quickly: with fewer slices than
+  `num_slices_total`, compile for TPUs with little optimization first. This takes a quarter of the time. If that program
+  does not fit, compile with full optimization. A fully optimized program keeps fewer values, and uses more memory for
+  overlap only if there is room, so it fits whenever the quick program fits.
 
   Raises:
     ConfigError: sizes do not fit the devices, their compiler does not show its programs, or the user's limit of on-chip
@@ -124,13 +126,13 @@ def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total
   except NotImplementedError as error:  # the TPU compiler lacks an operation of a Pallas kernel
     return Refused(len(slices), _first_line(error))
   trace_seconds = time.monotonic() - start
-  quick = len(slices) < num_slices_total and config.preflight.preflight_degraded is DegradedStep.QUICK
-  if quick and slices[0][0].platform == "tpu":
-    found = _compiled(config, prog, lowered, slices, num_slices_total, trace_seconds, optimized=False)
+  if quickly and len(slices) < num_slices_total and slices[0][0].platform == "tpu":
+    found = _compiled(config, prog, lowered, slices, num_slices_total, trace_seconds, False, "")
     chip = chips.find(slices[0][0].device_kind)
     if chip is not None and fits(found, chip):
       return found
-  return _compiled(config, prog, lowered, slices, num_slices_total, trace_seconds, optimized=True)
+  hlo_file = hlo_file if len(slices) == num_slices_total else ""
+  return _compiled(config, prog, lowered, slices, num_slices_total, trace_seconds, True, hlo_file)
 
 
 def _compiled(
@@ -141,6 +143,7 @@ def _compiled(
   num_slices_total: int,
   trace_seconds: float,
   optimized: bool,
+  hlo_file: str,
 ) -> Finding:
   start = time.monotonic()
   alive = prog.plan.rows.shape[1]
@@ -156,11 +159,14 @@ def _compiled(
     return DoesNotFit(alive, out_of_memory(str(error)))
   seconds = time.monotonic() - start
   try:
-    return read_compiled(config, prog, compiled, slices, num_slices_total, trace_seconds, seconds, optimized)
+    found = read_compiled(config, prog, compiled, slices, num_slices_total, trace_seconds, seconds, optimized)
   except ConfigError:
     raise
   except ValueError as error:  # else it would look like a configuration error, which has another exit code
     raise RuntimeError("preflight cannot read the output of this version of the compiler") from error
+  if hlo_file:
+    pathlib.Path(hlo_file).write_text(compiled.as_text())
+  return found
 
 
 def _lacks_on_chip_memory(config: Config, slices: int, error: Exception) -> Refused:
@@ -211,8 +217,6 @@ def read_compiled(
       "Choose a policy such as remat_policy=full instead of auto, and run preflight with compile_topology."
     )
   alive = prog.plan.rows.shape[1]
-  if config.preflight.preflight_hlo_file and alive == num_slices_total:
-    pathlib.Path(config.preflight.preflight_hlo_file).write_text(text)
   module = hlo.parse(text)
   slice_of_partition = slice_of(prog.mesh, slices)
   counted = compiled.cost_analysis() or {}

@@ -148,7 +148,7 @@ def _until_fits(config: Config, slice_sets: SliceSets, order: Sequence[RematPoli
 
 def _compile(config: Config, policy: RematPolicy, slice_sets: SliceSets) -> Candidate:
   """Returns the step with `policy`. Fewer slices need more micro-batches and memory, so they are compiled first."""
-  config = config.with_values(remat_policy=policy, preflight_hlo_file="")
+  config = config.with_values(remat_policy=policy)
   all_slices = slice_sets[0]
   limit = _limit(all_slices)
   for slices in reversed(slice_sets):

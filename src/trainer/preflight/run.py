@@ -15,18 +15,18 @@ from stepcost import topologies
 from trainer import cluster as cluster_lib
 from trainer.config import counts
 from trainer.config.errors import ConfigError, counted, how_to_install
-from trainer.config.schema import Config, DegradedStep, RematPolicy
+from trainer.config.schema import Config, DegradedStep, PreflightOptions, RematPolicy
 
 Slices = Sequence[Sequence[Any]]
 
 
-def run(config: Config, started: float) -> int:
+def run(config: Config, options: PreflightOptions, started: float) -> int:
   """Prints the findings and returns the exit code.
 
   0: every compiled step fits. 1: one does not fit. 3: the compiler refused a step for a reason other than memory.
   """
-  _check_hlo_file(config.preflight.preflight_hlo_file)
-  slices_of, total, where = _devices(config)
+  _check_hlo_file(options.preflight_hlo_file)
+  slices_of, total, where = _devices(config, options)
   # These modules import jax, so import them only now that the environment names the platform.
   from stepcost import chips
   from trainer import program
@@ -42,7 +42,7 @@ def run(config: Config, started: float) -> int:
     print(report.machine_line(chip))
   whole = _whole(config, total)
   fewer = whole and (total == 1 or config.parallelism.dcn_data_parallelism == -1)
-  degraded = config.preflight.preflight_degraded is not DegradedStep.NONE
+  degraded = options.preflight_degraded is not DegradedStep.NONE
   wanted = [total, total - 1] if total > 1 and fewer and degraded else [total]
   compiled_total = total
   if _separate(config):  # each process compiles the program of its own slice, whoever else is alive
@@ -51,7 +51,10 @@ def run(config: Config, started: float) -> int:
     config = _choose_remat(config, slices_of, total)
   with concurrent.futures.ThreadPoolExecutor(len(wanted)) as pool:
     # Compile in parallel: the compiler releases the lock of the interpreter.
-    futures = [pool.submit(analysis.analyse, config, slices_of(alive), compiled_total) for alive in wanted]
+    analyse = functools.partial(
+      analysis.analyse, quickly=options.preflight_degraded is DegradedStep.QUICK, hlo_file=options.preflight_hlo_file
+    )
+    futures = [pool.submit(analyse, config, slices_of(alive), compiled_total) for alive in wanted]
     for line in report.state_lines(_sizes(config, slices, whole)):
       print(line)
     for line in _process_lines(config, total) if _separate(config) else _degraded_lines(config, total, fewer):
@@ -71,7 +74,7 @@ def run(config: Config, started: float) -> int:
         fits = chip is None or found.memory.fits(chip)
       codes.append(0 if fits else 1)
       print("\n".join(lines), flush=True)
-  if config.preflight.preflight_search:
+  if options.preflight_search:
     print("\n".join(search.lines(config, [slices_of(alive) for alive in wanted], chip)))
   print(f"Seconds in total: {time.monotonic() - started:.1f}")
   return max(codes)
@@ -141,10 +144,15 @@ def _whole(config: Config, total: int) -> bool:
   return set(mesh.axis_sizes(config.parallelism, "dcn", total)[1:]) == {1}
 
 
-def _devices(config: Config) -> tuple[Callable[[int], Slices], int, str]:
+def _devices(config: Config, options: PreflightOptions) -> tuple[Callable[[int], Slices], int, str]:
   """Returns (function from k to the devices of k slices, number of slices, line that describes them)."""
-  name, count = config.preflight.compile_topology, config.preflight.compile_topology_num_slices
+  name, count = options.compile_topology, options.compile_topology_num_slices
   if not name:
+    if count != 1:
+      raise ConfigError(
+        f"compile_topology_num_slices={count}: has no effect without compile_topology.\n"
+        "Add compile_topology, such as v5e-16; for simulated slices of this machine use num_slices."
+      )
     cluster = cluster_lib.start(
       config.cluster.model_copy(update={"cluster": "simulated"}) if _separate(config) else config.cluster
     )

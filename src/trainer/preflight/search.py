@@ -10,7 +10,6 @@ from stepcost.chips import Chip
 from stepcost.text import milliseconds, size
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config, RematPolicy
-from trainer.kernels import remat
 from trainer.preflight.analysis import Analysis, Finding, Refused, analyse, fits, timeline
 from trainer.preflight.remat_choice import CANDIDATES
 
@@ -41,7 +40,7 @@ def lines(config: Config, slice_sets: Sequence[Sequence[Sequence[Any]]], chip: C
   refused: dict[str, str] = {}  # reason -> the first program that was refused for it
 
   def compile_step(policy: RematPolicy, batch: float) -> Finding:
-    tried = config.with_values(remat_policy=policy, per_device_batch_size=batch, preflight_hlo_file="")
+    tried = config.with_values(remat_policy=policy, per_device_batch_size=batch)
     # Fewer slices need more micro-batches and more memory, so try the smallest set first.
     for slices in reversed(slice_sets):
       where = f" on {len(slices)} of {len(all_slices)} slices" if len(slice_sets) > 1 else ""
@@ -73,10 +72,8 @@ def _ranking(config: Config, found: Sequence[Candidate]) -> list[str]:
   best = found[0]
   suggested = f"remat_policy={best.policy} per_device_batch_size={best.per_device_batch_size:g}"
   text = [f"Search: {suggested} is the fastest candidate that fits"]
-  fields = type(config.model).model_fields
-  choices = [name for name in remat.NAMES if getattr(config.model, name) != fields[name].default]
-  if choices and best.policy is not RematPolicy.CUSTOM:
-    text.append(f"  Ignored, because they apply only to remat_policy=custom: {', '.join(choices)}")
+  if config.model.custom_remat and best.policy is not RematPolicy.CUSTOM:
+    text.append(f"  Ignored, because it applies only to remat_policy=custom: custom_remat={config.model.custom_remat}")
   text += [
     "  Ranked by tokens/s/device at the estimated time of each compiled step: its computation, and the communication"
     " that its schedule does not hide. Another per_device_batch_size changes the global batch.",

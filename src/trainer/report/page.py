@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from trainer.observe import files
+from trainer.observe.log import Log
 from trainer.observe.metrics import format_duration
-from trainer.report import incidents, markup, sections
+from trainer.report import goodput as goodput_lib
+from trainer.report import history, incidents, markup, sections
 from trainer.report.history import Run
 from trainer.report.incidents import Incident
 
@@ -25,6 +27,23 @@ _ENDS = {
   42: ("Stopped by a signal after a checkpoint; the same command resumes it", "sub"),
   130: ("Stopped by Ctrl-C", "sub"),
 }
+
+
+def write_or_warn(run_directory: str, log: Log, *, with_goodput: bool, with_page: bool) -> None:
+  """Writes what a run leaves at its end, from its files: goodput.json and the report page, with a log line for each.
+
+  Any failure becomes a warning: a figure or a picture must not turn a complete run into a failed one.
+  """
+  try:
+    run = history.load(run_directory)
+    result = goodput_lib.compute(run)
+    if with_goodput:
+      goodput_lib.write(run, result, log)
+    if with_page:
+      log.line("Drawing the report ...")
+      log.line(f"Report: {write(run, result)}")
+  except Exception as error:  # noqa: BLE001 - see above
+    log.warning(f"no report: {error!r}; `python -m trainer.tools.report {run_directory}` tries again")
 
 
 def write(run: Run, goodput: dict[str, Any], chip_hour_price: float | None = None) -> str:
@@ -106,10 +125,7 @@ def _tiles(run: Run, goodput: dict[str, Any], price: float) -> str:
   speeds = run.tokens_per_second()
   speeds = speeds[np.isfinite(speeds)]
   loss, of_steps = run.last_loss()
-  tiles = [
-    ("steps", run.progress()),
-    (f"training loss, {of_steps}", f"{loss:.4f}"),
-  ]
+  tiles = [("steps", run.progress()), (f"training loss, {of_steps}", f"{loss:.4f}")]
   if len(run.evals):
     tiles.append((f"evaluation loss (step {run.evals[-1]['step']:,.0f})", f"{run.evals[-1]['eval_loss']:.4f}"))
   if len(run.evals) and run.start.get("unigram_eval_loss"):

@@ -313,10 +313,7 @@ def _draw_loss(axis: Axes, run: Run, scale: _Scale) -> None:
     (losses, {"color": BLUE, "linewidth": 1.4} | series.dots(len(losses)))
   ]
   if smoothed is not None:
-    looks = [
-      (losses, {"color": SKY, "linewidth": 0.9, "alpha": 0.7}),
-      (smoothed, {"color": BLUE, "linewidth": 1.8}),
-    ]
+    looks = [(losses, {"color": SKY, "linewidth": 0.9, "alpha": 0.7}), (smoothed, {"color": BLUE, "linewidth": 1.8})]
   for values, look in looks:
     name = "training, smoothed" if values is smoothed else "training"
     axis.plot(*scale.curve(run, run.steps, values), label=name, **look)

@@ -22,13 +22,7 @@ CONFIG_FILE = "config.yml"  # of the run: every key with its value
 
 
 def announce(
-  config: Config,
-  cluster: Cluster,
-  full: Program,
-  data: RunData,
-  log: Log,
-  events: EventLog,
-  origins: Mapping[str, str],
+  config: Config, cluster: Cluster, full: Program, data: RunData, log: Log, events: EventLog, origins: Mapping[str, str]
 ) -> None:
   """Prints what is about to run, and records it as the first event of the process.
 

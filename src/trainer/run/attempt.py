@@ -23,11 +23,10 @@ from trainer.models.decoder import Params
 from trainer.observe.profiler import Profiler
 from trainer.program import Program
 from trainer.run.after_step import Actions
-from trainer.run.driver import Driver
+from trainer.run.driver import Driver, Start
 from trainer.run.many_worlds import ManyWorlds
 from trainer.run.one_controller import OneController
 from trainer.run.session import Session
-from trainer.run.start import Start, fresh_state
 from trainer.run.step_records import StepRecords
 from trainer.state import TrainState
 
@@ -101,7 +100,7 @@ class Attempt:
     if (saved := self.tiers.restore_newest(self.program.state, self._accept)) is not None:
       state, step, tier, meta = saved.state, saved.step, saved.tier, saved.meta
     else:
-      state, step, tier, meta = fresh_state(self.config, session, self.program), 0, "none", None
+      state, step, tier, meta = _fresh_state(self.config, session, self.program), 0, "none", None
     jax.block_until_ready(state)
     if self.elastic.uses_snapshots:
       session.snapshots.reserve(state)
@@ -239,3 +238,12 @@ class Attempt:
       "Lower target_eval_loss to train longer."
     )
     return True
+
+
+def _fresh_state(config: Config, session: Session, program: Program) -> TrainState:
+  """The state of step 0: with the parameters of load_parameters_path, or with random ones."""
+  if session.parameters is None:
+    return program.init(jax.random.key(config.run.init_weights_seed))
+  source = session.parameters()
+  session.log.line(f"The parameters are those of {source.where}.")
+  return program.init_from(source.load(program.state.params, session.cluster.world))

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import jax
 
 from trainer.elastic.attempt import Outcome
 from trainer.models.decoder import Params
-from trainer.run.start import Start
 from trainer.state import TrainState
 
 Metrics: TypeAlias = jax.Array  # float32 [len(step.METRICS)]; see step.apply_gradients
 LossSums = tuple[jax.Array, jax.Array]  # float32 scalars: sum of weighted cross-entropy in nats, sum of weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+  """The state that an attempt starts from, after `step` completed steps; tier "none": a fresh state."""
+
+  state: TrainState
+  step: int
+  tier: str
+  seconds: float
+  evaluated: bool  # whether this state has been evaluated
+  meta: Mapping[str, Any] | None = None
+  eval_loss: float | None = None  # of this state, if an earlier process or attempt has recorded it
+  stops: bool = False  # the process must stop: it saves this state and computes nothing more
 
 
 class Driver(Protocol):

@@ -15,8 +15,8 @@ from trainer.checkpoint.lending import Allocate, Answer
 from trainer.checkpoint.tiers import Tiers
 from trainer.config.schema import Config
 from trainer.elastic.attempt import ElasticRun
+from trainer.run.driver import Start
 from trainer.run.session import Session
-from trainer.run.start import Start
 from trainer.state import TrainState
 from worlds.exchange import Exchange, PeerLost
 from worlds.membership.messages import Message
@@ -24,12 +24,7 @@ from worlds.peers import Peers
 
 
 def join(
-  session: Session,
-  elastic: ElasticRun,
-  peers: Peers,
-  abstract: TrainState,
-  tiers: Tiers,
-  restore: Callable[[], Start],
+  session: Session, elastic: ElasticRun, peers: Peers, abstract: TrainState, tiers: Tiers, restore: Callable[[], Start]
 ) -> Start:
   """The state that the run starts from, or that members which are ahead send to this one.
 

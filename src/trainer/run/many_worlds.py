@@ -20,17 +20,17 @@ from trainer.cluster import View
 from trainer.config.schema import Config
 from trainer.data import Batch, Prefetcher
 from trainer.elastic.attempt import ElasticRun, Outcome
+from trainer.elastic.events import Event, Kind
 from trainer.models.decoder import Params
 from trainer.program import Feed, Halves, Program
-from trainer.run import joining, member_changes
-from trainer.run.driver import LossSums, Metrics
+from trainer.run import joining
+from trainer.run.driver import LossSums, Metrics, Start
 from trainer.run.rounds import Own, Rounds, Share
 from trainer.run.session import Session
-from trainer.run.start import Start
 from trainer.state import TrainState
 from trainer.step import Sums
 from worlds.membership.client import SupervisorLost
-from worlds.peers import Peers
+from worlds.peers import Change, Peers
 
 
 class ManyWorlds:
@@ -75,7 +75,7 @@ class ManyWorlds:
     self._total = self._rounds.layout.empty()
     self._batches = Prefetcher(self._shares_of_batch, self._step, self._config.run.steps)
     self._threads.callback(self._batches.close)
-    self._peers.on_change = lambda change: member_changes.record(self._elastic, change, self._step)
+    self._peers.on_change = lambda change: _record(self._elastic, change, self._step)
     self._peers.completed = lambda: self._step
     return start
 
@@ -179,3 +179,24 @@ class ManyWorlds:
     with self._session.watchdog.during("state from another slice"):
       header, _ = self._peers.exchange.receive_state(member, lambda header: arrays())
     assert header["step"] == self._step, f"member {member} sends step {header['step']}, and this one has {self._step}"
+
+
+def _record(elastic: ElasticRun, change: Change, step: int) -> None:
+  """Tells of a `change` of the members after `step` completed steps in the words of the elastic loop: log lines, events
+  and recoveries. The attempt continues through all changes."""
+  before = change.before
+  elastic.session.events.epoch = change.epoch
+  for member, (reason, seconds_ago) in change.lost.items():
+    began = elastic.clock() - seconds_ago
+    event = Event(Kind.SLICE_DOWN, reason, frozenset({member}))
+    elastic.lose(event, change.members, began, before=before, step=step)
+    elastic.retries.failed()
+    elastic.session.log.line(f"Elastic attempt {elastic.retries.attempt} out of {elastic.cfg.elastic_max_retries}")
+  if change.joined:
+    elastic.grow(list(change.joined), change.members, before=before, step=step)
+  if change.holds:
+    elastic.session.log.line(
+      f"{len(change.members)} of {elastic.session.cluster.num_slices} slices are alive and elastic_min_slice_count="
+      f"{elastic.cfg.elastic_min_slice_count}: waiting for the others, with the state of step {step} in memory."
+    )
+  elastic.recovery.restored(step, "memory", 0.0)

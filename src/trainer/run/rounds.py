@@ -86,8 +86,8 @@ class Rounds:
           held[share] = compute(share)
       parts, dealt = self._parts({share: held[share] for share in peers.shares})
       scalars = {number: part.host_scalars() for number, part in parts.items()}  # waits for them only
-      # In a thread of its own: the exchange begins before the gradients are computed, and stands still while another
-      # member computes. The supervisor must know which member it waits for.
+      # A thread reports when this member has computed its gradients, because this thread is in the exchange by then.
+      # The exchange stands still while any member computes, and the report tells the supervisor which members do not.
       report = self._reports.submit(self._report, round_name, peers.epoch, list(parts.values()), began - seconds)
       try:
         if total is not None:
@@ -100,7 +100,7 @@ class Rounds:
       except PeerLost as error:
         peers.exchange_failed(error)
       except MembershipChanged:
-        pass  # before the commit: the sums in hand stay valid
+        pass  # the round was not committed: it is repeated, and `held` keeps the sums that are computed
       else:
         return total_scalars, committed.seconds
       finally:

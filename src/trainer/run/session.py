@@ -33,7 +33,7 @@ from trainer.observe.writers.background import BackgroundWriter
 from trainer.observe.writers.goodput_recording import GoodputRecording
 from trainer.observe.writers.service import ServiceRun
 from trainer.program import Program
-from trainer.report import finish
+from trainer.report import page
 from trainer.run import run_data
 from trainer.run.announce import CONFIG_FILE, announce
 from trainer.run.run_data import RunData
@@ -72,9 +72,9 @@ class Session:
       gc.enable()  # still off if the first attempt was never ready; a lost attempt's objects must be collected
 
   def ready(self, config: Config, step: int) -> None:
-    """The next step can be dispatched. Records how long that took.
+    """To be called when the next step can be dispatched: records how long that took, and writes {run}/config.yml.
 
-    Now, because the checkpoint has accepted it, the configuration becomes the run's: {run}/config.yml.
+    The configuration is written only now: before, the checkpoint could have refused it.
     """
     now = time.monotonic()
     if self.cluster.coordination.is_primary and not self.was_ready:
@@ -91,9 +91,9 @@ class Session:
       gc.enable()
 
   def change_role(self, config: Config, is_primary: bool) -> None:
-    """This process writes the run's files from now on, after a primary that is lost or has left; or it no longer does.
+    """Begins or ends the writing of the run's files by this process, which now is the primary, or no longer is.
 
-    Steps that the primary before it has not recorded are recorded now.
+    A new primary also records the steps that the primary before it has not recorded.
     """
     if not is_primary:
       for record in (self.metrics, self.events, self.log):
@@ -115,7 +115,7 @@ class Session:
       return
     with_page = code == 0 and config.observe.enable_report
     if config.observe.enable_pathways_goodput or with_page:
-      finish.write_or_warn(
+      page.write_or_warn(
         config.run_directory, self.log, with_goodput=config.observe.enable_pathways_goodput, with_page=with_page
       )
 

@@ -59,8 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     own = [*changes, f"base_output_directory={directory}", f"run_name={name}"]
     if pathways and (processes or name != "undisturbed"):
       slices, devices = max(config.cluster.num_slices, 1), max(config.cluster.devices_per_slice, 1)
-      own += ["cluster=pathways", f"cluster_standin={slices}x{devices}"]
-      own += [f"cluster_standin_processes={str(processes).lower()}"]
+      own += ["cluster=pathways", f"cluster_standin={slices}x{devices}{':processes' if processes else ''}"]
     keys = [argument.partition("=")[0] for argument in own]
     others = [argument for argument in arguments if argument.partition("=")[0] not in keys]
     command = ["python", "-m", "trainer", *others, *own]

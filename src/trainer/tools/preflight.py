@@ -2,7 +2,8 @@
 
 With compile_topology=v5e-16 compile_topology_num_slices=3, preflight compiles the exact training step for TPUs that
 this machine does not have. Without these keys it compiles for the devices of this machine. preflight.search=true also
-searches for the fastest remat policy and batch size that fit.
+searches for the fastest remat policy and batch size that fit. preflight.hlo_file=FILE writes the compiled step on all
+slices as HLO text, to read with stepcost.
 
 Preflight also compiles the step with one slice lost. It does so quickly, with little optimization, and compiles that
 step with full optimization only if the quick program does not fit. preflight.degraded=full always compiles it with full
@@ -18,6 +19,7 @@ import sys
 import time
 
 from trainer.config import ConfigError, load
+from trainer.config.keys import preflight_options
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,10 +30,11 @@ def main(argv: list[str] | None = None) -> int:
     print(__doc__)
     return 0 if arguments else 2
   try:
-    config = load(arguments, check_paths=False)
+    options, others = preflight_options(arguments)
+    config = load(others, check_paths=False)
     from trainer.preflight import run  # imports jax, so only after the arguments are checked
 
-    return run.run(config, started)
+    return run.run(config, options, started)
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2

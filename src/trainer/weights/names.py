@@ -24,10 +24,7 @@ _READ_RESIDUAL = {
   "feed_forward.gate": "mlp.gate_proj.weight",
   "feed_forward.up": "mlp.up_proj.weight",
 }
-_WRITE_RESIDUAL = {
-  "attention.out": "self_attn.o_proj.weight",
-  "feed_forward.down": "mlp.down_proj.weight",
-}
+_WRITE_RESIDUAL = {"attention.out": "self_attn.o_proj.weight", "feed_forward.down": "mlp.down_proj.weight"}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 

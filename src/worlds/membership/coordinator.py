@@ -465,7 +465,7 @@ class Coordinator:
     joiners = self._joiners() if joins else []
     if not leave and not joiners:
       return effects
-    self._source = max(staying or self.live)  # the state that joiners need is complete there
+    self._source = max(staying or self.live)  # sends its state to the joiners: it has committed this round
     self.active = self.active - set(leave) | set(joiners)
     self.live -= set(leave)
     self._leaving -= set(leave)

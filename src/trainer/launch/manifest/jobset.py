@@ -32,13 +32,7 @@ def _jobset(job: Job, annotations: dict[str, str], spec: Node) -> Node:
 
 
 def _replicated_job(name: str, replicas: int, pods_each: int, template: Node, **more: Any) -> Node:
-  job = {
-    "completionMode": "Indexed",
-    "completions": pods_each,
-    "parallelism": pods_each,
-    **more,
-    "template": template,
-  }
+  job = {"completionMode": "Indexed", "completions": pods_each, "parallelism": pods_each, **more, "template": template}
   return {"name": name, "replicas": replicas, "template": {"spec": job}}
 
 
@@ -55,12 +49,7 @@ def _multi_controller(job: Job) -> Node:
   )
   template = pods.pod(job, [container], **_on_tpu_hosts(job))
   slices = _replicated_job(
-    "slice",
-    job.num_slices,
-    job.slice.hosts,
-    template,
-    backoffLimit=0,
-    podFailurePolicy=pods.pod_failure_policy(),
+    "slice", job.num_slices, job.slice.hosts, template, backoffLimit=0, podFailurePolicy=pods.pod_failure_policy()
   )
   return _jobset(job, _ONE_SLICE_PER_NODE_POOL, {"replicatedJobs": [slices]})
 

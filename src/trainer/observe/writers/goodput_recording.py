@@ -122,7 +122,8 @@ class GoodputRecording:
     if record["kind"] == "run_start":
       self._total_slices, self._began = record["num_slices"], now
     elif record["kind"] == "attempt_start":
-      self._count_slices(record["slices"], now)
+      alive = len(record["slices"])
+      recorder.record_elastic_slice_counts(alive, self._total_slices, alive, _utc(now))
       if self._waits_for is not None:
         recorder.record_elastic_wait_end_time(self._waits_for, _utc(now))
         recorder.record_elastic_reinit_start_time(_utc(now))
@@ -155,9 +156,6 @@ class GoodputRecording:
     self._end_last_step(record["wall"])
     if record["exit"] == 0:
       self._recorder.record_job_end_time(_utc(record["wall"]))
-
-  def _count_slices(self, alive: list[int], now: float) -> None:
-    self._recorder.record_elastic_slice_counts(len(alive), self._total_slices, len(alive), _utc(now))
 
 
 def _utc(wall: float) -> datetime.datetime:

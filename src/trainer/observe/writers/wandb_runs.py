@@ -1,8 +1,9 @@
 """enable_wandb: the run in Weights & Biases, online, or offline for a later `wandb sync`.
 
-wandb's own environment variables decide where the run goes (WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL, WANDB_MODE).
-Without an API key the run stays offline. Each process of an offline run leaves a folder `{run}/wandb/offline-run-*`,
-with the same run id: `wandb sync {run}/wandb/*` uploads them as one run.
+wandb's own environment variables decide where the run goes (WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL, WANDB_MODE)
+and name it (WANDB_PROJECT, default trainer; WANDB_NAME, default run_name). Without an API key the run stays offline.
+Each process of an offline run leaves a folder `{run}/wandb/offline-run-*`, with the same run id: `wandb sync
+{run}/wandb/*` uploads them as one run.
 """
 
 from __future__ import annotations
@@ -16,21 +17,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.config.schema import ObserveSection
 from trainer.observe import files
 from trainer.observe.log import Log
 from trainer.observe.writers.service import EVALUATED, ServiceRun
 from trainer.signals import PREEMPTED
 
 _BLOCK = 1 << 15  # bytes; wandb writes its records in blocks, in the format of LevelDB's log
-_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 _TAIL_BLOCKS = 64  # that are read to find the last step of an offline run
 
 
 class WandbRun:
   """A Service: the run's part of this process."""
 
-  def __init__(self, run_directory: str, cfg: ObserveSection, run: ServiceRun, log: Log) -> None:
+  def __init__(self, run_directory: str, run: ServiceRun, log: Log) -> None:
     """Begins or continues the run. Raises wandb's errors."""
     import wandb
 
@@ -39,14 +38,15 @@ class WandbRun:
     run_id = run.id or uuid.uuid4().hex[:12]
     settings = wandb.Settings(console="off", silent=True)
     wandb.setup(settings)  # silent from here on: stdout has the lines of log.txt
-    mode = wandb.setup().settings.mode
+    own = wandb.setup().settings  # of the environment
+    mode = own.mode
     if mode == "online" and not wandb.login(prompt=False):
       mode = "offline"
     # As it is now: wandb creates this process's folder, which is empty.
     self.last_step, self.last_evaluation = offline_progress(directory / "wandb", run_id)
     self._run: Any = wandb.init(
-      project=cfg.wandb_project_name,
-      name=cfg.wandb_run_name or run.name,
+      project=own.project or "trainer",
+      name=own.run_name or run.name,
       id=run_id,
       resume="allow",
       mode=mode,
@@ -80,45 +80,37 @@ def offline_progress(directory: Path, run_id: str) -> tuple[int, int]:
 
   Reads the ends of the files: the records that wandb itself would upload, so a step lost by a kill is not counted.
   """
-  step = evaluated = 0
-  for path in directory.glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"):
-    for row in history(path, _TAIL_BLOCKS):
-      step = max(step, int(row.get("_step", 0)))
-      evaluated = max(evaluated, int(row.get(EVALUATED, 0)))
+  files_of_run = directory.glob(f"offline-run-*-{run_id}/run-{run_id}.wandb")
+  rows = [row for path in files_of_run for row in history(path, _TAIL_BLOCKS)]
+  step, evaluated = (max((int(row.get(name, 0)) for row in rows), default=0) for name in ("_step", EVALUATED))
   return step, evaluated
 
 
-def history(path: Path, blocks: int | None = None) -> Iterator[dict[str, Any]]:
-  """The rows in a .wandb file, in order; blocks: only those that begin in this number of last blocks."""
+def history(path: Path, blocks: int) -> Iterator[dict[str, Any]]:
+  """The rows in the last `blocks` of a .wandb file, in order. A record that a kill has cut short ends them."""
   from wandb.proto import wandb_internal_pb2
 
-  for data in _records(path, blocks):
-    record = wandb_internal_pb2.Record.FromString(data)
-    if record.HasField("history"):
-      items = record.history.item
-      yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
-
-
-def _records(path: Path, blocks: int | None) -> Iterator[bytes]:
-  """The whole records of a file. A record that was cut short, by a kill, ends the sequence."""
   with path.open("rb") as file:
-    size = file.seek(0, 2)
-    first = 0 if blocks is None else max(0, -(-size // _BLOCK) - blocks)
-    file.seek(first * _BLOCK)
-    parts: list[bytes] | None = None  # of the record that is being read
-    at = 7 if first == 0 else 0  # the file begins with wandb's own 7 bytes
-    while block := file.read(_BLOCK):
-      while at + 7 <= len(block):
-        length, kind = struct.unpack_from("<HB", block, at + 4)  # after a checksum of 4 bytes
-        data = block[at + 7 : at + 7 + length]
-        if not kind or len(data) < length:
-          break
-        at += 7 + length
-        if kind in (_FULL, _FIRST):
-          parts = []
-        if parts is not None:
-          parts.append(data)
-          if kind in (_FULL, _LAST):
-            yield b"".join(parts)
-            parts = None
-      at = 0
+    start = max(0, file.seek(0, 2) // _BLOCK - blocks) * _BLOCK
+    file.seek(start)
+    data = file.read()
+  at, record = (0 if start else 7), None  # the file begins with 7 bytes of wandb
+  while at + 7 <= len(data):
+    if 0 < (left := -at % _BLOCK) < 7:  # too little for a part of a record: it is in the next block
+      at += left
+      continue
+    length, kind = struct.unpack_from("<HB", data, at + 4)  # after a checksum of 4 bytes
+    part = data[at + 7 : at + 7 + length]
+    if not kind or len(part) < length:
+      return
+    at += 7 + length
+    whole, first, last = kind == 1, kind == 2, kind == 4
+    if whole or first:
+      record = b""
+    if record is not None:  # else it begins before `start`
+      record += part
+      if whole or last:
+        parsed = wandb_internal_pb2.Record.FromString(record)
+        if parsed.HasField("history"):
+          items = parsed.history.item
+          yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}

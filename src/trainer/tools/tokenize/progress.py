@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from types import TracebackType
 from typing import Any, Self
 
 from trainer.observe.metrics import format_duration
@@ -37,9 +36,7 @@ class Progress:
       self._bar.start()
     return self
 
-  def __exit__(
-    self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-  ) -> None:
+  def __exit__(self, *error: object) -> None:
     if self._bar is not None:
       self._bar.stop()
     if error is None:

@@ -592,8 +592,27 @@ def test_collectives_of_sparse_cores_count_in_the_forms_of_both_compilers(opcode
       "the computation called has collectives (all-gather), and no instruction calls it",
     ),
     (
+      sparse_core_program("new-start", "new-update", "new-done", "new_form={%called}").replace(
+        "all-gather(%p), replica_groups={{0,1},{2,3}}, dimensions={0}",
+        "collective-permute(%p), source_target_pairs={{0,1},{1,0}}",
+      ),
+      "the computation called has collectives (collective-permute), and no instruction calls it",
+    ),
+    (
       module("  %out = s8[200]{0} ragged-all-gather(%p), replica_groups={{0,1},{2,3}}\n"),
       "out is a collective of an unknown kind, ragged-all-gather",
+    ),
+    (
+      module("  %out = s8[200]{0} new-permute(%p), source_target_pairs={{0,1},{1,0}}\n"),
+      "out is a collective of an unknown kind, new-permute",
+    ),
+    (
+      module("  %out = s8[200]{0} bitcast(%p)\n  out@1 := all-gather(%p), replica_groups={{0,1},{2,3}}\n"),
+      "out is a collective of an unknown kind, bitcast",
+    ),
+    (
+      module("", "all-gather(s8[100]), replica_groups={{0,1},{2,3}}\n"),
+      "a collective is no instruction: all-gather(s8[100])",
     ),
     (
       module("  %s = (s8[200]{0}) new-start(%p), target=1\n  %d = s8[200]{0} new-done(%s)\n"),

@@ -442,6 +442,18 @@ def test_kernels_cost_their_flops_at_the_peak():
   assert timeline.computation[Basis.UNKNOWN_KERNEL] == pytest.approx(moved / 1e12)
 
 
+@pytest.mark.parametrize("layout, width, share", [("T,H", 128, 0.25), ("H,T", 128, 0.25), ("T,H", 256, 1)])
+def test_attention_kernels_cost_their_share_of_the_peak(layout, width, share):
+  """The share is measured for heads of 128. Heads that are wider count at the peak."""
+  shape = {"T,H": f"4,2048,{width}", "H,T": f"4,{width},2048"}[layout]
+  stated = 'backend_config={"custom_call_config":{"cost_estimate":{"flops":1000000000}}}'
+  call = f'custom-call(%q, %q), custom_call_target="tpu_custom_call", {stated}'
+  text = f"  %q = bf16[{shape}]{{2,1,0:S(1)}} bitcast(%p)\n  %splash_mha_fwd.1 = bf16[{shape}]{{2,1,0:S(1)}} {call}\n"
+  timeline = simulated(module(text), dataclasses.replace(RATES, attention=0.25))
+  assert timeline.computation[Basis.ATTENTION if share < 1 else Basis.KERNEL] == pytest.approx(1e-3 / share)
+  assert timeline.seconds == pytest.approx(1e-3 / share)
+
+
 def test_the_command_prints_one_column_per_file(tmp_path, capsys):
   """On a v5e the clock is 1.5 GHz, and other slices get 25 Gbit/s: 3,125 bytes per microsecond."""
   first, second = tmp_path / "first.hlo", tmp_path / "second.hlo"

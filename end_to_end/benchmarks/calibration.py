@@ -37,7 +37,7 @@ HERE = pathlib.Path(__file__).parent
 DATA = HERE / "calibration.yml"
 COMPILE_LIMIT = 3000  # seconds
 COMMON_KEYS = (
-  "run_name=calibration base_output_directory=unused enable_checkpointing=false dataset_type=synthetic steps=30 "
+  "run_name=calibration base_output_directory=. enable_checkpointing=false dataset_type=synthetic steps=30 "
   "skip_jax_distributed_system=true log_config=false"
 ).split()
 COLUMNS = (
@@ -108,7 +108,7 @@ def compile_row(row: Row, text: pathlib.Path, python: str | None) -> str:
   if python is None:
     return "no text; give --maxtext"
   home = subprocess.run([python, "-c", "import maxtext; print(maxtext.__path__[0])"], capture_output=True, text=True)
-  base = home.stdout.strip().splitlines()[-1:]
+  base = "".join(home.stdout.strip().splitlines()[-1:])
   place = [f"compile_topology={row.topology}", f"compile_topology_num_slices={row.slices}"]
   environment = {
     **os.environ,
@@ -117,10 +117,12 @@ def compile_row(row: Row, text: pathlib.Path, python: str | None) -> str:
     "DECOUPLE_GCLOUD": "TRUE",
     "LIBTPU_INIT_ARGS": " ".join(row.flags),
   }
-  command = [python, str(HERE / "maxtext_step.py"), str(text.resolve()), f"{base[0] if base else ''}/configs/base.yml"]
+  # -P: this folder has modules with names of the standard library.
+  program = [python, "-P", str(HERE / "maxtext_step.py"), str(text.resolve())]
   try:
     done = subprocess.run(
-      [*command, *COMMON_KEYS, *row.keys, *place],
+      [*program, f"{base}/configs/base.yml", *COMMON_KEYS, *row.keys, *place],
+      cwd=text.parent,
       env=environment,
       capture_output=True,
       text=True,

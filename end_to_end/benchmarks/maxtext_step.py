@@ -1,6 +1,6 @@
 """Writes the compiled text of MaxText's training step, and the memory that it needs.
 
-    MAXTEXT_PYTHON maxtext_step.py TEXT_FILE CONFIG KEY=VALUE ...
+    MAXTEXT_PYTHON -P maxtext_step.py TEXT_FILE CONFIG KEY=VALUE ...
 
 MAXTEXT_PYTHON is the Python of an environment with MaxText, which has nothing of this project. The program is MaxText's
 own `train_compile`; TEXT_FILE.json gets the compiler's seconds and bytes.

@@ -33,7 +33,7 @@ class Calibration:
 
   def __str__(self) -> str:
     steps = "1 measured step" if self.held_out == 1 else f"{self.held_out} measured steps"
-    error = f"at most {self.error:.0%} on {steps} of MaxText" if self.held_out else "unknown"
+    error = f"up to {self.error:.0%} on {steps} of MaxText" if self.held_out else "unknown"
     if not self.fitted:
       return error
     return f"{error}; attention kernels at {self.attention:.0%} of the peak follow from {self.fitted} measured steps"

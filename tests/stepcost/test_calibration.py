@@ -38,11 +38,11 @@ def test_the_shares_follow_from_pairs_of_measured_steps():
   "known, text",
   [
     (prices.Calibration(), "unknown"),
-    (prices.Calibration(held_out=1, error=0.043), "at most 4% on 1 measured step of MaxText"),
+    (prices.Calibration(held_out=1, error=0.043), "up to 4% on 1 measured step of MaxText"),
     (prices.Calibration(0.21, fitted=2), "unknown; attention kernels at 21% of the peak follow from 2 measured steps"),
     (
       prices.Calibration(0.37, fitted=2, held_out=3, error=0.08),
-      "at most 8% on 3 measured steps of MaxText; attention kernels at 37% of the peak follow from 2 measured steps",
+      "up to 8% on 3 measured steps of MaxText; attention kernels at 37% of the peak follow from 2 measured steps",
     ),
   ],
 )

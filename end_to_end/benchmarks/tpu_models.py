@@ -1,17 +1,23 @@
 """Compiles the training step of every model for TPUs, without a TPU, and prints whether it fits.
 
     JAX_PLATFORMS=cpu python -m end_to_end.benchmarks.tpu_models [MODEL ...] [--on v6e-64 2] [--keys KEY=VALUE ...]
+      [--against docs/benchmarks/tpu_models.md]
 
 Needs libtpu (bash setup.sh --tpu). Prints a Markdown table with one row per model, for all slices of the topology:
 memory per chip, the time of a step with the communication that its schedule does not hide, the least time (roofline),
 bytes sent across slices, and the time to compile.
+
+With --against PAGE, prints instead how much the step times differ from the table of PAGE, which was printed with the
+same keys. A difference of more than 3 % in either direction, or a step that no longer fits, ends with exit code 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import pathlib
 import subprocess
 import sys
+from collections.abc import Mapping
 
 from end_to_end.benchmarks.common import model_config
 from end_to_end.command import ROOT
@@ -27,6 +33,8 @@ COLUMNS = (
   *("model", "slices", "arguments", "temporaries", "share of chip memory", "fits", "step time", "computation"),
   *("DCN exposed", "links exposed", "MFU", "roofline", "DCN operands", "seconds"),
 )
+DIFFERENCE = ("model", "slices", "step time of the page", "now", "difference")
+ALLOWED = 0.03  # of the step time
 
 
 def main() -> None:
@@ -34,6 +42,7 @@ def main() -> None:
   parser.add_argument("models", nargs="*", help="default: all of configs/models")
   parser.add_argument("--keys", nargs="*", default=[], help="added to, or instead of, " + " ".join(KEYS))
   parser.add_argument("--on", nargs=2, metavar=("TOPOLOGY", "SLICES"), help="default: depends on the model")
+  parser.add_argument("--against", type=pathlib.Path, metavar="PAGE")
   parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # model, topology, slices, in a new process
   args = parser.parse_args()
   if args.one:
@@ -48,17 +57,50 @@ def main() -> None:
       model_config(model, KEYS, args.keys)
     except ConfigError as error:
       parser.error(str(error))
-  print(f"| {' | '.join(COLUMNS)} |")
-  print("|---" * len(COLUMNS) + "|", flush=True)
+  before = step_times(args.against.read_text()) if args.against else {}
+  if args.against and (missing := set(models) - {model for model, _ in before}):
+    parser.error(f"{args.against}: no row for {', '.join(sorted(missing))}")
+  columns = DIFFERENCE if args.against else COLUMNS
+  print(f"| {' | '.join(columns)} |")
+  print("|---" * len(columns) + "|", flush=True)
   failed = 0
   for model in models:
     topology, slices = args.on or next((place for name, place in WHERE.items() if name in model), SMALL)
     command = [sys.executable, "-m", "end_to_end.benchmarks.tpu_models", "--one", model, topology, slices]
     done = subprocess.run([*command, "--keys", *args.keys], capture_output=True, text=True)
     failed += done.returncode != 0 or "| no |" in done.stdout
+    if args.against and step_times(done.stdout):
+      line, differs = difference(before, step_times(done.stdout))
+      failed += differs
+      print(line, flush=True)
+      continue
     # A table cell is one line, and the end of a traceback matters most.
     print(done.stdout.strip() or f"| {model} | failed: {' '.join(done.stderr.split())[-2000:]} |", flush=True)
   sys.exit(failed > 0)
+
+
+def step_times(table: str) -> dict[tuple[str, str], float]:
+  """Returns (model, slices) -> milliseconds of a step, from the rows of a printed table."""
+  rows = ([cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.splitlines() if "|" in line)
+  column = COLUMNS.index("step time")
+  return {
+    (row[0], row[1]): float(row[column].removesuffix(" ms").replace(",", ""))
+    for row in rows
+    if len(row) == len(COLUMNS) and row[column].endswith(" ms")
+  }
+
+
+def difference(before: Mapping[tuple[str, str], float], now: Mapping[tuple[str, str], float]) -> tuple[str, bool]:
+  """Returns the line about the step in `now`, and whether its time differs by more than ALLOWED.
+
+  Raises SystemExit if `before` has no time of this step.
+  """
+  (step, time), *_ = now.items()
+  if step not in before:
+    raise SystemExit(f"{' on '.join(step)}: the page has no time of this step")
+  change = time / before[step] - 1
+  differs = abs(change) > ALLOWED
+  return f"| {' | '.join(step)} | {before[step]:,.1f} ms | {time:,.1f} ms | {change:+.1%}{' !' * differs} |", differs
 
 
 def _row(model: str, topology: str, slices: int, keys: list[str]) -> str:

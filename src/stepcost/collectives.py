@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from stepcost.chips import Chip
-from stepcost.hlo import Computation, Instruction, Module
+from stepcost.hlo import GROUPS, Computation, Instruction, Module
 
 _ONE_RING = re.compile(r'"emitter":"1D|"strategy":"(?:\w*1D\w*|StrategyRing)"|"phase_rings":')
 # An axis of the slice along which a SparseCore runs rings. Without one, it runs a ring through all devices of a group.
@@ -70,7 +70,7 @@ class Reader:
     kind = instruction.opcode.removesuffix("-start")
     if kind in KINDS:
       return _collective(computation, instruction, kind, times, self._slice_of)
-    if "replica_groups=" in instruction.rest and not instruction.opcode.endswith(("-done", "-update")):
+    if GROUPS.search(instruction.rest) and not instruction.opcode.endswith(("-done", "-update")):
       raise ValueError(f"{instruction.name} is a collective of an unknown kind, {instruction.opcode}")
     return _megascale(instruction, times) if is_megascale(instruction) else None
 
@@ -78,7 +78,7 @@ class Reader:
 def _require_calls(module: Module) -> None:
   """Raises ValueError if a computation with collectives is there, and no instruction that runs calls it."""
   for name, computation in module.computations.items():
-    if not module.runs[name] and (kinds := {i.opcode for i in computation.instructions if "replica_groups=" in i.rest}):
+    if not module.runs[name] and (kinds := {i.opcode for i in computation.instructions if GROUPS.search(i.rest)}):
       raise ValueError(
         f"the computation {name} has collectives ({', '.join(sorted(kinds))}), and no instruction calls it in a form "
         "that is known. Use a version of the compiler that was tried (README.md of stepcost)"

@@ -15,6 +15,7 @@ _STATED = re.compile(r'"cost_estimate":\{[^{}]*"flops":"?(\d+)')
 # The name of a splash kernel contains its phase, and whether it has segments and saves residuals.
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 _BLOCK = re.compile(r"(block_\w+)\W+(\d+)")
+_FLOATS = ("bf16", "f16", "f32")
 # Number of matmuls of T x S x H per head. Forward: q k and p v. Backward: both kernels compute k q again and dO v; then
 # one computes dq = ds k, the other dv = p dO and dk = ds q. The fused kernel computes all five once.
 _MATMULS = {"fwd": 2, "dq": 3, "dkv": 4, "fused": 5}
@@ -34,15 +35,36 @@ def flops(computation: Computation, kernel: Instruction) -> tuple[str, float] | 
   stated = _STATED.search(_config(kernel))
   if stated:
     return "", float(stated.group(1))
-  arrays = [computation.by_name[name].result[0] for name in kernel.operands]
+  arrays = _operands(computation, kernel)
   target = kernel.target
   if target.startswith(("__cublas$gemm", "__cublas$lt$matmul")):
     return _gemm(kernel, arrays)
   if target.startswith("__cudnn$fmha"):
     return _fmha(kernel, arrays)
+  phase = _splash_phase(kernel)
+  return _splash(kernel, arrays, phase) if phase else None
+
+
+def head_width(computation: Computation, kernel: Instruction) -> int:
+  """Returns the width H of the heads of a splash kernel, 0 for other instructions and if its FLOPs are unknown.
+
+  H is the smaller one of the last two dims of q, [.., T, H] or [.., H, T].
+  """
+  if not (is_kernel(kernel) and _splash_phase(kernel)) or flops(computation, kernel) is None:
+    return 0
+  q = next(a for a in _operands(computation, kernel) if a.dtype in _FLOATS)
+  return min(q.dims[-2:])
+
+
+def _splash_phase(kernel: Instruction) -> str:
+  """Returns the phase in the name of a splash kernel, "" for other instructions."""
   # The compiler may rename an instruction. The name of its operation then still ends with the name of the kernel.
   named = _SPLASH.findall(kernel.name) or _SPLASH.findall(kernel.source)
-  return _splash(kernel, arrays, named[-1]) if named else None
+  return named[-1] if named else ""
+
+
+def _operands(computation: Computation, kernel: Instruction) -> list[Array]:
+  return [computation.by_name[name].result[0] for name in kernel.operands]
 
 
 def _splash(kernel: Instruction, arrays: list[Array], phase: str) -> tuple[str, float] | None:
@@ -50,7 +72,7 @@ def _splash(kernel: Instruction, arrays: list[Array], phase: str) -> tuple[str, 
 
   None if the kernel does not state its blocks, from which its FLOPs follow. JAX's kernels state them in their metadata.
   """
-  q, k = [a for a in arrays if a.dtype in ("bf16", "f16", "f32")][:2]
+  q, k = [a for a in arrays if a.dtype in _FLOATS][:2]
   suffix = {"fwd": "", "dq": "_dq", "dkv": "_dkv"}[phase]
   # The fused backward kernel also returns dq, one part per block of keys.
   if phase == "dkv" and any(len(a.dims) == len(q.dims) + 1 and a.dims[-3:] == q.dims[-3:] for a in kernel.result):

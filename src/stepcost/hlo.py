@@ -21,6 +21,8 @@ _END = re.compile(r"^\}(?:\s|, |$)")
 _CALLED = re.compile(
   r"\b(?:calls|body|condition|to_apply|branch_computations|true_computation|false_computation|called_computations)="
 )
+# The devices that a collective joins.
+GROUPS = re.compile(r"\b(?:replica_groups|source_target_pairs)=")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 _REQUIRED_CALLS = {"fusion": ("calls",), "while": ("condition", "body")}
@@ -275,7 +277,7 @@ def parse(text: str) -> Module:
   """Returns the module from `text`, the result of `compiled.as_text()`.
 
   Raises ValueError if the text is not a whole module: an instruction is cut off, a computation is empty or does not
-  end, an operand or a called computation is not there, or no computation is the ENTRY.
+  end, an operand or a called computation is not there, a collective is no instruction, or no computation is the ENTRY.
   """
   computations: dict[str, Computation] = {}
   entry, name = "", ""  # name: of the computation that the line belongs to; empty between computations
@@ -296,6 +298,8 @@ def parse(text: str) -> Module:
       if not name:
         raise ValueError(f"an instruction is outside of a computation: {line.strip()[:60]}")
       body.append(_instruction(line))
+    elif GROUPS.search(line):
+      raise ValueError(f"a collective is no instruction: {line.strip()[:60]}")
   if name:
     raise ValueError(f"the computation {name} does not end")
   if not entry:

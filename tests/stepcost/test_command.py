@@ -442,6 +442,18 @@ def test_kernels_cost_their_flops_at_the_peak():
   assert timeline.computation[Basis.UNKNOWN_KERNEL] == pytest.approx(moved / 1e12)
 
 
+@pytest.mark.parametrize("layout, width, share", [("T,H", 128, 0.25), ("H,T", 128, 0.25), ("T,H", 256, 1)])
+def test_attention_kernels_cost_their_share_of_the_peak(layout, width, share):
+  """The share is measured for heads of 128. Heads that are wider count at the peak."""
+  shape = {"T,H": f"4,2048,{width}", "H,T": f"4,{width},2048"}[layout]
+  stated = 'backend_config={"custom_call_config":{"cost_estimate":{"flops":1000000000}}}'
+  call = f'custom-call(%q, %q), custom_call_target="tpu_custom_call", {stated}'
+  text = f"  %q = bf16[{shape}]{{2,1,0:S(1)}} bitcast(%p)\n  %splash_mha_fwd.1 = bf16[{shape}]{{2,1,0:S(1)}} {call}\n"
+  timeline = simulated(module(text), dataclasses.replace(RATES, attention=0.25))
+  assert timeline.computation[Basis.ATTENTION if share < 1 else Basis.KERNEL] == pytest.approx(1e-3 / share)
+  assert timeline.seconds == pytest.approx(1e-3 / share)
+
+
 def test_the_command_prints_one_column_per_file(tmp_path, capsys):
   """On a v5e the clock is 1.5 GHz, and other slices get 25 Gbit/s: 3,125 bytes per microsecond."""
   first, second = tmp_path / "first.hlo", tmp_path / "second.hlo"
@@ -592,8 +604,27 @@ def test_collectives_of_sparse_cores_count_in_the_forms_of_both_compilers(opcode
       "the computation called has collectives (all-gather), and no instruction calls it",
     ),
     (
+      sparse_core_program("new-start", "new-update", "new-done", "new_form={%called}").replace(
+        "all-gather(%p), replica_groups={{0,1},{2,3}}, dimensions={0}",
+        "collective-permute(%p), source_target_pairs={{0,1},{1,0}}",
+      ),
+      "the computation called has collectives (collective-permute), and no instruction calls it",
+    ),
+    (
       module("  %out = s8[200]{0} ragged-all-gather(%p), replica_groups={{0,1},{2,3}}\n"),
       "out is a collective of an unknown kind, ragged-all-gather",
+    ),
+    (
+      module("  %out = s8[200]{0} new-permute(%p), source_target_pairs={{0,1},{1,0}}\n"),
+      "out is a collective of an unknown kind, new-permute",
+    ),
+    (
+      module("  %out = s8[200]{0} bitcast(%p)\n  out@1 := all-gather(%p), replica_groups={{0,1},{2,3}}\n"),
+      "out is a collective of an unknown kind, bitcast",
+    ),
+    (
+      module("", "all-gather(s8[100]), replica_groups={{0,1},{2,3}}\n"),
+      "a collective is no instruction: all-gather(s8[100])",
     ),
     (
       module("  %s = (s8[200]{0}) new-start(%p), target=1\n  %d = s8[200]{0} new-done(%s)\n"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from stepcost import prices
 from stepcost.chips import Chip
 from stepcost.collectives import Collective
 from stepcost.text import milliseconds, size, transfer_lines
@@ -202,6 +203,7 @@ def step_time_lines(a: Analysis, chip: Chip) -> list[str]:
     f"Step time on {chip.name}: {milliseconds(t.seconds)}: computation {milliseconds(t.computed)}, exposed "
     f"{exposed or 'nothing'}; {throughput(a, chip, t.seconds)}",
     f"  Computation: {basis}",
+    f"  Error: {prices.calibration(chip)}",
     *(["  The most exposed transfers:"] if exposed else []),
     *(f"    {line}" for line in transfer_lines(t, EXPOSED_SHOWN)),
     *(f"  Missing in these times: {problem}" for problem in t.problems),

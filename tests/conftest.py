@@ -18,8 +18,8 @@ os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 
 import jax
 import pytest
-from end_to_end.forked_runs import StandaloneServer
 from tests.support.budgets import Budgets
+from tests.support.forked_runs import StandaloneServer
 
 from trainer.data.workers import cores
 

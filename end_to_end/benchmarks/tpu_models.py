@@ -14,7 +14,7 @@ import subprocess
 import sys
 
 from end_to_end.benchmarks.common import model_config
-from end_to_end.command import ROOT
+from tests.support.command import ROOT
 
 from stepcost import topologies
 from trainer.config import ConfigError

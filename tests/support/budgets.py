@@ -11,7 +11,7 @@ import os
 from collections import defaultdict
 
 import pytest
-from end_to_end.forked_runs import Server
+from tests.support.forked_runs import Server
 
 # CPU seconds of a whole run, per folder. "tests" stands for the files directly in tests/.
 BUDGETS = {

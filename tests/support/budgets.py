@@ -27,7 +27,7 @@ BUDGETS = {
   "tests/observe": 60,
   "tests/report": 60,
   "tests/stepcost": 60,
-  "tests/tools": 240,
+  "tests/tools": 190,
   "tests/weights": 90,
 }
 DEFAULT_BUDGET = 60  # of a folder without an entry

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-from end_to_end.elastic_harness import NUM_SLICES, Harness, History
+from tests.support.elastic_harness import NUM_SLICES, Harness, History
 
 from trainer.config.faults import RandomFaults
 from trainer.elastic.attempt import Outcome

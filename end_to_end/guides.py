@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 
 from end_to_end import cluster_drill
-from end_to_end.command import without_times
 from tests.support import guide_awk
+from tests.support.command import without_times
 
 from trainer.observe.events import read_events
 

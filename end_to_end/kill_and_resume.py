@@ -22,8 +22,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from end_to_end import command
-from end_to_end.command import Run
+from tests.support import command
+from tests.support.command import Run
 
 STEPS, PERIOD = 180, 3
 PATIENCE = 8  # steps to wait for a moment that lasts only microseconds

@@ -26,9 +26,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from end_to_end.agent_runs import AgentRun
-from end_to_end.command import differences
-from end_to_end.torchrun_runs import OneWorker
+from tests.support.agent_runs import AgentRun
+from tests.support.command import differences
+from tests.support.torchrun_runs import OneWorker
 
 SUPERVISOR, FAR, NEAR = "10.77.0.1", "10.77.0.2", "10.77.0.3"
 EVERY = 50  # steps from one evaluation to the next

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from end_to_end import elastic_histories
-from end_to_end.elastic_harness import NUM_SLICES, Harness, History
+from tests.support.elastic_harness import NUM_SLICES, Harness, History
 
 from trainer.cluster import Cluster, standin
 from trainer.cluster.health import HealthChecks

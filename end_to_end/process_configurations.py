@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from end_to_end.command import Run, differences
-from end_to_end.forked_runs import Server
-from end_to_end.process_runs import KEYS, ProcessRun, seeded_command
-from end_to_end.torchrun_runs import OneWorker
+from tests.support.command import Run, differences
+from tests.support.forked_runs import Server
+from tests.support.process_runs import KEYS, ProcessRun, seeded_command
+from tests.support.torchrun_runs import OneWorker
 
 STEPS = 30
 LIMIT_SECONDS = 300.0

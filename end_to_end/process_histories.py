@@ -28,9 +28,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from end_to_end.command import differences
-from end_to_end.forked_runs import Server
-from end_to_end.process_runs import ProcessRun, seeded_command
+from tests.support.command import differences
+from tests.support.forked_runs import Server
+from tests.support.process_runs import ProcessRun, seeded_command
 
 STEPS = 150
 KEYS = (f"steps={STEPS}", "checkpoint_period=20", "eval_interval=7", "eval_steps=2", "base_num_decoder_layers=2")

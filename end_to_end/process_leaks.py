@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from end_to_end.benchmarks.common import positive
-from end_to_end.process_runs import ProcessRun
+from tests.support.process_runs import ProcessRun
 
 WARM_UP = 10  # losses
 CALM_STEPS = 20  # between a return and the reading

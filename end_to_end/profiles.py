@@ -17,9 +17,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from end_to_end import command
-from end_to_end.command import Run
-from end_to_end.process_runs import ProcessRun
+from tests.support import command
+from tests.support.command import Run
+from tests.support.process_runs import ProcessRun
 
 WINDOW = "profiler=xplane skip_first_n_steps_for_profiler=3 profiler_steps=8".split()
 ELASTIC = (

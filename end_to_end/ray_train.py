@@ -18,9 +18,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from end_to_end.command import differences
-from end_to_end.process_runs import ProcessRun
-from end_to_end.ray_runs import RayRun
+from tests.support.command import differences
+from tests.support.process_runs import ProcessRun
+from tests.support.ray_runs import RayRun
 
 SLICES = 2
 SECONDS = 300  # for one event, on a busy machine

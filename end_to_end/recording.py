@@ -17,8 +17,8 @@ import threading
 import time
 from pathlib import Path
 
-from end_to_end.command import ROOT
-from end_to_end.process_runs import ProcessRun
+from tests.support.command import ROOT
+from tests.support.process_runs import ProcessRun
 
 PICTURE = ROOT / "docs" / "images" / "kill.svg"
 COMMAND = "python -m trainer.launch.local --slices 3 configs/elastic_demo.yml fault_injection= steps=1000"

@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from end_to_end import dockerfile
+from tests.support import dockerfile
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docker" / "Dockerfile"

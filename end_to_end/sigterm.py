@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from end_to_end import command
-from end_to_end.command import Process, Run
+from tests.support import command
+from tests.support.command import Process, Run
 
 STEPS = 60
 EARLIEST_SECONDS = 0.3  # after the start of the process

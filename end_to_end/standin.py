@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from pathways_standin.process import Standin, start_standin
+from tests.support.command import standin_environment
+
+from pathways_standin.process import start_standin
 
 _HELD = ("arrays", "executables", "host_buffers", "futures")
 _MOST_GROWTH = 200  # bytes of resident memory for each dispatch, between the two halves; allocators never settle quite
@@ -51,18 +52,8 @@ def main() -> int:
   return 1 if wrong else 0
 
 
-def client_environment(server: Standin, platforms: str = "proxy") -> dict[str, str]:
-  """The environment of a program of this clone that is a client of the server."""
-  return os.environ | {
-    "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS": "true",
-    "JAX_PLATFORMS": platforms,
-    "JAX_BACKEND_TARGET": server.address,
-    "PYTHONPATH": os.pathsep.join(["src", "."]),
-  }
-
-
 def _client(server, module: str, arguments: list[str], platforms: str = "proxy") -> subprocess.Popen[str]:
-  command, environment = [sys.executable, "-m", module, *arguments], client_environment(server, platforms)
+  command, environment = [sys.executable, "-m", module, *arguments], standin_environment(server.address, platforms)
   return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 

@@ -37,8 +37,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from end_to_end import command, sigterm
-from end_to_end.command import Run
+from end_to_end import sigterm
+from tests.support import command
+from tests.support.command import Run
 
 STEPS = 600
 KEYS = "checkpoint_period=60 max_num_checkpoints_to_keep=2 eval_interval=40 eval_steps=1".split()

@@ -15,11 +15,13 @@ os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # Code that mixes dtypes without a cast is an error, also in the processes that tests start.
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+# Containers often set it. Then every process that a test starts compiles what it imports: 6.5 CPU seconds, not 2.5.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import jax
 import pytest
-from end_to_end.forked_runs import StandaloneServer
 from tests.support.budgets import Budgets
+from tests.support.forked_runs import StandaloneServer
 
 from trainer.data.workers import cores
 

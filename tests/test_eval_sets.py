@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from end_to_end.command import Run
+from tests.support.command import Run
 from tests.support.command_runs import KEYS
 
 from trainer.config.errors import ConfigError

@@ -14,7 +14,7 @@ import sys
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from end_to_end.command import without_times
+from tests.support.command import without_times
 from tests.support.report_page import Page
 
 import trainer

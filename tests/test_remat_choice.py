@@ -7,7 +7,7 @@ import types
 import jax
 import pytest
 import yaml
-from end_to_end.command import Run
+from tests.support.command import Run
 
 from stepcost import chips
 from trainer import config as config_lib

@@ -317,9 +317,12 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", ["slices", "all", "fsdp-across"])
+@pytest.mark.parametrize("name", ["all", "fsdp-across"])
 def test_sharded_equals_unsharded(name, by_rows):
-  """And several micro-batches in sequence equal one. See below for more meshes, with other optimizers and models."""
+  """And several micro-batches in sequence equal one. See below for more meshes, with other optimizers and models.
+
+  Four slices: with adafactor, and three of them with adamw.
+  """
   where, parallelism = MESHES[name]
   micro_batches = 2 if name == "fsdp-across" else 1
   rows = {"per_device_batch_size": ROWS / math.prod(where) / micro_batches}

@@ -20,7 +20,7 @@ import tempfile
 from typing import Any
 
 from end_to_end.benchmarks.common import positive, positives
-from end_to_end.command import ROOT
+from tests.support.command import ROOT
 
 from trainer.observe.metrics import read_records
 

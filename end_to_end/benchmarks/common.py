@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from end_to_end.command import ROOT
+from tests.support.command import ROOT
 
 from trainer.config import load
 from trainer.config.schema import Config

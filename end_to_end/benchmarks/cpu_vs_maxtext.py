@@ -21,7 +21,7 @@ import sys
 import tempfile
 
 from end_to_end.benchmarks.common import run_and_time_lines
-from end_to_end.command import ROOT, cpu_environment
+from tests.support.command import ROOT, cpu_environment
 
 KEYS = (
   "model_name=qwen3-0.6b override_model_config=true base_num_decoder_layers=4 base_emb_dim=256 base_num_query_heads=4 "

@@ -15,7 +15,7 @@ import sys
 import tempfile
 
 from end_to_end.benchmarks.common import positive
-from end_to_end.command import ROOT
+from tests.support.command import ROOT
 
 from trainer.observe.metrics import read_metrics
 

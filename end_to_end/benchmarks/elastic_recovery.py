@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 from end_to_end.benchmarks.common import positive
-from end_to_end.elastic_harness import NUM_SLICES, TINY, Harness
+from tests.support.elastic_harness import NUM_SLICES, TINY, Harness
 
 DOWN_AND_UP = "slice_down@10:1, slice_up@15:1, slice_down@20:2, slice_up@25:2"
 REPLACED = "slice_down@10:1, slice_down@20:2"

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from end_to_end.benchmarks.common import positive, positives
-from end_to_end.command import ROOT, cpu_environment
+from tests.support.command import ROOT, cpu_environment
 
 from worlds.exchange import Exchange, FlatLayout, Part
 

@@ -21,8 +21,8 @@ from collections.abc import Callable
 
 import numpy as np
 from end_to_end.benchmarks.common import positive
-from end_to_end.command import ROOT, cpu_environment
 from end_to_end.partition import FAR, NEAR, Network, hosts
+from tests.support.command import ROOT, cpu_environment
 
 from worlds.exchange import Exchange
 

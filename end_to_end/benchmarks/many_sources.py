@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from end_to_end.benchmarks.common import positive
-from end_to_end.command import ROOT
+from tests.support.command import ROOT
 
 from trainer.data import packages
 

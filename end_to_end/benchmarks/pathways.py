@@ -2,7 +2,7 @@
 
     python -m end_to_end.benchmarks.pathways [--runs 10]
 
-Uses the model and the slices of end_to_end.elastic_harness: three slices of one CPU device, every set of slices
+Uses the model and the slices of tests.support.elastic_harness: three slices of one CPU device, every set of slices
 compiled before. Requests and bytes are differences of the stand-in's own counters, between two runs or between two
 moments of a recovery. Recoveries are timed behind the stand-in and on simulated slices, in turn; the wait for a
 replacement is not counted.
@@ -26,8 +26,8 @@ import jax
 import numpy as np
 from end_to_end.benchmarks.common import positive
 from end_to_end.benchmarks.elastic_recovery import DOWN_AND_UP, REPLACED
-from end_to_end.elastic_harness import NUM_SLICES, Harness
 from end_to_end.pathways_histories import StandIn
+from tests.support.elastic_harness import NUM_SLICES, Harness
 
 from trainer.elastic.attempt import ElasticRun
 

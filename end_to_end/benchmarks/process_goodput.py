@@ -33,8 +33,8 @@ from pathlib import Path
 
 from end_to_end.benchmarks.common import positive
 from end_to_end.benchmarks.process_recovery import MODEL, steps
-from end_to_end.command import differences
-from end_to_end.process_runs import ProcessRun
+from tests.support.command import differences
+from tests.support.process_runs import ProcessRun
 
 LEAST, MOST = 15.0, 60.0  # seconds between two faults
 ALL = 0.2  # share of the faults that hit all slices

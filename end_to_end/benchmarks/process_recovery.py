@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from end_to_end.benchmarks.common import positive
-from end_to_end.process_runs import ProcessRun
-from end_to_end.torchrun_runs import TorchrunRun
+from tests.support.process_runs import ProcessRun
+from tests.support.torchrun_runs import TorchrunRun
 
 if TYPE_CHECKING:
-  from end_to_end.ray_runs import RayRun
+  from tests.support.ray_runs import RayRun
 
 ENDLESS = 10**6  # steps
 MODEL = (
@@ -52,7 +52,7 @@ def main() -> None:
     keys = [*MODEL, f"steps={ENDLESS}", "checkpoint_period=50", f"jax_cache_dir={folder / 'compiled'}"]
     print("| event | n | p50 | p95 | p99 | most | compilations | steps lost |\n|---|---|---|---|---|---|---|---|")
     if options.ray:
-      from end_to_end.ray_runs import RayRun
+      from tests.support.ray_runs import RayRun
 
       replaced = RayRun(folder / "replaced", keys, replace_lost=True)
       with replaced.cluster():

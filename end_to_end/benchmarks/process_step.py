@@ -16,10 +16,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from end_to_end import process_runs
 from end_to_end.benchmarks.common import positive, positives
-from end_to_end.command import Run, wait_for_exit
-from end_to_end.process_runs import ProcessRun
+from tests.support import process_runs
+from tests.support.command import Run, wait_for_exit
+from tests.support.process_runs import ProcessRun
 
 from trainer import config
 from trainer.config.counts import parameter_count

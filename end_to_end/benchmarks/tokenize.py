@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from end_to_end.benchmarks.common import positive
-from end_to_end.command import ROOT
+from tests.support.command import ROOT
 
 from trainer.data import corpus
 from trainer.data.documents import BadRecord

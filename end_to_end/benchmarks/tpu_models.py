@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping
 
 from end_to_end.benchmarks.common import model_config
-from end_to_end.command import ROOT
+from tests.support.command import ROOT
 
 from stepcost import topologies
 from trainer.config import ConfigError

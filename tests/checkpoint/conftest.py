@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from end_to_end.command import Run
+from tests.support.command import Run
 from tests.support.command_runs import KEYS
 
 

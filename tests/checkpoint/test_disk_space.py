@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from end_to_end import command
-from tests.support import toy_state
+from tests.support import command, toy_state
 
 from trainer.checkpoint import disk_space
 from trainer.checkpoint.arrays import state_tree

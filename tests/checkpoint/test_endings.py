@@ -10,8 +10,8 @@ import signal
 import subprocess
 
 import pytest
-from end_to_end import command
-from end_to_end.command import Run
+from tests.support import command
+from tests.support.command import Run
 from tests.support.command_runs import ENDLESS, assert_stopped, start_and_train, write_text
 
 from trainer.checkpoint import emergency

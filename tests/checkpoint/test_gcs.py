@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from end_to_end.command import ROOT, cpu_environment
+from tests.support.command import ROOT, cpu_environment
 
 from worlds.addresses import free_port
 

@@ -9,7 +9,8 @@ import signal
 
 import numpy as np
 import pytest
-from end_to_end import command, kill_and_resume
+from end_to_end import kill_and_resume
+from tests.support import command
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Sharding info not provided")]
 STEPS = 30

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from end_to_end import command
-from end_to_end.command import ROOT, Run
+from tests.support import command
+from tests.support.command import ROOT, Run
 from tests.support.command_runs import ENDLESS, KEYS, assert_stopped, start_and_train, write_text
 
 from trainer.report import goodput, history, page

@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from end_to_end.command import ROOT, TINY, cpu_environment
+from tests.support.command import ROOT, TINY, cpu_environment
 
 from worlds.membership import wire
 from worlds.membership.coordinator import Coordinator

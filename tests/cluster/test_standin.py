@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from end_to_end.command import Run
+from tests.support.command import Run
 
 from pathways_standin.process import StandinError
 from trainer.cluster import standin

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from end_to_end.command import ROOT, TINY
+from tests.support.command import ROOT, TINY
 
 from trainer.cluster import cpu_compiler, variables
 from trainer.config.errors import ConfigError

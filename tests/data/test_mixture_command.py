@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from end_to_end.command import Run
 from tests.support import tfds_dataset
+from tests.support.command import Run
 from tests.support.command_runs import KEYS, start_and_train
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Sharding info not provided")]

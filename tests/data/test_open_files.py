@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from end_to_end.command import ROOT, Run, cpu_environment
+from tests.support.command import ROOT, Run, cpu_environment
 from tests.support.command_runs import KEYS, start_and_train
 from tests.support.data_files import write_records
 

@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture(scope="package")
 def harness(tmp_path_factory):
   """A harness whose runs share compiled steps. All runs must have the number of steps of elastic_histories.KEYS."""
-  from end_to_end.elastic_harness import Harness
+  from tests.support.elastic_harness import Harness
 
   return Harness(tmp_path_factory.mktemp("runs"))
 

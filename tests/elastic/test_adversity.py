@@ -9,6 +9,7 @@ import time
 
 import pytest
 from end_to_end.elastic_histories import KEYS, STEPS
+from tests.support import guide_awk
 
 from trainer.elastic.attempt import Outcome
 from trainer.run import attempt
@@ -99,7 +100,7 @@ def test_a_slice_lost_while_the_first_state_is_restored(harness, undisturbed_run
 
 
 @pytest.mark.timeout(900)
-def test_every_event_leaves_its_whole_record(harness, undisturbed_run):
+def test_every_event_leaves_its_whole_record(harness, undisturbed_run, tmp_path):
   history = harness.run("records", [*KEYS, DEGRADE, "fault_injection=slice_down@3:1, slice_up@5:1"])
   check(history, undisturbed_run)
   down, up = history.of_kind("recovery")
@@ -117,6 +118,9 @@ def test_every_event_leaves_its_whole_record(harness, undisturbed_run):
   assert len(starts) == len(ready) == 3
   for start, done in list(zip(starts, ready))[1:]:  # the start-up time of an attempt does not include earlier steps
     assert done["seconds"] <= done["monotonic"] - start["monotonic"] + 0.001
+  (tmp_path / "log.txt").write_text(history.log)
+  changes = [line.split(", ", 1)[1] for line in guide_awk.slice_count_changes(tmp_path / "log.txt")]
+  assert changes == ["Old Slice Count: 3, New Slice Count: 2", "Old Slice Count: 2, New Slice Count: 3"]
 
 
 @pytest.mark.timeout(900)

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from end_to_end import command
-from end_to_end.command import Run
+from tests.support import command
+from tests.support.command import Run
 
 STEPS, HANG = 60, 50
 KEYS = (

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
-from end_to_end.command import without_times
 from tests.support import guide_awk
+from tests.support.command import without_times
 from tests.support.toy_run import Clock, ToyRun, simulated_cluster, train
 
 from trainer.elastic.attempt import ElasticRun, Outcome

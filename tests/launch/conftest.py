@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
-from end_to_end.local_copies import KEYS as LANES  # two slices of two devices; the tests add processes and faults
-from end_to_end.local_copies import STEPS as LANES_STEPS
-from end_to_end.torchrun_runs import OneWorker
+from tests.support.torchrun_runs import OneWorker
+from tests.support.two_hosts import KEYS as LANES  # two slices of two devices; the tests add processes and faults
+from tests.support.two_hosts import STEPS as LANES_STEPS
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,9 @@ import socket
 import time
 
 import pytest
-from end_to_end.agent_runs import AgentRun, Relay
-from end_to_end.command import TINY, differences
-from end_to_end.torchrun_runs import OneWorker
+from tests.support.agent_runs import AgentRun, Relay
+from tests.support.command import TINY, differences
+from tests.support.torchrun_runs import OneWorker
 
 from trainer.cluster.launched import run_rules
 from trainer.config import load

@@ -9,7 +9,8 @@ import subprocess
 import tomllib
 
 import pytest
-from end_to_end import dockerfile, replay_dockerfile
+from end_to_end import replay_dockerfile
+from tests.support import dockerfile
 
 from trainer.launch.manifest import options
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal
 
-from end_to_end.command import differences
-from end_to_end.local_copies import COPIES, PERIOD, STEPS, TwoHosts
-from end_to_end.process_runs import ProcessRun
+from tests.support.command import differences
+from tests.support.process_runs import ProcessRun
+from tests.support.two_hosts import COPIES, PERIOD, STEPS, TwoHosts
 
 
 def on_one_host(folder, compiled: str, server) -> ProcessRun:

@@ -8,8 +8,8 @@ import signal
 import time
 
 import pytest
-from end_to_end.command import TINY
-from end_to_end.process_runs import ProcessRun
+from tests.support.command import TINY
+from tests.support.process_runs import ProcessRun
 
 from trainer.launch import local
 

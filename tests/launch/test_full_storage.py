@@ -6,7 +6,7 @@ import signal
 import subprocess
 
 import pytest
-from end_to_end.process_runs import ProcessRun
+from tests.support.process_runs import ProcessRun
 
 ENDLESS = "steps=1000000"
 KEEPS_ALL = ("checkpoint_period=5", "checkpoint_keep_period=1")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 
-from end_to_end.command import differences
-from end_to_end.process_runs import ProcessRun
 from tests.launch.conftest import LANES, LANES_STEPS
+from tests.support.command import differences
+from tests.support.process_runs import ProcessRun
 
 from worlds.place import LANE, MEMBER
 

@@ -7,10 +7,10 @@ import time
 
 import numpy as np
 import pytest
-from end_to_end import process_runs
-from end_to_end.command import Run, differences
-from end_to_end.process_runs import ProcessRun
-from end_to_end.torchrun_runs import OneWorker
+from tests.support import process_runs
+from tests.support.command import Run, differences
+from tests.support.process_runs import ProcessRun
+from tests.support.torchrun_runs import OneWorker
 
 STEPS = 120
 KEYS = (f"steps={STEPS}", f"checkpoint_period={STEPS // 3}", "eval_interval=15", "eval_steps=2")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from end_to_end import process_histories
-from end_to_end.command import ROOT, TINY, cpu_environment
-from end_to_end.process_runs import ProcessRun
+from tests.support.command import ROOT, TINY, cpu_environment
+from tests.support.process_runs import ProcessRun
 
 from trainer.cluster.launched import shared_token
 from worlds import workers as workers_lib

@@ -7,8 +7,8 @@ import os
 import signal
 
 import pytest
-from end_to_end.command import differences
-from end_to_end.torchrun_runs import OneWorker, TorchrunRun
+from tests.support.command import differences
+from tests.support.torchrun_runs import OneWorker, TorchrunRun
 
 pytestmark = [
   pytest.mark.oldest,

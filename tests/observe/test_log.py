@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 
-from end_to_end.command import without_times
+from tests.support.command import without_times
 
 from trainer.observe import files, log, screen
 

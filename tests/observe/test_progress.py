@@ -6,7 +6,7 @@ import subprocess
 import sys
 import textwrap
 
-from end_to_end.command import without_times
+from tests.support.command import without_times
 
 from trainer.observe import log
 from trainer.observe.metrics import StepRecord, format_step_line

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from end_to_end.command import Run, cpu_environment
+from tests.support.command import Run, cpu_environment
 
 PRINTS = """
 import sys, time

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from end_to_end.standin import client_environment
+from tests.support.command import standin_environment
 
 from pathways_standin.process import Standin, start_standin
 
@@ -25,7 +25,7 @@ def server(tmp_path_factory):
 
 def run_client(server: Standin, module: str, *arguments: str, platforms: str = "proxy", seconds: float = 240):
   """The last line that a program prints, which is JSON."""
-  command, environment = [sys.executable, "-m", module, *arguments], client_environment(server, platforms)
+  command, environment = [sys.executable, "-m", module, *arguments], standin_environment(server.address, platforms)
   result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
   assert result.returncode == 0, result.stderr[-4000:]
   return json.loads(result.stdout.splitlines()[-1])

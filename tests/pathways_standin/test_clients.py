@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
-from end_to_end.command import is_running
 from tests.pathways_standin.conftest import run_client
 from tests.support import standin_conformance, standin_faults
+from tests.support.command import is_running
 
 from pathways_standin.process import start_standin
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from end_to_end.command import is_running
+from tests.support.command import is_running
 
 from pathways_standin import messages as messages_lib
 from pathways_standin import process

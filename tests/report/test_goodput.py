@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from end_to_end.command import without_times
+from tests.support.command import without_times
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ObserveSection

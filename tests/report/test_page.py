@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from end_to_end.command import without_times
 from tests.support import fake_run, guide_awk
+from tests.support.command import without_times
 from tests.support.report_page import Page
 
 from trainer.observe import events, log

@@ -11,7 +11,7 @@ import os
 from collections import defaultdict
 
 import pytest
-from end_to_end.forked_runs import Server
+from tests.support.forked_runs import Server
 
 # CPU seconds of a whole run, per folder. "tests" stands for the files directly in tests/.
 BUDGETS = {
@@ -27,7 +27,7 @@ BUDGETS = {
   "tests/observe": 60,
   "tests/report": 60,
   "tests/stepcost": 60,
-  "tests/tools": 240,
+  "tests/tools": 190,
   "tests/weights": 90,
 }
 DEFAULT_BUDGET = 60  # of a folder without an entry

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from end_to_end import command
-from end_to_end.command import Process, Run
+from tests.support import command
+from tests.support.command import Process, Run
 
 ENDLESS = 10**6  # steps
 # One device and few arrays, so that a run starts and stops quickly. A fixed schedule and the vocabulary of bytes, so

@@ -12,7 +12,7 @@ import time
 import traceback
 from pathlib import Path
 
-from end_to_end.forked_runs import Server
+from tests.support.forked_runs import Server
 
 from worlds.addresses import free_port
 

@@ -11,10 +11,10 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
-from end_to_end.command import without_times
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tests.support.clock import Clock
+from tests.support.command import without_times
 
 from trainer.cluster.simulated import SimulatedCluster
 from trainer.config.schema import ElasticSection

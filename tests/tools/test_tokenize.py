@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from end_to_end.command import is_running
+from tests.support.command import is_running
 from tests.support.data_files import LENGTH, TEXTS, TOKENS, everything, load, write_gzip, write_jsonl, write_parquet
 
 from trainer.config.errors import ConfigError

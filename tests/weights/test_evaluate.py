@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 
-from end_to_end.command import Run, cpu_environment
+from tests.support.command import Run, cpu_environment
 from tests.support.command_runs import write_text
 
 

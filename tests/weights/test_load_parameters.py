@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from end_to_end.command import Run
 from tests.support import hf_folders
+from tests.support.command import Run
 
 from trainer.config import load
 from trainer.config.schema import ModelSection

@@ -9,9 +9,9 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from end_to_end.command import Process
-from end_to_end.forked_runs import Server
-from end_to_end.process_runs import ProcessRun
+from tests.support.command import Process
+from tests.support.forked_runs import Server
+from tests.support.process_runs import ProcessRun
 
 from worlds import addresses
 from worlds.addresses import free_port

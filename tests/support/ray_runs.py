@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from end_to_end.command import ROOT, cpu_environment
-from end_to_end.process_runs import MARK, ProcessRun
+from tests.support.command import ROOT, cpu_environment
+from tests.support.process_runs import MARK, ProcessRun
 
 # As Ray Train's controller prints the workers that it has started.
 _STARTED = re.compile(r"pid=(\d+)\) world_rank=(\d+)")
@@ -49,7 +49,7 @@ class RayRun(ProcessRun):
     """A Ray cluster with the hosts of all slices. At the end of the block no process of it is left."""
     with self.log.open("ab") as file:
       self._cluster = subprocess.Popen(
-        [sys.executable, "-m", "end_to_end.ray_cluster", str(self.slices), str(self._hosts)],
+        [sys.executable, "-m", "tests.support.ray_cluster", str(self.slices), str(self._hosts)],
         cwd=ROOT,
         env=cpu_environment({MARK: self.mark, **_ENVIRONMENT}),
         stdin=subprocess.PIPE,

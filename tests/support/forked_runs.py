@@ -1,6 +1,6 @@
 """Processes of the trainer, forked from one that has imported everything: a start costs a third of the CPU time.
 
-`python -m end_to_end.forked_runs` reads requests as lines of JSON. For {"module", "argv", "environment", "log"} it
+`python -m tests.support.forked_runs` reads requests as lines of JSON. For {"module", "argv", "environment", "log"} it
 forks a process in which runpy runs the module as `python -m` does, and answers with its id. {"wait": id} is answered by
 the wait status or null, {"cpu_seconds": true} by a number. JAX is imported before the fork and used only after it.
 
@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TRAINER, LAUNCHERS = "trainer", ("trainer.launch.local", "trainer.launch.agent")
 PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent ends, however the parent ended
 # A variable of the server. A forked process writes its own variables over this one, where /proc/PID/environ shows them.
@@ -58,10 +58,10 @@ class StandaloneServer(Server):
   """A server with a process of its own. When it is closed, all processes that it has forked are killed."""
 
   def __init__(self) -> None:
-    from end_to_end import command
+    from tests.support import command
 
     self._process = subprocess.Popen(
-      [sys.executable, "-m", "end_to_end.forked_runs"],
+      [sys.executable, "-m", "tests.support.forked_runs"],
       env=command.cpu_environment({SHOWN: " " * SHOWN_BYTES}),
       cwd=ROOT,
       stdin=subprocess.PIPE,

@@ -75,6 +75,7 @@ class History:
   used: dict[int, dict[int, str]]  # step -> row -> hash of its tokens
   state: dict[str, Any]  # fingerprints of the arrays in the last checkpoint: weights and optimizer state
   events: list[dict[str, Any]]
+  log: str
 
   def of_kind(self, kind: str) -> list[dict[str, Any]]:
     return [event for event in self.events if event["kind"] == kind]
@@ -126,8 +127,9 @@ class Harness:
     events = read_events(config.run_directory)
     meta = Path(config.run_directory) / "checkpoints" / str(outcome.step) / "meta.json"
     state = checksums.parse(meta.read_bytes(), meta.name)["arrays"]
+    log = (Path(config.run_directory) / "log.txt").read_text()
     shutil.rmtree(config.run_directory)
-    return History(outcome, losses, recorder.used, state, events)
+    return History(outcome, losses, recorder.used, state, events, log)
 
   def _attempt(
     self,

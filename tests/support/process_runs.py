@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from end_to_end.command import ROOT, Process, Run, cpu_environment, is_running
-from end_to_end.forked_runs import Server, StandaloneServer
+from tests.support.command import ROOT, Process, Run, cpu_environment, is_running
+from tests.support.forked_runs import Server, StandaloneServer
 
 from worlds.place import MEMBER, SUPERVISOR
 

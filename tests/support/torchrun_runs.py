@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from end_to_end.command import Process
-from end_to_end.process_runs import ProcessRun
+from tests.support.command import Process
+from tests.support.process_runs import ProcessRun
 
 from worlds.addresses import free_port
 

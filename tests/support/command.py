@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TINY = (
   "configs/base.yml base_num_decoder_layers=1 base_emb_dim=16 base_num_query_heads=2 base_num_kv_heads=1 "
   "base_mlp_dim=32 head_dim=8 dtype=float32 max_target_length=16 per_device_batch_size=2 num_slices=2 "
@@ -52,6 +52,16 @@ def cpu_environment(changes: Mapping[str, str]) -> dict[str, str]:
   found = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"} | dict(changes)
   found.pop("XLA_FLAGS", None)
   return found
+
+
+def standin_environment(address: str, platforms: str = "proxy") -> dict[str, str]:
+  """Returns the environment of a program of this clone that is a client of the Pathways stand-in at `address`."""
+  return os.environ | {
+    "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS": "true",
+    "JAX_PLATFORMS": platforms,
+    "JAX_BACKEND_TARGET": address,
+    "PYTHONPATH": os.pathsep.join(["src", "."]),
+  }
 
 
 def is_running(pid: int) -> bool:

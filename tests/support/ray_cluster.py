@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine, whose nodes claim to be TPU hosts: `python -m end_to_end.ray_cluster SLICES HOSTS`.
+"""A Ray cluster on this machine, whose nodes claim to be TPU hosts: `python -m tests.support.ray_cluster SLICES HOSTS`.
 
 HOSTS of a slice: 1 (v6e, 2x4) or 2 (v4, 2x2x2). Prints the address of the cluster. Every line on stdin changes it:
 "add" adds a slice, "remove" kills the newest host. The cluster ends with stdin.

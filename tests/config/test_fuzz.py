@@ -111,7 +111,7 @@ def loads_or_refuses(argv: list[str]) -> None:
 @example([("elastic_enabled", "true"), ("fault_injection", "slice_down@1:" + "9" * 5000)])
 @example([("elastic_enabled", "true"), ("fault_injection", "slice_down@1:1/" + "9" * 5000)])
 @example([("elastic_enabled", "true"), ("fault_injection", "random:seed=" + "9" * 5000 + ",rate=0.5")])
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_arguments_load_or_are_refused(pairs):
   loads_or_refuses(["configs/base.yml", *(f"{name}={value}" for name, value in pairs)])
 

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 
+@pytest.mark.soak  # test_pathways_command has a kill and a hang behind the stand-in
 @pytest.mark.timeout(900)
 def test_a_history_behind_the_stand_in_loses_nothing():
   """Seed 3 has a hang, losses, returns and kills at random times on a fixed mesh."""

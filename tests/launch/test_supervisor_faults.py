@@ -94,6 +94,7 @@ def test_a_reader_that_stops_reading_pauses_the_run_and_loses_no_member(compiled
   assert run.count("slice_down") == 0 and run.steps() == list(range(1, run.last_step + 1))
 
 
+@pytest.mark.soak  # each of these faults has a test of its own here or in test_local.py
 def test_a_history_of_the_launcher_itself(server, tmp_path):
   """Its output goes away, it is stopped, and its members are killed. `end_to_end.process_histories` has more."""
   assert process_histories.run_all(tmp_path, 67, 1, server) == 0

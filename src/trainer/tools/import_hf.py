@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from trainer.config.errors import ConfigError
+import trainer
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -18,11 +18,10 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("directory", metavar="DIR")
   parser.add_argument("run_directory", metavar="RUN_DIR")
   arguments = parser.parse_args(argv)
-  from trainer.weights import importing
 
   try:
-    importing.import_folder(arguments.directory, arguments.run_directory)
-  except ConfigError as error:
+    trainer.import_folder(arguments.directory, arguments.run_directory)
+  except trainer.ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   return 0

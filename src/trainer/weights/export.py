@@ -22,7 +22,7 @@ from trainer.data.tokenizer import BpeTokenizer, Tokenizer
 from trainer.kernels.attention_xla import dot_product
 from trainer.models.decoder import DecoderFunctions
 from trainer.models.layers import Kernels
-from trainer.weights import hf_config, names, safetensors, sources
+from trainer.weights import hf_config, names, safetensors, sources, tokenizers
 from trainer.weights.folders import new_folder
 from trainer.weights.importing import Progress
 from trainer.weights.sources import Source
@@ -44,6 +44,17 @@ class _Part:
   @property
   def nbytes(self) -> int:
     return int(np.prod(self.weight.shape)) * self.dtype.itemsize
+
+
+def export_run(place: str, directory: str, dtype: str = "", *, report: Callable[[str], object] = print) -> None:
+  """Writes the weights of RUN_DIR or RUN_DIR@STEP as a Hugging Face folder, with the run's tokenizer; see `export`."""
+  source = sources.open_source(place)
+  tokenizer = None
+  try:
+    tokenizer = tokenizers.of_source(source)
+  except ConfigError as error:  # the weights are whole without it
+    report(f"warning: the export has only those files of a tokenizer that the run has: {error}")
+  export(source, directory, tokenizer=tokenizer, dtype=dtype, report=report)
 
 
 def export(

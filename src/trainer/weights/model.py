@@ -76,6 +76,8 @@ class Model:
 
   def generate(self, prompts: Sequence[str], tokens: int = 128, sampling: Sampling = DEFAULT) -> list[str]:
     """The continuation of each prompt."""
+    if isinstance(prompts, str):
+      raise TypeError(f"generate takes a list of prompts, such as [{prompts[:20]!r}]")
     steps = list(self.stream([self.encode(prompt) for prompt in prompts], tokens, sampling))
     rows = [[step[i] for step in steps] for i in range(len(prompts))]
     return [self.tokenizer.decode(id for id in row if id is not None) for row in rows]

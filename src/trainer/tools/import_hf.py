@@ -1,7 +1,7 @@
 """`python -m trainer.tools.import_hf DIR RUN_DIR`: makes a run folder with the weights of a Hugging Face folder.
 
-DIR: config.json and safetensors of a Qwen3 or Llama, local or gs://. RUN_DIR: new. `load_parameters_path=RUN_DIR`
-trains from it; trainer.tools.generate, evaluate and export_hf read it.
+DIR: config.json and safetensors of a Qwen3, Qwen3-MoE or Llama, local or gs://. RUN_DIR: new. Train from it with
+`load_parameters_path=RUN_DIR`; trainer.tools.generate, evaluate and export_hf read it.
 """
 
 from __future__ import annotations

@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import pathlib
+import functools
 import re
-import subprocess
-import sys
 import tomllib
-import zipfile
 
 import pytest
+from tests.support.wheel import ROOT, build, run_in
 
 from trainer.config.errors import DISTRIBUTION
-
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-  """The wheel's contents in a folder, and nothing else of the project."""
-  folder = tmp_path_factory.mktemp("wheel")
-  (folder / "source").mkdir()
-  for name in ("pyproject.toml", "README.md", "LICENSE", "src"):  # a copy: setuptools writes build/ beside the sources
-    (folder / "source" / name).symlink_to(ROOT / name)
-  command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
-  built = subprocess.run(command, cwd=folder / "source", capture_output=True, text=True, timeout=200)
-  assert built.returncode == 0, built.stderr
-  (path,) = folder.glob("*.whl")
-  zipfile.ZipFile(path).extractall(folder / "site")
-  return folder / "site"
+  return build(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture
 def run(wheel, tmp_path):
-  """Runs `python ARGUMENTS` in an empty folder, with the wheel in place of the editable installation."""
-
-  def start(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(wheel)}
-    return subprocess.run(
-      [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
-    )
-
-  return start
+  """Runs `python ARGUMENTS` in an empty folder."""
+  return functools.partial(run_in, tmp_path, wheel)
 
 
 def test_a_model_is_found_by_name(run, wheel):

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import trainer
 from trainer.signals import INTERRUPTED, PREEMPTED, Signals
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
   from trainer.cluster import Cluster
   from trainer.config import Config
-  from trainer.run.session import Session
+  from trainer.run.session import Additions, Session
 
 # Exit codes that a scheduler reads (README.md). PREEMPTED and INTERRUPTED are defined with the signals, 134
 # for a hung process with the watchdog.
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
     if "--print-config" in arguments:
       log.to_stdout(cli.print_config(config, origins).removesuffix("\n"))
       return COMPLETE
-    return _run(config, origins, signals or Signals(), started)
+    return run(config, origins, signals or Signals(), started).code
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return BAD_INPUT
@@ -62,8 +62,20 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
     return INTERRUPTED
 
 
-def _run(config: Config, origins: dict[str, str], signals: Signals, started: float) -> int:
-  """Runs a valid configuration and returns the exit code. Imports jax here and not above, so that --help stays fast."""
+class Ended(NamedTuple):
+  """How a run ended: the exit code of the command, and the error behind it."""
+
+  code: int
+  error: BaseException | None = None
+
+
+def run(
+  config: Config, origins: dict[str, str], signals: Signals, started: float, additions: Additions | None = None
+) -> Ended:
+  """Runs a valid configuration. Imports jax here and not above, so that --help stays fast.
+
+  additions: what a program gives besides the configuration (library.py).
+  """
   # Imports and tracing make millions of objects that stay. Collecting garbage among them repeatedly would take a tenth
   # of the time until the first step. `Session.ready`, or a second attempt, turns the collector on again.
   gc.disable()
@@ -74,11 +86,9 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
   from trainer import compilation_cache, data, open_files, program
   from trainer.cluster.launched import run_rules
   from trainer.config import ConfigError
-  from trainer.config.schema import RematPolicy
   from trainer.data.workers import WorkerLost
   from trainer.elastic import retry
   from trainer.run import session as session_lib
-  from worlds import lines
   from worlds.peers import RunEnded
 
   open_files.raise_limit()
@@ -87,44 +97,54 @@ def _run(config: Config, origins: dict[str, str], signals: Signals, started: flo
     stack.callback(gc.enable)
     is_reported: Callable[[], bool] = lambda: False
     try:
-      data.check(config.data, config.model.vocab_size)
+      own = additions or session_lib.NO_ADDITIONS
+      if own.source is None:
+        data.check(config.data, config.model.vocab_size)
       cluster = cluster_lib.start(config.cluster, run_rules(config))
       stack.callback(cluster.stop)
       is_reported = cluster.coordination.is_reported
       retry.check(cluster, config.elastic, config.run.steps)
       program.check_compiler_flags(config, cluster.view(cluster.slices).devices)
-      note = ""
-      if config.model.remat_policy is RematPolicy.AUTO:
-        from trainer.preflight import remat_choice  # reads compiled programs, so only if it is needed
-
-        config, note = remat_choice.resolve(config, cluster, lines.tell)
-        origins["remat_policy"] = "chosen for these devices, because of remat_policy=auto"
-      session = stack.enter_context(session_lib.open_session(config, cluster, signals, started, origins))
+      config, note = _with_remat_policy(config, origins, cluster)
+      session = stack.enter_context(session_lib.open_session(config, cluster, signals, started, origins, own))
     except ConfigError as error:  # a configuration that does not fit the machine or the data; nothing is written yet
       if not is_reported():
         print(f"error: {error}", file=sys.stderr)
-      return BAD_INPUT
+      return Ended(BAD_INPUT, error)
     except RunEnded as ended:  # while this process started, or the supervisor does not let it join
       print(str(ended) or f"The run has ended with exit code {ended.code}.", file=sys.stderr)
-      return ended.code
+      return Ended(ended.code, ended)
     except (WorkerLost, StandinLost) as error:
       print(f"error: {error} Start again, with more memory if it is killed again.", file=sys.stderr)
-      return FAILED
+      return Ended(FAILED, error)
     except OSError as error:  # a folder of the run or of the data cannot be opened, although it passed the checks
       print(f"error: cannot start the run: {error}\nFix this, or choose another folder.", file=sys.stderr)
-      return BAD_INPUT
+      return Ended(BAD_INPUT, error)
     if note:
       session.log.line(note)
-    code = _train(config, session, cluster)
-    signals.ending(code)
-    session.finish(config, code)
-    if code in (COMPLETE, PREEMPTED):  # any other end may be the fault of this process: the others go on
-      cluster.coordination.finished(code)
-  return code
+    result = _train(config, session, cluster)
+    signals.ending(result.code)
+    session.finish(config, result.code)
+    if result.code in (COMPLETE, PREEMPTED):  # any other end may be the fault of this process: the others go on
+      cluster.coordination.finished(result.code)
+  return result
 
 
-def _train(config: Config, session: Session, cluster: Cluster) -> int:
-  """Runs attempts until the run is complete, must stop or fails; returns the exit code."""
+def _with_remat_policy(config: Config, origins: dict[str, str], cluster: Cluster) -> tuple[Config, str]:
+  """The configuration with a policy in the place of remat_policy=auto, and a line for the log."""
+  from trainer.config.schema import RematPolicy
+  from worlds import lines
+
+  if config.model.remat_policy is not RematPolicy.AUTO:
+    return config, ""
+  from trainer.preflight import remat_choice  # reads compiled programs, so only if it is needed
+
+  origins["remat_policy"] = "chosen for these devices, because of remat_policy=auto"
+  return remat_choice.resolve(config, cluster, lines.tell)
+
+
+def _train(config: Config, session: Session, cluster: Cluster) -> Ended:
+  """Runs attempts until the run is complete, must stop or fails."""
   import functools
 
   from trainer import runtime_errors, train
@@ -141,33 +161,33 @@ def _train(config: Config, session: Session, cluster: Cluster) -> int:
   attempt = functools.partial(train.run, config, session)
   try:
     outcome = retry.elastic_retry(attempt, session, config.elastic, job=job, stop=lambda: session.preemption.noticed)
-    return COMPLETE if outcome.kind == "complete" else PREEMPTED
+    return Ended(COMPLETE if outcome.kind == "complete" else PREEMPTED)
   except SupervisorLost:  # before this process had a state
     session.log.error("error: the supervisor is lost; this process has nothing to save.")
-    return PREEMPTED
+    return Ended(PREEMPTED)
   except RunEnded as ended:  # by the supervisor, while this process waited for the others
     if str(ended):
       session.log.error(f"error: {ended}")
-    return ended.code
+    return Ended(ended.code, ended)
   except (ConfigError, ConfigMismatch) as error:
     if not cluster.coordination.is_reported():
       session.log.error(f"error: {error}")
-    return BAD_INPUT
+    return Ended(BAD_INPUT, error)
   except TrainingDiverged as error:  # on every slice alike: one traceback is enough
     session.log.error(traceback.format_exc() if cluster.coordination.is_primary else f"error: {error}")
     cluster.coordination.finished(FAILED)
-    return FAILED
+    return Ended(FAILED, error)
   except Exception as error:  # noqa: BLE001 -- the one place where an error becomes an exit code
     session.log.error(traceback.format_exc())
     if isinstance(error, CheckpointError):  # the other slices have the same storage, and would lose their state there
       cluster.coordination.finished(FAILED)
     if advice := runtime_errors.advice(error):
       session.log.error(f"error: {advice}")
-    return FAILED
-  except KeyboardInterrupt:
+    return Ended(FAILED, error)
+  except KeyboardInterrupt as error:
     again = "goes on from the last checkpoint" if config.checkpoint.enable_checkpointing else "starts from step 0"
     session.log.line(f"Interrupted: the same command {again}.")
-    return INTERRUPTED
+    return Ended(INTERRUPTED, error)
 
 
 def _waiting_for_a_slice() -> bool:

@@ -26,7 +26,7 @@ from trainer import optimizers, sharding, state, step
 from trainer.cluster import View
 from trainer.config import compiler_flags, counts
 from trainer.config.errors import ConfigError
-from trainer.config.schema import Config, RematPolicy
+from trainer.config.schema import Config, ModelSection, RematPolicy
 from trainer.data import Batch, Loader
 from trainer.elastic import batch_plan
 from trainer.elastic.batch_plan import BatchPlan
@@ -219,16 +219,9 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     dtype=cfg.dtype,
     precision=cfg.matmul_precision,
   )
-  # Without a remat policy, the backward pass would keep the gathered weights of all layers.
-  gathers_again = cfg.remat_policy is RematPolicy.NONE
-  first_stage = sharding.first_stage(mesh, cfg.emb_dim)
-  project = projection.choose(platform, cfg.quantization, gathers_again, first_stage)
   tokens = len(slices) * rows * length // (mesh.shape[mesh_lib.DATA] * mesh.shape[mesh_lib.FSDP])
-  neighbours = sharding.head_neighbours(mesh, tokens, cfg.vocab_size)
   grouped = grouped_matmul.choose(platform)
-  rotate_half, chunk = rope.choose_rotate_half(platform), CHUNK_LOGITS_BYTES[platform]
-  kernels = Kernels(kernel, grouped.function, project, rotate_half, chunk, neighbours)
-  model = DecoderFunctions(cfg, kernels)
+  model = DecoderFunctions(cfg, _kernels(cfg, mesh, platform, tokens, kernel, grouped))
   optimizer = optimizers.build(config.optimizer, model.logical_axes(), cfg.weight_dtype)
   schedule = optimizers.schedule(config.optimizer, config.run.steps)
   precisely = functools.partial(_with_precision, cfg.matmul_precision)
@@ -246,6 +239,23 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     share=_share(config, model, platform, precisely),
     apply_sums=precisely(functools.partial(step.apply_gradients, config.optimizer, optimizer, schedule)),
     compiler_options=compiler_options(slices[0][0], cfg.emb_dim, compiler_flags.parse(config.run.compile_xla_flags)),
+  )
+
+
+def _kernels(
+  cfg: ModelSection, mesh: Mesh, platform: str, tokens: int, kernel: Attention, grouped: grouped_matmul.Chosen
+) -> Kernels:
+  """Returns the implementations for a platform. tokens: of a shard of the batch."""
+  # Without a remat policy, the backward pass would keep the gathered weights of all layers.
+  gathers_again = cfg.remat_policy is RematPolicy.NONE
+  first_stage = sharding.first_stage(mesh, cfg.emb_dim)
+  return Kernels(
+    kernel,
+    grouped_matmul=grouped.function,
+    project=projection.choose(platform, cfg.quantization, gathers_again, first_stage),
+    rotate_half=rope.choose_rotate_half(platform),
+    chunk_logits_bytes=CHUNK_LOGITS_BYTES[platform],
+    head_neighbours=sharding.head_neighbours(mesh, tokens, cfg.vocab_size),
   )
 
 

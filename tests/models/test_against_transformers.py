@@ -39,7 +39,7 @@ def test_logits_and_gradients(name, variant):
   attn = attention.choose(
     kernel, platform="cpu", mesh=None, head_dim=cfg.head_dim, seq_len=T, num_q_heads=4, num_kv_heads=cfg.num_kv_heads
   )
-  model = DecoderFunctions(cfg, Kernels(attn, projection.choose("cpu", "")))
+  model = DecoderFunctions(cfg, Kernels(attn, project=projection.choose("cpu", "")))
   params = random_params(cfg)
   tokens = np.random.default_rng(0).integers(0, cfg.vocab_size, (2, T + 1))
   inputs, targets = tokens[:, :-1], tokens[:, 1:]

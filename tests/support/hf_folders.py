@@ -43,6 +43,23 @@ LLAMA31 = {
 MODELS: dict[str, dict[str, Any]] = {
   "qwen3": {"use_qk_norm": True, "rope_max_timescale": 1e6},
   "qwen3-tied": {"use_qk_norm": True, "rope_max_timescale": 1e6, "logits_via_embedding": True, "head_dim": 32},
+  "qwen3-moe": {
+    "use_qk_norm": True,
+    "rope_max_timescale": 1e6,
+    "num_experts": 12,  # two digits: "10" sorts before "2"
+    "num_experts_per_tok": 3,
+    "base_moe_mlp_dim": 40,
+  },
+  "qwen3-moe-layers": {
+    "use_qk_norm": True,
+    "rope_max_timescale": 1e6,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": False,
+    "base_moe_mlp_dim": 40,
+    "mlp_only_layers": "1",
+    "scan_layers": False,
+  },
   "llama2": {"use_qk_norm": False, "base_num_kv_heads": 4, "normalization_layer_epsilon": 1e-5},
   "llama3": {"use_qk_norm": False, "rope_max_timescale": 500000.0, "normalization_layer_epsilon": 1e-5},
   "llama3.1": LLAMA31,
@@ -65,9 +82,15 @@ def transformers_config(cfg: ModelSection) -> Any:
       "high_freq_factor": cfg.rope_high_freq_factor,
       "original_max_position_embeddings": cfg.rope_original_max_position_embeddings,
     }
+  experts: dict[str, Any] = {}
   kind = transformers.Qwen3Config if cfg.use_qk_norm else transformers.LlamaConfig
+  if cfg.num_experts > 1:
+    kind = transformers.Qwen3MoeConfig
+    experts = {name: getattr(cfg, name) for name in ("num_experts", "num_experts_per_tok", "norm_topk_prob")}
+    experts |= {"moe_intermediate_size": cfg.moe_mlp_dim, "decoder_sparse_step": cfg.decoder_sparse_step}
+    experts |= {"mlp_only_layers": cfg.dense_layers, "router_aux_loss_coef": cfg.load_balance_loss_weight}
   return kind(
-    architectures=["Qwen3ForCausalLM" if cfg.use_qk_norm else "LlamaForCausalLM"],
+    architectures=[kind.__name__.replace("Config", "ForCausalLM")],
     vocab_size=cfg.vocab_size,
     hidden_size=cfg.emb_dim,
     intermediate_size=cfg.mlp_dim,
@@ -82,6 +105,7 @@ def transformers_config(cfg: ModelSection) -> Any:
     rope_theta=cfg.rope_max_timescale,
     rope_scaling=rope,
     attn_implementation="eager",
+    **experts,
   )
 
 
@@ -111,7 +135,9 @@ def to_hugging_face(params: Params, cfg: ModelSection) -> dict[str, np.ndarray]:
     _, _, rest = name.partition("params.layers.")
     number, _, path = rest.partition(".")
     array = flat[name] if name in flat else flat[f"params.layers.{path}"][int(number)]
-    found[weight.theirs] = np.ascontiguousarray(weight.to_theirs(np.asarray(array)))
+    arrays = np.asarray(array) if weight.of_experts else [np.asarray(array)]
+    for theirs, one in zip(weight.theirs, arrays):
+      found[theirs] = np.ascontiguousarray(weight.to_theirs(one))
   return found
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -48,6 +49,29 @@ def test_every_family_comes_back_with_the_same_bits(tmp_path, number):
   differ = {key for key, value in expected.to_dict().items() if found.to_dict().get(key) != value}
   assert differ <= {"bos_token_id", "eos_token_id", "_name_or_path"}
   assert str(found.dtype).endswith(DTYPES[number % 3])
+
+
+def test_experts_start_with_an_even_load_and_are_read_by_shards(tmp_path):
+  """Hugging Face has no load. It adds up to k, because a step keeps this sum."""
+  cfg = hf_folders.model("qwen3-moe")
+  hf_folders.write_folder(tmp_path / "hf", cfg)
+  importing.import_folder(str(tmp_path / "hf"), str(tmp_path / "run"))
+  mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  placed = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "a", "b"))
+  abstract = jax.eval_shape(lambda: hf_folders.random_params(cfg))
+
+  def shard(leaf):
+    where = placed if leaf.ndim == 4 and leaf.shape[1] % 2 == 0 else jax.sharding.NamedSharding(mesh, jax.P())
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+  for place in ("hf", "run"):
+    loaded = sources.open_source(str(tmp_path / place)).load(jax.tree.map(shard, abstract))
+    assert loaded["layers"]["feed_forward"]["gate"].sharding == placed
+    load = loaded["layers"]["feed_forward"].pop("load")
+    np.testing.assert_array_equal(load, np.full((3, 12), 3 / 12, np.float32))
+    expected = hf_folders.random_params(cfg)
+    expected["layers"]["feed_forward"].pop("load")
+    jax.tree.map(np.testing.assert_array_equal, loaded, expected)
 
 
 def test_older_readers_find_their_fields(tmp_path):
@@ -127,10 +151,34 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("fault", WRONG)
+EXPERT, ROUTER = "model.layers.1.mlp.experts.7.up_proj.weight", "model.layers.1.mlp.gate.weight"
+WRONG_EXPERTS = {
+  "a missing expert": (edit_tensors(lambda x: x.pop(EXPERT)), f"{EXPERT} is missing"),
+  "a missing router": (edit_tensors(lambda x: x.pop(ROUTER)), f"{ROUTER} is missing"),
+  "an extra expert": (
+    edit_tensors(lambda x: x.update({EXPERT.replace("7", "12"): x[EXPERT]})),
+    r"no place for 1 tensors: model\.layers\.1\.mlp\.experts\.12\.up_proj",
+  ),
+  "an expert of another shape": (
+    edit_tensors(lambda x: x.update({EXPERT: np.ascontiguousarray(x[EXPERT].T)})),
+    rf"{EXPERT} has shape \(64, 40\).* \(40, 64\)",
+  ),
+  "an expert of another type": (
+    edit_tensors(lambda x: x.update({EXPERT: x[EXPERT].astype(np.float16)})),
+    rf"{EXPERT} is float16, and .*experts\.0\.up_proj\.weight is float32",
+  ),
+  "fewer experts": (edit_config(num_local_experts=11), r"\(12, 64\), and its config.json says \(11, 64\)"),
+  "two numbers of experts": (edit_config(num_experts=11), r"num_experts and num_local_experts are \{1[12], 1[12]\}"),
+  "more choices than experts": (edit_config(num_experts_per_tok=13), "num_experts=12 with num_experts_per_tok=13"),
+  "a shared expert": (edit_config(shared_expert_intermediate_size=8), "unknown fields shared_expert_intermediate_size"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG | WRONG_EXPERTS)
 def test_a_wrong_folder_is_one_error_and_nothing_is_written(tmp_path, capsys, fault):
-  change, message = WRONG[fault]
-  hf_folders.write_folder(tmp_path / "hf", hf_folders.model("qwen3"), shards=1)
+  change, message = (WRONG | WRONG_EXPERTS)[fault]
+  name = "qwen3-moe" if fault in WRONG_EXPERTS else "qwen3"
+  hf_folders.write_folder(tmp_path / "hf", hf_folders.model(name), shards=1)
   change(tmp_path / "hf")
   assert import_hf.main([str(tmp_path / "hf"), str(tmp_path / "run")]) == 2
   error = capsys.readouterr().err

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from tests.support import hf_folders
 
 from trainer.config.schema import Config
-from trainer.data.tokenizer import ByteTokenizer
-from trainer.kernels import projection
-from trainer.kernels.attention_xla import dot_product
 from trainer.models import generation
-from trainer.models.decoder import DecoderFunctions
 from trainer.models.generation import Sampling
-from trainer.models.layers import Kernels
 from trainer.tools import generate
 from trainer.weights.model import Model
 
 PROMPTS = [[5, 9, 2], list(range(40)), [7]]
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-  cfg = hf_folders.model("qwen3", vocab_size=258)
-  functions = DecoderFunctions(cfg, Kernels(dot_product, projection.choose("cpu", "")))
-  return Model(functions, hf_folders.random_params(cfg), ByteTokenizer(), frozenset())
+@pytest.fixture(scope="module", params=["qwen3", "qwen3-moe"])
+def model(request, tmp_path_factory) -> Model:
+  cfg = hf_folders.model(request.param, vocab_size=258)
+  run = tmp_path_factory.mktemp("run")
+  hf_folders.write_run(run, Config(model=cfg), hf_folders.random_params(cfg))
+  return dataclasses.replace(Model.from_run(str(run)), stop=frozenset())
 
 
 def greedy(model: Model, prompt: list[int], tokens: int) -> list[int]:

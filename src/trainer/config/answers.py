@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from fnmatch import translate
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ import yaml
 
 # What an unknown value of a key may have been meant for.
 HINTS = {"cluster": "If this is the name of a GKE cluster, give it to xpk or gcluster, outside the command.\n"}
+
+# Values of MaxText that turn off what a key is about.
+_OFF = ("", "0", "0.", "0.0", "-1", "-1.0", "false", "none", "[[]]")
 
 # Values of MaxText that mean "not set", and what they are here.
 _UNSET = {"num_slices": {"-1": "0"}, "compile_topology_num_slices": {"-1": "1"}}
@@ -25,11 +29,23 @@ def answer(name: str) -> tuple[str, str] | None:
 
   name: with _ for -, and perhaps with a section: a section that the answers do not name makes no difference.
   """
+  found = entry_of(name)
+  return (found["what"], found["remedy"]) if found else None
+
+
+def entry_of(name: str) -> dict[str, str] | None:
+  """Returns the entry of answers.yml for a name, as `answer` finds it."""
   for spelled in dict.fromkeys([name, name.rpartition(".")[2]]):
     for pattern, entry in _patterns("keys", "names"):
       if pattern.fullmatch(spelled):
-        return entry["what"], entry["remedy"]
+        return entry
   return None
+
+
+def changes_numbers(entry: Mapping[str, str], value: str) -> bool:
+  """Whether a run of MaxText with this value of a key computes something that this program does not."""
+  safe = entry["safe"].split() if "safe" in entry else _OFF
+  return not any(re.fullmatch(translate(pattern), value, re.IGNORECASE) for pattern in safe)
 
 
 def answer_for_value(name: str, value: str) -> str | None:

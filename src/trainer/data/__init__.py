@@ -5,7 +5,7 @@ they are used.
 """
 
 from trainer.data.batch import Batch, DataError, Example
-from trainer.data.loader import Loader, check, make_loader, open_eval_sets
+from trainer.data.loader import Loader, check, loader_of, make_loader, open_eval_sets
 from trainer.data.prefetch import Prefetcher
 from trainer.data.source import Source
 from trainer.data.tokenizer import Tokenizer
@@ -19,6 +19,7 @@ __all__ = [
   "Source",
   "Tokenizer",
   "check",
+  "loader_of",
   "make_loader",
   "open_eval_sets",
 ]

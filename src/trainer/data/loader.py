@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -123,6 +124,11 @@ class Loader:
     except OSError as error:
       raise DataError(step, str(error)) from error
 
+  def __iter__(self) -> Iterator[Batch]:
+    """The global batches of all steps from 0 on. Endless, except for a mixture whose sources have limits."""
+    last = self.last_step()
+    return map(self.batch, itertools.count() if last is None else range(last))
+
   def cursor(self, step: int) -> dict[str, Any]:
     """The position before `step` as JSON for a checkpoint. The same on all hosts, for any number of hosts."""
     next_example = step * self._global_batch_size + self._offset
@@ -200,6 +206,45 @@ class Loader:
   def close(self) -> None:
     """Closes open files. Idempotent."""
     self._source.close()
+
+
+class _CheckedLoader(Loader):
+  """Checks each batch, because a source from outside may have any numbers. A token above V would read another row."""
+
+  def __init__(self, source: Source, *, vocab_size: int, **arguments: Any) -> None:
+    super().__init__(source, **arguments)
+    self._name, self._vocab_size = source.name, vocab_size
+
+  def batch(self, step: int, rows: np.ndarray | None = None) -> Batch:
+    """As Loader.batch. Raises ConfigError if an example is not as `Example` describes it."""
+    found = super().batch(step, rows)
+    for name, array, dtype in zip(Batch._fields, found, (np.int32, np.int32, np.float32, np.int32, np.int32)):
+      if array.shape[1:] != (self._length,) or array.dtype != dtype:
+        raise ConfigError(
+          f"{self._name}: {name} of an example has shape {array.shape[1:]} and type {array.dtype}. Give "
+          f"{dtype.__name__} of shape ({self._length},), which is max_target_length."
+        )
+    for name in ("tokens", "targets"):
+      least, most = getattr(found, name).min(), getattr(found, name).max()
+      if least < 0 or most >= self._vocab_size:
+        raise ConfigError(
+          f"{self._name}: {name} of batch {step} are {least} to {most}. Give ids below vocab_size={self._vocab_size}."
+        )
+    return found
+
+
+def loader_of(cfg: DataSection, source: Source, *, vocab_size: int, global_batch_size: int) -> Loader:
+  """The loader of a source from outside. Raises ConfigError if its first batch does not fit T and V."""
+  loader = _CheckedLoader(
+    source,
+    vocab_size=vocab_size,
+    global_batch_size=global_batch_size,
+    length=cfg.max_target_length,
+    seed=cfg.data_shuffle_seed,
+    reuse_first=cfg.reuse_example_batch > 0,
+  )
+  loader.batch(0)
+  return loader
 
 
 def make_loader(

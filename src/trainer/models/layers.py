@@ -25,6 +25,7 @@ class Kernels:
   """The implementations that the model uses, chosen once for a platform."""
 
   attention: AttentionFunction
+  _: dataclasses.KW_ONLY  # several are functions, and no type checker sees two in the wrong order
   grouped_matmul: GroupedMatmul = grouped_matmul.in_tiles  # of experts
   project: Projection = projection.PLAIN
   rotate_half: rope.RotateHalf = rope.rotate_half_by_reversal  # for the rotary positions

@@ -128,6 +128,8 @@ class Metrics:
     self._run_directory = run_directory
     self._last_evaluation: Evaluation | None = None  # by this process: an object store may not have the record yet
     self._recent: deque[StepRecord | Evaluation] = deque(maxlen=_REMEMBERED)
+    self.callbacks: list[Callable[[StepRecord], object]] = []
+    """Called with each record that `write` gets, after it is written. Their errors are raised there."""
     self._before = _last_step_record(self._last_records())  # perhaps of a launch that was ahead of this one
     self._open(is_primary)
 
@@ -201,6 +203,8 @@ class Metrics:
     """Records one completed step. Does no I/O to object stores on the caller's thread."""
     self._recent.append(record)
     self._write(record)
+    for callback in self.callbacks:
+      callback(record)
 
   def _write(self, record: StepRecord) -> None:
     fields = dataclasses.asdict(record) | self._events.stamp()

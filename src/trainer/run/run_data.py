@@ -14,7 +14,7 @@ from trainer.config import resume
 from trainer.config.errors import ConfigError
 from trainer.config.mixture import EVAL_DATA
 from trainer.config.schema import Config
-from trainer.data import Loader, make_loader, open_eval_sets
+from trainer.data import Loader, Source, loader_of, make_loader, open_eval_sets
 from trainer.data import order as data_order
 from trainer.data.loader import Split
 
@@ -115,19 +115,29 @@ class RunData:
     return checkpoint_meta.build(tokens=self.tokens(step), cursor=cursor, config=config.flat(), identity=self.identity)
 
 
+def open_loader(
+  config: Config, global_batch_size: int, split: Split, note: Callable[[str], None], own: Source | None = None
+) -> Loader:
+  """The loader of a split. own: as in `open_data`. Raises ConfigError if the data cannot serve this configuration."""
+  cfg, vocab_size = config.data, config.model.vocab_size
+  if own is not None and split == "train":
+    return loader_of(cfg, own, vocab_size=vocab_size, global_batch_size=global_batch_size)
+  return make_loader(cfg, vocab_size=vocab_size, global_batch_size=global_batch_size, split=split, log=note)
+
+
 @contextlib.contextmanager
-def open_data(config: Config, global_batch_size: int, note: Callable[[str], None]) -> Iterator[RunData]:
+def open_data(
+  config: Config, global_batch_size: int, note: Callable[[str], None], own: Source | None = None
+) -> Iterator[RunData]:
   """Opens the data and closes it at the end. `note` receives lines for the log.
 
-  Raises ConfigError if the data cannot serve this configuration.
+  own: examples to train on, in the place of those that the configuration names. Raises ConfigError if the data cannot
+  serve this configuration.
   """
   with contextlib.ExitStack() as stack:
 
     def load(split: Split) -> Loader:
-      vocab_size = config.model.vocab_size
-      loader = make_loader(
-        config.data, vocab_size=vocab_size, global_batch_size=global_batch_size, split=split, log=note
-      )
+      loader = open_loader(config, global_batch_size, split, note, own)
       stack.callback(loader.close)
       return loader
 

@@ -20,13 +20,14 @@ from trainer.checkpoint.snapshot import Snapshots
 from trainer.cluster import Cluster
 from trainer.config import cli, counts
 from trainer.config.schema import Config
+from trainer.data import Source
 from trainer.elastic.program_cache import ProgramCache, Topology
 from trainer.observe import files, lock
 from trainer.observe import log as log_lib
 from trainer.observe.compiles import CompileCounter
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
-from trainer.observe.metrics import Metrics
+from trainer.observe.metrics import Metrics, StepRecord
 from trainer.observe.progress import Progress
 from trainer.observe.watchdog import Watchdog
 from trainer.observe.writers.background import BackgroundWriter
@@ -39,7 +40,7 @@ from trainer.run.announce import CONFIG_FILE, announce
 from trainer.run.run_data import RunData
 from trainer.signals import Signals
 from trainer.weights import sources, tokenizers
-from trainer.weights.sources import Source
+from trainer.weights.sources import Source as Weights
 
 
 @dataclasses.dataclass
@@ -59,7 +60,7 @@ class Session:
   watchdog: Watchdog
   state_bytes: int  # of one full copy of parameters and optimizer state
   run_id: str  # of checkpoint.run_id.establish; "" without checkpoints
-  parameters: Callable[[], Source] | None  # that a new run starts from; None: random ones
+  parameters: Callable[[], Weights] | None  # that a new run starts from; None: random ones
   started: float  # time.monotonic() at the start of the process or of the current attempt
   attempts: int = 0
   was_ready: bool = False
@@ -120,43 +121,54 @@ class Session:
       )
 
 
+@dataclasses.dataclass(frozen=True)
+class Additions:
+  """What a program adds to a run: a source to train on, and functions that get the record of each step."""
+
+  source: Source | None = None
+  callbacks: tuple[Callable[[StepRecord], object], ...] = ()
+
+
+NO_ADDITIONS = Additions()
+
+
 @contextlib.contextmanager
 def open_session(
-  config: Config, cluster: Cluster, signals: Signals, started: float, origins: Mapping[str, str] | None = None
+  config: Config,
+  cluster: Cluster,
+  signals: Signals,
+  started: float,
+  origins: Mapping[str, str] | None = None,
+  additions: Additions = NO_ADDITIONS,
 ) -> Iterator[Session]:
   """Checks that the program fits the devices, opens the data and the run's folder, and closes all at the end.
 
-  origins: where each given key was given (see `load_with_origins`), for the report.
+  origins: where each given key was given (see `load_with_origins`), for the report. additions: see `Additions`.
   Raises ConfigError for wrong input, before the run's folder is created.
   """
   full = cluster.view(cluster.slices)
-  full_program = program.of_view(config, full)
+  world, full_program = cluster.world, program.of_view(config, full)
   memory.require_fit(full_program.state, counts.parameter_count(config.model), cluster)
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
-  world = cluster.world
   parameters = _parameters(config, cluster)
   with contextlib.ExitStack() as stack:
     notes: list[str] = []  # for the log, which is not open yet
-    data = stack.enter_context(run_data.open_data(config, batch, notes.append))
+    data = stack.enter_context(run_data.open_data(config, batch, notes.append, additions.source))
     log = log_lib.get(config.run_directory, is_primary=cluster.coordination.is_primary)
     stack.callback(log.close)
     stack.enter_context(_lock(config, cluster, log))
     events = _events(config, cluster, log, stack)
     identity = _run_id(config, cluster)
-    metrics = _metrics(config, cluster, events, log, identity)
-    stack.callback(metrics.close)
+    metrics = _metrics(config, cluster, events, log, identity, stack)
+    metrics.callbacks += additions.callbacks
     progress = _progress(config, cluster, log)
     stack.enter_context(_checkpoint_timings(config, cluster, log))
-    watchdog = _watchdog(config, cluster, log, events)
-    stack.callback(watchdog.stop)
-    _watch(config, cluster, watchdog, signals, log)
-    snapshots = Snapshots(world, log.line, events.emit)
-    stack.callback(snapshots.close)
-    signals.on_exit = functools.partial(_record_exit, events)
+    watchdog = _watchdog(config, cluster, log, events, stack)
+    _watch(config, cluster, watchdog, signals, log, events)
+    snapshots = stack.enter_context(contextlib.closing(Snapshots(world, log.line, events.emit)))
     preemption = Preemption(config.checkpoint, world, signals, log.line, events.emit, cluster.coordination.stop_agreed)
     programs = _program_cache(config, cluster, data, events, log, stack.enter_context(CompileCounter()))
     programs.topologies[full.slices] = Topology(full_program)
-    state_bytes = state_tree.state_bytes(full_program.state)
     session = Session(
       cluster,
       log,
@@ -169,7 +181,7 @@ def open_session(
       signals,
       preemption,
       watchdog,
-      state_bytes,
+      state_tree.state_bytes(full_program.state),
       identity,
       parameters,
       started,
@@ -183,14 +195,14 @@ def open_session(
     yield session
 
 
-def _parameters(config: Config, cluster: Cluster) -> Callable[[], Source] | None:
+def _parameters(config: Config, cluster: Cluster) -> Callable[[], Weights] | None:
   """Opens the source of load_parameters_path at its first call. A new run opens it now, and checks it."""
   place = config.run.load_parameters_path
   if not place:
     return None
 
   @functools.cache
-  def opened() -> Source:
+  def opened() -> Weights:
     source = sources.open_source(place, cluster.world)
     source.check(config.model)
     return source
@@ -209,9 +221,14 @@ def _lock(config: Config, cluster: Cluster, log: Log) -> contextlib.AbstractCont
   return lock.held(config.run_directory, cluster.coordination.fresh_run_id or secrets.token_hex(6), grace, log.line)
 
 
-def _metrics(config: Config, cluster: Cluster, events: EventLog, log: Log, identity: str) -> Metrics:
-  run = ServiceRun(config.run.run_name, identity, config.flat())
-  return Metrics(config.run_directory, config.observe, events, log, is_primary=cluster.coordination.is_primary, run=run)
+def _metrics(
+  config: Config, cluster: Cluster, events: EventLog, log: Log, identity: str, stack: contextlib.ExitStack
+) -> Metrics:
+  """The metrics, closed with `stack`."""
+  run, is_primary = ServiceRun(config.run.run_name, identity, config.flat()), cluster.coordination.is_primary
+  metrics = Metrics(config.run_directory, config.observe, events, log, is_primary=is_primary, run=run)
+  stack.callback(metrics.close)
+  return metrics
 
 
 def _events(config: Config, cluster: Cluster, log: Log, stack: contextlib.ExitStack) -> EventLog:
@@ -228,17 +245,21 @@ def _events(config: Config, cluster: Cluster, log: Log, stack: contextlib.ExitSt
   return events
 
 
-def _watch(config: Config, cluster: Cluster, watchdog: Watchdog, signals: Signals, log: Log) -> None:
+def _watch(config: Config, cluster: Cluster, watchdog: Watchdog, signals: Signals, log: Log, events: EventLog) -> None:
   """Lets the other worlds of the run know what this process does. If nobody watches it any more, its hangs end."""
+  signals.on_exit = functools.partial(_record_exit, events)
   limit = functools.partial(watchdog.limit, config.elastic.elastic_timeout_seconds, "elastic_timeout_seconds")
   cluster.coordination.watch(
     busy=lambda: watchdog.operation or log.operation, noticed=lambda: signals.noticed, unsupervised=limit
   )
 
 
-def _watchdog(config: Config, cluster: Cluster, log: Log, events: EventLog) -> Watchdog:
+def _watchdog(config: Config, cluster: Cluster, log: Log, events: EventLog, stack: contextlib.ExitStack) -> Watchdog:
+  """The watchdog, stopped with `stack`."""
   recovers = config.elastic.elastic_enabled and cluster.recovers_in_process
-  return Watchdog(config.observe.watchdog_timeout_seconds, log, events, recovers=recovers)
+  watchdog = Watchdog(config.observe.watchdog_timeout_seconds, log, events, recovers=recovers)
+  stack.callback(watchdog.stop)
+  return watchdog
 
 
 def _checkpoint_timings(config: Config, cluster: Cluster, log: Log) -> contextlib.AbstractContextManager[object]:

@@ -2,6 +2,7 @@
 
 Each set is evaluated as in training: the same batches, and the mean loss in nats per token. The configuration is the
 run's own. Keys replace its values, for example eval_sets, or num_slices and devices_per_slice on another machine.
+--tasks scores tasks of lm-evaluation-harness on one device instead.
 """
 
 from __future__ import annotations
@@ -9,17 +10,8 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from trainer.config.errors import ConfigError
-from trainer.config.load import load
-from trainer.config.schema import Config
-
-if TYPE_CHECKING:
-  from trainer.models.decoder import Params
-  from trainer.program import Feed, Program
-  from trainer.weights.sources import Source
+import trainer
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,15 +19,19 @@ def main(argv: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(prog="python -m trainer.tools.evaluate", description=__doc__.split("\n\n")[0])
   parser.add_argument("run_directory", metavar="RUN_DIR[@STEP]")
   parser.add_argument("keys", nargs="*", metavar="key=value", help="as for python -m trainer")
-  arguments = parser.parse_args(argv)
+  parser.add_argument("--tasks", metavar="NAME,...", help="score these tasks of lm-evaluation-harness instead")
+  parser.add_argument("--include_path", metavar="DIR", help="with --tasks: a folder with YAMLs of tasks")
+  arguments = parser.parse_intermixed_args(argv)
+  if arguments.tasks:
+    return _score(arguments.run_directory, arguments.tasks.split(","), arguments.include_path)
   from trainer.checkpoint.errors import ConfigMismatch
   from trainer.weights import sources
 
   try:
     directory, _ = sources.split(arguments.run_directory)
-    config = load([f"{directory}/config.yml", "cluster=simulated", *arguments.keys])
-    losses = evaluate(config, sources.open_source(arguments.run_directory))
-  except (ConfigError, ConfigMismatch) as error:
+    config = trainer.load(f"{directory}/config.yml", "cluster=simulated", *arguments.keys)
+    losses = trainer.Run(config).evaluate(arguments.run_directory)
+  except (trainer.ConfigError, ConfigMismatch) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   for name, (loss, tokens) in losses.items():
@@ -43,41 +39,31 @@ def main(argv: list[str] | None = None) -> int:
   return 0
 
 
-def evaluate(config: Config, source: Source) -> Mapping[str, tuple[float, float]]:
-  """{set: (mean loss in nats per token, number of tokens)} on the first eval_steps batches of each set.
-
-  Raises ConfigError if the devices, the data or the parameters do not fit `config`, ConfigMismatch if the run has other
-  numbers.
-  """
-  from trainer import cluster as cluster_lib
-  from trainer import program
-  from trainer.run import run_data
-
-  source.check(config.model)
-  cluster = cluster_lib.start(config.cluster)
+def _score(place: str, tasks: list[str], include_path: str | None) -> int:
+  """Prints the scores of tasks of lm-evaluation-harness; returns the exit code."""
   try:
-    prog = program.of_view(config, cluster.view(cluster.slices))
-    batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
-    with run_data.open_data(config, batch, print) as data:
-      if not data.evaluations:
-        raise ConfigError(f"{source.where}: the run has no evaluation data. Set eval_sets or eval_dataset_path.")
-      data.use_order(source.meta if source.meta.get("cursor") else None)
-      params = source.load(prog.state.params)
-      counts = data.eval_batches(config.observe.eval_steps)
-      sets = zip(data.evaluations.items(), counts, strict=True)
-      return {name: _loss(prog, params, program.Feed(loader, prog), count) for (name, loader), count in sets}
-  finally:
-    cluster.stop()
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
 
-
-def _loss(prog: Program, params: Params, feed: Feed, count: int) -> tuple[float, float]:
-  """The mean loss and the number of tokens of `count` batches."""
-  import jax
-
-  with jax.set_mesh(prog.mesh):
-    parts: Sequence[tuple[jax.Array, jax.Array]] = [prog.evaluate(params, feed(index)) for index in range(count)]
-  loss, weight = (sum(float(value) for value in values) for values in zip(*parts))
-  return loss / weight if weight else math.nan, weight
+    from trainer.tools.harness import Harness
+  except ImportError as error:
+    print(f"error: --tasks needs lm-evaluation-harness ({error}). Run pip install 'lm_eval>=0.4.13'.", file=sys.stderr)
+    return 2
+  manager = TaskManager(include_path=include_path)
+  if unknown := [name for name in tasks if name not in manager.all_tasks]:
+    names = ", ".join(unknown)
+    print(f"error: --tasks: there is no {names}. Give the folder of its YAML as --include_path.", file=sys.stderr)
+    return 2
+  try:
+    model = trainer.Model.from_run(place)
+  except trainer.ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  scores = simple_evaluate(Harness(model), tasks=tasks, task_manager=manager, log_samples=False)["results"]
+  for name, values in scores.items():
+    numbers = [f"{metric.removesuffix(',none')} {x:.6f}" for metric, x in values.items() if isinstance(x, float)]
+    print(f"{name}: {', '.join(numbers)}")
+  return 0
 
 
 if __name__ == "__main__":

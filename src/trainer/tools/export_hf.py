@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from trainer.config.errors import ConfigError
+import trainer
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,17 +20,10 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("directory", metavar="DIR")
   parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="")
   arguments = parser.parse_args(argv)
-  from trainer.weights import export, sources, tokenizers
 
   try:
-    source = sources.open_source(arguments.run_directory)
-    tokenizer = None
-    try:
-      tokenizer = tokenizers.of_source(source)
-    except ConfigError as error:  # the weights are whole without it
-      print(f"warning: the export has only those files of a tokenizer that the run has: {error}")
-    export.export(source, arguments.directory, tokenizer=tokenizer, dtype=arguments.dtype)
-  except ConfigError as error:
+    trainer.export_run(arguments.run_directory, arguments.directory, arguments.dtype)
+  except trainer.ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   return 0

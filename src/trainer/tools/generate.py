@@ -10,13 +10,8 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from trainer.config.errors import ConfigError
-
-if TYPE_CHECKING:
-  from trainer.models.generation import Sampling
-  from trainer.weights.model import Model
+import trainer
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,23 +31,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.error("give a PROMPT or --prompts FILE")
   if arguments.tokens < 1 or arguments.temperature < 0 or arguments.top_k < 0 or not 0 < arguments.top_p <= 1:
     parser.error("--tokens is at least 1, --temperature and --top-k at least 0, --top-p above 0 and at most 1")
-  from trainer.models.generation import Sampling
-  from trainer.weights.model import Model
 
   try:
     prompts = [arguments.prompt] if arguments.prompts is None else Path(arguments.prompts).read_text().splitlines()
     if not prompts:
-      raise ConfigError(f"{arguments.prompts}: is empty. Write a prompt in every line.")
-    model = Model.from_run(arguments.model, arguments.dtype)
-    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+      raise trainer.ConfigError(f"{arguments.prompts}: is empty. Write a prompt in every line.")
+    model = trainer.Model.from_run(arguments.model, arguments.dtype)
+    sampling = trainer.Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     _write(model, prompts, arguments.tokens, sampling)
-  except (ConfigError, OSError, UnicodeDecodeError) as error:
+  except (trainer.ConfigError, OSError, UnicodeDecodeError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   return 0
 
 
-def _write(model: Model, prompts: Sequence[str], tokens: int, sampling: Sampling) -> None:
+def _write(model: trainer.Model, prompts: Sequence[str], tokens: int, sampling: trainer.Sampling) -> None:
   """Prints the texts, a single one while it grows, and the speed on stderr."""
   rows: list[list[int]] = [[] for _ in prompts]
   shown, times = "", [time.monotonic()]

@@ -1,7 +1,7 @@
 """`python -m trainer.tools.import_hf DIR RUN_DIR`: makes a run folder with the weights of a Hugging Face folder.
 
-DIR: config.json and safetensors of a Qwen3 or Llama, local or gs://. RUN_DIR: new. `load_parameters_path=RUN_DIR`
-trains from it; trainer.tools.generate, evaluate and export_hf read it.
+DIR: config.json and safetensors of a Qwen3, Qwen3-MoE or Llama, local or gs://. RUN_DIR: new. Train from it with
+`load_parameters_path=RUN_DIR`; trainer.tools.generate, evaluate and export_hf read it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from trainer.config.errors import ConfigError
+import trainer
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -18,11 +18,10 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("directory", metavar="DIR")
   parser.add_argument("run_directory", metavar="RUN_DIR")
   arguments = parser.parse_args(argv)
-  from trainer.weights import importing
 
   try:
-    importing.import_folder(arguments.directory, arguments.run_directory)
-  except ConfigError as error:
+    trainer.import_folder(arguments.directory, arguments.run_directory)
+  except trainer.ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   return 0

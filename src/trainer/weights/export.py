@@ -22,7 +22,7 @@ from trainer.data.tokenizer import BpeTokenizer, Tokenizer
 from trainer.kernels.attention_xla import dot_product
 from trainer.models.decoder import DecoderFunctions
 from trainer.models.layers import Kernels
-from trainer.weights import hf_config, names, safetensors, sources
+from trainer.weights import hf_config, names, safetensors, sources, tokenizers
 from trainer.weights.folders import new_folder
 from trainer.weights.importing import Progress
 from trainer.weights.sources import Source
@@ -34,16 +34,28 @@ _PROMPT = (1, 5, 2, 9, 3, 7, 4, 8)  # ids of the self-check, taken modulo the vo
 
 @dataclass(frozen=True)
 class _Part:
-  """A tensor of the export, and the stored array that it is in."""
+  """A tensor of the export, and where it is: at `index` of a stored array, which may have all layers or experts."""
 
+  theirs: str
   weight: names.Weight
   stored: str
-  layer: int | None  # of a stored array with all layers
+  index: tuple[int, ...]
   dtype: np.dtype
 
   @property
   def nbytes(self) -> int:
-    return int(np.prod(self.weight.shape)) * self.dtype.itemsize
+    return int(np.prod(self.weight.their_shape)) * self.dtype.itemsize
+
+
+def export_run(place: str, directory: str, dtype: str = "", *, report: Callable[[str], object] = print) -> None:
+  """Writes the weights of RUN_DIR or RUN_DIR@STEP as a Hugging Face folder, with the run's tokenizer; see `export`."""
+  source = sources.open_source(place)
+  tokenizer = None
+  try:
+    tokenizer = tokenizers.of_source(source)
+  except ConfigError as error:  # the weights are whole without it
+    report(f"warning: the export has only those files of a tokenizer that the run has: {error}")
+  export(source, directory, tokenizer=tokenizer, dtype=dtype, report=report)
 
 
 def export(
@@ -60,17 +72,17 @@ def export(
   One stored array at a time is in memory. dtype: float32, float16 or bfloat16; "": every tensor keeps its type.
   Raises ConfigError if the source is damaged or the folder cannot be written; then nothing is left there.
   """
-  if source.tensors:
+  if source.stored:
     raise ConfigError(f"{source.where}: is a Hugging Face folder already. Give RUN_DIR or RUN_DIR@STEP.")
   parts = _parts(source, dtype)
   with new_folder(directory) as folder:
     files = _write_shards(source, folder, parts, shard_bytes, report)
     ends = _write_tokenizer(source, folder, tokenizer)
     if files.keys() != {sources.SINGLE}:
-      places = {part.weight.theirs: file for file, group in files.items() for part in group}
+      places = {part.theirs: file for file, group in files.items() for part in group}
       total = {"total_size": sum(part.nbytes for part in parts)}
       _write_json(folder / sources.INDEX, {"metadata": total, "weight_map": places})
-    kinds = {str(part.dtype) for part in parts if len(part.weight.shape) > 1}
+    kinds = {str(part.dtype) for part in parts if len(part.weight.their_shape) > 1}
     kind = kinds.pop() if len(kinds) == 1 else "float32"
     _write_json(folder / sources.CONFIG, hf_config.build(source.model, kind, ends))
     report(_self_check(source, folder, bool(dtype)))
@@ -83,18 +95,20 @@ def _parts(source: Source, dtype: str) -> list[_Part]:
   """The tensors, those of a stored array one after the other."""
   found = []
   for name, weight in names.weights(source.model).items():
-    layer = None
+    layer: tuple[int, ...] = ()
     if name not in source.arrays:
       _, _, rest = name.partition("params.layers.")
       number, _, path = rest.partition(".")
-      name, layer = f"params.layers.{path}", int(number or 0)
+      name, layer = f"params.layers.{path}", (int(number or 0),)
     entry = source.arrays.get(name)
-    shape = (source.model.num_decoder_layers, *weight.shape) if layer is not None else weight.shape
+    shape = (source.model.num_decoder_layers, *weight.shape) if layer else weight.shape
     if entry is None or tuple(entry["shape"]) != shape:
       raise ConfigError(f"{source.where}: has no array {name} of shape {shape}. Export another checkpoint.")
-    found.append(_Part(weight, name, layer, np.dtype(jnp.dtype(dtype or entry["dtype"]))))
+    kind = np.dtype(jnp.dtype(dtype or entry["dtype"]))
+    for i, theirs in enumerate(weight.theirs):
+      found.append(_Part(theirs, weight, name, (*layer, i) if weight.of_experts else layer, kind))
   order = {name: i for i, name in enumerate(dict.fromkeys(part.stored for part in found))}
-  return sorted(found, key=lambda part: (order[part.stored], part.layer or 0))
+  return sorted(found, key=lambda part: (order[part.stored], part.index))
 
 
 def _write_shards(
@@ -112,11 +126,10 @@ def _write_shards(
   progress = Progress(sum(part.nbytes for part in parts), report)
   for file, group in files.items():
     with (folder / file).open("wb") as out:
-      out.write(safetensors.header({part.weight.theirs: (part.dtype, part.weight.their_shape) for part in group}))
+      out.write(safetensors.header({part.theirs: (part.dtype, part.weight.their_shape) for part in group}))
       for part in group:
-        array = arrays(part.stored)
-        ours = array if part.layer is None else array[part.layer]
-        safetensors.write(out, part.weight.to_theirs(ours), part.dtype, part.weight.theirs)
+        ours = arrays(part.stored)[part.index]
+        safetensors.write(out, part.weight.to_theirs(ours), part.dtype, part.theirs)
         progress.add(part.nbytes)
       out.flush()
       if "://" not in str(folder):

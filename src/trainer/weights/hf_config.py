@@ -1,4 +1,4 @@
-"""config.json of Qwen3 and Llama, and the model's keys: each says what the other does not, or is refused by name."""
+"""config.json of Qwen3, Qwen3-MoE and Llama, and the model's keys. A field that has no key is refused by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ModelSection
 
-ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
+ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe", "LlamaForCausalLM": "llama"}
 # Fields that are numbers of the model -> its key.
 _KEYS = {
   "vocab_size": "vocab_size",
@@ -23,6 +23,15 @@ _KEYS = {
   "initializer_range": "initializer_range",
   "tie_word_embeddings": "logits_via_embedding",
 }
+# Those of a model with experts.
+_EXPERTS = {
+  "num_experts": "num_experts",
+  "num_experts_per_tok": "num_experts_per_tok",
+  "moe_intermediate_size": "base_moe_mlp_dim",
+  "norm_topk_prob": "norm_topk_prob",
+  "decoder_sparse_step": "decoder_sparse_step",
+  "router_aux_loss_coef": "load_balance_loss_weight",
+}
 _SCALING = {
   "factor": "rope_scaling_factor",
   "low_freq_factor": "rope_low_freq_factor",
@@ -32,6 +41,16 @@ _SCALING = {
 # What transformers takes for a field that is absent.
 _DEFAULTS: dict[str, dict[str, Any]] = {
   "qwen3": {"head_dim": 128, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "num_key_value_heads": 32},
+  "qwen3_moe": {
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "router_aux_loss_coef": 0.001,
+  },
   "llama": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
 }
 # Fields that must have these values, because the decoder knows no other.
@@ -48,7 +67,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 _DESCRIPTIONS = frozenset(
   "architectures model_type transformers_version torch_dtype dtype use_cache bos_token_id eos_token_id pad_token_id "
   "max_window_layers sliding_window layer_types rope_theta rope_scaling rope_parameters output_attentions "
-  "output_hidden_states return_dict is_encoder_decoder".split()
+  "output_hidden_states return_dict is_encoder_decoder output_router_logits".split()
 )
 
 
@@ -59,7 +78,9 @@ def keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
   if not family or config.get("model_type", family) != family:
     found = f"architectures={architectures}, model_type={config.get('model_type')}"
     raise ConfigError(f"{where}: {found}. Only {' and '.join(ARCHITECTURES)} can be read.")
-  known = _DESCRIPTIONS | _KEYS.keys() | _FIXED.keys()
+  fields = _KEYS | (_EXPERTS if family == "qwen3_moe" else {})
+  known = _DESCRIPTIONS | fields.keys() | _FIXED.keys()
+  known |= {"num_local_experts", "mlp_only_layers"} if family == "qwen3_moe" else set()
   if unknown := sorted(name for name in config if name not in known and not name.startswith("_")):
     raise ConfigError(f"{where}: unknown fields {', '.join(unknown)}, which may change the model. Use another model.")
   for name, allowed in _FIXED.items():
@@ -70,11 +91,24 @@ def keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
   complete: dict[str, Any] = {"initializer_range": 0.02, "tie_word_embeddings": False, **_DEFAULTS[family], **config}
   if family == "llama":
     complete["num_key_value_heads"] = complete.get("num_key_value_heads") or complete.get("num_attention_heads")
+  if family != "qwen3":
     complete["head_dim"] = complete.get("head_dim") or complete["hidden_size"] // complete["num_attention_heads"]
-  if missing := [name for name in _KEYS if complete.get(name) is None]:
+  if family == "qwen3_moe":
+    spelled = {config[name] for name in ("num_experts", "num_local_experts") if name in config}
+    if len(spelled) > 1:
+      raise ConfigError(f"{where}: num_experts and num_local_experts are {spelled}. Correct the file.")
+    complete["num_experts"] = spelled.pop() if spelled else None
+  if missing := [name for name in fields if complete.get(name) is None]:
     raise ConfigError(f"{where}: has no {', '.join(missing)}. Get the file again.")
-  model = {key: complete[name] for name, key in _KEYS.items()}
-  return model | _rope(config, where) | {"use_qk_norm": family == "qwen3"}
+  model = {key: complete[name] for name, key in fields.items()}
+  model |= _rope(config, where) | {"use_qk_norm": family != "llama"}
+  if family == "qwen3_moe":
+    E, k, dense = model["num_experts"], model["num_experts_per_tok"], config.get("mlp_only_layers") or []
+    if not 1 <= k <= E or E == 1:
+      raise ConfigError(f"{where}: num_experts={E} with num_experts_per_tok={k}. The decoder takes k of at least 2.")
+    alike = not dense and model["decoder_sparse_step"] == 1
+    model |= {"mlp_only_layers": ",".join(map(str, dense)), "scan_layers": alike}
+  return model
 
 
 def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -104,7 +138,11 @@ def build(cfg: ModelSection, dtype: str, ends: Mapping[str, int | None]) -> dict
   In both spellings, because transformers 5 writes rope_parameters and dtype, and older readers know only rope_theta,
   rope_scaling and torch_dtype.
   """
-  architecture = "Qwen3ForCausalLM" if cfg.use_qk_norm else "LlamaForCausalLM"
+  has_experts = cfg.num_experts > 1
+  if has_experts and not cfg.use_qk_norm:
+    raise ConfigError("use_qk_norm=false: Qwen3-MoE has these norms, so a model with experts needs use_qk_norm=true.")
+  family = "qwen3_moe" if has_experts else "qwen3" if cfg.use_qk_norm else "llama"
+  architecture = next(name for name, known in ARCHITECTURES.items() if known == family)
   # As model_type=default would give them: global_parameter_scale is in these properties.
   sizes = {
     "base_emb_dim": cfg.emb_dim,
@@ -112,14 +150,17 @@ def build(cfg: ModelSection, dtype: str, ends: Mapping[str, int | None]) -> dict
     "base_num_decoder_layers": cfg.num_decoder_layers,
     "base_num_query_heads": cfg.num_query_heads,
     "base_num_kv_heads": cfg.num_kv_heads,
+    "base_moe_mlp_dim": cfg.moe_mlp_dim,
   }
+  fields = _KEYS | (_EXPERTS if has_experts else {})
   scaling: dict[str, Any] = {"rope_type": cfg.rope_type}
   if cfg.rope_type == "llama3":
     scaling |= {name: getattr(cfg, key) for name, key in _SCALING.items()}
   return {
     "architectures": [architecture],
-    "model_type": ARCHITECTURES[architecture],
-    **{name: sizes.get(key, getattr(cfg, key)) for name, key in _KEYS.items()},
+    "model_type": family,
+    **{name: sizes.get(key, getattr(cfg, key)) for name, key in fields.items()},
+    **({"num_local_experts": cfg.num_experts, "mlp_only_layers": cfg.dense_layers} if has_experts else {}),
     "hidden_act": "silu",
     "attention_bias": False,
     "attention_dropout": 0.0,

@@ -11,7 +11,7 @@ from trainer.checkpoint.errors import Rejected
 from trainer.config import cli
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
-from trainer.weights import names, sources
+from trainer.weights import sources
 from trainer.weights.folders import new_folder
 from trainer.weights.sources import Source
 
@@ -23,7 +23,7 @@ def import_folder(directory: str, run_directory: str, report: Callable[[str], ob
   wrong, or if `run_directory` cannot be written; then nothing is left there.
   """
   source = sources.open_source(directory)
-  if not source.tensors:
+  if not source.stored:
     raise ConfigError(f"{directory}: is a run already. Give a Hugging Face folder.")
   with new_folder(run_directory) as folder:
     _copy_tokenizer(run_id.folder(directory), folder / sources.TOKENIZER)
@@ -34,13 +34,11 @@ def import_folder(directory: str, run_directory: str, report: Callable[[str], ob
 
 
 def _write_weights(source: Source, config: Config, folder: Any, report: Callable[[str], object]) -> None:
-  weights = names.weights(source.model)
+  def lazy(stored: sources.Stored) -> one_by_one.Lazy:
+    shape = stored.weight.shape
+    return one_by_one.Lazy(shape, stored.dtype, lambda: stored.part((slice(None),) * len(shape)))
 
-  def lazy(name: str) -> one_by_one.Lazy:
-    tensor, weight = source.tensors[name], weights[name]
-    return one_by_one.Lazy(weight.shape, tensor.dtype, lambda: weight.to_ours(tensor.array()))
-
-  arrays = {name: lazy(name) for name in source.tensors}
+  arrays = {name: lazy(stored) for name, stored in source.stored.items()}
   progress = Progress(sum(x.nbytes for x in arrays.values()), report)
   done = lambda name: progress.add(arrays[name].nbytes)
   meta = {"step": 0, "imported": source.where, "config": config.flat()}

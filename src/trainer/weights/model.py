@@ -13,7 +13,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import ModelSection
 from trainer.config.validate import UNLIKE_LAYERS
 from trainer.data.tokenizer import Tokenizer
-from trainer.kernels import projection
+from trainer.kernels import grouped_matmul, projection
 from trainer.kernels.attention_xla import dot_product
 from trainer.models import generation
 from trainer.models.decoder import DecoderFunctions, Params
@@ -43,7 +43,9 @@ class Model:
     dtype = dtype or source.model.dtype
     device = jax.devices()[0]
     cfg: ModelSection = source.model.model_copy(update={"dtype": dtype, "weight_dtype": dtype, "scan_layers": True})
-    functions = DecoderFunctions(cfg, Kernels(dot_product, projection.choose(device.platform, cfg.quantization)))
+    project = projection.choose(device.platform, cfg.quantization)
+    multiply = grouped_matmul.choose(device.platform).function
+    functions = DecoderFunctions(cfg, Kernels(dot_product, grouped_matmul=multiply, project=project))
     one = jax.sharding.SingleDeviceSharding(device)
     on_device = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one)
     params = source.load(jax.tree.map(on_device, functions.abstract()))
@@ -76,6 +78,8 @@ class Model:
 
   def generate(self, prompts: Sequence[str], tokens: int = 128, sampling: Sampling = DEFAULT) -> list[str]:
     """The continuation of each prompt."""
+    if isinstance(prompts, str):
+      raise TypeError(f"generate takes a list of prompts, such as [{prompts[:20]!r}]")
     steps = list(self.stream([self.encode(prompt) for prompt in prompts], tokens, sampling))
     rows = [[step[i] for step in steps] for i in range(len(prompts))]
     return [self.tokenizer.decode(id for id in row if id is not None) for row in rows]

@@ -42,6 +42,27 @@ _EXPERTS = "num_experts num_experts_per_tok moe_mlp_dim norm_topk_prob decoder_s
 
 
 @dataclass(frozen=True)
+class Stored:
+  """One of our arrays in a Hugging Face folder. tensors: of `weight.theirs`, all of one type."""
+
+  weight: names.Weight
+  tensors: tuple[safetensors.Tensor, ...]
+
+  @property
+  def dtype(self) -> np.dtype:
+    return self.tensors[0].dtype if self.tensors else np.dtype(np.float32)
+
+  def part(self, index: tuple[slice, ...]) -> np.ndarray:
+    """The values at `index`, a slice of each dim, in our layout. Reads no others from a local file."""
+    weight = self.weight
+    if not self.tensors:
+      return np.full(weight.shape, weight.start, self.dtype)[index]
+    if not weight.of_experts:
+      return np.ascontiguousarray(weight.to_ours(self.tensors[0].array())[index])
+    return np.stack([weight.to_ours(tensor.array())[index[1:]] for tensor in self.tensors[index[0]]])
+
+
+@dataclass(frozen=True)
 class Source:
   """Parameters that can be read. arrays: {name in a state: {"shape", "dtype"}}, with a fingerprint in a checkpoint."""
 
@@ -51,7 +72,7 @@ class Source:
   data: DataSection | None  # of the run; None: a Hugging Face folder
   arrays: Mapping[str, Mapping[str, Any]]
   read: verified_load.Read
-  tensors: Mapping[str, safetensors.Tensor]  # of a Hugging Face folder, by our names; else empty
+  stored: Mapping[str, Stored]  # of a Hugging Face folder, by our names; else empty
   meta: Mapping[str, Any] = field(default_factory=dict)  # of the checkpoint
 
   @property
@@ -134,36 +155,40 @@ def _hugging_face(folder: Any) -> Source:
   except ValidationError as error:
     raise ConfigError(f"{where}/{CONFIG}: {error}. Correct the file.") from error
   found = _tensors(folder)
-  tensors = {}
+  stored = {}
   for name, weight in names.weights(model).items():
-    tensor = found.pop(weight.theirs, None)
-    if tensor is None:
-      raise ConfigError(f"{where}: {weight.theirs} is missing. Get the folder again.")
-    if tensor.shape != weight.their_shape:
+    tensors = tuple(_take(found, theirs, weight.their_shape, where) for theirs in weight.theirs)
+    if other := next((i for i, tensor in enumerate(tensors) if tensor.dtype != tensors[0].dtype), 0):
       raise ConfigError(
-        f"{where}: {weight.theirs} has shape {tensor.shape}, and its {CONFIG} says {weight.their_shape}. Correct it."
+        f"{where}: {weight.theirs[other]} is {tensors[other].dtype}, and {weight.theirs[0]} is {tensors[0].dtype}. "
+        "Save the experts of a layer in one type."
       )
-    tensors[name] = tensor
+    stored[name] = Stored(weight, tensors)
   head = found.pop(names.HEAD, None)
-  if head is not None and not np.array_equal(_bits(head.array()), _bits(tensors["params.embedding"].array())):
+  if head is not None and not np.array_equal(_bits(head.array()), _bits(stored["params.embedding"].tensors[0].array())):
     raise ConfigError(f"{where}: {names.HEAD} differs from the embedding, but {CONFIG} says tie_word_embeddings.")
   if extra := [name for name in found if not _BUFFER.fullmatch(name)]:
     raise ConfigError(f"{where}: the model has no place for {len(extra)} tensors: {', '.join(sorted(extra)[:5])}.")
-  weights = names.weights(model)
-  arrays = {name: {"shape": weights[name].shape, "dtype": str(x.dtype)} for name, x in tensors.items()}
+  arrays = {name: {"shape": x.weight.shape, "dtype": str(x.dtype)} for name, x in stored.items()}
 
   def read(targets: Mapping[str, Any]) -> dict[str, jax.Array]:
     try:
-      return {name: _place(weights[name].to_ours(tensors[name].array()), target) for name, target in targets.items()}
+      place = lambda name, to: jax.make_array_from_callback(to.shape, to.sharding, stored[name].part)
+      return {name: place(name, target) for name, target in targets.items()}
     except (OSError, ValueError) as error:
       raise Rejected(f"{', '.join(targets)} cannot be read: {error}") from error
 
-  return Source(where, where, model, None, arrays, read, tensors)
+  return Source(where, where, model, None, arrays, read, stored)
 
 
-def _place(array: np.ndarray, target: Any) -> jax.Array:
-  part = lambda index: np.ascontiguousarray(array[index])
-  return jax.make_array_from_callback(target.shape, target.sharding, part)
+def _take(found: dict[str, safetensors.Tensor], name: str, shape: tuple[int, ...], where: str) -> safetensors.Tensor:
+  """Removes a tensor from `found` and returns it. Raises ConfigError if it is missing or has another shape."""
+  tensor = found.pop(name, None)
+  if tensor is None:
+    raise ConfigError(f"{where}: {name} is missing. Get the folder again.")
+  if tensor.shape != shape:
+    raise ConfigError(f"{where}: {name} has shape {tensor.shape}, and its {CONFIG} says {shape}. Correct it.")
+  return tensor
 
 
 def _bits(array: np.ndarray) -> np.ndarray:

@@ -1,0 +1,120 @@
+"""The library: what `import trainer` gives besides models, for notebooks and for the tools (docs/library.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.config import cli
+from trainer.config.errors import ConfigError
+from trainer.config.load import load as load_arguments
+from trainer.config.schema import Config
+
+if TYPE_CHECKING:
+  from trainer.cluster import Cluster
+  from trainer.data.loader import Loader, Split
+  from trainer.data.source import Source
+  from trainer.models.decoder import Params
+  from trainer.observe.metrics import StepRecord
+  from trainer.program import Feed, Program
+
+
+def load(config: str | os.PathLike[str] | Config, *arguments: str, **keys: bool | int | float | str) -> Config:
+  """The configuration of a YAML file, or another configuration, with other values of some keys.
+
+  arguments: "key=value", as on the command line. A relative path starts in the current folder or in the package, so
+  "configs/quickstart.yml" is there after every installation. Raises ConfigError with all independent mistakes.
+  """
+  changes = [*arguments, *(f"{name}={str(x).lower() if isinstance(x, bool) else x}" for name, x in keys.items())]
+  if not isinstance(config, Config):
+    return load_arguments([os.fspath(config), *changes])
+  with tempfile.TemporaryDirectory() as folder:
+    file = Path(folder) / "config.yml"
+    file.write_text(cli.print_config(config))
+    return load_arguments([str(file), *changes])
+
+
+class Run:
+  """A run of a configuration, in this process. Its files are in `directory`.
+
+  source: examples to train on, in the place of the data that the configuration names.
+  """
+
+  def __init__(self, config: Config, source: Source | None = None) -> None:
+    self.config, self.source = config, source
+    self.directory = config.run_directory
+
+  def train(self, callbacks: Sequence[Callable[[StepRecord], object]] = ()) -> bool:
+    """Trains until all steps are done, from the newest checkpoint of `directory` if there is one.
+
+    callbacks: called with the record of each completed step; a step that is done again after a recovery is recorded
+    again. Returns whether the run is complete; False: it was asked to stop, and has saved. Raises ConfigError for a
+    wrong configuration, and the error that ended the run otherwise: KeyboardInterrupt, or that of a callback too.
+    """
+    from trainer import __main__ as command
+    from trainer.run.session import Additions
+    from trainer.signals import Signals
+
+    ended = command.run(self.config, {}, Signals(), time.monotonic(), Additions(self.source, tuple(callbacks)))
+    if ended.error is not None and ended.code not in (command.COMPLETE, command.PREEMPTED):
+      raise ended.error
+    return ended.code == command.COMPLETE
+
+  def loader(self, split: Split = "train") -> Loader:
+    """The batches of the run, by step or as an iterator. `close` it. Raises ConfigError if the data cannot be read."""
+    from trainer import program
+    from trainer.run import run_data
+
+    with self._cluster() as cluster:
+      batch = program.global_batch_size(self.config, cluster.num_slices, cluster.devices_per_slice)
+    return run_data.open_loader(self.config, batch, split, print, self.source)
+
+  def evaluate(self, place: str = "") -> dict[str, tuple[float, float]]:
+    """{set: (mean loss in nats per token, number of tokens)} on the first eval_steps batches of each set.
+
+    place: RUN_DIR or RUN_DIR@STEP with the weights; "": the newest checkpoint of `directory`. Raises ConfigError if the
+    devices, the data or the weights do not fit the configuration, ConfigMismatch if the run has other numbers.
+    """
+    from trainer import program
+    from trainer.run import run_data
+    from trainer.weights import sources
+
+    config, source = self.config, sources.open_source(place or self.directory)
+    source.check(config.model)
+    with self._cluster() as cluster:
+      prog = program.of_view(config, cluster.view(cluster.slices))
+      batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
+      with run_data.open_data(config, batch, print, self.source) as data:
+        if not data.evaluations:
+          raise ConfigError(f"{source.where}: the run has no evaluation data. Set eval_sets or eval_dataset_path.")
+        data.use_order(source.meta if source.meta.get("cursor") else None)
+        params = source.load(prog.state.params)
+        counts = data.eval_batches(config.observe.eval_steps)
+        sets = zip(data.evaluations.items(), counts, strict=True)
+        return {name: _loss(prog, params, program.Feed(loader, prog), count) for (name, loader), count in sets}
+
+  @contextlib.contextmanager
+  def _cluster(self) -> Iterator[Cluster]:
+    from trainer import cluster as cluster_lib
+
+    cluster = cluster_lib.start(self.config.cluster)
+    try:
+      yield cluster
+    finally:
+      cluster.stop()
+
+
+def _loss(prog: Program, params: Params, feed: Feed, count: int) -> tuple[float, float]:
+  """The mean loss and the number of tokens of `count` batches."""
+  import jax
+
+  with jax.set_mesh(prog.mesh):
+    parts: Sequence[tuple[jax.Array, jax.Array]] = [prog.evaluate(params, feed(index)) for index in range(count)]
+  loss, weight = (sum(float(value) for value in values) for values in zip(*parts))
+  return loss / weight if weight else math.nan, weight

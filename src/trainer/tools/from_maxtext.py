@@ -1,0 +1,104 @@
+"""`python -m trainer.tools.from_maxtext FILE.yml > MINE.yml`: a configuration of MaxText as one of this program.
+
+Keys that both programs have are kept, and renamed keys get their name here. Each other key is listed on stderr with the
+reason. docs/coming_from.md has the differences that are no keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from trainer.config import answers, files
+from trainer.config.document import literal
+from trainer.config.errors import ConfigError
+from trainer.config.keys import all_keys, convert, resolve
+from trainer.config.load import load
+from trainer.config.schema import ACTIVATIONS
+
+_PARENT = "base.yml"  # MaxText's defaults; the file of the same name here has ours
+
+
+@dataclass(frozen=True)
+class Converted:
+  """kept: our keys as YAML. left_out: keys without which the numbers stay the same; lost: the others. With reasons."""
+
+  kept: dict[str, str] = field(default_factory=dict)
+  left_out: dict[str, str] = field(default_factory=dict)
+  lost: dict[str, str] = field(default_factory=dict)
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Returns the exit code: 0, or 2 if a key that changes the numbers of the run cannot be kept."""
+  parser = argparse.ArgumentParser(prog="python -m trainer.tools.from_maxtext", description=__doc__.split("\n\n")[0])
+  parser.add_argument("file", metavar="FILE.yml")
+  path = Path(parser.parse_args(argv).file)
+  try:
+    texts = {name: text for name, (text, _) in files.read_yaml(path).items()}
+    result = convert_keys(texts, yaml.safe_load(path.read_text()) or {})
+    if not result.lost:
+      _check(result.kept)
+  except (ConfigError, OSError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  print("".join(f"{name}: {value}\n" for name, value in result.kept.items()), end="")
+  for title, reasons in (("left out", result.left_out), ("cannot be kept", result.lost)):
+    for name, reason in reasons.items():
+      print(f"{title}: {name}: {' '.join(reason.split())}", file=sys.stderr)
+  return 2 if result.lost else 0
+
+
+def convert_keys(given: Mapping[str, str | None], raw: Mapping[str, object]) -> Converted:
+  """Sorts the keys of a YAML of MaxText. given: {key: text, or None for a list or a mapping, which `raw` has}."""
+  result = Converted()
+  for name, text in given.items():
+    value = str(raw[name]) if text is None else text
+    entry = answers.entry_of(name)
+    if name == files.PARENT_KEY:
+      if Path(value).name == _PARENT:
+        result.kept[name] = _PARENT
+      else:
+        result.lost[name] = f"{value} is a file of MaxText. Convert it too, and name the result here."
+    elif name in ACTIVATIONS:
+      if given.get("remat_policy") == "custom":
+        result.kept[name] = value
+      else:
+        result.left_out[name] = f"={value}: counts only with remat_policy=custom."
+    elif name in all_keys() or (entry and "renamed" in entry):
+      _keep(result, name, entry["renamed"] if entry and name not in all_keys() else name, value)
+    elif entry is None:
+      result.lost[name] = f"={value}: no such key is known. Remove it if the run does not depend on it."
+    elif answers.changes_numbers(entry, value):
+      result.lost[name] = f"={value}: {entry['remedy']}"
+    else:
+      result.left_out[name] = f"={value}: {entry['remedy']}"
+  return result
+
+
+def _keep(result: Converted, name: str, ours: str, value: str) -> None:
+  """Gives our key the value, unless it is not set, or has no meaning here."""
+  if value in ("", "None") and all_keys()[ours].kind is not str:
+    result.left_out[name] = "is not set."
+    return
+  try:
+    result.kept[ours] = literal(convert(resolve(ours, "FILE"), value, "FILE").value)
+  except ConfigError as error:
+    result.lost[name] = str(error)
+
+
+def _check(kept: Mapping[str, str]) -> None:
+  """Raises ConfigError if the keys do not fit each other here."""
+  with tempfile.TemporaryDirectory() as folder:
+    file = Path(folder) / "converted.yml"
+    file.write_text("".join(f"{name}: {value}\n" for name, value in kept.items()))
+    load([str(file)], check_paths=False)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,102 @@
+"""A model for lm-evaluation-harness: `lm_eval.simple_evaluate(model=Harness(model), ...)`. Needs lm_eval."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from lm_eval import utils
+from lm_eval.api.model import TemplateLM
+
+from trainer.models.decoder import Params
+from trainer.models.generation import Sampling
+from trainer.weights.model import Model
+
+_LENGTHS = 64  # rows are padded to multiples of this length, so that few programs are compiled
+_NEW_TOKENS = 256  # of a text, if the task does not say; as in the harness's own models
+
+
+class Harness(TemplateLM):
+  """Scores continuations and writes texts, in batches of rows of similar length."""
+
+  def __init__(self, model: Model, rows: int = 16) -> None:
+    super().__init__()
+    self._model, self._rows = model, rows
+    self._longest = model.functions.cfg.max_position_embeddings
+    self._score = jax.jit(self._scores)
+
+  @property
+  def eot_token_id(self) -> int:
+    return self._model.tokenizer.eos_id
+
+  @property
+  def prefix_token_id(self) -> int:
+    begin = self._model.tokenizer.bos_id
+    return self.eot_token_id if begin is None else begin
+
+  def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    """The ids of the text, without those of the beginning or the end, as the harness's own models do."""
+    return list(self._model.tokenizer.encode(string))
+
+  def _loglikelihood_tokens(
+    self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
+  ) -> list[tuple[float, bool]]:
+    """(sum of the log-probabilities of the continuation, whether it is the greedy one) of each request."""
+    found: dict[int, tuple[float, bool]] = {}
+    rows = [(context + continuation)[-self._longest - 1 :] for _, context, continuation in requests]
+    for group in self._batches([len(row) for row in rows]):
+      tokens = np.zeros((self._rows, -(-max(len(rows[i]) for i in group) // _LENGTHS) * _LENGTHS + 1), np.int32)
+      for line, i in enumerate(group):
+        tokens[line, : len(rows[i])] = rows[i]
+      scores, greedy = (np.asarray(array) for array in self._score(self._model.params, tokens))
+      for line, i in enumerate(group):
+        end = len(rows[i]) - 1
+        part = slice(end - min(len(requests[i][2]), end), end)
+        found[i] = float(scores[line, part].sum(dtype=np.float64)), bool(greedy[line, part].all())
+    return [found[i] for i in range(len(requests))]
+
+  def _scores(self, params: Params, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The log-probability of each next token and whether it is the most likely one, [B, T - 1]."""
+    inputs, targets = tokens_BT[:, :-1], tokens_BT[:, 1:]
+    positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32), inputs.shape)
+    logits = self._model.functions.merge(params).logits(inputs, positions, jnp.ones_like(inputs))
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == targets
+
+  def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    """The log-probability of each whole text, every token of it once."""
+    totals = []
+    for request in requests:
+      windows = utils.get_rolling_token_windows(
+        self.tok_encode(request.args[0]), self.prefix_token_id, self._longest, context_len=1
+      )
+      parts = [(None, *utils.make_disjoint_window(window)) for window in windows]
+      totals.append(sum(score for score, _ in self._loglikelihood_tokens(parts)))
+    return totals
+
+  def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+    """The continuation of each context, cut before the first of its `until`."""
+    found: dict[int, str] = {}
+    prompts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
+    for group in self._batches([len(prompt) for prompt in prompts]):
+      options = requests[group[0]].args[1]  # one task has one set of options
+      count = int(options.get("max_gen_toks", _NEW_TOKENS))
+      temperature = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
+      contexts = [prompts[i][count - self._longest :] for i in group]
+      steps = list(self._model.stream(contexts, count, Sampling(temperature)))
+      until = options.get("until") or []
+      for row, i in enumerate(group):
+        text = self._model.tokenizer.decode(id for step in steps if (id := step[row]) is not None)
+        for stop in [until] if isinstance(until, str) else until:
+          text = text.split(stop)[0] if stop else text
+        found[i] = text
+    return [found[i] for i in range(len(requests))]
+
+  def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Indices in groups of similar length, the longest first: a lack of memory shows at once."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    for begin in range(0, len(order), self._rows):
+      yield order[begin : begin + self._rows]

@@ -1,0 +1,130 @@
+"""docs/library.md works as written, from a wheel in an empty folder; and what the library refuses."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from end_to_end.command import TINY
+from tests.support.wheel import build, run_in
+from tests.test_code_blocks import blocks
+
+import trainer
+from trainer.data.loader import loader_of
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "library.md"
+SMALL = {"base_emb_dim": 32, "base_num_decoder_layers": 1, "max_target_length": 32, "vocab_size": 300}
+
+
+def test_the_page_runs_from_a_wheel_in_an_empty_folder(tmp_path):
+  site, folder = build(tmp_path), tmp_path / "empty"
+  (tmp_path / "text").mkdir()
+  for i in range(4):
+    (tmp_path / "text" / f"{i}.txt").write_text(f"{i} lines of text are enough for a few steps.\n" * 40)
+  code = "".join(text for language, text in blocks(PAGE) if language == "python")
+  keys = SMALL | {
+    "dataset_path": f"{tmp_path}/text",
+    "dataset_cache_directory": f"{tmp_path}/cache",
+    "jax_cache_dir": f"{tmp_path}/compiled",
+  }
+  assert code.count("steps=40") == 1
+  code = code.replace("steps=40", f"steps=4, **{keys}")
+  checks = """
+  assert trainer.__file__.startswith(%r), trainer.__file__
+  assert [record.step for record in records] == [1, 2, 3, 4] and records[3].loss < records[0].loss
+  assert records[0].tokens == 8 * 32
+  """
+  folder.mkdir()
+  result = run_in(folder, site, "-c", code + textwrap.dedent(checks % str(site)))
+  assert result.returncode == 0, result.stderr[-4000:]
+  assert re.search(r"^\{'eval': \([\d.]+, \d+\.0\)\}$", result.stdout, re.MULTILINE), result.stdout
+  assert (folder / "loss.png").exists() and (folder / "exported" / "config.json").exists()
+
+
+def test_the_import_is_cheap_and_every_name_is_there():
+  program = "import sys, trainer; print(*sorted({n.split('.')[0] for n in sys.modules} & {'jax', 'numpy', 'pydantic'}))"
+  assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "\n"
+  assert trainer._PLACES.keys() == set(trainer.__all__)
+  assert all(getattr(trainer, name) is not None for name in trainer.__all__)
+  with pytest.raises(AttributeError, match="no attribute 'loud'"):
+    trainer.loud  # noqa: B018
+
+
+@pytest.fixture
+def config(tmp_path):
+  keys = ["dataset_type=synthetic", "steps=3", "num_slices=1", "vocab_size=300", "jax_cache_dir=", "run_name=a"]
+  return trainer.load(TINY[0], *TINY[1:], *keys, f"base_output_directory={tmp_path}")
+
+
+def test_a_configuration_is_loaded_with_other_values(config):
+  changed = trainer.load(config, "steps=5", use_qk_norm=False, learning_rate=1e-3)
+  differ = {key for key, value in changed.flat().items() if config.flat()[key] != value}
+  assert differ == {"steps", "use_qk_norm", "learning_rate"} and changed.run.steps == 5
+  with pytest.raises(trainer.ConfigError, match="Did you mean steps"):
+    trainer.load(config, stepz=1)
+
+
+def test_errors_are_raised_and_the_next_train_goes_on(config):
+  seen = []
+
+  def stop(record):
+    seen.append(record.step)
+    if record.step == 2 and len(seen) == 2:
+      raise KeyError("mine")
+
+  config = trainer.load(config, checkpoint_period=1)
+  with pytest.raises(KeyError, match="mine"):
+    trainer.Run(config).train([stop])
+  assert trainer.Run(config).train([stop])
+  assert seen[:2] == [1, 2] and seen[-1] == 3
+  with pytest.raises(trainer.ConfigError, match="no evaluation data"):
+    trainer.Run(config).evaluate()
+  with pytest.raises(trainer.ConfigError, match="per_device_batch_size"):
+    trainer.Run(trainer.load(config, per_device_batch_size=0.3)).train()
+
+
+class Source(trainer.Source):
+  name = "mine"
+
+  def __init__(self, example):
+    self._example = example
+
+  def example(self, index):
+    return self._example
+
+  def fingerprint(self):
+    return "1"
+
+
+def example(length=16, highest=9, dtype=np.int32):
+  tokens = np.full(length, highest, dtype)
+  ones = np.ones(length, np.int32)
+  return trainer.Example(tokens, tokens, ones.astype(np.float32), np.arange(length, dtype=np.int32), ones)
+
+
+@pytest.mark.parametrize(
+  ("given", "message"),
+  [
+    (example(length=17), r"tokens of an example has shape \(17,\).* Give int32 of shape \(16,\)"),
+    (example(dtype=np.int64), "type int64. Give int32"),
+    (example(highest=32000), "tokens of batch 0 are 32000 to 32000. Give ids below vocab_size=32000"),
+    (example(highest=-1), "tokens of batch 0 are -1 to -1"),
+  ],
+)
+def test_a_source_with_wrong_examples_is_refused(config, given, message):
+  with pytest.raises(trainer.ConfigError, match=message):
+    loader_of(config.data, Source(given), vocab_size=32000, global_batch_size=2)
+
+
+def test_a_source_of_ones_own_is_trained_on(config):
+  source = Source(example())
+  losses = []
+  assert trainer.Run(config, source).train([lambda record: losses.append(record.loss)])
+  assert len(losses) == 3 and losses[2] < losses[0]
+  batch = next(iter(trainer.Run(config, source).loader()))
+  assert batch.tokens.shape == (2, 16) and (batch.tokens == 9).all()

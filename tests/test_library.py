@@ -10,7 +10,7 @@ import textwrap
 
 import numpy as np
 import pytest
-from end_to_end.command import TINY
+from tests.support.command import TINY
 from tests.support.wheel import build, run_in
 from tests.test_code_blocks import blocks
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import yaml
 from end_to_end.benchmarks import calibration, tpu_models
-from end_to_end.command import ROOT
+from tests.support.command import ROOT
 
 from stepcost import chips, hlo, prices, topologies
 

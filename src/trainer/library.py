@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import tempfile
@@ -61,7 +62,10 @@ class Run:
     from trainer.run.session import Additions
     from trainer.signals import Signals
 
-    ended = command.run(self.config, {}, Signals(), time.monotonic(), Additions(self.source, tuple(callbacks)))
+    try:
+      ended = command.run(self.config, {}, Signals(), time.monotonic(), Additions(self.source, tuple(callbacks)))
+    finally:
+      gc.enable()  # `run` turns it off, and on only if the environment is right
     if ended.error is not None and ended.code not in (command.COMPLETE, command.PREEMPTED):
       raise ended.error
     return ended.code == command.COMPLETE

@@ -23,6 +23,8 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--include_path", metavar="DIR", help="with --tasks: a folder with YAMLs of tasks")
   arguments = parser.parse_intermixed_args(argv)
   if arguments.tasks:
+    if arguments.keys:
+      parser.error(f"{arguments.keys[0]}: keys belong to evaluation sets. --tasks takes none.")
     return _score(arguments.run_directory, arguments.tasks.split(","), arguments.include_path)
   from trainer.checkpoint.errors import ConfigMismatch
   from trainer.weights import sources

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,7 +47,7 @@ class Harness(TemplateLM):
     """(sum of the log-probabilities of the continuation, whether it is the greedy one) of each request."""
     found: dict[int, tuple[float, bool]] = {}
     rows = [(context + continuation)[-self._longest - 1 :] for _, context, continuation in requests]
-    for group in self._batches([len(row) for row in rows]):
+    for group in self._batches({i: len(row) for i, row in enumerate(rows)}):
       tokens = np.zeros((self._rows, -(-max(len(rows[i]) for i in group) // _LENGTHS) * _LENGTHS + 1), np.int32)
       for line, i in enumerate(group):
         tokens[line, : len(rows[i])] = rows[i]
@@ -80,23 +80,32 @@ class Harness(TemplateLM):
   def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
     """The continuation of each context, cut before the first of its `until`."""
     found: dict[int, str] = {}
-    prompts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
-    for group in self._batches([len(prompt) for prompt in prompts]):
-      options = requests[group[0]].args[1]  # one task has one set of options
-      count = int(options.get("max_gen_toks", _NEW_TOKENS))
-      temperature = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
-      contexts = [prompts[i][count - self._longest :] for i in group]
-      steps = list(self._model.stream(contexts, count, Sampling(temperature)))
-      until = options.get("until") or []
+    by_options: dict[str, list[int]] = {}
+    for i, request in enumerate(requests):
+      by_options.setdefault(repr(request.args[1]), []).append(i)
+    for same in by_options.values():
+      found |= self._continue([requests[i].args[0] for i in same], requests[same[0]].args[1], same)
+    return [found[i] for i in range(len(requests))]
+
+  def _continue(self, contexts: Sequence[str], options: Mapping[str, Any], numbers: Sequence[int]) -> dict[int, str]:
+    """{number: continuation} of contexts with the same options."""
+    found = {}
+    count = int(options.get("max_gen_toks", _NEW_TOKENS))
+    temperature = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
+    until = options.get("until") or []
+    most = max(1, self._longest - count)
+    prompts = [(self.tok_encode(context) or [self.prefix_token_id])[-most:] for context in contexts]
+    for group in self._batches({i: len(prompt) for i, prompt in enumerate(prompts)}):
+      steps = list(self._model.stream([prompts[i] for i in group], count, Sampling(temperature)))
       for row, i in enumerate(group):
         text = self._model.tokenizer.decode(id for step in steps if (id := step[row]) is not None)
         for stop in [until] if isinstance(until, str) else until:
           text = text.split(stop)[0] if stop else text
-        found[i] = text
-    return [found[i] for i in range(len(requests))]
+        found[numbers[i]] = text
+    return found
 
-  def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Indices in groups of similar length, the longest first: a lack of memory shows at once."""
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+  def _batches(self, lengths: Mapping[int, int]) -> Iterator[list[int]]:
+    """The keys in groups of similar length, the longest first: a lack of memory shows at once."""
+    order = sorted(lengths, key=lambda i: -lengths[i])
     for begin in range(0, len(order), self._rows):
       yield order[begin : begin + self._rows]

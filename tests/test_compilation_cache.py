@@ -11,7 +11,7 @@ import zlib
 
 import pytest
 
-from trainer import compilation_cache
+from trainer.process import compilation_cache
 
 SOURCES = pathlib.Path(__file__).parents[1] / "src"
 PROGRAM = """

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from trainer import program
 from trainer.config.schema import Config
 from trainer.data.tokenizer import ByteTokenizer
+from trainer.program import program
 from trainer.run import generate
 
 T = 128

@@ -21,19 +21,14 @@ PACKAGES = {
 
 # From the bottom up. A part may import parts of lower rows, not of its own row.
 LAYERS = (
-  {"compilation_cache", "open_files", "runtime_errors", "signals", "world"},
+  {"process", "world"},
   {"config"},
   {"observe"},
   {"report"},
-  {"mesh", "cluster"},
-  {"sharding", "grad_reduce"},
-  {"kernels", "data", "checkpoint", "elastic", "optimizers"},
+  {"parallel", "cluster"},
+  {"kernels", "data", "checkpoint", "elastic"},
   {"models"},
-  {"state"},
-  {"step"},
-  {"share_sums"},
-  {"memory", "program"},
-  {"weights"},
+  {"program", "weights"},
   {"run"},
   {"preflight"},
   {"train"},

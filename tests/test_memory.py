@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainer import memory
 from trainer.config import ConfigError
+from trainer.parallel import memory
 
 EACH = 3 * 8 * 4 + 5 * 4  # bytes of the state below on a device: half of `split`, and all of `whole`
 
@@ -36,7 +36,7 @@ def on_accelerators(kind: str, statistics) -> dict:
   return jax.tree.map(moved, state())
 
 
-SIMULATED, PATHWAYS = SimpleNamespace(kind="simulated"), SimpleNamespace(kind="pathways")
+SIMULATED, PATHWAYS = "simulated", "pathways"
 
 
 def test_simulated_devices_share_the_memory_and_swap_of_the_machine(monkeypatch, tmp_path):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import pytest
 
-from trainer import mesh
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ParallelismSection
+from trainer.parallel import mesh
 
 
 def make_mesh(slices, **keys):

@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 
-from trainer import optimizers
 from trainer.config.schema import ModelSection, OptimizerSection
 from trainer.kernels.attention_xla import dot_product
 from trainer.models.decoder import DecoderFunctions
 from trainer.models.layers import Kernels
+from trainer.program import optimizers
 
 AXES = {
   "embedding": ("vocab", "table_embed"),

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from trainer import program
 from trainer.config import compiler_flags
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
 from trainer.data import Batch
+from trainer.program import program
 
 T = 16
 MODEL = {

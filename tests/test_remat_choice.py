@@ -11,11 +11,11 @@ from tests.support.command import Run
 
 from stepcost import chips
 from trainer import config as config_lib
-from trainer import memory
 from trainer.cluster.simulated import SimulatedCluster
 from trainer.config.errors import ConfigError
 from trainer.config.schema import RematPolicy
 from trainer.kernels import remat
+from trainer.parallel import memory
 from trainer.preflight import analysis, remat_choice
 from trainer.preflight.analysis import DoesNotFit, Memory, Refused
 from trainer.preflight.remat_choice import CANDIDATES, FIXED_ORDER

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import pytest
 
-from trainer import runtime_errors
-from trainer.runtime_errors import Meaning
+from trainer.process import runtime_errors
+from trainer.process.runtime_errors import Meaning
 
 
 def runtime_error(text):

@@ -16,8 +16,8 @@ from trainer.cluster.simulated import SimulatedCluster
 from trainer.config import ConfigError
 from trainer.observe.events import read_events
 from trainer.observe.metrics import StepRecord
+from trainer.process.signals import Signals
 from trainer.run.session import open_session
-from trainer.signals import Signals
 from trainer.world import SingleWorld
 
 KEYS = (

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from tests.test_step import config, fresh, on_devices, packed_batch, slices
 
-from trainer import program
 from trainer.config.schema import Config
 from trainer.data import Batch
-from trainer.share_sums import OneProgram, ShareSums, Stages
-from trainer.step import abstract_sums
+from trainer.program import program
+from trainer.program.share_sums import OneProgram, ShareSums, Stages
+from trainer.program.step import abstract_sums
 from worlds.exchange import FlatLayout
 
 LAYERS = 4

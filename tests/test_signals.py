@@ -12,13 +12,13 @@ import time
 
 import pytest
 
-from trainer.signals import Signals
+from trainer.process.signals import Signals
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = ROOT / "src"
 HEADER = """
 import atexit, ctypes, os, signal, sys, threading, time
-from trainer.signals import Signals
+from trainer.process.signals import Signals
 signals = Signals()
 signals.listen()
 """
@@ -224,7 +224,7 @@ def test_signals_can_be_given_back(running):
 
 
 def test_signals_keep_their_handlers_without_listen():
-  from trainer.signals import Signals
+  from trainer.process.signals import Signals
 
   signals, before = Signals(), signal.getsignal(signal.SIGTERM)
   signals.reclaim(forward=True)

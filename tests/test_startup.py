@@ -20,8 +20,8 @@ from trainer.checkpoint.errors import ConfigMismatch
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
 from trainer.elastic import retry
+from trainer.process.signals import Signals
 from trainer.run.session import Session
-from trainer.signals import Signals
 
 # tensorflow comes with tensorflow-datasets' sources, torch with transformers, matplotlib with the report.
 HEAVY = ("matplotlib", "tensorflow", "tensorflow_datasets", "torch", "transformers")

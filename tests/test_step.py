@@ -20,16 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trainer import program, sharding, step
 from trainer.config import resume
 from trainer.config.errors import ConfigError
 from trainer.config.rules import AXES
 from trainer.config.schema import Config, ModelSection, OptimizerSection, RematPolicy
 from trainer.data import Batch
-from trainer.grad_reduce import GradReduce
 from trainer.kernels import projection
 from trainer.models import decoder
-from trainer.state import TrainState
+from trainer.parallel import sharding
+from trainer.parallel.grad_reduce import GradReduce
+from trainer.program import program, step
+from trainer.program.state import TrainState
 
 V, T, ROWS = 96, 32, 16  # V: tokens that occur; the vocabulary is larger
 BASE = {
@@ -556,7 +557,7 @@ def test_sizes_that_do_not_fit_are_refused():
 
 
 def test_weights_that_nothing_shards_are_refused(monkeypatch):
-  from trainer import sharding
+  from trainer.parallel import sharding
 
   monkeypatch.setitem(sharding.PARAMETER_RULES, "embed", ())
   with pytest.raises(ConfigError, match=r"of the parameters would be replicated .* sharding_tolerance=2.0%"):

@@ -8,7 +8,7 @@ import re
 
 from tests.test_pages import section
 
-from trainer import runtime_errors
+from trainer.process import runtime_errors
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "trainer"

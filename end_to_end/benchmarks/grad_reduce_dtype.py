@@ -27,9 +27,9 @@ import numpy as np
 from end_to_end.benchmarks.common import positive
 from tests.support.command import ROOT
 
-from trainer import step as step_lib
 from trainer.config.load import load
 from trainer.config.schema import Config
+from trainer.program import step as step_lib
 
 SLICES = 3
 QUICKSTART = str(ROOT / "configs" / "quickstart.yml")
@@ -111,7 +111,7 @@ class Trial:
   """The compiled program of one variant, which trains from any seed."""
 
   def __init__(self, keys: str, slices: Sequence[Sequence[Any]]) -> None:
-    from trainer import program
+    from trainer.program import program
 
     self._keys = keys
     self.config = _config(keys)
@@ -120,8 +120,8 @@ class Trial:
 
   def feed(self, seed: int, split: str = "train") -> Callable[[int], Any]:
     """Returns a function from the number of completed steps to the next batch, in the order of `seed`."""
-    from trainer import program
     from trainer.data import make_loader
+    from trainer.program import program
 
     data = _config(f"{self._keys} data_shuffle_seed={seed}").data
     vocab, rows = self.config.model.vocab_size, self.program.batch.tokens.shape[1]
@@ -180,8 +180,8 @@ def summed_gradient(config: Config, slices: Sequence[Any], state: Any, batch: An
   import jax.numpy as jnp
   import optax
 
-  from trainer import program, step
-  from trainer.state import TrainState
+  from trainer.program import program, step
+  from trainer.program.state import TrainState
 
   prog = program.build(config, slices, len(slices))
   # An optimizer whose state is the last gradient, and that changes no weight.
@@ -199,7 +199,7 @@ def slice_gradients(config: Config, slices: Sequence[Any], params: Any, batch: A
   """Returns the share of every slice in the mean gradient, computed on one device, one slice at a time."""
   import jax
 
-  from trainer import program, step
+  from trainer.program import program, step
 
   prog = program.build(config, slices[:1], 1)
   place = lambda tree: jax.device_put(jax.tree.map(np.asarray, tree), prog.mesh.devices.flat[0])

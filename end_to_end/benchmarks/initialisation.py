@@ -23,11 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from end_to_end.benchmarks.common import positive
 
-from trainer import optimizers, program, state, step
 from trainer.config.load import load
 from trainer.config.schema import Config
 from trainer.data import make_loader
 from trainer.models.decoder import Params
+from trainer.program import optimizers, program, state, step
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yml")
 VOCABULARY, LENGTH, ROWS = 1024, 64, 4

@@ -16,10 +16,10 @@ from typing import Any
 import jax
 from end_to_end.benchmarks.common import positive
 
-from trainer import program
 from trainer.config.load import load
 from trainer.data import make_loader
 from trainer.preflight.remat_choice import CANDIDATES
+from trainer.program import program
 
 
 def main() -> None:

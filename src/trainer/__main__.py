@@ -12,7 +12,7 @@ import traceback
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import trainer
-from trainer.signals import INTERRUPTED, PREEMPTED, Signals
+from trainer.process.signals import INTERRUPTED, PREEMPTED, Signals
 
 if TYPE_CHECKING:
   from collections.abc import Callable
@@ -72,10 +72,7 @@ class Ended(NamedTuple):
 def run(
   config: Config, origins: dict[str, str], signals: Signals, started: float, additions: Additions | None = None
 ) -> Ended:
-  """Runs a valid configuration. Imports jax here and not above, so that --help stays fast.
-
-  additions: what a program gives besides the configuration (library.py).
-  """
+  """Runs a valid configuration, with what a program adds to it. Imports jax here, so that --help stays fast."""
   # Imports and tracing make millions of objects that stay. Collecting garbage among them repeatedly would take a tenth
   # of the time until the first step. `Session.ready`, or a second attempt, turns the collector on again.
   gc.disable()
@@ -83,11 +80,13 @@ def run(
 
   cluster_lib.check_environment()
   from pathways_standin.process import StandinLost
-  from trainer import compilation_cache, data, open_files, program
+  from trainer import data
   from trainer.cluster.launched import run_rules
   from trainer.config import ConfigError
   from trainer.data.workers import WorkerLost
   from trainer.elastic import retry
+  from trainer.process import compilation_cache, open_files
+  from trainer.program import program
   from trainer.run import session as session_lib
   from worlds.peers import RunEnded
 
@@ -147,11 +146,12 @@ def _train(config: Config, session: Session, cluster: Cluster) -> Ended:
   """Runs attempts until the run is complete, must stop or fails."""
   import functools
 
-  from trainer import runtime_errors, train
+  from trainer import train
   from trainer.checkpoint.errors import CheckpointError, ConfigMismatch
   from trainer.config import ConfigError
   from trainer.elastic import retry
   from trainer.elastic.attempt import Job
+  from trainer.process import runtime_errors
   from trainer.run.step_records import TrainingDiverged
   from worlds.membership.client import SupervisorLost
   from worlds.peers import RunEnded

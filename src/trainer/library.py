@@ -23,7 +23,7 @@ if TYPE_CHECKING:
   from trainer.data.source import Source
   from trainer.models.decoder import Params
   from trainer.observe.metrics import StepRecord
-  from trainer.program import Feed, Program
+  from trainer.program.program import Feed, Program
 
 
 def load(config: str | os.PathLike[str] | Config, *arguments: str, **keys: bool | int | float | str) -> Config:
@@ -59,8 +59,8 @@ class Run:
     wrong configuration, and the error that ended the run otherwise: KeyboardInterrupt, or that of a callback too.
     """
     from trainer import __main__ as command
+    from trainer.process.signals import Signals
     from trainer.run.session import Additions
-    from trainer.signals import Signals
 
     try:
       ended = command.run(self.config, {}, Signals(), time.monotonic(), Additions(self.source, tuple(callbacks)))
@@ -72,7 +72,7 @@ class Run:
 
   def loader(self, split: Split = "train") -> Loader:
     """The batches of the run, by step or as an iterator. `close` it. Raises ConfigError if the data cannot be read."""
-    from trainer import program
+    from trainer.program import program
     from trainer.run import run_data
 
     with self._cluster() as cluster:
@@ -85,7 +85,7 @@ class Run:
     place: RUN_DIR or RUN_DIR@STEP with the weights; "": the newest checkpoint of `directory`. Raises ConfigError if the
     devices, the data or the weights do not fit the configuration, ConfigMismatch if the run has other numbers.
     """
-    from trainer import program
+    from trainer.program import program
     from trainer.run import run_data
     from trainer.weights import sources
 

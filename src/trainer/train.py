@@ -20,12 +20,12 @@ import functools
 from trainer.cluster import View
 from trainer.config.schema import Config
 from trainer.elastic.attempt import ElasticRun, Outcome
+from trainer.program.state import TrainState
 from trainer.run import after_step, generate
 from trainer.run.after_step import Due
 from trainer.run.attempt import Attempt
 from trainer.run.driver import Start
 from trainer.run.session import Session
-from trainer.state import TrainState
 
 
 def run(config: Config, session: Session, elastic: ElasticRun, view: View, survivors: frozenset[int]) -> Outcome:

@@ -11,7 +11,7 @@ from tests.support.jax_processes import Processes
 
 from trainer.checkpoint.preemption import Preemption
 from trainer.config.schema import CheckpointSection
-from trainer.signals import Signals
+from trainer.process.signals import Signals
 from trainer.world import SINGLE_WORLD
 
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from tests.support import toy_state
 
-from trainer import config, program
+from trainer import config
 from trainer.checkpoint import Tiers
 from trainer.checkpoint.arrays import state_tree
 from trainer.config import resume
+from trainer.program import program
 from trainer.world import SingleWorld
 
 TINY = (

@@ -19,13 +19,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pathwaysutils.elastic import elastic
 from pathwaysutils.test import mock_fault_injection
 
-from trainer import runtime_errors
 from trainer.cluster import ProxyLost, pathways
 from trainer.cluster.health import HealthChecks
 from trainer.cluster.pathways import PathwaysCluster
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
 from trainer.elastic.events import Kind, classify
+from trainer.process import runtime_errors
 
 PROXY = {"JAX_PLATFORMS": "proxy,cpu"}
 SECTION = ClusterSection(cluster="pathways", enable_single_controller=True)

@@ -15,11 +15,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.support.clock import Clock
 
-from trainer import cluster, runtime_errors
+from trainer import cluster
 from trainer.cluster import joined_processes
 from trainer.cluster.simulated import SimulatedCluster
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
+from trainer.process import runtime_errors
 from worlds.addresses import free_port
 
 

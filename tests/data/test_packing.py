@@ -11,10 +11,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer import program, step
 from trainer.config.schema import Config
 from trainer.data import Batch, best_fit, windows
 from trainer.data.batch import empty_example, stack
+from trainer.program import program, step
 
 # The first token of a document is its number, and the others are unique in the document: every pair names its document.
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=60)

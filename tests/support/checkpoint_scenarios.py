@@ -15,7 +15,7 @@ from tests.support import toy_state
 from trainer import world as world_lib
 from trainer.checkpoint import NonFiniteState, Tiers, emergency, run_id
 from trainer.checkpoint.preemption import Preemption
-from trainer.signals import Signals
+from trainer.process.signals import Signals
 
 PER_SLICE = 4  # devices
 

@@ -28,9 +28,9 @@ from trainer.elastic.program_cache import Topology
 from trainer.elastic.retry import elastic_retry
 from trainer.observe.events import read_events
 from trainer.observe.metrics import read_metrics
-from trainer.program import Program
+from trainer.process.signals import Signals
+from trainer.program.program import Program
 from trainer.run.session import Session, open_session
-from trainer.signals import Signals
 
 NUM_SLICES = 3
 TINY = (

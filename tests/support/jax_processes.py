@@ -66,7 +66,7 @@ class Processes:
 
 
 def main() -> None:
-  from trainer.signals import Signals
+  from trainer.process.signals import Signals
 
   assert isinstance(sys.stdout, io.TextIOWrapper)
   sys.stdout.reconfigure(line_buffering=True)  # tests wait for lines

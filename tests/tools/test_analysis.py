@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import pytest
 
-from trainer import mesh
 from trainer.config.schema import ParallelismSection
+from trainer.parallel import mesh
 from trainer.preflight import analysis
 
 

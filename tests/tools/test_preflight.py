@@ -17,8 +17,9 @@ from stepcost import chips
 from stepcost.__main__ import main as schedule
 from stepcost.events import Channel
 from stepcost.prices import Basis
-from trainer import config, memory
+from trainer import config
 from trainer.config.schema import RematPolicy
+from trainer.parallel import memory
 from trainer.preflight import analysis, remat_choice
 from trainer.tools.preflight import main
 

@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import jax
 
-from trainer import runtime_errors
 from trainer.checkpoint import checksums, retention
 from trainer.checkpoint import run_id as run_id_lib
 from trainer.checkpoint.arrays import fingerprint, host_copy, single_replica, state_tree, verified_load
@@ -31,6 +30,7 @@ from trainer.checkpoint.save_barriers import NO_TIMEOUT_SECONDS, SaveBarriers
 from trainer.checkpoint.step_folders import COMMIT, MANIFEST, META, UNFINISHED, StepFolders
 from trainer.checkpoint.together import together
 from trainer.config.schema import CheckpointSection
+from trainer.process import runtime_errors
 from trainer.world import World
 
 # Orbax changes these files after the manifest is written. A restore does not read the first, and the text of the second

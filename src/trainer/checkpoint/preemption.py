@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trainer.config.schema import CheckpointSection
-from trainer.signals import Signals
+from trainer.process.signals import Signals
 from trainer.world import World
 
 

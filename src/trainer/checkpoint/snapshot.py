@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from trainer.checkpoint.arrays import boxes, fingerprint, state_tree, verified_load
 from trainer.checkpoint.backup import Accept, Candidate, Emit, Log
 from trainer.checkpoint.errors import Rejected
-from trainer.mesh import DATA
+from trainer.parallel.mesh import DATA
 from trainer.world import World
 
 HOST = "pinned_host"

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainer import runtime_errors
 from trainer.cluster.api import ProxyLost
 from trainer.observe import compiles
+from trainer.process import runtime_errors
 
 # A healthy slice answers in a fraction of a second. A slice that is busy with a step answers after the step.
 TIME_LIMIT = 30.0

@@ -15,7 +15,7 @@ from trainer.config.data_files import File
 from trainer.config.errors import ConfigError
 from trainer.data import packages, tf_example, windows
 from trainer.data.documents import BadRecord, Document, Piece
-from trainer.open_files import LastUsed
+from trainer.process.open_files import LastUsed
 
 X = TypeVar("X")
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from trainer.open_files import LastUsed
+from trainer.process.open_files import LastUsed
 
 _OFFSET = struct.Struct("<Q")
 _RANGE = struct.Struct("<QQ")

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from trainer import runtime_errors
 from trainer.cluster import Cluster, ProxyLost, View
-from trainer.runtime_errors import Meaning
+from trainer.process import runtime_errors
+from trainer.process.runtime_errors import Meaning
 
 
 class SliceHang(Exception):

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from trainer.mesh import CONTEXT
+from trainer.parallel.mesh import CONTEXT
 
 MASKED = float(jnp.finfo(jnp.float32).min)
 SHORT = 512  # up to this many positions there are at most two blocks

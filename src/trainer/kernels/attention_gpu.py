@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from trainer.config.errors import ConfigError
 from trainer.kernels.attention_shard import per_device
-from trainer.mesh import CONTEXT
+from trainer.parallel.mesh import CONTEXT
 
 Implementation = Literal["cudnn", "xla"]
 MAX_HEAD_DIM = 256  # before Hopper 128, which cuDNN itself checks

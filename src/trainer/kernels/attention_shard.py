@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from trainer.mesh import CONTEXT, DATA, FSDP, TENSOR
+from trainer.parallel.mesh import CONTEXT, DATA, FSDP, TENSOR
 
 # (operand, q, k, v, q_segment_ids, kv_segment_ids) -> out. All shapes are local except S, which is global.
 Local = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer.config.errors import ConfigError
 from trainer.kernels.attention_shard import per_device
-from trainer.mesh import CONTEXT, TENSOR
+from trainer.parallel.mesh import CONTEXT, TENSOR
 
 LANES = 128
 

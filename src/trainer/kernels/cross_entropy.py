@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trainer import sharding
+from trainer.parallel import sharding
 
 # Platform -> bytes of one chunk's float32 logits on a device. TPU: a chunk that fits into VMEM (128 MiB on v5e and v6e)
 # needs no pass over HBM; much smaller chunks add to dw too often. CPU: a chunk that fits into the cache

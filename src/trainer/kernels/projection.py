@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from trainer import sharding
 from trainer.kernels import quantized
-from trainer.mesh import CONTEXT, TENSOR
+from trainer.parallel import sharding
+from trainer.parallel.mesh import CONTEXT, TENSOR
 
 Axes = tuple[str, ...]
 

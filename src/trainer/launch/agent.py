@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from trainer import signals
+from trainer.process import signals
 
 BAD_INPUT = 2
 

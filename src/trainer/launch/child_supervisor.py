@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from trainer import open_files
 from trainer.observe import screen
+from trainer.process import open_files
 from worlds.interruptions import end_on_error, requests
 from worlds.membership.rules import RunRules
 from worlds.membership.server import Server

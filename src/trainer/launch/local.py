@@ -15,7 +15,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from trainer import signals
+from trainer.process import signals
 
 if TYPE_CHECKING:
   from worlds.supervisor import Where
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
   """Runs the command and returns its exit code. Imports here and not above, so that a signal finds its handler."""
-  from trainer import open_files
   from trainer.cluster.launched import check, run_rules
   from trainer.config import ConfigError, load
   from trainer.launch.keys import program, refuse_other
   from trainer.observe import screen
+  from trainer.process import open_files
   from worlds.supervisor import BAD_INPUT, Supervisor
 
   screen.protect()

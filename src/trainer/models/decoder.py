@@ -16,13 +16,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from trainer.config.schema import ModelSection
-from trainer.grad_reduce import GradReduce
 from trainer.kernels import remat
-from trainer.mesh import CONTEXT, FSDP, TENSOR
 from trainer.models import rope
 from trainer.models.experts import Experts
 from trainer.models.layers import Attention, FeedForward, Kernels, RMSNorm, normal_param
-from trainer.sharding import constrain, manual_over_fsdp, num_shards, of_all_slices, on_shards
+from trainer.parallel.grad_reduce import GradReduce
+from trainer.parallel.mesh import CONTEXT, FSDP, TENSOR
+from trainer.parallel.sharding import constrain, manual_over_fsdp, num_shards, of_all_slices, on_shards
 
 # A nested dict of arrays. With scan_layers, `layers` holds arrays stacked on a leading dim L; else {"0": .., "1": ..}.
 Params = dict[str, Any]

@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from trainer import sharding
 from trainer.config.schema import ModelSection
 from trainer.kernels import projection
-from trainer.mesh import TENSOR
 from trainer.models.layers import Kernels, normal_param, swiglu
-from trainer.sharding import constrain
+from trainer.parallel import sharding
+from trainer.parallel.mesh import TENSOR
+from trainer.parallel.sharding import constrain
 
 Params = dict[str, Any]
 

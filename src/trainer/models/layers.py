@@ -17,7 +17,7 @@ from trainer.kernels.cross_entropy import CHUNK_LOGITS_BYTES
 from trainer.kernels.grouped_matmul import GroupedMatmul
 from trainer.kernels.projection import Projection
 from trainer.models import rope
-from trainer.sharding import constrain
+from trainer.parallel.sharding import constrain
 
 
 @dataclasses.dataclass(frozen=True)

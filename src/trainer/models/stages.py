@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from trainer.models.decoder import Decoder, Params
-from trainer.sharding import in_parts_over_fsdp
+from trainer.parallel.sharding import in_parts_over_fsdp
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -19,11 +19,11 @@ from stepcost.collectives import Collective
 from stepcost.costs import Costs
 from stepcost.hlo import Module
 from stepcost.simulation import Timeline
-from trainer import program
 from trainer.config import compiler_flags, counts
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
-from trainer.program import Program
+from trainer.program import program
+from trainer.program.program import Program
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Device
 
 from stepcost.chips import Chip
-from trainer import memory
+from trainer.parallel import memory
 
 MATMUL = 2048  # rows and columns; larger matmuls are not faster on a CPU
 COPIED = 1 << 28  # bytes; more than any cache holds

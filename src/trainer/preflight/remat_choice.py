@@ -18,13 +18,13 @@ from typing import NamedTuple
 from jax import Device
 
 from stepcost import chips
-from trainer import memory
 from trainer import world as world_lib
 from trainer.cluster import Cluster
 from trainer.config import files as config_files
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config, RematPolicy
 from trainer.observe import environment, files
+from trainer.parallel import memory
 from trainer.preflight import analysis
 from trainer.preflight.analysis import Analysis, DoesNotFit
 from trainer.run.announce import CONFIG_FILE

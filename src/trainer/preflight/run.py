@@ -29,8 +29,8 @@ def run(config: Config, options: PreflightOptions, started: float) -> int:
   slices_of, total, where = _devices(config, options)
   # These modules import jax, so import them only now that the environment names the platform.
   from stepcost import chips
-  from trainer import program
   from trainer.preflight import analysis, cpu_peaks, report, search
+  from trainer.program import program
 
   print(where)
   slices = slices_of(total)
@@ -139,7 +139,7 @@ def _process_lines(config: Config, total: int) -> list[str]:
 
 def _whole(config: Config, total: int) -> bool:
   """Returns whether each of `total` slices holds the whole state. Raises ConfigError if the keys do not fit `total`."""
-  from trainer import mesh
+  from trainer.parallel import mesh
 
   return set(mesh.axis_sizes(config.parallelism, "dcn", total)[1:]) == {1}
 
@@ -191,10 +191,10 @@ def _refusals() -> Iterator[None]:
 
 def _sizes(config: Config, slices: Slices, whole: bool) -> Any:
   """Returns the sizes of the state and its copies. `whole`: each slice holds the whole state."""
-  from trainer import program
   from trainer.checkpoint import ramdisk_size
   from trainer.checkpoint.arrays import state_tree
   from trainer.preflight import report
+  from trainer.program import program
 
   state = program.build(config, slices, len(slices)).state
   host_of = lambda device: device.process_index

@@ -15,7 +15,7 @@ from trainer.data import describe
 from trainer.observe import environment
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
-from trainer.program import Program
+from trainer.program.program import Program
 from trainer.run.run_data import RunData
 
 CONFIG_FILE = "config.yml"  # of the run: every key with its value

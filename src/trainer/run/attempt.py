@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 
-from trainer import optimizers
 from trainer import world as world_lib
 from trainer.checkpoint.tiers import Tiers
 from trainer.cluster import View
@@ -21,14 +20,15 @@ from trainer.config.schema import Config
 from trainer.elastic.attempt import ElasticRun
 from trainer.models.decoder import Params
 from trainer.observe.profiler import Profiler
-from trainer.program import Program
+from trainer.program import optimizers
+from trainer.program.program import Program
+from trainer.program.state import TrainState
 from trainer.run.after_step import Actions
 from trainer.run.driver import Driver, Start
 from trainer.run.many_worlds import ManyWorlds
 from trainer.run.one_controller import OneController
 from trainer.run.session import Session
 from trainer.run.step_records import StepRecords
-from trainer.state import TrainState
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import jax
 
 from trainer.elastic.attempt import Outcome
 from trainer.models.decoder import Params
-from trainer.state import TrainState
+from trainer.program.state import TrainState
 
 Metrics: TypeAlias = jax.Array  # float32 [len(step.METRICS)]; see step.apply_gradients
 LossSums = tuple[jax.Array, jax.Array]  # float32 scalars: sum of weighted cross-entropy in nats, sum of weights

@@ -11,7 +11,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.models import generation
 from trainer.models.decoder import DecoderFunctions, Params
 from trainer.models.generation import Sampling
-from trainer.program import Program
+from trainer.program.program import Program
 from trainer.run.session import Session
 
 

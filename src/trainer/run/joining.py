@@ -15,9 +15,9 @@ from trainer.checkpoint.lending import Allocate, Answer
 from trainer.checkpoint.tiers import Tiers
 from trainer.config.schema import Config
 from trainer.elastic.attempt import ElasticRun
+from trainer.program.state import TrainState
 from trainer.run.driver import Start
 from trainer.run.session import Session
-from trainer.state import TrainState
 from worlds.exchange import Exchange, PeerLost
 from worlds.membership.messages import Message
 from worlds.peers import Peers

@@ -22,13 +22,13 @@ from trainer.data import Batch, Prefetcher
 from trainer.elastic.attempt import ElasticRun, Outcome
 from trainer.elastic.events import Event, Kind
 from trainer.models.decoder import Params
-from trainer.program import Feed, Halves, Program
+from trainer.program.program import Feed, Halves, Program
+from trainer.program.state import TrainState
+from trainer.program.step import Sums
 from trainer.run import joining
 from trainer.run.driver import LossSums, Metrics, Start
 from trainer.run.rounds import Own, Rounds, Share
 from trainer.run.session import Session
-from trainer.state import TrainState
-from trainer.step import Sums
 from worlds.membership.client import SupervisorLost
 from worlds.peers import Change, Peers
 

@@ -14,10 +14,10 @@ from trainer.data import Batch, Prefetcher
 from trainer.elastic.attempt import ElasticRun, Outcome
 from trainer.elastic.hang import HangGuard, Waiter
 from trainer.models.decoder import Params
-from trainer.program import Feed, Program
+from trainer.program.program import Feed, Program
+from trainer.program.state import TrainState
 from trainer.run.driver import LossSums, Metrics, Start
 from trainer.run.session import Session
-from trainer.state import TrainState
 
 _PREPARE_AFTER = 3  # steps of an attempt: its program has run, and its speed is known
 

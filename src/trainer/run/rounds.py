@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from trainer.program import Halves
+from trainer.program.program import Halves
 from worlds.exchange import FlatLayout, HostCopy, Part, PeerLost
 from worlds.exchange.reduction import Wire
 from worlds.peers import MembershipChanged, Peers

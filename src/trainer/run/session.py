@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from trainer import memory, program
 from trainer import world as world_lib
 from trainer.checkpoint import run_id
 from trainer.checkpoint.arrays import fingerprint, state_tree
@@ -33,12 +32,14 @@ from trainer.observe.watchdog import Watchdog
 from trainer.observe.writers.background import BackgroundWriter
 from trainer.observe.writers.goodput_recording import GoodputRecording
 from trainer.observe.writers.service import ServiceRun
-from trainer.program import Program
+from trainer.parallel import memory
+from trainer.process.signals import Signals
+from trainer.program import program
+from trainer.program.program import Program
 from trainer.report import page
 from trainer.run import run_data
 from trainer.run.announce import CONFIG_FILE, announce
 from trainer.run.run_data import RunData
-from trainer.signals import Signals
 from trainer.weights import sources, tokenizers
 from trainer.weights.sources import Source as Weights
 
@@ -148,7 +149,7 @@ def open_session(
   """
   full = cluster.view(cluster.slices)
   world, full_program = cluster.world, program.of_view(config, full)
-  memory.require_fit(full_program.state, counts.parameter_count(config.model), cluster)
+  memory.require_fit(full_program.state, counts.parameter_count(config.model), cluster.kind)
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
   parameters = _parameters(config, cluster)
   with contextlib.ExitStack() as stack:

@@ -7,13 +7,13 @@ import time
 import jax
 
 from stepcost import chips
-from trainer import step as step_lib
 from trainer.config import counts
 from trainer.config.schema import Config
 from trainer.elastic.attempt import ElasticRun
 from trainer.models import experts
 from trainer.observe.metrics import StepRecord
 from trainer.observe.throughput import Throughput
+from trainer.program import step as step_lib
 from trainer.run.driver import Driver, Metrics
 from trainer.run.session import Session
 

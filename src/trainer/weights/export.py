@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import trainer
-from trainer import memory
 from trainer.checkpoint import run_id
 from trainer.checkpoint.arrays import fingerprint
 from trainer.config.errors import ConfigError
@@ -22,6 +21,7 @@ from trainer.data.tokenizer import BpeTokenizer, Tokenizer
 from trainer.kernels.attention_xla import dot_product
 from trainer.models.decoder import DecoderFunctions
 from trainer.models.layers import Kernels
+from trainer.parallel import memory
 from trainer.weights import hf_config, names, safetensors, sources, tokenizers
 from trainer.weights.folders import new_folder
 from trainer.weights.importing import Progress

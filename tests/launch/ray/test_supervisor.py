@@ -9,7 +9,7 @@ import pytest
 
 from trainer.launch.ray.slices import Worker
 from trainer.launch.ray.supervisor import RunSupervisor
-from trainer.signals import PREEMPTED
+from trainer.process.signals import PREEMPTED
 from worlds.membership import wire
 from worlds.membership.client import Membership
 from worlds.membership.messages import from_ranges

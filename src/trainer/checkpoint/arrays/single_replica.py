@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from trainer.checkpoint.arrays import boxes, broadcast
 from trainer.checkpoint.arrays.verified_load import Read
 from trainer.checkpoint.together import together
-from trainer.mesh import DATA
+from trainer.parallel.mesh import DATA
 from trainer.world import World
 
 

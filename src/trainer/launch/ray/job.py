@@ -15,7 +15,7 @@ from trainer.cluster.launched import check, run_rules
 from trainer.config.errors import ConfigError, how_to_install
 from trainer.config.schema import Config
 from trainer.observe import files
-from trainer.signals import INTERRUPTED, requests
+from trainer.process.signals import INTERRUPTED, requests
 from worlds.supervisor import FAILED
 
 _POLL_SECONDS = 1.0

@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from trainer import open_files
 from trainer.launch.ray import slices
 from trainer.launch.ray.slices import Environment, Seat, Worker
+from trainer.process import open_files
 from worlds import addresses
 from worlds.membership.coordinator import Coordinator
 from worlds.membership.rules import RunRules

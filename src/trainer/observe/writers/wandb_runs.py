@@ -20,7 +20,7 @@ from typing import Any
 from trainer.observe import files
 from trainer.observe.log import Log
 from trainer.observe.writers.service import EVALUATED, ServiceRun
-from trainer.signals import PREEMPTED
+from trainer.process.signals import PREEMPTED
 
 _BLOCK = 1 << 15  # bytes; wandb writes its records in blocks, in the format of LevelDB's log
 _TAIL_BLOCKS = 64  # that are read to find the last step of an offline run

@@ -21,8 +21,6 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stepcost import chips
-from trainer import mesh as mesh_lib
-from trainer import optimizers, sharding, state, step
 from trainer.cluster import View
 from trainer.config import compiler_flags, counts
 from trainer.config.errors import ConfigError
@@ -36,9 +34,12 @@ from trainer.kernels.cross_entropy import CHUNK_LOGITS_BYTES
 from trainer.models import rope
 from trainer.models.decoder import DecoderFunctions
 from trainer.models.layers import Kernels
-from trainer.share_sums import OneProgram, ShareSums, Stages, Traced
-from trainer.state import TrainState
-from trainer.step import Sums
+from trainer.parallel import mesh as mesh_lib
+from trainer.parallel import sharding
+from trainer.program import optimizers, state, step
+from trainer.program.share_sums import OneProgram, ShareSums, Stages, Traced
+from trainer.program.state import TrainState
+from trainer.program.step import Sums
 
 TPU_OPTIONS = MappingProxyType(
   {

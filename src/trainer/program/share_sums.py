@@ -19,7 +19,7 @@ from trainer.config.schema import OptimizerSection
 from trainer.data import Batch
 from trainer.models import stages
 from trainer.models.decoder import DecoderFunctions, Params
-from trainer.step import Sums, head_losses, loss_and_grads
+from trainer.program.step import Sums, head_losses, loss_and_grads
 from worlds.exchange import Part
 
 Scalars = tuple[jax.Array, jax.Array, jax.Array]  # loss, z_loss, weight: see Sums

@@ -21,13 +21,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from trainer.config.errors import ConfigError
 from trainer.config.schema import OptimizerSection
 from trainer.data import Batch
-from trainer.grad_reduce import GradReduce
 from trainer.kernels.cross_entropy import linear_cross_entropy
-from trainer.mesh import CONTEXT, DATA, FSDP, TENSOR
 from trainer.models import experts
 from trainer.models.decoder import DecoderFunctions, Params
-from trainer.sharding import constrain, num_shards
-from trainer.state import TrainState, shardings
+from trainer.parallel.grad_reduce import GradReduce
+from trainer.parallel.mesh import CONTEXT, DATA, FSDP, TENSOR
+from trainer.parallel.sharding import constrain, num_shards
+from trainer.program.state import TrainState, shardings
 
 # The metrics of a step, in the order of their array. A model with experts has experts.METRICS after them. It is one
 # array, because a controller needs two requests to read an array through a Pathways proxy.

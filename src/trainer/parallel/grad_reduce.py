@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trainer.mesh import DATA
+from trainer.parallel.mesh import DATA
 
 
 @dataclasses.dataclass(frozen=True)

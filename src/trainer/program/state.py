@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainer import sharding
 from trainer.models.decoder import DecoderFunctions, Params
+from trainer.parallel import sharding
 
 
 @jax.tree_util.register_dataclass

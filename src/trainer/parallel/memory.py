@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from stepcost import chips
-from trainer.cluster import Cluster
 from trainer.config.errors import ConfigError, counted
 
 # Files with the memory limit of a container, for cgroup v2 and v1.
@@ -43,7 +42,7 @@ def of_device(device: jax.Device, cluster_kind: str) -> int | None:
   return (device.memory_stats() or {}).get("bytes_limit")
 
 
-def require_fit(state: Any, parameters: int, cluster: Cluster) -> None:
+def require_fit(state: Any, parameters: int, cluster_kind: str) -> None:
   """Raises ConfigError if the parameters and the optimizer state alone are larger than the memory that holds them.
 
   Without this check, the run would fail much later, while it makes its first arrays. A state that fits may still leave
@@ -52,7 +51,7 @@ def require_fit(state: Any, parameters: int, cluster: Cluster) -> None:
   Args:
     state: abstract, with shardings over all slices.
     parameters: their number, for the message.
-    cluster: of the run.
+    cluster_kind: the key `cluster` of the run.
   """
   leaves = jax.tree.leaves(state)
   each = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
@@ -67,7 +66,7 @@ def require_fit(state: Any, parameters: int, cluster: Cluster) -> None:
         f"{_gib(available)} of memory and swap.\n{smaller}, or fewer devices (num_slices, devices_per_slice)."
       )
     return
-  limit = of_device(devices[0], cluster.kind)
+  limit = of_device(devices[0], cluster_kind)
   if limit is not None and each > limit:
     raise ConfigError(
       f"{needs}, and a {devices[0].device_kind} has {_gib(limit)}.\n{smaller}, or spread the state over more "

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from stepcost import chips
 from trainer.config.errors import ConfigError
-from trainer.mesh import CONTEXT, DATA, FSDP, TENSOR
+from trainer.parallel.mesh import CONTEXT, DATA, FSDP, TENSOR
 
 # Logical axis -> mesh axes, tried in order. A mesh axis shards at most one dim of an array. The mesh axis `data` does
 # not appear: every slice holds the whole state, and the step is written for one slice, inside a shard_map that is

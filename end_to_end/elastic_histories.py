@@ -1,6 +1,6 @@
 """Runs a tiny model through random fault histories and compares each run with an undisturbed run.
 
-  JAX_PLATFORMS=cpu python -m end_to_end.elastic_histories [--count 1000] [--first 0]
+  JAX_PLATFORMS=cpu python -m end_to_end.elastic_histories [--count 1000] [--first 0] [key=value ...]
 
 Seed i determines history i: slices lost during a step, a snapshot, a save, an evaluation, a restore or a recovery,
 double faults, returns, and flapping slices. Every third run has a fixed mesh and waits for replacements. The other runs
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -39,10 +39,10 @@ def histories(first: int, count: int) -> Iterator[tuple[str, bool]]:
     yield ", ".join(map(str, draw(RandomFaults(seed, rate), NUM_SLICES, STEPS))), seed % 3 == 0
 
 
-def run(harness: Harness, name: str, faults: str, fixed_mesh: bool) -> History:
-  """Runs with these faults and returns the history."""
+def run(harness: Harness, name: str, faults: str, fixed_mesh: bool, keys: Sequence[str] = ()) -> History:
+  """Runs with these faults and more `keys`, and returns the history."""
   least = -1 if fixed_mesh else 1
-  return harness.run(name, [*KEYS, f"fault_injection={faults}", f"elastic_min_slice_count={least}"])
+  return harness.run(name, [*KEYS, *keys, f"fault_injection={faults}", f"elastic_min_slice_count={least}"])
 
 
 def check(history: History, undisturbed: History, fixed_mesh: bool) -> list[str]:
@@ -68,25 +68,26 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--count", type=int, default=1000, help="number of histories")
   parser.add_argument("--first", type=int, default=0, help="seed of the first history")
+  parser.add_argument("keys", nargs="*", metavar="key=value", help="for all runs, such as num_experts=4")
   options = parser.parse_args()
   jax.config.update("jax_num_cpu_devices", NUM_SLICES)
   with tempfile.TemporaryDirectory(prefix="elastic-histories-") as directory:
-    return run_all(Harness(Path(directory)), options.first, options.count)
+    return run_all(Harness(Path(directory)), options.first, options.count, options.keys)
 
 
-def run_all(harness: Harness, first: int, count: int) -> int:
+def run_all(harness: Harness, first: int, count: int, keys: Sequence[str]) -> int:
   """Runs and checks the histories; returns the exit code."""
-  undisturbed = run(harness, "undisturbed", "", fixed_mesh=True)
+  undisturbed = run(harness, "undisturbed", "", fixed_mesh=True, keys=keys)
   totals = {"faults": 0, "recoveries": 0, "completed steps lost": 0, "runs without a fault": 0}
   kinds: Counter[str] = Counter()  # faults that happened, by kind and moment
   worst, start = 0.0, time.monotonic()
   for done, (faults, fixed_mesh) in enumerate(histories(first, count), 1):
     seed = first + done - 1
-    history = run(harness, f"history-{seed}", faults, fixed_mesh)
+    history = run(harness, f"history-{seed}", faults, fixed_mesh, keys)
     broken = check(history, undisturbed, fixed_mesh)
     if broken:
       print(f"history {seed} (fault_injection='{faults}', fixed mesh: {fixed_mesh}):", *broken, sep="\n  ")
-      print(f"repeat with: python -m end_to_end.elastic_histories --first {seed} --count 1")
+      print(f"repeat with: python -m end_to_end.elastic_histories --first {seed} --count 1 {' '.join(keys)}")
       return 1
     totals["faults"] += len(history.of_kind("fault_injected"))
     kinds.update(kind(record["fault"]) for record in history.of_kind("fault_injected"))

@@ -1,6 +1,6 @@
 """Runs a tiny model on real processes through random faults and compares each run with an undisturbed one.
 
-  python -m end_to_end.process_histories [--count 300] [--first 0]
+  python -m end_to_end.process_histories [--count 300] [--first 0] [key=value ...]
 
 Seed i determines history i: members killed (the first too), stopped or asked to end, two at once, again during a
 recovery, and the supervisor or all processes killed, after which the same command starts again. The supervisor is also
@@ -179,7 +179,7 @@ def check(run: ProcessRun, undisturbed: ProcessRun, faults: Sequence[Fault]) -> 
   return broken + differences(run, undisturbed, STEPS)
 
 
-def run_all(folder: Path, first: int, count: int, server: Server) -> int:
+def run_all(folder: Path, first: int, count: int, server: Server, keys: Sequence[str] = ()) -> int:
   """Runs and checks the histories; returns the exit code."""
   compiled, references = f"jax_cache_dir={folder / 'compiled'}", dict[int, ProcessRun]()
   happened: Counter[str] = Counter()
@@ -188,12 +188,12 @@ def run_all(folder: Path, first: int, count: int, server: Server) -> int:
     history = plan(seed)
     if history.slices not in references:
       name = f"undisturbed-{history.slices}"
-      reference = ProcessRun(folder / name, [*KEYS, compiled], slices=history.slices, server=server)
+      reference = ProcessRun(folder / name, [*KEYS, *keys, compiled], slices=history.slices, server=server)
       broken = play(reference, "file", (), 0, happened)
       assert not broken, (broken, reference.tail())
       references[history.slices] = reference
-    keys = [*KEYS, compiled, *history.keys]
-    run = ProcessRun(folder / f"history-{seed}", keys, slices=history.slices, options=history.options, server=server)
+    own = [*KEYS, *keys, compiled, *history.keys]
+    run = ProcessRun(folder / f"history-{seed}", own, slices=history.slices, options=history.options, server=server)
     try:
       broken = play(run, history.output, history.faults, seed, happened)
       broken = broken or check(run, references[history.slices], history.faults)
@@ -216,4 +216,4 @@ def run_all(folder: Path, first: int, count: int, server: Server) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(seeded_command(__doc__, "histories", 300, run_all))
+  sys.exit(seeded_command(__doc__, "histories", 300, run_all, takes_keys=True))

@@ -16,6 +16,17 @@ def test_a_history_loses_nothing(harness, undisturbed_run, seed):
   assert elastic_histories.check(history, undisturbed_run, fixed_mesh) == [], faults
 
 
+@pytest.mark.timeout(900)
+def test_a_history_of_a_model_with_experts_loses_nothing(harness):
+  keys = ("num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=16", "load_balance_loss_weight=0.1")
+  undisturbed = elastic_histories.run(harness, "experts", "", fixed_mesh=True, keys=keys)
+  ((faults, fixed_mesh),) = elastic_histories.histories(6, 1)
+  assert fixed_mesh and faults
+  history = elastic_histories.run(harness, "experts-6", faults, fixed_mesh, keys)
+  assert elastic_histories.check(history, undisturbed, fixed_mesh) == [], faults
+  assert history.of_kind("recovery")
+
+
 def test_the_check_reports_a_broken_run(harness, undisturbed_run):
   """A run on other data, with other numbers: it completes, and breaks every other rule."""
   other = harness.run("other", [*elastic_histories.KEYS, "data_shuffle_seed=1"])

@@ -26,20 +26,24 @@ KEYS = (
 MARK = "TRAINER_TEST_RUN"  # in the environment of every process of a run, so that leftovers are found
 
 
-def seeded_command(doc: str, what: str, count: int, run_all: Callable[[Path, int, int, Server], int]) -> int:
+def seeded_command(doc: str, what: str, count: int, run_all: Callable[..., int], *, takes_keys: bool = False) -> int:
   """Reads --count and --first from the command line, and returns run_all(folder, first, count, server).
 
-  doc: of the module. what: the name of what a seed determines, in the plural. count: the default. folder: is deleted at
-  the end. server: forks the processes.
+  takes_keys: the command also takes key=value for all runs, and run_all their list, keys=. doc: of the module. what:
+  the name of what a seed determines, in the plural. count: the default. folder: is deleted at the end. server: forks
+  the processes.
   """
   parser = argparse.ArgumentParser(description=doc.split("\n")[0])
   parser.add_argument("--count", type=int, default=count, help=f"number of {what}")
   parser.add_argument("--first", type=int, default=0, help="the first seed")
+  if takes_keys:
+    parser.add_argument("keys", nargs="*", metavar="key=value", help="for all runs, such as num_experts=4")
   options = parser.parse_args()
   server = StandaloneServer()
   try:
     with tempfile.TemporaryDirectory(prefix=f"{what}-") as directory:
-      return run_all(Path(directory), options.first, options.count, server)
+      more = {"keys": options.keys} if takes_keys else {}
+      return run_all(Path(directory), options.first, options.count, server, **more)
   finally:
     server.close()
 

@@ -82,7 +82,7 @@ def test_a_sample_that_one_device_cannot_hold_is_a_warning(monkeypatch):
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
   monkeypatch.setattr(generate, "continue_text", out_of_memory)
-  (said,) = end_of_run(ByteTokenizer())
+  _, said = end_of_run(ByteTokenizer())
   assert said.startswith("no sample") and "one device" in said and "out of memory" in said
 
 

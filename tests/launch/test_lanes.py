@@ -39,7 +39,10 @@ def test_a_killed_process_of_a_slice_costs_no_step(compiled, one_worker, server,
 
 
 def test_processes_of_a_slice_agree_on_the_order_of_collectives(server, tmp_path):
-  """If the compiler chose how to shard the one-hot matmul, both would wait for each other in the first step."""
+  """If the compiler chose how to shard the one-hot matmul, both would wait for each other in the first step.
+
+  It takes 8 s on a quiet machine, 44 s when five such tests run at once on two cores.
+  """
   mesh = "devices_per_slice=4 ici_fsdp_parallelism=1 ici_tensor_parallelism=2 ici_context_parallelism=2"
   shape = "base_num_decoder_layers=2 base_emb_dim=16 base_mlp_dim=32 base_num_query_heads=4 base_num_kv_heads=2"
   table = "vocab_size=61 use_iota_embed=true logits_via_embedding=true sharding_tolerance=1.0"
@@ -53,5 +56,5 @@ def test_processes_of_a_slice_agree_on_the_order_of_collectives(server, tmp_path
     server=server,
   )
   with run.launched() as supervisor:
-    assert run.wait(supervisor, 60) == 0, run.tail()
+    assert run.wait(supervisor, 150) == 0, run.tail()
   assert run.steps() == [1, 2]

@@ -140,6 +140,19 @@ def test_muon_orthogonalizes_each_layer_and_adam_updates_the_rest():
     np.testing.assert_allclose(updates[name], want[name], rtol=1e-6)
 
 
+def test_muon_orthogonalizes_each_expert_and_the_router_as_one_matrix():
+  """With a vector for each expert, all experts' columns moved alike, and two experts soon took all tokens."""
+  axes = {"router": ("layers", "embed", "experts"), "up": ("layers", "experts", "embed", "mlp")}
+  rng = np.random.default_rng(0)
+  arrays = [{"router": rng.normal(size=(2, 8, 4)) + 3.0, "up": rng.normal(size=(2, 4, 8, 6)) + 3.0} for _ in range(2)]
+  params, grads = (jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree) for tree in arrays)
+  optimizer = optimizers.build(OptimizerSection(opt_type="muon", adam_weight_decay=0.0), axes)
+  updates, _ = optimizer.update(grads, optimizer.init(params), params)
+  for matrix in [*updates["router"], *updates["up"].reshape(8, 8, 6)]:
+    singular = np.linalg.svd(np.asarray(matrix), compute_uv=False)
+    assert singular.max() / singular.min() < 3
+
+
 def test_stacked_and_single_layers_get_the_same_muon_update():
   optimizer = optimizers.build(
     OptimizerSection(opt_type="muon", adam_weight_decay=0.0), {"query": AXES["layers"]["query"]}

@@ -153,7 +153,8 @@ def _muon_dims(axes: tuple[str, ...]) -> contrib.MuonDimensionNumbers | None:
   """Dims of a projection as a matrix for Muon, with heads and head_dim as one side; None if Adam updates the weight."""
   if not _is_matrix(axes) or _VOCABULARY in axes:
     return None
-  own = [i for i, axis in enumerate(axes) if axis not in ("layers", "experts")]
+  # Each expert of a layer has a matrix of its own; the router is one matrix, whose columns are the experts.
+  own = [i for i, axis in enumerate(axes) if axis != "layers" and (axis != "experts" or i == len(axes) - 1)]
   reads_residual = axes[own[0]] == "embed"
   split = own[:1] if reads_residual else own[:-1]
   rest = [i for i in own if i not in split]

@@ -16,7 +16,7 @@ from trainer.process import compilation_cache
 SOURCES = pathlib.Path(__file__).parents[1] / "src"
 PROGRAM = """
 import sys, warnings
-from trainer import compilation_cache
+from trainer.process import compilation_cache
 compilation_cache.enable(sys.argv[1])
 import jax
 from trainer.observe.compiles import CompileCounter

@@ -47,7 +47,7 @@ def test_a_run_reads_more_files_than_it_may_open(tmp_path, compiled):
 
 THREADS = """
 import json, os, resource, sys, threading
-from trainer import open_files
+from trainer.process import open_files
 from trainer.data.array_record import Records
 from trainer.data import store
 from pathlib import Path

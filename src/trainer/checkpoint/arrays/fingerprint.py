@@ -8,7 +8,6 @@ resharding.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,9 +61,6 @@ class Started:
   values: jax.Array | np.ndarray
 
 
-_COMPILING = threading.Lock()  # lru_cache calls the function in each thread that finds no result: two compilations
-
-
 @functools.lru_cache(maxsize=256)
 def _program(kinds: tuple[tuple[tuple[int, ...], Any, Sharding], ...]) -> Any:
   """The compiled fingerprints of arrays of these shapes, dtypes and shardings: one program with one result for all.
@@ -84,8 +80,7 @@ def _program(kinds: tuple[tuple[tuple[int, ...], Any, Sharding], ...]) -> Any:
 def _program_for(arrays: Mapping[str, Any]) -> Any:
   """The program for the arrays (or ShapeDtypeStructs) in the order of their names."""
   ordered = [arrays[name] for name in sorted(arrays)]
-  with _COMPILING:
-    return _program(tuple((tuple(x.shape), x.dtype, x.sharding) for x in ordered))
+  return _program(tuple((tuple(x.shape), x.dtype, x.sharding) for x in ordered))
 
 
 def prepare(abstract: Any) -> None:

@@ -76,24 +76,24 @@ def run(
   # Imports and tracing make millions of objects that stay. Collecting garbage among them repeatedly would take a tenth
   # of the time until the first step. `Session.ready`, or a second attempt, turns the collector on again.
   gc.disable()
-  from trainer import cluster as cluster_lib
-
-  cluster_lib.check_environment()
-  from pathways_standin.process import StandinLost
-  from trainer import data
-  from trainer.cluster.launched import run_rules
-  from trainer.config import ConfigError
-  from trainer.data.workers import WorkerLost
-  from trainer.elastic import retry
-  from trainer.process import compilation_cache, open_files
-  from trainer.program import program
-  from trainer.run import session as session_lib
-  from worlds.peers import RunEnded
-
-  open_files.raise_limit()
-  compilation_cache.enable(config.run.jax_cache_dir)
   with contextlib.ExitStack() as stack:
     stack.callback(gc.enable)
+    from trainer import cluster as cluster_lib
+
+    cluster_lib.check_environment()
+    from pathways_standin.process import StandinLost
+    from trainer import data
+    from trainer.cluster.launched import run_rules
+    from trainer.config import ConfigError
+    from trainer.data.workers import WorkerLost
+    from trainer.elastic import retry
+    from trainer.process import compilation_cache, open_files
+    from trainer.program import program
+    from trainer.run import session as session_lib
+    from worlds.peers import RunEnded
+
+    open_files.raise_limit()
+    compilation_cache.enable(config.run.jax_cache_dir)
     is_reported: Callable[[], bool] = lambda: False
     try:
       own = additions or session_lib.NO_ADDITIONS

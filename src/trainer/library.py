@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import os
 import tempfile
@@ -62,10 +61,7 @@ class Run:
     from trainer.process.signals import Signals
     from trainer.run.session import Additions
 
-    try:
-      ended = command.run(self.config, {}, Signals(), time.monotonic(), Additions(self.source, tuple(callbacks)))
-    finally:
-      gc.enable()  # `run` turns it off, and on only if the environment is right
+    ended = command.run(self.config, {}, Signals(), time.monotonic(), Additions(self.source, tuple(callbacks)))
     if ended.error is not None and ended.code not in (command.COMPLETE, command.PREEMPTED):
       raise ended.error
     return ended.code == command.COMPLETE

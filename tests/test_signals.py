@@ -251,10 +251,12 @@ runpy.run_module("trainer", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.parametrize("moment", ["trainer.config", "jax", "jaxlib._jax", "flax"])
-@pytest.mark.parametrize(
-  ("number", "code"), [(signal.SIGTERM, 42), (signal.SIGINT, 130), (signal.SIGHUP, 42)], ids=["TERM", "INT", "HUP"]
-)
+# Each signal, and each moment. The import of flax comes last, after two seconds of imports.
+IMPORTS = [("trainer.config", signal.SIGTERM, 42), ("jax", signal.SIGHUP, 42), ("jaxlib._jax", signal.SIGINT, 130)]
+IMPORTS += [("flax", signal.SIGTERM, 42)]
+
+
+@pytest.mark.parametrize(("moment", "number", "code"), IMPORTS)
 def test_a_signal_during_an_import_of_the_command(tmp_path, moment, number, code):
   arguments = "configs/base.yml", f"base_output_directory={tmp_path}", "dataset_type=synthetic", "steps=1"
   assert ended(moment, number, *arguments) == code

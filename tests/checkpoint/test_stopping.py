@@ -13,6 +13,7 @@ import pytest
 from tests.support import command
 from tests.support.command import ROOT, Run
 from tests.support.command_runs import ENDLESS, KEYS, assert_stopped, start_and_train, write_text
+from tests.support.seeds import few
 
 from trainer.report import goodput, history, page
 from worlds.addresses import free_port
@@ -132,7 +133,7 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("how", WRAPPED)
+@pytest.mark.parametrize("how", few(["exec", "trap"], WRAPPED))
 def test_sigterm_to_a_bash_wrapper_is_42(tmp_path, compiled, how):
   run = Run(tmp_path / "a", [*KEYS, compiled, f"steps={ENDLESS}"])
   line = WRAPPED[how].format(command=" ".join([sys.executable, "-m trainer", *run.argv()]))

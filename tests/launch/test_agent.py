@@ -10,6 +10,7 @@ import time
 import pytest
 from tests.support.agent_runs import AgentRun, Relay
 from tests.support.command import TINY, differences
+from tests.support.forked_runs import ENDLESS
 from tests.support.torchrun_runs import OneWorker
 
 from trainer.cluster.launched import run_rules
@@ -32,7 +33,7 @@ SECRET = b"s" * 32
 def test_losses_of_workers_agents_connections_and_the_supervisor_change_nothing(compiled, server, tmp_path):
   """Oracle: one worker that computes everything. The last supervisor is told how many steps the run has."""
   keys = [compiled, "eval_interval=50", "eval_steps=2", "checkpoint_period=1000000"]
-  run = AgentRun(tmp_path / "run", [*keys, "steps=1000000"], slices=2, server=server)
+  run = AgentRun(tmp_path / "run", [*keys, ENDLESS], slices=2, server=server)
   relay = Relay(run.address)
   try:
     with run.launched() as supervisor:

@@ -9,11 +9,12 @@ import time
 
 import pytest
 from tests.support.command import TINY
+from tests.support.forked_runs import ENDLESS
 from tests.support.process_runs import ProcessRun
+from tests.support.seeds import few
 
 from trainer.launch import local
 
-ENDLESS = "steps=1000000"
 CONFIG = TINY[0]
 
 
@@ -78,7 +79,7 @@ def test_a_second_launch_is_refused_and_ctrl_c_ends_the_first(compiled, server, 
   assert "the run continues from" not in first.printed
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", few([signal.SIGUSR1], [signal.SIGUSR1, signal.SIGHUP]))
 def test_a_warning_to_every_process_saves_and_ends(compiled, server, tmp_path, number):
   """As Slurm sends SIGUSR1 before the end of the time, and a system SIGHUP when the user is logged out."""
   run = ProcessRun(tmp_path, [compiled, ENDLESS], slices=2, server=server)
@@ -130,7 +131,10 @@ def test_no_member_leads_while_another_launch_trains(compiled, server, tmp_path)
   assert "Restoring" not in second.printed and "completed step" not in second.printed
 
 
-@pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGSEGV, signal.SIGKILL])
+CRASHES = signal.SIGABRT, signal.SIGSEGV, signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", few(CRASHES[1:], CRASHES))
 def test_a_member_that_crashes_twice_without_a_step_ends_the_run(compiled, server, tmp_path, number):
   """SIGKILL comes from outside: the member starts again as often as that happens."""
   run = ProcessRun(tmp_path, [compiled, ENDLESS, "elastic_min_slice_count=-1"], slices=2, server=server)

@@ -8,6 +8,8 @@ import signal
 
 import pytest
 from tests.support.command import differences
+from tests.support.forked_runs import ENDLESS
+from tests.support.seeds import few
 from tests.support.torchrun_runs import OneWorker, TorchrunRun
 
 pytestmark = [
@@ -18,10 +20,14 @@ SLOW = 240  # seconds: every start of an agent imports torch
 
 
 @pytest.mark.timeout(600)
-def test_losses_and_groups_of_every_size_change_nothing(compiled, server, tmp_path):
-  """A node loses its agent, rank 0 is killed, a group of two starts, and a third node joins. Oracle: one worker."""
+@pytest.mark.parametrize("joins", few([False], [False, True]))
+def test_losses_and_groups_of_every_size_change_nothing(compiled, server, tmp_path, joins):
+  """A node loses its agent, rank 0 is killed, and a group of two starts. joins: then a third node, and a third group.
+
+  Oracle: one worker.
+  """
   keys = [compiled, "eval_interval=50", "eval_steps=2"]
-  run = TorchrunRun(tmp_path / "run", [*keys, "steps=1000000"])
+  run = TorchrunRun(tmp_path / "run", [*keys, ENDLESS])
   with run.nodes(3) as agents:
 
     def trains(size: int) -> None:
@@ -39,9 +45,10 @@ def test_losses_and_groups_of_every_size_change_nothing(compiled, server, tmp_pa
     run.wait_for(lambda: run.last_step >= step + 5, agents[0])
     os.kill(run.workers()[0], signal.SIGKILL)  # the supervisor ends with it
     trains(2)
-    agents.append(run.launch())
-    trains(3)
-    for agent in (agents[0], agents[1], agents[3]):
+    if joins:
+      agents.append(run.launch())
+      trains(3)
+    for agent in [*agents[:2], *agents[3:]]:
       agent.send_signal(signal.SIGTERM)
     run.wait_for_processes(SLOW)
   last = run.last_step

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.support.hf_folders import TINY, random_params, relative
+from tests.support.seeds import few
 
 from trainer.config.schema import ModelSection
 from trainer.kernels import projection
@@ -107,7 +108,7 @@ def with_loads(params, load: np.ndarray):
   return jax.tree_util.tree_map_with_path(place, params)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(CASES.keys() - {"k = 2"}, CASES))  # other cases have two of several experts
 def test_logits_and_gradients(name):
   cfg = ModelSection(**{**MOE, **CASES[name]})
   model = DecoderFunctions(cfg, Kernels(dot_product, project=projection.choose("cpu", "")))

@@ -1,8 +1,8 @@
 """CPU budget of each test folder: measured in every run, printed at its end, and enforced with a margin of two.
 
 CPU seconds are those of this process, of its children that have ended, and of the runs that the fixture `server` has
-forked. Unlike wall time, they depend little on other work of the machine. With N cores, a run takes about the sum of
-the table divided by N.
+forked, with the workers of a launcher. Unlike wall time, they depend little on other work of the machine. With N cores,
+a run takes about the sum of the table divided by N.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BUDGETS = {
   "tests/data": 90,
   "tests/elastic": 200,
   "tests/kernels": 60,
-  "tests/launch": 140,
+  "tests/launch": 250,
   "tests/models": 60,
   "tests/observe": 60,
   "tests/report": 60,
@@ -42,6 +42,7 @@ class Budgets:
     self.server: Server | None = None
     self._last = 0.0
     self._spent: defaultdict[str, float] = defaultdict(float)
+    self._of_tests: defaultdict[str, float] = defaultdict(float)
 
   def pytest_collection_finish(self) -> None:
     self._last = self._cpu_seconds()
@@ -56,7 +57,9 @@ class Budgets:
 
   def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
     # pytest-xdist makes the report of a test that has ended its process.
-    self._spent[folder(report.nodeid)] += getattr(report, "cpu_seconds", 0.0)
+    seconds = getattr(report, "cpu_seconds", 0.0)
+    self._spent[folder(report.nodeid)] += seconds
+    self._of_tests[report.nodeid] += seconds
 
   def _cpu_seconds(self) -> float:
     return sum(os.times()[:4]) + (self.server.cpu_seconds() if self.server else 0)
@@ -74,6 +77,10 @@ class Budgets:
     terminalreporter.section("CPU seconds per folder", sep="=")
     for line in self.table():
       terminalreporter.write_line(line)
+    terminalreporter.section("tests with most CPU seconds", sep="=")
+    number = terminalreporter.config.option.durations or None  # as for the slowest durations, 0 means all
+    for test, seconds in sorted(self._of_tests.items(), key=lambda pair: -pair[1])[:number]:
+      terminalreporter.write_line(f"{seconds:7.1f}  {test}")
 
   def table(self) -> list[str]:
     """One line per folder: seconds, budget, and a remark if over; the last line is the sum."""

@@ -9,6 +9,7 @@ A launcher (`trainer.launch.local` or `agent`) has a forking process of its own,
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -25,8 +26,10 @@ from typing import IO, Any, NoReturn
 ROOT = Path(__file__).parents[2]
 TRAINER, LAUNCHERS = "trainer", ("trainer.launch.local", "trainer.launch.agent")
 PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent ends, however the parent ended
+PR_SET_CHILD_SUBREAPER = 36  # Linux: processes below this one whose parent has ended become its children
 # A variable of the server. A forked process writes its own variables over this one, where /proc/PID/environ shows them.
 SHOWN, SHOWN_BYTES = "TRAINER_FORKED_AS", 2000
+ENDLESS = "steps=999999"  # of a test whose run trains until the test has seen enough; such runs are slowed down
 
 
 class Server:
@@ -109,18 +112,35 @@ class Forked:
 
 def serve(requests: IO[str], answers: IO[str], *, orphans: bool) -> None:
   """Answers requests until their end. orphans: whether the forked processes may outlive this one."""
+  ended: dict[int, int] = {}  # process id -> wait status
   for line in requests:
     request = json.loads(line)
+    with contextlib.suppress(ChildProcessError):
+      while (found := os.waitpid(-1, os.WNOHANG))[0]:
+        ended[found[0]] = found[1]
     if "wait" in request:
-      pid, status = os.waitpid(request["wait"], os.WNOHANG)
-      answers.write(json.dumps(status if pid else None) + "\n")
+      answers.write(json.dumps(ended.pop(request["wait"], None)) + "\n")
     elif "cpu_seconds" in request:
       answers.write(f"{sum(os.times()[:4])}\n")
     elif pid := os.fork():
+      ended.pop(pid, None)  # of an earlier process with this id
       answers.write(f"{pid}\n")
     else:
       child(request, orphans)
     answers.flush()
+
+
+def slow_down() -> None:
+  """Of this process, every batch takes a moment: an endless run takes all cores from what its test waits for."""
+  from trainer.program.program import Feed
+
+  read = Feed._batch_of
+
+  def read_slowly(*arguments: Any) -> Any:
+    time.sleep(0.03)
+    return read(*arguments)
+
+  Feed._batch_of = read_slowly  # type: ignore[method-assign]
 
 
 def child(request: dict[str, Any], orphan: bool) -> NoReturn:
@@ -140,6 +160,8 @@ def child(request: dict[str, Any], orphan: bool) -> NoReturn:
   signal.signal(signal.SIGINT, signal.default_int_handler)
   if request["module"] in LAUNCHERS:
     fork_workers(request["log"])
+  elif orphan and ENDLESS in request["argv"]:
+    slow_down()
   if linux:
     show(request["environment"])
   os.environ.update(request["environment"])
@@ -195,5 +217,7 @@ if __name__ == "__main__":
   import trainer.launch.local
   import trainer.train  # noqa: F401
 
+  if sys.platform == "linux":  # the workers of a launcher that has ended are waited for, and count, here
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
   gc.freeze()  # otherwise each forked process looks for garbage among all that is imported, and copies its pages
   serve(sys.stdin, sys.stdout, orphans=False)

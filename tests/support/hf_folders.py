@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
-import transformers
 
 from trainer.checkpoint.arrays import state_tree
 from trainer.checkpoint.persistent import Persistent
@@ -73,6 +72,8 @@ def model(name: str, **changes: Any) -> ModelSection:
 
 def transformers_config(cfg: ModelSection) -> Any:
   """The configuration of the transformers model of the same shape."""
+  import transformers  # here: every worker of pytest imports this module, and few need a second of imports
+
   rope: dict[str, Any] = {"rope_type": "default", "rope_theta": cfg.rope_max_timescale}
   if cfg.rope_type == "llama3":
     rope |= {

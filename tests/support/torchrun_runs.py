@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.support.command import Process
+from tests.support.forked_runs import ENDLESS
 from tests.support.process_runs import ProcessRun
 
 from worlds.addresses import free_port
@@ -46,7 +47,9 @@ class TorchrunRun(ProcessRun):
     # The first node has the store, whichever process is the fastest: the run ends if that node is lost.
     conf = f"--rdzv-conf=last_call_timeout=3,is_host={str(self._nodes == 0).lower()}"
     self._nodes += 1
-    return self.spawn([*self._torchrun, conf, "-m", "trainer", *self.argv(*keys)], changes)
+    argv = self.argv(*keys)
+    module = "tests.support.slow_trainer" if ENDLESS in argv else "trainer"
+    return self.spawn([*self._torchrun, conf, "-m", module, *argv], changes)
 
   @contextlib.contextmanager
   def nodes(self, count: int) -> Iterator[list[Process]]:

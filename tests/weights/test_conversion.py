@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-import transformers
 from tests.support import hf_folders
 
 from trainer.config.errors import ConfigError
@@ -35,6 +34,8 @@ def assert_same_bits(found, expected):
 
 @pytest.mark.parametrize("number", range(len(hf_folders.MODELS)), ids=list(hf_folders.MODELS))
 def test_every_family_comes_back_with_the_same_bits(tmp_path, number):
+  import transformers  # here, as in hf_folders
+
   name = list(hf_folders.MODELS)[number]
   layers = 11 if number == 0 else 2  # two digits: "10" sorts before "2"
   cfg = hf_folders.model(name, base_num_decoder_layers=layers)

@@ -10,7 +10,6 @@ import time
 import kubernetes_validate
 import pytest
 import yaml
-from kubeflow_trainer_api import models
 from tests.launch.manifest.cases import COMMON, ELASTIC, IMAGE, LOCAL, RAY, RUN, VALID, one_line
 
 from trainer.config import load
@@ -58,6 +57,8 @@ def assert_schemas_accept(node: dict) -> None:
   """Kubernetes' schemas without unknown fields, and the JobSet's model, which drops unknown fields."""
   about = {"metadata": {"name": "x"}}
   if node["kind"] == "JobSet":
+    from kubeflow_trainer_api import models  # here: every worker of pytest imports this file, for a second
+
     assert models.JobsetV1alpha2JobSet.from_dict(node).to_dict() == node
     for spec in job_specs(node):
       job = {"apiVersion": "batch/v1", "kind": "Job", "spec": spec} | about

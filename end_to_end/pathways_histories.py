@@ -1,6 +1,6 @@
 """Runs a tiny model through random fault histories behind a stand-in for Pathways, with the real proxy client.
 
-  python -m end_to_end.pathways_histories [--count 200] [--first 0] [--processes]
+  python -m end_to_end.pathways_histories [--count 200] [--first 0] [--processes] [key=value ...]
 
 Seed i determines history i. The faults of end_to_end.elastic_histories (slices lost during a step, a snapshot, a save,
 an evaluation, a restore or a recovery, double faults, returns, flapping slices) happen in the stand-in, and a quarter
@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from end_to_end import elastic_histories
@@ -112,7 +112,7 @@ def wild_kills(stand_in: StandIn, seed: int) -> Iterator[Counter[str]]:
     thread.join()
 
 
-def warm(harness: Harness, seeds: Iterable[int]) -> None:
+def warm(harness: Harness, seeds: Iterable[int], keys: Sequence[str] = ()) -> None:
   """Compiles for every set of slices that the histories can come to, so that no recovery has a reason to compile."""
   never_lost = set(map(spared, seeds))
 
@@ -122,14 +122,12 @@ def warm(harness: Harness, seeds: Iterable[int]) -> None:
         if never_lost & set(slices):
           session.programs.step(cluster.view(slices))
 
-  harness.run("warm", [*elastic_histories.KEYS, *KEYS], prepare=compile_all)
+  harness.run("warm", [*elastic_histories.KEYS, *KEYS, *keys], prepare=compile_all)
 
 
-def run(harness: Harness, name: str, faults: str, fixed_mesh: bool) -> History:
-  """Runs with these faults and returns the history."""
-  least = -1 if fixed_mesh else 1
-  keys = [*elastic_histories.KEYS, *KEYS, f"fault_injection={faults}", f"elastic_min_slice_count={least}"]
-  return harness.run(name, keys)
+def run(harness: Harness, name: str, faults: str, fixed_mesh: bool, keys: Sequence[str] = ()) -> History:
+  """Runs with these faults and more `keys`, and returns the history."""
+  return elastic_histories.run(harness, name, faults, fixed_mesh, [*KEYS, *keys])
 
 
 def check(history: History, undisturbed: History, fixed_mesh: bool) -> list[str]:
@@ -151,29 +149,31 @@ def main() -> int:
   parser.add_argument("--count", type=int, default=200, help="number of histories")
   parser.add_argument("--first", type=int, default=0, help="seed of the first history")
   parser.add_argument("--processes", action="store_true", help="a process for each slice")
+  parser.add_argument("keys", nargs="*", metavar="key=value", help="for all runs, such as num_experts=4")
   options = parser.parse_args()
   stand_in = StandIn(processes=options.processes)
   try:
     with tempfile.TemporaryDirectory(prefix="pathways-histories-") as directory:
-      return run_all(Harness(Path(directory), stand_in.make_cluster), stand_in, options.first, options.count)
+      harness = Harness(Path(directory), stand_in.make_cluster)
+      return run_all(harness, stand_in, options.first, options.count, options.keys)
   finally:
     stand_in.close()
 
 
-def run_all(harness: Harness, stand_in: StandIn, first: int, count: int) -> int:
+def run_all(harness: Harness, stand_in: StandIn, first: int, count: int, keys: Sequence[str]) -> int:
   """Runs and checks the histories; returns the exit code."""
-  warm(harness, range(first, first + count))
-  undisturbed = run(harness, "undisturbed", "", fixed_mesh=True)
+  warm(harness, range(first, first + count), keys)
+  undisturbed = run(harness, "undisturbed", "", fixed_mesh=True, keys=keys)
   kinds: Counter[str] = Counter()  # faults that happened, by kind and moment
   recoveries: list[dict[str, object]] = []
   worst, start = 0.0, time.monotonic()
   for seed, (faults, fixed_mesh) in enumerate(histories(first, count), first):
     wild = wild_kills(stand_in, seed) if seed % WILD == WILD - 1 else contextlib.nullcontext(Counter[str]())
     with wild as at_random_times:
-      history = run(harness, f"history-{seed}", faults, fixed_mesh)
+      history = run(harness, f"history-{seed}", faults, fixed_mesh, keys)
     if broken := check(history, undisturbed, fixed_mesh):
       print(f"history {seed} (fault_injection='{faults}', fixed mesh: {fixed_mesh}):", *broken, sep="\n  ")
-      print(f"repeat with: python -m end_to_end.pathways_histories --first {seed} --count 1")
+      print(f"repeat with: python -m end_to_end.pathways_histories --first {seed} --count 1 {' '.join(keys)}")
       return 1
     kinds.update(elastic_histories.kind(record["fault"]) for record in history.of_kind("fault_injected"))
     kinds.update(at_random_times)

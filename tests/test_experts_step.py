@@ -13,10 +13,13 @@ from tests import test_step
 from tests.support.seeds import few
 from tests.test_step import ROWS, T, assert_close, config, packed_batch
 
+from trainer.kernels.attention_xla import dot_product
 from trainer.models import experts
+from trainer.models.layers import Kernels
 
 EXPERTS, K = 4, 2
 MOE = {"num_experts": EXPERTS, "num_experts_per_tok": K, "base_moe_mlp_dim": 16, "load_balance_loss_weight": 0.1}
+BIASED = {**MOE, "load_balance_loss_weight": 0.0, "routed_bias_update_rate": 0.5}
 MESHES = test_step.MESHES | {"context": ((1, 2), {"ici_context_parallelism": 2, "ici_fsdp_parallelism": 1})}
 
 
@@ -51,6 +54,59 @@ def test_three_of_four_slices_train_on_the_same_batch():
   built = test_step.compiled(cfg, (3, 2), total=4)
   assert built.program.plan.micro_batches == 2
   assert_same_as_one_device(test_step.two_steps(cfg, built))
+
+
+@functools.cache
+def biased_reference():
+  return test_step.run(config(model=BIASED))
+
+
+def routed_bias(params) -> np.ndarray:
+  """[L, E]"""
+  return np.asarray(params["layers"]["feed_forward"]["routed_bias"])
+
+
+@pytest.mark.parametrize("where, rows, accumulation, total", [((1, 1), ROWS / 4, 4, 1), ((3, 2), ROWS / 8, 1, 4)])
+def test_the_routed_bias_has_the_same_bits_for_every_division_of_the_batch(where, rows, accumulation, total):
+  divided = {"data": {"per_device_batch_size": rows}, "optimizer": {"gradient_accumulation_steps": accumulation}}
+  cfg = config(model=BIASED, **divided)
+  got = test_step.two_steps(cfg, test_step.compiled(cfg, where, total))
+  assert_close(got, biased_reference(), 5e-6)
+  np.testing.assert_array_equal(routed_bias(got[1].params), routed_bias(biased_reference()[1].params))
+  moved = routed_bias(got[1].params) - routed_bias(test_step.fresh(cfg).params)
+  assert set(np.unique(moved.round(5))) <= {-2, -1, 0, 1, 2} and moved.any()
+
+
+def test_the_routed_bias_changes_the_choice_and_not_the_weights_of_the_experts():
+  cfg = config(model=BIASED).model
+  layer = experts.Experts(cfg, Kernels(dot_product), 0.1, keys=jax.random.split(jax.random.key(0), 4))
+  layer.router[...] *= 20
+  bias = np.array([3.0, 0.0, -3.0, 1.0], np.float32)
+  layer.routed_bias[...] = jnp.asarray(bias)
+  x = np.random.default_rng(0).normal(size=(2, 16, cfg.emb_dim)).astype(np.float32)
+  got = np.asarray(layer(jnp.asarray(x, cfg.dtype), jnp.ones((2, 16), jnp.int32)), np.float32)
+  gate, up, down, router = (np.asarray(w[...], np.float64) for w in (layer.gate, layer.up, layer.down, layer.router))
+  logits = x @ router
+  chosen = np.argsort(-(logits + cfg.routed_bias_update_rate * bias))[..., :K]
+  assert (np.sort(chosen) != np.sort(np.argsort(-logits)[..., :K])).any()
+  weights = np.take_along_axis(np.exp(logits), chosen, axis=-1)
+  weights /= weights.sum(axis=-1, keepdims=True)
+  hidden = np.einsum("btd,edf->btef", x, gate)
+  hidden = hidden / (1 + np.exp(-hidden)) * np.einsum("btd,edf->btef", x, up)
+  outputs = np.take_along_axis(np.einsum("btef,efd->bted", hidden, down), chosen[..., None], axis=2)
+  want = (outputs * weights[..., None]).sum(axis=2)
+  np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def test_the_routed_bias_rises_below_the_mean_load_and_falls_above_it():
+  layer = {"router": jnp.ones((2, 5)), "load": jnp.full((1, 5), K / 5), "routed_bias": jnp.full((1, 5), 7.0)}
+  after, _ = experts.take_loads({"layers": layer}, [jnp.array([[4.0, 0.0, 2.0, 1.0, 3.0]])])
+  np.testing.assert_array_equal(after["layers"]["routed_bias"], [[6.0, 8.0, 7.0, 8.0, 6.0]])
+
+
+def test_a_model_without_a_rate_has_no_routed_bias():
+  params = test_step.fresh(config(model=MOE)).params
+  assert "routed_bias" not in params["layers"]["feed_forward"]
 
 
 @functools.cache

@@ -75,6 +75,18 @@ def test_experts_start_with_an_even_load_and_are_read_by_shards(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded, expected)
 
 
+def test_a_model_with_a_routed_bias_is_refused_by_an_export_and_by_a_run_without_the_bias(tmp_path):
+  cfg = hf_folders.model("qwen3-moe", routed_bias_update_rate=0.01)
+  hf_folders.write_run(tmp_path / "run", Config(model=cfg), hf_folders.random_params(cfg))
+  source = sources.open_source(str(tmp_path / "run"))
+  with pytest.raises(ConfigError, match=r"routed_bias_update_rate=0\.01, and Qwen3-MoE has no bias"):
+    export.export(source, str(tmp_path / "back"))
+  assert not (tmp_path / "back").exists()
+  source.check(cfg)
+  with pytest.raises(ConfigError, match=r"routed_bias_update_rate=0\.0, there 0\.01"):
+    source.check(hf_folders.model("qwen3-moe"))
+
+
 def test_older_readers_find_their_fields(tmp_path):
   """vLLM, SGLang and llama.cpp of 2025 read rope_theta, rope_scaling, torch_dtype and head_dim."""
   config = hf_folders.model("llama3.2")

@@ -10,6 +10,7 @@ CHANGES_STATE = frozenset({
   "base_emb_dim", "base_num_decoder_layers", "base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "head_dim",
   "vocab_size", "global_parameter_scale", "use_qk_norm", "logits_via_embedding", "opt_type",
   "num_experts", "base_moe_mlp_dim", "decoder_sparse_step", "mlp_only_layers",
+  "routed_bias_update_rate",
 })  # fmt: skip
 
 # The function that the model computes, the types of its arrays (a checkpoint is cast to them), and the initialization:

@@ -141,6 +141,11 @@ class ModelSection(Section):
     ge=0,
     description="Weight of the loss that balances the load of the experts: E times the sum over experts of their load in the step before times their mean probability, as a mean over layers.",
   )
+  routed_bias_update_rate: float = Field(
+    0.0,
+    ge=0,
+    description="Balances the load of the experts without a loss: a bias on the router's logits, only for the choice of the k experts. After a step it rises by this rate for experts with less than the mean load and falls for experts with more. 0: no bias.",
+  )
   head_dim: Annotated[int, Field(ge=1, le=2**13)] = Field(
     64, description="H: width of one attention head. Must be even."
   )

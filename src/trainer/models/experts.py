@@ -52,6 +52,8 @@ class Experts(nnx.Module):
     self.down = normal_param(down_key, (E, F, D), self.DOWN_AXES, out_std, cfg)
     # Mean number of choices per token that fell on each expert in the last step. They add up to k.
     self.load = nnx.Param(jnp.full((E,), cfg.num_experts_per_tok / E, jnp.float32), axes=("load",))
+    if cfg.routed_bias_update_rate > 0:  # counted in updates: a whole number for each expert
+      self.routed_bias = nnx.Param(jnp.zeros((E,), jnp.float32), axes=("load",))
     self.cfg = cfg
     self.kernels = kernels
 
@@ -62,7 +64,12 @@ class Experts(nnx.Module):
     route = dataclasses.replace(project, function=projection.PLAIN.function, prepare_input=lambda x: x)
     logits = constrain(route(x_BTD, self.router[...], self.ROUTER_AXES), "batch", "length", "experts")
     probs_BTE = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-    scores, chosen = jax.lax.top_k(probs_BTE, cfg.num_experts_per_tok)
+    if cfg.routed_bias_update_rate > 0:  # it decides only which experts are chosen
+      bias = cfg.routed_bias_update_rate * self.routed_bias[...]
+      _, chosen = jax.lax.top_k(jax.lax.stop_gradient(logits.astype(jnp.float32) + bias), cfg.num_experts_per_tok)
+      scores = jnp.take_along_axis(probs_BTE, chosen, axis=-1)
+    else:
+      scores, chosen = jax.lax.top_k(probs_BTE, cfg.num_experts_per_tok)
     if cfg.norm_topk_prob:
       scores = scores / jnp.sum(scores, axis=-1, keepdims=True)
     weights = [self.gate[...], self.up[...], jnp.swapaxes(self.down[...], 1, 2)]
@@ -152,28 +159,32 @@ def split_loads(grads: Params) -> tuple[Params, list[jax.Array]]:
   """Returns the gradients with zeros for the loads of experts, and the counts that stood there, [E] or [L, E] each."""
   counts: list[jax.Array] = []
 
-  def take(count: jax.Array) -> jax.Array:
-    counts.append(count)
-    return jnp.zeros_like(count)
+  def take(layer: Params) -> Params:
+    counts.append(layer["load"])
+    return layer | {"load": jnp.zeros_like(layer["load"])}
 
-  return _map_loads(take, grads), counts
+  return _map_experts(take, grads), counts
 
 
 def take_loads(params: Params, counts: list[jax.Array]) -> tuple[Params, dict[str, jax.Array]]:
   """Returns the weights with the loads of the experts from `counts` (of `split_loads`), and the step's METRICS.
 
-  Without experts, returns the weights and {}.
+  A routed bias rises by 1 for experts with less than the mean load and falls by 1 for experts with more. Without
+  experts, returns the weights and {}.
   """
   left, shares = iter(counts), []
 
-  def replace(load: jax.Array) -> jax.Array:
-    count = next(left)
+  def replace(layer: Params) -> Params:
+    count, load = next(left), layer["load"]
     total, k = (jnp.sum(array, axis=-1, keepdims=True) for array in (count, load))
     load = jnp.where(total > 0, count / jnp.maximum(total, 1.0) * k, load)
     shares.append((load / k).reshape(-1, load.shape[-1]))
-    return load
+    changed = {"load": load}
+    if "routed_bias" in layer:
+      changed["routed_bias"] = layer["routed_bias"] + jnp.sign(total / count.shape[-1] - count)
+    return layer | changed
 
-  params = _map_loads(replace, params)
+  params = _map_experts(replace, params)
   if not shares:
     return params, {}
   all_shares = jnp.concatenate(shares)
@@ -183,10 +194,10 @@ def take_loads(params: Params, counts: list[jax.Array]) -> tuple[Params, dict[st
   return params, dict(zip(METRICS, values, strict=True))
 
 
-def _map_loads(change: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
-  """Returns a tree of weights with change(load) for the load of every mixture of experts."""
+def _map_experts(change: Callable[[Params], Params], tree: Any) -> Any:
+  """Returns a tree of weights with change(weights) for the weights of every mixture of experts."""
   if not isinstance(tree, dict):
     return tree
   if "load" in tree and "router" in tree:
-    return tree | {"load": change(tree["load"])}
-  return {name: _map_loads(change, value) for name, value in tree.items()}
+    return change(tree)
+  return {name: _map_experts(change, value) for name, value in tree.items()}

@@ -74,6 +74,11 @@ def export(
   """
   if source.stored:
     raise ConfigError(f"{source.where}: is a Hugging Face folder already. Give RUN_DIR or RUN_DIR@STEP.")
+  if rate := source.model.routed_bias_update_rate:
+    raise ConfigError(
+      f"{source.where}: routed_bias_update_rate={rate:g}, and Qwen3-MoE has no bias of the router: the export would "
+      "choose other experts. Train with load_balance_loss_weight and routed_bias_update_rate=0 instead."
+    )
   parts = _parts(source, dtype)
   with new_folder(directory) as folder:
     files = _write_shards(source, folder, parts, shard_bytes, report)

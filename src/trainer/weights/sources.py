@@ -38,7 +38,9 @@ _SIZES = (
   "logits_via_embedding normalization_layer_epsilon rope_max_timescale rope_type"
 ).split()
 _ROPE = ("rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_position_embeddings").split()
-_EXPERTS = "num_experts num_experts_per_tok moe_mlp_dim norm_topk_prob decoder_sparse_step dense_layers".split()
+_EXPERTS = (
+  "num_experts num_experts_per_tok moe_mlp_dim norm_topk_prob decoder_sparse_step dense_layers routed_bias_update_rate"
+).split()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,122 @@
+"""Trains a dense model and mixtures of experts of equal active size, step by step on the same batches.
+
+    python -m end_to_end.benchmarks.experts [--steps 400] [--trial "key=value ..."] [key=value ...]
+
+Prints a row for each model and every quarter of the steps: the held-out loss in nats per token, the load of the most
+and the least used expert and the entropy of the loads (means over the quarter), the median tokens/s, and the share of
+the dense model's FLOP/s. The models take turns after every step, so that other jobs on the machine slow down all.
+--trial replaces the default mixtures and can be repeated: keys of one model. Other keys are for all models. `exact`
+among the keys of a trial: the balance loss uses the load of the same micro-batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from end_to_end.benchmarks.common import positive
+from tests.support.command import ROOT
+
+from trainer.config import counts
+from trainer.config.load import load
+from trainer.data import make_loader
+from trainer.models import experts
+from trainer.program import program, step
+
+MODEL = (
+  "base_emb_dim=128 base_num_decoder_layers=2 base_num_query_heads=2 base_num_kv_heads=1 base_mlp_dim=256 "
+  "base_moe_mlp_dim=128 vocab_size=1024 max_target_length=128 "
+  "opt_type=adamw learning_rate=0.002"  # Muon takes most of a step of so small a model
+)
+EXACT = "exact"
+LOSS = "load_balance_loss_weight=0.02 routed_bias_update_rate=0"
+TRIALS = ["", LOSS, f"{EXACT} {LOSS}"]
+EVALUATIONS = 8  # batches
+FIELDS = ("router_load_max", "router_load_min", "router_entropy")
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--steps", type=positive, default=400)
+  parser.add_argument("--trial", action="append")
+  parser.add_argument("keys", nargs="*")
+  args = parser.parse_args()
+  keys = [*MODEL.split(), *args.keys, f"steps={args.steps}"]
+  models = [Model("dense", "quickstart", keys)]
+  models += [Model(trial, "quickstart_experts", [*keys, *trial.split()]) for trial in args.trial or TRIALS]
+  print(
+    "| model | step | held-out loss | busiest | least used | entropy | tokens/s | share of FLOP/s |\n"
+    + "|---" * 8
+    + "|"
+  )
+  period = max(1, args.steps // 4)
+  for done in range(1, args.steps + 1):
+    for model in models:
+      model.train()
+    if done % period == 0:
+      for model in models:
+        print(model.row(done, period, models[0]), flush=True)
+
+
+class Model:
+  """A model in training."""
+
+  def __init__(self, name: str, base: str, keys: list[str]) -> None:
+    self._name = name or base
+    given = [str(ROOT / "configs" / f"{base}.yml"), *(key for key in keys if key != EXACT)]
+    config = load(given, check_paths=False)
+    self._flops = counts.flops_per_token(config.model, config.data.max_target_length)
+    self._program = program.build(config, [jax.devices()[:1]], 1)
+    with mock.patch.object(experts, "_balanced", _exact if EXACT in keys else experts._balanced):
+      self._step = self._program.compile()
+    vocab, shape = config.model.vocab_size, self._program.batch.tokens.shape
+    self._tokens = int(np.prod(shape))
+    feed = lambda split: program.Feed(
+      make_loader(config.data, vocab_size=vocab, global_batch_size=shape[1], split=split), self._program
+    )
+    self._train, self._held_out = feed("train"), feed("eval")
+    self._state = self._program.init(jax.random.key(0))
+    self._values: list[dict[str, float]] = []
+    self._seconds: list[float] = []
+
+  def train(self) -> None:
+    batch = self._train(len(self._values))
+    started = time.perf_counter()
+    self._state, metrics = self._step(self._state, batch)
+    self._values.append(step.metric_values(metrics))
+    self._seconds.append(time.perf_counter() - started)
+
+  def row(self, done: int, period: int, dense: Model) -> str:
+    """A row of the table for the last `period` steps."""
+    sums = [self._program.evaluate(self._state.params, self._held_out(i)) for i in range(EVALUATIONS)]
+    loss, weight = np.sum(jax.device_get(sums), axis=0)
+    last = [np.mean([values.get(field, np.nan) for values in self._values[-period:]]) for field in FIELDS]
+    rates = [each._tokens / np.median(each._seconds[-period:]) for each in (self, dense)]
+    share = rates[0] * self._flops / (rates[1] * dense._flops)
+    cells = (f"{loss / weight:.3f}", *(f"{value:.2f}" for value in last), f"{rates[0]:.0f}", f"{share:.2f}")
+    return f"| {self._name} | {done} | {' | '.join(cells)} |"
+
+
+def _exact(
+  out: jax.Array,
+  probs: jax.Array,
+  chosen: jax.Array,
+  load: jax.Array,
+  real: jax.Array,
+  strength: float,
+  function: Callable[..., jax.Array] = experts._balanced,
+) -> jax.Array:
+  """`_balanced` with the load of this micro-batch; the gradient of `load` stays a count."""
+  tokens: Any = jnp.maximum(jnp.sum(real, dtype=jnp.float32), 1.0)
+  now = jnp.sum(jax.nn.one_hot(chosen, len(load)) * real[..., None, None], axis=(0, 1, 2)) / tokens
+  return function(out, probs, chosen, load + jax.lax.stop_gradient(now - load), real, strength)
+
+
+if __name__ == "__main__":
+  main()

@@ -16,7 +16,10 @@ from trainer.models import experts
 
 EXPERTS, K = 4, 2
 MOE = {"num_experts": EXPERTS, "num_experts_per_tok": K, "base_moe_mlp_dim": 16, "load_balance_loss_weight": 0.1}
-MESHES = test_step.MESHES | {"context": ((1, 2), {"ici_context_parallelism": 2, "ici_fsdp_parallelism": 1})}
+MESHES = test_step.MESHES | {
+  "experts, tensor": ((2, 4), {"ici_expert_parallelism": 2, "ici_tensor_parallelism": 2}),
+  "experts in groups, context": ((1, 8), {"ici_expert_parallelism": 2, "ici_context_parallelism": 2}),
+}
 
 
 @functools.cache
@@ -37,11 +40,13 @@ def assert_same_as_one_device(got) -> None:
       assert ours[key] == pytest.approx(theirs[key], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["all", "fsdp-across", "context"])
+@pytest.mark.parametrize("name", ["all", "fsdp-across", "experts, tensor", "experts in groups, context"])
 def test_sharded_equals_unsharded(name):
   where, parallelism = MESHES[name]
   cfg = config(model=MOE, data={"per_device_batch_size": ROWS / math.prod(where)}, parallelism=parallelism)
-  assert_same_as_one_device(test_step.run(cfg, where))
+  built = test_step.compiled(cfg, where)
+  assert ("all_to_all" in built.program.lower().as_text()) == name.startswith("experts")
+  assert_same_as_one_device(test_step.two_steps(cfg, built))
 
 
 def test_three_of_four_slices_train_on_the_same_batch():

@@ -381,6 +381,10 @@ class ParallelismSection(Section):
   )
   ici_data_parallelism: Parallelism = Field(1, description="Replicas inside a slice.")
   ici_fsdp_parallelism: Parallelism = Field(-1, description="Sharding of parameters and batch inside a slice.")
+  ici_expert_parallelism: Annotated[int, Field(ge=1, le=2**12)] = Field(
+    1,
+    description="Devices of a slice that share the experts: each computes its part of them for the tokens of all. For other weights and the batch it counts as more ici_fsdp_parallelism. Must divide num_experts.",
+  )
   ici_tensor_parallelism: Parallelism = Field(
     1, description="Sharding of heads, feed-forward and vocabulary inside a slice."
   )

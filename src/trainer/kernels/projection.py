@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from trainer.kernels import quantized
 from trainer.parallel import sharding
+from trainer.parallel.expert_groups import NO_GROUPS, ExpertGroups
 from trainer.parallel.mesh import CONTEXT, TENSOR
 
 Axes = tuple[str, ...]
@@ -57,23 +58,26 @@ class Projection:
     axes: Axes,
     dtype: jnp.dtype,
     sums_over_tensor: bool = False,
+    groups: ExpertGroups = NO_GROUPS,
   ) -> jax.Array:
     """Returns multiply(x, whole w). The shards of w travel in `dtype`, or in gather_dtype."""
-    run = lambda x, w: sharding.with_whole_weight(multiply, x, w, axes, self.first_stage, sums_over_tensor)
+    run = lambda x, w: sharding.with_whole_weight(multiply, x, w, axes, self.first_stage, sums_over_tensor, groups)
     # Without the barrier, the TPU compiler may choose the layout of a shard for a later matmul, and then copy the whole
     # gathered weight.
     shard = _with_barrier(w).astype(self.gather_dtype or dtype)
     return (jax.checkpoint(run) if self.gathers_again else run)(x, shard)
 
-  def with_whole(self, run: Callable[[Any, jax.Array], jax.Array], x: Any, w: jax.Array, axes: Axes) -> jax.Array:
+  def with_whole(
+    self, run: Callable[[Any, jax.Array], jax.Array], x: Any, w: jax.Array, axes: Axes, groups: ExpertGroups
+  ) -> jax.Array:
     """Returns run(x, whole w) [B, T, ...] for arrays x [B, T, ...]; axes: the logical axes of w, of which tensor shards
     the last.
 
     For more than a matmul: `run` gets the tokens of one shard of fsdp and context, and w is gathered for it. It is
-    manual over tensor, if that has shards, and adds up their results.
+    manual over tensor, if that has shards, and adds up their results. groups: of devices that have different experts.
     """
     if sharding.is_manual_over_fsdp():
-      return self._gathered(run, x, w, axes, w.dtype, sums_over_tensor=True)
+      return self._gathered(run, x, w, axes, w.dtype, sums_over_tensor=True, groups=groups)
     own, shard = PartitionSpec(None, CONTEXT), PartitionSpec(*[None] * (w.ndim - 1), TENSOR)
     return sharding.on_shards((TENSOR, CONTEXT), run, (own, shard), own, x, w)
 

@@ -22,9 +22,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from trainer.config.schema import ModelSection
-from trainer.kernels import projection
+from trainer.kernels import grouped_matmul, projection
 from trainer.models.layers import Kernels, normal_param, swiglu
 from trainer.parallel import sharding
+from trainer.parallel.expert_groups import NO_GROUPS, ExpertGroups
 from trainer.parallel.mesh import TENSOR
 from trainer.parallel.sharding import constrain
 
@@ -67,27 +68,45 @@ class Experts(nnx.Module):
       scores = scores / jnp.sum(scores, axis=-1, keepdims=True)
     weights = [self.gate[...], self.up[...], jnp.swapaxes(self.down[...], 1, 2)]
     joined = jnp.stack([w.astype(x_BTD.dtype) for w in weights])
-    run = functools.partial(_run, self.kernels)
+    groups = self.kernels.expert_groups if sharding.is_manual_over_fsdp() else NO_GROUPS
+    run = functools.partial(_run, self.kernels, groups)
     given = (x_BTD, chosen, scores.astype(x_BTD.dtype))
-    out = project.with_whole(run, given, joined, ("joined", *self.UP_AXES))
+    out = project.with_whole(run, given, joined, ("joined", *self.UP_AXES), groups)
     strength = cfg.load_balance_loss_weight * cfg.num_experts / cfg.num_decoder_layers
     out = _balanced(out, probs_BTE, chosen, self.load[...], segment_ids_BT != 0, strength)
     return checkpoint_name(constrain(out, "batch", "length", "embed"), "mlpwo")
 
 
-def _run(kernels: Kernels, given: tuple[jax.Array, ...], w_3EDF: jax.Array) -> jax.Array:
-  """Returns the output of the experts [B, T, D] for x [B, T, D], chosen experts and scores [B, T, k]."""
-  out = _compute(kernels, given, w_3EDF)
-  return out if sharding.num_shards(TENSOR) == 1 else jax.lax.psum(out, TENSOR)
+def _run(kernels: Kernels, groups: ExpertGroups, given: tuple[jax.Array, ...], w_3EDF: jax.Array) -> jax.Array:
+  """Returns the output of the experts [B, T, D] for x [B, T, D], chosen experts and scores [B, T, k].
+
+  w_3EDF: the weights of the device's own experts, if there are `groups`.
+  """
+  E = w_3EDF.shape[1] * groups.size
+  dtype = jnp.dtype(kernels.project.gather_dtype or given[0].dtype)
+  if groups.size > 1:
+    x_BTD, chosen_BTk, scores_BTk = given
+    # The device's own experts come first: the rows of the others then lie behind them.
+    chosen_BTk = (groups.gather_tokens(chosen_BTk, chosen_BTk.dtype) - groups.first_expert(w_3EDF.shape[1])) % E
+    given = groups.gather_tokens(x_BTD, dtype), chosen_BTk, groups.gather_tokens(scores_BTk, dtype)
+  out = _compute(kernels, given, w_3EDF, E)
+  if sharding.num_shards(TENSOR) > 1:
+    out = jax.lax.psum(out, TENSOR)
+  return groups.scatter_tokens(out, dtype) if groups.size > 1 else out
 
 
-def _compute(kernels: Kernels, given: tuple[jax.Array, ...], w_3EDF: jax.Array) -> jax.Array:
-  """`_run` with all of F, or with one shard of it: then the result is a term of the sum over shards."""
+def _compute(kernels: Kernels, given: tuple[jax.Array, ...], w_3EDF: jax.Array, E: int) -> jax.Array:
+  """Returns the sum of the results of those of E experts, the first ones, whose weights are given.
+
+  With one shard of F, it is a term of the sum over shards.
+  """
   x_BTD, chosen_BTk, scores_BTk = given
   k, D = chosen_BTk.shape[-1], x_BTD.shape[-1]
-  order, back, sizes = _sorted_by_expert(chosen_BTk.reshape(-1), w_3EDF.shape[1])
+  own, multiply = w_3EDF.shape[1], kernels.grouped_matmul
+  order, back, sizes = _sorted_by_expert(chosen_BTk.reshape(-1), E)
   rows = _permute(jnp.repeat(x_BTD.reshape(-1, D), k, axis=0), order, back)
-  multiply = kernels.grouped_matmul
+  if own < E:
+    multiply, sizes = grouped_matmul.with_rows_behind(multiply), sizes[:own]
   gate = checkpoint_name(multiply(rows, w_3EDF[0], sizes), "mlpwi_0")
   up = checkpoint_name(multiply(rows, w_3EDF[1], sizes), "mlpwi_1")
   down = multiply(swiglu(gate, up), jnp.swapaxes(w_3EDF[2], 1, 2), sizes)

@@ -366,7 +366,7 @@ class DataSection(Section):
 
 
 class ParallelismSection(Section):
-  """The device mesh. Its axes are data, fsdp, tensor and context. Each axis has a size across slices (dcn_*) and a size inside a slice (ici_*). One size of each group may be -1: it is computed from the number of devices."""
+  """The device mesh. Its axes are data, fsdp, tensor and context; the devices that share experts are a part of fsdp. Each axis has a size across slices (dcn_*) and a size inside a slice (ici_*). One size of each group may be -1: it is computed from the number of devices."""
 
   dcn_data_parallelism: Parallelism = Field(-1, description="Replicas across slices.")
   dcn_fsdp_parallelism: Parallelism = Field(

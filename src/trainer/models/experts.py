@@ -106,7 +106,7 @@ def _compute(kernels: Kernels, given: tuple[jax.Array, ...], w_3EDF: jax.Array, 
   order, back, sizes = _sorted_by_expert(chosen_BTk.reshape(-1), E)
   rows = _permute(jnp.repeat(x_BTD.reshape(-1, D), k, axis=0), order, back)
   if own < E:
-    multiply, sizes = grouped_matmul.with_rows_behind(multiply), sizes[:own]
+    multiply, sizes = grouped_matmul.with_rows_behind(multiply, E // own), sizes[:own]
   gate = checkpoint_name(multiply(rows, w_3EDF[0], sizes), "mlpwi_0")
   up = checkpoint_name(multiply(rows, w_3EDF[1], sizes), "mlpwi_1")
   down = multiply(swiglu(gate, up), jnp.swapaxes(w_3EDF[2], 1, 2), sizes)

@@ -16,9 +16,11 @@ from trainer.models import experts
 
 EXPERTS, K = 4, 2
 MOE = {"num_experts": EXPERTS, "num_experts_per_tok": K, "base_moe_mlp_dim": 16, "load_balance_loss_weight": 0.1}
+# On eight devices of fsdp, four experts are stored in parts.
 MESHES = test_step.MESHES | {
-  "experts, tensor": ((2, 4), {"ici_expert_parallelism": 2, "ici_tensor_parallelism": 2}),
-  "experts in groups, context": ((1, 8), {"ici_expert_parallelism": 2, "ici_context_parallelism": 2}),
+  "shared, tensor": ((2, 4), {"ici_expert_parallelism": 2, "ici_tensor_parallelism": 2}),
+  "shared in groups, context": ((1, 8), {"ici_expert_parallelism": 2, "ici_context_parallelism": 2}),
+  "shared in groups, in parts": ((1, 8), {"ici_expert_parallelism": 2}),
 }
 
 
@@ -40,12 +42,14 @@ def assert_same_as_one_device(got) -> None:
       assert ours[key] == pytest.approx(theirs[key], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["all", "fsdp-across", "experts, tensor", "experts in groups, context"])
+@pytest.mark.parametrize("name", ["all", "fsdp", *(name for name in MESHES if name.startswith("shared"))])
 def test_sharded_equals_unsharded(name):
   where, parallelism = MESHES[name]
   cfg = config(model=MOE, data={"per_device_batch_size": ROWS / math.prod(where)}, parallelism=parallelism)
   built = test_step.compiled(cfg, where)
-  assert ("all_to_all" in built.program.lower().as_text()) == name.startswith("experts")
+  lowered = built.program.lower().as_text(debug_info=True)
+  assert ("one_of_2_parts" in lowered) == name.startswith("shared")
+  assert ("feed_forward/all_to_all" in lowered) == name.endswith("in parts")
   assert_same_as_one_device(test_step.two_steps(cfg, built))
 
 

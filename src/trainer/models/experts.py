@@ -25,11 +25,12 @@ from trainer.config.schema import ModelSection
 from trainer.kernels import grouped_matmul, projection
 from trainer.models.layers import Kernels, normal_param, swiglu
 from trainer.parallel import sharding
-from trainer.parallel.expert_groups import NO_GROUPS, ExpertGroups
+from trainer.parallel.expert_shards import ExpertShards
 from trainer.parallel.mesh import TENSOR
 from trainer.parallel.sharding import constrain
 
 Params = dict[str, Any]
+Weights = tuple[jax.Array, jax.Array, jax.Array]  # gate [E, D, F], up [E, D, F], down [E, F, D]
 
 # The metrics of a step: the largest and the smallest load of an expert of any layer, relative to an even one, and the
 # mean entropy of the loads of a layer, relative to that of even ones.
@@ -66,50 +67,50 @@ class Experts(nnx.Module):
     scores, chosen = jax.lax.top_k(probs_BTE, cfg.num_experts_per_tok)
     if cfg.norm_topk_prob:
       scores = scores / jnp.sum(scores, axis=-1, keepdims=True)
-    weights = [self.gate[...], self.up[...], jnp.swapaxes(self.down[...], 1, 2)]
-    joined = jnp.stack([w.astype(x_BTD.dtype) for w in weights])
-    groups = self.kernels.expert_groups if sharding.is_manual_over_fsdp() else NO_GROUPS
-    run = functools.partial(_run, self.kernels, groups)
-    given = (x_BTD, chosen, scores.astype(x_BTD.dtype))
-    out = project.with_whole(run, given, joined, ("joined", *self.UP_AXES), groups)
+    weights = tuple(project.to_gather(w[...], x_BTD.dtype) for w in (self.gate, self.up, self.down))
+    shards = ExpertShards(cfg.num_experts, self.kernels.expert_parallelism, project.first_stage)
+    compute = functools.partial(_run, self.kernels, shards)
+    run = lambda given, weights: shards.run(compute, given, weights, (self.UP_AXES, self.UP_AXES, self.DOWN_AXES))
+    out = project.gathering(run)((x_BTD, chosen, scores.astype(x_BTD.dtype)), weights)
     strength = cfg.load_balance_loss_weight * cfg.num_experts / cfg.num_decoder_layers
     out = _balanced(out, probs_BTE, chosen, self.load[...], segment_ids_BT != 0, strength)
     return checkpoint_name(constrain(out, "batch", "length", "embed"), "mlpwo")
 
 
-def _run(kernels: Kernels, groups: ExpertGroups, given: tuple[jax.Array, ...], w_3EDF: jax.Array) -> jax.Array:
+def _run(kernels: Kernels, shards: ExpertShards, given: tuple[jax.Array, ...], weights: Weights) -> jax.Array:
   """Returns the output of the experts [B, T, D] for x [B, T, D], chosen experts and scores [B, T, k].
 
-  w_3EDF: the weights of the device's own experts, if there are `groups`.
+  weights: of the device's experts.
   """
-  E = w_3EDF.shape[1] * groups.size
-  dtype = jnp.dtype(kernels.project.gather_dtype or given[0].dtype)
-  if groups.size > 1:
-    x_BTD, chosen_BTk, scores_BTk = given
-    # The device's own experts come first: the rows of the others then lie behind them.
-    chosen_BTk = (groups.gather_tokens(chosen_BTk, chosen_BTk.dtype) - groups.first_expert(w_3EDF.shape[1])) % E
-    given = groups.gather_tokens(x_BTD, dtype), chosen_BTk, groups.gather_tokens(scores_BTk, dtype)
-  out = _compute(kernels, given, w_3EDF, E)
+  x_BTD, chosen_BTk, scores_BTk = given
+  shares = len(weights[0]) < shards.experts
+  dtype = jnp.dtype(kernels.project.gather_dtype or x_BTD.dtype)
+  if shares:
+    chosen_BTk = shards.numbered(shards.gather_tokens(chosen_BTk, chosen_BTk.dtype))
+    x_BTD, scores_BTk = (shards.gather_tokens(array, dtype) for array in (x_BTD, scores_BTk))
+  out = _compute(kernels, x_BTD, chosen_BTk, scores_BTk, weights, shards.experts)
   if sharding.num_shards(TENSOR) > 1:
     out = jax.lax.psum(out, TENSOR)
-  return groups.scatter_tokens(out, dtype) if groups.size > 1 else out
+  return shards.scatter_tokens(out, dtype) if shares else out
 
 
-def _compute(kernels: Kernels, given: tuple[jax.Array, ...], w_3EDF: jax.Array, E: int) -> jax.Array:
+def _compute(
+  kernels: Kernels, x_BTD: jax.Array, chosen_BTk: jax.Array, scores_BTk: jax.Array, weights: Weights, E: int
+) -> jax.Array:
   """Returns the sum of the results of those of E experts, the first ones, whose weights are given.
 
   With one shard of F, it is a term of the sum over shards.
   """
-  x_BTD, chosen_BTk, scores_BTk = given
   k, D = chosen_BTk.shape[-1], x_BTD.shape[-1]
-  own, multiply = w_3EDF.shape[1], kernels.grouped_matmul
   order, back, sizes = _sorted_by_expert(chosen_BTk.reshape(-1), E)
   rows = _permute(jnp.repeat(x_BTD.reshape(-1, D), k, axis=0), order, back)
+  gate_EDF, up_EDF, down_EFD = weights
+  own, multiply = len(gate_EDF), kernels.grouped_matmul
   if own < E:
     multiply, sizes = grouped_matmul.with_rows_behind(multiply, E // own), sizes[:own]
-  gate = checkpoint_name(multiply(rows, w_3EDF[0], sizes), "mlpwi_0")
-  up = checkpoint_name(multiply(rows, w_3EDF[1], sizes), "mlpwi_1")
-  down = multiply(swiglu(gate, up), jnp.swapaxes(w_3EDF[2], 1, 2), sizes)
+  gate = checkpoint_name(multiply(rows, gate_EDF, sizes), "mlpwi_0")
+  up = checkpoint_name(multiply(rows, up_EDF, sizes), "mlpwi_1")
+  down = multiply(swiglu(gate, up), down_EFD, sizes)
   results = _permute(down, back, order).reshape(*chosen_BTk.shape, D)
   return jnp.sum(results * scores_BTk[..., None], axis=-2)
 

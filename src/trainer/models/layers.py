@@ -17,7 +17,6 @@ from trainer.kernels.cross_entropy import CHUNK_LOGITS_BYTES
 from trainer.kernels.grouped_matmul import GroupedMatmul
 from trainer.kernels.projection import Projection
 from trainer.models import rope
-from trainer.parallel.expert_groups import NO_GROUPS, ExpertGroups
 from trainer.parallel.sharding import constrain
 
 
@@ -28,7 +27,7 @@ class Kernels:
   attention: AttentionFunction
   _: dataclasses.KW_ONLY  # several are functions, and no type checker sees two in the wrong order
   grouped_matmul: GroupedMatmul = grouped_matmul.in_tiles  # of experts
-  expert_groups: ExpertGroups = NO_GROUPS
+  expert_parallelism: int = 1  # devices that share the experts
   project: Projection = projection.PLAIN
   rotate_half: rope.RotateHalf = rope.rotate_half_by_reversal  # for the rotary positions
   chunk_logits_bytes: int = CHUNK_LOGITS_BYTES["tpu"]

@@ -36,7 +36,6 @@ from trainer.models.decoder import DecoderFunctions
 from trainer.models.layers import Kernels
 from trainer.parallel import mesh as mesh_lib
 from trainer.parallel import sharding
-from trainer.parallel.expert_groups import ExpertGroups
 from trainer.program import optimizers, state, step
 from trainer.program.share_sums import OneProgram, ShareSums, Stages, Traced
 from trainer.program.state import TrainState
@@ -255,7 +254,7 @@ def _kernels(
   return Kernels(
     kernel,
     grouped_matmul=grouped.function,
-    expert_groups=ExpertGroups(config.parallelism.ici_expert_parallelism),
+    expert_parallelism=config.parallelism.ici_expert_parallelism,
     project=projection.choose(platform, cfg.quantization, gathers_again, first_stage),
     rotate_half=rope.choose_rotate_half(platform),
     chunk_logits_bytes=CHUNK_LOGITS_BYTES[platform],

@@ -20,7 +20,13 @@ from trainer.models.layers import Kernels
 EXPERTS, K = 4, 2
 MOE = {"num_experts": EXPERTS, "num_experts_per_tok": K, "base_moe_mlp_dim": 16, "load_balance_loss_weight": 0.1}
 BIASED = {**MOE, "load_balance_loss_weight": 0.0, "routed_bias_update_rate": 0.5}
-MESHES = test_step.MESHES | {"context": ((1, 2), {"ici_context_parallelism": 2, "ici_fsdp_parallelism": 1})}
+# On eight devices of fsdp, four experts are stored in parts.
+MESHES = test_step.MESHES | {
+  "shared, tensor": ((2, 4), {"ici_expert_parallelism": 2, "ici_tensor_parallelism": 2}),
+  "shared in groups, context": ((1, 8), {"ici_expert_parallelism": 2, "ici_context_parallelism": 2}),
+  "shared in groups, in parts": ((1, 8), {"ici_expert_parallelism": 2}),
+}
+SHARED = [name for name in MESHES if name.startswith("shared")]
 
 
 @functools.cache
@@ -41,11 +47,15 @@ def assert_same_as_one_device(got) -> None:
       assert ours[key] == pytest.approx(theirs[key], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", few(["all", "fsdp-across"], ["all", "fsdp-across", "context"]))
+@pytest.mark.parametrize("name", few(["all", "fsdp", *SHARED[1:]], ["all", "fsdp", "fsdp-across", *SHARED]))
 def test_sharded_equals_unsharded(name):
   where, parallelism = MESHES[name]
   cfg = config(model=MOE, data={"per_device_batch_size": ROWS / math.prod(where)}, parallelism=parallelism)
-  assert_same_as_one_device(test_step.run(cfg, where))
+  built = test_step.compiled(cfg, where)
+  lowered = built.program.lower().as_text(debug_info=True)
+  assert ("one_of_2_parts" in lowered) == name.startswith("shared")
+  assert ("feed_forward/all_to_all" in lowered) == name.endswith("in parts")
+  assert_same_as_one_device(test_step.two_steps(cfg, built))
 
 
 def test_three_of_four_slices_train_on_the_same_batch():

@@ -26,6 +26,8 @@ def test_every_axis_keeps_a_slice_together():
   m = make_mesh([devices[:4], devices[4:]], ici_data_parallelism=2, ici_tensor_parallelism=2)
   assert dict(m.shape) == {"data": 4, "fsdp": 1, "tensor": 2, "context": 1}
   assert list(m.devices[:2].flat) == devices[:4]
+  experts = make_mesh([devices[:4], devices[4:]], ici_expert_parallelism=2)
+  assert dict(experts.shape) == {"data": 2, "fsdp": 4, "tensor": 1, "context": 1}
   across = make_mesh([devices[:4], devices[4:]], dcn_data_parallelism=1, dcn_fsdp_parallelism=2)
   assert dict(across.shape) == {"data": 1, "fsdp": 8, "tensor": 1, "context": 1}
 
@@ -37,6 +39,7 @@ def test_every_axis_keeps_a_slice_together():
     ({"ici_tensor_parallelism": 3}, "the product 3 must divide the 4 devices per slice"),
     ({"dcn_data_parallelism": 3}, "the product 3 must equal the 2 slices"),
     ({"ici_tensor_parallelism": -1}, "are -1: only one"),
+    ({"ici_expert_parallelism": 3}, "the product 3 must divide the 4 devices per slice"),
     ({"ici_context_parallelism": 0}, "must be a positive size"),
   ],
 )

@@ -15,6 +15,8 @@ _STATED = re.compile(r'"cost_estimate":\{[^{}]*"flops":"?(\d+)')
 # The name of a splash kernel contains its phase, and whether it has segments and saves residuals.
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 _BLOCK = re.compile(r"(block_\w+)\W+(\d+)")
+# A kernel that computes as many rows as it is given says how much this is of what its shapes allow.
+_PART = re.compile(r"one_of_(\d+)_parts")
 _FLOATS = ("bf16", "f16", "f32")
 # Number of matmuls of T x S x H per head. Forward: q k and p v. Backward: both kernels compute k q again and dO v; then
 # one computes dq = ds k, the other dv = p dO and dk = ds q. The fused kernel computes all five once.
@@ -34,7 +36,8 @@ def flops(computation: Computation, kernel: Instruction) -> tuple[str, float] | 
   """
   stated = _STATED.search(_config(kernel))
   if stated:
-    return "", float(stated.group(1))
+    part = _PART.search(kernel.source)
+    return "", float(stated.group(1)) / (int(part.group(1)) if part else 1)
   arrays = _operands(computation, kernel)
   target = kernel.target
   if target.startswith(("__cublas$gemm", "__cublas$lt$matmul")):

@@ -73,7 +73,9 @@ REFUSED = [
     "every ici_* size is 1: the product 1 must equal the 8 devices per slice",
   ),
   (["devices_per_slice=4", "per_device_batch_size=0.3"], "1.2 examples per slice, which must be whole"),
-  (["devices_per_slice=4", "per_device_batch_size=0.5"], "do not split over ici_data x ici_fsdp = 4"),
+  (["ici_expert_parallelism=2"], "must divide num_experts=1, and a dense model"),
+  (["ici_expert_parallelism=3", "num_experts=4", "num_experts_per_tok=2"], "must divide num_experts=4"),
+  (["devices_per_slice=4", "per_device_batch_size=0.5"], "do not split over ici_data x ici_fsdp x ici_expert = 4"),
   (["ici_tensor_parallelism=8"], "base_num_kv_heads=4: does not split over the 8 ways of the tensor axis"),
   (
     ["ici_tensor_parallelism=-1", "ici_fsdp_parallelism=1", "devices_per_slice=8"],

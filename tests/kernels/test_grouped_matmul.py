@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu.megablox import gmm
 
 from trainer.kernels import grouped_matmul, grouped_matmul_gpu
 
@@ -51,6 +52,24 @@ def test_equals_a_loop_over_rows(name, dtype, function):
   pairs = ((out, np.einsum("mk,mkn->mn", x, w[group])), (dx, np.einsum("mn,mkn->mk", g, w[group])), (dw, want))
   for ours, theirs in pairs:
     np.testing.assert_allclose(np.asarray(ours, np.float64), theirs, rtol=0, atol=tolerance * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, "megablox"])
+def test_rows_behind_all_groups_count_nowhere(name):
+  """Their results and gradients are zeros, whatever stands there."""
+  rng, sizes = np.random.default_rng(0), jnp.asarray([3, 0, 7, 20], jnp.int32)
+  interpreted = lambda x, w, sizes: gmm(x, w, sizes, x.dtype, (8, 128, 128), interpret=True)
+  function = jax.jit(grouped_matmul.with_rows_behind({**FUNCTIONS, "megablox": interpreted}[name], 2))
+  x, w, g = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((64, 128), (4, 128, 128), (64, 128)))
+  x, g = x.at[30:].set(jnp.nan), g.at[30:].set(jnp.nan)
+  with jax.numpy_dtype_promotion("standard"):  # JAX's own kernel needs it
+    out, derivative = jax.vjp(lambda x, w: function(x, w, sizes), x, w)
+    dx, dw = derivative(g)
+  alone, alone_derivative = jax.vjp(lambda x, w: grouped_matmul.in_tiles(x, w, sizes), x[:30], w)
+  alone_dx, alone_dw = alone_derivative(g[:30])
+  for ours, theirs in ((out[:30], alone), (dx[:30], alone_dx), (dw, alone_dw)):
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+  assert not out[30:].any() and not dx[30:].any()
 
 
 @pytest.mark.parametrize(("platform", "name"), [("cpu", "tiles"), ("gpu", "blocks"), ("tpu", "megablox")])

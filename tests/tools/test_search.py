@@ -141,6 +141,31 @@ def test_a_suggestion_also_fits_with_one_slice_lost(monkeypatch):
   assert [key for count, *key, _ in tried if count == 3] == on_two, "compile for three what fits on two"
 
 
+@pytest.mark.parametrize(("own", "tried"), [(1, [2, 4, 8]), (2, [1, 4, 8])])
+def test_groups_of_experts_grow_as_long_as_they_are_faster(own, tried):
+  """Groups of four are the fastest here."""
+  groups = []
+
+  def compile_step(policy, batch, ways):
+    groups.append(ways)
+    return dataclasses.replace(compiler([])(policy, batch), module=moving(1e6 * {1: 4, 2: 3, 4: 2, 8: 5}[ways]))
+
+  start = next(search.candidates(lambda *key: compile_step(*key, own), 1, CHIP))
+  groups.clear()
+  best = dataclasses.replace(start, expert_parallelism=own)
+  found = list(search.expert_groups(compile_step, best, 128, CHIP))
+  assert groups == [candidate.expert_parallelism for candidate in found] == tried
+  assert max(found, key=lambda c: c.tokens_per_second).expert_parallelism == 4
+
+
+def test_groups_of_experts_end_where_they_do_not_divide():
+  config = load(["configs/quickstart_experts.yml", "ici_fsdp_parallelism=6"], check_paths=False)
+  grouped = search.with_groups(config, 2).parallelism
+  assert (grouped.ici_fsdp_parallelism, grouped.ici_expert_parallelism) == (3, 2)
+  with pytest.raises(ConfigError, match="cannot be divided for ici_expert_parallelism=4"):
+    search.with_groups(config, 4)
+
+
 def test_the_configured_policy_is_tried_and_refusals_are_printed(monkeypatch):
   def analyse(config, slices, total):
     policy, batch = config.model.remat_policy, config.data.per_device_batch_size

@@ -12,11 +12,16 @@ from trainer.config.errors import counted
 from trainer.config.schema import CheckpointSection, DataSection, ParallelismSection
 
 AXES = ("data", "fsdp", "tensor", "context")
+EXPERTS = "ici_expert_parallelism"
 
 
 def group_sizes(parallelism: ParallelismSection, group: str) -> dict[str, int]:
-  """The four sizes of a group ("dcn": across slices, "ici": inside one) by key; -1 means "fill"."""
-  return {f"{group}_{axis}_parallelism": getattr(parallelism, f"{group}_{axis}_parallelism") for axis in AXES}
+  """The sizes of a group ("dcn": across slices, "ici": inside one) by key; -1 means "fill".
+
+  Those of AXES, and for "ici" that of the experts, whose devices are a part of the axis fsdp.
+  """
+  keys = [f"{group}_{axis}_parallelism" for axis in AXES] + [EXPERTS] * (group == "ici")
+  return {key: getattr(parallelism, key) for key in keys}
 
 
 def group_fits(sizes: dict[str, int], group: str, total: int) -> Iterator[str]:

@@ -371,7 +371,7 @@ class DataSection(Section):
 
 
 class ParallelismSection(Section):
-  """The device mesh. Its axes are data, fsdp, tensor and context. Each axis has a size across slices (dcn_*) and a size inside a slice (ici_*). One size of each group may be -1: it is computed from the number of devices."""
+  """The device mesh. Its axes are data, fsdp, tensor and context; the devices that share experts are a part of fsdp. Each axis has a size across slices (dcn_*) and a size inside a slice (ici_*). One size of each group may be -1: it is computed from the number of devices."""
 
   dcn_data_parallelism: Parallelism = Field(-1, description="Replicas across slices.")
   dcn_fsdp_parallelism: Parallelism = Field(
@@ -386,6 +386,10 @@ class ParallelismSection(Section):
   )
   ici_data_parallelism: Parallelism = Field(1, description="Replicas inside a slice.")
   ici_fsdp_parallelism: Parallelism = Field(-1, description="Sharding of parameters and batch inside a slice.")
+  ici_expert_parallelism: Annotated[int, Field(ge=1, le=2**12)] = Field(
+    1,
+    description="Devices of a slice that share the experts: each computes its part of them for the tokens of all. For other weights and the batch it counts as more ici_fsdp_parallelism. Must divide num_experts.",
+  )
   ici_tensor_parallelism: Parallelism = Field(
     1, description="Sharding of heads, feed-forward and vocabulary inside a slice."
   )

@@ -72,7 +72,7 @@ def check(config: Config, problems: Problems) -> None:
   problems.add(_observe(config.observe, config.data, config.run.steps))
   if config.observe.sample_prompt and config.model.has_unlike_layers:
     problems.add([f"sample_prompt={config.observe.sample_prompt}: {UNLIKE_LAYERS}\nSet sample_prompt=''."])
-  parallelism = [*_parallelism(config.parallelism, config.cluster)]
+  parallelism = [*_parallelism(config.parallelism, config.cluster, config.model)]
   problems.add(parallelism)
   if parallelism:
     return  # the rules below compute with these sizes
@@ -253,7 +253,13 @@ def _cluster(cluster: ClusterSection) -> Iterator[str]:
     )
 
 
-def _parallelism(parallelism: ParallelismSection, cluster: ClusterSection) -> Iterator[str]:
+def _parallelism(parallelism: ParallelismSection, cluster: ClusterSection, model: ModelSection) -> Iterator[str]:
+  ways = parallelism.ici_expert_parallelism
+  if ways > 1 and (model.num_experts == 1 or model.num_experts % ways):
+    yield (
+      f"ici_expert_parallelism={ways}: must divide num_experts={model.num_experts}, and a dense model (num_experts=1) "
+      "needs 1.\nUse ici_fsdp_parallelism for devices that share no experts."
+    )
   for group, total in (("dcn", cluster.num_slices), ("ici", cluster.devices_per_slice)):
     yield from rules.group_fits(rules.group_sizes(parallelism, group), group, total)
 
@@ -272,12 +278,12 @@ def _batch(data: DataSection, parallelism: ParallelismSection, cluster: ClusterS
     )
     return
   inner = parallelism.ici_tensor_parallelism, parallelism.ici_context_parallelism
-  outer = parallelism.ici_data_parallelism, parallelism.ici_fsdp_parallelism
+  outer = parallelism.ici_data_parallelism, parallelism.ici_fsdp_parallelism, parallelism.ici_expert_parallelism
   shards = math.prod(outer) if -1 in inner else devices // math.prod(inner)
   if examples % shards:
     yield (
       f"per_device_batch_size={data.per_device_batch_size:g}: the {examples} examples of a slice do not split "
-      f"over ici_data x ici_fsdp = {shards}.\nRaise per_device_batch_size, ici_tensor_parallelism or "
+      f"over ici_data x ici_fsdp x ici_expert = {shards}.\nRaise per_device_batch_size, ici_tensor_parallelism or "
       "ici_context_parallelism."
     )
 
@@ -304,7 +310,7 @@ def _ways(parallelism: ParallelismSection, cluster: ClusterSection, axis: str) -
     sizes = rules.group_sizes(parallelism, group)
     size = sizes[f"{group}_{axis}_parallelism"]
     ways *= max(1, total // math.prod(s for s in sizes.values() if s > 0)) if size == -1 else size
-  return ways
+  return ways * parallelism.ici_expert_parallelism if axis == "fsdp" else ways
 
 
 def _checkpoint(checkpoint: CheckpointSection, observe: ObserveSection) -> Iterator[str]:

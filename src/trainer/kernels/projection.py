@@ -10,11 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from trainer.kernels import quantized
 from trainer.parallel import sharding
-from trainer.parallel.mesh import CONTEXT, TENSOR
 
 Axes = tuple[str, ...]
 
@@ -47,35 +45,21 @@ class Projection:
   def _project(self, x: jax.Array, w: jax.Array, axes: Axes, contracted: int) -> jax.Array:
     if not sharding.is_manual_over_fsdp():
       return self.function(x, w, contracted)
-    return self._gathered(lambda x, w: self.function(x, w, contracted), x, w, axes, x.dtype)
+    multiply = lambda x, w: self.function(x, w, contracted)
+    run = lambda x, w: sharding.with_whole_weight(multiply, x, w, axes, self.first_stage)
+    return self.gathering(run)(x, self.to_gather(w, x.dtype))
 
-  def _gathered(
-    self,
-    multiply: Callable[[Any, jax.Array], jax.Array],
-    x: Any,
-    w: jax.Array,
-    axes: Axes,
-    dtype: jnp.dtype,
-    sums_over_tensor: bool = False,
-  ) -> jax.Array:
-    """Returns multiply(x, whole w). The shards of w travel in `dtype`, or in gather_dtype."""
-    run = lambda x, w: sharding.with_whole_weight(multiply, x, w, axes, self.first_stage, sums_over_tensor)
+  def to_gather(self, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Returns the shard `w` of a weight as it travels: in `dtype`, or in gather_dtype. A whole weight is only cast."""
+    if not sharding.is_manual_over_fsdp():
+      return w.astype(dtype)
     # Without the barrier, the TPU compiler may choose the layout of a shard for a later matmul, and then copy the whole
     # gathered weight.
-    shard = _with_barrier(w).astype(self.gather_dtype or dtype)
-    return (jax.checkpoint(run) if self.gathers_again else run)(x, shard)
+    return _with_barrier(w).astype(self.gather_dtype or dtype)
 
-  def with_whole(self, run: Callable[[Any, jax.Array], jax.Array], x: Any, w: jax.Array, axes: Axes) -> jax.Array:
-    """Returns run(x, whole w) [B, T, ...] for arrays x [B, T, ...]; axes: the logical axes of w, of which tensor shards
-    the last.
-
-    For more than a matmul: `run` gets the tokens of one shard of fsdp and context, and w is gathered for it. It is
-    manual over tensor, if that has shards, and adds up their results.
-    """
-    if sharding.is_manual_over_fsdp():
-      return self._gathered(run, x, w, axes, w.dtype, sums_over_tensor=True)
-    own, shard = PartitionSpec(None, CONTEXT), PartitionSpec(*[None] * (w.ndim - 1), TENSOR)
-    return sharding.on_shards((TENSOR, CONTEXT), run, (own, shard), own, x, w)
+  def gathering(self, run: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], jax.Array]:
+    """Returns `run`, which gathers weights, or a form of it that gathers again in the backward pass."""
+    return jax.checkpoint(run) if self.gathers_again else run
 
   def project_all(self, x: jax.Array, weights: Sequence[jax.Array], axes: Axes) -> tuple[jax.Array, ...]:
     """Returns x [*B, K] times each of the `weights` [K, N], [*B, N] each. axes: the logical axes of each weight.

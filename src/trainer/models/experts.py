@@ -22,13 +22,15 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from trainer.config.schema import ModelSection
-from trainer.kernels import projection
+from trainer.kernels import grouped_matmul, projection
 from trainer.models.layers import Kernels, normal_param, swiglu
 from trainer.parallel import sharding
+from trainer.parallel.expert_shards import ExpertShards
 from trainer.parallel.mesh import TENSOR
 from trainer.parallel.sharding import constrain
 
 Params = dict[str, Any]
+Weights = tuple[jax.Array, jax.Array, jax.Array]  # gate [E, D, F], up [E, D, F], down [E, F, D]
 
 # The metrics of a step: the largest and the smallest load of an expert of any layer, relative to an even one, and the
 # mean entropy of the loads of a layer, relative to that of even ones.
@@ -72,32 +74,50 @@ class Experts(nnx.Module):
       scores, chosen = jax.lax.top_k(probs_BTE, cfg.num_experts_per_tok)
     if cfg.norm_topk_prob:
       scores = scores / jnp.sum(scores, axis=-1, keepdims=True)
-    weights = [self.gate[...], self.up[...], jnp.swapaxes(self.down[...], 1, 2)]
-    joined = jnp.stack([w.astype(x_BTD.dtype) for w in weights])
-    run = functools.partial(_run, self.kernels)
-    given = (x_BTD, chosen, scores.astype(x_BTD.dtype))
-    out = project.with_whole(run, given, joined, ("joined", *self.UP_AXES))
+    weights = tuple(project.to_gather(w[...], x_BTD.dtype) for w in (self.gate, self.up, self.down))
+    shards = ExpertShards(cfg.num_experts, self.kernels.expert_parallelism, project.first_stage)
+    compute = functools.partial(_run, self.kernels, shards)
+    run = lambda given, weights: shards.run(compute, given, weights, (self.UP_AXES, self.UP_AXES, self.DOWN_AXES))
+    out = project.gathering(run)((x_BTD, chosen, scores.astype(x_BTD.dtype)), weights)
     strength = cfg.load_balance_loss_weight * cfg.num_experts / cfg.num_decoder_layers
     out = _balanced(out, probs_BTE, chosen, self.load[...], segment_ids_BT != 0, strength)
     return checkpoint_name(constrain(out, "batch", "length", "embed"), "mlpwo")
 
 
-def _run(kernels: Kernels, given: tuple[jax.Array, ...], w_3EDF: jax.Array) -> jax.Array:
-  """Returns the output of the experts [B, T, D] for x [B, T, D], chosen experts and scores [B, T, k]."""
-  out = _compute(kernels, given, w_3EDF)
-  return out if sharding.num_shards(TENSOR) == 1 else jax.lax.psum(out, TENSOR)
+def _run(kernels: Kernels, shards: ExpertShards, given: tuple[jax.Array, ...], weights: Weights) -> jax.Array:
+  """Returns the output of the experts [B, T, D] for x [B, T, D], chosen experts and scores [B, T, k].
 
-
-def _compute(kernels: Kernels, given: tuple[jax.Array, ...], w_3EDF: jax.Array) -> jax.Array:
-  """`_run` with all of F, or with one shard of it: then the result is a term of the sum over shards."""
+  weights: of the device's experts.
+  """
   x_BTD, chosen_BTk, scores_BTk = given
+  shares = len(weights[0]) < shards.experts
+  dtype = jnp.dtype(kernels.project.gather_dtype or x_BTD.dtype)
+  if shares:
+    chosen_BTk = shards.numbered(shards.gather_tokens(chosen_BTk, chosen_BTk.dtype))
+    x_BTD, scores_BTk = (shards.gather_tokens(array, dtype) for array in (x_BTD, scores_BTk))
+  out = _compute(kernels, x_BTD, chosen_BTk, scores_BTk, weights, shards.experts)
+  if sharding.num_shards(TENSOR) > 1:
+    out = jax.lax.psum(out, TENSOR)
+  return shards.scatter_tokens(out, dtype) if shares else out
+
+
+def _compute(
+  kernels: Kernels, x_BTD: jax.Array, chosen_BTk: jax.Array, scores_BTk: jax.Array, weights: Weights, E: int
+) -> jax.Array:
+  """Returns the sum of the results of those of E experts, the first ones, whose weights are given.
+
+  With one shard of F, it is a term of the sum over shards.
+  """
   k, D = chosen_BTk.shape[-1], x_BTD.shape[-1]
-  order, back, sizes = _sorted_by_expert(chosen_BTk.reshape(-1), w_3EDF.shape[1])
+  order, back, sizes = _sorted_by_expert(chosen_BTk.reshape(-1), E)
   rows = _permute(jnp.repeat(x_BTD.reshape(-1, D), k, axis=0), order, back)
-  multiply = kernels.grouped_matmul
-  gate = checkpoint_name(multiply(rows, w_3EDF[0], sizes), "mlpwi_0")
-  up = checkpoint_name(multiply(rows, w_3EDF[1], sizes), "mlpwi_1")
-  down = multiply(swiglu(gate, up), jnp.swapaxes(w_3EDF[2], 1, 2), sizes)
+  gate_EDF, up_EDF, down_EFD = weights
+  own, multiply = len(gate_EDF), kernels.grouped_matmul
+  if own < E:
+    multiply, sizes = grouped_matmul.with_rows_behind(multiply, E // own), sizes[:own]
+  gate = checkpoint_name(multiply(rows, gate_EDF, sizes), "mlpwi_0")
+  up = checkpoint_name(multiply(rows, up_EDF, sizes), "mlpwi_1")
+  down = multiply(swiglu(gate, up), down_EFD, sizes)
   results = _permute(down, back, order).reshape(*chosen_BTk.shape, D)
   return jnp.sum(results * scores_BTk[..., None], axis=-2)
 

@@ -27,6 +27,7 @@ class Kernels:
   attention: AttentionFunction
   _: dataclasses.KW_ONLY  # several are functions, and no type checker sees two in the wrong order
   grouped_matmul: GroupedMatmul = grouped_matmul.in_tiles  # of experts
+  expert_parallelism: int = 1  # devices that share the experts
   project: Projection = projection.PLAIN
   rotate_half: rope.RotateHalf = rope.rotate_half_by_reversal  # for the rotary positions
   chunk_logits_bytes: int = CHUNK_LOGITS_BYTES["tpu"]

@@ -26,7 +26,9 @@ def axis_sizes(cfg: ParallelismSection, group: str, devices: int) -> tuple[int, 
   sizes = rules.group_sizes(cfg, group)
   require(rules.group_fits(sizes, group, devices))
   fill = devices // math.prod(size for size in sizes.values() if size != -1)
-  return tuple(fill if size == -1 else size for size in sizes.values())
+  filled = {name: fill if size == -1 else size for name, size in sizes.items()}
+  data, fsdp, tensor, context, *experts = filled.values()
+  return data, fsdp * math.prod(experts), tensor, context
 
 
 def make(cfg: ParallelismSection, slices: Sequence[Sequence[Device]]) -> Mesh:

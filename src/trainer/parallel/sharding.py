@@ -33,13 +33,13 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
   "kv_heads": (TENSOR,),
   "mlp": (TENSOR,),
   "head_dim": (),
-  "experts": (),
+  "experts": (FSDP,),  # rather than their width: the first dim of an array is gathered without copies
   "load": (),
   "norm": (),
 }
 # Dims that stay unsharded if their size does not divide: another dim of the same array then uses the mesh axis. With
 # context, every dim does: it splits activations first of all.
-OPTIONAL = frozenset({"vocab"})
+OPTIONAL = frozenset({"vocab", "experts"})
 
 _TILE_ROWS = 16  # of a TPU's memory tile, in bfloat16
 # Rows of the head on a device. A chunk of the loss has 96 MiB of logits: 1,024 tokens with this many rows. With fewer
@@ -312,34 +312,30 @@ def with_whole_weight(
   w: jax.Array,
   axes: tuple[str, ...],
   first_stage: int = 1,
-  sums_over_tensor: bool = False,
 ) -> jax.Array:
   """Returns run(x, whole weight) [B, T, ...] for arrays x [B, T, ...], in a trace that is manual over fsdp.
 
   w: the device's shard of the weight, with logical `axes`. Shards over tensor stay shards. first_stage: see the
   function `first_stage`. The derivative sums the gradients of the weight over fsdp and context, and returns the
-  device's own shard of the sum. Each shard of context computes its part of T. sums_over_tensor: `run` is manual over
-  tensor too, and adds up the results of its shards.
+  device's own shard of the sum. Each shard of context computes its part of T.
   """
   context, rules = num_shards(CONTEXT), [PARAMETER_RULES[axis] for axis in axes]
   dim = next(dim for dim, rule in enumerate(rules) if FSDP in rule)
   over = (FSDP, CONTEXT) if context > 1 and w.shape[dim] % context == 0 else (FSDP,)
-  gather = functools.partial(_gather, dim=dim, over=over, first_stage=first_stage)
+  gather = functools.partial(gather_weight, dim=dim, over=over, first_stage=first_stage)
   whole = [TENSOR if TENSOR in rule else None for rule in rules]
   shard = [CONTEXT if i == dim and CONTEXT in over else entry for i, entry in enumerate(whole)]
-  own = (TENSOR,) if sums_over_tensor else ()
   if context == 1:
     w = on_shards((TENSOR,), gather, PartitionSpec(*shard), PartitionSpec(*whole), w)
-    return on_shards(own, run, (PartitionSpec(), PartitionSpec(*whole)), PartitionSpec(), x, w)
+    return run(x, w)
   # The gathered weight has a dim of context, so that the gradients of its copies are added by the reduce-scatter only.
   copies = PartitionSpec(CONTEXT, *whole)
   w = on_shards((TENSOR, CONTEXT), lambda w: gather(w)[None], PartitionSpec(*shard), copies, w)
   length = PartitionSpec(None, CONTEXT)
-  given = copies if sums_over_tensor else PartitionSpec(CONTEXT)
-  return on_shards((*own, CONTEXT), lambda x, w: run(x, w[0]), (length, given), length, x, w)
+  return on_shards((CONTEXT,), lambda x, w: run(x, w[0]), (length, PartitionSpec(CONTEXT)), length, x, w)
 
 
-def _gather(w: jax.Array, dim: int, over: tuple[str, ...], first_stage: int) -> jax.Array:
+def gather_weight(w: jax.Array, dim: int, over: tuple[str, ...], first_stage: int) -> jax.Array:
   """Returns the shards `w` of a weight, gathered along `dim` over the mesh axes `over`."""
   if first_stage == 1:
     return jax.lax.all_gather(w, over, axis=dim, tiled=True)

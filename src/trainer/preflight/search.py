@@ -1,4 +1,4 @@
-"""Compiles the step with different remat policies and batch sizes, and ranks the ones that fit."""
+"""Compiles the step with different remat policies, batch sizes and groups of experts, and ranks the ones that fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from trainer.preflight.remat_choice import CANDIDATES
 
 MAX_DOUBLINGS = 5
 
-CompileStep = Callable[[RematPolicy, float], Finding]  # raises ConfigError if a batch does not divide over the devices
+# Both raise ConfigError if a batch or a group does not divide over the devices.
+CompileStep = Callable[[RematPolicy, float], Finding]
+CompileGroups = Callable[[RematPolicy, float, int], Finding]  # also of ici_expert_parallelism
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Candidate:
   tokens_per_second: float  # per device
   total_bytes: int
   host_bytes: int  # pinned
+  expert_parallelism: int = 1
 
 
 def lines(config: Config, slice_sets: Sequence[Sequence[Sequence[Any]]], chip: Chip | None) -> list[str]:
@@ -39,12 +42,14 @@ def lines(config: Config, slice_sets: Sequence[Sequence[Sequence[Any]]], chip: C
   all_slices = slice_sets[0]
   refused: dict[str, str] = {}  # reason -> the first program that was refused for it
 
-  def compile_step(policy: RematPolicy, batch: float) -> Finding:
-    tried = config.with_values(remat_policy=policy, per_device_batch_size=batch)
+  own_groups = config.parallelism.ici_expert_parallelism
+
+  def compile_step(policy: RematPolicy, batch: float, groups: int = own_groups) -> Finding:
+    tried = with_groups(config, groups).with_values(remat_policy=policy, per_device_batch_size=batch)
     # Fewer slices need more micro-batches and more memory, so try the smallest set first.
     for slices in reversed(slice_sets):
       where = f" on {len(slices)} of {len(all_slices)} slices" if len(slice_sets) > 1 else ""
-      name = f"remat_policy={policy} per_device_batch_size={batch:g}{where}"
+      name = f"{_keys(policy, batch, groups)}{where}"
       print(f"Search: compiling {name}", flush=True)
       finding = analyse(tried, slices, len(all_slices))
       if isinstance(finding, Refused):
@@ -55,9 +60,11 @@ def lines(config: Config, slice_sets: Sequence[Sequence[Sequence[Any]]], chip: C
 
   given = config.model.remat_policy
   own = None if given in CANDIDATES else given
-  found = sorted(
-    candidates(compile_step, config.data.per_device_batch_size, chip, own), key=lambda c: -c.tokens_per_second
-  )
+  found = list(candidates(compile_step, config.data.per_device_batch_size, chip, own))
+  found = [dataclasses.replace(candidate, expert_parallelism=own_groups) for candidate in found]
+  if found and config.model.num_experts > 1:
+    found += expert_groups(compile_step, max(found, key=lambda c: c.tokens_per_second), config.model.num_experts, chip)
+  found.sort(key=lambda c: -c.tokens_per_second)
   text = _ranking(config, found) if found else [
     "Search: nothing fits, not even remat_policy=full with the smallest per_device_batch_size that divides over the "
     "devices. Use more devices, or raise ici_tensor_parallelism or ici_context_parallelism."
@@ -69,20 +76,21 @@ def lines(config: Config, slice_sets: Sequence[Sequence[Sequence[Any]]], chip: C
 
 def _ranking(config: Config, found: Sequence[Candidate]) -> list[str]:
   """Returns the suggestion and the table of all candidates that fit."""
-  best = found[0]
-  suggested = f"remat_policy={best.policy} per_device_batch_size={best.per_device_batch_size:g}"
+  best, has_experts = found[0], config.model.num_experts > 1
+  suggested = _keys(best.policy, best.per_device_batch_size, best.expert_parallelism)
   text = [f"Search: {suggested} is the fastest candidate that fits"]
   if config.model.custom_remat and best.policy is not RematPolicy.CUSTOM:
     text.append(f"  Ignored, because it applies only to remat_policy=custom: custom_remat={config.model.custom_remat}")
   text += [
     "  Ranked by tokens/s/device at the estimated time of each compiled step: its computation, and the communication"
     " that its schedule does not hide. Another per_device_batch_size changes the global batch.",
-    "  remat_policy | per_device_batch_size | step time | exposed communication | tokens/s/device | HBM | pinned host "
-    "memory",
+    f"  remat_policy | per_device_batch_size |{' ici_expert_parallelism |' if has_experts else ''} step time | exposed "
+    "communication | tokens/s/device | HBM | pinned host memory",
   ]
   for c in found:
+    groups = f" {c.expert_parallelism} |" if has_experts else ""
     text.append(
-      f"  {c.policy} | {c.per_device_batch_size:g} | {milliseconds(c.seconds)} | {milliseconds(c.exposed)} | "
+      f"  {c.policy} | {c.per_device_batch_size:g} |{groups} {milliseconds(c.seconds)} | {milliseconds(c.exposed)} | "
       f"{c.tokens_per_second:,.0f} | {size(c.total_bytes)} | {size(c.host_bytes)}"
     )
   return text
@@ -123,6 +131,39 @@ def candidates(
     if fastest and _fastest(here) <= fastest:
       return
     fastest = _fastest(here)
+
+
+def expert_groups(compile_step: CompileGroups, best: Candidate, num_experts: int, chip: Chip) -> Iterator[Candidate]:
+  """Yields the candidates like `best` with experts in groups of 1, 2, 4, ... devices, as long as they become faster."""
+  fastest, groups = best.tokens_per_second, 1
+  while num_experts % groups == 0:
+    if groups != best.expert_parallelism:
+      try:
+        finding = compile_step(best.policy, best.per_device_batch_size, groups)
+      except ConfigError:  # the group does not divide the devices
+        return
+      if fits(finding, chip):
+        candidate = _candidate(best.policy, best.per_device_batch_size, finding, chip)
+        yield dataclasses.replace(candidate, expert_parallelism=groups)
+      if not fits(finding, chip) or (candidate.tokens_per_second <= fastest and groups > best.expert_parallelism):
+        return
+      fastest = max(fastest, candidate.tokens_per_second)
+    groups *= 2
+
+
+def with_groups(config: Config, groups: int) -> Config:
+  """Returns `config` with experts in groups of so many devices, on the same devices."""
+  own, fsdp = config.parallelism.ici_expert_parallelism, config.parallelism.ici_fsdp_parallelism
+  if fsdp != -1 and fsdp * own % groups:
+    raise ConfigError(f"ici_fsdp_parallelism={fsdp}: cannot be divided for ici_expert_parallelism={groups}.")
+  return config.with_values(
+    ici_expert_parallelism=groups, ici_fsdp_parallelism=fsdp if fsdp == -1 else fsdp * own // groups
+  )
+
+
+def _keys(policy: RematPolicy, batch: float, groups: int) -> str:
+  experts = f" ici_expert_parallelism={groups}" if groups > 1 else ""
+  return f"remat_policy={policy} per_device_batch_size={batch:g}{experts}"
 
 
 def _fastest(found: Sequence[Candidate]) -> float:

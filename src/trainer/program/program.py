@@ -24,7 +24,7 @@ from stepcost import chips
 from trainer.cluster import View
 from trainer.config import compiler_flags, counts
 from trainer.config.errors import ConfigError
-from trainer.config.schema import Config, ModelSection, RematPolicy
+from trainer.config.schema import Config, RematPolicy
 from trainer.data import Batch, Loader
 from trainer.elastic import batch_plan
 from trainer.elastic.batch_plan import BatchPlan
@@ -222,7 +222,7 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
   )
   tokens = len(slices) * rows * length // (mesh.shape[mesh_lib.DATA] * mesh.shape[mesh_lib.FSDP])
   grouped = grouped_matmul.choose(platform)
-  model = DecoderFunctions(cfg, _kernels(cfg, mesh, platform, tokens, kernel, grouped))
+  model = DecoderFunctions(cfg, _kernels(config, mesh, platform, tokens, kernel, grouped))
   optimizer = optimizers.build(config.optimizer, model.logical_axes(), cfg.weight_dtype)
   schedule = optimizers.schedule(config.optimizer, config.run.steps)
   precisely = functools.partial(_with_precision, cfg.matmul_precision)
@@ -244,15 +244,17 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
 
 
 def _kernels(
-  cfg: ModelSection, mesh: Mesh, platform: str, tokens: int, kernel: Attention, grouped: grouped_matmul.Chosen
+  config: Config, mesh: Mesh, platform: str, tokens: int, kernel: Attention, grouped: grouped_matmul.Chosen
 ) -> Kernels:
   """Returns the implementations for a platform. tokens: of a shard of the batch."""
+  cfg = config.model
   # Without a remat policy, the backward pass would keep the gathered weights of all layers.
   gathers_again = cfg.remat_policy is RematPolicy.NONE
   first_stage = sharding.first_stage(mesh, cfg.emb_dim)
   return Kernels(
     kernel,
     grouped_matmul=grouped.function,
+    expert_parallelism=config.parallelism.ici_expert_parallelism,
     project=projection.choose(platform, cfg.quantization, gathers_again, first_stage),
     rotate_half=rope.choose_rotate_half(platform),
     chunk_logits_bytes=CHUNK_LOGITS_BYTES[platform],

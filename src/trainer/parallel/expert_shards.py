@@ -1,0 +1,93 @@
+"""How the devices of fsdp share the weights of experts, and compute with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from trainer.parallel import sharding
+from trainer.parallel.mesh import CONTEXT, FSDP, TENSOR
+
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertShards:
+  """The communication of `experts` in a trace that is manual over fsdp.
+
+  A device stores its own experts if they divide over fsdp, and else a part of all (sharding.PARAMETER_RULES). With
+  group=1 it gathers all experts. Otherwise groups of neighbours along fsdp share them: a device gathers only
+  experts / group of them, and in return the tokens of its group. The results are summed over the group.
+  """
+
+  experts: int
+  group: int = 1
+  first_stage: int = 1  # see sharding.first_stage
+
+  def run(
+    self, compute: Callable[[Any, Any], jax.Array], x: Any, weights: tuple[jax.Array, ...], axes: tuple[Axes, ...]
+  ) -> jax.Array:
+    """Returns compute(x, weights of the device's experts) [B, T, D] for arrays x [B, T, ...].
+
+    weights: the device's shards, with logical `axes`. `compute` is manual over tensor and context too: it gets the
+    tokens of one shard of context, and shards of the width of experts.
+    """
+    # Without shards of fsdp, the compiler gathers what context shards.
+    context = sharding.num_shards(CONTEXT) if sharding.is_manual_over_fsdp() else 1
+    parts = [context > 1 and w.shape[names.index("embed")] % context == 0 for w, names in zip(weights, axes)]
+    over = [{"mlp": TENSOR, "embed": CONTEXT if part else None} for part in parts]
+    specs = tuple(PartitionSpec(*map(entry.get, names)) for entry, names in zip(over, axes))
+    length = PartitionSpec(None, CONTEXT)
+
+    def run(x: Any, shards: tuple[jax.Array, ...]) -> jax.Array:
+      return compute(x, tuple(map(self._gather, shards, axes, parts)))
+
+    return sharding.on_shards((TENSOR, CONTEXT), run, (length, specs), length, x, weights)
+
+  def _gather(self, w: jax.Array, axes: Axes, over_context: bool) -> jax.Array:
+    """Returns the weight of the device's experts, whole in all dims that fsdp and context shard."""
+    if not sharding.is_manual_over_fsdp():
+      return w
+    experts, embed = axes.index("experts"), axes.index("embed")
+    if over_context:
+      w = jax.lax.all_gather(w, CONTEXT, axis=embed, tiled=True)
+    if self._stored_whole:
+      columns = None if self.group == 1 else self._groups.T.tolist()
+      return jax.lax.all_gather(w, FSDP, axis=experts, tiled=True, axis_index_groups=columns)
+    if self.group == 1:
+      return sharding.gather_weight(w, embed, (FSDP,), self.first_stage)
+    w = jax.lax.all_to_all(w, FSDP, experts, embed, tiled=True, axis_index_groups=self._groups.tolist())
+    return jax.lax.all_gather(w, FSDP, axis=embed, tiled=True, axis_index_groups=self._groups.T.tolist())
+
+  def numbered(self, chosen: jax.Array) -> jax.Array:
+    """Returns the experts `chosen`, numbered so that the device's experts come first, in the order of their weights."""
+    stored = self.experts // (jax.lax.axis_size(FSDP) if self._stored_whole else self.group)
+    owner = chosen // stored
+    place = (owner - jax.lax.axis_index(FSDP)) % self.group
+    return place * (self.experts // self.group) + owner // self.group * stored + chosen % stored
+
+  def gather_tokens(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Returns x [B, ...] of all devices of the group, which travels in `dtype`."""
+    groups = self._groups.tolist()
+    return jax.lax.all_gather(x.astype(dtype), FSDP, axis=0, tiled=True, axis_index_groups=groups).astype(x.dtype)
+
+  def scatter_tokens(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Returns the device's own rows of x [B, ...], summed over the group in `dtype`."""
+    groups = self._groups.tolist()
+    own = jax.lax.psum_scatter(x.astype(dtype), FSDP, scatter_dimension=0, tiled=True, axis_index_groups=groups)
+    return own.astype(x.dtype)
+
+  @property
+  def _stored_whole(self) -> bool:
+    return self.experts % jax.lax.axis_size(FSDP) == 0
+
+  @property
+  def _groups(self) -> np.ndarray:
+    """The positions along fsdp as an array [groups, devices of a group]."""
+    return np.arange(jax.lax.axis_size(FSDP)).reshape(-1, self.group)

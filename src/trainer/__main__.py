@@ -161,7 +161,9 @@ def _train(config: Config, session: Session, cluster: Cluster) -> Ended:
   attempt = functools.partial(train.run, config, session)
   try:
     outcome = retry.elastic_retry(attempt, session, config.elastic, job=job, stop=lambda: session.preemption.noticed)
-    return Ended(COMPLETE if outcome.kind == "complete" else PREEMPTED)
+    noticed = lambda: session.preemption.noticed
+    done = outcome.kind == "complete" and session.exports.finish(outcome.step, cluster.world, noticed)
+    return Ended(COMPLETE if done else PREEMPTED)
   except SupervisorLost:  # before this process had a state
     session.log.error("error: the supervisor is lost; this process has nothing to save.")
     return Ended(PREEMPTED)

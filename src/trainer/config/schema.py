@@ -463,6 +463,10 @@ class CheckpointSection(Section):
   checkpoint_keep_best: NonNegative = Field(
     0, description="Number of checkpoints with the lowest evaluation loss that are kept. 0: keep none for this reason."
   )
+  hf_export_period: NonNegative = Field(
+    0,
+    description="Steps between exports of the weights as Hugging Face folders, {run}/hf/{step}, in the background; the last step too. A multiple of checkpoint_period. 0: none.",
+  )
   enable_single_replica_ckpt_restoring: bool = Field(
     False, description="Only one replica reads a checkpoint, and the others receive it over the network."
   )

@@ -66,6 +66,7 @@ def check(config: Config, problems: Problems) -> None:
   problems.add(_effects(config.optimizer))
   problems.add(_cluster(config.cluster))
   problems.add(_checkpoint(config.checkpoint, config.observe))
+  problems.add(rules.exports(config.checkpoint, config.model))
   with problems.collect():
     problems.add(_faults(config.elastic, config.checkpoint))
   problems.add(_stages(config.elastic, config.model))

@@ -74,6 +74,7 @@ class Attempt:
       snapshots=session.snapshots,
       saves_in_storage=cluster.coordination.saves_in_storage,
       fetch=guard.call if cluster.is_behind_proxy else None,
+      keeps=session.exports.owes,
       log=session.log.line,
       warn=session.log.warning,
       emit=session.events.emit,

@@ -41,6 +41,7 @@ from trainer.run import run_data
 from trainer.run.announce import CONFIG_FILE, announce
 from trainer.run.run_data import RunData
 from trainer.weights import sources, tokenizers
+from trainer.weights.exports import Exports
 from trainer.weights.sources import Source as Weights
 
 
@@ -59,6 +60,7 @@ class Session:
   signals: Signals
   preemption: Preemption
   watchdog: Watchdog
+  exports: Exports
   state_bytes: int  # of one full copy of parameters and optimizer state
   run_id: str  # of checkpoint.run_id.establish; "" without checkpoints
   parameters: Callable[[], Weights] | None  # that a new run starts from; None: random ones
@@ -164,8 +166,7 @@ def open_session(
     metrics.callbacks += additions.callbacks
     progress = _progress(config, cluster, log)
     stack.enter_context(_checkpoint_timings(config, cluster, log))
-    watchdog = _watchdog(config, cluster, log, events, stack)
-    _watch(config, cluster, watchdog, signals, log, events)
+    watchdog = _watchdog(config, cluster, signals, log, events, stack)
     snapshots = stack.enter_context(contextlib.closing(Snapshots(world, log.line, events.emit)))
     preemption = Preemption(config.checkpoint, world, signals, log.line, events.emit, cluster.coordination.stop_agreed)
     programs = _program_cache(config, cluster, data, events, log, stack.enter_context(CompileCounter()))
@@ -182,6 +183,7 @@ def open_session(
       signals,
       preemption,
       watchdog,
+      stack.enter_context(contextlib.closing(Exports(config, log, events))),
       state_tree.state_bytes(full_program.state),
       identity,
       parameters,
@@ -246,20 +248,21 @@ def _events(config: Config, cluster: Cluster, log: Log, stack: contextlib.ExitSt
   return events
 
 
-def _watch(config: Config, cluster: Cluster, watchdog: Watchdog, signals: Signals, log: Log, events: EventLog) -> None:
-  """Lets the other worlds of the run know what this process does. If nobody watches it any more, its hangs end."""
+def _watchdog(
+  config: Config, cluster: Cluster, signals: Signals, log: Log, events: EventLog, stack: contextlib.ExitStack
+) -> Watchdog:
+  """The watchdog, stopped with `stack`.
+
+  Lets the other worlds of the run know what this process does. If nobody watches it any more, its hangs end.
+  """
+  recovers = config.elastic.elastic_enabled and cluster.recovers_in_process
+  watchdog = Watchdog(config.observe.watchdog_timeout_seconds, log, events, recovers=recovers)
+  stack.callback(watchdog.stop)
   signals.on_exit = functools.partial(_record_exit, events)
   limit = functools.partial(watchdog.limit, config.elastic.elastic_timeout_seconds, "elastic_timeout_seconds")
   cluster.coordination.watch(
     busy=lambda: watchdog.operation or log.operation, noticed=lambda: signals.noticed, unsupervised=limit
   )
-
-
-def _watchdog(config: Config, cluster: Cluster, log: Log, events: EventLog, stack: contextlib.ExitStack) -> Watchdog:
-  """The watchdog, stopped with `stack`."""
-  recovers = config.elastic.elastic_enabled and cluster.recovers_in_process
-  watchdog = Watchdog(config.observe.watchdog_timeout_seconds, log, events, recovers=recovers)
-  stack.callback(watchdog.stop)
   return watchdog
 
 

@@ -34,7 +34,7 @@ Time spent
   checkpoint_failed tier, reason: the storage failed at a save, and training goes on
   hf_exported       step, path, seconds; hf_export_failed step, reason: the next start of the run tries again
   snapshot          step, seconds, blocking_seconds, bytes
-  eval              step, seconds, loss
+  eval              step, seconds, loss, scores (of eval_tasks, {task: {metric: value}}, or null)
   profile           seconds (for writing it), directory
   sample            step, seconds, prompt, text
 Faults and recovery

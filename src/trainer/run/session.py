@@ -40,6 +40,7 @@ from trainer.report import page
 from trainer.run import run_data
 from trainer.run.announce import CONFIG_FILE, announce
 from trainer.run.run_data import RunData
+from trainer.run.scores import Scorer
 from trainer.weights import sources, tokenizers
 from trainer.weights.exports import Exports
 from trainer.weights.sources import Source as Weights
@@ -63,6 +64,7 @@ class Session:
   exports: Exports
   state_bytes: int  # of one full copy of parameters and optimizer state
   run_id: str  # of checkpoint.run_id.establish; "" without checkpoints
+  scorer: Scorer
   parameters: Callable[[], Weights] | None  # that a new run starts from; None: random ones
   started: float  # time.monotonic() at the start of the process or of the current attempt
   attempts: int = 0
@@ -149,14 +151,14 @@ def open_session(
   origins: where each given key was given (see `load_with_origins`), for the report. additions: see `Additions`.
   Raises ConfigError for wrong input, before the run's folder is created.
   """
-  full = cluster.view(cluster.slices)
-  world, full_program = cluster.world, program.of_view(config, full)
+  world, full_program = cluster.world, program.of_view(config, cluster.view(cluster.slices))
   memory.require_fit(full_program.state, counts.parameter_count(config.model), cluster.kind)
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
   parameters = _parameters(config, cluster)
   with contextlib.ExitStack() as stack:
     notes: list[str] = []  # for the log, which is not open yet
     data = stack.enter_context(run_data.open_data(config, batch, notes.append, additions.source))
+    scorer = Scorer(config, cluster, data)
     log = log_lib.get(config.run_directory, is_primary=cluster.coordination.is_primary)
     stack.callback(log.close)
     stack.enter_context(_lock(config, cluster, log))
@@ -169,8 +171,7 @@ def open_session(
     watchdog = _watchdog(config, cluster, signals, log, events, stack)
     snapshots = stack.enter_context(contextlib.closing(Snapshots(world, log.line, events.emit)))
     preemption = Preemption(config.checkpoint, world, signals, log.line, events.emit, cluster.coordination.stop_agreed)
-    programs = _program_cache(config, cluster, data, events, log, stack.enter_context(CompileCounter()))
-    programs.topologies[full.slices] = Topology(full_program)
+    programs = _program_cache(config, cluster, full_program, data, events, log, stack)
     session = Session(
       cluster,
       log,
@@ -186,6 +187,7 @@ def open_session(
       stack.enter_context(contextlib.closing(Exports(config, log, events))),
       state_tree.state_bytes(full_program.state),
       identity,
+      scorer,
       parameters,
       started,
     )
@@ -297,11 +299,19 @@ def _run_id(config: Config, cluster: Cluster) -> str:
 
 
 def _program_cache(
-  config: Config, cluster: Cluster, data: RunData, events: EventLog, log: Log, counter: CompileCounter
+  config: Config,
+  cluster: Cluster,
+  full_program: Program,
+  data: RunData,
+  events: EventLog,
+  log: Log,
+  stack: contextlib.ExitStack,
 ) -> ProgramCache[Program]:
   build = functools.partial(program.of_view, config)
   compile_step = functools.partial(_compile_step, config, cluster, bool(data.evaluations))
-  return ProgramCache(build, compile_step, events, log, counter)
+  programs = ProgramCache(build, compile_step, events, log, stack.enter_context(CompileCounter()))
+  programs.topologies[cluster.view(cluster.slices).slices] = Topology(full_program)
+  return programs
 
 
 def _compile_step(config: Config, cluster: Cluster, evaluates: bool, prog: Program) -> Any:

@@ -5,8 +5,8 @@
 #   bash setup.sh --dev        and what the tests, the linter and the type checker need
 #   bash setup.sh --tpu        and libtpu
 #   bash setup.sh --gpu        and CUDA 13 for NVIDIA GPUs
-#   bash setup.sh --arrow      and the extra arrow of pyproject.toml; in the same way gcs, goodput, ray, standin, tfds,
-#                              trackio, wandb
+#   bash setup.sh --arrow      and the extra arrow of pyproject.toml; in the same way gcs, goodput, lm_eval, ray, standin,
+#                              tfds, trackio, wandb
 #   --python 3.12 | PATH       this interpreter, not the newest suitable one that is found
 #   --venv DIR                 another folder than .venv
 #
@@ -15,6 +15,7 @@ set -euo pipefail
 
 readonly SUPPORTED="3.13 3.12 3.11" # newest first
 readonly TORCH="torch==2.13.0"      # the tests compare with transformers, which computes with torch
+readonly ACCELERATE="accelerate==1.15.0" # needed by the models of transformers in lm_eval, for the same tests
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 venv="$root/.venv"
@@ -29,7 +30,7 @@ fail() {
 
 while [ $# -gt 0 ]; do
   case "$1" in
-    --dev | --tpu | --gpu | --arrow | --gcs | --goodput | --ray | --standin | --tfds | --trackio | --wandb)
+    --dev | --tpu | --gpu | --arrow | --gcs | --goodput | --lm_eval | --ray | --standin | --tfds | --trackio | --wandb)
       extras="$extras ${1#--}"
       ;;
     --python | --venv)
@@ -197,7 +198,8 @@ case ",$all," in
     case "$(uname -s) $offer" in
       *+cpu | Darwin\ 2*)
         say "installing torch $offer, for the tests against transformers"
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint <(versions) "$TORCH"
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint <(versions) \
+          "$TORCH" "$ACCELERATE"
         ;;
       *)
         say "torch is left out: pip offers ${offer:+only }${offer:-no $TORCH for Python $version}${offer:+, a build with CUDA}."

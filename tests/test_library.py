@@ -69,7 +69,7 @@ def test_a_configuration_is_loaded_with_other_values(config):
     trainer.load(config, stepz=1)
 
 
-def test_errors_are_raised_and_the_next_train_goes_on(config):
+def test_errors_are_raised_and_not_printed_and_the_next_train_goes_on(config, capfd):
   seen = []
 
   def stop(record):
@@ -86,6 +86,9 @@ def test_errors_are_raised_and_the_next_train_goes_on(config):
     trainer.Run(config).evaluate()
   with pytest.raises(trainer.ConfigError, match="per_device_batch_size"):
     trainer.Run(trainer.load(config, per_device_batch_size=0.3)).train()
+  printed = "".join(capfd.readouterr())
+  assert "error:" not in printed and "Traceback" not in printed
+  assert "KeyError: 'mine'" in pathlib.Path(config.run_directory, "log.txt").read_text()
 
 
 class Source(trainer.Source):

@@ -72,7 +72,8 @@ class Ended(NamedTuple):
 def run(
   config: Config, origins: dict[str, str], signals: Signals, started: float, additions: Additions | None = None
 ) -> Ended:
-  """Runs a valid configuration, with what a program adds to it. Imports jax here, so that --help stays fast."""
+  """Runs a valid configuration. Prints errors, unless a program with `additions` gets them. Imports jax only here."""
+  tell: Callable[[str], None] = (lambda text: None) if additions else (lambda text: print(text, file=sys.stderr))
   # Imports and tracing make millions of objects that stay. Collecting garbage among them repeatedly would take a tenth
   # of the time until the first step. `Session.ready`, or a second attempt, turns the collector on again.
   gc.disable()
@@ -108,20 +109,20 @@ def run(
       session = stack.enter_context(session_lib.open_session(config, cluster, signals, started, origins, own))
     except ConfigError as error:  # a configuration that does not fit the machine or the data; nothing is written yet
       if not is_reported():
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}")
       return Ended(BAD_INPUT, error)
     except RunEnded as ended:  # while this process started, or the supervisor does not let it join
-      print(str(ended) or f"The run has ended with exit code {ended.code}.", file=sys.stderr)
+      tell(str(ended) or f"The run has ended with exit code {ended.code}.")
       return Ended(ended.code, ended)
     except (WorkerLost, StandinLost) as error:
-      print(f"error: {error} Start again, with more memory if it is killed again.", file=sys.stderr)
+      tell(f"error: {error} Start again, with more memory if it is killed again.")
       return Ended(FAILED, error)
     except OSError as error:  # a folder of the run or of the data cannot be opened, although it passed the checks
-      print(f"error: cannot start the run: {error}\nFix this, or choose another folder.", file=sys.stderr)
+      tell(f"error: cannot start the run: {error}\nFix this, or choose another folder.")
       return Ended(BAD_INPUT, error)
     if note:
       session.log.line(note)
-    result = _train(config, session, cluster)
+    result = _train(config, session, cluster, session.log.record if additions else session.log.error)
     signals.ending(result.code)
     session.finish(config, result.code)
     if result.code in (COMPLETE, PREEMPTED):  # any other end may be the fault of this process: the others go on
@@ -142,8 +143,8 @@ def _with_remat_policy(config: Config, origins: dict[str, str], cluster: Cluster
   return remat_choice.resolve(config, cluster, lines.tell)
 
 
-def _train(config: Config, session: Session, cluster: Cluster) -> Ended:
-  """Runs attempts until the run is complete, must stop or fails."""
+def _train(config: Config, session: Session, cluster: Cluster, tell: Callable[[str], None]) -> Ended:
+  """Runs attempts until the run is complete, must stop or fails. tell: gets what ended the run."""
   import functools
 
   from trainer import train
@@ -161,28 +162,30 @@ def _train(config: Config, session: Session, cluster: Cluster) -> Ended:
   attempt = functools.partial(train.run, config, session)
   try:
     outcome = retry.elastic_retry(attempt, session, config.elastic, job=job, stop=lambda: session.preemption.noticed)
-    return Ended(COMPLETE if outcome.kind == "complete" else PREEMPTED)
+    noticed = lambda: session.preemption.noticed
+    done = outcome.kind == "complete" and session.exports.finish(outcome.step, cluster.world, noticed)
+    return Ended(COMPLETE if done else PREEMPTED)
   except SupervisorLost:  # before this process had a state
-    session.log.error("error: the supervisor is lost; this process has nothing to save.")
+    tell("error: the supervisor is lost; this process has nothing to save.")
     return Ended(PREEMPTED)
   except RunEnded as ended:  # by the supervisor, while this process waited for the others
     if str(ended):
-      session.log.error(f"error: {ended}")
+      tell(f"error: {ended}")
     return Ended(ended.code, ended)
   except (ConfigError, ConfigMismatch) as error:
     if not cluster.coordination.is_reported():
-      session.log.error(f"error: {error}")
+      tell(f"error: {error}")
     return Ended(BAD_INPUT, error)
   except TrainingDiverged as error:  # on every slice alike: one traceback is enough
-    session.log.error(traceback.format_exc() if cluster.coordination.is_primary else f"error: {error}")
+    tell(traceback.format_exc() if cluster.coordination.is_primary else f"error: {error}")
     cluster.coordination.finished(FAILED)
     return Ended(FAILED, error)
   except Exception as error:  # noqa: BLE001 -- the one place where an error becomes an exit code
-    session.log.error(traceback.format_exc())
+    tell(traceback.format_exc())
     if isinstance(error, CheckpointError):  # the other slices have the same storage, and would lose their state there
       cluster.coordination.finished(FAILED)
     if advice := runtime_errors.advice(error):
-      session.log.error(f"error: {advice}")
+      tell(f"error: {advice}")
     return Ended(FAILED, error)
   except KeyboardInterrupt as error:
     again = "goes on from the last checkpoint" if config.checkpoint.enable_checkpointing else "starts from step 0"

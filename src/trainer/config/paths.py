@@ -13,7 +13,7 @@ from trainer.config import data_files, mixture, remote
 from trainer.config.errors import ConfigError, Problems, how_to_install, shorten
 from trainer.config.files import as_path
 from trainer.config.folders import LeftOut
-from trainer.config.schema import Config, DataSection
+from trainer.config.schema import Config, DataSection, ObserveSection
 
 # The packages of which one is needed to write to each kind of address. Other object stores are refused: whether commits
 # are reliable there is untested.
@@ -22,11 +22,19 @@ _WRITERS = {"gs": ("gcsfs", "tensorflow")}
 _RUN_FILES = "log.txt events.jsonl metrics.jsonl config.yml goodput.json goodput_records.jsonl report.html loss.png"
 _RUN_FOLDERS = "checkpoints tokenizer tensorboard metrics profile wandb"
 # Key that needs a package, the package, and the extra of this project that has it.
-EXTRAS = (
+_EXTRAS = (
   ("enable_wandb", "wandb", "wandb"),
   ("enable_trackio", "trackio", "trackio"),
   ("enable_goodput_recording", "ml_goodput_measurement", "goodput"),
+  ("eval_tasks", "lm_eval", "lm_eval"),
 )
+
+
+def extras(observe: ObserveSection) -> Iterator[tuple[str, str, str]]:
+  """(key=value, package, extra) of each key whose value needs a package of an extra."""
+  for key, package, extra in _EXTRAS:
+    if value := getattr(observe, key):
+      yield f"{key}={'true' if value is True else value}", package, extra
 
 
 def check(config: Config, problems: Problems) -> None:
@@ -45,11 +53,11 @@ def check(config: Config, problems: Problems) -> None:
   with problems.collect():
     if checkpoint.enable_emergency_checkpoint and local and "://" not in local:
       _check_output("local_checkpoint_directory", local, local)
-  for key, package, extra in EXTRAS:
+  for given, package, extra in extras(config.observe):
     with problems.collect():
-      if getattr(config.observe, key) and not _is_installed(package):
+      if not _is_installed(package):
         raise ConfigError(
-          f"{key}=true: needs the package {package}, which is not installed.\n{how_to_install(extra)}, or remove {key}."
+          f"{given}: needs the package {package}, which is not installed.\n{how_to_install(extra)}, or remove the key."
         )
   if data.dataset_type != "synthetic":
     _check_data(data, problems)

@@ -9,8 +9,9 @@ import math
 from collections.abc import Iterator
 
 from trainer.config.errors import counted
-from trainer.config.schema import CheckpointSection, DataSection, ParallelismSection
+from trainer.config.schema import CheckpointSection, DataSection, ModelSection, ParallelismSection
 
+NO_EXPORT = "Qwen3-MoE has these norms, so Hugging Face cannot express a model with experts and without them."
 AXES = ("data", "fsdp", "tensor", "context")
 EXPERTS = "ici_expert_parallelism"
 
@@ -95,3 +96,17 @@ def training_text(eval_fraction: float) -> Iterator[str]:
   """Some text is left to train on."""
   if eval_fraction == 1:
     yield "eval_fraction=1: leaves nothing to train on.\nUse a share below 1, such as 0.05."
+
+
+def exports(checkpoint: CheckpointSection, model: ModelSection) -> Iterator[str]:
+  """Checkpoints that can be exported are there."""
+  period = checkpoint.hf_export_period
+  if period and not checkpoint.enable_checkpointing:
+    yield f"hf_export_period={period}: exports checkpoints.\nSet enable_checkpointing=true, or hf_export_period=0."
+  elif period % checkpoint.checkpoint_period:
+    yield (
+      f"hf_export_period={period}: must be a multiple of checkpoint_period={checkpoint.checkpoint_period}, because "
+      "checkpoints are exported.\nChange one of them."
+    )
+  if period and model.num_experts > 1 and not model.use_qk_norm:
+    yield f"hf_export_period={period}, use_qk_norm=false: {NO_EXPORT}\nSet use_qk_norm=true, or hf_export_period=0."

@@ -472,6 +472,10 @@ class CheckpointSection(Section):
   checkpoint_keep_best: NonNegative = Field(
     0, description="Number of checkpoints with the lowest evaluation loss that are kept. 0: keep none for this reason."
   )
+  hf_export_period: NonNegative = Field(
+    0,
+    description="Steps between exports of the weights as Hugging Face folders, {run}/hf/{step}, in the background; the last step too. A multiple of checkpoint_period. 0: none.",
+  )
   enable_single_replica_ckpt_restoring: bool = Field(
     False, description="Only one replica reads a checkpoint, and the others receive it over the network."
   )
@@ -626,6 +630,11 @@ class ObserveSection(Section):
     le=1e9,
     description="The run is complete at the first evaluation with this eval_loss or a lower one. 0: never.",
   )
+  eval_tasks: str = Field(
+    "",
+    description="Tasks of lm-evaluation-harness that each evaluation scores, separated by commas, on one device (extra lm_eval). Not with several processes.",
+  )
+  eval_tasks_path: str = Field("", description="Local folder with the YAMLs of eval_tasks that lm_eval does not have.")
   sample_prompt: str = Field("", description="Text that the trained model continues at the end. Empty: no sample.")
   sample_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = Field(64, description="Number of tokens of the sample.")
 

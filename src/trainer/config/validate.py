@@ -66,12 +66,14 @@ def check(config: Config, problems: Problems) -> None:
   problems.add(_effects(config.optimizer))
   problems.add(_cluster(config.cluster))
   problems.add(_checkpoint(config.checkpoint, config.observe))
+  problems.add(rules.exports(config.checkpoint, config.model))
   with problems.collect():
     problems.add(_faults(config.elastic, config.checkpoint))
   problems.add(_stages(config.elastic, config.model))
   problems.add(_observe(config.observe, config.data, config.run.steps))
-  if config.observe.sample_prompt and config.model.has_unlike_layers:
-    problems.add([f"sample_prompt={config.observe.sample_prompt}: {UNLIKE_LAYERS}\nSet sample_prompt=''."])
+  for name in ("sample_prompt", "eval_tasks"):
+    if (value := getattr(config.observe, name)) and config.model.has_unlike_layers:
+      problems.add([f"{name}={value}: {UNLIKE_LAYERS}\nSet {name}=''."])
   parallelism = [*_parallelism(config.parallelism, config.cluster, config.model)]
   problems.add(parallelism)
   if parallelism:
@@ -406,6 +408,8 @@ def _observe(observe: ObserveSection, data: DataSection, steps: int) -> Iterator
       f"trackio_project_name={shorten(project)!r}: is not the name of a project.\n"
       "Use 1 to 100 letters, digits, dots, hyphens and underscores."
     )
+  if observe.eval_tasks_path and not observe.eval_tasks:
+    yield f"eval_tasks_path={observe.eval_tasks_path}: has no effect without eval_tasks.\nSet it, or remove the path."
   if observe.eval_main_set and not data.eval_sets:
     yield f"eval_main_set={observe.eval_main_set}: has no effect without eval_sets.\nSet eval_sets, or remove it."
   if observe.eval_interval == 0:

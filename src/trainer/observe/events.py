@@ -32,8 +32,9 @@ Time spent
                     the beginning, the training loop waited)
   checkpoint_restored step, tier, path; checkpoint_rejected step, tier, reason (damaged: passed over)
   checkpoint_failed tier, reason: the storage failed at a save, and training goes on
+  hf_exported       step, path, seconds; hf_export_failed step, reason: the next start of the run tries again
   snapshot          step, seconds, blocking_seconds, bytes
-  eval              step, seconds, loss
+  eval              step, seconds, loss, scores (of eval_tasks, {task: {metric: value}}, or null)
   profile           seconds (for writing it), directory
   sample            step, seconds, prompt, text
 Faults and recovery

@@ -106,6 +106,7 @@ class Evaluation:
   eval_loss: float  # nats per weighted token; of the main set
   eval_seconds: float
   eval_losses: dict[str, float] | None = None  # of each set, if there are several
+  scores: dict[str, dict[str, float]] | None = None  # {task: {metric: value}} of eval_tasks
 
 
 class Metrics:
@@ -220,31 +221,36 @@ class Metrics:
       self._objects.write(record.step, line)
 
   def write_eval(
-    self, step: int, eval_loss: float, seconds: float = 0.0, losses: dict[str, float] | None = None
+    self,
+    step: int,
+    eval_loss: float,
+    seconds: float = 0.0,
+    losses: dict[str, float] | None = None,
+    scores: dict[str, dict[str, float]] | None = None,
   ) -> None:
-    """Records an evaluation after `step` (nats per weighted token). losses: of each set, if there are several."""
-    evaluation = Evaluation(step, eval_loss, seconds, losses)
+    """Records an evaluation after `step` (nats per weighted token). losses, scores: see Evaluation."""
+    evaluation = Evaluation(step, eval_loss, seconds, losses, scores)
     self._recent.append(evaluation)
     self._write_eval(evaluation)
 
   def _write_eval(self, evaluation: Evaluation) -> None:
     fields = dataclasses.asdict(evaluation) | self._events.stamp()
-    losses = fields["eval_losses"] or {}
-    if not losses:
-      del fields["eval_losses"]
+    for optional in ("eval_losses", "scores"):
+      if not fields[optional]:
+        del fields[optional]
     self._lines.append(files.dump_json(fields))
     self._last_evaluation = evaluation
     for writer in self._writers:
-      writer.write(evaluation.step, _eval_scalars(evaluation.eval_loss, losses), fields["wall"], is_step=False)
+      writer.write(evaluation.step, _eval_scalars(fields), fields["wall"], is_step=False)
 
   def eval_loss(self, step: int, sets: Collection[str], main: str) -> float | None:
     """The loss on the set `main` of the state after `step`, by this process or an earlier one.
 
-    None: the losses of all `sets` are not recorded.
+    None: the losses of all `sets` and the scores of eval_tasks are not recorded.
     """
     if self._last_evaluation is not None and step == self._last_evaluation.step:
       return self._last_evaluation.eval_loss
-    return eval_loss(self._run_directory, step, sets, main)
+    return eval_loss(self._run_directory, step, sets, main, has_scores=bool(self._cfg.eval_tasks))
 
   def flush(self, *, wait: bool = True) -> None:
     """Writes pending records. Call before a checkpoint: a run that resumes from it does not write them again.
@@ -274,16 +280,24 @@ def _scalars(fields: dict[str, Any]) -> Scalars:
   return {tag: float(fields[key]) for key, tag in _SCALARS.items() if fields.get(key) is not None}
 
 
-def _eval_scalars(loss: float, losses: dict[str, float]) -> Scalars:
-  return {"evaluation/loss": loss} | {f"evaluation/loss of {name}": value for name, value in losses.items()}
+def _eval_scalars(fields: dict[str, Any]) -> Scalars:
+  """The numbers of an evaluation for TensorBoard and services, from its record; none from another record."""
+  found = {"evaluation/loss": fields["eval_loss"]} if "eval_loss" in fields else {}
+  found |= {f"evaluation/loss of {name}": value for name, value in fields.get("eval_losses", {}).items()}
+  return found | {f"evaluation/{name}": value for name, value in flat_scores(fields).items()}
+
+
+def flat_scores(record: dict[str, Any]) -> dict[str, float]:
+  """{"task metric": value} of an evaluation's record."""
+  scores = record.get("scores", {})
+  return {f"{task} {metric}": float(x) for task, values in scores.items() for metric, x in values.items()}
 
 
 def _service_rows(run_directory: str) -> Iterator[tuple[int, Scalars, Scalars]]:
   """The history of the run for EachStepOnce."""
   for record in read_metrics(run_directory):
-    evaluation = _eval_scalars(record["eval_loss"], record.get("eval_losses") or {}) if "eval_loss" in record else {}
     if "loss" in record:
-      yield int(record["step"]), _scalars(record), evaluation
+      yield int(record["step"]), _scalars(record), _eval_scalars(record)
 
 
 def _last_step_record(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -291,9 +305,12 @@ def _last_step_record(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
   return next((record for record in reversed(records) if "loss" in record), {})
 
 
-def eval_loss(run_directory: str, step: int, sets: Collection[str], main: str) -> float | None:
+def eval_loss(
+  run_directory: str, step: int, sets: Collection[str], main: str, *, has_scores: bool = False
+) -> float | None:
   """The loss on `main` if the newest record of `step` in metrics.jsonl is an evaluation of all `sets`, else None.
 
+  has_scores: the record must have scores too.
   If a step was done again after its evaluation, that evaluation belongs to a history that was given up.
   """
   newest: dict[str, Any] = {}
@@ -303,7 +320,8 @@ def eval_loss(run_directory: str, step: int, sets: Collection[str], main: str) -
         newest = json.loads(line)
   # A record of a single set does not name it.
   losses = newest.get("eval_losses", {main: newest["eval_loss"]} if "eval_loss" in newest else {})
-  return float(losses[main]) if losses.keys() >= set(sets) else None
+  complete = losses.keys() >= set(sets) and (not has_scores or "scores" in newest)
+  return float(losses[main]) if complete else None
 
 
 def read_records(run_directory: str) -> list[dict[str, Any]]:
@@ -336,8 +354,8 @@ def _standing(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def read_metrics(run_directory: str) -> list[dict[str, Any]]:
   """The run's history as it stands: one dict per step in order, each from the last time that the step was done.
 
-  A step that is done again removes everything after it from the history. `eval_loss` (and `eval_losses`, if there are
-  several sets) is in the dict of the step after which it was measured.
+  A step that is done again removes everything after it from the history. `eval_loss` (and `eval_losses` and `scores`,
+  see Evaluation) is in the dict of the step after which it was measured.
   """
   history: dict[int, dict[str, Any]] = {}
   for record in _standing(read_records(run_directory)):
@@ -345,6 +363,6 @@ def read_metrics(run_directory: str) -> list[dict[str, Any]]:
     if "loss" in record:
       history[step] = record
     else:
-      evaluation: dict[str, Any] = {key: record[key] for key in ("eval_loss", "eval_losses") if key in record}
+      evaluation: dict[str, Any] = {key: record[key] for key in ("eval_loss", "eval_losses", "scores") if key in record}
       history.setdefault(step, {"step": step}).update(evaluation)
   return [history[step] for step in sorted(history)]

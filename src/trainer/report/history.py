@@ -13,7 +13,7 @@ import numpy as np
 from trainer.config.errors import ConfigError
 from trainer.observe import files
 from trainer.observe.events import read_events, without_refused
-from trainer.observe.metrics import METRICS_FILE, given_up
+from trainer.observe.metrics import METRICS_FILE, flat_scores, given_up
 
 Events = list[dict[str, Any]]
 
@@ -44,6 +44,7 @@ class Run:
   redone: np.ndarray  # for each of `rows`: whether the step, or one before it, was done again later
   evals: np.ndarray  # rows of the evaluations that count, in order
   eval_sets: dict[str, np.ndarray]  # by name, if there are several sets: their losses, one for each of `evals`
+  scores: dict[str, np.ndarray]  # by task and metric of eval_tasks: one for each of `evals`
   events: Events  # of the processes that were not refused
   start: dict[str, Any]  # the newest run_start of these, {} if there is none
 
@@ -121,7 +122,8 @@ def load(run_directory: str) -> Run:
   events = without_refused(list(records_of_events))
   processes = {process: index for index, process in enumerate(dict.fromkeys(event["process"] for event in events))}
   losses: list[dict[str, float]] = []
-  records = np.fromiter(_rows(run_directory, processes, losses), _ROW)
+  scores: list[dict[str, float]] = []
+  records = np.fromiter(_rows(run_directory, processes, losses, scores), _ROW)
   if not events and not len(records):
     raise ConfigError(_not_a_run(run_directory))
   completed, redone = records["completed"], given_up(records["step"], records["completed"])
@@ -133,7 +135,8 @@ def load(run_directory: str) -> Run:
     rows=records[completed],
     redone=redone[completed],
     evals=records[~completed & ~redone],
-    eval_sets=_by_set(list(itertools.compress(losses, ~redone[~completed]))),
+    eval_sets=_by_name(list(itertools.compress(losses, ~redone[~completed]))),
+    scores=_by_name(list(itertools.compress(scores, ~redone[~completed]))),
     events=events,
     start=starts[-1] if starts else {},
   )
@@ -161,10 +164,12 @@ def _is_record(record: dict[str, Any]) -> bool:
   return clocks and isinstance(record.get("process"), str)
 
 
-def _rows(run_directory: str, processes: dict[str, int], losses: list[dict[str, float]]) -> Iterator[tuple[Any, ...]]:
+def _rows(
+  run_directory: str, processes: dict[str, int], losses: list[dict[str, float]], scores: list[dict[str, float]]
+) -> Iterator[tuple[Any, ...]]:
   """Records of metrics.jsonl as values of _ROW, one at a time.
 
-  Adds new processes to `processes`, and the losses of each evaluation by set to `losses`.
+  Adds new processes to `processes`, and of each evaluation the losses by set to `losses` and the scores to `scores`.
   """
   for record in files.read_json_lines(run_directory, METRICS_FILE):
     if not _is_record(record) or not isinstance(record.get("step"), int | float):
@@ -173,10 +178,11 @@ def _rows(run_directory: str, processes: dict[str, int], losses: list[dict[str, 
     if "loss" not in record:
       sets = record.get("eval_losses") or {}
       losses.append({name: loss for name, loss in sets.items() if isinstance(loss, int | float)})
+      scores.append(flat_scores(record))
     yield (*map(record.get, _NUMBERS), process, "loss" in record)
 
 
-def _by_set(losses: Sequence[dict[str, float]]) -> dict[str, np.ndarray]:
-  """{name: losses of all evaluations}; nan where an evaluation has no such set."""
-  names = dict.fromkeys(name for one in losses for name in one)
-  return {name: np.array([one.get(name, np.nan) for one in losses], np.float64) for name in names}
+def _by_name(values: Sequence[dict[str, float]]) -> dict[str, np.ndarray]:
+  """{name: values of all evaluations}; nan where an evaluation has no such value."""
+  names = dict.fromkeys(name for one in values for name in one)
+  return {name: np.array([one.get(name, np.nan) for one in values], np.float64) for name in names}

@@ -139,6 +139,16 @@ def evaluation_sets(run: Run) -> str:
   return "<h2>Evaluation sets</h2>" + markup.table(("set", "last loss", "lowest loss"), rows[:_MOST_ROWS])
 
 
+def task_scores(run: Run) -> str:
+  """The first and the last score of each task and metric of eval_tasks."""
+  rows = []
+  for name, scores in run.scores.items():
+    known = np.flatnonzero(np.isfinite(scores))
+    if known.size:
+      rows.append((name, *(f"{scores[n]:.4f} (step {run.evals['step'][n]:,.0f})" for n in (known[0], known[-1]))))
+  return "<h2>Tasks</h2>" + markup.table(("task", "first score", "last score"), rows[:_MOST_ROWS]) if rows else ""
+
+
 _PRICE_HEADING = '<th class="number">cost</th>'
 
 

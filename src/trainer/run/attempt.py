@@ -74,6 +74,7 @@ class Attempt:
       snapshots=session.snapshots,
       saves_in_storage=cluster.coordination.saves_in_storage,
       fetch=guard.call if cluster.is_behind_proxy else None,
+      keeps=session.exports.owes,
       log=session.log.line,
       warn=session.log.warning,
       emit=session.events.emit,
@@ -215,11 +216,12 @@ class Attempt:
     with session.watchdog.during("evaluation"):
       computed = self.driver.evaluate(params, data.eval_batches(self.config.observe.eval_steps))
       sums = self.driver.read(computed, f"the evaluation at step {step}")
+      scores = session.scorer.score(params, step, session.log)
       totals = [[sum(float(value) for value in values) for values in zip(*parts)] for parts in sums]
     losses = {name: loss / weight if weight else math.nan for name, (loss, weight) in zip(data.evaluations, totals)}
     seconds, main = time.monotonic() - start, losses[data.main_set]
-    session.metrics.write_eval(step, main, seconds, losses if len(losses) > 1 else None)
-    session.events.emit("eval", step=step, seconds=seconds, loss=main)
+    session.metrics.write_eval(step, main, seconds, losses if len(losses) > 1 else None, scores)
+    session.events.emit("eval", step=step, seconds=seconds, loss=main, scores=scores)
     for (name, loss), (_, weight) in zip(losses.items(), totals):
       of_set = "" if name == EVAL_DATA else f" of {name}"
       session.log.line(

@@ -40,7 +40,9 @@ from trainer.report import page
 from trainer.run import run_data
 from trainer.run.announce import CONFIG_FILE, announce
 from trainer.run.run_data import RunData
+from trainer.run.scores import Scorer
 from trainer.weights import sources, tokenizers
+from trainer.weights.exports import Exports
 from trainer.weights.sources import Source as Weights
 
 
@@ -59,8 +61,10 @@ class Session:
   signals: Signals
   preemption: Preemption
   watchdog: Watchdog
+  exports: Exports
   state_bytes: int  # of one full copy of parameters and optimizer state
   run_id: str  # of checkpoint.run_id.establish; "" without checkpoints
+  scorer: Scorer
   parameters: Callable[[], Weights] | None  # that a new run starts from; None: random ones
   started: float  # time.monotonic() at the start of the process or of the current attempt
   attempts: int = 0
@@ -147,14 +151,14 @@ def open_session(
   origins: where each given key was given (see `load_with_origins`), for the report. additions: see `Additions`.
   Raises ConfigError for wrong input, before the run's folder is created.
   """
-  full = cluster.view(cluster.slices)
-  world, full_program = cluster.world, program.of_view(config, full)
+  world, full_program = cluster.world, program.of_view(config, cluster.view(cluster.slices))
   memory.require_fit(full_program.state, counts.parameter_count(config.model), cluster.kind)
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
   parameters = _parameters(config, cluster)
   with contextlib.ExitStack() as stack:
     notes: list[str] = []  # for the log, which is not open yet
     data = stack.enter_context(run_data.open_data(config, batch, notes.append, additions.source))
+    scorer = Scorer(config, cluster, data)
     log = log_lib.get(config.run_directory, is_primary=cluster.coordination.is_primary)
     stack.callback(log.close)
     stack.enter_context(_lock(config, cluster, log))
@@ -164,12 +168,10 @@ def open_session(
     metrics.callbacks += additions.callbacks
     progress = _progress(config, cluster, log)
     stack.enter_context(_checkpoint_timings(config, cluster, log))
-    watchdog = _watchdog(config, cluster, log, events, stack)
-    _watch(config, cluster, watchdog, signals, log, events)
+    watchdog = _watchdog(config, cluster, signals, log, events, stack)
     snapshots = stack.enter_context(contextlib.closing(Snapshots(world, log.line, events.emit)))
     preemption = Preemption(config.checkpoint, world, signals, log.line, events.emit, cluster.coordination.stop_agreed)
-    programs = _program_cache(config, cluster, data, events, log, stack.enter_context(CompileCounter()))
-    programs.topologies[full.slices] = Topology(full_program)
+    programs = _program_cache(config, cluster, full_program, data, events, log, stack)
     session = Session(
       cluster,
       log,
@@ -182,8 +184,10 @@ def open_session(
       signals,
       preemption,
       watchdog,
+      stack.enter_context(contextlib.closing(Exports(config, log, events))),
       state_tree.state_bytes(full_program.state),
       identity,
+      scorer,
       parameters,
       started,
     )
@@ -246,20 +250,21 @@ def _events(config: Config, cluster: Cluster, log: Log, stack: contextlib.ExitSt
   return events
 
 
-def _watch(config: Config, cluster: Cluster, watchdog: Watchdog, signals: Signals, log: Log, events: EventLog) -> None:
-  """Lets the other worlds of the run know what this process does. If nobody watches it any more, its hangs end."""
+def _watchdog(
+  config: Config, cluster: Cluster, signals: Signals, log: Log, events: EventLog, stack: contextlib.ExitStack
+) -> Watchdog:
+  """The watchdog, stopped with `stack`.
+
+  Lets the other worlds of the run know what this process does. If nobody watches it any more, its hangs end.
+  """
+  recovers = config.elastic.elastic_enabled and cluster.recovers_in_process
+  watchdog = Watchdog(config.observe.watchdog_timeout_seconds, log, events, recovers=recovers)
+  stack.callback(watchdog.stop)
   signals.on_exit = functools.partial(_record_exit, events)
   limit = functools.partial(watchdog.limit, config.elastic.elastic_timeout_seconds, "elastic_timeout_seconds")
   cluster.coordination.watch(
     busy=lambda: watchdog.operation or log.operation, noticed=lambda: signals.noticed, unsupervised=limit
   )
-
-
-def _watchdog(config: Config, cluster: Cluster, log: Log, events: EventLog, stack: contextlib.ExitStack) -> Watchdog:
-  """The watchdog, stopped with `stack`."""
-  recovers = config.elastic.elastic_enabled and cluster.recovers_in_process
-  watchdog = Watchdog(config.observe.watchdog_timeout_seconds, log, events, recovers=recovers)
-  stack.callback(watchdog.stop)
   return watchdog
 
 
@@ -294,11 +299,19 @@ def _run_id(config: Config, cluster: Cluster) -> str:
 
 
 def _program_cache(
-  config: Config, cluster: Cluster, data: RunData, events: EventLog, log: Log, counter: CompileCounter
+  config: Config,
+  cluster: Cluster,
+  full_program: Program,
+  data: RunData,
+  events: EventLog,
+  log: Log,
+  stack: contextlib.ExitStack,
 ) -> ProgramCache[Program]:
   build = functools.partial(program.of_view, config)
   compile_step = functools.partial(_compile_step, config, cluster, bool(data.evaluations))
-  return ProgramCache(build, compile_step, events, log, counter)
+  programs = ProgramCache(build, compile_step, events, log, stack.enter_context(CompileCounter()))
+  programs.topologies[cluster.view(cluster.slices).slices] = Topology(full_program)
+  return programs
 
 
 def _compile_step(config: Config, cluster: Cluster, evaluates: bool, prog: Program) -> Any:

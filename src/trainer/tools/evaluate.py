@@ -20,12 +20,12 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("run_directory", metavar="RUN_DIR[@STEP]")
   parser.add_argument("keys", nargs="*", metavar="key=value", help="as for python -m trainer")
   parser.add_argument("--tasks", metavar="NAME,...", help="score these tasks of lm-evaluation-harness instead")
-  parser.add_argument("--include_path", metavar="DIR", help="with --tasks: a folder with YAMLs of tasks")
+  parser.add_argument("--include_path", metavar="DIR", default="", help="with --tasks: a folder with YAMLs of tasks")
   arguments = parser.parse_intermixed_args(argv)
   if arguments.tasks:
     if arguments.keys:
       parser.error(f"{arguments.keys[0]}: keys belong to evaluation sets. --tasks takes none.")
-    return _score(arguments.run_directory, arguments.tasks.split(","), arguments.include_path)
+    return _score(arguments.run_directory, arguments.tasks, arguments.include_path)
   from trainer.checkpoint.errors import ConfigMismatch
   from trainer.weights import sources
 
@@ -41,30 +41,18 @@ def main(argv: list[str] | None = None) -> int:
   return 0
 
 
-def _score(place: str, tasks: list[str], include_path: str | None) -> int:
+def _score(place: str, tasks: str, include_path: str) -> int:
   """Prints the scores of tasks of lm-evaluation-harness; returns the exit code."""
-  try:
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
+  from trainer.weights.tasks import Tasks
 
-    from trainer.tools.harness import Harness
-  except ImportError as error:
-    print(f"error: --tasks needs lm-evaluation-harness ({error}). Run pip install 'lm_eval>=0.4.13'.", file=sys.stderr)
-    return 2
-  manager = TaskManager(include_path=include_path)
-  if unknown := [name for name in tasks if name not in manager.all_tasks]:
-    names = ", ".join(unknown)
-    print(f"error: --tasks: there is no {names}. Give the folder of its YAML as --include_path.", file=sys.stderr)
-    return 2
   try:
-    model = trainer.Model.from_run(place)
+    found = Tasks.find(tasks, include_path)
+    scores = found.score(trainer.Model.from_run(place))
   except trainer.ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
-  scores = simple_evaluate(Harness(model), tasks=tasks, task_manager=manager, log_samples=False)["results"]
   for name, values in scores.items():
-    numbers = [f"{metric.removesuffix(',none')} {x:.6f}" for metric, x in values.items() if isinstance(x, float)]
-    print(f"{name}: {', '.join(numbers)}")
+    print(f"{name}: {', '.join(f'{metric} {value:.6f}' for metric, value in values.items())}")
   return 0
 
 

@@ -47,7 +47,9 @@ class _Part:
     return int(np.prod(self.weight.their_shape)) * self.dtype.itemsize
 
 
-def export_run(place: str, directory: str, dtype: str = "", *, report: Callable[[str], object] = print) -> None:
+def export_run(
+  place: str, directory: str, dtype: str = "", *, report: Callable[[str], object] = print, check: bool = True
+) -> None:
   """Writes the weights of RUN_DIR or RUN_DIR@STEP as a Hugging Face folder, with the run's tokenizer; see `export`."""
   source = sources.open_source(place)
   tokenizer = None
@@ -55,7 +57,7 @@ def export_run(place: str, directory: str, dtype: str = "", *, report: Callable[
     tokenizer = tokenizers.of_source(source)
   except ConfigError as error:  # the weights are whole without it
     report(f"warning: the export has only those files of a tokenizer that the run has: {error}")
-  export(source, directory, tokenizer=tokenizer, dtype=dtype, report=report)
+  export(source, directory, tokenizer=tokenizer, dtype=dtype, report=report, check=check)
 
 
 def export(
@@ -65,11 +67,13 @@ def export(
   tokenizer: Tokenizer | None = None,
   dtype: str = "",
   report: Callable[[str], object] = print,
+  check: bool = True,
   shard_bytes: int = _SHARD_BYTES,
 ) -> None:
   """Writes `directory`, which must not exist, from a run's checkpoint. report: takes a line of progress.
 
-  One stored array at a time is in memory. dtype: float32, float16 or bfloat16; "": every tensor keeps its type.
+  One stored array at a time is in memory. dtype: float32, float16 or bfloat16; "": every tensor keeps its type. check:
+  whether to compare the logits at the end, if the memory holds the model twice.
   Raises ConfigError if the source is damaged or the folder cannot be written; then nothing is left there.
   """
   if source.stored:
@@ -90,7 +94,8 @@ def export(
     kinds = {str(part.dtype) for part in parts if len(part.weight.their_shape) > 1}
     kind = kinds.pop() if len(kinds) == 1 else "float32"
     _write_json(folder / sources.CONFIG, hf_config.build(source.model, kind, ends))
-    report(_self_check(source, folder, bool(dtype)))
+    if check:
+      report(_self_check(source, folder, bool(dtype)))
     sizes = {file: (folder / file).stat().length for file in files}
     _write_json(folder / MARKER, {"from": source.where, "trainer": trainer.__version__, "bytes": sizes})
   report(f"{directory} is complete.")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.config.errors import ConfigError
+from trainer.config.rules import NO_EXPORT
 from trainer.config.schema import ModelSection
 
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe", "LlamaForCausalLM": "llama"}
@@ -140,7 +141,7 @@ def build(cfg: ModelSection, dtype: str, ends: Mapping[str, int | None]) -> dict
   """
   has_experts = cfg.num_experts > 1
   if has_experts and not cfg.use_qk_norm:
-    raise ConfigError("use_qk_norm=false: Qwen3-MoE has these norms, so a model with experts needs use_qk_norm=true.")
+    raise ConfigError(f"use_qk_norm=false: {NO_EXPORT} Set use_qk_norm=true.")
   family = "qwen3_moe" if has_experts else "qwen3" if cfg.use_qk_norm else "llama"
   architecture = next(name for name, known in ARCHITECTURES.items() if known == family)
   # As model_type=default would give them: global_parameter_scale is in these properties.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -40,17 +40,28 @@ class Model:
     source = sources.open_source(place)
     if source.model.has_unlike_layers:
       raise ConfigError(f"{place}: {UNLIKE_LAYERS}")
-    dtype = dtype or source.model.dtype
+    cfg = source.model.model_copy(update={"dtype": dtype or source.model.dtype, "scan_layers": True})
+    tokenizer = tokenizers.of_source(source)
+    return cls.on_one_device(cfg, source.load, tokenizer, source.tokenizer_folder)
+
+  @classmethod
+  def on_one_device(
+    cls, cfg: ModelSection, load: Callable[[Params], Params], tokenizer: Tokenizer, tokenizer_folder: str
+  ) -> Model:
+    """A model of `cfg` that holds its matrices in the type in which it computes.
+
+    load: returns the parameters with the shapes, types and shardings of its argument. tokenizer_folder: may name more
+    ids that end a text.
+    """
+    cfg = cfg.model_copy(update={"weight_dtype": cfg.dtype})
     device = jax.devices()[0]
-    cfg: ModelSection = source.model.model_copy(update={"dtype": dtype, "weight_dtype": dtype, "scan_layers": True})
     project = projection.choose(device.platform, cfg.quantization)
     multiply = grouped_matmul.choose(device.platform).function
     functions = DecoderFunctions(cfg, Kernels(dot_product, grouped_matmul=multiply, project=project))
     one = jax.sharding.SingleDeviceSharding(device)
     on_device = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one)
-    params = source.load(jax.tree.map(on_device, functions.abstract()))
-    tokenizer = tokenizers.of_source(source)
-    return cls(functions, params, tokenizer, tokenizers.stop_ids(source, tokenizer))
+    params = load(jax.tree.map(on_device, functions.abstract()))
+    return cls(functions, params, tokenizer, tokenizers.stop_ids(tokenizer_folder, tokenizer))
 
   def encode(self, text: str) -> list[int]:
     """The ids of the beginning of a document."""

@@ -46,8 +46,8 @@ def of_source(source: Source) -> Tokenizer:
   raise ConfigError(f"{source.where}: {file} is missing. Copy the tokenizer of the model there.")
 
 
-def stop_ids(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
-  """The ids that end a text: the tokenizer's, and those that generation_config.json names."""
-  file = run_id.folder(source.tokenizer_folder) / sources.GENERATION
+def stop_ids(folder: str, tokenizer: Tokenizer) -> frozenset[int]:
+  """The ids that end a text: the tokenizer's, and those that generation_config.json in `folder` names."""
+  file = run_id.folder(folder) / sources.GENERATION
   named = sources.read_json(file).get("eos_token_id") if file.exists() else None
   return frozenset([tokenizer.eos_id, *(named if isinstance(named, list) else [] if named is None else [named])])

@@ -86,7 +86,10 @@ WRONG = {
     f"xpk {COMMON} {PLACE} enable_trackio=true --image-extras wandb",
     "enable_trackio=true: needs the extra trackio",
   ),
-  "an extra that does not exist": (f"jobset {COMMON} --image-extras wnb", "'wnb' must be one of goodput, ray, tfds"),
+  "an extra that does not exist": (
+    f"jobset {COMMON} --image-extras wnb",
+    "'wnb' must be one of goodput, lm_eval, ray, tfds",
+  ),
   "a local dataset": (f"jobset {COMMON} dataset_path=texts", "dataset_path=texts: no pod has this path"),
   "a local dataset for evaluation": (
     f"gcluster {COMMON} eval_dataset_path=/data/held_out",

@@ -30,7 +30,7 @@ def problems(job: Job) -> Iterator[str]:
 
 
 def _packages(job: Job) -> Iterator[str]:
-  needs = {f"{key}=true": extra for key, _, extra in paths.EXTRAS if getattr(job.config.observe, key)}
+  needs = {given: extra for given, _, extra in paths.extras(job.config.observe)}
   needs |= {
     f"dataset_type={data.dataset_type}": "tfds" for data in _sections(job.config) if data.dataset_type == "tfds"
   }

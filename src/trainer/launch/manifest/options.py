@@ -11,7 +11,7 @@ from trainer.config import ConfigError
 
 RAMDISKS = ("emptydir", "csi")
 # The extras that docker/Dockerfile installs only with --build-arg EXTRAS="...".
-EXTRAS = ("goodput", "ray", "tfds", "trackio", "wandb")
+EXTRAS = ("goodput", "lm_eval", "ray", "tfds", "trackio", "wandb")
 
 
 @dataclass(frozen=True)

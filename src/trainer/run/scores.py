@@ -1,0 +1,59 @@
+"""The scores of eval_tasks, which belong to each evaluation of a run."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+
+from trainer.cluster import Cluster
+from trainer.config.errors import ConfigError
+from trainer.config.schema import Config
+from trainer.models.decoder import Params
+from trainer.observe.log import Log
+from trainer.run.run_data import RunData
+from trainer.weights import sources
+from trainer.weights.model import Model
+from trainer.weights.tasks import Scores, Tasks
+
+
+class Scorer:
+  """Scores the model of a run on its eval_tasks, if it has any."""
+
+  def __init__(self, config: Config, cluster: Cluster, data: RunData) -> None:
+    """Raises ConfigError if the tasks are not there, or the run cannot score them."""
+    self._config, self._tokenizer = config, data.train.tokenizer
+    self._tasks: Tasks | None = None
+    names = config.observe.eval_tasks
+    if not names:
+      return
+    if cluster.world.size > 1 or cluster.coordination.peers is not None:
+      raise ConfigError(
+        f"eval_tasks={names}: one process must have all devices of the run, and this run has several processes.\n"
+        "Set eval_tasks='', and score checkpoints with trainer.tools.evaluate --tasks."
+      )
+    lacks = "evaluation data" if not data.evaluations else "a tokenizer" if self._tokenizer is None else ""
+    if lacks:
+      raise ConfigError(f"eval_tasks={names}: the run has no {lacks}.\nGive it, or set eval_tasks=''.")
+    try:
+      self._tasks = Tasks.find(names, config.observe.eval_tasks_path)
+    except ConfigError as error:
+      raise ConfigError(f"eval_tasks={names}: {error}") from error
+
+  def score(self, params: Params, step: int, log: Log) -> Scores | None:
+    """The scores of the parameters after `step`, on the first device; None: no tasks, or a warning says why not."""
+    if self._tasks is None or self._tokenizer is None:
+      return None
+    start, folder = time.monotonic(), f"{self._config.run_directory}/{sources.TOKENIZER}"
+    put = lambda leaf, to: jax.device_put(leaf, to.sharding).astype(to.dtype)
+    load = lambda abstract: jax.tree.map(put, params, abstract)
+    try:
+      scores = self._tasks.score(Model.on_one_device(self._config.model, load, self._tokenizer, folder))
+    except jax.errors.JaxRuntimeError as error:  # after the loss of a slice, the next step raises it too
+      log.warning(f"no scores of eval_tasks at step {step}; one device must hold the whole model: {error}")
+      return None
+    for task, values in scores.items():
+      numbers = ", ".join(f"{metric} {value:.4f}" for metric, value in values.items())
+      log.line(f"scores of {task} at step {step}: {numbers}")
+    log.line(f"Scored {len(scores)} tasks in {time.monotonic() - start:.2f} s.")
+    return scores

@@ -1,0 +1,111 @@
+"""Scores of tasks: those of lm-evaluation-harness's own models on our export, and the same in a run (eval_tasks)."""
+
+from __future__ import annotations
+
+import json
+import types
+
+import numpy as np
+import pytest
+from tests.support import hf_folders, lm_tasks
+from tests.support.command import Run
+from tests.support.command_runs import KEYS, write_text
+
+from trainer.config import paths
+from trainer.config.errors import ConfigError
+from trainer.config.load import load
+from trainer.config.schema import Config
+from trainer.data.tokenizer import train_bpe
+from trainer.run.scores import Scorer
+from trainer.tools import evaluate, export_hf
+
+pytestmark = [pytest.mark.oldest, pytest.mark.timeout(600)]
+TASKS = ",".join(lm_tasks.TASKS)
+
+
+@pytest.fixture
+def lm_eval(tmp_path, monkeypatch):
+  monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+  monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+  return pytest.importorskip("lm_eval", reason="the tasks need lm_eval: bash setup.sh --lm_eval")
+
+
+def scores_of_the_tool(capsys, place, folder):
+  """{task: {metric: value}} that trainer.tools.evaluate prints."""
+  capsys.readouterr()
+  assert evaluate.main([place, "--tasks", TASKS, "--include_path", str(folder)]) == 0
+  lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines() if ": " in line)
+  pairs = {task: (pair.rsplit(" ", 1) for pair in lines[task].split(", ")) for task in lm_tasks.TASKS}
+  return {task: {metric: float(value) for metric, value in values} for task, values in pairs.items()}
+
+
+@pytest.mark.parametrize("name", ["llama3.1"])
+def test_scores_are_those_of_transformers_on_our_export(tmp_path, name, capsys, lm_eval):
+  pytest.importorskip("accelerate", reason="the oracle needs torch (CPU) and accelerate")
+  folder = lm_tasks.write(tmp_path)
+  cfg = hf_folders.model(name, vocab_size=300)
+  (tmp_path / "tokenizer.json").write_text(train_bpe([" ".join(lm_tasks.WORDS)] * 9, 300))
+  data = {"tokenizer_type": "bpe", "tokenizer_path": str(tmp_path / "tokenizer.json")}
+  hf_folders.write_run(tmp_path / "run", Config(model=cfg, data=data), hf_folders.random_params(cfg))
+  assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+  found = scores_of_the_tool(capsys, str(tmp_path / "run"), folder)
+  manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
+  arguments = {"pretrained": str(tmp_path / "hf"), "dtype": "float32"}
+  theirs = lm_eval.simple_evaluate(
+    "hf", arguments, list(lm_tasks.TASKS), device="cpu", batch_size=4, task_manager=manager, bootstrap_iters=0
+  )
+  compared = 0
+  for task, values in theirs["results"].items():
+    for metric, value in values.items():
+      if isinstance(value, float) and "stderr" not in metric:
+        assert found[task][metric.removesuffix(",none")] == pytest.approx(value, rel=1e-4, abs=1e-6), (task, metric)
+        compared += 1
+  assert compared == 7 and found["written"]["chrf"] > 0
+
+
+def test_a_run_scores_its_evaluations_once_and_trains_as_without(server, compiled, tmp_path, capsys, lm_eval):
+  folder = lm_tasks.write(tmp_path)
+  keys = [*KEYS, *write_text(tmp_path), compiled, "steps=4", "checkpoint_period=2", "eval_interval=2", "eval_steps=1"]
+  tasks = [f"eval_tasks={TASKS}", f"eval_tasks_path={folder}"]
+  run, plain = Run(tmp_path / "a", [*keys, *tasks], server.start), Run(tmp_path / "b", keys, server.start)
+  assert run.finish() == 0 and plain.finish() == 0, run.printed + plain.printed
+  assert run.losses() == plain.losses() and len(run.losses()) == 4
+  np.testing.assert_equal(run.arrays(4), plain.arrays(4))
+  records = [record for record in run.records("metrics") if "eval_loss" in record]
+  assert [record["step"] for record in records] == [2, 4]
+  assert [event["scores"] for event in run.events("eval")] == [record["scores"] for record in records]
+  expected = scores_of_the_tool(capsys, f"{run.directory}@2", folder)
+  assert records[0]["scores"] == {task: pytest.approx(values, rel=1e-5, abs=1e-6) for task, values in expected.items()}
+  assert "scores of choices at step 4: acc " in run.printed
+
+  metrics = run.directory / "metrics.jsonl"  # as if the evaluation had been without tasks
+  lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+  assert lines[-1].pop("scores")
+  metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+  assert run.finish("enable_report=true") == 0, run.printed
+  made_up = run.records("metrics")[len(lines) :]
+  assert [record["scores"] for record in made_up] == [records[1]["scores"]]
+  assert "<h2>Tasks</h2>" in (run.directory / "report.html").read_text()
+
+
+def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch):
+  config = lambda *keys: load(["configs/quickstart.yml", f"base_output_directory={tmp_path}", *keys])
+  with pytest.raises(ConfigError, match=r"eval_tasks_path=x: has no effect without eval_tasks"):
+    config("eval_tasks_path=x")
+  monkeypatch.setattr(paths, "_is_installed", lambda package: package != "lm_eval")
+  with pytest.raises(ConfigError, match=r"eval_tasks=a: needs the package lm_eval[\s\S]*setup.sh --lm_eval"):
+    config("eval_tasks=a")
+  monkeypatch.undo()
+  cluster = types.SimpleNamespace(world=types.SimpleNamespace(size=1), coordination=types.SimpleNamespace(peers=None))
+  data = types.SimpleNamespace(evaluations={"eval": 1}, train=types.SimpleNamespace(tokenizer=object()))
+  wanted = config().model_copy(update={"observe": config().observe.model_copy(update={"eval_tasks": "nothing"})})
+  two = types.SimpleNamespace(world=types.SimpleNamespace(size=2), coordination=cluster.coordination)
+  silent = types.SimpleNamespace(evaluations={}, train=data.train)
+  for where, what, complaint in ((two, data, "several processes"), (cluster, silent, "has no evaluation data")):
+    with pytest.raises(ConfigError, match=complaint):
+      Scorer(wanted, where, what)
+
+
+def test_unknown_tasks_and_folders_are_refused(tmp_path, capsys, lm_eval):
+  assert evaluate.main([str(tmp_path), "--tasks", "a", "--include_path", str(tmp_path / "none")]) == 2
+  assert "none: is no folder" in capsys.readouterr().err

@@ -106,7 +106,7 @@ def test_the_name_of_a_gke_cluster_is_recognized():
 
 REFUSED = """
 hardware=cpu skip_jax_distributed_system=true monitor_goodput=true use_truncation=true
-ici_expert_parallelism=2 dataset_name=c4/en hf_path=allenai/c4 hf_access_token=x grain_worker_count=4
+dcn_expert_parallelism=2 dataset_name=c4/en hf_path=allenai/c4 hf_access_token=x grain_worker_count=4
 cosine_learning_rate_final_fraction=0.1 decoder_block=llama2 enable_multi_tier_checkpointing=true
 multi_tier_checkpointing_backup_interval_minutes=30 metrics_file=m.txt compiled_trainstep_file=x
 logits_dot_in_fp32=true sa_block_q=512 capacity_factor=1 ici_sequence_parallelism=2 save_checkpoint_on_completion=true

@@ -70,6 +70,7 @@ def test_exports_are_those_of_the_tool_and_keep_their_checkpoint(make, tmp_path)
   assert exported(run) == [4, 6]
 
 
+@pytest.mark.soak
 def test_an_export_that_is_interrupted_again_and_again_is_made_up(make, tmp_path):
   run = make()
   block(run)

@@ -30,7 +30,6 @@ from trainer.parallel.mesh import TENSOR
 from trainer.parallel.sharding import constrain
 
 Params = dict[str, Any]
-Weights = tuple[jax.Array, jax.Array, jax.Array]  # gate [E, D, F], up [E, D, F], down [E, F, D]
 
 # The metrics of a step: the largest and the smallest load of an expert of any layer, relative to an even one, and the
 # mean entropy of the loads of a layer, relative to that of even ones.
@@ -84,25 +83,41 @@ class Experts(nnx.Module):
     return checkpoint_name(constrain(out, "batch", "length", "embed"), "mlpwo")
 
 
-def _run(kernels: Kernels, shards: ExpertShards, given: tuple[jax.Array, ...], weights: Weights) -> jax.Array:
+def _run(
+  kernels: Kernels,
+  shards: ExpertShards,
+  given: tuple[jax.Array, ...],
+  weights: tuple[jax.Array, ...],
+  gather: Callable[[jax.Array, tuple[str, ...]], jax.Array],
+) -> jax.Array:
   """Returns the output of the experts [B, T, D] for x [B, T, D], chosen experts and scores [B, T, k].
 
-  weights: of the device's experts.
+  weights: the device's shards of gate, up and down. gather: see `ExpertShards.run`.
   """
   x_BTD, chosen_BTk, scores_BTk = given
-  shares = len(weights[0]) < shards.experts
+  gate_EDF, up_EDF, down_EFD = weights
+  # One matmul for both reads the rows once, and the gradients of the rows need no sum. They are joined as shards.
+  joined_EDF = gather(jnp.concatenate([gate_EDF, up_EDF], axis=-1), Experts.UP_AXES)
+  down_EFD = gather(down_EFD, Experts.DOWN_AXES)
+  shares = len(down_EFD) < shards.experts
   dtype = jnp.dtype(kernels.project.gather_dtype or x_BTD.dtype)
   if shares:
     chosen_BTk = shards.numbered(shards.gather_tokens(chosen_BTk, chosen_BTk.dtype))
     x_BTD, scores_BTk = (shards.gather_tokens(array, dtype) for array in (x_BTD, scores_BTk))
-  out = _compute(kernels, x_BTD, chosen_BTk, scores_BTk, weights, shards.experts)
+  out = _compute(kernels, x_BTD, chosen_BTk, scores_BTk, joined_EDF, down_EFD, shards.experts)
   if sharding.num_shards(TENSOR) > 1:
     out = jax.lax.psum(out, TENSOR)
   return shards.scatter_tokens(out, dtype) if shares else out
 
 
 def _compute(
-  kernels: Kernels, x_BTD: jax.Array, chosen_BTk: jax.Array, scores_BTk: jax.Array, weights: Weights, E: int
+  kernels: Kernels,
+  x_BTD: jax.Array,
+  chosen_BTk: jax.Array,
+  scores_BTk: jax.Array,
+  joined_EDF: jax.Array,
+  down_EFD: jax.Array,
+  E: int,
 ) -> jax.Array:
   """Returns the sum of the results of those of E experts, the first ones, whose weights are given.
 
@@ -110,14 +125,13 @@ def _compute(
   """
   k, D = chosen_BTk.shape[-1], x_BTD.shape[-1]
   order, back, sizes = _sorted_by_expert(chosen_BTk.reshape(-1), E)
-  rows = _permute(jnp.repeat(x_BTD.reshape(-1, D), k, axis=0), order, back)
-  gate_EDF, up_EDF, down_EFD = weights
-  own, multiply = len(gate_EDF), kernels.grouped_matmul
+  rows = _rows_of(x_BTD.reshape(-1, D), order, back, k)
+  own, multiply = len(down_EFD), kernels.grouped_matmul
   if own < E:
     multiply, sizes = grouped_matmul.with_rows_behind(multiply, E // own), sizes[:own]
-  gate = checkpoint_name(multiply(rows, gate_EDF, sizes), "mlpwi_0")
-  up = checkpoint_name(multiply(rows, up_EDF, sizes), "mlpwi_1")
-  down = multiply(swiglu(gate, up), down_EFD, sizes)
+  gate, up = jnp.split(multiply(rows, joined_EDF, sizes), 2, axis=-1)
+  hidden = swiglu(checkpoint_name(gate, "mlpwi_0"), checkpoint_name(up, "mlpwi_1"))
+  down = multiply(hidden, down_EFD, sizes)
   results = _permute(down, back, order).reshape(*chosen_BTk.shape, D)
   return jnp.sum(results * scores_BTk[..., None], axis=-2)
 
@@ -136,6 +150,20 @@ def _sorted_by_expert(experts: jax.Array, E: int) -> tuple[jax.Array, jax.Array,
   sizes = earlier[-1]
   back = jnp.take_along_axis(earlier - 1 + jnp.cumsum(sizes) - sizes, experts[:, None], axis=1)[:, 0]
   return order, back, sizes
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _rows_of(x: jax.Array, order: jax.Array, back: jax.Array, k: int) -> jax.Array:
+  """Returns the row of x [M / k, D] for each of the M assignments, in their `order`. `back` is the inverse."""
+  return x[order // k]
+
+
+def _rows_backward(k: int, back: jax.Array, g: jax.Array) -> tuple[jax.Array, None, None]:
+  # It reads rows instead of adding to them, and a row has its sum over the k in the order of the choices.
+  return jnp.sum(g[back].reshape(-1, k, g.shape[-1]), axis=1), None, None
+
+
+_rows_of.defvjp(lambda x, order, back, k: (_rows_of(x, order, back, k), back), _rows_backward)
 
 
 @jax.custom_vjp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,27 +32,24 @@ class ExpertShards:
   first_stage: int = 1  # see sharding.first_stage
 
   def run(
-    self, compute: Callable[[Any, Any], jax.Array], x: Any, weights: tuple[jax.Array, ...], axes: tuple[Axes, ...]
+    self, compute: Callable[..., jax.Array], x: Any, weights: tuple[jax.Array, ...], axes: tuple[Axes, ...]
   ) -> jax.Array:
-    """Returns compute(x, weights of the device's experts) [B, T, D] for arrays x [B, T, ...].
+    """Returns compute(x, weights, gather) [B, T, D] for arrays x [B, T, ...].
 
     weights: the device's shards, with logical `axes`. `compute` is manual over tensor and context too: it gets the
-    tokens of one shard of context, and shards of the width of experts.
+    tokens of one shard of context, and shards of the width of experts. gather(w, axes) returns a weight of the device's
+    experts, whole in all other dims, from its shard.
     """
     # Without shards of fsdp, the compiler gathers what context shards.
     context = sharding.num_shards(CONTEXT) if sharding.is_manual_over_fsdp() else 1
-    parts = [context > 1 and w.shape[names.index("embed")] % context == 0 for w, names in zip(weights, axes)]
-    over = [{"mlp": TENSOR, "embed": CONTEXT if part else None} for part in parts]
-    specs = tuple(PartitionSpec(*map(entry.get, names)) for entry, names in zip(over, axes))
+    over_context = context > 1 and weights[0].shape[axes[0].index("embed")] % context == 0
+    over = {"mlp": TENSOR, "embed": CONTEXT if over_context else None}
+    specs = tuple(PartitionSpec(*map(over.get, names)) for names in axes)
     length = PartitionSpec(None, CONTEXT)
-
-    def run(x: Any, shards: tuple[jax.Array, ...]) -> jax.Array:
-      return compute(x, tuple(map(self._gather, shards, axes, parts)))
-
+    run = functools.partial(compute, gather=functools.partial(self._gather, over_context=over_context))
     return sharding.on_shards((TENSOR, CONTEXT), run, (length, specs), length, x, weights)
 
   def _gather(self, w: jax.Array, axes: Axes, over_context: bool) -> jax.Array:
-    """Returns the weight of the device's experts, whole in all dims that fsdp and context shard."""
     if not sharding.is_manual_over_fsdp():
       return w
     experts, embed = axes.index("experts"), axes.index("embed")

@@ -48,9 +48,6 @@ EFFECTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 
 
-UNLIKE_LAYERS = "text needs equal layers, and some layers here have experts and others have not."
-
-
 def check(config: Config, problems: Problems) -> None:
   """Adds to `problems` every combination of values that cannot work or can have no effect."""
   problems.add(_allow_config_change(config.run.allow_config_change))
@@ -70,8 +67,6 @@ def check(config: Config, problems: Problems) -> None:
     problems.add(_faults(config.elastic, config.checkpoint))
   problems.add(_stages(config.elastic, config.model))
   problems.add(_observe(config.observe, config.data, config.run.steps))
-  if config.observe.sample_prompt and config.model.has_unlike_layers:
-    problems.add([f"sample_prompt={config.observe.sample_prompt}: {UNLIKE_LAYERS}\nSet sample_prompt=''."])
   parallelism = [*_parallelism(config.parallelism, config.cluster)]
   problems.add(parallelism)
   if parallelism:

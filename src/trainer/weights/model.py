@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.config.schema import ModelSection
-from trainer.config.validate import UNLIKE_LAYERS
+from trainer.config.schema import ModelSection, RematPolicy
 from trainer.data.tokenizer import Tokenizer
 from trainer.kernels import grouped_matmul, projection
 from trainer.kernels.attention_xla import dot_product
@@ -38,17 +37,7 @@ class Model:
     dtype: float32 or bfloat16, in which it computes and holds its matrices; "": that of the run. Raises ConfigError.
     """
     source = sources.open_source(place)
-    if source.model.has_unlike_layers:
-      raise ConfigError(f"{place}: {UNLIKE_LAYERS}")
-    dtype = dtype or source.model.dtype
-    device = jax.devices()[0]
-    cfg: ModelSection = source.model.model_copy(update={"dtype": dtype, "weight_dtype": dtype, "scan_layers": True})
-    project = projection.choose(device.platform, cfg.quantization)
-    multiply = grouped_matmul.choose(device.platform).function
-    functions = DecoderFunctions(cfg, Kernels(dot_product, grouped_matmul=multiply, project=project))
-    one = jax.sharding.SingleDeviceSharding(device)
-    on_device = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one)
-    params = source.load(jax.tree.map(on_device, functions.abstract()))
+    functions, params = on_device(source, dtype or source.model.dtype)
     tokenizer = tokenizers.of_source(source)
     return cls(functions, params, tokenizer, tokenizers.stop_ids(source, tokenizer))
 
@@ -83,3 +72,17 @@ class Model:
     steps = list(self.stream([self.encode(prompt) for prompt in prompts], tokens, sampling))
     rows = [[step[i] for step in steps] for i in range(len(prompts))]
     return [self.tokenizer.decode(id for id in row if id is not None) for row in rows]
+
+
+def on_device(source: sources.Source, dtype: str) -> tuple[DecoderFunctions, Params]:
+  """The model and its weights on one device. dtype: in which it computes and holds its matrices."""
+  device = jax.devices()[0]
+  cfg: ModelSection = source.model.model_copy(
+    update={"dtype": dtype, "weight_dtype": dtype, "scan_layers": False, "remat_policy": RematPolicy.NONE}
+  )
+  project = projection.choose(device.platform, cfg.quantization)
+  multiply = grouped_matmul.choose(device.platform).function
+  functions = DecoderFunctions(cfg, Kernels(dot_product, grouped_matmul=multiply, project=project))
+  one = jax.sharding.SingleDeviceSharding(device)
+  on_device = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one)
+  return functions, source.load(jax.tree.map(on_device, functions.abstract()))

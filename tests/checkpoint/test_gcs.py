@@ -104,6 +104,14 @@ def test_saves_keeps_restores_and_falls_back(run):
   assert f"Moved checkpoint 4 to {RUN}/checkpoints_rejected/4" in fallen
 
 
+def run_program(program, bucket, folder):
+  """What the program, which gets `folder` as its argument, prints."""
+  command, environment = [sys.executable, "-c", program, str(folder)], cpu_environment(bucket)
+  result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+  assert result.returncode == 0, result.stderr
+  return result.stdout
+
+
 READ_DOCUMENTS = """
 import json, pathlib, sys
 import fsspec
@@ -129,9 +137,30 @@ for address in ("gs://bucket/none", "gs://other-bucket/data"):
 
 
 def test_documents_are_read(bucket, tmp_path):
-  command = [sys.executable, "-c", READ_DOCUMENTS, str(tmp_path)]
-  environment = cpu_environment(bucket)
-  result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-  assert result.returncode == 0, result.stderr
-  assert "grain_train_files=gs://bucket/none: 'gs://bucket/none' has no files" in result.stdout
-  assert "grain_train_files=gs://other-bucket/data" in result.stdout
+  printed = run_program(READ_DOCUMENTS, bucket, tmp_path)
+  assert "grain_train_files=gs://bucket/none: 'gs://bucket/none' has no files" in printed
+  assert "grain_train_files=gs://other-bucket/data" in printed
+
+
+CONVERT = """
+import pathlib, sys
+import fsspec
+from tests.support import hf_folders
+from trainer.tools import export_hf, import_hf
+
+folder = pathlib.Path(sys.argv[1])
+bucket = fsspec.filesystem("gs")
+tensors = hf_folders.write_folder(folder / "there", hf_folders.model("qwen3-moe"), "bfloat16")
+bucket.put(f"{folder}/there", "bucket/hf", recursive=True)
+assert import_hf.main(["gs://bucket/hf", "gs://bucket/runs/imported"]) == 0
+assert export_hf.main(["gs://bucket/runs/imported", "gs://bucket/exported"]) == 0
+assert export_hf.main(["gs://bucket/runs/imported", "gs://bucket/exported"]) == 2
+bucket.get("bucket/exported", f"{folder}/back", recursive=True)
+back = hf_folders.read_folder(folder / "back")
+assert {name: x.tobytes() for name, x in back.items()} == {name: x.tobytes() for name, x in tensors.items()}
+assert {"config.json", "generation_config.json"} < {path.name for path in folder.glob("back/*")}
+"""
+
+
+def test_weights_are_imported_and_exported(bucket, tmp_path):
+  assert "gs://bucket/exported is complete." in run_program(CONVERT, bucket, tmp_path)

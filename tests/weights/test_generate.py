@@ -18,7 +18,7 @@ from trainer.weights.model import Model
 PROMPTS = [[5, 9, 2], list(range(40)), [7]]
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3-moe"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen3-moe-layers"])
 def model(request, tmp_path_factory) -> Model:
   cfg = hf_folders.model(request.param, vocab_size=258)
   run = tmp_path_factory.mktemp("run")

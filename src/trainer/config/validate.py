@@ -48,9 +48,6 @@ EFFECTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 
 
-UNLIKE_LAYERS = "text needs equal layers, and some layers here have experts and others have not."
-
-
 def check(config: Config, problems: Problems) -> None:
   """Adds to `problems` every combination of values that cannot work or can have no effect."""
   problems.add(_allow_config_change(config.run.allow_config_change))
@@ -71,9 +68,6 @@ def check(config: Config, problems: Problems) -> None:
     problems.add(_faults(config.elastic, config.checkpoint))
   problems.add(_stages(config.elastic, config.model))
   problems.add(_observe(config.observe, config.data, config.run.steps))
-  for name in ("sample_prompt", "eval_tasks"):
-    if (value := getattr(config.observe, name)) and config.model.has_unlike_layers:
-      problems.add([f"{name}={value}: {UNLIKE_LAYERS}\nSet {name}=''."])
   parallelism = [*_parallelism(config.parallelism, config.cluster, config.model)]
   problems.add(parallelism)
   if parallelism:

@@ -3,69 +3,93 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from trainer.config.schema import ModelSection
-from trainer.models.decoder import DecoderFunctions, Params
+from trainer.kernels import attention
+from trainer.models.decoder import DecoderFunctions, DecoderLayer, Params
 
-# Keys and values of all layers, [L, B, S, K, H] in cfg.dtype. Slot s of a row is its position s.
-Cache = tuple[jax.Array, jax.Array]
+# Keys and values, [B, K, S, H] in cfg.dtype, of each layer. With scan_layers one pair, [L, B, K, S, H].
+Cache = Any
 
 
 def empty(cfg: ModelSection, rows: int, slots: int) -> Cache:
   """Returns a cache of `slots` positions of each of the `rows`."""
-  shape = (cfg.num_decoder_layers, rows, slots, cfg.num_kv_heads, cfg.head_dim)
-  return jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype)
+  shape = (rows, cfg.num_kv_heads, slots, cfg.head_dim)
+  pair = lambda *layers: (jnp.zeros((*layers, *shape), cfg.dtype), jnp.zeros((*layers, *shape), cfg.dtype))
+  return pair(cfg.num_decoder_layers) if cfg.scan_layers else [pair() for _ in range(cfg.num_decoder_layers)]
+
+
+# A program of its own: a CPU would copy the whole cache in a program that also reads it.
+@functools.partial(jax.jit, donate_argnums=0)
+def extended(cache: Cache, new: Cache, slot: jax.Array) -> Cache:
+  """Returns the cache with the keys and values of `new` in the slots from `slot` on."""
+  return jax.tree.map(lambda old, x: jax.lax.dynamic_update_slice_in_dim(old, x, slot, axis=old.ndim - 2), cache, new)
 
 
 def logits(
-  model: DecoderFunctions,
-  params: Params,
-  tokens_BT: jax.Array,
-  positions_BT: jax.Array,
-  wanted_B: jax.Array,
-  cache: Cache,
+  model: DecoderFunctions, params: Params, tokens_BT: jax.Array, starts_B: jax.Array, slot: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Cache]:
-  """Returns the logits [B, V] (float32) at the tokens number `wanted_B` of each row, and the cache with all tokens.
+  """Returns the logits [B, V] (float32) after the last token of each row, and the keys and values of all T tokens.
 
-  params: with stacked layers. positions_BT: of the tokens. A token sees the slots up to its own position, so the slots
-  of padding at the end of a short row are seen by no token before they are written again.
+  The tokens are those of the slots from `slot` on, which is 0 unless T=1. Row b begins in slot starts_B[b]; before it
+  are tokens of padding.
   """
   decoder = model.merge(params)
-  positions = decoder.positions(positions_BT, jnp.ones_like(tokens_BT))
-  graphdef, state = nnx.split(decoder.layers)
-  rows = jnp.arange(len(tokens_BT))[:, None]
+  positions_BT = slot + jnp.arange(tokens_BT.shape[1]) - starts_B[:, None]
+  positions = decoder.positions(positions_BT, (positions_BT >= 0).astype(jnp.int32))
 
-  def run_layer(x_BTD: jax.Array, layer: tuple[Params, jax.Array, jax.Array]) -> tuple[jax.Array, Cache]:
-    weights, keys, values = layer
-    module = nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(weights)))
-    kept: list[jax.Array] = []
+  def run_layer(layer: DecoderLayer, x_BTD: jax.Array, earlier: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
+    own: list[jax.Array] = []
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
-      kept.extend((keys.at[rows, positions_BT].set(k), values.at[rows, positions_BT].set(v)))
-      return _attention(q, kept[0], kept[1], positions_BT)
+      key, value = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+      own.extend((key, value))
+      if q.shape[1] > 1:
+        return _of_prompts(q, k, v, *segments)
+      slots = jnp.arange(earlier[0].shape[2])
+      return _of_one(q, key, value, *earlier, (slots >= starts_B[:, None]) & (slots < slot))
 
-    module.attention.kernels = dataclasses.replace(model.kernels, attention=attend)
-    x_BTD = module(x_BTD, *positions)
-    return x_BTD, (kept[0], kept[1])
+    layer.attention.kernels = dataclasses.replace(model.kernels, attention=attend)
+    return layer(x_BTD, *positions), tuple(own)
 
-  x_BTD, cache = jax.lax.scan(run_layer, decoder.embed(tokens_BT), (decoder.layer_weights()[0], *cache))
-  x_BD = decoder.final_norm(jnp.take_along_axis(x_BTD, wanted_B[:, None, None], axis=1))[:, 0]
+  x_BTD = decoder.embed(tokens_BT)
+  new: Cache = []
+  if model.cfg.scan_layers:
+    graphdef, state = nnx.split(decoder.layers)
+    body = lambda x, layer: run_layer(nnx.merge(graphdef, layer[0]), x, layer[1])
+    x_BTD, new = jax.lax.scan(body, x_BTD, (state, cache))
+  else:
+    for i, earlier in enumerate(cache):
+      x_BTD, own = run_layer(decoder.layers[str(i)], x_BTD, earlier)
+      new.append(own)
+  x_BD = decoder.final_norm(x_BTD[:, -1])
   head_VD = (decoder.embedding if decoder.cfg.logits_via_embedding else decoder.lm_head)[...]
-  return jnp.einsum("bd,vd->bv", x_BD, head_VD.astype(x_BD.dtype), preferred_element_type=jnp.float32), cache
+  return jnp.einsum("bd,vd->bv", x_BD, head_VD.astype(x_BD.dtype), preferred_element_type=jnp.float32), new
 
 
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, positions_BT: jax.Array) -> jax.Array:
-  """Returns [B, T, N, H] in q.dtype: softmax attention of q [B, T, N, H] to the slots of k, v [B, S, K, H] up to the
-  position of each query."""
-  b, t, n, h = q.shape
-  grouped = q.reshape(b, t, k.shape[2], -1, h)
-  scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * h**-0.5
-  seen = positions_BT[:, :, None] >= jnp.arange(k.shape[1])
-  scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
-  probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-  out = jnp.einsum("bkgts,bskh->btkgh", probabilities, v, preferred_element_type=jnp.float32)
-  return out.reshape(b, t, n, h).astype(q.dtype)
+def _of_prompts(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
+  """Returns the causal attention [B, T, N, H] in q.dtype."""
+  platform = jax.default_backend()
+  name = "autoselected" if platform == "cpu" else "dot_product"
+  sizes = {"seq_len": q.shape[1], "head_dim": q.shape[3], "num_q_heads": q.shape[2], "num_kv_heads": k.shape[2]}
+  return attention.choose(name, platform=platform, mesh=None, dtype=q.dtype, **sizes)(q, k, v, *segments)
+
+
+def _of_one(
+  q: jax.Array, k: jax.Array, v: jax.Array, keys: jax.Array, values: jax.Array, seen_BS: jax.Array
+) -> jax.Array:
+  """Returns [B, 1, N, H] in q.dtype: softmax attention of q [B, 1, N, H] to k, v [B, K, 1, H] of its own token, and to
+  the slots of keys, values [B, K, S, H] that are seen."""
+  b, _, n, h = q.shape
+  grouped = q.reshape(b, k.shape[1], -1, h)
+  score = functools.partial(jnp.einsum, "bkgh,bksh->bkgs", grouped, preferred_element_type=jnp.float32)
+  earlier = jnp.where(seen_BS[:, None, None], score(keys), jnp.finfo(jnp.float32).min)
+  shares = jax.nn.softmax(jnp.concatenate([earlier, score(k)], axis=-1) * h**-0.5, axis=-1).astype(v.dtype)
+  out = jnp.einsum("bkgs,bksh->bkgh", shares[..., :-1], values, preferred_element_type=jnp.float32)
+  return (out + shares[..., -1:] * v).reshape(b, 1, n, h).astype(q.dtype)

@@ -283,16 +283,6 @@ class DecoderFunctions:
     self._build = functools.partial(Decoder, cfg, kernels)
     self._graphdef, self._state = nnx.split(nnx.eval_shape(lambda: self._build(key=jax.random.key(0))))
 
-  def stacked(self, params: Params) -> tuple[DecoderFunctions, Params]:
-    """Returns the same model with scan_layers, and its weights from those of this model."""
-    if self.cfg.scan_layers:
-      return self, params
-    layers = [params["layers"][str(i)] for i in range(self.cfg.num_decoder_layers)]
-    stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
-    return DecoderFunctions(self.cfg.model_copy(update={"scan_layers": True}), self.kernels), params | {
-      "layers": stacked
-    }
-
   def init(self, key: jax.Array) -> Params:
     """Returns fresh weights drawn from `key`."""
     return nnx.to_pure_dict(nnx.state(self._build(key=key)))

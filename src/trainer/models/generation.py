@@ -13,7 +13,7 @@ import numpy as np
 from trainer.models import cached
 from trainer.models.decoder import DecoderFunctions, Params
 
-_LENGTHS = 64  # prompts and caches have multiples of this length, so that few programs are compiled
+_LENGTHS = 64  # longer prompts and caches have multiples of it, shorter ones a power of 2: few programs are compiled
 
 
 @dataclass(frozen=True)
@@ -43,22 +43,21 @@ def stream(
 
   params: on one device. prompts: none is empty. Only ids below `vocab_size` are chosen. Deterministic.
   """
-  model, params = model.stacked(params)
-  lengths = np.array([len(prompt) for prompt in prompts], np.int32)
   length = _rounded(max(map(len, prompts)))
+  starts = np.array([length - len(prompt) for prompt in prompts], np.int32)
   padded = np.zeros((len(prompts), length), np.int32)
-  for row, prompt in zip(padded, prompts):
-    row[: len(prompt)] = prompt
+  for row, start, prompt in zip(padded, starts, prompts):
+    row[start:] = prompt
   cache = cached.empty(model.cfg, len(prompts), _rounded(length + tokens))
-  run = jax.jit(functools.partial(_next, model, vocab_size, sampling), donate_argnums=4)
-  positions = np.broadcast_to(np.arange(length, dtype=np.int32), padded.shape)
-  ids, cache = run(params, padded, positions, lengths - 1, cache, 0)
+  run = functools.partial(_next, model, vocab_size, sampling, params, starts)
+  ids, new = run(padded, 0, 0, cache)
+  cache = cached.extended(cache, new, 0)
   ended = np.zeros(len(prompts), bool)
-  first = np.zeros_like(lengths)
   for i in range(tokens):
     now = ids
     if i + 1 < tokens:  # the next token is computed while this one is read
-      ids, cache = run(params, now[:, None], (lengths + i)[:, None], first, cache, i + 1)
+      ids, new = run(now[:, None], length + i, i + 1, cache)
+      cache = cached.extended(cache, new, length + i)
     found = np.asarray(now)
     ended |= np.isin(found, list(stop))
     if ended.all():
@@ -67,28 +66,31 @@ def stream(
 
 
 def _rounded(length: int) -> int:
+  if length < _LENGTHS:
+    return max(8, 1 << (length - 1).bit_length())
   return -(-length // _LENGTHS) * _LENGTHS
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _next(
   model: DecoderFunctions,
   vocab_size: int,
   sampling: Sampling,
   params: Params,
+  starts_B: jax.Array,
   tokens_BT: jax.Array,
-  positions_BT: jax.Array,
-  wanted_B: jax.Array,
-  cache: cached.Cache,
+  slot: jax.Array,
   number: jax.Array,
+  cache: cached.Cache,
 ) -> tuple[jax.Array, cached.Cache]:
-  """Returns token `number` of every row, int32 [B], and the cache."""
-  logits_BV, cache = cached.logits(model, params, tokens_BT, positions_BT, wanted_B, cache)
+  """Returns token `number` of every row, int32 [B], and its keys and values. The rest: see `cached.logits`."""
+  logits_BV, new = cached.logits(model, params, tokens_BT, starts_B, slot, cache)
   logits_BV = logits_BV[:, :vocab_size]
   if sampling.temperature == 0:
-    return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32), cache
+    return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32), new
   key = jax.random.fold_in(jax.random.key(sampling.seed), number)
   kept = _likely(logits_BV / sampling.temperature, sampling)
-  return jax.random.categorical(key, kept).astype(jnp.int32), cache
+  return jax.random.categorical(key, kept).astype(jnp.int32), new
 
 
 def _likely(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:

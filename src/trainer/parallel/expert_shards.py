@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,11 @@ class ExpertShards:
   first_stage: int = 1  # see sharding.first_stage
 
   def run(
-    self, compute: Callable[..., jax.Array], x: Any, weights: tuple[jax.Array, ...], axes: tuple[Axes, ...]
+    self,
+    compute: Callable[..., jax.Array],
+    x: tuple[jax.Array, ...],
+    weights: tuple[jax.Array, ...],
+    axes: tuple[Axes, ...],
   ) -> jax.Array:
     """Returns compute(x, weights, gather) [B, T, D] for arrays x [B, T, ...].
 

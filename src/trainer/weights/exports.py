@@ -120,6 +120,6 @@ class Exports:
 
 
 def _export_on_cpu(place: str, directory: str, report: Callable[[str], object]) -> None:
-  """The work of the process. The logits are not compared: the host of a run may not hold the model twice."""
+  """The work of the process."""
   jax.config.update("jax_platforms", "cpu")  # the run has the other devices
-  export.export_run(place, directory, report=report, check=False)
+  export.export_run(place, directory, report=report)

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.config.schema import ModelSection
-from trainer.config.validate import UNLIKE_LAYERS
+from trainer.config.schema import ModelSection, RematPolicy
 from trainer.data.tokenizer import Tokenizer
 from trainer.kernels import grouped_matmul, projection
 from trainer.kernels.attention_xla import dot_product
@@ -38,11 +37,8 @@ class Model:
     dtype: float32 or bfloat16, in which it computes and holds its matrices; "": that of the run. Raises ConfigError.
     """
     source = sources.open_source(place)
-    if source.model.has_unlike_layers:
-      raise ConfigError(f"{place}: {UNLIKE_LAYERS}")
-    cfg = source.model.model_copy(update={"dtype": dtype or source.model.dtype, "scan_layers": True})
-    tokenizer = tokenizers.of_source(source)
-    return cls.on_one_device(cfg, source.load, tokenizer, source.tokenizer_folder)
+    cfg = source.model.model_copy(update={"dtype": dtype or source.model.dtype, "scan_layers": False})
+    return cls.on_one_device(cfg, source.load, tokenizers.of_source(source), source.tokenizer_folder)
 
   @classmethod
   def on_one_device(
@@ -53,14 +49,7 @@ class Model:
     load: returns the parameters with the shapes, types and shardings of its argument. tokenizer_folder: may name more
     ids that end a text.
     """
-    cfg = cfg.model_copy(update={"weight_dtype": cfg.dtype})
-    device = jax.devices()[0]
-    project = projection.choose(device.platform, cfg.quantization)
-    multiply = grouped_matmul.choose(device.platform).function
-    functions = DecoderFunctions(cfg, Kernels(dot_product, grouped_matmul=multiply, project=project))
-    one = jax.sharding.SingleDeviceSharding(device)
-    on_device = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one)
-    params = load(jax.tree.map(on_device, functions.abstract()))
+    functions, params = on_device(cfg, load)
     return cls(functions, params, tokenizer, tokenizers.stop_ids(tokenizer_folder, tokenizer))
 
   def encode(self, text: str) -> list[int]:
@@ -94,3 +83,15 @@ class Model:
     steps = list(self.stream([self.encode(prompt) for prompt in prompts], tokens, sampling))
     rows = [[step[i] for step in steps] for i in range(len(prompts))]
     return [self.tokenizer.decode(id for id in row if id is not None) for row in rows]
+
+
+def on_device(cfg: ModelSection, load: Callable[[Params], Params]) -> tuple[DecoderFunctions, Params]:
+  """The model of `cfg` and its weights on one device, as in `Model.on_one_device`."""
+  device = jax.devices()[0]
+  cfg = cfg.model_copy(update={"weight_dtype": cfg.dtype, "remat_policy": RematPolicy.NONE})
+  project = projection.choose(device.platform, cfg.quantization)
+  multiply = grouped_matmul.choose(device.platform).function
+  functions = DecoderFunctions(cfg, Kernels(dot_product, grouped_matmul=multiply, project=project))
+  one = jax.sharding.SingleDeviceSharding(device)
+  on_device = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one)
+  return functions, load(jax.tree.map(on_device, functions.abstract()))

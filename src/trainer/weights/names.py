@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,19 +48,19 @@ class Weight:
   @property
   def their_shape(self) -> tuple[int, ...]:
     """The shape of each of `theirs`."""
-    shape = self._shape
+    shape = self.our_shape
     if self.kind == "reads":
-      return int(np.prod(shape[1:])), shape[0]
-    return (shape[-1], int(np.prod(shape[:-1]))) if self.kind == "writes" else shape
+      return math.prod(shape[1:]), shape[0]
+    return (shape[-1], math.prod(shape[:-1])) if self.kind == "writes" else shape
 
   @property
-  def _shape(self) -> tuple[int, ...]:
+  def our_shape(self) -> tuple[int, ...]:
     """Our shape of what one of `theirs` has."""
     return self.shape[1:] if self.of_experts else self.shape
 
   def to_ours(self, array: np.ndarray) -> np.ndarray:
     """A view of one of their arrays in our layout."""
-    return array if self.kind == "same" else array.T.reshape(self._shape)
+    return array if self.kind == "same" else array.T.reshape(self.our_shape)
 
   def to_theirs(self, array: np.ndarray) -> np.ndarray:
     """A view of our array, of one expert if they are stacked, in their layout."""

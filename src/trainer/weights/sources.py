@@ -60,8 +60,23 @@ class Stored:
     if not self.tensors:
       return np.full(weight.shape, weight.start, self.dtype)[index]
     if not weight.of_experts:
-      return np.ascontiguousarray(weight.to_ours(self.tensors[0].array())[index])
-    return np.stack([weight.to_ours(tensor.array())[index[1:]] for tensor in self.tensors[index[0]]])
+      return _ours(weight, self.tensors[0], index)
+    experts = self.tensors[index[0]]
+    out: np.ndarray | None = None
+    for i, tensor in enumerate(experts):  # in one array, without a list of all
+      values = _ours(weight, tensor, index[1:])
+      out = np.empty((len(experts), *values.shape), values.dtype) if out is None else out
+      out[i] = values
+    assert out is not None
+    return out
+
+
+def _ours(weight: names.Weight, tensor: safetensors.Tensor, index: tuple[slice, ...]) -> np.ndarray:
+  view = weight.to_ours(tensor.array())[index]
+  if weight.kind == "same":
+    return np.ascontiguousarray(view)
+  matrix = view.reshape((len(view), -1) if weight.kind == "reads" else (-1, view.shape[-1]))
+  return safetensors.contiguous(matrix).reshape(view.shape)
 
 
 @dataclass(frozen=True)
@@ -76,6 +91,7 @@ class Source:
   read: verified_load.Read
   stored: Mapping[str, Stored]  # of a Hugging Face folder, by our names; else empty
   meta: Mapping[str, Any] = field(default_factory=dict)  # of the checkpoint
+  folder: Any = None  # an epath: of the checkpoint
 
   @property
   def tokenizer_folder(self) -> str:
@@ -146,7 +162,8 @@ def _of_run(directory: str, step: int | None, world: World) -> Source:
   model, data = ModelSection(**keys_of(ModelSection)), DataSection(**keys_of(DataSection))
   arrays = {name: entry for name, entry in meta["arrays"].items() if name.startswith("params.")}
   read = functools.partial(persistent.read, step)
-  return Source(f"{directory}@{step}", directory, model, data, arrays, read, {}, meta)
+  folder = persistent.directory / str(step)
+  return Source(f"{directory}@{step}", directory, model, data, arrays, read, {}, meta, folder)
 
 
 def _hugging_face(folder: Any) -> Source:

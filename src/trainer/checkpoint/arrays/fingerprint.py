@@ -31,13 +31,17 @@ def _words(x: jax.Array) -> jax.Array:
   return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
 
 
-def _fingerprint(x: jax.Array) -> jax.Array:
-  """uint32 [3]: sum of the words; sum of the words weighted by position; number of elements that are not finite."""
+def _fingerprint(x: jax.Array, first: jax.Array | int = 0) -> jax.Array:
+  """uint32 [3]: sum of the words; sum of the words weighted by position; number of elements that are not finite.
+
+  first: the position of the first element, if x is a part of an array.
+  """
   words = _words(x)
   position = jnp.zeros((), jnp.uint32)
   for dim, size in enumerate(words.shape):
     position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
-  weight = (position * jnp.uint32(GOLDEN)) | jnp.uint32(1)  # odd, so that no bit of a word is lost in the product
+  # Odd, so that no bit of a word is lost in the product.
+  weight = ((position + jnp.uint32(first)) * jnp.uint32(GOLDEN)) | jnp.uint32(1)
   bad = jnp.zeros(words.shape, jnp.uint32)
   if jnp.issubdtype(x.dtype, jnp.floating):
     odd = (~jnp.isfinite(x)).astype(jnp.uint32)
@@ -99,11 +103,41 @@ def dispatch(arrays: Mapping[str, jax.Array]) -> Started:
 def collect(started: Started) -> tuple[dict[str, str], list[str]]:
   """({name: 16 hex digits}, names with non-finite values) of what `dispatch` returned. Waits for the devices."""
   values = np.asarray(started.values)
-  prints = {name: f"{int(v[0]):08x}{int(v[1]):08x}" for name, v in zip(started.names, values)}
+  prints = {name: _hex(v) for name, v in zip(started.names, values)}
   return prints, [name for name, v in zip(started.names, values) if v[2]]
+
+
+def _hex(sums: np.ndarray) -> str:
+  return f"{int(sums[0]):08x}{int(sums[1]):08x}"
 
 
 def differing(arrays: Mapping[str, jax.Array], expected: Mapping[str, Any]) -> list[str]:
   """Names of arrays whose fingerprint is not the expected one."""
   prints, _ = collect(dispatch(arrays))
   return [name for name, value in prints.items() if value != expected[name]]
+
+
+class Blocks:
+  """The fingerprint of an array in the memory of the host, which comes in blocks."""
+
+  def __init__(self) -> None:
+    self._sums = np.zeros(3, np.uint32)
+
+  def add(self, block: np.ndarray, first: int) -> None:
+    """`block`: contiguous; first: its first element, in the array's order."""
+    flat = jax.device_put(block.reshape(-1), jax.devices("cpu")[0])
+    self._sums += np.asarray(_block_program()(flat, np.uint32(first % 2**32)))
+
+  @property
+  def value(self) -> str:
+    """16 hex digits, as `collect` returns."""
+    return _hex(self._sums)
+
+  @property
+  def is_finite(self) -> bool:
+    return not self._sums[2]
+
+
+@functools.cache
+def _block_program() -> Any:
+  return jax.jit(_fingerprint)

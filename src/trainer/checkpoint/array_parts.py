@@ -1,0 +1,96 @@
+"""Parts of the arrays of a checkpoint, read by ranges of bytes.
+
+A restore reads whole chunks, and a chunk of a run on one device is an array with all layers and all experts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+
+from trainer.checkpoint.arrays.fingerprint import Blocks
+from trainer.checkpoint.errors import Rejected
+
+BLOCK = 32 << 20  # bytes that are read at once
+
+
+class ArrayParts:
+  """The arrays of a checkpoint in the format of `Persistent`: zarr3 in OCDBT, without compression."""
+
+  def __init__(self, folder: Any) -> None:
+    """folder: an epath."""
+    import tensorstore
+
+    base = str(folder / "state")
+    spec = {"driver": "ocdbt", "base": f"{base if '://' in base else f'file://{base}'}/"}
+    self._store = tensorstore.KvStore.open(spec).result()
+    self._layouts: dict[str, tuple[list[int], list[int]]] = {}
+
+  def read(
+    self, name: str, index: tuple[int, ...], out: np.ndarray, found: Blocks | None = None, first: int = 0
+  ) -> np.ndarray:
+    """Returns `out` with the values at `index`, a number for each of the first dims. Reads no other bytes.
+
+    first: the first row of `out` in the dim after those of `index`.
+
+    found: gets the values too, so that the caller can check the fingerprint of all parts together. Raises Rejected if
+    they cannot be read.
+    """
+    shape, chunk = self._layout(name)
+    row = math.prod(out.shape[1:])
+    number = int(np.ravel_multi_index(index, shape[: len(index)])) if index else 0
+    before = (number * shape[len(index)] + first) * row
+    step = max(1, BLOCK // max(1, row * out.itemsize))
+    for begin in range(0, len(out), step):
+      rows = out[begin : begin + step]
+      self._read_rows(name, chunk, (*index, first + begin), rows)
+      if found is not None:
+        found.add(rows, before + begin * row)
+    return out
+
+  def _layout(self, name: str) -> tuple[list[int], list[int]]:
+    """(shape, shape of a chunk) of an array."""
+    if name not in self._layouts:
+      text = self._get(f"{name}/zarr.json", slice(None))
+      if not text:
+        raise Rejected(f"it has no array {name}")
+      meta = json.loads(text)
+      chunk, (codec,) = meta["chunk_grid"]["configuration"]["chunk_shape"], meta["codecs"]
+      inner = codec["configuration"]
+      if codec["name"] != "sharding_indexed" or inner["chunk_shape"] != chunk or len(inner["codecs"]) > 1:
+        raise Rejected(f"{name} is stored in another format ({codec['name']})")
+      self._layouts[name] = (meta["shape"], chunk)
+    return self._layouts[name]
+
+  def _read_rows(self, name: str, chunk: list[int], start: tuple[int, ...], out: np.ndarray) -> None:
+    """Fills `out` with the values from `start` on. They are contiguous in each chunk."""
+    depth = len(start) - 1
+    begin, end = start[-1], start[-1] + len(out)
+    outer = [i // size for i, size in zip(start[:-1], chunk)]
+    inside = [i % size for i, size in zip(start[:-1], chunk)]
+    tile, rest = chunk[depth], chunk[depth + 1 :]
+    before = int(np.ravel_multi_index(inside, chunk[:depth])) * tile if depth else 0
+    row = math.prod(rest) * out.itemsize
+    grid = [-(-size // part) for size, part in zip(out.shape[1:], rest)]
+    for number in range(begin // tile, -(-end // tile)):
+      low, high = max(begin, number * tile), min(end, (number + 1) * tile)
+      first = before + low - number * tile
+      for place in np.ndindex(*grid):
+        key = "/".join(map(str, (f"{name}/c", *outer, number, *place)))
+        data = self._get(key, slice(first * row, (first + high - low) * row))
+        target = out[(slice(low - begin, high - begin), *(slice(i * n, (i + 1) * n) for i, n in zip(place, rest)))]
+        if data:
+          block = np.frombuffer(data, out.dtype).reshape(high - low, *rest)
+          target[...] = block[tuple(slice(size) for size in target.shape)]
+        else:
+          target[...] = 0  # a chunk of zeros is not stored
+
+  def _get(self, key: str, part: slice) -> bytes:
+    """The bytes `part` of a value; none if there is no such value."""
+    try:
+      return self._store.read(key, byte_range=part).result().value
+    except ValueError as error:  # tensorstore has no type of its own
+      raise Rejected(f"{key} cannot be read: {str(error).splitlines()[0]}") from error

@@ -74,6 +74,7 @@ def test_kubernetes_and_the_launchers_accept_the_objects_for_gpu_clusters():
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.soak
 def test_the_tutorial_trains_on_a_text_and_compares_two_runs(server, tmp_path, monkeypatch, capsys):
   """Its commands with two steps. tests/launch has runs of several processes."""
   page = DOCS / "tutorial.md"

@@ -91,12 +91,12 @@ def test_only_an_error_of_the_users_input_is_2(monkeypatch, error, code, printed
     raise error
 
   lines = []
-  log = SimpleNamespace(error=lines.append)
+  log = SimpleNamespace()
   data = SimpleNamespace(tokens_per_step=1)
   session = SimpleNamespace(data=data, state_bytes=1, events=None, log=log, programs=None, preemption=None)
   monkeypatch.setattr(retry, "elastic_retry", fail)
   cluster = SimpleNamespace(coordination=SimpleNamespace(is_reported=lambda: False))
-  assert __main__._train(Config(), session, cluster).code == code
+  assert __main__._train(Config(), session, cluster, lines.append).code == code
   assert printed in "".join(lines) and ("Traceback" in "".join(lines)) == (code == 1)
 
 

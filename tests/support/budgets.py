@@ -22,7 +22,7 @@ BUDGETS = {
   "tests/data": 90,
   "tests/elastic": 200,
   "tests/kernels": 60,
-  "tests/launch": 250,
+  "tests/launch": 560,
   "tests/models": 60,
   "tests/observe": 60,
   "tests/report": 60,

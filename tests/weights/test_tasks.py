@@ -63,6 +63,7 @@ def test_scores_are_those_of_transformers_on_our_export(tmp_path, name, capsys, 
   assert compared == 7 and found["written"]["chrf"] > 0
 
 
+@pytest.mark.soak
 def test_a_run_scores_its_evaluations_once_and_trains_as_without(server, compiled, tmp_path, capsys, lm_eval):
   folder = lm_tasks.write(tmp_path)
   keys = [*KEYS, *write_text(tmp_path), compiled, "steps=4", "checkpoint_period=2", "eval_interval=2", "eval_steps=1"]

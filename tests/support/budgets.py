@@ -21,7 +21,7 @@ BUDGETS = {
   "tests/config": 60,
   "tests/data": 90,
   "tests/elastic": 200,
-  "tests/kernels": 60,
+  "tests/kernels": 100,
   "tests/launch": 560,
   "tests/models": 60,
   "tests/observe": 60,

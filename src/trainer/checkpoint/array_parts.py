@@ -34,10 +34,9 @@ class ArrayParts:
   ) -> np.ndarray:
     """Returns `out` with the values at `index`, a number for each of the first dims. Reads no other bytes.
 
-    first: the first row of `out` in the dim after those of `index`.
-
-    found: gets the values too, so that the caller can check the fingerprint of all parts together. Raises Rejected if
-    they cannot be read.
+    first: the number of the stored row with which `out` begins, in the dim after those of `index`. found: gets the
+    values too, so that the caller can check the fingerprint of all parts together. Raises Rejected if they cannot be
+    read.
     """
     shape, chunk = self._layout(name)
     row = math.prod(out.shape[1:])

@@ -19,7 +19,7 @@ EXPERTS = "ici_expert_parallelism"
 def group_sizes(parallelism: ParallelismSection, group: str) -> dict[str, int]:
   """The sizes of a group ("dcn": across slices, "ici": inside one) by key; -1 means "fill".
 
-  Those of AXES, and for "ici" that of the experts, whose devices are a part of the axis fsdp.
+  "ici" has ici_expert_parallelism besides AXES: the devices that share experts belong to the axis fsdp.
   """
   keys = [f"{group}_{axis}_parallelism" for axis in AXES] + [EXPERTS] * (group == "ici")
   return {key: getattr(parallelism, key) for key in keys}

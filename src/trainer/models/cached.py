@@ -37,7 +37,7 @@ def logits(
 ) -> tuple[jax.Array, Cache]:
   """Returns the logits [B, V] (float32) after the last token of each row, and the keys and values of all T tokens.
 
-  The tokens are those of the slots from `slot` on, which is 0 unless T=1. Row b begins in slot starts_B[b]; before it
+  The tokens fill the slots from `slot` on; `slot` is 0 unless T=1. Row b begins in slot starts_B[b]; before it
   are tokens of padding.
   """
   decoder = model.merge(params)

@@ -142,10 +142,11 @@ def expert_groups(compile_step: CompileGroups, best: Candidate, num_experts: int
         finding = compile_step(best.policy, best.per_device_batch_size, groups)
       except ConfigError:  # the group does not divide the devices
         return
-      if fits(finding, chip):
-        candidate = _candidate(best.policy, best.per_device_batch_size, finding, chip)
-        yield dataclasses.replace(candidate, expert_parallelism=groups)
-      if not fits(finding, chip) or (candidate.tokens_per_second <= fastest and groups > best.expert_parallelism):
+      if not fits(finding, chip):
+        return
+      candidate = _candidate(best.policy, best.per_device_batch_size, finding, chip)
+      yield dataclasses.replace(candidate, expert_parallelism=groups)
+      if candidate.tokens_per_second <= fastest and groups > best.expert_parallelism:
         return
       fastest = max(fastest, candidate.tokens_per_second)
     groups *= 2

@@ -63,7 +63,7 @@ def test_a_restored_state_is_saved_if_the_supervisor_is_lost_during_the_missing_
   with run.launched("eval_steps=1") as supervisor:
     run.wait_for(lambda: run.last_step >= 12, supervisor)
   metrics = run.directory / "metrics.jsonl"
-  metrics.write_text("".join(line for line in metrics.open() if "eval_loss" not in line))
+  metrics.write_text("".join(line for line in metrics.read_text().splitlines(keepends=True) if "eval_loss" not in line))
   with run.launched("eval_steps=10000") as supervisor:
     run.wait_for(lambda: "is missing: evaluating" in run.printed, supervisor)
     supervisor.send_signal(signal.SIGKILL)

@@ -49,11 +49,16 @@ def flops(computation: Computation, kernel: Instruction) -> tuple[str, float] | 
 
 
 def head_width(computation: Computation, kernel: Instruction) -> int:
-  """Returns the width H of the heads of a splash kernel, 0 for other instructions and if its FLOPs are unknown.
+  """Returns the width H of the heads of an attention kernel, 0 for other instructions and if its FLOPs are unknown.
 
-  H is the smaller one of the last two dims of q, [.., T, H] or [.., H, T].
+  H is the smaller one of the last two dims of a splash kernel's q, [.., T, H] or [.., H, T], and the last dim of
+  cuDNN's.
   """
-  if not (is_kernel(kernel) and _splash_phase(kernel)) or flops(computation, kernel) is None:
+  if not is_kernel(kernel) or flops(computation, kernel) is None:
+    return 0
+  if kernel.target.startswith("__cudnn$fmha"):
+    return _operands(computation, kernel)[0].dims[-1]
+  if not _splash_phase(kernel):
     return 0
   q = next(a for a in _operands(computation, kernel) if a.dtype in _FLOATS)
   return min(q.dims[-2:])

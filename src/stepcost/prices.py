@@ -1,8 +1,8 @@
 """Seconds of computation of each instruction of a compiled program, and the rates of what it communicates over.
 
 The TPU compiler estimates the cycles of a fusion. Pallas kernels and the programs of other compilers have no estimate:
-the price is then the time of the matmuls at the peak, or of the memory traffic, whichever is longer. Attention kernels
-of the chips in `CALIBRATIONS` reach a known share of the peak.
+the price is then the time of the matmuls at the peak, or of the memory traffic, whichever is longer. Chips in
+`CALIBRATIONS` reach a known share of these peaks.
 """
 
 from __future__ import annotations
@@ -16,27 +16,35 @@ from stepcost.chips import Chip
 from stepcost.hlo import DEVICE, HOST, Computation, Instruction, Module
 
 # Bytes/s per chip over the data center network (DCN): v5e 6.4 Tbit/s and v6e 25.6 Tbit/s per pod of 256 chips, v5p
-# 50 Gbit/s per chip (docs.cloud.google.com/tpu/docs, the page of each version). Other versions publish no number.
-DCN_BANDWIDTH = {"v5e": 25e9 / 8, "v6e": 100e9 / 8, "v5p": 50e9 / 8}
+# 50 Gbit/s per chip (docs.cloud.google.com/tpu/docs, the page of each version). Other versions publish no number. GPUs:
+# one network adapter each, of 200 (A100) or 400 Gbit/s (NVIDIA's guides of DGX A100, H100, H200 and B200).
+DCN_BANDWIDTH = {"v5e": 25e9 / 8, "v6e": 100e9 / 8, "v5p": 50e9 / 8, "A100": 200e9 / 8} | dict.fromkeys(
+  ("H100", "H200", "B200"), 400e9 / 8
+)
 # Bytes/s between a device and its host, as PCIe 3 x16 reaches. Used only for offloaded activations.
 HOST_BANDWIDTH = 12e9
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-  """What measured steps say about the times on one kind of chip (docs/benchmarks/calibration.md)."""
+  """What measured steps say about the times on one kind of chip (docs/benchmarks: calibration.md, gpu_models.md)."""
 
   attention: float = 1.0  # share of the peak that attention kernels reach, with heads of at most HEAD_WIDTH
-  fitted: int = 0  # number of measured steps from which the share follows; 0: kernels count at the peak
+  others: float = 1.0  # share of the peaks that all else reaches, if the compiler has no estimate for it
+  fitted: int = 0  # number of measured steps from which the shares follow; 0: they are not known
   held_out: int = 0  # number of other measured steps that were compiled and simulated
   error: float = 0.0  # the largest |simulated / measured - 1| of these
+  measured_on: str = ""  # if it was another chip
 
   def __str__(self) -> str:
     steps = "1 measured step" if self.held_out == 1 else f"{self.held_out} measured steps"
-    error = f"up to {self.error:.0%} on {steps} of MaxText" if self.held_out else "unknown"
+    error = f"up to {self.error:.0%} on {steps}" if self.held_out and not self.measured_on else "unknown"
     if not self.fitted:
       return error
-    return f"{error}; attention kernels at {self.attention:.0%} of the peak follow from {self.fitted} measured steps"
+    others = "" if self.others == 1 else f" and all else at {self.others:.0%} of its peaks"
+    where = f" on {self.measured_on}" if self.measured_on else ""
+    shares = f"attention kernels at {self.attention:.0%} of the peak{others}"
+    return f"{error}; {shares} follow from {self.fitted} measured steps{where}"
 
 
 # All measured steps have heads of this width. The matrix units of v6e and 7x are 256 wide.
@@ -47,6 +55,8 @@ CALIBRATIONS = MappingProxyType(
     "v5p": Calibration(held_out=1, error=0.09),
     "v6e": Calibration(0.21, fitted=2, held_out=1, error=1.82),  # offloaded activations: mostly the price of the host
     "7x": Calibration(0.37, fitted=2, held_out=1, error=0.01),
+    "H200": Calibration(0.41, 0.69, fitted=3, held_out=3, error=0.05),
+    "H100": Calibration(0.41, 0.69, fitted=3, measured_on="H200"),  # the same cores
   }
 )
 
@@ -58,6 +68,7 @@ class Basis(enum.StrEnum):
   KERNEL = "in kernels at the peak"
   ATTENTION = "in attention kernels at their measured share of the peak"
   RATES = "without an estimate: bytes and FLOPs at the peak"
+  SHARE = "without an estimate: bytes and FLOPs at their measured share of the peak"
   UNKNOWN_KERNEL = "in kernels with unknown FLOPs: bytes only"
 
 
@@ -69,6 +80,7 @@ class Rates:
   dcn: float | None  # bytes/s; None: unknown
   precision: str = "default"  # of the kernels, whose text does not show it
   attention: float = 1.0  # share of the peak that attention kernels reach
+  others: float = 1.0  # share of the peaks that all else reaches, if the compiler has no estimate for it
 
   @property
   def links(self) -> float:
@@ -78,7 +90,8 @@ class Rates:
 
 def rates(chip: Chip, precision: str = "default") -> Rates:
   """Returns the rates of a device of kind `chip`."""
-  return Rates(chip, DCN_BANDWIDTH.get(chip.name), precision, calibration(chip).attention)
+  known = calibration(chip)
+  return Rates(chip, DCN_BANDWIDTH.get(chip.name), precision, known.attention, known.others)
 
 
 def calibration(chip: Chip) -> Calibration:
@@ -106,9 +119,13 @@ def price(module: Module, computation: Computation, instruction: Instruction, gi
     for owner, part in module.parts(computation, instruction)
     for kind, flops in costs.flops_of(owner, part, given.precision)
   )
-  basis = Basis.RATES
+  seconds, basis = max(matmuls, moved[DEVICE] / given.chip.hbm_bandwidth), Basis.RATES
   if given.attention < 1 and 0 < custom_calls.head_width(computation, instruction) <= HEAD_WIDTH:
-    matmuls, basis = matmuls / given.attention, Basis.ATTENTION
+    seconds, basis = max(seconds, matmuls / given.attention), Basis.ATTENTION
+  elif custom_calls.is_kernel(instruction) and costs.is_unpriced(computation, instruction):
+    basis = Basis.UNKNOWN_KERNEL
+  elif given.others < 1:
+    seconds, basis = seconds / given.others, Basis.SHARE
   elif custom_calls.is_kernel(instruction):
-    basis = Basis.UNKNOWN_KERNEL if costs.is_unpriced(computation, instruction) else Basis.KERNEL
-  return Price(max(matmuls, moved[DEVICE] / given.chip.hbm_bandwidth), basis, moved[HOST])
+    basis = Basis.KERNEL
+  return Price(seconds, basis, moved[HOST])

@@ -1,4 +1,4 @@
-"""TPU slices to compile for without having them, by the names of MaxText and of jax."""
+"""TPU slices and GPUs to compile for without having them, by the names of MaxText and of jax."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import os
 import re
 from types import MappingProxyType
 from typing import Any
+
+from stepcost import gpus
 
 # Chips of a slice -> its shape, as Google Cloud offers it (docs.cloud.google.com/tpu/docs, page of each version).
 _FLAT = MappingProxyType(
@@ -82,7 +84,13 @@ class TopologyError(ValueError):
 
 
 class CompilerMissing(TopologyError):
-  """The TPU compiler is not installed."""
+  """The compiler for these devices is not installed. `platform`: "tpu" or "gpu"."""
+
+  def __init__(self, topology: Topology, install: str) -> None:
+    self.platform = "tpu" if topology.card is None else "gpu"
+    compiler = f"the {self.platform.upper()} compiler is not installed"
+    needs = f"no {self.platform.upper()} and no driver, only Linux on x86-64"
+    super().__init__(f"{topology.name}: {compiler}. Install {install}, which needs {needs}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +98,11 @@ class Topology:
   """One slice, described as `jax.experimental.topologies` needs it."""
 
   name: str  # as given
-  jax_name: str  # "v5e:4x4"
-  chip_config_name: str
+  jax_name: str  # "v5e:4x4"; of GPUs a name of our own, "h100:8"
   chips: int
   chips_per_host: tuple[int, int, int]
+  chip_config_name: str = "default"
+  card: gpus.Card | None = None  # None: a TPU
 
   @property
   def hosts(self) -> int:
@@ -101,16 +110,21 @@ class Topology:
 
 
 def resolve(name: str) -> Topology:
-  """Returns the topology of `v5e-16` (names of MaxText and Google Cloud) or `v5e:4x4` (jax). Raises TopologyError.
+  """Returns the topology of `v5e-16` (names of MaxText and Google Cloud), `v5e:4x4` (jax), or `h100-8` (GPUs).
 
   Names of v5e and v6e count chips. Names of v4, v5p and 7x count cores, two per chip: v5p-64 has 32 chips.
+
+  Raises TopologyError.
   """
   found = re.fullmatch(r"(\w+)(?:-(\d+)|:(\d+(?:x\d+)*))", name.strip().lower())
-  if not found or found.group(1) not in GENERATIONS:
+  if not found or found.group(1) not in GENERATIONS | gpus.CARDS:
     raise TopologyError(
-      f"{name}: no such TPU slice. Give VERSION-NUMBER ({_examples()}) or a jax topology name (v5e:4x4, v5p:4x4x8)."
+      f"{name}: no such TPU slice, and no such GPUs. Give VERSION-NUMBER ({_examples()}), a jax topology name "
+      f"(v5e:4x4, v5p:4x4x8), or GPUs of one host ({', '.join(f'{card}-8' for card in gpus.CARDS)})."
     )
   version, number, written = found.groups()
+  if version in gpus.CARDS:
+    return _gpus(name, version, number)
   generation = GENERATIONS[version]
   if number:
     chips, rest = divmod(int(number), generation.counted)
@@ -122,7 +136,16 @@ def resolve(name: str) -> Topology:
     _check_shape(name, shape, generation)
   host = (1, 1, 1) if math.prod(shape) == 1 else (2, 2, 1)
   jax_name = f"{generation.jax_name}:{'x'.join(map(str, shape))}"
-  return Topology(name, jax_name, generation.chip_config_name, math.prod(shape), host)
+  return Topology(name, jax_name, math.prod(shape), host, generation.chip_config_name)
+
+
+def _gpus(name: str, card: str, number: str | None) -> Topology:
+  if not number or not 1 <= int(number) <= gpus.PER_HOST:
+    raise TopologyError(
+      f"{name}: a slice of GPUs has 1 to {gpus.PER_HOST} of one host, which NVLink connects, such as {card}-8. More "
+      "hosts are more slices."
+    )
+  return Topology(name, f"{card}:{int(number)}", int(number), (gpus.PER_HOST, 1, 1), card=gpus.CARDS[card])
 
 
 def _numbers(version: str, generation: Generation) -> str:
@@ -157,32 +180,50 @@ def _check_shape(name: str, shape: tuple[int, ...], generation: Generation) -> N
 
 def devices(topology: Topology, num_slices: int) -> tuple[tuple[Any, ...], ...]:
   """Returns the described (not attached) devices of `num_slices` such slices, by slice. Raises TopologyError."""
-  if importlib.util.find_spec("libtpu") is None:
-    needs = "which needs no TPU, only Linux on x86-64"
-    raise CompilerMissing(f"{topology.name}: the TPU compiler is not installed. Install libtpu, {needs}.")
+  if topology.card is None and importlib.util.find_spec("libtpu") is None:
+    raise CompilerMissing(topology, "libtpu")
   from jax.errors import JaxRuntimeError
   from jax.experimental import topologies as jax_topologies
 
   try:
-    described = jax_topologies.get_topology_desc(
-      platform="tpu",
-      topology_name=topology.jax_name,
-      chip_config_name=topology.chip_config_name,
-      chips_per_host_bounds=topology.chips_per_host,
-      num_slices=num_slices,
-    )
+    described = jax_topologies.get_topology_desc(**_description(topology, num_slices))
+  except NotImplementedError as error:
+    raise CompilerMissing(topology, "jax[cuda13]") from error
   except JaxRuntimeError as error:
     raise TopologyError(
-      f"{topology.name}: the TPU compiler does not know {topology.jax_name}: {str(error).splitlines()[0]}"
+      f"{topology.name}: the compiler does not know {topology.jax_name}: {str(error).splitlines()[0]}"
     ) from error
   slices: dict[int, list[Any]] = {}
+  # A slice of GPUs is a host, which is a process.
+  index = "slice_index" if topology.card is None else "process_index"
   for device in described.devices:
-    slices.setdefault(getattr(device, "slice_index", 0) or 0, []).append(device)
+    slices.setdefault(getattr(device, index, 0) or 0, []).append(device)
   return tuple(tuple(slices[index]) for index in sorted(slices))
 
 
-def untried_compiler() -> str:
-  """Returns the version of libtpu if stepcost was not tried with its programs, else ""."""
+def _description(topology: Topology, num_slices: int) -> dict[str, Any]:
+  """Returns the keyword arguments of `jax.experimental.topologies.get_topology_desc`."""
+  if topology.card is not None:
+    sizes = f"{num_slices}x{topology.hosts}x{topology.chips}"
+    return {
+      "platform": "cuda",
+      "topology_name": topology.jax_name,
+      "topology": sizes,
+      "target_config": gpus.target_config(topology.card),
+    }
+  return {
+    "platform": "tpu",
+    "topology_name": topology.jax_name,
+    "chip_config_name": topology.chip_config_name,
+    "chips_per_host_bounds": topology.chips_per_host,
+    "num_slices": num_slices,
+  }
+
+
+def untried_compiler(topology: Topology) -> str:
+  """Returns the version of libtpu if it compiles for `topology` and stepcost was not tried with it, else ""."""
+  if topology.card is not None:
+    return ""
   try:
     version = importlib.metadata.version("libtpu")
   except importlib.metadata.PackageNotFoundError:

@@ -454,6 +454,18 @@ def test_attention_kernels_cost_their_share_of_the_peak(layout, width, share):
   assert timeline.seconds == pytest.approx(1e-3 / share)
 
 
+def test_on_a_gpu_all_but_attention_costs_another_share_of_the_peaks():
+  text = (pathlib.Path(__file__).with_name("gpu.hlo")).read_text()
+  peak = simulation.simulate(hlo.parse(text), [0], RATES)
+  found = simulation.simulate(hlo.parse(text), [0], dataclasses.replace(RATES, attention=0.25, others=0.5))
+  scores = 2 * 8 * 512 * 1024
+  forward, backward = 2 * 2 * scores * 64 / 2, 5 * 2 * scores * 64
+  assert found.computation[Basis.ATTENTION] == pytest.approx((forward + backward) / 0.25 / 1e12)
+  gemms = peak.computation[Basis.KERNEL] - (forward + backward) / 1e12
+  assert gemms > 0 and found.computation[Basis.SHARE] == pytest.approx(gemms / 0.5)
+  assert found.computation[Basis.UNKNOWN_KERNEL] == peak.computation[Basis.UNKNOWN_KERNEL] > 0
+
+
 def test_the_command_prints_one_column_per_file(tmp_path, capsys):
   """On a v5e the clock is 1.5 GHz, and other slices get 25 Gbit/s: 3,125 bytes per microsecond."""
   first, second = tmp_path / "first.hlo", tmp_path / "second.hlo"

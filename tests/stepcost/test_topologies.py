@@ -1,10 +1,10 @@
-"""Names and shapes of TPU slices. The compiler is not called, because some shapes end its process."""
+"""Names and shapes of TPU slices, names of GPUs. The compiler is not called, because some shapes end its process."""
 
 from __future__ import annotations
 
 import pytest
 
-from stepcost import topologies
+from stepcost import chips, gpus, topologies
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,8 @@ from stepcost import topologies
     ("v5e:2x4", "v5e:2x4", 8, 2),
     ("V5p:4x4x8", "v5p:4x4x8", 128, 32),
     ("tpu7x:1x1x1", "tpu7x:1x1x1", 1, 1),
+    ("h100-8", "h100:8", 8, 1),
+    ("H200-1", "h200:1", 1, 1),
   ],
 )
 def test_names_of_maxtext_and_jax_are_known(name, jax_name, chips, hosts):
@@ -52,6 +54,10 @@ def test_names_of_maxtext_and_jax_are_known(name, jax_name, chips, hosts):
     ("v5e:0x4", "2 x 2 chips.* A and B even"),
     ("v5e:4x", "no such TPU slice"),
     ("v5e-4x4", "no such TPU slice"),
+    ("h300-8", "no such GPUs.* .a100-8, h100-8"),
+    ("h100-16", "1 to 8 of one host.* More hosts are more slices"),
+    ("h100-0", "1 to 8 of one host"),
+    ("h100:8", "1 to 8 of one host"),
     ("v9-16", "no such TPU slice"),
     ("v5e-17", "16, 32"),
     ("v5e-0", "16, 32"),
@@ -65,3 +71,23 @@ def test_shapes_that_the_compiler_refuses_are_refused(name, said):
   with pytest.raises(topologies.TopologyError, match=said) as refused:
     topologies.resolve(name)
   assert name in str(refused.value)
+
+
+@pytest.mark.parametrize("name", gpus.CARDS)
+def test_every_card_has_the_memory_and_the_rates_of_the_table_of_chips(name):
+  card = gpus.CARDS[name]
+  chip = chips.find(card.kind)
+  assert chip is not None and chip.name == name.upper()
+  assert card.memory_bytes == pytest.approx(chip.hbm_bytes, rel=0.08)
+  assert card.bandwidth == pytest.approx(chip.hbm_bandwidth, rel=0.05)
+  assert f'description_str: "{card.kind}"' in gpus.target_config(card)
+
+
+def test_jax_takes_the_share_of_a_gpu_that_the_environment_says(monkeypatch):
+  for variable in gpus.SHARE_VARIABLES:
+    monkeypatch.delenv(variable, raising=False)
+  assert gpus.share_of_jax() == 0.75
+  for variable in gpus.SHARE_VARIABLES:
+    monkeypatch.setenv(variable, ".9")
+    assert gpus.share_of_jax() == 0.9
+    monkeypatch.delenv(variable)

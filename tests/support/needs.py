@@ -22,3 +22,12 @@ def libtpu(test: Callable[..., Any]) -> Callable[..., Any]:
   for mark in LIBTPU:
     test = mark(test)
   return test
+
+
+def _has_cuda() -> bool:
+  return importlib.util.find_spec("jax_plugins") is not None and any(
+    importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)
+  )
+
+
+cuda = pytest.mark.skipif(not _has_cuda(), reason="needs the compiler for GPUs: bash setup.sh --gpu")

@@ -342,6 +342,25 @@ def test_without_the_compiler_the_error_says_what_to_install(monkeypatch, capsys
   assert "setup.sh --tpu" in capsys.readouterr().err
 
 
+@needs.cuda
+def test_for_gpus_that_this_machine_does_not_have():
+  found = command("compile_topology=h100-2", "compile_topology_num_slices=2", "attention=flash", "dtype=bfloat16")
+  assert found.returncode == 0, found.stderr
+  assert "For 2 slices of h100:2" in found.stdout and "JAX takes 64.4 GB" in found.stdout
+  assert re.search(r"The step on 1 of 2 slices x 2 NVIDIA H100 80GB HBM3: mesh fsdp=2", found.stdout)
+  assert len(re.findall("Step time on H100: [^;]*; [\\d,]+ tokens/s/device", found.stdout)) == 2
+  assert "Missing in these times" not in found.stdout
+
+
+def test_without_the_gpu_compiler_the_error_says_what_to_install(monkeypatch, capsys):
+  def missing(**_):
+    raise NotImplementedError("topology not implemented for cuda")
+
+  monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", missing)
+  assert main([*TINY, "compile_topology=h100-8"]) == 2
+  assert "setup.sh --gpu" in capsys.readouterr().err
+
+
 def test_an_unknown_topology_is_refused(capsys):
   assert main([*TINY, "compile_topology=v5e-17"]) == 2
   error = capsys.readouterr().err

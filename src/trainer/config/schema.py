@@ -644,7 +644,7 @@ class PreflightOptions(Section):
 
   compile_topology: str = Field(
     "",
-    description="TPU slice to compile for; no TPU is needed. MaxText's names such as v5e-16 or v5p-64 (v5e and v6e count chips; v4, v5p and 7x count cores), or a JAX topology name such as v5e:4x4.",
+    description="TPU slice or GPUs to compile for, which need not be here. MaxText's names such as v5e-16 or v5p-64 (v5e and v6e count chips; v4, v5p and 7x count cores), a JAX topology name such as v5e:4x4, or GPUs of one host: a100-8, h100-8, h200-8, b200-8.",
   )
   compile_topology_num_slices: Annotated[int, Field(ge=1, le=511)] = Field(
     1, description="Number of slices of compile_topology, at most 511: the limit of the TPU compiler."

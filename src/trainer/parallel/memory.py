@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from stepcost import chips
+from stepcost import chips, gpus
 from trainer.config.errors import ConfigError, counted
 
 # Files with the memory limit of a container, for cgroup v2 and v1.
@@ -39,7 +39,11 @@ def of_device(device: jax.Device, cluster_kind: str) -> int | None:
   if cluster_kind == "pathways":  # a proxy device reports no statistics
     chip = chips.find(device.device_kind)
     return None if chip is None else chip.hbm_bytes
-  return (device.memory_stats() or {}).get("bytes_limit")
+  try:
+    return (device.memory_stats() or {}).get("bytes_limit")
+  except jax.errors.JaxRuntimeError:  # a described GPU, which is not here
+    chip = chips.find(device.device_kind)
+    return None if chip is None else int(chip.hbm_bytes * gpus.share_of_jax())
 
 
 def require_fit(state: Any, parameters: int, cluster_kind: str) -> None:

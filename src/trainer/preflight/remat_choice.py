@@ -150,13 +150,13 @@ def _compile(config: Config, policy: RematPolicy, slice_sets: SliceSets) -> Cand
   """Returns the step with `policy`. Fewer slices need more micro-batches and memory, so they are compiled first."""
   config = config.with_values(remat_policy=policy)
   all_slices = slice_sets[0]
-  limit = _limit(all_slices)
+  most = limit(all_slices)
   for slices in reversed(slice_sets):
     found = analysis.analyse(config, slices, len(all_slices))
     if not isinstance(found, Analysis):
       return Candidate(policy, found.reason, too_large=isinstance(found, DoesNotFit))
-    if found.memory.total > limit:
-      return Candidate(policy, f"needs {_gib(found.memory.total)} of {_gib(limit)}", too_large=True)
+    if found.memory.total > most:
+      return Candidate(policy, f"needs {_gib(found.memory.total)} of {_gib(most)}", too_large=True)
   assert isinstance(found, Analysis)  # of all slices, because they are compiled last
   if all_slices[0][0].platform in FIXED_ORDER:
     return Candidate(policy, total_bytes=found.memory.total)
@@ -165,13 +165,13 @@ def _compile(config: Config, policy: RematPolicy, slice_sets: SliceSets) -> Cand
   return Candidate(policy, "", False, found.memory.total, times.seconds, times.seconds - times.computed)
 
 
-def _limit(slices: Sequence[Sequence[Device]]) -> int:
+def limit(slices: Sequence[Sequence[Device]]) -> int:
   """Returns the bytes of memory of a device. The CPU devices of a process share the memory of their machine."""
   device = slices[0][0]
   if device.platform == "cpu":
     return memory.of_host() // sum(other.process_index == device.process_index for group in slices for other in group)
-  if device.platform == "gpu" and (limit := memory.of_device(device, cluster_kind="")) is not None:
-    return limit
+  if device.platform == "gpu" and (found := memory.of_device(device, cluster_kind="")) is not None:
+    return found
   return _chip(device).hbm_bytes
 
 
@@ -236,5 +236,5 @@ def _entry(config: Config, slice_sets: SliceSets) -> str:
   keys = {name: value for section in sections for name, value in section if not isinstance(value, float)}
   step = config.data.per_device_batch_size, config.data.max_target_length, config.run.compile_xla_flags
   devices = [(device.device_kind, getattr(device, "coords", None)) for device in slice_sets[0][0]]
-  facts = [keys, step, [len(slices) for slices in slice_sets], devices, _limit(slice_sets[0]), environment.versions()]
+  facts = [keys, step, [len(slices) for slices in slice_sets], devices, limit(slice_sets[0]), environment.versions()]
   return f"remat_policy-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import pathlib
 import sys
@@ -11,7 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from stepcost import topologies
+from stepcost import chips, gpus, topologies
+from stepcost.chips import Chip
+from stepcost.text import size
 from trainer import cluster as cluster_lib
 from trainer.config import counts
 from trainer.config.errors import ConfigError, counted, how_to_install
@@ -28,18 +31,13 @@ def run(config: Config, options: PreflightOptions, started: float) -> int:
   _check_hlo_file(options.preflight_hlo_file)
   slices_of, total, where = _devices(config, options)
   # These modules import jax, so import them only now that the environment names the platform.
-  from stepcost import chips
-  from trainer.preflight import analysis, cpu_peaks, report, search
+  from trainer.preflight import analysis, report, search
   from trainer.program import program
 
   print(where)
   slices = slices_of(total)
   program.check_compiler_flags(config, slices)
-  chip = chips.find(slices[0][0].device_kind)
-  if slices[0][0].platform == "cpu":
-    # Measure before any compilation competes for the CPU.
-    chip = cpu_peaks.measure([device for devices in slices for device in devices], config.model.dtype)
-    print(report.machine_line(chip))
+  chip = _chip(config, slices)
   whole = _whole(config, total)
   fewer = whole and (total == 1 or config.parallelism.dcn_data_parallelism == -1)
   degraded = options.preflight_degraded is not DegradedStep.NONE
@@ -78,6 +76,23 @@ def run(config: Config, options: PreflightOptions, started: float) -> int:
     print("\n".join(search.lines(config, [slices_of(alive) for alive in wanted], chip)))
   print(f"Seconds in total: {time.monotonic() - started:.1f}")
   return max(codes)
+
+
+def _chip(config: Config, slices: Slices) -> Chip | None:
+  """Returns the peaks of a device, measured on CPUs, and the memory that arrays can have there. Prints both."""
+  from trainer.preflight import cpu_peaks, remat_choice, report
+
+  if slices[0][0].platform == "cpu":
+    # Before any compilation competes for the CPU.
+    chip = cpu_peaks.measure([device for devices in slices for device in devices], config.model.dtype)
+    print(report.machine_line(chip))
+    return chip
+  found = chips.find(slices[0][0].device_kind)
+  if found is None or slices[0][0].platform != "gpu":
+    return found
+  found = dataclasses.replace(found, hbm_bytes=remat_choice.limit(slices))
+  print(f"Of the memory of a GPU, JAX takes {size(found.hbm_bytes)}; {gpus.SHARE_VARIABLES[0]} sets the share")
+  return found
 
 
 def _choose_remat(config: Config, slices_of: Callable[[int], Slices], total: int) -> Config:
@@ -160,10 +175,11 @@ def _devices(config: Config, options: PreflightOptions) -> tuple[Callable[[int],
     where = f"For the devices of this machine: {counted(cluster.num_slices, 'slice')} of {cluster.devices_per_slice}"
     return lambda alive: all_slices[:alive], cluster.num_slices, where
   given = config.cluster.num_slices or count
-  untried, tried = topologies.untried_compiler(), " and ".join(topologies.TRIED_COMPILERS)
   with _refusals():
     topology = topologies.resolve(name)
+  untried, tried = topologies.untried_compiler(topology), " and ".join(topologies.TRIED_COMPILERS)
   topologies.prepare_environment()
+  kind = "TPU" if topology.card is None else "GPU"
   # Describe k slices as a topology of k: the compiler needs a program that uses all slices of its topology.
   slices_of = functools.cache(_refusals()(functools.partial(topologies.devices, topology)))
   return (
@@ -171,7 +187,7 @@ def _devices(config: Config, options: PreflightOptions) -> tuple[Callable[[int],
     count,
     (
       f"For {counted(count, 'slice')} of {topology.jax_name}: {topology.chips} chips "
-      f"({len(slices_of(count)[0])} devices) on {counted(topology.hosts, 'host')} each; no TPU is needed"
+      f"({len(slices_of(count)[0])} devices) on {counted(topology.hosts, 'host')} each; no {kind} is needed"
       + (f"\nUsing compile_topology_num_slices={count}, not num_slices={given}" if given != count else "")
       + (f"\nThe times were not tried with libtpu {untried}, only with {tried}" if untried else "")
     ),
@@ -183,10 +199,11 @@ def _refusals() -> Iterator[None]:
   """Raises ConfigError for a topology that is refused."""
   try:
     yield
+  except topologies.CompilerMissing as error:
+    remedy = f"{how_to_install(error.platform)}, or leave out compile_topology to use the devices of this machine."
+    raise ConfigError(f"compile_topology={error}\n{remedy}") from error
   except topologies.TopologyError as error:
-    missing = isinstance(error, topologies.CompilerMissing)
-    remedy = f"\n{how_to_install('tpu')}, or leave out compile_topology to use the devices of this machine."
-    raise ConfigError(f"compile_topology={error}{remedy if missing else ''}") from error
+    raise ConfigError(f"compile_topology={error}") from error
 
 
 def _sizes(config: Config, slices: Slices, whole: bool) -> Any:

@@ -1,7 +1,8 @@
 """`python -m trainer.tools.preflight CONFIG.yml key=value ...`: prints what a run needs and costs, without running it.
 
 With compile_topology=v5e-16 compile_topology_num_slices=3, preflight compiles the exact training step for TPUs that
-this machine does not have. Without these keys it compiles for the devices of this machine. preflight.search=true also
+this machine does not have; with compile_topology=h100-8 for the GPUs of a host, and several slices are several hosts.
+Without these keys it compiles for the devices of this machine. preflight.search=true also
 searches for the fastest remat policy and batch size that fit. preflight.hlo_file=FILE writes the compiled step on all
 slices as HLO text, to read with stepcost.
 

@@ -50,6 +50,7 @@ WRONG = {
     f"jobset {RUN} {IMAGE} --tpu-type v5litepod-12",
     "the number counts chips",
   ),
+  "a GPU": (f"jobset {RUN} {IMAGE} --tpu-type h100-8", "h100-8: is no TPU"),
   "less than a host": (f"jobset {RUN} {IMAGE} --tpu-type v5litepod-1", "has 1 chip"),
   "a name that xpk lacks": (f"xpk {COMMON} {PLACE} --tpu-type v5e-16", "xpk has no such name"),
   "a machine that a PathwaysJob lacks": (

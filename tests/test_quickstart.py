@@ -67,6 +67,7 @@ def forked(server, folder: pathlib.Path, name: str) -> str:
   return log.read_text()
 
 
+@pytest.mark.soak  # as test_endings.py: a complete run
 def test_the_same_command_again_finds_the_run_complete(run, server):
   directory, _ = run
   before = (directory / "metrics.jsonl").read_bytes()

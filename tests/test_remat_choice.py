@@ -201,6 +201,7 @@ def test_a_run_keeps_a_policy_that_auto_can_have_chosen(cluster, chooses, tmp_pa
     resolve(config, cluster)
 
 
+@pytest.mark.soak  # the choice and the resume have tests of their own
 def test_a_run_keeps_its_policy_through_a_lost_slice_and_a_resume(server, tmp_path):
   """The resume finds a cache that says otherwise."""
   keys = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import pytest
 from tests.support.command import differences
 from tests.support.process_runs import ProcessRun
 from tests.support.two_hosts import COPIES, PERIOD, STEPS, TwoHosts
@@ -36,6 +37,7 @@ def test_local_copies_of_one_slice_are_enough_for_all(compiled, server, tmp_path
   assert differences(run, undisturbed, STEPS) == []
 
 
+@pytest.mark.soak  # the others have all parts on one host
 def test_parts_of_a_state_on_two_hosts_are_put_together(compiled, one_worker, server, tmp_path):
   """Each host lacks the copies of another process of its slice; together they have every part of the newest state.
 

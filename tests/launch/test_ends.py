@@ -92,6 +92,7 @@ def test_a_warning_to_every_process_saves_and_ends(compiled, server, tmp_path, n
   assert run.steps() == list(range(1, run.last_step + 1))
 
 
+@pytest.mark.soak  # a waiting launch and a lost primary have tests
 def test_a_launch_that_waits_does_not_get_in_when_the_primary_changes(compiled, server, tmp_path):
   """Between the death of a primary and the next primary, no process of the run writes the records."""
   first = ProcessRun(tmp_path, [compiled, ENDLESS], slices=2, server=server)

@@ -123,6 +123,7 @@ def test_every_end_of_the_whole_run_is_followed_by_the_same_run(undisturbed, com
   assert differences(run, undisturbed, STEPS) == []
 
 
+@pytest.mark.soak  # of two faults that have tests of their own
 def test_the_restarted_slice_takes_the_place_of_a_spare_that_hangs(undisturbed, compiled, server, tmp_path):
   run = ProcessRun(tmp_path, [*KEYS, compiled, WAITS], options=["--spares", "1"], server=server)
   with run.launched() as supervisor:
@@ -156,6 +157,7 @@ def test_rehearsed_faults_happen_to_real_processes(undisturbed, compiled, server
   assert hang["detect_seconds"] >= 5
 
 
+@pytest.mark.soak  # test_share_sums.py compares the sums themselves
 def test_balanced_sums_agree_within_float32(compiled, server, tmp_path):
   # Training amplifies a difference, the faster the higher the learning rate is.
   steps = 30

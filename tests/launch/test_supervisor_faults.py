@@ -114,6 +114,7 @@ sys.exit(local.main())
 """
 
 
+@pytest.mark.soak  # another error of the supervisor than those of the tests above
 def test_an_error_in_a_thread_of_the_supervisor_ends_the_run_with_its_state(compiled, tmp_path):
   run = ProcessRun(tmp_path, [compiled, ENDLESS, "gradient_accumulation_steps=20"], slices=2)
   run.launch = lambda: run.spawn([sys.executable, "-c", BROKEN, "--slices", "2", *run.argv()], {})

@@ -132,7 +132,7 @@ def continues(instruction: Instruction) -> bool:
 def _collective(
   computation: Computation, instruction: Instruction, kind: str, times: float, slice_of: Sequence[int]
 ) -> Collective:
-  groups = _groups(instruction, len(slice_of))
+  groups = groups_of(instruction, len(slice_of))
   operands = [computation.by_name[name] for name in instruction.operands if name in computation.by_name]
   sizes = [sum(a.bytes for o in operands for a in o.result), 0]
   if kind != "collective-permute" and not instruction.opcode.endswith("-start"):
@@ -183,7 +183,7 @@ def rendezvous(transfer: Instruction) -> str:
   return found.group(1) if found else transfer.name
 
 
-def _groups(instruction: Instruction, devices: int) -> list[list[int]]:
+def groups_of(instruction: Instruction, devices: int) -> list[list[int]]:
   """Returns the positions of the devices that communicate with each other. Empty groups mean all devices.
 
   Raises ValueError if the groups use an unknown notation.

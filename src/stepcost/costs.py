@@ -126,12 +126,12 @@ def _convolution_flops(computation: Computation, conv: Instruction) -> float:
   for axis in range(sum(c.isdigit() for c in kernel)):
     label = str(axis)
     sizes = left_dims[left.index(label)], kernel_dims[kernel.index(label)], out_dims[out.index(label)]
-    total *= _valid_positions(*sizes, **window[axis])
+    total *= valid_positions(*sizes, **window[axis])
   return total / int(conv.attribute("batch_group_count") or 1)
 
 
 def _window(text: str | None, axes: int) -> list[dict[str, int]]:
-  """Returns the keywords of `_valid_positions` for each spatial axis, from `{size=8x1 pad=0_0x7_7 lhs_dilate=..}`."""
+  """Returns the keywords of `valid_positions` for each spatial axis, from `{size=8x1 pad=0_0x7_7 lhs_dilate=..}`."""
   fields = dict(re.findall(r"(\w+)=([\w\-]+)", text or ""))
   found = []
   for axis in range(axes):
@@ -147,7 +147,7 @@ def _window(text: str | None, axes: int) -> list[dict[str, int]]:
   return found
 
 
-def _valid_positions(
+def valid_positions(
   left: int, kernel: int, out: int, *, stride: int, pad: int, left_dilation: int, kernel_dilation: int
 ) -> int:
   """Returns the number of pairs (output position, kernel position) of one spatial axis that read an input element."""

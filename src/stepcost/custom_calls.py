@@ -90,10 +90,10 @@ def _splash(kernel: Instruction, arrays: list[Array], phase: str) -> tuple[str, 
   if not rows or not columns:
     return None
   queries, keys = q.dims[-2], k.dims[-2]
-  return q.dtype, _MATMULS[phase] * 2.0 * math.prod(q.dims) * keys * _computed(queries, keys, rows, columns)
+  return q.dtype, _MATMULS[phase] * 2.0 * math.prod(q.dims) * keys * computed_share(queries, keys, rows, columns)
 
 
-def _computed(queries: int, keys: int, rows: int, columns: int) -> float:
+def computed_share(queries: int, keys: int, rows: int, columns: int) -> float:
   """Returns the share of blocks that are not above the diagonal, for the last `queries` of a sequence of `keys`.
 
   The last queries, because with a context axis the chip that holds them has the most work, and the others wait for it.

@@ -10,4 +10,4 @@ from trainer.config import paths
 @pytest.fixture
 def gcsfs(monkeypatch):
   """Accepts gs:// addresses even if the package gcsfs is not installed."""
-  monkeypatch.setattr(paths, "_is_installed", lambda package: package == "gcsfs")
+  monkeypatch.setattr(paths, "is_installed", lambda package: package == "gcsfs")

@@ -68,11 +68,11 @@ def test_an_address_that_cannot_be_written_is_refused(address, tmp_path):
 
 def test_gs_needs_its_package(monkeypatch):
   looked_for = []
-  monkeypatch.setattr(paths, "_is_installed", lambda package: looked_for.append(package))
+  monkeypatch.setattr(paths, "is_installed", lambda package: looked_for.append(package))
   assert "needs the package gcsfs, which is not installed" in failure("base_output_directory=gs://bucket/runs")
   assert looked_for == ["gcsfs", "tensorflow"]
   monkeypatch.undo()
-  assert paths._is_installed("yaml") and not paths._is_installed("no_such_package")
+  assert paths.is_installed("yaml") and not paths.is_installed("no_such_package")
 
 
 def test_a_folder_in_the_place_of_a_run_file_is_refused(tmp_path):

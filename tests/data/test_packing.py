@@ -79,9 +79,9 @@ def test_windows_are_nearly_full_and_rounds_bound_the_memory(monkeypatch):
   sizes = np.minimum(rng.lognormal(5.0, 1.0, 3000), 3000).astype(int) + 2
   length = 512
   rounds = []
-  pack_round = best_fit._pack_round
+  pack_round = best_fit.pack_round
   monkeypatch.setattr(
-    best_fit, "_pack_round", lambda pieces, size: rounds.append(sum(map(len, pieces))) or pack_round(pieces, size)
+    best_fit, "pack_round", lambda pieces, size: rounds.append(sum(map(len, pieces))) or pack_round(pieces, size)
   )
   made = packed(sizes.tolist(), length)
   targets = sum(len(pairs(window, length)) for window in made)

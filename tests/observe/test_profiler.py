@@ -25,7 +25,7 @@ def calls(monkeypatch) -> list[str]:
   """Replaces the tracer, to see exactly when it is started and stopped."""
   made: list[str] = []
   tracer = (lambda directory: made.append("start"), lambda: made.append("stop"))
-  monkeypatch.setattr(profiler, "_tracer", lambda directory: tracer)
+  monkeypatch.setattr(profiler, "tracer_for", lambda directory: tracer)
   return made
 
 
@@ -94,7 +94,7 @@ def test_a_tracer_that_does_not_end_is_given_up(tmp_path, monkeypatch, capsys):
   """Pathways asks every slice for its part of the profile, and a slice may hang."""
   release = threading.Event()
   monkeypatch.setattr(profiler, "_LONGEST_END_SECONDS", 0.2)
-  monkeypatch.setattr(profiler, "_tracer", lambda directory: (lambda folder: None, release.wait))
+  monkeypatch.setattr(profiler, "tracer_for", lambda directory: (lambda folder: None, release.wait))
   tracer = make(tmp_path)
   tracer.before_step(2)
   tracer.close()
@@ -108,8 +108,8 @@ def test_folders_of_an_object_store_are_for_the_tracer_of_pathways(monkeypatch):
   for name, function in zip(("start_trace", "stop_trace"), of_pathways):
     monkeypatch.setattr(jax.profiler, name, function)
     monkeypatch.setattr(jax_profiler, name, function)
-  assert profiler._tracer("gs://b/run/profile") == of_pathways
-  assert profiler._tracer("/runs/a/profile") == of_jax
+  assert profiler.tracer_for("gs://b/run/profile") == of_pathways
+  assert profiler.tracer_for("/runs/a/profile") == of_jax
 
 
 def test_no_profiler_records_nothing(tmp_path, calls):

@@ -191,8 +191,8 @@ def test_a_disk_that_hangs_delays_one_checkpoint_and_no_last_save(monkeypatch):
   ],
 )
 def test_a_missing_package_is_refused_before_anything_else(key, package, extra, monkeypatch, tmp_path):
-  installed = config_paths._is_installed
-  monkeypatch.setattr(config_paths, "_is_installed", lambda name: name != package and installed(name))
+  installed = config_paths.is_installed
+  monkeypatch.setattr(config_paths, "is_installed", lambda name: name != package and installed(name))
   words = ["configs/quickstart.yml", f"{key}=true", f"base_output_directory={tmp_path}/runs"]
   with pytest.raises(
     ConfigError, match=rf"{key}=true: needs the package {package}.*\n.*'elastic-trainer-jax\[{extra}\]'"
@@ -278,6 +278,6 @@ def test_the_rows_for_services_are_those_of_the_metrics(tmp_path):
     out.write(metrics.StepRecord(step=step, seconds=0.1, loss=loss, grad_norm=1, lr=0, tokens=1, slices=1))
   out.write_eval(2, 3.25, 0.1, {"a": 3.25, "b": 7.0})
   out.close()
-  (one, first, none), (two, second, evaluation) = metrics._service_rows(str(tmp_path))
+  (one, first, none), (two, second, evaluation) = metrics.service_rows(str(tmp_path))
   assert (one, two, first["learning/loss"], second["learning/loss"], none) == (1, 2, 5.0, 3.5, {})
   assert evaluation == {"evaluation/loss": 3.25, "evaluation/loss of a": 3.25, "evaluation/loss of b": 7.0}

@@ -68,7 +68,7 @@ def test_the_page_shows_costs_only_with_a_price(tmp_path):
   five_faults(tmp_path / "five")
   run = history.load(str(tmp_path / "five"))
   result = goodput.compute(run)
-  priced, free = (page._sections(run, result, {}, price) for price in (3.0, 0.0))  # without pictures
+  priced, free = (page.sections_of(run, result, {}, price) for price in (3.0, 0.0))  # without pictures
   assert "18,432 tokens and " in priced and "x 3 for a chip and hour" in priced and "cost of the chips" in priced
   assert "Set chip_hour_price" in free and "cost of the chips" not in free
   assert "5 events cost 3.50 s" in free  # 0.7 s each
@@ -101,7 +101,7 @@ def test_the_total_is_the_sum_of_the_costs_shown_and_less_than_the_run(tmp_path)
   assert [incident.seconds for incident in shown] == [2.3, 2.1]
   prices = [incident.price(3600.0) for incident in shown]
   assert sum(prices) == pytest.approx(2.3 * 2)  # one slice of two chips waited for 2.3 s
-  text = page._sections(records, goodput.compute(records), {}, 3600.0)
+  text = page.sections_of(records, goodput.compute(records), {}, 3600.0)
   assert "2 events cost 2.30 s, 0 tokens and 4.60 together" in text
 
 
@@ -142,7 +142,7 @@ def test_a_complete_run_that_is_started_again_or_extended_is_no_incident(tmp_pat
     run.end(0, step=done)
     wall += 86400.0
   assert found(tmp_path / "a") == []
-  text = page._sections(*(run := history.load(str(tmp_path / "a")), goodput.compute(run)), {}, 3600.0)
+  text = page.sections_of(*(run := history.load(str(tmp_path / "a")), goodput.compute(run)), {}, 3600.0)
   assert "6 (4 wanted)" in text and "6 of 4" not in text
 
 
@@ -170,4 +170,4 @@ def test_a_run_without_incidents_says_so(tmp_path):
   fake_run.plain_run(tmp_path / "a", steps=3)
   run = history.load(str(tmp_path / "a"))
   assert found(tmp_path / "a") == []
-  assert "No slice was lost, and no process ended early." in page._sections(run, goodput.compute(run), {}, 0.0)
+  assert "No slice was lost, and no process ended early." in page.sections_of(run, goodput.compute(run), {}, 0.0)

@@ -205,7 +205,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {{
 }}
 """
   (instruction,) = (i for i in hlo.parse(text).computations["main"].instructions if i.opcode == "all-reduce")
-  assert collectives._groups(instruction, 8) == groups
+  assert collectives.groups_of(instruction, 8) == groups
 
 
 # Text of libtpu: layouts with tiles and memory spaces, an asynchronous collective in several fusions with one channel,
@@ -244,7 +244,7 @@ def test_offloading_moves_only_one_layer_per_turn():
 
 def test_padding_in_windows_costs_nothing():
   """The TPU compiler writes a batched matmul with the batch as a dilated spatial dim."""
-  positions = functools.partial(costs._valid_positions, kernel_dilation=1)
+  positions = functools.partial(costs.valid_positions, kernel_dilation=1)
   assert positions(8, 8, 8, stride=7, pad=0, left_dilation=8) == 8
   assert positions(5, 3, 3, stride=1, pad=0, left_dilation=1) == 9
   assert positions(5, 3, 5, stride=1, pad=1, left_dilation=1) == 13
@@ -294,7 +294,7 @@ def test_the_cost_of_attention_follows_from_the_blocks_that_the_kernel_states(st
   ],
 )
 def test_blocks_above_the_diagonal_are_not_computed(queries, keys, rows, columns, share):
-  assert custom_calls._computed(queries, keys, rows, columns) == share
+  assert custom_calls.computed_share(queries, keys, rows, columns) == share
 
 
 def test_the_precision_of_a_matmul_is_the_higher_precision_of_its_operands():

@@ -187,7 +187,7 @@ def test_a_port_in_use_is_refused_only_if_it_was_asked_for(tmp_path, capsys, mon
     assert watch.main([str(tmp_path), "--port", str(port)]) == 2
     assert f"--port {port} is in use on 127.0.0.1. Choose another port" in capsys.readouterr().err
     monkeypatch.setattr(watch, "_PORT", port)
-    with watch._open(live.LivePage([str(tmp_path)], 1.0), None) as server:
+    with watch.open_server(live.LivePage([str(tmp_path)], 1.0), None) as server:
       assert server.server_port not in (0, port)
 
 

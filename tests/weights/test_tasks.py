@@ -93,7 +93,7 @@ def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch):
   config = lambda *keys: load(["configs/quickstart.yml", f"base_output_directory={tmp_path}", *keys])
   with pytest.raises(ConfigError, match=r"eval_tasks_path=x: has no effect without eval_tasks"):
     config("eval_tasks_path=x")
-  monkeypatch.setattr(paths, "_is_installed", lambda package: package != "lm_eval")
+  monkeypatch.setattr(paths, "is_installed", lambda package: package != "lm_eval")
   with pytest.raises(ConfigError, match=r"eval_tasks=a: needs the package lm_eval[\s\S]*setup.sh --lm_eval"):
     config("eval_tasks=a")
   monkeypatch.undo()

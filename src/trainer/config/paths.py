@@ -55,7 +55,7 @@ def check(config: Config, problems: Problems) -> None:
       _check_output("local_checkpoint_directory", local, local)
   for given, package, extra in extras(config.observe):
     with problems.collect():
-      if not _is_installed(package):
+      if not is_installed(package):
         raise ConfigError(
           f"{given}: needs the package {package}, which is not installed.\n{how_to_install(extra)}, or remove the key."
         )
@@ -221,7 +221,7 @@ def _is_address(name: str, value: str) -> bool:
     raise ConfigError(
       f"{name}={shorten(value)!a}: is not a name for objects.\nUse at most 500 bytes of printable characters."
     )
-  if not any(map(_is_installed, _WRITERS[scheme])):
+  if not any(map(is_installed, _WRITERS[scheme])):
     package = _WRITERS[scheme][0]
     raise ConfigError(
       f"{name}={value}: writing to {scheme}:// needs the package {package}, which is not installed.\n"
@@ -240,7 +240,7 @@ def bucket_problems(given: str, address: str) -> Iterator[str]:
     )
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
   """Whether `package` is installed. It is not imported, which would take seconds."""
   return importlib.util.find_spec(package) is not None
 

@@ -31,12 +31,12 @@ def pack(groups: Iterable[Sequence[np.ndarray]], length: int) -> Iterator[Window
         pieces.append(document[start : start + length + 1])
         size += len(pieces[-1])
       if size >= max(_ROUND, 64 * length):
-        yield from _pack_round(pieces, length + 1)
+        yield from pack_round(pieces, length + 1)
         pieces, size = [], 0
-  yield from _pack_round(pieces, length + 1)
+  yield from pack_round(pieces, length + 1)
 
 
-def _pack_round(pieces: Sequence[np.ndarray], capacity: int) -> Iterator[Window]:
+def pack_round(pieces: Sequence[np.ndarray], capacity: int) -> Iterator[Window]:
   """Yields windows of at most `capacity` tokens with all pieces, each of at most `capacity` tokens."""
   bins: list[list[int]] = []
   open_bins: defaultdict[int, list[int]] = defaultdict(list)  # by the tokens that still fit

@@ -154,7 +154,7 @@ class Metrics:
       yield self._service("trackio", functools.partial(TrackioRun, cfg, run, log))
 
   def _service(self, name: str, begin: Callable[[], Service]) -> BackgroundWriter:
-    once = functools.partial(EachStepOnce, begin, functools.partial(_service_rows, self._run_directory))
+    once = functools.partial(EachStepOnce, begin, functools.partial(service_rows, self._run_directory))
     remedy = "training goes on; a process that resumes the run sends what is missing"
     return BackgroundWriter(f"records in {name}", once, self._log, remedy, waits=False)
 
@@ -293,7 +293,7 @@ def flat_scores(record: dict[str, Any]) -> dict[str, float]:
   return {f"{task} {metric}": float(x) for task, values in scores.items() for metric, x in values.items()}
 
 
-def _service_rows(run_directory: str) -> Iterator[tuple[int, Scalars, Scalars]]:
+def service_rows(run_directory: str) -> Iterator[tuple[int, Scalars, Scalars]]:
   """The history of the run for EachStepOnce."""
   for record in read_metrics(run_directory):
     if "loss" in record:

@@ -63,7 +63,7 @@ class Profiler:
     self._log.line(f"profile written to {self._directory}")
 
   def _start(self) -> None:
-    start, stop = _tracer(self._directory)
+    start, stop = tracer_for(self._directory)
     try:
       start(self._directory)
     except (RuntimeError, ValueError, OSError) as error:
@@ -73,7 +73,7 @@ class Profiler:
     self._stop = stop
 
 
-def _tracer(directory: str) -> tuple[Callable[[str], object], Callable[[], object]]:
+def tracer_for(directory: str) -> tuple[Callable[[str], object], Callable[[], object]]:
   """The functions that start a profile to `directory`, and stop it.
 
   Behind Pathways, pathwaysutils has replaced JAX's functions by functions that record on Pathways' servers. These can

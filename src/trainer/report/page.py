@@ -68,10 +68,10 @@ def body(run: Run, goodput: dict[str, Any], chip_hour_price: float | None = None
   first, figure = hover.picture(loss, style.PAGE, plots.loss_over_steps, run)
   second, _ = hover.picture(speed, style.PAGE, plots.over_time, run, goodput)
   third, _ = hover.picture(details, style.PAGE, plots.details, run)
-  return _sections(run, goodput, first + second + third, price), style.png(figure)
+  return sections_of(run, goodput, first + second + third, price), style.png(figure)
 
 
-def _sections(run: Run, goodput: dict[str, Any], pictures: str, price: float) -> str:
+def sections_of(run: Run, goodput: dict[str, Any], pictures: str, price: float) -> str:
   happened = incidents.find(run)
   parts = [
     f"<h1>{html.escape(run.name)}</h1>{_summary(run, happened)}{_tiles(run, goodput, price)}{pictures}",

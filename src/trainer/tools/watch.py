@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--period", type=float, default=5.0, help="seconds between refreshes, at least (default 5)")
   arguments = parser.parse_args(argv)
   try:
-    server = _open(LivePage(arguments.run_directory, arguments.period), arguments.port)
+    server = open_server(LivePage(arguments.run_directory, arguments.period), arguments.port)
   except (ConfigError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
   return 0
 
 
-def _open(page: LivePage, port: int | None) -> Server:
+def open_server(page: LivePage, port: int | None) -> Server:
   """The server on `port`; None: on the usual port, or on a free one if that is in use."""
   try:
     return Server(page, _PORT if port is None else port)

@@ -126,6 +126,17 @@ def test_weight_decay_mask_all_decays_everything(opt_type):
   jax.tree.map(lambda m, p: np.testing.assert_allclose(m, -0.5 * p, atol=1e-5), moved, with_decay[0])
 
 
+@pytest.mark.parametrize("opt_type", ["adamw", "adafactor", "muon", "sgd"])
+def test_weight_decay_mask_all_leaves_the_counts_of_a_router(opt_type):
+  axes = {"routed_bias": ("layers", "load"), "scale": ("layers", "norm")}
+  params = {name: jnp.full((2, 4), 7.0) for name in axes}
+  cfg = OptimizerSection(opt_type=opt_type, weight_decay_mask="all", adam_weight_decay=0.5)
+  optimizer = optimizers.build(cfg, axes)
+  updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+  assert not updates["routed_bias"].any()
+  np.testing.assert_allclose(updates["scale"], -3.5)
+
+
 def test_muon_orthogonalizes_each_layer_and_adam_updates_the_rest():
   _, _, updates = one_update(opt_type="muon", adam_weight_decay=0.0)
   for name, shape in (("query", (8, 8)), ("out", (8, 8))):

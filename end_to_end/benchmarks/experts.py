@@ -35,8 +35,8 @@ MODEL = (
   "opt_type=adamw learning_rate=0.002"  # Muon takes most of a step of so small a model
 )
 EXACT = "exact"
-LOSS = "load_balance_loss_weight=0.02 routed_bias_update_rate=0"
-TRIALS = ["", LOSS, f"{EXACT} {LOSS}"]
+LOSSES = [f"load_balance_loss_weight={weight} routed_bias_update_rate=0" for weight in (0.001, 0.005, 0.02)]
+TRIALS = ["", *(form + loss for loss in LOSSES for form in ("", f"{EXACT} "))]
 EVALUATIONS = 8  # batches
 FIELDS = ("router_load_max", "router_load_min", "router_entropy")
 
@@ -81,7 +81,7 @@ class Model:
       make_loader(config.data, vocab_size=vocab, global_batch_size=shape[1], split=split), self._program
     )
     self._train, self._held_out = feed("train"), feed("eval")
-    self._state = self._program.init(jax.random.key(0))
+    self._state = self._program.init(jax.random.key(config.run.init_weights_seed))
     self._values: list[dict[str, float]] = []
     self._seconds: list[float] = []
 

@@ -67,6 +67,18 @@ def test_a_key_that_one_side_does_not_know_is_no_difference():
   assert meta.check_config(older, Config().flat(), IDENTITY) == []
 
 
+def test_arrays_of_a_key_that_is_newer_than_the_checkpoint_are_refused():
+  """The restore would miss the arrays and reject all checkpoints as damaged."""
+  older = saved()
+  for key in ("num_experts", "routed_bias_update_rate"):
+    del older["config"][key]
+  now = Config().flat()
+  assert meta.check_config(older, now, IDENTITY) == []
+  for key, value, row in (("num_experts", 8, r"1 -> 8"), ("routed_bias_update_rate", 0.05, r"0\.0 -> 0\.05")):
+    with pytest.raises(ConfigMismatch, match=rf"{key} +{row} +changes the model"):
+      meta.check_config(older, now | {key: value}, IDENTITY)
+
+
 def test_text_that_an_older_version_has_tokenised_is_named_as_the_cause():
   """It could take ordinary tokens for the special ones, and cut long texts."""
   older = saved(tokenizer_type="bpe")

@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer.checkpoint.errors import ConfigMismatch, Rejected
 from trainer.config.resume import ALLOWABLE, CHANGES_DATA_ORDER, CHANGES_STATE, JUDGED_BY, names
+from trainer.config.schema import Config
 
 
 def build(
@@ -46,7 +47,9 @@ def check_config(
   if missing := [key for key in ("tokens", "cursor", "config", "identity") if key not in saved]:
     raise Rejected(f"its meta lacks {', '.join(missing)}")
   compared = CHANGES_STATE | (ALLOWABLE - set(names(allow_config_change)))
-  differences = meta_diff(saved["config"], config) | {
+  # A key that is newer than the checkpoint had its default: without its arrays, the checkpoint would look damaged.
+  defaults = {key: value for key, value in Config().flat().items() if key in CHANGES_STATE}
+  differences = meta_diff(defaults | saved["config"], config) | {
     key: (saved["identity"].get(key), identity.get(key))
     for key in sorted({*saved["identity"], *identity})
     if saved["identity"].get(key) != identity.get(key)

@@ -87,8 +87,9 @@ def _in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransf
 
 def _build(cfg: OptimizerSection, logical_axes: Any, mu_dtype: str) -> optax.GradientTransformation:
   is_axes = lambda x: isinstance(x, tuple)
-  matrix = jax.tree.map(_is_matrix, logical_axes, is_leaf=is_axes)
-  mask = matrix if cfg.weight_decay_mask == "matrices" else None
+  # Loads and biases of routers count, and no gradient moves them: decay would change the counts.
+  decays = _is_matrix if cfg.weight_decay_mask == "matrices" else lambda axes: "load" not in axes
+  mask = jax.tree.map(decays, logical_axes, is_leaf=is_axes)
   decay = optax.add_decayed_weights(cfg.adam_weight_decay, mask)
   if cfg.opt_type == "adamw":
     adam = optax.scale_by_adam(b1=cfg.adam_b1, b2=cfg.adam_b2, eps=cfg.adam_eps, mu_dtype=mu_dtype)
@@ -98,7 +99,7 @@ def _build(cfg: OptimizerSection, logical_axes: Any, mu_dtype: str) -> optax.Gra
   if cfg.opt_type == "adafactor":
     # optax.adafactor negates its updates itself, after weight decay.
     rate = cfg.adam_weight_decay or None
-    adafactor = optax.adafactor(learning_rate=None, weight_decay_rate=rate, weight_decay_mask=mask or True)
+    adafactor = optax.adafactor(learning_rate=None, weight_decay_rate=rate, weight_decay_mask=mask)
     return _per_layer(adafactor, logical_axes)
   dims = jax.tree.map(_muon_dims, logical_axes, is_leaf=is_axes)
   muon = contrib.muon(  # its Adam part has Nesterov momentum too

@@ -212,7 +212,7 @@ def _parameters(config: Config, cluster: Cluster) -> Callable[[], Weights] | Non
     source.check(config.model)
     return source
 
-  begun = cluster.coordination.is_primary and (run_id.folder(config.run_directory) / run_id.FILE).exists()
+  begun = cluster.world.is_primary and (run_id.folder(config.run_directory) / run_id.FILE).exists()
   if not world_lib.from_primary(cluster.world, begun):
     opened()
   return opened

@@ -67,7 +67,7 @@ def _load(name: str, folder: Path, dtype: str) -> tuple[Model, Any]:
   hf_folders.write_folder(folder, cfg, dtype, shards=1)
   source = sources.open_source(str(folder))
   cfg = source.model.model_copy(update={"dtype": dtype, "scan_layers": False})
-  functions, params = on_device(cfg, source.load)
+  functions, params = on_device(cfg, source.load, jax.devices()[0])
   theirs = transformers.AutoModelForCausalLM.from_pretrained(
     folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
   )

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.support import hf_folders
-from tests.support.command import Run
+from tests.support.command import Run, differences
+from tests.support.process_runs import ProcessRun
+from tests.support.two_hosts import COPIES, PERIOD
 
 from trainer.config import load
 from trainer.config.schema import ModelSection
@@ -55,15 +57,15 @@ def first_loss(run: Run) -> float:
   return next(line["loss"] for line in lines if line.get("step") == 1 and "loss" in line)
 
 
-def expected_loss(run: Run, place) -> float:
-  """The loss of the parameters at `place` on the batch of step 1, from all logits."""
+def expected_loss(run: Run, place, rows: int = 4) -> float:
+  """The loss of the parameters at `place` on the batch of step 1, of so many rows, from all logits."""
   config = load(run.argv()[0:], check_paths=False)
   cfg = ModelSection(**{**SIZES, "remat_policy": "none"})
   model = DecoderFunctions(cfg, Kernels(dot_product))
   one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), model.abstract())
   params = sources.open_source(str(place)).load(abstract)
-  batch = make_loader(config.data, vocab_size=258, global_batch_size=4, split="train").batch(0, np.arange(4))
+  batch = make_loader(config.data, vocab_size=258, global_batch_size=rows, split="train").batch(0, np.arange(rows))
   logits = model.merge(params).logits(*(jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segment_ids)))
   losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(batch.targets)[..., None], axis=-1)[..., 0]
   return float(jnp.sum(losses * batch.weights) / jnp.sum(batch.weights))
@@ -84,6 +86,29 @@ def test_a_run_starts_from_a_hugging_face_folder_and_a_resume_ignores_it(make, t
     other = make(f"b{str(place)[-1]}", f"load_parameters_path={place}", "opt_type=adamw", "steps=1")
     assert other.start().wait(240) == 0, other.printed[-4000:]
     assert first_loss(other) == pytest.approx(expected_loss(other, place), rel=1e-5)
+
+
+def test_slices_that_are_processes_start_from_a_folder_and_later_from_their_copies(compiled, server, tmp_path):
+  """One member is killed, then all. The folder is gone when they return: the local copies have the newest state."""
+  hf, steps = tmp_path / "hf", 40
+  hf_folders.write_folder(hf, hf_folders.model("qwen3", **SIZES))
+  keys = [*(f"{key}={value}" for key, value in SIZES.items()), f"load_parameters_path={hf}", compiled]
+  keys += [f"steps={steps}", f"checkpoint_period={steps}"]
+  undisturbed = ProcessRun(tmp_path / "undisturbed", keys, server=server)
+  with undisturbed.launched() as supervisor:
+    assert undisturbed.wait(supervisor) == 0, undisturbed.tail()
+  copies = [*COPIES, f"local_checkpoint_directory={tmp_path / 'run' / 'ram'}"]
+  run = ProcessRun(tmp_path / "run", [*keys, *copies], server=server)
+  with run.launched() as supervisor:
+    run.wait_for(lambda: run.last_step >= 2, supervisor)
+    assert run.kill(run.first_primary)
+    run.wait_for(lambda: run.count("slice_down") == 1 and run.last_step >= 4 * PERIOD, supervisor)
+  assert first_loss(run) == pytest.approx(expected_loss(run, hf, rows=6), rel=1e-5)
+  shutil.rmtree(hf)
+  with run.launched() as supervisor:
+    assert run.wait(supervisor) == 0, run.tail()
+  assert [event["tier"] for event in run.events("restore") if event["step"] > 0] == ["emergency"], run.tail()
+  assert differences(run, undisturbed, steps) == []
 
 
 def test_parameters_that_do_not_fit_are_refused_before_a_folder_exists(make, tmp_path):

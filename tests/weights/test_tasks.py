@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 import types
 
 import numpy as np
 import pytest
 from tests.support import hf_folders, lm_tasks
-from tests.support.command import Run
+from tests.support.command import Run, differences
 from tests.support.command_runs import KEYS, write_text
+from tests.support.process_runs import ProcessRun
 
 from trainer.config import paths
 from trainer.config.errors import ConfigError
@@ -89,6 +91,32 @@ def test_a_run_scores_its_evaluations_once_and_trains_as_without(server, compile
   assert "<h2>Tasks</h2>" in (run.directory / "report.html").read_text()
 
 
+@pytest.mark.soak
+def test_slices_of_two_processes_score_and_a_killed_primary_costs_no_score(server, compiled, tmp_path, capsys, lm_eval):
+  """The primary is killed while all processes score: the next one records the evaluation with its own scores."""
+  folder = lm_tasks.write(tmp_path, rows=16)
+  keys = [*write_text(tmp_path), compiled, "vocab_size=258", "steps=4", "checkpoint_period=2", "devices_per_slice=2"]
+  tasks = ["eval_interval=2", "eval_steps=1", f"eval_tasks={TASKS}", f"eval_tasks_path={folder}"]
+  start = lambda name, keys: ProcessRun(
+    tmp_path / name, keys, slices=2, options=["--processes-per-slice", "2"], server=server
+  )
+  run, plain = start("a", [*keys, *tasks]), start("b", keys)
+  with run.launched() as supervisor:
+    run.wait_for(lambda: run.last_step >= 2, supervisor, 240)
+    time.sleep(0.5)
+    assert run.kill(run.first_primary)
+    assert not run.evaluations()
+    assert run.wait(supervisor, 400) == 0, run.tail()
+  with plain.launched() as supervisor:
+    assert plain.wait(supervisor) == 0, plain.tail()
+  assert differences(run, plain, 4) == [] and run.count("slice_down") == 1
+  records = {record["step"]: record for record in run.records("metrics") if "eval_loss" in record}
+  assert list(records) == [2, 4] and all(len(losses) == 1 for losses in run.evaluations().values())
+  for step, record in records.items():
+    expected = scores_of_the_tool(capsys, f"{plain.directory}@{step}", folder)
+    assert record["scores"] == {task: pytest.approx(values, rel=1e-5, abs=1e-6) for task, values in expected.items()}
+
+
 def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch):
   config = lambda *keys: load(["configs/quickstart.yml", f"base_output_directory={tmp_path}", *keys])
   with pytest.raises(ConfigError, match=r"eval_tasks_path=x: has no effect without eval_tasks"):
@@ -97,14 +125,10 @@ def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch):
   with pytest.raises(ConfigError, match=r"eval_tasks=a: needs the package lm_eval[\s\S]*setup.sh --lm_eval"):
     config("eval_tasks=a")
   monkeypatch.undo()
-  cluster = types.SimpleNamespace(world=types.SimpleNamespace(size=1), coordination=types.SimpleNamespace(peers=None))
-  data = types.SimpleNamespace(evaluations={"eval": 1}, train=types.SimpleNamespace(tokenizer=object()))
   wanted = config().model_copy(update={"observe": config().observe.model_copy(update={"eval_tasks": "nothing"})})
-  two = types.SimpleNamespace(world=types.SimpleNamespace(size=2), coordination=cluster.coordination)
-  silent = types.SimpleNamespace(evaluations={}, train=data.train)
-  for where, what, complaint in ((two, data, "several processes"), (cluster, silent, "has no evaluation data")):
-    with pytest.raises(ConfigError, match=complaint):
-      Scorer(wanted, where, what)
+  data = types.SimpleNamespace(evaluations={}, train=types.SimpleNamespace(tokenizer=object()))
+  with pytest.raises(ConfigError, match="has no evaluation data"):
+    Scorer(wanted, data)
 
 
 def test_unknown_tasks_and_folders_are_refused(tmp_path, capsys, lm_eval):

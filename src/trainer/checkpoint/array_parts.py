@@ -14,7 +14,8 @@ import numpy as np
 from trainer.checkpoint.arrays.fingerprint import Blocks
 from trainer.checkpoint.errors import Rejected
 
-BLOCK = 32 << 20  # bytes that are read at once
+BLOCK = 4 << 20  # bytes that are read at once: to allocate more costs several times as much as to read them
+_REMOTE_BLOCK = 32 << 20  # from an object store, where each read is a request
 
 
 class ArrayParts:
@@ -27,6 +28,7 @@ class ArrayParts:
     base = str(folder / "state")
     spec = {"driver": "ocdbt", "base": f"{base if '://' in base else f'file://{base}'}/"}
     self._store = tensorstore.KvStore.open(spec).result()
+    self._block = _REMOTE_BLOCK if "://" in base else BLOCK
     self._layouts: dict[str, tuple[list[int], list[int]]] = {}
 
   def read(
@@ -42,7 +44,7 @@ class ArrayParts:
     row = math.prod(out.shape[1:])
     number = int(np.ravel_multi_index(index, shape[: len(index)])) if index else 0
     before = (number * shape[len(index)] + first) * row
-    step = max(1, BLOCK // max(1, row * out.itemsize))
+    step = max(1, self._block // max(1, row * out.itemsize))
     for begin in range(0, len(out), step):
       rows = out[begin : begin + step]
       self._read_rows(name, chunk, (*index, first + begin), rows)

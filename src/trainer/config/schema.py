@@ -632,7 +632,7 @@ class ObserveSection(Section):
   )
   eval_tasks: str = Field(
     "",
-    description="Tasks of lm-evaluation-harness that each evaluation scores, separated by commas, on one device (extra lm_eval). Not with several processes.",
+    description="Tasks of lm-evaluation-harness that each evaluation scores, separated by commas, on one device of each process (extra lm_eval).",
   )
   eval_tasks_path: str = Field("", description="Local folder with the YAMLs of eval_tasks that lm_eval does not have.")
   sample_prompt: str = Field("", description="Text that the trained model continues at the end. Empty: no sample.")

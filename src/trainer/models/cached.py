@@ -44,19 +44,27 @@ def logits(
   positions_BT = slot + jnp.arange(tokens_BT.shape[1]) - starts_B[:, None]
   positions = decoder.positions(positions_BT, (positions_BT >= 0).astype(jnp.int32))
 
-  def run_layer(layer: DecoderLayer, x_BTD: jax.Array, earlier: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
+  def run_layer(
+    layer: DecoderLayer, x_BTD: jax.Array, earlier: tuple[jax.Array, jax.Array], *, is_last: bool = False
+  ) -> tuple[jax.Array, Any]:
     own: list[jax.Array] = []
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
       key, value = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
       own.extend((key, value))
-      if q.shape[1] > 1:
+      if q.shape[1] > 1 and not is_last:
         return _of_prompts(q, k, v, *segments)
-      slots = jnp.arange(earlier[0].shape[2])
-      return _of_one(q, key, value, *earlier, (slots >= starts_B[:, None]) & (slots < slot))
+      before = earlier if q.shape[1] == 1 else (key[:, :, :-1], value[:, :, :-1])
+      slots = jnp.arange(before[0].shape[2])
+      seen_BS = (slots >= starts_B[:, None]) & (slots < slot + q.shape[1] - 1)
+      return _of_one(q[:, -1:], key[:, :, -1:], value[:, :, -1:], *before, seen_BS)
 
     layer.attention.kernels = dataclasses.replace(model.kernels, attention=attend)
-    return layer(x_BTD, *positions), tuple(own)
+    if not is_last:
+      return layer(x_BTD, *positions), tuple(own)
+    # Nothing reads the stream of the other tokens after the last layer.
+    x_B1D = x_BTD[:, -1:] + layer.attention(layer.attention_norm(x_BTD), *positions)
+    return x_B1D + layer.feed_forward(layer.feed_forward_norm(x_B1D), positions[-1][:, -1:]), tuple(own)
 
   x_BTD = decoder.embed(tokens_BT)
   new: Cache = []
@@ -66,7 +74,7 @@ def logits(
     x_BTD, new = jax.lax.scan(body, x_BTD, (state, cache))
   else:
     for i, earlier in enumerate(cache):
-      x_BTD, own = run_layer(decoder.layers[str(i)], x_BTD, earlier)
+      x_BTD, own = run_layer(decoder.layers[str(i)], x_BTD, earlier, is_last=i + 1 == len(cache))
       new.append(own)
   x_BD = decoder.final_norm(x_BTD[:, -1])
   head_VD = (decoder.embedding if decoder.cfg.logits_via_embedding else decoder.lm_head)[...]

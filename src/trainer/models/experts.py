@@ -64,15 +64,8 @@ class Experts(nnx.Module):
     # The router is never quantized.
     route = dataclasses.replace(project, function=projection.PLAIN.function, prepare_input=lambda x: x)
     logits = constrain(route(x_BTD, self.router[...], self.ROUTER_AXES), "batch", "length", "experts")
-    probs_BTE = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-    if cfg.routed_bias_update_rate > 0:  # it decides only which experts are chosen
-      bias = cfg.routed_bias_update_rate * self.routed_bias[...]
-      _, chosen = jax.lax.top_k(jax.lax.stop_gradient(logits.astype(jnp.float32) + bias), cfg.num_experts_per_tok)
-      scores = jnp.take_along_axis(probs_BTE, chosen, axis=-1)
-    else:
-      scores, chosen = jax.lax.top_k(probs_BTE, cfg.num_experts_per_tok)
-    if cfg.norm_topk_prob:
-      scores = scores / jnp.sum(scores, axis=-1, keepdims=True)
+    bias = cfg.routed_bias_update_rate * self.routed_bias[...] if cfg.routed_bias_update_rate > 0 else None
+    probs_BTE, scores, chosen = choose(cfg, logits, bias)
     weights = tuple(project.to_gather(w[...], x_BTD.dtype) for w in (self.gate, self.up, self.down))
     shards = ExpertShards(cfg.num_experts, self.kernels.expert_parallelism, project.first_stage)
     compute = functools.partial(_run, self.kernels, shards)
@@ -81,6 +74,25 @@ class Experts(nnx.Module):
     strength = cfg.load_balance_loss_weight * cfg.num_experts / cfg.num_decoder_layers
     out = _balanced(out, probs_BTE, chosen, self.load[...], segment_ids_BT != 0, strength)
     return checkpoint_name(constrain(out, "batch", "length", "embed"), "mlpwo")
+
+
+def choose(
+  cfg: ModelSection, logits_E: jax.Array, bias_E: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns the probabilities of the experts [..., E], and the scores and numbers of those chosen [..., k].
+
+  bias_E: added to the logits [..., E] only to decide which experts are chosen.
+  """
+  logits_E = logits_E.astype(jnp.float32)
+  probs_E = jax.nn.softmax(logits_E, axis=-1)
+  if bias_E is None:
+    scores, chosen = jax.lax.top_k(probs_E, cfg.num_experts_per_tok)
+  else:
+    _, chosen = jax.lax.top_k(jax.lax.stop_gradient(logits_E + bias_E), cfg.num_experts_per_tok)
+    scores = jnp.take_along_axis(probs_E, chosen, axis=-1)
+  if cfg.norm_topk_prob:
+    scores = scores / jnp.sum(scores, axis=-1, keepdims=True)
+  return probs_E, scores, chosen
 
 
 def _run(

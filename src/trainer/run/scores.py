@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 import jax
+from jax.experimental import multihost_utils
 
-from trainer.cluster import Cluster
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
 from trainer.models.decoder import Params
@@ -18,20 +18,19 @@ from trainer.weights.tasks import Scores, Tasks
 
 
 class Scorer:
-  """Scores the model of a run on its eval_tasks, if it has any."""
+  """Scores the model of a run on its eval_tasks, if it has any.
 
-  def __init__(self, config: Config, cluster: Cluster, data: RunData) -> None:
+  Every process of a run scores the whole model on a device of its own, as every process remembers an evaluation: the
+  next primary has the scores if the primary is lost.
+  """
+
+  def __init__(self, config: Config, data: RunData) -> None:
     """Raises ConfigError if the tasks are not there, or the run cannot score them."""
     self._config, self._tokenizer = config, data.train.tokenizer
     self._tasks: Tasks | None = None
     names = config.observe.eval_tasks
     if not names:
       return
-    if cluster.world.size > 1 or cluster.coordination.peers is not None:
-      raise ConfigError(
-        f"eval_tasks={names}: one process must have all devices of the run, and this run has several processes.\n"
-        "Set eval_tasks='', and score checkpoints with trainer.tools.evaluate --tasks."
-      )
     lacks = "evaluation data" if not data.evaluations else "a tokenizer" if self._tokenizer is None else ""
     if lacks:
       raise ConfigError(f"eval_tasks={names}: the run has no {lacks}.\nGive it, or set eval_tasks=''.")
@@ -41,14 +40,20 @@ class Scorer:
       raise ConfigError(f"eval_tasks={names}: {error}") from error
 
   def score(self, params: Params, step: int, log: Log) -> Scores | None:
-    """The scores of the parameters after `step`, on the first device; None: no tasks, or a warning says why not."""
+    """The scores of the parameters after `step`, on one of their devices; None: no tasks, or a warning says why not.
+
+    All processes that hold parts of `params` must call.
+    """
     if self._tasks is None or self._tokenizer is None:
       return None
     start, folder = time.monotonic(), f"{self._config.run_directory}/{sources.TOKENIZER}"
+    device = min(jax.tree.leaves(params)[0].sharding.addressable_devices, key=lambda device: device.id)
+    gather = lambda leaf: leaf if leaf.is_fully_addressable else multihost_utils.process_allgather(leaf, tiled=True)
     put = lambda leaf, to: jax.device_put(leaf, to.sharding).astype(to.dtype)
-    load = lambda abstract: jax.tree.map(put, params, abstract)
     try:
-      scores = self._tasks.score(Model.on_one_device(self._config.model, load, self._tokenizer, folder))
+      whole = jax.tree.map(gather, params)  # before the first `put`, which can fail in one process only
+      load = lambda abstract: jax.tree.map(put, whole, abstract)
+      scores = self._tasks.score(Model.on_one_device(self._config.model, load, self._tokenizer, folder, device))
     except jax.errors.JaxRuntimeError as error:  # after the loss of a slice, the next step raises it too
       log.warning(f"no scores of eval_tasks at step {step}; one device must hold the whole model: {error}")
       return None

@@ -158,7 +158,7 @@ def open_session(
   with contextlib.ExitStack() as stack:
     notes: list[str] = []  # for the log, which is not open yet
     data = stack.enter_context(run_data.open_data(config, batch, notes.append, additions.source))
-    scorer = Scorer(config, cluster, data)
+    scorer = Scorer(config, data)
     log = log_lib.get(config.run_directory, is_primary=cluster.coordination.is_primary)
     stack.callback(log.close)
     stack.enter_context(_lock(config, cluster, log))
@@ -212,7 +212,7 @@ def _parameters(config: Config, cluster: Cluster) -> Callable[[], Weights] | Non
     source.check(config.model)
     return source
 
-  begun = cluster.coordination.is_primary and (run_id.folder(config.run_directory) / run_id.FILE).exists()
+  begun = cluster.world.is_primary and (run_id.folder(config.run_directory) / run_id.FILE).exists()
   if not world_lib.from_primary(cluster.world, begun):
     opened()
   return opened

@@ -69,8 +69,9 @@ def export(
 ) -> None:
   """Writes `directory`, which must not exist, from a run's checkpoint. report: takes a line of progress.
 
-  One tensor at a time is in memory, at the end one layer. dtype: float32, float16 or bfloat16; "": every tensor keeps
-  its type. Raises ConfigError if the source is damaged or the folder cannot be written; then nothing is left there.
+  One tensor at a time is in memory, and in the check at the end one feed-forward. dtype: float32, float16 or bfloat16;
+  "": every tensor keeps its type. Raises ConfigError if the source is damaged or the folder cannot be written; then
+  nothing is left there.
   """
   if source.stored:
     raise ConfigError(f"{source.where}: is a Hugging Face folder already. Give RUN_DIR or RUN_DIR@STEP.")
@@ -180,7 +181,7 @@ def _write_tokenizer(source: Source, folder: Any, tokenizer: Tokenizer | None) -
 def _self_check(source: Source, arrays: ArrayParts, folder: Any, changes_types: bool) -> str:
   """A line that tells how far the logits of the export are from those of the source, on a short prompt.
 
-  One layer at a time is in memory. Raises ConfigError if they are not equal although no type was changed.
+  Raises ConfigError if they are not equal although no type was changed.
   """
   exported = sources.open_source(str(folder))
   weights = names.weights(source.model)
@@ -191,7 +192,8 @@ def _self_check(source: Source, arrays: ArrayParts, folder: Any, changes_types: 
     return arrays.read(stored, index, np.empty(shape, jnp.dtype(source.arrays[stored]["dtype"])), first=rows.start)
 
   theirs = lambda name, rows: exported.stored[name].part((rows, *(slice(None) for _ in weights[name].shape[1:])))
-  before, after = (layerwise.logits(exported.model, read, _PROMPT) for read in (ours, theirs))
+  model = layerwise.Layerwise(exported.model)
+  before, after = (model.logits(read, _PROMPT) for read in (ours, theirs))
   difference = float(np.abs(before - after).max())
   if not np.isfinite(after).all() or (difference and not changes_types):
     raise ConfigError(f"{source.where}: the logits of the export differ by {difference:g}. Report this as a defect.")

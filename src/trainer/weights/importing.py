@@ -76,4 +76,6 @@ class Progress:
     """`count` more bytes are done."""
     before, self._done = self._done, self._done + count
     if 10 * before // self._total != 10 * self._done // self._total:
-      self._report(f"{100 * self._done // self._total:3} %: {self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB")
+      size, unit = (1e9, "GB") if self._total >= 1e9 else (1e6, "MB")
+      percent = 100 * self._done // self._total
+      self._report(f"{percent:3} %: {self._done / size:.2f} of {self._total / size:.2f} {unit}")

@@ -38,18 +38,23 @@ class Model:
     """
     source = sources.open_source(place)
     cfg = source.model.model_copy(update={"dtype": dtype or source.model.dtype, "scan_layers": False})
-    return cls.on_one_device(cfg, source.load, tokenizers.of_source(source), source.tokenizer_folder)
+    return cls.on_one_device(cfg, source.load, tokenizers.of_source(source), source.tokenizer_folder, jax.devices()[0])
 
   @classmethod
   def on_one_device(
-    cls, cfg: ModelSection, load: Callable[[Params], Params], tokenizer: Tokenizer, tokenizer_folder: str
+    cls,
+    cfg: ModelSection,
+    load: Callable[[Params], Params],
+    tokenizer: Tokenizer,
+    tokenizer_folder: str,
+    device: jax.Device,
   ) -> Model:
     """A model of `cfg` that holds its matrices in the type in which it computes.
 
     load: returns the parameters with the shapes, types and shardings of its argument. tokenizer_folder: may name more
     ids that end a text.
     """
-    functions, params = on_device(cfg, load)
+    functions, params = on_device(cfg, load, device)
     return cls(functions, params, tokenizer, tokenizers.stop_ids(tokenizer_folder, tokenizer))
 
   def encode(self, text: str) -> list[int]:
@@ -85,9 +90,10 @@ class Model:
     return [self.tokenizer.decode(id for id in row if id is not None) for row in rows]
 
 
-def on_device(cfg: ModelSection, load: Callable[[Params], Params]) -> tuple[DecoderFunctions, Params]:
+def on_device(
+  cfg: ModelSection, load: Callable[[Params], Params], device: jax.Device
+) -> tuple[DecoderFunctions, Params]:
   """The model of `cfg` and its weights on one device, as in `Model.on_one_device`."""
-  device = jax.devices()[0]
   cfg = cfg.model_copy(update={"weight_dtype": cfg.dtype, "remat_policy": RematPolicy.NONE})
   project = projection.choose(device.platform, cfg.quantization)
   multiply = grouped_matmul.choose(device.platform).function

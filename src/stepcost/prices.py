@@ -51,7 +51,7 @@ class Calibration:
 HEAD_WIDTH = 128
 CALIBRATIONS = MappingProxyType(
   {
-    "v5e": Calibration(held_out=4, error=0.27),
+    "v5e": Calibration(held_out=5, error=0.27),
     "v5p": Calibration(held_out=2, error=0.2),
     "v6e": Calibration(0.21, fitted=2, held_out=1, error=1.82),  # offloaded activations: mostly the price of the host
     "7x": Calibration(0.37, fitted=2, held_out=1, error=0.01),

@@ -62,9 +62,30 @@ class ExpertShards:
       columns = None if self.group == 1 else self._groups.T.tolist()
       return jax.lax.all_gather(w, FSDP, axis=experts, tiled=True, axis_index_groups=columns)
     if self.group == 1:
+      parts, rest = divmod(jax.lax.axis_size(FSDP), self.experts)
+      if rest == 0 and (embed == experts + 1 or w.shape[experts + 1] % parts == 0):
+        return self._gather_parts(w, is_embed_next=embed == experts + 1)
       return sharding.gather_weight(w, embed, (FSDP,), self.first_stage)
     w = jax.lax.all_to_all(w, FSDP, experts, embed, tiled=True, axis_index_groups=self._groups.tolist())
     return jax.lax.all_gather(w, FSDP, axis=embed, tiled=True, axis_index_groups=self._groups.T.tolist())
+
+  def _gather_parts(self, w: jax.Array, is_embed_next: bool) -> jax.Array:
+    """Returns the whole weight [E, ., .] where a number of devices share an expert.
+
+    First, each device gets its part of one expert, along the dim behind the experts, for the shard of all experts that
+    it stores. This moves little, and the gather of the whole weight is then along the first dim. A gather along another
+    dim would copy the whole weight.
+    """
+    devices, columns = jax.lax.axis_size(FSDP), w.shape[-1]
+    if is_embed_next:  # [E, D / devices, F]: neighbours have neighbouring rows of all experts
+      groups = np.arange(devices).reshape(-1, self.experts)
+      w = jax.lax.all_to_all(w, FSDP, 0, 1, tiled=True, axis_index_groups=groups.tolist())
+      # To the order of the gather: in another one, it uses half of the links.
+      w = jax.lax.ppermute(w, FSDP, [(int(source), place) for place, source in enumerate(groups.T.ravel())])
+    else:  # [E, F, D / devices]
+      w = jax.lax.all_to_all(w.reshape(devices, -1, columns), FSDP, 0, 2, tiled=True)
+    w = jax.lax.all_gather(w, FSDP, axis=0, tiled=True)
+    return w.reshape(self.experts, -1, w.shape[-1])
 
   def numbered(self, chosen: jax.Array) -> jax.Array:
     """Returns the experts `chosen`, numbered so that the device's experts come first, in the order of their weights."""

@@ -151,9 +151,16 @@ def valid_positions(
   left: int, kernel: int, out: int, *, stride: int, pad: int, left_dilation: int, kernel_dilation: int
 ) -> int:
   """Returns the number of pairs (output position, kernel position) of one spatial axis that read an input element."""
-  position = np.arange(out)[:, None] * stride + np.arange(kernel)[None, :] * kernel_dilation - pad
-  inside = (position >= 0) & (position < (left - 1) * left_dilation + 1)
-  return int(np.count_nonzero(inside & (position % left_dilation == 0)))
+  # Output position i reads an element if i * stride is `first` plus a multiple of left_dilation, up to the last
+  # element. It is then one of every `period` positions. A batch of 65,536 has too many pairs to look at each.
+  first = pad - np.arange(kernel) * kernel_dilation
+  lowest = np.maximum(-(-first // stride), 0)
+  highest = np.minimum((first + (left - 1) * left_dilation) // stride, out - 1)
+  common = math.gcd(stride, left_dilation)
+  period = left_dilation // common
+  one_of_them = first // common * pow(stride // common, -1, period)
+  count = (highest - one_of_them) // period - (lowest - 1 - one_of_them) // period
+  return int(np.sum(np.where((first % common == 0) & (highest >= lowest), count, 0)))
 
 
 def bytes_moved(module: Module, computation: Computation, instruction: Instruction) -> dict[int, float]:

@@ -248,6 +248,16 @@ def test_padding_in_windows_costs_nothing():
   assert positions(8, 8, 8, stride=7, pad=0, left_dilation=8) == 8
   assert positions(5, 3, 3, stride=1, pad=0, left_dilation=1) == 9
   assert positions(5, 3, 5, stride=1, pad=1, left_dilation=1) == 13
+  assert positions(2**16, 2**16, 2**16, stride=2**16 - 1, pad=0, left_dilation=2**16) == 2**16
+
+
+def test_valid_positions_are_those_that_are_found_one_by_one():
+  random = np.random.default_rng(0)
+  for left, kernel, out, stride, pad, left_dilation, kernel_dilation in random.integers(1, 9, (500, 7)).tolist():
+    positions = (i * stride + j * kernel_dilation - pad for i in range(out) for j in range(kernel))
+    read = [at for at in positions if 0 <= at <= (left - 1) * left_dilation and at % left_dilation == 0]
+    sizes = {"stride": stride, "pad": pad, "left_dilation": left_dilation, "kernel_dilation": kernel_dilation}
+    assert costs.valid_positions(left, kernel, out, **sizes) == len(read), (left, kernel, out, sizes)
 
 
 def test_attention_kernels_of_tpus():

@@ -200,8 +200,9 @@ def _refusals() -> Iterator[None]:
   try:
     yield
   except topologies.CompilerMissing as error:
-    remedy = f"{how_to_install(error.platform)}, or leave out compile_topology to use the devices of this machine."
-    raise ConfigError(f"compile_topology={error}\n{remedy}") from error
+    remedy = how_to_install("tpu") if error.platform == "tpu" else how_to_install("gpu")
+    others = "or leave out compile_topology to use the devices of this machine."
+    raise ConfigError(f"compile_topology={error}\n{remedy}, {others}") from error
   except topologies.TopologyError as error:
     raise ConfigError(f"compile_topology={error}") from error
 

@@ -40,10 +40,7 @@ CARDS = MappingProxyType(
 
 
 def target_config(card: Card) -> str:
-  """Returns the description of `card` in the fields of XLA's GpuTargetConfigProto.
-
-  The versions are those of CUDA 13 and cuDNN 9.10, with which features that the trainer needs came.
-  """
+  """Returns the description of `card`, with CUDA 13 and cuDNN 9.10, in the fields of XLA's GpuTargetConfigProto."""
   features = "feature_extension: ACCELERATED_FEATURES" if card.capability >= 9 else ""
   return f"""
 platform_name: "CUDA"

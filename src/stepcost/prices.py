@@ -38,7 +38,7 @@ class Calibration:
 
   def __str__(self) -> str:
     steps = "1 measured step" if self.held_out == 1 else f"{self.held_out} measured steps"
-    error = f"up to {self.error:.0%} on {steps}" if self.held_out and not self.measured_on else "unknown"
+    error = f"up to {self.error:.0%} on {steps}" if self.held_out else "unknown"
     if not self.fitted:
       return error
     others = "" if self.others == 1 else f" and all else at {self.others:.0%} of its peaks"

@@ -87,7 +87,7 @@ class CompilerMissing(TopologyError):
   """The compiler for these devices is not installed. `platform`: "tpu" or "gpu"."""
 
   def __init__(self, topology: Topology, install: str) -> None:
-    self.platform = "tpu" if topology.card is None else "gpu"
+    self.platform = topology.platform
     compiler = f"the {self.platform.upper()} compiler is not installed"
     needs = f"no {self.platform.upper()} and no driver, only Linux on x86-64"
     super().__init__(f"{topology.name}: {compiler}. Install {install}, which needs {needs}.")
@@ -103,6 +103,11 @@ class Topology:
   chips_per_host: tuple[int, int, int]
   chip_config_name: str = "default"
   card: gpus.Card | None = None  # None: a TPU
+
+  @property
+  def platform(self) -> str:
+    """jax.Device.platform: "tpu" or "gpu"."""
+    return "tpu" if self.card is None else "gpu"
 
   @property
   def hosts(self) -> int:
@@ -180,7 +185,7 @@ def _check_shape(name: str, shape: tuple[int, ...], generation: Generation) -> N
 
 def devices(topology: Topology, num_slices: int) -> tuple[tuple[Any, ...], ...]:
   """Returns the described (not attached) devices of `num_slices` such slices, by slice. Raises TopologyError."""
-  if topology.card is None and importlib.util.find_spec("libtpu") is None:
+  if topology.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
     raise CompilerMissing(topology, "libtpu")
   from jax.errors import JaxRuntimeError
   from jax.experimental import topologies as jax_topologies
@@ -195,7 +200,7 @@ def devices(topology: Topology, num_slices: int) -> tuple[tuple[Any, ...], ...]:
     ) from error
   slices: dict[int, list[Any]] = {}
   # A slice of GPUs is a host, which is a process.
-  index = "slice_index" if topology.card is None else "process_index"
+  index = "process_index" if topology.platform == "gpu" else "slice_index"
   for device in described.devices:
     slices.setdefault(getattr(device, index, 0) or 0, []).append(device)
   return tuple(tuple(slices[index]) for index in sorted(slices))
@@ -222,7 +227,7 @@ def _description(topology: Topology, num_slices: int) -> dict[str, Any]:
 
 def untried_compiler(topology: Topology) -> str:
   """Returns the version of libtpu if it compiles for `topology` and stepcost was not tried with it, else ""."""
-  if topology.card is not None:
+  if topology.platform != "tpu":
     return ""
   try:
     version = importlib.metadata.version("libtpu")

@@ -179,7 +179,6 @@ def _devices(config: Config, options: PreflightOptions) -> tuple[Callable[[int],
     topology = topologies.resolve(name)
   untried, tried = topologies.untried_compiler(topology), " and ".join(topologies.TRIED_COMPILERS)
   topologies.prepare_environment()
-  kind = "TPU" if topology.card is None else "GPU"
   # Describe k slices as a topology of k: the compiler needs a program that uses all slices of its topology.
   slices_of = functools.cache(_refusals()(functools.partial(topologies.devices, topology)))
   return (
@@ -187,7 +186,8 @@ def _devices(config: Config, options: PreflightOptions) -> tuple[Callable[[int],
     count,
     (
       f"For {counted(count, 'slice')} of {topology.jax_name}: {topology.chips} chips "
-      f"({len(slices_of(count)[0])} devices) on {counted(topology.hosts, 'host')} each; no {kind} is needed"
+      f"({len(slices_of(count)[0])} devices) on {counted(topology.hosts, 'host')} each; "
+      f"no {topology.platform.upper()} is needed"
       + (f"\nUsing compile_topology_num_slices={count}, not num_slices={given}" if given != count else "")
       + (f"\nThe times were not tried with libtpu {untried}, only with {tried}" if untried else "")
     ),

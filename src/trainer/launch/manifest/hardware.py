@@ -49,7 +49,7 @@ def resolve(tpu_type: str) -> Slice:
     found = topologies.resolve(tpu_type)
   except topologies.TopologyError as error:
     raise ConfigError(f"--tpu-type {error}\nGive Google Cloud's name, such as v5litepod-16 or v5p-64.") from None
-  if found.card is not None:
+  if found.platform != "tpu":
     raise ConfigError(f"--tpu-type {tpu_type}: is no TPU.\nGive Google Cloud's name, such as v5litepod-16 or v5p-64.")
   version, _, shape = found.jax_name.partition(":")
   if found.chips < CHIPS_PER_HOST:

@@ -104,7 +104,8 @@ def memory(mib: int) -> dict[str, str]:
     ("tpu", "TPU v5p", 1024, {**TPU, **SPARSECORE}),
     ("tpu", "TPU v5p", 8192, {**TPU, **SPARSECORE, **memory(64)}),
     ("tpu", "TPU v6 lite", 4096, {**TPU, **SPARSECORE, **memory(64)}),
-    ("tpu", "TPU7x", 4096, TPU),
+    ("tpu", "TPU7x", 2048, TPU),
+    ("tpu", "TPU7x", 4096, {**TPU, **memory(60)}),
     ("tpu", "TPU of tomorrow", 8192, TPU),
   ],
 )

@@ -332,18 +332,20 @@ def test_sharded_equals_unsharded(name, by_rows):
   assert any(by_rows) == (name != "fsdp-across")
 
 
-def test_weights_that_are_fused_and_gathered_in_two_stages_are_the_same(monkeypatch):
-  """As on TPUs: gate and up are one matmul (a CPU computes one by one). Some slices gather weights in two stages:
+@pytest.mark.parametrize("wide_units", [False, True])
+def test_matmuls_as_on_tpus_and_weights_gathered_in_two_stages_are_the_same(wide_units, monkeypatch):
+  """Gate and up are one matmul, or matmuls are those of wide units. Some slices gather weights in two stages:
 
   two neighbours of the four along fsdp first (`sharding.first_stage`).
   """
   choose = projection.choose
-  monkeypatch.setattr(program.projection, "choose", lambda _, *others: choose("tpu", *others))
+  monkeypatch.setattr(program.projection, "choose", lambda _, *others: choose("tpu", *others[:-1], wide_units))
   monkeypatch.setattr(program.sharding, "first_stage", lambda mesh, width: mesh.shape["fsdp"] // 2)
   cfg = config(data={"per_device_batch_size": ROWS / 8}, parallelism={"ici_tensor_parallelism": 2})
   built = compiled(cfg, (1, 8))
   project = built.program.model.kernels.project
-  assert project.first_stage == 2 and project.fuses_shared_input
+  assert project.first_stage == 2
+  assert (project.wide_units, project.fuses_shared_input) == (wide_units, not wide_units)
   assert_close(two_steps(cfg, built), reference(), 5e-6)
 
 

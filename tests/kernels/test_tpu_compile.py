@@ -91,6 +91,22 @@ def test_a_sharded_sequence_compiles(tpu):
   assert re.search(rf"bf16\[[\d,]*{T // 2},{H}\][^\n]* custom-call", text)  # a device holds half of the queries
 
 
+def test_parts_of_the_gradient_of_queries_are_added_and_not_reduced(tpu):
+  """The compiler estimates more than ten times as many cycles for a sum over the first dim."""
+  length = 4096  # two blocks of keys
+  kernel = attention.choose(
+    "flash", platform="tpu", mesh=None, head_dim=H, seq_len=length, num_q_heads=N, num_kv_heads=K, dtype=jnp.bfloat16
+  )
+  on_chip = jax.sharding.SingleDeviceSharding(tpu[0])
+  q, k = (jax.ShapeDtypeStruct((1, length, n, H), jnp.bfloat16, sharding=on_chip) for n in (N, K))
+  ids = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=on_chip)
+  grads = jax.grad(lambda q, k, v, ids: kernel(q, k, v, ids, ids).astype(jnp.float32).sum(), argnums=(0, 1, 2))
+  text = jax.jit(grads).lower(q, k, k, ids).compile().as_text()
+  assert kernels_in(text) == ["splash_mha_dkv", "splash_mha_fwd"]
+  assert re.search(rf"bf16\[[\d,]*2,{N},{length},{H}\][^\n]* custom-call", text)  # the parts
+  assert not re.search(rf"bf16\[[\d,]*{N},{length},{H}\][^\n]* reduce\(", text)
+
+
 def test_offloaded_activations_move_to_the_host(tpu):
   compiled = compile_step(mesh_of(tpu, 4, 1, 1), "qkv_proj_offloaded")
   qkv = L * (B // 4) * T * (N + 2 * K) * H * 2

@@ -31,6 +31,7 @@ class Projection:
   gathers_again: bool = False  # gather in the backward pass again; otherwise the policy of remat decides
   first_stage: int = 1  # of a gather; see sharding.first_stage
   gather_dtype: str | None = None  # None: the dtype of x
+  wide_units: bool = False  # see `choose`
 
   def __call__(self, x: jax.Array, w: jax.Array, axes: Axes, contracted: int = 1) -> jax.Array:
     return self.project_each(x, [(w, axes)], contracted)[0]
@@ -43,9 +44,12 @@ class Projection:
     return tuple(self._project(x, w, axes, contracted) for w, axes in weights)
 
   def _project(self, x: jax.Array, w: jax.Array, axes: Axes, contracted: int) -> jax.Array:
-    if not sharding.is_manual_over_fsdp():
-      return self.function(x, w, contracted)
     multiply = lambda x, w: self.function(x, w, contracted)
+    if self.wide_units and contracted > 1:
+      x = alone(x.reshape(*x.shape[: x.ndim - contracted], -1))
+      multiply = lambda x, w: self.function(x, w.reshape(-1, *w.shape[contracted:]), 1)
+    if not sharding.is_manual_over_fsdp():
+      return multiply(x, w)
     run = lambda x, w: sharding.with_whole_weight(multiply, x, w, axes, self.first_stage)
     return self.gathering(run)(x, self.to_gather(w, x.dtype))
 
@@ -80,14 +84,20 @@ def _plain(x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:
 PLAIN = Projection(_plain, fuses_shared_input=True)
 
 
-def choose(platform: str, quantization: str, gathers_again: bool = False, first_stage: int = 1) -> Projection:
+def choose(
+  platform: str, quantization: str, gathers_again: bool = False, first_stage: int = 1, wide_units: bool = False
+) -> Projection:
   """Returns the projection for a platform ("cpu", "gpu", "tpu") and a quantization: a key of quantized.MODES, or "".
 
-  gathers_again, first_stage: see the fields of `Projection`.
+  gathers_again, first_stage: see the fields of `Projection`. wide_units: whether the matrix units are wider than a head
+  (256 on v6e and 7x). There the compiler's estimate of a matmul doubles if it contracts head by head, or if a norm of
+  heads is fused into it. Two matmuls take less than a joint one, because a product is fused into the second one.
   """
   chosen = Projection(_cpu, fuses_shared_input=False, prepare_input=_with_barrier) if platform == "cpu" else PLAIN
   if quantization:
     chosen = Projection(functools.partial(_quantized, quantization), fuses_shared_input=True)
+  if wide_units:
+    chosen = dataclasses.replace(chosen, wide_units=True, fuses_shared_input=False)
   # XLA's CPU compiler aborts on the derivative of a gather of bfloat16, a sum in bfloat16 (jax 0.12).
   gather_dtype = "float32" if platform == "cpu" else None
   return dataclasses.replace(chosen, gathers_again=gathers_again, first_stage=first_stage, gather_dtype=gather_dtype)
@@ -118,6 +128,15 @@ def _with_barrier(x: jax.Array) -> jax.Array:
 
 
 _with_barrier.defvjp(lambda x: (_with_barrier(x), None), lambda _, g: (g,))
+
+
+@jax.custom_vjp
+def alone(x: jax.Array) -> jax.Array:
+  """Returns x (any shape and dtype) behind an optimization barrier, as is its gradient: nothing is fused with it."""
+  return jax.lax.optimization_barrier(x)
+
+
+alone.defvjp(lambda x: (alone(x), None), lambda _, g: (jax.lax.optimization_barrier(g),))
 
 
 @jax.custom_vjp

@@ -15,7 +15,7 @@ from trainer.kernels import grouped_matmul, projection
 from trainer.kernels.attention import AttentionFunction
 from trainer.kernels.cross_entropy import CHUNK_LOGITS_BYTES
 from trainer.kernels.grouped_matmul import GroupedMatmul
-from trainer.kernels.projection import Projection
+from trainer.kernels.projection import Projection, alone
 from trainer.models import rope
 from trainer.parallel.sharding import constrain
 
@@ -164,6 +164,8 @@ class Attention(nnx.Module):
     v = checkpoint_name(constrain(v, "batch", "length", "kv_heads", "head_dim"), "value_proj")
     rotate_half = self.kernels.rotate_half
     if self.use_qk_norm:
+      if project.wide_units:
+        q, k = alone(q), alone(k)
       q = self.query_norm.rotated(q, cos, sin, rotate_half)
       k = self.key_norm.rotated(k, cos, sin, rotate_half)
     else:

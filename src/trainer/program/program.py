@@ -56,6 +56,7 @@ TPU_OPTIONS = MappingProxyType(
 # SparseCores can move the data of a collective while the matrix units compute. On 7x this is the default. On v5p and
 # v6e, the matrix units wait for every collective inside a slice without these options (docs/benchmarks/tpu_compile.md).
 _WITH_SPARSECORES = ("v5p", "v6e")
+_WITH_WIDE_UNITS = ("v6e", "7x")  # matrix units of 256 x 256
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
 SPARSECORE_OPTIONS = MappingProxyType(
   {
@@ -80,7 +81,12 @@ SPARSECORE_OPTIONS = MappingProxyType(
 # step is 6 to 14 % shorter than with the compiler's default, and compilation takes up to twice as long. Up to D = 2,048
 # the step is not shorter (docs/benchmarks/tpu_compile.md).
 _ON_CHIP_KIB = MappingProxyType(
-  {"v5e": ((2560, 64 << 10), (4096, 48 << 10)), "v5p": ((2560, 64 << 10),), "v6e": ((2560, 64 << 10),)}
+  {
+    "v5e": ((2560, 64 << 10), (4096, 48 << 10)),
+    "v5p": ((2560, 64 << 10),),
+    "v6e": ((2560, 64 << 10),),
+    "7x": ((2560, 60 << 10),),
+  }
 )
 
 # Stages of a share on an accelerator (exchange_stages=0): little of the exchange is left when the last one ends, and a
@@ -251,11 +257,12 @@ def _kernels(
   # Without a remat policy, the backward pass would keep the gathered weights of all layers.
   gathers_again = cfg.remat_policy is RematPolicy.NONE
   first_stage = sharding.first_stage(mesh, cfg.emb_dim)
+  wide_units = _chip_name(mesh.devices.flat[0]) in _WITH_WIDE_UNITS
   return Kernels(
     kernel,
     grouped_matmul=grouped.function,
     expert_parallelism=config.parallelism.ici_expert_parallelism,
-    project=projection.choose(platform, cfg.quantization, gathers_again, first_stage),
+    project=projection.choose(platform, cfg.quantization, gathers_again, first_stage, wide_units),
     rotate_half=rope.choose_rotate_half(platform),
     chunk_logits_bytes=CHUNK_LOGITS_BYTES[platform],
     head_neighbours=sharding.head_neighbours(mesh, tokens, cfg.vocab_size),
@@ -268,14 +275,18 @@ def compiler_options(device: Device, width: int, given: Mapping[str, str | bool]
   given: options of the user. They replace the trainer's own options of the same name.
   """
   own: dict[str, str | bool] = dict(TPU_OPTIONS) if device.platform == "tpu" else {}
-  chip = chips.find(device.device_kind)
-  name = "" if chip is None else chip.name
+  name = _chip_name(device)
   if name in _WITH_SPARSECORES:
     own |= SPARSECORE_OPTIONS
   for least, kib in _ON_CHIP_KIB.get(name, ()):
     if width >= least:
       own[compiler_flags.ON_CHIP_MEMORY_OPTION] = str(kib)
   return {**own, **given}
+
+
+def _chip_name(device: Device) -> str:
+  chip = chips.find(device.device_kind)
+  return "" if chip is None else chip.name
 
 
 def check_compiler_flags(config: Config, slices: Sequence[Sequence[Device]]) -> None:

@@ -66,6 +66,7 @@ def test_the_losses_of_named_sets_are_those_of_the_sets_alone(both, server, comp
   assert found[-1]["eval_losses"]["far"] > found[-1]["eval_losses"]["near"] + 0.1
 
 
+@pytest.mark.soak  # tests/elastic/test_adversity.py has one set
 def test_a_slice_lost_in_an_evaluation_of_several_sets_costs_no_loss(both, server, compiled):
   folder, run = both
   faults = "elastic_enabled=true num_slices=2 per_device_batch_size=1 fault_injection=slice_down@4:1:eval"

@@ -463,6 +463,7 @@ def test_muon_sharded_equals_muon_unsharded(by_rows):
   assert by_rows and not any(by_rows)
 
 
+@pytest.mark.soak  # test_sharded_equals_unsharded compares the results
 def test_adafactors_averages_are_sharded_like_their_weights():
   """The averages over query heads keep the width and the head size, so they are large. Other weights have none.
 

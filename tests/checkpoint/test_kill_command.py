@@ -23,6 +23,7 @@ def undisturbed(start, tmp_path_factory):
   return run
 
 
+@pytest.mark.soak  # test_kill.py kills at random moments, too
 def test_killed_again_and_again(start, undisturbed):
   run = kill_and_resume.make_run(undisturbed.folder.parent, "killed", start, STEPS)
   hit = kill_and_resume.kill_then_finish(run, 3, random.Random(0), startup=4)

@@ -10,6 +10,7 @@ from end_to_end import sigterm
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Sharding info not provided")]
 
 
+@pytest.mark.soak  # test_stopping.py has the moments by name
 def test_sigterm_at_random_moments_loses_repeats_and_changes_nothing(start, tmp_path):
   found = list(sigterm.torment(tmp_path, start, steps=30, signals=2, seed=25))
   ended = [each for each in found if isinstance(each, sigterm.Ended)]

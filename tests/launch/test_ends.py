@@ -165,6 +165,7 @@ def test_a_lost_slice_ends_a_run_that_is_not_elastic(compiled, server, tmp_path)
   assert "Starting member" not in run.printed
 
 
+@pytest.mark.soak  # other tests leave and return earlier
 def test_a_member_that_leaves_with_the_last_step_returns_for_the_evaluation(compiled, server, tmp_path):
   """The others wait for it: elastic_min_slice_count=-1. Steps of seconds; the last one ends when SIGTERM is known."""
   keys = [compiled, "steps=2", "gradient_accumulation_steps=2000", "elastic_min_slice_count=-1", "eval_interval=2"]

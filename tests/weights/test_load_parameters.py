@@ -88,6 +88,7 @@ def test_a_run_starts_from_a_hugging_face_folder_and_a_resume_ignores_it(make, t
     assert first_loss(other) == pytest.approx(expected_loss(other, place), rel=1e-5)
 
 
+@pytest.mark.soak  # a folder and local copies have tests of their own
 def test_slices_that_are_processes_start_from_a_folder_and_later_from_their_copies(compiled, server, tmp_path):
   """One member is killed, then all. The folder is gone when they return: the local copies have the newest state."""
   hf, steps = tmp_path / "hf", 40

@@ -124,17 +124,17 @@ def block_sizes(queries: int, keys: int, head_bytes: int) -> kernels.BlockSizes:
   The sizes minimise the cycles that the TPU compiler schedules. For a v5e (H = 128, T = 2048, per head): forward
   17.9 k with blocks of 1024 x 1024 computed by 512 keys, 20.0 k with 512 x 512, 21.8 k with 256 x 512.
 
-  The fused backward kernel writes one partial dq per block of keys, and their sum is slow. With two blocks of 1024 keys
-  the kernel takes 30.6 k and the sum 15.8 k; two kernels without partial sums (dq; dk and dv) take 43.2 k. One block of
-  2048 keys has no sum and computes a third more scores, about 40.8 k. For T = 4096 two blocks of 2048 keys and their
-  sum take 154 k, and four blocks of 1024 take 161 k. Above four blocks the two kernels are used.
+  The fused backward kernel writes one partial dq per block of keys (see `_attend`). For T = 2048 two blocks of 1024 keys
+  take 30.6 k; one block of 2048 computes a third more scores and takes 40.8 k; two kernels without partial sums (dq; dk
+  and dv) take 43.2 k. For T = 4096 two blocks of 2048 keys take 7 k less than four of 1024. Above four blocks the two
+  kernels are used.
 
   The limits are for v4, which has the least VMEM: 2048 keys do not fit if a head has more than 256 bytes (H = 256, or
   float32), and 1024 keys do not fit if it has more than 512.
   """
   limit = 1024 if head_bytes <= 512 else 512
   q, kv = largest_block(queries, limit), largest_block(keys, limit)
-  backward = largest_block(keys, 2048 if head_bytes <= 256 else limit)
+  backward = largest_block(keys, 2048 if head_bytes <= 256 and keys > 2048 else limit)
   fused = keys // backward <= 4
   backward = backward if fused else kv
   return kernels.BlockSizes(

@@ -21,12 +21,12 @@ from types import MappingProxyType
 
 from stepcost import chips, collectives, costs, hlo, prices, simulation
 from stepcost.collectives import Collective
-from stepcost.costs import Costs
+from stepcost.costs import Costs, Fusion
 from stepcost.events import Channel
 from stepcost.hlo import Module
 from stepcost.prices import Rates
 from stepcost.simulation import Timeline
-from stepcost.text import milliseconds, size, transfer_lines
+from stepcost.text import fusion_line, milliseconds, size, transfer_lines
 
 # The smallest and the largest value of each number. The TPU compiler accepts 511 slices, and the largest TPU slice has
 # 18,432 devices.
@@ -37,6 +37,7 @@ _LIMITS = MappingProxyType(
     "clock_ghz": (0.01, 100),
     "dcn_gbps": (0.001, 1_000_000),
     "transfers": (0, 1_000_000),
+    "fusions": (0, 1_000_000),
   }
 )
 _WRITE_AGAIN = "write the file again"
@@ -49,6 +50,7 @@ class Measured:
   costs: Costs
   collectives: list[Collective]
   timeline: Timeline
+  fusions: list[Fusion]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,10 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--clock-ghz", type=float, help="clock for the compiler's cycles, instead of the chip's clock")
   parser.add_argument("--dcn-gbps", type=float, help="Gbit/s of the data center network per device")
   parser.add_argument("--transfers", type=int, default=0, metavar="COUNT", help="also list the most exposed transfers")
+  parser.add_argument("--fusions", type=int, default=0, metavar="COUNT", help="also list the fusions with most cycles")
   args = parser.parse_args(argv)
   try:
     rates = _rates(args)
-    measured = [_measure(path, args.slices, args.devices_per_slice, rates) for path in args.files]
+    measured = [_measure(path, args, rates) for path in args.files]
   except (OSError, ValueError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
@@ -72,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   for line in table([path.name for path in args.files], measured, rates):
     print(line)
   for path, found in zip(args.files, measured):
-    for line in (*_problem_lines(found.timeline), *transfer_lines(found.timeline, args.transfers)):
+    fusions = [fusion_line(fusion, rates.chip) for fusion in found.fusions]
+    for line in (*_problem_lines(found.timeline), *transfer_lines(found.timeline, args.transfers), *fusions):
       print(f"{path.name}: {line}")
   return 0
 
@@ -92,7 +96,7 @@ def _rates(args: argparse.Namespace) -> Rates:
   return rates if args.dcn_gbps is None else dataclasses.replace(rates, dcn=args.dcn_gbps * 1e9 / 8)
 
 
-def _measure(path: pathlib.Path, slices: int, devices_per_slice: int, rates: Rates) -> Measured:
+def _measure(path: pathlib.Path, args: argparse.Namespace, rates: Rates) -> Measured:
   """Raises ValueError if the file does not hold a scheduled HLO module of a program for these slices."""
   try:
     text = path.read_text()
@@ -108,11 +112,12 @@ def _measure(path: pathlib.Path, slices: int, devices_per_slice: int, rates: Rat
   except ValueError as error:
     raise ValueError(f"{path}: damaged or cut off: {error}; {_WRITE_AGAIN}.") from error
   try:
-    _check_devices(module, slices, devices_per_slice)
-    slice_of = [position // devices_per_slice for position in range(slices * devices_per_slice)]
+    _check_devices(module, args.slices, args.devices_per_slice)
+    slice_of = [position // args.devices_per_slice for position in range(args.slices * args.devices_per_slice)]
     found = collectives.find(module, slice_of)
-    _check_slices(module, found, slices)
-    return Measured(costs.count(module), found, simulation.simulate(module, slice_of, rates))
+    _check_slices(module, found, args.slices)
+    timeline = simulation.simulate(module, slice_of, rates)
+    return Measured(costs.count(module), found, timeline, costs.costliest_fusions(module, args.fusions))
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from error
 

@@ -65,6 +65,30 @@ def count(module: Module, precision: str = "default") -> Costs:
   return Costs(dict(flops), device, host, cycles, unpriced)
 
 
+@dataclasses.dataclass(frozen=True)
+class Fusion:
+  """A fusion that the TPU compiler has estimated, with the sums over all its runs."""
+
+  source: str  # the name that JAX gives to its last operation
+  runs: float
+  cycles: float
+  flops: float
+  device_bytes: float
+
+
+def costliest_fusions(module: Module, number: int) -> list[Fusion]:
+  """Returns the `number` fusions of `module` with the most cycles, the costliest first."""
+  executed = [(estimated_cycles(i) * runs, c, i, runs) for c, i, runs in module.executed()]
+  found = []
+  for cycles, computation, instruction, runs in sorted(executed, key=lambda each: -each[0])[:number]:
+    if cycles:
+      flops = sum(f for part in module.parts(computation, instruction) for _, f in flops_of(*part))
+      moved = bytes_moved(module, computation, instruction)[DEVICE]
+      source = computation.origin(instruction)
+      found.append(Fusion(source, runs, cycles, runs * flops, runs * moved))
+  return found
+
+
 def estimated_cycles(instruction: Instruction) -> int:
   """Returns the TPU compiler's estimate for a fusion; 0 if there is none, as for the fusions of a SparseCore."""
   estimate = _CYCLES.search(instruction.rest)
@@ -224,25 +248,38 @@ def _read(instruction: Instruction, index: int, array: Array) -> float:
 
 def _read_by_fusion(module: Module, inner: Computation, index: int, whole: int) -> float:
   """Returns the bytes that the body of a fusion reads from its parameter `index`: slices, nothing, or the whole."""
-  parameter = inner.parameters[index]
+  return _read_by_users(module, inner, inner.parameters[index], whole)
+
+
+def _read_by_users(module: Module, inner: Computation, value: Instruction, whole: int) -> float:
+  """Returns the bytes that the users of `value` read in the body `inner` of a fusion, at most the `whole`."""
   read = 0.0
-  for user in inner.users.get(parameter.name, []):
-    position = user.operands.index(parameter.name)
+  for user in inner.users.get(value.name, []):
+    position = user.operands.index(value.name)
     if user.opcode == "tuple" and user.is_root:
       continue
     if user.opcode in _SLICES and position == 0:
       read += user.result[0].bytes
     elif (user.opcode in ("dynamic-update-slice", "scatter") and position == 0) or collectives.continues(user):
       continue
+    elif _passes_on(module, user, position):
+      read += whole if user.is_root else _read_by_users(module, inner, user, whole)
     elif user.opcode == "fusion":
       read += _read_by_fusion(module, module.computations[user.called[0]], position, whole)
-    elif user.opcode == "bitcast":
-      followers = inner.users.get(user.name, [])
-      in_place = followers and all(f.opcode in (*_SLICES, "dynamic-update-slice") for f in followers)
-      read += sum(f.result[0].bytes for f in followers if f.opcode in _SLICES) if in_place else whole
     else:
       read += whole
   return min(read, whole)
+
+
+def _passes_on(module: Module, user: Instruction, position: int) -> bool:
+  """Returns whether the result of `user` is its operand at `position`, at most in another layout."""
+  if user.opcode != "fusion":
+    return user.opcode in ("bitcast", "copy")
+  inner = module.computations[user.called[0]]
+  made = inner.root
+  while made.opcode in ("bitcast", "copy"):
+    made = inner.by_name[made.operands[0]]
+  return made is inner.parameters[position]
 
 
 def _scattered(computation: Computation, scatter: Instruction) -> float:

@@ -494,3 +494,34 @@ def test_a_scatter_touches_only_the_rows_that_it_updates(fused):
   text += "ENTRY %main (t: f32[5000,64], i: s32[8,1], u: f32[8,64]) -> f32[5000,64] {\n" + arguments.format("")
   text += f"  ROOT %r = f32[5000,64]{{1,0}} {call}\n}}\n"
   assert costs.count(hlo.parse(text.replace(", to_apply=%sum", ""))).device_bytes == 3 * 4 * 8 * 64
+
+
+@pytest.mark.parametrize("passed_on", ["%p", "%c", "%f"], ids=["itself", "a copy of it", "a fusion with a copy of it"])
+def test_a_slice_of_a_stack_is_read_and_not_the_stack(passed_on):
+  """The TPU compiler may first write a copy of the whole stack, in another layout, into the body of a fusion."""
+  text = f"""HloModule m, is_scheduled=true
+
+%other_layout (q: f32[10,64]) -> f32[10,64] {{
+  %q = f32[10,64]{{1,0}} parameter(0)
+  ROOT %k = f32[10,64]{{1,0:T(8,128)}} copy(%q)
+}}
+
+%body (p: f32[10,64], i: s32[]) -> f32[1,64] {{
+  %p = f32[10,64]{{1,0}} parameter(0)
+  %i = s32[]{{:S(6)}} parameter(1)
+  %c = f32[10,64]{{1,0:T(8,128)}} copy(%p)
+  %f = f32[10,64]{{1,0:T(8,128)}} fusion(%p), kind=kLoop, calls=%other_layout
+  %slice = f32[1,64]{{1,0}} dynamic-slice({passed_on}, %i, %i), dynamic_slice_sizes={{1,64}}
+  ROOT %twice = f32[1,64]{{1,0}} add(%slice, %slice)
+}}
+
+ENTRY %main (p: f32[10,64], i: s32[]) -> f32[1,64] {{
+  %p = f32[10,64]{{1,0}} parameter(0)
+  %i = s32[]{{:S(6)}} parameter(1)
+  ROOT %read = f32[1,64]{{1,0}} fusion(%p, %i), kind=kLoop, calls=%body
+}}
+"""
+  unused = [line for line in text.splitlines() if line.split(" = ")[0].strip() in {"%c", "%f"} - {passed_on}]
+  for line in unused:
+    text = text.replace(line + "\n", "")
+  assert costs.count(hlo.parse(text)).device_bytes == 2 * 4 * 64

@@ -124,10 +124,10 @@ def block_sizes(queries: int, keys: int, head_bytes: int) -> kernels.BlockSizes:
   The sizes minimise the cycles that the TPU compiler schedules. For a v5e (H = 128, T = 2048, per head): forward
   17.9 k with blocks of 1024 x 1024 computed by 512 keys, 20.0 k with 512 x 512, 21.8 k with 256 x 512.
 
-  The fused backward kernel writes one partial dq per block of keys (see `_attend`). For T = 2048 two blocks of 1024 keys
-  take 30.6 k; one block of 2048 computes a third more scores and takes 40.8 k; two kernels without partial sums (dq; dk
-  and dv) take 43.2 k. For T = 4096 two blocks of 2048 keys take 7 k less than four of 1024. Above four blocks the two
-  kernels are used.
+  The fused backward kernel writes one partial dq per block of keys (see `_attend`). For T = 2048 two blocks of 1024
+  keys take 30.6 k; one block of 2048 computes a third more scores and takes 40.8 k; two kernels without partial sums
+  (dq; dk and dv) take 43.2 k. For T = 4096 two blocks of 2048 keys take 7 k less than four of 1024. Above four blocks
+  the two kernels are used.
 
   The limits are for v4, which has the least VMEM: 2048 keys do not fit if a head has more than 256 bytes (H = 256, or
   float32), and 1024 keys do not fit if it has more than 512.

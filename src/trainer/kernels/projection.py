@@ -90,7 +90,7 @@ def choose(
   """Returns the projection for a platform ("cpu", "gpu", "tpu") and a quantization: a key of quantized.MODES, or "".
 
   gathers_again, first_stage: see the fields of `Projection`. wide_units: whether the matrix units are wider than a head
-  (256 on v6e and 7x). There the compiler's estimate of a matmul doubles if it contracts head by head, or if a norm of
+  (256 on 7x). There the compiler's estimate of a matmul doubles if it contracts head by head, or if a norm of
   heads is fused into it. Two matmuls take less than a joint one, because a product is fused into the second one.
   """
   chosen = Projection(_cpu, fuses_shared_input=False, prepare_input=_with_barrier) if platform == "cpu" else PLAIN

@@ -91,12 +91,13 @@ def choose(
 
   gathers_again, first_stage: see the fields of `Projection`. wide_units: whether the matrix units are wider than a head
   (256 on 7x). There the compiler's estimate of a matmul doubles if it contracts head by head, or if a norm of
-  heads is fused into it. Two matmuls take less than a joint one, because a product is fused into the second one.
+  heads is fused into it. Two matmuls take less than a joint one, because a product is fused into the second one. It
+  changes nothing in 8 bits, which was not compared.
   """
   chosen = Projection(_cpu, fuses_shared_input=False, prepare_input=_with_barrier) if platform == "cpu" else PLAIN
   if quantization:
     chosen = Projection(functools.partial(_quantized, quantization), fuses_shared_input=True)
-  if wide_units:
+  if wide_units and not quantization:
     chosen = dataclasses.replace(chosen, wide_units=True, fuses_shared_input=False)
   # XLA's CPU compiler aborts on the derivative of a gather of bfloat16, a sum in bfloat16 (jax 0.12).
   gather_dtype = "float32" if platform == "cpu" else None

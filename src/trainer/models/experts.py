@@ -138,8 +138,8 @@ def _compute(
   """
   k, D = chosen_BTk.shape[-1], x_BTD.shape[-1]
   order, back, sizes = _sorted_by_expert(chosen_BTk.reshape(-1), E)
-  places_kM = back.reshape(-1, k).T
-  rows = _rows_of(x_BTD.reshape(-1, D), order, places_kM)
+  places = back.reshape(-1, k).T
+  rows = _rows_of(x_BTD.reshape(-1, D), order, places)
   own, multiply = len(down_EFD), kernels.grouped_matmul
   if own < E:
     multiply, sizes = grouped_matmul.with_rows_behind(multiply, E // own), sizes[:own]
@@ -147,7 +147,7 @@ def _compute(
   gate, up = checkpoint_name(gate, "mlpwi_0"), checkpoint_name(up, "mlpwi_1")
   # The score is multiplied before the last matmul, which is linear: so no derivative needs the results of this matmul.
   hidden = _scored(gate, up, _permute(scores_BTk.reshape(-1), order, back))
-  return _sums_of(multiply(hidden, down_EFD, sizes), order, places_kM).reshape(x_BTD.shape)
+  return _sums_of(multiply(hidden, down_EFD, sizes), order, places).reshape(x_BTD.shape)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)

@@ -56,8 +56,8 @@ TPU_OPTIONS = MappingProxyType(
 # SparseCores can move the data of a collective while the matrix units compute. On 7x this is the default. On v5p and
 # v6e, the matrix units wait for every collective inside a slice without these options (docs/benchmarks/tpu_compile.md).
 _WITH_SPARSECORES = ("v5p", "v6e")
-# Matrix units of 256 x 256: see projection.choose. v6e has them too, but its layouts of llama3.1-8b need no joined dims,
-# and the copies that join them cost 5 % of the cycles of a layer.
+# Matrix units of 256 x 256: see projection.choose. v6e has them, too, but its layouts of llama3.1-8b need no joined
+# dims, and the copies that join them cost 5 % of the cycles of a layer.
 _WITH_WIDE_UNITS = ("7x",)
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
 SPARSECORE_OPTIONS = MappingProxyType(

@@ -334,7 +334,7 @@ def test_sharded_equals_unsharded(name, by_rows):
 
 @pytest.mark.parametrize("wide_units", [False, True])
 def test_matmuls_as_on_tpus_and_weights_gathered_in_two_stages_are_the_same(wide_units, monkeypatch):
-  """Gate and up are one matmul, or matmuls are those of wide units. Some slices gather weights in two stages:
+  """Gate and up are one matmul; on chips with wide units they are two. Some slices gather weights in two stages:
 
   two neighbours of the four along fsdp first (`sharding.first_stage`).
   """

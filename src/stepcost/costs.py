@@ -204,8 +204,10 @@ def bytes_moved(module: Module, computation: Computation, instruction: Instructi
       continue
     array = operand.result[0]
     by_space.setdefault(array.space, 0.0)
-    read = _read(instruction, index, array) if inner is None else _read_by_fusion(module, inner, index, array.bytes)
-    by_space[array.space] += read
+    if inner is None:
+      by_space[array.space] += _read(instruction, index, array)
+    else:
+      by_space[array.space] += _read_by_users(module, inner, inner.parameters[index], array.bytes)
   for index, array in _outputs(instruction, inner):
     by_space.setdefault(array.space, 0.0)
     by_space[array.space] += _write(module, computation, instruction, inner, index, array)
@@ -246,13 +248,8 @@ def _read(instruction: Instruction, index: int, array: Array) -> float:
   return array.bytes
 
 
-def _read_by_fusion(module: Module, inner: Computation, index: int, whole: int) -> float:
-  """Returns the bytes that the body of a fusion reads from its parameter `index`: slices, nothing, or the whole."""
-  return _read_by_users(module, inner, inner.parameters[index], whole)
-
-
 def _read_by_users(module: Module, inner: Computation, value: Instruction, whole: int) -> float:
-  """Returns the bytes that the users of `value` read in the body `inner` of a fusion, at most the `whole`."""
+  """Returns the bytes that the body `inner` of a fusion reads from `value`: slices, nothing, or the `whole`."""
   read = 0.0
   for user in inner.users.get(value.name, []):
     position = user.operands.index(value.name)
@@ -265,7 +262,8 @@ def _read_by_users(module: Module, inner: Computation, value: Instruction, whole
     elif _passes_on(module, user, position):
       read += whole if user.is_root else _read_by_users(module, inner, user, whole)
     elif user.opcode == "fusion":
-      read += _read_by_fusion(module, module.computations[user.called[0]], position, whole)
+      body = module.computations[user.called[0]]
+      read += _read_by_users(module, body, body.parameters[position], whole)
     else:
       read += whole
   return min(read, whole)

@@ -58,7 +58,7 @@ def test_parts_of_a_state_on_two_hosts_are_put_together(compiled, one_worker, se
   assert differences(run, one_worker, STEPS) == []
 
 
-@pytest.mark.soak  # test_ends.py loses the supervisor between steps
+@pytest.mark.soak  # test_agent.py and test_local.py lose the supervisor between steps
 def test_a_restored_state_is_saved_if_the_supervisor_is_lost_during_the_missing_evaluation(compiled, server, tmp_path):
   """The newest state is in local copies, and its evaluation is not recorded: it comes before the next step."""
   run = on_one_host(tmp_path, compiled, server)

@@ -96,7 +96,6 @@ def test_no_fault_of_a_slice_costs_a_step(undisturbed, compiled, server, tmp_pat
   assert "waiting for the others" in run.printed
 
 
-@pytest.mark.soak  # test_ends.py has the ends one by one
 def test_every_end_of_the_whole_run_is_followed_by_the_same_run(undisturbed, compiled, server, tmp_path):
   """SIGTERM to the supervisor, its loss, and the loss of all processes: the same command continues each time."""
   run = ProcessRun(tmp_path, [*KEYS, compiled], server=server)

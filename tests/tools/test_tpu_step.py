@@ -75,8 +75,7 @@ def test_sparsecores_carry_what_a_slice_gathers_and_scatters():
     assert where[kind] and where[kind] <= offloaded
 
 
-# Each of two tests has one axis; before a release, both have both.
-@pytest.mark.soak  # the next test compiles another axis
+@pytest.mark.soak  # the next test compiles one of the axes
 @pytest.mark.parametrize("axis, parts", [("tensor", 4), ("context", 1)])
 def test_every_mesh_axis_divides_what_is_sent(axis, parts):
   """A chip sends only its shard of the gradients to other slices, and gathers only its part of a weight over tensor."""

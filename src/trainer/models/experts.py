@@ -152,7 +152,7 @@ def _compute(
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def _scored(gate: jax.Array, up: jax.Array, scores: jax.Array) -> jax.Array:
-  """Returns swiglu(gate, up) [M, F] times scores [M]. The derivative keeps only the inputs, as that of `swiglu`."""
+  """Returns swiglu(gate, up) [M, F] times scores [M]. The derivative keeps only the inputs."""
   return swiglu(gate, up) * scores[:, None]
 
 

@@ -287,6 +287,7 @@ def compiler_options(device: Device, width: int, given: Mapping[str, str | bool]
 
 
 def _chip_name(device: Device) -> str:
+  """Returns the name of the device's chip in `chips.CHIPS`, or "" if it is not there."""
   chip = chips.find(device.device_kind)
   return "" if chip is None else chip.name
 

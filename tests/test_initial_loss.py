@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from tests.support.seeds import few
 
 from trainer.config.schema import ModelSection
 from trainer.kernels.attention_xla import dot_product
@@ -38,7 +39,12 @@ CASES = [(path.stem, "bytes") for path in MODELS]
 CASES += [(name, "own-vocabulary") for name in ("llama2-7b", "llama3.2-1b", "qwen3-14b")]
 
 
-@pytest.mark.parametrize(("name", "vocabulary"), CASES)
+# A model of each family, and the largest vocabulary.
+FEW = [(name, "bytes") for name in ("llama2-7b", "llama3.2-1b", "qwen3-0.6b", "qwen3-235b-a22b")]
+FEW += [("qwen3-14b", "own-vocabulary")]
+
+
+@pytest.mark.parametrize(("name", "vocabulary"), few(FEW, CASES))
 def test_the_loss_of_a_fresh_model_is_that_of_guessing(name, vocabulary):
   path = FOLDER / f"{name}.yml"
   values = yaml.safe_load(path.read_text()) | SHRUNK | {"base_emb_dim": WIDTH[vocabulary]}

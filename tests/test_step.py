@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.support.seeds import few
 
 from trainer.config import resume
 from trainer.config.errors import ConfigError
@@ -449,6 +450,7 @@ def test_quantized_training_is_close_to_plain_training():
     assert ours["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.02)
 
 
+@pytest.mark.soak  # test_experts_step.py has the same with experts
 def test_three_of_four_slices_train_on_the_same_batch(by_rows):
   """See above for one of four slices."""
   assert_close(run(config(data={"per_device_batch_size": 2}), (3, 2), total=4), reference(), 5e-6)
@@ -604,7 +606,7 @@ def in_bfloat16() -> tuple[list, TrainState]:
 BFLOAT16 = {"dtype": "bfloat16", "weight_dtype": "bfloat16"}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", few(["adamw"], ["adamw", "muon"]))
 def test_bfloat16_weights_learn_as_float32_ones_do(optimizer):
   """At a rate that bfloat16's 8 bits can hold: losses within 1 %, and the weights go as far, within 5 %."""
   muon = {"model": TABLE, "optimizer": {"opt_type": "muon"}}

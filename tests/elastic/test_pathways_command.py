@@ -42,7 +42,12 @@ def test_neither_a_killed_process_nor_a_slice_that_hangs_to_the_end_costs_the_ru
   for recovery, left in zip(run.events("recovery"), (2, 1), strict=True):
     assert recovery["tier"] == "snapshot" and recovery["steps_lost"] <= 1 and recovery["slices_after"] == left
     assert recovery["detect_seconds"] < 60, "waited for the copy of a snapshot on the hanging slice"
-  assert list(run.losses()) == list(range(1, STEPS + 1))
+  # A step that is repeated without a slice adds the same gradients in another order.
+  losses: dict[int, float] = {}
+  for record in run.records("metrics"):
+    if "loss" in record:
+      assert losses.setdefault(record["step"], record["loss"]) == pytest.approx(record["loss"], rel=1e-5)
+  assert list(losses) == list(range(1, STEPS + 1))
   end = time.monotonic() + 20
   while any(map(command.is_running, [server, *slices])):
     assert time.monotonic() < end, "the stand-in has outlived the run"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import pytest
 from tests.pathways_standin.conftest import run_client
 from tests.support import standin_conformance, standin_faults
 from tests.support.command import is_running
@@ -20,46 +19,32 @@ CHOSEN = (
 ).split()
 
 
-@pytest.fixture(scope="module")
-def conformance(server):
-  return run_client(server, "tests.support.standin_conformance", *CHOSEN, platforms="proxy,cpu")
+# One test for many programs: with one for each, every worker of pytest would start a client and run all of them.
+def test_programs_give_the_same_bits_as_on_the_cpu(server):
+  assert set(CHOSEN) <= standin_conformance.PROGRAMS.keys()
+  found = run_client(server, "tests.support.standin_conformance", *CHOSEN, platforms="proxy,cpu")
+  assert found == dict.fromkeys(CHOSEN, "")
 
 
-@pytest.mark.parametrize("name", CHOSEN)
-def test_a_program_gives_the_same_bits_as_on_the_cpu(conformance, name):
-  assert name in standin_conformance.PROGRAMS
-  assert conformance[name] == ""
-
-
-@pytest.fixture(scope="module")
-def faults(server):
-  return run_client(server, "tests.support.standin_faults", server.control_path)
-
-
-@pytest.mark.parametrize("name", standin_faults.SCENARIOS)
-def test_a_scenario_of_faults(faults, name):
-  assert faults[name] == ""
+def test_scenarios_of_faults(server):
+  found = run_client(server, "tests.support.standin_faults", server.control_path)
+  assert found == dict.fromkeys(standin_faults.SCENARIOS, "")
 
 
 # The others take longer than without processes: every return of a slice is the start of a process.
 OF_PROCESSES = (*standin_faults.PROCESS_SCENARIOS, "a_killed_slice", "no_leak")
 
 
-@pytest.fixture(scope="module")
-def faults_of_processes(tmp_path_factory):
-  with open(tmp_path_factory.mktemp("workers") / "log", "w") as log:
+def test_scenarios_of_faults_of_processes(tmp_path):
+  with open(tmp_path / "log", "w") as log:
     running = start_standin(2, 2, arguments=("--port", "0", "--processes", "--worker-timeout", "8"), log=log)
     try:
-      yield run_client(running, "tests.support.standin_faults", running.control_path, *OF_PROCESSES)
+      found = run_client(running, "tests.support.standin_faults", running.control_path, *OF_PROCESSES)
       workers = [entry["pid"] for entry in running.control("status")["slices"]]
     finally:
       running.close()
+  assert found == dict.fromkeys(OF_PROCESSES, "")
   deadline = time.monotonic() + 30
   while any(map(is_running, workers)) and time.monotonic() < deadline:
     time.sleep(0.05)
   assert len(workers) == 2 and not any(map(is_running, workers))
-
-
-@pytest.mark.parametrize("name", OF_PROCESSES)
-def test_a_scenario_of_faults_of_processes(faults_of_processes, name):
-  assert faults_of_processes[name] == ""

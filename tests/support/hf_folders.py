@@ -138,7 +138,8 @@ def to_hugging_face(params: Params, cfg: ModelSection) -> dict[str, np.ndarray]:
     array = flat[name] if name in flat else flat[f"params.layers.{path}"][int(number)]
     arrays = np.asarray(array) if weight.of_experts else [np.asarray(array)]
     for theirs, one in zip(weight.theirs, arrays):
-      found[theirs] = np.ascontiguousarray(weight.to_theirs(one))
+      found[theirs] = np.empty(weight.their_shape, one.dtype)
+      weight.to_ours(found[theirs])[...] = one
   return found
 
 

@@ -207,6 +207,7 @@ def test_the_policy_with_the_shortest_estimated_step_is_analysed_and_kept(monkey
   assert json.loads(entry.read_text())[0] == best
 
 
+@pytest.mark.soak  # a property of the compiler, which a new version of it could change
 @needs.libtpu
 def test_little_optimization_changes_memory_but_not_flops_or_communication():
   from stepcost import topologies

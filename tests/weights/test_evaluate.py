@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 
-from tests.support.command import Run, cpu_environment
+from tests.support.command import Run, wait_for_exit
 from tests.support.command_runs import write_text
 
 
@@ -19,11 +17,15 @@ def test_a_checkpoint_has_the_loss_that_training_recorded(server, compiled, tmp_
   lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
   recorded = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
   assert len(set(recorded.values())) == 2
+  printed = tmp_path / "printed.txt"
+
+  def evaluate(*arguments: str) -> int:
+    printed.write_text("")
+    return wait_for_exit(server.run("trainer.tools.evaluate", arguments, {}, printed), 240)
+
   for step, loss in recorded.items():
-    command = [sys.executable, "-m", "trainer.tools.evaluate", f"{run.directory}@{step}"]
-    done = subprocess.run(command, env=cpu_environment({}), capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    found = re.search(r"loss ([\d.]+) nats per token, perplexity ([\d.]+), over (\d+) tokens", done.stdout)
+    assert evaluate(f"{run.directory}@{step}") == 0, printed.read_text()
+    found = re.search(r"loss ([\d.]+) nats per token, perplexity ([\d.]+), over (\d+) tokens", printed.read_text())
     assert found[1] == f"{loss:.6f}" and found[2] == f"{math.exp(loss):.4f}"
-  wrong = subprocess.run([*command, "vocab_size=300"], env=cpu_environment({}), capture_output=True, text=True)
-  assert wrong.returncode == 2 and "vocab_size=300, there 258" in wrong.stderr
+  assert evaluate(f"{run.directory}@2", "vocab_size=300") == 2
+  assert "vocab_size=300, there 258" in printed.read_text()

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from concurrent import futures
 from typing import Any
 
 import numpy as np
 
+from trainer.checkpoint.arrays import tiles
 from trainer.checkpoint.arrays.fingerprint import Blocks
 from trainer.checkpoint.errors import Rejected
 
 BLOCK = 4 << 20  # bytes that are read at once: to allocate more costs several times as much as to read them
 _REMOTE_BLOCK = 32 << 20  # from an object store, where each read is a request
+_THREADS = 16  # at most: each holds a block or two
 
 
 class ArrayParts:
@@ -36,20 +40,29 @@ class ArrayParts:
   ) -> np.ndarray:
     """Returns `out` with the values at `index`, a number for each of the first dims. Reads no other bytes.
 
-    first: the number of the stored row with which `out` begins, in the dim after those of `index`. found: gets the
-    values too, so that the caller can check the fingerprint of all parts together. Raises Rejected if they cannot be
-    read.
+    out: of any layout in memory. first: the number of the stored row with which `out` begins, in the dim after those of
+    `index`. found: gets the values too, so that the caller can check the fingerprint of all parts together. Reads on
+    all cores. Raises Rejected if the values cannot be read.
     """
     shape, chunk = self._layout(name)
     row = math.prod(out.shape[1:])
     number = int(np.ravel_multi_index(index, shape[: len(index)])) if index else 0
     before = (number * shape[len(index)] + first) * row
     step = max(1, self._block // max(1, row * out.itemsize))
-    for begin in range(0, len(out), step):
+
+    def read_block(begin: int) -> None:
       rows = out[begin : begin + step]
-      self._read_rows(name, chunk, (*index, first + begin), rows)
+      values = self._rows(name, chunk, (*index, first + begin), rows.shape, rows.dtype)
       if found is not None:
-        found.add(rows, before + begin * row)
+        found.add(values, before + begin * row)
+      tiles.copy(rows, values)
+
+    begins = range(0, len(out), step)
+    if len(begins) == 1:
+      read_block(0)
+    else:
+      with futures.ThreadPoolExecutor(min(os.cpu_count() or 1, _THREADS)) as pool:
+        list(pool.map(read_block, begins))
     return out
 
   def _layout(self, name: str) -> tuple[list[int], list[int]]:
@@ -66,28 +79,36 @@ class ArrayParts:
       self._layouts[name] = (meta["shape"], chunk)
     return self._layouts[name]
 
-  def _read_rows(self, name: str, chunk: list[int], start: tuple[int, ...], out: np.ndarray) -> None:
-    """Fills `out` with the values from `start` on. They are contiguous in each chunk."""
+  def _rows(
+    self, name: str, chunk: list[int], start: tuple[int, ...], shape: tuple[int, ...], dtype: np.dtype
+  ) -> np.ndarray:
+    """The values [*shape] from `start` on, in C order. They are contiguous in each chunk."""
     depth = len(start) - 1
-    begin, end = start[-1], start[-1] + len(out)
+    begin, end = start[-1], start[-1] + shape[0]
     outer = [i // size for i, size in zip(start[:-1], chunk)]
     inside = [i % size for i, size in zip(start[:-1], chunk)]
     tile, rest = chunk[depth], chunk[depth + 1 :]
     before = int(np.ravel_multi_index(inside, chunk[:depth])) * tile if depth else 0
-    row = math.prod(rest) * out.itemsize
-    grid = [-(-size // part) for size, part in zip(out.shape[1:], rest)]
+    row = math.prod(rest) * dtype.itemsize
+    grid = [-(-size // part) for size, part in zip(shape[1:], rest)]
+    out: np.ndarray | None = None
     for number in range(begin // tile, -(-end // tile)):
       low, high = max(begin, number * tile), min(end, (number + 1) * tile)
       first = before + low - number * tile
       for place in np.ndindex(*grid):
         key = "/".join(map(str, (f"{name}/c", *outer, number, *place)))
         data = self._get(key, slice(first * row, (first + high - low) * row))
+        if len(data) == math.prod(shape) * dtype.itemsize:
+          return np.frombuffer(data, dtype).reshape(shape)
+        out = np.empty(shape, dtype) if out is None else out
         target = out[(slice(low - begin, high - begin), *(slice(i * n, (i + 1) * n) for i, n in zip(place, rest)))]
         if data:
-          block = np.frombuffer(data, out.dtype).reshape(high - low, *rest)
+          block = np.frombuffer(data, dtype).reshape(high - low, *rest)
           target[...] = block[tuple(slice(size) for size in target.shape)]
         else:
           target[...] = 0  # a chunk of zeros is not stored
+    assert out is not None
+    return out
 
   def _get(self, key: str, part: slice) -> bytes:
     """The bytes `part` of a value; none if there is no such value."""

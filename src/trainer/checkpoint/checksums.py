@@ -6,6 +6,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Mapping
+from concurrent import futures
 from typing import Any
 
 from trainer.checkpoint.errors import Rejected
@@ -72,29 +73,34 @@ def walk(root: Any, prefix: str = "") -> Iterable[str]:
 
 def manifest(root: Any, skip: frozenset[str], crc_limit: int | None) -> dict[str, dict[str, int]]:
   """{relative name: {"bytes", "crc32"}} of the files below root; files above crc_limit bytes get only their size."""
-  entries = {}
-  for name in walk(root):
-    if name in skip:
-      continue
+
+  def entry(name: str) -> dict[str, int]:
     path = root / name
     if crc_limit is not None and (size := path.stat().length) > crc_limit:
-      entries[name] = {"bytes": size}
-    else:
-      size, crc = file_crc(path)
-      entries[name] = {"bytes": size, "crc32": crc}
-  return entries
+      return {"bytes": size}
+    size, crc = file_crc(path)
+    return {"bytes": size, "crc32": crc}
+
+  names = [name for name in walk(root) if name not in skip]
+  with futures.ThreadPoolExecutor() as pool:
+    return dict(zip(names, pool.map(entry, names)))
 
 
 def check(root: Any, entries: Mapping[str, Mapping[str, int]]) -> None:
-  """Raises Rejected, naming the file, if a file is missing or not as the manifest says."""
-  for name, entry in entries.items():
+  """Raises Rejected, naming the first such file, if a file is missing or not as the manifest says."""
+
+  def check_one(name: str) -> None:
     path = root / name
     try:
-      _check_file(path, name, entry)
+      _check_file(path, name, entries[name])
     except OSError as error:
       if "://" in str(path):
         raise  # an outage, perhaps
       raise Rejected(f"{name} cannot be read: {error.strerror or error}") from error
+
+  with futures.ThreadPoolExecutor() as pool:
+    for _ in pool.map(check_one, entries):
+      pass
 
 
 def _check_file(path: Any, name: str, entry: Mapping[str, int]) -> None:

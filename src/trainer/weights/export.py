@@ -7,6 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent import futures
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,9 @@ from trainer.weights.sources import Source
 
 MARKER = "trainer_export.json"  # the last file of an export
 _SHARD_BYTES = 5_000_000_000
+# glibc keeps about twice as much freed memory as the largest freed array that it had mapped, of those up to 32 MiB.
+# Otherwise it returns the memory of each block, and gets new pages for the next one.
+_KEPT = 31 << 20
 _PROMPT = (1, 5, 2, 9, 3, 7, 4, 8)  # ids of the self-check, taken modulo the vocabulary
 
 
@@ -69,7 +73,7 @@ def export(
 ) -> None:
   """Writes `directory`, which must not exist, from a run's checkpoint. report: takes a line of progress.
 
-  One tensor at a time is in memory, and in the check at the end one feed-forward. dtype: float32, float16 or bfloat16;
+  The largest tensor and some blocks are in memory, and in the check at the end one feed-forward. dtype: float32, float16 or bfloat16;
   "": every tensor keeps its type. Raises ConfigError if the source is damaged or the folder cannot be written; then
   nothing is left there.
   """
@@ -137,14 +141,16 @@ def _write_shards(
   left = Counter(part.stored for part in parts)
   progress = Progress(sum(part.nbytes for part in parts), report)
   found = fingerprint.Blocks()
+  memory = _Memory(max(_stored_bytes(source, part) for part in parts))
   for file, group in files.items():
-    with (folder / file).open("wb") as out:
+    with (folder / file).open("wb") as out, futures.ThreadPoolExecutor(1) as writer:
       out.write(safetensors.header({part.theirs: (part.dtype, part.weight.their_shape) for part in group}))
       for part in group:
         entry = source.arrays[part.stored]
-        ours = np.empty(part.weight.our_shape, jnp.dtype(entry["dtype"]))
+        nbytes = _stored_bytes(source, part)
+        theirs = memory.take(nbytes).view(jnp.dtype(entry["dtype"])).reshape(part.weight.their_shape)
         try:
-          arrays.read(part.stored, part.index, ours, found)
+          arrays.read(part.stored, part.index, part.weight.to_ours(theirs), found)
         except Rejected as error:
           raise ConfigError(f"{source.where}: {error}. Export another checkpoint.") from error
         left[part.stored] -= 1
@@ -152,12 +158,56 @@ def _write_shards(
           if found.value != entry["fingerprint"]:
             raise ConfigError(f"{source.where}: {part.stored} is damaged. Export another checkpoint.")
           found = fingerprint.Blocks()
-        safetensors.write(out, part.weight.to_theirs(ours), part.dtype, part.theirs)
+        memory.use(writer.submit(safetensors.write, out, theirs, part.dtype, part.theirs), nbytes)
         progress.add(part.nbytes)
+      memory.wait()
       out.flush()
       if "://" not in str(folder):
         os.fsync(out.fileno())
   return files
+
+
+def _stored_bytes(source: Source, part: _Part) -> int:
+  return math.prod(part.weight.their_shape) * jnp.dtype(source.arrays[part.stored]["dtype"]).itemsize
+
+
+class _Memory:
+  """Memory of the largest tensor, for all: new memory costs more time than to read and to write a tensor.
+
+  While a tensor of at most half this size is written, the next one is read into the other half.
+  """
+
+  def __init__(self, largest: int) -> None:
+    np.empty(_KEPT, np.uint8)
+    self._bytes = np.empty(-(-largest // 128) * 128, np.uint8)  # both halves begin where any dtype may
+    self._writes: list[futures.Future[None] | None] = [None, None]  # of the halves
+    self._next = 0  # the half that the next small tensor gets
+
+  def take(self, nbytes: int) -> np.ndarray:
+    """Returns uint8 [nbytes] when it is free. Raises what a write that used it has raised."""
+    for half in self._halves(nbytes):
+      self._wait(half)
+    begin = self._halves(nbytes)[0] * len(self._bytes) // 2
+    return self._bytes[begin : begin + nbytes]
+
+  def use(self, write: futures.Future[None], nbytes: int) -> None:
+    """What `take` has returned last is in use until the end of `write`."""
+    for half in self._halves(nbytes):
+      self._writes[half] = write
+    self._next = 1 - self._next
+
+  def wait(self) -> None:
+    """Returns when everything is written. Raises what a write has raised."""
+    self._wait(0)
+    self._wait(1)
+
+  def _halves(self, nbytes: int) -> tuple[int, ...]:
+    return (self._next,) if nbytes <= len(self._bytes) // 2 else (0, 1)
+
+  def _wait(self, half: int) -> None:
+    write, self._writes[half] = self._writes[half], None
+    if write is not None:
+      write.result()
 
 
 def _write_tokenizer(source: Source, folder: Any, tokenizer: Tokenizer | None) -> dict[str, Any]:

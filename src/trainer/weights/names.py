@@ -59,12 +59,8 @@ class Weight:
     return self.shape[1:] if self.of_experts else self.shape
 
   def to_ours(self, array: np.ndarray) -> np.ndarray:
-    """A view of one of their arrays in our layout."""
-    return array if self.kind == "same" else array.T.reshape(self.our_shape)
-
-  def to_theirs(self, array: np.ndarray) -> np.ndarray:
-    """A view of our array, of one expert if they are stacked, in their layout."""
-    return array if self.kind == "same" else array.reshape(self.their_shape[::-1]).T
+    """A view of one of their arrays in our layout. What is assigned to it is in their array."""
+    return array if self.kind == "same" else np.reshape(array.T, self.our_shape, copy=False)
 
 
 def weights(cfg: ModelSection) -> dict[str, Weight]:

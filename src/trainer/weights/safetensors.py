@@ -9,7 +9,6 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from concurrent import futures
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +25,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LONGEST_HEADER = 100_000_000  # the limit of Hugging Face's own reader
-_BLOCK = 32 << 20  # bytes that are written at once
-_TILE = 256  # rows and columns that are transposed at once
+_BLOCK = 4 << 20  # values that are written at once
 
 
 @dataclass(frozen=True)
@@ -93,28 +91,13 @@ def header(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> bytes:
 
 
 def write(file: Any, array: np.ndarray, dtype: np.dtype, name: str) -> None:
-  """Appends the values of `array`, a view of any layout, as `dtype`. Raises ConfigError if a value does not fit."""
-  rows = max(1, _BLOCK // max(1, array[0].nbytes))
-  for begin in range(0, len(array), rows):
-    block = contiguous(array[begin : begin + rows])
+  """Appends the values of `array`, in C order, as `dtype`. Raises ConfigError if a value does not fit."""
+  flat = array.reshape(-1)
+  for begin in range(0, flat.size, _BLOCK):
+    block = flat[begin : begin + _BLOCK]
     if block.dtype != dtype:
       with np.errstate(over="ignore"):
         block = block.astype(dtype)
       if not np.isfinite(block).all():
         raise ConfigError(f"{name} has values that {dtype} cannot hold. Use bfloat16 or float32.")
     file.write(block.view(np.uint8).data)
-
-
-def contiguous(view: np.ndarray) -> np.ndarray:
-  """The values of a view in C order. A transposed matrix goes tile by tile, on all cores."""
-  if view.flags.c_contiguous or view.ndim != 2:
-    return np.ascontiguousarray(view)
-  out = np.empty(view.shape, view.dtype)
-
-  def copy(i: int) -> None:
-    for j in range(0, view.shape[1], _TILE):
-      out[i : i + _TILE, j : j + _TILE] = view[i : i + _TILE, j : j + _TILE]
-
-  with futures.ThreadPoolExecutor() as pool:
-    list(pool.map(copy, range(0, len(view), _TILE)))
-  return out

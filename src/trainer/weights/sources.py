@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from trainer.checkpoint import run_id
-from trainer.checkpoint.arrays import verified_load
+from trainer.checkpoint.arrays import tiles, verified_load
 from trainer.checkpoint.errors import CheckpointError, Rejected
 from trainer.checkpoint.persistent import Persistent
 from trainer.config.errors import ConfigError
@@ -72,11 +72,7 @@ class Stored:
 
 
 def _ours(weight: names.Weight, tensor: safetensors.Tensor, index: tuple[slice, ...]) -> np.ndarray:
-  view = weight.to_ours(tensor.array())[index]
-  if weight.kind == "same":
-    return np.ascontiguousarray(view)
-  matrix = view.reshape((len(view), -1) if weight.kind == "reads" else (-1, view.shape[-1]))
-  return safetensors.contiguous(matrix).reshape(view.shape)
+  return tiles.contiguous(weight.to_ours(tensor.array())[index])
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ resharding.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -118,15 +119,18 @@ def differing(arrays: Mapping[str, jax.Array], expected: Mapping[str, Any]) -> l
 
 
 class Blocks:
-  """The fingerprint of an array in the memory of the host, which comes in blocks."""
+  """The fingerprint of an array in the memory of the host, which comes in blocks, in any order and from any thread."""
 
   def __init__(self) -> None:
     self._sums = np.zeros(3, np.uint32)
+    self._lock = threading.Lock()
 
   def add(self, block: np.ndarray, first: int) -> None:
     """`block`: contiguous; first: its first element, in the array's order."""
     flat = jax.device_put(block.reshape(-1), jax.devices("cpu")[0])
-    self._sums += np.asarray(_block_program()(flat, np.uint32(first % 2**32)))
+    sums = np.asarray(_block_program()(flat, np.uint32(first % 2**32)))
+    with self._lock:
+      self._sums += sums
 
   @property
   def value(self) -> str:

@@ -73,9 +73,9 @@ def export(
 ) -> None:
   """Writes `directory`, which must not exist, from a run's checkpoint. report: takes a line of progress.
 
-  The largest tensor and some blocks are in memory, and in the check at the end one feed-forward. dtype: float32, float16 or bfloat16;
-  "": every tensor keeps its type. Raises ConfigError if the source is damaged or the folder cannot be written; then
-  nothing is left there.
+  The largest tensor and some blocks are in memory, and in the check at the end one feed-forward. dtype: float32,
+  float16 or bfloat16; "": every tensor keeps its type. Raises ConfigError if the source is damaged or the folder cannot
+  be written; then nothing is left there.
   """
   if source.stored:
     raise ConfigError(f"{source.where}: is a Hugging Face folder already. Give RUN_DIR or RUN_DIR@STEP.")

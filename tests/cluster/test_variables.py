@@ -22,6 +22,7 @@ from trainer.config.errors import ConfigError
     ({"JAX_DEBUG_NANS": "perhaps"}, "invalid truth value 'perhaps' for environment 'JAX_DEBUG_NANS'"),
     ({"JAX_NUM_CPU_DEVICES": "two"}, "JAX_NUM_CPU_DEVICES, JAX_PLATFORMS)"),
     ({"JAX_DISABLE_JIT": "1"}, "JAX_DISABLE_JIT=True: "),
+    ({"XLA_CLIENT_MEM_FRACTION": "half"}, "XLA_CLIENT_MEM_FRACTION=half: it must be the share of a GPU's memory"),
     ({"JAX_TRANSFER_GUARD": "disallow"}, "JAX_TRANSFER_GUARD=disallow: "),
   ],
   ids=lambda value: "=".join(*value.items()) if isinstance(value, dict) else "",

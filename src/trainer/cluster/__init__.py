@@ -17,6 +17,7 @@ __all__ = [
   "ProxyLost",
   "View",
   "change_environment",
+  "check_devices",
   "check_environment",
   "inherited_environment",
   "job_token",
@@ -27,6 +28,13 @@ __all__ = [
 def check_environment() -> None:
   """Raises ConfigError if variables of JAX or XLA are wrong. Call it before jax is imported."""
   variables.check(os.environ)
+
+
+def check_devices() -> None:
+  """Raises ConfigError if JAX finds no devices. Starts its backend."""
+  from trainer.cluster import host_devices
+
+  host_devices.find(os.environ)
 
 
 def start(cfg: ClusterSection, rules: RunRules | None = None) -> Cluster:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
+from stepcost import gpus
 from trainer.config.errors import ConfigError
 
 # XLA ends the process when it reads wrong flags. It reads them once, so another process has to try them.
@@ -24,6 +25,7 @@ def check(environment: Mapping[str, str]) -> None:
   """Raises ConfigError if XLA or JAX refuses a variable of `environment`, or the program cannot work with it."""
   if flags := environment.get("XLA_FLAGS", "").strip():
     _check_flags(flags)
+  _check_shares(environment)
   try:
     import jax
   except ValueError as error:
@@ -32,6 +34,19 @@ def check(environment: Mapping[str, str]) -> None:
   for name, (values, reason) in _REFUSED.items():
     if (value := getattr(jax.config, name)) in values:
       raise ConfigError(f"{name.upper()}={value}: {reason}.\nUnset this variable of the environment.")
+
+
+def _check_shares(environment: Mapping[str, str]) -> None:
+  given = {name: environment[name] for name in gpus.SHARE_VARIABLES if environment.get(name)}
+  if len(given) > 1:
+    raise ConfigError(f"{' and '.join(given)} are both set: unset the second one.")
+  for name, value in given.items():
+    try:
+      positive = float(value) > 0
+    except ValueError:
+      positive = False
+    if not positive:
+      raise ConfigError(f"{name}={value}: it must be the share of a GPU's memory, a positive number such as 0.75.")
 
 
 @functools.cache

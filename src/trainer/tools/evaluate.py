@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Sequence
 
 import trainer
+from trainer.tools.ends import exit_code
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,35 +27,32 @@ def main(argv: list[str] | None = None) -> int:
   if arguments.tasks:
     if arguments.keys:
       parser.error(f"{arguments.keys[0]}: keys belong to evaluation sets. --tasks takes none.")
-    return _score(arguments.run_directory, arguments.tasks, arguments.include_path)
+    return exit_code(lambda: _score(arguments.run_directory, arguments.tasks, arguments.include_path))
+  return exit_code(lambda: _evaluate(arguments.run_directory, arguments.keys))
+
+
+def _evaluate(place: str, keys: Sequence[str]) -> None:
+  """Prints the losses of the evaluation sets."""
   from trainer.checkpoint.errors import ConfigMismatch
   from trainer.weights import sources
 
+  directory, _ = sources.split(place)
+  config = trainer.load(f"{directory}/config.yml", "cluster=simulated", *keys)
   try:
-    directory, _ = sources.split(arguments.run_directory)
-    config = trainer.load(f"{directory}/config.yml", "cluster=simulated", *arguments.keys)
-    losses = trainer.Run(config).evaluate(arguments.run_directory)
-  except (trainer.ConfigError, ConfigMismatch) as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
+    losses = trainer.Run(config).evaluate(place)
+  except ConfigMismatch as error:
+    raise trainer.ConfigError(str(error)) from error
   for name, (loss, tokens) in losses.items():
     print(f"{name}: loss {loss:.6f} nats per token, perplexity {math.exp(loss):.4f}, over {tokens:.0f} tokens")
-  return 0
 
 
-def _score(place: str, tasks: str, include_path: str) -> int:
-  """Prints the scores of tasks of lm-evaluation-harness; returns the exit code."""
+def _score(place: str, tasks: str, include_path: str) -> None:
+  """Prints the scores of tasks of lm-evaluation-harness."""
   from trainer.weights.tasks import Tasks
 
-  try:
-    found = Tasks.find(tasks, include_path)
-    scores = found.score(trainer.Model.from_run(place))
-  except trainer.ConfigError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-  for name, values in scores.items():
+  found = Tasks.find(tasks, include_path)
+  for name, values in found.score(trainer.Model.from_run(place)).items():
     print(f"{name}: {', '.join(f'{metric} {value:.6f}' for metric, value in values.items())}")
-  return 0
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import argparse
 import sys
 
 import trainer
+from trainer.tools.ends import exit_code
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,13 +21,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("directory", metavar="DIR")
   parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="")
   arguments = parser.parse_args(argv)
-
-  try:
-    trainer.export_run(arguments.run_directory, arguments.directory, arguments.dtype)
-  except trainer.ConfigError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-  return 0
+  return exit_code(lambda: trainer.export_run(arguments.run_directory, arguments.directory, arguments.dtype))
 
 
 if __name__ == "__main__":

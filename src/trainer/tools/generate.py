@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import trainer
+from trainer.tools.ends import exit_code
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,17 +33,15 @@ def main(argv: list[str] | None = None) -> int:
   if arguments.tokens < 1 or arguments.temperature < 0 or arguments.top_k < 0 or not 0 < arguments.top_p <= 1:
     parser.error("--tokens is at least 1, --temperature and --top-k at least 0, --top-p above 0 and at most 1")
 
-  try:
+  def write() -> None:
     prompts = [arguments.prompt] if arguments.prompts is None else Path(arguments.prompts).read_text().splitlines()
     if not prompts:
       raise trainer.ConfigError(f"{arguments.prompts}: is empty. Write a prompt in every line.")
     model = trainer.Model.from_run(arguments.model, arguments.dtype)
     sampling = trainer.Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     _write(model, prompts, arguments.tokens, sampling)
-  except (trainer.ConfigError, OSError, UnicodeDecodeError) as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-  return 0
+
+  return exit_code(write, OSError, UnicodeDecodeError)
 
 
 def _write(model: trainer.Model, prompts: Sequence[str], tokens: int, sampling: trainer.Sampling) -> None:

@@ -10,6 +10,7 @@ import argparse
 import sys
 
 import trainer
+from trainer.tools.ends import exit_code
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -18,13 +19,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("directory", metavar="DIR")
   parser.add_argument("run_directory", metavar="RUN_DIR")
   arguments = parser.parse_args(argv)
-
-  try:
-    trainer.import_folder(arguments.directory, arguments.run_directory)
-  except trainer.ConfigError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-  return 0
+  return exit_code(lambda: trainer.import_folder(arguments.directory, arguments.run_directory))
 
 
 if __name__ == "__main__":

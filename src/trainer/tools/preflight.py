@@ -19,8 +19,9 @@ from __future__ import annotations
 import sys
 import time
 
-from trainer.config import ConfigError, load
+from trainer.config import load
 from trainer.config.keys import preflight_options
+from trainer.tools.ends import exit_code
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,15 +31,15 @@ def main(argv: list[str] | None = None) -> int:
   if not arguments or {"--help", "-h"} & set(arguments):
     print(__doc__)
     return 0 if arguments else 2
-  try:
-    options, others = preflight_options(arguments)
-    config = load(others, check_paths=False)
-    from trainer.preflight import run  # imports jax, so only after the arguments are checked
+  return exit_code(lambda: _run(arguments, started))
 
-    return run.run(config, options, started)
-  except ConfigError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
+
+def _run(arguments: list[str], started: float) -> int:
+  options, others = preflight_options(arguments)
+  config = load(others, check_paths=False)
+  from trainer.preflight import run  # imports jax, so only after the arguments are checked
+
+  return run.run(config, options, started)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,45 @@
+"""Tools that import JAX in a wrong environment: exit code 2 and one message."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from tests.support.command import ROOT, cpu_environment
+from tests.support.seeds import few
+
+from trainer.cluster import host_devices
+from trainer.config.errors import ConfigError
+from trainer.tools.ends import exit_code
+
+TOOLS = {
+  "generate": ["{run}", "text"],
+  "evaluate": ["{run}"],
+  "export_hf": ["{run}", "{new}"],
+  "import_hf": ["{run}", "{new}"],
+  "preflight": ["configs/base.yml", "run_name=a", "base_output_directory={new}"],
+}
+
+
+@pytest.mark.parametrize("tool", few(["evaluate", "generate"], TOOLS))
+def test_a_variable_that_jax_refuses_is_named(tool, tmp_path):
+  argv = [argument.format(run=tmp_path / "run", new=tmp_path / "new") for argument in TOOLS[tool]]
+  command, changes = [sys.executable, "-m", f"trainer.tools.{tool}", *argv], {"JAX_DEBUG_NANS": "perhaps"}
+  done = subprocess.run(command, env=cpu_environment(changes), cwd=ROOT, capture_output=True, text=True, timeout=240)
+  assert (done.returncode, done.stdout) == (2, "") and not list(tmp_path.iterdir())
+  assert done.stderr.startswith("error: JAX refuses a variable") and "'perhaps'" in done.stderr
+
+
+def test_an_error_without_devices_is_that_there_are_none(monkeypatch, capsys):
+  def find(environment):
+    raise ConfigError("no devices")
+
+  def work():
+    raise AssertionError("of JAX")
+
+  with pytest.raises(AssertionError, match="of JAX"):
+    exit_code(work)
+  monkeypatch.setattr(host_devices, "find", find)
+  assert exit_code(work) == 2
+  assert capsys.readouterr().err == "error: no devices\n"

@@ -38,13 +38,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-  """Number of worker processes: 0 for files, which start faster in this process; for a folder two more than cores.
+  """Number of worker processes: 0 for files, which start faster in this process; for a folder one more than cores.
 
   About a third of the time of a worker is waiting: for processes of a run, and for time limits that must pass.
   """
   if all(Path(str(arg).partition("::")[0]).is_file() for arg in config.args):
     return 0
-  return cores() + 2
+  return cores() + 1
 
 
 @pytest.fixture(scope="session")

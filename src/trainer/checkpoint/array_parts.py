@@ -17,7 +17,7 @@ from trainer.checkpoint.arrays import tiles
 from trainer.checkpoint.arrays.fingerprint import Blocks
 from trainer.checkpoint.errors import Rejected
 
-BLOCK = 4 << 20  # bytes that are read at once: to allocate more costs several times as much as to read them
+BLOCK = 2 << 20  # bytes that are read at once: to allocate more costs several times as much as to read them
 _REMOTE_BLOCK = 32 << 20  # from an object store, where each read is a request
 _THREADS = 16  # at most: each holds a block or two
 
@@ -33,6 +33,7 @@ class ArrayParts:
     spec = {"driver": "ocdbt", "base": f"{base if '://' in base else f'file://{base}'}/"}
     self._store = tensorstore.KvStore.open(spec).result()
     self._block = _REMOTE_BLOCK if "://" in base else BLOCK
+    self._threads = futures.ThreadPoolExecutor(min(os.cpu_count() or 1, _THREADS))  # they end with this object
     self._layouts: dict[str, tuple[list[int], list[int]]] = {}
 
   def read(
@@ -57,12 +58,7 @@ class ArrayParts:
         found.add(values, before + begin * row)
       tiles.copy(rows, values)
 
-    begins = range(0, len(out), step)
-    if len(begins) == 1:
-      read_block(0)
-    else:
-      with futures.ThreadPoolExecutor(min(os.cpu_count() or 1, _THREADS)) as pool:
-        list(pool.map(read_block, begins))
+    list(self._threads.map(read_block, range(0, len(out), step)))
     return out
 
   def _layout(self, name: str) -> tuple[list[int], list[int]]:

@@ -30,9 +30,6 @@ from trainer.weights.sources import Source
 
 MARKER = "trainer_export.json"  # the last file of an export
 _SHARD_BYTES = 5_000_000_000
-# glibc keeps about twice as much freed memory as the largest freed array that it had mapped, of those up to 32 MiB.
-# Otherwise it returns the memory of each block, and gets new pages for the next one.
-_KEPT = 31 << 20
 _PROMPT = (1, 5, 2, 9, 3, 7, 4, 8)  # ids of the self-check, taken modulo the vocabulary
 
 
@@ -178,7 +175,6 @@ class _Memory:
   """
 
   def __init__(self, largest: int) -> None:
-    np.empty(_KEPT, np.uint8)
     self._bytes = np.empty(-(-largest // 128) * 128, np.uint8)  # both halves begin where any dtype may
     self._writes: list[futures.Future[None] | None] = [None, None]  # of the halves
     self._next = 0  # the half that the next small tensor gets

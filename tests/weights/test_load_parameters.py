@@ -81,10 +81,11 @@ def test_a_run_starts_from_a_hugging_face_folder_and_a_resume_ignores_it(make, t
   assert first_loss(run) == pytest.approx(expected_loss(run, hf), rel=1e-5)
   shutil.rmtree(hf)
   assert run.start("steps=5", "fault_injection=").wait(240) == 0, run.printed[-4000:]
-  # Another run starts from the parameters of an older checkpoint.
-  other = make("b", f"load_parameters_path={run.directory}@3", "opt_type=adamw", "steps=1")
-  assert other.start().wait(240) == 0, other.printed[-4000:]
-  assert first_loss(other) == pytest.approx(expected_loss(other, f"{run.directory}@3"), rel=1e-5)
+  # Another run starts from the parameters of its last checkpoint, and of an older one.
+  for place in (run.directory, f"{run.directory}@3"):
+    other = make(f"b{str(place)[-1]}", f"load_parameters_path={place}", "opt_type=adamw", "steps=1")
+    assert other.start().wait(240) == 0, other.printed[-4000:]
+    assert first_loss(other) == pytest.approx(expected_loss(other, place), rel=1e-5)
 
 
 @pytest.mark.soak  # a folder and local copies have tests of their own

@@ -41,9 +41,9 @@ class ArrayParts:
   ) -> np.ndarray:
     """Returns `out` with the values at `index`, a number for each of the first dims. Reads no other bytes.
 
-    out: of any layout in memory. first: the number of the stored row with which `out` begins, in the dim after those of
-    `index`. found: gets the values too, so that the caller can check the fingerprint of all parts together. Reads on
-    all cores. Raises Rejected if the values cannot be read.
+    out: an array with any layout in memory. first: the number of the stored row with which `out` begins, in the dim
+    after those of `index`. found: gets the values too, so that the caller can check the fingerprint of all parts
+    together. Reads on all cores. Raises Rejected if the values cannot be read.
     """
     shape, chunk = self._layout(name)
     row = math.prod(out.shape[1:])

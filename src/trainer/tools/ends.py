@@ -12,11 +12,11 @@ from trainer.config.errors import ConfigError
 def exit_code(work: Callable[[], int | None], *expected: type[Exception]) -> int:
   """Returns what `work` returns, None as 0; or 2, with the message on stderr, if the environment or the input is wrong.
 
-  expected: further errors of `work` that mean wrong input. Call it before jax is imported.
+  work: checks its input, then calls cluster.check_environment, then imports jax. expected: further errors of `work`
+  that mean wrong input.
   """
   wrong: tuple[type[Exception], ...] = (ConfigError, *expected)
   try:
-    cluster.check_environment()
     try:
       return work() or 0
     except (RuntimeError, AssertionError):

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 import trainer
+from trainer import cluster
 from trainer.tools.ends import exit_code
 
 
@@ -33,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _evaluate(place: str, keys: Sequence[str]) -> None:
   """Prints the losses of the evaluation sets."""
+  cluster.check_environment()
   from trainer.checkpoint.errors import ConfigMismatch
   from trainer.weights import sources
 
@@ -48,6 +50,7 @@ def _evaluate(place: str, keys: Sequence[str]) -> None:
 
 def _score(place: str, tasks: str, include_path: str) -> None:
   """Prints the scores of tasks of lm-evaluation-harness."""
+  cluster.check_environment()
   from trainer.weights.tasks import Tasks
 
   found = Tasks.find(tasks, include_path)

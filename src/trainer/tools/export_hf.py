@@ -11,6 +11,7 @@ import argparse
 import sys
 
 import trainer
+from trainer import cluster
 from trainer.tools.ends import exit_code
 
 
@@ -21,7 +22,12 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("directory", metavar="DIR")
   parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="")
   arguments = parser.parse_args(argv)
-  return exit_code(lambda: trainer.export_run(arguments.run_directory, arguments.directory, arguments.dtype))
+
+  def work() -> None:
+    cluster.check_environment()
+    trainer.export_run(arguments.run_directory, arguments.directory, arguments.dtype)
+
+  return exit_code(work)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import trainer
+from trainer import cluster
 from trainer.tools.ends import exit_code
 
 
@@ -37,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     prompts = [arguments.prompt] if arguments.prompts is None else Path(arguments.prompts).read_text().splitlines()
     if not prompts:
       raise trainer.ConfigError(f"{arguments.prompts}: is empty. Write a prompt in every line.")
+    cluster.check_environment()
     model = trainer.Model.from_run(arguments.model, arguments.dtype)
     sampling = trainer.Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     _write(model, prompts, arguments.tokens, sampling)

@@ -10,6 +10,7 @@ import argparse
 import sys
 
 import trainer
+from trainer import cluster
 from trainer.tools.ends import exit_code
 
 
@@ -19,7 +20,12 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("directory", metavar="DIR")
   parser.add_argument("run_directory", metavar="RUN_DIR")
   arguments = parser.parse_args(argv)
-  return exit_code(lambda: trainer.import_folder(arguments.directory, arguments.run_directory))
+
+  def work() -> None:
+    cluster.check_environment()
+    trainer.import_folder(arguments.directory, arguments.run_directory)
+
+  return exit_code(work)
 
 
 if __name__ == "__main__":

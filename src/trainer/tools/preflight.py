@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 import time
 
+from trainer import cluster
 from trainer.config import load
 from trainer.config.keys import preflight_options
 from trainer.tools.ends import exit_code
@@ -37,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: list[str], started: float) -> int:
   options, others = preflight_options(arguments)
   config = load(others, check_paths=False)
+  cluster.check_environment()
   from trainer.preflight import run  # imports jax, so only after the arguments are checked
 
   return run.run(config, options, started)

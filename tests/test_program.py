@@ -11,7 +11,7 @@ import pytest
 
 from trainer.config import compiler_flags
 from trainer.config.errors import ConfigError
-from trainer.config.schema import Config
+from trainer.config.schema import Config, ModelSection
 from trainer.data import Batch
 from trainer.program import program
 
@@ -111,9 +111,20 @@ def memory(mib: int) -> dict[str, str]:
 )
 def test_tpus_get_compiler_options_and_given_flags_replace_them(platform, kind, width, options):
   device = types.SimpleNamespace(platform=platform, device_kind=kind)
-  assert program.compiler_options(device, width, {}) == options
+  model = ModelSection(base_emb_dim=width)
+  assert program.compiler_options(device, model, {}) == options
   given = dict.fromkeys(options, "other") | {"xla_other": True}
-  assert program.compiler_options(device, width, given) == given
+  assert program.compiler_options(device, model, given) == given
+
+
+def test_8_bit_matmuls_of_gpus_come_from_cublas():
+  gpu, quantized = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200"), ModelSection(quantization="int8")
+  options = program.compiler_options(gpu, quantized, {})
+  assert options == program.QUANTIZED_GPU_OPTIONS
+  # The option exists with this type: on a CPU, XLA reads the options of all platforms.
+  jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=options)
+  with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+    jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options={"xla_gpu_enable_triton_gem": False})
 
 
 def test_given_flags_reach_the_compiler_of_the_step():

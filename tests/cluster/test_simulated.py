@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +72,12 @@ def test_start_groups_the_devices_that_are_there():
 def test_impossible_slices_are_refused_at_the_start(section, message):
   with pytest.raises(ConfigError, match=message):
     cluster.start(section)
+
+
+def test_slices_that_one_gpu_cannot_play_are_refused_with_the_way_to_rehearse_them(monkeypatch):
+  monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(platform="gpu", process_index=0, slice_index=0)])
+  with pytest.raises(ConfigError, match=r"does not fit the 1 gpu devices of this run; .* or set JAX_PLATFORMS=cpu"):
+    cluster.start(ClusterSection(num_slices=3, devices_per_slice=1))
 
 
 def test_a_platform_that_is_not_there_is_one_message():

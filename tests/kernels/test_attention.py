@@ -87,25 +87,49 @@ def gpu(mesh, length, heads, implementation="xla", dtype=jnp.bfloat16):
   return attention_gpu.build(mesh=mesh, head_dim=16, seq_len=length, dtype=dtype, implementation=implementation)
 
 
-@pytest.mark.parametrize("documents", [1, 3])
-def test_gpu_flash_calls_equal_attention_by_definition(documents):
-  q, k, v, ids, dout = inputs(2, 64, 4, 2, 16, documents=documents)
+# 1: the kernel without a mask. 3, and 15 with the padding: the kernel for documents, which takes 16. Others: the mask.
+@pytest.mark.parametrize("documents", [1, 3, 15, 16, 40, "unordered"])
+def test_gpu_flash_calls_equal_attention_by_definition(documents, monkeypatch):
+  monkeypatch.setattr(attention_gpu, "DOCUMENT_BYTES", 8 * 16 * 128 * 16 * 3)  # 3 of the 8 query heads of all rows
+  unordered = documents == "unordered"
+  q, k, v, ids, dout = inputs(4, 128, 2, 2, 16, documents=3 if unordered else documents)
   if documents == 1:
-    ids = jnp.ones_like(ids)  # selects the kernel without a mask
+    ids = jnp.ones_like(ids)
+  elif unordered:
+    ids = jnp.where(ids == 3, 1, ids)
+  else:
+    every = jnp.arange(1, documents + 1).repeat(2)  # no segment is without tokens
+    ids = ids.at[:, : len(every)].set(every).at[:, len(every) : 112].set(documents)
   arrays = q, k, v, ids, dout  # float32: plain XLA supports it, cuDNN does not
-  assert_close(jax.jit(with_grads(gpu(None, 64, 4)))(*arrays), exact(*arrays), FLOAT32)
+  assert_close(jax.jit(with_grads(gpu(None, 128, 2)))(*arrays), exact(*arrays), FLOAT32)
 
 
-def test_gpu_flash_lowers_to_cudnn_with_and_without_a_mask(monkeypatch):
+@pytest.mark.parametrize("hopper", [False, True])
+def test_gpu_flash_lowers_to_cudnn(hopper, monkeypatch):
   from jax._src.cudnn import fused_attention_stablehlo
 
   monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900)
+  monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: hopper)
+  monkeypatch.setattr(attention_gpu, "REPAIRED_JAX", (0, 10))
   arrays = inputs(2, 64, 4, 2, 16, jnp.bfloat16)
   run = jax.jit(with_grads(gpu(None, 64, 4, "cudnn")))
   text = run.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
   for call in ("Softmax", "SoftmaxBackward", "ScaleBiasSoftmax", "ScaleBiasSoftmaxBackward"):
     assert f"@__cudnn$fmha{call}(" in text
+  assert ("PADDING_CAUSAL" in text) == hopper == (r"max_seg_per_batch\22: 16" in text)
   assert "2x4x64x64" not in text and "2x2x2x64x64" not in text  # no scores outside the kernel
+
+
+def test_an_old_jax_gives_grouped_heads_no_kernel_for_documents(monkeypatch):
+  from jax._src.cudnn import fused_attention_stablehlo
+
+  monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900)
+  monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: True)
+  monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+  for k, has_kernel in ((2, False), (4, True)):
+    q, key, value, ids, _ = inputs(2, 64, 4, k, 16, jnp.bfloat16)
+    lowered = jax.jit(gpu(None, 64, 4, "cudnn")).trace(q, key, value, ids, ids).lower(lowering_platforms=("cuda",))
+    assert ("PADDING_CAUSAL" in lowered.as_text()) == has_kernel
 
 
 def cpu(mesh, length, heads):

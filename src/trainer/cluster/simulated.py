@@ -199,10 +199,14 @@ def _group(cfg: ClusterSection, devices: list[jax.Device]) -> dict[int, tuple[ja
   wanted = num_slices * per_slice
   several_processes = len({device.process_index for device in devices}) > 1
   if per_slice == 0 or wanted > len(devices) or (several_processes and wanted != len(devices)):
+    others = (
+      f"or the number of devices that XLA_FLAGS or JAX_NUM_CPU_DEVICES forces (a CPU plays at most {host_devices.MOST})"
+      if devices[0].platform == "cpu"
+      else "or set JAX_PLATFORMS=cpu to let the CPU play all devices"
+    )
     raise ConfigError(
       f"num_slices={num_slices} x devices_per_slice={cfg.devices_per_slice or 'any'} does not fit the {len(devices)} "
-      f"{devices[0].platform} devices of this run; change one of them, or the number of devices that XLA_FLAGS or "
-      f"JAX_NUM_CPU_DEVICES forces (a CPU plays at most {host_devices.MOST})"
+      f"{devices[0].platform} devices of this run; change one of them, {others}"
     )
   if cfg.devices_per_slice == 0 and wanted != len(devices):
     raise ConfigError(

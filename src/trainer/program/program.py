@@ -24,7 +24,7 @@ from stepcost import chips
 from trainer.cluster import View
 from trainer.config import compiler_flags, counts
 from trainer.config.errors import ConfigError
-from trainer.config.schema import Config, RematPolicy
+from trainer.config.schema import Config, ModelSection, RematPolicy
 from trainer.data import Batch, Loader
 from trainer.elastic import batch_plan
 from trainer.elastic.batch_plan import BatchPlan
@@ -90,6 +90,10 @@ _ON_CHIP_KIB = MappingProxyType(
     "7x": ((2560, 60 << 10),),
   }
 )
+
+# For 8-bit matmuls on GPUs. With its own kernels instead of cuBLAS, XLA needs one to several minutes to choose among
+# them, and the step is slower (docs/benchmarks/accelerator.md).
+QUANTIZED_GPU_OPTIONS: Mapping[str, str | bool] = MappingProxyType({"xla_gpu_enable_triton_gemm": False})
 
 # Stages of a share on an accelerator (exchange_stages=0): little of the exchange is left when the last one ends, and a
 # program takes much longer to run than to start. A CPU needs its cores for the computation.
@@ -247,7 +251,7 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     eval_step=precisely(step.build_eval_step(model, config.optimizer, mesh)),
     share=_share(config, model, platform, precisely),
     apply_sums=precisely(functools.partial(step.apply_gradients, config.optimizer, optimizer, schedule)),
-    compiler_options=compiler_options(slices[0][0], cfg.emb_dim, compiler_flags.parse(config.run.compile_xla_flags)),
+    compiler_options=compiler_options(slices[0][0], cfg, compiler_flags.parse(config.run.compile_xla_flags)),
   )
 
 
@@ -271,17 +275,19 @@ def _kernels(
   )
 
 
-def compiler_options(device: Device, width: int, given: Mapping[str, str | bool]) -> dict[str, str | bool]:
-  """Returns the compiler options of the step of a model with D = `width` for devices like `device`.
+def compiler_options(device: Device, cfg: ModelSection, given: Mapping[str, str | bool]) -> dict[str, str | bool]:
+  """Returns the compiler options of a model's step for devices like `device`.
 
   given: options of the user. They replace the trainer's own options of the same name.
   """
   own: dict[str, str | bool] = dict(TPU_OPTIONS) if device.platform == "tpu" else {}
+  if device.platform == "gpu" and cfg.quantization:
+    own |= QUANTIZED_GPU_OPTIONS
   name = _chip_name(device)
   if name in _WITH_SPARSECORES:
     own |= SPARSECORE_OPTIONS
   for least, kib in _ON_CHIP_KIB.get(name, ()):
-    if width >= least:
+    if cfg.emb_dim >= least:
       own[compiler_flags.ON_CHIP_MEMORY_OPTION] = str(kib)
   return {**own, **given}
 

@@ -67,6 +67,15 @@ def test_sharded_equals_unsharded(name):
   assert_same_as_one_device(test_step.two_steps(cfg, built))
 
 
+def test_quantized_experts_train_close_to_plain_experts():
+  where, parallelism = MESHES["shared, tensor"]
+  data = {"per_device_batch_size": ROWS / math.prod(where)}
+  metrics, _ = test_step.run(config(model=BIASED | {"quantization": "int8"}, data=data, parallelism=parallelism), where)
+  for ours, plain in zip(metrics, reference()[0], strict=True):
+    assert ours["loss"] != plain["loss"] and ours["loss"] == pytest.approx(plain["loss"], rel=2e-3)
+    assert ours["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.02)
+
+
 def test_experts_that_do_not_divide_over_the_devices():
   """AdamW divides a gradient by its own size, so that one of almost 0 moves its weight by a rounding error of it."""
   model = MOE | {"num_experts": 3}

@@ -51,6 +51,17 @@ CASES = {
     "parallelism": {"ici_fsdp_parallelism": 4},
     "devices": 4,
   },
+  "experts": {
+    "stages": 2,
+    "optimizer": {"gradient_accumulation_steps": 2},
+    "model": {
+      "num_experts": 4,
+      "num_experts_per_tok": 2,
+      "base_moe_mlp_dim": 16,
+      "quantization": "int8",
+      "base_num_decoder_layers": 2,
+    },
+  },
   "all axes": {
     "stages": 2,
     "model": {"use_iota_embed": True, "remat_policy": "full"},
@@ -84,7 +95,7 @@ def sums(built: Compiled) -> tuple[list, np.ndarray]:
   return jax.device_get(scalars), built.layout.to_host(parts).read(0, built.layout.size)
 
 
-@pytest.mark.parametrize("name", few(["fsdp"], CASES))
+@pytest.mark.parametrize("name", few(["fsdp", "experts"], CASES))
 def test_several_programs_give_the_sums_of_one(name):
   """The same bits; with tensor and context parallelism, the compiler chooses the order of some sums in each program."""
   one, several = compiled(name, 1), compiled(name, CASES[name]["stages"])

@@ -124,12 +124,6 @@ def _experts(model: ModelSection) -> Iterator[str]:
       f"num_experts={model.num_experts}: with decoder_sparse_step={model.decoder_sparse_step} and mlp_only_layers="
       f"{model.mlp_only_layers} no layer has experts.\nSet num_experts=1 for a dense model."
     )
-  if model.num_experts > 1 and model.quantization:
-    yield (
-      f"quantization={model.quantization}: the matmuls of experts have no 8-bit form, and num_experts="
-      f"{model.num_experts}.\n"
-      'Set quantization="".'
-    )
   if model.scan_layers and model.has_unlike_layers:
     yield (
       "scan_layers=true: with this decoder_sparse_step or mlp_only_layers some layers have experts and others have "

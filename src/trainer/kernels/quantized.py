@@ -2,11 +2,12 @@
 
 A projection has three matmuls (out, dx, dw). Each one quantizes its two operands symmetrically, with one float32 scale
 per row that is not contracted. There is no calibration, and nothing is kept between steps. Weights, optimizer state and
-gradients keep their types. Integer products are summed in int32.
+gradients keep their types. Integer products are summed in int32. `grouped_matmul` does the same for experts.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -66,3 +67,34 @@ def _dot(a: jax.Array, b: jax.Array, contracted: _Dims, a_kind: jnp.dtype, b_kin
     operands.append(qwix.quantize(array.astype(jnp.float32), kind, channelwise_axes=kept))
   with jax.numpy_dtype_promotion("standard"):  # qwix multiplies integers by float scales; the tests forbid it elsewhere
     return qwix.dot_general(*operands, (contracted, ((), ())))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operand:
+  """An operand of a grouped matmul. In 8 bits it has a float32 scale for each index of the dims that it keeps."""
+
+  values: jax.Array
+  scale: jax.Array | None = None  # with as many dims as `values`
+
+  @classmethod
+  def of(cls, array: jax.Array, kind: jnp.dtype | None, *kept: int) -> Operand:
+    """Returns `array` in the 8-bit type `kind`, or as it is if kind is None. kept: the dims that keep their scales."""
+    if kind is None:
+      return cls(array)
+    import qwix
+
+    quantized = qwix.quantize(array.astype(jnp.float32), kind, channelwise_axes=kept)
+    return cls(quantized.qvalue, quantized.scale)
+
+  @property
+  def sum_dtype(self) -> jnp.dtype:
+    """The type in which products are summed."""
+    return jnp.dtype(jnp.int32 if self.values.dtype == jnp.int8 else jnp.float32)
+
+
+def rescaled(total: jax.Array, rows: Operand, columns: Operand) -> jax.Array:
+  """Returns `total` [.., K, N] times the scales of K rows and N columns, in float32 if the operands have scales."""
+  if rows.scale is None or columns.scale is None:
+    return total
+  return total.astype(jnp.float32) * rows.scale.reshape(-1, 1) * columns.scale.reshape(1, -1)

@@ -16,9 +16,9 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import RematPolicy
 from trainer.kernels import remat
 from trainer.parallel import memory
-from trainer.preflight import analysis, remat_choice
+from trainer.preflight import analysis, remat_choice, report
 from trainer.preflight.analysis import DoesNotFit, Memory, Refused
-from trainer.preflight.remat_choice import CANDIDATES, FIXED_ORDER
+from trainer.preflight.remat_choice import CANDIDATES, FIXED_ORDER, WITH_INPUTS_ON_HOST
 from trainer.world import SingleWorld
 
 KEYS = (
@@ -40,7 +40,7 @@ def compiler(monkeypatch):
   fake = types.SimpleNamespace(milliseconds={}, gigabytes={}, more=0.0, tried=[])
 
   def analyse(config, slices, total):
-    policy = config.model.remat_policy
+    policy = config.model.custom_remat or config.model.remat_policy
     fake.tried.append((policy, len(slices)))
     used = fake.gigabytes[policy] + fake.more * (len(slices) < total)
     if used > 30:
@@ -102,10 +102,42 @@ def test_the_choice_also_fits_with_one_slice_lost(compiler):
 
 
 def test_full_where_nothing_fits(compiler):
-  compiler.gigabytes = dict.fromkeys(CANDIDATES, 25)
+  compiler.gigabytes = dict.fromkeys((*CANDIDATES, *WITH_INPUTS_ON_HOST), 25)
   choice, _ = remat_choice.choose(load(), [TPU])
   assert choice.policy is RematPolicy.FULL
   assert choice.reason == "which needs the least memory; no policy fits (Used 20G of 15.75G hbm)"
+  assert [policy for policy, _ in compiler.tried] == [RematPolicy.FULL, WITH_INPUTS_ON_HOST[0]]
+
+
+def test_inputs_of_layers_go_to_the_host_where_full_does_not_fit(compiler):
+  compiler.gigabytes = {RematPolicy.FULL: 25} | dict(zip(WITH_INPUTS_ON_HOST, (9, 12, 15, 25)))
+  compiler.milliseconds = dict(zip(WITH_INPUTS_ON_HOST, (30, 20, 25)))
+  config = load()
+  choice, candidates = remat_choice.choose(config, [TPU])
+  assert [policy for policy, _ in compiler.tried] == [RematPolicy.FULL, *WITH_INPUTS_ON_HOST[:4]]
+  text = "custom (custom_remat=decoder_layer_input=offload,out_proj=device)"
+  assert str(choice) == f"remat_policy=auto: {text}, the shortest of 3 estimated steps, 20.0 ms"
+  assert report.remat_lines(choice, candidates)[4] == f"  {text} | 20.0 ms | 20.0 ms | 12.0 GB"
+  model = choice.applied(config).model
+  assert remat.saved_names(model) == (("out_proj",), ("decoder_layer_input",))
+  # A run writes its configuration as the keys of a file; the choice is the same after reading it.
+  written = load("remat_policy=custom", f"custom_remat={model.custom_remat}")
+  assert written.model == model
+
+
+def test_a_run_keeps_its_choice_to_put_inputs_on_the_host(cluster, chooses, tmp_path):
+  custom = WITH_INPUTS_ON_HOST[1]
+  keys = f"base_output_directory={tmp_path}", f"jax_cache_dir={tmp_path}/cache"
+  chooses[:] = [RematPolicy.CUSTOM]
+  chooses.custom = custom
+  resolved, _ = remat_choice.resolve(load(*keys), cluster, print)
+  assert (resolved.model.remat_policy, resolved.model.custom_remat) == (RematPolicy.CUSTOM, custom)
+  cached, line = remat_choice.resolve(load(*keys), cluster, print)
+  assert cached == resolved and "cached in" in line
+  (tmp_path / "run").mkdir()
+  (tmp_path / "run" / "config.yml").write_text(f"remat_policy: custom\ncustom_remat: {custom}\n")
+  kept, line = remat_choice.resolve(load(*keys, "per_device_batch_size=8"), cluster, print)
+  assert kept.model == resolved.model and "as at an earlier start" in line
 
 
 def test_an_unknown_accelerator_is_refused():
@@ -151,9 +183,13 @@ def test_on_cpus_the_first_in_the_order_that_fits(cluster, monkeypatch):
 
 @pytest.fixture
 def chooses(monkeypatch):
-  """choose() returns the policies of this list, one after the other, and compiles nothing."""
-  policies = []
-  choose = lambda config, slice_sets: (remat_choice.Choice(policies.pop(0), "a reason"), [])
+  """choose() returns the policies of this list, one after the other, with `custom`, and compiles nothing."""
+
+  class Policies(list):
+    custom = ""
+
+  policies = Policies()
+  choose = lambda config, slice_sets: (remat_choice.Choice(policies.pop(0), "a reason", policies.custom), [])
   monkeypatch.setattr(remat_choice, "choose", choose)
   return policies
 
@@ -217,7 +253,7 @@ def test_a_run_keeps_its_policy_through_a_lost_slice_and_a_resume(server, tmp_pa
   assert (run.directory / "log.txt").read_text().count(f"remat_policy=auto: {chosen}, the first policy that fits") == 1
   assert yaml.safe_load((run.directory / "config.yml").read_text())["remat_policy"] == chosen
   (entry,) = (tmp_path / "cache").glob("remat_policy-*.json")
-  entry.write_text('["save_qkv_proj", "another reason"]')
+  entry.write_text('["save_qkv_proj", "another reason", ""]')
   run.log.unlink()
   assert run.finish("steps=7", "fault_injection=") == 0, run.printed
   assert f"remat_policy=auto: {chosen}, as at an earlier start of this run" in run.printed

@@ -1,8 +1,9 @@
 """remat_policy=auto: chooses the policy of a run by compiling its step with each candidate.
 
-On TPUs the choice is the policy with the shortest estimated step (docs/preflight.md) among the policies that fit. CPUs
-and GPUs have no such estimate: their choice is the first policy of a fixed order that fits. A run keeps its choice,
-because policies compute the same function with different rounding.
+On TPUs the choice is the policy with the shortest estimated step (docs/preflight.md) among the policies that fit. If
+not even `full` fits, the inputs of the layers go to the host. CPUs and GPUs have no such estimate: their choice is the
+first policy of a fixed order that fits. A run keeps its choice, because policies compute the same function with
+different rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from trainer import world as world_lib
 from trainer.cluster import Cluster
 from trainer.config import files as config_files
 from trainer.config.errors import ConfigError
-from trainer.config.schema import Config, RematPolicy
+from trainer.config.schema import ACTIVATIONS, Config, RematPolicy
+from trainer.kernels import remat
 from trainer.observe import environment, files
 from trainer.parallel import memory
 from trainer.preflight import analysis
@@ -30,7 +32,7 @@ from trainer.preflight.analysis import Analysis, DoesNotFit
 from trainer.run.announce import CONFIG_FILE
 
 # From the least memory to the most: after a policy that does not fit, no other one fits. Policies that offload are not
-# candidates: the traffic to the host takes longer than the recomputation of `full` (docs/benchmarks/remat.md).
+# candidates where `full` fits: the traffic to the host takes longer than its recomputation (docs/benchmarks/remat.md).
 CANDIDATES = (
   RematPolicy.FULL,
   RematPolicy.SAVE_OUT_PROJ,
@@ -38,6 +40,15 @@ CANDIDATES = (
   RematPolicy.SAVE_DOT_WITH_CONTEXT_EXCEPT_MLP,
   RematPolicy.MINIMAL_WITH_CONTEXT,
   RematPolicy.NONE,
+)
+# TPUs, where `full` does not fit: the values of custom_remat that keep what the policies keep, with the inputs of the
+# layers on the host. From the least memory to the most.
+WITH_INPUTS_ON_HOST: tuple[str, ...] = tuple(
+  ",".join(
+    ["decoder_layer_input=offload", *(f"{name}=device" for name in ACTIVATIONS if name in remat.TABLE[policy].device)]
+  )
+  for policy in CANDIDATES
+  if policy is not RematPolicy.NONE
 )
 # From the shortest step. CPUs: measured (docs/benchmarks/remat.md); the other candidates are slower than a policy that
 # needs less memory. GPUs: not measured, from the least recomputation.
@@ -61,6 +72,8 @@ class Candidate:
   """The step with one policy on all slices. If it cannot be chosen, `problem` says why, and the numbers are 0."""
 
   policy: RematPolicy
+  _: dataclasses.KW_ONLY
+  custom: str = ""  # custom_remat
   problem: str = ""
   too_large: bool = False  # the problem is memory
   total_bytes: int = 0  # on a device
@@ -69,13 +82,23 @@ class Candidate:
 
 
 class Choice(NamedTuple):
-  """The chosen policy, and the reason, which continues the sentence."""
+  """The chosen policy, the reason, which continues the sentence, and custom_remat."""
 
   policy: RematPolicy
   reason: str
+  custom: str = ""
 
   def __str__(self) -> str:
-    return f"remat_policy=auto: {self.policy}, {self.reason}"
+    return f"remat_policy=auto: {label(self.policy, self.custom)}, {self.reason}"
+
+  def applied(self, config: Config) -> Config:
+    """Returns `config` with the chosen policy instead of auto."""
+    return config.with_values(remat_policy=self.policy, custom_remat=self.custom)
+
+
+def label(policy: RematPolicy, custom: str) -> str:
+  """Returns the policy as a reader of a log knows it."""
+  return f"{policy} (custom_remat={custom})" if custom else str(policy)
 
 
 def resolve(config: Config, cluster: Cluster, notify: Callable[[str], None]) -> tuple[Config, str]:
@@ -104,8 +127,8 @@ def resolve(config: Config, cluster: Cluster, notify: Callable[[str], None]) -> 
     known = world_lib.from_primary(cluster.world, choose(config, slice_sets)[0])
     if cluster.world.is_primary:
       keep(config, slice_sets, Choice(*known))
-  choice = Choice(RematPolicy(known[0]), known[1])
-  return config.with_values(remat_policy=choice.policy), str(choice)
+  choice = Choice(RematPolicy(known[0]), *known[1:])
+  return choice.applied(config), str(choice)
 
 
 def needs_fewer(config: Config, num_slices: int) -> bool:
@@ -121,12 +144,15 @@ def choose(config: Config, slice_sets: SliceSets) -> tuple[Choice, list[Candidat
   platform = slice_sets[0][0][0].platform
   order = FIXED_ORDER.get(platform)
   tried = list(_until_too_large(config, slice_sets) if order is None else _until_fits(config, slice_sets, order))
+  if order is None and tried[-1].policy is RematPolicy.FULL:
+    tried += _until_too_large_with_inputs_on_host(config, slice_sets)
   fitting = [candidate for candidate in tried if not candidate.problem]
   if not fitting:
     return Choice(RematPolicy.FULL, f"which needs the least memory; no policy fits ({tried[0].problem})"), tried
   best = min(fitting, key=lambda candidate: candidate.seconds)
   if order is None:
-    return Choice(best.policy, f"the shortest of {len(fitting)} estimated steps, {best.seconds * 1e3:,.1f} ms"), tried
+    reason = f"the shortest of {len(fitting)} estimated steps, {best.seconds * 1e3:,.1f} ms"
+    return Choice(best.policy, reason, best.custom), tried
   return Choice(best.policy, f"the first policy that fits, in the order for {platform}s: {', '.join(order)}"), tried
 
 
@@ -134,6 +160,14 @@ def _until_too_large(config: Config, slice_sets: SliceSets) -> Iterator[Candidat
   for policy in CANDIDATES:
     candidate = _compile(config, policy, slice_sets)
     yield candidate
+    if candidate.too_large:
+      return
+
+
+def _until_too_large_with_inputs_on_host(config: Config, slice_sets: SliceSets) -> Iterator[Candidate]:
+  for custom in WITH_INPUTS_ON_HOST:
+    candidate = _compile(config.with_values(custom_remat=custom), RematPolicy.CUSTOM, slice_sets)
+    yield dataclasses.replace(candidate, custom=custom)
     if candidate.too_large:
       return
 
@@ -154,15 +188,16 @@ def _compile(config: Config, policy: RematPolicy, slice_sets: SliceSets) -> Cand
   for slices in reversed(slice_sets):
     found = analysis.analyse(config, slices, len(all_slices))
     if not isinstance(found, Analysis):
-      return Candidate(policy, found.reason, too_large=isinstance(found, DoesNotFit))
+      return Candidate(policy, problem=found.reason, too_large=isinstance(found, DoesNotFit))
     if found.memory.total > most:
-      return Candidate(policy, f"needs {_gib(found.memory.total)} of {_gib(most)}", too_large=True)
+      return Candidate(policy, problem=f"needs {_gib(found.memory.total)} of {_gib(most)}", too_large=True)
   assert isinstance(found, Analysis)  # of all slices, because they are compiled last
   if all_slices[0][0].platform in FIXED_ORDER:
     return Candidate(policy, total_bytes=found.memory.total)
   times = analysis.timeline(found, _chip(all_slices[0][0]))
   assert times is not None, "the step on all slices is compiled with full optimization"
-  return Candidate(policy, "", False, found.memory.total, times.seconds, times.seconds - times.computed)
+  exposed = times.seconds - times.computed
+  return Candidate(policy, total_bytes=found.memory.total, seconds=times.seconds, exposed=exposed)
 
 
 def limit(slices: Sequence[Sequence[Device]]) -> int:
@@ -199,10 +234,13 @@ def _of_run(run_directory: str) -> Choice | None:
   path = epath.Path(run_directory) / CONFIG_FILE
   if not path.exists():
     return None
-  policy = config_files.read_yaml(path).get("remat_policy", (None, ""))[0]
-  if policy not in CANDIDATES:
+  given = config_files.read_yaml(path)
+  policy, custom = (given.get(name, ("", ""))[0] for name in ("remat_policy", "custom_remat"))
+  if policy in CANDIDATES:
+    custom = ""
+  elif policy != RematPolicy.CUSTOM or custom not in WITH_INPUTS_ON_HOST:
     return None
-  return Choice(RematPolicy(policy), f"as at an earlier start of this run ({path})")
+  return Choice(RematPolicy(policy), f"as at an earlier start of this run ({path})", custom)
 
 
 def _cached(config: Config, slice_sets: SliceSets) -> Choice | None:
@@ -214,8 +252,8 @@ def _cached(config: Config, slice_sets: SliceSets) -> Choice | None:
   if not folder or not path.exists():
     return None
   try:
-    policy, reason = json.loads(path.read_text())
-    return Choice(RematPolicy(policy), f"{reason} (cached in {path})")
+    policy, reason, custom = json.loads(path.read_text())
+    return Choice(RematPolicy(policy), f"{reason} (cached in {path})", custom)
   except ValueError:
     return None
 

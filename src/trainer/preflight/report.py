@@ -12,7 +12,7 @@ from stepcost.text import milliseconds, size, transfer_lines
 from trainer.config.errors import counted
 from trainer.elastic import batch_plan
 from trainer.preflight.analysis import Analysis, DoesNotFit, roofline, timeline
-from trainer.preflight.remat_choice import Candidate, Choice
+from trainer.preflight.remat_choice import Candidate, Choice, label
 
 EXPOSED_SHOWN = 5  # transfers
 
@@ -122,7 +122,8 @@ def remat_lines(choice: Choice, candidates: Sequence[Candidate]) -> list[str]:
   lines = [str(choice), "  remat_policy | step time | exposed communication | HBM"]
   for c in candidates:
     times = f"{milliseconds(c.seconds)} | {milliseconds(c.exposed)}" if c.seconds else "no estimate | no estimate"
-    lines.append(f"  {c.policy} | " + (f"cannot run: {c.problem}" if c.problem else f"{times} | {size(c.total_bytes)}"))
+    result = f"cannot run: {c.problem}" if c.problem else f"{times} | {size(c.total_bytes)}"
+    lines.append(f"  {label(c.policy, c.custom)} | {result}")
   return lines
 
 

@@ -107,7 +107,7 @@ def _choose_remat(config: Config, slices_of: Callable[[int], Slices], total: int
   choice, candidates = remat_choice.choose(config, slice_sets)
   remat_choice.keep(config, slice_sets, choice)
   print("\n".join(report.remat_lines(choice, candidates)), flush=True)
-  return config.with_values(remat_policy=choice.policy)
+  return choice.applied(config)
 
 
 def _check_hlo_file(path: str) -> None:

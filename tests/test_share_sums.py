@@ -84,7 +84,7 @@ def compiled(name: str, stages: int) -> Compiled:
   prog, cfg = build(**CASES[name] | {"stages": stages})
   grads = abstract_sums(prog.state, prog.mesh).grads
   with jax.set_mesh(prog.mesh):
-    share_sums = prog.share.compile(prog.state.params, prog.batch, grads, None, adds=name == "tied")
+    share_sums = prog.share.compile(prog.state.params, prog.batch, grads, None, adds=name == "fsdp")
   return Compiled(prog, cfg, share_sums, FlatLayout(grads))
 
 
@@ -108,9 +108,9 @@ def test_several_programs_give_the_sums_of_one(name):
   assert np.any(grads)
 
 
-@pytest.mark.parametrize("stages", few([2], [1, 2]))
+@pytest.mark.parametrize("stages", few([LAYERS], [1, LAYERS]))
 def test_shares_are_added_from_left_to_right(stages):
-  prog, cfg, share_sums, layout = compiled("tied", stages)
+  prog, cfg, share_sums, layout = compiled("fsdp", stages)
   params = on_devices(fresh(cfg), prog).params
   parts = [share_sums(params, share(prog, seed))[1] for seed in range(3)]
   first, second, third, total = (layout.to_host(some).read(0, layout.size) for some in (*parts, share_sums.add(parts)))

@@ -301,7 +301,7 @@ def init_on_one_device() -> TrainState:
   return jax.device_get(program.build(config(), slices((1, 1)), 1).init(jax.random.key(3)))
 
 
-@pytest.mark.parametrize("name", ["fsdp", "all"])
+@pytest.mark.parametrize("name", few(["all"], ["fsdp", "all"]))
 def test_a_fresh_state_is_the_same_on_every_mesh(name):
   where, parallelism = MESHES[name]
   cfg = config(data={"per_device_batch_size": ROWS / math.prod(where)}, parallelism=parallelism)
@@ -333,7 +333,7 @@ def test_sharded_equals_unsharded(name, by_rows):
   assert any(by_rows) == (name != "fsdp-across")
 
 
-@pytest.mark.parametrize("wide_units", [False, True])
+@pytest.mark.parametrize("wide_units", few([False], [False, True]))
 def test_matmuls_as_on_tpus_and_weights_gathered_in_two_stages_are_the_same(wide_units, monkeypatch):
   """Gate and up are one matmul; on chips with wide units they are two. Some slices gather weights in two stages:
 
@@ -431,6 +431,7 @@ def test_neighbours_that_have_the_whole_head_give_the_same_loss(monkeypatch):
   assert_close(run(config(data={"per_device_batch_size": 2}), (1, 2), total=4), reference(), 5e-6)
 
 
+@pytest.mark.soak  # the tests above have each of these forms alone
 def test_neighbours_in_several_slices_give_the_same_loss_and_weights(monkeypatch):
   """Two neighbours of the four along fsdp, for the loss of a padded and tied head and for gathers in two stages."""
   monkeypatch.setattr(program.sharding, "head_neighbours", lambda *_: 2)

@@ -13,6 +13,7 @@ import pytest
 from tests.support import command
 from tests.support.command import Run
 from tests.support.command_runs import ENDLESS, assert_stopped, start_and_train, write_text
+from tests.support.seeds import few
 
 from trainer.checkpoint import emergency
 from trainer.report import history
@@ -195,7 +196,7 @@ def break_by_a_link(run: Run) -> None:
   root.symlink_to("/nonexistent/disk")
 
 
-@pytest.mark.parametrize("breaks", [break_by_a_file, break_by_a_link])
+@pytest.mark.parametrize("breaks", few([break_by_a_file], [break_by_a_file, break_by_a_link]))
 def test_a_checkpoint_folder_that_becomes_unwritable_is_1_at_the_end(make, breaks):
   run = make(f"steps={ENDLESS}")
   process = start_and_train(run, 4)
@@ -229,6 +230,7 @@ def test_a_deleted_checkpoint_folder_is_created_again(make):
   assert process.wait(240) == 42
 
 
+@pytest.mark.soak  # the next test fails to write, and tests/launch/test_full_storage.py fills a disk and resumes
 def test_a_full_disk_is_1_and_the_run_resumes_once_there_is_space(make, tmp_path):
   disk = tmp_path / "a" / "out"
   disk.mkdir(parents=True)

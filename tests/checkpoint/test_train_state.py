@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from tests.support import toy_state
+from tests.support.seeds import few
 
 from trainer import config
 from trainer.checkpoint import Tiers
@@ -65,7 +66,7 @@ def save_and_restore(path, opt_type: str, saved_scan: bool, *keys: str):
 
 @pytest.mark.parametrize(
   ("opt_type", "saved_scan"),
-  [("adamw", True), ("muon", True), ("sgd", False), ("adafactor", True)],
+  few([("sgd", False), ("adafactor", True)], [("adamw", True), ("muon", True), ("sgd", False), ("adafactor", True)]),
 )
 def test_stacked_and_separate_layers(tmp_path, opt_type, saved_scan):
   saved, restored = save_and_restore(tmp_path, opt_type, saved_scan)
@@ -75,7 +76,7 @@ def test_stacked_and_separate_layers(tmp_path, opt_type, saved_scan):
     assert restored[name].tobytes() == values.tobytes(), name
 
 
-@pytest.mark.parametrize("saved_scan", [True, False])
+@pytest.mark.parametrize("saved_scan", few([False], [True, False]))
 def test_a_single_layer_stacked_and_separate(tmp_path, saved_scan):
   saved, restored = save_and_restore(tmp_path, "adamw", saved_scan, "base_num_decoder_layers=1")
   assert saved.keys() == restored.keys()

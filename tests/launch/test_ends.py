@@ -118,6 +118,7 @@ def test_a_launch_that_waits_does_not_get_in_when_the_primary_changes(compiled, 
   assert second.steps() == list(range(1, second.last_step + 1))
 
 
+@pytest.mark.soak  # the first test of a second launch has both launches as well
 def test_no_member_leads_while_another_launch_trains(compiled, server, tmp_path):
   """The first member of the second launch waits for longer than the supervisor waits for members."""
   first = ProcessRun(tmp_path, [compiled, ENDLESS, "per_device_batch_size=4"], slices=1, server=server)

@@ -65,14 +65,14 @@ def test_the_last_state_goes_to_local_copies(compiled, server, tmp_path, fill):
   """A full disk at the last save ends the run at once, for every member, and the same command restores its state."""
   grow = fill()
   copies = ["enable_emergency_checkpoint=true", f"local_checkpoint_directory={tmp_path / 'ram'}"]
-  keys = [compiled, "steps=203", *KEEPS_ALL, *copies, "local_checkpoint_period=50"]
+  keys = [compiled, "steps=53", *KEEPS_ALL, *copies, "local_checkpoint_period=50"]
   run = ProcessRun(tmp_path, keys, slices=2, server=server)
   with run.launched() as supervisor:
     assert run.wait(supervisor) == 1, run.tail()
-  assert run.printed.count("SaveFailed: step 203 could not be saved") == 1, run.tail()
+  assert run.printed.count("SaveFailed: step 53 could not be saved") == 1, run.tail()
   assert "ERROR:" not in run.printed and "Starting member" not in run.printed
   grow()
   with run.launched() as supervisor:
     assert run.wait(supervisor) == 0, run.tail()
-  assert run.events("restore")[-1]["step"] == 203
-  assert run.steps() == list(range(1, 204)) and run.committed_steps()[-1] == 203
+  assert run.events("restore")[-1]["step"] == 53
+  assert run.steps() == list(range(1, 54)) and run.committed_steps()[-1] == 53

@@ -52,9 +52,8 @@ def test_three_worlds_train_as_three_slices_of_one_process(undisturbed, compiled
   assert undisturbed.committed_steps() == [STEPS // 3, 2 * STEPS // 3, STEPS]
 
 
-def test_two_of_three_slices_die_and_the_last_one_goes_on(undisturbed, compiled, tmp_path):
-  """Each process is an interpreter of its own, as for users. In the other tests of this file they are forked."""
-  run = ProcessRun(tmp_path, [*KEYS, compiled])
+def test_two_of_three_slices_die_and_the_last_one_goes_on(undisturbed, compiled, server, tmp_path):
+  run = ProcessRun(tmp_path, [*KEYS, compiled], server=server)
   with run.launched() as supervisor:
     run.wait_for(lambda: run.last_step >= 10, supervisor)
     first = run.first_primary
@@ -96,6 +95,7 @@ def test_no_fault_of_a_slice_costs_a_step(undisturbed, compiled, server, tmp_pat
   assert "waiting for the others" in run.printed
 
 
+@pytest.mark.soak  # test_agent.py loses the supervisor, test_emergency.py all processes, test_ends.py asks all to end
 def test_every_end_of_the_whole_run_is_followed_by_the_same_run(undisturbed, compiled, server, tmp_path):
   """SIGTERM to the supervisor, its loss, and the loss of all processes: the same command continues each time."""
   run = ProcessRun(tmp_path, [*KEYS, compiled], server=server)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tests.support.hf_folders import MODELS, random_params, relative, to_hugging_face, transformers_config
 from tests.support.hf_folders import model as config
+from tests.support.seeds import few
 
 from trainer.config.schema import ModelSection
 from trainer.kernels import attention, projection
@@ -32,7 +33,12 @@ CASES = [(name, "scan") for name in MODELS if "moe" not in name]  # test_experts
 CASES += [(name, variant) for name in ("qwen3", "llama3.1") for variant in ("loop", "flash")]
 
 
-@pytest.mark.parametrize(("name", "variant"), CASES)
+# Both families, with a tied head and with each scaling of the positions; each other way of computing once.
+FEW = [(name, "scan") for name in ("qwen3", "llama2", "llama3.1", "llama3.2")]
+FEW += [("qwen3", "flash"), ("llama3.1", "loop")]
+
+
+@pytest.mark.parametrize(("name", "variant"), few(FEW, CASES))
 def test_logits_and_gradients(name, variant):
   cfg = config(name, scan_layers=variant != "loop")
   kernel = "flash" if variant == "flash" else "dot_product"

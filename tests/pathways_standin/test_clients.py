@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from tests.pathways_standin.conftest import run_client
 from tests.support import standin_conformance, standin_faults
 from tests.support.command import is_running
@@ -35,6 +36,7 @@ def test_scenarios_of_faults(server):
 OF_PROCESSES = (*standin_faults.PROCESS_SCENARIOS, "a_killed_slice", "no_leak")
 
 
+@pytest.mark.soak  # tests/elastic/test_pathways_command.py kills and stops processes of slices
 def test_scenarios_of_faults_of_processes(tmp_path):
   with open(tmp_path / "log", "w") as log:
     running = start_standin(2, 2, arguments=("--port", "0", "--processes", "--worker-timeout", "8"), log=log)

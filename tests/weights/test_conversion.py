@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from tests.support import hf_folders
+from tests.support.seeds import few
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
@@ -32,7 +33,11 @@ def assert_same_bits(found, expected):
     assert found[name].dtype == tensor.dtype and found[name].tobytes() == tensor.tobytes(), name
 
 
-@pytest.mark.parametrize("number", range(len(hf_folders.MODELS)), ids=list(hf_folders.MODELS))
+# Without experts in every layer and a tied head of Llama: the others have both, and every type of weights.
+FEW = [i for i, name in enumerate(hf_folders.MODELS) if name not in ("qwen3-moe", "llama3.2")]
+
+
+@pytest.mark.parametrize("number", few(FEW, range(len(hf_folders.MODELS))), ids=list(hf_folders.MODELS))
 def test_every_family_comes_back_with_the_same_bits(tmp_path, number):
   import transformers  # here, as in hf_folders
 

@@ -108,6 +108,7 @@ def test_an_export_that_fails_is_one_warning(make):
   assert exported(run) == [4, 6]
 
 
+@pytest.mark.soak  # the test above makes exports up; tests/launch/test_local.py loses primaries
 def test_the_next_primary_makes_up_the_exports_of_the_one_that_is_killed(server, compiled, tmp_path):
   keys = ["checkpoint_period=4", "hf_export_period=4", "steps=8", compiled]
   run = ProcessRun(tmp_path / "a", keys, slices=2, server=server)

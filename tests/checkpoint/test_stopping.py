@@ -38,9 +38,9 @@ def test_ctrl_c_between_steps_is_130_with_one_line(make, keys):
   assert run.events("run_end")[-1]["exit"] == 130
   records = history.load(str(run.directory))
   assert "Stopped by Ctrl-C (exit code 130)." in Path(page.write(records, goodput.compute(records))).read_text()
-  if keys == ["enable_checkpointing=false"]:
-    return
-  process = start_and_train(run, run.last_step + 2)
+  last = run.last_step
+  process = start_and_train(run, last + 2) if keys == ["checkpoint_period=2"] else run.start()
+  assert command.wait_until(process, lambda: len(run.events("init_done")) == 2)
   process.send_signal(signal.SIGINT)
   assert process.wait(60) == 130
   assert run.losses()  # raises if a repeated step has another loss

@@ -104,7 +104,7 @@ MODES = [(name, mode) for name in PRODUCTS for mode in quantized.MODES if name !
 
 @pytest.mark.parametrize("products, mode", MODES)
 @pytest.mark.parametrize("shape", few(["small"], SHAPES))
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", few(["uneven", "all rows in one group"], SIZES))
 def test_in_eight_bits_equals_a_loop_over_groups_of_the_dequantized_operands(products, name, shape, mode):
   (M, K, N), sizes, rng = SHAPES[shape], np.array(SIZES[name]), np.random.default_rng(0)
   if sizes.sum() == 100:

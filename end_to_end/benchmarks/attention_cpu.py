@@ -12,7 +12,7 @@ import argparse
 import os
 import statistics
 
-from end_to_end.benchmarks.common import positive, sizes, time_in_turns
+from end_to_end.benchmarks.common import positive, random_heads, sizes, time_in_turns
 
 SHAPES = "8,128,4,2,64 8,256,4,2,64 8,512,4,2,64 2,2048,4,2,64 2,512,16,8,128 8,512,4,4,64"
 
@@ -36,21 +36,18 @@ def main() -> None:
 def measure(shape: list[int], dtype: str, repeats: int) -> None:
   import jax
   import jax.numpy as jnp
+  from tests.support.attention_oracle import with_grads
 
   from trainer.kernels.attention_cpu import flash
   from trainer.kernels.attention_xla import dot_product
 
   b, t, n, k, h = shape
-  keys = jax.random.split(jax.random.key(0), 4)
-  arrays = [jax.random.normal(key, (b, t, heads, h), dtype) for key, heads in zip(keys, (n, k, k, n), strict=True)]
+  arrays = random_heads(shape, dtype)
   ids = jnp.ones((b, t), jnp.int32)
 
   def forward_and_backward(function):
-    def run(q, key, value, dout):
-      out, pull = jax.vjp(lambda *a: function(*a, ids, ids), q, key, value)
-      return out, pull(dout)
-
-    return jax.jit(run).lower(*arrays).compile()
+    run = with_grads(function)
+    return jax.jit(lambda q, key, value, dout: run(q, key, value, ids, dout)).lower(*arrays).compile()
 
   programs = {"dot_product": forward_and_backward(dot_product), "flash": forward_and_backward(flash)}
   seconds = time_in_turns({name: lambda p=program: p(*arrays) for name, program in programs.items()}, repeats)

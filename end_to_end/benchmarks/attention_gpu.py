@@ -14,7 +14,7 @@ import argparse
 import statistics
 from typing import Any
 
-from end_to_end.benchmarks.common import positive, sizes, time_in_turns
+from end_to_end.benchmarks.common import positive, random_heads, sizes, time_in_turns
 
 TOKENS = 32768
 SHAPES = "2048,16,8,128 8192,16,8,128 32768,16,8,128 4096,64,8,128 4096,32,8,64"
@@ -38,13 +38,11 @@ def main() -> None:
 
 def batch(shape: list[int], rows: int, document: int) -> tuple[list[Any], dict[str, Any]]:
   """Returns [q, k, v, dout] in bfloat16, and the segment ids of each kind of rows."""
-  import jax
   import jax.numpy as jnp
   import numpy as np
 
   t, n, k, h = shape
-  keys = jax.random.split(jax.random.key(0), 4)
-  arrays = [jax.random.normal(key, (rows, t, m, h), jnp.bfloat16) for key, m in zip(keys, (n, k, k, n), strict=True)]
+  arrays = random_heads([rows, t, n, k, h], "bfloat16")
   begins = np.random.default_rng(0).random((rows, t)) < 1 / document
   packed = np.cumsum(begins, axis=1, dtype=np.int32) + 1
   ids = {"one document": np.ones_like(packed), "packed": packed, "mask": packed.max() + 1 - packed}
@@ -75,6 +73,7 @@ def difference(heads: list[int], document: int) -> float:
   """Returns the largest relative norm of the differences of output and gradients from the definition in float32."""
   import jax
   import jax.numpy as jnp
+  from tests.support.attention_oracle import with_grads
 
   from trainer.kernels import attention_gpu
   from trainer.kernels.attention_xla import dot_product
@@ -82,15 +81,11 @@ def difference(heads: list[int], document: int) -> float:
   t = 1024
   (q, key, v, dout), ids = batch([t, *heads], 2, document // 8)
   flash = attention_gpu.build(mesh=None, head_dim=heads[2], seq_len=t, dtype=jnp.bfloat16)
-
-  def run(attend: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    *qkv, dout = arrays
-    out, pull = jax.vjp(lambda *a: attend(*a, ids["packed"], ids["packed"]), *qkv)
-    return out, *pull(dout)
-
-  got = jax.jit(lambda *a: run(flash, *a))(q, key, v, dout)
+  packed = ids["packed"]
+  got = jax.jit(with_grads(flash))(q, key, v, packed, dout)
+  q, key, v, dout = (x.astype(jnp.float32) for x in (q, key, v, dout))
   with jax.default_matmul_precision("highest"):
-    want = jax.jit(lambda *a: run(dot_product, *a))(*(x.astype(jnp.float32) for x in (q, key, v, dout)))
+    want = jax.jit(with_grads(dot_product))(q, key, v, packed, dout)
   norm = lambda x: float(jnp.linalg.norm(x.astype(jnp.float32).ravel()))
   return max(norm(a.astype(jnp.float32) - b) / norm(b) for a, b in zip(got, want, strict=True))
 

@@ -57,6 +57,15 @@ def model_config(model: str, defaults: Sequence[str], keys: Sequence[str]) -> Co
   )
 
 
+def random_heads(shape: Sequence[int], dtype: str) -> list[Any]:
+  """Returns random q, k, v and gradient of the output of attention, for the sizes B, T, N, K and H."""
+  import jax
+
+  b, t, n, k, h = shape
+  keys = jax.random.split(jax.random.key(0), 4)
+  return [jax.random.normal(key, (b, t, heads, h), dtype) for key, heads in zip(keys, (n, k, k, n), strict=True)]
+
+
 def time_in_turns(programs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
   """Returns {name: seconds of each call}. The programs take turns, so that a busy machine slows all of them."""
   import jax  # imported here: a benchmark sets JAX_PLATFORMS after its arguments are checked

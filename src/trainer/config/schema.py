@@ -249,6 +249,11 @@ class ModelSection(Section):
     return self.num_experts > 1 and (layer + 1) % self.decoder_sparse_step == 0 and layer not in self.dense_layers
 
   @property
+  def expert_quantization(self) -> str:
+    """The quantization of the matmuls of experts; "" for a dense model."""
+    return self.quantization if self.num_experts > 1 else ""
+
+  @property
   def has_unlike_layers(self) -> bool:
     """Whether some layers have experts and others have not: they cannot be stacked."""
     return len({self.has_experts(layer) for layer in range(self.num_decoder_layers)}) > 1

@@ -112,18 +112,16 @@ def _with_kernel(
   """Returns run(attend, *arrays) with the call for this batch. arrays: q, k, v, and in the backward pass dout."""
   q_segment_ids, kv_segment_ids, first = place
   t, s = q_segment_ids.shape[1], kv_segment_ids.shape[1]
+  kernel = functools.partial(jax.nn.dot_product_attention, implementation=implementation)
 
   def masked(*arrays: jax.Array) -> Any:
     seen = q_segment_ids[:, :, None] == kv_segment_ids[:, None, :]
     if t != s:  # a shard of the sequence, but the causal mask of cuDNN begins at position 0
       seen = seen & (jnp.arange(s)[None, :] <= first + jnp.arange(t)[:, None])
-    attend = functools.partial(
-      jax.nn.dot_product_attention, mask=seen[:, None], is_causal=t == s, implementation=implementation
-    )
-    return run(attend, *arrays)
+    return run(functools.partial(kernel, mask=seen[:, None], is_causal=t == s), *arrays)
 
   def causal(*arrays: jax.Array) -> Any:
-    return run(functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation), *arrays)
+    return run(functools.partial(kernel, is_causal=True), *arrays)
 
   if t != s:
     return masked(*arrays)
@@ -135,11 +133,9 @@ def _with_kernel(
 
   def by_document(*arrays: jax.Array) -> Any:
     attend = _documents_in_cudnn if implementation == "cudnn" else _documents_in_xla
-    if len(arrays) == 3:
-      return run(functools.partial(attend, *places), *arrays)
-    return _for_some_heads_at_once(
-      lambda places, *arrays: run(functools.partial(attend, *places), *arrays), places, arrays
-    )
+    run_at = lambda places, *arrays: run(functools.partial(attend, *places), *arrays)
+    is_backward = len(arrays) > 3
+    return _for_some_heads_at_once(run_at, places, arrays) if is_backward else run_at(places, *arrays)
 
   return jax.lax.switch(jnp.where(packed, jnp.where(fit, 1, 2), 0), [causal, by_document, masked], *arrays)
 
@@ -155,7 +151,13 @@ def _most_documents(q: jax.Array, K: int, implementation: Implementation) -> int
   supported = H <= MAX_DOCUMENT_HEAD_DIM and q.size < 2**31  # offsets are int32
   if not supported or (jax.__version_info__ < REPAIRED_JAX and K < N) or not cudnn.check_compute_capability("9.0"):
     return 0
-  return min(most, DOCUMENT_BYTES // (8 * T * (N // K) * H))
+  return min(most, DOCUMENT_BYTES // _temporary_bytes(q, K))
+
+
+def _temporary_bytes(q: jax.Array, K: int) -> int:
+  """Returns the bytes of temporaries for a document, of the backward kernel on the queries of one of K key heads."""
+  _, T, N, H = q.shape
+  return 8 * T * (N // K) * H
 
 
 def _documents(segment_ids: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -178,8 +180,8 @@ def _for_some_heads_at_once(
   run: Callable[..., Any], places: list[jax.Array], arrays: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
   """Returns run(places, *arrays), computed for a few key heads of a few rows at once, to limit the temporaries."""
-  (B, T, N, H), K = arrays[0].shape, arrays[1].shape[2]
-  most = DOCUMENT_BYTES // (8 * places[1].shape[1] * T * (N // K) * H)
+  (B, T, _, H), K = arrays[0].shape, arrays[1].shape[2]
+  most = DOCUMENT_BYTES // (places[1].shape[1] * _temporary_bytes(arrays[0], K))
   at_once = max(size for size in range(1, max(most, 1) + 1) if B * K % size == 0)
 
   def split(x: jax.Array) -> jax.Array:  # [B, T, K * G, H] -> [parts, at_once, T, G, H]

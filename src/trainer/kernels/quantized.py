@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,14 +60,20 @@ project.defvjp(_forward, _backward)
 
 def _dot(a: jax.Array, b: jax.Array, contracted: _Dims, a_kind: jnp.dtype, b_kind: jnp.dtype) -> jax.Array:
   """Returns a times b in float32, both quantized, contracted over the `contracted` dims of each."""
-  import qwix  # imported here: it takes a tenth of a second, and most runs are not quantized
+  import qwix
 
   operands = []
   for array, dims, kind in ((a, contracted[0], a_kind), (b, contracted[1], b_kind)):
-    kept = [axis for axis in range(array.ndim) if axis not in dims]
-    operands.append(qwix.quantize(array.astype(jnp.float32), kind, channelwise_axes=kept))
+    operands.append(_quantize(array, kind, [axis for axis in range(array.ndim) if axis not in dims]))
   with jax.numpy_dtype_promotion("standard"):  # qwix multiplies integers by float scales; the tests forbid it elsewhere
     return qwix.dot_general(*operands, (contracted, ((), ())))
+
+
+def _quantize(array: jax.Array, kind: jnp.dtype, kept: Sequence[int]) -> Any:
+  """Returns `array` as a QArray of qwix, with a float32 scale for each index of the dims `kept`."""
+  import qwix  # imported here: it takes a tenth of a second, and most runs are not quantized
+
+  return qwix.quantize(array.astype(jnp.float32), kind, channelwise_axes=kept)
 
 
 @jax.tree_util.register_dataclass
@@ -82,9 +89,7 @@ class Operand:
     """Returns `array` in the 8-bit type `kind`, or as it is if kind is None. kept: the dims that keep their scales."""
     if kind is None:
       return cls(array)
-    import qwix
-
-    quantized = qwix.quantize(array.astype(jnp.float32), kind, channelwise_axes=kept)
+    quantized = _quantize(array, kind, kept)
     return cls(quantized.qvalue, quantized.scale)
 
   @property

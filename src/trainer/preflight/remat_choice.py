@@ -72,7 +72,6 @@ class Candidate:
   """The step with one policy on all slices. If it cannot be chosen, `problem` says why, and the numbers are 0."""
 
   policy: RematPolicy
-  _: dataclasses.KW_ONLY
   custom: str = ""  # custom_remat
   problem: str = ""
   too_large: bool = False  # the problem is memory
@@ -143,9 +142,12 @@ def choose(config: Config, slice_sets: SliceSets) -> tuple[Choice, list[Candidat
   """
   platform = slice_sets[0][0][0].platform
   order = FIXED_ORDER.get(platform)
-  tried = list(_until_too_large(config, slice_sets) if order is None else _until_fits(config, slice_sets, order))
-  if order is None and tried[-1].policy is RematPolicy.FULL:
-    tried += _until_too_large_with_inputs_on_host(config, slice_sets)
+  if order is not None:
+    tried = list(_until_fits(config, slice_sets, order))
+  else:
+    tried = list(_until_too_large(config, slice_sets, [(policy, "") for policy in CANDIDATES]))
+    if tried[0].too_large:
+      tried += _until_too_large(config, slice_sets, [(RematPolicy.CUSTOM, custom) for custom in WITH_INPUTS_ON_HOST])
   fitting = [candidate for candidate in tried if not candidate.problem]
   if not fitting:
     return Choice(RematPolicy.FULL, f"which needs the least memory; no policy fits ({tried[0].problem})"), tried
@@ -156,18 +158,12 @@ def choose(config: Config, slice_sets: SliceSets) -> tuple[Choice, list[Candidat
   return Choice(best.policy, f"the first policy that fits, in the order for {platform}s: {', '.join(order)}"), tried
 
 
-def _until_too_large(config: Config, slice_sets: SliceSets) -> Iterator[Candidate]:
-  for policy in CANDIDATES:
-    candidate = _compile(config, policy, slice_sets)
+def _until_too_large(
+  config: Config, slice_sets: SliceSets, choices: Sequence[tuple[RematPolicy, str]]
+) -> Iterator[Candidate]:
+  for policy, custom in choices:
+    candidate = _compile(config, policy, slice_sets, custom)
     yield candidate
-    if candidate.too_large:
-      return
-
-
-def _until_too_large_with_inputs_on_host(config: Config, slice_sets: SliceSets) -> Iterator[Candidate]:
-  for custom in WITH_INPUTS_ON_HOST:
-    candidate = _compile(config.with_values(custom_remat=custom), RematPolicy.CUSTOM, slice_sets)
-    yield dataclasses.replace(candidate, custom=custom)
     if candidate.too_large:
       return
 
@@ -180,24 +176,24 @@ def _until_fits(config: Config, slice_sets: SliceSets, order: Sequence[RematPoli
       return
 
 
-def _compile(config: Config, policy: RematPolicy, slice_sets: SliceSets) -> Candidate:
+def _compile(config: Config, policy: RematPolicy, slice_sets: SliceSets, custom: str = "") -> Candidate:
   """Returns the step with `policy`. Fewer slices need more micro-batches and memory, so they are compiled first."""
-  config = config.with_values(remat_policy=policy)
+  config = config.with_values(remat_policy=policy, custom_remat=custom)
   all_slices = slice_sets[0]
   most = limit(all_slices)
   for slices in reversed(slice_sets):
     found = analysis.analyse(config, slices, len(all_slices))
     if not isinstance(found, Analysis):
-      return Candidate(policy, problem=found.reason, too_large=isinstance(found, DoesNotFit))
+      return Candidate(policy, custom, problem=found.reason, too_large=isinstance(found, DoesNotFit))
     if found.memory.total > most:
-      return Candidate(policy, problem=f"needs {_gib(found.memory.total)} of {_gib(most)}", too_large=True)
+      return Candidate(policy, custom, problem=f"needs {_gib(found.memory.total)} of {_gib(most)}", too_large=True)
   assert isinstance(found, Analysis)  # of all slices, because they are compiled last
   if all_slices[0][0].platform in FIXED_ORDER:
-    return Candidate(policy, total_bytes=found.memory.total)
+    return Candidate(policy, custom, total_bytes=found.memory.total)
   times = analysis.timeline(found, _chip(all_slices[0][0]))
   assert times is not None, "the step on all slices is compiled with full optimization"
   exposed = times.seconds - times.computed
-  return Candidate(policy, total_bytes=found.memory.total, seconds=times.seconds, exposed=exposed)
+  return Candidate(policy, custom, total_bytes=found.memory.total, seconds=times.seconds, exposed=exposed)
 
 
 def limit(slices: Sequence[Sequence[Device]]) -> int:

@@ -233,7 +233,7 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     precision=cfg.matmul_precision,
   )
   tokens = len(slices) * rows * length // (mesh.shape[mesh_lib.DATA] * mesh.shape[mesh_lib.FSDP])
-  grouped = grouped_matmul.choose(platform, cfg.quantization if cfg.num_experts > 1 else "")
+  grouped = grouped_matmul.choose(platform, cfg.expert_quantization)
   model = DecoderFunctions(cfg, _kernels(config, mesh, platform, tokens, kernel, grouped))
   optimizer = optimizers.build(config.optimizer, model.logical_axes(), cfg.weight_dtype)
   schedule = optimizers.schedule(config.optimizer, config.run.steps)

@@ -96,7 +96,7 @@ def on_device(
   """The model of `cfg` and its weights on one device, as in `Model.on_one_device`."""
   cfg = cfg.model_copy(update={"weight_dtype": cfg.dtype, "remat_policy": RematPolicy.NONE})
   project = projection.choose(device.platform, cfg.quantization)
-  multiply = grouped_matmul.choose(device.platform, cfg.quantization if cfg.num_experts > 1 else "").function
+  multiply = grouped_matmul.choose(device.platform, cfg.expert_quantization).function
   functions = DecoderFunctions(cfg, Kernels(dot_product, grouped_matmul=multiply, project=project))
   one = jax.sharding.SingleDeviceSharding(device)
   on_device = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one)

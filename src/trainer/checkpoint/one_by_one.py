@@ -1,7 +1,8 @@
-"""Writes a checkpoint of arrays that are made one after the other, so that only one of them is in memory."""
+"""Writes a checkpoint of arrays that are made one after the other, so that few of them are in memory."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,12 +34,19 @@ class Lazy:
     return self.size * self.dtype.itemsize
 
 
+# The file driver would wait for the disk after each array.
+_CONTEXT = {"file_io_sync": False, "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}}
+
+
 def write(folder: Any, arrays: Mapping[str, Lazy], meta: Mapping[str, Any], done: Callable[[str], object]) -> None:
   """Writes the checkpoint `folder` (an epath). meta: JSON, without "arrays". done: called with each name.
 
-  Raises OSError if the storage fails, and Rejected, which names the array, if a value is not finite.
+  An array is made while the one before is written, if both together are no larger than the largest. Does not wait
+  until the files are on the disk. Raises OSError if the storage fails, and Rejected, which names the array, if a value
+  is not finite.
   """
   import orbax.checkpoint as ocp
+  import tensorstore
   from orbax.checkpoint import type_handlers
 
   described = {name: {"shape": list(x.shape), "dtype": str(x.dtype)} for name, x in arrays.items()}
@@ -48,13 +56,25 @@ def write(folder: Any, arrays: Mapping[str, Lazy], meta: Mapping[str, Any], done
       return "jax.Array"
 
     async def serialize(self, values: Sequence[Lazy], infos: Sequence[Any], args: Any = None) -> list[Any]:
-      for i, (value, info) in enumerate(zip(values, infos, strict=True)):
-        array = np.ascontiguousarray(value.make())
-        assert array.shape == value.shape and array.dtype == value.dtype, info.name
-        described[info.name]["fingerprint"] = _print(info.name, array)
-        await self._background_serialize([array], [info], [args[i] if args else ocp.SaveArgs()])
-        done(info.name)
+      context, largest = tensorstore.Context(_CONTEXT), max(value.nbytes for value in values)
+      writing, bytes_written = asyncio.ensure_future(asyncio.sleep(0)), 0
+      try:
+        for i, (value, info) in enumerate(zip(values, infos, strict=True)):
+          if bytes_written + value.nbytes > largest:
+            await writing
+          array, described[info.name]["fingerprint"] = await asyncio.to_thread(_make, info.name, value)
+          await writing
+          info.ts_context, bytes_written = context, value.nbytes
+          writing = asyncio.ensure_future(self._write(array, info, args[i] if args else ocp.SaveArgs()))
+          del array  # `writing` has the only reference
+        await writing
+      finally:
+        await asyncio.wait([writing])
       return []
+
+    async def _write(self, array: np.ndarray, info: Any, args: Any) -> None:
+      await self._background_serialize([array], [info], [args])
+      done(info.name)
 
   registry = type_handlers.create_type_handler_registry(
     (Lazy, Handler()),
@@ -77,11 +97,13 @@ def write(folder: Any, arrays: Mapping[str, Lazy], meta: Mapping[str, Any], done
   (folder / MANIFEST).write_bytes(checksums.dump(checksums.manifest(folder, persistent.UNSEALED, limit)))
 
 
-def _print(name: str, array: np.ndarray) -> str:
-  """The fingerprint of one array."""
+def _make(name: str, lazy: Lazy) -> tuple[np.ndarray, str]:
+  """An array and its fingerprint."""
+  array = np.ascontiguousarray(lazy.make())
+  assert array.shape == lazy.shape and array.dtype == lazy.dtype, name
   found, flat, step = fingerprint.Blocks(), array.reshape(-1), BLOCK // array.itemsize
   for first in range(0, flat.size, step):
     found.add(flat[first : first + step], first)
   if not found.is_finite:
     raise Rejected(f"{name} has values that are not finite")
-  return found.value
+  return array, found.value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent import futures
@@ -158,9 +157,6 @@ def _write_shards(
         memory.use(writer.submit(safetensors.write, out, theirs, part.dtype, part.theirs), nbytes)
         progress.add(part.nbytes)
       memory.wait()
-      out.flush()
-      if "://" not in str(folder):
-        os.fsync(out.fileno())
   return files
 
 

@@ -101,6 +101,7 @@ def test_a_run_is_complete_at_its_target_and_stays_so(both, server, compiled):
   assert early.losses() == run.losses()
 
 
+@pytest.mark.soak  # the other tests evaluate each set once
 def test_sets_that_are_added_to_a_complete_run_are_evaluated_once(both, server, compiled):
   folder, evaluated = both
   run = Run(folder / "added", [*keys_of(folder, compiled), f"grain_eval_files={folder}/near.jsonl"], server.start)

@@ -8,7 +8,6 @@ import types
 import jax
 import numpy as np
 import pytest
-from tests.support.seeds import few
 
 from trainer.config.schema import Config
 from trainer.data.tokenizer import ByteTokenizer
@@ -49,7 +48,8 @@ def samples_of_one_device() -> list[str]:
   return samples(program.build(config(), [jax.devices()[:1]], 1))
 
 
-@pytest.mark.parametrize("mesh", few(["tensor and context"], PARALLELISM))
+@pytest.mark.soak  # test_mesh.py and test_step.py train on these meshes, tests/weights/test_generate.py makes texts
+@pytest.mark.parametrize("mesh", PARALLELISM)
 def test_a_model_trained_on_any_mesh_is_sampled_on_one_device(samples_of_one_device, mesh):
   """Sampling has other lengths, batches and devices than training, for which the flash kernel was chosen."""
   cpus = jax.devices()

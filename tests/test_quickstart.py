@@ -118,6 +118,7 @@ def test_step_time_excludes_evaluation_time(run):
   assert by_step[4, False]["seconds"] < by_step[3, True]["eval_seconds"]
 
 
+@pytest.mark.soak  # every test of a resume compares two runs bit by bit
 def test_two_runs_with_the_same_seed_are_bit_identical(run, server, folder):
   """They differ only in their names."""
   runs = run, (folder / "two", forked(server, folder, "two"))

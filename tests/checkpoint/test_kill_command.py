@@ -31,6 +31,7 @@ def test_killed_again_and_again(start, undisturbed):
   assert command.differences(run, undisturbed, STEPS) == []
 
 
+@pytest.mark.soak  # test_kill.py kills at random moments, test_tiers.py restores local copies
 def test_a_run_that_was_killed_before_its_last_commit_saves_its_last_step(start, tmp_path):
   """The local copy of the last step is complete, so nothing is left to train, and nothing may touch this copy."""
   run = kill_and_resume.make_run(tmp_path, "killed", start, 4)

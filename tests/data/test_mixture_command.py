@@ -37,6 +37,7 @@ def write_sources(folder: Path) -> dict[str, dict[str, object]]:
   }
 
 
+@pytest.mark.soak  # test_mixture.py does this without a whole run
 def test_a_mixture_is_killed_resumed_and_changed(tmp_path, server, compiled):
   sources = write_sources(tmp_path)
   path = tmp_path / "mixture.yml"

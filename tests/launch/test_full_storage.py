@@ -47,6 +47,7 @@ def test_a_full_disk_costs_no_member_and_no_step(compiled, server, tmp_path, fil
   assert run.count("primary") == 0 and run.committed_steps()[-1] == run.last_step
 
 
+@pytest.mark.soak  # test_local.py changes the primary, the other test fills the storage
 def test_the_next_primary_goes_on_too(compiled, server, tmp_path, fill):
   """It makes up the save that failed at once, and fails as well."""
   fill()

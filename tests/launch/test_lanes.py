@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
 from tests.launch.conftest import LANES, LANES_STEPS
 from tests.support.command import differences
 from tests.support.process_runs import ProcessRun
@@ -38,6 +39,7 @@ def test_a_killed_process_of_a_slice_costs_no_step(compiled, one_worker, server,
   assert differences(run, one_worker, LANES_STEPS) == []
 
 
+@pytest.mark.soak  # of a mesh that two processes rarely have
 def test_processes_of_a_slice_agree_on_the_order_of_collectives(server, tmp_path):
   """If the compiler chose how to shard the one-hot matmul, both would wait for each other in the first step.
 

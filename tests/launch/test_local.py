@@ -52,6 +52,7 @@ def test_three_worlds_train_as_three_slices_of_one_process(undisturbed, compiled
   assert undisturbed.committed_steps() == [STEPS // 3, 2 * STEPS // 3, STEPS]
 
 
+@pytest.mark.soak  # the next test kills two at once
 def test_two_of_three_slices_die_and_the_last_one_goes_on(undisturbed, compiled, server, tmp_path):
   run = ProcessRun(tmp_path, [*KEYS, compiled], server=server)
   with run.launched() as supervisor:

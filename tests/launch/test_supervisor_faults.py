@@ -72,6 +72,7 @@ def test_a_run_whose_output_is_lost_restarts_members_and_notices_hangs(compiled,
   assert run.steps() == list(range(1, run.last_step + 1)) and run.committed_steps()[-1] == run.last_step
 
 
+@pytest.mark.soak  # of one cause of a pause
 def test_a_reader_that_stops_reading_pauses_the_run_and_loses_no_member(compiled, server, tmp_path):
   """As with Ctrl-S in a terminal, or `| less`: the primary waits in a print, and the others wait for its sums."""
   run = ProcessRun(tmp_path, [compiled, ENDLESS, "log_period=1"], slices=2, server=server)

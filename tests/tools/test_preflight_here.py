@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from tests.tools.preflight_command import AUTO, TINY, command, compile_once
 
 from stepcost.chips import Chip
@@ -23,6 +24,7 @@ def test_for_this_machine():
   assert done.stdout.count("Missing in these times: DCN: the bandwidth is unknown") == 2
 
 
+@pytest.mark.soak  # of a key that leaves one program out
 def test_the_step_with_one_slice_lost_can_be_skipped(monkeypatch, capsys):
   """In this process, and the rates of the machine are given."""
   monkeypatch.setattr(cpu_peaks, "measure", lambda *_: Chip("this CPU", (), 1e9, 1 << 40, 1e9, 1e9))

@@ -59,7 +59,16 @@ def unblock(run):
 
 
 def test_exports_are_those_of_the_tool_and_keep_their_checkpoint(make, tmp_path):
+  """Also after they have failed: each is one warning, and the same command makes them up."""
   run = make("max_num_checkpoints_to_keep=1")
+  run.directory.mkdir(parents=True)
+  (run.directory / "hf").write_text("no folder\n")
+  assert run.finish() == 0, run.printed
+  assert not exported(run)
+  assert [event["step"] for event in run.events("hf_export_failed")] == [4, 6]
+  for step in (4, 6):
+    assert run.printed.count(f"warning: no export of step {step}: {run.directory}/hf/{step}: cannot be written") == 1
+  (run.directory / "hf").unlink()
   assert run.finish() == 0, run.printed
   assert exported(run) == [4, 6] and sorted(os.listdir(run.directory / "hf")) == ["4", "6"]
   assert f"Exported step 6 to {run.directory}/hf/6" in run.printed
@@ -92,20 +101,6 @@ def test_an_export_that_is_interrupted_again_and_again_is_made_up(make, tmp_path
   assert exported(run) == [4, 6] and sorted(os.listdir(run.directory / "hf")) == ["4", "6"]
   assert "warning" not in run.printed
   assert_is_the_export_of_the_tool(run, 4, tmp_path / "4")
-
-
-def test_an_export_that_fails_is_one_warning(make):
-  run = make()
-  run.directory.mkdir(parents=True)
-  (run.directory / "hf").write_text("no folder\n")
-  assert run.finish() == 0, run.printed
-  assert not exported(run)
-  assert [event["step"] for event in run.events("hf_export_failed")] == [4, 6]
-  for step in (4, 6):
-    assert run.printed.count(f"warning: no export of step {step}: {run.directory}/hf/{step}: cannot be written") == 1
-  (run.directory / "hf").unlink()
-  assert run.finish() == 0, run.printed
-  assert exported(run) == [4, 6]
 
 
 @pytest.mark.soak  # the test above makes exports up; tests/launch/test_local.py loses primaries

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from tests.support import hf_folders
+from tests.support.seeds import few
 
 from trainer.config.schema import Config
 from trainer.models import generation
@@ -19,7 +20,8 @@ from trainer.weights.model import Model
 PROMPTS = [[5, 9, 2], list(range(40)), [7]]
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3-moe-layers"])
+# Python 3.11 compares a text of a model with experts with that of transformers.
+@pytest.fixture(scope="module", params=few(["qwen3"], ["qwen3", "qwen3-moe-layers"]))
 def model(request, tmp_path_factory) -> Model:
   cfg = hf_folders.model(request.param, vocab_size=258)
   run = tmp_path_factory.mktemp("run")

@@ -114,8 +114,7 @@ def test_an_evaluation_due_at_the_step_of_a_sigterm_is_done_once_after_the_resum
 def test_sigterm_to_one_of_two_processes_stops_both_at_the_same_step(make):
   run = make(f"steps={ENDLESS}", "checkpoint_period=1000000", "num_slices=2")
   # Processes of a JAX world do not share compiled programs: each of the two compiles.
-  cheap = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
-  world = cheap | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+  world = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
   processes = [run.start(**world, JAX_PROCESS_ID=str(i)) for i in range(2)]
   assert command.wait_until(processes[0], lambda: run.last_step >= 3), run.printed[-4000:]
   processes[1].send_signal(signal.SIGTERM)

@@ -66,7 +66,8 @@ def expected_loss(run: Run, place, rows: int = 4) -> float:
   abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), model.abstract())
   params = sources.open_source(str(place)).load(abstract)
   batch = make_loader(config.data, vocab_size=258, global_batch_size=rows, split="train").batch(0, np.arange(rows))
-  logits = model.merge(params).logits(*(jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segment_ids)))
+  logits_of = jax.jit(lambda params, *inputs: model.merge(params).logits(*inputs))
+  logits = logits_of(params, batch.tokens, batch.positions, batch.segment_ids)
   losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(batch.targets)[..., None], axis=-1)[..., 0]
   return float(jnp.sum(losses * batch.weights) / jnp.sum(batch.weights))
 

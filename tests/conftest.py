@@ -47,6 +47,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
   return cores() + 1
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  """Tests with a long limit of their own come first: no worker begins one when the others are at their end."""
+  items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+
+
 @pytest.fixture(scope="session")
 def server(pytestconfig) -> Iterator[StandaloneServer]:
   """Starts runs of the real command, and of launchers, without the seconds that their imports take."""

@@ -164,6 +164,7 @@ def resolve(config, cluster):
   return resolved.model.remat_policy, line, notes
 
 
+@pytest.mark.soak  # the tests above choose without compiling, test_preflight.py for a TPU
 def test_on_cpus_the_first_in_the_order_that_fits(cluster, monkeypatch):
   """With real compiled steps: memory for everything, and memory for exactly the step with the least memory."""
   order = RematPolicy.NONE, RematPolicy.FULL

@@ -319,7 +319,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", ["all", "fsdp-across"])
+@pytest.mark.parametrize("name", few(["all"], ["all", "fsdp-across"]))
 def test_sharded_equals_unsharded(name, by_rows):
   """And several micro-batches in sequence equal one. See below for more meshes, with other optimizers and models.
 
@@ -333,7 +333,7 @@ def test_sharded_equals_unsharded(name, by_rows):
   assert any(by_rows) == (name != "fsdp-across")
 
 
-@pytest.mark.parametrize("wide_units", [False, True])
+@pytest.mark.parametrize("wide_units", few([True], [False, True]))
 def test_matmuls_as_on_tpus_and_weights_gathered_in_two_stages_are_the_same(wide_units, monkeypatch):
   """Gate and up are one matmul; on chips with wide units they are two. Some slices gather weights in two stages:
 
@@ -425,6 +425,7 @@ def test_neighbours_that_gather_rows_of_the_head_exchange_fewer_tokens(monkeypat
   assert set(gathered) == {str(ROWS // 2)}
 
 
+@pytest.mark.soak  # the test above has neighbours that gather rows
 def test_neighbours_that_have_the_whole_head_give_the_same_loss(monkeypatch):
   """Two neighbours that are all of fsdp, in one of four slices."""
   monkeypatch.setattr(program.sharding, "head_neighbours", lambda *_: 2)

@@ -65,7 +65,7 @@ def main() -> None:
     values = np.array([rows[i] for rows in results])
     differences = values[:, 0] - [rows[0][0] for rows in results]
     error = np.std(differences, ddof=1) / len(results) ** 0.5 if len(results) > 1 else np.nan
-    print(f"| {model.name} | {np.mean(differences):+.3f} ± {error:.3f} {_cells(np.mean(values, axis=0))}")
+    print(f"| {model.name} | {np.mean(differences):+.3f} +- {error:.3f} {_cells(np.mean(values, axis=0))}")
 
 
 def _train(models: list[Model], steps: int) -> list[list[float]]:

@@ -218,6 +218,7 @@ def test_a_base_folder_that_was_moved_away_is_1_and_no_new_folder_is_made(make):
   assert not run.committed_steps()
 
 
+@pytest.mark.soak  # of storage that is repaired during a run
 def test_a_deleted_checkpoint_folder_is_created_again(make):
   """Also if the folder disappears between a commit and retention, with checkpoints that retention would delete."""
   run = make(f"steps={ENDLESS}", "checkpoint_period=200", "max_num_checkpoints_to_keep=1")

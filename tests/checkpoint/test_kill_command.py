@@ -60,6 +60,7 @@ def test_a_run_that_was_killed_before_its_last_commit_saves_its_last_step(start,
   assert run.events("checkpoint_saved") == saves and local() == before
 
 
+@pytest.mark.soak  # of the check of end_to_end/kill_and_resume.py
 def test_the_check_reports_a_broken_run(undisturbed, tmp_path):
   shutil.copytree(undisturbed.folder, tmp_path / "other")
   other = command.Run(tmp_path / "other", [])

@@ -167,8 +167,9 @@ class Tiers:
     """Saves in the persistent tier, unless it has a good checkpoint of `step`. Whether it saved. Waits for the commit.
 
     For a state that was restored, or is saved in the other tiers: a second local copy would replace a good one. If the
-    storage fails, the emergency tier saves the state unless it has it, and SaveFailed is raised. A damaged checkpoint
-    of `step` is moved aside first. meta, metric: see `maybe_save`. begun: called if it saves, before the commit.
+    storage fails, the emergency tier saves the state unless it has it, and SaveFailed is raised when that is done. A
+    damaged checkpoint of `step` is moved aside first. meta, metric: see `maybe_save`. begun: called if it saves, before
+    the commit.
     """
     if not self._cfg.enable_checkpointing or not self._saves_in_storage():
       return False
@@ -188,6 +189,7 @@ class Tiers:
     except SaveFailed:
       if self._emergency is not None and self._emergency.newest() < step:
         self._save_or_warn(self._emergency, step, state, meta)
+        self._call_or_warn(self._emergency, self._emergency.wait)
       raise
 
   def wait(self) -> None:

@@ -69,7 +69,7 @@ def write(folder: Any, arrays: Mapping[str, Lazy], meta: Mapping[str, Any], done
           del array  # `writing` has the only reference
         await writing
       finally:
-        await asyncio.wait([writing])
+        await asyncio.gather(writing, return_exceptions=True)
       return []
 
     async def _write(self, array: np.ndarray, info: Any, args: Any) -> None:

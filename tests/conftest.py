@@ -48,7 +48,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  """Tests with a long limit of their own come first: no worker begins one when the others are at their end."""
+  """Tests with a time limit of their own are long and come first: no worker begins one when the others have ended."""
   items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
 
 

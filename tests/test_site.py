@@ -17,7 +17,7 @@ def build(folder: pathlib.Path, out: pathlib.Path) -> subprocess.CompletedProces
   return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
 
 
-@pytest.mark.soak  # test_pages.py checks the pages and their links
+@pytest.mark.soak  # test_code_blocks.py checks the links to files
 def test_the_site_builds_and_loads_nothing_from_the_internet(tmp_path):
   result = build(ROOT, tmp_path / "site")
   assert result.returncode == 0, result.stderr

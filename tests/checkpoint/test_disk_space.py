@@ -57,7 +57,7 @@ def test_local_copies_of_the_slices_of_this_process(monkeypatch, tmp_path):
   assert found(monkeypatch, tmp_path, 5 * SIZE, *keys, in_storage=False) == []  # arrays are aligned
 
 
-@pytest.mark.soak  # the tests below compute the warning
+@pytest.mark.soak  # the tests above compute what is warned of
 def test_a_run_warns_before_its_first_step(make):
   run = make(f"steps={10**9}", "checkpoint_period=1", f"max_num_checkpoints_to_keep={10**9}")
   process = run.start()

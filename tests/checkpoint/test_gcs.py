@@ -162,6 +162,6 @@ assert {"config.json", "generation_config.json"} < {path.name for path in folder
 """
 
 
-@pytest.mark.soak  # the test above saves to the same storage
+@pytest.mark.soak  # of tools; the test above saves to the same storage
 def test_weights_are_imported_and_exported(bucket, tmp_path):
   assert "gs://bucket/exported is complete." in run_program(CONVERT, bucket, tmp_path)

@@ -88,7 +88,7 @@ def test_a_run_with_a_full_disk_for_its_output_completes(compiled, server, tmp_p
   assert run.committed_steps() == [20]
 
 
-@pytest.mark.soak  # the next test breaks the same output
+@pytest.mark.soak  # the test above breaks the same output
 def test_a_run_whose_terminal_goes_away_under_the_progress_bar_completes(compiled, tmp_path):
   run = Run(tmp_path, [*KEYS, compiled, "steps=400"])
   terminal, screen = pty.openpty()

@@ -103,7 +103,7 @@ def test_an_export_that_is_interrupted_again_and_again_is_made_up(make, tmp_path
   assert_is_the_export_of_the_tool(run, 4, tmp_path / "4")
 
 
-@pytest.mark.soak  # the test above makes exports up; tests/launch/test_local.py loses primaries
+@pytest.mark.soak  # the first test makes exports up; tests/launch/test_local.py loses primaries
 def test_the_next_primary_makes_up_the_exports_of_the_one_that_is_killed(server, compiled, tmp_path):
   keys = ["checkpoint_period=4", "hf_export_period=4", "steps=8", compiled]
   run = ProcessRun(tmp_path / "a", keys, slices=2, server=server)

@@ -20,7 +20,7 @@ from trainer.weights.model import Model
 PROMPTS = [[5, 9, 2], list(range(40)), [7]]
 
 
-# Python 3.11 compares a text of a model with experts with that of transformers.
+# For a model with experts, test_against_transformers.py compares the texts of generate and of transformers.
 @pytest.fixture(scope="module", params=few(["qwen3"], ["qwen3", "qwen3-moe-layers"]))
 def model(request, tmp_path_factory) -> Model:
   cfg = hf_folders.model(request.param, vocab_size=258)

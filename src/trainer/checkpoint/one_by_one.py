@@ -34,10 +34,6 @@ class Lazy:
     return self.size * self.dtype.itemsize
 
 
-# The file driver would wait for the disk after each array.
-_CONTEXT = {"file_io_sync": False, "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}}
-
-
 def write(folder: Any, arrays: Mapping[str, Lazy], meta: Mapping[str, Any], done: Callable[[str], object]) -> None:
   """Writes the checkpoint `folder` (an epath). meta: JSON, without "arrays". done: called with each name.
 
@@ -56,7 +52,9 @@ def write(folder: Any, arrays: Mapping[str, Lazy], meta: Mapping[str, Any], done
       return "jax.Array"
 
     async def serialize(self, values: Sequence[Lazy], infos: Sequence[Any], args: Any = None) -> list[Any]:
-      context, largest = tensorstore.Context(_CONTEXT), max(value.nbytes for value in values)
+      # Orbax's own context would wait for the disk after each array.
+      context = tensorstore.Context({"file_io_sync": False}, infos[0].ts_context)
+      largest = max(value.nbytes for value in values)
       writing, bytes_written = asyncio.ensure_future(asyncio.sleep(0)), 0
       try:
         for i, (value, info) in enumerate(zip(values, infos, strict=True)):

@@ -34,18 +34,19 @@ def flops(computation: Computation, kernel: Instruction) -> tuple[str, float] | 
 
   The type is "" if the kernel itself states its FLOPs.
   """
+  arrays, phase = _operands(computation, kernel), _splash_phase(kernel)
+  # Before what a kernel states: tokamax's forward kernel states as many FLOPs as without a mask.
+  known = _splash(kernel, arrays, phase) if phase else None
+  if known:
+    return known
   stated = _STATED.search(_config(kernel))
   if stated:
     part = _PART.search(kernel.source)
     return "", float(stated.group(1)) / (int(part.group(1)) if part else 1)
-  arrays = _operands(computation, kernel)
   target = kernel.target
   if target.startswith(("__cublas$gemm", "__cublas$lt$matmul")):
     return _gemm(kernel, arrays)
-  if target.startswith("__cudnn$fmha"):
-    return _fmha(kernel, arrays)
-  phase = _splash_phase(kernel)
-  return _splash(kernel, arrays, phase) if phase else None
+  return _fmha(kernel, arrays) if target.startswith("__cudnn$fmha") else None
 
 
 def head_width(computation: Computation, kernel: Instruction) -> int:
@@ -78,29 +79,33 @@ def _operands(computation: Computation, kernel: Instruction) -> list[Array]:
 def _splash(kernel: Instruction, arrays: list[Array], phase: str) -> tuple[str, float] | None:
   """Operands: integers that describe the mask, q [.., N, T, H], k and v [.., K, S, H], and others.
 
-  None if the kernel does not state its blocks, from which its FLOPs follow. JAX's kernels state them in their metadata.
+  The last two dims of each may have the other order. None if the kernel does not state its blocks, from which its FLOPs
+  follow. JAX's and tokamax's kernels state them in their metadata.
   """
-  q, k = [a for a in arrays if a.dtype in _FLOATS][:2]
   suffix = {"fwd": "", "dq": "_dq", "dkv": "_dkv"}[phase]
-  # The fused backward kernel also returns dq, one part per block of keys.
-  if phase == "dkv" and any(len(a.dims) == len(q.dims) + 1 and a.dims[-3:] == q.dims[-3:] for a in kernel.result):
-    phase = "fused"
   blocks = {name: int(size) for name, size in _BLOCK.findall(kernel.rest)}
   rows, columns = blocks.get(f"block_q{suffix}"), blocks.get(f"block_kv{suffix}")
   if not rows or not columns:
     return None
-  queries, keys = q.dims[-2], k.dims[-2]
+  q, k = [a for a in arrays if a.dtype in _FLOATS][:2]
+  # The fused backward kernel also returns dq in several parts.
+  parts = [a for a in kernel.result if len(a.dims) == len(q.dims) + 1 and sorted(a.dims[-3:]) == sorted(q.dims[-3:])]
+  if phase == "dkv" and parts:
+    phase = "fused"
+  queries, keys = (a.dims[-2] if a.dims[-2] % block == 0 else a.dims[-1] for a, block in ((q, rows), (k, columns)))
   return q.dtype, _MATMULS[phase] * 2.0 * math.prod(q.dims) * keys * computed_share(queries, keys, rows, columns)
 
 
 def computed_share(queries: int, keys: int, rows: int, columns: int) -> float:
-  """Returns the share of blocks that are not above the diagonal, for the last `queries` of a sequence of `keys`.
+  """Returns the share of blocks that are not above the diagonal, for `queries` of a sequence of `keys`.
 
-  The last queries, because with a context axis the chip that holds them has the most work, and the others wait for it.
+  Fewer queries than keys are those of a chip of a context axis. It has a part of the sequence near its begin and one as
+  near its end, so that all chips have as much work: here, the first part and the last one.
   """
-  first = keys - queries
-  reached = sum(math.ceil((first + end) / columns) for end in range(rows, queries + 1, rows))
-  return reached / (queries // rows * (keys // columns))
+  length = queries if queries == keys else queries // 2
+  rows = min(rows, length)
+  ends = [first + end for first in {0, keys - length} for end in range(rows, length + 1, rows)]
+  return sum(math.ceil(end / columns) for end in ends) / (len(ends) * (keys // columns))
 
 
 def _config(kernel: Instruction) -> str:

@@ -293,6 +293,21 @@ def test_the_cost_of_attention_follows_from_the_blocks_that_the_kernel_states(st
   assert counted.unpriced_kernel_runs == (share == 0)
 
 
+def test_the_blocks_of_a_kernel_of_tokamax_count_and_not_the_flops_that_it_states():
+  """It states those of all blocks. Positions may be the last dim; the fused kernel has some parts of dq."""
+  config = """custom_call_target="tpu_custom_call",
+frontend_attributes={kernel_metadata={"xprof_metadata":"{\\"block_q_dkv\\": 1024, \\"block_kv_dkv\\": 1024}"}},
+backend_config={"custom_call_config":{"cost_estimate":{"flops":9000000000000}}}"""
+  text = f"""ENTRY %main (q: bf16[8,128,2048], k: bf16[2,4096,128]) -> (f32[3,8,2048,128], bf16[2,4096,128]) {{
+  %q = bf16[8,128,2048]{{2,1,0}} parameter(0)
+  %k = bf16[2,4096,128]{{2,1,0}} parameter(1)
+  ROOT %splash_mha_dkv.1 = (f32[3,8,2048,128]{{3,2,1,0}}, bf16[2,4096,128]{{2,1,0}}) custom-call(%q, %k, %k), {config}
+}}
+"""
+  # Of two chips on a context axis, each has 1,024 positions near the begin and as many near the end.
+  assert costs.count(hlo.parse("HloModule m\n\n" + text)).flops == (1 + 4) / 8 * 5 * 2 * 8 * 2048 * 4096 * 128
+
+
 @pytest.mark.parametrize(
   "queries, keys, rows, columns, share",
   [
@@ -300,7 +315,8 @@ def test_the_cost_of_attention_follows_from_the_blocks_that_the_kernel_states(st
     (2048, 2048, 1024, 1024, 3 / 4),
     (4096, 4096, 1024, 1024, 10 / 16),
     (8192, 8192, 1024, 2048, 20 / 32),
-    (1024, 2048, 1024, 1024, 1),  # the second of two chips on a context axis
+    (1024, 2048, 1024, 1024, 3 / 4),  # one of two chips on a context axis
+    (16384, 131072, 2048, 2048, 260 / 512),
   ],
 )
 def test_blocks_above_the_diagonal_are_not_computed(queries, keys, rows, columns, share):

@@ -199,7 +199,7 @@ class ModelSection(Section):
   matmul_precision: Literal["default", "high", "highest"] = Field("default", description="Precision of JAX matmuls.")
   quantization: Literal["", "int8", "fp8", "fp8_full"] = Field(
     "",
-    description="Compute the matmuls of the layers in 8 bits, forward and backward (qwix). fp8 is e4m3; fp8_full also has e5m2 gradients. Weights are stored in weight_dtype. With experts: on CPUs, and int8 on GPUs. Empty: no quantization.",
+    description="Compute the matmuls of the layers in 8 bits, forward and backward (qwix). fp8 is e4m3; fp8_full also has e5m2 gradients. Weights are stored in weight_dtype. With experts: on CPUs only. Empty: no quantization.",
   )
   attention: Literal["autoselected", "dot_product", "flash"] = Field(
     "autoselected",

@@ -43,24 +43,18 @@ def choose(platform: str, quantization: str = "") -> Chosen:
 
   Raises ConfigError if the platform has no fast 8-bit form.
   """
-  if platform == "tpu":
-    _refuse(quantization, "TPUs", "quantizing rows and weights takes longer than 8-bit matmuls save there", '""')
-    return Chosen("megablox", "the Pallas kernel of JAX for TPUs", _megablox)
-  if platform == "gpu":
-    if quantization != "int8":
-      _refuse(quantization, "GPUs", "JAX's Pallas compiler (Triton) multiplies fp8 in 16 bits", 'int8 or ""')
-    blocks = functools.partial(_blocks, quantization)
-    return Chosen("blocks", "a Pallas kernel: XLA's ragged_dot computes every expert for every token on a GPU", blocks)
-  tiles = differentiable(tile_times_weights, tile_times_rows, quantization)
-  return Chosen("tiles", "XLA's ragged_dot computes every expert for every token on a CPU", tiles)
-
-
-def _refuse(quantization: str, devices: str, reason: str, remedy: str) -> None:
+  if platform == "cpu":
+    tiles = differentiable(tile_times_weights, tile_times_rows, quantization)
+    return Chosen("tiles", "XLA's ragged_dot computes every expert for every token on a CPU", tiles)
   if quantization:
     raise ConfigError(
-      f"quantization={quantization}: the matmuls of experts (num_experts above 1) have no such form on {devices}: "
-      f"{reason}.\nSet quantization={remedy}."
+      f"quantization={quantization}: the matmuls of experts (num_experts above 1) have no 8-bit form on "
+      f"{platform.upper()}s: quantizing rows and weights takes longer than 8-bit matmuls save there.\n"
+      'Set quantization="".'
     )
+  if platform == "tpu":
+    return Chosen("megablox", "the Pallas kernel of JAX for TPUs", _megablox)
+  return Chosen("blocks", "a Pallas kernel: XLA's ragged_dot computes every expert for every token on a GPU", _blocks)
 
 
 def _megablox(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -78,11 +72,11 @@ def _megablox(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
   return _on_each_device(run, x, w, sizes)
 
 
-def _blocks(mode: str, x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+def _blocks(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
   """The Pallas kernels for GPUs."""
   from trainer.kernels import grouped_matmul_gpu as gpu  # imported here: only a GPU needs Triton
 
-  return _on_each_device(differentiable(gpu.times_weights, gpu.times_rows, mode), x, w, sizes)
+  return _on_each_device(differentiable(gpu.times_weights, gpu.times_rows, ""), x, w, sizes)
 
 
 def with_rows_behind(multiply: GroupedMatmul, parts: int) -> GroupedMatmul:

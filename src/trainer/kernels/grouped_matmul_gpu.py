@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from trainer.kernels.quantized import Operand, rescaled
+from trainer.kernels.quantized import Operand
 
 BLOCK = 128  # rows, and columns of a result
 DEPTH_BYTES = 128  # of a row that one iteration multiplies. With STAGES, 96 KiB of shared memory for all types
@@ -31,19 +31,14 @@ def times_weights(
 ) -> jax.Array:
   """The first product of `grouped_matmul.differentiable`. interpret: on any platform, for tests."""
   blocks = _Blocks.of(len(x.values), sizes)
-  if x.scale is not None and not transposed:  # tensor cores read 8-bit operands along the contracted dim
-    w, transposed = Operand(w.values.swapaxes(1, 2), w.scale), True
-  return _times_weights(blocks, jax.tree.map(blocks.pad, x), w, dtype, interpret, transposed=transposed)[blocks.places]
+  padded = blocks.pad(x.values)
+  return _times_weights(blocks, padded, w.values, dtype, interpret, transposed=transposed)[blocks.places]
 
 
 def times_rows(x: Operand, g: Operand, sizes: jax.Array, dtype: jnp.dtype, *, interpret: bool = False) -> jax.Array:
   """The second product of `grouped_matmul.differentiable`. interpret: on any platform, for tests."""
   blocks = _Blocks.of(len(x.values), sizes)
-  left, right = blocks.pad(x.values), blocks.pad(g.values)
-  if x.scale is None:
-    return _times_rows(blocks, left, right, x.sum_dtype, interpret).astype(dtype)
-  total = _times_rows(blocks, left.T, right.T, x.sum_dtype, interpret, transposed=True)
-  return rescaled(total, x, g).astype(dtype)
+  return _times_rows(blocks, blocks.pad(x.values), blocks.pad(g.values), interpret).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,14 +74,13 @@ def _count_at_most(ends: jax.Array, n: int) -> jax.Array:
 
 
 def _times_weights(
-  blocks: _Blocks, x: Operand, w: Operand, dtype: jnp.dtype, interpret: bool, *, transposed: bool
+  blocks: _Blocks, x: jax.Array, w: jax.Array, dtype: jnp.dtype, interpret: bool, *, transposed: bool
 ) -> jax.Array:
   """Returns x [P, K] times the weights of each block's group, w [E, K, N], or [E, N, K] if transposed: [P, N]."""
-  (P, K), N = x.values.shape, w.values.shape[1 if transposed else 2]
-  depth = DEPTH_BYTES // x.values.dtype.itemsize
+  (P, K), N = x.shape, w.shape[1 if transposed else 2]
+  depth = DEPTH_BYTES // x.dtype.itemsize
 
-  def kernel(group_ref: Ref, x_ref: Ref, w_ref: Ref, *refs: Ref) -> None:
-    *scales, out_ref = refs
+  def kernel(group_ref: Ref, x_ref: Ref, w_ref: Ref, out_ref: Ref) -> None:
     group, at = group_ref[0], pl.program_id(1) * BLOCK
     inside_N = at + jnp.arange(BLOCK) < N
 
@@ -100,16 +94,11 @@ def _times_weights(
       else:
         weights = w_ref.at[group, pl.ds(begin, depth), pl.ds(at, BLOCK)]
         loaded = triton.load(weights, mask=inside_K[:, None] & inside_N[None], other=0)
-      return total + jnp.dot(rows, loaded, preferred_element_type=x.sum_dtype)
+      return total + jnp.dot(rows, loaded, preferred_element_type=jnp.float32)
 
-    total = jax.lax.fori_loop(0, -(-K // depth), add, jnp.zeros((BLOCK, BLOCK), x.sum_dtype))
-    if scales:
-      of_columns = triton.load(scales[1].at[group, pl.ds(at, BLOCK)], mask=inside_N, other=0)
-      total = total.astype(jnp.float32) * scales[0][...][:, None] * of_columns[None]
+    total = jax.lax.fori_loop(0, -(-K // depth), add, jnp.zeros((BLOCK, BLOCK), jnp.float32))
     triton.store(out_ref.at[:, pl.ds(at, BLOCK)], total.astype(out_ref.dtype), mask=_both(BLOCK, inside_N))
 
-  of_block, whole = pl.BlockSpec((BLOCK,), lambda i, j: (i,)), pl.BlockSpec(memory_space=pl.ANY)
-  scales = () if x.scale is None or w.scale is None else (x.scale.reshape(P), w.scale.reshape(-1, N))
   return pl.pallas_call(
     kernel,
     out_shape=jax.ShapeDtypeStruct((P, N), dtype),
@@ -117,24 +106,18 @@ def _times_weights(
     in_specs=[
       pl.BlockSpec((1,), lambda i, j: (i,)),
       pl.BlockSpec((BLOCK, K), lambda i, j: (i, 0)),
-      whole,
-      *((of_block, whole) if scales else ()),
+      pl.BlockSpec(memory_space=pl.ANY),
     ],
     out_specs=pl.BlockSpec((BLOCK, N), lambda i, j: (i, 0)),
     compiler_params=triton.CompilerParams(num_warps=4, num_stages=STAGES),
     interpret=interpret,
     name="grouped_matmul",
-  )(blocks.groups, x.values, w.values, *scales)
+  )(blocks.groups, x, w)
 
 
-def _times_rows(
-  blocks: _Blocks, x: jax.Array, g: jax.Array, sum_dtype: jnp.dtype, interpret: bool, *, transposed: bool = False
-) -> jax.Array:
-  """Returns the sum of the outer products of x [P, K] and g [P, N] in each group, [E, K, N] in sum_dtype.
-
-  transposed: x is [K, P], and g is [N, P].
-  """
-  K, N, E = x.shape[1 - transposed], g.shape[1 - transposed], len(blocks.first)
+def _times_rows(blocks: _Blocks, x: jax.Array, g: jax.Array, interpret: bool) -> jax.Array:
+  """Returns the sum of the outer products of x [P, K] and g [P, N] in each group, float32 [E, K, N]."""
+  K, N, E = x.shape[1], g.shape[1], len(blocks.first)
   depth = DEPTH_BYTES // x.dtype.itemsize
   steps = BLOCK // depth
 
@@ -144,23 +127,19 @@ def _times_rows(
 
     def add(i: jax.Array, total: jax.Array) -> jax.Array:
       rows = pl.ds(i * depth, depth)
-      if transposed:
-        left = triton.load(x_ref.at[pl.ds(at_K, BLOCK), rows], mask=_both(depth, inside_K).T, other=0)
-        right = triton.load(g_ref.at[pl.ds(at_N, BLOCK), rows], mask=_both(depth, inside_N).T, other=0)
-        return total + jnp.dot(left, right.T, preferred_element_type=sum_dtype)
       left = triton.load(x_ref.at[rows, pl.ds(at_K, BLOCK)], mask=_both(depth, inside_K), other=0)
       right = triton.load(g_ref.at[rows, pl.ds(at_N, BLOCK)], mask=_both(depth, inside_N), other=0)
-      return total + jnp.dot(left.T, right, preferred_element_type=sum_dtype)
+      return total + jnp.dot(left.T, right, preferred_element_type=jnp.float32)
 
     begin = first_ref[0] * steps
-    total = jax.lax.fori_loop(begin, begin + count_ref[0] * steps, add, jnp.zeros((BLOCK, BLOCK), sum_dtype))
+    total = jax.lax.fori_loop(begin, begin + count_ref[0] * steps, add, jnp.zeros((BLOCK, BLOCK), jnp.float32))
     out = out_ref.at[pl.ds(at_K, BLOCK), pl.ds(at_N, BLOCK)]
     triton.store(out, total, mask=inside_K[:, None] & inside_N[None])
 
   of_group, whole = pl.BlockSpec((1,), lambda e, i, j: (e,)), pl.BlockSpec(memory_space=pl.ANY)
   return pl.pallas_call(
     kernel,
-    out_shape=jax.ShapeDtypeStruct((E, K, N), sum_dtype),
+    out_shape=jax.ShapeDtypeStruct((E, K, N), jnp.float32),
     grid=(E, -(-K // BLOCK), -(-N // BLOCK)),
     in_specs=[of_group, of_group, whole, whole],
     out_specs=pl.BlockSpec((None, K, N), lambda e, i, j: (e, 0, 0)),

@@ -13,6 +13,7 @@ from tests.support.seeds import few
 from trainer.config.errors import ConfigError
 from trainer.kernels import attention, attention_cpu, attention_gpu, attention_splash
 from trainer.kernels.attention_xla import dot_product
+from trainer.parallel import zigzag
 
 AXES = ("data", "fsdp", "tensor", "context")
 FLOAT32 = 1e-5  # relative to the largest value
@@ -22,6 +23,14 @@ BFLOAT16 = 1.5e-2  # the inputs are exact; the output and the gradients are roun
 def mesh_of(*shape):
   devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
   return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 4)
+
+
+def splash(mesh, length, heads, kv_heads=2, head_dim=16, itemsize=4):
+  build = attention_splash.build(
+    mesh=mesh, seq_len=length, num_q_heads=heads, num_kv_heads=kv_heads, head_bytes=head_dim * itemsize, interpret=True
+  )
+  order = attention_splash.order(mesh, length)
+  return lambda *arrays: zigzag.restored(order, build(*(zigzag.spread(order, array) for array in arrays)))
 
 
 def check(function, sizes, dtype=jnp.float32, tolerance=FLOAT32):
@@ -73,14 +82,21 @@ def test_cpu_flash_never_holds_the_scores_of_one_head():
 # Heads of 256 in float32 have blocks of 512 keys, so the gradient of the queries has two parts.
 @pytest.mark.parametrize("sizes", [(2, 256, 4, 2, 64), (1, 384, 2, 1, 128), (2, 1024, 2, 1, 256)], ids=str)
 def test_splash_equals_attention_by_definition(sizes):
-  length, heads, head_bytes = sizes[1], sizes[2], 4 * sizes[4]
-  build = attention_splash.build(mesh=None, seq_len=length, num_q_heads=heads, head_bytes=head_bytes, interpret=True)
-  check(build, sizes)
+  check(splash(None, *sizes[1:]), sizes)
+
+
+@pytest.mark.parametrize("kv_heads, groups", [(1, 0), (2, 2), (4, 4)])
+def test_splash_with_two_backward_kernels_and_with_groups_of_heads(kv_heads, groups, monkeypatch):
+  """Four blocks of keys, and a group of heads may have one partial dq, or two if there are no more groups."""
+  monkeypatch.setattr(attention_splash, "MAX_DQ", 1)
+  monkeypatch.setattr(attention_splash, "_limit", lambda _: 128)
+  sizes = (2, 512, 4, kv_heads, 128)
+  assert attention_splash.head_groups(512, kv_heads, 512) == groups
+  check(splash(None, *sizes[1:]), sizes)
 
 
 def test_splash_in_bfloat16():
-  function = attention_splash.build(mesh=None, seq_len=256, num_q_heads=4, head_bytes=128, interpret=True)
-  check(function, (1, 256, 4, 2, 64), jnp.bfloat16, BFLOAT16)
+  check(splash(None, 256, 4, 2, 64, 2), (1, 256, 4, 2, 64), jnp.bfloat16, BFLOAT16)
 
 
 def gpu(mesh, length, heads, implementation="xla", dtype=jnp.bfloat16):
@@ -139,10 +155,6 @@ def cpu(mesh, length, heads):
   )
 
 
-def splash(mesh, length, heads):
-  return attention_splash.build(mesh=mesh, seq_len=length, num_q_heads=heads, head_bytes=64, interpret=True)
-
-
 @pytest.mark.parametrize(
   "build, length, shape",
   [
@@ -151,6 +163,8 @@ def splash(mesh, length, heads):
     (cpu, 152, (2, 1, 2, 2)),
     (splash, 256, (2, 1, 2, 2)),
     (splash, 256, (1, 4, 2, 1)),
+    (splash, 512, (2, 1, 1, 2)),
+    (splash, 1024, (1, 1, 2, 4)),
     (gpu, 64, (1, 2, 1, 2)),
     (gpu, 64, (2, 2, 2, 1)),
   ],
@@ -248,5 +262,5 @@ def test_splash_blocks_divide_the_length(length, limit, block):
 @pytest.mark.parametrize("head_bytes, forward, backward", [(256, 1024, 2048), (512, 1024, 1024), (1024, 512, 512)])
 def test_splash_blocks_of_large_heads_are_smaller(head_bytes, forward, backward):
   """These sizes fit into the VMEM of a v4: all of them compile for it."""
-  sizes = attention_splash.block_sizes(8192, 8192, head_bytes)
+  sizes = attention_splash.block_sizes(8192, 8192, head_bytes, fused=True)
   assert sizes.block_kv == forward and sizes.block_kv_dkv == backward

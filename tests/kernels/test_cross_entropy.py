@@ -40,11 +40,11 @@ def assert_same(got, want, tolerance):
     np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
 
 
-@pytest.mark.parametrize("t, chunks, shards", [(16, 1, 1), (16, 4, 2), (17, 4, 1), (18, 4, 2), (5, 8, 1), (7, 0, 7)])
+@pytest.mark.parametrize("t, chunks", [(16, 1), (16, 4), (17, 4), (18, 4), (5, 8), (7, 0)])
 @pytest.mark.parametrize("valid", [None, 50])
-def test_equals_the_plain_formula(t, chunks, shards, valid):
+def test_equals_the_plain_formula(t, chunks, valid):
   arrays = inputs(t=t, valid=valid)
-  options = {"num_chunks": chunks, "valid_vocab": valid, "length_shards": shards}
+  options = {"num_chunks": chunks, "valid_vocab": valid}
   got = grads(linear_cross_entropy, arrays, z_loss=0.1, **options)
   assert_same(got, grads(plain_cross_entropy, arrays, z_loss=0.1, valid_vocab=valid), 1e-5)
 
@@ -98,29 +98,25 @@ def test_constrain_shards_the_vocabulary():
   assert seen == {
     ("vocab", "embed"),
     ("embed", "vocab"),
-    ("loss_batch", "loss_length", "embed"),
-    ("loss_batch", "loss_length", "vocab"),
+    ("loss_batch", "length", "embed"),
+    ("loss_batch", "length", "vocab"),
     ("batch", "length", "embed"),
   }
 
 
 def test_chunks_of_a_sharded_length_stay_where_they_are():
-  mesh = Mesh(np.array(jax.devices()), ("context",), axis_types=(AxisType.Auto,))
+  mesh = Mesh(np.array(jax.devices()).reshape(1, 8), ("fsdp", "context"), axis_types=(AxisType.Auto,) * 2)
   arrays = inputs(t=64, v=64)
   placed = jax.device_put(arrays[0], NamedSharding(mesh, PartitionSpec(None, "context")))
 
   def step(x, w):
-    loss = lambda *a: linear_cross_entropy(*a, *arrays[2:], z_loss=0.0, num_chunks=4, length_shards=8)[0]
+    loss = lambda *a: linear_cross_entropy(*a, *arrays[2:], z_loss=0.0, num_chunks=4)[0]
     return jax.grad(loss)(x, w)
 
-  compiled = jax.jit(step).lower(placed, arrays[1]).compile()
+  with jax.set_mesh(mesh):
+    compiled = jax.jit(step).lower(placed, arrays[1]).compile()
   assert "all-gather" not in compiled.as_text() and "all-to-all" not in compiled.as_text()
   assert compiled.output_shardings.spec[1] == "context"
-
-
-def test_refuses_a_length_that_does_not_divide():
-  with pytest.raises(ValueError, match="length 16 does not divide by length_shards=3"):
-    linear_cross_entropy(*inputs(), z_loss=0.0, num_chunks=1, length_shards=3)
 
 
 def test_refuses_a_valid_vocabulary_larger_than_the_weights():

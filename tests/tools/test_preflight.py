@@ -300,7 +300,9 @@ def test_attention_counts_once_per_run_of_its_kernels(policy, forward):
   from trainer.kernels import attention_splash, remat
 
   layers, batch, length, heads, width = 3, 2, 256, 2, 128
-  kernel = attention_splash.build(mesh=None, seq_len=length, num_q_heads=heads, head_bytes=2 * width)
+  kernel = attention_splash.build(
+    mesh=None, seq_len=length, num_q_heads=heads, num_kv_heads=heads, head_bytes=2 * width
+  )
   _, kept = remat.checkpoint_policy(ModelSection(remat_policy=policy))
 
   def layer(x, scale):

@@ -45,11 +45,13 @@ class Attention:
   Returns [B, T, N, H] in q.dtype, from q [B, T, N, H], k and v [B, S, K, H] (K divides N; k and v are not repeated) and
   int32 segment ids [B, T] and [B, S]. Attention is causal by index and stays within a segment. The function applies the
   scale H**-0.5. It names what its backward pass needs "context" for remat, so callers do not have to.
+  zigzag: the mesh over whose axis context the positions of all arrays are in zigzag order; None: in natural order.
   """
 
   name: str
   reason: str
   function: AttentionFunction
+  zigzag: Mesh | None = None
 
   def __call__(
     self, q: jax.Array, k: jax.Array, v: jax.Array, q_segment_ids: jax.Array, kv_segment_ids: jax.Array
@@ -58,13 +60,14 @@ class Attention:
       return self.function(q, k, v, q_segment_ids, kv_segment_ids)
 
 
-def _cpu_flash(shape: Shape) -> AttentionFunction:
+def _cpu_flash(shape: Shape, reason: str) -> Attention:
   if shape.mesh is None or shape.mesh.size == 1:
-    return attention_cpu.flash
-  return attention_shard.per_device(lambda _, *arrays: attention_cpu.flash_shard(*arrays), shape.mesh)
+    return Attention("flash", reason, attention_cpu.flash)
+  function = attention_shard.per_device(lambda _, *arrays: attention_cpu.flash_shard(*arrays), shape.mesh)
+  return Attention("flash", reason, function)
 
 
-def _splash(shape: Shape) -> AttentionFunction:
+def _splash(shape: Shape, reason: str) -> Attention:
   highest = shape.precision == "highest" and shape.dtype == jnp.float32
   if shape.precision != "default" and not highest:
     raise ConfigError(
@@ -74,22 +77,25 @@ def _splash(shape: Shape) -> AttentionFunction:
   # Imported here, because Pallas takes a second to import and only TPUs need it.
   from trainer.kernels import attention_splash
 
-  return attention_splash.build(
+  function = attention_splash.build(
     mesh=shape.mesh,
     seq_len=shape.seq_len,
     num_q_heads=shape.num_q_heads,
+    num_kv_heads=shape.num_kv_heads,
     head_bytes=shape.head_dim * shape.dtype.itemsize,
   )
+  return Attention("flash", reason, function, attention_splash.order(shape.mesh, shape.seq_len))
 
 
-def _cudnn(shape: Shape) -> AttentionFunction:
+def _cudnn(shape: Shape, reason: str) -> Attention:
   from trainer.kernels import attention_gpu
 
-  return attention_gpu.build(mesh=shape.mesh, head_dim=shape.head_dim, seq_len=shape.seq_len, dtype=shape.dtype)
+  function = attention_gpu.build(mesh=shape.mesh, head_dim=shape.head_dim, seq_len=shape.seq_len, dtype=shape.dtype)
+  return Attention("flash", reason, function)
 
 
 # Platform -> its flash kernel. Raises ConfigError with the reason if the kernel does not support the shape.
-IMPLEMENTATIONS: Mapping[str, Callable[[Shape], AttentionFunction]] = MappingProxyType(
+IMPLEMENTATIONS: Mapping[str, Callable[[Shape, str], Attention]] = MappingProxyType(
   {"cpu": _cpu_flash, "tpu": _splash, "gpu": _cudnn}
 )
 
@@ -124,12 +130,12 @@ def choose(
   if name == "dot_product":
     return Attention(name, f"set by attention={name}", dot_product)
   if name == "flash":
-    return Attention(name, f"set by attention={name}", IMPLEMENTATIONS[platform](shape))
+    return IMPLEMENTATIONS[platform](shape, f"set by attention={name}")
   assert name == "autoselected", name
   if seq_len < MIN_FLASH_LENGTH[platform]:
     reason = f"for max_target_length={seq_len}, below {MIN_FLASH_LENGTH[platform]}, flash is not faster on {platform}"
     return Attention("dot_product", reason, dot_product)
   try:
-    return Attention("flash", f"the flash kernel of {platform} supports these sizes", IMPLEMENTATIONS[platform](shape))
+    return IMPLEMENTATIONS[platform](shape, f"the flash kernel of {platform} supports these sizes")
   except ConfigError as refusal:
     return Attention("dot_product", str(refusal), dot_product)

@@ -13,16 +13,20 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from trainer.parallel import zigzag
 from trainer.parallel.mesh import CONTEXT, DATA, FSDP, TENSOR
 
 # (operand, q, k, v, q_segment_ids, kv_segment_ids) -> out. All shapes are local except S, which is global.
 Local = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def per_device(local: Local, mesh: Mesh, operand: Any = None, operand_specs: Any = None) -> Callable[..., jax.Array]:
+def per_device(
+  local: Local, mesh: Mesh, operand: Any = None, operand_specs: Any = None, order: Mesh | None = None
+) -> Callable[..., jax.Array]:
   """Returns attention on whole arrays. It calls `local` with the part of each device.
 
-  `local` also receives `operand`, split by `operand_specs`. The result works under `jax.jit`, inside a `jax.shard_map`
+  `local` also receives `operand`, split by `operand_specs`. order: as `attention.Attention.zigzag`; `local` gets keys
+  and values in natural order. The result works under `jax.jit`, inside a `jax.shard_map`
   that is manual over some axes of `mesh`, and outside of both.
   """
 
@@ -33,7 +37,7 @@ def per_device(local: Local, mesh: Mesh, operand: Any = None, operand_specs: Any
     heads = PartitionSpec(batch, CONTEXT, TENSOR)
     ids = PartitionSpec(batch, CONTEXT)
     mapped = jax.shard_map(
-      lambda operand, *arrays: _gathered(local, mesh, operand, *arrays),
+      lambda operand, *arrays: _gathered(local, mesh, order, operand, *arrays),
       mesh=mesh if context.empty else None,
       axis_names=set(mesh.axis_names) - manual,
       in_specs=(operand_specs, heads, heads, heads, ids, ids),
@@ -48,6 +52,7 @@ def per_device(local: Local, mesh: Mesh, operand: Any = None, operand_specs: Any
 def _gathered(
   local: Local,
   mesh: Mesh,
+  order: Mesh | None,
   operand: Any,
   q: jax.Array,
   k: jax.Array,
@@ -56,5 +61,6 @@ def _gathered(
   kv_segment_ids: jax.Array,
 ) -> jax.Array:
   if mesh.shape[CONTEXT] > 1:
-    k, v, kv_segment_ids = (jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True) for x in (k, v, kv_segment_ids))
+    gather = lambda x: zigzag.gathered(order, jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True))
+    k, v, kv_segment_ids = map(gather, (k, v, kv_segment_ids))
   return local(operand, q, k, v, q_segment_ids, kv_segment_ids)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -20,15 +21,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer.config.errors import ConfigError
 from trainer.kernels.attention_shard import per_device
+from trainer.parallel import zigzag
 from trainer.parallel.mesh import CONTEXT, TENSOR
 
 LANES = 128
+MAX_DQ = 4  # partial dqs of the fused backward kernel, relative to the dq of all heads; twice as many with most groups
+
+
+def order(mesh: Mesh | None, seq_len: int) -> Mesh | None:
+  """Returns what `build` expects of the positions, as `attention.Attention.zigzag`.
+
+  Zigzag order needs parts of whole blocks: a block with positions of two parts is computed for both of them.
+  """
+  context = 1 if mesh is None else mesh.shape[CONTEXT]
+  return mesh if context > 1 and seq_len % (2 * context * LANES) == 0 else None
 
 
 def build(
-  *, mesh: Mesh | None, seq_len: int, num_q_heads: int, head_bytes: int, interpret: bool = False
+  *, mesh: Mesh | None, seq_len: int, num_q_heads: int, num_kv_heads: int, head_bytes: int, interpret: bool = False
 ) -> Callable[..., jax.Array]:
-  """Returns a function with the contract of `attention.Attention`, for sequences of exactly `seq_len`.
+  """Returns a function with the contract of `attention.Attention`, for sequences of exactly `seq_len` in `order`.
 
   `head_bytes` is the size of one head at one position: H times the size of an element. `interpret` is for tests: it
   runs the kernel on any platform, slowly. Raises ConfigError if the positions of a device are not a multiple of 128.
@@ -40,34 +52,47 @@ def build(
       f"and its flash kernel needs a multiple of {LANES}. Set max_target_length to a multiple of {LANES * context}, or "
       "attention=dot_product."
     )
-  mask = masks.MultiHeadMask([masks.CausalMask((seq_len, seq_len), shard_count=context)] * (num_q_heads // tensor))
+  positions, mask = order(mesh, seq_len), masks.CausalMask((seq_len, seq_len), shard_count=context)
+  part = seq_len // context
+  if positions is not None:
+    mask.q_sequence, part = zigzag.positions(context, seq_len), part // 2
+  groups = head_groups(seq_len, num_kv_heads // tensor, head_bytes)
   with jax.ensure_compile_time_eval():
     kernel = kernels.make_splash_mha(
-      mask,
+      masks.MultiHeadMask([mask] * (num_q_heads // tensor // max(groups, 1))),
       head_shards=1,
       q_seq_shards=context,
-      block_sizes=block_sizes(seq_len // context, seq_len, head_bytes),
+      block_sizes=block_sizes(part, seq_len, head_bytes, fused=groups > 0),
       residual_checkpoint_name="context",
       interpret=interpret,
     )
   # Keep the constants off any device: the kernel may be built for another backend, or before a backend starts.
   kernel = jax.tree.map(np.asarray, kernel)
+  local = functools.partial(_local, max(groups, 1))
   if mesh is None or mesh.size == 1:
-    return lambda *arrays: _local(kernel, *arrays)
+    return functools.partial(local, kernel)
   specs = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, CONTEXT)))
-  return per_device(_local, mesh, kernel, specs)
+  return per_device(local, mesh, kernel, specs, positions)
 
 
 def _local(
-  kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, q_segment_ids: jax.Array, kv_segment_ids: jax.Array
+  groups: int,
+  kernel: Any,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  q_segment_ids: jax.Array,
+  kv_segment_ids: jax.Array,
 ) -> jax.Array:
-  """Returns attention of local shapes: q [B, T, N, H], k and v [B, S, K, H] with all S keys, ids [B, T] and [B, S]."""
+  """Returns attention of local shapes: q [B, T, N, H], k and v [B, S, K, H] with all S keys, ids [B, T] and [B, S].
+
+  kernel: of N / groups heads.
+  """
   scaled = (q * q.shape[-1] ** -0.5).astype(q.dtype)
-  scaled, k, v = (x.swapaxes(1, 2) for x in (scaled, k, v))
-  out = jax.vmap(_attend, in_axes=(None, 0, 0, 0, 0))(
-    kernel, scaled, k, v, kernels.SegmentIds(q_segment_ids, kv_segment_ids)
-  )
-  return out.swapaxes(1, 2)
+  each = zip(*(jnp.split(x.swapaxes(1, 2), groups, axis=1) for x in (scaled, k, v)), strict=True)
+  attend = functools.partial(jax.vmap(_attend, in_axes=(None, 0, 0, 0, 0)), kernel)
+  segment_ids = kernels.SegmentIds(q_segment_ids, kv_segment_ids)
+  return jnp.concatenate([attend(*heads, segment_ids) for heads in each], axis=1).swapaxes(1, 2)
 
 
 @jax.custom_vjp
@@ -118,25 +143,41 @@ def _with_additions(traced: ClosedJaxpr, *arrays: jax.Array) -> list[Any]:
   return [read(variable) for variable in traced.jaxpr.outvars]
 
 
-def block_sizes(queries: int, keys: int, head_bytes: int) -> kernels.BlockSizes:
+def head_groups(keys: int, kv_heads: int, head_bytes: int) -> int:
+  """Returns the number of groups of heads that the fused backward kernel computes one after the other; 0: two kernels.
+
+  The fused kernel writes one partial dq for each block of keys (see `_attend`), and computes five matmuls where two
+  kernels compute seven. A group of heads keeps its partial dqs about as large as four times the dq of all heads.
+  """
+  blocks = keys // _backward_block(keys, head_bytes)
+  groups = next((n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and blocks <= MAX_DQ * n), kv_heads)
+  return groups if blocks <= 2 * MAX_DQ * groups else 0
+
+
+def _backward_block(keys: int, head_bytes: int) -> int:
+  return largest_block(keys, 2048 if head_bytes <= 256 and keys > 2048 else _limit(head_bytes))
+
+
+def _limit(head_bytes: int) -> int:
+  return 1024 if head_bytes <= 512 else 512
+
+
+def block_sizes(queries: int, keys: int, head_bytes: int, *, fused: bool) -> kernels.BlockSizes:
   """Returns the block sizes for the `queries` of a device and all `keys`, both multiples of 128.
 
   The sizes minimise the cycles that the TPU compiler schedules. For a v5e (H = 128, T = 2048, per head): forward
   17.9 k with blocks of 1024 x 1024 computed by 512 keys, 20.0 k with 512 x 512, 21.8 k with 256 x 512.
 
-  The fused backward kernel writes one partial dq per block of keys (see `_attend`). For T = 2048 two blocks of 1024
-  keys take 30.6 k; one block of 2048 computes a third more scores and takes 40.8 k; two kernels without partial sums
-  (dq; dk and dv) take 43.2 k. For T = 4096 two blocks of 2048 keys take 7 k less than four of 1024. Above four blocks
-  the two kernels are used.
+  fused: one backward kernel with partial dqs. For T = 2048 two blocks of 1024 keys take 30.6 k; one block of 2048
+  computes a third more scores and takes 40.8 k; two kernels without partial sums (dq; dk and dv) take 43.2 k. For
+  T = 4096 two blocks of 2048 keys take 7 k less than four of 1024.
 
   The limits are for v4, which has the least VMEM: 2048 keys do not fit if a head has more than 256 bytes (H = 256, or
   float32), and 1024 keys do not fit if it has more than 512.
   """
-  limit = 1024 if head_bytes <= 512 else 512
+  limit = _limit(head_bytes)
   q, kv = largest_block(queries, limit), largest_block(keys, limit)
-  backward = largest_block(keys, 2048 if head_bytes <= 256 and keys > 2048 else limit)
-  fused = keys // backward <= 4
-  backward = backward if fused else kv
+  backward = _backward_block(keys, head_bytes) if fused else kv
   return kernels.BlockSizes(
     block_q=q,
     block_kv=kv,

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from trainer.parallel import sharding
+from trainer.parallel.mesh import CONTEXT
 
 # Platform -> bytes of one chunk's float32 logits on a device. TPU: a chunk that fits into VMEM (128 MiB on v5e and v6e)
 # needs no pass over HBM; much smaller chunks add to dw too often. CPU: a chunk that fits into the cache
@@ -38,7 +39,6 @@ def linear_cross_entropy(
   num_chunks: int,
   valid_vocab: int | None = None,
   vocab_shards: int = 1,
-  length_shards: int = 1,
   head_neighbours: int = 1,
   chunk_logits_bytes: int = CHUNK_LOGITS_BYTES["tpu"],
   constrain: Constrain = unconstrained,
@@ -51,15 +51,14 @@ def linear_cross_entropy(
     targets: [B, T] int32, below V.
     weights: [B, T] float32.
     z_loss: the factor of logZ**2.
-    num_chunks: number of parts of T, computed one after the other. 0 chooses it so that the float32 logits of a chunk
-      on a device need at most `chunk_logits_bytes`.
+    num_chunks: number of parts of a device's T, computed one after the other. 0 chooses it so that the float32 logits
+      of a chunk on a device need at most `chunk_logits_bytes`.
     valid_vocab: logits from this index on are padding and count as -inf.
     vocab_shards: number of devices over which the vocabulary is split.
-    length_shards: number of devices over which T is split.
     head_neighbours: number of devices that gather their rows of the head: see sharding.LossExchange.
     chunk_logits_bytes: see `num_chunks`.
-    constrain: constrain(array, axes) shards the parts: an x chunk ("loss_batch", "loss_length", "embed"), logits
-      ("loss_batch", "loss_length", "vocab"), w and dw ("vocab", "embed"), dw transposed ("embed", "vocab"), a dx chunk
+    constrain: constrain(array, axes) shards the parts: an x chunk ("loss_batch", "length", "embed"), logits
+      ("loss_batch", "length", "vocab"), w and dw ("vocab", "embed"), dw transposed ("embed", "vocab"), a dx chunk
       ("batch", "length", "embed").
 
   Differentiable once, in x and w. The gradient of loss_sum is the gradient of loss_sum + z_sum, and z_sum has no
@@ -71,14 +70,10 @@ def linear_cross_entropy(
   vocab = w.shape[0] if valid_vocab is None else valid_vocab
   if not 0 < vocab <= w.shape[0]:
     raise ValueError(f"valid_vocab={valid_vocab} must be in 1..{w.shape[0]}, the rows of the output head.")
-  if x.shape[1] % length_shards:
-    raise ValueError(f"The length {x.shape[1]} does not divide by length_shards={length_shards}.")
-  shard_length = x.shape[1] // length_shards
-  chunks = num_chunks or choose_chunks(
-    shard_length, 4 * x.shape[0] * length_shards * w.shape[0] / vocab_shards, chunk_logits_bytes
-  )
+  length = x.shape[1] // sharding.num_shards(CONTEXT)
+  chunks = num_chunks or choose_chunks(length, 4 * x.shape[0] * w.shape[0] / vocab_shards, chunk_logits_bytes)
   padded_from = vocab if vocab < w.shape[0] else None
-  static = _Static(z_loss, min(chunks, shard_length), padded_from, length_shards, head_neighbours, constrain)
+  static = _Static(z_loss, min(chunks, length), padded_from, head_neighbours, constrain)
   return _fused(x, w, targets, weights, static)
 
 
@@ -98,7 +93,6 @@ class _Static(NamedTuple):
   z_loss: float
   chunks: int
   padded_from: int | None  # logits from this index on are padding
-  shards: int  # number of devices over which T is split
   neighbours: int  # number of devices that gather their rows of the head
   constrain: Constrain
 
@@ -129,36 +123,30 @@ def _fused_bwd(
 _fused.defvjp(_fused_fwd, _fused_bwd)
 
 
-def _by_chunk(array: jax.Array, shards: int, chunks: int) -> jax.Array:
-  """Returns [B, shards, chunks, t, ...] from an array [B, T, ...]. A chunk has consecutive tokens of every shard.
+def _by_chunk(array: jax.Array, chunks: int) -> jax.Array:
+  """Returns [B, chunks, t, ...] from an array [B, T, ...], padded with zeros.
 
-  The part of each shard is padded with zeros. `_chunk` reads from this view in place, without a transposition.
+  `_chunk` reads from this view in place, without a transposition.
   """
   b, length = array.shape[:2]
-  array = array.reshape(b, shards, length // shards, *array.shape[2:])
-  pad = -array.shape[2] % chunks
-  if pad:
-    array = jnp.pad(array, [(0, 0), (0, 0), (0, pad)] + [(0, 0)] * (array.ndim - 3))
-  return array.reshape(b, shards, chunks, -1, *array.shape[3:])
+  if pad := -length % chunks:
+    array = jnp.pad(array, [(0, 0), (0, pad)] + [(0, 0)] * (array.ndim - 2))
+  return array.reshape(b, chunks, -1, *array.shape[2:])
 
 
 def _chunk(view: jax.Array, i: jax.Array) -> jax.Array:
-  """Returns chunk i, [B, shards * t, ...], of the result of `_by_chunk`."""
-  part = jax.lax.dynamic_index_in_dim(view, i, axis=2, keepdims=False, allow_negative_indices=False)
-  return part.reshape(part.shape[0], -1, *part.shape[3:])
+  """Returns chunk i, [B, t, ...], of the result of `_by_chunk`."""
+  return jax.lax.dynamic_index_in_dim(view, i, axis=1, keepdims=False, allow_negative_indices=False)
 
 
 def _store_chunk(view: jax.Array, part: jax.Array, i: jax.Array) -> jax.Array:
   """Returns `view` with `part` written where `_chunk` reads."""
-  part = part.reshape(*view.shape[:2], *view.shape[3:])
-  return jax.lax.dynamic_update_index_in_dim(view, part, i, axis=2, allow_negative_indices=False)
+  return jax.lax.dynamic_update_index_in_dim(view, part, i, axis=1, allow_negative_indices=False)
 
 
 def _whole(view: jax.Array, length: int) -> jax.Array:
   """Returns [B, length, ...] from `view`: the inverse of `_by_chunk`."""
-  b, shards = view.shape[:2]
-  array = view.reshape(b, shards, -1, *view.shape[4:])[:, :, : length // shards]
-  return array.reshape(b, length, *array.shape[3:])
+  return view.reshape(view.shape[0], -1, *view.shape[3:])[:, :length]
 
 
 def _sums(
@@ -167,7 +155,7 @@ def _sums(
   """Returns ((loss_sum, z_sum), (dx, dw)). Without `with_grads` the gradients are None."""
   run = functools.partial(_shard_sums, static, with_grads)
   token_ids = jnp.arange(w.shape[0], dtype=jnp.int32)
-  return sharding.loss_over_fsdp(run, static.neighbours, x, w, token_ids, targets, weights)
+  return sharding.loss_on_shards(run, static.neighbours, (w, token_ids), (x, targets, weights))
 
 
 def _softmax(
@@ -190,29 +178,30 @@ def _shard_sums(
   static: _Static,
   with_grads: bool,
   exchange: sharding.LossExchange,
-  x: jax.Array,
-  w: jax.Array,
-  token_ids: jax.Array,
-  targets: jax.Array,
-  weights: jax.Array,
+  head: tuple[jax.Array, jax.Array],
+  tokens: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, Any]]:
-  """Returns what `_sums` returns. Each shard of fsdp computes it from its own parts. token_ids: of the rows of w."""
-  z_loss, chunks, padded_from, shards, _, constrain = static
-  head = exchange.gather_head(constrain(w.astype(x.dtype), ("vocab", "embed")))
+  """Returns what `_sums` returns, computed by each shard of fsdp and context from its own parts.
+
+  head: w, and the token of each of its rows. tokens: x, targets and weights.
+  """
+  (w, token_ids), (x, *labels) = head, tokens
+  z_loss, chunks, padded_from, _, constrain = static
+  head_VD = exchange.gather_head(constrain(w.astype(x.dtype), ("vocab", "embed")))
   token_ids = exchange.gather_head(token_ids)
   # float32: accumulate dw transposed, [D, V]. A CPU then transposes the narrow x of a chunk, and not its dlogits. For
   # bfloat16, the CPU runtime has no kernel of this form.
   transposed = x.dtype == jnp.float32
   dw_axes = ("embed", "vocab") if transposed else ("vocab", "embed")
-  x_view = _by_chunk(x, shards, chunks)
-  views = [_by_chunk(exchange.gather_tokens(array), shards, chunks) for array in (targets, weights)]
+  x_view = _by_chunk(x, chunks)
+  views = [_by_chunk(exchange.gather_tokens(array), chunks) for array in labels]
 
   def one(i: jax.Array, carry: Any) -> Any:
     loss, z, dx, dw = carry
     targets, weights = (_chunk(view, i) for view in views)
-    x = constrain(exchange.gather_tokens(_chunk(x_view, i)), ("loss_batch", "loss_length", "embed"))
-    logits = jnp.einsum("btd,vd->btv", x, head, preferred_element_type=jnp.float32)
-    logits = constrain(logits, ("loss_batch", "loss_length", "vocab"))
+    x = constrain(exchange.gather_tokens(_chunk(x_view, i)), ("loss_batch", "length", "embed"))
+    logits = jnp.einsum("btd,vd->btv", x, head_VD, preferred_element_type=jnp.float32)
+    logits = constrain(logits, ("loss_batch", "length", "vocab"))
     if padded_from is not None:
       logits = jnp.where(token_ids < padded_from, logits, -jnp.inf)
     hit = token_ids == targets[..., None]
@@ -228,13 +217,13 @@ def _shard_sums(
     equation = "btd,btv->dv" if transposed else "btv,btd->vd"
     operands = (x, dlogits) if transposed else (dlogits, x)
     dw += constrain(jnp.einsum(equation, *operands, preferred_element_type=jnp.float32), dw_axes)
-    dx_chunk = exchange.scatter_tokens(jnp.einsum("btv,vd->btd", dlogits, head, preferred_element_type=jnp.float32))
+    dx_chunk = exchange.scatter_tokens(jnp.einsum("btv,vd->btd", dlogits, head_VD, preferred_element_type=jnp.float32))
     return loss, z, _store_chunk(dx, constrain(dx_chunk.astype(x.dtype), ("batch", "length", "embed")), i), dw
 
   zero, dx, dw = jnp.zeros((), jnp.float32), None, None
   if with_grads:
-    dx = _by_chunk(constrain(jnp.zeros_like(x), ("batch", "length", "embed")), shards, chunks)
-    dw = constrain(jnp.zeros(head.shape[::-1] if transposed else head.shape, jnp.float32), dw_axes)
+    dx = _by_chunk(constrain(jnp.zeros_like(x), ("batch", "length", "embed")), chunks)
+    dw = constrain(jnp.zeros(head_VD.shape[::-1] if transposed else head_VD.shape, jnp.float32), dw_axes)
   with jax.named_scope("linear_cross_entropy"):
     loss, z, dx, dw = jax.lax.fori_loop(0, chunks, one, (zero, zero, dx, dw))
   loss, z = exchange.sum_over_tokens((loss, z))

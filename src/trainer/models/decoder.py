@@ -20,6 +20,7 @@ from trainer.kernels import remat
 from trainer.models import rope
 from trainer.models.experts import Experts
 from trainer.models.layers import Attention, FeedForward, Kernels, RMSNorm, normal_param
+from trainer.parallel import zigzag
 from trainer.parallel.grad_reduce import GradReduce
 from trainer.parallel.mesh import CONTEXT, FSDP, TENSOR
 from trainer.parallel.sharding import constrain, manual_over_fsdp, num_shards, of_all_slices, on_shards
@@ -83,6 +84,7 @@ class Decoder(nnx.Module):
       head_std = min(cfg.initializer_range, _HEAD_STD / D**0.5)
       self.lm_head = normal_param(head_key, (V, D), ("vocab", "head_embed"), head_std, cfg)
     self.cfg = cfg
+    self.zigzag = kernels.zigzag
 
   def hidden(self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
     """Returns the residual stream after the final norm, [B, T, D] in cfg.dtype. Segment id 0 is padding."""
@@ -104,16 +106,28 @@ class Decoder(nnx.Module):
     if reduce is not None:
       totals = {"layers": reduce.totals["layers"], "head": reduce.totals[name]}
 
+    tokens_BT, positions_BT, segment_ids_BT = self.arranged(tokens_BT, positions_BT, segment_ids_BT)
     rows = (self.embed(tokens_BT, reduce), *self.positions(positions_BT, segment_ids_BT))
     run = functools.partial(self._run_layers, reduce)
     x_BTD, head_total = manual_over_fsdp(run, weights, totals, axes, rows)
     head_VD = head[...]
     if reduce is not None:
       head_VD = reduce.attach(head_VD, head_total, is_sum=True, adds_totals=False)
-    return self.final_norm(x_BTD), head_VD
+    return self.normed(x_BTD), head_VD
+
+  def arranged(self, *arrays_BT: jax.Array) -> Sequence[jax.Array]:
+    """Returns the arrays of a batch in the order of positions that the layers expect."""
+    return [zigzag.spread(self.zigzag, array) for array in arrays_BT]
+
+  def normed(self, x_BTD: jax.Array) -> jax.Array:
+    """Returns the stream after the last layer with the final norm, in natural order."""
+    return self.final_norm(zigzag.restored(self.zigzag, x_BTD))
 
   def embed(self, tokens_BT: jax.Array, reduce: GradReduce | None = None) -> jax.Array:
-    """Returns the residual stream before the layers, [B, T, D] in cfg.dtype. reduce: see `hidden_and_head`."""
+    """Returns the residual stream before the layers, [B, T, D] in cfg.dtype, of `arranged` tokens.
+
+    reduce: see `hidden_and_head`.
+    """
     return constrain(self._embed(tokens_BT, reduce), "batch", "length", "embed")
 
   def positions(self, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> tuple[jax.Array, ...]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
 
 from trainer.config.schema import ModelSection
 from trainer.kernels import grouped_matmul, projection
@@ -32,6 +33,7 @@ class Kernels:
   rotate_half: rope.RotateHalf = rope.rotate_half_by_reversal  # for the rotary positions
   chunk_logits_bytes: int = CHUNK_LOGITS_BYTES["tpu"]
   head_neighbours: int = 1  # see sharding.LossExchange
+  zigzag: Mesh | None = None  # the order of positions that attention expects, see attention.Attention
 
 
 def normal_param(

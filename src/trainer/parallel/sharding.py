@@ -61,11 +61,9 @@ ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
   "lookup_length": (CONTEXT,),
   "lookup_vocab": (),
   "lookup_embed": (FSDP,),
-  # The loss gathers a chunk of tokens and splits the vocabulary instead. For fsdp, see LossExchange.
-  "head_vocab": (FSDP, TENSOR),
+  # The loss gathers a chunk of tokens over fsdp and splits the vocabulary instead: see LossExchange.
   "loss_batch": (),
-  "loss_length": (),
-  "vocab": (FSDP, TENSOR, CONTEXT),
+  "vocab": (FSDP, TENSOR),
 }
 
 
@@ -212,23 +210,25 @@ def _only_fsdp(spec: PartitionSpec) -> PartitionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class LossExchange:
-  """The communication of a loss whose vocabulary is split over `shards` of fsdp (Megatron-LM).
+  """The communication of a loss whose vocabulary is split over `shards` of fsdp (Megatron-LM), and T over `context`.
 
   With neighbours=1, each shard has its own rows of the head and gathers a chunk of the tokens of the slice. Otherwise
   each group of `neighbours` gathers its rows, and tokens are gathered only over shards that are in different groups and
-  have the same place in them: shards / neighbours of them have the whole vocabulary together.
+  have the same place in them: shards / neighbours of them have the whole vocabulary together. Shards of
+  context do not gather each other's tokens.
   """
 
   shards: int = 1
   neighbours: int = 1
+  context: int = 1
 
   def gather_head(self, rows: jax.Array) -> jax.Array:
     """Returns the rows [V, ...] of all neighbours."""
     return self._run(jax.lax.all_gather, rows, self._groups, axis=0, tiled=True)
 
   def scatter_head(self, rows: jax.Array) -> jax.Array:
-    """Returns the shard's own rows [V, ...], summed over neighbours: the derivative of `gather_head`."""
-    return self._run(jax.lax.psum_scatter, rows, self._groups, scatter_dimension=0, tiled=True)
+    """Returns the shard's own rows [V, ...], summed over all that have tokens: the derivative of `gather_head`."""
+    return self._over_context(self._run(jax.lax.psum_scatter, rows, self._groups, scatter_dimension=0, tiled=True))
 
   def gather_tokens(self, x: jax.Array) -> jax.Array:
     """Returns x [B, ...] of all shards with which this shard splits the vocabulary."""
@@ -251,7 +251,10 @@ class LossExchange:
 
   def sum_over_tokens(self, x: Any) -> Any:
     """Returns the sum over all tokens of the slice, from sums over the gathered tokens."""
-    return self._run(jax.lax.psum, x, self._groups)
+    return self._over_context(self._run(jax.lax.psum, x, self._groups))
+
+  def _over_context(self, x: Any) -> Any:
+    return x if self.context == 1 else jax.lax.psum(x, CONTEXT)
 
   @property
   def _groups(self) -> np.ndarray:
@@ -263,35 +266,35 @@ class LossExchange:
     return x if groups.shape[1] == 1 else collective(x, FSDP, axis_index_groups=groups.tolist(), **options)
 
 
-def loss_over_fsdp(run: Callable[..., Any], neighbours: int, *arrays: jax.Array) -> Any:
-  """Returns run(exchange, *arrays) = (sums over tokens, arrays), computed by each shard of fsdp on its own parts.
+def loss_on_shards(run: Callable[..., Any], neighbours: int, head: Any, tokens: Any) -> Any:
+  """Returns run(exchange, head, tokens) = (sums, (dx, dw)), computed by each shard of fsdp and context on its parts.
 
-  fsdp shards dim 0 of each array. neighbours: see `LossExchange`.
+  fsdp shards dim 0 of all arrays, and context dim 1 of `tokens` and dx. neighbours: see `LossExchange`.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty or mesh.shape[FSDP] == 1:
-    return run(LossExchange(), *arrays)
+  if num_shards(FSDP, CONTEXT) == 1:
+    return run(LossExchange(), head, tokens)
+  rows, places = PartitionSpec(FSDP), PartitionSpec(FSDP, CONTEXT)
   return jax.shard_map(
-    functools.partial(run, LossExchange(mesh.shape[FSDP], neighbours)),
-    axis_names={FSDP},
-    in_specs=PartitionSpec(FSDP),
-    out_specs=(PartitionSpec(), PartitionSpec(FSDP)),
+    functools.partial(run, LossExchange(num_shards(FSDP), neighbours, num_shards(CONTEXT))),
+    axis_names={FSDP, CONTEXT},
+    in_specs=(rows, places),
+    out_specs=(PartitionSpec(), (places, rows)),
     check_vma=False,
-  )(*arrays)
+  )(head, tokens)
 
 
 def head_neighbours(mesh: Mesh, tokens: int, vocab: int) -> int:
   """Returns how many neighbours along fsdp gather their rows of the head for the loss; 1: none (see `LossExchange`).
 
-  tokens: of a shard of fsdp in a micro-batch. The result is the length of the lines of devices that fsdp consists of,
-  if gathering over lines saves more than half of what a device sends.
+  tokens: of a shard of fsdp and context in a micro-batch. The result is the length of the lines of devices that fsdp
+  consists of, if gathering over lines saves more than half of what a device sends.
   """
   shards = mesh.shape[FSDP]
   coords = _fsdp_coords(mesh)
   neighbours = _length_of_line(coords)
   lines = [coords[i : i + neighbours] for i in range(0, len(coords), neighbours)]
-  # The other axes split the rows of a shard too.
-  if mesh.shape[TENSOR] > 1 or mesh.shape[CONTEXT] > 1 or max(map(_dims, lines), default=0) > 1:
+  # tensor splits the rows of a shard too.
+  if mesh.shape[TENSOR] > 1 or max(map(_dims, lines), default=0) > 1:
     return 1
   # Tokens travel in the compute dtype and their gradients in float32, and so do rows of the head and their gradients.
   sent = (shards // neighbours - 1) * tokens + (neighbours - 1) * vocab / shards

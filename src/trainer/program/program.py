@@ -232,7 +232,7 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     dtype=cfg.dtype,
     precision=cfg.matmul_precision,
   )
-  tokens = len(slices) * rows * length // (mesh.shape[mesh_lib.DATA] * mesh.shape[mesh_lib.FSDP])
+  tokens = len(slices) * rows * length // (mesh.shape[mesh_lib.DATA] * mesh.shape[mesh_lib.FSDP] * context)
   grouped = grouped_matmul.choose(platform, cfg.expert_quantization)
   model = DecoderFunctions(cfg, _kernels(config, mesh, platform, tokens, kernel, grouped))
   optimizer = optimizers.build(config.optimizer, model.logical_axes(), cfg.weight_dtype)
@@ -272,6 +272,7 @@ def _kernels(
     rotate_half=rope.choose_rotate_half(platform),
     chunk_logits_bytes=CHUNK_LOGITS_BYTES[platform],
     head_neighbours=sharding.head_neighbours(mesh, tokens, cfg.vocab_size),
+    zigzag=kernel.zigzag,
   )
 
 

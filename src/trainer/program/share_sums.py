@@ -103,11 +103,12 @@ def begin(model: DecoderFunctions, cfg: OptimizerSection, params: Params, batch:
     earlier = loss_and_grads(model, cfg, params, jax.tree.map(lambda x: x[:-1], batch))
   decoder = model.merge(params)
   head = "lm_head" if "lm_head" in params else "embedding"
-  positions = decoder.positions(last.positions, last.segment_ids)
-  x_BTD, saved = stages.forward(decoder, decoder.embed(last.tokens), positions)
+  tokens, *places = decoder.arranged(last.tokens, last.positions, last.segment_ids)
+  positions = decoder.positions(*places)
+  x_BTD, saved = stages.forward(decoder, decoder.embed(tokens), positions)
 
   def losses(x_BTD: jax.Array, norm: Params, head_VD: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    normed = model.merge(params | {"final_norm": norm}).final_norm(x_BTD)
+    normed = model.merge(params | {"final_norm": norm}).normed(x_BTD)
     loss, z_loss = head_losses(model, cfg, normed, head_VD, last)
     return loss + z_loss, (loss, z_loss)
 
@@ -137,7 +138,8 @@ def layers(
 
 def finish(model: DecoderFunctions, params: Params, begun: Begun, dx: jax.Array, tokens: jax.Array) -> Params:
   """Returns the gradient of the embedding table. dx: of the stream before the first layer. tokens: [A, B, T]."""
-  embed = lambda table: model.merge(params | {"embedding": table}).embed(tokens[-1])
+  decoder = lambda table: model.merge(params | {"embedding": table})
+  embed = lambda table: decoder(table).embed(*decoder(table).arranged(tokens[-1]))
   (grad,) = jax.vjp(embed, params["embedding"])[1](dx)
   if begun.tied is not None:
     grad = grad + begun.tied

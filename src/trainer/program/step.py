@@ -25,7 +25,7 @@ from trainer.kernels.cross_entropy import linear_cross_entropy
 from trainer.models import experts
 from trainer.models.decoder import DecoderFunctions, Params
 from trainer.parallel.grad_reduce import GradReduce
-from trainer.parallel.mesh import CONTEXT, DATA, FSDP, TENSOR
+from trainer.parallel.mesh import DATA, FSDP, TENSOR
 from trainer.parallel.sharding import constrain, num_shards
 from trainer.program.state import TrainState, shardings
 
@@ -73,13 +73,11 @@ def head_losses(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns what `token_losses` returns, from the stream after the final norm and the weights of the output head."""
   vocab = head_VD.shape[0]
-  parts = num_shards(FSDP, TENSOR, CONTEXT)
+  parts = num_shards(FSDP, TENSOR)
   if vocab % parts:
     # A vocabulary size that does not divide by the chips of a slice (151936 by 256) is padded, for the loss only.
     head_VD = jnp.pad(head_VD, ((0, -vocab % parts), (0, 0)))
-  # Give the gradient the weight's own sharding here. Otherwise the optimizer would run in the sharding of the loss,
-  # which also splits over context, and would gather three arrays instead of one.
-  head_VD = constrain(head_VD, "head_vocab", "embed")
+  head_VD = constrain(head_VD, "vocab", "embed")
   with jax.named_scope("loss"):
     return linear_cross_entropy(
       x_BTD,
@@ -91,7 +89,6 @@ def head_losses(
       constrain=lambda array, axes: constrain(array, *axes),
       valid_vocab=vocab,
       vocab_shards=parts,
-      length_shards=num_shards(CONTEXT),
       head_neighbours=model.kernels.head_neighbours,
       chunk_logits_bytes=model.kernels.chunk_logits_bytes,
     )

@@ -1,0 +1,83 @@
+"""Zigzag order over the mesh axis context: the moves between both orders, and a step whose layers work in it."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+from tests.kernels.test_attention import mesh_of
+from tests.test_share_sums import build, share
+from tests.test_step import ROWS, assert_close, config, fresh, on_devices, run
+
+from trainer.kernels import attention
+from trainer.kernels.attention_xla import dot_product
+from trainer.parallel import zigzag
+from trainer.program.step import abstract_sums
+from worlds.exchange import FlatLayout
+
+
+def in_zigzag(name, *, mesh: Mesh, **sizes) -> attention.Attention:
+  """Attention by definition whose contract is zigzag order, as that of the kernel for TPUs is."""
+
+  def function(*arrays: jax.Array) -> jax.Array:
+    return zigzag.spread(mesh, dot_product(*(zigzag.restored(mesh, array) for array in arrays)))
+
+  return attention.Attention(name, "for a test", function, mesh)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2), (1, 2, 1, 3), (1, 2, 1, 4), (1, 1, 1, 7)], ids=str)
+def test_both_orders(shape):
+  mesh, context = mesh_of(*shape), shape[-1]
+  x = np.arange(4 * 4 * context * 3).reshape(4, 4 * context, 3)
+  spread = jax.jit(functools.partial(zigzag.spread, mesh))(x)
+  places = zigzag.positions(context, 4 * context)
+  np.testing.assert_array_equal(spread, x[:, places])
+  np.testing.assert_array_equal(jax.jit(functools.partial(zigzag.restored, mesh))(spread), x)
+  np.testing.assert_array_equal(zigzag.gathered(mesh, x[:, places]), x)
+  work = (places + 1).reshape(context, -1).sum(axis=1)  # keys that the queries of each device see
+  assert len(set(work.tolist())) == 1
+  assert zigzag.spread(None, x) is zigzag.restored(None, x) is zigzag.gathered(None, x) is x
+
+
+def test_both_orders_inside_a_region_manual_over_data():
+  mesh, x = mesh_of(2, 1, 2, 2), np.arange(4 * 8, dtype=np.float32).reshape(4, 8)
+  spec = PartitionSpec("data")
+  move = functools.partial(zigzag.spread, mesh)
+  moved = jax.shard_map(move, mesh=mesh, axis_names={"data"}, in_specs=spec, out_specs=spec, check_vma=False)
+  np.testing.assert_array_equal(jax.jit(moved)(x), x[:, zigzag.positions(2, 8)])
+
+
+@pytest.mark.parametrize("where, context", [((1, 4), 4), ((2, 4), 2)])
+def test_a_step_in_zigzag_order_equals_one_in_natural_order(where, context, monkeypatch):
+  cfg = config(
+    data={"per_device_batch_size": ROWS / math.prod(where)},
+    parallelism={"ici_context_parallelism": context, "ici_tensor_parallelism": where[1] // context},
+    model={"remat_policy": "full"},
+  )
+  natural = run(cfg, where)
+  monkeypatch.setattr(attention, "choose", in_zigzag)
+  assert_close(run(cfg, where), natural, 1e-5)
+
+
+def test_the_sums_of_a_share_in_several_programs_in_zigzag_order(monkeypatch):
+  sums = functools.partial(_sums, parallelism={"ici_context_parallelism": 2}, devices=2)
+  scalars, grads = sums(stages=1)
+  monkeypatch.setattr(attention, "choose", in_zigzag)
+  own_scalars, own_grads = sums(stages=2)
+  np.testing.assert_allclose(own_scalars, scalars, rtol=1e-6)
+  np.testing.assert_allclose(own_grads, grads, rtol=0, atol=1e-6 * np.abs(grads).max())
+
+
+def _sums(**given) -> tuple[list, np.ndarray]:
+  """The scalars of a share, and its gradients as flat values."""
+  prog, cfg = build(**given)
+  grads = abstract_sums(prog.state, prog.mesh).grads
+  with jax.set_mesh(prog.mesh):
+    compiled = prog.share.compile(prog.state.params, prog.batch, grads, None, adds=False)
+  scalars, parts = compiled(on_devices(fresh(cfg), prog).params, share(prog, 0))
+  layout = FlatLayout(grads)
+  return jax.device_get(scalars), layout.to_host(parts).read(0, layout.size)

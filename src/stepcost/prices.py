@@ -114,14 +114,17 @@ def price(module: Module, computation: Computation, instruction: Instruction, gi
   cycles = costs.estimated_cycles(instruction)
   if cycles and given.chip.clock_hz:
     return Price(cycles / given.chip.clock_hz, Basis.ESTIMATE, moved[HOST])
-  matmuls = sum(
-    flops / given.chip.peak(*kind)
-    for owner, part in module.parts(computation, instruction)
-    for kind, flops in costs.flops_of(owner, part, given.precision)
-  )
-  seconds, basis = max(matmuls, moved[DEVICE] / given.chip.hbm_bandwidth), Basis.RATES
-  if given.attention < 1 and 0 < custom_calls.head_width(computation, instruction) <= HEAD_WIDTH:
-    seconds, basis = max(seconds, matmuls / given.attention), Basis.ATTENTION
+  matmuls = attention = 0.0
+  for owner, part in module.parts(computation, instruction):  # a fusion may have a kernel and store its result
+    seconds = sum(flops / given.chip.peak(*kind) for kind, flops in costs.flops_of(owner, part, given.precision))
+    if 0 < custom_calls.head_width(owner, part) <= HEAD_WIDTH:
+      attention += seconds
+    else:
+      matmuls += seconds
+  seconds = max(matmuls + attention / given.attention, moved[DEVICE] / given.chip.hbm_bandwidth)
+  basis = Basis.RATES
+  if attention and given.attention < 1:
+    basis = Basis.ATTENTION
   elif custom_calls.is_kernel(instruction) and costs.is_unpriced(computation, instruction):
     basis = Basis.UNKNOWN_KERNEL
   elif given.others < 1:

@@ -56,19 +56,30 @@ def test_a_calibration_says_what_it_rests_on(known, text):
   assert str(known) == text
 
 
-def test_the_share_is_found_with_which_a_step_agrees():
-  """A second of other work, and a second of attention at the peak, of a v6e at 1.75 GHz and 918 TFLOP/s."""
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_share_is_found_with_which_a_step_agrees(fused):
+  """A second of other work, and a second of attention at the peak, of a v6e at 1.75 GHz and 918 TFLOP/s.
+
+  fused: the compiler stores the result of the kernel in a larger array.
+  """
   stated = f'backend_config={{"custom_call_config":{{"cost_estimate":{{"flops":{918 * 10**12}}}}}}}'
+  kernel = f'splash_mha_fwd.1 = bf16[2048,128]{{1,0}} custom-call(%q), custom_call_target="tpu_custom_call", {stated}'
+  stored = "all = bf16[2048,128]{1,0} fusion(%q), kind=kCustom, calls=%stored"
   text = f"""HloModule m, is_scheduled=true
 
 %nothing () -> s8[8] {{
   ROOT %n = s8[8]{{0:S(1)}} constant({{...}})
 }}
 
+%stored (q: bf16[2048,128]) -> bf16[2048,128] {{
+  %q = bf16[2048,128]{{1,0:S(1)}} parameter(0)
+  ROOT %{kernel}
+}}
+
 ENTRY %main (q: bf16[2048,128]) -> bf16[2048,128] {{
   %q = bf16[2048,128]{{1,0:S(1)}} parameter(0)
   %work = s8[8]{{0:S(1)}} fusion(), kind=kLoop, calls=%nothing, backend_config={{"estimated_cycles":"1750000000"}}
-  ROOT %splash_mha_fwd.1 = bf16[2048,128]{{1,0}} custom-call(%q), custom_call_target="tpu_custom_call", {stated}
+  ROOT %{stored if fused else kernel}
 }}
 """
   row = dataclasses.replace(ROWS[0], topology="v6e-1", seconds=6.0)

@@ -86,13 +86,19 @@ def _local(
 ) -> jax.Array:
   """Returns attention of local shapes: q [B, T, N, H], k and v [B, S, K, H] with all S keys, ids [B, T] and [B, S].
 
-  kernel: of N / groups heads.
+  kernel: of N / groups heads. Barriers put the groups in order, in both passes, so that the partial dqs of one group
+  exist at a time.
   """
   scaled = (q * q.shape[-1] ** -0.5).astype(q.dtype)
   each = zip(*(jnp.split(x.swapaxes(1, 2), groups, axis=1) for x in (scaled, k, v)), strict=True)
   attend = functools.partial(jax.vmap(_attend, in_axes=(None, 0, 0, 0, 0)), kernel)
   segment_ids = kernels.SegmentIds(q_segment_ids, kv_segment_ids)
-  return jnp.concatenate([attend(*heads, segment_ids) for heads in each], axis=1).swapaxes(1, 2)
+  outs: list[jax.Array] = []
+  for heads in each:
+    if outs:
+      heads, outs[-1] = jax.lax.optimization_barrier((heads, outs[-1]))
+    outs.append(attend(*heads, segment_ids))
+  return jnp.concatenate(outs, axis=1).swapaxes(1, 2)
 
 
 @jax.custom_vjp

@@ -96,7 +96,7 @@ def test_every_mesh_axis_divides_what_is_sent(axis, parts):
     assert sum(c.bytes * c.times for c in inside if c.kind == "all-reduce") < 1.02 * 4 * table
 
 
-TENSOR, CONTEXT = "ici_tensor_parallelism=2 max_target_length=128", "ici_context_parallelism=2 max_target_length=256"
+TENSOR, CONTEXT = "ici_tensor_parallelism=2 max_target_length=128", "ici_context_parallelism=2 max_target_length=512"
 
 
 @pytest.mark.parametrize("keys", few([CONTEXT], [TENSOR, CONTEXT]))
@@ -108,6 +108,6 @@ def test_no_mesh_computes_twice_or_sends_whole_tables(keys):
   )
   cfg, found = compiled(f"{sizes} {keys}", "v5e-8", 1)
   # Remat executes the layers, a sixth of the total, once more. In a short sequence, attention computes its only block.
-  assert found.costs.flops < 1.2 * found.model_flops
+  assert found.costs.flops < 1.3 * found.model_flops
   table = 4 * cfg.model.vocab_size * cfg.model.emb_dim / found.mesh["fsdp"]
   assert max(c.bytes for c in found.collectives) <= 1.01 * table  # the compiler joins it with the gradients of norms

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 from tests.kernels.test_attention import mesh_of
+from tests.support.seeds import few
 from tests.test_share_sums import build, share
 from tests.test_step import ROWS, assert_close, config, fresh, on_devices, run
 
@@ -51,7 +52,7 @@ def test_both_orders_inside_a_region_manual_over_data():
   np.testing.assert_array_equal(jax.jit(moved)(x), x[:, zigzag.positions(2, 8)])
 
 
-@pytest.mark.parametrize("where, context", [((1, 4), 4), ((2, 4), 2)])
+@pytest.mark.parametrize("where, context", few([((2, 4), 2)], [((1, 4), 4), ((2, 4), 2)]))
 def test_a_step_in_zigzag_order_equals_one_in_natural_order(where, context, monkeypatch):
   cfg = config(
     data={"per_device_batch_size": ROWS / math.prod(where)},

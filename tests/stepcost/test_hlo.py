@@ -304,7 +304,7 @@ backend_config={"custom_call_config":{"cost_estimate":{"flops":9000000000000}}}"
   ROOT %splash_mha_dkv.1 = (f32[3,8,2048,128]{{3,2,1,0}}, bf16[2,4096,128]{{2,1,0}}) custom-call(%q, %k, %k), {config}
 }}
 """
-  # Of two chips on a context axis, each has 1,024 positions near the begin and as many near the end.
+  # Of two chips on a context axis, each has 1,024 positions near the beginning and as many near the end.
   assert costs.count(hlo.parse("HloModule m\n\n" + text)).flops == (1 + 4) / 8 * 5 * 2 * 8 * 2048 * 4096 * 128
 
 

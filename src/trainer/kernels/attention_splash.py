@@ -25,7 +25,7 @@ from trainer.parallel import zigzag
 from trainer.parallel.mesh import CONTEXT, TENSOR
 
 LANES = 128
-MAX_DQ = 4  # partial dqs of the fused backward kernel, relative to the dq of all heads; twice as many with most groups
+MAX_DQ = 4  # see `head_groups`
 
 
 def order(mesh: Mesh | None, seq_len: int) -> Mesh | None:
@@ -153,7 +153,8 @@ def head_groups(keys: int, kv_heads: int, head_bytes: int) -> int:
   """Returns the number of groups of heads that the fused backward kernel computes one after the other; 0: two kernels.
 
   The fused kernel writes one partial dq for each block of keys (see `_attend`), and computes five matmuls where two
-  kernels compute seven. A group of heads keeps its partial dqs about as large as four times the dq of all heads.
+  kernels compute seven. The groups are as many as keep the partial dqs of one group within MAX_DQ times the dq of all
+  heads. If the heads of keys are too few for that, twice as many are allowed.
   """
   blocks = keys // _backward_block(keys, head_bytes)
   groups = next((n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and blocks <= MAX_DQ * n), kv_heads)
@@ -161,10 +162,12 @@ def head_groups(keys: int, kv_heads: int, head_bytes: int) -> int:
 
 
 def _backward_block(keys: int, head_bytes: int) -> int:
+  """Returns the number of keys of a block of the fused backward kernel."""
   return largest_block(keys, 2048 if head_bytes <= 256 and keys > 2048 else _limit(head_bytes))
 
 
 def _limit(head_bytes: int) -> int:
+  """Returns the largest block of the other kernels."""
   return 1024 if head_bytes <= 512 else 512
 
 

@@ -54,7 +54,7 @@ CALIBRATIONS = MappingProxyType(
     "v5e": Calibration(held_out=5, error=0.27),
     "v5p": Calibration(held_out=2, error=0.2),
     "v6e": Calibration(0.21, fitted=2, held_out=1, error=1.82),  # offloaded activations: mostly the price of the host
-    "7x": Calibration(0.37, fitted=2, held_out=1, error=0.01),
+    "7x": Calibration(0.37, fitted=2, held_out=2, error=0.05),
     "H200": Calibration(0.41, 0.69, fitted=3, held_out=3, error=0.05),
     "H100": Calibration(0.41, 0.69, fitted=3, measured_on="H200"),  # the same cores
   }

@@ -77,6 +77,7 @@ def test_quantized_experts_train_close_to_plain_experts():
     assert ours["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.02)
 
 
+@pytest.mark.soak  # other tests have experts in parts, for the same reason
 def test_experts_that_do_not_divide_over_the_devices():
   """AdamW divides a gradient by its own size, so that one of almost 0 moves its weight by a rounding error of it."""
   model = MOE | {"num_experts": 3}

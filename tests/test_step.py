@@ -608,7 +608,8 @@ def in_bfloat16() -> tuple[list, TrainState]:
 BFLOAT16 = {"dtype": "bfloat16", "weight_dtype": "bfloat16"}
 
 
-@pytest.mark.parametrize("optimizer", few(["adamw"], ["adamw", "muon"]))
+@pytest.mark.soak  # other tests compare bfloat16 weights, and losses in bfloat16, with float32 after two steps
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_bfloat16_weights_learn_as_float32_ones_do(optimizer):
   """At a rate that bfloat16's 8 bits can hold: losses within 1 %, and the weights go as far, within 5 %."""
   muon = {"model": TABLE, "optimizer": {"opt_type": "muon"}}

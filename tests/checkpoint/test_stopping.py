@@ -25,7 +25,11 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Shard
 
 
 @pytest.mark.parametrize(
-  "keys", [["checkpoint_period=2"], ["enable_checkpointing=false"]], ids=["saving", "not saving"]
+  "keys",
+  [
+    pytest.param(["checkpoint_period=2"], id="saving"),
+    pytest.param(["enable_checkpointing=false"], id="not saving", marks=pytest.mark.soak),
+  ],
 )
 def test_ctrl_c_between_steps_is_130_with_one_line(make, keys):
   run = make(f"steps={ENDLESS}", *keys)

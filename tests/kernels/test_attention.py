@@ -80,7 +80,15 @@ def test_cpu_flash_never_holds_the_scores_of_one_head():
 
 
 # Heads of 256 in float32 have blocks of 512 keys, so the gradient of the queries has two parts.
-@pytest.mark.parametrize("sizes", [(2, 256, 4, 2, 64), (1, 384, 2, 1, 128), (2, 1024, 2, 1, 256)], ids=str)
+@pytest.mark.parametrize(
+  "sizes",
+  [
+    (2, 256, 4, 2, 64),
+    (1, 384, 2, 1, 128),
+    pytest.param((2, 1024, 2, 1, 256), marks=pytest.mark.soak),  # the next test has several parts, too
+  ],
+  ids=str,
+)
 def test_splash_equals_attention_by_definition(sizes):
   check(splash(None, *sizes[1:]), sizes)
 

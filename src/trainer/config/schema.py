@@ -398,7 +398,10 @@ class ParallelismSection(Section):
   ici_tensor_parallelism: Parallelism = Field(
     1, description="Sharding of heads, feed-forward and vocabulary inside a slice."
   )
-  ici_context_parallelism: Parallelism = Field(1, description="Sharding of the sequence inside a slice. On TPUs all devices have as much causal attention; on GPUs and CPUs attention also computes the scores that the causal mask removes.")
+  ici_context_parallelism: Parallelism = Field(
+    1,
+    description="Sharding of the sequence inside a slice. On TPUs all devices have as much causal attention; on GPUs and CPUs attention also computes the scores that the causal mask removes.",
+  )
   sharding_tolerance: Fraction = Field(
     0.02,
     description="Largest share of the parameters that may be replicated on all devices of a slice. A larger share is an error.",

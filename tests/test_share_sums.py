@@ -81,10 +81,15 @@ class Compiled(NamedTuple):
 @functools.cache
 def compiled(name: str, stages: int) -> Compiled:
   """Several tests use these programs."""
-  prog, cfg = build(**CASES[name] | {"stages": stages})
+  return compile_sums(adds=name == "fsdp", **CASES[name] | {"stages": stages})
+
+
+def compile_sums(*, adds: bool = False, **given) -> Compiled:
+  """given: arguments of `build`."""
+  prog, cfg = build(**given)
   grads = abstract_sums(prog.state, prog.mesh).grads
   with jax.set_mesh(prog.mesh):
-    share_sums = prog.share.compile(prog.state.params, prog.batch, grads, None, adds=name == "fsdp")
+    share_sums = prog.share.compile(prog.state.params, prog.batch, grads, None, adds=adds)
   return Compiled(prog, cfg, share_sums, FlatLayout(grads))
 
 

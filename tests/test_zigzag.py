@@ -11,18 +11,16 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 from tests.kernels.test_attention import mesh_of
 from tests.support.seeds import few
-from tests.test_share_sums import build, share
-from tests.test_step import ROWS, assert_close, config, fresh, on_devices, reference, run
+from tests.test_share_sums import compile_sums, sums
+from tests.test_step import ROWS, assert_close, config, reference, run
 
 from trainer.kernels import attention
 from trainer.kernels.attention_xla import dot_product
 from trainer.parallel import zigzag
-from trainer.program.step import abstract_sums
-from worlds.exchange import FlatLayout
 
 
 def in_zigzag(name, *, mesh: Mesh, **sizes) -> attention.Attention:
-  """Attention by definition whose contract is zigzag order, as that of the kernel for TPUs is."""
+  """Attention by definition that expects zigzag order, as the kernel for TPUs does."""
 
   def function(*arrays: jax.Array) -> jax.Array:
     return zigzag.spread(mesh, dot_product(*(zigzag.restored(mesh, array) for array in arrays)))
@@ -63,20 +61,9 @@ def test_a_step_in_zigzag_order_equals_the_reference(where, context, monkeypatch
 
 
 def test_the_sums_of_a_share_in_several_programs_in_zigzag_order(monkeypatch):
-  sums = functools.partial(_sums, parallelism={"ici_context_parallelism": 2}, devices=2)
-  scalars, grads = sums(stages=1)
+  compiled = functools.partial(compile_sums, parallelism={"ici_context_parallelism": 2}, devices=2)
+  scalars, grads = sums(compiled(stages=1))
   monkeypatch.setattr(attention, "choose", in_zigzag)
-  own_scalars, own_grads = sums(stages=2)
+  own_scalars, own_grads = sums(compiled(stages=2))
   np.testing.assert_allclose(own_scalars, scalars, rtol=1e-6)
   np.testing.assert_allclose(own_grads, grads, rtol=0, atol=1e-6 * np.abs(grads).max())
-
-
-def _sums(**given) -> tuple[list, np.ndarray]:
-  """The scalars of a share, and its gradients as flat values."""
-  prog, cfg = build(**given)
-  grads = abstract_sums(prog.state, prog.mesh).grads
-  with jax.set_mesh(prog.mesh):
-    compiled = prog.share.compile(prog.state.params, prog.batch, grads, None, adds=False)
-  scalars, parts = compiled(on_devices(fresh(cfg), prog).params, share(prog, 0))
-  layout = FlatLayout(grads)
-  return jax.device_get(scalars), layout.to_host(parts).read(0, layout.size)

@@ -294,7 +294,7 @@ def test_the_cost_of_attention_follows_from_the_blocks_that_the_kernel_states(st
 
 
 def test_the_blocks_of_a_kernel_of_tokamax_count_and_not_the_flops_that_it_states():
-  """It states those of all blocks. Positions may be the last dim; the fused kernel has some parts of dq."""
+  """The kernel states the FLOPs of all blocks. Positions may be the last dim. The fused kernel has parts of dq."""
   config = """custom_call_target="tpu_custom_call",
 frontend_attributes={kernel_metadata={"xprof_metadata":"{\\"block_q_dkv\\": 1024, \\"block_kv_dkv\\": 1024}"}},
 backend_config={"custom_call_config":{"cost_estimate":{"flops":9000000000000}}}"""

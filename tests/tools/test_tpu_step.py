@@ -110,5 +110,5 @@ def test_no_mesh_computes_twice_or_sends_whole_tables(keys):
   # Remat executes the layers, a sixth of the total, once more. In a short sequence, attention computes its only block.
   assert found.costs.flops < 1.3 * found.model_flops
   table = 4 * cfg.model.vocab_size * cfg.model.emb_dim / found.mesh["fsdp"]
-  # The compiler joins the gradients of norms with it, and with older libtpu those of both tables.
+  # The compiler joins a table's gradient with those of norms. Older libtpu joins the gradients of both tables.
   assert max(c.bytes for c in found.collectives) <= 2.02 * table

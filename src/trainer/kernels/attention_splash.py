@@ -167,7 +167,7 @@ def _backward_block(keys: int, head_bytes: int) -> int:
 
 
 def _limit(head_bytes: int) -> int:
-  """Returns the largest block of the other kernels."""
+  """Returns the largest block that fits into the VMEM of a v4 with all kernels."""
   return 1024 if head_bytes <= 512 else 512
 
 

@@ -1,8 +1,8 @@
 """The order of positions over the mesh axis context in which every device has as much causal attention as the others.
 
 In natural order the last of c devices attends to all positions, and the others wait for it: its work is nearly twice
-the mean. In zigzag order the sequence has 2c parts, and device i has parts i and 2c - 1 - i, of which one is even. The
-even one comes first, so that moving a sequence between the two orders exchanges halves of devices.
+the mean. In zigzag order the sequence has 2c parts, and device i has parts i and 2c - 1 - i. One of these two
+parts is even. The even part comes first, so that moving a sequence between the two orders exchanges halves of devices.
 
 mesh: None for natural order; then every function here returns its argument.
 """
@@ -39,7 +39,7 @@ def restored(mesh: Mesh | None, x: jax.Array) -> jax.Array:
 
 
 def gathered(mesh: Mesh | None, x: jax.Array) -> jax.Array:
-  """Returns x [B, T, ..], of which a device has all positions, in natural order, from zigzag order."""
+  """Returns x [B, T, ..] in natural order, from zigzag order. The device has all positions of x."""
   if mesh is None:
     return x
   pieces = jnp.split(x, 2 * mesh.shape[CONTEXT], axis=1)

@@ -138,8 +138,11 @@ def layers(
 
 def finish(model: DecoderFunctions, params: Params, begun: Begun, dx: jax.Array, tokens: jax.Array) -> Params:
   """Returns the gradient of the embedding table. dx: of the stream before the first layer. tokens: [A, B, T]."""
-  decoder = lambda table: model.merge(params | {"embedding": table})
-  embed = lambda table: decoder(table).embed(*decoder(table).arranged(tokens[-1]))
+
+  def embed(table: jax.Array) -> jax.Array:
+    decoder = model.merge(params | {"embedding": table})
+    return decoder.embed(*decoder.arranged(tokens[-1]))
+
   (grad,) = jax.vjp(embed, params["embedding"])[1](dx)
   if begun.tied is not None:
     grad = grad + begun.tied

@@ -77,7 +77,7 @@ def head_losses(
   if vocab % parts:
     # A vocabulary size that does not divide by the chips of a slice (151936 by 256) is padded, for the loss only.
     head_VD = jnp.pad(head_VD, ((0, -vocab % parts), (0, 0)))
-  head_VD = constrain(head_VD, "vocab", "embed")
+  head_VD = constrain(head_VD, "vocab", "embed")  # gathers over context: each of its shards needs the rows
   with jax.named_scope("loss"):
     return linear_cross_entropy(
       x_BTD,

@@ -1,16 +1,12 @@
 """Compares the simulated schedule with steps that were measured on TPUs, without a TPU.
 
     python -m end_to_end.benchmarks.calibration TEXTS [--maxtext MAXTEXT_PYTHON] [--rows NAME ...]
-    python -m end_to_end.benchmarks.calibration --pairs
 
 calibration.yml has the rows: measured seconds, MaxText's keys and flags, and their source. The text of the compiled
 step of a row is TEXTS/NAME.hlo. With --maxtext, a text that is missing is compiled by MaxText's own `train_compile` (4
 to 20 minutes on one core). MAXTEXT_PYTHON is the Python of an environment with MaxText (Python 3.12, pip install
-'maxtext[tpu]'). Prints a Markdown table. "agrees with" is the share of the peak at which attention kernels would have
-to run so that the simulated step takes as long as the measured one.
-
---pairs prints the rates in stepcost/prices.py. They follow from pairs of measured steps by arithmetic, without a
-compiler: FLOPs of matmuls / rate 1 + FLOPs of attention / rate 2 = seconds, for two models or two lengths.
+'maxtext[tpu]'). Prints a Markdown table. "agrees with" are the cycles that an instruction of attention kernels would
+have to take so that the simulated step takes as long as the measured one.
 """
 
 from __future__ import annotations
@@ -22,16 +18,12 @@ import os
 import pathlib
 import subprocess
 import sys
-from typing import Any
 
-import numpy as np
 import yaml
-from end_to_end.benchmarks.common import model_config
 
 from stepcost import chips, hlo, prices, simulation, topologies
 from stepcost.hlo import Module
 from stepcost.prices import Basis, Rates
-from trainer.config import counts
 
 HERE = pathlib.Path(__file__).parent
 DATA = HERE / "calibration.yml"
@@ -67,18 +59,10 @@ class Row:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("texts", nargs="?", type=pathlib.Path, help="folder of the compiled texts")
+  parser.add_argument("texts", type=pathlib.Path, help="folder of the compiled texts")
   parser.add_argument("--maxtext", metavar="MAXTEXT_PYTHON", help="compiles the texts that are missing")
   parser.add_argument("--rows", nargs="*", default=[], help="default: all of calibration.yml")
-  parser.add_argument("--pairs", action="store_true")
   args = parser.parse_args()
-  if args.pairs:
-    for version, pair in yaml.safe_load(DATA.read_text())["pairs"].items():
-      matmuls, attention = pair_rates(version, pair)
-      print(f"{version}: matmuls at {matmuls:.0%} of the peak, attention kernels at {attention:.0%}")
-    return
-  if args.texts is None:
-    parser.error("give the folder TEXTS, or --pairs")
   rows = [row for row in read_rows() if not args.rows or row.name in args.rows]
   if unknown := set(args.rows) - {row.name for row in rows}:
     parser.error(f"--rows {' '.join(sorted(unknown))}: not in calibration.yml")
@@ -136,13 +120,13 @@ def compile_row(row: Row, text: pathlib.Path, python: str | None) -> str:
 def table_row(row: Row, module: Module, compiled: dict[str, float]) -> str:
   """Returns one line of the table."""
   rates = rates_of(row)
-  at_peak, times = (play(module, row, given) for given in (dataclasses.replace(rates, attention=1.0), rates))
+  at_peak, times = (play(module, row, given) for given in (dataclasses.replace(rates, cycles=0.0), rates))
   kernels = times.computation[Basis.ATTENTION] + times.computation[Basis.KERNEL]
-  share = agreeing_share(row, module)
+  cycles = agreeing_cycles(row, module)
   cells = (
     *(row.name, f"{row.seconds:.3f} s", f"{at_peak.seconds:.3f} s", f"{times.seconds:.3f} s"),
     *(f"{times.seconds / row.seconds:.3f}", f"{kernels:.3f} s"),
-    f"{share:.0%}" if share else "none",
+    f"{cycles:.2f}" if cycles else "none",
     f"{compiled['bytes'] / rates.chip.hbm_bytes:.0%}",
     *(f"{compiled['compile_seconds']:.0f}", row.changed or "no"),
   )
@@ -161,54 +145,19 @@ def play(module: Module, row: Row, rates: Rates) -> simulation.Timeline:
   return simulation.simulate(module, [index // devices for index in range(row.slices * devices)], rates)
 
 
-def agreeing_share(row: Row, module: Module) -> float | None:
-  """Returns the share of the peak of attention kernels with which the simulated step takes as long as the measured one.
+def agreeing_cycles(row: Row, module: Module) -> float | None:
+  """Returns the cycles of an instruction of attention kernels with which the simulated step takes as long as measured.
 
-  None if there is none. A slower kernel never makes a step faster, so halving the interval finds the share.
+  None if there are none. A slower kernel never makes a step faster, so halving the interval finds them.
   """
-  low, high = 0.05, 1.0
-  seconds = lambda share: play(module, row, dataclasses.replace(rates_of(row), attention=share)).seconds
-  if not seconds(high) < row.seconds < seconds(low):
+  low, high = 0.01, 10.0
+  seconds = lambda cycles: play(module, row, dataclasses.replace(rates_of(row), cycles=cycles)).seconds
+  if not seconds(low) < row.seconds < seconds(high):
     return None
-  for _ in range(10):
+  for _ in range(16):
     middle = (low + high) / 2
-    low, high = (middle, high) if seconds(middle) > row.seconds else (low, middle)
+    low, high = (low, middle) if seconds(middle) > row.seconds else (middle, high)
   return (low + high) / 2
-
-
-def pair_rates(version: str, pair: list[dict[str, Any]]) -> tuple[float, float]:
-  """Returns the shares of the peak of matmuls and of attention kernels that explain two measured steps of `version`.
-
-  Everything else that a step does counts as matmuls. Each step has: model, length T, tokens per chip, seconds, blocks
-  (the size of the kernel's blocks), recomputed (matmuls of a layer that the backward pass repeats, by the weights of
-  the model: gate and up, out) and attention (how many forward passes the kernels take as long as: the fused backward
-  kernel has 5 matmuls instead of 2).
-  """
-  chip = chips.find(version)
-  assert chip is not None
-  peak = chip.peak_flops * chip.devices_per_chip
-  flops = [(matmul_flops(step) / peak, attention_flops(step) / peak) for step in pair]
-  slowness = np.linalg.solve(np.array(flops), np.array([step["seconds"] for step in pair]))
-  return 1 / slowness[0], 1 / slowness[1]
-
-
-def matmul_flops(step: dict[str, Any]) -> float:
-  """Returns the FLOPs of the matmuls with weights of one step and chip."""
-  model = model_config(step["model"], (), ()).model
-  heads = model.num_query_heads * model.head_dim
-  weights = {"gate and up": 2 * model.emb_dim * model.mlp_dim, "out": heads * model.emb_dim}
-  again = model.num_decoder_layers * sum(weights[name] for name in step["recomputed"])
-  used = counts.parameter_count(model) - model.vocab_size * model.emb_dim  # a lookup is no matmul
-  return step["tokens"] * (6.0 * used + 2 * again)
-
-
-def attention_flops(step: dict[str, Any]) -> float:
-  """Returns the FLOPs of the attention kernels of one step and chip, in the blocks that are not fully masked."""
-  model = model_config(step["model"], (), ()).model
-  heads = model.num_query_heads * model.head_dim
-  blocks = step["length"] // step["blocks"]
-  keys = step["length"] * (blocks + 1) / (2 * blocks)
-  return step["attention"] * step["tokens"] * model.num_decoder_layers * 4.0 * heads * keys
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ share is half. The splash kernel computes every block that is not fully masked: 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 
@@ -18,9 +19,26 @@ _BLOCK = re.compile(r"(block_\w+)\W+(\d+)")
 # A kernel that computes as many rows as it is given says how much this is of what its shapes allow.
 _PART = re.compile(r"one_of_(\d+)_parts")
 _FLOATS = ("bf16", "f16", "f32")
+_FIXED_MAXIMUM = re.compile(r"max_logit_const\W+[\d.]")
 # Number of matmuls of T x S x H per head. Forward: q k and p v. Backward: both kernels compute k q again and dO v; then
 # one computes dq = ds k, the other dv = p dO and dk = ds q. The fused kernel computes all five once.
 _MATMULS = {"fwd": 2, "dq": 3, "dkv": 4, "fused": 5}
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+  """One run of an attention kernel."""
+
+  dtype: str  # HLO type of the operands; "" if the kernel itself states its FLOPs
+  scores: float  # that it computes: pairs of a query and a key, of all heads
+  width: int  # H
+  matmuls: int  # of its scores and H
+  name: str  # of a splash kernel: its phase, and what makes it faster; "" for cuDNN's
+  keys: int = 0  # whose scores a splash kernel computes at a time; 0: it does not state its blocks
+
+  @property
+  def flops(self) -> float:
+    return self.matmuls * 2.0 * self.scores * self.width
 
 
 def is_kernel(instruction: Instruction) -> bool:
@@ -34,66 +52,66 @@ def flops(computation: Computation, kernel: Instruction) -> tuple[str, float] | 
 
   The type is "" if the kernel itself states its FLOPs.
   """
-  arrays, phase = _operands(computation, kernel), _splash_phase(kernel)
-  # Before what a kernel states: tokamax's forward kernel states as many FLOPs as without a mask.
-  known = _splash(kernel, arrays, phase) if phase else None
+  known = attention(computation, kernel)
   if known:
-    return known
-  stated = _STATED.search(_config(kernel))
-  if stated:
-    part = _PART.search(kernel.source)
-    return "", float(stated.group(1)) / (int(part.group(1)) if part else 1)
-  target = kernel.target
-  if target.startswith(("__cublas$gemm", "__cublas$lt$matmul")):
-    return _gemm(kernel, arrays)
-  return _fmha(kernel, arrays) if target.startswith("__cudnn$fmha") else None
+    return known.dtype, known.flops
+  stated = _stated(kernel)
+  if stated is not None:
+    return "", stated
+  if kernel.target.startswith(("__cublas$gemm", "__cublas$lt$matmul")):
+    return _gemm(kernel, _operands(computation, kernel))
+  return None
 
 
-def head_width(computation: Computation, kernel: Instruction) -> int:
-  """Returns the width H of the heads of an attention kernel, 0 for other instructions and if its FLOPs are unknown.
-
-  H is the smaller one of the last two dims of a splash kernel's q, [.., T, H] or [.., H, T], and the last dim of
-  cuDNN's.
-  """
-  if not is_kernel(kernel) or flops(computation, kernel) is None:
-    return 0
+def attention(computation: Computation, kernel: Instruction) -> Attention | None:
+  """Returns what `kernel` computes, None if it is not an attention kernel or if its FLOPs are unknown."""
+  if not is_kernel(kernel):
+    return None
   if kernel.target.startswith("__cudnn$fmha"):
-    return _operands(computation, kernel)[0].dims[-1]
-  if not _splash_phase(kernel):
-    return 0
-  q = next(a for a in _operands(computation, kernel) if a.dtype in _FLOATS)
-  return min(q.dims[-2:])
-
-
-def _splash_phase(kernel: Instruction) -> str:
-  """Returns the phase in the name of a splash kernel, "" for other instructions."""
+    return _fmha(kernel, _operands(computation, kernel))
   # The compiler may rename an instruction. The name of its operation then still ends with the name of the kernel.
   named = _SPLASH.findall(kernel.name) or _SPLASH.findall(kernel.source)
-  return named[-1] if named else ""
+  return _splash(kernel, _operands(computation, kernel), named[-1]) if named else None
+
+
+def _stated(kernel: Instruction) -> float | None:
+  """Returns the FLOPs that `kernel` states, None if it states none."""
+  stated = _STATED.search(_config(kernel))
+  part = _PART.search(kernel.source)
+  return float(stated.group(1)) / (int(part.group(1)) if part else 1) if stated else None
 
 
 def _operands(computation: Computation, kernel: Instruction) -> list[Array]:
   return [computation.by_name[name].result[0] for name in kernel.operands]
 
 
-def _splash(kernel: Instruction, arrays: list[Array], phase: str) -> tuple[str, float] | None:
+def _splash(kernel: Instruction, arrays: list[Array], phase: str) -> Attention | None:
   """Operands: integers that describe the mask, q [.., N, T, H], k and v [.., K, S, H], and others.
 
-  The last two dims of each may have the other order. None if the kernel does not state its blocks, from which its FLOPs
-  follow. JAX's and tokamax's kernels state them in their metadata.
+  The last two dims of each may have the other order. The FLOPs follow from the blocks, which JAX's and tokamax's
+  kernels state in their metadata. What a kernel states about its FLOPs counts only without them: tokamax's forward
+  kernel states as many as without a mask.
   """
   suffix = {"fwd": "", "dq": "_dq", "dkv": "_dkv"}[phase]
   blocks = {name: int(size) for name, size in _BLOCK.findall(kernel.rest)}
   rows, columns = blocks.get(f"block_q{suffix}"), blocks.get(f"block_kv{suffix}")
-  if not rows or not columns:
-    return None
-  q, k = [a for a in arrays if a.dtype in _FLOATS][:2]
+  q, *others = [a for a in arrays if a.dtype in _FLOATS]
   # The fused backward kernel also returns dq in several parts.
   parts = [a for a in kernel.result if len(a.dims) == len(q.dims) + 1 and sorted(a.dims[-3:]) == sorted(q.dims[-3:])]
-  if phase == "dkv" and parts:
-    phase = "fused"
-  queries, keys = (a.dims[-2] if a.dims[-2] % block == 0 else a.dims[-1] for a, block in ((q, rows), (k, columns)))
-  return q.dtype, _MATMULS[phase] * 2.0 * math.prod(q.dims) * keys * computed_share(queries, keys, rows, columns)
+  matmuls = _MATMULS[phase := "fused" if phase == "dkv" and parts else phase]
+  name = phase
+  if "use_experimental_scheduler" in kernel.rest:  # only tokamax's kernels have this option
+    name = f"tokamax {phase}" + (", fixed maximum" if _FIXED_MAXIMUM.search(kernel.rest) else "")
+  if rows and columns:
+    size = lambda a, block: a.dims[-2] if a.dims[-2] % block == 0 else a.dims[-1]
+    queries, keys = size(q, rows), size(others[0], columns)
+    width = math.prod(q.dims[-2:]) // queries
+    scores = math.prod(q.dims[:-2]) * queries * keys * computed_share(queries, keys, rows, columns)
+    return Attention(q.dtype, scores, width, matmuls, name, blocks.get(f"block_kv{suffix}_compute", columns))
+  stated, width = _stated(kernel), min(q.dims[-2:])
+  if stated is None:
+    return None
+  return Attention("", stated / (2.0 * matmuls * width), width, matmuls, name)
 
 
 def computed_share(queries: int, keys: int, rows: int, columns: int) -> float:
@@ -113,14 +131,15 @@ def _config(kernel: Instruction) -> str:
   return kernel.rest.replace('": ', '":')
 
 
-def _fmha(kernel: Instruction, arrays: list[Array]) -> tuple[str, float] | None:
+def _fmha(kernel: Instruction, arrays: list[Array]) -> Attention | None:
   """cuDNN attention. Its configuration has the shape of the scores, [B, N, T, S]. Backward is one fused kernel."""
-  scores = re.search(r'"intermediate_tensor_shape":\{[^{}]*"dimensions":\[([^\]]*)\]', _config(kernel))
-  if scores is None:
+  shape = re.search(r'"intermediate_tensor_shape":\{[^{}]*"dimensions":\[([^\]]*)\]', _config(kernel))
+  if shape is None:
     return None
   matmuls = _MATMULS["fused" if "Backward" in kernel.target else "fwd"]
   causal = 2 if re.search(r'"mask_type":"(?:PADDING_)?CAUSAL"', _config(kernel)) else 1
-  return arrays[0].dtype, matmuls * 2.0 * math.prod(numbers(scores.group(1))) * arrays[0].dims[-1] / causal
+  scores = math.prod(numbers(shape.group(1))) / causal
+  return Attention(arrays[0].dtype, scores, arrays[0].dims[-1], matmuls, "")
 
 
 def _gemm(kernel: Instruction, arrays: list[Array]) -> tuple[str, float] | None:

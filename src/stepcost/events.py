@@ -12,7 +12,7 @@ import enum
 from stepcost import collectives, costs, prices
 from stepcost.collectives import Collective
 from stepcost.hlo import DEVICE, HOST, Computation, Instruction, Module
-from stepcost.prices import HOST_BANDWIDTH, Basis, Rates
+from stepcost.prices import Basis, Rates
 
 # Time is counted in whole picoseconds, so that two equal turns of a loop are equal in every digit.
 SECOND = 10**12
@@ -242,4 +242,4 @@ class Decoder:
       return self._rates.dcn
     if channel is Channel.LINKS:
       return self._rates.links
-    return HOST_BANDWIDTH if channel is Channel.HOST else self._rates.chip.hbm_bandwidth
+    return self._rates.host if channel is Channel.HOST else self._rates.chip.hbm_bandwidth

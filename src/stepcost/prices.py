@@ -1,14 +1,16 @@
 """Seconds of computation of each instruction of a compiled program, and the rates of what it communicates over.
 
 The TPU compiler estimates the cycles of a fusion. Pallas kernels and the programs of other compilers have no estimate:
-the price is then the time of the matmuls at the peak, or of the memory traffic, whichever is longer. Chips in
-`CALIBRATIONS` reach a known share of these peaks.
+the price is then the time of the matmuls at the peak, or of the memory traffic, whichever is longer. Attention kernels
+of TPUs take as long as their instructions if that is longer, and GPUs in `CALIBRATIONS` reach a known share of the
+peaks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from stepcost import costs, custom_calls
@@ -21,40 +23,69 @@ from stepcost.hlo import DEVICE, HOST, Computation, Instruction, Module
 DCN_BANDWIDTH = {"v5e": 25e9 / 8, "v6e": 100e9 / 8, "v5p": 50e9 / 8, "A100": 200e9 / 8} | dict.fromkeys(
   ("H100", "H200", "B200"), 400e9 / 8
 )
-# Bytes/s between a device and its host, as PCIe 3 x16 reaches. Used only for offloaded activations.
+# Bytes/s between a device and its host, as PCIe 3 x16 reaches. Used only for offloaded activations. v6e has PCIe 5
+# (docs.cloud.google.com/tpu/docs/v6e), four times as fast, and counts with 8 lanes: their number is not published.
 HOST_BANDWIDTH = 12e9
+HOST_BANDWIDTHS = {"v6e": 24e9}
+# Instructions of a splash kernel for 2**20 scores (a score: one query, one key, one head), by chip, kernel, and number
+# of keys whose scores it computes at a time: printed by end_to_end/benchmarks/attention_kernels.py. They hardly depend
+# on the width of a head up to 256: the vector units are busy, not the matrix units.
+SPLASH_INSTRUCTIONS: Mapping[str, Mapping[str, Mapping[int, float]]] = MappingProxyType(
+  {
+    "v4": {"fwd": {512: 4239}, "fused": {512: 6380}, "dkv": {512: 5536}, "dq": {512: 4110}},
+    "v5e": {"fwd": {512: 4973}, "fused": {512: 9182}, "dkv": {512: 7705}, "dq": {512: 6050}},
+    "v5p": {"fwd": {512: 2552}, "fused": {512: 4716}, "dkv": {512: 3854}, "dq": {512: 3071}},
+    "v6e": {"fwd": {512: 3951, 2048: 5153}, "fused": {512: 6318, 2048: 5847}, "dkv": {512: 5261}, "dq": {512: 4482}},
+    "7x": {
+      "fwd": {512: 3944, 2048: 4775},
+      "fused": {512: 5792, 2048: 5731},
+      "dkv": {512: 4711},
+      "dq": {512: 4903},
+      "tokamax fwd": {512: 3353, 2048: 3770},
+      "tokamax fwd, fixed maximum": {512: 2345},
+      "tokamax fused": {256: 5583, 512: 5379, 2048: 5546},
+    },
+  }
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
   """What measured steps say about the times on one kind of chip (docs/benchmarks: calibration.md, gpu_models.md)."""
 
-  attention: float = 1.0  # share of the peak that attention kernels reach, with heads of at most HEAD_WIDTH
+  attention: float = 1.0  # share of the peak that a GPU's attention kernels reach, with heads of at most HEAD_WIDTH
   others: float = 1.0  # share of the peaks that all else reaches, if the compiler has no estimate for it
   fitted: int = 0  # number of measured steps from which the shares follow; 0: they are not known
   held_out: int = 0  # number of other measured steps that were compiled and simulated
   error: float = 0.0  # the largest |simulated / measured - 1| of these
   measured_on: str = ""  # if it was another chip
+  cycles: float = 0.0  # of an instruction of a TPU's attention kernel, with those in which it waits
 
   def __str__(self) -> str:
     steps = "1 measured step" if self.held_out == 1 else f"{self.held_out} measured steps"
     error = f"up to {self.error:.0%} on {steps}" if self.held_out else "unknown"
     if not self.fitted:
       return error
-    others = "" if self.others == 1 else f" and all else at {self.others:.0%} of its peaks"
     where = f" on {self.measured_on}" if self.measured_on else ""
+    if self.cycles:
+      return f"{error}; {self.cycles} cycles for each instruction of attention kernels follow from one more{where}"
+    others = "" if self.others == 1 else f" and all else at {self.others:.0%} of its peaks"
     shares = f"attention kernels at {self.attention:.0%} of the peak{others}"
     return f"{error}; {shares} follow from {self.fitted} measured steps{where}"
 
 
-# All measured steps have heads of this width. The matrix units of v6e and 7x are 256 wide.
-HEAD_WIDTH = 128
+HEAD_WIDTH = 128  # of all steps that were measured on GPUs
+# Of an instruction of an attention kernel. It follows from the step of 7x with rows of 131,072 tokens.
+CYCLES = 1.16
 CALIBRATIONS = MappingProxyType(
   {
-    "v5e": Calibration(held_out=5, error=0.27),
-    "v5p": Calibration(held_out=2, error=0.2),
-    "v6e": Calibration(0.21, fitted=2, held_out=1, error=1.82),  # offloaded activations: mostly the price of the host
-    "7x": Calibration(0.37, fitted=2, held_out=2, error=0.05),
+    "v4": Calibration(cycles=CYCLES, fitted=1, measured_on="7x"),
+    "v5e": Calibration(cycles=CYCLES, fitted=1, measured_on="7x", held_out=5, error=0.27),
+    "v5p": Calibration(cycles=CYCLES, fitted=1, measured_on="7x", held_out=2, error=0.21),
+    "v6e": Calibration(
+      cycles=CYCLES, fitted=1, measured_on="7x", held_out=2, error=0.9
+    ),  # 5% with few copies to the host
+    "7x": Calibration(cycles=CYCLES, fitted=1, held_out=3, error=0.07),
     "H200": Calibration(0.41, 0.69, fitted=3, held_out=3, error=0.05),
     "H100": Calibration(0.41, 0.69, fitted=3, measured_on="H200"),  # the same cores
   }
@@ -66,7 +97,7 @@ class Basis(enum.StrEnum):
 
   ESTIMATE = "by the compiler's cycles"
   KERNEL = "in kernels at the peak"
-  ATTENTION = "in attention kernels at their measured share of the peak"
+  ATTENTION = "in attention kernels, slower than the peak"
   RATES = "without an estimate: bytes and FLOPs at the peak"
   SHARE = "without an estimate: bytes and FLOPs at their measured share of the peak"
   UNKNOWN_KERNEL = "in kernels with unknown FLOPs: bytes only"
@@ -81,6 +112,8 @@ class Rates:
   precision: str = "default"  # of the kernels, whose text does not show it
   attention: float = 1.0  # share of the peak that attention kernels reach
   others: float = 1.0  # share of the peaks that all else reaches, if the compiler has no estimate for it
+  host: float = HOST_BANDWIDTH  # bytes/s to the host, or from it
+  cycles: float = 0.0  # of an instruction of an attention kernel; 0: only its FLOPs count
 
   @property
   def links(self) -> float:
@@ -91,7 +124,8 @@ class Rates:
 def rates(chip: Chip, precision: str = "default") -> Rates:
   """Returns the rates of a device of kind `chip`."""
   known = calibration(chip)
-  return Rates(chip, DCN_BANDWIDTH.get(chip.name), precision, known.attention, known.others)
+  host = HOST_BANDWIDTHS.get(chip.name, HOST_BANDWIDTH)
+  return Rates(chip, DCN_BANDWIDTH.get(chip.name), precision, known.attention, known.others, host, known.cycles)
 
 
 def calibration(chip: Chip) -> Calibration:
@@ -114,16 +148,15 @@ def price(module: Module, computation: Computation, instruction: Instruction, gi
   cycles = costs.estimated_cycles(instruction)
   if cycles and given.chip.clock_hz:
     return Price(cycles / given.chip.clock_hz, Basis.ESTIMATE, moved[HOST])
-  matmuls = attention = 0.0
+  matmuls = slower = 0.0
   for owner, part in module.parts(computation, instruction):  # a fusion may have a kernel and store its result
     seconds = sum(flops / given.chip.peak(*kind) for kind, flops in costs.flops_of(owner, part, given.precision))
-    if 0 < custom_calls.head_width(owner, part) <= HEAD_WIDTH:
-      attention += seconds
-    else:
-      matmuls += seconds
-  seconds = max(matmuls + attention / given.attention, moved[DEVICE] / given.chip.hbm_bandwidth)
+    matmuls += seconds
+    attention = custom_calls.attention(owner, part)
+    slower += max(0.0, attention_seconds(attention, seconds, given) - seconds) if attention else 0.0
+  seconds = max(matmuls + slower, moved[DEVICE] / given.chip.hbm_bandwidth)
   basis = Basis.RATES
-  if attention and given.attention < 1:
+  if slower:
     basis = Basis.ATTENTION
   elif custom_calls.is_kernel(instruction) and costs.is_unpriced(computation, instruction):
     basis = Basis.UNKNOWN_KERNEL
@@ -132,3 +165,17 @@ def price(module: Module, computation: Computation, instruction: Instruction, gi
   elif custom_calls.is_kernel(instruction):
     basis = Basis.KERNEL
   return Price(seconds, basis, moved[HOST])
+
+
+def attention_seconds(attention: custom_calls.Attention, at_peak: float, given: Rates) -> float:
+  """Returns the seconds of one run of an attention kernel whose matmuls take the seconds `at_peak`."""
+  if given.cycles and given.chip.clock_hz:
+    kernels = SPLASH_INSTRUCTIONS[given.chip.name]
+    # JAX's kernel stands for one of tokamax that was not compiled for this chip.
+    jaxs = attention.name.split(",")[0].removeprefix("tokamax ")
+    sizes = kernels.get(attention.name, kernels[jaxs])
+    instructions = sizes[min((size for size in sizes if size >= attention.keys), default=max(sizes))]
+    return attention.scores / 2**20 * instructions * given.cycles / given.chip.clock_hz
+  if attention.width > HEAD_WIDTH:
+    return at_peak
+  return at_peak / given.attention

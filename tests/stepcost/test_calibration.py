@@ -1,12 +1,13 @@
-"""The measured steps of end_to_end/benchmarks/calibration.yml, and the shares that follow from them."""
+"""The measured steps of end_to_end/benchmarks/calibration.yml, and what follows from them."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
 
 import pytest
-import yaml
-from end_to_end.benchmarks import calibration, tpu_models
+from end_to_end.benchmarks import attention_kernels, calibration, tpu_models
 from tests.support.command import ROOT
 
 from stepcost import chips, hlo, prices, topologies
@@ -25,14 +26,30 @@ def test_every_row_has_a_source_keys_and_a_chip():
     assert len(set(row.flags)) == len(row.flags) and all(flag.startswith("--xla_") for flag in row.flags), row.name
 
 
-def test_the_shares_follow_from_pairs_of_measured_steps():
-  pairs = yaml.safe_load(calibration.DATA.read_text())["pairs"]
-  tpus = {version for version, known in prices.CALIBRATIONS.items() if chips.find(version).clock_hz}
-  assert set(pairs) == {version for version in tpus if prices.CALIBRATIONS[version].fitted}
-  for version, pair in pairs.items():
-    known = prices.CALIBRATIONS[version]
-    assert calibration.pair_rates(version, pair)[1] == pytest.approx(known.attention, abs=0.005)
-    assert known.fitted == len(pair)
+def test_the_instructions_of_attention_kernels_are_those_of_the_page():
+  page = (ROOT / "docs" / "benchmarks" / "calibration.md").read_text()
+  cell = r" *\** *([^|*]+?)\** *\|"
+  printed = re.findall(rf"^\|{cell}{cell}{cell} (\d+) \| \d+% \|$", page, re.MULTILINE)
+  found: dict[str, dict[str, dict[int, float]]] = {}
+  for chip, kernel, block, instructions in printed:
+    found.setdefault(chip, {}).setdefault(kernel, {})[int(block.split()[-1])] = float(instructions)
+  assert found == prices.SPLASH_INSTRUCTIONS
+  tpus = {version for version, known in prices.CALIBRATIONS.items() if known.cycles}
+  assert tpus == set(found) == {chip.name for chip in chips.CHIPS if chip.clock_hz}
+
+
+def test_the_instructions_of_a_kernel_are_counted_between_branches():
+  """Blocks of 40 instructions with a mask and 30 without, and 10 others. Or all blocks are alike."""
+  other = ["(%p0) sbr.rel"] + ["nop"] * 3
+  text = lambda *parts: "\n".join(f"  0x{i:x}   : > {{ {line} }}" for i, line in enumerate(itertools.chain(*parts)))
+  body = lambda size: ["(%p1) sbr.rel"] + ["vmatmul"] * (size - 1)
+  counted = attention_kernels.bodies(text(other, body(40), body(30), other, ["nop", "shalt"]))
+  assert counted == (40, 30, 10)
+  assert attention_kernels.bodies(text(other, body(40), other)) == (40, 40, 8)
+  # Of 4 x 4 blocks of T = 8192, 4 are on the diagonal and 6 below it. The rest is computed once for each row of blocks.
+  around = 10 * attention_kernels.AROUND + 6 * attention_kernels.SKIPPED
+  cycles = attention_kernels.cycles_of((40, 30, 500), 2048, 2048) * 10 * 2048 * 2048 / 2**20
+  assert cycles == pytest.approx(4 * 40 + 6 * 30 + around + 4 * 270)
 
 
 @pytest.mark.parametrize(
@@ -40,10 +57,13 @@ def test_the_shares_follow_from_pairs_of_measured_steps():
   [
     (prices.Calibration(), "unknown"),
     (prices.Calibration(held_out=1, error=0.043), "up to 4% on 1 measured step"),
-    (prices.Calibration(0.21, fitted=2), "unknown; attention kernels at 21% of the peak follow from 2 measured steps"),
     (
-      prices.Calibration(0.37, fitted=2, held_out=3, error=0.08),
-      "up to 8% on 3 measured steps; attention kernels at 37% of the peak follow from 2 measured steps",
+      prices.Calibration(cycles=1.15, fitted=1),
+      "unknown; 1.15 cycles for each instruction of attention kernels follow from one more",
+    ),
+    (
+      prices.Calibration(cycles=1.15, fitted=1, measured_on="7x", held_out=3, error=0.08),
+      "up to 8% on 3 measured steps; 1.15 cycles for each instruction of attention kernels follow from one more on 7x",
     ),
     (
       prices.Calibration(0.41, 0.69, fitted=3, measured_on="H200"),
@@ -57,12 +77,13 @@ def test_a_calibration_says_what_it_rests_on(known, text):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_share_is_found_with_which_a_step_agrees(fused):
-  """A second of other work, and a second of attention at the peak, of a v6e at 1.75 GHz and 918 TFLOP/s.
+def test_the_cycles_are_found_with_which_a_step_agrees(fused):
+  """A second of other work, and attention with as many instructions as a v6e starts in a second.
 
   fused: the compiler stores the result of the kernel in a larger array.
   """
-  stated = f'backend_config={{"custom_call_config":{{"cost_estimate":{{"flops":{918 * 10**12}}}}}}}'
+  scores = 1.75e9 / prices.SPLASH_INSTRUCTIONS["v6e"]["fwd"][512] * 2**20
+  stated = f'backend_config={{"custom_call_config":{{"cost_estimate":{{"flops":{scores * 2 * 2 * 128:.0f}}}}}}}'
   kernel = f'splash_mha_fwd.1 = bf16[2048,128]{{1,0}} custom-call(%q), custom_call_target="tpu_custom_call", {stated}'
   stored = "all = bf16[2048,128]{1,0} fusion(%q), kind=kCustom, calls=%stored"
   text = f"""HloModule m, is_scheduled=true
@@ -83,8 +104,8 @@ ENTRY %main (q: bf16[2048,128]) -> bf16[2048,128] {{
 }}
 """
   row = dataclasses.replace(ROWS[0], topology="v6e-1", seconds=6.0)
-  assert calibration.agreeing_share(row, hlo.parse(text)) == pytest.approx(1 / 5, abs=1e-3)
-  assert calibration.agreeing_share(dataclasses.replace(row, seconds=1.5), hlo.parse(text)) is None
+  assert calibration.agreeing_cycles(row, hlo.parse(text)) == pytest.approx(5, abs=1e-3)
+  assert calibration.agreeing_cycles(dataclasses.replace(row, seconds=0.9), hlo.parse(text)) is None
 
 
 def test_a_step_time_that_differs_from_the_page_is_shown():

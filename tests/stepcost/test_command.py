@@ -12,7 +12,7 @@ import re
 
 import pytest
 
-from stepcost import chips, collectives, costs, hlo, simulation
+from stepcost import chips, collectives, costs, hlo, prices, simulation
 from stepcost.__main__ import main
 from stepcost.chips import Chip
 from stepcost.events import Channel
@@ -440,6 +440,44 @@ def test_kernels_cost_their_flops_at_the_peak():
   moved = 2 * 3 * 4 * 256 * 128 * 2  # one kernel states 7 FLOPs and one states nothing: two arrays
   assert timeline.computation[Basis.KERNEL] == pytest.approx((14 * matmul + moved) / 1e12)
   assert timeline.computation[Basis.UNKNOWN_KERNEL] == pytest.approx(moved / 1e12)
+
+
+TOKAMAX = r", \"use_experimental_scheduler\": false"
+FIXED = r", \"max_logit_const\": 30.0" + TOKAMAX
+
+
+def attention(width: int, keys: int, options: str = "") -> hlo.Module:
+  """A forward kernel that computes three of four blocks of 1024 x 1024 scores, for `keys` keys at a time."""
+  stated = rf"{{\"block_q\": 1024, \"block_kv\": 1024, \"block_kv_compute\": {keys}{options}}}"
+  metadata = f'frontend_attributes={{kernel_metadata={{"xprof_metadata":"{stated}"}}}}'
+  shape = f"bf16[1,2048,{width}]{{2,1,0:S(1)}}"
+  call = f'custom-call(%q, %q), custom_call_target="tpu_custom_call", {metadata}'
+  return module(f"  %q = {shape} bitcast(%p)\n  %splash_mha_fwd.1 = {shape} {call}\n")
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(
+  "chip, keys, options, kernel, size",
+  [
+    ("v6e", 512, "", "fwd", 512),
+    ("v6e", 256, "", "fwd", 512),
+    ("v6e", 1024, "", "fwd", 2048),
+    ("v6e", 4096, "", "fwd", 2048),
+    ("v6e", 512, TOKAMAX, "fwd", 512),
+    ("7x", 512, TOKAMAX + r", \"max_logit_const\": null", "tokamax fwd", 512),
+    ("7x", 512, FIXED, "tokamax fwd, fixed maximum", 512),
+  ],
+)
+def test_attention_kernels_of_tpus_take_as_long_as_their_instructions(chip, keys, options, kernel, size, width):
+  """The width of the heads does not matter."""
+  timeline = simulated(attention(width, keys, options), prices.rates(chips.find(chip)))
+  cycles = prices.CYCLES * 3 * prices.SPLASH_INSTRUCTIONS[chip][kernel][size]
+  assert timeline.computation[Basis.ATTENTION] == pytest.approx(cycles / chips.find(chip).clock_hz, rel=1e-6)
+
+
+def test_attention_of_wide_heads_takes_as_long_as_its_matmuls():
+  timeline = simulated(attention(1024, 512), prices.rates(chips.find("v6e")))
+  assert timeline.computation[Basis.KERNEL] == pytest.approx(3 * 4 * 2**20 * 1024 / 918e12)
 
 
 @pytest.mark.parametrize("layout, width, share", [("T,H", 128, 0.25), ("H,T", 128, 0.25), ("T,H", 256, 1)])

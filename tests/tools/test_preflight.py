@@ -278,7 +278,7 @@ def check_schedule(found: analysis.Analysis) -> None:
   times, bounds = analysis.timeline(found, chip), analysis.roofline(found, chip)
   assert times is not None and times.problems == ()
   assert times.computation[Basis.ESTIMATE] == pytest.approx(found.costs.cycles / chip.clock_hz)
-  assert times.computation[Basis.KERNEL] > 0 == times.computation[Basis.UNKNOWN_KERNEL]
+  assert times.computation[Basis.ATTENTION] > 0 == times.computation[Basis.UNKNOWN_KERNEL]
   assert times.needed(Channel.DCN) == pytest.approx(bounds.dcn)
   # Two rings without wraparounds, or one ring: both use half of the links of a slice of four.
   assert times.needed(Channel.LINKS) == pytest.approx(2 * bounds.ici)

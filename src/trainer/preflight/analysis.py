@@ -297,11 +297,11 @@ def roofline(analysis: Analysis, chip: chips.Chip) -> Roofline:
   """Returns the bounds of one step on `chip`. Links send and receive at once, so sending gets half the bandwidth."""
   inside = sum(c.sent for c in analysis.collectives if not c.crosses_slices)
   across = sum(c.sent for c in analysis.exchanged())
-  bandwidth = prices.DCN_BANDWIDTH.get(chip.name)
+  rates = prices.rates(chip)
   return Roofline(
     compute=sum(flops / chip.peak(*kind) for kind, flops in analysis.costs.flops_by_type.items()),
     memory=analysis.costs.device_bytes / chip.hbm_bandwidth if analysis.optimized else None,
-    ici=inside / (chip.link_bandwidth / 2),
-    dcn=across / bandwidth if bandwidth else (None if across else 0.0),
-    host=analysis.costs.host_bytes / prices.HOST_BANDWIDTH,
+    ici=inside / rates.links,
+    dcn=across / rates.dcn if rates.dcn else (None if across else 0.0),
+    host=analysis.costs.host_bytes / rates.host,
   )

@@ -66,7 +66,7 @@ def test_sparsecores_carry_what_a_slice_gathers_and_scatters():
   )
   module = compiled(keys, "v6e-8", 1)[1].module
   instructions = [i for computation in module.computations.values() for i in computation.instructions]
-  offloaded = {name for i in instructions if i.opcode == "call-start" for name in i.called}
+  offloaded = {name for i in instructions if i.opcode in ("call-start", "custom-call-start") for name in i.called}
   where = collections.defaultdict(set)
   for computation, instruction, _ in module.executed():
     for _, part in module.parts(computation, instruction):

@@ -1,10 +1,11 @@
-"""Cycles of attention kernels in the TPU compiler's last schedule, without a TPU.
+"""Instructions of attention kernels in the TPU compiler's last schedule, without a TPU.
 
     JAX_PLATFORMS=cpu python -m end_to_end.benchmarks.attention_kernels [--chips v6e ...] [--tokamax TOKAMAX_PYTHON]
 
 Needs libtpu (bash setup.sh --tpu). The compiler writes the instructions of each kernel that it compiles; a TPU starts
-one a cycle. Prints a Markdown table with the cycles for 2**20 scores (a score: one query, one key, one head), which
-`stepcost/prices.py` has as SPLASH_CYCLES: all blocks of a causal head of T = 8192, H = 128, with what is around them.
+one a cycle. Prints a Markdown table with those for 2**20 scores (a score: one query, one key, one head), which
+`stepcost/prices.py` has as SPLASH_INSTRUCTIONS. They are of all blocks of a causal head of T = 8192, H = 128, with what
+is around them.
 
 TOKAMAX_PYTHON is the Python of an environment with tokamax (that of calibration.py has it). Its kernels, which recipes
 of MaxText use on 7x, are shown then, too.
@@ -48,7 +49,7 @@ class Kernel:
   fixed_maximum: float | None = None  # instead of the maximum of the scores
 
   def name(self, phase: str) -> str:
-    """The name in SPLASH_CYCLES."""
+    """The name in SPLASH_INSTRUCTIONS."""
     fixed = ", fixed maximum" if self.fixed_maximum is not None and phase == "fwd" else ""
     return f"{'tokamax ' if self.tokamax else ''}{phase}{fixed}"
 
@@ -80,7 +81,7 @@ def main() -> None:
   if args.one:
     compile_kernel(args.one[0], Kernel(**json.loads(args.one[1])))
     return
-  columns = ("chip", "kernel", "block", "cycles for 2**20 scores", "share of the peak")
+  columns = ("chip", "kernel", "block", "instructions", "share of the peak")
   print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
   for chip in args.chips:
     kernels = (
@@ -118,10 +119,10 @@ def table_rows(chip: str, kernel: Kernel, python: str) -> Iterator[str]:
       ]
       assert len(written) == 1, (name, written)
       block = kernel.forward if phase == "fwd" else kernel.backward
-      cycles = cycles_of(bodies(written[0].read_text()), *block[:2]) / CORES.get(chip, 1)
-      share = MATMULS[phase] * 2 * 2**20 * WIDTH / _flops_per_cycle(chip) / cycles
+      count = instructions_of(bodies(written[0].read_text()), *block[:2]) / CORES.get(chip, 1)
+      share = MATMULS[phase] * 2 * 2**20 * WIDTH / _flops_per_cycle(chip) / count
       size = f"{block[0]} x {block[1]} by {block[2]}"
-      yield f"| {chip} | {kernel.name(phase)} | {size} | {cycles:.0f} | {share:.0%} |"
+      yield f"| {chip} | {kernel.name(phase)} | {size} | {count:.0f} | {share:.0%} |"
 
 
 def _flops_per_cycle(name: str) -> float:
@@ -151,15 +152,18 @@ def bodies(text: str) -> tuple[int, int, int]:
   return (masked, second, total - masked - second) if 2 * second >= masked else (masked, masked, total - masked)
 
 
-def cycles_of(counted: Sequence[int], queries: int, keys: int) -> float:
-  """Returns the cycles for 2**20 scores of blocks of `queries` x `keys` below the diagonal, with all around them."""
+def instructions_of(counted: Sequence[int], queries: int, keys: int) -> float:
+  """Returns the instructions for 2**20 scores of a causal head in blocks of `queries` x `keys`.
+
+  counted: those of a block with a mask, of one without, and of the rest, which each row of blocks executes once.
+  """
   masked, plain, rest = counted
   rows, columns = LENGTH // queries, LENGTH // keys
   blocks = [(i, j) for i in range(rows) for j in range(columns) if j * keys < (i + 1) * queries]
   diagonal = sum((j + 1) * keys > i * queries for i, j in blocks)
-  cycles = diagonal * masked + (len(blocks) - diagonal) * plain + len(blocks) * AROUND
-  cycles += (rows * columns - len(blocks)) * SKIPPED + rows * max(0, rest - AROUND - SKIPPED)
-  return cycles / (len(blocks) * queries * keys) * 2**20
+  count = diagonal * masked + (len(blocks) - diagonal) * plain + len(blocks) * AROUND
+  count += (rows * columns - len(blocks)) * SKIPPED + rows * max(0, rest - AROUND - SKIPPED)
+  return count / (len(blocks) * queries * keys) * 2**20
 
 
 def compile_kernel(chip: str, kernel: Kernel) -> None:

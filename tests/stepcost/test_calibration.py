@@ -48,7 +48,7 @@ def test_the_instructions_of_a_kernel_are_counted_between_branches():
   assert attention_kernels.bodies(text(other, body(40), other)) == (40, 40, 8)
   # Of 4 x 4 blocks of T = 8192, 4 are on the diagonal and 6 below it. The rest is computed once for each row of blocks.
   around = 10 * attention_kernels.AROUND + 6 * attention_kernels.SKIPPED
-  cycles = attention_kernels.cycles_of((40, 30, 500), 2048, 2048) * 10 * 2048 * 2048 / 2**20
+  cycles = attention_kernels.instructions_of((40, 30, 500), 2048, 2048) * 10 * 2048 * 2048 / 2**20
   assert cycles == pytest.approx(4 * 40 + 6 * 30 + around + 4 * 270)
 
 

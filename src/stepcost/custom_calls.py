@@ -95,16 +95,19 @@ def _splash(kernel: Instruction, arrays: list[Array], phase: str) -> Attention |
   suffix = {"fwd": "", "dq": "_dq", "dkv": "_dkv"}[phase]
   blocks = {name: int(size) for name, size in _BLOCK.findall(kernel.rest)}
   rows, columns = blocks.get(f"block_q{suffix}"), blocks.get(f"block_kv{suffix}")
-  q, *others = [a for a in arrays if a.dtype in _FLOATS]
+  floats = [a for a in arrays if a.dtype in _FLOATS]
+  if not floats:
+    return None
+  q = floats[0]
   # The fused backward kernel also returns dq in several parts.
   parts = [a for a in kernel.result if len(a.dims) == len(q.dims) + 1 and sorted(a.dims[-3:]) == sorted(q.dims[-3:])]
-  matmuls = _MATMULS[phase := "fused" if phase == "dkv" and parts else phase]
-  name = phase
+  name = phase = "fused" if phase == "dkv" and parts else phase
+  matmuls = _MATMULS[phase]
   if "use_experimental_scheduler" in kernel.rest:  # only tokamax's kernels have this option
     name = f"tokamax {phase}" + (", fixed maximum" if _FIXED_MAXIMUM.search(kernel.rest) else "")
-  if rows and columns:
+  if rows and columns and len(floats) > 1:
     size = lambda a, block: a.dims[-2] if a.dims[-2] % block == 0 else a.dims[-1]
-    queries, keys = size(q, rows), size(others[0], columns)
+    queries, keys = size(q, rows), size(floats[1], columns)
     width = math.prod(q.dims[-2:]) // queries
     scores = math.prod(q.dims[:-2]) * queries * keys * computed_share(queries, keys, rows, columns)
     return Attention(q.dtype, scores, width, matmuls, name, blocks.get(f"block_kv{suffix}_compute", columns))

@@ -2,13 +2,13 @@
 
     JAX_PLATFORMS=cpu python -m end_to_end.benchmarks.attention_kernels [--chips v6e ...] [--tokamax TOKAMAX_PYTHON]
 
-Needs libtpu (bash setup.sh --tpu). The compiler writes the instructions of each kernel that it compiles; a TPU starts
-one a cycle. Prints a Markdown table with those for 2**20 scores (a score: one query, one key, one head), which
-`stepcost/prices.py` has as SPLASH_INSTRUCTIONS. They are of all blocks of a causal head of T = 8192, H = 128, with what
-is around them.
+Needs libtpu (bash setup.sh --tpu). The compiler writes the instructions of each kernel that it compiles. A TPU starts
+one instruction in each cycle. The command prints a Markdown table: the instructions for 2**20 scores (a score: one
+query, one key, one head). `stepcost/prices.py` has the same numbers as SPLASH_INSTRUCTIONS. The instructions are
+counted for all blocks of a causal head of T = 8192, H = 128, together with those around the blocks.
 
-TOKAMAX_PYTHON is the Python of an environment with tokamax (that of calibration.py has it). Its kernels, which recipes
-of MaxText use on 7x, are shown then, too.
+TOKAMAX_PYTHON is the Python of an environment with tokamax (that of calibration.py has it). With it, the table also has
+the kernels of tokamax, which recipes of MaxText use on 7x.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 
 from stepcost import chips, topologies
+from stepcost.custom_calls import MATMULS
 
 LENGTH, WIDTH = 8192, 128
 PLACES = {"v4": "v4-8", "v5e": "v5e-4", "v5p": "v5p-8", "v6e": "v6e-4", "7x": "tpu7x-8"}
@@ -33,7 +34,6 @@ CORES = {"v4": 2, "v5p": 2}  # of one device, which share the heads of a kernel
 VMEM_KIB = 65536  # as in the recipes; the trainer's blocks need less
 # Instructions of the grid's loop for a block that is computed, and for one that is skipped, as read from schedules.
 AROUND, SKIPPED = 130, 100
-MATMULS = {"fwd": 2, "dq": 3, "dkv": 4, "fused": 5}
 LIMIT = 1800  # seconds for one compilation
 
 
@@ -54,10 +54,6 @@ class Kernel:
     return f"{'tokamax ' if self.tokamax else ''}{phase}{fixed}"
 
 
-OURS = (
-  Kernel((1024, 1024, 512), (1024, 2048, 512)),
-  Kernel((1024, 1024, 512), (1024, 1024, 512), fused=False),
-)
 RECIPES = Kernel((2048, 2048, 2048), (2048, 2048, 2048))
 TOKAMAX = (
   Kernel((2048, 2048, 2048), (2048, 2048, 2048), tokamax=True),
@@ -85,13 +81,22 @@ def main() -> None:
   print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
   for chip in args.chips:
     kernels = (
-      *OURS,
+      *map(trainers, (True, False)),
       *([RECIPES] if chip in ("v6e", "7x") else []),
       *(TOKAMAX if args.tokamax and chip == "7x" else ()),
     )
     for kernel in kernels:
       for line in table_rows(chip, kernel, args.tokamax if kernel.tokamax else sys.executable):
         print(line, flush=True)
+
+
+def trainers(fused: bool) -> Kernel:
+  """Returns the kernels of the trainer, with one backward kernel or with two."""
+  from trainer.kernels.attention_splash import block_sizes  # not in the environment of tokamax
+
+  sizes = block_sizes(LENGTH, LENGTH, 2 * WIDTH, fused=fused)
+  forward = sizes.block_q, sizes.block_kv, sizes.block_kv_compute
+  return Kernel(forward, (sizes.block_q_dkv, sizes.block_kv_dkv, sizes.block_kv_dkv_compute), fused)
 
 
 def table_rows(chip: str, kernel: Kernel, python: str) -> Iterator[str]:
@@ -155,7 +160,8 @@ def bodies(text: str) -> tuple[int, int, int]:
 def instructions_of(counted: Sequence[int], queries: int, keys: int) -> float:
   """Returns the instructions for 2**20 scores of a causal head in blocks of `queries` x `keys`.
 
-  counted: those of a block with a mask, of one without, and of the rest, which each row of blocks executes once.
+  counted: the instructions of a block with a mask, of a block without one, and of all the rest. Each row of blocks
+  executes the rest once.
   """
   masked, plain, rest = counted
   rows, columns = LENGTH // queries, LENGTH // keys

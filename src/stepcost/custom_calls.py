@@ -22,7 +22,7 @@ _FLOATS = ("bf16", "f16", "f32")
 _FIXED_MAXIMUM = re.compile(r"max_logit_const\W+[\d.]")
 # Number of matmuls of T x S x H per head. Forward: q k and p v. Backward: both kernels compute k q again and dO v; then
 # one computes dq = ds k, the other dv = p dO and dk = ds q. The fused kernel computes all five once.
-_MATMULS = {"fwd": 2, "dq": 3, "dkv": 4, "fused": 5}
+MATMULS = {"fwd": 2, "dq": 3, "dkv": 4, "fused": 5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Attention:
   dtype: str  # HLO type of the operands; "" if the kernel itself states its FLOPs
   scores: float  # that it computes: pairs of a query and a key, of all heads
   width: int  # H
-  matmuls: int  # of its scores and H
-  name: str  # of a splash kernel: its phase, and what makes it faster; "" for cuDNN's
+  phase: str  # a key of MATMULS
+  name: str = ""  # of a splash kernel: its phase, and what makes it faster
   keys: int = 0  # whose scores a splash kernel computes at a time; 0: it does not state its blocks
 
   @property
   def flops(self) -> float:
-    return self.matmuls * 2.0 * self.scores * self.width
+    return MATMULS[self.phase] * 2.0 * self.scores * self.width
 
 
 def is_kernel(instruction: Instruction) -> bool:
@@ -102,7 +102,6 @@ def _splash(kernel: Instruction, arrays: list[Array], phase: str) -> Attention |
   # The fused backward kernel also returns dq in several parts.
   parts = [a for a in kernel.result if len(a.dims) == len(q.dims) + 1 and sorted(a.dims[-3:]) == sorted(q.dims[-3:])]
   name = phase = "fused" if phase == "dkv" and parts else phase
-  matmuls = _MATMULS[phase]
   if "use_experimental_scheduler" in kernel.rest:  # only tokamax's kernels have this option
     name = f"tokamax {phase}" + (", fixed maximum" if _FIXED_MAXIMUM.search(kernel.rest) else "")
   if rows and columns and len(floats) > 1:
@@ -110,11 +109,11 @@ def _splash(kernel: Instruction, arrays: list[Array], phase: str) -> Attention |
     queries, keys = size(q, rows), size(floats[1], columns)
     width = math.prod(q.dims[-2:]) // queries
     scores = math.prod(q.dims[:-2]) * queries * keys * computed_share(queries, keys, rows, columns)
-    return Attention(q.dtype, scores, width, matmuls, name, blocks.get(f"block_kv{suffix}_compute", columns))
+    return Attention(q.dtype, scores, width, phase, name, blocks.get(f"block_kv{suffix}_compute", columns))
   stated, width = _stated(kernel), min(q.dims[-2:])
   if stated is None:
     return None
-  return Attention("", stated / (2.0 * matmuls * width), width, matmuls, name)
+  return Attention("", stated / (MATMULS[phase] * 2.0 * width), width, phase, name)
 
 
 def computed_share(queries: int, keys: int, rows: int, columns: int) -> float:
@@ -139,10 +138,10 @@ def _fmha(kernel: Instruction, arrays: list[Array]) -> Attention | None:
   shape = re.search(r'"intermediate_tensor_shape":\{[^{}]*"dimensions":\[([^\]]*)\]', _config(kernel))
   if shape is None:
     return None
-  matmuls = _MATMULS["fused" if "Backward" in kernel.target else "fwd"]
+  phase = "fused" if "Backward" in kernel.target else "fwd"
   causal = 2 if re.search(r'"mask_type":"(?:PADDING_)?CAUSAL"', _config(kernel)) else 1
   scores = math.prod(numbers(shape.group(1))) / causal
-  return Attention(arrays[0].dtype, scores, arrays[0].dims[-1], matmuls, "")
+  return Attention(arrays[0].dtype, scores, arrays[0].dims[-1], phase)
 
 
 def _gemm(kernel: Instruction, arrays: list[Array]) -> tuple[str, float] | None:

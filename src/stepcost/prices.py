@@ -77,15 +77,14 @@ class Calibration:
 HEAD_WIDTH = 128  # of all steps that were measured on GPUs
 # Of an instruction of an attention kernel. It follows from the step of 7x with rows of 131,072 tokens.
 CYCLES = 1.16
+_TPU = Calibration(cycles=CYCLES, fitted=1, measured_on="7x")
 CALIBRATIONS = MappingProxyType(
   {
-    "v4": Calibration(cycles=CYCLES, fitted=1, measured_on="7x"),
-    "v5e": Calibration(cycles=CYCLES, fitted=1, measured_on="7x", held_out=5, error=0.27),
-    "v5p": Calibration(cycles=CYCLES, fitted=1, measured_on="7x", held_out=2, error=0.21),
-    "v6e": Calibration(
-      cycles=CYCLES, fitted=1, measured_on="7x", held_out=2, error=0.9
-    ),  # 5% with few copies to the host
-    "7x": Calibration(cycles=CYCLES, fitted=1, held_out=3, error=0.07),
+    "v4": _TPU,
+    "v5e": dataclasses.replace(_TPU, held_out=5, error=0.27),
+    "v5p": dataclasses.replace(_TPU, held_out=2, error=0.21),
+    "v6e": dataclasses.replace(_TPU, held_out=2, error=0.9),  # 5% with few copies to the host
+    "7x": dataclasses.replace(_TPU, held_out=3, error=0.07, measured_on=""),
     "H200": Calibration(0.41, 0.69, fitted=3, held_out=3, error=0.05),
     "H100": Calibration(0.41, 0.69, fitted=3, measured_on="H200"),  # the same cores
   }
@@ -172,8 +171,7 @@ def attention_seconds(attention: custom_calls.Attention, at_peak: float, given: 
   if given.cycles and given.chip.clock_hz:
     kernels = SPLASH_INSTRUCTIONS[given.chip.name]
     # JAX's kernel stands for one of tokamax that was not compiled for this chip.
-    jaxs = attention.name.split(",")[0].removeprefix("tokamax ")
-    sizes = kernels.get(attention.name, kernels[jaxs])
+    sizes = kernels.get(attention.name, kernels[attention.phase])
     instructions = sizes[min((size for size in sizes if size >= attention.keys), default=max(sizes))]
     return attention.scores / 2**20 * instructions * given.cycles / given.chip.clock_hz
   if attention.width > HEAD_WIDTH:

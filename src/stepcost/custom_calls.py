@@ -1,7 +1,7 @@
 """FLOPs of custom calls, which XLA counts as zero: Pallas kernels, and GPU libraries.
 
 The FLOPs of attention follow from its sizes and from the share that a causal mask leaves. cuDNN has small tiles, so the
-share is half. The splash kernel computes every block that is not fully masked: more than half of a short sequence.
+share is half. Kernels for TPUs compute every block that is not fully masked: more than half of a short sequence.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import re
 from stepcost.hlo import Array, Computation, Instruction, matmul_dtype, numbers
 
 _STATED = re.compile(r'"cost_estimate":\{[^{}]*"flops":"?(\d+)')
+# This trainer's kernels state the FLOPs of the blocks that they compute.
+_FLASH = re.compile(r"flash_attention_(forward|backward)")
 # The name of a splash kernel contains its phase, and whether it has segments and saves residuals.
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 _BLOCK = re.compile(r"(block_\w+)\W+(\d+)")
@@ -33,7 +35,7 @@ class Attention:
   scores: float  # that it computes: pairs of a query and a key, of all heads
   width: int  # H
   phase: str  # a key of MATMULS
-  name: str = ""  # of a splash kernel: its phase, and what makes it faster
+  name: str = ""  # of a kernel for TPUs: its library, its phase, and what makes it faster
   keys: int = 0  # whose scores a splash kernel computes at a time; 0: it does not state its blocks
 
   @property
@@ -70,8 +72,11 @@ def attention(computation: Computation, kernel: Instruction) -> Attention | None
   if kernel.target.startswith("__cudnn$fmha"):
     return _fmha(kernel, _operands(computation, kernel))
   # The compiler may rename an instruction. The name of its operation then still ends with the name of the kernel.
-  named = _SPLASH.findall(kernel.name) or _SPLASH.findall(kernel.source)
-  return _splash(kernel, _operands(computation, kernel), named[-1]) if named else None
+  for pattern, read in ((_FLASH, _flash), (_SPLASH, _splash)):
+    named = pattern.findall(kernel.name) or pattern.findall(kernel.source)
+    if named:
+      return read(kernel, _operands(computation, kernel), named[-1])
+  return None
 
 
 def _stated(kernel: Instruction) -> float | None:
@@ -83,6 +88,15 @@ def _stated(kernel: Instruction) -> float | None:
 
 def _operands(computation: Computation, kernel: Instruction) -> list[Array]:
   return [computation.by_name[name].result[0] for name in kernel.operands]
+
+
+def _flash(kernel: Instruction, arrays: list[Array], direction: str) -> Attention | None:
+  """Operands: integers that describe the blocks, q [B, N, T, H], and others."""
+  floats, stated = [a for a in arrays if a.dtype in _FLOATS], _stated(kernel)
+  if not floats or stated is None:
+    return None
+  phase, width = "fwd" if direction == "forward" else "fused", floats[0].dims[-1]
+  return Attention(floats[0].dtype, stated / (MATMULS[phase] * 2.0 * width), width, phase, f"flash_attention {phase}")
 
 
 def _splash(kernel: Instruction, arrays: list[Array], phase: str) -> Attention | None:

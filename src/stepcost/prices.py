@@ -27,16 +27,46 @@ DCN_BANDWIDTH = {"v5e": 25e9 / 8, "v6e": 100e9 / 8, "v5p": 50e9 / 8, "A100": 200
 # (docs.cloud.google.com/tpu/docs/v6e), four times as fast, and counts with 8 lanes: their number is not published.
 HOST_BANDWIDTH = 12e9
 HOST_BANDWIDTHS = {"v6e": 24e9}
-# Instructions of a splash kernel for 2**20 scores (a score: one query, one key, one head), by chip, kernel, and number
-# of keys whose scores it computes at a time: printed by end_to_end/benchmarks/attention_kernels.py. They hardly depend
-# on the width of a head up to 256: the vector units are busy, not the matrix units.
-SPLASH_INSTRUCTIONS: Mapping[str, Mapping[str, Mapping[int, float]]] = MappingProxyType(
+# Instructions of an attention kernel for 2**20 scores (a score: one query, one key, one head), by chip, kernel, and
+# number of keys whose scores it computes at a time: printed by end_to_end/benchmarks/attention_kernels.py. They hardly
+# depend on the width of a head up to 256: the vector units are busy, not the matrix units.
+ATTENTION_INSTRUCTIONS: Mapping[str, Mapping[str, Mapping[int, float]]] = MappingProxyType(
   {
-    "v4": {"fwd": {512: 4239}, "fused": {512: 6380}, "dkv": {512: 5536}, "dq": {512: 4110}},
-    "v5e": {"fwd": {512: 4973}, "fused": {512: 9182}, "dkv": {512: 7705}, "dq": {512: 6050}},
-    "v5p": {"fwd": {512: 2552}, "fused": {512: 4716}, "dkv": {512: 3854}, "dq": {512: 3071}},
-    "v6e": {"fwd": {512: 3951, 2048: 5153}, "fused": {512: 6318, 2048: 5847}, "dkv": {512: 5261}, "dq": {512: 4482}},
+    "v4": {
+      "flash_attention fwd": {512: 2958},
+      "flash_attention fused": {512: 5309},
+      "fwd": {512: 4239},
+      "fused": {512: 6380},
+      "dkv": {512: 5536},
+      "dq": {512: 4110},
+    },
+    "v5e": {
+      "flash_attention fwd": {512: 4357},
+      "flash_attention fused": {512: 9665},
+      "fwd": {512: 4973},
+      "fused": {512: 9182},
+      "dkv": {512: 7705},
+      "dq": {512: 6050},
+    },
+    "v5p": {
+      "flash_attention fwd": {512: 2185},
+      "flash_attention fused": {512: 4852},
+      "fwd": {512: 2552},
+      "fused": {512: 4716},
+      "dkv": {512: 3854},
+      "dq": {512: 3071},
+    },
+    "v6e": {
+      "flash_attention fwd": {512: 2960},
+      "flash_attention fused": {512: 5826},
+      "fwd": {512: 3951, 2048: 5153},
+      "fused": {512: 6318, 2048: 5847},
+      "dkv": {512: 5261},
+      "dq": {512: 4482},
+    },
     "7x": {
+      "flash_attention fwd": {512: 3065},
+      "flash_attention fused": {512: 5056},
       "fwd": {512: 3944, 2048: 4775},
       "fused": {512: 5792, 2048: 5731},
       "dkv": {512: 4711},
@@ -169,7 +199,7 @@ def price(module: Module, computation: Computation, instruction: Instruction, gi
 def attention_seconds(attention: custom_calls.Attention, at_peak: float, given: Rates) -> float:
   """Returns the seconds of one run of an attention kernel whose matmuls take the seconds `at_peak`."""
   if given.cycles and given.chip.clock_hz:
-    kernels = SPLASH_INSTRUCTIONS[given.chip.name]
+    kernels = ATTENTION_INSTRUCTIONS[given.chip.name]
     # JAX's kernel stands for one of tokamax that was not compiled for this chip.
     sizes = kernels.get(attention.name, kernels[attention.phase])
     instructions = sizes[min((size for size in sizes if size >= attention.keys), default=max(sizes))]

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from tests.support.attention_oracle import assert_close, exact, inputs, with_grads
 from tests.support.seeds import few
 
 from trainer.config.errors import ConfigError
-from trainer.kernels import attention, attention_cpu, attention_gpu, attention_splash
+from trainer.kernels import attention, attention_cpu, attention_gpu, attention_tpu, attention_tpu_steps
 from trainer.kernels.attention_xla import dot_product
 from trainer.parallel import zigzag
 
@@ -25,16 +26,15 @@ def mesh_of(*shape):
   return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 4)
 
 
-def splash(mesh, length, heads, kv_heads=2, head_dim=16, itemsize=4):
-  build = attention_splash.build(
-    mesh=mesh, seq_len=length, num_q_heads=heads, num_kv_heads=kv_heads, head_bytes=head_dim * itemsize, interpret=True
-  )
-  order = attention_splash.order(mesh, length)
+def tpu(mesh, length, heads, kv_heads=2, head_dim=16, itemsize=4, interpret=True):
+  sizes = {"heads_per_key": heads // kv_heads, "head_dim": head_dim, "itemsize": itemsize}
+  build = attention_tpu.build(mesh=mesh, seq_len=length, interpret=interpret, **sizes)
+  order = attention_tpu.order(mesh, length)
   return lambda *arrays: zigzag.restored(order, build(*(zigzag.spread(order, array) for array in arrays)))
 
 
-def check(function, sizes, dtype=jnp.float32, tolerance=FLOAT32):
-  arrays = inputs(*sizes, dtype)
+def check(function, sizes, dtype=jnp.float32, tolerance=FLOAT32, documents=3):
+  arrays = inputs(*sizes, dtype, documents)
   got = jax.jit(with_grads(function))(*arrays)
   assert all(x.dtype == dtype for x in got)
   assert_close(got, exact(*arrays), tolerance)
@@ -89,22 +89,80 @@ def test_cpu_flash_never_holds_the_scores_of_one_head():
   ],
   ids=str,
 )
-def test_splash_equals_attention_by_definition(sizes):
-  check(splash(None, *sizes[1:]), sizes)
+def test_tpu_flash_equals_attention_by_definition(sizes):
+  check(tpu(None, *sizes[1:]), sizes)
 
 
-@pytest.mark.parametrize("kv_heads, groups", few([(1, 0), (2, 2)], [(1, 0), (2, 2), (4, 4)]))
-def test_splash_with_two_backward_kernels_and_with_groups_of_heads(kv_heads, groups, monkeypatch):
-  """Four blocks of keys, and a group of heads may have one partial dq, or two if there are no more groups."""
-  monkeypatch.setattr(attention_splash, "MAX_DQ", 1)
-  monkeypatch.setattr(attention_splash, "_limit", lambda _: 128)
-  sizes = (2, 512, 4, kv_heads, 128)
-  assert attention_splash.head_groups(512, kv_heads, 512) == groups
-  check(splash(None, *sizes[1:]), sizes)
+@pytest.mark.parametrize("documents", few([3], [1, 3, 40]))
+def test_tpu_flash_with_several_blocks_and_chunks_of_queries(documents, monkeypatch):
+  """Two blocks of queries and keys, each in a chunk of its own, of four tiles each.
+
+  JAX's simulation of a TPU finds blocks of results that are left and entered again, and reads what nothing wrote as
+  not a number.
+  """
+  monkeypatch.setattr(attention_tpu, "BLOCK", 256)
+  monkeypatch.setattr(attention_tpu_steps, "TILE", 128)
+  monkeypatch.setattr(attention_tpu, "VMEM", 2 * 256 * 2 * 128 * 4)
+  check(tpu(None, 512, 4, 2, 64, interpret=pltpu.InterpretParams()), (1, 512, 4, 2, 64), documents=documents)
 
 
-def test_splash_in_bfloat16():
-  check(splash(None, 256, 4, 2, 64, 2), (1, 256, 4, 2, 64), jnp.bfloat16, BFLOAT16)
+@pytest.mark.parametrize("context", few([2], [2, 3, 4]))
+def test_tpu_flash_of_a_part_of_the_sequence_in_the_simulation_of_a_tpu(context, monkeypatch):
+  """The devices of a context axis of 2 and 4 have zigzag order. With 3 one has fewer blocks than another."""
+  monkeypatch.setattr(attention_tpu, "BLOCK", 128)
+  length = 384 if context == 3 else 256 * context
+  simulated = tpu(mesh_of(1, 1, 1, context), length, 2, 1, 16, interpret=pltpu.InterpretParams())
+  check(simulated, (1, length, 2, 1, 16))
+
+
+@pytest.mark.parametrize("context, length", [(1, 2048), (2, 4096), (4, 8192), (1, 640), (3, 1152)])
+@pytest.mark.parametrize("tile", [512, 128])
+def test_the_steps_of_all_devices_compute_each_visible_score_once(context, length, tile, monkeypatch):
+  """By tiles, and no tile in which no query sees a key."""
+  monkeypatch.setattr(attention_tpu_steps, "TILE", tile)
+  mesh = None if context == 1 else mesh_of(1, 1, 1, context)
+  order = attention_tpu.order(mesh, length)
+  places = np.arange(length) if order is None else zigzag.positions(context, length)
+  queries = attention_tpu.largest_block(length // context // (1 if order is None else 2), 1024)
+  keys = attention_tpu.largest_block(length, 1024)
+  starts = places.reshape(context, -1)[:, ::queries].astype(np.int32)
+  steps = attention_tpu_steps.make(starts, queries, keys, length // keys, 1)
+  visible = {(q, k) for q in range(0, length, queries) for k in range(0, length, keys) if k < q + queries}
+  for table in (steps.forward, steps.backward):
+    ran = [
+      (int(own[attention_tpu_steps.row(step)]), int(attention_tpu_steps.column(step)) * keys)
+      for own, device in zip(starts, table, strict=True)
+      for step in device
+      if step & attention_tpu_steps.RUN
+    ]
+    assert sorted(ran) == sorted(visible)
+  seen = length * (length + 1) // 2
+  computed = sum(attention_tpu_steps.computed(own, queries, keys) for own in starts.tolist())
+  assert seen <= computed <= seen + length * min(tile, keys) + (queries != keys) * length * max(queries, keys)
+
+
+def test_tpu_flash_computes_no_block_without_a_common_segment(monkeypatch):
+  """Not a number in keys and values of another document would reach the results of a block that is computed."""
+  monkeypatch.setattr(attention_tpu, "BLOCK", 128)
+  q, k, v, _, dout = inputs(1, 512, 2, 1, 64)
+  ids = jnp.repeat(jnp.array([[1, 2]], jnp.int32), 256, axis=1)
+  run = jax.jit(with_grads(tpu(None, 512, 2, 1, 64)))
+  want = run(q, k, v, ids, dout)
+  spoiled = (x.at[:, :256].set(jnp.nan) for x in (q, k, v))
+  for got, expected in zip(run(*spoiled, ids, dout), want, strict=True):
+    assert np.array_equal(got[:, 256:], expected[:, 256:])
+    assert np.isnan(got[:, :256]).any()
+
+
+def test_tpu_flash_is_stable_for_scores_that_overflow_exp():
+  q, k, v, ids, dout = inputs(1, 256, 2, 1, 64)
+  arrays = 12 * q, 12 * k, v, ids, dout
+  got = jax.jit(with_grads(tpu(None, 256, 2, 1, 64)))(*arrays)
+  assert_close(got, exact(*arrays), 1e-3)  # scores of a few hundred have four digits after the point
+
+
+def test_tpu_flash_in_bfloat16():
+  check(tpu(None, 256, 4, 2, 64, 2), (1, 256, 4, 2, 64), jnp.bfloat16, BFLOAT16)
 
 
 def gpu(mesh, length, heads, implementation="xla", dtype=jnp.bfloat16):
@@ -169,10 +227,10 @@ def cpu(mesh, length, heads):
     (cpu, 100, (2, 2, 2, 1)),
     (cpu, 150, (1, 2, 1, 2)),
     (cpu, 152, (2, 1, 2, 2)),
-    (splash, 256, (2, 1, 2, 2)),
-    (splash, 256, (1, 4, 2, 1)),
-    (splash, 512, (2, 1, 1, 2)),
-    pytest.param(splash, 1024, (1, 1, 2, 4), marks=pytest.mark.soak),  # the row above has zigzag order, too
+    (tpu, 256, (2, 1, 2, 2)),
+    (tpu, 256, (1, 4, 2, 1)),
+    (tpu, 512, (2, 1, 1, 2)),
+    pytest.param(tpu, 1024, (1, 1, 2, 4), marks=pytest.mark.soak),  # the row above has zigzag order, too
     (gpu, 64, (1, 2, 1, 2)),
     (gpu, 64, (2, 2, 2, 1)),
   ],
@@ -263,12 +321,5 @@ def test_the_tpu_kernel_supports_one_precision_per_dtype(precision, dtype, suppo
 
 
 @pytest.mark.parametrize("length, limit, block", [(128, 512, 128), (640, 512, 128), (1024, 512, 512), (1152, 512, 384)])
-def test_splash_blocks_divide_the_length(length, limit, block):
-  assert attention_splash.largest_block(length, limit) == block
-
-
-@pytest.mark.parametrize("head_bytes, forward, backward", [(256, 1024, 2048), (512, 1024, 1024), (1024, 512, 512)])
-def test_splash_blocks_of_large_heads_are_smaller(head_bytes, forward, backward):
-  """These sizes fit into the VMEM of a v4: all of them compile for it."""
-  sizes = attention_splash.block_sizes(8192, 8192, head_bytes, fused=True)
-  assert sizes.block_kv == forward and sizes.block_kv_dkv == backward
+def test_blocks_divide_the_length(length, limit, block):
+  assert attention_tpu.largest_block(length, limit) == block

@@ -11,7 +11,9 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tests.support import needs
+from tests.support.seeds import few
 
+from stepcost import topologies as stepcost_topologies
 from trainer.config.schema import ModelSection
 from trainer.kernels import attention, remat
 
@@ -73,38 +75,46 @@ def compile_step(mesh, policy_name):
 
 def kernels_in(text):
   """Returns the names of the Pallas kernels in a compiled program, one entry per call."""
-  return sorted(re.findall(r"%(splash_mha_[a-z]+)_\w+[.\d]* = \S.* custom-call", text))
+  return sorted(re.findall(r"%(flash_attention_[a-z]+)[.\d]* = \S.* custom-call", text))
 
 
 def test_a_step_compiles_and_saves_what_its_policy_names(tpu):
   compiled = compile_step(mesh_of(tpu, 2, 2, 1), "minimal_with_context")
   text = compiled.as_text()
   # One forward kernel: the context is saved, so the backward pass does not recompute it.
-  assert kernels_in(text) == ["splash_mha_dkv", "splash_mha_fwd"]
+  assert kernels_in(text) == ["flash_attention_backward", "flash_attention_forward"]
   assert f"{T},{T}]" not in text  # no scores
 
 
 def test_a_sharded_sequence_compiles(tpu):
   text = compile_step(mesh_of(tpu, 1, 2, 2), "full").as_text()
   # The policy saves no activation: the backward pass computes the context once more.
-  assert kernels_in(text) == ["splash_mha_dkv", "splash_mha_fwd", "splash_mha_fwd"]
+  assert kernels_in(text) == ["flash_attention_backward", *["flash_attention_forward"] * 2]
   assert re.search(rf"bf16\[[\d,]*{T // 2},{H}\][^\n]* custom-call", text)  # a device holds half of the queries
 
 
-def test_parts_of_the_gradient_of_queries_are_added_and_not_reduced(tpu):
-  """The compiler estimates more than ten times as many cycles for a sum over the first dim."""
-  length = 4096  # two blocks of keys
+@pytest.mark.parametrize("kind", few(["v4-8"], ["v4-8", "v5e-4", "v5p-8", "v6e-4", "tpu7x-8"]))
+@pytest.mark.parametrize(
+  "width, dtype", few([(128, "bfloat16")], [(128, "bfloat16"), (64, "bfloat16"), (256, "bfloat16"), (256, "float32")])
+)
+def test_kernels_fit_into_vmem_and_have_no_parts_of_the_gradients_of_queries(kind, width, dtype):
+  """Eight heads share a key head: the gradients of 8,192 queries are in VMEM in several chunks, whose parts of dk and
+  dv are added. The compiler estimates more than ten times as many cycles for a sum over the first dim."""
+  device = stepcost_topologies.devices(stepcost_topologies.resolve(kind), 1)[0][0]
+  mesh = Mesh(np.array(device).reshape(1, 1, 1, 1), ("data", "fsdp", "tensor", "context"))
+  length = 8192
   kernel = attention.choose(
-    "flash", platform="tpu", mesh=None, head_dim=H, seq_len=length, num_q_heads=N, num_kv_heads=K, dtype=jnp.bfloat16
+    "flash", platform="tpu", mesh=mesh, head_dim=width, seq_len=length, num_q_heads=8, num_kv_heads=1, dtype=dtype
   )
-  on_chip = jax.sharding.SingleDeviceSharding(tpu[0])
-  q, k = (jax.ShapeDtypeStruct((1, length, n, H), jnp.bfloat16, sharding=on_chip) for n in (N, K))
+  on_chip = jax.sharding.SingleDeviceSharding(device)
+  q, k = (jax.ShapeDtypeStruct((1, length, n, width), dtype, sharding=on_chip) for n in (8, 1))
   ids = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=on_chip)
   grads = jax.grad(lambda q, k, v, ids: kernel(q, k, v, ids, ids).astype(jnp.float32).sum(), argnums=(0, 1, 2))
   text = jax.jit(grads).lower(q, k, k, ids).compile().as_text()
-  assert kernels_in(text) == ["splash_mha_dkv", "splash_mha_fwd"]
-  assert re.search(rf"bf16\[[\d,]*2,{N},{length},{H}\][^\n]* custom-call", text)  # the parts
-  assert not re.search(rf"bf16\[[\d,]*{N},{length},{H}\][^\n]* reduce\(", text)
+  assert kernels_in(text) == ["flash_attention_backward", "flash_attention_forward"]
+  parts = re.findall(rf"\[(\d+),1,1,{length},{width}\][^\n]* custom-call", text)
+  assert parts and int(parts[0]) > 1
+  assert not re.search(rf"\[1,1,{length},{width}\][^\n]* reduce\(", text)
 
 
 def test_offloaded_activations_move_to_the_host(tpu):

@@ -33,7 +33,7 @@ def test_the_instructions_of_attention_kernels_are_those_of_the_page():
   found: dict[str, dict[str, dict[int, float]]] = {}
   for chip, kernel, block, instructions in printed:
     found.setdefault(chip, {}).setdefault(kernel, {})[int(block.split()[-1])] = float(instructions)
-  assert found == prices.SPLASH_INSTRUCTIONS
+  assert found == prices.ATTENTION_INSTRUCTIONS
   tpus = {version for version, known in prices.CALIBRATIONS.items() if known.cycles}
   assert tpus == set(found) == {chip.name for chip in chips.CHIPS if chip.clock_hz}
 
@@ -50,6 +50,21 @@ def test_the_instructions_of_a_kernel_are_counted_between_branches():
   around = 10 * attention_kernels.AROUND + 6 * attention_kernels.SKIPPED
   cycles = attention_kernels.instructions_of((40, 30, 500), 2048, 2048) * 10 * 2048 * 2048 / 2**20
   assert cycles == pytest.approx(4 * 40 + 6 * 30 + around + 4 * 270)
+
+
+@pytest.mark.parametrize("diagonal", [30, 50])
+def test_the_instructions_of_the_trainers_kernels_are_counted_in_the_order_of_the_program(diagonal):
+  """A block without a mask has 40 instructions, the tiles on the diagonal may have more or fewer, and the tile above it
+  does not count."""
+  other, last = ["(%p0) sbr.rel"] + ["nop"] * 3, ["nop", "shalt"]
+  body = lambda size: ["(%p1) sbr.rel"] + ["vmatmul"] * (size - 1)
+  lines = [*other, *body(40), *body(diagonal), *body(12), *other, *last]
+  text = "\n".join(f"  0x{i:x}   : > {{ {line} }}" for i, line in enumerate(lines))
+  assert attention_kernels.ordered_bodies(text) == (diagonal, 40, 10)
+  # Of T = 8192, four blocks of 2048 are on the diagonal, with 10 of 16 tiles, and 6 below it.
+  found = attention_kernels.trainers_instructions((diagonal, 40, 10), 2048, 2048, 512, 5)
+  scores = 6 * 2048**2 + 4 * 10 * 512**2
+  assert found * scores / 2**20 == pytest.approx(4 * (diagonal + 10) + 6 * (40 + 5))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +97,7 @@ def test_the_cycles_are_found_with_which_a_step_agrees(fused):
 
   fused: the compiler stores the result of the kernel in a larger array.
   """
-  scores = 1.75e9 / prices.SPLASH_INSTRUCTIONS["v6e"]["fwd"][512] * 2**20
+  scores = 1.75e9 / prices.ATTENTION_INSTRUCTIONS["v6e"]["fwd"][512] * 2**20
   stated = f'backend_config={{"custom_call_config":{{"cost_estimate":{{"flops":{scores * 2 * 2 * 128:.0f}}}}}}}'
   kernel = f'splash_mha_fwd.1 = bf16[2048,128]{{1,0}} custom-call(%q), custom_call_target="tpu_custom_call", {stated}'
   stored = "all = bf16[2048,128]{1,0} fusion(%q), kind=kCustom, calls=%stored"

@@ -471,7 +471,7 @@ def attention(width: int, keys: int, options: str = "") -> hlo.Module:
 def test_attention_kernels_of_tpus_take_as_long_as_their_instructions(chip, keys, options, kernel, size, width):
   """The width of the heads does not matter."""
   timeline = simulated(attention(width, keys, options), prices.rates(chips.find(chip)))
-  cycles = prices.CYCLES * 3 * prices.SPLASH_INSTRUCTIONS[chip][kernel][size]
+  cycles = prices.CYCLES * 3 * prices.ATTENTION_INSTRUCTIONS[chip][kernel][size]
   assert timeline.computation[Basis.ATTENTION] == pytest.approx(cycles / chips.find(chip).clock_hz, rel=1e-6)
 
 

@@ -308,6 +308,27 @@ backend_config={"custom_call_config":{"cost_estimate":{"flops":9000000000000}}}"
   assert costs.count(hlo.parse("HloModule m\n\n" + text)).flops == (1 + 4) / 8 * 5 * 2 * 8 * 2048 * 4096 * 128
 
 
+@pytest.mark.parametrize("direction, phase, matmuls", [("forward", "fwd", 2), ("backward", "fused", 5)])
+@pytest.mark.parametrize("renamed", [False, True])
+def test_a_kernel_of_the_trainer_states_its_flops(direction, phase, matmuls, renamed):
+  scores = 2 * 8 * 3 * 1024**2
+  stated = f'backend_config={{"custom_call_config":{{"cost_estimate":{{"flops":{matmuls * 2 * scores * 128}}}}}}}'
+  target = 'custom_call_target="tpu_custom_call"'
+  name = f"flash_attention_{direction}"
+  called, source = ("closed_call", f', metadata={{op_name="jit(step)/{name}"}}') if renamed else (name, "")
+  text = f"""ENTRY %main (q: bf16[2,8,2048,128], i: s32[3]) -> bf16[2,8,2048,128] {{
+  %q = bf16[2,8,2048,128]{{3,2,1,0}} parameter(0)
+  %i = s32[3]{{0}} parameter(1)
+  ROOT %{called}.1 = bf16[2,8,2048,128]{{3,2,1,0}} custom-call(%i, %q), {target}{source}, {stated}
+}}
+"""
+  module = hlo.parse("HloModule m\n\n" + text)
+  (computation,) = module.computations.values()
+  found = custom_calls.attention(computation, computation.instructions[-1])
+  assert found == custom_calls.Attention("bf16", scores, 128, phase, f"flash_attention {phase}")
+  assert costs.count(module).flops_by_type == {("bf16", "default"): matmuls * 2 * scores * 128}
+
+
 @pytest.mark.parametrize(
   "queries, keys, rows, columns, share",
   [

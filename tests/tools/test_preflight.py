@@ -297,12 +297,10 @@ def test_attention_counts_once_per_run_of_its_kernels(policy, forward):
 
   from stepcost import costs, hlo, topologies
   from trainer.config.schema import ModelSection
-  from trainer.kernels import attention_splash, remat
+  from trainer.kernels import attention_tpu, remat
 
   layers, batch, length, heads, width = 3, 2, 256, 2, 128
-  kernel = attention_splash.build(
-    mesh=None, seq_len=length, num_q_heads=heads, num_kv_heads=heads, head_bytes=2 * width
-  )
+  kernel = attention_tpu.build(mesh=None, seq_len=length, heads_per_key=1, head_dim=width, itemsize=2)
   _, kept = remat.checkpoint_policy(ModelSection(remat_policy=policy))
 
   def layer(x, scale):

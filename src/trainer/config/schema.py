@@ -203,7 +203,7 @@ class ModelSection(Section):
   )
   attention: Literal["autoselected", "dot_product", "flash"] = Field(
     "autoselected",
-    description="flash is the flash kernel of the platform (TPU splash, GPU cuDNN, CPU blockwise). dot_product is plain XLA. autoselected is flash where the kernel supports the sizes, else dot_product.",
+    description="flash is the flash kernel of the platform (TPU Pallas, GPU cuDNN, CPU blockwise). dot_product is plain XLA. autoselected is flash where the kernel supports the sizes, else dot_product.",
   )
   scan_layers: bool = Field(
     True, description="Stack the layers and scan over them. Compile time is then independent of the number of layers."

@@ -67,7 +67,7 @@ def _cpu_flash(shape: Shape, reason: str) -> Attention:
   return Attention("flash", reason, function)
 
 
-def _splash(shape: Shape, reason: str) -> Attention:
+def _tpu_flash(shape: Shape, reason: str) -> Attention:
   highest = shape.precision == "highest" and shape.dtype == jnp.float32
   if shape.precision != "default" and not highest:
     raise ConfigError(
@@ -75,16 +75,16 @@ def _splash(shape: Shape, reason: str) -> Attention:
       "matmul_precision=default, or highest with dtype=float32. Set one of these, or attention=dot_product."
     )
   # Imported here, because Pallas takes a second to import and only TPUs need it.
-  from trainer.kernels import attention_splash
+  from trainer.kernels import attention_tpu
 
-  function = attention_splash.build(
+  function = attention_tpu.build(
     mesh=shape.mesh,
     seq_len=shape.seq_len,
-    num_q_heads=shape.num_q_heads,
-    num_kv_heads=shape.num_kv_heads,
-    head_bytes=shape.head_dim * shape.dtype.itemsize,
+    heads_per_key=shape.num_q_heads // shape.num_kv_heads,
+    head_dim=shape.head_dim,
+    itemsize=shape.dtype.itemsize,
   )
-  return Attention("flash", reason, function, attention_splash.order(shape.mesh, shape.seq_len))
+  return Attention("flash", reason, function, attention_tpu.order(shape.mesh, shape.seq_len))
 
 
 def _cudnn(shape: Shape, reason: str) -> Attention:
@@ -96,7 +96,7 @@ def _cudnn(shape: Shape, reason: str) -> Attention:
 
 # Platform -> its flash kernel. Raises ConfigError with the reason if the kernel does not support the shape.
 IMPLEMENTATIONS: Mapping[str, Callable[[Shape, str], Attention]] = MappingProxyType(
-  {"cpu": _cpu_flash, "tpu": _splash, "gpu": _cudnn}
+  {"cpu": _cpu_flash, "tpu": _tpu_flash, "gpu": _cudnn}
 )
 
 # With attention=autoselected, shorter sequences use dot_product. CPU: flash is not faster below this length

@@ -286,6 +286,8 @@ def test_choose(name, platform, seq_len, chosen):
 def test_unsupported_inputs_are_refused_with_a_remedy():
   with pytest.raises(ConfigError, match=r"max_target_length=200 .* multiple of 128.*attention=dot_product"):
     choose("flash", "tpu", seq_len=200)
+  with pytest.raises(ConfigError, match=r"129795 blocks of 128 .* can list 80000.*multiple of 2048"):
+    choose("flash", "tpu", seq_len=128 * 509)
   with pytest.raises(ConfigError, match="ici_tensor_parallelism"):
     choose("flash", mesh=mesh_of(1, 1, 4, 1), num_kv_heads=2)
   with pytest.raises(ConfigError, match="must be a multiple of the number of key/value heads"):

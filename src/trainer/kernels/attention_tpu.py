@@ -48,13 +48,13 @@ def order(mesh: Mesh | None, seq_len: int) -> Mesh | None:
 
 
 def build(
-  *, mesh: Mesh | None, seq_len: int, heads_per_key: int, head_dim: int, itemsize: int, interpret: bool = False
+  *, mesh: Mesh | None, seq_len: int, heads_per_key: int, head_dim: int, itemsize: int, interpret: Any = False
 ) -> Callable[..., jax.Array]:
   """Returns a function with the contract of `attention.Attention`, for sequences of exactly `seq_len` in `order`.
 
-  heads_per_key: G. itemsize: bytes of an element of the arrays. `interpret` is for tests: it runs the kernels on any
-  platform, slowly. Raises ConfigError if the positions of a device are not a multiple of 128, or if the sequence has so
-  many small blocks that the list of them does not fit.
+  heads_per_key: G. itemsize: bytes of an element of the arrays. `interpret` is for tests: True or
+  `pltpu.InterpretParams()` run the kernels on any platform, slowly. Raises ConfigError if the positions of a device are
+  not a multiple of 128, or if the sequence has so many small blocks that the list of them does not fit.
   """
   context = 1 if mesh is None else mesh.shape[CONTEXT]
   if seq_len % (LANES * context):
@@ -68,22 +68,23 @@ def build(
   small = mesh is not None and mesh.devices.flat[0].device_kind.startswith("TPU v4")
   vmem = SMALL_VMEM if small else VMEM
   limit = BLOCK if head_dim * itemsize <= (256 if small else 512) else BLOCK // 2
-  queries = largest_block(length if zigzag_mesh is None else length // 2, limit)
-  keys = largest_block(seq_len, limit)
+  # The number of queries whose gradients fit into a share of VMEM, in float32.
   fitting = vmem // (4 if small else 2) // (heads_per_key * 4 * LANES * math.ceil(head_dim / LANES))
+  queries = largest_block(length if zigzag_mesh is None else length // 2, min(limit, max(LANES, fitting)))
+  keys = largest_block(seq_len, limit)
   chunk = max(
     size for size in range(queries, length + 1, queries) if length % size == 0 and size <= max(queries, fitting)
   )
   places = np.arange(seq_len) if zigzag_mesh is None else zigzag.positions(context, seq_len)
   starts = places.reshape(context, -1)[:, ::queries].astype(np.int32)
-  steps = steps_of.make(starts, queries, keys, seq_len // keys, chunk // queries)
-  if steps.backward.shape[1] > steps_of.MAX_STEPS:
+  blocks = max(int(own.sum()) for own in -(-(starts + queries) // keys))
+  if blocks > steps_of.MAX_BLOCKS:
     raise ConfigError(
-      f"max_target_length={seq_len} with context parallelism {context}: each TPU computes {steps.backward.shape[1]} "
-      f"blocks of {queries} queries and {keys} keys, and its flash kernel can list {steps_of.MAX_STEPS}. Set "
-      f"max_target_length to a multiple of {2 * context * BLOCK}, ici_context_parallelism to more, or "
-      "attention=dot_product."
+      f"max_target_length={seq_len} with context parallelism {context}: each TPU computes {blocks} blocks of {queries} "
+      f"queries and {keys} keys, and its flash kernel can list {steps_of.MAX_BLOCKS}. Set max_target_length to a "
+      f"multiple of {2 * context * BLOCK}, ici_context_parallelism to more, or attention=dot_product."
     )
+  steps = steps_of.make(starts, queries, keys, seq_len // keys, chunk // queries)
   scores = max(steps_of.computed(each, queries, keys) for each in starts.tolist())
   sizes = Sizes(queries, keys, chunk, scores, vmem, interpret)
   local = functools.partial(_local, sizes)

@@ -36,7 +36,7 @@ class Sizes:
   chunk: int  # queries of a head whose gradients are in VMEM at a time
   scores: int  # of a head, that are computed for rows of one segment
   vmem: int  # bytes
-  interpret: bool
+  interpret: Any  # as `pl.pallas_call` takes it
 
 
 def _ranges(ids: jax.Array, block: int) -> jax.Array:

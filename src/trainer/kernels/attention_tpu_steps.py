@@ -22,7 +22,7 @@ TILE = 512
 RUN, FIRST, LAST, MASKED, FIRST_OF_QUERIES, LAST_OF_QUERIES = (1 << bit for bit in range(6))
 KEYS_AT, QUERIES_AT = 6, 19
 BEFORE, NOW, AFTER = range(3)  # see `_written`
-MAX_STEPS = 80_000  # the backward pass has two lists of them, in 1 MiB of scalar memory
+MAX_BLOCKS = 80_000  # of a device; the backward pass has two lists of them, in 1 MiB of scalar memory
 
 
 class Steps(NamedTuple):

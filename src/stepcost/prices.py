@@ -34,7 +34,7 @@ ATTENTION_INSTRUCTIONS: Mapping[str, Mapping[str, Mapping[int, float]]] = Mappin
   {
     "v4": {
       "flash_attention fwd": {512: 2958},
-      "flash_attention fused": {512: 5309},
+      "flash_attention fused": {512: 5350},
       "fwd": {512: 4239},
       "fused": {512: 6380},
       "dkv": {512: 5536},
@@ -42,7 +42,7 @@ ATTENTION_INSTRUCTIONS: Mapping[str, Mapping[str, Mapping[int, float]]] = Mappin
     },
     "v5e": {
       "flash_attention fwd": {512: 4357},
-      "flash_attention fused": {512: 9665},
+      "flash_attention fused": {512: 9285},
       "fwd": {512: 4973},
       "fused": {512: 9182},
       "dkv": {512: 7705},
@@ -50,7 +50,7 @@ ATTENTION_INSTRUCTIONS: Mapping[str, Mapping[str, Mapping[int, float]]] = Mappin
     },
     "v5p": {
       "flash_attention fwd": {512: 2185},
-      "flash_attention fused": {512: 4852},
+      "flash_attention fused": {512: 4768},
       "fwd": {512: 2552},
       "fused": {512: 4716},
       "dkv": {512: 3854},
@@ -58,7 +58,7 @@ ATTENTION_INSTRUCTIONS: Mapping[str, Mapping[str, Mapping[int, float]]] = Mappin
     },
     "v6e": {
       "flash_attention fwd": {512: 2960},
-      "flash_attention fused": {512: 5826},
+      "flash_attention fused": {512: 5812},
       "fwd": {512: 3951, 2048: 5153},
       "fused": {512: 6318, 2048: 5847},
       "dkv": {512: 5261},
@@ -66,7 +66,7 @@ ATTENTION_INSTRUCTIONS: Mapping[str, Mapping[str, Mapping[int, float]]] = Mappin
     },
     "7x": {
       "flash_attention fwd": {512: 3065},
-      "flash_attention fused": {512: 5056},
+      "flash_attention fused": {512: 5053},
       "fwd": {512: 3944, 2048: 4775},
       "fused": {512: 5792, 2048: 5731},
       "dkv": {512: 4711},

@@ -7,11 +7,12 @@ whose scores are [queries, keys], and in a row of lanes in the backward kernel, 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,11 @@ def _visibility(step: jax.Array, of_queries: Any, of_keys: Any, batch: jax.Array
 def _sees(sizes: Sizes, step: jax.Array, starts: Any, end: int, first: int) -> jax.Array:
   """Returns whether the query before place `end` of a block may see the key at place `first` of a block."""
   return starts[steps_of.row(step)] + end > steps_of.column(step) * sizes.keys + first
+
+
+def _positions(sizes: Sizes, starts: Any, step: jax.Array, of_q: pl.Slice, of_k: pl.Slice) -> tuple[Any, Any]:
+  """Returns the first position of some queries and of some keys of a block."""
+  return starts[steps_of.row(step)] + of_q.start, steps_of.column(step) * sizes.keys + of_k.start
 
 
 def _hide(scores: jax.Array, q_start: Any, k_start: Any, q_ids: jax.Array, k_ids: jax.Array, q_dim: int) -> jax.Array:
@@ -132,74 +138,75 @@ def _cost(sizes: Sizes, matmuls: int, q: jax.Array, k: jax.Array) -> pl.CostEsti
   return pl.CostEstimate(flops=matmuls * 2 * scores * q.shape[-1], transcendentals=scores, bytes_accessed=moved)
 
 
-def _forward_kernel(
-  sizes: Sizes,
-  steps: Any,
-  starts: Any,
-  query_ranges: Any,
-  key_ranges: Any,
-  q: Any,
-  k: Any,
-  v: Any,
-  q_ids: Any,
-  k_ids: Any,
-  out: Any,
-  norms: Any,
-  maxima: Any,
-  sums: Any,
-  total: Any,
-) -> None:
-  """Adds one block of keys to the softmax of one block of queries.
+class _Forward(NamedTuple):
+  """What the forward kernel reads and writes, in the order of its arguments."""
 
-  maxima: of the scores of a query, equal on all lanes. sums: of its exponentials; the lanes are added in the end.
-  total: the exponentials times the values, float32 [queries, H].
-  """
-  step = steps[pl.program_id(2)]
-  width = q.shape[-1]
+  steps: Any
+  starts: Any
+  query_ranges: Any
+  key_ranges: Any
+  q: Any
+  k: Any
+  v: Any
+  q_ids: Any  # equal on all lanes
+  k_ids: Any  # equal on all sublanes
+  out: Any
+  norms: Any
+  maxima: Any  # of the scores of each query, equal on all lanes
+  sums: Any  # of its exponentials; the lanes are added in the end
+  total: Any  # the exponentials times the values, float32 [queries, H]
+
+
+def _forward_kernel(sizes: Sizes, *given: Any) -> None:
+  """Adds one block of keys to the softmax of one block of queries."""
+  refs = _Forward(*given)
+  step = refs.steps[pl.program_id(2)]
 
   @pl.when(step & steps_of.FIRST != 0)
   def _() -> None:
-    maxima[...] = jnp.full_like(maxima, LOWEST)
-    sums[...] = jnp.zeros_like(sums)
-    total[...] = jnp.zeros_like(total)
+    refs.maxima[...] = jnp.full_like(refs.maxima, LOWEST)
+    refs.sums[...] = jnp.zeros_like(refs.sums)
+    refs.total[...] = jnp.zeros_like(refs.total)
 
   def compute(masked: bool) -> None:
     tile = largest_block(sizes.keys, steps_of.TILE)
     firsts = range(0, sizes.keys, tile)
     # So many queries do not see a tile if the block is on the diagonal.
     above = [min(first, sizes.queries) if masked else 0 for first in firsts]
+    add = lambda queries, first: _add_forward(sizes, refs, step, pl.ds(*queries), pl.ds(first, tile), masked)
     for first, hidden in zip(firsts, above, strict=True):
       if hidden < sizes.queries:
-        add(hidden, sizes.queries - hidden, first, tile, masked)
+        add((hidden, sizes.queries - hidden), first)
     for first, hidden in zip(firsts, above, strict=True):
       if hidden:
-        pl.when(_sees(sizes, step, starts, hidden, first))(functools.partial(add, 0, hidden, first, tile, masked))
+        pl.when(_sees(sizes, step, refs.starts, hidden, first))(functools.partial(add, (0, hidden), first))
 
-  def add(first_q: int, count_q: int, first_k: int, count_k: int, masked: bool) -> None:
-    of_q, of_k = pl.ds(first_q, count_q), pl.ds(first_k, count_k)
-    scores = lax.dot_general(q[of_q, :], k[of_k, :], _BY_LAST, preferred_element_type=jnp.float32)
-    if masked:
-      q_start, k_start = starts[steps_of.row(step)] + first_q, steps_of.column(step) * sizes.keys + first_k
-      scores = _hide(scores, q_start, k_start, _widened(q_ids[of_q, :], count_k), k_ids[:1, of_k], 0)
-    before = maxima[of_q, :]
-    maximum = jnp.maximum(before, scores.max(axis=-1, keepdims=True))
-    powers = jnp.exp2(scores - _widened(maximum, count_k))
-    rescale = jnp.exp2(before - maximum)
-    maxima[of_q, :] = maximum
-    summed = sum(powers[:, lane : lane + LANES] for lane in range(0, count_k, LANES))
-    sums[of_q, :] = sums[of_q, :] * rescale + summed
-    weighted = jnp.dot(powers.astype(v.dtype), v[of_k, :], preferred_element_type=jnp.float32)
-    total[of_q, :] = total[of_q, :] * _widened(rescale, width) + weighted
-
-  runs, masked = _visibility(step, query_ranges, key_ranges, pl.program_id(0))
+  runs, masked = _visibility(step, refs.query_ranges, refs.key_ranges, pl.program_id(0))
   for with_mask in (False, True):
     pl.when(runs & (masked == with_mask))(functools.partial(compute, with_mask))
 
   @pl.when(step & steps_of.LAST != 0)
   def _() -> None:
-    norm = jnp.broadcast_to(sums[...].sum(axis=-1, keepdims=True), sums.shape)
-    out[...] = (total[...] / _widened(norm, width)).astype(out.dtype)
-    norms[...] = (maxima[...] + jnp.log2(norm)).T[:1, :]
+    norm = jnp.broadcast_to(refs.sums[...].sum(axis=-1, keepdims=True), refs.sums.shape)
+    refs.out[...] = (refs.total[...] / _widened(norm, refs.out.shape[-1])).astype(refs.out.dtype)
+    refs.norms[...] = (refs.maxima[...] + jnp.log2(norm)).T[:1, :]
+
+
+def _add_forward(sizes: Sizes, refs: _Forward, step: jax.Array, of_q: pl.Slice, of_k: pl.Slice, masked: bool) -> None:
+  """Adds the keys at `of_k` of a block to the softmax of the queries at `of_q`."""
+  scores = lax.dot_general(refs.q[of_q, :], refs.k[of_k, :], _BY_LAST, preferred_element_type=jnp.float32)
+  if masked:
+    q_start, k_start = _positions(sizes, refs.starts, step, of_q, of_k)
+    scores = _hide(scores, q_start, k_start, _widened(refs.q_ids[of_q, :], of_k.size), refs.k_ids[:1, of_k], 0)
+  before = refs.maxima[of_q, :]
+  maximum = jnp.maximum(before, scores.max(axis=-1, keepdims=True))
+  powers = jnp.exp2(scores - _widened(maximum, of_k.size))
+  rescale = jnp.exp2(before - maximum)
+  refs.maxima[of_q, :] = maximum
+  summed = sum(powers[:, lane : lane + LANES] for lane in range(0, of_k.size, LANES))
+  refs.sums[of_q, :] = refs.sums[of_q, :] * rescale + summed
+  weighted = jnp.dot(powers.astype(refs.v.dtype), refs.v[of_k, :], preferred_element_type=jnp.float32)
+  refs.total[of_q, :] = refs.total[of_q, :] * _widened(rescale, refs.total.shape[-1]) + weighted
 
 
 def backward(
@@ -260,82 +267,91 @@ def backward(
   return dq, dk, dv
 
 
-def _backward_kernel(
-  sizes: Sizes,
-  steps: Any,
-  _written: Any,
-  starts: Any,
-  query_ranges: Any,
-  key_ranges: Any,
-  q: Any,
-  k: Any,
-  v: Any,
-  dout: Any,
-  norms: Any,
-  means: Any,
-  q_ids: Any,
-  k_ids: Any,
-  dq: Any,
-  dk: Any,
-  dv: Any,
-  dq_total: Any,
-  dk_total: Any,
-  dv_total: Any,
-) -> None:
-  """Adds what one block of queries and one block of keys contribute to their gradients.
+class _Backward(NamedTuple):
+  """What the backward kernel reads and writes, in the order of its arguments."""
 
-  means: of the gradients of a query's exponentials, weighted by its probabilities: out dout'. dq_total: float32
-  [G, chunk, H]. The scores here have the dims (keys, queries), so that the numbers of a query are rows of lanes.
-  """
-  step, head = steps[pl.program_id(2)], pl.program_id(3)
+  steps: Any
+  written: Any  # only the grid reads it
+  starts: Any
+  query_ranges: Any
+  key_ranges: Any
+  q: Any
+  k: Any
+  v: Any
+  dout: Any
+  norms: Any
+  means: Any  # of the gradients of a query's exponentials, weighted by its probabilities: out dout'
+  q_ids: Any  # equal on all sublanes
+  k_ids: Any  # equal on all lanes
+  dq: Any
+  dk: Any
+  dv: Any
+  dq_total: Any  # float32 [G, chunk, H]
+  dk_total: Any
+  dv_total: Any
+
+
+def _backward_kernel(sizes: Sizes, *given: Any) -> None:
+  """Adds what one block of queries and one block of keys contribute to their gradients."""
+  refs = _Backward(*given)
+  step, head = refs.steps[pl.program_id(2)], pl.program_id(3)
   row = lax.rem(steps_of.row(step), jnp.int32(sizes.chunk // sizes.queries)) * sizes.queries
   rows = pl.ds(pl.multiple_of(row, LANES), sizes.queries)
 
   @pl.when((step & steps_of.FIRST != 0) & (head == 0))
   def _() -> None:
-    dk_total[...] = jnp.zeros_like(dk_total)
-    dv_total[...] = jnp.zeros_like(dv_total)
+    refs.dk_total[...] = jnp.zeros_like(refs.dk_total)
+    refs.dv_total[...] = jnp.zeros_like(refs.dv_total)
 
   @pl.when(step & steps_of.FIRST_OF_QUERIES != 0)
   def _() -> None:
-    dq_total[head, rows, :] = jnp.zeros(q.shape, jnp.float32)
+    refs.dq_total[head, rows, :] = jnp.zeros(refs.q.shape, jnp.float32)
 
   def compute(masked: bool) -> None:
-    tile_q, tile_k = (largest_block(size, steps_of.TILE) for size in (sizes.queries, sizes.keys))
-    tiles = [
-      (first_q, first_k) for first_q in range(0, sizes.queries, tile_q) for first_k in range(0, sizes.keys, tile_k)
-    ]
+    size_q, size_k = (largest_block(size, steps_of.TILE) for size in (sizes.queries, sizes.keys))
+    tiles = list(itertools.product(range(0, sizes.queries, size_q), range(0, sizes.keys, size_k)))
     # No query sees these tiles if the block is on the diagonal.
-    above = [(first_q, first_k) for first_q, first_k in tiles if masked and first_k >= first_q + tile_q]
-    for first_q, first_k in sorted(set(tiles) - set(above)):
-      add(pl.ds(first_q, tile_q), pl.ds(first_k, tile_k), masked)
+    above = [(first_q, first_k) for first_q, first_k in tiles if masked and first_k >= first_q + size_q]
+    add = lambda q, k: _add_backward(sizes, refs, step, (head, row), pl.ds(q, size_q), pl.ds(k, size_k), masked)
+    for tile in tiles:
+      if tile not in above:
+        add(*tile)
     for first_q, first_k in above:
-      tile = functools.partial(add, pl.ds(first_q, tile_q), pl.ds(first_k, tile_k), masked)
-      pl.when(_sees(sizes, step, starts, first_q + tile_q, first_k))(tile)
+      seen = _sees(sizes, step, refs.starts, first_q + size_q, first_k)
+      pl.when(seen)(functools.partial(add, first_q, first_k))
 
-  def add(of_q: pl.Slice, of_k: pl.Slice, masked: bool) -> None:
-    scores = lax.dot_general(k[of_k, :], q[of_q, :], _BY_LAST, preferred_element_type=jnp.float32)
-    if masked:
-      q_start, k_start = starts[steps_of.row(step)] + of_q.start, steps_of.column(step) * sizes.keys + of_k.start
-      scores = _hide(scores, q_start, k_start, q_ids[:1, of_q], _widened(k_ids[of_k, :], of_q.size), 1)
-    shares = jnp.exp2(scores - norms[:, of_q])
-    dshares = lax.dot_general(v[of_k, :], dout[of_q, :], _BY_LAST, preferred_element_type=jnp.float32)
-    dscores = (shares * (dshares - means[:, of_q])).astype(q.dtype)
-    dv_total[of_k, :] += jnp.dot(shares.astype(dout.dtype), dout[of_q, :], preferred_element_type=jnp.float32)
-    dk_total[of_k, :] += jnp.dot(dscores, q[of_q, :], preferred_element_type=jnp.float32)
-    at = pl.ds(pl.multiple_of(row + of_q.start, LANES), of_q.size)
-    dq_total[head, at, :] += jnp.dot(dscores.T, k[of_k, :], preferred_element_type=jnp.float32)
-
-  runs, masked = _visibility(step, query_ranges, key_ranges, pl.program_id(0))
+  runs, masked = _visibility(step, refs.query_ranges, refs.key_ranges, pl.program_id(0))
   for with_mask in (False, True):
     pl.when(runs & (masked == with_mask))(functools.partial(compute, with_mask))
 
   # The derivative of the exponentials in base 2 gives ln 2, and the scale of the queries gives the rest.
   @pl.when(step & steps_of.LAST_OF_QUERIES != 0)
   def _() -> None:
-    dq[...] = (dq_total[head, rows, :] * math.log(2)).astype(dq.dtype)
+    refs.dq[...] = (refs.dq_total[head, rows, :] * math.log(2)).astype(refs.dq.dtype)
 
   @pl.when((step & steps_of.LAST != 0) & (head == pl.num_programs(3) - 1))
   def _() -> None:
-    dk[...] = (dk_total[...] * math.log(2)).astype(dk.dtype)
-    dv[...] = dv_total[...].astype(dv.dtype)
+    refs.dk[...] = (refs.dk_total[...] * math.log(2)).astype(refs.dk.dtype)
+    refs.dv[...] = refs.dv_total[...].astype(refs.dv.dtype)
+
+
+def _add_backward(
+  sizes: Sizes, refs: _Backward, step: jax.Array, first: tuple[Any, Any], of_q: pl.Slice, of_k: pl.Slice, masked: bool
+) -> None:
+  """Adds the gradients of one tile. first: place of the first query of the block in dq_total, a head and a row.
+
+  The scores have the dims (keys, queries), so that the numbers of a query are in a row of lanes.
+  """
+  q, k, v, dout = refs.q[of_q, :], refs.k[of_k, :], refs.v[of_k, :], refs.dout[of_q, :]
+  scores = lax.dot_general(k, q, _BY_LAST, preferred_element_type=jnp.float32)
+  if masked:
+    q_start, k_start = _positions(sizes, refs.starts, step, of_q, of_k)
+    scores = _hide(scores, q_start, k_start, refs.q_ids[:1, of_q], _widened(refs.k_ids[of_k, :], of_q.size), 1)
+  shares = jnp.exp2(scores - refs.norms[:, of_q])
+  dshares = lax.dot_general(v, dout, _BY_LAST, preferred_element_type=jnp.float32)
+  dscores = (shares * (dshares - refs.means[:, of_q])).astype(q.dtype)
+  refs.dv_total[of_k, :] += jnp.dot(shares.astype(dout.dtype), dout, preferred_element_type=jnp.float32)
+  refs.dk_total[of_k, :] += jnp.dot(dscores, q, preferred_element_type=jnp.float32)
+  head, row = first
+  at = pl.ds(pl.multiple_of(row + of_q.start, LANES), of_q.size)
+  refs.dq_total[head, at, :] += jnp.dot(dscores.T, k, preferred_element_type=jnp.float32)

@@ -33,7 +33,7 @@ HOST_BANDWIDTHS = {"v6e": 24e9}
 ATTENTION_INSTRUCTIONS: Mapping[str, Mapping[str, Mapping[int, float]]] = MappingProxyType(
   {
     "v4": {
-      "flash_attention fwd": {512: 2958},
+      "flash_attention fwd": {512: 2957},
       "flash_attention fused": {512: 5350},
       "fwd": {512: 4239},
       "fused": {512: 6380},
@@ -41,7 +41,7 @@ ATTENTION_INSTRUCTIONS: Mapping[str, Mapping[str, Mapping[int, float]]] = Mappin
       "dq": {512: 4110},
     },
     "v5e": {
-      "flash_attention fwd": {512: 4357},
+      "flash_attention fwd": {512: 4355},
       "flash_attention fused": {512: 9285},
       "fwd": {512: 4973},
       "fused": {512: 9182},
@@ -50,14 +50,14 @@ ATTENTION_INSTRUCTIONS: Mapping[str, Mapping[str, Mapping[int, float]]] = Mappin
     },
     "v5p": {
       "flash_attention fwd": {512: 2185},
-      "flash_attention fused": {512: 4768},
+      "flash_attention fused": {512: 4767},
       "fwd": {512: 2552},
       "fused": {512: 4716},
       "dkv": {512: 3854},
       "dq": {512: 3071},
     },
     "v6e": {
-      "flash_attention fwd": {512: 2960},
+      "flash_attention fwd": {512: 2958},
       "flash_attention fused": {512: 5812},
       "fwd": {512: 3951, 2048: 5153},
       "fused": {512: 6318, 2048: 5847},
@@ -65,7 +65,7 @@ ATTENTION_INSTRUCTIONS: Mapping[str, Mapping[str, Mapping[int, float]]] = Mappin
       "dq": {512: 4482},
     },
     "7x": {
-      "flash_attention fwd": {512: 3065},
+      "flash_attention fwd": {512: 3063},
       "flash_attention fused": {512: 5053},
       "fwd": {512: 3944, 2048: 4775},
       "fused": {512: 5792, 2048: 5731},

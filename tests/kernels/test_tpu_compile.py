@@ -117,6 +117,17 @@ def test_kernels_fit_into_vmem_and_have_no_parts_of_the_gradients_of_queries(kin
   assert not re.search(rf"\[1,1,{length},{width}\][^\n]* reduce\(", text)
 
 
+def test_kernels_of_many_short_rows_fit_into_scalar_memory(tpu):
+  on_chip = jax.sharding.SingleDeviceSharding(tpu[0])
+  kernel = attention.choose(
+    "flash", platform="tpu", mesh=None, head_dim=H, seq_len=128, num_q_heads=2, num_kv_heads=1, dtype=jnp.bfloat16
+  )
+  q, k = (jax.ShapeDtypeStruct((1024, 128, n, H), jnp.bfloat16, sharding=on_chip) for n in (2, 1))
+  ids = jax.ShapeDtypeStruct((1024, 128), jnp.int32, sharding=on_chip)
+  grads = jax.grad(lambda q, k, v, ids: kernel(q, k, v, ids, ids).astype(jnp.float32).sum(), argnums=(0, 1, 2))
+  assert len(kernels_in(jax.jit(grads).lower(q, k, k, ids).compile().as_text())) == 2
+
+
 def test_offloaded_activations_move_to_the_host(tpu):
   compiled = compile_step(mesh_of(tpu, 4, 1, 1), "qkv_proj_offloaded")
   qkv = L * (B // 4) * T * (N + 2 * K) * H * 2

@@ -41,9 +41,12 @@ class Sizes:
 
 
 def _ranges(ids: jax.Array, block: int) -> jax.Array:
-  """Returns the least and the largest segment id of each block of positions: int32 [B, 2, blocks], of ids [B, T]."""
+  """Returns the least and the largest segment id of each block of positions, of ids [B, T].
+
+  int32 [B, 2, blocks] as one dim: scalar memory has a whole tile for the last two dims of an array.
+  """
   blocks = ids.reshape(ids.shape[0], -1, block)
-  return jnp.stack([blocks.min(-1), blocks.max(-1)], axis=1)
+  return jnp.stack([blocks.min(-1), blocks.max(-1)], axis=1).reshape(-1)
 
 
 def _on_lanes(ids: jax.Array) -> jax.Array:
@@ -54,10 +57,13 @@ def _on_sublanes(ids: jax.Array) -> jax.Array:
   return jnp.broadcast_to(ids[..., None], (*ids.shape, LANES))
 
 
-def _visibility(step: jax.Array, of_queries: Any, of_keys: Any, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _visibility(step: jax.Array, refs: _Forward | _Backward) -> tuple[jax.Array, jax.Array]:
   """Returns whether some query of a block may see a key of it, and whether the block needs a mask."""
-  first_query, last_query = (of_queries[batch, end, steps_of.row(step)] for end in (0, 1))
-  first_key, last_key = (of_keys[batch, end, steps_of.column(step)] for end in (0, 1))
+  of_queries, of_keys, (rows,) = refs.query_ranges, refs.key_ranges, refs.starts.shape
+  columns = rows * of_keys.shape[0] // of_queries.shape[0]
+  ends = [2 * pl.program_id(0) + end for end in (0, 1)]
+  first_query, last_query = (of_queries[end * rows + steps_of.row(step)] for end in ends)
+  first_key, last_key = (of_keys[end * columns + steps_of.column(step)] for end in ends)
   runs = (step & steps_of.RUN != 0) & (first_query <= last_key) & (first_key <= last_query)
   one_segment = (first_query == last_query) & (first_key == last_key) & (first_query == first_key)
   return runs, (step & steps_of.MASKED != 0) | jnp.logical_not(one_segment)
@@ -181,7 +187,7 @@ def _forward_kernel(sizes: Sizes, *given: Any) -> None:
       if hidden:
         pl.when(_sees(sizes, step, refs.starts, hidden, first))(functools.partial(add, (0, hidden), first))
 
-  runs, masked = _visibility(step, refs.query_ranges, refs.key_ranges, pl.program_id(0))
+  runs, masked = _visibility(step, refs)
   for with_mask in (False, True):
     pl.when(runs & (masked == with_mask))(functools.partial(compute, with_mask))
 
@@ -320,7 +326,7 @@ def _backward_kernel(sizes: Sizes, *given: Any) -> None:
       seen = _sees(sizes, step, refs.starts, first_q + size_q, first_k)
       pl.when(seen)(functools.partial(add, first_q, first_k))
 
-  runs, masked = _visibility(step, refs.query_ranges, refs.key_ranges, pl.program_id(0))
+  runs, masked = _visibility(step, refs)
   for with_mask in (False, True):
     pl.when(runs & (masked == with_mask))(functools.partial(compute, with_mask))
 

@@ -138,7 +138,7 @@ def table_rows(chip: str, kernel: Kernel, python: str) -> Iterator[str]:
       block = kernel.forward if phase == "fwd" else kernel.backward
       text, cores = written[0].read_text(), CORES.get(chip, 1)
       if kernel.library == "trainer":
-        count = trainers_instructions(ordered_bodies(text), *block, TRAINERS_AROUND[phase]) / cores
+        count = trainers_instructions(ordered_bodies(text), block[0], block[2], TRAINERS_AROUND[phase]) / cores
       else:
         count = instructions_of(bodies(text), *block[:2]) / cores
       share = MATMULS[phase] * 2 * 2**20 * WIDTH / _flops_per_cycle(chip) / count
@@ -204,7 +204,7 @@ def instructions_of(counted: Sequence[int], queries: int, keys: int) -> float:
   return count / (len(blocks) * queries * keys) * 2**20
 
 
-def trainers_instructions(counted: Sequence[int], size: int, _keys: int, tile: int, around: int) -> float:
+def trainers_instructions(counted: Sequence[int], size: int, tile: int, around: int) -> float:
   """Returns the same for square blocks, in which the tiles above the diagonal are not computed."""
   diagonal, plain, rest = counted
   rows, tiles = LENGTH // size, size // tile

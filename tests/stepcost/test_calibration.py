@@ -62,7 +62,7 @@ def test_the_instructions_of_the_trainers_kernels_are_counted_in_the_order_of_th
   text = "\n".join(f"  0x{i:x}   : > {{ {line} }}" for i, line in enumerate(lines))
   assert attention_kernels.ordered_bodies(text) == (diagonal, 40, 10)
   # Of T = 8192, four blocks of 2048 are on the diagonal, with 10 of 16 tiles, and 6 below it.
-  found = attention_kernels.trainers_instructions((diagonal, 40, 10), 2048, 2048, 512, 5)
+  found = attention_kernels.trainers_instructions((diagonal, 40, 10), 2048, 512, 5)
   scores = 6 * 2048**2 + 4 * 10 * 512**2
   assert found * scores / 2**20 == pytest.approx(4 * (diagonal + 10) + 6 * (40 + 5))
 

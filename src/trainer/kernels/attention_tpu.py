@@ -90,7 +90,7 @@ def build(
   local = functools.partial(_local, sizes)
   if mesh is None or mesh.size == 1:
     return functools.partial(local, steps)
-  return per_device(local, mesh, steps, Steps(*[PartitionSpec(CONTEXT)] * 4), zigzag_mesh)
+  return per_device(local, mesh, steps, jax.tree.map(lambda _: PartitionSpec(CONTEXT), steps), zigzag_mesh)
 
 
 def _local(

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,8 +57,8 @@ def _on_sublanes(ids: jax.Array) -> jax.Array:
   return jnp.broadcast_to(ids[..., None], (*ids.shape, LANES))
 
 
-def _visibility(step: jax.Array, refs: _Forward | _Backward) -> tuple[jax.Array, jax.Array]:
-  """Returns whether some query of a block may see a key of it, and whether the block needs a mask."""
+def _when_visible(step: jax.Array, refs: _Forward | _Backward, compute: Callable[[bool], None]) -> None:
+  """Calls `compute`, with whether the block of a step needs a mask, if some query of it may see a key of it."""
   of_queries, of_keys, (rows,) = refs.query_ranges, refs.key_ranges, refs.starts.shape
   columns = rows * of_keys.shape[0] // of_queries.shape[0]
   ends = [2 * pl.program_id(0) + end for end in (0, 1)]
@@ -66,10 +66,12 @@ def _visibility(step: jax.Array, refs: _Forward | _Backward) -> tuple[jax.Array,
   first_key, last_key = (of_keys[end * columns + steps_of.column(step)] for end in ends)
   runs = (step & steps_of.RUN != 0) & (first_query <= last_key) & (first_key <= last_query)
   one_segment = (first_query == last_query) & (first_key == last_key) & (first_query == first_key)
-  return runs, (step & steps_of.MASKED != 0) | jnp.logical_not(one_segment)
+  masked = (step & steps_of.MASKED != 0) | jnp.logical_not(one_segment)
+  for with_mask in (False, True):
+    pl.when(runs & (masked == with_mask))(functools.partial(compute, with_mask))
 
 
-def _sees(sizes: Sizes, step: jax.Array, starts: Any, end: int, first: int) -> jax.Array:
+def _sees(sizes: Sizes, starts: Any, step: jax.Array, end: int, first: int) -> jax.Array:
   """Returns whether the query before place `end` of a block may see the key at place `first` of a block."""
   return starts[steps_of.row(step)] + end > steps_of.column(step) * sizes.keys + first
 
@@ -185,11 +187,9 @@ def _forward_kernel(sizes: Sizes, *given: Any) -> None:
         add((hidden, sizes.queries - hidden), first)
     for first, hidden in zip(firsts, above, strict=True):
       if hidden:
-        pl.when(_sees(sizes, step, refs.starts, hidden, first))(functools.partial(add, (0, hidden), first))
+        pl.when(_sees(sizes, refs.starts, step, hidden, first))(functools.partial(add, (0, hidden), first))
 
-  runs, masked = _visibility(step, refs)
-  for with_mask in (False, True):
-    pl.when(runs & (masked == with_mask))(functools.partial(compute, with_mask))
+  _when_visible(step, refs, compute)
 
   @pl.when(step & steps_of.LAST != 0)
   def _() -> None:
@@ -323,12 +323,10 @@ def _backward_kernel(sizes: Sizes, *given: Any) -> None:
       if tile not in above:
         add(*tile)
     for first_q, first_k in above:
-      seen = _sees(sizes, step, refs.starts, first_q + size_q, first_k)
+      seen = _sees(sizes, refs.starts, step, first_q + size_q, first_k)
       pl.when(seen)(functools.partial(add, first_q, first_k))
 
-  runs, masked = _visibility(step, refs)
-  for with_mask in (False, True):
-    pl.when(runs & (masked == with_mask))(functools.partial(compute, with_mask))
+  _when_visible(step, refs, compute)
 
   # The derivative of the exponentials in base 2 gives ln 2, and the scale of the queries gives the rest.
   @pl.when(step & steps_of.LAST_OF_QUERIES != 0)

@@ -59,7 +59,7 @@ class Projection:
       return w.astype(dtype)
     # Without the barrier, the TPU compiler may choose the layout of a shard for a later matmul, and then copy the whole
     # gathered weight.
-    return _with_barrier(w).astype(self.gather_dtype or dtype)
+    return computed_once(w).astype(self.gather_dtype or dtype)
 
   def gathering(self, run: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], jax.Array]:
     """Returns `run`, which gathers weights, or a form of it that gathers again in the backward pass."""
@@ -94,7 +94,7 @@ def choose(
   heads is fused into it. Two matmuls take less than a joint one, because a product is fused into the second one. It
   changes nothing in 8 bits, which was not compared.
   """
-  chosen = Projection(_cpu, fuses_shared_input=False, prepare_input=_with_barrier) if platform == "cpu" else PLAIN
+  chosen = Projection(_cpu, fuses_shared_input=False, prepare_input=computed_once) if platform == "cpu" else PLAIN
   if quantization:
     chosen = Projection(functools.partial(_quantized, quantization), fuses_shared_input=True)
   if wide_units and not quantization:
@@ -119,7 +119,7 @@ def _cpu(x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:
 
 
 @jax.custom_vjp
-def _with_barrier(x: jax.Array) -> jax.Array:
+def computed_once(x: jax.Array) -> jax.Array:
   """Returns x (any shape and dtype) behind an optimization barrier. The gradient passes without a barrier.
 
   The compiler computes an input of several matmuls only once, and keeps the layout of a shard. Use it once per input,
@@ -128,7 +128,7 @@ def _with_barrier(x: jax.Array) -> jax.Array:
   return jax.lax.optimization_barrier(x)
 
 
-_with_barrier.defvjp(lambda x: (_with_barrier(x), None), lambda _, g: (g,))
+computed_once.defvjp(lambda x: (computed_once(x), None), lambda _, g: (g,))
 
 
 @jax.custom_vjp

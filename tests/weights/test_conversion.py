@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -21,7 +23,7 @@ from tests.support.seeds import few
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
 from trainer.tools import export_hf, import_hf
-from trainer.weights import export, importing, sources
+from trainer.weights import export, folders, importing, sources
 from trainer.weights import safetensors as own_format
 
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -237,6 +239,23 @@ def test_a_full_disk_leaves_nothing(tmp_path, run, monkeypatch, capsys):
   assert import_hf.main([str(tmp_path / "hf"), str(tmp_path / "other")]) == 2
   assert "No space left" in capsys.readouterr().err
   assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_disk_that_fails_while_files_are_written_is_one_error(tmp_path, monkeypatch):
+  """Linux reports a failed write to the first fsync only: here to that of the thread that flushes meanwhile."""
+  failed = threading.Event()
+
+  def fail(_):
+    failed.set()
+    raise OSError(errno.EIO, "Input/output error")
+
+  monkeypatch.setattr(os, "fsync", fail)
+  error = pytest.raises(ConfigError, match=r"new: cannot be written: .*Input/output error")
+  with error, folders.new_folder(str(tmp_path / "new")) as folder:
+    (folder / "file").write_text("1")
+    assert failed.wait(20)
+    monkeypatch.undo()
+  assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_checkpoint_and_a_folder_with_files_are_refused(tmp_path, run, capsys):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import run_id
 from trainer.config.errors import ConfigError
+
+_FLUSH_SECONDS = 0.2
 
 
 @contextlib.contextmanager
@@ -29,8 +32,11 @@ def new_folder(path: str) -> Iterator[Any]:
       work.rmtree()
     work.mkdir(parents=True, exist_ok=True)
     try:
-      yield work
-      if not remote:
+      if remote:
+        yield work
+      else:
+        with _flushed_meanwhile(Path(work)):
+          yield work
         _flush(Path(work))
         os.replace(work, target)
     except BaseException:
@@ -39,6 +45,34 @@ def new_folder(path: str) -> Iterator[Any]:
       raise
   except OSError as error:
     raise ConfigError(f"{path}: cannot be written: {error}. Make room there, or give another folder.") from error
+
+
+@contextlib.contextmanager
+def _flushed_meanwhile(folder: Path) -> Iterator[None]:
+  """While the block runs, a thread makes the disk write what is in `folder`. Otherwise the disk would wait for its end.
+
+  Raises OSError at the end of the block if the disk has failed. Linux reports a failed write only once.
+  """
+  ended, errors = threading.Event(), list[OSError]()
+
+  def flush() -> None:
+    while not ended.wait(_FLUSH_SECONDS) and not errors:
+      try:
+        _flush(folder)
+      except FileNotFoundError:  # renamed meanwhile
+        pass
+      except OSError as error:
+        errors.append(error)
+
+  thread = threading.Thread(target=flush, daemon=True)
+  thread.start()
+  try:
+    yield
+  finally:
+    ended.set()
+    thread.join()
+  if errors:
+    raise errors[0]
 
 
 def _flush(folder: Path) -> None:

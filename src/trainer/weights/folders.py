@@ -12,7 +12,7 @@ from typing import Any
 from trainer.checkpoint import run_id
 from trainer.config.errors import ConfigError
 
-_FLUSH_SECONDS = 0.2
+_FLUSH_SECONDS = 0.2  # between two rounds of the thread that flushes
 
 
 @contextlib.contextmanager

@@ -242,7 +242,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, run, monkeypatch, capsys):
 
 
 def test_a_disk_that_fails_while_files_are_written_is_one_error(tmp_path, monkeypatch):
-  """Linux reports a failed write to the first fsync only: here to that of the thread that flushes meanwhile."""
+  """Linux reports a failed write to the first fsync only. Here this is the fsync of the thread that flushes."""
   failed = threading.Event()
 
   def fail(_):

@@ -57,8 +57,8 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 def _computed_together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
   """Returns the arrays, which a TPU computes in one operation, with the last dim innermost in memory.
 
-  Without this layout, the compiler may choose that of a later matmul. The gradient of the weights then has another
-  layout than its reduce-scatter, which waits for a copy.
+  Without a fixed layout, the compiler may choose the one that a later matmul prefers. Then the gradient of the weights
+  is copied before its reduce-scatter.
   """
   rows = (with_layout_constraint(array, Layout(tuple(range(array.ndim)))) for array in arrays)
   return jax.lax.optimization_barrier(tuple(rows))
@@ -70,8 +70,8 @@ def swiglu_matmul(
 ) -> jax.Array:
   """Returns multiply(swiglu(gate, up), w), where `multiply` is linear in each of its arguments.
 
-  On 7x its derivative is faster than that of JAX, for which the compiler reads and writes gate and up in two operations
-  more. Here all products of SwiGLU are computed inside matmuls (docs/benchmarks/tpu_compile.md).
+  On 7x its derivative is faster than JAX's. The compiler computes JAX's products in operations of their own, and these
+  products inside matmuls (docs/benchmarks/tpu_compile.md).
   """
   return multiply(swiglu(gate, up), w)
 

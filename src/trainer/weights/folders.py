@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -53,26 +54,20 @@ def _flushed_meanwhile(folder: Path) -> Iterator[None]:
 
   Raises OSError at the end of the block if the disk has failed. Linux reports a failed write only once.
   """
-  ended, errors = threading.Event(), list[OSError]()
+  ended = threading.Event()
 
   def flush() -> None:
-    while not ended.wait(_FLUSH_SECONDS) and not errors:
-      try:
+    while not ended.wait(_FLUSH_SECONDS):
+      with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
         _flush(folder)
-      except FileNotFoundError:  # renamed meanwhile
-        pass
-      except OSError as error:
-        errors.append(error)
 
-  thread = threading.Thread(target=flush, daemon=True)
-  thread.start()
-  try:
-    yield
-  finally:
-    ended.set()
-    thread.join()
-  if errors:
-    raise errors[0]
+  with futures.ThreadPoolExecutor(1) as pool:
+    flushing = pool.submit(flush)
+    try:
+      yield
+    finally:
+      ended.set()
+    flushing.result()
 
 
 def _flush(folder: Path) -> None:

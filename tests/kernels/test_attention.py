@@ -263,7 +263,7 @@ def test_sharded_equals_definition_outside_any_region(context):
 
 def choose(name, platform="cpu", mesh=None, seq_len=256, num_kv_heads=2, **more):
   sizes = {"head_dim": 64, "seq_len": seq_len, "num_q_heads": 4, "num_kv_heads": num_kv_heads}
-  return attention.choose(name, platform=platform, mesh=mesh, **sizes, **more)
+  return attention.choose(name, platform=platform, mesh=mesh, **(sizes | more))
 
 
 @pytest.mark.parametrize(
@@ -299,6 +299,7 @@ def test_unsupported_inputs_are_refused_with_a_remedy():
     gpu(None, 64, 4, dtype=jnp.float32)
   with pytest.raises(ConfigError, match="head_dim=20"):
     attention_gpu.build(mesh=None, head_dim=20, seq_len=64, dtype=jnp.bfloat16)
+  assert "finds no GPU of Hopper" in choose("autoselected", "gpu", head_dim=192).reason
   assert "multiple of 128" in choose("autoselected", "tpu", seq_len=200).reason
 
 

@@ -29,7 +29,7 @@ from trainer.kernels.attention_shard import per_device
 from trainer.parallel.mesh import CONTEXT
 
 Implementation = Literal["cudnn", "xla"]
-MAX_HEAD_DIM = 256  # before Hopper 128, which cuDNN itself checks
+MAX_HEAD_DIM, MAX_HEAD_DIM_BEFORE_HOPPER = 256, 128
 MAX_DOCUMENT_HEAD_DIM = 128  # of the kernel for documents, as far as it was tried
 # For each document that a row may have, the backward kernel for documents has temporaries of 8 bytes per element of the
 # queries, and fills half of them with zeros. So a row may have a document per 256 positions, but at least 16 and at
@@ -46,8 +46,8 @@ def build(
 ) -> Callable[..., jax.Array]:
   """Returns a function with the contract of `attention.Attention`, for q, k and v of a 16-bit `dtype`.
 
-  Raises ConfigError if cuDNN does not support the type or the sizes. `implementation="xla"` is for tests: it computes
-  the same calls in plain XLA on any platform.
+  Raises ConfigError if cuDNN does not support the type or the sizes, as far as JAX lets it: for wide heads JAX wants to
+  see the GPU. `implementation="xla"` is for tests: it computes the same calls in plain XLA on any platform.
   """
   if dtype not in (jnp.bfloat16, jnp.float16):
     raise ConfigError(
@@ -58,6 +58,11 @@ def build(
     raise ConfigError(
       f"head_dim={head_dim}: the flash kernel of GPUs needs a multiple of 8, at most {MAX_HEAD_DIM}. Set one, or "
       "attention=dot_product."
+    )
+  if head_dim > MAX_HEAD_DIM_BEFORE_HOPPER and implementation == "cudnn" and not _finds_hopper():
+    raise ConfigError(
+      f"head_dim={head_dim}: JAX finds no GPU of Hopper or later here, and without one its flash kernel of GPUs takes "
+      f"at most {MAX_HEAD_DIM_BEFORE_HOPPER}. Set that, use such a GPU, or set attention=dot_product."
     )
   if seq_len % 2:
     raise ConfigError(
@@ -146,12 +151,17 @@ def _most_documents(q: jax.Array, K: int, implementation: Implementation) -> int
   most = min(max(T // POSITIONS_PER_DOCUMENT, MIN_DOCUMENTS), MAX_DOCUMENTS)
   if implementation == "xla":
     return most
-  from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
   supported = H <= MAX_DOCUMENT_HEAD_DIM and q.size < 2**31  # offsets are int32
-  if not supported or (jax.__version_info__ < REPAIRED_JAX and K < N) or not cudnn.check_compute_capability("9.0"):
+  if not supported or (jax.__version_info__ < REPAIRED_JAX and K < N) or not _finds_hopper():
     return 0
   return min(most, DOCUMENT_BYTES // _temporary_bytes(q, K))
+
+
+def _finds_hopper() -> bool:
+  """Returns whether JAX finds a GPU of Hopper or later: of this process, also when it compiles for another GPU."""
+  from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+  return cudnn.check_compute_capability("9.0")
 
 
 def _temporary_bytes(q: jax.Array, K: int) -> int:

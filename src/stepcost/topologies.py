@@ -21,7 +21,6 @@ _SMALL = MappingProxyType(
   {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}  # v4, v5p, 7x
 )
 CUBE = 4  # Larger ones are made of whole cubes of 4 x 4 x 4 chips.
-LONGEST = MappingProxyType({2: 16, 3: 256})  # the most chips along a side, by the number of sides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +32,14 @@ class Generation:
   largest: int  # chips of a slice
   counted: int  # of the number in a name such as v5p-64: 2 where it counts cores, 1 where it counts chips
   chip_config_name: str = "default"
+
+  @property
+  def longest(self) -> int:
+    """The most chips along a side: of a line of squares of 4 x 4, as in the longest slice of 7x, 4 x 4 x 576.
+
+    The compiler ends the process for more on v4 and v5e.
+    """
+    return self.largest // CUBE**2
 
   def shape(self, chips: int) -> tuple[int, ...] | None:
     """Returns the shape of a slice with `chips` chips, or None if no such slice exists.
@@ -47,7 +54,7 @@ class Generation:
     divisors = [d for d in range(1, cubes + 1) if cubes % d == 0]
     pairs = ((a, b) for a in divisors for b in divisors if a <= b and cubes % (a * b) == 0 and a * b * b <= cubes)
     found = min(((a, b, cubes // (a * b)) for a, b in pairs), key=sum)
-    return tuple(CUBE * side for side in found) if CUBE * max(found) <= LONGEST[3] else None
+    return tuple(CUBE * side for side in found)
 
 
 # v4's two cores are one device in "megacore"; 7x has no such mode, so its chip is two devices.
@@ -160,25 +167,24 @@ def _numbers(version: str, generation: Generation) -> str:
   small = ", ".join(str(chips * generation.counted) for chips in _SMALL)
   return (
     f"the number counts cores, two to a chip, and slices of {version} have {small}, or a multiple of "
-    f"{CUBE**3 * generation.counted} up to {generation.largest * generation.counted} that makes a box with no side "
-    f"above {LONGEST[3]} chips. Another shape can be given in jax's way: {generation.jax_name}:AxBxC."
+    f"{CUBE**3 * generation.counted} up to {generation.largest * generation.counted}. Another shape can be given in "
+    f"jax's way: {generation.jax_name}:AxBxC."
   )
 
 
 def _check_shape(name: str, shape: tuple[int, ...], generation: Generation) -> None:
   """Raises TopologyError for a shape that the compiler refuses. For some shapes the compiler would end the process."""
-  longest = LONGEST[generation.sides]
   wrong = None
   if len(shape) != generation.sides:
     wrong = f"it has {len(shape)} sides, and slices of {generation.jax_name} have {generation.sides}"
-  elif math.prod(shape) > generation.largest or max(shape) > longest:
+  elif math.prod(shape) > generation.largest or max(shape) > generation.longest:
     wrong = "it is too large"
   elif math.prod(shape) != 1 and (0 in shape or shape[0] % 2 or shape[1] % 2):
     wrong = "a host has 2 x 2 chips, which do not fill it"
   if wrong:
     form = f"{generation.jax_name}:{'x'.join('ABC'[: generation.sides])}"
     raise TopologyError(
-      f"{name}: {wrong}. Give {form} with at most {longest} chips along a side and "
+      f"{name}: {wrong}. Give {form} with at most {generation.longest} chips along a side and "
       f"{generation.largest} in all, A and B even; one chip has 1 for each side."
     )
 

@@ -27,6 +27,8 @@ from stepcost import chips, gpus, topologies
     ("7x-384", "tpu7x:4x4x12", 192, 48),
     ("tpu7x-2304", "tpu7x:8x12x12", 1152, 288),
     ("tpu7x-18432", "tpu7x:16x24x24", 9216, 2304),
+    ("v5p-17536", "v5p:4x4x548", 8768, 2192),
+    ("tpu7x:4x4x576", "tpu7x:4x4x576", 9216, 2304),
     ("v5e:2x4", "v5e:2x4", 8, 2),
     ("V5p:4x4x8", "v5p:4x4x8", 128, 32),
     ("tpu7x:1x1x1", "tpu7x:1x1x1", 1, 1),
@@ -47,7 +49,7 @@ def test_names_of_maxtext_and_jax_are_known(name, jax_name, chips, hosts):
     ("v5p:4x4", "2 sides, and slices of v5p have 3"),
     ("v5e:32x32", "too large.* v5e:AxB with at most 16 chips along a side and 256 in all"),
     ("v6e:2x32", "too large.* 16 chips along a side"),
-    ("v5p:4x4x512", "too large.* 256 chips along a side"),
+    ("v4:2x2x512", "too large.* 256 chips along a side"),
     ("v4:16x16x32", "too large.* and 4096 in all"),
     ("v5e:1x4", "2 x 2 chips.* A and B even"),
     ("v5p:4x3x4", "2 x 2 chips.* A and B even"),
@@ -64,7 +66,6 @@ def test_names_of_maxtext_and_jax_are_known(name, jax_name, chips, hosts):
     ("v5p-65", "multiple of 128 up to 17920"),
     ("v5p-0", "multiple of 128 up to 17920"),
     ("v4-16384", "multiple of 128 up to 8192"),
-    ("v5p-17536", "256 chips"),  # 4 x 4 x 548
   ],
 )
 def test_shapes_that_the_compiler_refuses_are_refused(name, said):

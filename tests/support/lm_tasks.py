@@ -32,7 +32,7 @@ TASKS = {
     "output_type": "generate_until",
     "doc_to_text": "{{text}}",
     "doc_to_target": "{{last}}",
-    "generation_kwargs": {"until": ["e"], "max_gen_toks": 12},
+    "generation_kwargs": {"until": ["e"], "max_new_tokens": 12, "num_beams": 1},
     "metric_list": [{"metric": "chrf"}],
   },
 }

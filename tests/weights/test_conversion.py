@@ -118,6 +118,13 @@ def edit_config(**fields):
   return change
 
 
+def test_fields_that_publishers_add_are_no_part_of_the_model(tmp_path):
+  hf_folders.write_folder(tmp_path / "hf", hf_folders.model("llama3.2"), shards=1)
+  smollm = {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}
+  edit_config(unsloth_fixed=True, unsloth_version="2026.4.5", **smollm)(tmp_path / "hf")
+  assert import_hf.main([str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
+
+
 def edit_tensors(change):
   def rewrite(folder):
     tensors = hf_folders.read_folder(folder)
@@ -149,6 +156,7 @@ WRONG = {
   "an unknown field": (edit_config(logit_scale=2.0), "unknown fields logit_scale"),
   "a size of zero": (edit_config(hidden_size=0), "base_emb_dim"),
   "a bias": (edit_config(attention_bias=True), "attention_bias=True"),
+  "pairs of neighbours are rotated": (edit_config(rope_interleaved=True), "rope_interleaved=True"),
   "quantized": (edit_config(quantization_config={"bits": 4}), "unknown fields quantization_config"),
   "another rope": (edit_config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e6}), "rope_type=yarn"),
   "two values of theta": (edit_config(rope_theta=5.0), "rope_theta is 5.0 in one place"),

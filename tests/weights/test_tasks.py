@@ -6,6 +6,7 @@ import json
 import time
 import types
 
+import jax
 import numpy as np
 import pytest
 from tests.support import hf_folders, lm_tasks
@@ -18,6 +19,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.load import load
 from trainer.config.schema import Config
 from trainer.data.tokenizer import train_bpe
+from trainer.run import scores
 from trainer.run.scores import Scorer
 from trainer.tools import evaluate, export_hf
 
@@ -45,7 +47,7 @@ def scores_of_the_tool(capsys, place, folder):
 def test_scores_are_those_of_transformers_on_our_export(tmp_path, name, capsys, lm_eval):
   pytest.importorskip("accelerate", reason="the oracle needs torch (CPU) and accelerate")
   folder = lm_tasks.write(tmp_path)
-  cfg = hf_folders.model(name, vocab_size=300)
+  cfg = hf_folders.model(name, vocab_size=300, max_position_embeddings=20)  # some contexts are cut
   (tmp_path / "tokenizer.json").write_text(train_bpe([" ".join(lm_tasks.WORDS)] * 9, 300))
   data = {"tokenizer_type": "bpe", "tokenizer_path": str(tmp_path / "tokenizer.json")}
   hf_folders.write_run(tmp_path / "run", Config(model=cfg, data=data), hf_folders.random_params(cfg))
@@ -129,6 +131,40 @@ def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch):
   data = types.SimpleNamespace(evaluations={}, train=types.SimpleNamespace(tokenizer=object()))
   with pytest.raises(ConfigError, match="has no evaluation data"):
     Scorer(wanted, data)
+
+
+@pytest.mark.parametrize(
+  "options, said",
+  [
+    ({"num_beams": 4, "top_p": 0.9}, "num_beams=4, which"),
+    ({"repetition_penalty": 1.2}, "repetition_penalty=1.2, which"),
+    ({}, "256 new tokens .* max_position_embeddings=20"),
+  ],
+)
+def test_a_text_with_options_that_would_have_no_effect_is_refused(lm_eval, options, said):
+  from trainer.weights.harness import Harness
+
+  cfg = hf_folders.model("llama3.1", max_position_embeddings=20)
+  model = types.SimpleNamespace(functions=types.SimpleNamespace(cfg=cfg))
+  with pytest.raises(ConfigError, match=said):
+    Harness(model).generate_until([types.SimpleNamespace(args=("a", options))])
+
+
+def test_a_task_that_fails_is_a_warning_of_the_run(tmp_path, monkeypatch):
+  class Failing:
+    def score(self, model):
+      raise KeyError("a field that the data do not have")
+
+  monkeypatch.setattr(scores.Tasks, "find", lambda *_: Failing())
+  monkeypatch.setattr(scores.Model, "on_one_device", lambda *_: None)
+  config = load(["configs/quickstart.yml", f"base_output_directory={tmp_path}"])
+  observe = config.observe.model_copy(update={"eval_tasks": "broken"})
+  data = types.SimpleNamespace(evaluations={"": object()}, train=types.SimpleNamespace(tokenizer=object()))
+  log, warnings = types.SimpleNamespace(), []
+  log.warning = warnings.append
+  scorer = Scorer(config.model_copy(update={"observe": observe}), data)
+  assert scorer.score({"a": jax.numpy.ones(1)}, 7, log) is None
+  assert warnings == ["no scores of eval_tasks at step 7: KeyError: 'a field that the data do not have'"]
 
 
 def test_unknown_tasks_and_folders_are_refused(tmp_path, capsys, lm_eval):

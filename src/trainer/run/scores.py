@@ -57,6 +57,9 @@ class Scorer:
     except jax.errors.JaxRuntimeError as error:  # after the loss of a slice, the next step raises it too
       log.warning(f"no scores of eval_tasks at step {step}; one device must hold the whole model: {error}")
       return None
+    except Exception as error:  # noqa: BLE001 -- no failure of a task, which runs code of its own, may end the run
+      log.warning(f"no scores of eval_tasks at step {step}: {type(error).__name__}: {error}")
+      return None
     for task, values in scores.items():
       numbers = ", ".join(f"{metric} {value:.4f}" for metric, value in values.items())
       log.line(f"scores of {task} at step {step}: {numbers}")

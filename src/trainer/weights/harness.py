@@ -10,13 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
 
+from trainer.config.errors import ConfigError
 from trainer.models.decoder import Params
 from trainer.models.generation import Sampling
 from trainer.weights.model import Model
 
 _LENGTHS = 64  # rows are padded to multiples of this length, so that few programs are compiled
-_NEW_TOKENS = 256  # of a text, if the task does not say; as in the harness's own models
+# As in the harness's own models: new tokens of a text, and likeliest tokens of a sample, if the task does not say.
+_NEW_TOKENS, _TOP_K = 256, 50
+# Options of a text that change nothing with these values. `_sampling` knows the others that are accepted.
+_NEUTRAL = {"num_beams": 1, "repetition_penalty": 1, "min_p": 0, "typical_p": 1, "num_return_sequences": 1}
 
 
 class Harness(TemplateLM):
@@ -88,18 +93,23 @@ class Harness(TemplateLM):
     return [found[i] for i in range(len(requests))]
 
   def _continue(self, contexts: Sequence[str], options: Mapping[str, Any], numbers: Sequence[int]) -> dict[int, str]:
-    """{number: continuation} of contexts with the same options."""
+    """{number: continuation} of contexts with the same options. Raises ConfigError for options without effect."""
     found = {}
-    count = int(options.get("max_gen_toks", _NEW_TOKENS))
-    temperature = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
-    until = options.get("until") or []
-    most = max(1, self._longest - count)
+    options = dict(normalize_gen_kwargs(dict(options), _NEW_TOKENS))
+    count, until = options.pop("max_gen_toks"), options.pop("until") or []
+    sampling = _sampling(options)
+    most = self._longest - count
+    if most < 1:
+      raise ConfigError(
+        f"a task asks for {count} new tokens (max_gen_toks), and the model has max_position_embeddings={self._longest}."
+        " Set fewer in its YAML, or leave the task out."
+      )
     prompts = [(self.tok_encode(context) or [self.prefix_token_id])[-most:] for context in contexts]
     for group in self._batches({i: len(prompt) for i, prompt in enumerate(prompts)}):
-      steps = list(self._model.stream([prompts[i] for i in group], count, Sampling(temperature)))
+      steps = list(self._model.stream([prompts[i] for i in group], count, sampling))
       for row, i in enumerate(group):
         text = self._model.tokenizer.decode(id for step in steps if (id := step[row]) is not None)
-        for stop in [until] if isinstance(until, str) else until:
+        for stop in until:
           text = text.split(stop)[0] if stop else text
         found[numbers[i]] = text
     return found
@@ -109,3 +119,18 @@ class Harness(TemplateLM):
     order = sorted(lengths, key=lambda i: -lengths[i])
     for begin in range(0, len(order), self._rows):
       yield order[begin : begin + self._rows]
+
+
+def _sampling(options: Mapping[str, Any]) -> Sampling:
+  """How a text of these options is sampled. Raises ConfigError for an option that would be without effect."""
+  known: dict[str, Any] = {"do_sample": False, "temperature": 0.0, "top_k": _TOP_K, "top_p": 1.0}
+  unknown = [f"{name}={value}" for name, value in options.items() if name not in known and _NEUTRAL.get(name) != value]
+  if unknown:
+    raise ConfigError(
+      f"a task asks for {', '.join(unknown)}, which this generation does not have. Leave the task out, or score an "
+      "export with the model hf of lm_eval."
+    )
+  if not options["do_sample"]:
+    return Sampling(0.0)
+  given = {**known, **options}
+  return Sampling(float(given["temperature"]), int(given["top_k"]), float(given["top_p"]))

@@ -63,12 +63,15 @@ _FIXED: dict[str, tuple[Any, ...]] = {
   "use_sliding_window": (False, None),
   "pretraining_tp": (1, None),
   "partial_rotary_factor": (1, None),
+  "rope_interleaved": (False, None),
 }
 # Fields that say nothing about the function that the model computes.
 _DESCRIPTIONS = frozenset(
   "architectures model_type transformers_version torch_dtype dtype use_cache bos_token_id eos_token_id pad_token_id "
   "max_window_layers sliding_window layer_types rope_theta rope_scaling rope_parameters output_attentions "
-  "output_hidden_states return_dict is_encoder_decoder output_router_logits".split()
+  "output_hidden_states return_dict is_encoder_decoder output_router_logits "
+  # What nanotron, unsloth and transformers.js add to models that they publish.
+  "is_llama_config unsloth_fixed unsloth_version transformers.js_config".split()
 )
 
 

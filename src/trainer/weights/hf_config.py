@@ -115,6 +115,12 @@ def keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
   return model
 
 
+def field(key: str) -> str:
+  """The field of config.json that gives `key` of the model."""
+  fields = _KEYS | _EXPERTS | _SCALING | {"rope_theta": "rope_max_timescale"}
+  return next((name for name, known in fields.items() if known == key), key)
+
+
 def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
   """The keys of RoPE, from either spelling or from both."""
   both: dict[str, Any] = {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}

@@ -17,7 +17,7 @@ from trainer.checkpoint import run_id
 from trainer.checkpoint.arrays import tiles, verified_load
 from trainer.checkpoint.errors import CheckpointError, Rejected
 from trainer.checkpoint.persistent import Persistent
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, shorten
 from trainer.config.schema import CheckpointSection, DataSection, ModelSection
 from trainer.models.decoder import Params
 from trainer.weights import hf_config, names, safetensors
@@ -168,7 +168,8 @@ def _hugging_face(folder: Any) -> Source:
   try:
     model = ModelSection(**keys)
   except ValidationError as error:
-    raise ConfigError(f"{where}/{CONFIG}: {error}. Correct the file.") from error
+    wrong = [f"{hf_config.field(str(e['loc'][0]))}={shorten(str(e['input']))} ({e['msg']})" for e in error.errors()]
+    raise ConfigError(f"{where}/{CONFIG}: {', '.join(wrong)}. Correct the file.") from error
   found = _tensors(folder)
   stored = {}
   for name, weight in names.weights(model).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from trainer.checkpoint.array_parts import BLOCK
 from trainer.checkpoint.arrays import fingerprint
 from trainer.checkpoint.errors import Rejected
 from trainer.checkpoint.step_folders import MANIFEST, META
+
+_AT_ONCE = 4  # arrays that are written
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Lazy:
 def write(folder: Any, arrays: Mapping[str, Lazy], meta: Mapping[str, Any], done: Callable[[str], object]) -> None:
   """Writes the checkpoint `folder` (an epath). meta: JSON, without "arrays". done: called with each name.
 
-  An array is made while the one before is written, if both together are no larger than the largest. Does not wait
+  An array is made while those before it are written, if all together are no larger than the largest. Does not wait
   until the files are on the disk. Raises OSError if the storage fails, and Rejected, which names the array, if a value
   is not finite.
   """
@@ -55,19 +58,20 @@ def write(folder: Any, arrays: Mapping[str, Lazy], meta: Mapping[str, Any], done
       # Orbax's own context would wait for the disk after each array.
       context = tensorstore.Context({"file_io_sync": False}, infos[0].ts_context)
       largest = max(value.nbytes for value in values)
-      writing, bytes_written = asyncio.ensure_future(asyncio.sleep(0)), 0
+      writing: collections.deque[tuple[asyncio.Future[None], int]] = collections.deque()  # and the bytes of each
       try:
         for i, (value, info) in enumerate(zip(values, infos, strict=True)):
-          if bytes_written + value.nbytes > largest:
-            await writing
+          while writing and (len(writing) == _AT_ONCE or sum(size for _, size in writing) + value.nbytes > largest):
+            await writing[0][0]
+            writing.popleft()
           array, described[info.name]["fingerprint"] = await asyncio.to_thread(_make, info.name, value)
-          await writing
-          info.ts_context, bytes_written = context, value.nbytes
-          writing = asyncio.ensure_future(self._write(array, info, args[i] if args else ocp.SaveArgs()))
-          del array  # `writing` has the only reference
-        await writing
+          info.ts_context = context
+          task = asyncio.ensure_future(self._write(array, info, args[i] if args else ocp.SaveArgs()))
+          writing.append((task, value.nbytes))
+          del array  # `task` has the only reference
+        await asyncio.gather(*(task for task, _ in writing))
       finally:
-        await asyncio.gather(writing, return_exceptions=True)
+        await asyncio.gather(*(task for task, _ in writing), return_exceptions=True)
       return []
 
     async def _write(self, array: np.ndarray, info: Any, args: Any) -> None:

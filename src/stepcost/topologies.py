@@ -35,9 +35,9 @@ class Generation:
 
   @property
   def longest(self) -> int:
-    """The most chips along a side: of a line of squares of 4 x 4, as in the longest slice of 7x, 4 x 4 x 576.
+    """The most chips along a side: the length of the longest slice, such as 4 x 4 x 576 of 7x, or 16 x 16 of v6e.
 
-    The compiler ends the process for more on v4 and v5e.
+    On v4 and v5e, the compiler ends the process for a longer slice.
     """
     return self.largest // CUBE**2
 

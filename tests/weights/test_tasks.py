@@ -160,8 +160,8 @@ def test_a_task_that_fails_is_a_warning_of_the_run(tmp_path, monkeypatch):
   config = load(["configs/quickstart.yml", f"base_output_directory={tmp_path}"])
   observe = config.observe.model_copy(update={"eval_tasks": "broken"})
   data = types.SimpleNamespace(evaluations={"": object()}, train=types.SimpleNamespace(tokenizer=object()))
-  log, warnings = types.SimpleNamespace(), []
-  log.warning = warnings.append
+  warnings = []
+  log = types.SimpleNamespace(warning=warnings.append)
   scorer = Scorer(config.model_copy(update={"observe": observe}), data)
   assert scorer.score({"a": jax.numpy.ones(1)}, 7, log) is None
   assert warnings == ["no scores of eval_tasks at step 7: KeyError: 'a field that the data do not have'"]

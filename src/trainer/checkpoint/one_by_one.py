@@ -17,7 +17,7 @@ from trainer.checkpoint.arrays import fingerprint
 from trainer.checkpoint.errors import Rejected
 from trainer.checkpoint.step_folders import MANIFEST, META
 
-_AT_ONCE = 4  # arrays that are written
+_AT_ONCE = 4  # arrays that are written at the same time
 
 
 @dataclass(frozen=True)

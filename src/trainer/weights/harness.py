@@ -122,15 +122,16 @@ class Harness(TemplateLM):
 
 
 def _sampling(options: Mapping[str, Any]) -> Sampling:
-  """How a text of these options is sampled. Raises ConfigError for an option that would be without effect."""
-  known: dict[str, Any] = {"do_sample": False, "temperature": 0.0, "top_k": _TOP_K, "top_p": 1.0}
+  """How a text of these normalized options is sampled. Raises ConfigError for an option that would be without effect.
+
+  The temperature of options with do_sample=False is 0.
+  """
+  known: dict[str, Any] = {"do_sample": None, "temperature": 0.0, "top_k": _TOP_K, "top_p": 1.0}
   unknown = [f"{name}={value}" for name, value in options.items() if name not in known and _NEUTRAL.get(name) != value]
   if unknown:
     raise ConfigError(
       f"a task asks for {', '.join(unknown)}, which this generation does not have. Leave the task out, or score an "
       "export with the model hf of lm_eval."
     )
-  if not options["do_sample"]:
-    return Sampling(0.0)
   given = {**known, **options}
   return Sampling(float(given["temperature"]), int(given["top_k"]), float(given["top_p"]))

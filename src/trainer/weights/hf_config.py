@@ -118,7 +118,7 @@ def keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 def field(key: str) -> str:
   """The field of config.json that gives `key` of the model."""
   fields = _KEYS | _EXPERTS | _SCALING | {"rope_theta": "rope_max_timescale"}
-  return next((name for name, known in fields.items() if known == key), key)
+  return {known: name for name, known in fields.items()}.get(key, key)
 
 
 def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:

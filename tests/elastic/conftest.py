@@ -4,11 +4,11 @@ import pytest
 
 
 @pytest.fixture(scope="package")
-def harness(tmp_path_factory):
+def harness(tmp_path_factory, shared):
   """A harness whose runs share compiled steps. All runs must have the number of steps of elastic_histories.KEYS."""
   from tests.support.elastic_harness import Harness
 
-  return Harness(tmp_path_factory.mktemp("runs"))
+  return Harness(tmp_path_factory.mktemp("runs"), cache=shared / "harness")
 
 
 @pytest.fixture(scope="package")

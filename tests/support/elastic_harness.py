@@ -8,13 +8,14 @@ import hashlib
 import io
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 
 from trainer import train
 from trainer.checkpoint import checksums
@@ -87,12 +88,31 @@ def simulated_slices() -> SimulatedCluster:
   return SimulatedCluster({i: (devices[i],) for i in range(NUM_SLICES)}, replacement_seconds=0.05)
 
 
+@contextlib.contextmanager
+def cached_in(folder: Path) -> Iterator[None]:
+  """Inside the block, compiled programs are read from the folder, or else compiled and written there."""
+  seconds = jax.config.jax_persistent_cache_min_compile_time_secs
+  try:
+    _cache_in(str(folder), 0.0)
+    yield
+  finally:
+    _cache_in(None, seconds)
+
+
+def _cache_in(folder: str | None, least_seconds: float) -> None:
+  jax.config.update("jax_compilation_cache_dir", folder)
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", least_seconds)
+  compilation_cache.reset_cache()  # JAX reads the folder only once
+
+
 class Harness:
   """Starts runs that share programs and compiled steps. This saves time and does not change results."""
 
-  def __init__(self, directory: Path, make_cluster: Callable[[], Cluster] = simulated_slices) -> None:
-    """make_cluster: NUM_SLICES slices for one run."""
-    self._directory, self._make_cluster = directory, make_cluster
+  def __init__(
+    self, directory: Path, make_cluster: Callable[[], Cluster] = simulated_slices, cache: Path | None = None
+  ) -> None:
+    """make_cluster: NUM_SLICES slices for one run. cache: of compiled programs, for several processes; None: none."""
+    self._directory, self._make_cluster, self._cache = directory, make_cluster, cache
     self._topologies: dict[tuple[int, ...], Topology[Program]] = {}
 
   def run(
@@ -110,6 +130,8 @@ class Harness:
     config = load(["configs/base.yml", *TINY.split(), *_ALWAYS.split(), *places, *keys])
     cluster = self._make_cluster()
     with contextlib.ExitStack() as stack:
+      if self._cache:
+        stack.enter_context(cached_in(self._cache))
       stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
       signals = Signals()
       signals.listen()

@@ -17,6 +17,8 @@ import contextlib
 import dataclasses
 import functools
 
+import jax
+
 from trainer.cluster import View
 from trainer.config.schema import Config
 from trainer.elastic.attempt import ElasticRun, Outcome
@@ -76,7 +78,8 @@ def _loop(attempt: Attempt, state: TrainState, step: int) -> tuple[Outcome, Trai
   driver, records, tiers, elastic = attempt.driver, attempt.records, attempt.tiers, attempt.elastic
   first, steps = step, attempt.config.run.steps
   while step < steps:
-    wait = functools.partial(driver.wait, state, f"the profile before step {step + 1}")
+    computed = functools.partial(jax.block_until_ready, state)
+    wait = functools.partial(driver.call, computed, f"the profile before step {step + 1}")
     attempt.profiler.before_step(step - first, wait)
     step += 1
     state, metrics = driver.step(state, step)

@@ -142,11 +142,5 @@ class Cluster(ABC):
     """The batch. If a simulated slice of `view` is down: arrays that fail, or never become ready, in its place."""
     return batch
 
-  def block_until_ready(self, arrays: Any, view: View) -> None:
-    """Returns when every array is computed; raises the error of the first array that failed."""
-    import jax
-
-    jax.block_until_ready(arrays)
-
   def stop(self) -> None:  # noqa: B027 -- most clusters have nothing to leave
     """Leaves the JAX world, if `start` joined one."""

@@ -24,7 +24,7 @@ from trainer.program import optimizers
 from trainer.program.program import Program
 from trainer.program.state import TrainState
 from trainer.run.after_step import Actions
-from trainer.run.driver import Driver, Start
+from trainer.run.driver import Driver, Start, on_host
 from trainer.run.many_worlds import ManyWorlds
 from trainer.run.one_controller import OneController
 from trainer.run.session import Session
@@ -215,7 +215,7 @@ class Attempt:
     self.elastic.reached("eval", step)
     with session.watchdog.during("evaluation"):
       computed = self.driver.evaluate(params, data.eval_batches(self.config.observe.eval_steps))
-      sums = self.driver.read(computed, f"the evaluation at step {step}")
+      sums = self.driver.call(lambda: on_host(computed), f"the evaluation at step {step}")
       scores = session.scorer.score(params, step, session.log)
       totals = [[sum(float(value) for value in values) for values in zip(*parts)] for parts in sums]
     losses = {name: loss / weight if weight else math.nan for name, (loss, weight) in zip(data.evaluations, totals)}

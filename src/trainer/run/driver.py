@@ -30,6 +30,11 @@ class Start:
   stops: bool = False  # the process must stop: it saves this state and computes nothing more
 
 
+def on_host(arrays: Any) -> Any:
+  """The arrays on the host, for `Driver.call`: a slice may also hang between a computation and the copy to the host."""
+  return jax.device_get(jax.block_until_ready(arrays))
+
+
 class Driver(Protocol):
   """The steps of one attempt. `n` counts completed steps: step(state, n) turns the state after n - 1 steps into n's."""
 
@@ -70,16 +75,8 @@ class Driver(Protocol):
     """For each set, sums over its first batches[set] batches, perhaps not computed yet, in parts to be added."""
     ...
 
-  def wait(self, arrays: Any, what: str) -> None:
-    """Returns when the arrays are computed; raises their error, or SliceHang. `what` names the work in messages."""
-    ...
-
-  def read(self, arrays: Any, what: str) -> Any:
-    """The arrays on the host; raises their error, or SliceHang."""
-    ...
-
-  def call(self, work: Callable[[], None], what: str) -> None:
-    """Calls work(), which waits for the slices; raises its error, or SliceHang."""
+  def call(self, work: Callable[[], object], what: str) -> Any:
+    """The result of work(), which waits for the slices; raises its error, or SliceHang. `what` names it in messages."""
     ...
 
   def resize_due(self, n: int) -> bool:

@@ -116,9 +116,11 @@ class _Others:
       raise LenderLost(str(error)) from error
 
 
-def header(config: Config, session: Session, elastic: ElasticRun, step: int) -> dict[str, Any]:
-  """What a member that joins after `step` must know besides the state, as JSON."""
+def header(config: Config, session: Session, elastic: ElasticRun, step: int, evaluated: bool) -> dict[str, Any]:
+  """What a member that joins after `step` must know besides the state, as JSON. evaluated: whether the state is."""
   return {
+    "step": step,
+    "evaluated": evaluated,
     "meta": session.data.meta(config, step),
     "records": session.metrics.remembered(),
     "down_events": elastic.down_events,

@@ -81,14 +81,8 @@ class OneController:
         for batch, count in zip(self._evaluations, batches, strict=True)
       ]
 
-  def wait(self, arrays: Any, what: str) -> None:
-    self._guard.wait_for_arrays(arrays, what)
-
-  def read(self, arrays: Any, what: str) -> Any:
-    return self._guard.read(arrays, what)
-
-  def call(self, work: Callable[[], None], what: str) -> None:
-    self._guard.call(work, what)
+  def call(self, work: Callable[[], object], what: str) -> Any:
+    return self._guard.call(work, what)
 
   def resize_due(self, n: int) -> bool:
     return self._elastic.resize_due(self._view, n)

@@ -19,11 +19,9 @@ class World(Protocol):
   @property
   def is_primary(self) -> bool:
     """Whether this process writes the files that exist once per run: log, metrics, events, lock."""
-    ...
 
   def gather(self, value: Any) -> list[Any]:
     """The JSON values of all processes, in rank order; on every process."""
-    ...
 
 
 class SingleWorld:

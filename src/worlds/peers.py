@@ -30,15 +30,6 @@ class RunEnded(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Commit:
-  """A committed round. seconds: {member: how long it computed}."""
-
-  round: str
-  stop: bool
-  seconds: dict[str, float]
-
-
-@dataclasses.dataclass(frozen=True)
 class Change:
   """Members that were lost ({member: (reason, seconds ago)}) and that have joined, and those that compute now."""
 
@@ -98,8 +89,8 @@ class Peers:
 
   # ---- the supervisor's messages ----
 
-  def handle(self, received: Message) -> Commit | None:
-    """Takes in one message. Returns the commit if it is one. Raises RunEnded."""
+  def handle(self, received: Message) -> None:
+    """Carries out one message. Raises RunEnded."""
     kind = received["kind"]
     if kind == "welcome":
       self.run_id = received["run_id"]
@@ -110,7 +101,6 @@ class Peers:
       self.stopping = bool(received["stop"])
       self.left = self.member in received["leave"]
       self._announce_role()
-      return Commit(received["round"], self.stopping, received["seconds"])
     elif kind == "regather":  # this member has received the state at the last moment
       self._connected, self._holds = False, True
       self.membership.send("ready", newest=self.completed(), holds=True)
@@ -120,7 +110,6 @@ class Peers:
     elif kind == "end":
       self.ended = int(received["code"])
       raise RunEnded(self.ended, received.get("reason", ""))
-    return None
 
   def _change_world(self, received: Message) -> None:
     before = frozenset(self.members)
@@ -153,16 +142,16 @@ class Peers:
       for callback in self.on_role:
         callback(self._role)
 
-  def read_waiting(self) -> None:
-    """Handles the messages that have arrived. They cannot be commits: every commit is waited for."""
+  def _read_waiting(self) -> None:
+    """Handles the messages that have arrived."""
     while (received := self.membership.next(timeout=0)) is not None:
       self._handle_change(received)
 
   def _handle_change(self, received: Message | None) -> None:
     """Handles a message that cannot be a commit: this member has not reported its sums."""
     assert received is not None
-    committed = self.handle(received)
-    assert committed is None, f"{committed} without the sums of member {self.member}"
+    assert received["kind"] != "commit", f"{received} without the sums of member {self.member}"
+    self.handle(received)
 
   def connect(self, send_state: Callable[[int], None], receive_state: Callable[[int], None]) -> None:
     """Makes the exchange ready for this epoch: waits while the run holds, connects, serves members without a state.
@@ -171,7 +160,7 @@ class Peers:
     it is sent again if members were lost before the supervisor knew that it had arrived. Returns at once if the epoch
     is connected already. Raises RunEnded and SupervisorLost.
     """
-    self.read_waiting()
+    self._read_waiting()
     while not self._connected:
       if self._holds:
         self._handle_change(self.membership.next())
@@ -187,28 +176,28 @@ class Peers:
         self._connected = True
       except PeerLost as error:
         self.exchange_failed(error)
-    self.read_waiting()
+    self._read_waiting()
 
   def connected(self) -> None:
     """The exchange is connected for this epoch, and this member has the state: it joined in this epoch."""
     self._connected = True
 
-  def commit(self, round_name: str) -> Commit:
-    """Tells the supervisor that this member has the sums of the round, and returns the commit.
+  def commit(self, round_name: str) -> dict[str, float]:
+    """Tells the supervisor that this member has the sums of the round. Returns when the round is committed, with
+    {member: seconds that it computed}.
 
     Raises MembershipChanged if the round must be exchanged again, RunEnded and SupervisorLost.
     """
-    self.membership.send("done", epoch=self.epoch, round=round_name)
     epoch = self.epoch
-    while True:
+    self.membership.send("done", epoch=epoch, round=round_name)
+    while self.epoch == epoch:
       received = self.membership.next()
       assert received is not None
-      committed = self.handle(received)
-      if committed is not None:
-        assert committed.round == round_name, f"{committed.round} was committed, not {round_name}"
-        return committed
-      if self.epoch != epoch:
-        raise MembershipChanged
+      self.handle(received)
+      if received["kind"] == "commit":
+        assert received["round"] == round_name, f"{received['round']} was committed, not {round_name}"
+        return dict(received["seconds"])
+    raise MembershipChanged
 
   def report(self, error: PeerLost, epoch: int) -> None:
     """Tells the supervisor which connections of the epoch have failed, unless the exchange was only interrupted."""
@@ -268,12 +257,5 @@ class Peers:
   def finished(self, code: int) -> None:
     """This process exits with `code`, as the others would. Returns when the supervisor has ended the run for it."""
     self.membership.send("finished", code=code)
-    try:
-      while self.ended is None:
-        received = self.membership.next(timeout=_END_SECONDS)
-        if received is None:
-          return
-        if received["kind"] == "end":
-          self.ended = int(received["code"])
-    except SupervisorLost:
-      pass  # there is nobody left to tell
+    if self.ended is None:
+      self.ended = self.wait_for_code(_END_SECONDS)

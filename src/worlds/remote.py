@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from worlds.membership.messages import FROM_AGENT, Message, check, message
+from worlds.membership.messages import FROM_AGENT, check, message
 from worlds.membership.wire import Channel
 
 
@@ -32,13 +32,10 @@ class RemoteWorkers:
     """Returns when the connection has ended. ended(member, code): a member has ended. Raises ValueError for a message
     that no agent would send, and WireError."""
     while (received := self._channel.receive()) is not None:
-      self._handle(received, ended)
-
-  def _handle(self, received: Message, ended: Callable[[int, int], None]) -> None:
-    check(received, FROM_AGENT)
-    if received["kind"] != "ended" or received["member"] not in self.members:
-      raise ValueError(f"sent {received}, and has the members {sorted(self.members)}")
-    ended(received["member"], received["code"])
+      check(received, FROM_AGENT)
+      if received["kind"] != "ended" or received["member"] not in self.members:
+        raise ValueError(f"sent {received}, and has the members {sorted(self.members)}")
+      ended(received["member"], received["code"])
 
   def restart(self, member: int, *, progress: bool) -> None:
     """Starts the member again after a pause."""

@@ -162,8 +162,6 @@ class Workers:
 
     seconds: after this time it is started again, or continues; None: it is restarted as after any other loss.
     """
-    if member not in self._workers:
-      return
     with self._lock:
       worker = self._workers[member]
       if action == "lose":
@@ -172,7 +170,7 @@ class Workers:
       elif action == "hang":
         self._signal(member, signal.SIGSTOP)
         if seconds is not None:
-          timer = threading.Timer(seconds, self._signal, (member, signal.SIGCONT))
+          timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._signal, (member, signal.SIGCONT))
           timer.daemon = True
           timer.start()
       elif action == "give_back":

@@ -83,12 +83,8 @@ class HealthChecks:
 
   def describe(self, slice_ids: Iterable[int]) -> str:
     """The slices that did not pass their last check, each with the reason."""
-    reasons = []
-    for i in slice_ids:
-      check = self._checks.get(i)
-      if check is not None and not _passed(check):
-        reasons.append(f"slice {i}: {check.failure or 'no answer'}")
-    return "; ".join(reasons)
+    failed = {i: check for i in slice_ids if (check := self._checks.get(i)) is not None and not _passed(check)}
+    return "; ".join(f"slice {i}: {check.failure or 'no answer'}" for i, check in failed.items())
 
   def stop(self) -> None:
     """Gives checks under way a second to finish: the interpreter should not end while a thread is in the runtime."""

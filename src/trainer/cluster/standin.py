@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -120,8 +119,8 @@ class Faults(FaultTarget):
   def _begin(self, slice_id: int, seconds: float | None, *, hangs: bool) -> None:
     _cancel(self._outages.get(slice_id))
     outage = self._outages[slice_id] = _Outage(hangs, waits=seconds is None)
-    if seconds is not None and math.isfinite(seconds):
-      outage.timer = threading.Timer(seconds, self._expire, [slice_id, outage])
+    if seconds is not None:
+      outage.timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._expire, [slice_id, outage])
       outage.timer.daemon = True
       outage.timer.start()
 

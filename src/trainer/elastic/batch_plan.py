@@ -24,15 +24,10 @@ class BatchPlan:
   padding_share: float  # share of the computed rows that are padding
   relative_throughput: float  # steps per second divided by the full topology's, counting only computation
 
-
-@dataclass(frozen=True)
-class PlanCost:
-  """One line of preflight's table."""
-
-  alive: int
-  micro_batches: int
-  padding_share: float
-  relative_throughput: float
+  @property
+  def alive(self) -> int:
+    """k"""
+    return self.rows.shape[1]
 
 
 def plan(total: int, alive: int, micro_batches: int, rows_per_micro: int) -> BatchPlan:
@@ -56,7 +51,6 @@ def plan(total: int, alive: int, micro_batches: int, rows_per_micro: int) -> Bat
   return BatchPlan(rows, rounds, 1 - count / (rounds * alive), micro_batches / rounds)
 
 
-def table(total: int, micro_batches: int) -> list[PlanCost]:
-  """Returns the cost of a step with 1..total slices alive."""
-  plans = [(alive, plan(total, alive, micro_batches, 1)) for alive in range(1, total + 1)]
-  return [PlanCost(alive, p.micro_batches, p.padding_share, p.relative_throughput) for alive, p in plans]
+def table(total: int, micro_batches: int) -> list[BatchPlan]:
+  """Returns the plans with 1..total slices alive and one row in a micro-batch, for what a step costs."""
+  return [plan(total, alive, micro_batches, 1) for alive in range(1, total + 1)]

@@ -21,7 +21,6 @@ from trainer.observe.events import EventLog
 from trainer.observe.log import Log
 
 _NICENESS = 10
-_THREAD = "compile next topologies"
 
 P = TypeVar("P")
 
@@ -30,11 +29,6 @@ def next_views(cluster: Cluster, view: View) -> list[View]:
   """The views that one event can make of `view`: all slices returned (if some are missing), then each slice lost."""
   fewer = [cluster.view(set(view.slices) - {i}) for i in view.slices if view.num_alive > 1]
   return fewer if view.is_full else [cluster.view(cluster.slices), *fewer]
-
-
-def compiling_in_background() -> bool:
-  """Whether a background compilation runs now. The interpreter's end would wait for it: nothing can interrupt XLA."""
-  return any(thread.name == _THREAD for thread in threading.enumerate())
 
 
 @dataclass
@@ -153,7 +147,7 @@ class _BackgroundCompiler:
     self._stopped = threading.Event()
     self._current: tuple[int, ...] | None = None
     # Not a daemon: the interpreter must not end while XLA compiles.
-    self._thread = threading.Thread(target=self._run, name=_THREAD)
+    self._thread = threading.Thread(target=self._run, name="compile next topologies")
     self._thread.start()
 
   def stop(self, wait_for: View | None = None) -> None:

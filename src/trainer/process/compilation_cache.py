@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 _UNREADABLE = r"Error reading persistent compilation cache entry for '(?P<module>[^']*)': (?P<reason>.*)"
-_SUFFIX = "-cache"  # an entry is {module}-{hash}-cache
 
 
 def enable(directory: str) -> None:
@@ -70,7 +69,7 @@ def remove_unreadable(directory: str, module: str) -> None:
   """
   from etils import epath
 
-  entries = list(epath.Path(directory).glob(f"{module}-*{_SUFFIX}"))
+  entries = list(epath.Path(directory).glob(f"{module}-*-cache"))  # {module}-{hash}-cache
   for entry in [entry for entry in entries if _is_damaged(entry.read_bytes())] or entries:
     entry.unlink(missing_ok=True)
 

@@ -96,13 +96,13 @@ class Rounds:
         total_scalars = np.empty_like(next(iter(scalars.values())))
         peers.exchange.reduce(round_name, scalars, dealt, total_scalars)
         report.result()
-        committed = peers.commit(round_name)
+        member_seconds = peers.commit(round_name)
       except PeerLost as error:
         peers.exchange_failed(error)
       except MembershipChanged:
         pass  # the round was not committed: it is repeated, and `held` keeps the sums that are computed
       else:
-        return total_scalars, committed.seconds
+        return total_scalars, member_seconds
       finally:
         seconds = report.result()
 

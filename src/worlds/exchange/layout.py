@@ -129,7 +129,7 @@ class FlatLayout:
 
 
 class HostCopy:
-  """The values of a FlatLayout on their way to the host: the HostData of `Exchange.reduce`.
+  """The values of a FlatLayout on their way to the host, for `Exchange.reduce`.
 
   It keeps the values after they were read, so that a reduction can be repeated, and drops its references to the device
   arrays.

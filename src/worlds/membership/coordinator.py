@@ -426,15 +426,13 @@ class Coordinator:
       self._members[member].was_active = True
       self._members[member].reports.clear()  # of the epoch before
     self._dealt = deal(self._shares, sorted(self.active), self._dealt)
-    ranges = {str(member): to_ranges(shares) for member, shares in self._dealt.items()}
-    if sum(map(len, ranges.values())) > _MOST_RANGES:
+    if sum(len(to_ranges(shares)) for shares in self._dealt.values()) > _MOST_RANGES:
       self._dealt = deal(self._shares, sorted(self.active))
-      ranges = {str(member): to_ranges(shares) for member, shares in self._dealt.items()}
     world = message(
       "world",
       epoch=self.epoch,
       members=self._addresses(self.active),
-      ranges=ranges,
+      ranges={str(member): to_ranges(shares) for member, shares in self._dealt.items()},
       fresh=fresh,
       source=self._source,
       primary=self.primary,

@@ -132,19 +132,15 @@ def connect(address: str, token: bytes) -> Channel:
 def _authenticated(sock: socket.socket, token: bytes, nonces: bytes, *, serves: bool) -> Channel:
   sock.settimeout(None)
   sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-  _notice_dead_host(sock)
   if serves:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-  return Channel(sock, _proof(token, b"session", nonces), serves=serves)
-
-
-def _notice_dead_host(sock: socket.socket) -> None:
-  """Makes the connection end if the other host or the network is gone. Elsewhere than on Linux, this takes hours."""
+  # The connection ends if the other host or the network is gone. Elsewhere than on Linux, this takes hours.
   sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
   if hasattr(socket, "TCP_USER_TIMEOUT"):
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _DEAD_SECONDS // 3)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _DEAD_SECONDS // 3)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _DEAD_SECONDS)
+  return Channel(sock, _proof(token, b"session", nonces), serves=serves)
 
 
 def _proof(token: bytes, role: bytes, nonces: bytes) -> bytes:

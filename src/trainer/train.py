@@ -34,7 +34,7 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
   """Trains on the slices of `view` from the newest good state. Returns how the attempt ended.
 
   survivors: slices whose host memory has outlived the previous attempt. Raises TrainingDiverged, DataError,
-  CheckpointError or ConfigMismatch if another attempt makes no sense, and the runtime's error if a slice is lost.
+  CheckpointError or ConfigMismatch if another attempt makes no sense; the runtime's error if a slice is lost.
   """
   session.begin()
   with contextlib.ExitStack() as stack:

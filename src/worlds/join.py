@@ -26,10 +26,8 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that this process gets when its
 
 
 def join(place: Place) -> Peers:
-  """The members of the run, as this process sees them when the supervisor has let it join.
-
-  Raises RunEnded with exit code 1 if there is none, which may be no fault of the configuration, and if it refuses.
-  """
+  """The members of the run, as this process sees them when the supervisor has let it join. Raises RunEnded if it
+  refuses, and with exit code 1 if there is none, which may be no fault of the configuration."""
   _continue_when_launcher_ends()
   start = time.monotonic()
   while True:

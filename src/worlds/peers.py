@@ -156,9 +156,9 @@ class Peers:
   def connect(self, send_state: Callable[[int], None], receive_state: Callable[[int], None]) -> None:
     """Makes the exchange ready for this epoch: waits while the run holds, connects, serves members without a state.
 
-    send_state(member): sends this member's state. receive_state(member): takes the state that this member has already;
-    it is sent again if members were lost before the supervisor knew that it had arrived. Returns at once if the epoch
-    is connected already. Raises RunEnded and SupervisorLost.
+    send_state(member): sends this member's state. receive_state(member): takes the state that this member has already,
+    which is sent again if members were lost before the supervisor knew of its arrival. Raises RunEnded and
+    SupervisorLost.
     """
     self._read_waiting()
     while not self._connected:
@@ -183,11 +183,8 @@ class Peers:
     self._connected = True
 
   def commit(self, round_name: str) -> dict[str, float]:
-    """Tells the supervisor that this member has the sums of the round. Returns when the round is committed, with
-    {member: seconds that it computed}.
-
-    Raises MembershipChanged if the round must be exchanged again, RunEnded and SupervisorLost.
-    """
+    """Tells the supervisor that this member has the sums of the round. Returns {member: seconds that it computed} once
+    the round is committed. Raises MembershipChanged if it must be exchanged again, RunEnded and SupervisorLost."""
     epoch = self.epoch
     self.membership.send("done", epoch=epoch, round=round_name)
     while self.epoch == epoch:
@@ -215,11 +212,8 @@ class Peers:
   # ---- the ends of an attempt ----
 
   def await_turn(self, seconds: float) -> None:
-    """After the loss of the supervisor: returns when this member is the one that saves the state.
-
-    The primary saves first. The next member begins when the connection of the one before it is closed, because it has
-    saved and ended, or has died; or after `seconds`.
-    """
+    """After the loss of the supervisor: returns when this member is the one that saves the state. The primary is the
+    first; the next member follows when the connection to the one before it is closed, or after `seconds`."""
     for member in sorted(self.members, key=lambda member: (member != self.primary, member)):
       if member == self.member:
         break
@@ -232,10 +226,8 @@ class Peers:
     self._announce_role()
 
   def wait_for_end(self) -> bool:
-    """For a member that has done its last step and is not the primary: whether it has become the primary.
-
-    False: the primary has done everything that was left, and the run is over.
-    """
+    """For a member that has done its last step: whether it has become the primary. False: the run is over, and the
+    primary has done everything that was left."""
     while not self.saves_in_storage:
       try:
         self._handle_change(self.membership.next())

@@ -10,9 +10,7 @@ from worlds.membership.wire import Channel
 
 class RemoteWorkers:
   """The members of one agent. Has the methods of `Workers` that a supervisor calls; all may be called from any thread.
-
-  An agent that cannot be reached is lost with its members: their own connections say so. So nothing is raised here.
-  """
+  They raise nothing: an agent that cannot be reached is lost with its members, whose own connections say so."""
 
   def __init__(self, channel: Channel, members: frozenset[int], host: str) -> None:
     """host: where other members reach these members."""

@@ -40,8 +40,8 @@ def check_devices() -> None:
 def start(cfg: ClusterSection, rules: RunRules | None = None) -> Cluster:
   """Joins or creates this run's JAX world and returns its slices. Call it once, before anything else uses jax.
 
-  rules: of the run, which a process that torchrun has started may have to supervise. Raises ConfigError if this
-  machine or environment cannot provide the cluster, before jax is imported if possible.
+  rules: of a run that this process may have to supervise, under torchrun. Raises ConfigError if this machine or
+  environment cannot provide the cluster, before jax is imported if possible.
   """
   kind = _find(cfg, os.environ) if cfg.cluster == "auto" else cfg.cluster
   if kind == "pathways":

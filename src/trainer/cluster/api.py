@@ -79,10 +79,8 @@ class Cluster(ABC):
 
   @property
   def recovers_in_process(self) -> bool:
-    """Whether the loss of a slice ends the attempt, and the elastic loop starts another.
-
-    Where slices are worlds of their own, a lost slice is a lost process, and the others need no new attempt.
-    """
+    """Whether the loss of a slice ends the attempt, and the elastic loop starts another. Where slices are worlds of
+    their own, a lost slice is a lost process, and the others need no new attempt."""
     return self.coordination.peers is None
 
   def view(self, alive: Iterable[int]) -> View:
@@ -97,22 +95,16 @@ class Cluster(ABC):
     return dict(zip(view.slices, view.devices))
 
   def died(self, view: View) -> frozenset[int]:
-    """Ids of the slices of `view` that are known to have died since the view was made. Makes no health check.
-
-    A slice that died and returned is among them: its memory is lost. To get all slices that an event has cost, call
-    `lost`.
-    """
+    """Ids of the slices of `view` that are known to have died since the view was made, even if they have returned:
+    their memory is lost. Makes no health check; `lost` does."""
     return frozenset(i for i, before in zip(view.slices, view.deaths) if self._deaths[i] != before)
 
   def lost(self, view: View, named: Iterable[int] = ()) -> frozenset[int]:
-    """Ids of the slices of `view` that an event has cost: they died since the view was made, or do not answer now.
+    """Ids of the slices of `view` that an event has cost: they died since the view was made, do not answer now, or are
+    `named` by the event itself (an error text or a hang).
 
     Call it once per event, at the event, before waiting for replacements. Makes a health check. The answer is kept:
     from here on `died(view)` contains these slices, even if they answer again.
-
-    Args:
-      view: the view of the attempt that has ended.
-      named: slices that the event itself names as lost, such as an error text or a hang.
     """
     gone = (frozenset(view.slices) - self.alive() | frozenset(named)) & frozenset(view.slices)
     self._record_deaths(gone - self.died(view))
@@ -129,10 +121,8 @@ class Cluster(ABC):
 
   @abstractmethod
   def wait_for(self, count: int, timeout: float, stop: Callable[[], bool] = lambda: False) -> frozenset[int]:
-    """Ids of all living slices, as soon as there are at least `count`; TimeoutError after `timeout` seconds.
-
-    Once stop() is true, returns the living slices even if there are fewer. stop() is called at every poll.
-    """
+    """Ids of all living slices, as soon as there are at least `count`, or stop() is true, which is called at every
+    poll. TimeoutError after `timeout` seconds."""
 
   @abstractmethod
   def returned(self, view: View) -> frozenset[int]:

@@ -35,8 +35,8 @@ class _Check:
 class HealthChecks:
   """Checks slices, each in a daemon thread: a slice that does not answer delays the others by the time limit at most.
 
-  While a check of a slice is under way no other is started, and once it has exceeded its limit nobody waits for it
-  again: the slice counts as silent until it answers.
+  While a check of a slice is under way no other is started, and nobody waits for it after its limit: the slice counts
+  as silent until it answers.
   """
 
   def __init__(

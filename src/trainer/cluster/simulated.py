@@ -70,11 +70,9 @@ class SimulatedCluster(Cluster):
       self._record_deaths([slice_id])
 
   def hang(self, slice_id: int, seconds: float | None = None) -> None:
-    """The slice stops answering: what is computed on it is never ready, and it fails health checks.
-
-    Its memory is intact when the hang ends: after `seconds`, or with `give_back`. A run that gives the slice up
-    (`lost`) waits for its replacement.
-    """
+    """The slice stops answering: what is computed on it is never ready, and it fails health checks. When the hang ends,
+    after `seconds` or with `give_back`, its memory is intact. A run that gives it up (`lost`) waits for its
+    replacement."""
     with self._lock:
       self._go_down(slice_id, seconds)
       self._hanging.add(slice_id)

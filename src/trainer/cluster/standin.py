@@ -18,7 +18,7 @@ REPLACEMENT_SECONDS = 1.0  # how long the stand-in's scheduler takes to replace 
 
 
 def start(cfg: ClusterSection, environment: MutableMapping[str, str]) -> Standin:
-  """Starts the stand-in that cluster_standin describes, and makes it JAX's backend. Before the first use of a device.
+  """Starts the stand-in of cluster_standin, and makes it JAX's backend. Call it before the first use of a device.
 
   Raises ConfigError if the environment already names a proxy, or the stand-in does not start; StandinLost if it was
   killed meanwhile.
@@ -73,10 +73,8 @@ class Faults(FaultTarget):
     self._lock = threading.Lock()
 
   def lose(self, slice_id: int, seconds: float | None = None) -> None:
-    """The slice dies, with its memory. It returns after `seconds`; None: at `give_back`, or when the run waits.
-
-    If the slice is a process, this is SIGKILL.
-    """
+    """The slice dies (SIGKILL if it is a process). It returns after `seconds`; None: at `give_back`, or if waited
+    for."""
     with self._lock:
       self.server.control("kill", slice_id)
       self._begin(slice_id, seconds, hangs=False)
@@ -108,10 +106,7 @@ class Faults(FaultTarget):
           self._begin(slice_id, self._replacement_seconds, hangs=False)
 
   def close(self) -> None:
-    """No slice returns any more.
-
-    The stand-in ends with this process: JAX's client prints a page of errors about a server that ends before it.
-    """
+    """No slice returns any more. The stand-in does not end here: JAX's client would print a page of errors about it."""
     with self._lock:
       for outage in self._outages.values():
         _cancel(outage)

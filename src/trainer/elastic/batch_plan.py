@@ -31,10 +31,8 @@ class BatchPlan:
 
 
 def plan(total: int, alive: int, micro_batches: int, rows_per_micro: int) -> BatchPlan:
-  """Returns the plan for `alive` of `total` slices. The full topology computes `micro_batches` per slice and step.
-
-  On the full topology slice i computes rows [i*m*R, (i+1)*m*R), in order.
-  """
+  """Returns the plan for `alive` of `total` slices. The full topology computes `micro_batches` per slice and step, and
+  its slice i the rows [i*m*R, (i+1)*m*R), in order."""
   if not 1 <= alive <= total:
     raise ValueError(f"{alive} living slices of {total}: at least 1 and at most {total} must be alive")
   if micro_batches < 1 or rows_per_micro < 1:

@@ -15,9 +15,7 @@ X = TypeVar("X")
 
 class HangGuard:
   """Waits for the work of one attempt. Raises SliceHang when the work is silent and slices of the view do not answer.
-
-  A slice that never answers leaves the waiting thread blocked for good: it is a daemon, and nobody joins it.
-  """
+  Then the waiting thread stays blocked for good: it is a daemon, and nobody joins it."""
 
   def __init__(
     self,
@@ -36,10 +34,7 @@ class HangGuard:
     self._check_seconds, self._silence_seconds = check_seconds, silence_seconds
 
   def call(self, work: Callable[[], X], what: str) -> X:
-    """The result of work(), which runs in a thread if slices are to be asked; raises its error.
-
-    `what` names the work in messages: "step 12".
-    """
+    """The result of work(), in a thread if slices are to be asked; raises its error. what: its name in messages."""
     return work() if self._check_seconds == 0 else self.result(Waiter(work, what))
 
   def result(self, waiter: Waiter[X]) -> X:

@@ -65,10 +65,8 @@ class ProgramCache(Generic[P]):
     return self._topology(view).program
 
   def step(self, view: View) -> Any:
-    """The compiled step of `view`: kept, compiled in the background (waits for it), or compiled now.
-
-    No further background compilation begins: the topologies to prepare depend on the view that runs.
-    """
+    """The compiled step of `view`: kept, compiled in the background (waits for it), or compiled now. No further
+    background compilation begins: the topologies to prepare depend on the view that runs."""
     if self._background is not None:
       self._background.stop(wait_for=view)
     topology = self._topology(view)
@@ -91,11 +89,9 @@ class ProgramCache(Generic[P]):
       topology.step = None
 
   def prepare(self, views: Iterable[View], worthwhile: Callable[[], bool]) -> None:
-    """Compiles the steps of `views` in the background, in this order, one after the other.
-
-    worthwhile() is asked before each one; False ends the preparation. If a compilation fails, its traceback is printed
-    and the preparation ends: the attempt that needs the topology compiles, and fails, in the foreground.
-    """
+    """Compiles the steps of `views` in the background, in this order, each if worthwhile() is still true. If a
+    compilation fails, its traceback is printed and the preparation ends: the attempt that needs the step fails in the
+    foreground."""
     missing = [view for view in views if not self.has_step(view.slices)]
     if missing:
       names = ", ".join(str(list(view.slices)) for view in missing)

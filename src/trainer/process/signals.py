@@ -47,8 +47,8 @@ class _Phase(enum.Enum):
 class Signals:
   """Owns the handlers of the process. Made once, in the main thread, before anything slow is imported.
 
-  Python runs a handler only between two bytecodes of the main thread, which may be in an import, a compilation or a
-  hung collective for minutes. A thread therefore reads each signal from a pipe that Python's C handler writes at once.
+  Python runs a handler only between two bytecodes of the main thread, which may hang in an import or a compilation for
+  minutes. A thread therefore reads each signal from a pipe that Python's C handler writes at once.
   """
 
   def __init__(self) -> None:
@@ -82,10 +82,8 @@ class Signals:
       faulthandler.register(signal.SIGUSR2, file=sys.__stderr__, all_threads=True)
 
   def reclaim(self, *, forward: bool) -> None:
-    """Installs the SIGTERM handler again, for after the start of a runtime that replaces it by one in C.
-
-    forward: also call the handler in C when the signal comes. JAX's preemption service tells the other processes.
-    """
+    """Installs the SIGTERM handler again, after the start of a runtime that has replaced it by one in C. forward: also
+    call that one when the signal comes: JAX's preemption service tells the other processes."""
     if self._before is None:
       return
     import ctypes  # here and not above: the handlers must be installed as early as possible

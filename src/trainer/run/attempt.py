@@ -161,10 +161,7 @@ class Attempt:
         self._commit_last(step, state, loss)
 
   def save_restored(self, start: Start, loss: float | None) -> None:
-    """Commits the restored last state, unless it is in the storage already.
-
-    An earlier process may have ended before it committed the last checkpoint.
-    """
+    """Commits the restored last state: an earlier process may have ended before it had committed it in the storage."""
     if start.tier == "persistent":
       return
     with self.session.watchdog.during("save"):
@@ -194,11 +191,8 @@ class Attempt:
     return step >= self.config.run.steps or (period > 0 and step % period == 0)
 
   def make_up_evaluation(self, params: Params, step: int) -> float:
-    """Evaluates the state that the attempt starts from: an evaluation is due there, and metrics.jsonl does not have it.
-
-    Returns its loss. An earlier process stopped at this step, or was killed before the record was safe, or had fewer
-    sets.
-    """
+    """Evaluates the state that the attempt starts from, because an evaluation is due and metrics.jsonl does not have
+    it, or not for all sets. Returns its loss. An earlier process stopped or was killed here, or had fewer sets."""
     self.session.log.line(
       f"An evaluation was due at step {step}, and it or one of its sets is missing: evaluating now."
     )
@@ -207,10 +201,8 @@ class Attempt:
     return loss
 
   def evaluate(self, params: Params, step: int) -> float:
-    """Evaluates each evaluation set on its first eval_steps batches, and writes the mean losses, in nats per token.
-
-    Returns the loss of the main set.
-    """
+    """Returns the main set's mean loss on its first eval_steps batches, in nats per token, and records those of all
+    sets."""
     session, data, start = self.session, self.session.data, time.monotonic()
     self.elastic.reached("eval", step)
     with session.watchdog.during("evaluation"):

@@ -36,10 +36,7 @@ def continue_text(
 
 
 def sample(config: Config, session: Session, prog: Program, params: Params, step: int) -> None:
-  """Prints the trained model's continuation of sample_prompt, so that a person sees what it has learned.
-
-  The run is complete without it: if one device cannot hold the model, the log has a warning.
-  """
+  """Prints the trained model's continuation of sample_prompt. If one device cannot hold the model, prints a warning."""
   tokenizer = session.data.train.tokenizer
   if not config.observe.sample_prompt or not session.cluster.coordination.saves_in_storage():
     return

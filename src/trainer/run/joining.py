@@ -26,10 +26,11 @@ from worlds.peers import Peers
 def join(
   session: Session, elastic: ElasticRun, peers: Peers, abstract: TrainState, tiers: Tiers, restore: Callable[[], Start]
 ) -> Start:
-  """The state that the run starts from, or that members which are ahead send to this one.
+  """The state that the run starts from, or that members which are ahead send to this one, which must be able to
+  compute.
 
-  This member must be able to compute now. restore(): the newest good state, or a fresh one; called if this member is
-  asked to lead. Raises RunEnded and SupervisorLost.
+  restore(): the newest good state, or a fresh one; called if this member is asked to lead. Raises RunEnded and
+  SupervisorLost.
   """
   membership, led = peers.membership, None
   begin = time.monotonic()

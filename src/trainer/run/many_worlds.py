@@ -135,10 +135,8 @@ class ManyWorlds:
     session, peers, step = self._session, self._peers, self._step
 
     def goes_on() -> bool:
-      """Whether the others train on, and save. Without a network, the storage tells: nobody is ahead by two steps.
-
-      The processes of a slice may see different things, and must save together or not at all.
-      """
+      """Whether the others train on, and save. Without a network, the storage tells: nobody is ahead by two steps. The
+      processes of a slice may see different things, and must save together or not at all."""
       ahead = peers.supervisor_lives() or session.metrics.recorded_step() > step + 1
       return any(session.cluster.world.gather(ahead))
 

@@ -19,10 +19,8 @@ class PeerLost(RuntimeError):
 
 
 class Unreachable(PeerLost):
-  """No connection to a peer, although it may live: the network between the two may be broken.
-
-  Report the peer to the supervisor, which decides who of the two goes on.
-  """
+  """No connection to a peer, which may live: the network may be broken. The supervisor decides who of the two goes
+  on."""
 
 
 class MismatchedCall(RuntimeError):

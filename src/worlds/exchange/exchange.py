@@ -61,8 +61,8 @@ class Exchange:
   def connect(self, epoch: int, peers: Mapping[int, str]) -> None:
     """Connects with the peers of an epoch, {member: address}, this member included. Drops all earlier connections.
 
-    Epochs ascend. Raises PeerLost with the members that cannot be reached within the time limit, or that refuse; and
-    without members if `interrupt` has named a later epoch.
+    Epochs ascend. Raises PeerLost with the members that refuse or cannot be reached in time, and without members if
+    `interrupt` has named a later epoch.
     """
     assert self._member in peers and epoch > self._epoch, f"epoch {epoch} after {self._epoch}, members {list(peers)}"
     self._drop_links()
@@ -129,11 +129,9 @@ class Exchange:
   def receive_state(
     self, member: int, allocate: Callable[[dict[str, Any]], Sequence[np.ndarray]]
   ) -> tuple[dict[str, Any], Sequence[np.ndarray]]:
-    """Returns the header and the arrays that `member` sends.
-
-    allocate: returns C-contiguous arrays to be filled, of the right shapes, for a header; it may refuse the header with
-    an exception. Raises PeerLost, and MismatchedCall if the arrays of the sender have other sizes.
-    """
+    """Returns the header and the arrays that `member` sends. allocate(header): returns C-contiguous arrays to fill, of
+    the right shapes, or refuses the header with an error. Raises PeerLost, and MismatchedCall if the sender has arrays
+    of other sizes."""
     with self._in_epoch():
       return state.receive(self._links[member], self._epoch, allocate)
 
@@ -144,11 +142,8 @@ class Exchange:
       link.wait_closed(seconds)
 
   def interrupt(self, next_epoch: int) -> None:
-    """Ends all epochs before `next_epoch`: a blocked call, and every later call for such an epoch, raises PeerLost.
-
-    The number makes it safe to call this before the caller's thread has connected to the epoch that is now over. Do not
-    call it from a signal handler, because it takes a lock.
-    """
+    """Ends all epochs before `next_epoch`: a blocked call, and every later call for such an epoch, raises PeerLost. The
+    caller's thread need not have connected to the epoch that is now over. Takes a lock: not for signal handlers."""
     with self._lock:
       self._first_allowed = max(self._first_allowed, next_epoch)
       if self._epoch < self._first_allowed:

@@ -40,10 +40,8 @@ class Stop:
       self._is_set = True
 
   def wait(self, sock: socket.socket, event: int, deadline: float | None = None) -> None:
-    """Returns when `event` (select.POLLIN or POLLOUT) or an error is pending on `sock`.
-
-    Raises Stopped if the flag is set, and TimeoutError at `deadline` (time.monotonic seconds).
-    """
+    """Returns when `event` (select.POLLIN or POLLOUT) or an error is pending on `sock`. Raises Stopped if the flag is
+    set, and TimeoutError at `deadline` (time.monotonic seconds)."""
     poller = select.poll()
     poller.register(self._read, select.POLLIN)
     poller.register(sock, event)
@@ -92,11 +90,8 @@ class Frame(NamedTuple):
 
 
 class Link:
-  """Sends and receives frames. One thread may send while another one receives.
-
-  Every error of the connection, and a wrong checksum, raises PeerLost with the peer's member id. If `stop` is set,
-  waiting raises Stopped.
-  """
+  """Sends and receives frames. One thread may send while another one receives. Every error of the connection, and a
+  wrong checksum, raises PeerLost with the peer's member id. If `stop` is set, waiting raises Stopped."""
 
   def __init__(self, member: int, sock: socket.socket, stop: Stop) -> None:
     self.member = member
@@ -120,10 +115,8 @@ class Link:
     return Frame(*fields)
 
   def receive_payload(self, frame: Frame, into: memoryview) -> None:
-    """Fills `into`, bytes, with the payload.
-
-    Raises MismatchedCall if the sizes differ. So no length from the network decides how much memory is allocated.
-    """
+    """Fills `into`, bytes, with the payload. Raises MismatchedCall if the sizes differ: no length from the network
+    decides how much memory is allocated."""
     what = f"{Kind(frame.kind).name} {frame.share}, {frame.bucket}"
     if frame.length != len(into):
       raise MismatchedCall(

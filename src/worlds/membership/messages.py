@@ -117,11 +117,8 @@ def step_of(round_name: str) -> int | None:
 
 
 def deal(shares: int, members: list[int], before: Mapping[int, Sequence[int]] | None = None) -> dict[int, list[int]]:
-  """{member: the shares that it computes}. Their numbers differ by at most one.
-
-  before: the last dealing. A member keeps as many of its shares as it may have, because it may have computed them.
-  Without it, shares are dealt in order.
-  """
+  """{member: the shares that it computes}. Their numbers differ by at most one. before: the last dealing, of which a
+  member keeps what it may, because it may have computed it; without it, shares are dealt in order."""
   ordered, before = sorted(members), before or {}
   # Those that have the most keep the most.
   ranked = sorted(ordered, key=lambda member: (-len(before.get(member, ())), member))

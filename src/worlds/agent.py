@@ -92,8 +92,10 @@ class Agent:
           workers.start()
         elif workers is not None:
           _obey(workers, received)
-    except (OSError, WireError, ValueError) as error:
+    except (WireError, ValueError) as error:
       _log(f"The supervisor is not understood: it {error}.")
+    except OSError:
+      pass  # the connection has ended
     finally:
       channel.close()
       if workers is not None:

@@ -34,15 +34,7 @@ def join(place: Place) -> Peers:
     channel = _connect(place, start)
     host = place.host or channel.local_host
     exchange = Exchange(place.member, place.token, lines.warn, host=host, connect_seconds=_CONNECT_SECONDS)
-    membership = Membership(
-      channel,
-      member=place.member,
-      lane=place.lane,
-      lanes=place.lanes,
-      address=exchange.address,
-      interrupt=exchange.interrupt,
-      warn=lines.warn,
-    )
+    membership = Membership(channel, place, exchange.address, exchange.interrupt, lines.warn)
     peers = Peers(membership, exchange, place.lane)
     try:
       welcome = membership.next()

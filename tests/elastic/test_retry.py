@@ -331,6 +331,15 @@ def test_a_step_that_would_not_get_faster_is_not_interrupted():
   assert [r["slice"] for r in records(toy, "slice_up")] == [[1, 2]]
 
 
+def test_a_slice_that_returns_before_a_step_was_timed_is_not_said_to_be_useless():
+  toy, clock = ToyRun(), Clock()
+  cluster = simulated_cluster(4, clock)
+  cluster.lose(3, 0.5)
+  train(toy, cluster=cluster, clock=clock)
+  assert [r["slice"] for r in records(toy, "slice_up")] == [[3]]
+  assert not any("would save only" in line for line in toy.lines)
+
+
 def test_without_elastic_a_lost_slice_ends_the_run():
   toy, cluster = ToyRun(), simulated_cluster(4, Clock())
   cluster.lose(1)

@@ -101,7 +101,7 @@ class HealthChecks:
       if runtime_errors.is_disconnected(error):
         check.disconnected = error
       elif not runtime_errors.is_out_of_memory(error):  # a full device has answered
-        check.failure = str(error).splitlines()[0]
+        check.failure = str(error).partition("\n")[0]
         self._failed(slice_id)
     except Exception as error:  # noqa: BLE001 -- reported by `describe`; a thread has no caller
       check.failure = f"{type(error).__name__}: {error}"

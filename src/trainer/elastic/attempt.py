@@ -201,7 +201,7 @@ class ElasticRun:
     programs = self.session.programs
     compile_seconds = 0.0 if programs.has_step({*view.slices, *returned}) else programs.compile_seconds
     worthwhile = self.resizes.worthwhile(saved_seconds, compile_seconds)
-    if not worthwhile and returned != self._declined:
+    if not worthwhile and self.steps.step_seconds and returned != self._declined:
       self.session.log.line(
         f"Slices {sorted(returned)} have returned. Using them would save only {saved_seconds:.1f} s of the run, so the "
         "run goes on without them."

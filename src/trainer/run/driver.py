@@ -40,18 +40,12 @@ class Driver(Protocol):
 
   runs_ahead: bool  # whether `step` returns before the step is computed: its record is written during the next one
   coordination_errors: tuple[type[Exception], ...]  # what says that the worlds of the run cannot agree any more
+  data_wait_seconds: float  # how long the last step waited for its batch
+  slice_seconds: dict[str, float] | None  # {slice: seconds that it computed in the last step}; None: not timed
 
   @property
   def alive(self) -> int:
     """Slices that compute."""
-
-  @property
-  def data_wait_seconds(self) -> float:
-    """How long the last step waited for its batch."""
-
-  @property
-  def slice_seconds(self) -> dict[str, float] | None:
-    """{slice: seconds that it computed in the last step}; None if slices are not timed one by one."""
 
   def start(self, restore: Callable[[], Start], resume: Callable[[Start], None]) -> Start:
     """What the attempt starts from: the result of restore(), or the state of slices that are ahead. Compiles the step,

@@ -18,7 +18,7 @@ from worlds import addresses
 from worlds.exchange import handshake
 from worlds.exchange.errors import PeerLost, Unreachable
 from worlds.exchange.link import Stop, Stopped
-from worlds.sparse import Sparse
+from worlds.lines import Sparse
 
 HANDSHAKE_SECONDS = 2.0
 MOST_PENDING = 64  # connections without a handshake; one more closes the oldest, so that strangers block nobody

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 from worlds import addresses
 from worlds.interruptions import PREEMPTED
+from worlds.lines import Sparse
 from worlds.membership import wire
 from worlds.membership.coordinator import Coordinator, Effects, Kill, Note, Send
 from worlds.membership.messages import FROM_AGENT, FROM_MEMBER, Message, check, message, step_of
 from worlds.membership.wire import HANDSHAKE_SECONDS, Channel, WireError
-from worlds.sparse import Sparse
 
 _TICK_SECONDS = 0.1
 _MAX_STRANGERS = 64  # connections that have not said hello yet; the oldest one makes room for another

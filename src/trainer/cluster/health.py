@@ -33,11 +33,9 @@ class _Check:
 
 
 class HealthChecks:
-  """Checks slices, each in a daemon thread: a slice that does not answer delays the others by the time limit at most.
-
-  While a check of a slice is under way no other is started, and nobody waits for it after its limit: the slice counts
-  as silent until it answers.
-  """
+  """Checks slices, each in a daemon thread: one that does not answer delays the others by the time limit at most. While
+  a check is under way no other is started, and nobody waits for it after its limit: the slice is silent until it
+  answers."""
 
   def __init__(
     self,

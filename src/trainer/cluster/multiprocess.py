@@ -7,7 +7,7 @@ where the supervisor is and who this process is.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 from jax import Device
@@ -38,8 +38,7 @@ class MultiprocessCluster(Cluster):
     place: Place,
     supervisor: ChildSupervisor | None,
   ) -> None:
-    """num_slices: shares of the global batch, and the most members that compute. supervisor: if this process has
-    one."""
+    """num_slices: shares of the global batch, and the most members that compute. supervisor: if this process has it."""
     super().__init__({peers.member: devices}, world, WithPeers(world, peers, supervisor))
     self._num_slices, self._place, self._send = num_slices, place, peers.membership.send
 
@@ -83,9 +82,6 @@ class MultiprocessCluster(Cluster):
 
   def alive(self) -> frozenset[int]:
     return frozenset(self.slices)
-
-  def wait_for(self, count: int, timeout: float, stop: Callable[[], bool] = lambda: False) -> frozenset[int]:
-    return self.alive()
 
   def returned(self, view: View) -> frozenset[int]:
     return frozenset()

@@ -18,11 +18,9 @@ REPLACEMENT_SECONDS = 1.0  # how long the stand-in's scheduler takes to replace 
 
 
 def start(cfg: ClusterSection, environment: MutableMapping[str, str]) -> Standin:
-  """Starts the stand-in of cluster_standin, and makes it JAX's backend. Call it before the first use of a device.
-
-  Raises ConfigError if the environment already names a proxy, or the stand-in does not start; StandinLost if it was
-  killed meanwhile.
-  """
+  """Starts the stand-in of cluster_standin, and makes it JAX's backend, before the first use of a device. Raises
+  ConfigError if the environment names a proxy already, or if it does not start; StandinLost if it was killed
+  meanwhile."""
   if target := environment.get("JAX_BACKEND_TARGET"):
     raise ConfigError(
       f"cluster_standin={cfg.cluster_standin}: the environment already names a proxy, JAX_BACKEND_TARGET={target}.\n"
@@ -73,8 +71,7 @@ class Faults(FaultTarget):
     self._lock = threading.Lock()
 
   def lose(self, slice_id: int, seconds: float | None = None) -> None:
-    """The slice dies (SIGKILL if it is a process). It returns after `seconds`; None: at `give_back`, or if waited
-    for."""
+    """The slice dies (by SIGKILL, if a process). It returns after `seconds`; None: at `give_back`, or if waited for."""
     with self._lock:
       self.server.control("kill", slice_id)
       self._begin(slice_id, seconds, hangs=False)

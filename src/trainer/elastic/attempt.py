@@ -153,8 +153,8 @@ class ElasticRun:
       self.resizes.cost_seconds = cost
 
   def lose(self, event: Event, alive: Collection[int], began: float, *, before: int, step: int) -> None:
-    """Slices were lost after `step` by a fault at `began`. alive: the slices that are left; before: their number
-    before."""
+    """Slices were lost after `step` by a fault at `began`. alive: the slices that are left; before: how many
+    computed."""
     lost = sorted(event.lost)
     detect_seconds = self.clock() - began
     if event.kind is Kind.HANG:

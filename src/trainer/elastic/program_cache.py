@@ -90,7 +90,7 @@ class ProgramCache(Generic[P]):
 
   def prepare(self, views: Iterable[View], worthwhile: Callable[[], bool]) -> None:
     """Compiles the steps of `views` in the background, in this order, each if worthwhile() is still true. If a
-    compilation fails, its traceback is printed and the preparation ends: the attempt that needs the step fails in the
+    compilation fails, its traceback is printed, and no other follows: an attempt that needs the step fails in the
     foreground."""
     missing = [view for view in views if not self.has_step(view.slices)]
     if missing:

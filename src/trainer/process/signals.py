@@ -45,11 +45,9 @@ class _Phase(enum.Enum):
 
 
 class Signals:
-  """Owns the handlers of the process. Made once, in the main thread, before anything slow is imported.
-
-  Python runs a handler only between two bytecodes of the main thread, which may hang in an import or a compilation for
-  minutes. A thread therefore reads each signal from a pipe that Python's C handler writes at once.
-  """
+  """Owns the handlers of the process. Made once, in the main thread, before anything slow is imported. Python runs a
+  handler only between two bytecodes of the main thread, which may be in an import or a compilation for minutes. A
+  thread therefore reads each signal from a pipe that Python's C handler writes at once."""
 
   def __init__(self) -> None:
     self.on_exit: Callable[[int], None] = lambda code: None  # records an exit while starting; gets the exit code

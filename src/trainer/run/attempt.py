@@ -201,7 +201,7 @@ class Attempt:
     return loss
 
   def evaluate(self, params: Params, step: int) -> float:
-    """Returns the main set's mean loss on its first eval_steps batches, in nats per token, and records those of all
+    """Returns the main set's mean loss on its first eval_steps batches, in nats per token. Records those of all
     sets."""
     session, data, start = self.session, self.session.data, time.monotonic()
     self.elastic.reached("eval", step)

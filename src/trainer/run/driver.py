@@ -49,12 +49,10 @@ class Driver(Protocol):
 
   def start(self, restore: Callable[[], Start], resume: Callable[[Start], None]) -> Start:
     """What the attempt starts from: the result of restore(), or the state of slices that are ahead. Compiles the step,
-    and calls resume(start) before it reads the first batch. If the process must stop already, it only restores:
-    `Start.stops`."""
+    and calls resume(start) before it reads the first batch. `Start.stops`: it only restores."""
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
-    """The next state (the old one's buffers are donated) and metrics, perhaps not computed yet. An error ends the
-    attempt."""
+    """The next state (the old one's buffers are donated) and metrics, perhaps not computed yet. An error ends it."""
 
   def evaluate(self, params: Params, batches: Sequence[int]) -> list[list[LossSums]]:
     """For each set, sums over its first batches[set] batches, perhaps not computed yet, in parts to be added."""

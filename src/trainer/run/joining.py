@@ -26,12 +26,8 @@ from worlds.peers import Peers
 def join(
   session: Session, elastic: ElasticRun, peers: Peers, abstract: TrainState, tiers: Tiers, restore: Callable[[], Start]
 ) -> Start:
-  """The state that the run starts from, or that members which are ahead send to this one, which must be able to
-  compute.
-
-  restore(): the newest good state, or a fresh one; called if this member is asked to lead. Raises RunEnded and
-  SupervisorLost.
-  """
+  """The state that the run starts from, or that members which are ahead send to this one. It must be able to compute.
+  restore(): the newest good state, or a fresh one; called if this member leads. Raises RunEnded and SupervisorLost."""
   membership, led = peers.membership, None
   begin = time.monotonic()
   membership.send("ready", newest=tiers.newest(), holds=False)

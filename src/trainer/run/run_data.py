@@ -53,11 +53,9 @@ class RunData:
       self.identity = self.identity | {"data": self.train.fingerprint()}
 
   def resume(self, step: int, meta: Mapping[str, Any] | None) -> list[str]:
-    """The run continues after `step` with the next example. meta: of the restored state; None: a fresh start.
-
-    The cursor in `meta` matters if the batch size or the data have changed. Returns lines for the log. Raises
-    ConfigError if the data end before the run.
-    """
+    """The run continues after `step` with the next example. meta: of the restored state, whose cursor matters if the
+    batch size or the data have changed; None: a fresh start. Returns lines for the log. Raises ConfigError if the data
+    end too early."""
     self.use_order(meta)
     same = meta is not None and meta["identity"].get("data") == self.identity["data"]
     lines = self.train.resume(step, meta and meta["cursor"], same=same)
@@ -168,8 +166,7 @@ def _main_set(config: Config, evaluations: Mapping[str, Loader]) -> str:
 
 
 def _evaluates(config: Config, train: Loader, note: Callable[[str], None]) -> bool:
-  """Whether the run evaluates data of other keys than eval_sets. By default it does if there is held-out text; random
-  tokens teach nothing."""
+  """Whether the run evaluates data of other keys than eval_sets; by default if there is held-out text (not random)."""
   data, observe = config.data, config.observe
   if data.eval_sets and not (train.has_eval or data.names_eval_data):
     return False

@@ -142,11 +142,8 @@ def open_session(
   origins: Mapping[str, str] | None = None,
   additions: Additions = NO_ADDITIONS,
 ) -> Iterator[Session]:
-  """Checks that the program fits the devices, opens the data and the run's folder, and closes all at the end.
-
-  origins: where each given key was given (see `load_with_origins`), for the report. Raises ConfigError for wrong input,
-  before the run's folder is created.
-  """
+  """Checks that the program fits the devices, opens the data and the run's folder, and closes all at the end. origins:
+  where each key was given, for the report. Raises ConfigError for wrong input, before the run's folder is created."""
   world, full_program = cluster.world, program.of_view(config, cluster.view(cluster.slices))
   memory.require_fit(full_program.state, counts.parameter_count(config.model), cluster.kind)
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)

@@ -19,8 +19,7 @@ class PeerLost(RuntimeError):
 
 
 class Unreachable(PeerLost):
-  """No connection to a peer, which may live: the network may be broken. The supervisor decides who of the two goes
-  on."""
+  """No connection to a peer, which may live: the network may be broken. The supervisor decides who goes on."""
 
 
 class MismatchedCall(RuntimeError):

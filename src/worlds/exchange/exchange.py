@@ -60,10 +60,8 @@ class Exchange:
 
   def connect(self, epoch: int, peers: Mapping[int, str]) -> None:
     """Connects with the peers of an epoch, {member: address}, this member included. Drops all earlier connections.
-
     Epochs ascend. Raises PeerLost with the members that refuse or cannot be reached in time, and without members if
-    `interrupt` has named a later epoch.
-    """
+    `interrupt` has named a later epoch."""
     assert self._member in peers and epoch > self._epoch, f"epoch {epoch} after {self._epoch}, members {list(peers)}"
     self._drop_links()
     with self._lock:

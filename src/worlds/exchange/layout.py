@@ -31,9 +31,8 @@ class _Leaf:
 
 
 class Part(NamedTuple):
-  """Some arrays of a pytree, or some rows of them, for `FlatLayout`. tree: nested as the whole tree, without the keys
-  that it has no arrays of; arrays, or ShapeDtypeStructs with shardings. first: the index of their first row in the
-  whole arrays."""
+  """Some arrays of a pytree, or some rows of them. tree: nested as the whole tree, without the keys that it has no
+  arrays of; arrays, or ShapeDtypeStructs with shardings. first: the index of their first row in the whole arrays."""
 
   tree: Any
   first: int = 0
@@ -77,11 +76,9 @@ class FlatLayout:
     return [(start, start + size) for start, size in places]
 
   def to_host(self, parts: Sequence[Part]) -> HostCopy:
-    """Starts the copies of all shards of `parts` to the host, and returns the values for `Exchange.reduce`.
-
-    parts: in the order in which they are computed; together they have every value once. Do not donate their arrays
-    while the copy is in use: on a CPU the copy is the memory of the arrays.
-    """
+    """Starts the copies of all shards of `parts` to the host, and returns the values for `Exchange.reduce`. parts: in
+    the order in which they are computed; together they have every value once. Do not donate their arrays while the copy
+    is in use, which on a CPU is their memory."""
     copied: list[tuple[int, Any]] = []
     for part in parts:
       for array, places in self._places(part):

@@ -40,10 +40,10 @@ class Server:
     agent: AgentHandler | None = None,
     log: Callable[[str], None] = lambda line: None,
   ) -> None:
-    """listener: bound; by default on a free port of the loopback address. kill(member, reason) ends the processes of a
-    hung member, fault(action, member, seconds) causes a rehearsed fault; both return at once. agent(channel, first
-    message) serves the connection of an agent to its end; None: agents are refused. log takes a line. All are called
-    from threads."""
+    """listener: bound; by default on a free port of the loopback address. kill(member, reason) ends a hung member's
+    processes, fault(action, member, seconds) causes a rehearsed fault; both return at once. agent(channel, first
+    message) serves an agent's connection to its end; None: agents are refused. log takes a line. Threads call all of
+    them."""
     self.coordinator = coordinator
     self._token, self._kill, self._fault, self._agent, self._log = token, kill, fault, agent, log
     self._lock = threading.RLock()

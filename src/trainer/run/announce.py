@@ -24,7 +24,8 @@ CONFIG_FILE = "config.yml"  # of the run: every key with its value
 def announce(
   config: Config, cluster: Cluster, full: Program, data: RunData, log: Log, events: EventLog, origins: Mapping[str, str]
 ) -> None:
-  """Prints what will run (full: on all slices), and records it. origins: where each given key was given."""
+  """Prints what is about to run, and records it as the first event of the process. full: program of all slices.
+  origins: where each given key was given."""
   device = full.mesh.devices.flat[0]
   model, length = config.model, config.data.max_target_length
   parameters = counts.parameter_count(model)

@@ -16,22 +16,11 @@ from trainer.run.session import Session
 
 
 def continue_text(
-  model: DecoderFunctions,
-  params: Params,
-  tokenizer: Tokenizer,
-  prompt: str,
-  *,
-  tokens: int,
-  temperature: float = 0.7,
-  seed: int = 0,
+  model: DecoderFunctions, params: Params, tokenizer: Tokenizer, prompt: str, *, tokens: int, seed: int = 0
 ) -> str:
-  """The text of `tokens` tokens sampled after `prompt` at `temperature` (0: always the most likely token).
-
-  `params` must be on one device. Deterministic.
-  """
-  sampling = Sampling(temperature, seed=seed)
+  """The text of `tokens` tokens sampled after `prompt`. `params` must be on one device. Deterministic."""
   ids = [tokenizer.encode(prompt) or [tokenizer.eos_id]]
-  steps = generation.stream(model, params, ids, tokens, vocab_size=tokenizer.vocab_size, sampling=sampling)
+  steps = generation.stream(model, params, ids, tokens, vocab_size=tokenizer.vocab_size, sampling=Sampling(seed=seed))
   return tokenizer.decode(id for (id,) in steps if id is not None)
 
 

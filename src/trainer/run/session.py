@@ -156,7 +156,9 @@ def open_session(
     stack.callback(log.close)
     stack.enter_context(_lock(config, cluster, log))
     events = _events(config, cluster, log, stack)
-    identity = _run_id(config, cluster)
+    identity = ""
+    if config.checkpoint.enable_checkpointing:
+      identity = run_id.establish(config.run_directory, world, cluster.coordination.fresh_run_id)
     metrics = _metrics(config, cluster, events, log, identity, stack)
     metrics.callbacks += additions.callbacks
     progress = _progress(config, cluster, log)
@@ -280,12 +282,6 @@ def _progress(config: Config, cluster: Cluster, log: Log) -> Progress:
     log_period=config.observe.log_period,
     terminal=None if cluster.coordination.is_primary else False,
   )
-
-
-def _run_id(config: Config, cluster: Cluster) -> str:
-  if not config.checkpoint.enable_checkpointing:
-    return ""
-  return run_id.establish(config.run_directory, cluster.world, cluster.coordination.fresh_run_id)
 
 
 def _program_cache(

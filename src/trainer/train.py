@@ -39,7 +39,7 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
   session.begin()
   with contextlib.ExitStack() as stack:
     with session.watchdog.during("restore and compilation"):
-      attempt = Attempt.open(config, session, elastic, view, survivors, stack)
+      attempt = Attempt(config, session, elastic, view, survivors, stack)
       start = attempt.driver.start(attempt.restore, attempt.resume)
     if start.stops:
       if start.tier != "persistent":

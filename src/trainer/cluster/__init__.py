@@ -6,23 +6,13 @@ import os
 from collections.abc import Mapping, MutableMapping
 
 from trainer.cluster import cpu_compiler, launched, torchrun, variables
-from trainer.cluster.api import Cluster, ProxyLost, View
+from trainer.cluster.api import Cluster as Cluster
+from trainer.cluster.api import ProxyLost as ProxyLost
+from trainer.cluster.api import View as View
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
 from worlds.membership.rules import RunRules
 from worlds.place import SUPERVISOR
-
-__all__ = [
-  "Cluster",
-  "ProxyLost",
-  "View",
-  "change_environment",
-  "check_devices",
-  "check_environment",
-  "inherited_environment",
-  "job_token",
-  "start",
-]
 
 
 def check_environment() -> None:

@@ -7,7 +7,6 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -31,32 +30,21 @@ from trainer.run.session import Session
 from trainer.run.step_records import StepRecords
 
 
-@dataclass(frozen=True)
 class Attempt:
   """What an attempt on the slices of `view` is made of. `step` counts completed steps."""
 
-  config: Config
-  session: Session
-  elastic: ElasticRun
-  view: View
-  survivors: frozenset[int]  # slices whose host memory has outlived the previous attempt
-  program: Program
-  tiers: Tiers
-  driver: Driver
-  records: StepRecords
-  profiler: Profiler
-
-  @classmethod
-  def open(
-    cls,
+  def __init__(
+    self,
     config: Config,
     session: Session,
     elastic: ElasticRun,
     view: View,
     survivors: frozenset[int],
     stack: contextlib.ExitStack,
-  ) -> Attempt:
-    """Everything about these slices that needs no array. `stack` closes it."""
+  ) -> None:
+    """Makes everything about these slices that needs no array. `stack` closes it. survivors: slices whose host memory
+    has outlived the previous attempt."""
+    self.config, self.session, self.elastic, self.view, self.survivors = config, session, elastic, view, survivors
 
     def close(call: Callable[[], object]) -> None:
       session.watchdog.rest()  # no step is expected any more
@@ -65,7 +53,7 @@ class Attempt:
 
     cluster = session.cluster
     guard = elastic.guard(view, session.watchdog.late_after)
-    tiers = Tiers(
+    self.tiers = Tiers(
       config.checkpoint,
       config.run_directory,
       world=cluster.world,
@@ -79,18 +67,17 @@ class Attempt:
       warn=session.log.warning,
       emit=session.events.emit,
     )
-    stack.callback(close, tiers.close)
-    program = session.programs.program(view)
-    driver: Driver
+    stack.callback(close, self.tiers.close)
+    self.program = session.programs.program(view)
+    self.driver: Driver
     if (peers := cluster.coordination.peers) is None:
-      driver = OneController(config, session, elastic, view, guard, program)
+      self.driver = OneController(config, session, elastic, view, guard, self.program)
     else:
-      driver = ManyWorlds(config, session, elastic, view, program, peers, tiers)
-    stack.callback(close, driver.close)
-    records = StepRecords(config, session, elastic, driver, program.mesh.devices.flat[0])
-    profiler = Profiler(config.run_directory, config.observe, session.log, session.events)
-    stack.callback(close, profiler.close)
-    return cls(config, session, elastic, view, survivors, program, tiers, driver, records, profiler)
+      self.driver = ManyWorlds(config, session, elastic, view, self.program, peers, self.tiers)
+    stack.callback(close, self.driver.close)
+    self.records = StepRecords(config, session, elastic, self.driver, self.program.mesh.devices.flat[0])
+    self.profiler = Profiler(config.run_directory, config.observe, session.log, session.events)
+    stack.callback(close, self.profiler.close)
 
   # ---- the beginning
 

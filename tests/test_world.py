@@ -23,9 +23,6 @@ class FixedWorld:
   def gather(self, value):
     return [value if rank == self.rank else other for rank, other in enumerate(self.others)]
 
-  def barrier(self, name):
-    pass
-
 
 def test_one_process_agrees_with_itself():
   alone = SingleWorld()

@@ -6,29 +6,18 @@ The names below are the library (docs/library.md). Each is imported at its first
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from trainer.config.errors import ConfigError
-  from trainer.data.batch import Batch, Example
-  from trainer.data.source import Source
-  from trainer.library import Run, load
-  from trainer.models.generation import Sampling
-  from trainer.weights.export import export_run
-  from trainer.weights.importing import import_folder
-  from trainer.weights.model import Model
+  from trainer.config.errors import ConfigError as ConfigError
+  from trainer.data.batch import Batch as Batch
+  from trainer.data.batch import Example as Example
+  from trainer.data.source import Source as Source
+  from trainer.library import Run as Run
+  from trainer.library import load as load
+  from trainer.models.generation import Sampling as Sampling
+  from trainer.weights.export import export_run as export_run
+  from trainer.weights.importing import import_folder as import_folder
+  from trainer.weights.model import Model as Model
 
 __version__ = "0.1.0"
-__all__ = (
-  "Batch",
-  "ConfigError",
-  "Example",
-  "Model",
-  "Run",
-  "Sampling",
-  "Source",
-  "export_run",
-  "import_folder",
-  "load",
-)
-
 _PLACES = {
   "Batch": "data.batch",
   "ConfigError": "config.errors",
@@ -41,6 +30,7 @@ _PLACES = {
   "import_folder": "weights.importing",
   "load": "library",
 }
+__all__ = tuple(_PLACES)
 
 
 def __getattr__(name: str) -> Any:

@@ -27,11 +27,8 @@ COMPLETE, FAILED, BAD_INPUT = 0, 1, 2
 
 
 def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
-  """Runs the command and returns its exit code.
-
-  argv: the arguments (default: those of the process). signals: listening for the process; without them the
-  handlers stay. The configuration is imported here and not above, so that a signal finds its handler.
-  """
+  """Runs the command and returns its exit code. argv: the arguments (default: those of the process). signals: listening
+  for the process; without them the handlers stay. Imports slow modules late, so that a signal finds its handler."""
   from trainer.config import ConfigError, cli
   from trainer.config.load import load_with_origins
   from trainer.observe import log, screen
@@ -160,9 +157,9 @@ def _train(config: Config, session: Session, cluster: Cluster, tell: Callable[[s
   accumulation = config.optimizer.gradient_accumulation_steps
   job = Job(config.run.steps, accumulation, session.data.tokens_per_step, session.state_bytes)
   attempt = functools.partial(train.run, config, session)
+  noticed = lambda: session.preemption.noticed
   try:
-    outcome = retry.elastic_retry(attempt, session, config.elastic, job=job, stop=lambda: session.preemption.noticed)
-    noticed = lambda: session.preemption.noticed
+    outcome = retry.elastic_retry(attempt, session, config.elastic, job=job, stop=noticed)
     done = outcome.kind == "complete" and session.exports.finish(outcome.step, cluster.world, noticed)
     return Ended(COMPLETE if done else PREEMPTED)
   except SupervisorLost:  # before this process had a state
@@ -193,10 +190,12 @@ def _train(config: Config, session: Session, cluster: Cluster, tell: Callable[[s
     return Ended(INTERRUPTED, error)
 
 
-def _waiting_for_a_slice() -> bool:
-  """Whether a thread waits in the runtime, perhaps for a slice that hangs (elastic/hang.py, cluster/health.py and
-  checkpoint/snapshot.py start such threads). The interpreter's end would abort the process under it."""
-  return any(thread.name.startswith(("wait for ", "health-", "snapshot-")) for thread in threading.enumerate())
+def _runtime_is_busy() -> bool:
+  """Whether a thread waits in the runtime, perhaps for a slice that hangs, or compiles (elastic/hang.py,
+  cluster/health.py, checkpoint/snapshot.py and elastic/program_cache.py start such threads). The interpreter's end
+  would abort the process, or wait for XLA."""
+  names = ("wait for ", "health-", "snapshot-", "compile next topologies")
+  return any(thread.name.startswith(names) for thread in threading.enumerate())
 
 
 def command() -> NoReturn:
@@ -205,12 +204,10 @@ def command() -> NoReturn:
   signals.listen()
   code = main(signals=signals)
   signals.ignore()
-  program_cache = sys.modules.get("trainer.elastic.program_cache")
-  compiling = program_cache is not None and program_cache.compiling_in_background()
   writers = sys.modules.get("trainer.observe.writers.background")
   # wandb would wait at the interpreter's end for a server that does not answer.
   writing = writers is not None and writers.any_waits()
-  if code == INTERRUPTED or compiling or writing or _waiting_for_a_slice():
+  if code == INTERRUPTED or writing or _runtime_is_busy():
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -29,7 +29,7 @@ def load(config: str | os.PathLike[str] | Config, *arguments: str, **keys: bool 
   """The configuration of a YAML file, or another configuration, with other values of some keys.
 
   arguments: "key=value", as on the command line. A relative path starts in the current folder or in the package, so
-  "configs/quickstart.yml" is there after every installation. Raises ConfigError with all independent mistakes.
+  "configs/quickstart.yml" is always there. Raises ConfigError with all independent mistakes.
   """
   changes = [*arguments, *(f"{name}={str(x).lower() if isinstance(x, bool) else x}" for name, x in keys.items())]
   if not isinstance(config, Config):
@@ -41,10 +41,8 @@ def load(config: str | os.PathLike[str] | Config, *arguments: str, **keys: bool 
 
 
 class Run:
-  """A run of a configuration, in this process. Its files are in `directory`.
-
-  source: examples to train on, in the place of the data that the configuration names.
-  """
+  """A run of a configuration, in this process, with its files in `directory`. source: examples to train on, in the
+  place of the configuration's data."""
 
   def __init__(self, config: Config, source: Source | None = None) -> None:
     self.config, self.source = config, source

@@ -17,6 +17,8 @@ import contextlib
 import dataclasses
 import functools
 
+import jax
+
 from trainer.cluster import View
 from trainer.config.schema import Config
 from trainer.elastic.attempt import ElasticRun, Outcome
@@ -32,12 +34,12 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
   """Trains on the slices of `view` from the newest good state. Returns how the attempt ended.
 
   survivors: slices whose host memory has outlived the previous attempt. Raises TrainingDiverged, DataError,
-  CheckpointError or ConfigMismatch if another attempt makes no sense, and the runtime's error if a slice is lost.
+  CheckpointError or ConfigMismatch if another attempt makes no sense; the runtime's error if a slice is lost.
   """
   session.begin()
   with contextlib.ExitStack() as stack:
     with session.watchdog.during("restore and compilation"):
-      attempt = Attempt.open(config, session, elastic, view, survivors, stack)
+      attempt = Attempt(config, session, elastic, view, survivors, stack)
       start = attempt.driver.start(attempt.restore, attempt.resume)
     if start.stops:
       if start.tier != "persistent":
@@ -76,7 +78,8 @@ def _loop(attempt: Attempt, state: TrainState, step: int) -> tuple[Outcome, Trai
   driver, records, tiers, elastic = attempt.driver, attempt.records, attempt.tiers, attempt.elastic
   first, steps = step, attempt.config.run.steps
   while step < steps:
-    wait = functools.partial(driver.wait, state, f"the profile before step {step + 1}")
+    computed = functools.partial(jax.block_until_ready, state)
+    wait = functools.partial(driver.call, computed, f"the profile before step {step + 1}")
     attempt.profiler.before_step(step - first, wait)
     step += 1
     state, metrics = driver.step(state, step)

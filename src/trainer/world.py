@@ -1,4 +1,4 @@
-"""The processes of a run, and what they agree on: who is primary, values gathered from all, a barrier.
+"""The processes of a run, and what they agree on: who is primary, and values gathered from all.
 
 Components receive a World. They never ask JAX for a process index: when each slice is its own JAX world, JAX's index
 says nothing about the run, and every slice would write the same checkpoint.
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 
 class World(Protocol):
-  """All processes of one run. Every process calls `gather` and `barrier` in the same order."""
+  """All processes of one run. Every process calls `gather` in the same order."""
 
   rank: int  # of this process, 0 to size - 1
   size: int  # number of processes
@@ -19,15 +19,9 @@ class World(Protocol):
   @property
   def is_primary(self) -> bool:
     """Whether this process writes the files that exist once per run: log, metrics, events, lock."""
-    ...
 
   def gather(self, value: Any) -> list[Any]:
     """The JSON values of all processes, in rank order; on every process."""
-    ...
-
-  def barrier(self, name: str) -> None:
-    """Returns when every process has called it with the same `name`."""
-    ...
 
 
 class SingleWorld:
@@ -39,9 +33,6 @@ class SingleWorld:
 
   def gather(self, value: Any) -> list[Any]:
     return [value]
-
-  def barrier(self, name: str) -> None:
-    pass
 
 
 SINGLE_WORLD = SingleWorld()  # it has no state: every run of one process may share it
@@ -67,11 +58,6 @@ class JaxWorld:
     padded[: data.size] = data
     rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes)]
-
-  def barrier(self, name: str) -> None:
-    from jax.experimental import multihost_utils
-
-    multihost_utils.sync_global_devices(name)
 
 
 def of_jax() -> World:

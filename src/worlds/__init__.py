@@ -9,9 +9,9 @@ environment (`place`) and joins the run (`join`):
   peers = join(Place.read(os.environ))
   peers.connect(send_state, receive_state)            # waits for the other members of this epoch
   sums = peers.exchange.reduce(...)                   # the same bits on every member; raises PeerLost
-  commit = peers.commit("step 1")                     # raises MembershipChanged: exchange the same sums again
+  seconds = peers.commit("step 1")                    # raises MembershipChanged: exchange the same sums again
 
-Modules, from the bottom: `addresses`, `sparse`, `interruptions`, `place`, `membership` (messages, connections, the
+Modules, from the bottom: `addresses`, `lines`, `interruptions`, `place`, `membership` (messages, connections, the
 coordinator's state machine and its server), `exchange` (sums between members, over TCP), `peers`, `join`, `workers`,
-`remote`, `supervisor`, `agent`.
+`supervisor`, `agent`.
 """

@@ -38,9 +38,7 @@ class Agent:
 
   def run(self) -> int:
     """Serves one supervisor after the other. Returns the exit code of the run, or 42 if the agent has to end before.
-
-    Raises TimeoutError if no supervisor answers at first.
-    """
+    Raises TimeoutError if no supervisor answers at first."""
     with handled(self._signalled, self._fail):
       self._join()
       while self._channel is not None:
@@ -94,8 +92,10 @@ class Agent:
           workers.start()
         elif workers is not None:
           _obey(workers, received)
-    except (OSError, WireError, ValueError) as error:
+    except (WireError, ValueError) as error:
       _log(f"The supervisor is not understood: it {error}.")
+    except OSError:
+      pass  # the connection has ended
     finally:
       channel.close()
       if workers is not None:

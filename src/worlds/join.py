@@ -26,25 +26,15 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that this process gets when its
 
 
 def join(place: Place) -> Peers:
-  """The members of the run, as this process sees them when the supervisor has let it join.
-
-  Raises RunEnded with exit code 1 if there is none, which may be no fault of the configuration, and if it refuses.
-  """
+  """The members of the run, as this process sees them when the supervisor has let it join. Raises RunEnded if it
+  refuses, and with exit code 1 if there is none, which may be no fault of the configuration."""
   _continue_when_launcher_ends()
   start = time.monotonic()
   while True:
     channel = _connect(place, start)
     host = place.host or channel.local_host
     exchange = Exchange(place.member, place.token, lines.warn, host=host, connect_seconds=_CONNECT_SECONDS)
-    membership = Membership(
-      channel,
-      member=place.member,
-      lane=place.lane,
-      lanes=place.lanes,
-      address=exchange.address,
-      interrupt=exchange.interrupt,
-      warn=lines.warn,
-    )
+    membership = Membership(channel, place, exchange.address, exchange.interrupt, lines.warn)
     peers = Peers(membership, exchange, place.lane)
     try:
       welcome = membership.next()

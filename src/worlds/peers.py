@@ -30,15 +30,6 @@ class RunEnded(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Commit:
-  """A committed round. seconds: {member: how long it computed}."""
-
-  round: str
-  stop: bool
-  seconds: dict[str, float]
-
-
-@dataclasses.dataclass(frozen=True)
 class Change:
   """Members that were lost ({member: (reason, seconds ago)}) and that have joined, and those that compute now."""
 
@@ -98,8 +89,8 @@ class Peers:
 
   # ---- the supervisor's messages ----
 
-  def handle(self, received: Message) -> Commit | None:
-    """Takes in one message. Returns the commit if it is one. Raises RunEnded."""
+  def handle(self, received: Message) -> None:
+    """Carries out one message. Raises RunEnded."""
     kind = received["kind"]
     if kind == "welcome":
       self.run_id = received["run_id"]
@@ -110,7 +101,6 @@ class Peers:
       self.stopping = bool(received["stop"])
       self.left = self.member in received["leave"]
       self._announce_role()
-      return Commit(received["round"], self.stopping, received["seconds"])
     elif kind == "regather":  # this member has received the state at the last moment
       self._connected, self._holds = False, True
       self.membership.send("ready", newest=self.completed(), holds=True)
@@ -120,7 +110,6 @@ class Peers:
     elif kind == "end":
       self.ended = int(received["code"])
       raise RunEnded(self.ended, received.get("reason", ""))
-    return None
 
   def _change_world(self, received: Message) -> None:
     before = frozenset(self.members)
@@ -153,25 +142,25 @@ class Peers:
       for callback in self.on_role:
         callback(self._role)
 
-  def read_waiting(self) -> None:
-    """Handles the messages that have arrived. They cannot be commits: every commit is waited for."""
+  def _read_waiting(self) -> None:
+    """Handles the messages that have arrived."""
     while (received := self.membership.next(timeout=0)) is not None:
       self._handle_change(received)
 
   def _handle_change(self, received: Message | None) -> None:
     """Handles a message that cannot be a commit: this member has not reported its sums."""
     assert received is not None
-    committed = self.handle(received)
-    assert committed is None, f"{committed} without the sums of member {self.member}"
+    assert received["kind"] != "commit", f"{received} without the sums of member {self.member}"
+    self.handle(received)
 
   def connect(self, send_state: Callable[[int], None], receive_state: Callable[[int], None]) -> None:
     """Makes the exchange ready for this epoch: waits while the run holds, connects, serves members without a state.
 
-    send_state(member): sends this member's state. receive_state(member): takes the state that this member has already;
-    it is sent again if members were lost before the supervisor knew that it had arrived. Returns at once if the epoch
-    is connected already. Raises RunEnded and SupervisorLost.
+    send_state(member): sends this member's state. receive_state(member): takes the state that this member has already,
+    which is sent again if members were lost before the supervisor knew of its arrival. Raises RunEnded and
+    SupervisorLost.
     """
-    self.read_waiting()
+    self._read_waiting()
     while not self._connected:
       if self._holds:
         self._handle_change(self.membership.next())
@@ -187,28 +176,25 @@ class Peers:
         self._connected = True
       except PeerLost as error:
         self.exchange_failed(error)
-    self.read_waiting()
+    self._read_waiting()
 
   def connected(self) -> None:
     """The exchange is connected for this epoch, and this member has the state: it joined in this epoch."""
     self._connected = True
 
-  def commit(self, round_name: str) -> Commit:
-    """Tells the supervisor that this member has the sums of the round, and returns the commit.
-
-    Raises MembershipChanged if the round must be exchanged again, RunEnded and SupervisorLost.
-    """
-    self.membership.send("done", epoch=self.epoch, round=round_name)
+  def commit(self, round_name: str) -> dict[str, float]:
+    """Tells the supervisor that this member has the sums of the round. Returns {member: seconds that it computed} once
+    the round is committed. Raises MembershipChanged if it must be exchanged again, RunEnded and SupervisorLost."""
     epoch = self.epoch
-    while True:
+    self.membership.send("done", epoch=epoch, round=round_name)
+    while self.epoch == epoch:
       received = self.membership.next()
       assert received is not None
-      committed = self.handle(received)
-      if committed is not None:
-        assert committed.round == round_name, f"{committed.round} was committed, not {round_name}"
-        return committed
-      if self.epoch != epoch:
-        raise MembershipChanged
+      self.handle(received)
+      if received["kind"] == "commit":
+        assert received["round"] == round_name, f"{received['round']} was committed, not {round_name}"
+        return dict(received["seconds"])
+    raise MembershipChanged
 
   def report(self, error: PeerLost, epoch: int) -> None:
     """Tells the supervisor which connections of the epoch have failed, unless the exchange was only interrupted."""
@@ -226,11 +212,8 @@ class Peers:
   # ---- the ends of an attempt ----
 
   def await_turn(self, seconds: float) -> None:
-    """After the loss of the supervisor: returns when this member is the one that saves the state.
-
-    The primary saves first. The next member begins when the connection of the one before it is closed, because it has
-    saved and ended, or has died; or after `seconds`.
-    """
+    """After the loss of the supervisor: returns when this member is the one that saves the state. The primary is the
+    first; the next member follows when the connection to the one before it is closed, or after `seconds`."""
     for member in sorted(self.members, key=lambda member: (member != self.primary, member)):
       if member == self.member:
         break
@@ -243,10 +226,8 @@ class Peers:
     self._announce_role()
 
   def wait_for_end(self) -> bool:
-    """For a member that has done its last step and is not the primary: whether it has become the primary.
-
-    False: the primary has done everything that was left, and the run is over.
-    """
+    """For a member that has done its last step: whether it has become the primary. False: the run is over, and the
+    primary has done everything that was left."""
     while not self.saves_in_storage:
       try:
         self._handle_change(self.membership.next())
@@ -268,12 +249,5 @@ class Peers:
   def finished(self, code: int) -> None:
     """This process exits with `code`, as the others would. Returns when the supervisor has ended the run for it."""
     self.membership.send("finished", code=code)
-    try:
-      while self.ended is None:
-        received = self.membership.next(timeout=_END_SECONDS)
-        if received is None:
-          return
-        if received["kind"] == "end":
-          self.ended = int(received["code"])
-    except SupervisorLost:
-      pass  # there is nobody left to tell
+    if self.ended is None:
+      self.ended = self.wait_for_code(_END_SECONDS)

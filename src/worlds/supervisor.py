@@ -11,17 +11,17 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from worlds import addresses, lines
 from worlds.interruptions import INTERRUPTED, handled
-from worlds.membership.messages import Message
+from worlds.membership.coordinator import Coordinator
+from worlds.membership.messages import FROM_AGENT, Message, check, message
 from worlds.membership.rules import RunRules
 from worlds.membership.server import Server
 from worlds.membership.wire import Channel
 from worlds.place import Place
-from worlds.remote import RemoteWorkers
 from worlds.workers import Program, Workers
 
 FAILED, BAD_INPUT = 1, 2
@@ -50,6 +50,50 @@ class Where:
   token: bytes
 
 
+class RemoteWorkers:
+  """The members of one agent. Has the methods of `Workers` that a supervisor calls; all may be called from any thread.
+  `send` raises nothing: an agent that cannot be reached is lost with its members, whose own connections say so."""
+
+  def __init__(self, channel: Channel, members: frozenset[int], host: str) -> None:
+    """host: where other members reach these members."""
+    self._channel = channel
+    self.members, self.host = members, host
+
+  def send(self, kind: str, **fields: object) -> None:
+    """Sends one message to the agent."""
+    try:
+      self._channel.send(message(kind, **fields))
+    except BlockingIOError:  # it does not read
+      self._channel.close()
+    except OSError:
+      pass
+
+  def serve(self, ended: Callable[[int, int], None]) -> None:
+    """Returns when the connection has ended. ended(member, code): a member has ended. Raises ValueError for a message
+    that no agent would send, and WireError."""
+    while (received := self._channel.receive()) is not None:
+      check(received, FROM_AGENT)
+      if received["kind"] != "ended" or received["member"] not in self.members:
+        raise ValueError(f"sent {received}, and has the members {sorted(self.members)}")
+      ended(received["member"], received["code"])
+
+  def restart(self, member: int, *, progress: bool) -> None:
+    """Starts the member again after a pause."""
+    self.send("restart", member=member, progress=progress)
+
+  def kill(self, member: int) -> None:
+    """Ends the member's processes at once."""
+    self.send("kill", member=member)
+
+  def fault(self, action: str, member: int, seconds: float | None) -> None:
+    """Causes a rehearsed fault."""
+    self.send("act", action=action, member=member, seconds=seconds)
+
+  def close(self, number: int, seconds: float, code: int) -> None:
+    """Ends the agent and its processes. Does not wait for them."""
+    self.send("close", number=number, seconds=seconds, code=code)
+
+
 class Supervisor:
   """One run: its supervisor, the workers of this host, and those of the agents that join."""
 
@@ -70,7 +114,7 @@ class Supervisor:
     self._argv, self._lanes, self._grace = list(argv), lanes, grace
     self._connect_seconds = max(rules.timeout, _LEAST_CONNECT_SECONDS)
     self._interrupted, self._failed = threading.Event(), threading.Event()
-    self._coordinator = rules.coordinator(secrets.token_hex(6))
+    self._coordinator = Coordinator(rules, run_id=secrets.token_hex(6))
     token = where.token if where else secrets.token_bytes(32)
     self._server = Server(
       self._coordinator,

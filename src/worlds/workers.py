@@ -119,10 +119,8 @@ class Workers:
     self._ended(worker.member, code)
 
   def restart(self, member: int, *, progress: bool) -> None:
-    """Starts the member again after a pause, unless a rehearsed fault keeps it down.
-
-    progress: whether the run has gone on since the member's last start.
-    """
+    """Starts the member again after a pause, unless a rehearsed fault keeps it down. progress: whether the run has gone
+    on since its last start."""
     with self._lock:
       if self._closing:
         return
@@ -159,11 +157,7 @@ class Workers:
 
   def fault(self, action: str, member: int, seconds: float | None) -> None:
     """Causes a rehearsed fault: "lose" kills the member, "hang" stops it, "give_back" starts it again or continues it.
-
-    seconds: after this time it is started again, or continues; None: it is restarted as after any other loss.
-    """
-    if member not in self._workers:
-      return
+    It returns by itself after `seconds`; None: as after any other loss."""
     with self._lock:
       worker = self._workers[member]
       if action == "lose":
@@ -172,7 +166,7 @@ class Workers:
       elif action == "hang":
         self._signal(member, signal.SIGSTOP)
         if seconds is not None:
-          timer = threading.Timer(seconds, self._signal, (member, signal.SIGCONT))
+          timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._signal, (member, signal.SIGCONT))
           timer.daemon = True
           timer.start()
       elif action == "give_back":

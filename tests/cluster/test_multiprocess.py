@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import pytest
 from tests.support.command import ROOT, TINY, cpu_environment
@@ -12,6 +11,7 @@ from tests.support.command import ROOT, TINY, cpu_environment
 from worlds.membership import wire
 from worlds.membership.coordinator import Coordinator
 from worlds.membership.messages import message
+from worlds.membership.rules import RunRules
 from worlds.membership.server import Server
 from worlds.place import Place
 
@@ -20,7 +20,7 @@ TOKEN = b"t" * 32
 
 @pytest.fixture
 def server():
-  server = Server(Coordinator(1, 1, clock=time.monotonic), TOKEN, kill=lambda member, reason: None)
+  server = Server(Coordinator(RunRules(1, 1, 1)), TOKEN, kill=lambda member, reason: None)
   yield server
   server.close()
 

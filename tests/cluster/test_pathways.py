@@ -250,7 +250,7 @@ def test_errors_of_pathwaysutils_own_simulator_are_slice_losses(slices):
     simulator.bind_array_to_devices(array, cluster.slices[1])
     simulator.mark_slice_lost(1, cluster.slices)
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-      cluster.block_until_ready(array, cluster.view({0, 1}))
+      jax.block_until_ready(array)
     simulator.mark_slice_connected(1, cluster.slices)
   assert classify(caught.value, cluster, cluster.view({0, 1})).kind is Kind.SLICE_DOWN
 
@@ -265,7 +265,7 @@ def test_an_error_array_flows_through_a_step_and_is_a_slice_loss(slices):
     loss = step(bad)  # the thread that waits for the result gets the error
     view = cluster.view({0, 1, 2, 3})
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-      cluster.block_until_ready(loss, view)
+      jax.block_until_ready(loss)
     assert classify(caught.value, cluster, view).kind is kind
     # pathwaysutils takes both for a lost slice.
     assert elastic.is_error_due_to_slice_down(caught.value, log_traceback=False)

@@ -122,21 +122,21 @@ def test_a_lost_slice_fails_the_step_asynchronously_and_only_that_step():
   simulated.lose(2)
   new_weight, loss = step(weight, simulated.poison(batch, view))  # dispatched like any other step
   with pytest.raises(jax.errors.JaxRuntimeError, match=r"DATA_LOSS: simulated loss of slices \[2\]") as caught:
-    simulated.block_until_ready((new_weight, loss), view)
+    jax.block_until_ready((new_weight, loss))
   assert runtime_errors.slices_lost(str(caught.value)) == {2}
   with pytest.raises(jax.errors.JaxRuntimeError):  # arrays that were computed from it stay lost
-    simulated.block_until_ready(step(new_weight, batch), view)
+    jax.block_until_ready(step(new_weight, batch))
   np.testing.assert_array_equal(weight, np.ones((8, 8)))  # the input is intact
 
   rest = simulated.view(simulated.alive())
   assert rest.slices == (0, 1, 3) and not rest.is_full
   simulated.give_back(2)
   with pytest.raises(jax.errors.JaxRuntimeError):  # the arrays of the old view stay lost
-    simulated.block_until_ready(simulated.poison(batch, view), view)
+    jax.block_until_ready(simulated.poison(batch, view))
   assert simulated.died(view) == simulated.lost(view) == {2}
   view = simulated.view(simulated.alive())
   step, weight, batch = sharded_step(view)
-  simulated.block_until_ready(step(weight, simulated.poison(batch, view)), view)
+  jax.block_until_ready(step(weight, simulated.poison(batch, view)))
   assert simulated.lost(view) == frozenset()
 
 
@@ -224,7 +224,7 @@ def test_a_slice_that_was_given_up_during_a_hang_is_replaced_with_empty_memory()
   assert simulated.wait_for(4, timeout=10) == {0, 1, 2, 3}
   assert simulated.lost(view) == {1}
   with pytest.raises(jax.errors.JaxRuntimeError, match="DATA_LOSS"):
-    simulated.block_until_ready(simulated.poison({"x": jnp.ones(3)}, view), view)
+    jax.block_until_ready(simulated.poison({"x": jnp.ones(3)}, view))
 
 
 def test_a_hang_does_not_touch_views_without_the_slice():

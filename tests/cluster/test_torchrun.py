@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -49,6 +51,19 @@ def test_every_worker_of_a_group_finds_the_same_supervisor():
   assert len({(place.supervisors, place.token) for place in places}) == 1
   assert all(address.startswith("127.0.0.1:2") for address in places[0].supervisors)
   assert not any(place.can_rehearse for place in places) and {place.gpu for place in places} == {None}
+
+
+def test_a_supervisor_that_ends_at_once_is_no_error_of_the_process_that_starts_it(monkeypatch):
+  """The worker will find nobody at the ports, and say so."""
+
+  class Ended(subprocess.Popen):
+    def __init__(self, *args, **options):
+      super().__init__(*args, **options)
+      self.wait()
+
+  monkeypatch.setattr(subprocess, "Popen", Ended)
+  monkeypatch.setattr(sys, "executable", "true")
+  Worker.read(GROUP | {"RANK": "0", "TORCHELASTIC_RUN_ID": "ended"}).supervise(RULES).close(over=False)
 
 
 def test_restarts_of_a_node_do_not_separate_it_from_the_others():

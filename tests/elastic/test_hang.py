@@ -12,6 +12,7 @@ from trainer.cluster.simulated import SimulatedCluster
 from trainer.elastic.events import SliceHang
 from trainer.elastic.hang import HangGuard
 from trainer.observe.log import get
+from trainer.run.driver import on_host
 
 CHECK, SILENCE = 0.0625, 0.5  # seconds
 
@@ -62,9 +63,9 @@ def test_a_slice_that_hangs_when_its_result_is_read_hangs(guarded):
 
   guarded.answer({0, 2, 3})
   with pytest.raises(SliceHang, match=r"step 7 .* slices \[1\] do not answer"):
-    guarded.guard.read({"metrics": Result()}, "step 7")
+    guarded.guard.call(lambda: on_host({"metrics": Result()}), "step 7")
   guarded.ended.set()
-  assert guarded.guard.read({"metrics": Result()}, "step 8")["metrics"].shape == (6,)
+  assert guarded.guard.call(lambda: on_host({"metrics": Result()}), "step 8")["metrics"].shape == (6,)
 
 
 def test_slices_that_are_all_silent_may_only_be_busy(guarded):

@@ -235,16 +235,15 @@ def test_a_loss_that_the_health_check_at_a_resize_finds_is_recorded(undisturbed)
 
 
 def test_a_slow_step_on_healthy_slices_is_waited_for(undisturbed):
-  toy, cluster = ToyRun(steps=3), simulated_cluster(4, Clock())
-  block, slow = cluster.block_until_ready, [True]
+  toy, slow = ToyRun(steps=3), [True]
 
-  def blocking(arrays, view):
+  def blocking(arrays):
     if slow.pop() if slow else False:
       time.sleep(0.35)
-    block(arrays, view)
+    jax.block_until_ready(arrays)
 
-  cluster.block_until_ready = blocking
-  assert train(toy, cluster=cluster, elastic_hang_check_seconds=0.1).kind == "complete"
+  toy.block = blocking
+  assert train(toy, cluster=simulated_cluster(4, Clock()), elastic_hang_check_seconds=0.1).kind == "complete"
   assert not records(toy, "slice_down")
   assert any("all its slices answer" in line for line in toy.lines)
 
@@ -330,6 +329,15 @@ def test_a_step_that_would_not_get_faster_is_not_interrupted():
   toy = ToyRun(num_slices=8)
   train(toy, "slice_down@3:1, slice_down@3:2, slice_up@6:1, slice_up@8:2", num_slices=8)
   assert [r["slice"] for r in records(toy, "slice_up")] == [[1, 2]]
+
+
+def test_a_slice_that_returns_before_a_step_was_timed_is_not_said_to_be_useless():
+  toy, clock = ToyRun(), Clock()
+  cluster = simulated_cluster(4, clock)
+  cluster.lose(3, 0.5)
+  train(toy, cluster=cluster, clock=clock)
+  assert [r["slice"] for r in records(toy, "slice_up")] == [[3]]
+  assert not any("would save only" in line for line in toy.lines)
 
 
 def test_without_elastic_a_lost_slice_ends_the_run():

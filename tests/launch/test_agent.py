@@ -17,16 +17,41 @@ from trainer.cluster.launched import run_rules
 from trainer.config import load
 from trainer.launch import agent, local
 from trainer.launch.keys import program
+from worlds.agent import Agent
 from worlds.membership import wire
 from worlds.membership.messages import Message, message
 from worlds.membership.wire import Channel
 from worlds.place import HOST, MEMBER, SUPERVISOR, TOKEN
 from worlds.supervisor import Supervisor, Where
+from worlds.workers import Program
 
 CONFIG = TINY[0]
 SLOW = 240  # seconds
 FAR = "::1" if os.path.exists("/proc/net/if_inet6") else "127.0.0.3"  # the address of a host
 SECRET = b"s" * 32
+
+
+def test_a_connection_that_breaks_is_no_misunderstanding(monkeypatch, capsys):
+  class Broken:
+    local_host = "127.0.0.1"
+
+    def send(self, sent):
+      raise BrokenPipeError(32, "Broken pipe")
+
+    def close(self):
+      pass
+
+  channels = [Broken()]
+
+  def connect(address, token):
+    if not channels:
+      raise ConnectionRefusedError
+    return channels.pop()
+
+  monkeypatch.setattr(wire, "connect", connect)
+  assert Agent(Program((), {}), "host:1", SECRET, slices=1, host="", wait_seconds=0.0).run() == 42
+  printed = capsys.readouterr().out
+  assert "The connection to the supervisor has ended" in printed and "not understood" not in printed
 
 
 @pytest.mark.timeout(600)

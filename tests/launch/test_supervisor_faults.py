@@ -149,6 +149,15 @@ class Ends:
     return sum(process.poll() is None for process in self.workers._workers[0].processes)
 
 
+def test_a_rehearsed_hang_may_have_no_end(monkeypatch):
+  """hang@5:1/inf. An error in any thread would end the run."""
+  errors = []
+  monkeypatch.setattr(threading, "excepthook", errors.append)
+  Ends("").workers.fault("hang", 0, float("inf"))
+  time.sleep(0.05)
+  assert not errors
+
+
 STANDS_STILL = "os.kill(os.getpid(), signal.SIGSTOP)"
 
 

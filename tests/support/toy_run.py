@@ -6,6 +6,7 @@ only, and batch_plan assigns them to slices. Snapshots are numpy copies, one for
 
 from __future__ import annotations
 
+import functools
 import types
 
 import jax
@@ -43,6 +44,7 @@ class ToyRun:
     self.snapshots: dict[int, tuple[int, np.ndarray]] = {}  # by slice
     self.saved: tuple[int, np.ndarray] | None = None  # the checkpoint tier
     self.fail_at: dict[int, Exception] = {}  # raised when the step is dispatched
+    self.block = jax.block_until_ready
     self.restores: list[tuple[int, str]] = []
     self.state: np.ndarray | None = None
     self.elastic: ElasticRun | None = None
@@ -115,7 +117,7 @@ class ToyRun:
         raise self.fail_at[step]
       began = elastic.clock()
       state, loss = compiled(state, elastic.session.cluster.poison(batch, view))
-      guard.wait_for_arrays((state, loss), f"step {step}")
+      guard.call(functools.partial(self.block, (state, loss)), f"step {step}")
       if isinstance(elastic.clock, Clock):
         elastic.clock.sleep(1)  # a step takes a second
       used = sorted(int(r) for r in rows.ravel() if r != batch_plan.PADDING)

@@ -6,23 +6,13 @@ import os
 from collections.abc import Mapping, MutableMapping
 
 from trainer.cluster import cpu_compiler, launched, torchrun, variables
-from trainer.cluster.api import Cluster, ProxyLost, View
+from trainer.cluster.api import Cluster as Cluster
+from trainer.cluster.api import ProxyLost as ProxyLost
+from trainer.cluster.api import View as View
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
 from worlds.membership.rules import RunRules
 from worlds.place import SUPERVISOR
-
-__all__ = [
-  "Cluster",
-  "ProxyLost",
-  "View",
-  "change_environment",
-  "check_devices",
-  "check_environment",
-  "inherited_environment",
-  "job_token",
-  "start",
-]
 
 
 def check_environment() -> None:
@@ -40,8 +30,8 @@ def check_devices() -> None:
 def start(cfg: ClusterSection, rules: RunRules | None = None) -> Cluster:
   """Joins or creates this run's JAX world and returns its slices. Call it once, before anything else uses jax.
 
-  rules: of the run, which a process that torchrun has started may have to supervise. Raises ConfigError if this
-  machine or environment cannot provide the cluster, before jax is imported if possible.
+  rules: of a run that this process may have to supervise, under torchrun. Raises ConfigError if this machine or
+  environment cannot provide the cluster, before jax is imported if possible.
   """
   kind = _find(cfg, os.environ) if cfg.cluster == "auto" else cfg.cluster
   if kind == "pathways":

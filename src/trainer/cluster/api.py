@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -47,16 +48,27 @@ class ProxyLost(RuntimeError):
   """The connection to the Pathways proxy is lost: no slice can be reached any more."""
 
 
+_STOP_CHECK_SECONDS = 1.0  # between two looks at stop() while slices are waited for
+
+
 class Cluster(ABC):
   """The slices of this run. A slice fails and returns as a whole; its id and its devices never change."""
 
   kind: str
   is_behind_proxy = False  # whether this process reaches its devices, and every byte of their memory, through a proxy
+  poll_seconds = 10.0  # between two looks at slices that are waited for
 
   def __init__(
-    self, slices: Mapping[int, Iterable[Device]], world: World, coordination: Coordination | None = None
+    self,
+    slices: Mapping[int, Iterable[Device]],
+    world: World,
+    coordination: Coordination | None = None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
   ) -> None:
     """coordination: with the other worlds of the run (default: there are none)."""
+    self._clock, self._sleep = clock, sleep
     self.slices: dict[int, tuple[Device, ...]] = {i: tuple(slices[i]) for i in sorted(slices)}
     self.world = world
     self.coordination = coordination or Coordination(world)
@@ -79,10 +91,8 @@ class Cluster(ABC):
 
   @property
   def recovers_in_process(self) -> bool:
-    """Whether the loss of a slice ends the attempt, and the elastic loop starts another.
-
-    Where slices are worlds of their own, a lost slice is a lost process, and the others need no new attempt.
-    """
+    """Whether the loss of a slice ends the attempt, and the elastic loop starts another. Where slices are worlds of
+    their own, a lost slice is a lost process, and the others need no new attempt."""
     return self.coordination.peers is None
 
   def view(self, alive: Iterable[int]) -> View:
@@ -97,23 +107,14 @@ class Cluster(ABC):
     return dict(zip(view.slices, view.devices))
 
   def died(self, view: View) -> frozenset[int]:
-    """Ids of the slices of `view` that are known to have died since the view was made. Makes no health check.
-
-    A slice that died and returned is among them: its memory is lost. To get all slices that an event has cost, call
-    `lost`.
-    """
+    """Ids of the slices of `view` that are known to have died since the view was made, even if they have returned:
+    their memory is lost. Makes no health check; `lost` does."""
     return frozenset(i for i, before in zip(view.slices, view.deaths) if self._deaths[i] != before)
 
   def lost(self, view: View, named: Iterable[int] = ()) -> frozenset[int]:
-    """Ids of the slices of `view` that an event has cost: they died since the view was made, or do not answer now.
-
-    Call it once per event, at the event, before waiting for replacements. Makes a health check. The answer is kept:
-    from here on `died(view)` contains these slices, even if they answer again.
-
-    Args:
-      view: the view of the attempt that has ended.
-      named: slices that the event itself names as lost, such as an error text or a hang.
-    """
+    """Ids of the slices of `view` that an event has cost: they died since the view was made, do not answer now, or are
+    `named` by the event itself. Makes a health check. Call it once per event, at the event, before waiting for
+    replacements: from here on `died(view)` contains these slices, even if they answer again."""
     gone = (frozenset(view.slices) - self.alive() | frozenset(named)) & frozenset(view.slices)
     self._record_deaths(gone - self.died(view))
     return self.died(view)
@@ -127,12 +128,28 @@ class Cluster(ABC):
   def alive(self) -> frozenset[int]:
     """Ids of the slices that pass a health check now. On a real cluster it takes up to a time limit."""
 
-  @abstractmethod
   def wait_for(self, count: int, timeout: float, stop: Callable[[], bool] = lambda: False) -> frozenset[int]:
-    """Ids of all living slices, as soon as there are at least `count`; TimeoutError after `timeout` seconds.
+    """Ids of all living slices, as soon as there are at least `count`, or stop() is true, which is called at least once
+    a second. TimeoutError after `timeout` seconds."""
+    end = self._clock() + timeout
+    while len(alive := self.alive()) < count and not stop():
+      if (left := end - self._clock()) <= 0:
+        raise TimeoutError(
+          f"waited {timeout:g} s for {count} slices; only {sorted(alive)} of {sorted(self.slices)} are alive"
+          f"{self._reasons()}. Raise elastic_timeout_seconds, or lower elastic_min_slice_count."
+        )
+      self._replace_lost()
+      next_poll = self._clock() + min(left, self.poll_seconds)
+      while (left := next_poll - self._clock()) > 0 and not stop():
+        self._sleep(min(left, _STOP_CHECK_SECONDS))
+    return alive
 
-    Once stop() is true, returns the living slices even if there are fewer. stop() is called at every poll.
-    """
+  def _reasons(self) -> str:
+    """Why slices do not answer, as the end of a sentence; "": unknown."""
+    return ""
+
+  def _replace_lost(self) -> None:  # noqa: B027 -- on real clusters a scheduler does it
+    """The run waits for slices: where losses are simulated, lost slices are replaced now."""
 
   @abstractmethod
   def returned(self, view: View) -> frozenset[int]:
@@ -141,12 +158,6 @@ class Cluster(ABC):
   def poison(self, batch: Any, view: View) -> Any:
     """The batch. If a simulated slice of `view` is down: arrays that fail, or never become ready, in its place."""
     return batch
-
-  def block_until_ready(self, arrays: Any, view: View) -> None:
-    """Returns when every array is computed; raises the error of the first array that failed."""
-    import jax
-
-    jax.block_until_ready(arrays)
 
   def stop(self) -> None:  # noqa: B027 -- most clusters have nothing to leave
     """Leaves the JAX world, if `start` joined one."""

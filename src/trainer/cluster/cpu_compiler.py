@@ -11,10 +11,8 @@ _FLAG = "--xla_backend_extra_options="
 
 
 def prepare_environment(environment: MutableMapping[str, str]) -> None:
-  """Adds OPTION to XLA_FLAGS, which is read once, when the first program compiles. Other platforms ignore it.
-
-  If the user already sets this flag, or names a file of flags, XLA_FLAGS stays unchanged.
-  """
+  """Adds OPTION to XLA_FLAGS, which is read once, when the first program compiles. Other platforms ignore it. If the
+  user already sets this flag, or names a file of flags, XLA_FLAGS stays unchanged."""
   flags = environment.get("XLA_FLAGS", "").strip()
   if _FLAG not in flags and flags[:1] in ("", "-"):
     environment["XLA_FLAGS"] = f"{flags} {_FLAG}{OPTION}".strip()

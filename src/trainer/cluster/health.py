@@ -33,11 +33,9 @@ class _Check:
 
 
 class HealthChecks:
-  """Checks slices, each in a daemon thread: a slice that does not answer delays the others by the time limit at most.
-
-  While a check of a slice is under way no other is started, and once it has exceeded its limit nobody waits for it
-  again: the slice counts as silent until it answers.
-  """
+  """Checks slices, each in a daemon thread: one that does not answer delays the others by the time limit at most. While
+  a check is under way no other is started, and nobody waits for it after its limit: the slice is silent until it
+  answers."""
 
   def __init__(
     self,
@@ -83,12 +81,8 @@ class HealthChecks:
 
   def describe(self, slice_ids: Iterable[int]) -> str:
     """The slices that did not pass their last check, each with the reason."""
-    reasons = []
-    for i in slice_ids:
-      check = self._checks.get(i)
-      if check is not None and not _passed(check):
-        reasons.append(f"slice {i}: {check.failure or 'no answer'}")
-    return "; ".join(reasons)
+    failed = {i: check for i in slice_ids if (check := self._checks.get(i)) is not None and not _passed(check)}
+    return "; ".join(f"slice {i}: {check.failure or 'no answer'}" for i, check in failed.items())
 
   def stop(self) -> None:
     """Gives checks under way a second to finish: the interpreter should not end while a thread is in the runtime."""
@@ -105,7 +99,7 @@ class HealthChecks:
       if runtime_errors.is_disconnected(error):
         check.disconnected = error
       elif not runtime_errors.is_out_of_memory(error):  # a full device has answered
-        check.failure = str(error).splitlines()[0]
+        check.failure = str(error).partition("\n")[0]
         self._failed(slice_id)
     except Exception as error:  # noqa: BLE001 -- reported by `describe`; a thread has no caller
       check.failure = f"{type(error).__name__}: {error}"

@@ -14,10 +14,8 @@ MOST = 512
 
 
 def force(wanted: int, process_count: int, environment: Mapping[str, str]) -> None:
-  """Gives the CPU backends of `process_count` processes `wanted` devices together, unless the user has forced a number.
-
-  Other backends are not changed, and neither is a CPU with more devices than it can simulate.
-  """
+  """Gives the CPU backends of `process_count` processes `wanted` devices together, unless the user has forced a number
+  or they are more than a CPU can simulate. Other backends are not changed."""
   flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", environment.get("XLA_FLAGS", ""))
   if flag is not None or jax.config.jax_num_cpu_devices > 0:
     return

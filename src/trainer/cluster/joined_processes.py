@@ -17,10 +17,8 @@ _SLURM_TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"
 
 
 def join(cfg: ClusterSection, environment: Mapping[str, str]) -> int:
-  """Joins jax.distributed if the environment names peers. Returns how many processes share the host devices.
-
-  Raises ConfigError if the variables do not fit each other.
-  """
+  """Joins jax.distributed if the environment names peers. Returns how many processes share the host devices. Raises
+  ConfigError if the variables do not fit each other."""
   heartbeat = cfg.jax_distributed_heartbeat_timeout_seconds
   if "," in environment.get("TPU_WORKER_HOSTNAMES", "") or "MEGASCALE_COORDINATOR_ADDRESS" in environment:
     # TPU hosts of one or several slices: jax finds the peers by itself.

@@ -56,10 +56,8 @@ def place(environment: Mapping[str, str]) -> Place:
 
 
 def shared_token(path: str, environment: Mapping[str, str]) -> bytes:
-  """The token of a job on several hosts, 32 bytes: from the text in the file `path`, or if "", in the environment.
-
-  Raises ConfigError if there is no text, or too short a text.
-  """
+  """The token of a job on several hosts, 32 bytes, from the text in the file `path`, or if "", in the environment.
+  Raises ConfigError if there is no text, or too short a text."""
   try:
     secret = Path(path).read_text().strip() if path else environment.get(TOKEN, "").strip()
   except (OSError, UnicodeDecodeError) as error:

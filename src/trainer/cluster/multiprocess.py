@@ -7,7 +7,7 @@ where the supervisor is and who this process is.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 from jax import Device
@@ -38,8 +38,7 @@ class MultiprocessCluster(Cluster):
     place: Place,
     supervisor: ChildSupervisor | None,
   ) -> None:
-    """num_slices: shares of the global batch, and the most members that compute at a time. supervisor: if this process
-    has started it."""
+    """num_slices: shares of the global batch, and the most members that compute. supervisor: if this process has it."""
     super().__init__({peers.member: devices}, world, WithPeers(world, peers, supervisor))
     self._num_slices, self._place, self._send = num_slices, place, peers.membership.send
 
@@ -47,8 +46,7 @@ class MultiprocessCluster(Cluster):
   def start(
     cls, cfg: ClusterSection, place: Place, environment: Mapping[str, str], supervisor: ChildSupervisor | None = None
   ) -> MultiprocessCluster:
-    """Joins the run at `place`. Raises RunEnded if no supervisor answers there, or if it does not let this process
-    join."""
+    """Joins the run at `place`. Raises RunEnded if no supervisor answers there, or if it refuses this process."""
     _join_slice(cfg, environment, place)
     world = world_lib.of_jax()
     peers = join(place)
@@ -84,9 +82,6 @@ class MultiprocessCluster(Cluster):
 
   def alive(self) -> frozenset[int]:
     return frozenset(self.slices)
-
-  def wait_for(self, count: int, timeout: float, stop: Callable[[], bool] = lambda: False) -> frozenset[int]:
-    return self.alive()
 
   def returned(self, view: View) -> frozenset[int]:
     return frozenset()

@@ -17,8 +17,6 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
 from worlds import lines
 
-_POLL_SECONDS = 10.0  # between two health checks of slices that are waited for
-_STOP_CHECK_SECONDS = 1.0  # between two looks at stop() while slices are waited for
 # A stand-in's slices return within a second, and its programs are small.
 _STANDIN_POLL_SECONDS, _STANDIN_TIME_LIMIT = 0.5, 5.0
 
@@ -32,19 +30,17 @@ class PathwaysCluster(Cluster):
   def __init__(
     self,
     slices: Mapping[int, tuple[jax.Device, ...]],
-    poll_seconds: float = _POLL_SECONDS,
+    poll_seconds: float = Cluster.poll_seconds,
     health: Callable[..., HealthChecks] = HealthChecks,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
     faults: standin.Faults | None = None,
   ) -> None:
     """poll_seconds, health: replaced in tests. faults: of the stand-in that this process has started, if it has."""
-    super().__init__(slices, world_lib.SingleWorld())  # one controller process
+    super().__init__(slices, world_lib.SingleWorld(), clock=clock, sleep=sleep)  # one controller process
     # A failed check means that the slice has lost its memory, even if it answers again later.
     self._health = health(self.slices, failed=lambda slice_id: self._record_deaths([slice_id]))
-    self._poll_seconds = poll_seconds
-    self._clock = clock
-    self._sleep = sleep
+    self.poll_seconds = poll_seconds
     self._last_look = -float("inf")  # on the clock, when `returned` last started checks
     self._faults = faults
 
@@ -78,24 +74,17 @@ class PathwaysCluster(Cluster):
   def alive(self) -> frozenset[int]:
     return self._health.check(self.slices)
 
-  def wait_for(self, count: int, timeout: float, stop: Callable[[], bool] = lambda: False) -> frozenset[int]:
-    end = self._clock() + timeout
-    while len(alive := self.alive()) < count and not stop():
-      left = end - self._clock()
-      if left <= 0:
-        raise TimeoutError(
-          f"waited {timeout:g} s for {count} slices; only {sorted(alive)} of {sorted(self.slices)} are alive "
-          f"({self._health.describe(self.slices)}). Raise elastic_timeout_seconds, or lower elastic_min_slice_count."
-        )
-      if self._faults is not None:
-        self._faults.replace()
-      self._pause(min(left, self._poll_seconds), stop)
-    return alive
+  def _reasons(self) -> str:
+    return f" ({self._health.describe(self.slices)})"
+
+  def _replace_lost(self) -> None:
+    if self._faults is not None:
+      self._faults.replace()
 
   def returned(self, view: View) -> frozenset[int]:
     missing = frozenset(self.slices) - frozenset(view.slices)
     found = self._health.passed(missing)  # before new checks begin: those have no result yet
-    if missing and self._clock() - self._last_look >= self._poll_seconds:
+    if missing and self._clock() - self._last_look >= self.poll_seconds:
       self._last_look = self._clock()
       for slice_id in missing:
         self._health.begin(slice_id)
@@ -109,11 +98,6 @@ class PathwaysCluster(Cluster):
     self._health.stop()
     if self._faults is not None:
       self._faults.close()
-
-  def _pause(self, seconds: float, stop: Callable[[], bool]) -> None:
-    end = self._clock() + seconds
-    while (left := end - self._clock()) > 0 and not stop():
-      self._sleep(min(left, _STOP_CHECK_SECONDS))
 
 
 def _connect(cfg: ClusterSection, environment: Mapping[str, str]) -> dict[int, tuple[jax.Device, ...]]:

@@ -23,10 +23,8 @@ _ATTEMPT_SECONDS = 5.0
 def connect(
   environment: Mapping[str, str], log: Callable[[str], None] = lines.tell, pause_seconds: float = 1.0
 ) -> list[jax.Device]:
-  """The devices of the proxy that the environment names. Waits for a proxy that has not started yet.
-
-  Raises ConfigError: JAX_BACKEND_TARGET is no address, nothing listens there, or the proxy refuses the connection.
-  """
+  """The devices of the proxy that the environment names. Waits for a proxy that has not started yet. Raises ConfigError
+  if JAX_BACKEND_TARGET is no address, nothing listens there, or the proxy refuses the connection."""
   target = environment.get(_TARGET, "")
   timeout = _timeout(environment)
   host, port = _address(target)

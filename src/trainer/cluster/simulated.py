@@ -23,13 +23,12 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
 from trainer.world import World
 
-_POLL_SECONDS = 0.01
-
 
 class SimulatedCluster(Cluster):
   """One JAX world cut into slices, which faults can take away and give back."""
 
   kind = "simulated"
+  poll_seconds = 0.01
 
   def __init__(
     self,
@@ -41,10 +40,8 @@ class SimulatedCluster(Cluster):
     sleep: Callable[[float], None] = time.sleep,
   ) -> None:
     """replacement_seconds: how long the simulated scheduler takes to replace a slice that the run waits for."""
-    super().__init__(slices, world or world_lib.SingleWorld())
+    super().__init__(slices, world or world_lib.SingleWorld(), clock=clock, sleep=sleep)
     self._replacement_seconds = replacement_seconds
-    self._clock = clock
-    self._sleep = sleep
     self._down: dict[int, float | None] = {}  # dead or hanging slice -> time of its return; None: when waited for
     self._hanging: set[int] = set()  # slices of `_down` that hang
     self._pending = _PendingArrays()
@@ -70,11 +67,9 @@ class SimulatedCluster(Cluster):
       self._record_deaths([slice_id])
 
   def hang(self, slice_id: int, seconds: float | None = None) -> None:
-    """The slice stops answering: what is computed on it is never ready, and it fails health checks.
-
-    Its memory is intact when the hang ends: after `seconds`, or with `give_back`. A run that gives the slice up
-    (`lost`) waits for its replacement.
-    """
+    """The slice stops answering: what is computed on it is never ready, and it fails health checks. When the hang ends,
+    after `seconds` or with `give_back`, its memory is intact. `wait_for` replaces a slice that was given up
+    (`lost`)."""
     with self._lock:
       self._go_down(slice_id, seconds)
       self._hanging.add(slice_id)
@@ -100,22 +95,11 @@ class SimulatedCluster(Cluster):
         self._pending.release()
     return lost
 
-  def wait_for(self, count: int, timeout: float, stop: Callable[[], bool] = lambda: False) -> frozenset[int]:
-    start = self._clock()
-    alive = self.alive()
-    while len(alive) < count and not stop():
-      with self._lock:
-        for slice_id, when in self._down.items():
-          if when is None:
-            self._down[slice_id] = start + self._replacement_seconds
-      if self._clock() - start >= timeout:
-        raise TimeoutError(
-          f"waited {timeout:g} s for {count} slices; only {sorted(alive)} of {sorted(self.slices)} are alive. "
-          "Raise elastic_timeout_seconds, or lower elastic_min_slice_count."
-        )
-      self._sleep(_POLL_SECONDS)
-      alive = self.alive()
-    return alive
+  def _replace_lost(self) -> None:
+    with self._lock:
+      for slice_id, when in self._down.items():
+        if when is None:
+          self._down[slice_id] = self._clock() + self._replacement_seconds
 
   def returned(self, view: View) -> frozenset[int]:
     return self.alive() - frozenset(view.slices)
@@ -153,7 +137,7 @@ class SimulatedCluster(Cluster):
     """Ends hangs whose time is over. The training thread cannot do it: it waits for the arrays."""
     while self._hanging:
       self.alive()
-      time.sleep(_POLL_SECONDS)
+      time.sleep(self.poll_seconds)
 
 
 class _PendingArrays:

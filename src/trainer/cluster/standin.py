@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -19,11 +18,9 @@ REPLACEMENT_SECONDS = 1.0  # how long the stand-in's scheduler takes to replace 
 
 
 def start(cfg: ClusterSection, environment: MutableMapping[str, str]) -> Standin:
-  """Starts the stand-in that cluster_standin describes, and makes it JAX's backend. Before the first use of a device.
-
-  Raises ConfigError if the environment already names a proxy, or the stand-in does not start; StandinLost if it was
-  killed meanwhile.
-  """
+  """Starts the stand-in of cluster_standin, and makes it JAX's backend, before the first use of a device. Raises
+  ConfigError if the environment names a proxy already, or if it does not start; StandinLost if it was killed
+  meanwhile."""
   if target := environment.get("JAX_BACKEND_TARGET"):
     raise ConfigError(
       f"cluster_standin={cfg.cluster_standin}: the environment already names a proxy, JAX_BACKEND_TARGET={target}.\n"
@@ -74,10 +71,7 @@ class Faults(FaultTarget):
     self._lock = threading.Lock()
 
   def lose(self, slice_id: int, seconds: float | None = None) -> None:
-    """The slice dies, with its memory. It returns after `seconds`; None: at `give_back`, or when the run waits.
-
-    If the slice is a process, this is SIGKILL.
-    """
+    """The slice dies (by SIGKILL, if a process). It returns after `seconds`; None: at `give_back`, or if waited for."""
     with self._lock:
       self.server.control("kill", slice_id)
       self._begin(slice_id, seconds, hangs=False)
@@ -109,10 +103,7 @@ class Faults(FaultTarget):
           self._begin(slice_id, self._replacement_seconds, hangs=False)
 
   def close(self) -> None:
-    """No slice returns any more.
-
-    The stand-in ends with this process: JAX's client prints a page of errors about a server that ends before it.
-    """
+    """No slice returns any more. The stand-in does not end here: JAX's client would print a page of errors about it."""
     with self._lock:
       for outage in self._outages.values():
         _cancel(outage)
@@ -120,8 +111,8 @@ class Faults(FaultTarget):
   def _begin(self, slice_id: int, seconds: float | None, *, hangs: bool) -> None:
     _cancel(self._outages.get(slice_id))
     outage = self._outages[slice_id] = _Outage(hangs, waits=seconds is None)
-    if seconds is not None and math.isfinite(seconds):
-      outage.timer = threading.Timer(seconds, self._expire, [slice_id, outage])
+    if seconds is not None:
+      outage.timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._expire, [slice_id, outage])
       outage.timer.daemon = True
       outage.timer.start()
 

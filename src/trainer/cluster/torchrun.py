@@ -126,7 +126,7 @@ class ChildSupervisor:
         start_new_session=True,  # torchrun signals the process group of a worker, and the supervisor must outlive it
       )
     assert self._process.stdin is not None
-    with self._process.stdin as stdin, contextlib.suppress(BrokenPipeError):  # then nobody answers at the ports
+    with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:  # then nobody answers at the ports
       stdin.write(json.dumps(job).encode() + b"\n")
 
   def stop(self) -> None:

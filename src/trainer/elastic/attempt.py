@@ -104,10 +104,7 @@ class ElasticRun:
     self.steps = StepClock(self.job.steps, self.clock)
 
   def announce(self) -> None:
-    """Prints which attempt this is, once: when a checkpoint has been found and is about to be read, as in the guides.
-
-    `restored` prints it for an attempt that reads no checkpoint.
-    """
+    """Prints which attempt this is, once: when a checkpoint is about to be read, as in the guides, or in `restored`."""
     if self.announcement:
       self.session.log.line(self.announcement)
     self.announcement = ""
@@ -156,10 +153,8 @@ class ElasticRun:
       self.resizes.cost_seconds = cost
 
   def lose(self, event: Event, alive: Collection[int], began: float, *, before: int, step: int) -> None:
-    """Records that slices were lost after `step` by a fault at `began`.
-
-    alive: the slices that are left; before: how many there were.
-    """
+    """Slices were lost after `step` by a fault at `began`. alive: the slices that are left; before: how many
+    computed."""
     lost = sorted(event.lost)
     detect_seconds = self.clock() - began
     if event.kind is Kind.HANG:
@@ -206,7 +201,7 @@ class ElasticRun:
     programs = self.session.programs
     compile_seconds = 0.0 if programs.has_step({*view.slices, *returned}) else programs.compile_seconds
     worthwhile = self.resizes.worthwhile(saved_seconds, compile_seconds)
-    if not worthwhile and returned != self._declined:
+    if not worthwhile and self.steps.step_seconds and returned != self._declined:
       self.session.log.line(
         f"Slices {sorted(returned)} have returned. Using them would save only {saved_seconds:.1f} s of the run, so the "
         "run goes on without them."
@@ -224,8 +219,7 @@ class ElasticRun:
   def prepare_steps(self, view: View) -> None:
     """Compiles in the background for the topologies that may come next, if the run may go on with fewer slices.
 
-    For the time when an attempt's first steps are done: they must not wait for it, and they tell whether the run is
-    long enough for a compilation to be of use.
+    Call it after an attempt's first steps: they must not wait for it, and tell whether the run is long enough for it.
     """
     fewest = self.cfg.elastic_min_slice_count
     if not self.cfg.elastic_enabled or fewest == -1:

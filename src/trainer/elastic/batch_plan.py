@@ -24,22 +24,15 @@ class BatchPlan:
   padding_share: float  # share of the computed rows that are padding
   relative_throughput: float  # steps per second divided by the full topology's, counting only computation
 
-
-@dataclass(frozen=True)
-class PlanCost:
-  """One line of preflight's table."""
-
-  alive: int
-  micro_batches: int
-  padding_share: float
-  relative_throughput: float
+  @property
+  def alive(self) -> int:
+    """k"""
+    return self.rows.shape[1]
 
 
 def plan(total: int, alive: int, micro_batches: int, rows_per_micro: int) -> BatchPlan:
-  """Returns the plan for `alive` of `total` slices. The full topology computes `micro_batches` per slice and step.
-
-  On the full topology slice i computes rows [i*m*R, (i+1)*m*R), in order.
-  """
+  """Returns the plan for `alive` of `total` slices. The full topology computes `micro_batches` per slice and step, and
+  its slice i the rows [i*m*R, (i+1)*m*R), in order."""
   if not 1 <= alive <= total:
     raise ValueError(f"{alive} living slices of {total}: at least 1 and at most {total} must be alive")
   if micro_batches < 1 or rows_per_micro < 1:
@@ -56,7 +49,6 @@ def plan(total: int, alive: int, micro_batches: int, rows_per_micro: int) -> Bat
   return BatchPlan(rows, rounds, 1 - count / (rounds * alive), micro_batches / rounds)
 
 
-def table(total: int, micro_batches: int) -> list[PlanCost]:
-  """Returns the cost of a step with 1..total slices alive."""
-  plans = [(alive, plan(total, alive, micro_batches, 1)) for alive in range(1, total + 1)]
-  return [PlanCost(alive, p.micro_batches, p.padding_share, p.relative_throughput) for alive, p in plans]
+def table(total: int, micro_batches: int) -> list[BatchPlan]:
+  """Returns the plans with 1..total slices alive and one row in a micro-batch, for what a step costs."""
+  return [plan(total, alive, micro_batches, 1) for alive in range(1, total + 1)]

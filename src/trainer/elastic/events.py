@@ -46,11 +46,9 @@ class Event:
 
 
 def classify(error: BaseException, cluster: Cluster, view: View) -> Event:
-  """The event behind an exception that ended an attempt on `view`. Makes a health check if a slice may be lost.
-
-  A slice that the health check misses outweighs every error text: after a loss the runtime may raise any of them. If
-  the text was right, the next attempt fails again, on a healthy view.
-  """
+  """The event behind an exception that ended an attempt on `view`. Makes a health check if a slice may be lost. A slice
+  that does not answer outweighs every error text: after a loss the runtime may raise any of them. If the text was
+  right, the next attempt fails again, on a healthy view."""
   if isinstance(error, FloatingPointError):
     return Event(Kind.DETERMINISTIC, "a number is not finite")
   try:

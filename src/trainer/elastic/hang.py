@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
-
-import jax
+from typing import Generic, TypeVar
 
 from trainer.cluster import Cluster, View
 from trainer.elastic.events import SliceHang
@@ -17,9 +15,7 @@ X = TypeVar("X")
 
 class HangGuard:
   """Waits for the work of one attempt. Raises SliceHang when the work is silent and slices of the view do not answer.
-
-  A slice that never answers leaves the waiting thread blocked for good: it is a daemon, and nobody joins it.
-  """
+  Then the waiting thread stays blocked for good: it is a daemon, and nobody joins it."""
 
   def __init__(
     self,
@@ -37,24 +33,8 @@ class HangGuard:
     self._late_after = late_after
     self._check_seconds, self._silence_seconds = check_seconds, silence_seconds
 
-  def wait_for_arrays(self, arrays: Any, what: str) -> None:
-    """Returns when the arrays are computed; raises their error. `what` names the work in messages: "step 12"."""
-    self.call(lambda: self._cluster.block_until_ready(arrays, self._view), what)
-
-  def read(self, arrays: Any, what: str) -> Any:
-    """The arrays on the host, as jax.device_get returns them; raises their error.
-
-    A slice may also hang between the end of a computation and the copy of its result.
-    """
-
-    def work() -> Any:
-      self._cluster.block_until_ready(arrays, self._view)
-      return jax.device_get(arrays)
-
-    return self.call(work, what)
-
   def call(self, work: Callable[[], X], what: str) -> X:
-    """The result of work(), which runs in a thread if slices are to be asked; raises its error."""
+    """The result of work(), in a thread if slices are to be asked; raises its error. what: its name in messages."""
     return work() if self._check_seconds == 0 else self.result(Waiter(work, what))
 
   def result(self, waiter: Waiter[X]) -> X:

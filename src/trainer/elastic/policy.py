@@ -85,11 +85,9 @@ class SnapshotPolicy:
   """Decides at which steps a snapshot is taken: at every `period`-th step.
 
   period=0 chooses the period: 1 for a small state; otherwise the shortest period at which snapshots cost at most
-  `max_overhead` of the step time.
-
-  The cost is measured by comparing step times. A timer around the dispatch of a copy would not show how much the copy
-  slows down the step that runs at the same time: the snapshot's own step if the copy waits for its arrays, otherwise
-  the next step. Noise makes the period longer, never shorter: the policy uses an upper estimate of the cost.
+  `max_overhead` of the step time, measured by comparing step times. A timer around the dispatch of a copy would not
+  show how much the copy slows down the step that runs at the same time: the snapshot's own step if the copy waits for
+  its arrays, otherwise the next step. Noise makes the period longer, never shorter: the policy uses an upper estimate.
   """
 
   def __init__(self, period: int, max_overhead: float, state_bytes: int) -> None:

@@ -21,7 +21,6 @@ from trainer.observe.events import EventLog
 from trainer.observe.log import Log
 
 _NICENESS = 10
-_THREAD = "compile next topologies"
 
 P = TypeVar("P")
 
@@ -30,11 +29,6 @@ def next_views(cluster: Cluster, view: View) -> list[View]:
   """The views that one event can make of `view`: all slices returned (if some are missing), then each slice lost."""
   fewer = [cluster.view(set(view.slices) - {i}) for i in view.slices if view.num_alive > 1]
   return fewer if view.is_full else [cluster.view(cluster.slices), *fewer]
-
-
-def compiling_in_background() -> bool:
-  """Whether a background compilation runs now. The interpreter's end would wait for it: nothing can interrupt XLA."""
-  return any(thread.name == _THREAD for thread in threading.enumerate())
 
 
 @dataclass
@@ -71,10 +65,8 @@ class ProgramCache(Generic[P]):
     return self._topology(view).program
 
   def step(self, view: View) -> Any:
-    """The compiled step of `view`: kept, compiled in the background (waits for it), or compiled now.
-
-    No further background compilation begins: the topologies to prepare depend on the view that runs.
-    """
+    """The compiled step of `view`: kept, compiled in the background (waits for it), or compiled now. No further
+    background compilation begins: the topologies to prepare depend on the view that runs."""
     if self._background is not None:
       self._background.stop(wait_for=view)
     topology = self._topology(view)
@@ -97,11 +89,9 @@ class ProgramCache(Generic[P]):
       topology.step = None
 
   def prepare(self, views: Iterable[View], worthwhile: Callable[[], bool]) -> None:
-    """Compiles the steps of `views` in the background, in this order, one after the other.
-
-    worthwhile() is asked before each one; False ends the preparation. If a compilation fails, its traceback is printed
-    and the preparation ends: the attempt that needs the topology compiles, and fails, in the foreground.
-    """
+    """Compiles the steps of `views` in the background, in this order, each if worthwhile() is still true. If a
+    compilation fails, its traceback is printed, and no other follows: an attempt that needs the step fails in the
+    foreground."""
     missing = [view for view in views if not self.has_step(view.slices)]
     if missing:
       names = ", ".join(str(list(view.slices)) for view in missing)
@@ -153,7 +143,7 @@ class _BackgroundCompiler:
     self._stopped = threading.Event()
     self._current: tuple[int, ...] | None = None
     # Not a daemon: the interpreter must not end while XLA compiles.
-    self._thread = threading.Thread(target=self._run, name=_THREAD)
+    self._thread = threading.Thread(target=self._run, name="compile next topologies")
     self._thread.start()
 
   def stop(self, wait_for: View | None = None) -> None:

@@ -70,10 +70,8 @@ class RecoveryLog:
       recovery.restore_seconds += seconds
 
   def finish(self, alive: int) -> float | None:
-    """Records the open events as recovered from: a step is completed on `alive` slices, or no step is left to do.
-
-    Returns the seconds from the last event to now, without waiting for slices and compiling; None: nothing was open.
-    """
+    """The open events are recovered from: a step is completed on `alive` slices, or no step is left. Returns the
+    seconds from the last event to now, without waiting for slices and compiling; None: nothing was open."""
     cost = None
     for recovery in self._open:
       cost = self._finish(recovery, alive)

@@ -38,13 +38,10 @@ def elastic_retry(
 ) -> Outcome:
   """Calls `attempt` until it is complete or preempted, on the slices that are alive, and returns its outcome.
 
-  Without elastic_enabled that is one attempt on all slices. Errors that are no lost slice are raised unchanged, with
-  a note that says why they were not retried. Once stop() is true, the loop waits for no more slices: the attempt runs
-  on those that are alive, to save what they hold.
-
-  Raises:
-    ConfigError: what `check` would have raised; before the first attempt.
-    TimeoutError: too few slices within elastic_timeout_seconds.
+  Without elastic_enabled that is one attempt on all slices. Errors that are no lost slice are raised unchanged, with a
+  note that says why they were not retried. Once stop() is true, the loop waits for no more slices: the attempt runs on
+  those that are alive, to save what they hold. Raises ConfigError as `check` does, before the first attempt, and
+  TimeoutError for too few slices within elastic_timeout_seconds.
   """
   cluster, log, events = session.cluster, session.log, session.events
   elastic = ElasticRun(

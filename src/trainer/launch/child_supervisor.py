@@ -21,6 +21,7 @@ from types import FrameType
 from trainer.observe import screen
 from trainer.process import open_files
 from worlds.interruptions import end_on_error, requests
+from worlds.membership.coordinator import Coordinator
 from worlds.membership.rules import RunRules
 from worlds.membership.server import Server
 from worlds.supervisor import FAILED, log
@@ -35,7 +36,7 @@ def main() -> int:
   open_files.raise_limit()  # each worker has a connection
   end_on_error(lambda: os._exit(FAILED))  # as if it had been killed: the workers save the state and end
   job = json.loads(sys.stdin.readline())
-  coordinator = RunRules(**job["rules"]).coordinator(secrets.token_hex(6), job["expected"])
+  coordinator = Coordinator(RunRules(**job["rules"]), run_id=secrets.token_hex(6), expected=job["expected"])
   listener = socket.socket(fileno=job["listener"])
   server = Server(coordinator, bytes.fromhex(job["token"]), listener=listener, kill=_leave_to_launcher, log=log)
   _on_request(server.stop)

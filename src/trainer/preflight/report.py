@@ -60,7 +60,7 @@ def state_lines(sizes: StateSizes) -> list[str]:
   ]
 
 
-def degraded_lines(table: Sequence[batch_plan.PlanCost], total: int) -> list[str]:
+def degraded_lines(table: Sequence[batch_plan.BatchPlan], total: int) -> list[str]:
   """Returns what a step costs with k of N slices alive. An empty table means that all slices are needed."""
   if total == 1:
     return ["Slices: one; the run cannot continue if it is lost"]

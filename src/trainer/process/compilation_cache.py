@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 _UNREADABLE = r"Error reading persistent compilation cache entry for '(?P<module>[^']*)': (?P<reason>.*)"
-_SUFFIX = "-cache"  # an entry is {module}-{hash}-cache
 
 
 def enable(directory: str) -> None:
@@ -33,10 +32,8 @@ def enable(directory: str) -> None:
 
 
 class _Repair:
-  """A warnings.showwarning that removes the unreadable entry JAX warns of, and passes other warnings on.
-
-  JAX calls it between reading the entry and compiling, in the compiling thread.
-  """
+  """A warnings.showwarning that removes the unreadable entry JAX warns of, and passes other warnings on. JAX calls it
+  in the compiling thread, between reading the entry and compiling."""
 
   def __init__(self, directory: str, show: Callable[..., None]) -> None:
     self._directory, self._show = directory, show
@@ -64,13 +61,11 @@ class _Repair:
 
 
 def remove_unreadable(directory: str, module: str) -> None:
-  """Removes the damaged entries of a module; all its entries if none looks damaged. A lost entry costs a compilation.
-
-  JAX's warning names the module and not the entry.
-  """
+  """Removes the damaged entries of a module (JAX's warning names no entry), or all its entries if none looks damaged. A
+  lost entry costs a compilation."""
   from etils import epath
 
-  entries = list(epath.Path(directory).glob(f"{module}-*{_SUFFIX}"))
+  entries = list(epath.Path(directory).glob(f"{module}-*-cache"))  # {module}-{hash}-cache
   for entry in [entry for entry in entries if _is_damaged(entry.read_bytes())] or entries:
     entry.unlink(missing_ok=True)
 

@@ -57,18 +57,13 @@ def explain(text: str) -> tuple[Meaning, str]:
 
 
 def find(error: BaseException | None) -> jax.errors.JaxRuntimeError | None:
-  """`error` itself if it is a runtime error, else the first one among its causes; None if there is none.
-
-  Checkpoint threads wrap the errors that they catch.
-  """
+  """`error` or the first of its causes that is a runtime error, or None. Checkpoint threads wrap what they catch."""
   return next((cause for cause in causes(error) if isinstance(cause, jax.errors.JaxRuntimeError)), None)
 
 
 def causes(error: BaseException | None, *, explicit: bool = False) -> Iterator[BaseException]:
-  """Yields `error`, then its cause (`raise ... from`) or else its context, and so on, each once.
-
-  explicit: causes only, no contexts. Causes may form a circle, because threads raise the same error several times.
-  """
+  """Yields `error`, then its cause (`raise ... from`) or else its context, and so on, each once: threads that raise the
+  same error several times may make a circle. explicit: causes only, no contexts."""
   seen: set[int] = set()
   while error is not None and id(error) not in seen:
     yield error

@@ -25,7 +25,7 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import NoReturn
@@ -45,11 +45,9 @@ class _Phase(enum.Enum):
 
 
 class Signals:
-  """Owns the handlers of the process. Made once, in the main thread, before anything slow is imported.
-
-  Python runs a handler only between two bytecodes of the main thread, which may be in an import, a compilation or a
-  hung collective for minutes. A thread therefore reads each signal from a pipe that Python's C handler writes at once.
-  """
+  """Owns the handlers of the process. Made once, in the main thread, before anything slow is imported. Python runs a
+  handler only between two bytecodes of the main thread, which may be in an import or a compilation for minutes. A
+  thread therefore reads each signal from a pipe that Python's C handler writes at once."""
 
   def __init__(self) -> None:
     self.on_exit: Callable[[int], None] = lambda code: None  # records an exit while starting; gets the exit code
@@ -57,12 +55,11 @@ class Signals:
     self._code = 0  # of the phase ENDING
     self.request = ""  # name of the first signal that asked this process to save and end
     self._interrupted = False
-    self._first: dict[tuple[str, int], float] = {}  # time.monotonic() of the first signal, by who saw it and its number
-    self._seen: Counter[tuple[str, int]] = Counter()  # signals, by who saw them and their number
+    self._times: defaultdict[tuple[str, int], list[float]] = defaultdict(list)  # of signals, by who saw them and number
     self._forward: Callable[[int], None] | None = None
     self._leaving = threading.Lock()
-    self._pipe: tuple[int, int] | None = None
-    self._before: tuple[Mapping[int, object], int] | None = None
+    self._before: tuple[Mapping[int, object], int] | None = None  # handlers and wakeup descriptor
+    self._pipe = -1  # its end for Python's C handler
 
   @property
   def noticed(self) -> bool:
@@ -74,19 +71,17 @@ class Signals:
     handlers: dict[int, Handler] = dict.fromkeys(requests(), self._handle)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
       handlers[signal.SIGINT] = self._handle
-    self._pipe = os.pipe()
-    os.set_blocking(self._pipe[1], False)
-    threading.Thread(target=self._read, args=(self._pipe[0],), name="signals", daemon=True).start()
-    descriptor = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+    read_end, self._pipe = os.pipe()
+    os.set_blocking(self._pipe, False)
+    threading.Thread(target=self._read, args=(read_end,), name="signals", daemon=True).start()
+    descriptor = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
     self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}, descriptor
     if sys.__stderr__ is not None:  # None: the process was started with stderr closed
       faulthandler.register(signal.SIGUSR2, file=sys.__stderr__, all_threads=True)
 
   def reclaim(self, *, forward: bool) -> None:
-    """Installs the SIGTERM handler again, for after the start of a runtime that replaces it by one in C.
-
-    forward: also call the handler in C when the signal comes. JAX's preemption service tells the other processes.
-    """
+    """Installs the SIGTERM handler again, after the start of a runtime that has replaced it by one in C. forward: also
+    call that one when the signal comes: JAX's preemption service tells the other processes."""
     if self._before is None:
       return
     import ctypes  # here and not above: the handlers must be installed as early as possible
@@ -117,15 +112,14 @@ class Signals:
 
   def restore(self) -> None:
     """Puts back the handlers from before `listen`, in a process that outlives the run."""
-    if self._pipe is None or self._before is None:
+    if self._before is None:
       return
-    handlers, descriptor = self._before
+    (handlers, descriptor), self._before = self._before, None
     faulthandler.unregister(signal.SIGUSR2)
     signal.set_wakeup_fd(descriptor)
     for number, handler in handlers.items():
       signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
-    os.close(self._pipe[1])  # ends the thread, which closes the other end
-    self._pipe = self._before = None
+    os.close(self._pipe)  # ends the thread, which closes the other end
 
   def _read(self, descriptor: int) -> None:
     while number := os.read(descriptor, 1):
@@ -143,10 +137,11 @@ class Signals:
     if number not in (*REQUESTS, signal.SIGINT):
       return
     now = time.monotonic()
-    again = now - self._first.setdefault((seen_by, number), now) > SAME_SIGNAL_SECONDS
-    self._seen[seen_by, number] += 1
+    times = self._times[seen_by, number]
+    times.append(now)
+    again = now - times[0] > SAME_SIGNAL_SECONDS
     # On a busy machine, the handler may have interrupted the run before the thread sees the same signal.
-    late = seen_by == "thread" and self._seen["thread", number] <= self._seen["handler", number]
+    late = seen_by == "thread" and len(times) <= len(self._times["handler", number])
     name = signal.Signals(number).name
     if self._phase is _Phase.STARTING and number != signal.SIGINT:
       text = f"{name} before the first step of this process: nothing to save. Exit code {PREEMPTED}."

@@ -24,10 +24,8 @@ CONFIG_FILE = "config.yml"  # of the run: every key with its value
 def announce(
   config: Config, cluster: Cluster, full: Program, data: RunData, log: Log, events: EventLog, origins: Mapping[str, str]
 ) -> None:
-  """Prints what is about to run, and records it as the first event of the process.
-
-  full: program of all slices. origins: where each given key was given.
-  """
+  """Prints what is about to run, and records it as the first event of the process. full: program of all slices.
+  origins: where each given key was given."""
   device = full.mesh.devices.flat[0]
   model, length = config.model, config.data.max_target_length
   parameters = counts.parameter_count(model)
@@ -50,7 +48,8 @@ def announce(
     log.line(line)
   if warning := describe.vocabulary_warning(source, model.vocab_size):
     log.warning(warning)
-  for shortage in _shortages(config, cluster, full):
+  copied, in_storage = cluster.copied(cluster.view(cluster.slices)), cluster.coordination.saves_in_storage()
+  for shortage in disk_space.warnings(config, full.state, in_storage=in_storage, copied=copied):
     log.warning(shortage)
   if config.run.log_config:
     _print_config(config, log)
@@ -75,12 +74,6 @@ def announce(
     chip_hour_price=config.observe.chip_hour_price,
     **environment.describe(),
   )
-
-
-def _shortages(config: Config, cluster: Cluster, full: Program) -> list[str]:
-  """Returns a warning for each place that lacks space for what the run saves there."""
-  copied, in_storage = cluster.copied(cluster.view(cluster.slices)), cluster.coordination.saves_in_storage()
-  return [*disk_space.warnings(config, full.state, in_storage=in_storage, copied=copied)]
 
 
 def _experts(model: ModelSection, full: Program) -> list[str]:

@@ -7,7 +7,6 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,39 +23,28 @@ from trainer.program import optimizers
 from trainer.program.program import Program
 from trainer.program.state import TrainState
 from trainer.run.after_step import Actions
-from trainer.run.driver import Driver, Start
+from trainer.run.driver import Driver, Start, on_host
 from trainer.run.many_worlds import ManyWorlds
 from trainer.run.one_controller import OneController
 from trainer.run.session import Session
 from trainer.run.step_records import StepRecords
 
 
-@dataclass(frozen=True)
 class Attempt:
   """What an attempt on the slices of `view` is made of. `step` counts completed steps."""
 
-  config: Config
-  session: Session
-  elastic: ElasticRun
-  view: View
-  survivors: frozenset[int]  # slices whose host memory has outlived the previous attempt
-  program: Program
-  tiers: Tiers
-  driver: Driver
-  records: StepRecords
-  profiler: Profiler
-
-  @classmethod
-  def open(
-    cls,
+  def __init__(
+    self,
     config: Config,
     session: Session,
     elastic: ElasticRun,
     view: View,
     survivors: frozenset[int],
     stack: contextlib.ExitStack,
-  ) -> Attempt:
-    """Everything about these slices that needs no array. `stack` closes it."""
+  ) -> None:
+    """Makes everything about these slices that needs no array. `stack` closes it. survivors: slices whose host memory
+    has outlived the previous attempt."""
+    self.config, self.session, self.elastic, self.view, self.survivors = config, session, elastic, view, survivors
 
     def close(call: Callable[[], object]) -> None:
       session.watchdog.rest()  # no step is expected any more
@@ -65,7 +53,7 @@ class Attempt:
 
     cluster = session.cluster
     guard = elastic.guard(view, session.watchdog.late_after)
-    tiers = Tiers(
+    self.tiers = Tiers(
       config.checkpoint,
       config.run_directory,
       world=cluster.world,
@@ -79,18 +67,17 @@ class Attempt:
       warn=session.log.warning,
       emit=session.events.emit,
     )
-    stack.callback(close, tiers.close)
-    program = session.programs.program(view)
-    driver: Driver
+    stack.callback(close, self.tiers.close)
+    self.program = session.programs.program(view)
+    self.driver: Driver
     if (peers := cluster.coordination.peers) is None:
-      driver = OneController(config, session, elastic, view, guard, program)
+      self.driver = OneController(config, session, elastic, view, guard, self.program)
     else:
-      driver = ManyWorlds(config, session, elastic, view, program, peers, tiers)
-    stack.callback(close, driver.close)
-    records = StepRecords(config, session, elastic, driver, program.mesh.devices.flat[0])
-    profiler = Profiler(config.run_directory, config.observe, session.log, session.events)
-    stack.callback(close, profiler.close)
-    return cls(config, session, elastic, view, survivors, program, tiers, driver, records, profiler)
+      self.driver = ManyWorlds(config, session, elastic, view, self.program, peers, self.tiers)
+    stack.callback(close, self.driver.close)
+    self.records = StepRecords(config, session, elastic, self.driver, self.program.mesh.devices.flat[0])
+    self.profiler = Profiler(config.run_directory, config.observe, session.log, session.events)
+    stack.callback(close, self.profiler.close)
 
   # ---- the beginning
 
@@ -161,10 +148,7 @@ class Attempt:
         self._commit_last(step, state, loss)
 
   def save_restored(self, start: Start, loss: float | None) -> None:
-    """Commits the restored last state, unless it is in the storage already.
-
-    An earlier process may have ended before it committed the last checkpoint.
-    """
+    """Commits the restored last state: an earlier process may have ended before it had committed it in the storage."""
     if start.tier == "persistent":
       return
     with self.session.watchdog.during("save"):
@@ -194,11 +178,8 @@ class Attempt:
     return step >= self.config.run.steps or (period > 0 and step % period == 0)
 
   def make_up_evaluation(self, params: Params, step: int) -> float:
-    """Evaluates the state that the attempt starts from: an evaluation is due there, and metrics.jsonl does not have it.
-
-    Returns its loss. An earlier process stopped at this step, or was killed before the record was safe, or had fewer
-    sets.
-    """
+    """Evaluates the state that the attempt starts from, because an evaluation is due and metrics.jsonl does not have
+    it, or not for all sets. Returns its loss. An earlier process stopped or was killed here, or had fewer sets."""
     self.session.log.line(
       f"An evaluation was due at step {step}, and it or one of its sets is missing: evaluating now."
     )
@@ -207,15 +188,13 @@ class Attempt:
     return loss
 
   def evaluate(self, params: Params, step: int) -> float:
-    """Evaluates each evaluation set on its first eval_steps batches, and writes the mean losses, in nats per token.
-
-    Returns the loss of the main set.
-    """
+    """Returns the main set's mean loss on its first eval_steps batches, in nats per token. Records those of all
+    sets."""
     session, data, start = self.session, self.session.data, time.monotonic()
     self.elastic.reached("eval", step)
     with session.watchdog.during("evaluation"):
       computed = self.driver.evaluate(params, data.eval_batches(self.config.observe.eval_steps))
-      sums = self.driver.read(computed, f"the evaluation at step {step}")
+      sums = self.driver.call(lambda: on_host(computed), f"the evaluation at step {step}")
       scores = session.scorer.score(params, step, session.log)
       totals = [[sum(float(value) for value in values) for values in zip(*parts)] for parts in sums]
     losses = {name: loss / weight if weight else math.nan for name, (loss, weight) in zip(data.evaluations, totals)}

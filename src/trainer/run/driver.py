@@ -30,75 +30,48 @@ class Start:
   stops: bool = False  # the process must stop: it saves this state and computes nothing more
 
 
+def on_host(arrays: Any) -> Any:
+  """The arrays on the host, for `Driver.call`: a slice may also hang between a computation and the copy to the host."""
+  return jax.device_get(jax.block_until_ready(arrays))
+
+
 class Driver(Protocol):
   """The steps of one attempt. `n` counts completed steps: step(state, n) turns the state after n - 1 steps into n's."""
 
   runs_ahead: bool  # whether `step` returns before the step is computed: its record is written during the next one
   coordination_errors: tuple[type[Exception], ...]  # what says that the worlds of the run cannot agree any more
+  data_wait_seconds: float  # how long the last step waited for its batch
+  slice_seconds: dict[str, float] | None  # {slice: seconds that it computed in the last step}; None: not timed
 
   @property
   def alive(self) -> int:
     """Slices that compute."""
-    ...
-
-  @property
-  def data_wait_seconds(self) -> float:
-    """How long the last step waited for its batch."""
-    ...
-
-  @property
-  def slice_seconds(self) -> dict[str, float] | None:
-    """{slice: seconds that it computed in the last step}; None if slices are not timed one by one."""
-    ...
 
   def start(self, restore: Callable[[], Start], resume: Callable[[Start], None]) -> Start:
-    """What the attempt starts from: the result of restore(), or the state of slices that are ahead.
-
-    Compiles the step, and calls resume(start) before it reads the first batch. If the process must stop already, it
-    only restores: see `Start.stops`.
-    """
-    ...
+    """What the attempt starts from: the result of restore(), or the state of slices that are ahead. Compiles the step,
+    and calls resume(start) before it reads the first batch. `Start.stops`: it only restores."""
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
-    """The next state (the old one's buffers are donated) and the step's metrics, perhaps not computed yet.
-
-    Raises only if the attempt must end.
-    """
-    ...
+    """The next state (the old one's buffers are donated) and metrics, perhaps not computed yet. An error ends it."""
 
   def evaluate(self, params: Params, batches: Sequence[int]) -> list[list[LossSums]]:
     """For each set, sums over its first batches[set] batches, perhaps not computed yet, in parts to be added."""
-    ...
 
-  def wait(self, arrays: Any, what: str) -> None:
-    """Returns when the arrays are computed; raises their error, or SliceHang. `what` names the work in messages."""
-    ...
-
-  def read(self, arrays: Any, what: str) -> Any:
-    """The arrays on the host; raises their error, or SliceHang."""
-    ...
-
-  def call(self, work: Callable[[], None], what: str) -> None:
-    """Calls work(), which waits for the slices; raises its error, or SliceHang."""
-    ...
+  def call(self, work: Callable[[], object], what: str) -> Any:
+    """The result of work(), which waits for the slices; raises its error, or SliceHang. `what` names it in messages."""
 
   def resize_due(self, n: int) -> bool:
     """Whether the attempt should end after step n, so that the next one uses slices that have returned."""
-    ...
 
   def leaves(self) -> bool:
     """Whether this process ends and the run goes on without it: what follows the last step is the others' task."""
-    ...
 
   def finish(self, save: Callable[[], object]) -> None:
     """The last save of this process is committed. Calls save() if another process was to save, and is lost."""
-    ...
 
   def end_without_coordination(self, save: Callable[[int, TrainState], object]) -> Outcome:
     """Ends the attempt after one of `coordination_errors`: save(step, state) of the last state, so that a restart of
     the whole run loses nothing."""
-    ...
 
   def close(self) -> None:
     """Ends the threads that prepare the next steps."""
-    ...

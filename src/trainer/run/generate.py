@@ -16,30 +16,16 @@ from trainer.run.session import Session
 
 
 def continue_text(
-  model: DecoderFunctions,
-  params: Params,
-  tokenizer: Tokenizer,
-  prompt: str,
-  *,
-  tokens: int,
-  temperature: float = 0.7,
-  seed: int = 0,
+  model: DecoderFunctions, params: Params, tokenizer: Tokenizer, prompt: str, *, tokens: int, seed: int = 0
 ) -> str:
-  """The text of `tokens` tokens sampled after `prompt` at `temperature` (0: always the most likely token).
-
-  `params` must be on one device. Deterministic.
-  """
-  sampling = Sampling(temperature, seed=seed)
+  """The text of `tokens` tokens sampled after `prompt`. `params` must be on one device. Deterministic."""
   ids = [tokenizer.encode(prompt) or [tokenizer.eos_id]]
-  steps = generation.stream(model, params, ids, tokens, vocab_size=tokenizer.vocab_size, sampling=sampling)
+  steps = generation.stream(model, params, ids, tokens, vocab_size=tokenizer.vocab_size, sampling=Sampling(seed=seed))
   return tokenizer.decode(id for (id,) in steps if id is not None)
 
 
 def sample(config: Config, session: Session, prog: Program, params: Params, step: int) -> None:
-  """Prints the trained model's continuation of sample_prompt, so that a person sees what it has learned.
-
-  The run is complete without it: if one device cannot hold the model, the log has a warning.
-  """
+  """Prints the trained model's continuation of sample_prompt. If one device cannot hold the model, prints a warning."""
   tokenizer = session.data.train.tokenizer
   if not config.observe.sample_prompt or not session.cluster.coordination.saves_in_storage():
     return

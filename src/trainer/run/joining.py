@@ -26,11 +26,8 @@ from worlds.peers import Peers
 def join(
   session: Session, elastic: ElasticRun, peers: Peers, abstract: TrainState, tiers: Tiers, restore: Callable[[], Start]
 ) -> Start:
-  """The state that the run starts from, or that members which are ahead send to this one.
-
-  This member must be able to compute now. restore(): the newest good state, or a fresh one; called if this member is
-  asked to lead. Raises RunEnded and SupervisorLost.
-  """
+  """The state that the run starts from, or that members which are ahead send to this one. It must be able to compute.
+  restore(): the newest good state, or a fresh one; called if this member leads. Raises RunEnded and SupervisorLost."""
   membership, led = peers.membership, None
   begin = time.monotonic()
   membership.send("ready", newest=tiers.newest(), holds=False)
@@ -116,9 +113,11 @@ class _Others:
       raise LenderLost(str(error)) from error
 
 
-def header(config: Config, session: Session, elastic: ElasticRun, step: int) -> dict[str, Any]:
-  """What a member that joins after `step` must know besides the state, as JSON."""
+def header(config: Config, session: Session, elastic: ElasticRun, step: int, evaluated: bool) -> dict[str, Any]:
+  """What a member that joins after `step` must know besides the state, as JSON. evaluated: whether the state is."""
   return {
+    "step": step,
+    "evaluated": evaluated,
     "meta": session.data.meta(config, step),
     "records": session.metrics.remembered(),
     "down_events": elastic.down_events,

@@ -7,7 +7,6 @@ process: members that are lost or join change who computes which shares, and not
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,14 +115,8 @@ class ManyWorlds:
     self._evaluated = True
     return [[(loss, weight)] for loss, weight in scalars.reshape(-1, 2)]
 
-  def wait(self, arrays: Any, what: str) -> None:
-    jax.block_until_ready(arrays)
-
-  def read(self, arrays: Any, what: str) -> Any:
-    return jax.device_get(arrays)
-
-  def call(self, work: Callable[[], None], what: str) -> None:
-    work()
+  def call(self, work: Callable[[], object], what: str) -> Any:
+    return work()
 
   def resize_due(self, n: int) -> bool:
     return False  # members join between two steps of the same attempt
@@ -142,10 +135,8 @@ class ManyWorlds:
     session, peers, step = self._session, self._peers, self._step
 
     def goes_on() -> bool:
-      """Whether the others train on, and save. Without a network, the storage tells: nobody is ahead by two steps.
-
-      The processes of a slice may see different things, and must save together or not at all.
-      """
+      """Whether the others train on, and save. Without a network, the storage tells: nobody is ahead by two steps. The
+      processes of a slice may see different things, and must save together or not at all."""
       ahead = peers.supervisor_lives() or session.metrics.recorded_step() > step + 1
       return any(session.cluster.world.gather(ahead))
 
@@ -168,16 +159,15 @@ class ManyWorlds:
     return {share: self._train.share(index, share) for share in self._peers.shares}
 
   def _send_state(self, member: int) -> None:
-    header = joining.header(self._config, self._session, self._elastic, self._step)
-    header |= {"step": self._step, "evaluated": self._evaluated}
+    header = joining.header(self._config, self._session, self._elastic, self._step, self._evaluated)
     arrays = state_transfer.local_parts(self._state)
     with self._session.watchdog.during("state for another slice"):
       self._peers.exchange.send_state(member, header, arrays)
 
   def _receive_state(self, member: int) -> None:
-    arrays = functools.partial(state_transfer.empty_parts, self._state)
     with self._session.watchdog.during("state from another slice"):
-      header, _ = self._peers.exchange.receive_state(member, lambda header: arrays())
+      allocate = lambda header: state_transfer.empty_parts(self._state)
+      header, _ = self._peers.exchange.receive_state(member, allocate)
     assert header["step"] == self._step, f"member {member} sends step {header['step']}, and this one has {self._step}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,19 +36,14 @@ class OneController:
     """guard: waits for the slices of `view`."""
     self._config, self._session, self._elastic = config, session, elastic
     self._view, self._guard, self._program = view, guard, program
-    self._compiled_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]] | None = None
-    self._batches: Prefetcher[Batch] | None = None
     self._evaluations = [Feed(loader, program) for loader in session.data.evaluations.values()]
     self._steps = 0  # of this attempt
+    self.data_wait_seconds = 0.0
+    self._threads = contextlib.ExitStack()  # empty if the attempt ends before it has a state
 
   @property
   def alive(self) -> int:
     return self._view.num_alive
-
-  @property
-  def data_wait_seconds(self) -> float:
-    assert self._batches is not None
-    return self._batches.waited_seconds
 
   def start(self, restore: Callable[[], Start], resume: Callable[[Start], None]) -> Start:
     restoring = Waiter(restore, "the restore")  # while this thread compiles
@@ -60,12 +56,13 @@ class OneController:
     resume(start)
     feed = Feed(self._session.data.train, self._program)
     self._batches = Prefetcher(feed, start.step, self._config.run.steps)
+    self._threads.callback(self._batches.close)
     return start
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
-    assert self._batches is not None and self._compiled_step is not None
     index, batch = next(self._batches)
     assert index == n - 1, f"step {n} got the batch of step {index + 1}"
+    self.data_wait_seconds = self._batches.waited_seconds
     self._elastic.steps.current_step = n
     self._elastic.reached("step", n)
     result = self._compiled_step(state, self._on_slices(batch))
@@ -81,14 +78,8 @@ class OneController:
         for batch, count in zip(self._evaluations, batches, strict=True)
       ]
 
-  def wait(self, arrays: Any, what: str) -> None:
-    self._guard.wait_for_arrays(arrays, what)
-
-  def read(self, arrays: Any, what: str) -> Any:
-    return self._guard.read(arrays, what)
-
-  def call(self, work: Callable[[], None], what: str) -> None:
-    self._guard.call(work, what)
+  def call(self, work: Callable[[], object], what: str) -> Any:
+    return self._guard.call(work, what)
 
   def resize_due(self, n: int) -> bool:
     return self._elastic.resize_due(self._view, n)
@@ -103,8 +94,7 @@ class OneController:
     raise AssertionError("one controller needs no coordination")
 
   def close(self) -> None:
-    if self._batches is not None:
-      self._batches.close()
+    self._threads.close()
 
   def _on_slices(self, batch: Batch) -> Batch:
     """The batch as the slices get it: in error state if one of them is lost and only simulated."""

@@ -29,9 +29,7 @@ Share = int
 @dataclasses.dataclass(frozen=True)
 class Own:
   """What one share of this member, or several together, add to a round. scalars: float32; known before all gradients.
-
-  grads: what is exchanged; None in an evaluation. parts: what is added to other shares first, with balanced sums only.
-  """
+  grads: what is exchanged; None in an evaluation. parts: what is added to other shares first, if sums are balanced."""
 
   scalars: Any
   grads: HostCopy | None = None
@@ -55,9 +53,7 @@ class Rounds:
     receive_state: Callable[[int], None],
   ) -> None:
     """wire: the type of gradients on their way. balanced: a member exchanges one sum, not the sums of its shares.
-
-    send_state, receive_state: see `Peers.connect`.
-    """
+    send_state, receive_state: see `Peers.connect`."""
     self._peers, self._halves, self._wire, self._balanced = peers, halves, wire, balanced
     self._send_state, self._receive_state = send_state, receive_state
     self.layout = FlatLayout(halves.abstract.grads)
@@ -73,10 +69,8 @@ class Rounds:
   def agree(
     self, round_name: str, compute: Callable[[Share], Own], total: np.ndarray | None
   ) -> tuple[np.ndarray, dict[str, float]]:
-    """(sums of the scalars over all shares, the members' seconds) once the round is committed; fills `total`.
-
-    compute(share): called for the shares that this member computes, once for each.
-    """
+    """(sums of the scalars over all shares, the members' seconds) once the round is committed; fills `total`. Calls
+    compute(share) once for each share of this member."""
     peers, held, seconds = self._peers, dict[Share, Own](), 0.0
     while True:
       peers.connect(self._send_state, self._receive_state)
@@ -96,13 +90,13 @@ class Rounds:
         total_scalars = np.empty_like(next(iter(scalars.values())))
         peers.exchange.reduce(round_name, scalars, dealt, total_scalars)
         report.result()
-        committed = peers.commit(round_name)
+        member_seconds = peers.commit(round_name)
       except PeerLost as error:
         peers.exchange_failed(error)
       except MembershipChanged:
         pass  # the round was not committed: it is repeated, and `held` keeps the sums that are computed
       else:
-        return total_scalars, committed.seconds
+        return total_scalars, member_seconds
       finally:
         seconds = report.result()
 
@@ -116,10 +110,8 @@ class Rounds:
     return seconds
 
   def _parts(self, own: dict[Share, Own]) -> tuple[dict[int, Own], Mapping[int, Sequence[int]]]:
-    """(what this member exchanges, by number; {member: the numbers of its parts}).
-
-    bitwise: its shares. balanced: their sum; the number is the member's position.
-    """
+    """(what this member exchanges, by number; {member: the numbers of its parts}): its shares or, if balanced, their
+    sum with the member's position as number."""
     peers = self._peers
     if not self._balanced:
       return own, peers.dealt

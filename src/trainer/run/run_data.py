@@ -34,11 +34,8 @@ class RunData:
   _tokens_offset: int = 0  # tokens of a step minus step * tokens_per_step: the batch size may have changed
 
   def accept(self, config: Config, meta: Mapping[str, Any]) -> list[str]:
-    """Lines that name the harmless differences between a checkpoint's meta and the present run.
-
-    Continues the checkpoint's order of examples, which is part of the comparison. Raises ConfigMismatch if the run may
-    not resume from the checkpoint.
-    """
+    """Continues the order of examples of a checkpoint with this `meta`. Returns lines that name the harmless
+    differences between it and the present run. Raises ConfigMismatch if the run may not resume from it."""
     self.use_order(meta)
     return checkpoint_meta.check_config(meta, config.flat(), self.identity, config.run.allow_config_change)
 
@@ -56,11 +53,9 @@ class RunData:
       self.identity = self.identity | {"data": self.train.fingerprint()}
 
   def resume(self, step: int, meta: Mapping[str, Any] | None) -> list[str]:
-    """The run continues after `step` with the next example. meta: of the restored state; None: a fresh start.
-
-    The cursor in `meta` matters if the batch size or the data have changed. Returns lines for the log. Raises
-    ConfigError if the data end before the run.
-    """
+    """The run continues after `step` with the next example. meta: of the restored state, whose cursor matters if the
+    batch size or the data have changed; None: a fresh start. Returns lines for the log. Raises ConfigError if the data
+    end too early."""
     self.use_order(meta)
     same = meta is not None and meta["identity"].get("data") == self.identity["data"]
     lines = self.train.resume(step, meta and meta["cursor"], same=same)
@@ -80,10 +75,8 @@ class RunData:
     return lines
 
   def _compare_next(self, step: int, meta: Mapping[str, Any]) -> list[str]:
-    """A line for the log: whether the next examples are those that the checkpoint announces.
-
-    Raises ConfigMismatch if they differ, unless the data may change.
-    """
+    """A line for the log: whether the next examples are those that the checkpoint announces. If they differ and the
+    data must not change, raises ConfigMismatch."""
     saved, found = meta["cursor"].get("next_examples", ""), self.train.next_examples(step)
     place = f"example {meta['cursor']['next_example']}"
     if not saved or not found:
@@ -129,11 +122,8 @@ def open_loader(
 def open_data(
   config: Config, global_batch_size: int, note: Callable[[str], None], own: Source | None = None
 ) -> Iterator[RunData]:
-  """Opens the data and closes it at the end. `note` receives lines for the log.
-
-  own: examples to train on, in the place of those that the configuration names. Raises ConfigError if the data cannot
-  serve this configuration.
-  """
+  """Opens the data and closes it at the end. note: gets lines for the log. own: examples to train on, in the place of
+  the configuration's. Raises ConfigError if the data cannot serve this configuration."""
   with contextlib.ExitStack() as stack:
 
     def load(split: Split) -> Loader:
@@ -176,10 +166,7 @@ def _main_set(config: Config, evaluations: Mapping[str, Loader]) -> str:
 
 
 def _evaluates(config: Config, train: Loader, note: Callable[[str], None]) -> bool:
-  """Whether the run evaluates data of other keys than eval_sets. By default it does if there is held-out text.
-
-  Random tokens teach nothing.
-  """
+  """Whether the run evaluates data of other keys than eval_sets; by default if there is held-out text (not random)."""
   data, observe = config.data, config.observe
   if data.eval_sets and not (train.has_eval or data.names_eval_data):
     return False

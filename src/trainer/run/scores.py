@@ -18,11 +18,8 @@ from trainer.weights.tasks import Scores, Tasks
 
 
 class Scorer:
-  """Scores the model of a run on its eval_tasks, if it has any.
-
-  Every process of a run scores the whole model on a device of its own, as every process remembers an evaluation: the
-  next primary has the scores if the primary is lost.
-  """
+  """Scores the model of a run on its eval_tasks, if it has any. Every process scores the whole model on a device of its
+  own: so the next primary has the scores if the primary is lost."""
 
   def __init__(self, config: Config, data: RunData) -> None:
     """Raises ConfigError if the tasks are not there, or the run cannot score them."""
@@ -41,9 +38,7 @@ class Scorer:
 
   def score(self, params: Params, step: int, log: Log) -> Scores | None:
     """The scores of the parameters after `step`, on one of their devices; None: no tasks, or a warning says why not.
-
-    All processes that hold parts of `params` must call.
-    """
+    All processes that hold parts of `params` must call."""
     if self._tasks is None or self._tokenizer is None:
       return None
     start, folder = time.monotonic(), f"{self._config.run_directory}/{sources.TOKENIZER}"

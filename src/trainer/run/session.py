@@ -78,10 +78,8 @@ class Session:
       gc.enable()  # still off if the first attempt was never ready; a lost attempt's objects must be collected
 
   def ready(self, config: Config, step: int) -> None:
-    """To be called when the next step can be dispatched: records how long that took, and writes {run}/config.yml.
-
-    The configuration is written only now: before, the checkpoint could have refused it.
-    """
+    """The next step can be dispatched: records how long that took. Writes {run}/config.yml, only now, because before,
+    the checkpoint could have refused it."""
     now = time.monotonic()
     if self.cluster.coordination.is_primary and not self.was_ready:
       files.write_text(config.run_directory, CONFIG_FILE, cli.print_config(config))
@@ -97,10 +95,8 @@ class Session:
       gc.enable()
 
   def change_role(self, config: Config, is_primary: bool) -> None:
-    """Begins or ends the writing of the run's files by this process, which now is the primary, or no longer is.
-
-    A new primary also records the steps that the primary before it has not recorded.
-    """
+    """This process now is the primary, or no longer is: begins or ends the writing of the run's files. A new primary
+    also records the steps that the primary before it has not recorded."""
     if not is_primary:
       for record in (self.metrics, self.events, self.log):
         record.hand_over()
@@ -146,11 +142,8 @@ def open_session(
   origins: Mapping[str, str] | None = None,
   additions: Additions = NO_ADDITIONS,
 ) -> Iterator[Session]:
-  """Checks that the program fits the devices, opens the data and the run's folder, and closes all at the end.
-
-  origins: where each given key was given (see `load_with_origins`), for the report. additions: see `Additions`.
-  Raises ConfigError for wrong input, before the run's folder is created.
-  """
+  """Checks that the program fits the devices, opens the data and the run's folder, and closes all at the end. origins:
+  where each key was given, for the report. Raises ConfigError for wrong input, before the run's folder is created."""
   world, full_program = cluster.world, program.of_view(config, cluster.view(cluster.slices))
   memory.require_fit(full_program.state, counts.parameter_count(config.model), cluster.kind)
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
@@ -163,7 +156,9 @@ def open_session(
     stack.callback(log.close)
     stack.enter_context(_lock(config, cluster, log))
     events = _events(config, cluster, log, stack)
-    identity = _run_id(config, cluster)
+    identity = ""
+    if config.checkpoint.enable_checkpointing:
+      identity = run_id.establish(config.run_directory, world, cluster.coordination.fresh_run_id)
     metrics = _metrics(config, cluster, events, log, identity, stack)
     metrics.callbacks += additions.callbacks
     progress = _progress(config, cluster, log)
@@ -253,10 +248,7 @@ def _events(config: Config, cluster: Cluster, log: Log, stack: contextlib.ExitSt
 def _watchdog(
   config: Config, cluster: Cluster, signals: Signals, log: Log, events: EventLog, stack: contextlib.ExitStack
 ) -> Watchdog:
-  """The watchdog, stopped with `stack`.
-
-  Lets the other worlds of the run know what this process does. If nobody watches it any more, its hangs end.
-  """
+  """The watchdog, stopped with `stack`. The other worlds learn what this process does; without them its hangs end."""
   recovers = config.elastic.elastic_enabled and cluster.recovers_in_process
   watchdog = Watchdog(config.observe.watchdog_timeout_seconds, log, events, recovers=recovers)
   stack.callback(watchdog.stop)
@@ -290,12 +282,6 @@ def _progress(config: Config, cluster: Cluster, log: Log) -> Progress:
     log_period=config.observe.log_period,
     terminal=None if cluster.coordination.is_primary else False,
   )
-
-
-def _run_id(config: Config, cluster: Cluster) -> str:
-  if not config.checkpoint.enable_checkpointing:
-    return ""
-  return run_id.establish(config.run_directory, cluster.world, cluster.coordination.fresh_run_id)
 
 
 def _program_cache(

@@ -14,7 +14,7 @@ from trainer.models import experts
 from trainer.observe.metrics import StepRecord
 from trainer.observe.throughput import Throughput
 from trainer.program import step as step_lib
-from trainer.run.driver import Driver, Metrics
+from trainer.run.driver import Driver, Metrics, on_host
 from trainer.run.session import Session
 
 
@@ -55,7 +55,7 @@ class StepRecords:
     if self._pending is None:
       return
     (step, arrays, data_wait, slice_seconds), self._pending = self._pending, None
-    values = step_lib.metric_values(self._driver.read(arrays, f"step {step}"))
+    values = step_lib.metric_values(self._driver.call(lambda: on_host(arrays), f"step {step}"))
     now = time.monotonic()
     seconds, self._last = now - self._last, now
     alive = self._driver.alive

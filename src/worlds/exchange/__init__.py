@@ -3,8 +3,8 @@
 A lost member never enters XLA: it is a broken connection, PeerLost. Imports only NumPy, JAX and the standard library.
 """
 
-from worlds.exchange.errors import CorruptFrame, MismatchedCall, PeerLost, Unreachable
+from worlds.exchange.errors import MismatchedCall, PeerLost, Unreachable
 from worlds.exchange.exchange import Exchange
 from worlds.exchange.layout import FlatLayout, HostCopy, Part
 
-__all__ = ["CorruptFrame", "Exchange", "FlatLayout", "HostCopy", "MismatchedCall", "Part", "PeerLost", "Unreachable"]
+__all__ = ["Exchange", "FlatLayout", "HostCopy", "MismatchedCall", "Part", "PeerLost", "Unreachable"]

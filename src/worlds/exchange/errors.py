@@ -8,8 +8,8 @@ from collections.abc import Iterable
 class PeerLost(RuntimeError):
   """The connections of this epoch are unusable: wait for the next epoch, connect, and repeat the call.
 
-  members: the peers whose connections failed, ascending. A living peer that has begun a later epoch is also among them,
-  so only the supervisor decides who is lost. Empty if `Exchange.interrupt` ended the call.
+  members: the peers whose connections failed or brought damaged data, ascending. A living peer that has begun a later
+  epoch is also among them, so only the supervisor decides who is lost. Empty if `Exchange.interrupt` ended the call.
   """
 
   def __init__(self, members: Iterable[int], reason: str) -> None:
@@ -19,17 +19,7 @@ class PeerLost(RuntimeError):
 
 
 class Unreachable(PeerLost):
-  """No connection to a peer, although it may live: the network between the two may be broken.
-
-  Report the peer to the supervisor, which decides who of the two goes on.
-  """
-
-
-class CorruptFrame(PeerLost):
-  """A frame of a living peer arrived damaged.
-
-  Report the peer to the supervisor and continue as after PeerLost: in the next epoch the data is sent again.
-  """
+  """No connection to a peer, which may live: the network may be broken. The supervisor decides who goes on."""
 
 
 class MismatchedCall(RuntimeError):

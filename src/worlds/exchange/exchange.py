@@ -22,9 +22,10 @@ import numpy as np
 from worlds.exchange import state
 from worlds.exchange.errors import PeerLost
 from worlds.exchange.handshake import TOKEN_BYTES, Call
+from worlds.exchange.layout import HostCopy
 from worlds.exchange.link import Link, Stop, Stopped
 from worlds.exchange.listener import Listener, dial
-from worlds.exchange.reduction import HostData, Plan, Reduction, Wire
+from worlds.exchange.reduction import Plan, Reduction, Wire
 
 
 class Exchange:
@@ -59,10 +60,8 @@ class Exchange:
 
   def connect(self, epoch: int, peers: Mapping[int, str]) -> None:
     """Connects with the peers of an epoch, {member: address}, this member included. Drops all earlier connections.
-
-    Epochs ascend. Raises PeerLost with the members that cannot be reached within the time limit, or that refuse; and
-    without members if `interrupt` has named a later epoch.
-    """
+    Epochs ascend. Raises PeerLost with the members that refuse or cannot be reached in time, and without members if
+    `interrupt` has named a later epoch."""
     assert self._member in peers and epoch > self._epoch, f"epoch {epoch} after {self._epoch}, members {list(peers)}"
     self._drop_links()
     with self._lock:
@@ -85,7 +84,7 @@ class Exchange:
   def reduce(
     self,
     tag: str,
-    own: Mapping[int, np.ndarray | HostData],
+    own: Mapping[int, np.ndarray | HostCopy],
     dealt: Mapping[int, Sequence[int]],
     out: np.ndarray,
     wire: Wire = "float32",
@@ -105,19 +104,20 @@ class Exchange:
     known: ranges [start, stop) of the values in the order in which the members compute them, equal on all members. The
     values are exchanged in this order, so that a sum may begin before all values of `own` are computed.
 
-    Raises PeerLost if a connection fails or `interrupt` is called, CorruptFrame for a wrong checksum, MismatchedCall if
-    the members disagree, and errors of reading `own`, which `interrupt` cannot end. After any error this epoch is over
-    for this member, and `out` is undefined. The other connections stay open until the next `connect`, so that peers see
-    only the failures that really happened: report the error to the supervisor, which ends the epoch for them. There is
-    no time limit: a peer may compile, and the supervisor notices a peer that hangs.
+    Raises PeerLost if a connection fails or `interrupt` is called, MismatchedCall if the members disagree, and errors
+    of reading `own`, which `interrupt` cannot end. After any error this epoch is over for this member, and `out` is
+    undefined. The other connections stay open until the next `connect`, so that peers see only the failures that really
+    happened: report the error to the supervisor, which ends the epoch for them. There is no time limit: a peer may
+    compile, and the supervisor notices a peer that hangs.
     """
     assert set(dealt) == {self._member, *self._links} and set(own) == set(dealt[self._member]), (dealt, list(own))
-    assert out.dtype == np.float32 and out.ndim == 1 and all(data.size == out.size for data in own.values())
+    arrays = [out, *(data for data in own.values() if isinstance(data, np.ndarray))]
+    assert all(array.dtype == np.float32 and array.ndim == 1 for array in arrays), "arrays must be float32 [F]"
+    assert all(data.size == out.size for data in own.values())
     plan = Plan(dealt, out.size, wire, known)
-    data = {share: _Array(x) if isinstance(x, np.ndarray) else x for share, x in own.items()}
     links = list(self._links.values())
     with self._in_epoch():
-      Reduction(plan, plan.identify(self._epoch, tag), self._member, data, out, links, self._stop).run()
+      Reduction(plan, plan.identify(self._epoch, tag), self._member, own, out, links, self._stop).run()
 
   def send_state(self, member: int, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
     """Sends the run's state to a member that has just joined. header: JSON. Raises PeerLost."""
@@ -127,28 +127,21 @@ class Exchange:
   def receive_state(
     self, member: int, allocate: Callable[[dict[str, Any]], Sequence[np.ndarray]]
   ) -> tuple[dict[str, Any], Sequence[np.ndarray]]:
-    """Returns the header and the arrays that `member` sends.
-
-    allocate: returns C-contiguous arrays to be filled, of the right shapes, for a header; it may refuse the header with
-    an exception. Raises PeerLost, CorruptFrame, and MismatchedCall if the arrays of the sender have other sizes.
-    """
+    """Returns the header and the arrays that `member` sends. allocate(header): returns C-contiguous arrays to fill, of
+    the right shapes, or refuses the header with an error. Raises PeerLost, and MismatchedCall if the sender has arrays
+    of other sizes."""
     with self._in_epoch():
       return state.receive(self._links[member], self._epoch, allocate)
 
-  def wait_closed(self, member: int, seconds: float) -> bool:
-    """Whether `member` closes its connection of the last epoch within `seconds`, or has none: as a rule it has ended.
-
-    For the end of a run, after an interruption: data that it still sends are dropped.
-    """
-    link = self._links.get(member)
-    return link is None or link.wait_closed(seconds)
+  def wait_closed(self, member: int, seconds: float) -> None:
+    """Returns when `member` has closed its connection of the last epoch, as a rule because it has ended, or after
+    `seconds`. For the end of a run: drops data that `member` still sends."""
+    if link := self._links.get(member):
+      link.wait_closed(seconds)
 
   def interrupt(self, next_epoch: int) -> None:
-    """Ends all epochs before `next_epoch`: a blocked call, and every later call for such an epoch, raises PeerLost.
-
-    The number makes it safe to call this before the caller's thread has connected to the epoch that is now over. Do not
-    call it from a signal handler, because it takes a lock.
-    """
+    """Ends all epochs before `next_epoch`: a blocked call, and every later call for such an epoch, raises PeerLost. The
+    caller's thread need not have connected to the epoch that is now over. Takes a lock: not for signal handlers."""
     with self._lock:
       self._first_allowed = max(self._first_allowed, next_epoch)
       if self._epoch < self._first_allowed:
@@ -180,15 +173,3 @@ class Exchange:
     for link in self._links.values():
       link.close()
     self._links.clear()
-
-
-class _Array:
-  """A share that is in host memory already."""
-
-  def __init__(self, values: np.ndarray) -> None:
-    assert values.dtype == np.float32 and values.ndim == 1, f"{values.dtype}{list(values.shape)}"
-    self.size = values.size
-    self._values = values
-
-  def read(self, start: int, stop: int) -> np.ndarray:
-    return self._values[start:stop]

@@ -31,11 +31,8 @@ class _Leaf:
 
 
 class Part(NamedTuple):
-  """Some arrays of a pytree, or some rows of them, for `FlatLayout`.
-
-  tree: nested as the whole tree, without the keys that it has no arrays of; arrays, or ShapeDtypeStructs with
-  shardings. first: the index of their first row in the whole arrays.
-  """
+  """Some arrays of a pytree, or some rows of them. tree: nested as the whole tree, without the keys that it has no
+  arrays of; arrays, or ShapeDtypeStructs with shardings. first: the index of their first row in the whole arrays."""
 
   tree: Any
   first: int = 0
@@ -79,11 +76,9 @@ class FlatLayout:
     return [(start, start + size) for start, size in places]
 
   def to_host(self, parts: Sequence[Part]) -> HostCopy:
-    """Starts the copies of all shards of `parts` to the host, and returns the values for `Exchange.reduce`.
-
-    parts: in the order in which they are computed; together they have every value once. Do not donate their arrays
-    while the copy is in use: on a CPU the copy is the memory of the arrays.
-    """
+    """Starts the copies of all shards of `parts` to the host, and returns the values for `Exchange.reduce`. parts: in
+    the order in which they are computed; together they have every value once. Do not donate their arrays while the copy
+    is in use, which on a CPU is their memory."""
     copied: list[tuple[int, Any]] = []
     for part in parts:
       for array, places in self._places(part):
@@ -108,11 +103,9 @@ class FlatLayout:
       yield array, {device: (leaf.boxes[box] + offset, math.prod(shard)) for box, device in devices.items()}
 
   def to_device(self, flat: np.ndarray) -> Any:
-    """Returns the pytree of arrays, sharded like `abstract`, with the values of `flat`.
-
-    On a CPU the arrays may share the memory of `flat`. Write to `flat` again only after every computation that reads
-    the arrays is complete, and do not donate them.
-    """
+    """Returns the pytree of arrays, sharded like `abstract`, with the values of `flat`. On a CPU the arrays may share
+    its memory: write to `flat` again only when every computation that reads them is complete, and do not donate
+    them."""
     assert flat.shape == (self.size,) and flat.dtype == np.float32, f"{flat.dtype}{list(flat.shape)}, F = {self.size}"
     views, devices = [], []
     for leaf in self._leaves:
@@ -129,11 +122,8 @@ class FlatLayout:
 
 
 class HostCopy:
-  """The values of a FlatLayout on their way to the host: the HostData of `Exchange.reduce`.
-
-  It keeps the values after they were read, so that a reduction can be repeated, and drops its references to the device
-  arrays.
-  """
+  """The values of a FlatLayout on their way to the host, for `Exchange.reduce`. Keeps the values after they were read,
+  so that a reduction can be repeated, and drops its references to the device arrays."""
 
   def __init__(self, parts: list[tuple[int, Any]], size: int) -> None:
     self.size = size

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from worlds.exchange.errors import CorruptFrame, MismatchedCall, PeerLost
+from worlds.exchange.errors import MismatchedCall, PeerLost
 
 
 class Stopped(Exception):
@@ -40,10 +40,8 @@ class Stop:
       self._is_set = True
 
   def wait(self, sock: socket.socket, event: int, deadline: float | None = None) -> None:
-    """Returns when `event` (select.POLLIN or POLLOUT) or an error is pending on `sock`.
-
-    Raises Stopped if the flag is set, and TimeoutError at `deadline` (time.monotonic seconds).
-    """
+    """Returns when `event` (select.POLLIN or POLLOUT) or an error is pending on `sock`. Raises Stopped if the flag is
+    set, and TimeoutError at `deadline` (time.monotonic seconds)."""
     poller = select.poll()
     poller.register(self._read, select.POLLIN)
     poller.register(sock, event)
@@ -92,10 +90,8 @@ class Frame(NamedTuple):
 
 
 class Link:
-  """Sends and receives frames. One thread may send while another one receives.
-
-  Every error of the connection raises PeerLost with the peer's member id; if `stop` is set, waiting raises Stopped.
-  """
+  """Sends and receives frames. One thread may send while another one receives. Every error of the connection, and a
+  wrong checksum, raises PeerLost with the peer's member id. If `stop` is set, waiting raises Stopped."""
 
   def __init__(self, member: int, sock: socket.socket, stop: Stop) -> None:
     self.member = member
@@ -110,44 +106,40 @@ class Link:
     self._send_all([memoryview(fields + _CHECKSUM.pack(zlib.crc32(fields))), payload])
 
   def receive(self) -> Frame:
-    """Returns the header of the next frame. Raises CorruptFrame if it is damaged."""
+    """Returns the header of the next frame."""
     raw = bytearray(_FIELDS.size + _CHECKSUM.size)
     self._receive_all(memoryview(raw))
     magic, *fields = _FIELDS.unpack_from(raw)
     if magic != _MAGIC or _CHECKSUM.unpack_from(raw, _FIELDS.size)[0] != zlib.crc32(raw[: _FIELDS.size]):
-      raise CorruptFrame([self.member], "the header of a frame is damaged")
+      raise PeerLost([self.member], "the header of a frame is damaged")
     return Frame(*fields)
 
   def receive_payload(self, frame: Frame, into: memoryview) -> None:
-    """Fills `into`, bytes, with the payload. Raises CorruptFrame if the checksum is wrong.
-
-    Raises MismatchedCall if the sizes differ. So no length from the network decides how much memory is allocated.
-    """
+    """Fills `into`, bytes, with the payload. Raises MismatchedCall if the sizes differ: no length from the network
+    decides how much memory is allocated."""
+    what = f"{Kind(frame.kind).name} {frame.share}, {frame.bucket}"
     if frame.length != len(into):
       raise MismatchedCall(
-        f"Member {self.member} sent {frame.length} bytes of {Kind(frame.kind).name} {frame.share}, {frame.bucket}; "
-        f"{len(into)} bytes are expected. Use equal layouts and dtypes on all members."
+        f"Member {self.member} sent {frame.length} bytes of {what}; {len(into)} bytes are expected. Use equal layouts "
+        "and dtypes on all members."
       )
     self._receive_all(into)
     if zlib.crc32(into) != frame.checksum:
-      raise CorruptFrame(
-        [self.member], f"the checksum of {Kind(frame.kind).name} {frame.share}, {frame.bucket} is wrong"
-      )
+      raise PeerLost([self.member], f"the checksum of {what} is wrong")
 
-  def wait_closed(self, seconds: float) -> bool:
-    """Whether the peer closes the connection within `seconds`. Drops what it still sends."""
+  def wait_closed(self, seconds: float) -> None:
+    """Returns when the peer has closed the connection, or after `seconds`. Drops what it still sends."""
     deadline = time.monotonic() + seconds
     poll = select.poll()
     poll.register(self._sock, select.POLLIN)
     while (left := deadline - time.monotonic()) > 0:
       try:
         if poll.poll(1000 * left) and not self._sock.recv(_DROPPED_BYTES):
-          return True
+          return
       except BlockingIOError:
         continue
       except OSError:
-        return True
-    return False
+        return
 
   def close(self) -> None:
     self._sock.close()

@@ -18,7 +18,7 @@ from worlds import addresses
 from worlds.exchange import handshake
 from worlds.exchange.errors import PeerLost, Unreachable
 from worlds.exchange.link import Stop, Stopped
-from worlds.sparse import Sparse
+from worlds.lines import Sparse
 
 HANDSHAKE_SECONDS = 2.0
 MOST_PENDING = 64  # connections without a handshake; one more closes the oldest, so that strangers block nobody
@@ -69,10 +69,8 @@ class Listener:
           sock.close()
 
   def claim(self, members: Collection[int], stop: Stop, deadline: float) -> dict[int, socket.socket]:
-    """Returns the connections of `members` for the present epoch, as soon as all have arrived.
-
-    Raises PeerLost with the missing members at `deadline` (time.monotonic seconds), and Stopped if `stop` is set.
-    """
+    """Returns the connections of `members` for the present epoch, as soon as all have arrived. Raises PeerLost with the
+    missing members at `deadline` (time.monotonic seconds), and Stopped if `stop` is set."""
     with self._arrivals:
       while missing := {m for m in members if self._arrived.get(m, (-1, None))[0] != self._epoch}:
         if stop.is_set:
@@ -191,8 +189,8 @@ class Listener:
 def dial(token: bytes, address: str, call: handshake.Call, stop: Stop, deadline: float) -> socket.socket:
   """Returns a connection to the listener at `address` ("host:port") after a handshake in both directions.
 
-  Raises Unreachable if there is no connection to the address after REACH_SECONDS. Raises PeerLost if the listener
-  refuses or does not prove that it has the token, and at `deadline`; Stopped if `stop` is set.
+  Raises Unreachable if there is no connection after REACH_SECONDS, PeerLost if the listener refuses or does not prove
+  that it has the token, and at `deadline`; Stopped if `stop` is set.
   """
   try:
     family, *_, target = socket.getaddrinfo(*addresses.split(address), type=socket.SOCK_STREAM)[0]

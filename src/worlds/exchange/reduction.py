@@ -15,28 +15,19 @@ import queue
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from worlds.exchange.errors import MismatchedCall
+from worlds.exchange.layout import HostCopy
 from worlds.exchange.link import Frame, Kind, Link, Stop, Stopped
 
 PART = 1 << 18  # elements: 1 MiB of float32
 WINDOW = 8  # buckets
 
 Wire = Literal["float32", "bfloat16"]
-
-
-class HostData(Protocol):
-  """The float32 values of one share, in host memory or on their way to it."""
-
-  size: int
-
-  def read(self, start: int, stop: int) -> np.ndarray:
-    """Returns the values [start, stop), after waiting for them. Called by one thread."""
-    ...
 
 
 class Plan:
@@ -108,7 +99,7 @@ class Reduction:
     plan: Plan,
     call: int,
     me: int,
-    own: Mapping[int, HostData],
+    own: Mapping[int, np.ndarray | HostCopy],
     out: np.ndarray,
     links: Sequence[Link],
     stop: Stop,
@@ -181,7 +172,8 @@ class Reduction:
       for member in self._plan.members:
         start, stop = self._plan.part(bucket, member)
         for share in self._plan.dealt[self._me] if start < stop else ():
-          piece = self._own[share].read(start, stop)
+          own = self._own[share]
+          piece = own[start:stop] if isinstance(own, np.ndarray) else own.read(start, stop)
           if member == self._me:
             self._arrive(bucket, share, _to_wire(piece, self._plan.dtype))
           else:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from worlds.membership.messages import FROM_SUPERVISOR, Message, check, message
 from worlds.membership.wire import Channel, WireError
+from worlds.place import Place
 
 _BEAT_SECONDS = 0.5
 _INTERRUPTING = ("lead", "world", "hold", "regather", "end")
@@ -24,17 +25,14 @@ class Membership:
   def __init__(
     self,
     channel: Channel,
-    *,
-    member: int,
-    lane: int,
-    lanes: int,
+    place: Place,
     address: str,
     interrupt: Callable[[int], None],
     warn: Callable[[str], None],
   ) -> None:
     """channel: to the supervisor. address: where the exchange of this process listens. interrupt(epoch): ends exchanges
     of epochs before this one; called from a thread when the members change. warn takes a line for people."""
-    self.member = member
+    self.member = place.member
     self.connected = True
     self.leaving = False  # the supervisor knows that this process has SIGTERM
     self._interrupt, self._warn = interrupt, warn
@@ -44,7 +42,7 @@ class Membership:
     self._lost: Callable[[], None] = lambda: None
     self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
     self._channel = channel
-    self.send("hello", member=member, lane=lane, lanes=lanes, address=address)
+    self.send("hello", member=place.member, lane=place.lane, lanes=place.lanes, address=address)
     self._closed = threading.Event()
     self._receiver = threading.Thread(target=self._receive, name="messages of the supervisor", daemon=True)
     self._receiver.start()

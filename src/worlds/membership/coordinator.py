@@ -16,13 +16,15 @@ that joins becomes active first and live when it has received the state from a l
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from worlds.membership.messages import Message, deal, message, step_of, to_ranges
-from worlds.membership.pulse import Pulse
+from worlds.membership.pulse import Pulse, RunningClock
+from worlds.membership.rules import RunRules
 
 
 @dataclass(frozen=True)
@@ -86,33 +88,22 @@ class Coordinator:
 
   def __init__(
     self,
-    total: int,
-    minimum: int,
+    rules: RunRules,
     *,
-    clock: Callable[[], float],
-    wall: Callable[[], float] = lambda: 0.0,
     run_id: str = "",
-    shares: int | None = None,
     expected: int | None = None,
-    timeout: float = 300.0,
-    join_interval: float = 0.0,
+    clock: Callable[[], float] | None = None,
     hang_seconds: float = 5.0,
-    elastic: bool = True,
   ) -> None:
-    """total: the most active members. minimum: the fewest active members. shares: of a step's work (default: total).
-    run_id: of a run whose folder does not exist yet. elastic: whether the run goes on without a member that is lost or
-    leaves; otherwise a loss ends the run with code 1, and SIGTERM to one member is a request to all.
-
-    expected: members that a start waits for (default: total); after `timeout` seconds `minimum` members are enough.
-    timeout is also the longest wait for members of a run that holds. join_interval: shortest time from the last change
-    of members until another member joins. wall: time that means the same on all hosts.
-    """
-    assert 1 <= minimum <= total, (minimum, total)
-    self._total, self._minimum, self._expected = total, minimum, max(expected or total, minimum)
-    self.clock, self._wall, self._shares = clock, wall, shares or total
-    self._timeout, self._join_interval, self._elastic, self._run_id = timeout, join_interval, elastic, run_id
+    """run_id: of a run whose folder does not exist yet. expected: members that a start waits for (default: all slices);
+    after rules.timeout, rules.minimum are enough. clock: default: RunningClock."""
+    assert 1 <= rules.minimum <= rules.slices, rules
+    self._rules, self._run_id, self._timeout = rules, run_id, rules.timeout
+    self._total, self._minimum = rules.slices, rules.minimum
+    self._expected = max(expected or rules.slices, rules.minimum)
+    self.clock = clock or RunningClock()
     self._members: dict[int, _Member] = {}  # connected
-    self._waits_since = clock()  # of gathering and holding
+    self._waits_since = self.clock()  # of gathering and holding
     self._ready_since: float | None = None  # when the first of the ready members began to wait for others
     self._changed_at = -float("inf")  # last change of the active members, other than the first epoch
     self._done: set[int] = set()  # members that have done the round under way
@@ -128,7 +119,7 @@ class Coordinator:
     self._leader = -1  # the member that was asked to lead and has not answered yet
     self._failed_leads = 0  # in a row
     self._survivors: set[int] = set()  # members that may hold the state, when no other one does
-    self.pulse = Pulse(clock, hang_seconds=hang_seconds, start_seconds=timeout)
+    self.pulse = Pulse(self.clock, hang_seconds=hang_seconds, start_seconds=rules.timeout)
     self.phase = "gathering"
     self.epoch = 0
     self.active: set[int] = set()
@@ -220,7 +211,7 @@ class Coordinator:
     """`member` has SIGTERM."""
     if member not in self.active:  # it has no work that it could finish
       return [Send(member, message("end", code=42, reason=""))] if member in self._members else []
-    if not self._elastic:
+    if not self._rules.elastic:
       return self.stop()
     self._leaving.add(member)
     if self.phase == "holding":
@@ -263,9 +254,9 @@ class Coordinator:
       return self._gather_again() if member == self._leader else []
     if self.phase not in ("running", "holding") or not was_active:
       return []
-    if not self._elastic and not self.stopping:
+    if not self._rules.elastic and not self.stopping:
       return self.end(1, f"Member {member} is lost ({reason}), and elastic_enabled=false.")
-    self._lost[member] = (reason, self._wall() - seconds)
+    self._lost[member] = (reason, time.time() - seconds)
     if not self.live:
       return self._regather()
     return self._reform()
@@ -425,16 +416,14 @@ class Coordinator:
     for member in self.active:
       self._members[member].was_active = True
       self._members[member].reports.clear()  # of the epoch before
-    self._dealt = deal(self._shares, sorted(self.active), self._dealt)
-    ranges = {str(member): to_ranges(shares) for member, shares in self._dealt.items()}
-    if sum(map(len, ranges.values())) > _MOST_RANGES:
-      self._dealt = deal(self._shares, sorted(self.active))
-      ranges = {str(member): to_ranges(shares) for member, shares in self._dealt.items()}
+    self._dealt = deal(self._rules.shares, sorted(self.active), self._dealt)
+    if sum(len(to_ranges(shares)) for shares in self._dealt.values()) > _MOST_RANGES:
+      self._dealt = deal(self._rules.shares, sorted(self.active))
     world = message(
       "world",
       epoch=self.epoch,
       members=self._addresses(self.active),
-      ranges=ranges,
+      ranges={str(member): to_ranges(shares) for member, shares in self._dealt.items()},
       fresh=fresh,
       source=self._source,
       primary=self.primary,
@@ -461,7 +450,7 @@ class Coordinator:
     effects: Effects = [Send(member, committed) for member in sorted(self.active)]
     if stop:
       return effects
-    joins = self.clock() - self._changed_at >= self._join_interval or bool(self._leaving)
+    joins = self.clock() - self._changed_at >= self._rules.join_interval or bool(self._leaving)
     joiners = self._joiners() if joins else []
     if not leave and not joiners:
       return effects

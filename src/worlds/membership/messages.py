@@ -1,44 +1,4 @@
-"""What supervisor and members tell each other. Every message is a JSON object with the field `kind`.
-
-From a member to the supervisor
-  hello     member, lane, lanes, address (where its exchange listens): the first message of a connection. A member is a
-            slice; a slice of several processes has one lane per process
-  ready     newest, holds: it can compute now. newest: the step of the state that it holds in memory, or, if it holds no
-            state, the newest step that the backups of its own slice can restore (0: none)
-  restored  epoch, step: it was asked to lead in this epoch, and has the state after this step
-  joined    epoch: it has received the state from a peer
-  computed  epoch, round, seconds: its shares of the round are computed, which took this long
-  done      epoch, round: it has the sums of all shares; it applies them when the round is committed
-  broken    epoch, members: its connections to these members have failed; the exchange cannot go on in this epoch
-  unreachable  epoch, members: it cannot connect with these members in this epoch
-  leave     it has SIGTERM: it wants to leave after the round under way
-  finished  code: the run is over for this member, everything that it owes is done; it would exit with this code
-  beat      busy: what it does besides steps ("save"), or "": a sign of life
-  fault     action ("lose", "hang", "give_back"), target, seconds: a rehearsed fault that the supervisor shall cause
-From the supervisor to a member
-  welcome   primary, run_id: the answer to `hello`; this member writes the records until a `world` says otherwise.
-            run_id: the id of the run, if its folder does not exist yet
-  lead      epoch, leader, members {id: address of each lane}: `leader` restores the newest state of all backups, unless
-            it holds a state, and answers with `restored`. The other members connect with it, and send it the parts of
-            local copies that it asks for
-  world     epoch, members {id: address of each lane}, ranges {id: [[first share, end], ...]}, fresh, source, primary,
-            lost {id: [reason, wall time]}: a new epoch begins. The members in `fresh` have no state yet: `source`
-            sends it to them
-  hold      epoch, members, lost: as `world`, but there are too few members to go on: wait for the next `world`
-  regather  no member is known to have the state: answer with `ready`. A member that has received the state at the last
-            moment keeps it, and says so
-  commit    epoch, round, stop, leave, seconds {id: seconds}: apply the sums of the round. stop: save, and end the run
-            after this round. leave: members that end after this round
-  end       code, reason: the run is over; exit with this code. reason: why it cannot go on, or ""
-From an agent, which runs the processes of other members on its host, to the supervisor, and back
-  agent     slices, host: the first message of a connection: it can run so many slices; other members reach them at host
-  ended     member, code: a process of the member has ended, with this exit code or minus the number of the signal
-  work      argv, members, lanes, grace: start the processes of these members with these arguments. grace: seconds that
-            they may need to save
-  restart   member, progress: start the member again after a pause; progress: whether the run has gone on meanwhile
-  kill      member: end its processes
-  act       action, member, seconds: cause a rehearsed fault, as in `fault`
-  close     code, number, seconds: the run is over. Send the signal to all processes, SIGKILL after `seconds`, and exit
+"""What supervisor, members and agents tell each other. Every message is a JSON object with the field `kind`.
 
 A round is "step N" (the update after which N steps are completed) or "eval N" (the evaluation after step N). `commit`
 and `world` reach each member in one order, on one connection. So a member that has computed a round and hears nothing
@@ -56,39 +16,72 @@ Message = dict[str, Any]
 _NUMBER = (int, float)
 _NUMBER_OR_NONE = (int, float, type(None))
 FieldTypes = Mapping[str, type | tuple[type, ...]]
+
 FROM_MEMBER: Mapping[str, FieldTypes] = {
+  # The first message of a connection. A member is a slice; a slice of several processes has one lane per process.
+  # address: where the exchange of this process listens.
   "hello": {"member": int, "lane": int, "lanes": int, "address": str},
+  # It can compute now. newest: the step of the state that it holds in memory, or, if it holds no state, the newest step
+  # that the backups of its own slice can restore (0: none).
   "ready": {"newest": int, "holds": bool},
+  # It was asked to lead in this epoch, and has the state after this step.
   "restored": {"epoch": int, "step": int},
+  # It has received the state from a peer.
   "joined": {"epoch": int},
+  # Its shares of the round are computed, which took so long.
   "computed": {"epoch": int, "round": str, "seconds": _NUMBER},
+  # It has the sums of all shares; it applies them when the round is committed.
   "done": {"epoch": int, "round": str},
+  # Its connections to these members have failed, or cannot be made; the exchange cannot go on in this epoch.
   "broken": {"epoch": int, "members": list},
   "unreachable": {"epoch": int, "members": list},
+  # It has SIGTERM: it wants to leave after the round under way.
   "leave": {},
+  # The run is over for this member, everything that it owes is done; it would exit with this code.
   "finished": {"code": int},
+  # A sign of life. busy: what it does besides steps ("save"), or "".
   "beat": {"busy": str},
+  # A rehearsed fault that the supervisor shall cause: "lose", "hang" or "give_back".
   "fault": {"action": str, "target": int, "seconds": _NUMBER_OR_NONE},
 }
 _WORLD: FieldTypes = {"epoch": int, "primary": int, "lost": dict}
 FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
+  # The answer to `hello`. primary: writes the records until a `world` says otherwise. run_id: the id of the run, if its
+  # folder does not exist yet.
   "welcome": {"primary": int, "run_id": str},
+  # `leader` restores the newest state of all backups, unless it holds a state, and answers with `restored`. The other
+  # members {id: address of each lane} connect with it, and send it the parts of local copies that it asks for.
   "lead": {"epoch": int, "leader": int, "members": dict},
+  # A new epoch begins. members: as in `lead`. ranges: {id: [[first share, end], ...]}. fresh: members without a state;
+  # `source` sends it to them. lost: {id: [reason, wall time]}.
   "world": {**_WORLD, "members": dict, "ranges": dict, "fresh": list, "source": int},
+  # As `world`, but there are too few members to go on: wait for the next `world`.
   "hold": {**_WORLD, "members": list},
+  # No member is known to have the state: answer with `ready`. A member that has received the state at the last moment
+  # keeps it, and says so.
   "regather": {},
+  # Apply the sums of the round. stop: save, and end the run after this round. leave: members that end after this round.
+  # seconds: {id: seconds that it computed}.
   "commit": {"epoch": int, "round": str, "stop": bool, "leave": list, "seconds": dict},
+  # The run is over; exit with this code. reason: why it cannot go on, or "".
   "end": {"code": int, "reason": str},
 }
-FROM_AGENT: Mapping[str, FieldTypes] = {
+FROM_AGENT: Mapping[str, FieldTypes] = {  # an agent runs the processes of other members on its host
+  # The first message of a connection: it can run so many slices; other members reach them at host.
   "agent": {"slices": int, "host": str},
+  # A process of the member has ended, with this exit code or minus the number of the signal.
   "ended": {"member": int, "code": int},
 }
 TO_AGENT: Mapping[str, FieldTypes] = {
+  # Start the processes of these members with these arguments. grace: seconds that they may need to save.
   "work": {"argv": list, "members": list, "lanes": int, "grace": _NUMBER},
+  # Start the member again after a pause. progress: whether the run has gone on meanwhile.
   "restart": {"member": int, "progress": bool},
+  # End its processes.
   "kill": {"member": int},
+  # Cause a rehearsed fault, as in `fault`.
   "act": {"action": str, "member": int, "seconds": _NUMBER_OR_NONE},
+  # The run is over. Send the signal to all processes, SIGKILL after `seconds`, and exit.
   "close": {"code": int, "number": int, "seconds": _NUMBER},
 }
 
@@ -117,11 +110,8 @@ def step_of(round_name: str) -> int | None:
 
 
 def deal(shares: int, members: list[int], before: Mapping[int, Sequence[int]] | None = None) -> dict[int, list[int]]:
-  """{member: the shares that it computes}. Their numbers differ by at most one.
-
-  before: the last dealing. A member keeps as many of its shares as it may have, because it may have computed them.
-  Without it, shares are dealt in order.
-  """
+  """{member: the shares that it computes}. Their numbers differ by at most one. before: the last dealing, of which a
+  member keeps what it may, because it may have computed it; without it, shares are dealt in order."""
   ordered, before = sorted(members), before or {}
   # Those that have the most keep the most.
   ranked = sorted(ordered, key=lambda member: (-len(before.get(member, ())), member))

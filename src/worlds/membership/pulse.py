@@ -33,16 +33,12 @@ class RunningClock:
 
 
 class Pulse:
-  """Times since the last sign of life, and times of computations.
-
-  The limit of both is max(hang_seconds, 3 x the 99th percentile of the step time). A first computation also loads
-  programs and reads the first data, so its limit is at least 3 x the longest first computation of the run so far: the
-  members that started the run have shown what it takes.
-  """
+  """Times since the last sign of life, and times of computations. The limit of both is max(hang_seconds, 3 x the 99th
+  percentile of the step time). A first computation also loads programs and reads the first data: its limit is at least
+  3 x the longest first computation of the run so far."""
 
   def __init__(self, clock: Callable[[], float], *, hang_seconds: float, start_seconds: float) -> None:
-    """start_seconds: the limit of computations while the speed of the run is not known, and the longest that a first
-    computation can get."""
+    """start_seconds: the limit while the run's speed is not known, and the longest that a first computation can get."""
     self._clock, self._hang_seconds, self._start_seconds = clock, hang_seconds, start_seconds
     self._start_silence = min(max(start_seconds, hang_seconds), _START_SILENCE_SECONDS)
     self._beats: dict[tuple[int, int], tuple[float, str]] = {}  # (member, lane): (time, what it does besides steps)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-
-from worlds.membership.coordinator import Coordinator
-from worlds.membership.pulse import RunningClock
 
 # A message must fit into the buffer of a connection, 416 KiB with the default net.core.wmem_max of Linux. Besides the
 # addresses, it has up to coordinator._MOST_RANGES ranges of shares.
@@ -26,21 +22,8 @@ class RunRules:
   slices: int  # the most members that compute at a time
   minimum: int  # the fewest
   shares: int  # of a step's work
-  timeout: float  # longest wait for members, in seconds
-  join_interval: float  # shortest time from one change of members to the next member that joins, in seconds
-  elastic: bool  # whether the run goes on when a member is lost
-
-  def coordinator(self, run_id: str, expected: int | None = None) -> Coordinator:
-    """A coordinator with these rules. expected: members that a start waits for (default: slices)."""
-    return Coordinator(
-      self.slices,
-      self.minimum,
-      clock=RunningClock(),
-      wall=time.time,
-      run_id=run_id,
-      shares=self.shares,
-      expected=expected,
-      timeout=self.timeout,
-      join_interval=self.join_interval,
-      elastic=self.elastic,
-    )
+  timeout: float = 300.0  # longest wait for members, at a start and when there are too few, in seconds
+  join_interval: float = 0.0  # shortest time from one change of members to the next member that joins, in seconds
+  # Whether the run goes on without a member that is lost or leaves. Otherwise a loss ends the run with code 1, and
+  # SIGTERM to one member is a request to all.
+  elastic: bool = True

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 from worlds import addresses
 from worlds.interruptions import PREEMPTED
+from worlds.lines import Sparse
 from worlds.membership import wire
 from worlds.membership.coordinator import Coordinator, Effects, Kill, Note, Send
 from worlds.membership.messages import FROM_AGENT, FROM_MEMBER, Message, check, message, step_of
 from worlds.membership.wire import HANDSHAKE_SECONDS, Channel, WireError
-from worlds.sparse import Sparse
 
 _TICK_SECONDS = 0.1
 _MAX_STRANGERS = 64  # connections that have not said hello yet; the oldest one makes room for another
@@ -40,10 +40,10 @@ class Server:
     agent: AgentHandler | None = None,
     log: Callable[[str], None] = lambda line: None,
   ) -> None:
-    """listener: bound; by default on a free port of the loopback address. kill(member, reason): ends the processes of a
-    hung member. fault(action, member, seconds): causes a rehearsed fault. Both return at once. agent(channel, first
-    message): serves the connection of an agent to its end; None: agents are refused. log takes a line for people. All
-    are called from threads."""
+    """listener: bound; by default on a free port of the loopback address. kill(member, reason) ends a hung member's
+    processes, fault(action, member, seconds) causes a rehearsed fault; both return at once. agent(channel, first
+    message) serves an agent's connection to its end; None: agents are refused. log takes a line. Threads call all of
+    them."""
     self.coordinator = coordinator
     self._token, self._kill, self._fault, self._agent, self._log = token, kill, fault, agent, log
     self._lock = threading.RLock()

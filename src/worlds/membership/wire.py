@@ -43,11 +43,8 @@ class Channel:
     self._lock = threading.Lock()
 
   def send(self, message: dict[str, Any]) -> None:
-    """Sends one message. Raises OSError if the connection is broken.
-
-    The supervisor's side never waits: it also raises OSError if the other side has read so little that the buffer of
-    the connection is full. The connection is then useless.
-    """
+    """Sends one message. Raises OSError if the connection is broken. The supervisor's side never waits: it also raises
+    OSError if the other side reads so little that the buffer is full. The connection is then useless."""
     body = json.dumps(message).encode()
     assert len(body) <= MAX_MESSAGE_BYTES, f"a message of {len(body)} bytes"
     with self._lock:
@@ -93,10 +90,8 @@ class Channel:
 
 
 def accept(sock: socket.socket, token: bytes) -> Channel:
-  """The supervisor's side of a new connection. Raises WireError if the other side does not have the token.
-
-  It may take for ever: the caller limits the time and shuts the socket down.
-  """
+  """The supervisor's side of a new connection. Raises WireError if the other side does not have the token. It may take
+  for ever: the caller limits the time and shuts the socket down."""
   ours = secrets.token_bytes(NONCE_BYTES)
   try:
     sock.sendall(ours)
@@ -111,10 +106,8 @@ def accept(sock: socket.socket, token: bytes) -> Channel:
 
 
 def connect(address: str, token: bytes) -> Channel:
-  """The member's side: connects to the supervisor at "host:port".
-
-  Raises OSError if nothing answers there, WireError if it does not have the token.
-  """
+  """The member's side: connects to the supervisor at "host:port". Raises OSError if nothing answers there, WireError if
+  it does not have the token."""
   sock = socket.create_connection(addresses.split(address), timeout=HANDSHAKE_SECONDS)
   try:
     theirs = _read(sock, NONCE_BYTES)
@@ -132,19 +125,15 @@ def connect(address: str, token: bytes) -> Channel:
 def _authenticated(sock: socket.socket, token: bytes, nonces: bytes, *, serves: bool) -> Channel:
   sock.settimeout(None)
   sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-  _notice_dead_host(sock)
   if serves:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-  return Channel(sock, _proof(token, b"session", nonces), serves=serves)
-
-
-def _notice_dead_host(sock: socket.socket) -> None:
-  """Makes the connection end if the other host or the network is gone. Elsewhere than on Linux, this takes hours."""
+  # The connection ends if the other host or the network is gone. Elsewhere than on Linux, this takes hours.
   sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
   if hasattr(socket, "TCP_USER_TIMEOUT"):
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _DEAD_SECONDS // 3)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _DEAD_SECONDS // 3)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _DEAD_SECONDS)
+  return Channel(sock, _proof(token, b"session", nonces), serves=serves)
 
 
 def _proof(token: bytes, role: bytes, nonces: bytes) -> bytes:

@@ -36,15 +36,8 @@ class Group:
 
   def join(self, rank: int, environment: dict[str, str | None]) -> Membership:
     place = place_of(environment)
-    member = Membership(
-      wire.connect(place.supervisors[0], place.token),
-      member=place.member,
-      lane=place.lane,
-      lanes=place.lanes,
-      address=f"127.0.0.1:{rank}",
-      interrupt=lambda epoch: None,
-      warn=lambda line: None,
-    )
+    channel = wire.connect(place.supervisors[0], place.token)
+    member = Membership(channel, place, f"127.0.0.1:{rank}", lambda epoch: None, lambda line: None)
     deadline = time.monotonic() + SECONDS
     while place.member not in self.run._server.connected:  # so that the first member becomes the primary
       assert time.monotonic() < deadline, f"member {place.member} is not let in"

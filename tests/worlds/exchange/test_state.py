@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tests.support.exchange_members import Members, Relay, flip, members, random_shares, same_bits, sum_in_order
 
-from worlds.exchange import CorruptFrame, MismatchedCall, handshake, state
+from worlds.exchange import MismatchedCall, PeerLost, handshake, state
 
 ARRAYS = [
   np.random.default_rng(0).standard_normal((300, 70)).astype(np.float32),
@@ -90,7 +90,7 @@ def test_a_damaged_byte_of_a_state_is_detected():
   relay = Relay(those.all[0].address, flip(handshake.ANSWER_BYTES + 5000))
   try:
     those.connect({(1, 0): relay.address})
-    with pytest.raises(CorruptFrame, match="member 1: the checksum of STATE_ARRAY 0, 0 is wrong"):
+    with pytest.raises(PeerLost, match="member 1: the checksum of STATE_ARRAY 0, 0 is wrong"):
       transfer(those)
     those.connect()
     assert transfer(those)[0] == HEADER

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from worlds.membership.coordinator import Coordinator, Effects, Kill, Note, Send
+from worlds.membership.rules import RunRules
 
 EVAL_PERIOD = 3
 
@@ -57,7 +58,8 @@ class Model:
     self.random = random.Random(seed)
     self.now = 0.0
     self.steps = steps
-    self.coordinator = Coordinator(total, minimum, clock=lambda: self.now, timeout=1e9, hang_seconds=1e9)
+    rules = RunRules(total, minimum, total, timeout=1e9)
+    self.coordinator = Coordinator(rules, clock=lambda: self.now, hang_seconds=1e9)
     self.members: dict[int, Member] = {}
     self.backup = 0  # the step of the newest checkpoint in storage
     self.checkpoint: list[str] = []

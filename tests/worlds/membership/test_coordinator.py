@@ -11,6 +11,7 @@ from tests.worlds.membership.protocol_model import Model
 from worlds.membership import coordinator
 from worlds.membership.coordinator import Coordinator, Effects, Note, Send
 from worlds.membership.messages import deal, from_ranges, to_ranges
+from worlds.membership.rules import RunRules
 
 STEPS = 7
 GATHERS = "A member is lost while the newest state is restored: waiting for all members."
@@ -75,7 +76,7 @@ class Start:
   def __init__(self, newest: dict[int, int], *, minimum: int = 1, expected: int | None = None) -> None:
     """newest: {member: the newest step that it can restore by itself}."""
     self.now = 0.0
-    self.run = Coordinator(3, minimum, clock=lambda: self.now, expected=expected)
+    self.run = Coordinator(RunRules(3, minimum, 3), clock=lambda: self.now, expected=expected)
     for member in newest:
       self.run.hello(member, 0, 1, f"address-{member}")
     self.sent: Effects = []
@@ -201,7 +202,7 @@ def test_ranges_are_the_shares(shares):
 
 def test_a_hundred_losses_do_not_divide_the_shares_without_end(monkeypatch):
   monkeypatch.setattr(coordinator, "_MOST_RANGES", 200)
-  run = Coordinator(16, 1, clock=lambda: 0.0, shares=1000)
+  run = Coordinator(RunRules(16, 1, 1000), clock=lambda: 0.0)
   chance, counts = random.Random(0), []
   for member in range(16):
     run.hello(member, 0, 1, "address")

@@ -8,6 +8,7 @@ import pytest
 
 from worlds.membership.coordinator import Coordinator, Kill
 from worlds.membership.pulse import Pulse
+from worlds.membership.rules import RunRules
 
 
 class Time:
@@ -19,7 +20,7 @@ class Time:
 
 def running(time: Time) -> Coordinator:
   """A run of three members that has committed ten steps of one second."""
-  run = Coordinator(3, 1, clock=time, timeout=300.0)
+  run = Coordinator(RunRules(3, 1, 3), clock=time)
   for member in range(3):
     run.hello(member, 0, 1, "address")
   for member in range(3):
@@ -88,7 +89,7 @@ def test_a_silent_process_is_noticed_before_its_member_is_needed():
 def test_a_member_that_is_stopped_while_the_run_starts_is_noticed_soon(is_ready):
   """The others compile their first step for a minute, and live."""
   time = Time()
-  run = Coordinator(3, 1, clock=time, timeout=300.0)
+  run = Coordinator(RunRules(3, 1, 3), clock=time)
   for member in range(3):
     run.hello(member, 0, 1, "address")
   for member in range(3 if is_ready else 2):

@@ -35,7 +35,7 @@ def test_rules_of_a_configuration(keys, minimum, shares):
 
 def training(rules: RunRules, members: int) -> Coordinator:
   """A run that trains."""
-  run = rules.coordinator("id", members)
+  run = Coordinator(rules, run_id="id", expected=members)
   for member in range(members):
     (welcome,) = run.hello(member, 0, 1, "")
     assert isinstance(welcome, Send) and welcome.message["run_id"] == "id"

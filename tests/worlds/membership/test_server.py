@@ -17,7 +17,9 @@ from worlds.membership import wire
 from worlds.membership.client import Membership, SupervisorLost
 from worlds.membership.coordinator import Coordinator
 from worlds.membership.messages import from_ranges, message
+from worlds.membership.rules import RunRules
 from worlds.membership.server import Server
+from worlds.place import Place
 
 TOKEN = b"t" * 32
 SECONDS = 5.0
@@ -30,7 +32,7 @@ class Run:
     self.lines: list[str] = []
     self.worlds: list[dict[str, object]] = []  # by member: the first one
     self.faults: list[tuple[str, int, float | None]] = []
-    self.coordinator = Coordinator(2, 1, clock=time.monotonic, shares=shares)
+    self.coordinator = Coordinator(RunRules(2, 1, shares), clock=time.monotonic)
     self.server = Server(
       self.coordinator,
       TOKEN,
@@ -48,15 +50,8 @@ class Run:
       self.worlds.append(expect(member, "world"))
 
   def join(self, member: int) -> Membership:
-    return Membership(
-      wire.connect(self.server.address, TOKEN),
-      member=member,
-      lane=0,
-      lanes=1,
-      address=f"127.0.0.1:{member}",
-      interrupt=lambda epoch: None,
-      warn=self.lines.append,
-    )
+    channel, place = wire.connect(self.server.address, TOKEN), Place((self.server.address,), TOKEN, member)
+    return Membership(channel, place, f"127.0.0.1:{member}", lambda epoch: None, self.lines.append)
 
   def welcomed(self, member: int) -> Membership:
     joined = self.join(member)

@@ -57,7 +57,7 @@ class RunSupervisor:
       self._seats = slices.seats(workers, self._lanes)
       self._workers = {worker.rank: worker for worker in workers}
       self._token, self._leaving = secrets.token_bytes(32), False
-      coordinator = self._rules.coordinator(self._run_id, expected=len(workers) // self._lanes)
+      coordinator = Coordinator(self._rules, run_id=self._run_id, expected=len(workers) // self._lanes)
       listener = addresses.listen(self._host, 0, BACKLOG)
       self._server = Server(
         coordinator, self._token, listener=listener, kill=self._kill_member, fault=self._fault, log=log

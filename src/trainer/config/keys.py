@@ -82,8 +82,13 @@ def _table(sections: Mapping[str, Any]) -> dict[str, Key]:
         for limit in field.metadata
         if hasattr(limit, rule)
       )
-      keys[name] = Key(name, section, kind, choices, default, field.description or "", limits)
+      keys[name] = Key(name, section, kind, choices, default, unwrapped(field.description), limits)
   return keys
+
+
+def unwrapped(text: str | None) -> str:
+  """The text of a docstring as one line."""
+  return " ".join((text or "").split())
 
 
 def _kind(annotation: Any) -> tuple[type, tuple[str, ...]]:

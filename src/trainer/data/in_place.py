@@ -17,7 +17,7 @@ from trainer.data import array_record, cache, prepare, prepared, windows, worker
 from trainer.data.batch import Example, empty_example
 from trainer.data.documents import BadRecord, BadRecords, Documents, Piece
 from trainer.data.order import Order
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.source import Source
 from worlds.lines import tell
 
 if TYPE_CHECKING:
@@ -81,11 +81,8 @@ class _Windows:
     return window
 
 
-class InPlaceSource:
-  """Implements `Source`. An example is a window, or the first T + 1 tokens of a record, and padding."""
-
-  num_targets: int | None = None  # unknown without reading all records
-  tokenizer: Tokenizer | None = None
+class InPlaceSource(Source):
+  """An example is a window, or the first T + 1 tokens of a record, and padding."""
 
   def __init__(
     self, cfg: DataSection, examples: _Windows, *, name: str, split: str, key: str, bad_records: int
@@ -93,7 +90,7 @@ class InPlaceSource:
     """`key`: identity of the examples. Raises ConfigError if the first record is not an example."""
     self.name = name
     self.bad_records = bad_records
-    self.num_examples: int | None = len(examples)
+    self.num_examples = len(examples)
     self.has_eval = cfg.names_eval_data
     self._length = cfg.max_target_length
     self._examples = examples
@@ -103,7 +100,9 @@ class InPlaceSource:
       raise ConfigError(str(error)) from error
     self._order = Order(examples, split=split, seed=cfg.data_shuffle_seed)
     self._key = key
-    self.use_order = self._order.use
+
+  def use_order(self, number: int) -> None:
+    self._order.use(number)
 
   def example(self, index: int) -> Example:
     """The record at `index` in the order of the split. Raises OSError, naming record and file, if it has no tokens."""
@@ -114,12 +113,6 @@ class InPlaceSource:
 
   def fingerprint(self) -> str:
     return f"{self._key} {self._order.fingerprint}"
-
-  def unigram_entropy(self) -> None:
-    return None
-
-  def unigram_eval_loss(self) -> None:
-    return None
 
   def close(self) -> None:
     self._examples.close()

@@ -18,6 +18,7 @@ from trainer.data import cache, prepare, store, windows, workers
 from trainer.data.batch import Example, empty_example
 from trainer.data.documents import BadRecords, Documents
 from trainer.data.order import Order
+from trainer.data.source import Source
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_bpe, train_bpe
 from worlds.lines import tell
 
@@ -36,25 +37,27 @@ _EVAL_KEYS = {
 }
 
 
-class PreparedSource:
-  """Implements `Source`: the windows of one split of prepared data."""
+class PreparedSource(Source):
+  """The windows of one split of prepared data."""
 
   def __init__(self, folder: Path, *, name: str, split: str, seed: int, tokenizer: Tokenizer | None) -> None:
     """`folder`: of `prepare.build`. `tokenizer`: None if the documents were tokens."""
     meta = json.loads((folder / prepare.META).read_text())
     self.name = name
     self.tokenizer = tokenizer
-    self.num_examples: int | None = meta["splits"][split]["windows"]
-    self.num_targets: int | None = meta["splits"][split]["targets"]
-    self.has_eval: bool = meta["splits"].get("eval", {"targets": 0})["targets"] > 0
+    self.num_examples = meta["splits"][split]["windows"]
+    self.num_targets = meta["splits"][split]["targets"]
+    self.has_eval = meta["splits"].get("eval", {"targets": 0})["targets"] > 0
     bad = meta["splits"][split].get("bad", {"records": 0, "messages": []})
-    self.bad_records: int = bad["records"]
+    self.bad_records = bad["records"]
     self._bad = f" bad={_hash(bad['messages'])}" if self.bad_records else ""
     self._meta = meta
     self._split = split
     self._records = store.Records(folder / prepare.file_name(split), meta["splits"][split]["windows"])
     self._order = Order(self._records, split=split, seed=seed)
-    self.use_order = self._order.use
+
+  def use_order(self, number: int) -> None:
+    self._order.use(number)
 
   def example(self, index: int) -> Example:
     """The window at `index` in the order of the split. Raises OSError, naming the file, when it cannot be read."""

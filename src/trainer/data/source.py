@@ -11,9 +11,8 @@ from trainer.data.tokenizer import Tokenizer
 class Source(Protocol):
   """An ordered sequence of examples. Example i depends only on the source's arguments and i, not on hosts or history.
 
-  `PreparedSource`, `InPlaceSource`, `MixtureSource` and `SyntheticSource` implement it. A new format of files is not a
-  new source: it is a function that reads documents (`documents.py`). A subclass needs only `name`, `example` and
-  `fingerprint`: then it is endless, and its tokens are not text.
+  A new format of files is not a new source: it is a function that reads documents (`documents.py`). A subclass needs
+  only `name`, `example` and `fingerprint`: then it is endless, and its tokens are not text.
   """
 
   name: str
@@ -36,7 +35,7 @@ class Source(Protocol):
 
   def use_order(self, number: int) -> None:
     """Changes the order of the examples to the one with this number; see `order.py`. A new source has the newest."""
-    ...
+    return
 
   def example(self, index: int) -> Example:
     """The example of global index `index` >= 0. Raises OSError, naming the file, when it cannot be read."""
@@ -48,12 +47,12 @@ class Source(Protocol):
 
   def unigram_entropy(self) -> float | None:
     """Entropy of the frequencies of the training targets, nats per token. None when unknown."""
-    ...
+    return None
 
   def unigram_eval_loss(self) -> float | None:
     """Loss of the training frequencies on the evaluation targets, nats per token. None when unknown."""
-    ...
+    return None
 
   def close(self) -> None:
     """Closes open files. Idempotent."""
-    ...
+    return

@@ -196,21 +196,18 @@ def _join(units: Iterable[Piece]) -> list[Piece]:
 
 
 def _json_lines(piece: Piece) -> Iterator[str | BadRecord]:
-  place = piece.start
   with _opened(piece.path) as file:
-    file.seek(place)
-    while place < piece.stop and (line := file.readline()):
+    for number, line in enumerate(jsonl.lines(file, piece)):
       try:
         text = jsonl.value(line, "text") if line.strip() else ""
         if not isinstance(text, str):
           raise ValueError('no field "text" with a string')
       except ValueError as error:
-        number = _line_number(piece.path, place)
+        number += _line_number(piece.path, piece.start)
         yield BadRecord(f'{piece.path}:{number}: {error}. Every line must be like {{"text": "..."}}.')
-        text = ""
-      place += len(line)
-      if text:
-        yield text
+      else:
+        if text:
+          yield text
 
 
 def _line_number(path: File, offset: int) -> int:

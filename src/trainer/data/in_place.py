@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +21,6 @@ from worlds.lines import tell
 if TYPE_CHECKING:
   from trainer.config.schema import DataSection  # pydantic is slow to import and not needed here
 
-_RECORDS = "records.json"
 _WINDOWS = "arrayrecord_windows"
 DTYPE = np.dtype("<i4")  # of the tokens in a record of a window
 
@@ -162,7 +159,7 @@ def _records(
   """(number of records of each file, {number: message} of the records that are not examples), from the cache or from
   the files. Only with max_bad_records, all records are read. key: what the result depends on."""
 
-  def build(folder: Path) -> None:
+  def read() -> tuple[list[int], dict[int, str]]:
     counts = call(partial(_counts, documents.pieces), f"it counted the records of {documents.name}")
     bad: dict[int, str] = {}
     if cfg.max_bad_records:
@@ -170,14 +167,10 @@ def _records(
       sizes, most = (cfg.max_target_length, vocab_size), BadRecords(cfg.max_bad_records, tell)
       work = partial(_read_all, documents.pieces, counts, cfg.grain_file_type, *sizes, most)
       bad = call(work, f"it read {documents.name}")
-    (folder / _RECORDS).write_text(json.dumps([counts, bad]))
-
-  def fault(folder: Path) -> str | None:
-    return None if (folder / _RECORDS).is_file() else f"{_RECORDS} is absent"
+    return counts, bad
 
   name = f"records-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
-  folder = cache.entry(cfg.dataset_cache_directory, name, build=build, fault=fault, log=log)
-  counts, bad = json.loads((folder / _RECORDS).read_text())
+  counts, bad = cache.value(cfg.dataset_cache_directory, name, "records.json", compute=read, log=log)
   return counts, {int(number): message for number, message in bad.items()}
 
 

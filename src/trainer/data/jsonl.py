@@ -28,7 +28,7 @@ def read(piece: Piece, column: str) -> Iterator[Document | BadRecord]:
   number = 0
   try:
     with _opened(piece) as file:
-      for number, line in enumerate(_lines(file, piece), 1):
+      for number, line in enumerate(lines(file, piece), 1):
         if line.strip():
           yield _document(piece, number, line, column)
   except (OSError, EOFError, zlib.error) as error:
@@ -55,7 +55,7 @@ def cut(piece: Piece, limit: int) -> list[Piece]:
     raise ConfigError(f"{piece.path} cannot be read ({error.strerror or error}). Fix or remove it.") from error
 
 
-def _lines(file: BinaryIO, piece: Piece) -> Iterator[bytes]:
+def lines(file: BinaryIO, piece: Piece) -> Iterator[bytes]:
   """Yields the lines of the piece."""
   if _suffix(piece) in _COMPRESSED:
     yield from file

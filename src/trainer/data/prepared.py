@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 # Characters to train a tokenizer on. All 12 MB of the standard library would save 2 % of the tokens, but take long.
 _SAMPLE = 3_000_000
 _SAMPLE_OF_DOCUMENT = 100_000
-_KIND = "kind.json"
 _EVAL_KEYS = {
   "text": "Set eval_fraction or eval_dataset_path",
   "grain": "Set grain_eval_files",
@@ -234,15 +233,11 @@ def _are_text(cfg: DataSection, documents: Documents, digest: str, call: workers
   if cfg.dataset_type == "text":
     return True
 
-  def build(folder: Path) -> None:
-    is_text = call(partial(documents.are_text, cfg.max_bad_records), f"it read {documents.name}")
-    (folder / _KIND).write_text(json.dumps({"text": is_text}))
+  def read() -> dict[str, bool]:
+    return {"text": call(partial(documents.are_text, cfg.max_bad_records), f"it read {documents.name}")}
 
-  def fault(folder: Path) -> str | None:
-    return None if (folder / _KIND).is_file() else f"{_KIND} is absent"
-
-  folder = cache.entry(cfg.dataset_cache_directory, f"kind-{digest[:32]}", build=build, fault=fault, log=tell)
-  return json.loads((folder / _KIND).read_text())["text"]
+  name = f"kind-{digest[:32]}"
+  return cache.value(cfg.dataset_cache_directory, name, "kind.json", compute=read, log=tell)["text"]
 
 
 def _require_fit(tokenizer: Tokenizer | None, vocab_size: int) -> None:

@@ -160,10 +160,10 @@ def convert(key: Key, text: str, origin: str) -> Given:
     return Given(_choice(key, text, origin), origin)
   if key.kind is str:
     _check_text(key, text, origin)
+  parse, rule, example = _KINDS[key.kind]
   try:
-    value = _PARSERS[key.kind](text)
+    value = parse(text)
   except ValueError:
-    rule, example = _RULES[key.kind]
     message = f"{key.name}={shorten(text)} ({origin}): {key.name} must be {rule}.\n"
     raise ConfigError(message + (_remedy(key, text) or f"For example: {key.name}={example}")) from None
   if not key.allows(value):
@@ -235,9 +235,10 @@ def _real(text: str) -> float:
   return number
 
 
-_PARSERS: dict[type, Any] = {bool: _boolean, int: _integer, float: _real, str: str}
-_RULES: dict[type, tuple[str, str]] = {
-  bool: ("true or false", "true"),
-  int: ("a whole number", "10"),
-  float: ("a finite number", "0.5"),
+# Of each type of values: the function that reads one, the rule, an example.
+_KINDS: dict[type, tuple[Any, str, str]] = {
+  bool: (_boolean, "true or false", "true"),
+  int: (_integer, "a whole number", "10"),
+  float: (_real, "a finite number", "0.5"),
+  str: (str, "", ""),
 }

@@ -47,12 +47,7 @@ def _document(piece: Piece, number: int, line: bytes, column: str) -> Document |
 
 def cut(piece: Piece, limit: int) -> list[Piece]:
   """Parts of about `limit` bytes with whole lines. A compressed file stays whole, because it is read from its start."""
-  if _suffix(piece) in _COMPRESSED:
-    return [piece]
-  try:
-    return cut_at_lines(piece, limit)
-  except OSError as error:
-    raise ConfigError(f"{piece.path} cannot be read ({error.strerror or error}). Fix or remove it.") from error
+  return [piece] if _suffix(piece) in _COMPRESSED else cut_at_lines(piece, limit)
 
 
 def lines(file: BinaryIO, piece: Piece) -> Iterator[bytes]:

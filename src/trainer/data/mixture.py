@@ -129,9 +129,9 @@ class MixtureSource(Source):
 
   def counts(self, index: int) -> dict[str, int]:
     """Examples of each member before `index`, since the start of the run, by name."""
-    if index <= self._since or not self._eras:
-      return {member.name: count for member, count in zip(self._members, self._before)}
-    return {member.name: count for member, count in zip(self._members, self._counts_in(self._era(index), index))}
+    at_start = index <= self._since or not self._eras
+    counts = self._before if at_start else self._counts_in(self._era(index), index)
+    return {member.name: count for member, count in zip(self._members, counts)}
 
   def examples_read(self, index: int) -> dict[str, int]:
     """Like `counts`, by `short` of the fingerprint of each member's source."""

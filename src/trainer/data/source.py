@@ -17,19 +17,14 @@ class Source(Protocol):
 
   name: str
   """Where the examples come from, for the log."""
-
   num_examples: int | None = None
   """Examples of one epoch. None: endless, and no example repeats."""
-
   num_targets: int | None = None
   """Tokens of one epoch that count in the loss. None: endless."""
-
   has_eval: bool = False
   """Whether the same data have an evaluation split."""
-
   bad_records: int = 0
   """Records of the data that are skipped because they are damaged or have no document."""
-
   tokenizer: Tokenizer | None = None
   """The tokenizer that made the tokens. None when they are not text."""
 

@@ -7,6 +7,7 @@ receives its own section. Where MaxText has a key, the key has MaxText's name. N
 from __future__ import annotations
 
 import os
+import re
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -232,9 +233,9 @@ class ModelSection(Section):
 
   @property
   def dense_layers(self) -> list[int]:
-    """The layers of mlp_only_layers: its numbers, each -1 if it is none."""
+    """The layers of mlp_only_layers: its numbers, each -1 if it is none of at most nine digits."""
     texts = [text.strip() for text in self.mlp_only_layers.split(",") if text.strip()]
-    return [int(text) if text.isascii() and text.isdigit() else -1 for text in texts]
+    return [int(text) if re.fullmatch("[0-9]{1,9}", text) else -1 for text in texts]
 
   @property
   def num_decoder_layers(self) -> int:

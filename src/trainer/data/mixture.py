@@ -50,8 +50,7 @@ class _Era(NamedTuple):
 
 
 class MixtureSource(Source):
-  """A member that has reached its limit leaves, and the others keep their proportions. Weights
-  may change at given steps.
+  """A member that has reached its limit leaves, and the others keep their proportions. Weights may change at a step.
 
   The examples of a member come in its own order, so an example is repeated only when its member starts another epoch.
   """

@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
   arguments = sys.argv[1:] if argv is None else argv
   screen.protect()
   if not arguments:
-    print(cli.usage(), file=sys.stderr)
+    print(cli.USAGE, file=sys.stderr)
     return BAD_INPUT
   if {"--help", "-h"} & set(arguments):
     log.to_stdout(cli.help_text())

@@ -202,6 +202,27 @@ def test_a_dataset_path_is_checked_as_the_corpus_reads_it(tmp_path):
   assert [piece.name for piece in corpus.find("dataset_path", config.data.dataset_path)] == ["link/a.txt"]
 
 
+@pytest.mark.parametrize(
+  ("keys", "message"),
+  [
+    ("dataset_type=grain grain_file_type=jsonl grain_train_files=shut/a.jsonl", "'shut/a.jsonl' has no files"),
+    ("dataset_type=grain grain_file_type=jsonl grain_train_files=shut/**/a.jsonl", "'shut/**/a.jsonl' has no files"),
+    ("dataset_type=hf dataset_path=shut", "has neither dataset_dict.json nor state.json"),
+    ("model_name=shut", "there is no such model"),
+  ],
+)
+def test_a_folder_without_permission_to_search_has_no_files(monkeypatch, keys, message):
+  stat = os.stat
+
+  def refused(path, *arguments, **options):
+    if "shut" in str(path):
+      raise PermissionError(13, "Permission denied", path)
+    return stat(path, *arguments, **options)
+
+  monkeypatch.setattr(os, "stat", refused)
+  assert message in failure(*keys.split())
+
+
 def test_a_dataset_path_that_is_not_read_is_not_checked():
   load(["configs/base.yml", "dataset_path=gone", "dataset_type=synthetic"])
   assert load(["configs/base.yml"], check_paths=False) == load(["configs/base.yml"])

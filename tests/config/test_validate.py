@@ -73,6 +73,7 @@ REFUSED = [
     "every ici_* size is 1: the product 1 must equal the 8 devices per slice",
   ),
   (["devices_per_slice=4", "per_device_batch_size=0.3"], "1.2 examples per slice, which must be whole"),
+  (["mlp_only_layers=" + "9" * 5000, "scan_layers=false"], "9...: 1 of these are no layers of this model"),
   (["ici_expert_parallelism=2"], "must divide num_experts=1, and a dense model"),
   (["ici_expert_parallelism=3", "num_experts=4", "num_experts_per_tok=2"], "must divide num_experts=4"),
   (["devices_per_slice=4", "per_device_batch_size=0.5"], "do not split over ici_data x ici_fsdp x ici_expert = 4"),

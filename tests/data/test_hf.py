@@ -87,5 +87,8 @@ def test_wrong_folders_are_refused(tmp_path):
   state.write_text(json.dumps({"_data_files": [], "_indices_data_files": [{"filename": "a"}]}))
   with pytest.raises(ConfigError, match="Save it again after flatten_indices"):
     load(tmp_path, **keys_of(folder))
+  state.write_text("[]")
+  with pytest.raises(ConfigError, match=r"state.json cannot be read \(it is not a mapping\)"):
+    load(tmp_path, **keys_of(folder))
   with pytest.raises(ConfigError, match=r"has neither dataset_dict.json nor state.json"):
     config_load(["configs/base.yml", "dataset_type=hf", f"dataset_path={tmp_path}"])

@@ -123,7 +123,7 @@ def test_unreadable_example_is_a_data_error_with_the_step():
       raise OSError("disk.bin: input/output error")
 
   source = Broken(vocab_size=5, length=4, seed=0, stream=0)
-  broken = Loader(source, global_batch_size=2, length=4, seed=0, reuse_first=False)
+  broken = Loader(source, DataSection(max_target_length=4), 2, "train")
   with pytest.raises(DataError, match=r"step 9: disk\.bin: input/output error") as caught:
     broken.batch(9)
   assert caught.value.step == 9 and isinstance(caught.value.__cause__, OSError)
@@ -147,3 +147,4 @@ def test_synthetic_data_is_described_without_tokenizer_and_epochs():
   assert described["epochs"] is described["tokenizer"] is described["tokens"] is None
   assert describe.line(described) == "Data: random tokens; the run reads 1,920 tokens"
   assert describe.vocabulary_warning(described, 10**6) is None
+  assert describe.line(described | {"tokens": 9}).endswith("1,920 tokens")  # a source may know its tokens alone

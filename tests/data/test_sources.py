@@ -157,6 +157,12 @@ def test_features_of_an_example(packed):
     tf_example.feature(record, "x")
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_number_keeps_its_lowest_64_bits(packed):
+  record = tf_example_of({"ids": np.array([-1], np.int64)}, packed).replace(b"\xff\x01", b"\xff\x7f")
+  assert tf_example.feature(record, "ids").tolist() == [-1]
+
+
 def test_other_bytes_are_no_example():
   """Every prefix and random bytes: a ValueError, or a feature if the damage is elsewhere, and never another error."""
   record = tf_example_of({"ids": np.arange(300), "text": "abc"})

@@ -6,9 +6,8 @@ answers.yml has them: the keys of MaxText, options of launchers, and settings of
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping
-from fnmatch import translate
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +23,17 @@ _OFF = ("", "0", "0.", "0.0", "-1", "-1.0", "false", "none", "[[]]")
 _UNSET = {"num_slices": {"-1": "0"}, "compile_topology_num_slices": {"-1": "1"}}
 
 
-def answer(name: str) -> tuple[str, str] | None:
-  """Returns (what `name` is, what to do), or None if it is no name of another program that this program lacks.
-
-  name: with _ for -, and perhaps with a section: a section that the answers do not name makes no difference.
-  """
-  found = entry_of(name)
-  return (found["what"], found["remedy"]) if found else None
-
-
 def entry_of(name: str) -> dict[str, str] | None:
-  """Returns the entry of answers.yml for a name, as `answer` finds it."""
-  for spelled in dict.fromkeys([name, name.rpartition(".")[2]]):
-    for pattern, entry in _patterns("keys", "names"):
-      if pattern.fullmatch(spelled):
+  """Returns the entry of answers.yml for a name of another program that this program lacks; None for other names.
+
+  The entry has `what` (what the name is) and `remedy`. name: with _ for -, and perhaps with a section: a section that
+  the answers do not name makes no difference.
+  """
+  for spelled in (name, name.rpartition(".")[2]):
+    if spelled in _entries():
+      return _entries()[spelled]
+    for pattern, entry in _entries().items():
+      if "*" in pattern and fnmatchcase(spelled, pattern):
         return entry
   return None
 
@@ -45,21 +41,21 @@ def entry_of(name: str) -> dict[str, str] | None:
 def changes_numbers(entry: Mapping[str, str], value: str) -> bool:
   """Whether a run of MaxText with this value of a key computes something that this program does not."""
   safe = entry["safe"].split() if "safe" in entry else _OFF
-  return not any(re.fullmatch(translate(pattern), value, re.IGNORECASE) for pattern in safe)
+  return not any(fnmatchcase(value.lower(), pattern) for pattern in safe)
 
 
 def answer_for_value(name: str, value: str) -> str | None:
   """Returns what to do instead of giving another program's `value` of the key `name`; None for other values."""
-  for pattern, entry in _patterns("values", "values"):
-    if entry["key"] == name and pattern.fullmatch(value):
-      return entry["remedy"]
+  for patterns, remedy in tables()["values"].get(name, {}).items():
+    if any(fnmatchcase(value, pattern) for pattern in patterns.split()):
+      return remedy
   return None
 
 
 def is_removed(name: str, value: str | None) -> bool:
   """Whether `name` was a key and `value` its default, as config.yml of an older run has it: nothing is lost then."""
-  removed = next((entry for entry in tables()["keys"] if name.replace("-", "_") in entry["names"].split()), {})
-  return value is not None and value.lower() == removed.get("default")
+  entry = _entries().get(name.replace("-", "_"), {})
+  return value is not None and value.lower() == entry.get("default")
 
 
 def translated(name: str, value: str) -> str:
@@ -68,13 +64,14 @@ def translated(name: str, value: str) -> str:
 
 
 @functools.cache
-def tables() -> dict[str, list[dict[str, str]]]:
-  """Returns answers.yml: the first entry that matches counts, and * in a name is any text."""
+def tables() -> dict[str, Any]:
+  """Returns answers.yml."""
   loader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # texts only: true stays "true"
-  tables: dict[str, list[dict[str, str]]] = yaml.load((Path(__file__).with_name("answers.yml")).read_text(), loader)
-  return tables
+  return yaml.load(Path(__file__).with_name("answers.yml").read_text(), loader)
 
 
 @functools.cache
-def _patterns(table: str, field: str) -> list[tuple[re.Pattern[str], dict[str, str]]]:
-  return [(re.compile("|".join(map(translate, entry[field].split()))), entry) for entry in tables()[table]]
+def _entries() -> dict[str, dict[str, str]]:
+  """{name or pattern: its entry of answers.yml}."""
+  groups = tables()["keys"].items()
+  return {name: entry | {"what": what} for what, group in groups for entry in group for name in entry["names"].split()}

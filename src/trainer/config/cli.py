@@ -9,7 +9,7 @@ from trainer.config.document import literal
 from trainer.config.keys import all_keys
 from trainer.config.schema import Config
 
-_USAGE = """\
+USAGE = """\
 Usage: python -m trainer CONFIG.yml [key=value ...] [--print-config | --help | --version]
 
 Pre-trains a Qwen3 or Llama decoder.
@@ -24,14 +24,9 @@ A key has the value of the command line, else of model_name's YAML, else of CONF
 CONFIG.yml names as base_config, else the default shown here."""
 
 
-def usage() -> str:
-  """How to start the program, in a few lines."""
-  return _USAGE
-
-
 def help_text() -> str:
   """The usage, then every key with its default, meaning and choices, by section."""
-  lines = [_USAGE, "", _PRECEDENCE]
+  lines = [USAGE, "", _PRECEDENCE]
   section = ""
   for key in all_keys().values():
     if key.section != section:

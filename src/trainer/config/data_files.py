@@ -114,11 +114,12 @@ def _files(key: str, part: str, names: tuple[str, ...], file_type: str, left: Le
 def _local(path: Path, names: tuple[str, ...], left: LeftOut) -> Iterator[Path]:
   """Yields the local files of one file, folder or pattern, as absolute paths."""
   path = Path(os.path.abspath(path))
-  if not path.exists() and "**" in path.parts:
+  exists = os.path.exists(path)  # unlike Path.exists, False in a folder without permission to search
+  if not exists and "**" in path.parts:
     yield from _deep(path, names, left)
     return
-  for match in [path] if path.exists() else sorted(map(Path, glob.glob(str(path)))):
-    if match.is_dir():
+  for match in [path] if exists else sorted(map(Path, glob.glob(str(path)))):
+    if os.path.isdir(match):
       yield from folders.named(folders.below(match, left), names, left)
     elif folders.is_file(match, left):
       yield match
@@ -131,7 +132,7 @@ def _deep(pattern: Path, names: tuple[str, ...], left: LeftOut) -> Iterator[Path
   if "**" in tail:
     raise ConfigError(f"{pattern}: has ** several times.\nWrite one ** and separate several patterns by ';'.")
   for root in sorted(map(Path, glob.glob(str(Path(*pattern.parts[:place]))))):
-    for file in folders.below(root, left) if root.is_dir() else ():
+    for file in folders.below(root, left) if os.path.isdir(root) else ():
       below = file.relative_to(root)
       if below.match(tail) or (
         folders.matches(file.name, names) and any(folder.match(tail) for folder in below.parents)

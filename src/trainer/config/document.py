@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import sys
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 import yaml
 
 from trainer.config.files import package_root
-from trainer.config.keys import Key, Scalar, all_keys
+from trainer.config.keys import Key, Scalar, all_keys, unwrapped
 from trainer.config.schema import Config
 
 _BASE_HEAD = """\
@@ -92,7 +91,7 @@ def _sections() -> Iterator[tuple[str, list[Key]]]:
 
 def _summary(section: str) -> str:
   annotation = Config.model_fields[section].annotation
-  return inspect.cleandoc(annotation.__doc__ or "") if annotation else ""
+  return unwrapped(annotation.__doc__) if annotation else ""
 
 
 def _meaning(key: Key) -> str:

@@ -54,15 +54,13 @@ class Problems:
 
   def raise_any(self) -> None:
     """Raises one ConfigError with all messages. Does nothing if there are none."""
-    if self._messages:
-      raise ConfigError(*self._messages)
+    require(self._messages)
 
 
 def require(messages: Iterable[str]) -> None:
   """Raises ConfigError with the messages that a rule yields. Does nothing if it yields none."""
-  problems = Problems()
-  problems.add(messages)
-  problems.raise_any()
+  if found := tuple(messages):
+    raise ConfigError(*found)
 
 
 def shorten(text: str) -> str:

@@ -82,8 +82,13 @@ def _table(sections: Mapping[str, Any]) -> dict[str, Key]:
         for limit in field.metadata
         if hasattr(limit, rule)
       )
-      keys[name] = Key(name, section, kind, choices, default, field.description or "", limits)
+      keys[name] = Key(name, section, kind, choices, default, unwrapped(field.description), limits)
   return keys
+
+
+def unwrapped(text: str | None) -> str:
+  """The text of a docstring as one line."""
+  return " ".join((text or "").split())
 
 
 def _kind(annotation: Any) -> tuple[type, tuple[str, ...]]:
@@ -121,7 +126,7 @@ def as_key(name: str, text: str | None) -> tuple[str, str | None]:
 def is_answered(name: str) -> bool:
   """Whether `name` is a key, or one of another program for which there is a prepared answer."""
   spelled = as_key(name.replace("-", "_"), None)[0]
-  return spelled in all_keys() or answers.answer(spelled) is not None
+  return spelled in all_keys() or answers.entry_of(spelled) is not None
 
 
 def resolve(name: str, origin: str) -> Key:
@@ -138,8 +143,8 @@ def resolve(name: str, origin: str) -> Key:
     return keys[rest]
   if dot and f"{section}_{rest}" in keys:
     return keys[f"{section}_{rest}"]
-  if found := answers.answer(spelled):
-    raise ConfigError(f"{name} ({origin}): this is {found[0]}, not of this program.\n{found[1]}")
+  if entry := answers.entry_of(spelled):
+    raise ConfigError(f"{name} ({origin}): this is {entry['what']}, not of this program.\n{entry['remedy']}")
   hint = f"Did you mean {rest}? " if rest in keys else did_you_mean(spelled.replace(".", "_"), keys)
   raise ConfigError(
     f"{shorten(name)} ({origin}): there is no such key.\n{hint}configs/base.yml and --help list every key."
@@ -155,10 +160,10 @@ def convert(key: Key, text: str, origin: str) -> Given:
     return Given(_choice(key, text, origin), origin)
   if key.kind is str:
     _check_text(key, text, origin)
+  parse, rule, example = _KINDS[key.kind]
   try:
-    value = _PARSERS[key.kind](text)
+    value = parse(text)
   except ValueError:
-    rule, example = _RULES[key.kind]
     message = f"{key.name}={shorten(text)} ({origin}): {key.name} must be {rule}.\n"
     raise ConfigError(message + (_remedy(key, text) or f"For example: {key.name}={example}")) from None
   if not key.allows(value):
@@ -230,9 +235,10 @@ def _real(text: str) -> float:
   return number
 
 
-_PARSERS: dict[type, Any] = {bool: _boolean, int: _integer, float: _real, str: str}
-_RULES: dict[type, tuple[str, str]] = {
-  bool: ("true or false", "true"),
-  int: ("a whole number", "10"),
-  float: ("a finite number", "0.5"),
+# Of each type of values: the function that reads one, the rule, an example.
+_KINDS: dict[type, tuple[Any, str, str]] = {
+  bool: (_boolean, "true or false", "true"),
+  int: (_integer, "a whole number", "10"),
+  float: (_real, "a finite number", "0.5"),
+  str: (str, "", ""),
 }

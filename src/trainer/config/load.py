@@ -6,6 +6,7 @@ which the user's YAML or the command line gives another value is an error, or wi
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -240,9 +241,9 @@ def _find_model(name: str, origin: str, config_path: Path) -> Path:
   files.as_path(f"{name}.yml", "model_name=")
   folders = [folder / "configs" / "models" for folder in files.search_folders()] + [config_path.parent / "models"]
   for folder in folders:
-    if (folder / f"{name}.yml").is_file():
+    if os.path.isfile(folder / f"{name}.yml"):
       return folder / f"{name}.yml"
-  names = sorted({entry.stem for folder in folders if folder.is_dir() for entry in folder.glob("*.yml")})
+  names = sorted({entry.stem for folder in folders if os.path.isdir(folder) for entry in folder.glob("*.yml")})
   raise ConfigError(
     f"model_name={shorten(name)} ({origin}): there is no such model.\n{did_you_mean(name, names)}"
     f"Models: {', '.join(names)}, or a path to your own YAML, or default."

@@ -137,7 +137,7 @@ def _check_data(data: DataSection, problems: Problems) -> None:
       with problems.collect():
         _check_placeholder("dataset_path", data.dataset_path)
         root = as_path(data.dataset_path, "dataset_path=") if data.dataset_path else Path()
-        if not any((root / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        if not any(os.path.isfile(root / name) for name in ("dataset_dict.json", "state.json")):
           raise ConfigError(
             f"dataset_path={shorten(data.dataset_path)}: has neither dataset_dict.json nor state.json.\n"
             "Give a local folder that datasets has saved with save_to_disk."

@@ -13,7 +13,6 @@ from trainer.config.schema import CheckpointSection, DataSection, ModelSection, 
 
 NO_EXPORT = "Qwen3-MoE has these norms, so Hugging Face cannot express a model with experts and without them."
 AXES = ("data", "fsdp", "tensor", "context")
-EXPERTS = "ici_expert_parallelism"
 
 
 def group_sizes(parallelism: ParallelismSection, group: str) -> dict[str, int]:
@@ -21,7 +20,7 @@ def group_sizes(parallelism: ParallelismSection, group: str) -> dict[str, int]:
 
   "ici" has ici_expert_parallelism besides AXES: the devices that share experts belong to the axis fsdp.
   """
-  keys = [f"{group}_{axis}_parallelism" for axis in AXES] + [EXPERTS] * (group == "ici")
+  keys = [f"{group}_{axis}_parallelism" for axis in AXES] + ["ici_expert_parallelism"] * (group == "ici")
   return {key: getattr(parallelism, key) for key in keys}
 
 

@@ -7,6 +7,7 @@ receives its own section. Where MaxText has a key, the key has MaxText's name. N
 from __future__ import annotations
 
 import os
+import re
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -27,9 +28,9 @@ Parallelism = Annotated[int, Field(ge=-1, le=1_000_000)]
 
 
 class Section(BaseModel):
-  """A frozen group of keys. An unknown key is an error."""
+  """A frozen group of keys. An unknown key is an error. The text below a key is its description."""
 
-  model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=False)
+  model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
 
 
 class RematPolicy(StrEnum):
@@ -61,166 +62,132 @@ class DegradedStep(StrEnum):
 class RunSection(Section):
   """The run: its name, its length and its files."""
 
-  base_output_directory: str = Field(
-    "runs", description="Folder or gs:// address in which every run has its own folder."
-  )
-  run_name: str = Field(
-    "",
-    description="Name of the run. Its files are in {base_output_directory}/{run_name}. Empty: the name of the config file.",
-  )
-  steps: Positive = Field(1000, description="Optimizer steps of the whole run, counted from its first start.")
-  init_weights_seed: int = Field(
-    0,
-    ge=-(2**31),
-    le=2**32 - 1,  # JAX takes 32 bits, and would drop those above them in silence
-    description="Seed of the initial weights.",
-  )
-  load_parameters_path: str = Field(
-    "",
-    description="The first parameters of a new run: a Hugging Face folder of a Qwen3 or Llama, or RUN_DIR or RUN_DIR@STEP of another run, local or gs://. The optimizer and the schedule are fresh. The tokenizer there serves the data unless tokenizer_type or tokenizer_path is given. A run that resumes ignores it. Empty: random parameters.",
-  )
-  log_config: bool = Field(
-    True, description="Print the keys that differ from their defaults at the start. All keys are in {run}/config.yml."
-  )
-  jax_cache_dir: str = Field(
-    "~/.cache/trainer/jax", description="Folder of the persistent compilation cache. Empty: no cache."
-  )
-  compile_xla_flags: str = Field(
-    "",
-    description="Options of the compiler for the training step: --xla_name=value --xla_name=value. They replace the trainer's own options of the same name.",
-  )
-  allow_config_change: str = Field(
-    "",
-    description="Comma-separated names of keys that may differ from the checkpoint's when a run resumes, although they change the model or the order of the data.",
-  )
+  base_output_directory: str = "runs"
+  """Folder or gs:// address in which every run has its own folder."""
+  run_name: str = ""
+  """Name of the run. Its files are in {base_output_directory}/{run_name}. Empty: the name of the config file."""
+  steps: Positive = 1000
+  """Optimizer steps of the whole run, counted from its first start."""
+  init_weights_seed: int = Field(0, ge=-(2**31), le=2**32 - 1)  # JAX would drop higher bits in silence
+  """Seed of the initial weights."""
+  load_parameters_path: str = ""
+  """The first parameters of a new run: a Hugging Face folder of a Qwen3 or Llama, or RUN_DIR or RUN_DIR@STEP of another
+  run, local or gs://. The optimizer and the schedule are fresh. The tokenizer there serves the data unless
+  tokenizer_type or tokenizer_path is given. A run that resumes ignores it. Empty: random parameters."""
+  log_config: bool = True
+  """Print the keys that differ from their defaults at the start. All keys are in {run}/config.yml."""
+  jax_cache_dir: str = "~/.cache/trainer/jax"
+  """Folder of the persistent compilation cache. Empty: no cache."""
+  compile_xla_flags: str = ""
+  """Options of the compiler for the training step: --xla_name=value --xla_name=value. They replace the trainer's own
+  options of the same name."""
+  allow_config_change: str = ""
+  """Comma-separated names of keys that may differ from the checkpoint's when a run resumes, although they change the
+  model or the order of the data."""
 
 
 class ModelSection(Section):
   """The decoder model. Qwen3 and Llama differ only in these values."""
 
-  model_name: str = Field(
-    "default",
-    description="A file of configs/models without .yml, or a path to a YAML file with model keys, or 'default' to set the model's keys here.",
-  )
-  override_model_config: bool = Field(
-    False,
-    description="Let explicit keys replace values of the model's YAML. Without it, a different value is an error.",
-  )
-  base_emb_dim: Annotated[int, Field(ge=1, le=2**17)] = Field(
-    512, description="D: width of the residual stream, before global_parameter_scale."
-  )
-  base_num_decoder_layers: Annotated[int, Field(ge=1, le=2**14)] = Field(
-    8, description="L: number of decoder layers, before global_parameter_scale."
-  )
-  base_num_query_heads: Heads = Field(8, description="N: number of query heads, before global_parameter_scale.")
-  base_num_kv_heads: Heads = Field(
-    4, description="K: number of key/value heads, before global_parameter_scale. N must be a multiple of K."
-  )
-  base_mlp_dim: Annotated[int, Field(ge=1, le=2**24)] = Field(
-    1536, description="F: hidden width of the SwiGLU feed-forward, before global_parameter_scale."
-  )
-  num_experts: Annotated[int, Field(ge=1, le=2**12)] = Field(
-    1, description="E: experts of a layer with a mixture of experts (Qwen3-MoE). 1: a dense model."
-  )
-  num_experts_per_tok: Annotated[int, Field(ge=1, le=2**8)] = Field(
-    1, description="k: experts that compute a token. At most num_experts."
-  )
-  base_moe_mlp_dim: Annotated[int, Field(ge=1, le=2**20)] = Field(
-    768, description="Hidden width of one expert, before global_parameter_scale."
-  )
-  norm_topk_prob: bool = Field(True, description="Divide the router's probabilities of the k experts by their sum.")
-  decoder_sparse_step: Positive = Field(
-    1,
-    description="Every so many layers one has experts: layers i with (i + 1) % decoder_sparse_step = 0. The others are dense. Not 1: needs scan_layers=false.",
-  )
-  mlp_only_layers: str = Field(
-    "", description="Layers without experts, counted from 0 and separated by commas. Needs scan_layers=false."
-  )
-  load_balance_loss_weight: float = Field(
-    0.001,
-    ge=0,
-    description="Weight of the loss that balances the load of the experts: E times the sum over experts of their load in the step before times their mean probability, as a mean over layers.",
-  )
-  routed_bias_update_rate: float = Field(
-    0.0,
-    ge=0,
-    description="Balances the load of the experts without a loss: a bias on the router's logits, only for the choice of the k experts. After a step it rises by this rate for experts with less than the mean load and falls for experts with more. 0: no bias.",
-  )
-  head_dim: Annotated[int, Field(ge=1, le=2**13)] = Field(
-    64, description="H: width of one attention head. Must be even."
-  )
-  vocab_size: Annotated[int, Field(ge=1, le=2**26)] = Field(
-    32000, description="V: size of the vocabulary. At least the tokenizer's size."
-  )
-  global_parameter_scale: Annotated[int, Field(ge=1, le=2**12)] = Field(
-    1,
-    description="Factor by which the model's parameters grow, a power of two: heads and feed-forward, width, layers are doubled in turn.",
-  )
-  max_position_embeddings: Positive = Field(
-    1048576, description="Longest sequence of the model, in tokens. max_target_length must not exceed it."
-  )
-  normalization_layer_epsilon: float = Field(1e-6, gt=0, description="Epsilon of RMSNorm.")
-  use_qk_norm: bool = Field(True, description="Apply RMSNorm to each query and key head before RoPE, as Qwen3 does.")
-  logits_via_embedding: bool = Field(False, description="Use the embedding table as output head (tied weights).")
-  use_iota_embed: bool = Field(False, description="Look up embeddings with a one-hot matmul instead of a gather.")
-  rope_max_timescale: float = Field(10000.0, gt=0, description="Base of RoPE (theta).")
-  rope_type: Literal["default", "llama3"] = Field(
-    "default", description="Frequency scaling of RoPE: default is none, llama3 is Llama 3.1's."
-  )
-  rope_scaling_factor: float = Field(
-    8.0, ge=1, description="rope_type=llama3: factor by which low frequencies are divided."
-  )
-  rope_low_freq_factor: float = Field(
-    1.0,
-    gt=0,
-    description="rope_type=llama3: wavelengths longer than rope_original_max_position_embeddings / this factor are fully scaled.",
-  )
-  rope_high_freq_factor: float = Field(
-    4.0,
-    gt=0,
-    description="rope_type=llama3: wavelengths shorter than rope_original_max_position_embeddings / this factor are not scaled.",
-  )
-  rope_original_max_position_embeddings: Positive = Field(
-    8192, description="rope_type=llama3: sequence length of the original pre-training, in tokens."
-  )
-  initializer_range: float = Field(
-    0.02,
-    gt=0,
-    description="Standard deviation of the initial embedding table and of matrices that read the residual stream. Matrices that write to it are also scaled by 1/sqrt(2 L). An untied head has at most 0.28/sqrt(D), and the final norm of a tied model starts with a scale of at most 0.28/(sqrt(D) * initializer_range), so that the first loss is ln(V).",
-  )
-  dtype: Literal["bfloat16", "float32"] = Field(
-    "bfloat16",
-    description="Type in which matmuls and activations are computed. Softmax, norms and the loss are always float32.",
-  )
-  weight_dtype: Literal["float32", "bfloat16"] = Field(
-    "float32",
-    description="Type in which matrices and tables are stored. Scales of norms are float32. A bfloat16 weight does not change by updates smaller than 1/512 of its value.",
-  )
-  matmul_precision: Literal["default", "high", "highest"] = Field("default", description="Precision of JAX matmuls.")
-  quantization: Literal["", "int8", "fp8", "fp8_full"] = Field(
-    "",
-    description="Compute the matmuls of the layers in 8 bits, forward and backward (qwix). fp8 is e4m3; fp8_full also has e5m2 gradients. Weights are stored in weight_dtype. With experts: on CPUs only. Empty: no quantization.",
-  )
-  attention: Literal["autoselected", "dot_product", "flash"] = Field(
-    "autoselected",
-    description="flash is the flash kernel of the platform (TPU Pallas, GPU cuDNN, CPU blockwise). dot_product is plain XLA. autoselected is flash where the kernel supports the sizes, else dot_product.",
-  )
-  scan_layers: bool = Field(
-    True, description="Stack the layers and scan over them. Compile time is then independent of the number of layers."
-  )
-  scan_unroll: Positive = Field(1, description="Layers per iteration of the scan. Must divide the number of layers.")
-  remat_policy: RematPolicy = Field(
-    RematPolicy.FULL,
-    description="Which activations of a layer are kept for the backward pass. The others are recomputed. auto: chosen once for the run, on TPUs the fastest that fits by the estimate of preflight. Policies compute the same function, but do not give bit-identical numbers.",
-  )
-  custom_remat: str = Field(
-    "",
-    description="remat_policy=custom: what happens to each activation, such as query_proj=device,mlpwo=offload. device: kept on the device; offload: kept on the host; remat: recomputed, which is the default. Activations: decoder_layer_input (the layer's input, which is always kept), query_proj, key_proj, value_proj, context (attention output before the output projection), out_proj, mlpwi_0 (gate), mlpwi_1 (up), mlpwo (down). MaxText's keys are accepted too: query_proj=device. What a file or the command line says is added to what the files of lower precedence say.",
-  )
+  model_name: str = "default"
+  """A file of configs/models without .yml, or a path to a YAML file with model keys, or 'default' to set the model's
+  keys here."""
+  override_model_config: bool = False
+  """Let explicit keys replace values of the model's YAML. Without it, a different value is an error."""
+  base_emb_dim: int = Field(512, ge=1, le=2**17)
+  """D: width of the residual stream, before global_parameter_scale."""
+  base_num_decoder_layers: int = Field(8, ge=1, le=2**14)
+  """L: number of decoder layers, before global_parameter_scale."""
+  base_num_query_heads: Heads = 8
+  """N: number of query heads, before global_parameter_scale."""
+  base_num_kv_heads: Heads = 4
+  """K: number of key/value heads, before global_parameter_scale. N must be a multiple of K."""
+  base_mlp_dim: int = Field(1536, ge=1, le=2**24)
+  """F: hidden width of the SwiGLU feed-forward, before global_parameter_scale."""
+  num_experts: int = Field(1, ge=1, le=2**12)
+  """E: experts of a layer with a mixture of experts (Qwen3-MoE). 1: a dense model."""
+  num_experts_per_tok: int = Field(1, ge=1, le=2**8)
+  """k: experts that compute a token. At most num_experts."""
+  base_moe_mlp_dim: int = Field(768, ge=1, le=2**20)
+  """Hidden width of one expert, before global_parameter_scale."""
+  norm_topk_prob: bool = True
+  """Divide the router's probabilities of the k experts by their sum."""
+  decoder_sparse_step: Positive = 1
+  """Every so many layers one has experts: layers i with (i + 1) % decoder_sparse_step = 0. The others are dense. Not 1:
+  needs scan_layers=false."""
+  mlp_only_layers: str = ""
+  """Layers without experts, counted from 0 and separated by commas. Needs scan_layers=false."""
+  load_balance_loss_weight: float = Field(0.001, ge=0)
+  """Weight of the loss that balances the load of the experts: E times the sum over experts of their load in the step
+  before times their mean probability, as a mean over layers."""
+  routed_bias_update_rate: float = Field(0.0, ge=0)
+  """Balances the load of the experts without a loss: a bias on the router's logits, only for the choice of the k
+  experts. After a step it rises by this rate for experts with less than the mean load and falls for experts with more.
+  0: no bias."""
+  head_dim: int = Field(64, ge=1, le=2**13)
+  """H: width of one attention head. Must be even."""
+  vocab_size: int = Field(32000, ge=1, le=2**26)
+  """V: size of the vocabulary. At least the tokenizer's size."""
+  global_parameter_scale: int = Field(1, ge=1, le=2**12)
+  """Factor by which the model's parameters grow, a power of two: heads and feed-forward, width, layers are doubled in
+  turn."""
+  max_position_embeddings: Positive = 1048576
+  """Longest sequence of the model, in tokens. max_target_length must not exceed it."""
+  normalization_layer_epsilon: float = Field(1e-6, gt=0)
+  """Epsilon of RMSNorm."""
+  use_qk_norm: bool = True
+  """Apply RMSNorm to each query and key head before RoPE, as Qwen3 does."""
+  logits_via_embedding: bool = False
+  """Use the embedding table as output head (tied weights)."""
+  use_iota_embed: bool = False
+  """Look up embeddings with a one-hot matmul instead of a gather."""
+  rope_max_timescale: float = Field(10000.0, gt=0)
+  """Base of RoPE (theta)."""
+  rope_type: Literal["default", "llama3"] = "default"
+  """Frequency scaling of RoPE: default is none, llama3 is Llama 3.1's."""
+  rope_scaling_factor: float = Field(8.0, ge=1)
+  """rope_type=llama3: factor by which low frequencies are divided."""
+  rope_low_freq_factor: float = Field(1.0, gt=0)
+  """rope_type=llama3: wavelengths longer than rope_original_max_position_embeddings / this factor are fully scaled."""
+  rope_high_freq_factor: float = Field(4.0, gt=0)
+  """rope_type=llama3: wavelengths shorter than rope_original_max_position_embeddings / this factor are not scaled."""
+  rope_original_max_position_embeddings: Positive = 8192
+  """rope_type=llama3: sequence length of the original pre-training, in tokens."""
+  initializer_range: float = Field(0.02, gt=0)
+  """Standard deviation of the initial embedding table and of matrices that read the residual stream. Matrices that
+  write to it are also scaled by 1/sqrt(2 L). An untied head has at most 0.28/sqrt(D), and the final norm of a tied
+  model starts with a scale of at most 0.28/(sqrt(D) * initializer_range), so that the first loss is ln(V)."""
+  dtype: Literal["bfloat16", "float32"] = "bfloat16"
+  """Type in which matmuls and activations are computed. Softmax, norms and the loss are always float32."""
+  weight_dtype: Literal["float32", "bfloat16"] = "float32"
+  """Type in which matrices and tables are stored. Scales of norms are float32. A bfloat16 weight does not change by
+  updates smaller than 1/512 of its value."""
+  matmul_precision: Literal["default", "high", "highest"] = "default"
+  """Precision of JAX matmuls."""
+  quantization: Literal["", "int8", "fp8", "fp8_full"] = ""
+  """Compute the matmuls of the layers in 8 bits, forward and backward (qwix). fp8 is e4m3; fp8_full also has e5m2
+  gradients. Weights are stored in weight_dtype. With experts: on CPUs only. Empty: no quantization."""
+  attention: Literal["autoselected", "dot_product", "flash"] = "autoselected"
+  """flash is the flash kernel of the platform (TPU Pallas, GPU cuDNN, CPU blockwise). dot_product is plain XLA.
+  autoselected is flash where the kernel supports the sizes, else dot_product."""
+  scan_layers: bool = True
+  """Stack the layers and scan over them. Compile time is then independent of the number of layers."""
+  scan_unroll: Positive = 1
+  """Layers per iteration of the scan. Must divide the number of layers."""
+  remat_policy: RematPolicy = RematPolicy.FULL
+  """Which activations of a layer are kept for the backward pass. The others are recomputed. auto: chosen once for the
+  run, on TPUs the fastest that fits by the estimate of preflight. Policies compute the same function, but do not give
+  bit-identical numbers."""
+  custom_remat: str = ""
+  """remat_policy=custom: what happens to each activation, such as query_proj=device,mlpwo=offload. device: kept on the
+  device; offload: kept on the host; remat: recomputed, which is the default. Activations: decoder_layer_input (the
+  layer's input, which is always kept), query_proj, key_proj, value_proj, context (attention output before the output
+  projection), out_proj, mlpwi_0 (gate), mlpwi_1 (up), mlpwo (down). MaxText's keys are accepted too: query_proj=device.
+  What a file or the command line says is added to what the files of lower precedence say."""
 
   @property
   def _scales(self) -> tuple[int, int, int]:
-    """Factors of (heads and feed-forward, width, layers) for global_parameter_scale, doubled in turn as MaxText does."""
+    """Factors of (heads and feed-forward, width, layers): global_parameter_scale doubles them in turn, like MaxText."""
     rounds, rest = divmod(self.global_parameter_scale.bit_length() - 1, 3)
     return 2 ** (rounds + (rest > 0)), 2 ** (rounds + (rest > 1)), 2**rounds
 
@@ -266,9 +233,9 @@ class ModelSection(Section):
 
   @property
   def dense_layers(self) -> list[int]:
-    """The layers of mlp_only_layers: its numbers, each -1 if it is none."""
+    """The layers of mlp_only_layers: its numbers, each -1 if it is none of at most nine digits."""
     texts = [text.strip() for text in self.mlp_only_layers.split(",") if text.strip()]
-    return [int(text) if text.isascii() and text.isdigit() else -1 for text in texts]
+    return [int(text) if re.fullmatch("[0-9]{1,9}", text) else -1 for text in texts]
 
   @property
   def num_decoder_layers(self) -> int:
@@ -278,33 +245,27 @@ class ModelSection(Section):
 class DataSection(Section):
   """The training and evaluation data. A batch is a pure function of (seed, step)."""
 
-  dataset_type: Literal["synthetic", "text", "grain", "tfds", "hf"] = Field(
-    "text",
-    description="synthetic: random tokens. text: files of text. grain: ArrayRecord, Parquet or JSONL files. tfds: a dataset that TensorFlow Datasets has prepared. hf: a folder that Hugging Face datasets has saved with save_to_disk. Except for synthetic, documents are tokenised and packed once, and cached.",
-  )
-  dataset_path: str = Field(
-    "",
-    description="dataset_type=text: a file, or a folder of .txt .md .py .jsonl files. Empty: the sources of the Python standard library. dataset_type=tfds: the folder with dataset_info.json. dataset_type=hf: the folder with dataset_dict.json or state.json.",
-  )
-  eval_dataset_path: str = Field(
-    "",
-    description="dataset_type=text: a file or folder for evaluation. Empty: hold out eval_fraction of the training text.",
-  )
-  grain_train_files: str = Field(
-    "",
-    description="dataset_type=grain: training files, folders or patterns such as data/*.parquet, separated by ';'. Parquet and JSONL also at addresses such as gs://BUCKET/data.",
-  )
-  grain_eval_files: str = Field(
-    "", description="dataset_type=grain: files for evaluation, named like grain_train_files. Empty: no evaluation."
-  )
-  eval_sets: str = Field(
-    "",
-    description="A YAML or JSON file of named sets that are evaluated besides the evaluation data of the keys above; docs/data.md describes it.",
-  )
-  grain_train_mixture_config_path: str = Field(
-    "",
-    description="dataset_type=grain: a YAML or JSON file of weighted sources to train on, instead of grain_train_files; docs/data.md describes it.",
-  )
+  dataset_type: Literal["synthetic", "text", "grain", "tfds", "hf"] = "text"
+  """synthetic: random tokens. text: files of text. grain: ArrayRecord, Parquet or JSONL files. tfds: a dataset that
+  TensorFlow Datasets has prepared. hf: a folder that Hugging Face datasets has saved with save_to_disk. Except for
+  synthetic, documents are tokenised and packed once, and cached."""
+  dataset_path: str = ""
+  """dataset_type=text: a file, or a folder of .txt .md .py .jsonl files. Empty: the sources of the Python standard
+  library. dataset_type=tfds: the folder with dataset_info.json. dataset_type=hf: the folder with dataset_dict.json or
+  state.json."""
+  eval_dataset_path: str = ""
+  """dataset_type=text: a file or folder for evaluation. Empty: hold out eval_fraction of the training text."""
+  grain_train_files: str = ""
+  """dataset_type=grain: training files, folders or patterns such as data/*.parquet, separated by ';'. Parquet and JSONL
+  also at addresses such as gs://BUCKET/data."""
+  grain_eval_files: str = ""
+  """dataset_type=grain: files for evaluation, named like grain_train_files. Empty: no evaluation."""
+  eval_sets: str = ""
+  """A YAML or JSON file of named sets that are evaluated besides the evaluation data of the keys above; docs/data.md
+  describes it."""
+  grain_train_mixture_config_path: str = ""
+  """dataset_type=grain: a YAML or JSON file of weighted sources to train on, instead of grain_train_files; docs/data.md
+  describes it."""
   grain_file_type: Literal[
     "arrayrecord",
     "arrayrecord_text",
@@ -313,59 +274,49 @@ class DataSection(Section):
     "arrayrecord_windows",
     "parquet",
     "jsonl",
-  ] = Field(
-    "arrayrecord",
-    description="Format of the files. arrayrecord: records are tf.train.Example. arrayrecord_text, _uint16, _int32: records are UTF-8 text or little-endian token ids. arrayrecord_windows: examples that trainer.tools.tokenize has packed already. jsonl: also .gz and .zst. parquet and .zst need the extra arrow.",
-  )
-  train_data_columns: str = Field(
-    "text",
-    description="Column of Parquet, field of JSONL, feature of tf.train.Example and TFDS with the documents, in training and evaluation; `meta.text` is a nested column or field. Strings are tokenised. Lists of integers are token ids and stay as they are.",
-  )
-  train_split: str = Field("train", description="dataset_type=tfds or hf: name of the split to train on.")
-  eval_split: str = Field(
-    "", description="dataset_type=tfds or hf: name of the split for evaluation. Empty: no evaluation."
-  )
-  eval_fraction: Fraction = Field(
-    0.05,
-    description="Share of the training text that is held out for evaluation if eval_dataset_path is empty: files, and parts of large files, spread evenly over the text.",
-  )
-  dataset_cache_directory: str = Field(
-    "~/.cache/trainer/data", description="Folder for packed tokens and trained tokenizers."
-  )
-  packing: Literal["split", "best_fit", "none"] = Field(
-    "split",
-    description="How documents become examples. split: all joined into one stream, which is cut every max_target_length tokens. best_fit: whole documents, together where they fit; only documents longer than max_target_length are cut. none: one document per example, cut at max_target_length. Documents never attend to each other.",
-  )
-  max_bad_records: NonNegative = Field(
-    0,
-    description="Records of a source, in training and in evaluation, that may be skipped because they are damaged or have no document. Each is logged. With records that are read in place, a value above 0 reads all of them once at the first start.",
-  )
-  tokenizer_type: Literal["byte", "bpe"] = Field(
-    "byte",
-    description="byte: 256 bytes and special tokens. bpe: byte-level BPE, trained on the text unless tokenizer_path is set.",
-  )
-  tokenizer_path: str = Field("", description="tokenizer_type=bpe: a tokenizers JSON file. Empty: train a tokenizer.")
-  bos_token: str = Field(
-    "",
-    description="Special token of tokenizer_path that begins a document; none: no token. Empty: that of its template, or <|begin_of_text|>, <s> or <bos> if it is special, or no token.",
-  )
-  eos_token: str = Field(
-    "",
-    description="Special token of tokenizer_path that ends a document. Empty: that of its template, or <|end_of_text|>, <|endoftext|>, </s> or <eos> if it is special.",
-  )
-  max_target_length: Annotated[int, Field(ge=1, le=2**27)] = Field(
-    1024, description="T: tokens of one training example."
-  )
-  per_device_batch_size: float = Field(
-    1.0,
-    gt=0,
-    le=1_000_000,
-    description="Examples per device in one micro-batch. Times the devices of a slice it must be a whole number of at least 1.",
-  )
-  data_shuffle_seed: int = Field(0, ge=-(2**63), le=2**64 - 1, description="Seed of the order of examples.")
-  reuse_example_batch: Annotated[int, Field(ge=0, le=1)] = Field(
-    0, description="1: train every step on the first batch, to test speed or overfitting."
-  )
+  ] = "arrayrecord"
+  """Format of the files. arrayrecord: records are tf.train.Example. arrayrecord_text, _uint16, _int32: records are
+  UTF-8 text or little-endian token ids. arrayrecord_windows: examples that trainer.tools.tokenize has packed already.
+  jsonl: also .gz and .zst. parquet and .zst need the extra arrow."""
+  train_data_columns: str = "text"
+  """Column of Parquet, field of JSONL, feature of tf.train.Example and TFDS with the documents, in training and
+  evaluation; `meta.text` is a nested column or field. Strings are tokenised. Lists of integers are token ids and stay
+  as they are."""
+  train_split: str = "train"
+  """dataset_type=tfds or hf: name of the split to train on."""
+  eval_split: str = ""
+  """dataset_type=tfds or hf: name of the split for evaluation. Empty: no evaluation."""
+  eval_fraction: Fraction = 0.05
+  """Share of the training text that is held out for evaluation if eval_dataset_path is empty: files, and parts of large
+  files, spread evenly over the text."""
+  dataset_cache_directory: str = "~/.cache/trainer/data"
+  """Folder for packed tokens and trained tokenizers."""
+  packing: Literal["split", "best_fit", "none"] = "split"
+  """How documents become examples. split: all joined into one stream, which is cut every max_target_length tokens.
+  best_fit: whole documents, together where they fit; only documents longer than max_target_length are cut. none: one
+  document per example, cut at max_target_length. Documents never attend to each other."""
+  max_bad_records: NonNegative = 0
+  """Records of a source, in training and in evaluation, that may be skipped because they are damaged or have no
+  document. Each is logged. With records that are read in place, a value above 0 reads all of them once at the first
+  start."""
+  tokenizer_type: Literal["byte", "bpe"] = "byte"
+  """byte: 256 bytes and special tokens. bpe: byte-level BPE, trained on the text unless tokenizer_path is set."""
+  tokenizer_path: str = ""
+  """tokenizer_type=bpe: a tokenizers JSON file. Empty: train a tokenizer."""
+  bos_token: str = ""
+  """Special token of tokenizer_path that begins a document; none: no token. Empty: that of its template, or
+  <|begin_of_text|>, <s> or <bos> if it is special, or no token."""
+  eos_token: str = ""
+  """Special token of tokenizer_path that ends a document. Empty: that of its template, or <|end_of_text|>,
+  <|endoftext|>, </s> or <eos> if it is special."""
+  max_target_length: int = Field(1024, ge=1, le=2**27)
+  """T: tokens of one training example."""
+  per_device_batch_size: float = Field(1.0, gt=0, le=1_000_000)
+  """Examples per device in one micro-batch. Times the devices of a slice it must be a whole number of at least 1."""
+  data_shuffle_seed: int = Field(0, ge=-(2**63), le=2**64 - 1)
+  """Seed of the order of examples."""
+  reuse_example_batch: int = Field(0, ge=0, le=1)
+  """1: train every step on the first batch, to test speed or overfitting."""
 
   @property
   def names_eval_data(self) -> bool:
@@ -376,299 +327,244 @@ class DataSection(Section):
 
 
 class ParallelismSection(Section):
-  """The device mesh. Its axes are data, fsdp, tensor and context; the devices that share experts are a part of fsdp. Each axis has a size across slices (dcn_*) and a size inside a slice (ici_*). One size of each group may be -1: it is computed from the number of devices."""
+  """The device mesh. Its axes are data, fsdp, tensor and context; the devices that share experts are a part of fsdp.
+  Each axis has a size across slices (dcn_*) and a size inside a slice (ici_*). One size of each group may be -1: it is
+  computed from the number of devices."""
 
-  dcn_data_parallelism: Parallelism = Field(-1, description="Replicas across slices.")
-  dcn_fsdp_parallelism: Parallelism = Field(
-    1,
-    description="Sharding of parameters across slices. Must be 1 with elastic_enabled: every slice must hold the whole state.",
-  )
-  dcn_tensor_parallelism: Parallelism = Field(
-    1, description="Tensor parallelism across slices. Must be 1 with elastic_enabled."
-  )
-  dcn_context_parallelism: Parallelism = Field(
-    1, description="Sharding of the sequence across slices. Must be 1 with elastic_enabled."
-  )
-  ici_data_parallelism: Parallelism = Field(1, description="Replicas inside a slice.")
-  ici_fsdp_parallelism: Parallelism = Field(-1, description="Sharding of parameters and batch inside a slice.")
-  ici_expert_parallelism: Annotated[int, Field(ge=1, le=2**12)] = Field(
-    1,
-    description="Devices of a slice that share the experts: each computes its part of them for the tokens of all. For other weights and the batch it counts as more ici_fsdp_parallelism. Must divide num_experts.",
-  )
-  ici_tensor_parallelism: Parallelism = Field(
-    1, description="Sharding of heads, feed-forward and vocabulary inside a slice."
-  )
-  ici_context_parallelism: Parallelism = Field(
-    1,
-    description="Sharding of the sequence inside a slice. On TPUs all devices have as much causal attention; on GPUs and CPUs attention also computes the scores that the causal mask removes.",
-  )
-  sharding_tolerance: Fraction = Field(
-    0.02,
-    description="Largest share of the parameters that may be replicated on all devices of a slice. A larger share is an error.",
-  )
+  dcn_data_parallelism: Parallelism = -1
+  """Replicas across slices."""
+  dcn_fsdp_parallelism: Parallelism = 1
+  """Sharding of parameters across slices. Must be 1 with elastic_enabled: every slice must hold the whole state."""
+  dcn_tensor_parallelism: Parallelism = 1
+  """Tensor parallelism across slices. Must be 1 with elastic_enabled."""
+  dcn_context_parallelism: Parallelism = 1
+  """Sharding of the sequence across slices. Must be 1 with elastic_enabled."""
+  ici_data_parallelism: Parallelism = 1
+  """Replicas inside a slice."""
+  ici_fsdp_parallelism: Parallelism = -1
+  """Sharding of parameters and batch inside a slice."""
+  ici_expert_parallelism: int = Field(1, ge=1, le=2**12)
+  """Devices of a slice that share the experts: each computes its part of them for the tokens of all. For other weights
+  and the batch it counts as more ici_fsdp_parallelism. Must divide num_experts."""
+  ici_tensor_parallelism: Parallelism = 1
+  """Sharding of heads, feed-forward and vocabulary inside a slice."""
+  ici_context_parallelism: Parallelism = 1
+  """Sharding of the sequence inside a slice. On TPUs all devices have as much causal attention; on GPUs and CPUs
+  attention also computes the scores that the causal mask removes."""
+  sharding_tolerance: Fraction = 0.02
+  """Largest share of the parameters that may be replicated on all devices of a slice. A larger share is an error."""
 
 
 class OptimizerSection(Section):
   """Optimizer, learning-rate schedule and gradients."""
 
-  opt_type: Literal["adamw", "adafactor", "muon", "sgd"] = Field(
-    "adamw",
-    description="Optimizer. muon updates embeddings, head and norms by adamw with Nesterov momentum, as MaxText does, with the same learning rate.",
-  )
-  learning_rate: float = Field(3e-4, ge=0, description="Peak learning rate.")
-  lr_schedule_type: Literal["cosine", "wsd", "constant"] = Field(
-    "cosine", description="Learning-rate schedule after the warm-up. wsd: constant, then decay."
-  )
-  learning_rate_schedule_steps: int = Field(
-    -1, ge=-1, le=2**31 - 1, description="Length of the schedule in steps. -1: the value of steps."
-  )
-  warmup_steps_fraction: Fraction = Field(
-    0.1, description="Share of the schedule in which the learning rate rises linearly from 0."
-  )
-  learning_rate_final_fraction: Fraction = Field(
-    0.1, description="Learning rate at the end of the schedule, as a share of learning_rate."
-  )
-  wsd_decay_steps_fraction: Fraction = Field(
-    0.1, description="lr_schedule_type=wsd: share of the schedule, at its end, in which the learning rate decays."
-  )
-  wsd_decay_style: Literal["linear", "cosine"] = Field(
-    "linear", description="lr_schedule_type=wsd: shape of the decay."
-  )
-  adam_b1: Fraction = Field(0.9, description="Decay rate of the first moment of adamw; momentum of muon and sgd.")
-  adam_b2: Fraction = Field(0.95, description="Decay rate of the second moment of adamw.")
-  adam_eps: float = Field(1e-8, gt=0, description="Added to the square root of the second moment.")
-  adam_weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay of every optimizer.")
-  weight_decay_mask: Literal["matrices", "all"] = Field(
-    "matrices",
-    description="Weights that decay. matrices: all but norms, biases and embeddings (a tied head is an embedding).",
-  )
-  mu_dtype: Literal["", "float32", "bfloat16"] = Field(
-    "", description="Type of the first moment. Empty: weight_dtype. The rest of the optimizer's state is float32."
-  )
-  gradient_clipping_threshold: float = Field(
-    1.0, ge=0, description="Largest global norm of the gradient. 0: no clipping."
-  )
-  grad_reduce_dtype: Literal["float32", "bfloat16"] = Field(
-    "float32", description="Type in which gradients are summed over slices. bfloat16 halves the bytes."
-  )
-  gradient_accumulation_steps: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
-    1, description="Micro-batches per device and step on the full topology."
-  )
-  z_loss_multiplier: float = Field(0.0, ge=0, description="Weight of the squared log-partition function in the loss.")
-  num_vocab_tiling: NonNegative = Field(
-    0, description="Number of chunks of the sequence in which logits and loss are computed. 0: chosen automatically."
-  )
-  max_nonfinite_steps: NonNegative = Field(
-    10, description="Consecutive steps with a non-finite loss or gradient that are skipped. One more stops the run."
-  )
+  opt_type: Literal["adamw", "adafactor", "muon", "sgd"] = "adamw"
+  """Optimizer. muon updates embeddings, head and norms by adamw with Nesterov momentum, as MaxText does, with the same
+  learning rate."""
+  learning_rate: float = Field(3e-4, ge=0)
+  """Peak learning rate."""
+  lr_schedule_type: Literal["cosine", "wsd", "constant"] = "cosine"
+  """Learning-rate schedule after the warm-up. wsd: constant, then decay."""
+  learning_rate_schedule_steps: int = Field(-1, ge=-1, le=2**31 - 1)
+  """Length of the schedule in steps. -1: the value of steps."""
+  warmup_steps_fraction: Fraction = 0.1
+  """Share of the schedule in which the learning rate rises linearly from 0."""
+  learning_rate_final_fraction: Fraction = 0.1
+  """Learning rate at the end of the schedule, as a share of learning_rate."""
+  wsd_decay_steps_fraction: Fraction = 0.1
+  """lr_schedule_type=wsd: share of the schedule, at its end, in which the learning rate decays."""
+  wsd_decay_style: Literal["linear", "cosine"] = "linear"
+  """lr_schedule_type=wsd: shape of the decay."""
+  adam_b1: Fraction = 0.9
+  """Decay rate of the first moment of adamw; momentum of muon and sgd."""
+  adam_b2: Fraction = 0.95
+  """Decay rate of the second moment of adamw."""
+  adam_eps: float = Field(1e-8, gt=0)
+  """Added to the square root of the second moment."""
+  adam_weight_decay: float = Field(0.1, ge=0)
+  """Decoupled weight decay of every optimizer."""
+  weight_decay_mask: Literal["matrices", "all"] = "matrices"
+  """Weights that decay. matrices: all but norms, biases and embeddings (a tied head is an embedding)."""
+  mu_dtype: Literal["", "float32", "bfloat16"] = ""
+  """Type of the first moment. Empty: weight_dtype. The rest of the optimizer's state is float32."""
+  gradient_clipping_threshold: float = Field(1.0, ge=0)
+  """Largest global norm of the gradient. 0: no clipping."""
+  grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+  """Type in which gradients are summed over slices. bfloat16 halves the bytes."""
+  gradient_accumulation_steps: int = Field(1, ge=1, le=1_000_000)
+  """Micro-batches per device and step on the full topology."""
+  z_loss_multiplier: float = Field(0.0, ge=0)
+  """Weight of the squared log-partition function in the loss."""
+  num_vocab_tiling: NonNegative = 0
+  """Number of chunks of the sequence in which logits and loss are computed. 0: chosen automatically."""
+  max_nonfinite_steps: NonNegative = 10
+  """Consecutive steps with a non-finite loss or gradient that are skipped. One more stops the run."""
 
 
 class CheckpointSection(Section):
   """Checkpoints: persistent (every checkpoint_period steps) and emergency (local, more frequent)."""
 
-  enable_checkpointing: bool = Field(True, description="Save checkpoints to {run}/checkpoints and restore them.")
-  async_checkpointing: bool = Field(
-    True, description="Write checkpoints in the background. The step waits only for the copy to host memory."
-  )
-  checkpoint_period: Positive = Field(
-    1000, description="Steps between persistent checkpoints. The last step is always saved."
-  )
-  max_num_checkpoints_to_keep: Positive = Field(3, description="Number of newest persistent checkpoints that are kept.")
-  checkpoint_keep_period: NonNegative = Field(
-    0, description="Keep every checkpoint whose step is a multiple of this number. 0: keep none for this reason."
-  )
-  checkpoint_keep_best: NonNegative = Field(
-    0, description="Number of checkpoints with the lowest evaluation loss that are kept. 0: keep none for this reason."
-  )
-  hf_export_period: NonNegative = Field(
-    0,
-    description="Steps between exports of the weights as Hugging Face folders, {run}/hf/{step}, in the background; the last step too. A multiple of checkpoint_period. 0: none.",
-  )
-  enable_single_replica_ckpt_restoring: bool = Field(
-    False, description="Only one replica reads a checkpoint, and the others receive it over the network."
-  )
-  enable_checkpoint_cloud_logger: bool = Field(
-    False,
-    description="Write structured records of save and restore times: to Cloud Logging if its library is installed, else to a JSONL file in the run's folder.",
-  )
-  enable_autocheckpoint: bool = Field(
-    True, description="On SIGTERM, SIGUSR1 or SIGHUP finish the step, save, commit, and exit with code 42."
-  )
-  autocheckpoint_grace_seconds: float = Field(
-    25.0,
-    gt=0,
-    le=1e9,
-    description="Seconds from SIGTERM to SIGKILL that the scheduler grants. A new start waits this long for the run's folder to be released.",
-  )
-  enable_emergency_checkpoint: bool = Field(
-    False, description="Save one replica per slice to local_checkpoint_directory every local_checkpoint_period steps."
-  )
-  local_checkpoint_directory: str = Field("", description="Fast local folder (ramdisk) for emergency checkpoints.")
-  local_checkpoint_period: NonNegative = Field(0, description="Steps between emergency checkpoints.")
+  enable_checkpointing: bool = True
+  """Save checkpoints to {run}/checkpoints and restore them."""
+  async_checkpointing: bool = True
+  """Write checkpoints in the background. The step waits only for the copy to host memory."""
+  checkpoint_period: Positive = 1000
+  """Steps between persistent checkpoints. The last step is always saved."""
+  max_num_checkpoints_to_keep: Positive = 3
+  """Number of newest persistent checkpoints that are kept."""
+  checkpoint_keep_period: NonNegative = 0
+  """Keep every checkpoint whose step is a multiple of this number. 0: keep none for this reason."""
+  checkpoint_keep_best: NonNegative = 0
+  """Number of checkpoints with the lowest evaluation loss that are kept. 0: keep none for this reason."""
+  hf_export_period: NonNegative = 0
+  """Steps between exports of the weights as Hugging Face folders, {run}/hf/{step}, in the background; the last step
+  too. A multiple of checkpoint_period. 0: none."""
+  enable_single_replica_ckpt_restoring: bool = False
+  """Only one replica reads a checkpoint, and the others receive it over the network."""
+  enable_checkpoint_cloud_logger: bool = False
+  """Write structured records of save and restore times: to Cloud Logging if its library is installed, else to a JSONL
+  file in the run's folder."""
+  enable_autocheckpoint: bool = True
+  """On SIGTERM, SIGUSR1 or SIGHUP finish the step, save, commit, and exit with code 42."""
+  autocheckpoint_grace_seconds: float = Field(25.0, gt=0, le=1e9)
+  """Seconds from SIGTERM to SIGKILL that the scheduler grants. A new start waits this long for the run's folder to be
+  released."""
+  enable_emergency_checkpoint: bool = False
+  """Save one replica per slice to local_checkpoint_directory every local_checkpoint_period steps."""
+  local_checkpoint_directory: str = ""
+  """Fast local folder (ramdisk) for emergency checkpoints."""
+  local_checkpoint_period: NonNegative = 0
+  """Steps between emergency checkpoints."""
 
 
 class ElasticSection(Section):
   """Recovery when a slice is lost, and growth when it returns."""
 
-  elastic_enabled: bool = Field(False, description="Continue training in the same process when slices are lost.")
-  elastic_timeout_seconds: float = Field(
-    300.0, gt=0, le=1e9, description="Longest wait for the slices that training needs, in seconds."
-  )
-  elastic_max_retries: Positive = Field(
-    10,
-    description="Attempts without progress before the run gives up, including the first attempt. 10 completed steps are progress.",
-  )
-  elastic_min_slice_count: int = Field(
-    -1,
-    ge=-1,
-    le=1_000_000,
-    description="Number of slices that training needs. -1: all slices (wait for the replacement).",
-  )
-  elastic_backup_kind: Literal["snapshot", "checkpoint"] = Field(
-    "snapshot", description="First source of a recovery: a copy in host memory (snapshot), or the checkpoints."
-  )
-  elastic_numerics: Literal["bitwise", "balanced"] = Field(
-    "bitwise",
-    description="Slices as separate processes: how the sums of a step are made. bitwise: one share per slice of the full run, summed in a fixed order, so the result has the same bits whichever slices are alive. balanced: one share per micro-batch, summed first on each slice; fewer slices have less padding and send less, and the last bits depend on who is alive.",
-  )
-  exchange_stages: NonNegative = Field(
-    0,
-    description="Slices as separate processes: into how many programs, at least, the backward pass through the layers is divided. The gradients of one travel to the other slices while the next computes. 1: the exchange begins when all gradients are computed. 0: 4 on GPUs and TPUs, 1 on CPUs and with scan_layers=false.",
-  )
-  elastic_min_resize_interval_seconds: float = Field(
-    30.0,
-    ge=0,
-    le=1e9,
-    description="Shortest time between the last resize and growing again, in seconds. It limits the cost of a slice that comes and goes.",
-  )
-  elastic_hang_check_seconds: float = Field(
-    60.0,
-    ge=0,
-    le=1e9,
-    description="Check the health of the slices when a step takes longer than this number of seconds, and again at this interval; already after max(5, 3 times the 99th percentile of the last steps) if that is less. 0: never.",
-  )
-  snapshot_period: NonNegative = Field(
-    0, description="Steps between snapshots. 0: chosen so that snapshots cost at most 1 % of the step time."
-  )
-  fault_injection: str = Field(
-    "",
-    description="Faults to rehearse: 'slice_down@12:1, slice_up@30:1, hang@40:2, ckpt_kill@50' or 'random:seed=1,rate=0.05'. docs/elastic.md describes the grammar.",
-  )
+  elastic_enabled: bool = False
+  """Continue training in the same process when slices are lost."""
+  elastic_timeout_seconds: float = Field(300.0, gt=0, le=1e9)
+  """Longest wait for the slices that training needs, in seconds."""
+  elastic_max_retries: Positive = 10
+  """Attempts without progress before the run gives up, including the first attempt. 10 completed steps are progress."""
+  elastic_min_slice_count: int = Field(-1, ge=-1, le=1_000_000)
+  """Number of slices that training needs. -1: all slices (wait for the replacement)."""
+  elastic_backup_kind: Literal["snapshot", "checkpoint"] = "snapshot"
+  """First source of a recovery: a copy in host memory (snapshot), or the checkpoints."""
+  elastic_numerics: Literal["bitwise", "balanced"] = "bitwise"
+  """Slices as separate processes: how the sums of a step are made. bitwise: one share per slice of the full run, summed
+  in a fixed order, so the result has the same bits whichever slices are alive. balanced: one share per micro-batch,
+  summed first on each slice; fewer slices have less padding and send less, and the last bits depend on who is alive."""
+  exchange_stages: NonNegative = 0
+  """Slices as separate processes: into how many programs, at least, the backward pass through the layers is divided.
+  The gradients of one travel to the other slices while the next computes. 1: the exchange begins when all gradients are
+  computed. 0: 4 on GPUs and TPUs, 1 on CPUs and with scan_layers=false."""
+  elastic_min_resize_interval_seconds: float = Field(30.0, ge=0, le=1e9)
+  """Shortest time between the last resize and growing again, in seconds. It limits the cost of a slice that comes and
+  goes."""
+  elastic_hang_check_seconds: float = Field(60.0, ge=0, le=1e9)
+  """Check the health of the slices when a step takes longer than this number of seconds, and again at this interval;
+  already after max(5, 3 times the 99th percentile of the last steps) if that is less. 0: never."""
+  snapshot_period: NonNegative = 0
+  """Steps between snapshots. 0: chosen so that snapshots cost at most 1 % of the step time."""
+  fault_injection: str = ""
+  """Faults to rehearse: 'slice_down@12:1, slice_up@30:1, hang@40:2, ckpt_kill@50' or 'random:seed=1,rate=0.05'.
+  docs/elastic.md describes the grammar."""
 
 
 class ClusterSection(Section):
   """The slices and their devices."""
 
-  cluster: Literal["auto", "simulated", "pathways", "multiprocess"] = Field(
-    "auto",
-    description="Where the slices come from. auto: multiprocess if a launcher started this process as one slice of several, pathways if JAX_PLATFORMS=proxy, else simulated (slices are groups of the devices of this process).",
-  )
-  num_slices: Devices = Field(0, description="Number of slices. 0: as many as the devices report; on a CPU 1.")
-  devices_per_slice: Devices = Field(
-    0, description="On a CPU: host devices per slice. 0: 1, or the number that XLA_FLAGS sets."
-  )
-  cluster_standin: str = Field(
-    "",
-    description="With cluster=pathways: SLICESxDEVICES such as 3x4 starts a stand-in for Pathways on this machine, with so many slices of so many CPU devices, which ends with the run. With 3x4:processes every slice is a process of its own, which kill -9 loses with its memory; slices communicate over gloo. JAX_PLATFORMS, JAX_BACKEND_TARGET, enable_single_controller and devices_per_slice are not needed then.",
-  )
-  enable_single_controller: bool = Field(
-    False, description="One process controls all slices (Pathways, or one machine)."
-  )
-  jax_distributed_heartbeat_timeout_seconds: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
-    100, description="Several processes: seconds without a sign of life after which a process is considered dead."
-  )
+  cluster: Literal["auto", "simulated", "pathways", "multiprocess"] = "auto"
+  """Where the slices come from. auto: multiprocess if a launcher started this process as one slice of several, pathways
+  if JAX_PLATFORMS=proxy, else simulated (slices are groups of the devices of this process)."""
+  num_slices: Devices = 0
+  """Number of slices. 0: as many as the devices report; on a CPU 1."""
+  devices_per_slice: Devices = 0
+  """On a CPU: host devices per slice. 0: 1, or the number that XLA_FLAGS sets."""
+  cluster_standin: str = ""
+  """With cluster=pathways: SLICESxDEVICES such as 3x4 starts a stand-in for Pathways on this machine, with so many
+  slices of so many CPU devices, which ends with the run. With 3x4:processes every slice is a process of its own, which
+  kill -9 loses with its memory; slices communicate over gloo. JAX_PLATFORMS, JAX_BACKEND_TARGET,
+  enable_single_controller and devices_per_slice are not needed then."""
+  enable_single_controller: bool = False
+  """One process controls all slices (Pathways, or one machine)."""
+  jax_distributed_heartbeat_timeout_seconds: int = Field(100, ge=1, le=1_000_000)
+  """Several processes: seconds without a sign of life after which a process is considered dead."""
 
 
 class ObserveSection(Section):
   """Logs, metrics, evaluation, profiles and the sample."""
 
-  log_period: Positive = Field(
-    1, description="Steps between printed lines. With gcs_metrics also the number of steps in one metrics object."
-  )
-  enable_tensorboard: bool = Field(True, description="Write TensorBoard event files to {run}/tensorboard.")
-  enable_wandb: bool = Field(
-    False,
-    description="Also send the numbers of every step to Weights & Biases (extra wandb). The run stays offline, in {run}/wandb, without an API key or with WANDB_MODE=offline. WANDB_PROJECT and WANDB_NAME name it.",
-  )
-  enable_trackio: bool = Field(
-    False,
-    description="Also write the numbers of every step to trackio (extra trackio): SQLite files of this machine, or the server that TRACKIO_SERVER_URL or TRACKIO_SPACE_ID names.",
-  )
-  trackio_project_name: str = Field("trainer", description="Project in trackio.")
-  gcs_metrics: bool = Field(
-    False,
-    description="Also write one metrics object per log_period to {run}/metrics, for object stores, which cannot append to files.",
-  )
-  enable_pathways_goodput: bool = Field(
-    False, description="At the end print the goodput of the run and write goodput.json. Its categories sum to 100 %."
-  )
-  enable_goodput_recording: bool = Field(
-    False,
-    description="Record the run's events for Google's ml-goodput-measurement (extra goodput): in Cloud Logging, or without credentials in {run}/goodput_records.jsonl.",
-  )
-  enable_report: bool = Field(True, description="Write report.html and loss.png at the end.")
-  chip_hour_price: float = Field(
-    0.0,
-    ge=0,
-    le=1e9,
-    description="Price of one chip for one hour, in any currency. The report then shows what each event cost. 0: no prices.",
-  )
-  profiler: Literal["", "xplane"] = Field(
-    "", description="Record a profile of each attempt to {run}/profile/PROCESS-ATTEMPT."
-  )
-  skip_first_n_steps_for_profiler: NonNegative = Field(1, description="Steps of an attempt before the profile starts.")
-  profiler_steps: Positive = Field(5, description="Steps in the profile.")
-  watchdog_timeout_seconds: float = Field(
-    0.0,
-    ge=-1,
-    le=1e9,
-    description="Seconds without a completed step after which all stacks are printed and the process ends with exit code 134; 10 times as long for a start, an evaluation or a save. -1: max(5, 3 times the 99th percentile of the last steps), and 60 before 20 steps are done. 0: never; the stacks of such a late step are printed all the same.",
-  )
-  eval_interval: int = Field(
-    -1, ge=-1, le=2**31 - 1, description="Steps between evaluations. -1: only at the end, if there is evaluation data."
-  )
-  eval_steps: NonNegative = Field(8, description="Batches per evaluation of a set. 0: no evaluation.")
-  eval_main_set: str = Field(
-    "",
-    description="Name of the set of eval_sets whose loss is recorded as eval_loss, and used by target_eval_loss and checkpoint_keep_best. Empty: the evaluation data of the other keys, or else the first set.",
-  )
-  target_eval_loss: float = Field(
-    0.0,
-    ge=0,
-    le=1e9,
-    description="The run is complete at the first evaluation with this eval_loss or a lower one. 0: never.",
-  )
-  eval_tasks: str = Field(
-    "",
-    description="Tasks of lm-evaluation-harness that each evaluation scores, separated by commas, on one device of each process (extra lm_eval).",
-  )
-  eval_tasks_path: str = Field("", description="Local folder with the YAMLs of eval_tasks that lm_eval does not have.")
-  sample_prompt: str = Field("", description="Text that the trained model continues at the end. Empty: no sample.")
-  sample_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = Field(64, description="Number of tokens of the sample.")
+  log_period: Positive = 1
+  """Steps between printed lines. With gcs_metrics also the number of steps in one metrics object."""
+  enable_tensorboard: bool = True
+  """Write TensorBoard event files to {run}/tensorboard."""
+  enable_wandb: bool = False
+  """Also send the numbers of every step to Weights & Biases (extra wandb). The run stays offline, in {run}/wandb,
+  without an API key or with WANDB_MODE=offline. WANDB_PROJECT and WANDB_NAME name it."""
+  enable_trackio: bool = False
+  """Also write the numbers of every step to trackio (extra trackio): SQLite files of this machine, or the server that
+  TRACKIO_SERVER_URL or TRACKIO_SPACE_ID names."""
+  trackio_project_name: str = "trainer"
+  """Project in trackio."""
+  gcs_metrics: bool = False
+  """Also write one metrics object per log_period to {run}/metrics, for object stores, which cannot append to files."""
+  enable_pathways_goodput: bool = False
+  """At the end print the goodput of the run and write goodput.json. Its categories sum to 100 %."""
+  enable_goodput_recording: bool = False
+  """Record the run's events for Google's ml-goodput-measurement (extra goodput): in Cloud Logging, or without
+  credentials in {run}/goodput_records.jsonl."""
+  enable_report: bool = True
+  """Write report.html and loss.png at the end."""
+  chip_hour_price: float = Field(0.0, ge=0, le=1e9)
+  """Price of one chip for one hour, in any currency. The report then shows what each event cost. 0: no prices."""
+  profiler: Literal["", "xplane"] = ""
+  """Record a profile of each attempt to {run}/profile/PROCESS-ATTEMPT."""
+  skip_first_n_steps_for_profiler: NonNegative = 1
+  """Steps of an attempt before the profile starts."""
+  profiler_steps: Positive = 5
+  """Steps in the profile."""
+  watchdog_timeout_seconds: float = Field(0.0, ge=-1, le=1e9)
+  """Seconds without a completed step after which all stacks are printed and the process ends with exit code 134; 10
+  times as long for a start, an evaluation or a save. -1: max(5, 3 times the 99th percentile of the last steps), and 60
+  before 20 steps are done. 0: never; the stacks of such a late step are printed all the same."""
+  eval_interval: int = Field(-1, ge=-1, le=2**31 - 1)
+  """Steps between evaluations. -1: only at the end, if there is evaluation data."""
+  eval_steps: NonNegative = 8
+  """Batches per evaluation of a set. 0: no evaluation."""
+  eval_main_set: str = ""
+  """Name of the set of eval_sets whose loss is recorded as eval_loss, and used by target_eval_loss and
+  checkpoint_keep_best. Empty: the evaluation data of the other keys, or else the first set."""
+  target_eval_loss: float = Field(0.0, ge=0, le=1e9)
+  """The run is complete at the first evaluation with this eval_loss or a lower one. 0: never."""
+  eval_tasks: str = ""
+  """Tasks of lm-evaluation-harness that each evaluation scores, separated by commas, on one device of each process
+  (extra lm_eval)."""
+  eval_tasks_path: str = ""
+  """Local folder with the YAMLs of eval_tasks that lm_eval does not have."""
+  sample_prompt: str = ""
+  """Text that the trained model continues at the end. Empty: no sample."""
+  sample_tokens: int = Field(64, ge=1, le=1_000_000)
+  """Number of tokens of the sample."""
 
 
 class PreflightOptions(Section):
   """Options of trainer.tools.preflight: no keys of a run, but written like keys."""
 
-  compile_topology: str = Field(
-    "",
-    description="TPU slice or GPUs to compile for, which need not be here. MaxText's names such as v5e-16 or v5p-64 (v5e and v6e count chips; v4, v5p and 7x count cores), a JAX topology name such as v5e:4x4, or GPUs of one host: a100-8, h100-8, h200-8, b200-8.",
-  )
-  compile_topology_num_slices: Annotated[int, Field(ge=1, le=511)] = Field(
-    1, description="Number of slices of compile_topology, at most 511: the limit of the TPU compiler."
-  )
-  preflight_search: bool = Field(
-    False,
-    description="Also try remat policies and batch sizes, and suggest the fastest that fits in memory (preflight.search=true).",
-  )
-  preflight_degraded: DegradedStep = Field(
-    DegradedStep.QUICK,
-    description="How to compile the step that runs when one slice is lost (preflight.degraded=full). quick: with little optimization, enough if the result fits in memory. full: as it runs. none: do not compile it.",
-  )
-  preflight_hlo_file: str = Field(
-    "",
-    description="File for the compiled step on all slices, as HLO text (preflight.hlo_file=FILE), to read with stepcost. Empty: no file.",
-  )
+  compile_topology: str = ""
+  """TPU slice or GPUs to compile for, which need not be here. MaxText's names such as v5e-16 or v5p-64 (v5e and v6e
+  count chips; v4, v5p and 7x count cores), a JAX topology name such as v5e:4x4, or GPUs of one host: a100-8, h100-8,
+  h200-8, b200-8."""
+  compile_topology_num_slices: int = Field(1, ge=1, le=511)
+  """Number of slices of compile_topology, at most 511: the limit of the TPU compiler."""
+  preflight_search: bool = False
+  """Also try remat policies and batch sizes, and suggest the fastest that fits in memory (preflight.search=true)."""
+  preflight_degraded: DegradedStep = DegradedStep.QUICK
+  """How to compile the step that runs when one slice is lost (preflight.degraded=full). quick: with little
+  optimization, enough if the result fits in memory. full: as it runs. none: do not compile it."""
+  preflight_hlo_file: str = ""
+  """File for the compiled step on all slices, as HLO text (preflight.hlo_file=FILE), to read with stepcost. Empty: no
+  file."""
 
 
 class Config(Section):

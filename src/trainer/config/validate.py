@@ -115,7 +115,7 @@ def _experts(model: ModelSection) -> Iterator[str]:
   layers = range(model.num_decoder_layers)
   if outside := [layer for layer in model.dense_layers if layer not in layers]:
     yield (
-      f"mlp_only_layers={model.mlp_only_layers}: {len(outside)} of these are no layers of this model.\n"
+      f"mlp_only_layers={shorten(model.mlp_only_layers)}: {len(outside)} of these are no layers of this model.\n"
       f"Give numbers from 0 to {len(layers) - 1}, separated by commas."
     )
   sparse = [layer for layer in layers if model.has_experts(layer)]

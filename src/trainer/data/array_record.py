@@ -53,18 +53,14 @@ def scan(piece: Piece, decode: Callable[[bytes], X]) -> Iterator[X | BadRecord]:
 
 def decoder(file_type: str, column: str) -> Callable[[bytes], Document]:
   """The function that makes a document of a record. It raises ValueError for a record of another format."""
-  match file_type:
-    case "arrayrecord":
-      return partial(tf_example.feature, name=column)
-    case "arrayrecord_text":
-      return lambda record: record.decode("utf-8")
-    case "arrayrecord_uint16":
-      return lambda record: np.frombuffer(record, "<u2")
-    case "arrayrecord_windows":
-      return lambda record: windows.unpack(record, np.dtype("<i4")).tokens
-    case _:
-      assert file_type == "arrayrecord_int32", file_type
-      return lambda record: np.frombuffer(record, "<i4")
+  decoders: dict[str, Callable[[bytes], Document]] = {
+    "arrayrecord": partial(tf_example.feature, name=column),
+    "arrayrecord_text": lambda record: record.decode("utf-8"),
+    "arrayrecord_uint16": lambda record: np.frombuffer(record, "<u2"),
+    "arrayrecord_int32": lambda record: np.frombuffer(record, "<i4"),
+    "arrayrecord_windows": lambda record: windows.unpack(record, np.dtype("<i4")).tokens,
+  }
+  return decoders[file_type]
 
 
 def count(piece: Piece) -> int:

@@ -67,7 +67,7 @@ def documents(batch: Any, names: Sequence[str], place: str) -> Iterator[Document
 
 
 def _lists(values: Any, place: str, column: str) -> Iterator[np.ndarray | BadRecord]:
-  """Yields the lists of an Arrow array as arrays of integers. `place`: for messages."""
+  """Yields the lists of an Arrow array, one or more, as arrays of integers. `place`: for messages."""
   tokens = values.flatten()
   if tokens.null_count:
     for one in values.to_pylist():
@@ -76,4 +76,4 @@ def _lists(values: Any, place: str, column: str) -> Iterator[np.ndarray | BadRec
       yield BadRecord(message) if is_bad else np.array(one, np.int64)
     return
   lengths = values.value_lengths().to_numpy(zero_copy_only=False)
-  yield from (np.split(tokens.to_numpy(zero_copy_only=False), np.cumsum(lengths)[:-1]) if len(lengths) else [])
+  yield from np.split(tokens.to_numpy(zero_copy_only=False), np.cumsum(lengths)[:-1])

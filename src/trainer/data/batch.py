@@ -41,7 +41,6 @@ class DataError(RuntimeError):
   def __init__(self, step: int, detail: str) -> None:
     super().__init__(f"step {step}: {detail}")
     self.step = step
-    self.detail = detail
 
 
 def empty_example(length: int) -> Example:

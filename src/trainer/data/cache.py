@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import shutil
@@ -10,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 from trainer.config.errors import ConfigError
 
@@ -59,6 +61,18 @@ def entry(
       if not final.is_dir():
         raise
   return final
+
+
+def value(directory: str, name: str, file: str, *, compute: Callable[[], Any], log: Log) -> Any:
+  """The JSON value in {directory}/{name}/{file}, computed if the cache does not have it. Otherwise as `entry`."""
+
+  def build(folder: Path) -> None:
+    (folder / file).write_text(json.dumps(compute()))
+
+  def fault(folder: Path) -> str | None:
+    return None if (folder / file).is_file() else f"{file} is absent"
+
+  return json.loads((entry(directory, name, build=build, fault=fault, log=log) / file).read_text())
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:

@@ -18,7 +18,7 @@ from trainer.config.data_files import TEXT_SUFFIXES, File
 from trainer.config.errors import ConfigError, require
 from trainer.config.folders import LeftOut
 from trainer.data import jsonl
-from trainer.data.documents import BadRecord, Piece, cut_at_lines, line_number
+from trainer.data.documents import BadRecord, Piece, cut_at_lines, line_number, naming
 
 # Folders of the standard library's sources that are not Python code to learn from: installed packages, tests with text
 # that is broken on purpose, tables of code points (encodings), the documentation as one string (pydoc_data).
@@ -71,7 +71,7 @@ def hold_out(pieces: Sequence[Piece], fraction: float) -> tuple[list[Piece], lis
   require(rules.training_text(fraction))
   smaller_side = sum(piece.size for piece in pieces) * min(fraction, 1 - fraction)
   limit = max(1, int(smaller_side / _UNITS))
-  units = [unit for piece in pieces for unit in _cut(piece, limit)]
+  units = [unit for piece in pieces for unit in cut_at_lines(piece, limit)]
   if len(units) == 1:
     return list(pieces), []
   # A line is never cut. Hold out an oversized line only if its group has nothing smaller.
@@ -83,7 +83,7 @@ def hold_out(pieces: Sequence[Piece], fraction: float) -> tuple[list[Piece], lis
 
 def cut_documents(piece: Piece, limit: int) -> list[Piece]:
   """Parts of about `limit` bytes with whole documents. Only a .jsonl file can have more than one."""
-  return _cut(piece, limit) if _is_jsonl(piece) else [piece]
+  return cut_at_lines(piece, limit) if _is_jsonl(piece) else [piece]
 
 
 def documents(piece: Piece) -> Iterator[str | BadRecord]:
@@ -101,7 +101,7 @@ def documents(piece: Piece) -> Iterator[str | BadRecord]:
   try:
     text = data.decode("utf-8")
   except UnicodeDecodeError as error:
-    line = _line_number(piece.path, piece.start + error.start)
+    line = line_number(piece.path, piece.start + error.start)
     yield BadRecord(f"{piece.path}:{line}: not UTF-8 ({error.reason}). Convert or remove the file.")
     return
   if text:
@@ -139,24 +139,15 @@ def _pieces(files: Sequence[Path], root: Path) -> list[Piece]:
   """The non-empty files as pieces, sorted by name."""
   pieces = []
   for file in files:
-    with _naming(file):
+    with naming(file):
       pieces.append(Piece(file.relative_to(root).as_posix(), file, 0, file.stat().st_size))
   return sorted((piece for piece in pieces if piece.size), key=lambda piece: piece.name)
 
 
 @contextmanager
-def _naming(path: File) -> Iterator[None]:
-  """Turns an OSError inside the block into a ConfigError with the path."""
-  try:
-    yield
-  except OSError as error:
-    raise ConfigError(f"{path} cannot be read ({error.strerror or error}). Fix or remove it.") from error
-
-
-@contextmanager
 def _opened(path: File) -> Iterator[BinaryIO]:
   """The file, open for reading. An OSError inside the block becomes a ConfigError with the path."""
-  with _naming(path), path.open("rb") as file:
+  with naming(path), path.open("rb") as file:
     yield file
 
 
@@ -166,7 +157,7 @@ def _is_jsonl(piece: Piece) -> bool:
 
 def _is_utf8(file: Path) -> bool:
   try:
-    with _naming(file):
+    with naming(file):
       file.read_bytes().decode("utf-8")
   except UnicodeDecodeError:
     return False
@@ -176,12 +167,6 @@ def _is_utf8(file: Path) -> bool:
 def _hash(piece: Piece) -> bytes:
   name = piece.name.encode("utf-8", "surrogateescape")
   return hashlib.sha256(name + b"\0" + str(piece.start).encode()).digest()
-
-
-def _cut(piece: Piece, limit: int) -> list[Piece]:
-  """Parts of a file of text; see `cut_at_lines`. Raises ConfigError if the file cannot be read."""
-  with _naming(piece.path):
-    return cut_at_lines(piece, limit)
 
 
 def _join(units: Iterable[Piece]) -> list[Piece]:
@@ -196,24 +181,15 @@ def _join(units: Iterable[Piece]) -> list[Piece]:
 
 
 def _json_lines(piece: Piece) -> Iterator[str | BadRecord]:
-  place = piece.start
   with _opened(piece.path) as file:
-    file.seek(place)
-    while place < piece.stop and (line := file.readline()):
+    for number, line in enumerate(jsonl.lines(file, piece)):
       try:
         text = jsonl.value(line, "text") if line.strip() else ""
         if not isinstance(text, str):
           raise ValueError('no field "text" with a string')
       except ValueError as error:
-        number = _line_number(piece.path, place)
+        number += line_number(piece.path, piece.start)
         yield BadRecord(f'{piece.path}:{number}: {error}. Every line must be like {{"text": "..."}}.')
-        text = ""
-      place += len(line)
-      if text:
-        yield text
-
-
-def _line_number(path: File, offset: int) -> int:
-  """Number of the line (from 1) that contains byte `offset`. Raises ConfigError if the file cannot be read."""
-  with _naming(path):
-    return line_number(path, offset)
+      else:
+        if text:
+          yield text

@@ -13,7 +13,7 @@ from trainer.config import data_files, remote
 from trainer.config.errors import ConfigError
 from trainer.config.folders import LeftOut
 from trainer.data import array_record, corpus, hf, jsonl, parquet, tfds
-from trainer.data.documents import Documents, Piece, uncut
+from trainer.data.documents import Documents, Piece, naming, uncut
 
 if TYPE_CHECKING:
   from trainer.config.schema import DataSection  # pydantic is slow to import and not needed here
@@ -33,22 +33,14 @@ def find(cfg: DataSection) -> dict[str, Documents]:
     case "grain":
       keys = {"train": "grain_train_files", "eval": "grain_eval_files"}
       return {split: _files(cfg, key) for split, key in keys.items() if getattr(cfg, key)}
-    case "hf":
-      if cfg.eval_split and not hf.has_splits(cfg.dataset_path):
+    case _:
+      if cfg.dataset_type == "hf" and cfg.eval_split and not hf.has_splits(cfg.dataset_path):
         raise ConfigError(
           f"eval_split={cfg.eval_split}: dataset_path={cfg.dataset_path} is a single dataset without splits. "
           "Save a DatasetDict, or evaluate another dataset with eval_sets."
         )
-      return {split: _hf(cfg, name) for split, name in _split_names(cfg).items()}
-    case _:
-      assert cfg.dataset_type == "tfds", cfg.dataset_type
-      return {split: _tfds(cfg, name) for split, name in _split_names(cfg).items()}
-
-
-def _split_names(cfg: DataSection) -> dict[str, str]:
-  """{split: its name in the dataset}."""
-  names = {"train": cfg.train_split, "eval": cfg.eval_split}
-  return {split: name for split, name in names.items() if name}
+      names = {"train": cfg.train_split, "eval": cfg.eval_split}
+      return {split: _split(cfg, name) for split, name in names.items() if name}
 
 
 def _text(cfg: DataSection) -> dict[str, Documents]:
@@ -85,18 +77,14 @@ def _files(cfg: DataSection, key: str) -> Documents:
       return Documents(name, pieces, read, digest, uncut, str(left))
 
 
-def _tfds(cfg: DataSection, split: str) -> Documents:
-  folder, column = cfg.dataset_path, cfg.train_data_columns
-  pieces = tfds.find(folder, split)
-  read = partial(tfds.read, folder=folder, split=split, column=column)
-  return Documents(f"{folder} ({split})", pieces, read, partial(_digest, pieces, "tfds", column), uncut)
-
-
-def _hf(cfg: DataSection, split: str) -> Documents:
-  column = cfg.train_data_columns
-  pieces = hf.find(cfg.dataset_path, split)
-  digest = partial(_digest, pieces, "hf", column)
-  return Documents(f"{cfg.dataset_path} ({split})", pieces, partial(hf.read, column=column), digest, uncut)
+def _split(cfg: DataSection, split: str) -> Documents:
+  """The documents of a split of a saved dataset: dataset_type=tfds or hf."""
+  kind, folder, column = cfg.dataset_type, cfg.dataset_path, cfg.train_data_columns
+  if kind == "tfds":
+    pieces, read = tfds.find(folder, split), partial(tfds.read, folder=folder, split=split, column=column)
+  else:
+    pieces, read = hf.find(folder, split), partial(hf.read, column=column)
+  return Documents(f"{folder} ({split})", pieces, read, partial(_digest, pieces, kind, column), uncut)
 
 
 def _digest(pieces: Sequence[Piece], file_type: str, column: str) -> str:
@@ -125,7 +113,7 @@ def _ends(pieces: Sequence[Piece]) -> Iterator[bytes]:
   both = [(0, min(_SAMPLED, file.size)) for file in far], [(max(0, file.size - _SAMPLED), file.size) for file in far]
   heads, tails = (remote.ranges(far, side) for side in both)
   for piece in pieces:
-    try:
+    with naming(piece.path):
       if isinstance(piece.path, remote.RemoteFile):
         yield next(heads) + next(tails)
         continue
@@ -138,5 +126,3 @@ def _ends(pieces: Sequence[Piece]) -> Iterator[bytes]:
         content = file.read(_SAMPLED)
         file.seek(max(0, piece.size - _SAMPLED))
         yield content + file.read(_SAMPLED)
-    except OSError as error:
-      raise ConfigError(f"{piece.path} cannot be read ({error.strerror or error}). Fix or remove it.") from error

@@ -11,7 +11,7 @@ _LARGEST_RATIO = 2
 
 def line(data: Mapping[str, Any]) -> str:
   """One line that names dataset, tokenizer, tokens and epochs. `data` comes from `Loader.describe`."""
-  if data["tokens"] is None:
+  if data["density"] is None:  # without tokens, or without examples
     epochs = "" if data["epochs"] is None else f", {data['epochs']:.3g} epochs of {data['examples']:,} examples"
     return f"Data: {data['dataset']}; the run reads {data['run_tokens']:,} tokens{epochs}"
   tokenizer = "token ids"

@@ -1,7 +1,7 @@
 """The documents of a dataset: files in a fixed order, and a function that reads the documents of one file.
 
 A source of documents is a file in this folder with such a function (`corpus`, `jsonl`, `parquet`, `array_record`,
-`tfds`). Tokenizing, packing, shuffling and mixing do not depend on where documents come from.
+`tfds`, `hf`). Tokenizing, packing, shuffling and mixing do not depend on where documents come from.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -117,6 +118,15 @@ class Documents:
     raise ConfigError(f"{self.name} has no documents. Give files with at least one document that is not empty.")
 
 
+@contextmanager
+def naming(path: File) -> Iterator[None]:
+  """Turns an OSError inside the block into a ConfigError with the path."""
+  try:
+    yield
+  except OSError as error:
+    raise ConfigError(f"{path} cannot be read ({error.strerror or error}). Fix or remove it.") from error
+
+
 def uncut(piece: Piece, limit: int) -> list[Piece]:
   """The piece as a whole: for formats whose files cannot be read in parts."""
   return [piece]
@@ -125,13 +135,13 @@ def uncut(piece: Piece, limit: int) -> list[Piece]:
 def cut_at_lines(piece: Piece, limit: int) -> list[Piece]:
   """The piece in parts of similar size, each of `limit` bytes or less and the rest of its last line.
 
-  Raises OSError if the file cannot be read.
+  Raises ConfigError if the file cannot be read.
   """
   if piece.size <= limit:
     return [piece]
   size = math.ceil(piece.size / math.ceil(piece.size / limit))
   cuts = [piece.start]
-  with piece.path.open("rb", _AROUND_CUT) as file:
+  with naming(piece.path), piece.path.open("rb", _AROUND_CUT) as file:
     while cuts[-1] < piece.stop:
       file.seek(min(cuts[-1] + size, piece.stop) - 1)
       file.readline()
@@ -140,9 +150,9 @@ def cut_at_lines(piece: Piece, limit: int) -> list[Piece]:
 
 
 def line_number(path: File, offset: int) -> int:
-  """Number of the line (from 1) that contains byte `offset`. Raises OSError if the file cannot be read."""
+  """Number of the line (from 1) that contains byte `offset`. Raises ConfigError if the file cannot be read."""
   count = 1
-  with path.open("rb") as file:
+  with naming(path), path.open("rb") as file:
     while offset > 0 and (block := file.read(min(offset, 2**20))):
       count += block.count(b"\n")
       offset -= len(block)

@@ -74,7 +74,10 @@ def read(piece: Piece, column: str) -> Iterator[Document | BadRecord]:
 def _read(folder: Path, name: str) -> dict[str, Any] | None:
   """The JSON of a file; None if it is absent."""
   try:
-    return json.loads((folder / name).read_text())
+    content = json.loads((folder / name).read_text())
+    if not isinstance(content, dict):
+      raise ValueError("it is not a mapping")
+    return content
   except FileNotFoundError:
     return None
   except (OSError, ValueError) as error:

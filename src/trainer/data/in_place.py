@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,13 +15,12 @@ from trainer.data import array_record, cache, prepare, prepared, windows, worker
 from trainer.data.batch import Example, empty_example
 from trainer.data.documents import BadRecord, BadRecords, Documents, Piece
 from trainer.data.order import Order
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.source import Source
 from worlds.lines import tell
 
 if TYPE_CHECKING:
   from trainer.config.schema import DataSection  # pydantic is slow to import and not needed here
 
-_RECORDS = "records.json"
 _WINDOWS = "arrayrecord_windows"
 DTYPE = np.dtype("<i4")  # of the tokens in a record of a window
 
@@ -81,11 +78,8 @@ class _Windows:
     return window
 
 
-class InPlaceSource:
-  """Implements `Source`. An example is a window, or the first T + 1 tokens of a record, and padding."""
-
-  num_targets: int | None = None  # unknown without reading all records
-  tokenizer: Tokenizer | None = None
+class InPlaceSource(Source):
+  """An example is a window, or the first T + 1 tokens of a record, and padding."""
 
   def __init__(
     self, cfg: DataSection, examples: _Windows, *, name: str, split: str, key: str, bad_records: int
@@ -93,7 +87,7 @@ class InPlaceSource:
     """`key`: identity of the examples. Raises ConfigError if the first record is not an example."""
     self.name = name
     self.bad_records = bad_records
-    self.num_examples: int | None = len(examples)
+    self.num_examples = len(examples)
     self.has_eval = cfg.names_eval_data
     self._length = cfg.max_target_length
     self._examples = examples
@@ -103,7 +97,9 @@ class InPlaceSource:
       raise ConfigError(str(error)) from error
     self._order = Order(examples, split=split, seed=cfg.data_shuffle_seed)
     self._key = key
-    self.use_order = self._order.use
+
+  def use_order(self, number: int) -> None:
+    self._order.use(number)
 
   def example(self, index: int) -> Example:
     """The record at `index` in the order of the split. Raises OSError, naming record and file, if it has no tokens."""
@@ -114,12 +110,6 @@ class InPlaceSource:
 
   def fingerprint(self) -> str:
     return f"{self._key} {self._order.fingerprint}"
-
-  def unigram_entropy(self) -> None:
-    return None
-
-  def unigram_eval_loss(self) -> None:
-    return None
 
   def close(self) -> None:
     self._examples.close()
@@ -169,7 +159,7 @@ def _records(
   """(number of records of each file, {number: message} of the records that are not examples), from the cache or from
   the files. Only with max_bad_records, all records are read. key: what the result depends on."""
 
-  def build(folder: Path) -> None:
+  def read() -> tuple[list[int], dict[int, str]]:
     counts = call(partial(_counts, documents.pieces), f"it counted the records of {documents.name}")
     bad: dict[int, str] = {}
     if cfg.max_bad_records:
@@ -177,14 +167,10 @@ def _records(
       sizes, most = (cfg.max_target_length, vocab_size), BadRecords(cfg.max_bad_records, tell)
       work = partial(_read_all, documents.pieces, counts, cfg.grain_file_type, *sizes, most)
       bad = call(work, f"it read {documents.name}")
-    (folder / _RECORDS).write_text(json.dumps([counts, bad]))
-
-  def fault(folder: Path) -> str | None:
-    return None if (folder / _RECORDS).is_file() else f"{_RECORDS} is absent"
+    return counts, bad
 
   name = f"records-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
-  folder = cache.entry(cfg.dataset_cache_directory, name, build=build, fault=fault, log=log)
-  counts, bad = json.loads((folder / _RECORDS).read_text())
+  counts, bad = cache.value(cfg.dataset_cache_directory, name, "records.json", compute=read, log=log)
   return counts, {int(number): message for number, message in bad.items()}
 
 

@@ -28,7 +28,7 @@ def read(piece: Piece, column: str) -> Iterator[Document | BadRecord]:
   number = 0
   try:
     with _opened(piece) as file:
-      for number, line in enumerate(_lines(file, piece), 1):
+      for number, line in enumerate(lines(file, piece), 1):
         if line.strip():
           yield _document(piece, number, line, column)
   except (OSError, EOFError, zlib.error) as error:
@@ -47,15 +47,10 @@ def _document(piece: Piece, number: int, line: bytes, column: str) -> Document |
 
 def cut(piece: Piece, limit: int) -> list[Piece]:
   """Parts of about `limit` bytes with whole lines. A compressed file stays whole, because it is read from its start."""
-  if _suffix(piece) in _COMPRESSED:
-    return [piece]
-  try:
-    return cut_at_lines(piece, limit)
-  except OSError as error:
-    raise ConfigError(f"{piece.path} cannot be read ({error.strerror or error}). Fix or remove it.") from error
+  return [piece] if _suffix(piece) in _COMPRESSED else cut_at_lines(piece, limit)
 
 
-def _lines(file: BinaryIO, piece: Piece) -> Iterator[bytes]:
+def lines(file: BinaryIO, piece: Piece) -> Iterator[bytes]:
   """Yields the lines of the piece."""
   if _suffix(piece) in _COMPRESSED:
     yield from file

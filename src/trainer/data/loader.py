@@ -36,15 +36,15 @@ class Loader:
   changed during the run, `resume` makes the steps continue with the next example.
   """
 
-  def __init__(self, source: Source, *, global_batch_size: int, length: int, seed: int, reuse_first: bool) -> None:
-    """`length` is T. With `reuse_first` every step gets the batch of step 0."""
+  def __init__(self, source: Source, cfg: DataSection, global_batch_size: int, split: Split) -> None:
+    """cfg: gives T and the seed, and may make every training step get the batch of step 0."""
     self._source = source
     self._mixture = source if isinstance(source, MixtureSource) else None
     self._global_batch_size = global_batch_size
-    self._length = length
-    self._empty = empty_example(length)
-    self._seed = seed
-    self._reuse_first = reuse_first
+    self._length = cfg.max_target_length
+    self._empty = empty_example(self._length)
+    self._seed = cfg.data_shuffle_seed
+    self._reuse_first = split == "train" and cfg.reuse_example_batch > 0
     self._offset = 0  # of a step's first example, relative to step * global_batch_size
     self.order = order.NEWEST
     """Number of the order of the examples; see `order`."""
@@ -211,8 +211,8 @@ class Loader:
 class _CheckedLoader(Loader):
   """Checks each batch, because a source from outside may have any numbers. A token above V would read another row."""
 
-  def __init__(self, source: Source, *, vocab_size: int, **arguments: Any) -> None:
-    super().__init__(source, **arguments)
+  def __init__(self, source: Source, cfg: DataSection, global_batch_size: int, vocab_size: int) -> None:
+    super().__init__(source, cfg, global_batch_size, "train")
     self._name, self._vocab_size = source.name, vocab_size
 
   def batch(self, step: int, rows: np.ndarray | None = None) -> Batch:
@@ -235,14 +235,7 @@ class _CheckedLoader(Loader):
 
 def loader_of(cfg: DataSection, source: Source, *, vocab_size: int, global_batch_size: int) -> Loader:
   """The loader of a source from outside. Raises ConfigError if its first batch does not fit T and V."""
-  loader = _CheckedLoader(
-    source,
-    vocab_size=vocab_size,
-    global_batch_size=global_batch_size,
-    length=cfg.max_target_length,
-    seed=cfg.data_shuffle_seed,
-    reuse_first=cfg.reuse_example_batch > 0,
-  )
+  loader = _CheckedLoader(source, cfg, global_batch_size, vocab_size)
   loader.batch(0)
   return loader
 
@@ -267,7 +260,7 @@ def make_loader(
   else:
     min_examples = global_batch_size if split == "train" else 0
     (source,) = _open_all([_Found(cfg, datasets.find(cfg))], vocab_size, min_examples, split, log)
-  return _loader(cfg, source, global_batch_size, reuse_first=split == "train" and cfg.reuse_example_batch > 0)
+  return Loader(source, cfg, global_batch_size, split)
 
 
 def open_eval_sets(
@@ -293,20 +286,7 @@ def open_eval_sets(
     tokens = f"{source.num_targets:,} tokens in " if source.num_targets else ""
     kind = f"{source.tokenizer.name} tokenizer" if source.tokenizer else "token ids"
     log(f"Evaluation set {name}: {source.name}, {kind}, {tokens}{source.num_examples:,} examples")
-  return {
-    name: _loader(section, source, global_batch_size, reuse_first=False)
-    for (name, section), source in zip(sections.items(), sources, strict=True)
-  }
-
-
-def _loader(cfg: DataSection, source: Source, global_batch_size: int, *, reuse_first: bool) -> Loader:
-  return Loader(
-    source,
-    global_batch_size=global_batch_size,
-    length=cfg.max_target_length,
-    seed=cfg.data_shuffle_seed,
-    reuse_first=reuse_first,
-  )
+  return {name: Loader(source, cfg, global_batch_size, "eval") for name, source in zip(sections, sources)}
 
 
 def check(cfg: DataSection, vocab_size: int) -> None:

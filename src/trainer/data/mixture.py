@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from trainer.data.batch import Example
 from trainer.data.schedule import Schedule, shares
 from trainer.data.source import Source
-from trainer.data.tokenizer import Tokenizer
 
 
 class Member(NamedTuple):
@@ -50,17 +49,11 @@ class _Era(NamedTuple):
   schedule: Schedule
 
 
-class MixtureSource:
-  """Implements `Source`. A member that has reached its limit leaves, and the others keep their proportions.
-
-  Weights may change at given steps.
+class MixtureSource(Source):
+  """A member that has reached its limit leaves, and the others keep their proportions. Weights may change at a step.
 
   The examples of a member come in its own order, so an example is repeated only when its member starts another epoch.
   """
-
-  num_examples: int | None = None
-  num_targets: int | None = None
-  has_eval = False
 
   def __init__(self, members: Sequence[Member], batch: int) -> None:
     """`batch`: examples of a step."""
@@ -69,7 +62,7 @@ class MixtureSource:
     self._changes = sorted({step for member in members for step, _ in member.weights})  # the first is 0
     self._steps = Steps(batch, 0)
     self.name = f"mixture of {'; '.join(self._proportions(step) for step in self._changes)}"
-    self.tokenizer: Tokenizer | None = next((m.source.tokenizer for m in members if m.source.tokenizer), None)
+    self.tokenizer = next((m.source.tokenizer for m in members if m.source.tokenizer), None)
     self.bad_records = sum(member.source.bad_records for member in members)
     self._identify()
     self._begin(0, [0] * len(members))
@@ -135,9 +128,9 @@ class MixtureSource:
 
   def counts(self, index: int) -> dict[str, int]:
     """Examples of each member before `index`, since the start of the run, by name."""
-    if index <= self._since or not self._eras:
-      return {member.name: count for member, count in zip(self._members, self._before)}
-    return {member.name: count for member, count in zip(self._members, self._counts_in(self._era(index), index))}
+    at_start = index <= self._since or not self._eras
+    counts = self._before if at_start else self._counts_in(self._era(index), index)
+    return {member.name: count for member, count in zip(self._members, counts)}
 
   def examples_read(self, index: int) -> dict[str, int]:
     """Like `counts`, by `short` of the fingerprint of each member's source."""
@@ -192,12 +185,6 @@ class MixtureSource:
       for member, key in zip(self._members, self._ids)
     ]
     return f"mixture-1 {json.dumps(parts)}"
-
-  def unigram_entropy(self) -> None:
-    return None
-
-  def unigram_eval_loss(self) -> None:
-    return None
 
   def close(self) -> None:
     for member in self._members:

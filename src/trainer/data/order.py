@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.random import Philox  # here, because NumPy would import it at its first use, in the prefetch thread
@@ -19,21 +19,19 @@ _BLOCK = 256  # places that are computed together: 1 us each, and 200 us for one
 _ROUNDS = 12
 _PROBED = 8
 
-Record = TypeVar("Record", covariant=True)  # bytes or an array
 
-
-class Records(Protocol[Record]):
+class Records(Protocol):
   """Records by number, from any thread. Reading raises OSError, naming record and file."""
 
   def __len__(self) -> int: ...
 
-  def __getitem__(self, number: int) -> Record: ...
+  def __getitem__(self, number: int) -> bytes: ...
 
 
-class Order(Generic[Record]):
+class Order:
   """Records by example index. Training: endless, reshuffled each epoch. Evaluation: one order, then no records."""
 
-  def __init__(self, records: Records[Record], *, split: str, seed: int) -> None:
+  def __init__(self, records: Records, *, split: str, seed: int) -> None:
     self._records = records
     self._split = split
     # A fixed seed for evaluation keeps runs comparable. Our seeds are any integers.
@@ -61,7 +59,7 @@ class Order(Generic[Record]):
       probe.update(self._grain[index])
     self.fingerprint = f"split={self._split} seed={seed} first={probe.hexdigest()}"
 
-  def record(self, index: int) -> Record | None:
+  def record(self, index: int) -> bytes | None:
     """The record of example `index`; None after the end of evaluation data."""
     if self._split == "eval" and index >= len(self._records):
       return None

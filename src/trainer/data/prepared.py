@@ -18,6 +18,7 @@ from trainer.data import cache, prepare, store, windows, workers
 from trainer.data.batch import Example, empty_example
 from trainer.data.documents import BadRecords, Documents
 from trainer.data.order import Order
+from trainer.data.source import Source
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_bpe, train_bpe
 from worlds.lines import tell
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 # Characters to train a tokenizer on. All 12 MB of the standard library would save 2 % of the tokens, but take long.
 _SAMPLE = 3_000_000
 _SAMPLE_OF_DOCUMENT = 100_000
-_KIND = "kind.json"
 _EVAL_KEYS = {
   "text": "Set eval_fraction or eval_dataset_path",
   "grain": "Set grain_eval_files",
@@ -36,25 +36,27 @@ _EVAL_KEYS = {
 }
 
 
-class PreparedSource:
-  """Implements `Source`: the windows of one split of prepared data."""
+class PreparedSource(Source):
+  """The windows of one split of prepared data."""
 
   def __init__(self, folder: Path, *, name: str, split: str, seed: int, tokenizer: Tokenizer | None) -> None:
     """`folder`: of `prepare.build`. `tokenizer`: None if the documents were tokens."""
     meta = json.loads((folder / prepare.META).read_text())
     self.name = name
     self.tokenizer = tokenizer
-    self.num_examples: int | None = meta["splits"][split]["windows"]
-    self.num_targets: int | None = meta["splits"][split]["targets"]
-    self.has_eval: bool = meta["splits"].get("eval", {"targets": 0})["targets"] > 0
+    self.num_examples = meta["splits"][split]["windows"]
+    self.num_targets = meta["splits"][split]["targets"]
+    self.has_eval = meta["splits"].get("eval", {"targets": 0})["targets"] > 0
     bad = meta["splits"][split].get("bad", {"records": 0, "messages": []})
-    self.bad_records: int = bad["records"]
+    self.bad_records = bad["records"]
     self._bad = f" bad={_hash(bad['messages'])}" if self.bad_records else ""
     self._meta = meta
     self._split = split
     self._records = store.Records(folder / prepare.file_name(split), meta["splits"][split]["windows"])
     self._order = Order(self._records, split=split, seed=seed)
-    self.use_order = self._order.use
+
+  def use_order(self, number: int) -> None:
+    self._order.use(number)
 
   def example(self, index: int) -> Example:
     """The window at `index` in the order of the split. Raises OSError, naming the file, when it cannot be read."""
@@ -231,15 +233,11 @@ def _are_text(cfg: DataSection, documents: Documents, digest: str, call: workers
   if cfg.dataset_type == "text":
     return True
 
-  def build(folder: Path) -> None:
-    is_text = call(partial(documents.are_text, cfg.max_bad_records), f"it read {documents.name}")
-    (folder / _KIND).write_text(json.dumps({"text": is_text}))
+  def read() -> dict[str, bool]:
+    return {"text": call(partial(documents.are_text, cfg.max_bad_records), f"it read {documents.name}")}
 
-  def fault(folder: Path) -> str | None:
-    return None if (folder / _KIND).is_file() else f"{_KIND} is absent"
-
-  folder = cache.entry(cfg.dataset_cache_directory, f"kind-{digest[:32]}", build=build, fault=fault, log=tell)
-  return json.loads((folder / _KIND).read_text())["text"]
+  name = f"kind-{digest[:32]}"
+  return cache.value(cfg.dataset_cache_directory, name, "kind.json", compute=read, log=tell)["text"]
 
 
 def _require_fit(tokenizer: Tokenizer | None, vocab_size: int) -> None:

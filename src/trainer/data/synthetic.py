@@ -5,20 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from trainer.data.batch import Example
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.source import Source
 
 _MASK = 2**64 - 1
 
 
-class SyntheticSource:
+class SyntheticSource(Source):
   """Uniform random tokens in [0, vocab_size) from a counter-based generator keyed by (seed, index)."""
 
   name = "random tokens"
-  num_examples: int | None = None
-  num_targets: int | None = None
   has_eval = True
-  bad_records = 0
-  tokenizer: Tokenizer | None = None
 
   def __init__(self, *, vocab_size: int, length: int, seed: int, stream: int) -> None:
     """`length` is T. Another `stream` (0, 1, ..) with the same seed gives other examples (train and eval)."""
@@ -30,9 +26,6 @@ class SyntheticSource:
     self._segment_ids = np.ones(length, np.int32)
     self._positions = np.arange(length, dtype=np.int32)
 
-  def use_order(self, number: int) -> None:
-    pass
-
   def example(self, index: int) -> Example:
     """One document of T + 1 random tokens without padding."""
     # Philox words are the same in all NumPy versions; Generator.integers does not guarantee that.
@@ -43,12 +36,3 @@ class SyntheticSource:
 
   def fingerprint(self) -> str:
     return f"synthetic-1 vocab={self._vocab_size} length={self._length} seed={self._seed} stream={self._stream}"
-
-  def unigram_entropy(self) -> None:
-    return None
-
-  def unigram_eval_loss(self) -> None:
-    return None
-
-  def close(self) -> None:
-    pass

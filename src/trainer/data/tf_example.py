@@ -109,5 +109,5 @@ def _varint(message: memoryview, place: int) -> tuple[int, int]:
     place += 1
     value |= (octet & 127) << shift
     if octet < 128:
-      return value, place
+      return value & (2**64 - 1), place  # ten octets have 70 bits
   raise ValueError("not a tf.train.Example")

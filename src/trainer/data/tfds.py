@@ -51,8 +51,9 @@ def read(piece: Piece, folder: str, split: str, column: str) -> Iterator[Documen
       f"train_data_columns={column}: {folder} has no such feature. Choose one of {', '.join(sorted(features))}."
     )
   shard = [Path(path).name for path in builder.info.splits[split].filepaths].index(piece.name)
+  open_shard = lambda: builder.as_data_source(f"{split}[{shard}shard:{shard + 1}shard]")
   try:
-    source = builder.as_data_source(f"{split}[{shard}shard:{shard + 1}shard]")
+    source = open_shard()
     examples = len(source)
   except (RuntimeError, OSError) as error:
     raise ConfigError(f"{piece.path} cannot be read ({error}). Prepare the dataset again.") from error
@@ -61,8 +62,7 @@ def read(piece: Piece, folder: str, split: str, column: str) -> Iterator[Documen
     try:
       found = [_document(example[column], column, folder) for example in source.__getitems__(numbers)]
     except _UNREADABLE:
-      open_again = lambda: builder.as_data_source(f"{split}[{shard}shard:{shard + 1}shard]")
-      yield from (_one(open_again, number, piece, column, folder) for number in numbers)
+      yield from (_one(open_shard, number, piece, column, folder) for number in numbers)
     else:
       yield from found
 

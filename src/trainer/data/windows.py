@@ -48,13 +48,8 @@ def single(groups: Iterable[Sequence[np.ndarray]], length: int) -> Iterator[Wind
 
 def example(window: Window, length: int) -> Example:
   """The window as an example of T = `length`. Documents become segments; a target in another document has weight 0."""
-  tokens, targets, weights, segment_ids, positions = (
-    np.zeros(length, np.int32),
-    np.zeros(length, np.int32),
-    np.zeros(length, np.float32),
-    np.zeros(length, np.int32),
-    np.zeros(length, np.int32),
-  )
+  tokens, targets, segment_ids, positions = np.zeros((4, length), np.int32)
+  weights = np.zeros(length, np.float32)
   n = len(window.tokens) - 1
   tokens[:n] = window.tokens[:-1]
   targets[:n] = window.tokens[1:]

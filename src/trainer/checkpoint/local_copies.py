@@ -156,7 +156,7 @@ class LocalCopies:
         if data is None or zlib.crc32(data.data) != part["crc32"]:
           damaged.append(name)
           continue
-        held.setdefault(name, {})[box] = data.view(dtype).reshape([stop - start for start, stop in box])
+        held.setdefault(name, {})[box] = data.view(dtype).reshape(boxes.shape(box))
         meta = entry["meta"]
       if damaged:
         what = f"{len(damaged)} parts, the first of {damaged[0]}"

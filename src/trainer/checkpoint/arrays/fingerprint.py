@@ -54,6 +54,9 @@ def _fingerprint(x: jax.Array, first: jax.Array | int = 0) -> jax.Array:
   return jnp.stack(jax.lax.reduce(operands, (zero, zero, zero), _add, dims))
 
 
+_of_block = jax.jit(_fingerprint)
+
+
 def _add(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
   return tuple(x + y for x, y in zip(a, b))
 
@@ -128,7 +131,7 @@ class Blocks:
   def add(self, block: np.ndarray, first: int) -> None:
     """`block`: contiguous; first: its first element, in the array's order."""
     flat = jax.device_put(block.reshape(-1), jax.devices("cpu")[0])
-    sums = np.asarray(_block_program()(flat, np.uint32(first % 2**32)))
+    sums = np.asarray(_of_block(flat, np.uint32(first % 2**32)))
     with self._lock:
       self._sums += sums
 
@@ -140,8 +143,3 @@ class Blocks:
   @property
   def is_finite(self) -> bool:
     return not self._sums[2]
-
-
-@functools.cache
-def _block_program() -> Any:
-  return jax.jit(_fingerprint)

@@ -6,7 +6,6 @@ one group of arrays after the other, so that only one group at a time exists twi
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from trainer.checkpoint.arrays import state_tree
 from trainer.checkpoint.errors import Rejected
 
 LAYER = re.compile(r"^((?:.*\.)?layers)\.(\d+)\.(.+)$")
@@ -121,7 +121,7 @@ def batches(moves: Iterable[Move], wanted: Mapping[str, Any], limit: int) -> Ite
   batch: list[Move] = []
   size = 0
   for move in moves:
-    need = sum(math.prod(wanted[name].shape) * wanted[name].dtype.itemsize for name in move.targets)
+    need = state_tree.state_bytes([wanted[name] for name in move.targets])
     if batch and size + need > limit:
       yield batch
       batch, size = [], 0

@@ -139,12 +139,9 @@ class StepFolders:
 
   def set_aside(self, rejected: Mapping[str, str]) -> None:
     """Moves folders, {name: reason}, to {run}/checkpoints_rejected, each with its reason in a file alongside."""
-
-    def move() -> dict[str, str]:
-      return {name: self._set_aside(name, reason) for name, reason in rejected.items()}
-
-    for name, where in self._on_primary(move).items():
-      self._log(f"{where}: {rejected[name]}")
+    moved = self._on_primary(lambda: [self._set_aside(name, reason) for name, reason in rejected.items()])
+    for where, reason in zip(moved, rejected.values(), strict=True):
+      self._log(f"{where}: {reason}")
 
   def _set_aside(self, name: str, reason: str) -> str:
     for copy in range(1000):

@@ -20,10 +20,11 @@ import pytest
 from tests.support import toy_state
 
 import trainer
-from trainer.checkpoint import CheckpointError, NonFiniteState, Tiers, run_id
+from trainer.checkpoint import run_id
 from trainer.checkpoint.arrays import fingerprint, single_replica
-from trainer.checkpoint.errors import Rejected
+from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
 from trainer.checkpoint.persistent import Persistent
+from trainer.checkpoint.tiers import Tiers
 from trainer.config.errors import ConfigError
 from trainer.config.schema import CheckpointSection
 from trainer.world import SingleWorld

@@ -27,6 +27,7 @@ class Background:
     self._thread.start()
 
   def wait(self) -> None:
+    """Waits for the work, then as `check`."""
     if self._thread is not None:
       self._thread.join()
     self.check()

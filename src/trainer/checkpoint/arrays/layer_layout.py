@@ -44,13 +44,12 @@ def plan(saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Any]) -> l
       stacked.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = name
   moves: list[Move] = []
   done: set[str] = set()
-  used: set[str] = set()
   for name in wanted:
     if name in done:
       continue
     match = LAYER.match(name)
     whole = f"{match[1]}.{match[3]}" if match else name
-    layers = tuple(stacked.get(whole, {})[i] for i in sorted(stacked.get(whole, {})))
+    layers = tuple(layer for _, layer in sorted(stacked.get(whole, {}).items()))
     if name in saved:
       move = Move((name,), (name,), "same")
     elif whole in saved and match:
@@ -62,7 +61,7 @@ def plan(saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Any]) -> l
     _check_shapes(move, saved, wanted)
     moves.append(move)
     done.update(move.targets)
-    used.update(move.sources)
+  used = {source for move in moves for source in move.sources}
   if extra := [name for name in saved if name not in used]:
     raise Rejected(f"it has {len(extra)} arrays that the state lacks: {', '.join(extra[:3])}")
   return moves

@@ -115,12 +115,6 @@ def _hex(sums: np.ndarray) -> str:
   return f"{int(sums[0]):08x}{int(sums[1]):08x}"
 
 
-def differing(arrays: Mapping[str, jax.Array], expected: Mapping[str, Any]) -> list[str]:
-  """Names of arrays whose fingerprint is not the expected one."""
-  prints, _ = collect(dispatch(arrays))
-  return [name for name, value in prints.items() if value != expected[name]]
-
-
 class Blocks:
   """The fingerprint of an array in the memory of the host, which comes in blocks, in any order and from any thread."""
 

@@ -61,7 +61,8 @@ def load(world: World, read: Read, saved: Mapping[str, Any], abstract: Any) -> A
       targets.update(layer_layout.stored(move, saved, wanted))
     arrays = together(world, lambda targets=targets: dict(read(targets)))  # type: ignore[misc]
     expected = {name: saved[name]["fingerprint"] for name in targets if "fingerprint" in saved[name]}
-    if wrong := fingerprint.differing({name: arrays[name] for name in expected}, expected):
+    prints, _ = fingerprint.collect(fingerprint.dispatch({name: arrays[name] for name in expected}))
+    if wrong := [name for name, value in prints.items() if value != expected[name]]:
       raise Rejected(f"{wrong[0]} does not have the fingerprint it was saved with ({len(wrong)} such arrays)")
     for move in batch:
       result.update(layer_layout.convert(move, arrays, wanted))

@@ -24,7 +24,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainer.checkpoint import Tiers, checksums, emergency
+from trainer.checkpoint import checksums, emergency
+from trainer.checkpoint.tiers import Tiers
 from trainer.config.schema import CheckpointSection
 from trainer.world import SingleWorld
 

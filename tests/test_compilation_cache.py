@@ -31,7 +31,7 @@ def second(x):
 
 with CompileCounter() as counter:
   first(1.0), first(jax.numpy.ones(3)), second(1.0)
-  print("compiled", counter.read().compilations)
+  print("compiled", counter.compilations)
 warnings.warn("passed on")
 """
 

@@ -32,9 +32,9 @@ from end_to_end.benchmarks.common import positive
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer import world as world_lib
-from trainer.checkpoint import Tiers
 from trainer.checkpoint.arrays import state_tree
 from trainer.checkpoint.persistent import Persistent
+from trainer.checkpoint.tiers import Tiers
 from trainer.config.schema import CheckpointSection
 
 DEVICES = 8

@@ -31,7 +31,7 @@ def test_bits_survive(name, giver):
   mesh = toy_state.mesh(2, 4)
   for spec in (PartitionSpec("fsdp"), PartitionSpec(None, "fsdp"), PartitionSpec()):
     target = jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=NamedSharding(mesh, spec))
-    held = boxes.of_devices(target.sharding, target.shape)
+    held = boxes.of_devices(target)
     givers = boxes.owners("x", target, list(mesh.devices[giver])).values()
     parts = {device: np.ascontiguousarray(values[tuple(slice(*side) for side in held[device])]) for device in givers}
     got = broadcast.shards(target, parts)

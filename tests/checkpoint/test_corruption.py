@@ -10,7 +10,9 @@ import pytest
 from tests.support import toy_state
 from tests.support.seeds import few
 
-from trainer.checkpoint import NoGoodCheckpoint, Tiers, checksums, emergency
+from trainer.checkpoint import checksums, emergency
+from trainer.checkpoint.errors import NoGoodCheckpoint
+from trainer.checkpoint.tiers import Tiers
 from trainer.world import SingleWorld
 
 LOCAL = {"enable_emergency_checkpoint": True, "local_checkpoint_period": 1}

@@ -46,6 +46,7 @@ def test_the_checkpoints_that_are_kept(monkeypatch, tmp_path, keys, count):
   checkpoints = tmp_path / "run" / "checkpoints" / "10"
   checkpoints.mkdir(parents=True)
   (checkpoints / "a").write_bytes(bytes(SIZE))  # a resume: one is there already
+  (checkpoints / "b").symlink_to("gone")
   assert found(monkeypatch, tmp_path, (count - 1) * SIZE, *keys) == []
 
 

@@ -11,9 +11,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.support import toy_state
 
-from trainer.checkpoint import CheckpointError, ConfigMismatch, NonFiniteState, Tiers, run_id
+from trainer.checkpoint import run_id
 from trainer.checkpoint.emergency import Emergency, folder
-from trainer.checkpoint.errors import Rejected
+from trainer.checkpoint.errors import CheckpointError, ConfigMismatch, NonFiniteState, Rejected
+from trainer.checkpoint.tiers import Tiers
 from trainer.world import SingleWorld
 
 RUN = "out/run"

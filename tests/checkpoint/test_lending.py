@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from tests.support import toy_state
 
-from trainer.checkpoint import Tiers, checksums
+from trainer.checkpoint import checksums
 from trainer.checkpoint.errors import LenderLost
 from trainer.checkpoint.local_copies import box_of
+from trainer.checkpoint.tiers import Tiers
 from trainer.world import SingleWorld
 
 ID = "0123"  # of the run

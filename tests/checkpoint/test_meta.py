@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.checkpoint import ConfigMismatch, meta
+from trainer.checkpoint import meta
+from trainer.checkpoint.errors import ConfigMismatch
 from trainer.config import resume
 from trainer.config.schema import Config
 

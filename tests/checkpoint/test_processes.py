@@ -10,7 +10,7 @@ import pytest
 from tests.support import toy_state
 from tests.support.jax_processes import Processes
 
-from trainer.checkpoint import Tiers
+from trainer.checkpoint.tiers import Tiers
 from trainer.world import SingleWorld
 
 pytestmark = pytest.mark.timeout(600)  # seconds on a quiet machine, minutes on a busy one

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tests.support import toy_state
 
-from trainer.checkpoint import Tiers
 from trainer.checkpoint.errors import SaveFailed
+from trainer.checkpoint.tiers import Tiers
 from trainer.config import ConfigError
 from trainer.world import SingleWorld
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import pytest
 from tests.support import toy_state
 
-from trainer.checkpoint import ConfigMismatch, NoGoodCheckpoint, NonFiniteState, Tiers
+from trainer.checkpoint.errors import ConfigMismatch, NoGoodCheckpoint, NonFiniteState
+from trainer.checkpoint.tiers import Tiers
 from trainer.world import SingleWorld
 
 

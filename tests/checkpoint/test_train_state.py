@@ -9,8 +9,8 @@ from tests.support import toy_state
 from tests.support.seeds import few
 
 from trainer import config
-from trainer.checkpoint import Tiers
 from trainer.checkpoint.arrays import state_tree
+from trainer.checkpoint.tiers import Tiers
 from trainer.config import resume
 from trainer.program import program
 from trainer.world import SingleWorld

@@ -21,31 +21,14 @@ def test_only_compilations_by_xla_are_counted():
   step = jax.jit(lambda x: x * 2 + 1)
   x = np.ones((4,), np.float32)
   with CompileCounter() as counter:
-    assert counter.read().compilations == 0
+    assert counter.compilations == 0
     step(x).block_until_ready()
-    first = counter.read()
     step(x).block_until_ready()  # the same shape again
-    assert counter.read() == first
+    assert counter.compilations == 1
     step(np.ones((5,), np.float32)).block_until_ready()
-    difference = counter.read() - first
-  assert (first.compilations, first.cached, first.background) == (1, 0, 0) and first.seconds > 0
-  assert (difference.compilations, difference.cached) == (1, 0)
+    assert counter.compilations == 2
   compile_something(3.0)
-  assert counter.read() - first == difference  # unregistered
-
-
-def test_a_thread_counts_as_background_only_inside_the_block():
-  def compile_twice():
-    with compiles.background():
-      compile_something(5.0)
-    compile_something(6.0)
-
-  with CompileCounter() as counter:
-    thread = threading.Thread(target=compile_twice)
-    thread.start()
-    thread.join()
-    got = counter.read()
-  assert (got.compilations, got.background) == (1, 1) and min(got.seconds, got.background_seconds) > 0
+  assert counter.compilations == 2  # unregistered
 
 
 def test_uncounted_applies_to_its_thread_and_block_only():
@@ -54,15 +37,12 @@ def test_uncounted_applies_to_its_thread_and_block_only():
   with CompileCounter() as counter:
     with compiles.uncounted():
       compile_something(10.0)
-      assert counter.read() == compiles.Compiles()
+      assert counter.compilations == 0
       other.start()
       other.join()
-    assert counter.read().compilations == 1
-    with compiles.background(), compiles.uncounted():
-      compile_something(11.0)
-    assert counter.read().background == 0
+      assert counter.compilations == 1
     compile_something(12.0)
-    assert counter.read().compilations == 2
+  assert counter.compilations == 2
 
 
 def test_two_counters_do_not_disturb_each_other():
@@ -70,7 +50,7 @@ def test_two_counters_do_not_disturb_each_other():
     with CompileCounter() as inner:
       compile_something(7.0)
     compile_something(8.0)
-  assert (outer.read().compilations, inner.read().compilations) == (2, 1)
+  assert (outer.compilations, inner.compilations) == (2, 1)
 
 
 def test_a_hit_in_the_persistent_cache_is_not_a_compilation(tmp_path):
@@ -82,9 +62,8 @@ def test_a_hit_in_the_persistent_cache_is_not_a_compilation(tmp_path):
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     with CompileCounter() as counter:
       jax.jit(lambda x: x * 3 - 1)(np.ones((8,), np.float32)).block_until_ready()
-      got = counter.read()
-    print(got.compilations, got.cached)
+    print(counter.compilations)
   """
   command = [sys.executable, "-c", textwrap.dedent(code)]
   runs = [subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout for _ in range(2)]
-  assert runs == ["1 0\n", "0 1\n"]
+  assert runs == ["1\n", "0\n"]

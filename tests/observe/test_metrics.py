@@ -59,10 +59,10 @@ def test_the_history_is_the_last_time_each_step_was_done(tmp_path):
   out = open_metrics(tmp_path)
   for step, loss in [(0, 5.0), (1, 4.0), (2, 3.0), (3, 2.0)]:
     out.write(record(step, loss=loss))
-  out.write_eval(3, 2.5)
+  out.write_eval(metrics.Evaluation(3, 2.5))
   for step, loss in [(1, 4.5), (2, 3.5)]:  # a rewind to step 1, not yet back at step 3
     out.write(record(step, loss=loss))
-  out.write_eval(2, 3.25)
+  out.write_eval(metrics.Evaluation(2, 3.25))
   out.close()
   history = metrics.read_metrics(str(tmp_path))
   assert [(r["step"], r["loss"], r.get("eval_loss")) for r in history] == [
@@ -78,7 +78,7 @@ def test_a_new_primary_ignores_records_that_an_earlier_restart_gave_up(tmp_path,
   first = open_metrics(tmp_path)
   for step in range(1, 7):
     first.write(record(step))
-  first.write_eval(6, 2.0)
+  first.write_eval(metrics.Evaluation(6, 2.0))
   first.close()  # killed
   second, third = open_metrics(tmp_path), open_metrics(tmp_path)
   third.hand_over()
@@ -87,7 +87,7 @@ def test_a_new_primary_ignores_records_that_an_earlier_restart_gave_up(tmp_path,
       second.write(record(step))
     third.write(record(step))
     if step == 6:
-      third.write_eval(6, 1.0)
+      third.write_eval(metrics.Evaluation(6, 1.0))
   second.close()  # killed: it had not written the rest
   assert third.recorded_step() == reached
   assert [missing.step for missing in third.take_over()] == list(range(reached + 1, 8))
@@ -143,7 +143,7 @@ def test_tensorboard_has_the_numbers_and_purges_what_a_rewind_replaces(tmp_path)
   out = open_metrics(tmp_path, enable_tensorboard=True)
   for step in [0, 1, 2, 1, 2]:
     out.write(record(step, loss=10.0 - step, mfu=None, eta=8.0 - step))
-  out.write_eval(2, 7.5)
+  out.write_eval(metrics.Evaluation(2, 7.5))
   out.close()
   found, purges = tensorboard(tmp_path)
   assert [(step, value) for step, tag, value in found if tag == "learning/loss"] == [
@@ -158,12 +158,22 @@ def test_tensorboard_has_the_numbers_and_purges_what_a_rewind_replaces(tmp_path)
   assert purges == [0, 1]
 
 
+def test_an_evaluation_that_a_process_makes_up_purges_no_step_from_tensorboard(tmp_path):
+  first, second = (open_metrics(tmp_path, enable_tensorboard=True) for _ in range(2))
+  first.write(record(3))
+  first.close()  # stopped before the evaluation of step 3
+  second.write_eval(metrics.Evaluation(3, 7.5))
+  second.write(record(4))
+  second.close()
+  assert sorted(tensorboard(tmp_path)[1]) == [3, 4]
+
+
 def test_flush_writes_all_records_to_disk(tmp_path):
   """A process killed during or after the save never writes these steps again, and no other one does."""
   out = open_metrics(tmp_path, enable_tensorboard=True)
   for step in range(1, 9):
     out.write(record(step))
-  out.write_eval(8, 7.5)
+  out.write_eval(metrics.Evaluation(8, 7.5))
   out.flush()
   found, _ = tensorboard(tmp_path)
   assert [step for step, tag, _ in found if tag == "learning/loss"] == list(range(1, 9))
@@ -278,10 +288,10 @@ def test_an_evaluation_counts_for_the_last_time_that_its_step_was_done(tmp_path)
   for step in (1, 10, 2):
     out.write(record(step))
   assert metrics.eval_loss(str(tmp_path), 10, *ONE) is None
-  out.write_eval(10, 2.5)
+  out.write_eval(metrics.Evaluation(10, 2.5))
   out.write(record(11))
   assert open_metrics(tmp_path).eval_loss(10, {"eval", "web"}, "eval") is None
-  out.write_eval(11, 3.0, losses={"eval": 3.0, "web": 4.0})
+  out.write_eval(metrics.Evaluation(11, 3.0, eval_losses={"eval": 3.0, "web": 4.0}))
   for sets, main, loss in (({"eval", "web"}, "eval", 3.0), ({"web"}, "web", 4.0), ({"eval", "new"}, "eval", None)):
     assert open_metrics(tmp_path).eval_loss(11, sets, main) == loss
   assert out.eval_loss(10, *ONE) == open_metrics(tmp_path).eval_loss(10, *ONE) == 2.5

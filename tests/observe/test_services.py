@@ -222,7 +222,7 @@ for step in range(first, last + 1):
   numbers = dict(seconds=0.1, loss=1 / step, grad_norm=float("nan"), lr=0, tokens=step, slices=1)
   out.write(metrics.StepRecord(step=step, **numbers))
   if step % 5 == 0:
-    out.write_eval(step, 2 / step, 0.1)
+    out.write_eval(metrics.Evaluation(step, 2 / step, 0.1))
     out.flush()
 if end == "kill":
   out._writers[0]._waits = True
@@ -276,7 +276,7 @@ def test_the_rows_for_services_are_those_of_the_metrics(tmp_path):
   )
   for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0), (2, 3.5)):
     out.write(metrics.StepRecord(step=step, seconds=0.1, loss=loss, grad_norm=1, lr=0, tokens=1, slices=1))
-  out.write_eval(2, 3.25, 0.1, {"a": 3.25, "b": 7.0})
+  out.write_eval(metrics.Evaluation(2, 3.25, 0.1, {"a": 3.25, "b": 7.0}))
   out.close()
   (one, first, none), (two, second, evaluation) = metrics.service_rows(str(tmp_path))
   assert (one, two, first["learning/loss"], second["learning/loss"], none) == (1, 2, 5.0, 3.5, {})

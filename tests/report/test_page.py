@@ -16,6 +16,7 @@ from tests.support.command import without_times
 from tests.support.report_page import Page
 
 from trainer.observe import events, log
+from trainer.observe.metrics import Evaluation
 from trainer.report import (
   compare,
   comparison_page,
@@ -163,7 +164,7 @@ def test_evaluation_sets_are_shown(tmp_path):
   run = fake_run.FakeRun(tmp_path / "sets", slices=1)
   for step, losses in ((1, {"web": 3.0}), (2, {"web": 2.0, "code <x>": 1.25}), (3, {"web": 2.5, "code <x>": 1.5})):
     run.step(step)
-    run.metrics.write_eval(step, losses["web"], losses=losses)
+    run.metrics.write_eval(Evaluation(step, losses["web"], eval_losses=losses))
   run.close()
   loaded = history.load(str(tmp_path / "sets"))
   assert loaded.eval_sets["web"].tolist() == [3.0, 2.0, 2.5]

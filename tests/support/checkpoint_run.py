@@ -18,7 +18,7 @@ import orbax.checkpoint  # noqa: F401 -- imported once, before the fork
 from tests.support import toy_state
 
 from trainer import world as world_lib
-from trainer.checkpoint import Tiers
+from trainer.checkpoint.tiers import Tiers
 
 
 def train(folder: Path, steps: int) -> None:

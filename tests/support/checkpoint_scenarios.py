@@ -13,8 +13,10 @@ from jax.sharding import Mesh
 from tests.support import toy_state
 
 from trainer import world as world_lib
-from trainer.checkpoint import NonFiniteState, Tiers, emergency, run_id
+from trainer.checkpoint import emergency, run_id
+from trainer.checkpoint.errors import NonFiniteState
 from trainer.checkpoint.preemption import Preemption
+from trainer.checkpoint.tiers import Tiers
 from trainer.process.signals import Signals
 
 PER_SLICE = 4  # devices

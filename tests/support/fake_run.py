@@ -69,7 +69,7 @@ class FakeRun:
     self.log.line(metrics.format_step_line(record))
     if step % 20 == 0:
       self.after(0.01, "checkpoint_saved", step=step, tier="persistent", blocking_seconds=0.01, seconds=0.01)
-      self.metrics.write_eval(step, self.loss(step) + 0.1)
+      self.metrics.write_eval(metrics.Evaluation(step, self.loss(step) + 0.1))
 
   def lose(self, slice_id: int, step: int, *, resume: int, outage: float = 0.0) -> None:
     """Loses a slice after `step`; training continues on the other slices from step `resume`."""

@@ -9,8 +9,8 @@ import jax
 from tests.support import toy_state
 
 from trainer import world as world_lib
-from trainer.checkpoint import Tiers
 from trainer.checkpoint.persistent import Persistent
+from trainer.checkpoint.tiers import Tiers
 
 CONFIG = {"checkpoint_period": 1, "max_num_checkpoints_to_keep": 3}
 

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from etils import epath
 from tests.support import hf_folders
 from tests.support.seeds import few
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
 from trainer.tools import export_hf, import_hf
-from trainer.weights import export, folders, importing, sources
+from trainer.weights import export, folders, hf_config, importing, sources
 from trainer.weights import safetensors as own_format
 
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -291,3 +292,20 @@ def test_a_kill_leaves_no_folder_and_the_same_command_completes(tmp_path, run, m
   main = import_hf.main if module == "import_hf" else export_hf.main
   assert main([str(source), str(target)]) == 0
   assert target.exists() and not work.exists()
+
+
+def test_a_config_without_sizes_is_refused_by_their_names():
+  for sizes in ({}, {"num_attention_heads": 0}):
+    with pytest.raises(ConfigError, match="x: has no vocab_size, hidden_size, "):
+      hf_config.keys({"architectures": ["LlamaForCausalLM"], **sizes}, "x")
+
+
+def test_tokenizer_json_is_the_last_file_that_is_copied(tmp_path, monkeypatch):
+  """A run copies a tokenizer once: where a kill cut a copy short, tokenizer.json must be missing."""
+  source = epath.Path(tmp_path)
+  for name in ("tokenizer.json", "chat_template.jinja"):
+    (source / name).write_text(name)
+  written = []
+  monkeypatch.setattr(sources.files, "write_bytes", lambda folder, name, data: written.append(name))
+  sources.copy_tokenizer(source, source / "copy")
+  assert written == ["chat_template.jinja", "tokenizer.json"]

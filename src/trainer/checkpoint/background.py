@@ -26,16 +26,8 @@ class Background:
     self._thread = threading.Thread(target=run, name=self._name, daemon=True)
     self._thread.start()
 
-  @property
-  def busy(self) -> bool:
-    return self._thread is not None and self._thread.is_alive()
-
-  def join(self) -> None:
-    """Waits for the work. Its error is left to wait() and check()."""
-    if self._thread is not None:
-      self._thread.join()
-
   def wait(self) -> None:
+    """Waits for the work, then as `check`."""
     if self._thread is not None:
       self._thread.join()
     self.check()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent import futures
 from typing import Any
 
@@ -15,24 +16,28 @@ BLOCK = 4 << 20  # bytes read at once
 
 
 def read(path: Any) -> bytes:
-  """The content of a small file. Raises Rejected if it is missing, unreadable or no regular file.
+  """The content of a small file. Raises Rejected if it is missing, unreadable or no regular file; see `_readable`."""
+  with _readable(path, path.name):
+    return path.read_bytes()
+
+
+@contextlib.contextmanager
+def _readable(path: Any, name: str) -> Iterator[None]:
+  """Raises Rejected, which calls the file `name`, if it is missing, no regular file, or the block cannot read it.
 
   A pipe is never opened: reading it would wait for ever. In an object store an error may be an outage, which says
   nothing about the checkpoint: OSError.
   """
+  remote = "://" in str(path)
   try:
-    if not _is_regular(path):
-      raise Rejected(f"{path.name} is no regular file" if path.exists() else f"{path.name} is missing")
-    return path.read_bytes()
+    # epath's is_file is also true for pipes. An object store has nothing but files.
+    if not (path.exists() if remote else os.path.isfile(path)):
+      raise Rejected(f"{name} is no regular file" if path.exists() else f"{name} is missing")
+    yield
   except OSError as error:
-    if "://" in str(path):
+    if remote:
       raise
-    raise Rejected(f"{path.name} cannot be read: {error.strerror or error}") from error
-
-
-def _is_regular(path: Any) -> bool:
-  # epath's is_file is also true for pipes. An object store has nothing but files.
-  return path.exists() if "://" in str(path) else os.path.isfile(path)
+    raise Rejected(f"{name} cannot be read: {error.strerror or error}") from error
 
 
 def dump(value: Any) -> bytes:
@@ -90,24 +95,13 @@ def check(root: Any, entries: Mapping[str, Mapping[str, int]]) -> None:
   """Raises Rejected, naming the first such file, if a file is missing or not as the manifest says."""
 
   def check_one(name: str) -> None:
-    path = root / name
-    try:
-      _check_file(path, name, entries[name])
-    except OSError as error:
-      if "://" in str(path):
-        raise  # an outage, perhaps
-      raise Rejected(f"{name} cannot be read: {error.strerror or error}") from error
+    path, entry = root / name, entries[name]
+    with _readable(path, name):
+      size = path.stat().length
+      if size != entry.get("bytes"):
+        raise Rejected(f"{name} has {size} bytes instead of {entry.get('bytes')}")
+      if "crc32" in entry and file_crc(path)[1] != entry["crc32"]:
+        raise Rejected(f"{name} is damaged: its checksum does not match")
 
   with futures.ThreadPoolExecutor() as pool:
-    for _ in pool.map(check_one, entries):
-      pass
-
-
-def _check_file(path: Any, name: str, entry: Mapping[str, int]) -> None:
-  if not _is_regular(path):
-    raise Rejected(f"{name} is no regular file" if path.exists() else f"{name} is missing")
-  size = path.stat().length
-  if size != entry.get("bytes"):
-    raise Rejected(f"{name} has {size} bytes instead of {entry.get('bytes')}")
-  if "crc32" in entry and file_crc(path)[1] != entry["crc32"]:
-    raise Rejected(f"{name} is damaged: its checksum does not match")
+    list(pool.map(check_one, entries))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -51,7 +53,11 @@ def _shortage(folder: Path, needed: int, what: str, remedy: str) -> Iterator[str
   usage = shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists()))
   if not usage.total or needed <= usage.free:  # total: 0 where the file system does not tell
     return
-  present = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+  present = 0
+  for parent, _, names in os.walk(folder):
+    for name in names:
+      with contextlib.suppress(OSError):  # another process may have deleted it
+        present += os.stat(os.path.join(parent, name)).st_size
   if needed - present > usage.free:
     yield (
       f"{folder} will need {_gb(needed)} ({what}), and {_gb(usage.free + present)} are there. A save will fail. Free "

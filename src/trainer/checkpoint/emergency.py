@@ -295,10 +295,11 @@ class Emergency:
       known = {name: set().union(*(row.get(name, ()) for row in table)) for row in table for name in row}
       meta = together(self._world, lambda: borrowed.choose(candidate, known)) or meta
       table = self._with_borrowed(table, borrowed)
-    counts = [bool(m) for m in self._world.gather(bool(meta))]
-    if not any(counts):
+    has_meta = self._world.gather(bool(meta))
+    if not any(has_meta):
       raise Rejected("all its copies are damaged")
-    meta = self._world.gather(meta if counts.index(True) == self._world.rank else None)[counts.index(True)]
+    first = has_meta.index(True)
+    meta = self._world.gather(meta if first == self._world.rank else None)[first]
     accept(meta)
     for name, x in meta["arrays"].items():
       if not boxes.complete(x["shape"], set().union(*[row.get(name, set()) for row in table])):

@@ -118,9 +118,7 @@ class Borrowed:
         wanted.setdefault(member, []).append((name, box))
     fetched: Held = {}
     for member, parts in wanted.items():
-      buffers = [
-        np.empty([stop - start for start, stop in box], jnp.dtype(arrays[name]["dtype"])) for name, box in parts
-      ]
+      buffers = [np.empty(boxes.shape(box), jnp.dtype(arrays[name]["dtype"])) for name, box in parts]
       question = {"ask": "send", "save": [save.step, save.copy], "parts": parts}
       self._lenders.ask(member, question, lambda answer, buffers=buffers: buffers)  # type: ignore[misc]
       for (name, box), data in zip(parts, buffers, strict=True):

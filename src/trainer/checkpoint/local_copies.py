@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,9 @@ class LocalCopies:
       path = copy.path(self.root, "json")
       try:
         entry = checksums.parse(checksums.read(path), path.name)
-        _check_entry(entry)
+        if missing := [key for key in ("run", "digest", "meta", "parts") if key not in entry]:
+          raise Rejected(f"it lacks {', '.join(missing)}")
+        check_meta(entry["meta"])
       except Rejected as reason:
         damage.append(f"Emergency checkpoint {path} is not used: {reason}")
         continue
@@ -156,19 +158,12 @@ class LocalCopies:
         if data is None or zlib.crc32(data.data) != part["crc32"]:
           damaged.append(name)
           continue
-        held.setdefault(name, {})[box] = data.view(dtype).reshape([stop - start for start, stop in box])
+        held.setdefault(name, {})[box] = data.view(dtype).reshape(boxes.shape(box))
         meta = entry["meta"]
       if damaged:
         what = f"{len(damaged)} parts, the first of {damaged[0]}"
         damage.append(f"Emergency checkpoint {entry['file']} is damaged: {what}.")
     return held, meta, damage
-
-
-def _check_entry(entry: Mapping[str, Any]) -> None:
-  """Raises Rejected if the index of a copy lacks what a restore reads."""
-  if missing := [key for key in ("run", "digest", "meta", "parts") if key not in entry]:
-    raise Rejected(f"it lacks {', '.join(missing)}")
-  check_meta(entry["meta"])
 
 
 def _map(path: Path, offset: int, size: int) -> np.ndarray | None:

@@ -49,20 +49,14 @@ def check_config(
   compared = CHANGES_STATE | (ALLOWABLE - set(names(allow_config_change)))
   # A key that is newer than the checkpoint had its default: without its arrays, the checkpoint would look damaged.
   defaults = {key: value for key, value in Config().flat().items() if key in CHANGES_STATE}
-  differences = meta_diff(defaults | saved["config"], config) | {
-    key: (saved["identity"].get(key), identity.get(key))
-    for key in sorted({*saved["identity"], *identity})
-    if saved["identity"].get(key) != identity.get(key)
-  }
-  refused = {key: pair for key, pair in differences.items() if key in compared}
-  if refused:
+  before = defaults | saved["config"]
+  # A key that only one side has is no difference.
+  pairs = {key: (before[key], config[key]) for key in before if key in config}
+  pairs |= {key: (saved["identity"].get(key), identity.get(key)) for key in sorted({*saved["identity"], *identity})}
+  differences = {key: (old, new) for key, (old, new) in pairs.items() if old != new}
+  if refused := {key: pair for key, pair in differences.items() if key in compared}:
     raise ConfigMismatch(_message(saved, refused, differences))
   return [f"{key}: {old!r} in the checkpoint, now {new!r}" for key, (old, new) in differences.items()]
-
-
-def meta_diff(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-  """{key: (saved value, present value)} of the keys that differ. A key that only one side has is no difference."""
-  return {key: (saved[key], config[key]) for key in saved if key in config and saved[key] != config[key]}
 
 
 def _message(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from trainer.checkpoint import checksums, persistent
+from trainer.checkpoint import step_folders
 from trainer.checkpoint.array_parts import BLOCK
-from trainer.checkpoint.arrays import fingerprint
+from trainer.checkpoint.arrays import fingerprint, state_tree
 from trainer.checkpoint.errors import Rejected
-from trainer.checkpoint.step_folders import MANIFEST, META
 
 _AT_ONCE = 4  # arrays that are written at the same time
 
@@ -30,7 +30,7 @@ class Lazy:
 
   @property
   def size(self) -> int:
-    return int(np.prod(self.shape))
+    return math.prod(self.shape)
 
   @property
   def nbytes(self) -> int:
@@ -48,7 +48,7 @@ def write(folder: Any, arrays: Mapping[str, Lazy], meta: Mapping[str, Any], done
   import tensorstore
   from orbax.checkpoint import type_handlers
 
-  described = {name: {"shape": list(x.shape), "dtype": str(x.dtype)} for name, x in arrays.items()}
+  described = state_tree.describe(arrays)
 
   class Handler(type_handlers.NumpyHandler):
     def typestr(self) -> str:
@@ -93,10 +93,7 @@ def write(folder: Any, arrays: Mapping[str, Lazy], meta: Mapping[str, Any], done
     raise
   except Exception as error:  # tensorstore reports a full disk as ValueError
     raise OSError(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
-  whole = dict(meta, metric=None, versions=persistent.versions(), arrays=described)
-  (folder / META).write_bytes(checksums.dump(whole))
-  limit = persistent.OBJECT_STORE_CRC_LIMIT if "://" in str(folder) else None
-  (folder / MANIFEST).write_bytes(checksums.dump(checksums.manifest(folder, persistent.UNSEALED, limit)))
+  step_folders.seal(folder, {**meta, "metric": None, "arrays": described})
 
 
 def _make(name: str, lazy: Lazy) -> tuple[np.ndarray, str]:

@@ -14,12 +14,11 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any, Literal
 
 import jax
 
-from trainer.checkpoint import checksums, retention
+from trainer.checkpoint import retention, step_folders
 from trainer.checkpoint import run_id as run_id_lib
 from trainer.checkpoint.arrays import fingerprint, host_copy, single_replica, state_tree, verified_load
 from trainer.checkpoint.arrays.host_copy import Fetch
@@ -27,30 +26,11 @@ from trainer.checkpoint.background import Background
 from trainer.checkpoint.backup import Accept, Candidate, Emit, Log, committed
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected, SaveFailed
 from trainer.checkpoint.save_barriers import NO_TIMEOUT_SECONDS, SaveBarriers
-from trainer.checkpoint.step_folders import COMMIT, MANIFEST, META, UNFINISHED, StepFolders
+from trainer.checkpoint.step_folders import UNFINISHED, StepFolders
 from trainer.checkpoint.together import together
 from trainer.config.schema import CheckpointSection
 from trainer.process import runtime_errors
 from trainer.world import World
-
-# Orbax changes these files after the manifest is written. A restore does not read the first, and the text of the second
-# is checked.
-UNSEALED = frozenset({"_CHECKPOINT_METADATA", COMMIT, MANIFEST})
-# An object store checks a checksum of every object itself, and reading all files twice would double the time of a
-# restore. There larger files have no CRC in the manifest, only their size; array data has its fingerprints.
-OBJECT_STORE_CRC_LIMIT = 1 << 20
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "trainer")
-
-
-def versions() -> dict[str, str]:
-  """Versions of the installed libraries on which a checkpoint may depend."""
-  found = {}
-  for package in PACKAGES:
-    try:
-      found[package] = metadata.version(package)
-    except metadata.PackageNotFoundError:
-      found[package] = "not installed"
-  return found
 
 
 @dataclass
@@ -101,44 +81,44 @@ class Persistent(StepFolders):
 
   # ---- saving ----
 
-  def save(
-    self, step: int, state: Any, meta: Mapping[str, Any], *, metric: float | None = None, force: bool = False
-  ) -> bool:
+  def save(self, step: int, state: Any, meta: Mapping[str, Any], *, metric: float | None = None) -> bool:
     """Starts (async_checkpointing) or completes a save of `state`, a pytree of jax.Arrays; False if the step exists.
 
     Returns when the state has been copied to the host: its buffers may then be donated. `meta` is JSON; `metric` is
-    the evaluation loss, for checkpoint_keep_best. force overwrites. Raises SaveFailed for this save and for the one
-    before it if the storage fails, NonFiniteState (from `wait` or the next call) if the state has infinities or NaNs,
-    and CheckpointError if the run's folder is not the one of the start.
+    the evaluation loss, for checkpoint_keep_best. Raises SaveFailed for this save and for the one before it if the
+    storage fails, NonFiniteState (from `wait` or the next call) if the state has infinities or NaNs, and
+    CheckpointError if the run's folder is not the one of the start.
     """
     self.wait()
     begin = time.monotonic()
-    exists, failed, name = self._on_primary(lambda: [*self._prepare(step, force), secrets.token_hex(8)])
+    exists, failed, name = self._on_primary(lambda: [*self._prepare(step), secrets.token_hex(8)])
     if failed:
       raise SaveFailed(failed)
     if exists:
       return False
     flat = state_tree.flatten(state)
-    sealed_meta = dict(meta, step=step, metric=metric, versions=versions(), arrays=state_tree.describe(flat))
+    sealed_meta = dict(meta, step=step, metric=metric, arrays=state_tree.describe(flat))
     started = fingerprint.dispatch(flat)
     if self._fetch is not None and _reads_arrays():
       started = self._fetch(functools.partial(host_copy.read, flat, started), f"the copy of step {step} for its save")
     barriers = SaveBarriers(f"save/{name}", self._world.rank) if self._world.size > 1 else None
     self._save = _Save(step, sealed_meta, started, begin, barriers)
     try:
-      self._orbax_writer().save(self.directory / str(step), args=_save_args(flat), force=True)
+      import orbax.checkpoint as ocp
+
+      args = ocp.args.Composite(state=ocp.args.PyTreeSave(flat))
+      self._orbax_writer().save(self.directory / str(step), args=args, force=True)
     except jax.errors.JaxRuntimeError:
       raise
     except Exception as error:
       raise self._failure(step, error) from error
     self._save.blocked = time.monotonic() - begin
-    save = self._save
-    self._background.start(lambda: self._finish(save))
+    self._background.start(functools.partial(self._finish, self._save))
     if not self._cfg.async_checkpointing:
       self.wait()
     return True
 
-  def _prepare(self, step: int, force: bool) -> tuple[bool, str]:
+  def _prepare(self, step: int) -> tuple[bool, str]:
     """(whether the step is saved already, why it cannot be saved or ""). On the primary. Makes room for the folder.
 
     Where Orbax itself cannot make the folder on the primary, the other processes wait for it. Raises CheckpointError
@@ -146,7 +126,7 @@ class Persistent(StepFolders):
     """
     try:
       self._check_run_folder(step)
-      if not force and self._committed(str(step)) and str(step) not in self._unusable:
+      if self._committed(str(step)) and str(step) not in self._unusable:
         return True, ""
       for path in (self.directory / str(step), temporary := self.directory / f"{step}{UNFINISHED}"):
         if path.exists():
@@ -232,11 +212,7 @@ class Persistent(StepFolders):
     for name, value in prints.items():
       save.meta["arrays"][name]["fingerprint"] = value
     root = self.directory / f"{save.step}{UNFINISHED}"
-    if not root.exists():
-      root = self.directory / str(save.step)
-    (root / META).write_bytes(checksums.dump(save.meta))
-    limit = OBJECT_STORE_CRC_LIMIT if "://" in str(self.directory) else None
-    (root / MANIFEST).write_bytes(checksums.dump(checksums.manifest(root, UNSEALED, limit)))
+    step_folders.seal(root if root.exists() else self.directory / str(save.step), save.meta)
 
   def _finish(self, save: _Save) -> None:
     """In the background: waits for the commit, then deletes what retention does not keep."""
@@ -404,12 +380,6 @@ def _handler(multiprocessing: Any, *, one_replica: bool = False) -> Any:
     use_zarr3=True, use_compression=False, multiprocessing_options=multiprocessing, **options
   )
   return ocp.CompositeCheckpointHandler(state=state)
-
-
-def _save_args(flat: Mapping[str, jax.Array]) -> Any:
-  import orbax.checkpoint as ocp
-
-  return ocp.args.Composite(state=ocp.args.PyTreeSave(dict(flat)))
 
 
 def _first_line(error: BaseException) -> str:

@@ -21,10 +21,8 @@ def ramdisk_by_rule(parameters: int, hosts: int) -> int:
   return math.ceil(parameters * BYTES_PER_PARAMETER / hosts * COPIES * MARGIN)
 
 
-def ramdisk_exact(
-  abstract: Any, devices: Sequence[Device], host_of: Callable[[Device], int], copies: int = COPIES
-) -> dict[int, int]:
-  """{host: bytes} of the array data that the hosts of one slice keep: `copies` saves, without a margin.
+def ramdisk_exact(abstract: Any, devices: Sequence[Device], host_of: Callable[[Device], int]) -> dict[int, int]:
+  """{host: bytes} of the array data that the hosts of one slice keep: COPIES saves, without a margin.
 
   abstract: the state with its shardings; devices: of the slice; host_of: usually their process_index. Raises
   ConfigError where the slice does not hold a full copy.
@@ -33,5 +31,5 @@ def ramdisk_exact(
   for name, x in state_tree.flatten(abstract).items():
     for box, device in boxes.owners(name, x, devices).items():
       size = boxes.volume(box) * x.dtype.itemsize
-      sizes[host_of(device)] += -(-size // ALIGNMENT) * ALIGNMENT * copies
+      sizes[host_of(device)] += -(-size // ALIGNMENT) * ALIGNMENT * COPIES
   return sizes

@@ -14,6 +14,7 @@ from trainer.checkpoint import run_id as run_id_lib
 from trainer.checkpoint.backup import Log
 from trainer.checkpoint.errors import CheckpointError, Rejected
 from trainer.checkpoint.meta import check_meta
+from trainer.observe import environment
 from trainer.world import World
 
 STEP = re.compile("0|[1-9][0-9]{0,17}")  # the name of a step's folder; not 0050, nor digits of other scripts
@@ -24,6 +25,19 @@ COMMIT_TEXT = rf"Checkpoint commit was successful to .*/[0-9]+({re.escape(UNFINI
 META = "meta.json"
 MANIFEST = "manifest.json"
 DELETED = "DELETED"
+# Orbax changes these files after the manifest is written. A restore does not read the first, and the text of the second
+# is checked.
+_UNSEALED = frozenset({"_CHECKPOINT_METADATA", COMMIT, MANIFEST})
+# An object store checks a checksum of every object itself, and reading all files twice would double the time of a
+# restore. There larger files have no CRC in the manifest, only their size; array data has its fingerprints.
+_OBJECT_STORE_CRC_LIMIT = 1 << 20
+
+
+def seal(folder: Any, meta: Mapping[str, Any]) -> None:
+  """Writes the meta, with the versions of the libraries, and the manifest of all files. folder: an epath, of a step."""
+  (folder / META).write_bytes(checksums.dump({**meta, "versions": environment.versions()}))
+  limit = _OBJECT_STORE_CRC_LIMIT if "://" in str(folder) else None
+  (folder / MANIFEST).write_bytes(checksums.dump(checksums.manifest(folder, _UNSEALED, limit)))
 
 
 class StepFolders:
@@ -125,12 +139,9 @@ class StepFolders:
 
   def set_aside(self, rejected: Mapping[str, str]) -> None:
     """Moves folders, {name: reason}, to {run}/checkpoints_rejected, each with its reason in a file alongside."""
-
-    def move() -> dict[str, str]:
-      return {name: self._set_aside(name, reason) for name, reason in rejected.items()}
-
-    for name, where in self._on_primary(move).items():
-      self._log(f"{where}: {rejected[name]}")
+    moved = self._on_primary(lambda: [self._set_aside(name, reason) for name, reason in rejected.items()])
+    for where, reason in zip(moved, rejected.values(), strict=True):
+      self._log(f"{where}: {reason}")
 
   def _set_aside(self, name: str, reason: str) -> str:
     for copy in range(1000):

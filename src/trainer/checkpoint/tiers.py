@@ -70,12 +70,8 @@ class Tiers:
       slices = slices or {0: jax.devices()}
       self._emergency = Emergency(cfg, run_directory, slices, **common)
     # Of equal steps the first in this list is restored: the fastest.
-    tiers: list[StateBackup | None] = [
-      snapshots,
-      self._emergency,
-      self._persistent if cfg.enable_checkpointing else None,
-    ]
-    self._backups = [tier for tier in tiers if tier is not None]
+    tiers = (snapshots, self._emergency, self._persistent if cfg.enable_checkpointing else None)
+    self._backups: list[StateBackup] = [tier for tier in tiers if tier is not None]
 
   # ---- saving ----
 

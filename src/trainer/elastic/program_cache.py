@@ -71,10 +71,10 @@ class ProgramCache(Generic[P]):
       self._background.stop(wait_for=view)
     topology = self._topology(view)
     if topology.step is None:
-      before, start = self.counter.read(), self._clock()
+      before, start = self.counter.compilations, self._clock()
       topology.step = self._compile(topology.program)
       self.compile_seconds = self._clock() - start
-      compilations = (self.counter.read() - before).compilations
+      compilations = self.counter.compilations - before
       self._emit(view, self.compile_seconds, background=False, cached=compilations == 0, compilations=compilations)
     return topology.step
 
@@ -117,7 +117,7 @@ class ProgramCache(Generic[P]):
     if self.has_step(view.slices):
       return
     start = self._clock()
-    with compiles.background():
+    with compiles.uncounted():
       topology = self._topology(view)
       topology.step = self._compile(topology.program)
     seconds = self._clock() - start

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.observe.compiles import CompileCounter, Compiles
+from trainer.observe.compiles import CompileCounter
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
 
@@ -23,7 +23,7 @@ class _Recovery:
   slices_before: int
   began: float
   detect_seconds: float
-  compiles: Compiles
+  compilations_before: int
   wait_seconds: float = 0.0
   restore_seconds: float = 0.0
   compile_seconds: float = 0.0
@@ -51,7 +51,7 @@ class RecoveryLog:
   def begin(self, event: ElasticEvent, slices: list[int], began: float, *, step: int, alive: int) -> None:
     """An attempt on `alive` slices has ended after `step` by an event of `slices` that began at `began`."""
     detect_seconds = self._clock() - began
-    self._open.append(_Recovery(event, slices, step, alive, began, detect_seconds, self._counter.read()))
+    self._open.append(_Recovery(event, slices, step, alive, began, detect_seconds, self._counter.compilations))
 
   def waited(self, seconds: float) -> None:
     """The loop has waited `seconds` for slices."""
@@ -81,7 +81,7 @@ class RecoveryLog:
   def _finish(self, recovery: _Recovery, alive: int) -> float:
     now = self._clock()
     seconds = now - recovery.began
-    compilations = (self._counter.read() - recovery.compiles).compilations
+    compilations = self._counter.compilations - recovery.compilations_before
     steps_lost = recovery.step_before - recovery.step_after
     self._events.emit(
       "recovery",

@@ -23,17 +23,13 @@ Sink = Callable[[dict[str, Any]], None]
 
 
 class CheckpointTimings:
-  """Sends every timing of Orbax to the sink, from entering `with` until leaving it. `sink` takes other records too."""
+  """Sends every timing of Orbax, with run and wall time, from entering `with` until leaving it."""
 
   def __init__(self, run_directory: str, run_name: str, log: Log) -> None:
     self._run_name = run_name
     cloud = _cloud_sink(log)
     self._lines = files.open_lines(None if cloud else run_directory, TIMINGS_FILE)
     self._send: Sink = cloud or (lambda record: self._lines.append(files.dump_json(record)))
-
-  def sink(self, record: dict[str, Any]) -> None:
-    """Adds run and wall time to a record and sends it. From any thread."""
-    self._send({"run": self._run_name, "wall": time.time()} | record)
 
   def __enter__(self) -> Self:
     jax.monitoring.register_event_duration_secs_listener(self._on_duration)
@@ -45,7 +41,7 @@ class CheckpointTimings:
 
   def _on_duration(self, event: str, duration: float, **labels: str | int) -> None:
     if event.startswith(_PREFIXES):
-      self.sink({"event": event, "seconds": duration} | labels)
+      self._send({"run": self._run_name, "wall": time.time(), "event": event, "seconds": duration} | labels)
 
 
 def _cloud_sink(log: Log) -> Sink | None:

@@ -18,13 +18,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 _PARSED_TOGETHER = 64  # lines of JSON
 
 
-class LineFile(Protocol):
-  """Where lines go. All methods may be called from any thread."""
+class LineFile:
+  """Where lines go. All methods may be called from any thread. This class discards the lines."""
 
   def append(self, line: str) -> None:
     """Adds one line (without its newline). An I/O error is reported on stderr, never raised: a full disk under the
@@ -35,19 +35,6 @@ class LineFile(Protocol):
 
   def close(self) -> None:
     """Flushes and releases the file. Closing twice is allowed; appending afterwards does nothing."""
-
-
-class NullLines:
-  """Discards all lines: for a process that is not primary."""
-
-  def append(self, line: str) -> None:
-    pass
-
-  def flush(self) -> None:
-    pass
-
-  def close(self) -> None:
-    pass
 
 
 def is_object_store(path: str) -> bool:
@@ -64,12 +51,12 @@ def exists(directory: str) -> bool:
 def open_lines(directory: str | None, name: str) -> LineFile:
   """The line file `name` of a run directory, created or continued. With directory=None, lines are discarded."""
   if directory is None:
-    return NullLines()
+    return LineFile()
   return ObjectLines(directory, name) if is_object_store(directory) else LocalLines(Path(directory) / name)
 
 
-class LocalLines:
-  """A local file, one write per line."""
+class LocalLines(LineFile):
+  """A local file, one write per line: the kernel has every line at once, so there is nothing to flush."""
 
   def __init__(self, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,18 +80,12 @@ class LocalLines:
         if written != len(data):  # the disk is full: remove the half line
           os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
           raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._torn = self._failing = False
       except OSError as error:
-        self._report(error)
-        return
-      self._torn = self._failing = False
-
-  def _report(self, error: OSError) -> None:
-    if not self._failing:  # once per outage, not once per line
-      print(f"warning: cannot write {self._path}: {error}; lines are lost until writing works again", file=sys.stderr)
-    self._failing = True
-
-  def flush(self) -> None:
-    pass  # the kernel already has every line
+        if not self._failing:  # once per outage, not once per line
+          lost = "lines are lost until writing works again"
+          print(f"warning: cannot write {self._path}: {error}; {lost}", file=sys.stderr)
+        self._failing = True
 
   def close(self) -> None:
     with self._lock:
@@ -113,7 +94,7 @@ class LocalLines:
         self._fd = -1
 
 
-class ObjectLines:
+class ObjectLines(LineFile):
   """Numbered part objects under an etils path. A thread rewrites the newest part when it has new lines."""
 
   def __init__(self, directory: str, name: str, *, period: float = 10.0, part_bytes: int = 4 << 20) -> None:
@@ -234,9 +215,7 @@ def read_last_json_lines(directory: str, name: str, size: int = 1 << 17) -> Iter
       data = file.read()
     if start:
       data = data.partition(b"\n")[2]  # the first line is cut
-  for value in _parse(data.decode("utf-8", "replace").splitlines()):
-    if isinstance(value, dict):
-      yield value
+  yield from _parse(data.decode("utf-8", "replace").splitlines())
 
 
 def write_text(directory: str, name: str, text: str) -> None:
@@ -285,19 +264,17 @@ def read_json_lines(directory: str, name: str) -> Iterator[dict[str, Any]]:
   """The records of a line file of JSON objects. Lines that a kill cut short are skipped."""
   lines = read_lines(directory, name)
   while batch := list(itertools.islice(lines, _PARSED_TOGETHER)):
-    yield from (record for record in _parse(batch) if isinstance(record, dict))
+    yield from _parse(batch)
 
 
-def _parse(lines: list[str]) -> list[Any]:
-  """The values of `lines` that are whole JSON. Together, lines parse a third faster than one by one."""
-  try:
+def _parse(lines: list[str]) -> list[dict[str, Any]]:
+  """The records in `lines` that are whole. Together, lines parse a third faster than one by one."""
+  values: list[Any] = []
+  with contextlib.suppress(json.JSONDecodeError):
     values = json.loads(f"[{','.join(lines)}]")
-    if len(values) == len(lines):
-      return values
-  except json.JSONDecodeError:
-    pass
-  values = []
-  for line in lines:
-    with contextlib.suppress(json.JSONDecodeError):
-      values.append(json.loads(line))
-  return values
+  if len(values) != len(lines):
+    values = []
+    for line in lines:
+      with contextlib.suppress(json.JSONDecodeError):
+        values.append(json.loads(line))
+  return [value for value in values if isinstance(value, dict)]

@@ -104,7 +104,7 @@ class Evaluation:
 
   step: int
   eval_loss: float  # nats per weighted token; of the main set
-  eval_seconds: float
+  eval_seconds: float = 0.0
   eval_losses: dict[str, float] | None = None  # of each set, if there are several
   scores: dict[str, dict[str, float]] | None = None  # {task: {metric: value}} of eval_tasks
 
@@ -220,16 +220,8 @@ class Metrics:
     if self._objects is not None:
       self._objects.write(record.step, line)
 
-  def write_eval(
-    self,
-    step: int,
-    eval_loss: float,
-    seconds: float = 0.0,
-    losses: dict[str, float] | None = None,
-    scores: dict[str, dict[str, float]] | None = None,
-  ) -> None:
-    """Records an evaluation after `step` (nats per weighted token). losses, scores: see Evaluation."""
-    evaluation = Evaluation(step, eval_loss, seconds, losses, scores)
+  def write_eval(self, evaluation: Evaluation) -> None:
+    """Records one evaluation."""
     self._recent.append(evaluation)
     self._write_eval(evaluation)
 

@@ -50,8 +50,15 @@ class Profiler:
       return
     began = time.monotonic()
     errors: list[Exception] = []
+
+    def end() -> None:
+      try:
+        stop()
+      except (RuntimeError, ValueError, OSError) as error:
+        errors.append(error)
+
     # In a thread: Pathways asks every slice for its part, and a slice may hang.
-    stopping = threading.Thread(target=_call, args=(stop, errors), name="profiler", daemon=True)
+    stopping = threading.Thread(target=end, name="profiler", daemon=True)
     stopping.start()
     stopping.join(_LONGEST_END_SECONDS)
     if stopping.is_alive():
@@ -85,10 +92,3 @@ def tracer_for(directory: str) -> tuple[Callable[[str], object], Callable[[], ob
   if files.is_object_store(directory):
     return jax.profiler.start_trace, jax.profiler.stop_trace
   return profiling._original_start_trace, profiling._original_stop_trace
-
-
-def _call(function: Callable[[], object], errors: list[Exception]) -> None:
-  try:
-    function()
-  except (RuntimeError, ValueError, OSError) as error:
-    errors.append(error)

@@ -31,21 +31,8 @@ class Progress:
     self._drawn = 0.0
 
   def __enter__(self) -> Self:
-    if self._terminal:
-      self._open()
-    return self
-
-  def __exit__(self, *error: object) -> None:
-    self.close()
-
-  def step(self, record: StepRecord) -> None:
-    """Shows a completed step: the bar shows every step; lines show the first, every log_period-th and the last."""
-    if record.step % self._log_period == 0 or record.step in (1, self._total_steps):
-      self._log.detail(format_step_line(record))
-    if self._bar is not None:
-      self._draw(record)
-
-  def _open(self) -> None:
+    if not self._terminal:
+      return self
     from rich import progress  # slow to import, and only needed in a terminal
 
     columns = (
@@ -58,6 +45,17 @@ class Progress:
     console = self._bar.console
     self._log.redirect(lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True), details=False)
     self._bar.start()
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    self.close()
+
+  def step(self, record: StepRecord) -> None:
+    """Shows a completed step: the bar shows every step; lines show the first, every log_period-th and the last."""
+    if record.step % self._log_period == 0 or record.step in (1, self._total_steps):
+      self._log.detail(format_step_line(record))
+    if self._bar is not None:
+      self._draw(record)
 
   def _draw(self, record: StepRecord) -> None:
     now, last = time.monotonic(), record.step == self._total_steps

@@ -78,7 +78,7 @@ class Watchdog:
     self._log, self._events = log, events
     self._monotonic, self._end = monotonic, end
     self._tick = min(1.0, self._timeout / 20 or 1.0)
-    self._lock = threading.Lock()
+    self._lock = threading.RLock()
     self._silent: float | None = None  # seconds since the last beat; None: no step is under way
     self._step: int | None = None
     self._beat_at: float | None = None  # None: the time until the next beat is not that of a step
@@ -125,13 +125,10 @@ class Watchdog:
   def late_after(self) -> float | None:
     """Seconds after which a step is late; None while too few steps are known, and during a long operation."""
     with self._lock:
-      return self._late_after()
-
-  def _late_after(self) -> float | None:
-    if len(self._step_seconds) < _FEWEST or self._operations:
-      return None
-    longest = sorted(self._step_seconds)
-    return max(LATE_SECONDS, LATE_FACTOR * longest[math.ceil(0.99 * len(longest)) - 1])
+      if len(self._step_seconds) < _FEWEST or self._operations:
+        return None
+      longest = sorted(self._step_seconds)
+      return max(LATE_SECONDS, LATE_FACTOR * longest[math.ceil(0.99 * len(longest)) - 1])
 
   @contextlib.contextmanager
   def during(self, name: str) -> Iterator[None]:
@@ -172,8 +169,12 @@ class Watchdog:
       alarm = self._count(min(now - before, 2 * self._tick), now)
       before = now
       if alarm is not None:
-        self._raise(alarm)
+        # The hung thread may hold the lock of stdout or of a file, so the report runs in a thread, with a time limit.
+        report = threading.Thread(target=self._report, args=(alarm,), name="watchdog report", daemon=True)
+        report.start()
+        report.join(_REPORT_SECONDS)
         if alarm.is_hang:
+          self._end(EXIT_CODE)
           return
 
   def _count(self, seconds: float, now: float) -> _Alarm | None:
@@ -186,7 +187,7 @@ class Watchdog:
       if self._operations or self._silent is None:
         return None
       self._silent += seconds
-      late = self._late_after()
+      late = self.late_after()
       limit = late + self._grace if self._adapts and late is not None else self._step_limit
       if 0 < limit <= self._silent:
         return _Alarm(self._silent, None, is_hang=True)
@@ -194,14 +195,6 @@ class Watchdog:
         self._notice_from = now + _NOTICE_SECONDS
         return _Alarm(self._silent, None, is_hang=False)
     return None
-
-  def _raise(self, alarm: _Alarm) -> None:
-    # The hung thread may hold the lock of stdout or of a file, so the report runs in a thread, with a time limit.
-    report = threading.Thread(target=self._report, args=(alarm,), name="watchdog report", daemon=True)
-    report.start()
-    report.join(_REPORT_SECONDS)
-    if alarm.is_hang:
-      self._end(EXIT_CODE)
 
   def _report(self, alarm: _Alarm) -> None:
     with tempfile.TemporaryFile() as file:  # faulthandler writes to a descriptor only

@@ -18,6 +18,7 @@ from trainer.config.mixture import EVAL_DATA
 from trainer.config.schema import Config
 from trainer.elastic.attempt import ElasticRun
 from trainer.models.decoder import Params
+from trainer.observe.metrics import Evaluation
 from trainer.observe.profiler import Profiler
 from trainer.program import optimizers
 from trainer.program.program import Program
@@ -199,7 +200,7 @@ class Attempt:
       totals = [[sum(float(value) for value in values) for values in zip(*parts)] for parts in sums]
     losses = {name: loss / weight if weight else math.nan for name, (loss, weight) in zip(data.evaluations, totals)}
     seconds, main = time.monotonic() - start, losses[data.main_set]
-    session.metrics.write_eval(step, main, seconds, losses if len(losses) > 1 else None, scores)
+    session.metrics.write_eval(Evaluation(step, main, seconds, losses if len(losses) > 1 else None, scores))
     session.events.emit("eval", step=step, seconds=seconds, loss=main, scores=scores)
     for (name, loss), (_, weight) in zip(losses.items(), totals):
       of_set = "" if name == EVAL_DATA else f" of {name}"

@@ -89,11 +89,12 @@ class Harness(TemplateLM):
     for i, request in enumerate(requests):
       by_options.setdefault(repr(request.args[1]), []).append(i)
     for same in by_options.values():
-      found |= self._continue([requests[i].args[0] for i in same], requests[same[0]].args[1], same)
+      contexts, options = [requests[i].args[0] for i in same], requests[same[0]].args[1]
+      found |= zip(same, self._continue(contexts, options), strict=True)
     return [found[i] for i in range(len(requests))]
 
-  def _continue(self, contexts: Sequence[str], options: Mapping[str, Any], numbers: Sequence[int]) -> dict[int, str]:
-    """{number: continuation} of contexts with the same options. Raises ConfigError for options without effect."""
+  def _continue(self, contexts: Sequence[str], options: Mapping[str, Any]) -> list[str]:
+    """The continuations of contexts with the same options. Raises ConfigError for options without effect."""
     found = {}
     options = dict(normalize_gen_kwargs(dict(options), _NEW_TOKENS))
     count, until = options.pop("max_gen_toks"), options.pop("until") or []
@@ -111,8 +112,8 @@ class Harness(TemplateLM):
         text = self._model.tokenizer.decode(id for step in steps if (id := step[row]) is not None)
         for stop in until:
           text = text.split(stop)[0] if stop else text
-        found[numbers[i]] = text
-    return found
+        found[i] = text
+    return [found[i] for i in range(len(contexts))]
 
   def _batches(self, lengths: Mapping[int, int]) -> Iterator[list[int]]:
     """The keys in groups of similar length, the longest first: a lack of memory shows at once."""

@@ -95,8 +95,9 @@ def keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
   complete: dict[str, Any] = {"initializer_range": 0.02, "tie_word_embeddings": False, **_DEFAULTS[family], **config}
   if family == "llama":
     complete["num_key_value_heads"] = complete.get("num_key_value_heads") or complete.get("num_attention_heads")
-  if family != "qwen3":
-    complete["head_dim"] = complete.get("head_dim") or complete["hidden_size"] // complete["num_attention_heads"]
+  if family != "qwen3":  # a size that is missing or 0 is refused later
+    D, N = complete.get("hidden_size") or 0, complete.get("num_attention_heads") or 1
+    complete["head_dim"] = complete.get("head_dim") or D // N
   if family == "qwen3_moe":
     spelled = {config[name] for name in ("num_experts", "num_local_experts") if name in config}
     if len(spelled) > 1:

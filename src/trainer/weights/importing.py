@@ -11,6 +11,7 @@ from trainer.checkpoint.errors import Rejected
 from trainer.config import cli
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
+from trainer.observe import files
 from trainer.weights import sources
 from trainer.weights.folders import new_folder
 from trainer.weights.sources import Source
@@ -50,11 +51,10 @@ def _write_weights(source: Source, config: Config, folder: Any, report: Callable
 
 def _copy_tokenizer(source: Any, target: Any) -> None:
   """Copies the files of the tokenizer, and the ids that end a text from config.json if no other file has them."""
-  target.mkdir(parents=True)
   sources.copy_tokenizer(source, target)
   if not (target / sources.GENERATION).exists():
     ends = {k: v for k, v in sources.read_json(source / sources.CONFIG).items() if k in sources.ENDS and v is not None}
-    (target / sources.GENERATION).write_text(json.dumps(ends) + "\n")
+    files.write_text(str(target), sources.GENERATION, json.dumps(ends) + "\n")
 
 
 def _config(source: Source, run_directory: str) -> Config:

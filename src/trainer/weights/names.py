@@ -17,11 +17,6 @@ _NORMS = {
   "attention.query_norm.scale": "self_attn.q_norm.weight",
   "attention.key_norm.scale": "self_attn.k_norm.weight",
 }
-_READ_RESIDUAL = {
-  "attention.query": "self_attn.q_proj.weight",
-  "attention.key": "self_attn.k_proj.weight",
-  "attention.value": "self_attn.v_proj.weight",
-}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -67,20 +62,18 @@ def weights(cfg: ModelSection) -> dict[str, Weight]:
   """{name in a state with separate layers: Weight}, for the architectures of hf_config.py. A tied head is none."""
   V, D, H = cfg.vocab_size, cfg.emb_dim, cfg.head_dim
   N, K = cfg.num_query_heads, cfg.num_kv_heads
-  shapes = {
-    "attention.query": (D, N, H),
-    "attention.key": (D, K, H),
-    "attention.value": (D, K, H),
-    "attention.out": (N, H, D),
-  }
   found = {"params.embedding": Weight((EMBEDDING,), (V, D))}
   for i in range(cfg.num_decoder_layers):
     ours, theirs = f"params.layers.{i}.", f"model.layers.{i}."
     for path, name in _NORMS.items():
       if cfg.use_qk_norm or not path.startswith("attention."):
         found[ours + path] = Weight((theirs + name,), (H,) if path.startswith("attention.") else (D,))
-    found |= {ours + path: Weight((theirs + name,), shapes[path], "reads") for path, name in _READ_RESIDUAL.items()}
-    found[f"{ours}attention.out"] = Weight((f"{theirs}self_attn.o_proj.weight",), shapes["attention.out"], "writes")
+    found |= {
+      f"{ours}attention.query": Weight((f"{theirs}self_attn.q_proj.weight",), (D, N, H), "reads"),
+      f"{ours}attention.key": Weight((f"{theirs}self_attn.k_proj.weight",), (D, K, H), "reads"),
+      f"{ours}attention.value": Weight((f"{theirs}self_attn.v_proj.weight",), (D, K, H), "reads"),
+      f"{ours}attention.out": Weight((f"{theirs}self_attn.o_proj.weight",), (N, H, D), "writes"),
+    }
     found |= _feed_forward(cfg, f"{ours}feed_forward.", f"{theirs}mlp.", cfg.has_experts(i))
   found["params.final_norm.scale"] = Weight(("model.norm.weight",), (D,))
   if not cfg.logits_via_embedding:

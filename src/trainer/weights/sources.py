@@ -20,6 +20,7 @@ from trainer.checkpoint.persistent import Persistent
 from trainer.config.errors import ConfigError, shorten
 from trainer.config.schema import CheckpointSection, DataSection, ModelSection
 from trainer.models.decoder import Params
+from trainer.observe import files
 from trainer.weights import hf_config, names, safetensors
 from trainer.world import SINGLE_WORLD, World
 
@@ -27,9 +28,9 @@ CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.sa
 GENERATION = "generation_config.json"
 ENDS = ("bos_token_id", "eos_token_id")  # its fields
 TOKENIZER = "tokenizer"  # folder of a run that holds the files of its tokenizer
-TOKENIZER_FILES = (
-  "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
-  f"tokenizer.model chat_template.jinja {GENERATION}"
+TOKENIZER_FILES = (  # tokenizer.json is written last: a folder that has it has all
+  "tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt tokenizer.model "
+  f"chat_template.jinja {GENERATION} tokenizer.json"
 ).split()
 _BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # old files have it; it is no weight
 # What must agree between a run and its source: the shapes, and the function that the weights were trained for.
@@ -37,7 +38,7 @@ _SIZES = (
   "vocab_size emb_dim num_decoder_layers num_query_heads num_kv_heads mlp_dim head_dim use_qk_norm "
   "logits_via_embedding normalization_layer_epsilon rope_max_timescale rope_type"
 ).split()
-_ROPE = ("rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_position_embeddings").split()
+_ROPE = "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_position_embeddings".split()
 _EXPERTS = (
   "num_experts num_experts_per_tok moe_mlp_dim norm_topk_prob decoder_sparse_step dense_layers routed_bias_update_rate"
 ).split()
@@ -138,7 +139,7 @@ def copy_tokenizer(source: Any, target: Any) -> None:
   """Copies those files of a tokenizer that the folder `source` has to the folder `target` (epaths)."""
   for name in TOKENIZER_FILES:
     if (source / name).exists():
-      (target / name).write_bytes((source / name).read_bytes())
+      files.write_bytes(str(target), name, (source / name).read_bytes())
 
 
 def split(place: str) -> tuple[str, str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from trainer.checkpoint import run_id
 from trainer.config.errors import ConfigError
 from trainer.config.schema import DataSection
@@ -22,18 +20,12 @@ def keep(run_directory: str, tokenizer: Tokenizer | None, source: str = "") -> N
   if not isinstance(tokenizer, BpeTokenizer) or (run_id.folder(target) / "tokenizer.json").exists():
     return
   if source:
-    theirs = folder_of(source)
+    folder = run_id.folder(sources.split(source)[0])
+    theirs = folder if (folder / sources.CONFIG).exists() else folder / sources.TOKENIZER
     if (theirs / "tokenizer.json").exists() and (theirs / "tokenizer.json").read_text() == tokenizer.json_text:
-      for name in sources.TOKENIZER_FILES:
-        if (theirs / name).exists():
-          files.write_bytes(target, name, (theirs / name).read_bytes())
+      sources.copy_tokenizer(theirs, run_id.folder(target))
+      return
   files.write_text(target, "tokenizer.json", tokenizer.json_text)
-
-
-def folder_of(place: str) -> Any:
-  """The folder (an epath) that may hold the tokenizer's files of a Hugging Face folder, RUN_DIR or RUN_DIR@STEP."""
-  folder = run_id.folder(sources.split(place)[0])
-  return folder if (folder / sources.CONFIG).exists() else folder / sources.TOKENIZER
 
 
 def of_source(source: Source) -> Tokenizer:

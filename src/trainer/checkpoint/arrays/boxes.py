@@ -15,11 +15,11 @@ from trainer.config.errors import ConfigError
 Box = tuple[tuple[int, int], ...]
 
 
-def of_devices(sharding: Any, shape: Sequence[int]) -> dict[Device, Box]:
-  """{device: the box that it holds} of an array of `shape` with this sharding."""
+def of_devices(x: Any) -> dict[Device, Box]:
+  """{device: the box that it holds} of an array or a ShapeDtypeStruct with sharding."""
   return {
-    device: tuple(part.indices(size)[:2] for part, size in zip(index, shape))
-    for device, index in sharding.devices_indices_map(tuple(shape)).items()
+    device: tuple(part.indices(size)[:2] for part, size in zip(index, x.shape))
+    for device, index in x.sharding.devices_indices_map(tuple(x.shape)).items()
   }
 
 
@@ -28,8 +28,12 @@ def is_local(device: Device) -> bool:
   return device.process_index == jax.process_index()
 
 
+def shape(box: Box) -> tuple[int, ...]:
+  return tuple(stop - start for start, stop in box)
+
+
 def volume(box: Box) -> int:
-  return math.prod(stop - start for start, stop in box)
+  return math.prod(shape(box))
 
 
 def owners(name: str, x: Any, devices: Sequence[Device]) -> dict[Box, Device]:
@@ -37,7 +41,7 @@ def owners(name: str, x: Any, devices: Sequence[Device]) -> dict[Box, Device]:
 
   Raises ConfigError if the devices together do not hold the whole array.
   """
-  held = of_devices(x.sharding, x.shape)
+  held = of_devices(x)
   found: dict[Box, Device] = {}
   for device in devices:
     if device in held:
@@ -51,22 +55,18 @@ def owners(name: str, x: Any, devices: Sequence[Device]) -> dict[Box, Device]:
   return found
 
 
-def _grids(held: Iterable[Box]) -> Iterable[set[Box]]:
-  """Sets of boxes of equal shape. A sharding cuts an array into equal boxes; boxes of different meshes must not mix."""
-  grids: dict[tuple[int, ...], set[Box]] = {}
-  for box in held:
-    grids.setdefault(tuple(stop - start for start, stop in box), set()).add(box)
-  return grids.values()
-
-
-def complete(shape: Sequence[int], held: Iterable[Box]) -> set[Box]:
-  """Boxes among `held` that make up a whole array of `shape` without overlap; empty if there are no such boxes."""
-  return covering(tuple((0, size) for size in shape), held)
+def complete(sizes: Sequence[int], held: Iterable[Box]) -> set[Box]:
+  """Boxes among `held` that make up a whole array of this shape without overlap; empty if there are no such boxes."""
+  return covering(tuple((0, size) for size in sizes), held)
 
 
 def covering(box: Box, held: Iterable[Box]) -> set[Box]:
   """Boxes among `held` that together cover `box` without overlapping each other; empty if there are no such boxes."""
-  for grid in _grids(held):
+  # A sharding cuts an array into boxes of equal shape; boxes of different meshes must not mix.
+  grids: dict[tuple[int, ...], set[Box]] = {}
+  for other in held:
+    grids.setdefault(shape(other), set()).add(other)
+  for grid in grids.values():
     touching = {other: volume(common) for other in grid if (common := overlap(box, other)) is not None}
     if sum(touching.values()) == volume(box) and (touching or volume(box) == 0):
       return set(touching) or grid
@@ -86,7 +86,7 @@ def inside(box: Box, origin: Box) -> tuple[slice, ...]:
 
 def assemble(box: Box, parts: Mapping[Box, np.ndarray], dtype: Any) -> np.ndarray:
   """A new array with the content of `box`, copied from `parts`, which cover it without overlap."""
-  result = np.empty([stop - start for start, stop in box], dtype)
+  result = np.empty(shape(box), dtype)
   filled = 0
   for held, data in parts.items():
     if (common := overlap(box, held)) is not None:

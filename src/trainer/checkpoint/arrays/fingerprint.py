@@ -54,6 +54,9 @@ def _fingerprint(x: jax.Array, first: jax.Array | int = 0) -> jax.Array:
   return jnp.stack(jax.lax.reduce(operands, (zero, zero, zero), _add, dims))
 
 
+_of_block = jax.jit(_fingerprint)
+
+
 def _add(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
   return tuple(x + y for x, y in zip(a, b))
 
@@ -112,12 +115,6 @@ def _hex(sums: np.ndarray) -> str:
   return f"{int(sums[0]):08x}{int(sums[1]):08x}"
 
 
-def differing(arrays: Mapping[str, jax.Array], expected: Mapping[str, Any]) -> list[str]:
-  """Names of arrays whose fingerprint is not the expected one."""
-  prints, _ = collect(dispatch(arrays))
-  return [name for name, value in prints.items() if value != expected[name]]
-
-
 class Blocks:
   """The fingerprint of an array in the memory of the host, which comes in blocks, in any order and from any thread."""
 
@@ -128,7 +125,7 @@ class Blocks:
   def add(self, block: np.ndarray, first: int) -> None:
     """`block`: contiguous; first: its first element, in the array's order."""
     flat = jax.device_put(block.reshape(-1), jax.devices("cpu")[0])
-    sums = np.asarray(_block_program()(flat, np.uint32(first % 2**32)))
+    sums = np.asarray(_of_block(flat, np.uint32(first % 2**32)))
     with self._lock:
       self._sums += sums
 
@@ -140,8 +137,3 @@ class Blocks:
   @property
   def is_finite(self) -> bool:
     return not self._sums[2]
-
-
-@functools.cache
-def _block_program() -> Any:
-  return jax.jit(_fingerprint)

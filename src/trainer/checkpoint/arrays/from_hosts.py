@@ -25,7 +25,7 @@ def assemble(
   """
   dtype = jnp.dtype(target.dtype)
   known = [set(boxes_of.get(name, set())) for boxes_of in table]
-  wanted = boxes.of_devices(target.sharding, target.shape)
+  wanted = boxes.of_devices(target)
   parts = dict(held)
   orphans = {
     box
@@ -37,7 +37,7 @@ def assemble(
       source = next(process for process, found in enumerate(known) if box in found)
       raw = parts[box].reshape(-1).view(np.uint8) if box in parts else None
       raw = broadcast.to_all_hosts(world, raw, boxes.volume(box) * dtype.itemsize, source)
-      parts[box] = raw.view(dtype).reshape([stop - start for start, stop in box])
+      parts[box] = raw.view(dtype).reshape(boxes.shape(box))
       for found in known:
         found.add(box)
   able = {device: boxes.covering(box, known[device.process_index]) for device, box in wanted.items()}

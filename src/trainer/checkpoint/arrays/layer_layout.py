@@ -6,7 +6,6 @@ one group of arrays after the other, so that only one group at a time exists twi
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from trainer.checkpoint.arrays import state_tree
 from trainer.checkpoint.errors import Rejected
 
 LAYER = re.compile(r"^((?:.*\.)?layers)\.(\d+)\.(.+)$")
@@ -44,13 +44,12 @@ def plan(saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Any]) -> l
       stacked.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = name
   moves: list[Move] = []
   done: set[str] = set()
-  used: set[str] = set()
   for name in wanted:
     if name in done:
       continue
     match = LAYER.match(name)
     whole = f"{match[1]}.{match[3]}" if match else name
-    layers = tuple(stacked.get(whole, {})[i] for i in sorted(stacked.get(whole, {})))
+    layers = tuple(layer for _, layer in sorted(stacked.get(whole, {}).items()))
     if name in saved:
       move = Move((name,), (name,), "same")
     elif whole in saved and match:
@@ -62,7 +61,7 @@ def plan(saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Any]) -> l
     _check_shapes(move, saved, wanted)
     moves.append(move)
     done.update(move.targets)
-    used.update(move.sources)
+  used = {source for move in moves for source in move.sources}
   if extra := [name for name in saved if name not in used]:
     raise Rejected(f"it has {len(extra)} arrays that the state lacks: {', '.join(extra[:3])}")
   return moves
@@ -121,7 +120,7 @@ def batches(moves: Iterable[Move], wanted: Mapping[str, Any], limit: int) -> Ite
   batch: list[Move] = []
   size = 0
   for move in moves:
-    need = sum(math.prod(wanted[name].shape) * wanted[name].dtype.itemsize for name in move.targets)
+    need = state_tree.state_bytes([wanted[name] for name in move.targets])
     if batch and size + need > limit:
       yield batch
       batch, size = [], 0

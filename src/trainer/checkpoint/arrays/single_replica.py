@@ -16,10 +16,11 @@ from trainer.parallel.mesh import DATA
 from trainer.world import World
 
 
-def first_replica(mesh: Mesh) -> Mesh:
-  """The part of the mesh with the first replica: index 0 on the axis `data`."""
-  axis = mesh.axis_names.index(DATA)
-  return Mesh(np.take(mesh.devices, [0], axis=axis), mesh.axis_names)
+def _on_first_replica(x: Any) -> jax.ShapeDtypeStruct:
+  """The array x on the part of its mesh with the first replica: index 0 on the axis `data`."""
+  mesh = x.sharding.mesh
+  first = Mesh(np.take(mesh.devices, [0], axis=mesh.axis_names.index(DATA)), mesh.axis_names)
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(first, x.sharding.spec))
 
 
 def read(world: World, read_arrays: Read, targets: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -29,19 +30,12 @@ def read(world: World, read_arrays: Read, targets: Mapping[str, Any]) -> dict[st
   replicas and are read by all.
   """
   replicated = {name: x for name, x in targets.items() if DATA in broadcast.spare_axes(x.sharding)}
-  mine = {
-    name: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=NamedSharding(first_replica(x.sharding.mesh), x.sharding.spec)
-    )
-    for name, x in replicated.items()
-  }
-  mine = {name: x for name, x in mine.items() if x.sharding.addressable_devices}
-  mine |= {name: x for name, x in targets.items() if name not in replicated}
+  wanted = {name: _on_first_replica(x) if name in replicated else x for name, x in targets.items()}
+  mine = {name: x for name, x in wanted.items() if x.sharding.addressable_devices}
   arrays = together(world, lambda: dict(read_arrays(mine)))
   for name, target in replicated.items():
     parts = {}
-    if name in arrays:
-      source = arrays.pop(name)
+    if (source := arrays.pop(name, None)) is not None:
       shards = {shard.device: shard.data for shard in source.addressable_shards}
       givers = boxes.owners(name, source, list(source.sharding.mesh.devices.flat)).values()
       parts = {device: np.asarray(shards[device]) for device in givers if device in shards}

@@ -24,35 +24,6 @@ _USUAL = 32 << 20
 Read = Callable[[Mapping[str, Any]], Mapping[str, jax.Array]]
 
 
-def load(world: World, read: Read, saved: Mapping[str, Any], abstract: Any) -> Any:
-  """The state of abstract's structure, shapes, types and shardings; a collective: what one process raises all raise.
-
-  read: gives the arrays for {name: ShapeDtypeStruct with sharding} in their stored shapes and types. saved: {name:
-  {"shape", "dtype", "fingerprint"}}, without a fingerprint where nothing is known of the values. Raises Rejected where
-  they do not fit or are not what was saved.
-  """
-  with _returning_freed_memory():
-    return _load(world, read, saved, abstract)
-
-
-def _load(world: World, read: Read, saved: Mapping[str, Any], abstract: Any) -> Any:
-  wanted = state_tree.flatten(abstract)
-  limit = max(state_tree.state_bytes(abstract) // 8, MIN_BATCH_BYTES)
-  result: dict[str, jax.Array] = {}
-  for batch in layer_layout.batches(layer_layout.plan(saved, wanted), wanted, limit):
-    targets: dict[str, Any] = {}
-    for move in batch:
-      targets.update(layer_layout.stored(move, saved, wanted))
-    arrays = together(world, lambda targets=targets: dict(read(targets)))  # type: ignore[misc]
-    expected = {name: saved[name]["fingerprint"] for name in targets if "fingerprint" in saved[name]}
-    if wrong := fingerprint.differing({name: arrays[name] for name in expected}, expected):
-      raise Rejected(f"{wrong[0]} does not have the fingerprint it was saved with ({len(wrong)} such arrays)")
-    for move in batch:
-      result.update(layer_layout.convert(move, arrays, wanted))
-    del arrays  # before the next batch is read
-  return state_tree.unflatten(abstract, result)
-
-
 @contextlib.contextmanager
 def _returning_freed_memory() -> Iterator[None]:
   """Makes malloc return freed memory to the system at once: blocks of 1 MiB and more are mapped one by one, and
@@ -71,3 +42,29 @@ def _returning_freed_memory() -> Iterator[None]:
   finally:
     libc.mallopt(_M_MMAP_THRESHOLD, _USUAL)
     libc.malloc_trim(0)
+
+
+@_returning_freed_memory()
+def load(world: World, read: Read, saved: Mapping[str, Any], abstract: Any) -> Any:
+  """The state of abstract's structure, shapes, types and shardings; a collective: what one process raises all raise.
+
+  read: gives the arrays for {name: ShapeDtypeStruct with sharding} in their stored shapes and types. saved: {name:
+  {"shape", "dtype", "fingerprint"}}, without a fingerprint where nothing is known of the values. Raises Rejected where
+  they do not fit or are not what was saved.
+  """
+  wanted = state_tree.flatten(abstract)
+  limit = max(state_tree.state_bytes(abstract) // 8, MIN_BATCH_BYTES)
+  result: dict[str, jax.Array] = {}
+  for batch in layer_layout.batches(layer_layout.plan(saved, wanted), wanted, limit):
+    targets: dict[str, Any] = {}
+    for move in batch:
+      targets.update(layer_layout.stored(move, saved, wanted))
+    arrays = together(world, lambda targets=targets: dict(read(targets)))  # type: ignore[misc]
+    expected = {name: saved[name]["fingerprint"] for name in targets if "fingerprint" in saved[name]}
+    prints, _ = fingerprint.collect(fingerprint.dispatch({name: arrays[name] for name in expected}))
+    if wrong := [name for name, value in prints.items() if value != expected[name]]:
+      raise Rejected(f"{wrong[0]} does not have the fingerprint it was saved with ({len(wrong)} such arrays)")
+    for move in batch:
+      result.update(layer_layout.convert(move, arrays, wanted))
+    del arrays  # before the next batch is read
+  return state_tree.unflatten(abstract, result)

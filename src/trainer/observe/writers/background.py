@@ -18,23 +18,13 @@ Scalars = Mapping[str, float]  # tag -> value
 
 
 class Destination(Protocol):
-  """Where records go. All calls come from one thread, in order."""
+  """Where records go. All calls come from one thread, in order. Writers of steps also have `BackgroundWriter.write`."""
 
   def flush(self) -> None:
     """Returns when readers can see all numbers so far."""
 
   def close(self, exit_code: int | None) -> None:
     """Writes what is left. exit_code: of the process; None: another process writes from here on."""
-
-
-class ScalarDestination(Destination, Protocol):
-  """Where the numbers of steps go."""
-
-  def write(self, step: int, scalars: Scalars, wall: float, *, is_step: bool) -> None:
-    """Adds the numbers of a completed step, or (is_step=False) of an evaluation after it. wall: epoch seconds.
-
-    A step at or before the last one is a step that is done again.
-    """
 
 
 class BackgroundWriter:
@@ -59,7 +49,10 @@ class BackgroundWriter:
     self._thread.start()
 
   def write(self, step: int, scalars: Scalars, wall: float, *, is_step: bool) -> None:
-    """Hands the numbers over to a ScalarDestination. Returns at once."""
+    """Adds the numbers of a completed step, or (is_step=False) of an evaluation after it. Returns at once.
+
+    wall: epoch seconds. A step at or before the last one is a step that is done again.
+    """
     self.put(lambda destination: destination.write(step, scalars, wall, is_step=is_step))
 
   def put(self, use: Callable[[Any], None]) -> None:

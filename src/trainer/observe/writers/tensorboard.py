@@ -23,7 +23,7 @@ class TensorBoard:
 
   def write(self, step: int, scalars: Scalars, wall: float, *, is_step: bool) -> None:
     if self._writer is None or (is_step and step <= self._last):
-      self._open_file(step)
+      self._open_file(step if is_step else step + 1)  # an evaluation replaces no step
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.proto.summary_pb2 import Summary
 
@@ -35,12 +35,12 @@ class TensorBoard:
       self._last = step
 
   def flush(self) -> None:
-    if self._writer is not None:
-      self._writer.flush()
+    self._writer.flush()
     self._flushed = time.monotonic()
 
   def close(self, exit_code: int | None) -> None:
-    self._close_file()
+    if self._writer is not None:
+      self._writer.close()
 
   def _open_file(self, step: int) -> None:
     # Not SummaryWriter: its thread ends when the disk is full, and closing it then waits for ever.
@@ -48,15 +48,10 @@ class TensorBoard:
     from tensorboardX.proto.event_pb2 import Event, SessionLog
     from tensorboardX.record_writer import directory_check
 
-    self._close_file()
+    self.close(None)
     directory_check(self._directory)
     # tensorboardX names files by the second: without a suffix, a quick rewind would overwrite the previous file.
     self._writer = EventsWriter(f"{self._directory}/events", f".{self._files:04d}.{self._process}")
     self._files += 1
     # Tells TensorBoard to drop this step and later steps of the previous files.
     self._writer.write_event(Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START)))
-
-  def _close_file(self) -> None:
-    if self._writer is not None:
-      writer, self._writer = self._writer, None
-      writer.close()

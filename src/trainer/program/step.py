@@ -86,7 +86,6 @@ def head_losses(
       batch.weights,
       z_loss=cfg.z_loss_multiplier,
       num_chunks=cfg.num_vocab_tiling,
-      constrain=lambda array, axes: constrain(array, *axes),
       valid_vocab=vocab,
       vocab_shards=parts,
       head_neighbours=model.kernels.head_neighbours,

@@ -33,50 +33,29 @@ HOST_BANDWIDTHS = {"v6e": 24e9}
 ATTENTION_INSTRUCTIONS: Mapping[str, Mapping[str, Mapping[int, float]]] = MappingProxyType(
   {
     "v4": {
-      "flash_attention fwd": {512: 2957},
-      "flash_attention fused": {512: 5350},
-      "fwd": {512: 4239},
-      "fused": {512: 6380},
-      "dkv": {512: 5536},
-      "dq": {512: 4110},
+      "flash_attention fwd": {512: 2957}, "flash_attention fused": {512: 5350},
+      "fwd": {512: 4239}, "fused": {512: 6380}, "dkv": {512: 5536}, "dq": {512: 4110},
     },
     "v5e": {
-      "flash_attention fwd": {512: 4355},
-      "flash_attention fused": {512: 9285},
-      "fwd": {512: 4973},
-      "fused": {512: 9182},
-      "dkv": {512: 7705},
-      "dq": {512: 6050},
+      "flash_attention fwd": {512: 4355}, "flash_attention fused": {512: 9285},
+      "fwd": {512: 4973}, "fused": {512: 9182}, "dkv": {512: 7705}, "dq": {512: 6050},
     },
     "v5p": {
-      "flash_attention fwd": {512: 2185},
-      "flash_attention fused": {512: 4767},
-      "fwd": {512: 2552},
-      "fused": {512: 4716},
-      "dkv": {512: 3854},
-      "dq": {512: 3071},
+      "flash_attention fwd": {512: 2185}, "flash_attention fused": {512: 4767},
+      "fwd": {512: 2552}, "fused": {512: 4716}, "dkv": {512: 3854}, "dq": {512: 3071},
     },
     "v6e": {
-      "flash_attention fwd": {512: 2958},
-      "flash_attention fused": {512: 5812},
-      "fwd": {512: 3951, 2048: 5153},
-      "fused": {512: 6318, 2048: 5847},
-      "dkv": {512: 5261},
-      "dq": {512: 4482},
+      "flash_attention fwd": {512: 2958}, "flash_attention fused": {512: 5812},
+      "fwd": {512: 3951, 2048: 5153}, "fused": {512: 6318, 2048: 5847}, "dkv": {512: 5261}, "dq": {512: 4482},
     },
     "7x": {
-      "flash_attention fwd": {512: 3063},
-      "flash_attention fused": {512: 5053},
-      "fwd": {512: 3944, 2048: 4775},
-      "fused": {512: 5792, 2048: 5731},
-      "dkv": {512: 4711},
-      "dq": {512: 4903},
-      "tokamax fwd": {512: 3353, 2048: 3770},
-      "tokamax fwd, fixed maximum": {512: 2345},
+      "flash_attention fwd": {512: 3063}, "flash_attention fused": {512: 5053},
+      "fwd": {512: 3944, 2048: 4775}, "fused": {512: 5792, 2048: 5731}, "dkv": {512: 4711}, "dq": {512: 4903},
+      "tokamax fwd": {512: 3353, 2048: 3770}, "tokamax fwd, fixed maximum": {512: 2345},
       "tokamax fused": {256: 5583, 512: 5379, 2048: 5546},
     },
   }
-)
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -158,7 +158,7 @@ class _Player:
       return tuple(operands) if any(operand is not None for operand in operands) else None
     if action is Action.ELEMENT:
       # An element of the result of a `-start` stands for the transfer.
-      return first[event.index] if isinstance(first, tuple) else first
+      return first[instruction.index] if isinstance(first, tuple) else first
     if action is Action.PASS:
       return first
     if action is Action.UPDATE:

@@ -188,15 +188,14 @@ class Module:
   @functools.cached_property
   def fused(self) -> frozenset[str]:
     """Computations that are part of one instruction: bodies of fusions, functions of reductions and sorts."""
-    inner = (
+    pending = [
       called
       for computation in self.computations.values()
       for instruction in computation.instructions
       if instruction.opcode not in _RUN_SEPARATELY
       for called in instruction.called
-    )
+    ]
     found: set[str] = set()
-    pending = list(inner)
     while pending:
       name = pending.pop()
       if name not in found:
@@ -216,6 +215,10 @@ class Module:
     loops = ((c, i) for c, i, _ in self.executed() if i.opcode == "while")
     return [loop.source or loop.name for caller, loop in loops if self.trip_count(caller, loop) is None]
 
+  def named(self, loop: Instruction, part: str) -> Computation:
+    """Returns the computation that the attribute `part` of a while loop names."""
+    return self.computations[(loop.attribute(part) or "").lstrip("%")]
+
   def trip_count(self, caller: Computation, loop: Instruction) -> int | None:
     """Returns the number of turns of a while loop in `caller`, or None if it is unknown or not a loop."""
     if loop.opcode != "while":
@@ -223,7 +226,7 @@ class Module:
     stated = _TRIPS.search(loop.rest)
     if stated:
       return int(stated.group(1))
-    condition, body = (self.computations[_name(loop.attribute(part))] for part in ("condition", "body"))
+    condition, body = self.named(loop, "condition"), self.named(loop, "body")
     test = condition.root
     if test.opcode != "compare" or test.attribute("direction") != "LT":
       return None
@@ -373,10 +376,6 @@ def _instruction(line: str) -> Instruction:
     rest=line[opening + len(operands) :],
     is_root=head.group(1) is not None,
   )
-
-
-def _name(value: str | None) -> str:
-  return (value or "").lstrip("%")
 
 
 def _source(value: Instruction | None, computation: Computation) -> Instruction | None:

@@ -68,7 +68,8 @@ class Calibration:
   held_out: int = 0  # number of other measured steps that were compiled and simulated
   error: float = 0.0  # the largest |simulated / measured - 1| of these
   measured_on: str = ""  # if it was another chip
-  cycles: float = 0.0  # of an instruction of a TPU's attention kernel, with those in which it waits
+  # Of an instruction of a TPU's attention kernel, with those in which it waits; 0: only its FLOPs count.
+  cycles: float = 0.0
 
   def __str__(self) -> str:
     steps = "1 measured step" if self.held_out == 1 else f"{self.held_out} measured steps"
@@ -120,10 +121,8 @@ class Rates:
   chip: Chip
   dcn: float | None  # bytes/s; None: unknown
   precision: str = "default"  # of the kernels, whose text does not show it
-  attention: float = 1.0  # share of the peak that attention kernels reach
-  others: float = 1.0  # share of the peaks that all else reaches, if the compiler has no estimate for it
+  calibration: Calibration = Calibration()
   host: float = HOST_BANDWIDTH  # bytes/s to the host, or from it
-  cycles: float = 0.0  # of an instruction of an attention kernel; 0: only its FLOPs count
 
   @property
   def links(self) -> float:
@@ -133,9 +132,8 @@ class Rates:
 
 def rates(chip: Chip, precision: str = "default") -> Rates:
   """Returns the rates of a device of kind `chip`."""
-  known = calibration(chip)
   host = HOST_BANDWIDTHS.get(chip.name, HOST_BANDWIDTH)
-  return Rates(chip, DCN_BANDWIDTH.get(chip.name), precision, known.attention, known.others, host, known.cycles)
+  return Rates(chip, DCN_BANDWIDTH.get(chip.name), precision, calibration(chip), host)
 
 
 def calibration(chip: Chip) -> Calibration:
@@ -170,8 +168,8 @@ def price(module: Module, computation: Computation, instruction: Instruction, gi
     basis = Basis.ATTENTION
   elif custom_calls.is_kernel(instruction) and costs.is_unpriced(computation, instruction):
     basis = Basis.UNKNOWN_KERNEL
-  elif given.others < 1:
-    seconds, basis = seconds / given.others, Basis.SHARE
+  elif given.calibration.others < 1:
+    seconds, basis = seconds / given.calibration.others, Basis.SHARE
   elif custom_calls.is_kernel(instruction):
     basis = Basis.KERNEL
   return Price(seconds, basis, moved[HOST])
@@ -179,12 +177,11 @@ def price(module: Module, computation: Computation, instruction: Instruction, gi
 
 def attention_seconds(attention: custom_calls.Attention, at_peak: float, given: Rates) -> float:
   """Returns the seconds of one run of an attention kernel whose matmuls take the seconds `at_peak`."""
-  if given.cycles and given.chip.clock_hz:
+  cycles = given.calibration.cycles
+  if cycles and given.chip.clock_hz:
     kernels = ATTENTION_INSTRUCTIONS[given.chip.name]
     # JAX's kernel stands for one of tokamax that was not compiled for this chip.
     sizes = kernels.get(attention.name, kernels[attention.phase])
     instructions = sizes[min((size for size in sizes if size >= attention.keys), default=max(sizes))]
-    return attention.scores / 2**20 * instructions * given.cycles / given.chip.clock_hz
-  if attention.width > HEAD_WIDTH:
-    return at_peak
-  return at_peak / given.attention
+    return attention.scores / 2**20 * instructions * cycles / given.chip.clock_hz
+  return at_peak if attention.width > HEAD_WIDTH else at_peak / given.calibration.attention

@@ -233,12 +233,6 @@ def _lookup(table_VD: jax.Array, tokens_BT: jax.Array, dtype: str, all_slices: b
   return jnp.take(table_VD, tokens_BT, axis=0).astype(dtype)
 
 
-def _lookup_forward(
-  table_VD: jax.Array, tokens_BT: jax.Array, dtype: str, all_slices: bool
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  return _lookup(table_VD, tokens_BT, dtype, all_slices), (table_VD, tokens_BT)
-
-
 def _lookup_backward(
   dtype: str, all_slices: bool, saved: tuple[jax.Array, jax.Array], g_BTD: jax.Array
 ) -> tuple[jax.Array, None]:
@@ -252,7 +246,7 @@ def _lookup_backward(
   return grads_VD.astype(table_VD.dtype), None
 
 
-_lookup.defvjp(_lookup_forward, _lookup_backward)
+_lookup.defvjp(lambda *given: (_lookup(*given), given[:2]), _lookup_backward)
 
 
 def _tied_norm_scale(cfg: ModelSection) -> float:

@@ -46,12 +46,6 @@ def _attach(w: jax.Array, total: jax.Array, dtype: str, is_sum: bool, adds_total
   return w
 
 
-def _forward(
-  w: jax.Array, total: jax.Array, dtype: str, is_sum: bool, adds_total: bool
-) -> tuple[jax.Array, jax.Array | None]:
-  return w, total if adds_total else None
-
-
 def _backward(
   dtype: str, is_sum: bool, adds_total: bool, total: jax.Array | None, g: jax.Array
 ) -> tuple[None, jax.Array]:
@@ -61,7 +55,7 @@ def _backward(
   return None, _sum_over_slices(g if total is None else g + total, dtype)
 
 
-_attach.defvjp(_forward, _backward)
+_attach.defvjp(lambda w, total, dtype, is_sum, adds_total: (w, total if adds_total else None), _backward)
 
 
 def _sum_over_slices(x: jax.Array, dtype: str) -> jax.Array:

@@ -229,6 +229,20 @@ def test_a_cached_choice_is_of_one_form_of_the_step(cluster, chooses, tmp_path):
   assert resolve(config, cluster)[0] is RematPolicy.FULL
 
 
+def test_a_process_with_one_of_several_slices_compiles_no_program_of_fewer(monkeypatch):
+  class OneOfThree(SimulatedCluster):
+    num_slices = 3
+
+    def view(self, alive=None):
+      return super().view(self.slices)
+
+  found = []
+  choice = remat_choice.Choice(RematPolicy.FULL, "a reason")
+  monkeypatch.setattr(remat_choice, "choose", lambda _, sets: (found.append(sets) or choice, []))
+  resolve(load("elastic_min_slice_count=1"), OneOfThree({0: (jax.devices()[0],)}))
+  assert found == [[((jax.devices()[0],),)]]
+
+
 def test_all_processes_use_the_choice_of_the_primary(chooses):
   class Secondary(SingleWorld):
     rank, size, is_primary = 1, 2, False

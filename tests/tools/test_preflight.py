@@ -54,6 +54,16 @@ def test_keys_that_fix_the_number_of_slices(no_compiler, capsys, keys, snapshot)
   assert ("no slice holds the whole state" in text) != snapshot
 
 
+def test_slices_as_processes_get_a_policy_for_the_program_of_one_slice(no_compiler, monkeypatch):
+  no_compiler[1] = analysis.Refused(1, "too much", too_large=True)
+  found = []
+  choice = remat_choice.Choice(RematPolicy.FULL, "a reason")
+  monkeypatch.setattr(remat_choice, "choose", lambda _, sets: (found.append(list(map(len, sets))) or choice, []))
+  keys = "num_slices=2 cluster=multiprocess attention=dot_product remat_policy=auto jax_cache_dir="
+  assert main([*TINY, *keys.split(), "elastic_enabled=true", "elastic_min_slice_count=1"]) == 1
+  assert found == [[1]]
+
+
 def test_a_compiler_error_has_its_own_exit_code(no_compiler, capsys):
   no_compiler[2] = analysis.Refused(2, "too much", too_large=True)
   no_compiler[1] = analysis.Refused(1, "INTERNAL: Mosaic failed to compile TPU kernel")

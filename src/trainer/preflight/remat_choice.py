@@ -111,7 +111,7 @@ def resolve(config: Config, cluster: Cluster, notify: Callable[[str], None]) -> 
   Raises ConfigError for sizes that do not fit the devices, or a config.yml that cannot be read.
   """
   views = [cluster.view(cluster.slices)]
-  if needs_fewer(config, cluster.num_slices):
+  if needs_fewer(config, len(cluster.slices)):  # not num_slices: a process of `multiprocess` has one
     views.append(cluster.view(list(cluster.slices)[:-1]))
   slice_sets = [view.devices for view in views]
   known, failed = None, ""

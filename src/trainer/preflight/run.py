@@ -46,7 +46,7 @@ def run(config: Config, options: PreflightOptions, started: float) -> int:
   if _separate(config):  # each process compiles the program of its own slice, whoever else is alive
     wanted, compiled_total = [1], 1
   if config.model.remat_policy is RematPolicy.AUTO:
-    config = _choose_remat(config, slices_of, total)
+    config = _choose_remat(config, slices_of, compiled_total)
   with concurrent.futures.ThreadPoolExecutor(len(wanted)) as pool:
     # Compile in parallel: the compiler releases the lock of the interpreter.
     analyse = functools.partial(

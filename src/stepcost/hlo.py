@@ -73,7 +73,7 @@ class Instruction:
     found = re.search(rf"(?:^|[ ,{{]){name}=", self.rest)
     return None if found is None else _balanced(self.rest, found.end())
 
-  @property
+  @functools.cached_property
   def index(self) -> int:
     """The index of a get-tuple-element."""
     return int(self.attribute("index") or 0)

@@ -230,7 +230,10 @@ class FeedForward(nnx.Module):
     gate, up = self.project.project_all(x_BTD, [self.gate[...], self.up[...]], self.UP_AXES)
     gate = checkpoint_name(constrain(gate, "batch", "length", "mlp"), "mlpwi_0")
     up = checkpoint_name(constrain(up, "batch", "length", "mlp"), "mlpwi_1")
-    project, down = functools.partial(self.project, axes=self.DOWN_AXES), self.down[...]
-    wide_units = self.project.wide_units
-    out = swiglu_matmul(gate, up, down, project) if wide_units else project(swiglu(gate, up), down)
+    out = self._project_down(gate, up)
     return checkpoint_name(constrain(out, "batch", "length", "embed"), "mlpwo")
+
+  def _project_down(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    project = functools.partial(self.project, axes=self.DOWN_AXES)
+    down = self.down[...]
+    return swiglu_matmul(gate, up, down, project) if self.project.wide_units else project(swiglu(gate, up), down)

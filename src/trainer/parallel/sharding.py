@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -411,7 +411,7 @@ def num_shards(*axes: str) -> int:
   return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in axes)
 
 
-def check_replication(weights: Sequence[tuple[Any, jax.ShapeDtypeStruct]], tolerance: float) -> None:
+def check_replication(weights: list[tuple[Any, jax.ShapeDtypeStruct]], tolerance: float) -> None:
   """Raises ConfigError if every device of a slice holds more than the share `tolerance` of all parameters.
 
   weights: with their tree paths and shardings. The check applies only to a mesh that shards parameters. The most common

@@ -17,7 +17,7 @@ from trainer.config.schema import RematPolicy
 from trainer.kernels import remat
 from trainer.parallel import memory
 from trainer.preflight import analysis, remat_choice, report
-from trainer.preflight.analysis import DoesNotFit, Memory, Refused
+from trainer.preflight.analysis import Memory, Refused
 from trainer.preflight.remat_choice import CANDIDATES, FIXED_ORDER, WITH_INPUTS_ON_HOST
 from trainer.world import SingleWorld
 
@@ -46,7 +46,7 @@ def compiler(monkeypatch):
     if used > 30:
       return Refused(len(slices), "a bug")
     if used > 20:
-      return DoesNotFit(len(slices), "Used 20G of 15.75G hbm")
+      return Refused(len(slices), "Used 20G of 15.75G hbm", too_large=True)
     found = object.__new__(analysis.Analysis)
     found.__dict__.update(memory=Memory(int(used * 1e9), 0, 0, 0, 0, 0), policy=policy)
     return found
@@ -208,6 +208,39 @@ def test_the_cache_has_a_choice_for_the_same_step_only(cluster, chooses, tmp_pat
   entry.write_text("damaged")
   assert resolve(load(cached), cluster)[0] is RematPolicy.NONE
   assert resolve(load(cached), cluster)[0] is RematPolicy.NONE and not chooses
+
+
+def test_a_cache_that_cannot_be_read_or_written_stops_no_run(cluster, chooses, tmp_path):
+  config = load(f"base_output_directory={tmp_path}", f"jax_cache_dir={tmp_path}/cache")
+  chooses[:] = [RematPolicy.NONE, RematPolicy.FULL]
+  assert resolve(config, cluster)[0] is RematPolicy.NONE
+  (entry,) = (tmp_path / "cache").iterdir()
+  entry.unlink()
+  entry.mkdir()
+  assert resolve(config, cluster)[0] is RematPolicy.FULL
+
+
+def test_a_cached_choice_is_of_one_form_of_the_step(cluster, chooses, tmp_path):
+  """With elastic_numerics=balanced a program computes one micro-batch, so another policy may fit."""
+  config = load("gradient_accumulation_steps=8", f"base_output_directory={tmp_path}", f"jax_cache_dir={tmp_path}/cache")
+  elastic = config.elastic.model_copy(update={"elastic_numerics": "balanced"})
+  chooses[:] = [RematPolicy.NONE, RematPolicy.FULL]
+  assert resolve(config.model_copy(update={"elastic": elastic}), cluster)[0] is RematPolicy.NONE
+  assert resolve(config, cluster)[0] is RematPolicy.FULL
+
+
+def test_a_process_with_one_of_several_slices_compiles_no_program_of_fewer(monkeypatch):
+  class OneOfThree(SimulatedCluster):
+    num_slices = 3
+
+    def view(self, alive=None):
+      return super().view(self.slices)
+
+  found = []
+  choice = remat_choice.Choice(RematPolicy.FULL, "a reason")
+  monkeypatch.setattr(remat_choice, "choose", lambda _, sets: (found.append(sets) or choice, []))
+  resolve(load("elastic_min_slice_count=1"), OneOfThree({0: (jax.devices()[0],)}))
+  assert found == [[((jax.devices()[0],),)]]
 
 
 def test_all_processes_use_the_choice_of_the_primary(chooses):

@@ -8,7 +8,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from tests.kernels.test_attention import mesh_of
 from tests.support.seeds import few
 from tests.test_share_sums import compile_sums, sums
@@ -19,8 +19,10 @@ from trainer.kernels.attention_xla import dot_product
 from trainer.parallel import zigzag
 
 
-def in_zigzag(name, *, mesh: Mesh, **sizes) -> attention.Attention:
+def in_zigzag(name, shape: attention.Shape) -> attention.Attention:
   """Attention by definition that expects zigzag order, as the kernel for TPUs does."""
+
+  mesh = shape.mesh
 
   def function(*arrays: jax.Array) -> jax.Array:
     return zigzag.spread(mesh, dot_product(*(zigzag.restored(mesh, array) for array in arrays)))

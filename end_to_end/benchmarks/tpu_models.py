@@ -119,8 +119,8 @@ def _row(model: str, topology: str, slices: int, keys: list[str]) -> str:
   found = analysis.analyse(config, devices, slices)
   where = f"{topology} x {slices}"
   if isinstance(found, analysis.Refused):
-    raise SystemExit(f"{model} for {where}: {found.reason}")
-  if isinstance(found, analysis.DoesNotFit):
+    if not found.too_large:
+      raise SystemExit(f"{model} for {where}: {found.reason}")
     return f"| {model} | {where} | | | {found.reason} | no |{' |' * (len(COLUMNS) - 6)}"
   memory = found.memory
   share, fits = memory.total / chip.hbm_bytes, "yes" if memory.fits(chip) else "no"

@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(line)
   for path, found in zip(args.files, measured):
     fusions = [fusion_line(fusion, rates.chip) for fusion in found.fusions]
-    for line in (*_problem_lines(found.timeline), *transfer_lines(found.timeline, args.transfers), *fusions):
+    problems = [f"not in these times: {problem}" for problem in found.timeline.problems]
+    for line in (*problems, *transfer_lines(found.timeline, args.transfers), *fusions):
       print(f"{path.name}: {line}")
   return 0
 
@@ -192,10 +193,6 @@ def _rows(found: Measured, rates: Rates) -> dict[str, str]:
 
 def _payload(found: Sequence[Collective], kind: str) -> float:
   return sum(c.bytes * c.times for c in found if c.kind == kind and not c.crosses_slices)
-
-
-def _problem_lines(timeline: Timeline) -> list[str]:
-  return [f"not in these times: {problem}" for problem in timeline.problems]
 
 
 if __name__ == "__main__":

@@ -57,58 +57,25 @@ CHIPS = (
   Chip("v4", ("TPU v4",), 275e12, 32 * GiB, 1.2e12, 600e9, clock_hz=1.05e9, links=6, torus_devices=64),
   # v5e: 197 TFLOPs, int8 393 TOPs, 16 GB, 819 GBps, ICI 400 GBps bidirectional; 4 matrix units.
   Chip(
-    "v5e",
-    ("TPU v5 lite", "TPU v5e"),
-    197e12,
-    16 * GiB,
-    819e9,
-    400e9,
-    peak_int8=393e12,
-    clock_hz=1.5e9,
-    links=4,
-    torus_devices=256,
+    "v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 16 * GiB, 819e9, 400e9,
+    peak_int8=393e12, clock_hz=1.5e9, links=4, torus_devices=256,
   ),
   # v5p: 459 TFLOPs, int8 918 TOPs, 95 GiB, 2765 GBps, ICI 1200 GBps bidirectional; 8 matrix units.
   Chip(
-    "v5p",
-    ("TPU v5p", "TPU v5"),
-    459e12,
-    95 * GiB,
-    2765e9,
-    1200e9,
-    peak_int8=918e12,
-    clock_hz=1.75e9,
-    links=6,
-    torus_devices=64,
+    "v5p", ("TPU v5p", "TPU v5"), 459e12, 95 * GiB, 2765e9, 1200e9,
+    peak_int8=918e12, clock_hz=1.75e9, links=6, torus_devices=64,
   ),
   # v6e: 918 TFLOPs, int8 1836 TOPs, 32 GB, 1638 GBps, ICI 800 GBps bidirectional. Compiled matmuls reach 4.6e5 FLOPs
   # per estimated cycle, so the estimates are for 4 matrix units.
   Chip(
-    "v6e",
-    ("TPU v6 lite", "TPU v6e"),
-    918e12,
-    32 * GiB,
-    1638e9,
-    800e9,
-    peak_int8=1836e12,
-    clock_hz=1.75e9,
-    links=4,
-    torus_devices=256,
+    "v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32 * GiB, 1638e9, 800e9,
+    peak_int8=1836e12, clock_hz=1.75e9, links=4, torus_devices=256,
   ),
   # TPU7x: 2307 TFLOPs, fp8 4614 TFLOPs, 192 GiB, 7380 GBps, ICI 1200 GBps bidirectional per chip; JAX sees each of its
   # two chiplets. Compiled matmuls reach 4.2e5 FLOPs per estimated cycle: 4 matrix units per chiplet.
   Chip(
-    "7x",
-    ("TPU7x", "TPU v7x", "TPU7"),
-    2307e12 / 2,
-    96 * GiB,
-    7380e9 / 2,
-    1200e9 / 2,
-    devices_per_chip=2,
-    peak_fp8=4614e12 / 2,
-    clock_hz=2.2e9,
-    links=6,
-    torus_devices=128,
+    "7x", ("TPU7x", "TPU v7x", "TPU7"), 2307e12 / 2, 96 * GiB, 7380e9 / 2, 1200e9 / 2,
+    devices_per_chip=2, peak_fp8=4614e12 / 2, clock_hz=2.2e9, links=6, torus_devices=128,
   ),
   # A100 SXM: 312 TFLOPS, int8 624 TOPS; 80 GB, 2039 GB/s or 40 GB, 1555 GB/s; NVLink 600 GB/s.
   Chip(
@@ -124,7 +91,7 @@ CHIPS = (
   Chip("H200", ("NVIDIA H200",), 989.4e12, 141 * 10**9, 4.8e12, 900e9, peak_int8=1979e12, peak_fp8=1979e12),
   # DGX B200 / 8: 2250 TFLOPS, int8 and fp8 4500, 180 GB, 8 TB/s, NVLink 1.8 TB/s.
   Chip("B200", ("NVIDIA B200",), 2250e12, 180 * 10**9, 8.0e12, 1800e9, peak_int8=4500e12, peak_fp8=4500e12),
-)
+)  # fmt: skip
 
 
 def find(device_kind: str) -> Chip | None:

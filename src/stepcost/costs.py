@@ -192,8 +192,10 @@ def bytes_moved(module: Module, computation: Computation, instruction: Instructi
 
   If an instruction uses only a slice of a buffer, only the slice counts.
   """
-  by_space = {DEVICE: 0.0, HOST: 0.0}
-  if instruction.opcode in _FREE or instruction.opcode.endswith("-done") or _moves_nothing(instruction):
+  by_space: dict[int, float] = collections.defaultdict(float)
+  # These two targets of the TPU compiler only reserve a buffer or join buffers.
+  moves_nothing = instruction.target in ("AllocateBuffer", "ConcatBitcast")
+  if instruction.opcode in _FREE or instruction.opcode.endswith("-done") or moves_nothing:
     return by_space
   operands = [computation.by_name.get(name) for name in instruction.operands]
   inner = module.computations[instruction.called[0]] if instruction.opcode in ("fusion", "fusion-start") else None
@@ -203,20 +205,13 @@ def bytes_moved(module: Module, computation: Computation, instruction: Instructi
     if operand is None or not operand.result:
       continue
     array = operand.result[0]
-    by_space.setdefault(array.space, 0.0)
     if inner is None:
       by_space[array.space] += _read(instruction, index, array)
     else:
       by_space[array.space] += _read_by_users(module, inner, inner.parameters[index], array.bytes)
   for index, array in _outputs(instruction, inner):
-    by_space.setdefault(array.space, 0.0)
     by_space[array.space] += _write(module, computation, instruction, inner, index, array)
   return by_space
-
-
-def _moves_nothing(instruction: Instruction) -> bool:
-  """Returns whether a custom call of the TPU compiler only reserves a buffer or joins buffers, and moves no data."""
-  return instruction.target in ("AllocateBuffer", "ConcatBitcast")
 
 
 def _outputs(instruction: Instruction, inner: Computation | None) -> list[tuple[int, Array]]:
@@ -300,10 +295,9 @@ def _write(
     return _scattered(computation, instruction) if instruction.opcode == "scatter" else array.bytes
   made = inner.root
   if made.opcode == "tuple":
-    maker = inner.by_name.get(made.operands[index]) if index < len(made.operands) else None
-    if maker is None:
+    if index >= len(made.operands):
       return array.bytes
-    made = maker
+    made = inner.by_name[made.operands[index]]
   while made.opcode == "bitcast":
     made = inner.by_name[made.operands[0]]
   if made.opcode == "parameter" or collectives.continues(made):

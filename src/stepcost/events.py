@@ -85,7 +85,6 @@ class Event:
   blocks: tuple[Site, ...] = ()  # transfers for which the instruction itself waits
   starts: tuple[Site, ...] = ()
   key: str = ""  # the rendezvous of SEND and RECV
-  index: int = 0  # of ELEMENT
 
   @property
   def called(self) -> tuple[str, ...]:
@@ -112,6 +111,12 @@ class Decoder:
 
   def __init__(self, module: Module, reader: collectives.Reader, rates: Rates) -> None:
     self._module, self._reader, self._rates = module, reader, rates
+    self._bandwidth = {
+      Channel.DCN: rates.dcn,
+      Channel.LINKS: rates.links,
+      Channel.HOST: rates.host,
+      Channel.MEMORY: rates.chip.hbm_bandwidth,
+    }
 
   def events(self, computation: Computation) -> list[Event]:
     """Returns the events of `computation` in the order of the schedule."""
@@ -143,8 +148,7 @@ class Decoder:
   def _event(self, computation: Computation, instruction: Instruction, fused: _Fused) -> Event | None:
     opcode = instruction.opcode
     if opcode in _STRUCTURE:
-      index = int(instruction.attribute("index") or 0) if opcode == "get-tuple-element" else 0
-      return Event(instruction, _STRUCTURE[opcode], index=index)
+      return Event(instruction, _STRUCTURE[opcode])
     if collectives.is_megascale(instruction):
       sites = self._collective_sites(computation, instruction)
       return Event(instruction, Action.SEND, starts=sites, key=collectives.rendezvous(instruction))
@@ -233,13 +237,6 @@ class Decoder:
 
   def _site(self, channel: Channel, kind: str, source: str, size: float, sent: float) -> Site:
     """Returns a site whose transfers take as long as `sent` bytes at the full rate of the channel."""
-    bandwidth = self._bandwidth(channel)
+    bandwidth = self._bandwidth[channel]
     needed = round(sent / bandwidth * SECOND) if bandwidth else (None if sent else 0)
     return Site(channel, kind, source, size, needed)
-
-  def _bandwidth(self, channel: Channel) -> float | None:
-    if channel is Channel.DCN:
-      return self._rates.dcn
-    if channel is Channel.LINKS:
-      return self._rates.links
-    return self._rates.host if channel is Channel.HOST else self._rates.chip.hbm_bandwidth

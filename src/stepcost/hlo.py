@@ -73,6 +73,11 @@ class Instruction:
     found = re.search(rf"(?:^|[ ,{{]){name}=", self.rest)
     return None if found is None else _balanced(self.rest, found.end())
 
+  @functools.cached_property
+  def index(self) -> int:
+    """The index of a get-tuple-element."""
+    return int(self.attribute("index") or 0)
+
   @property
   def called(self) -> tuple[str, ...]:
     """Names of the computations that this instruction runs."""
@@ -134,8 +139,8 @@ class Computation:
       maker = self.by_name.get(found.operands[0]) if found.operands else None
       if found.opcode == "get-tuple-element" and maker is not None and maker.opcode == "parameter":
         # The body of a loop: the turn before made the data.
-        index = int(found.attribute("index") or 0)
-        maker = self.by_name.get(self.root.operands[index]) if index < len(self.root.operands) else None
+        carried = self.root.operands
+        maker = self.by_name.get(carried[found.index]) if found.index < len(carried) else None
       found = maker
     return (found.source if found is not None else "") or instruction.name
 
@@ -183,15 +188,14 @@ class Module:
   @functools.cached_property
   def fused(self) -> frozenset[str]:
     """Computations that are part of one instruction: bodies of fusions, functions of reductions and sorts."""
-    inner = (
+    pending = [
       called
       for computation in self.computations.values()
       for instruction in computation.instructions
       if instruction.opcode not in _RUN_SEPARATELY
       for called in instruction.called
-    )
+    ]
     found: set[str] = set()
-    pending = list(inner)
     while pending:
       name = pending.pop()
       if name not in found:
@@ -211,6 +215,10 @@ class Module:
     loops = ((c, i) for c, i, _ in self.executed() if i.opcode == "while")
     return [loop.source or loop.name for caller, loop in loops if self.trip_count(caller, loop) is None]
 
+  def named(self, loop: Instruction, part: str) -> Computation:
+    """Returns the computation that the attribute `part` of a while loop names."""
+    return self.computations[(loop.attribute(part) or "").lstrip("%")]
+
   def trip_count(self, caller: Computation, loop: Instruction) -> int | None:
     """Returns the number of turns of a while loop in `caller`, or None if it is unknown or not a loop."""
     if loop.opcode != "while":
@@ -218,18 +226,18 @@ class Module:
     stated = _TRIPS.search(loop.rest)
     if stated:
       return int(stated.group(1))
-    condition, body = (self.computations[_name(loop.attribute(part))] for part in ("condition", "body"))
+    condition, body = self.named(loop, "condition"), self.named(loop, "body")
     test = condition.root
     if test.opcode != "compare" or test.attribute("direction") != "LT":
       return None
-    counter = _element(condition.by_name.get(test.operands[0]))
+    counter = condition.by_name.get(test.operands[0])
     limit = self._number(condition.by_name.get(test.operands[1]), caller, loop)
-    if counter is None or limit is None or body.root.opcode != "tuple":
+    if counter is None or counter.opcode != "get-tuple-element" or limit is None or body.root.opcode != "tuple":
       return None
     # JAX and the compiler usually count from 0 in steps of 1. Other starts and steps are read from the text.
-    start = self._number(self._initial(counter, caller, loop), caller, loop)
-    step = self._step(body, body.by_name.get(body.root.operands[counter]))
-    return None if step is None else max(0, math.ceil((limit - (start or 0)) / step))
+    start = self._number(self._initial(counter.index, caller, loop), caller, loop)
+    step = self._step(body, body.by_name.get(body.root.operands[counter.index]))
+    return max(0, math.ceil((limit - (start or 0)) / step)) if step else None
 
   def _initial(self, index: int, caller: Computation, loop: Instruction) -> Instruction | None:
     """Returns element `index` of the state of a loop before the first turn."""
@@ -240,7 +248,7 @@ class Module:
     """Returns the integer of a constant `value`, also if `loop` carries the constant in its state."""
     value = _source(value, caller)
     if value is not None and value.opcode == "get-tuple-element":
-      value = self._initial(int(value.attribute("index") or 0), caller, loop)
+      value = self._initial(value.index, caller, loop)
     if value is None or value.opcode != "constant":
       return None
     return int(value.operands[0]) if re.fullmatch(r"-?\d+", value.operands[0]) else None
@@ -370,22 +378,11 @@ def _instruction(line: str) -> Instruction:
   )
 
 
-def _name(value: str | None) -> str:
-  return (value or "").lstrip("%")
-
-
 def _source(value: Instruction | None, computation: Computation) -> Instruction | None:
   """Returns the instruction of `computation` that `value` is a copy of, or `value` itself."""
   while value is not None and value.opcode in ("copy", "bitcast"):
     value = computation.by_name.get(value.operands[0])
   return value
-
-
-def _element(value: Instruction | None) -> int | None:
-  """Returns the index if `value` is an element of a tuple (not a copy of one), else None."""
-  if value is None or value.opcode != "get-tuple-element":
-    return None
-  return int(value.attribute("index") or 0)
 
 
 def arrays(text: str) -> tuple[Array, ...]:

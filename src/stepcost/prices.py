@@ -33,50 +33,29 @@ HOST_BANDWIDTHS = {"v6e": 24e9}
 ATTENTION_INSTRUCTIONS: Mapping[str, Mapping[str, Mapping[int, float]]] = MappingProxyType(
   {
     "v4": {
-      "flash_attention fwd": {512: 2957},
-      "flash_attention fused": {512: 5350},
-      "fwd": {512: 4239},
-      "fused": {512: 6380},
-      "dkv": {512: 5536},
-      "dq": {512: 4110},
+      "flash_attention fwd": {512: 2957}, "flash_attention fused": {512: 5350},
+      "fwd": {512: 4239}, "fused": {512: 6380}, "dkv": {512: 5536}, "dq": {512: 4110},
     },
     "v5e": {
-      "flash_attention fwd": {512: 4355},
-      "flash_attention fused": {512: 9285},
-      "fwd": {512: 4973},
-      "fused": {512: 9182},
-      "dkv": {512: 7705},
-      "dq": {512: 6050},
+      "flash_attention fwd": {512: 4355}, "flash_attention fused": {512: 9285},
+      "fwd": {512: 4973}, "fused": {512: 9182}, "dkv": {512: 7705}, "dq": {512: 6050},
     },
     "v5p": {
-      "flash_attention fwd": {512: 2185},
-      "flash_attention fused": {512: 4767},
-      "fwd": {512: 2552},
-      "fused": {512: 4716},
-      "dkv": {512: 3854},
-      "dq": {512: 3071},
+      "flash_attention fwd": {512: 2185}, "flash_attention fused": {512: 4767},
+      "fwd": {512: 2552}, "fused": {512: 4716}, "dkv": {512: 3854}, "dq": {512: 3071},
     },
     "v6e": {
-      "flash_attention fwd": {512: 2958},
-      "flash_attention fused": {512: 5812},
-      "fwd": {512: 3951, 2048: 5153},
-      "fused": {512: 6318, 2048: 5847},
-      "dkv": {512: 5261},
-      "dq": {512: 4482},
+      "flash_attention fwd": {512: 2958}, "flash_attention fused": {512: 5812},
+      "fwd": {512: 3951, 2048: 5153}, "fused": {512: 6318, 2048: 5847}, "dkv": {512: 5261}, "dq": {512: 4482},
     },
     "7x": {
-      "flash_attention fwd": {512: 3063},
-      "flash_attention fused": {512: 5053},
-      "fwd": {512: 3944, 2048: 4775},
-      "fused": {512: 5792, 2048: 5731},
-      "dkv": {512: 4711},
-      "dq": {512: 4903},
-      "tokamax fwd": {512: 3353, 2048: 3770},
-      "tokamax fwd, fixed maximum": {512: 2345},
+      "flash_attention fwd": {512: 3063}, "flash_attention fused": {512: 5053},
+      "fwd": {512: 3944, 2048: 4775}, "fused": {512: 5792, 2048: 5731}, "dkv": {512: 4711}, "dq": {512: 4903},
+      "tokamax fwd": {512: 3353, 2048: 3770}, "tokamax fwd, fixed maximum": {512: 2345},
       "tokamax fused": {256: 5583, 512: 5379, 2048: 5546},
     },
   }
-)
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +68,8 @@ class Calibration:
   held_out: int = 0  # number of other measured steps that were compiled and simulated
   error: float = 0.0  # the largest |simulated / measured - 1| of these
   measured_on: str = ""  # if it was another chip
-  cycles: float = 0.0  # of an instruction of a TPU's attention kernel, with those in which it waits
+  # Of an instruction of a TPU's attention kernel, with those in which it waits; 0: only its FLOPs count.
+  cycles: float = 0.0
 
   def __str__(self) -> str:
     steps = "1 measured step" if self.held_out == 1 else f"{self.held_out} measured steps"
@@ -141,10 +121,8 @@ class Rates:
   chip: Chip
   dcn: float | None  # bytes/s; None: unknown
   precision: str = "default"  # of the kernels, whose text does not show it
-  attention: float = 1.0  # share of the peak that attention kernels reach
-  others: float = 1.0  # share of the peaks that all else reaches, if the compiler has no estimate for it
+  calibration: Calibration = Calibration()
   host: float = HOST_BANDWIDTH  # bytes/s to the host, or from it
-  cycles: float = 0.0  # of an instruction of an attention kernel; 0: only its FLOPs count
 
   @property
   def links(self) -> float:
@@ -154,9 +132,8 @@ class Rates:
 
 def rates(chip: Chip, precision: str = "default") -> Rates:
   """Returns the rates of a device of kind `chip`."""
-  known = calibration(chip)
   host = HOST_BANDWIDTHS.get(chip.name, HOST_BANDWIDTH)
-  return Rates(chip, DCN_BANDWIDTH.get(chip.name), precision, known.attention, known.others, host, known.cycles)
+  return Rates(chip, DCN_BANDWIDTH.get(chip.name), precision, calibration(chip), host)
 
 
 def calibration(chip: Chip) -> Calibration:
@@ -191,8 +168,8 @@ def price(module: Module, computation: Computation, instruction: Instruction, gi
     basis = Basis.ATTENTION
   elif custom_calls.is_kernel(instruction) and costs.is_unpriced(computation, instruction):
     basis = Basis.UNKNOWN_KERNEL
-  elif given.others < 1:
-    seconds, basis = seconds / given.others, Basis.SHARE
+  elif given.calibration.others < 1:
+    seconds, basis = seconds / given.calibration.others, Basis.SHARE
   elif custom_calls.is_kernel(instruction):
     basis = Basis.KERNEL
   return Price(seconds, basis, moved[HOST])
@@ -200,12 +177,11 @@ def price(module: Module, computation: Computation, instruction: Instruction, gi
 
 def attention_seconds(attention: custom_calls.Attention, at_peak: float, given: Rates) -> float:
   """Returns the seconds of one run of an attention kernel whose matmuls take the seconds `at_peak`."""
-  if given.cycles and given.chip.clock_hz:
+  cycles = given.calibration.cycles
+  if cycles and given.chip.clock_hz:
     kernels = ATTENTION_INSTRUCTIONS[given.chip.name]
     # JAX's kernel stands for one of tokamax that was not compiled for this chip.
     sizes = kernels.get(attention.name, kernels[attention.phase])
     instructions = sizes[min((size for size in sizes if size >= attention.keys), default=max(sizes))]
-    return attention.scores / 2**20 * instructions * given.cycles / given.chip.clock_hz
-  if attention.width > HEAD_WIDTH:
-    return at_peak
-  return at_peak / given.attention
+    return attention.scores / 2**20 * instructions * cycles / given.chip.clock_hz
+  return at_peak if attention.width > HEAD_WIDTH else at_peak / given.calibration.attention

@@ -158,7 +158,7 @@ class _Player:
       return tuple(operands) if any(operand is not None for operand in operands) else None
     if action is Action.ELEMENT:
       # An element of the result of a `-start` stands for the transfer.
-      return first[event.index] if isinstance(first, tuple) else first
+      return first[instruction.index] if isinstance(first, tuple) else first
     if action is Action.PASS:
       return first
     if action is Action.UPDATE:
@@ -286,8 +286,7 @@ class _Player:
     turns = self._module.trip_count(caller, instruction)
     if turns is None:
       self._problem(f"the number of turns is unknown: the loop {instruction.source or instruction.name} counts once")
-    body = self._module.computations[(instruction.attribute("body") or "").lstrip("%")]
-    return self._loop(body, 1 if turns is None else turns, operands[0])
+    return self._loop(self._module.named(instruction, "body"), 1 if turns is None else turns, operands[0])
 
   def _weight(self, computation: Computation) -> int:
     """Returns the picoseconds of computation in `computation`, with each loop once, to compare branches."""

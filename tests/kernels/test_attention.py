@@ -216,9 +216,7 @@ def test_an_old_jax_gives_grouped_heads_no_kernel_for_documents(monkeypatch):
 
 
 def cpu(mesh, length, heads):
-  return attention.choose(
-    "flash", platform="cpu", mesh=mesh, head_dim=16, seq_len=length, num_q_heads=heads, num_kv_heads=2
-  )
+  return attention.choose("flash", attention.Shape("cpu", mesh, 16, length, heads, 2, jnp.dtype("float32")))
 
 
 @pytest.mark.parametrize(
@@ -261,9 +259,9 @@ def test_sharded_equals_definition_outside_any_region(context):
   assert_close(got, exact(*arrays), FLOAT32)
 
 
-def choose(name, platform="cpu", mesh=None, seq_len=256, num_kv_heads=2, **more):
-  sizes = {"head_dim": 64, "seq_len": seq_len, "num_q_heads": 4, "num_kv_heads": num_kv_heads}
-  return attention.choose(name, platform=platform, mesh=mesh, **(sizes | more))
+def choose(name, platform="cpu", mesh=None, seq_len=256, num_kv_heads=2, head_dim=64, dtype="bfloat16", **more):
+  sizes = {"head_dim": head_dim, "seq_len": seq_len, "num_q_heads": 4, "num_kv_heads": num_kv_heads}
+  return attention.choose(name, attention.Shape(platform, mesh, **sizes, dtype=jnp.dtype(dtype), **more))
 
 
 @pytest.mark.parametrize(

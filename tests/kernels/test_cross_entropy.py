@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tests.support.plain_cross_entropy import plain_cross_entropy
 
+from trainer.config.rules import AXES
 from trainer.kernels.cross_entropy import choose_chunks, linear_cross_entropy
 
 
@@ -80,32 +81,18 @@ def test_never_holds_the_logits_of_the_whole_sequence():
   assert memory.temp_size_in_bytes < 2 * 256 * 4096 * 4 / 4
 
 
-def test_constrain_shards_the_vocabulary():
-  mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
-  rules = {"vocab": ("fsdp", "tensor"), "batch": "fsdp"}
-  seen = set()
-
-  def constrain(array, axes):
-    seen.add(axes)
-    spec = PartitionSpec(*(rules.get(axis) for axis in axes))
-    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
-
+def test_devices_split_the_vocabulary_over_fsdp_and_tensor():
+  mesh = Mesh(np.array(jax.devices()).reshape(1, 4, 2, 1), AXES, axis_types=(AxisType.Auto,) * 4)
   arrays = inputs(b=4, v=64)
-  placed = jax.device_put(arrays[0], NamedSharding(mesh, PartitionSpec("fsdp")))
-  got = grads(linear_cross_entropy, (placed, *arrays[1:]), z_loss=0.1, num_chunks=4, constrain=constrain)
+  with jax.set_mesh(mesh):
+    placed = jax.device_put(arrays[0], NamedSharding(mesh, PartitionSpec("fsdp")))
+    got = grads(linear_cross_entropy, (placed, *arrays[1:]), z_loss=0.1, num_chunks=4, vocab_shards=8)
   assert got[1][1].sharding.spec[0] == ("fsdp", "tensor")
   assert_same(got, grads(plain_cross_entropy, arrays, z_loss=0.1), 1e-5)
-  assert seen == {
-    ("vocab", "embed"),
-    ("embed", "vocab"),
-    ("loss_batch", "length", "embed"),
-    ("loss_batch", "length", "vocab"),
-    ("batch", "length", "embed"),
-  }
 
 
 def test_chunks_of_a_sharded_length_stay_where_they_are():
-  mesh = Mesh(np.array(jax.devices()).reshape(1, 8), ("fsdp", "context"), axis_types=(AxisType.Auto,) * 2)
+  mesh = Mesh(np.array(jax.devices()).reshape(1, 1, 1, 8), AXES, axis_types=(AxisType.Auto,) * 4)
   arrays = inputs(t=64, v=64)
   placed = jax.device_put(arrays[0], NamedSharding(mesh, PartitionSpec(None, "context")))
 

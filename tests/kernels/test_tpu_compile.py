@@ -19,6 +19,7 @@ from trainer.kernels import attention, remat
 
 pytestmark = needs.LIBTPU
 
+BFLOAT16 = jnp.dtype("bfloat16")
 B, T, D, N, K, H, L = 4, 512, 128, 4, 2, 128, 3
 
 
@@ -40,7 +41,7 @@ def mesh_of(devices, fsdp, tensor, context):
 def compile_step(mesh, policy_name):
   """Compiles gradients of scanned, rematerialised attention layers in a region that is manual over `data` only."""
   kernel = attention.choose(
-    "flash", platform="tpu", mesh=mesh, head_dim=H, seq_len=T, num_q_heads=N, num_kv_heads=K, dtype=jnp.bfloat16
+    "flash", attention.Shape("tpu", mesh, head_dim=H, seq_len=T, num_q_heads=N, num_kv_heads=K, dtype=BFLOAT16)
   )
   _, policy = remat.checkpoint_policy(ModelSection(remat_policy=policy_name))
   name = jax.ad_checkpoint.checkpoint_name
@@ -104,7 +105,7 @@ def test_kernels_fit_into_vmem_and_have_no_parts_of_the_gradients_of_queries(kin
   mesh = Mesh(np.array(device).reshape(1, 1, 1, 1), ("data", "fsdp", "tensor", "context"))
   length = 8192
   kernel = attention.choose(
-    "flash", platform="tpu", mesh=mesh, head_dim=width, seq_len=length, num_q_heads=8, num_kv_heads=1, dtype=dtype
+    "flash", attention.Shape("tpu", mesh, width, length, num_q_heads=8, num_kv_heads=1, dtype=jnp.dtype(dtype))
   )
   on_chip = jax.sharding.SingleDeviceSharding(device)
   q, k = (jax.ShapeDtypeStruct((1, length, n, width), dtype, sharding=on_chip) for n in (8, 1))
@@ -120,7 +121,7 @@ def test_kernels_fit_into_vmem_and_have_no_parts_of_the_gradients_of_queries(kin
 def test_kernels_of_many_short_rows_fit_into_scalar_memory(tpu):
   on_chip = jax.sharding.SingleDeviceSharding(tpu[0])
   kernel = attention.choose(
-    "flash", platform="tpu", mesh=None, head_dim=H, seq_len=128, num_q_heads=2, num_kv_heads=1, dtype=jnp.bfloat16
+    "flash", attention.Shape("tpu", None, head_dim=H, seq_len=128, num_q_heads=2, num_kv_heads=1, dtype=BFLOAT16)
   )
   q, k = (jax.ShapeDtypeStruct((1024, 128, n, H), jnp.bfloat16, sharding=on_chip) for n in (2, 1))
   ids = jax.ShapeDtypeStruct((1024, 128), jnp.int32, sharding=on_chip)

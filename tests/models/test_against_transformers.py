@@ -42,9 +42,8 @@ FEW += [("qwen3", "flash"), ("llama3.1", "loop")]
 def test_logits_and_gradients(name, variant):
   cfg = config(name, scan_layers=variant != "loop")
   kernel = "flash" if variant == "flash" else "dot_product"
-  attn = attention.choose(
-    kernel, platform="cpu", mesh=None, head_dim=cfg.head_dim, seq_len=T, num_q_heads=4, num_kv_heads=cfg.num_kv_heads
-  )
+  shape = attention.Shape("cpu", None, cfg.head_dim, T, 4, cfg.num_kv_heads, jnp.dtype(cfg.dtype))
+  attn = attention.choose(kernel, shape)
   model = DecoderFunctions(cfg, Kernels(attn, project=projection.choose("cpu", "")))
   params = random_params(cfg)
   tokens = np.random.default_rng(0).integers(0, cfg.vocab_size, (2, T + 1))

@@ -91,6 +91,8 @@ ENTRY %main (a: f32[8,8]) -> (s32[], f32[8,8]) {
   module = hlo.parse("HloModule m\n\n" + text)
   assert module.unknown_loops() == []
   assert costs.count(module).flops == 6 * 2 * 8**3
+  endless = hlo.parse("HloModule m\n\n" + text.replace("%one = s32[] constant(1)", "%one = s32[] constant(0)"))
+  assert endless.unknown_loops() == ["loop"]
 
 
 def test_nested_loops_multiply():

@@ -45,7 +45,7 @@ def no_compiler(monkeypatch):
 )
 def test_keys_that_fix_the_number_of_slices(no_compiler, capsys, keys, snapshot):
   """Nothing is compiled with one slice lost, and the exit code follows from the step on all slices."""
-  no_compiler[2] = analysis.DoesNotFit(2, "too much")
+  no_compiler[2] = analysis.Refused(2, "too much", too_large=True)
   assert main([*TINY, "num_slices=2", "attention=dot_product", *keys]) == 1
   text = capsys.readouterr().out
   assert "Slices: dcn_*_parallelism needs all 2; the run cannot continue with fewer" in text
@@ -54,8 +54,18 @@ def test_keys_that_fix_the_number_of_slices(no_compiler, capsys, keys, snapshot)
   assert ("no slice holds the whole state" in text) != snapshot
 
 
+def test_slices_as_processes_get_a_policy_for_the_program_of_one_slice(no_compiler, monkeypatch):
+  no_compiler[1] = analysis.Refused(1, "too much", too_large=True)
+  found = []
+  choice = remat_choice.Choice(RematPolicy.FULL, "a reason")
+  monkeypatch.setattr(remat_choice, "choose", lambda _, sets: (found.append(list(map(len, sets))) or choice, []))
+  keys = "num_slices=2 cluster=multiprocess attention=dot_product remat_policy=auto jax_cache_dir="
+  assert main([*TINY, *keys.split(), "elastic_enabled=true", "elastic_min_slice_count=1"]) == 1
+  assert found == [[1]]
+
+
 def test_a_compiler_error_has_its_own_exit_code(no_compiler, capsys):
-  no_compiler[2] = analysis.DoesNotFit(2, "too much")
+  no_compiler[2] = analysis.Refused(2, "too much", too_large=True)
   no_compiler[1] = analysis.Refused(1, "INTERNAL: Mosaic failed to compile TPU kernel")
   assert main([*TINY, "num_slices=2", "attention=dot_product"]) == 3
   said = capsys.readouterr()
@@ -97,17 +107,17 @@ def refusing(error, stage="compile"):
 
 
 @pytest.mark.parametrize(
-  "stage, error, kind, expected",
+  "stage, error, too_large, expected",
   [
-    ("lower", NotImplementedError("Unsupported dot precision: HIGH"), "Refused", "Unsupported dot precision: HIGH"),
-    ("compile", MosaicError("INTERNAL: Bad lhs type\nstack"), "Refused", "INTERNAL: Bad lhs type"),
-    ("compile", MosaicError("RESOURCE_EXHAUSTED: all of it\nstack"), "DoesNotFit", "RESOURCE_EXHAUSTED: all of it"),
-    ("compile", jax.errors.JaxRuntimeError("INTERNAL: no\nstack"), "Refused", "INTERNAL: no"),
+    ("lower", NotImplementedError("Unsupported dot precision: HIGH"), False, "Unsupported dot precision: HIGH"),
+    ("compile", MosaicError("INTERNAL: Bad lhs type\nstack"), False, "INTERNAL: Bad lhs type"),
+    ("compile", MosaicError("RESOURCE_EXHAUSTED: all of it\nstack"), True, "RESOURCE_EXHAUSTED: all of it"),
+    ("compile", jax.errors.JaxRuntimeError("INTERNAL: no\nstack"), False, "INTERNAL: no"),
   ],
 )
-def test_a_refusal_keeps_the_first_line(monkeypatch, stage, error, kind, expected):
+def test_a_refusal_keeps_the_first_line(monkeypatch, stage, error, too_large, expected):
   monkeypatch.setattr(analysis.program, "build", lambda *_: refusing(error, stage))
-  assert analysis.analyse(None, [[]], 1) == getattr(analysis, kind)(1, expected)
+  assert analysis.analyse(None, [[]], 1) == analysis.Refused(1, expected, too_large)
 
 
 def test_too_little_on_chip_memory_is_not_reported_as_too_little_hbm(monkeypatch):
@@ -163,7 +173,7 @@ def test_unreadable_compiler_output_is_not_reported_as_wrong_input(monkeypatch):
 
 @needs.libtpu
 def test_the_topology_has_its_own_number_of_slices(no_compiler, capsys):
-  no_compiler[2] = no_compiler[1] = analysis.DoesNotFit(2, "too much")
+  no_compiler[2] = no_compiler[1] = analysis.Refused(2, "too much", too_large=True)
   assert main([*TINY, *TPU, "num_slices=3"]) == 1
   assert "Using compile_topology_num_slices=2, not num_slices=3" in capsys.readouterr().out
 
@@ -390,7 +400,7 @@ def test_a_step_that_does_not_fit_is_reported_with_the_numbers_of_the_compiler()
   large = "max_target_length=512 per_device_batch_size=8192 attention=dot_product remat_policy=none".split()
   cfg = config.load([*TINY[:-2], *large])
   found = analysis.analyse(cfg, topologies.devices(topologies.resolve("v5e-1"), 1), 1)
-  assert isinstance(found, analysis.DoesNotFit)
+  assert isinstance(found, analysis.Refused) and found.too_large
   assert re.fullmatch(r"total memory required for .* exceeds available HBM \(15.75G\)", found.reason)
 
 

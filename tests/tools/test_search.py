@@ -13,7 +13,7 @@ from trainer.config import load
 from trainer.config.errors import ConfigError
 from trainer.config.schema import RematPolicy
 from trainer.preflight import search
-from trainer.preflight.analysis import Analysis, DoesNotFit, Memory, Refused
+from trainer.preflight.analysis import Analysis, Memory, Refused
 from trainer.preflight.remat_choice import CANDIDATES
 
 CHIP = chips.Chip("test", (), 1e12, 1000, 1e9, 1e9)
@@ -37,7 +37,7 @@ def compiler(tried, divides=lambda batch: batch >= 1):
     tried.append((policy, batch))
     used = int(NEEDED.get(policy, 100) * batch)
     if used > CHIP.hbm_bytes:
-      return DoesNotFit(1, "too much")
+      return Refused(1, "too much", too_large=True)
     nothing = costs.Costs({}, 0.0, 0.0, 0.0, 0)
     memory = Memory(used, 0, 0, 0, 0, 0)
     return Analysis(
@@ -80,7 +80,7 @@ def test_smaller_batches_as_long_as_they_are_faster():
 
   def attempt(policy, batch):
     finding = compiler([])(policy, batch)
-    if isinstance(finding, DoesNotFit):
+    if isinstance(finding, Refused):
       return finding
     return dataclasses.replace(finding, module=moving(1e6 * batch * slower[policy]))
 

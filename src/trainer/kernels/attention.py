@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from trainer.config import rules
 from trainer.config.errors import ConfigError, require
 from trainer.kernels import attention_cpu, attention_shard
 from trainer.kernels.attention_xla import dot_product
+from trainer.parallel.mesh import TENSOR
 
 # (q [B,T,N,H], k [B,S,K,H], v [B,S,K,H], q_segment_ids [B,T], kv_segment_ids [B,S]) -> [B,T,N,H]
 AttentionFunction = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -22,20 +22,16 @@ AttentionFunction = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Ar
 
 @dataclass(frozen=True)
 class Shape:
-  """What is known about the attention of a model before tracing: global sizes, types, and the mesh."""
+  """What is known about the attention of a model before tracing. All sizes are global."""
 
-  platform: str
+  platform: str  # "cpu", "gpu" or "tpu"
   mesh: Mesh | None
   head_dim: int
   seq_len: int
   num_q_heads: int
   num_kv_heads: int
-  dtype: jnp.dtype
-  precision: str
-
-  def axis(self, name: str) -> int:
-    """Returns the size of the mesh axis `name`; 1 without a mesh."""
-    return 1 if self.mesh is None else self.mesh.shape.get(name, 1)
+  dtype: jnp.dtype  # of q, k and v
+  precision: str = "default"  # JAX's matmul precision of the trace
 
 
 @dataclass(frozen=True)
@@ -101,30 +97,19 @@ IMPLEMENTATIONS: Mapping[str, Callable[[Shape, str], Attention]] = MappingProxyT
 
 # With attention=autoselected, shorter sequences use dot_product. CPU: flash is not faster below this length
 # (end_to_end/benchmarks/attention_cpu.py). TPU: one block of the kernel.
-MIN_FLASH_LENGTH: Mapping[str, int] = MappingProxyType({"cpu": 128, "tpu": 128, "gpu": 128})
+MIN_FLASH_LENGTH = 128
 
 
-def choose(
-  name: str,
-  *,
-  platform: str,
-  mesh: Mesh | None,
-  head_dim: int,
-  seq_len: int,
-  num_q_heads: int,
-  num_kv_heads: int,
-  dtype: Any = jnp.bfloat16,
-  precision: str = "default",
-) -> Attention:
-  """Returns the implementation of `name` (dot_product, flash, autoselected) for a platform ("cpu", "tpu", "gpu").
+def choose(name: str, shape: Shape) -> Attention:
+  """Returns the implementation of `name` (dot_product, flash, autoselected) for the platform of `shape`.
 
-  `dtype` is the type of q, k and v; `precision` is the JAX matmul precision of the trace. If the platform's flash
-  kernel does not support the type or the sizes, flash raises ConfigError, and autoselected returns dot_product with the
-  reason in `.reason`.
+  If the platform's flash kernel does not support the type or the sizes, flash raises ConfigError, and autoselected
+  returns dot_product with the reason in `.reason`.
   """
-  shape = Shape(platform, mesh, head_dim, seq_len, num_q_heads, num_kv_heads, jnp.dtype(dtype), precision)
-  require(rules.heads_share(num_q_heads, num_kv_heads))
-  require(rules.splits("base_num_kv_heads", num_kv_heads, "tensor", shape.axis("tensor")))
+  platform = shape.platform
+  require(rules.heads_share(shape.num_q_heads, shape.num_kv_heads))
+  ways = 1 if shape.mesh is None else shape.mesh.shape[TENSOR]
+  require(rules.splits("base_num_kv_heads", shape.num_kv_heads, "tensor", ways))
   if platform not in IMPLEMENTATIONS:
     raise ConfigError(f"Attention supports the platforms {', '.join(IMPLEMENTATIONS)}, not '{platform}'.")
   if name == "dot_product":
@@ -132,8 +117,8 @@ def choose(
   if name == "flash":
     return IMPLEMENTATIONS[platform](shape, f"set by attention={name}")
   assert name == "autoselected", name
-  if seq_len < MIN_FLASH_LENGTH[platform]:
-    reason = f"for max_target_length={seq_len}, below {MIN_FLASH_LENGTH[platform]}, flash is not faster on {platform}"
+  if shape.seq_len < MIN_FLASH_LENGTH:
+    reason = f"for max_target_length={shape.seq_len}, below {MIN_FLASH_LENGTH}, flash is not faster on {platform}"
     return Attention("dot_product", reason, dot_product)
   try:
     return IMPLEMENTATIONS[platform](shape, f"the flash kernel of {platform} supports these sizes")

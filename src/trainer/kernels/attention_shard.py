@@ -30,37 +30,28 @@ def per_device(
   that is manual over some axes of `mesh`, and outside of both.
   """
 
-  def call(q: jax.Array, k: jax.Array, v: jax.Array, q_segment_ids: jax.Array, kv_segment_ids: jax.Array) -> jax.Array:
+  def on_device(
+    operand: Any, q: jax.Array, k: jax.Array, v: jax.Array, q_segment_ids: jax.Array, kv_segment_ids: jax.Array
+  ) -> jax.Array:
+    if mesh.shape[CONTEXT] > 1:
+      gather = lambda x: zigzag.gathered(order, jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True))
+      k, v, kv_segment_ids = map(gather, (k, v, kv_segment_ids))
+    return local(operand, q, k, v, q_segment_ids, kv_segment_ids)
+
+  def call(*arrays: jax.Array) -> jax.Array:
     context = jax.sharding.get_abstract_mesh()
     manual = set() if context.empty else set(context.manual_axes)
     batch = tuple(axis for axis in (DATA, FSDP) if axis in mesh.axis_names and axis not in manual)
     heads = PartitionSpec(batch, CONTEXT, TENSOR)
     ids = PartitionSpec(batch, CONTEXT)
     mapped = jax.shard_map(
-      lambda operand, *arrays: _gathered(local, mesh, order, operand, *arrays),
+      on_device,
       mesh=mesh if context.empty else None,
       axis_names=set(mesh.axis_names) - manual,
       in_specs=(operand_specs, heads, heads, heads, ids, ids),
       out_specs=heads,
       check_vma=False,
     )
-    return mapped(operand, q, k, v, q_segment_ids, kv_segment_ids)
+    return mapped(operand, *arrays)
 
   return call
-
-
-def _gathered(
-  local: Local,
-  mesh: Mesh,
-  order: Mesh | None,
-  operand: Any,
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  q_segment_ids: jax.Array,
-  kv_segment_ids: jax.Array,
-) -> jax.Array:
-  if mesh.shape[CONTEXT] > 1:
-    gather = lambda x: zigzag.gathered(order, jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True))
-    k, v, kv_segment_ids = map(gather, (k, v, kv_segment_ids))
-  return local(operand, q, k, v, q_segment_ids, kv_segment_ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -13,20 +13,13 @@ import jax.numpy as jnp
 
 from trainer.parallel import sharding
 from trainer.parallel.mesh import CONTEXT
+from trainer.parallel.sharding import constrain
 
 # Platform -> bytes of one chunk's float32 logits on a device. TPU: a chunk that fits into VMEM (128 MiB on v5e and v6e)
 # needs no pass over HBM; much smaller chunks add to dw too often. CPU: a chunk that fits into the cache
 # (end_to_end/benchmarks/cross_entropy_cpu.py). GPU: logits do not stay on the chip, and each chunk reads and
 # writes dw (docs/benchmarks/gpu_models.md).
 CHUNK_LOGITS_BYTES: Mapping[str, int] = MappingProxyType({"cpu": 8 << 20, "tpu": 96 << 20, "gpu": 768 << 20})
-
-Constrain = Callable[[jax.Array, tuple[str, ...]], jax.Array]
-
-
-def unconstrained(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-  """Returns the array unchanged: the `constrain` hook of an unsharded program."""
-  del axes
-  return array
 
 
 def linear_cross_entropy(
@@ -41,7 +34,6 @@ def linear_cross_entropy(
   vocab_shards: int = 1,
   head_neighbours: int = 1,
   chunk_logits_bytes: int = CHUNK_LOGITS_BYTES["tpu"],
-  constrain: Constrain = unconstrained,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns (loss_sum, z_sum), float32 scalars: sums over tokens of weight * CE and of weight * z_loss * logZ**2.
 
@@ -57,9 +49,6 @@ def linear_cross_entropy(
     vocab_shards: number of devices over which the vocabulary is split.
     head_neighbours: number of devices that gather their rows of the head: see sharding.LossExchange.
     chunk_logits_bytes: see `num_chunks`.
-    constrain: constrain(array, axes) shards the parts: an x chunk ("loss_batch", "length", "embed"), logits
-      ("loss_batch", "length", "vocab"), w and dw ("vocab", "embed"), dw transposed ("embed", "vocab"), a dx chunk
-      ("batch", "length", "embed").
 
   Differentiable once, in x and w. The gradient of loss_sum is the gradient of loss_sum + z_sum, and z_sum has no
   gradient. So differentiate the sum of both, and use z_sum on its own only for logging.
@@ -73,7 +62,7 @@ def linear_cross_entropy(
   length = x.shape[1] // sharding.num_shards(CONTEXT)
   chunks = num_chunks or choose_chunks(length, 4 * x.shape[0] * w.shape[0] / vocab_shards, chunk_logits_bytes)
   padded_from = vocab if vocab < w.shape[0] else None
-  static = _Static(z_loss, min(chunks, length), padded_from, head_neighbours, constrain)
+  static = _Static(z_loss, min(chunks, length), padded_from, head_neighbours)
   return _fused(x, w, targets, weights, static)
 
 
@@ -94,7 +83,6 @@ class _Static(NamedTuple):
   chunks: int
   padded_from: int | None  # logits from this index on are padding
   neighbours: int  # number of devices that gather their rows of the head
-  constrain: Constrain
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -186,8 +174,8 @@ def _shard_sums(
   head: w, and the token of each of its rows. tokens: x, targets and weights.
   """
   (w, token_ids), (x, *labels) = head, tokens
-  z_loss, chunks, padded_from, _, constrain = static
-  head_VD = exchange.gather_head(constrain(w.astype(x.dtype), ("vocab", "embed")))
+  z_loss, chunks, padded_from, _ = static
+  head_VD = exchange.gather_head(constrain(w.astype(x.dtype), "vocab", "embed"))
   token_ids = exchange.gather_head(token_ids)
   # float32: accumulate dw transposed, [D, V]. A CPU then transposes the narrow x of a chunk, and not its dlogits. For
   # bfloat16, the CPU runtime has no kernel of this form.
@@ -199,9 +187,9 @@ def _shard_sums(
   def one(i: jax.Array, carry: Any) -> Any:
     loss, z, dx, dw = carry
     targets, weights = (_chunk(view, i) for view in views)
-    x = constrain(exchange.gather_tokens(_chunk(x_view, i)), ("loss_batch", "length", "embed"))
+    x = constrain(exchange.gather_tokens(_chunk(x_view, i)), "loss_batch", "length", "embed")
     logits = jnp.einsum("btd,vd->btv", x, head_VD, preferred_element_type=jnp.float32)
-    logits = constrain(logits, ("loss_batch", "length", "vocab"))
+    logits = constrain(logits, "loss_batch", "length", "vocab")
     if padded_from is not None:
       logits = jnp.where(token_ids < padded_from, logits, -jnp.inf)
     hit = token_ids == targets[..., None]
@@ -216,14 +204,14 @@ def _shard_sums(
     dlogits = jax.lax.optimization_barrier(dlogits)
     equation = "btd,btv->dv" if transposed else "btv,btd->vd"
     operands = (x, dlogits) if transposed else (dlogits, x)
-    dw += constrain(jnp.einsum(equation, *operands, preferred_element_type=jnp.float32), dw_axes)
+    dw += constrain(jnp.einsum(equation, *operands, preferred_element_type=jnp.float32), *dw_axes)
     dx_chunk = exchange.scatter_tokens(jnp.einsum("btv,vd->btd", dlogits, head_VD, preferred_element_type=jnp.float32))
-    return loss, z, _store_chunk(dx, constrain(dx_chunk.astype(x.dtype), ("batch", "length", "embed")), i), dw
+    return loss, z, _store_chunk(dx, constrain(dx_chunk.astype(x.dtype), "batch", "length", "embed"), i), dw
 
   zero, dx, dw = jnp.zeros((), jnp.float32), None, None
   if with_grads:
-    dx = _by_chunk(constrain(jnp.zeros_like(x), ("batch", "length", "embed")), chunks)
-    dw = constrain(jnp.zeros(head_VD.shape[::-1] if transposed else head_VD.shape, jnp.float32), dw_axes)
+    dx = _by_chunk(constrain(jnp.zeros_like(x), "batch", "length", "embed"), chunks)
+    dw = constrain(jnp.zeros(head_VD.shape[::-1] if transposed else head_VD.shape, jnp.float32), *dw_axes)
   with jax.named_scope("linear_cross_entropy"):
     loss, z, dx, dw = jax.lax.fori_loop(0, chunks, one, (zero, zero, dx, dw))
   loss, z = exchange.sum_over_tokens((loss, z))

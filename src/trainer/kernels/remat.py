@@ -23,8 +23,7 @@ class SavedNames(NamedTuple):
 
 
 _QKV = ("query_proj", "key_proj", "value_proj")
-_WI = ("mlpwi_0", "mlpwi_1")
-_DOTS = (*_QKV, "out_proj", *_WI, "mlpwo")
+_DOTS = (*_QKV, "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo")
 
 # `jax.checkpoint` itself saves the input of a layer, so no policy names it. `custom` can offload it.
 TABLE: Mapping[RematPolicy, SavedNames] = MappingProxyType(
@@ -45,7 +44,6 @@ TABLE: Mapping[RematPolicy, SavedNames] = MappingProxyType(
 
 def saved_names(cfg: ModelSection) -> SavedNames:
   """Returns the names that `cfg.remat_policy` saves in each layer. Not defined for `none`, which saves everything."""
-  assert cfg.remat_policy is not RematPolicy.NONE, "remat_policy=none saves everything and has no names"
   if cfg.remat_policy is not RematPolicy.CUSTOM:
     return TABLE[cfg.remat_policy]
   kept = lambda choice: tuple(name for name in ACTIVATIONS if cfg.activations.get(name, "remat") == choice)

@@ -85,8 +85,9 @@ def _of_prompts(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) 
   """Returns the causal attention [B, T, N, H] in q.dtype."""
   platform = jax.default_backend()
   name = "autoselected" if platform == "cpu" else "dot_product"
-  sizes = {"seq_len": q.shape[1], "head_dim": q.shape[3], "num_q_heads": q.shape[2], "num_kv_heads": k.shape[2]}
-  return attention.choose(name, platform=platform, mesh=None, dtype=q.dtype, **sizes)(q, k, v, *segments)
+  _, length, heads, head_dim = q.shape
+  shape = attention.Shape(platform, None, head_dim, length, heads, k.shape[2], q.dtype)
+  return attention.choose(name, shape)(q, k, v, *segments)
 
 
 def _of_one(

@@ -35,7 +35,7 @@ _HEAD_STD = 0.28
 class DecoderLayer(nnx.Module):
   """Pre-norm residual layer: x + attention(norm(x)), then + feed_forward(norm(x)).
 
-  The feed-forward is that of a dense model or a mixture of experts. keys: `keys_per_layer` random keys.
+  The feed-forward is that of a dense model or a mixture of experts. keys: random keys for both parts.
   """
 
   def __init__(self, cfg: ModelSection, kernels: Kernels, index: int, *, keys: jax.Array) -> None:
@@ -55,10 +55,6 @@ class DecoderLayer(nnx.Module):
       return x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD), segment_ids_BT)
 
 
-def _keys_per_layer(cfg: ModelSection) -> int:
-  return Attention.KEYS + (Experts.KEYS if cfg.num_experts > 1 else FeedForward.KEYS)
-
-
 class Decoder(nnx.Module):
   """Token embedding, L layers, final norm and output head, with weights drawn from `key`.
 
@@ -69,7 +65,7 @@ class Decoder(nnx.Module):
   def __init__(self, cfg: ModelSection, kernels: Kernels, *, key: jax.Array) -> None:
     V, D, L = cfg.vocab_size, cfg.emb_dim, cfg.num_decoder_layers
     # Split once for all weights: on a CPU each split takes a tenth of a second to compile.
-    each = _keys_per_layer(cfg)
+    each = Attention.KEYS + (Experts.KEYS if cfg.num_experts > 1 else FeedForward.KEYS)
     keys = jax.random.split(key, 2 + L * each)
     embedding_key, head_key, layer_keys = keys[0], keys[1], keys[2:].reshape(L, each)
     tied = cfg.logits_via_embedding
@@ -86,17 +82,15 @@ class Decoder(nnx.Module):
     self.cfg = cfg
     self.zigzag = kernels.zigzag
 
-  def hidden(self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
-    """Returns the residual stream after the final norm, [B, T, D] in cfg.dtype. Segment id 0 is padding."""
-    return self.hidden_and_head(tokens_BT, positions_BT, segment_ids_BT)[0]
-
   def hidden_and_head(
     self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array, reduce: GradReduce | None = None
   ) -> tuple[jax.Array, jax.Array]:
-    """Returns what `hidden` returns, and the weights of the output head, [V, D] in weight_dtype.
+    """Returns the residual stream after the final norm, [B, T, D] in cfg.dtype, and the output head, [V, D].
 
-    The head of a tied model is the embedding table. reduce: sums the gradients of all weights but the final norm over
-    slices. The gradients of the head are known first. They travel in L parts, each with the gradients of one layer.
+    The head has weight_dtype; in a tied model it is the embedding table. Segment id 0 is padding.
+
+    reduce: sums the gradients of all weights but the final norm over slices. The gradients of the head are known first.
+    They travel in L parts, each with the gradients of one layer.
     """
     name = "embedding" if self.cfg.logits_via_embedding else "lm_head"
     head = getattr(self, name)
@@ -239,12 +233,6 @@ def _lookup(table_VD: jax.Array, tokens_BT: jax.Array, dtype: str, all_slices: b
   return jnp.take(table_VD, tokens_BT, axis=0).astype(dtype)
 
 
-def _lookup_forward(
-  table_VD: jax.Array, tokens_BT: jax.Array, dtype: str, all_slices: bool
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  return _lookup(table_VD, tokens_BT, dtype, all_slices), (table_VD, tokens_BT)
-
-
 def _lookup_backward(
   dtype: str, all_slices: bool, saved: tuple[jax.Array, jax.Array], g_BTD: jax.Array
 ) -> tuple[jax.Array, None]:
@@ -258,7 +246,7 @@ def _lookup_backward(
   return grads_VD.astype(table_VD.dtype), None
 
 
-_lookup.defvjp(_lookup_forward, _lookup_backward)
+_lookup.defvjp(lambda *given: (_lookup(*given), given[:2]), _lookup_backward)
 
 
 def _tied_norm_scale(cfg: ModelSection) -> float:

@@ -220,12 +220,6 @@ def _balanced(
   return out
 
 
-def _balanced_forward(
-  out: jax.Array, probs_BTE: jax.Array, chosen_BTk: jax.Array, load: jax.Array, real_BT: jax.Array, strength: float
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  return out, (chosen_BTk, load, real_BT)
-
-
 def _balanced_backward(strength: float, saved: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array | None, ...]:
   chosen_BTk, load, real_BT = saved
   real = real_BT.astype(jnp.float32)[..., None]
@@ -234,7 +228,7 @@ def _balanced_backward(strength: float, saved: tuple[jax.Array, ...], g: jax.Arr
   return g, strength * load * real, None, counts, None
 
 
-_balanced.defvjp(_balanced_forward, _balanced_backward)
+_balanced.defvjp(lambda out, probs, chosen, load, real, strength: (out, (chosen, load, real)), _balanced_backward)
 
 
 def split_loads(grads: Params) -> tuple[Params, list[jax.Array]]:

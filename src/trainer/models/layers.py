@@ -76,12 +76,6 @@ def swiglu_matmul(
   return multiply(swiglu(gate, up), w)
 
 
-def _swiglu_matmul_forward(
-  gate: jax.Array, up: jax.Array, w: jax.Array, multiply: Callable[[jax.Array, jax.Array], jax.Array]
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  return swiglu_matmul(gate, up, w, multiply), (gate, up, w)
-
-
 def _swiglu_matmul_backward(
   multiply: Callable[[jax.Array, jax.Array], jax.Array], saved: tuple[jax.Array, ...], g: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -95,7 +89,7 @@ def _swiglu_matmul_backward(
   return dgate, dup, dw
 
 
-swiglu_matmul.defvjp(_swiglu_matmul_forward, _swiglu_matmul_backward)
+swiglu_matmul.defvjp(lambda *given: (swiglu_matmul(*given), given[:3]), _swiglu_matmul_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -109,10 +103,6 @@ def _inverse_rms(x32: jax.Array, epsilon: float) -> jax.Array:
   return jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
 
 
-def _rms_norm_forward(x: jax.Array, scale: jax.Array, epsilon: float) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  return rms_norm(x, scale, epsilon), (x, scale)
-
-
 def _rms_norm_backward(epsilon: float, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Returns (dx, dscale), computed from the saved input. With y = x / rms(x): dx = (dy - y * mean(dy * y)) / rms(x)."""
   x, scale = saved
@@ -124,7 +114,7 @@ def _rms_norm_backward(epsilon: float, saved: tuple[jax.Array, jax.Array], g: ja
   return dx.astype(x.dtype), dscale.astype(scale.dtype)
 
 
-rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
+rms_norm.defvjp(lambda x, scale, epsilon: (rms_norm(x, scale, epsilon), (x, scale)), _rms_norm_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -143,12 +133,6 @@ def rotated_rms_norm(
   return (_inverse_rms(x32, epsilon) * rotated).astype(x_BTNH.dtype)
 
 
-def _rotated_rms_norm_forward(
-  x_BTNH: jax.Array, scale: jax.Array, cos: jax.Array, sin: jax.Array, epsilon: float, rotate_half: rope.RotateHalf
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  return rotated_rms_norm(x_BTNH, scale, cos, sin, epsilon, rotate_half), (x_BTNH, scale, cos, sin)
-
-
 def _rotated_rms_norm_backward(
   epsilon: float, rotate_half: rope.RotateHalf, saved: tuple[jax.Array, ...], g_BTNH: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, None]:
@@ -161,7 +145,7 @@ def _rotated_rms_norm_backward(
   return *_rms_norm_backward(epsilon, (x_BTNH, scale), rope.rotate_back(g_BTNH, cos, sin, rotate_half)), None, None
 
 
-rotated_rms_norm.defvjp(_rotated_rms_norm_forward, _rotated_rms_norm_backward)
+rotated_rms_norm.defvjp(lambda *given: (rotated_rms_norm(*given), given[:4]), _rotated_rms_norm_backward)
 
 
 class RMSNorm(nnx.Module):

@@ -91,16 +91,10 @@ def rotate_back(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array, rotate_half: 
   return (x_BTNH.astype(jnp.float32) * cos - rotate_half(x_BTNH) * sin).astype(x_BTNH.dtype)
 
 
-def _forward(
-  x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array, rotate_half: RotateHalf
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  return rotate(x_BTNH, cos, sin, rotate_half), (cos, sin)
-
-
 def _backward(
   rotate_half: RotateHalf, tables: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, None, None]:
   return rotate_back(g, *tables, rotate_half), None, None
 
 
-rotate.defvjp(_forward, _backward)
+rotate.defvjp(lambda x, cos, sin, rotate_half: (rotate(x, cos, sin, rotate_half), (cos, sin)), _backward)

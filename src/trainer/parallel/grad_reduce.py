@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ class GradReduce:
     adds_totals: whether `totals` count; False if they are 0. is_sum: the gradient that arrives is a sum over slices
     already. The gradient of the weights themselves is 0.
     """
-    return jax.tree.map(lambda w, total: _attach(w, total, _Static(self.dtype, is_sum, adds_totals)), weights, totals)
+    return jax.tree.map(lambda w, total: _attach(w, total, self.dtype, is_sum, adds_totals), weights, totals)
 
   def rows_are_smaller(self, rows: float, vocab: float, row_dtype: Any) -> bool:
     """Returns whether sending the gradients of `rows` looked-up rows is less than reducing a table of `vocab` rows.
@@ -41,29 +41,21 @@ class GradReduce:
     return jax.lax.axis_size(DATA) * rows * jnp.dtype(row_dtype).itemsize < 2 * vocab * jnp.dtype(self.dtype).itemsize
 
 
-class _Static(NamedTuple):
-  dtype: str
-  is_sum: bool
-  adds_total: bool
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _attach(w: jax.Array, total: jax.Array, static: _Static) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _attach(w: jax.Array, total: jax.Array, dtype: str, is_sum: bool, adds_total: bool) -> jax.Array:
   return w
 
 
-def _forward(w: jax.Array, total: jax.Array, static: _Static) -> tuple[jax.Array, jax.Array | None]:
-  return w, total if static.adds_total else None
-
-
-def _backward(static: _Static, total: jax.Array | None, g: jax.Array) -> tuple[None, jax.Array]:
+def _backward(
+  dtype: str, is_sum: bool, adds_total: bool, total: jax.Array | None, g: jax.Array
+) -> tuple[None, jax.Array]:
   g = g.astype(jnp.float32)  # in bfloat16, sums over many micro-batches lose bits
-  if static.is_sum:
-    return None, g if total is None else g + _sum_over_slices(total, static.dtype)
-  return None, _sum_over_slices(g if total is None else g + total, static.dtype)
+  if is_sum:
+    return None, g if total is None else g + _sum_over_slices(total, dtype)
+  return None, _sum_over_slices(g if total is None else g + total, dtype)
 
 
-_attach.defvjp(_forward, _backward)
+_attach.defvjp(lambda w, total, dtype, is_sum, adds_total: (w, total if adds_total else None), _backward)
 
 
 def _sum_over_slices(x: jax.Array, dtype: str) -> jax.Array:

@@ -42,7 +42,7 @@ def make(cfg: ParallelismSection, slices: Sequence[Sequence[Device]]) -> Mesh:
   inside = np.stack([_slice_mesh(ici, devices) for devices in slices])  # [slice, *ici]
   blocks = inside.reshape(*dcn, *ici)
   # [dcn_data, dcn_fsdp, .., ici_data, ici_fsdp, ..] -> [dcn_data, ici_data, dcn_fsdp, ici_fsdp, ..]
-  order = [position for pair in zip(range(len(AXES)), range(len(AXES), 2 * len(AXES))) for position in pair]
+  order = np.arange(2 * len(AXES)).reshape(2, -1).T.ravel()
   devices = blocks.transpose(order).reshape([outer * inner for outer, inner in zip(dcn, ici)])
   return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 

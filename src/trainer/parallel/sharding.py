@@ -411,18 +411,18 @@ def num_shards(*axes: str) -> int:
   return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in axes)
 
 
-def check_replication(shapes: Any, shardings: Any, tolerance: float) -> None:
+def check_replication(weights: list[tuple[Any, jax.ShapeDtypeStruct]], tolerance: float) -> None:
   """Raises ConfigError if every device of a slice holds more than the share `tolerance` of all parameters.
 
-  `shapes` and `shardings` are matching pytrees (ShapeDtypeStruct, NamedSharding). The check applies only to a mesh that
-  shards parameters. The most common cause is a dim that no rule covers.
+  weights: with their tree paths and shardings. The check applies only to a mesh that shards parameters. The most common
+  cause is a dim that no rule covers.
   """
-  pairs = list(zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(shardings), strict=True))
-  num_devices = math.prod(pairs[0][1].mesh.shape[axis] for axis in (FSDP, TENSOR, CONTEXT)) if pairs else 1
+  mesh = weights[0][1].sharding.mesh
+  num_devices = math.prod(mesh.shape[axis] for axis in (FSDP, TENSOR, CONTEXT))
   if num_devices == 1:
     return
-  total = sum(leaf.size for (_, leaf), _ in pairs)
-  replicated = [(jax.tree_util.keystr(path), leaf.size) for (path, leaf), sh in pairs if sh.is_fully_replicated]
+  total = sum(leaf.size for _, leaf in weights)
+  replicated = [(jax.tree_util.keystr(path), w.size) for path, w in weights if w.sharding.is_fully_replicated]
   share = sum(size for _, size in replicated) / total
   if share > tolerance:
     worst = ", ".join(f"{name} ({size:,})" for name, size in sorted(replicated, key=lambda item: -item[1])[:3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import pathlib
 import re
 import time
@@ -78,22 +79,15 @@ class Analysis:
 
 
 @dataclasses.dataclass(frozen=True)
-class DoesNotFit:
-  """The compiler refused the program: it needs more memory than a device has."""
-
-  slices: int
-  reason: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Refused:
-  """The compiler refused the program for a reason other than memory."""
+  """The compiler refused the program. too_large: it needs more memory than a device has."""
 
   slices: int
   reason: str
+  too_large: bool = False
 
 
-Finding = Analysis | DoesNotFit | Refused
+Finding = Analysis | Refused
 
 # XLA's optimization level O0, by the number that all versions of jax accept.
 LITTLE_OPTIMIZATION = MappingProxyType({"optimization_level": 9})
@@ -125,14 +119,15 @@ def analyse(
     lowered = prog.lower()
   except NotImplementedError as error:  # the TPU compiler lacks an operation of a Pallas kernel
     return Refused(len(slices), _first_line(error))
-  trace_seconds = time.monotonic() - start
-  if quickly and len(slices) < num_slices_total and slices[0][0].platform == "tpu":
-    found = _compiled(config, prog, lowered, slices, num_slices_total, trace_seconds, False, "")
+  compiled = functools.partial(_compiled, config, prog, lowered, slices, num_slices_total, time.monotonic() - start)
+  if len(slices) == num_slices_total:
+    return compiled(hlo_file=hlo_file)
+  if quickly and slices[0][0].platform == "tpu":
+    found = compiled(optimized=False)
     chip = chips.find(slices[0][0].device_kind)
     if chip is not None and fits(found, chip):
       return found
-  hlo_file = hlo_file if len(slices) == num_slices_total else ""
-  return _compiled(config, prog, lowered, slices, num_slices_total, trace_seconds, True, hlo_file)
+  return compiled()
 
 
 def _compiled(
@@ -142,11 +137,12 @@ def _compiled(
   slices: Sequence[Sequence[Device]],
   num_slices_total: int,
   trace_seconds: float,
-  optimized: bool,
-  hlo_file: str,
+  *,
+  optimized: bool = True,
+  hlo_file: str = "",
 ) -> Finding:
   start = time.monotonic()
-  alive = prog.plan.rows.shape[1]
+  alive = len(slices)
   options = {**prog.compiler_options, **({} if optimized else LITTLE_OPTIMIZATION)}
   try:
     compiled = lowered.compile(compiler_options=options)
@@ -156,7 +152,7 @@ def _compiled(
       return _lacks_on_chip_memory(config, alive, error)
     if "RESOURCE_EXHAUSTED" not in str(error):
       return Refused(alive, _first_line(error))
-    return DoesNotFit(alive, out_of_memory(str(error)))
+    return Refused(alive, out_of_memory(str(error)), too_large=True)
   seconds = time.monotonic() - start
   try:
     found = read_compiled(config, prog, compiled, slices, num_slices_total, trace_seconds, seconds, optimized)
@@ -216,16 +212,15 @@ def read_compiled(
       "The runtime of these devices does not show compiled programs, so that memory and time of the step are unknown.\n"
       "Choose a policy such as remat_policy=full instead of auto, and run preflight with compile_topology."
     )
-  alive = prog.plan.rows.shape[1]
   module = hlo.parse(text)
   slice_of_partition = slice_of(prog.mesh, slices)
   counted = compiled.cost_analysis() or {}
   devices = list(prog.mesh.devices.flat)
-  tokens = program.global_batch_size(config, num_slices_total, len(devices) // alive) * config.data.max_target_length
+  tokens = program.global_batch_size(config, num_slices_total, len(slices[0])) * config.data.max_target_length
   return Analysis(
-    slices=alive,
+    slices=len(slices),
     num_slices_total=num_slices_total,
-    devices_per_slice=len(devices) // alive,
+    devices_per_slice=len(slices[0]),
     devices_per_host=max(collections.Counter(device.process_index for device in devices).values()),
     device_kind=devices[0].device_kind,
     mesh=dict(prog.mesh.shape),

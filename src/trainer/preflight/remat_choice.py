@@ -8,8 +8,10 @@ different rounding.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +30,7 @@ from trainer.kernels import remat
 from trainer.observe import environment, files
 from trainer.parallel import memory
 from trainer.preflight import analysis
-from trainer.preflight.analysis import Analysis, DoesNotFit
+from trainer.preflight.analysis import Analysis, Refused
 from trainer.run.announce import CONFIG_FILE
 
 # From the least memory to the most: after a policy that does not fit, no other one fits. Policies that offload are not
@@ -109,7 +111,7 @@ def resolve(config: Config, cluster: Cluster, notify: Callable[[str], None]) -> 
   Raises ConfigError for sizes that do not fit the devices, or a config.yml that cannot be read.
   """
   views = [cluster.view(cluster.slices)]
-  if needs_fewer(config, cluster.num_slices):
+  if needs_fewer(config, len(cluster.slices)):  # not num_slices: a process of `multiprocess` has one
     views.append(cluster.view(list(cluster.slices)[:-1]))
   slice_sets = [view.devices for view in views]
   known, failed = None, ""
@@ -143,11 +145,12 @@ def choose(config: Config, slice_sets: SliceSets) -> tuple[Choice, list[Candidat
   platform = slice_sets[0][0][0].platform
   order = FIXED_ORDER.get(platform)
   if order is not None:
-    tried = list(_until_fits(config, slice_sets, order))
+    tried = list(_until(lambda candidate: not candidate.problem, config, slice_sets, order))
   else:
-    tried = list(_until_too_large(config, slice_sets, [(policy, "") for policy in CANDIDATES]))
+    too_large = lambda candidate: candidate.too_large
+    tried = list(_until(too_large, config, slice_sets, CANDIDATES))
     if tried[0].too_large:
-      tried += _until_too_large(config, slice_sets, [(RematPolicy.CUSTOM, custom) for custom in WITH_INPUTS_ON_HOST])
+      tried += _until(too_large, config, slice_sets, [RematPolicy.CUSTOM], WITH_INPUTS_ON_HOST)
   fitting = [candidate for candidate in tried if not candidate.problem]
   if not fitting:
     return Choice(RematPolicy.FULL, f"which needs the least memory; no policy fits ({tried[0].problem})"), tried
@@ -158,33 +161,30 @@ def choose(config: Config, slice_sets: SliceSets) -> tuple[Choice, list[Candidat
   return Choice(best.policy, f"the first policy that fits, in the order for {platform}s: {', '.join(order)}"), tried
 
 
-def _until_too_large(
-  config: Config, slice_sets: SliceSets, choices: Sequence[tuple[RematPolicy, str]]
+def _until(
+  is_last: Callable[[Candidate], bool],
+  config: Config,
+  slice_sets: SliceSets,
+  policies: Sequence[RematPolicy],
+  customs: Sequence[str] = ("",),
 ) -> Iterator[Candidate]:
-  for policy, custom in choices:
+  """Compiles the step with each policy and each custom_remat, and yields the candidates up to the last one."""
+  for policy, custom in itertools.product(policies, customs):
     candidate = _compile(config, policy, slice_sets, custom)
     yield candidate
-    if candidate.too_large:
+    if is_last(candidate):
       return
 
 
-def _until_fits(config: Config, slice_sets: SliceSets, order: Sequence[RematPolicy]) -> Iterator[Candidate]:
-  for policy in order:
-    candidate = _compile(config, policy, slice_sets)
-    yield candidate
-    if not candidate.problem:
-      return
-
-
-def _compile(config: Config, policy: RematPolicy, slice_sets: SliceSets, custom: str = "") -> Candidate:
+def _compile(config: Config, policy: RematPolicy, slice_sets: SliceSets, custom: str) -> Candidate:
   """Returns the step with `policy`. Fewer slices need more micro-batches and memory, so they are compiled first."""
   config = config.with_values(remat_policy=policy, custom_remat=custom)
   all_slices = slice_sets[0]
   most = limit(all_slices)
   for slices in reversed(slice_sets):
     found = analysis.analyse(config, slices, len(all_slices))
-    if not isinstance(found, Analysis):
-      return Candidate(policy, custom, problem=found.reason, too_large=isinstance(found, DoesNotFit))
+    if isinstance(found, Refused):
+      return Candidate(policy, custom, problem=found.reason, too_large=found.too_large)
     if found.memory.total > most:
       return Candidate(policy, custom, problem=f"needs {_gib(found.memory.total)} of {_gib(most)}", too_large=True)
   assert isinstance(found, Analysis)  # of all slices, because they are compiled last
@@ -250,15 +250,19 @@ def _cached(config: Config, slice_sets: SliceSets) -> Choice | None:
   try:
     policy, reason, custom = json.loads(path.read_text())
     return Choice(RematPolicy(policy), f"{reason} (cached in {path})", custom)
-  except ValueError:
+  except (OSError, ValueError):
     return None
 
 
 def keep(config: Config, slice_sets: SliceSets, choice: Choice) -> None:
-  """Writes the choice into jax_cache_dir, if there is one."""
+  """Writes the choice into jax_cache_dir, if there is one and it can be written.
+
+  A full disk does not stop a run here, nor another run that writes the same file at the same time.
+  """
   if config.run.jax_cache_dir:
     folder = os.path.expanduser(config.run.jax_cache_dir)
-    files.write_text(folder, _entry(config, slice_sets), json.dumps(choice))
+    with contextlib.suppress(OSError):
+      files.write_text(folder, _entry(config, slice_sets), json.dumps(choice))
 
 
 def _entry(config: Config, slice_sets: SliceSets) -> str:
@@ -268,7 +272,8 @@ def _entry(config: Config, slice_sets: SliceSets) -> str:
   """
   sections = (config.model, config.optimizer, config.parallelism)
   keys = {name: value for section in sections for name, value in section if not isinstance(value, float)}
-  step = config.data.per_device_batch_size, config.data.max_target_length, config.run.compile_xla_flags
+  batch = config.data.per_device_batch_size, config.data.max_target_length, config.elastic.elastic_numerics
   devices = [(device.device_kind, getattr(device, "coords", None)) for device in slice_sets[0][0]]
-  facts = [keys, step, [len(slices) for slices in slice_sets], devices, limit(slice_sets[0]), environment.versions()]
+  compiler = config.run.compile_xla_flags, environment.versions()
+  facts = [keys, batch, [len(slices) for slices in slice_sets], devices, limit(slice_sets[0]), compiler]
   return f"remat_policy-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}.json"

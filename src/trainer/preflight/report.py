@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
+
+from jax import Device
 
 from stepcost import prices
 from stepcost.chips import Chip
 from stepcost.collectives import Collective
 from stepcost.text import milliseconds, size, transfer_lines
+from trainer.checkpoint import ramdisk_size
+from trainer.checkpoint.arrays import state_tree
+from trainer.config import counts
 from trainer.config.errors import counted
+from trainer.config.schema import Config
 from trainer.elastic import batch_plan
-from trainer.preflight.analysis import Analysis, DoesNotFit, roofline, timeline
+from trainer.preflight.analysis import Analysis, roofline, timeline
 from trainer.preflight.remat_choice import Candidate, Choice, label
+from trainer.program import program
 
 EXPOSED_SHOWN = 5  # transfers
 
@@ -20,18 +26,6 @@ QUICK = (
   "Compiled quickly, with little optimization, to check that it fits. The program that runs is fully optimized, and "
   "uses more memory only if there is room. Set preflight.degraded=full to compile exactly that program"
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class StateSizes:
-  """Sizes of one copy of the training state, and of checkpoints and ramdisks that hold it."""
-
-  parameters: int
-  parameter_bytes: int
-  state_bytes: int  # parameters, optimizer state and counters: a persistent checkpoint, or one copy of a snapshot
-  hosts_per_slice: int
-  ramdisk_by_rule: int | None  # both are None if no slice holds the whole state
-  ramdisk_exact: int | None
 
 
 def machine_line(chip: Chip) -> str:
@@ -42,32 +36,38 @@ def machine_line(chip: Chip) -> str:
   )
 
 
-def state_lines(sizes: StateSizes) -> list[str]:
-  """Returns the lines on parameters, checkpoints, snapshots and ramdisks."""
-  per_host = sizes.state_bytes / sizes.hosts_per_slice
+def state_lines(config: Config, slices: Sequence[Sequence[Device]], whole: bool) -> list[str]:
+  """Returns the lines on parameters, checkpoints, snapshots and ramdisks. whole: each slice holds the whole state."""
+  state = program.build(config, slices, len(slices)).state
+  parameters, state_bytes = counts.parameter_count(config.model), state_tree.state_bytes(state)
   lines = [
-    f"Parameters: {sizes.parameters:,} ({size(sizes.parameter_bytes)})",
-    f"Checkpoint: {size(sizes.state_bytes)} of arrays, one copy of the whole state",
+    f"Parameters: {parameters:,} ({size(state_tree.state_bytes(state.params))})",
+    f"Checkpoint: {size(state_bytes)} of arrays, one copy of the whole state",
   ]
-  if sizes.ramdisk_by_rule is None or sizes.ramdisk_exact is None:
+  if not whole:
     return [*lines, "Snapshot and ramdisk: none, because no slice holds the whole state (dcn_*_parallelism)"]
+  host_of = lambda device: device.process_index
+  hosts = len({host_of(device) for device in slices[0]})
+  by_rule = ramdisk_size.ramdisk_by_rule(parameters, hosts)
+  exact = max(ramdisk_size.ramdisk_exact(state, slices[0], host_of).values())
   return [
     *lines,
-    f"Snapshot: {size(sizes.state_bytes)} of host memory per slice and copy, {size(per_host)} per host "
-    f"({counted(sizes.hosts_per_slice, 'host')} per slice), two copies while a new one is being written",
-    f"Ramdisk per host: {size(sizes.ramdisk_by_rule)} by the rule (parameters x 12 bytes / hosts x 2 x 1.15)",
-    f"Ramdisk per host: {size(sizes.ramdisk_exact)} by exact count, for two saves without a margin",
+    f"Snapshot: {size(state_bytes)} of host memory per slice and copy, {size(state_bytes / hosts)} per host "
+    f"({counted(hosts, 'host')} per slice), two copies while a new one is being written",
+    f"Ramdisk per host: {size(by_rule)} by the rule (parameters x 12 bytes / hosts x 2 x 1.15)",
+    f"Ramdisk per host: {size(exact)} by exact count, for two saves without a margin",
   ]
 
 
-def degraded_lines(table: Sequence[batch_plan.BatchPlan], total: int) -> list[str]:
-  """Returns what a step costs with k of N slices alive. An empty table means that all slices are needed."""
+def degraded_lines(config: Config, total: int, fewer: bool) -> list[str]:
+  """Returns what a step costs with k of N slices alive. fewer: whether the run continues without some slices."""
   if total == 1:
     return ["Slices: one; the run cannot continue if it is lost"]
-  if not table:
+  if not fewer:
     return [f"Slices: dcn_*_parallelism needs all {total}; the run cannot continue with fewer"]
   lines = ["Slices alive | micro-batches per step | padding | speed, if only computation counts"]
-  for row in reversed(table):
+  accumulation = config.optimizer.gradient_accumulation_steps
+  for row in reversed(batch_plan.table(total, accumulation)):
     columns = (
       f"{row.alive} of {total}",
       row.micro_batches,
@@ -75,7 +75,7 @@ def degraded_lines(table: Sequence[batch_plan.BatchPlan], total: int) -> list[st
       f"{row.relative_throughput:.1%}",
     )
     lines.append(" | ".join(f"{column:>{width}}" for column, width in zip(columns, (12, 22, 7, 7))))
-  return lines
+  return lines + finer_lines(total, config.data.per_device_batch_size, accumulation)
 
 
 def finer_lines(total: int, batch: float, accumulation: int) -> list[str]:
@@ -173,10 +173,6 @@ def memory_line(a: Analysis, chip: Chip | None) -> str:
     return parts + host
   verdict = "fits" if m.fits(chip) else "does not fit"
   return f"{parts} of {size(chip.hbm_bytes)} ({m.total / chip.hbm_bytes:.0%}): {verdict}{host}"
-
-
-def refusal_lines(refusal: DoesNotFit) -> list[str]:
-  return [f"The step on {counted(refusal.slices, 'slice')} does not fit: {refusal.reason}"]
 
 
 def collective_lines(collectives: Iterable[Collective]) -> list[str]:

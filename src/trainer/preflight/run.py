@@ -46,32 +46,30 @@ def run(config: Config, options: PreflightOptions, started: float) -> int:
   if _separate(config):  # each process compiles the program of its own slice, whoever else is alive
     wanted, compiled_total = [1], 1
   if config.model.remat_policy is RematPolicy.AUTO:
-    config = _choose_remat(config, slices_of, total)
+    config = _choose_remat(config, slices_of, compiled_total)
   with concurrent.futures.ThreadPoolExecutor(len(wanted)) as pool:
     # Compile in parallel: the compiler releases the lock of the interpreter.
     analyse = functools.partial(
       analysis.analyse, quickly=options.preflight_degraded is DegradedStep.QUICK, hlo_file=options.preflight_hlo_file
     )
     futures = [pool.submit(analyse, config, slices_of(alive), compiled_total) for alive in wanted]
-    for line in report.state_lines(_sizes(config, slices, whole)):
+    for line in report.state_lines(config, slices, whole):
       print(line)
-    for line in _process_lines(config, total) if _separate(config) else _degraded_lines(config, total, fewer):
-      print(line, flush=True)
+    costs = _process_lines(config, total) if _separate(config) else report.degraded_lines(config, total, fewer)
+    print("\n".join(costs), flush=True)
     codes = [0]
     for future in futures:
       found = future.result()
-      if isinstance(found, analysis.Refused):
-        living = counted(found.slices, "slice")
+      living = counted(found.slices, "slice")
+      if isinstance(found, analysis.Analysis):
+        print("\n".join(report.analysis_lines(found, chip)), flush=True)
+        codes.append(0 if chip is None or found.memory.fits(chip) else 1)
+      elif found.too_large:
+        print(f"The step on {living} does not fit: {found.reason}", flush=True)
+        codes.append(1)
+      else:
         print(f"error: the compiler refused the step on {living}: {found.reason}", file=sys.stderr)
         codes.append(3)
-        continue
-      if isinstance(found, analysis.DoesNotFit):
-        lines, fits = report.refusal_lines(found), False
-      else:
-        lines = report.analysis_lines(found, chip)
-        fits = chip is None or found.memory.fits(chip)
-      codes.append(0 if fits else 1)
-      print("\n".join(lines), flush=True)
   if options.preflight_search:
     print("\n".join(search.lines(config, [slices_of(alive) for alive in wanted], chip)))
   print(f"Seconds in total: {time.monotonic() - started:.1f}")
@@ -129,18 +127,6 @@ def _check_hlo_file(path: str) -> None:
 def _separate(config: Config) -> bool:
   """Whether each slice is a process with a program of its own."""
   return config.cluster.cluster == "multiprocess"
-
-
-def _degraded_lines(config: Config, total: int, fewer: bool) -> list[str]:
-  """Returns what a step costs with each number of living slices. fewer: whether the run continues without some."""
-  from trainer.elastic import batch_plan
-  from trainer.preflight import report
-
-  accumulation = config.optimizer.gradient_accumulation_steps
-  lines = report.degraded_lines(batch_plan.table(total, accumulation) if fewer else [], total)
-  if fewer and total > 1:
-    lines += report.finer_lines(total, config.data.per_device_batch_size, accumulation)
-  return lines
 
 
 def _process_lines(config: Config, total: int) -> list[str]:
@@ -205,24 +191,3 @@ def _refusals() -> Iterator[None]:
     raise ConfigError(f"compile_topology={error}\n{remedy}, {others}") from error
   except topologies.TopologyError as error:
     raise ConfigError(f"compile_topology={error}") from error
-
-
-def _sizes(config: Config, slices: Slices, whole: bool) -> Any:
-  """Returns the sizes of the state and its copies. `whole`: each slice holds the whole state."""
-  from trainer.checkpoint import ramdisk_size
-  from trainer.checkpoint.arrays import state_tree
-  from trainer.preflight import report
-  from trainer.program import program
-
-  state = program.build(config, slices, len(slices)).state
-  host_of = lambda device: device.process_index
-  hosts = len({host_of(device) for device in slices[0]})
-  parameters = counts.parameter_count(config.model)
-  return report.StateSizes(
-    parameters=parameters,
-    parameter_bytes=state_tree.state_bytes(state.params),
-    state_bytes=state_tree.state_bytes(state),
-    hosts_per_slice=hosts,
-    ramdisk_by_rule=ramdisk_size.ramdisk_by_rule(parameters, hosts) if whole else None,
-    ramdisk_exact=max(ramdisk_size.ramdisk_exact(state, slices[0], host_of).values()) if whole else None,
-  )

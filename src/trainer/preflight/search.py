@@ -52,7 +52,7 @@ def lines(config: Config, slice_sets: Sequence[Sequence[Sequence[Any]]], chip: C
       name = f"{_keys(policy, batch, groups)}{where}"
       print(f"Search: compiling {name}", flush=True)
       finding = analyse(tried, slices, len(all_slices))
-      if isinstance(finding, Refused):
+      if isinstance(finding, Refused) and not finding.too_large:
         refused.setdefault(finding.reason, name)
       if not fits(finding, chip):
         break
@@ -109,7 +109,8 @@ def candidates(
     findings = {} if own is None else {own: compile_step(own, batch)}
     for policy in CANDIDATES:
       findings[policy] = found = compile_step(policy, batch)
-      if not fits(found, chip) and not isinstance(found, Refused):
+      refused = isinstance(found, Refused) and not found.too_large
+      if not fits(found, chip) and not refused:
         break  # the next policies need more memory
     return [_candidate(policy, batch, found, chip) for policy, found in findings.items() if fits(found, chip)]
 

@@ -16,9 +16,6 @@ from optax import contrib
 
 from trainer.config.schema import OptimizerSection
 
-# Logical axes: the columns of the embedding table; the rows of the embedding table and of an untied head.
-_TABLE, _VOCABULARY = "table_embed", "vocab"
-
 
 def schedule(cfg: OptimizerSection, steps: int) -> Callable[[jax.Array], jax.Array]:
   """step (int32 scalar, from 0) -> learning rate (float32).
@@ -147,12 +144,12 @@ def _per_layer(optimizer: optax.GradientTransformation, logical_axes: Any) -> op
 
 def _is_matrix(axes: tuple[str, ...]) -> bool:
   """Whether a weight is a matrix: no scale of a norm, load of experts, or embedding table (also if it is the head)."""
-  return not {_TABLE, "norm", "load"} & set(axes)
+  return not {"table_embed", "norm", "load"} & set(axes)
 
 
 def _muon_dims(axes: tuple[str, ...]) -> contrib.MuonDimensionNumbers | None:
   """Dims of a projection as a matrix for Muon, with heads and head_dim as one side; None if Adam updates the weight."""
-  if not _is_matrix(axes) or _VOCABULARY in axes:
+  if not _is_matrix(axes) or "vocab" in axes:
     return None
   # Each expert of a layer has a matrix of its own; the router is one matrix, whose columns are the experts.
   own = [i for i, axis in enumerate(axes) if axis != "layers" and (axis != "experts" or i == len(axes) - 1)]

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Device
@@ -119,11 +120,14 @@ class Program:
   compiler_options: Mapping[str, str | bool]  # of the step
 
   def lower(self) -> jax.stages.Lowered:
-    """Returns the training step, traced."""
-    return step.lower_train_step(self.train_step, self.state, self.batch, self.mesh)
+    """Returns the training step, traced. The state is donated and keeps its shardings."""
+    out_shardings = state.shardings(self.state), NamedSharding(self.mesh, PartitionSpec())
+    jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=out_shardings)
+    with jax.set_mesh(self.mesh):
+      return jitted.lower(self.state, self.batch)
 
   def compile(self) -> Any:
-    """Returns the compiled training step: (state, batch) -> (state, metrics). It donates the state."""
+    """Returns the compiled training step: (state, batch) -> (state, metrics)."""
     return self.lower().compile(compiler_options=dict(self.compiler_options))
 
   def compile_halves(self, *, evaluates: bool, adds: bool) -> Halves:
@@ -223,14 +227,16 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
   platform = slices[0][0].platform
   kernel = attention.choose(
     cfg.attention,
-    platform=platform,
-    mesh=mesh,
-    head_dim=cfg.head_dim,
-    seq_len=length,
-    num_q_heads=cfg.num_query_heads,
-    num_kv_heads=cfg.num_kv_heads,
-    dtype=cfg.dtype,
-    precision=cfg.matmul_precision,
+    attention.Shape(
+      platform=platform,
+      mesh=mesh,
+      head_dim=cfg.head_dim,
+      seq_len=length,
+      num_q_heads=cfg.num_query_heads,
+      num_kv_heads=cfg.num_kv_heads,
+      dtype=jnp.dtype(cfg.dtype),
+      precision=cfg.matmul_precision,
+    ),
   )
   tokens = len(slices) * rows * length // (mesh.shape[mesh_lib.DATA] * mesh.shape[mesh_lib.FSDP] * context)
   grouped = grouped_matmul.choose(platform, cfg.expert_quantization)
@@ -327,7 +333,7 @@ def _share(config: Config, model: DecoderFunctions, platform: str, traced: Trace
   if stages == 0:
     stages = min(_STAGES, layers) if platform != "cpu" and config.model.scan_layers else 1
   if stages == 1:
-    return OneProgram.of(model, config.optimizer, traced)
+    return OneProgram(traced(functools.partial(step.loss_and_grads, model, config.optimizer)))
   return Stages.of(model, config.optimizer, layers, stages, traced)
 
 

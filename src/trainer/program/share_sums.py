@@ -56,12 +56,7 @@ class ShareSums:
 class OneProgram:
   """One program that computes all sums of a share. The exchange begins when the program ends."""
 
-  sums: Callable[[Params, Batch], Sums]
-
-  @classmethod
-  def of(cls, model: DecoderFunctions, cfg: OptimizerSection, traced: Traced) -> OneProgram:
-    """The program of this model."""
-    return cls(traced(functools.partial(loss_and_grads, model, cfg)))
+  sums: Callable[[Params, Batch], Sums]  # `step.loss_and_grads` of the model
 
   def compile(self, params: Params, batch: Batch, grads: Params, options: Any, *, adds: bool) -> ShareSums:
     """Returns the compiled program for an abstract share. grads: ShapeDtypeStructs with shardings."""

@@ -49,28 +49,24 @@ def abstract(
   would be replicated inside a slice.
   """
   shapes = jax.eval_shape(lambda: create(model, optimizer, jax.random.key(0)))
-  params, axes = shapes.params, model.logical_axes()
-  specs = jax.tree_util.tree_map_with_path(
-    lambda path, leaf, names: sharding.parameter_spec(names, leaf.shape, mesh, jax.tree_util.keystr(path)), params, axes
-  )
-  named = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-  sharding.check_replication(params, named, tolerance)
-  by_path = {
-    _names(path): (leaf.shape, sh.spec)
-    for (path, leaf), sh in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(named), strict=True)
-  }
+  map_with_path = jax.tree_util.tree_map_with_path
+  placed = lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+  def place_weight(path: Any, leaf: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
+    return placed(leaf, sharding.parameter_spec(axes, leaf.shape, mesh, jax.tree_util.keystr(path)))
+
+  weights = jax.tree_util.tree_leaves_with_path(map_with_path(place_weight, shapes.params, model.logical_axes()))
+  sharding.check_replication(weights, tolerance)
+  by_path = {_names(path): leaf for path, leaf in weights}
 
   def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Shards an optimizer array like its weight. The weight's path is the end of the array's path."""
     names = _names(path)
-    spec = PartitionSpec()
-    for start in range(len(names)):
-      if names[start:] in by_path:
-        spec = _like(leaf.shape, *by_path[names[start:]])
-        break
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+    of_weight = (by_path[names[i:]] for i in range(len(names)) if names[i:] in by_path)
+    weight = next(of_weight, None)
+    return placed(leaf, PartitionSpec() if weight is None else _like(leaf.shape, weight))
 
-  return jax.tree_util.tree_map_with_path(place, shapes)
+  return map_with_path(place, shapes)
 
 
 def shardings(state: TrainState) -> TrainState:
@@ -78,18 +74,19 @@ def shardings(state: TrainState) -> TrainState:
   return jax.tree.map(lambda leaf: leaf.sharding, state)
 
 
-def _like(shape: tuple[int, ...], weight: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
-  """Returns the spec of an optimizer array of `shape` that belongs to a weight of shape `weight` and `spec`.
+def _like(shape: tuple[int, ...], weight: jax.ShapeDtypeStruct) -> PartitionSpec:
+  """Returns the spec of an optimizer array of `shape` that belongs to `weight`.
 
   An array of the weight's shape has the weight's spec. Adafactor's averages lack one dim of the weight and keep the
   spec of the other dims: for the attention of a 405B model they take 2.4 GB. Every other array (adafactor's
   placeholders of one element) is replicated.
   """
-  if shape == weight:
+  spec = weight.sharding.spec
+  if shape == weight.shape:
     return spec
-  full = (*spec, *[None] * (len(weight) - len(spec)))
-  for dim in range(len(weight)):
-    if shape == weight[:dim] + weight[dim + 1 :]:
+  full = (*spec, *[None] * (len(weight.shape) - len(spec)))
+  for dim in range(len(weight.shape)):
+    if shape == weight.shape[:dim] + weight.shape[dim + 1 :]:
       return PartitionSpec(*full[:dim], *full[dim + 1 :])
   return PartitionSpec()
 

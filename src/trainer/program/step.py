@@ -27,7 +27,7 @@ from trainer.models.decoder import DecoderFunctions, Params
 from trainer.parallel.grad_reduce import GradReduce
 from trainer.parallel.mesh import DATA, FSDP, TENSOR
 from trainer.parallel.sharding import constrain, num_shards
-from trainer.program.state import TrainState, shardings
+from trainer.program.state import TrainState
 
 # The metrics of a step, in the order of their array. A model with experts has experts.METRICS after them. It is one
 # array, because a controller needs two requests to read an array through a Pathways proxy.
@@ -46,11 +46,6 @@ class Sums:
   loss: jax.Array
   z_loss: jax.Array
   weight: jax.Array
-
-
-def batch_spec() -> PartitionSpec:
-  """Returns the spec of a batch's arrays [A, rows, T]: A micro-batches in sequence, rows over slices and fsdp."""
-  return PartitionSpec(None, (DATA, FSDP), None)
 
 
 def token_losses(
@@ -86,7 +81,6 @@ def head_losses(
       batch.weights,
       z_loss=cfg.z_loss_multiplier,
       num_chunks=cfg.num_vocab_tiling,
-      constrain=lambda array, axes: constrain(array, *axes),
       valid_vocab=vocab,
       vocab_shards=parts,
       head_neighbours=model.kernels.head_neighbours,
@@ -204,7 +198,7 @@ def build_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]:
   """Returns train_step(state, batch) -> (state, metrics) on `mesh`, to be jitted with the state donated.
 
-  The batch's arrays are [A, rows of all slices, T] with `batch_spec`.
+  The batch's arrays are [A, rows of all slices, T] sharded like `abstract_batch`.
   """
   own = functools.partial(loss_and_grads, model, cfg)
   sums = _over_slices(mesh, own, functools.partial(reduced_loss_and_grads, model, cfg))
@@ -234,14 +228,6 @@ def build_eval_step(
   return _over_slices(mesh, slice_losses, lambda params, batch: jax.lax.psum(slice_losses(params, batch), DATA))
 
 
-def lower_train_step(train_step: Callable[..., Any], state: TrainState, batch: Batch, mesh: Mesh) -> jax.stages.Lowered:
-  """Returns `train_step` traced for an abstract `state` and `batch`. The state is donated and keeps its shardings."""
-  out_shardings = shardings(state), NamedSharding(mesh, PartitionSpec())
-  jitted = jax.jit(train_step, donate_argnums=0, out_shardings=out_shardings)
-  with jax.set_mesh(mesh):
-    return jitted.lower(state, batch)
-
-
 def abstract_batch(mesh: Mesh, accumulation: int, rows: int, length: int) -> Batch:
   """Returns a batch of ShapeDtypeStructs: `accumulation` micro-batches, each of `rows` rows over all slices.
 
@@ -255,7 +241,7 @@ def abstract_batch(mesh: Mesh, accumulation: int, rows: int, length: int) -> Bat
       f"A micro-batch of {rows} examples does not divide over data={mesh.shape[DATA]} x fsdp={mesh.shape[FSDP]} "
       f"ways. Choose per_device_batch_size, one device's share, as {remedy}."
     )
-  where = NamedSharding(mesh, batch_spec())
+  where = NamedSharding(mesh, PartitionSpec(None, (DATA, FSDP), None))
   shape = (accumulation, rows, length)
   dtypes = (jnp.int32, jnp.int32, jnp.float32, jnp.int32, jnp.int32)
   return Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=where) for dtype in dtypes))

@@ -29,9 +29,7 @@ def resolve(options: argparse.Namespace) -> Job:
   if options.target == "rayjob" and not pathways:
     ray_keys = keys.of_ray(max(1, num_slices - options.elastic_slices), num_slices)
     config = load([*options.config, *keys.refuse_other(options.config, "rayjob", ray_keys)], check_paths=False)
-  max_slice_restarts = options.max_slice_restarts
-  if max_slice_restarts is None:
-    max_slice_restarts = config.elastic.elastic_max_retries
+  retries, given = config.elastic.elastic_max_retries, options.max_slice_restarts
   ramdisk = 0
   if config.checkpoint.enable_emergency_checkpoint:
     # Behind Pathways the controller writes the copies of all slices.
@@ -44,7 +42,7 @@ def resolve(options: argparse.Namespace) -> Job:
     num_slices=num_slices,
     pathways=pathways,
     max_restarts=_max_restarts(options, config),
-    max_slice_restarts=max_slice_restarts,
+    max_slice_restarts=retries if given is None else given,
     grace_seconds=grace,
     save_seconds=save,
     ramdisk_mebibytes=ramdisk,

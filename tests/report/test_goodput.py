@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+from tests.support import fake_run
 from tests.support.command import without_times
 
 from trainer.config.errors import ConfigError
@@ -200,6 +201,19 @@ def test_write_leaves_a_file_and_a_line(tmp_path, capsys):
   goodput.write(run, result, log.get(None))
   assert json.loads((tmp_path / "goodput.json").read_text()) == result
   assert without_times(capsys.readouterr().out) == "goodput: 75.00% of 0:01:23 (other 25.00%), steps lost: 0\n"
+
+
+@pytest.mark.parametrize("field", ["seconds", "slices", "wall"])
+def test_a_damaged_record_of_a_step_is_passed_over(tmp_path, field):
+  """A record without its seconds ended the report with an AssertionError."""
+  fake_run.plain_run(tmp_path / "a", steps=3)
+  path = tmp_path / "a" / "metrics.jsonl"
+  first, damaged, last = map(json.loads, path.read_text().splitlines())
+  del damaged[field]
+  path.write_text("".join(json.dumps(record) + "\n" for record in (first, damaged, last)))
+  run = history.load(str(tmp_path / "a"))
+  assert run.steps["step"].tolist() == [1, 3] and run.total_slices == 3
+  assert sum(goodput.compute(run)["percent"].values()) == pytest.approx(100)
 
 
 def test_a_directory_without_a_run_is_an_error(tmp_path):

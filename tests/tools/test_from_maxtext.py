@@ -87,3 +87,9 @@ def test_the_data_of_the_answers_name_keys_that_exist():
   entries = tables()["keys"]["a key of MaxText"]
   assert {entry["renamed"] for entry in entries if "renamed" in entry} <= all_keys().keys()
   assert sum("safe" in entry for entry in entries) > 40
+
+
+def test_a_value_of_a_python_object_is_refused(tmp_path, capsys):
+  (tmp_path / "theirs.yml").write_text("steps: !!python/object:os.system x\n")
+  assert from_maxtext.main([str(tmp_path / "theirs.yml")]) == 2
+  assert capsys.readouterr().err.startswith("error: could not determine a constructor for the tag")

@@ -26,7 +26,10 @@ from trainer.data.documents import Piece
 from trainer.data.tokenizer import ByteTokenizer, train_bpe
 from trainer.tools.tokenize import part as part_lib
 from trainer.tools.tokenize import run
+from trainer.tools.tokenize.__main__ import main
+from trainer.tools.tokenize.output import Part
 from trainer.tools.tokenize.part import Job
+from trainer.tools.tokenize.progress import Progress
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 120  # seconds
@@ -228,8 +231,6 @@ def run_in_process(arguments: list[str]) -> tuple[int, str]:
   import contextlib
   import io
 
-  from trainer.tools.tokenize.__main__ import main
-
   errors = io.StringIO()
   with contextlib.redirect_stderr(errors):
     return main(arguments), errors.getvalue()
@@ -255,3 +256,29 @@ def test_the_description_changes_with_all_that_changes_the_output(tmp_path):
   changes = [{"length": 8}, {"packing": "none"}, {"records": "documents"}, {"tokenizer": None}]
   descriptions = [json.dumps(dataclasses.replace(job, **change).description()) for change in [{}, *changes]]
   assert len(set(descriptions)) == len(descriptions)
+
+
+def test_the_progress_ends_with_a_line_unless_the_work_has_failed(capsys):
+  part = Part("train", 0, (Piece("a", Path("a"), 0, 2_000_000),))
+  with Progress(part.size) as progress:
+    progress.add_tokens(1000)
+    progress.add_part(part)
+  assert capsys.readouterr().out.startswith("100% of 2.0 MB, 1,000 tokens, ")
+  with pytest.raises(ConfigError), Progress(part.size):
+    raise ConfigError("a document is wrong")
+  assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+  ("option", "rule"),
+  [
+    ("--processes=two", "two is not a whole number of at least 1"),
+    ("--processes=0", "0 is not a whole number of at least 1"),
+    ("--part-megabytes=x", "x is not a number from 0.000001 to 1000000"),
+    ("--part-megabytes=nan", "nan is not a number from 0.000001 to 1000000"),
+  ],
+)
+def test_wrong_numbers_are_refused_with_the_rule(option, rule, capsys):
+  with pytest.raises(SystemExit):
+    main(["configs/base.yml", "--output=x", option])
+  assert f"argument {option.partition('=')[0]}: {rule}" in capsys.readouterr().err

@@ -21,6 +21,7 @@ from tests.support import fake_run
 from tests.support.report_page import Page
 
 from trainer.report import history, live
+from trainer.report import page as page_lib
 from trainer.tools import report, watch
 
 
@@ -34,7 +35,7 @@ def young_run(path, steps: int = 3, **start) -> fake_run.FakeRun:
 @pytest.fixture
 def short(monkeypatch):
   """Pages without pictures, which take a second to draw. Other tests look at whole pages."""
-  monkeypatch.setattr(live, "_body", lambda runs: f"{runs[0].steps[-1]['step']:.0f} of {runs[0].start['steps']}")
+  monkeypatch.setattr(page_lib, "body", lambda run, goodput: (f"{run.steps[-1]['step']:.0f} of {run.start['steps']}",))
 
 
 class Clock:
@@ -175,6 +176,7 @@ def test_the_command_serves_the_page_and_ends_with_ctrl_c(tmp_path):
     assert json.loads(get(f"{url}state?version=1")[1])["body"] is None
     assert get(f"{url}etc/passwd")[0] == 404
     assert get(url, Host="attacker.example:80")[0] == 403
+    assert [get(url, Host=host)[0] for host in ("localhost", "127.0.0.1", "[::1]")] == [200] * 3  # --port 80
     shutil.rmtree(tmp_path / "a")
     assert get(url)[0] == 200
     process.send_signal(signal.SIGINT)

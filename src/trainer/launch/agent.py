@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
   """Runs the command and returns its exit code. Imports here and not above, so that a signal finds its handler."""
   from trainer.cluster import job_token
   from trainer.config.errors import ConfigError
-  from trainer.launch.keys import program
+  from trainer.launch.keys import program, require
   from trainer.observe import screen
   from worlds import addresses
   from worlds.agent import Agent
@@ -42,8 +42,7 @@ def main(argv: list[str] | None = None) -> int:
       addresses.split(options.supervisor)
     except ValueError as error:
       raise ConfigError(f"--supervisor {options.supervisor}: {error}.") from error
-    if options.slices < 1:
-      raise ConfigError(f"--slices {options.slices}: it must be at least 1.")
+    require(options.slices >= 1, f"--slices {options.slices}", "at least 1")
     agent = Agent(
       program(),
       options.supervisor,

@@ -21,7 +21,7 @@ _DETERMINES_LOSSES = (
 
 
 def write(runs: Sequence[Run], path: str) -> None:
-  """Writes the comparison to an HTML file that loads nothing. ConfigError if a run has no completed step."""
+  """Writes the comparison of runs that have steps to an HTML file that loads nothing."""
   directory, _, name = path.rpartition("/")
   files.write_text(directory or ".", name, markup.page("Comparison of runs", body(runs)))
 
@@ -30,8 +30,6 @@ def body(runs: Sequence[Run]) -> str:
   """The comparison as the body of an HTML page. The first run is the one that the others are compared with."""
   from trainer.report import hover, overlay, style  # matplotlib: a second to import
 
-  for run in runs:
-    run.require_steps()
   names, results = labels(runs), [goodput.compute(run) for run in runs]
   equal = [name for name, run in zip(names[1:], runs[1:]) if not _other(runs[0], run)]
   ends = "; ".join(f"{name}: {_loss(run)}" for name, run in zip(names, runs))

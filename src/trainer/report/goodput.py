@@ -3,8 +3,8 @@
 Computed after the run from events.jsonl and metrics.jsonl: it costs no training time and can be repeated. Every
 microsecond between the first and the last record belongs to exactly one bucket, except the time from the end of a
 complete run (exit code 0) until it was started again. The records claim intervals; where claims overlap (a compilation
-inside a step), the bucket that comes first in BUCKETS wins. Google's
-ml-goodput-measurement has the same categories, but adds them up separately.
+inside a step), the bucket that comes first in BUCKETS wins. Google's ml-goodput-measurement has the same categories,
+but adds them up separately.
 """
 
 from __future__ import annotations
@@ -121,11 +121,9 @@ def elapsed(result: dict[str, Any], wall: Any) -> Any:
 def _slice_percent(run: Run) -> float | None:
   total = max((event.get("num_slices") or 0 for event in run.of_kind("run_start")), default=0)
   seconds = run.steps["seconds"].sum()
-  return (
-    round(100 * float((run.steps["seconds"] * run.steps["slices"]).sum() / seconds / total), 2)
-    if total and seconds
-    else None
-  )
+  if not total or not seconds:
+    return None
+  return round(100 * float((run.steps["seconds"] * run.steps["slices"]).sum() / seconds / total), 2)
 
 
 def write(run: Run, result: dict[str, Any], log: Log) -> None:
@@ -185,7 +183,11 @@ def _claims_of_life(life: _Life) -> tuple[_Claims, int, int]:
   wall, first, last = life.edges()
   claims: _Claims = collections.defaultdict(list)
   step_ends = (wall + life.rows["monotonic"] - first) * 1e6
-  _claim_steps(claims, life, step_ends)
+  step_begins = step_ends - 1e6 * life.rows["seconds"]
+  data_ends = np.minimum(step_ends, step_begins + 1e6 * np.nan_to_num(life.rows["data_wait"]))
+  _claim(claims, "steps", step_begins[~life.redone], step_ends[~life.redone])
+  _claim(claims, "steps_lost", step_begins[life.redone], step_ends[life.redone])
+  _claim(claims, "data_wait", step_begins, data_ends)
   seen = -1  # index of the newest step after which a fault was detected already
   attempt_ended = -math.inf
   for event in life.events:
@@ -207,13 +209,6 @@ def _claims_of_life(life: _Life) -> tuple[_Claims, int, int]:
       attempt_ended = now  # what is timed after it cannot have begun before it
   starts = [int(interval[:, 0].min()) for intervals in claims.values() for interval in intervals if len(interval)]
   return claims, min([round(wall * 1e6), *starts]), round((wall + last - first) * 1e6)
-
-
-def _claim_steps(claims: _Claims, life: _Life, ends: np.ndarray) -> None:
-  begins = ends - 1e6 * life.rows["seconds"]
-  _claim(claims, "steps", begins[~life.redone], ends[~life.redone])
-  _claim(claims, "steps_lost", begins[life.redone], ends[life.redone])
-  _claim(claims, "data_wait", begins, np.minimum(ends, begins + 1e6 * np.nan_to_num(life.rows["data_wait"])))
 
 
 def _claim(claims: _Claims, rank: str, start: np.ndarray | float, end: np.ndarray | float) -> None:

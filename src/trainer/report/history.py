@@ -118,8 +118,7 @@ class Run:
 
 def load(run_directory: str) -> Run:
   """Reads a run directory, local or gs://. ConfigError if it holds no records of a run."""
-  records_of_events = (event for event in read_events(run_directory) if _is_record(event) and "kind" in event)
-  events = without_refused(list(records_of_events))
+  events = without_refused([event for event in read_events(run_directory) if _is_record(event) and "kind" in event])
   processes = {process: index for index, process in enumerate(dict.fromkeys(event["process"] for event in events))}
   losses: list[dict[str, float]] = []
   scores: list[dict[str, float]] = []
@@ -172,9 +171,10 @@ def _rows(
   Adds new processes to `processes`, and of each evaluation the losses by set to `losses` and the scores to `scores`.
   """
   for record in files.read_json_lines(run_directory, METRICS_FILE):
-    if not _is_record(record) or not isinstance(record.get("step"), int | float):
+    needed = ("step", "seconds", "slices") if "loss" in record else ("step",)
+    if not _is_record(record) or not all(isinstance(record.get(name), int | float) for name in needed):
       continue  # damaged: a line that a program other than the trainer has changed
-    process = processes.setdefault(record.get("process", ""), len(processes))
+    process = processes.setdefault(record["process"], len(processes))
     if "loss" not in record:
       sets = record.get("eval_losses") or {}
       losses.append({name: loss for name, loss in sets.items() if isinstance(loss, int | float)})

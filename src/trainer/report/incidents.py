@@ -137,10 +137,8 @@ def _parts(recovery: dict[str, Any]) -> str:
   """`Compilation 20.6 s, restore 3.0 s.`: the parts that took a tenth of a recovery or more, the longest first."""
   total = float(recovery.get("seconds") or 0.0)
   took = [(float(recovery.get(f"{field}_seconds") or 0.0), name) for field, name in _PARTS.items()]
-  shown = [
-    f"{name} {seconds:.1f} s" for seconds, name in sorted(took, reverse=True) if seconds >= max(0.05, total / 10)
-  ]
-  return _sentence(", ".join(shown))
+  long = [(seconds, name) for seconds, name in sorted(took, reverse=True) if seconds >= max(0.05, total / 10)]
+  return _sentence(", ".join(f"{name} {seconds:.1f} s" for seconds, name in long))
 
 
 def _restarts(run: Run) -> Iterator[Incident]:
@@ -148,8 +146,8 @@ def _restarts(run: Run) -> Iterator[Incident]:
   tokens_per_step = int(run.start.get("tokens_per_step") or 0)
   starts = run.of_kind("run_start")
   for before, start in itertools.pairwise(starts):
-    rows = run.rows[run.rows["process"] == _index(run, before)]
-    again = run.redone[run.rows["process"] == _index(run, before)]
+    mine = run.rows["process"] == run.processes.index(before["process"])
+    rows, again = run.rows[mine], run.redone[mine]
     records = [event for event in run.events if event["process"] == before["process"]]
     last = max([event["wall"] for event in records] + [float(row["wall"]) for row in rows[-1:]])
     ready = next((e for e in run.of_kind("init_done") if e["process"] == start["process"]), start)
@@ -170,10 +168,6 @@ def _restarts(run: Run) -> Iterator[Incident]:
       tokens=int(again.sum()) * tokens_per_step if tokens_per_step else None,
       chips=num_chips(run),
     )
-
-
-def _index(run: Run, event: dict[str, Any]) -> int:
-  return run.processes.index(event["process"])
 
 
 def _hangs(run: Run) -> Iterator[Incident]:

@@ -24,7 +24,6 @@ from trainer.report.history import Run
 _LARGEST_SHARE = 0.25  # of the time that making pages may take: the machine may be training
 _LATE_SECONDS = 60.0  # without a record, and no step took so long: the notice is a warning
 _RECENT_STEPS = 50
-_POLL_MILLISECONDS = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +85,8 @@ class LivePage:
           body = self._list(folders, seen)
         else:
           self._runs = [history.load_with_steps(directory) for directory in self._directories]
-          body = _body(self._runs)
+          first, *others = self._runs
+          body = comparison_page.body(self._runs) if others else page.body(first, goodput.compute(first))[0]
         self._state = dataclasses.replace(self._state, body=body, version=self._state.version + 1)
         self._seen = seen
       self._failing_since = None
@@ -150,12 +150,6 @@ def _last_record(run: Run) -> float:
   return max(float(run.steps[-1]["wall"]), max((event["wall"] for event in run.events), default=0.0))
 
 
-def _body(runs: list[Run]) -> str:
-  if len(runs) > 1:
-    return comparison_page.body(runs)
-  return page.body(runs[0], goodput.compute(runs[0]))[0]
-
-
 def _signature(directory: str) -> Sequence[object]:
   """For each line file that exists, a value that changes when it grows or is replaced. ConfigError without a folder."""
   names = (METRICS_FILE, EVENTS_FILE)
@@ -192,12 +186,8 @@ def _notice(runs: list[Run], now: float) -> tuple[str, bool]:
   return "; ".join(texts), late
 
 
-def shell() -> str:
-  """The page that a browser loads once. It fetches `state` from the same server and shows what is new."""
-  return _SHELL.replace("PERIOD_MS", str(_POLL_MILLISECONDS))
-
-
-_SHELL = """<p id="notice" class="notice" role="status"></p><main id="main"></main><script>
+# The page that a browser loads once. It fetches `state` from the same server and shows what is new.
+SHELL = """<p id="notice" class="notice" role="status"></p><main id="main"></main><script>
 let version = -1;
 const main = document.getElementById("main"), notice = document.getElementById("notice");
 const label = (item) => item.firstChild.textContent.replace(/[0-9,]/g, "");
@@ -217,7 +207,7 @@ async function refresh() {
     notice.textContent = "The watch command does not answer. Start it again to see new steps.";
     notice.classList.add("late");
   }
-  setTimeout(refresh, PERIOD_MS);
+  setTimeout(refresh, 2000);
 }
 refresh();
 </script>"""

@@ -160,9 +160,8 @@ def _started(run: Run) -> str:
   start = run.start
   data = start.get("data")
   facts = {"Command": start.get("command"), "Host": start.get("host"), "Commit": start.get("git_commit")}
+  facts["Versions"] = ", ".join(f"{package} {version}" for package, version in (start.get("versions") or {}).items())
   known = {name: value for name, value in facts.items() if value}
-  versions = start.get("versions") or {}
-  known |= {"Versions": ", ".join(f"{package} {version}" for package, version in versions.items())} if versions else {}
   return (
     f"<h2>Data</h2>{sections.data(data) if data else '<p>Not recorded.</p>'}"
     f"<h2>Start</h2>{markup.facts(known) if known else '<p>Not recorded.</p>'}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
@@ -13,55 +13,27 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from trainer.report import series
+from trainer.report import series, style
 from trainer.report.goodput import elapsed
 from trainer.report.history import Events, Run
-from trainer.report.style import (
-  BLUE,
-  BROWN,
-  GREEN,
-  GREY,
-  INK,
-  ORANGE,
-  PAPER,
-  PURPLE,
-  SKY,
-  STYLE,
-  VERMILION,
-  VIOLET,
-  WIDE,
-  Size,
-  time_unit,
-)
+from trainer.report.style import Size
 
 # Rows of the strip of events: label, kind, colour, marker, whether a line goes down through the curves.
 _ROWS = (
-  ("slice lost", "slice_down", VERMILION, "v", True),
-  ("slice returned", "slice_up", GREEN, "^", True),
-  ("restored", "restore", BLUE, "D", False),
-  ("process restarted", "restart", INK, "P", True),
-  ("preempted", "preemption", PURPLE, "s", True),
-  ("hung", "hang", INK, "X", True),
-  ("checkpoint", "saved_persistent", GREY, "|", False),
-  ("local checkpoint", "saved_emergency", GREY, "|", False),
+  ("slice lost", "slice_down", style.VERMILION, "v", True),
+  ("slice returned", "slice_up", style.GREEN, "^", True),
+  ("restored", "restore", style.BLUE, "D", False),
+  ("process restarted", "restart", style.INK, "P", True),
+  ("preempted", "preemption", style.PURPLE, "s", True),
+  ("hung", "hang", style.INK, "X", True),
+  ("checkpoint", "saved_persistent", style.GREY, "|", False),
+  ("local checkpoint", "saved_emergency", style.GREY, "|", False),
 )
 _MOST_LINES = 60  # more lines would hide the curve
 
 
-class _Scale(Protocol):
-  """The horizontal axis: where rows and events lie on it."""
-
-  label: str
-
-  def rows(self, rows: np.ndarray) -> np.ndarray: ...
-
-  def curve(self, run: Run, rows: np.ndarray, values: np.ndarray) -> series.Curve: ...
-
-  def event(self, event: dict[str, Any]) -> float | None: ...
-
-
 class _Steps:
-  label = "step"
+  """The horizontal axis of steps: where rows and events lie on it."""
 
   def rows(self, rows: np.ndarray) -> np.ndarray:
     return rows["step"]
@@ -74,12 +46,12 @@ class _Steps:
 
 
 class _Time:
-  """Wall time since the first start, in the unit that suits its length."""
+  """The same for wall time since the first start, in the unit that suits its length."""
 
   def __init__(self, goodput: dict[str, Any]) -> None:
     """goodput: the result of goodput.compute."""
     self._goodput = goodput
-    self._unit, name = time_unit(goodput["wall_seconds"])
+    self._unit, name = style.time_unit(goodput["wall_seconds"])
     self.label = f"{name} since the first start"
     self.end = goodput["wall_seconds"] / self._unit
 
@@ -96,24 +68,17 @@ class _Time:
     return self.at(series.moment(event))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Mark:
-  """One row of the strip of events."""
-
-  label: str
-  color: str
-  marker: str
-  line: bool
-  events: Events
+_Scale = _Steps | _Time
+_Mark = tuple[str, str, str, bool, Events]  # a row of the strip: as in _ROWS without kind, and its events
 
 
 def styled(draw: Callable[..., Figure], *arguments: Any, **named: Any) -> Figure:
   """The figure that `draw` returns, drawn in this project's style."""
-  with matplotlib.rc_context(STYLE):
+  with matplotlib.rc_context(style.STYLE):
     return draw(*arguments, **named)
 
 
-def loss_over_steps(run: Run, size: Size = WIDE) -> Figure:
+def loss_over_steps(run: Run, size: Size = style.WIDE) -> Figure:
   """The picture of the run: events, loss and evaluations, and slices, over steps."""
   scale = _Steps()
   slices = run.total_slices > 1
@@ -126,7 +91,7 @@ def loss_over_steps(run: Run, size: Size = WIDE) -> Figure:
   return figure
 
 
-def over_time(run: Run, goodput: dict[str, Any], size: Size = WIDE) -> Figure:
+def over_time(run: Run, goodput: dict[str, Any], size: Size = style.WIDE) -> Figure:
   """Loss, speed and slices alive over wall time."""
   scale = _Time(goodput)
   slices = run.total_slices > 1
@@ -134,7 +99,7 @@ def over_time(run: Run, goodput: dict[str, Any], size: Size = WIDE) -> Figure:
   _draw_loss(axes[0], run, scale)
   _title(strip, axes[0], "Loss and speed over wall time", size)
   xs, speeds = series.speed(run)
-  axes[1].plot(scale.at(xs), speeds, color=BLUE, linewidth=1.4, label="tokens/s")
+  axes[1].plot(scale.at(xs), speeds, color=style.BLUE, linewidth=1.4, label="tokens/s")
   axes[0].set_xlim(0, 1.01 * scale.end)
   axes[1].set_ylabel("tokens/s")
   axes[1].set_ylim(0, 1.08 * max(speeds[np.isfinite(speeds)], default=0.0) or 1.0)
@@ -146,20 +111,16 @@ def over_time(run: Run, goodput: dict[str, Any], size: Size = WIDE) -> Figure:
   return figure
 
 
-def details(run: Run, size: Size = WIDE) -> Figure:
+def details(run: Run, size: Size = style.WIDE) -> Figure:
   """Distribution of step times, gradient norm, learning rate, and the load of the experts if there are any."""
   parts = 3 + run.has_experts
   shape = (parts, 1) if size.is_narrow else (parts // 2, 2) if run.has_experts else (1, parts)
   figure = Figure(figsize=(size.inches, 2.6 * shape[0]), layout="constrained")
   times, *others = figure.subplots(*shape).flat
   _draw_step_times(times, run)
-  curves = (("grad_norm", "gradient norm", PURPLE), ("lr", "learning rate", GREEN))
-  for axis, (field, name, color) in zip(others, curves):
-    look: dict[str, Any] = {"color": color, "linewidth": 1.3, "label": name} | series.dots(len(run.steps))
-    axis.plot(*series.thin(run.steps["step"], run.steps[field]), **look)
-    _label_steps(axis, nbins=4)
-    axis.grid(axis="y")
   first, second = others[:2]
+  _draw_curves(first, run, ("grad_norm", "gradient norm", style.PURPLE))
+  _draw_curves(second, run, ("lr", "learning rate", style.GREEN))
   first.set_title("Gradient norm before clipping")
   second.set_title("Learning rate")
   second.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
@@ -169,19 +130,21 @@ def details(run: Run, size: Size = WIDE) -> Figure:
   if len(norms) and norms.max() > 30 * norms.min():
     first.set_yscale("log")
   if run.has_experts:
-    _draw_loads(others[2], run)
+    third = others[2]
+    loads = (("router_load_max", "most used", style.ORANGE), ("router_load_min", "least used", style.BLUE))
+    _draw_curves(third, run, *loads)
+    third.set_title("Tokens of an expert, relative to an even load")
+    third.axhline(1, color=style.GREEN, linewidth=1)
+    third.set_ylim(bottom=0)
+    third.legend(fontsize=9)
   return figure
 
 
-def _draw_loads(axis: Axes, run: Run) -> None:
-  """The loads of the most and the least used expert, relative to an even load."""
-  axis.set_title("Tokens of an expert, relative to an even load")
-  for field, name, color in (("router_load_max", "most used", ORANGE), ("router_load_min", "least used", BLUE)):
+def _draw_curves(axis: Axes, run: Run, *curves: tuple[str, str, str]) -> None:
+  """Numbers of the steps, over the steps. curves: (field of the rows, name, colour)."""
+  for field, name, color in curves:
     look: dict[str, Any] = {"color": color, "linewidth": 1.3, "label": name} | series.dots(len(run.steps))
     axis.plot(*series.thin(run.steps["step"], run.steps[field]), **look)
-  axis.axhline(1, color=GREEN, linewidth=1)
-  axis.set_ylim(bottom=0)
-  axis.legend(fontsize=9)
   axis.grid(axis="y")
   _label_steps(axis, nbins=4)
 
@@ -197,7 +160,7 @@ def _draw_step_times(axis: Axes, run: Run) -> None:
   low, high = seconds.min(), seconds.max()
   edges = np.geomspace(low / 1.02, high * 1.02, 36)
   counts = sorted(set(slices.tolist()))
-  colors = [BLUE, ORANGE, GREEN, PURPLE][: len(counts)] if len(counts) <= 4 else [BLUE]
+  colors = [style.BLUE, style.ORANGE, style.GREEN, style.PURPLE][: len(counts)] if len(counts) <= 4 else [style.BLUE]
   groups = [seconds[slices == count] for count in counts] if len(colors) > 1 else [seconds]
   labels = [f"{count:.0f} slice{'s' * (count != 1)}" for count in counts] if len(groups) > 1 else None
   axis.hist(groups, edges.tolist(), stacked=True, color=colors, label=labels)
@@ -218,9 +181,9 @@ def _draw_step_times(axis: Axes, run: Run) -> None:
 
 def comparison(runs: Sequence[Run], steps: np.ndarray, difference: np.ndarray, summary: str) -> Figure:
   """Losses of two runs over steps with the events of both, and below them their relative difference per step."""
-  figure, strip, axes = _stack(_marks(runs, hidden="saved_"), _Steps(), WIDE, heights=(3.8, 1.5))
+  figure, strip, axes = _stack(_marks(runs, hidden="saved_"), _Steps(), style.WIDE, heights=(3.8, 1.5))
   strip.set_title(summary, pad=8)
-  looks = ((BLUE, 4.0, 0.45, "-"), (INK, 1.2, 1.0, "--"))
+  looks = ((style.BLUE, 4.0, 0.45, "-"), (style.INK, 1.2, 1.0, "--"))
   for run, (color, width, alpha, line) in zip(runs, looks, strict=True):
     lost = len(run.of_kind("slice_down"))
     label = f"{_short(run.name)}: {lost or 'no'} slice{'s' if lost != 1 else ''} lost"
@@ -231,7 +194,7 @@ def comparison(runs: Sequence[Run], steps: np.ndarray, difference: np.ndarray, s
   axes[0].grid(axis="y")
   floor, top = 1e-9, max([1e-4, *(4 * difference[np.isfinite(difference)])])
   # Equal losses have no place on a log scale: they are drawn on the bottom line, infinite ones at the top.
-  axes[1].scatter(*series.thin(steps, np.clip(difference, floor, top)), s=8, color=BLUE)
+  axes[1].scatter(*series.thin(steps, np.clip(difference, floor, top)), s=8, color=style.BLUE)
   axes[1].set_yscale("log")
   axes[1].set_yticks([floor, 1e-7, 1e-5, 1e-3, 1e-1], ["equal", "1e-7", "1e-5", "1e-3", "0.1"])
   axes[1].minorticks_off()
@@ -255,18 +218,18 @@ def _stack(
   strip, axes = rows[0], list(rows[1:])
   strip.set_ylim(-0.5, max(0.5, len(marks) - 0.5))
   strip.invert_yaxis()
-  strip.set_yticks(range(len(marks)), ["" if size.is_narrow else mark.label for mark in marks], fontsize=9)
+  strip.set_yticks(range(len(marks)), ["" if size.is_narrow else label for label, *_ in marks], fontsize=9)
   strip.tick_params(axis="both", length=0, labelbottom=False)
   for spine in strip.spines.values():
     spine.set_visible(False)
-  for row, mark in enumerate(marks):
-    xs = series.spread(np.array([x for x in map(scale.event, mark.events) if x is not None], np.float64))
-    dot: dict[str, Any] = {"color": mark.color, "marker": mark.marker, "s": 60 if mark.marker == "|" else 42}
-    strip.scatter(xs, np.full(len(xs), row), label=mark.label, zorder=3, clip_on=False, **dot)
-    if mark.line and len(xs) <= _MOST_LINES:
+  for row, (label, color, marker, has_line, events) in enumerate(marks):
+    xs = series.spread(np.array([x for x in map(scale.event, events) if x is not None], np.float64))
+    dot: dict[str, Any] = {"color": color, "marker": marker, "s": 60 if marker == "|" else 42}
+    strip.scatter(xs, np.full(len(xs), row), label=label, zorder=3, clip_on=False, **dot)
+    if has_line and len(xs) <= _MOST_LINES:
       for axis in axes:
         for x in xs:
-          axis.axvline(x, color=mark.color, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.7, zorder=0)
+          axis.axvline(x, color=color, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.7, zorder=0)
   if size.is_narrow and marks:
     figure.legend(*strip.get_legend_handles_labels(), loc="outside lower left", ncols=2, fontsize=9)
   return figure, strip, axes
@@ -280,12 +243,12 @@ def _marks(runs: Sequence[Run], hidden: str = "") -> list[_Mark]:
     events += [event | {"kind": f"saved_{event.get('tier')}"} for event in run.of_kind("checkpoint_saved")]
     # A second run_start is a restart; its step is the first that was done after it.
     events += [event | {"kind": "restart", "step": _next_step(run, event)} for event in run.of_kind("run_start")[1:]]
-  found = ((row, [event for event in events if event["kind"] == row[1]]) for row in _ROWS)
-  return [
-    _Mark(f"{row[0]} ({len(events):,})", *row[2:], events)
-    for row, events in found
-    if events and not (hidden and row[1].startswith(hidden))
-  ]
+  marks = []
+  for label, kind, color, marker, has_line in _ROWS:
+    found = [event for event in events if event["kind"] == kind]
+    if found and not (hidden and kind.startswith(hidden)):
+      marks.append((f"{label} ({len(found):,})", color, marker, has_line, found))
+  return marks
 
 
 def _next_step(run: Run, event: dict[str, Any]) -> int | None:
@@ -308,19 +271,18 @@ def _title(strip: Axes, labelled: Axes, text: str, size: Size) -> None:
 
 def _draw_loss(axis: Axes, run: Run, scale: _Scale) -> None:
   """Loss of the history, of lost steps, of evaluations, and the lines that a person compares them with."""
-  losses, smoothed = run.steps["loss"], series.smooth(run.steps["loss"])
-  looks: list[tuple[np.ndarray, dict[str, Any]]] = [
-    (losses, {"color": BLUE, "linewidth": 1.4} | series.dots(len(losses)))
-  ]
-  if smoothed is not None:
-    looks = [(losses, {"color": SKY, "linewidth": 0.9, "alpha": 0.7}), (smoothed, {"color": BLUE, "linewidth": 1.8})]
-  for values, look in looks:
-    name = "training, smoothed" if values is smoothed else "training"
-    axis.plot(*scale.curve(run, run.steps, values), label=name, **look)
+  losses = run.steps["loss"]
+  if (smoothed := series.smooth(losses)) is None:
+    look: dict[str, Any] = {"color": style.BLUE, "linewidth": 1.4} | series.dots(len(losses))
+    axis.plot(*scale.curve(run, run.steps, losses), label="training", **look)
+  else:
+    axis.plot(*scale.curve(run, run.steps, losses), label="training", color=style.SKY, linewidth=0.9, alpha=0.7)
+    curve = scale.curve(run, run.steps, smoothed)
+    axis.plot(*curve, label="training, smoothed", color=style.BLUE, linewidth=1.8)
   if len(run.lost):
     lost = run.lost[:: -(-len(run.lost) // series.MAX_POINTS)]
     dot: dict[str, Any] = {"marker": "x", "s": 22} if len(run.lost) <= 50 else {"marker": ".", "s": 4}
-    axis.scatter(scale.rows(lost), lost["loss"], color=VERMILION, label="done again", zorder=3, **dot)
+    axis.scatter(scale.rows(lost), lost["loss"], color=style.VERMILION, label="done again", zorder=3, **dot)
   if len(run.evals):
     _draw_evaluations(axis, run, scale)
   references = _references(run)
@@ -340,17 +302,17 @@ def _draw_loss(axis: Axes, run: Run, scale: _Scale) -> None:
 
 def _draw_evaluations(axis: Axes, run: Run, scale: _Scale) -> None:
   """The curve of eval_loss, and thinner curves of the first other sets. The page has a table of all sets."""
-  few: dict[str, Any] = {"marker": "o", "markersize": 6, "markeredgecolor": PAPER, "markeredgewidth": 0.8}
+  few: dict[str, Any] = {"marker": "o", "markersize": 6, "markeredgecolor": style.PAPER, "markeredgewidth": 0.8}
   dot = few if len(run.evals) <= 30 else {}
   main = run.evals["eval_loss"]
   others = {name: losses for name, losses in run.eval_sets.items() if not np.array_equal(losses, main, equal_nan=True)}
   of_main = next((f" ({name})" for name in run.eval_sets if name not in others), "")
-  for color, (name, losses) in zip((PURPLE, GREEN, BROWN, VIOLET), others.items()):
+  for color, (name, losses) in zip((style.PURPLE, style.GREEN, style.BROWN, style.VIOLET), others.items()):
     look: dict[str, Any] = {"linewidth": 1.0, "linestyle": "--", "markersize": 4} if dot else {"linewidth": 0.8}
     curve = scale.curve(run, run.evals, losses)
     axis.plot(*curve, color=color, label=f"evaluation ({name})", zorder=4, **(dot | look))
   curve = scale.curve(run, run.evals, main)
-  axis.plot(*curve, color=ORANGE, linewidth=1.2, label=f"evaluation{of_main}", zorder=4, **dot)
+  axis.plot(*curve, color=style.ORANGE, linewidth=1.2, label=f"evaluation{of_main}", zorder=4, **dot)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -367,31 +329,33 @@ def _references(run: Run) -> list[_Reference]:
   """The losses of a uniform guess and of a unigram model, the latter for each curve that the picture has."""
   found = []
   if run.start.get("vocab_size"):
-    found.append(_Reference("uniform: ln V", math.log(run.start["vocab_size"]), GREY))
+    found.append(_Reference("uniform: ln V", math.log(run.start["vocab_size"]), style.GREY))
   train, held_out = run.start.get("unigram_entropy"), run.start.get("unigram_eval_loss")
   if not len(run.evals):
     held_out = None
   if train is not None:
     # With two lines the higher has its label above and the lower below, as they may be close together.
-    found.append(_Reference("unigram model, training", train, BLUE, above=held_out is None or train >= held_out))
+    found.append(_Reference("unigram model, training", train, style.BLUE, above=held_out is None or train >= held_out))
   if held_out is not None:
-    found.append(_Reference("unigram model, evaluation", held_out, ORANGE, above=train is None or held_out > train))
+    found.append(
+      _Reference("unigram model, evaluation", held_out, style.ORANGE, above=train is None or held_out > train)
+    )
   return found
 
 
 def _draw_reference(axis: Axes, line: _Reference) -> None:
   axis.axhline(line.value, color=line.color, linewidth=1, linestyle=":", zorder=0)
   place, where = (0.995, line.value), ("axes fraction", "data")
-  look: dict[str, Any] = {"ha": "right", "va": "bottom" if line.above else "top", "color": GREY}
+  look: dict[str, Any] = {"ha": "right", "va": "bottom" if line.above else "top", "color": style.GREY}
   look |= {"fontsize": 9, "zorder": 5}
-  look["bbox"] = {"facecolor": PAPER, "alpha": 0.8, "linewidth": 0, "pad": 0.5}  # readable also on a curve
+  look["bbox"] = {"facecolor": style.PAPER, "alpha": 0.8, "linewidth": 0, "pad": 0.5}  # readable also on a curve
   axis.annotate(f"{line.name} = {line.value:.2f}", place, (0, 2 if line.above else -2), where, "offset points", **look)
 
 
 def _draw_slices(axis: Axes, run: Run, curves: list[series.Curve], where: Literal["pre", "post"], label: str) -> None:
   for xs, ys in curves:
-    axis.fill_between(xs, ys, step=where, color=GREEN, alpha=0.25, linewidth=0)
-    axis.step(xs, ys, where=where, color=GREEN, linewidth=1.4, label=label.replace("\n", " "))
+    axis.fill_between(xs, ys, step=where, color=style.GREEN, alpha=0.25, linewidth=0)
+    axis.step(xs, ys, where=where, color=style.GREEN, linewidth=1.4, label=label.replace("\n", " "))
   axis.set_ylim(0, run.total_slices + 0.4)
   axis.set_yticks(sorted({0, run.total_slices}))
   axis.set_ylabel(label)

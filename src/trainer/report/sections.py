@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,11 +81,12 @@ def incidents(run: Run, happened: list[Incident], price: float) -> str:
   total = f" and {markup.money(sum(filter(None, prices)))}" if any(value is not None for value in prices) else ""
   seconds = markup.duration(sum(incident.own_seconds or 0.0 for incident in happened))
   rows = "".join(_incident(incident, price) for incident in shown)
+  heading = '<th class="number">cost</th>' if price else ""
   return (
     f"<h2>What happened</h2><p>{markup.count(len(happened), 'event')} cost {seconds}, {tokens:,} tokens{total} "
     f"together.{some}</p>"
-    f'<table class="story"><tr><th>time (UTC)</th><th>event</th><th class="number">time lost</th>'
-    f'<th class="number">tokens again</th>{_PRICE_HEADING if price else ""}</tr>{rows}</table>'
+    '<table class="story"><tr><th>time (UTC)</th><th>event</th><th class="number">time lost</th>'
+    f'<th class="number">tokens again</th>{heading}</tr>{rows}</table>'
     f"{_price_note(run, price)}{_phases(run)}"
   )
 
@@ -125,31 +126,31 @@ def data(values: dict[str, Any]) -> str:
 
 
 def evaluation_sets(run: Run) -> str:
-  """The losses of each evaluation set, if there are several: last and lowest."""
-  rows = []
-  for name, losses in run.eval_sets.items():
-    known = np.isfinite(losses)
-    if known.any():
-      lowest = np.nanargmin(np.where(known, losses, np.nan))
-      last = np.flatnonzero(known)[-1]
-      values = (f"{losses[n]:.4f} (step {run.evals['step'][n]:,.0f})" for n in (last, lowest))
-      rows.append((name, *values))
-  if not rows:
-    return ""
-  return "<h2>Evaluation sets</h2>" + markup.table(("set", "last loss", "lowest loss"), rows[:_MOST_ROWS])
+  """The last and the lowest loss of each evaluation set, if there are several."""
+  headings = ("set", "last loss", "lowest loss")
+  return _evaluations(run, run.eval_sets, "Evaluation sets", headings, lambda losses: (-1, int(np.argmin(losses))))
 
 
 def task_scores(run: Run) -> str:
   """The first and the last score of each task and metric of eval_tasks."""
+  return _evaluations(run, run.scores, "Tasks", ("task", "first score", "last score"), lambda _: (0, -1))
+
+
+def _evaluations(
+  run: Run,
+  columns: dict[str, np.ndarray],
+  title: str,
+  headings: Sequence[str],
+  chosen: Callable[[np.ndarray], Sequence[int]],
+) -> str:
+  """A row for each column, which has a value for each of run.evals. chosen: indices of finite values to show."""
   rows = []
-  for name, scores in run.scores.items():
-    known = np.flatnonzero(np.isfinite(scores))
-    if known.size:
-      rows.append((name, *(f"{scores[n]:.4f} (step {run.evals['step'][n]:,.0f})" for n in (known[0], known[-1]))))
-  return "<h2>Tasks</h2>" + markup.table(("task", "first score", "last score"), rows[:_MOST_ROWS]) if rows else ""
-
-
-_PRICE_HEADING = '<th class="number">cost</th>'
+  for name, column in columns.items():
+    known = np.isfinite(column)
+    values, steps = column[known], run.evals["step"][known]
+    if len(values):
+      rows.append((name, *(f"{values[n]:.4f} (step {steps[n]:,.0f})" for n in chosen(values))))
+  return f"<h2>{title}</h2>{markup.table(headings, rows[:_MOST_ROWS])}" if rows else ""
 
 
 def _incident(incident: Incident, price: float) -> str:
@@ -170,11 +171,11 @@ def _price_note(run: Run, price: float) -> str:
   if not price:
     return '<p class="sub">Set chip_hour_price to see the cost of each event in money.</p>'
   chips = incidents_lib.num_chips(run)
+  if not chips:
+    return '<p class="sub">The devices of the run are not recorded: no costs.</p>'
   return (
     f'<p class="sub">Cost: time lost x chips that waited (of {chips:,.4g}) x {price:,.4g} for a chip and hour. '
     "Time that several events share is charged to the event that began first.</p>"
-    if chips
-    else '<p class="sub">The devices of the run are not recorded: no costs.</p>'
   )
 
 
@@ -190,9 +191,7 @@ def _phases(run: Run) -> str:
 
 def goodput(run: Run, result: dict[str, Any], price: float) -> str:
   """Where the wall time went: one bar of 100 %, and a row for each of its parts. result: of goodput.compute."""
-  order = list(_BUCKETS)
-  shares = [(bucket, share) for bucket, share in result["percent"].items() if share > 0]
-  shares.sort(key=lambda item: order.index(item[0]))
+  shares = [(bucket, share) for bucket in _BUCKETS if (share := result["percent"][bucket]) > 0]
   bar = "".join(
     f'<span title="{_BUCKETS[bucket][0]}: {share:.2f} %" style="width:{share}%;background:{_BUCKETS[bucket][1]}">'
     "</span>"
@@ -222,15 +221,12 @@ def configuration(values: dict[str, Any] | None, origins: dict[str, str]) -> str
   if not values:
     return "<h2>Configuration</h2><p>Not recorded.</p>"
   given = [(key, markup.scalar(value), origins[key]) for key, value in values.items() if key in origins]
-  rest = [(key, markup.scalar(value)) for key, value in values.items() if key not in origins]
-  parts = ["<h2>Configuration</h2>"]
+  rest = {key: markup.scalar(value) for key, value in values.items() if key not in origins}
+  text = "<h2>Configuration</h2>"
   if given:
-    parts.append(
-      markup.folded(f"{markup.count(len(given), 'key')} given", markup.table(("key", "value", "from"), given))
-    )
-  label = "with default values" if origins else ""
-  parts.append(markup.folded(f"{markup.count(len(rest), 'key')} {label}".strip(), markup.facts(dict(rest))))
-  return "".join(parts)
+    text += markup.folded(f"{markup.count(len(given), 'key')} given", markup.table(("key", "value", "from"), given))
+  label = " with default values" if origins else ""
+  return text + markup.folded(f"{markup.count(len(rest), 'key')}{label}", markup.facts(rest))
 
 
 def events(run: Run) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-INK, ORANGE, SKY, GREEN, YELLOW = "#1b1f24", "#e69f00", "#56b4e9", "#009e73", "#f0e442"
-BLUE, VERMILION, PURPLE, BROWN, VIOLET, RUST = "#0072b2", "#d55e00", "#cc79a7", "#8c6d31", "#5e3c99", "#b35806"
+INK, ORANGE, SKY, GREEN = "#1b1f24", "#e69f00", "#56b4e9", "#009e73"
+BLUE, VERMILION, PURPLE, BROWN, VIOLET = "#0072b2", "#d55e00", "#cc79a7", "#8c6d31", "#5e3c99"
 GREY, LINE, GRID, PAPER = "#66707a", "#aab2ba", "#e4e7ea", "#fffffe"  # PAPER: no other white has this value
 
 # Colour on light paper -> colour on dark paper, for those that cannot stay.

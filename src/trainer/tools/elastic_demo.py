@@ -30,7 +30,6 @@ _SCENARIOS = {
   ),
   "undisturbed": ("no faults", ("elastic_min_slice_count=-1", "fault_injection=", "enable_report=false")),
 }
-_PATHWAYS, _PROCESSES = "--pathways", "--processes"
 _BAD_INPUT = 2
 
 
@@ -40,12 +39,11 @@ def main(argv: list[str] | None = None) -> int:
   if {"--help", "-h"} & set(arguments):
     print(__doc__)
     return 0
-  pathways = _PATHWAYS in arguments
-  processes = _PROCESSES in arguments
+  pathways, processes = "--pathways" in arguments, "--processes" in arguments
   if processes and not pathways:
-    print(f"error: {_PROCESSES} needs {_PATHWAYS}: simulated slices have no processes.", file=sys.stderr)
+    print("error: --processes needs --pathways: simulated slices have no processes.", file=sys.stderr)
     return _BAD_INPUT
-  arguments = [argument for argument in arguments if argument not in (_PATHWAYS, _PROCESSES)]
+  arguments = [argument for argument in arguments if argument not in ("--pathways", "--processes")]
   if not arguments or "=" in arguments[0]:
     arguments = [_CONFIG, *arguments]
   try:

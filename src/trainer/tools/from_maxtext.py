@@ -42,12 +42,13 @@ def main(argv: list[str] | None = None) -> int:
   try:
     texts = {name: text for name, (text, _) in files.read_yaml(path).items()}
     result = convert_keys(texts, yaml.safe_load(path.read_text()) or {})
+    kept = "".join(f"{name}: {value}\n" for name, value in result.kept.items())
     if not result.lost:
-      _check(result.kept)
-  except (ConfigError, OSError) as error:
+      _check(kept)
+  except (ConfigError, OSError, yaml.YAMLError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
-  print("".join(f"{name}: {value}\n" for name, value in result.kept.items()), end="")
+  print(kept, end="")
   for title, reasons in (("left out", result.left_out), ("cannot be kept", result.lost)):
     for name, reason in reasons.items():
       print(f"{title}: {name}: {' '.join(reason.split())}", file=sys.stderr)
@@ -92,11 +93,11 @@ def _keep(result: Converted, name: str, ours: str, value: str) -> None:
     result.lost[name] = str(error)
 
 
-def _check(kept: Mapping[str, str]) -> None:
-  """Raises ConfigError if the keys do not fit each other here."""
+def _check(kept: str) -> None:
+  """Raises ConfigError if the keys of a YAML text do not fit each other here."""
   with tempfile.TemporaryDirectory() as folder:
     file = Path(folder) / "converted.yml"
-    file.write_text("".join(f"{name}: {value}\n" for name, value in kept.items()))
+    file.write_text(kept)
     load([str(file)], check_paths=False)
 
 

@@ -12,6 +12,7 @@ import argparse
 import errno
 import http.server
 import json
+import re
 import sys
 import urllib.parse
 from typing import Any
@@ -64,7 +65,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
   def do_GET(self) -> None:
     # A page of another site must not read the run through a host name that it points to this machine.
-    if self.headers.get("Host", "").rpartition(":")[0] not in _LOCAL_NAMES:
+    if re.sub(r":\d*$", "", self.headers.get("Host", "")) not in _LOCAL_NAMES:
       self._send(403, "text/plain", "Open this page as localhost or 127.0.0.1.\n")
       return
     try:
@@ -75,7 +76,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     folder, _, last = address.path.rpartition("/")
     page = self.server.page_of(folder)
     if page and not last:
-      self._send(200, "text/html; charset=utf-8", markup.page("Run", live.shell()))
+      self._send(200, "text/html; charset=utf-8", markup.page("Run", live.SHELL))
     elif page and last == "state":
       state = page.state()
       known = urllib.parse.parse_qs(address.query).get("version") == [str(state.version)]

@@ -77,7 +77,7 @@ class Group:
 
 @pytest.fixture
 def run():
-  supervisor = RunSupervisor(RULES, host="127.0.0.1", lanes=1, tpu=False, attempts=2, kill=lambda rank: None)
+  supervisor = RunSupervisor(RULES, host="127.0.0.1", lanes=1, tpu=False, attempts=2, kill=lambda worker: None)
   yield supervisor
   supervisor.close()
 
@@ -192,7 +192,9 @@ def test_a_stop_outlives_the_group(run):
 
 def test_a_rehearsed_loss_kills_the_worker():
   killed: list[int] = []
-  run = RunSupervisor(RULES, host="127.0.0.1", lanes=1, tpu=False, attempts=2, kill=killed.append)
+  run = RunSupervisor(
+    RULES, host="127.0.0.1", lanes=1, tpu=False, attempts=2, kill=lambda worker: killed.append(worker.rank)
+  )
   group = Group(run, 2)
   group.train()
   group.members[0].send("fault", action="lose", target=1, seconds=None)
@@ -206,7 +208,9 @@ def test_a_rehearsed_loss_kills_the_worker():
 
 def test_a_slice_is_ended_as_a_whole():
   killed: list[int] = []
-  run = RunSupervisor(RULES, host="127.0.0.1", lanes=2, tpu=True, attempts=2, kill=killed.append)
+  run = RunSupervisor(
+    RULES, host="127.0.0.1", lanes=2, tpu=True, attempts=2, kill=lambda worker: killed.append(worker.rank)
+  )
   environments = run.begin([Worker(rank, f"127.0.0.{rank + 1}", 7000 + rank, "ab"[rank // 2]) for rank in range(4)])
   places = [place_of(environments[rank]) for rank in range(4)]
   assert [(place.member, place.lane, place.slice_coordinator) for place in places] == [

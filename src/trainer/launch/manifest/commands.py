@@ -29,7 +29,7 @@ def xpk(job: Job) -> str:
     f"--num-slices={job.num_slices}",
     f"--docker-image={given.image}",
   ]
-  comments = list(job.summary)
+  comments = job.summary
   if job.pathways:
     if given.elastic_slices:
       options += [f"--elastic-slices={given.elastic_slices}", f"--max-slice-restarts={job.max_slice_restarts}"]
@@ -64,7 +64,7 @@ def gcluster(job: Job) -> str:
     f"--num-slices={job.num_slices}",
     f"--restarts={job.max_restarts}",
   ]
-  comments = list(job.summary)
+  comments = job.summary
   if job.pathways:
     options += ["--pathways", f"--pathways-gcs-location={job.pathways_folder}"]
     if given.elastic_slices:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from stepcost import chips, topologies
 from trainer.config import ConfigError
@@ -13,19 +12,15 @@ CHIPS_PER_HOST = 4
 
 # Version, as in topologies.Topology.jax_name -> (GKE machine type, GKE accelerator, Pathways instance, Ray's version,
 # GB of the machine's memory).
-_NAMES = MappingProxyType(
-  {
-    "v4": ("ct4p-hightpu-4t", "tpu-v4-podslice", "tpuv4", "TPU-V4", 407),
-    "v5e": ("ct5lp-hightpu-4t", "tpu-v5-lite-podslice", "tpuv5e", "TPU-V5LITEPOD", 192),
-    "v5p": ("ct5p-hightpu-4t", "tpu-v5p-slice", "tpuv5", "TPU-V5P", 448),
-    "v6e": ("ct6e-standard-4t", "tpu-v6e-slice", "tpuv6e", "TPU-V6E", 720),
-    "tpu7x": ("tpu7x-standard-4t", "tpu7x", "tpu7x", "TPU-V7X", 960),
-  }
-)
-
-
+_NAMES = {
+  "v4": ("ct4p-hightpu-4t", "tpu-v4-podslice", "tpuv4", "TPU-V4", 407),
+  "v5e": ("ct5lp-hightpu-4t", "tpu-v5-lite-podslice", "tpuv5e", "TPU-V5LITEPOD", 192),
+  "v5p": ("ct5p-hightpu-4t", "tpu-v5p-slice", "tpuv5", "TPU-V5P", 448),
+  "v6e": ("ct6e-standard-4t", "tpu-v6e-slice", "tpuv6e", "TPU-V6E", 720),
+  "tpu7x": ("tpu7x-standard-4t", "tpu7x", "tpu7x", "TPU-V7X", 960),
+}
 # Of these versions Ray expects up to so many chips on one host (machine types ending in 8t); of others four.
-_LARGE_HOSTS = MappingProxyType({"TPU-V5LITEPOD": 8, "TPU-V6E": 8})
+_LARGE_HOSTS = {"TPU-V5LITEPOD": 8, "TPU-V6E": 8}
 
 
 @dataclass(frozen=True)

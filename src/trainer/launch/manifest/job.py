@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from dataclasses import dataclass
 
 from trainer.config import Config
 from trainer.launch.manifest import budget
 from trainer.launch.manifest.hardware import Slice
-from trainer.launch.manifest.options import Options
 
 # The public images of the Pathways servers: resource manager and workers, proxy.
 _SERVER_IMAGE = "us-docker.pkg.dev/cloud-tpu-v2-images/pathways/server"
@@ -20,7 +20,7 @@ CACHE_FOLDER = "/cache"  # the mount point of the volume for the compilation cac
 class Job:
   """One job on GKE."""
 
-  options: Options
+  options: argparse.Namespace  # of options.parse
   config: Config
   slice: Slice
   name: str

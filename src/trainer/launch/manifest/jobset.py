@@ -10,6 +10,7 @@ from trainer.launch.manifest.job import Job
 from trainer.launch.manifest.pods import Node
 
 _PROXY_PORT, _MANAGER_PORT, _WORKER_PORT = 29000, 29001, 29005
+_MANAGER = f"--resource_manager_address=$(PATHWAYS_HEAD):{_MANAGER_PORT}"
 _HEAD = "pathways-head"
 _ONE_SLICE_PER_NODE_POOL = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
 _WORKER_RESTARTS = 4  # of each host of a slice, if the job is not elastic
@@ -22,7 +23,7 @@ def render(job: Job) -> str:
 
 
 def _jobset(job: Job, annotations: dict[str, str], spec: Node) -> Node:
-  metadata = pods.metadata(job) | ({"annotations": annotations} if annotations else {})
+  metadata = pods.metadata(job) | pods.given(annotations=annotations)
   common = {
     "ttlSecondsAfterFinished": _SECONDS_AFTER_END,
     "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
@@ -98,7 +99,7 @@ def _head(job: Job) -> Node:
     "pathways-proxy",
     proxy_image,
     _PROXY_PORT,
-    [_manager_address(), _scratch(job), *elastic],
+    [_MANAGER, _scratch(job), *elastic],
     env=[_field("PATHWAYS_HEAD", "labels", "coordinator")],
     resources={"limits": {"cpu": "16", "memory": "100G"}},
   )
@@ -137,7 +138,7 @@ def _workers(job: Job) -> Node:
     "pathways-worker",
     job.pathways_images[0],
     _WORKER_PORT,
-    [_manager_address(), _scratch(job)],
+    [_MANAGER, _scratch(job)],
     env=[
       {"name": "TPU_MIN_LOG_LEVEL", "value": "0"},
       {"name": "TF_CPP_MIN_LOG_LEVEL", "value": "0"},
@@ -153,12 +154,11 @@ def _workers(job: Job) -> Node:
     resources={"limits": {"google.com/tpu": CHIPS_PER_HOST}},
     volumeMounts=[{"name": "shared-tmp", "mountPath": "/tmp"}],
   )
-  account = job.options.service_account
   template = {
     "metadata": {"annotations": _ONE_SLICE_PER_NODE_POOL},
     "spec": {
       "restartPolicy": "OnFailure",
-      **({"serviceAccountName": account} if account else {}),
+      **pods.given(serviceAccountName=job.options.service_account),
       **_on_tpu_hosts(job),
       "containers": [worker],
       "volumes": [{"name": "shared-tmp", "hostPath": {"path": "/tmp", "type": "DirectoryOrCreate"}}],
@@ -177,10 +177,6 @@ def _server(name: str, image: str, port: int, arguments: list[str], **more: Any)
     "ports": [{"containerPort": port, "protocol": "TCP"}],
     **more,
   }
-
-
-def _manager_address() -> str:
-  return f"--resource_manager_address=$(PATHWAYS_HEAD):{_MANAGER_PORT}"
 
 
 def _scratch(job: Job) -> str:

@@ -4,41 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 from trainer.config import ConfigError
 
-RAMDISKS = ("emptydir", "csi")
 # The extras that docker/Dockerfile installs only with --build-arg EXTRAS="...".
 EXTRAS = ("goodput", "lm_eval", "ray", "tfds", "trackio", "wandb")
-
-
-@dataclass(frozen=True)
-class Options:
-  """What the user gave. None: not given."""
-
-  target: str
-  config: tuple[str, ...]  # CONFIG.yml key=value ...
-  image: str
-  image_extras: tuple[str, ...]
-  tpu_type: str
-  cluster: str | None
-  project: str | None
-  zone: str | None
-  workload: str | None
-  num_slices: int | None
-  elastic_slices: int
-  max_slice_restarts: int | None
-  max_restarts: int | None
-  save_gigabytes_per_second: float
-  step_seconds: float
-  ramdisk: str | None
-  cache_volume: str | None
-  pathways_gcs_location: str | None
-  pathways_version: str | None
-  service_account: str | None
-  queue: str | None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,14 +17,17 @@ class _Parser(argparse.ArgumentParser):
     raise ConfigError(f"{message}.\n--help describes every option.")
 
 
-def parse(arguments: Sequence[str], targets: Sequence[str]) -> Options:
-  """TARGET CONFIG.yml key=value ... with options anywhere. Raises ConfigError for an unknown or wrong option."""
+def parse(arguments: Sequence[str], targets: Sequence[str]) -> argparse.Namespace:
+  """target, config (CONFIG.yml and key=value ...) and the options, which may be anywhere; None: was not given.
+
+  Raises ConfigError for an unknown or wrong option.
+  """
   found, rest = _parser(targets).parse_known_args(list(arguments))
   unknown = [word for word in rest if word.startswith("-")]
   if unknown:
     raise ConfigError(f"{unknown[0]}: there is no such option.\n--help describes every option. Keys are key=value.")
-  found.config = (*found.config, *rest)
-  return Options(**{field.name: getattr(found, field.name) for field in fields(Options)})
+  found.config += rest
+  return found
 
 
 def describe() -> str:
@@ -87,7 +61,11 @@ def _parser(targets: Sequence[str]) -> argparse.ArgumentParser:
     default=1.0,
   )
   add("--step-seconds", "longest training step, for the grace period (default 5)", type=_positive, default=5.0)
-  add("--ramdisk", "volume for local_checkpoint_directory (default csi; behind Pathways emptydir)", choices=RAMDISKS)
+  add(
+    "--ramdisk",
+    "volume for local_checkpoint_directory (default csi; behind Pathways emptydir)",
+    choices=("emptydir", "csi"),
+  )
   add("--cache-volume", "PersistentVolumeClaim, or gs://BUCKET, that keeps compiled programs for later starts")
   add("--pathways-gcs-location", "gs:// folder for Pathways itself (default: base_output_directory; xpk: its own)")
   add("--pathways-version", "tag of the images of the Pathways servers, which must fit the jaxlib of --image")

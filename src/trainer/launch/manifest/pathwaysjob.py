@@ -16,7 +16,6 @@ def render(job: Job) -> str:
   if job.options.elastic_slices:
     worker["maxSliceRestarts"] = job.max_slice_restarts
     controller["elasticSlices"] = job.options.elastic_slices
-  version = {"pathwaysVersion": job.options.pathways_version} if job.options.pathways_version else {}
   node = {
     "apiVersion": "pathways-job.pathways.domain/v1",
     "kind": "PathwaysJob",
@@ -25,7 +24,7 @@ def render(job: Job) -> str:
       "maxRestarts": job.max_restarts,
       "workers": [worker],
       "pathwaysDir": job.pathways_folder,
-      **version,
+      **pods.given(pathwaysVersion=job.options.pathways_version),
       "controller": controller,
     },
   }

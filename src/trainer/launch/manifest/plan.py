@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+
 from trainer.config import Config, load
 from trainer.config.errors import require
 from trainer.launch import keys
 from trainer.launch.manifest import budget, checks, contents, hardware
 from trainer.launch.manifest.job import CACHE_FOLDER, Job
-from trainer.launch.manifest.options import Options
 
 DEFAULT_RESTARTS = 10
 
 
-def resolve(options: Options) -> Job:
+def resolve(options: argparse.Namespace) -> Job:
   """The job of these options. Raises ConfigError with all independent mistakes."""
   config = load(options.config, check_paths=False)
   piece = hardware.resolve(options.tpu_type)
@@ -28,9 +29,7 @@ def resolve(options: Options) -> Job:
   if options.target == "rayjob" and not pathways:
     ray_keys = keys.of_ray(max(1, num_slices - options.elastic_slices), num_slices)
     config = load([*options.config, *keys.refuse_other(options.config, "rayjob", ray_keys)], check_paths=False)
-  max_slice_restarts = options.max_slice_restarts
-  if max_slice_restarts is None:
-    max_slice_restarts = config.elastic.elastic_max_retries
+  retries, given = config.elastic.elastic_max_retries, options.max_slice_restarts
   ramdisk = 0
   if config.checkpoint.enable_emergency_checkpoint:
     # Behind Pathways the controller writes the copies of all slices.
@@ -43,7 +42,7 @@ def resolve(options: Options) -> Job:
     num_slices=num_slices,
     pathways=pathways,
     max_restarts=_max_restarts(options, config),
-    max_slice_restarts=max_slice_restarts,
+    max_slice_restarts=retries if given is None else given,
     grace_seconds=grace,
     save_seconds=save,
     ramdisk_mebibytes=ramdisk,
@@ -53,7 +52,7 @@ def resolve(options: Options) -> Job:
   return job
 
 
-def _max_restarts(options: Options, config: Config) -> int:
+def _max_restarts(options: argparse.Namespace, config: Config) -> int:
   """Without checkpoints a restarted run would begin again; and xpk does not restart a job behind Pathways."""
   if options.max_restarts is not None:
     return options.max_restarts
@@ -61,7 +60,7 @@ def _max_restarts(options: Options, config: Config) -> int:
   return DEFAULT_RESTARTS if config.checkpoint.enable_checkpointing and not without else 0
 
 
-def _added_keys(options: Options, grace: int) -> list[str]:
+def _added_keys(options: argparse.Namespace, grace: int) -> list[str]:
   """The keys that the manifest adds to the user's: what the program must know about the job around it."""
   added = []
   given = {argument.partition("=")[0] for argument in options.config}

@@ -16,7 +16,6 @@ CONTAINER = "trainer"
 # Exit codes after which a restart would fail in the same way (README.md); 126 and 127 are the shell's, for a
 # program that cannot be started.
 NEVER_RESTART = (1, 2, 126, 127, 130)
-_CACHE, _RAMDISK = "compilation-cache", "ramdisk"
 _USER = 1000  # of docker/Dockerfile
 _CONTROLLER_BYTES = 16e9  # of the program itself; two copies of the state come on top, while a checkpoint is written
 
@@ -26,12 +25,11 @@ def document(job: Job, node: Node) -> str:
 
   A csi ramdisk needs a CheckpointConfiguration in the cluster, which comes first, as a document of its own.
   """
-  given = job.options
-  comments = list(job.summary)
-  if given.cluster:
-    place = {"location": given.zone, "project": given.project}
-    words = [f"--{name} {value}" for name, value in place.items() if value]
-    comments.insert(0, " ".join(["gcloud container clusters get-credentials", given.cluster, *words]))
+  comments = job.summary
+  if job.options.cluster:
+    place = given(location=job.options.zone, project=job.options.project)
+    words = [f"--{name} {value}" for name, value in place.items()]
+    comments = [" ".join(["gcloud container clusters get-credentials", job.options.cluster, *words]), *comments]
   needs_ramdisk = job.ramdisk_mebibytes and job.ramdisk == "csi"
   nodes = [_checkpoint_configuration(job), node] if needs_ramdisk else [node]
   texts = [yaml.safe_dump(node, sort_keys=False, width=118) for node in nodes]
@@ -41,7 +39,12 @@ def document(job: Job, node: Node) -> str:
 def metadata(job: Job) -> Node:
   """Name and labels of the job."""
   labels = {"kueue.x-k8s.io/queue-name": job.options.queue} if job.options.queue else {}
-  return {"name": job.name, **({"labels": labels} if labels else {})}
+  return {"name": job.name, **given(labels=labels)}
+
+
+def given(**fields: Any) -> Node:
+  """The fields that have a value."""
+  return {name: value for name, value in fields.items() if value}
 
 
 def container(job: Job, name: str, **more: Any) -> Node:
@@ -52,7 +55,7 @@ def container(job: Job, name: str, **more: Any) -> Node:
     "imagePullPolicy": "Always",
     "command": ["bash", "-c", job.command],
     **more,
-    **({"volumeMounts": mounts} if (mounts := _mounts(job)) else {}),
+    **given(volumeMounts=[{"name": name, "mountPath": path} for name, path, _ in _volumes(job)]),
   }
 
 
@@ -62,13 +65,13 @@ def pod(job: Job, containers: list[Node], **more: Any) -> Node:
   spec = {
     "restartPolicy": "Never",
     "terminationGracePeriodSeconds": job.grace_seconds,
-    **({"serviceAccountName": job.options.service_account} if job.options.service_account else {}),
+    **given(serviceAccountName=job.options.service_account),
     "securityContext": {"fsGroup": _USER},  # so that the image's user can write to volumes
     **more,
     "containers": containers,
-    **({"volumes": volumes} if (volumes := _volumes(job)) else {}),
+    **given(volumes=[{"name": name, **source} for name, _, source in _volumes(job)]),
   }
-  return {**({"metadata": {"annotations": annotations}} if annotations else {}), "spec": spec}
+  return {**given(metadata=given(annotations=annotations)), "spec": spec}
 
 
 def failure_policy(job: Job) -> Node:
@@ -89,23 +92,15 @@ def controller_resources(job: Job) -> Node:
   return {"requests": {"cpu": "24", "memory": f"{math.ceil(size / 1e9)}G"}}
 
 
-def _mounts(job: Job) -> list[Node]:
+def _volumes(job: Job) -> list[tuple[str, str, Node]]:
+  """(name, mount point, source) of each volume."""
   found = []
   if job.options.cache_volume:
-    found.append({"name": _CACHE, "mountPath": CACHE_FOLDER})
+    found.append(("compilation-cache", CACHE_FOLDER, _cache_source(job.options.cache_volume)))
   if job.ramdisk_mebibytes:
-    found.append({"name": _RAMDISK, "mountPath": job.local_folder})
-  return found
-
-
-def _volumes(job: Job) -> list[Node]:
-  found = []
-  if job.options.cache_volume:
-    found.append({"name": _CACHE, **_cache_source(job.options.cache_volume)})
-  if job.ramdisk_mebibytes and job.ramdisk == "csi":
-    found.append({"name": _RAMDISK, "csi": {"driver": "multitier-checkpoint.csi.storage.gke.io"}})
-  elif job.ramdisk_mebibytes:
-    found.append({"name": _RAMDISK, "emptyDir": {"medium": "Memory", "sizeLimit": f"{job.ramdisk_mebibytes}Mi"}})
+    csi = {"csi": {"driver": "multitier-checkpoint.csi.storage.gke.io"}}
+    memory = {"emptyDir": {"medium": "Memory", "sizeLimit": f"{job.ramdisk_mebibytes}Mi"}}
+    found.append(("ramdisk", job.local_folder, csi if job.ramdisk == "csi" else memory))
   return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from worlds.place import Place
 
@@ -22,6 +23,7 @@ class Worker:
   host: str  # address
   port: int  # free on its host, for jax.distributed within the slice
   slice_name: str = ""  # Ray's name of the TPU slice of its host; "": it has none
+  actor: Any = None  # Ray's handle of the process
 
 
 @dataclass(frozen=True)

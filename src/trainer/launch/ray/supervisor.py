@@ -27,10 +27,10 @@ class RunSupervisor:
   """
 
   def __init__(
-    self, rules: RunRules, *, host: str, lanes: int, tpu: bool, attempts: int, kill: Callable[[int], None]
+    self, rules: RunRules, *, host: str, lanes: int, tpu: bool, attempts: int, kill: Callable[[Worker], None]
   ) -> None:
     """host: where the workers reach this process. lanes: workers of a slice. attempts: groups without progress before
-    the run gives up. kill(rank): ends that worker's process, and returns at once."""
+    the run gives up. kill: ends a worker's process, and returns at once."""
     open_files.raise_limit()  # each worker has a connection
     self._rules, self._host, self._lanes, self._tpu, self._kill = rules, host, lanes, tpu, kill
     self._attempts, self._tries = attempts, 0
@@ -114,7 +114,7 @@ class RunSupervisor:
       if run.code is None and not self._leaving and not run.stopping:
         for other, seat in self._seats.items():
           if seat.member == member and other != rank:
-            self._kill(other)  # a slice is lost as a whole
+            self._kill(self._workers[other])  # a slice is lost as a whole
         return None
       return code if run.code is None else run.code
 
@@ -178,7 +178,7 @@ class RunSupervisor:
   def _kill_member(self, member: int, reason: str) -> None:
     for rank, seat in self._seats.items():
       if seat.member == member:
-        self._kill(rank)
+        self._kill(self._workers[rank])
 
   def _fault(self, action: str, member: int, seconds: float | None) -> None:
     """Causes a rehearsed loss. Ray starts the member again. The command has refused all other faults."""

@@ -8,7 +8,6 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import ray.util
 from ray.train.backend import Backend, BackendConfig
 
 from trainer.cluster import change_environment
-from trainer.launch.ray.slices import Environment, Worker
+from trainer.launch.ray.slices import Worker
 from trainer.launch.ray.supervisor import RunSupervisor
 from trainer.observe import screen
 from worlds.addresses import free_port
@@ -34,38 +33,16 @@ class SliceLost(Exception):
   """The program of this worker has ended, and Ray must start it again."""
 
 
-class SupervisorActor:
+class SupervisorActor(RunSupervisor):
   """The supervisor as an actor: the controller and the workers of Ray Train call it."""
 
   def __init__(self, rules: RunRules, lanes: int, tpu: bool, attempts: int) -> None:
-    self._actors: dict[int, Any] = {}
     host = ray.util.get_node_ip_address()
-    self._run = RunSupervisor(rules, host=host, lanes=lanes, tpu=tpu, attempts=attempts, kill=self._kill)
+    super().__init__(
+      rules, host=host, lanes=lanes, tpu=tpu, attempts=attempts, kill=lambda worker: ray.kill(worker.actor)
+    )
     screen.protect()
-    end_on_error(self._run.fail)
-
-  def begin(self, workers: Sequence[Worker], actors: Mapping[int, Any]) -> dict[int, Environment]:
-    self._actors = dict(actors)
-    return self._run.begin(workers)
-
-  def replace(self, worker: Worker, actor: Any) -> Environment:
-    self._actors[worker.rank] = actor
-    return self._run.replace(worker)
-
-  def ended(self, rank: int, code: int) -> int | None:
-    return self._run.ended(rank, code)
-
-  def leave(self, seconds: float) -> None:
-    self._run.leave(seconds)
-
-  def stop(self) -> None:
-    self._run.stop()
-
-  def exit_code(self) -> int | None:
-    return self._run.exit_code()
-
-  def _kill(self, rank: int) -> None:
-    ray.kill(self._actors[rank])
+    end_on_error(self.fail)
 
 
 @dataclasses.dataclass
@@ -88,15 +65,20 @@ class _SliceBackend(Backend):
     supervisor, found = backend_config.supervisor, worker_group.get_workers()
     names = {node["NodeID"]: node.get("Labels", {}).get(_SLICE_NAME, "") for node in ray.nodes()}
     workers = [
-      Worker(one.distributed_context.world_rank, one.metadata.node_ip, port, names.get(one.metadata.node_id, ""))
+      Worker(
+        rank=one.distributed_context.world_rank,
+        host=one.metadata.node_ip,
+        port=port,
+        slice_name=names.get(one.metadata.node_id, ""),
+        actor=one.actor,
+      )
       for one, port in zip(found, worker_group.execute(free_port), strict=True)
     ]
     if len(found) < found[0].distributed_context.world_size:
-      (worker,), (one,) = workers, found
-      environments = {worker.rank: ray.get(supervisor.replace.remote(worker, one.actor))}
+      (worker,) = workers
+      environments = {worker.rank: ray.get(supervisor.replace.remote(worker))}
     else:
-      actors = {worker.rank: one.actor for worker, one in zip(workers, found, strict=True)}
-      environments = ray.get(supervisor.begin.remote(workers, actors))
+      environments = ray.get(supervisor.begin.remote(workers))
     ray.get(
       [
         worker_group.execute_single_async(i, change_environment, environments[worker.rank])

@@ -17,6 +17,7 @@ Exit codes: 0: complete. 1: a process was killed. 2: the input is wrong. 130: Ct
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 
 from trainer.config import ConfigError, load
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--output", required=True, metavar="FOLDER", help="local folder, new or of the same command")
   parser.add_argument("--records", choices=("documents", "windows"), default="documents")
   parser.add_argument("--processes", type=_at_least_one, default=cores(), help="default: the number of cores")
-  parser.add_argument("--part-megabytes", type=_positive, default=128.0, help="input of an output file (default: 128)")
+  parser.add_argument("--part-megabytes", type=_megabytes, default=128.0, help="input of an output file (default: 128)")
   options = parser.parse_intermixed_args(argv)
   try:
     config = load(options.arguments)
@@ -51,15 +52,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _at_least_one(text: str) -> int:
-  if (number := int(text)) < 1:
-    raise argparse.ArgumentTypeError(f"{text} is below 1")
-  return number
+  if not text.isdecimal() or int(text) < 1:
+    raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+  return int(text)
 
 
-def _positive(text: str) -> float:
-  number = float(text)
+def _megabytes(text: str) -> float:
+  try:
+    number = float(text)
+  except ValueError:
+    number = math.nan
   if not 1e-6 <= number <= 1e6:
-    raise argparse.ArgumentTypeError(f"{text} is not from 0.000001 to 1000000")
+    raise argparse.ArgumentTypeError(f"{text} is not a number from 0.000001 to 1000000")
   return number
 
 

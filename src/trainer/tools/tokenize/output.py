@@ -39,8 +39,8 @@ class Part:
 class Output:
   """The folder that the tool writes. Files appear whole, by renaming, so that a kill at any moment is harmless."""
 
-  def __init__(self, folder: Path) -> None:
-    self.folder = folder
+  def __init__(self, folder: Path, parts: Sequence[Part]) -> None:
+    self.folder, self._parts = folder, parts
     self._state = folder / _STATE
 
   @contextlib.contextmanager
@@ -54,10 +54,13 @@ class Output:
     except OSError as error:
       raise ConfigError(f"--output={self.folder} cannot be written ({error.strerror}). Give another folder.") from error
     try:
-      fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        raise ConfigError(
+          f"Another process writes to {self.folder}. Wait for its end, or give another folder."
+        ) from None
       yield
-    except BlockingIOError:
-      raise ConfigError(f"Another process writes to {self.folder}. Wait for its end, or give another folder.") from None
     finally:
       os.close(descriptor)
 
@@ -79,33 +82,32 @@ class Output:
       raise ConfigError(f"{self.folder} is not empty: it has {others[0]}. Give a new folder.")
     else:
       self._state.mkdir(exist_ok=True)
-      self._write(self._state / _PLAN, plan)
+      _write(self._state / _PLAN, plan)
     for unfinished in self.folder.glob("*/.part-*"):  # of processes that were killed
       unfinished.unlink(missing_ok=True)
     for split in plan["inputs"]:
       (self.folder / split).mkdir(exist_ok=True)
     if isinstance(tokenizer, BpeTokenizer):
-      _write(self.folder / TOKENIZER, tokenizer.json_text)
+      _write_text(self.folder / TOKENIZER, tokenizer.json_text)
 
-  def path(self, part: Part, parts: Sequence[Part]) -> Path:
-    """The output file of a part of `parts`."""
-    count = sum(other.split == part.split for other in parts)
+  def path(self, part: Part) -> Path:
+    """The output file of a part."""
+    count = sum(other.split == part.split for other in self._parts)
     return self.folder / part.split / f"part-{part.number:05}-of-{count:05}.array_record"
 
-  def has(self, part: Part, parts: Sequence[Part]) -> bool:
+  def has(self, part: Part) -> bool:
     """Whether the part is complete: its file has the recorded size."""
-    known = self._known(part)
-    path = self.path(part, parts)
+    known, path = self._known(part), self.path(part)
     return known is not None and path.is_file() and path.stat().st_size == known["bytes"]
 
   def finish(self, part: Part, counts: dict[str, Any]) -> None:
     """Records that the file of a part is complete."""
-    self._write(self._counts_of(part), counts)
+    _write(self._counts_of(part), counts)
 
-  def require_few_bad(self, parts: Sequence[Part], limit: int) -> None:
+  def require_few_bad(self, limit: int) -> None:
     """Raises ConfigError if the complete parts of a split have more than `limit` bad records."""
-    for split in dict.fromkeys(part.split for part in parts):
-      known = [known for part in parts if part.split == split and (known := self._known(part)) is not None]
+    for split in dict.fromkeys(part.split for part in self._parts):
+      known = [known for part in self._parts if part.split == split and (known := self._known(part)) is not None]
       count = sum(counts["bad_records"] for counts in known)
       if count > limit:
         first = next(message for counts in known for message in counts["bad"])
@@ -114,19 +116,19 @@ class Output:
           f"Fix the file, or set max_bad_records to at least {count} to skip them."
         )
 
-  def conclude(self, parts: Sequence[Part]) -> dict[str, dict[str, int]]:
+  def conclude(self) -> dict[str, dict[str, int]]:
     """Writes the manifest, if it is absent, and removes what only a restart needs. Returns the totals of each split."""
     if (manifest := self._read(self.folder / MANIFEST)) is None:
       plan = self._read(self._state / _PLAN)
       assert plan is not None, "begin has written the plan"
       done: dict[str, list[dict[str, Any]]] = {split: [] for split in plan["inputs"]}
-      for part in parts:
+      for part in self._parts:
         counts = self._known(part)
         assert counts is not None, part
         done[part.split].append(counts)
       totals = {split: {key: sum(file[key] for file in files) for key in _COUNTED} for split, files in done.items()}
       manifest = plan | {"totals": totals, "files": done}
-      self._write(self.folder / MANIFEST, manifest)
+      _write(self.folder / MANIFEST, manifest)
     shutil.rmtree(self._state, ignore_errors=True)
     return manifest["totals"]
 
@@ -148,11 +150,12 @@ class Output:
     except (OSError, ValueError) as error:
       raise ConfigError(f"{path} cannot be read ({error}). Remove {self.folder}, or give another folder.") from error
 
-  def _write(self, path: Path, value: dict[str, Any]) -> None:
-    _write(path, json.dumps(value, indent=1))
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+  _write_text(path, json.dumps(value, indent=1))
 
 
-def _write(path: Path, text: str) -> None:
+def _write_text(path: Path, text: str) -> None:
   """Writes a whole file, also if the machine stops."""
   new = path.with_name(f"{path.name}.new")
   with new.open("w", encoding="utf-8") as file:

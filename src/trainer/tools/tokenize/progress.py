@@ -36,7 +36,7 @@ class Progress:
       self._bar.start()
     return self
 
-  def __exit__(self, *error: object) -> None:
+  def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
     if self._bar is not None:
       self._bar.stop()
     if error is None:

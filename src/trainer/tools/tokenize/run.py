@@ -44,28 +44,28 @@ def run(config: Config, output: str, records: str, processes: int, part_bytes: i
   job = Job(splits, tokenizer, vocab_size, data.max_target_length, data.packing, records, data.max_bad_records)
   for line in describe.documents(job.description()):
     print(line, flush=True)
-  folder = Output(Path(os.path.abspath(os.path.expanduser(output))))
+  folder = Output(Path(os.path.abspath(os.path.expanduser(output))), parts)
   with folder.locked():
     folder.begin(job.description() | {"inputs": digests, "part_bytes": part_bytes}, tokenizer)
-    left = [part for part in parts if not folder.has(part, parts)]
+    left = [part for part in parts if not folder.has(part)]
     if len(left) < len(parts):
       print(f"{len(parts) - len(left)} of {len(parts)} parts are complete already.", flush=True)
     if left:
-      _write(job, folder, parts, left, processes)
-    folder.require_few_bad(parts, data.max_bad_records)
-    totals = folder.conclude(parts)
+      _write(job, folder, left, processes)
+    folder.require_few_bad(data.max_bad_records)
+    totals = folder.conclude()
   for split, total in totals.items():
     print(f"{split}: {total['documents']:,} documents, {total['tokens']:,} tokens in {total['records']:,} records")
   print(f"Train with {' '.join(_keys(folder.folder, job, splits))}")
 
 
-def _write(job: Job, folder: Output, parts: Sequence[Part], left: Sequence[Part], processes: int) -> None:
-  """Writes the parts `left` of `parts`, with so many processes."""
+def _write(job: Job, folder: Output, left: Sequence[Part], processes: int) -> None:
+  """Writes the parts `left`, with so many processes."""
   progress = Progress(sum(part.size for part in left))
   with progress, Workers(min(processes, len(left))) as workers:
 
     def write(part: Part) -> dict[str, Any]:
-      work = partial(part_lib.write_in_worker, job, part.split, part.pieces, folder.path(part, parts))
+      work = partial(part_lib.write_in_worker, job, part.split, part.pieces, folder.path(part))
       return workers.call(work, f"it wrote part {part.number} of {part.split}", progress.add_tokens)
 
     for part, counts in workers.each(write, left):
@@ -73,7 +73,7 @@ def _write(job: Job, folder: Output, parts: Sequence[Part], left: Sequence[Part]
       for message in counts["bad"]:
         print(f"A bad record is skipped: {message}", flush=True)
       if counts["bad_records"]:
-        folder.require_few_bad(parts, job.max_bad_records)
+        folder.require_few_bad(job.max_bad_records)
       progress.add_part(part)
 
 

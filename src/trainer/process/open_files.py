@@ -46,11 +46,9 @@ class LastUsed(Generic[X]):
     """The open file, for one thread at a time. Closes it if the block raises: a reader may fail ever after."""
     with self._lock:
       if self._file is None:
-        _make_room()
+        _all().make_room()
         self._file = self._open_file()
-      with _open_lock:
-        _open.pop(self, None)
-        _open[self] = None
+      _all().used(self)
       try:
         yield self._file
       except BaseException:
@@ -82,20 +80,28 @@ class LastUsed(Generic[X]):
         file.close()
 
 
-_open: weakref.WeakKeyDictionary[LastUsed, None] = weakref.WeakKeyDictionary()  # of the process, the last used one last
-_open_lock = threading.Lock()
+class _All:
+  """The open files of the process, the last used one last."""
 
+  def __init__(self, most: int) -> None:
+    self._most = most
+    self._lock = threading.Lock()
+    self._files: weakref.WeakKeyDictionary[LastUsed, None] = weakref.WeakKeyDictionary()
 
-def _make_room() -> None:
-  """Closes the files whose use is longest ago, so that one more may be opened."""
-  with _open_lock:
-    for file in list(itertools.islice(_open, max(0, len(_open) + 1 - _most()))):
-      if file.close_if_idle():
-        del _open[file]
+  def used(self, file: LastUsed) -> None:
+    with self._lock:
+      self._files.pop(file, None)
+      self._files[file] = None
+
+  def make_room(self) -> None:
+    """Closes the files whose use is longest ago, so that one more may be opened."""
+    with self._lock:
+      for file in list(itertools.islice(self._files, max(0, len(self._files) + 1 - self._most))):
+        if file.close_if_idle():
+          del self._files[file]
 
 
 @functools.cache
-def _most() -> int:
-  """Files that may be open at a time."""
+def _all() -> _All:
   soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-  return max(8, (_WANTED if soft == resource.RLIM_INFINITY else soft) // _SHARE)
+  return _All(max(8, (_WANTED if soft == resource.RLIM_INFINITY else soft) // _SHARE))

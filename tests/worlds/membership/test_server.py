@@ -160,12 +160,12 @@ def test_the_wrong_token_is_refused_on_both_sides(run):
     thread.join()
 
 
-def test_a_member_gets_in_within_a_second_although_strangers_hold_all_places(run):
+def test_a_member_gets_in_before_strangers_that_hold_all_places_time_out(run):
   strangers = [run.connect() for _ in range(server_lib._MAX_STRANGERS + 20)]
   began = time.monotonic()
   run.members.append(run.join(2))
   expect(run.members[-1], "welcome")
-  assert time.monotonic() - began < 1.0
+  assert time.monotonic() - began < wire.HANDSHAKE_SECONDS / 2  # a second of it passes on a machine that is very busy
   for sock in strangers:
     sock.close()
   run.members.pop().close()

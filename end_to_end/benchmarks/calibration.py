@@ -120,7 +120,7 @@ def compile_row(row: Row, text: pathlib.Path, python: str | None) -> str:
 def table_row(row: Row, module: Module, compiled: dict[str, float]) -> str:
   """Returns one line of the table."""
   rates = rates_of(row)
-  at_peak, times = (play(module, row, given) for given in (dataclasses.replace(rates, cycles=0.0), rates))
+  at_peak, times = (play(module, row, given) for given in (with_cycles(rates, 0.0), rates))
   kernels = times.computation[Basis.ATTENTION] + times.computation[Basis.KERNEL]
   cycles = agreeing_cycles(row, module)
   cells = (
@@ -139,6 +139,10 @@ def rates_of(row: Row) -> Rates:
   return prices.rates(chip)
 
 
+def with_cycles(rates: Rates, cycles: float) -> Rates:
+  return dataclasses.replace(rates, calibration=dataclasses.replace(rates.calibration, cycles=cycles))
+
+
 def play(module: Module, row: Row, rates: Rates) -> simulation.Timeline:
   place = topologies.resolve(row.topology)
   devices = place.chips * rates.chip.devices_per_chip
@@ -151,7 +155,7 @@ def agreeing_cycles(row: Row, module: Module) -> float | None:
   None if there are none. A slower kernel never makes a step faster, so halving the interval finds them.
   """
   low, high = 0.01, 10.0
-  seconds = lambda cycles: play(module, row, dataclasses.replace(rates_of(row), cycles=cycles)).seconds
+  seconds = lambda cycles: play(module, row, with_cycles(rates_of(row), cycles)).seconds
   if not seconds(low) < row.seconds < seconds(high):
     return None
   for _ in range(16):

@@ -83,6 +83,10 @@ REFUSED = [
     "over the 8 ways of the tensor axis",
   ),
   (["ici_context_parallelism=3"], "max_target_length=1024: does not split over the 3 ways of the context axis"),
+  (
+    ["ici_tensor_parallelism=16", "global_parameter_scale=2"],
+    "base_num_kv_heads=8 (after global_parameter_scale): does not split over the 16 ways of the tensor axis",
+  ),
   (["devices_per_slice=6"], "base_emb_dim=512: does not split over the 6 ways of the fsdp axis"),
   (["enable_emergency_checkpoint=true"], "needs local_checkpoint_directory"),
   ([*EMERGENCY[:2]], "needs local_checkpoint_period above 0"),

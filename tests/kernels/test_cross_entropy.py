@@ -10,7 +10,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tests.support.plain_cross_entropy import plain_cross_entropy
 
 from trainer.config.rules import AXES
+from trainer.kernels import cross_entropy
 from trainer.kernels.cross_entropy import choose_chunks, linear_cross_entropy
+from trainer.parallel.sharding import constrain
 
 
 def inputs(b=3, t=16, d=8, v=61, dtype=jnp.float32, valid=None):
@@ -81,7 +83,14 @@ def test_never_holds_the_logits_of_the_whole_sequence():
   assert memory.temp_size_in_bytes < 2 * 256 * 4096 * 4 / 4
 
 
-def test_devices_split_the_vocabulary_over_fsdp_and_tensor():
+def test_devices_split_the_vocabulary_over_fsdp_and_tensor(monkeypatch):
+  seen = set()
+
+  def recorded(array, *axes):
+    seen.add(axes)
+    return constrain(array, *axes)
+
+  monkeypatch.setattr(cross_entropy, "constrain", recorded)
   mesh = Mesh(np.array(jax.devices()).reshape(1, 4, 2, 1), AXES, axis_types=(AxisType.Auto,) * 4)
   arrays = inputs(b=4, v=64)
   with jax.set_mesh(mesh):
@@ -89,6 +98,13 @@ def test_devices_split_the_vocabulary_over_fsdp_and_tensor():
     got = grads(linear_cross_entropy, (placed, *arrays[1:]), z_loss=0.1, num_chunks=4, vocab_shards=8)
   assert got[1][1].sharding.spec[0] == ("fsdp", "tensor")
   assert_same(got, grads(plain_cross_entropy, arrays, z_loss=0.1), 1e-5)
+  assert seen == {
+    ("vocab", "embed"),
+    ("embed", "vocab"),
+    ("loss_batch", "length", "embed"),
+    ("loss_batch", "length", "vocab"),
+    ("batch", "length", "embed"),
+  }
 
 
 def test_chunks_of_a_sharded_length_stay_where_they_are():

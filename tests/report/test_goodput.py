@@ -10,7 +10,7 @@ from tests.support.command import without_times
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ObserveSection
 from trainer.observe import events, log, metrics
-from trainer.report import goodput, history
+from trainer.report import goodput, history, incidents
 
 
 class Life:
@@ -214,6 +214,20 @@ def test_a_damaged_record_of_a_step_is_passed_over(tmp_path, field):
   run = history.load(str(tmp_path / "a"))
   assert run.steps["step"].tolist() == [1, 3] and run.total_slices == 3
   assert sum(goodput.compute(run)["percent"].values()) == pytest.approx(100)
+
+
+@pytest.mark.parametrize("ends", [{}, {"exit": None}])
+def test_a_run_end_without_its_exit_code_is_passed_over(tmp_path, ends):
+  """It ended the report of this process and of the next one with KeyError or TypeError."""
+  first = fake_run.FakeRun(tmp_path / "a", steps=2)
+  first.step(1)
+  first.after(0.5, "run_end", **ends)
+  first.close()
+  fake_run.plain_run(tmp_path / "a", steps=2, wall=1.8e9 + 100)
+  run = history.load(str(tmp_path / "a"))
+  assert [event["exit"] for event in run.of_kind("run_end")] == [0]
+  (restart,) = incidents.find(run)
+  assert "It ended without a record" in restart.why
 
 
 def test_a_directory_without_a_run_is_an_error(tmp_path):

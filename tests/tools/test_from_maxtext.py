@@ -89,7 +89,9 @@ def test_the_data_of_the_answers_name_keys_that_exist():
   assert sum("safe" in entry for entry in entries) > 40
 
 
-def test_a_value_of_a_python_object_is_refused(tmp_path, capsys):
-  (tmp_path / "theirs.yml").write_text("steps: !!python/object:os.system x\n")
+@pytest.mark.parametrize("value", ["!!python/object:os.system x", "2024-13-45"])
+def test_a_value_that_yaml_cannot_read_is_refused_in_one_line(tmp_path, capsys, value):
+  (tmp_path / "theirs.yml").write_text(f"steps: {value}\n")
   assert from_maxtext.main([str(tmp_path / "theirs.yml")]) == 2
-  assert capsys.readouterr().err.startswith("error: could not determine a constructor for the tag")
+  err = capsys.readouterr().err
+  assert err.startswith(f"error: {tmp_path}/theirs.yml: a value cannot be read: ") and err.count("\n") == 1

@@ -193,6 +193,13 @@ def test_a_port_in_use_is_refused_only_if_it_was_asked_for(tmp_path, capsys, mon
       assert server.server_port not in (0, port)
 
 
+@pytest.mark.parametrize("period", ["nan", "inf", "0", "-1", "soon"])
+def test_a_period_that_is_none_is_refused(tmp_path, capsys, period):
+  with pytest.raises(SystemExit, match="2"):
+    watch.main([str(tmp_path), "--period", period])
+  assert f"argument --period: {period} is not a number of seconds above 0" in capsys.readouterr().err
+
+
 def test_a_port_that_is_none_is_refused(tmp_path, capsys):
   assert watch.main([str(tmp_path), "--port", "70000"]) == 2
   err = capsys.readouterr().err

@@ -54,11 +54,12 @@ def heads_share(num_query_heads: int, num_kv_heads: int) -> Iterator[str]:
     )
 
 
-def splits(name: str, size: int, axis: str, ways: int) -> Iterator[str]:
-  """`size`, the value of the key `name`, splits over the `ways` of a mesh axis."""
+def splits(name: str, size: int, axis: str, ways: int, *, scaled: bool = False) -> Iterator[str]:
+  """`size`, the value of the key `name`, splits over the `ways` of a mesh axis. scaled: by global_parameter_scale."""
   if size % ways:
+    note = " (after global_parameter_scale)" if scaled else ""
     yield (
-      f"{name}={size}: does not split over the {ways} ways of the {axis} axis.\n"
+      f"{name}={size}{note}: does not split over the {ways} ways of the {axis} axis.\n"
       f"Choose ici_{axis}_parallelism and dcn_{axis}_parallelism so that the axis divides {size}."
     )
 

@@ -290,7 +290,8 @@ def _shards(config: Config) -> Iterator[str]:
     ("fsdp", "base_emb_dim", model.emb_dim),
     ("context", "max_target_length", config.data.max_target_length),
   ):
-    yield from rules.splits(name, size, axis, ways[axis])
+    scaled = model.global_parameter_scale > 1 and name.startswith("base_")
+    yield from rules.splits(name, size, axis, ways[axis], scaled=scaled)
 
 
 def _ways(parallelism: ParallelismSection, cluster: ClusterSection, axis: str) -> int:

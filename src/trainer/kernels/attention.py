@@ -109,7 +109,7 @@ def choose(name: str, shape: Shape) -> Attention:
   platform = shape.platform
   require(rules.heads_share(shape.num_q_heads, shape.num_kv_heads))
   ways = 1 if shape.mesh is None else shape.mesh.shape[TENSOR]
-  require(rules.splits("base_num_kv_heads", shape.num_kv_heads, "tensor", ways))
+  require(rules.splits("base_num_kv_heads", shape.num_kv_heads, "tensor", ways, scaled=True))
   if platform not in IMPLEMENTATIONS:
     raise ConfigError(f"Attention supports the platforms {', '.join(IMPLEMENTATIONS)}, not '{platform}'.")
   if name == "dot_product":

@@ -245,9 +245,11 @@ def _cached(config: Config, slice_sets: SliceSets) -> Choice | None:
 
   folder = os.path.expanduser(config.run.jax_cache_dir)
   path = epath.Path(folder) / _entry(config, slice_sets)
-  if not folder or not path.exists():
+  if not folder:
     return None
   try:
+    if not path.exists():
+      return None
     policy, reason, custom = json.loads(path.read_text())
     return Choice(RematPolicy(policy), f"{reason} (cached in {path})", custom)
   except (OSError, ValueError):
@@ -255,9 +257,9 @@ def _cached(config: Config, slice_sets: SliceSets) -> Choice | None:
 
 
 def keep(config: Config, slice_sets: SliceSets, choice: Choice) -> None:
-  """Writes the choice into jax_cache_dir, if there is one and it can be written.
+  """Writes the choice into jax_cache_dir, if there is one.
 
-  A full disk does not stop a run here, nor another run that writes the same file at the same time.
+  The run continues without the file if it cannot be written: the disk may be full, or another run may write it now.
   """
   if config.run.jax_cache_dir:
     folder = os.path.expanduser(config.run.jax_cache_dir)

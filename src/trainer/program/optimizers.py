@@ -149,7 +149,7 @@ def _is_matrix(axes: tuple[str, ...]) -> bool:
 
 def _muon_dims(axes: tuple[str, ...]) -> contrib.MuonDimensionNumbers | None:
   """Dims of a projection as a matrix for Muon, with heads and head_dim as one side; None if Adam updates the weight."""
-  if not _is_matrix(axes) or "vocab" in axes:
+  if not _is_matrix(axes) or "vocab" in axes:  # vocab: an untied head, or the embedding table
     return None
   # Each expert of a layer has a matrix of its own; the router is one matrix, whose columns are the experts.
   own = [i for i, axis in enumerate(axes) if axis != "layers" and (axis != "experts" or i == len(axes) - 1)]

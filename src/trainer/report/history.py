@@ -118,7 +118,7 @@ class Run:
 
 def load(run_directory: str) -> Run:
   """Reads a run directory, local or gs://. ConfigError if it holds no records of a run."""
-  events = without_refused([event for event in read_events(run_directory) if _is_record(event) and "kind" in event])
+  events = without_refused([event for event in read_events(run_directory) if _is_event(event)])
   processes = {process: index for index, process in enumerate(dict.fromkeys(event["process"] for event in events))}
   losses: list[dict[str, float]] = []
   scores: list[dict[str, float]] = []
@@ -161,6 +161,13 @@ def _is_record(record: dict[str, Any]) -> bool:
   """Whether a record has what every record has."""
   clocks = isinstance(record.get("wall"), int | float) and isinstance(record.get("monotonic"), int | float)
   return clocks and isinstance(record.get("process"), str)
+
+
+def _is_event(record: dict[str, Any]) -> bool:
+  """Whether a record has what every event has, and a run_end its exit code."""
+  if not _is_record(record) or "kind" not in record:
+    return False
+  return record["kind"] != "run_end" or isinstance(record.get("exit"), int)
 
 
 def _rows(

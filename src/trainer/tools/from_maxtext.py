@@ -41,11 +41,11 @@ def main(argv: list[str] | None = None) -> int:
   path = Path(parser.parse_args(argv).file)
   try:
     texts = {name: text for name, (text, _) in files.read_yaml(path).items()}
-    result = convert_keys(texts, yaml.safe_load(path.read_text()) or {})
+    result = convert_keys(texts, _values(path))
     kept = "".join(f"{name}: {value}\n" for name, value in result.kept.items())
     if not result.lost:
       _check(kept)
-  except (ConfigError, OSError, yaml.YAMLError) as error:
+  except (ConfigError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   print(kept, end="")
@@ -53,6 +53,15 @@ def main(argv: list[str] | None = None) -> int:
     for name, reason in reasons.items():
       print(f"{title}: {name}: {' '.join(reason.split())}", file=sys.stderr)
   return 2 if result.lost else 0
+
+
+def _values(path: Path) -> dict[str, object]:
+  """The values of a YAML mapping. ConfigError for a tag or a date that YAML does not have."""
+  try:
+    return yaml.safe_load(path.read_text()) or {}
+  except (yaml.YAMLError, ValueError) as error:
+    reason = str(error).splitlines()[0]
+    raise ConfigError(f"{path}: a value cannot be read: {reason}. Write it as text, in quotes.") from None
 
 
 def convert_keys(given: Mapping[str, str | None], raw: Mapping[str, object]) -> Converted:

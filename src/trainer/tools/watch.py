@@ -12,6 +12,7 @@ import argparse
 import errno
 import http.server
 import json
+import math
 import re
 import sys
 import urllib.parse
@@ -103,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(prog="python -m trainer.tools.watch", description=__doc__.split("\n\n", 1)[1])
   parser.add_argument("run_directory", nargs="+", help="{base_output_directory}/{run_name}, local or gs://")
   parser.add_argument("--port", type=int, help=f"port on {_HOST} (default {_PORT}, or a free one if it is in use)")
-  parser.add_argument("--period", type=float, default=5.0, help="seconds between refreshes, at least (default 5)")
+  parser.add_argument("--period", type=_period, default=5.0, help="seconds between refreshes, at least (default 5)")
   arguments = parser.parse_args(argv)
   try:
     server = open_server(LivePage(arguments.run_directory, arguments.period), arguments.port)
@@ -120,6 +121,16 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
       return 0
   return 0
+
+
+def _period(text: str) -> float:
+  try:
+    seconds = float(text)
+  except ValueError:
+    seconds = math.nan
+  if not 0 < seconds < math.inf:
+    raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+  return seconds
 
 
 def open_server(page: LivePage, port: int | None) -> Server:

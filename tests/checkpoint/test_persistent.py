@@ -20,7 +20,7 @@ import pytest
 from tests.support import toy_state
 
 import trainer
-from trainer.checkpoint import run_id
+from trainer.checkpoint import run_id, step_folders
 from trainer.checkpoint.arrays import fingerprint, single_replica
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
 from trainer.checkpoint.persistent import Persistent
@@ -174,6 +174,24 @@ def test_retention_keeps_newest_multiples_and_best(tmp_path):
   assert tier.steps() == [2, 4, 6, 7]
   assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["2", "4", "6", "7"]
   tier.wait()
+  tier.close()
+
+
+def test_a_save_overwrites_a_rejected_step_that_cannot_be_moved(tmp_path, monkeypatch):
+  tier = Persistent(str(tmp_path / "c"), toy_state.config(), world=SingleWorld())
+  assert tier.save(1, toy_state.state(1), {})
+  tier.wait()
+
+  def refused(source, target):
+    raise OSError("not permitted")
+
+  monkeypatch.setattr(step_folders, "_move", refused)
+  tier.set_aside({"1": "damaged"})
+  assert tier.save(1, toy_state.state(2), {})
+  tier.wait()
+  toy_state.assert_same_bits(
+    restore(tier, 1, toy_state.abstract(toy_state.values(), toy_state.mesh(1, 1))), toy_state.values(2)
+  )
   tier.close()
 
 

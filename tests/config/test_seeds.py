@@ -143,6 +143,7 @@ def test_each_name_of_other_programs_is_written_once():
   names = [name for entry in entries for name in entry["names"].split()]
   assert len(names) == len(set(names)) > 800
   assert entry_of("mtc_data_parallelism")["what"] == "a key of MaxText"  # and not of xpk, which has mtc_*
+  assert entry_of("context_parallel_size")["safe"] == "*"  # MaxText derives it, so its dumps of a configuration have it
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,24 @@ def test_the_library_computes_the_goodput_of_the_report(tmp_path, recorded):
   assert theirs["disruption_count"] == 2  # the loss and the return
 
 
+def test_a_wait_within_an_attempt_ends_with_the_next_step(tmp_path, recorded):
+  """Slices as processes: the attempt goes on with the other slices."""
+  run = recorded(steps=20)
+  for step in range(1, 11):
+    run.step(step)
+  run.lose(1, 10, resume=11)
+  for step in range(11, 16):
+    run.step(step)
+  run.gain(1, 15)
+  for step in range(16, 21):
+    run.step(step)
+  run.after(0.0, "run_end", exit=0)
+  run.close()
+  badput = details(tmp_path / "r", tmp_path)["badput_time"]
+  assert badput[BADPUT.ELASTIC_SLICE_DOWN] == pytest.approx(0.3)
+  assert badput[BADPUT.ELASTIC_SCALE_UP] == pytest.approx(0.15)
+
+
 def test_a_second_process_is_a_disruption(tmp_path, recorded):
   first = recorded(steps=9, slices=1)
   for step in range(1, 6):

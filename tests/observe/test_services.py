@@ -22,7 +22,7 @@ from trainer.config import paths as config_paths
 from trainer.config.load import load
 from trainer.config.schema import ObserveSection
 from trainer.observe import events, log, metrics
-from trainer.observe.writers import background, service, wandb_runs
+from trainer.observe.writers import background, objects, service, wandb_runs
 from trainer.observe.writers.wandb_runs import WandbRun
 
 
@@ -132,6 +132,38 @@ def test_a_service_that_never_answers_does_not_hold_the_end_of_the_process(monke
   assert said.lines == ["no records in x from here on: no answer for 0.2 s (training goes on)"]
   assert background.any_waits()  # so that the command ends without waiting for the library
   release.set()
+
+
+def test_an_object_store_that_never_answers_does_not_hold_the_end_of_the_process(monkeypatch):
+  monkeypatch.setattr(background, "LONGEST_WAIT_SECONDS", 0.2)
+  said, release = Said(), threading.Event()
+  monkeypatch.setattr(objects, "_put_object", lambda *args: release.wait())
+  out = objects.MetricsObjects("gs://b/run/metrics", 1, said)
+  for step in (1, 2):
+    out.write(step, "{}")
+  out.close()
+  out.join()
+  assert said.lines == ["no metrics objects from here on: no answer for 0.2 s (metrics.jsonl has all records)"]
+  assert background.any_waits()
+  release.set()
+
+
+def test_a_metrics_object_that_cannot_be_written_does_not_stop_the_next_ones(monkeypatch):
+  said, written = Said(), []
+
+  def put(directory, stem, text):
+    if "000002" in stem:
+      raise OSError("503")
+    written.append(text)
+
+  monkeypatch.setattr(objects, "_put_object", put)
+  out = objects.MetricsObjects("gs://b/metrics", 1, said)
+  for step in (1, 2, 3):
+    out.write(step, str(step))
+  out.close()
+  out.join()
+  assert written == ["1\n", "3\n"]
+  assert said.lines == ["cannot write a metrics object under gs://b/metrics: 503"]
 
 
 @pytest.mark.parametrize("offline", [True, False])

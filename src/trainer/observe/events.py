@@ -101,8 +101,8 @@ class EventLog:
     self._listeners.append(listener)
 
   def tell(self, record: dict[str, Any]) -> None:
-    """Hands a record that was written to the listeners."""
-    for listener in self._listeners:
+    """Hands a record to the listeners, if this process writes the records."""
+    for listener in self._listeners if self.directory is not None else ():
       listener(record)
 
   def stamp(self) -> dict[str, Any]:
@@ -123,8 +123,7 @@ class EventLog:
         if self.directory is None and kind in _OWED:
           self._unwritten.append(record)
       self._lines.append(files.dump_json(record))
-      if self.directory is not None:
-        self.tell(record)
+      self.tell(record)
     return record
 
   def take_over(self, run_directory: str) -> None:

@@ -260,10 +260,12 @@ class Metrics:
     self._lines.close()
     for writer in self._writers:
       writer.close(exit_code)
+    if self._objects is not None:
+      self._objects.close()
     for writer in self._writers:
       writer.join()
     if self._objects is not None:
-      self._objects.close()
+      self._objects.join()
     self._writers, self._objects = [], None
 
 

@@ -78,7 +78,7 @@ class Watchdog:
     self._log, self._events = log, events
     self._monotonic, self._end = monotonic, end
     self._tick = min(1.0, self._timeout / 20 or 1.0)
-    self._lock = threading.RLock()
+    self._lock = threading.RLock()  # _count calls late_after with the lock held
     self._silent: float | None = None  # seconds since the last beat; None: no step is under way
     self._step: int | None = None
     self._beat_at: float | None = None  # None: the time until the next beat is not that of a step

@@ -18,7 +18,8 @@ Scalars = Mapping[str, float]  # tag -> value
 
 
 class Destination(Protocol):
-  """Where records go. All calls come from one thread, in order. Writers of steps also have `BackgroundWriter.write`."""
+  """Where records go. All calls come from one thread, in order. A destination for the numbers of steps also has
+  `write`, with the arguments of `BackgroundWriter.write`."""
 
   def flush(self) -> None:
     """Returns when readers can see all numbers so far."""

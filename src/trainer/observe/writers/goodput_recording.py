@@ -75,7 +75,8 @@ class GoodputRecording:
       log.line(f"Goodput is recorded in {run_directory}/{RECORDS_FILE}: there are no credentials for Cloud Logging")
     self._total_slices = 1
     self._began: float | None = None  # wall time of run_start, until the first step can be dispatched
-    self._waits_for: str | None = None  # "slice_down" or "scale_up", from the event to the next attempt
+    self._waits_for: str | None = None  # "slice_down" or "scale_up", from the event to the next attempt or step
+    self._changed = 0.0  # wall time of the last change of slices
     self._last: tuple[int, float] | None = None  # the last completed step, and when it ended
     self._badput_ended = 0.0  # wall time of the end of all badput so far
 
@@ -104,6 +105,10 @@ class GoodputRecording:
 
   def _step(self, record: dict[str, Any]) -> None:
     began = record["wall"] - record["seconds"]
+    if self._waits_for is not None:  # slices as processes: the attempt goes on, and the step's time includes the wait
+      began = max(began, self._changed)
+      self._recorder.record_elastic_wait_end_time(self._waits_for, _utc(began))
+      self._waits_for = None
     self._recorder.record_step_start_time(record["step"], _utc(began))
     if record["data_wait"] >= _SHORTEST_DATA_WAIT:
       self._recorder.record_data_loading_start_time(_utc(began))
@@ -140,6 +145,7 @@ class GoodputRecording:
       recorder.record_training_preparation_end_time(_utc(now))
 
   def _change_of_slices(self, record: dict[str, Any]) -> None:
+    self._changed = record["wall"]
     if self._waits_for is None:
       self._waits_for = "slice_down" if record["kind"] == "slice_down" else "scale_up"
       began = record["wall"] if self._last is None else min(record["wall"], self._last[1])

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
-
 from trainer.observe.log import Log
+from trainer.observe.writers.background import BackgroundWriter
 
 
 class MetricsObjects:
   """One immutable object per `period` steps: {directory}/metrics_step_000001_to_step_000010.txt, JSON lines."""
 
   def __init__(self, directory: str, period: int, log: Log) -> None:
-    self._directory, self._period, self._log = directory, period, log
+    self._period = period
     self._pending: list[tuple[int, str]] = []
-    self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="metrics objects")
+    remedy = "metrics.jsonl has all records"
+    self._writer = BackgroundWriter("metrics objects", lambda: _Store(directory, log), log, remedy, waits=False)
 
   def write(self, step: int, line: str) -> None:
     if self._pending and step != self._pending[-1][0] + 1:  # a rewind: the pending steps become their own object
@@ -28,18 +28,37 @@ class MetricsObjects:
     first, last = self._pending[0][0], self._pending[-1][0]
     text = "".join(f"{line}\n" for _, line in self._pending)
     self._pending = []
-    self._writer.submit(
-      _put_object, self._directory, f"metrics_step_{first:06d}_to_step_{last:06d}", text
-    ).add_done_callback(self._report)
-
-  def _report(self, done: Future[None]) -> None:
-    error = done.exception()
-    if error is not None:
-      self._log.warning(f"cannot write a metrics object under {self._directory}: {error}")
+    stem = f"metrics_step_{first:06d}_to_step_{last:06d}"
+    self._writer.put(lambda store: store.put(stem, text))
 
   def close(self) -> None:
+    """Begins to write what is left. Call `join` afterwards."""
     self._put()
-    self._writer.shutdown(wait=True)
+    self._writer.close(None)
+
+  def join(self) -> None:
+    """Waits until all objects are written, or gives up as `BackgroundWriter.join`."""
+    self._writer.join()
+
+
+class _Store:
+  """A Destination: the folder of the objects."""
+
+  def __init__(self, directory: str, log: Log) -> None:
+    self._directory, self._log = directory, log
+
+  def put(self, stem: str, text: str) -> None:
+    """Writes one object. An error is a warning: the next object may succeed."""
+    try:
+      _put_object(self._directory, stem, text)
+    except Exception as error:  # noqa: BLE001 - each store raises its own types
+      self._log.warning(f"cannot write a metrics object under {self._directory}: {error}")
+
+  def flush(self) -> None:
+    """Every object is complete when `put` returns."""
+
+  def close(self, exit_code: int | None) -> None:
+    """Nothing is open."""
 
 
 def _put_object(directory: str, stem: str, text: str) -> None:

@@ -136,6 +136,7 @@ class EventLog:
       for record in self._unwritten:
         if _identity(record) not in known:
           self._lines.append(files.dump_json(record))
+          self.tell(record)
       self._unwritten.clear()
 
   def hand_over(self) -> None:

@@ -52,7 +52,8 @@ class Driver(Protocol):
     and calls resume(start) before it reads the first batch. `Start.stops`: it only restores."""
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
-    """The next state (the old one's buffers are donated) and metrics, perhaps not computed yet. An error ends it."""
+    """The next state (the old one's buffers are donated) and the step's metrics, perhaps not computed yet. Raises only
+    if the attempt must end."""
 
   def evaluate(self, params: Params, batches: Sequence[int]) -> list[list[LossSums]]:
     """For each set, sums over its first batches[set] batches, perhaps not computed yet, in parts to be added."""

@@ -213,7 +213,8 @@ class Peers:
 
   def await_turn(self, seconds: float) -> None:
     """After the loss of the supervisor: returns when this member is the one that saves the state. The primary is the
-    first; the next member follows when the connection to the one before it is closed, or after `seconds`."""
+    first. The next member follows when the member before it has closed its connection, because it has saved and ended,
+    or has died; or after `seconds`."""
     for member in sorted(self.members, key=lambda member: (member != self.primary, member)):
       if member == self.member:
         break

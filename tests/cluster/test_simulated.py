@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import subprocess
@@ -225,6 +226,17 @@ def test_a_slice_that_was_given_up_during_a_hang_is_replaced_with_empty_memory()
   assert simulated.lost(view) == {1}
   with pytest.raises(jax.errors.JaxRuntimeError, match="DATA_LOSS"):
     jax.block_until_ready(simulated.poison({"x": jnp.ones(3)}, view))
+
+
+def test_slices_that_are_waited_for_return_together():
+  """On a clock that goes on between any two readings, and although the run needs only one of them."""
+  simulated = make()
+  readings = itertools.count()
+  simulated._clock = lambda: 0.05 * next(readings)
+  simulated._sleep = lambda seconds: None
+  simulated.lose(1)
+  simulated.lose(2)
+  assert simulated.wait_for(3, timeout=60) == {0, 1, 2, 3}
 
 
 def test_a_hang_does_not_touch_views_without_the_slice():

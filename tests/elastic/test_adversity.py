@@ -109,9 +109,10 @@ def test_a_slice_lost_while_the_first_state_is_restored(harness, undisturbed_run
 
 
 @pytest.mark.timeout(900)
-def test_every_event_leaves_its_whole_record(harness, undisturbed_run, tmp_path):
+def test_every_event_leaves_its_whole_record(harness, undisturbed_run, tmp_path, monkeypatch):
   for _ in range(2):  # the first run compiles what the recoveries need, unless tests before this one did
     history = harness.run("records", [*KEYS, DEGRADE, "fault_injection=slice_down@3:1, slice_up@5:1"])
+    monkeypatch.setattr(harness, "_cache", None)  # a program that the second run finds there would not be counted
   check(history, undisturbed_run)
   down, up = history.of_kind("recovery")
   expected = {

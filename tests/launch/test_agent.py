@@ -131,6 +131,8 @@ def test_an_agent_with_bad_arguments_ends(arguments, text, capsys, monkeypatch):
   [
     (["--local-slices", "1"], "", "Add --listen HOST:PORT"),
     (["--local-slices", "3"], "", "--local-slices 3: it must be 0 to --slices"),
+    (["--advertise", "host"], "", "--advertise host: it has an effect only with --listen"),
+    (["--token-file", "token"], "", "--token-file token: it has an effect only with --listen"),
     (["--listen", "127.0.0.1:0"], "", "the environment variable TRAINER_TOKEN has 0 characters"),
     (["--listen", "127.0.0.1:0"], "short", "TRAINER_TOKEN has 5 characters"),
     (["--listen", "7777"], "", "--listen 7777: it must be HOST:PORT"),

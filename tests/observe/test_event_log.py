@@ -36,6 +36,22 @@ def test_a_new_process_appends_under_a_new_id(tmp_path):
   assert one["process"] != two["process"]
 
 
+def test_a_new_primary_tells_listeners_of_the_records_that_the_one_before_it_did_not_write(tmp_path):
+  before, after = (events.EventLog(str(tmp_path), is_primary=is_primary) for is_primary in (True, False))
+  before.epoch = after.epoch = 1
+  heard = []
+  after.subscribe(heard.append)
+  for log in (before, after):
+    log.emit("slice_down", slice=[1])
+  before.close()
+  after.emit("slice_up", slice=[1])
+  assert heard == []
+  after.take_over(str(tmp_path))
+  after.close()
+  assert [record["kind"] for record in heard] == ["slice_up"]
+  assert [record["kind"] for record in events.read_events(str(tmp_path))] == ["slice_down", "slice_up"]
+
+
 def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   assert events.EventLog(None).emit("eval", loss=1.0)["loss"] == 1.0

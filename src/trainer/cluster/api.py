@@ -129,8 +129,8 @@ class Cluster(ABC):
     """Ids of the slices that pass a health check now. On a real cluster it takes up to a time limit."""
 
   def wait_for(self, count: int, timeout: float, stop: Callable[[], bool] = lambda: False) -> frozenset[int]:
-    """Ids of all living slices, as soon as there are at least `count`, or stop() is true, which is called at least once
-    a second. TimeoutError after `timeout` seconds."""
+    """Ids of all living slices, as soon as there are at least `count`, or stop() is true. Calls stop() at every poll,
+    and each second between two polls. TimeoutError after `timeout` seconds."""
     end = self._clock() + timeout
     while len(alive := self.alive()) < count and not stop():
       if (left := end - self._clock()) <= 0:

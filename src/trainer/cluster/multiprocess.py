@@ -38,7 +38,8 @@ class MultiprocessCluster(Cluster):
     place: Place,
     supervisor: ChildSupervisor | None,
   ) -> None:
-    """num_slices: shares of the global batch, and the most members that compute. supervisor: if this process has it."""
+    """num_slices: shares of the global batch, and the most members that compute at a time. supervisor: if this process
+    has started it."""
     super().__init__({peers.member: devices}, world, WithPeers(world, peers, supervisor))
     self._num_slices, self._place, self._send = num_slices, place, peers.membership.send
 

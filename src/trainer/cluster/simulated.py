@@ -97,9 +97,10 @@ class SimulatedCluster(Cluster):
 
   def _replace_lost(self) -> None:
     with self._lock:
+      at = self._clock() + self._replacement_seconds  # one time for all: otherwise a run could go on with some of them
       for slice_id, when in self._down.items():
         if when is None:
-          self._down[slice_id] = self._clock() + self._replacement_seconds
+          self._down[slice_id] = at
 
   def returned(self, view: View) -> frozenset[int]:
     return self.alive() - frozenset(view.slices)

@@ -18,9 +18,9 @@ REPLACEMENT_SECONDS = 1.0  # how long the stand-in's scheduler takes to replace 
 
 
 def start(cfg: ClusterSection, environment: MutableMapping[str, str]) -> Standin:
-  """Starts the stand-in of cluster_standin, and makes it JAX's backend, before the first use of a device. Raises
-  ConfigError if the environment names a proxy already, or if it does not start; StandinLost if it was killed
-  meanwhile."""
+  """Starts the stand-in of cluster_standin, and makes it JAX's backend. Call it before the first use of a device.
+  Raises ConfigError if the environment already names a proxy, or the stand-in does not start; StandinLost if the
+  stand-in was killed meanwhile."""
   if target := environment.get("JAX_BACKEND_TARGET"):
     raise ConfigError(
       f"cluster_standin={cfg.cluster_standin}: the environment already names a proxy, JAX_BACKEND_TARGET={target}.\n"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from trainer.cluster import inherited_environment
 from trainer.config import ConfigError
+from trainer.config.keys import all_keys, convert
 from worlds.workers import Program
 
 
@@ -20,9 +21,17 @@ def refuse_other(arguments: Sequence[str], command: str, ours: Mapping[str, str]
   for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
     name, equals, value = argument.partition("=")
     key, value = name.lstrip("-").replace("-", "_"), value if equals else following
-    if value != ours.get(key, value):
+    if key in ours and not _are_equal(key, value, ours[key]):
       raise ConfigError(f"{argument}: {command} sets {key}={ours[key]}.\nRemove {argument}.")
   return [f"{key}={value}" for key, value in ours.items()]
+
+
+def _are_equal(key: str, one: str, other: str) -> bool:
+  """Whether both texts are the same value of the key, as true and True are."""
+  try:
+    return convert(all_keys()[key], one, "").value == convert(all_keys()[key], other, "").value
+  except ConfigError:
+    return False
 
 
 def of_ray(least: int, most: int) -> dict[str, str]:

@@ -88,6 +88,12 @@ def _check(options: argparse.Namespace) -> None:
         f"--local-slices {options.local_slices} of --slices {options.slices}: agents run the others.\n"
         "Add --listen HOST:PORT, where agents find this command."
       )
+  for name in ("advertise", "token_file"):
+    if (value := getattr(options, name)) and not options.listen:
+      raise ConfigError(
+        f"--{name.replace('_', '-')} {value}: it has an effect only with --listen.\n"
+        "Add --listen HOST:PORT, or remove it."
+      )
 
 
 def _listen(options: argparse.Namespace) -> Where:

@@ -96,8 +96,8 @@ class EventLog:
     self._listeners: list[Callable[[dict[str, Any]], None]] = []
 
   def subscribe(self, listener: Callable[[dict[str, Any]], None]) -> None:
-    """`listener` gets every record that this process writes from now on, also those of metrics.jsonl. It must return
-    at once, and may be called from any thread."""
+    """`listener` gets every record that this process writes from now on, also the steps of metrics.jsonl. It must
+    return at once, and may be called from any thread."""
     self._listeners.append(listener)
 
   def tell(self, record: dict[str, Any]) -> None:
@@ -135,6 +135,7 @@ class EventLog:
       for record in self._unwritten:
         if _identity(record) not in known:
           self._lines.append(files.dump_json(record))
+          self.tell(record)
       self._unwritten.clear()
 
   def hand_over(self) -> None:

@@ -46,8 +46,8 @@ class _Phase(enum.Enum):
 
 class Signals:
   """Owns the handlers of the process. Made once, in the main thread, before anything slow is imported. Python runs a
-  handler only between two bytecodes of the main thread, which may be in an import or a compilation for minutes. A
-  thread therefore reads each signal from a pipe that Python's C handler writes at once."""
+  handler only between two bytecodes of the main thread, which may be in an import, a compilation or a hung collective
+  for minutes. A thread therefore reads each signal from a pipe that Python's C handler writes at once."""
 
   def __init__(self) -> None:
     self.on_exit: Callable[[int], None] = lambda code: None  # records an exit while starting; gets the exit code

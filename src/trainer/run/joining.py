@@ -26,8 +26,9 @@ from worlds.peers import Peers
 def join(
   session: Session, elastic: ElasticRun, peers: Peers, abstract: TrainState, tiers: Tiers, restore: Callable[[], Start]
 ) -> Start:
-  """The state that the run starts from, or that members which are ahead send to this one. It must be able to compute.
-  restore(): the newest good state, or a fresh one; called if this member leads. Raises RunEnded and SupervisorLost."""
+  """The state that the run starts from, or that members which are ahead send to this one. Call it when this member can
+  compute. restore(): the newest good state, or a fresh one; called if this member leads. Raises RunEnded and
+  SupervisorLost."""
   membership, led = peers.membership, None
   begin = time.monotonic()
   membership.send("ready", newest=tiers.newest(), holds=False)
@@ -114,7 +115,8 @@ class _Others:
 
 
 def header(config: Config, session: Session, elastic: ElasticRun, step: int, evaluated: bool) -> dict[str, Any]:
-  """What a member that joins after `step` must know besides the state, as JSON. evaluated: whether the state is."""
+  """What a member that joins after `step` must know besides the state, as JSON. evaluated: whether this state
+  has been evaluated."""
   return {
     "step": step,
     "evaluated": evaluated,

@@ -256,7 +256,7 @@ class Coordinator:
       return []
     if not self._rules.elastic and not self.stopping:
       return self.end(1, f"Member {member} is lost ({reason}), and elastic_enabled=false.")
-    self._lost[member] = (reason, time.time() - seconds)
+    self._lost[member] = (reason, time.time() - seconds)  # not the clock: members on other hosts read it
     if not self.live:
       return self._regather()
     return self._reform()

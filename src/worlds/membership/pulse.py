@@ -35,7 +35,8 @@ class RunningClock:
 class Pulse:
   """Times since the last sign of life, and times of computations. The limit of both is max(hang_seconds, 3 x the 99th
   percentile of the step time). A first computation also loads programs and reads the first data: its limit is at least
-  3 x the longest first computation of the run so far."""
+  3 x the longest first computation of the run so far, because the members that started the run have shown what it
+  takes."""
 
   def __init__(self, clock: Callable[[], float], *, hang_seconds: float, start_seconds: float) -> None:
     """start_seconds: the limit while the run's speed is not known, and the longest that a first computation can get."""

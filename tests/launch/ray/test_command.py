@@ -40,6 +40,11 @@ def test_wrong_arguments_are_refused(name, capsys):
   assert printed.out == "" and printed.err.startswith("error: ") and message in printed.err
 
 
+def test_another_spelling_of_a_value_that_the_command_sets_is_no_other_value():
+  _, arguments = options(f"{SLICES} {CONFIG} elastic_enabled=True num_slices=03 cluster=MultiProcess".split())
+  assert load(arguments, check_paths=False).elastic.elastic_enabled
+
+
 def test_without_the_package_ray_the_command_says_how_to_install_it(capsys, monkeypatch):
   monkeypatch.setitem(sys.modules, "ray", None)
   assert main(f"{SLICES} {TPU} {CONFIG}".split()) == 2

@@ -16,7 +16,7 @@ from stepcost import chips, collectives, costs, hlo, prices, simulation
 from stepcost.__main__ import main
 from stepcost.chips import Chip
 from stepcost.events import Channel
-from stepcost.prices import HOST_BANDWIDTH, Basis, Rates
+from stepcost.prices import HOST_BANDWIDTH, Basis, Calibration, Rates
 from stepcost.simulation import Timeline
 
 CHIP = Chip("test", (), 1e12, 1 << 30, 1e12, 2e9, clock_hz=1e9)
@@ -487,7 +487,7 @@ def test_attention_kernels_cost_their_share_of_the_peak(layout, width, share):
   stated = 'backend_config={"custom_call_config":{"cost_estimate":{"flops":1000000000}}}'
   call = f'custom-call(%q, %q), custom_call_target="tpu_custom_call", {stated}'
   text = f"  %q = bf16[{shape}]{{2,1,0:S(1)}} bitcast(%p)\n  %splash_mha_fwd.1 = bf16[{shape}]{{2,1,0:S(1)}} {call}\n"
-  timeline = simulated(module(text), dataclasses.replace(RATES, attention=0.25))
+  timeline = simulated(module(text), Rates(CHIP, dcn=1e9, calibration=Calibration(attention=0.25)))
   assert timeline.computation[Basis.ATTENTION if share < 1 else Basis.KERNEL] == pytest.approx(1e-3 / share)
   assert timeline.seconds == pytest.approx(1e-3 / share)
 
@@ -495,7 +495,9 @@ def test_attention_kernels_cost_their_share_of_the_peak(layout, width, share):
 def test_on_a_gpu_all_but_attention_costs_another_share_of_the_peaks():
   text = (pathlib.Path(__file__).with_name("gpu.hlo")).read_text()
   peak = simulation.simulate(hlo.parse(text), [0], RATES)
-  found = simulation.simulate(hlo.parse(text), [0], dataclasses.replace(RATES, attention=0.25, others=0.5))
+  found = simulation.simulate(
+    hlo.parse(text), [0], Rates(CHIP, dcn=1e9, calibration=Calibration(attention=0.25, others=0.5))
+  )
   scores = 2 * 8 * 512 * 1024
   forward, backward = 2 * 2 * scores * 64 / 2, 5 * 2 * scores * 64
   assert found.computation[Basis.ATTENTION] == pytest.approx((forward + backward) / 0.25 / 1e12)

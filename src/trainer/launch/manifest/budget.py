@@ -49,7 +49,8 @@ def service_seconds(config: Config) -> float:
   """
   observe = config.observe
   # The services of the metrics share their time. The writer of goodput is closed after them.
-  waits = (observe.enable_wandb or observe.enable_trackio) + observe.enable_goodput_recording
+  metrics = observe.enable_wandb or observe.enable_trackio or observe.gcs_metrics
+  waits = metrics + observe.enable_goodput_recording
   return waits * LONGEST_WAIT_SECONDS
 
 

@@ -27,8 +27,11 @@ COMPLETE, FAILED, BAD_INPUT = 0, 1, 2
 
 
 def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
-  """Runs the command and returns its exit code. argv: the arguments (default: those of the process). signals: listening
-  for the process; without them the handlers stay. Imports slow modules late, so that a signal finds its handler."""
+  """Runs the command and returns its exit code. Imports slow modules late, so that a signal finds its handler.
+
+  argv: default: the arguments of the process. signals: the handlers of the process, which listen already; None: the
+  process keeps the handlers that it has.
+  """
   from trainer.config import ConfigError, cli
   from trainer.config.load import load_with_origins
   from trainer.observe import log, screen

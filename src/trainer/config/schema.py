@@ -233,7 +233,7 @@ class ModelSection(Section):
 
   @property
   def dense_layers(self) -> list[int]:
-    """The layers of mlp_only_layers: its numbers, each -1 if it is none of at most nine digits."""
+    """The layers that mlp_only_layers lists; -1 for each text there that is not a number of at most nine digits."""
     texts = [text.strip() for text in self.mlp_only_layers.split(",") if text.strip()]
     return [int(text) if re.fullmatch("[0-9]{1,9}", text) else -1 for text in texts]
 

@@ -17,12 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+import tokenizers
 from etils import epath
 from tests.support import hf_folders
 from tests.support.seeds import few
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
+from trainer.data.tokenizer import train_bpe
 from trainer.tools import export_hf, import_hf
 from trainer.weights import export, folders, hf_config, importing, sources
 from trainer.weights import safetensors as own_format
@@ -309,3 +311,56 @@ def test_tokenizer_json_is_the_last_file_that_is_copied(tmp_path, monkeypatch):
   monkeypatch.setattr(sources.files, "write_bytes", lambda folder, name, data: written.append(name))
   sources.copy_tokenizer(source, source / "copy")
   assert written == ["chat_template.jinja", "tokenizer.json"]
+
+
+@pytest.mark.parametrize(
+  ("keys", "ids", "names"),
+  [
+    ({}, [0, [1, 258]], ["<|bos|>", "<|im_end|>"]),
+    ({"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}, [259, 258], ["<|im_start|>", "<|im_end|>"]),
+    ({"bos_token": "none", "eos_token": "<|im_start|>"}, [None, [259, 258]], [None, "<|im_start|>"]),
+  ],
+)
+def test_an_export_ends_texts_as_the_documents_of_its_run_end(tmp_path, keys, ids, names):
+  """The run has kept the tokenizer's files of the model that it continues, whose texts end at <|im_end|>."""
+  import transformers  # here, as in hf_folders
+
+  library = tokenizers.Tokenizer.from_str(train_bpe(["a text"], 300))
+  library.add_special_tokens(["<|im_end|>", "<|im_start|>"])
+  kept = tmp_path / "run" / "tokenizer"
+  kept.mkdir(parents=True)
+  library.save(str(kept / "tokenizer.json"))
+  (kept / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 258, "top_k": 20}))
+  theirs = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>"}
+  for name in ("tokenizer_config.json", "special_tokens_map.json"):
+    (kept / name).write_text(json.dumps(theirs))
+  before = {path.name: path.read_bytes() for path in kept.iterdir()}
+  cfg = hf_folders.model("llama3", vocab_size=300)
+  data = {"tokenizer_type": "bpe", "tokenizer_path": str(kept / "tokenizer.json"), **keys}
+  hf_folders.write_run(tmp_path / "run", Config(model=cfg, data=data), hf_folders.random_params(cfg))
+  assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+  config, generation = (
+    getattr(transformers, kind).from_pretrained(tmp_path / "hf") for kind in ("AutoConfig", "GenerationConfig")
+  )
+  for found in (config, generation):
+    assert [found.bos_token_id, found.eos_token_id] == ids
+  assert generation.top_k == 20
+  tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf")
+  assert [tokenizer.bos_token, tokenizer.eos_token] == names
+  if not keys:  # nothing that the run has kept is written anew
+    del before["generation_config.json"]
+    assert before == {name: (tmp_path / "hf" / name).read_bytes() for name in before}
+
+
+def test_an_import_comes_back_with_the_same_tokenizer(tmp_path):
+  """Also where a text ends at another token than a run with this tokenizer would take."""
+  cfg = hf_folders.model("llama3", vocab_size=300)
+  hf_folders.write_folder(tmp_path / "hf", cfg, shards=1)
+  files = {"tokenizer.json": train_bpe(["a text"], 300), "generation_config.json": '{"eos_token_id": 5}'}
+  for name, text in files.items():
+    (tmp_path / "hf" / name).write_text(text)
+  assert import_hf.main([str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
+  assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "back")]) == 0
+  assert (tmp_path / "back" / "tokenizer.json").read_text() == files["tokenizer.json"]
+  for name in ("config.json", "generation_config.json"):
+    assert json.loads((tmp_path / "back" / name).read_text())["eos_token_id"] == 5

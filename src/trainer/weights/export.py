@@ -205,19 +205,38 @@ class _Memory:
 def _write_tokenizer(source: Source, folder: Any, tokenizer: Tokenizer | None) -> dict[str, Any]:
   """Writes the tokenizer's files and generation_config.json; returns the ids of the tokens around documents."""
   sources.copy_tokenizer(run_id.folder(source.tokenizer_folder), folder)
-  ends: dict[str, Any] = dict.fromkeys(sources.ENDS)
+  file = folder / sources.GENERATION
+  generation = sources.read_json(file) if file.exists() else {}
+  ends = {key: generation.get(key) for key in sources.ENDS}
   if isinstance(tokenizer, BpeTokenizer):
-    ends = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    if not (folder / "tokenizer.json").exists():
-      (folder / "tokenizer.json").write_text(tokenizer.json_text)
-    if not (folder / "tokenizer_config.json").exists():
-      named = {key: value and value[0] for key, value in tokenizer_lib.ends(tokenizer).items()}
-      _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **named})
-  if (folder / sources.GENERATION).exists():
-    ends |= {k: v for k, v in sources.read_json(folder / sources.GENERATION).items() if k in sources.ENDS}
-  else:
-    _write_json(folder / sources.GENERATION, {name: id for name, id in ends.items() if id is not None})
+    ends |= _write_ends(source, folder, tokenizer, ends)
+  if not file.exists() or any(generation.get(key) != id for key, id in ends.items()):
+    kept = {key: value for key, value in generation.items() if key not in ends}
+    _write_json(file, kept | {key: id for key, id in ends.items() if id is not None})
   return ends
+
+
+def _write_ends(source: Source, folder: Any, tokenizer: BpeTokenizer, ends: Mapping[str, Any]) -> dict[str, Any]:
+  """Names the tokens around the run's documents in the tokenizer's files, and returns their ids.
+
+  ends: the ids in the generation_config.json that the run has kept, which the model that it continues may have brought.
+  They still end a text; so does the end of the run's own documents. bos_token and eos_token, where given, replace the
+  names that those files have.
+  """
+  named = {key: value and value[0] for key, value in tokenizer_lib.ends(tokenizer).items()}
+  given = {key: name for key, name in named.items() if source.data and getattr(source.data, key)}
+  if not (folder / "tokenizer.json").exists():
+    (folder / "tokenizer.json").write_text(tokenizer.json_text)
+  if not (config := folder / "tokenizer_config.json").exists():
+    _write_json(config, {"tokenizer_class": "PreTrainedTokenizerFast", **named})
+  for file in (config, folder / "special_tokens_map.json"):
+    if given and file.exists():
+      _write_json(file, sources.read_json(file) | given)
+  bos, eos = (ends[key] for key in sources.ENDS)
+  stops = eos if isinstance(eos, list) else [] if eos is None else [eos]
+  if not stops or (tokenizer.eos_id not in stops and "imported" not in source.meta):
+    eos = [tokenizer.eos_id, *stops] if stops else tokenizer.eos_id
+  return {"bos_token_id": tokenizer.bos_id if bos is None or "bos_token" in given else bos, "eos_token_id": eos}
 
 
 def _self_check(source: Source, arrays: ArrayParts, folder: Any, changes_types: bool) -> str:

@@ -215,8 +215,9 @@ if __name__ == "__main__":
   import trainer.elastic.retry
   import trainer.launch.agent
   import trainer.launch.local
-  import trainer.train  # noqa: F401
+  import trainer.train
 
+  trainer.cluster.check_environment()  # tries XLA_FLAGS in another process; the forked ones need not do it again
   if sys.platform == "linux":  # the workers of a launcher that has ended are waited for, and count, here
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
   gc.freeze()  # otherwise each forked process looks for garbage among all that is imported, and copies its pages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import fsspec
@@ -16,11 +17,15 @@ from trainer.report import page
 
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
-  """gs:// is a folder whose objects are written whole; appending is an error, and `broken` makes every write one."""
+  """gs:// is a folder whose objects are written whole; appending is an error, and `broken` makes every write one.
+
+  While `answers` is not set, a write hangs.
+  """
 
   class Bucket(LocalFileSystem):
     protocol = ("gcs", "gs")
     broken = False
+    answers = threading.Event()
     writes = 0
     cachable = False
 
@@ -34,9 +39,11 @@ def bucket(tmp_path, monkeypatch):
       if "w" in mode:
         if Bucket.broken:
           raise RuntimeError("503 backend error")
+        Bucket.answers.wait()
         Bucket.writes += 1
       return super().open(path, mode, **options)
 
+  Bucket.answers.set()
   fsspec.register_implementation("gcs", Bucket, clobber=True)
   monkeypatch.setattr(backend.fsspec_backend, "_get_filesystem", lambda name: Bucket())
   return Bucket
@@ -88,6 +95,22 @@ def test_an_outage_loses_nothing_and_is_reported_once(bucket, capsys):
   lines.close()
   assert list(files.read_lines("gs://b/run", "x")) == ["before", "during 0", "during 1", "during 2", "after"]
   assert capsys.readouterr().err.count("503 backend error") == 1
+
+
+def test_a_store_that_does_not_answer_does_not_hold_the_end(bucket, monkeypatch, capsys):
+  monkeypatch.setattr(files, "LONGEST_WAIT_SECONDS", 0.2)
+  lines = files.ObjectLines("gs://b/run", "x", period=60)
+  lines.append("last")
+  bucket.answers.clear()
+  try:
+    began = time.monotonic()
+    lines.close()
+    lines.close()
+    assert time.monotonic() - began < 10
+  finally:
+    bucket.answers.set()
+  warning = "warning: gs://b/run/x: no answer for 0.2 s; its last lines are lost\n"
+  assert capsys.readouterr().err == warning
 
 
 def test_a_whole_run_on_an_object_store(bucket, tmp_path):

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+LONGEST_WAIT_SECONDS = 10.0  # of a checkpoint, or of the end of a process, for a destination that does not answer
 _PARSED_TOGETHER = 64  # lines of JSON
 
 
@@ -143,13 +144,18 @@ class ObjectLines(LineFile):
           self._dirty = True
 
   def close(self) -> None:
+    if self._stop.is_set():
+      return
     self._stop.set()
-    self._thread.join()
-    self.flush()
+    self._thread.join(LONGEST_WAIT_SECONDS)
+    if self._thread.is_alive():  # a daemon: the interpreter's end does not wait for it
+      lost = f"no answer for {LONGEST_WAIT_SECONDS:g} s; its last lines are lost"
+      print(f"warning: {self._stem}: {lost}", file=sys.stderr)
 
   def _run(self, period: float) -> None:
     while not self._stop.wait(period):
       self.flush()
+    self.flush()
 
 
 def _encode(line: str) -> bytes:

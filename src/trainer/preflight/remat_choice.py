@@ -252,7 +252,7 @@ def _cached(config: Config, slice_sets: SliceSets) -> Choice | None:
       return None
     policy, reason, custom = json.loads(path.read_text())
     return Choice(RematPolicy(policy), f"{reason} (cached in {path})", custom)
-  except (OSError, ValueError):
+  except (OSError, ValueError, TypeError):
     return None
 
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from trainer.observe.files import LONGEST_WAIT_SECONDS
 from trainer.observe.log import Log
 
 MOST_WAITING = 30_000  # records for a destination that does not answer
-LONGEST_WAIT_SECONDS = 10.0  # of a checkpoint, or of the end of a process, for a destination that does not answer
 _THREAD = "writer of "
 
 Scalars = Mapping[str, float]  # tag -> value

@@ -20,7 +20,7 @@ SMALL = (
   "max_target_length=32 per_device_batch_size=2 enable_report=false enable_checkpointing=false remat_policy=none "
   "jax_cache_dir=compiled dataset_cache_directory=cache eval_steps=0 opt_type=sgd"
 ).split()
-# The walk of the cluster trains on one of two slices, in two micro-batches. With these keys, other runs have its program.
+# The walk of the cluster trains on one of two slices, in two micro-batches. So do these keys, with the same program.
 ONE_DEVICE = "num_slices=1 devices_per_slice=1 gradient_accumulation_steps=2".split()
 # Runs all commands, then all tests, in one process: importing JAX takes longer than two steps.
 DRIVER = """

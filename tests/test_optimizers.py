@@ -164,21 +164,6 @@ def test_muon_orthogonalizes_each_expert_and_the_router_as_one_matrix():
     assert singular.max() / singular.min() < 3
 
 
-def test_stacked_and_single_layers_get_the_same_muon_update():
-  optimizer = optimizers.build(
-    OptimizerSection(opt_type="muon", adam_weight_decay=0.0), {"query": AXES["layers"]["query"]}
-  )
-  single = optimizers.build(
-    OptimizerSection(opt_type="muon", adam_weight_decay=0.0), {"query": AXES["layers"]["query"][1:]}
-  )
-  params, grads = ({"query": tree(seed)["layers"]["query"]} for seed in (0, 1))
-  stacked, _ = optimizer.update(grads, optimizer.init(params), params)
-  for i in range(3):
-    one = jax.tree.map(lambda x, i=i: x[i], (params, grads))
-    alone, _ = single.update(one[1], single.init(one[0]), one[0])
-    np.testing.assert_allclose(stacked["query"][i], alone["query"], rtol=1e-4, atol=1e-6)
-
-
 def test_the_first_moment_in_bfloat16():
   optimizer = optimizers.build(OptimizerSection(mu_dtype="bfloat16"), AXES)
   moments = [leaf.dtype for leaf in jax.tree.leaves(optimizer.init(tree(0))) if leaf.ndim]
@@ -200,22 +185,22 @@ def test_stacked_layers_are_updated_like_separate_layers(opt_type):
   stacked = {"embedding": AXES["embedding"], "layers": AXES["layers"]}
   params = {
     "embedding": normal(130, 128),
-    "layers": {"query": normal(3, 128, 2, 128), "out": normal(3, 2, 128, 128), "norm": {"scale": normal(3, 128)}},
+    "layers": {"query": normal(2, 128, 2, 128), "out": normal(2, 2, 128, 128), "norm": {"scale": normal(2, 128)}},
   }
-  by_layer = lambda x: x * jnp.array([1e-3, 1.0, 30.0]).reshape(3, *[1] * (x.ndim - 1))
+  by_layer = lambda x: x * jnp.array([1e-3, 30.0]).reshape(2, *[1] * (x.ndim - 1))
   grads = {
     "embedding": normal(130, 128),
     "layers": jax.tree.map(lambda x: by_layer(normal(*x.shape)), params["layers"]),
   }
 
   def apart(tree):
-    layers = {str(i): jax.tree.map(lambda x, i=i: x[i], tree["layers"]) for i in range(3)}
+    layers = {str(i): jax.tree.map(lambda x, i=i: x[i], tree["layers"]) for i in range(2)}
     return {"embedding": tree["embedding"], "layers": layers}
 
   layer = jax.tree.map(lambda names: names[1:], AXES["layers"], is_leaf=is_tuple)
   one = optimizers.build(OptimizerSection(opt_type=opt_type), stacked)
   other = optimizers.build(
-    OptimizerSection(opt_type=opt_type), {"embedding": AXES["embedding"], "layers": {str(i): layer for i in range(3)}}
+    OptimizerSection(opt_type=opt_type), {"embedding": AXES["embedding"], "layers": {str(i): layer for i in range(2)}}
   )
   state, state_apart = one.init(params), other.init(apart(params))
   for _ in range(3):

@@ -44,9 +44,8 @@ CASES = {
     "optimizer": {"gradient_accumulation_steps": 3},
     "model": {"logits_via_embedding": True, "remat_policy": "minimal", "attention": "flash", "scan_unroll": 2},
   },
-  "fsdp": {
+  "fsdp": {  # test_zigzag.py has several micro-batches
     "stages": 4,
-    "optimizer": {"gradient_accumulation_steps": 2},
     "model": {"logits_via_embedding": False, "quantization": "int8"},
     "parallelism": {"ici_fsdp_parallelism": 4},
     "devices": 4,

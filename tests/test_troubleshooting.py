@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import pathlib
 import re
 
@@ -11,19 +12,22 @@ from tests.test_pages import section
 from trainer.process import runtime_errors
 
 ROOT = pathlib.Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "trainer"
+SOURCE = ROOT / "src"
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 
 
-def trees(folder: pathlib.Path = SOURCE) -> dict[pathlib.Path, ast.Module]:
-  return {path.relative_to(folder): ast.parse(path.read_text()) for path in sorted(folder.rglob("*.py"))}
+@functools.cache
+def trees() -> dict[pathlib.Path, ast.Module]:
+  """The modules of all packages, by their path in src/."""
+  return {path.relative_to(SOURCE): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
 
 
-def error_classes(found: dict[pathlib.Path, ast.Module]) -> set[str]:
-  """Classes of exceptions: a base is an exception of Python or of this package."""
+@functools.cache
+def error_classes() -> set[str]:
+  """Classes of exceptions: a base is an exception of Python or of the packages."""
   bases = {
     node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-    for tree in found.values()
+    for tree in trees().values()
     for node in ast.walk(tree)
     if isinstance(node, ast.ClassDef)
   }
@@ -33,11 +37,12 @@ def error_classes(found: dict[pathlib.Path, ast.Module]) -> set[str]:
   return errors & bases.keys()
 
 
-def refusing_parts(found: dict[pathlib.Path, ast.Module]) -> set[str]:
+def refusing_parts() -> set[str]:
   """`config/`, `memory.py`: folders and files of the package with code that makes a ConfigError."""
   return {
-    f"{path.parts[0]}/" if len(path.parts) > 1 else path.name
-    for path, tree in found.items()
+    f"{path.parts[1]}/" if len(path.parts) > 2 else path.name
+    for path, tree in trees().items()
+    if path.parts[0] == "trainer"
     for node in ast.walk(tree)
     if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("ConfigError", "TopologyError"))
   }
@@ -50,18 +55,18 @@ def first_column(title: str) -> set[str]:
 
 
 def test_every_class_of_errors_has_a_row():
-  names = error_classes(trees(SOURCE.parent))
+  names = error_classes()
   assert {"ConfigError", "NoGoodCheckpoint", "SliceHang"} <= names
   assert {name for name in names if f"`{name}`" not in PAGE} == set()
 
 
 def test_every_error_that_the_page_names_exists():
   named = first_column("Errors that end a run") | first_column("Errors that a run recovers from")
-  assert named - error_classes(trees(SOURCE.parent)) <= {"TimeoutError"}
+  assert named - error_classes() <= {"TimeoutError"}
 
 
 def test_every_part_that_refuses_wrong_input_has_a_row_and_every_row_is_of_such_a_part():
-  assert first_column("Wrong input") - {"src/trainer"} == refusing_parts(trees())
+  assert first_column("Wrong input") - {"src/trainer"} == refusing_parts()
 
 
 def test_every_meaning_of_a_runtime_error_has_a_row():

@@ -7,14 +7,14 @@ import re
 import tomllib
 
 import pytest
-from tests.support.wheel import ROOT, build, run_in
+from tests.support.wheel import ROOT, build_once, run_in
 
 from trainer.config.errors import DISTRIBUTION
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-  return build(tmp_path_factory.mktemp("wheel"))
+def wheel(shared):
+  return build_once(shared)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pathlib
 import subprocess
@@ -22,6 +23,19 @@ def build(folder: pathlib.Path) -> pathlib.Path:
   (path,) = folder.glob("*.whl")
   zipfile.ZipFile(path).extractall(folder / "site")
   return folder / "site"
+
+
+def build_once(shared: pathlib.Path) -> pathlib.Path:
+  """The result of `build`, once for all workers of pytest. shared: a folder that every worker sees."""
+  folder = shared / "wheel"
+  folder.mkdir(exist_ok=True)
+  with (folder / "lock").open("w") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    if (folder / "complete").exists():
+      return folder / "site"
+    site = build(folder)
+    (folder / "complete").touch()
+    return site
 
 
 def run_in(folder: pathlib.Path, site: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -30,7 +30,7 @@ FAULTS = (
   "slice_down@12:2",
   "slice_down@12:2:save",
   "slice_down@4:0, slice_down@4:1",
-  "slice_down@4:0, slice_up@4:0:recovery, slice_down@4:1:recovery",
+  "slice_down@4:1, slice_up@4:1:recovery, slice_down@4:2:recovery",
 )
 
 
@@ -63,41 +63,54 @@ EVALUATED = [*KEYS, DEGRADE, "eval_interval=6", "eval_steps=2"]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("at", few([STEPS], [6, STEPS]))
-def test_a_slice_lost_in_an_evaluation(harness, undisturbed_run, at):
+@pytest.mark.parametrize(("hangs", "lost"), few([(6, STEPS)], [(6, STEPS), (STEPS, 6)]))
+def test_slices_that_fail_in_an_evaluation(harness, undisturbed_run, hangs, lost):
   """The step is repeated, so that neither the evaluation nor the last checkpoint is missing."""
+  failed = []
 
-  def lose_a_slice_in_the_second_batch(session, cluster):
+  def fail_in_the_second_batch(session, cluster):
     read, asked = session.data.evaluations["eval"].batch, []
 
     def batch(index, rows=None):
       asked.append(index)
-      if len(asked) == 2 * at // 6:  # the second batch of the evaluation at step `at`
-        cluster.lose(1)
+      for at, fail in ((hangs, lambda: cluster.hang(1)), (lost, lambda: cluster.lose(2))):
+        # Each evaluation has two batches, and the first is repeated.
+        if at not in failed and len(asked) == (2 if at == 6 else 6):
+          failed.append(at)
+          fail()
       return read(index, rows)
 
     session.data.evaluations["eval"].batch = batch
 
-  history = harness.run("evaluation", EVALUATED, lose_a_slice_in_the_second_batch)
+  history = harness.run("evaluation", [*EVALUATED, "elastic_hang_check_seconds=0.3"], fail_in_the_second_batch)
   check(history, undisturbed_run)
+  assert failed == [6, STEPS]
   assert [record["step"] for record in history.of_kind("eval")] == [6, STEPS]
-  (recovery,) = history.of_kind("recovery")
-  assert (recovery["step_before"], recovery["steps_lost"]) == (at, 1)
+  (hang,) = history.of_kind("hang")
+  assert hang["step"] == hangs
+  downs = [record for record in history.of_kind("recovery") if record["event"] == "slice_down"]
+  assert sorted(record["slice"] for record in downs) == [[1], [2]]
+  (after_loss,) = [record for record in downs if record["step_before"] == lost]
+  assert after_loss["steps_lost"] == 1
 
 
-IN_EVALUATIONS = "slice_down@6:1:eval", f"slice_down@{STEPS}:1:eval", "hang@6:1:eval"
+STARTS_OF_EVALUATIONS = (
+  f"hang@6:1:eval, slice_down@{STEPS}:2:eval",
+  f"slice_down@6:2:eval, hang@{STEPS}:1:eval",
+)
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("fault", few(IN_EVALUATIONS[1:], IN_EVALUATIONS))
-def test_a_fault_at_the_start_of_an_evaluation(harness, undisturbed_run, fault):
-  history = harness.run("eval", [*EVALUATED, f"fault_injection={fault}", "elastic_hang_check_seconds=1"])
+@pytest.mark.parametrize("faults", few(STARTS_OF_EVALUATIONS[:1], STARTS_OF_EVALUATIONS))
+def test_faults_at_the_start_of_evaluations(harness, undisturbed_run, faults):
+  history = harness.run("eval", [*EVALUATED, f"fault_injection={faults}", "elastic_hang_check_seconds=1"])
   check(history, undisturbed_run)
   assert [record["step"] for record in history.of_kind("eval")] == [6, STEPS]
-  assert [record["fault"] for record in history.of_kind("fault_injected")] == [fault]
-  (recovery,) = history.of_kind("recovery")
-  assert recovery["slice"] == [1] and recovery["steps_lost"] <= 1
-  assert len(history.of_kind("hang")) == fault.startswith("hang")
+  assert [record["fault"] for record in history.of_kind("fault_injected")] == faults.split(", ")
+  downs = [record for record in history.of_kind("recovery") if record["event"] == "slice_down"]
+  assert sorted(record["slice"] for record in downs) == [[1], [2]]
+  assert all(record["steps_lost"] <= 1 for record in downs)
+  assert len(history.of_kind("hang")) == 1
 
 
 @pytest.mark.timeout(900)
@@ -214,22 +227,3 @@ def test_a_hang_that_ends_before_the_health_check_is_only_slow(harness, undistur
   check(history, undisturbed_run, 0)
   assert len(history.of_kind("attempt_start")) == 1
   assert [record["fault"] for record in history.of_kind("fault_injected")] == ["hang@5:1/0.3"]
-
-
-@pytest.mark.timeout(900)
-def test_a_slice_that_hangs_in_an_evaluation(harness, undisturbed_run):
-  def hang_a_slice_in_the_second_batch(session, cluster):
-    read, asked = session.data.evaluations["eval"].batch, []
-
-    def batch(index, rows=None):
-      asked.append(index)
-      if len(asked) == 2:
-        cluster.hang(1)
-      return read(index, rows)
-
-    session.data.evaluations["eval"].batch = batch
-
-  history = harness.run("hang-eval", [*EVALUATED, "elastic_hang_check_seconds=0.3"], hang_a_slice_in_the_second_batch)
-  check(history, undisturbed_run)
-  assert [record["step"] for record in history.of_kind("eval")] == [6, STEPS]
-  assert history.of_kind("hang")[0]["step"] == 6

@@ -42,8 +42,11 @@ def with_derivatives(function):
   return jax.jit(run)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", SIZES)
+DTYPES = "float32", "bfloat16"
+FEW = [(name, dtype) for name in SIZES for dtype in DTYPES if (name, dtype) != ("one row", "bfloat16")]
+
+
+@pytest.mark.parametrize("name, dtype", few(FEW, [(name, dtype) for name in SIZES for dtype in DTYPES]))
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_equals_a_loop_over_rows(name, dtype, function):
   sizes, rng = np.array(SIZES[name]), np.random.default_rng(0)
@@ -69,15 +72,13 @@ def test_rows_behind_all_groups_count_nowhere(name):
   """Their results and gradients are zeros, whatever stands there. No scale depends on them."""
   rng, sizes = np.random.default_rng(0), jnp.asarray([3, 0, 7, 20], jnp.int32)
   interpreted = lambda x, w, sizes: gmm(x, w, sizes, x.dtype, (8, 128, 128), interpret=True)
-  function = jax.jit(grouped_matmul.with_rows_behind({**FUNCTIONS, **IN_INT8, "megablox": interpreted}[name], 2))
-  expected = IN_INT8["tiles in int8"] if name in IN_INT8 else grouped_matmul.in_tiles
+  function = grouped_matmul.with_rows_behind({**FUNCTIONS, **IN_INT8, "megablox": interpreted}[name], 2)
+  expected = IN_INT8["tiles in int8"] if name in IN_INT8 else FUNCTIONS["tiles"]
   x, w, g = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((64, 128), (4, 128, 128), (64, 128)))
   x, g = x.at[30:].set(jnp.nan), g.at[30:].set(jnp.nan)
   with jax.numpy_dtype_promotion("standard"):  # JAX's own kernel needs it
-    out, derivative = jax.vjp(lambda x, w: function(x, w, sizes), x, w)
-    dx, dw = derivative(g)
-  alone, alone_derivative = jax.vjp(lambda x, w: expected(x, w, sizes), x[:30], w)
-  alone_dx, alone_dw = alone_derivative(g[:30])
+    out, dx, dw = with_derivatives(function)(x, w, sizes, g)
+  alone, alone_dx, alone_dw = with_derivatives(expected)(x[:30], w, sizes, g[:30])
   for ours, theirs in ((out[:30], alone), (dx[:30], alone_dx), (dw, alone_dw)):
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
   assert not out[30:].any() and not dx[30:].any()

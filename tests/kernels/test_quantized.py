@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +26,7 @@ def inputs(dtype=jnp.float32):
   return x, w, jax.random.normal(keys[2], (3, 5, 24), dtype)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def run(project, x, w, g):
   out, vjp = jax.vjp(lambda x, w: project(x, w, ("heads", "head_dim", "embed"), 2), x, w)
   return out, *vjp(g)

@@ -109,11 +109,19 @@ class Harness:
   """Starts runs that share programs and compiled steps. This saves time and does not change results."""
 
   def __init__(
-    self, directory: Path, make_cluster: Callable[[], Cluster] = simulated_slices, cache: Path | None = None
+    self,
+    directory: Path,
+    make_cluster: Callable[[], Cluster] = simulated_slices,
+    cache: Path | None = None,
+    prepare_steps: bool = True,
   ) -> None:
-    """make_cluster: NUM_SLICES slices for one run. cache: of compiled programs, for several processes; None: none."""
+    """make_cluster: NUM_SLICES slices for one run. cache: of compiled programs, for several processes; None: none.
+
+    prepare_steps: whether a run prepares in the background the steps of sets of slices that it may never have.
+    """
     self._directory, self._make_cluster, self._cache = directory, make_cluster, cache
-    self._topologies: dict[tuple[int, ...], Topology[Program]] = {}
+    self._prepare_steps = prepare_steps
+    self._topologies: dict[str, dict[tuple[int, ...], Topology[Program]]] = {}  # by the model, then by slices
 
   def run(
     self,
@@ -139,7 +147,8 @@ class Harness:
       session = stack.enter_context(open_session(config, cluster, signals, time.monotonic()))
       recorder = Recorder(session.data.train)
       session.data.train = recorder  # type: ignore[assignment]
-      self._topologies = session.programs.topologies = session.programs.topologies | self._topologies
+      topologies = session.programs.topologies | self._topologies.get(repr(config.model), {})
+      self._topologies[repr(config.model)] = session.programs.topologies = topologies
       attempt = functools.partial(self._attempt, config, session, watch)
       accumulation = config.optimizer.gradient_accumulation_steps
       job = Job(config.run.steps, accumulation, session.data.tokens_per_step, session.state_bytes)
@@ -163,6 +172,8 @@ class Harness:
     survivors: frozenset[int],
   ) -> Outcome:
     watch(elastic)
+    if not self._prepare_steps:
+      elastic.prepare_steps = lambda view: None  # type: ignore[method-assign]
     elastic.retries.backoff_seconds = 0.0
     elastic.resizes.worthwhile = lambda *costs: True  # otherwise a run this short would never resize
     return train.run(config, session, elastic, view, survivors)

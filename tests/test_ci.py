@@ -88,10 +88,10 @@ def test_exit_code_and_last_lines(clone, behavior, code, said):
   process = start(clone, behavior)
   printed, _ = process.communicate(timeout=240)
   assert process.returncode == code, printed
-  last = "\n".join(printed.splitlines()[-5:])
+  last = "\n".join(printed.splitlines()[-8:])
   assert said in last
   closing = "1 failed, 2 passed in 0.1s" if behavior == "fail" else "3 passed in 0.1s"
-  assert last.count(closing) == 2
+  assert last.count(closing) == 3
   assert left_in(clone) == []
 
 

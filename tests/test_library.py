@@ -25,6 +25,7 @@ SMALL = {"base_emb_dim": 32, "base_num_decoder_layers": 1, "max_target_length": 
 SMALL |= {"opt_type": "adamw", "sample_prompt": "", "enable_report": "false"}
 
 
+@pytest.mark.slow
 def test_the_page_runs_from_a_wheel_in_an_empty_folder(tmp_path, shared):
   site, folder = build_once(shared), tmp_path / "empty"
   (tmp_path / "text").mkdir()

@@ -74,6 +74,7 @@ def run(server, bucket, tmp_path) -> Callable[..., list[str]]:
   return start
 
 
+@pytest.mark.slow
 def test_saves_keeps_restores_and_falls_back(run):
   saves = f"save {RUN} 1 4", f"files {RUN}/checkpoints", f"restore {RUN} 4"
   _, files, restored, watched = run(*saves, "watch gs://bucket/runs/watched")

@@ -55,6 +55,7 @@ def test_a_connection_that_breaks_is_no_misunderstanding(monkeypatch, capsys):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_losses_of_workers_agents_connections_and_the_supervisor_change_nothing(compiled, server, tmp_path):
   """Oracle: one worker that computes everything. The last supervisor is told how many steps the run has."""
   keys = [compiled, "eval_interval=50", "eval_steps=2", "checkpoint_period=1000000"]

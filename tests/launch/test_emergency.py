@@ -16,6 +16,7 @@ def on_one_host(folder, compiled: str, server) -> ProcessRun:
   return ProcessRun(folder, [compiled, *keys], slices=2, server=server)
 
 
+@pytest.mark.slow
 def test_local_copies_of_one_slice_are_enough_for_all(compiled, server, tmp_path):
   """Slice 0 has lost its copies. The copies of slice 1 are the newest state that is left."""
   undisturbed = on_one_host(tmp_path / "undisturbed", compiled, server)

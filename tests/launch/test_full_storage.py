@@ -62,6 +62,7 @@ def test_the_next_primary_goes_on_too(compiled, server, tmp_path, fill):
   assert run.steps() == list(range(1, run.last_step + 1))
 
 
+@pytest.mark.slow
 def test_the_last_state_goes_to_local_copies(compiled, server, tmp_path, fill):
   """A full disk at the last save ends the run at once, for every member, and the same command restores its state."""
   grow = fill()

@@ -20,6 +20,7 @@ def process_of(run: ProcessRun, member: int, lane: int) -> int:
   return pid
 
 
+@pytest.mark.slow
 def test_a_killed_process_of_a_slice_costs_no_step(compiled, one_worker, server, tmp_path):
   """Oracle: one process with two devices, which computes all. Losses and the last checkpoint are bit-identical."""
   run = ProcessRun(

@@ -70,6 +70,7 @@ def test_two_of_three_slices_die_and_the_last_one_goes_on(undisturbed, compiled,
     assert recovery["steps_lost"] == 0 and recovery["compilations"] == 0 and recovery["seconds"] < 10
 
 
+@pytest.mark.slow
 def test_no_fault_of_a_slice_costs_a_step(undisturbed, compiled, server, tmp_path):
   """One run: the primary is killed, a slice gets SIGTERM, one is stopped, and two are killed at once."""
   run = ProcessRun(tmp_path, [*KEYS, compiled, WAITS], server=server)
@@ -145,6 +146,7 @@ def test_the_restarted_slice_takes_the_place_of_a_spare_that_hangs(undisturbed, 
   assert (downs, ups) == ([[victim], [spare]], [[spare], [victim]])
 
 
+@pytest.mark.slow
 def test_rehearsed_faults_happen_to_real_processes(undisturbed, compiled, server, tmp_path):
   faults = "slice_down@20:0, hang@50:2, slice_down@70:1:eval/1"
   # The run waits for each lost slice: on a busy machine the last fault could otherwise hit the only one with the state.

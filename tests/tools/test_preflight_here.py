@@ -12,6 +12,7 @@ from trainer.preflight import cpu_peaks
 from trainer.tools.preflight import main
 
 
+@pytest.mark.slow
 def test_for_this_machine():
   done = command("num_slices=3", "steps=10", "attention=dot_product", "base_num_decoder_layers=1", "opt_type=sgd")
   assert done.returncode == 0, done.stderr

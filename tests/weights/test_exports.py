@@ -58,6 +58,7 @@ def unblock(run):
   (run.directory / "tokenizer" / "chat_template.jinja").unlink()
 
 
+@pytest.mark.slow
 def test_exports_are_those_of_the_tool_and_keep_their_checkpoint(make, tmp_path):
   """Also after they have failed: each is one warning, and the same command makes them up."""
   run = make("max_num_checkpoints_to_keep=1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -28,9 +29,13 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
   )
 
 
-def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
-  """Makes preflight compile equal steps once. It compiles the step that remat_policy=auto has chosen a second time."""
-  analyse, findings = analysis.analyse, {}
+def compile_once(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int, int], analysis.Finding]:
+  """Makes preflight compile equal steps once. It compiles the step that remat_policy=auto has chosen a second time.
+
+  Returns {(configuration, slices, all slices): the step}, which preflight fills.
+  """
+  analyse: Callable[..., analysis.Finding] = analysis.analyse
+  findings: dict[tuple[str, int, int], analysis.Finding] = {}
 
   def once(config, slices, total, **options):
     key = config.model_dump_json(), len(slices), total
@@ -39,3 +44,4 @@ def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     return findings[key]
 
   monkeypatch.setattr(analysis, "analyse", once)
+  return findings

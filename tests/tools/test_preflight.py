@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import pathlib
 import re
 import types
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -18,6 +22,7 @@ from stepcost.__main__ import main as schedule
 from stepcost.events import Channel
 from stepcost.prices import Basis
 from trainer import config
+from trainer.config.counts import parameter_count
 from trainer.config.schema import RematPolicy
 from trainer.parallel import memory
 from trainer.preflight import analysis, remat_choice
@@ -178,15 +183,43 @@ def test_the_topology_has_its_own_number_of_slices(no_compiler, capsys):
   assert "Using compile_topology_num_slices=2, not num_slices=3" in capsys.readouterr().out
 
 
+class Command(NamedTuple):
+  """A command for TPUs, and what it has compiled."""
+
+  config: config.Config
+  output: str
+  findings: dict[tuple[str, int], analysis.Finding]  # {(policy, number of slices): the step}
+  file: str  # with the text of the step on all slices
+
+
+def run_command(*keys: str, file: str = "") -> Command:
+  """Runs preflight with these keys instead of those of TINY. It compiles equal steps once."""
+  given = {key.partition("=")[0]: key for key in [*TINY, *keys]}
+  output, findings = io.StringIO(), {}
+  with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
+    by_key = compile_once(patch)
+    assert main([*given.values(), *([f"preflight.hlo_file={file}"] if file else [])]) == 0
+  for (keys_of_step, slices, _), found in by_key.items():
+    findings[json.loads(keys_of_step)["model"]["remat_policy"], slices] = found
+  of_step = [key for name, key in given.items() if not name.startswith("compile_topology")]
+  return Command(config.load(of_step), output.getvalue(), findings, file)
+
+
+@pytest.fixture(scope="module")
+def two_slices(tmp_path_factory) -> Command:
+  """A step with two micro-batches and tied tables on two slices and, with little optimization, on one of them."""
+  keys = "gradient_accumulation_steps=2 logits_via_embedding=true use_qk_norm=false vocab_size=1024 base_emb_dim=256"
+  keys += " base_num_query_heads=4 base_num_kv_heads=2 base_mlp_dim=512"
+  return run_command(*TPU, *keys.split(), file=str(tmp_path_factory.mktemp("two_slices") / "step.hlo"))
+
+
 @needs.libtpu
-def test_for_tpus_that_this_machine_does_not_have(tmp_path, capsys):
-  file = tmp_path / "step.hlo"
-  done = command(*TPU, f"preflight.hlo_file={file}")
-  assert done.returncode == 0, done.stderr
-  assert "For 2 slices of v5e:2x2: 4 chips (4 devices) on 1 host each; no TPU is needed" in done.stdout
-  assert done.stdout.count("of 17.2 GB") == 2 and done.stdout.count(": fits") == 2
-  assert done.stdout.count("Roofline on v5e: compute") == 2
-  two, one = done.stdout.split("The step on 1 of 2 slices")
+def test_for_tpus_that_this_machine_does_not_have(two_slices, capsys):
+  output = two_slices.output
+  assert "For 2 slices of v5e:2x2: 4 chips (4 devices) on 1 host each; no TPU is needed" in output
+  assert output.count("of 17.2 GB") == 2 and output.count(": fits") == 2
+  assert output.count("Roofline on v5e: compute") == 2
+  two, one = output.split("The step on 1 of 2 slices")
   assert "across slices (DCN)" in two and "across slices (DCN)" not in one
   assert "Compiled quickly" not in two and "cycles" in two and "HBM unknown" not in two
   assert "Compiled quickly" in one and "cycles" not in one and "HBM unknown" in one
@@ -195,25 +228,31 @@ def test_for_tpus_that_this_machine_does_not_have(tmp_path, capsys):
   assert "Step time: unknown" in one
   assert "Missing in these times" not in two, "each transfer has a start and an end"
   # The file holds the step on all slices.
-  assert schedule([str(file), "--slices=2", "--devices-per-slice=4", "--chip=v5e"]) == 0
+  assert schedule([two_slices.file, "--slices=2", "--devices-per-slice=4", "--chip=v5e"]) == 0
   text = capsys.readouterr().out
   assert f"| step time | {estimate[1]} |" in text and f"| DCN exposed | {estimate[2]} |" in text
 
 
+@pytest.fixture(scope="module")
+def chosen_policy(tmp_path_factory) -> Command:
+  """remat_policy=auto with two candidates."""
+  folder = tmp_path_factory.mktemp("chosen_policy")
+  # jax 0.12 unrolls a loop over two layers, and then the compiler moves offloaded arrays of the last layer twice.
+  keys = [f"base_output_directory={folder}", f"jax_cache_dir={folder}/cache", "base_num_decoder_layers=3"]
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(remat_choice, "CANDIDATES", (RematPolicy.FULL, RematPolicy.MINIMAL_OFFLOADED))
+    return run_command("attention=flash", "remat_policy=auto", "compile_topology=v5e-4", *keys)
+
+
 @needs.libtpu
-def test_the_policy_with_the_shortest_estimated_step_is_analysed_and_kept(monkeypatch, tmp_path, capsys):
-  compile_once(monkeypatch)
-  policies = ["full", "save_out_proj"]
-  monkeypatch.setattr(remat_choice, "CANDIDATES", tuple(map(RematPolicy, policies)))
-  keys = [f"base_output_directory={tmp_path}", f"jax_cache_dir={tmp_path}/cache", "compile_topology=v5e-4"]
-  assert main([*TINY, "attention=flash", "remat_policy=auto", "base_num_decoder_layers=2", *keys]) == 0
-  text = capsys.readouterr().out
-  rows = dict(re.findall(r"\n  (\w+) \| ([\d.]+) ms \| [\d.]+ ms \| [\d.]+ MB", text))
-  assert list(rows) == policies
-  best = min(policies, key=lambda policy: float(rows[policy]))
-  assert f"remat_policy=auto: {best}, the shortest of 2 estimated steps, {rows[best]} ms\n" in text
-  assert f"Step time on v5e: {rows[best]} ms" in text
-  (entry,) = (tmp_path / "cache").iterdir()
+def test_the_policy_with_the_shortest_estimated_step_is_analysed_and_kept(chosen_policy):
+  output = chosen_policy.output
+  rows = dict(re.findall(r"\n  (\w+) \| ([\d.]+) ms \| [\d.]+ ms \| [\d.]+ MB", output))
+  assert list(rows) == ["full", "minimal_offloaded"]
+  best = min(rows, key=lambda policy: float(rows[policy]))
+  assert f"remat_policy=auto: {best}, the shortest of 2 estimated steps, {rows[best]} ms\n" in output
+  assert f"Step time on v5e: {rows[best]} ms" in output
+  (entry,) = pathlib.Path(chosen_policy.config.run.jax_cache_dir).iterdir()
   assert json.loads(entry.read_text())[0] == best
 
 
@@ -259,23 +298,15 @@ def test_a_step_that_fails_with_little_optimization_is_compiled_with_full_optimi
 
 
 @needs.libtpu
-def test_slices_exchange_the_gradients_once():
+def test_slices_exchange_the_gradients_once(two_slices):
   """Each chip sends its float32 shard of every gradient once, for any number of micro-batches, of tied tables too."""
-  from stepcost import topologies
-  from trainer.config.counts import parameter_count
-
-  changes = "gradient_accumulation_steps=2 logits_via_embedding=true use_qk_norm=false"
-  larger = "base_emb_dim=256 base_num_query_heads=4 base_num_kv_heads=2 base_mlp_dim=512 vocab_size=1024"
-  given = [*TINY, *STEP, *changes.split(), *larger.split()]
-  cfg = config.load(list({key.partition("=")[0]: key for key in given}.values()))
-  slices = topologies.devices(topologies.resolve("v5e-4"), 2)
-  found = analysis.analyse(cfg, slices, 2)
+  cfg, found = two_slices.config, two_slices.findings["full", 2]
   assert isinstance(found, analysis.Analysis)
   across = sum(c.bytes * c.times for c in found.exchanged())
   gradients = 4 * parameter_count(cfg.model) / 4
   # Norm scales are replicated on every chip, and small arrays are padded to memory tiles.
   assert gradients <= across < 1.1 * gradients
-  assert found.micro_batches == cfg.optimizer.gradient_accumulation_steps
+  assert found.micro_batches == cfg.optimizer.gradient_accumulation_steps == 2
   assert found.costs.unpriced_kernel_runs == 0  # the FLOPs of flash attention are known
   assert found.costs.flops > found.model_flops  # remat computes the layers twice
   check_schedule(found)
@@ -331,19 +362,13 @@ def test_attention_counts_once_per_run_of_its_kernels(policy, forward):
 
 
 @needs.libtpu
-def test_offloaded_activations_go_to_the_host_and_back_once():
+def test_offloaded_activations_go_to_the_host_and_back_once(chosen_policy):
   """Queries, keys, values, the output projection and the two inner arrays of the MLP, per token in bf16. The output of
   the MLP is not offloaded, because the backward pass does not read it."""
-  from stepcost import topologies
-
-  # jax 0.12 unrolls a loop over two layers, and then the compiler moves the last layer's arrays twice.
-  three = [key.replace("num_decoder_layers=2", "num_decoder_layers=3") for key in TINY]
-  cfg = config.load([*three, "attention=flash", "remat_policy=minimal_offloaded"])
-  found = analysis.analyse(cfg, topologies.devices(topologies.resolve("v5e-4"), 1), 1)
+  found, model = chosen_policy.findings["minimal_offloaded", 1], chosen_policy.config.model
   assert isinstance(found, analysis.Analysis)
-  model = cfg.model
   width = (model.num_query_heads + 2 * model.num_kv_heads) * model.head_dim + model.emb_dim + 2 * model.mlp_dim
-  moved = 2 * model.num_decoder_layers * 2 * width * cfg.data.max_target_length
+  moved = 2 * model.num_decoder_layers * 2 * width * chosen_policy.config.data.max_target_length
   assert found.costs.host_bytes == pytest.approx(moved, rel=0.01)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 
 import jax
@@ -87,11 +88,16 @@ def test_a_step_compiles_and_saves_what_its_policy_names(tpu):
   assert f"{T},{T}]" not in text  # no scores
 
 
-def test_a_sharded_sequence_compiles(tpu):
-  text = compile_step(mesh_of(tpu, 1, 2, 2), "full").as_text()
-  # The policy saves no activation: the backward pass computes the context once more.
-  assert kernels_in(text) == ["flash_attention_backward", *["flash_attention_forward"] * 2]
+def test_a_sharded_sequence_whose_activations_go_to_the_host_compiles(tpu):
+  compiled = compile_step(mesh_of(tpu, 1, 2, 2), "qkv_proj_offloaded")
+  text = compiled.as_text()
+  # The backward pass computes the context once more. The compiler unrolls a part of the loop.
+  kernels = collections.Counter(kernels_in(text))
+  assert kernels["flash_attention_forward"] == 2 * kernels["flash_attention_backward"] > 0
   assert re.search(rf"bf16\[[\d,]*{T // 2},{H}\][^\n]* custom-call", text)  # a device holds half of the queries
+  qkv = L * B * (T // 2) * ((N + 2 * K) // 2) * H * 2
+  assert compiled.memory_analysis().host_temp_size_in_bytes >= qkv
+  assert "S(5)" in text  # XLA's name for pinned host memory
 
 
 @pytest.mark.parametrize("kind", few(["v4-8"], ["v4-8", "v5e-4", "v5p-8", "v6e-4", "tpu7x-8"]))
@@ -127,10 +133,3 @@ def test_kernels_of_many_short_rows_fit_into_scalar_memory(tpu):
   ids = jax.ShapeDtypeStruct((1024, 128), jnp.int32, sharding=on_chip)
   grads = jax.grad(lambda q, k, v, ids: kernel(q, k, v, ids, ids).astype(jnp.float32).sum(), argnums=(0, 1, 2))
   assert len(kernels_in(jax.jit(grads).lower(q, k, k, ids).compile().as_text())) == 2
-
-
-def test_offloaded_activations_move_to_the_host(tpu):
-  compiled = compile_step(mesh_of(tpu, 4, 1, 1), "qkv_proj_offloaded")
-  qkv = L * (B // 4) * T * (N + 2 * K) * H * 2
-  assert compiled.memory_analysis().host_temp_size_in_bytes >= qkv
-  assert "S(5)" in compiled.as_text()  # XLA's name for pinned host memory

@@ -26,7 +26,7 @@ def test_losses_and_groups_of_every_size_change_nothing(compiled, server, tmp_pa
 
   Oracle: one worker.
   """
-  keys = [compiled, "eval_interval=50", "eval_steps=2"]
+  keys = [compiled, "eval_steps=0"]
   run = TorchrunRun(tmp_path / "run", [*keys, ENDLESS])
   with run.nodes(3) as agents:
 
@@ -59,4 +59,3 @@ def test_losses_and_groups_of_every_size_change_nothing(compiled, server, tmp_pa
     assert single.wait(worker) == 0, single.tail()
   assert {record["slices"] for record in single.records("metrics") if "loss" in record} == {1}
   assert differences(run, single, last) == []
-  assert run.evaluations().items() <= single.evaluations().items()

@@ -65,6 +65,21 @@ MODELS: dict[str, dict[str, Any]] = {
   "llama3.2": {**LLAMA31, "rope_scaling_factor": 32.0, "logits_via_embedding": True},
 }
 
+# Sizes of a Qwen3 model for runs of the command. Runs with RUN_KEYS on two slices share one compiled program.
+RUN_SIZES: dict[str, Any] = {
+  "base_emb_dim": 16,
+  "base_num_decoder_layers": 2,
+  "base_num_query_heads": 2,
+  "base_num_kv_heads": 1,
+  "base_mlp_dim": 32,
+  "head_dim": 8,
+  "vocab_size": 258,
+  "use_qk_norm": True,
+  "rope_max_timescale": 1e6,
+  "dtype": "float32",
+}
+RUN_KEYS = [*(f"{key}={value}" for key, value in RUN_SIZES.items()), "learning_rate_schedule_steps=1000"]
+
 
 def model(name: str, **changes: Any) -> ModelSection:
   return ModelSection(**{**TINY, **MODELS[name], **changes})

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -281,15 +279,14 @@ def test_a_damaged_checkpoint_and_a_folder_with_files_are_refused(tmp_path, run,
 
 
 @pytest.mark.parametrize("module", ["import_hf", "export_hf"])
-def test_a_kill_leaves_no_folder_and_the_same_command_completes(tmp_path, run, module):
+def test_a_kill_leaves_no_folder_and_the_same_command_completes(server, tmp_path, run, module):
   source, target = (tmp_path / "hf", tmp_path / "new") if module == "import_hf" else (run, tmp_path / "new")
-  command = [sys.executable, "-m", f"trainer.tools.{module}", str(source), str(target)]
-  process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+  process = server.run(f"trainer.tools.{module}", [str(source), str(target)], {}, tmp_path / "printed.txt")
   work = tmp_path / "new.unfinished"
   while not work.exists() and process.poll() is None:
     time.sleep(0.001)
   process.send_signal(signal.SIGKILL)
-  process.wait(60)
+  assert process.wait(60) == -signal.SIGKILL
   assert not target.exists() and work.exists()
   main = import_hf.main if module == "import_hf" else export_hf.main
   assert main([str(source), str(target)]) == 0

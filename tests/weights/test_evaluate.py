@@ -8,10 +8,11 @@ import re
 
 from tests.support.command import Run, wait_for_exit
 from tests.support.command_runs import write_text
+from tests.support.hf_folders import RUN_KEYS
 
 
 def test_a_checkpoint_has_the_loss_that_training_recorded(server, compiled, tmp_path):
-  keys = [*write_text(tmp_path), compiled, "vocab_size=258", "steps=4", "checkpoint_period=2", "eval_interval=2"]
+  keys = [*RUN_KEYS, *write_text(tmp_path), compiled, "steps=4", "checkpoint_period=2", "eval_interval=2"]
   run = Run(tmp_path / "a", [*keys, "eval_steps=3"], server.start)
   assert run.start().wait(240) == 0, run.printed[-4000:]
   lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tests.support import hf_folders
 from tests.support.command import Run, differences
+from tests.support.hf_folders import RUN_KEYS, RUN_SIZES
 from tests.support.process_runs import ProcessRun
 from tests.support.two_hosts import COPIES, PERIOD
 
@@ -22,25 +23,7 @@ from trainer.models.decoder import DecoderFunctions
 from trainer.models.layers import Kernels
 from trainer.weights import sources
 
-SIZES = {
-  "base_emb_dim": 16,
-  "base_num_decoder_layers": 2,
-  "base_num_query_heads": 2,
-  "base_num_kv_heads": 1,
-  "base_mlp_dim": 32,
-  "head_dim": 8,
-  "vocab_size": 258,
-  "use_qk_norm": True,
-  "rope_max_timescale": 1e6,
-  "dtype": "float32",
-}
-KEYS = [f"{key}={value}" for key, value in SIZES.items()] + [
-  "dataset_type=synthetic",
-  "opt_type=sgd",
-  "checkpoint_period=3",
-  "learning_rate_schedule_steps=1000",
-  "steps=4",
-]
+KEYS = [*RUN_KEYS, "dataset_type=synthetic", "opt_type=sgd", "checkpoint_period=3", "steps=4"]
 
 
 @pytest.fixture
@@ -60,7 +43,7 @@ def first_loss(run: Run) -> float:
 def expected_loss(run: Run, place, rows: int = 4) -> float:
   """The loss of the parameters at `place` on the batch of step 1, of so many rows, from all logits."""
   config = load(run.argv()[0:], check_paths=False)
-  cfg = ModelSection(**{**SIZES, "remat_policy": "none"})
+  cfg = ModelSection(**{**RUN_SIZES, "remat_policy": "none"})
   model = DecoderFunctions(cfg, Kernels(dot_product))
   one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), model.abstract())
@@ -75,7 +58,7 @@ def expected_loss(run: Run, place, rows: int = 4) -> float:
 def test_a_run_starts_from_a_hugging_face_folder_and_a_resume_ignores_it(make, tmp_path):
   """Also on one slice of two, after the loss of the other before anything was saved."""
   hf = tmp_path / "hf"
-  hf_folders.write_folder(hf, hf_folders.model("qwen3", **SIZES))
+  hf_folders.write_folder(hf, hf_folders.model("qwen3", **RUN_SIZES))
   run = make("a", f"load_parameters_path={hf}", "fault_injection=slice_down@1:1:restore", "elastic_enabled=true")
   assert run.start().wait(240) == 0, run.printed[-4000:]
   assert f"The parameters are those of {hf}" in run.printed
@@ -93,8 +76,8 @@ def test_a_run_starts_from_a_hugging_face_folder_and_a_resume_ignores_it(make, t
 def test_slices_that_are_processes_start_from_a_folder_and_later_from_their_copies(compiled, server, tmp_path):
   """One member is killed, then all. The folder is gone when they return: the local copies have the newest state."""
   hf, steps = tmp_path / "hf", 40
-  hf_folders.write_folder(hf, hf_folders.model("qwen3", **SIZES))
-  keys = [*(f"{key}={value}" for key, value in SIZES.items()), f"load_parameters_path={hf}", compiled]
+  hf_folders.write_folder(hf, hf_folders.model("qwen3", **RUN_SIZES))
+  keys = [*(f"{key}={value}" for key, value in RUN_SIZES.items()), f"load_parameters_path={hf}", compiled]
   keys += [f"steps={steps}", f"checkpoint_period={steps}"]
   undisturbed = ProcessRun(tmp_path / "undisturbed", keys, server=server)
   with undisturbed.launched() as supervisor:
@@ -115,7 +98,7 @@ def test_slices_that_are_processes_start_from_a_folder_and_later_from_their_copi
 
 def test_parameters_that_do_not_fit_are_refused_before_a_folder_exists(make, tmp_path):
   hf_folders.write_folder(
-    tmp_path / "hf", hf_folders.model("llama3.1", **{**SIZES, "use_qk_norm": False, "rope_max_timescale": 5e5})
+    tmp_path / "hf", hf_folders.model("llama3.1", **{**RUN_SIZES, "use_qk_norm": False, "rope_max_timescale": 5e5})
   )
   run = make("a", f"load_parameters_path={tmp_path / 'hf'}")
   assert run.start().wait(240) == 2

@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import pytest
 from tests.support.command import ROOT, TINY
 
@@ -23,7 +24,6 @@ from trainer.config.errors import ConfigError
     ({"JAX_NUM_CPU_DEVICES": "two"}, "JAX_NUM_CPU_DEVICES, JAX_PLATFORMS)"),
     ({"JAX_DISABLE_JIT": "1"}, "JAX_DISABLE_JIT=True: "),
     ({"XLA_CLIENT_MEM_FRACTION": "half"}, "XLA_CLIENT_MEM_FRACTION=half: it must be the share of a GPU's memory"),
-    ({"JAX_TRANSFER_GUARD": "disallow"}, "JAX_TRANSFER_GUARD=disallow: "),
   ],
   ids=lambda value: "=".join(*value.items()) if isinstance(value, dict) else "",
 )
@@ -41,6 +41,11 @@ def test_the_command_ends_with_2_and_one_message(tmp_path, changes, told):
   assert (done.returncode, done.stdout) == (2, ""), done.stderr
   assert done.stderr.startswith("error: ") and told in done.stderr and len(done.stderr.splitlines()) <= 3
   assert not list(tmp_path.iterdir())
+
+
+def test_a_value_of_jax_with_which_the_program_cannot_work_is_refused():
+  with jax.transfer_guard("disallow"), pytest.raises(ConfigError, match="JAX_TRANSFER_GUARD=disallow: each step"):
+    variables.check({})
 
 
 @pytest.mark.parametrize(

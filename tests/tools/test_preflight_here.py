@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from tests.tools.preflight_command import AUTO, TINY, command, compile_once
+from tests.tools.preflight_command import AUTO, TINY, compile_once
 
 from stepcost.chips import Chip
 from trainer.preflight import cpu_peaks
@@ -13,16 +13,19 @@ from trainer.tools.preflight import main
 
 
 @pytest.mark.slow
-def test_for_this_machine():
-  done = command("num_slices=3", "steps=10", "attention=dot_product", "base_num_decoder_layers=1", "opt_type=sgd")
-  assert done.returncode == 0, done.stderr
-  assert "2 of 3 |                      2 |   25.0% |   50.0%" in done.stdout
-  assert "The step on 3 of 3 slices" in done.stdout and "The step on 2 of 3 slices" in done.stdout
-  assert "Ramdisk per host" in done.stdout
-  assert "Measured per device of this machine: matmuls" in done.stdout
-  assert done.stdout.count("Roofline on this CPU: compute") == 2 and done.stdout.count(": fits") == 2
-  assert done.stdout.count("Step time on this CPU: ") == 2
-  assert done.stdout.count("Missing in these times: DCN: the bandwidth is unknown") == 2
+def test_for_this_machine(server, tmp_path):
+  keys = "num_slices=3 steps=10 attention=dot_product base_num_decoder_layers=1 opt_type=sgd".split()
+  printed = tmp_path / "printed.txt"
+  code = server.run("trainer.tools.preflight", [*TINY, *keys], {}, printed).wait(500)
+  out = printed.read_text()
+  assert code == 0, out
+  assert "2 of 3 |                      2 |   25.0% |   50.0%" in out
+  assert "The step on 3 of 3 slices" in out and "The step on 2 of 3 slices" in out
+  assert "Ramdisk per host" in out
+  assert "Measured per device of this machine: matmuls" in out
+  assert out.count("Roofline on this CPU: compute") == 2 and out.count(": fits") == 2
+  assert out.count("Step time on this CPU: ") == 2
+  assert out.count("Missing in these times: DCN: the bandwidth is unknown") == 2
 
 
 @pytest.mark.soak  # of a key that leaves one program out

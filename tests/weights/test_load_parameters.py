@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 
@@ -40,16 +41,21 @@ def first_loss(run: Run) -> float:
   return next(line["loss"] for line in lines if line.get("step") == 1 and "loss" in line)
 
 
+@functools.cache
+def model_and_logits():
+  """The functions of the model, and its logits as a function that is compiled once."""
+  model = DecoderFunctions(ModelSection(**{**RUN_SIZES, "remat_policy": "none"}), Kernels(dot_product))
+  return model, jax.jit(lambda params, *inputs: model.merge(params).logits(*inputs))
+
+
 def expected_loss(run: Run, place, rows: int = 4) -> float:
   """The loss of the parameters at `place` on the batch of step 1, of so many rows, from all logits."""
   config = load(run.argv()[0:], check_paths=False)
-  cfg = ModelSection(**{**RUN_SIZES, "remat_policy": "none"})
-  model = DecoderFunctions(cfg, Kernels(dot_product))
+  model, logits_of = model_and_logits()
   one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), model.abstract())
   params = sources.open_source(str(place)).load(abstract)
   batch = make_loader(config.data, vocab_size=258, global_batch_size=rows, split="train").batch(0, np.arange(rows))
-  logits_of = jax.jit(lambda params, *inputs: model.merge(params).logits(*inputs))
   logits = logits_of(params, batch.tokens, batch.positions, batch.segment_ids)
   losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(batch.targets)[..., None], axis=-1)[..., 0]
   return float(jnp.sum(losses * batch.weights) / jnp.sum(batch.weights))

@@ -6,11 +6,13 @@ import json
 import math
 import re
 
+import pytest
 from tests.support.command import Run, wait_for_exit
 from tests.support.command_runs import write_text
 from tests.support.hf_folders import RUN_KEYS
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_loss_that_training_recorded(server, compiled, tmp_path):
   keys = [*RUN_KEYS, *write_text(tmp_path), compiled, "steps=4", "checkpoint_period=2", "eval_interval=2"]
   run = Run(tmp_path / "a", [*keys, "eval_steps=3"], server.start)

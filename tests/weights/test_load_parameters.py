@@ -61,6 +61,7 @@ def expected_loss(run: Run, place, rows: int = 4) -> float:
   return float(jnp.sum(losses * batch.weights) / jnp.sum(batch.weights))
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_a_hugging_face_folder_and_a_resume_ignores_it(make, tmp_path):
   """Also on one slice of two, after the loss of the other before anything was saved."""
   hf = tmp_path / "hf"

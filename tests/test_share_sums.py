@@ -44,7 +44,7 @@ CASES = {
     "optimizer": {"gradient_accumulation_steps": 3},
     "model": {"logits_via_embedding": True, "remat_policy": "minimal", "attention": "flash", "scan_unroll": 2},
   },
-  "fsdp": {  # test_zigzag.py has several micro-batches
+  "fsdp": {
     "stages": 4,
     "model": {"logits_via_embedding": False, "quantization": "int8"},
     "parallelism": {"ici_fsdp_parallelism": 4},
@@ -99,7 +99,10 @@ def sums(built: Compiled) -> tuple[list, np.ndarray]:
   return jax.device_get(scalars), built.layout.to_host(parts).read(0, built.layout.size)
 
 
-@pytest.mark.parametrize("name", few(["fsdp"], CASES))
+MICRO_BATCHES = pytest.param("tied", marks=pytest.mark.slow)  # the first case of several micro-batches
+
+
+@pytest.mark.parametrize("name", [*few(["fsdp"], [name for name in CASES if name != "tied"]), MICRO_BATCHES])
 def test_several_programs_give_the_sums_of_one(name):
   """The same bits; with tensor and context parallelism, the compiler chooses the order of some sums in each program."""
   one, several = compiled(name, 1), compiled(name, CASES[name]["stages"])

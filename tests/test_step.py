@@ -521,7 +521,7 @@ def test_gradients_that_travel_in_bfloat16_are_rounded_once_per_slice(by_rows):
     assert 2**-12 < np.linalg.norm(ours - theirs) / np.linalg.norm(theirs - start) < 2**-7
 
 
-@pytest.mark.soak  # the test of neighbours pads the vocabulary of 8 shards, and other tests that of 2
+@pytest.mark.soak  # the test of neighbours has a padded vocabulary on 8 devices, other tests on 2
 def test_a_vocabulary_that_does_not_divide_is_padded_for_the_loss_only():
   """And the step with SGD on 8 shards equals the step on one device."""
   cfg = config(model=TIED, data={"per_device_batch_size": ROWS / 8}, optimizer={"opt_type": "sgd"})

@@ -344,7 +344,7 @@ def test_an_export_ends_texts_as_the_documents_of_its_run_end(tmp_path, keys, id
   assert generation.top_k == 20
   tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf")
   assert [tokenizer.bos_token, tokenizer.eos_token] == names
-  if not keys:  # nothing that the run has kept is written anew
+  if not keys:  # the export has the same bytes in the other files
     del before["generation_config.json"]
     assert before == {name: (tmp_path / "hf" / name).read_bytes() for name in before}
 

@@ -209,7 +209,7 @@ def _write_tokenizer(source: Source, folder: Any, tokenizer: Tokenizer | None) -
   generation = sources.read_json(file) if file.exists() else {}
   ends = {key: generation.get(key) for key in sources.ENDS}
   if isinstance(tokenizer, BpeTokenizer):
-    ends |= _write_ends(source, folder, tokenizer, ends)
+    ends = _write_ends(source, folder, tokenizer, ends)
   if not file.exists() or any(generation.get(key) != id for key, id in ends.items()):
     kept = {key: value for key, value in generation.items() if key not in ends}
     _write_json(file, kept | {key: id for key, id in ends.items() if id is not None})
@@ -232,11 +232,15 @@ def _write_ends(source: Source, folder: Any, tokenizer: BpeTokenizer, ends: Mapp
   for file in (config, folder / "special_tokens_map.json"):
     if given and file.exists():
       _write_json(file, sources.read_json(file) | given)
-  bos, eos = (ends[key] for key in sources.ENDS)
-  stops = eos if isinstance(eos, list) else [] if eos is None else [eos]
-  if not stops or (tokenizer.eos_id not in stops and "imported" not in source.meta):
-    eos = [tokenizer.eos_id, *stops] if stops else tokenizer.eos_id
-  return {"bos_token_id": tokenizer.bos_id if bos is None or "bos_token" in given else bos, "eos_token_id": eos}
+  found = dict(ends)
+  if found["bos_token_id"] is None or "bos_token" in given:
+    found["bos_token_id"] = tokenizer.bos_id
+  stops = tokenizers.named_stop_ids(ends)
+  if not stops:
+    found["eos_token_id"] = tokenizer.eos_id
+  elif tokenizer.eos_id not in stops and "imported" not in source.meta:
+    found["eos_token_id"] = [tokenizer.eos_id, *stops]
+  return found
 
 
 def _self_check(source: Source, arrays: ArrayParts, folder: Any, changes_types: bool) -> str:

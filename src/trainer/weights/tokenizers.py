@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from trainer.checkpoint import run_id
 from trainer.config.errors import ConfigError
 from trainer.config.schema import DataSection
@@ -41,5 +44,13 @@ def of_source(source: Source) -> Tokenizer:
 def stop_ids(folder: str, tokenizer: Tokenizer) -> frozenset[int]:
   """The ids that end a text: the tokenizer's, and those that generation_config.json in `folder` names."""
   file = run_id.folder(folder) / sources.GENERATION
-  named = sources.read_json(file).get("eos_token_id") if file.exists() else None
-  return frozenset([tokenizer.eos_id, *(named if isinstance(named, list) else [] if named is None else [named])])
+  generation = sources.read_json(file) if file.exists() else {}
+  return frozenset([tokenizer.eos_id, *named_stop_ids(generation)])
+
+
+def named_stop_ids(generation: Mapping[str, Any]) -> list[int]:
+  """The ids that end a text by the content of a generation_config.json, which names one, several, or none."""
+  named = generation.get("eos_token_id")
+  if named is None:
+    return []
+  return named if isinstance(named, list) else [named]

@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 from tests.support.torchrun_runs import OneWorker
-from tests.support.two_hosts import KEYS as LANES  # two slices of two devices; the tests add processes and faults
-from tests.support.two_hosts import STEPS as LANES_STEPS
+from tests.support.two_hosts import KEYS as TWO_HOSTS
+
+STEPS = 80
+KEYS = (f"steps={STEPS}", f"checkpoint_period={STEPS // 2}", "eval_interval=15", "eval_steps=2")
+LANES_STEPS = 20
+# Two slices of two devices; the tests add processes and faults. The only checkpoint is that of the last step.
+LANES = (*TWO_HOSTS, f"steps={LANES_STEPS}", f"checkpoint_period={LANES_STEPS}")
 
 
 @pytest.fixture(scope="session")
@@ -27,11 +32,19 @@ def once(shared) -> Callable[[str], AbstractContextManager[None]]:
 
 
 @pytest.fixture(scope="session")
-def one_worker(shared: Path, compiled: str, server, once) -> OneWorker:
-  """A run of LANES in one process, which computes all. The first worker of pytest that needs it runs it for all."""
-  run = OneWorker(shared / "one-worker", [*LANES, compiled], slices=2, server=server)
-  with once("one-worker"):
-    if LANES_STEPS not in run.committed_steps():
+def undisturbed(shared: Path, server, once) -> OneWorker:
+  """A run of KEYS in one process, which computes the shares of three slices. The first worker of pytest that needs it
+  runs it for all."""
+  run = OneWorker(shared / "undisturbed", [*KEYS, f"jax_cache_dir={shared / 'compiled'}"], server=server)
+  with once("undisturbed"):
+    if STEPS not in run.committed_steps():
       with run.launched() as worker:
         assert run.wait(worker) == 0, run.tail()
   return run
+
+
+@pytest.fixture(scope="session")
+def compiled(compiled: str, undisturbed: OneWorker) -> str:
+  """The key of the shared cache, with the programs of `undisturbed`: they are the same for any number of slices, and
+  slices that start at the same time would each compile them."""
+  return compiled

@@ -7,7 +7,8 @@ import signal
 import pytest
 from tests.support.command import differences
 from tests.support.process_runs import ProcessRun
-from tests.support.two_hosts import COPIES, PERIOD, STEPS, TwoHosts
+from tests.support.torchrun_runs import OneWorker
+from tests.support.two_hosts import COPIES, KEYS, PERIOD, STEPS, TwoHosts
 
 
 def on_one_host(folder, compiled: str, server) -> ProcessRun:
@@ -16,12 +17,21 @@ def on_one_host(folder, compiled: str, server) -> ProcessRun:
   return ProcessRun(folder, [compiled, *keys], slices=2, server=server)
 
 
+def in_one_process(folder, keys: list[str], server) -> OneWorker:
+  """A complete run of two slices."""
+  run = OneWorker(folder, keys, slices=2, server=server)
+  with run.launched() as worker:
+    assert run.wait(worker) == 0, run.tail()
+  return run
+
+
 @pytest.mark.slow
 def test_local_copies_of_one_slice_are_enough_for_all(compiled, server, tmp_path):
-  """Slice 0 has lost its copies. The copies of slice 1 are the newest state that is left."""
-  undisturbed = on_one_host(tmp_path / "undisturbed", compiled, server)
-  with undisturbed.launched() as supervisor:
-    assert undisturbed.wait(supervisor) == 0, undisturbed.tail()
+  """Slice 0 has lost its copies. The copies of slice 1 are the newest state that is left.
+
+  Oracle: one process that computes all and has no local copies.
+  """
+  undisturbed = in_one_process(tmp_path / "undisturbed", [*KEYS, compiled, "devices_per_slice=1"], server)
   run = on_one_host(tmp_path / "run", compiled, server)
   with run.launched() as supervisor:
     run.wait_for(lambda: run.last_step >= 4 * PERIOD, supervisor)  # all processes are killed at the end of the block
@@ -39,7 +49,7 @@ def test_local_copies_of_one_slice_are_enough_for_all(compiled, server, tmp_path
 
 
 @pytest.mark.soak  # the others have all parts on one host
-def test_parts_of_a_state_on_two_hosts_are_put_together(compiled, one_worker, server, tmp_path):
+def test_parts_of_a_state_on_two_hosts_are_put_together(compiled, server, tmp_path):
   """Each host lacks the copies of another process of its slice; together they have every part of the newest state.
 
   Oracle: one process with two devices, which computes all and has no local copies.
@@ -56,7 +66,8 @@ def test_parts_of_a_state_on_two_hosts_are_put_together(compiled, one_worker, se
   (step,) = {event["step"] for event in run.events("restore") if event["tier"] == "emergency"}
   assert reached - 2 * PERIOD <= step <= reached
   assert sorted(run.losses()) == list(range(1, STEPS + 1))
-  assert differences(run, one_worker, STEPS) == []
+  undisturbed = in_one_process(tmp_path / "undisturbed", [*KEYS, compiled], server)
+  assert differences(run, undisturbed, STEPS) == []
 
 
 @pytest.mark.soak  # test_agent.py and test_local.py lose the supervisor between steps

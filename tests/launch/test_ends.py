@@ -137,7 +137,8 @@ def test_no_member_leads_while_another_launch_trains(compiled, server, tmp_path)
 CRASHES = signal.SIGABRT, signal.SIGSEGV, signal.SIGKILL
 
 
-@pytest.mark.parametrize("number", few([signal.SIGKILL], CRASHES))
+@pytest.mark.soak  # test_local.py kills a member again while it starts
+@pytest.mark.parametrize("number", CRASHES)
 def test_a_member_that_crashes_twice_without_a_step_ends_the_run(compiled, server, tmp_path, number):
   """SIGKILL comes from outside: the member starts again as often as that happens."""
   run = ProcessRun(tmp_path, [compiled, ENDLESS, "elastic_min_slice_count=-1"], slices=2, server=server)

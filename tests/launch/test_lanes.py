@@ -8,7 +8,9 @@ import signal
 import pytest
 from tests.launch.conftest import LANES, LANES_STEPS
 from tests.support.command import differences
+from tests.support.forked_runs import SLOW
 from tests.support.process_runs import ProcessRun
+from tests.support.torchrun_runs import OneWorker
 
 from worlds.place import LANE, MEMBER
 
@@ -21,21 +23,25 @@ def process_of(run: ProcessRun, member: int, lane: int) -> int:
 
 
 @pytest.mark.slow
-def test_a_killed_process_of_a_slice_costs_no_step(compiled, one_worker, server, tmp_path):
+def test_a_killed_process_of_a_slice_costs_no_step(compiled, server, tmp_path):
   """Oracle: one process with two devices, which computes all. Losses and the last checkpoint are bit-identical."""
   run = ProcessRun(
     tmp_path / "lanes",
     [*LANES, compiled, "elastic_min_slice_count=-1"],
     slices=2,
     options=["--processes-per-slice", "2"],
+    environment=SLOW,
     server=server,
   )
   with run.launched() as supervisor:
-    run.wait_for(lambda: run.last_step >= 5, supervisor)
+    run.wait_for(lambda: run.last_step >= 3, supervisor)
     os.kill(process_of(run, member=1, lane=1), signal.SIGKILL)
     assert run.wait(supervisor) == 0, run.tail()
   assert [event["slice"] for event in run.events("slice_down")] == [[1]], run.tail()
   assert run.count("slice_up") == 1 and run.steps() == list(range(1, LANES_STEPS + 1))
+  one_worker = OneWorker(tmp_path / "one-worker", [*LANES, compiled], slices=2, server=server)
+  with one_worker.launched() as worker:
+    assert one_worker.wait(worker) == 0, one_worker.tail()
   assert run.losses() == one_worker.losses()
   assert differences(run, one_worker, LANES_STEPS) == []
 

@@ -30,6 +30,7 @@ PR_SET_CHILD_SUBREAPER = 36  # Linux: processes below this one whose parent has 
 # A variable of the server. A forked process writes its own variables over this one, where /proc/PID/environ shows them.
 SHOWN, SHOWN_BYTES = "TRAINER_FORKED_AS", 2000
 ENDLESS = "steps=999999"  # of a test whose run trains until the test has seen enough; such runs are slowed down
+SLOW = {"TRAINER_TEST_SLOW": "1"}  # environment of a run of few steps that is slowed down, so that faults fall into it
 
 
 class Server:
@@ -131,7 +132,7 @@ def serve(requests: IO[str], answers: IO[str], *, orphans: bool) -> None:
 
 
 def slow_down() -> None:
-  """Of this process, every batch takes a moment: an endless run takes all cores from what its test waits for."""
+  """Every batch of this process takes a moment: an endless run takes all cores from what its test waits for."""
   from trainer.program.program import Feed
 
   read = Feed._batch_of
@@ -160,7 +161,7 @@ def child(request: dict[str, Any], orphan: bool) -> NoReturn:
   signal.signal(signal.SIGINT, signal.default_int_handler)
   if request["module"] in LAUNCHERS:
     fork_workers(request["log"])
-  elif orphan and ENDLESS in request["argv"]:
+  elif orphan and (ENDLESS in request["argv"] or SLOW.items() <= request["environment"].items()):
     slow_down()
   if linux:
     show(request["environment"])

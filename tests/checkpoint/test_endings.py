@@ -24,8 +24,15 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Shard
 # ---- 0 and 2
 
 
-def test_a_complete_run_is_0_and_so_is_a_repetition(make):
+def test_a_file_size_limit_is_1_the_complete_run_is_0_and_so_is_a_repetition(make):
+  """A full disk without a mount: a limit on the size of the files of the first process."""
   run = make("steps=4")
+  limit = 24_000  # bytes: log.txt and the records fit, the arrays do not
+  process = run.start()
+  resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, limit))
+  assert process.wait(240) == 1
+  assert "step 3 could not be saved in" in (run.directory / "log.txt").read_text()
+  assert run.committed_steps() == []
   assert run.finish() == 0
   assert all(record["z_loss"] > 0 for record in run.records("metrics"))
   assert run.committed_steps() == [3, 4]
@@ -139,8 +146,9 @@ def test_text_of_one_line_is_trained_on_without_an_evaluation_unless_requested(m
   assert run.last_step == 2 and not run.events("eval")
 
 
-def test_a_second_process_on_the_same_run_is_2_and_does_no_harm(make):
-  run = make(f"steps={ENDLESS}")
+def test_a_second_process_is_2_or_waits_and_goes_on_after_the_first_one_stops(make):
+  """The first one stops on SIGTERM: no step is lost or repeated."""
+  run = make(f"steps={ENDLESS}", "checkpoint_period=1000000")
   process = start_and_train(run, 3)
   assert run.finish("autocheckpoint_grace_seconds=1") == 2
   assert f"error: another process is training in {run.directory}" in run.printed
@@ -152,6 +160,7 @@ def test_a_second_process_on_the_same_run_is_2_and_does_no_harm(make):
   waiting.send_signal(signal.SIGTERM)
   last = assert_stopped(run, waiting)
   assert [record["step"] for record in run.records("metrics")] == list(range(1, last + 1))
+  assert [event["step"] for event in run.events("checkpoint_restored")] == [stopped]
 
 
 # ---- 1
@@ -231,7 +240,7 @@ def test_a_deleted_checkpoint_folder_is_created_again(make):
   assert process.wait(240) == 42
 
 
-@pytest.mark.soak  # the next test fails to write, and tests/launch/test_full_storage.py fills a disk and resumes
+@pytest.mark.soak  # the first test fails to write, and tests/launch/test_full_storage.py fills a disk and resumes
 def test_a_full_disk_is_1_and_the_run_resumes_once_there_is_space(make, tmp_path):
   disk = tmp_path / "a" / "out"
   disk.mkdir(parents=True)
@@ -251,17 +260,6 @@ def test_a_full_disk_is_1_and_the_run_resumes_once_there_is_space(make, tmp_path
     assert sorted(run.losses()) == list(range(1, 31))
   finally:
     subprocess.run(["umount", "-l", str(disk)], timeout=30, check=True)
-
-
-def test_a_file_size_limit_is_1(make):
-  """The same without a mount: a limit on the size of the files of the process."""
-  run = make("steps=6")
-  limit = 24_000  # bytes: log.txt and the records fit, the arrays do not
-  process = run.start()
-  resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, limit))
-  assert process.wait(240) == 1
-  assert "step 3 could not be saved in" in (run.directory / "log.txt").read_text()
-  assert run.committed_steps() == []
 
 
 def test_a_loss_that_is_not_a_number_is_1_and_is_never_committed(make):

@@ -77,18 +77,6 @@ def test_ctrl_c_before_the_run_is_130_without_a_traceback(make, tmp_path):
 # ---- 42
 
 
-def test_sigterm_is_42_and_no_step_is_lost_or_repeated(make):
-  run = make(f"steps={ENDLESS}", "checkpoint_period=1000000")
-  process = start_and_train(run, 3)
-  process.send_signal(signal.SIGTERM)
-  first = assert_stopped(run, process)
-  process = start_and_train(run, first + 3)
-  process.send_signal(signal.SIGTERM)
-  last = assert_stopped(run, process)
-  assert [record["step"] for record in run.records("metrics")] == list(range(1, last + 1))
-  assert run.events("checkpoint_restored")[0]["step"] == first
-
-
 def test_an_evaluation_due_at_the_step_of_a_sigterm_is_done_once_after_the_resume(make, tmp_path):
   """Also if the next processes are killed before that evaluation, and between it and the next checkpoint."""
   run = make(*write_text(tmp_path), f"steps={ENDLESS}", "eval_interval=1", "eval_steps=1", "checkpoint_period=1000000")

@@ -6,6 +6,7 @@ import dataclasses
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,7 +14,7 @@ from trainer.config import compiler_flags
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config, ModelSection
 from trainer.data import Batch
-from trainer.program import program
+from trainer.program import program, state
 
 T = 16
 MODEL = {
@@ -125,6 +126,42 @@ def test_8_bit_matmuls_of_gpus_come_from_cublas():
   jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=options)
   with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
     jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options={"xla_gpu_enable_triton_gem": False})
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_halves_are_compiled_for_the_same_bits_on_all_slices(monkeypatch, adds):
+  """The update always, because each slice does it for itself; shares and evaluations unless a slice adds its shares."""
+  compiled: list[dict[str, object]] = []
+  compile_nothing = lambda lowered, options=None: compiled.append(dict(options or {}))
+  monkeypatch.setattr(jax.stages.Lowered, "compile", compile_nothing)
+  (flag,) = same = program.SAME_BITS["gpu"]
+
+  def options(**given: object) -> list[dict[str, object]]:
+    compiled.clear()
+    dataclasses.replace(build(config(), 1, 1), compiler_options=given).compile_halves(evaluates=True, adds=adds)
+    share, *additions, update, evaluation, _ = compiled
+    assert len(additions) == adds
+    return [share, update, evaluation]
+
+  assert options() == [{}, {}, {}]  # other platforms need none
+  monkeypatch.setattr(program, "SAME_BITS", {"cpu": same})
+  assert options() == ([{}, same, {}] if adds else [same, same, same])
+  faster = {flag: False}  # a user may give the same bits of shares up
+  assert options(**faster) == ([faster, same, {}] if adds else [faster, same, same])
+
+
+def test_the_checksum_of_weights_sees_each_bit_and_no_sharding():
+  numbers = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
+  weights = {"a": numbers, "b": numbers[0].astype(jnp.bfloat16)}
+  expected = int(numbers.view(np.uint32).astype(np.uint64).sum() + weights["b"].view(np.uint16).sum()) % 2**32
+  assert int(state.checksum(weights)) == expected
+  two = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+  place = lambda array: jax.device_put(array, jax.sharding.NamedSharding(two, jax.sharding.PartitionSpec("x")))
+  assert int(jax.jit(state.checksum)(jax.tree.map(place, weights))) == expected
+  for name, bits in {"a": np.uint32, "b": np.uint16}.items():
+    damaged = weights[name].copy()
+    damaged.view(bits).flat[-1] ^= 1
+    assert int(state.checksum(weights | {name: damaged})) != expected
 
 
 def test_given_flags_reach_the_compiler_of_the_step():

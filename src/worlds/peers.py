@@ -182,11 +182,12 @@ class Peers:
     """The exchange is connected for this epoch, and this member has the state: it joined in this epoch."""
     self._connected = True
 
-  def commit(self, round_name: str) -> dict[str, float]:
-    """Tells the supervisor that this member has the sums of the round. Returns {member: seconds that it computed} once
-    the round is committed. Raises MembershipChanged if it must be exchanged again, RunEnded and SupervisorLost."""
+  def commit(self, round_name: str, checksum: int) -> dict[str, float]:
+    """Tells the supervisor that this member has the sums of the round, computed with weights of this checksum. Returns
+    {member: seconds that it computed} once the round is committed. Raises MembershipChanged if it must be exchanged
+    again, RunEnded and SupervisorLost."""
     epoch = self.epoch
-    self.membership.send("done", epoch=epoch, round=round_name)
+    self.membership.send("done", epoch=epoch, round=round_name, checksum=checksum)
     while self.epoch == epoch:
       received = self.membership.next()
       assert received is not None

@@ -13,7 +13,7 @@ import pytest
 from tests.launch.conftest import KEYS, STEPS
 from tests.support import process_runs
 from tests.support.command import Run, differences
-from tests.support.forked_runs import SLOW
+from tests.support.forked_runs import DAMAGED, SLOW
 from tests.support.process_runs import ProcessRun
 from tests.support.torchrun_runs import OneWorker
 
@@ -99,6 +99,17 @@ def test_no_fault_of_a_slice_costs_a_step(undisturbed, compiled, server, tmp_pat
   assert "Member 0 killed by SIGKILL" in run.printed and "Member 2 is ended: " in run.printed
   (hang,) = [event for event in run.events("slice_down") if event["slice"] == [2] and event["step"] >= 60]
   assert hang["detect_seconds"] >= 5
+
+
+@pytest.mark.slow
+def test_a_slice_whose_weights_are_damaged_is_replaced_before_its_sums_count(undisturbed, compiled, server, tmp_path):
+  """A bit of the primary's weights flips. The others repeat the step without it, and it gets their weights."""
+  run = ProcessRun(tmp_path, [*KEYS, compiled], environment={**SLOW, DAMAGED: "0:20"}, server=server)
+  with run.launched() as supervisor:
+    assert run.wait(supervisor) == 0, run.tail()
+  check(run, undisturbed)
+  assert [(event["slice"], event["step"]) for event in run.events("slice_down")] == [([0], 19)], run.tail()
+  assert "Member 0 is ended: it has computed 'step 20' with other weights than the other members." in run.printed
 
 
 @pytest.mark.soak  # test_agent.py loses the supervisor, test_emergency.py all processes, test_ends.py asks all to end

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import json
 import os
 import runpy
@@ -29,6 +30,7 @@ PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent en
 PR_SET_CHILD_SUBREAPER = 36  # Linux: processes below this one whose parent has ended become its children
 # A variable of the server. A forked process writes its own variables over this one, where /proc/PID/environ shows them.
 SHOWN, SHOWN_BYTES = "TRAINER_FORKED_AS", 2000
+DAMAGED = "TRAINER_TEST_DAMAGED"  # MEMBER:STEP: a bit of the member's weights flips before this step
 ENDLESS = "steps=999999"  # of a test whose run trains until the test has seen enough; such runs are slowed down
 SLOW = {"TRAINER_TEST_SLOW": "1"}  # environment of a run of few steps that is slowed down, so that faults fall into it
 
@@ -144,6 +146,27 @@ def slow_down() -> None:
   Feed._batch_of = read_slowly  # type: ignore[method-assign]
 
 
+def damage(member: int, step: int) -> None:
+  """A bit of the weights flips before `step` if this process is `member`."""
+  import jax
+  import numpy as np
+
+  from trainer.run.many_worlds import ManyWorlds
+
+  take = ManyWorlds.step
+
+  def take_damaged(self: ManyWorlds, state: Any, n: int) -> Any:
+    if (self._peers.member, n) == (member, step):
+      first, *others = jax.tree.leaves(state.params)
+      bits = np.array(first).view(np.uint32)
+      bits.flat[0] ^= 1
+      leaves = [jax.device_put(bits.view(np.float32), first.sharding), *others]
+      state = dataclasses.replace(state, params=jax.tree.unflatten(jax.tree.structure(state.params), leaves))
+    return take(self, state, n)
+
+  ManyWorlds.step = take_damaged  # type: ignore[method-assign]
+
+
 def child(request: dict[str, Any], orphan: bool) -> NoReturn:
   """Becomes the command."""
   linux = sys.platform == "linux"
@@ -163,6 +186,8 @@ def child(request: dict[str, Any], orphan: bool) -> NoReturn:
     fork_workers(request["log"])
   elif orphan and (ENDLESS in request["argv"] or SLOW.items() <= request["environment"].items()):
     slow_down()
+  if orphan and (damaged := request["environment"].get(DAMAGED)):
+    damage(*map(int, damaged.split(":")))
   if linux:
     show(request["environment"])
   os.environ.update(request["environment"])

@@ -33,7 +33,7 @@ from trainer.kernels import attention, grouped_matmul, projection
 from trainer.kernels.attention import Attention
 from trainer.kernels.cross_entropy import CHUNK_LOGITS_BYTES
 from trainer.models import rope
-from trainer.models.decoder import DecoderFunctions
+from trainer.models.decoder import DecoderFunctions, Params
 from trainer.models.layers import Kernels
 from trainer.parallel import mesh as mesh_lib
 from trainer.parallel import sharding
@@ -96,6 +96,11 @@ _ON_CHIP_KIB = MappingProxyType(
 # them, and the step is slower (docs/benchmarks/accelerator.md).
 QUANTIZED_GPU_OPTIONS: Mapping[str, str | bool] = MappingProxyType({"xla_gpu_enable_triton_gemm": False})
 
+# {platform: options of a program that computes the same bits in every process}. On a GPU, XLA times several kernels for
+# each matmul by default, so that two processes may choose different ones, and cuDNN adds gradients of attention in no
+# fixed order.
+SAME_BITS: Mapping[str, Mapping[str, str | bool]] = MappingProxyType({"gpu": {"xla_gpu_deterministic_ops": True}})
+
 # Stages of a share on an accelerator (exchange_stages=0): little of the exchange is left when the last one ends, and a
 # program takes much longer to run than to start. A CPU needs its cores for the computation.
 _STAGES = 4
@@ -133,17 +138,24 @@ class Program:
   def compile_halves(self, *, evaluates: bool, adds: bool) -> Halves:
     """Returns the halves of a step, compiled, for slices that exchange their sums outside XLA.
 
-    evaluates, adds: whether the run evaluates, and whether a slice adds the sums of its shares.
+    evaluates, adds: whether the run evaluates, and whether a slice adds the sums of its shares. If it does not, a share
+    has the same bits, whichever slice computes it.
     """
     sums = step.abstract_sums(self.state, self.mesh)
     out_shardings = state.shardings(self.state), NamedSharding(self.mesh, PartitionSpec())
-    options = dict(self.compiler_options)
+    same = dict(SAME_BITS.get(self.mesh.devices.flat[0].platform, {}))
+    of_shares = {} if adds else same
+    options = {**of_shares, **self.compiler_options}
+    params = self.state.params
     with jax.set_mesh(self.mesh):
-      first = self.share.compile(self.state.params, self.batch, sums.grads, options, adds=adds)
+      first = self.share.compile(params, self.batch, sums.grads, options, adds=adds)
       # Donate only the state: on a CPU the sums may share the memory of the exchange's buffer.
-      second = jax.jit(self.apply_sums, donate_argnums=0, out_shardings=out_shardings)
-      evaluation = jax.jit(self.eval_step).lower(self.state.params, self.batch).compile() if evaluates else None
-      return Halves(sums, first, second.lower(self.state, sums).compile(options), evaluation)
+      second = jax.jit(self.apply_sums, donate_argnums=0, out_shardings=out_shardings).lower(self.state, sums)
+      # Every slice applies the sums for itself, and all must get the same weights.
+      apply = second.compile({**self.compiler_options, **same})
+      evaluation = jax.jit(self.eval_step).lower(params, self.batch).compile(of_shares) if evaluates else None
+      checksum = jax.jit(state.checksum, out_shardings=out_shardings[1]).lower(params).compile()
+      return Halves(sums, first, apply, evaluation, checksum)
 
   def init(self, key: jax.Array) -> TrainState:
     """Returns a fresh sharded state from `key`: the same numbers on every mesh."""
@@ -181,6 +193,7 @@ class Halves:
   sums: ShareSums
   apply: Callable[[TrainState, Sums], tuple[TrainState, jax.Array]]  # donates the state
   evaluate: Callable[[Any, Batch], tuple[jax.Array, jax.Array]] | None  # (params, batch of a share); None: not needed
+  checksum: Callable[[Params], jax.Array]  # `state.checksum`
 
 
 def rows_per_micro_batch(config: Config, devices_per_slice: int) -> int:

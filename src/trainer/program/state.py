@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -67,6 +68,14 @@ def abstract(
     return placed(leaf, PartitionSpec() if weight is None else _like(leaf.shape, weight))
 
   return map_with_path(place, shapes)
+
+
+def checksum(params: Params) -> jax.Array:
+  """Returns the sum of the bits of all weights, each as a number, modulo 2^32: uint32 []. Weights that differ have the
+  same one with a probability of 2^-32. It depends on no order, so not on how the weights are sharded."""
+  unsigned = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32)
+  sums = [jnp.sum(unsigned(leaf), dtype=jnp.uint32) for leaf in jax.tree.leaves(params)]
+  return functools.reduce(jnp.add, sums)
 
 
 def shardings(state: TrainState) -> TrainState:

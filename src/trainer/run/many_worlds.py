@@ -90,7 +90,8 @@ class ManyWorlds:
       batch = ahead.pop(share) if share in ahead else self._train.share(index, share)
       return self._rounds.sums(state.params, batch)
 
-    scalars, self.slice_seconds = self._rounds.agree(f"step {n}", compute, self._total)
+    checksum = self._halves.checksum(state.params)
+    scalars, self.slice_seconds = self._rounds.agree(f"step {n}", checksum, compute, self._total)
     sums = Sums(self._rounds.layout.to_device(self._total), *scalars)
     self._state, metrics = self._halves.apply(state, sums)
     self._step, self._evaluated = n, False
@@ -111,7 +112,7 @@ class ManyWorlds:
       return Own(np.concatenate([np.asarray(one, np.float32).sum(axis=0, dtype=np.float32) for one in sums]))
 
     # One round, so that all sets are evaluated or none.
-    scalars, _ = self._rounds.agree(f"eval {self._step}", compute, None)
+    scalars, _ = self._rounds.agree(f"eval {self._step}", self._halves.checksum(params), compute, None)
     self._evaluated = True
     return [[(loss, weight)] for loss, weight in scalars.reshape(-1, 2)]
 

@@ -67,10 +67,11 @@ class Rounds:
     return Own(scalars, parts=parts) if self._balanced else Own(scalars, self.layout.to_host(parts))
 
   def agree(
-    self, round_name: str, compute: Callable[[Share], Own], total: np.ndarray | None
+    self, round_name: str, checksum: jax.Array, compute: Callable[[Share], Own], total: np.ndarray | None
   ) -> tuple[np.ndarray, dict[str, float]]:
     """(sums of the scalars over all shares, the members' seconds) once the round is committed; fills `total`. Calls
-    compute(share) once for each share of this member."""
+    compute(share) once for each share of this member. checksum: of its weights; the round is committed if that of the
+    others is the same."""
     peers, held, seconds = self._peers, dict[Share, Own](), 0.0
     while True:
       peers.connect(self._send_state, self._receive_state)
@@ -90,7 +91,7 @@ class Rounds:
         total_scalars = np.empty_like(next(iter(scalars.values())))
         peers.exchange.reduce(round_name, scalars, dealt, total_scalars)
         report.result()
-        member_seconds = peers.commit(round_name)
+        member_seconds = peers.commit(round_name, int(checksum))
       except PeerLost as error:
         peers.exchange_failed(error)
       except MembershipChanged:

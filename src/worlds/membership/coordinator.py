@@ -37,7 +37,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Kill:
-  """End the processes of `member`: it has given no sign of progress for `seconds`. Then report it as lost."""
+  """End the processes of `member`, for `reason`, which has lasted for `seconds`. Then report it as lost."""
 
   member: int
   reason: str
@@ -106,7 +106,7 @@ class Coordinator:
     self._waits_since = self.clock()  # of gathering and holding
     self._ready_since: float | None = None  # when the first of the ready members began to wait for others
     self._changed_at = -float("inf")  # last change of the active members, other than the first epoch
-    self._done: set[int] = set()  # members that have done the round under way
+    self._done: dict[int, int] = {}  # {member that has done the round under way: the checksum of its weights}
     self._round = ""  # that they have done
     self._leaving: set[int] = set()
     self._lost: dict[int, tuple[str, float]] = {}  # since the last world or hold: {member: (reason, wall time)}
@@ -186,8 +186,9 @@ class Coordinator:
       self.pulse.computed(member, seconds)
     return []
 
-  def done(self, member: int, lane: int, epoch: int, round_name: str) -> Effects:
-    """`member` has the sums of the round in this epoch. The last report of an epoch's round commits it."""
+  def done(self, member: int, lane: int, epoch: int, round_name: str, checksum: int) -> Effects:
+    """`member` has the sums of the round in this epoch, and its own shares of them are computed with weights of this
+    checksum. The last report of an epoch's round commits it, if all have the same weights."""
     found = self._members.get(member)
     if self.phase != "running" or found is None or epoch != self.epoch or member not in self.active:
       return []
@@ -196,9 +197,18 @@ class Coordinator:
     if not found.whole(("done", epoch, round_name), lane):
       return []
     self._round = round_name
-    self._done.add(member)
+    self._done[member] = checksum
     self.live.add(member)
-    return self._commit(round_name) if self._done >= self.active else []
+    if not self._done.keys() >= self.active:
+      return []
+    return self._differing() or self._commit(round_name)
+
+  def _differing(self) -> Effects:
+    """Ends the members whose weights are not those of most members or, of two kinds that are as many, the primary's."""
+    counts = Counter(self._done.values())
+    right = self._done[max(self._done, key=lambda m: (counts[self._done[m]], m == self.primary, -m))]
+    reason = f"it has computed {self._round!r} with other weights than the other members"
+    return [Kill(member, reason, 0.0) for member in sorted(self._done) if self._done[member] != right]
 
   def broken(self, member: int, epoch: int, unreached: Sequence[int] = ()) -> Effects:
     """`member` cannot exchange in this epoch: connections have failed. unreached: members it could not connect with."""
@@ -285,7 +295,8 @@ class Coordinator:
       if self._unreached:
         return [self._separate()]
     elif seconds and self._stood_still:
-      return [Kill(max(self.active - self._done), f"the exchange has stood still for {seconds:.1f} s again", seconds)]
+      late = max(self.active - self._done.keys())
+      return [Kill(late, f"the exchange has stood still for {seconds:.1f} s again", seconds)]
     elif seconds:
       self._stood_still = True
     else:
@@ -361,7 +372,7 @@ class Coordinator:
     """No member is known to have the state: starts from the backups, or from a state that has just arrived."""
     self.phase, self._waits_since, self._failed_leads = "gathering", self.clock(), 0
     self._survivors, self._expected = self.active, self._total
-    self.active, self.live, self._done, self._leaving = set(), set(), set(), set()
+    self.active, self.live, self._done, self._leaving = set(), set(), {}, set()
     for member in self._survivors:
       self._members[member].newest = -1
     note = Note("Every member with the state is lost: the run continues from the newest backup.")
@@ -395,7 +406,7 @@ class Coordinator:
   def _world(self, force: bool = False) -> Effects:
     """Begins an epoch with the active members, or holds if they are too few. force: goes on with any number."""
     self.epoch += 1
-    self._done, self._broken_at, self._unreached, self._leader = set(), None, set(), -1
+    self._done, self._broken_at, self._unreached, self._leader = {}, None, set(), -1
     self._survivors = set()
     self._changed_at = self.clock()
     self.pulse.begin_epoch()
@@ -439,7 +450,7 @@ class Coordinator:
     """All active members have the sums of the round."""
     step = step_of(round_name)
     seconds = self.pulse.committed(is_step=step is not None)
-    self.committed, self._done, self._stood_still = round_name, set(), False
+    self.committed, self._done, self._stood_still = round_name, {}, False
     for member in self.active:
       self._apart.pop(member, None)
     staying = self.live - self._leaving

@@ -224,7 +224,7 @@ class Server:
       return run.computed(member, received["epoch"], received["seconds"])
     if kind == "done":
       step_of(received["round"])  # ValueError before anything changes
-      return run.done(member, lane, received["epoch"], received["round"])
+      return run.done(member, lane, received["epoch"], received["round"], received["checksum"])
     if kind == "broken":
       return run.broken(member, received["epoch"])
     if kind == "unreachable":

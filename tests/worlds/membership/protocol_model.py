@@ -8,6 +8,7 @@ everything else happens in an order that a seed determines: kills, SIGTERM, rest
 from __future__ import annotations
 
 import random
+import zlib
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,7 +109,7 @@ class Model:
     elif received["kind"] == "computed":
       self.carry_out(run.computed(i, received["epoch"], 1.0))
     elif received["kind"] == "done":
-      self.carry_out(run.done(i, 0, received["epoch"], received["round"]))
+      self.carry_out(run.done(i, 0, received["epoch"], received["round"], received["checksum"]))
     elif received["kind"] == "leave":
       self.carry_out(run.leave(i))
     elif received["kind"] == "finished":
@@ -142,7 +143,9 @@ class Model:
       assert member.world is not None
       epoch = member.world["epoch"]
       if self.computed[epoch, member.round] >= {int(i) for i in member.world["members"]}:
-        member.say("done", epoch=epoch, round=member.round)
+        # In no order of events, members with different states do a round: the coordinator would end one.
+        checksum = zlib.crc32(repr(member.history).encode())
+        member.say("done", epoch=epoch, round=member.round, checksum=checksum)
         member.mode = "undecided"
       elif member.inbox:
         self.read(member)

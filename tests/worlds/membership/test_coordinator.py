@@ -117,6 +117,34 @@ def test_the_member_with_the_newest_backup_leads_and_all_others_help_it():
   assert worlds[0].message["source"] == 1 and worlds[0].message["fresh"] == [0, 2]
 
 
+@pytest.mark.parametrize(
+  ("checksums", "wrong"),
+  [
+    ({0: 1, 1: 2, 2: 2}, [0]),  # most members, also against the primary
+    ({0: 2, 1: 2, 2: 1}, [2]),
+    ({0: 1, 1: 2, 2: 3}, [1, 2]),  # the primary, if there are no most
+    ({0: 1, 1: 2}, [1]),
+  ],
+)
+def test_members_whose_weights_differ_are_ended_before_the_step_is_committed(checksums, wrong):
+  start = Start(dict.fromkeys(checksums, 0), expected=len(checksums))
+  run = start.run
+  run.restored(0, 0, run.epoch, 0)
+  assert run.primary == 0
+
+  def do(step: int, checksums: dict[int, int]) -> Effects:
+    return [effect for m, sum in checksums.items() for effect in run.done(m, 0, run.epoch, f"step {step}", sum)]
+
+  assert {effect.message["kind"] for effect in do(1, dict.fromkeys(checksums, 7))} == {"commit"}
+  ended = do(2, checksums)
+  assert [effect.member for effect in ended] == wrong and all("'step 2' with other" in kill.reason for kill in ended)
+  worlds = [effect for member in wrong for effect in run.lost(member, "ended")]
+  right = sorted(checksums.keys() - set(wrong))
+  assert sorted(run.active) == right and run.primary == right[0] and worlds[-1].message["kind"] == "world"
+  assert run.committed == "step 1"
+  assert {effect.message["kind"] for effect in do(2, {m: checksums[m] for m in right})} == {"commit"}
+
+
 def test_a_member_that_holds_the_state_needs_no_help():
   start = Start({0: 30, 1: 20})
   assert lead(start.ready(2, 25, holds=True)) == (2, [2])

@@ -34,7 +34,7 @@ def running(time: Time) -> Coordinator:
       run.pulse.beat(member, 0)
       run.computed(member, run.epoch, 0.5)
     for member in range(3):
-      run.done(member, 0, run.epoch, f"step {step}")
+      run.done(member, 0, run.epoch, f"step {step}", 0)
   assert run.committed == "step 10"
   return run
 
@@ -162,7 +162,7 @@ def test_of_members_that_cannot_connect_one_goes_and_returns_after_a_growing_pau
 
     def commit(number: int, members: list[int]) -> None:
       for member in members:
-        run.done(member, 0, run.epoch, f"step {number}")
+        run.done(member, 0, run.epoch, f"step {number}", 0)
 
     time.now += pause - 1.0
     commit(11, rest)
@@ -213,7 +213,7 @@ def joined(run: Coordinator, time: Time, first_seconds: float) -> None:
   run.hello(3, 0, 1, "address")
   run.ready(3, 0, 0)
   for member in (0, 1):
-    run.done(member, 0, run.epoch, "step 11")
+    run.done(member, 0, run.epoch, "step 11", 0)
   run.joined(3, 0, run.epoch)
   assert run.active == {0, 1, 3}
   for member in (0, 1):

@@ -67,8 +67,8 @@ def test_the_loss_of_a_member_ends_a_run_that_is_not_elastic():
 def test_sigterm_to_one_member_is_a_request_to_all_in_a_run_that_is_not_elastic():
   run = training(RunRules(2, 2, 2, 300.0, 0.0, False), members=2)
   assert run.leave(1) == [] and run.stopping
-  run.done(0, 0, run.epoch, "step 1")
-  commits = [effect.message for effect in run.done(1, 0, run.epoch, "step 1") if isinstance(effect, Send)]
+  run.done(0, 0, run.epoch, "step 1", 0)
+  commits = [effect.message for effect in run.done(1, 0, run.epoch, "step 1", 0) if isinstance(effect, Send)]
   assert [(commit["stop"], commit["leave"]) for commit in commits] == [(True, []), (True, [])]
 
 

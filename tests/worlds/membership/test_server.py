@@ -73,7 +73,7 @@ class Run:
   def commits(self, round_name: str) -> None:
     """The members commit a round: they and the server work."""
     for member in self.members:
-      member.send("done", epoch=self.coordinator.epoch, round=round_name)
+      member.send("done", epoch=self.coordinator.epoch, round=round_name, checksum=0)
     for member in self.members:
       assert expect(member, "commit")["round"] == round_name
 
@@ -278,7 +278,7 @@ BAD_BODIES = {
   "text for a number": (b'{"kind": "ready", "newest": "0"}', "newest='0'"),
   "infinity": (b'{"kind": "ready", "newest": Infinity}', "newest=inf"),
   "true for a number": (b'{"kind": "finished", "code": true}', "code=True"),
-  "no round": (b'{"kind": "done", "epoch": 1, "round": "step x"}', "invalid literal"),
+  "no round": (b'{"kind": "done", "epoch": 1, "round": "step x", "checksum": 0}', "invalid literal"),
 }
 
 
@@ -334,7 +334,7 @@ def test_reports_of_other_epochs_and_members_without_a_part_change_nothing(run):
   expect(spare, "welcome")
   for epoch in (0, 2, 3, -1):
     for kind, fields in {
-      "done": {"round": "step 1"},
+      "done": {"round": "step 1", "checksum": 0},
       "computed": {"round": "step 1", "seconds": 1e9},
       "joined": {},
       "broken": {"members": [0, 1]},
@@ -398,11 +398,11 @@ def test_a_member_that_never_reads_holds_up_nobody(run, monkeypatch):
     assert number < 10_000
     began = time.monotonic()
     epoch = run.coordinator.epoch
-    first.send("done", epoch=epoch, round=f"step {number}")
+    first.send("done", epoch=epoch, round=f"step {number}", checksum=0)
     if 2 in run.coordinator.active:
-      deaf.send(message("done", epoch=epoch, round=f"step {number}"))
+      deaf.send(message("done", epoch=epoch, round=f"step {number}", checksum=0))
     while (received := first.next(timeout=SECONDS))["kind"] != "commit":
-      first.send("done", epoch=received["epoch"], round=f"step {number}")
+      first.send("done", epoch=received["epoch"], round=f"step {number}", checksum=0)
     longest = max(longest, time.monotonic() - began)
     if number == 1:
       expect(first, "world")

@@ -25,6 +25,7 @@ def children(pid: int, word: str) -> list[int]:
   return sorted(child for child in found if word.encode() in Path(f"/proc/{child}/cmdline").read_bytes())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_neither_a_killed_process_nor_a_slice_that_hangs_to_the_end_costs_the_run(tmp_path, server):
   """kill -9 during a step; later copies of snapshots never arrive, and threads of the run wait for them to the end.

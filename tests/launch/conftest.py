@@ -14,7 +14,7 @@ from tests.support.two_hosts import KEYS as TWO_HOSTS
 STEPS = 80
 KEYS = (f"steps={STEPS}", f"checkpoint_period={STEPS // 2}", "eval_interval=15", "eval_steps=2")
 LANES_STEPS = 20
-# Two slices of two devices; the tests add processes and faults. The only checkpoint is that of the last step.
+# Two slices of two devices; the tests add processes and faults. The only checkpoint is written after the last step.
 LANES = (*TWO_HOSTS, f"steps={LANES_STEPS}", f"checkpoint_period={LANES_STEPS}")
 
 

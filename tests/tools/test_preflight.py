@@ -193,7 +193,7 @@ class Command(NamedTuple):
 
 
 def run_command(*keys: str, file: str = "") -> Command:
-  """Runs preflight with the keys of TINY, of which `keys` replace some. Preflight compiles equal steps once."""
+  """Runs preflight with the keys of TINY; `keys` replace keys of the same name. Preflight compiles equal steps once."""
   given = {key.partition("=")[0]: key for key in [*TINY, *keys]}
   output, findings = io.StringIO(), {}
   with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):

@@ -70,8 +70,8 @@ class Rounds:
     self, round_name: str, checksum: jax.Array, compute: Callable[[Share], Own], total: np.ndarray | None
   ) -> tuple[np.ndarray, dict[str, float]]:
     """(sums of the scalars over all shares, the members' seconds) once the round is committed; fills `total`. Calls
-    compute(share) once for each share of this member. checksum: of its weights; the round is committed if that of the
-    others is the same."""
+    compute(share) once for each share of this member. checksum: of this member's weights. The round is
+    committed only if all members have the same checksum."""
     peers, held, seconds = self._peers, dict[Share, Own](), 0.0
     while True:
       peers.connect(self._send_state, self._receive_state)

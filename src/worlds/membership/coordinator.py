@@ -204,7 +204,8 @@ class Coordinator:
     return self._differing() or self._commit(round_name)
 
   def _differing(self) -> Effects:
-    """Ends the members whose weights are not those of most members or, of two kinds that are as many, the primary's."""
+    """Ends the members whose weights differ from the weights of most members. If two groups of members are equally
+    large, the primary's group stays."""
     counts = Counter(self._done.values())
     right = self._done[max(self._done, key=lambda m: (counts[self._done[m]], m == self.primary, -m))]
     reason = f"it has computed {self._round!r} with other weights than the other members"

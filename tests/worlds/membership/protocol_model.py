@@ -143,7 +143,7 @@ class Model:
       assert member.world is not None
       epoch = member.world["epoch"]
       if self.computed[epoch, member.round] >= {int(i) for i in member.world["members"]}:
-        # In no order of events, members with different states do a round: the coordinator would end one.
+        # Members with different states must never do the same round: the coordinator would send a Kill.
         checksum = zlib.crc32(repr(member.history).encode())
         member.say("done", epoch=epoch, round=member.round, checksum=checksum)
         member.mode = "undecided"

@@ -133,7 +133,7 @@ def test_members_whose_weights_differ_are_ended_before_the_step_is_committed(che
   assert run.primary == 0
 
   def do(step: int, checksums: dict[int, int]) -> Effects:
-    return [effect for m, sum in checksums.items() for effect in run.done(m, 0, run.epoch, f"step {step}", sum)]
+    return [effect for m, own in checksums.items() for effect in run.done(m, 0, run.epoch, f"step {step}", own)]
 
   assert {effect.message["kind"] for effect in do(1, dict.fromkeys(checksums, 7))} == {"commit"}
   ended = do(2, checksums)

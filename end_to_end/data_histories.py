@@ -34,10 +34,12 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from trainer.config.schema import Config, DataSection
-from trainer.data import Loader, check, make_loader, order
+from input_pipeline import order
+from input_pipeline.loader import Loader, make_loader
+from input_pipeline.options import DataOptions
+from trainer.config.schema import Config
 from trainer.elastic import batch_plan
-from trainer.run.run_data import open_data
+from trainer.run import run_data
 
 ROWS = 3  # of a slice
 VOCAB = 900_001  # the tokens of source k begin with 100,000 k
@@ -128,7 +130,7 @@ def configured(folder: Path, data: Data, allowed: str = "") -> Config:
   entries = {name: entry | {"path": f"{folder}/{name}.jsonl"} for name, entry in data.sources.items()}
   path.write_text(json.dumps(entries))
   files = next(iter(entries.values()))["path"] if data.alone else ""
-  section = DataSection(
+  section = DataOptions(
     dataset_type="grain", grain_file_type="jsonl", packing=data.packing, max_target_length=data.length,
     grain_train_files=files, grain_train_mixture_config_path="" if data.alone else str(path),
     data_shuffle_seed=data.seed, dataset_cache_directory=str(folder / "cache"), max_bad_records=max(BAD),
@@ -157,8 +159,8 @@ def check_history(folder: Path, history: History) -> None:
   for process, end in zip(history.processes, ends, strict=True):
     batch = ROWS * process.slices
     config = configured(folder, process.data, ",".join(_changes(before, process)))
-    check(config.data, VOCAB)
-    with open_data(config, batch, lambda line: None) as data:
+    run_data.check(config)
+    with run_data.open_data(config, batch, lambda line: None) as data:
       if meta is not None:
         data.accept(config, meta)
       elif history.order == order.FIRST:  # a run of an older version

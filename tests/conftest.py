@@ -23,7 +23,7 @@ import pytest
 from tests.support.budgets import Budgets
 from tests.support.forked_runs import StandaloneServer
 
-from trainer.data.workers import cores
+from input_pipeline.workers import cores
 
 jax.config.update("jax_num_cpu_devices", 8)
 

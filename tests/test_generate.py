@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from input_pipeline.tokenizer import ByteTokenizer
 from trainer.config.schema import Config
-from trainer.data.tokenizer import ByteTokenizer
 from trainer.program import program
 from trainer.run import generate
 

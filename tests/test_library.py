@@ -17,7 +17,7 @@ from tests.support.wheel import build_once, run_in
 from tests.test_code_blocks import blocks
 
 import trainer
-from trainer.data.loader import loader_of
+from input_pipeline.loader import loader_of
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "library.md"
 SMALL = {"base_emb_dim": 32, "base_num_decoder_layers": 1, "max_target_length": 32, "vocab_size": 300}

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 from tests.support import house
+from tests.test_layering import PACKAGES
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -44,7 +45,7 @@ def test_the_readme_says_how_large_the_code_is():
   stated = re.search(r"has ([\d,]+) lines of Python.*? have ([\d,]+) of them.*? have ([\d,]+)\.", README, re.DOTALL)
   assert stated
   path = re.findall(r"\]\((src/trainer/[\w/]+\.py)\)", section(README, "How it works: a reading path"))
-  beside = [SOURCE / name for name in ("pathways_standin", "stepcost", "worlds")]
+  beside = [SOURCE / name for name in PACKAGES if name != "trainer"]
   sizes = [
     lines_of((SOURCE / "trainer").rglob("*.py")),
     lines_of(ROOT / name for name in path),

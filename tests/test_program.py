@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from input_pipeline.batch import Batch
 from trainer.config import compiler_flags
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config, ModelSection
-from trainer.data import Batch
 from trainer.program import program, state
 
 T = 16

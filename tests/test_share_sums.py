@@ -12,8 +12,8 @@ import pytest
 from tests.support.seeds import few
 from tests.test_step import config, fresh, on_devices, packed_batch, slices
 
+from input_pipeline.batch import Batch
 from trainer.config.schema import Config
-from trainer.data import Batch
 from trainer.program import program
 from trainer.program.share_sums import OneProgram, ShareSums, Stages
 from trainer.program.step import abstract_sums

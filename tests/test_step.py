@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 from tests.support.seeds import few
 
+from input_pipeline.batch import Batch
 from trainer.config import resume
 from trainer.config.errors import ConfigError
 from trainer.config.rules import AXES
 from trainer.config.schema import Config, ModelSection, OptimizerSection, RematPolicy
-from trainer.data import Batch
 from trainer.kernels import projection
 from trainer.models import decoder
 from trainer.parallel import sharding

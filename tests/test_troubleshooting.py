@@ -38,11 +38,17 @@ def error_classes() -> set[str]:
 
 
 def refusing_parts() -> set[str]:
-  """`config/`, `memory.py`: folders and files of the package with code that makes a ConfigError."""
+  """`config/`, `library.py`, `input_pipeline`: what makes a ConfigError, by folders and files of the trainer."""
+
+  def name(path: pathlib.Path) -> str:
+    if path.parts[0] == "input_pipeline":
+      return path.parts[0]
+    return f"{path.parts[1]}/" if len(path.parts) > 2 else path.name
+
   return {
-    f"{path.parts[1]}/" if len(path.parts) > 2 else path.name
+    name(path)
     for path, tree in trees().items()
-    if path.parts[0] == "trainer"
+    if path.parts[0] in ("trainer", "input_pipeline")
     for node in ast.walk(tree)
     if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("ConfigError", "TopologyError"))
   }

@@ -8,6 +8,7 @@ import tomllib
 
 import pytest
 from tests.support.wheel import ROOT, build_once, run_in
+from tests.test_layering import PACKAGES
 
 from trainer.config.errors import DISTRIBUTION
 
@@ -36,7 +37,7 @@ def test_every_config_is_in_the_wheel(wheel):
   folders = (ROOT / "src/trainer/configs", wheel / "trainer/configs")
   repository, packed = ({str(path.relative_to(root)) for path in root.rglob("*.*")} for root in folders)
   assert packed == repository and "models/llama3.1-405b.yml" in packed
-  assert all((wheel / name / "py.typed").exists() for name in ("trainer", "pathways_standin", "stepcost", "worlds"))
+  assert all((wheel / name / "py.typed").exists() for name in PACKAGES)
 
 
 def test_the_elastic_demo_finds_its_configuration(run):

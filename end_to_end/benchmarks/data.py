@@ -27,8 +27,9 @@ import grain
 import numpy as np
 from end_to_end.benchmarks.common import cpu_seconds, positive
 
-from trainer.config.schema import DataSection
-from trainer.data import Loader, datasets, make_loader, packages
+from input_pipeline import datasets, packages
+from input_pipeline.loader import Loader, make_loader
+from input_pipeline.options import DataOptions
 from trainer.tools.tokenize import part, run
 
 VOCAB = 50_000
@@ -49,14 +50,14 @@ def write(folder: Path, documents: list[np.ndarray]) -> None:
     file.writelines(json.dumps({"text": document.tolist()}) + "\n" for document in documents)
 
 
-def section(folder: Path, name: str, kind: str, length: int, packing: str) -> DataSection:
-  return DataSection(
+def section(folder: Path, name: str, kind: str, length: int, packing: str) -> DataOptions:
+  return DataOptions(
     dataset_type="grain", grain_train_files=str(folder / name), grain_file_type=kind, max_target_length=length,
     packing=packing, dataset_cache_directory=str(folder / "cache" / kind),
   )  # fmt: skip
 
 
-def opened(cfg: DataSection) -> Loader:
+def opened(cfg: DataOptions) -> Loader:
   with contextlib.redirect_stdout(io.StringIO()):
     return make_loader(cfg, vocab_size=VOCAB, global_batch_size=BATCH, split="train", log=lambda line: None)
 

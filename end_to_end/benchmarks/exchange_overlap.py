@@ -126,8 +126,8 @@ def make_programs(exchange: Exchange, member: int, keys: list[str]) -> tuple[int
   """Returns the number of values, and {name: a function that computes the gradients once; its argument is a tag}."""
   import jax
 
+  from input_pipeline.batch import Batch
   from trainer import config
-  from trainer.data import Batch
   from trainer.program import program, step
   from worlds.exchange import FlatLayout
 

@@ -25,9 +25,9 @@ import numpy as np
 from end_to_end.benchmarks.common import positive
 from tests.support.command import ROOT
 
+from input_pipeline.loader import make_loader
 from trainer.config import counts
 from trainer.config.load import load
-from trainer.data import make_loader
 from trainer.models import experts
 from trainer.program import program, step
 

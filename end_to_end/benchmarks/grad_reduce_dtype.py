@@ -120,7 +120,7 @@ class Trial:
 
   def feed(self, seed: int, split: str = "train") -> Callable[[int], Any]:
     """Returns a function from the number of completed steps to the next batch, in the order of `seed`."""
-    from trainer.data import make_loader
+    from input_pipeline.loader import make_loader
     from trainer.program import program
 
     data = _config(f"{self._keys} data_shuffle_seed={seed}").data

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from end_to_end.benchmarks.common import positive
 
+from input_pipeline.loader import make_loader
 from trainer.config.load import load
 from trainer.config.schema import Config
-from trainer.data import make_loader
 from trainer.models.decoder import Params
 from trainer.program import optimizers, program, state, step
 

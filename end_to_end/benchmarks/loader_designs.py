@@ -24,10 +24,11 @@ from pathlib import Path
 import numpy as np
 from end_to_end.benchmarks.common import cpu_seconds, positive
 
-from trainer.config.schema import DataSection
-from trainer.data import Loader, Tokenizer, corpus, make_loader
-from trainer.data.documents import BadRecord
-from trainer.data.tokenizer import load_bpe, train_bpe
+from input_pipeline import corpus
+from input_pipeline.documents import BadRecord
+from input_pipeline.loader import Loader, make_loader
+from input_pipeline.options import DataOptions
+from input_pipeline.tokenizer import Tokenizer, load_bpe, train_bpe
 
 
 def tokenising(file: Path, tokenizer: Tokenizer, length: int, batch: int) -> Iterator[np.ndarray]:
@@ -86,7 +87,7 @@ def main() -> None:
     with file.open("w") as lines:
       lines.writelines(json.dumps({"text": text}) + "\n" for text in texts * args.copies)
     tokenizer = load_bpe(str(folder / "tokenizer.json"))
-    cfg = DataSection(
+    cfg = DataOptions(
       dataset_type="grain", grain_file_type="jsonl", grain_train_files=str(file), tokenizer_type="bpe",
       tokenizer_path=str(folder / "tokenizer.json"), max_target_length=args.length, packing="split",
       dataset_cache_directory=str(folder / "cache"),

@@ -27,7 +27,7 @@ import numpy as np
 from end_to_end.benchmarks.common import positive
 from tests.support.command import ROOT
 
-from trainer.data import packages
+from input_pipeline import packages
 
 BATCH = 64
 VOCAB = 258  # of the byte tokenizer
@@ -39,16 +39,18 @@ READER = """
 import json, re, resource, sys, time
 began = time.perf_counter()
 import pydantic
-from trainer.config import load
-from trainer.data import Prefetcher, check, make_loader
+from trainer.config import load, mixture
+from input_pipeline.loader import check, make_loader
+from input_pipeline.prefetch import Prefetcher
 imported, cpu = time.perf_counter(), time.process_time()
 batches, batch, arguments = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 def status(name):
   return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
 config = load(arguments)
-check(config.data, config.model.vocab_size)
+sources = mixture.read(config.data)
+check([source.options for source in sources] or [config.data], config.model.vocab_size)
 loader = make_loader(config.data, vocab_size=config.model.vocab_size, global_batch_size=batch, split="train",
-                     log=lambda line: None)
+                     mixture=sources, log=lambda line: None)
 opened, opened_cpu = time.perf_counter(), time.process_time()
 others = resource.getrusage(resource.RUSAGE_CHILDREN)
 with Prefetcher(loader.batch, 0, batches) as steps:

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 from end_to_end.benchmarks.common import positive
 
+from input_pipeline.loader import make_loader
 from trainer.config.load import load
-from trainer.data import make_loader
 from trainer.preflight.remat_choice import CANDIDATES
 from trainer.program import program
 

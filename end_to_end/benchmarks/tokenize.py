@@ -23,9 +23,9 @@ from pathlib import Path
 from end_to_end.benchmarks.common import positive
 from tests.support.command import ROOT
 
-from trainer.data import corpus
-from trainer.data.documents import BadRecord
-from trainer.data.tokenizer import load_bpe, train_bpe
+from input_pipeline import corpus
+from input_pipeline.documents import BadRecord
+from input_pipeline.tokenizer import load_bpe, train_bpe
 
 
 def cpu_seconds() -> float:

@@ -6,10 +6,10 @@ The names below are the library (docs/library.md). Each is imported at its first
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+  from input_pipeline.batch import Batch as Batch
+  from input_pipeline.batch import Example as Example
+  from input_pipeline.source import Source as Source
   from trainer.config.errors import ConfigError as ConfigError
-  from trainer.data.batch import Batch as Batch
-  from trainer.data.batch import Example as Example
-  from trainer.data.source import Source as Source
   from trainer.library import Run as Run
   from trainer.library import load as load
   from trainer.models.generation import Sampling as Sampling
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _PLACES = {
-  "Batch": "data.batch",
-  "ConfigError": "config.errors",
-  "Example": "data.batch",
-  "Model": "weights.model",
-  "Run": "library",
-  "Sampling": "models.generation",
-  "Source": "data.source",
-  "export_run": "weights.export",
-  "import_folder": "weights.importing",
-  "load": "library",
+  "Batch": "input_pipeline.batch",
+  "ConfigError": "trainer.config.errors",
+  "Example": "input_pipeline.batch",
+  "Model": "trainer.weights.model",
+  "Run": "trainer.library",
+  "Sampling": "trainer.models.generation",
+  "Source": "input_pipeline.source",
+  "export_run": "trainer.weights.export",
+  "import_folder": "trainer.weights.importing",
+  "load": "trainer.library",
 }
 __all__ = tuple(_PLACES)
 
@@ -38,4 +38,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'trainer' has no attribute {name!r}")
   from importlib import import_module
 
-  return getattr(import_module(f"trainer.{_PLACES[name]}"), name)
+  return getattr(import_module(_PLACES[name]), name)

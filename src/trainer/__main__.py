@@ -82,14 +82,14 @@ def run(
     from trainer import cluster as cluster_lib
 
     cluster_lib.check_environment()
+    from input_pipeline.workers import WorkerLost
     from pathways_standin.process import StandinLost
-    from trainer import data
     from trainer.cluster.launched import run_rules
     from trainer.config import ConfigError
-    from trainer.data.workers import WorkerLost
     from trainer.elastic import retry
     from trainer.process import compilation_cache, open_files
     from trainer.program import program
+    from trainer.run import run_data
     from trainer.run import session as session_lib
     from worlds.peers import RunEnded
 
@@ -99,7 +99,7 @@ def run(
     try:
       own = additions or session_lib.NO_ADDITIONS
       if own.source is None:
-        data.check(config.data, config.model.vocab_size)
+        run_data.check(config)
       cluster = cluster_lib.start(config.cluster, run_rules(config))
       stack.callback(cluster.stop)
       is_reported = cluster.coordination.is_reported

@@ -17,9 +17,9 @@ from trainer.config.load import load as load_arguments
 from trainer.config.schema import Config
 
 if TYPE_CHECKING:
+  from input_pipeline.loader import Loader, Split
+  from input_pipeline.source import Source
   from trainer.cluster import Cluster
-  from trainer.data.loader import Loader, Split
-  from trainer.data.source import Source
   from trainer.models.decoder import Params
   from trainer.observe.metrics import StepRecord
   from trainer.program.program import Feed, Program

@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 
 import trainer
+from input_pipeline import options
 from trainer.config.keys import all_keys
 
 SOURCE = Path(trainer.__file__).parent
+OPTIONS = Path(options.__file__)
 PARSING = {"schema.py", "validate.py", "document.py", "keys.py"}
 # Keys that have their effect while the configuration is loaded.
 USED_BY_LOADING = {"override_model_config", "max_position_embeddings"}
@@ -30,14 +32,14 @@ def names_read(tree: ast.AST) -> set[str]:
 
 def derived() -> dict[str, set[str]]:
   """{property of the schema: keys that it reads}, so that reading emb_dim counts as reading base_emb_dim."""
-  tree = ast.parse((SOURCE / "config/schema.py").read_text())
-  return {node.name: names_read(node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+  trees = [ast.parse(path.read_text()) for path in (SOURCE / "config/schema.py", OPTIONS)]
+  return {n.name: names_read(n) for tree in trees for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
 
 
 def test_every_key_is_read():
   read: set[str] = set(USED_BY_LOADING)
-  for path in SOURCE.rglob("*.py"):
-    if path.parent.name != "config" or path.name not in PARSING:
+  for path in [*SOURCE.rglob("*.py"), *OPTIONS.parent.glob("*.py")]:
+    if (path != OPTIONS and path.parent.name != "config") or path.name not in PARSING:
       read |= names_read(ast.parse(path.read_text()))
   properties = derived()
   for _ in properties:

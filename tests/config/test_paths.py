@@ -7,8 +7,8 @@ import os
 
 import pytest
 
+from input_pipeline import corpus
 from trainer.config import ConfigError, load, paths
-from trainer.data import corpus
 
 
 @pytest.fixture(autouse=True)

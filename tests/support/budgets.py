@@ -20,7 +20,7 @@ BUDGETS = {
   "tests/checkpoint": 280,
   "tests/cluster": 60,
   "tests/config": 70,
-  "tests/data": 110,
+  "tests/input_pipeline": 110,
   "tests/elastic": 160,
   "tests/kernels": 120,
   "tests/launch": 260,
@@ -94,5 +94,5 @@ class Budgets:
 
 
 def folder(nodeid: str) -> str:
-  """tests/data/test_text.py::test_x -> tests/data"""
+  """tests/input_pipeline/test_text.py::test_x -> tests/input_pipeline"""
   return nodeid.partition("::")[0].rpartition("/")[0]

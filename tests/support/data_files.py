@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.config.schema import DataSection
-from trainer.data import Batch, Loader, check, make_loader, packages
+from input_pipeline import packages
+from input_pipeline.batch import Batch
+from input_pipeline.loader import Loader, check, make_loader
+from input_pipeline.options import DataOptions
 
 LENGTH = 24
 TEXTS = [f"document {number} " + "\u00e9x" * (number * 7 % 13) for number in range(40)]
@@ -19,10 +21,10 @@ ARROW = "pyarrow is not installed: it belongs to the extra arrow, which setup.sh
 
 
 def load(folder: Path, split: str = "train", batch: int = 4, vocab_size: int = 300, **keys) -> Loader:
-  cfg = DataSection(
+  cfg = DataOptions(
     **{"dataset_type": "grain", "max_target_length": LENGTH, "dataset_cache_directory": str(folder / "cache"), **keys}
   )
-  check(cfg, vocab_size)
+  check([cfg], vocab_size)
   return make_loader(cfg, vocab_size=vocab_size, global_batch_size=batch, split=split, log=lambda line: None)
 
 

@@ -17,13 +17,13 @@ import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
+from input_pipeline.batch import Batch
 from trainer import train
 from trainer.checkpoint import checksums
 from trainer.cluster import Cluster, View
 from trainer.cluster.simulated import SimulatedCluster
 from trainer.config import load
 from trainer.config.schema import Config
-from trainer.data import Batch
 from trainer.elastic.attempt import ElasticRun, Job, Outcome
 from trainer.elastic.program_cache import Topology
 from trainer.elastic.retry import elastic_retry

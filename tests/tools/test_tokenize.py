@@ -19,11 +19,11 @@ import pytest
 from tests.support.command import is_running
 from tests.support.data_files import LENGTH, TEXTS, TOKENS, everything, load, write_gzip, write_jsonl, write_parquet
 
+from input_pipeline import array_record, datasets
+from input_pipeline.documents import Piece
+from input_pipeline.options import DataOptions
+from input_pipeline.tokenizer import ByteTokenizer, train_bpe
 from trainer.config.errors import ConfigError
-from trainer.config.schema import DataSection
-from trainer.data import array_record, datasets
-from trainer.data.documents import Piece
-from trainer.data.tokenizer import ByteTokenizer, train_bpe
 from trainer.tools.tokenize import part as part_lib
 from trainer.tools.tokenize import run
 from trainer.tools.tokenize.__main__ import main
@@ -36,7 +36,7 @@ LIMIT = 120  # seconds
 
 
 def job_of(records: str, packing: str = "split", vocab_size: int = 300, **keys: str | int) -> Job:
-  cfg = DataSection(dataset_type="grain", **keys)
+  cfg = DataOptions(dataset_type="grain", **keys)
   tokenizer = ByteTokenizer() if vocab_size == 300 else None
   return Job(datasets.find(cfg), tokenizer, vocab_size, LENGTH, packing, records, cfg.max_bad_records)
 

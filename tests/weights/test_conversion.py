@@ -20,9 +20,9 @@ from etils import epath
 from tests.support import hf_folders
 from tests.support.seeds import few
 
+from input_pipeline.tokenizer import train_bpe
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
-from trainer.data.tokenizer import train_bpe
 from trainer.tools import export_hf, import_hf
 from trainer.weights import export, folders, hf_config, importing, sources
 from trainer.weights import safetensors as own_format

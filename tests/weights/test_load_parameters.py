@@ -16,9 +16,9 @@ from tests.support.hf_folders import RUN_KEYS, RUN_SIZES
 from tests.support.process_runs import ProcessRun
 from tests.support.two_hosts import COPIES, PERIOD
 
+from input_pipeline.loader import make_loader
 from trainer.config import load
 from trainer.config.schema import ModelSection
-from trainer.data import make_loader
 from trainer.kernels.attention_xla import dot_product
 from trainer.models.decoder import DecoderFunctions
 from trainer.models.layers import Kernels

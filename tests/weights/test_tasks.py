@@ -14,11 +14,11 @@ from tests.support.command import Run, differences
 from tests.support.command_runs import KEYS, write_text
 from tests.support.process_runs import ProcessRun
 
+from input_pipeline.tokenizer import train_bpe
 from trainer.config import paths
 from trainer.config.errors import ConfigError
 from trainer.config.load import load
 from trainer.config.schema import Config
-from trainer.data.tokenizer import train_bpe
 from trainer.run import scores
 from trainer.run.scores import Scorer
 from trainer.tools import evaluate, export_hf

@@ -1,32 +1,18 @@
-"""The error that a wrong configuration raises, and the wording that its messages share."""
+"""The mistakes of a configuration: collected, so that one command reports all of them, and how messages name things.
+
+A mistake is a ConfigError, also one in the data. The exit code is 2.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
-import textwrap
 from collections.abc import Iterable, Iterator
 
+from input_pipeline.errors import ConfigError as ConfigError
+from input_pipeline.errors import shorten as shorten
+
 DISTRIBUTION = "elastic-trainer-jax"  # the name of this project for installers, as in pyproject.toml
-_MOST_SHOWN = 10
-
-
-class ConfigError(ValueError):
-  """One or more mistakes of the user. Each message has the value, the rule and the remedy. The exit code is 2."""
-
-  def __init__(self, *messages: str) -> None:
-    self.messages = messages
-    super().__init__(messages[0] if len(messages) == 1 else _numbered(messages))
-
-
-def _numbered(messages: tuple[str, ...]) -> str:
-  """Several messages as one text."""
-  shown = [
-    f"({number}) " + textwrap.indent(message, "    ").lstrip()
-    for number, message in enumerate(messages[:_MOST_SHOWN], 1)
-  ]
-  more = [f"... and {len(messages) - _MOST_SHOWN} more."] if len(messages) > _MOST_SHOWN else []
-  return "\n".join([f"{len(messages)} mistakes in the configuration:", *shown, *more])
 
 
 def how_to_install(extra: str) -> str:
@@ -61,11 +47,6 @@ def require(messages: Iterable[str]) -> None:
   """Raises ConfigError with the messages that a rule yields. Does nothing if it yields none."""
   if found := tuple(messages):
     raise ConfigError(*found)
-
-
-def shorten(text: str) -> str:
-  """`text` for a message: only its beginning if it is long."""
-  return text if len(text) <= 80 else f"{text[:60]}..."
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import yaml
 
+from input_pipeline import folders
 from trainer.config.errors import ConfigError, Problems, nearest, shorten
 
 PARENT_KEY = "base_config"
-# Bytes. Systems allow 4096 for a whole path, and the files of a run add long names of their own.
-_LONGEST_PATH, _LONGEST_NAME = 3000, 255
 
 
 def package_root() -> Path:
@@ -38,34 +37,10 @@ def search_folders() -> list[Path]:
   return [Path.cwd(), package_root()]
 
 
-def as_path(value: str, label: str) -> Path:
-  """The local path that `value` means, with ~ expanded; ConfigError if no file can have that name.
-
-  `label` stands before the value in the message: "dataset_path=", "config file ".
-  """
-  given = label + (shorten(value) if value.isprintable() else ascii(shorten(value)))
-  try:
-    path = Path(value).expanduser()
-    names = [os.fsencode(part) for part in path.parts]
-  except RuntimeError:
-    if Path(value).parts[0] == "~":
-      raise ConfigError(f"{given}: ~ is the home folder, and this user has none.\nSet HOME to a folder.") from None
-    raise ConfigError(f"{given}: there is no such user.\nWrite the path without ~.") from None
-  except UnicodeEncodeError:
-    raise ConfigError(f"{given}: has a character that no file name can have.\nChoose another path.") from None
-  if any(b"\0" in part for part in names):
-    raise ConfigError(f"{given}: has a NUL, which no file name can have.\nChoose another path.")
-  if max(map(len, names), default=0) > _LONGEST_NAME or len(os.fsencode(path.absolute())) > _LONGEST_PATH:
-    raise ConfigError(
-      f"{given}: is too long. A name may have {_LONGEST_NAME} bytes and a path {_LONGEST_PATH}.\nChoose a shorter path."
-    )
-  return path
-
-
-def find(path: str, folders: Sequence[Path], what: str) -> Path:
+def find(path: str, roots: Sequence[Path], what: str) -> Path:
   """The first existing file `folder/path`; ConfigError with the folders and similar files if there is none."""
-  given = as_path(path, f"{what} ")
-  candidates = [folder / given for folder in folders]
+  given = folders.as_path(path, f"{what} ")
+  candidates = [root / given for root in roots]
   for candidate in candidates:
     if os.path.isfile(candidate):  # unlike Path.is_file, False in a folder without permission to search
       return candidate
@@ -83,7 +58,7 @@ def find(path: str, folders: Sequence[Path], what: str) -> Path:
   there = f"YAML files there: {', '.join(list(siblings.values())[:8])}. " if siblings else ""
   hint = f"Did you mean {siblings[near]}? " if near else there
   names = {Path.cwd(): "here", package_root(): f"in {package_root()}"}
-  places = " or ".join(dict.fromkeys(names.get(folder) or shown(folder) for folder in folders))
+  places = " or ".join(dict.fromkeys(names.get(root) or shown(root) for root in roots))
   raise ConfigError(
     f"{path}: there is no such {what}.\n{hint}A relative path starts {places}; the program's own files are in "
     "configs/, such as configs/base.yml."

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from input_pipeline import folders
 from trainer.config import files, paths, validate
 from trainer.config.answers import is_removed
 from trainer.config.errors import ConfigError, Problems, did_you_mean, shorten
@@ -238,12 +239,12 @@ def _find_model(name: str, origin: str, config_path: Path) -> Path:
   """The YAML of a model that is given by name or by path."""
   if "/" in name or name.endswith((".yml", ".yaml")):
     return files.find(name, [config_path.parent, *files.search_folders()], "model file (model_name)")
-  files.as_path(f"{name}.yml", "model_name=")
-  folders = [folder / "configs" / "models" for folder in files.search_folders()] + [config_path.parent / "models"]
-  for folder in folders:
+  folders.as_path(f"{name}.yml", "model_name=")
+  places = [root / "configs" / "models" for root in files.search_folders()] + [config_path.parent / "models"]
+  for folder in places:
     if os.path.isfile(folder / f"{name}.yml"):
       return folder / f"{name}.yml"
-  names = sorted({entry.stem for folder in folders if os.path.isdir(folder) for entry in folder.glob("*.yml")})
+  names = sorted({entry.stem for folder in places if os.path.isdir(folder) for entry in folder.glob("*.yml")})
   raise ConfigError(
     f"model_name={shorten(name)} ({origin}): there is no such model.\n{did_you_mean(name, names)}"
     f"Models: {', '.join(names)}, or a path to your own YAML, or default."

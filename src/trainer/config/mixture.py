@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from fractions import Fraction
 
+from input_pipeline.options import DataOptions, MixtureEntry
 from trainer.config import files
 from trainer.config.errors import ConfigError, Problems, did_you_mean, shorten
 from trainer.config.keys import all_keys, convert
-from trainer.config.schema import DataSection
 
 # The keys of a source by its dataset_type. All other data keys hold for the whole mixture.
 _SOURCE_KEYS = {
@@ -24,25 +23,14 @@ EVAL_DATA = "eval"
 """Name of the evaluation data that other keys than eval_sets give."""
 
 
-@dataclass(frozen=True)
-class MixtureEntry:
-  """One source of a mixture."""
-
-  name: str
-  weights: tuple[tuple[int, Fraction], ...]
-  """(first step, share of the examples from then on, relative to the other weights), ascending. The first step is 0."""
-  epochs: float
-  """How often the source may be read; infinity: without a limit."""
-  section: DataSection
-  """The data keys of this source alone."""
-
-
-def read(data: DataSection) -> list[MixtureEntry]:
-  """The sources of data.grain_train_mixture_config_path, in the order of the file.
+def read(data: DataOptions) -> list[MixtureEntry]:
+  """The sources of data.grain_train_mixture_config_path, in the order of the file; [] if the run has no mixture.
 
   The file is YAML or JSON: a mapping from names to mappings with `weight`, optionally `epochs` and dataset_type, and
   the keys of the source. `path` is MaxText's name for grain_train_files. Raises ConfigError for every mistake.
   """
+  if data.dataset_type != "grain" or not data.grain_train_mixture_config_path:
+    return []
   path = files.find(data.grain_train_mixture_config_path, files.search_folders(), "mixture")
   groups = files.read_groups(path)
   problems = Problems()
@@ -59,7 +47,7 @@ def read(data: DataSection) -> list[MixtureEntry]:
   return entries
 
 
-def read_eval_sets(data: DataSection) -> dict[str, DataSection]:
+def read_eval_sets(data: DataOptions) -> dict[str, DataOptions]:
   """{name: the data keys of the set} of data.eval_sets, in the order of the file; {} if it is empty.
 
   The file is like the file of a mixture, without weights and epochs: the key that names training data names the
@@ -92,7 +80,7 @@ def _scalars(written: dict[str, tuple[str | None, str]]) -> dict[str, tuple[str,
   return given
 
 
-def _entry(name: str, written: dict[str, tuple[str | None, str]], origin: str, data: DataSection) -> MixtureEntry:
+def _entry(name: str, written: dict[str, tuple[str | None, str]], origin: str, data: DataOptions) -> MixtureEntry:
   """The source `name` from its part of the file."""
   given = _scalars(written)
   if "weight" not in given:
@@ -103,8 +91,8 @@ def _entry(name: str, written: dict[str, tuple[str | None, str]], origin: str, d
 
 
 def _section(
-  name: str, given: dict[str, tuple[str, str]], origin: str, data: DataSection, others: tuple[str, ...]
-) -> DataSection:
+  name: str, given: dict[str, tuple[str, str]], origin: str, data: DataOptions, others: tuple[str, ...]
+) -> DataOptions:
   """The data keys of the source `name`. others: keys that it may have besides these, for the message."""
   kind = "grain"
   if "dataset_type" in given:

@@ -9,11 +9,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.config import data_files, mixture, remote
+from input_pipeline import data_files, remote
+from input_pipeline.folders import LeftOut, as_path
+from input_pipeline.options import DataOptions
+from trainer.config import mixture
 from trainer.config.errors import ConfigError, Problems, how_to_install, shorten
-from trainer.config.files import as_path
-from trainer.config.folders import LeftOut
-from trainer.config.schema import Config, DataSection, ObserveSection
+from trainer.config.schema import Config, ObserveSection
 
 # The packages of which one is needed to write to each kind of address. Other object stores are refused: whether commits
 # are reliable there is untested.
@@ -103,7 +104,7 @@ def _check_eval_sets(config: Config, problems: Problems) -> None:
       )
 
 
-def _check_part(name: str, data: DataSection, problems: Problems) -> None:
+def _check_part(name: str, data: DataOptions, problems: Problems) -> None:
   """As `_check_data`, for keys from a file of several datasets: the messages begin with `name`."""
   with problems.collect(f"{name}: "):
     own = Problems()
@@ -111,7 +112,7 @@ def _check_part(name: str, data: DataSection, problems: Problems) -> None:
     own.raise_any()
 
 
-def _check_data(data: DataSection, problems: Problems) -> None:
+def _check_data(data: DataOptions, problems: Problems) -> None:
   match data.dataset_type:
     case "text":
       for name in ("dataset_path", "eval_dataset_path"):
@@ -120,10 +121,9 @@ def _check_data(data: DataSection, problems: Problems) -> None:
             _check_text(name, getattr(data, name))
     case "grain":
       with problems.collect():
-        if data.grain_train_mixture_config_path:
-          for entry in mixture.read(data):
-            _check_part(f"source {entry.name} of the mixture", entry.section, problems)
-        elif not data.grain_train_files:
+        for entry in mixture.read(data):
+          _check_part(f"source {entry.name} of the mixture", entry.options, problems)
+        if not data.grain_train_files and not data.grain_train_mixture_config_path:
           raise ConfigError("dataset_type=grain: needs files to train on.\nSet grain_train_files.")
       for name in ("grain_train_files", "grain_eval_files"):
         with problems.collect():

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 
 from trainer.config.errors import counted
-from trainer.config.schema import CheckpointSection, DataSection, ModelSection, ParallelismSection
+from trainer.config.schema import CheckpointSection, ModelSection, ParallelismSection
 
 NO_EXPORT = "Qwen3-MoE has these norms, so Hugging Face cannot express a model with experts and without them."
 AXES = ("data", "fsdp", "tensor", "context")
@@ -78,24 +78,6 @@ def emergency_tier(checkpoint: CheckpointSection) -> Iterator[str]:
       f"local_checkpoint_directory={checkpoint.local_checkpoint_directory}: must be a folder of this machine.\n"
       "Give a ramdisk or local disk. For an object store use base_output_directory."
     )
-
-
-def tokenizer(data: DataSection) -> Iterator[str]:
-  """A tokenizer file is read only by the tokenizer type that can read it."""
-  if data.tokenizer_path and data.tokenizer_type != "bpe":
-    yield (
-      f"tokenizer_path={data.tokenizer_path}: has no effect with tokenizer_type={data.tokenizer_type}.\n"
-      "Use tokenizer_type=bpe, or remove tokenizer_path."
-    )
-  for name, value in {"bos_token": data.bos_token, "eos_token": data.eos_token}.items():
-    if value and not data.tokenizer_path:
-      yield f"{name}={value}: has no effect without a tokenizer file.\nSet tokenizer_path, or remove {name}."
-
-
-def training_text(eval_fraction: float) -> Iterator[str]:
-  """Some text is left to train on."""
-  if eval_fraction == 1:
-    yield "eval_fraction=1: leaves nothing to train on.\nUse a share below 1, such as 0.05."
 
 
 def exports(checkpoint: CheckpointSection, model: ModelSection) -> Iterator[str]:

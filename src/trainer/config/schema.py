@@ -1,4 +1,6 @@
-"""Every configuration key with its section, type, range, default and meaning. Keys are declared only here.
+"""Every configuration key with its section, type, range, default and meaning.
+
+A key is declared only here; those of the section `data` are declared in input_pipeline/options.py.
 
 Keys are flat on the command line and in YAML (`steps=100`). In the code they are grouped in sections, and a component
 receives its own section. Where MaxText has a key, the key has MaxText's name. No JAX here: `--help` must stay fast.
@@ -12,6 +14,8 @@ from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from input_pipeline.options import DataOptions
 
 # Activations of a layer that remat_policy=custom can keep, with MaxText's names.
 ACTIVATIONS = (
@@ -240,90 +244,6 @@ class ModelSection(Section):
   @property
   def num_decoder_layers(self) -> int:
     return self.base_num_decoder_layers * self._scales[2]
-
-
-class DataSection(Section):
-  """The training and evaluation data. A batch is a pure function of (seed, step)."""
-
-  dataset_type: Literal["synthetic", "text", "grain", "tfds", "hf"] = "text"
-  """synthetic: random tokens. text: files of text. grain: ArrayRecord, Parquet or JSONL files. tfds: a dataset that
-  TensorFlow Datasets has prepared. hf: a folder that Hugging Face datasets has saved with save_to_disk. Except for
-  synthetic, documents are tokenised and packed once, and cached."""
-  dataset_path: str = ""
-  """dataset_type=text: a file, or a folder of .txt .md .py .jsonl files. Empty: the sources of the Python standard
-  library. dataset_type=tfds: the folder with dataset_info.json. dataset_type=hf: the folder with dataset_dict.json or
-  state.json."""
-  eval_dataset_path: str = ""
-  """dataset_type=text: a file or folder for evaluation. Empty: hold out eval_fraction of the training text."""
-  grain_train_files: str = ""
-  """dataset_type=grain: training files, folders or patterns such as data/*.parquet, separated by ';'. Parquet and JSONL
-  also at addresses such as gs://BUCKET/data."""
-  grain_eval_files: str = ""
-  """dataset_type=grain: files for evaluation, named like grain_train_files. Empty: no evaluation."""
-  eval_sets: str = ""
-  """A YAML or JSON file of named sets that are evaluated besides the evaluation data of the keys above; docs/data.md
-  describes it."""
-  grain_train_mixture_config_path: str = ""
-  """dataset_type=grain: a YAML or JSON file of weighted sources to train on, instead of grain_train_files; docs/data.md
-  describes it."""
-  grain_file_type: Literal[
-    "arrayrecord",
-    "arrayrecord_text",
-    "arrayrecord_uint16",
-    "arrayrecord_int32",
-    "arrayrecord_windows",
-    "parquet",
-    "jsonl",
-  ] = "arrayrecord"
-  """Format of the files. arrayrecord: records are tf.train.Example. arrayrecord_text, _uint16, _int32: records are
-  UTF-8 text or little-endian token ids. arrayrecord_windows: examples that trainer.tools.tokenize has packed already.
-  jsonl: also .gz and .zst. parquet and .zst need the extra arrow."""
-  train_data_columns: str = "text"
-  """Column of Parquet, field of JSONL, feature of tf.train.Example and TFDS with the documents, in training and
-  evaluation; `meta.text` is a nested column or field. Strings are tokenised. Lists of integers are token ids and stay
-  as they are."""
-  train_split: str = "train"
-  """dataset_type=tfds or hf: name of the split to train on."""
-  eval_split: str = ""
-  """dataset_type=tfds or hf: name of the split for evaluation. Empty: no evaluation."""
-  eval_fraction: Fraction = 0.05
-  """Share of the training text that is held out for evaluation if eval_dataset_path is empty: files, and parts of large
-  files, spread evenly over the text."""
-  dataset_cache_directory: str = "~/.cache/trainer/data"
-  """Folder for packed tokens and trained tokenizers."""
-  packing: Literal["split", "best_fit", "none"] = "split"
-  """How documents become examples. split: all joined into one stream, which is cut every max_target_length tokens.
-  best_fit: whole documents, together where they fit; only documents longer than max_target_length are cut. none: one
-  document per example, cut at max_target_length. Documents never attend to each other."""
-  max_bad_records: NonNegative = 0
-  """Records of a source, in training and in evaluation, that may be skipped because they are damaged or have no
-  document. Each is logged. With records that are read in place, a value above 0 reads all of them once at the first
-  start."""
-  tokenizer_type: Literal["byte", "bpe"] = "byte"
-  """byte: 256 bytes and special tokens. bpe: byte-level BPE, trained on the text unless tokenizer_path is set."""
-  tokenizer_path: str = ""
-  """tokenizer_type=bpe: a tokenizers JSON file. Empty: train a tokenizer."""
-  bos_token: str = ""
-  """Special token of tokenizer_path that begins a document; none: no token. Empty: that of its template, or
-  <|begin_of_text|>, <s> or <bos> if it is special, or no token."""
-  eos_token: str = ""
-  """Special token of tokenizer_path that ends a document. Empty: that of its template, or <|end_of_text|>,
-  <|endoftext|>, </s> or <eos> if it is special."""
-  max_target_length: int = Field(1024, ge=1, le=2**27)
-  """T: tokens of one training example."""
-  per_device_batch_size: float = Field(1.0, gt=0, le=1_000_000)
-  """Examples per device in one micro-batch. Times the devices of a slice it must be a whole number of at least 1."""
-  data_shuffle_seed: int = Field(0, ge=-(2**63), le=2**64 - 1)
-  """Seed of the order of examples."""
-  reuse_example_batch: int = Field(0, ge=0, le=1)
-  """1: train every step on the first batch, to test speed or overfitting."""
-
-  @property
-  def names_eval_data(self) -> bool:
-    """Whether a key names data for evaluation. Other text may be held out, and random tokens have no end."""
-    keys = {"text": self.eval_dataset_path, "grain": self.grain_eval_files}
-    keys |= {"tfds": self.eval_split, "hf": self.eval_split}
-    return bool(keys.get(self.dataset_type))
 
 
 class ParallelismSection(Section):
@@ -573,7 +493,7 @@ class Config(Section):
 
   run: RunSection = RunSection()
   model: ModelSection = ModelSection()
-  data: DataSection = DataSection()
+  data: DataOptions = DataOptions()
   parallelism: ParallelismSection = ParallelismSection()
   optimizer: OptimizerSection = OptimizerSection()
   checkpoint: CheckpointSection = CheckpointSection()

@@ -6,6 +6,9 @@ import math
 import re
 from collections.abc import Iterator
 
+from pydantic import BaseModel
+
+from input_pipeline.options import DataOptions
 from trainer.config import compiler_flags, resume, rules
 from trainer.config.counts import examples_per_slice, parameter_count, valid_batch_sizes
 from trainer.config.errors import Problems, did_you_mean, shorten
@@ -16,7 +19,6 @@ from trainer.config.schema import (
   CheckpointSection,
   ClusterSection,
   Config,
-  DataSection,
   ElasticSection,
   ModelSection,
   ObserveSection,
@@ -172,7 +174,7 @@ def _model(model: ModelSection) -> Iterator[str]:
     )
 
 
-def _effects(section: Section) -> Iterator[str]:
+def _effects(section: BaseModel) -> Iterator[str]:
   """Refuses a value other than the default for a key of this section that another key disables."""
   for choice, needed, names in EFFECTS:
     if getattr(section, choice, needed[0]) in needed:
@@ -187,7 +189,7 @@ def _effects(section: Section) -> Iterator[str]:
         )
 
 
-def _data(data: DataSection, model: ModelSection) -> Iterator[str]:
+def _data(data: DataOptions, model: ModelSection) -> Iterator[str]:
   if data.max_target_length > model.max_position_embeddings:
     yield (
       f"max_target_length={data.max_target_length}: model {model.model_name} allows at most "
@@ -198,7 +200,7 @@ def _data(data: DataSection, model: ModelSection) -> Iterator[str]:
       f"per_device_batch_size={data.per_device_batch_size:g}, max_target_length={data.max_target_length}: a device's "
       f"micro-batch has more than {MOST_TOKENS} tokens.\nLower one of them, and raise gradient_accumulation_steps."
     )
-  yield from rules.tokenizer(data)
+  yield from data.mistakes()
   if data.grain_train_mixture_config_path:
     if data.grain_train_files:
       yield "grain_train_mixture_config_path: excludes grain_train_files.\nName these files in the mixture's file."
@@ -207,8 +209,6 @@ def _data(data: DataSection, model: ModelSection) -> Iterator[str]:
         "tokenizer_type=bpe: no tokenizer is trained on a mixture, whose sources must share one.\n"
         "Set tokenizer_path to a tokenizers JSON file."
       )
-  if not data.eval_dataset_path:
-    yield from rules.training_text(data.eval_fraction)
 
 
 def _optimizer(optimizer: OptimizerSection) -> Iterator[str]:
@@ -254,7 +254,7 @@ def _parallelism(parallelism: ParallelismSection, cluster: ClusterSection, model
     yield from rules.group_fits(rules.group_sizes(parallelism, group), group, total)
 
 
-def _batch(data: DataSection, parallelism: ParallelismSection, cluster: ClusterSection) -> Iterator[str]:
+def _batch(data: DataOptions, parallelism: ParallelismSection, cluster: ClusterSection) -> Iterator[str]:
   """A slice's share of a micro-batch is whole, and splits over the batch axes inside the slice."""
   devices = cluster.devices_per_slice
   if not devices:
@@ -385,7 +385,7 @@ def _faults(elastic: ElasticSection, checkpoint: CheckpointSection) -> Iterator[
     yield f"fault_injection={text}: ckpt_kill interrupts a checkpoint.\nAdd enable_checkpointing=true."
 
 
-def _observe(observe: ObserveSection, data: DataSection, steps: int) -> Iterator[str]:
+def _observe(observe: ObserveSection, data: DataOptions, steps: int) -> Iterator[str]:
   last = observe.skip_first_n_steps_for_profiler + observe.profiler_steps
   if observe.profiler and last > steps:
     yield (

@@ -21,12 +21,13 @@ from jax import Device
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from input_pipeline.batch import Batch
+from input_pipeline.loader import Loader
 from stepcost import chips
 from trainer.cluster import View
 from trainer.config import compiler_flags, counts
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config, ModelSection, RematPolicy
-from trainer.data import Batch, Loader
 from trainer.elastic import batch_plan
 from trainer.elastic.batch_plan import BatchPlan
 from trainer.kernels import attention, grouped_matmul, projection

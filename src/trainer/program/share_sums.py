@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from input_pipeline.batch import Batch
 from trainer.config.schema import OptimizerSection
-from trainer.data import Batch
 from trainer.models import stages
 from trainer.models.decoder import DecoderFunctions, Params
 from trainer.program.step import Sums, head_losses, loss_and_grads

@@ -18,9 +18,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from input_pipeline.batch import Batch
 from trainer.config.errors import ConfigError
 from trainer.config.schema import OptimizerSection
-from trainer.data import Batch
 from trainer.kernels.cross_entropy import linear_cross_entropy
 from trainer.models import experts
 from trainer.models.decoder import DecoderFunctions, Params

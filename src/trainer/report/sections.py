@@ -52,7 +52,7 @@ _RECOVERY = (
   ("compilations", "compilations"),
 )
 
-# Field of the description of the data (trainer.data.loader): name.
+# Field of the description of the data (input_pipeline.loader): name.
 _DATA = {
   "dataset": "Data set",
   "tokenizer": "Tokenizer",

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 import jax
 
+from input_pipeline import describe
 from trainer.checkpoint import disk_space
 from trainer.cluster import Cluster
 from trainer.config import counts
 from trainer.config.schema import Config, ModelSection
-from trainer.data import describe
 from trainer.observe import environment
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log

@@ -6,8 +6,8 @@ import time
 
 import jax
 
+from input_pipeline.tokenizer import Tokenizer
 from trainer.config.schema import Config
-from trainer.data.tokenizer import Tokenizer
 from trainer.models import generation
 from trainer.models.decoder import DecoderFunctions, Params
 from trainer.models.generation import Sampling

@@ -13,11 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from input_pipeline.batch import Batch
+from input_pipeline.prefetch import Prefetcher
 from trainer.checkpoint import state_transfer
 from trainer.checkpoint.tiers import Tiers
 from trainer.cluster import View
 from trainer.config.schema import Config
-from trainer.data import Batch, Prefetcher
 from trainer.elastic.attempt import ElasticRun, Outcome
 from trainer.elastic.events import Event, Kind
 from trainer.models.decoder import Params

@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 
+from input_pipeline.batch import Batch
+from input_pipeline.prefetch import Prefetcher
 from trainer.cluster import View
 from trainer.config.schema import Config
-from trainer.data import Batch, Prefetcher
 from trainer.elastic.attempt import ElasticRun, Outcome
 from trainer.elastic.hang import HangGuard, Waiter
 from trainer.models.decoder import Params

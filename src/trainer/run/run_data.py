@@ -8,15 +8,16 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from input_pipeline import order as data_order
+from input_pipeline.loader import Loader, Split, loader_of, make_loader, open_eval_sets
+from input_pipeline.loader import check as check_data
+from input_pipeline.source import Source
 from trainer.checkpoint import meta as checkpoint_meta
 from trainer.checkpoint.errors import ConfigMismatch
-from trainer.config import resume
+from trainer.config import mixture, resume
 from trainer.config.errors import ConfigError
 from trainer.config.mixture import EVAL_DATA
 from trainer.config.schema import Config
-from trainer.data import Loader, Source, loader_of, make_loader, open_eval_sets
-from trainer.data import order as data_order
-from trainer.data.loader import Split
 
 
 @dataclasses.dataclass
@@ -108,6 +109,17 @@ class RunData:
     return checkpoint_meta.build(tokens=self.tokens(step), cursor=cursor, config=config.flat(), identity=self.identity)
 
 
+def check(config: Config) -> None:
+  """Raises ConfigError for data of a wrong kind, as far as their first documents show it. Opens no run."""
+  data = config.data
+  if data.dataset_type == "synthetic":
+    return
+  found = [entry.options for entry in mixture.read(data)]
+  if found and data.grain_eval_files:  # checked as files to train on: a mixture has no grain_train_files
+    found.append(data.model_copy(update={"grain_train_files": data.grain_eval_files, "grain_eval_files": ""}))
+  check_data([*(found or [data]), *mixture.read_eval_sets(data).values()], config.model.vocab_size)
+
+
 def open_loader(
   config: Config, global_batch_size: int, split: Split, note: Callable[[str], None], own: Source | None = None
 ) -> Loader:
@@ -115,7 +127,14 @@ def open_loader(
   cfg, vocab_size = config.data, config.model.vocab_size
   if own is not None and split == "train":
     return loader_of(cfg, own, vocab_size=vocab_size, global_batch_size=global_batch_size)
-  return make_loader(cfg, vocab_size=vocab_size, global_batch_size=global_batch_size, split=split, log=note)
+  return make_loader(
+    cfg,
+    vocab_size=vocab_size,
+    global_batch_size=global_batch_size,
+    split=split,
+    mixture=mixture.read(cfg) if split == "train" else (),
+    log=note,
+  )
 
 
 @contextlib.contextmanager
@@ -136,6 +155,7 @@ def open_data(
     if config.observe.eval_steps > 0 and config.data.dataset_type != "synthetic":
       sets = open_eval_sets(
         config.data,
+        mixture.read_eval_sets(config.data),
         vocab_size=config.model.vocab_size,
         global_batch_size=global_batch_size,
         tokenizer=train.tokenizer,

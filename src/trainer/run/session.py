@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from input_pipeline.source import Source
 from trainer import world as world_lib
 from trainer.checkpoint import run_id
 from trainer.checkpoint.arrays import fingerprint, state_tree
@@ -19,7 +20,6 @@ from trainer.checkpoint.snapshot import Snapshots
 from trainer.cluster import Cluster
 from trainer.config import cli, counts
 from trainer.config.schema import Config
-from trainer.data import Source
 from trainer.elastic.program_cache import ProgramCache, Topology
 from trainer.observe import files, lock
 from trainer.observe import log as log_lib

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import trainer
+from input_pipeline import tokenizer as tokenizer_lib
+from input_pipeline.tokenizer import BpeTokenizer, Tokenizer
 from trainer.checkpoint import run_id
 from trainer.checkpoint.array_parts import ArrayParts
 from trainer.checkpoint.arrays import fingerprint
 from trainer.checkpoint.arrays.layer_layout import LAYER
 from trainer.checkpoint.errors import Rejected
 from trainer.config.errors import ConfigError
-from trainer.data import tokenizer as tokenizer_lib
-from trainer.data.tokenizer import BpeTokenizer, Tokenizer
 from trainer.weights import hf_config, layerwise, names, safetensors, sources, tokenizers
 from trainer.weights.folders import new_folder
 from trainer.weights.importing import Progress

@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 
+from input_pipeline.workers import Workers
 from trainer.checkpoint import run_id
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.step_folders import StepFolders
 from trainer.config.schema import Config
-from trainer.data.workers import Workers
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
 from trainer.weights import export

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from input_pipeline.tokenizer import Tokenizer
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ModelSection, RematPolicy
-from trainer.data.tokenizer import Tokenizer
 from trainer.kernels import grouped_matmul, projection
 from trainer.kernels.attention_xla import dot_product
 from trainer.models import generation

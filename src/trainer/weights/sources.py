@@ -13,12 +13,13 @@ import jax
 import numpy as np
 from pydantic import ValidationError
 
+from input_pipeline.options import DataOptions
 from trainer.checkpoint import run_id
 from trainer.checkpoint.arrays import tiles, verified_load
 from trainer.checkpoint.errors import CheckpointError, Rejected
 from trainer.checkpoint.persistent import Persistent
 from trainer.config.errors import ConfigError, shorten
-from trainer.config.schema import CheckpointSection, DataSection, ModelSection
+from trainer.config.schema import CheckpointSection, ModelSection
 from trainer.models.decoder import Params
 from trainer.observe import files
 from trainer.weights import hf_config, names, safetensors
@@ -83,7 +84,7 @@ class Source:
   where: str
   directory: str
   model: ModelSection
-  data: DataSection | None  # of the run; None: a Hugging Face folder
+  data: DataOptions | None  # of the run; None: a Hugging Face folder
   arrays: Mapping[str, Mapping[str, Any]]
   read: verified_load.Read
   stored: Mapping[str, Stored]  # of a Hugging Face folder, by our names; else empty
@@ -156,7 +157,7 @@ def _of_run(directory: str, step: int | None, world: World) -> Source:
   step = steps[0] if step is None else step
   meta = persistent.verified(step)
   keys_of = lambda section: {key: value for key, value in meta["config"].items() if key in section.model_fields}
-  model, data = ModelSection(**keys_of(ModelSection)), DataSection(**keys_of(DataSection))
+  model, data = ModelSection(**keys_of(ModelSection)), DataOptions(**keys_of(DataOptions))
   arrays = {name: entry for name, entry in meta["arrays"].items() if name.startswith("params.")}
   read = functools.partial(persistent.read, step)
   folder = persistent.directory / str(step)

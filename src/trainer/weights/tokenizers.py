@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from input_pipeline.options import DataOptions
+from input_pipeline.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_bpe
 from trainer.checkpoint import run_id
 from trainer.config.errors import ConfigError
-from trainer.config.schema import DataSection
-from trainer.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_bpe
 from trainer.observe import files
 from trainer.weights import sources
 from trainer.weights.sources import Source
@@ -33,7 +33,7 @@ def keep(run_directory: str, tokenizer: Tokenizer | None, source: str = "") -> N
 
 def of_source(source: Source) -> Tokenizer:
   """The tokenizer of a run or a Hugging Face folder. Raises ConfigError if it cannot be found."""
-  file, cfg = run_id.folder(source.tokenizer_folder) / "tokenizer.json", source.data or DataSection()
+  file, cfg = run_id.folder(source.tokenizer_folder) / "tokenizer.json", source.data or DataOptions()
   if file.exists() or cfg.tokenizer_path:
     return load_bpe(str(file) if file.exists() else cfg.tokenizer_path, cfg.bos_token, cfg.eos_token)
   if source.data is not None and cfg.tokenizer_type == "byte":

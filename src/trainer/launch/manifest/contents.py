@@ -6,9 +6,10 @@ import math
 import re
 from collections.abc import Iterator
 
+from input_pipeline.options import DataOptions
 from trainer.config import counts, files, mixture, paths
 from trainer.config.errors import shorten
-from trainer.config.schema import Config, DataSection
+from trainer.config.schema import Config
 from trainer.launch.manifest import budget, checks
 from trainer.launch.manifest.job import CACHE_FOLDER, Job
 
@@ -43,15 +44,12 @@ def _packages(job: Job) -> Iterator[str]:
       )
 
 
-def _sections(config: Config) -> Iterator[DataSection]:
+def _sections(config: Config) -> Iterator[DataOptions]:
   """The data keys of the run, or of each source of its mixture, and of each evaluation set."""
   data = config.data
   if data.dataset_type == "synthetic":
     return
-  if data.dataset_type == "grain" and data.grain_train_mixture_config_path:
-    yield from (entry.section for entry in mixture.read(data))
-  else:
-    yield data
+  yield from [entry.options for entry in mixture.read(data)] or [data]
   yield from mixture.read_eval_sets(data).values()
 
 
@@ -71,7 +69,7 @@ def _data(job: Job) -> Iterator[str]:
     yield from _path(job, "tokenizer_path", data.tokenizer_path, True)
 
 
-def _paths(job: Job, data: DataSection) -> Iterator[str]:
+def _paths(job: Job, data: DataOptions) -> Iterator[str]:
   """The data of one section: training data are there, and all data are where pods can read them."""
   kind = data.dataset_type
   required, *others = _DATA_KEYS[kind]

@@ -20,8 +20,8 @@ import argparse
 import math
 import sys
 
+from input_pipeline.workers import WorkerLost, cores
 from trainer.config import ConfigError, load
-from trainer.data.workers import WorkerLost, cores
 from trainer.tools.tokenize import run
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from input_pipeline.documents import Piece
+from input_pipeline.tokenizer import BpeTokenizer, Tokenizer
 from trainer.config.errors import ConfigError
-from trainer.data.documents import Piece
-from trainer.data.tokenizer import BpeTokenizer, Tokenizer
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from input_pipeline import in_place, packages, prepare, windows
+from input_pipeline.documents import BadRecords, Documents, Piece
+from input_pipeline.tokenizer import Tokenizer, ends
 from trainer.config.errors import ConfigError
-from trainer.data import in_place, packages, prepare, windows
-from trainer.data.documents import BadRecords, Documents, Piece
-from trainer.data.tokenizer import Tokenizer, ends
 
 _GROUP = 250_000  # characters that are tokenised at a time: about 25 MB of memory of each process
 _OPTIONS = "group_size:1,zstd:1"  # of ArrayRecord: every record can be read alone

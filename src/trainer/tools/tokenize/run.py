@@ -8,11 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from input_pipeline import datasets, describe, prepared
+from input_pipeline.documents import Documents, Piece
+from input_pipeline.loader import check
+from input_pipeline.workers import Workers, here
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
-from trainer.data import check, datasets, describe, prepared
-from trainer.data.documents import Documents, Piece
-from trainer.data.workers import Workers, here
 from trainer.tools.tokenize import part as part_lib
 from trainer.tools.tokenize.output import Output, Part
 from trainer.tools.tokenize.part import Job
@@ -29,7 +30,7 @@ def run(config: Config, output: str, records: str, processes: int, part_bytes: i
     raise ConfigError("Random tokens and mixtures cannot be tokenised. Give the documents of one dataset.")
   if "://" in output:
     raise ConfigError(f"--output={output} is not a local path. Give a folder of this machine.")
-  check(data, vocab_size)
+  check([data], vocab_size)
   splits = datasets.find(data)
   for documents in splits.values():
     if documents.left_out:

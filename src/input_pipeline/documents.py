@@ -1,0 +1,159 @@
+"""The documents of a dataset: files in a fixed order, and a function that reads the documents of one file.
+
+A source of documents is a file in this folder with such a function (`corpus`, `jsonl`, `parquet`, `array_record`,
+`tfds`, `hf`). Tokenizing, packing, shuffling and mixing do not depend on where documents come from.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from input_pipeline.data_files import File
+from input_pipeline.errors import ConfigError
+
+_AROUND_CUT = 2**16  # bytes that are read to find the end of a line
+
+# A text, or the integer token ids [n] of a document that is tokenised already.
+Document: TypeAlias = str | np.ndarray
+
+
+@dataclass(frozen=True)
+class Piece:
+  """A file, or a part of a file that begins and ends at line ends."""
+
+  name: str
+  """Path relative to the dataset's folder, with '/'. Order and split depend on it, not on where the folder is."""
+  path: File
+  start: int
+  stop: int  # in bytes; excluded
+
+  @property
+  def size(self) -> int:
+    return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class BadRecord:
+  """A record, or several together, that cannot be read or has no document."""
+
+  message: str
+  """Names file and record, the reason, and what to do."""
+  count: int = 1
+
+
+class BadRecords:
+  """The bad records of a split, which are skipped up to a limit."""
+
+  def __init__(self, limit: int, log: Callable[[str], None] = lambda line: None) -> None:
+    """limit: max_bad_records. `log` gets a line for each."""
+    self.messages: list[str] = []
+    self.count = 0
+    self._limit, self._log = limit, log
+
+  def add(self, bad: BadRecord) -> None:
+    """Skips a record. Raises ConfigError if these are more than the limit."""
+    self.count += bad.count
+    self.messages.append(bad.message)
+    if self.count > self._limit:
+      more = f" These are {self.count} bad records, and max_bad_records={self._limit}." if self._limit else ""
+      raise ConfigError(bad.message + more)
+    self._log(f"Bad record {self.count} of at most {self._limit} is skipped: {bad.message}")
+
+
+@dataclass(frozen=True)
+class Documents:
+  """The documents of one split of a dataset."""
+
+  name: str
+  """Where the documents come from, for the log."""
+  pieces: Sequence[Piece]
+  read: Callable[[Piece], Iterator[Document | BadRecord]]
+  """Yields the documents of a piece in order. Raises ConfigError, naming the file, if it cannot be read at all."""
+  digest: Callable[[], str]
+  """Identity of the documents and their order: 64 hex digits."""
+  cut: Callable[[Piece, int], list[Piece]]
+  """The piece in parts of about `limit` bytes that hold whole documents, where the format allows it."""
+  left_out: str = ""
+  """What is at the given places and is not read, for the log."""
+
+  @property
+  def size(self) -> int:
+    """Bytes of all pieces."""
+    return sum(piece.size for piece in self.pieces)
+
+  def valid(self, bad: BadRecords) -> Iterator[tuple[str, Document]]:
+    """Yields (place for messages, document) of all documents that are not empty. Adds other records to `bad`.
+
+    Raises ConfigError if some documents are text and others are token ids, or there are too many bad records.
+    """
+    kind: type | None = None
+    for piece in self.pieces:
+      for number, document in enumerate(self.read(piece), 1):
+        if isinstance(document, BadRecord):
+          bad.add(document)
+          continue
+        if not len(document):
+          continue
+        after = f" after byte {piece.start}" if piece.start else ""
+        place = f"document {number} of {piece.path}{after}"
+        kind = kind or type(document)
+        if not isinstance(document, kind):
+          raise ConfigError(
+            f"{place} is {'text' if isinstance(document, str) else 'token ids'}, and documents before it are not. "
+            "Give documents of one kind."
+          )
+        yield place, document
+
+  def are_text(self, max_bad_records: int) -> bool:
+    """Whether the first document is text. Raises ConfigError if there is no document, or too many are bad before it."""
+    for _, document in self.valid(BadRecords(max_bad_records)):
+      return isinstance(document, str)
+    raise ConfigError(f"{self.name} has no documents. Give files with at least one document that is not empty.")
+
+
+@contextmanager
+def naming(path: File) -> Iterator[None]:
+  """Turns an OSError inside the block into a ConfigError with the path."""
+  try:
+    yield
+  except OSError as error:
+    raise ConfigError(f"{path} cannot be read ({error.strerror or error}). Fix or remove it.") from error
+
+
+def uncut(piece: Piece, limit: int) -> list[Piece]:
+  """The piece as a whole: for formats whose files cannot be read in parts."""
+  return [piece]
+
+
+def cut_at_lines(piece: Piece, limit: int) -> list[Piece]:
+  """The piece in parts of similar size, each of `limit` bytes or less and the rest of its last line.
+
+  Raises ConfigError if the file cannot be read.
+  """
+  if piece.size <= limit:
+    return [piece]
+  size = math.ceil(piece.size / math.ceil(piece.size / limit))
+  cuts = [piece.start]
+  with naming(piece.path), piece.path.open("rb", _AROUND_CUT) as file:
+    while cuts[-1] < piece.stop:
+      file.seek(min(cuts[-1] + size, piece.stop) - 1)
+      file.readline()
+      cuts.append(min(file.tell(), piece.stop))
+  return [replace(piece, start=start, stop=stop) for start, stop in itertools.pairwise(cuts)]
+
+
+def line_number(path: File, offset: int) -> int:
+  """Number of the line (from 1) that contains byte `offset`. Raises ConfigError if the file cannot be read."""
+  count = 1
+  with naming(path), path.open("rb") as file:
+    while offset > 0 and (block := file.read(min(offset, 2**20))):
+      count += block.count(b"\n")
+      offset -= len(block)
+  return count

@@ -1,0 +1,113 @@
+"""Documents of JSONL files: one JSON object per line. Plain, or compressed with gzip or zstd."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+
+from input_pipeline import packages
+from input_pipeline.documents import BadRecord, Document, Piece, cut_at_lines, line_number
+from input_pipeline.errors import ConfigError
+
+_COMPRESSED = (".gz", ".zst")
+_ABSENT = object()
+
+
+def read(piece: Piece, column: str) -> Iterator[Document | BadRecord]:
+  """Yields the field `column` of each line of a file: a text, or a list of token ids. Skips blank lines.
+
+  A line without such a field is a bad record. Raises ConfigError with file and line if the file cannot be read.
+  """
+  number = 0
+  try:
+    with _opened(piece) as file:
+      for number, line in enumerate(lines(file, piece), 1):
+        if line.strip():
+          yield _document(piece, number, line, column)
+  except (OSError, EOFError, zlib.error) as error:
+    raise ConfigError(f"{piece.path} cannot be read after line {number} ({error}). Fix or remove it.") from error
+
+
+def _document(piece: Piece, number: int, line: bytes, column: str) -> Document | BadRecord:
+  """The document in a line of a piece. `number`: of the line, from 1."""
+  try:
+    return value(line, column)
+  except ValueError as error:
+    number += line_number(piece.path, piece.start) - 1 if piece.start else 0
+    remedy = f'Every line must be like {{"{column}": "..."}} or {{"{column}": [1, 2, 3]}}. Set train_data_columns'
+    return BadRecord(f"{piece.path}:{number}: {error}. {remedy} to the name of the field.")
+
+
+def cut(piece: Piece, limit: int) -> list[Piece]:
+  """Parts of about `limit` bytes with whole lines. A compressed file stays whole, because it is read from its start."""
+  return [piece] if _suffix(piece) in _COMPRESSED else cut_at_lines(piece, limit)
+
+
+def lines(file: BinaryIO, piece: Piece) -> Iterator[bytes]:
+  """Yields the lines of the piece."""
+  if _suffix(piece) in _COMPRESSED:
+    yield from file
+    return
+  file.seek(piece.start)
+  place = piece.start
+  while place < piece.stop and (line := file.readline()):
+    place += len(line)
+    yield line
+
+
+def value(line: bytes, column: str) -> Document:
+  """The text, or the token ids as int64, in the field `column` of a line of JSON, or in nested fields (`meta.text`).
+
+  A null is an empty text. Raises ValueError if there is no such field, or it has another type.
+  """
+  try:
+    record = json.loads(line)
+  except RecursionError:
+    raise ValueError("nested too deep") from None
+  found = _field(record, column)
+  if found is None:
+    return ""
+  if isinstance(found, str):
+    return found
+  if isinstance(found, list) and all(type(token) is int and abs(token) < 2**62 for token in found):
+    return np.array(found, np.int64)
+  raise ValueError(f'no field "{column}" with a string or a list of integers')
+
+
+def _field(record: Any, column: str) -> Any:
+  """The value of the field `column`, or of nested fields; None below a null; _ABSENT without such a field."""
+  if not isinstance(record, dict):
+    return _ABSENT
+  if column in record:
+    return record[column]
+  head, _, rest = column.partition(".")
+  if not rest or head not in record:
+    return _ABSENT
+  return None if record[head] is None else _field(record[head], rest)
+
+
+def _suffix(piece: Piece) -> str:
+  return piece.path.suffix.lower()
+
+
+@contextmanager
+def _opened(piece: Piece) -> Iterator[BinaryIO]:
+  """The file of the piece, decompressed."""
+  with piece.path.open("rb") as file:
+    match _suffix(piece):
+      case ".gz":
+        with gzip.open(file) as content:
+          yield cast(BinaryIO, content)
+      case ".zst":
+        pyarrow = packages.load("pyarrow", package="pyarrow", extra="arrow", reason=f"{piece.path} (zstd)")
+        with pyarrow.CompressedInputStream(file, "zstd") as stream:
+          yield io.BufferedReader(stream, 2**20)
+      case _:
+        yield file

@@ -1,0 +1,194 @@
+"""A prepared dataset on disk: a file of packed windows for each split, and meta.json with their statistics."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from input_pipeline import best_fit, cache, store, windows
+from input_pipeline.documents import BadRecord, BadRecords, Document, Documents
+from input_pipeline.progress import tell
+from input_pipeline.tokenizer import ByteTokenizer, Tokenizer
+
+# Increase it when the files change, or the way in which documents become windows.
+FORMAT = 2
+META = "meta.json"
+PACKINGS = {"split": windows.split, "best_fit": best_fit.pack, "none": windows.single}
+# Characters or tokens that are processed at a time. The tokenizer needs about 100 bytes of memory for each character.
+_GROUP = 2_000_000
+_REPORT_SECONDS = 10
+
+Group: TypeAlias = list[tuple[str, Document]]  # places for messages, and documents
+
+
+def build(
+  folder: Path,
+  log: cache.Log,
+  *,
+  key: str,
+  splits: Mapping[str, Documents],
+  tokenizer: Tokenizer | None,
+  vocab_size: int,
+  length: int,
+  packing: str,
+  max_bad_records: int,
+) -> None:
+  """Fills `folder` with one file of windows for each split, and meta.json.
+
+  `tokenizer`: of documents that are text; None if all documents are tokens. `vocab_size`: all tokens are below it.
+  Raises ConfigError if a document cannot be read or has other tokens.
+  """
+  dtype = "<u2" if vocab_size <= 2**16 else "<u4"
+  if shortage := _shortage(folder, splits, tokenizer, np.dtype(dtype).itemsize):
+    tell(f"warning: {shortage}")
+  known: dict[str, dict[str, Any]] = {}
+  counts: dict[str, np.ndarray] = {}
+  for split, documents in splits.items():
+    work = f"Tokenizing ({tokenizer.name})" if tokenizer else "Packing tokens of"
+    log(f"{work} {documents.size / 1e6:.1f} MB from {documents.name} for {split}")
+    counts[split] = np.zeros(vocab_size, np.int64)
+    bad = BadRecords(max_bad_records, tell)  # `log` gets all of them when the data are opened
+    some = _reported(groups(documents, _GROUP, bad), documents.name)
+    cut = PACKINGS[packing](token_groups(some, tokenizer, vocab_size, bad), length)
+    path = folder / file_name(split)
+    count = store.write(path, (windows.pack(window, np.dtype(dtype)) for window in _counted(cut, counts[split])))
+    known[split] = {"windows": count, "targets": int(counts[split].sum())}
+    if bad.count:
+      known[split]["bad"] = {"records": bad.count, "messages": bad.messages}
+  meta = {
+    "format": FORMAT,
+    "key": key,
+    "length": length,
+    "dtype": dtype,
+    "tokenizer": tokenizer.fingerprint if tokenizer else None,
+    "packing": packing,
+    "splits": known,
+    "unigram_entropy": _cross_entropy(counts["train"], counts["train"]) if "train" in counts else None,
+    "unigram_eval_loss": _cross_entropy(counts["eval"], counts["train"] + 1) if len(counts) == 2 else None,
+  }
+  (folder / META).write_text(json.dumps(meta, indent=2))
+
+
+def token_groups(
+  groups: Iterable[Group], tokenizer: Tokenizer | None, vocab_size: int, bad: BadRecords
+) -> Iterator[list[np.ndarray]]:
+  """Yields the documents of `groups` as int32 ids, in groups.
+
+  A text becomes bos (if the tokenizer has it), the ids of the text, eos. Tokens stay as they are. A
+  document of tokens that are not below `vocab_size` is added to `bad`, which may raise ConfigError.
+  """
+  for group in groups:
+    if tokenizer is not None:
+      begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+      head, end = np.array(begin, np.int32), np.array([tokenizer.eos_id], np.int32)
+      texts = [document for _, document in group if isinstance(document, str)]
+      yield [np.concatenate([head, ids, end]) for ids in tokenizer.encode_batch(texts)]
+      continue
+    finished = []
+    for place, ids in group:
+      assert isinstance(ids, np.ndarray), "texts need a tokenizer"
+      try:
+        finished.append(checked(ids, vocab_size))
+      except ValueError as error:
+        bad.add(BadRecord(f"{place}: {error}"))
+    yield finished
+
+
+def checked(ids: np.ndarray, vocab_size: int) -> np.ndarray:
+  """`ids`, at least one, as int32. Raises ValueError unless all are in [0, vocab_size)."""
+  low, high = int(ids.min()), int(ids.max())
+  if low < 0 or high >= vocab_size:
+    raise ValueError(
+      f"it has the token {low if low < 0 else high}, but tokens must be from 0 to vocab_size - 1 = {vocab_size - 1}. "
+      "Set vocab_size to the vocabulary that the tokens were made with, or give other files."
+    )
+  return ids.astype(np.int32)
+
+
+def groups(documents: Documents, characters: int, bad: BadRecords) -> Iterator[Group]:
+  """Yields the documents in lists of about so many characters or tokens. Bad records are added to `bad`."""
+  group: Group = []
+  size = 0
+  for place, document in documents.valid(bad):
+    group.append((place, document))
+    size += len(document)
+    if size >= characters:
+      yield group
+      group, size = [], 0
+  yield group
+
+
+def _shortage(folder: Path, splits: Mapping[str, Documents], tokenizer: Tokenizer | None, token_bytes: int) -> str:
+  """A message if the prepared data will probably not fit into `folder`; "" otherwise.
+
+  A byte tokenizer makes a token of each byte, and others a token of about four. Compressed files need more than this.
+  """
+  tokens = sum(documents.size for documents in splits.values())
+  if not isinstance(tokenizer, ByteTokenizer):
+    tokens //= 4
+  needed, free = tokens * token_bytes / 1e9, shutil.disk_usage(folder).free / 1e9
+  if needed <= free:
+    return ""
+  return (
+    f"the prepared data will need about {needed:.3g} GB in {folder.parent.parent}, and {free:.3g} GB are free. Free "
+    "space, or set dataset_cache_directory to another folder"
+  )
+
+
+def _reported(groups: Iterable[Group], name: str) -> Iterator[Group]:
+  """Yields the groups, and prints the progress of a long preparation: the log is not open yet."""
+  size, reported = 0, time.monotonic()
+  for group in groups:
+    yield group
+    size += sum(len(document) for _, document in group)
+    if time.monotonic() - reported > _REPORT_SECONDS:
+      reported = time.monotonic()
+      tell(f"Preparing {name}: {size / 1e6:,.0f} million characters or tokens, at {group[-1][0]}")
+
+
+def _counted(cut: Iterable[windows.Window], counts: np.ndarray) -> Iterator[windows.Window]:
+  """Yields the windows, and adds to `counts` [vocab_size] how often each token is a target that counts in the loss."""
+  targets: list[np.ndarray] = []
+  size = 0
+  for window in cut:
+    targets.append(np.delete(window.tokens[1:], window.starts - 1))
+    size += len(window.tokens)
+    if size >= _GROUP:
+      counts += np.bincount(np.concatenate(targets), minlength=len(counts))
+      targets, size = [], 0
+    yield window
+  if targets:
+    counts += np.bincount(np.concatenate(targets), minlength=len(counts))
+
+
+def _cross_entropy(counts: np.ndarray, model_counts: np.ndarray) -> float | None:
+  """Mean of -log(share in model_counts) over the items counted in `counts`, in nats. None without any items."""
+  seen = counts > 0
+  if not seen.any():
+    return None
+  log_share = np.log(model_counts[seen]) - math.log(model_counts.sum())
+  return float(-(counts[seen] * log_share).sum() / counts.sum())
+
+
+def fault(folder: Path) -> str | None:
+  """What is wrong with a prepared folder, or None."""
+  try:
+    meta: dict[str, Any] = json.loads((folder / META).read_text())
+    for split, known in meta["splits"].items():
+      if wrong := store.fault(folder / file_name(split), known["windows"]):
+        return wrong
+  except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    return f"{type(error).__name__}: {error}"
+  return None
+
+
+def file_name(split: str) -> str:
+  """Name of the file of a split."""
+  return f"{split}.records"

@@ -1,0 +1,236 @@
+"""Text to token ids and back: bytes, or a tokenizer file of the `tokenizers` library."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from input_pipeline import long_text, remote
+from input_pipeline.errors import ConfigError
+
+_BOS, _EOS = "<|bos|>", "<|eos|>"
+# Names of these two tokens in published tokenizers (Llama, Qwen, GPT-2, Mistral, Gemma).
+_BOS_NAMES = (_BOS, "<|begin_of_text|>", "<s>", "<bos>")
+_EOS_NAMES = (_EOS, "<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
+_NO_TOKEN = "none"  # value of bos_token
+_LONG = 250_000  # characters of a text that is encoded in one piece. Each needs about 100 bytes of memory
+# Increase it when the ids of a text change.
+_FORMAT = 2
+
+
+class Tokenizer(Protocol):
+  """Ids are in [0, vocab_size). Encoding never returns bos_id and eos_id; code that joins documents adds them.
+
+  decode(encode(text)) == text for all text that UTF-8 can represent, unless a given tokenizer file normalizes text.
+  """
+
+  name: str
+  vocab_size: int
+  bos_id: int | None
+  eos_id: int
+  fingerprint: str
+  """Equal if and only if encode is the same function, and the ids of both tokens are the same."""
+
+  def encode(self, text: str) -> list[int]:
+    """The ids of any text. Characters that UTF-8 cannot represent (lone surrogates) become '?'."""
+    ...
+
+  def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    """The ids of each text, int32, computed on several cores if the tokenizer can."""
+    ...
+
+  def decode(self, ids: Iterable[int], *, specials: bool = False) -> str:
+    """The text of any ids, with the names of special tokens or without. Never raises: skips unknown ids, replaces
+    invalid UTF-8 with U+FFFD.
+    """
+    ...
+
+
+class ByteTokenizer:
+  """Ids 0 to 255 are the bytes of UTF-8. Ids 256 and 257 are special."""
+
+  name = "byte"
+  vocab_size = 258
+  bos_id: int | None = 256
+  eos_id = 257
+  fingerprint = "byte-1"
+
+  def encode(self, text: str) -> list[int]:
+    return list(text.encode("utf-8", "replace"))
+
+  def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32) for text in texts]
+
+  def decode(self, ids: Iterable[int], *, specials: bool = False) -> str:
+    names = {256: _BOS.encode(), 257: _EOS.encode()} if specials else {}
+    known = (bytes([token]) if 0 <= token < 256 else names.get(token, b"") for token in map(int, ids))
+    return b"".join(known).decode("utf-8", "replace")
+
+
+class BpeTokenizer:
+  """A tokenizer of the `tokenizers` library, made from its JSON."""
+
+  name = "bpe"
+
+  def __init__(self, json_text: str, bos_token: str = "", eos_token: str = "") -> None:
+    """`bos_token`, `eos_token`: values of these keys. Raises ValueError if the JSON is not a tokenizer, tokenises at
+    random, or does not say which tokens these are; see `_token`.
+    """
+    import tokenizers
+
+    try:
+      content = json.loads(json_text)
+      self._tokenizer = tokenizers.Tokenizer.from_str(_without_control_pieces(content) or json_text)
+    except Exception as error:  # the library raises Exception itself
+      raise ValueError(f"not a tokenizers JSON file ({error}). Give a tokenizer.json of that library") from error
+    if getattr(self._tokenizer.model, "dropout", None):
+      raise ValueError("its model has dropout, so each preparation would give other tokens. Set dropout to null in it")
+    # Published tokenizers may cut or pad each text to the length of another program.
+    self._tokenizer.no_truncation()
+    self._tokenizer.no_padding()
+    # Text that looks like a special token is encoded as text, so that it cannot end a document.
+    self._tokenizer.encode_special_tokens = True
+    self.json_text = json_text
+    self._keys = bos_token, eos_token
+    self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    before, after = _template(content.get("post_processor") or {})
+    self.bos_id = None if bos_token == _NO_TOKEN else self._token("bos_token", bos_token, before, _BOS_NAMES)
+    eos_id = self._token("eos_token", eos_token, after, _EOS_NAMES)
+    assert eos_id is not None, "only bos_token may be absent"
+    self.eos_id = eos_id
+    digest = hashlib.sha256(json_text.encode()).hexdigest()
+    self.fingerprint = f"bpe-{_FORMAT}-{digest} bos={self.bos_id} eos={self.eos_id}"
+
+  def __reduce__(self) -> tuple[Any, ...]:
+    """Another process makes it from its file: the library's pickles forget encode_special_tokens."""
+    return type(self), (self.json_text, *self._keys)
+
+  def encode(self, text: str) -> list[int]:
+    return self._tokenizer.encode(_encodable(text), add_special_tokens=False).ids
+
+  def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    is_long = [len(text) > _LONG for text in texts]
+    short = [_encodable(text) for text, long in zip(texts, is_long) if not long]
+    encoded = iter(self._tokenizer.encode_batch_fast(short, add_special_tokens=False))
+    return [
+      long_text.encode(self._tokenizer, _encodable(text)) if long else np.array(next(encoded).ids, np.int32)
+      for text, long in zip(texts, is_long)
+    ]
+
+  def decode(self, ids: Iterable[int], *, specials: bool = False) -> str:
+    known = [int(token) for token in ids if 0 <= token < self.vocab_size]
+    return self._tokenizer.decode(known, skip_special_tokens=not specials)
+
+  def _token(self, key: str, given: str, in_template: Sequence[str], names: Sequence[str]) -> int | None:
+    """The id of the token `given`, else of the template's token, else of the first special token of the `names`.
+
+    Raises ValueError if the token is not special, or a text may contain it.
+    """
+    added = sorted(self._tokenizer.get_added_tokens_decoder().items())
+    special = {token.content: id for id, token in added if token.special}
+    some = ", ".join(list(special)[:8]) or "it has none, so add one to the file"
+    remedy = f"Set {key} to one of its special tokens: {some}"
+    if len(in_template) > 1 and not given:
+      raise ValueError(f"{key}: its template has more than one token there, {' '.join(in_template)}. {remedy}")
+    special |= {name: id for name in in_template if (id := self._tokenizer.token_to_id(name)) is not None}
+    name = given or next((name for name in (*in_template, *names) if name in special), None)
+    if name is None and key == "bos_token":
+      return None
+    if name is None or name not in special:
+      ordinary = [name for name in ([given] if given else names) if self._tokenizer.token_to_id(name) is not None]
+      why = f", and {ordinary[0]} is an ordinary token of it, which any text may contain" if ordinary else ""
+      raise ValueError(f"{key}={given}: it has no special token named {given or ', '.join(names)}{why}. {remedy}")
+    if special[name] in self.encode(name):
+      raise ValueError(f"{key}={name}: its model makes this token of ordinary text with this name. {remedy}")
+    return special[name]
+
+
+def _without_control_pieces(content: dict[str, Any]) -> str | None:
+  """The JSON of a Unigram model that cannot find the names of special tokens in a text. None: it is another model.
+
+  SentencePiece does not find them either. The library would prefer them to all pieces of text: their score is 0.
+  """
+  pieces = content["model"]["vocab"]
+  if not isinstance(pieces, list):
+    return None
+  for token in content.get("added_tokens", ()):
+    if token["special"] and token["id"] < len(pieces):
+      pieces[token["id"]][1] = -1e6
+  return json.dumps(content)
+
+
+def _template(processor: dict[str, Any]) -> tuple[list[str], list[str]]:
+  """The names of the tokens that a post-processor puts before and after a text."""
+  kind = processor.get("type")
+  if kind == "Sequence":
+    found = [_template(part) for part in processor["processors"]]
+    return [name for before, _ in found for name in before], [name for _, after in found for name in after]
+  if kind in ("BertProcessing", "RobertaProcessing"):
+    return [processor["cls"][0]], [processor["sep"][0]]
+  if kind == "TemplateProcessing":
+    names = [piece.get("SpecialToken", {}).get("id") for piece in processor["single"]]  # None: the text
+    return names[: names.index(None)], names[names.index(None) + 1 :]
+  return [], []
+
+
+def ends(tokenizer: Tokenizer | None) -> dict[str, Any]:
+  """[name, id] of bos_token and eos_token, as JSON; None: there is no such token."""
+  ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id} if tokenizer else {}
+  named = {key: [tokenizer.decode([id], specials=True), id] for key, id in ids.items() if tokenizer and id is not None}
+  return {"bos_token": None, "eos_token": None} | named
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
+  """The JSON of a byte-level BPE with at most `vocab_size` ids, learned from `texts`. Deterministic.
+
+  It contains all bytes, so it can encode any text. Raises ConfigError if vocab_size is too small for them.
+  """
+  smallest = 256 + 2
+  if vocab_size < smallest:
+    raise ConfigError(
+      f"vocab_size={vocab_size} is too small for tokenizer_type=bpe, which needs ids for 256 bytes and 2 special "
+      f"tokens. Set vocab_size to at least {smallest}."
+    )
+  import tokenizers
+  from tokenizers import decoders, models, pre_tokenizers, trainers
+
+  tokenizer = tokenizers.Tokenizer(models.BPE())
+  tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = decoders.ByteLevel()
+  trainer = trainers.BpeTrainer(
+    vocab_size=vocab_size,
+    min_frequency=2,
+    special_tokens=[_BOS, _EOS],
+    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
+  )
+  tokenizer.train_from_iterator((_encodable(text) for text in texts), trainer)
+  return tokenizer.to_str()
+
+
+def load_bpe(path: str, bos_token: str = "", eos_token: str = "") -> BpeTokenizer:
+  """The tokenizer in a tokenizers JSON file. Raises ConfigError with the path if it cannot be read."""
+  try:
+    return BpeTokenizer(_read(path).decode("utf-8-sig"), bos_token, eos_token)
+  except (OSError, ValueError) as error:
+    raise ConfigError(f"tokenizer_path={path}: {error}") from error
+
+
+def _read(path: str) -> bytes:
+  """The content of a file, local or at an address. Raises OSError."""
+  if not remote.is_address(path):
+    return Path(path).expanduser().read_bytes()
+  for file in remote.find("tokenizer_path", path, ()):
+    with file.open() as content:
+      return content.read()
+  raise FileNotFoundError("there is no such file")
+
+
+def _encodable(text: str) -> str:
+  """`text` with '?' instead of lone surrogates, which JSON can contain and the library refuses."""
+  return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,131 @@
+"""Which files of a folder are read: links, upper case, compressed files, and what the log says about the others."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+from tests.support.data_files import TEXTS, everything, load
+
+from input_pipeline import datasets
+from input_pipeline.loader import make_loader
+from input_pipeline.options import DataOptions
+from trainer.config.errors import ConfigError
+from trainer.tools.tokenize import __main__ as tokenize
+
+LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+
+
+def keys_of(kind: str, place: object) -> dict[str, str]:
+  if kind == "text":
+    return {"dataset_type": "text", "dataset_path": str(place)}
+  return {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": str(place)}
+
+
+def found(kind: str, place: object) -> tuple[list[str], str]:
+  """(names of the files that are read, what is left out)."""
+  documents = datasets.find(DataOptions(eval_fraction=0.0, **keys_of(kind, place)))["train"]
+  return [piece.name for piece in documents.pieces], documents.left_out
+
+
+def write(root: Path, *names: str) -> None:
+  for name in names:
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text(LINES)
+
+
+@pytest.fixture
+def odd(tmp_path) -> Path:
+  """A folder with every odd entry."""
+  root = tmp_path / "data"
+  write(root, "a.jsonl", "U.JSONL", "deep/b.jsonl", ".hidden/h.jsonl", "c.csv", "deep/d.csv", "e.jsonl.bz2", "LICENSE")
+  write(tmp_path, "outside/inner/o.jsonl", "single.jsonl")
+  for name, target in {"loop": ".", "deep/up": "..", "out": "../outside", "in": "../outside/inner"}.items():
+    (root / name).symlink_to(target)
+  for name, target in {"0.jsonl": "a.jsonl", "s.jsonl": "../single.jsonl", "gone.jsonl": "nowhere"}.items():
+    (root / name).symlink_to(target)
+  os.link(root / "a.jsonl", root / "z.jsonl")
+  return root
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+def test_one_rule_for_every_kind_of_data(odd, kind):
+  names, left = found(kind, odd)
+  assert names == ["U.JSONL", "a.jsonl", "deep/b.jsonl", "in/o.jsonl", "s.jsonl"]
+  assert sorted(left.split("; ")) == [
+    f"*.bz2: 1 ({odd}/e.jsonl.bz2)",
+    f"*.csv: 2 ({odd}/c.csv, ...)",
+    f"broken links: 1 ({odd}/gone.jsonl)",
+    f"files without a suffix: 1 ({odd}/LICENSE)",
+    f"links to folders that are read already: 3 ({odd}/loop, ...)",
+    f"other names of files that are read: 2 ({odd}/z.jsonl, ...)",
+  ]
+
+
+def test_parts_and_patterns_follow_the_same_rule(odd):
+  assert found("jsonl", f"{odd}/z.jsonl;{odd};{odd}/deep/b.jsonl")[0] == found("jsonl", odd)[0]
+  names, left = found("jsonl", f"{odd}/*.jsonl")
+  assert names == ["a.jsonl", "s.jsonl"] and "broken links: 1" in left
+  # Links in circles: glob would follow them 40 levels deep, twice at each level.
+  assert found("jsonl", f"{odd}/**/*.jsonl")[0] == ["a.jsonl", "deep/b.jsonl", "in/o.jsonl", "s.jsonl"]
+  assert found("jsonl", f"{odd.parent}/*/**/[a-b].jsonl")[0] == ["a.jsonl", "deep/b.jsonl"]
+  assert found("jsonl", f"{odd}/**/in*")[0] == ["o.jsonl"]
+  with pytest.raises(ConfigError, match=r"has \*\* several times"):
+    found("jsonl", f"{odd}/**/x/**/*.jsonl")
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+def test_the_log_names_what_is_not_read(tmp_path, odd, kind):
+  lines: list[str] = []
+  places = {"dataset_cache_directory": f"{tmp_path}/cache", "max_target_length": 32}
+  cfg = DataOptions(**keys_of(kind, odd), **places)
+  for split in ("train", "eval") if kind == "text" else ("train",):
+    make_loader(cfg, vocab_size=300, global_batch_size=4, split=split, log=lines.append).close()
+  assert len([line for line in lines if line.startswith(f"Not read in {odd}: ")]) == 1, lines
+
+
+def test_upper_case_and_compressed_files_have_the_same_documents(tmp_path):
+  write(tmp_path, "one/a.jsonl")
+  (tmp_path / "two").mkdir()
+  (tmp_path / "two" / "A.JSONL.GZ").write_bytes(gzip.compress(LINES.encode()))
+  one, two = (load(tmp_path, **keys_of("jsonl", tmp_path / name)) for name in ("one", "two"))
+  assert everything(one) == everything(two)
+
+
+def test_an_empty_part_of_jsonl_has_no_documents(tmp_path):
+  write(tmp_path, "d/a.jsonl")
+  (tmp_path / "d" / "b.jsonl").touch()
+  names, left = found("jsonl", tmp_path / "d")
+  assert names == ["a.jsonl"] and left == f"empty files: 1 ({tmp_path}/d/b.jsonl)"
+
+
+def test_a_folder_without_such_files_says_what_it_has(tmp_path):
+  write(tmp_path, "d/a.parquet", "d/b.parquet")
+  with pytest.raises(ConfigError, match=r"no files with grain_file_type=jsonl \(not read: \*.parquet: 2 \("):
+    found("jsonl", tmp_path / "d")
+  with pytest.raises(ConfigError, match=r"has no text \(not read: \*.parquet: 2"):
+    found("text", tmp_path / "d")
+  with pytest.raises(
+    ConfigError, match=r"a.parquet is a file of another type than .*=jsonl.\nSet grain_file_type=parquet"
+  ):
+    found("jsonl", tmp_path / "d" / "a.parquet")
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path):
+  text = "\n".join(TEXTS)
+  for name, content in {"one": text.encode(), "two": text.encode("utf-8-sig")}.items():
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "a.txt").write_bytes(content)
+  # eval_fraction=0, because the bytes of the mark count in the split.
+  one, two = (load(tmp_path / name, eval_fraction=0.0, **keys_of("text", tmp_path / name)) for name in ("one", "two"))
+  assert everything(one) == everything(two)
+
+
+def test_the_tokenizer_command_names_what_is_not_read(tmp_path, odd, capsys):
+  keys = ["configs/base.yml", "dataset_type=text", f"dataset_path={odd}", "vocab_size=300", "eval_fraction=0"]
+  keys += [f"base_output_directory={tmp_path}", f"dataset_cache_directory={tmp_path}/cache", "--processes=1"]
+  assert tokenize.main([*keys, "--output", str(tmp_path / "tokens")]) == 0
+  assert f"Not read in {odd}: " in capsys.readouterr().out

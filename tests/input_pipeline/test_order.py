@@ -1,0 +1,159 @@
+"""The order of examples: a permutation in each epoch, as random as NumPy's, and the same for the life of a run."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from input_pipeline import order
+from input_pipeline.order import Order, permuted
+
+POWERS = [65_535, 65_536, 65_537, 1_000_000, 1_048_575, 1_048_576, 1_048_577]
+SMALL = [1, 2, 3, 5, 17, 100]
+
+
+def epoch_of(size: int, seed: int = 1, epoch: int = 0) -> np.ndarray:
+  """The corpus positions of an epoch in training order."""
+  return permuted(np.arange(size), size, seed=seed, epoch=epoch).astype(np.int64)
+
+
+def grain_order(size: int) -> np.ndarray:
+  """Like `epoch_of`, of the order with number 1."""
+  from grain.experimental import index_shuffle
+
+  return np.array([index_shuffle(place, max_index=size - 1, seed=1, rounds=4) for place in range(size)])
+
+
+def deviations(places: np.ndarray) -> dict[str, float]:
+  """By how many standard deviations of a random order it differs: neighbours at lags, and means of neighbours."""
+  size = len(places)
+  x = (places - (size - 1) / 2) / math.sqrt((size**2 - 1) / 12)
+  found = {f"lag {lag}": x[lag:] @ x[:-lag] / math.sqrt(size - lag) for lag in range(1, 65)}
+  for count in (8, 16, 32, 64, 128, 256):
+    means = x[: size // count * count].reshape(-1, count).mean(axis=1)
+    ratio = means.var() * count / (1 - (count - 1) / (size - 1))
+    found[f"means of {count}"] = (ratio - 1) / math.sqrt(2 / len(means))
+  return {name: round(float(value), 2) for name, value in found.items()}
+
+
+def outside(found: dict[str, float], bound: float = 5) -> dict[str, float]:
+  """Two in a million values of a random order lie outside."""
+  return {name: value for name, value in found.items() if abs(value) > bound}
+
+
+@pytest.mark.parametrize("size", [*POWERS, 10_007, 300_000])
+def test_neighbours_are_as_in_a_random_order(size):
+  places = epoch_of(size, epoch=size % 4)
+  assert np.bincount(places, minlength=size).tolist() == [1] * size
+  assert outside(deviations(places)) == {}
+
+
+def test_the_measure_accepts_a_random_order_and_refuses_the_order_before():
+  assert outside(deviations(np.random.default_rng(0).permutation(65_537))) == {}
+  found = outside(deviations(grain_order(65_537)))
+  assert found["lag 2"] < -90 and {"lag 1", "means of 8"} <= found.keys()
+
+
+def test_an_epoch_has_each_example_once():
+  for size in [*range(1, 300), 4095, 4096, 4097]:
+    assert sorted(epoch_of(size, seed=2**64 - 1, epoch=2**64 - 1)) == list(range(size))
+
+
+@pytest.mark.parametrize("size", [2**40 + 1, 2**62])
+def test_huge_sizes(size):
+  images = permuted(np.arange(1000) + (size - 1000), size, seed=0, epoch=0)
+  assert len(set(images.tolist())) == 1000 and (images < size).all()
+  assert abs((images / size).mean() - 0.5) < 5 / math.sqrt(12 * 1000)
+
+
+def chi_square(counts: np.ndarray) -> float:
+  """Standard deviations of the chi square of counts that should be equal."""
+  expected = counts.mean()
+  return (((counts - expected) ** 2 / expected).sum() - (counts.size - 1)) / math.sqrt(2 * (counts.size - 1))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_all_orders_of_few_examples_are_equally_frequent(size):
+  number = math.factorial(size)
+  found = Counter(tuple(epoch_of(size, epoch=epoch).tolist()) for epoch in range(10 * number))
+  assert len(found) == number and chi_square(np.array([*found.values()])) < 5
+
+
+@pytest.mark.parametrize("size", [17, 100])
+def test_every_example_comes_at_every_place_equally_often(size):
+  places = np.array([epoch_of(size, epoch=epoch) for epoch in range(1000)])
+  counts = np.array([np.bincount(column, minlength=size) for column in places.T])
+  assert abs(chi_square(counts)) < 5
+  following = np.bincount(((places[:, 1:] - places[:, :-1]) % size).ravel(), minlength=size)[1:]
+  assert chi_square(following) < 5
+
+
+@pytest.mark.parametrize("other", [{"epoch": 1}, {"seed": 2}, {"seed": 0, "epoch": 1}, {"seed": 2**63}])
+def test_epochs_and_seeds_are_independent(other):
+  size = 65_537
+  one, two = epoch_of(size), epoch_of(size, **other)
+  assert (one == two).sum() < 10  # 1 in a random order
+  scale = math.sqrt(size) * (size**2 - 1) / 12
+  one, two = one - (size - 1) / 2, two - (size - 1) / 2
+  for lag in range(-8, 9):
+    assert abs((one * np.roll(two, lag)).sum()) < 5 * scale, lag
+
+
+# ---- orders of records
+
+
+def numbers(ordered: Order, count: int) -> list[int | None]:
+  records = [ordered.record(index) for index in range(count)]
+  return [None if record is None else int(record) for record in records]
+
+
+def ordered(size: int, split: str = "train", seed: int = 0) -> Order:
+  return Order([str(number).encode() for number in range(size)], split=split, seed=seed)
+
+
+@pytest.mark.parametrize("size", [*SMALL, 255, 256, 257, 700])
+def test_every_epoch_of_records_is_another_permutation(size):
+  found = numbers(ordered(size), 3 * size)
+  epochs = [found[start : start + size] for start in range(0, 3 * size, size)]
+  assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+  assert size < 17 or len({tuple(epoch) for epoch in epochs}) == 3
+  backwards = ordered(size)
+  assert [int(backwards.record(index)) for index in reversed(range(3 * size))] == found[::-1]
+
+
+def test_seeds_have_different_orders_and_evaluation_has_one():
+  assert len({tuple(numbers(ordered(100, seed=seed), 100)) for seed in (0, 1, -1, 2**64 - 1, 2**32)}) == 5
+  evaluation = numbers(ordered(100, "eval"), 102)
+  assert evaluation == numbers(ordered(100, "eval", seed=7), 102)
+  assert sorted(evaluation[:100]) == list(range(100)) and evaluation[100:] == [None, None]
+
+
+def test_the_orders_never_change():
+  """Runs that have started with them continue with them."""
+  assert epoch_of(1000, seed=5, epoch=3)[:8].tolist() == [484, 559, 289, 493, 78, 828, 190, 668]
+  newest, first, evaluation = ordered(10), ordered(10, seed=-1), ordered(10, "eval")
+  assert numbers(newest, 20) == [7, 0, 8, 1, 2, 4, 9, 5, 3, 6, 4, 3, 9, 5, 6, 8, 0, 2, 1, 7]
+  first.use(order.FIRST)
+  assert numbers(first, 20) == [4, 8, 3, 5, 7, 2, 1, 9, 0, 6, 1, 0, 3, 7, 4, 9, 6, 2, 5, 8]
+  evaluation.use(order.FIRST)
+  assert numbers(evaluation, 11) == [0, 4, 6, 7, 8, 3, 1, 9, 5, 2, None]
+  assert first.fingerprint == (
+    "split=train seed=464350092 first=18d6613bc1d006b09c1b3e64a6887335ba91335d4976270a0136f4233b4575fc"
+  )
+  first.use(order.NEWEST)
+  assert numbers(first, 20) == numbers(ordered(10, seed=-1), 20)
+
+
+def test_a_version_of_grain_that_shuffles_differently_is_detected(monkeypatch):
+  import grain
+
+  shuffle, prints = grain.MapDataset.shuffle, []
+  for added in (0, 0, 1):
+    monkeypatch.setattr(grain.MapDataset, "shuffle", lambda self, *, seed, by=added: shuffle(self, seed=seed + by))
+    one = ordered(10)
+    one.use(order.FIRST)
+    prints.append(one.fingerprint)
+  assert prints[0] == prints[1] != prints[2]

@@ -1,0 +1,261 @@
+"""Tokenizers: exact round trips, decoding that never fails, and text that cannot produce special ids."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import string
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers as tokenizers_lib
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from input_pipeline.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_bpe, train_bpe
+from trainer.config.errors import ConfigError
+
+NAMES = ("bos_id", "eos_id", "vocab_size", "fingerprint")
+SAMPLE = Path(sysconfig.get_path("stdlib"), "argparse.py").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> dict[str, Tokenizer]:
+  return {"byte": ByteTokenizer(), "bpe": BpeTokenizer(train_bpe([SAMPLE], 512))}
+
+
+names = pytest.mark.parametrize("name", ["byte", "bpe"])
+AWKWARD = [
+  "",
+  " ",
+  "\n\n \t",
+  "\x00\x7f",
+  "na\u00efve caf\u00e9",
+  "\u65e5\u672c\u8a9e",
+  "\U0001f3f3\ufe0f\u200d\U0001f308",
+  "e\u0301",
+  "\ufeffbom",
+  "a  b   c",
+  "\r\n",
+  "<|eos|><|bos|>",
+]
+
+
+@names
+@settings(deadline=None, max_examples=200)
+@given(text=st.text())
+def test_round_trip_of_any_text(tokenizers, name, text):
+  tokenizer = tokenizers[name]
+  ids = tokenizer.encode(text)
+  assert tokenizer.decode(ids) == text
+  assert all(0 <= token < tokenizer.vocab_size for token in ids)
+  assert tokenizer.eos_id not in ids and tokenizer.bos_id not in ids
+
+
+@names
+@pytest.mark.parametrize("text", AWKWARD)
+def test_round_trip_of_awkward_text(tokenizers, name, text):
+  tokenizer = tokenizers[name]
+  ids = tokenizer.encode(text)
+  assert tokenizer.decode(ids) == text
+  assert tokenizer.eos_id not in ids and tokenizer.bos_id not in ids
+
+
+@names
+def test_batch_equals_single(tokenizers, name):
+  texts = [*AWKWARD, SAMPLE, "\ud800 lone"]
+  batch = tokenizers[name].encode_batch(texts)
+  assert [ids.tolist() for ids in batch] == [tokenizers[name].encode(text) for text in texts]
+  assert {ids.dtype for ids in batch} == {np.dtype(np.int32)}
+  assert tokenizers[name].encode_batch([]) == []
+
+
+@names
+@settings(deadline=None, max_examples=200)
+@given(ids=st.lists(st.integers(-(2**70), 2**70) | st.integers(0, 600)))
+def test_decoding_never_raises(tokenizers, name, ids):
+  assert isinstance(tokenizers[name].decode(ids), str)
+
+
+@names
+def test_decoding_leaves_specials_out(tokenizers, name):
+  tokenizer = tokenizers[name]
+  ids = [tokenizer.bos_id, *tokenizer.encode("ab"), tokenizer.eos_id, tokenizer.vocab_size + 5, *tokenizer.encode("c")]
+  assert tokenizer.decode(np.array(ids)) == "abc"
+
+
+@names
+def test_lone_surrogates_are_replaced(tokenizers, name):
+  assert tokenizers[name].decode(tokenizers[name].encode("a\ud800b")) == "a?b"
+
+
+def test_bytes_are_the_ids():
+  assert ByteTokenizer().encode("a\u00e9") == [97, 0xC3, 0xA9]
+  assert ByteTokenizer().decode([0xC3]) == "\ufffd"
+  assert ByteTokenizer().vocab_size == 258
+
+
+def test_bpe_compresses_and_is_the_same_every_time(tokenizers):
+  assert len(tokenizers["bpe"].encode(SAMPLE)) < 0.6 * len(SAMPLE)
+  assert tokenizers["bpe"].vocab_size == 512
+  again = BpeTokenizer(train_bpe([SAMPLE], 512))
+  assert again.fingerprint == tokenizers["bpe"].fingerprint != BpeTokenizer(train_bpe([SAMPLE], 513)).fingerprint
+
+
+def test_bpe_trained_on_little_text_contains_all_bytes():
+  tokenizer = BpeTokenizer(train_bpe(["x"], 4096))
+  assert tokenizer.vocab_size == 258
+  assert tokenizer.decode(tokenizer.encode("\u65e5\u672c\u8a9e\x00")) == "\u65e5\u672c\u8a9e\x00"
+
+
+def test_bpe_needs_a_vocabulary_that_holds_all_bytes():
+  with pytest.raises(ConfigError, match=r"vocab_size=257 .*at least 258"):
+    train_bpe(["x"], 257)
+
+
+def saved(tmp_path: Path, *special: str, ordinary: str = "", **changes) -> str:
+  """A file of a byte-level BPE with these special tokens, from id 0 on, and merges that make the text `ordinary`."""
+  tokenizer = tokenizers_lib.Tokenizer(models.BPE())
+  tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+  tokenizer.decoder = decoders.ByteLevel()
+  trainer = trainers.BpeTrainer(
+    special_tokens=list(special), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+  )
+  tokenizer.train_from_iterator([*ordinary.split()] * 3, trainer)
+  path = tmp_path / "tokenizer.json"
+  path.write_text(json.dumps(json.loads(tokenizer.to_str()) | changes), encoding="utf-8")
+  return str(path)
+
+
+def template(before: list[str], after: list[str]) -> dict[str, object]:
+  names = [{"SpecialToken": {"id": name, "type_id": 0}} for name in (*before, *after)]
+  single = [*names[: len(before)], {"Sequence": {"id": "A", "type_id": 0}}, *names[len(before) :]]
+  tokens = {name: {"id": name, "ids": [id], "tokens": [name]} for id, name in enumerate([*before, *after])}
+  return {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": tokens}
+
+
+@pytest.mark.parametrize(
+  ("special", "bos", "eos"),
+  [
+    (["<|begin_of_text|>", "<|end_of_text|>"], 0, 1),  # Llama 3
+    (["<unk>", "<s>", "</s>"], 1, 2),  # Llama 2
+    (["<pad>", "<eos>", "<bos>"], 2, 1),  # Gemma
+    (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], None, 0),  # Qwen3
+  ],
+)
+def test_published_names_of_special_tokens_are_found(tmp_path, special, bos, eos):
+  """The vocabularies of Qwen3 and Gemma also have <s> and </s> as ordinary tokens, which text contains."""
+  ordinary = "" if "</s>" in special else "<s> </s>"
+  tokenizer = load_bpe(saved(tmp_path, *special, ordinary=ordinary))
+  assert (tokenizer.bos_id, tokenizer.eos_id) == (bos, eos)
+  name = special[eos]
+  assert eos not in tokenizer.encode(name) and tokenizer.decode(tokenizer.encode(name)) == name
+  assert tokenizer.decode([eos]) == "" and tokenizer.decode([eos], specials=True) == name
+  if ordinary:
+    assert len(tokenizer.encode("</s>")) == len(tokenizer.encode("<s>")) == 1
+
+
+def test_tokens_with_other_names_are_named_by_the_keys(tmp_path):
+  path = saved(tmp_path, "[CLS]", "[SEP]", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<s>", ordinary="</s>")
+  with pytest.raises(ConfigError, match=r"no special token named .*</s> is an ordinary .*: \[CLS\], \[SEP\]"):
+    load_bpe(path)
+  with pytest.raises(ConfigError, match=r"eos_token=</s>: .*an ordinary token of it, which any text may contain"):
+    load_bpe(path, eos_token="</s>")
+  with pytest.raises(ConfigError, match=r"bos_token=<x>: it has no special token named <x>\. Set bos_token to one of"):
+    load_bpe(path, "<x>", "[SEP]")
+  found = [load_bpe(path, *keys) for keys in (("[CLS]", "[SEP]"), ("", "[SEP]"), ("none", "[SEP]"))]
+  found.append(load_bpe(path, "[SEP]", "<\uff5cend\u2581of\u2581sentence\uff5c>"))
+  assert [(one.bos_id, one.eos_id) for one in found] == [(0, 1), (3, 1), (None, 1), (1, 2)]
+  assert len({one.fingerprint for one in found}) == 4
+
+
+def test_the_template_says_which_tokens_surround_a_text(tmp_path):
+  names = ["[CLS]", "[SEP]", "<s>", "</s>"]
+  bert = {"type": "BertProcessing", "sep": ["[SEP]", 1], "cls": ["[CLS]", 0]}
+  bytes_only = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+  bytes_too = {"type": "Sequence", "processors": [bytes_only, template(["[CLS]"], [])]}
+  for processor, expected in [
+    (bert, (0, 1)),
+    (template(["[CLS]"], ["[SEP]"]), (0, 1)),
+    (bytes_too, (0, 3)),
+    (template([], ["[SEP]"]), (2, 1)),
+  ]:
+    tokenizer = load_bpe(saved(tmp_path, *names, post_processor=processor))
+    assert (tokenizer.bos_id, tokenizer.eos_id) == expected
+  path = saved(tmp_path, *names, post_processor=template(["[CLS]", "<s>"], []))
+  with pytest.raises(ConfigError, match=r"bos_token: its template has more than one token there, \[CLS\] <s>\."):
+    load_bpe(path)
+  assert load_bpe(path, "<s>").bos_id == 2
+
+
+def test_a_special_token_that_text_makes_is_refused(tmp_path):
+  path = saved(tmp_path, "<s>", ordinary="</s>")
+  marked = tokenizers_lib.Tokenizer.from_file(path)
+  marked.add_special_tokens(["</s>", "<eos>"])
+  marked.save(path)
+  with pytest.raises(ConfigError, match=r"eos_token=</s>: its model makes this token of ordinary text .*<s>, </s>"):
+    load_bpe(path)
+  assert load_bpe(path, eos_token="<eos>").eos_id == marked.token_to_id("<eos>")
+
+
+def test_text_does_not_become_a_special_token_of_a_unigram(tmp_path):
+  """SentencePiece has the names of its control tokens in the vocabulary, with the best score."""
+  pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((piece, -5.0) for piece in ["\u2581", *string.printable])]
+  tokenizer = tokenizers_lib.Tokenizer(models.Unigram(pieces, unk_id=0))
+  tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+  tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+  tokenizer.save(str(tmp_path / "tokenizer.json"))
+  found = load_bpe(str(tmp_path / "tokenizer.json"))
+  assert (found.bos_id, found.eos_id) == (1, 2)
+  for text in ("a </s> b", "<s>a</s>", "<s>"):
+    assert not {1, 2} & {*found.encode(text)} and found.decode(found.encode(text)) == text
+  assert found.encode(SAMPLE[:5000]) == tokenizer.encode(SAMPLE[:5000], add_special_tokens=False).ids
+
+
+def test_another_process_has_the_same_tokenizer(tokenizers, tmp_path):
+  """It prepares large data, and all data of trainer.tools.tokenize."""
+  path = saved(tmp_path, "<s>", "</s>", "[SEP]")
+  for tokenizer in (*tokenizers.values(), load_bpe(path, "none", "[SEP]")):
+    other = pickle.loads(pickle.dumps(tokenizer))
+    for text in ("<|eos|><|bos|>", "a</s>[SEP]", *AWKWARD):
+      assert other.encode(text) == tokenizer.encode(text)
+    assert [getattr(other, name) for name in NAMES] == [getattr(tokenizer, name) for name in NAMES]
+
+
+def test_a_byte_order_mark_before_the_file_is_skipped(tmp_path):
+  path = Path(saved(tmp_path, "<s>", "</s>"))
+  plain = load_bpe(str(path))
+  path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+  assert load_bpe(str(path)).fingerprint == plain.fingerprint
+
+
+def test_bad_tokenizer_files_are_named(tmp_path):
+  path = tmp_path / "tokenizer.json"
+  with pytest.raises(ConfigError, match=r"tokenizer_path=.*No such file"):
+    load_bpe(str(path))
+  path.write_text('{"version": "1.0"', encoding="utf-8")
+  with pytest.raises(ConfigError, match=r"tokenizer_path=.*tokenizer\.json: not a tokenizers JSON file"):
+    load_bpe(str(path))
+  saved(tmp_path)
+  with pytest.raises(ConfigError, match=r"no special token named .*: it has none, so add one to the file"):
+    load_bpe(str(path))
+  given = json.loads(train_bpe(["x"], 300))
+  given["model"]["dropout"] = 0.1
+  path.write_text(json.dumps(given), encoding="utf-8")
+  with pytest.raises(ConfigError, match="its model has dropout, so each preparation would give other tokens"):
+    load_bpe(str(path))
+
+
+def test_texts_are_neither_cut_nor_padded(tmp_path):
+  """Published files may ask for both, for the program that they were made for."""
+  plain = tokenizers_lib.Tokenizer.from_str(train_bpe([SAMPLE], 300))
+  plain.save(str(tmp_path / "plain.json"))
+  plain.enable_truncation(5)
+  plain.enable_padding(length=64)
+  plain.save(str(tmp_path / "cutting.json"))
+  paths = (str(tmp_path / name) for name in ("plain.json", "cutting.json"))
+  expected, found = (load_bpe(path).encode_batch([SAMPLE, "a"]) for path in paths)
+  assert len(expected[0]) > 5 and [ids.tolist() for ids in found] == [ids.tolist() for ids in expected]

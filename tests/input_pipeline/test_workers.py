@@ -1,0 +1,94 @@
+"""Processes that prepare data: same errors as in the trainer, and a lost process leaves nothing behind."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from tests.support.data_files import TEXTS, write_jsonl
+
+from input_pipeline import cache, workers
+from input_pipeline.loader import Loader, make_loader
+from input_pipeline.options import DataOptions
+from input_pipeline.tokenizer import train_bpe
+from input_pipeline.workers import WorkerLost, Workers
+from trainer import __main__
+from trainer.config.errors import ConfigError
+from trainer.run import run_data
+
+
+def opened(folder: Path, path: Path, **more: str) -> Loader:
+  keys = {"dataset_type": "grain", "grain_train_files": str(path), "grain_file_type": "jsonl", "max_target_length": 24}
+  section = DataOptions(**keys, **more, dataset_cache_directory=str(folder))
+  return make_loader(section, vocab_size=300, global_batch_size=4, split="train", log=lambda line: None)
+
+
+def test_the_same_data_and_the_same_error_as_in_this_process(tmp_path, monkeypatch):
+  good = Path(write_jsonl(tmp_path / "good", "text", TEXTS))
+  bad = tmp_path / "bad.jsonl"
+  bad.write_bytes(good.read_bytes() + b"{}\n")
+  want = opened(tmp_path / "here", good)
+  with pytest.raises(ConfigError, match=r"bad\.jsonl:42: no field") as here:
+    opened(tmp_path / "here", bad)
+  monkeypatch.setattr(workers, "_SMALL", 0)
+  found = opened(tmp_path / "there", good)
+  assert (found.fingerprint(), found.next_examples(0)) == (want.fingerprint(), want.next_examples(0))
+  with pytest.raises(ConfigError) as there:
+    opened(tmp_path / "there", bad)
+  assert str(there.value) == str(here.value)
+  entries = [sorted(path.name for path in (tmp_path / folder).iterdir()) for folder in ("here", "there")]
+  assert entries[0] == entries[1] and len(entries[0]) == 3  # of the bad file only its kind
+
+
+def test_text_with_names_of_special_tokens_is_text_in_another_process(tmp_path, monkeypatch):
+  """The tokenizer is sent there. Its library forgets how special tokens in a text are encoded."""
+  path = Path(write_jsonl(tmp_path / "data", "text", [f"{text}<|eos|>a<|bos|>" for text in TEXTS]))
+  tokenizer = tmp_path / "tokenizer.json"
+  tokenizer.write_text(train_bpe(TEXTS, 280), encoding="utf-8")
+  keys = {"tokenizer_type": "bpe", "tokenizer_path": str(tokenizer)}
+  want = opened(tmp_path / "here", path, **keys)
+  monkeypatch.setattr(workers, "_SMALL", 0)
+  found = opened(tmp_path / "there", path, **keys)
+  assert found.next_examples(0) == want.next_examples(0)
+  assert found.describe(1)["tokens"] == want.describe(1)["tokens"]
+
+
+def processes(pool: Workers) -> list[subprocess.Popen]:
+  return [worker._process for worker in pool._all]
+
+
+def test_a_process_that_is_lost_leaves_no_entry_and_no_process(tmp_path):
+  with Workers(1) as pool:
+    assert pool.call(functools.partial(int, "1"), "it reads") == 1
+    with pytest.raises(ValueError, match="invalid literal") as error:
+      pool.call(functools.partial(int, "x"), "it reads")
+    assert "in serve" in error.value.__notes__[0]  # the stack in the process
+
+    def build(folder: Path) -> None:
+      (folder / "half").write_text("")
+      pool.call(functools.partial(os._exit, 9), "it read A")
+
+    with pytest.raises(WorkerLost, match="A process ended with code 9 while it read A"):
+      cache.entry(str(tmp_path), "name", build=build, fault=lambda folder: None, log=print)
+    assert list(tmp_path.iterdir()) == []
+    answers = pool.each(lambda seconds: pool.call(functools.partial(time.sleep, seconds), "it sleeps"), [0, 600])
+    assert next(answers) == (0, None)
+  assert [process.poll() for process in processes(pool)] == [9, -signal.SIGKILL]
+  with pytest.raises(WorkerLost, match="have been stopped before it reads"):
+    pool.call(os.getpid, "it reads")
+
+
+def test_the_command_says_that_a_process_was_killed(tmp_path, monkeypatch, capsys):
+  def lost(config):
+    raise WorkerLost("A process ended with code -9 while it read A.")
+
+  monkeypatch.setattr(run_data, "check", lost)
+  keys = [f"base_output_directory={tmp_path}", "jax_cache_dir="]
+  assert __main__.main(["configs/quickstart.yml", *keys]) == __main__.FAILED
+  assert "error: A process ended with code -9 while it read A. Start again" in capsys.readouterr().err
+  assert list(tmp_path.iterdir()) == []

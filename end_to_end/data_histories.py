@@ -36,8 +36,7 @@ from hypothesis import strategies as st
 
 from input_pipeline import order
 from input_pipeline.loader import Loader, make_loader
-from input_pipeline.options import DataOptions
-from trainer.config.schema import Config
+from trainer.config.schema import Config, DataSection
 from trainer.elastic import batch_plan
 from trainer.run import run_data
 
@@ -130,7 +129,7 @@ def configured(folder: Path, data: Data, allowed: str = "") -> Config:
   entries = {name: entry | {"path": f"{folder}/{name}.jsonl"} for name, entry in data.sources.items()}
   path.write_text(json.dumps(entries))
   files = next(iter(entries.values()))["path"] if data.alone else ""
-  section = DataOptions(
+  section = DataSection(
     dataset_type="grain", grain_file_type="jsonl", packing=data.packing, max_target_length=data.length,
     grain_train_files=files, grain_train_mixture_config_path="" if data.alone else str(path),
     data_shuffle_seed=data.seed, dataset_cache_directory=str(folder / "cache"), max_bad_records=max(BAD),

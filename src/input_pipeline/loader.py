@@ -285,7 +285,7 @@ def open_eval_sets(
   """
   found = []
   for name, options in sets.items():
-    place = f"{name} of eval_sets={cfg.eval_sets}"
+    place = f"evaluation set {name}"
     with _naming(place):
       found.append(_Found(options, {"eval": datasets.find(options)["train"]}, place))
   sources = _open_all(found, vocab_size, 0, "eval", log, tokenizer)

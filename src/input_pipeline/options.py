@@ -1,4 +1,4 @@
-"""What an input pipeline reads, and how. The trainer's configuration has these options as its section `data`.
+"""What a loader reads, and how. The trainer has these options as configuration keys, with the same names.
 
 Only pydantic is imported. Where MaxText has an option, it has MaxText's name.
 """
@@ -33,12 +33,6 @@ class DataOptions(BaseModel):
   also at addresses such as gs://BUCKET/data."""
   grain_eval_files: str = ""
   """dataset_type=grain: files for evaluation, named like grain_train_files. Empty: no evaluation."""
-  eval_sets: str = ""
-  """A YAML or JSON file of named sets that are evaluated besides the evaluation data of the keys above; docs/data.md
-  describes it."""
-  grain_train_mixture_config_path: str = ""
-  """dataset_type=grain: a YAML or JSON file of weighted sources to train on, instead of grain_train_files; docs/data.md
-  describes it."""
   grain_file_type: Literal[
     "arrayrecord",
     "arrayrecord_text",
@@ -84,8 +78,6 @@ class DataOptions(BaseModel):
   <|endoftext|>, </s> or <eos> if it is special."""
   max_target_length: int = Field(1024, ge=1, le=2**27)
   """T: tokens of one training example."""
-  per_device_batch_size: float = Field(1.0, gt=0, le=1_000_000)
-  """Examples per device in one micro-batch. Times the devices of a slice it must be a whole number of at least 1."""
   data_shuffle_seed: int = Field(0, ge=-(2**63), le=2**64 - 1)
   """Seed of the order of examples."""
   reuse_example_batch: int = Field(0, ge=0, le=1)

@@ -20,6 +20,7 @@ from input_pipeline.loader import make_loader
 from input_pipeline.options import DataOptions
 from trainer.config import mixture
 from trainer.config.errors import ConfigError
+from trainer.config.schema import DataSection
 from trainer.tools.tokenize import part as part_lib
 
 BAD = 17  # the number of the bad record
@@ -173,7 +174,7 @@ def test_a_mixture_counts_the_bad_records_of_all_sources(tmp_path):
   (tmp_path / "mixture.yml").write_text(
     json.dumps({name: keys | {"weight": 1, "train_data_columns": "body"} for name, keys in sources.items()})
   )
-  cfg = DataOptions(
+  cfg = DataSection(
     dataset_type="grain", grain_train_mixture_config_path=f"{tmp_path}/mixture.yml", max_target_length=24,
     dataset_cache_directory=f"{tmp_path}/cache", max_bad_records=1,
   )  # fmt: skip

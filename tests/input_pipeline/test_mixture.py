@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from input_pipeline.loader import Loader, check, make_loader
-from input_pipeline.options import DataOptions
 from input_pipeline.schedule import Schedule, shares
 from trainer.config import mixture as mixture_file
 from trainer.config.errors import ConfigError
 from trainer.config.load import load as config_load
+from trainer.config.schema import DataSection
 
 LENGTH, VOCAB = 8, 400_000
 
@@ -72,16 +72,16 @@ def write(folder: Path, name: str, documents: int, first: int) -> str:
   return str(folder / f"{name}.jsonl")
 
 
-def section(folder: Path, sources: dict[str, dict], **keys) -> DataOptions:
+def section(folder: Path, sources: dict[str, dict], **keys) -> DataSection:
   path = folder / "mixture.yml"
   path.write_text(json.dumps(sources))  # JSON is YAML
-  return DataOptions(
+  return DataSection(
     dataset_type="grain", grain_file_type="jsonl", grain_train_mixture_config_path=str(path),
     max_target_length=LENGTH, dataset_cache_directory=str(folder / "cache"), **{"packing": "none", **keys},
   )  # fmt: skip
 
 
-def opened(cfg: DataOptions, vocab_size: int, batch: int) -> Loader:
+def opened(cfg: DataSection, vocab_size: int, batch: int) -> Loader:
   """The training loader of a mixture."""
   return make_loader(
     cfg, vocab_size=vocab_size, global_batch_size=batch, split="train", mixture=mixture_file.read(cfg),

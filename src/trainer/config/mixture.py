@@ -9,6 +9,7 @@ from input_pipeline.options import DataOptions, MixtureEntry
 from trainer.config import files
 from trainer.config.errors import ConfigError, Problems, did_you_mean, shorten
 from trainer.config.keys import all_keys, convert
+from trainer.config.schema import DataSection
 
 # The keys of a source by its dataset_type. All other data keys hold for the whole mixture.
 _SOURCE_KEYS = {
@@ -23,7 +24,7 @@ EVAL_DATA = "eval"
 """Name of the evaluation data that other keys than eval_sets give."""
 
 
-def read(data: DataOptions) -> list[MixtureEntry]:
+def read(data: DataSection) -> list[MixtureEntry]:
   """The sources of data.grain_train_mixture_config_path, in the order of the file; [] if the run has no mixture.
 
   The file is YAML or JSON: a mapping from names to mappings with `weight`, optionally `epochs` and dataset_type, and
@@ -47,7 +48,7 @@ def read(data: DataOptions) -> list[MixtureEntry]:
   return entries
 
 
-def read_eval_sets(data: DataOptions) -> dict[str, DataOptions]:
+def read_eval_sets(data: DataSection) -> dict[str, DataOptions]:
   """{name: the data keys of the set} of data.eval_sets, in the order of the file; {} if it is empty.
 
   The file is like the file of a mixture, without weights and epochs: the key that names training data names the
@@ -58,7 +59,7 @@ def read_eval_sets(data: DataOptions) -> dict[str, DataOptions]:
   path = files.find(data.eval_sets, files.search_folders(), "file of eval_sets")
   groups = files.read_groups(path)
   problems = Problems()
-  sets = {}
+  sets: dict[str, DataOptions] = {}
   for name, (written, origin) in groups.items():
     with problems.collect():
       if name == EVAL_DATA:
@@ -80,7 +81,7 @@ def _scalars(written: dict[str, tuple[str | None, str]]) -> dict[str, tuple[str,
   return given
 
 
-def _entry(name: str, written: dict[str, tuple[str | None, str]], origin: str, data: DataOptions) -> MixtureEntry:
+def _entry(name: str, written: dict[str, tuple[str | None, str]], origin: str, data: DataSection) -> MixtureEntry:
   """The source `name` from its part of the file."""
   given = _scalars(written)
   if "weight" not in given:
@@ -91,8 +92,8 @@ def _entry(name: str, written: dict[str, tuple[str | None, str]], origin: str, d
 
 
 def _section(
-  name: str, given: dict[str, tuple[str, str]], origin: str, data: DataOptions, others: tuple[str, ...]
-) -> DataOptions:
+  name: str, given: dict[str, tuple[str, str]], origin: str, data: DataSection, others: tuple[str, ...]
+) -> DataSection:
   """The data keys of the source `name`. others: keys that it may have besides these, for the message."""
   kind = "grain"
   if "dataset_type" in given:

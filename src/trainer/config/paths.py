@@ -14,7 +14,7 @@ from input_pipeline.folders import LeftOut, as_path
 from input_pipeline.options import DataOptions
 from trainer.config import mixture
 from trainer.config.errors import ConfigError, Problems, how_to_install, shorten
-from trainer.config.schema import Config, ObserveSection
+from trainer.config.schema import Config, DataSection, ObserveSection
 
 # The packages of which one is needed to write to each kind of address. Other object stores are refused: whether commits
 # are reliable there is untested.
@@ -61,6 +61,7 @@ def check(config: Config, problems: Problems) -> None:
           f"{given}: needs the package {package}, which is not installed.\n{how_to_install(extra)}, or remove the key."
         )
   if data.dataset_type != "synthetic":
+    _check_training_files(data, problems)
     _check_data(data, problems)
     _check_eval_sets(config, problems)
 
@@ -89,6 +90,15 @@ def _check_parameters(config: Config) -> None:
       f"load_parameters_path={shorten(place)}: there is no such folder.\n"
       "Give a Hugging Face folder, RUN_DIR or RUN_DIR@STEP."
     )
+
+
+def _check_training_files(data: DataSection, problems: Problems) -> None:
+  """With dataset_type=grain, files or a mixture are given, and the sources of the mixture can be read."""
+  with problems.collect():
+    for entry in mixture.read(data):
+      _check_part(f"source {entry.name} of the mixture", entry.options, problems)
+  if data.dataset_type == "grain" and not data.grain_train_files and not data.grain_train_mixture_config_path:
+    problems.add(["dataset_type=grain: needs files to train on.\nSet grain_train_files."])
 
 
 def _check_eval_sets(config: Config, problems: Problems) -> None:
@@ -120,11 +130,6 @@ def _check_data(data: DataOptions, problems: Problems) -> None:
           if getattr(data, name):
             _check_text(name, getattr(data, name))
     case "grain":
-      with problems.collect():
-        for entry in mixture.read(data):
-          _check_part(f"source {entry.name} of the mixture", entry.options, problems)
-        if not data.grain_train_files and not data.grain_train_mixture_config_path:
-          raise ConfigError("dataset_type=grain: needs files to train on.\nSet grain_train_files.")
       for name in ("grain_train_files", "grain_eval_files"):
         with problems.collect():
           if value := getattr(data, name):

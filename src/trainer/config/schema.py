@@ -1,6 +1,6 @@
 """Every configuration key with its section, type, range, default and meaning.
 
-A key is declared only here; those of the section `data` are declared in input_pipeline/options.py.
+A key is declared only here; most of those of the section `data` are options of input_pipeline.
 
 Keys are flat on the command line and in YAML (`steps=100`). In the code they are grouped in sections, and a component
 receives its own section. Where MaxText has a key, the key has MaxText's name. No JAX here: `--help` must stay fast.
@@ -244,6 +244,19 @@ class ModelSection(Section):
   @property
   def num_decoder_layers(self) -> int:
     return self.base_num_decoder_layers * self._scales[2]
+
+
+class DataSection(DataOptions):
+  """The training and evaluation data. A batch is a pure function of (seed, step)."""
+
+  grain_train_mixture_config_path: str = ""
+  """dataset_type=grain: a YAML or JSON file of weighted sources to train on, instead of grain_train_files; docs/data.md
+  describes it."""
+  eval_sets: str = ""
+  """A YAML or JSON file of named sets that are evaluated besides the evaluation data of the keys above; docs/data.md
+  describes it."""
+  per_device_batch_size: float = Field(1.0, gt=0, le=1_000_000)
+  """Examples per device in one micro-batch. Times the devices of a slice it must be a whole number of at least 1."""
 
 
 class ParallelismSection(Section):
@@ -493,7 +506,7 @@ class Config(Section):
 
   run: RunSection = RunSection()
   model: ModelSection = ModelSection()
-  data: DataOptions = DataOptions()
+  data: DataSection = DataSection()
   parallelism: ParallelismSection = ParallelismSection()
   optimizer: OptimizerSection = OptimizerSection()
   checkpoint: CheckpointSection = CheckpointSection()

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel
 
-from input_pipeline.options import DataOptions
 from trainer.config import compiler_flags, resume, rules
 from trainer.config.counts import examples_per_slice, parameter_count, valid_batch_sizes
 from trainer.config.errors import Problems, did_you_mean, shorten
@@ -19,6 +18,7 @@ from trainer.config.schema import (
   CheckpointSection,
   ClusterSection,
   Config,
+  DataSection,
   ElasticSection,
   ModelSection,
   ObserveSection,
@@ -189,7 +189,7 @@ def _effects(section: BaseModel) -> Iterator[str]:
         )
 
 
-def _data(data: DataOptions, model: ModelSection) -> Iterator[str]:
+def _data(data: DataSection, model: ModelSection) -> Iterator[str]:
   if data.max_target_length > model.max_position_embeddings:
     yield (
       f"max_target_length={data.max_target_length}: model {model.model_name} allows at most "
@@ -254,7 +254,7 @@ def _parallelism(parallelism: ParallelismSection, cluster: ClusterSection, model
     yield from rules.group_fits(rules.group_sizes(parallelism, group), group, total)
 
 
-def _batch(data: DataOptions, parallelism: ParallelismSection, cluster: ClusterSection) -> Iterator[str]:
+def _batch(data: DataSection, parallelism: ParallelismSection, cluster: ClusterSection) -> Iterator[str]:
   """A slice's share of a micro-batch is whole, and splits over the batch axes inside the slice."""
   devices = cluster.devices_per_slice
   if not devices:
@@ -385,7 +385,7 @@ def _faults(elastic: ElasticSection, checkpoint: CheckpointSection) -> Iterator[
     yield f"fault_injection={text}: ckpt_kill interrupts a checkpoint.\nAdd enable_checkpointing=true."
 
 
-def _observe(observe: ObserveSection, data: DataOptions, steps: int) -> Iterator[str]:
+def _observe(observe: ObserveSection, data: DataSection, steps: int) -> Iterator[str]:
   last = observe.skip_first_n_steps_for_profiler + observe.profiler_steps
   if observe.profiler and last > steps:
     yield (

@@ -7,6 +7,7 @@ would stay for the whole run.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -155,6 +156,9 @@ class _Worker:
 def serve(descriptor: int) -> None:
   """Body of a process: calls the functions that arrive, until it is killed or the process that started it has ended."""
   threading.Thread(target=_end_with_parent, daemon=True).start()
+  for stream in (sys.stdout, sys.stderr):
+    if isinstance(stream, io.TextIOWrapper):  # None if it is closed
+      stream.reconfigure(errors="backslashreplace")  # the name of a file may have what the encoding lacks
   channel = connection.Connection(descriptor)
   while True:
     function, reports = channel.recv()

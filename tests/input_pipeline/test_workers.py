@@ -6,6 +6,7 @@ import functools
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -81,6 +82,30 @@ def test_a_process_that_is_lost_leaves_no_entry_and_no_process(tmp_path):
   assert [process.poll() for process in processes(pool)] == [9, -signal.SIGKILL]
   with pytest.raises(WorkerLost, match="have been stopped before it reads"):
     pool.call(os.getpid, "it reads")
+
+
+PRINTING = """
+import functools, sys
+from input_pipeline import progress, workers
+with workers.Workers(1) as pool:
+  pool.call(functools.partial(progress.tell, "Preparing caf\\u00e9 \\udce9"), "it prints")
+  pool.call(functools.partial(progress.tell, "again"), "it prints")
+sys.stderr.write("done")
+"""
+
+
+def test_neither_a_lost_terminal_nor_an_odd_name_ends_the_work(tmp_path):
+  """The read end of its pipe is closed; or its encoding is ASCII."""
+  closed, ours = os.pipe()
+  os.close(closed)
+  environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+  run = functools.partial(subprocess.run, [sys.executable, "-c", PRINTING], stderr=subprocess.PIPE, env=environment)
+  lost = run(stdout=ours, timeout=60)
+  os.close(ours)
+  assert (lost.returncode, lost.stderr) == (0, b"done")
+  shown = run(stdout=subprocess.PIPE, timeout=60)
+  assert (shown.returncode, shown.stderr) == (0, b"done")
+  assert b"Preparing caf\\xe9 \\udce9\n" in shown.stdout and shown.stdout.endswith(b"again\n")
 
 
 def test_the_command_says_that_a_process_was_killed(tmp_path, monkeypatch, capsys):

@@ -55,6 +55,24 @@ def test_nan_is_written_as_strict_json_and_read_back(tmp_path):
   assert math.isnan(only["loss"]) and only["grad_norm"] == math.inf and only["skipped"] is True
 
 
+def test_lines_that_another_program_has_changed_end_no_run(tmp_path):
+  """A line without a step ended the next start of the run with a KeyError."""
+  out = open_metrics(tmp_path)
+  out.write(record(1, loss=2.0))
+  out.close()
+  odd = ["5", "{}", '{"step": "x", "loss": 1.0}', '{"step": [1], "loss": 1.0}', '{"step": 1, "eval_losses": 3}']
+  (tmp_path / "metrics.jsonl").open("a").write("\n".join([*odd, '{"step": 2, "loss": "x", "lr": [1]}', ""]))
+  assert metrics.eval_loss(str(tmp_path), 1, ["a"], "a") is None
+  again = open_metrics(tmp_path)
+  assert again.recorded_step() == 0
+  again.write(record(2, loss=1.5))
+  assert again.recorded_step() == 2
+  again.close()
+  assert [r.get("loss") for r in metrics.read_metrics(str(tmp_path))] == [2.0, 1.5]
+  (tmp_path / "events.jsonl").write_text('{}\n5\n{"kind": 5}\n{"kind": "fault_injected"}\n')
+  assert events.read_events(str(tmp_path)) == [{"kind": "fault_injected"}]
+
+
 def test_the_history_is_the_last_time_each_step_was_done(tmp_path):
   out = open_metrics(tmp_path)
   for step, loss in [(0, 5.0), (1, 4.0), (2, 3.0), (3, 2.0)]:

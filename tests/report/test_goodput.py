@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 
 import pytest
@@ -10,7 +11,7 @@ from tests.support.command import without_times
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ObserveSection
 from trainer.observe import events, log, metrics
-from trainer.report import goodput, history, incidents
+from trainer.report import goodput, history, incidents, page
 
 
 class Life:
@@ -214,6 +215,28 @@ def test_a_damaged_record_of_a_step_is_passed_over(tmp_path, field):
   run = history.load(str(tmp_path / "a"))
   assert run.steps["step"].tolist() == [1, 3] and run.total_slices == 3
   assert sum(goodput.compute(run)["percent"].values()) == pytest.approx(100)
+
+
+def test_no_wrong_value_in_a_record_ends_the_report(tmp_path):
+  """Every field of every kind of record, with values of other types: only the value or its record is left out."""
+  fake_run.elastic_run(tmp_path / "a")
+  changed = 0
+  for name in ("metrics.jsonl", "events.jsonl"):
+    path = tmp_path / "a" / name
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    kinds = {(record.get("kind"), "loss" in record): index for index, record in enumerate(records)}
+    fields = [(index, field) for index in kinds.values() for field in records[index]]
+    for number, (index, field) in enumerate(fields):
+      wrong = ["x", [1], {"a": 1}, math.inf, None][number % 5]
+      path.write_text(
+        "".join(json.dumps(r | {field: wrong} if i == index else r) + "\n" for i, r in enumerate(records))
+      )
+      run = history.load(str(tmp_path / "a"))
+      assert len(run.rows) >= 60 and page.sections_of(run, goodput.compute(run), "", 1.0)
+      assert len(metrics.read_metrics(str(tmp_path / "a"))) >= 59
+      changed += 1
+    path.write_text("\n".join(map(json.dumps, records)))
+  assert changed > 60
 
 
 @pytest.mark.parametrize("ends", [{}, {"exit": None}])

@@ -214,7 +214,7 @@ def check(cluster: Cluster, cfg: ElasticSection, steps: int) -> list[Fault]:
 def _injector(cluster: Cluster, faults: list[Fault], events: EventLog, clock: Callable[[], float]) -> FaultInjector:
   """What still has to be made of the run's `faults` in this process: a fault happens once per run, not per process."""
   if faults and events.run_directory is not None:
-    before = [record["fault"] for record in read_events(events.run_directory) if record["kind"] == "fault_injected"]
+    before = [record.get("fault") for record in read_events(events.run_directory) if record["kind"] == "fault_injected"]
     for fault in list(faults):
       if str(fault) in before:
         before.remove(str(fault))

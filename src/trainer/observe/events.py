@@ -60,7 +60,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from trainer.observe import files
@@ -129,7 +129,7 @@ class EventLog:
   def take_over(self, run_directory: str) -> None:
     """This process is the primary from now on: it writes the records that follow, and those of losses and returns that
     the primary before it did not live to write."""
-    known = {_identity(record) for record in files.read_last_json_lines(run_directory, EVENTS_FILE)}
+    known = {_identity(record) for record in _named(files.read_last_json_lines(run_directory, EVENTS_FILE))}
     with self._lock:
       self.directory, self._lines = run_directory, files.open_lines(run_directory, EVENTS_FILE)
       for record in self._unwritten:
@@ -157,8 +157,13 @@ def _identity(record: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def read_events(run_directory: str) -> list[dict[str, Any]]:
-  """All records of a run in the order in which they were written; a line cut short by a kill is skipped."""
-  return list(files.read_json_lines(run_directory, EVENTS_FILE))
+  """All records of a run in the order in which they were written. Lines that a kill has cut short, or that another
+  program has changed so that they name no kind of event, are skipped."""
+  return list(_named(files.read_json_lines(run_directory, EVENTS_FILE)))
+
+
+def _named(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+  return (record for record in records if isinstance(record.get("kind"), str))
 
 
 def without_refused(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

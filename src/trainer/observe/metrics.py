@@ -8,7 +8,7 @@ import functools
 import itertools
 import json
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -177,7 +177,7 @@ class Metrics:
     return 0 if last == self._before else int(last.get("step", 0))
 
   def _last_records(self) -> list[dict[str, Any]]:
-    return _standing(list(files.read_last_json_lines(self._run_directory, METRICS_FILE)))
+    return _standing(_sound(files.read_last_json_lines(self._run_directory, METRICS_FILE)))
 
   def take_over(self) -> list[StepRecord]:
     """This process is the primary from now on. Returns the steps that nobody had recorded, now recorded here."""
@@ -311,23 +311,38 @@ def eval_loss(
   for line in files.read_lines(run_directory, METRICS_FILE):
     if f'"step": {step},' in line:  # parse only the lines of this step: a long run has a million others
       with contextlib.suppress(json.JSONDecodeError):  # cut short by a kill
-        newest = json.loads(line)
+        value = json.loads(line)
+        newest = value if isinstance(value, dict) else newest
   # A record of a single set does not name it.
   losses = newest.get("eval_losses", {main: newest["eval_loss"]} if "eval_loss" in newest else {})
-  complete = losses.keys() >= set(sets) and (not has_scores or "scores" in newest)
-  return float(losses[main]) if complete else None
+  complete = isinstance(losses, dict) and losses.keys() >= set(sets) and (not has_scores or "scores" in newest)
+  return number(losses[main]) if complete else None
+
+
+def number(value: Any) -> float | None:
+  """A number of a record, which may be the text "nan" or "inf"; None for everything else."""
+  with contextlib.suppress(TypeError, ValueError, OverflowError):
+    return float(value)
+  return None
 
 
 def read_records(run_directory: str) -> list[dict[str, Any]]:
   """Every record of metrics.jsonl in the order in which it was written, steps that were done again included."""
-  numeric = {field.name for field in dataclasses.fields(StepRecord)} | {"eval_loss"}
-  records = []
-  for record in files.read_json_lines(run_directory, METRICS_FILE):
-    for key in numeric & record.keys():
-      if isinstance(record[key], str):  # "nan", "inf"
-        record[key] = float(record[key])
-    records.append(record)
-  return records
+  return _sound(files.read_json_lines(run_directory, METRICS_FILE))
+
+
+def _sound(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+  """The records with a step. What another program has changed is left out: records without one, and wrong values."""
+  numbers = {field.name for field in dataclasses.fields(StepRecord)} - {"examples", "slice_seconds"} | {"eval_loss"}
+  sound = [record for record in records if isinstance(record.get("step"), int)]
+  for record in sound:
+    for name in numbers & record.keys():
+      value = record[name]
+      if isinstance(value, str):  # "nan", "inf"
+        record[name] = value = number(value)
+      if not isinstance(value, int | float | None):
+        del record[name]
+  return sound
 
 
 def given_up(steps: Sequence[float] | np.ndarray, completed: Sequence[bool] | np.ndarray) -> np.ndarray:

@@ -184,7 +184,7 @@ def _claims_of_life(life: _Life) -> tuple[_Claims, int, int]:
   claims: _Claims = collections.defaultdict(list)
   step_ends = (wall + life.rows["monotonic"] - first) * 1e6
   step_begins = step_ends - 1e6 * life.rows["seconds"]
-  data_ends = np.minimum(step_ends, step_begins + 1e6 * np.nan_to_num(life.rows["data_wait"]))
+  data_ends = np.minimum(step_ends, step_begins + 1e6 * np.nan_to_num(life.rows["data_wait"], posinf=0.0))
   _claim(claims, "steps", step_begins[~life.redone], step_ends[~life.redone])
   _claim(claims, "steps_lost", step_begins[life.redone], step_ends[life.redone])
   _claim(claims, "data_wait", step_begins, data_ends)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from trainer.config.errors import ConfigError
 from trainer.observe import files
 from trainer.observe.events import read_events, without_refused
-from trainer.observe.metrics import METRICS_FILE, flat_scores, given_up
+from trainer.observe.metrics import METRICS_FILE, flat_scores, given_up, number
 
 Events = list[dict[str, Any]]
 
@@ -31,6 +32,18 @@ _ROW = np.dtype(
     ("completed", np.bool_),  # the record of a completed step, not of an evaluation
   ]
 )
+
+# The types of the fields of events that the report computes with or looks into, besides seconds and *_seconds. All
+# others it only shows.
+_NUMBER, _DICT, _TEXT = int | float | None, dict | None, str | None
+_TYPES: dict[str, Any] = {
+  **dict.fromkeys(("chip_hour_price", "devices", "num_slices", "parameters", "slices_after", "vocab_size"), _NUMBER),
+  **dict.fromkeys(("step", "step_after", "step_before", "steps", "steps_lost", "tokens_lost"), _NUMBER),
+  **dict.fromkeys(("tokens_per_step", "unigram_entropy", "unigram_eval_loss"), _NUMBER),
+  **dict.fromkeys(("config", "data", "origins", "versions"), _DICT),
+  **dict.fromkeys(("command", "device_kind", "error", "git_commit", "host", "platform", "reason", "tier"), _TEXT),
+  "time": _TEXT,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +131,7 @@ class Run:
 
 def load(run_directory: str) -> Run:
   """Reads a run directory, local or gs://. ConfigError if it holds no records of a run."""
-  events = without_refused([event for event in read_events(run_directory) if _is_event(event)])
+  events = without_refused([_cleaned(event) for event in read_events(run_directory) if _is_event(event)])
   processes = {process: index for index, process in enumerate(dict.fromkeys(event["process"] for event in events))}
   losses: list[dict[str, float]] = []
   scores: list[dict[str, float]] = []
@@ -159,15 +172,30 @@ def _not_a_run(run_directory: str) -> str:
 
 def _is_record(record: dict[str, Any]) -> bool:
   """Whether a record has what every record has."""
-  clocks = isinstance(record.get("wall"), int | float) and isinstance(record.get("monotonic"), int | float)
-  return clocks and isinstance(record.get("process"), str)
+  return _is_finite(record, "wall", "monotonic") and isinstance(record.get("process"), str)
+
+
+def _is_finite(record: dict[str, Any], *names: str) -> bool:
+  """Whether these fields of a record are finite numbers."""
+  return all(isinstance(record.get(name), int | float) and math.isfinite(record[name]) for name in names)
 
 
 def _is_event(record: dict[str, Any]) -> bool:
   """Whether a record has what every event has, and a run_end its exit code."""
-  if not _is_record(record) or "kind" not in record:
+  if not _is_record(record) or not isinstance(record.get("kind"), str):
     return False
   return record["kind"] != "run_end" or isinstance(record.get("exit"), int)
+
+
+def _cleaned(event: dict[str, Any]) -> dict[str, Any]:
+  """The event without the fields whose values have another type than the trainer writes, or are not finite."""
+  return {name: value for name, value in event.items() if _fits(name, value)}
+
+
+def _fits(name: str, value: Any) -> bool:
+  if name not in _TYPES and not name.endswith("seconds"):
+    return True
+  return isinstance(value, _TYPES.get(name, _NUMBER)) and (not isinstance(value, float) or math.isfinite(value))
 
 
 def _rows(
@@ -179,14 +207,22 @@ def _rows(
   """
   for record in files.read_json_lines(run_directory, METRICS_FILE):
     needed = ("step", "seconds", "slices") if "loss" in record else ("step",)
-    if not _is_record(record) or not all(isinstance(record.get(name), int | float) for name in needed):
+    if not _is_record(record) or not _is_finite(record, *needed):
       continue  # damaged: a line that a program other than the trainer has changed
     process = processes.setdefault(record["process"], len(processes))
     if "loss" not in record:
-      sets = record.get("eval_losses") or {}
+      sets = record.get("eval_losses")
+      sets = sets if isinstance(sets, dict) else {}
       losses.append({name: loss for name, loss in sets.items() if isinstance(loss, int | float)})
-      scores.append(flat_scores(record))
-    yield (*map(record.get, _NUMBERS), process, "loss" in record)
+      scores.append(flat_scores(record) if _are_scores(record.get("scores", {})) else {})
+    numbers = [number(record.get(name)) for name in _NUMBERS]
+    yield (*(math.nan if x is None else x for x in numbers), process, "loss" in record)
+
+
+def _are_scores(value: Any) -> bool:
+  """Whether `value` is {task: {metric: number}}."""
+  tasks = value.values() if isinstance(value, dict) else [None]
+  return all(isinstance(task, dict) and all(isinstance(x, int | float) for x in task.values()) for task in tasks)
 
 
 def _by_name(values: Sequence[dict[str, float]]) -> dict[str, np.ndarray]:

@@ -120,7 +120,7 @@ def _resize(run: Run, event: dict[str, Any], recovery: dict[str, Any]) -> Incide
   what = f"{_change(event)} Training continued on {_count(after, 'slice')}"
   source = _SOURCES.get(str(recovery.get("tier")))
   what += f", from {source}." if source else "."
-  if lost > 0:
+  if lost > 0 and recovery.get("step_after") is not None:
     first = int(recovery["step_after"]) + 1
     again = f"Step {first} was" if lost == 1 else f"Steps {first} to {first + lost - 1} were"
     what += f" {again} done again."

@@ -1,4 +1,4 @@
-"""SIGTERM: one request, what a second signal does, and that two processes agree on the step at which they save and end."""
+"""SIGTERM: one request, the step at which two processes agree to save and end, and what a second signal does."""
 
 from __future__ import annotations
 

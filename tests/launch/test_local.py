@@ -112,7 +112,7 @@ def test_a_slice_whose_weights_are_damaged_is_replaced_before_its_sums_count(und
   assert "Member 0 is ended: it has computed 'step 20' with other weights than the other members." in run.printed
 
 
-@pytest.mark.soak  # test_agent.py loses the supervisor, test_emergency.py all processes, test_ends.py asks all to end
+@pytest.mark.soak  # test_agent.py loses the supervisor, checkpoint/test_kill.py all processes, test_ends.py ends all
 def test_every_end_of_the_whole_run_is_followed_by_the_same_run(undisturbed, compiled, server, tmp_path):
   """SIGTERM to the supervisor, its loss, and the loss of all processes: the same command continues each time."""
   run = ProcessRun(tmp_path, [*KEYS, compiled], environment=SLOW, server=server)

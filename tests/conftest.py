@@ -64,9 +64,11 @@ def server(pytestconfig) -> Iterator[StandaloneServer]:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory) -> Path:
-  """A folder that every worker of pytest sees."""
+  """A folder that every worker of pytest sees. .ci/run names one for the default and the slow tests: what both need,
+  such as compiled programs, the undisturbed run of the launchers and the wheel, is made once."""
   base = tmp_path_factory.getbasetemp()
-  folder: Path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+  given = os.environ.get("TRAINER_TESTS_SHARED")
+  folder = Path(given) if given else (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
   folder.mkdir(exist_ok=True)
   return folder
 

@@ -99,10 +99,8 @@ def sums(built: Compiled) -> tuple[list, np.ndarray]:
   return jax.device_get(scalars), built.layout.to_host(parts).read(0, built.layout.size)
 
 
-MICRO_BATCHES = pytest.param("tied", marks=pytest.mark.slow)  # the first case of several micro-batches
-
-
-@pytest.mark.parametrize("name", [*few(["fsdp"], [name for name in CASES if name != "tied"]), MICRO_BATCHES])
+# test_zigzag.py has several micro-batches of a model with tied tables.
+@pytest.mark.parametrize("name", few(["fsdp"], CASES))
 def test_several_programs_give_the_sums_of_one(name):
   """The same bits; with tensor and context parallelism, the compiler chooses the order of some sums in each program."""
   one, several = compiled(name, 1), compiled(name, CASES[name]["stages"])

@@ -1,8 +1,8 @@
-"""SIGTERM: one request, and what a second signal does. That several processes agree on the step at which they save and
-end is shown in test_processes.py."""
+"""SIGTERM: one request, the step at which two processes agree to save and end, and what a second signal does."""
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 
@@ -39,6 +39,16 @@ def test_switched_off_there_is_no_request(key):
   signals = Signalled()
   signals.noticed = True
   assert not Preemption(CheckpointSection(**{key: False}), SINGLE_WORLD, signals).requested(1)
+
+
+@pytest.mark.timeout(600)
+def test_sigterm_to_one_of_two_processes_stops_both_at_the_same_step(server, tmp_path):
+  processes = Processes(server, "preempted", tmp_path, 2)
+  processes.wait_for_text(1, "step 5\n")
+  processes.processes[1].send_signal(signal.SIGTERM)
+  stops = [re.findall(r"stopped at (\d+), committed (\d+)", text) for text in processes.finish()]
+  assert len(stops[0]) == 1 and stops[0] == stops[1]
+  assert stops[0][0][0] == stops[0][0][1]
 
 
 @pytest.mark.timeout(600)

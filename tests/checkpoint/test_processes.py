@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(600)  # seconds on a quiet machine, minutes on 
 SCENARIOS = "losses,persistent,count_bytes,save_shared,preempted"
 
 
-@pytest.mark.soak  # the longest of all; test_stopping.py has two processes
+@pytest.mark.soak  # the longest of all; test_preemption.py has two processes
 def test_four_processes(server, tmp_path):
   """Lost hosts and slices, the persistent tier, bytes read, worlds of other sizes, and SIGTERM to one process."""
   processes = Processes(server, SCENARIOS, tmp_path, 4)

@@ -103,7 +103,7 @@ def test_an_evaluation_due_at_the_step_of_a_sigterm_is_done_once_after_the_resum
   assert run.losses()
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # test_preemption.py has two processes with a smaller state
 def test_sigterm_to_one_of_two_processes_stops_both_at_the_same_step(make):
   run = make(f"steps={ENDLESS}", "checkpoint_period=1000000", "num_slices=2")
   # Processes of a JAX world do not share compiled programs: each of the two compiles.

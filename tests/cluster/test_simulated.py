@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.support.clock import Clock
-from tests.support.seeds import few
 
 from trainer import cluster
 from trainer.cluster import joined_processes
@@ -349,8 +348,7 @@ def test_an_sbatch_script_outside_of_srun_is_one_process():
   assert joined_processes.join(ClusterSection(), of_slurm(0, 61441) | {"SLURM_NTASKS": "1"}) == 1
 
 
-# tests/checkpoint/test_stopping.py has a run of two processes with the variables of of_jax.
-@pytest.mark.parametrize("variables", few([of_jobset, of_slurm], [of_jax, of_jobset, of_slurm]))
+@pytest.mark.parametrize("variables", [of_jax, of_jobset, of_slurm])
 def test_two_processes_share_the_slices(variables):
   port = free_port_of(range(61440, 65536)) if variables is of_slurm else free_port()
   code = (

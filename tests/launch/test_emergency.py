@@ -25,7 +25,7 @@ def in_one_process(folder, keys: list[str], server) -> OneWorker:
   return run
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # test_full_storage.py restores the copies of one slice, test_agent.py compares with one process
 def test_local_copies_of_one_slice_are_enough_for_all(compiled, server, tmp_path):
   """Slice 0 has lost its copies. The copies of slice 1 are the newest state that is left.
 

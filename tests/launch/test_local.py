@@ -101,7 +101,7 @@ def test_no_fault_of_a_slice_costs_a_step(undisturbed, compiled, server, tmp_pat
   assert hang["detect_seconds"] >= 5
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # test_program.py checks the checksum, test_coordinator.py who is ended; above, members are replaced
 def test_a_slice_whose_weights_are_damaged_is_replaced_before_its_sums_count(undisturbed, compiled, server, tmp_path):
   """A bit of the primary's weights flips. The others repeat the step without it, and it gets their weights."""
   run = ProcessRun(tmp_path, [*KEYS, compiled], environment={**SLOW, DAMAGED: "0:20"}, server=server)
@@ -112,7 +112,7 @@ def test_a_slice_whose_weights_are_damaged_is_replaced_before_its_sums_count(und
   assert "Member 0 is ended: it has computed 'step 20' with other weights than the other members." in run.printed
 
 
-@pytest.mark.soak  # test_agent.py loses the supervisor, test_emergency.py all processes, test_ends.py asks all to end
+@pytest.mark.soak  # test_agent.py loses the supervisor, checkpoint/test_kill.py all processes, test_ends.py ends all
 def test_every_end_of_the_whole_run_is_followed_by_the_same_run(undisturbed, compiled, server, tmp_path):
   """SIGTERM to the supervisor, its loss, and the loss of all processes: the same command continues each time."""
   run = ProcessRun(tmp_path, [*KEYS, compiled], environment=SLOW, server=server)

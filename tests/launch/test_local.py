@@ -101,7 +101,7 @@ def test_no_fault_of_a_slice_costs_a_step(undisturbed, compiled, server, tmp_pat
   assert hang["detect_seconds"] >= 5
 
 
-@pytest.mark.soak  # test_program.py checks the checksum, test_coordinator.py who is ended; above, members are replaced
+@pytest.mark.slow
 def test_a_slice_whose_weights_are_damaged_is_replaced_before_its_sums_count(undisturbed, compiled, server, tmp_path):
   """A bit of the primary's weights flips. The others repeat the step without it, and it gets their weights."""
   run = ProcessRun(tmp_path, [*KEYS, compiled], environment={**SLOW, DAMAGED: "0:20"}, server=server)

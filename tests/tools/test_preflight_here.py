@@ -12,7 +12,7 @@ from trainer.preflight import cpu_peaks
 from trainer.tools.preflight import main
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # test_preflight.py has the parts of the report, for chips that this machine does not have
 def test_for_this_machine(server, tmp_path):
   keys = "num_slices=2 steps=10 attention=dot_product base_num_decoder_layers=1 opt_type=sgd dtype=float32".split()
   keys.append("remat_policy=none")

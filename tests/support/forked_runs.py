@@ -140,7 +140,7 @@ def slow_down() -> None:
   read = Feed._batch_of
 
   def read_slowly(*arguments: Any) -> Any:
-    time.sleep(0.03)
+    time.sleep(0.1)
     return read(*arguments)
 
   Feed._batch_of = read_slowly  # type: ignore[method-assign]

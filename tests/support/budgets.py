@@ -23,7 +23,7 @@ BUDGETS = {
   "tests/input_pipeline": 110,
   "tests/elastic": 160,
   "tests/kernels": 120,
-  "tests/launch": 150,
+  "tests/launch": 220,
   "tests/models": 45,
   "tests/observe": 60,
   "tests/report": 60,

@@ -1,4 +1,4 @@
-"""Training data as a pure function of (seed, step, row): no iterator, nothing to save but one number.
+"""Training data as a pure function of (seed, step, row): a checkpoint needs to save one number.
 
 Documents (text, JSONL, Parquet, ArrayRecord, TFDS, Hugging Face datasets; local or in an object store) are tokenised
 and packed once, into a file of windows in a cache, and read by index in a shuffled order:

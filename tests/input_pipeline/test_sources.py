@@ -297,6 +297,11 @@ def test_the_command_refuses_wrong_data_before_it_uses_devices(tmp_path, monkeyp
   assert not (tmp_path / "runs").exists()
 
 
+def test_options_that_name_no_files_are_refused(tmp_path):
+  with pytest.raises(ConfigError, match="dataset_type=grain: names no files"):
+    load(tmp_path)
+
+
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
   def absent(name: str) -> None:
     raise ImportError(f"No module named {name}")

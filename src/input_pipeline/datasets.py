@@ -35,9 +35,7 @@ def find(cfg: DataOptions) -> dict[str, Documents]:
     case "grain":
       keys = {"train": "grain_train_files", "eval": "grain_eval_files"}
       if not any(getattr(cfg, key) for key in keys.values()):
-        raise ConfigError(
-          "dataset_type=grain: names no files.\nSet grain_train_files, or give a mixture."
-        )
+        raise ConfigError("dataset_type=grain: names no files.\nSet grain_train_files, or give a mixture.")
       return {split: _files(cfg, key) for split, key in keys.items() if getattr(cfg, key)}
     case _:
       if cfg.dataset_type == "hf" and cfg.eval_split and not hf.has_splits(cfg.dataset_path):

@@ -75,6 +75,11 @@ class StepRecord:
   slice_seconds: dict[str, float] | None = None  # {slice: seconds that it computed}, where slices are separate worlds
 
 
+# The fields of a record that are numbers, and their types as JSON has them.
+_NUMBERS = {field.name for field in dataclasses.fields(StepRecord)} - {"examples", "slice_seconds"} | {"eval_loss"}
+_PLAIN = {int, float, bool, type(None)}
+
+
 def format_step_line(record: StepRecord) -> str:
   """The line of a step: with the time in front it fits 120 columns. metrics.jsonl has all numbers."""
   router = "" if record.router_load_max is None else f", router_load_max: {record.router_load_max:.2f}"
@@ -177,7 +182,7 @@ class Metrics:
     return 0 if last == self._before else int(last.get("step", 0))
 
   def _last_records(self) -> list[dict[str, Any]]:
-    return _standing(_sound(files.read_last_json_lines(self._run_directory, METRICS_FILE)))
+    return _standing(list(sound(files.read_last_json_lines(self._run_directory, METRICS_FILE))))
 
   def take_over(self) -> list[StepRecord]:
     """This process is the primary from now on. Returns the steps that nobody had recorded, now recorded here."""
@@ -328,21 +333,21 @@ def number(value: Any) -> float | None:
 
 def read_records(run_directory: str) -> list[dict[str, Any]]:
   """Every record of metrics.jsonl in the order in which it was written, steps that were done again included."""
-  return _sound(files.read_json_lines(run_directory, METRICS_FILE))
+  return list(sound(files.read_json_lines(run_directory, METRICS_FILE)))
 
 
-def _sound(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-  """The records with a step. What another program has changed is left out: records without one, and wrong values."""
-  numbers = {field.name for field in dataclasses.fields(StepRecord)} - {"examples", "slice_seconds"} | {"eval_loss"}
-  sound = [record for record in records if isinstance(record.get("step"), int)]
-  for record in sound:
-    for name in numbers & record.keys():
-      value = record[name]
-      if isinstance(value, str):  # "nan", "inf"
-        record[name] = value = number(value)
-      if not isinstance(value, int | float | None):
-        del record[name]
-  return sound
+def sound(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+  """Yields the records with a step. What another program has changed is left out: records without one, wrong values."""
+  for record in records:
+    if not isinstance(record.get("step"), int):
+      continue
+    if not _PLAIN.issuperset(map(type, map(record.get, _NUMBERS))):
+      for name in _NUMBERS & record.keys():
+        if type(record[name]) is str:  # "nan", "inf"
+          record[name] = number(record[name])
+        if type(record[name]) not in _PLAIN:
+          del record[name]
+    yield record
 
 
 def given_up(steps: Sequence[float] | np.ndarray, completed: Sequence[bool] | np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ import numpy as np
 from trainer.config.errors import ConfigError
 from trainer.observe import files
 from trainer.observe.events import read_events, without_refused
-from trainer.observe.metrics import METRICS_FILE, flat_scores, given_up, number
+from trainer.observe.metrics import METRICS_FILE, flat_scores, given_up, sound
 
 Events = list[dict[str, Any]]
 
@@ -172,19 +172,20 @@ def _not_a_run(run_directory: str) -> str:
 
 def _is_record(record: dict[str, Any]) -> bool:
   """Whether a record has what every record has."""
-  return _is_finite(record, "wall", "monotonic") and isinstance(record.get("process"), str)
+  return _are_finite(record, ("wall", "monotonic")) and isinstance(record.get("process"), str)
 
 
-def _is_finite(record: dict[str, Any], *names: str) -> bool:
+def _are_finite(record: dict[str, Any], names: Sequence[str]) -> bool:
   """Whether these fields of a record are finite numbers."""
-  return all(isinstance(record.get(name), int | float) and math.isfinite(record[name]) for name in names)
+  try:
+    return all(map(math.isfinite, map(record.__getitem__, names)))
+  except (KeyError, TypeError, OverflowError):
+    return False
 
 
 def _is_event(record: dict[str, Any]) -> bool:
   """Whether a record has what every event has, and a run_end its exit code."""
-  if not _is_record(record) or not isinstance(record.get("kind"), str):
-    return False
-  return record["kind"] != "run_end" or isinstance(record.get("exit"), int)
+  return _is_record(record) and (record["kind"] != "run_end" or isinstance(record.get("exit"), int))
 
 
 def _cleaned(event: dict[str, Any]) -> dict[str, Any]:
@@ -205,9 +206,9 @@ def _rows(
 
   Adds new processes to `processes`, and of each evaluation the losses by set to `losses` and the scores to `scores`.
   """
-  for record in files.read_json_lines(run_directory, METRICS_FILE):
+  for record in sound(files.read_json_lines(run_directory, METRICS_FILE)):
     needed = ("step", "seconds", "slices") if "loss" in record else ("step",)
-    if not _is_record(record) or not _is_finite(record, *needed):
+    if not _is_record(record) or not _are_finite(record, needed):
       continue  # damaged: a line that a program other than the trainer has changed
     process = processes.setdefault(record["process"], len(processes))
     if "loss" not in record:
@@ -215,8 +216,7 @@ def _rows(
       sets = sets if isinstance(sets, dict) else {}
       losses.append({name: loss for name, loss in sets.items() if isinstance(loss, int | float)})
       scores.append(flat_scores(record) if _are_scores(record.get("scores", {})) else {})
-    numbers = [number(record.get(name)) for name in _NUMBERS]
-    yield (*(math.nan if x is None else x for x in numbers), process, "loss" in record)
+    yield (*map(record.get, _NUMBERS), process, "loss" in record)
 
 
 def _are_scores(value: Any) -> bool:

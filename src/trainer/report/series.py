@@ -102,8 +102,11 @@ def slices_alive(run: Run) -> list[Curve]:
   curves = []
   for index, process in enumerate(run.processes):
     rows = run.rows[run.rows["process"] == index]
-    changes = [event for event in run.of_kind("slice_down", "slice_up") if event["process"] == process]
-    changes = [event for event in changes if isinstance(event.get("slices"), list)]
+    changes = [
+      event
+      for event in run.of_kind("slice_down", "slice_up")
+      if event["process"] == process and isinstance(event.get("slices"), list)
+    ]
     if not len(rows):
       continue
     times = np.concatenate([rows["wall"] - rows["seconds"], [moment(event) for event in changes], rows["wall"][-1:]])

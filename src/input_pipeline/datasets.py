@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from input_pipeline import array_record, corpus, data_files, hf, jsonl, parquet, remote, tfds
 from input_pipeline.documents import Documents, Piece, naming, uncut
-from input_pipeline.errors import ConfigError
+from input_pipeline.errors import ConfigError, require
 from input_pipeline.folders import LeftOut
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ def find(cfg: DataOptions) -> dict[str, Documents]:
   Raises ConfigError if options contradict each other, or there are no files. The files are not read yet, except to
   split text.
   """
-  for mistake in cfg.mistakes():
-    raise ConfigError(mistake)
+  require(cfg.mistakes())
   match cfg.dataset_type:
     case "text":
       return _text(cfg)

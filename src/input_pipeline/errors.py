@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterable
 
 _MOST_SHOWN = 10
 
@@ -23,6 +24,12 @@ def _numbered(messages: tuple[str, ...]) -> str:
   ]
   more = [f"... and {len(messages) - _MOST_SHOWN} more."] if len(messages) > _MOST_SHOWN else []
   return "\n".join([f"{len(messages)} mistakes in the configuration:", *shown, *more])
+
+
+def require(messages: Iterable[str]) -> None:
+  """Raises ConfigError with the messages that a rule yields. Does nothing if it yields none."""
+  if found := tuple(messages):
+    raise ConfigError(*found)
 
 
 def shorten(text: str) -> str:

@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Iterable, Iterator
 
 from input_pipeline.errors import ConfigError as ConfigError
+from input_pipeline.errors import require as require
 from input_pipeline.errors import shorten as shorten
 
 DISTRIBUTION = "elastic-trainer-jax"  # the name of this project for installers, as in pyproject.toml
@@ -41,12 +42,6 @@ class Problems:
   def raise_any(self) -> None:
     """Raises one ConfigError with all messages. Does nothing if there are none."""
     require(self._messages)
-
-
-def require(messages: Iterable[str]) -> None:
-  """Raises ConfigError with the messages that a rule yields. Does nothing if it yields none."""
-  if found := tuple(messages):
-    raise ConfigError(*found)
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:

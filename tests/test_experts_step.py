@@ -100,7 +100,7 @@ def test_every_division_of_the_batch_gives_the_same_step(where, rows, accumulati
   divided = {"data": {"per_device_batch_size": rows}, "optimizer": {"gradient_accumulation_steps": accumulation}}
   cfg = config(model=BIASED, **divided)
   built = test_step.compiled(cfg, where, total)
-  assert built.program.plan.micro_batches == (2 if total == 4 else accumulation)
+  assert built.program.plan.rounds == (2 if total == 4 else accumulation)
   assert_same_as_one_device(test_step.two_steps(cfg, built))
 
 

@@ -51,7 +51,7 @@ class NumberedLoader:
   def batch(self, index: int, rows: np.ndarray) -> Batch:
     self.read.append((index, rows.tolist()))
     numbers = np.where(rows >= 0, 1000 * index + rows, 0)[:, None] + np.zeros((1, T))
-    return Batch(*(numbers.astype(field.dtype) for field in build(config(), 1, 1).batch))
+    return Batch(*(numbers.astype(field.dtype) for field in build(config(), 1, 1).batch[0]))
 
 
 @pytest.mark.parametrize(
@@ -202,12 +202,13 @@ def test_the_feed_deals_every_row_of_the_global_batch_to_the_slices_alive(alive,
   """Whatever number of slices is alive: each example once, and only padding (0) besides."""
   prog = build(config(2, accumulation), alive, 3)
   loader = NumberedLoader()
-  batch = program.Feed(loader, prog)(5)
+  rounds = program.Feed(loader, prog)(5)
   rows = 2 * 2 * 3 * accumulation
-  assert batch.tokens.shape == (prog.plan.micro_batches, alive * 4, T)
-  for host, abstract in zip(batch, prog.batch):
-    assert host.sharding == abstract.sharding and host.dtype == abstract.dtype
-  numbers = np.asarray(batch.tokens)[..., 0].ravel()
+  for batch, group, abstract in zip(rounds, prog.plan.groups, prog.batch, strict=True):
+    assert batch.tokens.shape == (len(group), group[0].size, T)
+    for host, like in zip(batch, abstract):
+      assert host.sharding == like.sharding and host.dtype == like.dtype
+  numbers = np.concatenate([np.asarray(batch.tokens)[..., 0].ravel() for batch in rounds])
   assert sorted(numbers[numbers > 0]) == [5000 + row for row in range(rows)]
   planned = prog.plan.rows.ravel()
   np.testing.assert_array_equal(numbers, np.where(planned >= 0, 5000 + planned, 0))

@@ -34,8 +34,8 @@ def build(*, stages: int, model=None, optimizer=None, parallelism=None, devices=
 
 
 def share(prog: program.Program, seed: int) -> Batch:
-  host = packed_batch(8 * prog.plan.micro_batches, seed)
-  return Batch(*(jax.device_put(x.reshape(a.shape), a.sharding) for x, a in zip(host, prog.batch)))
+  host = packed_batch(8 * prog.plan.rounds, seed)
+  return Batch(*(jax.device_put(x.reshape(a.shape), a.sharding) for x, a in zip(host, prog.batch[0])))
 
 
 CASES = {
@@ -88,7 +88,7 @@ def compile_sums(*, adds: bool = False, **given) -> Compiled:
   prog, cfg = build(**given)
   grads = abstract_sums(prog.state, prog.mesh).grads
   with jax.set_mesh(prog.mesh):
-    share_sums = prog.share.compile(prog.state.params, prog.batch, grads, None, adds=adds)
+    share_sums = prog.share.compile(prog.state.params, prog.batch[0], grads, None, adds=adds)
   return Compiled(prog, cfg, share_sums, FlatLayout(grads))
 
 
@@ -134,9 +134,9 @@ def test_the_exchange_follows_the_backward_pass():
 def test_no_weight_is_kept_for_the_derivative():
   prog, _ = build(stages=2, model={"remat_policy": "full"})
   with jax.set_mesh(prog.mesh):
-    begun = jax.eval_shape(prog.share.begin, prog.state.params, prog.batch)
+    begun = jax.eval_shape(prog.share.begin, prog.state.params, prog.batch[0])
   kept = [leaf.shape for leaf in jax.tree.leaves(begun.saved)]
-  _, rows, length = prog.batch.tokens.shape
+  _, rows, length = prog.batch[0].tokens.shape
   assert kept[0] == (LAYERS, rows, length, 32)  # the streams before the layers
   assert all(math.prod(shape) <= LAYERS * rows * length for shape in kept[1:]), kept
 

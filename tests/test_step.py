@@ -106,10 +106,11 @@ def two_steps(cfg: Config, built: Compiled) -> tuple[list, TrainState]:
   history = []
   for index in range(2):
     host = packed_batch(seed=index)
-    rows = prog.plan.rows.reshape(-1)
-    dealt = Batch(*(np.where((rows >= 0)[:, None], field[rows], 0) for field in host))
-    placed = Batch(*(jax.device_put(x.reshape(a.shape), a.sharding) for x, a in zip(dealt, prog.batch)))
-    state, metrics = built.step(state, placed)
+    rounds = []
+    for rows, batch in zip(prog.plan.groups, prog.batch):
+      dealt = (np.where((rows >= 0).reshape(-1, 1), field[rows.reshape(-1)], 0) for field in host)
+      rounds.append(Batch(*(jax.device_put(x.reshape(a.shape), a.sharding) for x, a in zip(dealt, batch))))
+    state, metrics = built.step(state, tuple(rounds))
     history.append(step.metric_values(metrics))
   return history, jax.device_get(state)
 
@@ -532,7 +533,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded_for_the_loss_only():
 
 def test_a_step_that_is_not_finite_changes_nothing_but_the_counters():
   prog, compiled = on_one_device()
-  place = lambda batch: Batch(*(jax.device_put(x[None], a.sharding) for x, a in zip(batch, prog.batch)))
+  place = lambda batch: (Batch(*(jax.device_put(x[None], a.sharding) for x, a in zip(batch, prog.batch[0]))),)
   before = fresh(config())
   good = packed_batch()
   bad = good._replace(weights=np.where(good.weights > 0, np.inf, 0).astype(np.float32))
@@ -658,7 +659,7 @@ def test_bfloat16_compute_keeps_float32_weights_and_loss():
   after, _ = jax.eval_shape(prog.train_step, prog.state, prog.batch)
   assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(after.params))
   with jax.set_mesh(prog.mesh):
-    loss, _ = prog.evaluate(fresh(config()).params, jax.tree.map(lambda x: x[None], packed_batch()))
+    loss, _ = prog.evaluate(fresh(config()).params, (jax.tree.map(lambda x: x[None], packed_batch()),))
   assert loss.dtype == jnp.float32 and float(loss) == pytest.approx(float(plain_gradients().loss), rel=2e-2)
 
 

@@ -135,16 +135,17 @@ def make_programs(exchange: Exchange, member: int, keys: list[str]) -> tuple[int
   for stages in (1, STAGES):
     conf = config.load(["configs/quickstart.yml", *MODEL, *keys, f"exchange_stages={stages}"])
     prog = program.build(conf, [jax.devices()], 1)
+    (abstract,) = prog.batch
     grads = step.abstract_sums(prog.state, prog.mesh).grads
     with jax.set_mesh(prog.mesh):
-      sums[stages] = prog.share.compile(prog.state.params, prog.batch, grads, None, adds=False)
+      sums[stages] = prog.share.compile(prog.state.params, abstract, grads, None, adds=False)
   layout = FlatLayout(grads)
   params = prog.init(jax.random.key(0)).params
-  shape = prog.batch.tokens.shape
+  shape = abstract.tokens.shape
   tokens = np.random.default_rng(member).integers(0, conf.model.vocab_size, shape).astype(np.int32)
   positions = np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape)
   batch = Batch(tokens, tokens, np.ones(shape, np.float32), positions, np.ones(shape, np.int32))
-  batch = jax.device_put(batch, jax.tree.map(lambda leaf: leaf.sharding, prog.batch))
+  batch = jax.device_put(batch, jax.tree.map(lambda leaf: leaf.sharding, abstract))
   totals = {stages: layout.empty() for stages in sums}
 
   def compute(stages: int) -> None:

@@ -157,8 +157,7 @@ def _train(config: Config, session: Session, cluster: Cluster, tell: Callable[[s
   from worlds.membership.client import SupervisorLost
   from worlds.peers import RunEnded
 
-  accumulation = config.optimizer.gradient_accumulation_steps
-  job = Job(config.run.steps, accumulation, session.data.tokens_per_step, session.state_bytes)
+  job = Job(config.run.steps, session.units_per_slice, session.data.tokens_per_step, session.state_bytes)
   attempt = functools.partial(train.run, config, session)
   noticed = lambda: session.preemption.noticed
   try:

@@ -5,59 +5,54 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.elastic.batch_plan import PADDING, plan, table
-
-SIZES = [(n, k, m) for n in range(1, 17) for k in range(1, n + 1) for m in range(1, 9)]
+from trainer.elastic.batch_plan import PADDING, plan, relative_throughput
 
 
-@pytest.mark.parametrize("rows_per_micro", [1, 3])
-def test_every_row_is_computed_exactly_once(rows_per_micro):
-  for n, k, m in SIZES:
-    p = plan(n, k, m, rows_per_micro)
-    total = n * m * rows_per_micro
-    assert p.rows.shape == (p.micro_batches, k, rows_per_micro) and p.rows.dtype == np.int32
-    np.testing.assert_array_equal(np.sort(p.rows[p.rows != PADDING]), np.arange(total))
-    assert p.padding_share == pytest.approx(1 - total / p.rows.size)
-    assert p.micro_batches == -(-n * m // k)  # no plan has fewer rounds
-    # a micro-batch is all rows or all padding, and is never cut
-    kinds = (p.rows == PADDING).sum(axis=2)
-    assert set(np.unique(kinds)) <= {0, rows_per_micro}
-    whole = p.rows[kinds == 0]
-    assert (whole[:, 0] % rows_per_micro == 0).all() and (np.diff(whole, axis=1) == 1).all()
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(1, 64), st.data())
-def test_work_is_level_and_a_pure_function(n, data):
+@settings(max_examples=300, deadline=None)
+@given(n=st.integers(1, 40), m=st.integers(1, 6), units=st.integers(1, 9), ways=st.integers(1, 4), data=st.data())
+def test_every_row_is_computed_once_and_no_slice_has_more_than_one_unit_of_padding(n, m, units, ways, data):
   k = data.draw(st.integers(1, n))
-  m = data.draw(st.integers(1, 32))
-  p = plan(n, k, m, 2)
-  busy = (p.rows[:, :, 0] != PADDING).sum(axis=0)
-  assert busy.max() - busy.min() <= 1
-  np.testing.assert_array_equal(p.rows, plan(n, k, m, 2).rows)
+  rows = units * ways
+  p = plan(n, k, m, rows, ways)
+  np.testing.assert_array_equal(np.sort(p.rows[p.rows != PADDING]), np.arange(n * m * rows))
+  assert p.rows.dtype == np.int32 and p.padding_share == pytest.approx(1 - n * m * rows / p.rows.size)
+  first, *last = p.groups
+  assert first.shape[1:] == (k, first[0, 0].size) and first[0, 0].size <= rows  # the memory of the full topology
+  assert all(group.shape[:2] == (1, k) and group.shape[2] < first.shape[2] for group in last) and len(last) <= 1
+  assert all(group.shape[2] % ways == 0 for group in p.groups)
+  assert p.rounds == -(-len(p.rows) // (k * rows))  # no plan has fewer rounds
+  of_slices = [np.concatenate([group[:, i].ravel() for group in p.groups]) for i in range(k)]
+  for own in of_slices:
+    padding = own == PADDING
+    assert padding.sum() in (0, ways) and not padding[: len(own) - ways].any()
+    assert (np.diff(own[~padding]) == 1).all()
+  assert p.units == m * units
+  # The bound: the full topology's units of a slice, divided by those of the slice that has the most.
+  assert p.relative_throughput == m * units / (len(of_slices[0]) / ways) == relative_throughput(n, k, p.units)
+  assert p.relative_throughput >= k / n - 1 / -(-n * m * units // k)
 
 
 def test_the_full_topology_takes_its_own_shares_in_order_without_padding():
-  p = plan(3, 3, 2, 4)
+  (rows,) = (p := plan(3, 3, 2, 4)).groups
   assert p.padding_share == 0 and p.relative_throughput == 1
   for i in range(3):
-    np.testing.assert_array_equal(p.rows[:, i].ravel(), np.arange(8) + 8 * i)
+    np.testing.assert_array_equal(rows[:, i], np.arange(8).reshape(2, 4) + 8 * i)
 
 
-def test_three_slices_on_two_by_hand():
-  p = plan(3, 2, 1, 2)
-  np.testing.assert_array_equal(p.rows, [[[0, 1], [4, 5]], [[2, 3], [PADDING, PADDING]]])
-  assert (p.micro_batches, p.padding_share, p.relative_throughput) == (2, 0.25, 0.5)
-
-
-def test_table_lists_every_k():
-  rows = table(3, 2)
-  assert [(r.alive, r.micro_batches) for r in rows] == [(1, 6), (2, 3), (3, 2)]
-  assert [r.padding_share for r in rows] == [0, 0, 0]
-  assert [r.relative_throughput for r in rows] == pytest.approx([1 / 3, 2 / 3, 1])
+def test_seven_of_eight_slices_have_four_fifths_of_the_speed_with_four_rows_a_device():
+  p = plan(8, 7, 1, 4)
+  first, last = p.groups
+  assert (first.shape, last.shape, p.relative_throughput) == ((1, 7, 3), (1, 7, 2), 0.8)
+  np.testing.assert_array_equal(first[0, :, 0], [0, 5, 10, 15, 20, 24, 28])
+  np.testing.assert_array_equal(last[0, :, -1], [4, 9, 14, 19, PADDING, PADDING, PADDING])
 
 
 @pytest.mark.parametrize(("n", "k", "m", "r"), [(3, 0, 1, 1), (3, 4, 1, 1), (3, 1, 0, 1), (3, 1, 1, 0)])
 def test_impossible_plans_are_refused(n, k, m, r):
   with pytest.raises(ValueError, match="at least 1"):
     plan(n, k, m, r)
+
+
+def test_rows_that_do_not_divide_over_the_devices_are_refused():
+  with pytest.raises(ValueError, match="3 rows do not divide by 2 ways"):
+    plan(2, 1, 1, 3, ways=2)

@@ -150,8 +150,7 @@ class Harness:
       topologies = session.programs.topologies | self._topologies.get(repr(config.model), {})
       self._topologies[repr(config.model)] = session.programs.topologies = topologies
       attempt = functools.partial(self._attempt, config, session, watch)
-      accumulation = config.optimizer.gradient_accumulation_steps
-      job = Job(config.run.steps, accumulation, session.data.tokens_per_step, session.state_bytes)
+      job = Job(config.run.steps, session.units_per_slice, session.data.tokens_per_step, session.state_bytes)
       prepare(session, cluster)
       outcome = elastic_retry(attempt, session, config.elastic, job=job, stop=lambda: session.preemption.noticed)
     losses = {record["step"]: record["loss"] for record in read_metrics(config.run_directory) if "loss" in record}

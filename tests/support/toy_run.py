@@ -64,7 +64,8 @@ class ToyRun:
 
   def compile_now(self, view):
     mesh = Mesh(np.array(view.devices), ("data", "fsdp"))
-    plan = batch_plan.plan(view.num_slices_total, view.num_alive, self.micro_batches, ROWS_PER_MICRO)
+    # One row for each device of a slice: rounds of unequal size are for the trainer's own step.
+    plan = batch_plan.plan(view.num_slices_total, view.num_alive, self.micro_batches, ROWS_PER_MICRO, ROWS_PER_MICRO)
     sharded = NamedSharding(mesh, P(None, "fsdp"))
 
     def loss(w, micro):
@@ -76,7 +77,7 @@ class ToyRun:
       value, grad = jax.tree.map(lambda g: g.sum(0), grads)
       return w - 0.01 * grad / self.rows_total, value / self.rows_total
 
-    x = jax.ShapeDtypeStruct((plan.micro_batches, view.num_alive * ROWS_PER_MICRO, WIDTH), np.float32)
+    x = jax.ShapeDtypeStruct((plan.rounds, view.num_alive * ROWS_PER_MICRO, WIDTH), np.float32)
     place = NamedSharding(mesh, P(None, ("data", "fsdp")))
     batch = (
       jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
@@ -109,7 +110,7 @@ class ToyRun:
     first = step + 1
     while step < self.steps:
       step += 1
-      rows = plan.rows.reshape(plan.micro_batches, -1)
+      rows = plan.rows.reshape(plan.rounds, -1)
       batch = jax.device_put(self.example(step, rows), place)
       elastic.steps.current_step = step
       elastic.reached("step", step)

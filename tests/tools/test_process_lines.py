@@ -23,23 +23,3 @@ def test_the_table_has_the_dealing_of_every_number_of_slices(total, micro_batche
     assert held == report.size(most * 10**9)
     if k == 1:
       assert sent == report.size(0)
-
-
-@pytest.mark.parametrize(
-  "total, batch, accumulation, expected",
-  [
-    (3, 4, 1, [(2, 2, "66.7%")]),
-    (8, 4, 1, [(2, 2, "66.7%"), (1, 4, "80.0%")]),
-    (4, 3.0, 2, [(1, 6, "75.0%")]),
-    (2, 4, 1, []),  # no padding to save
-    (3, 1, 1, []),
-    (3, 2.5, 1, []),
-    (3, 0.25, 1, []),
-  ],
-)
-def test_divisions_of_the_batch_that_are_faster_with_one_slice_lost(total, batch, accumulation, expected):
-  assert report.finer_lines(total, batch, accumulation) == [
-    f"The same batch with per_device_batch_size={size} gradient_accumulation_steps={number}: {speed} of the speed with "
-    f"{total - 1} of {total} slices"
-    for size, number, speed in expected
-  ]

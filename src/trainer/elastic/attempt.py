@@ -38,7 +38,7 @@ class Job:
   """What the elastic loop must know of the run."""
 
   steps: int
-  micro_batches: int  # per slice and step on the full topology
+  units: int  # of work of a slice and step on the full topology: see batch_plan
   tokens_per_step: int
   state_bytes: int  # of one full copy of parameters and optimizer state
 
@@ -194,7 +194,7 @@ class ElasticRun:
     if not returned or not self.resizes.interval_over:
       return False
     now, then = (
-      batch_plan.plan(self.session.cluster.num_slices, alive, self.job.micro_batches, 1).relative_throughput
+      batch_plan.relative_throughput(self.session.cluster.num_slices, alive, self.job.units)
       for alive in (view.num_alive, view.num_alive + len(returned))
     )
     saved_seconds = self.steps.seconds_left(step) * (1 - now / then)

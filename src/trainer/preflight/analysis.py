@@ -225,7 +225,7 @@ def read_compiled(
     device_kind=devices[0].device_kind,
     mesh=dict(prog.mesh.shape),
     attention=f"{prog.attention.name} ({prog.attention.reason})",
-    micro_batches=prog.plan.micro_batches,
+    micro_batches=prog.plan.rounds,
     memory=Memory(
       arguments=stats.argument_size_in_bytes,
       temporaries=stats.temp_size_in_bytes,

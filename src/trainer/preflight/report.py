@@ -15,7 +15,6 @@ from trainer.checkpoint.arrays import state_tree
 from trainer.config import counts
 from trainer.config.errors import counted
 from trainer.config.schema import Config
-from trainer.elastic import batch_plan
 from trainer.preflight.analysis import Analysis, roofline, timeline
 from trainer.preflight.remat_choice import Candidate, Choice, label
 from trainer.program import program
@@ -59,37 +58,18 @@ def state_lines(config: Config, slices: Sequence[Sequence[Device]], whole: bool)
   ]
 
 
-def degraded_lines(config: Config, total: int, fewer: bool) -> list[str]:
+def degraded_lines(config: Config, slices: Sequence[Sequence[Device]], fewer: bool) -> list[str]:
   """Returns what a step costs with k of N slices alive. fewer: whether the run continues without some slices."""
+  total = len(slices)
   if total == 1:
     return ["Slices: one; the run cannot continue if it is lost"]
   if not fewer:
     return [f"Slices: dcn_*_parallelism needs all {total}; the run cannot continue with fewer"]
   lines = ["Slices alive | micro-batches per step | padding | speed, if only computation counts"]
-  accumulation = config.optimizer.gradient_accumulation_steps
-  for row in reversed(batch_plan.table(total, accumulation)):
-    columns = (
-      f"{row.alive} of {total}",
-      row.micro_batches,
-      f"{row.padding_share:.1%}",
-      f"{row.relative_throughput:.1%}",
-    )
+  for alive in range(total, 0, -1):
+    plan = program.batch_plan_of(config, slices[:alive], total)
+    columns = (f"{alive} of {total}", plan.rounds, f"{plan.padding_share:.1%}", f"{plan.relative_throughput:.1%}")
     lines.append(" | ".join(f"{column:>{width}}" for column, width in zip(columns, (12, 22, 7, 7))))
-  return lines + finer_lines(total, config.data.per_device_batch_size, accumulation)
-
-
-def finer_lines(total: int, batch: float, accumulation: int) -> list[str]:
-  """Returns divisions of the global batch into more micro-batches that are faster with one slice lost.
-
-  batch, accumulation: per_device_batch_size and gradient_accumulation_steps of the configuration.
-  """
-  speed = lambda micro_batches: batch_plan.plan(total, total - 1, micro_batches, 1).relative_throughput
-  best, lines = speed(accumulation), []
-  for parts in range(2, int(batch) + 1):
-    if batch % parts == 0 and (faster := speed(accumulation * parts)) > best:
-      keys = f"per_device_batch_size={batch / parts:g} gradient_accumulation_steps={accumulation * parts}"
-      lines.append(f"The same batch with {keys}: {faster:.1%} of the speed with {total - 1} of {total} slices")
-      best = faster
   return lines
 
 

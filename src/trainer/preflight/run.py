@@ -55,7 +55,7 @@ def run(config: Config, options: PreflightOptions, started: float) -> int:
     futures = [pool.submit(analyse, config, slices_of(alive), compiled_total) for alive in wanted]
     for line in report.state_lines(config, slices, whole):
       print(line)
-    costs = _process_lines(config, total) if _separate(config) else report.degraded_lines(config, total, fewer)
+    costs = _process_lines(config, total) if _separate(config) else report.degraded_lines(config, slices, fewer)
     print("\n".join(costs), flush=True)
     codes = [0]
     for future in futures:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -41,7 +42,7 @@ from trainer.parallel import sharding
 from trainer.program import optimizers, state, step
 from trainer.program.share_sums import OneProgram, ShareSums, Stages, Traced
 from trainer.program.state import TrainState
-from trainer.program.step import Sums
+from trainer.program.step import Rounds, Sums
 
 TPU_OPTIONS = MappingProxyType(
   {
@@ -118,9 +119,9 @@ class Program:
   optimizer: optax.GradientTransformation
   plan: BatchPlan  # the rows of the global batch that each slice computes
   state: TrainState  # abstract, with shardings
-  batch: Any  # a Batch of ShapeDtypeStructs [A, rows, T], with shardings
-  train_step: Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]  # see step.build_train_step
-  eval_step: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]  # see step.build_eval_step
+  batch: Rounds  # ShapeDtypeStructs [A, rows, T], with shardings
+  train_step: Callable[[TrainState, Rounds], tuple[TrainState, jax.Array]]  # see step.build_train_step
+  eval_step: Callable[[Any, Rounds], tuple[jax.Array, jax.Array]]  # see step.build_eval_step
   share: OneProgram | Stages  # the first half of a step, of this mesh alone
   apply_sums: Callable[[TrainState, Sums], tuple[TrainState, jax.Array]]  # the second half
   compiler_options: Mapping[str, str | bool]  # of the step
@@ -149,7 +150,8 @@ class Program:
     options = {**of_shares, **self.compiler_options}
     params = self.state.params
     with jax.set_mesh(self.mesh):
-      first = self.share.compile(params, self.batch, sums.grads, options, adds=adds)
+      (share,) = self.batch
+      first = self.share.compile(params, share, sums.grads, options, adds=adds)
       # Donate only the state: on a CPU the sums may share the memory of the exchange's buffer.
       second = jax.jit(self.apply_sums, donate_argnums=0, out_shardings=out_shardings).lower(self.state, sums)
       # Every slice applies the sums for itself, and all must get the same weights.
@@ -181,7 +183,7 @@ class Program:
     return jax.jit(create, out_shardings=state.shardings(self.state), compiler_options=options)
 
   @functools.cached_property
-  def evaluate(self) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
+  def evaluate(self) -> Callable[[Any, Rounds], tuple[jax.Array, jax.Array]]:
     """`eval_step`, jitted once."""
     return jax.jit(self.eval_step)
 
@@ -193,7 +195,7 @@ class Halves:
   abstract: Sums  # ShapeDtypeStructs with shardings
   sums: ShareSums
   apply: Callable[[TrainState, Sums], tuple[TrainState, jax.Array]]  # donates the state
-  evaluate: Callable[[Any, Batch], tuple[jax.Array, jax.Array]] | None  # (params, batch of a share); None: not needed
+  evaluate: Callable[[Any, Rounds], tuple[jax.Array, jax.Array]] | None  # (params, (share,)); None: not needed
   checksum: Callable[[Params], jax.Array]  # `state.checksum`
 
 
@@ -229,15 +231,13 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
   cfg = config.model
   length = config.data.max_target_length
   rows = rows_per_micro_batch(config, len(slices[0]))
-  balanced = config.elastic.elastic_numerics == "balanced"  # then this program computes one micro-batch
-  micro_batches = 1 if balanced else config.optimizer.gradient_accumulation_steps
-  plan = batch_plan.plan(num_slices_total, len(slices), micro_batches, rows)
   mesh = mesh_lib.make(config.parallelism, slices)
   context = mesh.shape[mesh_lib.CONTEXT]
   if length % context:
     raise ConfigError(
       f"max_target_length={length} does not divide by the {context} ways of the mesh axis 'context'. Choose a multiple."
     )
+  plan = _batch_plan(config, mesh, len(slices), num_slices_total)
   platform = slices[0][0].platform
   kernel = attention.choose(
     cfg.attention,
@@ -266,13 +266,28 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     optimizer=optimizer,
     plan=plan,
     state=state.abstract(model, optimizer, mesh, config.parallelism.sharding_tolerance),
-    batch=step.abstract_batch(mesh, plan.micro_batches, len(slices) * rows, length),
+    batch=tuple(step.abstract_batch(mesh, len(group), group[0].size, length) for group in plan.groups),
     train_step=precisely(step.build_train_step(model, config.optimizer, optimizer, schedule, mesh)),
     eval_step=precisely(step.build_eval_step(model, config.optimizer, mesh)),
     share=_share(config, model, platform, precisely),
     apply_sums=precisely(functools.partial(step.apply_gradients, config.optimizer, optimizer, schedule)),
     compiler_options=compiler_options(slices[0][0], cfg, compiler_flags.parse(config.run.compile_xla_flags)),
   )
+
+
+def batch_plan_of(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int) -> BatchPlan:
+  """Returns how the living `slices` of `num_slices_total` share a step. Raises ConfigError if sizes do not fit."""
+  return _batch_plan(config, mesh_lib.make(config.parallelism, slices), len(slices), num_slices_total)
+
+
+def _batch_plan(config: Config, mesh: Mesh, alive: int, total: int) -> BatchPlan:
+  rows = rows_per_micro_batch(config, mesh.size // alive)
+  step.require_whole_rows(mesh, alive * rows)
+  balanced = config.elastic.elastic_numerics == "balanced"  # then this program computes one micro-batch
+  micro_batches = 1 if balanced else config.optimizer.gradient_accumulation_steps
+  ways = mesh.shape[mesh_lib.DATA] * mesh.shape[mesh_lib.FSDP]
+  # Where fsdp spans slices, all of them are needed, and the units of a slice do not matter.
+  return batch_plan.plan(total, alive, micro_batches, rows, ways // math.gcd(ways, alive))
 
 
 def _kernels(
@@ -366,30 +381,42 @@ class Feed:
   """Maps index to the batch of step index + 1 on the program's mesh. A process reads and places only its own rows."""
 
   def __init__(self, loader: Loader, prog: Program) -> None:
-    self._loader, self._batch = loader, prog.batch
-    rounds, rows, _ = prog.batch.tokens.shape
-    local = np.zeros((rounds, rows), bool)
-    for index in prog.batch.tokens.sharding.addressable_devices_indices_map(prog.batch.tokens.shape).values():
-      local[index[:2]] = True
-    self._local = np.flatnonzero(local)
-    self._rows = prog.plan.rows.reshape(-1)[self._local]
+    self._loader, self._rounds = loader, prog.batch
+    self._local = [_local_rows(batch.tokens) for batch in prog.batch]
+    self._rows = np.concatenate([group.reshape(-1)[local] for group, local in zip(prog.plan.groups, self._local)])
     self._rows_per_share = prog.plan.rows.size
 
-  def __call__(self, index: int) -> Batch:
-    """Returns a batch of global arrays [A, rows, T]. The rows of other processes are not read here."""
-    return self._batch_of(index, self._rows)
+  def __call__(self, index: int) -> Rounds:
+    """Returns batches of global arrays [A, rows, T]. The rows of other processes are not read here."""
+    return self._rounds_of(index, self._rows)
 
   def share(self, index: int, share: int) -> Batch:
     """Returns the part `share` of the batch, for a program whose plan is that of one share."""
-    return self._batch_of(index, self._rows + share * self._rows_per_share)
+    (batch,) = self._rounds_of(index, self._rows + share * self._rows_per_share)
+    return batch
 
-  def _batch_of(self, index: int, rows: np.ndarray) -> Batch:
+  def _rounds_of(self, index: int, rows: np.ndarray) -> Rounds:
     own = self._loader.batch(index, rows)
-    return Batch(*(self._place(host, abstract) for host, abstract in zip(own, self._batch)))
+    cuts = np.cumsum([len(local) for local in self._local])[:-1]
+    groups = zip(*(np.split(array, cuts) for array in own))
+    return tuple(
+      Batch(*(_place(host, at, abstract) for host, abstract in zip(group, batch)))
+      for group, at, batch in zip(groups, self._local, self._rounds)
+    )
 
-  def _place(self, host: np.ndarray, abstract: jax.ShapeDtypeStruct) -> jax.Array:
-    rounds, rows, length = abstract.shape
-    whole = np.empty((rounds * rows, length), host.dtype)
-    whole[self._local] = host
-    whole = whole.reshape(abstract.shape)
-    return jax.make_array_from_callback(abstract.shape, abstract.sharding, lambda part: whole[part])
+
+def _local_rows(abstract: jax.ShapeDtypeStruct) -> np.ndarray:
+  """Returns which of the A * rows rows of an array [A, rows, T] the devices of this process have: int [local rows]."""
+  local = np.zeros(abstract.shape[:2], bool)
+  for index in abstract.sharding.addressable_devices_indices_map(abstract.shape).values():
+    local[index[:2]] = True
+  return np.flatnonzero(local)
+
+
+def _place(host: np.ndarray, at: np.ndarray, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+  """Returns the global array [A, rows, T] whose rows `at` are `host`, on the devices of this process."""
+  rounds, rows, length = abstract.shape
+  whole = np.empty((rounds * rows, length), host.dtype)
+  whole[at] = host
+  whole = whole.reshape(abstract.shape)
+  return jax.make_array_from_callback(abstract.shape, abstract.sharding, lambda part: whole[part])

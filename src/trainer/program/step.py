@@ -34,6 +34,10 @@ from trainer.program.state import TrainState
 METRICS = ("loss", "z_loss", "grad_norm", "lr", "weight", "skipped")
 
 
+# The micro-batches of a step: batches [A, rows, T], one after the other. The second of two has one smaller micro-batch.
+Rounds = tuple[Batch, ...]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
@@ -101,14 +105,15 @@ def loss_and_grads(model: DecoderFunctions, cfg: OptimizerSection, params: Param
   return sums
 
 
-def reduced_loss_and_grads(model: DecoderFunctions, cfg: OptimizerSection, params: Params, batch: Batch) -> Sums:
+def reduced_loss_and_grads(model: DecoderFunctions, cfg: OptimizerSection, params: Params, rounds: Rounds) -> Sums:
   """Returns the sum over all slices of what `loss_and_grads` returns, traced where the mesh axis `data` is manual.
 
   Each gradient travels between slices while the backward pass of the last micro-batch computes the next one.
   """
-  last = jax.tree.map(lambda x: x[-1], batch)
-  if accumulates := batch.tokens.shape[0] > 1:
-    own = loss_and_grads(model, cfg, params, jax.tree.map(lambda x: x[:-1], batch))
+  last = jax.tree.map(lambda x: x[-1], rounds[-1])
+  if accumulates := sum(len(batch.tokens) for batch in rounds) > 1:
+    earlier = rounds[0] if len(rounds) > 1 else jax.tree.map(lambda x: x[:-1], rounds[0])
+    own = loss_and_grads(model, cfg, params, earlier)
     totals = own.grads
   else:
     totals = _zeros(params)
@@ -195,16 +200,20 @@ def build_train_step(
   optimizer: optax.GradientTransformation,
   schedule: Callable[[jax.Array], jax.Array],
   mesh: Mesh,
-) -> Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]:
-  """Returns train_step(state, batch) -> (state, metrics) on `mesh`, to be jitted with the state donated.
+) -> Callable[[TrainState, Rounds], tuple[TrainState, jax.Array]]:
+  """Returns train_step(state, rounds) -> (state, metrics) on `mesh`, to be jitted with the state donated.
 
-  The batch's arrays are [A, rows of all slices, T] sharded like `abstract_batch`.
+  The arrays of the rounds are [A, rows of all slices, T] sharded like `abstract_batch`.
   """
-  own = functools.partial(loss_and_grads, model, cfg)
+
+  def own(params: Params, rounds: Rounds) -> Sums:
+    (batch,) = rounds  # the micro-batches of one slice have the size of the full topology's
+    return loss_and_grads(model, cfg, params, batch)
+
   sums = _over_slices(mesh, own, functools.partial(reduced_loss_and_grads, model, cfg))
 
-  def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
-    return apply_gradients(cfg, optimizer, schedule, state, sums(state.params, batch))
+  def train_step(state: TrainState, rounds: Rounds) -> tuple[TrainState, jax.Array]:
+    return apply_gradients(cfg, optimizer, schedule, state, sums(state.params, rounds))
 
   return train_step
 
@@ -218,21 +227,22 @@ def abstract_sums(state: TrainState, mesh: Mesh) -> Sums:
 
 def build_eval_step(
   model: DecoderFunctions, cfg: OptimizerSection, mesh: Mesh
-) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
-  """Returns eval_step(params, batch [A, rows, T]) -> sums of weighted cross-entropy and of weights, float32 scalars."""
+) -> Callable[[Params, Rounds], tuple[jax.Array, jax.Array]]:
+  """Returns eval_step(params, rounds) -> sums of weighted cross-entropy and of weights, float32 scalars."""
 
-  def slice_losses(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+  def batch_losses(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
     losses = jax.lax.map(lambda micro: token_losses(model, cfg, params, micro)[0], batch)
     return jnp.sum(losses), jnp.sum(batch.weights, dtype=jnp.float32)
 
-  return _over_slices(mesh, slice_losses, lambda params, batch: jax.lax.psum(slice_losses(params, batch), DATA))
+  def slice_losses(params: Params, rounds: Rounds) -> tuple[jax.Array, jax.Array]:
+    sums = [batch_losses(params, batch) for batch in rounds]
+    return functools.reduce(functools.partial(jax.tree.map, jnp.add), sums)
+
+  return _over_slices(mesh, slice_losses, lambda params, rounds: jax.lax.psum(slice_losses(params, rounds), DATA))
 
 
-def abstract_batch(mesh: Mesh, accumulation: int, rows: int, length: int) -> Batch:
-  """Returns a batch of ShapeDtypeStructs: `accumulation` micro-batches, each of `rows` rows over all slices.
-
-  Raises ConfigError if the rows do not divide over slices and fsdp.
-  """
+def require_whole_rows(mesh: Mesh, rows: int) -> None:
+  """Raises ConfigError if the `rows` of a micro-batch over all slices do not divide over slices and fsdp."""
   ways = mesh.shape[DATA] * mesh.shape[FSDP]
   if rows % ways:
     share = mesh.size // ways  # devices per row
@@ -241,6 +251,10 @@ def abstract_batch(mesh: Mesh, accumulation: int, rows: int, length: int) -> Bat
       f"A micro-batch of {rows} examples does not divide over data={mesh.shape[DATA]} x fsdp={mesh.shape[FSDP]} "
       f"ways. Choose per_device_batch_size, one device's share, as {remedy}."
     )
+
+
+def abstract_batch(mesh: Mesh, accumulation: int, rows: int, length: int) -> Batch:
+  """Returns a batch of ShapeDtypeStructs: `accumulation` micro-batches, each of `rows` rows over all slices."""
   where = NamedSharding(mesh, PartitionSpec(None, (DATA, FSDP), None))
   shape = (accumulation, rows, length)
   dtypes = (jnp.int32, jnp.int32, jnp.float32, jnp.int32, jnp.int32)
@@ -248,9 +262,9 @@ def abstract_batch(mesh: Mesh, accumulation: int, rows: int, length: int) -> Bat
 
 
 def _over_slices(
-  mesh: Mesh, own: Callable[[Params, Batch], Any], reduced: Callable[[Params, Batch], Any]
-) -> Callable[[Params, Batch], Any]:
-  """Returns a function of (params, batch) that returns sums over all slices of the mesh.
+  mesh: Mesh, own: Callable[[Params, Rounds], Any], reduced: Callable[[Params, Rounds], Any]
+) -> Callable[[Params, Rounds], Any]:
+  """Returns a function of (params, rounds) that returns sums over all slices of the mesh.
 
   own: returns the sums of one slice; used as it is if the mesh has one slice. XLA's partitioner refuses a psum over a
     manual axis of size 1 together with automatic axes.

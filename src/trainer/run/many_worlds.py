@@ -107,7 +107,7 @@ class ManyWorlds:
 
     def compute(share: Share) -> Own:
       sums = [
-        jax.device_get([compiled(params, feed.share(index, share)) for index in range(count)])
+        jax.device_get([compiled(params, (feed.share(index, share),)) for index in range(count)])
         for feed, count in zip(self._evaluations, batches, strict=True)
       ]
       return Own(np.concatenate([np.asarray(one, np.float32).sum(axis=0, dtype=np.float32) for one in sums]))

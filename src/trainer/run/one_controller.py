@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from input_pipeline.batch import Batch
 from input_pipeline.prefetch import Prefetcher
 from trainer.cluster import View
 from trainer.config.schema import Config
@@ -18,6 +17,7 @@ from trainer.elastic.hang import HangGuard, Waiter
 from trainer.models.decoder import Params
 from trainer.program.program import Feed, Program
 from trainer.program.state import TrainState
+from trainer.program.step import Rounds
 from trainer.run.driver import LossSums, Metrics, Start
 from trainer.run.session import Session
 
@@ -61,12 +61,12 @@ class OneController:
     return start
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
-    index, batch = next(self._batches)
+    index, rounds = next(self._batches)
     assert index == n - 1, f"step {n} got the batch of step {index + 1}"
     self.data_wait_seconds = self._batches.waited_seconds
     self._elastic.steps.current_step = n
     self._elastic.reached("step", n)
-    result = self._compiled_step(state, self._on_slices(batch))
+    result = self._compiled_step(state, self._on_slices(rounds))
     self._steps += 1
     if self._steps == _PREPARE_AFTER:
       self._elastic.prepare_steps(self._view)
@@ -75,8 +75,8 @@ class OneController:
   def evaluate(self, params: Params, batches: Sequence[int]) -> list[list[LossSums]]:
     with jax.set_mesh(self._program.mesh):
       return [
-        [self._program.evaluate(params, self._on_slices(batch(index))) for index in range(count)]
-        for batch, count in zip(self._evaluations, batches, strict=True)
+        [self._program.evaluate(params, self._on_slices(feed(index))) for index in range(count)]
+        for feed, count in zip(self._evaluations, batches, strict=True)
       ]
 
   def call(self, work: Callable[[], object], what: str) -> Any:
@@ -97,6 +97,6 @@ class OneController:
   def close(self) -> None:
     self._threads.close()
 
-  def _on_slices(self, batch: Batch) -> Batch:
+  def _on_slices(self, rounds: Rounds) -> Rounds:
     """The batch as the slices get it: in error state if one of them is lost and only simulated."""
-    return self._session.cluster.poison(batch, self._view)
+    return self._session.cluster.poison(rounds, self._view)

@@ -63,6 +63,7 @@ class Session:
   watchdog: Watchdog
   exports: Exports
   state_bytes: int  # of one full copy of parameters and optimizer state
+  units_per_slice: int  # of work in a step of the full topology: see elastic/batch_plan.py
   run_id: str  # of checkpoint.run_id.establish; "" without checkpoints
   scorer: Scorer
   parameters: Callable[[], Weights] | None  # that a new run starts from; None: random ones
@@ -181,6 +182,7 @@ def open_session(
       watchdog,
       stack.enter_context(contextlib.closing(Exports(config, log, events))),
       state_tree.state_bytes(full_program.state),
+      full_program.plan.units,
       identity,
       scorer,
       parameters,

@@ -1,10 +1,11 @@
-"""Measures the CPU seconds of the step of one controller with k of N simulated slices alive, against the rows that the slices compute.
+"""Measures the CPU seconds of a step of one controller with k of N slices alive, against the rows that are computed.
 
     python -m end_to_end.benchmarks.elastic_rows [--slices 8] [--rounds 8] [key=value ...]
 
 All simulated slices share the cores of this machine, so a step needs the CPU seconds of all rows of all slices
 together. Real slices compute at the same time: their step takes as long as the rows of one slice. So this shows what a
-step of unequal micro-batches costs beyond its rows. Without keys, the model of the quickstart with synthetic data and 4 rows a device.
+step of unequal micro-batches costs beyond its rows. Without keys, the model of the quickstart with synthetic data and
+four rows a device.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def main() -> None:
   for _ in range(args.rounds + 1):
     for alive, (prog, compiled, batch, state) in steps.items():
       began = time.process_time()
-      state, metrics = jax.block_until_ready(compiled(state, batch))
+      state, _ = jax.block_until_ready(compiled(state, batch))
       seconds[alive].append(time.process_time() - began)
       steps[alive] = prog, compiled, batch, state
   whole = None

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from worlds.exchange import Exchange, PeerLost, Unreachable
 from worlds.membership.client import Membership, SupervisorLost
-from worlds.membership.messages import Message, from_ranges
+from worlds.membership.messages import Message, change, from_ranges
 
 _END_SECONDS = 10.0  # how long a process that is done waits for the supervisor's answer
 
@@ -63,6 +63,9 @@ class Peers:
     self.on_role: list[Callable[[bool], None]] = []  # called when this process becomes the primary, or is it no more
     self.addresses: dict[int, str] = {}  # of the members' exchanges
     self.supervisor_lives: Callable[[], bool] = lambda: False  # asked when the connection to it has ended
+    self._lanes: dict[str, list[str]] = {}  # {member: the addresses of its lanes}, of the last `world` or `hold`
+    self._ranges: dict[str, list[list[int]]] = {}  # its shares
+    self._base = 0  # the epoch of that message
     self._holds = False
     self._connected = False  # the exchange is connected for this epoch
     self._role = False  # is_primary when on_role was called last
@@ -114,22 +117,26 @@ class Peers:
   def _change_world(self, received: Message) -> None:
     before = frozenset(self.members)
     self.epoch = int(received["epoch"])
-    self.members = tuple(sorted(int(member) for member in received["members"]))
+    assert received["base"] in (0, self._base), f"{received} after epoch {self._base}"
+    self._base = self.epoch
+    self._lanes = change(self._lanes, received, "members")
+    self._ranges = change(self._ranges, received, "ranges")
+    self.members = tuple(sorted(map(int, self._lanes)))
     now = time.time()
     lost = {int(member): (why, max(0.0, now - at)) for member, (why, at) in received["lost"].items()}
     holds = received["kind"] == "hold"
     if not holds:
-      self.addresses = self.of_this_lane(received)
-      self.dealt = {int(member): from_ranges(ranges) for member, ranges in received["ranges"].items()}
+      self.addresses = self.of_this_lane(self._lanes)
+      self.dealt = {int(member): from_ranges(ranges) for member, ranges in self._ranges.items()}
       self.fresh, self.source = tuple(received["fresh"]), int(received["source"])
     self._connected, self._holds = False, holds
     self.set_primary(int(received["primary"]))  # first: the primary records the change
     joined = tuple(sorted(frozenset(self.members) - before)) if before else ()
     self.on_change(Change(self.epoch, lost, joined, self.members, len(before) or len(self.members), holds))
 
-  def of_this_lane(self, received: Message) -> dict[int, str]:
-    """{member: where the process of this lane listens} of a message with `members`."""
-    return {int(member): lanes[self.lane] for member, lanes in received["members"].items()}
+  def of_this_lane(self, members: Mapping[str, Sequence[str]]) -> dict[int, str]:
+    """{member: where the process of this lane listens}, from the addresses of all lanes."""
+    return {int(member): lanes[self.lane] for member, lanes in members.items()}
 
   def set_primary(self, primary: int) -> None:
     """This member writes the run's records and persistent checkpoints from now on."""

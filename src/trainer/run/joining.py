@@ -62,7 +62,7 @@ def join(
 def _lead(peers: Peers, tiers: Tiers, message: Message, restore: Callable[[], Start]) -> Start | None:
   """Restores the newest state if this member is the leader, with the local copies of all members; None: it is not, or
   another one is lost meanwhile."""
-  epoch, leader, addresses = message["epoch"], message["leader"], peers.of_this_lane(message)
+  epoch, leader, addresses = message["epoch"], message["leader"], peers.of_this_lane(message["members"])
   peers.set_primary(leader)
   if leader != peers.member:
     _lend(peers, tiers, epoch, {member: addresses[member] for member in (leader, peers.member)})

@@ -83,6 +83,26 @@ class _Member:
     return True
 
 
+@dataclass
+class _Told:
+  """The last epoch that the members have been told."""
+
+  epoch: int = 0
+  members: dict[str, list[str]] = field(default_factory=dict)
+  ranges: dict[str, list[list[int]]] = field(default_factory=dict)
+  knowing: set[int] = field(default_factory=set)  # members that got all of this
+
+  def since(self, base: _Told) -> dict[str, Any]:
+    """The fields of a message with what has changed since `base`."""
+    changed = lambda new, old: {key: value for key, value in new.items() if old.get(key) != value}
+    return {
+      "base": base.epoch,
+      "gone": [int(member) for member in base.members if member not in self.members],
+      "members": changed(self.members, base.members),
+      "ranges": changed(self.ranges, base.ranges),
+    }
+
+
 class Coordinator:
   """Epochs, members and commits of one run."""
 
@@ -116,6 +136,7 @@ class Coordinator:
     self._stood_still = False  # the exchange of the round under way, in an earlier epoch
     self._apart: dict[int, tuple[float, float]] = {}  # {member that was not reached: (when it may join, its pause)}
     self._dealt: dict[int, list[int]] = {}  # of the last epoch
+    self._told = _Told()
     self._leader = -1  # the member that was asked to lead and has not answered yet
     self._failed_leads = 0  # in a row
     self._survivors: set[int] = set()  # members that may hold the state, when no other one does
@@ -259,6 +280,7 @@ class Coordinator:
     if member == self.primary:
       self.primary = min(self.live, default=min(self._members, default=-1))
     self._survivors.discard(member)
+    self._told.knowing.discard(member)
     if self.phase in ("gathering", "leading") and self.stopping:
       return self._stop_start()
     if self.phase == "leading":  # the leader says whether it needs any other member
@@ -374,6 +396,7 @@ class Coordinator:
     self.phase, self._waits_since, self._failed_leads = "gathering", self.clock(), 0
     self._survivors, self._expected = self.active, self._total
     self.active, self.live, self._done, self._leaving = set(), set(), {}, set()
+    self._told = _Told()
     for member in self._survivors:
       self._members[member].newest = -1
     note = Note("Every member with the state is lost: the run continues from the newest backup.")
@@ -418,8 +441,7 @@ class Coordinator:
     if len(self.active) < self._minimum and not self.stopping and not force:
       if self.phase != "holding":
         self.phase, self._waits_since = "holding", self.clock()
-      held = message("hold", epoch=self.epoch, members=sorted(self.active), primary=self.primary, lost=lost)
-      return [Send(member, held) for member in sorted(self.active)]
+      return self._tell("hold", primary=self.primary, lost=lost)
     self.phase = "running"
     fresh = sorted(self.active - self.live)
     if self._source not in self.live:
@@ -431,17 +453,20 @@ class Coordinator:
     self._dealt = deal(self._rules.shares, sorted(self.active), self._dealt)
     if sum(len(to_ranges(shares)) for shares in self._dealt.values()) > _MOST_RANGES:
       self._dealt = deal(self._rules.shares, sorted(self.active))
-    world = message(
-      "world",
-      epoch=self.epoch,
-      members=self._addresses(self.active),
-      ranges={str(member): to_ranges(shares) for member, shares in self._dealt.items()},
-      fresh=fresh,
-      source=self._source,
-      primary=self.primary,
-      lost=lost,
-    )
-    return [Send(member, world) for member in sorted(self.active)]
+    return self._tell("world", primary=self.primary, lost=lost, fresh=fresh, source=self._source)
+
+  def _tell(self, kind: str, **fields: Any) -> Effects:
+    """Sends the epoch to the active members: what changes to those that got the last one, and everything to others."""
+    before, told = self._told, _Told(self.epoch, self._addresses(self.active))
+    if kind == "world":
+      told.ranges = {str(member): to_ranges(shares) for member, shares in self._dealt.items()}
+      told.knowing = set(self.active)
+    else:
+      told.ranges = {member: ranges for member, ranges in before.ranges.items() if member in told.members}
+      told.knowing = before.knowing & self.active
+    self._told = told
+    whole, change = (message(kind, epoch=self.epoch, **told.since(base), **fields) for base in (_Told(), before))
+    return [Send(member, change if member in before.knowing else whole) for member in sorted(self.active)]
 
   def _addresses(self, members: Collection[int]) -> dict[str, list[str]]:
     """{member: the addresses of its lanes}, as JSON."""
@@ -458,8 +483,11 @@ class Coordinator:
     alone = bool(self._leaving) and not staying and not self._joiners()
     stop = step is not None and (self.stopping or alone)
     leave = sorted(self._leaving) if step is not None and staying and not stop else []
-    committed = message("commit", epoch=self.epoch, round=round_name, stop=stop, leave=leave, seconds=seconds)
-    effects: Effects = [Send(member, committed) for member in sorted(self.active)]
+    committed = message("commit", epoch=self.epoch, round=round_name, stop=stop, leave=leave, seconds={})
+    recorded = committed | {"seconds": seconds}  # the primary writes the records
+    effects: Effects = [
+      Send(member, recorded if member == self.primary else committed) for member in sorted(self.active)
+    ]
     if stop:
       return effects
     joins = self.clock() - self._changed_at >= self._rules.join_interval or bool(self._leaving)

@@ -45,7 +45,8 @@ FROM_MEMBER: Mapping[str, FieldTypes] = {
   # A rehearsed fault that the supervisor shall cause: "lose", "hang" or "give_back".
   "fault": {"action": str, "target": int, "seconds": _NUMBER_OR_NONE},
 }
-_WORLD: FieldTypes = {"epoch": int, "primary": int, "lost": dict}
+_CHANGE: FieldTypes = {"base": int, "gone": list, "members": dict, "ranges": dict}
+_WORLD: FieldTypes = {"epoch": int, **_CHANGE, "primary": int, "lost": dict}
 FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   # The answer to `hello`. primary: writes the records until a `world` says otherwise. run_id: the id of the run, if its
   # folder does not exist yet.
@@ -53,16 +54,18 @@ FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   # `leader` restores the newest state of all backups, unless it holds a state, and answers with `restored`. The other
   # members {id: address of each lane} connect with it, and send it the parts of local copies that it asks for.
   "lead": {"epoch": int, "leader": int, "members": dict},
-  # A new epoch begins. members: as in `lead`. ranges: {id: [[first share, end], ...]}. fresh: members without a state;
-  # `source` sends it to them. lost: {id: [reason, wall time]}.
-  "world": {**_WORLD, "members": dict, "ranges": dict, "fresh": list, "source": int},
+  # A new epoch begins. What changes since the epoch `base`, of the last `world` or `hold` that this member got, or 0:
+  # without the members `gone`, and with `members`, as in `lead`, that are new or have other addresses. ranges: of those
+  # that compute other shares than before, {id: [[first share, end], ...]}. fresh: members without a state; `source`
+  # sends it to them. lost: {id: [reason, wall time]}. So what a loss sends to all grows with their number.
+  "world": {**_WORLD, "fresh": list, "source": int},
   # As `world`, but there are too few members to go on: wait for the next `world`.
-  "hold": {**_WORLD, "members": list},
+  "hold": _WORLD,
   # No member is known to have the state: answer with `ready`. A member that has received the state at the last moment
   # keeps it, and says so.
   "regather": {},
   # Apply the sums of the round. stop: save, and end the run after this round. leave: members that end after this round.
-  # seconds: {id: seconds that it computed}.
+  # seconds: {id: seconds that it computed}, for the primary; the others get {}.
   "commit": {"epoch": int, "round": str, "stop": bool, "leave": list, "seconds": dict},
   # The run is over; exit with this code. reason: why it cannot go on, or "".
   "end": {"code": int, "reason": str},
@@ -102,6 +105,12 @@ def check(received: Message, kinds: Mapping[str, FieldTypes]) -> None:
     value = received.get(name)
     if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
       raise ValueError(f"sent {kind!r} with {name}={value!r}")
+
+
+def change(known: dict[str, Any], received: Message, name: str) -> dict[str, Any]:
+  """Returns the field `name` of all members {id: value}, from the values `known` so far and a `world` or `hold`."""
+  kept = {} if received["base"] == 0 else known
+  return {member: value for member, value in kept.items() if int(member) not in received["gone"]} | received[name]
 
 
 def step_of(round_name: str) -> int | None:

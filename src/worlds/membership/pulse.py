@@ -42,7 +42,7 @@ class Pulse:
     """start_seconds: the limit while the run's speed is not known, and the longest that a first computation can get."""
     self._clock, self._hang_seconds, self._start_seconds = clock, hang_seconds, start_seconds
     self._start_silence = min(max(start_seconds, hang_seconds), _START_SILENCE_SECONDS)
-    self._beats: dict[tuple[int, int], tuple[float, str]] = {}  # (member, lane): (time, what it does besides steps)
+    self._beats: dict[int, dict[int, tuple[float, str]]] = {}  # member: lane: (time, what it does besides steps)
     self._ready: set[int] = set()  # members that wait for work or do it, and no longer import or compile
     self._computed: dict[int, tuple[float, float]] = {}  # of the round: member: (time of the report, seconds)
     self._proven: set[int] = set()  # members that have computed a round: all their programs are loaded
@@ -53,7 +53,7 @@ class Pulse:
 
   def beat(self, member: int, lane: int, busy: str = "") -> None:
     """This process of `member` lives. busy: what it does besides steps."""
-    self._beats[member, lane] = self._clock(), busy
+    self._beats.setdefault(member, {})[lane] = self._clock(), busy
     if busy:
       self._busy_until[member] = self._clock()
 
@@ -63,7 +63,7 @@ class Pulse:
 
   def forget(self, member: int) -> None:
     """`member` is lost."""
-    self._beats = {key: beat for key, beat in self._beats.items() if key[0] != member}
+    self._beats.pop(member, None)
     self._computed.pop(member, None)
     self._ready.discard(member)
     self._proven.discard(member)
@@ -104,10 +104,10 @@ class Pulse:
 
   def silent(self, members: Collection[int]) -> Iterator[tuple[int, str, float]]:
     """(member, reason, seconds) of members of which a process has given no sign of life for so long."""
-    now = self._clock()
+    now, of_ready = self._clock(), self.limit if self._steps else self._start_silence
     for member in sorted(members):
-      limit = self.limit if self._steps and member in self._ready else self._start_silence
-      seconds = max((now - at for (other, _), (at, _) in self._beats.items() if other == member), default=0.0)
+      limit = of_ready if member in self._ready else self._start_silence
+      seconds = max((now - at for at, _ in self._beats.get(member, {}).values()), default=0.0)
       if seconds > limit:
         yield member, f"no sign of life for {seconds:.1f} s", seconds
 
@@ -117,12 +117,12 @@ class Pulse:
     The time counts from the first member that had computed, and from the end of a save."""
     if not self._computed:
       return []
-    now = self._clock()
+    now, usual = self._clock(), self.limit
     first = min(when for when, _ in self._computed.values())
     found = []
     for member in sorted(set(active) - self._computed.keys()):
-      busy = next((busy for (other, _), (_, busy) in self._beats.items() if other == member and busy), "")
-      limit = _BUSY_SECONDS if busy else self.limit
+      busy = next((busy for _, busy in self._beats.get(member, {}).values() if busy), "")
+      limit = _BUSY_SECONDS if busy else usual
       if member not in self._proven:
         limit = max(limit, min(_FACTOR * self._longest_first, self._start_seconds))
       seconds = now - (first if busy else self._since(member, first))

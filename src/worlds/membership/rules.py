@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 # A message must fit into the buffer of a connection, 416 KiB with the default net.core.wmem_max of Linux. Besides the
-# addresses, it has up to coordinator._MOST_RANGES ranges of shares.
-_MOST_BYTES, _MEMBER_BYTES, _ADDRESS_BYTES = 1 << 18, 200, 128
+# addresses, it has up to coordinator._MOST_RANGES ranges of shares. It is compressed: random IPv6 addresses, the worst
+# case, need 42 bytes for a member of one process, and 32 for each of several (tests/worlds/membership/test_scale.py).
+_MOST_BYTES, _MEMBER_BYTES, _ADDRESS_BYTES = 1 << 18, 16, 48
 MOST_SHARES = 1 << 20  # the supervisor deals them out one by one
 
 

@@ -47,7 +47,7 @@ class Server:
     self.coordinator = coordinator
     self._token, self._kill, self._fault, self._agent, self._log = token, kill, fault, agent, log
     self._lock = threading.RLock()
-    self._channels: dict[tuple[int, int], Channel] = {}  # by (member, lane)
+    self._channels: dict[int, dict[int, Channel]] = {}  # by member, then by lane
     self._agents: set[Channel] = set()
     self._strangers: dict[socket.socket, float] = {}  # when they connected, by the clock, the oldest first
     self._log_stranger = Sparse(log)
@@ -62,19 +62,20 @@ class Server:
   @property
   def connected(self) -> frozenset[int]:
     """The members that have a connection."""
-    return frozenset(member for member, _ in self.processes)
+    with self._lock:
+      return frozenset(self._channels)
 
   @property
   def processes(self) -> frozenset[tuple[int, int]]:
     """(member, lane) of the processes that have a connection."""
     with self._lock:
-      return frozenset(self._channels)
+      return frozenset((member, lane) for member, lanes in self._channels.items() for lane in lanes)
 
   def lost(self, member: int, reason: str, seconds: float = 0.0) -> None:
     """The processes of `member` have ended, or hang since `seconds`."""
     with self._lock:
-      for lane in [key for key in self._channels if key[0] == member]:
-        self._channels.pop(lane).close()
+      for channel in self._channels.pop(member, {}).values():
+        channel.close()
       self._carry_out(self.coordinator.lost(member, reason, seconds))
 
   def stop(self) -> None:
@@ -93,7 +94,7 @@ class Server:
     _shut_down(self._listener)  # closing alone would not wake the thread that accepts
     self._listener.close()
     with self._lock:
-      for channel in (*self._channels.values(), *self._agents):
+      for channel in (*(channel for lanes in self._channels.values() for channel in lanes.values()), *self._agents):
         channel.close()
       self._channels.clear()
       for sock in self._strangers:
@@ -159,12 +160,12 @@ class Server:
       with self._lock:
         if self._strangers.pop(sock, None) is None or self._closed.is_set():
           raise WireError("came too late")
-        if (member, lane) in self._channels:
+        if lane in self._channels.get(member, {}):
           reason = f"says that it is member {member}, lane {lane}, which has a connection already"
           channel.send(message("end", code=PREEMPTED, reason=f"The supervisor refuses this process: it {reason}."))
           raise WireError(reason)
         effects = self.coordinator.hello(member, lane, lanes, address)
-        self._channels[member, lane] = channel
+        self._channels.setdefault(member, {})[lane] = channel
         self._carry_out(effects)
     except (WireError, ValueError) as error:
       if not self._closed.is_set():
@@ -177,14 +178,14 @@ class Server:
     try:
       while (received := channel.receive()) is not None:
         with self._lock:
-          if self._channels.get((member, lane)) is not channel:
+          if self._channels.get(member, {}).get(lane) is not channel:
             return
           self._carry_out(self._handle(member, lane, received))
     except (WireError, ValueError) as error:
       reason = f"it broke the protocol: it {error}"
       self._log(f"Member {member} is dropped, because {reason}.")
     with self._lock:
-      if self._channels.get((member, lane)) is channel:
+      if self._channels.get(member, {}).get(lane) is channel:
         self.lost(member, reason)
 
   def _closed_in_time(self, sock: socket.socket) -> bool:
@@ -242,6 +243,7 @@ class Server:
 
   def _carry_out(self, effects: Effects) -> None:
     """To be called with the lock: so every member gets the messages in the order of the decisions."""
+    bodies: dict[int, wire.Body] = {}  # a message to many members is one object
     for effect in effects:
       if isinstance(effect, Note):
         self._log(effect.text)
@@ -250,11 +252,12 @@ class Server:
         self._log(f"Member {effect.member} is ended: {effect.reason}.")
         self.lost(effect.member, effect.reason, effect.seconds)
       elif isinstance(effect, Send):
-        for key in [key for key in self._channels if key[0] == effect.member]:
+        body = bodies.get(id(effect.message)) or bodies.setdefault(id(effect.message), wire.encode(effect.message))
+        for channel in list(self._channels.get(effect.member, {}).values()):
           try:
-            self._channels[key].send(effect.message)
+            channel.send(body)
           except BlockingIOError:
-            self._channels[key].close()
+            channel.close()
             self._log(f"Member {effect.member} does not read its messages. Its connection is closed.")
           except OSError:
             pass  # the thread that reads this connection reports the loss

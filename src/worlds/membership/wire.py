@@ -15,6 +15,7 @@ import secrets
 import socket
 import struct
 import threading
+import zlib
 from typing import Any
 
 from worlds import addresses
@@ -23,6 +24,7 @@ NONCE_BYTES = 32
 CODE_BYTES = 32
 MAX_MESSAGE_BYTES = 1 << 20
 HANDSHAKE_SECONDS = 5.0
+_LARGE_BYTES, _MOST_UNPACKED_BYTES = 1 << 12, 1 << 23
 _SEND_BUFFER_BYTES = 1 << 20  # of the supervisor's side, as far as the system allows
 _DEAD_SECONDS = 15  # after which a connection ends if the other host answers nothing at all
 _LENGTH = struct.Struct("!I")
@@ -30,6 +32,29 @@ _LENGTH = struct.Struct("!I")
 
 class WireError(Exception):
   """The other side is not a member of this job, or it broke the protocol."""
+
+
+Body = bytes  # a message as it is sent
+
+
+def encode(message: dict[str, Any]) -> Body:
+  """Returns the message as JSON, compressed if that saves much: the addresses of a thousand members are much alike."""
+  body = json.dumps(message).encode()
+  if len(body) >= _LARGE_BYTES:
+    body = zlib.compress(body, 1)
+  assert len(body) <= MAX_MESSAGE_BYTES, f"a message of {len(body)} bytes"
+  return body
+
+
+def _unpacked(body: Body) -> bytes:
+  """Returns the JSON of a message. Raises ValueError if it would be too large."""
+  if body[:1] != b"x":  # with which zlib begins, and no JSON
+    return body
+  unpacker = zlib.decompressobj()
+  text = unpacker.decompress(body, _MOST_UNPACKED_BYTES)
+  if not unpacker.eof:
+    raise ValueError(f"it has more than {_MOST_UNPACKED_BYTES} bytes, or is cut off")
+  return text
 
 
 class Channel:
@@ -42,11 +67,11 @@ class Channel:
     self._sent = self._received = 0
     self._lock = threading.Lock()
 
-  def send(self, message: dict[str, Any]) -> None:
-    """Sends one message. Raises OSError if the connection is broken. The supervisor's side never waits: it also raises
-    OSError if the other side reads so little that the buffer is full. The connection is then useless."""
-    body = json.dumps(message).encode()
-    assert len(body) <= MAX_MESSAGE_BYTES, f"a message of {len(body)} bytes"
+  def send(self, message: dict[str, Any] | Body) -> None:
+    """Sends one message; one for many sides is encoded once, as a Body. Raises OSError if the connection is broken. The
+    supervisor's side never waits: it also raises OSError if the other side reads so little that the buffer is full. The
+    connection is then useless."""
+    body = message if isinstance(message, bytes) else encode(message)
     with self._lock:
       code = _code(self._key, self._out, self._sent, body)
       self._sent += 1
@@ -70,8 +95,8 @@ class Channel:
       raise WireError("sent a message with a wrong authentication code")
     self._received += 1
     try:
-      message = json.loads(body)
-    except (ValueError, RecursionError) as error:
+      message = json.loads(_unpacked(body))
+    except (ValueError, RecursionError, zlib.error) as error:
       raise WireError(f"sent a message that is not JSON: {error}") from error
     if not isinstance(message, dict):
       raise WireError("sent a message that is not an object")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from worlds.membership.coordinator import Coordinator, Effects, Kill, Note, Send
+from worlds.membership.messages import change, from_ranges
 from worlds.membership.rules import RunRules
 
 EVAL_PERIOD = 3
@@ -67,6 +68,8 @@ class Model:
     self.computed: dict[tuple[int, str], set[int]] = {}  # (epoch, round): members whose data are on the way
     self.states: dict[tuple[int, int], list[str]] = {}  # (epoch, member): state that was sent to it
     self.applied: list[str] = []  # the longest history of any member
+    self.worlds: dict[int, dict[str, Any]] = {}  # by epoch, as the first member knew it
+    self.shares = total
     self.losses_of_all = 0  # how often no member with a state was left
     self.kills = self.leaves = 0
     for i in range(total + spares):
@@ -165,7 +168,11 @@ class Model:
       elif member.led:
         member.history, member.led = None, False
     elif kind in ("world", "hold"):
-      member.world = received
+      before, member.world = member.world or {"epoch": 0, "members": {}, "ranges": {}}, dict(received)
+      assert received["base"] in (0, before["epoch"]), (received, before)
+      for name in ("members", "ranges"):
+        member.world[name] = change(before[name], received, name)
+      self.check_world(member.world)
       if kind == "hold":
         member.mode = "waiting"
         return
@@ -202,6 +209,15 @@ class Model:
       member.exit, member.mode = received["code"], "ended"
       del self.members[member.id]
       self.carry_out(self.coordinator.lost(member.id, "ended"))
+
+  def check_world(self, world: dict[str, Any]) -> None:
+    """Members that have heard of different changes know the same members and shares."""
+    first = self.worlds.setdefault(world["epoch"], world)
+    if world["kind"] == "world":
+      shares = [share for ranges in world["ranges"].values() for share in from_ranges(ranges)]
+      assert sorted(shares) == list(range(self.shares)) and world["ranges"].keys() == world["members"].keys(), world
+      assert (world["members"], world["ranges"]) == (first["members"], first["ranges"]), (world, first)
+    assert world["members"].keys() == first["members"].keys(), (world, first)
 
   def finish_if_complete(self, member: Member) -> None:
     if member.stop:

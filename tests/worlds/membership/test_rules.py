@@ -75,9 +75,9 @@ def test_sigterm_to_one_member_is_a_request_to_all_in_a_run_that_is_not_elastic(
 @pytest.mark.parametrize(
   ("slices", "shares", "lanes", "text"),
   [
-    (799, 799, 1, ""),
-    (800, 800, 1, r"num_slices=800: .* at most 799 slices of 1 processes.*\nMake the slices larger"),
-    (300, 300, 8, r"num_slices=300: .* at most 214 slices of 8 processes"),
+    (4096, 4096, 1, ""),
+    (4097, 4097, 1, r"num_slices=4097: .* at most 4096 slices of 1 processes.*\nMake the slices larger"),
+    (656, 656, 8, r"num_slices=656: .* at most 655 slices of 8 processes"),
     (2, 200_000, 1, ""),
     (2, 1 << 21, 1, r"= 2097152 shares .* at most 1048576 are possible\.\nLower gradient_accumulation_steps"),
   ],

@@ -356,7 +356,7 @@ def test_reports_of_other_epochs_and_members_without_a_part_change_nothing(run):
 def test_a_supervisor_that_sends_garbage_counts_as_lost(run, body):
   member, lost = run.members[0], []
   member.watch(busy=str, noticed=bool, lost=lambda: lost.append("noticed"))
-  channel = run.server._channels[0, 0]
+  channel = run.server._channels[0][0]
   raw(channel, body)
   with pytest.raises(SupervisorLost):
     member.next(timeout=SECONDS)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -130,3 +133,8 @@ def test_large_shards_use_the_memory_of_the_flat_buffer():
   assert_equal(back, values)
   shard = back["aligned"].addressable_shards[0].data
   assert shard.unsafe_buffer_pointer() == flat.ctypes.data
+
+
+def test_a_member_whose_arrays_are_of_numpy_starts_without_jax():
+  command = "import sys, worlds.join, worlds.supervisor; sys.exit('jax' in sys.modules)"
+  assert subprocess.run([sys.executable, "-c", command]).returncode == 0

@@ -85,7 +85,7 @@ def run(
     from input_pipeline.workers import WorkerLost
     from pathways_standin.process import StandinLost
     from trainer.cluster.launched import run_rules
-    from trainer.config import ConfigError
+    from trainer.config import ConfigError, shares
     from trainer.elastic import retry
     from trainer.process import compilation_cache, open_files
     from trainer.program import program
@@ -100,7 +100,11 @@ def run(
       own = additions or session_lib.NO_ADDITIONS
       if own.source is None:
         run_data.check(config)
-      cluster = cluster_lib.start(config.cluster, run_rules(config))
+      rules = None
+      if cluster_lib.has_worlds(config.cluster):
+        config = shares.resolve(config)
+        rules = run_rules(config)
+      cluster = cluster_lib.start(config.cluster, rules)
       stack.callback(cluster.stop)
       is_reported = cluster.coordination.is_reported
       retry.check(cluster, config.elastic, config.run.steps)

@@ -33,7 +33,7 @@ def start(cfg: ClusterSection, rules: RunRules | None = None) -> Cluster:
   rules: of a run that this process may have to supervise, under torchrun. Raises ConfigError if this machine or
   environment cannot provide the cluster, before jax is imported if possible.
   """
-  kind = _find(cfg, os.environ) if cfg.cluster == "auto" else cfg.cluster
+  kind = _kind(cfg)
   if kind == "pathways":
     from trainer.cluster.pathways import PathwaysCluster
 
@@ -44,6 +44,15 @@ def start(cfg: ClusterSection, rules: RunRules | None = None) -> Cluster:
   from trainer.cluster.simulated import SimulatedCluster
 
   return SimulatedCluster.start(cfg, os.environ)
+
+
+def has_worlds(cfg: ClusterSection) -> bool:
+  """Whether each slice is a JAX world of its own."""
+  return _kind(cfg) == "multiprocess"
+
+
+def _kind(cfg: ClusterSection) -> str:
+  return _find(cfg, os.environ) if cfg.cluster == "auto" else cfg.cluster
 
 
 def _find(cfg: ClusterSection, environment: Mapping[str, str]) -> str:

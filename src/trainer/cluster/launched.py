@@ -19,14 +19,13 @@ _SHORTEST_SECRET = 16  # characters
 
 
 def run_rules(config: Config) -> RunRules:
-  """The rules of a run of num_slices slices."""
+  """The rules of a run of num_slices slices. The configuration is that of `shares.resolve`."""
   elastic, slices = config.elastic, config.cluster.num_slices
   minimum = elastic.elastic_min_slice_count if elastic.elastic_enabled else slices
-  balanced = elastic.elastic_numerics == "balanced"
   return RunRules(
     slices,
     slices if minimum == -1 else minimum,
-    slices * (config.optimizer.gradient_accumulation_steps if balanced else 1),
+    slices * elastic.shares_per_slice,
     elastic.elastic_timeout_seconds,
     elastic.elastic_min_resize_interval_seconds,
     elastic.elastic_enabled,
@@ -42,8 +41,8 @@ def check(rules: RunRules, lanes: int) -> None:
     )
   if rules.shares > MOST_SHARES:
     raise ConfigError(
-      f"elastic_numerics=balanced has num_slices x gradient_accumulation_steps = {rules.shares} shares of a step; "
-      f"at most {MOST_SHARES} are possible.\nLower gradient_accumulation_steps, and raise per_device_batch_size."
+      f"num_slices x shares_per_slice = {rules.shares} shares of a step; at most {MOST_SHARES} are possible.\n"
+      "Lower shares_per_slice."
     )
 
 

@@ -12,6 +12,7 @@ from input_pipeline import folders
 from trainer.config.errors import ConfigError, Problems, nearest, shorten
 
 PARENT_KEY = "base_config"
+CONFIG_FILE = "config.yml"  # of a run: every key with its value
 
 
 def package_root() -> Path:

@@ -383,11 +383,11 @@ class ElasticSection(Section):
   """Number of slices that training needs. -1: all slices (wait for the replacement)."""
   elastic_backup_kind: Literal["snapshot", "checkpoint"] = "snapshot"
   """First source of a recovery: a copy in host memory (snapshot), or the checkpoints."""
-  elastic_numerics: Literal["bitwise", "balanced"] = "bitwise"
-  """Slices as separate processes: how the sums of a step are made. bitwise: one share per slice of the full run, summed
-  in a fixed order, so the result has the same bits whichever slices are alive. balanced: one share per micro-batch,
-  summed first on each slice; fewer slices have less padding and send less, and the last bits depend on who is alive. On
-  an H200, bitwise takes 7 % longer."""
+  shares_per_slice: int = Field(-1, ge=-1, le=1024)
+  """Slices as separate processes: into how many equal shares the part of the batch of a slice is cut, once for the life
+  of the run. The living slices divide the shares of a lost slice among them. The result has the same bits, whichever
+  slice computes a share. -1: as in the run so far; in a new run the most, up to 8, that leave a device at least 8,192
+  tokens in a share."""
   exchange_stages: NonNegative = 0
   """Slices as separate processes: into how many programs, at least, the backward pass through the layers is divided.
   The gradients of one travel to the other slices while the next computes. 1: the exchange begins when all gradients are

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
   """Runs the command and returns its exit code. Imports here and not above, so that a signal finds its handler."""
   from trainer.cluster.launched import check, run_rules
-  from trainer.config import ConfigError, load
+  from trainer.config import ConfigError, load, shares
   from trainer.launch.keys import program, refuse_other
   from trainer.observe import screen
   from trainer.process import open_files
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     epilog="All other arguments are those of `python -m trainer`.",
     allow_abbrev=False,
   )
-  parser.add_argument("--slices", type=int, required=True, help="slices that compute, and shares of the batch")
+  parser.add_argument("--slices", type=int, required=True, help="slices that compute")
   parser.add_argument("--spares", type=int, default=0, help="more slices, which wait until one is lost")
   parser.add_argument("--processes-per-slice", type=int, default=1, help="processes of one slice, joined by JAX")
   parser.add_argument("--listen", metavar="HOST:PORT", help="accept agents of other hosts at this address")
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     least = config.elastic.elastic_min_slice_count
     if least > options.slices:
       raise ConfigError(f"elastic_min_slice_count={least} is more than --slices {options.slices}.\nLower it.")
-    rules = run_rules(config)
+    rules = run_rules(shares.resolve(config))
     check(rules, options.processes_per_slice)
     where = _listen(options) if options.listen else None
   except ConfigError as error:

@@ -31,7 +31,6 @@ from trainer.observe import environment, files
 from trainer.parallel import memory
 from trainer.preflight import analysis
 from trainer.preflight.analysis import Analysis, Refused
-from trainer.run.announce import CONFIG_FILE
 
 # From the least memory to the most: after a policy that does not fit, no other one fits. Policies that offload are not
 # candidates where `full` fits: the traffic to the host takes longer than its recomputation (docs/benchmarks/remat.md).
@@ -227,7 +226,7 @@ def _of_run(run_directory: str) -> Choice | None:
   """
   from etils import epath
 
-  path = epath.Path(run_directory) / CONFIG_FILE
+  path = epath.Path(run_directory) / config_files.CONFIG_FILE
   if not path.exists():
     return None
   given = config_files.read_yaml(path)
@@ -274,7 +273,7 @@ def _entry(config: Config, slice_sets: SliceSets) -> str:
   """
   sections = (config.model, config.optimizer, config.parallelism)
   keys = {name: value for section in sections for name, value in section if not isinstance(value, float)}
-  batch = config.data.per_device_batch_size, config.data.max_target_length, config.elastic.elastic_numerics
+  batch = config.data.per_device_batch_size, config.data.max_target_length, config.elastic.shares_per_slice
   devices = [(device.device_kind, getattr(device, "coords", None)) for device in slice_sets[0][0]]
   compiler = config.run.compile_xla_flags, environment.versions()
   facts = [keys, batch, [len(slices) for slices in slice_sets], devices, limit(slice_sets[0]), compiler]

@@ -15,6 +15,7 @@ from trainer.checkpoint.arrays import state_tree
 from trainer.config import counts
 from trainer.config.errors import counted
 from trainer.config.schema import Config
+from trainer.elastic import batch_plan
 from trainer.preflight.analysis import Analysis, roofline, timeline
 from trainer.preflight.remat_choice import Candidate, Choice, label
 from trainer.program import program
@@ -73,27 +74,25 @@ def degraded_lines(config: Config, slices: Sequence[Sequence[Device]], fewer: bo
   return lines
 
 
-def process_lines(total: int, micro_batches: int, gradient_bytes: int, wire_bytes: int) -> list[str]:
+def process_lines(total: int, shares: int, gradient_bytes: int, wire_bytes: int) -> list[str]:
   """Returns what a step costs with k of N slices alive where each slice is a process (cluster=multiprocess).
 
-  micro_batches: per slice and step of the full run. gradient_bytes: of one copy of the gradients in float32.
-  wire_bytes: of one copy on its way between slices. Memory and traffic are those of one slice, all hosts together.
+  shares: of a slice of the full run. gradient_bytes: of one copy of the gradients in float32. wire_bytes: of one copy on
+  its way between slices. Memory and traffic are those of one slice, all hosts together.
   """
-  lines = ["Slices as processes: elastic_numerics | alive | micro-batches per step | speed | sums held | sent per step"]
-  for balanced in (False, True):
-    count, size_of_share = (total * micro_batches, 1) if balanced else (total, micro_batches)
-    for alive in range(total, 0, -1):
-      shares = -(-count // alive)  # of the slice that has the most
-      sent = (1 if balanced else shares) + 1  # its own parts, and the totals of what it sums
-      columns = (
-        "balanced" if balanced else "bitwise",
-        f"{alive} of {total}",
-        shares * size_of_share,
-        f"{micro_batches / (shares * size_of_share):.1%}",
-        size(shares * gradient_bytes),
-        size(sent * wire_bytes * (alive - 1) / alive),
-      )
-      lines.append(" | ".join(f"{column:>{width}}" for column, width in zip(columns, (38, 7, 22, 6, 9, 9))))
+  lines = [f"Slices as processes, shares_per_slice={shares}: alive | shares | speed | sums held | sent per step"]
+  for alive in range(total, 0, -1):
+    most = -(-total * shares // alive)  # shares of the slice that has the most
+    groups, others = divmod(most, shares)  # shares of a group travel together
+    sent = others * gradient_bytes + (groups + 1) * wire_bytes  # its own sums, and the totals of what it sums
+    columns = (
+      f"{alive} of {total}",
+      most,
+      f"{batch_plan.relative_throughput(total, alive, shares):.1%}",
+      size((groups + others) * gradient_bytes),
+      size(sent * (alive - 1) / alive),
+    )
+    lines.append(" | ".join(f"{column:>{width}}" for column, width in zip(columns, (48, 6, 6, 9, 9))))
   return lines
 
 

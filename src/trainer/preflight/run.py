@@ -135,7 +135,7 @@ def _process_lines(config: Config, total: int) -> list[str]:
 
   parameters = counts.parameter_count(config.model)
   wire_bytes = parameters * {"float32": 4, "bfloat16": 2}[config.optimizer.grad_reduce_dtype]
-  return report.process_lines(total, config.optimizer.gradient_accumulation_steps, 4 * parameters, wire_bytes)
+  return report.process_lines(total, config.elastic.shares_per_slice, 4 * parameters, wire_bytes)
 
 
 def _whole(config: Config, total: int) -> bool:

@@ -26,7 +26,7 @@ from input_pipeline.batch import Batch
 from input_pipeline.loader import Loader
 from stepcost import chips
 from trainer.cluster import View
-from trainer.config import compiler_flags, counts
+from trainer.config import compiler_flags, counts, shares
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config, ModelSection, RematPolicy
 from trainer.elastic import batch_plan
@@ -140,14 +140,13 @@ class Program:
   def compile_halves(self, *, evaluates: bool, adds: bool) -> Halves:
     """Returns the halves of a step, compiled, for slices that exchange their sums outside XLA.
 
-    evaluates, adds: whether the run evaluates, and whether a slice adds the sums of its shares. If it does not, a share
-    has the same bits, whichever slice computes it.
+    evaluates, adds: whether the run evaluates, and whether a slice adds the sums of its shares. A share has the same
+    bits, whichever slice computes it.
     """
     sums = step.abstract_sums(self.state, self.mesh)
     out_shardings = state.shardings(self.state), NamedSharding(self.mesh, PartitionSpec())
     same = dict(SAME_BITS.get(self.mesh.devices.flat[0].platform, {}))
-    of_shares = {} if adds else same
-    options = {**of_shares, **self.compiler_options}
+    options = {**same, **self.compiler_options}
     params = self.state.params
     with jax.set_mesh(self.mesh):
       (share,) = self.batch
@@ -156,7 +155,7 @@ class Program:
       second = jax.jit(self.apply_sums, donate_argnums=0, out_shardings=out_shardings).lower(self.state, sums)
       # Every slice applies the sums for itself, and all must get the same weights.
       apply = second.compile({**self.compiler_options, **same})
-      evaluation = jax.jit(self.eval_step).lower(params, self.batch).compile(of_shares) if evaluates else None
+      evaluation = jax.jit(self.eval_step).lower(params, self.batch).compile(same) if evaluates else None
       checksum = jax.jit(state.checksum, out_shardings=out_shardings[1]).lower(params).compile()
       return Halves(sums, first, apply, evaluation, checksum)
 
@@ -283,8 +282,9 @@ def batch_plan_of(config: Config, slices: Sequence[Sequence[Device]], num_slices
 def _batch_plan(config: Config, mesh: Mesh, alive: int, total: int) -> BatchPlan:
   rows = rows_per_micro_batch(config, mesh.size // alive)
   step.require_whole_rows(mesh, alive * rows)
-  balanced = config.elastic.elastic_numerics == "balanced"  # then this program computes one micro-batch
-  micro_batches = 1 if balanced else config.optimizer.gradient_accumulation_steps
+  micro_batches = config.optimizer.gradient_accumulation_steps
+  if config.elastic.shares_per_slice > 0:  # this program computes one share of a slice's part of the batch
+    micro_batches, rows = shares.micro_batches(config, rows)
   ways = mesh.shape[mesh_lib.DATA] * mesh.shape[mesh_lib.FSDP]
   # Where fsdp spans slices, all of them are needed, and the units of a slice do not matter.
   return batch_plan.plan(total, alive, micro_batches, rows, ways // math.gcd(ways, alive))

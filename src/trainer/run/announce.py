@@ -11,14 +11,14 @@ from input_pipeline import describe
 from trainer.checkpoint import disk_space
 from trainer.cluster import Cluster
 from trainer.config import counts
+from trainer.config.files import CONFIG_FILE
 from trainer.config.schema import Config, ModelSection
+from trainer.elastic import batch_plan
 from trainer.observe import environment
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
 from trainer.program.program import Program
 from trainer.run.run_data import RunData
-
-CONFIG_FILE = "config.yml"  # of the run: every key with its value
 
 
 def announce(
@@ -33,6 +33,7 @@ def announce(
   mesh = ", ".join(f"{axis}={size}" for axis, size in full.mesh.shape.items() if size > 1) or "one device"
   lines = [
     f"Run {config.run_directory}: {config.run.steps} steps of {data.global_batch_size} x {length} tokens",
+    *_shares_line(config, cluster.num_slices),
     f"Model {model.model_name}: {parameters:,} parameters, {model.num_decoder_layers} layers, "
     f"remat_policy={model.remat_policy}, {model.dtype}",
     f"Devices: {cluster.num_slices} slice{'s' * (cluster.num_slices > 1)} of {cluster.devices_per_slice} "
@@ -103,3 +104,12 @@ def _print_config(config: Config, log: Log) -> None:
   log.line(f"Configuration (differences from the defaults; {config.run_directory}/{CONFIG_FILE} has every key):")
   for key, value in chosen.items():
     log.line(f"  {key}: {value}")
+
+
+def _shares_line(config: Config, slices: int) -> list[str]:
+  """Into how many shares a slice's part of the batch is cut, and what a lost slice costs, if slices are processes."""
+  shares = config.elastic.shares_per_slice
+  if shares == -1 or slices == 1:
+    return []
+  speed = batch_plan.relative_throughput(slices, slices - 1, shares)
+  return [f"shares_per_slice={shares}: with {slices - 1} of {slices} slices the run has {speed:.1%} of its speed"]

@@ -69,8 +69,8 @@ class ManyWorlds:
     start = joining.join(self._session, self._elastic, self._peers, self._program.state, self._tiers, restore)
     resume(start)
     self._state, self._step, self._evaluated = start.state, start.step, start.evaluated
-    wire, balanced = self._config.optimizer.grad_reduce_dtype, self._config.elastic.elastic_numerics == "balanced"
-    self._rounds = Rounds(self._peers, self._halves, wire, balanced, self._send_state, self._receive_state)
+    wire, group = self._config.optimizer.grad_reduce_dtype, self._config.elastic.shares_per_slice
+    self._rounds = Rounds(self._peers, self._halves, wire, group, self._send_state, self._receive_state)
     self._threads.callback(self._rounds.close)
     self._total = self._rounds.layout.empty()
     self._batches = Prefetcher(self._shares_of_batch, self._step, self._config.run.steps)
@@ -89,7 +89,7 @@ class ManyWorlds:
 
     def compute(share: Share) -> Own:
       batch = ahead.pop(share) if share in ahead else self._train.share(index, share)
-      return self._rounds.sums(state.params, batch)
+      return Own(*self._halves.sums(state.params, batch))
 
     checksum = self._halves.checksum(state.params)
     scalars, self.slice_seconds = self._rounds.agree(f"step {n}", checksum, compute, self._total)

@@ -10,6 +10,7 @@ device computes the others.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ import numpy as np
 
 from trainer.program.program import Halves
 from worlds.exchange import FlatLayout, HostCopy, Part, PeerLost
-from worlds.exchange.reduction import Wire
+from worlds.exchange.plan import Wire, pieces
 from worlds.peers import MembershipChanged, Peers
 
 Share = int
@@ -28,16 +29,24 @@ Share = int
 
 @dataclasses.dataclass(frozen=True)
 class Own:
-  """What one share of this member, or several together, add to a round. scalars: float32; known before all gradients.
-  grads: what is exchanged; None in an evaluation. parts: what is added to other shares first, if sums are balanced."""
+  """What one share adds to a round. scalars: float32, known before all gradients. parts: the gradients; none in an
+  evaluation."""
 
   scalars: Any
-  grads: HostCopy | None = None
   parts: Sequence[Part] = ()
 
+
+@dataclasses.dataclass(frozen=True)
+class _Sum:
+  """The sum of shares up to `stop`, from left to right. scalars: of each share. grads: None in an evaluation."""
+
+  stop: Share
+  scalars: Sequence[Any]
+  grads: HostCopy | None
+
   def host_scalars(self) -> np.ndarray:
-    """The scalars [n], float32."""
-    return np.asarray(jax.device_get(self.scalars), np.float32)
+    """The sum of the scalars [n], float32."""
+    return functools.reduce(np.add, [np.asarray(one, np.float32) for one in jax.device_get(self.scalars)])
 
 
 class Rounds:
@@ -48,23 +57,17 @@ class Rounds:
     peers: Peers,
     halves: Halves,
     wire: Wire,
-    balanced: bool,
+    group: int,
     send_state: Callable[[int], None],
     receive_state: Callable[[int], None],
   ) -> None:
-    """wire: the type of gradients on their way. balanced: a member exchanges one sum, not the sums of its shares.
-    send_state, receive_state: see `Peers.connect`."""
-    self._peers, self._halves, self._wire, self._balanced = peers, halves, wire, balanced
+    """wire: the type of gradients on their way. group: shares of a slice, which are summed first (see
+    `Exchange.reduce`). send_state, receive_state: see `Peers.connect`."""
+    self._peers, self._halves, self._wire, self._group = peers, halves, wire, group
     self._send_state, self._receive_state = send_state, receive_state
     self.layout = FlatLayout(halves.abstract.grads)
     self._known = self.layout.ranges(halves.sums.parts)
     self._reports = ThreadPoolExecutor(1, "report of the computation")
-
-  def sums(self, params: Any, batch: Any) -> Own:
-    """What the share with the rows of `batch` adds to a step."""
-    scalars, parts = self._halves.sums(params, batch)
-    # Balanced: only the sum of all shares goes to the host. Otherwise the device's memory is free after the copy.
-    return Own(scalars, parts=parts) if self._balanced else Own(scalars, self.layout.to_host(parts))
 
   def agree(
     self, round_name: str, checksum: jax.Array, compute: Callable[[Share], Own], total: np.ndarray | None
@@ -72,24 +75,23 @@ class Rounds:
     """(sums of the scalars over all shares, the members' seconds) once the round is committed; fills `total`. Calls
     compute(share) once for each share of this member. checksum: of this member's weights. The round is
     committed only if all members have the same checksum."""
-    peers, held, seconds = self._peers, dict[Share, Own](), 0.0
+    peers, held, seconds = self._peers, dict[Share, _Sum](), 0.0
     while True:
       peers.connect(self._send_state, self._receive_state)
       began = time.monotonic()
-      for share in peers.shares:
-        if share not in held:
-          held[share] = compute(share)
-      parts, dealt = self._parts({share: held[share] for share in peers.shares})
-      scalars = {number: part.host_scalars() for number, part in parts.items()}  # waits for them only
+      held = self._compute(held, compute)
+      scalars = {share: own.host_scalars() for share, own in held.items()}  # waits for them only
+      grads = {share: own.grads for share, own in held.items() if own.grads is not None}
       # A thread reports when this member has computed its gradients, because this thread is in the exchange by then.
       # The exchange stands still while any member computes, and the report tells the supervisor which members do not.
-      report = self._reports.submit(self._report, round_name, peers.epoch, list(parts.values()), began - seconds)
+      report = self._reports.submit(self._report, round_name, peers.epoch, list(grads.values()), began - seconds)
       try:
         if total is not None:
-          grads = {number: part.grads for number, part in parts.items() if part.grads is not None}
-          peers.exchange.reduce(f"{round_name} gradients", grads, dealt, total, self._wire, self._known)
+          peers.exchange.reduce(
+            f"{round_name} gradients", grads, peers.dealt, total, self._wire, self._known, self._group
+          )
         total_scalars = np.empty_like(next(iter(scalars.values())))
-        peers.exchange.reduce(round_name, scalars, dealt, total_scalars)
+        peers.exchange.reduce(round_name, scalars, peers.dealt, total_scalars, group=self._group)
         report.result()
         member_seconds = peers.commit(round_name, int(checksum))
       except PeerLost as error:
@@ -101,27 +103,39 @@ class Rounds:
       finally:
         seconds = report.result()
 
-  def _report(self, round_name: str, epoch: int, parts: Sequence[Own], began: float) -> float:
-    """Tells the supervisor when `parts` are computed, and returns the seconds since `began`."""
-    for part in parts:
-      if part.grads is not None:
-        part.grads.wait()
+  def _compute(self, held: Mapping[Share, _Sum], compute: Callable[[Share], Own]) -> dict[Share, _Sum]:
+    """{first share: sum} of all shares that this member computes in this epoch. held: the sums of the last epoch of this
+    round, which are kept. The exchange adds what follows them."""
+    sums: dict[Share, _Sum] = {}
+    for first, stop in pieces(self._peers.shares, self._group):
+      while first < stop:
+        known = held.get(first)
+        sums[first] = known if known is not None and known.stop <= stop else self._sum(first, stop, held, compute)
+        first = sums[first].stop
+    return sums
+
+  def _sum(self, first: Share, stop: Share, held: Mapping[Share, _Sum], compute: Callable[[Share], Own]) -> _Sum:
+    """The sum of the shares from `first` to `stop`, or to the next one that is held."""
+    scalars: list[Any] = []
+    total: Sequence[Part] = ()
+    for share in range(first, stop):
+      if share > first and share in held:
+        break
+      if len(scalars) > 1:
+        jax.block_until_ready(scalars[-2])  # so that the gradients of two shares, not of all, need memory at a time
+      own = compute(share)
+      scalars.append(own.scalars)
+      total = self._halves.sums.add([total, own.parts]) if total else own.parts
+    # The device's memory is free after the copy.
+    return _Sum(first + len(scalars), scalars, self.layout.to_host(total) if total else None)
+
+  def _report(self, round_name: str, epoch: int, grads: list[HostCopy], began: float) -> float:
+    """Tells the supervisor when `grads` are computed, and returns the seconds since `began`."""
+    for one in grads:
+      one.wait()
     seconds = time.monotonic() - began
     self._peers.membership.send("computed", epoch=epoch, round=round_name, seconds=seconds)
     return seconds
-
-  def _parts(self, own: dict[Share, Own]) -> tuple[dict[int, Own], Mapping[int, Sequence[int]]]:
-    """(what this member exchanges, by number; {member: the numbers of its parts}): its shares or, if balanced, their
-    sum with the member's position as number."""
-    peers = self._peers
-    if not self._balanced:
-      return own, peers.dealt
-    dealt = {member: [position] for position, member in enumerate(sorted(peers.dealt))}
-    shares = [own[share] for share in sorted(own)]
-    parts = [share.parts for share in shares if share.parts]
-    grads = self.layout.to_host(self._halves.sums.add(parts)) if parts else None  # none in an evaluation
-    whole = Own(np.sum([share.host_scalars() for share in shares], axis=0, dtype=np.float32), grads)
-    return {dealt[peers.member][0]: whole}, dealt
 
   def close(self) -> None:
     """Ends the thread that reports computations."""

@@ -19,6 +19,7 @@ from trainer.checkpoint.preemption import Preemption
 from trainer.checkpoint.snapshot import Snapshots
 from trainer.cluster import Cluster
 from trainer.config import cli, counts
+from trainer.config.files import CONFIG_FILE
 from trainer.config.schema import Config
 from trainer.elastic.program_cache import ProgramCache, Topology
 from trainer.observe import files, lock
@@ -38,7 +39,7 @@ from trainer.program import program
 from trainer.program.program import Program
 from trainer.report import page
 from trainer.run import run_data
-from trainer.run.announce import CONFIG_FILE, announce
+from trainer.run.announce import announce
 from trainer.run.run_data import RunData
 from trainer.run.scores import Scorer
 from trainer.weights import sources, tokenizers
@@ -308,4 +309,4 @@ def _compile_step(config: Config, cluster: Cluster, evaluates: bool, prog: Progr
     fingerprint.prepare(prog.state)
   if cluster.coordination.peers is None:
     return prog.compile()
-  return prog.compile_halves(evaluates=evaluates, adds=config.elastic.elastic_numerics == "balanced")
+  return prog.compile_halves(evaluates=evaluates, adds=config.elastic.shares_per_slice > 1)

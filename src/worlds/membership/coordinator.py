@@ -450,9 +450,7 @@ class Coordinator:
     for member in self.active:
       self._members[member].was_active = True
       self._members[member].reports.clear()  # of the epoch before
-    self._dealt = deal(self._rules.shares, sorted(self.active), self._dealt)
-    if sum(len(to_ranges(shares)) for shares in self._dealt.values()) > _MOST_RANGES:
-      self._dealt = deal(self._rules.shares, sorted(self.active))
+    self._dealt = self._deal()
     return self._tell("world", primary=self.primary, lost=lost, fresh=fresh, source=self._source)
 
   def _tell(self, kind: str, **fields: Any) -> Effects:
@@ -467,6 +465,15 @@ class Coordinator:
     self._told = told
     whole, change = (message(kind, epoch=self.epoch, **told.since(base), **fields) for base in (_Told(), before))
     return [Send(member, change if member in before.knowing else whole) for member in sorted(self.active)]
+
+  def _deal(self) -> dict[int, list[int]]:
+    """{member: shares} of the active members, as their speeds are now."""
+    rules, active = self._rules, sorted(self.active)
+    group, speeds = max(1, rules.shares // rules.slices), self._speeds.of(active)
+    dealt = deal(rules.shares, active, group, self._dealt, speeds)
+    if sum(len(to_ranges(shares)) for shares in dealt.values()) > _MOST_RANGES:
+      return deal(rules.shares, active, group, None, speeds)
+    return dealt
 
   def _addresses(self, members: Collection[int]) -> dict[str, list[str]]:
     """{member: the addresses of its lanes}, as JSON."""

@@ -8,7 +8,9 @@ exchange.
 
 from __future__ import annotations
 
+import heapq
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -119,19 +121,51 @@ def step_of(round_name: str) -> int | None:
   return int(number) if kind == "step" else None
 
 
-def deal(shares: int, members: list[int], before: Mapping[int, Sequence[int]] | None = None) -> dict[int, list[int]]:
-  """{member: the shares that it computes}. Their numbers differ by at most one. before: the last dealing, of which a
-  member keeps what it may, because it may have computed it; without it, shares are dealt in order."""
-  ordered, before = sorted(members), before or {}
-  # Those that have the most keep the most.
-  ranked = sorted(ordered, key=lambda member: (-len(before.get(member, ())), member))
-  room = {member: shares // len(ordered) + (i < shares % len(ordered)) for i, member in enumerate(ranked)}
-  dealt = {member: [share for share in before.get(member, ()) if share < shares][: room[member]] for member in ordered}
+def deal(
+  shares: int,
+  members: Sequence[int],
+  group: int,
+  before: Mapping[int, Sequence[int]] | None = None,
+  speeds: Mapping[int, float] | None = None,
+) -> dict[int, list[int]]:
+  """{member: the shares that it computes}, ascending. Each member gets as many as its speed allows, and at least one if
+  there are enough. With equal speeds the numbers differ by at most one.
+
+  group: shares [i * group, (i + 1) * group) travel together if one member has them. before: the last dealing. A member
+  keeps what it may of it, because it may have computed it, and first what it has most of a group of: so a member that
+  joins gets the group of the lost one. Without it, each member gets a group, and the rest is dealt. speeds: 1 for all
+  members that are not in it."""
+  ordered = sorted(members)
+  before = before or {member: range(index * group, (index + 1) * group) for index, member in enumerate(ordered)}
+  held = {member: [share for share in before.get(member, ()) if share < shares] for member in ordered}
+  numbers = _numbers(shares, {member: (speeds or {}).get(member, 1.0) for member in ordered}, held)
+  dealt: dict[int, list[int]] = {}
+  for member, own in held.items():
+    most = Counter(share // group for share in own)
+    dealt[member] = sorted(own, key=lambda share: (-most[share // group], share))[: numbers[member]]
   kept = {share for own in dealt.values() for share in own}
-  free = iter(share for share in range(shares) if share not in kept)
-  for member in ordered:
-    dealt[member] = sorted([*dealt[member], *itertools.islice(free, room[member] - len(dealt[member]))])
+  free = iter([share for share in range(shares) if share not in kept])
+  for member, own in dealt.items():
+    dealt[member] = sorted([*own, *itertools.islice(free, numbers[member] - len(own))])
   return dealt
+
+
+def _numbers(shares: int, speeds: dict[int, float], held: Mapping[int, Sequence[int]]) -> dict[int, int]:
+  """How many shares each member gets: one more goes to the member that would finish first, and of several to one that
+  has more."""
+  each = shares / sum(speeds.values())
+  least = 1 if shares >= len(speeds) else 0
+  numbers = {member: max(least, int(each * speed + 1e-9)) for member, speed in speeds.items()}
+  while (extra := sum(numbers.values()) - shares) > 0:  # by members that get their one share
+    slowest = max(numbers, key=lambda member: (numbers[member] > least, numbers[member] / speeds[member]))
+    numbers[slowest] -= min(extra, 1)
+  ends = [((number + 1) / speeds[member], -len(held[member]), member) for member, number in numbers.items()]
+  heapq.heapify(ends)
+  for _ in range(shares - sum(numbers.values())):
+    _, have, member = ends[0]
+    numbers[member] += 1
+    heapq.heapreplace(ends, ((numbers[member] + 1) / speeds[member], have, member))
+  return numbers
 
 
 def to_ranges(shares: Sequence[int]) -> list[list[int]]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.cluster.launched import check, run_rules
+from trainer.config import shares
 from trainer.config.errors import ConfigError, how_to_install
 from trainer.config.schema import Config
 from trainer.observe import files
@@ -36,7 +37,7 @@ def run(config: Config, arguments: Sequence[str], options: argparse.Namespace) -
       f"--replace-lost: Ray replaces single workers, and a slice with --topology {options.topology} has {lanes}.\n"
       "Remove --replace-lost."
     )
-  rules = run_rules(config)
+  rules = run_rules(shares.resolve(config))
   check(rules, lanes)
   from trainer.launch.ray.workers import SupervisorActor
 

@@ -1,0 +1,74 @@
+"""How many shares a slice's part of the batch is cut into, where slices are processes.
+
+The number is chosen once and stays for the life of a run, because the order of the sum follows from it. More shares let
+fewer slices divide the work more evenly. But each share gathers the weights inside its slice again, and sums its own
+gradients: compiled for llama3.1-8b on 32 chips of v5p, a step of 16,384 tokens a device in 2 shares takes 1.2 % longer
+than in one, and 6.3 % longer in 4.
+"""
+
+from __future__ import annotations
+
+from trainer.config import files
+from trainer.config.errors import ConfigError
+from trainer.config.schema import Config
+
+MOST = 8  # shares of a slice that are chosen; with 8, one lost slice of 8 costs 12.5 % of the speed, as it must
+LEAST_TOKENS = 8192  # of a device in a share that is chosen
+
+
+def resolve(config: Config) -> Config:
+  """Returns `config` with the number of shares in the place of shares_per_slice=-1: the number that the run has had so
+  far, or a new one. Raises ConfigError if a given number does not cut a slice's part into equal shares."""
+  given = config.elastic.shares_per_slice
+  possible = _possible(config)
+  if given != -1:
+    if given not in possible:
+      raise ConfigError(
+        f"shares_per_slice={given}: a slice computes {_rows(config):g} rows for each group of devices that share a row "
+        f"(per_device_batch_size x gradient_accumulation_steps), in equal micro-batches.\nUse "
+        f"{', '.join(map(str, possible))}, or -1."
+      )
+    return config
+  recorded = _recorded(config)
+  chosen = recorded if recorded in possible else _chosen(config, possible)
+  return config.with_values(shares_per_slice=chosen)
+
+
+def micro_batches(config: Config, rows: int) -> tuple[int, int]:
+  """Returns the micro-batches of a share and the rows of each, from the `rows` of a slice's micro-batch."""
+  accumulation, shares = config.optimizer.gradient_accumulation_steps, config.elastic.shares_per_slice
+  return (accumulation // shares, rows) if accumulation % shares == 0 else (1, rows * accumulation // shares)
+
+
+def _chosen(config: Config, possible: list[int]) -> int:
+  tokens = config.data.per_device_batch_size * config.data.max_target_length
+  tokens *= config.optimizer.gradient_accumulation_steps
+  return max(shares for shares in possible if shares == 1 or (shares <= MOST and tokens / shares >= LEAST_TOKENS))
+
+
+def _rows(config: Config) -> float:
+  """Rows of a slice and step for each group of devices that share a row; 0 if the devices decide about their number."""
+  parallelism = config.parallelism
+  sharing = parallelism.ici_tensor_parallelism * parallelism.ici_context_parallelism
+  rows = config.data.per_device_batch_size * config.optimizer.gradient_accumulation_steps * abs(sharing)
+  return rows if sharing > 0 and rows == int(rows) else 0
+
+
+def _possible(config: Config) -> list[int]:
+  """Numbers of shares with equal micro-batches that are no larger than those of the whole: divisors of the rows of a
+  micro-batch times the micro-batches, or divisors of the micro-batches."""
+  accumulation, rows = config.optimizer.gradient_accumulation_steps, int(_rows(config))
+  finer = [shares for shares in range(accumulation, rows + 1, accumulation) if rows % shares == 0]
+  return sorted({shares for shares in range(1, accumulation + 1) if accumulation % shares == 0} | set(finer))
+
+
+def _recorded(config: Config) -> int | None:
+  """The number of shares of the run so far; None for a new run, or for one whose slices were no processes."""
+  from etils import epath  # reads gs:// too
+
+  path = epath.Path(config.run_directory) / files.CONFIG_FILE
+  if not path.exists():
+    return None
+  given = files.read_yaml(path)
+  value = given["shares_per_slice"][0] if "shares_per_slice" in given else "1"  # of older versions
+  return int(value) if value and value.isdecimal() else None

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from worlds.membership.failures import BAD_INPUT, FAILED, Failures
 from worlds.membership.messages import Message, deal, message, step_of, to_ranges
 from worlds.membership.pulse import Pulse, RunningClock
 from worlds.membership.rules import RunRules
@@ -94,9 +95,10 @@ class Coordinator:
     expected: int | None = None,
     clock: Callable[[], float] | None = None,
     hang_seconds: float = 5.0,
+    failures: Failures | None = None,
   ) -> None:
     """run_id: of a run whose folder does not exist yet. expected: members that a start waits for (default: all slices);
-    after rules.timeout, rules.minimum are enough. clock: default: RunningClock."""
+    after rules.timeout, rules.minimum are enough. clock: default: RunningClock. failures: of the run so far."""
     assert 1 <= rules.minimum <= rules.slices, rules
     self._rules, self._run_id, self._timeout = rules, run_id, rules.timeout
     self._total, self._minimum = rules.slices, rules.minimum
@@ -118,6 +120,7 @@ class Coordinator:
     self._dealt: dict[int, list[int]] = {}  # of the last epoch
     self._leader = -1  # the member that was asked to lead and has not answered yet
     self._failed_leads = 0  # in a row
+    self.failures = failures or Failures(rules.attempts)
     self._survivors: set[int] = set()  # members that may hold the state, when no other one does
     self.pulse = Pulse(self.clock, hang_seconds=hang_seconds, start_seconds=rules.timeout)
     self.phase = "gathering"
@@ -241,7 +244,10 @@ class Coordinator:
     return []
 
   def finished(self, member: int, code: int) -> Effects:
-    """`member` has done everything that it owes."""
+    """`member` has done everything that it owes, or has found wrong input (code 2)."""
+    if code == BAD_INPUT:
+      self.failures.refuses(member)
+      return []
     if member == self.primary and self.phase != "over" and (code != 42 or self.stopping):
       return self.end(code)
     # A member that leaves, or the last one that was left and got SIGTERM: the run may go on without it.
@@ -268,9 +274,33 @@ class Coordinator:
     if not self._rules.elastic and not self.stopping:
       return self.end(1, f"Member {member} is lost ({reason}), and elastic_enabled=false.")
     self._lost[member] = (reason, time.time() - seconds)  # not the clock: members on other hosts read it
+    if self.failures.loses(member) and (ends := self._try_again()):
+      return ends
     if not self.live:
       return self._regather()
     return self._reform()
+
+  def judge(self) -> Effects:
+    """To be called when a member has ended and `failures` knows it: ends the run if all members would fail again. A run
+    that needs all of them, and has done nothing yet, ends with the first one that has wrong input."""
+    waiting = self._ready().keys() if self.phase in ("gathering", "leading") else set()  # they may do better
+    failing = {member: code for member, code in self.failures.failing().items() if member not in waiting}
+    wrong_input = bool(failing) and set(failing.values()) == {BAD_INPUT}
+    needs_minimum = not self._rules.elastic or (wrong_input and not self.failures.progress)
+    others = max(self._expected, len(self._members.keys() | failing.keys())) - len(failing)
+    if others >= (self._minimum if needs_minimum else 1):
+      return []
+    if wrong_input:
+      return self.end(BAD_INPUT)
+    names = ", ".join(map(str, sorted(failing)))
+    return self.end(FAILED, f"Without a new step, these members have failed again: {names}.")
+
+  def _try_again(self) -> Effects:
+    """The run has failed as a whole: ends it after too many attempts."""
+    if self.failures.recovers() or self.stopping:
+      return []
+    most = f"elastic_max_retries={self._rules.attempts}"
+    return self.end(FAILED, f"{most}: so many attempts in a row have failed, each before 10 new steps.")
 
   def tick(self) -> Effects:
     """To be called several times a second: limits of waits and of silence."""
@@ -333,6 +363,7 @@ class Coordinator:
     if not late and not self._survivors <= ready:
       return []
     enough = least if late or self.stopping or self._failed_leads > _MOST_FAILED_LEADS else self._expected
+    enough = max(least, enough - len(self.failures.away() - ready))
     return self._lead() if len(ready) >= enough else []
 
   def _tell_of_wait(self) -> Effects:
@@ -367,6 +398,8 @@ class Coordinator:
     newest state that no other one has."""
     self.phase, self._waits_since, self._leader = "gathering", self.clock(), -1
     self._failed_leads += 1
+    if ends := self._try_again():
+      return ends
     return [Note("A member is lost while the newest state is restored: waiting for all members."), *self._gather()]
 
   def _regather(self) -> Effects:
@@ -418,9 +451,13 @@ class Coordinator:
     if len(self.active) < self._minimum and not self.stopping and not force:
       if self.phase != "holding":
         self.phase, self._waits_since = "holding", self.clock()
-      held = message("hold", epoch=self.epoch, members=sorted(self.active), primary=self.primary, lost=lost)
+        if lost and self.failures.holds() and (ends := self._try_again()):
+          return ends
+      fields = {"epoch": self.epoch, "primary": self.primary, "lost": lost, "attempt": self.failures.attempt}
+      held = message("hold", members=sorted(self.active), **fields)
       return [Send(member, held) for member in sorted(self.active)]
     self.phase = "running"
+    self.failures.begins(self.active)
     fresh = sorted(self.active - self.live)
     if self._source not in self.live:
       # Not the primary if there is a choice: it also writes the records.
@@ -440,6 +477,7 @@ class Coordinator:
       source=self._source,
       primary=self.primary,
       lost=lost,
+      attempt=self.failures.attempt,
     )
     return [Send(member, world) for member in sorted(self.active)]
 
@@ -452,6 +490,7 @@ class Coordinator:
     step = step_of(round_name)
     seconds = self.pulse.committed(is_step=step is not None)
     self.committed, self._done, self._stood_still = round_name, {}, False
+    self.failures.committed(round_name, self.active)
     for member in self.active:
       self._apart.pop(member, None)
     staying = self.live - self._leaving
@@ -470,6 +509,7 @@ class Coordinator:
     self.active = self.active - set(leave) | set(joiners)
     self.live -= set(leave)
     self._leaving -= set(leave)
+    self.failures.leave(leave)
     for member in leave:
       self._members[member].newest = -1  # it ends; it does not join again
     return effects + self._world()

@@ -38,14 +38,15 @@ FROM_MEMBER: Mapping[str, FieldTypes] = {
   "unreachable": {"epoch": int, "members": list},
   # It has SIGTERM: it wants to leave after the round under way.
   "leave": {},
-  # The run is over for this member, everything that it owes is done; it would exit with this code.
+  # The run is over for this member, everything that it owes is done; it would exit with this code. 2: it has found
+  # wrong input, and exits unless the run ends before.
   "finished": {"code": int},
   # A sign of life. busy: what it does besides steps ("save"), or "".
   "beat": {"busy": str},
   # A rehearsed fault that the supervisor shall cause: "lose", "hang" or "give_back".
   "fault": {"action": str, "target": int, "seconds": _NUMBER_OR_NONE},
 }
-_WORLD: FieldTypes = {"epoch": int, "primary": int, "lost": dict}
+_WORLD: FieldTypes = {"epoch": int, "primary": int, "lost": dict, "attempt": int}
 FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   # The answer to `hello`. primary: writes the records until a `world` says otherwise. run_id: the id of the run, if its
   # folder does not exist yet.
@@ -54,7 +55,7 @@ FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   # members {id: address of each lane} connect with it, and send it the parts of local copies that it asks for.
   "lead": {"epoch": int, "leader": int, "members": dict},
   # A new epoch begins. members: as in `lead`. ranges: {id: [[first share, end], ...]}. fresh: members without a state;
-  # `source` sends it to them. lost: {id: [reason, wall time]}.
+  # `source` sends it to them. lost: {id: [reason, wall time]}. attempt: see RunRules.attempts.
   "world": {**_WORLD, "members": dict, "ranges": dict, "fresh": list, "source": int},
   # As `world`, but there are too few members to go on: wait for the next `world`.
   "hold": {**_WORLD, "members": list},
@@ -64,6 +65,8 @@ FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   # Apply the sums of the round. stop: save, and end the run after this round. leave: members that end after this round.
   # seconds: {id: seconds that it computed}.
   "commit": {"epoch": int, "round": str, "stop": bool, "leave": list, "seconds": dict},
+  # The member has ended so many times in a row without progress of its own, and starts again after so many seconds.
+  "failing": {"member": int, "host": str, "reason": str, "times": int, "seconds": _NUMBER},
   # The run is over; exit with this code. reason: why it cannot go on, or "".
   "end": {"code": int, "reason": str},
 }
@@ -76,8 +79,8 @@ FROM_AGENT: Mapping[str, FieldTypes] = {  # an agent runs the processes of other
 TO_AGENT: Mapping[str, FieldTypes] = {
   # Start the processes of these members with these arguments. grace: seconds that they may need to save.
   "work": {"argv": list, "members": list, "lanes": int, "grace": _NUMBER},
-  # Start the member again after a pause. progress: whether the run has gone on meanwhile.
-  "restart": {"member": int, "progress": bool},
+  # Start the member again after so many seconds.
+  "restart": {"member": int, "seconds": _NUMBER},
   # End its processes.
   "kill": {"member": int},
   # Cause a rehearsed fault, as in `fault`.
@@ -102,6 +105,14 @@ def check(received: Message, kinds: Mapping[str, FieldTypes]) -> None:
     value = received.get(name)
     if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
       raise ValueError(f"sent {kind!r} with {name}={value!r}")
+
+
+def failing_line(failing: Message) -> str:
+  """The message `failing` in words."""
+  return (
+    f"Member {failing['member']} (host {failing['host']}) has failed {failing['times']} times without 10 steps of its "
+    f"own: next start in {failing['seconds']:g} s."
+  )
 
 
 def step_of(round_name: str) -> int | None:

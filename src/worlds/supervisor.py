@@ -241,8 +241,8 @@ class Supervisor:
       host.restart(member, seconds)
 
   def _note(self, line: str) -> None:
-    """A decision of the coordinator. After Ctrl-C it decides about members that end as intended."""
-    if not self._interrupted.is_set():
+    """A decision of the coordinator. After Ctrl-C or a second signal it decides about members that end as intended."""
+    if not self._interrupted.is_set() and not self._at_once:
       log(line)
 
   def _kill(self, member: int, reason: str) -> None:

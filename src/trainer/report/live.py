@@ -18,8 +18,9 @@ from trainer.config.errors import ConfigError
 from trainer.observe import files
 from trainer.observe.events import EVENTS_FILE
 from trainer.observe.metrics import METRICS_FILE, format_duration
-from trainer.report import comparison_page, goodput, history, markup, page
+from trainer.report import comparison_page, goodput, history, incidents, markup, page
 from trainer.report.history import Run
+from worlds.membership.messages import failing_line
 
 _LARGEST_SHARE = 0.25  # of the time that making pages may take: the machine may be training
 _LATE_SECONDS = 60.0  # without a record, and no step took so long: the notice is a warning
@@ -182,7 +183,9 @@ def _notice(runs: list[Run], now: float) -> tuple[str, bool]:
     silent = now - _last_record(run)
     limit = max(_LATE_SECONDS, 10 * float(run.steps["seconds"].max()))
     late = late or silent > limit
-    texts.append(f"{text}, last record {format_duration(silent)} ago")
+    failing = [failing_line(event).rstrip(".") for event in incidents.failing(run)]
+    late = late or bool(failing)
+    texts.append("; ".join([f"{text}, last record {format_duration(silent)} ago", *failing]))
   return "; ".join(texts), late
 
 

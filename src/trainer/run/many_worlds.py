@@ -197,9 +197,6 @@ def _record(elastic: ElasticRun, change: Change, step: int) -> None:
 
 def _record_failing(session: Session, failing: Message) -> None:
   """A member fails again and again without the others."""
-  times, seconds = failing["times"], failing["seconds"]
-  host, reason = failing["host"], failing["reason"]
-  session.events.emit(
-    "member_failing", slice=[failing["member"]], host=host, error=reason, times=times, pause_seconds=seconds
-  )
+  fields = {name: value for name, value in failing.items() if name != "kind"}
+  session.events.emit("member_failing", **fields)
   session.log.line(failing_line(failing))

@@ -66,7 +66,7 @@ FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   # seconds: {id: seconds that it computed}.
   "commit": {"epoch": int, "round": str, "stop": bool, "leave": list, "seconds": dict},
   # The member has ended so many times in a row without progress of its own, and starts again after so many seconds.
-  "failing": {"member": int, "host": str, "reason": str, "times": int, "seconds": _NUMBER},
+  "failing": {"member": int, "host": str, "error": str, "times": int, "pause_seconds": _NUMBER},
   # The run is over; exit with this code. reason: why it cannot go on, or "".
   "end": {"code": int, "reason": str},
 }
@@ -107,11 +107,11 @@ def check(received: Message, kinds: Mapping[str, FieldTypes]) -> None:
       raise ValueError(f"sent {kind!r} with {name}={value!r}")
 
 
-def failing_line(failing: Message) -> str:
-  """The message `failing` in words."""
+def failing_line(failing: Mapping[str, Any]) -> str:
+  """The message `failing`, or its record in events.jsonl, in words."""
   return (
     f"Member {failing['member']} (host {failing['host']}) has failed {failing['times']} times without 10 steps of its "
-    f"own: next start in {failing['seconds']:g} s."
+    f"own: next start in {failing['pause_seconds']:g} s."
   )
 
 

@@ -85,7 +85,7 @@ class Server:
       times, seconds = run.failures.ended(member, code, host, waits=run.phase != "running")
       self._carry_out(run.judge())
       if times > 1 and run.code is None:
-        told = message("failing", member=member, host=host, reason=reason, times=times, seconds=seconds)
+        told = message("failing", member=member, host=host, error=reason, times=times, pause_seconds=seconds)
         self._carry_out([Note(failing_line(told)), *(Send(other, told) for other in self.connected)])
       return seconds
 

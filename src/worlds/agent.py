@@ -9,10 +9,10 @@ import time
 from types import FrameType
 
 from worlds import lines
-from worlds.interruptions import INTERRUPTED, PREEMPTED, handled
+from worlds.interruptions import INTERRUPTED, PREEMPTED, Repeats, handled
 from worlds.membership import wire
 from worlds.membership.messages import TO_AGENT, Message, check, message
-from worlds.membership.wire import Channel, WireError
+from worlds.membership.wire import Channel, Refused, WireError
 from worlds.place import Place
 from worlds.workers import Program, Workers
 
@@ -33,12 +33,14 @@ class Agent:
     self._slices, self._host = slices, host
     self._wait_seconds = wait_seconds
     self._channel: Channel | None = None
-    self._signal = 0  # that ends the agent
+    self._workers: Workers | None = None  # while a supervisor is served
+    self._signal, self._repeats = 0, Repeats()  # the signal that ends the agent
+    self._at_once = 0  # a second one, which ends it without a save
     self._failed = False
 
   def run(self) -> int:
     """Serves one supervisor after the other. Returns the exit code of the run, or 42 if the agent has to end before.
-    Raises TimeoutError if no supervisor answers at first."""
+    Raises TimeoutError if no supervisor answers at first, and Refused if it does not accept the token."""
     with handled(self._signalled, self._fail):
       self._join()
       while self._channel is not None:
@@ -47,14 +49,17 @@ class Agent:
           return code
         _log(f"The connection to the supervisor has ended. Waiting up to {self._wait_seconds:g} s for the next one.")
         self._channel = None
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, Refused):
           self._join()
       if self._failed:
         return FAILED
+      if self._at_once:
+        return INTERRUPTED if self._at_once == signal.SIGINT else 128 + self._at_once
       return INTERRUPTED if self._signal == signal.SIGINT else PREEMPTED
 
   def _join(self) -> None:
-    """Connects to the supervisor, unless a signal comes before. Raises TimeoutError after the longest wait."""
+    """Connects to the supervisor, unless a signal comes before. After the longest wait, raises TimeoutError, or Refused
+    if the token was not accepted to the last."""
     deadline, told = time.monotonic() + self._wait_seconds, False
     while not self._signal:
       try:
@@ -64,7 +69,8 @@ class Agent:
           told = True
           _log(f"Waiting for the supervisor at {self._supervisor}: {error}.")
         if time.monotonic() >= deadline:
-          raise TimeoutError(f"cannot join within {self._wait_seconds:g} s: {error}") from error
+          kind = Refused if isinstance(error, Refused | WireError) else TimeoutError
+          raise kind(f"cannot join within {self._wait_seconds:g} s: {error}") from error
         time.sleep(_RETRY_SECONDS)
       else:
         if self._signal:  # the handler could not close this connection
@@ -75,35 +81,36 @@ class Agent:
   def _serve(self, channel: Channel) -> int | None:
     """Runs the members that the supervisor gives to this host. Returns the exit code of the run; None: it goes on
     without this agent, or the supervisor is lost."""
-    workers, grace = None, 0.0
+    grace = 0.0
     try:
       channel.send(message("agent", slices=self._slices, host=self._host or channel.local_host))
       while (received := channel.receive()) is not None:
         check(received, TO_AGENT)
         if received["kind"] == "close":
-          if workers is not None:
-            workers.close(received["number"], received["seconds"])
+          if self._workers is not None:
+            self._workers.close(received["number"], received["seconds"])
           return int(received["code"])
         if received["kind"] == "work":
-          if workers is not None:
+          if self._workers is not None:
             raise ValueError("sent work twice")
-          workers, grace = self._workers(channel, received), received["grace"]
+          self._workers, grace = self._make_workers(channel, received), received["grace"]
           _log(f"Starting the members {', '.join(map(str, received['members']))}.")
-          workers.start()
-        elif workers is not None:
-          _obey(workers, received)
+          self._workers.start()
+        elif self._workers is not None:
+          _obey(self._workers, received)
     except (WireError, ValueError) as error:
       _log(f"The supervisor is not understood: it {error}.")
     except OSError:
       pass  # the connection has ended
     finally:
       channel.close()
-      if workers is not None:
+      if self._workers is not None:
         number = self._signal or signal.SIGTERM
-        workers.close(number, _INTERRUPT_SECONDS if number == signal.SIGINT else grace)
+        self._workers.close(number, _INTERRUPT_SECONDS if number == signal.SIGINT else grace)
+        self._workers = None
     return None
 
-  def _workers(self, channel: Channel, work: Message) -> Workers:
+  def _make_workers(self, channel: Channel, work: Message) -> Workers:
     host = self._host or channel.local_host
     place = Place((self._supervisor,), self._token, 0, lanes=work["lanes"], host=host)
 
@@ -119,7 +126,11 @@ class Agent:
     self._signalled(signal.SIGTERM, None)
 
   def _signalled(self, number: int, frame: FrameType | None) -> None:
-    self._signal = number
+    if self._repeats(number) or (number == signal.SIGINT and self._signal not in (0, number)):
+      self._at_once = number
+      if self._workers is not None:
+        threading.Thread(target=self._workers.close, args=(signal.SIGKILL, 0.0), name="kill", daemon=True).start()
+    self._signal = self._signal or number
     if self._channel is not None:  # in a thread: the main thread may hold the lock of the connection
       threading.Thread(target=self._channel.close, name="stop", daemon=True).start()
 
@@ -130,7 +141,7 @@ def _obey(workers: Workers, received: Message) -> None:
   if member not in workers.members:
     raise ValueError(f"sent {received}, and this host has the members {sorted(workers.members)}")
   if received["kind"] == "restart":
-    workers.restart(member, progress=received["progress"])
+    workers.restart(member, received["seconds"])
   elif received["kind"] == "kill":
     workers.kill(member)
   else:

@@ -6,14 +6,30 @@ import contextlib
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 
 PREEMPTED, INTERRUPTED = 42, 130  # exit codes
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+# `timeout` and shells signal the process and then its whole group, and Python's handler runs later than the thread. All
+# of that is one signal. A user who signals a second time waits longer.
+SAME_SIGNAL_SECONDS = 1.0
 
 Handler = Callable[[int, FrameType | None], None]
+
+
+class Repeats:
+  """Recognises a second signal of the same kind: it asks for an end at once."""
+
+  def __init__(self) -> None:
+    self._first: dict[int, float] = {}
+
+  def __call__(self, number: int) -> bool:
+    """Whether this signal is a second one."""
+    now = time.monotonic()
+    return now - self._first.setdefault(number, now) > SAME_SIGNAL_SECONDS
 
 
 def requests() -> list[signal.Signals]:

@@ -39,6 +39,7 @@ class Change:
   members: tuple[int, ...]
   before: int  # how many computed before
   holds: bool  # too few members: the run waits
+  attempt: int  # see RunRules.attempts
 
 
 class Peers:
@@ -60,6 +61,7 @@ class Peers:
     self.ended: int | None = None  # the exit code of the run, once the supervisor has ended it
     self.completed: Callable[[], int] = lambda: 0  # the step of this member's state
     self.on_change: Callable[[Change], None] = lambda change: None
+    self.on_notice: Callable[[Message], None] = lambda notice: None  # gets a message `failing` or `slow`
     self.on_role: list[Callable[[bool], None]] = []  # called when this process becomes the primary, or is it no more
     self.addresses: dict[int, str] = {}  # of the members' exchanges
     self.supervisor_lives: Callable[[], bool] = lambda: False  # asked when the connection to it has ended
@@ -107,6 +109,8 @@ class Peers:
     elif kind == "regather":  # this member has received the state at the last moment
       self._connected, self._holds = False, True
       self.membership.send("ready", newest=self.completed(), holds=True)
+    elif kind in ("failing", "slow"):
+      self.on_notice(received)
     elif kind == "lead":
       self.set_primary(int(received["leader"]))
       self.membership.send("restored", epoch=received["epoch"], step=self.completed())
@@ -132,7 +136,8 @@ class Peers:
     self._connected, self._holds = False, holds
     self.set_primary(int(received["primary"]))  # first: the primary records the change
     joined = tuple(sorted(frozenset(self.members) - before)) if before else ()
-    self.on_change(Change(self.epoch, lost, joined, self.members, len(before) or len(self.members), holds))
+    sizes = self.members, len(before) or len(self.members)
+    self.on_change(Change(self.epoch, lost, joined, *sizes, holds, int(received["attempt"])))
 
   def of_this_lane(self, members: Mapping[str, Sequence[str]]) -> dict[int, str]:
     """{member: where the process of this lane listens}, from the addresses of all lanes."""
@@ -228,6 +233,10 @@ class Peers:
         break
       self.exchange.wait_closed(member, seconds)
     self.set_primary(self.member)
+
+  def refuse(self) -> None:
+    """This process has found wrong input, and ends unless another one has ended the run for this reason."""
+    self.membership.send("finished", code=2)
 
   def give_up(self) -> None:
     """The run goes on without this member, which did not leave: it is not the primary any more."""

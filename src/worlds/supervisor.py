@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from worlds import addresses, lines
-from worlds.interruptions import INTERRUPTED, handled
+from worlds.interruptions import INTERRUPTED, Repeats, handled
 from worlds.membership.coordinator import Coordinator
+from worlds.membership.failures import BAD_INPUT as BAD_INPUT
+from worlds.membership.failures import FAILED as FAILED
 from worlds.membership.messages import FROM_AGENT, Message, check, message
 from worlds.membership.rules import RunRules
 from worlds.membership.server import Server
@@ -24,16 +26,11 @@ from worlds.membership.wire import Channel
 from worlds.place import Place
 from worlds.workers import Program, Workers
 
-FAILED, BAD_INPUT = 1, 2
 _END_SECONDS = 30.0  # from the end of the run to the end of the last process
 _INTERRUPT_SECONDS = 5.0
 _LEAST_CONNECT_SECONDS = 60.0  # that every process has to import and connect
 _MOST_SLICES = 1024  # of one agent
 _AGENT_SECONDS = 2.0  # that an agent may need to end after its processes
-MOST_FAILURES = 2  # lives of one member in a row that fail without a new step
-# Exit codes of a process that has failed by itself. Other signals come from outside: they say nothing about it.
-_CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-_FAILURES = {FAILED, *(-number for number in _CRASHES)}
 
 
 def log(line: str) -> None:
@@ -77,9 +74,9 @@ class RemoteWorkers:
         raise ValueError(f"sent {received}, and has the members {sorted(self.members)}")
       ended(received["member"], received["code"])
 
-  def restart(self, member: int, *, progress: bool) -> None:
-    """Starts the member again after a pause."""
-    self.send("restart", member=member, progress=progress)
+  def restart(self, member: int, seconds: float) -> None:
+    """Starts the member again after so many seconds."""
+    self.send("restart", member=member, seconds=seconds)
 
   def kill(self, member: int) -> None:
     """Ends the member's processes at once."""
@@ -114,6 +111,8 @@ class Supervisor:
     self._argv, self._lanes, self._grace = list(argv), lanes, grace
     self._connect_seconds = max(rules.timeout, _LEAST_CONNECT_SECONDS)
     self._interrupted, self._failed = threading.Event(), threading.Event()
+    self._repeats, self._ending = Repeats(), False
+    self._at_once = 0  # the signal that ends the run without waiting for anything
     self._coordinator = Coordinator(rules, run_id=secrets.token_hex(6))
     token = where.token if where else secrets.token_bytes(32)
     self._server = Server(
@@ -130,8 +129,7 @@ class Supervisor:
     self._workers = Workers(program, argv, place, range(local), ended=self._ended, log=log)
     self._remote: list[RemoteWorkers] = []
     self._lock = threading.Lock()  # of self._remote
-    self._progress: dict[int, str] = {}  # by member: the last committed round when it ended last
-    self._failures: dict[int, int] = {}
+    self._starts: dict[int, float] = {}  # members that stay away: until when, by the clock
     self._missing: dict[int, float] = {}  # members without all connections: when that was first seen, by the clock
 
   def run(self) -> int:
@@ -139,8 +137,13 @@ class Supervisor:
     with handled(self._signalled, self._failed.set), contextlib.closing(self):
       log(f"Process {os.getpid()} supervises the run, at {self._address}. SIGTERM to it saves and ends the run.")
       self._workers.start()
-      while not self._server.over.wait(0.2) and not self._interrupted.is_set() and not self._failed.is_set():
+      while not (self._server.over.wait(0.2) or self._interrupted.is_set() or self._failed.is_set() or self._at_once):
         self._end_missing()
+      if self._at_once:
+        log(f"Second {signal.Signals(self._at_once).name}: all processes end at once, without a save.")
+        code = INTERRUPTED if self._at_once == signal.SIGINT else 128 + self._at_once
+        self._end(code, signal.SIGKILL, 0.0)
+        return code
       if self._failed.is_set():
         self._server.close()  # as if this process had died: the members save the state and end
         self._end(FAILED, 0, self._grace + _END_SECONDS)
@@ -161,12 +164,14 @@ class Supervisor:
     self._server.close()
 
   def _end(self, code: int, number: int, seconds: float) -> None:
-    """Sends the signal to all processes of the run, and ends those that are left after `seconds`."""
+    """Sends the signal to all processes of the run, and ends those that are left after `seconds`, or at a second signal
+    to this process."""
+    self._ending = True
     deadline = time.monotonic() + seconds + _AGENT_SECONDS
     for host in self._agents():
       host.close(number, seconds, code)
     self._workers.close(number, seconds)
-    while self._agents() and time.monotonic() < deadline:
+    while self._agents() and time.monotonic() < deadline and not self._at_once:
       time.sleep(0.05)
 
   # ---- agents
@@ -214,7 +219,7 @@ class Supervisor:
     now, connected = self._coordinator.clock(), self._server.processes
     hosts = {member: host for host in self._hosts() for member in host.members}
     missing = {m for m in hosts if any((m, lane) not in connected for lane in range(self._lanes))}
-    self._missing = {member: self._missing.get(member, now) for member in missing}
+    self._missing = {m: max(self._missing.get(m, now), self._starts.get(m, 0.0)) for m in missing}
     for member, since in list(self._missing.items()):
       if now - since > self._connect_seconds:
         hosts[member].kill(member)
@@ -224,24 +229,20 @@ class Supervisor:
   def _ended(self, member: int, code: int) -> None:
     """A member has ended: it is lost to the run, and starts again unless that makes no sense."""
     reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    progress = self._progress.get(member) != self._coordinator.committed
-    self._progress[member] = self._coordinator.committed
     self._server.lost(member, reason)
     if self._coordinator.phase == "over" or self._coordinator.stopping or self._interrupted.is_set():
       return
-    before = 0 if progress else self._failures.get(member, 0)
-    self._failures[member] = before + 1 if code in _FAILURES else 0
-    if code == BAD_INPUT and not self._coordinator.committed:
-      self._server.end(BAD_INPUT, "")
-    elif self._failures[member] >= MOST_FAILURES:
-      self._server.end(FAILED, f"Member {member} has failed {MOST_FAILURES} times without a new step.")
-    elif host := self._host(member):
-      log(f"Member {member} {reason}.")
-      host.restart(member, progress=progress)
+    host = self._host(member)
+    name = host.host if isinstance(host, RemoteWorkers) else socket.gethostname()
+    log(f"Member {member} {reason}.")
+    seconds = self._server.failed(member, code, name, reason)
+    if host is not None and self._coordinator.phase != "over":
+      self._starts[member] = self._coordinator.clock() + seconds
+      host.restart(member, seconds)
 
   def _note(self, line: str) -> None:
-    """A decision of the coordinator. After Ctrl-C it decides about members that end as intended."""
-    if not self._interrupted.is_set():
+    """A decision of the coordinator. After Ctrl-C or a second signal it decides about members that end as intended."""
+    if not self._interrupted.is_set() and not self._at_once:
       log(line)
 
   def _kill(self, member: int, reason: str) -> None:
@@ -254,7 +255,11 @@ class Supervisor:
 
   def _signalled(self, number: int, frame: FrameType | None) -> None:
     # Not in the handler: it may have interrupted a thread that holds a lock of the server.
-    if number == signal.SIGINT:
+    if self._repeats(number) or (number == signal.SIGINT and self._ending and not self._interrupted.is_set()):
+      self._at_once = number
+      if self._ending:  # with the exit code that is known
+        threading.Thread(target=self._workers.close, args=(signal.SIGKILL, 0.0), name="kill", daemon=True).start()
+    elif number == signal.SIGINT:
       self._interrupted.set()
     else:
       threading.Thread(target=self._server.stop, name="stop", daemon=True).start()

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from worlds.addresses import free_port
 from worlds.place import Place
 
-FIRST_PAUSE_SECONDS = 0.5  # from the end of a worker to its restart; doubled after every life without progress
-LONGEST_PAUSE_SECONDS = 30.0
 _NORMAL_EXITS = frozenset({0, 2, 42, 130})
 _NOT_STARTED = 1  # as an exit code
 _LANE_SECONDS = 60.0  # from such an exit of one process of a member to the end of its other processes
@@ -35,7 +33,6 @@ class _Worker:
   processes: list[subprocess.Popen[bytes]] = dataclasses.field(default_factory=list)
   lives: int = 0
   ended: bool = False  # a process of this life has ended, so the others must
-  pause: float = FIRST_PAUSE_SECONDS
   restart_at: float | None = None  # time.monotonic() of the next start; None: it runs, or stays down
   absent_until: float | None = None  # a rehearsed fault keeps it down until then
 
@@ -118,15 +115,13 @@ class Workers:
       )
     self._ended(worker.member, code)
 
-  def restart(self, member: int, *, progress: bool) -> None:
-    """Starts the member again after a pause, unless a rehearsed fault keeps it down. progress: whether the run has gone
-    on since its last start."""
+  def restart(self, member: int, seconds: float) -> None:
+    """Starts the member again after so many seconds, unless a rehearsed fault says when."""
     with self._lock:
       if self._closing:
         return
       worker = self._workers[member]
-      worker.pause = FIRST_PAUSE_SECONDS if progress else min(2 * worker.pause, LONGEST_PAUSE_SECONDS)
-      at = time.monotonic() + worker.pause
+      at = time.monotonic() + seconds
       if worker.absent_until is not None:
         at = worker.absent_until
       worker.restart_at = at

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import threading
 import time
 
 import pytest
@@ -117,7 +119,7 @@ def test_losses_of_workers_agents_connections_and_the_supervisor_change_nothing(
     (["--supervisor", "nowhere"], "--supervisor nowhere: it must be HOST:PORT"),
     (["--supervisor", "127.0.0.1:1", "--slices", "0"], "--slices 0: it must be at least 1"),
     (["--supervisor", "127.0.0.1:1", "--token-file", "/nonexistent"], "--token-file /nonexistent"),
-    (["--supervisor", "127.0.0.1:1", "--wait-seconds", "0"], "cannot join within 0 s"),
+    (["--supervisor", "127.0.0.1:1", "--wait-seconds", "nan"], "--wait-seconds nan: it must be 0 or more seconds"),
   ],
 )
 def test_an_agent_with_bad_arguments_ends(arguments, text, capsys, monkeypatch):
@@ -125,6 +127,27 @@ def test_an_agent_with_bad_arguments_ends(arguments, text, capsys, monkeypatch):
   assert agent.main(arguments) == 2
   printed = capsys.readouterr().err
   assert text in printed and printed.count("error: ") == 1
+
+
+@pytest.mark.parametrize(("token", "code"), [(None, 42), (b"w" * 32, 2)])
+def test_an_agent_that_cannot_join_may_be_started_again_unless_its_token_is_wrong(monkeypatch, capsys, token, code):
+  """token: of the supervisor; None: nothing listens."""
+  monkeypatch.setenv(TOKEN, "a token of this test only")
+  with socket.create_server(("127.0.0.1", 0)) as listener:
+    address = "{}:{}".format(*listener.getsockname())
+
+    def answer() -> None:
+      sock, _ = listener.accept()
+      with sock, contextlib.suppress(wire.WireError):
+        wire.accept(sock, token)
+
+    if token is None:
+      listener.close()
+    else:
+      threading.Thread(target=answer, daemon=True).start()
+    assert agent.main(["--supervisor", address, "--wait-seconds", "0"]) == code
+  printed = capsys.readouterr()
+  assert printed.err.count("error: ") == 1 and "cannot join within 0 s" in printed.err
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def test_a_member_that_cannot_be_started_has_failed_and_may_start_later():
   assert ends.ended.wait(20) and ends.codes == [1] and "cannot be started" in ends.lines[0]
   ends.ended.clear()
   ends.workers._command = command
-  ends.workers.restart(0, progress=True)
+  ends.workers.restart(0, 0.1)
   assert ends.ended.wait(20) and ends.codes == [1, 7]
   ends.workers.close(0, 0.0)
 

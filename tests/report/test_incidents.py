@@ -166,6 +166,29 @@ def test_other_events_have_a_reason(tmp_path):
     assert words in text
 
 
+def fail(run: fake_run.FakeRun, member: int, times: int) -> None:
+  fields = {"host": f"host-{member}", "error": "ended with exit code 2", "pause_seconds": 0.5 * 2 ** (times - 1)}
+  run.after(1.0, "member_failing", member=member, times=times, **fields)
+
+
+def test_failures_of_a_member_in_a_row_are_one_incident_until_it_returns(tmp_path):
+  run = fake_run.FakeRun(tmp_path)
+  for times in (2, 3, 4, 2, 3):
+    run.step(times)
+    fail(run, 2, times)
+  fail(run, 1, 2)
+  run.events.emit("member_failing", member=0, times=2, pause_seconds="damaged")
+  assert [incident.what for incident in found(tmp_path)] == [
+    f"Member {member} (host host-{member}) has failed {times} times without 10 steps of its own: next start in {pause} s."
+    for member, times, pause in ((2, 4, 4), (2, 3, 2), (1, 2, 1))
+  ]
+  assert {incident.why for incident in found(tmp_path)} == {"Ended with exit code 2."}
+  failing = lambda: [event["member"] for event in incidents.failing(history.load(str(tmp_path)))]
+  assert failing() == [2, 1]
+  run.after(1.0, "slice_up", step=9, slice=[2], slices=[0, 1, 2])
+  assert failing() == [1]
+
+
 def test_a_run_without_incidents_says_so(tmp_path):
   fake_run.plain_run(tmp_path / "a", steps=3)
   run = history.load(str(tmp_path / "a"))

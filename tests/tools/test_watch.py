@@ -83,6 +83,10 @@ def test_a_run_that_writes_nothing_any_more_is_late(tmp_path):
   assert live._notice([history.load(str(tmp_path / "a"))], run.wall + run.now + 59)[1] is False
   text, late = live._notice([history.load(str(tmp_path / "a"))], run.wall + run.now + 61)
   assert late and text.endswith("last record 0:01:01 ago")
+  failing = {"host": "b", "error": "killed", "times": 5, "pause_seconds": 80}
+  run.events.emit("member_failing", member=2, **failing)
+  text, late = live._notice([history.load(str(tmp_path / "a"))], run.wall + run.now + 1)
+  assert late and "; Member 2 (host b) has failed 5 times without 10 steps of its own: next start in 80 s" in text
   run.close()
 
 

@@ -29,6 +29,8 @@ def run_rules(config: Config) -> RunRules:
     elastic.elastic_timeout_seconds,
     elastic.elastic_min_resize_interval_seconds,
     elastic.elastic_enabled,
+    elastic.elastic_max_retries,
+    elastic.elastic_slow_factor,
   )
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 
 from trainer.config.errors import counted
-from trainer.config.schema import CheckpointSection, ModelSection, ParallelismSection
+from trainer.config.schema import CheckpointSection, ElasticSection, ModelSection, ParallelismSection
 
 NO_EXPORT = "Qwen3-MoE has these norms, so Hugging Face cannot express a model with experts and without them."
 AXES = ("data", "fsdp", "tensor", "context")
@@ -22,6 +22,17 @@ def group_sizes(parallelism: ParallelismSection, group: str) -> dict[str, int]:
   """
   keys = [f"{group}_{axis}_parallelism" for axis in AXES] + ["ici_expert_parallelism"] * (group == "ici")
   return {key: getattr(parallelism, key) for key in keys}
+
+
+def of_one_process(elastic: ElasticSection) -> Iterator[str]:
+  """Keys of runs that recover inside one process, given where each slice is a process."""
+  for name, reason in (
+    ("snapshot_period", "a slice gets the state from another slice, so no snapshots are taken"),
+    ("elastic_backup_kind", "a slice gets the state from another slice, so no snapshots are taken"),
+    ("elastic_hang_check_seconds", "the supervisor of the run notices hangs, by the times of earlier steps"),
+  ):
+    if (value := getattr(elastic, name)) != type(elastic).model_fields[name].default:
+      yield f"{name}={value}: has no effect where each slice is a process: {reason}.\nRemove {name}."
 
 
 def group_fits(sizes: dict[str, int], group: str, total: int) -> Iterator[str]:

@@ -388,6 +388,9 @@ class ElasticSection(Section):
   of the run. The living slices divide the shares of a lost slice among them. The result has the same bits, whichever
   slice computes a share. -1: as in the run so far; in a new run the most, up to 8, that leave a device at least 8,192
   tokens in a share."""
+  elastic_slow_factor: float = Field(0.0, ge=0, le=1000)
+  """Slices as separate processes: replace a slice that needs so many times the median for a share, over 60 steps, if a
+  spare waits. 0: never. In any case its shares move to the others, and it is named."""
   exchange_stages: NonNegative = 0
   """Slices as separate processes: into how many programs, at least, the backward pass through the layers is divided.
   The gradients of one travel to the other slices while the next computes. 1: the exchange begins when all gradients are

@@ -74,6 +74,8 @@ def check(config: Config, problems: Problems) -> None:
   problems.add(parallelism)
   if parallelism:
     return  # the rules below compute with these sizes
+  if config.cluster.cluster == "multiprocess":
+    problems.add(rules.of_one_process(config.elastic))
   sizes = [*_elastic(config.elastic, config.cluster, config.parallelism, config.checkpoint)]
   sizes += _batch(config.data, config.parallelism, config.cluster)
   problems.add(sizes or _shards(config))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 
 from trainer.cluster import Cluster, View
+from trainer.config import rules
 from trainer.config.errors import ConfigError
 from trainer.config.faults import Fault, parse
 from trainer.config.schema import ElasticSection
@@ -191,12 +192,14 @@ def check(cluster: Cluster, cfg: ElasticSection, steps: int) -> list[Fault]:
       f"elastic_enabled=true: the {cluster.world.size} processes of this run share one JAX world, which cannot lose "
       "any of them.\nUse one process (cluster=pathways or simulated), or elastic_enabled=false."
     )
-  for key in ("shares_per_slice", "exchange_stages"):  # for slices that are processes
+  for key in ("shares_per_slice", "exchange_stages", "elastic_slow_factor"):  # for slices that are processes
     if cluster.recovers_in_process and (value := getattr(cfg, key)) != ElasticSection.model_fields[key].default:
       raise ConfigError(
         f"{key}={value}: the slices of a {cluster.kind} cluster sum inside one program.\n"
         "Remove the key, or start the slices as processes with `python -m trainer.launch.local`."
       )
+  if not cluster.recovers_in_process and (mistakes := [*rules.of_one_process(cfg)]):
+    raise ConfigError(mistakes[0])
   if cfg.elastic_enabled and cfg.elastic_min_slice_count > cluster.num_slices:
     raise ConfigError(
       f"elastic_min_slice_count={cfg.elastic_min_slice_count}: there are only {cluster.num_slices} slices.\n"

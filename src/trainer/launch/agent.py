@@ -4,8 +4,9 @@
 
 The supervisor says what to run, and decides about restarts. The agent starts the processes, reports at once when one
 ends, and kills those that hang. If the connection to the supervisor ends, the processes save and end, and the agent
-waits for a supervisor at the same address. If the agent dies, its processes leave in good order, because nobody could
-restart or kill them any more.
+waits for a supervisor at the same address. If it cannot reach any within --wait-seconds, it ends with exit code 42: a
+scheduler may start it again. If the agent dies, its processes leave in good order, because nobody could restart or kill
+them any more.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ def main(argv: list[str] | None = None) -> int:
   from trainer.observe import screen
   from worlds import addresses
   from worlds.agent import Agent
+  from worlds.interruptions import PREEMPTED
+  from worlds.membership.wire import Refused
 
   screen.protect()
   parser = argparse.ArgumentParser(
@@ -43,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
       raise ConfigError(f"--supervisor {options.supervisor}: {error}.") from error
     require(options.slices >= 1, f"--slices {options.slices}", "at least 1")
+    require(0 <= options.wait_seconds < float("inf"), f"--wait-seconds {options.wait_seconds:g}", "0 or more seconds")
     agent = Agent(
       program(),
       options.supervisor,
@@ -53,11 +57,14 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
       return agent.run()
-    except TimeoutError as error:
-      raise ConfigError(
-        f"--supervisor {options.supervisor}: {error}.\nStart `python -m trainer.launch.local --listen HOST:PORT` "
-        "there, with the same token, and let this host reach the port."
-      ) from error
+    except (TimeoutError, Refused) as error:
+      print(
+        f"error: --supervisor {options.supervisor}: {error}.\nStart `python -m trainer.launch.local --listen "
+        "HOST:PORT` there, with the same token, and let this host reach the port.",
+        file=sys.stderr,
+      )
+      # The supervisor may come later, on a host that was lost: the scheduler restarts this command after PREEMPTED.
+      return BAD_INPUT if isinstance(error, Refused) else PREEMPTED
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return BAD_INPUT

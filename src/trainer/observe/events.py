@@ -41,6 +41,10 @@ Faults and recovery
   fault_injected slice, fault, step
   slice_down     step (last completed), slice (ids lost), slices (ids alive now), error, detect_seconds
   slice_up       step, slice (ids returned), slices
+  member_failing member, host, error, times (in a row without progress of its own), pause_seconds (until it starts
+                 again): the others go on, or wait
+  member_slow    member, factor (its seconds for a share by the median of all; 1: no longer slow), since (step), shares
+                 (that it has now), of (the shares of a slice)
   preemption     step (completed so far), signal
   primary        step: this process writes the records from here on; the primary before it is lost or has left
   hang           step, silent_seconds; of the watchdog, which then ends the process, also operation (or null)

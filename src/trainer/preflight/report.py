@@ -77,10 +77,10 @@ def degraded_lines(config: Config, slices: Sequence[Sequence[Device]], fewer: bo
 def process_lines(total: int, shares: int, gradient_bytes: int, wire_bytes: int) -> list[str]:
   """Returns what a step costs with k of N slices alive where each slice is a process (cluster=multiprocess).
 
-  shares: of a slice of the full run. gradient_bytes: of one copy of the gradients in float32. wire_bytes: of one copy on
-  its way between slices. Memory and traffic are those of one slice, all hosts together.
+  shares: of a slice of the full run. gradient_bytes: of one copy of the gradients in float32. wire_bytes: of one copy
+  on its way between slices. Memory and traffic are those of one slice, all hosts together.
   """
-  lines = [f"Slices as processes, shares_per_slice={shares}: alive | shares | speed | sums held | sent per step"]
+  lines = [f"Slices as processes, shares_per_slice={shares}: alive | shares | speed | most sums held | most sent per step"]
   for alive in range(total, 0, -1):
     most = -(-total * shares // alive)  # shares of the slice that has the most
     groups, others = divmod(most, shares)  # shares of a group travel together
@@ -92,7 +92,7 @@ def process_lines(total: int, shares: int, gradient_bytes: int, wire_bytes: int)
       size((groups + others) * gradient_bytes),
       size(sent * (alive - 1) / alive),
     )
-    lines.append(" | ".join(f"{column:>{width}}" for column, width in zip(columns, (48, 6, 6, 9, 9))))
+    lines.append(" | ".join(f"{column:>{width}}" for column, width in zip(columns, (48, 6, 6, 14, 18))))
   return lines
 
 

@@ -16,7 +16,7 @@ from stepcost import chips, gpus, topologies
 from stepcost.chips import Chip
 from stepcost.text import size
 from trainer import cluster as cluster_lib
-from trainer.config import counts
+from trainer.config import counts, shares
 from trainer.config.errors import ConfigError, counted, how_to_install
 from trainer.config.schema import Config, DegradedStep, PreflightOptions, RematPolicy
 
@@ -45,6 +45,7 @@ def run(config: Config, options: PreflightOptions, started: float) -> int:
   compiled_total = total
   if _separate(config):  # each process compiles the program of its own slice, whoever else is alive
     wanted, compiled_total = [1], 1
+    config = shares.resolve(config)
   if config.model.remat_policy is RematPolicy.AUTO:
     config = _choose_remat(config, slices_of, compiled_total)
   with concurrent.futures.ThreadPoolExecutor(len(wanted)) as pool:

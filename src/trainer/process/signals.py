@@ -30,11 +30,8 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import NoReturn
 
-from worlds.interruptions import INTERRUPTED, PREEMPTED, REQUESTS, Handler, requests
+from worlds.interruptions import INTERRUPTED, PREEMPTED, REQUESTS, SAME_SIGNAL_SECONDS, Handler, requests
 
-# `timeout` and shells signal the process and then its whole group, and Python's handler runs later than the thread. All
-# of that is one signal. A user who signals a second time waits longer.
-SAME_SIGNAL_SECONDS = 1.0
 _RECORD_SECONDS = 2.0  # that `on_exit` may take
 
 

@@ -184,8 +184,14 @@ def _are_finite(record: dict[str, Any], names: Sequence[str]) -> bool:
 
 
 def _is_event(record: dict[str, Any]) -> bool:
-  """Whether a record has what every event has, and a run_end its exit code."""
-  return _is_record(record) and (record["kind"] != "run_end" or isinstance(record.get("exit"), int))
+  """Whether a record has what every event has, a run_end its exit code, and one of a member what is said of it."""
+  if record.get("kind") == "member_failing":
+    fine = isinstance(record.get("host"), str) and _are_finite(record, ("member", "times", "pause_seconds"))
+  elif record.get("kind") == "member_slow":
+    fine = _are_finite(record, ("member", "factor", "since", "shares", "of"))
+  else:
+    fine = record.get("kind") != "run_end" or isinstance(record.get("exit"), int)
+  return fine and _is_record(record)
 
 
 def _cleaned(event: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from stepcost import chips
 from trainer.report.history import Run
+from worlds.membership.messages import failing_line, slow_line
 
 # Tier of a recovery -> where the state came from.
 _SOURCES = {
@@ -59,7 +60,7 @@ class Incident:
 
 def find(run: Run) -> list[Incident]:
   """The incidents of a run in order of time. The costs of a lost or returned slice are those of its recovery record."""
-  found = [*_resizes(run), *_restarts(run), *_hangs(run), *_saves(run), *_others(run)]
+  found = [*_resizes(run), *_restarts(run), *_hangs(run), *_saves(run), *_others(run), *_failures(run)]
   return charge(sorted(found, key=lambda incident: incident.wall))
 
 
@@ -73,6 +74,30 @@ def charge(incidents: list[Incident]) -> list[Incident]:
     charged[index] = dataclasses.replace(incidents[index], own_seconds=min(own, incidents[index].seconds or 0.0))
     end = max(end, incidents[index].wall)
   return charged
+
+
+def failing(run: Run) -> list[dict[str, Any]]:
+  """The newest records of the members that fail again and again, and have not returned."""
+  newest: dict[int, dict[str, Any]] = {}
+  for event in run.of_kind("member_failing", "slice_up"):
+    if event["kind"] == "slice_up":
+      for member in event["slice"] if isinstance(event.get("slice"), list) else ():
+        newest.pop(member, None)
+    else:
+      newest[event["member"]] = event
+  return list(newest.values())
+
+
+def troubled(run: Run) -> list[str]:
+  """Lines on the members that fail again and again, or are slower than the others, now."""
+  slow: dict[int, dict[str, Any]] = {}
+  for event in run.of_kind("member_slow", "slice_down"):
+    if event["kind"] == "member_slow":
+      slow[event["member"]] = event
+    else:
+      for member in event["slice"] if isinstance(event.get("slice"), list) else ():
+        slow.pop(member, None)
+  return [*map(failing_line, failing(run)), *(slow_line(event) for event in slow.values() if event["factor"] > 1)]
 
 
 def slices_lost(run: Run) -> int:
@@ -211,6 +236,23 @@ def _others(run: Run) -> Iterator[Incident]:
   for event in run.of_kind("primary"):
     what = f"Another process writes the records after step {event.get('step')}."
     yield _incident(event, what, "The process that wrote them before was lost or has left.")
+
+
+def _failures(run: Run) -> Iterator[Incident]:
+  """Members that failed again and again while the others went on; those in a row are one incident."""
+  last: dict[int, dict[str, Any]] = {}
+  for event in run.of_kind("member_failing"):
+    before = last.get(event["member"])
+    if before is not None and event["times"] <= before["times"]:
+      yield _failure(before)
+    last[event["member"]] = event
+  yield from map(_failure, last.values())
+  for event in run.of_kind("member_slow"):
+    yield _incident(event | {"step": event["since"]}, slow_line(event), "")
+
+
+def _failure(event: dict[str, Any]) -> Incident:
+  return _incident(event, failing_line(event), _sentence(event.get("error")))
 
 
 def _incident(event: dict[str, Any], what: str, why: str) -> Incident:

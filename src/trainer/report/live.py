@@ -18,7 +18,7 @@ from trainer.config.errors import ConfigError
 from trainer.observe import files
 from trainer.observe.events import EVENTS_FILE
 from trainer.observe.metrics import METRICS_FILE, format_duration
-from trainer.report import comparison_page, goodput, history, markup, page
+from trainer.report import comparison_page, goodput, history, incidents, markup, page
 from trainer.report.history import Run
 
 _LARGEST_SHARE = 0.25  # of the time that making pages may take: the machine may be training
@@ -182,7 +182,9 @@ def _notice(runs: list[Run], now: float) -> tuple[str, bool]:
     silent = now - _last_record(run)
     limit = max(_LATE_SECONDS, 10 * float(run.steps["seconds"].max()))
     late = late or silent > limit
-    texts.append(f"{text}, last record {format_duration(silent)} ago")
+    troubled = [line.rstrip(".") for line in incidents.troubled(run)]
+    late = late or bool(troubled)
+    texts.append("; ".join([f"{text}, last record {format_duration(silent)} ago", *troubled]))
   return "; ".join(texts), late
 
 

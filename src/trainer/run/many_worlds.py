@@ -30,6 +30,7 @@ from trainer.run.driver import LossSums, Metrics, Start
 from trainer.run.rounds import Own, Rounds, Share
 from trainer.run.session import Session
 from worlds.membership.client import SupervisorLost
+from worlds.membership.messages import Message, failing_line, slow_line
 from worlds.peers import Change, Peers
 
 
@@ -76,6 +77,7 @@ class ManyWorlds:
     self._batches = Prefetcher(self._shares_of_batch, self._step, self._config.run.steps)
     self._threads.callback(self._batches.close)
     self._peers.on_change = lambda change: _record(self._elastic, change, self._step)
+    self._peers.on_notice = lambda notice: _record_notice(self._session, notice)
     self._peers.completed = lambda: self._step
     return start
 
@@ -182,8 +184,7 @@ def _record(elastic: ElasticRun, change: Change, step: int) -> None:
     began = elastic.clock() - seconds_ago
     event = Event(Kind.SLICE_DOWN, reason, frozenset({member}))
     elastic.lose(event, change.members, began, before=before, step=step)
-    elastic.retries.failed()
-    elastic.session.log.line(f"Elastic attempt {elastic.retries.attempt} out of {elastic.cfg.elastic_max_retries}")
+    elastic.session.log.line(f"Elastic attempt {change.attempt} out of {elastic.cfg.elastic_max_retries}")
   if change.joined:
     elastic.grow(list(change.joined), change.members, before=before, step=step)
   if change.holds:
@@ -192,3 +193,10 @@ def _record(elastic: ElasticRun, change: Change, step: int) -> None:
       f"{elastic.cfg.elastic_min_slice_count}: waiting for the others, with the state of step {step} in memory."
     )
   elastic.recovery.restored(step, "memory", 0.0)
+
+
+def _record_notice(session: Session, notice: Message) -> None:
+  """A member fails again and again without the others, or is slower than they are, or no longer slower."""
+  fields = {name: value for name, value in notice.items() if name != "kind"}
+  session.events.emit(f"member_{notice['kind']}", **fields)
+  session.log.line(failing_line(notice) if notice["kind"] == "failing" else slow_line(notice))

@@ -104,8 +104,8 @@ class Rounds:
         seconds = report.result()
 
   def _compute(self, held: Mapping[Share, _Sum], compute: Callable[[Share], Own]) -> dict[Share, _Sum]:
-    """{first share: sum} of all shares that this member computes in this epoch. held: the sums of the last epoch of this
-    round, which are kept. The exchange adds what follows them."""
+    """{first share: sum} of all shares that this member computes in this epoch. held: the sums of the last epoch of
+    this round, which are kept. The exchange adds what follows them."""
     sums: dict[Share, _Sum] = {}
     for first, stop in pieces(self._peers.shares, self._group):
       while first < stop:

@@ -22,9 +22,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from worlds.membership.messages import Message, deal, message, step_of, to_ranges
+from worlds.membership.failures import BAD_INPUT, FAILED, Failures
+from worlds.membership.messages import Message, deal, message, slow_line, step_of, to_ranges
 from worlds.membership.pulse import Pulse, RunningClock
 from worlds.membership.rules import RunRules
+from worlds.membership.speeds import Slow, Speeds
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ _BROKEN_SECONDS = 1.0  # from a broken connection to a new epoch: a death is not
 _APART_SECONDS, _MOST_APART_SECONDS = 30.0, 600.0  # pause of a member that others cannot reach; doubled each time
 _SHORT_WAIT_SECONDS = 10.0  # for members at a start, without a line about it
 _MOST_RANGES = 2048  # of shares in a message. Each loss divides some; then they are dealt in order again
+_SLOW_STEPS = 60  # after which a slow member may be replaced
 _MOST_FAILED_LEADS = 3  # after which a leader restores without the others, and lost members are not waited for
 Effects = list[Effect]
 
@@ -114,9 +117,10 @@ class Coordinator:
     expected: int | None = None,
     clock: Callable[[], float] | None = None,
     hang_seconds: float = 5.0,
+    failures: Failures | None = None,
   ) -> None:
     """run_id: of a run whose folder does not exist yet. expected: members that a start waits for (default: all slices);
-    after rules.timeout, rules.minimum are enough. clock: default: RunningClock."""
+    after rules.timeout, rules.minimum are enough. clock: default: RunningClock. failures: of the run so far."""
     assert 1 <= rules.minimum <= rules.slices, rules
     self._rules, self._run_id, self._timeout = rules, run_id, rules.timeout
     self._total, self._minimum = rules.slices, rules.minimum
@@ -137,8 +141,10 @@ class Coordinator:
     self._apart: dict[int, tuple[float, float]] = {}  # {member that was not reached: (when it may join, its pause)}
     self._dealt: dict[int, list[int]] = {}  # of the last epoch
     self._told = _Told()
+    self._speeds = Speeds()
     self._leader = -1  # the member that was asked to lead and has not answered yet
     self._failed_leads = 0  # in a row
+    self.failures = failures or Failures(rules.attempts)
     self._survivors: set[int] = set()  # members that may hold the state, when no other one does
     self.pulse = Pulse(self.clock, hang_seconds=hang_seconds, start_seconds=rules.timeout)
     self.phase = "gathering"
@@ -262,7 +268,10 @@ class Coordinator:
     return []
 
   def finished(self, member: int, code: int) -> Effects:
-    """`member` has done everything that it owes."""
+    """`member` has done everything that it owes, or has found wrong input (code 2)."""
+    if code == BAD_INPUT:
+      self.failures.refuses(member)
+      return []
     if member == self.primary and self.phase != "over" and (code != 42 or self.stopping):
       return self.end(code)
     # A member that leaves, or the last one that was left and got SIGTERM: the run may go on without it.
@@ -273,6 +282,7 @@ class Coordinator:
     if self._members.pop(member, None) is None:
       return []
     self.pulse.forget(member)
+    self._speeds.forget(member)
     self._leaving.discard(member)
     was_active = member in self.active
     self.active.discard(member)
@@ -290,9 +300,33 @@ class Coordinator:
     if not self._rules.elastic and not self.stopping:
       return self.end(1, f"Member {member} is lost ({reason}), and elastic_enabled=false.")
     self._lost[member] = (reason, time.time() - seconds)  # not the clock: members on other hosts read it
+    if self.failures.loses(member) and (ends := self._try_again()):
+      return ends
     if not self.live:
       return self._regather()
     return self._reform()
+
+  def judge(self) -> Effects:
+    """To be called when a member has ended and `failures` knows it: ends the run if all members would fail again. A run
+    that needs all of them, and has done nothing yet, ends with the first one that has wrong input."""
+    waiting = self._ready().keys() if self.phase in ("gathering", "leading") else set()  # they may do better
+    failing = {member: code for member, code in self.failures.failing().items() if member not in waiting}
+    wrong_input = bool(failing) and set(failing.values()) == {BAD_INPUT}
+    needs_minimum = not self._rules.elastic or (wrong_input and not self.failures.progress)
+    others = max(self._expected, len(self._members.keys() | failing.keys())) - len(failing)
+    if others >= (self._minimum if needs_minimum else 1):
+      return []
+    if wrong_input:
+      return self.end(BAD_INPUT)
+    names = ", ".join(map(str, sorted(failing)))
+    return self.end(FAILED, f"Without a new step, these members have failed again: {names}.")
+
+  def _try_again(self) -> Effects:
+    """The run has failed as a whole: ends it after too many attempts."""
+    if self.failures.recovers() or self.stopping:
+      return []
+    most = f"elastic_max_retries={self._rules.attempts}"
+    return self.end(FAILED, f"{most}: so many attempts in a row have failed, each before 10 new steps.")
 
   def tick(self) -> Effects:
     """To be called several times a second: limits of waits and of silence."""
@@ -355,6 +389,7 @@ class Coordinator:
     if not late and not self._survivors <= ready:
       return []
     enough = least if late or self.stopping or self._failed_leads > _MOST_FAILED_LEADS else self._expected
+    enough = max(least, enough - len(self.failures.away() - ready))
     return self._lead() if len(ready) >= enough else []
 
   def _tell_of_wait(self) -> Effects:
@@ -389,6 +424,8 @@ class Coordinator:
     newest state that no other one has."""
     self.phase, self._waits_since, self._leader = "gathering", self.clock(), -1
     self._failed_leads += 1
+    if ends := self._try_again():
+      return ends
     return [Note("A member is lost while the newest state is restored: waiting for all members."), *self._gather()]
 
   def _regather(self) -> Effects:
@@ -415,11 +452,11 @@ class Coordinator:
     """Order in which ready members join: members that have returned before spares."""
     return (not self._members[member].was_active, member)
 
-  def _joiners(self) -> list[int]:
-    """Ready members that may join now."""
+  def _joiners(self, more: int = 0) -> list[int]:
+    """Ready members that may join now. more: places that would be free besides those that are."""
     ready = [member for member, found in self._members.items() if found.ready and member not in self.active]
     ready = [member for member in ready if self._apart.get(member, (0.0, 0.0))[0] <= self.clock()]
-    return sorted(ready, key=self._preference)[: self._total - len(self.active)]
+    return sorted(ready, key=self._preference)[: self._total - len(self.active) + more]
 
   def _reform(self) -> Effects:
     """A new epoch after a loss, or after a member became ready while the run holds."""
@@ -441,8 +478,11 @@ class Coordinator:
     if len(self.active) < self._minimum and not self.stopping and not force:
       if self.phase != "holding":
         self.phase, self._waits_since = "holding", self.clock()
-      return self._tell("hold", primary=self.primary, lost=lost)
+        if lost and self.failures.holds() and (ends := self._try_again()):
+          return ends
+      return self._tell("hold", lost=lost)
     self.phase = "running"
+    self.failures.begins(self.active)
     fresh = sorted(self.active - self.live)
     if self._source not in self.live:
       # Not the primary if there is a choice: it also writes the records.
@@ -451,7 +491,7 @@ class Coordinator:
       self._members[member].was_active = True
       self._members[member].reports.clear()  # of the epoch before
     self._dealt = self._deal()
-    return self._tell("world", primary=self.primary, lost=lost, fresh=fresh, source=self._source)
+    return self._tell("world", lost=lost, fresh=fresh, source=self._source)
 
   def _tell(self, kind: str, **fields: Any) -> Effects:
     """Sends the epoch to the active members: what changes to those that got the last one, and everything to others."""
@@ -463,16 +503,17 @@ class Coordinator:
       told.ranges = {member: ranges for member, ranges in before.ranges.items() if member in told.members}
       told.knowing = before.knowing & self.active
     self._told = told
-    whole, change = (message(kind, epoch=self.epoch, **told.since(base), **fields) for base in (_Told(), before))
+    fields |= {"epoch": self.epoch, "primary": self.primary, "attempt": self.failures.attempt}
+    whole, change = (message(kind, **told.since(base), **fields) for base in (_Told(), before))
     return [Send(member, change if member in before.knowing else whole) for member in sorted(self.active)]
 
   def _deal(self) -> dict[int, list[int]]:
     """{member: shares} of the active members, as their speeds are now."""
     rules, active = self._rules, sorted(self.active)
-    group, speeds = max(1, rules.shares // rules.slices), self._speeds.of(active)
-    dealt = deal(rules.shares, active, group, self._dealt, speeds)
+    speeds = self._speeds.of(active)
+    dealt = deal(rules.shares, active, rules.group, self._dealt, speeds)
     if sum(len(to_ranges(shares)) for shares in dealt.values()) > _MOST_RANGES:
-      return deal(rules.shares, active, group, None, speeds)
+      return deal(rules.shares, active, rules.group, None, speeds)
     return dealt
 
   def _addresses(self, members: Collection[int]) -> dict[str, list[str]]:
@@ -484,6 +525,7 @@ class Coordinator:
     step = step_of(round_name)
     seconds = self.pulse.committed(is_step=step is not None)
     self.committed, self._done, self._stood_still = round_name, {}, False
+    self.failures.committed(round_name, self.active)
     for member in self.active:
       self._apart.pop(member, None)
     staying = self.live - self._leaving
@@ -497,17 +539,47 @@ class Coordinator:
     ]
     if stop:
       return effects
+    if step is not None:
+      effects += self._follow_speeds(step, seconds)
     joins = self.clock() - self._changed_at >= self._rules.join_interval or bool(self._leaving)
     joiners = self._joiners() if joins else []
     if not leave and not joiners:
-      return effects
+      return effects + self._deal_again()
     self._source = max(staying or self.live)  # sends its state to the joiners: it has committed this round
     self.active = self.active - set(leave) | set(joiners)
     self.live -= set(leave)
     self._leaving -= set(leave)
+    self.failures.leave(leave)
     for member in leave:
       self._members[member].newest = -1  # it ends; it does not join again
     return effects + self._world()
+
+  def _follow_speeds(self, step: int, seconds: dict[str, float]) -> Effects:
+    """Tells of members that have become slow, or are no longer slow, and ends one that is too slow if another waits."""
+    effects: Effects = []
+    for slow in self._speeds.computed(step, {int(member): took for member, took in seconds.items()}, self._dealt):
+      told = self._slow_message(slow, self._deal())
+      effects += [Note(slow_line(told)), *(Send(member, told) for member in sorted(self.active))]
+    limit = self._rules.slow_factor
+    for slow in self._speeds.slow.values():
+      if limit and slow.factor >= limit and step - slow.since >= _SLOW_STEPS and self._joiners(more=1):
+        reason = f"it computes a share in {slow.factor:.2f} times the median since step {slow.since}, and a spare waits"
+        return [*effects, Kill(slow.member, reason, 0.0)]
+    return effects
+
+  def _slow_message(self, slow: Slow, dealt: dict[int, list[int]]) -> Message:
+    shares = len(dealt[slow.member])
+    return message("slow", **slow._asdict(), shares=shares, of=self._rules.group)
+
+  def _deal_again(self) -> Effects:
+    """Moves shares to faster members, if that is worth a new epoch."""
+    if self._rules.group == 1 or not self._speeds.gains(self._dealt, self._deal()):
+      return []
+    self._speeds.dealt()
+    changed_at = self._changed_at
+    effects = self._world()
+    self._changed_at = changed_at  # the same members
+    return [Note("Shares move between members, because their speeds have changed."), *effects]
 
   def end(self, code: int, reason: str = "") -> Effects:
     """The run is over, with this exit code. reason: why it cannot go on."""

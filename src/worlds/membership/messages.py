@@ -40,7 +40,8 @@ FROM_MEMBER: Mapping[str, FieldTypes] = {
   "unreachable": {"epoch": int, "members": list},
   # It has SIGTERM: it wants to leave after the round under way.
   "leave": {},
-  # The run is over for this member, everything that it owes is done; it would exit with this code.
+  # The run is over for this member, everything that it owes is done; it would exit with this code. 2: it has found
+  # wrong input, and exits unless the run ends before.
   "finished": {"code": int},
   # A sign of life. busy: what it does besides steps ("save"), or "".
   "beat": {"busy": str},
@@ -48,7 +49,7 @@ FROM_MEMBER: Mapping[str, FieldTypes] = {
   "fault": {"action": str, "target": int, "seconds": _NUMBER_OR_NONE},
 }
 _CHANGE: FieldTypes = {"base": int, "gone": list, "members": dict, "ranges": dict}
-_WORLD: FieldTypes = {"epoch": int, **_CHANGE, "primary": int, "lost": dict}
+_WORLD: FieldTypes = {"epoch": int, **_CHANGE, "primary": int, "lost": dict, "attempt": int}
 FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   # The answer to `hello`. primary: writes the records until a `world` says otherwise. run_id: the id of the run, if its
   # folder does not exist yet.
@@ -59,7 +60,8 @@ FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   # A new epoch begins. What changes since the epoch `base`, of the last `world` or `hold` that this member got, or 0:
   # without the members `gone`, and with `members`, as in `lead`, that are new or have other addresses. ranges: of those
   # that compute other shares than before, {id: [[first share, end], ...]}. fresh: members without a state; `source`
-  # sends it to them. lost: {id: [reason, wall time]}. So what a loss sends to all grows with their number.
+  # sends it to them. lost: {id: [reason, wall time]}. attempt: see RunRules.attempts. So what a loss sends to all grows
+  # with their number.
   "world": {**_WORLD, "fresh": list, "source": int},
   # As `world`, but there are too few members to go on: wait for the next `world`.
   "hold": _WORLD,
@@ -69,6 +71,11 @@ FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   # Apply the sums of the round. stop: save, and end the run after this round. leave: members that end after this round.
   # seconds: {id: seconds that it computed}, for the primary; the others get {}.
   "commit": {"epoch": int, "round": str, "stop": bool, "leave": list, "seconds": dict},
+  # The member has ended so many times in a row without progress of its own, and starts again after so many seconds.
+  "failing": {"member": int, "host": str, "error": str, "times": int, "pause_seconds": _NUMBER},
+  # The member needs so many times the median of all members for a share, since this step. 1: not any more. It has so
+  # many of the shares of a slice.
+  "slow": {"member": int, "factor": _NUMBER, "since": int, "shares": int, "of": int},
   # The run is over; exit with this code. reason: why it cannot go on, or "".
   "end": {"code": int, "reason": str},
 }
@@ -81,8 +88,8 @@ FROM_AGENT: Mapping[str, FieldTypes] = {  # an agent runs the processes of other
 TO_AGENT: Mapping[str, FieldTypes] = {
   # Start the processes of these members with these arguments. grace: seconds that they may need to save.
   "work": {"argv": list, "members": list, "lanes": int, "grace": _NUMBER},
-  # Start the member again after a pause. progress: whether the run has gone on meanwhile.
-  "restart": {"member": int, "progress": bool},
+  # Start the member again after so many seconds.
+  "restart": {"member": int, "seconds": _NUMBER},
   # End its processes.
   "kill": {"member": int},
   # Cause a rehearsed fault, as in `fault`.
@@ -109,10 +116,27 @@ def check(received: Message, kinds: Mapping[str, FieldTypes]) -> None:
       raise ValueError(f"sent {kind!r} with {name}={value!r}")
 
 
+def slow_line(slow: Mapping[str, Any]) -> str:
+  """The message `slow`, or its record in events.jsonl, in words."""
+  has = f"It has {slow['shares']} of {slow['of']} shares"
+  if slow["factor"] == 1:
+    return f"Slice {slow['member']} is as fast as the others again, from step {slow['since']} on. {has}."
+  what = f"computes a share in {slow['factor']:.2f} times the median since step {slow['since']}"
+  return f"Slice {slow['member']} {what}. {has}."
+
+
 def change(known: dict[str, Any], received: Message, name: str) -> dict[str, Any]:
   """Returns the field `name` of all members {id: value}, from the values `known` so far and a `world` or `hold`."""
   kept = {} if received["base"] == 0 else known
   return {member: value for member, value in kept.items() if int(member) not in received["gone"]} | received[name]
+
+
+def failing_line(failing: Mapping[str, Any]) -> str:
+  """The message `failing`, or its record in events.jsonl, in words."""
+  return (
+    f"Member {failing['member']} (host {failing['host']}) has failed {failing['times']} times without 10 steps of its "
+    f"own: next start in {failing['pause_seconds']:g} s."
+  )
 
 
 def step_of(round_name: str) -> int | None:

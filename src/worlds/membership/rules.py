@@ -28,3 +28,13 @@ class RunRules:
   # Whether the run goes on without a member that is lost or leaves. Otherwise a loss ends the run with code 1, and
   # SIGTERM to one member is a request to all.
   elastic: bool = True
+  # In a row, each of which ends before 10 new steps: after so many the run ends with code 1. None: no limit. An attempt
+  # ends when too few members are left, or when all that computed have been lost, one after the other.
+  attempts: int | None = None
+  # A member that is slower than the median by this factor, for long, is replaced if another one waits. 0: never.
+  slow_factor: float = 0.0
+
+  @property
+  def group(self) -> int:
+    """Shares of a slice."""
+    return max(1, self.shares // self.slices)

@@ -14,7 +14,7 @@ from worlds.interruptions import PREEMPTED
 from worlds.lines import Sparse
 from worlds.membership import wire
 from worlds.membership.coordinator import Coordinator, Effects, Kill, Note, Send
-from worlds.membership.messages import FROM_AGENT, FROM_MEMBER, Message, check, message, step_of
+from worlds.membership.messages import FROM_AGENT, FROM_MEMBER, Message, check, failing_line, message, step_of
 from worlds.membership.wire import HANDSHAKE_SECONDS, Channel, WireError
 
 _TICK_SECONDS = 0.1
@@ -77,6 +77,18 @@ class Server:
       for channel in self._channels.pop(member, {}).values():
         channel.close()
       self._carry_out(self.coordinator.lost(member, reason, seconds))
+
+  def failed(self, member: int, code: int | None, host: str, reason: str) -> float:
+    """`member`, which ran on `host` and is lost, has ended with this code (None: unknown). May end the run; otherwise
+    returns the seconds until the member's next start."""
+    with self._lock:
+      run = self.coordinator
+      times, seconds = run.failures.ended(member, code, host, waits=run.phase != "running")
+      self._carry_out(run.judge())
+      if times > 1 and run.code is None:
+        told = message("failing", member=member, host=host, error=reason, times=times, pause_seconds=seconds)
+        self._carry_out([Note(failing_line(told)), *(Send(other, told) for other in self.connected)])
+      return seconds
 
   def stop(self) -> None:
     """The run must end in good order."""

@@ -54,7 +54,8 @@ class Speeds:
       least, most = (choose(map(statistics.median, halves)) / usual for choose in (min, max))
       was = self._slow.get(member)
       if was is None and least >= _SLOW and (least - 1) * usual >= _LEAST_SECONDS:
-        self._slow[member] = Slow(member, statistics.median(own) / usual, step - _STEPS + 1)
+        first = next(index for index, one in enumerate(own) if one >= _SLOW * usual)
+        self._slow[member] = Slow(member, statistics.median(own) / usual, step - _STEPS + 1 + first)
         changed.append(self._slow[member])
       elif was is not None and most < _USUAL:
         del self._slow[member]

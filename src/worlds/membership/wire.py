@@ -34,6 +34,10 @@ class WireError(Exception):
   """The other side is not a member of this job, or it broke the protocol."""
 
 
+class Refused(ConnectionError):
+  """The supervisor has ended the connection when this side had shown its token."""
+
+
 Body = bytes  # a message as it is sent
 
 
@@ -131,14 +135,17 @@ def accept(sock: socket.socket, token: bytes) -> Channel:
 
 
 def connect(address: str, token: bytes) -> Channel:
-  """The member's side: connects to the supervisor at "host:port". Raises OSError if nothing answers there, WireError if
-  it does not have the token."""
+  """The member's side: connects to the supervisor at "host:port". Raises OSError if nothing answers there, Refused,
+  which is one, if it ends the connection, and WireError if it does not have the token."""
   sock = socket.create_connection(addresses.split(address), timeout=HANDSHAKE_SECONDS)
   try:
     theirs = _read(sock, NONCE_BYTES)
     ours = secrets.token_bytes(NONCE_BYTES)
     sock.sendall(ours + _proof(token, b"member", theirs + ours))
-    proof = _read(sock, CODE_BYTES)
+    try:
+      proof = _read(sock, CODE_BYTES)
+    except ConnectionError as error:
+      raise Refused(f"{error}, perhaps because this process has another token") from error
     if not hmac.compare_digest(proof, _proof(token, b"supervisor", theirs + ours)):
       raise WireError(f"what answers at {address} does not have the token of this job")
     return _authenticated(sock, token, theirs + ours, serves=False)

@@ -116,19 +116,32 @@ def test_the_others_train_on_when_a_worker_is_replaced(run):
   group.close()
 
 
-def test_exit_code_1_twice_without_a_new_step_ends_the_run(run):
+@pytest.mark.parametrize("code", [FAILED, BAD_INPUT, None])
+def test_a_worker_that_fails_alone_waits_longer_each_time_and_the_others_train_on(run, code):
+  """None: it crashes, and Ray only starts it again."""
   group = Group(run, 2)
   group.train()
-  assert run.ended(1, FAILED) is None
-  assert run.ended(1, FAILED) == FAILED == run.exit_code()
-  assert [group.next(0)["kind"] for _ in range(2)] == ["world", "end"]
+  group.members.pop(1).close()
+  for pause in (0.5, 1.0, 2.0):
+    if code is not None:
+      assert run.ended(1, code) is None
+    run.replace(Worker(1, "127.0.0.1", 1))
+    assert pause - 0.2 < run.pause(1) <= pause and run.pause(0) == 0
+  group.commit(group.world(0)["epoch"])
+  assert run.exit_code() is None
+  run.replace(Worker(1, "127.0.0.2", 1))  # on another host
+  assert run.pause(1) == 0
   group.close()
 
 
-def test_wrong_input_ends_the_run_before_the_first_step(run):
-  group = Group(run, 2)
-  assert run.ended(1, BAD_INPUT) == BAD_INPUT == run.exit_code()
-  group.close()
+@pytest.mark.parametrize(("code", "times"), [(FAILED, 2), (BAD_INPUT, 1)])
+def test_the_run_ends_when_all_workers_fail_before_the_first_step(run, code, times):
+  run.begin([Worker(rank, "127.0.0.1", 1) for rank in range(2)])
+  for _ in range(times - 1):
+    for rank in range(2):
+      assert run.ended(rank, code) is None
+      run.replace(Worker(rank, "127.0.0.1", 1))
+  assert run.ended(0, code) is None and run.ended(1, code) == code == run.exit_code()
 
 
 def test_groups_without_progress_end_the_run(run):

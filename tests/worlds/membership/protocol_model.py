@@ -56,11 +56,23 @@ class Member:
 class Model:
   """One run of `steps` steps with random events."""
 
-  def __init__(self, seed: int, *, total: int = 3, spares: int = 0, minimum: int = 1, steps: int = 7) -> None:
+  def __init__(
+    self,
+    seed: int,
+    *,
+    total: int = 3,
+    spares: int = 0,
+    minimum: int = 1,
+    steps: int = 7,
+    group: int = 1,
+    slow_until: dict[int, int] | None = None,
+  ) -> None:
+    """slow_until: {member: the step up to which it needs twice as long for a share}."""
     self.random = random.Random(seed)
     self.now = 0.0
     self.steps = steps
-    rules = RunRules(total, minimum, total, timeout=1e9)
+    rules = RunRules(total, minimum, total * group, timeout=1e9)
+    self.slow_until = slow_until or {}
     self.coordinator = Coordinator(rules, clock=lambda: self.now, hang_seconds=1e9)
     self.members: dict[int, Member] = {}
     self.backup = 0  # the step of the newest checkpoint in storage
@@ -69,7 +81,7 @@ class Model:
     self.states: dict[tuple[int, int], list[str]] = {}  # (epoch, member): state that was sent to it
     self.applied: list[str] = []  # the longest history of any member
     self.worlds: dict[int, dict[str, Any]] = {}  # by epoch, as the first member knew it
-    self.shares = total
+    self.shares = total * group
     self.losses_of_all = 0  # how often no member with a state was left
     self.kills = self.leaves = 0
     for i in range(total + spares):
@@ -110,7 +122,9 @@ class Model:
     elif received["kind"] == "joined":
       self.carry_out(run.joined(i, 0, received["epoch"]))
     elif received["kind"] == "computed":
-      self.carry_out(run.computed(i, received["epoch"], 1.0))
+      shares = [share for ranges in (member.world or {})["ranges"][str(i)] for share in range(*ranges)]
+      slow = int(received["round"].split()[1]) <= self.slow_until.get(i, 0)
+      self.carry_out(run.computed(i, received["epoch"], len(shares) * (2.0 if slow else 1.0)))
     elif received["kind"] == "done":
       self.carry_out(run.done(i, 0, received["epoch"], received["round"], received["checksum"]))
     elif received["kind"] == "leave":

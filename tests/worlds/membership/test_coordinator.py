@@ -6,6 +6,8 @@ import itertools
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.worlds.membership.protocol_model import Model
 
 from worlds.membership import coordinator
@@ -37,6 +39,24 @@ def test_no_order_of_faults_loses_or_repeats_a_round(total, spares, minimum):
   assert kills > 100 and leaves > 50, "the faults did not happen"
 
 
+def test_shares_move_from_a_slow_member_and_back_without_a_round_lost():
+  """Member 1 needs twice as long for a share from the first step to step 40."""
+  dealings, kills = 0, 0
+  for seed in range(20):
+    model = Model(seed, steps=80, group=4, slow_until={1: 40})
+    assert model.run(faults=0.002 * (seed % 2)) == 0, seed
+    assert model.applied[-1] == "step 80" and len(model.applied) == 80 + 80 // 3
+    numbers = [
+      [len(list(itertools.chain(*(range(*part) for part in own)))) for own in world["ranges"].values()]
+      for world in model.worlds.values()
+    ]
+    dealings += [5, 2, 5] in numbers
+    kills += model.kills
+    if not model.kills + model.leaves:
+      assert numbers == [[4, 4, 4], [5, 2, 5], [4, 4, 4]], (seed, numbers)
+  assert dealings > 10 and kills > 5
+
+
 def test_a_stop_ends_at_one_step_with_the_state_saved():
   for seed in range(100):
     model = Model(seed, steps=10**6)
@@ -49,22 +69,51 @@ def test_a_stop_ends_at_one_step_with_the_state_saved():
 
 
 def test_shares_are_dealt_evenly():
-  assert deal(5, [7, 2]) == {2: [0, 1, 2], 7: [3, 4]}
-  assert deal(2, [0, 1, 2]) == {0: [0], 1: [1], 2: []}
+  assert deal(5, [7, 2], 1) == {2: [0, 2, 3], 7: [1, 4]}
+  assert deal(2, [0, 1, 2], 1) == {0: [0], 1: [1], 2: []}
+  assert deal(12, [4, 1, 2], 4) == {1: [0, 1, 2, 3], 2: [4, 5, 6, 7], 4: [8, 9, 10, 11]}
 
 
 def test_a_member_keeps_the_shares_that_it_has_computed():
-  before = deal(6, [0, 1, 2])
-  assert deal(6, [1, 2], before) == {1: [0, 2, 3], 2: [1, 4, 5]}
-  assert deal(6, [0, 1, 2], {1: [0, 2, 3], 2: [1, 4, 5]}) == {0: [3, 5], 1: [0, 2], 2: [1, 4]}
-  assert deal(4, [1, 2, 3], {0: [0, 1], 1: [2, 3]}) == {1: [2, 3], 2: [0], 3: [1]}
+  before = deal(6, [0, 1, 2], 2)
+  assert deal(6, [1, 2], 2, before) == {1: [0, 2, 3], 2: [1, 4, 5]}
+  assert deal(4, [1, 2, 3], 1, {0: [0, 1], 1: [2, 3]}) == {1: [2, 3], 2: [0], 3: [1]}
+
+
+def test_orphaned_shares_go_one_by_one_and_a_returned_member_gets_its_group_back():
+  full = deal(64, list(range(8)), 8)
+  for lost in range(8):
+    rest = deal(64, [member for member in range(8) if member != lost], 8, full)
+    assert sorted(map(len, rest.values())) == [9] * 6 + [10]
+    for member, own in rest.items():
+      assert set(full[member]) <= set(own)
+    assert deal(64, list(range(8)), 8, rest) == full
+
+
+def test_a_slow_member_gives_the_last_shares_of_its_group_to_the_others():
+  full = deal(64, list(range(8)), 8)
+  dealt = deal(64, list(range(8)), 8, full, {3: 0.5})
+  assert dealt[3] == [24, 25, 26, 27] and max(map(len, dealt.values())) == 9
+  assert deal(64, list(range(8)), 8, dealt) == full
+  assert len(deal(8, list(range(8)), 1, None, {3: 0.01})[3]) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 8), st.data())
+def test_no_other_numbers_of_shares_end_much_earlier(members, group, data):
+  speeds = {member: data.draw(st.sampled_from((0.3, 0.5, 0.77, 1.0, 1.5))) for member in range(members)}
+  dealt = deal(members * group, list(range(members)), group, None, speeds)
+  assert sorted(share for own in dealt.values() for share in own) == list(range(members * group))
+  ends = [len(own) / speeds[member] for member, own in dealt.items() if len(own) > 1]
+  # Nobody could have taken the last share of the slowest and ended before it.
+  assert all(max(ends) <= (len(own) + 1) / speeds[member] + 1e-9 for member, own in dealt.items()) if ends else True
 
 
 @pytest.mark.parametrize("shares, members", [(1, 1), (3, 2), (7, 3), (8, 8), (5, 4)])
 def test_every_share_is_dealt_once_after_any_change(shares, members):
   before: dict[int, list[int]] = {}
   for count in (members, 1, members, max(1, members - 1)):
-    before = deal(shares, list(range(count)), before)
+    before = deal(shares, list(range(count)), 1, before)
     assert sorted(share for own in before.values() for share in own) == list(range(shares))
     sizes = [len(own) for own in before.values()]
     assert max(sizes) - min(sizes) <= 1

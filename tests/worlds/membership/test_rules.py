@@ -11,6 +11,7 @@ import pytest
 
 from trainer.cluster.launched import check, run_rules
 from trainer.config import ConfigError, load
+from trainer.config.shares import resolve
 from worlds.membership.coordinator import Coordinator, Send
 from worlds.membership.rules import RunRules
 
@@ -24,11 +25,11 @@ KEYS = ["configs/base.yml", "cluster=multiprocess", "num_slices=3", "dataset_typ
     (["elastic_enabled=true", "elastic_min_slice_count=1"], 1, 3),
     (["elastic_enabled=false"], 3, 3),
     (["elastic_enabled=true", "gradient_accumulation_steps=4"], 3, 3),
-    (["elastic_enabled=true", "gradient_accumulation_steps=4", "elastic_numerics=balanced"], 3, 12),
+    (["elastic_enabled=true", "gradient_accumulation_steps=4", "shares_per_slice=4"], 3, 12),
   ],
 )
 def test_rules_of_a_configuration(keys, minimum, shares):
-  rules = run_rules(load([*KEYS, *keys]))
+  rules = run_rules(resolve(load([*KEYS, *keys, "max_target_length=16"])))
   assert (rules.slices, rules.minimum, rules.shares) == (3, minimum, shares)
   assert RunRules(**json.loads(json.dumps(dataclasses.asdict(rules)))) == rules
 
@@ -79,7 +80,7 @@ def test_sigterm_to_one_member_is_a_request_to_all_in_a_run_that_is_not_elastic(
     (4097, 4097, 1, r"num_slices=4097: .* at most 4096 slices of 1 processes.*\nMake the slices larger"),
     (656, 656, 8, r"num_slices=656: .* at most 655 slices of 8 processes"),
     (2, 200_000, 1, ""),
-    (2, 1 << 21, 1, r"= 2097152 shares .* at most 1048576 are possible\.\nLower gradient_accumulation_steps"),
+    (2, 1 << 21, 1, r"= 2097152 shares .* at most 1048576 are possible\.\nLower shares_per_slice"),
   ],
 )
 def test_sizes_that_no_message_has_room_for_are_refused_before_a_start(slices, shares, lanes, text):

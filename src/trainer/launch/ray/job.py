@@ -17,6 +17,7 @@ from trainer.config.errors import ConfigError, how_to_install
 from trainer.config.schema import Config
 from trainer.observe import files
 from trainer.process.signals import INTERRUPTED, requests
+from worlds.interruptions import Repeats
 from worlds.supervisor import FAILED
 
 _POLL_SECONDS = 1.0
@@ -46,7 +47,8 @@ def run(config: Config, arguments: Sequence[str], options: argparse.Namespace) -
     .options(num_cpus=0, max_concurrency=8, label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()})
     .remote(rules, lanes, options.topology is not None, config.elastic.elastic_max_retries)
   )
-  handlers = {number: signal.signal(number, functools.partial(_stop, supervisor)) for number in requests()}
+  stop = functools.partial(_stop, supervisor, Repeats())
+  handlers = {number: signal.signal(number, stop) for number in requests()}
   try:
     _fit(_trainer(config, arguments, options, lanes, supervisor), supervisor)
     code = ray.get(supervisor.exit_code.remote())
@@ -155,6 +157,8 @@ def _storage(folder: str) -> str:
   return f"{folder if files.is_object_store(folder) else os.path.abspath(folder)}/ray"
 
 
-def _stop(supervisor: Any, number: int, frame: object) -> None:
+def _stop(supervisor: Any, repeats: Repeats, number: int, frame: object) -> None:
+  if repeats(number):
+    raise SystemExit(128 + number)  # ends the workers without a save
   # In a thread: the handler may have interrupted a call of ray.
   threading.Thread(target=supervisor.stop.remote, name="stop", daemon=True).start()

@@ -12,10 +12,11 @@ from trainer.launch.ray.slices import Environment, Seat, Worker
 from trainer.process import open_files
 from worlds import addresses
 from worlds.membership.coordinator import Coordinator
+from worlds.membership.failures import Failures
 from worlds.membership.rules import RunRules
 from worlds.membership.server import BACKLOG, Server
 from worlds.place import Place
-from worlds.supervisor import BAD_INPUT, FAILED, MOST_FAILURES, log
+from worlds.supervisor import FAILED, log
 
 _POLL_SECONDS = 0.1
 
@@ -34,6 +35,7 @@ class RunSupervisor:
     open_files.raise_limit()  # each worker has a connection
     self._rules, self._host, self._lanes, self._tpu, self._kill = rules, host, lanes, tpu, kill
     self._attempts, self._tries = attempts, 0
+    self._failures = Failures(rules.attempts)  # of all groups
     self._run_id = secrets.token_hex(6)
     self._lock = threading.RLock()
     self._server: Server | None = None
@@ -43,8 +45,8 @@ class RunSupervisor:
     self._stopping = False  # the run must end, and not begin again
     self._leaving = False  # this group ends, and Ray starts another one
     self._code: int | None = None  # of the run, once it is over
-    self._ended_after: dict[int, str] = {}  # by member: the last committed round when it ended last
-    self._failures: dict[int, int] = {}  # by member: ends with exit code 1 in a row without a new step
+    self._starts: dict[int, tuple[str, float]] = {}  # by member: (host, from when it may start again there)
+    self._counted: set[int] = set()  # members whose end is counted, and that have not been replaced yet
 
   # ---- what Ray has started ----
 
@@ -53,11 +55,13 @@ class RunSupervisor:
     with self._lock:
       progress = self._server is not None and bool(self._server.coordinator.committed)
       self._tries = 1 if progress else self._tries + 1
+      self._counted.clear()
       self.close()
       self._seats = slices.seats(workers, self._lanes)
       self._workers = {worker.rank: worker for worker in workers}
       self._token, self._leaving = secrets.token_bytes(32), False
-      coordinator = Coordinator(self._rules, run_id=self._run_id, expected=len(workers) // self._lanes)
+      expected = len(workers) // self._lanes
+      coordinator = Coordinator(self._rules, run_id=self._run_id, expected=expected, failures=self._failures)
       listener = addresses.listen(self._host, 0, BACKLOG)
       self._server = Server(
         coordinator, self._token, listener=listener, kill=self._kill_member, fault=self._fault, log=log
@@ -75,10 +79,21 @@ class RunSupervisor:
     """Ray has started this worker in the place of one of the same rank, which is gone. Returns its environment."""
     with self._lock:
       assert self._server is not None and self._lanes == 1, "only a group of slices of one worker has replacements"
-      self._server.lost(self._seats[worker.rank].member, "its worker was replaced")
+      member = self._seats[worker.rank].member
+      self._server.lost(member, "its worker was replaced")
+      if member not in self._counted:  # a crash, or a lost host
+        self._judge(self._server, worker.rank, None)
+      self._counted.discard(member)
       self._workers[worker.rank] = worker
-      log(f"Ray has started the worker of member {self._seats[worker.rank].member} again.")
+      log(f"Ray has started the worker of member {member} again.")
       return self._environment(worker.rank)
+
+  def pause(self, rank: int) -> float:
+    """Seconds that this worker must wait before it starts the program, because it has failed again and again."""
+    with self._lock:
+      member = self._seats[rank].member
+      host, at = self._starts.get(member, ("", 0.0))
+      return max(0.0, at - time.monotonic()) if host == self._workers[rank].host else 0.0
 
   def _environment(self, rank: int) -> Environment:
     assert self._server is not None
@@ -109,8 +124,8 @@ class RunSupervisor:
       assert server is not None
       run = server.coordinator
       server.lost(member, f"ended with exit code {code}")
-      if run.code is None and not run.stopping:
-        self._judge(server, run, member, code)
+      if run.code is None and not run.stopping and not self._leaving:
+        self._judge(server, rank, code)
       if run.code is None and not self._leaving and not run.stopping:
         for other, seat in self._seats.items():
           if seat.member == member and other != rank:
@@ -118,15 +133,13 @@ class RunSupervisor:
         return None
       return code if run.code is None else run.code
 
-  def _judge(self, server: Server, run: Coordinator, member: int, code: int) -> None:
-    """Ends the run if the member would fail again."""
-    before = self._failures.get(member, 0) if self._ended_after.get(member) == run.committed else 0
-    self._ended_after[member] = run.committed
-    self._failures[member] = before + 1 if code == FAILED else 0
-    if code == BAD_INPUT and not run.committed:
-      server.end(BAD_INPUT, "")
-    elif self._failures[member] >= MOST_FAILURES:
-      server.end(FAILED, f"Member {member} has failed {MOST_FAILURES} times without a new step.")
+  def _judge(self, server: Server, rank: int, code: int | None) -> None:
+    """The worker's member has ended with `code`; None: unknown. Ends the run if all members would fail again."""
+    member, host = self._seats[rank].member, self._workers[rank].host
+    if member not in self._counted:  # a slice of several workers ends once
+      self._counted.add(member)
+      reason = "its worker was replaced" if code is None else f"ended with exit code {code}"
+      self._starts[member] = host, time.monotonic() + server.failed(member, code, host, reason)
 
   def leave(self, seconds: float) -> None:
     """Ray is about to end this group: its members save the state and end. Returns when they have, or after `seconds`.

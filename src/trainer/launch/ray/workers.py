@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,7 @@ class Program:
     rank = ray.train.get_context().get_world_rank()
     reports = _Reports(self.run_directory, rank)
     reports.start()
+    time.sleep(ray.get(self.supervisor.pause.remote(rank)))
     code = self._train()
     run_code: int | None = ray.get(self.supervisor.ended.remote(rank, code))
     if run_code is None:

@@ -1,0 +1,132 @@
+"""Slow members: when they are named, when shares move, and when a spare takes the place of one."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from worlds.membership.coordinator import Coordinator, Effects, Kill, Note, Send
+from worlds.membership.messages import deal
+from worlds.membership.rules import RunRules
+from worlds.membership.speeds import Speeds
+
+
+class Steps:
+  """Steps of a run of eight members with eight shares each; `factors` are the seconds for a share."""
+
+  def __init__(self, group: int = 8, slow_factor: float = 0.0) -> None:
+    self.run = Coordinator(RunRules(8, 1, 8 * group, 1e9, slow_factor=slow_factor), clock=lambda: 0.0)
+    self.factors = dict.fromkeys(range(9), 1.0)
+    self.step = 0
+    for member in range(8):
+      self.joins(member)
+    self.run.restored(self.run.primary, 0, self.run.epoch, 0)
+    for member in range(8):
+      self.run.joined(member, 0, self.run.epoch)
+
+  def joins(self, member: int) -> None:
+    self.run.hello(member, 0, 1, "")
+    self.run.ready(member, 0, self.step)
+
+  def do(self, noise: random.Random | None = None) -> Effects:
+    self.step += 1
+    effects: Effects = []
+    for member in sorted(self.run.active):
+      each = self.factors[member] * (noise.uniform(0.9, 1.1) if noise else 1.0)
+      self.run.computed(member, self.run.epoch, each * len(self.run._dealt[member]))
+    for member in sorted(self.run.active):
+      effects += self.run.done(member, 0, self.run.epoch, f"step {self.step}", 7)
+    return effects
+
+  def notes(self, steps: int, noise: random.Random | None = None) -> list[tuple[int, str]]:
+    return [(self.step, effect.text) for _ in range(steps) for effect in self.do(noise) if isinstance(effect, Note)]
+
+  @property
+  def numbers(self) -> list[int]:
+    return [len(self.run._dealt[member]) for member in sorted(self.run.active)]
+
+
+@pytest.mark.parametrize("factor, numbers", [(2.0, 4), (1.3, 6)])
+def test_a_slow_member_is_named_within_twenty_steps_and_its_shares_move_and_return(factor, numbers):
+  steps = Steps()
+  assert steps.notes(30) == [] and steps.numbers == [8] * 8
+  steps.factors[3] = factor
+  (named, moved) = steps.notes(20)
+  assert named[1] == (
+    f"Slice 3 computes a share in {factor:.2f} times the median since step 31. It has {numbers} of 8 shares."
+  )
+  assert moved[1].startswith("Shares move") and named[0] <= 50
+  assert steps.numbers[3] == numbers and max(steps.numbers) == 9 and sum(steps.numbers) == 64
+  epoch = steps.run.epoch
+  assert steps.notes(100) == [] and steps.run.epoch == epoch  # the seconds for a share stay, so nothing more moves
+  steps.factors[3] = 1.0
+  notes = steps.notes(40)
+  (usual,) = (step for step, text in notes if text.startswith("Slice 3 is as fast as the others again"))
+  assert usual <= 170 and steps.numbers == [8] * 8
+
+
+def test_noise_moves_nothing():
+  steps, noise = Steps(), random.Random(0)
+  assert steps.notes(500, noise) == [] and steps.run.epoch == 2
+
+
+def test_members_that_get_another_speed_all_the_time_move_shares_once_in_twenty_steps():
+  steps, moves = Steps(), []
+  for number in range(300):
+    if number % 17 == 0:
+      steps.factors = {member: 1.0 + (member == number // 17 % 8) for member in range(8)}
+    moves += [step for step, text in steps.notes(1) if text.startswith("Shares move")]
+  assert moves and min(later - sooner for sooner, later in itertools.pairwise(moves)) >= 20
+
+
+def test_with_one_share_a_slice_a_slow_member_is_named_and_keeps_its_share():
+  steps = Steps(group=1)
+  steps.notes(5)
+  steps.factors[3] = 1.5
+  ((_, text),) = steps.notes(60)
+  assert text == "Slice 3 computes a share in 1.50 times the median since step 6. It has 1 of 1 shares."
+  assert steps.numbers == [1] * 8 and steps.run.epoch == 2
+
+
+def test_a_member_that_is_lost_comes_back_with_a_clean_slate():
+  steps = Steps()
+  steps.factors[3] = 2.0
+  steps.notes(40)
+  steps.run.lost(3, "killed")
+  assert sorted(steps.numbers) == [9] * 6 + [10]
+  steps.factors[3] = 1.0
+  steps.joins(3)
+  assert steps.notes(2) == [] and steps.numbers == [8] * 8
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_slow_member_is_replaced_if_a_spare_waits(waits):
+  steps = Steps(slow_factor=1.5)
+  if waits:
+    steps.joins(8)
+  steps.factors[3] = 2.0
+  kills = [effect for _ in range(120) for effect in steps.do() if isinstance(effect, Kill)][:1]
+  assert [(kill.member, kill.reason) for kill in kills] == [
+    (3, "it computes a share in 2.00 times the median since step 1, and a spare waits")
+  ] * waits
+  if waits:
+    steps.run.lost(3, kills[0].reason)
+    assert sorted(steps.run.active) == [0, 1, 2, 4, 5, 6, 7, 8] and steps.numbers == [8] * 8
+
+
+def test_a_share_of_milliseconds_is_no_measure():
+  speeds, dealt = Speeds(), deal(8, list(range(8)), 1)
+  for step in range(1, 40):
+    assert speeds.computed(step, {member: 0.001 * (1 + member) for member in range(8)}, dealt) == []
+
+
+def test_the_members_are_told_what_the_log_says():
+  steps = Steps()
+  steps.factors[3] = 2.0
+  told = [effect.message for _ in range(20) for effect in steps.do() if isinstance(effect, Send)]
+  slow = [message for message in told if message["kind"] == "slow"]
+  assert len(slow) == 8 and slow[0] == {
+    "kind": "slow", "member": 3, "factor": 2.0, "since": 1, "shares": 4, "of": 8
+  }  # fmt: skip

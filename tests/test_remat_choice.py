@@ -223,9 +223,9 @@ def test_a_cache_that_cannot_be_read_or_written_stops_no_run(cluster, chooses, t
 
 
 def test_a_cached_choice_is_of_one_form_of_the_step(cluster, chooses, tmp_path):
-  """With elastic_numerics=balanced a program computes one micro-batch, so another policy may fit."""
+  """The program of one of eight shares of a slice has one micro-batch, so another policy may fit."""
   config = load("gradient_accumulation_steps=8", f"base_output_directory={tmp_path}", f"jax_cache_dir={tmp_path}/cache")
-  elastic = config.elastic.model_copy(update={"elastic_numerics": "balanced"})
+  elastic = config.elastic.model_copy(update={"shares_per_slice": 8})
   chooses[:] = [RematPolicy.NONE, RematPolicy.FULL]
   assert resolve(config.model_copy(update={"elastic": elastic}), cluster)[0] is RematPolicy.NONE
   assert resolve(config, cluster)[0] is RematPolicy.FULL

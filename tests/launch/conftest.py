@@ -12,7 +12,8 @@ from tests.support.torchrun_runs import OneWorker
 from tests.support.two_hosts import KEYS as TWO_HOSTS
 
 STEPS = 80
-KEYS = (f"steps={STEPS}", f"checkpoint_period={STEPS // 2}", "eval_interval=15", "eval_steps=2")
+ONE_WORLD = (f"steps={STEPS}", f"checkpoint_period={STEPS // 2}", "eval_interval=15", "eval_steps=2")
+KEYS = (*ONE_WORLD, "shares_per_slice=2")  # shares of one row
 LANES_STEPS = 20
 # Two slices of two devices; the tests add processes and faults. The only checkpoint is written after the last step.
 LANES = (*TWO_HOSTS, f"steps={LANES_STEPS}", f"checkpoint_period={LANES_STEPS}")

@@ -137,13 +137,13 @@ def slow_down() -> None:
   """Every batch of this process takes a moment: an endless run takes all cores from what its test waits for."""
   from trainer.program.program import Feed
 
-  read = Feed._batch_of
+  read = Feed._rounds_of
 
   def read_slowly(*arguments: Any) -> Any:
     time.sleep(0.1)
     return read(*arguments)
 
-  Feed._batch_of = read_slowly  # type: ignore[method-assign]
+  Feed._rounds_of = read_slowly  # type: ignore[method-assign]
 
 
 def damage(member: int, step: int) -> None:

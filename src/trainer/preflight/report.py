@@ -80,7 +80,7 @@ def process_lines(total: int, shares: int, gradient_bytes: int, wire_bytes: int)
   shares: of a slice of the full run. gradient_bytes: of one copy of the gradients in float32. wire_bytes: of one copy
   on its way between slices. Memory and traffic are those of one slice, all hosts together.
   """
-  lines = [f"Slices as processes, shares_per_slice={shares}: alive | shares | speed | most sums held | most sent per step"]
+  lines = [f"Slices as processes, shares_per_slice={shares}: alive | shares | speed | most sums held | most sent"]
   for alive in range(total, 0, -1):
     most = -(-total * shares // alive)  # shares of the slice that has the most
     groups, others = divmod(most, shares)  # shares of a group travel together

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import socket
 import threading
 
+import ml_dtypes
 import numpy as np
 
 from worlds.exchange import Exchange
+from worlds.exchange.plan import pieces
 
 TOKEN = b"a token of tests"
 
@@ -32,13 +36,16 @@ class Members:
 
     self.call(connect)
 
-  def reduce(self, shares, dealt, wire="float32", tag="step 1"):
-    """Returns the result of each member."""
+  def reduce(self, shares, dealt, wire="float32", tag="step 1", group=1, added=0):
+    """Returns the result of each member. added: most shares that a member has added already to the first of a piece."""
     size = next(iter(shares.values())).size
 
     def reduce(exchange, member):
-      out = np.full(size, 7, np.float32)
-      exchange.reduce(tag, {share: shares[share] for share in dealt[member]}, dealt, out, wire)
+      out, own = np.full(size, 7, np.float32), {share: shares[share] for share in dealt[member]}
+      for first, stop in pieces(dealt[member], group):
+        for share in range(first + 1, min(stop, first + 1 + added)):
+          own[first] = own[first] + own.pop(share)
+      exchange.reduce(tag, own, dealt, out, wire, group=group)
       return out
 
     return self.call(reduce)
@@ -145,12 +152,12 @@ def random_shares(count, size, seed=0):
   return {share: (random.standard_normal(size) * scale[share]).astype(np.float32) for share in range(count)}
 
 
-def sum_in_order(shares):
-  """The oracle: float32 sums from left to right."""
-  total = shares[min(shares)].copy()
-  for share in sorted(shares)[1:]:
-    total = total + shares[share]
-  return total
+def sum_in_order(shares, group=1, wire="float32"):
+  """The oracle: float32 sums from left to right, of each group and then of the groups."""
+  rounded = lambda values: values.astype(ml_dtypes.bfloat16 if wire == "bfloat16" else np.float32).astype(np.float32)
+  groups = itertools.groupby(sorted(shares), lambda share: share // group)
+  sums = [rounded(functools.reduce(np.add, [shares[share] for share in own])) for _, own in groups]
+  return rounded(functools.reduce(np.add, sums))
 
 
 def same_bits(a, b):

@@ -1,6 +1,7 @@
 """Sums of gradients between slices that are separate JAX worlds: outside XLA, over TCP. Start reading at exchange.py.
 
-A lost member never enters XLA: it is a broken connection, PeerLost. Imports only NumPy, JAX and the standard library.
+A lost member never enters XLA: it is a broken connection, PeerLost. Imports only NumPy, ml_dtypes, JAX and the standard
+library.
 """
 
 from worlds.exchange.errors import MismatchedCall, PeerLost, Unreachable

@@ -20,12 +20,14 @@ from typing import Any
 import numpy as np
 
 from worlds.exchange import state
+from worlds.exchange.crew import Crew
 from worlds.exchange.errors import PeerLost
 from worlds.exchange.handshake import TOKEN_BYTES, Call
 from worlds.exchange.layout import HostCopy
 from worlds.exchange.link import Link, Stop, Stopped
 from worlds.exchange.listener import Listener, dial
-from worlds.exchange.reduction import Plan, Reduction, Wire
+from worlds.exchange.plan import Plan, Wire
+from worlds.exchange.reduction import Reduction
 
 
 class Exchange:
@@ -55,6 +57,7 @@ class Exchange:
     self._epoch = -1
     self._first_allowed = 0  # the oldest epoch that was not interrupted
     self._links: dict[int, Link] = {}
+    self._crew = Crew()
     self._listener = Listener(member, token, host, refused)
     self.address = self._listener.address
 
@@ -89,6 +92,7 @@ class Exchange:
     out: np.ndarray,
     wire: Wire = "float32",
     known: Sequence[tuple[int, int]] = (),
+    group: int = 1,
   ) -> None:
     """Fills `out`, float32 [F], with the sum of all shares.
 
@@ -96,10 +100,14 @@ class Exchange:
     epoch, each share once; a member may have no shares. Shares are numbers without a meaning here: if a member has
     summed its shares already (`elastic_numerics=balanced`), deal one number to each member.
 
-    The sum is computed in float32, in ascending order of the shares, from left to right. So it has the same bits for
-    every dealing and every number of members. wire: type on the network. With bfloat16, every share is rounded before
-    the sum, and the total after it, also where nothing is sent. Losses and token counts need float32: reduce them in a
-    call of their own.
+    group: `group` shares from each multiple of `group` on are a group. The sum is computed in float32: the shares of a
+    group in ascending order, from left to right, and then so the groups. So it has the same bits for every dealing and
+    every number of members. A member sends its shares as `plan.pieces`: the first shares of a group in one piece, which
+    the caller may have added already. Then `own` has the sum at the first of these shares, and lacks the others.
+
+    wire: type on the network. With bfloat16, the sum of every group is rounded before the sum of the groups, and the
+    total after it, also where nothing is sent. Losses and token counts need float32: reduce them in a call of their
+    own.
 
     known: ranges [start, stop) of the values in the order in which the members compute them, equal on all members. The
     values are exchanged in this order, so that a sum may begin before all values of `own` are computed.
@@ -110,14 +118,15 @@ class Exchange:
     happened: report the error to the supervisor, which ends the epoch for them. There is no time limit: a peer may
     compile, and the supervisor notices a peer that hangs.
     """
-    assert set(dealt) == {self._member, *self._links} and set(own) == set(dealt[self._member]), (dealt, list(own))
+    assert set(dealt) == {self._member, *self._links}, f"{list(dealt)}, not the members of the epoch"
     arrays = [out, *(data for data in own.values() if isinstance(data, np.ndarray))]
     assert all(array.dtype == np.float32 and array.ndim == 1 for array in arrays), "arrays must be float32 [F]"
     assert all(data.size == out.size for data in own.values())
-    plan = Plan(dealt, out.size, wire, known)
+    plan = Plan(dealt, out.size, wire, known, group)
+    assert plan.accepts(self._member, own), f"shares {list(own)} of the pieces {plan.pieces[self._member]}"
     links = list(self._links.values())
     with self._in_epoch():
-      Reduction(plan, plan.identify(self._epoch, tag), self._member, own, out, links, self._stop).run()
+      Reduction(plan, plan.identify(self._epoch, tag), self._member, own, out, links, self._stop).run(self._crew)
 
   def send_state(self, member: int, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
     """Sends the run's state to a member that has just joined. header: JSON. Raises PeerLost."""
@@ -149,8 +158,9 @@ class Exchange:
     self._listener.notify()
 
   def close(self) -> None:
-    """Closes all connections and ends the listening thread."""
+    """Closes all connections and ends all threads."""
     self._drop_links()
+    self._crew.close()
     self._listener.close()
     with self._lock:
       self._stop.close()

@@ -2,6 +2,8 @@
 
 Slices with equal meshes have equal layouts, also when a slice has several processes: process p of each slice has the
 same shards in the same order.
+
+JAX is imported where it is used, so that members whose arrays are NumPy's start without it.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ import bisect
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
 import numpy as np
-from jax.sharding import Sharding
+
+if TYPE_CHECKING:
+  import jax
+  from jax.sharding import Sharding
 
 _Box = tuple[tuple[int, int], ...]
 _ALIGNED = 16  # elements: 64 bytes, which XLA on a CPU needs to use memory of NumPy without a copy
@@ -46,6 +50,8 @@ class FlatLayout:
   """
 
   def __init__(self, abstract: Any) -> None:
+    import jax
+
     paths, self._tree = jax.tree_util.tree_flatten_with_path(abstract)
     self._leaves: list[_Leaf] = []
     for _, leaf in paths:
@@ -92,6 +98,8 @@ class FlatLayout:
 
   def _places(self, part: Part) -> Iterator[tuple[Any, dict[jax.Device, tuple[int, int]]]]:
     """Yields each array with {device: (offset in the flat buffer, size) of its shard}, a replicated shard once."""
+    import jax
+
     for path, array in jax.tree_util.tree_flatten_with_path(part.tree)[0]:
       leaf = self._by_path[path]
       assert array.sharding.is_equivalent_to(leaf.sharding, len(leaf.shape)), f"{array.sharding}, not {leaf.sharding}"
@@ -106,6 +114,8 @@ class FlatLayout:
     """Returns the pytree of arrays, sharded like `abstract`, with the values of `flat`. On a CPU the arrays may share
     its memory: write to `flat` again only when every computation that reads them is complete, and do not donate
     them."""
+    import jax
+
     assert flat.shape == (self.size,) and flat.dtype == np.float32, f"{flat.dtype}{list(flat.shape)}, F = {self.size}"
     views, devices = [], []
     for leaf in self._leaves:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import socket
@@ -9,7 +10,8 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -35,15 +37,15 @@ class Stop:
   def set(self) -> None:
     """Wakes all threads that wait now or later. May be called from any thread, also after `close`."""
     with self._lock:
-      if not self._is_set and not self._is_closed:
+      was_set, self._is_set = self._is_set, True  # before a thread wakes
+      if not was_set and not self._is_closed:
         os.write(self._write, b"s")  # never read, so that it wakes every thread
-      self._is_set = True
 
   def wait(self, sock: socket.socket, event: int, deadline: float | None = None) -> None:
     """Returns when `event` (select.POLLIN or POLLOUT) or an error is pending on `sock`. Raises Stopped if the flag is
     set, and TimeoutError at `deadline` (time.monotonic seconds)."""
     poller = select.poll()
-    poller.register(self._read, select.POLLIN)
+    self.watched_by(poller)
     poller.register(sock, event)
     milliseconds = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3
     ready = poller.poll(milliseconds)
@@ -51,6 +53,10 @@ class Stop:
       raise Stopped
     if not ready:
       raise TimeoutError("no answer within the time limit")
+
+  def watched_by(self, poll: select.poll) -> None:
+    """Makes `poll` return once the flag is set."""
+    poll.register(self._read, select.POLLIN)
 
   def close(self) -> None:
     """Releases the descriptors. No thread may wait any more."""
@@ -75,7 +81,9 @@ class Kind(IntEnum):
 _FIELDS = struct.Struct("<4sIiIQQI")
 _CHECKSUM = struct.Struct("<I")
 _MAGIC = b"xchg"
-_DROPPED_BYTES = 1 << 16
+_HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
+_CHUNK = 1 << 18  # most bytes of one receive
+_MOST_BUFFERS = 64  # of one send
 
 
 class Frame(NamedTuple):
@@ -88,44 +96,95 @@ class Frame(NamedTuple):
   length: int
   checksum: int
 
+  @property
+  def name(self) -> str:
+    return f"{Kind(self.kind).name} {self.share}, {self.bucket}"
+
 
 class Link:
   """Sends and receives frames. One thread may send while another one receives. Every error of the connection, and a
-  wrong checksum, raises PeerLost with the peer's member id. If `stop` is set, waiting raises Stopped."""
+  wrong checksum, raises PeerLost with the peer's member id. If `stop` is set, waiting raises Stopped.
+
+  `post`, `flush` and `read` never wait: `Poll` waits for many links at once.
+  """
 
   def __init__(self, member: int, sock: socket.socket, stop: Stop) -> None:
     self.member = member
+    self.unsent = 0  # bytes that were posted and not sent yet
     self._sock = sock
     self._stop = stop
+    self._waiting: deque[memoryview] = deque()  # the unsent bytes
+    self._header = bytearray(_HEADER_BYTES)
+    self._missing = memoryview(self._header)  # what is to be filled next, of the header or of the payload
+    self._frame: Frame | None = None  # the one whose payload is being received
+    self._checksum = 0  # of the payload's bytes so far
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-  def send(self, kind: Kind, call: int, share: int, bucket: int, payload: memoryview, checksum: int) -> None:
-    """Sends one frame. payload: bytes. checksum: its CRC-32."""
+  def fileno(self) -> int:
+    return self._sock.fileno()
+
+  def post(self, kind: Kind, call: int, share: int, bucket: int, payload: memoryview, checksum: int) -> None:
+    """Adds a frame to what `flush` sends. payload: bytes, which must not change until they are sent. checksum: their
+    CRC-32."""
     fields = _FIELDS.pack(_MAGIC, kind, share, bucket, call, len(payload), checksum)
-    self._send_all([memoryview(fields + _CHECKSUM.pack(zlib.crc32(fields))), payload])
+    self._waiting += (memoryview(fields + _CHECKSUM.pack(zlib.crc32(fields))), payload)
+    self.unsent += _HEADER_BYTES + len(payload)
 
-  def receive(self) -> Frame:
-    """Returns the header of the next frame."""
-    raw = bytearray(_FIELDS.size + _CHECKSUM.size)
-    self._receive_all(memoryview(raw))
-    magic, *fields = _FIELDS.unpack_from(raw)
-    if magic != _MAGIC or _CHECKSUM.unpack_from(raw, _FIELDS.size)[0] != zlib.crc32(raw[: _FIELDS.size]):
-      raise PeerLost([self.member], "the header of a frame is damaged")
-    return Frame(*fields)
+  def flush(self) -> bool:
+    """Sends what the connection accepts now. Returns whether it accepted everything."""
+    while self.unsent:
+      try:
+        sent = self._sock.sendmsg(itertools.islice(self._waiting, _MOST_BUFFERS))
+      except BlockingIOError:
+        return False
+      except OSError as error:
+        raise self._lost(error) from error
+      self.unsent -= sent
+      while self._waiting and sent >= len(self._waiting[0]):
+        sent -= len(self._waiting.popleft())
+      if sent:
+        self._waiting[0] = self._waiting[0][sent:]
+    return True
 
-  def receive_payload(self, frame: Frame, into: memoryview) -> None:
-    """Fills `into`, bytes, with the payload. Raises MismatchedCall if the sizes differ: no length from the network
-    decides how much memory is allocated."""
-    what = f"{Kind(frame.kind).name} {frame.share}, {frame.bucket}"
-    if frame.length != len(into):
-      raise MismatchedCall(
-        f"Member {self.member} sent {frame.length} bytes of {what}; {len(into)} bytes are expected. Use equal layouts "
-        "and dtypes on all members."
-      )
-    self._receive_all(into)
-    if zlib.crc32(into) != frame.checksum:
-      raise PeerLost([self.member], f"the checksum of {what} is wrong")
+  def read(self, begin: Callable[[Frame], memoryview]) -> Frame | None:
+    """Receives what has arrived of one frame, and returns the frame once all of it has arrived. begin(frame): called
+    with the header; returns the memory for the payload, bytes. Raises MismatchedCall if it has another size: no length
+    from the network decides how much memory is allocated."""
+    while True:
+      try:
+        received = self._sock.recv_into(self._missing[:_CHUNK])
+      except BlockingIOError:
+        return None
+      except OSError as error:
+        raise self._lost(error) from error
+      if received == 0:
+        raise PeerLost([self.member], "the peer closed the connection")
+      if self._frame:  # the bytes are still in the cache of the CPU
+        self._checksum = zlib.crc32(self._missing[:received], self._checksum)
+      self._missing = self._missing[received:]
+      if len(self._missing) == 0 and self._frame is None:
+        self._begin(begin)
+      if len(self._missing) == 0 and (frame := self._frame):
+        if self._checksum != frame.checksum:
+          raise PeerLost([self.member], f"the checksum of {frame.name} is wrong")
+        self._frame, self._missing = None, memoryview(self._header)
+        return frame
+
+  def send(self, kind: Kind, call: int, share: int, bucket: int, payload: memoryview, checksum: int) -> None:
+    """Posts a frame, and returns when it is sent."""
+    self.post(kind, call, share, bucket, payload, checksum)
+    while not self.flush():
+      self._stop.wait(self._sock, select.POLLOUT)
+
+  def receive(self, begin: Callable[[Frame], memoryview]) -> Frame:
+    """Waits for the next frame, with `begin` as in `read`."""
+    while True:
+      if self._stop.is_set:
+        raise Stopped
+      if frame := self.read(begin):
+        return frame
+      self._stop.wait(self._sock, select.POLLIN)
 
   def wait_closed(self, seconds: float) -> None:
     """Returns when the peer has closed the connection, or after `seconds`. Drops what it still sends."""
@@ -134,7 +193,7 @@ class Link:
     poll.register(self._sock, select.POLLIN)
     while (left := deadline - time.monotonic()) > 0:
       try:
-        if poll.poll(1000 * left) and not self._sock.recv(_DROPPED_BYTES):
+        if poll.poll(1000 * left) and not self._sock.recv(_CHUNK):
           return
       except BlockingIOError:
         continue
@@ -144,37 +203,76 @@ class Link:
   def close(self) -> None:
     self._sock.close()
 
-  def _send_all(self, buffers: Sequence[memoryview]) -> None:
-    waiting = [buffer for buffer in buffers if len(buffer)]
-    while waiting:
-      if self._stop.is_set:
-        raise Stopped
-      try:
-        sent = self._sock.sendmsg(waiting)
-      except BlockingIOError:
-        self._stop.wait(self._sock, select.POLLOUT)
-        continue
-      except OSError as error:
-        raise self._lost(error) from error
-      while waiting and sent >= len(waiting[0]):
-        sent -= len(waiting.pop(0))
-      if sent:
-        waiting[0] = waiting[0][sent:]
-
-  def _receive_all(self, into: memoryview) -> None:
-    while len(into):
-      if self._stop.is_set:
-        raise Stopped
-      try:
-        received = self._sock.recv_into(into)
-      except BlockingIOError:
-        self._stop.wait(self._sock, select.POLLIN)
-        continue
-      except OSError as error:
-        raise self._lost(error) from error
-      if received == 0:
-        raise PeerLost([self.member], "the peer closed the connection")
-      into = into[received:]
+  def _begin(self, begin: Callable[[Frame], memoryview]) -> None:
+    """The header has arrived: prepares for the payload."""
+    magic, *fields = _FIELDS.unpack_from(self._header)
+    if magic != _MAGIC or _CHECKSUM.unpack_from(self._header, _FIELDS.size)[0] != zlib.crc32(
+      self._header[: _FIELDS.size]
+    ):
+      raise PeerLost([self.member], "the header of a frame is damaged")
+    frame = Frame(*fields)
+    into = begin(frame)
+    if frame.length != len(into):
+      raise MismatchedCall(
+        f"Member {self.member} sent {frame.length} bytes of {frame.name}; {len(into)} bytes are expected. Use equal "
+        "layouts and dtypes on all members."
+      )
+    self._frame, self._missing, self._checksum = frame, into, 0
 
   def _lost(self, error: OSError) -> PeerLost:
     return PeerLost([self.member], error.strerror or str(error))
+
+
+class Poll:
+  """Waits for several links at once. For one thread, except for `wake`."""
+
+  def __init__(self, stop: Stop) -> None:
+    self._stop = stop
+    self._links: dict[int, Link] = {}
+    self._events: dict[int, int] = {}
+    self._poll = select.poll()
+    stop.watched_by(self._poll)
+    self._read, self._write = os.pipe()
+    os.set_blocking(self._read, False)
+    self._poll.register(self._read, select.POLLIN)
+    self._is_woken = False
+
+  def watch(self, link: Link, reads: bool, writes: bool) -> None:
+    """From now on `wait` returns the link when it has bytes to read (`reads`) or accepts bytes (`writes`)."""
+    number, events = link.fileno(), select.POLLIN * reads | select.POLLOUT * writes
+    if events == self._events.get(number, 0):
+      return
+    self._links[number], self._events[number] = link, events
+    if events:
+      self._poll.register(number, events)
+    else:
+      self._poll.unregister(number)
+
+  def wake(self) -> None:
+    """Makes `wait` return, now or when it is called next. May be called from any thread."""
+    if not self._is_woken:
+      self._is_woken = True
+      os.write(self._write, b"w")
+
+  def wait(self) -> tuple[list[Link], list[Link]]:
+    """Returns the links that can be read, and those that accept bytes; a broken link is among both. Raises Stopped."""
+    ready = self._poll.poll()
+    if self._stop.is_set:
+      raise Stopped
+    readable, writable = [], []
+    for number, events in ready:
+      if number == self._read:
+        os.read(self._read, _CHUNK)
+        self._is_woken = False  # after the read, so that a call of `wake` in between loses nothing
+        continue
+      wanted = self._events[number]
+      if not events & ~(select.POLLIN | select.POLLOUT):  # otherwise the connection is broken: the link says how
+        wanted &= events
+      readable += [self._links[number]] * bool(wanted & select.POLLIN)
+      writable += [self._links[number]] * bool(wanted & select.POLLOUT)
+    return readable, writable
+
+  def close(self) -> None:
+    """Releases the descriptors. No thread may use it any more."""
+    os.close(self._read)
+    os.close(self._write)

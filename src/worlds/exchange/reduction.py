@@ -1,94 +1,89 @@
-"""One sum over all shares: reduce-scatter and all-gather by buckets, with one reader and one writer thread per peer.
+"""One sum over all shares: reduce-scatter and all-gather by buckets.
 
 A bucket has one part per member. A member receives the pieces of its part from all shares, sums them, and sends the
 total to all. Buckets follow each other in the order in which their values become known, so that the computation, the
 copy from the device, both directions of the network and the sums overlap. No member starts a bucket more than WINDOW
 buckets after its oldest unfinished one, so a fast member does not fill the memory of a slow one: at most 2 * WINDOW
-pieces per share wait for the rest of their bucket.
+pieces per share wait for the pieces before them.
+
+The caller's thread reads the own shares. Threads of the `Crew` receive, sum, convert and send; a sum of few values
+needs no other thread than the caller's.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import queue
+import contextlib
+import functools
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
+from worlds.exchange.crew import Crew
 from worlds.exchange.errors import MismatchedCall
 from worlds.exchange.layout import HostCopy
-from worlds.exchange.link import Frame, Kind, Link, Stop, Stopped
+from worlds.exchange.link import Frame, Kind, Link, Poll, Stop, Stopped
+from worlds.exchange.plan import Piece, Plan
+from worlds.exchange.plan import Wire as Wire
 
-PART = 1 << 18  # elements: 1 MiB of float32
 WINDOW = 8  # buckets
-
-Wire = Literal["float32", "bfloat16"]
-
-
-class Plan:
-  """Who sums what, and in which order. Equal on all members: {member: shares}, the number of values, their type on the
-  wire, and `known`: ranges [start, stop) in the order in which their values become known; other values are known first.
-
-  order: all buckets; a bucket comes when the last of its values is known. position: {bucket: its index in `order`}.
-  """
-
-  def __init__(
-    self, dealt: Mapping[int, Sequence[int]], size: int, wire: Wire, known: Sequence[tuple[int, int]] = ()
-  ) -> None:
-    self.members = sorted(dealt)
-    self.dealt = {member: sorted(dealt[member]) for member in self.members}
-    self.shares = sorted(share for shares in dealt.values() for share in shares)
-    self.size = size
-    self.dtype = np.dtype(jnp.bfloat16 if wire == "bfloat16" else np.float32)
-    self._bucket = len(self.members) * PART
-    self._known = [list(part) for part in known]
-    last = [0] * -(-size // self._bucket)  # of each bucket: the index of the range that is known last
-    for index, (start, stop) in enumerate(known):
-      for bucket in range(start // self._bucket, -(-stop // self._bucket)):
-        last[bucket] = index
-    self.order = sorted(range(len(last)), key=lambda bucket: last[bucket])
-    self.position = {bucket: position for position, bucket in enumerate(self.order)}
-    assert len(set(self.shares)) == len(self.shares) > 0, f"shares {self.shares}: each belongs to one member"
-
-  def identify(self, epoch: int, tag: str) -> int:
-    """Returns a number that differs between calls of different epochs, tags or plans."""
-    text = json.dumps([epoch, tag, list(self.dealt.items()), self.size, str(self.dtype), self._known])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-  def bucket(self, bucket: int) -> tuple[int, int]:
-    """Returns [start, stop) of a bucket."""
-    return bucket * self._bucket, min(self.size, (bucket + 1) * self._bucket)
-
-  def part(self, bucket: int, member: int) -> tuple[int, int]:
-    """Returns [start, stop) of the part of a bucket that `member` sums; it may be empty."""
-    start, stop = self.bucket(bucket)
-    index, count = self.members.index(member), len(self.members)
-    return start + (stop - start) * index // count, start + (stop - start) * (index + 1) // count
-
-  def frames(self, sender: int, receiver: int) -> Iterator[tuple[Kind, int, int]]:
-    """Yields (kind, share, bucket) of every frame from one member to another."""
-    for bucket in self.order:
-      start, stop = self.part(bucket, receiver)
-      if start < stop:
-        yield from ((Kind.PIECE, share, bucket) for share in self.dealt[sender])
-      start, stop = self.part(bucket, sender)
-      if start < stop:
-        yield Kind.TOTAL, 0, bucket
+ALONE = 1 << 18  # values: one thread is faster for a sum of at most so many in one bucket
+_BATCH_BYTES = 1 << 18  # posted to a link before the next link has its turn
 
 
 class _Outgoing(NamedTuple):
-  """A frame to send. values: of the wire's dtype, or float32, which the writer thread then converts."""
+  """A frame to send. values: float32, or of the type on the wire, to which the sending thread converts them."""
 
   kind: Kind
   share: int
   bucket: int
   values: np.ndarray
-  checksum: int | None = None  # None: the writer thread computes it
+  dtype: np.dtype
+  checksum: int | None = None  # None: the sending thread computes it
+
+
+class _PartSum:
+  """The sum of this member's part of one bucket: adds each piece as soon as all pieces before it are added."""
+
+  def __init__(self, plan: Plan, out: np.ndarray) -> None:
+    """out: float32, to be filled."""
+    self.waiting: dict[int, np.ndarray] = {}  # first share -> values
+    self.is_busy = False  # a thread adds
+    self._plan, self._out = plan, out
+    self._added = 0  # pieces
+    self._total: np.ndarray | None = None  # of the complete groups
+    self._group = out  # the sum of the present group so far
+    self._scratch: np.ndarray | None = None
+
+  @property
+  def next(self) -> int | None:
+    """The first share of the piece that comes next; None: the sum is complete."""
+    return self._plan.ordered[self._added].first if self._added < len(self._plan.ordered) else None
+
+  def add(self, values: np.ndarray) -> None:
+    """Adds the next piece, which is read and not modified."""
+    first, stop = self._plan.ordered[self._added]
+    self._added += 1
+    self._group = values if first % self._plan.group == 0 else _add(self._group, values, self._space())
+    if stop % self._plan.group == 0:
+      if stop - first < self._plan.group:
+        self._group = _to_wire(self._group, self._plan.dtype)
+      self._total = self._group if self._total is None else _add(self._total, self._group, self._out)
+    if self.next is None:
+      if self._total is not self._out:
+        self._out[:] = self._total
+      del self._total, self._group, self._scratch
+
+  def _space(self) -> np.ndarray:
+    """Where the sum of the present group is computed: not where the total of the groups before it is."""
+    if self._total is None and self._plan.dtype == np.float32:
+      return self._out
+    if self._scratch is None:
+      self._scratch = np.empty_like(self._out)
+    return self._scratch
 
 
 class Reduction:
@@ -111,40 +106,49 @@ class Reduction:
     self._out = out
     self._links = links
     self._stop = stop
-    self._changed = threading.Condition()
-    self._pieces: dict[int, dict[int, np.ndarray]] = {}  # bucket -> share -> this member's part, in the wire's dtype
+    self._changed = threading.Condition()  # of the next five
+    self._sums: dict[int, _PartSum] = {}  # bucket -> its unfinished sum
     self._finished: set[int] = set()  # positions from `_oldest` on whose sum this member has computed
     self._oldest = 0  # the position of the first bucket whose sum is missing
+    self._active = 0  # threads of the crew that serve
+    self._ended = 0  # those that have done so
     self._errors: list[Exception] = []
-    self._outgoing: dict[int, queue.SimpleQueue[_Outgoing | None]] = {
-      link.member: queue.SimpleQueue() for link in links
-    }
+    self._missing = {link.member: set(plan.frames(link.member, me)) for link in links}
+    self._unposted = {link.member: sum(1 for _ in plan.frames(me, link.member)) for link in links}
+    self._outgoing: dict[int, deque[_Outgoing]] = {link.member: deque() for link in links}
+    self._senders: dict[int, Poll] = {}  # member -> what wakes the thread that sends to it
+    self._incoming: dict[int, np.ndarray] = {}  # member -> the values that it is sending
 
-  def run(self) -> None:
+  def run(self, crew: Crew) -> None:
     """Fills `out` with the sum. Raises the first error of any thread, or Stopped, after all threads have ended."""
-    threads = [
-      threading.Thread(target=self._guard, args=(target, link), name=f"exchange-{name}-{link.member}", daemon=True)
-      for link in self._links
-      for name, target in (("read", self._read), ("write", self._write))
-    ]
-    for thread in threads:
-      thread.start()
-    try:
-      self._guard(self._offer)
-      for thread in threads:
-        thread.join()
-    except BaseException:  # a signal: no thread may use `own` or `out` after this call
-      self._end()
-      for thread in threads:
-        thread.join()
-      raise
+    if len(self._plan.order) <= 1 and self._plan.size <= ALONE:
+      self._offer()
+      with contextlib.closing(Poll(self._stop)) as poll:
+        self._serve(poll, self._links, self._links)
+      return
+    count = min(len(self._links), crew.pairs)
+    with contextlib.ExitStack() as stack:
+      tasks = []
+      for index in range(count):
+        links = self._links[index::count]
+        reads, writes = (stack.enter_context(contextlib.closing(Poll(self._stop))) for _ in range(2))
+        self._senders |= {link.member: writes for link in links}
+        tasks += [(reads, links, ()), (writes, (), links)]
+      try:
+        crew.start([functools.partial(self._task, *task) for task in tasks])
+        self._guard(self._offer)
+        self._wait(lambda: self._ended == len(tasks))
+      except BaseException:  # a signal: no thread may use `own` or `out` after this call
+        self._end()
+        self._wait(lambda: self._active == 0)
+        raise
     if self._errors:
       raise self._errors[0]
     if self._stop.is_set:
       raise Stopped
 
-  def _guard(self, target: Callable[..., None], *args: Link) -> None:
-    """Runs a thread's function. Its error ends all other threads and is raised by `run`."""
+  def _guard(self, target: Callable[..., None], *args: Any) -> None:
+    """Runs the work of one thread. Its error ends all other threads and is raised by `run`."""
     try:
       target(*args)
     except Stopped:
@@ -153,48 +157,164 @@ class Reduction:
       self._errors.append(error)
       self._end()
 
+  def _task(self, poll: Poll, reads: Sequence[Link], writes: Sequence[Link]) -> None:
+    """The work of one thread of the crew; nothing if the call is over before it begins."""
+    with self._changed:
+      begins = not self._stop.is_set
+      self._active += begins
+    if begins:
+      self._guard(self._serve, poll, reads, writes)
+    with self._changed:
+      self._active -= begins
+      self._ended += 1
+      self._changed.notify_all()
+
+  def _wait(self, is_over: Callable[[], bool]) -> None:
+    with self._changed:
+      self._changed.wait_for(is_over)
+
   def _end(self) -> None:
     """Wakes all threads of this call. The connections are in mid-frame, so the epoch is over for this member."""
     self._stop.set()
-    for outgoing in self._outgoing.values():
-      outgoing.put(None)
     with self._changed:
       self._changed.notify_all()
 
+  # ---- the caller's thread ----
+
   def _offer(self) -> None:
-    """Hands the own shares to the writers and to the sum, bucket by bucket."""
+    """Hands the own pieces to the senders and to the sum, bucket by bucket."""
     for position, bucket in enumerate(self._plan.order):
-      with self._changed:
-        while not self._stop.is_set and self._oldest <= position - WINDOW:
-          self._changed.wait()
+      self._wait(lambda: self._stop.is_set or self._oldest > position - WINDOW)  # noqa: B023 -- called at once
       if self._stop.is_set:
         raise Stopped
       for member in self._plan.members:
         start, stop = self._plan.part(bucket, member)
-        for share in self._plan.dealt[self._me] if start < stop else ():
-          own = self._own[share]
-          piece = own[start:stop] if isinstance(own, np.ndarray) else own.read(start, stop)
+        for piece in self._plan.pieces[self._me] if start < stop else ():
+          values, dtype = self._values(piece, start, stop), self._plan.types[piece.first]
           if member == self._me:
-            self._arrive(bucket, share, _to_wire(piece, self._plan.dtype))
+            self._arrive(bucket, piece.first, _to_wire(values, dtype))
           else:
-            self._outgoing[member].put(_Outgoing(Kind.PIECE, share, bucket, piece))
+            self._post(member, _Outgoing(Kind.PIECE, piece.first, bucket, values, dtype))
 
-  def _arrive(self, bucket: int, share: int, piece: np.ndarray) -> None:
-    """Takes a share's piece of this member's part. The thread that brings the last piece computes the sum."""
-    with self._changed:
-      pieces = self._pieces.setdefault(bucket, {})
-      pieces[share] = piece
-      if len(pieces) < len(self._plan.shares):
+  def _values(self, piece: Piece, start: int, stop: int) -> np.ndarray:
+    """The values [start, stop) of an own piece: adds those of its shares that are not added yet."""
+    read = [
+      own[start:stop] if isinstance(own, np.ndarray) else own.read(start, stop)
+      for own in (self._own[share] for share in range(*piece) if share in self._own)
+    ]
+    total = read[0]
+    for index, values in enumerate(read[1:]):
+      total = _add(total, values, total if index else np.empty_like(total))
+    return total
+
+  # ---- the threads that serve the links ----
+
+  def _serve(self, poll: Poll, reads: Sequence[Link], writes: Sequence[Link]) -> None:
+    """Receives all frames from the links `reads`, and sends all frames to the links `writes`."""
+    reading = {link for link in reads if self._missing[link.member]}
+    writing = {link for link in writes if self._unposted[link.member]}
+    blocked: set[Link] = set()
+    for link in reading:
+      poll.watch(link, reads=True, writes=False)
+    while reading or writing:
+      while able := [link for link in writing - blocked if link.unsent or self._outgoing[link.member]]:
+        for link in able:
+          if not self._send(link):
+            blocked.add(link)
+            poll.watch(link, link in reading, writes=True)
+          elif not self._unposted[link.member]:
+            writing.remove(link)
+        if self._stop.is_set:
+          raise Stopped
+      if not reading and not writing:
         return
-      del self._pieces[bucket]
+      readable, writable = poll.wait()
+      for link in writable:
+        blocked.remove(link)
+        poll.watch(link, link in reading, writes=False)
+      for link in readable:
+        if frame := link.read(functools.partial(self._begin, link)):
+          self._take(link, frame)
+          if not self._missing[link.member]:
+            reading.remove(link)
+            poll.watch(link, reads=False, writes=link in blocked)
+
+  def _send(self, link: Link) -> bool:
+    """Sends some of the frames that wait for this link. Returns whether the link has accepted them."""
+    outgoing = self._outgoing[link.member]
+    while outgoing and link.unsent < _BATCH_BYTES:
+      item = outgoing.popleft()
+      payload = _bytes(_to_wire(item.values, item.dtype))
+      checksum = zlib.crc32(payload) if item.checksum is None else item.checksum
+      link.post(item.kind, self._call, item.share, item.bucket, payload, checksum)
+      self._unposted[link.member] -= 1
+    return link.flush()
+
+  def _begin(self, link: Link, frame: Frame) -> memoryview:
+    """The memory for the payload of a frame whose header has arrived."""
+    key = (frame.kind, frame.share, frame.bucket)
+    if frame.call != self._call or key not in self._missing[link.member]:
+      raise MismatchedCall(
+        f"Member {link.member} sent a frame of another call ({key}, call {frame.call:x}; this is {self._call:x}). "
+        "Call reduce on all members of an epoch with the same tag, dealing, size, wire type and group."
+      )
+    self._missing[link.member].remove(key)  # type: ignore[arg-type]
+    if frame.kind == Kind.PIECE:
+      start, stop = self._plan.part(frame.bucket, self._me)
+      values = np.empty(stop - start, self._plan.types[frame.share])
+    else:
+      values = self._out[slice(*self._plan.part(frame.bucket, link.member))]
+      if self._plan.dtype != np.float32:
+        values = np.empty(values.size, self._plan.dtype)
+    self._incoming[link.member] = values
+    return _bytes(values)
+
+  def _take(self, link: Link, frame: Frame) -> None:
+    """Uses a frame that has arrived."""
+    values = self._incoming.pop(link.member)
+    if frame.kind == Kind.PIECE:
+      self._arrive(frame.bucket, frame.share, values)
+    elif self._plan.dtype != np.float32:
+      self._out[slice(*self._plan.part(frame.bucket, link.member))] = values
+
+  # ---- all threads ----
+
+  def _post(self, member: int, item: _Outgoing) -> None:
+    self._outgoing[member].append(item)
+    if sender := self._senders.get(member):
+      sender.wake()
+
+  def _arrive(self, bucket: int, share: int, values: np.ndarray) -> None:
+    """Takes a piece of this member's part, and adds all pieces whose turn it is, unless another thread does."""
+    with self._changed:
+      part = self._sums.get(bucket)
+      if part is None:
+        part = self._sums[bucket] = _PartSum(self._plan, self._out[slice(*self._plan.part(bucket, self._me))])
+      part.waiting[share] = values
+      if part.is_busy:
+        return
+      part.is_busy = True
+    while True:
+      with self._changed:
+        if part.next is None:
+          del self._sums[bucket]
+          break
+        if part.next not in part.waiting:
+          part.is_busy = False
+          return
+        values = part.waiting.pop(part.next)
+      part.add(values)
+    self._finish(bucket)
+
+  def _finish(self, bucket: int) -> None:
+    """Sends the total of this member's part to all."""
     total = self._out[slice(*self._plan.part(bucket, self._me))]
-    _sum([pieces[share] for share in self._plan.shares], total)
     sent = _to_wire(total, self._plan.dtype)
     if sent is not total:
       total[:] = sent
     checksum = zlib.crc32(_bytes(sent)) if self._links else 0
-    for outgoing in self._outgoing.values():
-      outgoing.put(_Outgoing(Kind.TOTAL, 0, bucket, sent, checksum))
+    for link in self._links:
+      self._post(link.member, _Outgoing(Kind.TOTAL, 0, bucket, sent, self._plan.dtype, checksum))
     with self._changed:
       self._finished.add(self._plan.position[bucket])
       while self._oldest in self._finished:
@@ -202,54 +322,15 @@ class Reduction:
         self._oldest += 1
       self._changed.notify_all()
 
-  def _write(self, link: Link) -> None:
-    for _ in self._plan.frames(self._me, link.member):
-      item = self._outgoing[link.member].get()
-      if item is None:
-        raise Stopped
-      payload = _bytes(_to_wire(item.values, self._plan.dtype))
-      checksum = zlib.crc32(payload) if item.checksum is None else item.checksum
-      link.send(item.kind, self._call, item.share, item.bucket, payload, checksum)
 
-  def _read(self, link: Link) -> None:
-    missing = set(self._plan.frames(link.member, self._me))
-    while missing:
-      frame = link.receive()
-      key = (frame.kind, frame.share, frame.bucket)
-      if frame.call != self._call or key not in missing:
-        raise MismatchedCall(
-          f"Member {link.member} sent a frame of another call ({key}, call {frame.call:x}; this is {self._call:x}). "
-          "Call reduce on all members of an epoch with the same tag, dealing, size and wire type."
-        )
-      missing.remove(key)  # type: ignore[arg-type]
-      self._take(link, frame)
-
-  def _take(self, link: Link, frame: Frame) -> None:
-    """Receives one piece or total."""
-    is_piece = frame.kind == Kind.PIECE
-    start, stop = self._plan.part(frame.bucket, self._me if is_piece else link.member)
-    in_place = not is_piece and self._plan.dtype == np.float32
-    values = self._out[start:stop] if in_place else np.empty(stop - start, self._plan.dtype)
-    link.receive_payload(frame, _bytes(values))
-    if is_piece:
-      self._arrive(frame.bucket, frame.share, values)
-    elif not in_place:
-      self._out[start:stop] = values
-
-
-def _sum(pieces: Sequence[np.ndarray], out: np.ndarray) -> None:
-  """Fills `out`, float32, with the sum of float32 or bfloat16 arrays, computed in float32 from left to right."""
-  if len(pieces) == 1:
-    out[:] = pieces[0]
-    return
+def _add(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
+  """Fills `out`, float32, with the sum of two float32 or bfloat16 arrays, computed in float32, and returns it."""
   with np.errstate(over="ignore", invalid="ignore"):  # the optimizer step checks for infinities and NaNs
-    np.add(pieces[0], pieces[1], out=out, dtype=np.float32)
-    for piece in pieces[2:]:
-      np.add(out, piece, out=out, dtype=np.float32)
+    return np.add(a, b, out=out, dtype=np.float32)
 
 
 def _to_wire(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-  """Returns `values` itself if it has the dtype of the wire, else a rounded copy."""
+  """Returns `values` itself if it has this dtype, else a rounded copy."""
   with np.errstate(over="ignore", invalid="ignore"):
     return values.astype(dtype, copy=False)
 

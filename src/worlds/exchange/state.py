@@ -30,31 +30,39 @@ def receive(
   link: Link, epoch: int, allocate: Callable[[dict[str, Any]], Sequence[np.ndarray]]
 ) -> tuple[dict[str, Any], Sequence[np.ndarray]]:
   """Returns the header, and the arrays of `allocate(header)` with the received content."""
-  frame = _expect(link, Kind.STATE_HEADER, epoch, 0, 0)
-  if frame.length > LONGEST_HEADER:
-    raise MismatchedCall(
-      f"Member {link.member} sent a header of {frame.length} bytes; at most {LONGEST_HEADER} are allowed. Send less."
-    )
-  raw = bytearray(frame.length)
-  link.receive_payload(frame, memoryview(raw))
+  raw = bytearray()
+
+  def begin(frame: Frame) -> memoryview:
+    _check(link, frame, Kind.STATE_HEADER, epoch, 0, 0)
+    if frame.length > LONGEST_HEADER:
+      raise MismatchedCall(
+        f"Member {link.member} sent a header of {frame.length} bytes; at most {LONGEST_HEADER} are allowed. Send less."
+      )
+    raw.extend(bytes(frame.length))
+    return memoryview(raw)
+
+  link.receive(begin)
   header = json.loads(raw)
   arrays = allocate(header)
   for number, array in enumerate(arrays):
     assert array.flags.c_contiguous and array.flags.writeable, f"array {number} cannot be filled in place"
     for index, chunk in enumerate(_chunks(array)):
-      link.receive_payload(_expect(link, Kind.STATE_ARRAY, epoch, number, index), chunk)
+
+      def into(frame: Frame, number: int = number, index: int = index, chunk: memoryview = chunk) -> memoryview:
+        _check(link, frame, Kind.STATE_ARRAY, epoch, number, index)
+        return chunk
+
+      link.receive(into)
   return header, arrays
 
 
-def _expect(link: Link, kind: Kind, epoch: int, number: int, index: int) -> Frame:
-  """Returns the header of the next frame, which must be this one."""
-  frame = link.receive()
+def _check(link: Link, frame: Frame, kind: Kind, epoch: int, number: int, index: int) -> None:
+  """Raises MismatchedCall unless this is the frame that is expected."""
   if (frame.kind, frame.call, frame.share, frame.bucket) != (kind, epoch, number, index):
     raise MismatchedCall(
       f"Member {link.member} sent {frame}; {kind.name} {number}, {index} of epoch {epoch} is expected. Send the state "
       "before the first reduction of an epoch, with as many arrays as the receiver has."
     )
-  return frame
 
 
 def _chunks(array: np.ndarray) -> Iterator[memoryview]:

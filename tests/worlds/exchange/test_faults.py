@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
 import threading
 import time
 
@@ -12,10 +13,17 @@ import numpy as np
 import pytest
 from tests.support.exchange_members import Members, Relay, flip, members, random_shares, same_bits, sum_in_order
 
-from worlds.exchange import PeerLost, handshake
+from worlds.exchange import PeerLost, crew, handshake, reduction
 
 SIZE = 200_000
 HANDSHAKE = handshake.ANSWER_BYTES  # bytes that the caller sends before the first frame
+
+
+@pytest.fixture(autouse=True, params=["one thread", "several threads"])
+def threads(request, monkeypatch):
+  """Sums of SIZE values in the caller's thread or in several threads. Returns whether there are several."""
+  monkeypatch.setattr(reduction, "ALONE", 0 if request.param == "several threads" else SIZE)
+  return request.param == "several threads"
 
 
 def caught(function):
@@ -177,3 +185,76 @@ def test_reconnects_leave_no_descriptor_and_no_thread():
       those.connect()
       those.reduce(shares, dealt)
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+
+
+def test_a_signal_in_the_callers_thread_leaves_no_thread_that_uses_the_arrays(threads):
+  """Member 1 sends its values after the signal. They must not arrive in the total of member 0 any more."""
+
+  class Alarm(Exception):
+    pass
+
+  def ring(*_):
+    raise Alarm
+
+  shares, dealt, out = random_shares(2, SIZE), {0: [0], 1: [1]}, np.full(SIZE, 7, np.float32)
+  before = signal.signal(signal.SIGALRM, ring)
+  try:
+    with members(2) as those:
+      signal.setitimer(signal.ITIMER_REAL, 0.1)
+      with pytest.raises(Alarm):
+        those.all[0].reduce("step 1", {0: shares[0]}, dealt, out)
+      late = threading.Thread(target=caught, args=[lambda: those.all[1].reduce("step 1", {1: shares[1]}, dealt, -out)])
+      late.start()
+      time.sleep(0.1)
+      assert (out == 7).all()
+      those.all[1].interrupt(2)
+      late.join(10)
+      those.connect()
+      assert all(same_bits(result, sum_in_order(shares)) for result in those.reduce(shares, dealt))
+  finally:
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_many_peers_need_few_threads(threads):
+  """16 members in one process; one of them hands out its values slowly, so that all others wait for it."""
+  count, most = 16, []
+
+  class Slow:
+    def __init__(self, values):
+      self.size, self._values = values.size, values
+
+    def read(self, start, stop):
+      most.append(sum(thread.name.startswith("exchange-") for thread in threading.enumerate()))
+      time.sleep(0.01)
+      return self._values[start:stop]
+
+  shares = random_shares(count, SIZE)
+  with members(count) as those:
+    results = those.reduce(shares | {7: Slow(shares[7])}, {member: [member] for member in range(count)})
+    those.reduce(shares, {member: [member] for member in range(count)}, tag="step 2")
+  assert all(same_bits(result, sum_in_order(shares)) for result in results)
+  each = 1 + 2 * crew.Crew().pairs * threads  # one listens
+  assert max(most) <= count * each <= count * 9
+  assert not any(thread.name.startswith("exchange-") for thread in threading.enumerate())
+
+
+def test_a_peer_that_does_not_read_for_a_while_is_waited_for():
+  """The bytes of member 1 to member 0 are held back. Meanwhile they fill the connection."""
+  stalled = threading.Event()
+
+  def stall(data, offset):
+    if offset > HANDSHAKE and not stalled.is_set():
+      time.sleep(0.3)
+      stalled.set()
+    return data
+
+  shares, dealt = random_shares(3, 2_000_000), {0: [0], 1: [1], 2: [2]}
+  those = Members(3)
+  relay = Relay(those.all[0].address, stall)
+  try:
+    those.connect({(1, 0): relay.address})
+    assert all(same_bits(result, sum_in_order(shares)) for result in those.reduce(shares, dealt))
+    assert stalled.is_set()
+  finally:
+    relay.close()
+    those.close()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.support.exchange_members import members, same_bits
 
-from worlds.exchange import FlatLayout, HostCopy, Part, reduction
+from worlds.exchange import FlatLayout, HostCopy, Part, plan
 
 
 def mesh(first=0):
@@ -104,7 +107,7 @@ def test_other_types_and_other_shardings_are_refused():
 
 def test_device_arrays_are_summed_over_members(monkeypatch):
   """Two slices of 4 devices: sums of trees go through host copies and come back with the shardings of each slice."""
-  monkeypatch.setattr(reduction, "PART", 16)
+  monkeypatch.setattr(plan, "PART", 16)
   own = [tree(seed=2), tree(seed=3, first=4)]
   layouts = [FlatLayout(values) for values in own]
 
@@ -130,3 +133,8 @@ def test_large_shards_use_the_memory_of_the_flat_buffer():
   assert_equal(back, values)
   shard = back["aligned"].addressable_shards[0].data
   assert shard.unsafe_buffer_pointer() == flat.ctypes.data
+
+
+def test_a_member_whose_arrays_are_of_numpy_starts_without_jax():
+  command = "import sys, worlds.join, worlds.supervisor; sys.exit('jax' in sys.modules)"
+  assert subprocess.run([sys.executable, "-c", command]).returncode == 0

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
-import jax.numpy as jnp
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 from tests.support.exchange_members import members, random_shares, same_bits, sum_in_order
 
-from worlds.exchange import MismatchedCall, reduction
+from worlds.exchange import MismatchedCall, plan, reduction
 
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
-  monkeypatch.setattr(reduction, "PART", 16)
+  monkeypatch.setattr(plan, "PART", 16)
 
 
 def partitions(shares, most):
@@ -61,14 +63,52 @@ def test_odd_sizes(size):
   assert all(same_bits(result, sum_in_order(shares)) for result in results)
 
 
-def test_bfloat16_rounds_shares_and_total_wherever_they_are():
-  shares = random_shares(4, 300)
-  rounded = {share: np.asarray(jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32)) for share, x in shares.items()}
-  expected = np.asarray(jnp.asarray(sum_in_order(rounded)).astype(jnp.bfloat16).astype(jnp.float32))
-  assert not same_bits(expected, sum_in_order(shares))
-  for dealt in ({0: [0, 1, 2, 3]}, {0: [3], 1: [0, 1, 2]}, {0: [0, 2], 1: [], 2: [1, 3]}):
-    with members(len(dealt)) as those:
-      assert all(same_bits(result, expected) for result in those.reduce(shares, dealt, "bfloat16")), dealt
+@pytest.fixture(scope="module")
+def crowds():
+  """{count: connected members}, for many sums."""
+  with contextlib.ExitStack() as stack:
+    yield {count: stack.enter_context(members(count)) for count in (1, 2, 3, 5)}
+
+
+@st.composite
+def two_level_sums(draw):
+  """(members, shares of a group, {member: shares}, values, wire, how many shares of a piece are added already)."""
+  count, group, groups = (draw(st.sampled_from(choices)) for choices in ((1, 2, 3, 5), (1, 2, 3, 8), (1, 2, 3)))
+  owner = draw(st.lists(st.integers(0, count - 1), min_size=group * groups, max_size=group * groups))
+  if draw(st.booleans()):  # as after a loss: most groups are whole
+    owner = [owner[share if share // group == 0 else share // group * group] for share in range(len(owner))]
+  dealt = {member: [share for share, theirs in enumerate(owner) if theirs == member] for member in range(count)}
+  size, wire = draw(st.sampled_from((1, 15, 100, 700))), draw(st.sampled_from(("float32", "bfloat16")))
+  return count, group, dealt, size, wire, draw(st.integers(0, 7))
+
+
+@hypothesis.given(two_level_sums())
+@hypothesis.settings(max_examples=60, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+def test_a_sum_in_two_levels_has_the_same_bits_for_every_dealing(crowds, small_buckets, case):
+  count, group, dealt, size, wire, added = case
+  shares = random_shares(sum(map(len, dealt.values())), size, seed=size)
+  results = crowds[count].reduce(shares, dealt, wire, "step 1", group, added)
+  assert all(same_bits(result, sum_in_order(shares, group, wire)) for result in results)
+
+
+def test_a_whole_group_travels_as_one_piece_and_orphaned_shares_as_one_each():
+  assert plan.pieces([8, 9, 10, 11], 4) == [(8, 12)]
+  assert plan.pieces([0, 1, 3, 4, 6, 7, 8, 9], 4) == [(0, 2), (3, 4), (4, 5), (6, 7), (7, 8), (8, 10)]
+  assert plan.pieces([0, 1, 2, 5], 1) == [(0, 1), (1, 2), (2, 3), (5, 6)]
+  whole = plan.Plan({0: [0, 1, 2, 3], 1: [4, 5, 6, 7], 2: [8, 9, 10, 11]}, 1000, "bfloat16", group=4)
+  alone = plan.Plan({0: [0], 1: [1], 2: [2]}, 1000, "bfloat16")
+  assert len(list(whole.frames(0, 1))) == len(list(alone.frames(0, 1)))
+  assert set(whole.types.values()) == {whole.dtype}
+  after_a_loss = plan.Plan({0: [0, 1, 2, 3, 8, 9], 1: [4, 5, 6, 7, 10, 11]}, 1000, "bfloat16", group=4)
+  assert [after_a_loss.types[first] == whole.dtype for first in (0, 8, 4, 10, 11)] == [True, False, True, False, False]
+
+
+def test_shares_that_are_missing_or_of_an_incomplete_group_are_a_defect_of_the_caller():
+  values = np.ones(5, np.float32)
+  with members(1) as those:
+    for own, dealt in (({0: values, 1: values}, [0, 1, 2]), ({0: values, 2: values}, [0, 2]), ({1: values}, [0, 1])):
+      with pytest.raises(AssertionError, match=r"shares|groups"):
+        those.all[0].reduce("step 1", own, {0: dealt}, np.empty(5, np.float32), group=2)
 
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16"])
@@ -104,7 +144,7 @@ def test_a_fast_member_does_not_fill_the_memory_of_a_slow_one(monkeypatch):
   def watch(self, bucket, share, piece):
     nonlocal most
     arrive(self, bucket, share, piece)
-    most = max(most, len(self._pieces))
+    most = max(most, len(self._sums))
 
   monkeypatch.setattr(reduction.Reduction, "_arrive", watch)
 
@@ -138,12 +178,14 @@ def test_members_that_make_different_calls_are_told_so(change):
     out = np.zeros(size, np.float32)
     exchange.reduce(tag, {member: shares[member][:size]}, dealt, out, wire)
 
-  with members(2) as those, pytest.raises(MismatchedCall, match="same tag, dealing, size and wire type"):
+  with members(2) as those, pytest.raises(MismatchedCall, match="same tag, dealing, size, wire type and group"):
     those.call(reduce)
 
 
 def test_a_plan_covers_every_value_once():
   for size, group in itertools.product((0, 1, 3, 16, 100), (1, 2, 3, 5)):
-    plan = reduction.Plan({member: [member] for member in range(group)}, size, "float32")
-    covered = [index for bucket in plan.order for member in range(group) for index in range(*plan.part(bucket, member))]
+    planned = plan.Plan({member: [member] for member in range(group)}, size, "float32")
+    covered = [
+      index for bucket in planned.order for member in range(group) for index in range(*planned.part(bucket, member))
+    ]
     assert covered == list(range(size))

@@ -13,7 +13,7 @@ import numpy as np
 from worlds.exchange.link import Kind
 
 PART = 1 << 18  # most elements of a part: 1 MiB of float32
-_LEAST = 64  # a part has at least PART / _LEAST elements: below that, a frame costs more than its bytes
+_LEAST = 32  # a part has at least PART / _LEAST elements: below that, a frame costs more than its bytes
 
 Wire = Literal["float32", "bfloat16"]
 
@@ -69,6 +69,7 @@ class Plan:
       piece.first: self.dtype if piece.stop - piece.first == group else np.dtype(np.float32) for piece in self.ordered
     }
     self._index = {member: index for index, member in enumerate(self.members)}
+    self._bounds: dict[int, list[int]] = {}  # bucket -> where its parts begin, and its end
     self._known = [list(part) for part in known]
     self._bucket = len(self.members) * PART
     last = [0] * -(-size // self._bucket)  # of each bucket: the index of the range that is known last
@@ -97,10 +98,13 @@ class Plan:
 
   def part(self, bucket: int, member: int) -> tuple[int, int]:
     """Returns [start, stop) of the part of a bucket that `member` sums; it may be empty."""
-    start, stop = self.bucket(bucket)
-    count = max(1, min(len(self.members), (stop - start) // max(1, PART // _LEAST)))
-    index = min(self._index[member], count)
-    return start + (stop - start) * index // count, start + (stop - start) * min(index + 1, count) // count
+    if bucket not in self._bounds:
+      start, stop = self.bucket(bucket)
+      count = max(1, min(len(self.members), (stop - start) // max(1, PART // _LEAST)))
+      bounds = [start + (stop - start) * index // count for index in range(count + 1)]
+      self._bounds[bucket] = bounds + [stop] * (len(self.members) - count)
+    bounds, index = self._bounds[bucket], self._index[member]
+    return bounds[index], bounds[index + 1]
 
   def frames(self, sender: int, receiver: int) -> Iterator[tuple[Kind, int, int]]:
     """Yields (kind, first share, bucket) of every frame from one member to another."""

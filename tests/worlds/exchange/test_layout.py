@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.support.exchange_members import members, same_bits
 
-from worlds.exchange import FlatLayout, HostCopy, Part, reduction
+from worlds.exchange import FlatLayout, HostCopy, Part, plan
 
 
 def mesh(first=0):
@@ -107,7 +107,7 @@ def test_other_types_and_other_shardings_are_refused():
 
 def test_device_arrays_are_summed_over_members(monkeypatch):
   """Two slices of 4 devices: sums of trees go through host copies and come back with the shardings of each slice."""
-  monkeypatch.setattr(reduction, "PART", 16)
+  monkeypatch.setattr(plan, "PART", 16)
   own = [tree(seed=2), tree(seed=3, first=4)]
   layouts = [FlatLayout(values) for values in own]
 

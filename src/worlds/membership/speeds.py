@@ -30,7 +30,7 @@ class Speeds:
   def __init__(self) -> None:
     self._seconds: dict[int, deque[float]] = {}  # of a share, by member
     self._slow: dict[int, Slow] = {}
-    self._dealt_at = 0  # the step after which shares were dealt for speed
+    self._dealt_at = -_PAUSE_STEPS  # the step after which shares were dealt for speed
     self._step = 0
 
   def forget(self, member: int) -> None:

@@ -9,6 +9,7 @@ import pytest
 from trainer.config import ConfigError, load
 
 ELASTIC = ["elastic_enabled=true", "num_slices=3"]
+PROCESSES = [*ELASTIC, "cluster=multiprocess"]
 EMERGENCY = [
   "enable_emergency_checkpoint=true",
   "local_checkpoint_directory=ramdisk",
@@ -105,6 +106,9 @@ REFUSED = [
   ([*ELASTIC, "dcn_tensor_parallelism=3"], "a slice must hold the whole state to survive alone"),
   ([*ELASTIC, "dcn_context_parallelism=3"], "a slice must hold the whole state to survive alone"),
   ([*ELASTIC, "elastic_backup_kind=checkpoint", "enable_checkpointing=false"], "needs enable_checkpointing=true"),
+  ([*PROCESSES, "elastic_backup_kind=checkpoint"], "elastic_backup_kind=checkpoint: has no effect where each"),
+  ([*PROCESSES, "snapshot_period=5"], "snapshot_period=5: has no effect where each slice is a process"),
+  ([*PROCESSES, "elastic_hang_check_seconds=0"], "elastic_hang_check_seconds=0.0: has no effect where each slice is a"),
   (["exchange_stages=99"], "exchange_stages=99: the model has only"),
   (["exchange_stages=2", "scan_layers=false"], "needs scan_layers=true"),
   (["fault_injection=slice_down@12:1, slice_up@30:1"], "slice_down, slice_up would only end a run that is not elastic"),

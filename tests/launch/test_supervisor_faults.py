@@ -19,9 +19,15 @@ from tests.support.forked_runs import ENDLESS
 from tests.support.process_runs import ProcessRun
 
 from trainer.cluster.launched import shared_token
+from worlds import interruptions
 from worlds import workers as workers_lib
+from worlds.agent import Agent
 from worlds.membership import wire
+from worlds.membership.client import Membership
+from worlds.membership.messages import message
+from worlds.membership.rules import RunRules
 from worlds.place import TOKEN, Place
+from worlds.supervisor import Supervisor, Where
 from worlds.workers import Program, Workers
 
 
@@ -207,6 +213,98 @@ def test_a_signal_while_a_launcher_imports_ends_it_with_its_code(tmp_path, modul
   command = [sys.executable, "-m", f"trainer.launch.{module}", *options]
   ended = subprocess.run(command, env=environment, cwd=ROOT, timeout=60, capture_output=True, text=True)
   assert ended.returncode == code and "Traceback" not in ended.stderr, ended.stderr
+
+
+def trained(supervisor: Supervisor, where: Where, steps: int) -> Membership:
+  """Member 7, which joins the run, and computes so many steps alone."""
+  channel = wire.connect(supervisor._address, where.token)
+  place = Place((supervisor._address,), where.token, 7)
+  member = Membership(channel, place, "127.0.0.1:1", lambda epoch: None, lambda line: None)
+  member.send("ready", newest=0, holds=False)
+  while (received := member.next(10))["kind"] != "world":
+    if received["kind"] == "lead":
+      member.send("restored", epoch=received["epoch"], step=0)
+  for step in range(1, steps + 1):
+    member.send("done", epoch=received["epoch"], round=f"step {step}", checksum=0)
+    time.sleep(0.05)
+  return member
+
+
+def test_a_member_whose_host_has_lost_its_data_is_not_started_all_the_time(capsys):
+  """It ends with exit code 2 while another member makes 20 steps a second."""
+  where = Where(socket.create_server(("127.0.0.1", 0)), "127.0.0.1", b"s" * 32)
+  program = Program(("sh", "-c", "exit 2"), os.environ)
+  supervisor = Supervisor(program, [], RunRules(2, 1, 2, timeout=1.0), local=1, lanes=1, grace=0.0, where=where)
+
+  told: list[tuple[int, int, float]] = []
+
+  def train() -> None:
+    member = trained(supervisor, where, 50)
+    while (received := member.next(0.2)) is not None:
+      if received["kind"] == "failing":
+        told.append((received["member"], received["times"], received["pause_seconds"]))
+    member.send("finished", code=0)
+
+  threading.Thread(target=train, daemon=True).start()
+  assert supervisor.run() == 0 and (0, 3, 2.0) in told
+  printed = capsys.readouterr().out
+  assert 3 <= printed.count("Member 0 is process") <= 4  # after 0, 0.5, 1.5 and 3.5 s
+  name = socket.gethostname()
+  assert f"Member 0 (host {name}) has failed 3 times without 10 steps of its own: next start in 2 s." in printed
+
+
+def between(pause: float, *signals: int) -> None:
+  """Sends the signals to this process."""
+  for number in signals:
+    time.sleep(pause)
+    os.kill(os.getpid(), number)
+
+
+STUBBORN = Program(("sh", "-c", "trap '' TERM INT; exec sleep 600"), os.environ)
+
+
+@pytest.mark.parametrize(
+  ("signals", "code"),
+  [
+    ([signal.SIGTERM, signal.SIGTERM], 143),
+    ([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR1], 138),
+    ([signal.SIGTERM, signal.SIGINT, signal.SIGINT], 130),  # the last one while it waits for the end of the member
+  ],
+)
+def test_a_second_signal_ends_a_supervisor_and_its_members_at_once(monkeypatch, signals, code):
+  """Member 7 never does its step, so the run cannot end in good order; member 0 ignores signals."""
+  monkeypatch.setattr(interruptions, "SAME_SIGNAL_SECONDS", 0.1)
+  listener = socket.create_server(("127.0.0.1", 0))
+  where = Where(listener, "127.0.0.1", b"s" * 32)
+  supervisor = Supervisor(STUBBORN, [], RunRules(1, 1, 1), local=1, lanes=1, grace=30.0, where=where)
+  (process,) = supervisor._workers._workers.values()
+
+  def train() -> None:
+    trained(supervisor, where, 0)
+    between(0.3, *signals)
+
+  threading.Thread(target=train, daemon=True).start()
+  began = time.monotonic()
+  assert supervisor.run() == code
+  assert time.monotonic() - began < 4 and process.processes[0].poll() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("second", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_second_signal_ends_an_agent_and_its_members_at_once(monkeypatch, second, code):
+  monkeypatch.setattr(interruptions, "SAME_SIGNAL_SECONDS", 0.1)
+  with socket.create_server(("127.0.0.1", 0)) as listener:
+    address = "{}:{}".format(*listener.getsockname())
+
+    def supervise() -> None:
+      channel = wire.accept(listener.accept()[0], b"s" * 32)
+      channel.receive()
+      channel.send(message("work", argv=[], members=[0], lanes=1, grace=60.0))
+      between(0.3, signal.SIGTERM, second)
+
+    threading.Thread(target=supervise, daemon=True).start()
+    began = time.monotonic()
+    assert Agent(STUBBORN, address, b"s" * 32, slices=1, host="", wait_seconds=5.0).run() == code
+    assert time.monotonic() - began < 4
 
 
 def test_sigterm_to_an_agent_while_it_connects_ends_it():

@@ -179,8 +179,8 @@ def test_failures_of_a_member_in_a_row_are_one_incident_until_it_returns(tmp_pat
   fail(run, 1, 2)
   run.events.emit("member_failing", member=0, times=2, pause_seconds="damaged")
   assert [incident.what for incident in found(tmp_path)] == [
-    f"Member {member} (host host-{member}) has failed {times} times without 10 steps of its own: next start in {pause} s."
-    for member, times, pause in ((2, 4, 4), (2, 3, 2), (1, 2, 1))
+    f"Member {member} (host host-{member}) has failed {times} times without 10 steps of its own: next start in {s} s."
+    for member, times, s in ((2, 4, 4), (2, 3, 2), (1, 2, 1))
   ]
   assert {incident.why for incident in found(tmp_path)} == {"Ended with exit code 2."}
   failing = lambda: [event["member"] for event in incidents.failing(history.load(str(tmp_path)))]

@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from tests.support.command import ROOT, Process, Run, cpu_environment, is_running
 from tests.support.forked_runs import Server, StandaloneServer
@@ -26,23 +28,34 @@ KEYS = (
 MARK = "TRAINER_TEST_RUN"  # in the environment of every process of a run, so that leftovers are found
 
 
-def seeded_command(doc: str, what: str, count: int, run_all: Callable[..., int], *, takes_keys: bool = False) -> int:
+def seeded_command(
+  doc: str,
+  what: str,
+  count: int,
+  run_all: Callable[..., int],
+  *,
+  takes_keys: bool = False,
+  flags: Mapping[str, str] = MappingProxyType({}),
+) -> int:
   """Reads --count and --first from the command line, and returns run_all(folder, first, count, server).
 
   takes_keys: the command also takes key=value for all runs, and run_all their list, keys=. doc: of the module. what:
-  the name of what a seed determines, in the plural. count: the default. folder: is deleted at the end. server: forks
-  the processes.
+  the name of what a seed determines, in the plural. count: the default. flags: {option: its help}, each passed to
+  run_all as a bool. folder: is deleted at the end. server: forks the processes.
   """
   parser = argparse.ArgumentParser(description=doc.split("\n")[0])
   parser.add_argument("--count", type=int, default=count, help=f"number of {what}")
   parser.add_argument("--first", type=int, default=0, help="the first seed")
   if takes_keys:
     parser.add_argument("keys", nargs="*", metavar="key=value", help="for all runs, such as num_experts=4")
+  for flag, text in flags.items():
+    parser.add_argument(f"--{flag}", action="store_true", help=text)
   options = parser.parse_args()
   server = StandaloneServer()
   try:
     with tempfile.TemporaryDirectory(prefix=f"{what}-") as directory:
-      more = {"keys": options.keys} if takes_keys else {}
+      more: dict[str, Any] = {"keys": options.keys} if takes_keys else {}
+      more |= {flag: getattr(options, flag) for flag in flags}
       return run_all(Path(directory), options.first, options.count, server, **more)
   finally:
     server.close()

@@ -378,11 +378,13 @@ class ElasticSection(Section):
   elastic_timeout_seconds: float = Field(300.0, gt=0, le=1e9)
   """Longest wait for the slices that training needs, in seconds."""
   elastic_max_retries: Positive = 10
-  """Attempts without progress before the run gives up, including the first attempt. 10 completed steps are progress."""
+  """Attempts without progress before the run gives up, including the first attempt. 10 completed steps are progress.
+  Slices as separate processes: a loss that other slices survive ends no attempt."""
   elastic_min_slice_count: int = Field(-1, ge=-1, le=1_000_000)
   """Number of slices that training needs. -1: all slices (wait for the replacement)."""
   elastic_backup_kind: Literal["snapshot", "checkpoint"] = "snapshot"
-  """First source of a recovery: a copy in host memory (snapshot), or the checkpoints."""
+  """First source of a recovery: a copy in host memory (snapshot), or the checkpoints. Not for slices as separate
+  processes, which send each other the state."""
   shares_per_slice: int = Field(-1, ge=-1, le=1024)
   """Slices as separate processes: into how many equal shares the part of the batch of a slice is cut, once for the life
   of the run. The living slices divide the shares of a lost slice among them. The result has the same bits, whichever
@@ -400,9 +402,11 @@ class ElasticSection(Section):
   goes."""
   elastic_hang_check_seconds: float = Field(60.0, ge=0, le=1e9)
   """Check the health of the slices when a step takes longer than this number of seconds, and again at this interval;
-  already after max(5, 3 times the 99th percentile of the last steps) if that is less. 0: never."""
+  already after max(5, 3 times the 99th percentile of the last steps) if that is less. 0: never. Not for slices as
+  separate processes, whose supervisor notices hangs."""
   snapshot_period: NonNegative = 0
-  """Steps between snapshots. 0: chosen so that snapshots cost at most 1 % of the step time."""
+  """Steps between snapshots. 0: chosen so that snapshots cost at most 1 % of the step time. Not for slices as separate
+  processes."""
   fault_injection: str = ""
   """Faults to rehearse: 'slice_down@12:1, slice_up@30:1, hang@40:2, ckpt_kill@50' or 'random:seed=1,rate=0.05'.
   docs/elastic.md describes the grammar."""

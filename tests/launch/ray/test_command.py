@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import pathlib
 import re
+import signal
 import sys
+import threading
+import time
+import types
 
 import pytest
 
 from trainer.config import load
+from trainer.launch.ray import job
 from trainer.launch.ray.__main__ import main, options
+from worlds import interruptions
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "run_on_gpu_cluster.md"
 
@@ -58,3 +64,16 @@ def test_the_command_of_the_page():
   config = load(arguments, check_paths=False)
   assert (chosen.min_slices, chosen.max_slices, chosen.topology) == (1, 3, "2x4")
   assert (config.cluster.num_slices, config.elastic.elastic_min_slice_count) == (3, 1)
+
+
+def test_a_second_signal_ends_the_job_at_once(monkeypatch):
+  stopped = threading.Event()
+  supervisor = types.SimpleNamespace(stop=types.SimpleNamespace(remote=stopped.set))
+  monkeypatch.setattr(interruptions, "SAME_SIGNAL_SECONDS", 0.0)
+  repeats = interruptions.Repeats()
+  job._stop(supervisor, repeats, signal.SIGTERM, None)
+  assert stopped.wait(5)
+  time.sleep(0.01)
+  with pytest.raises(SystemExit) as ended:
+    job._stop(supervisor, repeats, signal.SIGTERM, None)
+  assert ended.value.code == 143

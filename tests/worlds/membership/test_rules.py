@@ -30,7 +30,7 @@ KEYS = ["configs/base.yml", "cluster=multiprocess", "num_slices=3", "dataset_typ
 )
 def test_rules_of_a_configuration(keys, minimum, shares):
   rules = run_rules(resolve(load([*KEYS, *keys, "max_target_length=16"])))
-  assert (rules.slices, rules.minimum, rules.shares) == (3, minimum, shares)
+  assert (rules.slices, rules.minimum, rules.shares, rules.attempts) == (3, minimum, shares, 10)
   assert RunRules(**json.loads(json.dumps(dataclasses.asdict(rules)))) == rules
 
 

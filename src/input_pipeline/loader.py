@@ -357,6 +357,7 @@ def _open_mixture(
   """The training source of a mixture. Raises ConfigError if a source has no example, or two have the same examples."""
   members: list[Member] = []
   names: dict[str, str] = {}
+  orders: set[str] = set()
   found = [_Found(entry.options, datasets.find(entry.options)) for entry in entries]
   for entry, source in zip(entries, _open_all(found, vocab_size, 1, "train", log), strict=True):
     assert source.num_examples is not None
@@ -368,5 +369,8 @@ def _open_mixture(
     if other := names.get(source.fingerprint()):
       raise ConfigError(f"{other} and {entry.name} have the same data. Keep one of them, with the sum of the weights.")
     names[source.fingerprint()] = entry.name
+    if source.order.source in orders:  # two views of the same documents, of which the first ones are equal
+      source.order.set_apart(source.fingerprint())
+    orders.add(source.order.source)
     members.append(Member(entry.name, source, entry.weights, limit))
   return MixtureSource(members, batch)

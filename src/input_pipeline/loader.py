@@ -123,6 +123,15 @@ class Loader:
     except OSError as error:
       raise DataError(step, str(error)) from error
 
+  def mean_weight(self, step: int) -> float:
+    """The sum of the weights of the whole batch of `step`, divided by the number of its tokens that are not padding."""
+    weight, tokens = 0.0, 0
+    for row in range(self._global_batch_size):  # one at a time, because a batch of many hosts is large
+      one = self.batch(step, np.array([row]))
+      weight += float(one.weights.sum(dtype=np.float64))
+      tokens += np.count_nonzero(one.segment_ids)
+    return weight / max(tokens, 1)
+
   def __iter__(self) -> Iterator[Batch]:
     """The global batches of all steps from 0 on. Endless, except for a mixture whose sources have limits."""
     last = self.last_step()

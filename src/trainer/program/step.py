@@ -154,7 +154,7 @@ def apply_gradients(
   number of non-finite steps in a row, including this one. If the loss or a gradient is not finite, weights and
   optimizer state stay unchanged.
   """
-  weight = jnp.maximum(sums.weight, 1.0)
+  weight = jnp.where(sums.weight > 0, sums.weight, jnp.inf)  # a batch without targets has the mean 0
   sum_grads, counts = experts.split_loads(sums.grads)
   norm = optax.tree.norm(sum_grads) / weight
   loss = sums.loss / weight
@@ -204,7 +204,11 @@ def build_train_step(
   sums = _over_slices(mesh, own, functools.partial(reduced_loss_and_grads, model, cfg))
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
-    return apply_gradients(cfg, optimizer, schedule, state, sums(state.params, batch))
+    params = state.params
+    if model.cfg.has_balance_loss:
+      tokens = jnp.sum(batch.segment_ids != 0, dtype=jnp.float32)
+      params = experts.scale_loads(params, jnp.sum(batch.weights, dtype=jnp.float32) / jnp.maximum(tokens, 1.0))
+    return apply_gradients(cfg, optimizer, schedule, state, sums(params, batch))
 
   return train_step
 

@@ -31,7 +31,7 @@ MATMULS = {"fwd": 2, "dq": 3, "dkv": 4, "fused": 5}
 _MOVES = re.compile(
   r"AllocateBuffer|ConcatBitcast|AsyncCollective(Start|Done)|LayoutConstraint|PadToStatic|SliceToDynamic|Sharding|"
   r"SPMD(FullToShard|ShardToFull)Shape|MoveTo(Host|Device)|annotate_device_placement|(__gpu\$|Approx)?TopK|"
-  r"PartialReduce|__cub\$DeviceRadixSort\w*"
+  r"PartialReduce|__cub\$DeviceRadixSort\w*|SliceId|ZeroCrop|AssumeGatherIndicesInBound|GatherScatterIndices\w*"
 )
 
 

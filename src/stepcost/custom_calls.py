@@ -27,11 +27,11 @@ _FIXED_MAXIMUM = re.compile(r"max_logit_const\W+[\d.]")
 MATMULS = {"fwd": 2, "dq": 3, "dkv": 4, "fused": 5}
 
 
-# Targets that move or mark arrays, choose the largest numbers, or sort with a radix: their bytes are what they cost.
+# Targets that move or mark arrays, choose the largest numbers, or sort with a radix: they cost their bytes.
 _MOVES = re.compile(
   r"AllocateBuffer|ConcatBitcast|AsyncCollective(Start|Done)|LayoutConstraint|PadToStatic|SliceToDynamic|Sharding|"
   r"SPMD(FullToShard|ShardToFull)Shape|MoveTo(Host|Device)|annotate_device_placement|(__gpu\$|Approx)?TopK|"
-  r"PartialReduce|__cub\$DeviceRadixSort\w*|SliceId|ZeroCrop|AssumeGatherIndicesInBound|GatherScatterIndices\w*"
+  r"PartialReduce|__cub\$DeviceRadixSort\w*|SliceId|ZeroCrop"
 )
 
 

@@ -716,14 +716,6 @@ def test_collectives_of_sparse_cores_count_in_the_forms_of_both_compilers(opcode
         "ragged-dot(%p, %p, %p), lhs_contracting_dims={1}": "of the kind ragged-dot",
       }.items()
     ),
-    (
-      module(
-        "  %out = f32[4,4]{1,0} fusion(%p), kind=kLoop, calls=%inner\n",
-        "%inner (q: s8[100]) -> f32[4,4] {\n  %q = s8[100]{0} parameter(0)\n"
-        '  ROOT %own = f32[4,4]{1,0} custom-call(%q), custom_call_target="mine"\n}\n',
-      ),
-      "own is a custom call of mine, whose cost is unknown",
-    ),
   ],
 )
 def test_what_has_an_unknown_form_is_refused_by_name(text, said, tmp_path, capsys):

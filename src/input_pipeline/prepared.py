@@ -116,6 +116,8 @@ def open_source(
     _check_enough(cfg, splits, split, min_examples, most, most / cfg.max_target_length, "at most ")
   folder, tokenizer = prepared(cfg, splits, vocab_size=vocab_size, log=log, call=call, tokenizer=tokenizer)
   known = json.loads((folder / prepare.META).read_text())["splits"].get(split, {"targets": 0, "windows": 0})
+  if "lost" in known:
+    log(f"warning: {splits[split].name}: {known['lost']}")
   if "bad" in known:
     require_few(known["bad"]["records"], known["bad"]["messages"], cfg.max_bad_records, splits[split].name, log)
   _check_enough(cfg, splits, split, min_examples, known["targets"], known["windows"])

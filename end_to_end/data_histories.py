@@ -108,7 +108,7 @@ def histories(draw: Any) -> History:
       data = data._replace(**{key: draw(VALUES[key]) for key in changed})
       slices = draw(st.integers(1, 4))
     processes.append(Process(first, slices, draw(st.integers(1, slices)), draw(st.integers(1, 3)), data))
-  return History(steps, draw(st.sampled_from([order.NEWEST, order.FIRST])), processes)
+  return History(steps, draw(st.integers(order.FIRST, order.NEWEST)), processes)
 
 
 def write_sources(folder: Path) -> None:
@@ -162,8 +162,8 @@ def check_history(folder: Path, history: History) -> None:
     with run_data.open_data(config, batch, lambda line: None) as data:
       if meta is not None:
         data.accept(config, meta)
-      elif history.order == order.FIRST:  # a run of an older version
-        meta = {"cursor": {}, "identity": {}, "tokens": 0}
+      elif history.order < order.NEWEST:  # a run of an older version
+        meta = {"cursor": {"order": history.order, "next_example": 0}, "identity": {}, "tokens": 0}
       data.resume(process.first, meta)
       follower.begin(before, process)
       rows = batch_plan.plan(process.slices, process.alive, 1, ROWS).rows.reshape(-1)

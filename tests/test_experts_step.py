@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -13,10 +14,12 @@ from tests import test_step
 from tests.support.seeds import few
 from tests.test_step import ROWS, T, assert_close, config, packed_batch
 
+from input_pipeline.batch import Batch
 from trainer.kernels.attention_xla import dot_product
 from trainer.models import experts
 from trainer.models.layers import Kernels
 from trainer.program import program
+from trainer.program.state import TrainState
 
 EXPERTS, K = 4, 2
 MOE = {"num_experts": EXPERTS, "num_experts_per_tok": K, "base_moe_mlp_dim": 16, "load_balance_loss_weight": 0.1}
@@ -31,8 +34,13 @@ SHARED = [name for name in MESHES if name.startswith("shared")]
 
 
 @functools.cache
+def on_one_device():
+  return test_step.compiled(config(model=BIASED))
+
+
+@functools.cache
 def reference():
-  return test_step.run(config(model=BIASED))
+  return test_step.two_steps(config(model=BIASED), on_one_device())
 
 
 def load(params) -> np.ndarray:
@@ -102,6 +110,7 @@ def test_every_division_of_the_batch_gives_the_same_step(where, rows, accumulati
   built = test_step.compiled(cfg, where, total)
   assert built.program.plan.rounds == (2 if total == 4 else accumulation)
   assert_same_as_one_device(test_step.two_steps(cfg, built))
+  assert_masked_step(cfg, built, 1)
 
 
 def test_the_routed_bias_changes_the_choice_and_not_the_weights_of_the_experts():
@@ -143,6 +152,63 @@ def sums():
   params = jax.tree.map(jnp.asarray, test_step.fresh(cfg).params)
   batch = jax.tree.map(lambda x: x.reshape(1, -1, T), packed_batch())
   return params, test_step.gradient_program(cfg.model_dump_json())(params, batch)
+
+
+def uneven_state(cfg) -> TrainState:
+  """A state in which the experts have different loads, without which the balance loss has no gradient."""
+  state = test_step.fresh(cfg)
+  return dataclasses.replace(state, params=experts.scale_loads(state.params, np.float32([2.0, 1.0, 0.5, 0.5])))
+
+
+def masked_batch() -> Batch:
+  """A batch of which about a tenth of the targets count."""
+  batch = packed_batch()
+  return batch._replace(weights=batch.weights * (np.random.default_rng(0).random(batch.weights.shape) < 0.1))
+
+
+@functools.cache
+def masked_gradients() -> tuple[list[np.ndarray], list[np.ndarray]]:
+  """The means of the losses of the model over the targets of `masked_batch` plus those of the balance loss over its
+  tokens: the gradient of a step, computed from two sums; and the same from shares of slices that exchange their sums.
+  """
+  cfg, batch = config(model=BIASED), masked_batch()
+  params, program_ = uneven_state(cfg).params, test_step.gradient_program(cfg.model_dump_json())
+
+  def sums_of(params, batch) -> list[np.ndarray]:
+    grads = program_(jax.tree.map(jnp.asarray, params), jax.tree.map(lambda x: x.reshape(1, -1, T), batch)).grads
+    return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(experts.split_loads(grads)[0])]
+
+  tokens, weight = np.count_nonzero(batch.segment_ids), batch.weights.sum(dtype=np.float64)
+  both, balance = sums_of(params, batch), sums_of(params, batch._replace(weights=0 * batch.weights))
+  halves = [test_step.with_padding(Batch(*(x[part] for x in batch))) for part in (slice(8), slice(8, None))]
+  scaled = experts.scale_loads(params, np.float32(weight / tokens))
+  shares = [sum(parts) / weight for parts in zip(*(sums_of(scaled, half) for half in halves))]
+  return [(a - b) / weight + b / tokens for a, b in zip(both, balance, strict=True)], shares
+
+
+def assert_masked_step(cfg, built: test_step.Compiled, factor: float) -> None:
+  """A step on `masked_batch` with its weights times a factor has the expected gradient, whatever the factor."""
+  batch = masked_batch()
+  metrics, after = test_step.one_step(
+    uneven_state(cfg), built, batch._replace(weights=np.float32(factor) * batch.weights)
+  )
+  expected, _ = masked_gradients()
+  norm = math.sqrt(sum((grad**2).sum() for grad in expected))
+  assert metrics["grad_norm"] == pytest.approx(norm if factor else 0, rel=1e-5)
+  clipped = min(1.0, cfg.optimizer.gradient_clipping_threshold / norm) if factor else 0
+  momentum = [leaf / (1 - cfg.optimizer.adam_b1) for leaf in jax.tree.leaves(after.opt_state[0].mu)]
+  for grad, found in zip(expected, momentum, strict=True):
+    np.testing.assert_allclose(found, clipped * grad, rtol=0, atol=2e-5 * np.abs(grad).max())
+
+
+@pytest.mark.parametrize("factor", [1, 1e-4, 0])
+def test_the_balance_loss_is_a_mean_over_tokens_whatever_weights_their_targets_have(factor):
+  assert_masked_step(config(model=BIASED), on_one_device(), factor)
+
+
+def test_shares_have_the_balance_loss_of_the_whole_batch():
+  for grad, shares in zip(*masked_gradients(), strict=True):
+    np.testing.assert_allclose(shares, grad, rtol=0, atol=2e-5 * np.abs(grad).max())
 
 
 def test_every_token_that_is_not_padding_counts_k_times_in_each_layer():

@@ -101,18 +101,21 @@ def run(cfg: Config, where: tuple[int, int] = (1, 1), total: int | None = None) 
 
 def two_steps(cfg: Config, built: Compiled) -> tuple[list, TrainState]:
   """What `run` returns, with a compiled program."""
-  prog = built.program
-  state = on_devices(fresh(cfg), prog)
-  history = []
+  state, history = fresh(cfg), []
   for index in range(2):
-    host = packed_batch(seed=index)
-    rounds = []
-    for rows, batch in zip(prog.plan.groups, prog.batch):
-      dealt = (np.where((rows >= 0).reshape(-1, 1), field[rows.reshape(-1)], 0) for field in host)
-      rounds.append(Batch(*(jax.device_put(x.reshape(a.shape), a.sharding) for x, a in zip(dealt, batch))))
-    state, metrics = built.step(state, tuple(rounds))
-    history.append(step.metric_values(metrics))
-  return history, jax.device_get(state)
+    metrics, state = one_step(state, built, packed_batch(seed=index))
+    history.append(metrics)
+  return history, state
+
+
+def one_step(state: TrainState, built: Compiled, batch: Batch) -> tuple[dict[str, float], TrainState]:
+  """The metrics of a step on a batch, and the state after it; both states are on the host."""
+  rounds = []
+  for rows, like in zip(built.program.plan.groups, built.program.batch):
+    dealt = (np.where((rows >= 0).reshape(-1, 1), field[rows.reshape(-1)], 0) for field in batch)
+    rounds.append(Batch(*(jax.device_put(x.reshape(a.shape), a.sharding) for x, a in zip(dealt, like))))
+  after, metrics = built.step(on_devices(state, built.program), tuple(rounds))
+  return step.metric_values(metrics), jax.device_get(after)
 
 
 def on_devices(state: TrainState, prog: program.Program) -> TrainState:

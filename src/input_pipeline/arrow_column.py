@@ -49,31 +49,38 @@ def documents(batch: Any, names: Sequence[str], place: str) -> Iterator[Document
   values = batch.column(names[0])
   for name in names[1:]:
     values = values.flatten()[values.type.get_field_index(name)]  # null where the column above it is null
-  values = values.drop_null()
-  if not len(values):
-    return
   column, types = ".".join(names), importlib.import_module("pyarrow.types")
-  kind = values.type.value_type if types.is_dictionary(values.type) else values.type  # pandas' categorical column
-  is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+  kind = values.type
+  while types.is_dictionary(kind) or types.is_run_end_encoded(kind):  # a categorical column of pandas, for example
+    kind = kind.value_type
   if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
-    yield from values.to_pylist()
-  elif is_list and (types.is_integer(kind.value_type) or types.is_null(kind.value_type)):  # null: all lists are empty
-    yield from _lists(values, place, column)
-  else:
+    # Not drop_null: Arrow has none for the types that end in _view, and encoded values hide their nulls.
+    yield from (text for text in values.to_pylist() if text is not None)
+  elif _is_list(types, kind) and (types.is_integer(kind.value_type) or types.is_null(kind.value_type)):
+    yield from _lists(types, values, kind.value_type, f"{place}: a list of column {column}")
+  elif any(value.as_py() is not None for value in values):
     raise ConfigError(
       f"train_data_columns={column}: in {place} it has the type {kind}. Choose a column of strings, or of lists of "
       "integers (token ids)."
     )
 
 
-def _lists(values: Any, place: str, column: str) -> Iterator[np.ndarray | BadRecord]:
-  """Yields the lists of an Arrow array, one or more, as arrays of integers. `place`: for messages."""
-  tokens = values.flatten()
-  if tokens.null_count:
-    for one in values.to_pylist():
-      is_bad = any(token is None for token in one)
-      message = f"{place}: a list of column {column} contains a null. Give lists of integers."
-      yield BadRecord(message) if is_bad else np.array(one, np.int64)
-    return
-  lengths = values.value_lengths().to_numpy(zero_copy_only=False)
-  yield from np.split(tokens.to_numpy(zero_copy_only=False), np.cumsum(lengths)[:-1])
+def _is_list(types: Any, kind: Any) -> bool:
+  of_plain = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+  return of_plain or types.is_list_view(kind) or types.is_large_list_view(kind)
+
+
+def _lists(types: Any, values: Any, token: Any, place: str) -> Iterator[np.ndarray | BadRecord]:
+  """Yields the lists of an Arrow array as arrays of integers, without nulls. token: their type. place: for messages."""
+  if types.is_list(values.type) or types.is_large_list(values.type) or types.is_fixed_size_list(values.type):
+    values = values.drop_null()
+    tokens = values.flatten()
+    if len(values) and not tokens.null_count:
+      lengths = values.value_lengths().to_numpy(zero_copy_only=False)
+      yield from np.split(tokens.to_numpy(zero_copy_only=False), np.cumsum(lengths)[:-1])
+      return
+  for one in values.to_pylist():
+    if one is not None:
+      is_bad = any(number is None for number in one)
+      message = f"{place} contains a null. Give lists of integers."
+      yield BadRecord(message) if is_bad else np.array(one, token.to_pandas_dtype())

@@ -55,8 +55,8 @@ def find(key: str, value: str, file_type: str, left: LeftOut | None = None) -> l
     if not files:
       raise ConfigError(
         f"{key}={shorten(value)}: {part!r} has no files with grain_file_type={file_type}{left.note}.\n"
-        f"Give files, folders with {', '.join(names)}, or patterns with * and ?, separated by ';', or set "
-        "grain_file_type."
+        f"Give files, folders with {', '.join(names)}, or patterns with * and ?, separated by ';'"
+        f"{', in which brackets stand for themselves' * ('[' in part)}, or set grain_file_type."
       )
     found.update(files)
   if len({isinstance(file, Path) for file in found}) > 1:
@@ -117,10 +117,19 @@ def _local(path: Path, names: tuple[str, ...], left: LeftOut) -> Iterator[Path]:
   if not exists and "**" in path.parts:
     yield from _deep(path, names, left)
     return
-  for match in [path] if exists else sorted(map(Path, glob.glob(str(path)))):
+  for match in [path] if exists else _matches(path, left):
     if os.path.isdir(match):
       yield from folders.named(folders.below(match, left), names, left)
     elif folders.is_file(match, left):
+      yield match
+
+
+def _matches(pattern: Path, left: LeftOut) -> Iterator[Path]:
+  """Yields the files and folders that match a pattern without `**`."""
+  for match in sorted(map(Path, glob.glob(folders.literal(str(pattern))))):
+    if folders.is_set_aside(match.parts, pattern.parts):
+      left.add_underscore(match)
+    else:
       yield match
 
 
@@ -130,11 +139,12 @@ def _deep(pattern: Path, names: tuple[str, ...], left: LeftOut) -> Iterator[Path
   tail = "/".join(pattern.parts[place + 1 :]) or "*"
   if "**" in tail:
     raise ConfigError(f"{pattern}: has ** several times.\nWrite one ** and separate several patterns by ';'.")
-  for root in sorted(map(Path, glob.glob(str(Path(*pattern.parts[:place]))))):
-    for file in folders.below(root, left) if os.path.isdir(root) else ():
+  matched = folders.literal(tail)
+  for root in _matches(Path(*pattern.parts[:place]), left):
+    for file in folders.below(root, left, given=tail.split("/")) if os.path.isdir(root) else ():
       below = file.relative_to(root)
-      if below.match(tail) or (
-        folders.matches(file.name, names) and any(folder.match(tail) for folder in below.parents)
+      if below.match(matched) or (
+        folders.matches(file.name, names) and any(folder.match(matched) for folder in below.parents)
       ):
         yield file
 

@@ -1,7 +1,7 @@
 """The files below a folder: one rule for all kinds of data.
 
-A folder is searched with its subfolders, also behind links, each once. Hidden names are skipped. A file with several
-names is one file.
+A folder is searched with its subfolders, also behind links, each once. Hidden names are skipped, and names that begin
+with _ are left out. A file with several names is one file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from fnmatch import fnmatch
+from fnmatch import fnmatch, fnmatchcase
 from pathlib import Path, PurePath
 
 from input_pipeline.errors import ConfigError, shorten
@@ -30,6 +30,9 @@ class LeftOut:
   def add(self, kind: str, path: object) -> None:
     count, first = self._kinds.get(kind, (0, str(path)))
     self._kinds[kind] = count + 1, first
+
+  def add_underscore(self, path: object) -> None:
+    self.add("names that begin with _", path)
 
   def add_file(self, name: str, path: object) -> None:
     """Adds a file with a name that is not read."""
@@ -77,8 +80,23 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
   return any(fnmatch(name.lower(), pattern) for pattern in patterns)
 
 
-def below(root: Path, left: LeftOut, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
-  """Yields the files below `root`, except in folders named in `skip`.
+def literal(pattern: str) -> str:
+  """The pattern for the functions of Python, for which brackets are patterns too: here they stand for themselves."""
+  return pattern.replace("[", "[[]")
+
+
+def is_set_aside(path: Sequence[str], given: Sequence[str] = ()) -> bool:
+  """Whether some name of a path begins with _ and is not among the names or patterns `given` by the user.
+
+  Spark and Delta give such names to what is no data: _temporary, _delta_log, _SUCCESS. Python's modules have them too.
+  """
+  given = [literal(pattern) for pattern in given if pattern.startswith("_")]
+  names = [name for name in path if name.startswith("_") and not any(fnmatchcase(name, one) for one in given)]
+  return bool(names) and not path[-1].endswith(".py")
+
+
+def below(root: Path, left: LeftOut, skip: frozenset[str] = frozenset(), given: Sequence[str] = ()) -> Iterator[Path]:
+  """Yields the files below `root`, except in folders named in `skip` and those that `is_set_aside` leaves out.
 
   A folder behind a link has its own name if it is below `root`, else the name of the first link. Raises ConfigError
   with the folder's name if a folder cannot be listed.
@@ -100,7 +118,11 @@ def below(root: Path, left: LeftOut, skip: frozenset[str] = frozenset()) -> Iter
       if os.path.isdir(path):
         if path.name not in skip:
           (links if path.is_symlink() else folders).append(path)
-      elif is_file(path, left):
+      elif not is_file(path, left):
+        continue
+      elif is_set_aside(path.relative_to(root).parts, given):
+        left.add_underscore(path)
+      else:
         yield path
 
 

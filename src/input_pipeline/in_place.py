@@ -14,7 +14,7 @@ from input_pipeline import array_record, cache, prepare, prepared, windows, work
 from input_pipeline.batch import Example, empty_example
 from input_pipeline.documents import BadRecord, BadRecords, Documents, Piece
 from input_pipeline.errors import ConfigError
-from input_pipeline.order import Order
+from input_pipeline.order import Order, identity
 from input_pipeline.progress import tell
 from input_pipeline.source import Source
 
@@ -92,24 +92,25 @@ class InPlaceSource(Source):
     self._length = cfg.max_target_length
     self._examples = examples
     try:
-      examples[0]
+      first = windows.unpack(examples[0], DTYPE)
     except OSError as error:
       raise ConfigError(str(error)) from error
-    self._order = Order(examples, split=split, seed=cfg.data_shuffle_seed)
+    source = identity(len(examples), first)
+    self.order = Order(examples, split=split, seed=cfg.data_shuffle_seed, source=source)
     self._key = key
 
   def use_order(self, number: int) -> None:
-    self._order.use(number)
+    self.order.use(number)
 
   def example(self, index: int) -> Example:
     """The record at `index` in the order of the split. Raises OSError, naming record and file, if it has no tokens."""
-    record = self._order.record(index)
+    record = self.order.record(index)
     if record is None:
       return empty_example(self._length)
     return windows.example(windows.unpack(record, DTYPE), self._length)
 
   def fingerprint(self) -> str:
-    return f"{self._key} {self._order.fingerprint}"
+    return f"{self._key} {self.order.fingerprint}"
 
   def close(self) -> None:
     self._examples.close()

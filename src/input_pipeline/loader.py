@@ -123,6 +123,15 @@ class Loader:
     except OSError as error:
       raise DataError(step, str(error)) from error
 
+  def mean_weight(self, step: int) -> float:
+    """The sum of the weights of the whole batch of `step`, divided by the number of its tokens that are not padding."""
+    weight, tokens = 0.0, 0
+    for row in range(self._global_batch_size):  # one at a time, because a batch of many hosts is large
+      one = self.batch(step, np.array([row]))
+      weight += float(one.weights.sum(dtype=np.float64))
+      tokens += np.count_nonzero(one.segment_ids)
+    return weight / max(tokens, 1)
+
   def __iter__(self) -> Iterator[Batch]:
     """The global batches of all steps from 0 on. Endless, except for a mixture whose sources have limits."""
     last = self.last_step()
@@ -357,6 +366,7 @@ def _open_mixture(
   """The training source of a mixture. Raises ConfigError if a source has no example, or two have the same examples."""
   members: list[Member] = []
   names: dict[str, str] = {}
+  orders: set[str] = set()
   found = [_Found(entry.options, datasets.find(entry.options)) for entry in entries]
   for entry, source in zip(entries, _open_all(found, vocab_size, 1, "train", log), strict=True):
     assert source.num_examples is not None
@@ -368,5 +378,8 @@ def _open_mixture(
     if other := names.get(source.fingerprint()):
       raise ConfigError(f"{other} and {entry.name} have the same data. Keep one of them, with the sum of the weights.")
     names[source.fingerprint()] = entry.name
+    if source.order.source in orders:  # two views of the same documents, of which the first ones are equal
+      source.order.set_apart(source.fingerprint())
+    orders.add(source.order.source)
     members.append(Member(entry.name, source, entry.weights, limit))
   return MixtureSource(members, batch)

@@ -1,20 +1,24 @@
 """The order in which the records of a split become examples.
 
 Orders have numbers, because a run keeps the order that it started with: 1 is the shuffle of grain, whose neighbours are
-correlated, and 2 is `permuted`. A checkpoint without a number has order 1.
+correlated; 2 is `permuted` with a key of the seed, so that sources of nearly the same size have nearly the same order;
+3 has a key of seed and source. A checkpoint without a number has order 1.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import math
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.random import Philox  # here, because NumPy would import it at its first use, in the prefetch thread
 
-FIRST, NEWEST = 1, 2
+from input_pipeline.windows import Window
+
+FIRST, SAME_FOR_ALL_SOURCES, NEWEST = 1, 2, 3
 _BLOCK = 256  # places that are computed together: 1 us each, and 200 us for one alone
 _ROUNDS = 12
 _PROBED = 8
@@ -31,27 +35,42 @@ class Records(Protocol):
 class Order:
   """Records by example index. Training: endless, reshuffled each epoch. Evaluation: one order, then no records."""
 
-  def __init__(self, records: Records, *, split: str, seed: int) -> None:
+  def __init__(self, records: Records, *, split: str, seed: int, source: str) -> None:
+    """source: identity of the examples, whatever their files and their name are."""
     self._records = records
     self._split = split
-    # A fixed seed for evaluation keeps runs comparable. Our seeds are any integers.
-    self._seed = hashlib.sha256(str(seed).encode()).digest() if split == "train" else bytes(8)
+    self._seed = seed
+    self.source = source
     # One block for the thread that prepares batches, others for a look at the next examples.
     self._block = functools.lru_cache(maxsize=4)(self._compute_block)
     self.use(NEWEST)
 
+  def set_apart(self, source: str) -> None:
+    """Makes the newest order of these records independent of the order of other records with the same identity."""
+    self.source = source
+    self.use(NEWEST)
+
   def use(self, number: int) -> None:
     """Makes the order with this number hold."""
+    assert FIRST <= number <= NEWEST, number
     self._grain: Any = None
-    self.fingerprint = f"split={self._split} seed={self._seed[:8].hex()} order={NEWEST}"
+    self._block.cache_clear()
+    is_training = self._split == "train"
+    # A fixed key for evaluation keeps runs comparable, also runs of other versions. Our seeds are any integers.
+    key = hashlib.sha256(str(self._seed).encode()).digest() if is_training else bytes(8)
+    named = f"split={self._split} seed={key[:8].hex()}"
+    self.fingerprint = f"{named} order={SAME_FOR_ALL_SOURCES}"
     """Identity of the order."""
+    if number == NEWEST and is_training:
+      key = hashlib.sha256(f"{self._seed} {self.source}".encode()).digest()
+      self.fingerprint = f"{named} order={NEWEST} key={key[:8].hex()}"
+    self._key = int.from_bytes(key[:8])
     if number != FIRST:
-      assert number == NEWEST, number
       return
     # Import here, not at first use in the prefetch thread: the main thread may be importing the same modules then.
     import grain
 
-    seed = int.from_bytes(self._seed[:4])  # grain needs 32 bits
+    seed = int.from_bytes(key[:4])  # grain needs 32 bits
     self._grain = grain.MapDataset.source(self._records).shuffle(seed=seed).repeat()
     # The first records detect a version of grain that shuffles differently.
     probe = hashlib.sha256()
@@ -72,7 +91,16 @@ class Order:
     """The numbers of the records at the places of a block [<= _BLOCK]."""
     size = len(self._records)
     places = np.arange(block * _BLOCK, min(size, (block + 1) * _BLOCK), dtype=np.uint64)
-    return permuted(places, size, seed=int.from_bytes(self._seed[:8]), epoch=epoch)
+    return permuted(places, size, seed=self._key, epoch=epoch)
+
+
+def identity(count: int, first: Window) -> str:
+  """Identity of `count` examples, of which `first` is the first one in the files: 64 hex digits.
+
+  It is the same for every format of the files, and does not need to read them all.
+  """
+  content = json.dumps([count, first.tokens.tolist(), first.starts.tolist()])
+  return hashlib.sha256(content.encode()).hexdigest()
 
 
 def permuted(places: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarray:

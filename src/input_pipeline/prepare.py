@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,8 +14,9 @@ import numpy as np
 
 from input_pipeline import best_fit, cache, store, windows
 from input_pipeline.documents import BadRecord, BadRecords, Document, Documents
+from input_pipeline.errors import ConfigError, shorten
 from input_pipeline.progress import tell
-from input_pipeline.tokenizer import ByteTokenizer, Tokenizer
+from input_pipeline.tokenizer import COMPLETE, ByteTokenizer, Tokenizer
 
 # Increase it when the files change, or the way in which documents become windows.
 FORMAT = 2
@@ -55,13 +56,16 @@ def build(
     log(f"{work} {documents.size / 1e6:.1f} MB from {documents.name} for {split}")
     counts[split] = np.zeros(vocab_size, np.int64)
     bad = BadRecords(max_bad_records, tell)  # `log` gets all of them when the data are opened
+    lost = Lost()
     some = _reported(groups(documents, _GROUP, bad), documents.name)
-    cut = PACKINGS[packing](token_groups(some, tokenizer, vocab_size, bad), length)
+    cut = PACKINGS[packing](token_groups(some, tokenizer, vocab_size, bad, lost), length)
     path = folder / file_name(split)
     count = store.write(path, (windows.pack(window, np.dtype(dtype)) for window in _counted(cut, counts[split])))
     known[split] = {"windows": count, "targets": int(counts[split].sum())}
     if bad.count:
       known[split]["bad"] = {"records": bad.count, "messages": bad.messages}
+    if str(lost):
+      known[split]["lost"] = str(lost)
   meta = {
     "format": FORMAT,
     "key": key,
@@ -76,20 +80,41 @@ def build(
   (folder / META).write_text(json.dumps(meta, indent=2))
 
 
+class Lost:
+  """How much of the texts the tokenizer cannot represent. As a string: a sentence, or nothing."""
+
+  def __init__(self) -> None:
+    self._tokens = self._characters = self._unknown = self._missing = 0
+
+  def add(self, tokenizer: Tokenizer, text: str, ids: np.ndarray) -> None:
+    unknown, missing = tokenizer.lost(text, ids)
+    self._tokens, self._characters = self._tokens + len(ids), self._characters + len(text)
+    self._unknown, self._missing = self._unknown + unknown, self._missing + missing
+
+  def __str__(self) -> str:
+    if self._unknown:
+      what = f"{self._unknown / self._tokens:.2%} of the tokens stand for unknown text"
+    elif self._missing:
+      what = f"the tokenizer has no token for {self._missing / self._characters:.2%} of the characters, which are lost"
+    else:
+      return ""
+    return f"{what}. {COMPLETE}."
+
+
 def token_groups(
-  groups: Iterable[Group], tokenizer: Tokenizer | None, vocab_size: int, bad: BadRecords
+  groups: Iterable[Group], tokenizer: Tokenizer | None, vocab_size: int, bad: BadRecords, lost: Lost | None = None
 ) -> Iterator[list[np.ndarray]]:
   """Yields the documents of `groups` as int32 ids, in groups.
 
-  A text becomes bos (if the tokenizer has it), the ids of the text, eos. Tokens stay as they are. A
-  document of tokens that are not below `vocab_size` is added to `bad`, which may raise ConfigError.
+  A text becomes bos (if the tokenizer has it), the ids of the text, eos. Tokens stay as they are. Texts that the
+  tokenizer cannot represent at all, and documents of tokens that are not below `vocab_size`, are added to `bad`, which
+  may raise ConfigError. `lost` counts what the tokenizer cannot represent.
   """
   for group in groups:
     if tokenizer is not None:
       begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
       head, end = np.array(begin, np.int32), np.array([tokenizer.eos_id], np.int32)
-      texts = [document for _, document in group if isinstance(document, str)]
-      yield [np.concatenate([head, ids, end]) for ids in tokenizer.encode_batch(texts)]
+      yield [np.concatenate([head, ids, end]) for ids in _ids_of_texts(group, tokenizer, bad, lost or Lost())]
       continue
     finished = []
     for place, ids in group:
@@ -99,6 +124,32 @@ def token_groups(
       except ValueError as error:
         bad.add(BadRecord(f"{place}: {error}"))
     yield finished
+
+
+def _ids_of_texts(group: Group, tokenizer: Tokenizer, bad: BadRecords, lost: Lost) -> Iterator[np.ndarray]:
+  """Yields the ids of the texts of a group that the tokenizer can represent."""
+  texts = [document for _, document in group if isinstance(document, str)]
+  encoded: Sequence[np.ndarray | ConfigError]
+  try:
+    encoded = tokenizer.encode_batch(texts)
+  except ConfigError:
+    encoded = [_alone(tokenizer, text) for text in texts]
+  for (place, _), text, ids in zip(group, texts, encoded, strict=True):
+    if isinstance(ids, ConfigError):
+      bad.add(BadRecord(f"{place}: {ids}"))
+    elif not len(ids) and text.strip():
+      some = f"any of its {len(text):,} characters ({shorten(text.strip())!r})"
+      bad.add(BadRecord(f"{place}: the tokenizer has no token for {some}. {COMPLETE}."))
+    else:
+      lost.add(tokenizer, text, ids)
+      yield ids
+
+
+def _alone(tokenizer: Tokenizer, text: str) -> np.ndarray | ConfigError:
+  try:
+    return tokenizer.encode_batch([text])[0]
+  except ConfigError as error:
+    return error
 
 
 def checked(ids: np.ndarray, vocab_size: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from input_pipeline import cache, prepare, store, windows, workers
 from input_pipeline.batch import Example, empty_example
 from input_pipeline.documents import BadRecords, Documents
 from input_pipeline.errors import ConfigError
-from input_pipeline.order import Order
+from input_pipeline.order import Order, identity
 from input_pipeline.progress import tell
 from input_pipeline.source import Source
 from input_pipeline.tokenizer import ByteTokenizer, Tokenizer, load_bpe, train_bpe
@@ -39,7 +39,8 @@ class PreparedSource(Source):
   """The windows of one split of prepared data."""
 
   def __init__(self, folder: Path, *, name: str, split: str, seed: int, tokenizer: Tokenizer | None) -> None:
-    """`folder`: of `prepare.build`. `tokenizer`: None if the documents were tokens."""
+    """`folder`: of `prepare.build`. `tokenizer`: None if the documents were tokens. Raises ConfigError if its first
+    record cannot be read."""
     meta = json.loads((folder / prepare.META).read_text())
     self.name = name
     self.tokenizer = tokenizer
@@ -51,21 +52,26 @@ class PreparedSource(Source):
     self._bad = f" bad={_hash(bad['messages'])}" if self.bad_records else ""
     self._meta = meta
     self._split = split
-    self._records = store.Records(folder / prepare.file_name(split), meta["splits"][split]["windows"])
-    self._order = Order(self._records, split=split, seed=seed)
+    opened = partial(store.Records, folder / prepare.file_name(split), meta["splits"][split]["windows"])
+    self._records = opened()
+    try:
+      first = windows.unpack(opened()[0], np.dtype(meta["dtype"]))  # not of self._records: their files stay closed
+    except OSError as error:
+      raise ConfigError(str(error)) from error
+    self.order = Order(self._records, split=split, seed=seed, source=identity(len(self._records), first))
 
   def use_order(self, number: int) -> None:
-    self._order.use(number)
+    self.order.use(number)
 
   def example(self, index: int) -> Example:
     """The window at `index` in the order of the split. Raises OSError, naming the file, when it cannot be read."""
-    record = self._order.record(index)
+    record = self.order.record(index)
     if record is None:
       return empty_example(self._meta["length"])
     return windows.example(windows.unpack(record, np.dtype(self._meta["dtype"])), self._meta["length"])
 
   def fingerprint(self) -> str:
-    return f"prepared-{prepare.FORMAT} {self._meta['key']} {self._order.fingerprint}{self._bad}"
+    return f"prepared-{prepare.FORMAT} {self._meta['key']} {self.order.fingerprint}{self._bad}"
 
   def unigram_entropy(self) -> float | None:
     return self._meta["unigram_entropy"]
@@ -110,6 +116,8 @@ def open_source(
     _check_enough(cfg, splits, split, min_examples, most, most / cfg.max_target_length, "at most ")
   folder, tokenizer = prepared(cfg, splits, vocab_size=vocab_size, log=log, call=call, tokenizer=tokenizer)
   known = json.loads((folder / prepare.META).read_text())["splits"].get(split, {"targets": 0, "windows": 0})
+  if "lost" in known:
+    log(f"warning: {splits[split].name}: {known['lost']}")
   if "bad" in known:
     require_few(known["bad"]["records"], known["bad"]["messages"], cfg.max_bad_records, splits[split].name, log)
   _check_enough(cfg, splits, split, min_examples, known["targets"], known["windows"])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from input_pipeline.errors import ConfigError, shorten
-from input_pipeline.folders import LeftOut, matches
+from input_pipeline.folders import LeftOut, is_set_aside, literal, matches
 
 # Bytes of a request. At 50 ms per request this is above 100 MB/s, and a tokenizer needs less.
 _BLOCK = 2**23
@@ -82,18 +82,15 @@ def is_address(value: str) -> bool:
 def find(key: str, address: str, names: Sequence[str], left: LeftOut | None = None) -> list[RemoteFile]:
   """The files of an address: a file, a pattern with * and ?, or a folder whose files match one of `names`.
 
-  Folders are searched with their subfolders. Hidden names are skipped. No file: an empty list. `key`: for messages.
-  left: gets the other files of a folder.
+  Folders are searched with their subfolders. Hidden names are skipped, and names that begin with _ are left out. No
+  file: an empty list. `key`: for messages. left: gets the other files of a folder.
   Raises ConfigError if a package is missing, or the store cannot be reached.
   """
+  left = left or LeftOut()
   try:
     with _as_os_error():
       system, path = _system(address)
-      if any(character in path for character in "*?["):
-        matches = [info for name, info in system.glob(path, detail=True).items() if _hidden(name) <= _hidden(path)]
-      else:
-        matches = [system.info(path)]
-      found = [file for match in matches for file in _files(system, match, names, left or LeftOut())]
+      found = [file for match in _matches(system, path, left) for file in _files(system, match, names, left)]
   except FileNotFoundError:
     return []
   except OSError as error:
@@ -105,6 +102,18 @@ def find(key: str, address: str, names: Sequence[str], left: LeftOut | None = No
   return found
 
 
+def _matches(system: Any, path: str, left: LeftOut) -> Iterator[dict[str, Any]]:
+  """Yields what the store says about the file, the folder or the matches of the pattern `path`."""
+  if not any(character in path for character in "*?"):
+    yield system.info(path)
+    return
+  for name, info in system.glob(literal(path), detail=True).items():
+    if is_set_aside(name.split("/"), path.split("/")):
+      left.add_underscore(system.unstrip_protocol(name))
+    elif _hidden(name) <= _hidden(path):
+      yield info
+
+
 def _files(system: Any, match: dict[str, Any], names: Sequence[str], left: LeftOut) -> Iterator[RemoteFile]:
   """Yields the files of a match: the file itself, or the files of a folder."""
   if match["type"] != "directory":
@@ -112,9 +121,12 @@ def _files(system: Any, match: dict[str, Any], names: Sequence[str], left: LeftO
     return
   folder = match["name"].rstrip("/")
   for path, info in system.find(folder, detail=True).items():
-    if _hidden(path.removeprefix(folder)):
+    inside = path.removeprefix(folder)
+    if _hidden(inside):
       continue
-    if matches(posixpath.basename(path), names):
+    if is_set_aside(inside.split("/")):
+      left.add_underscore(system.unstrip_protocol(path))
+    elif matches(posixpath.basename(path), names):
       yield RemoteFile(system.unstrip_protocol(path), _size(info))
     else:
       left.add_file(path, system.unstrip_protocol(path))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,8 @@ _BOS_NAMES = (_BOS, "<|begin_of_text|>", "<s>", "<bos>")
 _EOS_NAMES = (_EOS, "<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 _NO_TOKEN = "none"  # value of bos_token
 _LONG = 250_000  # characters of a text that is encoded in one piece. Each needs about 100 bytes of memory
+COMPLETE = "Give a tokenizer for this text, or one that has all bytes"
+"""The remedy for text that a tokenizer cannot represent."""
 # Increase it when the ids of a text change.
 _FORMAT = 2
 
@@ -26,6 +29,7 @@ _FORMAT = 2
 class Tokenizer(Protocol):
   """Ids are in [0, vocab_size). Encoding never returns bos_id and eos_id; code that joins documents adds them.
 
+  Encoding raises ConfigError if the tokenizer lacks both a token for a text and a token for unknown text.
   decode(encode(text)) == text for all text that UTF-8 can represent, unless a given tokenizer file normalizes text.
   """
 
@@ -42,6 +46,10 @@ class Tokenizer(Protocol):
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
     """The ids of each text, int32, computed on several cores if the tokenizer can."""
+    ...
+
+  def lost(self, text: str, ids: np.ndarray) -> tuple[int, int]:
+    """(how many of the `ids` of `text` mean unknown text, how many of its characters have no id)."""
     ...
 
   def decode(self, ids: Iterable[int], *, specials: bool = False) -> str:
@@ -65,6 +73,9 @@ class ByteTokenizer:
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
     return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32) for text in texts]
+
+  def lost(self, text: str, ids: np.ndarray) -> tuple[int, int]:
+    return 0, 0
 
   def decode(self, ids: Iterable[int], *, specials: bool = False) -> str:
     names = {256: _BOS.encode(), 257: _EOS.encode()} if specials else {}
@@ -97,6 +108,11 @@ class BpeTokenizer:
     self._tokenizer.encode_special_tokens = True
     self.json_text = json_text
     self._keys = bos_token, eos_token
+    model = content["model"]
+    # The number of the token in a Unigram, the token in others.
+    given, name = model.get("unk_id"), model.get("unk_token")
+    self._unknown = self._tokenizer.token_to_id(name) if given is None and name else given
+    self._has_id: dict[str, bool] = {"\ufffd": True}  # by character, if nothing stands for unknown text
     self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     before, after = _template(content.get("post_processor") or {})
     self.bos_id = None if bos_token == _NO_TOKEN else self._token("bos_token", bos_token, before, _BOS_NAMES)
@@ -111,16 +127,28 @@ class BpeTokenizer:
     return type(self), (self.json_text, *self._keys)
 
   def encode(self, text: str) -> list[int]:
-    return self._tokenizer.encode(_encodable(text), add_special_tokens=False).ids
+    with _naming_failures():
+      return self._tokenizer.encode(_encodable(text), add_special_tokens=False).ids
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
     is_long = [len(text) > _LONG for text in texts]
     short = [_encodable(text) for text, long in zip(texts, is_long) if not long]
-    encoded = iter(self._tokenizer.encode_batch_fast(short, add_special_tokens=False))
-    return [
-      long_text.encode(self._tokenizer, _encodable(text)) if long else np.array(next(encoded).ids, np.int32)
-      for text, long in zip(texts, is_long)
-    ]
+    with _naming_failures():
+      encoded = iter(self._tokenizer.encode_batch_fast(short, add_special_tokens=False))
+      return [
+        long_text.encode(self._tokenizer, _encodable(text)) if long else np.array(next(encoded).ids, np.int32)
+        for text, long in zip(texts, is_long)
+      ]
+
+  def lost(self, text: str, ids: np.ndarray) -> tuple[int, int]:
+    if self._unknown is not None:
+      return np.count_nonzero(ids == self._unknown), 0
+    characters = set(text)
+    for character in characters - self._has_id.keys():
+      own = self.encode(character)
+      # One of several bytes that have no ids leaves a character that is not whole.
+      self._has_id[character] = character.isspace() or (bool(own) and "\ufffd" not in self.decode(own))
+    return 0, sum(text.count(character) for character in characters if not self._has_id[character])
 
   def decode(self, ids: Iterable[int], *, specials: bool = False) -> str:
     known = [int(token) for token in ids if 0 <= token < self.vocab_size]
@@ -148,6 +176,15 @@ class BpeTokenizer:
     if special[name] in self.encode(name):
       raise ValueError(f"{key}={name}: its model makes this token of ordinary text with this name. {remedy}")
     return special[name]
+
+
+@contextmanager
+def _naming_failures() -> Iterator[None]:
+  """Turns an error of the library into a ConfigError."""
+  try:
+    yield
+  except Exception as error:  # the library raises Exception itself
+    raise ConfigError(f"the tokenizer fails ({error}). {COMPLETE}.") from error
 
 
 def _without_control_pieces(content: dict[str, Any]) -> str | None:

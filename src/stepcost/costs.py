@@ -24,6 +24,8 @@ _FREE = frozenset(
 )
 _SLICES = frozenset({"dynamic-slice", "slice", "gather", "dynamic-slice-start", "slice-start"})
 _UPDATES = frozenset({"dynamic-update-slice", "dynamic-update-slice-start"})
+# Their work does not follow from their bytes, and is not counted here.
+_UNPRICED = frozenset({"cholesky", "fft", "ragged-dot", "triangular-solve"})
 _PRECISIONS = ("default", "high", "highest")
 _INFINITE = 2**63 - 1  # the compiler writes this for fusions of a SparseCore
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -100,7 +102,7 @@ def flops_of(
   computation: Computation, instruction: Instruction, precision: str = "default"
 ) -> list[tuple[tuple[str, str], float]]:
   """Returns ((HLO type, precision), FLOPs) of a matmul or a kernel, in a list; [] for other instructions."""
-  if instruction.opcode == "dot":
+  if instruction.opcode in ("dot", "scaled-dot"):
     return [(_kind(computation, instruction), _dot_flops(computation, instruction))]
   if instruction.opcode == "convolution":
     return [(_kind(computation, instruction), _convolution_flops(computation, instruction))]
@@ -113,6 +115,13 @@ def flops_of(
 def is_unpriced(computation: Computation, instruction: Instruction) -> bool:
   """Returns whether `instruction` is a kernel with unknown FLOPs."""
   return custom_calls.is_kernel(instruction) and custom_calls.flops(computation, instruction) is None
+
+
+def unpriced(instruction: Instruction) -> str:
+  """Returns what `instruction` is if no part of its cost is known, else ""."""
+  if custom_calls.is_unknown(instruction):
+    return f"a custom call of {instruction.target or 'an unnamed target'}"
+  return f"of the kind {instruction.opcode}" if instruction.opcode in _UNPRICED else ""
 
 
 def _shape(computation: Computation, name: str) -> Array:

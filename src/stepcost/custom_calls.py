@@ -27,6 +27,14 @@ _FIXED_MAXIMUM = re.compile(r"max_logit_const\W+[\d.]")
 MATMULS = {"fwd": 2, "dq": 3, "dkv": 4, "fused": 5}
 
 
+# Targets that move or mark arrays, choose the largest numbers, or sort with a radix: they cost their bytes.
+_MOVES = re.compile(
+  r"AllocateBuffer|ConcatBitcast|AsyncCollective(Start|Done)|LayoutConstraint|PadToStatic|SliceToDynamic|Sharding|"
+  r"SPMD(FullToShard|ShardToFull)Shape|MoveTo(Host|Device)|annotate_device_placement|(__gpu\$|Approx)?TopK|"
+  r"PartialReduce|__cub\$DeviceRadixSort\w*|SliceId|ZeroCrop"
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Attention:
   """One run of an attention kernel."""
@@ -47,6 +55,12 @@ def is_kernel(instruction: Instruction) -> bool:
   """Returns whether the instruction is a custom call whose computation the text of the module does not show."""
   target = instruction.target
   return target in ("tpu_custom_call", "__gpu$xla.gpu.triton") or target.startswith(("__cublas$", "__cudnn$"))
+
+
+def is_unknown(instruction: Instruction) -> bool:
+  """Returns whether the instruction is a custom call that is no kernel and may do more than move its arrays."""
+  is_known = is_kernel(instruction) or _MOVES.fullmatch(instruction.target)
+  return instruction.opcode == "custom-call" and not is_known
 
 
 def flops(computation: Computation, kernel: Instruction) -> tuple[str, float] | None:

@@ -151,11 +151,16 @@ class Price:
 
 
 def price(module: Module, computation: Computation, instruction: Instruction, given: Rates) -> Price:
-  """Returns the price of one run of `instruction`, which is not a collective and calls nothing but a fusion."""
+  """Returns the price of one run of `instruction`, which is not a collective and calls nothing but a fusion.
+
+  Raises ValueError if its cost is unknown. A fusion may have any custom calls: the compiler has written them.
+  """
   moved = costs.bytes_moved(module, computation, instruction)
   cycles = costs.estimated_cycles(instruction)
   if cycles and given.chip.clock_hz:
     return Price(cycles / given.chip.clock_hz, Basis.ESTIMATE, moved[HOST])
+  if kind := costs.unpriced(instruction):
+    raise ValueError(f"{instruction.name} is {kind}, whose cost is unknown. Compile the program without it")
   matmuls = slower = 0.0
   for owner, part in module.parts(computation, instruction):  # a fusion may have a kernel and store its result
     seconds = sum(flops / given.chip.peak(*kind) for kind, flops in costs.flops_of(owner, part, given.precision))

@@ -71,10 +71,55 @@ def test_parts_and_patterns_follow_the_same_rule(odd):
   assert names == ["a.jsonl", "s.jsonl"] and "broken links: 1" in left
   # Links in circles: glob would follow them 40 levels deep, twice at each level.
   assert found("jsonl", f"{odd}/**/*.jsonl")[0] == ["a.jsonl", "deep/b.jsonl", "in/o.jsonl", "s.jsonl"]
-  assert found("jsonl", f"{odd.parent}/*/**/[a-b].jsonl")[0] == ["a.jsonl", "deep/b.jsonl"]
+  assert found("jsonl", f"{odd.parent}/d*/**/?.jsonl")[0] == ["a.jsonl", "deep/b.jsonl", "in/o.jsonl", "s.jsonl"]
   assert found("jsonl", f"{odd}/**/in*")[0] == ["o.jsonl"]
   with pytest.raises(ConfigError, match=r"has \*\* several times"):
     found("jsonl", f"{odd}/**/x/**/*.jsonl")
+
+
+def test_only_stars_and_question_marks_are_patterns(tmp_path):
+  """Brackets are part of many names: run[1], {a}, [2024]."""
+  write(tmp_path, "run1/wrong.jsonl", "run[1]/a.jsonl", "run[1]/[b].jsonl", "run[1]/deep[2]/c.jsonl", "{x,y}/d.jsonl")
+  for pattern, names in {
+    "run[1]/*.jsonl": ["[b].jsonl", "a.jsonl"],
+    "run[1]/?.jsonl": ["a.jsonl"],
+    "run[1]": ["[b].jsonl", "a.jsonl", "deep[2]/c.jsonl"],
+    "run[1]/[b].jsonl": ["[b].jsonl"],
+    "run[1]/[*.jsonl": ["[b].jsonl"],
+    "run[1]/**/*.jsonl": ["[b].jsonl", "a.jsonl", "deep[2]/c.jsonl"],
+    "**/deep[2]/*.jsonl": ["c.jsonl"],
+    "*[1]/a.jsonl": ["a.jsonl"],
+    "{x,y}/*": ["d.jsonl"],
+  }.items():
+    assert found("jsonl", f"{tmp_path}/{pattern}")[0] == names, pattern
+  assert found("text", f"{tmp_path}/run[1]")[0] == ["[b].jsonl", "a.jsonl", "deep[2]/c.jsonl"]
+  with pytest.raises(ConfigError, match=r"has no files .*\n.*, in which brackets stand for themselves, or set"):
+    found("jsonl", f"{tmp_path}/run[0-9]/*.jsonl")
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+def test_what_spark_and_delta_write_beside_the_data_is_left_out_and_counted(tmp_path, kind):
+  data = tmp_path / "_tables" / "t"
+  write(data, "a.jsonl", "deep/b.jsonl", "_temporary/0/part.jsonl", "_delta_log/0.jsonl", "deep/_x.jsonl", "_SUCCESS")
+  names, left = found(kind, data)
+  assert names == ["a.jsonl", "deep/b.jsonl"] and left.startswith("names that begin with _: 4 (")
+  if kind == "text":
+    (data / "__init__.py").write_text("x = 1")
+    assert found(kind, data)[0] == ["__init__.py", "a.jsonl", "deep/b.jsonl"]
+    return
+  assert found(kind, f"{data}/*") == (["a.jsonl", "deep/b.jsonl"], f"names that begin with _: 4 ({data}/_SUCCESS, ...)")
+  assert found(kind, f"{data}/*/*.jsonl") == (
+    ["b.jsonl"],
+    f"names that begin with _: 2 ({data}/_delta_log/0.jsonl, ...)",
+  )
+  assert found(kind, f"{data}/**/*.jsonl")[0] == ["a.jsonl", "deep/b.jsonl"]
+  # Names that the user spells out.
+  assert found(kind, f"{data}/deep/_x.jsonl;{data}/_temporary")[0] == ["_temporary/0/part.jsonl", "deep/_x.jsonl"]
+  assert found(kind, f"{data}/_temporary/*/*.jsonl")[0] == ["part.jsonl"]
+  assert found(kind, f"{data}/**/_x.jsonl")[0] == ["_x.jsonl"]
+  assert found(kind, f"{data}/**/_temporary/*/*.jsonl")[0] == ["part.jsonl"]
+  with pytest.raises(ConfigError, match=r"has no files .*not read: names that begin with _: 1 \("):
+    found(kind, f"{data}/deep/*x.jsonl")
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl"])

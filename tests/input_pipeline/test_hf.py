@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 from tests.support.data_files import ARROW, TEXTS, TOKENS, everything, load, written
 
+from input_pipeline import arrow_column, hf
+from input_pipeline.documents import Piece
 from trainer.config.errors import ConfigError
 from trainer.config.load import load as config_load
 
 arrow = pytest.importorskip("pyarrow", reason=ARROW)
+compute = pytest.importorskip("pyarrow.compute", reason=ARROW)
 
 
 def save(folder: Path, values: list, files: int = 2) -> None:
@@ -66,6 +69,60 @@ def test_files_without_documents_and_nested_columns(tmp_path):
   (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
   found = everything(load(tmp_path, **keys_of(folder, train_data_columns="meta.body")))
   assert found == everything(load(tmp_path, **written(tmp_path, "text", "jsonl")))
+
+
+IDS = [[1, 2], [], [3, 4], [2**63]]
+
+
+def arrays_of(values: list) -> list:
+  """The values in every type of Arrow that can hold them: plain, views, encoded."""
+  if any(isinstance(value, str) for value in values):
+    plain = [arrow.array(values, kind()) for kind in (arrow.string, arrow.large_string, arrow.string_view)]
+    numbers = arrow.array(range(len(values)), arrow.int32())
+    with_null_values = [arrow.DictionaryArray.from_arrays(numbers, one) for one in plain]
+    return [*plain, plain[0].dictionary_encode(), *with_null_values, *map(compute.run_end_encode, plain[:2])]
+  kinds = [arrow.list_, arrow.large_list, arrow.list_view, arrow.large_list_view]
+  found = [arrow.array(values, kind(arrow.uint64())) for kind in kinds]
+  of_two = arrow.array([None if value is None else [1, 2] for value in values], arrow.list_(arrow.int16(), 2))
+  return [*found, of_two, compute.run_end_encode(found[0]), arrow.array([value and [] for value in values])]
+
+
+@pytest.mark.parametrize("values", [["ab", "", "h\u00e9llo, h\u00e9llo, h\u00e9llo", "x"], IDS], ids=["text", "tokens"])
+def test_every_type_of_text_and_lists_is_read_with_its_nulls(tmp_path, values):
+  """As pyarrow's to_pylist reads them, in all readers of Arrow data."""
+  for given in (
+    values,
+    [None, *values],
+    [*values[:2], None, None, *values[2:]],
+    [*values, None],
+    [None, None, *values],
+  ):
+    for column in arrays_of(given):
+      for part in (column, column.slice(1, 3), column.slice(len(column) - 1), column.slice(0, 1)):
+        expected = [value for value in part.to_pylist() if value is not None]
+        nested = arrow.record_batch([arrow.StructArray.from_arrays([part], ["text"])], names=["meta"])
+        for batch, names in ((arrow.record_batch([part], names=["text"]), ["text"]), (nested, ["meta", "text"])):
+          found = [one if isinstance(one, str) else one.tolist() for one in arrow_column.documents(batch, names, "x")]
+          assert found == expected, (column.type, given)
+      path = tmp_path / "a.arrow"
+      with arrow.ipc.new_stream(path, arrow.schema([("text", column.type)])) as writer:
+        writer.write_table(arrow.table({"text": arrow.chunked_array([column, column.slice(1)])}))
+      whole = [value for value in (column.to_pylist() + column.to_pylist()[1:]) if value is not None]
+      found = [*hf.read(Piece("a", path, 0, path.stat().st_size), "text")]
+      assert [one if isinstance(one, str) else one.tolist() for one in found] == whole, (column.type, given)
+
+
+def test_text_views_with_nulls_in_parquet(tmp_path):
+  parquet = pytest.importorskip("pyarrow.parquet", reason=ARROW)
+  column = arrow.array([*TEXTS[:15], None, *TEXTS[15:]], arrow.string_view())
+  parquet.write_table(arrow.table({"body": column}), tmp_path / "views.parquet")
+  keys = {"grain_train_files": f"{tmp_path}/views.parquet", "grain_file_type": "parquet", "train_data_columns": "body"}
+  assert everything(load(tmp_path, **keys)) == everything(load(tmp_path, **written(tmp_path, "text", "jsonl")))
+  for kind in ("binary", "binary_view", "float64"):
+    values = [None, 1.5] if kind == "float64" else [None, b"ab"]
+    table = arrow.table({"body": arrow.array(values, getattr(arrow, kind)())})
+    with pytest.raises(ConfigError, match=f"it has the type {kind}|it has the type double"):
+      [*arrow_column.documents(table.to_batches()[0], ["body"], "x")]
 
 
 def test_wrong_folders_are_refused(tmp_path):

@@ -263,6 +263,21 @@ def test_an_empty_mixture_is_refused(tmp_path):
     mixture_file.read(section(tmp_path, {}))
 
 
+@pytest.mark.parametrize("sizes", [(900, 890), (300, 300)])
+def test_two_views_of_the_same_documents_are_not_read_side_by_side(tmp_path, sizes):
+  """Also if their first documents are equal, which a view that only cleans text may have."""
+  texts = [[number] * LENGTH + [0] for number in range(max(sizes))]
+  for name, size in zip("ab", sizes):
+    lines = [json.dumps({"text": text, "copy": [text[0] + 1000 * (name == "b" and text[0] > 0)] * 9}) for text in texts]
+    (tmp_path / f"{name}.jsonl").write_text("\n".join(lines[:size]))
+  sources = {name: {"weight": 1, "path": f"{tmp_path}/{name}.jsonl", "train_data_columns": "copy"} for name in "ab"}
+  documents = np.array(read(load(tmp_path, sources, batch=2), 0, min(sizes))) % 1000
+  assert (documents[::2] == documents[1::2]).sum() <= 10  # 1 by chance
+  alone = load(tmp_path, {"b": sources["b"]}, batch=1)
+  if sizes[0] != sizes[1]:  # otherwise the source that comes first has the order that it has alone
+    assert read(alone, 0, 50) == read(load(tmp_path, sources, batch=2), 0, 50)[1::2]
+
+
 # ---- weights that change
 
 

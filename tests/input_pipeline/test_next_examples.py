@@ -28,8 +28,8 @@ def opened(folder: Path, *keys: str, batch: int = 4):
   return config, run_data.open_data(config, batch, lambda line: None)
 
 
-def write(folder: Path, words: list[str]) -> None:
-  (folder / "a.jsonl").write_text("\n".join(json.dumps({"text": word}) for word in words))
+def write(folder: Path, words: list[str], name: str = "a") -> None:
+  (folder / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": word}) for word in words))
 
 
 def test_the_next_examples_of_a_checkpoint_are_compared(tmp_path):
@@ -121,11 +121,37 @@ def test_a_run_keeps_the_order_that_it_started_with(tmp_path, mixture):
     assert resumed.identity["data"] != meta["identity"]["data"]
 
 
+# What bfbc953 wrote after step 5 of this mixture, and a hash of the tokens that it read after it.
+_CURSOR_OF_ORDER_2 = """{"next_example": 20, "seed": 0, "epoch": 0, "order": 2, "mixture": {"since": 0, "steps": [4, 0],
+  "members": {"a": {"id": "a04865e8ca6d62d3", "before": 0, "count": 10},
+              "b": {"id": "26f0f9ba6c0db92e", "before": 0, "count": 10}}},
+  "sources": {"a04865e8ca6d62d3": 10, "26f0f9ba6c0db92e": 10}, "bad_records": 0,
+  "next_examples": "b87b64518c72738f"}"""
+_DATA_OF_ORDER_2 = "86e2306e3c070e5a837cb7a307bf5c1595d1900840760fa58b03e10ea5a75daa"
+_READ_WITH_ORDER_2 = "7cedaa5f683e81e94a05bbfb8909de2920ccbc6048496cae10e147e682028b58"
+
+
+def test_a_run_of_the_version_with_order_2_reads_the_same_examples(tmp_path):
+  for name, word, size in (("a", "word", 90), ("b", "WORD", 89)):
+    write(tmp_path, [f"{word} {number}" for number in range(size)], name)
+  sources = {name: {"weight": 1, "path": f"{tmp_path}/{name}.jsonl"} for name in "ab"}
+  (tmp_path / "m.yml").write_text(json.dumps(sources))
+  keys = [f"grain_train_mixture_config_path={tmp_path}/m.yml", "grain_train_files="]
+  _, data = opened(tmp_path, *keys, f"grain_eval_files={tmp_path}/b.jsonl")
+  with data as resumed:
+    meta = {"cursor": json.loads(_CURSOR_OF_ORDER_2), "identity": {"data": _DATA_OF_ORDER_2, "global_batch_size": 4}}
+    lines = resumed.resume(5, meta | {"tokens": 320})
+    assert "match the checkpoint" in lines[0] and "keeps order 2" in lines[1]
+    read = b"".join(resumed.train.batch(step).tokens.tobytes() for step in range(5, 100))
+    assert hashlib.sha256(read).hexdigest() == _READ_WITH_ORDER_2
+    assert resumed.identity["data"] == _DATA_OF_ORDER_2 and resumed.train.cursor(5)["order"] == 2
+
+
 def test_an_order_of_a_newer_version_is_refused(tmp_path):
   write(tmp_path, ["a", "b", "c", "d"])
   config, data = opened(tmp_path)
   with data as opened_data:
     meta = opened_data.meta(config, 1)
     meta["cursor"]["order"] = order.NEWEST + 1
-    with pytest.raises(ConfigMismatch, match="order with number 3, and this version knows the orders 1 to 2"):
+    with pytest.raises(ConfigMismatch, match="order with number 4, and this version knows the orders 1 to 3"):
       opened_data.accept(config, meta)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 
@@ -110,8 +111,8 @@ def numbers(ordered: Order, count: int) -> list[int | None]:
   return [None if record is None else int(record) for record in records]
 
 
-def ordered(size: int, split: str = "train", seed: int = 0) -> Order:
-  return Order([str(number).encode() for number in range(size)], split=split, seed=seed)
+def ordered(size: int, split: str = "train", seed: int = 0, source: str = "web") -> Order:
+  return Order([str(number).encode() for number in range(size)], split=split, seed=seed, source=source)
 
 
 @pytest.mark.parametrize("size", [*SMALL, 255, 256, 257, 700])
@@ -131,13 +132,36 @@ def test_seeds_have_different_orders_and_evaluation_has_one():
   assert sorted(evaluation[:100]) == list(range(100)) and evaluation[100:] == [None, None]
 
 
+@pytest.mark.parametrize("sizes", [(900, 890), (1000, 1000), (2049, 2048), (40_000, 39_980)])
+def test_sources_of_similar_sizes_have_independent_orders(sizes):
+  """As two sources of a mixture, and as training and evaluation data; in the same epoch and in different ones."""
+  least = min(sizes)
+
+  def epoch(one: Order, number: int) -> np.ndarray:
+    return np.array(numbers(one, (number + 1) * len(one._records))[-len(one._records) :])
+
+  web, code, evaluation = ordered(sizes[0]), ordered(sizes[1], source="code"), ordered(sizes[0], "eval")
+  epochs = [*(epoch(one, number) for one in (web, code) for number in (0, 1)), epoch(evaluation, 0)]
+  for one, two in itertools.combinations(epochs, 2):
+    places, others = np.argsort(one)[:least], np.argsort(two)[:least]  # of the same documents
+    assert (places == others).sum() <= 10  # 1 by chance
+    assert abs(np.corrcoef(places, others)[0, 1]) * math.sqrt(least) < 5
+    assert abs(np.corrcoef(one[:least], two[:least])[0, 1]) * math.sqrt(least) < 5
+    assert (one[:least] == two[:least]).sum() <= 10
+
+
 def test_the_orders_never_change():
   """Runs that have started with them continue with them."""
   assert epoch_of(1000, seed=5, epoch=3)[:8].tolist() == [484, 559, 289, 493, 78, 828, 190, 668]
-  newest, first, evaluation = ordered(10), ordered(10, seed=-1), ordered(10, "eval")
-  assert numbers(newest, 20) == [7, 0, 8, 1, 2, 4, 9, 5, 3, 6, 4, 3, 9, 5, 6, 8, 0, 2, 1, 7]
+  newest, second, first, evaluation = ordered(10), ordered(10), ordered(10, seed=-1), ordered(10, "eval")
+  assert numbers(newest, 20) == [5, 1, 9, 2, 7, 0, 3, 6, 4, 8, 6, 1, 7, 4, 8, 0, 9, 2, 5, 3]
+  numbers(second, 20)  # a block of another order is not kept
+  second.use(order.SAME_FOR_ALL_SOURCES)
+  assert second.fingerprint == "split=train seed=5feceb66ffc86f38 order=2"
+  assert numbers(second, 20) == [7, 0, 8, 1, 2, 4, 9, 5, 3, 6, 4, 3, 9, 5, 6, 8, 0, 2, 1, 7]
   first.use(order.FIRST)
   assert numbers(first, 20) == [4, 8, 3, 5, 7, 2, 1, 9, 0, 6, 1, 0, 3, 7, 4, 9, 6, 2, 5, 8]
+  assert numbers(evaluation, 11) == [2, 7, 1, 4, 6, 3, 5, 9, 0, 8, None]
   evaluation.use(order.FIRST)
   assert numbers(evaluation, 11) == [0, 4, 6, 7, 8, 3, 1, 9, 5, 2, None]
   assert first.fingerprint == (

@@ -62,6 +62,17 @@ def test_files_folders_and_patterns_are_found(tmp_path, store):
   assert names(tmp_path, "memory://bucket/deep/f.txt") == ["f.txt"]
 
 
+def test_brackets_and_names_that_begin_with_an_underscore_are_as_in_local_folders(tmp_path, store):
+  for name in ("run1/wrong.jsonl", "run[1]/a.jsonl", "run[1]/_temporary/0/b.jsonl", "run[1]/_delta_log/0.json"):
+    store.pipe(f"/bucket/{name}", b"{}")
+  assert names(tmp_path, "memory://bucket/run[1]/*.jsonl") == ["a.jsonl"]
+  assert names(tmp_path, "memory://bucket/run[1]") == names(tmp_path, "memory://bucket/run[1]/**") == ["a.jsonl"]
+  assert names(tmp_path, "memory://bucket/run[1]/_temporary") == ["b.jsonl"]
+  assert names(tmp_path, "memory://bucket/run[1]/_*/0/*.jsonl") == ["b.jsonl"]
+  cfg = DataOptions(dataset_type="grain", grain_train_files="memory://bucket/run[1]", grain_file_type="jsonl")
+  assert datasets.find(cfg)["train"].left_out.startswith("names that begin with _: 2 (memory:///bucket/run[1]/_")
+
+
 def test_text_of_an_address_is_that_of_the_same_folder(tmp_path, store):
   """Held-out text included: large files are cut at line ends."""
   folder = tmp_path / "text"

@@ -7,16 +7,20 @@ import pickle
 import string
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tokenizers as tokenizers_lib
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from input_pipeline.loader import make_loader
+from input_pipeline.options import DataOptions
 from input_pipeline.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_bpe, train_bpe
 from trainer.config.errors import ConfigError
+from trainer.weights.model import Model
 
 NAMES = ("bos_id", "eos_id", "vocab_size", "fingerprint")
 SAMPLE = Path(sysconfig.get_path("stdlib"), "argparse.py").read_text(encoding="utf-8")
@@ -259,3 +263,93 @@ def test_texts_are_neither_cut_nor_padded(tmp_path):
   paths = (str(tmp_path / name) for name in ("plain.json", "cutting.json"))
   expected, found = (load_bpe(path).encode_batch([SAMPLE, "a"]) for path in paths)
   assert len(expected[0]) > 5 and [ids.tolist() for ids in found] == [ids.tolist() for ids in expected]
+
+
+# ---- text that a tokenizer cannot represent
+
+
+LETTERS = {character: number for number, character in enumerate(["<s>", "</s>", "<unk>", *"abcdefghij "])}
+PIECES = [(name, -1.0) for name in ["<unk>", *"abcdefghij <s>/"]]
+MODELS = {
+  "BPE without unk": lambda: models.BPE(vocab=LETTERS, merges=[]),
+  "BPE": lambda: models.BPE(vocab=LETTERS, merges=[], unk_token="<unk>"),
+  "WordLevel": lambda: models.WordLevel({"<s>": 0, "</s>": 1, "<unk>": 2, "abc": 3}, unk_token="<unk>"),
+  "WordLevel without unk": lambda: models.WordLevel({"<s>": 0, "</s>": 1, "abc": 2}, unk_token="absent"),
+  "Unigram": lambda: models.Unigram(PIECES, unk_id=0),
+  "Unigram without unk": lambda: models.Unigram(PIECES[1:]),
+}
+
+
+def saved_model(folder: Path, name: str, **parts) -> str:
+  tokenizer = tokenizers_lib.Tokenizer(MODELS[name]())
+  tokenizer.add_special_tokens(["<s>", "</s>"])
+  if "Word" in name:
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+  for part, value in parts.items():
+    setattr(tokenizer, part, value)
+  tokenizer.save(str(folder / "tokenizer.json"))
+  return str(folder / "tokenizer.json")
+
+
+def prepared(folder: Path, tokenizer: str, texts: list[str], **keys) -> tuple[int, list[str]]:
+  """(number of examples, lines of the log) of the texts, a document per example."""
+  (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+  files = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{folder}/a.jsonl"}
+  cfg = DataOptions(
+    **files, packing="none", tokenizer_type="bpe", tokenizer_path=tokenizer, max_target_length=8,
+    dataset_cache_directory=f"{folder}/cache", **keys,
+  )  # fmt: skip
+  lines: list[str] = []
+  loader = make_loader(cfg, vocab_size=300, global_batch_size=1, split="train", log=lines.append)
+  return loader.num_examples, lines
+
+
+@pytest.mark.parametrize("name", ["BPE without unk", "Unigram without unk", "what a normalizer removes"])
+def test_a_document_without_any_token_is_refused_by_name(tmp_path, name):
+  removes = normalizers.Replace(tokenizers_lib.Regex("[^a-z ]"), "")
+  path = saved_model(tmp_path, name) if name in MODELS else saved_model(tmp_path, "BPE", normalizer=removes)
+  texts = ["abc", "\u043f\u0440\u0438\u0432\u0435\u0442", "  ", "\u043c\u0438\u0440"]
+  reason = "the tokenizer fails" if "Unigram" in name else "the tokenizer has no token for any of its 6 characters"
+  with pytest.raises(ConfigError, match=rf"document 2 of .*a.jsonl: {reason} .*Give a tokenizer for this text, or"):
+    prepared(tmp_path, path, texts)
+  found, lines = prepared(tmp_path, path, texts, max_bad_records=2)
+  assert found == 2 and "2 bad records are skipped" in lines[1]
+  with pytest.raises(ConfigError, match=r"tokenizer.json: the tokenizer fails .*Missing \[UNK\] token"):
+    prepared(tmp_path, saved_model(tmp_path, "WordLevel without unk"), texts)
+
+
+@pytest.mark.parametrize(
+  ("name", "warning"),
+  [
+    ("BPE without unk", "the tokenizer has no token for 42.86% of the characters, which are lost"),
+    ("BPE", "42.86% of the tokens stand for unknown text"),
+    ("WordLevel", "50.00% of the tokens stand for unknown text"),
+    ("Unigram", "20.00% of the tokens stand for unknown text"),
+  ],
+)
+def test_a_warning_has_the_share_of_text_without_tokens(tmp_path, name, warning):
+  path = saved_model(tmp_path, name)
+  for _ in range(2):  # the second time from the cache
+    _, lines = prepared(tmp_path, path, ["abc \u043c\u0438\u0440"])
+    assert [line for line in lines if line.startswith("warning")] == [
+      f"warning: {tmp_path}/a.jsonl: {warning}. Give a tokenizer for this text, or one that has all bytes."
+    ]
+  assert not [line for line in prepared(tmp_path, path, ["abc", "abc abc"])[1] if line.startswith("warning")]
+
+
+def test_bytes_without_tokens_are_lost_characters(tmp_path):
+  """A byte-level BPE whose alphabet is that of the text on which it was trained."""
+  level = {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False), "decoder": decoders.ByteLevel()}
+  path = saved_model(tmp_path, "BPE without unk", **level)
+  _, lines = prepared(tmp_path, path, ["abc\u043c"])
+  assert "has no token for 25.00% of the characters" in lines[-1]
+  whole = load_bpe(saved(tmp_path, "<s>", "</s>"))
+  text = "\n \u043c\u0301 \ufffd \U0001f600"
+  assert whole.lost(text, whole.encode_batch([text])[0]) == (0, 0)
+
+
+def test_a_prompt_without_any_token_is_refused(tmp_path):
+  model = SimpleNamespace(tokenizer=load_bpe(saved_model(tmp_path, "BPE without unk")))
+  assert Model.encode(model, "ab") == [0, 3, 4] and Model.encode(model, "") == [0]
+  with pytest.raises(ConfigError, match="'\u043c\u0438\u0440': the tokenizer of the model has no token for it"):
+    Model.encode(model, "\u043c\u0438\u0440")

@@ -704,6 +704,18 @@ def test_collectives_of_sparse_cores_count_in_the_forms_of_both_compilers(opcode
       module("  %s = (s8[200]{0}) new-start(%p), target=1\n  %d = s8[200]{0} new-done(%s)\n"),
       "s: what a new-start without a computation starts is unknown",
     ),
+    *(
+      (module(f"  %out = f32[4,4]{{1,0}} {call}\n"), f"out is {kind}, whose cost is unknown")
+      for call, kind in {
+        'custom-call(%p), custom_call_target="lapack_spotrf_ffi"': "a custom call of lapack_spotrf_ffi",
+        'custom-call(%p), custom_call_target="Qr"': "a custom call of Qr",
+        "custom-call(%p)": "a custom call of an unnamed target",
+        "fft(%p), fft_type=FFT, fft_length={4}": "of the kind fft",
+        "cholesky(%p), lower=true": "of the kind cholesky",
+        "triangular-solve(%p, %p), left_side=true": "of the kind triangular-solve",
+        "ragged-dot(%p, %p, %p), lhs_contracting_dims={1}": "of the kind ragged-dot",
+      }.items()
+    ),
   ],
 )
 def test_what_has_an_unknown_form_is_refused_by_name(text, said, tmp_path, capsys):

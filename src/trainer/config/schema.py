@@ -220,6 +220,10 @@ class ModelSection(Section):
     return self.num_experts > 1 and (layer + 1) % self.decoder_sparse_step == 0 and layer not in self.dense_layers
 
   @property
+  def has_balance_loss(self) -> bool:
+    return self.num_experts > 1 and self.load_balance_loss_weight > 0
+
+  @property
   def expert_quantization(self) -> str:
     """The quantization of the matmuls of experts; "" for a dense model."""
     return self.quantization if self.num_experts > 1 else ""

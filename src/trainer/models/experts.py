@@ -6,7 +6,8 @@ token's results are added in the order of its choices. So a share has the same b
 The load of the experts, which the balance loss needs, belongs to the whole batch. It is a weight whose gradient is the
 number of tokens that chose each expert. Whatever sums gradients over micro-batches, shares and slices sums it too. The
 optimizer's step replaces the load by these counts (`take_loads`), so the loss uses the load of the step before. This
-loss is a sum over tokens, like the loss of the model: no division of the batch changes it.
+loss is a sum over tokens, like the loss of the model: no division of the batch changes it. It becomes a mean over the
+tokens, whatever weights their targets have (`scale_loads`).
 """
 
 from __future__ import annotations
@@ -229,6 +230,16 @@ def _balanced_backward(strength: float, saved: tuple[jax.Array, ...], g: jax.Arr
 
 
 _balanced.defvjp(lambda out, probs, chosen, load, real, strength: (out, (chosen, load, real)), _balanced_backward)
+
+
+def scale_loads(params: Params, mean_weight: Any) -> Params:
+  """Returns the weights with which the gradients of a step are computed. mean_weight: the sum of the target weights of
+  the whole batch, divided by the number of its tokens without padding.
+
+  The step divides all sums by the sum of the target weights. With these loads, it divides the sum of the balance loss
+  by the number of tokens.
+  """
+  return _map_experts(lambda layer: layer | {"load": layer["load"] * mean_weight}, params)
 
 
 def split_loads(grads: Params) -> tuple[Params, list[jax.Array]]:

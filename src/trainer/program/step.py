@@ -159,7 +159,7 @@ def apply_gradients(
   number of non-finite steps in a row, including this one. If the loss or a gradient is not finite, weights and
   optimizer state stay unchanged.
   """
-  weight = jnp.maximum(sums.weight, 1.0)
+  weight = jnp.where(sums.weight > 0, sums.weight, jnp.inf)  # a batch without targets has the mean 0
   sum_grads, counts = experts.split_loads(sums.grads)
   norm = optax.tree.norm(sum_grads) / weight
   loss = sums.loss / weight
@@ -213,7 +213,12 @@ def build_train_step(
   sums = _over_slices(mesh, own, functools.partial(reduced_loss_and_grads, model, cfg))
 
   def train_step(state: TrainState, rounds: Rounds) -> tuple[TrainState, jax.Array]:
-    return apply_gradients(cfg, optimizer, schedule, state, sums(state.params, rounds))
+    params = state.params
+    if model.cfg.has_balance_loss:
+      tokens = sum(jnp.sum(batch.segment_ids != 0, dtype=jnp.float32) for batch in rounds)
+      weight = sum(jnp.sum(batch.weights, dtype=jnp.float32) for batch in rounds)
+      params = experts.scale_loads(params, weight / jnp.maximum(tokens, 1.0))
+    return apply_gradients(cfg, optimizer, schedule, state, sums(params, rounds))
 
   return train_step
 

@@ -33,6 +33,10 @@ def sample(config: Config, session: Session, prog: Program, params: Params, step
     reason = "the data have no tokenizer" if tokenizer is None else "the weights are spread over processes"
     session.log.warning(f"no sample is made of sample_prompt: {reason}")
     return
+  prompt = config.observe.sample_prompt
+  if prompt.strip() and not tokenizer.encode(prompt):
+    session.log.warning("no sample is made of sample_prompt: the tokenizer has no token for it")
+    return
   session.log.line("Compiling what samples from the model ...")
   start = time.monotonic()
   try:

@@ -21,6 +21,7 @@ from trainer.cluster import View
 from trainer.config.schema import Config
 from trainer.elastic.attempt import ElasticRun, Outcome
 from trainer.elastic.events import Event, Kind
+from trainer.models import experts
 from trainer.models.decoder import Params
 from trainer.program.program import Feed, Halves, Program
 from trainer.program.state import TrainState
@@ -74,7 +75,7 @@ class ManyWorlds:
     self._rounds = Rounds(self._peers, self._halves, wire, group, self._send_state, self._receive_state)
     self._threads.callback(self._rounds.close)
     self._total = self._rounds.layout.empty()
-    self._batches = Prefetcher(self._shares_of_batch, self._step, self._config.run.steps)
+    self._batches = Prefetcher(self._prepared, self._step, self._config.run.steps)
     self._threads.callback(self._batches.close)
     self._peers.on_change = lambda change: _record(self._elastic, change, self._step)
     self._peers.on_notice = lambda notice: _record_notice(self._session, notice)
@@ -82,16 +83,17 @@ class ManyWorlds:
     return start
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
-    index, ahead = next(self._batches)
+    index, (ahead, mean_weight) = next(self._batches)
     assert index == n - 1 == self._step, f"step {n} after {self._step} steps got the batch of step {index + 1}"
     self.data_wait_seconds = self._batches.waited_seconds
     self._elastic.steps.current_step = n
     self._elastic.reached("step", n)
     self._state = state
+    params = state.params if mean_weight == 1 else experts.scale_loads(state.params, np.float32(mean_weight))
 
     def compute(share: Share) -> Own:
       batch = ahead.pop(share) if share in ahead else self._train.share(index, share)
-      return Own(*self._halves.sums(state.params, batch))
+      return Own(*self._halves.sums(params, batch))
 
     checksum = self._halves.checksum(state.params)
     scalars, self.slice_seconds = self._rounds.agree(f"step {n}", checksum, compute, self._total)
@@ -158,9 +160,12 @@ class ManyWorlds:
   def close(self) -> None:
     self._threads.close()
 
-  def _shares_of_batch(self, index: int) -> dict[Share, Batch]:
-    """The batches of the shares that this member computes now; the dealing may have changed when they are used."""
-    return {share: self._train.share(index, share) for share in self._peers.shares}
+  def _prepared(self, index: int) -> tuple[dict[Share, Batch], float]:
+    """(the batches of the shares that this member computes now: the dealing may have changed when they are used, the
+    mean weight of the tokens of the whole batch if the balance loss of experts needs it, else 1)."""
+    needed = self._config.model.has_balance_loss
+    mean_weight = self._session.data.train.mean_weight(index) if needed else 1.0
+    return {share: self._train.share(index, share) for share in self._peers.shares}, mean_weight
 
   def _send_state(self, member: int) -> None:
     header = joining.header(self._config, self._session, self._elastic, self._step, self._evaluated)

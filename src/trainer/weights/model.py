@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from input_pipeline.errors import shorten
 from input_pipeline.tokenizer import Tokenizer
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ModelSection, RematPolicy
@@ -58,9 +59,11 @@ class Model:
     return cls(functions, params, tokenizer, tokenizers.stop_ids(tokenizer_folder, tokenizer))
 
   def encode(self, text: str) -> list[int]:
-    """The ids of the beginning of a document."""
-    begin = [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
-    return [*begin, *self.tokenizer.encode(text)] or [self.tokenizer.eos_id]
+    """The ids of the beginning of a document. Raises ConfigError if the tokenizer has no token for the text."""
+    begin, ids = [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id], self.tokenizer.encode(text)
+    if text.strip() and not ids:
+      raise ConfigError(f"{shorten(text)!r}: the tokenizer of the model has no token for it. Give another text.")
+    return [*begin, *ids] or [self.tokenizer.eos_id]
 
   def logits(self, ids: Sequence[int]) -> np.ndarray:
     """The logits [T, V], float32, after each of the T ids."""

@@ -68,8 +68,8 @@ def write(job: Job, split: str, pieces: Sequence[Piece], path: Path, report: Cal
   """
   counts = {"documents": 0, "tokens": 0, "records": 0, "targets": 0, "bad_records": 0}
   documents = dataclasses.replace(job.splits[split], pieces=pieces)
-  bad = BadRecords(job.max_bad_records)
-  groups = prepare.token_groups(prepare.groups(documents, _GROUP, bad), job.tokenizer, job.ids, bad)
+  bad, lost = BadRecords(job.max_bad_records), prepare.Lost()
+  groups = prepare.token_groups(prepare.groups(documents, _GROUP, bad), job.tokenizer, job.ids, bad, lost)
   temporary = path.with_name(f".{path.name}.{os.getpid()}")
   try:
     try:
@@ -94,6 +94,7 @@ def write(job: Job, split: str, pieces: Sequence[Piece], path: Path, report: Cal
     "sha256": digest,
     **counts,
     "bad": bad.messages,
+    "lost": str(lost),
     "inputs": inputs,
   }
 

@@ -73,6 +73,8 @@ def _write(job: Job, folder: Output, left: Sequence[Part], processes: int) -> No
       folder.finish(part, counts)
       for message in counts["bad"]:
         print(f"A bad record is skipped: {message}", flush=True)
+      if counts["lost"]:
+        print(f"warning: {counts['file']}: {counts['lost']}", flush=True)
       if counts["bad_records"]:
         folder.require_few_bad(job.max_bad_records)
       progress.add_part(part)

@@ -45,6 +45,18 @@ class FolderLock:
     if self._descriptor >= 0:
       locked(self._descriptor, shared=True)
 
+  def is_at(self, path: Any) -> bool:
+    """Whether the folder that was locked is still the one at `path`."""
+    try:
+      return os.path.samestat(os.fstat(self._descriptor), os.stat(path))
+    except FileNotFoundError:
+      return False
+
+  def release(self) -> None:
+    """Ends the lock now."""
+    descriptor, self._descriptor = self._descriptor, -1
+    if descriptor >= 0:
+      os.close(descriptor)
+
   def __del__(self) -> None:
-    if self._descriptor >= 0:
-      os.close(self._descriptor)
+    self.release()

@@ -16,7 +16,7 @@ from trainer.checkpoint import run_id as run_id_lib
 from trainer.checkpoint.backup import Log
 from trainer.checkpoint.errors import CheckpointError, Rejected
 from trainer.checkpoint.meta import check_meta
-from trainer.observe import environment
+from trainer.observe import environment, files
 from trainer.world import World
 
 STEP = re.compile("0|[1-9][0-9]{0,17}")  # the name of a step's folder; not 0050, nor digits of other scripts
@@ -72,6 +72,8 @@ class StepFolders:
   def _folders(self, directory: Any = None) -> list[Any]:
     """The content of a folder; default: the one with the steps."""
     directory = directory or self.directory
+    if "://" in str(directory):
+      directory = files.object_folder(str(directory))
     try:
       return list(directory.iterdir())
     except FileNotFoundError:  # not made yet, or moved away by the user
@@ -87,12 +89,21 @@ class StepFolders:
     """Committed steps, oldest first. They may be damaged: see `verify`."""
     return sorted(int(path.name) for path in self._folders() if self._committed(path.name))
 
-  def hold(self, step: int) -> Any:
-    """Retention of other processes leaves the committed step while the result lives. Raises Rejected if it is gone."""
+  def hold(self, step: int) -> FolderLock:
+    """Retention of other processes leaves the committed step until the lock ends, on file systems that have locks.
+
+    Raises Rejected if the step is gone.
+    """
     held = FolderLock(self.directory / str(step), shared=True)
-    if held.entered is False or not self._committed(str(step)):
-      raise Rejected(f"retention has deleted checkpoint {step}")
+    if held.entered is False or self.is_gone(step):
+      raise Rejected("it was deleted")
     return held
+
+  def is_gone(self, step: int) -> bool:
+    """Whether a step is not committed any more."""
+    if "://" in str(self.directory):
+      files.object_folder(str(self.directory / str(step)))  # another process deletes it
+    return not self._committed(str(step))
 
   def unfinished(self) -> dict[str, bool]:
     """{folder name: whether it is sealed and has its final name} of steps that are not committed.

@@ -7,22 +7,22 @@ import errno
 import os
 from typing import Any
 
-_UNSUPPORTED = {errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.EBADF}
+UNSUPPORTED = {errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.EBADF}
 
 
-def locked(descriptor: int, *, shared: bool) -> bool | None:
+def locked(descriptor: int, *, shared: bool, wait: bool = False) -> bool | None:
   """Whether this process holds a lock (flock) of the open file or folder now; None: its file system has no locks.
 
-  Does not wait. The lock ends with the descriptor, so also with the process.
+  wait: until other processes have freed it. The lock ends with the descriptor, so also with the process.
   """
   import fcntl
 
   try:
-    fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
   except BlockingIOError:
     return False
   except OSError as error:
-    if error.errno not in _UNSUPPORTED:
+    if error.errno not in UNSUPPORTED:
       raise
     return None
   return True

@@ -13,7 +13,7 @@ from typing import Any
 
 from input_pipeline.source import Source
 from trainer import world as world_lib
-from trainer.checkpoint import run_id
+from trainer.checkpoint import disk_space, run_id
 from trainer.checkpoint.arrays import fingerprint, state_tree
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.preemption import Preemption
@@ -167,6 +167,8 @@ def open_session(
   world, full_program = cluster.world, program.of_view(config, cluster.view(cluster.slices))
   memory.require_fit(full_program.state, counts.parameter_count(config.model), cluster.kind)
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
+  if config.checkpoint.enable_checkpointing:
+    disk_space.require_locks(config.run_directory)
   parameters = _parameters(config, cluster)
   with contextlib.ExitStack() as stack:
     notes: list[str] = []  # for the log, which is not open yet

@@ -177,6 +177,23 @@ class StepFolders:
       return False
     return True
 
+  def states(self) -> dict[Any, str]:
+    """{folder: why it is no checkpoint, or "" if it is committed} of all that are named like a step. Reads no data."""
+    found = {}
+    for path in self._folders():
+      if self._committed(path.name):
+        found[path] = ""
+      elif _number(path.name) >= 0 and ".rejected." in path.name:
+        found[path] = "it was damaged, and could not be moved away"
+      elif STEP.fullmatch(path.name.partition(UNFINISHED)[0]):
+        found[path] = self._remnant(path) or f"it has no {COMMIT}"
+    return found
+
+  def is_being_written(self) -> bool | None:
+    """Whether a process writes a step now; None: unknown, because the storage has no locks."""
+    entered = FolderLock(self.directory, shared=False).entered
+    return None if entered is None else not entered
+
   def verify(self, step: int, part: int = 0, parts: int = 1) -> dict[str, Any]:
     """The meta of a committed step. Raises Rejected if a file is missing or damaged.
 

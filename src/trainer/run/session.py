@@ -23,7 +23,7 @@ from trainer.cluster import Cluster
 from trainer.config import cli, counts
 from trainer.config.schema import Config
 from trainer.elastic.program_cache import ProgramCache, Topology
-from trainer.observe import files, lock
+from trainer.observe import environment, files, lock
 from trainer.observe import log as log_lib
 from trainer.observe.compiles import CompileCounter
 from trainer.observe.events import EventLog
@@ -110,7 +110,7 @@ class Session:
     self.events.take_over(config.run_directory)
     for missing in self.metrics.take_over():
       self.progress.step(missing)
-    self.events.emit("primary", step=self.metrics.last_step)
+    self.events.emit("primary", step=self.metrics.last_step, host=environment.host())
 
   def require_folder(self, config: Config, what: str) -> None:
     """Raises CheckpointError, which begins with `what`, if the run's folder was moved or is another run's now."""

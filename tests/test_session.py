@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -12,8 +13,10 @@ import jax
 import pytest
 
 from trainer import config as config_lib
+from trainer.checkpoint.errors import CheckpointError
 from trainer.cluster.simulated import SimulatedCluster
 from trainer.config import ConfigError
+from trainer.observe import lock
 from trainer.observe.events import read_events
 from trainer.observe.metrics import StepRecord
 from trainer.process.signals import Signals
@@ -134,6 +137,48 @@ def test_a_process_that_is_not_the_primary_one_writes_no_file(tmp_path):
       secondary.ready(config, 0)
       secondary.finish(config, 0)
     assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("place", ["moved", "deleted", "of another run", "of another launch", "its own"])
+def test_the_next_primary_writes_only_in_the_folder_of_its_run(tmp_path, place):
+  """It creates no folder, and changes nothing in the folder of another run."""
+  folder, identity = tmp_path / "run", "0123456789ab"
+  with opened(tmp_path, world=SecondaryWorld()) as (config, session), contextlib.ExitStack() as stack:
+    session.holds_folder = stack.enter_context(lock.held(str(folder), "launch", 1, print))
+    (folder / "run_id").write_text(identity)
+    (folder / "log.txt").write_text("of the first primary\n")
+    if place in ("deleted", "of another run"):
+      shutil.rmtree(folder)
+    elif place != "its own":
+      folder.rename(tmp_path / "elsewhere")
+    if place.startswith("of another"):
+      stack.enter_context(lock.held(str(folder), "second", 1, print))
+      (folder / "run_id").write_text(identity if place == "of another launch" else "ba9876543210")
+      (folder / "log.txt").write_text("of another run\n")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    if place == "its own":
+      session.change_role(config, True)
+      assert kinds(tmp_path) == ["primary"]
+    else:
+      with pytest.raises(CheckpointError, match=r"records after step 0 could not be taken over: .*run was moved"):
+        session.change_role(config, True)
+      session.finish(config, 1)
+      assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+      assert folder.exists() == place.startswith("of another")
+
+
+def test_a_process_that_joins_a_run_does_not_make_its_folder(tmp_path):
+  folder = tmp_path / "run"
+  with lock.held(str(folder), "launch", 1, print), lock.held(str(folder), "launch", 1, print, joins=True):
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="was moved"), lock.held(str(folder), "launch", 1, print, joins=True):
+      pass
+    assert not folder.exists()
+  with lock.held(str(folder), "second", 1, print):
+    pass
+  with pytest.raises(ConfigError, match="was moved"), lock.held(str(folder), "launch", 1, print, joins=True):
+    pass
+  assert (folder / lock.FILE).read_text() == "second"
 
 
 def test_the_program_of_all_slices_is_built_once(tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from input_pipeline.errors import ConfigError
+from input_pipeline.locks import locked
 
 Log = Callable[[str], None]
 
@@ -38,19 +39,22 @@ def entry(
   with ExitStack() as stack:
     stack.callback(_remove_empty, fresh)
     try:
-      stack.enter_context(_locked(root / f".{name}.lock"))
+      lock = stack.enter_context(_locked(root / f".{name}.lock"))
       temporary = Path(tempfile.mkdtemp(prefix=f".{name}.{_place(root)}-", dir=root))
     except OSError as error:
       problem = f"dataset_cache_directory={directory} cannot be written: {error}"
       raise ConfigError(f"{problem}. Give another folder.") from error
     stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+    if lock is None:
+      log(f"The file system of {root} has no locks (flock): processes that prepare the same data do it several times.")
     if final.is_dir():
       reason = fault(final)
       if reason is None:
         return final
       log(f"The cached {final} is damaged ({reason}). Making it again.")
-      final.rename(temporary / "damaged")
-    _delete_old(root, name, temporary, log)
+      with suppress(FileNotFoundError):  # without locks another process may do the same
+        final.rename(temporary / "damaged")
+    _delete_old(root, name if lock else "", temporary, log)
     whole = temporary / "whole"
     whole.mkdir()
     build(whole)
@@ -91,7 +95,7 @@ def _place(root: Path) -> str:
 
 
 def _delete_old(root: Path, ours: str, temporary: Path, log: Log) -> None:
-  """Deletes the temporary folders of processes that were killed. `ours`: the entry whose lock this process holds.
+  """Deletes the temporary folders of processes that were killed. `ours`: the entry whose lock this process has, or "".
 
   Names the folders whose processes may be alive without a lock that is visible here.
   """
@@ -101,9 +105,11 @@ def _delete_old(root: Path, ours: str, temporary: Path, log: Log) -> None:
     if place != here:
       unknown.append(str(folder))
       continue
-    # An OSError: its process lives, or it belongs to another user.
-    with suppress(OSError), nullcontext() if name == ours else _locked(root / f".{name}.lock", wait=False):
-      if folder.is_dir():  # its process has not just ended
+    # An OSError: it belongs to another user.
+    with suppress(OSError), nullcontext(True) if name == ours else _locked(root / f".{name}.lock", wait=False) as lock:
+      if lock is None:
+        unknown.append(str(folder))
+      elif lock and folder.is_dir():  # its process neither lives nor has just ended
         shutil.rmtree(folder)
         log(f"Deleted {folder} of a preparation that was killed")
   if unknown:
@@ -114,13 +120,11 @@ def _delete_old(root: Path, ours: str, temporary: Path, log: Log) -> None:
 
 
 @contextmanager
-def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+def _locked(path: Path, *, wait: bool = True) -> Iterator[bool | None]:
   """Holds an exclusive lock on a file that exists only while locked. The lock ends with the process.
 
-  Without `wait`, raises BlockingIOError if another process holds it.
+  Yields whether it holds the lock; None: the file system has no locks. Without `wait`, False: another process has it.
   """
-  import fcntl
-
   while True:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -128,10 +132,13 @@ def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     except FileNotFoundError:  # another process, whose build has failed, removes the empty folder
       continue
     try:
-      fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+      held = locked(descriptor, shared=False, wait=wait)
+      if held is False:
+        yield False
+        return
       if _is_at(descriptor, path):
         try:
-          yield
+          yield held
         finally:
           path.unlink(missing_ok=True)
         return

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
   from trainer.models.decoder import Params
   from trainer.observe.metrics import StepRecord
   from trainer.program.program import Feed, Program
+  from trainer.weights.sources import Source as Weights
 
 
 def load(config: str | os.PathLike[str] | Config, *arguments: str, **keys: bool | int | float | str) -> Config:
@@ -83,19 +84,23 @@ class Run:
     from trainer.run import run_data
     from trainer.weights import sources
 
-    config, source = self.config, sources.open_source(place or self.directory)
-    source.check(config.model)
-    with self._cluster() as cluster:
-      prog = program.of_view(config, cluster.view(cluster.slices))
-      batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
-      with run_data.open_data(config, batch, print, self.source) as data:
-        if not data.evaluations:
-          raise ConfigError(f"{source.where}: the run has no evaluation data. Set eval_sets or eval_dataset_path.")
-        data.use_order(source.meta if source.meta.get("cursor") else None)
-        params = source.load(prog.state.params)
-        counts = data.eval_batches(config.observe.eval_steps)
-        sets = zip(data.evaluations.items(), counts, strict=True)
-        return {name: _loss(prog, params, program.Feed(loader, prog), count) for (name, loader), count in sets}
+    config = self.config
+
+    def evaluate(source: Weights) -> dict[str, tuple[float, float]]:
+      source.check(config.model)
+      with self._cluster() as cluster:
+        prog = program.of_view(config, cluster.view(cluster.slices))
+        batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
+        with run_data.open_data(config, batch, print, self.source) as data:
+          if not data.evaluations:
+            raise ConfigError(f"{source.where}: the run has no evaluation data. Set eval_sets or eval_dataset_path.")
+          data.use_order(source.meta if source.meta.get("cursor") else None)
+          params = source.load(prog.state.params)
+          counts = data.eval_batches(config.observe.eval_steps)
+          sets = zip(data.evaluations.items(), counts, strict=True)
+          return {name: _loss(prog, params, program.Feed(loader, prog), count) for (name, loader), count in sets}
+
+    return sources.use(place or self.directory, evaluate)
 
   @contextlib.contextmanager
   def _cluster(self) -> Iterator[Cluster]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from worlds.exchange import Exchange, PeerLost, Unreachable
 from worlds.membership.client import Membership, SupervisorLost
-from worlds.membership.messages import Message, change, from_ranges
+from worlds.membership.messages import OPENED, Message, change, from_ranges
 
 _END_SECONDS = 10.0  # how long a process that is done waits for the supervisor's answer
 
@@ -56,6 +56,7 @@ class Peers:
     self.source = -1  # the member that sends them the state
     self.primary = -1
     self.run_id = ""  # of the run, if its folder does not exist yet
+    self.begun = False  # other members have opened the run's folder
     self.stopping = False  # the last commit ends the run
     self.left = False  # the run goes on without this member
     self.ended: int | None = None  # the exit code of the run, once the supervisor has ended it
@@ -98,7 +99,7 @@ class Peers:
     """Carries out one message. Raises RunEnded."""
     kind = received["kind"]
     if kind == "welcome":
-      self.run_id = received["run_id"]
+      self.begun, self.run_id = received["run_id"].startswith(OPENED), received["run_id"].removeprefix(OPENED)
       self.set_primary(int(received["primary"]))
     elif kind in ("world", "hold"):
       self._change_world(received)

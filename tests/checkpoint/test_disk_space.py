@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import shutil
 import signal
 from types import SimpleNamespace
 
 import jax
 import pytest
+import tensorstore
 from tests.support import command, toy_state
 
 from trainer.checkpoint import disk_space
 from trainer.checkpoint.arrays import state_tree
-from trainer.config import load
+from trainer.config import ConfigError, load
 
 STATE = toy_state.abstract(toy_state.values(), toy_state.mesh(1, 4))
 SIZE = state_tree.state_bytes(STATE)
@@ -56,6 +59,24 @@ def test_local_copies_of_the_slices_of_this_process(monkeypatch, tmp_path):
   (warning,) = found(monkeypatch, tmp_path, 4 * SIZE - 1, *keys, in_storage=False)  # 2 slices x 2 copies
   assert str(tmp_path / "ram") in warning and "local copies" in warning
   assert found(monkeypatch, tmp_path, 5 * SIZE, *keys, in_storage=False) == []  # arrays are aligned
+
+
+def test_a_folder_where_orbax_cannot_lock_its_files_is_refused(tmp_path, monkeypatch):
+  """Orbax's library has several kinds of locks: it decides, and leaves no file."""
+
+  def refused(*_):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+  run = tmp_path / "not made yet" / "run"
+  disk_space.require_locks(str(run))
+  monkeypatch.setattr(fcntl, "lockf", refused)
+  disk_space.require_locks(str(run))
+  store = SimpleNamespace(result=lambda: (_ for _ in ()).throw(ValueError("UNAVAILABLE")))
+  monkeypatch.setattr(tensorstore.KvStore, "open", lambda spec: store)
+  text = rf"no checkpoint can be saved in {run}: Orbax locks its files .* of {tmp_path} has no locks\."
+  with pytest.raises(ConfigError, match=text):
+    disk_space.require_locks(str(run))
+  assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.soak  # the tests above compute what is warned of

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import pathlib
 import re
@@ -14,7 +16,9 @@ import jax.numpy as jnp
 import pytest
 from tests.support import toy_state
 
+from input_pipeline.locks import FolderLock
 from trainer.checkpoint.errors import ConfigMismatch, NoGoodCheckpoint, NonFiniteState
+from trainer.checkpoint.persistent import Persistent
 from trainer.checkpoint.tiers import Tiers
 from trainer.world import SingleWorld
 
@@ -105,14 +109,64 @@ def test_a_damaged_checkpoint_is_skipped_and_moved_aside(tmp_path):
   assert restored.step == 4
   toy_state.assert_same_bits(restored.state, toy_state.values(4))
   aside = tmp_path / "checkpoints_rejected"
-  assert sorted(p.name for p in aside.iterdir()) == [
-    "6", "6.reason.txt", "8.orbax-checkpoint-tmp", "8.orbax-checkpoint-tmp.reason.txt",
-  ]  # fmt: skip
+  assert sorted(p.name for p in aside.iterdir()) == ["6", "6.reason.txt"]
+  assert f"Removed 1 from {root}: 8.orbax-checkpoint-tmp (its save did not finish)." in recorder.lines
   assert (aside / "6.reason.txt").read_text() == "meta.json is missing\n"
   assert "checkpoint_rejected" in recorder.kinds()
   assert tiers.maybe_save(6, toy_state.state(60), {})  # the step can be saved again
   tiers.close()
   toy_state.assert_same_bits(make(tmp_path).restore_newest(target()).state, toy_state.values(60))
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_save_removes_what_killed_processes_have_left(tmp_path, monkeypatch, locks):
+  """But not the save that another process writes now. Without locks, only what is older than the new checkpoint."""
+
+  def flock(descriptor, kind):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+  if not locks:
+    monkeypatch.setattr(fcntl, "flock", flock)
+  root, recorder = tmp_path / "checkpoints", toy_state.Recorder()
+  for name in ("1.orbax-checkpoint-tmp", "3.orbax-checkpoint-tmp", "5.orbax-checkpoint-tmp", "1", "7 (copy)"):
+    (root / name).mkdir(parents=True)
+  (root / "1" / "DELETED").touch()
+  tiers = make(tmp_path, recorder, max_num_checkpoints_to_keep=9)
+  writer = FolderLock(root, shared=True)  # of another process
+  tiers.maybe_save(2, toy_state.state(2), {})
+  tiers.wait()
+  names = lambda: sorted(path.name for path in root.iterdir())
+  left = ["3.orbax-checkpoint-tmp", "5.orbax-checkpoint-tmp", "7 (copy)"]
+  assert names() == (["1", "1.orbax-checkpoint-tmp", "2", *left] if locks else ["2", *left])
+  del writer
+  tiers.maybe_save(4, toy_state.state(4), {})
+  tiers.close()
+  assert names() == (["2", "4", "7 (copy)"] if locks else ["2", "4", *left[1:]])
+  assert sum(line.startswith("Removed ") for line in recorder.lines) == (1 if locks else 2)
+  first = next(line for line in recorder.lines if line.startswith("Removed "))
+  assert first.startswith(f"Removed {4 if locks else 2} from {root}: 1")
+
+
+def test_the_newest_two_damaged_checkpoints_are_kept(tmp_path):
+  run(tmp_path, 10, max_num_checkpoints_to_keep=9)
+  root, recorder = tmp_path / "checkpoints", toy_state.Recorder()
+  for step in (4, 6, 10):
+    (root / str(step) / "meta.json").write_text("damaged")
+  (root / "8" / "manifest.json").unlink()
+  old = tmp_path / "checkpoints_rejected" / "12"
+  for path in (old, old.with_name("of the user")):
+    path.mkdir(parents=True)
+  reason = old.with_name("12.reason.txt")
+  reason.write_text("damaged\n")
+  os.utime(reason, (1, 1))
+  assert make(tmp_path, recorder).restore_newest(target()).step == 2
+  kept = {"8", "8.reason.txt", "10", "10.reason.txt", "of the user"}
+  assert {path.name for path in old.parent.iterdir()} == kept
+  assert f"Deleted {old}: the newest 2 damaged checkpoints are kept." in recorder.lines
+  assert Persistent(str(root), toy_state.config(), world=SingleWorld()).rejected() == {
+    old.with_name("8"): "manifest.json is missing",
+    old.with_name("10"): "meta.json has 7 bytes instead of 2054",
+  }
 
 
 def test_nothing_good_is_an_error_and_nothing_is_moved(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import time
@@ -57,6 +59,27 @@ def test_a_damaged_entry_is_made_again(tmp_path):
   assert (made(tmp_path, fault=fault, log=lines.append) / "value").read_text() == "made"
   assert len(lines) == 1 and "damaged (the value is wrong). Making it again." in lines[0]
   assert visible(tmp_path) == ["thing"]
+
+
+def test_without_locks_an_entry_is_made_and_the_work_of_others_stays(tmp_path, monkeypatch):
+  def flock(*_):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+  monkeypatch.setattr(fcntl, "flock", flock)
+  others = [tmp_path / f".{name}.{cache._place(tmp_path)}-abcdefgh" for name in ("thing", "other")]
+  for folder in others:
+    folder.mkdir()
+  lines = []
+
+  def build(folder):
+    (folder / "value").write_text("made")
+    monkeypatch.undo()
+    made(tmp_path)  # another process, which is faster
+
+  assert (made(tmp_path, build, log=lines.append) / "value").read_text() == "made"
+  assert f"The file system of {tmp_path} has no locks (flock)" in lines[0]
+  assert "has 2 unfinished preparations" in lines[1] and len(lines) == 2
+  assert visible(tmp_path)[-1] == "thing"
 
 
 def test_a_good_entry_needs_no_write_permission(tmp_path, monkeypatch):

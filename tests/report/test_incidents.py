@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from tests.support import fake_run
 
@@ -130,6 +132,20 @@ def test_a_restart_says_why_and_what_it_cost(tmp_path, end, why):
   assert restart[0].what.endswith("2 steps done again.") and restart[0].tokens == 2 * 6144
   # Until the second process was first ready: 3.2 s after its start.
   assert restart[0].seconds == pytest.approx(1.8e9 + 103.2 - last, abs=1e-3)
+
+
+def test_after_a_rollback_each_restart_has_the_steps_that_it_did_again(tmp_path):
+  """Steps 1 to 10, then 11 and 12 after a stop. Then the run goes back to step 4, and fails before its first step."""
+  life = functools.partial(fake_run.FakeRun, tmp_path / "a", steps=12, slices=1)
+  for number, (begin, end, code) in enumerate([(0, 10, 42), (10, 12, 0), (4, 4, 1), (4, 7, 42)]):
+    process = life(wall=1.8e9 + 100 * number)
+    process.after(0.0, "init_done", step=begin, seconds=3.2)
+    for step in range(begin + 1, end + 1):
+      process.step(step)
+    process.end(code)
+  stopped, rolled_back = found(tmp_path / "a")
+  assert (stopped.what, stopped.tokens) == ("The process was started again.", 0)
+  assert rolled_back.what.endswith(" 8 steps done again.") and rolled_back.tokens == 8 * 6144
 
 
 def test_a_complete_run_that_is_started_again_or_extended_is_no_incident(tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
@@ -21,11 +23,15 @@ from tests.support import hf_folders
 from tests.support.seeds import few
 
 from input_pipeline.tokenizer import train_bpe
+from trainer.checkpoint.persistent import Persistent
 from trainer.config.errors import ConfigError
-from trainer.config.schema import Config
+from trainer.config.schema import CheckpointSection, Config
+from trainer.models.decoder import DecoderFunctions
+from trainer.models.layers import Kernels
 from trainer.tools import export_hf, import_hf
 from trainer.weights import export, folders, hf_config, importing, sources
 from trainer.weights import safetensors as own_format
+from trainer.world import SINGLE_WORLD
 
 DTYPES = ["float32", "bfloat16", "float16"]
 
@@ -265,6 +271,90 @@ def test_a_disk_that_fails_while_files_are_written_is_one_error(tmp_path, monkey
     assert failed.wait(20)
     monkeypatch.undo()
   assert not list(tmp_path.iterdir())
+
+
+def no_locks(*_):
+  raise OSError(errno.ENOLCK, "No locks available")
+
+
+def two_steps(folder):
+  """(the steps 1 and 2 of a run, what deletes step 1 as the retention of the living run does)."""
+  cfg = hf_folders.model("qwen3", base_num_decoder_layers=1)
+  for step in (1, 2):
+    hf_folders.write_run(folder, Config.model_validate({"model": cfg}), hf_folders.random_params(cfg, step), step)
+  retention = Persistent(str(folder / "checkpoints"), CheckpointSection(), world=SINGLE_WORLD)
+  return cfg, lambda: retention._delete("1")
+
+
+def test_retention_leaves_a_checkpoint_while_another_process_reads_it(tmp_path):
+  cfg, delete = two_steps(tmp_path / "run")
+  source = sources.open_source(f"{tmp_path}/run@1")
+  assert not delete()
+  one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  abstract = DecoderFunctions(cfg, Kernels(None)).abstract()
+  source.load(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), abstract))
+  assert delete() and not (tmp_path / "run" / "checkpoints" / "1").exists()
+
+
+@pytest.mark.parametrize("moment", ["before it is verified", "while it is read"])
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_replaced_by_the_next_one(
+  tmp_path, monkeypatch, capsys, moment
+):
+  """On a file system without locks. A step that was named is not replaced: the reason is one line."""
+  monkeypatch.setattr(fcntl, "flock", no_locks)
+  run, back = tmp_path / "run", tmp_path / "back"
+  _, delete = two_steps(run)
+  (run / "checkpoints" / "2").rename(tmp_path / "2")  # not written yet
+  place, name = (Persistent, "verified") if moment == "before it is verified" else (export, "_write_shards")
+  real = getattr(place, name)
+
+  def deleted(*args):
+    monkeypatch.setattr(place, name, real)
+    assert delete()
+    (tmp_path / "2").rename(run / "checkpoints" / "2")
+    return real(*args)
+
+  monkeypatch.setattr(place, name, deleted)
+  assert export_hf.main([str(run), str(back)]) == 0
+  assert json.loads((back / "trainer_export.json").read_text())["from"] == f"{run}@2"
+  warned = (
+    f"{run}@1: retention has deleted this checkpoint while it was read. Reading the newest one."
+    in capsys.readouterr().err
+  )
+  assert warned == (moment == "while it is read")
+  if warned:
+    (run / "checkpoints" / "2").rename(tmp_path / "2")
+    two_steps(run)
+    (run / "checkpoints" / "2").rename(tmp_path / "3")
+    monkeypatch.setattr(place, name, deleted)
+    assert export_hf.main([f"{run}@1", str(tmp_path / "other")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {run}@1: retention has deleted this checkpoint while it was read. Name a step that")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_two_processes_that_write_one_folder_leave_one_whole_folder(tmp_path, monkeypatch, locks):
+  """The second one is refused: at its begin, or without locks at its end."""
+  if not locks:
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+  target = tmp_path / "new"
+  (tmp_path / "new.unfinished" / "sub").mkdir(parents=True)  # of a process that was killed
+  for name in ("a", "sub/a"):
+    (tmp_path / "new.unfinished" / name).write_text("killed")
+  second = pytest.raises(ConfigError, match="another process writes this folder" if locks else "not empty")
+  with contextlib.ExitStack() as first:
+    folder = first.enter_context(folders.new_folder(str(target)))
+    (folder / "b").write_text("1")
+    with second, folders.new_folder(str(target)) as other:
+      (other / "b").write_text("2")
+      first.close()
+    first.close()
+  assert {path.name: path.read_text() for path in target.iterdir()} == {"b": "1"}
+  with pytest.raises(ConfigError, match="has files already"), folders.new_folder(str(target)):
+    pass
+  left = {path.name for path in tmp_path.iterdir()} - {"new"}
+  assert left == (set() if locks else {"new.unfinished"})
 
 
 def test_a_damaged_checkpoint_and_a_folder_with_files_are_refused(tmp_path, run, capsys):

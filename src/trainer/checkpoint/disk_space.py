@@ -1,4 +1,6 @@
-"""What the checkpoints of a run will need on local disks, compared with what is free. Object stores have no limit."""
+"""What the checkpoints of a run will need of local disks: space, compared with what is free, and locks.
+
+Object stores have no limit."""
 
 from __future__ import annotations
 
@@ -6,14 +8,17 @@ import contextlib
 import math
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from input_pipeline.locks import UNSUPPORTED, locked
 from trainer.checkpoint.arrays import state_tree
 from trainer.checkpoint.ramdisk_size import ramdisk_exact
+from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
 from trainer.observe import files
 
@@ -47,10 +52,44 @@ def warnings(
     yield from _shortage(Path(folder), sum(mine), "local copies of the state", "give the ramdisk more memory")
 
 
+def require_locks(run_directory: str) -> None:
+  """Raises ConfigError if no checkpoint can be saved in the run's folder, because Orbax locks its files there."""
+  if files.is_object_store(run_directory):
+    return
+  import fcntl
+
+  folder = _existing(Path(run_directory))
+  try:
+    with tempfile.TemporaryFile(dir=folder) as file:
+      if locked(file.fileno(), shared=False) is not None:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return
+  except OSError as error:
+    if error.errno not in UNSUPPORTED:  # full, or not writable: the first save says so
+      return
+  import tensorstore  # Orbax's library decides: it tries several kinds of locks
+
+  with tempfile.TemporaryDirectory(dir=folder) as place:
+    try:
+      tensorstore.KvStore.open({"driver": "file", "path": f"{place}/"}).result().write("x", b"").result()
+    except ValueError:
+      raise ConfigError(
+        f"no checkpoint can be saved in {run_directory}: Orbax locks its files (fcntl, flock), and the file system of "
+        f"{folder} has no locks. Mount it with locks, choose a base_output_directory elsewhere, or set "
+        "enable_checkpointing=false"
+      ) from None
+
+
+def _existing(folder: Path) -> Path:
+  """The folder, or the nearest one above it that exists."""
+  folder = folder.expanduser().absolute()
+  return next(parent for parent in (folder, *folder.parents) if parent.exists())
+
+
 def _shortage(folder: Path, needed: int, what: str, remedy: str) -> Iterator[str]:
   """needed: bytes, with those that files below `folder` have already."""
   folder = folder.expanduser().absolute()
-  usage = shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists()))
+  usage = shutil.disk_usage(_existing(folder))
   if not usage.total or needed <= usage.free:  # total: 0 where the file system does not tell
     return
   present = 0

@@ -128,27 +128,23 @@ class Persistent(StepFolders):
       self._check_run_folder(step)
       if self._committed(str(step)) and str(step) not in self._unusable:
         return True, ""
+      if "://" not in str(self.directory):
+        self.directory.mkdir(parents=True, exist_ok=True)
+      self._begin_to_write()
       for path in (self.directory / str(step), temporary := self.directory / f"{step}{UNFINISHED}"):
         if path.exists():
           path.rmtree()
       if "://" not in str(self.directory):
-        temporary.mkdir(parents=True)
+        temporary.mkdir()
         temporary.rmdir()
     except OSError as error:
       return False, str(self._failed(step, error))
     return False, ""
 
   def _check_run_folder(self, step: int) -> None:
-    run = self.directory.parent
-    try:
-      found = run_id_lib.read(str(run)) if self._run_id else ""
-    except Rejected as reason:
-      found = str(reason)
-    if found != self._run_id:
-      raise CheckpointError(
-        f"step {step} could not be saved in {self.directory}: {run} was moved, deleted or replaced during the run (its "
-        f"{run_id_lib.FILE} says {found!r}, at the start it was {self._run_id!r}). Move the folder back and start again"
-      )
+    if self._run_id:
+      what = f"step {step} could not be saved in {self.directory}"
+      run_id_lib.require(str(self.directory.parent), self._run_id, what)
 
   def wait(self) -> None:
     """Returns when the save in flight is committed. Raises SaveFailed, NonFiniteState or CheckpointError."""
@@ -164,6 +160,7 @@ class Persistent(StepFolders):
       with contextlib.suppress(Exception):  # wait() has raised it
         self._writer.close()
       self._writer = None
+    self._writing = None
 
   def _orbax_writer(self) -> Any:
     if self._writer is None:
@@ -221,12 +218,13 @@ class Persistent(StepFolders):
       committed(self, Candidate(save.step), save.clock, save.blocked, self._emit, self._log)
       if self._world.is_primary:
         self._prune(save)
+        self._end_writing(save.step, self._losses or ())
     except Exception as error:
       raise self._failure(save.step, error) from error
 
   def _failure(self, step: int, error: BaseException) -> BaseException:
     """The error to raise for `error`, on every process. Removes the unfinished save: it takes space."""
-    save, self._save = self._save, None
+    save, self._save, self._writing = self._save, None, None
     if save is not None and save.barriers is not None:
       save.barriers.fail(str(self._failed(step, error)))
     for name in (f"{step}{UNFINISHED}", str(step)):
@@ -263,9 +261,8 @@ class Persistent(StepFolders):
     self._losses[save.step] = save.meta["metric"]
     for step in sorted(set(self._losses) - retention.kept(self._losses, self._cfg)):
       try:
-        if self._keeps(step):
+        if self._keeps(step) or not self._delete(str(step)):
           continue
-        self._delete(str(step))
       except OSError as error:
         self._log(f"Checkpoint {self.directory / str(step)} cannot be deleted by retention: {error}. Delete it.")
       del self._losses[step]

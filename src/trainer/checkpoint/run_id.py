@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer import world as world_lib
 from trainer.checkpoint import checksums
-from trainer.checkpoint.errors import Rejected
+from trainer.checkpoint.errors import CheckpointError, Rejected
 from trainer.config.errors import ConfigError
 from trainer.world import World
 
@@ -48,6 +48,19 @@ def read(run_directory: str) -> str:
   """The id in the run's folder; "" if there is none. Raises Rejected if it is no readable file."""
   path = folder(run_directory) / FILE
   return checksums.read(path).decode(errors="replace").strip() if path.exists() else ""
+
+
+def require(run_directory: str, expected: str, what: str) -> None:
+  """Raises CheckpointError, which begins with `what`, if the id in the run's folder is not `expected`."""
+  try:
+    found = read(run_directory)
+  except Rejected as reason:
+    found = str(reason)
+  if found != expected:
+    raise CheckpointError(
+      f"{what}: {run_directory} was moved, deleted or replaced during the run (its {FILE} says {found!r}, at the start "
+      f"it was {expected!r}). Move the folder back and start again"
+    )
 
 
 def _create(path: Any, made: str) -> str:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from input_pipeline.locks import FolderLock
 from trainer import world as world_lib
 from trainer.checkpoint import checksums
 from trainer.checkpoint import run_id as run_id_lib
 from trainer.checkpoint.backup import Log
 from trainer.checkpoint.errors import CheckpointError, Rejected
 from trainer.checkpoint.meta import check_meta
-from trainer.observe import environment
+from trainer.observe import environment, files
 from trainer.world import World
 
 STEP = re.compile("0|[1-9][0-9]{0,17}")  # the name of a step's folder; not 0050, nor digits of other scripts
@@ -25,6 +27,9 @@ COMMIT_TEXT = rf"Checkpoint commit was successful to .*/[0-9]+({re.escape(UNFINI
 META = "meta.json"
 MANIFEST = "manifest.json"
 DELETED = "DELETED"
+# Damaged checkpoints that stay: the owner can find the cause, or repair a state that is newer than the good ones.
+REJECTED_KEPT = 2
+_REASON = ".reason.txt"
 # Orbax changes these files after the manifest is written. A restore does not read the first, and the text of the second
 # is checked.
 _UNSEALED = frozenset({"_CHECKPOINT_METADATA", COMMIT, MANIFEST})
@@ -47,6 +52,7 @@ class StepFolders:
     self.directory = run_id_lib.folder(directory)
     self._world, self._log = world, log
     self._unusable: set[str] = set()  # rejected folders that could not be moved away: a save may overwrite them
+    self._writing: FolderLock | None = None  # while this process writes a step
 
   def _on_primary(self, call: Callable[[], Any]) -> Any:
     """The JSON value of call() on the primary, on every process. Every process raises CheckpointError if it failed."""
@@ -63,15 +69,17 @@ class StepFolders:
       raise CheckpointError(failed)
     return value
 
-  def _folders(self) -> list[Any]:
+  def _folders(self, directory: Any = None) -> list[Any]:
+    """The content of a folder; default: the one with the steps."""
+    directory = directory or self.directory
+    if "://" in str(directory):
+      directory = files.object_folder(str(directory))
     try:
-      return list(self.directory.iterdir())
+      return list(directory.iterdir())
     except FileNotFoundError:  # not made yet, or moved away by the user
       return []
     except OSError as error:
-      raise CheckpointError(
-        f"{self.directory} cannot be listed: {error}. Check that it is a readable folder"
-      ) from error
+      raise CheckpointError(f"{directory} cannot be listed: {error}. Check that it is a readable folder") from error
 
   def _committed(self, name: str) -> bool:
     path = self.directory / name
@@ -80,6 +88,22 @@ class StepFolders:
   def steps(self) -> list[int]:
     """Committed steps, oldest first. They may be damaged: see `verify`."""
     return sorted(int(path.name) for path in self._folders() if self._committed(path.name))
+
+  def hold(self, step: int) -> FolderLock:
+    """Retention of other processes leaves the committed step until the lock ends, on file systems that have locks.
+
+    Raises Rejected if the step is gone.
+    """
+    held = FolderLock(self.directory / str(step), shared=True)
+    if held.entered is False or self.is_gone(step):
+      raise Rejected("it was deleted")
+    return held
+
+  def is_gone(self, step: int) -> bool:
+    """Whether a step is not committed any more."""
+    if "://" in str(self.directory):
+      files.object_folder(str(self.directory / str(step)))  # another process deletes it
+    return not self._committed(str(step))
 
   def unfinished(self) -> dict[str, bool]:
     """{folder name: whether it is sealed and has its final name} of steps that are not committed.
@@ -101,6 +125,74 @@ class StepFolders:
       elif STEP.fullmatch(step) and not self._committed(path.name):
         found[path.name] = not temporary and (path / MANIFEST).exists()
     return found
+
+  def _begin_to_write(self) -> None:
+    """On the primary, before it writes a step. Removes the remnants, unless another process writes now."""
+    self._writing = None  # after a save that has failed
+    lock = self._writing = FolderLock(self.directory, shared=False)
+    if lock.entered:
+      self._remove_remnants()
+    lock.share()
+
+  def _end_writing(self, step: int, known: Collection[int]) -> None:
+    """On the primary, after it has committed `step`. Without a lock, removes only what is older than this step: a
+    process that perhaps still writes it has nothing to lose. known: committed steps."""
+    lock, self._writing = self._writing, None
+    if lock is not None and lock.entered is None:
+      self._remove_remnants(lambda name: _number(name) < step and name not in map(str, known))
+
+  def _remnant(self, path: Any) -> str:
+    """Returns why a folder is of no use any more, unless a living process is at work there; "" if it is not so.
+
+    A folder with a temporary name was never committed. In an object store, every folder has its final name at once.
+    """
+    step, temporary, _ = path.name.partition(UNFINISHED)
+    if not STEP.fullmatch(step):
+      return ""
+    if (path / DELETED).exists():
+      return "its deletion did not finish"
+    at_once = "://" in str(path) and not (path / COMMIT).exists() and not (path / MANIFEST).exists()
+    return "its save did not finish" if temporary or at_once else ""
+
+  def _remove_remnants(self, removable: Callable[[str], bool] = lambda name: True) -> None:
+    """Removes what killed processes have left. That it fails is a line in the log."""
+    try:
+      found = {path: self._remnant(path) for path in self._folders() if removable(path.name)}
+    except (CheckpointError, OSError) as error:
+      self._log(f"Unfinished saves are not removed: {error}.")
+      return
+    removed = [f"{path.name} ({reason})" for path, reason in found.items() if reason and self._remove(path)]
+    if removed:
+      self._log(f"Removed {len(removed)} from {self.directory}: {', '.join(sorted(removed, key=_number))}.")
+
+  def _remove(self, path: Any) -> bool:
+    """Whether a file or folder is removed; if not, the log says why."""
+    try:
+      if "://" not in str(path) and (os.path.islink(path) or not os.path.isdir(path)):
+        os.unlink(path)
+      else:
+        path.rmtree()
+    except OSError as error:
+      self._log(f"{path} cannot be removed: {error}. Delete it.")
+      return False
+    return True
+
+  def states(self) -> dict[Any, str]:
+    """{folder: why it is no checkpoint, or "" if it is committed} of all that are named like a step. Reads no data."""
+    found = {}
+    for path in self._folders():
+      if self._committed(path.name):
+        found[path] = ""
+      elif _number(path.name) >= 0 and ".rejected." in path.name:
+        found[path] = "it was damaged, and could not be moved away"
+      elif STEP.fullmatch(path.name.partition(UNFINISHED)[0]):
+        found[path] = self._remnant(path) or f"it has no {COMMIT}"
+    return found
+
+  def is_being_written(self) -> bool | None:
+    """Whether a process writes a step now; None: unknown, because the storage has no locks."""
+    entered = FolderLock(self.directory, shared=False).entered
+    return None if entered is None else not entered
 
   def verify(self, step: int, part: int = 0, parts: int = 1) -> dict[str, Any]:
     """The meta of a committed step. Raises Rejected if a file is missing or damaged.
@@ -128,20 +220,63 @@ class StepFolders:
       return None
     return loss if isinstance(loss, int | float) else None
 
-  def _delete(self, name: str) -> None:
-    """Marks, uncommits, then removes: killed anywhere in between, the rest is never taken for a checkpoint."""
+  def _delete(self, name: str) -> bool:
+    """Marks, uncommits, then removes: killed anywhere in between, the rest is never taken for a checkpoint.
+
+    False: another process reads it, see `hold`.
+    """
     path = self.directory / name
     if not path.exists():  # another process or the user was faster
-      return
+      return True
+    lock = FolderLock(path, shared=False)
+    if lock.entered is False:
+      return False
     (path / DELETED).write_text("being deleted by retention\n")
     (path / COMMIT).unlink(missing_ok=True)
     path.rmtree()
+    return True
 
   def set_aside(self, rejected: Mapping[str, str]) -> None:
-    """Moves folders, {name: reason}, to {run}/checkpoints_rejected, each with its reason in a file alongside."""
-    moved = self._on_primary(lambda: [self._set_aside(name, reason) for name, reason in rejected.items()])
-    for where, reason in zip(moved, rejected.values(), strict=True):
-      self._log(f"{where}: {reason}")
+    """Moves folders, {name: reason}, to {run}/checkpoints_rejected, each with its reason in a file alongside.
+
+    The newest REJECTED_KEPT stay there; older ones are deleted. Saves that did not finish are deleted at once, unless
+    another process writes now.
+    """
+    names = sorted(rejected, key=_number)  # the newest step last, so that it stays
+    moved = self._on_primary(lambda: self._clean_up(names, rejected))
+    for line in moved:
+      self._log(line)
+
+  def _clean_up(self, names: Sequence[str], rejected: Mapping[str, str]) -> list[str]:
+    """As `set_aside`, on the primary. Returns a line for each folder that was moved."""
+    lock = FolderLock(self.directory, shared=False)
+    if lock.entered is not False and self._writing is None:
+      self._remove_remnants()
+    damaged = [name for name in names if not self._remnant(self.directory / name)]
+    moved = [f"{self._set_aside(name, rejected[name])}: {rejected[name]}" for name in damaged]
+    self._delete_old_rejected()
+    return moved
+
+  def rejected(self) -> dict[Any, str]:
+    """{folder: reason} of the damaged checkpoints that were moved away, the oldest first. On the primary."""
+    found = []
+    for aside in self._folders(self.directory.parent):
+      if aside.name.partition(".")[0] == f"{self.directory.name}_rejected" and aside.is_dir():
+        names = {path.name: path for path in self._folders(aside)}
+        found += [(path, names[f"{name}{_REASON}"]) for name, path in names.items() if f"{name}{_REASON}" in names]
+    found.sort(key=lambda pair: (pair[1].stat().mtime, _number(pair[0].name)))
+    return {path: reason.read_bytes().decode(errors="replace").strip() for path, reason in found}
+
+  def _delete_old_rejected(self) -> None:
+    try:
+      old = list(self.rejected())[:-REJECTED_KEPT]
+    except (CheckpointError, OSError) as error:
+      self._log(f"Damaged checkpoints are not deleted: {error}.")
+      return
+    for path in old:
+      if self._remove(path):
+        (path.parent / f"{path.name}{_REASON}").unlink(missing_ok=True)
+        self._log(f"Deleted {path}: the newest {REJECTED_KEPT} damaged checkpoints are kept.")
 
   def _set_aside(self, name: str, reason: str) -> str:
     for copy in range(1000):
@@ -152,7 +287,7 @@ class StepFolders:
         if target.exists():
           continue
         _move(self.directory / name, target)
-        (aside / f"{target.name}.reason.txt").write_text(reason + "\n")
+        (aside / f"{target.name}{_REASON}").write_text(reason + "\n")
         return f"Moved checkpoint {name} to {target}"
       except OSError as error:
         problem = f"Checkpoint {name} cannot be moved to checkpoints_rejected ({error})"
@@ -173,6 +308,12 @@ class StepFolders:
         aside.mkdir(parents=True, exist_ok=True)
         return aside
     raise AssertionError("1000 files named checkpoints_rejected")
+
+
+def _number(name: str) -> int:
+  """The step in the name of a folder; -1: none."""
+  digits = re.match("[0-9]+", name)
+  return int(digits[0]) if digits else -1
 
 
 def _move(source: Any, target: Any) -> None:

@@ -230,8 +230,8 @@ class Tiers:
     """The newest good state, with the shapes, types and shardings of `abstract`; None on a first start.
 
     accept(meta) may raise to refuse a good checkpoint that does not fit the run (ConfigMismatch): that ends the search.
-    Damaged checkpoints in storage are moved to {run}/checkpoints_rejected once a good state is found. Raises
-    NoGoodCheckpoint if all checkpoints in storage are damaged.
+    Damaged checkpoints in storage are moved to {run}/checkpoints_rejected once a good state is found, and what killed
+    processes have left there is removed. Raises NoGoodCheckpoint if all checkpoints in storage are damaged.
     """
     if self._emergency is not None:
       self._emergency.parts(abstract)  # raises before training if no slice holds a full copy

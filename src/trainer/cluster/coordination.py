@@ -22,6 +22,8 @@ class Coordination:
   peers: Peers | None = None  # the worlds of the run, where each slice is a world of its own
   # The id of a launch, and of the run if it is new, where several worlds start it; "": the primary chooses one.
   fresh_run_id = ""
+  # Whether other worlds have opened the run's folder before this process: it must not create the folder.
+  joins = False
   # Asked after every step where several worlds decide together when to stop: whether this process must stop now. None:
   # a run of one world, which decides alone.
   stop_agreed: Callable[[], bool] | None = None
@@ -67,7 +69,7 @@ class WithPeers(Coordination):
     """supervisor: of the run, if this process has started it."""
     super().__init__(world)
     self.peers, self._supervisor = peers, supervisor
-    self.fresh_run_id = peers.run_id
+    self.fresh_run_id, self.joins = peers.run_id, peers.begun
     self.stop_agreed = lambda: peers.stopping or peers.left
     self._launcher = os.getppid()
 

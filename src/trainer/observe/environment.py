@@ -21,9 +21,14 @@ def describe() -> dict[str, Any]:
   return {
     "git_commit": git_commit(Path(trainer.__file__)),
     "command": shlex.join(sys.orig_argv),
-    "host": socket.gethostname(),
+    "host": host(),
     "versions": versions(),
   }
+
+
+def host() -> str:
+  """The name of this host."""
+  return socket.gethostname()
 
 
 def git_commit(file: Path) -> str | None:

@@ -46,7 +46,7 @@ def exists(directory: str) -> bool:
   """Whether the folder exists, local or on an object store."""
   if not is_object_store(directory):
     return Path(directory).exists()
-  return _object_folder(directory).exists()
+  return object_folder(directory).exists()
 
 
 def open_lines(directory: str | None, name: str) -> LineFile:
@@ -165,14 +165,14 @@ def _encode(line: str) -> bytes:
 
 def _parts(directory: str, name: str) -> list[tuple[int, Any]]:
   """(number, path) of the part objects of `name`, in order."""
-  root = _object_folder(directory)
+  root = object_folder(directory)
   if not root.exists():
     return []
   found = [(path.name[len(name) + 1 :], path) for path in root.iterdir() if path.name.startswith(f"{name}.")]
   return sorted(((int(number), path) for number, path in found if number.isdigit()), key=lambda item: item[0])
 
 
-def _object_folder(directory: str) -> Any:
+def object_folder(directory: str) -> Any:
   """The folder as an epath, without what earlier listings have shown: gcsfs keeps listings for ever, and another
   process may have added objects."""
   from etils import epath

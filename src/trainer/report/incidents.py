@@ -30,6 +30,7 @@ _PARTS = {
 }
 # Exit code of a process -> why another one had to follow.
 _ENDS = {
+  0: "The run was complete, and newer checkpoints were taken away.",
   1: "The process before it had failed (exit code 1).",
   42: "The process before it was stopped by a signal and had saved its state (exit code 42).",
   130: "The process before it was stopped by Ctrl-C (exit code 130).",
@@ -172,27 +173,34 @@ def _restarts(run: Run) -> Iterator[Incident]:
   starts = run.of_kind("run_start")
   for before, start in itertools.pairwise(starts):
     mine = run.rows["process"] == run.processes.index(before["process"])
-    rows, again = run.rows[mine], run.redone[mine]
+    rows = run.rows[mine]
     records = [event for event in run.events if event["process"] == before["process"]]
     last = max([event["wall"] for event in records] + [float(row["wall"]) for row in rows[-1:]])
     ready = next((e for e in run.of_kind("init_done") if e["process"] == start["process"]), start)
     code = next((int(event["exit"]) for event in records if event["kind"] == "run_end"), None)
-    if code == 0:
+    again = _done_again(run, start)
+    if code == 0 and not again:
       continue
     hung = any(event["kind"] == "hang" and "operation" in event for event in records)
     unknown = "The watchdog had stopped it (exit code 134)." if hung else "It ended without a record: it was killed."
     step = ready.get("step")
     what = "The process was started again" + ("." if step is None else f" and continued after step {step}.")
-    if again.any():
-      what += f" {_count(int(again.sum()), 'step')} done again."
+    if again:
+      what += f" {_count(again, 'step')} done again."
     why = unknown if code is None else _ENDS.get(code, f"The process before it had ended with exit code {code}.")
     yield dataclasses.replace(
       _incident(ready, what, why),
       step=step,
-      seconds=max(0.0, ready["wall"] - last),
-      tokens=int(again.sum()) * tokens_per_step if tokens_per_step else None,
+      seconds=None if code == 0 else max(0.0, ready["wall"] - last),
+      tokens=again * tokens_per_step if tokens_per_step else None,
       chips=num_chips(run),
     )
+
+
+def _done_again(run: Run, start: dict[str, Any]) -> int:
+  """How many completed steps the process of `start` had to do again; 0 if it has not begun to."""
+  steps, rows = run.rows["step"], np.flatnonzero(run.rows["process"] == run.processes.index(start["process"]))
+  return max(0, int(steps[rows[0] - 1] - steps[rows[0]]) + 1) if rows.size and rows[0] else 0
 
 
 def _hangs(run: Run) -> Iterator[Incident]:

@@ -13,16 +13,18 @@ from typing import Any
 
 from input_pipeline.source import Source
 from trainer import world as world_lib
-from trainer.checkpoint import run_id
+from trainer.checkpoint import disk_space, run_id
 from trainer.checkpoint.arrays import fingerprint, state_tree
+from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.preemption import Preemption
 from trainer.checkpoint.snapshot import Snapshots
+from trainer.checkpoint.step_folders import StepFolders
 from trainer.cluster import Cluster
 from trainer.config import cli, counts
 from trainer.config.files import CONFIG_FILE
 from trainer.config.schema import Config
 from trainer.elastic.program_cache import ProgramCache, Topology
-from trainer.observe import files, lock
+from trainer.observe import environment, files, lock
 from trainer.observe import log as log_lib
 from trainer.observe.compiles import CompileCounter
 from trainer.observe.events import EventLog
@@ -45,6 +47,7 @@ from trainer.run.scores import Scorer
 from trainer.weights import sources, tokenizers
 from trainer.weights.exports import Exports
 from trainer.weights.sources import Source as Weights
+from trainer.world import SINGLE_WORLD
 
 
 @dataclasses.dataclass
@@ -66,6 +69,7 @@ class Session:
   state_bytes: int  # of one full copy of parameters and optimizer state
   units_per_slice: int  # of work in a step of the full topology: see elastic/batch_plan.py
   run_id: str  # of checkpoint.run_id.establish; "" without checkpoints
+  holds_folder: Callable[[], bool]  # of lock.held
   scorer: Scorer
   parameters: Callable[[], Weights] | None  # that a new run starts from; None: random ones
   started: float  # time.monotonic() at the start of the process or of the current attempt
@@ -103,11 +107,19 @@ class Session:
       for record in (self.metrics, self.events, self.log):
         record.hand_over()
       return
+    self.require_folder(config, f"the records after step {self.metrics.last_step} could not be taken over")
     self.log.take_over(config.run_directory)
     self.events.take_over(config.run_directory)
     for missing in self.metrics.take_over():
       self.progress.step(missing)
-    self.events.emit("primary", step=self.metrics.last_step)
+    self.events.emit("primary", step=self.metrics.last_step, host=environment.host())
+
+  def require_folder(self, config: Config, what: str) -> None:
+    """Raises CheckpointError, which begins with `what`, if the run's folder was moved or is another run's now."""
+    if self.run_id:
+      run_id.require(config.run_directory, self.run_id, what)
+    if not self.holds_folder():
+      raise CheckpointError(f"{what}: {config.run_directory} was moved or deleted, or another launch uses it now")
 
   def finish(self, config: Config, code: int) -> None:
     """Records the end of the process with its exit code; for a complete run also goodput and the report."""
@@ -118,6 +130,14 @@ class Session:
     if not self.cluster.coordination.is_primary:
       return
     with_page = code == 0 and config.observe.enable_report
+    try:
+      self.require_folder(config, "No report is written")
+      if config.checkpoint.enable_checkpointing:
+        _name_rejected(config.run_directory, self.log)
+    except (CheckpointError, OSError) as error:
+      if code == 0:  # otherwise the reason of the end says more
+        self.log.warning(str(error))
+      return
     if config.observe.enable_pathways_goodput or with_page:
       page.write_or_warn(
         config.run_directory, self.log, with_goodput=config.observe.enable_pathways_goodput, with_page=with_page
@@ -149,6 +169,8 @@ def open_session(
   world, full_program = cluster.world, program.of_view(config, cluster.view(cluster.slices))
   memory.require_fit(full_program.state, counts.parameter_count(config.model), cluster.kind)
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
+  if config.checkpoint.enable_checkpointing:
+    disk_space.require_locks(config.run_directory)
   parameters = _parameters(config, cluster)
   with contextlib.ExitStack() as stack:
     notes: list[str] = []  # for the log, which is not open yet
@@ -156,7 +178,7 @@ def open_session(
     scorer = Scorer(config, data)
     log = log_lib.get(config.run_directory, is_primary=cluster.coordination.is_primary)
     stack.callback(log.close)
-    stack.enter_context(_lock(config, cluster, log))
+    holds_folder = stack.enter_context(_lock(config, cluster, log))
     events = _events(config, cluster, log, stack)
     identity = ""
     if config.checkpoint.enable_checkpointing:
@@ -185,6 +207,7 @@ def open_session(
       state_tree.state_bytes(full_program.state),
       full_program.plan.units,
       identity,
+      holds_folder,
       scorer,
       parameters,
       started,
@@ -216,12 +239,20 @@ def _parameters(config: Config, cluster: Cluster) -> Callable[[], Weights] | Non
   return opened
 
 
-def _lock(config: Config, cluster: Cluster, log: Log) -> contextlib.AbstractContextManager[None]:
+def _name_rejected(run_directory: str, log: Log) -> None:
+  """Logs the damaged checkpoints that the run keeps. Raises CheckpointError or OSError if they cannot be listed."""
+  if found := StepFolders(f"{run_directory}/checkpoints", SINGLE_WORLD, log.line).rejected():
+    names = "; ".join(f"{path} ({reason})" for path, reason in found.items())
+    log.line(f"Damaged checkpoints are kept: {names}. Delete them if nobody wants to look at them.")
+
+
+def _lock(config: Config, cluster: Cluster, log: Log) -> contextlib.AbstractContextManager[Callable[[], bool]]:
   """The lock of the run's folder, where this process writes the run's files now, or may one day."""
   if not cluster.coordination.is_primary and cluster.coordination.peers is None:
-    return contextlib.nullcontext()
+    return contextlib.nullcontext(lambda: True)
   grace = config.checkpoint.autocheckpoint_grace_seconds  # that a predecessor which is stopping may need
-  return lock.held(config.run_directory, cluster.coordination.fresh_run_id or secrets.token_hex(6), grace, log.line)
+  launch, joins = cluster.coordination.fresh_run_id or secrets.token_hex(6), cluster.coordination.joins
+  return lock.held(config.run_directory, launch, grace, log.line, joins=joins)
 
 
 def _metrics(

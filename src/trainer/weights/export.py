@@ -49,13 +49,16 @@ class _Part:
 
 def export_run(place: str, directory: str, dtype: str = "", *, report: Callable[[str], object] = print) -> None:
   """Writes the weights of RUN_DIR or RUN_DIR@STEP as a Hugging Face folder, with the run's tokenizer; see `export`."""
-  source = sources.open_source(place)
-  tokenizer = None
-  try:
-    tokenizer = tokenizers.of_source(source)
-  except ConfigError as error:  # the weights are whole without it
-    report(f"warning: the export has only those files of a tokenizer that the run has: {error}")
-  export(source, directory, tokenizer=tokenizer, dtype=dtype, report=report)
+
+  def work(source: Source) -> None:
+    tokenizer = None
+    try:
+      tokenizer = tokenizers.of_source(source)
+    except ConfigError as error:  # the weights are whole without it
+      report(f"warning: the export has only those files of a tokenizer that the run has: {error}")
+    export(source, directory, tokenizer=tokenizer, dtype=dtype, report=report)
+
+  sources.use(place, work)
 
 
 def export(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import threading
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Any
 
+from input_pipeline.locks import FolderLock
 from trainer.checkpoint import run_id
 from trainer.config.errors import ConfigError
+from trainer.observe import files
 
+_CLAIM = "unfinished."  # and some digits: a file in a folder of an object store while a process writes there
 _FLUSH_SECONDS = 0.2  # between two rounds of the thread that flushes
 
 
@@ -21,31 +25,70 @@ def new_folder(path: str) -> Iterator[Any]:
   """An epath to write files to, which is at `path` after the block, or nowhere if the block raises.
 
   Locally the folder gets its name at the end, when all of it is on the disk. In an object store, write the file that
-  readers look for last. Raises ConfigError if `path` has files already, or if the storage fails.
+  readers look for last. Raises ConfigError if `path` has files already, if another process writes it now, or if the
+  storage fails.
   """
   target = run_id.folder(path.rstrip("/"))
-  remote = "://" in str(target)
-  work = target if remote else target.with_name(f"{target.name}.unfinished")
   try:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-      raise ConfigError(f"{path}: has files already. Give a new folder, or delete it.")
-    if work != target and work.exists():  # of a process that was killed
-      work.rmtree()
-    work.mkdir(parents=True, exist_ok=True)
-    try:
-      if remote:
-        yield work
-      else:
-        with _flushed_meanwhile(Path(work)):
+    _require_new(target)
+    with _claimed(target) if "://" in str(target) else _locked(target) as work:
+      try:
+        if work == target:
           yield work
-        _flush(Path(work))
-        os.replace(work, target)
-    except BaseException:
-      with contextlib.suppress(OSError):  # report the first error
-        work.rmtree()
-      raise
+        else:
+          _require_new(target)  # no process writes it any more
+          with _flushed_meanwhile(Path(work)):
+            yield work
+          _flush(Path(work))
+          os.replace(work, target)
+      except BaseException:
+        with contextlib.suppress(OSError):  # report the first error
+          work.rmtree()
+        raise
   except OSError as error:
     raise ConfigError(f"{path}: cannot be written: {error}. Make room there, or give another folder.") from error
+
+
+def _require_new(target: Any) -> None:
+  if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    raise ConfigError(f"{target}: has files already. Give a new folder, or delete it.")
+
+
+def _is_written(target: Any) -> ConfigError:
+  return ConfigError(f"{target}: another process writes this folder. Wait for its end, or give another folder.")
+
+
+@contextlib.contextmanager
+def _locked(target: Any) -> Iterator[Any]:
+  """An empty folder alongside `target`, which this process alone has: by a lock, or by its name if there are none."""
+  work = target.with_name(f"{target.name}.unfinished")
+  work.mkdir(parents=True, exist_ok=True)
+  lock = FolderLock(work, shared=False)
+  if lock.entered is False:
+    raise _is_written(target)
+  if lock.entered is None:
+    with contextlib.suppress(OSError):
+      os.rmdir(work)
+    work = target.with_name(f"{target.name}.{secrets.token_hex(4)}.unfinished")
+    work.mkdir()
+  elif not lock.is_at(work):  # the process that had the lock has just ended
+    raise _is_written(target)
+  for path in work.iterdir():  # of a process that was killed
+    path.rmtree() if path.is_dir() else path.unlink()
+  yield work
+
+
+@contextlib.contextmanager
+def _claimed(target: Any) -> Iterator[Any]:
+  """`target`, in an object store, while it has a file that tells other processes that this one writes there."""
+  claim = target / f"{_CLAIM}{secrets.token_hex(4)}"
+  claim.write_text("")
+  try:
+    if any(path.name != claim.name for path in files.object_folder(str(target)).iterdir()):
+      raise _is_written(target)  # perhaps both processes find each other, and both end
+    yield target
+  finally:
+    claim.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

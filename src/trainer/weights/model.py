@@ -20,6 +20,7 @@ from trainer.models.decoder import DecoderFunctions, Params
 from trainer.models.generation import DEFAULT, Sampling
 from trainer.models.layers import Kernels
 from trainer.weights import sources, tokenizers
+from trainer.weights.sources import Source
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,13 @@ class Model:
 
     dtype: float32 or bfloat16, in which it computes and holds its matrices; "": that of the run. Raises ConfigError.
     """
-    source = sources.open_source(place)
-    cfg = source.model.model_copy(update={"dtype": dtype or source.model.dtype, "scan_layers": False})
-    return cls.on_one_device(cfg, source.load, tokenizers.of_source(source), source.tokenizer_folder, jax.devices()[0])
+
+    def work(source: Source) -> Model:
+      cfg, tokenizer = source.model, tokenizers.of_source(source)
+      cfg = cfg.model_copy(update={"dtype": dtype or cfg.dtype, "scan_layers": False})
+      return cls.on_one_device(cfg, source.load, tokenizer, source.tokenizer_folder, jax.devices()[0])
+
+    return sources.use(place, work)
 
   @classmethod
   def on_one_device(

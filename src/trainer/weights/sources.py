@@ -5,26 +5,31 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from pydantic import ValidationError
 
+from input_pipeline.locks import FolderLock
 from input_pipeline.options import DataOptions
 from trainer.checkpoint import run_id
 from trainer.checkpoint.arrays import tiles, verified_load
 from trainer.checkpoint.errors import CheckpointError, Rejected
 from trainer.checkpoint.persistent import Persistent
+from trainer.checkpoint.together import together
 from trainer.config.errors import ConfigError, shorten
 from trainer.config.schema import CheckpointSection, ModelSection
 from trainer.models.decoder import Params
 from trainer.observe import files
 from trainer.weights import hf_config, names, safetensors
-from trainer.world import SINGLE_WORLD, World
+from trainer.world import SINGLE_WORLD, World, from_primary
+from worlds.lines import warn
 
+X = TypeVar("X")
+_TRIES = 10  # checkpoints of a living run that are read until one stays
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 GENERATION = "generation_config.json"
 ENDS = ("bos_token_id", "eos_token_id")  # its fields
@@ -90,6 +95,8 @@ class Source:
   stored: Mapping[str, Stored]  # of a Hugging Face folder, by our names; else empty
   meta: Mapping[str, Any] = field(default_factory=dict)  # of the checkpoint
   folder: Any = None  # an epath: of the checkpoint
+  held: FolderLock | None = None  # retention of a living run leaves the checkpoint until then
+  is_gone: Callable[[], bool] = lambda: False  # whether it has deleted it nevertheless
 
   @property
   def tokenizer_folder(self) -> str:
@@ -108,13 +115,36 @@ class Source:
   def load(self, abstract: Params, world: World = SINGLE_WORLD) -> Params:
     """The parameters with the shapes, types and shardings of `abstract`. Every process of `world` must call.
 
-    A process reads only the bytes of its shards from local files. Raises ConfigError, on all processes, if they
-    cannot be read or do not fit.
+    A process reads only the bytes of its shards from local files. Afterwards retention may delete the checkpoint.
+    Raises ConfigError, on all processes, if they cannot be read or do not fit.
     """
     try:
       return verified_load.load(world, self.read, self.arrays, {"params": abstract})["params"]
     except (Rejected, CheckpointError) as error:
       raise ConfigError(f"{self.where}: {error}. Get the files again, or give another folder.") from error
+    finally:
+      if self.held is not None:
+        self.held.release()
+
+
+def use(place: str, work: Callable[[Source], X]) -> X:
+  """Returns what `work` returns for the source at `place`, see `open_source`.
+
+  If the run that writes checkpoints there has deleted the one that `work` reads, `work` gets the newest that is left,
+  unless `place` names a step. Raises ConfigError if that happens again and again.
+  """
+  for _ in range(_TRIES):
+    source = open_source(place)
+    try:
+      return work(source)
+    except (ConfigError, Rejected) as error:
+      if not source.is_gone():
+        raise
+      gone = f"{source.where}: retention has deleted this checkpoint while it was read"
+      if split(place)[1]:
+        raise ConfigError(f"{gone}. Name a step that stays, or raise max_num_checkpoints_to_keep.") from error
+      warn(f"{gone}. Reading the newest one.")
+  raise ConfigError(f"{gone}, as {_TRIES - 1} before it. Raise max_num_checkpoints_to_keep, or read a copy of one.")
 
 
 def open_source(place: str, world: World = SINGLE_WORLD) -> Source:
@@ -151,17 +181,25 @@ def split(place: str) -> tuple[str, str]:
 
 def _of_run(directory: str, step: int | None, world: World) -> Source:
   persistent = Persistent(f"{directory}/checkpoints", CheckpointSection(), world=world)
-  steps = [candidate.step for candidate in persistent.candidates()]
-  if not steps or (step is not None and step not in steps):
-    raise ConfigError(f"{directory}: has no checkpoint {'' if step is None else step}, but {steps or 'none'}.")
-  step = steps[0] if step is None else step
-  meta = persistent.verified(step)
+  named, meta = step, None
+  while meta is None:
+    steps = [candidate.step for candidate in persistent.candidates()]
+    if not steps or (named is not None and named not in steps):
+      raise ConfigError(f"{directory}: has no checkpoint {'' if named is None else named}, but {steps or 'none'}.")
+    step = steps[0] if named is None else named
+    is_gone = functools.partial(persistent.is_gone, step)
+    try:
+      held = together(world, functools.partial(persistent.hold, step))
+      meta = persistent.verified(step)
+    except Rejected:
+      if not from_primary(world, is_gone()):
+        raise
   keys_of = lambda section: {key: value for key, value in meta["config"].items() if key in section.model_fields}
   model, data = ModelSection(**keys_of(ModelSection)), DataOptions(**keys_of(DataOptions))
   arrays = {name: entry for name, entry in meta["arrays"].items() if name.startswith("params.")}
   read = functools.partial(persistent.read, step)
   folder = persistent.directory / str(step)
-  return Source(f"{directory}@{step}", directory, model, data, arrays, read, {}, meta, folder)
+  return Source(f"{directory}@{step}", directory, model, data, arrays, read, {}, meta, folder, held, is_gone)
 
 
 def _hugging_face(folder: Any) -> Source:

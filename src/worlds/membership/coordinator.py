@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from worlds.membership.failures import BAD_INPUT, FAILED, Failures
-from worlds.membership.messages import Message, deal, message, slow_line, step_of, to_ranges
+from worlds.membership.messages import OPENED, Message, deal, message, slow_line, step_of, to_ranges
 from worlds.membership.pulse import Pulse, RunningClock
 from worlds.membership.rules import RunRules
 from worlds.membership.speeds import Slow, Speeds
@@ -169,7 +169,8 @@ class Coordinator:
     self.pulse.beat(member, lane)
     if self.primary < 0:
       self.primary = member
-    return [Send(member, message("welcome", primary=self.primary, run_id=self._run_id))]
+    run_id = f"{OPENED}{self._run_id}" if self._run_id and self.epoch else self._run_id
+    return [Send(member, message("welcome", primary=self.primary, run_id=run_id))]
 
   def ready(self, member: int, lane: int, newest: int, holds: bool = False) -> Effects:
     """`member` can compute. It holds the state of the step `newest`, or can restore it without others (0: none)."""

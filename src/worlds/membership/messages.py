@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Message = dict[str, Any]
+OPENED = "+"
 _NUMBER = (int, float)
 _NUMBER_OR_NONE = (int, float, type(None))
 FieldTypes = Mapping[str, type | tuple[type, ...]]
@@ -52,7 +53,7 @@ _CHANGE: FieldTypes = {"base": int, "gone": list, "members": dict, "ranges": dic
 _WORLD: FieldTypes = {"epoch": int, **_CHANGE, "primary": int, "lost": dict, "attempt": int}
 FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   # The answer to `hello`. primary: writes the records until a `world` says otherwise. run_id: the id of the run, if its
-  # folder does not exist yet.
+  # folder does not exist yet; after OPENED, if other members have opened the folder.
   "welcome": {"primary": int, "run_id": str},
   # `leader` restores the newest state of all backups, unless it holds a state, and answers with `restored`. The other
   # members {id: address of each lane} connect with it, and send it the parts of local copies that it asks for.

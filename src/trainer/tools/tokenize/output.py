@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from input_pipeline.documents import Piece
+from input_pipeline.locks import locked
 from input_pipeline.tokenizer import BpeTokenizer, Tokenizer
 from trainer.config.errors import ConfigError
 
@@ -46,20 +47,17 @@ class Output:
   @contextlib.contextmanager
   def locked(self) -> Iterator[None]:
     """Creates the folder and locks it. The lock ends with the process. Raises ConfigError if another process has it."""
-    import fcntl
-
     try:
       self.folder.mkdir(parents=True, exist_ok=True)
       descriptor = os.open(self.folder, os.O_RDONLY)
     except OSError as error:
       raise ConfigError(f"--output={self.folder} cannot be written ({error.strerror}). Give another folder.") from error
     try:
-      try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      except BlockingIOError:
-        raise ConfigError(
-          f"Another process writes to {self.folder}. Wait for its end, or give another folder."
-        ) from None
+      held = locked(descriptor, shared=False)
+      if held is False:
+        raise ConfigError(f"Another process writes to {self.folder}. Wait for its end, or give another folder.")
+      if held is None:
+        print(f"The file system of {self.folder} has no locks (flock): make sure that no other process writes there.")
       yield
     finally:
       os.close(descriptor)

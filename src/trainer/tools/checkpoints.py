@@ -1,0 +1,203 @@
+"""`python -m trainer.tools.checkpoints RUN_DIR`: lists the checkpoints of a run, finished or not, local or gs://.
+
+Each line is a checkpoint, a save that did not finish, a damaged checkpoint with the reason, an export (hf/), or the
+local copies of a step on this host. The run may go on meanwhile: nothing is changed. --verify reads all files of each
+checkpoint, and compares them with its manifest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from trainer.checkpoint import checksums, run_id
+from trainer.checkpoint.errors import CheckpointError, Rejected
+from trainer.checkpoint.step_folders import COMMIT, MANIFEST, StepFolders
+from trainer.config.errors import ConfigError
+from trainer.observe import files
+from trainer.observe.events import read_events
+from trainer.observe.metrics import METRICS_FILE
+from trainer.world import SINGLE_WORLD
+
+_EXPORTED = "trainer_export.json"  # the last file of an export
+_AGES = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """A line of the table. wall: epoch seconds when it was written."""
+
+  name: str
+  size: int
+  wall: float
+  kind: str
+  state: str
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Returns the exit code: 0, or 2 with one line on stderr if the folder is no run or cannot be read."""
+  parser = argparse.ArgumentParser(prog="python -m trainer.tools.checkpoints", description=__doc__.split("\n\n")[0])
+  parser.add_argument("run_directory", metavar="RUN_DIR", help="{base_output_directory}/{run_name}, local or gs://")
+  parser.add_argument("--verify", action="store_true", help="read all files of each checkpoint")
+  arguments = parser.parse_args(argv)
+  try:
+    print("\n".join(describe(arguments.run_directory.rstrip("/"), verify=arguments.verify)))
+  except (ConfigError, CheckpointError, Rejected, OSError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  return 0
+
+
+def describe(run: str, *, verify: bool = False) -> Iterator[str]:
+  """The lines that the tool prints. Raises ConfigError if `run` is not the folder of a run."""
+  folder = run_id.folder(run)
+  events = read_events(run)
+  if not events and not (folder / "checkpoints").exists():
+    raise ConfigError(f"{run} is not the folder of a run. Give base_output_directory/run_name")
+  folders = StepFolders(f"{run}/checkpoints", SINGLE_WORLD, lambda line: None)
+  rows = [*_checkpoints(folders, verify), *_rejected(folders), *_exports(folder), *_local_copies(run, events)]
+  sizes = {kind: sum(row.size for row in rows if row.kind == kind) for kind in dict.fromkeys(row.kind for row in rows)}
+  free = "" if files.is_object_store(run) else f"; free on this disk: {_size(shutil.disk_usage(run).free)}"
+  yield f"{run}: {', '.join(f'{kind} {_size(size)}' for kind, size in sizes.items()) or 'no checkpoint'}{free}"
+  yield from _last_writer(run, events)
+  if rows:
+    yield ""
+    yield from _table(rows)
+
+
+def _checkpoints(folders: StepFolders, verify: bool) -> Iterator[Row]:
+  written = folders.is_being_written()  # asked before: a save that ends meanwhile is shown as committed
+  unfinished = {True: "a process writes now", False: "the next save or start removes it"}
+  for path, why in sorted(folders.states().items(), key=lambda item: _number(item[0].name)):
+    with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+      state = why and f"{why}; {unfinished.get(written, 'perhaps a process writes it now')}"
+      if not why:
+        state = f"committed{_verified(folders, int(path.name)) if verify else ''}"
+      elif "did not finish" not in why:
+        state = why
+      marker = path / COMMIT
+      size = _manifest_size(path) if not why else _size_of(path)
+      yield Row(path.name, size, _written(marker if marker.exists() else path), "checkpoint", state)
+
+
+def _verified(folders: StepFolders, step: int) -> str:
+  try:
+    folders.verify(step)
+  except (Rejected, OSError) as reason:
+    return ", deleted by retention meanwhile" if folders.is_gone(step) else f", damaged: {reason}"
+  return ", all files are as they were written"
+
+
+def _rejected(folders: StepFolders) -> Iterator[Row]:
+  for path, reason in folders.rejected().items():
+    yield Row(path.name, _size_of(path), _written(path), "rejected", reason)
+
+
+def _exports(folder: Any) -> Iterator[Row]:
+  if (folder / "hf").is_dir():
+    for path in sorted((folder / "hf").iterdir(), key=lambda path: _number(path.name)):
+      if path.is_dir():
+        state = "complete" if (path / _EXPORTED).exists() else "not finished"
+        yield Row(path.name, _size_of(path), _written(path), "export", state)
+
+
+def _local_copies(run: str, events: Sequence[dict[str, Any]]) -> Iterator[Row]:
+  """The copies of this run on this host, by step, and all copies of each earlier run in this folder."""
+  config = next((event["config"] for event in reversed(events) if isinstance(event.get("config"), dict)), {})
+  if not (config.get("enable_emergency_checkpoint") and (root := config.get("local_checkpoint_directory"))):
+    return
+  from trainer.checkpoint.local_copies import ENTRY, folder  # imports jax
+
+  place, mine = folder(root, run), run_id.read(run)
+  for path in sorted(place.iterdir()) if place.is_dir() else ():
+    found: dict[str, list[Any]] = {}
+    for file in path.iterdir() if path.is_dir() else ():
+      if match := ENTRY.fullmatch(file.name):
+        found.setdefault(match[1] if path.name == mine else "", []).append(file)
+    for step, parts in sorted(found.items(), key=lambda item: _number(item[0])):
+      slices = sorted({int(match[2]) for match in map(ENTRY.fullmatch, (part.name for part in parts)) if match})
+      state = f"slices {', '.join(map(str, slices))} in {path}" if step else f"of an earlier run in {path}"
+      stats = [part.stat() for part in parts]
+      yield Row(step or "-", sum(x.st_size for x in stats), max(x.st_mtime for x in stats), "local copy", state)
+
+
+def _last_writer(run: str, events: Sequence[dict[str, Any]]) -> Iterator[str]:
+  """A line about the process that wrote the newest record."""
+  last = max([*events[-1:], *files.read_last_json_lines(run, METRICS_FILE)], key=lambda record: record.get("wall", 0.0))
+  if not events or not last.get("wall"):
+    return
+  mine = [event for event in events if event.get("process") == last.get("process")]
+  host = next((event["host"] for event in reversed(mine) if event.get("host")), "?")
+  end = next((event.get("exit") for event in reversed(mine) if event["kind"] == "run_end"), None)
+  ended = "it trains, or was killed" if end is None else f"it ended with exit code {end}"
+  at = f" at step {last['step']}" if "step" in last else ""
+  yield f"last record: {_age(last['wall'])} ago{at}, by process {last.get('process')} on host {host}; {ended}"
+
+
+def _table(rows: Sequence[Row]) -> Iterator[str]:
+  """The rows as lines, in columns."""
+  cells = [("STEP", "SIZE", "AGE", "KIND", "STATE")]
+  cells += [(row.name, _size(row.size), _age(row.wall), row.kind, " ".join(row.state.split())) for row in rows]
+  widths = [max(len(line[column]) for line in cells) for column in range(4)]
+  for name, size, age, kind, state in cells:
+    yield f"{name:<{widths[0]}}  {size:>{widths[1]}}  {age:>{widths[2]}}  {kind:<{widths[3]}}  {state}"
+
+
+def _number(name: str) -> int:
+  digits = re.match("[0-9]+", name)
+  return int(digits[0]) if digits else -1
+
+
+def _manifest_size(path: Any) -> int:
+  """Bytes of a committed step, without a question for each file; as `_size_of` if its manifest is damaged."""
+  try:
+    entries = checksums.parse(checksums.read(path / MANIFEST), MANIFEST)
+    return sum(int(entry["bytes"]) for entry in entries.values())
+  except (Rejected, KeyError, TypeError, ValueError):
+    return _size_of(path)
+
+
+def _size_of(path: Any) -> int:
+  """Bytes of all files below a folder; files that are deleted meanwhile count nothing."""
+  total = 0
+  with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    for name in checksums.walk(path):
+      with contextlib.suppress(FileNotFoundError):
+        total += (path / name).stat().length
+  return total
+
+
+def _written(path: Any) -> float:
+  """When a file or folder was written, in epoch seconds; 0.0: an object store has no such times for folders."""
+  try:
+    return float(path.stat().mtime or 0.0)
+  except OSError:
+    return 0.0
+
+
+def _age(wall: float) -> str:
+  if not wall:
+    return "?"
+  seconds = max(0.0, time.time() - wall)
+  for length, unit in _AGES:
+    if seconds >= length:
+      return f"{seconds / length:.3g} {unit}"
+  return f"{seconds:.0f} s"
+
+
+def _size(count: int) -> str:
+  for length, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+    if count >= length:
+      return f"{count / length:.3g} {unit}"
+  return f"{count} B"
+
+
+if __name__ == "__main__":
+  sys.exit(main())

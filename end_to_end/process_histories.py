@@ -168,6 +168,7 @@ def _strike(run: ProcessRun, fault: Fault, supervisor: int, chance: random.Rando
   if fault.kind == "saves":
     return _fail_saves(run)
   if fault.kind == "move":
+    _wait(lambda: bool(run.workers()), run, supervisor)
     return run.send(supervisor, signal.SIGTERM)
   if fault.kind == "eval":
     _wait(lambda: run.last_step % EVAL_INTERVAL == 0 < run.last_step not in run.evaluations(), run, supervisor)

@@ -18,6 +18,7 @@ _BOS, _EOS = "<|bos|>", "<|eos|>"
 _BOS_NAMES = (_BOS, "<|begin_of_text|>", "<s>", "<bos>")
 _EOS_NAMES = (_EOS, "<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 _NO_TOKEN = "none"  # value of bos_token
+_ADDING = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")  # post-processors that add tokens to a text
 _LONG = 250_000  # characters of a text that is encoded in one piece. Each needs about 100 bytes of memory
 # Increase it when the ids of a text change.
 _FORMAT = 2
@@ -122,6 +123,25 @@ class BpeTokenizer:
       for text, long in zip(texts, is_long)
     ]
 
+  def json_of_documents(self) -> str:
+    """The JSON of a tokenizer that gives a text its ids and those before it in a document, but no token after it."""
+    begin = [] if self.bos_id is None else [self.bos_id]
+    if self._tokenizer.encode("a").ids == [*begin, *self.encode("a")]:
+      return self.json_text
+    content = json.loads(self.json_text)
+    processor = content.get("post_processor") or {}
+    parts = processor["processors"] if processor.get("type") == "Sequence" else [processor] if processor else []
+    parts = [part for part in parts if part["type"] not in _ADDING]
+    if self.bos_id is not None:
+      name = self._tokenizer.id_to_token(self.bos_id)
+      piece = lambda kind, id, type_id: {kind: {"id": id, "type_id": type_id}}
+      single, second = ([piece("SpecialToken", name, i), piece("Sequence", "AB"[i], i)] for i in range(2))
+      tokens = {name: {"id": name, "ids": [self.bos_id], "tokens": [name]}}
+      template = {"single": single, "pair": [*single, *second], "special_tokens": tokens}
+      parts.append({"type": "TemplateProcessing", **template})
+    whole = {"type": "Sequence", "processors": parts} if len(parts) > 1 else parts[0] if parts else None
+    return json.dumps(content | {"post_processor": whole}, ensure_ascii=False, indent=2)
+
   def decode(self, ids: Iterable[int], *, specials: bool = False) -> str:
     known = [int(token) for token in ids if 0 <= token < self.vocab_size]
     return self._tokenizer.decode(known, skip_special_tokens=not specials)
@@ -176,6 +196,12 @@ def _template(processor: dict[str, Any]) -> tuple[list[str], list[str]]:
     names = [piece.get("SpecialToken", {}).get("id") for piece in processor["single"]]  # None: the text
     return names[: names.index(None)], names[names.index(None) + 1 :]
   return [], []
+
+
+def prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+  """The ids of the beginning of a document; the end token if there are none."""
+  begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+  return [*begin, *tokenizer.encode(text)] or [tokenizer.eos_id]
 
 
 def ends(tokenizer: Tokenizer | None) -> dict[str, Any]:

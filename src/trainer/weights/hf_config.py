@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from input_pipeline.options import DataOptions
 from trainer.config.errors import ConfigError
 from trainer.config.rules import NO_EXPORT
 from trainer.config.schema import ModelSection
@@ -141,6 +142,15 @@ def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
   if both:
     raise ConfigError(f"{where}: unknown fields of RoPE: {', '.join(sorted(both))}. Use another model.")
   return found
+
+
+def longest(cfg: ModelSection, data: DataOptions | None) -> int:
+  """Tokens of the longest text of a model: max_position_embeddings if it is set, else those of an example of `data`,
+  on which it was trained."""
+  declared = cfg.max_position_embeddings
+  if data is None or declared != ModelSection.model_fields["max_position_embeddings"].default:
+    return declared
+  return data.max_target_length
 
 
 def build(cfg: ModelSection, dtype: str, ends: Mapping[str, int | None]) -> dict[str, Any]:

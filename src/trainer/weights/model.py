@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from input_pipeline import tokenizer as tokenizer_lib
 from input_pipeline.tokenizer import Tokenizer
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ModelSection, RematPolicy
@@ -23,12 +24,13 @@ from trainer.weights import sources, tokenizers
 
 @dataclass(frozen=True)
 class Model:
-  """A model on one device. stop: the ids that end a text."""
+  """A model on one device. stop: the ids that end a text. longest: tokens of the texts that it was made for."""
 
   functions: DecoderFunctions
   params: Params
   tokenizer: Tokenizer
   stop: frozenset[int]
+  longest: int
 
   @classmethod
   def from_run(cls, place: str, dtype: str = "") -> Model:
@@ -38,7 +40,8 @@ class Model:
     """
     source = sources.open_source(place)
     cfg = source.model.model_copy(update={"dtype": dtype or source.model.dtype, "scan_layers": False})
-    return cls.on_one_device(cfg, source.load, tokenizers.of_source(source), source.tokenizer_folder, jax.devices()[0])
+    tokenizer, folder, device = tokenizers.of_source(source), source.tokenizer_folder, jax.devices()[0]
+    return cls.on_one_device(cfg, source.load, tokenizer, folder, device, source.longest)
 
   @classmethod
   def on_one_device(
@@ -48,6 +51,7 @@ class Model:
     tokenizer: Tokenizer,
     tokenizer_folder: str,
     device: jax.Device,
+    longest: int,
   ) -> Model:
     """A model of `cfg` that holds its matrices in the type in which it computes.
 
@@ -55,12 +59,11 @@ class Model:
     ids that end a text.
     """
     functions, params = on_device(cfg, load, device)
-    return cls(functions, params, tokenizer, tokenizers.stop_ids(tokenizer_folder, tokenizer))
+    return cls(functions, params, tokenizer, tokenizers.stop_ids(tokenizer_folder, tokenizer), longest)
 
   def encode(self, text: str) -> list[int]:
     """The ids of the beginning of a document."""
-    begin = [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
-    return [*begin, *self.tokenizer.encode(text)] or [self.tokenizer.eos_id]
+    return tokenizer_lib.prompt(self.tokenizer, text)
 
   def logits(self, ids: Sequence[int]) -> np.ndarray:
     """The logits [T, V], float32, after each of the T ids."""

@@ -28,6 +28,8 @@ from trainer.world import SINGLE_WORLD, World
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 GENERATION = "generation_config.json"
 ENDS = ("bos_token_id", "eos_token_id")  # its fields
+MARKER = "trainer_export.json"  # the last file of an export
+TOKENS = ("bos_token", "eos_token")  # keys of a run, which its exports repeat in this file
 TOKENIZER = "tokenizer"  # folder of a run that holds the files of its tokenizer
 TOKENIZER_FILES = (  # tokenizer.json is written last: a folder that has it has all
   "tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt tokenizer.model "
@@ -95,6 +97,11 @@ class Source:
   def tokenizer_folder(self) -> str:
     """Where the files of the tokenizer are, if there are any."""
     return self.directory if self.data is None else f"{self.directory}/{TOKENIZER}"
+
+  @property
+  def longest(self) -> int:
+    """Tokens of the longest text of the model."""
+    return hf_config.longest(self.model, None if "imported" in self.meta else self.data)
 
   def check(self, cfg: ModelSection) -> None:
     """Raises ConfigError with all keys of `cfg` that do not fit these weights."""

@@ -44,7 +44,7 @@ class Tasks:
     from trainer.weights.harness import Harness
 
     found = simple_evaluate(
-      Harness(model),
+      Harness(model, longest=model.longest),
       tasks=list(self.names),
       task_manager=self.manager,
       log_samples=False,

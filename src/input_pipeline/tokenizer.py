@@ -13,6 +13,7 @@ import numpy as np
 from input_pipeline import long_text, remote
 from input_pipeline.errors import ConfigError
 
+_FILE = "tokenizer.json"  # of a folder
 _BOS, _EOS = "<|bos|>", "<|eos|>"
 # Names of these two tokens in published tokenizers (Llama, Qwen, GPT-2, Mistral, Gemma).
 _BOS_NAMES = (_BOS, "<|begin_of_text|>", "<s>", "<bos>")
@@ -248,12 +249,14 @@ def load_bpe(path: str, bos_token: str = "", eos_token: str = "") -> BpeTokenize
 
 
 def _read(path: str) -> bytes:
-  """The content of a file, local or at an address. Raises OSError."""
+  """The content of a file, or of tokenizer.json in a folder, local or at an address. Raises OSError."""
   if not remote.is_address(path):
-    return Path(path).expanduser().read_bytes()
-  for file in remote.find("tokenizer_path", path, ()):
-    with file.open() as content:
-      return content.read()
+    file = Path(path).expanduser()
+    return (file / _FILE if file.is_dir() else file).read_bytes()
+  for address in (path, f"{path.rstrip('/')}/{_FILE}"):
+    for found in remote.find("tokenizer_path", address, ()):
+      with found.open() as content:
+        return content.read()
   raise FileNotFoundError("there is no such file")
 
 

@@ -58,8 +58,10 @@ class Harness(TemplateLM):
     pairs = []
     for request in requests:
       context, continuation = request.args
-      without = [], self.tok_encode(continuation, add_special_tokens=False)
-      before, own = self._encode_pair(context, continuation) if context else without
+      if context:
+        before, own = self._encode_pair(context, continuation)
+      else:
+        before, own = [], self.tok_encode(continuation, add_special_tokens=False)
       if not 1 <= len(own) <= self._longest:
         raise ConfigError(
           f"{_document(request)}: the continuation {shorten(continuation)!r} after {context[-20:]!r} has {len(own)} "

@@ -171,7 +171,7 @@ fi
 versions() { sed -e '/^ *--hash/d' -e 's/ *\\$//' "$root/requirements.lock"; }
 all="$(for extra in $extras $(tail -n +2 "$stamp" 2>/dev/null | sed 's/core//'); do echo "$extra"; done | sort -u | paste -sd, -)"
 rm -f "$stamp" # until the end, the environment is not complete
-target="$root${all:+[$all]}"
+target="$root${all:+[${all//_/-}]}" # pip 23, which Python 3.11 has, finds no extra with an underscore
 if [ -n "$uv" ]; then
   say "installing ${all:-core} with uv"
   # Byte code too, as pip does unasked: else the first start compiles a million lines of Python before its first step,

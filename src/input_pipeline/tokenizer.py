@@ -14,11 +14,13 @@ import numpy as np
 from input_pipeline import long_text, remote
 from input_pipeline.errors import ConfigError
 
+_FILE = "tokenizer.json"  # of a folder
 _BOS, _EOS = "<|bos|>", "<|eos|>"
 # Names of these two tokens in published tokenizers (Llama, Qwen, GPT-2, Mistral, Gemma).
 _BOS_NAMES = (_BOS, "<|begin_of_text|>", "<s>", "<bos>")
 _EOS_NAMES = (_EOS, "<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 _NO_TOKEN = "none"  # value of bos_token
+_ADDING = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")  # post-processors that add tokens to a text
 _LONG = 250_000  # characters of a text that is encoded in one piece. Each needs about 100 bytes of memory
 COMPLETE = "Give a tokenizer for this text, or one that has all bytes"
 """The remedy for text that a tokenizer cannot represent."""
@@ -150,6 +152,25 @@ class BpeTokenizer:
       self._has_id[character] = character.isspace() or (bool(own) and "\ufffd" not in self.decode(own))
     return 0, sum(text.count(character) for character in characters if not self._has_id[character])
 
+  def json_of_documents(self) -> str:
+    """The JSON of a tokenizer that gives a text its ids and those before it in a document, but no token after it."""
+    begin = [] if self.bos_id is None else [self.bos_id]
+    if self._tokenizer.encode("a").ids == [*begin, *self.encode("a")]:
+      return self.json_text
+    content = json.loads(self.json_text)
+    processor = content.get("post_processor") or {}
+    parts = processor["processors"] if processor.get("type") == "Sequence" else [processor] if processor else []
+    parts = [part for part in parts if part["type"] not in _ADDING]
+    if self.bos_id is not None:
+      name = self._tokenizer.id_to_token(self.bos_id)
+      piece = lambda kind, id, type_id: {kind: {"id": id, "type_id": type_id}}
+      single, second = ([piece("SpecialToken", name, i), piece("Sequence", "AB"[i], i)] for i in range(2))
+      tokens = {name: {"id": name, "ids": [self.bos_id], "tokens": [name]}}
+      template = {"single": single, "pair": [*single, *second], "special_tokens": tokens}
+      parts.append({"type": "TemplateProcessing", **template})
+    whole = {"type": "Sequence", "processors": parts} if len(parts) > 1 else parts[0] if parts else None
+    return json.dumps(content | {"post_processor": whole}, ensure_ascii=False, indent=2)
+
   def decode(self, ids: Iterable[int], *, specials: bool = False) -> str:
     known = [int(token) for token in ids if 0 <= token < self.vocab_size]
     return self._tokenizer.decode(known, skip_special_tokens=not specials)
@@ -215,6 +236,12 @@ def _template(processor: dict[str, Any]) -> tuple[list[str], list[str]]:
   return [], []
 
 
+def prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+  """The ids of the beginning of a document; the end token if there are none."""
+  begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+  return [*begin, *tokenizer.encode(text)] or [tokenizer.eos_id]
+
+
 def ends(tokenizer: Tokenizer | None) -> dict[str, Any]:
   """[name, id] of bos_token and eos_token, as JSON; None: there is no such token."""
   ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id} if tokenizer else {}
@@ -259,12 +286,14 @@ def load_bpe(path: str, bos_token: str = "", eos_token: str = "") -> BpeTokenize
 
 
 def _read(path: str) -> bytes:
-  """The content of a file, local or at an address. Raises OSError."""
+  """The content of a file, or of tokenizer.json in a folder, local or at an address. Raises OSError."""
   if not remote.is_address(path):
-    return Path(path).expanduser().read_bytes()
-  for file in remote.find("tokenizer_path", path, ()):
-    with file.open() as content:
-      return content.read()
+    file = Path(path).expanduser()
+    return (file / _FILE if file.is_dir() else file).read_bytes()
+  for address in (path, f"{path.rstrip('/')}/{_FILE}"):
+    for found in remote.find("tokenizer_path", address, ()):
+      with found.open() as content:
+        return content.read()
   raise FileNotFoundError("there is no such file")
 
 

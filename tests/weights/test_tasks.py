@@ -14,6 +14,7 @@ from tests.support.command import Run, differences
 from tests.support.command_runs import KEYS, write_text
 from tests.support.process_runs import ProcessRun
 
+from input_pipeline import tokenizer as tokenizers
 from input_pipeline.tokenizer import train_bpe
 from trainer.config import paths
 from trainer.config.errors import ConfigError
@@ -148,6 +149,30 @@ def test_a_text_with_options_that_would_have_no_effect_is_refused(lm_eval, optio
   model = types.SimpleNamespace(functions=types.SimpleNamespace(cfg=cfg))
   with pytest.raises(ConfigError, match=said):
     Harness(model).generate_until([types.SimpleNamespace(args=("a", options))])
+
+
+def test_a_continuation_without_a_score_is_refused_by_task_and_document(lm_eval, tmp_path, monkeypatch):
+  """A continuation that is all in the last token of its context would have the best possible score, 0."""
+  from trainer.weights.harness import Harness
+
+  cfg = hf_folders.model("llama3.1", max_position_embeddings=4096)
+  tokenizer = tokenizers.BpeTokenizer(train_bpe(["the fox"] * 9, 300))
+  model = types.SimpleNamespace(functions=types.SimpleNamespace(cfg=cfg), tokenizer=tokenizer)
+  harness = Harness(model, longest=5)
+  monkeypatch.setattr(harness, "_loglikelihood_tokens", lambda rows: [(before, own) for _, before, own in rows])
+  request = lambda *texts: types.SimpleNamespace(args=texts, task_name="animals", doc_id=3)
+  for context, continuation, count in (("th", "e", 0), ("the", "", 0), ("", "", 0), ("the", " fox" * 6, 6)):
+    with pytest.raises(ConfigError, match=f"task animals, document 3: the continuation .* has {count} tokens of"):
+      harness.loglikelihood([request("the", " fox"), request(context, continuation)])
+  begin, the, fox = tokenizer.bos_id, *tokenizer.encode("the fox")
+  found = harness.loglikelihood([request("", "the"), request("the", " fox"), request("the ", "fox")])
+  assert found == [([begin], [the]), ([begin, the], [fox]), ([begin, the], [fox])]
+  monkeypatch.setattr(tokenizer, "bos_id", None)
+  # Blanks belong to the continuation. Then its first token needs one before it too.
+  assert harness.loglikelihood([request(" ", "fox")]) == [([tokenizer.eos_id], [fox])]
+  monkeypatch.setattr(tokenizer, "encode", lambda text: [])
+  with pytest.raises(ConfigError, match="task animals, document 3: the tokenizer gives no token for 'fox'"):
+    harness.loglikelihood_rolling([request("fox")])
 
 
 def test_a_task_that_fails_is_a_warning_of_the_run(tmp_path, monkeypatch):

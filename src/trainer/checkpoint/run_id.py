@@ -20,10 +20,10 @@ FILE = "run_id"
 
 
 def folder(run_directory: str) -> Any:
-  """The run's folder as an epath. Orbax refuses relative paths; a URL (gs://) is absolute as it is."""
+  """The run's folder as an epath. Orbax refuses relative paths and ~; a URL (gs://) is absolute as it is."""
   from etils import epath
 
-  return epath.Path(run_directory if "://" in run_directory else os.path.abspath(run_directory))
+  return epath.Path(run_directory if "://" in run_directory else os.path.abspath(os.path.expanduser(run_directory)))
 
 
 def establish(run_directory: str, world: World, fresh: str = "") -> str:

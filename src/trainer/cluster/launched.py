@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def shared_token(path: str, environment: Mapping[str, str]) -> bytes:
   """The token of a job on several hosts, 32 bytes, from the text in the file `path`, or if "", in the environment.
   Raises ConfigError if there is no text, or too short a text."""
   try:
-    secret = Path(path).read_text().strip() if path else environment.get(TOKEN, "").strip()
+    secret = Path(os.path.expanduser(path)).read_text().strip() if path else environment.get(TOKEN, "").strip()
   except (OSError, UnicodeDecodeError) as error:
     raise ConfigError(f"--token-file {path}: {error}.\nGive a text file that all hosts can read.") from error
   if len(secret) < _SHORTEST_SECRET:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from input_pipeline import folders
+from input_pipeline import folders, remote
 from trainer.config.errors import ConfigError, Problems, nearest, shorten
 
 PARENT_KEY = "base_config"
@@ -31,6 +32,15 @@ def check_current_folder() -> None:
     Path.cwd()
   except FileNotFoundError:
     raise ConfigError("The current folder no longer exists.\nChange to a folder that exists: cd /") from None
+
+
+def path_of(value: str) -> Any:
+  """The path of a local file, or of one at an address such as gs://BUCKET/NAME (an epath)."""
+  if not remote.is_address(value):
+    return folders.as_path(value, "file ")
+  from etils import epath  # lazy: few runs need it
+
+  return epath.Path(value)
 
 
 def search_folders() -> list[Path]:

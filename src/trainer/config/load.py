@@ -222,16 +222,21 @@ def _model_values(given: dict[str, Given], config_path: Path) -> dict[str, Given
 
 
 def _tokenizer_of_parameters(given: dict[str, Given]) -> dict[str, Given]:
-  """The tokenizer beside the parameters of load_parameters_path, unless another is given."""
+  """The tokenizer beside the parameters of load_parameters_path, with the tokens that its run had around documents,
+  unless another is given."""
   place = given.get("load_parameters_path")
-  chosen = any(given[key].explicit for key in ("tokenizer_type", "tokenizer_path") if key in given)
-  if place is None or not place.value or chosen:
+  chosen = {name for name, value in given.items() if value.explicit}
+  if place is None or not place.value or chosen & {"tokenizer_type", "tokenizer_path"}:
     return {}
   folder = re.sub(r"@\d+$", "", str(place.value)).rstrip("/")
-  for file in (f"{folder}/tokenizer.json", f"{folder}/tokenizer/tokenizer.json"):
-    if paths.is_file("load_parameters_path", file):
-      origin = f"load_parameters_path, {place.origin}"
-      return {"tokenizer_type": Given("bpe", origin), "tokenizer_path": Given(file, origin)}
+  origin = f"load_parameters_path, {place.origin}"
+  for name, record in (("tokenizer.json", "trainer_export.json"), ("tokenizer/tokenizer.json", "config.yml")):
+    if paths.is_file("load_parameters_path", f"{folder}/{name}"):
+      found = {"tokenizer_type": "bpe", "tokenizer_path": f"{folder}/{name}"}
+      if paths.is_file("load_parameters_path", f"{folder}/{record}"):
+        told = files.read_yaml(files.path_of(f"{folder}/{record}"))
+        found |= {key: text for key in ("bos_token", "eos_token") if (text := told.get(key, ("", ""))[0])}
+      return {key: Given(value, origin) for key, value in found.items() if key not in chosen}
   return {}
 
 

@@ -148,8 +148,12 @@ def _check_data(data: DataOptions, problems: Problems) -> None:
             "Give a local folder that datasets has saved with save_to_disk."
           )
   with problems.collect():
-    if data.tokenizer_type == "bpe" and data.tokenizer_path and not is_file("tokenizer_path", data.tokenizer_path):
-      raise ConfigError(f"tokenizer_path={data.tokenizer_path}: there is no such file.\nGive a tokenizers JSON file.")
+    path = data.tokenizer_path if data.tokenizer_type == "bpe" else ""
+    if path and not any(is_file("tokenizer_path", x) for x in (path, f"{path.rstrip('/')}/tokenizer.json")):
+      raise ConfigError(
+        f"tokenizer_path={path}: there is no such file, and no folder with tokenizer.json.\n"
+        "Give a tokenizers JSON file, or a folder that has a tokenizer.json."
+      )
   with problems.collect():
     folder = data.dataset_cache_directory
     if not folder:

@@ -161,7 +161,7 @@ def _compiled(
   except ValueError as error:  # else it would look like a configuration error, which has another exit code
     raise RuntimeError("preflight cannot read the output of this version of the compiler") from error
   if hlo_file:
-    pathlib.Path(hlo_file).write_text(compiled.as_text())
+    pathlib.Path(hlo_file).expanduser().write_text(compiled.as_text())
   return found
 
 

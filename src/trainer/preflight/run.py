@@ -113,7 +113,7 @@ def _check_hlo_file(path: str) -> None:
   """Raises ConfigError if preflight_hlo_file cannot be written. Changes no file, and leaves no new file."""
   if not path:
     return
-  file = pathlib.Path(path).resolve()  # of a link, the file that is written
+  file = pathlib.Path(path).expanduser().resolve()  # of a link, the file that is written
   existed = file.exists()
   try:
     with file.open("a"):

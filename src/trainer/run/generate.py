@@ -6,6 +6,7 @@ import time
 
 import jax
 
+from input_pipeline import tokenizer as tokenizer_lib
 from input_pipeline.tokenizer import Tokenizer
 from trainer.config.schema import Config
 from trainer.models import generation
@@ -19,7 +20,7 @@ def continue_text(
   model: DecoderFunctions, params: Params, tokenizer: Tokenizer, prompt: str, *, tokens: int, seed: int = 0
 ) -> str:
   """The text of `tokens` tokens sampled after `prompt`. `params` must be on one device. Deterministic."""
-  ids = [tokenizer.encode(prompt) or [tokenizer.eos_id]]
+  ids = [tokenizer_lib.prompt(tokenizer, prompt)]
   steps = generation.stream(model, params, ids, tokens, vocab_size=tokenizer.vocab_size, sampling=Sampling(seed=seed))
   return tokenizer.decode(id for (id,) in steps if id is not None)
 

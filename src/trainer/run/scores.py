@@ -12,7 +12,7 @@ from trainer.config.schema import Config
 from trainer.models.decoder import Params
 from trainer.observe.log import Log
 from trainer.run.run_data import RunData
-from trainer.weights import sources
+from trainer.weights import hf_config, sources
 from trainer.weights.model import Model
 from trainer.weights.tasks import Scores, Tasks
 
@@ -48,7 +48,8 @@ class Scorer:
     try:
       whole = jax.tree.map(gather, params)  # before the first `put`, which can fail in one process only
       load = lambda abstract: jax.tree.map(put, whole, abstract)
-      scores = self._tasks.score(Model.on_one_device(self._config.model, load, self._tokenizer, folder, device))
+      cfg, longest = self._config.model, hf_config.longest(self._config.model, self._config.data)
+      scores = self._tasks.score(Model.on_one_device(cfg, load, self._tokenizer, folder, device, longest))
     except jax.errors.JaxRuntimeError as error:  # after the loss of a slice, the next step raises it too
       log.warning(f"no scores of eval_tasks at step {step}; one device must hold the whole model: {error}")
       return None

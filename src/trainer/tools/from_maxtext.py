@@ -7,6 +7,7 @@ reason. docs/coming_from.md has the differences that are no keys.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ class Converted:
 def main(argv: list[str] | None = None) -> int:
   """Returns the exit code: 0, or 2 if a key that changes the numbers of the run cannot be kept."""
   parser = argparse.ArgumentParser(prog="python -m trainer.tools.from_maxtext", description=__doc__.split("\n\n")[0])
-  parser.add_argument("file", metavar="FILE.yml")
+  parser.add_argument("file", metavar="FILE.yml", type=os.path.expanduser)
   path = Path(parser.parse_args(argv).file)
   try:
     texts = {name: text for name, (text, _) in files.read_yaml(path).items()}

@@ -6,6 +6,7 @@ Also reads a Hugging Face folder. --prompts FILE continues every line of a file,
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(prog="python -m trainer.tools.generate", description=__doc__.split("\n\n")[0])
   parser.add_argument("model", metavar="RUN_DIR[@STEP]")
   parser.add_argument("prompt", nargs="?", metavar="PROMPT")
-  parser.add_argument("--prompts", metavar="FILE", help="a prompt in every line")
+  parser.add_argument("--prompts", metavar="FILE", type=os.path.expanduser, help="a prompt in every line")
   parser.add_argument("--tokens", type=int, default=128, help="the most new tokens of a text (default: 128)")
   parser.add_argument("--temperature", type=float, default=0.7, help="0: always the most likely token (default: 0.7)")
   parser.add_argument("--top-k", type=int, default=0, help="only the K most likely tokens (default: 0, all)")

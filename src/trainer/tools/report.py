@@ -7,6 +7,7 @@ prints how far they differ. `--compare PAGE.html` writes a page that compares tw
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from trainer.config.errors import ConfigError
@@ -16,8 +17,12 @@ from trainer.report import compare, comparison_page, goodput, history, page
 def main(argv: list[str] | None = None) -> int:
   """Returns the exit code: 0, or 2 with one line on stderr if a directory is missing, unreadable or no run."""
   parser = argparse.ArgumentParser(prog="python -m trainer.tools.report", description=__doc__.split("\n\n")[0])
-  parser.add_argument("run_directory", nargs="+", help="{base_output_directory}/{run_name}, local or gs://")
-  parser.add_argument("--compare", metavar="FILE", help="compare the runs instead: PICTURE.png or PAGE.html")
+  parser.add_argument(
+    "run_directory", nargs="+", type=os.path.expanduser, help="{base_output_directory}/{run_name}, local or gs://"
+  )
+  parser.add_argument(
+    "--compare", metavar="FILE", type=os.path.expanduser, help="compare the runs instead: PICTURE.png or PAGE.html"
+  )
   parser.add_argument("--chip-hour-price", type=float, help="show costs with this price, not with the run's own")
   arguments = parser.parse_args(argv)
   try:

@@ -27,7 +27,6 @@ from trainer.weights.folders import new_folder
 from trainer.weights.importing import Progress
 from trainer.weights.sources import Source
 
-MARKER = "trainer_export.json"  # the last file of an export
 _SHARD_BYTES = 5_000_000_000
 _PROMPT = (1, 5, 2, 9, 3, 7, 4, 8)  # ids of the self-check, taken modulo the vocabulary
 
@@ -94,10 +93,14 @@ def export(
       _write_json(folder / sources.INDEX, {"metadata": total, "weight_map": places})
     kinds = {str(part.dtype) for part in parts if len(part.weight.their_shape) > 1}
     kind = kinds.pop() if len(kinds) == 1 else "float32"
-    _write_json(folder / sources.CONFIG, hf_config.build(source.model, kind, ends))
+    _write_json(
+      folder / sources.CONFIG,
+      hf_config.build(source.model.model_copy(update={"max_position_embeddings": source.longest}), kind, ends),
+    )
     report(_self_check(source, arrays, folder, bool(dtype)))
     sizes = {file: (folder / file).stat().length for file in files}
-    _write_json(folder / MARKER, {"from": source.where, "trainer": trainer.__version__, "bytes": sizes})
+    told = {key: value for key in sources.TOKENS if source.data and (value := getattr(source.data, key))}
+    _write_json(folder / sources.MARKER, {"from": source.where, "trainer": trainer.__version__, "bytes": sizes, **told})
   report(f"{directory} is complete.")
 
 
@@ -223,18 +226,17 @@ def _write_ends(source: Source, folder: Any, tokenizer: BpeTokenizer, ends: Mapp
   """Names the tokens around the run's documents in the tokenizer's files, and returns their ids.
 
   ends: the ids in the generation_config.json that the run has kept, which the model that it continues may have brought.
-  They still end a text; so does the end of the run's own documents. bos_token and eos_token, where given, replace the
-  names that those files have.
+  They still end a text; so does the end of the run's own documents. bos_token, if the documents have one, and
+  eos_token, where given, replace the names that those files have. The tokenizer adds the first token and not the last.
   """
   named = {key: value and value[0] for key, value in tokenizer_lib.ends(tokenizer).items()}
   given = {key: name for key, name in named.items() if source.data and getattr(source.data, key)}
-  if not (folder / "tokenizer.json").exists():
-    (folder / "tokenizer.json").write_text(tokenizer.json_text)
-  if not (config := folder / "tokenizer_config.json").exists():
-    _write_json(config, {"tokenizer_class": "PreTrainedTokenizerFast", **named})
-  for file in (config, folder / "special_tokens_map.json"):
-    if given and file.exists():
-      _write_json(file, sources.read_json(file) | given)
+  if not (folder / "tokenizer_config.json").exists():
+    _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **named})
+  if "imported" not in source.meta:  # else the files are right as they are
+    given |= {} if tokenizer.bos_id is None else {"bos_token": named["bos_token"]}
+    (folder / "tokenizer.json").write_text(tokenizer.json_of_documents())
+    _name_tokens(folder, given)
   found = dict(ends)
   if found["bos_token_id"] is None or "bos_token" in given:
     found["bos_token_id"] = tokenizer.bos_id
@@ -244,6 +246,23 @@ def _write_ends(source: Source, folder: Any, tokenizer: BpeTokenizer, ends: Mapp
   elif tokenizer.eos_id not in stops and "imported" not in source.meta:
     found["eos_token_id"] = [tokenizer.eos_id, *stops]
   return found
+
+
+def _name_tokens(folder: Any, names: Mapping[str, str | None]) -> None:
+  """Makes the files beside tokenizer.json agree with its template: some readers prefer what these say."""
+  adds = {"add_bos_token": names.get("bos_token") is not None, "add_eos_token": False}
+  for name, wanted in (("tokenizer_config.json", {**names, **adds}), ("special_tokens_map.json", names)):
+    if (file := folder / name).exists():
+      found = sources.read_json(file)
+      # Llama's class adds the token of the beginning unless told otherwise.
+      before = {"add_bos_token": True, "add_eos_token": False} | {k: _content(v) for k, v in found.items()}
+      if changed := {key: value for key, value in wanted.items() if before.get(key) != value}:
+        _write_json(file, found | changed)
+
+
+def _content(token: Any) -> Any:
+  """The text of a token, which these files also write as a mapping."""
+  return token["content"] if isinstance(token, dict) and "content" in token else token
 
 
 def _self_check(source: Source, arrays: ArrayParts, folder: Any, changes_types: bool) -> str:

@@ -17,7 +17,7 @@ from trainer.checkpoint.step_folders import StepFolders
 from trainer.config.schema import Config
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
-from trainer.weights import export
+from trainer.weights import export, sources
 from trainer.world import SINGLE_WORLD, World
 
 _TRIGGERS = frozenset({"init_done", "primary", "checkpoint_saved"})  # events after which an export may be due
@@ -47,7 +47,7 @@ class Exports:
   def owes(self, step: int) -> bool:
     """Whether the checkpoint of `step` must stay, because its export is not finished."""
     due = self._period > 0 and (step % self._period == 0 or step == self._last)
-    return due and step not in self._failed and not (self._folder(step) / export.MARKER).exists()
+    return due and step not in self._failed and not (self._folder(step) / sources.MARKER).exists()
 
   def finish(self, last: int, world: World, stop: Callable[[], bool]) -> bool:
     """Waits until all exports are finished or have failed, with that of `last`, the last step. False: stop() was first.

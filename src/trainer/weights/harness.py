@@ -12,7 +12,7 @@ from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, shorten
 from trainer.models.decoder import Params
 from trainer.models.generation import Sampling
 from trainer.weights.model import Model
@@ -27,10 +27,11 @@ _NEUTRAL = {"num_beams": 1, "repetition_penalty": 1, "min_p": 0, "typical_p": 1,
 class Harness(TemplateLM):
   """Scores continuations and writes texts, in batches of rows of similar length."""
 
-  def __init__(self, model: Model, rows: int = 16) -> None:
+  def __init__(self, model: Model, rows: int = 16, longest: int = 0) -> None:
+    """longest: tokens that the model gets at once; 0: max_position_embeddings."""
     super().__init__()
     self._model, self._rows = model, rows
-    self._longest = model.functions.cfg.max_position_embeddings
+    self._longest = longest or model.functions.cfg.max_position_embeddings
     self._score = jax.jit(self._scores)
 
   @property
@@ -43,8 +44,32 @@ class Harness(TemplateLM):
     return self.eot_token_id if begin is None else begin
 
   def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-    """The ids of the text, without those of the beginning or the end, as the harness's own models do."""
-    return list(self._model.tokenizer.encode(string))
+    """The ids of the text, as the tokenizer of an export gives them: after the token that begins a document.
+
+    add_special_tokens=False: without this token.
+    """
+    begin = self._model.tokenizer.bos_id
+    ids = list(self._model.tokenizer.encode(string))
+    return ids if begin is None or add_special_tokens is False else [begin, *ids]
+
+  def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    """As `_loglikelihood_tokens`, for (context, continuation). Raises ConfigError for a continuation without tokens,
+    whose score would be the best possible, and for one that the model does not get at once."""
+    pairs = []
+    for request in requests:
+      context, continuation = request.args
+      if context:
+        before, own = self._encode_pair(context, continuation)
+      else:
+        before, own = [], self.tok_encode(continuation, add_special_tokens=False)
+      if not 1 <= len(own) <= self._longest:
+        raise ConfigError(
+          f"{_document(request)}: the continuation {shorten(continuation)!r} after {context[-20:]!r} has {len(own)} "
+          f"tokens of its own. Only 1 to {self._longest} have a score. Change target_delimiter, doc_to_target or "
+          "doc_to_choice of the task, or leave it out."
+        )
+      pairs.append((request.args, before or [self.prefix_token_id], own))
+    return self._loglikelihood_tokens(pairs)
 
   def _loglikelihood_tokens(
     self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
@@ -75,8 +100,11 @@ class Harness(TemplateLM):
     """The log-probability of each whole text, every token of it once."""
     totals = []
     for request in requests:
+      (text,) = request.args
+      if text and not self.tok_encode(text, add_special_tokens=False):
+        raise ConfigError(f"{_document(request)}: the tokenizer gives no token for {shorten(text)!r}. Leave it out.")
       windows = utils.get_rolling_token_windows(
-        self.tok_encode(request.args[0]), self.prefix_token_id, self._longest, context_len=1
+        self.tok_encode(text), self.prefix_token_id, self._longest, context_len=1
       )
       parts = [(None, *utils.make_disjoint_window(window)) for window in windows]
       totals.append(sum(score for score, _ in self._loglikelihood_tokens(parts)))
@@ -120,6 +148,10 @@ class Harness(TemplateLM):
     order = sorted(lengths, key=lambda i: -lengths[i])
     for begin in range(0, len(order), self._rows):
       yield order[begin : begin + self._rows]
+
+
+def _document(request: Any) -> str:
+  return f"task {request.task_name}, document {request.doc_id}"
 
 
 def _sampling(options: Mapping[str, Any]) -> Sampling:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from input_pipeline.options import DataOptions
 from trainer.config.errors import ConfigError
 from trainer.config.rules import NO_EXPORT
 from trainer.config.schema import ModelSection
 
+DEQUANTIZE = (
+  "Give the folder from which it was made, or dequantize it first: load it with transformers, and save what its method "
+  "dequantize() returns."
+)
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe", "LlamaForCausalLM": "llama"}
 # Fields that are numbers of the model -> its key.
 _KEYS = {
@@ -56,7 +62,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 # Fields that must have these values, because the decoder knows no other.
 _FIXED: dict[str, tuple[Any, ...]] = {
-  "hidden_act": ("silu",),
+  "hidden_act": ("silu", "swish"),
   "attention_bias": (False,),
   "mlp_bias": (False,),
   "attention_dropout": (0, None),
@@ -64,26 +70,44 @@ _FIXED: dict[str, tuple[Any, ...]] = {
   "pretraining_tp": (1, None),
   "partial_rotary_factor": (1, None),
   "rope_interleaved": (False, None),
+  "is_encoder_decoder": (False, None),
+  "add_cross_attention": (False, None),
+  "pruned_heads": ({}, None),
 }
 # Fields that say nothing about the function that the model computes.
 _DESCRIPTIONS = frozenset(
   "architectures model_type transformers_version torch_dtype dtype use_cache bos_token_id eos_token_id pad_token_id "
   "max_window_layers sliding_window layer_types rope_theta rope_scaling rope_parameters output_attentions "
-  "output_hidden_states return_dict is_encoder_decoder output_router_logits "
+  "output_hidden_states return_dict output_router_logits "
   # What nanotron, unsloth and transformers.js add to models that they publish.
-  "is_llama_config unsloth_fixed unsloth_version transformers.js_config".split()
+  "is_llama_config unsloth_fixed unsloth_version transformers.js_config "
+  # Of the Llama of 2023, of other programs, and of every configuration of transformers before its version 5.
+  "max_sequence_length max_seq_len model_max_length seq_length unk_token_id torchscript use_bfloat16 tf_legacy_loss "
+  "chunk_size_feed_forward is_decoder tie_encoder_decoder tokenizer_class prefix sep_token_id decoder_start_token_id "
+  "finetuning_task task_specific_params problem_type id2label label2id "
+  # Of generation: folders that are older than generation_config.json have them here.
+  "max_length max_new_tokens min_length min_new_tokens max_time early_stopping stop_strings do_sample num_beams "
+  "num_beam_groups num_return_sequences penalty_alpha dola_layers temperature top_k top_p min_p top_h typical_p "
+  "epsilon_cutoff eta_cutoff diversity_penalty repetition_penalty encoder_repetition_penalty length_penalty "
+  "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids force_words_ids renormalize_logits constraints "
+  "forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens "
+  "begin_suppress_tokens sequence_bias token_healing guidance_scale low_memory watermarking_config output_scores "
+  "output_logits return_dict_in_generate is_assistant num_assistant_tokens num_assistant_tokens_schedule "
+  "assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight assistant_lookbehind "
+  "target_lookbehind prompt_lookup_num_tokens max_matching_ngram_size speculation_type use_mtp cache_implementation "
+  "cache_config max_cache_len return_legacy_cache prefill_chunk_size compile_config disable_compile "
+  "continuous_batching_config generation_config".split()
 )
+_QUANTIZED = ("quantization_config", "compression_config", "quantization")  # absent or null in a model that can be read
 
 
 def keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
   """The model's keys for the content of a config.json. Raises ConfigError that names a field which has no key."""
-  architectures = config.get("architectures") or []
-  family = ARCHITECTURES.get(architectures[0] if len(architectures) == 1 else "", "")
-  if not family or config.get("model_type", family) != family:
-    found = f"architectures={architectures}, model_type={config.get('model_type')}"
-    raise ConfigError(f"{where}: {found}. Only {' and '.join(ARCHITECTURES)} can be read.")
+  family = _family(config, where)
+  if quantized := next((config[name] for name in _QUANTIZED if config.get(name)), None):
+    raise ConfigError(f"{where}: is quantized{_method(quantized)}. {DEQUANTIZE}")
   fields = _KEYS | (_EXPERTS if family == "qwen3_moe" else {})
-  known = _DESCRIPTIONS | fields.keys() | _FIXED.keys()
+  known = _DESCRIPTIONS | fields.keys() | _FIXED.keys() | set(_QUANTIZED)
   known |= {"num_local_experts", "mlp_only_layers"} if family == "qwen3_moe" else set()
   if unknown := sorted(name for name in config if name not in known and not name.startswith("_")):
     raise ConfigError(f"{where}: unknown fields {', '.join(unknown)}, which may change the model. Use another model.")
@@ -93,8 +117,7 @@ def keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
   if others := set(config.get("layer_types") or ()) - {"full_attention"}:
     raise ConfigError(f"{where}: layer_types has {', '.join(sorted(others))}. The decoder has only full_attention.")
   complete: dict[str, Any] = {"initializer_range": 0.02, "tie_word_embeddings": False, **_DEFAULTS[family], **config}
-  if family == "llama":
-    complete["num_key_value_heads"] = complete.get("num_key_value_heads") or complete.get("num_attention_heads")
+  complete["num_key_value_heads"] = complete.get("num_key_value_heads") or complete.get("num_attention_heads")
   if family != "qwen3":  # a size that is missing or 0 is refused later
     D, N = complete.get("hidden_size") or 0, complete.get("num_attention_heads") or 1
     complete["head_dim"] = complete.get("head_dim") or D // N
@@ -116,6 +139,25 @@ def keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
   return model
 
 
+def _family(config: Mapping[str, Any], where: str) -> str:
+  """The model_type of a config.json, by itself or by its architectures, which may be of the model without a head."""
+  architectures, kind = config.get("architectures") or [], config.get("model_type")
+  ours = {name.lower(): family for name, family in ARCHITECTURES.items()}  # the first folders have LLaMAForCausalLM
+  named = [ours.get(re.sub("model$", "forcausallm", str(name).lower())) for name in architectures] or [kind]
+  if len(named) != 1 or named[0] not in ARCHITECTURES.values() or kind not in (None, named[0]):
+    found = f"architectures={architectures}, model_type={kind}"
+    raise ConfigError(f"{where}: {found}. Only {' and '.join(ARCHITECTURES)} can be read.")
+  return str(named[0])
+
+
+def _method(quantized: Any) -> str:
+  """ " with NAME" of a quantization_config, if it has a name."""
+  fields = quantized if isinstance(quantized, Mapping) else {}
+  bits = next((name for name in ("load_in_4bit", "load_in_8bit") if fields.get(name)), None)
+  name = fields.get("quant_method") or fields.get("quant_algo") or (bits and "bitsandbytes")
+  return f" with {name}" if name else ""
+
+
 def field(key: str) -> str:
   """The field of config.json that gives `key` of the model."""
   fields = _KEYS | _EXPERTS | _SCALING | {"rope_theta": "rope_max_timescale"}
@@ -128,6 +170,8 @@ def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
   for spelling in (config.get("rope_scaling") or {}, config.get("rope_parameters") or {}):
     for field, value in spelling.items():
       name = "rope_type" if field == "type" else field
+      if value is None or (name, value) == ("partial_rotary_factor", 1):
+        continue
       if both.setdefault(name, value) != value:
         raise ConfigError(f"{where}: {name} is {both[name]} in one place and {value} in another. Correct the file.")
   kind = both.pop("rope_type", "default")
@@ -141,6 +185,15 @@ def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
   if both:
     raise ConfigError(f"{where}: unknown fields of RoPE: {', '.join(sorted(both))}. Use another model.")
   return found
+
+
+def longest(cfg: ModelSection, data: DataOptions | None) -> int:
+  """Tokens of the longest text of a model: max_position_embeddings if it is set, else those of an example of `data`,
+  on which it was trained."""
+  declared = cfg.max_position_embeddings
+  if data is None or declared != ModelSection.model_fields["max_position_embeddings"].default:
+    return declared
+  return data.max_target_length
 
 
 def build(cfg: ModelSection, dtype: str, ends: Mapping[str, int | None]) -> dict[str, Any]:

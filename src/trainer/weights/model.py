@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from input_pipeline import tokenizer as tokenizer_lib
 from input_pipeline.errors import shorten
 from input_pipeline.tokenizer import Tokenizer
 from trainer.config.errors import ConfigError
@@ -25,12 +26,13 @@ from trainer.weights.sources import Source
 
 @dataclass(frozen=True)
 class Model:
-  """A model on one device. stop: the ids that end a text."""
+  """A model on one device. stop: the ids that end a text. longest: tokens of the texts that it was made for."""
 
   functions: DecoderFunctions
   params: Params
   tokenizer: Tokenizer
   stop: frozenset[int]
+  longest: int
 
   @classmethod
   def from_run(cls, place: str, dtype: str = "") -> Model:
@@ -42,7 +44,8 @@ class Model:
     def work(source: Source) -> Model:
       cfg, tokenizer = source.model, tokenizers.of_source(source)
       cfg = cfg.model_copy(update={"dtype": dtype or cfg.dtype, "scan_layers": False})
-      return cls.on_one_device(cfg, source.load, tokenizer, source.tokenizer_folder, jax.devices()[0])
+      folder, device = source.tokenizer_folder, jax.devices()[0]
+      return cls.on_one_device(cfg, source.load, tokenizer, folder, device, source.longest)
 
     return sources.use(place, work)
 
@@ -54,6 +57,7 @@ class Model:
     tokenizer: Tokenizer,
     tokenizer_folder: str,
     device: jax.Device,
+    longest: int,
   ) -> Model:
     """A model of `cfg` that holds its matrices in the type in which it computes.
 
@@ -61,14 +65,13 @@ class Model:
     ids that end a text.
     """
     functions, params = on_device(cfg, load, device)
-    return cls(functions, params, tokenizer, tokenizers.stop_ids(tokenizer_folder, tokenizer))
+    return cls(functions, params, tokenizer, tokenizers.stop_ids(tokenizer_folder, tokenizer), longest)
 
   def encode(self, text: str) -> list[int]:
     """The ids of the beginning of a document. Raises ConfigError if the tokenizer has no token for the text."""
-    begin, ids = [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id], self.tokenizer.encode(text)
-    if text.strip() and not ids:
+    if text.strip() and not self.tokenizer.encode(text):
       raise ConfigError(f"{shorten(text)!r}: the tokenizer of the model has no token for it. Give another text.")
-    return [*begin, *ids] or [self.tokenizer.eos_id]
+    return tokenizer_lib.prompt(self.tokenizer, text)
 
   def logits(self, ids: Sequence[int]) -> np.ndarray:
     """The logits [T, V], float32, after each of the T ids."""

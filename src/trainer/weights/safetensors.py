@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainer.config.errors import ConfigError
+from trainer.weights import hf_config
 
-# Other types are of quantized models.
 DTYPES: dict[str, np.dtype[Any]] = {
   "F32": np.dtype(np.float32),
   "F16": np.dtype(np.float16),
@@ -64,7 +64,10 @@ def read(path: Any) -> dict[str, Tensor]:
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
       begin, stop = entry["data_offsets"]
       if entry["dtype"] not in DTYPES:
-        raise ConfigError(f"{path}: {name} is {entry['dtype']}. Only {', '.join(DTYPES)} can be read.")
+        raise ConfigError(
+          f"{path}: {name} is {entry['dtype']}, as in a quantized model. Only {', '.join(DTYPES)} can be read. "
+          f"{hf_config.DEQUANTIZE}"
+        )
       dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
       if begin != end or stop - begin != math.prod(shape) * dtype.itemsize:
         raise ConfigError(f"{path}: the bytes {begin} to {stop} of {name} are not those of its shape. Get it again.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -33,12 +34,16 @@ _TRIES = 10  # checkpoints of a living run that are read until one stays
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 GENERATION = "generation_config.json"
 ENDS = ("bos_token_id", "eos_token_id")  # its fields
+MARKER = "trainer_export.json"  # the last file of an export
+TOKENS = ("bos_token", "eos_token")  # keys of a run, which its exports repeat in this file
 TOKENIZER = "tokenizer"  # folder of a run that holds the files of its tokenizer
 TOKENIZER_FILES = (  # tokenizer.json is written last: a folder that has it has all
   "tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt tokenizer.model "
   f"chat_template.jinja {GENERATION} tokenizer.json"
 ).split()
-_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # old files have it; it is no weight
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+# Old files have them; they are no weights.
+_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 # What must agree between a run and its source: the shapes, and the function that the weights were trained for.
 _SIZES = (
   "vocab_size emb_dim num_decoder_layers num_query_heads num_kv_heads mlp_dim head_dim use_qk_norm "
@@ -102,6 +107,11 @@ class Source:
   def tokenizer_folder(self) -> str:
     """Where the files of the tokenizer are, if there are any."""
     return self.directory if self.data is None else f"{self.directory}/{TOKENIZER}"
+
+  @property
+  def longest(self) -> int:
+    """Tokens of the longest text of the model."""
+    return hf_config.longest(self.model, None if "imported" in self.meta else self.data)
 
   def check(self, cfg: ModelSection) -> None:
     """Raises ConfigError with all keys of `cfg` that do not fit these weights."""
@@ -175,6 +185,7 @@ def copy_tokenizer(source: Any, target: Any) -> None:
 
 def split(place: str) -> tuple[str, str]:
   """(folder, step or "") of RUN_DIR or RUN_DIR@STEP."""
+  place = os.path.expanduser(place)
   directory, at, step = place.rpartition("@")
   return (directory, step) if at and step.isdigit() else (place, "")
 
@@ -211,6 +222,10 @@ def _hugging_face(folder: Any) -> Source:
     wrong = [f"{hf_config.field(str(e['loc'][0]))}={shorten(str(e['input']))} ({e['msg']})" for e in error.errors()]
     raise ConfigError(f"{where}/{CONFIG}: {', '.join(wrong)}. Correct the file.") from error
   found = _tensors(folder)
+  if "embed_tokens.weight" in found:  # saved from the part of the model below its head
+    found = {name if name == names.HEAD else f"model.{name}": tensor for name, tensor in found.items()}
+  if model.logits_via_embedding and names.HEAD in found:  # the same matrix, of which either name may be missing
+    found.setdefault(names.EMBEDDING, found[names.HEAD])
   stored = {}
   for name, weight in names.weights(model).items():
     tensors = tuple(_take(found, theirs, weight.their_shape, where) for theirs in weight.theirs)
@@ -241,7 +256,8 @@ def _take(found: dict[str, safetensors.Tensor], name: str, shape: tuple[int, ...
   """Removes a tensor from `found` and returns it. Raises ConfigError if it is missing or has another shape."""
   tensor = found.pop(name, None)
   if tensor is None:
-    raise ConfigError(f"{where}: {name} is missing. Get the folder again.")
+    tied = f" If its head is the embedding, say so in {CONFIG}: tie_word_embeddings." if name == names.HEAD else ""
+    raise ConfigError(f"{where}: {name} is missing. Get the folder again.{tied}")
   if tensor.shape != shape:
     raise ConfigError(f"{where}: {name} has shape {tensor.shape}, and its {CONFIG} says {shape}. Correct it.")
   return tensor
@@ -255,7 +271,7 @@ def _tensors(folder: Any) -> dict[str, safetensors.Tensor]:
   """All tensors of a folder by name. Raises ConfigError if its index and its files do not say the same."""
   if not (folder / INDEX).exists():
     if not (folder / SINGLE).exists():
-      raise ConfigError(f"{folder}: has neither {SINGLE} nor {INDEX}. Save the model as safetensors.")
+      raise ConfigError(f"{folder}: has neither {SINGLE} nor {INDEX}. {_instead(folder)}")
     return safetensors.read(folder / SINGLE)
   places = read_json(folder / INDEX).get("weight_map")
   if not isinstance(places, dict) or any("/" in str(file) for file in places.values()):
@@ -270,6 +286,17 @@ def _tensors(folder: Any) -> dict[str, safetensors.Tensor]:
       raise ConfigError(f"{folder}: {INDEX} and {file} differ about {', '.join(wrong[:5])}. Get the folder again.")
     found |= inside
   return found
+
+
+def _instead(folder: Any) -> str:
+  """What to do with a folder without the files of its weights, by those that it has."""
+  weights = sorted(file.name for file in folder.iterdir() if file.suffix in _WEIGHTS)
+  if any(name.startswith("adapter_") for name in weights):
+    return "It has an adapter: merge it into its model (merge_and_unload of peft), and save the result."
+  if any("-of-" in name and name.endswith(".safetensors") for name in weights):
+    return f"It has some of several files: {', '.join(weights[:3])}. Get the folder again."
+  found = f"It has {', '.join(weights[:3])}. " if weights else ""
+  return f"{found}Save the model as safetensors: AutoModelForCausalLM.from_pretrained(...).save_pretrained(NEW_FOLDER)."
 
 
 def read_json(path: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class Tasks:
       from lm_eval.tasks import TaskManager
     except ImportError as error:
       raise ConfigError(f"tasks need lm-evaluation-harness ({error}). {how_to_install('lm_eval')}.") from error
+    folder = os.path.expanduser(folder)
     if folder and not os.path.isdir(folder):
       raise ConfigError(f"{folder}: is no folder. Give the folder with the YAMLs of the tasks.")
     wanted = tuple(names.split(","))
@@ -44,7 +45,7 @@ class Tasks:
     from trainer.weights.harness import Harness
 
     found = simple_evaluate(
-      Harness(model),
+      Harness(model, longest=model.longest),
       tasks=list(self.names),
       task_manager=self.manager,
       log_samples=False,

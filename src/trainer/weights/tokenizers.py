@@ -33,12 +33,19 @@ def keep(run_directory: str, tokenizer: Tokenizer | None, source: str = "") -> N
 
 def of_source(source: Source) -> Tokenizer:
   """The tokenizer of a run or a Hugging Face folder. Raises ConfigError if it cannot be found."""
-  file, cfg = run_id.folder(source.tokenizer_folder) / "tokenizer.json", source.data or DataOptions()
+  file, cfg = run_id.folder(source.tokenizer_folder) / "tokenizer.json", source.data or _of_export(source)
   if file.exists() or cfg.tokenizer_path:
     return load_bpe(str(file) if file.exists() else cfg.tokenizer_path, cfg.bos_token, cfg.eos_token)
   if source.data is not None and cfg.tokenizer_type == "byte":
     return ByteTokenizer()
   raise ConfigError(f"{source.where}: {file} is missing. Copy the tokenizer of the model there.")
+
+
+def _of_export(source: Source) -> DataOptions:
+  """The tokens around documents that the run of an export had; the defaults for other folders."""
+  marker = run_id.folder(source.directory) / sources.MARKER
+  told = sources.read_json(marker) if marker.exists() else {}
+  return DataOptions(**{key: told.get(key, "") for key in sources.TOKENS})
 
 
 def stop_ids(folder: str, tokenizer: Tokenizer) -> frozenset[int]:

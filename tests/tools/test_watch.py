@@ -20,7 +20,8 @@ import pytest
 from tests.support import fake_run
 from tests.support.report_page import Page
 
-from trainer.report import history, live
+from trainer.observe import metrics
+from trainer.report import comparison_page, history, live
 from trainer.report import page as page_lib
 from trainer.tools import report, watch
 
@@ -236,6 +237,39 @@ def test_a_folder_of_runs_is_a_list_of_links(tmp_path):
     assert "5 of 20" in json.loads(get(f"{url}{links[1]}state?version=-1")[1])["body"]
     for other in ("nothing/", "no%20run/", "older/", "older/../../etc/", "a%20%3Cb%3E"):
       assert get(url + other)[0] == 404
+
+
+def test_the_list_has_states_and_numbers_to_sort_by(tmp_path):
+  """A run that was killed looked like one that trains: both had not ended."""
+  running = young_run(tmp_path / "a <b>")
+  running.metrics.write_eval(metrics.Evaluation(3, 2.5))
+  running.close()
+  for name, code in (("ended", 0), ("failed", 1)):
+    young_run(tmp_path / name).end(code, step=3)
+  fake_run.FakeRun(tmp_path / "unborn", steps=20).close()
+  now = running.wall + running.now
+  page = live.LivePage([str(tmp_path)], period=1.0, clock=lambda: now)
+  first = page.state()
+  states = dict(re.findall(r'data-run="([^"]*)">.*?data-label="state" data-key="([^"]*)"', first.body))
+  assert list(states.values()) == ["running", "finished", "ended (exit code 1)", "running"]
+  shown = Page(first.body)
+  row = first.body[first.body.index("a &lt;b&gt;") :].partition("</tr>")[0]
+  keys = dict(re.findall(r'data-label="([^"]*)" data-key="([^"]*)"', row))
+  assert float(keys["evaluation loss"]) == 2.5 and float(keys["steps"]) == 3 and float(keys["learning rate"]) > 0
+  assert float(keys["training loss"]) == pytest.approx(running.loss(3)) and all(label in shown.text for label in keys)
+  now += 61  # files have not changed
+  assert page.state().version == first.version + 1 and "stale or dead" in page.state().body
+  assert page.state().body.count('data-key="running"') == 1  # a first step may take long
+
+
+def test_chosen_runs_are_compared(tmp_path, short, monkeypatch):
+  for name in ("a", "b b", "c"):
+    young_run(tmp_path / name).close()
+  monkeypatch.setattr(comparison_page, "body", lambda runs: " and ".join(run.name for run in runs))
+  with watch.Server(live.LivePage([str(tmp_path)], period=1.0), 0) as server:
+    assert server.page_of("", ["a", "b b"]).state().body == "a and b b"
+    assert server.page_of("", ["c"]).state().body == "3 of 20"
+    assert server.page_of("", ["a", "../c"]) is None and server.page_of("", []) is server.page
 
 
 def test_only_runs_that_have_changed_are_read_again(tmp_path, monkeypatch):

@@ -37,6 +37,7 @@ Time spent
   eval              step, seconds, loss, scores (of eval_tasks, {task: {metric: value}}, or null)
   profile           seconds (for writing it), directory
   sample            step, seconds, prompt, text
+  rehearsal_wait    step, seconds: a fault of fault_injection waited until the steps of other slices were prepared
 Faults and recovery
   fault_injected slice, fault, step
   slice_down     step (last completed), slice (ids lost), slices (ids alive now), error, detect_seconds

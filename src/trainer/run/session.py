@@ -38,7 +38,7 @@ from trainer.program import program
 from trainer.program.program import Program
 from trainer.report import page
 from trainer.run import run_data
-from trainer.run.announce import CONFIG_FILE, announce
+from trainer.run.announce import CONFIG_FILE, announce, next_commands
 from trainer.run.run_data import RunData
 from trainer.run.scores import Scorer
 from trainer.weights import sources, tokenizers
@@ -107,8 +107,9 @@ class Session:
       self.progress.step(missing)
     self.events.emit("primary", step=self.metrics.last_step)
 
-  def finish(self, config: Config, code: int) -> None:
-    """Records the end of the process with its exit code; for a complete run also goodput and the report."""
+  def finish(self, config: Config, code: int, *, is_command: bool) -> None:
+    """Records the end of the process with its exit code; for a complete run also goodput and the report, and, unless a
+    program has started it (is_command), what to do with the run next."""
     self.events.emit("run_end", exit=code)
     self.progress.close()
     self.metrics.close(code)
@@ -120,6 +121,8 @@ class Session:
       page.write_or_warn(
         config.run_directory, self.log, with_goodput=config.observe.enable_pathways_goodput, with_page=with_page
       )
+    if code == 0 and is_command:
+      self.log.line("\n".join(["Next:", *next_commands(config, self.cluster, self.data)]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,6 +283,7 @@ def _progress(config: Config, cluster: Cluster, log: Log) -> Progress:
     total_steps=config.run.steps,
     total_slices=cluster.num_slices,
     log_period=config.observe.log_period,
+    eval_interval=config.observe.eval_interval,
     terminal=None if cluster.coordination.is_primary else False,
   )
 

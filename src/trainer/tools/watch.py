@@ -16,6 +16,7 @@ import math
 import re
 import sys
 import urllib.parse
+from collections.abc import Sequence
 from typing import Any
 
 from trainer.config.errors import ConfigError
@@ -36,7 +37,7 @@ class Server(http.server.ThreadingHTTPServer):
   def __init__(self, page: LivePage, port: int) -> None:
     """port: 0: any free one."""
     self.page = page
-    self._runs: dict[str, LivePage] = {}
+    self._runs: dict[tuple[str, ...], LivePage] = {}
     super().__init__((_HOST, port), _Handler)
 
   def handle_error(self, request: Any, client_address: Any) -> None:
@@ -44,14 +45,17 @@ class Server(http.server.ThreadingHTTPServer):
     if not isinstance(sys.exception(), ConnectionError):
       super().handle_error(request, client_address)
 
-  def page_of(self, path: str) -> LivePage | None:
-    """The page of an address without its last part: / is the first page, /NAME/ the run NAME of its list."""
+  def page_of(self, path: str, chosen: Sequence[str]) -> LivePage | None:
+    """The page of an address without its last part: / is the first page, /NAME/ the run NAME of its list, and
+    /?run=NAME&run=OTHER the comparison of these runs."""
     name = urllib.parse.unquote(path).strip("/")
-    if not name:
+    names = [name] if name else chosen
+    if not names:
       return self.page
-    if folder := self.page.listed(name):
-      return self._runs.setdefault(folder, LivePage([folder], self.page.period))
-    return None
+    folders = [folder for folder in map(self.page.listed, names) if folder]
+    if len(folders) < len(names):
+      return None
+    return self._runs.setdefault(tuple(folders), LivePage(folders, self.page.period))
 
   @property
   def url(self) -> str:
@@ -75,12 +79,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       self._send(400, "text/plain", f"{error}: {self.path}\n")
       return
     folder, _, last = address.path.rpartition("/")
-    page = self.server.page_of(folder)
+    query = urllib.parse.parse_qs(address.query)
+    page = self.server.page_of(folder, query.get("run", []))
     if page and not last:
       self._send(200, "text/html; charset=utf-8", markup.page("Run", live.SHELL))
     elif page and last == "state":
       state = page.state()
-      known = urllib.parse.parse_qs(address.query).get("version") == [str(state.version)]
+      known = query.get("version") == [str(state.version)]
       answer = {"version": state.version, "notice": state.notice, "is_late": state.is_late}
       self._send(200, "application/json", json.dumps(answer | {"body": None if known else state.body}))
     else:

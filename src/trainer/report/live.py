@@ -98,6 +98,17 @@ class LivePage:
       spent = time.monotonic() - began
       self._next = self._clock() + max(self.period, spent / _LARGEST_SHARE)
 
+  def runs(self) -> dict[str, str]:
+    """The folders of the runs of this page, by a name that no other run of the page has. ConfigError if a folder of
+    runs does not exist."""
+    first, *others = self._directories
+    if not others and (folders := runs_in(first)):
+      return {str(Path(folder).relative_to(first)): folder for folder in folders}
+    names = [directory.rstrip("/").rpartition("/")[2] for directory in self._directories]
+    return {
+      directory if names.count(name) > 1 else name: directory for name, directory in zip(names, self._directories)
+    }
+
   def listed(self, name: str) -> str | None:
     """The folder of the run `name` of the list; None if the list has no such run."""
     folder = str(Path(self._directories[0]) / name)

@@ -32,6 +32,7 @@ from trainer.observe.watchdog import Watchdog
 from trainer.observe.writers.background import BackgroundWriter
 from trainer.observe.writers.goodput_recording import GoodputRecording
 from trainer.observe.writers.service import ServiceRun
+from trainer.observe.writers.webhook import Webhook
 from trainer.parallel import memory
 from trainer.process.signals import Signals
 from trainer.program import program
@@ -107,7 +108,7 @@ class Session:
       self.progress.step(missing)
     self.events.emit("primary", step=self.metrics.last_step)
 
-  def finish(self, config: Config, code: int, *, is_command: bool) -> None:
+  def finish(self, config: Config, code: int, *, is_command: bool = False) -> None:
     """Records the end of the process with its exit code; for a complete run also goodput and the report, and, unless a
     program has started it (is_command), what to do with the run next."""
     self.events.emit("run_end", exit=code)
@@ -235,9 +236,14 @@ def _metrics(
 
 
 def _events(config: Config, cluster: Cluster, log: Log, stack: contextlib.ExitStack) -> EventLog:
-  """The event log, closed with `stack`. ml-goodput-measurement gets all records if the configuration asks for it."""
+  """The event log, closed with `stack`. A webhook and ml-goodput-measurement get its records if the configuration asks
+  for it."""
   events = EventLog(config.run_directory, config.run.run_name, is_primary=cluster.coordination.is_primary)
   stack.callback(events.close)
+  if url := config.observe.event_webhook_url:
+    webhook = Webhook(url, log)
+    stack.callback(webhook.close)
+    events.subscribe(webhook.put, webhook.flush)
   if not config.observe.enable_goodput_recording:
     return events
   begin = functools.partial(GoodputRecording, config.run_directory, config.run.run_name, log)

@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 import time
+import urllib.parse
 
 import pytest
 from tests.support.command import without_times
@@ -44,7 +45,7 @@ class Receiver(http.server.ThreadingHTTPServer):
 
   @property
   def url(self) -> str:
-    return f"http://127.0.0.1:{self.server_port}/events"
+    return urllib.parse.urlunsplit(("http", f"127.0.0.1:{self.server_port}", "/events", "", ""))
 
 
 @pytest.fixture(autouse=True)

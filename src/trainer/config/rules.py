@@ -36,7 +36,7 @@ def web_address(key: str, url: str) -> Iterator[str]:
   except ValueError as error:  # of a port or an IPv6 address
     reason = str(error)
   if reason:
-    yield f"{key}={shorten(url)!r}: {reason}.\nUse an address such as https://example.org/events."
+    yield f"{key}={shorten(url)!r}: {reason}.\nGive the scheme, host and path of a web server that takes events."
 
 
 def group_sizes(parallelism: ParallelismSection, group: str) -> dict[str, int]:

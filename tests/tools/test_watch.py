@@ -325,6 +325,7 @@ def serving(*folders, clock):
 def test_prometheus_gets_the_numbers_of_each_run_and_the_ages_of_one_that_is_dead(tmp_path):
   fake_run.elastic_run(tmp_path / "ended", wall=1.7e9)
   dead = young_run(tmp_path / "older" / 'dead "x\n')
+  dead.events.emit("eval", step=2, seconds=1.0, loss=2.75)
   dead.after(1.0, "checkpoint_saved", step=2, tier="persistent", seconds=1.0, blocking_seconds=0.1)
   dead.after(5.0, "checkpoint_saved", step=3, tier="persistent", seconds=1.0, blocking_seconds=0.1)
   dead.after(1.0, "checkpoint_rejected", step=3, tier="persistent", reason="damaged")
@@ -337,7 +338,11 @@ def test_prometheus_gets_the_numbers_of_each_run_and_the_ages_of_one_that_is_dea
     assert found["loss"][name] == pytest.approx(dead.loss(3)) and found["tokens"][name] == 3 * 6144
     assert found["slices_alive"] == {"ended": 3, name: 1}
     assert found["slices_lost_total"] == {"ended": 1, name: 0, "unborn": 0}
-    assert found["recoveries_total"]["ended"] == 2 and found["exit_code"] == {"ended": 0}
+    assert (
+      found["evaluation_loss"] == {name: 2.75}
+      and found["recoveries_total"]["ended"] == 2
+      and found["exit_code"] == {"ended": 0}
+    )
     assert found["seconds_since_step"][name] == pytest.approx(7.0, abs=0.01)
     assert found["seconds_since_checkpoint"][name] == pytest.approx(6.0, abs=0.01)
     now += 1000.0  # nothing is written any more

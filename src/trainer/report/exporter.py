@@ -51,7 +51,8 @@ class Follower:
     self._reset()
 
   def _reset(self) -> None:
-    self._read, self._file = 0, 0  # bytes of events.jsonl that were read, and its inode
+    self._read = 0  # bytes of events.jsonl
+    self._file: Any = None  # its inode; in an object store, the signature of its parts
     self._numbers: dict[str, Any] = {"slices_lost": 0, "recoveries": 0}
     self._alive_since = 0.0  # wall time of the last loss or return
     self._saved: dict[str, dict[Any, float]] = {}  # tier: step: wall time of the commit
@@ -65,9 +66,8 @@ class Follower:
     found = dict(self._numbers)
     records = list(sound(files.read_last_json_lines(self._directory, METRICS_FILE)))
     step: dict[str, Any] = next((record for record in reversed(records) if "loss" in record), {})
-    found |= {"step": step.get("step"), "loss": step.get("loss"), "learning_rate": step.get("lr")}
-    found |= {"tokens": step.get("tokens")}
-    found["evaluation_loss"] = next((r["eval_loss"] for r in reversed(records) if "eval_loss" in r), None)
+    found |= {"step": step.get("step"), "loss": step.get("loss"), "tokens": step.get("tokens")}
+    found["learning_rate"] = step.get("lr")
     wall = number(step.get("wall"))
     if wall is not None and math.isfinite(wall):
       found["seconds_since_step"] = max(0.0, now - wall)
@@ -76,10 +76,13 @@ class Follower:
     return found, {tier: max(0.0, now - max(saved.values())) for tier, saved in self._saved.items() if saved}
 
   def _new_events(self) -> Iterator[dict[str, Any]]:
-    """The records of events.jsonl since the last call; all of them if the file was replaced, or is in an object
+    """The records of events.jsonl since the last call; all of them if the file was replaced, or has grown in an object
     store."""
     if files.is_object_store(self._directory):
+      if (parts := files.parts_signature(self._directory, EVENTS_FILE)) == self._file:
+        return iter(())
       self._reset()
+      self._file = parts
       return files.read_json_lines(self._directory, EVENTS_FILE)
     if not (path := Path(self._directory) / EVENTS_FILE).exists() and path.parent.exists():
       return iter(())
@@ -105,6 +108,8 @@ class Follower:
         numbers["slices_alive"], self._alive_since = len(event["slices"]), event["wall"]
     elif kind == "recovery":
       numbers["recoveries"] += 1
+    elif kind == "eval":
+      numbers["evaluation_loss"] = event.get("loss")
     elif kind == "checkpoint_saved":
       self._saved.setdefault(tier, {})[event.get("step")] = event["wall"]
     elif kind == "checkpoint_rejected":

@@ -81,6 +81,22 @@ def records(directory: pathlib.Path) -> list[dict]:
   return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.soak  # four commands
+def test_the_commands_at_the_end_work_as_they_are(run):
+  directory, out = run
+  lines = without_times(out).partition("Next:\n")[2].splitlines()
+  assert [re.search(r"trainer\.tools\.(\w+)", line)[1] for line in lines] == [
+    "report",
+    "generate",
+    "evaluate",
+    "export_hf",
+  ]
+  for line in lines:
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+  assert (directory.parent / "one-hf" / "config.json").exists()
+
+
 def test_it_learns_from_ln_v_and_writes_what_the_readme_says(run):
   directory, out = run
   losses = [float(loss) for loss in re.findall(r"completed step: \d+, .*? loss: ([\d.]+)", out)]
@@ -99,7 +115,7 @@ def test_it_learns_from_ln_v_and_writes_what_the_readme_says(run):
   assert [int(step) for step in re.findall(r"eval at step (\d+): loss", out)] == [3, 6]
   assert re.search(r"sample after step 6 ---\n\S+ ", without_times(out))
   last = [without_times(text).splitlines()[-1] for text in ((directory / "log.txt").read_text(), out)]
-  assert last[0] == last[1]
+  assert last[0] == last[1] and last[0].endswith(f"-m trainer.tools.export_hf {directory} {directory}-hf")
   assert (directory / "loss.png").read_bytes().startswith(b"\x89PNG")
   page = Page((directory / "report.html").read_text())
   assert all(load.startswith("data:image/svg+xml") for load in page.loads) and len(page.loads) == 6

@@ -9,4 +9,4 @@ import time
 def tell(text: str) -> None:
   """Prints a line with its time (UTC). A lost terminal or a full disk does not end the preparation."""
   with contextlib.suppress(OSError):
-    print(time.strftime("%m-%d %H:%M:%S", time.gmtime()), text, flush=True)
+    print(time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), text, flush=True)

@@ -128,7 +128,7 @@ def run(
       session.log.line(note)
     result = _train(config, session, cluster, session.log.record if additions else session.log.error)
     signals.ending(result.code)
-    session.finish(config, result.code)
+    session.finish(config, result.code, is_command=additions is None)
     if result.code in (COMPLETE, PREEMPTED):  # any other end may be the fault of this process: the others go on
       cluster.coordination.finished(result.code)
   return result

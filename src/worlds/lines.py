@@ -12,8 +12,8 @@ _MOST_LINES, _PERIOD_SECONDS = 10, 60.0  # of a Sparse log
 
 
 def timed(text: str) -> str:
-  """Returns `text` with month, day and time (UTC) in front of each line that is not blank."""
-  return textwrap.indent(text, time.strftime("%m-%d %H:%M:%S ", time.gmtime()))
+  """Returns `text` with date and time (UTC) in front of each line that is not blank."""
+  return textwrap.indent(text, time.strftime("%Y-%m-%d %H:%M:%S ", time.gmtime()))
 
 
 def tell(text: str) -> None:

@@ -418,6 +418,8 @@ def test_a_rehearsed_fault_may_wait_for_the_preparation(undisturbed):
   assert train(toy, "slice_down@7:1:prepared, slice_up@12:1").kind == "complete"
   same_run(toy, undisturbed)
   assert [recovery["compilations"] for recovery in records(toy, "recovery")] == [0, 0]
+  (wait,) = records(toy, "rehearsal_wait")
+  assert wait["step"] == 7 and "seconds" in wait  # on a clock that stands still here
   assert toy.lines.index("A rehearsed fault waits before step 7 until the other steps are prepared.") < next(
     number for number, line in enumerate(toy.lines) if line.startswith("Slice down event detected.")
   )

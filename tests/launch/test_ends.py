@@ -75,7 +75,9 @@ def test_a_second_launch_is_refused_and_ctrl_c_ends_the_first(compiled, server, 
   pids = re.findall(r"^supervisor: Member \d is process (\d+)\.$", first.printed, re.MULTILINE)
   assert f"supervisor: Process {supervisor.pid} supervises the run, at 127.0.0.1:" in first.printed and len(pids) == 2
   lines = first.log.read_text().splitlines()
-  assert all(re.match(r"\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in lines if "upervisor" in line or "step" in line)
+  assert all(
+    re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in lines if "upervisor" in line or "step" in line
+  )
   assert "supervisor: Interrupted: all processes end without a save." in first.printed
   assert "the run continues from" not in first.printed
 

@@ -66,8 +66,8 @@ def test_a_restart_leaves_earlier_parts_unchanged(bucket, tmp_path):
     out = log.get("gs://b/run")
     out.line(f"life {life}")
     out.close()
-  assert (tmp_path / "b/run/log.txt.000000").read_text()[15:] == "life 0\n"
-  assert [line[15:] for line in files.read_lines("gs://b/run", "log.txt")] == ["life 0", "life 1", "life 2"]
+  assert (tmp_path / "b/run/log.txt.000000").read_text()[20:] == "life 0\n"
+  assert [line[20:] for line in files.read_lines("gs://b/run", "log.txt")] == ["life 0", "life 1", "life 2"]
 
 
 def test_lines_are_uploaded_without_a_flush(bucket):
@@ -133,7 +133,7 @@ def test_a_whole_run_on_an_object_store(bucket, tmp_path):
   ]
   page.write_or_warn("gs://b/run", out, with_goodput=True, with_page=True)
   out.close()
-  goodput, _, report = (line[15:] for line in files.read_lines("gs://b/run", "log.txt"))
+  goodput, _, report = (line[20:] for line in files.read_lines("gs://b/run", "log.txt"))
   assert goodput.startswith("goodput: ") and report == "Report: gs://b/run/report.html"
 
 

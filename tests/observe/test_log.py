@@ -19,9 +19,9 @@ def test_a_line_is_the_same_on_stdout_and_in_the_file(tmp_path, capsys):
   out.detail("of every step")
   out.record("only in the file")
   printed = capsys.readouterr().out
-  assert re.match(r"(\d\d-\d\d \d\d:\d\d:\d\d .*\n){3}$", printed)
+  assert re.match(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d .*\n){3}$", printed)
   assert without_times(printed) == "completed step: 8, seconds: 0.159\nwarning: a slice is slow\nof every step\n"
-  assert (tmp_path / "run" / "log.txt").read_text() == f"{printed}{printed[:15]}only in the file\n"
+  assert (tmp_path / "run" / "log.txt").read_text() == f"{printed}{printed[:20]}only in the file\n"
   out.close()
 
 
@@ -59,8 +59,8 @@ def test_a_terminal_without_the_character_gets_an_escape(tmp_path, monkeypatch):
   screen.protect()
   out = log.get(str(tmp_path))
   out.line("a \u2713 and a lone \udc80")
-  assert raw.getvalue()[15:] == b"a \\u2713 and a lone \\udc80\n"
-  assert (tmp_path / "log.txt").read_bytes()[15:] == "a \u2713 and a lone \\udc80\n".encode()
+  assert raw.getvalue()[20:] == b"a \\u2713 and a lone \\udc80\n"
+  assert (tmp_path / "log.txt").read_bytes()[20:] == "a \u2713 and a lone \\udc80\n".encode()
 
 
 def test_every_line_printed_before_a_kill_is_in_the_file(tmp_path):

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import subprocess
 import sys
 import textwrap
+from unittest import mock
 
 from tests.support.command import without_times
 
-from trainer.observe import log
+from trainer.observe import log, progress
 from trainer.observe.metrics import StepRecord, format_step_line
 from trainer.observe.progress import Progress
 
@@ -26,6 +28,20 @@ def test_without_a_terminal_the_first_every_period_and_the_last_step_are_plain_l
   assert (tmp_path / "log.txt").read_text() == printed
 
 
+def test_in_a_terminal_a_step_in_every_minute_leaves_a_line(tmp_path, monkeypatch, capsys):
+  """No line of a step was ever printed there."""
+  now = [0.0]
+  monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+  shown = Progress(log.get(str(tmp_path)), total_steps=900, total_slices=1, log_period=50, terminal=True)
+  shown._bar = mock.Mock()
+  for step in range(101, 301):
+    now[0] += 1.0
+    shown.step(record(step))
+  printed = [int(step) for step in re.findall(r"completed step: (\d+),", capsys.readouterr().out)]
+  assert {101, 161, 221, 281} <= set(printed)
+  assert set(printed) <= {int(step) for step in re.findall(r"step: (\d+),", (tmp_path / "log.txt").read_text())}
+
+
 def test_in_a_terminal_a_bar_is_drawn_and_the_file_has_the_plain_lines(tmp_path):
   code = f"""
     import time
@@ -33,7 +49,7 @@ def test_in_a_terminal_a_bar_is_drawn_and_the_file_has_the_plain_lines(tmp_path)
     from trainer.observe.metrics import StepRecord
     from trainer.observe.progress import Progress
     out = log.get({str(tmp_path)!r})
-    with Progress(out, total_steps=40, total_slices=3, log_period=1) as progress:
+    with Progress(out, total_steps=40, total_slices=3, log_period=1, eval_interval=20) as progress:
       for step in range(1, 41):
         time.sleep(0.02)
         progress.step(StepRecord(step=step, seconds=0.02, loss=9.0 - step / 10, grad_norm=1.0, lr=1e-3, tokens=64,
@@ -62,7 +78,8 @@ def test_in_a_terminal_a_bar_is_drawn_and_the_file_has_the_plain_lines(tmp_path)
   text = screen.decode()
   assert "step 40/40" in text and "slices 3/3" in text and "slices 2/3" in text and "1,234 tokens/s/device" in text
   assert "[bold]not markup[/bold]" in text and text.rstrip().endswith("after the bar")
-  assert "completed step" not in text and "of every step" not in text
+  lines = re.findall(r"completed step: (\d+), ", text)
+  assert lines == ["1", "20", "40"] and "of every step" not in text  # the first, an evaluated and the last step
   assert text.count("eta 0:00:07") < 25  # five times a second, not every step
   lines = without_times((tmp_path / "log.txt").read_text()).splitlines()
   assert sum(line.startswith("completed step: ") for line in lines) == 40

@@ -80,6 +80,16 @@ def test_a_compile_or_save_inside_a_step_is_taken_out_of_it(tmp_path):
   assert seconds(tmp_path) == {"compile": 3.0, "steps": 2.0}
 
 
+def test_the_wait_of_a_rehearsed_fault_is_no_work(tmp_path):
+  """163 s of a demo counted as steps."""
+  life = Life(tmp_path, wall=0.0)
+  life.step(1)
+  life.after(5, "rehearsal_wait", seconds=5, step=3)  # the step before it is not recorded yet
+  life.now += 1 - 6
+  life.step(2, seconds=6)
+  assert seconds(tmp_path) == {"steps": 2.0, "rehearsal": 5.0}
+
+
 def test_a_checkpoint_costs_its_block_and_the_wait_at_the_end(tmp_path):
   life = Life(tmp_path, wall=0.0)
   life.step(1, seconds=2)

@@ -200,6 +200,15 @@ def test_tiles_say_what_they_are(no_pictures, tmp_path):
   assert loaded.last_loss()[0] == pytest.approx(loaded.steps["loss"][40:59].mean())
 
 
+def test_no_line_breaks_inside_the_number_of_a_tile(no_pictures, tmp_path):
+  run = fake_run.FakeRun(tmp_path / "a", slices=1)
+  run.step(1_000_000_000)
+  run.close()
+  text = report(tmp_path / "a")
+  assert "<div class=wide><b>6,144,000,000,000</b>tokens</div>" in text and "<div><b>0</b>steps done again" in text
+  assert re.search(r"\.tiles b \{[^}]*white-space: nowrap", text) and ".tiles .wide { grid-column: span 2; }" in text
+
+
 def test_the_data_are_described_in_words(no_pictures, tmp_path):
   data = {"dataset": "text", "tokenizer_vocab_size": 512, "density": 0.5, "run_tokens": 10, "first_tokens": None}
   fake_run.plain_run(tmp_path / "a", steps=3, data=data | {"something_new": 1})
@@ -380,8 +389,10 @@ def test_the_figure_of_a_comparison_has_smoothed_and_evaluation_curves_and_hides
   shown = Page(text)
   assert "a: " in shown.alts[0] and "mean of last 20 steps" in shown.alts[0]
   (areas,) = shown.values
-  for area in areas:
-    assert [curve[0] for curve in area["curves"]] == ["a", "b", "a, evaluation", "b, evaluation"]
+  assert [area["label"] for area in areas] == ["step", "tokens so far", "seconds since the first start"]
+  for area, rate in zip(areas, ("learning rate", "learning rate", "tokens/s")):
+    shown_names = [f"{name}{what}" for what in ("", ", evaluation", f", {rate}") for name in "ab"]
+    assert [curve[0] for curve in area["curves"]] == shown_names
   assert len(areas[0]["boxes"]) == 3
   runs = [history.load(str(tmp_path / name)) for name in "ab"]
   figure = plots.styled(overlay.compared, runs, [goodput.compute(run) for run in runs], ["a", "b"], ["b"], style.WIDE)

@@ -23,7 +23,7 @@ TINY = (
 ).split()
 
 TAIL = 4096  # bytes that hold several records
-_TIME = re.compile(r"^\d\d-\d\d \d\d:\d\d:\d\d ", re.MULTILINE)
+_TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", re.MULTILINE)
 STEP = re.compile(rb'"step": (\d+), "seconds"')
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -20,7 +21,8 @@ import pytest
 from tests.support import fake_run
 from tests.support.report_page import Page
 
-from trainer.report import history, live
+from trainer.observe import metrics
+from trainer.report import comparison_page, exporter, history, live
 from trainer.report import page as page_lib
 from trainer.tools import report, watch
 
@@ -242,6 +244,39 @@ def test_a_folder_of_runs_is_a_list_of_links(tmp_path):
       assert get(url + other)[0] == 404
 
 
+def test_the_list_has_states_and_numbers_to_sort_by(tmp_path):
+  """A run that was killed looked like one that trains: both had not ended."""
+  running = young_run(tmp_path / "a <b>")
+  running.metrics.write_eval(metrics.Evaluation(3, 2.5))
+  running.close()
+  for name, code in (("ended", 0), ("failed", 1)):
+    young_run(tmp_path / name).end(code, step=3)
+  fake_run.FakeRun(tmp_path / "unborn", steps=20).close()
+  now = running.wall + running.now
+  page = live.LivePage([str(tmp_path)], period=1.0, clock=lambda: now)
+  first = page.state()
+  states = dict(re.findall(r'data-run="([^"]*)">.*?data-label="state" data-key="([^"]*)"', first.body))
+  assert list(states.values()) == ["running", "finished", "ended (exit code 1)", "running"]
+  shown = Page(first.body)
+  row = first.body[first.body.index("a &lt;b&gt;") :].partition("</tr>")[0]
+  keys = dict(re.findall(r'data-label="([^"]*)" data-key="([^"]*)"', row))
+  assert float(keys["evaluation loss"]) == 2.5 and float(keys["steps"]) == 3 and float(keys["learning rate"]) > 0
+  assert float(keys["training loss"]) == pytest.approx(running.loss(3)) and all(label in shown.text for label in keys)
+  now += 61  # files have not changed
+  assert page.state().version == first.version + 1 and "stale or dead" in page.state().body
+  assert page.state().body.count('data-key="running"') == 1  # a first step may take long
+
+
+def test_chosen_runs_are_compared(tmp_path, short, monkeypatch):
+  for name in ("a", "b b", "c"):
+    young_run(tmp_path / name).close()
+  monkeypatch.setattr(comparison_page, "body", lambda runs: " and ".join(run.name for run in runs))
+  with watch.Server(live.LivePage([str(tmp_path)], period=1.0), 0) as server:
+    assert server.page_of("", ["a", "b b"]).state().body == "a and b b"
+    assert server.page_of("", ["c"]).state().body == "3 of 20"
+    assert server.page_of("", ["a", "../c"]) is None and server.page_of("", []) is server.page
+
+
 def test_only_runs_that_have_changed_are_read_again(tmp_path, monkeypatch):
   runs = [young_run(tmp_path / name) for name in "ab"]
   read = []
@@ -268,3 +303,90 @@ def test_a_run_on_an_object_store_is_followed(tmp_path, short, monkeypatch):
   line = json.loads(part.read_text().splitlines()[-1]) | {"step": 4}
   (tmp_path / "a" / "metrics.jsonl.000001").write_text(json.dumps(line) + "\n")
   assert "4 of 20" in page.state().body
+
+
+@contextlib.contextmanager
+def serving(*folders, clock):
+  """The answers of /metrics: {metric: {run: value}}, read by the parser of Prometheus' own library."""
+  parser = pytest.importorskip("prometheus_client.parser", reason="the extra prometheus is not installed")
+  with watch.Server(live.LivePage(list(map(str, folders)), period=1.0), 0) as server:
+    server.exporter = exporter.Exporter(server.page.runs, clock)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def metrics() -> dict[str, dict[str, float]]:
+      code, text = get(f"{server.url}metrics")
+      assert code == 200
+      samples = [one for family in parser.text_string_to_metric_families(text) for one in family.samples]
+      found: dict[str, dict[str, float]] = {}
+      for sample in samples:
+        found.setdefault(sample.name.removeprefix("trainer_"), {})[sample.labels["run"]] = sample.value
+      return found
+
+    yield metrics
+    server.shutdown()
+
+
+def test_prometheus_gets_the_numbers_of_each_run_and_the_ages_of_one_that_is_dead(tmp_path):
+  fake_run.elastic_run(tmp_path / "ended", wall=1.7e9)
+  dead = young_run(tmp_path / "older" / 'dead "x\n')
+  dead.events.emit("eval", step=2, seconds=1.0, loss=2.75)
+  dead.after(1.0, "checkpoint_saved", step=2, tier="persistent", seconds=1.0, blocking_seconds=0.1)
+  dead.after(5.0, "checkpoint_saved", step=3, tier="persistent", seconds=1.0, blocking_seconds=0.1)
+  dead.after(1.0, "checkpoint_rejected", step=3, tier="persistent", reason="damaged")
+  fake_run.FakeRun(tmp_path / "unborn").close()
+  now = dead.wall + dead.now
+  with serving(tmp_path, clock=lambda: now) as metrics:
+    found, name = metrics(), 'older/dead "x\n'
+    assert found["readable"] == {"ended": 1, name: 1, "unborn": 1}
+    assert found["step"] == {"ended": 60, name: 3} and found["steps_wanted"]["unborn"] == 60
+    assert found["loss"][name] == pytest.approx(dead.loss(3)) and found["tokens"][name] == 3 * 6144
+    assert found["slices_alive"] == {"ended": 3, name: 1}
+    assert found["slices_lost_total"] == {"ended": 1, name: 0, "unborn": 0}
+    assert (
+      found["evaluation_loss"] == {name: 2.75}
+      and found["recoveries_total"]["ended"] == 2
+      and found["exit_code"] == {"ended": 0}
+    )
+    assert found["seconds_since_step"][name] == pytest.approx(7.0, abs=0.01)
+    assert found["seconds_since_checkpoint"][name] == pytest.approx(6.0, abs=0.01)
+    now += 1000.0  # nothing is written any more
+    later = metrics()
+    assert later["seconds_since_step"][name] == pytest.approx(1007.0, abs=0.01) and later["step"] == found["step"]
+    dead.events.emit("slice_down", step=3, slice=[0], slices=[])
+    dead.step(4)
+    events_file, whole = tmp_path / name / "events.jsonl", (tmp_path / name / "events.jsonl").read_bytes()
+    events_file.write_bytes(whole + b'{"kind": "slice_down"}\n\x00\xff\n[1]\n' + whole.splitlines()[-1][:30])
+    (tmp_path / "unborn" / "events.jsonl").write_text('{"kind": "run_end"}')  # another file
+    (tmp_path / "ended" / "metrics.jsonl").write_text(json.dumps({"step": 10**400, "loss": "nan", "wall": "x"}) + "\n")
+    changed = metrics()
+    assert changed["step"] == {name: 4} and changed["slices_lost_total"] == {"ended": 1, name: 1, "unborn": 0}
+    assert math.isnan(changed["loss"]["ended"])
+    shutil.rmtree(tmp_path / "ended")
+    assert "ended" not in metrics()["readable"]
+  dead.close()
+  with serving(tmp_path / "unborn", tmp_path / name, tmp_path / "away", clock=lambda: now) as metrics:
+    assert metrics()["readable"] == {"unborn": 1, 'dead "x\n': 1, "away": 0}
+
+
+def test_only_new_events_are_read_for_prometheus(tmp_path, monkeypatch):
+  run = young_run(tmp_path / "a")
+  follower = exporter.Follower(str(tmp_path / "a"))
+  follower.numbers(0.0)
+  read = []
+  clean = history.clean_events
+  monkeypatch.setattr(history, "clean_events", lambda records: read.append(clean(records)) or read[-1])
+  run.events.emit("slice_down", step=3, slice=[0, 1], slices=[])
+  assert follower.numbers(0.0)[0]["slices_lost"] == 2 and follower.numbers(0.0)[0]["slices_alive"] == 0
+  assert [len(records) for records in read] == [1, 0]
+  run.close()
+
+
+def test_metrics_without_the_library_say_what_to_install(tmp_path, monkeypatch):
+  for name in [name for name in sys.modules if name.partition(".")[0] == "prometheus_client"]:
+    monkeypatch.delitem(sys.modules, name)
+  monkeypatch.setitem(sys.modules, "prometheus_client", None)
+  with watch.Server(live.LivePage([str(tmp_path)], period=1.0), 0) as server:
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    code, text = get(f"{server.url}metrics")
+    server.shutdown()
+  assert code == 501 and "bash setup.sh --prometheus" in text

@@ -459,6 +459,9 @@ class ObserveSection(Section):
   enable_goodput_recording: bool = False
   """Record the run's events for Google's ml-goodput-measurement (extra goodput): in Cloud Logging, or without
   credentials in {run}/goodput_records.jsonl."""
+  event_webhook_url: str = ""
+  """Address (http:// or https://) that gets the JSON of each event of events.jsonl by POST, once. A receiver that does
+  not answer costs events and no step. Empty: no webhook."""
   enable_report: bool = True
   """Write report.html and loss.png at the end."""
   chip_hour_price: float = Field(0.0, ge=0, le=1e9)

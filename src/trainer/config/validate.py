@@ -399,6 +399,8 @@ def _observe(observe: ObserveSection, data: DataSection, steps: int) -> Iterator
       f"trackio_project_name={shorten(project)!r}: is not the name of a project.\n"
       "Use 1 to 100 letters, digits, dots, hyphens and underscores."
     )
+  if observe.event_webhook_url:
+    yield from rules.web_address("event_webhook_url", observe.event_webhook_url)
   if observe.eval_tasks_path and not observe.eval_tasks:
     yield f"eval_tasks_path={observe.eval_tasks_path}: has no effect without eval_tasks.\nSet it, or remove the path."
   if observe.eval_main_set and not data.eval_sets:

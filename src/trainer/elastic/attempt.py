@@ -122,7 +122,9 @@ class ElasticRun:
     if moment == "step" and self.faults.waits(step):
       if not self.session.programs.wait(0.0):
         self.session.log.line(f"A rehearsed fault waits before step {step} until the other steps are prepared.")
+        began = self.clock()
         self.session.programs.wait(None)
+        self.session.events.emit("rehearsal_wait", step=step, seconds=self.clock() - began)
       self.faults.at("prepared", step)
     self.faults.at(moment, step)
 

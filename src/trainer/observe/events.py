@@ -37,6 +37,7 @@ Time spent
   eval              step, seconds, loss, scores (of eval_tasks, {task: {metric: value}}, or null)
   profile           seconds (for writing it), directory
   sample            step, seconds, prompt, text
+  rehearsal_wait    step, seconds: a fault of fault_injection waited until the steps of other slices were prepared
 Faults and recovery
   fault_injected slice, fault, step
   slice_down     step (last completed), slice (ids lost), slices (ids alive now), error, detect_seconds
@@ -98,11 +99,13 @@ class EventLog:
     self._lines = files.open_lines(self.directory, EVENTS_FILE)
     self._lock = threading.Lock()
     self._listeners: list[Callable[[dict[str, Any]], None]] = []
+    self._flushes: list[Callable[[], None]] = []
 
-  def subscribe(self, listener: Callable[[dict[str, Any]], None]) -> None:
+  def subscribe(self, listener: Callable[[dict[str, Any]], None], flush: Callable[[], None] | None = None) -> None:
     """`listener` gets every record that this process writes from now on, also the steps of metrics.jsonl. It must
-    return at once, and may be called from any thread."""
+    return at once, and may be called from any thread. flush: called by `flush`; may take a moment."""
     self._listeners.append(listener)
+    self._flushes += [] if flush is None else [flush]
 
   def tell(self, record: dict[str, Any]) -> None:
     """Hands a record to the listeners, if this process writes the records."""
@@ -149,7 +152,10 @@ class EventLog:
       self.directory = None
 
   def flush(self) -> None:
+    """Returns when readers can see all records so far."""
     self._lines.flush()
+    for flush in self._flushes:
+      flush()
 
   def close(self) -> None:
     self._lines.close()

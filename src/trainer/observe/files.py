@@ -224,6 +224,15 @@ def read_last_json_lines(directory: str, name: str, size: int = 1 << 17) -> Iter
   yield from _parse(data.decode("utf-8", "replace").splitlines())
 
 
+def read_json_lines_from(directory: str, name: str, start: int) -> tuple[list[dict[str, Any]], int]:
+  """The records of a local line file of JSON objects from byte `start` on, and where those that follow will begin."""
+  with (Path(directory) / name).open("rb") as file:
+    file.seek(start)
+    data = file.read()
+  whole = data[: data.rfind(b"\n") + 1]  # the last line may still grow
+  return _parse(whole.decode("utf-8", "replace").split("\n")[:-1]), start + len(whole)
+
+
 def write_text(directory: str, name: str, text: str) -> None:
   """Writes a whole file of a run directory, local (atomically) or on an object store."""
   write_bytes(directory, name, text.encode("utf-8", "backslashreplace"))

@@ -32,7 +32,7 @@ class Log:
     self._add(text, show=True)
 
   def detail(self, text: str) -> None:
-    """Like `line`, for the line of every step: not printed while a progress bar shows the same numbers."""
+    """Like `line`, for the line of a step: not printed while a progress bar shows the same numbers."""
     self._add(text, show=self._details)
 
   def _add(self, text: str, show: bool) -> None:

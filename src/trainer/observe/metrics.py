@@ -81,11 +81,12 @@ _PLAIN = {int, float, bool, type(None)}
 
 
 def format_step_line(record: StepRecord) -> str:
-  """The line of a step: with the time in front it fits 120 columns. metrics.jsonl has all numbers."""
+  """The line of a step: the fields of the guides first, then what a person who waits wants to know."""
   router = "" if record.router_load_max is None else f", router_load_max: {record.router_load_max:.2f}"
   return (
     f"completed step: {record.step}, seconds: {record.seconds:.3f}, TFLOP/s/device: {record.tflops_per_device:.3f}, "
-    f"loss: {record.loss:.3f}, grad_norm: {record.grad_norm:.3f}, slices: {record.slices}{router}"
+    f"loss: {record.loss:.3f}, grad_norm: {record.grad_norm:.3f}, slices: {record.slices}{router}, "
+    f"eta: {format_duration(record.eta)}"
   )
 
 

@@ -1,4 +1,4 @@
-"""How steps are shown: a progress bar in a terminal, plain lines elsewhere."""
+"""How steps are shown: plain lines, and in a terminal a progress bar with a plain line now and then."""
 
 from __future__ import annotations
 
@@ -10,25 +10,36 @@ from trainer.observe.log import Log
 from trainer.observe.metrics import StepRecord, format_duration, format_step_line
 
 _UPDATE_SECONDS = 0.2
+_LINE_SECONDS = 60.0  # between the lines of steps in a terminal
 
 
 class Progress:
-  """Shows each step once, as a printed line or in the bar. log.txt has the line in both cases.
+  """Shows each step once. log.txt has the line of the first, of every log_period-th and of the last step.
 
-  The training thread only passes numbers to the bar, at most five times a second; rich draws in its own thread. All
-  other lines of the log appear above the bar.
+  A terminal has a bar, and above it all other lines of the log, with a line of the first step of this process, of a
+  step in every minute, of the steps before an evaluation, and of the last step: they stay, and the bar does not. The
+  training thread only passes numbers to the bar, at most five times a second; rich draws in its own thread.
   """
 
   def __init__(
-    self, log: Log, *, total_steps: int, total_slices: int, log_period: int, terminal: bool | None = None
+    self,
+    log: Log,
+    *,
+    total_steps: int,
+    total_slices: int,
+    log_period: int,
+    eval_interval: int = -1,
+    terminal: bool | None = None,
   ) -> None:
-    """terminal: whether to draw the bar; None: if stdout is a terminal."""
+    """eval_interval: steps between evaluations, or -1. terminal: whether to draw the bar; None: if stdout is one."""
     self._log = log
-    self._total_steps, self._total_slices, self._log_period = total_steps, total_slices, log_period
+    self._total_steps, self._total_slices = total_steps, total_slices
+    self._log_period, self._eval_interval = log_period, eval_interval
     self._terminal = sys.stdout.isatty() if terminal is None else terminal
     self._bar: Any = None
     self._task: Any = None
     self._drawn = 0.0
+    self._printed: float | None = None  # when the last line of a step was printed in the terminal
 
   def __enter__(self) -> Self:
     if not self._terminal:
@@ -51,11 +62,24 @@ class Progress:
     self.close()
 
   def step(self, record: StepRecord) -> None:
-    """Shows a completed step: the bar shows every step; lines show the first, every log_period-th and the last."""
-    if record.step % self._log_period == 0 or record.step in (1, self._total_steps):
+    """Shows a completed step."""
+    if self._is_printed(record.step):
+      self._log.line(format_step_line(record))
+    elif record.step % self._log_period == 0 or record.step in (1, self._total_steps):
       self._log.detail(format_step_line(record))
     if self._bar is not None:
       self._draw(record)
+
+  def _is_printed(self, step: int) -> bool:
+    """Whether the terminal gets the line of this step, too."""
+    if self._bar is None:
+      return False
+    due = step == self._total_steps or (self._eval_interval > 0 and step % self._eval_interval == 0)
+    now = time.monotonic()
+    if not due and self._printed is not None and now - self._printed < _LINE_SECONDS:
+      return False
+    self._printed = now
+    return True
 
   def _draw(self, record: StepRecord) -> None:
     now, last = time.monotonic(), record.step == self._total_steps

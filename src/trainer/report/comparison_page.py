@@ -33,7 +33,7 @@ def body(runs: Sequence[Run]) -> str:
   names, results = labels(runs), [goodput.compute(run) for run in runs]
   equal = [name for name, run in zip(names[1:], runs[1:]) if not _other(runs[0], run)]
   ends = "; ".join(f"{name}: {_loss(run)}" for name, run in zip(names, runs))
-  text = f"Losses of the runs over steps and over wall time. At the end, {ends}."
+  text = f"Losses of the runs over steps, tokens and wall time, learning rates and speeds. At the end, {ends}."
   images, _ = hover.picture(text, style.FULL_PAGE, overlay.compared, runs, results, names, equal)
   return (
     f'<div class="compared"><h1>{markup.count(len(runs), "run")}</h1>{images}<h2>Numbers</h2>'

@@ -33,6 +33,7 @@ BUCKETS = {
   "snapshot": "copying the state to host memory, as far as it blocks the training",
   "eval": "evaluation, and the sample at the end",
   "profile": "writing profiles",
+  "rehearsal": "waiting for the moment of a rehearsed fault",
   "detect": "from the last good step until the fault was detected",
   "steps_lost": "steps that were done again",
   "data_wait": "steps that waited for data",
@@ -55,6 +56,7 @@ _TIMED = {
   "eval": "eval",
   "sample": "eval",
   "profile": "profile",
+  "rehearsal_wait": "rehearsal",
   "init_done": "init",
   "run_start": "init",
 }

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -131,7 +131,7 @@ class Run:
 
 def load(run_directory: str) -> Run:
   """Reads a run directory, local or gs://. ConfigError if it holds no records of a run."""
-  events = without_refused([_cleaned(event) for event in read_events(run_directory) if _is_event(event)])
+  events = without_refused(clean_events(read_events(run_directory)))
   processes = {process: index for index, process in enumerate(dict.fromkeys(event["process"] for event in events))}
   losses: list[dict[str, float]] = []
   scores: list[dict[str, float]] = []
@@ -183,6 +183,11 @@ def _are_finite(record: dict[str, Any], names: Sequence[str]) -> bool:
     return False
 
 
+def clean_events(records: Iterable[dict[str, Any]]) -> Events:
+  """The records of events, without those and without the fields that another program has changed."""
+  return [_cleaned(event) for event in records if _is_event(event)]
+
+
 def _is_event(record: dict[str, Any]) -> bool:
   """Whether a record has what every event has, a run_end its exit code, and one of a member what is said of it."""
   if record.get("kind") == "member_failing":
@@ -191,7 +196,7 @@ def _is_event(record: dict[str, Any]) -> bool:
     fine = _are_finite(record, ("member", "factor", "since", "shares", "of"))
   else:
     fine = record.get("kind") != "run_end" or isinstance(record.get("exit"), int)
-  return fine and _is_record(record)
+  return fine and isinstance(record.get("kind"), str) and _is_record(record)
 
 
 def _cleaned(event: dict[str, Any]) -> dict[str, Any]:

@@ -103,8 +103,13 @@ def troubled(run: Run) -> list[str]:
 
 def slices_lost(run: Run) -> int:
   """How often a slice was lost; several that were lost together are as many losses."""
-  lost = (event.get("slice") for event in run.of_kind("slice_down"))
-  return sum(len(ids) if isinstance(ids, list) else 1 for ids in lost)
+  return sum(map(slices_of, run.of_kind("slice_down")))
+
+
+def slices_of(event: dict[str, Any]) -> int:
+  """How many slices were lost, or have returned, in this event."""
+  ids = event.get("slice")
+  return len(ids) if isinstance(ids, list) else 1
 
 
 def num_chips(run: Run) -> float | None:

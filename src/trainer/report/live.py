@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import html
 import os
 import threading
 import time
-import urllib.parse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,11 +16,11 @@ from trainer.config.errors import ConfigError
 from trainer.observe import files
 from trainer.observe.events import EVENTS_FILE
 from trainer.observe.metrics import METRICS_FILE, format_duration
-from trainer.report import comparison_page, goodput, history, incidents, markup, page
+from trainer.report import comparison_page, goodput, history, incidents, list_page, page
 from trainer.report.history import Run
+from trainer.report.list_page import Row
 
 _LARGEST_SHARE = 0.25  # of the time that making pages may take: the machine may be training
-_LATE_SECONDS = 60.0  # without a record, and no step took so long: the notice is a warning
 _RECENT_STEPS = 50
 
 
@@ -50,7 +48,7 @@ class LivePage:
     self._seen: list[Sequence[object]] = []  # of the files, when the page was made
     self._state = State(0, "<p>Waiting for the first step.</p>", "", False)
     self._runs: list[Run] = []
-    self._listed: dict[str, tuple[object, str]] = {}  # folder in a folder of runs: its signature, its row
+    self._listed: dict[str, tuple[object, Row]] = {}  # folder in a folder of runs: its signature, its row
     self._next = float("-inf")  # time from which the page may be made again
     self._failing_since: float | None = None
 
@@ -80,15 +78,16 @@ class LivePage:
     try:
       folders = runs_in(self._directories[0]) if len(self._directories) == 1 else []
       seen = [_signature(directory) for directory in folders or self._directories]
-      if seen != self._seen or self._failing_since is not None:
-        if folders:
-          body = self._list(folders, seen)
-        else:
-          self._runs = [history.load_with_steps(directory) for directory in self._directories]
-          first, *others = self._runs
-          body = comparison_page.body(self._runs) if others else page.body(first, goodput.compute(first))[0]
+      body = None
+      if folders:
+        body = self._list(folders, seen)  # the state of a run changes while its files do not
+      elif seen != self._seen or self._failing_since is not None:
+        self._runs = [history.load_with_steps(directory) for directory in self._directories]
+        first, *others = self._runs
+        body = comparison_page.body(self._runs) if others else page.body(first, goodput.compute(first))[0]
+      if body is not None and (body != self._state.body or seen != self._seen or self._failing_since is not None):
         self._state = dataclasses.replace(self._state, body=body, version=self._state.version + 1)
-        self._seen = seen
+      self._seen = seen
       self._failing_since = None
       return None
     except (ConfigError, OSError) as error:
@@ -99,6 +98,17 @@ class LivePage:
       spent = time.monotonic() - began
       self._next = self._clock() + max(self.period, spent / _LARGEST_SHARE)
 
+  def runs(self) -> dict[str, str]:
+    """The folders of the runs of this page, by a name that no other run of the page has. ConfigError if a folder of
+    runs does not exist."""
+    first, *others = self._directories
+    if not others and (folders := runs_in(first)):
+      return {str(Path(folder).relative_to(first)): folder for folder in folders}
+    names = [directory.rstrip("/").rpartition("/")[2] for directory in self._directories]
+    return {
+      directory if names.count(name) > 1 else name: directory for name, directory in zip(names, self._directories)
+    }
+
   def listed(self, name: str) -> str | None:
     """The folder of the run `name` of the list; None if the list has no such run."""
     folder = str(Path(self._directories[0]) / name)
@@ -107,16 +117,11 @@ class LivePage:
     return None
 
   def _list(self, folders: Sequence[str], signatures: Sequence[object]) -> str:
-    """A table of the runs, with links to their pages. Reads only the runs whose files have changed."""
+    """The list of the runs. Reads only the runs whose files have changed."""
     for folder, signature in zip(folders, signatures):
       if self._listed.get(folder, (None,))[0] != signature:
-        self._listed[folder] = signature, _row(folder, str(Path(folder).relative_to(self._directories[0])))
-    headings = ("run", "steps", "training loss", "goodput", "last record (UTC)", "")
-    rows = "".join(self._listed[folder][1] for folder in folders)
-    return (
-      f'<h1>{markup.count(len(folders), "run")}</h1><div class="scroll"><table>'
-      f"<tr>{''.join(f'<th>{heading}</th>' for heading in headings)}</tr>{rows}</table></div>"
-    )
+        self._listed[folder] = signature, list_page.read(folder, str(Path(folder).relative_to(self._directories[0])))
+    return list_page.body([self._listed[folder][1] for folder in folders], self._clock())
 
 
 def runs_in(directory: str) -> list[str]:
@@ -128,26 +133,6 @@ def runs_in(directory: str) -> list[str]:
     return []
   found = (Path(directory).glob(f"{depth}/{name}") for depth in ("*", "*/*") for name in (METRICS_FILE, EVENTS_FILE))
   return sorted({str(path.parent) for paths in found for path in paths})
-
-
-def _row(folder: str, name: str) -> str:
-  """A run in the list of runs, as a row of an HTML table."""
-  link = f'<a href="{urllib.parse.quote(name)}/">{html.escape(name)}</a>'
-  try:
-    run = history.load_with_steps(folder)
-  except (ConfigError, OSError) as error:
-    return f'<tr><td>{link}</td><td colspan="5">{html.escape(str(error))}</td></tr>'
-  loss, of_steps = run.last_loss()
-  cells = (
-    *(link, run.progress(), f"{loss:.4f} ({of_steps})", f"{goodput.compute(run)['goodput_percent']:.2f} %"),
-    time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(_last_record(run))),
-    "not ended" if run.end is None else f"ended with exit code {run.end.get('exit')}",
-  )
-  return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-
-
-def _last_record(run: Run) -> float:
-  return max(float(run.steps[-1]["wall"]), max((event["wall"] for event in run.events), default=0.0))
 
 
 def _signature(directory: str) -> Sequence[object]:
@@ -179,11 +164,9 @@ def _notice(runs: list[Run], now: float) -> tuple[str, bool]:
     recent = run.steps["seconds"][-_RECENT_STEPS:]
     if total:
       text += f", {format_duration(float(np.median(recent)) * max(0.0, total - last['step']))} left"
-    silent = now - _last_record(run)
-    limit = max(_LATE_SECONDS, 10 * float(run.steps["seconds"].max()))
-    late = late or silent > limit
+    silent = now - list_page.last_record(run)
     troubled = [line.rstrip(".") for line in incidents.troubled(run)]
-    late = late or bool(troubled)
+    late = late or silent > list_page.patience(run) or bool(troubled)
     texts.append("; ".join([f"{text}, last record {format_duration(silent)} ago", *troubled]))
   return "; ".join(texts), late
 
@@ -195,7 +178,7 @@ const main = document.getElementById("main"), notice = document.getElementById("
 const label = (item) => item.firstChild.textContent.replace(/[0-9,]/g, "");
 async function refresh() {
   try {
-    const answer = await fetch("state?version=" + version, { cache: "no-store" });
+    const answer = await fetch("state?version=" + version + location.search.replace("?", "&"), { cache: "no-store" });
     const state = await answer.json();
     notice.textContent = state.notice;
     notice.classList.toggle("late", state.is_late);
@@ -204,6 +187,7 @@ async function refresh() {
       main.innerHTML = state.body;
       main.querySelectorAll("details").forEach((item) => { item.open = open.has(label(item)); });
       version = state.version;
+      arrange();
     }
   } catch (error) {
     notice.textContent = "The watch command does not answer. Start it again to see new steps.";

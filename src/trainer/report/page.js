@@ -33,3 +33,38 @@ function read(event) {
   }
 }
 for (const kind of ["pointermove", "pointerdown"]) document.addEventListener(kind, read);
+
+// The list of runs: a click on a heading sorts it, and boxes choose the runs to compare. Called for each new list.
+const chosen = new Set(), order = { column: -1, falls: false };
+function arrange() {
+  const table = document.querySelector(".runs"), compare = document.querySelector("button.compare");
+  if (!table) return;
+  const shown = () => { compare.disabled = chosen.size < 2; };
+  for (const row of table.tBodies[0].rows) {
+    const box = document.createElement("input");
+    Object.assign(box, { type: "checkbox", checked: chosen.has(row.dataset.run), ariaLabel: "compare " + row.dataset.run });
+    box.onchange = () => { chosen[box.checked ? "add" : "delete"](row.dataset.run); shown(); };
+    row.cells[0].prepend(box);
+  }
+  const sort = () => {
+    const key = (row) => row.cells[order.column]?.dataset.key ?? "";
+    const before = (x, y) => isNaN(x) || isNaN(y) ? x.localeCompare(y) : x - y;
+    if (order.column < 0) return;
+    table.tBodies[0].append(...[...table.tBodies[0].rows].sort((a, b) => {
+      const [x, y] = [key(a), key(b)];
+      return x === "" || y === "" ? (x === "") - (y === "") : before(x, y) * (order.falls ? -1 : 1);
+    }));
+    [...table.tHead.rows[0].cells].forEach((cell, column) => {
+      cell.ariaSort = column != order.column ? null : order.falls ? "descending" : "ascending";
+    });
+  };
+  table.tHead.onclick = (event) => {
+    const column = event.target.closest("th")?.cellIndex ?? -1;
+    order.falls = column == order.column && !order.falls;
+    order.column = column;
+    sort();
+  };
+  compare.onclick = () => { location.search = new URLSearchParams([...chosen].map((run) => ["run", run])); };
+  shown();
+  sort();
+}

@@ -19,6 +19,8 @@ from trainer.report.incidents import Incident
 REPORT_FILE = "report.html"
 PICTURE_FILE = "loss.png"
 
+_TILE_LETTERS = 13  # of the number in a tile; a longer one gets two columns, so that no line breaks inside it
+
 # Exit code -> what it means, and whether that is as it should be.
 _ENDS = {
   0: ("Complete", "good"),
@@ -144,7 +146,11 @@ def _tiles(run: Run, goodput: dict[str, Any], price: float) -> str:
   chips = incidents.num_chips(run)
   if price and chips:
     tiles.append(("cost of the chips", markup.money(goodput["wall_seconds"] * chips / 3600 * price)))
-  return '<div class="tiles">' + "".join(f"<div><b>{v}</b>{html.escape(k)}</div>" for k, v in tiles) + "</div>"
+  boxes = (
+    f"<div{' class=wide' * (len(value) > _TILE_LETTERS)}><b>{value}</b>{html.escape(name)}</div>"
+    for name, value in tiles
+  )
+  return f'<div class="tiles">{"".join(boxes)}</div>'
 
 
 def _sample(run: Run) -> str:

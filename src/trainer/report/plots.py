@@ -30,6 +30,7 @@ _ROWS = (
   ("local checkpoint", "saved_emergency", style.GREY, "|", False),
 )
 _MOST_LINES = 60  # more lines would hide the curve
+_EXTREMES = ", extremes"  # after the name of a curve: its lowest and highest values, next to its means
 
 
 class _Steps:
@@ -38,8 +39,8 @@ class _Steps:
   def rows(self, rows: np.ndarray) -> np.ndarray:
     return rows["step"]
 
-  def curve(self, run: Run, rows: np.ndarray, values: np.ndarray) -> series.Curve:
-    return series.thin(rows["step"], values)
+  def curve(self, run: Run, rows: np.ndarray, values: np.ndarray, shorten: series.Shorten) -> series.Curve:
+    return shorten(rows["step"], values)
 
   def event(self, event: dict[str, Any]) -> float | None:
     return event.get("step")
@@ -61,8 +62,8 @@ class _Time:
   def rows(self, rows: np.ndarray) -> np.ndarray:
     return self.at(rows["wall"])
 
-  def curve(self, run: Run, rows: np.ndarray, values: np.ndarray) -> series.Curve:
-    return series.broken(run, rows, self.rows(rows), values)
+  def curve(self, run: Run, rows: np.ndarray, values: np.ndarray, shorten: series.Shorten) -> series.Curve:
+    return series.broken(run, rows, self.rows(rows), values, shorten)
 
   def event(self, event: dict[str, Any]) -> float | None:
     return self.at(series.moment(event))
@@ -98,6 +99,9 @@ def over_time(run: Run, goodput: dict[str, Any], size: Size = style.WIDE) -> Fig
   figure, strip, axes = _stack(_marks([run]), scale, size, heights=(3.2, 1.6, 0.8 if slices else 0))
   _draw_loss(axes[0], run, scale)
   _title(strip, axes[0], "Loss and speed over wall time", size)
+  if len(run.steps) > series.MAX_POINTS:
+    every = scale.curve(run, run.steps, run.tokens_per_second(), series.extremes)
+    axes[1].plot(*every, color=style.SKY, linewidth=0.9, alpha=0.7, label="tokens/s of a step")
   xs, speeds = series.speed(run)
   axes[1].plot(scale.at(xs), speeds, color=style.BLUE, linewidth=1.4, label="tokens/s")
   axes[0].set_xlim(0, 1.01 * scale.end)
@@ -133,18 +137,23 @@ def details(run: Run, size: Size = style.WIDE) -> Figure:
     third = others[2]
     loads = (("router_load_max", "most used", style.ORANGE), ("router_load_min", "least used", style.BLUE))
     _draw_curves(third, run, *loads)
-    third.set_title("Tokens of an expert, relative to an even load")
+    third.set_title("Load of the experts (1: even)")
     third.axhline(1, color=style.GREEN, linewidth=1)
     third.set_ylim(bottom=0)
-    third.legend(fontsize=9)
+    _legend_above(third)
   return figure
 
 
 def _draw_curves(axis: Axes, run: Run, *curves: tuple[str, str, str]) -> None:
   """Numbers of the steps, over the steps. curves: (field of the rows, name, colour)."""
   for field, name, color in curves:
-    look: dict[str, Any] = {"color": color, "linewidth": 1.3, "label": name} | series.dots(len(run.steps))
-    axis.plot(*series.thin(run.steps["step"], run.steps[field]), **look)
+    steps, values = run.steps["step"], run.steps[field]
+    look: dict[str, Any] = {"color": color, "linewidth": 1.3, "label": name} | series.dots(len(steps))
+    if len(steps) > series.MAX_POINTS:
+      axis.plot(
+        *series.extremes(steps, values), **look | {"linewidth": 0.9, "alpha": 0.4, "label": f"{name}{_EXTREMES}"}
+      )
+    axis.plot(*series.thin(steps, values), **look)
   axis.grid(axis="y")
   _label_steps(axis, nbins=4)
 
@@ -168,7 +177,7 @@ def _draw_step_times(axis: Axes, run: Run) -> None:
   axis.minorticks_off()
   median, late = np.percentile(seconds, (50, 99))
   axis.set_xticks([median, late], [f"median\n{median:.3g}", f"99 %\n{late:.3g}"])
-  if late < 1.5 * median:  # the two labels would overlap
+  if late / median < (edges[-1] / edges[0]) ** 0.25:  # the two labels would overlap
     axis.set_xticks([median], [f"median {median:.3g}\n99 % {late:.3g}"])
   axis.set_xlabel("seconds (log scale)")
   axis.set_ylabel("steps")
@@ -176,7 +185,16 @@ def _draw_step_times(axis: Axes, run: Run) -> None:
   axis.grid(axis="y")
   axis.set_axisbelow(True)
   if labels:
-    axis.legend(fontsize=9)
+    _legend_above(axis)
+
+
+def _legend_above(axis: Axes) -> None:
+  """A legend in the upper corner, with room for it above all that is drawn."""
+  handles, labels = axis.get_legend_handles_labels()
+  handles = [handle for handle, label in zip(handles, labels) if not label.endswith(_EXTREMES)]
+  low, high = axis.get_ylim()
+  axis.set_ylim(low, high + (high - low) * (0.06 + 0.11 * len(handles)))
+  axis.legend(handles=handles, fontsize=9, loc="upper right", borderaxespad=0.2, borderpad=0.2)
 
 
 def comparison(runs: Sequence[Run], steps: np.ndarray, difference: np.ndarray, summary: str) -> Figure:
@@ -187,14 +205,15 @@ def comparison(runs: Sequence[Run], steps: np.ndarray, difference: np.ndarray, s
   for run, (color, width, alpha, line) in zip(runs, looks, strict=True):
     lost = len(run.of_kind("slice_down"))
     label = f"{_short(run.name)}: {lost or 'no'} slice{'s' if lost != 1 else ''} lost"
-    curve = series.thin(run.steps["step"], run.steps["loss"])
+    curve = series.extremes(run.steps["step"], run.steps["loss"])
     axes[0].plot(*curve, color=color, linewidth=width, alpha=alpha, linestyle=line, label=label)
-  axes[0].legend(loc="upper right")
+  axes[0].set_ylim(series.limits(np.concatenate([run.steps["loss"] for run in runs]), np.empty(0)))
+  _legend_above(axes[0])
   axes[0].set_ylabel("loss (nats per token)")
   axes[0].grid(axis="y")
   floor, top = 1e-9, max([1e-4, *(4 * difference[np.isfinite(difference)])])
   # Equal losses have no place on a log scale: they are drawn on the bottom line, infinite ones at the top.
-  axes[1].scatter(*series.thin(steps, np.clip(difference, floor, top)), s=8, color=style.BLUE)
+  axes[1].scatter(*series.extremes(steps, np.clip(difference, floor, top)), s=8, color=style.BLUE)
   axes[1].set_yscale("log")
   axes[1].set_yticks([floor, 1e-7, 1e-5, 1e-3, 1e-1], ["equal", "1e-7", "1e-5", "1e-3", "0.1"])
   axes[1].minorticks_off()
@@ -274,28 +293,24 @@ def _draw_loss(axis: Axes, run: Run, scale: _Scale) -> None:
   losses = run.steps["loss"]
   if (smoothed := series.smooth(losses)) is None:
     look: dict[str, Any] = {"color": style.BLUE, "linewidth": 1.4} | series.dots(len(losses))
-    axis.plot(*scale.curve(run, run.steps, losses), label="training", **look)
+    axis.plot(*scale.curve(run, run.steps, losses, series.thin), label="training", **look)
   else:
-    axis.plot(*scale.curve(run, run.steps, losses), label="training", color=style.SKY, linewidth=0.9, alpha=0.7)
-    curve = scale.curve(run, run.steps, smoothed)
+    curve = scale.curve(run, run.steps, losses, series.extremes)
+    axis.plot(*curve, label="training", color=style.SKY, linewidth=0.9, alpha=0.7)
+    curve = scale.curve(run, run.steps, smoothed, series.thin)
     axis.plot(*curve, label="training, smoothed", color=style.BLUE, linewidth=1.8)
   if len(run.lost):
-    lost = run.lost[:: -(-len(run.lost) // series.MAX_POINTS)]
     dot: dict[str, Any] = {"marker": "x", "s": 22} if len(run.lost) <= 50 else {"marker": ".", "s": 4}
-    axis.scatter(scale.rows(lost), lost["loss"], color=style.VERMILION, label="done again", zorder=3, **dot)
+    crosses = series.extremes(scale.rows(run.lost), run.lost["loss"])
+    axis.scatter(*crosses, color=style.VERMILION, label="done again", zorder=3, **dot)
   if len(run.evals):
     _draw_evaluations(axis, run, scale)
   references = _references(run)
   for line in references:
     _draw_reference(axis, line)
-  finite = np.sort(losses[np.isfinite(losses)])
-  if len(finite):
-    # A spike of a thousandth of the steps may leave the picture; the reference lines may not.
-    low, high = finite[0], finite[min(len(finite) - 1, int(0.999 * len(finite)))]
-    heights = [line.value for line in references]
-    low, high = min([low, *heights]), max([high, *heights])
-    margin = 0.07 * (high - low) or 0.1
-    axis.set_ylim(low - margin, high + margin)
+  evaluations = [run.evals["eval_loss"], *run.eval_sets.values()]
+  always = np.concatenate([np.array([line.value for line in references]), *evaluations])
+  axis.set_ylim(series.limits(run.rows["loss"], always))
   axis.set_ylabel("loss (nats per token)")
   axis.grid(axis="y")
 
@@ -309,9 +324,9 @@ def _draw_evaluations(axis: Axes, run: Run, scale: _Scale) -> None:
   of_main = next((f" ({name})" for name in run.eval_sets if name not in others), "")
   for color, (name, losses) in zip((style.PURPLE, style.GREEN, style.BROWN, style.VIOLET), others.items()):
     look: dict[str, Any] = {"linewidth": 1.0, "linestyle": "--", "markersize": 4} if dot else {"linewidth": 0.8}
-    curve = scale.curve(run, run.evals, losses)
+    curve = scale.curve(run, run.evals, losses, series.extremes)
     axis.plot(*curve, color=color, label=f"evaluation ({name})", zorder=4, **(dot | look))
-  curve = scale.curve(run, run.evals, main)
+  curve = scale.curve(run, run.evals, main, series.extremes)
   axis.plot(*curve, color=style.ORANGE, linewidth=1.2, label=f"evaluation{of_main}", zorder=4, **dot)
 
 
@@ -375,17 +390,9 @@ def _label_steps(axis: Axes, run: Run | None = None, nbins: int = 6) -> None:
 
   def label(step: float, _: object) -> str:
     inside = run is not None and 0 <= step <= rows["step"][-1]
-    return f"{step:,.0f}" + (f"\n{_short_number(np.interp(step, rows['step'], rows['tokens']))}" if inside else "")
+    return f"{step:,.0f}" + (f"\n{style.short_number(np.interp(step, rows['step'], rows['tokens']))}" if inside else "")
 
   axis.xaxis.set_major_formatter(label)
-
-
-def _short_number(number: float) -> str:
-  """`960`, `12.3M`; empty for nan."""
-  for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-    if number >= unit:
-      return f"{number / unit:.3g}{name}"
-  return f"{number:.0f}" if math.isfinite(number) else ""
 
 
 def _short(name: str) -> str:

@@ -22,6 +22,7 @@ _BUCKETS = {
   "init": ("start-up", "#0072b2"),
   "eval": ("evaluation", "#cc79a7"),
   "profile": ("profile", "#7d5fb8"),
+  "rehearsal": ("waiting for a rehearsed fault", "#999933"),
   "checkpoint": ("checkpoint (blocking)", "#f0e442"),
   "snapshot": ("snapshot (blocking)", "#c9bd3a"),
   "restore": ("restore", "#e69f00"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,11 @@ MAX_POINTS = 1500  # of one curve: more than a screen has columns
 _SMOOTHED_FROM = 30  # steps: fewer are read one by one
 _SMOOTHED_SHARE = 50  # smoothing reaches over 1/50 of the steps to either side
 _SEEN = 0.02  # of the time: a shorter pause is not seen in a picture
+_RARE = 1000  # one loss of so many may leave the picture, ...
+_FAR_NATS, _FAR = 4.0, 2.0  # ... if it is so far, and so many times the range of the others, above the others
 
 Curve = tuple[np.ndarray, np.ndarray]
+Shorten = Callable[[np.ndarray, np.ndarray], Curve]  # `thin` or `extremes`
 
 
 def thin(xs: np.ndarray, ys: np.ndarray) -> Curve:
@@ -26,6 +30,41 @@ def thin(xs: np.ndarray, ys: np.ndarray) -> Curve:
     return xs, ys
   starts = np.arange(0, len(xs), group)
   return _group_means(xs, starts), _group_means(ys, starts)
+
+
+def extremes(xs: np.ndarray, ys: np.ndarray) -> Curve:
+  """At most MAX_POINTS points: the lowest and the highest of each of equal groups, in their order.
+
+  As a line they are the envelope of a long curve, in which a spike of a single step is seen, at its step and with its
+  value. What is not finite is nan.
+  """
+  ys = np.where(np.isfinite(ys), ys, np.nan)
+  group = -(-len(xs) // (MAX_POINTS // 2))
+  if len(xs) <= MAX_POINTS:
+    return xs, ys
+  padded = np.pad(ys, (0, -len(ys) % group), constant_values=np.nan).reshape(-1, group)
+  missing, starts = np.isnan(padded), np.arange(len(padded)) * group
+  lowest = np.where(missing, np.inf, padded).argmin(axis=1) + starts
+  highest = np.where(missing, -np.inf, padded).argmax(axis=1) + starts
+  kept = np.unique(np.concatenate([lowest, highest]))
+  return xs[kept], ys[kept]
+
+
+def limits(values: np.ndarray, always: np.ndarray) -> tuple[float, float] | None:
+  """The vertical range of a picture in which all losses of `values` and `always` are seen; None without a finite one.
+
+  Except a rare value that is far above the others: it would make a flat line of them. Its curve leaves at the top.
+  """
+  values, always = np.sort(values[np.isfinite(values)]), always[np.isfinite(always)]
+  together = np.concatenate([values, always])
+  if not len(together):
+    return None
+  low, high = together.min(), together.max()
+  if len(values):
+    usual = values[-1 - len(values) // _RARE]
+    high = max([min(high, usual + max(_FAR_NATS, _FAR * (usual - low))), *always])
+  margin = 0.07 * (high - low) or 0.1
+  return low - margin, high + margin
 
 
 def _group_means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -69,8 +108,8 @@ def smooth(values: np.ndarray) -> np.ndarray | None:
   return values
 
 
-def broken(run: Run, rows: np.ndarray, xs: np.ndarray, ys: np.ndarray) -> Curve:
-  """A thin curve over time of run.steps or run.evals, with a nan where the run stood still: no line may bridge that.
+def broken(run: Run, rows: np.ndarray, xs: np.ndarray, ys: np.ndarray, shorten: Shorten = thin) -> Curve:
+  """A curve over time of run.steps or run.evals, with a nan where the run stood still: no line may bridge that.
 
   The run stood still where another process goes on, and where a step came so late that the pause is seen, unless an
   evaluation took the time.
@@ -85,7 +124,7 @@ def broken(run: Run, rows: np.ndarray, xs: np.ndarray, ys: np.ndarray) -> Curve:
   firsts = steps["step"][1:][changes | late]  # the first step after each pause
   parts = zip(*(np.split(column, np.searchsorted(rows["step"], firsts)) for column in (xs, ys)))
   gap = np.full(1, np.nan)
-  pieces = [piece for part in parts if len(part[0]) for piece in (thin(*part), (gap, gap))]
+  pieces = [piece for part in parts if len(part[0]) for piece in (shorten(*part), (gap, gap))]
   return np.concatenate([piece[0] for piece in pieces])[:-1], np.concatenate([piece[1] for piece in pieces])[:-1]
 
 

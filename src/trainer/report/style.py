@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import re
 from typing import Any
 
@@ -56,6 +57,14 @@ STYLE: dict[Any, Any] = {
 def time_unit(seconds: float) -> tuple[float, str]:
   """Seconds and name of the unit for an axis of this length."""
   return (1.0, "seconds") if seconds < 600 else (60.0, "minutes") if seconds < 4 * 3600 else (3600.0, "hours")
+
+
+def short_number(number: float) -> str:
+  """`960`, `12.3M`; empty for nan."""
+  for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+    if number >= unit:
+      return f"{number / unit:.3g}{name}"
+  return f"{number:.0f}" if math.isfinite(number) else ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,11 @@
-"""The first lines of a run's log, and the event run_start: what runs, on which devices, with which data and keys."""
+"""The first and the last lines of a run's log, and the event run_start: what runs, where, with which data and keys."""
 
 from __future__ import annotations
 
 import math
+import os
+import shlex
+import sys
 from collections.abc import Mapping
 
 import jax
@@ -14,7 +17,7 @@ from trainer.config import counts
 from trainer.config.files import CONFIG_FILE
 from trainer.config.schema import Config, ModelSection
 from trainer.elastic import batch_plan
-from trainer.observe import environment
+from trainer.observe import environment, files
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
 from trainer.program.program import Program
@@ -75,6 +78,23 @@ def announce(
     chip_hour_price=config.observe.chip_hour_price,
     **environment.describe(),
   )
+
+
+def next_commands(config: Config, cluster: Cluster, data: RunData) -> list[str]:
+  """Returns commands for a complete run that work as they are: its report, a text, its losses, and an export."""
+  here, python, directory = os.getcwd(), sys.executable or "python", config.run_directory
+  if python.startswith(f"{here}/"):
+    python = os.path.relpath(python, here)
+  commands = [["report", directory]]
+  if config.checkpoint.enable_checkpointing:
+    if data.train.tokenizer is not None:
+      prompt = config.observe.sample_prompt
+      commands.append(["generate", directory, prompt if prompt and prompt.isprintable() else "The "])
+    if data.evaluations and cluster.kind != "pathways":  # evaluate uses the devices of this process
+      commands.append(["evaluate", directory])
+    if not config.model.routed_bias_update_rate and not files.exists(f"{directory}-hf"):
+      commands.append(["export_hf", directory, f"{directory}-hf"])
+  return [shlex.join([python, "-m", f"trainer.tools.{tool}", *arguments]) for tool, *arguments in commands]
 
 
 def _experts(model: ModelSection, full: Program) -> list[str]:

@@ -35,13 +35,14 @@ from trainer.observe.watchdog import Watchdog
 from trainer.observe.writers.background import BackgroundWriter
 from trainer.observe.writers.goodput_recording import GoodputRecording
 from trainer.observe.writers.service import ServiceRun
+from trainer.observe.writers.webhook import Webhook
 from trainer.parallel import memory
 from trainer.process.signals import Signals
 from trainer.program import program
 from trainer.program.program import Program
 from trainer.report import page
 from trainer.run import run_data
-from trainer.run.announce import announce
+from trainer.run.announce import announce, next_commands
 from trainer.run.run_data import RunData
 from trainer.run.scores import Scorer
 from trainer.weights import sources, tokenizers
@@ -121,8 +122,9 @@ class Session:
     if not self.holds_folder():
       raise CheckpointError(f"{what}: {config.run_directory} was moved or deleted, or another launch uses it now")
 
-  def finish(self, config: Config, code: int) -> None:
-    """Records the end of the process with its exit code; for a complete run also goodput and the report."""
+  def finish(self, config: Config, code: int, *, is_command: bool = False) -> None:
+    """Records the end of the process with its exit code; for a complete run also goodput and the report, and, unless a
+    program has started it (is_command), what to do with the run next."""
     self.events.emit("run_end", exit=code)
     self.progress.close()
     self.metrics.close(code)
@@ -142,6 +144,8 @@ class Session:
       page.write_or_warn(
         config.run_directory, self.log, with_goodput=config.observe.enable_pathways_goodput, with_page=with_page
       )
+    if code == 0 and is_command:
+      self.log.line("\n".join(["Next:", *next_commands(config, self.cluster, self.data)]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,9 +270,14 @@ def _metrics(
 
 
 def _events(config: Config, cluster: Cluster, log: Log, stack: contextlib.ExitStack) -> EventLog:
-  """The event log, closed with `stack`. ml-goodput-measurement gets all records if the configuration asks for it."""
+  """The event log, closed with `stack`. A webhook and ml-goodput-measurement get its records if the configuration asks
+  for it."""
   events = EventLog(config.run_directory, config.run.run_name, is_primary=cluster.coordination.is_primary)
   stack.callback(events.close)
+  if url := config.observe.event_webhook_url:
+    webhook = Webhook(url, log)
+    stack.callback(webhook.close)
+    events.subscribe(webhook.put, webhook.flush)
   if not config.observe.enable_goodput_recording:
     return events
   begin = functools.partial(GoodputRecording, config.run_directory, config.run.run_name, log)
@@ -314,6 +323,7 @@ def _progress(config: Config, cluster: Cluster, log: Log) -> Progress:
     total_steps=config.run.steps,
     total_slices=cluster.num_slices,
     log_period=config.observe.log_period,
+    eval_interval=config.observe.eval_interval,
     terminal=None if cluster.coordination.is_primary else False,
   )
 

@@ -3,7 +3,7 @@
 The page is the report of the run, and refreshes itself. With several folders it is a comparison of the runs. A local
 folder of runs gets a list of them with links. A folder that does not exist yet is waited for. Folders may be copies,
 and may be on gs://. Only this machine can open the page; forward the port to see it elsewhere:
-`ssh -L 8642:127.0.0.1:8642 HOST`.
+`ssh -L 8642:127.0.0.1:8642 HOST`. Prometheus can read /metrics there (extra prometheus).
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import os
 import re
 import sys
 import urllib.parse
+from collections.abc import Sequence
 from typing import Any
 
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, how_to_install
 from trainer.observe import files
 from trainer.report import live, markup
+from trainer.report.exporter import Exporter
 from trainer.report.live import LivePage
 
 _HOST, _PORT = "127.0.0.1", 8642
@@ -37,7 +39,8 @@ class Server(http.server.ThreadingHTTPServer):
   def __init__(self, page: LivePage, port: int) -> None:
     """port: 0: any free one."""
     self.page = page
-    self._runs: dict[str, LivePage] = {}
+    self.exporter = Exporter(page.runs)
+    self._runs: dict[tuple[str, ...], LivePage] = {}
     super().__init__((_HOST, port), _Handler)
 
   def handle_error(self, request: Any, client_address: Any) -> None:
@@ -45,14 +48,17 @@ class Server(http.server.ThreadingHTTPServer):
     if not isinstance(sys.exception(), ConnectionError):
       super().handle_error(request, client_address)
 
-  def page_of(self, path: str) -> LivePage | None:
-    """The page of an address without its last part: / is the first page, /NAME/ the run NAME of its list."""
+  def page_of(self, path: str, chosen: Sequence[str]) -> LivePage | None:
+    """The page of an address without its last part: / is the first page, /NAME/ the run NAME of its list, and
+    /?run=NAME&run=OTHER the comparison of these runs."""
     name = urllib.parse.unquote(path).strip("/")
-    if not name:
+    names = [name] if name else chosen
+    if not names:
       return self.page
-    if folder := self.page.listed(name):
-      return self._runs.setdefault(folder, LivePage([folder], self.page.period))
-    return None
+    folders = [folder for folder in map(self.page.listed, names) if folder]
+    if len(folders) < len(names):
+      return None
+    return self._runs.setdefault(tuple(folders), LivePage(folders, self.page.period))
 
   @property
   def url(self) -> str:
@@ -60,7 +66,8 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-  """`/` is the page, `/state?version=N` what is new since version N. `/NAME/` is the page of a run that / lists."""
+  """`/` is the page, `/state?version=N` what is new since version N, `/metrics` the numbers for Prometheus. `/NAME/` is
+  the page of a run that / lists."""
 
   server: Server
   timeout = 30  # a connection without a request must not hold a thread
@@ -76,19 +83,31 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       self._send(400, "text/plain", f"{error}: {self.path}\n")
       return
     folder, _, last = address.path.rpartition("/")
-    page = self.server.page_of(folder)
+    if address.path == "/metrics":
+      self._send_metrics()
+      return
+    query = urllib.parse.parse_qs(address.query)
+    page = self.server.page_of(folder, query.get("run", []))
     if page and not last:
       self._send(200, "text/html; charset=utf-8", markup.page("Run", live.SHELL))
     elif page and last == "state":
       state = page.state()
-      known = urllib.parse.parse_qs(address.query).get("version") == [str(state.version)]
+      known = query.get("version") == [str(state.version)]
       answer = {"version": state.version, "notice": state.notice, "is_late": state.is_late}
       self._send(200, "application/json", json.dumps(answer | {"body": None if known else state.body}))
     else:
       self._send(404, "text/plain", "There are only the page at / and the runs that it lists.\n")
 
-  def _send(self, code: int, kind: str, text: str) -> None:
-    data = text.encode("utf-8", "backslashreplace")
+  def _send_metrics(self) -> None:
+    try:
+      data, kind = self.server.exporter.answer(self.headers.get("Accept", ""))
+    except ModuleNotFoundError as error:
+      self._send(501, "text/plain", f"/metrics needs prometheus_client: {error}. {how_to_install('prometheus')}.\n")
+      return
+    self._send(200, kind, data)
+
+  def _send(self, code: int, kind: str, content: str | bytes) -> None:
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     self.send_response(code)
     self.send_header("Content-Type", kind)
     self.send_header("Content-Length", str(len(data)))

@@ -229,6 +229,7 @@ def test_the_grace_period_covers_a_save():
   assert f"autocheckpoint_grace_seconds={spec['terminationGracePeriodSeconds']}" in container["command"][2]
   for keys, more in (
     ("enable_wandb=true --image-extras wandb", 10),
+    (f"event_webhook_url=https:{'/' * 2}example.org/x", 5),
     ("gcs_metrics=true", 10),
     ("enable_wandb=true enable_goodput_recording=true --image-extras wandb,goodput", 20),
   ):

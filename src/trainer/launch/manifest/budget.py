@@ -7,6 +7,7 @@ import math
 from trainer.checkpoint.ramdisk_size import ramdisk_by_rule
 from trainer.config import Config, counts
 from trainer.observe.files import LONGEST_WAIT_SECONDS
+from trainer.observe.writers.webhook import END_SECONDS
 
 # Kubernetes' own grace period, which a pod has if nobody asks for another. The head pods that xpk and gcluster make
 # for Pathways always have it.
@@ -51,7 +52,7 @@ def service_seconds(config: Config) -> float:
   # The services of the metrics share their time. The writer of goodput is closed after them.
   metrics = observe.enable_wandb or observe.enable_trackio or observe.gcs_metrics
   waits = metrics + observe.enable_goodput_recording
-  return waits * LONGEST_WAIT_SECONDS
+  return waits * LONGEST_WAIT_SECONDS + (END_SECONDS if observe.event_webhook_url else 0.0)
 
 
 def grace_seconds(save: float, step: float, others: float) -> int:

@@ -12,7 +12,7 @@ from trainer.observe.files import LONGEST_WAIT_SECONDS
 from trainer.observe.log import Log
 
 MOST_WAITING = 30_000  # records for a destination that does not answer
-_THREAD = "writer of "
+THREAD = "writer of "  # begins the name of a thread that may wait for a destination at the end of the process
 
 Scalars = Mapping[str, float]  # tag -> value
 
@@ -46,7 +46,7 @@ class BackgroundWriter:
     self._deadline = 0.0
     self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
     # A daemon: the interpreter's end does not wait for a destination that does not answer.
-    self._thread = threading.Thread(target=self._run, name=f"{_THREAD}{name}", daemon=True)
+    self._thread = threading.Thread(target=self._run, name=f"{THREAD}{name}", daemon=True)
     self._thread.start()
 
   def write(self, step: int, scalars: Scalars, wall: float, *, is_step: bool) -> None:
@@ -118,4 +118,4 @@ class BackgroundWriter:
 
 def any_waits() -> bool:
   """Whether a writer of this process still waits for a destination that does not answer."""
-  return any(thread.name.startswith(_THREAD) for thread in threading.enumerate())
+  return any(thread.name.startswith(THREAD) for thread in threading.enumerate())

@@ -23,7 +23,7 @@ from trainer.observe.log import Log
 RECORDS_FILE = "goodput_records.jsonl"
 _SHORTEST_DATA_WAIT = 1e-3  # seconds; shorter ones would triple the number of records and change nothing
 # Event kind -> type of badput. The loop waited for all of `seconds`, or only for the first `blocking_seconds` of them.
-_BADPUT = {"eval": "EVALUATION", "sample": "SAMPLE", "profile": "PROFILE"}
+_BADPUT = {"eval": "EVALUATION", "sample": "SAMPLE", "profile": "PROFILE", "rehearsal_wait": "REHEARSAL"}
 _BLOCKING = {"checkpoint_saved": "CHECKPOINT_SAVE", "snapshot": "SNAPSHOT"}
 
 

@@ -1,0 +1,109 @@
+"""The list of the runs in a folder: their states and numbers, one row each. page.js sorts it and compares runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import time
+import urllib.parse
+from collections.abc import Iterable
+
+from trainer.config.errors import ConfigError
+from trainer.report import goodput, history, markup
+from trainer.report.history import Run
+
+_LATE_SECONDS = 60.0  # without a record, and no step took so long: nobody may be writing any more
+_START_SECONDS = 600.0  # the same before the first step, which may have to be compiled
+_HEADINGS = (
+  "run",
+  "state",
+  "steps",
+  "training loss",
+  "evaluation loss",
+  "learning rate",
+  "goodput",
+  "last record (UTC)",
+)
+
+
+def last_record(run: Run) -> float:
+  """Wall time of the newest record; 0.0 if there is none."""
+  ends = [float(run.rows["wall"].max())] if len(run.rows) else []
+  return max([*ends, *(event["wall"] for event in run.events)], default=0.0)
+
+
+def patience(run: Run) -> float:
+  """Seconds without a record after which a run that has not ended seems to be dead."""
+  return max(_LATE_SECONDS, 10 * float(run.steps["seconds"].max())) if len(run.steps) else _START_SECONDS
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """A run in the list, as it was read from its files."""
+
+  name: str
+  cells: tuple[tuple[str, object], ...] = ()  # text, and what it is sorted by; () if there are no steps
+  problem: str = ""  # why there are none
+  exit_code: int | None = None
+  last: float = 0.0
+  patience: float = _START_SECONDS
+
+  def state(self, now: float) -> tuple[str, str]:
+    """What the run does, and the class of these words in the style sheet."""
+    if self.exit_code is None:
+      return ("running", "good") if now - self.last <= self.patience else ("stale or dead", "bad")
+    if self.exit_code == 0:
+      return "finished", "sub"
+    return f"ended (exit code {self.exit_code})", "sub" if self.exit_code in (42, 130, 143) else "bad"
+
+
+def read(folder: str, name: str) -> Row:
+  """The row of the run in `folder`."""
+  try:
+    run = history.load(folder)
+  except (ConfigError, OSError) as error:
+    return Row(name, problem=str(error))
+  last, code = last_record(run), None if run.end is None else int(run.end["exit"])
+  try:
+    run.require_steps()
+  except ConfigError as error:
+    return Row(name, (), str(error), code, last)
+  step, loss = run.steps[-1], run.last_loss()[0]
+  share = goodput.compute(run)["goodput_percent"]
+  evaluation = float(run.evals[-1]["eval_loss"]) if len(run.evals) else None
+  cells = (
+    (run.progress(), step["step"]),
+    (f"{loss:.4f}", loss),
+    ("" if evaluation is None else f"{evaluation:.4f}", "" if evaluation is None else evaluation),
+    (f"{step['lr']:.3g}", step["lr"]),
+    (f"{share:.2f} %", share),
+    (time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(last)), last),
+  )
+  return Row(name, cells, "", code, last, patience(run))
+
+
+def body(rows: Iterable[Row], now: float) -> str:
+  """The list as the body of an HTML page."""
+  rows = list(rows)
+  head = "".join(f'<th scope="col"><button type="button">{heading}</button></th>' for heading in _HEADINGS)
+  body = "".join(_row(row, now) for row in rows)
+  return (
+    f"<h1>{markup.count(len(rows), 'run')}</h1>"
+    '<p class="sub">Choose runs to compare them. A heading sorts the list.</p>'
+    '<p><button type="button" class="compare" disabled>Compare</button></p>'
+    f'<table class="runs"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+  )
+
+
+def _row(row: Row, now: float) -> str:
+  state, tone = row.state(now)
+  link = f'<a href="{urllib.parse.quote(row.name)}/">{html.escape(row.name)}</a>'
+  cells: list[tuple[str, object, str]] = [(link, row.name, ""), (state, state, f' class="{tone}"')]
+  cells += [(text, key, ' class="number"') for text, key in row.cells]
+  if row.problem:
+    cells.append((html.escape(row.problem), "", f' colspan="{len(_HEADINGS) - 2}"'))
+  tds = "".join(
+    f'<td data-label="{label}" data-key="{html.escape(str(key))}"{more}>{text}</td>'
+    for label, (text, key, more) in zip(_HEADINGS, cells)
+  )
+  return f'<tr data-run="{html.escape(row.name)}">{tds}</tr>'

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
+import logging
+import os
 import pathlib
+import random
 import re
+import resource
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import warnings
 from collections.abc import Iterator
 
+import jax
 import numpy as np
 import pytest
 from tests.support.command import TINY
@@ -102,6 +112,54 @@ def test_errors_are_raised_and_not_printed_and_the_next_train_goes_on(config, ca
   printed = "".join(capfd.readouterr())
   assert "error:" not in printed and "Traceback" not in printed
   assert "KeyError: 'mine'" in pathlib.Path(config.run_directory, "log.txt").read_text()
+
+
+def state_of_the_process() -> dict[str, object]:
+  """What a run must leave as it was."""
+  descriptor = signal.set_wakeup_fd(-1)
+  signal.set_wakeup_fd(descriptor)
+  mask = os.umask(0)
+  os.umask(mask)
+  options = dict(jax.config.values)
+  options.pop("jax_num_cpu_devices")  # fixed at JAX's first use
+  loggers = [logging.getLogger(name) for name in (None, "absl", "asyncio", "jax")]
+  ours = [entry for entry in warnings.filters if "compilation cache" in repr(entry)]
+  return {
+    "warnings": (warnings.showwarning, ours),
+    "signals": [signal.getsignal(number) for number in signal.valid_signals()] + [descriptor],
+    "logging": [(logger.level, *logger.handlers, *logger.filters) for logger in loggers],
+    "hooks": (sys.excepthook, sys.unraisablehook, threading.excepthook, sys.gettrace(), sys.getprofile()),
+    "streams": (sys.stdout, sys.stderr, faulthandler.is_enabled()),
+    "environment": dict(os.environ),
+    "jax": options,
+    "threads": sorted(thread.name for thread in threading.enumerate()),
+    "folder": (os.getcwd(), mask),
+    "limits": [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")],
+    "random": (random.getstate(), np.random.get_state()[1].tobytes()),
+    "collector": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()),
+    "interpreter": (sys.getrecursionlimit(), sys.getswitchinterval(), list(sys.path)),
+    "children": pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text(),
+  }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_runs_leave_the_process_as_it_was(config, monkeypatch):
+  monkeypatch.delenv("XLA_FLAGS", raising=False)
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1000), hard))
+  monkeypatch.setattr(logging.root, "handlers", [])  # pytest has some
+  try:
+    before, files = state_of_the_process(), []
+    for number in range(3):
+      cache = config.run.jax_cache_dir + ("" if number < 2 else "2")
+      run = trainer.Run(trainer.load(config, steps=1, run_name=f"left{number}", jax_cache_dir=cache))
+      assert run.train()
+      run.loader().close()
+      assert state_of_the_process() == before
+      files.append(len(os.listdir("/proc/self/fd")))
+    assert files[1] == files[2] and os.listdir(cache)  # the last run has used its own cache
+  finally:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 class Source(trainer.Source):

@@ -94,7 +94,7 @@ def run(
     from worlds.peers import RunEnded
 
     open_files.raise_limit()
-    compilation_cache.enable(config.run.jax_cache_dir)
+    stack.callback(compilation_cache.enable(config.run.jax_cache_dir))
     is_reported: Callable[[], bool] = lambda: False
     try:
       own = additions or session_lib.NO_ADDITIONS

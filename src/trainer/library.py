@@ -59,7 +59,8 @@ class Run:
     from trainer.process.signals import Signals
     from trainer.run.session import Additions
 
-    ended = command.run(self.config, {}, Signals(), time.monotonic(), Additions(self.source, tuple(callbacks)))
+    with _process_kept():
+      ended = command.run(self.config, {}, Signals(), time.monotonic(), Additions(self.source, tuple(callbacks)))
     if ended.error is not None and ended.code not in (command.COMPLETE, command.PREEMPTED):
       raise ended.error
     return ended.code == command.COMPLETE
@@ -101,11 +102,49 @@ class Run:
   def _cluster(self) -> Iterator[Cluster]:
     from trainer import cluster as cluster_lib
 
-    cluster = cluster_lib.start(self.config.cluster)
-    try:
-      yield cluster
-    finally:
-      cluster.stop()
+    with _process_kept():
+      cluster = cluster_lib.start(self.config.cluster)
+      try:
+        yield cluster
+      finally:
+        cluster.stop()
+
+
+@contextlib.contextmanager
+def _process_kept() -> Iterator[None]:
+  """Puts back what a run and the libraries that it imports change in this process. docs/library.md has what stays."""
+  import gc
+  import logging
+  import random
+  import resource
+
+  from trainer import cluster as cluster_lib
+
+  numbers = random.getstate()
+  import rich.style  # noqa: F401 -- orbax imports it, and it draws from this generator then
+
+  random.setstate(numbers)
+  environment, open_files = cluster_lib.inherited_environment(), resource.getrlimit(resource.RLIMIT_NOFILE)
+  collects, frozen = gc.isenabled(), gc.get_freeze_count()
+  handlers, loggers = logging.root.handlers[:], [logging.getLogger(name) for name in ("absl", "asyncio")]
+  filters = [logger.filters[:] for logger in loggers]
+  try:
+    yield
+  finally:
+    cluster_lib.change_environment({name: environment.get(name) for name in ("XLA_FLAGS", "CRC32C_SW_MODE")})
+    with contextlib.suppress(ValueError, OSError):
+      resource.setrlimit(resource.RLIMIT_NOFILE, open_files)
+    if not frozen:
+      gc.unfreeze()  # or a cycle among the objects of this run would never be freed
+    if not collects:
+      gc.disable()
+    for logger, before in zip(loggers, filters, strict=True):
+      logger.filters[:] = before
+    # absl calls logging.basicConfig at its first message; a later call by the program would have no effect.
+    if not handlers:
+      logging.root.handlers[:] = [
+        handler for handler in logging.root.handlers if type(handler) is not logging.StreamHandler
+      ]
 
 
 def _loss(prog: Program, params: Params, feed: Feed, count: int) -> tuple[float, float]:

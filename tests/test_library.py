@@ -19,7 +19,9 @@ import warnings
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from tests.support.command import TINY
 from tests.support.elastic_harness import cached_in
@@ -28,6 +30,8 @@ from tests.test_code_blocks import blocks
 
 import trainer
 from input_pipeline.loader import loader_of
+from trainer.checkpoint.errors import ConfigMismatch
+from trainer.program import optimizers
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "library.md"
 SMALL = {"base_emb_dim": 32, "base_num_decoder_layers": 1, "max_target_length": 32, "vocab_size": 300}
@@ -64,7 +68,7 @@ def test_the_page_runs_from_a_wheel_in_an_empty_folder(tmp_path, shared):
 def test_the_import_is_cheap_and_every_name_is_there():
   program = "import sys, trainer; print(*sorted({n.split('.')[0] for n in sys.modules} & {'jax', 'numpy', 'pydantic'}))"
   assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "\n"
-  assert trainer._PLACES.keys() == set(trainer.__all__)
+  assert trainer._PLACES.keys() == set(trainer.__all__) <= set(dir(trainer))
   assert all(getattr(trainer, name) is not None for name in trainer.__all__)
   with pytest.raises(AttributeError, match="no attribute 'loud'"):
     trainer.loud  # noqa: B018
@@ -150,16 +154,118 @@ def test_runs_leave_the_process_as_it_was(config, monkeypatch):
   monkeypatch.setattr(logging.root, "handlers", [])  # pytest has some
   try:
     before, files = state_of_the_process(), []
-    for number in range(3):
-      cache = config.run.jax_cache_dir + ("" if number < 2 else "2")
+    for number in range(2):
+      cache = config.run.jax_cache_dir + ("" if number == 0 else "2")
       run = trainer.Run(trainer.load(config, steps=1, run_name=f"left{number}", jax_cache_dir=cache))
       assert run.train()
       run.loader().close()
       assert state_of_the_process() == before
       files.append(len(os.listdir("/proc/self/fd")))
-    assert files[1] == files[2] and os.listdir(cache)  # the last run has used its own cache
+    assert files[0] == files[1] and os.listdir(cache)  # the last run has used its own cache
   finally:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def same_as_adamw(cfg):
+  """The optimizer and the schedule of `cfg`, as a program would give them."""
+  adam = optax.scale_by_adam(cfg.adam_b1, cfg.adam_b2, cfg.adam_eps)
+  return {
+    "schedule": lambda step: optimizers.schedule(cfg, 3)(step),
+    "optimizer": optax.chain(adam, optax.add_decayed_weights(cfg.adam_weight_decay), optax.scale(-1.0)),
+  }
+
+
+@pytest.mark.parametrize(
+  "faults",
+  [{}, pytest.param({"num_slices": 2, "elastic_enabled": True, "elastic_min_slice_count": 1}, marks=pytest.mark.soak)],
+)
+def test_an_optimizer_of_ones_own_trains_and_resumes_like_a_built_in_one(config, faults):
+  losses: dict[str, dict[int, float]] = {"built_in": {}, "own": {}}
+  config = trainer.load(config, run_name="built_in", checkpoint_period=1, weight_decay_mask="all", **faults)
+  assert trainer.Run(config).train([lambda record: losses["built_in"].update({record.step: record.loss})])
+
+  def record_and_stop(record):
+    losses["own"][record.step] = record.loss
+    if record.step == 2 and not stopped:
+      stopped.append(2)
+      raise KeyError("stop")
+
+  stopped: list[int] = []
+  config = trainer.load(config, run_name="own", fault_injection="slice_down@1:0" if faults else "")
+  run = trainer.Run(config, **same_as_adamw(config.optimizer))
+  with pytest.raises(KeyError, match="stop"):
+    run.train([record_and_stop])
+  assert run.train([record_and_stop])
+  assert losses["own"] == (pytest.approx(losses["built_in"], rel=1e-6) if faults else losses["built_in"])
+  assert len(losses["own"]) == 3
+  config = trainer.load(config, "steps=4", fault_injection="")
+  with pytest.raises(ConfigMismatch, match="a program's -> opt_type"):
+    trainer.Run(config).train()
+  with pytest.raises(ConfigMismatch, match=r"optimizer: 0.mu.embedding +float32\[300, 16\] -> -"):
+    trainer.Run(config, optimizer=optax.sgd(0.1)).train()
+  with pytest.raises(trainer.ConfigError, match="remat_policy=auto"):
+    trainer.Run(trainer.load(config, remat_policy="auto"), optimizer=optax.sgd(0.1)).train()
+
+
+def transformation(init=lambda params: (), update=lambda grads, state, params=None: (grads, state)):
+  return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize(
+  ("given", "message"),
+  [
+    ({"optimizer": optax.adamw}, "is not an optax.GradientTransformation"),
+    ({"optimizer": transformation(lambda params: {"name": "mine"})}, "cannot be saved and sharded: TypeError"),
+    ({"optimizer": transformation(lambda params: {"key": jax.random.key(0)})}, "key is a typed PRNG key"),
+    ({"optimizer": optax.contrib.reduce_on_plateau()}, "cannot be traced.*required keyword-only argument: 'value'"),
+    (
+      {"optimizer": transformation(update=lambda g, s, p=None: (g, s) if jax.tree.leaves(g)[0].sum() > 0 else None)},
+      "cannot be traced: TracerBool",
+    ),
+    (
+      {"optimizer": transformation(lambda p: {"n": jnp.zeros(())}, lambda g, s, p=None: (g, {"n": jnp.zeros(2)}))},
+      r"other arrays than its state: n float32\[\] -> float32\[2\]",
+    ),
+    ({"optimizer": transformation(update=lambda g, s, p=None: ({}, s))}, "other arrays than the weights: w float32"),
+    ({"schedule": 1e-3}, "schedule=0.001: is not a function"),
+    ({"schedule": lambda step: 1e-3 if step < 5 else 1e-4}, "schedule: cannot be traced: TracerBool"),
+    ({"schedule": lambda step: jnp.zeros(3)}, r"an array of shape \(3,\), not one number"),
+    ({"schedule": lambda step: 1j}, "a complex number"),
+    ({"schedule": lambda step: None}, "schedule: cannot be traced"),
+  ],
+)
+def test_an_optimizer_or_a_schedule_that_no_step_can_have_is_refused(given, message):
+  weights = {"w": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
+  with pytest.raises(trainer.ConfigError, match=message):
+    optimizers.Own(**given).replace(optax.sgd(0.1), jnp.float32, lambda: weights, {"w": ("embed", "mlp")})
+
+
+def test_loads_of_experts_are_no_weights_for_an_optimizer_of_ones_own():
+  weights = {"w": jnp.ones(2), "load": jnp.ones(2)}
+  own = optimizers.Own(optimizer=optax.add_decayed_weights(0.1))
+  optimizer, rate = own.replace(None, None, lambda: weights, {"w": ("embed",), "load": ("load",)})
+  updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, weights), optimizer.init(weights), weights)
+  assert float(updates["w"].sum()) == pytest.approx(0.2) and not updates["load"].any() and float(rate(7)) == 1
+
+
+@pytest.mark.parametrize(
+  ("call", "message"),
+  [
+    (lambda: trainer.Run("my.yml"), r"Write trainer.Run\(trainer.load\('my.yml'\)\)"),
+    (lambda: trainer.Run(None), "needs a configuration"),
+    (lambda: trainer.Run(trainer.load(TINY[0]), source=Source), "Give an object of a class like trainer.Source"),
+    (
+      lambda: trainer.Run(trainer.load(TINY[0])).train(print),
+      r"takes a list of functions.\nWrite run.train\(\[print\]\)",
+    ),
+    (lambda: trainer.Run(trainer.load(TINY[0])).train(["print"]), "takes a list of functions"),
+    (lambda: trainer.Run(trainer.load(TINY[0])).train(None), "takes a list of functions"),
+    (lambda: trainer.load(5), r"load\(5\): takes a YAML file or a configuration"),
+  ],
+)
+def test_a_wrong_call_says_what_is_wanted(call, message):
+  with pytest.raises(trainer.ConfigError, match=message):
+    call()
 
 
 class Source(trainer.Source):

@@ -7,6 +7,7 @@ import pathlib
 import random
 import subprocess
 import sys
+import warnings
 import zlib
 
 import pytest
@@ -74,6 +75,19 @@ def test_unreadable_entries_are_replaced(tmp_path):
   assert sorted(tmp_path.glob("*-cache")) == sorted(entries)
   compiled, text = run(tmp_path)
   assert compiled == 0 and "cannot be read" not in text
+
+
+@pytest.mark.parametrize("failure", ["reading", "writing"])
+def test_a_folder_that_cannot_be_used_is_said_once_and_is_no_damaged_entry(capsys, failure):
+  text = f"Error {failure} persistent compilation cache entry for 'jit_step': PermissionError: [Errno 13] no: '/x'"
+  with warnings.catch_warnings(record=True) as others:
+    end = compilation_cache.enable("/x")
+    warnings.showwarning(UserWarning(text), UserWarning, "compiler.py", 1)
+    warnings.showwarning(UserWarning(text), UserWarning, "compiler.py", 1)
+    end()
+  printed = capsys.readouterr().err
+  assert printed.startswith(f"warning: jax_cache_dir=/x: {failure} failed (PermissionError") and not others
+  assert printed.count("\n") == 1 and "killed" not in printed and "or jax_cache_dir= for no cache" in printed
 
 
 @pytest.mark.parametrize("damaged", [["jit_step-1-cache"], []])

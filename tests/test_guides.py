@@ -71,6 +71,14 @@ def test_kubernetes_and_the_launchers_accept_the_objects_for_gpu_clusters():
     assert set(options) <= literals(module)
     if config:
       load(config, check_paths=False)
+    pod = node["spec"]["template"]["spec"]
+    assert (pod["securityContext"], pod["restartPolicy"]) == ({"fsGroup": 1000}, "Never")
+    rules = node["spec"]["podFailurePolicy"]["rules"]
+    codes = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule}
+    assert 2 in codes["FailJob"] and not {0, 42, 134, 137, 143} & {code for values in codes.values() for code in values}
+    assert {"FailJob", "FailIndex"} >= codes.keys() and any(1 in values for values in codes.values())
+    # Evictions do not count. The rules are tried in order, so that an evicted pod with code 2 still fails the Job.
+    assert rules[-1] == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
 
 
 @pytest.mark.timeout(600)

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
+import logging
+import os
 import pathlib
+import random
 import re
+import resource
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import warnings
 from collections.abc import Iterator
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from tests.support.command import TINY
 from tests.support.elastic_harness import cached_in
@@ -18,6 +30,8 @@ from tests.test_code_blocks import blocks
 
 import trainer
 from input_pipeline.loader import loader_of
+from trainer.checkpoint.errors import ConfigMismatch
+from trainer.program import optimizers
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "library.md"
 SMALL = {"base_emb_dim": 32, "base_num_decoder_layers": 1, "max_target_length": 32, "vocab_size": 300}
@@ -54,7 +68,7 @@ def test_the_page_runs_from_a_wheel_in_an_empty_folder(tmp_path, shared):
 def test_the_import_is_cheap_and_every_name_is_there():
   program = "import sys, trainer; print(*sorted({n.split('.')[0] for n in sys.modules} & {'jax', 'numpy', 'pydantic'}))"
   assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "\n"
-  assert trainer._PLACES.keys() == set(trainer.__all__)
+  assert trainer._PLACES.keys() == set(trainer.__all__) <= set(dir(trainer))
   assert all(getattr(trainer, name) is not None for name in trainer.__all__)
   with pytest.raises(AttributeError, match="no attribute 'loud'"):
     trainer.loud  # noqa: B018
@@ -102,6 +116,156 @@ def test_errors_are_raised_and_not_printed_and_the_next_train_goes_on(config, ca
   printed = "".join(capfd.readouterr())
   assert "error:" not in printed and "Traceback" not in printed
   assert "KeyError: 'mine'" in pathlib.Path(config.run_directory, "log.txt").read_text()
+
+
+def state_of_the_process() -> dict[str, object]:
+  """What a run must leave as it was."""
+  descriptor = signal.set_wakeup_fd(-1)
+  signal.set_wakeup_fd(descriptor)
+  mask = os.umask(0)
+  os.umask(mask)
+  options = dict(jax.config.values)
+  options.pop("jax_num_cpu_devices")  # fixed at JAX's first use
+  loggers = [logging.getLogger(name) for name in (None, "absl", "asyncio", "jax")]
+  ours = [entry for entry in warnings.filters if "compilation cache" in repr(entry)]
+  return {
+    "warnings": (warnings.showwarning, ours),
+    "signals": [signal.getsignal(number) for number in signal.valid_signals()] + [descriptor],
+    "logging": [(logger.level, *logger.handlers, *logger.filters) for logger in loggers],
+    "hooks": (sys.excepthook, sys.unraisablehook, threading.excepthook, sys.gettrace(), sys.getprofile()),
+    "streams": (sys.stdout, sys.stderr, faulthandler.is_enabled()),
+    "environment": dict(os.environ),
+    "jax": options,
+    "threads": sorted(thread.name for thread in threading.enumerate()),
+    "folder": (os.getcwd(), mask),
+    "limits": [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")],
+    "random": (random.getstate(), np.random.get_state()[1].tobytes()),
+    "collector": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()),
+    "interpreter": (sys.getrecursionlimit(), sys.getswitchinterval(), list(sys.path)),
+    "children": pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text(),
+  }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_runs_leave_the_process_as_it_was(config, monkeypatch):
+  monkeypatch.delenv("XLA_FLAGS", raising=False)
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1000), hard))
+  monkeypatch.setattr(logging.root, "handlers", [])  # pytest has some
+  try:
+    before, files = state_of_the_process(), []
+    for number in range(2):
+      cache = config.run.jax_cache_dir + ("" if number == 0 else "2")
+      run = trainer.Run(trainer.load(config, steps=1, run_name=f"left{number}", jax_cache_dir=cache))
+      assert run.train()
+      run.loader().close()
+      assert state_of_the_process() == before
+      files.append(len(os.listdir("/proc/self/fd")))
+    assert files[0] == files[1] and os.listdir(cache)  # the last run has used its own cache
+  finally:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def same_as_adamw(cfg):
+  """The optimizer and the schedule of `cfg`, as a program would give them."""
+  adam = optax.scale_by_adam(cfg.adam_b1, cfg.adam_b2, cfg.adam_eps)
+  return {
+    "schedule": lambda step: optimizers.schedule(cfg, 3)(step),
+    "optimizer": optax.chain(adam, optax.add_decayed_weights(cfg.adam_weight_decay), optax.scale(-1.0)),
+  }
+
+
+@pytest.mark.parametrize(
+  "faults",
+  [{}, pytest.param({"num_slices": 2, "elastic_enabled": True, "elastic_min_slice_count": 1}, marks=pytest.mark.soak)],
+)
+def test_an_optimizer_of_ones_own_trains_and_resumes_like_a_built_in_one(config, faults):
+  losses: dict[str, dict[int, float]] = {"built_in": {}, "own": {}}
+  config = trainer.load(config, run_name="built_in", checkpoint_period=1, weight_decay_mask="all", **faults)
+  assert trainer.Run(config).train([lambda record: losses["built_in"].update({record.step: record.loss})])
+
+  def record_and_stop(record):
+    losses["own"][record.step] = record.loss
+    if record.step == 2 and not stopped:
+      stopped.append(2)
+      raise KeyError("stop")
+
+  stopped: list[int] = []
+  config = trainer.load(config, run_name="own", fault_injection="slice_down@1:0" if faults else "")
+  run = trainer.Run(config, **same_as_adamw(config.optimizer))
+  with pytest.raises(KeyError, match="stop"):
+    run.train([record_and_stop])
+  assert run.train([record_and_stop])
+  assert losses["own"] == (pytest.approx(losses["built_in"], rel=1e-6) if faults else losses["built_in"])
+  assert len(losses["own"]) == 3
+  config = trainer.load(config, "steps=4", fault_injection="")
+  with pytest.raises(ConfigMismatch, match="a program's -> opt_type"):
+    trainer.Run(config).train()
+  with pytest.raises(ConfigMismatch, match=r"optimizer: 0.mu.embedding +float32\[300, 16\] -> -"):
+    trainer.Run(config, optimizer=optax.sgd(0.1)).train()
+  with pytest.raises(trainer.ConfigError, match="remat_policy=auto"):
+    trainer.Run(trainer.load(config, remat_policy="auto"), optimizer=optax.sgd(0.1)).train()
+
+
+def transformation(init=lambda params: (), update=lambda grads, state, params=None: (grads, state)):
+  return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize(
+  ("given", "message"),
+  [
+    ({"optimizer": optax.adamw}, "is not an optax.GradientTransformation"),
+    ({"optimizer": transformation(lambda params: {"name": "mine"})}, "cannot be saved and sharded: TypeError"),
+    ({"optimizer": transformation(lambda params: {"key": jax.random.key(0)})}, "key is a typed PRNG key"),
+    ({"optimizer": optax.contrib.reduce_on_plateau()}, "cannot be traced.*required keyword-only argument: 'value'"),
+    (
+      {"optimizer": transformation(update=lambda g, s, p=None: (g, s) if jax.tree.leaves(g)[0].sum() > 0 else None)},
+      "cannot be traced: TracerBool",
+    ),
+    (
+      {"optimizer": transformation(lambda p: {"n": jnp.zeros(())}, lambda g, s, p=None: (g, {"n": jnp.zeros(2)}))},
+      r"other arrays than its state: n float32\[\] -> float32\[2\]",
+    ),
+    ({"optimizer": transformation(update=lambda g, s, p=None: ({}, s))}, "other arrays than the weights: w float32"),
+    ({"schedule": 1e-3}, "schedule=0.001: is not a function"),
+    ({"schedule": lambda step: 1e-3 if step < 5 else 1e-4}, "schedule: cannot be traced: TracerBool"),
+    ({"schedule": lambda step: jnp.zeros(3)}, r"an array of shape \(3,\), not one number"),
+    ({"schedule": lambda step: 1j}, "a complex number"),
+    ({"schedule": lambda step: None}, "schedule: cannot be traced"),
+  ],
+)
+def test_an_optimizer_or_a_schedule_that_no_step_can_have_is_refused(given, message):
+  weights = {"w": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
+  with pytest.raises(trainer.ConfigError, match=message):
+    optimizers.Own(**given).replace(optax.sgd(0.1), jnp.float32, lambda: weights, {"w": ("embed", "mlp")})
+
+
+def test_loads_of_experts_are_no_weights_for_an_optimizer_of_ones_own():
+  weights = {"w": jnp.ones(2), "load": jnp.ones(2)}
+  own = optimizers.Own(optimizer=optax.add_decayed_weights(0.1))
+  optimizer, rate = own.replace(None, None, lambda: weights, {"w": ("embed",), "load": ("load",)})
+  updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, weights), optimizer.init(weights), weights)
+  assert float(updates["w"].sum()) == pytest.approx(0.2) and not updates["load"].any() and float(rate(7)) == 1
+
+
+@pytest.mark.parametrize(
+  ("call", "message"),
+  [
+    (lambda: trainer.Run("my.yml"), r"Write trainer.Run\(trainer.load\('my.yml'\)\)"),
+    (lambda: trainer.Run(None), "needs a configuration"),
+    (lambda: trainer.Run(trainer.load(TINY[0]), source=Source), "Give an object of a class like trainer.Source"),
+    (
+      lambda: trainer.Run(trainer.load(TINY[0])).train(print),
+      r"takes a list of functions.\nWrite run.train\(\[print\]\)",
+    ),
+    (lambda: trainer.Run(trainer.load(TINY[0])).train(["print"]), "takes a list of functions"),
+    (lambda: trainer.Run(trainer.load(TINY[0])).train(None), "takes a list of functions"),
+    (lambda: trainer.load(5), r"load\(5\): takes a YAML file or a configuration"),
+  ],
+)
+def test_a_wrong_call_says_what_is_wanted(call, message):
+  with pytest.raises(trainer.ConfigError, match=message):
+    call()
 
 
 class Source(trainer.Source):

@@ -33,6 +33,10 @@ _PLACES = {
 __all__ = tuple(_PLACES)
 
 
+def __dir__() -> list[str]:
+  return sorted({*globals(), *_PLACES})
+
+
 def __getattr__(name: str) -> Any:
   if name not in _PLACES:
     raise AttributeError(f"module 'trainer' has no attribute {name!r}")

@@ -94,7 +94,7 @@ def run(
     from worlds.peers import RunEnded
 
     open_files.raise_limit()
-    compilation_cache.enable(config.run.jax_cache_dir)
+    stack.callback(compilation_cache.enable(config.run.jax_cache_dir))
     is_reported: Callable[[], bool] = lambda: False
     try:
       own = additions or session_lib.NO_ADDITIONS
@@ -109,7 +109,7 @@ def run(
       is_reported = cluster.coordination.is_reported
       retry.check(cluster, config.elastic, config.run.steps)
       program.check_compiler_flags(config, cluster.view(cluster.slices).devices)
-      config, note = _with_remat_policy(config, origins, cluster)
+      config, note = _with_remat_policy(config, origins, cluster, own)
       session = stack.enter_context(session_lib.open_session(config, cluster, signals, started, origins, own))
     except ConfigError as error:  # a configuration that does not fit the machine or the data; nothing is written yet
       if not is_reported():
@@ -134,13 +134,21 @@ def run(
   return result
 
 
-def _with_remat_policy(config: Config, origins: dict[str, str], cluster: Cluster) -> tuple[Config, str]:
+def _with_remat_policy(
+  config: Config, origins: dict[str, str], cluster: Cluster, additions: Additions
+) -> tuple[Config, str]:
   """The configuration with a policy in the place of remat_policy=auto, and a line for the log."""
+  from trainer.config import ConfigError
   from trainer.config.schema import RematPolicy
   from worlds import lines
 
   if config.model.remat_policy is not RematPolicy.AUTO:
     return config, ""
+  if additions.own.optimizer is not None:
+    raise ConfigError(
+      "remat_policy=auto: counts the memory of the optimizer opt_type, and the program gives another one.\n"
+      f"Choose a policy, such as remat_policy={RematPolicy.FULL}."
+    )
   from trainer.preflight import remat_choice  # reads compiled programs, so only if it is needed
 
   origins["remat_policy"] = "chosen for these devices, because of remat_policy=auto"

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.config import cli
 from trainer.config.errors import ConfigError
@@ -17,6 +17,8 @@ from trainer.config.load import load as load_arguments
 from trainer.config.schema import Config
 
 if TYPE_CHECKING:
+  import optax
+
   from input_pipeline.loader import Loader, Split
   from input_pipeline.source import Source
   from trainer.cluster import Cluster
@@ -33,6 +35,8 @@ def load(config: str | os.PathLike[str] | Config, *arguments: str, **keys: bool 
   "configs/quickstart.yml" is always there. Raises ConfigError with all independent mistakes.
   """
   changes = [*arguments, *(f"{name}={str(x).lower() if isinstance(x, bool) else x}" for name, x in keys.items())]
+  if not isinstance(config, str | os.PathLike | Config):
+    raise ConfigError(f"load({config!r}): takes a YAML file or a configuration.\nWrite trainer.load('my_run.yml').")
   if not isinstance(config, Config):
     return load_arguments([os.fspath(config), *changes])
   with tempfile.TemporaryDirectory() as folder:
@@ -42,11 +46,25 @@ def load(config: str | os.PathLike[str] | Config, *arguments: str, **keys: bool 
 
 
 class Run:
-  """A run of a configuration, in this process, with its files in `directory`. source: examples to train on, in the
-  place of the configuration's data."""
+  """A run of a configuration, in this process, with its files in `directory`.
 
-  def __init__(self, config: Config, source: Source | None = None) -> None:
-    self.config, self.source = config, source
+  source: examples to train on, in the place of the configuration's data. schedule, optimizer: an optax schedule
+  (step -> learning rate) and an optax.GradientTransformation, in the place of the configuration's (docs/library.md).
+  """
+
+  def __init__(
+    self,
+    config: Config,
+    source: Source | None = None,
+    *,
+    schedule: Callable[[Any], Any] | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+  ) -> None:
+    if not isinstance(config, Config):
+      raise ConfigError(f"Run({config!r}): needs a configuration.\nWrite trainer.Run(trainer.load({config!r})).")
+    if source is not None and (isinstance(source, type) or not hasattr(source, "example")):
+      raise ConfigError(f"Run(source={source!r}): is not a source.\nGive an object of a class like trainer.Source.")
+    self.config, self.source, self._schedule, self._optimizer = config, source, schedule, optimizer
     self.directory = config.run_directory
 
   def train(self, callbacks: Sequence[Callable[[StepRecord], object]] = ()) -> bool:
@@ -56,11 +74,16 @@ class Run:
     again. Returns whether the run is complete; False: it was asked to stop, and has saved. Raises ConfigError for a
     wrong configuration, and the error that ended the run otherwise: KeyboardInterrupt, or that of a callback too.
     """
+    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
+      raise ConfigError(f"train({callbacks!r}): takes a list of functions.\nWrite run.train([print]).")
     from trainer import __main__ as command
     from trainer.process.signals import Signals
+    from trainer.program.optimizers import Own
     from trainer.run.session import Additions
 
-    ended = command.run(self.config, {}, Signals(), time.monotonic(), Additions(self.source, tuple(callbacks)))
+    with _process_kept():
+      additions = Additions(self.source, tuple(callbacks), Own(self._schedule, self._optimizer))
+      ended = command.run(self.config, {}, Signals(), time.monotonic(), additions)
     if ended.error is not None and ended.code not in (command.COMPLETE, command.PREEMPTED):
       raise ended.error
     return ended.code == command.COMPLETE
@@ -106,11 +129,49 @@ class Run:
   def _cluster(self) -> Iterator[Cluster]:
     from trainer import cluster as cluster_lib
 
-    cluster = cluster_lib.start(self.config.cluster)
-    try:
-      yield cluster
-    finally:
-      cluster.stop()
+    with _process_kept():
+      cluster = cluster_lib.start(self.config.cluster)
+      try:
+        yield cluster
+      finally:
+        cluster.stop()
+
+
+@contextlib.contextmanager
+def _process_kept() -> Iterator[None]:
+  """Puts back what a run and the libraries that it imports change in this process. docs/library.md has what stays."""
+  import gc
+  import logging
+  import random
+  import resource
+
+  from trainer import cluster as cluster_lib
+
+  numbers = random.getstate()
+  import rich.style  # noqa: F401 -- orbax imports it, and it draws from this generator then
+
+  random.setstate(numbers)
+  environment, open_files = cluster_lib.inherited_environment(), resource.getrlimit(resource.RLIMIT_NOFILE)
+  collects, frozen = gc.isenabled(), gc.get_freeze_count()
+  handlers, loggers = logging.root.handlers[:], [logging.getLogger(name) for name in ("absl", "asyncio")]
+  filters = [logger.filters[:] for logger in loggers]
+  try:
+    yield
+  finally:
+    cluster_lib.change_environment({name: environment.get(name) for name in ("XLA_FLAGS", "CRC32C_SW_MODE")})
+    with contextlib.suppress(ValueError, OSError):
+      resource.setrlimit(resource.RLIMIT_NOFILE, open_files)
+    if not frozen:
+      gc.unfreeze()  # or a cycle among the objects of this run would never be freed
+    if not collects:
+      gc.disable()
+    for logger, before in zip(loggers, filters, strict=True):
+      logger.filters[:] = before
+    # absl calls logging.basicConfig at its first message; a later call by the program would have no effect.
+    if not handlers:
+      logging.root.handlers[:] = [
+        handler for handler in logging.root.handlers if type(handler) is not logging.StreamHandler
+      ]
 
 
 def _loss(prog: Program, params: Params, feed: Feed, count: int) -> tuple[float, float]:

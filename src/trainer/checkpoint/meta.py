@@ -9,6 +9,8 @@ from trainer.checkpoint.errors import ConfigMismatch, Rejected
 from trainer.config.resume import ALLOWABLE, CHANGES_DATA_ORDER, CHANGES_STATE, JUDGED_BY, names
 from trainer.config.schema import Config
 
+OPTIMIZER = "optimizer"  # in `identity`: {array: kind} of the state of an optimizer that a program has given
+
 
 def build(
   *, tokens: int, cursor: Mapping[str, Any], config: Mapping[str, Any], identity: Mapping[str, Any]
@@ -16,7 +18,7 @@ def build(
   """The meta of a save. The tiers add step, versions and the arrays with their fingerprints.
 
   tokens: seen by the whole run; cursor: Loader.cursor(step); config: Config.flat(); identity: values of the names in
-  JUDGED_BY, {"data": Loader.fingerprint(), "global_batch_size": examples per step}.
+  JUDGED_BY, {"data": Loader.fingerprint(), "global_batch_size": examples per step}, and OPTIMIZER.
   """
   return {"tokens": tokens, "cursor": dict(cursor), "config": dict(config), "identity": dict(identity)}
 
@@ -46,7 +48,7 @@ def check_config(
     )
   if missing := [key for key in ("tokens", "cursor", "config", "identity") if key not in saved]:
     raise Rejected(f"its meta lacks {', '.join(missing)}")
-  compared = CHANGES_STATE | (ALLOWABLE - set(names(allow_config_change)))
+  compared = CHANGES_STATE | {OPTIMIZER} | (ALLOWABLE - set(names(allow_config_change)))
   # A key that is newer than the checkpoint had its default: without its arrays, the checkpoint would look damaged.
   defaults = {key: value for key, value in Config().flat().items() if key in CHANGES_STATE}
   before = defaults | saved["config"]
@@ -64,6 +66,9 @@ def _message(
 ) -> str:
   rows: list[tuple[str, str, str, str]] = []
   for key, (old, new) in refused.items():
+    if key == OPTIMIZER:
+      rows += _arrays(old, new)
+      continue
     order = key in CHANGES_DATA_ORDER or key in JUDGED_BY.values()
     what = "changes the data order" if order else "changes the model"
     causes = [cause for cause, judge in JUDGED_BY.items() if judge == key and cause in differences]
@@ -78,13 +83,22 @@ def _message(
   widths = [max(len(row[column]) for row in rows) for column in range(3)]
   table = [f"  {key:{widths[0]}}  {old:>{widths[1]}} -> {new:{widths[2]}}  {why}" for key, old, new, why in rows]
   remedy = "Set them back, or choose another run_name for a new run"
-  if not refused.keys() & CHANGES_STATE:  # other arrays would not fit the state
+  if not refused.keys() & (CHANGES_STATE | {OPTIMIZER}):  # other arrays would not fit the state
     remedy += f", or, if you want this change, allow_config_change={','.join(refused)}"
   return "\n".join([
     f"the checkpoint of step {saved.get('step')} was made with other values (checkpoint -> now):",
     *table,
     remedy,
   ])  # fmt: skip
+
+
+def _arrays(old: Mapping[str, str] | None, new: Mapping[str, str] | None) -> list[tuple[str, str, str, str]]:
+  """Rows about the first arrays of two optimizers that differ. None: the optimizer is opt_type."""
+  if old is None or new is None:
+    names = ["opt_type" if kinds is None else "a program's" for kinds in (old, new)]
+    return [("optimizer", *names, "give the optimizer of the run to trainer.Run, or none")]  # type: ignore[list-item]
+  differ = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+  return [(f"optimizer: {name}", old.get(name, "-"), new.get(name, "-"), "its state") for name in differ[:6]]
 
 
 def _short(value: Any) -> str:

@@ -6,6 +6,7 @@ Each optimizer is built for a learning rate of 1. `apply_gradients` multiplies i
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +15,121 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
+from trainer.checkpoint import meta
+from trainer.checkpoint.arrays import state_tree
+from trainer.config.errors import ConfigError
 from trainer.config.schema import OptimizerSection
+
+Schedule = Callable[[jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+  """What a program gives in the place of the configuration's schedule and optimizer (docs/library.md).
+
+  schedule: step (int32 scalar, from 0) -> the factor of the optimizer's updates. None: that of the configuration, or
+  with an optimizer 1, because its updates include a learning rate.
+  """
+
+  schedule: Callable[[Any], Any] | None = None
+  optimizer: optax.GradientTransformation | None = None
+
+  def replace(
+    self, optimizer: optax.GradientTransformation, rate: Schedule, abstract: Callable[[], Any], logical_axes: Any
+  ) -> tuple[optax.GradientTransformation, Schedule]:
+    """Own ones where there are, or else `optimizer` and `rate`. abstract: returns the weights, abstract.
+
+    Raises ConfigError if an own one cannot be part of a compiled step whose state is saved and sharded.
+    """
+    if self.optimizer is not None:
+      optimizer, rate = _checked(self.optimizer, abstract(), logical_axes), lambda step: jnp.float32(1)
+    if self.schedule is not None:
+      rate = _checked_schedule(self.schedule)
+    return optimizer, rate
+
+  def lines(self) -> list[str]:
+    """Lines for the log."""
+    given = [name for name in ("schedule", "optimizer") if getattr(self, name) is not None]
+    return [f"The program gives the {' and the '.join(given)}: the keys for it have no effect."] * bool(given)
+
+  def identity(self, opt_state: Any) -> dict[str, Any]:
+    """What a resume compares: the arrays of the optimizer's state. opt_state: abstract or real."""
+    if self.optimizer is None:
+      return {}
+    return {meta.OPTIMIZER: {name: _kind(leaf) for name, leaf in state_tree.flatten(opt_state).items()}}
+
+
+NOTHING_OWN = Own()
+
+
+def _checked_schedule(given: Callable[[Any], Any]) -> Schedule:
+  def rate(step: jax.Array) -> jax.Array:
+    with jax.numpy_dtype_promotion("standard"):
+      value = jnp.asarray(given(step))
+    if jnp.iscomplexobj(value):
+      raise TypeError("it returns a complex number")
+    return value.astype(jnp.float32)
+
+  example = "Give a function of the step that JAX can trace, such as optax.constant_schedule(3e-4)"
+  if not callable(given):
+    raise ConfigError(f"schedule={given!r}: is not a function.\n{example}.")
+  try:
+    found = jax.eval_shape(rate, jax.ShapeDtypeStruct((), jnp.int32))
+  except Exception as error:
+    raise ConfigError(f"schedule: cannot be traced: {_reason(error)}\n{example}.") from error
+  if found.shape:
+    raise ConfigError(f"schedule: returns an array of shape {found.shape}, not one number.\n{example}.")
+  return rate
+
+
+def _checked(given: optax.GradientTransformation, params: Any, logical_axes: Any) -> optax.GradientTransformation:
+  """`given` as a step calls it. Raises ConfigError unless its state is a tree of arrays that an update keeps."""
+  if not isinstance(given, optax.GradientTransformation):
+    raise ConfigError(
+      f"optimizer={given!r}: is not an optax.GradientTransformation.\nGive for example optax.adamw(3e-4)."
+    )
+  optimizer = _in_float32(given)
+  grads = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
+  remedy = (
+    "Give a transformation whose state is a tree of arrays, and whose update needs only gradients, state and weights."
+  )
+  try:
+    before = jax.eval_shape(optimizer.init, params)
+    state_tree.flatten(before)
+  except Exception as error:
+    raise ConfigError(f"optimizer: its state cannot be saved and sharded: {_reason(error)}\n{remedy}") from error
+  try:
+    updates, after = jax.eval_shape(optimizer.update, grads, before, params)
+  except Exception as error:
+    raise ConfigError(
+      f"optimizer: update(gradients, state, weights) cannot be traced: {_reason(error)}\n{remedy}"
+    ) from error
+  for what, old, new in (("its state", before, after), ("the weights", grads, updates)):
+    if differ := _differences(old, new):
+      raise ConfigError(f"optimizer: its update returns other arrays than {what}: {differ}\n{remedy}")
+
+  def update(grads: Any, state: Any, params: Any = None) -> Any:
+    updates, state = optimizer.update(grads, state, params)
+    # Loads of experts are counts: a decay or noise of the program's own would change them.
+    still = lambda update, axes: jnp.zeros_like(update) if "load" in axes else update
+    return jax.tree.map(still, updates, logical_axes), state
+
+  return optax.GradientTransformation(optimizer.init, update)
+
+
+def _differences(old: Any, new: Any) -> str:
+  """The first arrays that differ between two trees of arrays; "" if none does."""
+  one, other = ({name: _kind(leaf) for name, leaf in state_tree.flatten(tree).items()} for tree in (old, new))
+  names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+  return ", ".join(f"{name} {one.get(name)} -> {other.get(name)}" for name in names[:3])
+
+
+def _kind(leaf: Any) -> str:
+  return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def _reason(error: Exception) -> str:
+  return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
 def schedule(cfg: OptimizerSection, steps: int) -> Callable[[jax.Array], jax.Array]:

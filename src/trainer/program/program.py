@@ -40,6 +40,7 @@ from trainer.models.layers import Kernels
 from trainer.parallel import mesh as mesh_lib
 from trainer.parallel import sharding
 from trainer.program import optimizers, state, step
+from trainer.program.optimizers import NOTHING_OWN, Own
 from trainer.program.share_sums import OneProgram, ShareSums, Stages, Traced
 from trainer.program.state import TrainState
 from trainer.program.step import Rounds, Sums
@@ -116,6 +117,7 @@ class Program:
   model: DecoderFunctions
   attention: Attention
   grouped_matmul: grouped_matmul.Chosen  # of experts
+  own: Own  # of the program that uses the library
   optimizer: optax.GradientTransformation
   plan: BatchPlan  # the rows of the global batch that each slice computes
   state: TrainState  # abstract, with shardings
@@ -217,13 +219,13 @@ def global_batch_size(config: Config, num_slices: int, devices_per_slice: int) -
   return rows_per_micro_batch(config, devices_per_slice) * num_slices * accumulation
 
 
-def of_view(config: Config, view: View) -> Program:
+def of_view(config: Config, view: View, own: Own = NOTHING_OWN) -> Program:
   """Returns the program for the slices of `view`. Raises ConfigError if sizes do not fit the devices."""
-  return build(config, view.devices, view.num_slices_total)
+  return build(config, view.devices, view.num_slices_total, own)
 
 
-def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int) -> Program:
-  """Returns the program for the living `slices` of `num_slices_total`.
+def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int, own: Own = NOTHING_OWN) -> Program:
+  """Returns the program for the living `slices` of `num_slices_total`. own: an optimizer that is not of `config`.
 
   Raises ConfigError if sizes do not fit the devices.
   """
@@ -254,14 +256,19 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
   tokens = len(slices) * rows * length // (mesh.shape[mesh_lib.DATA] * mesh.shape[mesh_lib.FSDP] * context)
   grouped = grouped_matmul.choose(platform, cfg.expert_quantization)
   model = DecoderFunctions(cfg, _kernels(config, mesh, platform, tokens, kernel, grouped))
-  optimizer = optimizers.build(config.optimizer, model.logical_axes(), cfg.weight_dtype)
-  schedule = optimizers.schedule(config.optimizer, config.run.steps)
+  optimizer, schedule = own.replace(
+    optimizers.build(config.optimizer, model.logical_axes(), cfg.weight_dtype),
+    optimizers.schedule(config.optimizer, config.run.steps),
+    lambda: jax.eval_shape(model.init, jax.random.key(0)),
+    model.logical_axes(),
+  )
   precisely = functools.partial(_with_precision, cfg.matmul_precision)
   return Program(
     mesh=mesh,
     model=model,
     attention=kernel,
     grouped_matmul=grouped,
+    own=own,
     optimizer=optimizer,
     plan=plan,
     state=state.abstract(model, optimizer, mesh, config.parallelism.sharding_tolerance),

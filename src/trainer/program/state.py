@@ -59,12 +59,18 @@ def abstract(
   weights = jax.tree_util.tree_leaves_with_path(map_with_path(place_weight, shapes.params, model.logical_axes()))
   sharding.check_replication(weights, tolerance)
   by_path = {_names(path): leaf for path, leaf in weights}
+  by_shape: dict[tuple[int, ...], list[jax.ShapeDtypeStruct]] = {}
+  for _, leaf in weights:
+    by_shape.setdefault(leaf.shape, []).append(leaf)
 
   def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Shards an optimizer array like its weight. The weight's path is the end of the array's path."""
+    """Shards an optimizer array like its weight. The weight's path is the end of the array's path; where the state has
+    no such paths (a list of arrays), its shape is that of weights which are all sharded alike."""
     names = _names(path)
     of_weight = (by_path[names[i:]] for i in range(len(names)) if names[i:] in by_path)
-    weight = next(of_weight, None)
+    alike = by_shape.get(leaf.shape, [])
+    is_clear = len({weight.sharding for weight in alike}) == 1
+    weight = next(of_weight, alike[0] if is_clear else None)
     return placed(leaf, PartitionSpec() if weight is None else _like(leaf.shape, weight))
 
   return map_with_path(place, shapes)

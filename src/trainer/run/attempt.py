@@ -106,7 +106,8 @@ class Attempt:
     self.elastic.announce()
     for change in session.data.accept(config, meta):
       session.log.line(f"Changed since the checkpoint: {change}")
-    if rise := optimizers.rise(config.optimizer, config.run.steps, meta["config"], meta["step"]):
+    of_config = self.program.own == optimizers.NOTHING_OWN
+    if of_config and (rise := optimizers.rise(config.optimizer, config.run.steps, meta["config"], meta["step"])):
       session.log.line(f"warning: {rise}")
 
   def resume(self, start: Start) -> None:

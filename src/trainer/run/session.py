@@ -39,6 +39,7 @@ from trainer.observe.writers.webhook import Webhook
 from trainer.parallel import memory
 from trainer.process.signals import Signals
 from trainer.program import program
+from trainer.program.optimizers import NOTHING_OWN, Own
 from trainer.program.program import Program
 from trainer.report import page
 from trainer.run import run_data
@@ -150,10 +151,12 @@ class Session:
 
 @dataclasses.dataclass(frozen=True)
 class Additions:
-  """What a program adds to a run: a source to train on, and functions that get the record of each step."""
+  """What a program adds to a run: a source to train on, functions that get the record of each step, and its own
+  optimizer."""
 
   source: Source | None = None
   callbacks: tuple[Callable[[StepRecord], object], ...] = ()
+  own: Own = NOTHING_OWN
 
 
 NO_ADDITIONS = Additions()
@@ -170,15 +173,16 @@ def open_session(
 ) -> Iterator[Session]:
   """Checks that the program fits the devices, opens the data and the run's folder, and closes all at the end. origins:
   where each key was given, for the report. Raises ConfigError for wrong input, before the run's folder is created."""
-  world, full_program = cluster.world, program.of_view(config, cluster.view(cluster.slices))
+  world, full_program = cluster.world, program.of_view(config, cluster.view(cluster.slices), additions.own)
   memory.require_fit(full_program.state, counts.parameter_count(config.model), cluster.kind)
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
   if config.checkpoint.enable_checkpointing:
     disk_space.require_locks(config.run_directory)
   parameters = _parameters(config, cluster)
   with contextlib.ExitStack() as stack:
-    notes: list[str] = []  # for the log, which is not open yet
+    notes = additions.own.lines()  # for the log, which is not open yet
     data = stack.enter_context(run_data.open_data(config, batch, notes.append, additions.source))
+    data.identity |= additions.own.identity(full_program.state.opt_state)
     scorer = Scorer(config, data)
     log = log_lib.get(config.run_directory, is_primary=cluster.coordination.is_primary)
     stack.callback(log.close)
@@ -337,7 +341,7 @@ def _program_cache(
   log: Log,
   stack: contextlib.ExitStack,
 ) -> ProgramCache[Program]:
-  build = functools.partial(program.of_view, config)
+  build = functools.partial(program.of_view, config, own=full_program.own)
   compile_step = functools.partial(_compile_step, config, cluster, bool(data.evaluations))
   programs = ProgramCache(build, compile_step, events, log, stack.enter_context(CompileCounter()))
   programs.topologies[cluster.view(cluster.slices).slices] = Topology(full_program)

@@ -30,8 +30,7 @@ fail() {
 
 while [ $# -gt 0 ]; do
   case "$1" in
-    --dev | --tpu | --gpu | --arrow | --gcs | --goodput | --lm_eval | --prometheus | --ray | --standin | --tfds | \
-      --trackio | --wandb)
+    --dev | --tpu | --gpu | --arrow | --gcs | --goodput | --lm_eval | --prometheus | --ray | --standin | --tfds | --trackio | --wandb)
       extras="$extras ${1#--}"
       ;;
     --python | --venv)

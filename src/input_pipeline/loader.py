@@ -129,7 +129,7 @@ class Loader:
     for row in range(self._global_batch_size):  # one at a time, because a batch of many hosts is large
       one = self.batch(step, np.array([row]))
       weight += float(one.weights.sum(dtype=np.float64))
-      tokens += np.count_nonzero(one.segment_ids)
+      tokens += int(np.count_nonzero(one.segment_ids))
     return weight / max(tokens, 1)
 
   def __iter__(self) -> Iterator[Batch]:

@@ -144,7 +144,7 @@ class BpeTokenizer:
 
   def lost(self, text: str, ids: np.ndarray) -> tuple[int, int]:
     if self._unknown is not None:
-      return np.count_nonzero(ids == self._unknown), 0
+      return int(np.count_nonzero(ids == self._unknown)), 0
     characters = set(text)
     for character in characters - self._has_id.keys():
       own = self.encode(character)

@@ -5,7 +5,8 @@
 Seed i determines history i: members killed (the first too), stopped or asked to end, two at once, again during a
 recovery, and the supervisor or all processes killed, after which the same command starts again. The supervisor is also
 stopped for longer than members may be silent, and continued. Stdout and stderr of all processes are a file, a pipe
-whose reader goes away, or a full disk. In half of the histories the exchange begins during the backward pass.
+whose reader goes away, or a full disk. In half of the histories the exchange begins during the backward pass, in half a
+slice has two to eight shares, and in a third one member is slow.
 Evaluations and checkpoints are so frequent that faults hit them too.
 
 With --world, the histories are of what surrounds the run: a member dies several times in a row while it starts, SIGTERM
@@ -32,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.command import differences, is_running
-from tests.support.forked_runs import Server
+from tests.support.forked_runs import SLOWED, Server
 from tests.support.process_runs import ProcessRun, seeded_command
 
 STEPS = 150
@@ -71,6 +72,13 @@ class Plan:
   keys: tuple[str, ...]
   output: str  # of all processes: file, pipe or full
   faults: tuple[Fault, ...]
+  shares: int = 1  # of a slice
+  slowed: str = ""  # a value of forked_runs.SLOWED
+
+  @property
+  def batch(self) -> tuple[str, ...]:
+    """Keys that the undisturbed run has too."""
+    return (f"per_device_batch_size={max(2, self.shares)}", f"shares_per_slice={self.shares}")
 
 
 def plan(seed: int) -> Plan:
@@ -91,7 +99,9 @@ def plan(seed: int) -> Plan:
   least = chance.choice([1, 1, -1, 2])
   options = ("--spares", "1") if chance.random() < 0.2 else ()
   keys = (f"elastic_min_slice_count={least}", f"exchange_stages={chance.choice([1, 2])}")
-  return Plan(slices, options, keys, output, tuple(sorted(faults, key=lambda fault: fault.step)))
+  shares = chance.choice([1, 1, 1, 2, 4, 8])
+  slowed = f"{chance.randrange(slices)}:0.03" if chance.random() < 1 / 3 else ""
+  return Plan(slices, options, keys, output, tuple(sorted(faults, key=lambda fault: fault.step)), shares, slowed)
 
 
 def plan_world(seed: int) -> Plan:
@@ -278,22 +288,25 @@ def run_all(
 ) -> int:
   """Runs and checks the histories; returns the exit code."""
   keys = (*keys, *WORLD) if world else keys
-  compiled, references = f"jax_cache_dir={folder / 'compiled'}", dict[int, ProcessRun]()
+  compiled, references = f"jax_cache_dir={folder / 'compiled'}", dict[tuple[int, int], ProcessRun]()
   happened: Counter[str] = Counter()
   recoveries, start = 0, time.monotonic()
   for done, seed in enumerate(range(first, first + count), 1):
     history = plan_world(seed) if world else plan(seed)
-    if history.slices not in references:
-      name = f"undisturbed-{history.slices}"
-      reference = ProcessRun(folder / name, [*KEYS, *keys, compiled], slices=history.slices, server=server)
+    kind = history.slices, history.shares
+    if kind not in references:
+      name = f"undisturbed-{history.slices}-{history.shares}"
+      own = [*KEYS, *keys, compiled, *history.batch]
+      reference = ProcessRun(folder / name, own, slices=history.slices, server=server)
       broken = play(reference, "file", (), 0, happened)
       assert not broken, (broken, reference.tail())
-      references[history.slices] = reference
-    own = [*KEYS, *keys, compiled, *history.keys]
-    run = ProcessRun(folder / f"history-{seed}", own, slices=history.slices, options=history.options, server=server)
+      references[kind] = reference
+    own = [*KEYS, *keys, compiled, *history.batch, *history.keys]
+    options = {"options": history.options, "environment": {SLOWED: history.slowed} if history.slowed else {}}
+    run = ProcessRun(folder / f"history-{seed}", own, slices=history.slices, server=server, **options)
     try:
       broken = play(run, history.output, history.faults, seed, happened)
-      broken = broken or check(run, references[history.slices], history.faults)
+      broken = broken or check(run, references[kind], history.faults)
     except AssertionError as error:
       broken = [str(error)]
     if broken:
@@ -302,6 +315,7 @@ def run_all(
       print(f"repeat with: python -m end_to_end.process_histories {'--world ' * world}--first {seed} --count 1")
       return 1
     recoveries += run.count("recovery")
+    happened["slow member named"] += sum(event["factor"] > 1 for event in run.events("member_slow"))
     if done % 10 == 0 or done == count:
       seconds = time.monotonic() - start
       print(

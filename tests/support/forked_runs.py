@@ -32,6 +32,7 @@ PR_SET_CHILD_SUBREAPER = 36  # Linux: processes below this one whose parent has 
 SHOWN, SHOWN_BYTES = "TRAINER_FORKED_AS", 2000
 DAMAGED = "TRAINER_TEST_DAMAGED"  # MEMBER:STEP: a bit of the member's weights flips before this step
 ENDLESS = "steps=999999"  # of a test whose run trains until the test has seen enough; such runs are slowed down
+SLOWED = "TRAINER_TEST_SLOWED"  # MEMBER:SECONDS: each of the member's shares takes so much longer
 SLOW = {"TRAINER_TEST_SLOW": "1"}  # environment of a run of few steps that is slowed down, so that faults fall into it
 
 
@@ -146,6 +147,21 @@ def slow_down() -> None:
   Feed._rounds_of = read_slowly  # type: ignore[method-assign]
 
 
+def slow_member(member: str, seconds: str, environment: Mapping[str, str]) -> None:
+  """Every share of this process takes longer if it is `member`."""
+  from trainer.program.share_sums import ShareSums
+  from worlds import place
+
+  compute = ShareSums.__call__
+
+  def compute_slowly(*arguments: Any) -> Any:
+    time.sleep(float(seconds))
+    return compute(*arguments)
+
+  if environment.get(place.MEMBER) == member:
+    ShareSums.__call__ = compute_slowly  # type: ignore[method-assign]
+
+
 def damage(member: int, step: int) -> None:
   """A bit of the weights flips before `step` if this process is `member`."""
   import jax
@@ -186,6 +202,8 @@ def child(request: dict[str, Any], orphan: bool) -> NoReturn:
     fork_workers(request["log"])
   elif orphan and (ENDLESS in request["argv"] or SLOW.items() <= request["environment"].items()):
     slow_down()
+  if orphan and (slowed := request["environment"].get(SLOWED)):
+    slow_member(*slowed.split(":"), request["environment"])
   if orphan and (damaged := request["environment"].get(DAMAGED)):
     damage(*map(int, damaged.split(":")))
   if linux:

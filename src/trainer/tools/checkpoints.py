@@ -114,9 +114,8 @@ def _exports(folder: Any) -> Iterator[Row]:
 
 def _local_copies(run: str, events: Sequence[dict[str, Any]]) -> Iterator[Row]:
   """The copies of this run on this host, by step, and all copies of each earlier run in this folder."""
-  config: dict[str, Any] = next(
-    (event["config"] for event in reversed(events) if isinstance(event.get("config"), dict)), {}
-  )
+  configs = [event["config"] for event in events if isinstance(event.get("config"), dict)]
+  config: dict[str, Any] = configs[-1] if configs else {}
   if not (config.get("enable_emergency_checkpoint") and (root := config.get("local_checkpoint_directory"))):
     return
   from trainer.checkpoint.local_copies import ENTRY, folder  # imports jax

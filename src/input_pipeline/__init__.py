@@ -11,8 +11,8 @@ and packed once, into a file of windows in a cache, and read by index in a shuff
   rows = loader.batch(step, np.array([4, 5]))         # only the rows of this process
   position = loader.cursor(step)                      # JSON for a checkpoint; loader.resume continues there
 
-Modules, from the bottom: `errors`, `progress`, `open_files`, `folders`, `remote`, `data_files` (which files are meant),
-`options`, `packages`, `workers` (processes), `batch`, `documents`, a module for each format, `corpus` (text),
-`datasets`, `tokenizer`, `windows`, `best_fit`, `long_text`, `store`, `cache`, `prepare`, `order`, `schedule`, `source`,
-`synthetic`, `prepared`, `in_place`, `mixture`, `loader`, `prefetch`, `describe`.
+Modules, from the bottom: `errors`, `locks`, `progress`, `open_files`, `folders`, `remote`, `data_files` (which files
+are meant), `options`, `packages`, `workers` (processes), `batch`, `documents`, a module for each format, `corpus`
+(text), `datasets`, `tokenizer`, `windows`, `best_fit`, `long_text`, `store`, `cache`, `prepare`, `order`, `schedule`,
+`source`, `synthetic`, `prepared`, `in_place`, `mixture`, `loader`, `prefetch`, `describe`.
 """

@@ -68,14 +68,16 @@ def test_a_folder_where_orbax_cannot_lock_its_files_is_refused(tmp_path, monkeyp
     raise OSError(errno.ENOLCK, "No locks available")
 
   run = tmp_path / "not made yet" / "run"
-  disk_space.require_locks(str(run))
+  config = load([*KEYS, f"base_output_directory={run.parent}"])
+  disk_space.require_locks(config)
   monkeypatch.setattr(fcntl, "lockf", refused)
-  disk_space.require_locks(str(run))
+  disk_space.require_locks(config)
   store = SimpleNamespace(result=lambda: (_ for _ in ()).throw(ValueError("UNAVAILABLE")))
   monkeypatch.setattr(tensorstore.KvStore, "open", lambda spec: store)
   text = rf"no checkpoint can be saved in {run}: Orbax locks its files .* of {tmp_path} has no locks\."
   with pytest.raises(ConfigError, match=text):
-    disk_space.require_locks(str(run))
+    disk_space.require_locks(config)
+  disk_space.require_locks(load([*KEYS, f"base_output_directory={run.parent}", "enable_checkpointing=false"]))
   assert not list(tmp_path.iterdir())
 
 

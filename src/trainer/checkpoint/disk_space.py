@@ -52,9 +52,10 @@ def warnings(
     yield from _shortage(Path(folder), sum(mine), "local copies of the state", "give the ramdisk more memory")
 
 
-def require_locks(run_directory: str) -> None:
+def require_locks(config: Config) -> None:
   """Raises ConfigError if no checkpoint can be saved in the run's folder, because Orbax locks its files there."""
-  if files.is_object_store(run_directory):
+  run_directory = config.run_directory
+  if not config.checkpoint.enable_checkpointing or files.is_object_store(run_directory):
     return
   import fcntl
 

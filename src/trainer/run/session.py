@@ -176,8 +176,7 @@ def open_session(
   world, full_program = cluster.world, program.of_view(config, cluster.view(cluster.slices), additions.own)
   memory.require_fit(full_program.state, counts.parameter_count(config.model), cluster.kind)
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
-  if config.checkpoint.enable_checkpointing:
-    disk_space.require_locks(config.run_directory)
+  disk_space.require_locks(config)
   parameters = _parameters(config, cluster)
   with contextlib.ExitStack() as stack:
     notes = additions.own.lines()  # for the log, which is not open yet
@@ -188,9 +187,7 @@ def open_session(
     stack.callback(log.close)
     holds_folder = stack.enter_context(_lock(config, cluster, log))
     events = _events(config, cluster, log, stack)
-    identity = ""
-    if config.checkpoint.enable_checkpointing:
-      identity = run_id.establish(config.run_directory, world, cluster.coordination.fresh_run_id)
+    identity = _identity(config, cluster)
     metrics = _metrics(config, cluster, events, log, identity, stack)
     metrics.callbacks += additions.callbacks
     progress = _progress(config, cluster, log)
@@ -261,6 +258,13 @@ def _lock(config: Config, cluster: Cluster, log: Log) -> contextlib.AbstractCont
   grace = config.checkpoint.autocheckpoint_grace_seconds  # that a predecessor which is stopping may need
   launch, joins = cluster.coordination.fresh_run_id or secrets.token_hex(6), cluster.coordination.joins
   return lock.held(config.run_directory, launch, grace, log.line, joins=joins)
+
+
+def _identity(config: Config, cluster: Cluster) -> str:
+  """The id of the run; "" without checkpoints."""
+  if not config.checkpoint.enable_checkpointing:
+    return ""
+  return run_id.establish(config.run_directory, cluster.world, cluster.coordination.fresh_run_id)
 
 
 def _metrics(

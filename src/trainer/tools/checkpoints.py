@@ -74,10 +74,14 @@ def describe(run: str, *, verify: bool = False) -> Iterator[str]:
 
 def _checkpoints(folders: StepFolders, verify: bool) -> Iterator[Row]:
   written = folders.is_being_written()  # asked before: a save that ends meanwhile is shown as committed
-  unfinished = {True: "a process writes now", False: "the next save or start removes it"}
+  unfinished = {
+    True: "a process writes now",
+    False: "the next save or start removes it",
+    None: "perhaps a process writes it now",
+  }
   for path, why in sorted(folders.states().items(), key=lambda item: _number(item[0].name)):
     with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-      state = why and f"{why}; {unfinished.get(written, 'perhaps a process writes it now')}"
+      state = why and f"{why}; {unfinished[written]}"
       if not why:
         state = f"committed{_verified(folders, int(path.name)) if verify else ''}"
       elif "did not finish" not in why:
@@ -110,7 +114,8 @@ def _exports(folder: Any) -> Iterator[Row]:
 
 def _local_copies(run: str, events: Sequence[dict[str, Any]]) -> Iterator[Row]:
   """The copies of this run on this host, by step, and all copies of each earlier run in this folder."""
-  config = next((event["config"] for event in reversed(events) if isinstance(event.get("config"), dict)), {})
+  configs = [event["config"] for event in events if isinstance(event.get("config"), dict)]
+  config: dict[str, Any] = configs[-1] if configs else {}
   if not (config.get("enable_emergency_checkpoint") and (root := config.get("local_checkpoint_directory"))):
     return
   from trainer.checkpoint.local_copies import ENTRY, folder  # imports jax

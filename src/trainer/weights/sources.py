@@ -190,27 +190,33 @@ def split(place: str) -> tuple[str, str]:
   return (directory, step) if at and step.isdigit() else (place, "")
 
 
-def _of_run(directory: str, step: int | None, world: World) -> Source:
+def _of_run(directory: str, named: int | None, world: World) -> Source:
   persistent = Persistent(f"{directory}/checkpoints", CheckpointSection(), world=world)
-  named, meta = step, None
-  while meta is None:
-    steps = [candidate.step for candidate in persistent.candidates()]
-    if not steps or (named is not None and named not in steps):
-      raise ConfigError(f"{directory}: has no checkpoint {'' if named is None else named}, but {steps or 'none'}.")
-    step = steps[0] if named is None else named
-    is_gone = functools.partial(persistent.is_gone, step)
-    try:
-      held = together(world, functools.partial(persistent.hold, step))
-      meta = persistent.verified(step)
-    except Rejected:
-      if not from_primary(world, is_gone()):
-        raise
+  step, meta, held = _held(persistent, directory, named, world)
   keys_of = lambda section: {key: value for key, value in meta["config"].items() if key in section.model_fields}
   model, data = ModelSection(**keys_of(ModelSection)), DataOptions(**keys_of(DataOptions))
   arrays = {name: entry for name, entry in meta["arrays"].items() if name.startswith("params.")}
   read = functools.partial(persistent.read, step)
   folder = persistent.directory / str(step)
+  is_gone = functools.partial(persistent.is_gone, step)
   return Source(f"{directory}@{step}", directory, model, data, arrays, read, {}, meta, folder, held, is_gone)
+
+
+def _held(
+  persistent: Persistent, directory: str, named: int | None, world: World
+) -> tuple[int, dict[str, Any], FolderLock]:
+  """(step, meta, lock) of the newest checkpoint, or of the one that is named; of the next one if it is deleted now."""
+  while True:
+    steps = [candidate.step for candidate in persistent.candidates()]
+    if not steps or (named is not None and named not in steps):
+      raise ConfigError(f"{directory}: has no checkpoint {'' if named is None else named}, but {steps or 'none'}.")
+    step = steps[0] if named is None else named
+    try:
+      held = together(world, functools.partial(persistent.hold, step))
+      return step, persistent.verified(step), held
+    except Rejected:
+      if not from_primary(world, persistent.is_gone(step)):
+        raise
 
 
 def _hugging_face(folder: Any) -> Source:

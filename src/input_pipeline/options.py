@@ -69,7 +69,7 @@ class DataOptions(BaseModel):
   tokenizer_type: Literal["byte", "bpe"] = "byte"
   """byte: 256 bytes and special tokens. bpe: byte-level BPE, trained on the text unless tokenizer_path is set."""
   tokenizer_path: str = ""
-  """tokenizer_type=bpe: a tokenizers JSON file. Empty: train a tokenizer."""
+  """tokenizer_type=bpe: a tokenizers JSON file, or a local folder with tokenizer.json. Empty: train a tokenizer."""
   bos_token: str = ""
   """Special token of tokenizer_path that begins a document; none: no token. Empty: that of its template, or
   <|begin_of_text|>, <s> or <bos> if it is special, or no token."""

@@ -286,14 +286,13 @@ def load_bpe(path: str, bos_token: str = "", eos_token: str = "") -> BpeTokenize
 
 
 def _read(path: str) -> bytes:
-  """The content of a file, or of tokenizer.json in a folder, local or at an address. Raises OSError."""
+  """The content of a file, local or at an address, or of tokenizer.json in a local folder. Raises OSError."""
   if not remote.is_address(path):
-    file = Path(path).expanduser()
-    return (file / _FILE if file.is_dir() else file).read_bytes()
-  for address in (path, f"{path.rstrip('/')}/{_FILE}"):
-    for found in remote.find("tokenizer_path", address, ()):
-      with found.open() as content:
-        return content.read()
+    local = Path(path).expanduser()
+    return (local / _FILE if local.is_dir() else local).read_bytes()
+  for file in remote.find("tokenizer_path", path, ()):
+    with file.open() as content:
+      return content.read()
   raise FileNotFoundError("there is no such file")
 
 

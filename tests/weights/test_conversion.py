@@ -112,6 +112,7 @@ def test_older_readers_find_their_fields(tmp_path):
   assert scaling["rope_type"] == "llama3" and scaling["factor"] == 32.0
   assert found["rope_parameters"] == {**scaling, "rope_theta": found["rope_theta"]}
   assert found["torch_dtype"] == found["dtype"] == "bfloat16" and found["head_dim"] == 16
+  assert found["max_position_embeddings"] == 4096  # as the run has set it
   expected = hf_folders.to_hugging_face(hf_folders.random_params(config), config)
   expected = {name: value.astype(jnp.bfloat16) for name, value in expected.items()}
   assert_same_bits(hf_folders.read_folder(tmp_path / "hf"), expected)

@@ -14,7 +14,7 @@ from input_pipeline.documents import BadRecords
 from input_pipeline.tokenizer import train_bpe
 from trainer.config import cli
 from trainer.config.load import load
-from trainer.config.schema import Config
+from trainer.config.schema import Config, ModelSection
 from trainer.weights import export, sources
 from trainer.weights import tokenizers as tokenizers_of_runs
 
@@ -38,16 +38,22 @@ def template(library, single):
 def sentencepiece():
   """As Llama 2 and Mistral: no template; the class of the tokenizer adds <s>."""
   pieces = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
-  pieces |= {piece: 259 + i for i, piece in enumerate("▁aetxofwrds")}
+  pieces |= {piece: 259 + i for i, piece in enumerate("\u2581aetxofwrds")}
   library = tokenizers.Tokenizer(models.BPE(pieces, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-  library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-  library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+  library.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+  library.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
   library.add_special_tokens(["<s>", "</s>"])
   return library
 
 
 def unigram():
-  pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("▁", -1.0), *((letter, -2.0) for letter in "aetxofwrds</>")]
+  pieces = [
+    ("<unk>", 0.0),
+    ("<s>", 0.0),
+    ("</s>", 0.0),
+    ("\u2581", -1.0),
+    *((letter, -2.0) for letter in "aetxofwrds</>"),
+  ]
   library = tokenizers.Tokenizer(models.Unigram(pieces, 0))
   library.pre_tokenizer = pre_tokenizers.Metaspace()
   library.add_special_tokens(["<s>", "</s>"])
@@ -119,12 +125,15 @@ def test_an_export_begins_a_text_as_the_documents_of_its_run_begin(tmp_path, mon
   library.save(str(kept / "tokenizer.json"))
   if config:
     (kept / "tokenizer_config.json").write_text(json.dumps(config))
-  cfg = hf_folders.model("qwen3" if name == "qwen" else "llama3", vocab_size=300, base_num_decoder_layers=1)
+  unset = {"max_position_embeddings": ModelSection.model_fields["max_position_embeddings"].default}
+  cfg = hf_folders.model("qwen3" if name == "qwen" else "llama3", vocab_size=300, base_num_decoder_layers=1, **unset)
   data = {"tokenizer_type": "bpe", "tokenizer_path": str(kept / "tokenizer.json"), "max_target_length": 32, **keys}
   run_config = Config(model=cfg, data=data)
   hf_folders.write_run(run, run_config, hf_folders.random_params(cfg))
   (run / "config.yml").write_text(cli.print_config(run_config))
   export.export_run(str(run), exported, report=lambda line: None)
+
+  assert json.loads((tmp_path / "hf" / "config.json").read_text())["max_position_embeddings"] == 32
 
   trained = tokenizers_of_runs.of_source(sources.open_source(str(run)))
   ((document,),) = prepare.token_groups([[("", TEXT)]], trained, 300, BadRecords(0))

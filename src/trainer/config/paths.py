@@ -149,10 +149,11 @@ def _check_data(data: DataOptions, problems: Problems) -> None:
           )
   with problems.collect():
     path = data.tokenizer_path if data.tokenizer_type == "bpe" else ""
-    if path and not any(is_file("tokenizer_path", x) for x in (path, f"{path.rstrip('/')}/tokenizer.json")):
+    inside = f"{path.rstrip('/')}/tokenizer.json"
+    if path and not is_file("tokenizer_path", path) and (remote.is_address(path) or not is_file("", inside)):
       raise ConfigError(
-        f"tokenizer_path={path}: there is no such file, and no folder with tokenizer.json.\n"
-        "Give a tokenizers JSON file, or a folder that has a tokenizer.json."
+        f"tokenizer_path={path}: there is no such file.\nGive a tokenizers JSON file, perhaps {inside}, or a local "
+        "folder that has a tokenizer.json."
       )
   with problems.collect():
     folder = data.dataset_cache_directory

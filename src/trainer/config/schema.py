@@ -76,8 +76,9 @@ class RunSection(Section):
   """Seed of the initial weights."""
   load_parameters_path: str = ""
   """The first parameters of a new run: a Hugging Face folder of a Qwen3 or Llama, or RUN_DIR or RUN_DIR@STEP of another
-  run, local or gs://. The optimizer and the schedule are fresh. The tokenizer there serves the data unless
-  tokenizer_type or tokenizer_path is given. A run that resumes ignores it. Empty: random parameters."""
+  run, local or gs://. The optimizer and the schedule are fresh. The tokenizer there serves the data, with the bos_token
+  and eos_token of its run, unless tokenizer_type or tokenizer_path is given. A run that resumes ignores it. Empty:
+  random parameters."""
   log_config: bool = True
   """Print the keys that differ from their defaults at the start. All keys are in {run}/config.yml."""
   jax_cache_dir: str = "~/.cache/trainer/jax"
@@ -136,7 +137,8 @@ class ModelSection(Section):
   """Factor by which the model's parameters grow, a power of two: heads and feed-forward, width, layers are doubled in
   turn."""
   max_position_embeddings: Positive = 1048576
-  """Longest sequence of the model, in tokens. max_target_length must not exceed it."""
+  """Longest sequence of the model, in tokens. max_target_length must not exceed it. Exports and scores of tasks use it,
+  or max_target_length if it has its default."""
   normalization_layer_epsilon: float = Field(1e-6, gt=0)
   """Epsilon of RMSNorm."""
   use_qk_norm: bool = True

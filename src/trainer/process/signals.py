@@ -38,6 +38,10 @@ SAME_SIGNAL_SECONDS = 1.0
 _RECORD_SECONDS = 2.0  # that `on_exit` may take
 
 
+class Stopped(Exception):
+  """Work between two steps was broken off, because the process must end."""
+
+
 class _Phase(enum.Enum):
   STARTING = enum.auto()
   RUNNING = enum.auto()

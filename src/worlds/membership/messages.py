@@ -36,7 +36,9 @@ FROM_MEMBER: Mapping[str, FieldTypes] = {
   # Its connections to these members have failed, or cannot be made; the exchange cannot go on in this epoch.
   "broken": {"epoch": int, "members": list},
   "unreachable": {"epoch": int, "members": list},
-  # It has SIGTERM: it wants to leave after the round under way.
+  # It begins an evaluation, its next round. Other work that is part of the evaluation may come before the sums.
+  "evaluates": {"round": str},
+  # It has SIGTERM: it wants to leave after the step under way, or in the evaluation under way.
   "leave": {},
   # The run is over for this member, everything that it owes is done; it would exit with this code.
   "finished": {"code": int},
@@ -64,6 +66,11 @@ FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   # Apply the sums of the round. stop: save, and end the run after this round. leave: members that end after this round.
   # seconds: {id: seconds that it computed}.
   "commit": {"epoch": int, "round": str, "stop": bool, "leave": list, "seconds": dict},
+  # SIGTERM came during an evaluation, which ends here without a result. leave: only for this member, which ends; the
+  # others repeat the exchange without it. Otherwise the run ends with the state that all members have.
+  "interrupt": {"epoch": int, "leave": bool},
+  # The run must end. Only work after the last round heeds it; a round ends with `commit` or `interrupt`.
+  "stop": {},
   # The run is over; exit with this code. reason: why it cannot go on, or "".
   "end": {"code": int, "reason": str},
 }

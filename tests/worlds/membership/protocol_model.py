@@ -33,6 +33,7 @@ class Member:
   before: list[str] | None = None  # its state when another one is sent to it
   led: bool = False  # the state is from a backup, and nobody has trained on it yet
   stop: bool = False
+  told: str = ""  # the evaluation that it has told of
   exit: int | None = None
 
   @property
@@ -68,7 +69,7 @@ class Model:
     self.states: dict[tuple[int, int], list[str]] = {}  # (epoch, member): state that was sent to it
     self.applied: list[str] = []  # the longest history of any member
     self.losses_of_all = 0  # how often no member with a state was left
-    self.kills = self.leaves = 0
+    self.kills = self.leaves = self.interruptions = 0
     for i in range(total + spares):
       self.start(i)
 
@@ -110,6 +111,8 @@ class Model:
       self.carry_out(run.computed(i, received["epoch"], 1.0))
     elif received["kind"] == "done":
       self.carry_out(run.done(i, 0, received["epoch"], received["round"], received["checksum"]))
+    elif received["kind"] == "evaluates":
+      self.carry_out(run.evaluates(i, received["round"]))
     elif received["kind"] == "leave":
       self.carry_out(run.leave(i))
     elif received["kind"] == "finished":
@@ -134,6 +137,10 @@ class Model:
       assert member.world is not None
       if member.inbox:
         self.read(member)
+        return
+      if member.round.startswith("eval") and member.told != member.round:
+        member.told = member.round
+        member.say("evaluates", round=member.round)
         return
       epoch = member.world["epoch"]
       member.say("computed", epoch=epoch, round=member.round)
@@ -188,20 +195,30 @@ class Model:
       self.check(member)
       member.mode = "computing"
       if member.id in received["leave"]:
-        member.say("finished", code=42)
-        member.mode = "waiting"
-        member.history = None
+        self.leave(member)
       elif received["stop"]:
         member.stop = True
         self.finish(member, 42)
       else:
         self.finish_if_complete(member)
+    elif kind == "interrupt":
+      assert member.history is not None and member.round.startswith("eval"), (received, member)
+      self.interruptions += 1
+      if received["leave"]:
+        self.leave(member)
+      elif not member.stop:
+        member.stop = True
+        self.finish(member, 42)
     elif kind == "regather":
       member.newest, member.mode = self.backup if member.history is None else member.step, "starting"
     elif kind == "end":
       member.exit, member.mode = received["code"], "ended"
       del self.members[member.id]
       self.carry_out(self.coordinator.lost(member.id, "ended"))
+
+  def leave(self, member: Member) -> None:
+    member.say("finished", code=42)
+    member.mode, member.history = "waiting", None
 
   def finish_if_complete(self, member: Member) -> None:
     if member.stop:

@@ -196,7 +196,8 @@ class Attempt:
     self.elastic.reached("eval", step)
     try:
       with session.watchdog.during("evaluation"):
-        scores = session.scorer.score(params, step, session.log, self.driver)  # before the sums, which members commit
+        # Before the sums: the members commit the evaluation with them.
+        scores = session.scorer.score(params, step, session.log, self.driver.unless_stopped)
         sums = self.driver.evaluate(params, data.eval_batches(self.config.observe.eval_steps))
     except Stopped:
       session.preemption.requested(step)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 from jax.experimental import multihost_utils
@@ -11,11 +13,12 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
 from trainer.models.decoder import Params
 from trainer.observe.log import Log
-from trainer.run.driver import Driver
 from trainer.run.run_data import RunData
 from trainer.weights import sources
 from trainer.weights.model import Model
 from trainer.weights.tasks import Scores, Tasks
+
+Work: TypeAlias = Scores | Exception
 
 
 class Scorer:
@@ -37,9 +40,15 @@ class Scorer:
     except ConfigError as error:
       raise ConfigError(f"eval_tasks={names}: {error}") from error
 
-  def score(self, params: Params, step: int, log: Log, driver: Driver) -> Scores | None:
+  def score(
+    self,
+    params: Params,
+    step: int,
+    log: Log,
+    unless_stopped: Callable[[Callable[[], Work], str], Work] = lambda work, what: work(),
+  ) -> Scores | None:
     """The scores of the parameters after `step`, on one of their devices; None: no tasks, or a warning says why not.
-    All processes that hold parts of `params` must call. Raises Stopped as Driver.unless_stopped."""
+    All processes that hold parts of `params` must call. unless_stopped: of the Driver; raises Stopped."""
     if (tasks := self._tasks) is None or (tokenizer := self._tokenizer) is None:
       return None
     start, folder = time.monotonic(), f"{self._config.run_directory}/{sources.TOKENIZER}"
@@ -47,7 +56,7 @@ class Scorer:
     gather = lambda leaf: leaf if leaf.is_fully_addressable else multihost_utils.process_allgather(leaf, tiled=True)
     put = lambda leaf, to: jax.device_put(leaf, to.sharding).astype(to.dtype)
 
-    def work() -> Scores | Exception:
+    def work() -> Work:
       try:
         load = lambda abstract: jax.tree.map(put, whole, abstract)
         return tasks.score(Model.on_one_device(self._config.model, load, tokenizer, folder, device))
@@ -56,7 +65,7 @@ class Scorer:
 
     try:
       whole = jax.tree.map(gather, params)  # before `work`, which can fail in one process only
-      scores = driver.unless_stopped(work, f"the scores at step {step}")
+      scores = unless_stopped(work, f"the scores at step {step}")
     except jax.errors.JaxRuntimeError as error:  # after the loss of a slice, the next step raises it too
       scores = error
     if isinstance(scores, Exception):

@@ -104,8 +104,7 @@ def test_an_evaluation_due_at_the_step_of_a_sigterm_is_done_once_after_the_resum
 
 
 def test_sigterm_in_an_evaluation_saves_at_once_and_the_next_process_evaluates(make):
-  """Here the evaluation of the last step, which would take hours. Then SIGTERM comes while the next process makes up for
-  it, from the checkpoint."""
+  """The evaluation of the last step would take hours. Then SIGTERM comes while the next process makes up for it."""
   run = make("steps=2", "checkpoint_period=1000000", "eval_interval=1000")
   for begun in (lambda: run.last_step == 2, lambda: "evaluating now" in run.printed):
     process = run.start("eval_steps=100000000")

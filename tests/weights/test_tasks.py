@@ -20,7 +20,7 @@ from trainer.config import paths
 from trainer.config.errors import ConfigError
 from trainer.config.load import load
 from trainer.config.schema import Config
-from trainer.process.signals import Stopped
+from trainer.process.signals import StopRequested
 from trainer.run import driver, scores
 from trainer.run.scores import Scorer
 from trainer.tools import evaluate, export_hf
@@ -178,7 +178,7 @@ def test_scores_that_take_long_stop_with_the_process(tmp_path, monkeypatch):
   tasks = types.SimpleNamespace(score=lambda model: time.sleep(600))
   scorer = of_tasks(tmp_path, monkeypatch, tasks)
   stop = functools.partial(driver.unless_stopped, SINGLE_WORLD, stop=lambda: True)
-  with pytest.raises(Stopped):
+  with pytest.raises(StopRequested):
     scorer.score({"a": jax.numpy.ones(1)}, 7, None, stop)
 
 

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from trainer.cluster import Cluster, View
 from trainer.elastic.events import SliceHang
 from trainer.observe.log import Log
-from trainer.process.signals import Stopped
+from trainer.process.signals import StopRequested
 
 X = TypeVar("X")
 _POLL_SECONDS = 0.1
@@ -85,10 +85,10 @@ class Waiter(Generic[X]):
     return self._result
 
   def unless(self, stop: Callable[[], bool]) -> X:
-    """As `result`, but raises Stopped once stop() is true. Then the call goes on in its thread, which nobody joins."""
+    """As `result`, but raises StopRequested once stop() is true. Then nobody joins the thread, which goes on."""
     while not self.done(_POLL_SECONDS):
       if stop():
-        raise Stopped
+        raise StopRequested
     return self.result()
 
   def _run(self) -> None:

@@ -38,7 +38,7 @@ SAME_SIGNAL_SECONDS = 1.0
 _RECORD_SECONDS = 2.0  # that `on_exit` may take
 
 
-class Stopped(Exception):
+class StopRequested(Exception):
   """Work between two steps was broken off, because the process must end."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import html
+import itertools
 import os
 import threading
 import time
@@ -179,11 +180,28 @@ def _notice(runs: list[Run], now: float) -> tuple[str, bool]:
     recent = run.steps["seconds"][-_RECENT_STEPS:]
     if total:
       text += f", {format_duration(float(np.median(recent)) * max(0.0, total - last['step']))} left"
+    if failing := _failing_saves(run, now):
+      text, late = f"{text}, {failing}", True
     silent = now - _last_record(run)
     limit = max(_LATE_SECONDS, 10 * float(run.steps["seconds"].max()))
     late = late or silent > limit
     texts.append(f"{text}, last record {format_duration(silent)} ago")
   return "; ".join(texts), late
+
+
+def _failing_saves(run: Run, now: float) -> str:
+  """Since when the saves in storage fail, and how old the newest checkpoint is; "" if the last one did not fail."""
+  kinds = ("checkpoint_saved", "checkpoint_failed")
+  saves = [event for event in run.of_kind(*kinds) if event.get("tier") == "persistent"]
+  failed = list(itertools.takewhile(lambda event: event["kind"] == "checkpoint_failed", reversed(saves)))
+  if not failed:
+    return ""
+  first, last = failed[-1], failed[0]
+  since = time.strftime("%H:%M:%S", time.gmtime(first["wall"]))
+  if "newest" not in last:
+    return f"saves fail since {since} UTC, and no checkpoint is in storage"
+  age = format_duration(now - last["wall"] + float(last.get("newest_seconds") or 0.0))
+  return f"saves fail since {since} UTC: the newest checkpoint is of step {last['newest']}, from {age} ago"
 
 
 # The page that a browser loads once. It fetches `state` from the same server and shows what is new.

@@ -20,7 +20,7 @@ from trainer.elastic.attempt import ElasticRun
 from trainer.models.decoder import Params
 from trainer.observe.metrics import Evaluation
 from trainer.observe.profiler import Profiler
-from trainer.process.signals import Stopped
+from trainer.process.signals import StopRequested
 from trainer.program import optimizers
 from trainer.program.program import Program
 from trainer.program.state import TrainState
@@ -199,7 +199,7 @@ class Attempt:
         # Before the sums: the members commit the evaluation with them.
         scores = session.scorer.score(params, step, session.log, self.driver.unless_stopped)
         sums = self.driver.evaluate(params, data.eval_batches(self.config.observe.eval_steps))
-    except Stopped:
+    except StopRequested:
       session.preemption.requested(step)
       session.log.line(f"The evaluation at step {step} stops here: another process does it.")
       return None

@@ -11,7 +11,7 @@ import jax
 from trainer.elastic.attempt import Outcome
 from trainer.elastic.hang import Waiter
 from trainer.models.decoder import Params
-from trainer.process.signals import Stopped
+from trainer.process.signals import StopRequested
 from trainer.program.state import TrainState
 from trainer.world import World
 
@@ -44,10 +44,10 @@ def unless_stopped(world: World, work: Callable[[], X], what: str, stop: Callabl
   result, stopped = [], False
   try:
     result.append(Waiter(work, what).unless(stop))
-  except Stopped:
+  except StopRequested:
     stopped = True
   if any(world.gather(stopped)):
-    raise Stopped
+    raise StopRequested
   return result[0]
 
 
@@ -72,12 +72,12 @@ class Driver(Protocol):
     if the attempt must end."""
 
   def evaluate(self, params: Params, batches: Sequence[int]) -> list[list[LossSums]]:
-    """For each set, sums over its first batches[set] batches, in parts to be added, on the host. Raises Stopped on all
-    processes after the same batch, if they must end."""
+    """For each set, sums over its first batches[set] batches, in parts to be added, on the host. Raises StopRequested
+    on all processes after the same batch, if they must end."""
 
   def unless_stopped(self, work: Callable[[], X], what: str) -> X:
-    """The result of work(), a part of an evaluation that each process does for itself; its error. Raises Stopped on all
-    processes, if they must end before all of them have done it."""
+    """The result of work(), a part of an evaluation that each process does for itself; its error. Raises StopRequested
+    on all processes, if they must end before all of them have done it."""
 
   def call(self, work: Callable[[], object], what: str) -> Any:
     """The result of work(), which waits for the slices; raises its error, or SliceHang. `what` names it in messages."""

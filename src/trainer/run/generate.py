@@ -13,7 +13,7 @@ from trainer.elastic.hang import Waiter
 from trainer.models import generation
 from trainer.models.decoder import DecoderFunctions, Params
 from trainer.models.generation import Sampling
-from trainer.process.signals import Stopped
+from trainer.process.signals import StopRequested
 from trainer.program.program import Program
 from trainer.run.session import Session
 
@@ -50,7 +50,7 @@ def sample(config: Config, session: Session, prog: Program, params: Params, step
   try:
     with session.watchdog.during("sample"):
       text = Waiter(work, "the sample").unless(lambda: session.preemption.noticed)
-  except Stopped:
+  except StopRequested:
     session.log.line("No sample is made of sample_prompt: the process must end, and everything is saved.")
     return
   except jax.errors.JaxRuntimeError as error:

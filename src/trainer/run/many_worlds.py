@@ -22,7 +22,7 @@ from trainer.config.schema import Config
 from trainer.elastic.attempt import ElasticRun, Outcome
 from trainer.elastic.events import Event, Kind
 from trainer.models.decoder import Params
-from trainer.process.signals import Stopped
+from trainer.process.signals import StopRequested
 from trainer.program.program import Feed, Halves, Program
 from trainer.program.state import TrainState
 from trainer.program.step import Sums
@@ -113,7 +113,7 @@ class ManyWorlds:
         for index in range(count):
           # The processes of a slice compute each batch together, so they must stop before the same one.
           if any(self._session.cluster.world.gather(self._interrupted())):
-            raise Stopped
+            raise StopRequested
           sums[-1].append(compiled(params, feed.share(index, share)))
           jax.block_until_ready(sums[-1][-2:-1])
       whole = (np.asarray(jax.device_get(of_set), np.float32).sum(axis=0, dtype=np.float32) for of_set in sums)

@@ -17,7 +17,7 @@ from trainer.config.schema import Config
 from trainer.elastic.attempt import ElasticRun, Outcome
 from trainer.elastic.hang import HangGuard, Waiter
 from trainer.models.decoder import Params
-from trainer.process.signals import Stopped
+from trainer.process.signals import StopRequested
 from trainer.program.program import Feed, Program
 from trainer.program.state import TrainState
 from trainer.run import driver
@@ -67,7 +67,7 @@ class OneController:
     if not self._elastic.recovery.under_way:
       self._compiled_step = compiling()
       return
-    with contextlib.suppress(Stopped):  # `start` asks next
+    with contextlib.suppress(StopRequested):  # `start` asks next
       self._compiled_step = Waiter(compiling, "the compilation").unless(lambda: self._session.preemption.noticed)
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
@@ -93,7 +93,7 @@ class OneController:
           sums.append([])
           for index in range(count):
             if preemption.requested(step) if several else preemption.noticed:
-              raise Stopped
+              raise StopRequested
             sums[-1].append(self._program.evaluate(params, self._on_slices(batch(index))))
             jax.block_until_ready(sums[-1][-2:-1])  # a request to end must not wait for more than two batches
         return driver.on_host(sums)
@@ -106,7 +106,7 @@ class OneController:
     preemption = self._session.preemption
     try:
       return driver.unless_stopped(self._session.cluster.world, work, what, lambda: preemption.noticed)
-    except Stopped:
+    except StopRequested:
       preemption.agree()
       raise
 

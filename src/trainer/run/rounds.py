@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from trainer.process.signals import Stopped
+from trainer.process.signals import StopRequested
 from trainer.program.program import Halves
 from worlds.exchange import FlatLayout, HostCopy, Part, PeerLost
 from worlds.exchange.reduction import Wire
@@ -71,8 +71,8 @@ class Rounds:
     self, round_name: str, checksum: jax.Array, compute: Callable[[Share], Own], total: np.ndarray | None
   ) -> tuple[np.ndarray, dict[str, float]]:
     """(sums of the scalars over all shares, the members' seconds) once the round is committed; fills `total`. Calls
-    compute(share) once for each share of this member. checksum: of this member's weights. The round is
-    committed only if all members have the same checksum. Raises Stopped if the round, an evaluation, is interrupted."""
+    compute(share) once for each share of this member. checksum: of this member's weights. The round is committed only
+    if all members have the same checksum. Raises StopRequested if the round, an evaluation, is interrupted."""
     peers, held, seconds = self._peers, dict[Share, Own](), 0.0
     while True:
       peers.connect(self._send_state, self._receive_state)
@@ -81,7 +81,7 @@ class Rounds:
         if share not in held:
           held[share] = compute(share)
       if peers.interrupted:
-        raise Stopped
+        raise StopRequested
       parts, dealt = self._parts({share: held[share] for share in peers.shares})
       scalars = {number: part.host_scalars() for number, part in parts.items()}  # waits for them only
       # A thread reports when this member has computed its gradients, because this thread is in the exchange by then.

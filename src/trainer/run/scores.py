@@ -48,7 +48,7 @@ class Scorer:
     unless_stopped: Callable[[Callable[[], Work], str], Work] = lambda work, what: work(),
   ) -> Scores | None:
     """The scores of the parameters after `step`, on one of their devices; None: no tasks, or a warning says why not.
-    All processes that hold parts of `params` must call. unless_stopped: of the Driver; raises Stopped."""
+    All processes that hold parts of `params` must call. unless_stopped: of the Driver; raises StopRequested."""
     if (tasks := self._tasks) is None or (tokenizer := self._tokenizer) is None:
       return None
     start, folder = time.monotonic(), f"{self._config.run_directory}/{sources.TOKENIZER}"

@@ -42,7 +42,7 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
       attempt = Attempt(config, session, elastic, view, survivors, stack)
       start = attempt.driver.start(attempt.restore, attempt.resume)
     if start.stops:
-      if start.tier != "persistent":
+      if start.tier not in ("none", "persistent"):
         attempt.save_in_storage(start.step, start.state)
       return Outcome("preempted", start.step)
     session.ready(config, start.step)
@@ -66,6 +66,9 @@ def _train(attempt: Attempt, start: Start) -> tuple[Outcome, TrainState]:
   loss = start.eval_loss
   if not start.evaluated and attempt.evaluation_due(step):
     loss = attempt.make_up_evaluation(state.params, step)
+    if loss is None:
+      attempt.save_restored(start, None)
+      return Outcome("preempted", step), state
   attempt.records.restart_clock()
   if attempt.target_reached(step, loss) or step >= steps:
     attempt.save_restored(start, loss)
@@ -103,6 +106,8 @@ def _loop(attempt: Attempt, state: TrainState, step: int) -> tuple[Outcome, Trai
       continue
     records.finish()
     loss = attempt.evaluate(state.params, step) if actions.evaluate else None
+    if actions.evaluate and loss is None:
+      actions = after_step.decide(dataclasses.replace(due, last=False, stop=True), uses_snapshots=False)
     if attempt.target_reached(step, loss):
       actions = dataclasses.replace(actions, snapshot="none", save="final", end="complete")
     attempt.save(actions, step, state, loss)

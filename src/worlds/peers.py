@@ -57,7 +57,8 @@ class Peers:
     self.primary = -1
     self.run_id = ""  # of the run, if its folder does not exist yet
     self.begun = False  # other members have opened the run's folder
-    self.stopping = False  # the last commit ends the run
+    self.stopping = False  # the last commit ends the run, or the evaluation after it was interrupted
+    self.interrupted = False  # the evaluation under way ends without a result: the run ends, or this member has left
     self.left = False  # the run goes on without this member
     self.ended: int | None = None  # the exit code of the run, once the supervisor has ended it
     self.completed: Callable[[], int] = lambda: 0  # the step of this member's state
@@ -107,6 +108,10 @@ class Peers:
       self.stopping = bool(received["stop"])
       self.left = self.member in received["leave"]
       self._announce_role()
+    elif kind == "interrupt":
+      self.interrupted = True
+      self.left, self.stopping = bool(received["leave"]), not received["leave"]
+      self._announce_role()
     elif kind == "regather":  # this member has received the state at the last moment
       self._connected, self._holds = False, True
       self.membership.send("ready", newest=self.completed(), holds=True)
@@ -155,8 +160,8 @@ class Peers:
       for callback in self.on_role:
         callback(self._role)
 
-  def _read_waiting(self) -> None:
-    """Handles the messages that have arrived."""
+  def read_waiting(self) -> None:
+    """Handles the messages that have arrived. Raises RunEnded and SupervisorLost."""
     while (received := self.membership.next(timeout=0)) is not None:
       self._handle_change(received)
 
@@ -170,11 +175,11 @@ class Peers:
     """Makes the exchange ready for this epoch: waits while the run holds, connects, serves members without a state.
 
     send_state(member): sends this member's state. receive_state(member): takes the state that this member has already,
-    which is sent again if members were lost before the supervisor knew of its arrival. Raises RunEnded and
-    SupervisorLost.
+    which is sent again if members were lost before the supervisor knew of its arrival. Returns without a connection if
+    the evaluation under way is interrupted. Raises RunEnded and SupervisorLost.
     """
-    self._read_waiting()
-    while not self._connected:
+    self.read_waiting()
+    while not self._connected and not self.interrupted:
       if self._holds:
         self._handle_change(self.membership.next())
         continue
@@ -189,7 +194,7 @@ class Peers:
         self._connected = True
       except PeerLost as error:
         self.exchange_failed(error)
-    self._read_waiting()
+    self.read_waiting()
 
   def connected(self) -> None:
     """The exchange is connected for this epoch, and this member has the state: it joined in this epoch."""
@@ -198,10 +203,10 @@ class Peers:
   def commit(self, round_name: str, checksum: int) -> dict[str, float]:
     """Tells the supervisor that this member has the sums of the round, computed with weights of this checksum. Returns
     {member: seconds that it computed} once the round is committed. Raises MembershipChanged if it must be exchanged
-    again, RunEnded and SupervisorLost."""
+    again or is interrupted, RunEnded and SupervisorLost."""
     epoch = self.epoch
     self.membership.send("done", epoch=epoch, round=round_name, checksum=checksum)
-    while self.epoch == epoch:
+    while self.epoch == epoch and not self.interrupted:
       received = self.membership.next()
       assert received is not None
       self.handle(received)
@@ -217,10 +222,10 @@ class Peers:
       self.membership.send(kind, epoch=epoch, members=list(error.members))
 
   def exchange_failed(self, error: PeerLost) -> None:
-    """The exchange cannot go on in this epoch: waits for the next one."""
+    """The exchange cannot go on in this epoch: waits for the next one, or until the round is interrupted."""
     self.report(error, self.epoch)
     epoch = self.epoch
-    while self.epoch == epoch:
+    while self.epoch == epoch and not self.interrupted:
       self._handle_change(self.membership.next())
 
   # ---- the ends of an attempt ----

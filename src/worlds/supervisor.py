@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from worlds import addresses, lines
-from worlds.interruptions import INTERRUPTED, Repeats, handled
+from worlds.interruptions import INTERRUPTED, PREEMPTED, Repeats, handled
 from worlds.membership.coordinator import Coordinator
 from worlds.membership.failures import BAD_INPUT as BAD_INPUT
 from worlds.membership.failures import FAILED as FAILED
@@ -152,11 +152,14 @@ class Supervisor:
         log("Interrupted: all processes end without a save. SIGTERM instead of Ctrl-C saves first.")
         self._end(INTERRUPTED, signal.SIGINT, _INTERRUPT_SECONDS)
         return INTERRUPTED
-      for member in self._workers.members - self._server.connected:
-        self._workers.kill(member)  # it is just starting
-      assert self._coordinator.code is not None
-      self._end(self._coordinator.code, 0, _END_SECONDS)  # the members end by themselves
-      return self._coordinator.code
+      run = self._coordinator
+      assert run.code is not None
+      # Do not wait for members that import or compile. The first ones have a log: they may write how they end.
+      first = run.code == PREEMPTED and not run.committed
+      for member in (self._workers.members - self._server.connected) | (set() if first else run.starting):
+        self._kill(member, "")
+      self._end(run.code, signal.SIGTERM if first else 0, _END_SECONDS)  # the members end by themselves
+      return run.code
 
   def close(self) -> None:
     """Kills what is left of the members on this host, and ends all connections."""

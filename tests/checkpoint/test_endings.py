@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import time
 
 import pytest
 from tests.support import command
@@ -16,7 +17,7 @@ from tests.support.command_runs import ENDLESS, assert_stopped, start_and_train,
 from tests.support.seeds import few
 
 from trainer.checkpoint import emergency
-from trainer.report import history
+from trainer.report import history, live
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Sharding info not provided")]
 
@@ -209,9 +210,15 @@ def break_by_a_link(run: Run) -> None:
 def test_a_checkpoint_folder_that_becomes_unwritable_is_1_at_the_end(make, breaks):
   run = make(f"steps={ENDLESS}")
   process = start_and_train(run, 4)
+  assert command.wait_until(process, lambda: bool(run.committed_steps()))
   breaks(run)
   assert command.wait_until(process, lambda: len(run.events("checkpoint_failed")) >= 2), run.printed[-4000:]
-  assert f"could not be saved in {run.directory}/checkpoints" in run.printed
+  lines = [line for line in run.printed.splitlines() if f"could not be saved in {run.directory}/checkpoints" in line]
+  assert len(lines) >= 2
+  assert all(re.search(r"The newest checkpoint in storage is of step [369]\d*, from 0:0\d:", line) for line in lines)
+  notice, is_late = live._notice([history.load_with_steps(str(run.directory))], time.time())
+  assert is_late
+  assert re.search(r", saves fail since [0-9:]{8} UTC: the newest checkpoint is of step \d+, from 0:0\d:", notice)
   process.send_signal(signal.SIGTERM)
   assert process.wait(240) == 1
   assert run.events("run_end")[-1]["exit"] == 1

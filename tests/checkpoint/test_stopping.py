@@ -103,9 +103,27 @@ def test_an_evaluation_due_at_the_step_of_a_sigterm_is_done_once_after_the_resum
   assert run.losses()
 
 
+def test_sigterm_in_an_evaluation_saves_at_once_and_the_next_process_evaluates(make):
+  """The evaluation of the last step would take hours. Then SIGTERM comes while the next process makes up for it."""
+  run = make("steps=2", "checkpoint_period=1000000", "eval_interval=1000")
+  for begun in (lambda: run.last_step == 2, lambda: "evaluating now" in run.printed):
+    process = run.start("eval_steps=100000000")
+    assert command.wait_until(process, begun), run.printed[-4000:]
+    time.sleep(0.5)
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert assert_stopped(run, process) == 2
+    assert time.monotonic() - begin < 20
+  assert run.printed.count("The evaluation at step 2 stops here: another process does it.") == 2
+  assert len(run.events("checkpoint_saved")) == 1  # the second process has nothing new to save
+  assert run.finish("eval_steps=1") == 0, run.printed[-4000:]
+  assert [record["step"] for record in run.records("metrics") if "eval_loss" in record] == [2]
+
+
 @pytest.mark.soak  # test_preemption.py has two processes with a smaller state
-def test_sigterm_to_one_of_two_processes_stops_both_at_the_same_step(make):
-  run = make(f"steps={ENDLESS}", "checkpoint_period=1000000", "num_slices=2")
+@pytest.mark.parametrize("evaluates", [[], ["eval_interval=3", "eval_steps=100000000"]], ids=["step", "evaluation"])
+def test_sigterm_to_one_of_two_processes_stops_both_at_the_same_step(make, evaluates):
+  run = make(f"steps={ENDLESS}", "checkpoint_period=1000000", "num_slices=2", *evaluates)
   # Processes of a JAX world do not share compiled programs: each of the two compiles.
   world = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
   processes = [run.start(**world, JAX_PROCESS_ID=str(i)) for i in range(2)]
@@ -113,7 +131,9 @@ def test_sigterm_to_one_of_two_processes_stops_both_at_the_same_step(make):
   processes[1].send_signal(signal.SIGTERM)
   assert [process.wait(240) for process in processes] == [42, 42], run.printed[-4000:]
   assert run.committed_steps() == [run.last_step]
-  one = run.finish("steps=" + str(run.last_step + 2), timeout=240)  # one process continues the run of two
+  one = run.finish(
+    "steps=" + str(run.last_step + 2), "eval_steps=1", timeout=240
+  )  # one process continues the run of two
   assert one == 0, run.printed[-4000:]
 
 

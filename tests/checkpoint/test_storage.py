@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
+import sys
+import weakref
 
 import jax
 import numpy as np
 import pytest
 from tests.support import toy_state
 
+from trainer.checkpoint import background
 from trainer.checkpoint.errors import SaveFailed
 from trainer.checkpoint.tiers import Tiers
 from trainer.config import ConfigError
@@ -72,6 +76,8 @@ def save_until_it_fails(tiers, lines, first: int, last: int) -> int:
     tiers.wait()
     if new := warnings(lines)[before:]:
       assert len(new) == 1 and f"step {step} could not be saved in" in new[0] and "Training goes on" in new[0]
+      newest = f"The newest checkpoint in storage is of step {step - 1}, from 0:00:0"
+      assert newest in new[0] or "No checkpoint is in storage" in new[0]
       return step
   raise AssertionError(f"no error up to step {last}")
 
@@ -90,6 +96,22 @@ def test_persistent_disk_full(disk, asynchronous):
   tiers.maybe_save(failed, state(failed), {})
   tiers.close()
   assert_restores(path, failed)
+
+
+def test_a_write_that_ends_after_its_save_has_failed_prints_nothing(monkeypatch):
+  """Orbax closes the event loop of a save at its first error. tensorstore calls it for each write, from no Python code:
+  a weak reference does the same here."""
+  printed = []
+  monkeypatch.setattr(sys, "unraisablehook", printed.append)
+  monkeypatch.setattr(sys, "unraisablehook", background._WithoutClosedLoops())
+  loop = asyncio.new_event_loop()
+  loop.close()
+  for callback in (loop.call_soon_threadsafe, lambda reference: {}["another error"]):
+    thing = set()
+    reference = weakref.ref(thing, callback)
+    del thing
+    assert reference() is None
+  assert [error.exc_type for error in printed] == [KeyError]
 
 
 def test_retention_makes_room(disk):

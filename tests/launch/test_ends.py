@@ -82,6 +82,27 @@ def test_a_second_launch_is_refused_and_ctrl_c_ends_the_first(compiled, server, 
   assert "the run continues from" not in first.printed
 
 
+def test_sigterm_in_an_evaluation_lets_one_member_leave_and_ends_the_run(compiled, server, tmp_path):
+  """The evaluation would take hours. The next launch does it, once."""
+  keys = [compiled, "steps=4", "checkpoint_period=1000", "eval_interval=2"]
+  run = ProcessRun(tmp_path, keys, slices=2, server=server)
+  with run.launched("eval_steps=100000000") as supervisor:
+    run.wait_for(lambda: run.last_step == 2, supervisor)
+    time.sleep(0.5)
+    leaves = run.first_primary
+    assert run.kill(leaves, signal.SIGTERM)
+    run.wait_for(lambda: f"Member {leaves} ended with exit code 42." in run.printed, supervisor, 30)
+    run.wait_for(lambda: run.count("primary") == 1, supervisor, 30)  # the other member still evaluates
+    assert run.committed_steps() == []
+    supervisor.send_signal(signal.SIGTERM)
+    assert run.wait(supervisor, 30) == 42, run.tail()
+  assert run.committed_steps() == [2] and run.evaluations() == {}
+  with run.launched("eval_steps=1") as supervisor:
+    assert run.wait(supervisor) == 0, run.tail()
+  assert run.steps() == [1, 2, 3, 4]
+  assert {step: len(losses) for step, losses in run.evaluations().items()} == {2: 1, 4: 1}
+
+
 @pytest.mark.parametrize("number", few([signal.SIGUSR1], [signal.SIGUSR1, signal.SIGHUP]))
 def test_a_warning_to_every_process_saves_and_ends(compiled, server, tmp_path, number):
   """As Slurm sends SIGUSR1 before the end of the time, and a system SIGHUP when the user is logged out."""

@@ -167,6 +167,7 @@ def test_other_events_have_a_reason(tmp_path):
   run.step(1)
   run.after(1.0, "nonfinite", step=1, loss="nan", grad_norm="inf")
   run.after(1.0, "checkpoint_rejected", step=1, tier="persistent", reason="params/a is damaged")
+  run.after(1.0, "checkpoint_failed", tier="persistent", reason="the disk is full", newest=1, newest_seconds=3700.0)
   run.after(1.0, "replicas_differ", step=1, slice=2, array="params/b")
   run.after(1.0, "slice_down", step=1, slice=[0, 2], slices=[1], error="the worker died", detect_seconds=0.1)
   run.after(1.0, "preemption", step=1, signal="SIGTERM")
@@ -175,6 +176,7 @@ def test_other_events_have_a_reason(tmp_path):
   for words in (
     "The update of step 1 was not applied. Loss nan and gradient norm inf are not both finite.",
     "The persistent checkpoint of step 1 was passed over. Params/a is damaged.",
+    "The disk is full. The newest checkpoint in storage was of step 1, from 1:01:40 before.",
     "params/b of slice 2 differs from the other slices.",
     "Slices 0, 2 were lost after step 1. The process ended before the next step. The worker died.",
     "SIGTERM was received.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 import types
@@ -20,9 +21,11 @@ from trainer.config import paths
 from trainer.config.errors import ConfigError
 from trainer.config.load import load
 from trainer.config.schema import Config
-from trainer.run import scores
+from trainer.process.signals import StopRequested
+from trainer.run import driver, scores
 from trainer.run.scores import Scorer
 from trainer.tools import evaluate, export_hf
+from trainer.world import SINGLE_WORLD
 
 pytestmark = [pytest.mark.oldest, pytest.mark.timeout(600)]
 TASKS = ",".join(lm_tasks.TASKS)
@@ -180,16 +183,28 @@ def test_a_task_that_fails_is_a_warning_of_the_run(tmp_path, monkeypatch):
     def score(self, model):
       raise KeyError("a field that the data do not have")
 
-  monkeypatch.setattr(scores.Tasks, "find", lambda *_: Failing())
+  warnings = []
+  log = types.SimpleNamespace(warning=warnings.append)
+  assert of_tasks(tmp_path, monkeypatch, Failing()).score({"a": jax.numpy.ones(1)}, 7, log) is None
+  assert warnings == ["no scores of eval_tasks at step 7: KeyError: 'a field that the data do not have'"]
+
+
+def of_tasks(tmp_path, monkeypatch, tasks) -> Scorer:
+  """The scorer of a run with these tasks."""
+  monkeypatch.setattr(scores.Tasks, "find", lambda *_: tasks)
   monkeypatch.setattr(scores.Model, "on_one_device", lambda *_: None)
   config = load(["configs/quickstart.yml", f"base_output_directory={tmp_path}"])
   observe = config.observe.model_copy(update={"eval_tasks": "broken"})
   data = types.SimpleNamespace(evaluations={"": object()}, train=types.SimpleNamespace(tokenizer=object()))
-  warnings = []
-  log = types.SimpleNamespace(warning=warnings.append)
-  scorer = Scorer(config.model_copy(update={"observe": observe}), data)
-  assert scorer.score({"a": jax.numpy.ones(1)}, 7, log) is None
-  assert warnings == ["no scores of eval_tasks at step 7: KeyError: 'a field that the data do not have'"]
+  return Scorer(config.model_copy(update={"observe": observe}), data)
+
+
+def test_scores_that_take_long_stop_with_the_process(tmp_path, monkeypatch):
+  tasks = types.SimpleNamespace(score=lambda model: time.sleep(600))
+  scorer = of_tasks(tmp_path, monkeypatch, tasks)
+  stop = functools.partial(driver.unless_stopped, SINGLE_WORLD, stop=lambda: True)
+  with pytest.raises(StopRequested):
+    scorer.score({"a": jax.numpy.ones(1)}, 7, None, stop)
 
 
 def test_unknown_tasks_and_folders_are_refused(tmp_path, capsys, lm_eval):

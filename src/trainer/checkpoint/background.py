@@ -1,9 +1,12 @@
-"""Runs one task at a time in a background thread. Its error is raised in the training thread."""
+"""Runs one task at a time in a background thread. Its error is raised in the training thread, and only there."""
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 
 class Background:
@@ -38,3 +41,29 @@ class Background:
     self._thread, error, self._error = None, self._error, None
     if error is not None:
       raise error
+
+
+def print_errors_once() -> None:
+  """Hides what Orbax and its libraries print of a save that fails, a traceback for each array: it is raised too."""
+  for library in ("absl", "asyncio"):
+    logging.getLogger(library).addFilter(_is_not_repeated)
+  if not isinstance(sys.unraisablehook, _WithoutClosedLoops):
+    sys.unraisablehook = _WithoutClosedLoops()
+
+
+def _is_not_repeated(record: logging.LogRecord) -> bool:
+  return record.levelno < logging.WARNING or not (record.name == "asyncio" or "orbax" in record.pathname)
+
+
+class _WithoutClosedLoops:
+  """sys.unraisablehook without the errors of writes that end after their save has failed: tensorstore calls the event
+  loop of the save, which is closed by then."""
+
+  def __init__(self) -> None:
+    self._before = sys.unraisablehook
+
+  def __call__(self, unraisable: Any) -> None:
+    kind, trace = unraisable.exc_type, unraisable.exc_traceback
+    if kind is RuntimeError and trace is not None and trace.tb_frame.f_code.co_name == "call_soon_threadsafe":
+      return  # nothing of Python has called this frame
+    self._before(unraisable)

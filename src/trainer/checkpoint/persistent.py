@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +17,7 @@ from typing import Any, Literal
 
 import jax
 
-from trainer.checkpoint import retention, step_folders
+from trainer.checkpoint import background, retention, step_folders
 from trainer.checkpoint import run_id as run_id_lib
 from trainer.checkpoint.arrays import fingerprint, host_copy, single_replica, state_tree, verified_load
 from trainer.checkpoint.arrays.host_copy import Fetch
@@ -167,8 +166,7 @@ class Persistent(StepFolders):
       import orbax.checkpoint as ocp
       from orbax.checkpoint.options import AtomicityMode, AtomicityOptions
 
-      for library in ("absl", "asyncio"):
-        logging.getLogger(library).addFilter(_is_not_repeated)
+      background.print_errors_once()
 
       def finite_barrier(*, key: str, timeout_ms: int) -> None:
         assert self._save is not None and self._save.barriers is not None
@@ -347,11 +345,6 @@ class Persistent(StepFolders):
       if runtime_errors.is_outage(text) or isinstance(error, PermissionError):
         raise CheckpointError(f"{self.directory / str(step)} cannot be read: {_first_line(error)}") from error
       raise Rejected(f"its arrays cannot be read: {_first_line(error)}") from error
-
-
-def _is_not_repeated(record: logging.LogRecord) -> bool:
-  """False for errors of a save that Orbax and asyncio print, with a traceback for each array: they are raised too."""
-  return record.levelno < logging.ERROR or not (record.name == "asyncio" or "orbax" in record.pathname)
 
 
 def _reads_arrays() -> bool:

@@ -20,15 +20,18 @@ class Preemption:
     log: Callable[[str], None] = lambda line: None,
     emit: Callable[..., object] = lambda kind, **fields: None,
     agreed: Callable[[], bool] | None = None,
+    asked: Callable[[], bool] = lambda: False,
   ) -> None:
     """agreed: whether the worlds of the run have agreed that this process ends after the last step; None: `world` is
-    the whole run. log takes a line, emit a kind and fields for events.jsonl.
+    the whole run. asked: whether another process was asked to end the whole run. log takes a line, emit a kind and
+    fields for events.jsonl.
 
     Without enable_autocheckpoint or enable_checkpointing SIGTERM ends the process at once, as the system does.
     """
     self._enabled = cfg.enable_autocheckpoint and cfg.enable_checkpointing
-    self._world, self._signals, self._worlds_agreed = world, signals, agreed
+    self._world, self._signals, self._worlds_agreed, self._asked_elsewhere = world, signals, agreed, asked
     self._log, self._emit = log, emit
+    self._asked = 0  # how often all processes have asked
     self._agreed = False
     self._announced = False
     if not self._enabled:
@@ -40,10 +43,11 @@ class Preemption:
       signals.running()
 
   def requested(self, step: int) -> bool:
-    """Whether to save and end after `step` completed steps; once true, always true.
+    """Whether to save and end with the state after `step` completed steps; once true, always true.
 
-    Every process must call it at every step, with the same steps: the answer is the same on all of them.
+    Every process must call it equally often, and at least once in a step: the answers are the same on all of them.
     """
+    self._asked += 1
     if self._agreed or not self._enabled:
       return self._agreed
     if self._worlds_agreed is not None:
@@ -53,15 +57,21 @@ class Preemption:
     else:
       from jax.experimental import multihost_utils
 
-      self._agreed = bool(multihost_utils.reached_preemption_sync_point(step))
-    if self.noticed and not self._announced:  # not in the handler, which may have interrupted a print
+      self._agreed = bool(multihost_utils.reached_preemption_sync_point(self._asked))
+    if (
+      self._signals.noticed or self._agreed
+    ) and not self._announced:  # not in the handler, which may have interrupted a print
       self._announced = True
       request = self._signals.request or "SIGTERM"  # received by another process
       self._emit("preemption", step=step, signal=request)
       self._log(f"{request} received: finishing the step, saving a checkpoint and exiting.")
     return self._agreed
 
+  def agree(self) -> None:
+    """All processes know, from each other, that they must save and end now."""
+    self._agreed = self._enabled
+
   @property
   def noticed(self) -> bool:
-    """Whether this process has had its signal, or agreed to end. Other processes may not know yet."""
-    return self._signals.noticed or self._agreed
+    """Whether this process knows that it must end. Other processes may not know yet."""
+    return self._signals.noticed or self._agreed or (self._enabled and self._asked_elsewhere())

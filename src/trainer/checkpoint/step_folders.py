@@ -105,6 +105,21 @@ class StepFolders:
       files.object_folder(str(self.directory / str(step)))  # another process deletes it
     return not self._committed(str(step))
 
+  def newest(self) -> tuple[int, float] | None:
+    """(the newest committed step, when it was committed, in seconds since 1970; 0.0: unknown); None: there is none.
+
+    Every process must call. Every process raises CheckpointError if the storage fails."""
+
+    def find() -> list[tuple[int, float]]:
+      at, steps = 0.0, self.steps()[-1:]
+      for step in steps:
+        with contextlib.suppress(OSError):
+          at = float((self.directory / str(step) / COMMIT).stat().mtime)
+      return [(step, at) for step in steps]
+
+    found = self._on_primary(find)
+    return (found[0][0], found[0][1]) if found else None
+
   def unfinished(self) -> dict[str, bool]:
     """{folder name: whether it is sealed and has its final name} of steps that are not committed.
 

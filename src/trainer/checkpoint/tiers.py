@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from trainer.checkpoint.lending import Lender, Lenders
 from trainer.checkpoint.persistent import Persistent
 from trainer.checkpoint.snapshot import Snapshots
 from trainer.config.schema import CheckpointSection
+from trainer.observe.metrics import format_duration
 from trainer.world import World
 
 T = TypeVar("T")
@@ -58,11 +60,12 @@ class Tiers:
     A thread may call them. Raises ConfigError where the emergency tier is wanted and could not write."""
     self._cfg, self._log, self._warn, self._emit = cfg, log, warn or log, emit
     self._saves_in_storage = saves_in_storage
+    self._newest: tuple[int, float] | None = None  # in storage: the step, and when it was committed
     self._saves = False  # whether this world saved in storage after the last step; an attempt looks once
     self._makes_up = False
     if run_id is None:
       run_id = run_id_lib.establish(run_directory, world) if cfg.enable_checkpointing else ""
-    common: dict[str, Any] = {"world": world, "run_id": run_id, "fetch": fetch, "log": log, "emit": emit}
+    common: dict[str, Any] = {"world": world, "run_id": run_id, "fetch": fetch, "log": log, "emit": self._emit_saved}
     self._persistent = Persistent(f"{run_directory}/checkpoints", cfg, keeps=keeps, **common)
     self._emergency: Emergency | None = None
     self._warm = Background("checkpoint-preparation")
@@ -97,17 +100,17 @@ class Tiers:
     self._makes_up &= self._saves
     if before or not self._saves or not self._cfg.enable_checkpointing:
       return
+    with contextlib.suppress(CheckpointError):  # which the next save tells
+      self._newest = self._persistent.newest()
     due = step - step % self._cfg.checkpoint_period
-    self._makes_up = due > 0 and due != step and self._newest_in_storage() < due
+    self._makes_up = due > 0 and due != step and (self._newest or (0,))[0] < due
     if self._makes_up:
       self._log(f"The checkpoint of step {due} was not committed: saving step {step} in its place.")
 
-  def _newest_in_storage(self) -> int:
-    """The newest committed step, as the primary lists it; 0: none, or the listing fails, which the next save tells."""
-    try:
-      return max((candidate.step for candidate in self._persistent.candidates()), default=0)
-    except CheckpointError:
-      return 0
+  def _emit_saved(self, kind: str, **fields: Any) -> None:
+    if kind == "checkpoint_saved" and fields["tier"] == self._persistent.tier:
+      self._newest = fields["step"], time.time()
+    self._emit(kind, **fields)
 
   def _due(self, step: int, period: int) -> bool:
     return self._cfg.enable_checkpointing and step > 0 and step % period == 0
@@ -153,8 +156,15 @@ class Tiers:
     try:
       return call()
     except SaveFailed as error:
-      self._warn(f"{error}. Training goes on, and the next save that is due tries again")
-      self._emit("checkpoint_failed", tier=tier.tier, reason=str(error))
+      good, newest = "No checkpoint is in storage", dict[str, float]()
+      if self._newest is not None:
+        newest["newest"], at = self._newest
+        good = f"The newest checkpoint in storage is of step {newest['newest']}"
+        if at:
+          newest["newest_seconds"] = max(0.0, time.time() - at)
+          good += f", from {format_duration(newest['newest_seconds'])} ago"
+      self._warn(f"{error}. Training goes on, and the next save that is due tries again. {good}")
+      self._emit("checkpoint_failed", tier=tier.tier, reason=str(error), **newest)
       return None
 
   def save_in_storage(

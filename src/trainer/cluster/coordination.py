@@ -40,6 +40,10 @@ class Coordination:
     """Whether this world writes the persistent checkpoints; of several worlds one does. May change during the run."""
     return True
 
+  def stop_asked(self) -> bool:
+    """Whether the process that supervises the run was asked to end it."""
+    return False
+
   def on_role(self, callback: Callable[[bool], None]) -> None:
     """Has `callback` called with `is_primary` whenever that changes during the run."""
 
@@ -79,6 +83,9 @@ class WithPeers(Coordination):
 
   def saves_in_storage(self) -> bool:
     return self.peers.saves_in_storage
+
+  def stop_asked(self) -> bool:
+    return self.peers.membership.stop_asked
 
   def on_role(self, callback: Callable[[bool], None]) -> None:
     self.peers.on_role.append(callback)

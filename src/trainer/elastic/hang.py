@@ -9,8 +9,10 @@ from typing import Generic, TypeVar
 from trainer.cluster import Cluster, View
 from trainer.elastic.events import SliceHang
 from trainer.observe.log import Log
+from trainer.process.signals import StopRequested
 
 X = TypeVar("X")
+_POLL_SECONDS = 0.1
 
 
 class HangGuard:
@@ -81,6 +83,13 @@ class Waiter(Generic[X]):
     if self._error is not None:
       raise self._error
     return self._result
+
+  def unless(self, stop: Callable[[], bool]) -> X:
+    """As `result`, but raises StopRequested once stop() is true. Then nobody joins the thread, which goes on."""
+    while not self.done(_POLL_SECONDS):
+      if stop():
+        raise StopRequested
+    return self.result()
 
   def _run(self) -> None:
     try:

@@ -35,6 +35,10 @@ from worlds.interruptions import INTERRUPTED, PREEMPTED, REQUESTS, SAME_SIGNAL_S
 _RECORD_SECONDS = 2.0  # that `on_exit` may take
 
 
+class StopRequested(Exception):
+  """Work between two steps was broken off, because the process must end."""
+
+
 class _Phase(enum.Enum):
   STARTING = enum.auto()
   RUNNING = enum.auto()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from stepcost import chips
+from trainer.observe.metrics import format_duration
 from trainer.report.history import Run
 from worlds.membership.messages import failing_line, slow_line
 
@@ -228,7 +229,11 @@ def _saves(run: Run) -> Iterator[Incident]:
     what = f"The {event.get('tier')} checkpoint of step {event.get('step')} was passed over."
     yield _incident(event, what, _sentence(event.get("reason")))
   for event in run.of_kind("checkpoint_failed"):
-    yield _incident(event, f"A save in the {event.get('tier')} tier failed.", _sentence(event.get("reason")))
+    good = ""
+    if (newest := event.get("newest")) is not None:
+      age = format_duration(float(event.get("newest_seconds") or 0.0))
+      good = f" The newest checkpoint in storage was of step {newest}, from {age} before."
+    yield _incident(event, f"A save in the {event.get('tier')} tier failed.", _sentence(event.get("reason")) + good)
   for event in run.of_kind("replicas_differ"):
     what = f"No snapshot of step {event.get('step')} was taken."
     yield _incident(event, what, f"{event.get('array')} of slice {event.get('slice')} differs from the other slices.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import threading
 import time
@@ -164,11 +165,28 @@ def _notice(runs: list[Run], now: float) -> tuple[str, bool]:
     recent = run.steps["seconds"][-_RECENT_STEPS:]
     if total:
       text += f", {format_duration(float(np.median(recent)) * max(0.0, total - last['step']))} left"
+    if failing := _failing_saves(run, now):
+      text, late = f"{text}, {failing}", True
     silent = now - list_page.last_record(run)
     troubled = [line.rstrip(".") for line in incidents.troubled(run)]
     late = late or silent > list_page.patience(run) or bool(troubled)
     texts.append("; ".join([f"{text}, last record {format_duration(silent)} ago", *troubled]))
   return "; ".join(texts), late
+
+
+def _failing_saves(run: Run, now: float) -> str:
+  """Since when the saves in storage fail, and how old the newest checkpoint is; "" if the last one did not fail."""
+  kinds = ("checkpoint_saved", "checkpoint_failed")
+  saves = [event for event in run.of_kind(*kinds) if event.get("tier") == "persistent"]
+  failed = list(itertools.takewhile(lambda event: event["kind"] == "checkpoint_failed", reversed(saves)))
+  if not failed:
+    return ""
+  first, last = failed[-1], failed[0]
+  since = time.strftime("%H:%M:%S", time.gmtime(first["wall"]))
+  if "newest" not in last:
+    return f"saves fail since {since} UTC, and no checkpoint is in storage"
+  age = format_duration(now - last["wall"] + float(last.get("newest_seconds") or 0.0))
+  return f"saves fail since {since} UTC: the newest checkpoint is of step {last['newest']}, from {age} ago"
 
 
 # The page that a browser loads once. It fetches `state` from the same server and shows what is new.

@@ -33,7 +33,8 @@ def decide(due: Due, *, uses_snapshots: bool) -> Actions:
   """The actions after a step.
 
   - Nothing is evaluated or saved before the step is recorded, that is, known to be good.
-  - On SIGTERM the grace period is short: only the last step's evaluation is still done.
+  - On SIGTERM the grace period is short: no evaluation begins, and one that is under way stops. Then the caller asks
+    again, with `stop` and without `last`.
   - No snapshot after the last step. A snapshot comes after an evaluation, so that a failed evaluation repeats the step;
     otherwise it is taken early, while the step is still being computed.
   - A resize passes the state on in a snapshot, or in a persistent checkpoint if the run takes no snapshots.

@@ -20,11 +20,12 @@ from trainer.elastic.attempt import ElasticRun
 from trainer.models.decoder import Params
 from trainer.observe.metrics import Evaluation
 from trainer.observe.profiler import Profiler
+from trainer.process.signals import StopRequested
 from trainer.program import optimizers
 from trainer.program.program import Program
 from trainer.program.state import TrainState
 from trainer.run.after_step import Actions
-from trainer.run.driver import Driver, Start, on_host
+from trainer.run.driver import Driver, Start
 from trainer.run.many_worlds import ManyWorlds
 from trainer.run.one_controller import OneController
 from trainer.run.session import Session
@@ -179,9 +180,9 @@ class Attempt:
     period = self.config.observe.eval_interval
     return step >= self.config.run.steps or (period > 0 and step % period == 0)
 
-  def make_up_evaluation(self, params: Params, step: int) -> float:
+  def make_up_evaluation(self, params: Params, step: int) -> float | None:
     """Evaluates the state that the attempt starts from, because an evaluation is due and metrics.jsonl does not have
-    it, or not for all sets. Returns its loss. An earlier process stopped or was killed here, or had fewer sets."""
+    it, or not for all sets. Returns as `evaluate`. An earlier process stopped or was killed here, or had fewer sets."""
     self.session.log.line(
       f"An evaluation was due at step {step}, and it or one of its sets is missing: evaluating now."
     )
@@ -189,16 +190,21 @@ class Attempt:
     self.session.metrics.flush()  # if the process is killed from now on, the next one must not evaluate again
     return loss
 
-  def evaluate(self, params: Params, step: int) -> float:
-    """Returns the main set's mean loss on its first eval_steps batches, in nats per token. Records those of all
-    sets."""
+  def evaluate(self, params: Params, step: int) -> float | None:
+    """Returns the main set's mean loss on its first eval_steps batches, in nats per token. Records those of all sets.
+    None, and no record: the process must end."""
     session, data, start = self.session, self.session.data, time.monotonic()
     self.elastic.reached("eval", step)
-    with session.watchdog.during("evaluation"):
-      computed = self.driver.evaluate(params, data.eval_batches(self.config.observe.eval_steps))
-      sums = self.driver.call(lambda: on_host(computed), f"the evaluation at step {step}")
-      scores = session.scorer.score(params, step, session.log)
-      totals = [[sum(float(value) for value in values) for values in zip(*parts)] for parts in sums]
+    try:
+      with session.watchdog.during("evaluation"):
+        # Before the sums: the members commit the evaluation with them.
+        scores = session.scorer.score(params, step, session.log, self.driver.unless_stopped)
+        sums = self.driver.evaluate(params, data.eval_batches(self.config.observe.eval_steps))
+    except StopRequested:
+      session.preemption.requested(step)
+      session.log.line(f"The evaluation at step {step} stops here: another process does it.")
+      return None
+    totals = [[sum(float(value) for value in values) for values in zip(*parts)] for parts in sums]
     losses = {name: loss / weight if weight else math.nan for name, (loss, weight) in zip(data.evaluations, totals)}
     seconds, main = time.monotonic() - start, losses[data.main_set]
     session.metrics.write_eval(Evaluation(step, main, seconds, losses if len(losses) > 1 else None, scores))

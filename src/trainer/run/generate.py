@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 
 import jax
@@ -9,9 +10,11 @@ import jax
 from input_pipeline import tokenizer as tokenizer_lib
 from input_pipeline.tokenizer import Tokenizer
 from trainer.config.schema import Config
+from trainer.elastic.hang import Waiter
 from trainer.models import generation
 from trainer.models.decoder import DecoderFunctions, Params
 from trainer.models.generation import Sampling
+from trainer.process.signals import StopRequested
 from trainer.program.program import Program
 from trainer.run.session import Session
 
@@ -40,16 +43,21 @@ def sample(config: Config, session: Session, prog: Program, params: Params, step
     return
   session.log.line("Compiling what samples from the model ...")
   start = time.monotonic()
+  work = functools.partial(
+    continue_text,
+    prog.model,
+    jax.device_put(params, prog.mesh.devices.flat[0]),
+    tokenizer,
+    config.observe.sample_prompt,
+    tokens=config.observe.sample_tokens,
+    seed=config.run.init_weights_seed,
+  )
   try:
     with session.watchdog.during("sample"):
-      text = continue_text(
-        prog.model,
-        jax.device_put(params, prog.mesh.devices.flat[0]),
-        tokenizer,
-        config.observe.sample_prompt,
-        tokens=config.observe.sample_tokens,
-        seed=config.run.init_weights_seed,
-      )
+      text = Waiter(work, "the sample").unless(lambda: session.preemption.noticed)
+  except StopRequested:
+    session.log.line("No sample is made of sample_prompt: the process must end, and everything is saved.")
+    return
   except jax.errors.JaxRuntimeError as error:
     session.log.warning(f"no sample is made of sample_prompt, one device must hold the whole model for it: {error}")
     return

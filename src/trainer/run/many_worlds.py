@@ -23,11 +23,12 @@ from trainer.elastic.attempt import ElasticRun, Outcome
 from trainer.elastic.events import Event, Kind
 from trainer.models import experts
 from trainer.models.decoder import Params
+from trainer.process.signals import StopRequested
 from trainer.program.program import Feed, Halves, Program
 from trainer.program.state import TrainState
 from trainer.program.step import Sums
-from trainer.run import joining
-from trainer.run.driver import LossSums, Metrics, Start
+from trainer.run import driver, joining
+from trainer.run.driver import LossSums, Metrics, Start, X
 from trainer.run.rounds import Own, Rounds, Share
 from trainer.run.session import Session
 from worlds.membership.client import SupervisorLost
@@ -110,16 +111,36 @@ class ManyWorlds:
     compiled = self._halves.evaluate
 
     def compute(share: Share) -> Own:
-      sums = [
-        jax.device_get([compiled(params, (feed.share(index, share),)) for index in range(count)])
-        for feed, count in zip(self._evaluations, batches, strict=True)
-      ]
-      return Own(np.concatenate([np.asarray(one, np.float32).sum(axis=0, dtype=np.float32) for one in sums]))
+      sums: list[list[LossSums]] = []
+      for feed, count in zip(self._evaluations, batches, strict=True):
+        sums.append([])
+        for index in range(count):
+          # The processes of a slice compute each batch together, so they must stop before the same one.
+          if any(self._session.cluster.world.gather(self._interrupted())):
+            raise StopRequested
+          sums[-1].append(compiled(params, (feed.share(index, share),)))
+          jax.block_until_ready(sums[-1][-2:-1])
+      whole = (np.asarray(jax.device_get(of_set), np.float32).sum(axis=0, dtype=np.float32) for of_set in sums)
+      return Own(np.concatenate(list(whole)))
 
     # One round, so that all sets are evaluated or none.
-    scalars, _ = self._rounds.agree(f"eval {self._step}", self._halves.checksum(params), compute, None)
+    scalars, _ = self._rounds.agree(self._begin_evaluation(), self._halves.checksum(params), compute, None)
     self._evaluated = True
     return [[(loss, weight)] for loss, weight in scalars.reshape(-1, 2)]
+
+  def unless_stopped(self, work: Callable[[], X], what: str) -> X:
+    self._begin_evaluation()
+    return driver.unless_stopped(self._session.cluster.world, work, what, self._interrupted)
+
+  def _begin_evaluation(self) -> str:
+    """The name of its round. The supervisor knows from now on that it may interrupt this round."""
+    name = f"eval {self._step}"
+    self._peers.membership.send("evaluates", round=name)
+    return name
+
+  def _interrupted(self) -> bool:
+    self._peers.read_waiting()
+    return self._peers.interrupted
 
   def call(self, work: Callable[[], object], what: str) -> Any:
     return work()

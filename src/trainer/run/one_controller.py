@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,10 +16,12 @@ from trainer.config.schema import Config
 from trainer.elastic.attempt import ElasticRun, Outcome
 from trainer.elastic.hang import HangGuard, Waiter
 from trainer.models.decoder import Params
+from trainer.process.signals import StopRequested
 from trainer.program.program import Feed, Program
 from trainer.program.state import TrainState
 from trainer.program.step import Rounds
-from trainer.run.driver import LossSums, Metrics, Start
+from trainer.run import driver
+from trainer.run.driver import LossSums, Metrics, Start, X
 from trainer.run.session import Session
 
 _PREPARE_AFTER = 3  # steps of an attempt: its program has run, and its speed is known
@@ -48,17 +51,24 @@ class OneController:
 
   def start(self, restore: Callable[[], Start], resume: Callable[[Start], None]) -> Start:
     restoring = Waiter(restore, "the restore")  # while this thread compiles
-    if self._elastic.recovery.under_way and self._session.preemption.requested(self._elastic.steps.last_step):
-      start = dataclasses.replace(self._guard.result(restoring), stops=True)
-      resume(start)
-      return start
-    self._compiled_step = self._elastic.compiled_step(self._view)
+    self._compile()
     start = self._guard.result(restoring)
     resume(start)
+    if self._session.preemption.requested(start.step):
+      return dataclasses.replace(start, stops=True)
     feed = Feed(self._session.data.train, self._program)
     self._batches = Prefetcher(feed, start.step, self._config.run.steps)
     self._threads.callback(self._batches.close)
     return start
+
+  def _compile(self) -> None:
+    """Compiles the step. After a loss there may be a state to save: then a request to end does not wait for this."""
+    compiling = functools.partial(self._elastic.compiled_step, self._view)
+    if not self._elastic.recovery.under_way:
+      self._compiled_step = compiling()
+      return
+    with contextlib.suppress(StopRequested):  # `start` asks next
+      self._compiled_step = Waiter(compiling, "the compilation").unless(lambda: self._session.preemption.noticed)
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
     index, rounds = next(self._batches)
@@ -73,11 +83,32 @@ class OneController:
     return result
 
   def evaluate(self, params: Params, batches: Sequence[int]) -> list[list[LossSums]]:
-    with jax.set_mesh(self._program.mesh):
-      return [
-        [self._program.evaluate(params, self._on_slices(feed(index))) for index in range(count)]
-        for feed, count in zip(self._evaluations, batches, strict=True)
-      ]
+    preemption, step = self._session.preemption, self._elastic.steps.last_step
+    several = self._session.cluster.world.size > 1
+
+    def compute() -> list[list[LossSums]]:
+      sums: list[list[LossSums]] = []
+      with jax.set_mesh(self._program.mesh):
+        for feed, count in zip(self._evaluations, batches, strict=True):
+          sums.append([])
+          for index in range(count):
+            if preemption.requested(step) if several else preemption.noticed:
+              raise StopRequested
+            sums[-1].append(self._program.evaluate(params, self._on_slices(feed(index))))
+            jax.block_until_ready(sums[-1][-2:-1])  # a request to end must not wait for more than two batches
+        return driver.on_host(sums)
+
+    wait = functools.partial(self._guard.call, compute, f"the evaluation at step {step}")
+    # Several processes must stop at the same batch. One need not even wait for the compilation.
+    return wait() if several else Waiter(wait, "the evaluation").unless(lambda: preemption.noticed)
+
+  def unless_stopped(self, work: Callable[[], X], what: str) -> X:
+    preemption = self._session.preemption
+    try:
+      return driver.unless_stopped(self._session.cluster.world, work, what, lambda: preemption.noticed)
+    except StopRequested:
+      preemption.agree()
+      raise
 
   def call(self, work: Callable[[], object], what: str) -> Any:
     return self._guard.call(work, what)

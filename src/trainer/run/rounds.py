@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from trainer.process.signals import StopRequested
 from trainer.program.program import Halves
 from worlds.exchange import FlatLayout, HostCopy, Part, PeerLost
 from worlds.exchange.plan import Wire, pieces
@@ -73,13 +74,15 @@ class Rounds:
     self, round_name: str, checksum: jax.Array, compute: Callable[[Share], Own], total: np.ndarray | None
   ) -> tuple[np.ndarray, dict[str, float]]:
     """(sums of the scalars over all shares, the members' seconds) once the round is committed; fills `total`. Calls
-    compute(share) once for each share of this member. checksum: of this member's weights. The round is
-    committed only if all members have the same checksum."""
+    compute(share) once for each share of this member. checksum: of this member's weights. The round is committed only
+    if all members have the same checksum. Raises StopRequested if the round, an evaluation, is interrupted."""
     peers, held, seconds = self._peers, dict[Share, _Sum](), 0.0
     while True:
       peers.connect(self._send_state, self._receive_state)
       began = time.monotonic()
       held = self._compute(held, compute)
+      if peers.interrupted:
+        raise StopRequested
       scalars = {share: own.host_scalars() for share, own in held.items()}  # waits for them only
       grads = {share: own.grads for share, own in held.items() if own.grads is not None}
       # A thread reports when this member has computed its gradients, because this thread is in the exchange by then.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 from jax.experimental import multihost_utils
@@ -15,6 +17,8 @@ from trainer.run.run_data import RunData
 from trainer.weights import hf_config, sources
 from trainer.weights.model import Model
 from trainer.weights.tasks import Scores, Tasks
+
+Work: TypeAlias = Scores | Exception
 
 
 class Scorer:
@@ -36,25 +40,39 @@ class Scorer:
     except ConfigError as error:
       raise ConfigError(f"eval_tasks={names}: {error}") from error
 
-  def score(self, params: Params, step: int, log: Log) -> Scores | None:
+  def score(
+    self,
+    params: Params,
+    step: int,
+    log: Log,
+    unless_stopped: Callable[[Callable[[], Work], str], Work] = lambda work, what: work(),
+  ) -> Scores | None:
     """The scores of the parameters after `step`, on one of their devices; None: no tasks, or a warning says why not.
-    All processes that hold parts of `params` must call."""
-    if self._tasks is None or self._tokenizer is None:
+    All processes that hold parts of `params` must call. unless_stopped: of the Driver; raises StopRequested."""
+    if (tasks := self._tasks) is None or (tokenizer := self._tokenizer) is None:
       return None
     start, folder = time.monotonic(), f"{self._config.run_directory}/{sources.TOKENIZER}"
     device = min(jax.tree.leaves(params)[0].sharding.addressable_devices, key=lambda device: device.id)
     gather = lambda leaf: leaf if leaf.is_fully_addressable else multihost_utils.process_allgather(leaf, tiled=True)
     put = lambda leaf, to: jax.device_put(leaf, to.sharding).astype(to.dtype)
+
+    def work() -> Work:
+      try:
+        load = lambda abstract: jax.tree.map(put, whole, abstract)
+        cfg, longest = self._config.model, hf_config.longest(self._config.model, self._config.data)
+        return tasks.score(Model.on_one_device(cfg, load, tokenizer, folder, device, longest))
+      except Exception as error:  # noqa: BLE001 -- no failure of a task, which runs code of its own, may end the run
+        return error
+
     try:
-      whole = jax.tree.map(gather, params)  # before the first `put`, which can fail in one process only
-      load = lambda abstract: jax.tree.map(put, whole, abstract)
-      cfg, longest = self._config.model, hf_config.longest(self._config.model, self._config.data)
-      scores = self._tasks.score(Model.on_one_device(cfg, load, self._tokenizer, folder, device, longest))
+      whole = jax.tree.map(gather, params)  # before `work`, which can fail in one process only
+      scores = unless_stopped(work, f"the scores at step {step}")
     except jax.errors.JaxRuntimeError as error:  # after the loss of a slice, the next step raises it too
-      log.warning(f"no scores of eval_tasks at step {step}; one device must hold the whole model: {error}")
-      return None
-    except Exception as error:  # noqa: BLE001 -- no failure of a task, which runs code of its own, may end the run
-      log.warning(f"no scores of eval_tasks at step {step}: {type(error).__name__}: {error}")
+      scores = error
+    if isinstance(scores, Exception):
+      runtime = isinstance(scores, jax.errors.JaxRuntimeError)
+      why = "; one device must hold the whole model" if runtime else f": {type(scores).__name__}"
+      log.warning(f"no scores of eval_tasks at step {step}{why}: {scores}")
       return None
     for task, values in scores.items():
       numbers = ", ".join(f"{metric} {value:.4f}" for metric, value in values.items())

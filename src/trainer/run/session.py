@@ -194,7 +194,8 @@ def open_session(
     stack.enter_context(_checkpoint_timings(config, cluster, log))
     watchdog = _watchdog(config, cluster, signals, log, events, stack)
     snapshots = stack.enter_context(contextlib.closing(Snapshots(world, log.line, events.emit)))
-    preemption = Preemption(config.checkpoint, world, signals, log.line, events.emit, cluster.coordination.stop_agreed)
+    agreed, asked = cluster.coordination.stop_agreed, cluster.coordination.stop_asked
+    preemption = Preemption(config.checkpoint, world, signals, log.line, events.emit, agreed, asked)
     programs = _program_cache(config, cluster, full_program, data, events, log, stack)
     session = Session(
       cluster,

@@ -12,7 +12,7 @@ from worlds.membership.wire import Channel, WireError
 from worlds.place import Place
 
 _BEAT_SECONDS = 0.5
-_INTERRUPTING = ("lead", "world", "hold", "regather", "end")
+_INTERRUPTING = ("lead", "world", "hold", "regather", "interrupt", "end")
 
 
 class SupervisorLost(Exception):
@@ -35,6 +35,7 @@ class Membership:
     self.member = place.member
     self.connected = True
     self.leaving = False  # the supervisor knows that this process has SIGTERM
+    self.stop_asked = False  # the supervisor has SIGTERM
     self._interrupt, self._warn = interrupt, warn
     self._epoch = 0  # of the newest message, perhaps not handled yet
     self._busy: Callable[[], str] = lambda: ""
@@ -83,6 +84,9 @@ class Membership:
     try:
       while (received := self._channel.receive()) is not None:
         check(received, FROM_SUPERVISOR)
+        if received["kind"] == "stop":
+          self.stop_asked = True
+          continue
         self._messages.put(received)
         if received["kind"] in _INTERRUPTING:
           self._epoch = received.get("epoch", self._epoch + 1)

@@ -132,6 +132,8 @@ class Coordinator:
     self._changed_at = -float("inf")  # last change of the active members, other than the first epoch
     self._done: dict[int, int] = {}  # {member that has done the round under way: the checksum of its weights}
     self._round = ""  # that they have done
+    self._evaluation = ""  # the round under way, if it is known to be an evaluation
+    self._interrupted = False  # it was interrupted, and no round follows
     self._leaving: set[int] = set()
     self._lost: dict[int, tuple[str, float]] = {}  # since the last world or hold: {member: (reason, wall time)}
     self._source = -1
@@ -155,6 +157,11 @@ class Coordinator:
     self.committed = ""  # the last committed round
     self.stopping = False
     self.code: int | None = None  # the exit code of the run, once it is over
+
+  @property
+  def starting(self) -> set[int]:
+    """Connected members that have never been able to compute."""
+    return {member for member, found in self._members.items() if not found.ready and not found.was_active}
 
   # ---- what happens ----
 
@@ -206,7 +213,15 @@ class Coordinator:
     found = self._members.get(member)
     if found is not None and epoch == self.epoch and member in self.active and found.whole(("joined", epoch), lane):
       self.live.add(member)
+      return self._interrupt()
     return []
+
+  def evaluates(self, member: int, round_name: str) -> Effects:
+    """`member` begins the evaluation `round_name`, which is the next round of all."""
+    if member not in self.active or self._interrupted:
+      return []
+    self._evaluation = round_name
+    return self._interrupt()
 
   def computed(self, member: int, epoch: int, seconds: float) -> Effects:
     """`member` has computed its shares of the round under way."""
@@ -253,20 +268,49 @@ class Coordinator:
     if not self._rules.elastic:
       return self.stop()
     self._leaving.add(member)
-    if self.phase == "holding":
-      return self._world(force=True)
-    return []
+    return [*(self._world(force=True) if self.phase == "holding" else []), *self._interrupt()]
 
   def stop(self) -> Effects:
-    """The run must end: after the step under way, with a checkpoint."""
+    """The run must end: after the step under way or in the evaluation under way, with a checkpoint."""
     if self.stopping:
       return []
     self.stopping = True
-    if self.phase == "holding":
-      return self._world(force=True)
     if self.phase in ("gathering", "leading"):
       return self._stop_start()
-    return []
+    return [*(self._world(force=True) if self.phase == "holding" else []), *self._interrupt()]
+
+  def _interrupt(self) -> Effects:
+    """Ends the evaluation under way if the run must end, or for the members that leave. All live members have the state
+    after the last commit, so nothing is lost."""
+    leaving = self._leaving & self.live
+    if not self._evaluation or self.phase != "running" or not (self.stopping or leaving):
+      return []
+    staying = self.live - leaving
+    if not self.stopping and not staying and (joiners := self._joiners()):  # they need the state of one that leaves
+      self.active |= set(joiners)
+      return self._world()
+    if not self.stopping and not staying and self.active - self.live:  # they are about to have it
+      return []
+    if self.stopping or not staying:
+      self._evaluation, self._interrupted, self.epoch = "", True, self.epoch + 1
+      self.pulse.begin_epoch()
+      fresh = [Send(m, message("end", code=42, reason="")) for m in sorted(self.active - self.live)]
+      return [*(Send(m, self._interruption(leave=False)) for m in sorted(self.live)), *fresh]
+    effects: Effects = [Send(m, self._interruption(leave=True)) for m in sorted(leaving)]
+    self._let_go(leaving)
+    return [*effects, *self._world()]
+
+  def _interruption(self, *, leave: bool) -> Message:
+    return message("interrupt", epoch=self.epoch + leave, leave=leave)
+
+  def _let_go(self, leave: Collection[int]) -> None:
+    """These members end: they are not active any more, and do not join again."""
+    self.active = self.active - set(leave)
+    self.live -= set(leave)
+    self._leaving -= set(leave)
+    self.failures.leave(leave)
+    for member in leave:
+      self._members[member].newest = -1
 
   def finished(self, member: int, code: int) -> Effects:
     """`member` has done everything that it owes, or has found wrong input (code 2)."""
@@ -435,6 +479,7 @@ class Coordinator:
     self._survivors, self._expected = self.active, self._total
     self.active, self.live, self._done, self._leaving = set(), set(), {}, set()
     self._told = _Told()
+    self._evaluation, self._interrupted = "", False
     for member in self._survivors:
       self._members[member].newest = -1
     note = Note("Every member with the state is lost: the run continues from the newest backup.")
@@ -525,7 +570,7 @@ class Coordinator:
     """All active members have the sums of the round."""
     step = step_of(round_name)
     seconds = self.pulse.committed(is_step=step is not None)
-    self.committed, self._done, self._stood_still = round_name, {}, False
+    self.committed, self._done, self._stood_still, self._evaluation = round_name, {}, False, ""
     self.failures.committed(round_name, self.active)
     for member in self.active:
       self._apart.pop(member, None)
@@ -547,12 +592,8 @@ class Coordinator:
     if not leave and not joiners:
       return effects + self._deal_again()
     self._source = max(staying or self.live)  # sends its state to the joiners: it has committed this round
-    self.active = self.active - set(leave) | set(joiners)
-    self.live -= set(leave)
-    self._leaving -= set(leave)
-    self.failures.leave(leave)
-    for member in leave:
-      self._members[member].newest = -1  # it ends; it does not join again
+    self._let_go(leave)
+    self.active |= set(joiners)
     return effects + self._world()
 
   def _follow_speeds(self, step: int, seconds: dict[str, float]) -> Effects:

@@ -39,7 +39,9 @@ FROM_MEMBER: Mapping[str, FieldTypes] = {
   # Its connections to these members have failed, or cannot be made; the exchange cannot go on in this epoch.
   "broken": {"epoch": int, "members": list},
   "unreachable": {"epoch": int, "members": list},
-  # It has SIGTERM: it wants to leave after the round under way.
+  # It begins an evaluation, its next round. Other work that is part of the evaluation may come before the sums.
+  "evaluates": {"round": str},
+  # It has SIGTERM: it wants to leave after the step under way, or in the evaluation under way.
   "leave": {},
   # The run is over for this member, everything that it owes is done; it would exit with this code. 2: it has found
   # wrong input, and exits unless the run ends before.
@@ -77,6 +79,11 @@ FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   # The member needs so many times the median of all members for a share, since this step. 1: not any more. It has so
   # many of the shares of a slice.
   "slow": {"member": int, "factor": _NUMBER, "since": int, "shares": int, "of": int},
+  # SIGTERM came during an evaluation, which ends here without a result. leave: only for this member, which ends; the
+  # others repeat the exchange without it. Otherwise the run ends with the state that all members have.
+  "interrupt": {"epoch": int, "leave": bool},
+  # The run must end. Only work after the last round heeds it; a round ends with `commit` or `interrupt`.
+  "stop": {},
   # The run is over; exit with this code. reason: why it cannot go on, or "".
   "end": {"code": int, "reason": str},
 }

@@ -93,7 +93,8 @@ class Server:
   def stop(self) -> None:
     """The run must end in good order."""
     with self._lock:
-      self._carry_out(self.coordinator.stop())
+      asked = [Send(member, message("stop")) for member in self.connected]  # for what follows the last step
+      self._carry_out([*asked, *self.coordinator.stop()])
 
   def end(self, code: int, reason: str) -> None:
     """The run cannot go on."""
@@ -244,6 +245,8 @@ class Server:
       if not all(isinstance(other, int) for other in received["members"]):
         raise ValueError(f"sent 'unreachable' with members={received['members']}")
       return run.broken(member, received["epoch"], received["members"])
+    if kind == "evaluates":
+      return run.evaluates(member, received["round"])
     if kind == "leave":
       return run.leave(member)
     if kind == "finished":

@@ -34,6 +34,7 @@ class Member:
   before: list[str] | None = None  # its state when another one is sent to it
   led: bool = False  # the state is from a backup, and nobody has trained on it yet
   stop: bool = False
+  told: str = ""  # the evaluation that it has told of
   exit: int | None = None
 
   @property
@@ -83,7 +84,7 @@ class Model:
     self.worlds: dict[int, dict[str, Any]] = {}  # by epoch, as the first member knew it
     self.shares = total * group
     self.losses_of_all = 0  # how often no member with a state was left
-    self.kills = self.leaves = 0
+    self.kills = self.leaves = self.interruptions = 0
     for i in range(total + spares):
       self.start(i)
 
@@ -127,6 +128,8 @@ class Model:
       self.carry_out(run.computed(i, received["epoch"], len(shares) * (2.0 if slow else 1.0)))
     elif received["kind"] == "done":
       self.carry_out(run.done(i, 0, received["epoch"], received["round"], received["checksum"]))
+    elif received["kind"] == "evaluates":
+      self.carry_out(run.evaluates(i, received["round"]))
     elif received["kind"] == "leave":
       self.carry_out(run.leave(i))
     elif received["kind"] == "finished":
@@ -151,6 +154,10 @@ class Model:
       assert member.world is not None
       if member.inbox:
         self.read(member)
+        return
+      if member.round.startswith("eval") and member.told != member.round:
+        member.told = member.round
+        member.say("evaluates", round=member.round)
         return
       epoch = member.world["epoch"]
       member.say("computed", epoch=epoch, round=member.round)
@@ -209,14 +216,20 @@ class Model:
       self.check(member)
       member.mode = "computing"
       if member.id in received["leave"]:
-        member.say("finished", code=42)
-        member.mode = "waiting"
-        member.history = None
+        self.leave(member)
       elif received["stop"]:
         member.stop = True
         self.finish(member, 42)
       else:
         self.finish_if_complete(member)
+    elif kind == "interrupt":
+      assert member.history is not None and member.round.startswith("eval"), (received, member)
+      self.interruptions += 1
+      if received["leave"]:
+        self.leave(member)
+      elif not member.stop:
+        member.stop = True
+        self.finish(member, 42)
     elif kind == "regather":
       member.newest, member.mode = self.backup if member.history is None else member.step, "starting"
     elif kind == "end":
@@ -232,6 +245,10 @@ class Model:
       assert sorted(shares) == list(range(self.shares)) and world["ranges"].keys() == world["members"].keys(), world
       assert (world["members"], world["ranges"]) == (first["members"], first["ranges"]), (world, first)
     assert world["members"].keys() == first["members"].keys(), (world, first)
+
+  def leave(self, member: Member) -> None:
+    member.say("finished", code=42)
+    member.mode, member.history = "waiting", None
 
   def finish_if_complete(self, member: Member) -> None:
     if member.stop:

@@ -28,7 +28,7 @@ def test_an_undisturbed_run_applies_every_round_once():
 
 @pytest.mark.parametrize("total, spares, minimum", [(3, 0, 1), (3, 1, 1), (4, 2, 2), (3, 0, 3), (1, 0, 1), (2, 1, 2)])
 def test_no_order_of_faults_loses_or_repeats_a_round(total, spares, minimum):
-  kills = leaves = 0
+  kills = leaves = interruptions = 0
   for seed in range(150):
     model = Model(seed, total=total, spares=spares, minimum=minimum)
     code = model.run(faults=(0.005, 0.02, 0.1)[seed % 3])
@@ -36,7 +36,8 @@ def test_no_order_of_faults_loses_or_repeats_a_round(total, spares, minimum):
     assert model.applied == EVERY_ROUND, (seed, model.applied)
     kills += model.kills
     leaves += model.leaves
-  assert kills > 100 and leaves > 50, "the faults did not happen"
+    interruptions += model.interruptions
+  assert kills > 100 and leaves > 50 and interruptions > 5, "the faults did not happen"
 
 
 def test_shares_move_from_a_slow_member_and_back_without_a_round_lost():
@@ -57,7 +58,8 @@ def test_shares_move_from_a_slow_member_and_back_without_a_round_lost():
   assert dealings > 10 and kills > 5
 
 
-def test_a_stop_ends_at_one_step_with_the_state_saved():
+def test_a_stop_ends_at_one_step_or_in_an_evaluation_with_the_state_saved():
+  interruptions = 0
   for seed in range(100):
     model = Model(seed, steps=10**6)
     for _ in range(300 + seed):
@@ -66,6 +68,8 @@ def test_a_stop_ends_at_one_step_with_the_state_saved():
     assert model.run(faults=0.01, most_faults=20) == 42, seed
     # Nothing that any member has applied is missing in the checkpoint.
     assert model.checkpoint == model.applied, seed
+    interruptions += model.interruptions
+  assert interruptions > 50
 
 
 def test_shares_are_dealt_evenly():

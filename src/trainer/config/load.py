@@ -95,8 +95,13 @@ def _command_line(argv: Sequence[str], problems: Problems) -> dict[str, Given]:
       key = resolve(name, "command line")
       if text is None:
         raise ConfigError(f"{shorten(argument)}: the key {key.name} needs a value.\nWrite {key.name}=VALUE.")
-      # The last value wins, as with MaxText: scripts append to the arguments that they were given.
-      values = _over(values, {key.name: convert(key, text, "command line")})
+      found = convert(key, text, "command line")
+      if key.name in values and key.name != "custom_remat" and values[key.name] != found:
+        raise ConfigError(
+          f"{shorten(argument)}: {key.name} is given twice, first with {shorten(str(values[key.name].value))}.\n"
+          "Remove one of them."
+        )
+      values = _over(values, {key.name: found})
   return values
 
 
@@ -227,7 +232,7 @@ def _tokenizer_of_parameters(given: dict[str, Given]) -> dict[str, Given]:
   chosen = any(given[key].explicit for key in ("tokenizer_type", "tokenizer_path") if key in given)
   if place is None or not place.value or chosen:
     return {}
-  folder = re.sub(r"@\d+$", "", str(place.value)).rstrip("/")
+  folder = re.sub(r"@[0-9]+$", "", str(place.value)).rstrip("/")
   for file in (f"{folder}/tokenizer.json", f"{folder}/tokenizer/tokenizer.json"):
     if paths.is_file("load_parameters_path", file):
       origin = f"load_parameters_path, {place.origin}"

@@ -10,6 +10,7 @@ import argparse
 import sys
 
 from trainer.config.errors import ConfigError
+from trainer.config.option_types import real
 from trainer.report import compare, comparison_page, goodput, history, page
 
 
@@ -18,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(prog="python -m trainer.tools.report", description=__doc__.split("\n\n")[0])
   parser.add_argument("run_directory", nargs="+", help="{base_output_directory}/{run_name}, local or gs://")
   parser.add_argument("--compare", metavar="FILE", help="compare the runs instead: PICTURE.png or PAGE.html")
-  parser.add_argument("--chip-hour-price", type=float, help="show costs with this price, not with the run's own")
+  parser.add_argument("--chip-hour-price", type=real(0, 1e9), help="show costs with this price, not with the run's own")
   arguments = parser.parse_args(argv)
   try:
     if (arguments.compare or "").endswith(".html"):

@@ -13,12 +13,14 @@ import errno
 import http.server
 import json
 import math
+import os
 import re
 import sys
 import urllib.parse
 from typing import Any
 
 from trainer.config.errors import ConfigError
+from trainer.config.option_types import whole
 from trainer.observe import files
 from trainer.report import live, markup
 from trainer.report.live import LivePage
@@ -103,10 +105,16 @@ def main(argv: list[str] | None = None) -> int:
   """Serves until Ctrl-C and returns 0; 2 if the port cannot be used."""
   parser = argparse.ArgumentParser(prog="python -m trainer.tools.watch", description=__doc__.split("\n\n", 1)[1])
   parser.add_argument("run_directory", nargs="+", help="{base_output_directory}/{run_name}, local or gs://")
-  parser.add_argument("--port", type=int, help=f"port on {_HOST} (default {_PORT}, or a free one if it is in use)")
+  parser.add_argument(
+    "--port", type=whole(0, 65535), help=f"port on {_HOST} (default {_PORT}, or a free one if it is in use)"
+  )
   parser.add_argument("--period", type=_period, default=5.0, help="seconds between refreshes, at least (default 5)")
   arguments = parser.parse_args(argv)
   try:
+    for directory in arguments.run_directory:
+      if not directory.strip() or os.path.isfile(directory):
+        raise ConfigError(f"{directory!r} is not a folder. Give {{base_output_directory}}/{{run_name}}.")
+      files.exists(directory)
     server = open_server(LivePage(arguments.run_directory, arguments.period), arguments.port)
   except (ConfigError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
@@ -125,10 +133,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _period(text: str) -> float:
   try:
-    seconds = float(text)
+    seconds = float(text) if text.isascii() else math.nan
   except ValueError:
     seconds = math.nan
-  if not 0 < seconds < math.inf:
+  if not 0 < seconds < 1e6:
     raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
   return seconds
 
@@ -137,8 +145,6 @@ def open_server(page: LivePage, port: int | None) -> Server:
   """The server on `port`; None: on the usual port, or on a free one if that is in use."""
   try:
     return Server(page, _PORT if port is None else port)
-  except OverflowError:
-    raise ConfigError(f"--port {port}: a port is a number from 0 to 65535. Choose another number.") from None
   except OSError as error:
     if error.errno != errno.EADDRINUSE:
       raise

@@ -13,7 +13,7 @@ import sys
 import threading
 from typing import Any
 
-from pathways_standin.arguments import COMMANDS, WORKER_TIMEOUT, add_address, address
+from pathways_standin.arguments import COMMANDS, WORKER_TIMEOUT, add_address, address, whole
 from pathways_standin.process import StandinError
 
 _MOST_DEVICES = 512  # threads of forced CPU devices: more than a machine can run
@@ -29,8 +29,8 @@ def main(argv: list[str] | None = None) -> int:
     formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,
   )
-  parser.add_argument("--slices", type=int, default=2)
-  parser.add_argument("--devices-per-slice", type=int, default=1)
+  parser.add_argument("--slices", type=whole, default=2)
+  parser.add_argument("--devices-per-slice", type=whole, default=1)
   parser.add_argument("--device-kind", default="cpu", help="what clients see as device_kind; it changes nothing else")
   add_address(parser)
   parser.add_argument("--at", action="append", default=[], metavar="'DISPATCH COMMAND'", help="a fault; repeatable")
@@ -60,10 +60,12 @@ def _mistake(options: argparse.Namespace) -> str:
       return f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1."
   if (devices := options.slices * options.devices_per_slice) > _MOST_DEVICES:
     return f"{devices} devices are too many to simulate. Use at most {_MOST_DEVICES}."
-  if not options.worker_timeout >= 1:
-    return f"--worker-timeout {options.worker_timeout:g} must be at least 1 second."
+  if not 1 <= options.worker_timeout < 1e9:
+    return f"--worker-timeout {options.worker_timeout:g} must be a number of at least 1 second."
   if not 0 <= options.port < 65536:
     return f"--port {options.port} is no port. Use 0 to 65535."
+  if options.unix and not os.path.isdir(os.path.dirname(options.unix) or "."):
+    return f"--unix {options.unix}: its folder does not exist. Make it, or give another path."
   if importlib.util.find_spec("grpc") is None:
     return "the package grpcio is missing. Run python -m pip install grpcio protobuf."
   return ""

@@ -21,10 +21,17 @@ at DISPATCH COMMAND         the command, as soon as so many programs have been d
 random SEED MEAN            kills, hangs, slows and cures slices, on average after MEAN dispatches each"""
 
 
+def whole(text: str) -> int:
+  """A whole number in the digits 0 to 9, for argparse. Python's int reads the digits of every script."""
+  if not text.isascii():
+    raise argparse.ArgumentTypeError(f"{text} is not a whole number")
+  return int(text)
+
+
 def add_address(parser: argparse.ArgumentParser) -> None:
   """Adds --port and --unix."""
   group = parser.add_mutually_exclusive_group()
-  group.add_argument("--port", type=int, default=PORT, help=f"port of the loopback address ({PORT}; 0: a free one)")
+  group.add_argument("--port", type=whole, default=PORT, help=f"port of the loopback address ({PORT}; 0: a free one)")
   group.add_argument("--unix", metavar="PATH", help="a Unix socket instead of a port")
 
 

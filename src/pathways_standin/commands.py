@@ -123,10 +123,15 @@ class Commands:
   def _do_at(self, words: list[str]) -> dict[str, Any]:
     _count(words, 2, None, "at DISPATCH COMMAND")
     number = words[0].removeprefix("+")
-    if not number.isdecimal():
+    if not _is_whole(number):
       raise CommandError(f"at {words[0]}: DISPATCH must be a whole number, or +N. Use it like: at 120 kill 1")
     if not hasattr(self, f"_do_{words[1]}"):
       raise CommandError(f"at {words[0]} {words[1]}: {words[1]!r} is no command. The commands are:\n{COMMANDS}")
+    command, *arguments = words[1:]
+    if command in ("kill", "revive", "hang", "release", "slow"):
+      self._slice(arguments[0] if arguments else "")
+    if command in ("hang", "slow") and arguments[1:]:
+      _seconds(arguments[1])
     at = int(number) + (self._slices.dispatches if words[0].startswith("+") else 0)
     with self._lock:
       heapq.heappush(self._planned, (at, next(self._order), words[1:]))
@@ -135,7 +140,7 @@ class Commands:
   def _do_random(self, words: list[str]) -> dict[str, Any]:
     _count(words, 2, 2, "random SEED MEAN")
     seed, mean = words
-    if not seed.isdecimal() or not mean.isdecimal() or int(mean) < 1:
+    if not _is_whole(seed) or not _is_whole(mean) or int(mean) < 1:
       raise CommandError(f"random {seed} {mean}: SEED and MEAN must be whole numbers, and MEAN at least 1.")
     now = self._slices.dispatches
     with self._lock:
@@ -172,7 +177,7 @@ class Commands:
 
   def _slice(self, word: str) -> int:
     count = self._slices.devices.slices
-    if not word.isdecimal() or int(word) >= count:
+    if not _is_whole(word) or int(word) >= count:
       raise CommandError(f"{word!r} is no slice. The slices are 0 to {count - 1}.")
     return int(word)
 
@@ -207,9 +212,14 @@ def _count(words: list[str], least: int, most: int | None, form: str) -> None:
     raise CommandError(f"{len(words)} arguments for {form.split()[0]!r}. Use it like: {form}")
 
 
+def _is_whole(word: str) -> bool:
+  """Whether `word` is a whole number in the digits 0 to 9: Python's int reads the digits of every script."""
+  return word.isascii() and word.isdecimal()
+
+
 def _seconds(word: str) -> float:
   try:
-    seconds = float(word)
+    seconds = float(word) if word.isascii() else -1.0
   except ValueError:
     seconds = -1.0
   if not 0 <= seconds < float("inf"):

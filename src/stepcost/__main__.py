@@ -57,13 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Prints the table, and returns the exit code."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("files", nargs="+", type=pathlib.Path, help="texts of scheduled HLO modules")
-  parser.add_argument("--slices", type=int, required=True)
-  parser.add_argument("--devices-per-slice", type=int, required=True)
+  parser.add_argument("--slices", type=_whole, required=True)
+  parser.add_argument("--devices-per-slice", type=_whole, required=True)
   parser.add_argument("--chip", required=True, help="v4, v5e, v5p, v6e, 7x, or the name of a GPU such as H100")
-  parser.add_argument("--clock-ghz", type=float, help="clock for the compiler's cycles, instead of the chip's clock")
-  parser.add_argument("--dcn-gbps", type=float, help="Gbit/s of the data center network per device")
-  parser.add_argument("--transfers", type=int, default=0, metavar="COUNT", help="also list the most exposed transfers")
-  parser.add_argument("--fusions", type=int, default=0, metavar="COUNT", help="also list the fusions with most cycles")
+  parser.add_argument("--clock-ghz", type=_real, help="clock for the compiler's cycles, instead of the chip's clock")
+  parser.add_argument("--dcn-gbps", type=_real, help="Gbit/s of the data center network per device")
+  parser.add_argument(
+    "--transfers", type=_whole, default=0, metavar="COUNT", help="also list the most exposed transfers"
+  )
+  parser.add_argument(
+    "--fusions", type=_whole, default=0, metavar="COUNT", help="also list the fusions with most cycles"
+  )
   args = parser.parse_args(argv)
   try:
     rates = _rates(args)
@@ -80,6 +84,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in (*problems, *transfer_lines(found.timeline, args.transfers), *fusions):
       print(f"{path.name}: {line}")
   return 0
+
+
+def _whole(text: str) -> int:
+  return int(_plain(text))
+
+
+def _real(text: str) -> float:
+  return float(_plain(text))
+
+
+def _plain(text: str) -> str:
+  """`text`, if its digits are 0 to 9: Python reads the digits of every script."""
+  if not text.isascii():
+    raise argparse.ArgumentTypeError(f"{text} is not a number in the digits 0 to 9")
+  return text
 
 
 def _rates(args: argparse.Namespace) -> Rates:

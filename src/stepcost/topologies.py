@@ -128,7 +128,7 @@ def resolve(name: str) -> Topology:
 
   Raises TopologyError.
   """
-  found = re.fullmatch(r"(\w+)(?:-(\d+)|:(\d+(?:x\d+)*))", name.strip().lower())
+  found = re.fullmatch(r"(\w+)(?:-([0-9]+)|:([0-9]+(?:x[0-9]+)*))", name.strip().lower())
   if not found or found.group(1) not in GENERATIONS | gpus.CARDS:
     raise TopologyError(
       f"{name}: no such TPU slice, and no such GPUs. Give VERSION-NUMBER ({_examples()}), a jax topology name "

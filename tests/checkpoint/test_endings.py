@@ -271,16 +271,22 @@ def test_a_full_disk_is_1_and_the_run_resumes_once_there_is_space(make, tmp_path
 
 def test_a_loss_that_is_not_a_number_is_1_and_is_never_committed(make):
   """Skipped steps do not replace checkpoints."""
-  keys = ["learning_rate=1e30", "warmup_steps_fraction=0", "gradient_clipping_threshold=0", "checkpoint_period=1"]
+  keys = [
+    "learning_rate=1e9",
+    "adam_weight_decay=1000",
+    "warmup_steps_fraction=0",
+    "gradient_clipping_threshold=0",
+    "checkpoint_period=1",
+  ]
   run = make(*keys, "steps=16", "max_num_checkpoints_to_keep=2")
   assert run.finish() == 1
   assert "TrainingDiverged" in run.printed
   assert run.events("run_end")[-1]["exit"] == 1
-  assert run.committed_steps() == [1] and run.last_step == 12  # ten steps are skipped, one more ends the run
+  assert run.committed_steps() == [1, 2] and run.last_step == 13  # ten steps are skipped, one more ends the run
   assert run.finish("max_nonfinite_steps=20") == 0
   reason = "because their loss or gradient was not finite"
-  assert f"warning: the last 15 steps were skipped, {reason}: the weights are those of step 1" in run.printed
-  assert run.committed_steps() == [1, 16]
+  assert f"warning: the last 14 steps were skipped, {reason}: the weights are those of step 2" in run.printed
+  assert run.committed_steps() == [2, 16]
   assert all(_finite(x) for x in run.arrays(16).values())
 
 

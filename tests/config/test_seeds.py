@@ -164,6 +164,7 @@ def test_each_name_of_other_programs_is_written_once():
     ("quantization=fp8_gpu", "Use quantization=fp8"),
     ("profiler=nsys", "Use profiler=xplane"),
     ("max_num_checkpoints_to_keep=None", "set checkpoint_keep_period=1"),
+    ("num_slices=-1", "num_slices must be at least 0"),
     ("steps=-1", "learning_rate_schedule_steps=-1 then follows it"),
     ("eval_steps=-1", "Give the number of batches"),
     ("vocab_size=None", "To use the default, 32000, remove the key"),
@@ -180,7 +181,6 @@ def test_values_of_maxtext_without_meaning_are_refused_with_what_to_use(argument
 @pytest.mark.parametrize(
   ("argument", "value"),
   [
-    ("num_slices=-1", 0),
     ("learning_rate_schedule_steps=-1", -1),
     ("elastic_min_slice_count=-1", -1),
     ("quantization=None", ""),

@@ -22,7 +22,7 @@ REFUSED = [
   (["allow_config_change=per_device_batch_size"], "Use global_batch_size, which is compared instead"),
   (["allow_config_change=dtype, base_emb_dim"], "with another base_emb_dim the checkpoint's arrays do not fit"),
   (["allow_config_change=opt_type"], "another run_name"),
-  (["learning_rate=1e39"], "learning_rate=1e+39: is not a number of float32"),
+  (["rope_max_timescale=1e39"], "rope_max_timescale=1e+39: is not a number of float32"),
   (["adam_eps=1e-50"], "Choose adam_eps within this range"),
   (["base_emb_dim=2000000000"], "base_emb_dim must be at least 1 and at most 131072"),
   (["base_num_decoder_layers=1000000"], "must be at least 1 and at most 16384"),

@@ -38,7 +38,7 @@ def test_bad_arguments_start_nothing(arguments, text, capsys):
 
 
 def test_an_error_of_every_slice_ends_the_run_with_one_traceback(compiled, server, tmp_path):
-  keys = [compiled, ENDLESS, "learning_rate=1e30", "max_nonfinite_steps=2"]
+  keys = [compiled, ENDLESS, "learning_rate=1e9", "warmup_steps_fraction=0", "max_nonfinite_steps=2"]
   run = ProcessRun(tmp_path, keys, slices=2, server=server)
   with run.launched() as supervisor:
     assert run.wait(supervisor, 60) == 1, run.tail()

@@ -23,6 +23,8 @@ def folder(run_directory: str) -> Any:
   """The run's folder as an epath. Orbax refuses relative paths and ~; a URL (gs://) is absolute as it is."""
   from etils import epath
 
+  if "://" in run_directory and not run_directory.startswith("gs://"):
+    raise ConfigError(f"{run_directory}: is not gs://BUCKET/FOLDER or a folder of this machine.\nGive one of these.")
   return epath.Path(run_directory if "://" in run_directory else os.path.abspath(os.path.expanduser(run_directory)))
 
 

@@ -20,7 +20,7 @@ HINTS = {"cluster": "If this is the name of a GKE cluster, give it to xpk or gcl
 _OFF = ("", "0", "0.", "0.0", "-1", "-1.0", "false", "none", "[[]]")
 
 # Values of MaxText that mean "not set", and what they are here.
-_UNSET = {"num_slices": {"-1": "0"}, "compile_topology_num_slices": {"-1": "1"}}
+_UNSET = {"compile_topology_num_slices": {"-1": "1"}}
 
 
 def entry_of(name: str) -> dict[str, str] | None:

@@ -32,10 +32,10 @@ Kind = Literal["slice_down", "slice_up", "hang", "ckpt_kill"]
 
 _EXAMPLE = "Write for example fault_injection='slice_down@12:1, slice_up@30:1, hang@40:2, ckpt_kill@50'."
 _FAULT = re.compile(
-  r"(?P<kind>slice_down|slice_up|hang|ckpt_kill)@(?P<step>\d{1,10})(:(?P<slice>\d{1,10}))?"
-  r"(:(?P<moment>[a-z]+))?(/(?P<seconds>\d+(\.\d+)?|inf))?"
+  r"(?P<kind>slice_down|slice_up|hang|ckpt_kill)@(?P<step>[0-9]{1,10})(:(?P<slice>[0-9]{1,10}))?"
+  r"(:(?P<moment>[a-z]+))?(/(?P<seconds>[0-9]+(\.[0-9]+)?|inf))?"
 )
-_RANDOM = re.compile(r"random:seed=(?P<seed>\d{1,18}),rate=(?P<rate>\d*\.?\d+)")
+_RANDOM = re.compile(r"random:seed=(?P<seed>[0-9]{1,18}),rate=(?P<rate>[0-9]*\.?[0-9]+)")
 
 
 @dataclass(frozen=True)

@@ -104,12 +104,15 @@ def _kind(annotation: Any) -> tuple[type, tuple[str, ...]]:
 def preflight_options(arguments: Sequence[str]) -> tuple[PreflightOptions, list[str]]:
   """The options of preflight among `arguments`, and the other arguments. ConfigError for a value that is none."""
   known = _table({"preflight": PreflightOptions})
-  given, others = {}, []
+  given: dict[str, Scalar] = {}
+  others = []
   for argument in arguments:
     name, equals, text = argument.lstrip("-").partition("=")
     key = known.get(name.replace("-", "_").replace("preflight.", "preflight_"))
     if equals and key is not None:
-      given[key.name] = convert(key, text, "command line").value
+      value = convert(key, text, "command line").value
+      if given.setdefault(key.name, value) != value:
+        raise ConfigError(f"{argument}: {key.name} is given twice, with two values.\nRemove one of them.")
     else:
       others.append(argument)
   return PreflightOptions.model_validate(given), others
@@ -160,6 +163,8 @@ def convert(key: Key, text: str, origin: str) -> Given:
     return Given(_choice(key, text, origin), origin)
   if key.kind is str:
     _check_text(key, text, origin)
+  elif not text.isascii():  # Python reads the digits of every script, and a reader of the log may not
+    raise ConfigError(f"{key.name}={shorten(text)} ({origin}): a number has the digits 0 to 9.\nWrite it with them.")
   parse, rule, example = _KINDS[key.kind]
   try:
     value = parse(text)
@@ -193,6 +198,8 @@ def _check_text(key: Key, text: str, origin: str) -> None:
   """Refuses a value of a text key that only another program's configuration would give a meaning."""
   if key.name in ("sample_prompt", "bos_token", "eos_token"):  # such as [SEP]
     return
+  if text and not text.strip():
+    raise ConfigError(f"{key.name}={text!r} ({origin}): has only blanks.\nGive a value, or remove the key.")
   if text == "None" or _is_list(text):
     raise ConfigError(f"{key.name}={shorten(text)} ({origin}): {key.name} must be one text.\n{_remedy(key, text)}")
 

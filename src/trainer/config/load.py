@@ -95,8 +95,13 @@ def _command_line(argv: Sequence[str], problems: Problems) -> dict[str, Given]:
       key = resolve(name, "command line")
       if text is None:
         raise ConfigError(f"{shorten(argument)}: the key {key.name} needs a value.\nWrite {key.name}=VALUE.")
-      # The last value wins, as with MaxText: scripts append to the arguments that they were given.
-      values = _over(values, {key.name: convert(key, text, "command line")})
+      found = convert(key, text, "command line")
+      if key.name in values and key.name != "custom_remat" and values[key.name] != found:
+        raise ConfigError(
+          f"{shorten(argument)}: {key.name} is given twice, first with {shorten(str(values[key.name].value))}.\n"
+          "Remove one of them."
+        )
+      values = _over(values, {key.name: found})
   return values
 
 
@@ -228,7 +233,7 @@ def _tokenizer_of_parameters(given: dict[str, Given]) -> dict[str, Given]:
   chosen = {name for name, value in given.items() if value.explicit}
   if place is None or not place.value or chosen & {"tokenizer_type", "tokenizer_path"}:
     return {}
-  folder = re.sub(r"@\d+$", "", str(place.value)).rstrip("/")
+  folder = re.sub(r"@[0-9]+$", "", str(place.value)).rstrip("/")
   origin = f"load_parameters_path, {place.origin}"
   for name, record in (("tokenizer.json", "trainer_export.json"), ("tokenizer/tokenizer.json", "config.yml")):
     if paths.is_file("load_parameters_path", f"{folder}/{name}"):

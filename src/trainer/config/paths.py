@@ -84,7 +84,7 @@ def _check_parameters(config: Config) -> None:
   place = config.run.load_parameters_path
   if not place or remote.is_address(place) or os.path.isfile(f"{config.run_directory}/run_id"):
     return
-  folders = (re.sub(r"@\d+$", "", place), place)
+  folders = (re.sub(r"@[0-9]+$", "", place), place)
   if not any(os.path.isdir(as_path(folder, "load_parameters_path=")) for folder in folders):
     raise ConfigError(
       f"load_parameters_path={shorten(place)}: there is no such folder.\n"
@@ -187,10 +187,11 @@ def _check_run_name(name: str) -> None:
   _check_placeholder("run_name", name)
   parts = Path(name).parts
   outside = not parts or ".." in parts or name.startswith(("/", "~")) or "://" in name
-  if outside or not name.isprintable() or max(len(os.fsencode(part)) for part in parts) > 200:
+  blank = any(part != part.strip() for part in parts)
+  if outside or blank or not name.isprintable() or max(len(os.fsencode(part)) for part in parts) > 200:
     raise ConfigError(
       f"run_name={shorten(name)!r}: must be a folder name below base_output_directory.\n"
-      "Use a name such as first or team/first, without '..' and with at most 200 bytes per folder."
+      "Use a name such as first or team/first, without '..', blanks around a folder's name, or more than 200 bytes."
     )
 
 

@@ -122,10 +122,10 @@ class ModelSection(Section):
   needs scan_layers=false."""
   mlp_only_layers: str = ""
   """Layers without experts, counted from 0 and separated by commas. Needs scan_layers=false."""
-  load_balance_loss_weight: float = Field(0.001, ge=0)
+  load_balance_loss_weight: float = Field(0.001, ge=0, le=1000)
   """Weight of the loss that balances the load of the experts: E times the sum over experts of their load in the step
   before times their mean probability, as a mean over layers."""
-  routed_bias_update_rate: float = Field(0.0, ge=0)
+  routed_bias_update_rate: float = Field(0.0, ge=0, le=1000)
   """Balances the load of the experts without a loss: a bias on the router's logits, only for the choice of the k
   experts. After a step it rises by this rate for experts with less than the mean load and falls for experts with more.
   0: no bias."""
@@ -159,7 +159,7 @@ class ModelSection(Section):
   """rope_type=llama3: wavelengths shorter than rope_original_max_position_embeddings / this factor are not scaled."""
   rope_original_max_position_embeddings: Positive = 8192
   """rope_type=llama3: sequence length of the original pre-training, in tokens."""
-  initializer_range: float = Field(0.02, gt=0)
+  initializer_range: float = Field(0.02, gt=0, le=1000)
   """Standard deviation of the initial embedding table and of matrices that read the residual stream. Matrices that
   write to it are also scaled by 1/sqrt(2 L). An untied head has at most 0.28/sqrt(D), and the final norm of a tied
   model starts with a scale of at most 0.28/(sqrt(D) * initializer_range), so that the first loss is ln(V)."""
@@ -300,7 +300,7 @@ class OptimizerSection(Section):
   opt_type: Literal["adamw", "adafactor", "muon", "sgd"] = "adamw"
   """Optimizer. muon updates embeddings, head and norms by adamw with Nesterov momentum, as MaxText does, with the same
   learning rate."""
-  learning_rate: float = Field(3e-4, ge=0)
+  learning_rate: float = Field(3e-4, ge=0, le=1e9)
   """Peak learning rate."""
   lr_schedule_type: Literal["cosine", "wsd", "constant"] = "cosine"
   """Learning-rate schedule after the warm-up. wsd: constant, then decay."""
@@ -318,9 +318,9 @@ class OptimizerSection(Section):
   """Decay rate of the first moment of adamw; momentum of muon and sgd."""
   adam_b2: Fraction = 0.95
   """Decay rate of the second moment of adamw."""
-  adam_eps: float = Field(1e-8, gt=0)
+  adam_eps: float = Field(1e-8, gt=0, le=1)
   """Added to the square root of the second moment."""
-  adam_weight_decay: float = Field(0.1, ge=0)
+  adam_weight_decay: float = Field(0.1, ge=0, le=1000)
   """Decoupled weight decay of every optimizer."""
   weight_decay_mask: Literal["matrices", "all"] = "matrices"
   """Weights that decay. matrices: all but norms, biases and embeddings (a tied head is an embedding)."""
@@ -332,7 +332,7 @@ class OptimizerSection(Section):
   """Type in which gradients are summed over slices. bfloat16 halves the bytes."""
   gradient_accumulation_steps: int = Field(1, ge=1, le=1_000_000)
   """Micro-batches per device and step on the full topology."""
-  z_loss_multiplier: float = Field(0.0, ge=0)
+  z_loss_multiplier: float = Field(0.0, ge=0, le=1000)
   """Weight of the squared log-partition function in the loss."""
   num_vocab_tiling: NonNegative = 0
   """Number of chunks of the sequence in which logits and loss are computed. 0: chosen automatically."""

@@ -34,7 +34,7 @@ _ROPE_SCALING = "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor 
 
 # (a key, the values with which other keys have an effect, those keys). Switches of whole features are not listed: a
 # user who turns checkpoints off for an hour must not have to remove all their keys.
-EFFECTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+EFFECTS: tuple[tuple[str, tuple[str | bool, ...], str], ...] = (
   ("remat_policy", ("custom",), "custom_remat"),
   ("rope_type", ("llama3",), _ROPE_SCALING),
   ("lr_schedule_type", ("wsd",), "wsd_decay_steps_fraction wsd_decay_style"),
@@ -45,6 +45,7 @@ EFFECTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
   ("dataset_type", ("grain", "tfds", "hf", "synthetic"), "train_data_columns"),
   ("dataset_type", ("text", "synthetic"), "eval_dataset_path eval_fraction"),
   ("dataset_type", ("text", "tfds", "hf", "synthetic"), "dataset_path"),
+  ("elastic_enabled", (True,), "elastic_min_slice_count"),
   ("opt_type", ("adamw", "muon"), "adam_b2 adam_eps"),
   ("opt_type", ("adamw", "muon", "sgd"), "adam_b1 mu_dtype"),
 )
@@ -68,6 +69,7 @@ def check(config: Config, problems: Problems) -> None:
   problems.add(rules.exports(config.checkpoint, config.model))
   with problems.collect():
     problems.add(_faults(config.elastic, config.checkpoint))
+  problems.add(_effects(config.elastic))
   problems.add(_stages(config.elastic, config.model))
   problems.add(_observe(config.observe, config.data, config.run.steps))
   parallelism = [*_parallelism(config.parallelism, config.cluster, config.model)]
@@ -181,12 +183,12 @@ def _effects(section: BaseModel) -> Iterator[str]:
   for choice, needed, names in EFFECTS:
     if getattr(section, choice, needed[0]) in needed:
       continue
-    wanted = f"{choice}={' or '.join(needed)}"
+    wanted = f"{choice}={' or '.join(str(value).lower() for value in needed)}"
     for name in names.split():
       value = getattr(section, name)
       if value != type(section).model_fields[name].default:
         yield (
-          f"{name}={value}: has an effect only with {wanted}, and it is {getattr(section, choice)}.\n"
+          f"{name}={value}: has an effect only with {wanted}, and it is {str(getattr(section, choice)).lower()}.\n"
           f"Use {wanted}, or remove {name}."
         )
 
@@ -238,7 +240,9 @@ def _cluster(cluster: ClusterSection) -> Iterator[str]:
       f"cluster_standin={cluster.cluster_standin}: is a stand-in for Pathways, but cluster={cluster.cluster}.\n"
       "Set cluster=pathways, or remove cluster_standin."
     )
-  if cluster.cluster_standin and not re.fullmatch(r"[1-9]\d{0,2}x[1-9]\d{0,2}(:processes)?", cluster.cluster_standin):
+  if cluster.cluster_standin and not re.fullmatch(
+    r"[1-9][0-9]{0,2}x[1-9][0-9]{0,2}(:processes)?", cluster.cluster_standin
+  ):
     yield (
       f"cluster_standin={shorten(cluster.cluster_standin)}: must be the number of slices and of devices per slice.\n"
       "Write it like 3x4, or 3x4:processes."

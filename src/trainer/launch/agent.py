@@ -23,7 +23,8 @@ def main(argv: list[str] | None = None) -> int:
   """Runs the command and returns its exit code. Imports here and not above, so that a signal finds its handler."""
   from trainer.cluster import job_token
   from trainer.config.errors import ConfigError
-  from trainer.launch.keys import program, require
+  from trainer.config.option_types import real, whole
+  from trainer.launch.keys import program
   from trainer.observe import screen
   from worlds import addresses
   from worlds.agent import Agent
@@ -35,18 +36,18 @@ def main(argv: list[str] | None = None) -> int:
     prog="python -m trainer.launch.agent", description="Run slices on this host.", allow_abbrev=False
   )
   parser.add_argument("--supervisor", metavar="HOST:PORT", required=True, help="what trainer.launch.local listens on")
-  parser.add_argument("--slices", type=int, default=1, help="slices of this host (default: 1)")
+  parser.add_argument("--slices", type=whole(1), default=1, help="slices of this host (default: 1)")
   parser.add_argument("--host", default="", help="this host's address for the others (default: that of the connection)")
   parser.add_argument("--token-file", default="", help="file with the token (default: variable TRAINER_TOKEN)")
-  parser.add_argument("--wait-seconds", type=float, default=300.0, help="longest wait for the supervisor (300)")
+  parser.add_argument("--wait-seconds", type=real(0, 1e9), default=300.0, help="longest wait for the supervisor (300)")
   options = parser.parse_args(argv)
   try:
     try:
       addresses.split(options.supervisor)
     except ValueError as error:
       raise ConfigError(f"--supervisor {options.supervisor}: {error}.") from error
-    require(options.slices >= 1, f"--slices {options.slices}", "at least 1")
-    require(0 <= options.wait_seconds < float("inf"), f"--wait-seconds {options.wait_seconds:g}", "0 or more seconds")
+    if options.host and not options.host.strip():
+      raise ConfigError(f"--host {options.host!r}: is no address.\nGive the address of this host, or remove --host.")
     agent = Agent(
       program(),
       options.supervisor,

@@ -18,6 +18,8 @@ def program() -> Program:
 
 def refuse_other(arguments: Sequence[str], command: str, ours: Mapping[str, str]) -> list[str]:
   """`ours` as key=value arguments. Raises ConfigError if an argument gives one of these keys another value."""
+  if not arguments:
+    raise ConfigError(f"{command}: needs a config file.\nGive CONFIG.yml key=value ..., as for python -m trainer.")
   for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
     name, equals, value = argument.partition("=")
     key, value = name.lstrip("-").replace("-", "_"), value if equals else following

@@ -25,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
   """Runs the command and returns its exit code. Imports here and not above, so that a signal finds its handler."""
   from trainer.cluster.launched import check, run_rules
   from trainer.config import ConfigError, load, shares
+  from trainer.config.option_types import whole
   from trainer.launch.keys import program, refuse_other
   from trainer.observe import screen
   from trainer.process import open_files
@@ -37,11 +38,13 @@ def main(argv: list[str] | None = None) -> int:
     epilog="All other arguments are those of `python -m trainer`.",
     allow_abbrev=False,
   )
-  parser.add_argument("--slices", type=int, required=True, help="slices that compute")
-  parser.add_argument("--spares", type=int, default=0, help="more slices, which wait until one is lost")
-  parser.add_argument("--processes-per-slice", type=int, default=1, help="processes of one slice, joined by JAX")
+  parser.add_argument("--slices", type=whole(1), required=True, help="slices that compute")
+  parser.add_argument("--spares", type=whole(0, 1024), default=0, help="more slices, which wait until one is lost")
+  parser.add_argument("--processes-per-slice", type=whole(1), default=1, help="processes of one slice, joined by JAX")
   parser.add_argument("--listen", metavar="HOST:PORT", help="accept agents of other hosts at this address")
-  parser.add_argument("--local-slices", type=int, help="slices of this host, if agents run the others (default: all)")
+  parser.add_argument(
+    "--local-slices", type=whole(0), help="slices of this host, if agents run the others (default: all)"
+  )
   parser.add_argument("--advertise", metavar="HOST", help="the address for other hosts (default: that of --listen)")
   parser.add_argument("--token-file", default="", help="file with the token (default: variable TRAINER_TOKEN)")
   options, arguments = parser.parse_known_args(argv)
@@ -78,9 +81,6 @@ def _check(options: argparse.Namespace) -> None:
   from trainer.config import ConfigError
   from trainer.launch.keys import require
 
-  for name in ("slices", "processes_per_slice"):
-    require(getattr(options, name) >= 1, f"--{name.replace('_', '-')} {getattr(options, name)}", "at least 1")
-  require(options.spares >= 0, f"--spares {options.spares}", "at least 0")
   if options.local_slices is not None:
     require(0 <= options.local_slices <= options.slices, f"--local-slices {options.local_slices}", "0 to --slices")
     if options.local_slices < options.slices and not options.listen:

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trainer.config.errors import ConfigError
 from trainer.models import cached
 from trainer.models.decoder import DecoderFunctions, Params
 
+_LEAST_TEMPERATURE = 1e-4  # logits that are divided by less may become infinite
 _LENGTHS = 64  # longer prompts and caches have multiples of it, shorter ones a power of 2: few programs are compiled
 
 
@@ -24,6 +26,20 @@ class Sampling:
   top_k: int = 0
   top_p: float = 1.0
   seed: int = 0
+
+  def __post_init__(self) -> None:
+    if not (self.temperature == 0 or _LEAST_TEMPERATURE <= self.temperature <= 100):
+      raise ConfigError(
+        f"temperature={self.temperature}: must be 0, for the most likely token, or {_LEAST_TEMPERATURE:g} to 100.\n"
+        "Choose for example 0.7."
+      )
+    if self.top_k < 0 or not 0 < self.top_p <= 1:
+      raise ConfigError(
+        f"top_k={self.top_k}, top_p={self.top_p}: top_k must be at least 0, and top_p above 0 and at most 1.\n"
+        "Choose top_k=0 and top_p=1 to leave out no token."
+      )
+    if not -(2**31) <= self.seed < 2**32:  # JAX would drop higher bits in silence
+      raise ConfigError(f"seed={self.seed}: must be a whole number of at most 32 bits.\nChoose a smaller one.")
 
 
 DEFAULT = Sampling()

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainer.config.errors import ConfigError
+
 LONGEST_WAIT_SECONDS = 10.0  # of a checkpoint, or of the end of a process, for a destination that does not answer
 _PARSED_TOGETHER = 64  # lines of JSON
 
@@ -177,6 +179,8 @@ def object_folder(directory: str) -> Any:
   process may have added objects."""
   from etils import epath
 
+  if not directory.startswith("gs://"):
+    raise ConfigError(f"{directory}: is not gs://BUCKET/FOLDER or a folder of this machine.\nGive one of these.")
   root = epath.Path(directory)
   backend: Any = getattr(root, "_backend", None)
   if hasattr(backend, "fs"):  # fsspec; the other one, tensorflow, keeps no listings

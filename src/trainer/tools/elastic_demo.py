@@ -18,6 +18,7 @@ import sys
 import time
 
 from trainer.config import ConfigError, load
+from trainer.config.keys import is_answered
 from trainer.report.compare import compare
 
 TOLERANCE = 1e-5  # relative; with fewer slices, float32 sums are computed in another order
@@ -44,12 +45,20 @@ def main(argv: list[str] | None = None) -> int:
     print("error: --processes needs --pathways: simulated slices have no processes.", file=sys.stderr)
     return _BAD_INPUT
   arguments = [argument for argument in arguments if argument not in ("--pathways", "--processes")]
+  if unknown := [
+    argument for argument in arguments[:1] if argument.startswith("-") and not is_answered(argument.lstrip("-"))
+  ]:
+    print(f"error: {unknown[0]}: is no option. There are --pathways and --processes.", file=sys.stderr)
+    return _BAD_INPUT
   if not arguments or "=" in arguments[0]:
     arguments = [_CONFIG, *arguments]
   try:
     config = load(arguments)
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
+    return _BAD_INPUT
+  if 0 < config.cluster.num_slices < 3:
+    print(f"error: num_slices={config.cluster.num_slices}: the demo loses slice 2. Use at least 3.", file=sys.stderr)
     return _BAD_INPUT
   # A new folder each time, because runs in an existing folder would resume and find nothing to do.
   directory = f"{config.run_directory}/{time.strftime('%Y%m%d-%H%M%S')}"

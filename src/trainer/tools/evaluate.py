@@ -25,7 +25,9 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--tasks", metavar="NAME,...", help="score these tasks of lm-evaluation-harness instead")
   parser.add_argument("--include_path", metavar="DIR", default="", help="with --tasks: a folder with YAMLs of tasks")
   arguments = parser.parse_intermixed_args(argv)
-  if arguments.tasks:
+  if arguments.tasks is None and arguments.include_path:
+    parser.error(f"--include_path {arguments.include_path}: has the YAMLs of tasks. Give --tasks NAME,... too.")
+  if arguments.tasks is not None:
     if arguments.keys:
       parser.error(f"{arguments.keys[0]}: keys belong to evaluation sets. --tasks takes none.")
     return exit_code(lambda: _score(arguments.run_directory, arguments.tasks, arguments.include_path))
@@ -40,6 +42,8 @@ def _evaluate(place: str, keys: Sequence[str]) -> None:
 
   directory, _ = sources.split(place)
   config = trainer.load(f"{directory}/config.yml", "cluster=simulated", *keys)
+  if config.observe.eval_steps == 0:
+    raise trainer.ConfigError("eval_steps=0: nothing would be evaluated. Give eval_steps=N, the batches of each set.")
   try:
     losses = trainer.Run(config).evaluate(place)
   except ConfigMismatch as error:

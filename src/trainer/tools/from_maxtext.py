@@ -23,6 +23,7 @@ from trainer.config.keys import all_keys, convert, resolve
 from trainer.config.load import load
 from trainer.config.schema import ACTIVATIONS
 
+_FAMILIES = {"llama2": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3"}  # decoder_block: how names of its models begin
 _PARENT = "base.yml"  # MaxText's defaults; the file of the same name here has ours
 
 
@@ -76,6 +77,8 @@ def convert_keys(given: Mapping[str, str | None], raw: Mapping[str, object]) -> 
         result.kept[name] = _PARENT
       else:
         result.lost[name] = f"{value} is a file of MaxText. Convert it too, and name the result here."
+    elif name == "decoder_block" and value in _FAMILIES and str(given.get("model_name")).startswith(_FAMILIES[value]):
+      result.left_out[name] = f"={value}: model_name={given['model_name']} is of this family."
     elif name in ACTIVATIONS:
       if given.get("remat_policy") == "custom":
         result.kept[name] = value
@@ -94,7 +97,8 @@ def convert_keys(given: Mapping[str, str | None], raw: Mapping[str, object]) -> 
 
 def _keep(result: Converted, name: str, ours: str, value: str) -> None:
   """Gives our key the value, unless it is not set, or has no meaning here."""
-  if value in ("", "None") and all_keys()[ours].kind is not str:
+  unset = value in ("", "None") and all_keys()[ours].kind is not str
+  if unset or (ours, value) == ("num_slices", "-1"):
     result.left_out[name] = "is not set."
     return
   try:

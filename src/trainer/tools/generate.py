@@ -14,6 +14,7 @@ from pathlib import Path
 
 import trainer
 from trainer import cluster
+from trainer.config.option_types import real, whole
 from trainer.tools.ends import exit_code
 
 
@@ -23,17 +24,22 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("model", metavar="RUN_DIR[@STEP]")
   parser.add_argument("prompt", nargs="?", metavar="PROMPT")
   parser.add_argument("--prompts", metavar="FILE", type=os.path.expanduser, help="a prompt in every line")
-  parser.add_argument("--tokens", type=int, default=128, help="the most new tokens of a text (default: 128)")
-  parser.add_argument("--temperature", type=float, default=0.7, help="0: always the most likely token (default: 0.7)")
-  parser.add_argument("--top-k", type=int, default=0, help="only the K most likely tokens (default: 0, all)")
-  parser.add_argument("--top-p", type=float, default=1.0, help="only the most likely tokens with this sum (default: 1)")
-  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--tokens", type=whole(1), default=128, help="the most new tokens of a text (default: 128)")
+  parser.add_argument(
+    "--temperature", type=real(0, 100), default=0.7, help="0: always the most likely token (default: 0.7)"
+  )
+  parser.add_argument("--top-k", type=whole(0), default=0, help="only the K most likely tokens (default: 0, all)")
+  parser.add_argument(
+    "--top-p", type=real(1e-6, 1), default=1.0, help="only the most likely tokens with this sum (default: 1)"
+  )
+  parser.add_argument("--seed", type=whole(-(2**31), 2**32 - 1), default=0)
   parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="", help="default: as in training")
   arguments = parser.parse_intermixed_args(argv)
   if (arguments.prompt is None) == (arguments.prompts is None):
     parser.error("give a PROMPT or --prompts FILE")
-  if arguments.tokens < 1 or arguments.temperature < 0 or arguments.top_k < 0 or not 0 < arguments.top_p <= 1:
-    parser.error("--tokens is at least 1, --temperature and --top-k at least 0, --top-p above 0 and at most 1")
+
+  if 0 < arguments.temperature < 1e-4:  # trainer.Sampling refuses it too, after the weights are loaded
+    parser.error(f"--temperature {arguments.temperature:g} must be 0, for the most likely token, or at least 0.0001")
 
   def write() -> None:
     prompts = [arguments.prompt] if arguments.prompts is None else Path(arguments.prompts).read_text().splitlines()

@@ -11,6 +11,7 @@ import os
 import sys
 
 from trainer.config.errors import ConfigError
+from trainer.config.option_types import real
 from trainer.report import compare, comparison_page, goodput, history, page
 
 
@@ -23,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument(
     "--compare", metavar="FILE", type=os.path.expanduser, help="compare the runs instead: PICTURE.png or PAGE.html"
   )
-  parser.add_argument("--chip-hour-price", type=float, help="show costs with this price, not with the run's own")
+  parser.add_argument("--chip-hour-price", type=real(0, 1e9), help="show costs with this price, not with the run's own")
   arguments = parser.parse_args(argv)
   try:
     if (arguments.compare or "").endswith(".html"):

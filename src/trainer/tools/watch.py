@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.config.errors import ConfigError, how_to_install
+from trainer.config.option_types import whole
 from trainer.observe import files
 from trainer.report import live, markup
 from trainer.report.exporter import Exporter
@@ -125,10 +126,16 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument(
     "run_directory", nargs="+", type=os.path.expanduser, help="{base_output_directory}/{run_name}, local or gs://"
   )
-  parser.add_argument("--port", type=int, help=f"port on {_HOST} (default {_PORT}, or a free one if it is in use)")
+  parser.add_argument(
+    "--port", type=whole(0, 65535), help=f"port on {_HOST} (default {_PORT}, or a free one if it is in use)"
+  )
   parser.add_argument("--period", type=_period, default=5.0, help="seconds between refreshes, at least (default 5)")
   arguments = parser.parse_args(argv)
   try:
+    for directory in arguments.run_directory:
+      if not directory.strip() or os.path.isfile(directory):
+        raise ConfigError(f"{directory!r} is not a folder. Give {{base_output_directory}}/{{run_name}}.")
+      files.exists(directory)
     server = open_server(LivePage(arguments.run_directory, arguments.period), arguments.port)
   except (ConfigError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
@@ -147,10 +154,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _period(text: str) -> float:
   try:
-    seconds = float(text)
+    seconds = float(text) if text.isascii() else math.nan
   except ValueError:
     seconds = math.nan
-  if not 0 < seconds < math.inf:
+  if not 0 < seconds < 1e6:
     raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
   return seconds
 
@@ -159,8 +166,6 @@ def open_server(page: LivePage, port: int | None) -> Server:
   """The server on `port`; None: on the usual port, or on a free one if that is in use."""
   try:
     return Server(page, _PORT if port is None else port)
-  except OverflowError:
-    raise ConfigError(f"--port {port}: a port is a number from 0 to 65535. Choose another number.") from None
   except OSError as error:
     if error.errno != errno.EADDRINUSE:
       raise

@@ -184,10 +184,15 @@ def copy_tokenizer(source: Any, target: Any) -> None:
 
 
 def split(place: str) -> tuple[str, str]:
-  """(folder, step or "") of RUN_DIR or RUN_DIR@STEP."""
+  """(folder, step or "") of RUN_DIR or RUN_DIR@STEP. Raises ConfigError for another word after a run's folder."""
   place = os.path.expanduser(place)
   directory, at, step = place.rpartition("@")
-  return (directory, step) if at and step.isdigit() else (place, "")
+  if at and step.isascii() and step.isdecimal():
+    return directory, step
+  # A folder may have @ in its name.
+  if at and files.exists(directory) and not files.exists(place):
+    raise ConfigError(f"{place}: {step!r} is not the number of a step.\nWrite {directory}@STEP, or {directory} alone.")
+  return place, ""
 
 
 def _of_run(directory: str, named: int | None, world: World) -> Source:

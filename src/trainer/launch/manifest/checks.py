@@ -81,7 +81,7 @@ def _target(job: Job) -> Iterator[str]:
     yield "pathwaysjob: is a job behind Pathways.\nSet enable_single_controller=true, or print a jobset."
   if target == "pathwaysjob" and job.slice.machine_type.startswith("tpu7x"):
     yield f"--tpu-type {job.options.tpu_type}: a PathwaysJob cannot have this machine type.\nPrint a jobset."
-  if target == "xpk" and not re.fullmatch(r"(v4|v5p|v5litepod|v6e|tpu7x)-\d+", job.options.tpu_type):
+  if target == "xpk" and not re.fullmatch(r"(v4|v5p|v5litepod|v6e|tpu7x)-[0-9]+", job.options.tpu_type):
     yield f"--tpu-type {job.options.tpu_type}: xpk has no such name.\nWrite it like v5litepod-16, v6e-256 or v5p-128."
   if target == "rayjob" and job.pathways:
     yield "rayjob: Ray starts a process on every host.\nSet enable_single_controller=false, or print a jobset."

@@ -78,7 +78,7 @@ def _whole(least: int) -> Any:
   """A parser of whole numbers of at least `least`."""
 
   def convert(text: str) -> int:
-    if not text.isdecimal() or int(text) < least:
+    if not (text.isascii() and text.isdecimal()) or int(text) < least:
       raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least {least}")
     return int(text)
 
@@ -94,7 +94,7 @@ def _extras(text: str) -> tuple[str, ...]:
 
 def _positive(text: str) -> float:
   try:
-    number = float(text)
+    number = float(text) if text.isascii() else 0.0
   except ValueError:
     number = 0.0
   if not 0 < number < 1e9:

@@ -52,14 +52,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _at_least_one(text: str) -> int:
-  if not text.isdecimal() or int(text) < 1:
+  if not (text.isascii() and text.isdecimal()) or int(text) < 1:
     raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
   return int(text)
 
 
 def _megabytes(text: str) -> float:
   try:
-    number = float(text)
+    number = float(text) if text.isascii() else math.nan
   except ValueError:
     number = math.nan
   if not 1e-6 <= number <= 1e6:

@@ -1,0 +1,109 @@
+"""Bad inputs of tools, launchers and the packages' own commands: exit code 2, one message, before anything is done."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+YAML = "steps: 5\nnum_slices: 1\njax_cache_dir: ''\n"
+MAXTEXT = "decoder_block: qwen3\nmodel_name: llama2-7b\n"
+MANIFEST = (
+  "trainer.launch.manifest jobset configs/base.yml base_output_directory=gs://bbb/r dataset_type=synthetic --image x"
+)
+STEPCOST = "stepcost a.yml --slices 1 --devices-per-slice 1 --chip v5e"
+# The command, and what its message has. A blank stands for an empty argument.
+CASES = [
+  ("trainer.tools.generate run a --temperature nan", "nan must be a number of at least 0 and at most 100"),
+  ("trainer.tools.generate run a --temperature \uff10.5", "must be a number of at least 0"),
+  ("trainer.tools.generate run a --temperature 1e-40", "must be 0, for the most likely token, or at least 0.0001"),
+  ("trainer.tools.generate run a --tokens \uff11", "must be a whole number of at least 1"),
+  ("trainer.tools.generate run a --seed 99999999999999999999", "must be a whole number of at least -2147483648"),
+  ("trainer.tools.generate run a --top-p nan", "nan must be a number"),
+  ("trainer.tools.evaluate run --include_path x", "Give --tasks NAME,... too"),
+  ("trainer.tools.evaluate run eval_steps=0", "eval_steps=0: nothing would be evaluated"),
+  ("trainer.tools.evaluate run@abc", "run@abc: 'abc' is not the number of a step.\nWrite run@STEP, or run alone"),
+  ("trainer.tools.export_hf s3://bucket/x out", "s3://bucket/x: is not gs://BUCKET/FOLDER"),
+  ("trainer.tools.report run --chip-hour-price nan", "nan must be a number of at least 0"),
+  ("trainer.tools.report run --chip-hour-price -1", "-1 must be a number of at least 0"),
+  ("trainer.tools.watch run --port \uff18\uff10", "must be a whole number of at least 0 and at most 65535"),
+  ("trainer.tools.watch run --period 1e300", "1e300 is not a number of seconds above 0"),
+  ("trainer.tools.watch a.yml", "'a.yml' is not a folder"),
+  ("trainer.tools.watch s3://x/y", "s3://x/y: is not gs://BUCKET/FOLDER"),
+  ("trainer.tools.elastic_demo --nope", "--nope: is no option. There are --pathways and --processes"),
+  ("trainer.tools.elastic_demo a.yml num_slices=1", "num_slices=1: "),
+  ("trainer.tools.from_maxtext maxtext.yml", "cannot be kept: decoder_block: =qwen3"),
+  ("trainer.tools.tokenize a.yml --output out --processes \uff11", "is not a whole number of at least 1"),
+  ("trainer.tools.preflight a.yml compile_topology=v5e-\uff11\uff16", "compile_topology"),
+  ("trainer.tools.preflight a.yml preflight.search=true preflight.search=false", "preflight_search is given twice"),
+  ("trainer.launch.local --slices 2", "trainer.launch.local: needs a config file"),
+  ("trainer.launch.local --slices \uff12 a.yml", "must be a whole number of at least 1"),
+  ("trainer.launch.local --slices 2 --spares 99999999 a.yml", "must be a whole number of at least 0 and at most 1024"),
+  ("trainer.launch.local --slices 2 a.yml steps=1 steps=2", "steps is given twice, first with 1"),
+  ("trainer.launch.agent --supervisor 127.0.0.1:1 --wait-seconds nan", "nan must be a number of at least 0"),
+  ("trainer.launch.ray --min-slices 1 --max-slices 2", "trainer.launch.ray: needs a config file"),
+  (f"{MANIFEST} --tpu-type v5litepod-\uff11\uff16", "--tpu-type"),
+  (f"{MANIFEST} --tpu-type v5litepod-16 --step-seconds \uff11", "must be a number above 0"),
+  (f"{STEPCOST} --dcn-gbps \uff19", "is not a number in the digits 0 to 9"),
+  ("pathways_standin --worker-timeout inf --processes", "--worker-timeout inf must be a number of at least 1 second"),
+  ("pathways_standin --slices \uff11", "is not a whole number"),
+  ("pathways_standin --unix /nowhere/x", "--unix /nowhere/x: its folder does not exist"),
+  ("trainer a.yml num_slices=-1", "num_slices must be at least 0"),
+  ("trainer a.yml run_name=\u2003", "run_name='\\u2003' (command line): has only blanks"),
+  ("trainer a.yml run_name=a/\u2003/b", "run_name='a/"),
+  (
+    "trainer a.yml elastic_min_slice_count=1",
+    "elastic_min_slice_count=1: has an effect only with elastic_enabled=true",
+  ),
+  ("trainer a.yml learning_rate=1e10", "learning_rate must be at least 0 and at most 1e+09"),
+  ("trainer a.yml steps=\uff11\uff12", "a number has the digits 0 to 9"),
+  ("trainer a.yml steps=\u0663", "a number has the digits 0 to 9"),
+  ("trainer a.yml log_period=2 --log-period=3", "log_period is given twice, first with 2"),
+  ("trainer a.yml elastic_enabled=true fault_injection=slice_down@\uff11:0", "is neither KIND@STEP"),
+]
+
+
+def main_of(module: str):
+  try:
+    return importlib.import_module(f"{module}.__main__").main
+  except ModuleNotFoundError:
+    return importlib.import_module(module).main
+
+
+@pytest.mark.parametrize(("command", "message"), CASES, ids=[command for command, _ in CASES])
+def test_a_bad_input_is_one_message_and_leaves_nothing(tmp_path, monkeypatch, capsys, command, message):
+  monkeypatch.chdir(tmp_path)
+  Path("a.yml").write_text(YAML)
+  Path("maxtext.yml").write_text(MAXTEXT)
+  Path("run").mkdir()
+  Path("run", "config.yml").write_text(YAML)
+  before = sorted(tmp_path.rglob("*"))
+  module, *arguments = command.split(" ")
+  try:
+    code = main_of(module)(arguments)
+  except SystemExit as error:  # of argparse
+    code = error.code
+  printed = capsys.readouterr()
+  assert code == 2 and message in printed.err, printed
+  assert printed.err.count("error: ") == (not module.endswith("from_maxtext")) and "Traceback" not in printed.err
+  assert printed.out in ("", "model_name: llama2-7b\n") and sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_planned_command_of_the_standin_is_checked_when_it_is_planned():
+  from pathways_standin.commands import CommandError, _seconds
+
+  for word in ("nan", "inf", "-1", "\uff11"):
+    with pytest.raises(CommandError, match="is no time"):
+      _seconds(word)
+
+
+def test_a_decoder_block_of_the_models_family_is_left_out():
+  from trainer.tools.from_maxtext import convert_keys
+
+  for block, model in (("llama2", "llama2-7b"), ("qwen3_moe", "qwen3-30b-a3b")):
+    given = {"decoder_block": block, "model_name": model}
+    found = convert_keys(given, given)
+    assert (found.kept, found.lost, list(found.left_out)) == ({"model_name": model}, {}, ["decoder_block"])
+  for given in ({"decoder_block": "llama2"}, {"decoder_block": "gemma", "model_name": "llama2-7b"}):
+    assert list(convert_keys(given, given).lost) == ["decoder_block"]

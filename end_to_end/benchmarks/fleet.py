@@ -243,7 +243,7 @@ def _lives(case: Case, member: int) -> list[list[dict[str, Any]]]:
 
 def _live(case: Case, life: list[dict[str, Any]], ends: dict[int, float]) -> float:
   """The seconds in which this process could compute while steps were measured, times its speed."""
-  if life[-1].get("step", case.steps) < WARM_UP and not case.kill_every:
+  if max((record.get("step", 0) for record in life), default=0) < WARM_UP and not case.kill_every:
     return 0.0  # not among those that stay alive
   begin, end = ends[WARM_UP], ends[case.steps]
   start = next((record["at"] for record in life if "ready" in record), end)

@@ -159,8 +159,9 @@ class Exchange:
 
   def close(self) -> None:
     """Closes all connections and ends all threads."""
-    self._drop_links()
+    self._stop.set()
     self._crew.close()
+    self._drop_links()
     self._listener.close()
     with self._lock:
       self._stop.close()

@@ -106,10 +106,12 @@ class Reduction:
     self._out = out
     self._links = links
     self._stop = stop
-    self._changed = threading.Condition()  # of the next five
+    self._changed = threading.Condition()  # of the next six
     self._sums: dict[int, _PartSum] = {}  # bucket -> its unfinished sum
     self._finished: set[int] = set()  # positions from `_oldest` on whose sum this member has computed
     self._oldest = 0  # the position of the first bucket whose sum is missing
+    parts = [plan.part(bucket, me) for bucket in plan.order]
+    self._advance({position for position, (start, stop) in enumerate(parts) if start == stop})
     self._active = 0  # threads of the crew that serve
     self._ended = 0  # those that have done so
     self._errors: list[Exception] = []
@@ -316,11 +318,15 @@ class Reduction:
     for link in self._links:
       self._post(link.member, _Outgoing(Kind.TOTAL, 0, bucket, sent, self._plan.dtype, checksum))
     with self._changed:
-      self._finished.add(self._plan.position[bucket])
-      while self._oldest in self._finished:
-        self._finished.remove(self._oldest)
-        self._oldest += 1
+      self._advance({self._plan.position[bucket]})
       self._changed.notify_all()
+
+  def _advance(self, finished: set[int]) -> None:
+    """The buckets at these positions need nothing more from this member than its pieces."""
+    self._finished |= finished
+    while self._oldest in self._finished:
+      self._finished.remove(self._oldest)
+      self._oldest += 1
 
 
 def _add(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:

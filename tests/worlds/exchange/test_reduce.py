@@ -165,6 +165,21 @@ def test_a_fast_member_does_not_fill_the_memory_of_a_slow_one(monkeypatch):
   assert 0 < most <= 2 * reduction.WINDOW
 
 
+def test_a_member_without_a_part_of_an_early_bucket_goes_on(monkeypatch):
+  """The last bucket has so few values that one member sums it. It is known first, and many buckets follow."""
+  monkeypatch.setattr(reduction, "WINDOW", 2)
+  shares = random_shares(3, 16 * 3 * 5 + 2)
+  known = [(16 * 3 * 5, 16 * 3 * 5 + 2), (0, 16 * 3 * 5)]
+
+  def reduce(exchange, member):
+    out = np.empty(shares[0].size, np.float32)
+    exchange.reduce("step 1", {member: shares[member]}, {other: [other] for other in range(3)}, out, known=known)
+    return out
+
+  with members(3) as those:
+    assert all(same_bits(result, sum_in_order(shares)) for result in those.call(reduce))
+
+
 @pytest.mark.parametrize("change", ["tag", "size", "wire", "dealing"])
 def test_members_that_make_different_calls_are_told_so(change):
   shares = random_shares(2, 64)

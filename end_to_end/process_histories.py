@@ -176,7 +176,7 @@ def _strike(run: ProcessRun, fault: Fault, supervisor: int, chance: random.Rando
   if fault.kind == "cut":
     return 1
   if fault.kind == "saves":
-    return _fail_saves(run)
+    return _fail_saves(run, supervisor)
   if fault.kind == "move":
     _wait(lambda: bool(run.workers()), run, supervisor)
     return run.send(supervisor, signal.SIGTERM)
@@ -224,10 +224,10 @@ def _fail_at_start(run: ProcessRun, supervisor: int, deaths: int, chance: random
   return done
 
 
-def _fail_saves(run: ProcessRun) -> int:
-  """For a while a file is in the place of the folder of the checkpoints."""
-  folder = run.directory / "checkpoints"
-  if not folder.is_dir():
+def _fail_saves(run: ProcessRun, supervisor: int) -> int:
+  """For a while a file is in the place of the folder of the checkpoints. A start would rightly end with 2."""
+  folder, before = run.directory / "checkpoints", run.last_step
+  if not _wait(lambda: run.last_step > before, run, supervisor) or not folder.is_dir():
     return 0
   failed, aside = run.count("checkpoint_failed"), folder.with_name("aside")
   folder.rename(aside)

@@ -29,9 +29,9 @@ def join(place: Place) -> Peers:
   """The members of the run, as this process sees them when the supervisor has let it join. Raises RunEnded if it
   refuses, and with exit code 1 if there is none, which may be no fault of the configuration."""
   _continue_when_launcher_ends()
-  start = time.monotonic()
+  start, patience = time.monotonic(), lines.Patience()
   while True:
-    channel = _connect(place, start)
+    channel = _connect(place, start, patience)
     host = place.host or channel.local_host
     exchange = Exchange(place.member, place.token, lines.warn, host=host, connect_seconds=_CONNECT_SECONDS)
     membership = Membership(channel, place, exchange.address, exchange.interrupt, lines.warn)
@@ -48,7 +48,7 @@ def join(place: Place) -> Peers:
       if isinstance(error, RunEnded):
         raise
       # Perhaps it was the supervisor of the group before this one, which was about to end.
-      _pause(place, start + (place.wait_seconds or _SLOW_SECONDS), "it has closed the connection")
+      _pause(place, start + (place.wait_seconds or _SLOW_SECONDS), "it has closed the connection", patience)
 
 
 def _continue_when_launcher_ends() -> None:
@@ -57,7 +57,7 @@ def _continue_when_launcher_ends() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
-def _connect(place: Place, start: float) -> Channel:
+def _connect(place: Place, start: float, patience: lines.Patience) -> Channel:
   """A connection to the supervisor. start: when this process began to join, in time.monotonic seconds. Raises RunEnded
   if there is none after place.wait_seconds. A launcher's supervisor listens already: it may be stopped or slow, unless
   the system refuses the connection."""
@@ -70,7 +70,7 @@ def _connect(place: Place, start: float) -> Channel:
         reasons.append(f"{address}: {error}")
         if not isinstance(error, ConnectionRefusedError | WireError):
           seconds = place.wait_seconds or _SLOW_SECONDS
-    _pause(place, start + seconds, "; ".join(dict.fromkeys(reasons)))
+    _pause(place, start + seconds, "; ".join(dict.fromkeys(reasons)), patience)
 
 
 def _answers(place: Place) -> bool:
@@ -82,9 +82,10 @@ def _answers(place: Place) -> bool:
   return False
 
 
-def _pause(place: Place, deadline: float, reason: str) -> None:
+def _pause(place: Place, deadline: float, reason: str, patience: lines.Patience) -> None:
   """Waits before the next attempt to join. Raises RunEnded at the deadline."""
   if time.monotonic() >= deadline:
     where = f"{SUPERVISOR}={','.join(place.supervisors)}"
     raise RunEnded(_FAILED, f"error: {where}: cannot join the run there: {reason}.\n{place.remedy}")
+  patience.waits(lambda: f"Member {place.member} waits for the supervisor: {reason}")
   time.sleep(_RETRY_SECONDS)

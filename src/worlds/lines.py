@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 _MOST_LINES, _PERIOD_SECONDS = 10, 60.0  # of a Sparse log
+_SLOW_SECONDS = 5.0  # a wait as short as this is normal
 
 
 def timed(text: str) -> str:
@@ -24,6 +25,24 @@ def tell(text: str) -> None:
 def warn(text: str) -> None:
   """Prints a warning on stderr, with its time."""
   print(timed(f"warning: {text}"), file=sys.stderr, flush=True)
+
+
+class Patience:
+  """Lines about a wait: the first after some seconds, then one a minute."""
+
+  def __init__(self, log: Callable[[str], None] = tell) -> None:
+    self._log, self._began, self._silent = log, time.monotonic(), _SLOW_SECONDS
+
+  @property
+  def seconds(self) -> float:
+    """How long the wait has lasted."""
+    return time.monotonic() - self._began
+
+  def waits(self, line: Callable[[], str]) -> None:
+    """Call it again and again during the wait. line: says what is waited for."""
+    if (seconds := self.seconds) >= self._silent:
+      self._log(f"{line()} ({seconds:.0f} s so far).")
+      self._silent = self.seconds + _PERIOD_SECONDS
 
 
 class Sparse:

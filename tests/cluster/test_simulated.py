@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
 from trainer.process import runtime_errors
 from worlds.addresses import free_port
+from worlds.peers import RunEnded
 
 
 def make(num_slices=4, clock=None):
@@ -87,6 +89,10 @@ def test_slices_that_one_gpu_cannot_play_are_refused_with_the_way_to_rehearse_th
     ({"JAX_NUM_PROCESSES": "2"}, "several processes need all of"),
     ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "two numbers"),
     ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "must be from 0"),
+    (
+      {"JAX_COORDINATOR_ADDRESS": "a", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
+      "ADDRESS=a: it must be HOST:PORT",
+    ),
   ],
 )
 def test_start_refuses_half_a_world(environment, message):
@@ -369,3 +375,40 @@ def test_two_processes_share_the_slices(variables):
   )
   processes = [run_python(code, **variables(i, port)) for i in range(2)]
   assert [output(p) for p in processes] == ["0 2 [0, 0, 1, 1] 6.0", "1 2 [0, 0, 1, 1] 6.0"]
+
+
+@pytest.mark.parametrize(
+  ("environment", "line", "remedy"),
+  [
+    (of_slurm, r"task 0 of 2 waits for 1 other, for 2 s at most \(", "SLURM_NTASKS=2: start all tasks with `srun"),
+    (of_jax, r"task 1 of 2 waits for 1 other at 127.0.0.1:\d+, for 2 s at most: .*refused \(", "Start all 2 processes"),
+  ],
+)
+def test_a_process_whose_others_do_not_come_says_so_and_ends_in_words(environment, line, remedy):
+  """Before, it was silent for five minutes, and JAX aborted it."""
+  code = """
+from worlds import lines
+lines._SLOW_SECONDS = 0.5
+from trainer.cluster import joined_processes
+from trainer.config.schema import ClusterSection
+joined_processes._LIMIT_SECONDS = 2
+import os
+joined_processes.join(ClusterSection(), os.environ)
+"""
+  variables = environment(1 if environment is of_jax else 0, free_port_of(range(61440, 65536)))
+  ended = subprocess.run(
+    [sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True, timeout=60, check=False
+  )
+  assert ended.returncode == 1, ended.stderr
+  (told,) = ended.stdout.splitlines()
+  assert re.search(line, told), told
+  assert re.search(r"error: task \d of 2 has waited 2 s for 1 other", ended.stderr) and remedy in ended.stderr
+  assert "Traceback" not in ended.stderr and "Check failure" not in ended.stderr
+
+
+def test_a_port_of_the_coordinator_that_is_in_use_is_no_crash():
+  with (
+    socket.create_server(("127.0.0.1", 0)) as other,
+    pytest.raises(RunEnded, match="uses the port"),
+  ):
+    joined_processes.join(ClusterSection(), of_jax(0, other.getsockname()[1]))

@@ -13,7 +13,7 @@ import jax
 from jax import Device
 
 from trainer import world as world_lib
-from trainer.cluster import host_devices
+from trainer.cluster import host_devices, joined_processes
 from trainer.cluster.api import Cluster, FaultTarget, View
 from trainer.cluster.coordination import WithPeers
 from trainer.cluster.torchrun import ChildSupervisor
@@ -100,10 +100,13 @@ def _join_slice(cfg: ClusterSection, environment: Mapping[str, str], place: Plac
     jax.config.update("jax_cuda_visible_devices", str(place.gpu))
   host_devices.force(max(cfg.devices_per_slice, 1), place.lanes, environment)
   if place.lanes > 1:
-    jax.distributed.initialize(
-      place.slice_coordinator,
-      place.lanes,
-      place.lane,
+    joined_processes.initialize(
+      f"process {place.lane} of {place.lanes} of member {place.member}",
+      "the others",
+      remedy="Look at the log of the process that does not start. The launcher starts the member again.",
+      address=place.slice_coordinator,
+      num_processes=place.lanes,
+      process_id=place.lane,
       cluster_detection_method="deactivate",  # within Slurm it would leave each process only one GPU
       heartbeat_timeout_seconds=cfg.jax_distributed_heartbeat_timeout_seconds,
     )

@@ -85,13 +85,13 @@ def test_saves_keeps_restores_and_falls_back(run):
   assert {f"{step}/{name}" for step in (2, 3, 4) for name in sealed} <= {*names}
   assert f"Found commit_success file. Keeping {RUN}/checkpoints/4/." in restored
 
-  # Killed before the commit: without a marker it is not a checkpoint. The folder is moved aside.
+  # Killed before the commit: without a marker it is not a checkpoint. The next start removes the folder.
   run(f"die_in_save {RUN} 5", code=9)
   data = max(name for name in names if name.startswith("4/state/ocdbt.process_0/d/"))
-  before, restored, aside, _, fallen, *_ = run(
+  before, restored, after, _, fallen, *_ = run(
     f"files {RUN}/checkpoints",
     f"restore {RUN} 4",
-    f"files {RUN}/checkpoints_rejected",
+    f"files {RUN}/checkpoints",
     # A damaged object is detected, and the step can be saved again after the fallback.
     f"damage {RUN}/checkpoints/{data}",
     f"restore {RUN} 3",
@@ -100,8 +100,8 @@ def test_saves_keeps_restores_and_falls_back(run):
   )
   unfinished = {name for name in before.split() if name.startswith("5/")}
   assert unfinished and "5/commit_success.txt" not in unfinished
-  assert "its save did not finish" in restored
-  assert unfinished < {*aside.split()}
+  assert f"Removed 1 from {RUN}/checkpoints: 5 (its save did not finish)." in restored
+  assert not any(name.startswith("5/") for name in after.split()) and "4/meta.json" in after
   assert f"Moved checkpoint 4 to {RUN}/checkpoints_rejected/4" in fallen
 
 

@@ -66,7 +66,7 @@ def _put_object(directory: str, stem: str, text: str) -> None:
   from etils import epath
 
   root = epath.Path(directory)
-  root.mkdir(exist_ok=True)  # not the run's folder, which may have been moved
+  root.mkdir(parents="://" in directory, exist_ok=True)  # not the run's own folder, which may have been moved
   path, again = root / f"{stem}.txt", 0
   while path.exists():
     again += 1

@@ -49,7 +49,9 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
     log.to_stdout(f"trainer {trainer.__version__}")
     return COMPLETE
   try:
-    config, origins = load_with_origins([argument for argument in arguments if argument != "--print-config"])
+    config, origins = load_with_origins(
+      [argument for argument in arguments if argument != "--print-config"], repeats=False
+    )
     if "--print-config" in arguments:
       log.to_stdout(cli.print_config(config, origins).removesuffix("\n"))
       return COMPLETE

@@ -359,9 +359,12 @@ def test_arguments_that_are_not_assignments():
   for words in ("--steps=5", "--steps 5", "steps = 5", "steps =5", "steps 5"):
     config = load(["configs/base.yml", *words.split(), "--learning-rate", "1e-4"])
     assert (config.run.steps, config.optimizer.learning_rate) == (5, 1e-4)
-  assert load(["configs/base.yml", "steps=5", "run.steps=5"]).run.steps == 5  # launchers repeat what they check
+  assert load(["configs/base.yml", "steps=5", "steps=6"]).run.steps == 6
+  once = lambda words: load(["configs/base.yml", *words.split()], repeats=False)
+  assert once("steps=5 run.steps=5").run.steps == 5  # launchers repeat what they check
   for words in ("steps=5 steps=6", "steps=5 run.steps=6", "--steps 5 steps=6"):
-    assert "steps is given twice, first with 5.\nRemove one" in failure("configs/base.yml", *words.split())
+    with pytest.raises(ConfigError, match=r"steps is given twice, first with 5.\nRemove one"):
+      once(words)
   assert "steps=x" in failure("configs/base.yml", "steps=x", "steps=6")
   for argument in ("--print-config=1", "print_config=true"):
     assert f"{argument}: --print-config takes no value" in failure("configs/base.yml", argument)

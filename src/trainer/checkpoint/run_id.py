@@ -14,6 +14,7 @@ from trainer import world as world_lib
 from trainer.checkpoint import checksums
 from trainer.checkpoint.errors import CheckpointError, Rejected
 from trainer.config.errors import ConfigError
+from trainer.observe import files
 from trainer.world import World
 
 FILE = "run_id"
@@ -23,8 +24,7 @@ def folder(run_directory: str) -> Any:
   """The run's folder as an epath. Orbax refuses relative paths and ~; a URL (gs://) is absolute as it is."""
   from etils import epath
 
-  if "://" in run_directory and not run_directory.startswith("gs://"):
-    raise ConfigError(f"{run_directory}: is not gs://BUCKET/FOLDER or a folder of this machine.\nGive one of these.")
+  files.check_address(run_directory)
   return epath.Path(run_directory if "://" in run_directory else os.path.abspath(os.path.expanduser(run_directory)))
 
 

@@ -104,15 +104,12 @@ def _kind(annotation: Any) -> tuple[type, tuple[str, ...]]:
 def preflight_options(arguments: Sequence[str]) -> tuple[PreflightOptions, list[str]]:
   """The options of preflight among `arguments`, and the other arguments. ConfigError for a value that is none."""
   known = _table({"preflight": PreflightOptions})
-  given: dict[str, Scalar] = {}
-  others = []
+  given, others = {}, []
   for argument in arguments:
     name, equals, text = argument.lstrip("-").partition("=")
     key = known.get(name.replace("-", "_").replace("preflight.", "preflight_"))
     if equals and key is not None:
-      value = convert(key, text, "command line").value
-      if given.setdefault(key.name, value) != value:
-        raise ConfigError(f"{argument}: {key.name} is given twice, with two values.\nRemove one of them.")
+      given[key.name] = convert(key, text, "command line").value
     else:
       others.append(argument)
   return PreflightOptions.model_validate(given), others

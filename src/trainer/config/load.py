@@ -23,16 +23,19 @@ from trainer.config.schema import Config, ModelSection
 USAGE = "Usage: python -m trainer CONFIG.yml key=value ..."
 
 
-def load(argv: Sequence[str], *, check_paths: bool = True) -> Config:
+def load(argv: Sequence[str], *, check_paths: bool = True, repeats: bool = True) -> Config:
   """The resolved configuration of ["CONFIG.yml", "key=value", ...].
 
   Raises ConfigError with all independent mistakes. Reads files, creates none, touches no device. check_paths=False
-  leaves out the checks of output and data folders, for tools that need only the numbers.
+  leaves out the checks of output and data folders, for tools that need only the numbers. repeats: of a key that is
+  given twice the last value counts, for programs that append to arguments; False: two values are an error.
   """
-  return load_with_origins(argv, check_paths=check_paths)[0]
+  return load_with_origins(argv, check_paths=check_paths, repeats=repeats)[0]
 
 
-def load_with_origins(argv: Sequence[str], *, check_paths: bool = True) -> tuple[Config, dict[str, str]]:
+def load_with_origins(
+  argv: Sequence[str], *, check_paths: bool = True, repeats: bool = True
+) -> tuple[Config, dict[str, str]]:
   """Like `load`, and {key: where its value was given}, such as "configs/quickstart.yml:5" or "command line".
 
   A key that has its default because nobody gave it a value is not in the second one.
@@ -40,7 +43,7 @@ def load_with_origins(argv: Sequence[str], *, check_paths: bool = True) -> tuple
   if isinstance(argv, str) or not all(isinstance(argument, str) for argument in argv):
     raise TypeError(f"load takes a list of arguments, such as ['configs/base.yml', 'steps=5'], not {argv!r}")
   files.check_current_folder()
-  path, given = _read(argv)
+  path, given = _read(argv, repeats)
   given.update(_model_values(given, path))
   if not given.get("run_name", Given("", "")).value:
     given["run_name"] = Given(path.stem, "the config file's name")
@@ -54,7 +57,7 @@ def load_with_origins(argv: Sequence[str], *, check_paths: bool = True) -> tuple
   return config, {name: re.sub(r" line (\d+)$", r":\1", given[name].origin) for name in all_keys() if name in given}
 
 
-def _read(argv: Sequence[str]) -> tuple[Path, dict[str, Given]]:
+def _read(argv: Sequence[str], repeats: bool) -> tuple[Path, dict[str, Given]]:
   """The config file, and the values of the file and the command line by key."""
   if not argv or "=" in argv[0] or argv[0].startswith("-"):
     found = f"{shorten(argv[0])}: the first argument" if argv else "The first argument"
@@ -65,13 +68,13 @@ def _read(argv: Sequence[str]) -> tuple[Path, dict[str, Given]]:
   with problems.collect():
     path = files.find(argv[0], files.search_folders(), "config file")
     lower = _read_with_parents(path, ())
-  command = _command_line(argv, problems)
+  command = _command_line(argv, problems, repeats)
   problems.raise_any()
   assert path is not None
   return path, _over(_without_useless(lower, command), command)
 
 
-def _command_line(argv: Sequence[str], problems: Problems) -> dict[str, Given]:
+def _command_line(argv: Sequence[str], problems: Problems, repeats: bool) -> dict[str, Given]:
   """The values of the arguments after the config file, by key."""
   values: dict[str, Given] = {}
   left = list(argv[1:])
@@ -96,7 +99,7 @@ def _command_line(argv: Sequence[str], problems: Problems) -> dict[str, Given]:
       if text is None:
         raise ConfigError(f"{shorten(argument)}: the key {key.name} needs a value.\nWrite {key.name}=VALUE.")
       found = convert(key, text, "command line")
-      if key.name in values and key.name != "custom_remat" and values[key.name] != found:
+      if not repeats and key.name != "custom_remat" and values.get(key.name, found) != found:
         raise ConfigError(
           f"{shorten(argument)}: {key.name} is given twice, first with {shorten(str(values[key.name].value))}.\n"
           "Remove one of them."

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     _check(options)
     ours = {"cluster": "multiprocess", "num_slices": str(options.slices)}
     arguments += refuse_other(arguments, "trainer.launch.local", ours)
-    config = load(arguments)
+    config = load(arguments, repeats=False)
     least = config.elastic.elastic_min_slice_count
     if least > options.slices:
       raise ConfigError(f"elastic_min_slice_count={least} is more than --slices {options.slices}.\nLower it.")

@@ -44,6 +44,13 @@ def is_object_store(path: str) -> bool:
   return "://" in path
 
 
+def check_address(directory: str) -> None:
+  """Raises ConfigError for an address that is not on an object store which this program can read."""
+  scheme, has_scheme, _ = directory.partition("://")
+  if has_scheme and scheme not in ("gs", "file", "memory"):  # the last two are fsspec's, for tests
+    raise ConfigError(f"{directory}: is not gs://BUCKET/FOLDER or a folder of this machine.\nGive one of these.")
+
+
 def exists(directory: str) -> bool:
   """Whether the folder exists, local or on an object store."""
   if not is_object_store(directory):
@@ -179,8 +186,6 @@ def object_folder(directory: str) -> Any:
   process may have added objects."""
   from etils import epath
 
-  if not directory.startswith("gs://"):
-    raise ConfigError(f"{directory}: is not gs://BUCKET/FOLDER or a folder of this machine.\nGive one of these.")
   root = epath.Path(directory)
   backend: Any = getattr(root, "_backend", None)
   if hasattr(backend, "fs"):  # fsspec; the other one, tensorflow, keeps no listings

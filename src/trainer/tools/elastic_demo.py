@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
   if not arguments or "=" in arguments[0]:
     arguments = [_CONFIG, *arguments]
   try:
-    config = load(arguments)
+    config = load(arguments, repeats=False)
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return _BAD_INPUT

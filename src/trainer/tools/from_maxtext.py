@@ -97,8 +97,9 @@ def convert_keys(given: Mapping[str, str | None], raw: Mapping[str, object]) -> 
 
 def _keep(result: Converted, name: str, ours: str, value: str) -> None:
   """Gives our key the value, unless it is not set, or has no meaning here."""
-  unset = value in ("", "None") and all_keys()[ours].kind is not str
-  if unset or (ours, value) == ("num_slices", "-1"):
+  if (ours, value) == ("num_slices", "-1"):
+    value = "0"
+  if value in ("", "None") and all_keys()[ours].kind is not str:
     result.left_out[name] = "is not set."
     return
   try:

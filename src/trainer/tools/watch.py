@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     "run_directory", nargs="+", type=os.path.expanduser, help="{base_output_directory}/{run_name}, local or gs://"
   )
   parser.add_argument(
-    "--port", type=whole(0, 65535), help=f"port on {_HOST} (default {_PORT}, or a free one if it is in use)"
+    "--port", type=whole(-(2**31)), help=f"port on {_HOST} (default {_PORT}, or a free one if it is in use)"
   )
   parser.add_argument("--period", type=_period, default=5.0, help="seconds between refreshes, at least (default 5)")
   arguments = parser.parse_args(argv)
@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     for directory in arguments.run_directory:
       if not directory.strip() or os.path.isfile(directory):
         raise ConfigError(f"{directory!r} is not a folder. Give {{base_output_directory}}/{{run_name}}.")
-      files.exists(directory)
+      files.check_address(directory)
     server = open_server(LivePage(arguments.run_directory, arguments.period), arguments.port)
   except (ConfigError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
@@ -166,6 +166,8 @@ def open_server(page: LivePage, port: int | None) -> Server:
   """The server on `port`; None: on the usual port, or on a free one if that is in use."""
   try:
     return Server(page, _PORT if port is None else port)
+  except OverflowError:
+    raise ConfigError(f"--port {port}: a port is a number from 0 to 65535. Choose another number.") from None
   except OSError as error:
     if error.errno != errno.EADDRINUSE:
       raise

@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
   """Runs the command and returns its exit code."""
   try:
     chosen, arguments = options(argv)
-    config = load(arguments)
+    config = load(arguments, repeats=False)
     _check_config(config, chosen)
     from trainer.launch.ray import job
 

@@ -1,11 +1,16 @@
 """Times sums of gradients between processes: the exchange, XLA's gloo all-reduce, and a plain copy of the memory.
 
     python -m end_to_end.benchmarks.exchange [--members 2,3] [--sizes 5000000,100000000] [--repeats 10]
+    python -m end_to_end.benchmarks.exchange --rate 1gbit [--streams 1] [--members 2,3] [--sizes 5000000]
 
 Each member is a process with one CPU device and one share: an array of float32. The members are joined twice: by the
 exchange, and by jax.distributed for gloo. A sum starts after a barrier and ends when the total is a JAX array on the
 device of member 0, so the copies from and to the device count. The programs take turns, so that a busy machine slows
 all of them. GB/s are the bytes of the float32 array by the median.
+
+With --rate, each member is a host in a network namespace of its own, whose card sends at this rate, and the arrays are
+NumPy's. This needs Linux, iproute2 and the right to make namespaces. The share of the rate counts the bytes that a
+member must send, without headers: 2 (k - 1) / k times the values.
 """
 
 from __future__ import annotations
@@ -22,11 +27,13 @@ from typing import Any
 
 import numpy as np
 from end_to_end.benchmarks.common import positive, positives
+from end_to_end.partition import FAR, NEAR, hosts
 from tests.support.command import ROOT, cpu_environment
 
 from worlds.exchange import Exchange, FlatLayout, Part
 
 TOKEN = b"a token of benchmarks"
+_INSIDE = "--inside"
 LEAVES = 8  # arrays that the values are divided into, as gradients are
 
 
@@ -35,10 +42,19 @@ def main() -> None:
   parser.add_argument("--members", type=positives, default=[2, 3])
   parser.add_argument("--sizes", type=positives, default=[5_000_000, 100_000_000], help="numbers of float32 values")
   parser.add_argument("--repeats", type=positive, default=10)
+  parser.add_argument("--rate", help="of the network cards, in whole gigabits per second: 1gbit")
+  parser.add_argument("--streams", type=positive, default=1, help="connections between two members, with --rate")
+  parser.add_argument(_INSIDE, action="store_true", help=argparse.SUPPRESS)
   parser.add_argument("--member", help=argparse.SUPPRESS)  # JSON, for the processes that this command starts
   args = parser.parse_args()
   if args.member is not None:
     run_member(**json.loads(args.member))
+    return
+  if args.rate and not args.inside:
+    command = ["unshare", "--user", "--map-root-user", "--net", sys.executable, "-m", __spec__.name, _INSIDE]
+    sys.exit(subprocess.run([*command, *sys.argv[1:]], check=False).returncode)
+  if args.rate:
+    measure_paced(args)
     return
   print("| members | values | program | median | least | most | CPU | GB/s |\n|---|---|---|---|---|---|---|---|")
   for count in args.members:
@@ -56,14 +72,39 @@ def row(size: int, calls: Sequence[tuple[float, float]]) -> str:
   return f"{times} | {4 * size / median / 1e9:.2f}"
 
 
-def measure(count: int, size: int, repeats: int) -> dict[str, list[tuple[float, float]]]:
-  """Returns {program: (seconds, CPU seconds of member 0) of each call} of `count` processes."""
+def measure_paced(args: argparse.Namespace) -> None:
+  """Prints the table of --rate."""
+  bits = float(args.rate.removesuffix("gbit")) * 1e9
+  print("| members | values | streams | median | least | most | CPU | rate used |\n|---|---|---|---|---|---|---|---|")
+  with hosts() as network:
+    names = [FAR, NEAR, *(f"10.77.0.{number}" for number in range(4, 2 + max(args.members)))]
+    for host in names[2:]:
+      network.add(host)
+    for host in names:
+      limit = f"tc qdisc replace dev card root tbf rate {args.rate} burst 512kb latency 100ms".split()
+      subprocess.run([*network.prefix(host), *limit], check=True)
+    for count in args.members:
+      for size in args.sizes:
+        where = [(host, network.prefix(host)) for host in names[:count]]
+        (calls,) = measure(count, size, args.repeats, where, args.streams).values()
+        seconds = statistics.median(wall for wall, _ in calls)
+        share = 2 * (count - 1) / count * 32 * size / bits / seconds
+        columns = row(size, calls).rpartition(" | ")[0]
+        print(f"| {count} | {size / 1e6:g} M | {args.streams} | {columns} | {share:.3f} |", flush=True)
+
+
+def measure(
+  count: int, size: int, repeats: int, where: Sequence[tuple[str, list[str]]] = (), streams: int = 1
+) -> dict[str, list[tuple[float, float]]]:
+  """Returns {program: (seconds, CPU seconds of member 0) of each call} of `count` processes. where: the host of each
+  member, and what runs a command there; default: this host."""
   with socket.create_server(("127.0.0.1", 0)) as free:
     port = free.getsockname()[1]
   processes = []
-  for member in range(count):
+  for member, (host, prefix) in enumerate(where or [("", [])] * count):
     arguments = {"member": member, "count": count, "size": size, "repeats": repeats, "port": port}
-    command = [sys.executable, "-m", "end_to_end.benchmarks.exchange", "--member", json.dumps(arguments)]
+    arguments |= {"host": host, "streams": streams}
+    command = [*prefix, sys.executable, "-m", "end_to_end.benchmarks.exchange", "--member", json.dumps(arguments)]
     processes.append(
       subprocess.Popen(
         command, env=cpu_environment({}), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -90,9 +131,11 @@ def _line(process: subprocess.Popen[str], start: str) -> str:
   sys.exit(f"A member ended with exit code {process.wait()} before it had a result; its error is above.")
 
 
-def run_member(member: int, count: int, size: int, repeats: int, port: int) -> None:
-  """Runs one member: prints its address, reads the addresses of all, and prints the result of `measure`."""
-  exchange = Exchange(member, TOKEN, lambda line: print(line, file=sys.stderr))
+def run_member(member: int, count: int, size: int, repeats: int, port: int, host: str, streams: int) -> None:
+  """Runs one member: prints its address, reads the addresses of all, and prints the result of `measure`. host: its
+  address in the network of --rate, or ""."""
+  warn = lambda line: print(line, file=sys.stderr)
+  exchange = Exchange(member, TOKEN, warn, host=host or "127.0.0.1", streams=streams)
   print(json.dumps(exchange.address), flush=True)
   exchange.connect(1, {int(name): address for name, address in json.loads(sys.stdin.readline()).items()})
   dealt = {other: [other] for other in range(count)}
@@ -101,7 +144,11 @@ def run_member(member: int, count: int, size: int, repeats: int, port: int) -> N
   def barrier(name: str) -> None:
     exchange.reduce(name, {member: nothing}, dealt, np.empty(1, np.float32))
 
-  programs = make_programs(exchange, dealt, member, size, port)
+  if host:
+    share, out = np.full(size, member + 1, np.float32), np.empty(size, np.float32)
+    programs = {"exchange, float32": lambda tag: exchange.reduce(tag, {member: share}, dealt, out)}
+  else:
+    programs = make_programs(exchange, dealt, member, size, port)
   calls: dict[str, list[tuple[float, float]]] = {name: [] for name in programs}
   for repeat in range(repeats + 2):
     for name, program in programs.items():

@@ -12,6 +12,7 @@ its own members and addresses.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,8 @@ class Exchange:
   """Connects member `member` with its peers. One thread calls it, except for `interrupt`, which any thread may call.
 
   token: secret of the job, at least 16 bytes. host: IP address to listen on, reachable for the peers. connect_seconds:
-  time limit of `connect`. refused: called on another thread with one line for each refused connection; must not raise.
+  time limit of `connect`. streams: connections between two members, the same number on all members; several where one
+  does not fill the link. refused: called on another thread with one line for each refused connection; must not raise.
   address: where peers connect, "host:port".
   """
 
@@ -46,17 +48,19 @@ class Exchange:
     *,
     host: str = "127.0.0.1",
     connect_seconds: float = 10.0,
+    streams: int = 1,
   ) -> None:
     if len(token) < TOKEN_BYTES:
       raise ValueError(f"A job token of {len(token)} bytes is too short. Use secrets.token_bytes({TOKEN_BYTES}).")
     self._member = member
     self._token = token
     self._connect_seconds = connect_seconds
+    self._streams = streams
     self._lock = threading.Lock()  # of the next three, which `interrupt` uses
     self._stop = Stop()
     self._epoch = -1
     self._first_allowed = 0  # the oldest epoch that was not interrupted
-    self._links: dict[int, Link] = {}
+    self._links: dict[int, list[Link]] = {}  # by member, and by stream
     self._crew = Crew()
     self._listener = Listener(member, token, host, refused)
     self.address = self._listener.address
@@ -77,12 +81,13 @@ class Exchange:
     with self._in_epoch():
       for member in sorted(peers):
         if member < self._member:  # of two members, the one with the higher id connects
-          call = Call(epoch, self._member, member)
-          sock = dial(self._token, peers[member], call, self._stop, deadline)
-          self._links[member] = Link(member, sock, self._stop)
-      callers = [member for member in peers if member > self._member]
-      for member, sock in self._listener.claim(callers, self._stop, deadline).items():
-        self._links[member] = Link(member, sock, self._stop)
+          for stream in range(self._streams):
+            call = Call(epoch, self._member, member, stream)
+            sock = dial(self._token, peers[member], call, self._stop, deadline)
+            self._links.setdefault(member, []).append(Link(member, sock, self._stop))
+      callers = [(member, stream) for member in peers if member > self._member for stream in range(self._streams)]
+      for (member, _), sock in self._listener.claim(callers, self._stop, deadline).items():
+        self._links.setdefault(member, []).append(Link(member, sock, self._stop))
 
   def reduce(
     self,
@@ -124,14 +129,13 @@ class Exchange:
     assert all(data.size == out.size for data in own.values())
     plan = Plan(dealt, out.size, wire, known, group)
     assert plan.accepts(self._member, own), f"shares {list(own)} of the pieces {plan.pieces[self._member]}"
-    links = list(self._links.values())
     with self._in_epoch():
-      Reduction(plan, plan.identify(self._epoch, tag), self._member, own, out, links, self._stop).run(self._crew)
+      Reduction(plan, plan.identify(self._epoch, tag), self._member, own, out, self._links, self._stop).run(self._crew)
 
   def send_state(self, member: int, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
     """Sends the run's state to a member that has just joined. header: JSON. Raises PeerLost."""
     with self._in_epoch():
-      state.send(self._links[member], self._epoch, header, arrays)
+      state.send(self._links[member][0], self._epoch, header, arrays)
 
   def receive_state(
     self, member: int, allocate: Callable[[dict[str, Any]], Sequence[np.ndarray]]
@@ -140,13 +144,13 @@ class Exchange:
     the right shapes, or refuses the header with an error. Raises PeerLost, and MismatchedCall if the sender has arrays
     of other sizes."""
     with self._in_epoch():
-      return state.receive(self._links[member], self._epoch, allocate)
+      return state.receive(self._links[member][0], self._epoch, allocate)
 
   def wait_closed(self, member: int, seconds: float) -> None:
     """Returns when `member` has closed its connection of the last epoch, as a rule because it has ended, or after
     `seconds`. For the end of a run: drops data that `member` still sends."""
-    if link := self._links.get(member):
-      link.wait_closed(seconds)
+    if links := self._links.get(member):
+      links[0].wait_closed(seconds)
 
   def interrupt(self, next_epoch: int) -> None:
     """Ends all epochs before `next_epoch`: a blocked call, and every later call for such an epoch, raises PeerLost. The
@@ -181,6 +185,6 @@ class Exchange:
       raise
 
   def _drop_links(self) -> None:
-    for link in self._links.values():
+    for link in itertools.chain(*self._links.values()):
       link.close()
     self._links.clear()

@@ -1,7 +1,7 @@
 """How two members prove to each other that both have the job's token, before any other byte is read.
 
     listener -> caller   challenge: magic, nonce of the listener
-    caller -> listener   answer: nonce of the caller, epoch, member ids of caller and listener, HMAC
+    caller -> listener   answer: nonce of the caller, epoch, member ids of caller and listener, stream, HMAC
     listener -> caller   proof: HMAC
 
 Both HMACs cover both nonces, so a recorded handshake is useless later. All messages have a fixed size. Frames after the
@@ -15,10 +15,10 @@ import secrets
 import struct
 from typing import NamedTuple
 
-_MAGIC = b"exchang1"  # the last character is the version
+_MAGIC = b"exchang2"  # the last character is the version
 NONCE_BYTES = 16
 TOKEN_BYTES = 16  # the least
-_CALL = struct.Struct("<QII")
+_CALL = struct.Struct("<QIIH")
 _MAC_BYTES = 32
 
 CHALLENGE_BYTES = len(_MAGIC) + NONCE_BYTES
@@ -27,11 +27,12 @@ PROOF_BYTES = _MAC_BYTES
 
 
 class Call(NamedTuple):
-  """Who connects to whom, and for which epoch."""
+  """Who connects to whom, and for which epoch. stream: the number of the connection among those of the two members."""
 
   epoch: int
   caller: int
   listener: int
+  stream: int = 0
 
 
 def make_challenge() -> tuple[bytes, bytes]:

@@ -50,7 +50,8 @@ class Listener:
     self.address = addresses.join(host, self._sock.getsockname()[1])
     self._arrivals = threading.Condition()
     self._epoch = -1  # connections of earlier epochs are refused
-    self._arrived: dict[int, tuple[int, socket.socket]] = {}  # member -> (epoch, connection), not claimed yet
+    # (member, stream) -> (epoch, connection), not claimed yet
+    self._arrived: dict[tuple[int, int], tuple[int, socket.socket]] = {}
     self._pending: dict[socket.socket, _Pending] = {}
     self._wake, self._waker = socket.socketpair()
     self._selector = selectors.DefaultSelector()
@@ -63,21 +64,23 @@ class Listener:
     """Drops connections of earlier epochs, and refuses them from now on."""
     with self._arrivals:
       self._epoch = epoch
-      for member, (theirs, sock) in list(self._arrived.items()):
+      for key, (theirs, sock) in list(self._arrived.items()):
         if theirs < epoch:
-          del self._arrived[member]
+          del self._arrived[key]
           sock.close()
 
-  def claim(self, members: Collection[int], stop: Stop, deadline: float) -> dict[int, socket.socket]:
-    """Returns the connections of `members` for the present epoch, as soon as all have arrived. Raises PeerLost with the
-    missing members at `deadline` (time.monotonic seconds), and Stopped if `stop` is set."""
+  def claim(
+    self, callers: Collection[tuple[int, int]], stop: Stop, deadline: float
+  ) -> dict[tuple[int, int], socket.socket]:
+    """Returns the connections (member, stream) of the present epoch, as soon as all have arrived. Raises PeerLost with
+    the missing members at `deadline` (time.monotonic seconds), and Stopped if `stop` is set."""
     with self._arrivals:
-      while missing := {m for m in members if self._arrived.get(m, (-1, None))[0] != self._epoch}:
+      while missing := {key[0] for key in callers if self._arrived.get(key, (-1, None))[0] != self._epoch}:
         if stop.is_set:
           raise Stopped
         if not self._arrivals.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
           raise PeerLost(missing, "no connection within the time limit")
-      return {member: self._arrived.pop(member)[1] for member in members}
+      return {key: self._arrived.pop(key)[1] for key in callers}
 
   def notify(self) -> None:
     """Makes `claim` look at its `stop` again."""
@@ -153,14 +156,14 @@ class Listener:
       self._refuse(pending, f"member {call.caller} looks for member {call.listener}; this is member {self._member}")
       return
     with self._arrivals:
-      earlier = self._arrived.get(call.caller)
+      earlier = self._arrived.get((call.caller, call.stream))
       if call.epoch < max(self._epoch, earlier[0] if earlier else -1):
         self._refuse(pending, f"member {call.caller} connects for epoch {call.epoch}, which is over")
         return
       if not self._send(pending, proof):
         return
       self._forget(pending)
-      self._arrived[call.caller] = (call.epoch, pending.sock)
+      self._arrived[call.caller, call.stream] = (call.epoch, pending.sock)
       if earlier:
         earlier[1].close()
       self._arrivals.notify_all()

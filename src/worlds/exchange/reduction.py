@@ -96,15 +96,17 @@ class Reduction:
     me: int,
     own: Mapping[int, np.ndarray | HostCopy],
     out: np.ndarray,
-    links: Sequence[Link],
+    links: Mapping[int, Sequence[Link]],
     stop: Stop,
   ) -> None:
+    """links: {peer: its connections}; the buckets take turns with them."""
     self._plan = plan
     self._call = call
     self._me = me
     self._own = own
     self._out = out
-    self._links = links
+    self._streams = links
+    self._links = [link for own in links.values() for link in own]
     self._stop = stop
     self._changed = threading.Condition()  # of the next six
     self._sums: dict[int, _PartSum] = {}  # bucket -> its unfinished sum
@@ -115,11 +117,16 @@ class Reduction:
     self._active = 0  # threads of the crew that serve
     self._ended = 0  # those that have done so
     self._errors: list[Exception] = []
-    self._missing = {link.member: set(plan.frames(link.member, me)) for link in links}
-    self._unposted = {link.member: sum(1 for _ in plan.frames(me, link.member)) for link in links}
-    self._outgoing: dict[int, deque[_Outgoing]] = {link.member: deque() for link in links}
-    self._senders: dict[int, Poll] = {}  # member -> what wakes the thread that sends to it
-    self._incoming: dict[int, np.ndarray] = {}  # member -> the values that it is sending
+    self._missing: dict[Link, set[tuple[Kind, int, int]]] = {link: set() for link in self._links}
+    self._unposted = dict.fromkeys(self._links, 0)
+    for member in links:
+      for frame in plan.frames(member, me):
+        self._missing[self._link(member, frame[2])].add(frame)
+      for _, _, bucket in plan.frames(me, member):
+        self._unposted[self._link(member, bucket)] += 1
+    self._outgoing: dict[Link, deque[_Outgoing]] = {link: deque() for link in self._links}
+    self._senders: dict[Link, Poll] = {}  # what wakes the thread that sends to a link
+    self._incoming: dict[Link, np.ndarray] = {}  # the values that a link is receiving
 
   def run(self, crew: Crew) -> None:
     """Fills `out` with the sum. Raises the first error of any thread, or Stopped, after all threads have ended."""
@@ -134,7 +141,7 @@ class Reduction:
       for index in range(count):
         links = self._links[index::count]
         reads, writes = (stack.enter_context(contextlib.closing(Poll(self._stop))) for _ in range(2))
-        self._senders |= {link.member: writes for link in links}
+        self._senders |= dict.fromkeys(links, writes)
         tasks += [(reads, links, ()), (writes, (), links)]
       try:
         crew.start([functools.partial(self._task, *task) for task in tasks])
@@ -213,18 +220,18 @@ class Reduction:
 
   def _serve(self, poll: Poll, reads: Sequence[Link], writes: Sequence[Link]) -> None:
     """Receives all frames from the links `reads`, and sends all frames to the links `writes`."""
-    reading = {link for link in reads if self._missing[link.member]}
-    writing = {link for link in writes if self._unposted[link.member]}
+    reading = {link for link in reads if self._missing[link]}
+    writing = {link for link in writes if self._unposted[link]}
     blocked: set[Link] = set()
     for link in reading:
       poll.watch(link, reads=True, writes=False)
     while reading or writing:
-      while able := [link for link in writing - blocked if link.unsent or self._outgoing[link.member]]:
+      while able := [link for link in writing - blocked if link.unsent or self._outgoing[link]]:
         for link in able:
           if not self._send(link):
             blocked.add(link)
             poll.watch(link, link in reading, writes=True)
-          elif not self._unposted[link.member]:
+          elif not self._unposted[link]:
             writing.remove(link)
         if self._stop.is_set:
           raise Stopped
@@ -237,30 +244,30 @@ class Reduction:
       for link in readable:
         if frame := link.read(functools.partial(self._begin, link)):
           self._take(link, frame)
-          if not self._missing[link.member]:
+          if not self._missing[link]:
             reading.remove(link)
             poll.watch(link, reads=False, writes=link in blocked)
 
   def _send(self, link: Link) -> bool:
     """Sends some of the frames that wait for this link. Returns whether the link has accepted them."""
-    outgoing = self._outgoing[link.member]
+    outgoing = self._outgoing[link]
     while outgoing and link.unsent < _BATCH_BYTES:
       item = outgoing.popleft()
       payload = _bytes(_to_wire(item.values, item.dtype))
       checksum = zlib.crc32(payload) if item.checksum is None else item.checksum
       link.post(item.kind, self._call, item.share, item.bucket, payload, checksum)
-      self._unposted[link.member] -= 1
+      self._unposted[link] -= 1
     return link.flush()
 
   def _begin(self, link: Link, frame: Frame) -> memoryview:
     """The memory for the payload of a frame whose header has arrived."""
     key = (frame.kind, frame.share, frame.bucket)
-    if frame.call != self._call or key not in self._missing[link.member]:
+    if frame.call != self._call or key not in self._missing[link]:
       raise MismatchedCall(
         f"Member {link.member} sent a frame of another call ({key}, call {frame.call:x}; this is {self._call:x}). "
         "Call reduce on all members of an epoch with the same tag, dealing, size, wire type and group."
       )
-    self._missing[link.member].remove(key)  # type: ignore[arg-type]
+    self._missing[link].remove(key)  # type: ignore[arg-type]
     if frame.kind == Kind.PIECE:
       start, stop = self._plan.part(frame.bucket, self._me)
       values = np.empty(stop - start, self._plan.types[frame.share])
@@ -268,12 +275,12 @@ class Reduction:
       values = self._out[slice(*self._plan.part(frame.bucket, link.member))]
       if self._plan.dtype != np.float32:
         values = np.empty(values.size, self._plan.dtype)
-    self._incoming[link.member] = values
+    self._incoming[link] = values
     return _bytes(values)
 
   def _take(self, link: Link, frame: Frame) -> None:
     """Uses a frame that has arrived."""
-    values = self._incoming.pop(link.member)
+    values = self._incoming.pop(link)
     if frame.kind == Kind.PIECE:
       self._arrive(frame.bucket, frame.share, values)
     elif self._plan.dtype != np.float32:
@@ -281,9 +288,15 @@ class Reduction:
 
   # ---- all threads ----
 
+  def _link(self, member: int, bucket: int) -> Link:
+    """The connection to `member` that carries this bucket, in both directions."""
+    links = self._streams[member]
+    return links[self._plan.position[bucket] % len(links)]
+
   def _post(self, member: int, item: _Outgoing) -> None:
-    self._outgoing[member].append(item)
-    if sender := self._senders.get(member):
+    link = self._link(member, item.bucket)
+    self._outgoing[link].append(item)
+    if sender := self._senders.get(link):
       sender.wake()
 
   def _arrive(self, bucket: int, share: int, values: np.ndarray) -> None:
@@ -315,8 +328,8 @@ class Reduction:
     if sent is not total:
       total[:] = sent
     checksum = zlib.crc32(_bytes(sent)) if self._links else 0
-    for link in self._links:
-      self._post(link.member, _Outgoing(Kind.TOTAL, 0, bucket, sent, self._plan.dtype, checksum))
+    for member in self._streams:
+      self._post(member, _Outgoing(Kind.TOTAL, 0, bucket, sent, self._plan.dtype, checksum))
     with self._changed:
       self._advance({self._plan.position[bucket]})
       self._changed.notify_all()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.support.exchange_members import members, random_shares, same_bits, sum_in_order
 
 from worlds.exchange import MismatchedCall, plan, reduction
+from worlds.exchange.link import Link
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +90,21 @@ def test_a_sum_in_two_levels_has_the_same_bits_for_every_dealing(crowds, small_b
   shares = random_shares(sum(map(len, dealt.values())), size, seed=size)
   results = crowds[count].reduce(shares, dealt, wire, "step 1", group, added)
   assert all(same_bits(result, sum_in_order(shares, group, wire)) for result in results)
+
+
+@pytest.mark.parametrize("streams", [2, 3])
+def test_several_connections_between_two_members_carry_one_sum(streams, monkeypatch):
+  shares, used, post = random_shares(3, 16 * 3 * 7 + 5), set(), Link.post
+
+  def posted(self, *args):
+    used.add(self)
+    post(self, *args)
+
+  monkeypatch.setattr(Link, "post", posted)
+  with members(3, streams=streams) as those:
+    results = those.reduce(shares, {0: [0], 1: [1], 2: [2]})
+  assert all(same_bits(result, sum_in_order(shares)) for result in results)
+  assert len(used) == 3 * 2 * streams
 
 
 def test_a_whole_group_travels_as_one_piece_and_orphaned_shares_as_one_each():

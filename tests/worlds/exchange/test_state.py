@@ -78,7 +78,7 @@ def test_a_header_that_is_too_long_allocates_nothing(monkeypatch):
 
     def act(exchange, member):
       if member:
-        return exchange._links[0].send(3, 1, 0, 0, memoryview(b"x" * 200), 0)
+        return exchange._links[0][0].send(3, 1, 0, 0, memoryview(b"x" * 200), 0)
       return exchange.receive_state(1, list)
 
     with pytest.raises(MismatchedCall, match="a header of 200 bytes; at most 100"):

@@ -86,8 +86,7 @@ def run(
     cluster_lib.check_environment()
     from input_pipeline.workers import WorkerLost
     from pathways_standin.process import StandinLost
-    from trainer.cluster.launched import run_rules
-    from trainer.config import ConfigError, shares
+    from trainer.config import ConfigError
     from trainer.elastic import retry
     from trainer.process import compilation_cache, open_files
     from trainer.program import program
@@ -102,11 +101,7 @@ def run(
       own = additions or session_lib.NO_ADDITIONS
       if own.source is None:
         run_data.check(config)
-      rules = None
-      if cluster_lib.has_worlds(config.cluster):
-        config = shares.resolve(config)
-        rules = run_rules(config)
-      cluster = cluster_lib.start(config.cluster, rules)
+      config, cluster = _start_cluster(config)
       stack.callback(cluster.stop)
       is_reported = cluster.coordination.is_reported
       retry.check(cluster, config.elastic, config.run.steps)
@@ -134,6 +129,19 @@ def run(
     if result.code in (COMPLETE, PREEMPTED):  # any other end may be the fault of this process: the others go on
       cluster.coordination.finished(result.code)
   return result
+
+
+def _start_cluster(config: Config) -> tuple[Config, Cluster]:
+  """The configuration, with the number of shares of this run if its slices are JAX worlds, and the cluster."""
+  from trainer import cluster as cluster_lib
+  from trainer.cluster.launched import run_rules
+  from trainer.config import shares
+
+  rules = None
+  if cluster_lib.has_worlds(config.cluster):
+    config = shares.resolve(config)
+    rules = run_rules(config)
+  return config, cluster_lib.start(config.cluster, rules)
 
 
 def _with_remat_policy(

@@ -11,6 +11,7 @@ from pathlib import Path
 import grain
 import numpy as np
 import pytest
+from tests.support.command import last_of_each
 
 from input_pipeline import order
 from input_pipeline.loader import Loader
@@ -24,7 +25,7 @@ KEYS = "dataset_type=grain grain_file_type=jsonl vocab_size=300 max_target_lengt
 def opened(folder: Path, *keys: str, batch: int = 4):
   places = [f"grain_train_files={folder}/a.jsonl", f"base_output_directory={folder}/runs"]
   cache = [] if any(key.startswith("dataset_cache") for key in keys) else [f"dataset_cache_directory={folder}/cache"]
-  config = load(["configs/base.yml", *KEYS, *places, *cache, *keys])
+  config = load(["configs/base.yml", *last_of_each([*KEYS, *places, *cache, *keys])])
   return config, run_data.open_data(config, batch, lambda line: None)
 
 

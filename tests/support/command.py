@@ -79,6 +79,11 @@ def start(argv: Sequence[str], changes: Mapping[str, str], log: Path) -> Process
     )
 
 
+def last_of_each(keys: Sequence[str]) -> list[str]:
+  """Returns key=value arguments without those that a later one with the same key replaces."""
+  return list({key.partition("=")[0]: key for key in keys}.values())
+
+
 class Run:
   """The folder of a run and the processes that work on it: one after the other, or several of one JAX world at once."""
 
@@ -95,7 +100,7 @@ class Run:
 
   def argv(self, *keys: str) -> list[str]:
     """Returns the arguments of the command. If a key is given twice, the last one counts."""
-    return list({key.partition("=")[0]: key for key in (*self.keys, *keys)}.values())
+    return last_of_each([*self.keys, *keys])
 
   def finish(self, *keys: str, timeout: float = 600) -> int:
     """Runs the command and returns its exit code. Kills it after `timeout` seconds."""

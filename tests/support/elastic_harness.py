@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
+from tests.support.command import last_of_each
 
 from input_pipeline.batch import Batch
 from trainer import train
@@ -135,7 +136,7 @@ class Harness:
     prepare: called before the first attempt. watch: called before each attempt.
     """
     places = [f"base_output_directory={self._directory}", f"run_name={name}"]
-    config = load(["configs/base.yml", *TINY.split(), *_ALWAYS.split(), *places, *keys])
+    config = load(["configs/base.yml", *last_of_each([*TINY.split(), *_ALWAYS.split(), *places, *keys])])
     cluster = self._make_cluster()
     with contextlib.ExitStack() as stack:
       if self._cache:

@@ -173,18 +173,15 @@ def open_session(
 ) -> Iterator[Session]:
   """Checks that the program fits the devices, opens the data and the run's folder, and closes all at the end. origins:
   where each key was given, for the report. Raises ConfigError for wrong input, before the run's folder is created."""
-  world, full_program = cluster.world, program.of_view(config, cluster.view(cluster.slices), additions.own)
-  memory.require_fit(full_program.state, counts.parameter_count(config.model), cluster.kind)
+  full_program = _full_program(config, cluster, additions)
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
-  disk_space.require_locks(config)
   parameters = _parameters(config, cluster)
   with contextlib.ExitStack() as stack:
     notes = additions.own.lines()  # for the log, which is not open yet
     data = stack.enter_context(run_data.open_data(config, batch, notes.append, additions.source))
     data.identity |= additions.own.identity(full_program.state.opt_state)
     scorer = Scorer(config, data)
-    log = log_lib.get(config.run_directory, is_primary=cluster.coordination.is_primary)
-    stack.callback(log.close)
+    log = _log(config, cluster, stack)
     holds_folder = stack.enter_context(_lock(config, cluster, log))
     events = _events(config, cluster, log, stack)
     identity = _identity(config, cluster)
@@ -193,9 +190,8 @@ def open_session(
     progress = _progress(config, cluster, log)
     stack.enter_context(_checkpoint_timings(config, cluster, log))
     watchdog = _watchdog(config, cluster, signals, log, events, stack)
-    snapshots = stack.enter_context(contextlib.closing(Snapshots(world, log.line, events.emit)))
-    agreed, asked = cluster.coordination.stop_agreed, cluster.coordination.stop_asked
-    preemption = Preemption(config.checkpoint, world, signals, log.line, events.emit, agreed, asked)
+    snapshots = stack.enter_context(contextlib.closing(Snapshots(cluster.world, log.line, events.emit)))
+    preemption = _preemption(config, cluster, signals, log, events)
     programs = _program_cache(config, cluster, full_program, data, events, log, stack)
     session = Session(
       cluster,
@@ -225,6 +221,25 @@ def open_session(
     stack.enter_context(progress)
     watchdog.start()
     yield session
+
+
+def _full_program(config: Config, cluster: Cluster, additions: Additions) -> Program:
+  """The program of all slices. Raises ConfigError if the run would not fit this machine or its disks."""
+  full_program = program.of_view(config, cluster.view(cluster.slices), additions.own)
+  memory.require_fit(full_program.state, counts.parameter_count(config.model), cluster.kind)
+  disk_space.require_locks(config)
+  return full_program
+
+
+def _log(config: Config, cluster: Cluster, stack: contextlib.ExitStack) -> Log:
+  log = log_lib.get(config.run_directory, is_primary=cluster.coordination.is_primary)
+  stack.callback(log.close)
+  return log
+
+
+def _preemption(config: Config, cluster: Cluster, signals: Signals, log: Log, events: EventLog) -> Preemption:
+  agreed, asked = cluster.coordination.stop_agreed, cluster.coordination.stop_asked
+  return Preemption(config.checkpoint, cluster.world, signals, log.line, events.emit, agreed, asked)
 
 
 def _parameters(config: Config, cluster: Cluster) -> Callable[[], Weights] | None:

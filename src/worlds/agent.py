@@ -47,7 +47,8 @@ class Agent:
         code = self._serve(self._channel)
         if code is not None:
           return code
-        _log(f"The connection to the supervisor has ended. Waiting up to {self._wait_seconds:g} s for the next one.")
+        if not self._signal:
+          _log(f"The connection to the supervisor has ended. Waiting up to {self._wait_seconds:g} s for the next one.")
         self._channel = None
         with contextlib.suppress(TimeoutError, Refused):
           self._join()

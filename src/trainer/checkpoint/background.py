@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+_LIBRARIES = ("asyncio", "gcsfs")  # loggers
+
 
 class Background:
   """Call wait() before start(work). check() raises the error of the work, once."""
@@ -45,14 +47,14 @@ class Background:
 
 def print_errors_once() -> None:
   """Hides what Orbax and its libraries print of a save that fails, a traceback for each array: it is raised too."""
-  for library in ("absl", "asyncio"):
+  for library in ("absl", *_LIBRARIES):
     logging.getLogger(library).addFilter(_is_not_repeated)
   if not isinstance(sys.unraisablehook, _WithoutClosedLoops):
     sys.unraisablehook = _WithoutClosedLoops()
 
 
 def _is_not_repeated(record: logging.LogRecord) -> bool:
-  return record.levelno < logging.WARNING or not (record.name == "asyncio" or "orbax" in record.pathname)
+  return record.levelno < logging.WARNING or not (record.name in _LIBRARIES or "orbax" in record.pathname)
 
 
 class _WithoutClosedLoops:

@@ -88,8 +88,9 @@ def test_saves_keeps_restores_and_falls_back(run):
   # Killed before the commit: without a marker it is not a checkpoint. The next start removes the folder.
   run(f"die_in_save {RUN} 5", code=9)
   data = max(name for name in names if name.startswith("4/state/ocdbt.process_0/d/"))
-  before, restored, after, _, fallen, *_ = run(
+  before, listed, restored, after, _, fallen, *_ = run(
     f"files {RUN}/checkpoints",
+    f"list_checkpoints {RUN}",
     f"restore {RUN} 4",
     f"files {RUN}/checkpoints",
     # A damaged object is detected, and the step can be saved again after the fallback.
@@ -100,6 +101,9 @@ def test_saves_keeps_restores_and_falls_back(run):
   )
   unfinished = {name for name in before.split() if name.startswith("5/")}
   assert unfinished and "5/commit_success.txt" not in unfinished
+  states = "\n".join(" ".join(line.split()[-9:]) for line in listed.splitlines())
+  assert "checkpoint committed, all files are as they were written" in states
+  assert "its save did not finish; perhaps a process writes it now" in listed
   assert f"Removed 1 from {RUN}/checkpoints: 5 (its save did not finish)." in restored
   assert not any(name.startswith("5/") for name in after.split()) and "4/meta.json" in after
   assert f"Moved checkpoint 4 to {RUN}/checkpoints_rejected/4" in fallen

@@ -95,8 +95,11 @@ def assert_same_outcome(folder: Path, reference: Path) -> None:
 
 
 def finish(server: Server, folder: Path) -> None:
+  """Runs to the end. Nothing of a killed save is left."""
   server.start(folder)
   assert server.end() == 0
+  left = {path.name for path in (folder / "run").rglob("*") if "tmp" in path.name or path.name == "DELETED"}
+  assert not left and not (folder / "run" / "checkpoints_rejected").exists()
 
 
 def exists(folder: Path, pattern: str, since: int = 0) -> Callable[[], bool]:

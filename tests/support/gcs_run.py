@@ -76,6 +76,12 @@ def files(directory: str) -> None:
   print("\n".join(checksums.walk(epath.Path(directory))))
 
 
+def list_checkpoints(directory: str) -> None:
+  from trainer.tools import checkpoints
+
+  assert checkpoints.main([directory, "--verify"]) == 0
+
+
 def damage(path: str) -> None:
   from etils import epath
 

@@ -135,9 +135,11 @@ def _local_copies(run: str, events: Sequence[dict[str, Any]]) -> Iterator[Row]:
 
 def _last_writer(run: str, events: Sequence[dict[str, Any]]) -> Iterator[str]:
   """A line about the process that wrote the newest record."""
-  last = max([*events[-1:], *files.read_last_json_lines(run, METRICS_FILE)], key=lambda record: record.get("wall", 0.0))
-  if not events or not last.get("wall"):
+  records = [*events, *files.read_last_json_lines(run, METRICS_FILE)]
+  timed = [record for record in records if isinstance(record.get("wall"), int | float)]
+  if not timed:  # imported parameters
     return
+  last = max(timed, key=lambda record: record["wall"])
   mine = [event for event in events if event.get("process") == last.get("process")]
   host = next((event["host"] for event in reversed(mine) if event.get("host")), "?")
   end = next((event.get("exit") for event in reversed(mine) if event["kind"] == "run_end"), None)

@@ -11,7 +11,7 @@ extensions = ["myst_parser"]
 html_theme = "furo"  # loads nothing from the internet
 html_title = "trainer"
 root_doc = "README"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**", "src/*/README.md"]
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/**", "src/*/README.md"]
 myst_heading_anchors = 3
 nitpicky = True
 # A code block without a language is a command or output; Pygments then guesses Python.
@@ -33,7 +33,7 @@ def _add_contents(app: Sphinx, page: str, source: list[str]) -> None:
   names = sorted(path.stem for path in (folder / "docs").glob("*.md"))
   guides = [f"docs/{name}" for name in (*_FIRST, *(name for name in names if name not in _FIRST))]
   packages = sorted(f"src/{path.parent.name}/README" for path in folder.glob("src/*/README.md"))
-  project_pages = ["CONTRIBUTING", "CHANGELOG"]
+  project_pages = ["CONTRIBUTING", "CHANGELOG", "SECURITY"]
   sections = {"Guides": guides} | {
     title: sorted(f"docs/{name}/{path.stem}" for path in (folder / "docs" / name).glob("*.md"))
     for title, name in _FOLDERS.items()

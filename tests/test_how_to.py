@@ -14,7 +14,7 @@ import pytest
 from tests.test_code_blocks import blocks
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs" / "how_to").glob("add_*.md"))
+PAGES = [path for path in sorted((ROOT / "docs" / "how_to").glob("*.md")) if path.stem.startswith(("add_", "change_"))]
 SMALL = (
   "base_emb_dim=64 base_num_decoder_layers=2 base_num_query_heads=2 base_num_kv_heads=1 head_dim=32 base_mlp_dim=128 "
   "max_target_length=32 per_device_batch_size=2 enable_report=false enable_checkpointing=false remat_policy=none "
@@ -92,9 +92,9 @@ def test_the_walks_lead_to_a_program_that_trains(tmp_path):
   copy_of_the_code(tmp_path)
   changed = [path for page in PAGES for _, text in blocks(page) if (path := apply(text, tmp_path))]
   tests = [path for path in changed if path.startswith("tests/")]
-  assert len(PAGES) == len(tests) == 4
+  assert len(PAGES) == len(tests) == 5
   lines = dict.fromkeys(small(command) for page in PAGES for command in commands(page))  # `document` once
-  assert sum("-m trainer " in line for line in lines) == 4
+  assert sum("-m trainer " in line for line in lines) == 5
   (tmp_path / "commands.json").write_text(json.dumps(list(lines)))
   (tmp_path / "driver.py").write_text(DRIVER)
   environment = os.environ | {
@@ -106,7 +106,7 @@ def test_the_walks_lead_to_a_program_that_trains(tmp_path):
   done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=850)
   assert done.returncode == 0, done.stdout + done.stderr
   assert str(tmp_path) in done.stdout
-  assert done.stdout.count("completed step: 2,") == 4
+  assert done.stdout.count("completed step: 2,") == 5
   assert "elastic_manager.good_slice_count=1" in done.stdout
   assert "geglu-tiny" in done.stdout and "Data: pages.csv" in done.stdout
   first_loss = re.search(r"\$ [^\n]*geglu-tiny.*?completed step: 1, .*?loss: ([\d.]+)", done.stdout, re.DOTALL)

@@ -7,9 +7,11 @@ import re
 import tomllib
 
 import pytest
+import yaml
 from tests.support.wheel import ROOT, build_once, run_in
 from tests.test_layering import PACKAGES
 
+import trainer
 from trainer.config.errors import DISTRIBUTION
 
 
@@ -50,6 +52,18 @@ def test_the_version(run):
   assert (printed.returncode, printed.stdout) == (0, "trainer 0.1.0\n")
   named = run("-c", f"import importlib.metadata as m; print(m.version('{DISTRIBUTION}'))")
   assert named.stdout == "0.1.0\n"
+
+
+def test_the_metadata_is_complete_and_names_no_place_that_does_not_exist():
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+  pythons = {text.rpartition(" ")[2] for text in project["classifiers"] if "Python :: 3." in text}
+  assert pythons == {"3.11", "3.12", "3.13"} and project["authors"] and project["keywords"]
+  assert "](" not in project["readme"]["text"] and "urls" not in project
+  citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+  labels = (ROOT / "docker/Dockerfile").read_text()
+  assert citation["version"] == trainer.__version__ and citation["license"] == project["license"]
+  assert f'org.opencontainers.image.version="{trainer.__version__}"' in labels
+  assert 'image.source="$SOURCE"' in labels and 'image.revision="$REVISION"' in labels
 
 
 def test_messages_name_this_project_and_extras_that_it_has():

@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 def build(folder: pathlib.Path) -> pathlib.Path:
   """The wheel's contents in a new folder inside `folder`, and nothing else of the project."""
   (folder / "source").mkdir()
-  for name in ("pyproject.toml", "README.md", "LICENSE", "src"):  # a copy: setuptools writes build/ beside the sources
+  for name in ("pyproject.toml", "LICENSE", "src"):  # a copy: setuptools writes build/ beside the sources
     (folder / "source" / name).symlink_to(ROOT / name)
   command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
   built = subprocess.run(command, cwd=folder / "source", capture_output=True, text=True, timeout=200)

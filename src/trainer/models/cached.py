@@ -78,7 +78,7 @@ def logits(
       new.append(own)
   x_BD = decoder.final_norm(x_BTD[:, -1])
   head_VD = (decoder.embedding if decoder.cfg.logits_via_embedding else decoder.lm_head)[...]
-  return jnp.einsum("bd,vd->bv", x_BD, head_VD.astype(x_BD.dtype), preferred_element_type=jnp.float32), new
+  return decoder.head_logits(x_BD, head_VD), new
 
 
 def _of_prompts(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:

@@ -111,26 +111,27 @@ class Rounds:
     this round, which are kept. The exchange adds what follows them."""
     sums: dict[Share, _Sum] = {}
     for first, stop in pieces(self._peers.shares, self._group):
-      while first < stop:
-        known = held.get(first)
-        sums[first] = known if known is not None and known.stop <= stop else self._sum(first, stop, held, compute)
-        first = sums[first].stop
+      end = min((share for share in held if first < share < stop), default=stop)
+      share = first
+      while share < stop:
+        known = held.get(share)
+        sums[share] = known if known is not None and known.stop <= stop else self._sum(share, end, compute)
+        share = sums[share].stop
+        end = share + 1  # what follows the first shares is added to their sum one by one, from left to right
     return sums
 
-  def _sum(self, first: Share, stop: Share, held: Mapping[Share, _Sum], compute: Callable[[Share], Own]) -> _Sum:
-    """The sum of the shares from `first` to `stop`, or to the next one that is held."""
+  def _sum(self, first: Share, stop: Share, compute: Callable[[Share], Own]) -> _Sum:
+    """The sum of the shares from `first` to `stop`."""
     scalars: list[Any] = []
     total: Sequence[Part] = ()
     for share in range(first, stop):
-      if share > first and share in held:
-        break
       if len(scalars) > 1:
         jax.block_until_ready(scalars[-2])  # so that the gradients of two shares, not of all, need memory at a time
       own = compute(share)
       scalars.append(own.scalars)
       total = self._halves.sums.add([total, own.parts]) if total else own.parts
     # The device's memory is free after the copy.
-    return _Sum(first + len(scalars), scalars, self.layout.to_host(total) if total else None)
+    return _Sum(stop, scalars, self.layout.to_host(total) if total else None)
 
   def _report(self, round_name: str, epoch: int, grads: list[HostCopy], began: float) -> float:
     """Tells the supervisor when `grads` are computed, and returns the seconds since `began`."""

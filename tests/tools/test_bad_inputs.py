@@ -37,8 +37,11 @@ CASES = [
   ("trainer.tools.tokenize a.yml --output out --processes \uff11", "is not a whole number of at least 1"),
   ("trainer.tools.preflight a.yml compile_topology=v5e-\uff11\uff16", "compile_topology"),
   ("trainer.launch.local --slices 2", "trainer.launch.local: needs a config file"),
-  ("trainer.launch.local --slices \uff12 a.yml", "must be a whole number of at least 1"),
-  ("trainer.launch.local --slices 2 --spares 99999999 a.yml", "must be a whole number of at least 0 and at most 1024"),
+  ("trainer.launch.local --slices \uff12 a.yml", "must be a whole number"),
+  (
+    "trainer.launch.local --slices 2 --spares 99999999 a.yml",
+    "--spares 99999999: it must be at least 0 and at most 1024",
+  ),
   ("trainer.launch.local --slices 2 a.yml steps=1 steps=2", "steps is given twice, first with 1"),
   ("trainer.launch.agent --supervisor 127.0.0.1:1 --wait-seconds nan", "nan must be a number of at least 0"),
   ("trainer.launch.ray --min-slices 1 --max-slices 2", "trainer.launch.ray: needs a config file"),

@@ -48,7 +48,10 @@ CASES = [
   (f"{MANIFEST} --tpu-type v5litepod-\uff11\uff16", "--tpu-type"),
   (f"{MANIFEST} --tpu-type v5litepod-16 --step-seconds \uff11", "must be a number above 0"),
   (f"{STEPCOST} --dcn-gbps \uff19", "is not a number in the digits 0 to 9"),
-  ("pathways_standin --worker-timeout inf --processes", "--worker-timeout inf must be a number of at least 1 second"),
+  (
+    "pathways_standin --worker-timeout inf --processes",
+    "--worker-timeout inf must be at least 1 second, and below 1e9 seconds",
+  ),
   ("pathways_standin --slices \uff11", "is not a whole number"),
   ("pathways_standin --unix /nowhere/x", "--unix /nowhere/x: its folder does not exist"),
   ("trainer a.yml num_slices=-1", "num_slices must be at least 0"),

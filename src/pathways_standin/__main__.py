@@ -61,7 +61,7 @@ def _mistake(options: argparse.Namespace) -> str:
   if (devices := options.slices * options.devices_per_slice) > _MOST_DEVICES:
     return f"{devices} devices are too many to simulate. Use at most {_MOST_DEVICES}."
   if not 1 <= options.worker_timeout < 1e9:
-    return f"--worker-timeout {options.worker_timeout:g} must be a number of at least 1 second."
+    return f"--worker-timeout {options.worker_timeout:g} must be at least 1 second, and below 1e9 seconds."
   if not 0 <= options.port < 65536:
     return f"--port {options.port} is no port. Use 0 to 65535."
   if options.unix and not os.path.isdir(os.path.dirname(options.unix) or "."):

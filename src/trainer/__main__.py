@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
   argv: default: the arguments of the process. signals: the handlers of the process, which listen already; None: the
   process keeps the handlers that it has.
   """
-  from trainer.config import ConfigError, cli
+  from trainer.config import ConfigError, cli, validate
   from trainer.config.load import load_with_origins
   from trainer.observe import log, screen
 
@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
     config, origins = load_with_origins(
       [argument for argument in arguments if argument != "--print-config"], repeats=False
     )
+    validate.check_switch(config, origins)
     if "--print-config" in arguments:
       log.to_stdout(cli.print_config(config, origins).removesuffix("\n"))
       return COMPLETE

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 
-def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
+def whole(least: int = -(2**31), most: int = 2**31 - 1) -> Callable[[str], int]:
   """A whole number from `least` to `most`."""
 
   def convert(text: str) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from pydantic import BaseModel
 
 from trainer.config import compiler_flags, resume, rules
 from trainer.config.counts import examples_per_slice, parameter_count, valid_batch_sizes
-from trainer.config.errors import Problems, did_you_mean, shorten
+from trainer.config.errors import ConfigError, Problems, did_you_mean, shorten
 from trainer.config.faults import RandomFaults
 from trainer.config.faults import parse as parse_faults
 from trainer.config.schema import (
@@ -34,7 +34,7 @@ _ROPE_SCALING = "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor 
 
 # (a key, the values with which other keys have an effect, those keys). Switches of whole features are not listed: a
 # user who turns checkpoints off for an hour must not have to remove all their keys.
-EFFECTS: tuple[tuple[str, tuple[str | bool, ...], str], ...] = (
+EFFECTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
   ("remat_policy", ("custom",), "custom_remat"),
   ("rope_type", ("llama3",), _ROPE_SCALING),
   ("lr_schedule_type", ("wsd",), "wsd_decay_steps_fraction wsd_decay_style"),
@@ -45,7 +45,6 @@ EFFECTS: tuple[tuple[str, tuple[str | bool, ...], str], ...] = (
   ("dataset_type", ("grain", "tfds", "hf", "synthetic"), "train_data_columns"),
   ("dataset_type", ("text", "synthetic"), "eval_dataset_path eval_fraction"),
   ("dataset_type", ("text", "tfds", "hf", "synthetic"), "dataset_path"),
-  ("elastic_enabled", (True,), "elastic_min_slice_count"),
   ("opt_type", ("adamw", "muon"), "adam_b2 adam_eps"),
   ("opt_type", ("adamw", "muon", "sgd"), "adam_b1 mu_dtype"),
 )
@@ -69,7 +68,6 @@ def check(config: Config, problems: Problems) -> None:
   problems.add(rules.exports(config.checkpoint, config.model))
   with problems.collect():
     problems.add(_faults(config.elastic, config.checkpoint))
-  problems.add(_effects(config.elastic))
   problems.add(_stages(config.elastic, config.model))
   problems.add(_observe(config.observe, config.data, config.run.steps))
   parallelism = [*_parallelism(config.parallelism, config.cluster, config.model)]
@@ -81,6 +79,17 @@ def check(config: Config, problems: Problems) -> None:
   sizes = [*_elastic(config.elastic, config.cluster, config.parallelism, config.checkpoint)]
   sizes += _batch(config.data, config.parallelism, config.cluster)
   problems.add(sizes or _shards(config))
+
+
+def check_switch(config: Config, given: Container[str]) -> None:
+  """Raises ConfigError if elastic_enabled was forgotten. given: the keys that have a value. A user who turns a feature
+  off for an hour, with elastic_enabled=false, need not remove its keys."""
+  least = config.elastic.elastic_min_slice_count
+  if least != -1 and not config.elastic.elastic_enabled and "elastic_enabled" not in given:
+    raise ConfigError(
+      f"elastic_min_slice_count={least}: has an effect only with elastic_enabled=true, which is not given.\n"
+      "Add elastic_enabled=true, or remove elastic_min_slice_count."
+    )
 
 
 def _representable(section: Section) -> Iterator[str]:
@@ -183,12 +192,12 @@ def _effects(section: BaseModel) -> Iterator[str]:
   for choice, needed, names in EFFECTS:
     if getattr(section, choice, needed[0]) in needed:
       continue
-    wanted = f"{choice}={' or '.join(str(value).lower() for value in needed)}"
+    wanted = f"{choice}={' or '.join(needed)}"
     for name in names.split():
       value = getattr(section, name)
       if value != type(section).model_fields[name].default:
         yield (
-          f"{name}={value}: has an effect only with {wanted}, and it is {str(getattr(section, choice)).lower()}.\n"
+          f"{name}={value}: has an effect only with {wanted}, and it is {getattr(section, choice)}.\n"
           f"Use {wanted}, or remove {name}."
         )
 

@@ -15,8 +15,7 @@ DEFAULT_RESTARTS = 10
 
 def resolve(options: argparse.Namespace) -> Job:
   """The job of these options. Raises ConfigError with all independent mistakes."""
-  sets = ["elastic_enabled=true"] if options.target == "rayjob" else []  # as trainer.launch.ray does
-  config = load([*options.config, *sets], check_paths=False)
+  config = load(options.config, check_paths=False)
   piece = hardware.resolve(options.tpu_type)
   piece = hardware.on_hosts_of_ray(piece) if options.target == "rayjob" else piece
   pathways = config.cluster.enable_single_controller

@@ -47,13 +47,13 @@ def _parser() -> argparse.ArgumentParser:
     epilog="All other arguments are those of `python -m trainer`.",
     allow_abbrev=False,
   )
-  parser.add_argument("--min-slices", type=whole(1), required=True, help="slices that training needs")
+  parser.add_argument("--min-slices", type=whole(), required=True, help="slices that training needs")
   parser.add_argument(
-    "--max-slices", type=whole(1), required=True, help="slices of the full run, and shares of the batch"
+    "--max-slices", type=whole(), required=True, help="slices of the full run, and shares of the batch"
   )
   parser.add_argument("--topology", help="of a TPU slice, such as 2x4")
   parser.add_argument("--accelerator-type", help="of a TPU slice, by Ray's name, such as TPU-V6E")
-  parser.add_argument("--gpus-per-slice", type=whole(0), default=0, help="GPUs of a slice, which is one worker")
+  parser.add_argument("--gpus-per-slice", type=whole(), default=0, help="GPUs of a slice, which is one worker")
   parser.add_argument(
     "--replace-lost",
     action="store_true",
@@ -65,6 +65,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(options: argparse.Namespace) -> None:
   """Raises ConfigError for options that do not fit together."""
+  require(options.min_slices >= 1, f"--min-slices {options.min_slices}", "at least 1")
+  require(options.gpus_per_slice >= 0, f"--gpus-per-slice {options.gpus_per_slice}", "at least 0")
   require(
     options.max_slices >= options.min_slices,
     f"--max-slices {options.max_slices}",

@@ -5,10 +5,9 @@
 Seed i determines the model (shapes that do not divide evenly too), dtypes, optimizer, attention, remat policy, the mesh
 of a slice, processes per slice, stages of the exchange, evaluations, and which processes are killed or asked to end.
 There are two oracles. One process that computes everything (slices that nobody kills, if they have several processes of
-several devices each) must have the same losses, evaluations and final state, bit by bit (with
-elastic_numerics=balanced, nearly the same losses). One controller with simulated slices, whose step is one
-compiled program, must have nearly the same losses. After the first run that breaks a rule, prints the command that
-repeats it and exits with 1.
+several devices each) must have the same losses, evaluations and final state, bit by bit. One controller with simulated
+slices, whose step is one compiled program, must have nearly the same losses. After the first run that breaks a rule,
+prints the command that repeats it and exits with 1.
 """
 
 from __future__ import annotations

@@ -94,6 +94,9 @@ def _real(text: str) -> float:
   return float(_plain(text))
 
 
+_whole.__name__, _real.__name__ = "whole number", "number"  # argparse prints them
+
+
 def _plain(text: str) -> str:
   """`text`, if its digits are 0 to 9: Python reads the digits of every script."""
   if not text.isascii():

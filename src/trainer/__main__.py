@@ -136,10 +136,13 @@ def _start_cluster(config: Config) -> tuple[Config, Cluster]:
   """The configuration, with the number of shares of this run if its slices are JAX worlds, and the cluster."""
   from trainer import cluster as cluster_lib
   from trainer.cluster.launched import run_rules
+  from trainer.config import rules as config_rules
   from trainer.config import shares
+  from trainer.config.errors import require
 
   rules = None
   if cluster_lib.has_worlds(config.cluster):
+    require(config_rules.of_one_process(config.elastic))  # torchrun has cluster=auto
     config = shares.resolve(config)
     rules = run_rules(config)
   return config, cluster_lib.start(config.cluster, rules)

@@ -107,7 +107,7 @@ class Run:
     from trainer.run import run_data
     from trainer.weights import sources
 
-    config = self.config
+    config = self.config.with_values(shares_per_slice=-1)  # one program computes whole batches here
 
     def evaluate(source: Weights) -> dict[str, tuple[float, float]]:
       source.check(config.model)
@@ -144,6 +144,7 @@ def _process_kept() -> Iterator[None]:
   import logging
   import random
   import resource
+  import sys
 
   from trainer import cluster as cluster_lib
 
@@ -153,11 +154,12 @@ def _process_kept() -> Iterator[None]:
   random.setstate(numbers)
   environment, open_files = cluster_lib.inherited_environment(), resource.getrlimit(resource.RLIMIT_NOFILE)
   collects, frozen = gc.isenabled(), gc.get_freeze_count()
-  handlers, loggers = logging.root.handlers[:], [logging.getLogger(name) for name in ("absl", "asyncio")]
-  filters = [logger.filters[:] for logger in loggers]
+  handlers, loggers = logging.root.handlers[:], [logging.getLogger(name) for name in ("absl", "asyncio", "gcsfs")]
+  filters, hook = [logger.filters[:] for logger in loggers], sys.unraisablehook
   try:
     yield
   finally:
+    sys.unraisablehook = hook
     cluster_lib.change_environment({name: environment.get(name) for name in ("XLA_FLAGS", "CRC32C_SW_MODE")})
     with contextlib.suppress(ValueError, OSError):
       resource.setrlimit(resource.RLIMIT_NOFILE, open_files)

@@ -194,7 +194,12 @@ class Peers:
         self._connected = True
       except PeerLost as error:
         self.exchange_failed(error)
-    self.read_waiting()
+      self.read_waiting()  # it may be the next epoch
+
+  @property
+  def is_connected(self) -> bool:
+    """Whether the exchange is connected for the newest epoch that this member has heard of."""
+    return self._connected
 
   def connected(self) -> None:
     """The exchange is connected for this epoch, and this member has the state: it joined in this epoch."""

@@ -78,8 +78,8 @@ def _join(cfg: ClusterSection, rules: RunRules | None, environment: MutableMappi
     place = launched.place(environment)
   if cfg.num_slices < 1:
     raise ConfigError(
-      f"num_slices={cfg.num_slices}: cluster=multiprocess cuts the global batch into num_slices shares for the life "
-      "of the run.\nSet num_slices to the number of slices of the full run."
+      f"num_slices={cfg.num_slices}: cluster=multiprocess divides the global batch among num_slices slices for the "
+      "life of the run.\nSet num_slices to the number of slices of the full run."
     )
   supervisor = worker.supervise(rules) if worker is not None and rules is not None else None
   cpu_compiler.prepare_environment(environment)

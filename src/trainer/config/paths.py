@@ -82,7 +82,8 @@ def _check_run(config: Config) -> None:
 def _check_parameters(config: Config) -> None:
   """load_parameters_path is a folder, unless the run has begun: a restored run ignores it."""
   place = config.run.load_parameters_path
-  if not place or remote.is_address(place) or os.path.isfile(f"{config.run_directory}/run_id"):
+  begun = any(os.path.exists(f"{config.run_directory}/{name}") for name in ("run_id", "checkpoints"))
+  if not place or remote.is_address(place) or begun:
     return
   folders = (re.sub(r"@[0-9]+$", "", place), place)
   if not any(os.path.isdir(as_path(folder, "load_parameters_path=")) for folder in folders):

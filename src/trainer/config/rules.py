@@ -55,8 +55,10 @@ def of_one_process(elastic: ElasticSection) -> Iterator[str]:
     ("elastic_backup_kind", "a slice gets the state from another slice, so no snapshots are taken"),
     ("elastic_hang_check_seconds", "the supervisor of the run notices hangs, by the times of earlier steps"),
   ):
-    if (value := getattr(elastic, name)) != type(elastic).model_fields[name].default:
-      yield f"{name}={value}: has no effect where each slice is a process: {reason}.\nRemove {name}."
+    default = type(elastic).model_fields[name].default
+    if (value := getattr(elastic, name)) != default:
+      what = f"{name}={value}: has no effect where each slice is a process: {reason}"
+      yield f"{what}.\nRemove it, or give {name}={default}."
 
 
 def group_fits(sizes: dict[str, int], group: str, total: int) -> Iterator[str]:

@@ -33,7 +33,8 @@ MOST_TOKENS = 2**31 - 1  # of a device's micro-batch: XLA indexes with 32 bits
 _ROPE_SCALING = "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_position_embeddings"
 
 # (a key, the values with which other keys have an effect, those keys). Switches of whole features are not listed: a
-# user who turns checkpoints off for an hour must not have to remove all their keys.
+# user who turns checkpoints off for an hour must not have to remove all their keys. (elastic_enabled is: a minimum of
+# slices without it is probably a mistake.)
 EFFECTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
   ("remat_policy", ("custom",), "custom_remat"),
   ("rope_type", ("llama3",), _ROPE_SCALING),

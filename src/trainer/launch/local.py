@@ -24,12 +24,8 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
   """Runs the command and returns its exit code. Imports here and not above, so that a signal finds its handler."""
   from trainer.cluster.launched import check, run_rules
-<<<<<<< HEAD
-  from trainer.config import ConfigError, load, shares
-=======
-  from trainer.config import ConfigError, validate
+  from trainer.config import ConfigError, shares, validate
   from trainer.config.load import load_with_origins
->>>>>>> surface
   from trainer.config.option_types import whole
   from trainer.launch.keys import program, refuse_other
   from trainer.observe import screen
@@ -43,15 +39,9 @@ def main(argv: list[str] | None = None) -> int:
     epilog="All other arguments are those of `python -m trainer`.",
     allow_abbrev=False,
   )
-<<<<<<< HEAD
-  parser.add_argument("--slices", type=whole(1), required=True, help="slices that compute")
-  parser.add_argument("--spares", type=whole(0, 1024), default=0, help="more slices, which wait until one is lost")
-  parser.add_argument("--processes-per-slice", type=whole(1), default=1, help="processes of one slice, joined by JAX")
-=======
-  parser.add_argument("--slices", type=whole(), required=True, help="slices that compute, and shares of the batch")
+  parser.add_argument("--slices", type=whole(), required=True, help="slices that compute")
   parser.add_argument("--spares", type=whole(), default=0, help="more slices, which wait until one is lost")
   parser.add_argument("--processes-per-slice", type=whole(), default=1, help="processes of one slice, joined by JAX")
->>>>>>> surface
   parser.add_argument("--listen", metavar="HOST:PORT", help="accept agents of other hosts at this address")
   parser.add_argument(
     "--local-slices", type=whole(), help="slices of this host, if agents run the others (default: all)"
@@ -67,12 +57,8 @@ def main(argv: list[str] | None = None) -> int:
     least = config.elastic.elastic_min_slice_count
     if least > options.slices:
       raise ConfigError(f"elastic_min_slice_count={least} is more than --slices {options.slices}.\nLower it.")
-<<<<<<< HEAD
-    rules = run_rules(shares.resolve(config))
-=======
     validate.check_switch(config, given)
-    rules = run_rules(config)
->>>>>>> surface
+    rules = run_rules(shares.resolve(config))
     check(rules, options.processes_per_slice)
     where = _listen(options) if options.listen else None
   except ConfigError as error:

@@ -92,7 +92,9 @@ def next_commands(config: Config, cluster: Cluster, data: RunData) -> list[str]:
       commands.append(["generate", directory, prompt if prompt and prompt.isprintable() else "The "])
     if data.evaluations and cluster.kind != "pathways":  # evaluate uses the devices of this process
       commands.append(["evaluate", directory])
-    if not config.model.routed_bias_update_rate and not files.exists(f"{directory}-hf"):
+    model = config.model
+    fits = not model.routed_bias_update_rate and (model.num_experts == 1 or model.use_qk_norm)
+    if fits and not files.exists(f"{directory}-hf"):
       commands.append(["export_hf", directory, f"{directory}-hf"])
   return [shlex.join([python, "-m", f"trainer.tools.{tool}", *arguments]) for tool, *arguments in commands]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import os
 import re
 import shutil
 import sys
@@ -44,7 +45,8 @@ class Row:
 def main(argv: list[str] | None = None) -> int:
   """Returns the exit code: 0, or 2 with one line on stderr if the folder is no run or cannot be read."""
   parser = argparse.ArgumentParser(prog="python -m trainer.tools.checkpoints", description=__doc__.split("\n\n")[0])
-  parser.add_argument("run_directory", metavar="RUN_DIR", help="{base_output_directory}/{run_name}, local or gs://")
+  help_text = "{base_output_directory}/{run_name}, local or gs://"
+  parser.add_argument("run_directory", metavar="RUN_DIR", type=os.path.expanduser, help=help_text)
   parser.add_argument("--verify", action="store_true", help="read all files of each checkpoint")
   arguments = parser.parse_args(argv)
   try:

@@ -68,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
       slices, devices = max(config.cluster.num_slices, 1), max(config.cluster.devices_per_slice, 1)
       own += ["cluster=pathways", f"cluster_standin={slices}x{devices}{':processes' if processes else ''}"]
     keys = [argument.partition("=")[0] for argument in own]
-    others = [argument for argument in arguments if argument.partition("=")[0] not in keys]
+    name_of = lambda argument: argument.partition("=")[0].lstrip("-").replace("-", "_")
+    others = [argument for argument in arguments if "=" not in argument or name_of(argument) not in keys]
     command = ["python", "-m", "trainer", *others, *own]
     print(f"\n=== {name}: {story}\n{' '.join(command)}", flush=True)
     code = subprocess.run([sys.executable, *command[1:]], check=False).returncode

@@ -123,17 +123,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 def main(argv: list[str] | None = None) -> int:
   """Serves until Ctrl-C and returns 0; 2 if the port cannot be used."""
   parser = argparse.ArgumentParser(prog="python -m trainer.tools.watch", description=__doc__.split("\n\n", 1)[1])
-<<<<<<< HEAD
   parser.add_argument(
     "run_directory", nargs="+", type=os.path.expanduser, help="{base_output_directory}/{run_name}, local or gs://"
   )
-  parser.add_argument(
-    "--port", type=whole(-(2**31)), help=f"port on {_HOST} (default {_PORT}, or a free one if it is in use)"
-  )
-=======
-  parser.add_argument("run_directory", nargs="+", help="{base_output_directory}/{run_name}, local or gs://")
   parser.add_argument("--port", type=whole(), help=f"port on {_HOST} (default {_PORT}, or a free one if it is in use)")
->>>>>>> surface
   parser.add_argument("--period", type=_period, default=5.0, help="seconds between refreshes, at least (default 5)")
   arguments = parser.parse_args(argv)
   try:

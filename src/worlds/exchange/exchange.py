@@ -102,8 +102,7 @@ class Exchange:
     """Fills `out`, float32 [F], with the sum of all shares.
 
     own: {share: float32 [F]} of this member, read and not modified. dealt: {member: shares} of all members of the
-    epoch, each share once; a member may have no shares. Shares are numbers without a meaning here: if a member has
-    summed its shares already (`elastic_numerics=balanced`), deal one number to each member.
+    epoch, each share once; a member may have no shares.
 
     group: `group` shares from each multiple of `group` on are a group. The sum is computed in float32: the shares of a
     group in ascending order, from left to right, and then so the groups. So it has the same bits for every dealing and

@@ -263,6 +263,9 @@ class Coordinator:
 
   def leave(self, member: int) -> Effects:
     """`member` has SIGTERM."""
+    found = self._members.get(member)
+    if self.phase == "running" and found is not None and found.was_active and member not in self.active:
+      return []  # another one of its processes has said so, and it ends by itself
     if member not in self.active:  # it has no work that it could finish
       return [Send(member, message("end", code=42, reason=""))] if member in self._members else []
     if not self._rules.elastic:
@@ -311,6 +314,7 @@ class Coordinator:
     self.failures.leave(leave)
     for member in leave:
       self._members[member].newest = -1
+      self._speeds.forget(member)
 
   def finished(self, member: int, code: int) -> Effects:
     """`member` has done everything that it owes, or has found wrong input (code 2)."""
@@ -355,7 +359,8 @@ class Coordinator:
     """To be called when a member has ended and `failures` knows it: ends the run if all members would fail again. A run
     that needs all of them, and has done nothing yet, ends with the first one that has wrong input."""
     waiting = self._ready().keys() if self.phase in ("gathering", "leading") else set()  # they may do better
-    failing = {member: code for member, code in self.failures.failing().items() if member not in waiting}
+    able = waiting | self.live
+    failing = {member: code for member, code in self.failures.failing().items() if member not in able}
     wrong_input = bool(failing) and set(failing.values()) == {BAD_INPUT}
     needs_minimum = not self._rules.elastic or (wrong_input and not self.failures.progress)
     others = max(self._expected, len(self._members.keys() | failing.keys())) - len(failing)
@@ -508,10 +513,11 @@ class Coordinator:
     """A new epoch after a loss, or after a member became ready while the run holds."""
     if not self.stopping:
       self.active |= set(self._joiners())
-    return self._world()
+    return [*self._world(), *self._interrupt()]
 
-  def _world(self, force: bool = False) -> Effects:
-    """Begins an epoch with the active members, or holds if they are too few. force: goes on with any number."""
+  def _world(self, *, force: bool = False, keeps: bool = True) -> Effects:
+    """Begins an epoch with the active members, or holds if they are too few. force: goes on with any number. keeps: the
+    round under way goes on, so members keep all shares that they may have computed."""
     self.epoch += 1
     self._done, self._broken_at, self._unreached, self._leader = {}, None, set(), -1
     self._survivors = set()
@@ -536,7 +542,7 @@ class Coordinator:
     for member in self.active:
       self._members[member].was_active = True
       self._members[member].reports.clear()  # of the epoch before
-    self._dealt = self._deal()
+    self._dealt = self._deal(keeps)
     return self._tell("world", lost=lost, fresh=fresh, source=self._source)
 
   def _tell(self, kind: str, **fields: Any) -> Effects:
@@ -553,11 +559,11 @@ class Coordinator:
     whole, change = (message(kind, **told.since(base), **fields) for base in (_Told(), before))
     return [Send(member, change if member in before.knowing else whole) for member in sorted(self.active)]
 
-  def _deal(self) -> dict[int, list[int]]:
-    """{member: shares} of the active members, as their speeds are now."""
+  def _deal(self, keeps: bool = False) -> dict[int, list[int]]:
+    """{member: shares} of the active members, as their speeds are now. keeps: no member loses a share."""
     rules, active = self._rules, sorted(self.active)
     speeds = self._speeds.of(active)
-    dealt = deal(rules.shares, active, rules.group, self._dealt, speeds)
+    dealt = deal(rules.shares, active, rules.group, self._dealt, speeds, keeps)
     if sum(len(to_ranges(shares)) for shares in dealt.values()) > _MOST_RANGES:
       return deal(rules.shares, active, rules.group, None, speeds)
     return dealt
@@ -594,7 +600,7 @@ class Coordinator:
     self._source = max(staying or self.live)  # sends its state to the joiners: it has committed this round
     self._let_go(leave)
     self.active |= set(joiners)
-    return effects + self._world()
+    return effects + self._world(keeps=False)
 
   def _follow_speeds(self, step: int, seconds: dict[str, float]) -> Effects:
     """Tells of members that have become slow, or are no longer slow, and ends one that is too slow if another waits."""
@@ -604,7 +610,12 @@ class Coordinator:
       effects += [Note(slow_line(told)), *(Send(member, told) for member in sorted(self.active))]
     limit = self._rules.slow_factor
     for slow in self._speeds.slow.values():
-      if limit and slow.factor >= limit and step - slow.since >= _SLOW_STEPS and self._joiners(more=1):
+      if (
+        limit
+        and slow.factor >= limit
+        and step - slow.since >= _SLOW_STEPS
+        and len(self._joiners(more=1)) > self._total - len(self.active)
+      ):
         reason = f"it computes a share in {slow.factor:.2f} times the median since step {slow.since}, and a spare waits"
         return [*effects, Kill(slow.member, reason, 0.0)]
     return effects
@@ -619,7 +630,7 @@ class Coordinator:
       return []
     self._speeds.dealt()
     changed_at = self._changed_at
-    effects = self._world()
+    effects = self._world(keeps=False)
     self._changed_at = changed_at  # the same members
     return [Note("Shares move between members, because their speeds have changed."), *effects]
 

@@ -159,6 +159,7 @@ def deal(
   group: int,
   before: Mapping[int, Sequence[int]] | None = None,
   speeds: Mapping[int, float] | None = None,
+  keeps: bool = False,
 ) -> dict[int, list[int]]:
   """{member: the shares that it computes}, ascending. Each member gets as many as its speed allows, and at least one if
   there are enough. With equal speeds the numbers differ by at most one.
@@ -166,11 +167,12 @@ def deal(
   group: shares [i * group, (i + 1) * group) travel together if one member has them. before: the last dealing. A member
   keeps what it may of it, because it may have computed it, and first what it has most of a group of: so a member that
   joins gets the group of the lost one. Without it, each member gets a group, and the rest is dealt. speeds: 1 for all
-  members that are not in it."""
+  members that are not in it. keeps: a member keeps all shares that it has, also if it is slow now."""
   ordered = sorted(members)
   before = before or {member: range(index * group, (index + 1) * group) for index, member in enumerate(ordered)}
   held = {member: [share for share in before.get(member, ()) if share < shares] for member in ordered}
-  numbers = _numbers(shares, {member: (speeds or {}).get(member, 1.0) for member in ordered}, held)
+  least = {member: max(len(held[member]) * keeps, int(shares >= len(ordered))) for member in ordered}
+  numbers = _numbers(shares, {member: (speeds or {}).get(member, 1.0) for member in ordered}, held, least)
   dealt: dict[int, list[int]] = {}
   for member, own in held.items():
     most = Counter(share // group for share in own)
@@ -182,15 +184,16 @@ def deal(
   return dealt
 
 
-def _numbers(shares: int, speeds: dict[int, float], held: Mapping[int, Sequence[int]]) -> dict[int, int]:
-  """How many shares each member gets: one more goes to the member that would finish first, and of several to one that
+def _numbers(
+  shares: int, speeds: dict[int, float], held: Mapping[int, Sequence[int]], least: Mapping[int, int]
+) -> dict[int, int]:
+  """How many shares each member gets, and at least `least` if there are enough: one more goes to the member that would finish first, and of several to one that
   has more."""
   each = shares / sum(speeds.values())
-  least = 1 if shares >= len(speeds) else 0
-  numbers = {member: max(least, int(each * speed + 1e-9)) for member, speed in speeds.items()}
-  while (extra := sum(numbers.values()) - shares) > 0:  # by members that get their one share
-    slowest = max(numbers, key=lambda member: (numbers[member] > least, numbers[member] / speeds[member]))
-    numbers[slowest] -= min(extra, 1)
+  numbers = {member: max(least[member], int(each * speed + 1e-9)) for member, speed in speeds.items()}
+  for _ in range(sum(numbers.values()) - shares):  # what members have more than their speed allows
+    late = max(numbers, key=lambda member: (numbers[member] > least[member], numbers[member] / speeds[member]))
+    numbers[late] -= 1
   ends = [((number + 1) / speeds[member], -len(held[member]), member) for member, number in numbers.items()]
   heapq.heapify(ends)
   for _ in range(shares - sum(numbers.values())):

@@ -259,13 +259,14 @@ class Server:
   def _carry_out(self, effects: Effects) -> None:
     """To be called with the lock: so every member gets the messages in the order of the decisions."""
     bodies: dict[int, wire.Body] = {}  # a message to many members is one object
+    killed: list[Kill] = []  # their loss is decided after the messages of these effects are sent
     for effect in effects:
       if isinstance(effect, Note):
         self._log(effect.text)
       elif isinstance(effect, Kill):
         self._kill(effect.member, effect.reason)
         self._log(f"Member {effect.member} is ended: {effect.reason}.")
-        self.lost(effect.member, effect.reason, effect.seconds)
+        killed.append(effect)
       elif isinstance(effect, Send):
         body = bodies.get(id(effect.message)) or bodies.setdefault(id(effect.message), wire.encode(effect.message))
         for channel in list(self._channels.get(effect.member, {}).values()):
@@ -276,6 +277,8 @@ class Server:
             self._log(f"Member {effect.member} does not read its messages. Its connection is closed.")
           except OSError:
             pass  # the thread that reads this connection reports the loss
+    for effect in killed:
+      self.lost(effect.member, effect.reason, effect.seconds)
     if self.coordinator.phase == "over":
       self.over.set()
 

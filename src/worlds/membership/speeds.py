@@ -44,7 +44,7 @@ class Speeds:
     for member, took in seconds.items():
       if shares := len(dealt.get(member, ())):
         self._seconds.setdefault(member, deque(maxlen=_STEPS)).append(took / shares)
-    known = {member: own for member, own in self._seconds.items() if len(own) == _STEPS}
+    known = {member: own for member, own in self._seconds.items() if len(own) == _STEPS and member in dealt}
     if len(known) < 2:
       return []
     usual = statistics.median(map(statistics.median, known.values()))

@@ -113,7 +113,9 @@ def test_a_slow_member_is_replaced_if_a_spare_waits(waits):
   ] * waits
   if waits:
     steps.run.lost(3, kills[0].reason)
-    assert sorted(steps.run.active) == [0, 1, 2, 4, 5, 6, 7, 8] and steps.numbers == [8] * 8
+    assert sorted(steps.run.active) == [0, 1, 2, 4, 5, 6, 7, 8]
+    steps.notes(21)  # the round under way keeps its shares; then they are levelled
+    assert steps.numbers == [8] * 8
 
 
 def test_a_share_of_milliseconds_is_no_measure():
@@ -130,3 +132,36 @@ def test_the_members_are_told_what_the_log_says():
   assert len(slow) == 8 and slow[0] == {
     "kind": "slow", "member": 3, "factor": 2.0, "since": 1, "shares": 4, "of": 8
   }  # fmt: skip
+
+
+def test_a_member_that_has_left_is_not_judged():
+  steps = Steps()
+  steps.notes(20)
+  steps.run.leave(2)
+  steps.notes(1)  # it may save for long before its connection ends
+  steps.factors = dict.fromkeys(range(9), 0.7)
+  assert 2 not in steps.run.active and all("Slice 2" not in text for _, text in steps.notes(60))
+
+
+def test_a_round_under_way_keeps_the_shares_that_members_may_have_computed():
+  """Member 3 is known to be slow, but shares have not moved yet, when another member is lost."""
+  steps = Steps()
+  steps.notes(1)
+  steps.run._speeds.dealt()  # shares do not move in the next steps
+  steps.factors[3] = 2.0
+  steps.notes(17)
+  before = {member: set(own) for member, own in steps.run._dealt.items()}
+  assert len(before[3]) == 8
+  steps.run.lost(5, "killed")
+  assert all(before[member] <= set(own) for member, own in steps.run._dealt.items())
+  steps.notes(20)
+  assert steps.numbers[3] == 4
+
+
+def test_a_slow_member_stays_while_a_place_is_free():
+  steps = Steps(slow_factor=1.5)
+  steps.factors[3] = 2.0
+  steps.notes(70)
+  steps.run.lost(5, "killed")
+  steps.joins(5)
+  assert not [effect for effect in steps.do() if isinstance(effect, Kill)]

@@ -15,6 +15,8 @@ DEFAULT_RESTARTS = 10
 
 def resolve(options: argparse.Namespace) -> Job:
   """The job of these options. Raises ConfigError with all independent mistakes."""
+  # The last value counts here; the job's own command refuses a key with two values.
+  options.config = list({argument.partition("=")[0]: argument for argument in options.config}.values())
   config = load(options.config, check_paths=False)
   piece = hardware.resolve(options.tpu_type)
   piece = hardware.on_hosts_of_ray(piece) if options.target == "rayjob" else piece

@@ -48,9 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     allow_abbrev=False,
   )
   parser.add_argument("--min-slices", type=whole(), required=True, help="slices that training needs")
-  parser.add_argument(
-    "--max-slices", type=whole(), required=True, help="slices of the full run, and shares of the batch"
-  )
+  parser.add_argument("--max-slices", type=whole(), required=True, help="slices of the full run")
   parser.add_argument("--topology", help="of a TPU slice, such as 2x4")
   parser.add_argument("--accelerator-type", help="of a TPU slice, by Ray's name, such as TPU-V6E")
   parser.add_argument("--gpus-per-slice", type=whole(), default=0, help="GPUs of a slice, which is one worker")

@@ -134,7 +134,8 @@ class Coordinator:
   @property
   def starting(self) -> set[int]:
     """Connected members that have never been able to compute."""
-    return {member for member, found in self._members.items() if not found.ready and not found.was_active}
+    members = list(self._members.items())  # another thread may change them
+    return {member for member, found in members if not found.ready and not found.was_active}
 
   # ---- what happens ----
 

@@ -36,9 +36,7 @@ class Membership:
     self.connected = True
     self.leaving = False  # the supervisor knows that this process has SIGTERM
     self.stop_asked = False  # the supervisor has SIGTERM
-    self.interrupted = (
-      False  # the message that ends the evaluation under way has arrived, and is perhaps not handled yet
-    )
+    self.interrupted = False  # the evaluation under way ends; the message is perhaps not handled yet
     self._interrupt, self._warn = interrupt, warn
     self._epoch = 0  # of the newest message, perhaps not handled yet
     self._busy: Callable[[], str] = lambda: ""

@@ -160,8 +160,8 @@ class Peers:
       for callback in self.on_role:
         callback(self._role)
 
-  def read_waiting(self) -> None:
-    """Handles the messages that have arrived. Raises RunEnded and SupervisorLost."""
+  def _read_waiting(self) -> None:
+    """Handles the messages that have arrived."""
     while (received := self.membership.next(timeout=0)) is not None:
       self._handle_change(received)
 
@@ -178,7 +178,7 @@ class Peers:
     which is sent again if members were lost before the supervisor knew of its arrival. Returns without a connection if
     the evaluation under way is interrupted. Raises RunEnded and SupervisorLost.
     """
-    self.read_waiting()
+    self._read_waiting()
     while not self._connected and not self.interrupted:
       if self._holds:
         self._handle_change(self.membership.next())
@@ -194,12 +194,7 @@ class Peers:
         self._connected = True
       except PeerLost as error:
         self.exchange_failed(error)
-      self.read_waiting()  # it may be the next epoch
-
-  @property
-  def is_connected(self) -> bool:
-    """Whether the exchange is connected for the newest epoch that this member has heard of."""
-    return self._connected
+      self._read_waiting()  # it may be the next epoch
 
   def connected(self) -> None:
     """The exchange is connected for this epoch, and this member has the state: it joined in this epoch."""
@@ -231,6 +226,11 @@ class Peers:
     self.report(error, self.epoch)
     epoch = self.epoch
     while self.epoch == epoch and not self.interrupted:
+      self._handle_change(self.membership.next())
+
+  def await_interruption(self) -> None:
+    """Another process of this member knows that the evaluation under way is interrupted: waits for the same message."""
+    while not self.interrupted:
       self._handle_change(self.membership.next())
 
   # ---- the ends of an attempt ----

@@ -58,9 +58,8 @@ class Preemption:
       from jax.experimental import multihost_utils
 
       self._agreed = bool(multihost_utils.reached_preemption_sync_point(self._asked))
-    if (
-      self._signals.noticed or self._agreed
-    ) and not self._announced:  # not in the handler, which may have interrupted a print
+    if (self._signals.noticed or self._agreed) and not self._announced:
+      # Not in the handler, which may have interrupted a print.
       self._announced = True
       request = self._signals.request or "SIGTERM"  # received by another process
       self._emit("preemption", step=step, signal=request)

@@ -7,7 +7,7 @@ process: members that are lost or join change who computes which shares, and not
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -116,31 +116,33 @@ class ManyWorlds:
         sums.append([])
         for index in range(count):
           # The processes of a slice compute each batch together, so they must stop before the same one.
-          if any(self._session.cluster.world.gather(self._interrupted())):
+          if any(self._session.cluster.world.gather(self._peers.membership.interrupted)):
             raise StopRequested
           sums[-1].append(compiled(params, (feed.share(index, share),)))
           jax.block_until_ready(sums[-1][-2:-1])
       whole = (np.asarray(jax.device_get(of_set), np.float32).sum(axis=0, dtype=np.float32) for of_set in sums)
       return Own(np.concatenate(list(whole)))
 
-    # One round, so that all sets are evaluated or none.
-    scalars, _ = self._rounds.agree(self._begin_evaluation(), self._halves.checksum(params), compute, None)
+    with self._evaluation() as name:  # one round, so that all sets are evaluated or none
+      scalars, _ = self._rounds.agree(name, self._halves.checksum(params), compute, None)
     self._evaluated = True
     return [[(loss, weight)] for loss, weight in scalars.reshape(-1, 2)]
 
   def unless_stopped(self, work: Callable[[], X], what: str) -> X:
-    self._begin_evaluation()
-    return driver.unless_stopped(self._session.cluster.world, work, what, self._interrupted)
+    stop = lambda: self._peers.membership.interrupted
+    with self._evaluation():
+      return driver.unless_stopped(self._session.cluster.world, work, what, stop)
 
-  def _begin_evaluation(self) -> str:
-    """The name of its round. The supervisor knows from now on that it may interrupt this round."""
+  @contextlib.contextmanager
+  def _evaluation(self) -> Iterator[str]:
+    """The name of its round. In the block, the supervisor knows that it may interrupt this round."""
     name = f"eval {self._step}"
     self._peers.membership.send("evaluates", round=name)
-    return name
-
-  def _interrupted(self) -> bool:
-    self._peers.read_waiting()
-    return self._peers.interrupted
+    try:
+      yield name
+    except StopRequested:
+      self._peers.await_interruption()
+      raise
 
   def call(self, work: Callable[[], object], what: str) -> Any:
     return work()

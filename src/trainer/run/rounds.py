@@ -83,9 +83,6 @@ class Rounds:
       held = self._compute(held, compute)
       if peers.interrupted:
         raise StopRequested
-      if not peers.is_connected:  # an evaluation reads messages while it computes: this was the next epoch
-        seconds += time.monotonic() - began
-        continue
       scalars = {share: own.host_scalars() for share, own in held.items()}  # waits for them only
       grads = {share: own.grads for share, own in held.items() if own.grads is not None}
       # A thread reports when this member has computed its gradients, because this thread is in the exchange by then.

@@ -36,6 +36,7 @@ class Membership:
     self.connected = True
     self.leaving = False  # the supervisor knows that this process has SIGTERM
     self.stop_asked = False  # the supervisor has SIGTERM
+    self.interrupted = False  # the evaluation under way ends; the message is perhaps not handled yet
     self._interrupt, self._warn = interrupt, warn
     self._epoch = 0  # of the newest message, perhaps not handled yet
     self._busy: Callable[[], str] = lambda: ""
@@ -87,6 +88,7 @@ class Membership:
         if received["kind"] == "stop":
           self.stop_asked = True
           continue
+        self.interrupted = self.interrupted or received["kind"] == "interrupt"
         self._messages.put(received)
         if received["kind"] in _INTERRUPTING:
           self._epoch = received.get("epoch", self._epoch + 1)

@@ -161,7 +161,8 @@ class Coordinator:
   @property
   def starting(self) -> set[int]:
     """Connected members that have never been able to compute."""
-    return {member for member, found in self._members.items() if not found.ready and not found.was_active}
+    members = list(self._members.items())  # another thread may change them
+    return {member for member, found in members if not found.ready and not found.was_active}
 
   # ---- what happens ----
 
@@ -610,12 +611,8 @@ class Coordinator:
       effects += [Note(slow_line(told)), *(Send(member, told) for member in sorted(self.active))]
     limit = self._rules.slow_factor
     for slow in self._speeds.slow.values():
-      if (
-        limit
-        and slow.factor >= limit
-        and step - slow.since >= _SLOW_STEPS
-        and len(self._joiners(more=1)) > self._total - len(self.active)
-      ):
+      spares = len(self._joiners(more=1)) - (self._total - len(self.active))
+      if limit and slow.factor >= limit and step - slow.since >= _SLOW_STEPS and spares > 0:
         reason = f"it computes a share in {slow.factor:.2f} times the median since step {slow.since}, and a spare waits"
         return [*effects, Kill(slow.member, reason, 0.0)]
     return effects

@@ -83,7 +83,8 @@ class Failures:
     found.failures, found.code, found.rounds = max(found.failures, 1), BAD_INPUT, self._rounds[member]
 
   def failing(self) -> dict[int, int]:
-    """{member that would fail again, because it has done nothing since it failed: its last exit code}. Wrong input is no accident while nothing has worked."""
+    """{member that would fail again, because it has done nothing since it failed: its last exit code}. Wrong input is
+    no accident while nothing has worked."""
     first = 1 if not self.progress else _REPEATED
     found = [(member, each) for member, each in self._members.items() if self._rounds[member] == each.rounds]
     return {m: each.code for m, each in found if each.failures >= (first if each.code == BAD_INPUT else _REPEATED)}

@@ -187,8 +187,8 @@ def deal(
 def _numbers(
   shares: int, speeds: dict[int, float], held: Mapping[int, Sequence[int]], least: Mapping[int, int]
 ) -> dict[int, int]:
-  """How many shares each member gets, and at least `least` if there are enough: one more goes to the member that would finish first, and of several to one that
-  has more."""
+  """How many shares each member gets, and at least `least` if there are enough: one more goes to the member that would
+  finish first, and of several to one that has more."""
   each = shares / sum(speeds.values())
   numbers = {member: max(least[member], int(each * speed + 1e-9)) for member, speed in speeds.items()}
   for _ in range(sum(numbers.values()) - shares):  # what members have more than their speed allows

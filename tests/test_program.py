@@ -129,7 +129,7 @@ def test_8_bit_matmuls_of_gpus_come_from_cublas():
 
 
 def test_halves_are_compiled_for_the_same_bits_on_all_slices(monkeypatch):
-  """The update always, because each slice does it for itself; shares and evaluations unless a slice adds its shares."""
+  """Shares, their sums, evaluations, and the update, which each slice does for itself."""
   compiled: list[dict[str, object]] = []
   compile_nothing = lambda lowered, options=None: compiled.append(dict(options or {}))
   monkeypatch.setattr(jax.stages.Lowered, "compile", compile_nothing)
@@ -145,7 +145,7 @@ def test_halves_are_compiled_for_the_same_bits_on_all_slices(monkeypatch):
 
   assert options(adds=False) == [{}, {}, {}]  # other platforms need none
   monkeypatch.setattr(program, "SAME_BITS", {"cpu": same})
-  assert options(adds=True) == [{}, same, {}]
+  assert options(adds=True) == [same, same, same]
   faster = {flag: False}  # a user may give the same bits of shares up
   assert options(adds=False, **faster) == [faster, same, same]
 

@@ -28,7 +28,7 @@ def test_the_site_builds_and_loads_nothing_from_the_internet(tmp_path):
 
 
 def test_a_broken_link_is_an_error(tmp_path):
-  for page in ("README", "CONTRIBUTING", "CHANGELOG", "docs/a", "docs/benchmarks/b"):
+  for page in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "docs/a", "docs/benchmarks/b"):
     (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / f"{page}.md").write_text("# Heading\n")
   conf = (ROOT / "docs" / "conf.py").read_text()

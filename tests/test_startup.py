@@ -94,7 +94,8 @@ def test_only_an_error_of_the_users_input_is_2(monkeypatch, error, code, printed
   lines = []
   log = SimpleNamespace()
   data = SimpleNamespace(tokens_per_step=1)
-  session = SimpleNamespace(data=data, state_bytes=1, events=None, log=log, programs=None, preemption=None)
+  parts = {"events": None, "log": log, "programs": None, "preemption": None}
+  session = SimpleNamespace(data=data, state_bytes=1, units_per_slice=1, **parts)
   monkeypatch.setattr(retry, "elastic_retry", fail)
   cluster = SimpleNamespace(coordination=SimpleNamespace(is_reported=lambda: False))
   assert __main__._train(Config(), session, cluster, lines.append).code == code

@@ -83,7 +83,9 @@ def small(command: str) -> str:
     return command
   named = "base_|head_dim" if "model_name=" in command else "opt_type" if "opt_type=" in command else "-"
   keys = SMALL if "num_slices=" in command else SMALL + ONE_DEVICE
-  return " ".join([command, *(word for word in keys if not re.match(named, word))])
+  keys = [word for word in keys if not re.match(named, word)]
+  replaced = {word.partition("=")[0] for word in keys}
+  return " ".join([*(word for word in command.split() if word.partition("=")[0] not in replaced), *keys])
 
 
 @pytest.mark.timeout(900)

@@ -7,6 +7,7 @@ seen it. A receiver that is slow or down costs events and a warning, and never a
 from __future__ import annotations
 
 import http.client
+import math
 import queue
 import threading
 import time
@@ -38,7 +39,7 @@ class Webhook:
     self._opener = urllib.request.build_opener(_NoRedirects)
     self._events: queue.SimpleQueue[dict[str, Any] | threading.Event | None] = queue.SimpleQueue()
     self._dropped = self._refused = 0  # events that were not sent; that were sent, and not taken
-    self._warned = -_QUIET_SECONDS
+    self._warned = -math.inf  # the time of the last warning
     # A daemon: the interpreter's end does not wait for a receiver that does not answer.
     self._thread = threading.Thread(target=self._run, name=f"{THREAD}events", daemon=True)
 
@@ -67,6 +68,7 @@ class Webhook:
       return
     self._events.put(None)
     self._thread.join(END_SECONDS)
+    self._warned = math.inf  # the number below is the last word
     waiting = self._events.qsize() if self._thread.is_alive() else 0  # of these one is the end, and one is under way
     if lost := self._dropped + self._refused + waiting:
       self._log.warning(f"event_webhook_url: {lost} events did not arrive. {EVENTS_FILE} has all events")

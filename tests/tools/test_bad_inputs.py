@@ -36,6 +36,11 @@ CASES = [
   ("trainer.tools.from_maxtext maxtext.yml", "cannot be kept: decoder_block: =qwen3"),
   ("trainer.tools.tokenize a.yml --output out --processes \uff11", "is not a whole number of at least 1"),
   ("trainer.tools.preflight a.yml compile_topology=v5e-\uff11\uff16", "compile_topology"),
+  ("trainer.tools.preflight a.yml steps=1 steps=2", "steps is given twice, first with 1"),
+  (
+    "trainer.tools.preflight a.yml compile_topology=v5e-16 compile_topology=v5e-32",
+    "compile_topology is given twice, first with v5e-16",
+  ),
   ("trainer.launch.local --slices 2", "trainer.launch.local: needs a config file"),
   ("trainer.launch.local --slices \uff12 a.yml", "must be a whole number"),
   (

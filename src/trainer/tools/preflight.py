@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: list[str], started: float) -> int:
   options, others = preflight_options(arguments)
-  config = load(others, check_paths=False)
+  config = load(others, check_paths=False, repeats=False)
   cluster.check_environment()
   from trainer.preflight import run  # imports jax, so only after the arguments are checked
 

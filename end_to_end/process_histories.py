@@ -181,7 +181,9 @@ def _strike(run: ProcessRun, fault: Fault, supervisor: int, chance: random.Rando
     _wait(lambda: bool(run.workers()), run, supervisor)
     return run.send(supervisor, signal.SIGTERM)
   if fault.kind == "eval":
-    _wait(lambda: run.last_step % EVAL_INTERVAL == 0 < run.last_step not in run.evaluations(), run, supervisor)
+    owed = lambda: run.last_step % EVAL_INTERVAL == 0 < run.last_step not in run.evaluations()
+    # Owed by an earlier launch, perhaps: a launcher without members has no handler yet.
+    _wait(lambda: bool(run.workers()) and owed(), run, supervisor)
     asked = [supervisor, *run.workers().values()] if fault.count > 1 else [supervisor]
     return sum(run.send(pid, signal.SIGTERM) for pid in asked)
   if fault.kind == "supervisor":

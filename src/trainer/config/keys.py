@@ -104,7 +104,8 @@ def _kind(annotation: Any) -> tuple[type, tuple[str, ...]]:
 def preflight_options(arguments: Sequence[str]) -> tuple[PreflightOptions, list[str]]:
   """The options of preflight among `arguments`, and the other arguments. ConfigError for a value that is none."""
   known = _table({"preflight": PreflightOptions})
-  given, others = {}, []
+  given: dict[str, Any] = {}
+  others: list[str] = []
   for argument in arguments:
     name, equals, text = argument.lstrip("-").partition("=")
     key = known.get(name.replace("-", "_").replace("preflight.", "preflight_"))

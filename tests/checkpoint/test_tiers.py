@@ -17,7 +17,7 @@ import pytest
 from tests.support import toy_state
 
 from input_pipeline.locks import FolderLock
-from trainer.checkpoint.errors import ConfigMismatch, NoGoodCheckpoint, NonFiniteState
+from trainer.checkpoint.errors import CheckpointError, ConfigMismatch, NoGoodCheckpoint, NonFiniteState
 from trainer.checkpoint.persistent import Persistent
 from trainer.checkpoint.tiers import Tiers
 from trainer.world import SingleWorld
@@ -51,6 +51,19 @@ def completed(tiers, step):
   """Whether a save is due after `step`."""
   tiers.completed(step)
   return tiers.due(step)
+
+
+def test_storage_that_cannot_be_listed_keeps_no_slice_from_joining_the_others_and_restores_nothing(tmp_path):
+  run(tmp_path, 2)
+  recorder, checkpoints = toy_state.Recorder(), tmp_path / "checkpoints"
+  tiers = make(tmp_path, recorder)
+  assert tiers.newest() == 2
+  checkpoints.rename(tmp_path / "aside")
+  checkpoints.touch()
+  assert tiers.newest() == 0 and "cannot be listed" in recorder.lines[-1]
+  with pytest.raises(CheckpointError, match="cannot be listed"):
+    tiers.restore_newest(target(), lambda meta: None)
+  tiers.close()
 
 
 def test_saves_at_the_period_and_at_the_end(tmp_path):

@@ -223,10 +223,17 @@ class Tiers:
   # ---- restoring ----
 
   def newest(self) -> int:
-    """The newest step that this world can restore by itself; 0: none. Reads no data, and logs nothing."""
+    """The newest step that this world can restore by itself; 0: none. Reads no data.
+
+    Storage that cannot be listed counts as empty: another world may have the state, and restoring without one fails.
+    """
     local = self._emergency.newest() if self._emergency is not None else 0
     others = [backup for backup in self._backups if backup is not self._emergency]
-    return max([local, *(candidate.step for backup in others for candidate in backup.candidates())])
+    try:
+      return max([local, *(candidate.step for backup in others for candidate in backup.candidates())])
+    except CheckpointError as error:
+      self._warn(f"{error}. The other slices may have the state")
+      return local
 
   def lender(self) -> Lender | None:
     """Answers questions of other worlds about the local copies of this host; None without the emergency tier."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import pathlib
+import shutil
+import subprocess
 import sys
 
 import pytest
@@ -21,22 +24,28 @@ PACKAGES = {
 }
 
 # From the bottom up. A part may import parts of lower rows, not of its own row.
-LAYERS = (
+CORE = (
   {"process", "world"},
   {"config"},
   {"observe"},
-  {"report"},
   {"parallel", "cluster"},
   {"kernels", "checkpoint", "elastic"},
   {"models"},
-  {"program", "weights"},
+  {"program"},
   {"run"},
-  {"preflight"},
   {"train"},
-  {"__main__"},
-  {"library"},
+  {"app"},
+)
+# Programs around the core, which reach it through run/plugins.py. `defaults` names them to the command and the library.
+WORKSHOP = (
+  {"services", "report"},
+  {"weights"},
+  {"preflight"},
+  {"defaults"},
+  {"__main__", "library"},
   {"launch", "tools"},
 )
+LAYERS = CORE + WORKSHOP
 
 
 @functools.cache
@@ -98,6 +107,26 @@ def test_the_check_sees_upward_and_sideways_imports(importer, text, complaint):
   assert importer in known
   (line,) = violations(importer, imports(ast.parse(text), known))
   assert line.endswith(complaint)
+
+
+def test_without_the_programs_around_it_the_core_trains_and_saves(tmp_path):
+  """The first day of a fork (docs/how_to/leave_a_part_out.md)."""
+  around = set().union(*WORKSHOP) - {"defaults", "__main__", "library"}
+  left_out = lambda folder, names: around & set(names) if folder == str(SOURCE / "trainer") else ()
+  shutil.copytree(SOURCE, tmp_path / "src", ignore=left_out)
+  nothing = "def parts():\n  from trainer.run.plugins import Parts\n\n  return Parts()\n"
+  (tmp_path / "src" / "trainer" / "defaults.py").write_text(nothing)
+  keys = "dataset_type=synthetic base_emb_dim=32 base_num_decoder_layers=1 base_mlp_dim=64 vocab_size=300 steps=2"
+  run = subprocess.run(
+    [sys.executable, "-m", "trainer", "configs/quickstart.yml", *keys.split(), f"base_output_directory={tmp_path}"],
+    env=os.environ | {"PYTHONPATH": str(tmp_path / "src")},
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert run.returncode == 0, run.stdout + run.stderr
+  assert "completed step: 2" in run.stdout and not (tmp_path / "quickstart" / "report.html").exists()
+  assert {path.name for path in (tmp_path / "quickstart" / "checkpoints").iterdir()} == {"2"}
 
 
 def test_packages_import_only_what_the_table_says():

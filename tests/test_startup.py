@@ -16,7 +16,7 @@ import pytest
 from tests.support.seeds import few
 
 import trainer
-from trainer import __main__
+from trainer import __main__, app
 from trainer.checkpoint.errors import ConfigMismatch
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
@@ -98,7 +98,7 @@ def test_only_an_error_of_the_users_input_is_2(monkeypatch, error, code, printed
   session = SimpleNamespace(data=data, state_bytes=1, units_per_slice=1, **parts)
   monkeypatch.setattr(retry, "elastic_retry", fail)
   cluster = SimpleNamespace(coordination=SimpleNamespace(is_reported=lambda: False))
-  assert __main__._train(Config(), session, cluster, lines.append).code == code
+  assert app._train(Config(), session, cluster, lines.append).code == code
   assert printed in "".join(lines) and ("Traceback" in "".join(lines)) == (code == 1)
 
 

@@ -76,17 +76,17 @@ class Run:
     """
     if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
       raise ConfigError(f"train({callbacks!r}): takes a list of functions.\nWrite run.train([print]).")
-    from trainer import __main__ as command
-    from trainer.process.signals import Signals
+    from trainer import app, defaults
+    from trainer.process.signals import PREEMPTED, Signals
     from trainer.program.optimizers import Own
     from trainer.run.session import Additions
 
     with _process_kept():
       additions = Additions(self.source, tuple(callbacks), Own(self._schedule, self._optimizer))
-      ended = command.run(self.config, {}, Signals(), time.monotonic(), additions)
-    if ended.error is not None and ended.code not in (command.COMPLETE, command.PREEMPTED):
+      ended = app.run(self.config, defaults.parts, Signals(), time.monotonic(), additions=additions)
+    if ended.error is not None and ended.code not in (app.COMPLETE, PREEMPTED):
       raise ended.error
-    return ended.code == command.COMPLETE
+    return ended.code == app.COMPLETE
 
   def loader(self, split: Split = "train") -> Loader:
     """The batches of the run, by step or as an iterator. `close` it. Raises ConfigError if the data cannot be read."""

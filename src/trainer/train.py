@@ -23,7 +23,7 @@ from trainer.cluster import View
 from trainer.config.schema import Config
 from trainer.elastic.attempt import ElasticRun, Outcome
 from trainer.program.state import TrainState
-from trainer.run import after_step, generate
+from trainer.run import after_step
 from trainer.run.after_step import Due
 from trainer.run.attempt import Attempt
 from trainer.run.driver import Start
@@ -51,7 +51,7 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
     except attempt.driver.coordination_errors:
       return attempt.driver.end_without_coordination(attempt.save_in_storage)
     if outcome.kind == "complete":
-      generate.sample(config, session, attempt.program, state.params, outcome.step)
+      attempt.completed(outcome.step, state)
     return outcome
 
 

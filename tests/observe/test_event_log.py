@@ -6,9 +6,7 @@ import subprocess
 import sys
 import textwrap
 
-from trainer.config.schema import ObserveSection
 from trainer.observe import events, metrics
-from trainer.observe import log as log_lib
 
 
 def test_records_have_process_time_and_fields(tmp_path):
@@ -61,13 +59,12 @@ def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
 
 def test_listeners_hear_only_the_records_that_this_process_writes(tmp_path):
   """Otherwise each process of a run would record each step again for ml-goodput-measurement."""
-  section = ObserveSection(enable_tensorboard=False)
   heard = []
   for is_primary in (True, False):
     record = events.EventLog(str(tmp_path), is_primary=is_primary)
     record.subscribe(heard.append)
     record.emit("run_start")
-    out = metrics.Metrics(str(tmp_path), section, record, log_lib.get(None), is_primary=is_primary)
+    out = metrics.Metrics(str(tmp_path), record, is_primary=is_primary)
     out.write(metrics.StepRecord(step=1, seconds=0.1, loss=1.0, grad_norm=1.0, lr=0.1, tokens=8, slices=1))
     out.close()
   assert [one.get("kind") for one in heard] == ["run_start", None]

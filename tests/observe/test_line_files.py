@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 
@@ -13,6 +14,8 @@ from fsspec.implementations.local import LocalFileSystem
 from trainer.config.schema import ObserveSection
 from trainer.observe import events, files, log, metrics
 from trainer.report import page
+from trainer.services.plugin import recorders
+from trainer.services.service import ServiceRun
 
 
 @pytest.fixture
@@ -116,7 +119,8 @@ def test_a_store_that_does_not_answer_does_not_hold_the_end(bucket, monkeypatch,
 def test_a_whole_run_on_an_object_store(bucket, tmp_path):
   out, record = log.get("gs://b/run"), events.EventLog("gs://b/run", "run")
   section = ObserveSection(enable_tensorboard=False, gcs_metrics=True, log_period=2)
-  writer = metrics.Metrics("gs://b/run", section, record, out)
+  objects = functools.partial(recorders, "gs://b/run", section, record.process, out, ServiceRun())
+  writer = metrics.Metrics("gs://b/run", record, recorders=lambda: list(objects()))
   record.emit("run_start", num_slices=1)
   for step in (1, 2, 3):
     writer.write(

@@ -12,6 +12,8 @@ import pytest
 from stepcost import chips
 from trainer.config.schema import ObserveSection
 from trainer.observe import events, log, metrics, throughput
+from trainer.services.plugin import recorders
+from trainer.services.service import ServiceRun
 
 
 def record(step: int, **changes) -> metrics.StepRecord:
@@ -21,7 +23,9 @@ def record(step: int, **changes) -> metrics.StepRecord:
 
 def open_metrics(path, **cfg) -> metrics.Metrics:
   section = ObserveSection(**({"enable_tensorboard": False} | cfg))
-  return metrics.Metrics(str(path), section, events.EventLog(str(path), "r"), log.get(None))
+  record = events.EventLog(str(path), "r")
+  open_all = lambda: list(recorders(str(path), section, record.process, log.get(None), ServiceRun()))
+  return metrics.Metrics(str(path), record, recorders=open_all)
 
 
 def test_the_step_line_word_for_word():
@@ -279,8 +283,8 @@ def test_a_full_disk_ends_the_tensorboard_files_and_nothing_else(tmp_path):
   code = f"""
     import resource
     from types import SimpleNamespace
-    from trainer.observe.writers.background import BackgroundWriter
-    from trainer.observe.writers.tensorboard import TensorBoard
+    from trainer.services.background import BackgroundWriter
+    from trainer.services.tensorboard import TensorBoard
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
     said = []
     open_files = lambda: TensorBoard({str(tmp_path)!r}, "p")

@@ -9,7 +9,6 @@ from tests.support import fake_run
 from tests.support.command import without_times
 
 from trainer.config.errors import ConfigError
-from trainer.config.schema import ObserveSection
 from trainer.observe import events, log, metrics
 from trainer.report import goodput, history, incidents, page
 
@@ -20,7 +19,7 @@ class Life:
   def __init__(self, path, wall: float, monotonic: float = 100.0):
     self.wall, self.now = wall - monotonic, monotonic
     self.events = events.EventLog(str(path), "r", wall=lambda: self.wall + self.now, monotonic=lambda: self.now)
-    self.metrics = metrics.Metrics(str(path), ObserveSection(enable_tensorboard=False), self.events, log.get(None))
+    self.metrics = metrics.Metrics(str(path), self.events)
 
   def after(self, pause: float, kind: str, /, **fields) -> None:
     self.now += pause

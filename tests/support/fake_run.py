@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 
-from trainer.config.schema import ObserveSection
 from trainer.observe import events, log, metrics
 
 
@@ -27,7 +26,7 @@ class FakeRun:
     )
     if listener is not None:
       self.events.subscribe(listener)
-    self.metrics = metrics.Metrics(self.path, ObserveSection(enable_tensorboard=False), self.events, self.log)
+    self.metrics = metrics.Metrics(self.path, self.events)
     self.total = slices
     facts = {"steps": steps, "num_slices": slices, "devices": 2 * slices, "device_kind": "cpu", "vocab_size": 320}
     facts |= {"tokens_per_step": 6144, "unigram_entropy": 4.51, "parameters": 3_212_000, "config": {"steps": steps}}

@@ -22,9 +22,10 @@ from trainer.config.errors import ConfigError
 from trainer.config.load import load
 from trainer.config.schema import Config
 from trainer.process.signals import StopRequested
-from trainer.run import driver, scores
-from trainer.run.scores import Scorer
+from trainer.run import driver
 from trainer.tools import evaluate, export_hf
+from trainer.weights import scores
+from trainer.weights.scores import Scorer
 from trainer.world import SINGLE_WORLD
 
 pytestmark = [pytest.mark.oldest, pytest.mark.timeout(600)]
@@ -185,7 +186,9 @@ def test_a_task_that_fails_is_a_warning_of_the_run(tmp_path, monkeypatch):
 
   warnings = []
   log = types.SimpleNamespace(warning=warnings.append)
-  assert of_tasks(tmp_path, monkeypatch, Failing()).score({"a": jax.numpy.ones(1)}, 7, log) is None
+  scorer = of_tasks(tmp_path, monkeypatch, Failing())
+  scorer.open(types.SimpleNamespace(log=log), None)
+  assert scorer.evaluates({"a": jax.numpy.ones(1)}, 7, lambda work, what: work()) is None
   assert warnings == ["no scores of eval_tasks at step 7: KeyError: 'a field that the data do not have'"]
 
 
@@ -204,7 +207,7 @@ def test_scores_that_take_long_stop_with_the_process(tmp_path, monkeypatch):
   scorer = of_tasks(tmp_path, monkeypatch, tasks)
   stop = functools.partial(driver.unless_stopped, SINGLE_WORLD, stop=lambda: True)
   with pytest.raises(StopRequested):
-    scorer.score({"a": jax.numpy.ones(1)}, 7, None, stop)
+    scorer.evaluates({"a": jax.numpy.ones(1)}, 7, stop)
 
 
 def test_unknown_tasks_and_folders_are_refused(tmp_path, capsys, lm_eval):

@@ -1,52 +1,23 @@
-"""What every step prints and records: log line, metrics.jsonl, metrics objects, TensorBoard, services."""
+"""What every step prints and records: its log line and metrics.jsonl, and where else its record goes."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from trainer.config.schema import ObserveSection
 from trainer.observe import files
 from trainer.observe.events import EventLog
-from trainer.observe.log import Log
-from trainer.observe.writers.background import BackgroundWriter, Scalars
-from trainer.observe.writers.objects import MetricsObjects
-from trainer.observe.writers.service import EachStepOnce, Service, ServiceRun
-from trainer.observe.writers.tensorboard import TensorBoard
-from trainer.observe.writers.trackio_runs import TrackioRun
-from trainer.observe.writers.wandb_runs import WandbRun
 
 METRICS_FILE = "metrics.jsonl"
 _HANDED_ON = 16  # records for a process that joins: more than can be unwritten
 _REMEMBERED = 256  # records that a process can write in the place of a primary that is lost
-
-# StepRecord field -> name of the scalar in TensorBoard and in the services
-_SCALARS = {
-  "loss": "learning/loss",
-  "z_loss": "learning/z_loss",
-  "grad_norm": "learning/grad_norm",
-  "lr": "learning/learning_rate",
-  "tokens": "learning/tokens",
-  "weights": "learning/loss_tokens",
-  "seconds": "perf/step_seconds",
-  "tflops_per_device": "perf/tflops_per_device",
-  "tokens_per_second_per_device": "perf/tokens_per_second_per_device",
-  "mfu": "perf/mfu",
-  "data_wait": "perf/data_wait_seconds",
-  "router_load_max": "router/load_max",
-  "router_load_min": "router/load_min",
-  "router_entropy": "router/entropy",
-  "eta": "perf/eta_seconds",
-  "slices": "elastic/slices",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,23 +86,37 @@ class Evaluation:
   scores: dict[str, dict[str, float]] | None = None  # {task: {metric: value}} of eval_tasks
 
 
+class Recorder(Protocol):
+  """Gets the records of metrics.jsonl too. No call may raise an error, or wait, except as it says."""
+
+  def write(self, fields: dict[str, Any], line: str) -> None:
+    """fields: of the record of a completed step, which has a loss, or of an evaluation; line: the same as JSON."""
+
+  def flush(self, *, wait: bool) -> None:
+    """Makes all records so far safe. Returns when that is done, if wait and if nobody else could write them again."""
+
+  def close(self, exit_code: int | None) -> None:
+    """Begins to write what is left. exit_code: of the process; None: another process goes on, or it is not known."""
+
+  def join(self) -> None:
+    """Waits until everything is written, or gives up after some seconds."""
+
+
 class Metrics:
   """Writes step records; made once per process. A step that is done again (resume, rewind) is written again."""
 
   def __init__(
     self,
     run_directory: str,
-    cfg: ObserveSection,
     events: EventLog,
-    log: Log,
     *,
     is_primary: bool = True,
-    run: ServiceRun | None = None,
+    recorders: Callable[[], Sequence[Recorder]] = tuple,
+    has_scores: bool = False,
   ) -> None:
-    """is_primary: whether this process writes; otherwise it only remembers its last records. run: for services."""
-    self._events = events
-    self._cfg, self._log = cfg, log
-    self._service_run = run or ServiceRun()
+    """is_primary: whether this process writes; otherwise it only remembers its last records. recorders: opens those
+    who get the records too, when this process begins to write. has_scores: whether evaluations have scores."""
+    self._events, self._recorders, self._has_scores = events, recorders, has_scores
     self._run_directory = run_directory
     self._last_evaluation: Evaluation | None = None  # by this process: an object store may not have the record yet
     self._recent: deque[StepRecord | Evaluation] = deque(maxlen=_REMEMBERED)
@@ -141,28 +126,8 @@ class Metrics:
     self._open(is_primary)
 
   def _open(self, is_primary: bool) -> None:
-    directory = self._run_directory
-    self._lines = files.open_lines(directory if is_primary else None, METRICS_FILE)
-    self._writers = list(self._open_writers()) if is_primary else []
-    self._objects: MetricsObjects | None = None
-    if is_primary and self._cfg.gcs_metrics:
-      self._objects = MetricsObjects(f"{directory}/metrics", self._cfg.log_period, self._log)
-
-  def _open_writers(self) -> Iterator[BackgroundWriter]:
-    """One for each destination that the configuration asks for. Its library is imported at the first write."""
-    cfg, run, log = self._cfg, self._service_run, self._log
-    if cfg.enable_tensorboard:
-      board = functools.partial(TensorBoard, f"{self._run_directory}/tensorboard", self._events.process)
-      yield BackgroundWriter("TensorBoard files", board, log, "enable_tensorboard=false turns them off", waits=True)
-    if cfg.enable_wandb:
-      yield self._service("wandb", functools.partial(WandbRun, self._run_directory, run, log))
-    if cfg.enable_trackio:
-      yield self._service("trackio", functools.partial(TrackioRun, cfg, run, log))
-
-  def _service(self, name: str, begin: Callable[[], Service]) -> BackgroundWriter:
-    once = functools.partial(EachStepOnce, begin, functools.partial(service_rows, self._run_directory))
-    remedy = "training goes on; a process that resumes the run sends what is missing"
-    return BackgroundWriter(f"records in {name}", once, self._log, remedy, waits=False)
+    self._lines = files.open_lines(self._run_directory if is_primary else None, METRICS_FILE)
+    self._writers = list(self._recorders()) if is_primary else []
 
   def remembered(self) -> list[dict[str, Any]]:
     """The last records, as JSON: for a process that joins the run, and that may have to write them one day."""
@@ -222,9 +187,7 @@ class Metrics:
     self._lines.append(line)
     self._events.tell(fields)
     for writer in self._writers:
-      writer.write(record.step, _scalars(fields), fields["wall"], is_step=True)
-    if self._objects is not None:
-      self._objects.write(record.step, line)
+      writer.write(fields, line)
 
   def write_eval(self, evaluation: Evaluation) -> None:
     """Records one evaluation."""
@@ -236,10 +199,11 @@ class Metrics:
     for optional in ("eval_losses", "scores"):
       if not fields[optional]:
         del fields[optional]
-    self._lines.append(files.dump_json(fields))
+    line = files.dump_json(fields)
+    self._lines.append(line)
     self._last_evaluation = evaluation
     for writer in self._writers:
-      writer.write(evaluation.step, _eval_scalars(fields), fields["wall"], is_step=False)
+      writer.write(fields, line)
 
   def eval_loss(self, step: int, sets: Collection[str], main: str) -> float | None:
     """The loss on the set `main` of the state after `step`, by this process or an earlier one.
@@ -248,7 +212,7 @@ class Metrics:
     """
     if self._last_evaluation is not None and step == self._last_evaluation.step:
       return self._last_evaluation.eval_loss
-    return eval_loss(self._run_directory, step, sets, main, has_scores=bool(self._cfg.eval_tasks))
+    return eval_loss(self._run_directory, step, sets, main, has_scores=self._has_scores)
 
   def flush(self, *, wait: bool = True) -> None:
     """Writes pending records. Call before a checkpoint: a run that resumes from it does not write them again.
@@ -266,38 +230,15 @@ class Metrics:
     self._lines.close()
     for writer in self._writers:
       writer.close(exit_code)
-    if self._objects is not None:
-      self._objects.close()
     for writer in self._writers:
       writer.join()
-    if self._objects is not None:
-      self._objects.join()
-    self._writers, self._objects = [], None
-
-
-def _scalars(fields: dict[str, Any]) -> Scalars:
-  """The numbers of a step for TensorBoard and services, from its record; numbers that are not known are left out."""
-  return {tag: float(fields[key]) for key, tag in _SCALARS.items() if fields.get(key) is not None}
-
-
-def _eval_scalars(fields: dict[str, Any]) -> Scalars:
-  """The numbers of an evaluation for TensorBoard and services, from its record; none from another record."""
-  found = {"evaluation/loss": fields["eval_loss"]} if "eval_loss" in fields else {}
-  found |= {f"evaluation/loss of {name}": value for name, value in fields.get("eval_losses", {}).items()}
-  return found | {f"evaluation/{name}": value for name, value in flat_scores(fields).items()}
+    self._writers = []
 
 
 def flat_scores(record: dict[str, Any]) -> dict[str, float]:
   """{"task metric": value} of an evaluation's record."""
   scores = record.get("scores", {})
   return {f"{task} {metric}": float(x) for task, values in scores.items() for metric, x in values.items()}
-
-
-def service_rows(run_directory: str) -> Iterator[tuple[int, Scalars, Scalars]]:
-  """The history of the run for EachStepOnce."""
-  for record in read_metrics(run_directory):
-    if "loss" in record:
-      yield int(record["step"]), _scalars(record), _eval_scalars(record)
 
 
 def _last_step_record(records: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from trainer.cluster import View
 from trainer.config.mixture import EVAL_DATA
 from trainer.config.schema import Config
 from trainer.elastic.attempt import ElasticRun
+from trainer.elastic.hang import Waiter
 from trainer.models.decoder import Params
 from trainer.observe.metrics import Evaluation
 from trainer.observe.profiler import Profiler
@@ -28,6 +29,7 @@ from trainer.run.after_step import Actions
 from trainer.run.driver import Driver, Start
 from trainer.run.many_worlds import ManyWorlds
 from trainer.run.one_controller import OneController
+from trainer.run.plugins import Completed
 from trainer.run.session import Session
 from trainer.run.step_records import StepRecords
 
@@ -64,7 +66,7 @@ class Attempt:
       snapshots=session.snapshots,
       saves_in_storage=cluster.coordination.saves_in_storage,
       fetch=guard.call if cluster.is_behind_proxy else None,
-      keeps=session.exports.owes,
+      keeps=session.plugins.keeps,
       log=session.log.line,
       warn=session.log.warning,
       emit=session.events.emit,
@@ -171,6 +173,14 @@ class Attempt:
     self.tiers.wait()
     self.driver.finish(lambda: self.save_in_storage(step, state, loss))
 
+  def completed(self, step: int, state: TrainState) -> None:
+    """Plug-ins use the state of the last step."""
+    self.session.plugins.completed(Completed(step, state.params, self.program, self._unless_ending))
+
+  def _unless_ending(self, work: Callable[[], Any], name: str) -> Any:
+    with self.session.watchdog.during(name):
+      return Waiter(work, f"the {name}").unless(lambda: self.session.preemption.noticed)
+
   # ---- evaluations
 
   def evaluation_due(self, step: int) -> bool:
@@ -198,7 +208,7 @@ class Attempt:
     try:
       with session.watchdog.during("evaluation"):
         # Before the sums: the members commit the evaluation with them.
-        scores = session.scorer.score(params, step, session.log, self.driver.unless_stopped)
+        scores = session.plugins.evaluates(params, step, self.driver.unless_stopped)
         sums = self.driver.evaluate(params, data.eval_batches(self.config.observe.eval_steps))
     except StopRequested:
       session.preemption.requested(step)

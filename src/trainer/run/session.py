@@ -21,6 +21,7 @@ from trainer.checkpoint.snapshot import Snapshots
 from trainer.checkpoint.step_folders import StepFolders
 from trainer.cluster import Cluster
 from trainer.config import cli, counts
+from trainer.config.errors import ConfigError
 from trainer.config.files import CONFIG_FILE
 from trainer.config.schema import Config
 from trainer.elastic.program_cache import ProgramCache, Topology
@@ -32,23 +33,15 @@ from trainer.observe.log import Log
 from trainer.observe.metrics import Metrics, StepRecord
 from trainer.observe.progress import Progress
 from trainer.observe.watchdog import Watchdog
-from trainer.observe.writers.background import BackgroundWriter
-from trainer.observe.writers.goodput_recording import GoodputRecording
-from trainer.observe.writers.service import ServiceRun
-from trainer.observe.writers.webhook import Webhook
 from trainer.parallel import memory
 from trainer.process.signals import Signals
 from trainer.program import program
 from trainer.program.optimizers import NOTHING_OWN, Own
 from trainer.program.program import Program
-from trainer.report import page
 from trainer.run import run_data
 from trainer.run.announce import announce, next_commands
+from trainer.run.plugins import NO_PARTS, Opened, Parts, Plugins, Weights
 from trainer.run.run_data import RunData
-from trainer.run.scores import Scorer
-from trainer.weights import sources, tokenizers
-from trainer.weights.exports import Exports
-from trainer.weights.sources import Source as Weights
 from trainer.world import SINGLE_WORLD
 
 
@@ -67,12 +60,11 @@ class Session:
   signals: Signals
   preemption: Preemption
   watchdog: Watchdog
-  exports: Exports
+  plugins: Plugins
   state_bytes: int  # of one full copy of parameters and optimizer state
   units_per_slice: int  # of work in a step of the full topology: see elastic/batch_plan.py
   run_id: str  # of checkpoint.run_id.establish; "" without checkpoints
   holds_folder: Callable[[], bool]  # of lock.held
-  scorer: Scorer
   parameters: Callable[[], Weights] | None  # that a new run starts from; None: random ones
   started: float  # time.monotonic() at the start of the process or of the current attempt
   attempts: int = 0
@@ -91,7 +83,7 @@ class Session:
     now = time.monotonic()
     if self.cluster.coordination.is_primary and not self.was_ready:
       files.write_text(config.run_directory, CONFIG_FILE, cli.print_config(config))
-      tokenizers.keep(config.run_directory, self.data.train.tokenizer, config.run.load_parameters_path)
+      self.plugins.ready()
     self.was_ready = True
     self.events.emit("init_done", step=step, seconds=now - self.started)
     self.watchdog.beat(step)
@@ -124,7 +116,7 @@ class Session:
       raise CheckpointError(f"{what}: {config.run_directory} was moved or deleted, or another launch uses it now")
 
   def finish(self, config: Config, code: int, *, is_command: bool = False) -> None:
-    """Records the end of the process with its exit code; for a complete run also goodput and the report, and, unless a
+    """Records the end of the process with its exit code; for a complete run also what plug-ins add, and, unless a
     program has started it (is_command), what to do with the run next."""
     self.events.emit("run_end", exit=code)
     self.progress.close()
@@ -132,7 +124,6 @@ class Session:
     self.events.close()
     if not self.cluster.coordination.is_primary:
       return
-    with_page = code == 0 and config.observe.enable_report
     try:
       self.require_folder(config, "No report is written")
       if config.checkpoint.enable_checkpointing:
@@ -141,22 +132,20 @@ class Session:
       if code == 0:  # otherwise the reason of the end says more
         self.log.warning(str(error))
       return
-    if config.observe.enable_pathways_goodput or with_page:
-      page.write_or_warn(
-        config.run_directory, self.log, with_goodput=config.observe.enable_pathways_goodput, with_page=with_page
-      )
+    self.plugins.ends(code)
     if code == 0 and is_command:
       self.log.line("\n".join(["Next:", *next_commands(config, self.cluster, self.data)]))
 
 
 @dataclasses.dataclass(frozen=True)
 class Additions:
-  """What a program adds to a run: a source to train on, functions that get the record of each step, and its own
-  optimizer."""
+  """What a program adds to a run: a source to train on, functions that get the record of each step, its own optimizer,
+  and parts."""
 
   source: Source | None = None
   callbacks: tuple[Callable[[StepRecord], object], ...] = ()
   own: Own = NOTHING_OWN
+  parts: Parts = NO_PARTS
 
 
 NO_ADDITIONS = Additions()
@@ -175,20 +164,20 @@ def open_session(
   where each key was given, for the report. Raises ConfigError for wrong input, before the run's folder is created."""
   full_program = _full_program(config, cluster, additions)
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
-  parameters = _parameters(config, cluster)
+  parameters = _parameters(config, cluster, additions.parts)
   with contextlib.ExitStack() as stack:
     notes = additions.own.lines()  # for the log, which is not open yet
     data = stack.enter_context(run_data.open_data(config, batch, notes.append, additions.source))
     data.identity |= additions.own.identity(full_program.state.opt_state)
-    scorer = Scorer(config, data)
+    plugins = Plugins([plugin(config, data) for plugin in additions.parts.plugins])
     log = _log(config, cluster, stack)
     holds_folder = stack.enter_context(_lock(config, cluster, log))
-    events = _events(config, cluster, log, stack)
+    events = _events(config, cluster, stack)
     identity = _identity(config, cluster)
-    metrics = _metrics(config, cluster, events, log, identity, stack)
+    plugins.open(Opened(config, cluster, data, log, events, identity), stack)
+    metrics = _metrics(config, cluster, events, plugins, stack)
     metrics.callbacks += additions.callbacks
     progress = _progress(config, cluster, log)
-    stack.enter_context(_checkpoint_timings(config, cluster, log))
     watchdog = _watchdog(config, cluster, signals, log, events, stack)
     snapshots = stack.enter_context(contextlib.closing(Snapshots(cluster.world, log.line, events.emit)))
     preemption = _preemption(config, cluster, signals, log, events)
@@ -205,12 +194,11 @@ def open_session(
       signals,
       preemption,
       watchdog,
-      stack.enter_context(contextlib.closing(Exports(config, log, events))),
+      plugins,
       state_tree.state_bytes(full_program.state),
       full_program.plan.units,
       identity,
       holds_folder,
-      scorer,
       parameters,
       started,
     )
@@ -242,15 +230,17 @@ def _preemption(config: Config, cluster: Cluster, signals: Signals, log: Log, ev
   return Preemption(config.checkpoint, cluster.world, signals, log.line, events.emit, agreed, asked)
 
 
-def _parameters(config: Config, cluster: Cluster) -> Callable[[], Weights] | None:
+def _parameters(config: Config, cluster: Cluster, parts: Parts) -> Callable[[], Weights] | None:
   """Opens the source of load_parameters_path at its first call. A new run opens it now, and checks it."""
-  place = config.run.load_parameters_path
+  place, open_weights = config.run.load_parameters_path, parts.open_weights
   if not place:
     return None
+  if open_weights is None:
+    raise ConfigError(f"load_parameters_path={place}: this program reads no weights.\nStart it as python -m trainer.")
 
   @functools.cache
   def opened() -> Weights:
-    source = sources.open_source(place, cluster.world)
+    source = open_weights(place, cluster.world)
     source.check(config.model)
     return source
 
@@ -284,31 +274,21 @@ def _identity(config: Config, cluster: Cluster) -> str:
 
 
 def _metrics(
-  config: Config, cluster: Cluster, events: EventLog, log: Log, identity: str, stack: contextlib.ExitStack
+  config: Config, cluster: Cluster, events: EventLog, plugins: Plugins, stack: contextlib.ExitStack
 ) -> Metrics:
   """The metrics, closed with `stack`."""
-  run, is_primary = ServiceRun(config.run.run_name, identity, config.flat()), cluster.coordination.is_primary
-  metrics = Metrics(config.run_directory, config.observe, events, log, is_primary=is_primary, run=run)
+  is_primary, has_scores = cluster.coordination.is_primary, bool(config.observe.eval_tasks)
+  metrics = Metrics(
+    config.run_directory, events, is_primary=is_primary, recorders=plugins.recorders, has_scores=has_scores
+  )
   stack.callback(metrics.close)
   return metrics
 
 
-def _events(config: Config, cluster: Cluster, log: Log, stack: contextlib.ExitStack) -> EventLog:
-  """The event log, closed with `stack`. A webhook and ml-goodput-measurement get its records if the configuration asks
-  for it."""
+def _events(config: Config, cluster: Cluster, stack: contextlib.ExitStack) -> EventLog:
+  """The event log, closed with `stack`."""
   events = EventLog(config.run_directory, config.run.run_name, is_primary=cluster.coordination.is_primary)
   stack.callback(events.close)
-  if url := config.observe.event_webhook_url:
-    webhook = Webhook(url, log)
-    stack.callback(webhook.close)
-    events.subscribe(webhook.put, webhook.flush)
-  if not config.observe.enable_goodput_recording:
-    return events
-  begin = functools.partial(GoodputRecording, config.run_directory, config.run.run_name, log)
-  writer = BackgroundWriter("records of goodput", begin, log, "training goes on", waits=False)
-  stack.callback(writer.join)
-  stack.callback(writer.close, None)
-  events.subscribe(lambda record: writer.put(lambda recording: recording.record(record)))
   return events
 
 
@@ -325,15 +305,6 @@ def _watchdog(
     busy=lambda: watchdog.operation or log.operation, noticed=lambda: signals.noticed, unsupervised=limit
   )
   return watchdog
-
-
-def _checkpoint_timings(config: Config, cluster: Cluster, log: Log) -> contextlib.AbstractContextManager[object]:
-  """Records the times of saves and restores if the configuration asks for it."""
-  if not (cluster.coordination.is_primary and config.checkpoint.enable_checkpoint_cloud_logger):
-    return contextlib.nullcontext()
-  from trainer.observe.cloud_logger import CheckpointTimings
-
-  return CheckpointTimings(config.run_directory, config.run.run_name, log)
 
 
 def _record_exit(events: EventLog, code: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable
@@ -14,17 +15,15 @@ from input_pipeline.workers import Workers
 from trainer.checkpoint import run_id
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.step_folders import StepFolders
-from trainer.config.schema import Config
-from trainer.observe.events import EventLog
-from trainer.observe.log import Log
+from trainer.run.plugins import Opened, Plugin
 from trainer.weights import export, sources
-from trainer.world import SINGLE_WORLD, World
+from trainer.world import SINGLE_WORLD
 
 _TRIGGERS = frozenset({"init_done", "primary", "checkpoint_saved"})  # events after which an export may be due
 _POLL_SECONDS = 0.5
 
 
-class Exports:
+class Exports(Plugin):
   """Exports the checkpoints of every hf_export_period steps, and of the last step, to {run}/hf/{step}, one at a time.
 
   The folders of the run tell what is due, so a process makes up what an earlier one has not finished. A process of its
@@ -32,37 +31,38 @@ class Exports:
   exports, because only it hears the events.
   """
 
-  def __init__(self, config: Config, log: Log, events: EventLog) -> None:
-    self._run, self._period = config.run_directory, config.checkpoint.hf_export_period
-    self._log, self._events = log, events
-    self._checkpoints = StepFolders(f"{self._run}/checkpoints", SINGLE_WORLD, log.line)
+  def open(self, run: Opened, stack: contextlib.ExitStack) -> None:
+    self._run, self._period = self.config.run_directory, self.config.checkpoint.hf_export_period
+    self._log, self._events, self._world = run.log, run.events, run.cluster.world
+    self._checkpoints = StepFolders(f"{self._run}/checkpoints", SINGLE_WORLD, run.log.line)
     self._last = 0  # the last step of a complete run
     self._failed: set[int] = set()  # the next start of the run tries these steps again
     self._closed = False
     self._workers: Workers | None = None
     self._thread = futures.ThreadPoolExecutor(1, "hf-export")
+    stack.callback(self.close)
     if self._period:
-      events.subscribe(self._hear)
+      run.events.subscribe(self._hear)
 
-  def owes(self, step: int) -> bool:
+  def keeps(self, step: int) -> bool:
     """Whether the checkpoint of `step` must stay, because its export is not finished."""
     due = self._period > 0 and (step % self._period == 0 or step == self._last)
     return due and step not in self._failed and not (self._folder(step) / sources.MARKER).exists()
 
-  def finish(self, last: int, world: World, stop: Callable[[], bool]) -> bool:
-    """Waits until all exports are finished or have failed, with that of `last`, the last step. False: stop() was first.
+  def finish(self, step: int, stop: Callable[[], bool]) -> bool:
+    """Waits until all exports are finished or have failed, with that of `step`, the last one. False: stop() was first.
 
-    All processes of `world` must call, and return together: the runtime of a process that ends does not wait long for
+    All processes of the world must call, and return together: the runtime of a process that ends does not wait long for
     the others.
     """
     if not self._period:
       return True
-    self._last = last
+    self._last = step
     work = self._thread.submit(self._export_all) if self._events.directory is not None else None
     told = False
     while True:
       done = work is None or not futures.wait([work], _POLL_SECONDS).not_done
-      all_done, stops = zip(*world.gather([done, stop()]))
+      all_done, stops = zip(*self._world.gather([done, stop()]))
       if all(all_done):
         return True
       if not told or any(stops):
@@ -87,7 +87,7 @@ class Exports:
 
   def _export_all(self) -> None:
     try:
-      owed = [step for step in self._checkpoints.steps() if self.owes(step)]
+      owed = [step for step in self._checkpoints.steps() if self.keeps(step)]
     except (CheckpointError, OSError) as error:
       self._log.warning(f"no exports to {self._run}/hf for now: {error}")
       return

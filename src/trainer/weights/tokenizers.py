@@ -10,8 +10,16 @@ from input_pipeline.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, loa
 from trainer.checkpoint import run_id
 from trainer.config.errors import ConfigError
 from trainer.observe import files
+from trainer.run.plugins import Plugin
 from trainer.weights import sources
 from trainer.weights.sources import Source
+
+
+class KeepTokenizer(Plugin):
+  """Keeps the tokenizer in the run's folder, where generate, evaluate and exports find it."""
+
+  def ready(self) -> None:
+    keep(self.config.run_directory, self.data.train.tokenizer, self.config.run.load_parameters_path)
 
 
 def keep(run_directory: str, tokenizer: Tokenizer | None, source: str = "") -> None:

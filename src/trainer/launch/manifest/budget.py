@@ -7,7 +7,7 @@ import math
 from trainer.checkpoint.ramdisk_size import ramdisk_by_rule
 from trainer.config import Config, counts
 from trainer.observe.files import LONGEST_WAIT_SECONDS
-from trainer.observe.writers.webhook import END_SECONDS
+from trainer.services.webhook import END_SECONDS
 
 # Kubernetes' own grace period, which a pod has if nobody asks for another. The head pods that xpk and gcluster make
 # for Pathways always have it.

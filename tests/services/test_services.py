@@ -20,10 +20,9 @@ import pytest
 from trainer.config import ConfigError
 from trainer.config import paths as config_paths
 from trainer.config.load import load
-from trainer.config.schema import ObserveSection
-from trainer.observe import events, log, metrics
-from trainer.observe.writers import background, objects, service, wandb_runs
-from trainer.observe.writers.wandb_runs import WandbRun
+from trainer.observe import events, metrics
+from trainer.services import background, objects, plugin, service, wandb_runs
+from trainer.services.wandb_runs import WandbRun
 
 
 class Kept:
@@ -140,8 +139,8 @@ def test_an_object_store_that_never_answers_does_not_hold_the_end_of_the_process
   monkeypatch.setattr(objects, "_put_object", lambda *args: release.wait())
   out = objects.MetricsObjects("gs://b/run/metrics", 1, said)
   for step in (1, 2):
-    out.write(step, "{}")
-  out.close()
+    out.write({"step": step, "loss": 1.0}, "{}")
+  out.close(None)
   out.join()
   assert said.lines == ["no metrics objects from here on: no answer for 0.2 s (metrics.jsonl has all records)"]
   assert background.any_waits()
@@ -159,8 +158,8 @@ def test_a_metrics_object_that_cannot_be_written_does_not_stop_the_next_ones(mon
   monkeypatch.setattr(objects, "_put_object", put)
   out = objects.MetricsObjects("gs://b/metrics", 1, said)
   for step in (1, 2, 3):
-    out.write(step, str(step))
-  out.close()
+    out.write({"step": step, "loss": 1.0}, str(step))
+  out.close(None)
   out.join()
   assert written == ["1\n", "3\n"]
   assert said.lines == ["cannot write a metrics object under gs://b/metrics: 503"]
@@ -244,12 +243,14 @@ PROCESS = """
 import json, os, sys
 from trainer.config.schema import ObserveSection
 from trainer.observe import events, log, metrics
-from trainer.observe.writers.service import ServiceRun
+from trainer.services.plugin import recorders
+from trainer.services.service import ServiceRun
 
 folder, first, last, end = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 cfg = ObserveSection(enable_tensorboard=False, **json.loads(sys.argv[5]))
 run = ServiceRun("a 'b' \\u00fc", "0123456789ab", {"learning_rate": 0.1})
-out = metrics.Metrics(folder, cfg, events.EventLog(folder, "r"), log.get(folder), run=run)
+record, lines = events.EventLog(folder, "r"), log.get(folder)
+out = metrics.Metrics(folder, record, recorders=lambda: list(recorders(folder, cfg, record.process, lines, run)))
 for step in range(first, last + 1):
   numbers = dict(seconds=0.1, loss=1 / step, grad_norm=float("nan"), lr=0, tokens=step, slices=1)
   out.write(metrics.StepRecord(step=step, **numbers))
@@ -257,7 +258,7 @@ for step in range(first, last + 1):
     out.write_eval(metrics.Evaluation(step, 2 / step, 0.1))
     out.flush()
 if end == "kill":
-  out._writers[0]._waits = True
+  out._writers[0]._writer._waits = True
   out.flush()  # the service has begun
   os.kill(os.getpid(), 9)
 out.close(42)
@@ -303,13 +304,11 @@ def test_a_run_in_trackio_goes_on_after_a_kill_with_every_step_once(tmp_path):
 
 def test_the_rows_for_services_are_those_of_the_metrics(tmp_path):
   """Written, done again, evaluated: what a later process would send is the history as it stands."""
-  out = metrics.Metrics(
-    str(tmp_path), ObserveSection(enable_tensorboard=False), events.EventLog(str(tmp_path)), log.get(None)
-  )
+  out = metrics.Metrics(str(tmp_path), events.EventLog(str(tmp_path)))
   for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0), (2, 3.5)):
     out.write(metrics.StepRecord(step=step, seconds=0.1, loss=loss, grad_norm=1, lr=0, tokens=1, slices=1))
   out.write_eval(metrics.Evaluation(2, 3.25, 0.1, {"a": 3.25, "b": 7.0}))
   out.close()
-  (one, first, none), (two, second, evaluation) = metrics.service_rows(str(tmp_path))
+  (one, first, none), (two, second, evaluation) = plugin.service_rows(str(tmp_path))
   assert (one, two, first["learning/loss"], second["learning/loss"], none) == (1, 2, 5.0, 3.5, {})
   assert evaluation == {"evaluation/loss": 3.25, "evaluation/loss of a": 3.25, "evaluation/loss of b": 7.0}

@@ -19,8 +19,8 @@ from typing import Any
 
 from trainer.observe import files
 from trainer.observe.log import Log
-from trainer.observe.writers.service import EVALUATED, ServiceRun
 from trainer.process.signals import PREEMPTED
+from trainer.services.service import EVALUATED, ServiceRun
 
 _BLOCK = 1 << 15  # bytes; wandb writes its records in blocks, in the format of LevelDB's log
 _TAIL_BLOCKS = 64  # that are read to find the last step of an offline run

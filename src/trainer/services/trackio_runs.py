@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.config.schema import ObserveSection
 from trainer.observe.log import Log
-from trainer.observe.writers.service import EVALUATED, ServiceRun
+from trainer.services.service import EVALUATED, ServiceRun
 
 
 class TrackioRun:

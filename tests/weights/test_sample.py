@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import types
 
 import jax
@@ -12,7 +11,8 @@ import pytest
 from input_pipeline.tokenizer import ByteTokenizer
 from trainer.config.schema import Config
 from trainer.program import program
-from trainer.run import generate
+from trainer.run.plugins import Completed
+from trainer.weights import sample as generate
 
 T = 128
 
@@ -62,17 +62,17 @@ def test_a_model_trained_on_any_mesh_is_sampled_on_one_device(samples_of_one_dev
 def end_of_run(tokenizer, process_count: int = 1) -> list[str]:
   """The log lines of `generate.sample`."""
   said: list[str] = []
-  session = types.SimpleNamespace(
+  run = types.SimpleNamespace(
+    config=config(),
     data=types.SimpleNamespace(train=types.SimpleNamespace(tokenizer=tokenizer)),
     cluster=types.SimpleNamespace(
       world=types.SimpleNamespace(size=process_count), coordination=types.SimpleNamespace(saves_in_storage=lambda: True)
     ),
-    watchdog=types.SimpleNamespace(during=contextlib.nullcontext),
     log=types.SimpleNamespace(line=said.append, warning=said.append),
     events=types.SimpleNamespace(emit=lambda kind, **fields: said.append(kind)),
   )
   prog = types.SimpleNamespace(model=None, mesh=types.SimpleNamespace(devices=np.array(jax.devices()[:1])))
-  generate.sample(config(), session, prog, {}, step=7)
+  generate.sample(run, Completed(7, {}, prog, lambda work, name: work()))
   return said
 
 

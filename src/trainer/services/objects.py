@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trainer.observe.log import Log
-from trainer.observe.writers.background import BackgroundWriter
+from trainer.services.background import BackgroundWriter
 
 
 class MetricsObjects:
-  """One immutable object per `period` steps: {directory}/metrics_step_000001_to_step_000010.txt, JSON lines."""
+  """A Recorder: one immutable object of JSON lines per `period` steps: metrics_step_000001_to_step_000010.txt."""
 
   def __init__(self, directory: str, period: int, log: Log) -> None:
     self._period = period
@@ -15,7 +17,10 @@ class MetricsObjects:
     remedy = "metrics.jsonl has all records"
     self._writer = BackgroundWriter("metrics objects", lambda: _Store(directory, log), log, remedy, waits=False)
 
-  def write(self, step: int, line: str) -> None:
+  def write(self, fields: dict[str, Any], line: str) -> None:
+    if "loss" not in fields:  # an evaluation
+      return
+    step = fields["step"]
     if self._pending and step != self._pending[-1][0] + 1:  # a rewind: the pending steps become their own object
       self._put()
     self._pending.append((step, line))
@@ -31,7 +36,10 @@ class MetricsObjects:
     stem = f"metrics_step_{first:06d}_to_step_{last:06d}"
     self._writer.put(lambda store: store.put(stem, text))
 
-  def close(self) -> None:
+  def flush(self, *, wait: bool) -> None:
+    """Nothing: metrics.jsonl has what waits here."""
+
+  def close(self, exit_code: int | None) -> None:
     """Begins to write what is left. Call `join` afterwards."""
     self._put()
     self._writer.close(None)

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from trainer.observe import cloud_logger, files, log
+from trainer.observe import files, log
+from trainer.services import cloud_logger
 
 
 def test_a_real_save_and_restore_leave_their_timings(tmp_path):

@@ -14,8 +14,8 @@ import pytest
 from tests.support.command import without_times
 
 from trainer.observe import events, log
-from trainer.observe.writers import webhook
-from trainer.observe.writers.webhook import Webhook
+from trainer.services import webhook
+from trainer.services.webhook import Webhook
 
 
 class Receiver(http.server.ThreadingHTTPServer):

@@ -6,9 +6,9 @@ import pytest
 from tests.support import fake_run
 
 from trainer.observe import log
-from trainer.observe.writers import goodput_recording
-from trainer.observe.writers.goodput_recording import GoodputRecording, LocalRecords
 from trainer.report import goodput, history
+from trainer.services import goodput_recording
+from trainer.services.goodput_recording import GoodputRecording, LocalRecords
 
 library = pytest.importorskip("ml_goodput_measurement.src.goodput_elastic", reason="the extra goodput is not installed")
 BADPUT = pytest.importorskip("ml_goodput_measurement.src.goodput_utils").BadputType

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
 from typing import TypeAlias
 
 import jax
@@ -12,22 +12,23 @@ from jax.experimental import multihost_utils
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
 from trainer.models.decoder import Params
-from trainer.observe.log import Log
+from trainer.run.plugins import Opened, Plugin, Scores, UnlessStopped
 from trainer.run.run_data import RunData
 from trainer.weights import hf_config, sources
 from trainer.weights.model import Model
-from trainer.weights.tasks import Scores, Tasks
+from trainer.weights.tasks import Tasks
 
 Work: TypeAlias = Scores | Exception
 
 
-class Scorer:
+class Scorer(Plugin):
   """Scores the model of a run on its eval_tasks, if it has any. Every process scores the whole model on a device of its
   own: so the next primary has the scores if the primary is lost."""
 
   def __init__(self, config: Config, data: RunData) -> None:
     """Raises ConfigError if the tasks are not there, or the run cannot score them."""
-    self._config, self._tokenizer = config, data.train.tokenizer
+    super().__init__(config, data)
+    self._tokenizer = data.train.tokenizer
     self._tasks: Tasks | None = None
     names = config.observe.eval_tasks
     if not names:
@@ -40,18 +41,15 @@ class Scorer:
     except ConfigError as error:
       raise ConfigError(f"eval_tasks={names}: {error}") from error
 
-  def score(
-    self,
-    params: Params,
-    step: int,
-    log: Log,
-    unless_stopped: Callable[[Callable[[], Work], str], Work] = lambda work, what: work(),
-  ) -> Scores | None:
+  def open(self, run: Opened, stack: contextlib.ExitStack) -> None:
+    self._log = run.log
+
+  def evaluates(self, params: Params, step: int, unless_stopped: UnlessStopped) -> Scores | None:
     """The scores of the parameters after `step`, on one of their devices; None: no tasks, or a warning says why not.
-    All processes that hold parts of `params` must call. unless_stopped: of the Driver; raises StopRequested."""
+    All processes that hold parts of `params` must call."""
     if (tasks := self._tasks) is None or (tokenizer := self._tokenizer) is None:
       return None
-    start, folder = time.monotonic(), f"{self._config.run_directory}/{sources.TOKENIZER}"
+    start, folder = time.monotonic(), f"{self.config.run_directory}/{sources.TOKENIZER}"
     device = min(jax.tree.leaves(params)[0].sharding.addressable_devices, key=lambda device: device.id)
     gather = lambda leaf: leaf if leaf.is_fully_addressable else multihost_utils.process_allgather(leaf, tiled=True)
     put = lambda leaf, to: jax.device_put(leaf, to.sharding).astype(to.dtype)
@@ -59,7 +57,7 @@ class Scorer:
     def work() -> Work:
       try:
         load = lambda abstract: jax.tree.map(put, whole, abstract)
-        cfg, longest = self._config.model, hf_config.longest(self._config.model, self._config.data)
+        cfg, longest = self.config.model, hf_config.longest(self.config.model, self.config.data)
         return tasks.score(Model.on_one_device(cfg, load, tokenizer, folder, device, longest))
       except Exception as error:  # noqa: BLE001 -- no failure of a task, which runs code of its own, may end the run
         return error
@@ -72,10 +70,10 @@ class Scorer:
     if isinstance(scores, Exception):
       runtime = isinstance(scores, jax.errors.JaxRuntimeError)
       why = "; one device must hold the whole model" if runtime else f": {type(scores).__name__}"
-      log.warning(f"no scores of eval_tasks at step {step}{why}: {scores}")
+      self._log.warning(f"no scores of eval_tasks at step {step}{why}: {scores}")
       return None
     for task, values in scores.items():
       numbers = ", ".join(f"{metric} {value:.4f}" for metric, value in values.items())
-      log.line(f"scores of {task} at step {step}: {numbers}")
-    log.line(f"Scored {len(scores)} tasks in {time.monotonic() - start:.2f} s.")
+      self._log.line(f"scores of {task} at step {step}: {numbers}")
+    self._log.line(f"Scored {len(scores)} tasks in {time.monotonic() - start:.2f} s.")
     return scores

@@ -1,0 +1,168 @@
+"""The hooks of a run: the only way in which services, exports, scores, the sample and the report reach it.
+
+The core of the trainer imports none of them. The command's entry hands in classes of `Plugin` (trainer/defaults.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from trainer.cluster import Cluster
+from trainer.config.schema import Config, ModelSection
+from trainer.models.decoder import Params
+from trainer.observe.events import EventLog
+from trainer.observe.log import Log
+from trainer.observe.metrics import Recorder
+from trainer.process.signals import StopRequested
+from trainer.program.program import Program
+from trainer.run.run_data import RunData
+from trainer.world import World
+
+Scores = dict[str, dict[str, float]]  # {task: {metric: value}}
+# Of a Driver: the result of a part of an evaluation that each process does for itself; raises StopRequested.
+UnlessStopped = Callable[[Callable[[], Any], str], Any]
+
+
+class Weights(Protocol):
+  """Parameters that a new run can start from."""
+
+  @property
+  def where(self) -> str:
+    """The place, in words."""
+
+  def check(self, cfg: ModelSection) -> None:
+    """Raises ConfigError with all keys of `cfg` that do not fit these weights."""
+
+  def load(self, abstract: Params, world: World) -> Params:
+    """The parameters with the shapes, types and shardings of `abstract`. Every process of `world` must call. Raises
+    ConfigError, on all processes, if they cannot be read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+  """A run whose folder is open."""
+
+  config: Config
+  cluster: Cluster
+  data: RunData
+  log: Log
+  events: EventLog
+  run_id: str  # "" without checkpoints
+
+
+@dataclasses.dataclass(frozen=True)
+class Completed:
+  """The last step of a run is done. unless_ending(work, name): the result of work(), or StopRequested once the process
+  has been asked to end."""
+
+  step: int
+  params: Params
+  program: Program
+  unless_ending: UnlessStopped
+
+
+class Plugin:
+  """A part of a run that is no part of training. Every hook does nothing unless a plug-in needs it.
+
+  Hooks are called on every process unless they say otherwise. An error of a hook becomes a warning, except where the
+  hook says that it may raise.
+  """
+
+  def __init__(self, config: Config, data: RunData) -> None:
+    """Raises ConfigError if the configuration asks for what cannot be. The run's folder does not exist yet."""
+    self.config, self.data = config, data
+
+  def open(self, run: Opened, stack: contextlib.ExitStack) -> None:
+    """The run's folder is open. `stack` closes what this opens, at the end of the process. May raise ConfigError."""
+
+  def recorders(self) -> Sequence[Recorder]:
+    """Called whenever this process begins to write the files of the run: each gets the records of metrics.jsonl."""
+    return ()
+
+  def ready(self) -> None:
+    """The first step can be dispatched; only on the process that writes the files of the run."""
+
+  def evaluates(self, params: Params, step: int, unless_stopped: UnlessStopped) -> Scores | None:
+    """An evaluation of the state after `step` is due. Returns what its record has besides losses, the same on all
+    processes; None: nothing. May raise StopRequested."""
+    return None
+
+  def keeps(self, step: int) -> bool:
+    """Whether the committed checkpoint of `step` must stay for now."""
+    return False
+
+  def completed(self, done: Completed) -> None:
+    """The last step is done, and its checkpoint is committed or on its way."""
+
+  def finish(self, step: int, stop: Callable[[], bool]) -> bool:
+    """Waits for work that belongs to the complete run of `step` steps. False: stop() was first. All processes return
+    together."""
+    return True
+
+  def ends(self, code: int) -> None:
+    """The process ends with this exit code, and its records are closed; only on the process that writes the files of
+    the run, and only if the run's folder is still its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+  """What the entry of a program adds to the core: plug-ins, and functions that need programs above it."""
+
+  plugins: tuple[type[Plugin], ...] = ()
+  open_weights: Callable[[str, World], Weights] | None = None  # what load_parameters_path names; raises ConfigError
+  # The configuration with a policy in the place of remat_policy=auto, and a line for the log. Raises ConfigError.
+  choose_remat: Callable[[Config, Cluster, Callable[[str], None]], tuple[Config, str]] | None = None
+
+
+class Plugins:
+  """The plug-ins of a run together."""
+
+  def __init__(self, plugins: Sequence[Plugin]) -> None:
+    self._plugins = plugins
+    self._log: Log | None = None
+
+  def open(self, run: Opened, stack: contextlib.ExitStack) -> None:
+    self._log = run.log
+    for plugin in self._plugins:
+      plugin.open(run, stack)
+
+  def recorders(self) -> list[Recorder]:
+    return [recorder for found in self._each("recorders") for recorder in found]
+
+  def ready(self) -> None:
+    list(self._each("ready"))
+
+  def evaluates(self, params: Params, step: int, unless_stopped: UnlessStopped) -> Scores | None:
+    found: Scores = {}
+    for scores in self._each("evaluates", params, step, unless_stopped):
+      found |= scores or {}
+    return found or None
+
+  def keeps(self, step: int) -> bool:
+    return any(self._each("keeps", step))
+
+  def completed(self, done: Completed) -> None:
+    list(self._each("completed", done))
+
+  def finish(self, step: int, stop: Callable[[], bool]) -> bool:
+    return all(self._each("finish", step, stop))
+
+  def ends(self, code: int) -> None:
+    list(self._each("ends", code))
+
+  def _each(self, hook: str, *arguments: Any) -> Iterator[Any]:
+    """The results of a hook. What only reports never hurts the run: an error is a warning."""
+    for plugin in self._plugins:
+      try:
+        yield getattr(plugin, hook)(*arguments)
+      except StopRequested:
+        raise
+      except Exception as error:  # noqa: BLE001 - each library raises its own types
+        assert self._log is not None, "hooks are called after open"
+        self._log.warning(f"{type(plugin).__name__}: {hook} has failed: {error!r}. Training goes on.")
+
+
+NO_PARTS = Parts()

@@ -181,3 +181,35 @@ def test_only_the_cluster_reads_the_environment():
   }
   assert readers, "somebody must look for the launcher"
   assert {part(name) for name in readers} == {"cluster"}, readers
+
+
+def declared(tree: ast.Module) -> set[str]:
+  """The attributes that the classes of a module declare, or give themselves."""
+  names = set()
+  for one in ast.walk(tree):
+    if isinstance(one, ast.ClassDef):
+      names |= {
+        node.target.id for node in one.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+      }
+      names |= {node.attr for node in written(one) if ast.unparse(node.value) == "self"}
+  return names
+
+
+def written(tree: ast.AST) -> list[ast.Attribute]:
+  return [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+
+
+# Objects of libraries, which have no methods for it, and the options of a command line.
+FOREIGN = {"sys", "warnings", "threading", "timer", "outage.timer", "info", "layer.attention", "options", "found"}
+
+
+def test_no_part_writes_to_an_attribute_of_another_ones_object():
+  """Who owns an object changes it: a reader of a class finds all that changes it in its file."""
+  wrong = [
+    f"{name}:{node.lineno}: {ast.unparse(node)}"
+    for package in ("trainer", "worlds")
+    for name, tree in modules(package).items()
+    for node in written(tree)
+    if node.attr not in declared(tree) and ast.unparse(node.value) not in FOREIGN
+  ]
+  assert not wrong, "\n".join(wrong)

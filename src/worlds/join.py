@@ -35,12 +35,11 @@ def join(place: Place) -> Peers:
     host = place.host or channel.local_host
     exchange = Exchange(place.member, place.token, lines.warn, host=host, connect_seconds=_CONNECT_SECONDS)
     membership = Membership(channel, place, exchange.address, exchange.interrupt, lines.warn)
-    peers = Peers(membership, exchange, place.lane)
+    peers = Peers(membership, exchange, place.lane, functools.partial(_answers, place))
     try:
       welcome = membership.next()
       assert welcome is not None
       peers.handle(welcome)
-      peers.supervisor_lives = functools.partial(_answers, place)
       return peers
     except (RunEnded, SupervisorLost) as error:
       membership.close()

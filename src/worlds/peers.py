@@ -45,7 +45,10 @@ class Change:
 class Peers:
   """This process among the members of the run."""
 
-  def __init__(self, membership: Membership, exchange: Exchange, lane: int) -> None:
+  def __init__(
+    self, membership: Membership, exchange: Exchange, lane: int, supervisor_lives: Callable[[], bool] = lambda: False
+  ) -> None:
+    """supervisor_lives: asked when the connection to it has ended."""
     self.member = membership.member
     self.membership, self.exchange = membership, exchange
     self.lane = lane
@@ -61,12 +64,12 @@ class Peers:
     self.interrupted = False  # the evaluation under way ends without a result: the run ends, or this member has left
     self.left = False  # the run goes on without this member
     self.ended: int | None = None  # the exit code of the run, once the supervisor has ended it
-    self.completed: Callable[[], int] = lambda: 0  # the step of this member's state
-    self.on_change: Callable[[Change], None] = lambda change: None
-    self.on_notice: Callable[[Message], None] = lambda notice: None  # gets a message `failing` or `slow`
+    self._completed: Callable[[], int] = lambda: 0  # of `train`
+    self._changed: Callable[[Change], None] = lambda change: None
+    self._noticed: Callable[[Message], None] = lambda notice: None
     self.on_role: list[Callable[[bool], None]] = []  # called when this process becomes the primary, or is it no more
     self.addresses: dict[int, str] = {}  # of the members' exchanges
-    self.supervisor_lives: Callable[[], bool] = lambda: False  # asked when the connection to it has ended
+    self.supervisor_lives = supervisor_lives
     self._lanes: dict[str, list[str]] = {}  # {member: the addresses of its lanes}, of the last `world` or `hold`
     self._ranges: dict[str, list[list[int]]] = {}  # its shares
     self._base = 0  # the epoch of that message
@@ -94,6 +97,13 @@ class Peers:
     """The shares that this member computes."""
     return self.dealt.get(self.member, ())
 
+  def train(
+    self, completed: Callable[[], int], changed: Callable[[Change], None], noticed: Callable[[Message], None]
+  ) -> None:
+    """This member has a state. completed(): its step. changed: gets every change of the members; noticed: every message
+    `failing` or `slow`."""
+    self._completed, self._changed, self._noticed = completed, changed, noticed
+
   # ---- the supervisor's messages ----
 
   def handle(self, received: Message) -> None:
@@ -114,12 +124,12 @@ class Peers:
       self._announce_role()
     elif kind == "regather":  # this member has received the state at the last moment
       self._connected, self._holds = False, True
-      self.membership.send("ready", newest=self.completed(), holds=True)
+      self.membership.send("ready", newest=self._completed(), holds=True)
     elif kind in ("failing", "slow"):
-      self.on_notice(received)
+      self._noticed(received)
     elif kind == "lead":
       self.set_primary(int(received["leader"]))
-      self.membership.send("restored", epoch=received["epoch"], step=self.completed())
+      self.membership.send("restored", epoch=received["epoch"], step=self._completed())
     elif kind == "end":
       self.ended = int(received["code"])
       raise RunEnded(self.ended, received.get("reason", ""))
@@ -143,7 +153,7 @@ class Peers:
     self.set_primary(int(received["primary"]))  # first: the primary records the change
     joined = tuple(sorted(frozenset(self.members) - before)) if before else ()
     sizes = self.members, len(before) or len(self.members)
-    self.on_change(Change(self.epoch, lost, joined, *sizes, holds, int(received["attempt"])))
+    self._changed(Change(self.epoch, lost, joined, *sizes, holds, int(received["attempt"])))
 
   def of_this_lane(self, members: Mapping[str, Sequence[str]]) -> dict[int, str]:
     """{member: where the process of this lane listens}, from the addresses of all lanes."""

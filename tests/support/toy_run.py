@@ -112,8 +112,7 @@ class ToyRun:
       step += 1
       rows = plan.rows.reshape(plan.rounds, -1)
       batch = jax.device_put(self.example(step, rows), place)
-      elastic.steps.current_step = step
-      elastic.reached("step", step)
+      elastic.begin_step(step)
       if step in self.fail_at:
         raise self.fail_at[step]
       began = elastic.clock()

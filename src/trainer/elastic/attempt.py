@@ -64,6 +64,16 @@ class StepClock:
   step_seconds: float = 0.0  # of the last completed step, without evaluations and saves; 0: no step was timed
   _first: bool = field(default=True)  # whether the attempt has completed no step yet
 
+  def resume(self, step: int) -> bool:
+    """The state after `step` is restored. Returns whether this process knew of no completed step before."""
+    first = self.last_step == 0
+    self.last_step = self.last_step or step
+    return first
+
+  def begin(self, step: int) -> None:
+    """`step` is under way."""
+    self.current_step = step
+
   def begin_attempt(self) -> None:
     self.current_step = 0
     self.last_sign_of_life, self._first = self.clock(), True
@@ -96,18 +106,31 @@ class ElasticRun:
   clock: Callable[[], float] = time.monotonic
   steps: StepClock = field(init=False)
   down_events: int = 0
-  announcement: str = ""  # "Elastic attempt 2 out of 10", until it is printed
+  _announcement: str = ""  # "Elastic attempt 2 out of 10", until it is printed
   _shown: tuple[int, int] = (0, 0)  # down_events and living slices of the last line about them
   _declined: frozenset[int] = frozenset()  # returned slices that the log said would not be used
 
   def __post_init__(self) -> None:
     self.steps = StepClock(self.job.steps, self.clock)
 
+  def try_again(self) -> None:
+    """Another attempt follows a failed one; `announce` prints its number."""
+    self._announcement = f"Elastic attempt {self.retries.attempt} out of {self.cfg.elastic_max_retries}"
+
   def announce(self) -> None:
     """Prints which attempt this is, once: when a checkpoint is about to be read, as in the guides, or in `restored`."""
-    if self.announcement:
-      self.session.log.line(self.announcement)
-    self.announcement = ""
+    if self._announcement:
+      self.session.log.line(self._announcement)
+    self._announcement = ""
+
+  def begin_step(self, step: int) -> None:
+    """`step` is under way: faults that are due happen now."""
+    self.steps.begin(step)
+    self.reached("step", step)
+
+  def join(self, down_events: int) -> None:
+    """This process joins a run that has had so many losses of slices."""
+    self.down_events = down_events
 
   def guard(self, view: View, late_after: Callable[[], float | None] = lambda: None) -> HangGuard:
     """The waits of an attempt on `view`. late_after: seconds after which the work under way is late; None: unknown."""
@@ -132,8 +155,7 @@ class ElasticRun:
     """The attempt has a state after `step` completed steps, from `tier` ("none": fresh), which took `seconds`."""
     self.announce()
     self.snapshot_policy.restarted()
-    if self.steps.last_step == 0:
-      self.steps.last_step = step
+    if self.steps.resume(step):
       self.retries.start_at(step)
     self.recovery.restored(step, tier, seconds)
     self.reached("recovery" if self.recovery.under_way else "restore", step + 1)
@@ -152,7 +174,7 @@ class ElasticRun:
     """The events so far have been recovered from: a step is completed on `alive` slices, or no step is left to do."""
     cost = self.recovery.finish(alive)
     if cost is not None:
-      self.resizes.cost_seconds = cost
+      self.resizes.recovered(cost)
 
   def lose(self, event: Event, alive: Collection[int], began: float, *, before: int, step: int) -> None:
     """Slices were lost after `step` by a fault at `began`. alive: the slices that are left; before: how many

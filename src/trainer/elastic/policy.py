@@ -67,6 +67,10 @@ class ResizePolicy:
   last_resize: float = field(default=-float("inf"))
   cost_seconds: float = 0.0  # of the last recovery: event to next completed step, without waiting and compiling
 
+  def recovered(self, cost: float) -> None:
+    """A recovery took `cost` seconds, see `cost_seconds`."""
+    self.cost_seconds = cost
+
   def resized(self) -> None:
     """The number of slices has changed."""
     self.last_resize = self.clock()

@@ -153,7 +153,7 @@ class _Loop:
       error.add_note(f"not retried: {event.reason} ({event.kind}, attempt {elastic.retries.attempt})")
       return False
     traceback.clear_frames(error.__traceback__)  # they hold the dead attempt's arrays
-    elastic.announcement = f"Elastic attempt {elastic.retries.attempt} out of {elastic.cfg.elastic_max_retries}"
+    elastic.try_again()
     if pause:
       self._session.log.line(f"No progress since the last event; pausing {pause:g} s.")
       self._pause(pause)

@@ -102,6 +102,10 @@ class EventLog:
     self._listeners: list[Callable[[dict[str, Any]], None]] = []
     self._flushes: list[Callable[[], None]] = []
 
+  def begin_epoch(self, epoch: int) -> None:
+    """The members of the run have changed: the number is a field of every record from now on."""
+    self.epoch = epoch
+
   def subscribe(self, listener: Callable[[dict[str, Any]], None], flush: Callable[[], None] | None = None) -> None:
     """`listener` gets every record that this process writes from now on, also the steps of metrics.jsonl. It must
     return at once, and may be called from any thread. flush: called by `flush`; may take a moment."""

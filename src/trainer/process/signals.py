@@ -62,6 +62,10 @@ class Signals:
     self._before: tuple[Mapping[int, object], int] | None = None  # handlers and wakeup descriptor
     self._pipe = -1  # its end for Python's C handler
 
+  def record_exit(self, record: Callable[[int], None]) -> None:
+    """record: of an exit while starting; gets the exit code."""
+    self.on_exit = record
+
   @property
   def noticed(self) -> bool:
     """Whether this process was asked to save and end."""

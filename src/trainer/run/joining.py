@@ -52,7 +52,7 @@ def join(
     except PeerLost as error:  # the next message says who sends the state now
       peers.report(error, peers.epoch)
       continue
-    elastic.down_events = header["down_events"]
+    elastic.join(header["down_events"])
     session.metrics.remember(header["records"])
     seconds = time.monotonic() - begin
     session.events.emit("restore", tier="peer", step=header["step"], seconds=seconds)

@@ -78,17 +78,18 @@ class ManyWorlds:
     self._total = self._rounds.layout.empty()
     self._batches = Prefetcher(self._prepared, self._step, self._config.run.steps)
     self._threads.callback(self._batches.close)
-    self._peers.on_change = lambda change: _record(self._elastic, change, self._step)
-    self._peers.on_notice = lambda notice: _record_notice(self._session, notice)
-    self._peers.completed = lambda: self._step
+    self._peers.train(
+      completed=lambda: self._step,
+      changed=lambda change: _record(self._elastic, change, self._step),
+      noticed=lambda notice: _record_notice(self._session, notice),
+    )
     return start
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
     index, (ahead, mean_weight) = next(self._batches)
     assert index == n - 1 == self._step, f"step {n} after {self._step} steps got the batch of step {index + 1}"
     self.data_wait_seconds = self._batches.waited_seconds
-    self._elastic.steps.current_step = n
-    self._elastic.reached("step", n)
+    self._elastic.begin_step(n)
     self._state = state
     params = state.params if mean_weight == 1 else experts.scale_loads(state.params, np.float32(mean_weight))
 
@@ -207,7 +208,7 @@ def _record(elastic: ElasticRun, change: Change, step: int) -> None:
   """Tells of a `change` of the members after `step` completed steps in the words of the elastic loop: log lines, events
   and recoveries. The attempt continues through all changes."""
   before = change.before
-  elastic.session.events.epoch = change.epoch
+  elastic.session.events.begin_epoch(change.epoch)
   for member, (reason, seconds_ago) in change.lost.items():
     began = elastic.clock() - seconds_ago
     event = Event(Kind.SLICE_DOWN, reason, frozenset({member}))

@@ -74,8 +74,7 @@ class OneController:
     index, rounds = next(self._batches)
     assert index == n - 1, f"step {n} got the batch of step {index + 1}"
     self.data_wait_seconds = self._batches.waited_seconds
-    self._elastic.steps.current_step = n
-    self._elastic.reached("step", n)
+    self._elastic.begin_step(n)
     result = self._compiled_step(state, self._on_slices(rounds))
     self._steps += 1
     if self._steps == _PREPARE_AFTER:

@@ -34,6 +34,10 @@ class RunData:
   may_change: bool  # allow_config_change has "data"
   _tokens_offset: int = 0  # tokens of a step minus step * tokens_per_step: the batch size may have changed
 
+  def identify(self, more: Mapping[str, Any]) -> None:
+    """Adds to what a resume compares."""
+    self.identity = {**self.identity, **more}
+
   def accept(self, config: Config, meta: Mapping[str, Any]) -> list[str]:
     """Continues the order of examples of a checkpoint with this `meta`. Returns lines that name the harmless
     differences between it and the present run. Raises ConfigMismatch if the run may not resume from it."""

@@ -168,7 +168,7 @@ def open_session(
   with contextlib.ExitStack() as stack:
     notes = additions.own.lines()  # for the log, which is not open yet
     data = stack.enter_context(run_data.open_data(config, batch, notes.append, additions.source))
-    data.identity |= additions.own.identity(full_program.state.opt_state)
+    data.identify(additions.own.identity(full_program.state.opt_state))
     plugins = Plugins([plugin(config, data) for plugin in additions.parts.plugins])
     log = _log(config, cluster, stack)
     holds_folder = stack.enter_context(_lock(config, cluster, log))
@@ -299,7 +299,7 @@ def _watchdog(
   recovers = config.elastic.elastic_enabled and cluster.recovers_in_process
   watchdog = Watchdog(config.observe.watchdog_timeout_seconds, log, events, recovers=recovers)
   stack.callback(watchdog.stop)
-  signals.on_exit = functools.partial(_record_exit, events)
+  signals.record_exit(functools.partial(_record_exit, events))
   limit = functools.partial(watchdog.limit, config.elastic.elastic_timeout_seconds, "elastic_timeout_seconds")
   cluster.coordination.watch(
     busy=lambda: watchdog.operation or log.operation, noticed=lambda: signals.noticed, unsupervised=limit
